@@ -1,0 +1,358 @@
+"""Facts as data: model shapes, devices, links and published tables, each with its source.
+
+Everything is read from ``data/`` (CSV, one source a row). Functions elsewhere take the objects
+of this module or their catalog names.
+
+Left out: anything that a configuration does not say. A :class:`ModelShape` describes a decoder
+(or an encoder such as BERT) with one attention block a layer; mixtures of experts count as
+their total parameters.
+"""
+
+import csv
+import difflib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from plpkg.results import Tabular
+from plpkg.validation import number, whole_number
+
+
+@dataclass(frozen=True)
+class ModelShape(Tabular):
+    """The dimensions of a transformer that decide its traffic, memory and speed.
+
+    Attributes
+    ----------
+    name
+        What to call it.
+    family
+        Hugging Face's ``model_type``: ``llama``, ``qwen2``, ``phi3`` …
+    num_layers, hidden, num_heads, num_kv_heads, head_dim, intermediate, vocab
+        Hugging Face's dimensions. Queries are ``num_heads * head_dim`` wide, keys and values
+        ``num_kv_heads * head_dim`` each.
+    tied_embeddings
+        Whether the word embedding and the LM head are one tensor.
+    parameters
+        Every weight, shared ones counted once.
+    source
+        Where the numbers come from.
+    """
+
+    name: str
+    family: str
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    tied_embeddings: bool
+    parameters: int
+    source: str = "given by the user"
+
+    def __post_init__(self) -> None:
+        for field in ("num_layers", "hidden", "num_heads", "head_dim", "intermediate", "vocab", "parameters"):
+            whole_number(field, getattr(self, field), 1)
+        whole_number("num_kv_heads", self.num_kv_heads, 1, self.num_heads, "num_heads")
+        if self.decoder_parameters < 1:
+            raise ValueError(
+                f"parameters={self.parameters} of {self.name} leave nothing for the decoder beside "
+                f"vocab·hidden={self.embedding_parameters}"
+            )
+
+    @property
+    def query_dim(self) -> int:
+        """Width of the query projection's output."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """Width of the key projection's output, and of the value projection's."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def projection_dims(self) -> tuple[int, int, int]:
+        """Output widths of the q, k and v projections."""
+        return self.query_dim, self.kv_dim, self.kv_dim
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Weights of the word embedding; the LM head has as many."""
+        return self.vocab * self.hidden
+
+    @property
+    def decoder_parameters(self) -> int:
+        """Weights of everything but the word embedding and the LM head."""
+        return self.parameters - self.embedding_parameters * (1 if self.tied_embeddings else 2)
+
+    @property
+    def computing_parameters(self) -> int:
+        """Weights that a forward pass multiplies with: decoder and LM head, no embedding look-up."""
+        return self.decoder_parameters + self.embedding_parameters
+
+    def rows(self) -> list[dict]:
+        qkv = self.num_layers * self.hidden * sum(self.projection_dims)
+        out = self.num_layers * self.query_dim * self.hidden
+        parts = {
+            "word embedding": self.embedding_parameters,
+            "LM head": 0 if self.tied_embeddings else self.embedding_parameters,
+            "q, k, v projections": qkv,
+            "attention output": out,
+            "feed-forward, norms, biases": self.decoder_parameters - qkv - out,
+        }
+        return [
+            {"part": part, "parameters": n, "share_percent": 100 * n / self.parameters} for part, n in parts.items()
+        ]
+
+    def __repr__(self) -> str:
+        heads = f"{self.num_heads} heads"
+        if self.num_kv_heads != self.num_heads:
+            heads += f" ({self.num_kv_heads} for keys and values)"
+        return (
+            f"{self.name}: {self.num_layers} layers × {self.hidden}, {heads} of {self.head_dim}, "
+            f"vocabulary {self.vocab}{' tied' if self.tied_embeddings else ''}, {self.parameters:,} parameters"
+        )
+
+    @classmethod
+    def from_config(cls, config, name: str | None = None, *, local_files_only: bool = False) -> "ModelShape":
+        """Read the shape of any Hugging Face causal language model (or encoder).
+
+        Parameters
+        ----------
+        config
+            A hub name, a local folder with a ``config.json``, or a ``PreTrainedConfig`` object.
+        name
+            What to call the result; by default what the configuration calls itself.
+        local_files_only
+            Never ask the hub.
+
+        Returns
+        -------
+        ModelShape
+            ``parameters`` is counted on the meta device: the model is instantiated without
+            storage, so tied tensors, fused projections and biases are counted as they are.
+
+        Raises
+        ------
+        FileNotFoundError
+            The name is neither a readable folder nor to be had from the hub.
+        ValueError
+            An encoder-decoder, or an architecture without attention heads.
+        """
+        from transformers import AutoConfig
+
+        if isinstance(config, (str, Path)):
+            name = name or str(config)
+            try:
+                config = AutoConfig.from_pretrained(config, local_files_only=local_files_only)
+            except OSError as error:
+                raise FileNotFoundError(
+                    f"no configuration for {name!r}: it is not a folder with a config.json, and the hub "
+                    "did not give one (offline, misspelt, or gated)"
+                ) from error
+        return cls(**_dimensions(config, name))
+
+
+def _dimensions(config, name: str | None) -> dict:
+    kind = type(config).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{name or config.model_type} ({kind}) is an encoder-decoder: "
+            "plpkg describes decoder-only models, whose every layer has one attention block"
+        )
+    config = config.get_text_config(decoder=True)
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        raise ValueError(f"{name or config.model_type} ({kind}) has no single number of attention heads: got {heads!r}")
+    # Falcon and GPTBigCode say "multi_query" where others say num_key_value_heads=1.
+    multi_query = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
+    kv_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads
+    intermediate = next(
+        (v for k in ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner") if (v := getattr(config, k, None))),
+        4 * config.hidden_size,  # GPT-2's n_inner=None means four times hidden
+    )
+    return dict(
+        name=name or config.name_or_path or config.model_type,
+        family=config.model_type,
+        num_layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        num_heads=heads,
+        num_kv_heads=1 if multi_query else kv_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        intermediate=intermediate,
+        vocab=config.vocab_size,
+        tied_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+        parameters=_count_on_meta(config),
+        source=f"{kind}, parameters counted on the meta device",
+    )
+
+
+def _count_on_meta(config) -> int:
+    import torch
+    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+
+    encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
+    causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not encoder
+    with torch.device("meta"):
+        model = (AutoModelForCausalLM if causal else AutoModel).from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@dataclass(frozen=True)
+class Device:
+    """A processor with its memory: bytes read per second, floating-point operations per second.
+
+    ``label`` says what kind of figure this is: *reported*, *measured* or *assumed*.
+    """
+
+    name: str
+    memory_bandwidth_bytes_per_s: float
+    flops_per_s: float
+    memory_bytes: float
+    label: str = "given by the user"
+    source: str = "given by the user"
+
+    def __post_init__(self) -> None:
+        for field in ("memory_bandwidth_bytes_per_s", "flops_per_s", "memory_bytes"):
+            number(field, getattr(self, field), open_low=True)
+
+    def __repr__(self) -> str:
+        return (
+            f"{self.name}: {self.memory_bandwidth_bytes_per_s / 1e9:g} GB/s, {self.flops_per_s / 1e12:g} TFLOPS, "
+            f"{self.memory_bytes / 1e9:g} GB ({self.label})"
+        )
+
+
+@dataclass(frozen=True)
+class Link:
+    """A network link seen from the device: bits per second each way, and its round-trip time.
+
+    ``label`` says what kind of figure this is: *reported*, *measured* or *assumed*.
+    """
+
+    name: str
+    uplink_bits_per_s: float
+    downlink_bits_per_s: float
+    rtt_s: float
+    label: str = "given by the user"
+    source: str = "given by the user"
+
+    def __post_init__(self) -> None:
+        number("uplink_bits_per_s", self.uplink_bits_per_s, open_low=True)
+        number("downlink_bits_per_s", self.downlink_bits_per_s, open_low=True)
+        number("rtt_s", self.rtt_s)
+
+    def __repr__(self) -> str:
+        return (
+            f"{self.name}: {self.uplink_bits_per_s / 1e6:g} Mb/s up, {self.downlink_bits_per_s / 1e6:g} Mb/s down, "
+            f"RTT {self.rtt_s * 1e3:g} ms ({self.label})"
+        )
+
+
+def data_path(*parts: str) -> Path:
+    """The path of a file in ``data/``: inside the installed package, else in the checkout.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is no such file, or no data at all (a broken installation).
+    """
+    package = Path(__file__).parent
+    folder = package / "data" if (package / "data").is_dir() else package.parent / "data"
+    path = folder.joinpath(*parts)
+    if not path.exists():
+        raise FileNotFoundError(f"no data file {'/'.join(parts) or 'folder'!r} in {folder}")
+    return path
+
+
+def _read(cls, filename: str) -> dict:
+    columns = cls.__dataclass_fields__
+    parse = {int: int, float: float, str: str, bool: lambda text: text == "true"}
+    with data_path(filename).open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    return {row["name"]: cls(**{key: parse[columns[key].type](text) for key, text in row.items()}) for row in rows}
+
+
+@cache
+def models() -> dict[str, ModelShape]:
+    """All model shapes of ``data/models.csv`` by name."""
+    return _read(ModelShape, "models.csv")
+
+
+@cache
+def devices() -> dict[str, Device]:
+    """All devices of ``data/devices.csv`` by name."""
+    return _read(Device, "devices.csv")
+
+
+@cache
+def links() -> dict[str, Link]:
+    """All links of ``data/links.csv`` by name."""
+    return _read(Link, "links.csv")
+
+
+def _look_up(kind: str, cls, known: dict, name):
+    if isinstance(name, cls):
+        return name
+    if not isinstance(name, str):
+        raise TypeError(f"a {kind} is a {cls.__name__} or a catalog name, got {name!r}")
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4)
+    hint = f"near: {', '.join(near)}; " if near else ""
+    raise ValueError(f"unknown {kind} {name!r}; {hint}all {len(known)}: {', '.join(known)}")
+
+
+def model(name: str | ModelShape) -> ModelShape:
+    """A model shape by catalog name; a :class:`ModelShape` passes through.
+
+    Raises
+    ------
+    ValueError
+        Unknown name; the message lists the near ones. For a model outside the catalog use
+        :meth:`ModelShape.from_config`.
+    """
+    return _look_up("model", ModelShape, models(), name)
+
+
+def device(name: str | Device) -> Device:
+    """A device by catalog name; a :class:`Device` passes through. Raises like :func:`model`."""
+    return _look_up("device", Device, devices(), name)
+
+
+def link(name: str | Link) -> Link:
+    """A link by catalog name; a :class:`Link` passes through. Raises like :func:`model`."""
+    return _look_up("link", Link, links(), name)
+
+
+def published(name: str):
+    """A published table as a ``pandas.DataFrame``, each row with its source.
+
+    Every figure in it is *reported*: re-typed from a publication, or digitised from its
+    figures (then with a ``tolerance`` in the unit of the value).
+
+    Raises
+    ------
+    ValueError
+        Unknown name; the message lists the near ones.
+    """
+    import pandas as pd
+
+    tables = {path.stem: path for path in sorted(data_path("published").glob("*.csv"))}
+    return pd.read_csv(_look_up("published table", Path, tables, name))
+
+
+@cache
+def published_gpu_tokens_per_s(model_name: str, cloud_name: str) -> float | None:
+    """The decoding speed that a publication reports for this model on this GPU alone, or ``None``.
+
+    Unit: tokens per second, batch 1, LM head included (``published/private_lora_gpu.csv``).
+    """
+    with data_path("published", "private_lora_gpu.csv").open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            if (row["model"], row["cloud"]) == (model_name, cloud_name):
+                return float(row["tokens_per_s"])
+    return None

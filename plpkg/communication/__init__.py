@@ -1,0 +1,40 @@
+"""Communication: bits and round trips between a device and the cloud (notebook 01).
+
+The names a notebook imports; ``plots``, ``widget`` and ``exercises`` load on first use, and
+``count`` imports torch when it is called, so that a calculation needs neither torch nor matplotlib.
+"""
+
+from plpkg.communication.formulas import BASELINES, full_activations, layer_cut, low_rank
+from plpkg.communication.schedule import (
+    Message,
+    count,
+    full_activation_messages,
+    layer_cut_messages,
+    low_rank_messages,
+)
+from plpkg.communication.traffic import PHASES, Traffic
+
+__all__ = [
+    "BASELINES",
+    "PHASES",
+    "Message",
+    "Traffic",
+    "count",
+    "exercises",
+    "full_activation_messages",
+    "full_activations",
+    "layer_cut",
+    "layer_cut_messages",
+    "low_rank",
+    "low_rank_messages",
+    "plots",
+    "widget",
+]
+
+
+def __getattr__(name: str):
+    if name in ("exercises", "plots", "widget"):
+        from importlib import import_module
+
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,76 @@
+"""The explorer of notebook 01: model, rank and link → bits and milliseconds per token."""
+
+from dataclasses import dataclass
+
+import ipywidgets
+
+from plpkg import catalog, results
+from plpkg.communication import plots
+from plpkg.communication.formulas import full_activations, low_rank
+from plpkg.communication.traffic import Traffic
+from plpkg.explorer import Explorer
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One token's traffic by low-rank residuals beside what full activations would take."""
+
+    model: str
+    rank: int
+    link: str
+    traffics: dict[str, Traffic]
+
+    @property
+    def low_rank(self) -> Traffic:
+        """The traffic that the controls ask for."""
+        return self.traffics["low rank"]
+
+    def milliseconds(self, name: str) -> float:
+        """Milliseconds that a token spends on the link."""
+        return 1e3 * sum(self.traffics[name].seconds(self.link).values())
+
+
+def compute(model: str, rank: int, link: str, endpoints: bool) -> Comparison:
+    """Compare the traffic of one decoded token; arguments as in :func:`~plpkg.communication.low_rank`."""
+    traffics = {
+        "low rank": low_rank(model, rank, endpoints=endpoints),
+        "published, 1 projection": full_activations(model, 1, endpoints),
+        "actual, 3 projections": full_activations(model, 3, endpoints, baseline="actual"),
+        "published, 3 projections": full_activations(model, 3, endpoints),
+    }
+    return Comparison(model, rank, link, traffics)
+
+
+def read_out(result: Comparison) -> str:
+    """The result in words."""
+    low, link = result.low_rank, catalog.link(result.link)
+    seconds = low.seconds(link)
+    shares = ", ".join(
+        f"{100 * low.share_of(t):.2f} % of {name}" for name, t in result.traffics.items() if name != "low rank"
+    )
+    return (
+        f"{result.model}, rank {result.rank}: {results.bits(low.total_bits)} per token ({shares}). "
+        f"On {link.name} a token spends {result.milliseconds('low rank'):.1f} ms on the link: "
+        f"{1e3 * seconds['uplink']:.1f} up, {1e3 * seconds['downlink']:.1f} down, "
+        f"{1e3 * seconds['round_trips']:.1f} for {low.round_trips} round trips; "
+        f"full activations (actual) would spend {result.milliseconds('actual, 3 projections'):.0f} ms."
+    )
+
+
+def draw(result: Comparison, ax):
+    """The four traffics, up and down."""
+    return plots.directions(result.traffics, ax=ax)
+
+
+def explorer() -> Explorer:
+    """The widget: choose a model, a rank, a link, and whether the end points count."""
+    decoders = [name for name, shape in catalog.models().items() if shape.family != "bert"]
+    controls = {
+        "model": ipywidgets.Dropdown(options=decoders, value="llama-7b", description="Model"),
+        "rank": ipywidgets.SelectionSlider(options=plots.RANKS, value=32, description="Rank (values)"),
+        "link": ipywidgets.Dropdown(
+            options=list(catalog.links()), value="5g-published", description="Link (Mb/s, RTT)"
+        ),
+        "endpoints": ipywidgets.Checkbox(value=True, description="Count the end points"),
+    }
+    return Explorer(controls, compute, read_out, draw)

@@ -1,0 +1,138 @@
+"""Is everything in place? One line a requirement: OK, SKIP (an optional part is absent) or FAIL."""
+
+import hashlib
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from plpkg import catalog
+from plpkg.results import Tabular
+
+
+@dataclass(frozen=True)
+class Check:
+    """One requirement: its ``status`` (``OK``, ``SKIP``, ``FAIL``), what was found, and what to do about it."""
+
+    name: str
+    status: str
+    found: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Report(Tabular):
+    """All checks of one run."""
+
+    checks: tuple[Check, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing failed; skipped checks do not count."""
+        return all(check.status != "FAIL" for check in self.checks)
+
+    def rows(self) -> list[dict]:
+        return [vars(check) for check in self.checks]
+
+    def __repr__(self) -> str:
+        tally = {status: sum(check.status == status for check in self.checks) for status in ("OK", "SKIP", "FAIL")}
+        return "plpkg doctor: " + ", ".join(f"{n} {status}" for status, n in tally.items())
+
+
+def examine() -> Report:
+    """Check Python, every declared dependency, the processor, the data files and the Jupyter kernel."""
+    return Report((check_python(), *check_dependencies(), *check_processors(), *check_data(), check_kernel()))
+
+
+def check_python(version: str = platform.python_version()) -> Check:
+    """The interpreter against the range that the package declares."""
+    supported = SpecifierSet(metadata.metadata("plpkg")["Requires-Python"])
+    if supported.contains(version, prereleases=True):
+        return Check("Python", "OK", version)
+    return Check("Python", "FAIL", version, f"make a virtual environment with Python {supported}")
+
+
+def check_dependencies() -> list[Check]:
+    """Every requirement of the package's own metadata, extras included."""
+    checks = []
+    extras = metadata.metadata("plpkg").get_all("Provides-Extra") or []
+    for line in metadata.requires("plpkg") or []:
+        requirement = Requirement(line)
+        marker = requirement.marker
+        extra = "" if marker is None or marker.evaluate({"extra": ""}) else None
+        if extra is None:
+            extra = next((name for name in extras if marker.evaluate({"extra": name})), None)
+        if extra is not None:  # else it is meant for another platform
+            checks.append(check_dependency(requirement, extra))
+    return checks
+
+
+def check_dependency(requirement: Requirement, extra: str = "") -> Check:
+    """One requirement against what is installed; ``extra`` names the extra that asks for it."""
+    name = f"{requirement.name} [{extra}]" if extra else requirement.name
+    wanted = f"{requirement.name}{requirement.specifier}"
+    try:
+        version = metadata.version(requirement.name)
+    except metadata.PackageNotFoundError:
+        if extra:
+            return Check(name, "SKIP", "not installed", f"pip install 'plpkg[{extra}]'")
+        return Check(name, "FAIL", "not installed", f"pip install '{wanted}'")
+    if requirement.specifier.contains(version, prereleases=True):
+        return Check(name, "OK", version)
+    return Check(name, "FAIL", f"{version}, supported {requirement.specifier}", f"pip install '{wanted}'")
+
+
+def check_processors() -> list[Check]:
+    """The CPU, and CUDA if torch sees any. No notebook needs a GPU."""
+    checks = [Check("CPU", "OK", f"{os.cpu_count()} logical cores")]
+    try:
+        import torch
+    except ImportError:
+        return [*checks, Check("GPU", "SKIP", "torch is not installed")]
+    if not torch.cuda.is_available():
+        return [*checks, Check("GPU", "SKIP", "no CUDA device", "none needed: every notebook runs on the CPU")]
+    return [
+        *checks,
+        Check("GPU", "OK", ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))),
+    ]
+
+
+def check_data() -> list[Check]:
+    """Every file of ``data/SHA256SUMS`` against its checksum."""
+    remedy = "restore data/ from the repository, or reinstall the package"
+    try:
+        listing = catalog.data_path("SHA256SUMS").read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        return [Check("data", "FAIL", str(error), remedy)]
+    checks = []
+    for line in listing.splitlines():
+        expected, name = line.split(maxsplit=1)
+        try:
+            found = hashlib.sha256(catalog.data_path(name).read_bytes()).hexdigest()
+        except FileNotFoundError:
+            checks.append(Check(f"data/{name}", "FAIL", "missing", remedy))
+            continue
+        if found != expected:
+            checks.append(Check(f"data/{name}", "FAIL", f"sha256 {found[:12]}…, expected {expected[:12]}…", remedy))
+    if checks:
+        return checks
+    return [Check("data", "OK", f"{len(listing.splitlines())} files match their sha256")]
+
+
+def check_kernel() -> Check:
+    """Whether Jupyter finds the kernel ``python3`` that the notebooks ask for."""
+    try:
+        from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
+    except ImportError:
+        return Check("Jupyter kernel", "SKIP", "Jupyter is not installed", "pip install 'plpkg[notebooks]'")
+    try:
+        spec = KernelSpecManager().get_kernel_spec("python3")
+    except NoSuchKernel:
+        return Check(
+            "Jupyter kernel", "FAIL", "no kernel python3", f"{sys.executable} -m ipykernel install --sys-prefix"
+        )
+    return Check("Jupyter kernel", "OK", spec.display_name)

@@ -1,0 +1,40 @@
+"""What every result of the package can do: show itself as a table and hand over its data."""
+
+from html import escape
+
+
+class Tabular:
+    """A result that is also a small table. Subclasses define :meth:`rows` and their own ``__repr__``."""
+
+    def rows(self) -> list[dict]:
+        """The table, one dict a row, all with the same keys; values keep their full precision."""
+        raise NotImplementedError
+
+    def to_frame(self):
+        """The table as a ``pandas.DataFrame``: the data behind this result's figure."""
+        import pandas as pd
+
+        return pd.DataFrame(self.rows())
+
+    def _repr_html_(self) -> str:
+        rows = self.rows()
+        head = "".join(f"<th>{escape(str(key))}</th>" for key in rows[0])
+        body = "".join("<tr>" + "".join(f"<td>{escape(shown(v))}</td>" for v in row.values()) + "</tr>" for row in rows)
+        return (
+            f"<table><caption>{escape(repr(self))}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        )
+
+
+def shown(value: object) -> str:
+    """A table cell: whole numbers with thousands separators, floats with four significant digits."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def bits(count: float) -> str:
+    """A number of bits in decimal units: ``229.4 kbit``, ``4.194 Mbit``, ``1.049 Gbit``."""
+    for unit, size in (("Gbit", 1e9), ("Mbit", 1e6), ("kbit", 1e3)):
+        if abs(count) >= size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count:.4g} bit"

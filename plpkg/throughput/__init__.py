@@ -1,0 +1,45 @@
+"""Throughput: tokens per second, phone memory, FLOPs and the score M_S (notebook 03).
+
+The names a notebook imports; ``plots``, ``widget`` and ``exercises`` load on first use.
+"""
+
+from plpkg.throughput.estimate import ACCOUNTINGS, TERMS, Estimate, decode, prefill
+from plpkg.throughput.latency import best_rank, break_even_rtt_s, overlap_rank
+from plpkg.throughput.resources import (
+    PhoneMemory,
+    phone_flops,
+    phone_memory,
+    phone_only_tokens_per_s,
+    whole_model_bytes,
+    whole_model_flops,
+)
+from plpkg.throughput.score import score
+
+__all__ = [
+    "ACCOUNTINGS",
+    "TERMS",
+    "Estimate",
+    "PhoneMemory",
+    "best_rank",
+    "break_even_rtt_s",
+    "decode",
+    "exercises",
+    "overlap_rank",
+    "phone_flops",
+    "phone_memory",
+    "phone_only_tokens_per_s",
+    "plots",
+    "prefill",
+    "score",
+    "whole_model_bytes",
+    "whole_model_flops",
+    "widget",
+]
+
+
+def __getattr__(name: str):
+    if name in ("exercises", "plots", "widget"):
+        from importlib import import_module
+
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,317 @@
+r"""Tokens per second of a split model, as a sum of times (PrivateLoRA article, speed formula).
+
+.. math::
+
+    \frac{1}{TPS} = \underbrace{\frac{1}{TPS_C^{Decoder}}}_{\text{decoder}}
+    + \underbrace{\frac{T_D^{PL} + T_C^{PL}}{bs \cdot seq}}_{\text{m, a\_and\_b}}
+    + \underbrace{\frac{1}{TPS_D^{LM\ Head}}}_{\text{lm\_head}} + t
+
+Every computing term is a roofline: the longer of reading the weights and doing the arithmetic,
+``max(bytes / bandwidth, 2 · parameters · positions / FLOPS)``. The network time ``t`` comes from
+:mod:`plpkg.communication`: end points, uplink, downlink and (absent in the article) round trips.
+
+Two accountings:
+
+* ``literal``: the printed formula, every term, one after the other.
+* ``figure``: what the article's curves were drawn with, recovered from them. Its decoding curves
+  leave out M's time on the phone and the downlink of the residuals (as if both hid behind the
+  q, k, v projections); its prefill curves leave out the cloud's decoder.
+
+Left out: reading the KV cache, sampling, framing and software overhead.
+"""
+
+from dataclasses import dataclass
+
+from plpkg import communication
+from plpkg.catalog import (
+    Device,
+    Link,
+    ModelShape,
+    device as find_device,
+    link as find_link,
+    model as find_model,
+    published_gpu_tokens_per_s,
+)
+from plpkg.communication.formulas import crossing_layers, ranks
+from plpkg.results import Tabular
+from plpkg.validation import number, one_of, whole_number
+
+ACCOUNTINGS = ("literal", "figure")
+TERMS = ("decoder", "lm_head", "m", "a_and_b", "endpoints", "uplink", "downlink", "round_trips")
+"""The parts of a token's time. ``uplink`` and ``downlink`` carry the residuals, ``endpoints`` the
+embedding and the final hidden state."""
+
+FIGURE_OMITS = {"decode": ("m", "downlink"), "prefill": ("decoder",)}
+
+
+@dataclass(frozen=True)
+class Estimate(Tabular):
+    """A computed speed, with everything that it is made of.
+
+    Attributes
+    ----------
+    model, accounting, link
+        What was asked for, by name.
+    r_c2d, r_d2c
+        The ranks.
+    seconds_per_token
+        One value for each of :data:`~plpkg.throughput.TERMS`; an omitted term is 0.
+    omitted
+        Terms that this accounting leaves out.
+    gpu_tokens_per_s
+        The whole model on the cloud's GPU alone: what the split is compared with.
+    gpu
+        Where that comes from: ``"published"``, ``"roofline"`` or ``"given"``.
+    """
+
+    model: str
+    accounting: str
+    link: str
+    r_c2d: int
+    r_d2c: int
+    seconds_per_token: tuple[float, ...]
+    omitted: tuple[str, ...]
+    gpu_tokens_per_s: float
+    gpu: str
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second, all sequences of the batch together."""
+        return 1 / sum(self.seconds_per_token)
+
+    @property
+    def gpu_fraction(self) -> float:
+        """``tokens_per_s`` as a share of the GPU's own speed."""
+        return self.tokens_per_s / self.gpu_tokens_per_s
+
+    def breakdown(self) -> dict[str, float]:
+        """Seconds per token of each term; they sum to ``1 / tokens_per_s``."""
+        return dict(zip(TERMS, self.seconds_per_token, strict=True))
+
+    def rows(self) -> list[dict]:
+        total = sum(self.seconds_per_token)
+        return [
+            {"term": term, "ms_per_token": 1e3 * seconds, "share_percent": 100 * seconds / total}
+            for term, seconds in self.breakdown().items()
+        ]
+
+    def __repr__(self) -> str:
+        rank = f"rank {self.r_c2d}" if self.r_c2d == self.r_d2c else f"ranks {self.r_c2d} down, {self.r_d2c} up"
+        return (
+            f"{self.model}, {rank}, {self.link}, {self.accounting}: {self.tokens_per_s:.2f} tokens/s, "
+            f"{100 * self.gpu_fraction:.1f} % of the GPU's {self.gpu_tokens_per_s:.1f} ({self.gpu})"
+        )
+
+
+def decode(
+    model: str | ModelShape,
+    rank: int = 64,
+    accounting: str = "literal",
+    link: str | Link = "5g-published",
+    rtt_s: float | None = None,
+    *,
+    r_c2d: int | None = None,
+    r_d2c: int | None = None,
+    device: str | Device = "iphone-13-pro-max",
+    cloud: str | Device = "a100-80gb-pcie",
+    gpu: str | float | None = None,
+    batch: int = 1,
+    bits: int = 16,
+    phone_bits: int = 16,
+    cloud_bits: int = 16,
+    projections: int = 3,
+    adapted_layers: int | None = None,
+    draft_tokens: int = 0,
+    acceptance_rate: float = 1.0,
+) -> Estimate:
+    """Estimate the speed of generating tokens one after the other.
+
+    Parameters
+    ----------
+    model, device, cloud, link
+        Objects of :mod:`plpkg.catalog`, or their names.
+    rank, r_c2d, r_d2c, projections, adapted_layers
+        As in :func:`plpkg.communication.low_rank`.
+    accounting
+        ``"literal"`` or ``"figure"``: see the module.
+    rtt_s
+        Round-trip time in seconds; ``None`` takes the link's own (0 for ``"5g-published"``).
+    gpu
+        The cloud's speed with the whole model: ``"published"`` (reported for this model and
+        cloud), ``"roofline"``, or a number of tokens per second. ``None`` takes the published
+        one where there is one, else the roofline; the result's ``gpu`` says which.
+    batch
+        Sequences decoded together. As in the article, a published or given speed is not
+        multiplied by a larger batch; the roofline is.
+    bits, phone_bits, cloud_bits
+        Bits of a transmitted value, of a weight on the phone, of a weight on the cloud.
+    draft_tokens, acceptance_rate
+        Speculative or look-ahead decoding: ``draft_tokens`` guesses travel with the last token,
+        each is accepted with probability ``acceptance_rate`` if those before it were. One pass
+        then yields ``1 + a + a² + …`` tokens (arXiv 2211.17192, eq. 1). Making the guesses is
+        free, and the decoder checks them at the price of one token, as it does while reading its
+        weights takes longer than the arithmetic.
+
+    Returns
+    -------
+    Estimate
+
+    Raises
+    ------
+    ValueError
+        An argument is out of range, or ``gpu="published"`` for a model or cloud without one.
+    """
+    whole_number("batch", batch, 1)
+    in_flight = 1 + whole_number("draft_tokens", draft_tokens, 0)
+    number("acceptance_rate", acceptance_rate, 0, 1)
+    produced = batch * sum(acceptance_rate**i for i in range(in_flight))
+
+    split = _Split(
+        model, rank, link, rtt_s, r_c2d, r_d2c, device, cloud, bits, phone_bits, cloud_bits, projections, adapted_layers
+    )
+    pass_s = split.seconds(seq=in_flight, batch=batch, logits="all")
+    gpu_speed, source = _gpu_speed(split.model, split.cloud, gpu, batch, cloud_bits)
+    if source != "roofline":  # the quoted speed includes the LM head, which here runs on the phone
+        pass_s["decoder"] = batch / gpu_speed * split.model.decoder_parameters / split.model.computing_parameters
+    return _estimate(split, accounting, FIGURE_OMITS["decode"], pass_s, produced, gpu_speed, source)
+
+
+def prefill(
+    model: str | ModelShape,
+    tokens: int = 256,
+    rank: int = 64,
+    accounting: str = "literal",
+    link: str | Link = "5g-published",
+    rtt_s: float | None = None,
+    *,
+    r_c2d: int | None = None,
+    r_d2c: int | None = None,
+    device: str | Device = "iphone-13-pro-max",
+    cloud: str | Device = "a100-80gb-pcie",
+    bits: int = 16,
+    phone_bits: int = 16,
+    cloud_bits: int = 16,
+    projections: int = 3,
+    adapted_layers: int | None = None,
+    logits: str = "all",
+) -> Estimate:
+    """Estimate the speed of reading a prompt of ``tokens`` tokens in one pass.
+
+    Parameters
+    ----------
+    logits
+        ``"all"``, as in the article: every position's final hidden state comes down and meets the
+        LM head. ``"last"``: only the last position's, which is all that generation needs.
+
+    Other parameters, result and errors as in :func:`decode`. The cloud's decoder is a roofline,
+    since no prefill speed of the GPU was published.
+    """
+    whole_number("tokens", tokens, 1)
+    one_of("logits", logits, ("all", "last"))
+    split = _Split(
+        model, rank, link, rtt_s, r_c2d, r_d2c, device, cloud, bits, phone_bits, cloud_bits, projections, adapted_layers
+    )
+    pass_s = split.seconds(seq=tokens, batch=1, logits=logits)
+    gpu_speed, source = _gpu_speed(split.model, split.cloud, "roofline", tokens, cloud_bits)
+    return _estimate(split, accounting, FIGURE_OMITS["prefill"], pass_s, tokens, gpu_speed, source)
+
+
+class _Split:
+    """One way of splitting a model, its arguments looked up and checked; times one pass."""
+
+    def __init__(
+        self,
+        model,
+        rank,
+        link,
+        rtt_s,
+        r_c2d,
+        r_d2c,
+        device,
+        cloud,
+        bits,
+        phone_bits,
+        cloud_bits,
+        projections,
+        adapted_layers,
+    ):
+        self.model, self.link = find_model(model), find_link(link)
+        self.device, self.cloud = find_device(device), find_device(cloud)
+        self.rtt_s = self.link.rtt_s if rtt_s is None else number("rtt_s", rtt_s)
+        self.r_c2d, self.r_d2c = ranks(self.model, rank, r_c2d, r_d2c)
+        self.bits = bits
+        self.phone_bits = whole_number("phone_bits", phone_bits, 1, 64)
+        self.cloud_bits = whole_number("cloud_bits", cloud_bits, 1, 64)
+        self.projections = one_of("projections", projections, (1, 3))
+        self.layers = crossing_layers(self.model, 0, 0, adapted_layers)
+
+    def seconds(self, seq: int, batch: int, logits: str) -> dict[str, float]:
+        """Seconds of one pass over ``batch · seq`` positions, by term."""
+        model, positions = self.model, batch * seq
+        a = self.projections * model.hidden * self.r_c2d
+        b = sum(model.projection_dims[: self.projections]) * self.r_d2c
+        m = self.projections * self.r_c2d * self.r_d2c
+        head_positions = positions if logits == "all" else batch
+
+        shape = dict(bits=self.bits, phase="prefill", tokens=seq, batch=batch)
+        residuals = communication.low_rank(
+            model, projections=self.projections, endpoints=False, r_c2d=self.r_c2d, r_d2c=self.r_d2c, rank=1,
+            adapted_layers=self.layers, **shape,
+        ).seconds(self.link, self.rtt_s)  # fmt: skip
+        ends = communication.layer_cut(model, 0, final_hidden=logits, **shape).seconds(self.link, self.rtt_s)
+        return {
+            "decoder": _roofline_s(model.decoder_parameters, positions, self.cloud, self.cloud_bits),
+            "lm_head": _roofline_s(model.embedding_parameters, head_positions, self.device, self.phone_bits),
+            "m": _roofline_s(self.layers * m, positions, self.device, self.phone_bits),
+            "a_and_b": _roofline_s(self.layers * (a + b), positions, self.cloud, self.cloud_bits),
+            "endpoints": ends["uplink"] + ends["downlink"],
+            "uplink": residuals["uplink"],
+            "downlink": residuals["downlink"],
+            "round_trips": residuals["round_trips"] + ends["round_trips"],
+        }
+
+
+def _estimate(
+    split: _Split,
+    accounting: str,
+    figure_omits: tuple[str, ...],
+    pass_s: dict[str, float],
+    produced: float,
+    gpu_speed: float,
+    gpu: str,
+) -> Estimate:
+    """Share one pass among the tokens it ``produced``, without the terms that the accounting omits."""
+    omitted = figure_omits if one_of("accounting", accounting, ACCOUNTINGS) == "figure" else ()
+    own_rtt = split.rtt_s == split.link.rtt_s
+    return Estimate(
+        model=split.model.name,
+        accounting=accounting,
+        link=split.link.name if own_rtt else f"{split.link.name} with RTT {1e3 * split.rtt_s:g} ms",
+        r_c2d=split.r_c2d,
+        r_d2c=split.r_d2c,
+        seconds_per_token=tuple(0.0 if term in omitted else pass_s[term] / produced for term in TERMS),
+        omitted=omitted,
+        gpu_tokens_per_s=gpu_speed,
+        gpu=gpu,
+    )
+
+
+def _roofline_s(parameters: int, positions: int, device: Device, bits: int) -> float:
+    """Seconds to multiply ``parameters`` weights with ``positions`` positions: reading or arithmetic, the longer."""
+    read_s = parameters * bits / 8 / device.memory_bandwidth_bytes_per_s
+    return max(read_s, 2 * parameters * positions / device.flops_per_s)
+
+
+def _gpu_speed(
+    model: ModelShape, cloud: Device, gpu: str | float | None, positions: int, cloud_bits: int
+) -> tuple[float, str]:
+    """The whole model's tokens per second on the cloud, and where that figure comes from."""
+    if gpu is None or gpu == "published":
+        speed = published_gpu_tokens_per_s(model.name, cloud.name)
+        if speed is not None:
+            return speed, "published"
+        if gpu == "published":
+            raise ValueError(f"no published speed of {model.name} on {cloud.name}; give a number, or gpu='roofline'")
+    elif gpu != "roofline":
+        return number("gpu", gpu, open_low=True), "given"
+    return positions / _roofline_s(model.computing_parameters, positions, cloud, cloud_bits), "roofline"

@@ -1,0 +1,51 @@
+"""Checkers of notebook 03's exercises."""
+
+from plpkg.exercise import Verdict, check_number
+from plpkg.throughput.estimate import decode
+from plpkg.throughput.latency import break_even_rtt_s
+from plpkg.throughput.resources import phone_memory
+
+
+def largest_term(answer: object) -> Verdict:
+    """Which share, in percent, of a token's time does the phone's LM head take (7B, rank 64, literal)?"""
+    estimate = decode("llama-2-7b", 64)
+    expected = 100 * estimate.breakdown()["lm_head"] * estimate.tokens_per_s
+    return check_number(
+        answer,
+        expected=expected,
+        tolerance=0.05,
+        explanation="262 MB at 42.7 GB/s are 6.1 ms of 37.0 ms: more than everything the network does.",
+        hints={100 * 6.139 / 26.42: "that is its share of the decoder's time, not of the whole token's."},
+        hint="Read the LM head's 2·vocabulary·hidden bytes at the phone's 42.7 GB/s and divide by the token's time.",
+    )
+
+
+def rtt_for_half(answer: object) -> Verdict:
+    """At which round-trip time, in ms, has the 7B split lost half of its speed (rank 64, literal)?"""
+    at_zero = decode("llama-2-7b", 64).tokens_per_s
+    return check_number(
+        answer,
+        expected=1e3 * break_even_rtt_s("llama-2-7b", at_zero / 2),
+        tolerance=0.05,
+        explanation="a token of 37 ms needs 33 round trips, so 37/33 ≈ 1.1 ms each double it.",
+        hints={
+            37.0: "that would be right with one round trip a token; there are 1 + 32.",
+            37.0 / 2: "half the speed means twice the time: the round trips may cost as much as all the rest.",
+        },
+        hint="The speed halves when the round trips take as long as everything else together.",
+    )
+
+
+def modern_vocabulary(answer: object) -> Verdict:
+    """How many MB does Llama-3.1-8B's LM head take on the phone at 16 bit?"""
+    return check_number(
+        answer,
+        expected=phone_memory("llama-3.1-8b").lm_head_bytes / 1e6,
+        tolerance=0.01,
+        explanation="128,256 · 4096 · 2 bytes: four times LLaMA-7B's, at the same hidden size.",
+        hints={
+            262.144: "that is LLaMA-7B's vocabulary of 32,000; Llama 3's has 128,256 entries.",
+            525.3: "that is one byte a weight; 16 bit are two.",
+        },
+        hint="vocabulary · hidden · 2 bytes.",
+    )

@@ -1,0 +1,107 @@
+"""What the round-trip time does to the speed, and how the rank is chosen around it.
+
+The article's formula has no propagation delay. With one, a token costs ``1 + num_layers`` round
+trips, and that term soon outweighs all the others.
+"""
+
+from plpkg.catalog import Device, Link, ModelShape, device as find_device, link as find_link, model as find_model
+from plpkg.throughput.estimate import decode
+from plpkg.validation import number, one_of
+
+
+def break_even_rtt_s(model: str | ModelShape, phone_only_tokens_per_s: float, rank: int = 64, **settings) -> float:
+    """The round-trip time at which splitting is no faster than the phone alone.
+
+    Parameters
+    ----------
+    model, rank
+        As in :func:`~plpkg.throughput.decode`.
+    phone_only_tokens_per_s
+        What the phone does by itself.
+    **settings
+        Anything else that :func:`~plpkg.throughput.decode` takes, but ``rtt_s``.
+
+    Returns
+    -------
+    float
+        Seconds; negative where the phone wins even at zero delay.
+    """
+    number("phone_only_tokens_per_s", phone_only_tokens_per_s, open_low=True)
+    without = decode(model, rank, rtt_s=0.0, **settings)
+    one_second = decode(model, rank, rtt_s=1.0, **settings)
+    round_trips_per_token = one_second.breakdown()["round_trips"]
+    return (1 / phone_only_tokens_per_s - 1 / without.tokens_per_s) / round_trips_per_token
+
+
+def best_rank(model: str | ModelShape, tokens_per_s: float, **settings) -> int:
+    """The largest rank that still reaches a target speed.
+
+    Parameters
+    ----------
+    model
+        A shape or its catalog name.
+    tokens_per_s
+        The target.
+    **settings
+        Anything that :func:`~plpkg.throughput.decode` takes, but the rank.
+
+    Raises
+    ------
+    ValueError
+        Not even rank 1 is fast enough; the message says how fast it is.
+    """
+    model = find_model(model)
+    number("tokens_per_s", tokens_per_s, open_low=True)
+    lowest = decode(model, 1, **settings).tokens_per_s
+    if lowest < tokens_per_s:
+        raise ValueError(f"no rank of {model.name} reaches {tokens_per_s:g} tokens/s: rank 1 gives {lowest:.2f}")
+    low, high = 1, model.hidden  # the speed falls with the rank: keep low fast enough, halve the rest
+    while low < high:
+        middle = (low + high + 1) // 2
+        fast_enough = decode(model, middle, **settings).tokens_per_s >= tokens_per_s
+        low, high = (middle, high) if fast_enough else (low, middle - 1)
+    return low
+
+
+def overlap_rank(
+    model: str | ModelShape,
+    link: str | Link = "5g-published",
+    rtt_s: float | None = None,
+    *,
+    leg: str = "downlink",
+    cloud: str | Device = "a100-80gb-pcie",
+    bits: int = 16,
+    cloud_bits: int = 16,
+    projections: int = 3,
+) -> int:
+    """The largest rank whose network time hides behind the q, k and v projections of one layer.
+
+    The cloud may compute q, k and v while the residuals travel. Decoding reads those weights
+    once, so the time to hide behind is their bytes over the GPU's memory bandwidth.
+
+    Parameters
+    ----------
+    leg
+        ``"downlink"``: only the way to the device, as the article's curves assume.
+        ``"round_trip"``: down, up, and the propagation delay.
+    rtt_s
+        Round-trip time in seconds; ``None`` takes the link's own. Half of it belongs to the
+        downlink leg.
+    cloud, bits, cloud_bits, projections
+        As in :func:`~plpkg.throughput.decode`.
+
+    Returns
+    -------
+    int
+        0 if the delay alone is longer than the projections take.
+    """
+    model, link, cloud = find_model(model), find_link(link), find_device(cloud)
+    one_of("leg", leg, ("downlink", "round_trip"))
+    one_of("projections", projections, (1, 3))
+    rtt_s = link.rtt_s if rtt_s is None else number("rtt_s", rtt_s)
+    qkv_bytes = model.hidden * sum(model.projection_dims) * cloud_bits / 8
+    time_left_s = qkv_bytes / cloud.memory_bandwidth_bytes_per_s - (rtt_s / 2 if leg == "downlink" else rtt_s)
+    s_per_rank = projections * bits / link.downlink_bits_per_s
+    if leg == "round_trip":
+        s_per_rank += projections * bits / link.uplink_bits_per_s
+    return min(model.hidden, max(0, int(time_left_s / s_per_rank)))

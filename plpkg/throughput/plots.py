@@ -1,0 +1,158 @@
+"""Figures of notebook 03: published curves, where a token's time goes, what the round trip costs."""
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from plpkg import catalog, theme
+from plpkg.catalog import Link, ModelShape, link as find_link, model as find_model
+from plpkg.throughput.estimate import TERMS, Estimate, decode, prefill
+from plpkg.throughput.resources import phone_memory
+
+TERM_LABELS = dict(
+    zip(
+        TERMS,
+        ("decoder (cloud)", "LM head (phone)", "M (phone)", "A and B (cloud)", "end points", "residuals up", "residuals down", "round trips"),
+        strict=True,
+    )
+)  # fmt: skip
+
+
+def published_curves(model: str = "llama-2-7b", stage: str = "decode", ax=None):
+    """Our ``figure`` accounting as lines, the digitised points of the publication on top.
+
+    ``stage`` is ``"decode"`` (against the batch) or ``"prefill"`` (against the prompt's tokens).
+    """
+    points = catalog.published(f"private_lora_{stage}").query("model == @model")
+    ax = theme.axes(ax)
+    x_name = "batch" if stage == "decode" else "tokens"
+    xs = [2**i for i in range(12)]
+
+    def compute(rank: int, x: int) -> float:
+        if stage == "decode":
+            return decode(model, rank, "figure", batch=x).tokens_per_s
+        return prefill(model, x, rank, "figure").tokens_per_s
+
+    errors = []
+    ranks = sorted(points["rank"].unique())
+    for rank, style in zip(ranks, theme.styles(len(ranks)), strict=True):
+        ax.plot(xs, [compute(rank, x) for x in xs], label=f"rank {rank}", **{**style, "marker": ""})
+        own = points[points["rank"] == rank]
+        ax.plot(own[x_name], own["tokens_per_s"], style["marker"], color=style["color"], ms=8, mec="black")
+        errors += [abs(compute(rank, x) / y - 1) for x, y in zip(own[x_name], own["tokens_per_s"], strict=True)]
+    ax.set(xscale="log", ylabel="tokens per second", ylim=(0, None))
+    ax.set_xscale("log", base=2)
+    ax.set_xlabel("sequences in the batch" if stage == "decode" else "tokens of the prompt")
+    ax.set_title(f"{model}, {stage}: computed (lines), reported (markers)")
+    ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    low, high = points["tokens_per_s"].min(), points["tokens_per_s"].max()
+    return theme.describe(
+        ax,
+        f"{stage.capitalize()} speed of {model} for {len(ranks)} ranks, computed curves with the {len(points)} digitised "
+        f"points of the publication, from {low:g} to {high:g} tokens per second; the median difference is {100 * median(errors):.2f} %.",
+    )
+
+
+def breakdown(estimates: Mapping[str, Estimate], others: Mapping[str, float] | None = None, ax=None):
+    """Where a token's time goes: one stacked bar in milliseconds for each named estimate.
+
+    ``others`` adds plain bars for speeds without a breakdown, in tokens per second by name.
+    """
+    ax = theme.axes(ax)
+    names = list(estimates)
+    others = others or {}
+    left = [0.0] * len(names)
+    for term, fill in zip(TERMS, theme.fills(len(TERMS)), strict=True):
+        ms = [1e3 * estimate.breakdown()[term] for estimate in estimates.values()]
+        if any(ms):
+            ax.barh(names, ms, left=left, label=TERM_LABELS[term], **fill)
+        left = [a + b for a, b in zip(left, ms, strict=True)]
+    for row, (total, estimate) in enumerate(zip(left, estimates.values(), strict=True)):
+        ax.text(total, row, f" {estimate.tokens_per_s:.1f} tokens/s", va="center")
+    ax.barh(list(others), [1e3 / speed for speed in others.values()], color="0.6")
+    for row, speed in enumerate(others.values(), start=len(names)):
+        ax.text(1e3 / speed, row, f" {speed:.1f} tokens/s", va="center")
+    longest = max([*left, *(1e3 / speed for speed in others.values())])
+    ax.invert_yaxis()
+    ax.grid(False, axis="y")
+    ax.set(xlabel="milliseconds per token", xlim=(0, 1.25 * longest))
+    ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    ax.figure.set_size_inches(9.6, max(2.8, 1.4 + 0.55 * (len(names) + len(others))))
+    said = "; ".join(
+        f"{name} {1e3 / e.tokens_per_s:.1f} ms, most of it {TERM_LABELS[max(e.breakdown(), key=e.breakdown().get)]}"
+        for name, e in estimates.items()
+    )
+    return theme.describe(ax, f"Stacked bars of the milliseconds of a token: {said}.")
+
+
+def against_rtt(
+    models: Sequence[str | ModelShape] = ("llama-2-7b", "llama-2-13b", "llama-30b"),
+    phone_only: Mapping[str, float] | None = None,
+    marks: Sequence[str | Link] = ("lan", "wifi", "5g", "5g-us-2024"),
+    ax=None,
+    **settings,
+):
+    """Tokens per second against the round-trip time, with horizontal lines for the phone alone.
+
+    Parameters
+    ----------
+    models
+        One curve each.
+    phone_only
+        Tokens per second of the phone by itself, by label.
+    marks
+        Links whose round-trip times are marked; their rates play no part here.
+    **settings
+        Passed to :func:`~plpkg.throughput.decode`.
+    """
+    ax = theme.axes(ax)
+    rtts_ms = [0.1 * 10 ** (i / 20) for i in range(61)]
+    shapes = [find_model(model) for model in models]
+    for shape, style in zip(shapes, theme.styles(len(shapes)), strict=True):
+        speed = [decode(shape, rtt_s=rtt / 1e3, **settings).tokens_per_s for rtt in rtts_ms]
+        ax.plot(rtts_ms, speed, label=shape.name, **{**style, "marker": ""}, lw=2)
+    for (label, speed), dash in zip((phone_only or {}).items(), theme.DASHES[1:], strict=False):
+        ax.axhline(speed, color="0.35", linestyle=dash, lw=1.2, label=f"{label}: {speed:.1f} tokens/s")
+    top = ax.get_ylim()[1]
+    for link in map(find_link, marks):
+        ax.axvline(1e3 * link.rtt_s, color="0.75", lw=1, zorder=0)
+        ax.text(1e3 * link.rtt_s, top, f" {link.name}", rotation=90, va="top", ha="right", fontsize=9, color="0.3")
+    ax.set(xscale="log", xlabel="round-trip time (ms)", ylabel="tokens per second", ylim=(0, top), xlim=(0.1, 100))
+    ax.set_xticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
+    ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    ax.figure.set_size_inches(9.6, 4.2)
+    first = shapes[0]
+    at = {rtt: decode(first, rtt_s=rtt / 1e3, **settings).tokens_per_s for rtt in (0, 1, 33)}
+    return theme.describe(
+        ax,
+        f"Tokens per second against round-trip time, logarithmic from 0.1 to 100 ms, for {', '.join(s.name for s in shapes)}; "
+        f"{first.name} falls from {at[0]:.1f} at 0 ms to {at[1]:.1f} at 1 ms and {at[33]:.1f} at 33 ms.",
+    )
+
+
+def phone_memory_bars(models: Sequence[str | ModelShape], rank: int = 128, limit_mb: float | None = None, ax=None):
+    """Megabytes on the phone: LM head, M, and the word embedding that the publication leaves out."""
+    ax = theme.axes(ax)
+    shapes = [find_model(model) for model in models]
+    parts = [phone_memory(shape, rank, embedding=True) for shape in shapes]
+    names = [shape.name for shape in shapes]
+    left = [0.0] * len(shapes)
+    labels = {
+        "lm_head_bytes": "LM head",
+        "m_bytes": "M",
+        "embedding_bytes": "word embedding (not in the published figure)",
+    }
+    for (field, label), fill in zip(labels.items(), theme.fills(3), strict=True):
+        mb = [getattr(part, field) / 1e6 for part in parts]
+        ax.barh(names, mb, left=left, label=label, **fill)
+        left = [a + b for a, b in zip(left, mb, strict=True)]
+    for row, total in enumerate(left):
+        ax.text(total, row, f" {total:.0f}", va="center")
+    if limit_mb is not None:
+        ax.axvline(limit_mb, color="0.3", linestyle="--", lw=1.2)
+        ax.text(limit_mb, -0.45, f" {limit_mb:g} MB", ha="left", va="bottom", fontsize=9, color="0.3")
+    ax.invert_yaxis()
+    ax.grid(False, axis="y")
+    ax.set(xlabel=f"MB at 16 bit, rank {rank}", xlim=(0, 1.15 * max(left)))
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, 1.14), ncols=3)
+    said = "; ".join(f"{name} {total:.0f}" for name, total in zip(names, left, strict=True))
+    return theme.describe(ax, f"Stacked bars of the megabytes of weights on the phone: {said}.")

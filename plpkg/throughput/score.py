@@ -1,0 +1,45 @@
+r"""The score that weighs quality by speed (PrivateLoRA article).
+
+.. math:: M_S = \frac{TPS}{TPS_C} (\bar M - \bar M_{NT})
+"""
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from plpkg.validation import number
+
+
+def score(
+    tokens_per_s: float,
+    gpu_tokens_per_s: float,
+    accuracy: float | Sequence[float],
+    untuned_accuracy: float | Sequence[float],
+) -> float:
+    """Gain in accuracy, times the share of the GPU's speed that is left: M_S.
+
+    Parameters
+    ----------
+    tokens_per_s, gpu_tokens_per_s
+        Speed of the method, and of the untuned model on the cloud.
+    accuracy, untuned_accuracy
+        Accuracy after and before tuning, in percent: one number, or one for each benchmark
+        (their unrounded mean counts, as in the published table).
+
+    Raises
+    ------
+    ValueError
+        A speed is not positive, or the two lists of benchmarks differ in length.
+    """
+    number("tokens_per_s", tokens_per_s, open_low=True)
+    number("gpu_tokens_per_s", gpu_tokens_per_s, open_low=True)
+    after, before = _benchmarks(accuracy), _benchmarks(untuned_accuracy)
+    if len(after) != len(before):
+        raise ValueError(
+            f"accuracy and untuned_accuracy must cover the same benchmarks, got {len(after)} and {len(before)}"
+        )
+    return tokens_per_s / gpu_tokens_per_s * (fmean(after) - fmean(before))
+
+
+def _benchmarks(accuracy: float | Sequence[float]) -> list[float]:
+    values = [accuracy] if not hasattr(accuracy, "__iter__") else list(accuracy)
+    return [number("accuracy", value, 0, 100) for value in values]

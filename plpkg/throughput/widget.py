@@ -1,0 +1,65 @@
+"""The explorer of notebook 03: model, rank, link and round-trip time → tokens per second."""
+
+from dataclasses import dataclass
+
+import ipywidgets
+
+from plpkg import catalog
+from plpkg.explorer import Explorer
+from plpkg.throughput import plots
+from plpkg.throughput.estimate import Estimate, decode
+from plpkg.throughput.resources import phone_only_tokens_per_s
+
+RANKS = (8, 16, 32, 64, 128, 256, 512)
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """The split model beside the two alternatives: the cloud's GPU alone, the phone alone."""
+
+    split: Estimate
+    phone_only_tokens_per_s: float
+
+
+def compute(model: str, rank: int, link: str, rtt_ms: float) -> Speeds:
+    """Estimate with the ``literal`` accounting; the phone alone runs 4-bit weights at its roofline."""
+    return Speeds(decode(model, rank, link=link, rtt_s=rtt_ms / 1e3), phone_only_tokens_per_s(model, bits=4))
+
+
+def read_out(result: Speeds) -> str:
+    """The result in words."""
+    split = result.split
+    term, seconds = max(split.breakdown().items(), key=lambda item: item[1])
+    return (
+        f"{split.model}, rank {split.r_c2d}, {split.link}: {split.tokens_per_s:.2f} tokens/s, "
+        f"{100 * split.gpu_fraction:.1f} % of the GPU's {split.gpu_tokens_per_s:.1f} ({split.gpu}). "
+        f"Largest term: {plots.TERM_LABELS[term]}, {1e3 * seconds:.1f} ms of {1e3 / split.tokens_per_s:.1f}. "
+        f"The phone alone, 4 bit, roofline: {result.phone_only_tokens_per_s:.2f} tokens/s."
+    )
+
+
+def draw(result: Speeds, ax):
+    """Where the token's time goes, beside the GPU alone and the phone alone."""
+    alone = {
+        "GPU alone": result.split.gpu_tokens_per_s,
+        "phone alone,\n4 bit, roofline": result.phone_only_tokens_per_s,
+    }
+    return plots.breakdown({f"split, rank {result.split.r_c2d}": result.split}, alone, ax=ax)
+
+
+def explorer() -> Explorer:
+    """The widget. Choosing a link also sets the round-trip time to that link's own."""
+    decoders = [name for name, shape in catalog.models().items() if shape.family != "bert"]
+    controls = {
+        "model": ipywidgets.Dropdown(options=decoders, value="llama-2-7b", description="Model"),
+        "rank": ipywidgets.SelectionSlider(options=RANKS, value=64, description="Rank (values)"),
+        "link": ipywidgets.Dropdown(
+            options=list(catalog.links()), value="5g-published", description="Link (Mb/s, RTT)"
+        ),
+        "rtt_ms": ipywidgets.FloatSlider(value=0, min=0, max=60, step=0.5, description="RTT (ms)"),
+    }
+    explorer = Explorer(controls, compute, read_out, draw)
+    controls["link"].observe(
+        lambda change: setattr(controls["rtt_ms"], "value", 1e3 * catalog.link(change["new"]).rtt_s), "value"
+    )
+    return explorer
