@@ -339,10 +339,23 @@ def published(name: str):
     ValueError
         Unknown name; the message lists the near ones.
     """
+    return _table("published", name)
+
+
+def measured(name: str):
+    """What ``benchmarks/<name>.py`` wrote last, as a ``pandas.DataFrame``.
+
+    Every figure in it is *measured (recorded)*: each row says by which command, commit, seed,
+    machine and versions. Raises like :func:`published`.
+    """
+    return _table("measured", name)
+
+
+def _table(folder: str, name: str):
     import pandas as pd
 
-    tables = {path.stem: path for path in sorted(data_path("published").glob("*.csv"))}
-    return pd.read_csv(_look_up("published table", Path, tables, name))
+    tables = {path.stem: path for path in sorted(data_path(folder).glob("*.csv"))}
+    return pd.read_csv(_look_up(f"{folder} table", Path, tables, name))
 
 
 @cache

@@ -70,8 +70,8 @@ def by_rank(
     ax.figure.set_size_inches(9.6, 4.2)
     return theme.describe(
         ax,
-        f"Traffic per token of {model.name} against the rank, both axes logarithmic: from {kbit[0]:.0f} kbit at rank "
-        f"{ranks[0]} to {kbit[-1]:.0f} kbit at rank {ranks[-1]}, flattening towards the end points' {ends / 1e3:.0f} kbit; "
+        f"Traffic per token of {model.name} against the rank, both axes logarithmic: from {kbit[0]:.0f} kbit at "
+        f"rank {ranks[0]} to {kbit[-1]:.0f} kbit at rank {ranks[-1]}, above the end points' {ends / 1e3:.0f} kbit; "
         f"horizontal lines for full activations between {min(t.total_bits for t in lines.values()) / 1e6:.1f} and "
         f"{max(t.total_bits for t in lines.values()) / 1e6:.1f} Mbit.",
     )

@@ -260,10 +260,10 @@ class _Split:
         ).seconds(self.link, self.rtt_s)  # fmt: skip
         ends = communication.layer_cut(model, 0, final_hidden=logits, **shape).seconds(self.link, self.rtt_s)
         return {
-            "decoder": _roofline_s(model.decoder_parameters, positions, self.cloud, self.cloud_bits),
-            "lm_head": _roofline_s(model.embedding_parameters, head_positions, self.device, self.phone_bits),
-            "m": _roofline_s(self.layers * m, positions, self.device, self.phone_bits),
-            "a_and_b": _roofline_s(self.layers * (a + b), positions, self.cloud, self.cloud_bits),
+            "decoder": roofline_s(model.decoder_parameters, positions, self.cloud, self.cloud_bits),
+            "lm_head": roofline_s(model.embedding_parameters, head_positions, self.device, self.phone_bits),
+            "m": roofline_s(self.layers * m, positions, self.device, self.phone_bits),
+            "a_and_b": roofline_s(self.layers * (a + b), positions, self.cloud, self.cloud_bits),
             "endpoints": ends["uplink"] + ends["downlink"],
             "uplink": residuals["uplink"],
             "downlink": residuals["downlink"],
@@ -296,7 +296,7 @@ def _estimate(
     )
 
 
-def _roofline_s(parameters: int, positions: int, device: Device, bits: int) -> float:
+def roofline_s(parameters: int, positions: int, device: Device, bits: int) -> float:
     """Seconds to multiply ``parameters`` weights with ``positions`` positions: reading or arithmetic, the longer."""
     read_s = parameters * bits / 8 / device.memory_bandwidth_bytes_per_s
     return max(read_s, 2 * parameters * positions / device.flops_per_s)
@@ -314,4 +314,4 @@ def _gpu_speed(
             raise ValueError(f"no published speed of {model.name} on {cloud.name}; give a number, or gpu='roofline'")
     elif gpu != "roofline":
         return number("gpu", gpu, open_low=True), "given"
-    return positions / _roofline_s(model.computing_parameters, positions, cloud, cloud_bits), "roofline"
+    return positions / roofline_s(model.computing_parameters, positions, cloud, cloud_bits), "roofline"

@@ -8,13 +8,16 @@ from plpkg.catalog import Link, ModelShape, link as find_link, model as find_mod
 from plpkg.throughput.estimate import TERMS, Estimate, decode, prefill
 from plpkg.throughput.resources import phone_memory
 
-TERM_LABELS = dict(
-    zip(
-        TERMS,
-        ("decoder (cloud)", "LM head (phone)", "M (phone)", "A and B (cloud)", "end points", "residuals up", "residuals down", "round trips"),
-        strict=True,
-    )
-)  # fmt: skip
+TERM_LABELS = {
+    "decoder": "decoder (cloud)",
+    "lm_head": "LM head (phone)",
+    "m": "M (phone)",
+    "a_and_b": "A and B (cloud)",
+    "endpoints": "end points",
+    "uplink": "residuals up",
+    "downlink": "residuals down",
+    "round_trips": "round trips",
+}
 
 
 def published_curves(model: str = "llama-2-7b", stage: str = "decode", ax=None):
@@ -47,8 +50,9 @@ def published_curves(model: str = "llama-2-7b", stage: str = "decode", ax=None):
     low, high = points["tokens_per_s"].min(), points["tokens_per_s"].max()
     return theme.describe(
         ax,
-        f"{stage.capitalize()} speed of {model} for {len(ranks)} ranks, computed curves with the {len(points)} digitised "
-        f"points of the publication, from {low:g} to {high:g} tokens per second; the median difference is {100 * median(errors):.2f} %.",
+        f"{stage.capitalize()} speed of {model} for {len(ranks)} ranks: computed curves with the {len(points)} "
+        f"digitised points of the publication, from {low:g} to {high:g} tokens per second; "
+        f"the median difference is {100 * median(errors):.2f} %.",
     )
 
 
@@ -124,7 +128,8 @@ def against_rtt(
     at = {rtt: decode(first, rtt_s=rtt / 1e3, **settings).tokens_per_s for rtt in (0, 1, 33)}
     return theme.describe(
         ax,
-        f"Tokens per second against round-trip time, logarithmic from 0.1 to 100 ms, for {', '.join(s.name for s in shapes)}; "
+        "Tokens per second against round-trip time, logarithmic from 0.1 to 100 ms, "
+        f"for {', '.join(shape.name for shape in shapes)}; "
         f"{first.name} falls from {at[0]:.1f} at 0 ms to {at[1]:.1f} at 1 ms and {at[33]:.1f} at 33 ms.",
     )
 

@@ -1,0 +1,39 @@
+"""How a benchmark keeps its results: ``data/measured/<room>.csv``, every row with what produced it."""
+
+import platform
+import shlex
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pandas as pd
+import torch
+
+DATA = Path(__file__).parents[1] / "data" / "measured"
+
+
+def machine(device: str = "cpu") -> str:
+    """The processor that measured, in words."""
+    if device != "cpu":
+        return torch.cuda.get_device_name(device)
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {torch.get_num_threads()} thread"
+
+
+def write(room: str, rows: list[dict], *, device: str = "cpu", seed: int = 0) -> None:
+    """Write the rows of one run, replacing the run before it, and print them."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    origin = {
+        "command": shlex.join(["python", f"benchmarks/{room}.py", *sys.argv[1:]]),
+        "commit": commit or "not a checkout",
+        "seed": seed,
+        "machine": machine(device),
+        "versions": f"python {platform.python_version()}, torch {version('torch')}",
+    }
+    frame = pd.DataFrame(rows)
+    print(frame.to_string(index=False))
+    DATA.mkdir(exist_ok=True)
+    frame.assign(**origin).to_csv(DATA / f"{room}.csv", index=False, lineterminator="\n")
+    print(f"written to data/measured/{room}.csv ({origin['machine']}); run `make checksums` before committing it")

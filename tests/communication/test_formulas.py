@@ -1,0 +1,158 @@
+"""The closed formulas: the article's figures to the bit, and every formula against its counting twin."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from plpkg import communication
+from plpkg.catalog import ModelShape
+from plpkg.communication import full_activations, layer_cut, low_rank
+
+
+def test_published_arithmetic_to_the_bit():
+    assert full_activations("llama-7b").total_bits == 4_194_304
+    assert full_activations("llama-7b", tokens=250).total_bits == 1_048_576_000
+    assert low_rank("llama-7b", 32, projections=1, endpoints=False).total_bits == 32_768
+
+
+def test_what_the_published_arithmetic_leaves_out():
+    assert low_rank("llama-7b", 32, endpoints=False).total_bits == 98_304
+    assert layer_cut("llama-7b", 0).total_bits == 131_072
+    token = low_rank("llama-7b", 32)
+    assert (token.total_bits, token.round_trips) == (229_376, 33)
+
+
+@pytest.mark.parametrize(
+    ("rank", "one_projection", "actual", "three_projections"),
+    [(32, 5.47, 2.69, 1.80), (64, 7.81, 3.85, 2.58), (128, 12.50, 6.15, 4.12)],
+)
+def test_reduction_per_baseline(rank, one_projection, actual, three_projections):
+    token = low_rank("llama-7b", rank)
+    shares = [
+        100 * token.share_of(full_activations("llama-7b")),
+        100 * token.share_of(full_activations("llama-7b", 3, True, baseline="actual")),
+        100 * token.share_of(full_activations("llama-7b", 3, True)),
+    ]
+    assert shares == pytest.approx([one_projection, actual, three_projections], abs=0.005)
+
+
+def test_training_traffic_of_the_derived_protocol():
+    # kbit per token up and down, forward and backward, 16 bit
+    for model, rank, up, down in [
+        ("llama-7b", 64, 328, 262),
+        ("llama-7b", 128, 524, 459),
+        ("llama-30b", 128, 950, 844),
+    ]:
+        step = low_rank(model, rank, phase="training")
+        assert (step.uplink_bits / 1e3, step.downlink_bits / 1e3) == pytest.approx((up, down), abs=0.5)
+
+
+def test_grouped_query_attention_narrows_what_comes_up():
+    shape = full_activations("llama-3.1-8b", 3, baseline="actual")
+    assert shape.downlink_bits == 4096 * 32 * 16
+    assert shape.uplink_bits == (4096 + 1024 + 1024) * 32 * 16
+    assert full_activations("llama-3.1-8b", 3).uplink_bits == 3 * 4096 * 32 * 16
+
+
+def test_asymmetric_ranks_swap_in_the_backward_pass():
+    forward = low_rank("gpt2", r_c2d=8, r_d2c=2, endpoints=False)
+    assert forward.downlink_bits == 4 * forward.uplink_bits
+    both = low_rank("gpt2", r_c2d=8, r_d2c=2, endpoints=False, phase="training")
+    assert both.downlink_bits == both.uplink_bits == forward.total_bits
+
+
+def test_prefill_sends_one_final_hidden_unless_layers_follow_on_the_device():
+    hidden = 4096 * 16
+    last = low_rank("llama-7b", tokens=100, phase="prefill")
+    assert (
+        low_rank("llama-7b", tokens=100, phase="prefill", final_hidden="all").total_bits
+        == last.total_bits + 99 * hidden
+    )
+    with_tail = low_rank("llama-7b", tokens=100, phase="prefill", last_k=1)
+    one_layer = 100 * 2 * 3 * 32 * 16
+    assert with_tail.total_bits == last.total_bits + 99 * hidden - one_layer
+    assert last.round_trips == 33
+
+
+@pytest.mark.parametrize("after_layer", [0, 5, 32])
+def test_a_cut_costs_one_round_trip_wherever_it_is(after_layer):
+    token = layer_cut("llama-7b", after_layer)
+    assert (token.uplink_bits, token.downlink_bits, token.round_trips) == (65_536, 65_536, 1)
+
+
+def test_training_through_a_cut_returns_a_gradient_only_to_layers_that_exist():
+    assert layer_cut("llama-7b", 0, phase="training").downlink_bits == 65_536
+    assert layer_cut("llama-7b", 4, phase="training").downlink_bits == 2 * 65_536
+
+
+SMALL = ModelShape("small", "llama", 5, 48, 6, 2, 8, 96, 100, False, 200_000)
+RUNS = [
+    dict(phase=phase, tokens=tokens, batch=batch, first_k=first_k, last_k=last_k, adapted_layers=adapted)
+    for phase in communication.PHASES
+    for tokens, batch in [(1, 1), (7, 1), (4, 3)]
+    for first_k, last_k, adapted in [(0, 0, None), (2, 0, None), (0, 1, None), (1, 1, 2), (0, 0, 0)]
+]
+
+
+def same(formula, counted):
+    return (formula.uplink_bits, formula.downlink_bits, formula.round_trips) == (
+        counted.uplink_bits,
+        counted.downlink_bits,
+        counted.round_trips,
+    )
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: "-".join(map(str, run.values())))
+@pytest.mark.parametrize(("projections", "endpoints"), list(itertools.product((1, 3), (False, True))))
+def test_formulas_equal_serialised_tensors(run, projections, endpoints):
+    ranks = dict(r_c2d=6, r_d2c=4)
+    messages = communication.low_rank_messages(SMALL, projections=projections, endpoints=endpoints, **ranks, **run)
+    assert same(low_rank(SMALL, 1, projections, endpoints, **ranks, **run), communication.count(messages))
+    for baseline in communication.BASELINES:
+        messages = communication.full_activation_messages(SMALL, projections, endpoints, baseline, **run)
+        formula = full_activations(SMALL, projections, endpoints, baseline=baseline, **run)
+        assert same(formula, communication.count(messages))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    after_layer=st.integers(0, 5),
+    bits=st.sampled_from([8, 16, 32, 64]),
+    phase=st.sampled_from(communication.PHASES),
+    tokens=st.integers(1, 6),
+    batch=st.integers(1, 3),
+    final_hidden=st.sampled_from(["last", "all"]),
+)
+def test_a_cut_equals_serialised_tensors(after_layer, bits, **run):
+    messages = communication.layer_cut_messages(SMALL, after_layer, **run)
+    assert same(layer_cut(SMALL, after_layer, bits, **run), communication.count(messages, bits))
+
+
+def test_the_published_case_counted_from_tensors():
+    counted = communication.count(communication.low_rank_messages("llama-7b", 64))
+    assert same(low_rank("llama-7b", 64), counted)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: low_rank("gpt2", 0), "rank must be between 1 and hidden=768, got 0"),
+        (lambda: low_rank("gpt2", 769), "rank must be between 1 and hidden=768, got 769"),
+        (lambda: low_rank("gpt2", r_d2c=800), "r_d2c must be between 1 and hidden=768, got 800"),
+        (lambda: low_rank("gpt2", 8, projections=2), "projections must be one of 1, 3, got 2"),
+        (lambda: low_rank("gpt2", 8, bits=0), "bits must be between 1 and 64, got 0"),
+        (lambda: low_rank("gpt2", 8, phase="train"), "phase must be one of .*'training', got 'train'"),
+        (lambda: low_rank("gpt2", 8, tokens=0), "tokens must be a whole number of at least 1, got 0"),
+        (lambda: low_rank("gpt2", 8, first_k=13), "first_k must be between 0 and num_layers=12, got 13"),
+        (lambda: low_rank("gpt2", 8, first_k=6, last_k=7), "last_k must be between 0 and num_layers-first_k=6, got 7"),
+        (lambda: low_rank("gpt2", 8, adapted_layers=13), "adapted_layers must be between 0 and .*=12, got 13"),
+        (lambda: layer_cut("gpt2", 13), "after_layer must be between 0 and num_layers=12, got 13"),
+        (lambda: full_activations("gpt2", baseline="real"), "baseline must be one of .*'actual', got 'real'"),
+        (lambda: full_activations("gtp2"), "unknown model 'gtp2'; near: gpt2"),
+        (lambda: low_rank("gpt2", 8, final_hidden="none"), "final_hidden must be one of 'last', 'all', got 'none'"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

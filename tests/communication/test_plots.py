@@ -1,0 +1,42 @@
+"""Each figure says what it shows, and draws the numbers that it was given."""
+
+import pytest
+
+from plpkg import communication, theme
+from plpkg.communication import plots
+
+
+def test_sequence_chart_draws_every_message():
+    messages = list(communication.low_rank_messages("gpt2", 8, adapted_layers=2))
+    ax = plots.sequence_chart(messages)
+    said = [text.get_text() for text in ax.texts if text.get_text()]
+    assert len(said) == len(messages) == 6
+    assert said[1] == "layer 0: A x  (3 × 1 × 1 × 8)"
+    assert "6 messages between device and cloud, 3 up and 3 down" in theme.alt(ax.figure)
+
+
+def test_by_rank_draws_the_formula_and_the_count():
+    counted = {16: communication.count(communication.low_rank_messages("gpt2", 16))}
+    ax = plots.by_rank("gpt2", (8, 16, 32), counted)
+    curve, points = ax.lines[0], ax.lines[1]
+    assert curve.get_ydata() == pytest.approx([communication.low_rank("gpt2", r).total_bits / 1e3 for r in (8, 16, 32)])
+    assert points.get_ydata()[0] == pytest.approx(curve.get_ydata()[1])
+    assert "gpt2" in theme.alt(ax.figure)
+
+
+def test_by_model_stacks_residuals_and_end_points():
+    ax = plots.by_model(["llama-7b", "llama-30b"], rank=32)
+    widths = [bar.get_width() for bar in ax.patches]
+    assert widths == pytest.approx([98.304, 184.32, 131.072, 212.992])
+    assert "llama-7b 98 + 131; llama-30b 184 + 213" in theme.alt(ax.figure)
+
+
+def test_directions_draws_up_and_down():
+    ax = plots.directions({"split": communication.full_activations("llama-3.1-8b", 3, baseline="actual")})
+    assert [bar.get_width() for bar in ax.patches] == pytest.approx([3145.728, 2097.152])
+    assert ax.get_xlabel() == "kbit per token"
+
+
+def test_an_existing_axes_is_used():
+    ax = theme.axes()
+    assert plots.by_model(["gpt2"], ax=ax) is ax

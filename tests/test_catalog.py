@@ -1,0 +1,221 @@
+"""The catalog against transformers itself: every shape is rebuilt without storage and counted."""
+
+import pandas as pd
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from plpkg import catalog
+from plpkg.catalog import Device, Link, ModelShape
+
+# What a configuration needs beside the catalog's columns to describe the published model.
+EXTRA = {
+    "falcon-rw-1b": dict(bias=True, alibi=True, multi_query=False, parallel_attn=False, new_decoder_architecture=False),
+    "opt-1.3b": dict(max_position_embeddings=2048, word_embed_proj_dim=2048),
+    "qwen2.5-0.5b": dict(tie_word_embeddings=True),
+    "gemma-2b": dict(tie_word_embeddings=True),
+}
+
+
+def config_of(shape: ModelShape):
+    dims = dict(
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        vocab_size=shape.vocab,
+        tie_word_embeddings=shape.tied_embeddings,
+    )
+    if shape.family not in ("gpt2", "falcon", "opt", "bert"):
+        dims["num_key_value_heads"] = shape.num_kv_heads
+    if shape.family.startswith("gemma"):
+        dims["head_dim"] = shape.head_dim
+    if shape.family == "opt":
+        dims["ffn_dim"] = shape.intermediate
+    elif shape.family not in ("gpt2", "falcon"):
+        dims["intermediate_size"] = shape.intermediate
+    return AutoConfig.for_model(shape.family, **dims | EXTRA.get(shape.name, {}))
+
+
+@pytest.mark.parametrize("name", list(catalog.models()))
+def test_catalog_row_equals_the_real_model(name):
+    listed = catalog.model(name)
+    read = ModelShape.from_config(config_of(listed), name)
+    for field in ModelShape.__dataclass_fields__:
+        if field != "source":
+            assert getattr(read, field) == getattr(listed, field), field
+
+
+# Small shapes of each architecture family, and the weights that its blocks have in closed form.
+D, L, I, V = 64, 3, 96, 160  # noqa: E741
+TINY = dict(hidden_size=D, num_hidden_layers=L, num_attention_heads=4, intermediate_size=I, vocab_size=V)
+
+
+def gated(kv_heads, head_dim=16, qkv_bias=0, norms=2, tied=False):
+    query, kv = 4 * head_dim, kv_heads * head_dim
+    attention = D * (query + 2 * kv) + query * D + qkv_bias * (query + 2 * kv)
+    return L * (attention + 3 * D * I + norms * D) + D + V * D * (1 if tied else 2)
+
+
+def gpt2():
+    attention = D * 3 * D + 3 * D + D * D + D
+    return L * (attention + 2 * D * 4 * D + 4 * D + D + 4 * D) + 2 * D + V * D + 32 * D
+
+
+FAMILIES = {
+    "llama": (dict(num_key_value_heads=2), gated(2)),
+    "llama-mha": (dict(num_key_value_heads=4), gated(4)),
+    "llama-tied": (dict(num_key_value_heads=1, tie_word_embeddings=True), gated(1, tied=True)),
+    "mistral": (dict(num_key_value_heads=2), gated(2)),
+    "qwen2": (dict(num_key_value_heads=2), gated(2, qkv_bias=1)),
+    "phi3": (dict(num_key_value_heads=2, pad_token_id=0), gated(2)),
+    "gemma2": (dict(num_key_value_heads=2, head_dim=32), gated(2, head_dim=32, norms=4, tied=True)),
+    "gpt2": (dict(n_positions=32), gpt2()),
+}
+
+
+@pytest.mark.parametrize("case", list(FAMILIES))
+def test_from_config_counts_as_the_closed_form_and_as_a_real_instance(case):
+    extra, expected = FAMILIES[case]
+    family = case.split("-")[0]
+    dims = dict(TINY)
+    if family == "gpt2":
+        dims.pop("intermediate_size")
+    config = AutoConfig.for_model(family, **dims | extra)
+    shape = ModelShape.from_config(config)
+    torch.manual_seed(0)
+    instance = AutoModelForCausalLM.from_config(config)
+    assert shape.parameters == expected == sum(p.numel() for p in instance.parameters())
+    assert (shape.num_layers, shape.hidden, shape.vocab, shape.family) == (L, D, V, family)
+    assert shape.intermediate == (4 * D if family == "gpt2" else I)
+    head = instance.get_output_embeddings().weight
+    assert shape.tied_embeddings == (head is instance.get_input_embeddings().weight)
+    assert shape.embedding_parameters == head.numel()
+
+
+@pytest.mark.parametrize("case", list(FAMILIES))
+def test_projection_dims_are_what_the_weights_say(case):
+    extra, _ = FAMILIES[case]
+    family = case.split("-")[0]
+    dims = {k: v for k, v in TINY.items() if family != "gpt2" or k != "intermediate_size"}
+    config = AutoConfig.for_model(family, **dims | extra)
+    shape = ModelShape.from_config(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    names = ("qkv_proj", "c_attn", "q_proj", "k_proj", "v_proj")
+    first = [m for n, m in model.named_modules() if n.split(".")[-1] in names and f".{L - 1}." in n]
+    widths = [m.nf if hasattr(m, "nf") else m.out_features for m in first]
+    assert sum(widths) == sum(shape.projection_dims)
+    if len(widths) == 3:
+        assert tuple(widths) == shape.projection_dims
+
+
+def test_multi_query_models_have_one_kv_head():
+    falcon = transformers.FalconConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=4, vocab_size=32)
+    assert ModelShape.from_config(falcon).num_kv_heads == 1
+
+
+def test_from_config_reads_a_local_folder(tmp_path):
+    config = transformers.Qwen2Config(**TINY, num_key_value_heads=2)
+    config.save_pretrained(tmp_path)
+    shape = ModelShape.from_config(tmp_path)
+    assert shape.name == str(tmp_path)
+    assert shape.parameters == gated(2, qkv_bias=1)
+
+
+def test_from_config_describes_the_text_part_of_a_multimodal_model():
+    text = dict(TINY, num_key_value_heads=2, head_dim=16)
+    shape = ModelShape.from_config(transformers.Gemma3Config(text_config=text), "picture model")
+    assert (shape.hidden, shape.num_layers) == (D, L)
+
+
+def test_parts_add_up():
+    shape = catalog.model("llama-3.1-8b")
+    assert sum(row["parameters"] for row in shape.rows()) == shape.parameters
+    assert shape.computing_parameters == shape.parameters - 128256 * 4096
+    tied = catalog.model("gpt2")
+    assert sum(row["parameters"] for row in tied.rows()) == tied.parameters
+    assert tied.computing_parameters == tied.parameters
+
+
+@pytest.mark.parametrize("config", [transformers.T5Config(), transformers.BartConfig()])
+def test_encoder_decoder_is_refused_by_name(config):
+    with pytest.raises(ValueError, match=rf"^{config.model_type} \({type(config).__name__}\) is an encoder-decoder"):
+        ModelShape.from_config(config)
+
+
+def test_model_without_attention_heads_is_refused():
+    with pytest.raises(ValueError, match=r"mamba \(MambaConfig\) has no single number of attention heads: got None"):
+        ModelShape.from_config(transformers.MambaConfig())
+
+
+def test_unreachable_name_is_one_sentence():
+    with pytest.raises(FileNotFoundError, match=r"no configuration for 'no/such-model'"):
+        ModelShape.from_config("no/such-model")
+
+
+def test_impossible_shape_is_refused():
+    good = catalog.model("gpt2")
+    with pytest.raises(ValueError, match="num_kv_heads must be between 1 and num_heads=12, got 13"):
+        ModelShape(**vars(good) | dict(num_kv_heads=13))
+    with pytest.raises(ValueError, match="leave nothing for the decoder"):
+        ModelShape(**vars(good) | dict(parameters=1000))
+
+
+@pytest.mark.parametrize(
+    ("look_up", "name", "near"),
+    [
+        (catalog.model, "llama2-7b", "llama-2-7b"),
+        (catalog.device, "iphone", "iphone-13-pro-max"),
+        (catalog.link, "5G", "5g"),
+        (catalog.published, "private_lora_accurracy", "private_lora_accuracy"),
+    ],
+)
+def test_unknown_name_lists_the_near_ones(look_up, name, near):
+    with pytest.raises(ValueError, match=rf"unknown .* '{name}'; near: .*{near}"):
+        look_up(name)
+
+
+def test_objects_pass_through_and_others_do_not():
+    link = Link("mine", 1e6, 1e6, 0.0)
+    assert catalog.link(link) is link
+    with pytest.raises(TypeError, match=r"a model is a ModelShape or a catalog name, got 7"):
+        catalog.model(7)
+
+
+@pytest.mark.parametrize("rates", [(-1, 1, 0), (1, 0, 0), (1, 1, -0.1)])
+def test_impossible_link_is_refused(rates):
+    with pytest.raises(ValueError, match=r"_s must be (greater than|at least) 0, got"):
+        Link("bad", *rates)
+
+
+def test_impossible_device_is_refused():
+    with pytest.raises(ValueError, match="memory_bandwidth_bytes_per_s must be greater than 0, got -1"):
+        Device("bad", -1, 1, 1)
+
+
+def test_every_fact_has_a_source():
+    files = [p for p in catalog.data_path().rglob("*.csv") if "measured" not in p.parts]
+    assert len(files) >= 9
+    for path in files:
+        sources = pd.read_csv(path)["source"]
+        assert sources.str.len().min() > 10, path.name
+
+
+def test_published_is_a_frame_and_names_known_models():
+    frame = catalog.published("private_lora_decode")
+    assert isinstance(frame, pd.DataFrame)
+    assert len(frame) == 36
+    for path in catalog.data_path("published").glob("*.csv"):
+        assert set(catalog.published(path.stem)["model"]) <= set(catalog.models()), path.name
+
+
+def test_published_link_has_no_delay_and_the_sourced_one_does():
+    assert catalog.link("5g-published").rtt_s == 0
+    assert catalog.link("5g").rtt_s == 0.033
+    assert catalog.link("5g").uplink_bits_per_s == catalog.link("5g-published").uplink_bits_per_s == 60e6
+
+
+def test_missing_data_file_is_named():
+    with pytest.raises(FileNotFoundError, match=r"no data file 'published/nothing\.csv'"):
+        catalog.data_path("published", "nothing.csv")

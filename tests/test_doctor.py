@@ -1,0 +1,95 @@
+"""Doctor must find what is broken, not only praise what is whole."""
+
+import hashlib
+from importlib import metadata
+
+import pytest
+from packaging.requirements import Requirement
+from typer.testing import CliRunner
+
+from plpkg import catalog, doctor
+from plpkg.cli import app
+
+
+def test_this_installation_is_whole():
+    report = doctor.examine()
+    assert report.ok, [check for check in report.checks if check.status == "FAIL"]
+    names = {check.name for check in report.checks}
+    assert {
+        "Python",
+        "torch",
+        "jupyterlab [notebooks]",
+        "nbval [test]",
+        "CPU",
+        "GPU",
+        "data",
+        "Jupyter kernel",
+    } <= names
+
+
+def test_old_python_fails():
+    assert doctor.check_python("3.10.1").status == "FAIL"
+    assert doctor.check_python("3.12.4").status == "OK"
+
+
+@pytest.mark.parametrize(
+    ("line", "extra", "status", "remedy"),
+    [
+        ("numpy>=1", "", "OK", ""),
+        ("numpy>=99", "", "FAIL", "pip install 'numpy>=99'"),
+        ("no-such-package>=1", "", "FAIL", "pip install 'no-such-package>=1'"),
+        ("no-such-package>=1", "notebooks", "SKIP", "pip install 'plpkg[notebooks]'"),
+        ("numpy>=99", "notebooks", "FAIL", "pip install 'numpy>=99'"),
+    ],
+)
+def test_dependency(line, extra, status, remedy):
+    check = doctor.check_dependency(Requirement(line), extra)
+    assert (check.status, check.remedy) == (status, remedy)
+
+
+def test_every_declared_dependency_is_looked_at():
+    assert len(doctor.check_dependencies()) == len(metadata.requires("plpkg"))
+
+
+def test_changed_and_missing_data_fail(tmp_path, monkeypatch):
+    (tmp_path / "good.csv").write_text("a\n")
+    (tmp_path / "changed.csv").write_text("b\n")
+    right = hashlib.sha256(b"a\n").hexdigest()
+    (tmp_path / "SHA256SUMS").write_text(f"{right}  good.csv\n{right}  changed.csv\n{right}  gone.csv\n")
+
+    def data_path(*parts):
+        path = tmp_path.joinpath(*parts)
+        if not path.exists():
+            raise FileNotFoundError(f"no data file {path}")
+        return path
+
+    monkeypatch.setattr(catalog, "data_path", data_path)
+    assert [(check.name, check.status) for check in doctor.check_data()] == [
+        ("data/changed.csv", "FAIL"),
+        ("data/gone.csv", "FAIL"),
+    ]
+    (tmp_path / "SHA256SUMS").unlink()
+    assert [check.status for check in doctor.check_data()] == ["FAIL"]
+
+
+def test_every_data_file_is_listed():
+    listed = {line.split(maxsplit=1)[1] for line in catalog.data_path("SHA256SUMS").read_text().splitlines()}
+    folder = catalog.data_path()
+    present = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and p.name != "SHA256SUMS"}
+    assert listed == present
+
+
+def test_command_prints_a_line_each_and_exits_by_the_worst(monkeypatch):
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0
+    assert "0 FAIL" in result.output
+    broken = doctor.Report((doctor.Check("torch", "FAIL", "1.0, supported >=2", "pip install 'torch>=2'"),))
+    monkeypatch.setattr(doctor, "examine", lambda: broken)
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 1
+    assert "pip install 'torch>=2'" in result.output
+
+
+def test_version_and_help():
+    assert CliRunner().invoke(app, ["--version"]).output == f"plpkg {metadata.version('plpkg')}\n"
+    assert "doctor" in CliRunner().invoke(app, ["--help"]).output

@@ -1,0 +1,39 @@
+import ipywidgets
+import pytest
+
+from plpkg.explorer import Explorer
+
+
+def build(**controls):
+    return Explorer(
+        controls or {"n": ipywidgets.IntSlider(value=3, min=0, max=9, description="n (items)")},
+        compute=lambda n: 10 // n,
+        read_out=lambda result: f"{result} <each>",
+        draw=lambda result, ax: ax.bar([0], [result]),
+    )
+
+
+def test_a_moved_control_recomputes_words_and_figure():
+    explorer = build()
+    before = explorer._image.value
+    explorer.controls["n"].value = 5
+    assert explorer.result == 2
+    assert "2 &lt;each&gt;" in explorer._sentence.value
+    assert explorer._image.value != before
+    assert bytes(explorer._image.value).startswith(b"\x89PNG")
+    assert repr(explorer) == "Explorer(n=5): 2 <each>"
+
+
+def test_an_error_is_not_swallowed():
+    explorer = build()
+    with pytest.raises(ZeroDivisionError):
+        explorer.controls["n"].value = 0
+
+
+def test_controls_do_not_fire_while_dragged():
+    assert build().controls["n"].continuous_update is False
+
+
+def test_five_controls_are_too_many():
+    with pytest.raises(ValueError, match="at most 4 controls, got 5: a, b, c, d, e"):
+        build(**{name: ipywidgets.IntSlider() for name in "abcde"})

@@ -1,0 +1,44 @@
+from dataclasses import dataclass
+
+import pytest
+
+from plpkg.results import Tabular, bits, shown
+
+
+@dataclass(frozen=True)
+class Example(Tabular):
+    rate: float
+
+    def rows(self):
+        return [{"what": "a <b>", "value": self.rate}, {"what": "n", "value": 1234567}]
+
+    def __repr__(self):
+        return f"Example <{self.rate}>"
+
+
+def test_html_is_escaped_and_rounded():
+    html = Example(3.14159265)._repr_html_()
+    assert "a &lt;b&gt;" in html
+    assert "Example &lt;3.14159265&gt;" in html
+    assert "<td>3.142</td>" in html
+    assert "<td>1,234,567</td>" in html
+
+
+def test_frame_keeps_full_precision():
+    frame = Example(3.14159265).to_frame()
+    assert list(frame.columns) == ["what", "value"]
+    assert frame["value"][0] == 3.14159265
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(8, "8 bit"), (32_768, "32.77 kbit"), (4_194_304, "4.194 Mbit"), (1_048_576_000, "1.049 Gbit"), (-2e6, "-2 Mbit")],
+)
+def test_bits(count, text):
+    assert bits(count) == text
+
+
+def test_shown_leaves_words_and_flags_alone():
+    assert shown("x") == "x"
+    assert shown(True) == "True"
+    assert shown(None) == "None"

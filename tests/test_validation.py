@@ -1,0 +1,42 @@
+import numpy as np
+import pytest
+
+from plpkg.validation import number, one_of, whole_number
+
+
+@pytest.mark.parametrize("value", [1, 768, np.int64(5)])
+def test_whole_number_accepts(value):
+    result = whole_number("rank", value, 1, 768, "hidden")
+    assert result == value
+    assert type(result) is int
+
+
+@pytest.mark.parametrize("value", [0, -1, 769, 1.0, "8", None, True])
+def test_whole_number_names_the_value(value):
+    with pytest.raises(ValueError, match=r"^rank must be between 1 and hidden=768, got ") as error:
+        whole_number("rank", value, 1, 768, "hidden")
+    assert repr(value) in str(error.value)
+
+
+def test_whole_number_without_upper_end():
+    with pytest.raises(ValueError, match="tokens must be a whole number of at least 1, got 0"):
+        whole_number("tokens", 0, 1)
+
+
+@pytest.mark.parametrize("value", [0, -3.5, float("nan"), float("inf"), "fast", None])
+def test_number_refuses(value):
+    with pytest.raises(ValueError, match=r"^rate must be greater than 0, got "):
+        number("rate", value, open_low=True)
+
+
+def test_number_bounds_are_inclusive():
+    assert number("share", 0, 0, 1) == 0
+    assert number("share", 1, 0, 1) == 1
+    with pytest.raises(ValueError, match=r"share must be at least 0 and at most 1, got 1.5"):
+        number("share", 1.5, 0, 1)
+
+
+def test_one_of():
+    assert one_of("phase", "decode", ("decode", "prefill")) == "decode"
+    with pytest.raises(ValueError, match="phase must be one of 'decode', 'prefill', got 'train'"):
+        one_of("phase", "train", ("decode", "prefill"))

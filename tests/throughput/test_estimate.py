@@ -1,0 +1,191 @@
+"""Every published speed, and the properties that the sums have to have."""
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from plpkg import catalog, communication
+from plpkg.catalog import Link
+from plpkg.throughput import TERMS, decode, prefill
+
+MODELS = ("llama-2-7b", "llama-2-13b", "llama-30b")
+
+
+@pytest.mark.parametrize(
+    ("model", "figure", "literal", "gpu_percent"),
+    [("llama-2-7b", 27.78, 27.03, 74.88), ("llama-2-13b", 21.05, 20.51, 75.73), ("llama-30b", 13.24, 12.92, 79.28)],
+)
+def test_headline_speeds_of_both_accountings(model, figure, literal, gpu_percent):
+    drawn, printed = decode(model, accounting="figure"), decode(model)
+    assert drawn.tokens_per_s == pytest.approx(figure, abs=0.005)
+    assert printed.tokens_per_s == pytest.approx(literal, abs=0.005)
+    assert 100 * drawn.gpu_fraction == pytest.approx(gpu_percent, abs=0.005)
+
+
+@pytest.mark.parametrize(("stage", "x"), [("decode", "batch"), ("prefill", "tokens")])
+def test_digitised_curves(stage, x):
+    points = catalog.published(f"private_lora_{stage}")
+    errors = []
+    for _, point in points.iterrows():
+        size, rank = int(point[x]), int(point["rank"])
+        if stage == "decode":
+            computed = decode(point["model"], rank, "figure", batch=size)
+        else:
+            computed = prefill(point["model"], size, rank, "figure")
+        errors.append(abs(computed.tokens_per_s / point["tokens_per_s"] - 1))
+    assert max(errors) <= 0.002
+    assert sorted(errors)[len(errors) // 2] <= 0.001
+
+
+def test_roofline_gpu_takes_the_headline_apart():
+    for model, speed, percent in zip(MODELS, (61.5, 39.8, 20.3), (42, 53, 68), strict=True):
+        estimate = decode(model, accounting="figure", gpu="roofline")
+        assert estimate.tokens_per_s == pytest.approx(speed, abs=0.05)
+        assert 100 * estimate.gpu_fraction == pytest.approx(percent, abs=0.5)
+
+
+def test_speed_against_round_trip_time():
+    for model, speeds in {"llama-2-7b": (14.5, 5.0, 2.7, 1.4, 0.9), "llama-30b": (7.3, 2.6, 1.5, 0.8, 0.5)}.items():
+        for rtt_ms, speed in zip((1, 5, 10, 20, 33), speeds, strict=True):
+            assert decode(model, accounting="figure", rtt_s=rtt_ms / 1e3).tokens_per_s == pytest.approx(speed, abs=0.05)
+
+
+def test_breakdown_by_hand():
+    ms = {term: 1e3 * s for term, s in decode("llama-2-7b", 64).breakdown().items()}
+    decoder = 1e3 / 37.1 * (6_738_415_616 - 2 * 131_072_000) / (6_738_415_616 - 131_072_000)
+    assert ms == pytest.approx(
+        {
+            "decoder": decoder,
+            "lm_head": 2 * 32000 * 4096 / 42.7e9 * 1e3,
+            "m": 3 * 32 * 64 * 64 * 2 / 42.7e9 * 1e3,
+            "a_and_b": 3 * 32 * 2 * 4096 * 64 * 2 / 1935e9 * 1e3,
+            "endpoints": 4096 * 16 / 60e6 * 1e3 + 4096 * 16 / 100e6 * 1e3,
+            "uplink": 3 * 32 * 64 * 16 / 60e6 * 1e3,
+            "downlink": 3 * 32 * 64 * 16 / 100e6 * 1e3,
+            "round_trips": 0,
+        }
+    )
+
+
+SETTINGS = dict(
+    model=st.sampled_from([name for name in catalog.models() if name != "bert-base"]),
+    rank=st.integers(1, 512),
+    accounting=st.sampled_from(["literal", "figure"]),
+    link=st.sampled_from(list(catalog.links())),
+    batch=st.integers(1, 4096),
+    draft_tokens=st.integers(0, 8),
+    acceptance_rate=st.floats(0, 1),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(**SETTINGS)
+def test_breakdown_sums_to_the_total(**arguments):
+    estimate = decode(**arguments)
+    parts = estimate.breakdown()
+    assert tuple(parts) == TERMS
+    assert sum(parts.values()) == pytest.approx(1 / estimate.tokens_per_s)
+    assert all(parts[term] == 0 for term in estimate.omitted)
+    assert all(value >= 0 for value in parts.values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(rank=st.integers(1, 511), rtt_s=st.floats(0, 0.1), tokens=st.integers(1, 4096))
+def test_more_rank_more_delay_less_speed(rank, rtt_s, tokens):
+    for estimate in (
+        lambda r, d: decode("gemma-2-2b", r, rtt_s=d),
+        lambda r, d: prefill("gemma-2-2b", tokens, r, rtt_s=d),
+    ):
+        assert estimate(rank + 1, rtt_s).tokens_per_s < estimate(rank, rtt_s).tokens_per_s
+        assert estimate(rank, rtt_s + 0.001).tokens_per_s < estimate(rank, rtt_s).tokens_per_s
+
+
+@settings(max_examples=40, deadline=None)
+@given(rank=st.integers(1, 512), adapted_layers=st.integers(0, 32), rtt_s=st.floats(0, 0.1))
+def test_network_terms_are_the_traffic_on_the_link(rank, adapted_layers, rtt_s):
+    link = Link("any", 7e6, 90e6, rtt_s)
+    parts = decode("llama-3.1-8b", rank, link=link, adapted_layers=adapted_layers).breakdown()
+    traffic = communication.low_rank("llama-3.1-8b", rank, adapted_layers=adapted_layers)
+    network = sum(parts[term] for term in ("endpoints", "uplink", "downlink", "round_trips"))
+    assert network == pytest.approx(sum(traffic.seconds(link).values()))
+
+
+def test_fewer_adapted_layers_save_round_trips():
+    few = decode("llama-2-7b", link="5g", adapted_layers=4).breakdown()
+    assert few["round_trips"] == pytest.approx(5 * 0.033)
+
+
+def test_drafted_tokens_share_their_round_trips():
+    plain = decode("llama-2-7b", link="5g")
+    perfect = decode("llama-2-7b", link="5g", draft_tokens=3, acceptance_rate=1.0)
+    useless = decode("llama-2-7b", link="5g", draft_tokens=3, acceptance_rate=0.0)
+    assert perfect.breakdown()["round_trips"] == pytest.approx(plain.breakdown()["round_trips"] / 4)
+    assert perfect.breakdown()["uplink"] == pytest.approx(plain.breakdown()["uplink"])
+    assert useless.breakdown()["uplink"] == pytest.approx(4 * plain.breakdown()["uplink"])
+    assert useless.tokens_per_s < plain.tokens_per_s < perfect.tokens_per_s
+    half = decode("llama-2-7b", link="5g", draft_tokens=2, acceptance_rate=0.5)
+    assert half.breakdown()["round_trips"] == pytest.approx(plain.breakdown()["round_trips"] / 1.75)
+
+
+def test_published_gpu_speed_is_used_only_where_there_is_one():
+    assert decode("llama-2-7b").gpu == "published"
+    assert decode("llama-2-7b", cloud="h200-sxm").gpu == "roofline"
+    assert decode("qwen2.5-7b").gpu == "roofline"
+    assert decode("qwen2.5-7b", gpu=50).gpu_tokens_per_s == 50
+    with pytest.raises(ValueError, match=r"no published speed of qwen2.5-7b on a100-80gb-pcie; give a number"):
+        decode("qwen2.5-7b", gpu="published")
+
+
+def test_batch_amortises_weights_until_arithmetic_dominates():
+    one, many = (decode("llama-2-7b", gpu="roofline", batch=b).breakdown() for b in (1, 16))
+    assert many["decoder"] == pytest.approx(one["decoder"] / 16)
+    huge = decode("llama-2-7b", gpu="roofline", batch=100_000).breakdown()
+    assert huge["decoder"] == pytest.approx(2 * 6_476_271_616 / 312e12, rel=1e-6)
+
+
+def test_prefill_of_the_last_position_saves_the_rest():
+    full, last = (prefill("llama-2-7b", 4096, logits=logits).breakdown() for logits in ("all", "last"))
+    assert last["lm_head"] < full["lm_head"]
+    down = 4096 * 16 / 100e6
+    assert full["endpoints"] - last["endpoints"] == pytest.approx(down * 4095 / 4096)
+
+
+def test_tied_and_quantised_weights():
+    assert decode("llama-2-7b", phone_bits=8).breakdown()["lm_head"] == pytest.approx(0.5 * 262.144e6 / 42.7e9)
+    tied = decode("gpt2", gpu="roofline").breakdown()["decoder"]
+    assert tied == pytest.approx(2 * (124_439_808 - 50257 * 768) / 1935e9)
+
+
+def test_repr_is_one_stable_line():
+    assert repr(decode("llama-2-7b", accounting="figure")) == (
+        "llama-2-7b, rank 64, 5g-published, figure: 27.78 tokens/s, 74.9 % of the GPU's 37.1 (published)"
+    )
+    assert "ranks 32 down, 16 up, 5g with RTT 5 ms" in repr(decode("gpt2", r_c2d=32, r_d2c=16, link="5g", rtt_s=0.005))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(rank=0), "rank must be between 1 and hidden=768, got 0"),
+        (dict(rank=1024), "rank must be between 1 and hidden=768, got 1024"),
+        (dict(accounting="honest"), "accounting must be one of 'literal', 'figure', got 'honest'"),
+        (dict(link="6g"), "unknown link '6g'"),
+        (dict(device="toaster"), "unknown device 'toaster'"),
+        (dict(rtt_s=-1), "rtt_s must be at least 0, got -1"),
+        (dict(batch=0), "batch must be a whole number of at least 1, got 0"),
+        (dict(gpu=-3), "gpu must be greater than 0, got -3"),
+        (dict(acceptance_rate=1.2), "acceptance_rate must be at least 0 and at most 1, got 1.2"),
+        (dict(draft_tokens=-1), "draft_tokens must be a whole number of at least 0, got -1"),
+        (dict(projections=2), "projections must be one of 1, 3, got 2"),
+        (dict(bits=0), "bits must be between 1 and 64, got 0"),
+        (dict(phone_bits=128), "phone_bits must be between 1 and 64, got 128"),
+        (dict(adapted_layers=99), "adapted_layers must be between 0 and .*12, got 99"),
+    ],
+)
+def test_bad_input_is_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        decode("gpt2", **arguments)
+
+
+def test_bad_prefill_is_named():
+    with pytest.raises(ValueError, match="logits must be one of 'all', 'last', got 'first'"):
+        prefill("gpt2", logits="first")

@@ -1,0 +1,39 @@
+"""Each figure says what it shows, and draws the numbers that it was given."""
+
+import pytest
+
+from plpkg import catalog, theme
+from plpkg.throughput import TERMS, decode, plots
+
+
+@pytest.mark.parametrize(("stage", "ranks", "points"), [("decode", 6, 12), ("prefill", 4, 8)])
+def test_published_curves(stage, ranks, points):
+    ax = plots.published_curves(stage=stage)
+    reported = sorted(y for line in ax.lines[1::2] for y in line.get_ydata())
+    assert len(ax.lines) == 2 * ranks
+    own = catalog.published(f"private_lora_{stage}").query("model == 'llama-2-7b'")
+    assert reported == sorted(own["tokens_per_s"])
+    assert f"{points} digitised points" in theme.alt(ax.figure)
+
+
+def test_breakdown_bars_are_the_terms():
+    estimate = decode("llama-2-7b", link="5g")
+    ax = plots.breakdown({"split": estimate}, {"phone": 8.0})
+    widths = [bar.get_width() for bar in ax.patches]
+    assert widths == pytest.approx([*(1e3 * s for s in estimate.breakdown().values()), 125.0])
+    assert len(ax.get_legend().get_texts()) == len(TERMS)
+    assert "most of it round trips" in theme.alt(ax.figure)
+
+
+def test_against_rtt_starts_at_the_undelayed_speed():
+    ax = plots.against_rtt(["llama-2-7b"], {"phone alone": 8.1})
+    curve = ax.lines[0].get_ydata()
+    assert curve[0] == pytest.approx(decode("llama-2-7b", rtt_s=0.0001).tokens_per_s)
+    assert list(curve) == sorted(curve, reverse=True)
+    assert "27.0 at 0 ms" in theme.alt(ax.figure)
+
+
+def test_phone_memory_bars():
+    ax = plots.phone_memory_bars(["llama-2-7b", "gpt2"], 128, limit_mb=491.9)
+    assert sum(bar.get_width() for bar in ax.patches[0::2]) == pytest.approx(527.43, abs=0.01)
+    assert "llama-2-7b 527" in theme.alt(ax.figure)

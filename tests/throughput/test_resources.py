@@ -1,0 +1,73 @@
+"""The published memory and FLOPs, and what a real phone part weighs."""
+
+import pytest
+import torch
+
+from plpkg import catalog
+from plpkg.throughput import (
+    phone_flops,
+    phone_memory,
+    phone_only_tokens_per_s,
+    whole_model_bytes,
+    whole_model_flops,
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "published_accounting", "with_embedding"),
+    [("llama-2-7b", 265.29, 527.43), ("llama-2-13b", 331.61, 659.29), ("llama-30b", 431.88, 857.87)],
+)
+def test_published_memory_leaves_out_the_embedding(model, published_accounting, with_embedding):
+    assert phone_memory(model).total_mb == pytest.approx(published_accounting, abs=0.005)
+    assert phone_memory(model, embedding=True).total_mb == pytest.approx(with_embedding, abs=0.005)
+
+
+def test_published_resource_table():
+    for _, row in catalog.published("private_lora_resources").iterrows():
+        if row["method"] == "PrivateLoRA":
+            megabytes, flops = phone_memory(row["model"]).total_mb, phone_flops(row["model"])
+            assert round(megabytes, 1) == row["memory_mb"]
+        else:
+            megabytes, flops = whole_model_bytes(row["model"], row["bits"]) / 1e6, whole_model_flops(row["model"])
+            # 999.0 stands where 1000.0 belongs, by every other cell of that row.
+            tolerance = 0.0011 if row["memory_mb"] == 999.0 else 0.0001
+            assert megabytes == pytest.approx(row["memory_mb"], rel=tolerance)
+        assert flops / 1e9 == pytest.approx(row["gflops_per_token"], abs=0.05 if flops > 1e9 else 0.005)
+
+
+def test_published_flops_shares():
+    share = {m: 100 * phone_flops(m) / whole_model_flops(m) for m in ("llama-2-7b", "llama-30b")}
+    assert share["llama-2-7b"] == pytest.approx(2.008, abs=0.0005)  # the article says "below 2 %"
+    assert share["llama-30b"] == pytest.approx(0.668, abs=0.0005)
+
+
+def test_memory_equals_the_bytes_of_real_modules():
+    model = catalog.model("qwen2.5-0.5b")
+    head = torch.nn.Linear(model.hidden, model.vocab, bias=False, dtype=torch.bfloat16, device="meta")
+    ms = [torch.nn.Linear(16, 16, bias=False, dtype=torch.bfloat16, device="meta") for _ in range(3 * model.num_layers)]
+    counted = sum(p.numel() * p.element_size() for module in [head, *ms] for p in module.parameters())
+    assert phone_memory(model, 16).total_bytes == counted
+
+
+def test_a_tied_table_is_held_once():
+    assert phone_memory("gpt2", 8, embedding=True).embedding_bytes == 0
+    assert phone_memory("llama-2-7b", 8, embedding=True).embedding_bytes == 2 * 32000 * 4096
+
+
+def test_fewer_ms():
+    assert phone_memory("gpt2", 8, projections=1, adapted_layers=2).m_bytes == 2 * 8 * 8 * 2
+    assert phone_flops("gpt2", 8, projections=1, adapted_layers=2) == 2 * (50257 * 768 + 2 * 64)
+
+
+def test_phone_alone_is_a_bound_above_the_reported_speeds():
+    roofline = phone_only_tokens_per_s("llama-2-7b", bits=4)
+    assert roofline == pytest.approx(12.93, abs=0.005)
+    claims = catalog.published("private_lora_claims").set_index("claim")["value"]
+    assert claims["phone_only_decode_text"] < claims["phone_only_decode_figure"] < roofline
+
+
+def test_bad_input_is_named():
+    with pytest.raises(ValueError, match="rank must be between 1 and hidden=768, got 0"):
+        phone_memory("gpt2", 0)
+    with pytest.raises(ValueError, match="bits must be between 1 and 64, got 0"):
+        whole_model_bytes("gpt2", 0)
