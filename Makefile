@@ -33,6 +33,7 @@ lint: install ## ruff (code and notebooks) and the import contract
 
 notebooks: install ## re-execute the notebooks in order and write their outputs back
 	$(BIN)/jupyter nbconvert $(EXECUTE) $(NOTEBOOKS)
+	$(BIN)/python notebooks/figures/draw.py
 
 bench: install ## measure, and write data/measured
 	for room in communication throughput; do $(BIN)/python benchmarks/$$room.py || exit 1; done

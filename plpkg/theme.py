@@ -15,7 +15,6 @@ HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo", "**")
 def use() -> None:
     """Set the theme for all figures that follow, and make notebooks keep their alt text."""
     import seaborn as sns
-    from matplotlib.figure import Figure
 
     sns.set_theme(
         context="notebook",
@@ -34,15 +33,33 @@ def use() -> None:
             "font.size": 11,
         },
     )
+    _keep_alt_text()
+
+
+def _keep_alt_text() -> None:
+    """In a notebook, let the image formatter hand over the alt text; elsewhere do nothing."""
     try:
         from IPython import get_ipython
     except ImportError:
         return
     shell = get_ipython()
-    if shell is not None:
-        import matplotlib.pyplot as plt  # noqa: F401  (its import installs the formatter that ours replaces)
+    if shell is None:
+        return
+    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
+    def register(*_result) -> None:
         shell.display_formatter.formatters["image/png"].for_type(Figure, _png_with_alt)
+
+    def register_once(*_result) -> None:
+        register()
+        shell.events.unregister("post_run_cell", register_once)
+
+    # The inline backend installs its own formatter when it loads, so make it load first, and may
+    # install it once more after this cell.
+    plt.switch_backend(plt.get_backend())
+    register()
+    shell.events.register("post_run_cell", register_once)
 
 
 def _png_with_alt(figure) -> tuple[bytes, dict]:

@@ -1,10 +1,11 @@
 """Throughput: tokens per second, phone memory, FLOPs and the score M_S (notebook 03).
 
-The names a notebook imports; ``plots``, ``widget`` and ``exercises`` load on first use.
+The names a notebook imports; ``published``, ``plots``, ``widget`` and ``exercises``
+load on first use.
 """
 
 from plpkg.throughput.estimate import ACCOUNTINGS, TERMS, Estimate, decode, prefill
-from plpkg.throughput.latency import best_rank, break_even_rtt_s, overlap_rank
+from plpkg.throughput.latency import against_rtt, best_rank, break_even_rtt_s, overlap_rank
 from plpkg.throughput.resources import (
     PhoneMemory,
     phone_flops,
@@ -20,6 +21,7 @@ __all__ = [
     "TERMS",
     "Estimate",
     "PhoneMemory",
+    "against_rtt",
     "best_rank",
     "break_even_rtt_s",
     "decode",
@@ -30,6 +32,7 @@ __all__ = [
     "phone_only_tokens_per_s",
     "plots",
     "prefill",
+    "published",
     "score",
     "whole_model_bytes",
     "whole_model_flops",
@@ -38,7 +41,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    if name in ("exercises", "plots", "widget"):
+    if name in ("exercises", "plots", "published", "widget"):
         from importlib import import_module
 
         return import_module(f"{__name__}.{name}")

@@ -3,7 +3,6 @@
 from plpkg.exercise import Verdict, check_number
 from plpkg.throughput.estimate import decode
 from plpkg.throughput.latency import break_even_rtt_s
-from plpkg.throughput.resources import phone_memory
 
 
 def largest_term(answer: object) -> Verdict:
@@ -33,19 +32,4 @@ def rtt_for_half(answer: object) -> Verdict:
             37.0 / 2: "half the speed means twice the time: the round trips may cost as much as all the rest.",
         },
         hint="The speed halves when the round trips take as long as everything else together.",
-    )
-
-
-def modern_vocabulary(answer: object) -> Verdict:
-    """How many MB does Llama-3.1-8B's LM head take on the phone at 16 bit?"""
-    return check_number(
-        answer,
-        expected=phone_memory("llama-3.1-8b").lm_head_bytes / 1e6,
-        tolerance=0.01,
-        explanation="128,256 · 4096 · 2 bytes: four times LLaMA-7B's, at the same hidden size.",
-        hints={
-            262.144: "that is LLaMA-7B's vocabulary of 32,000; Llama 3's has 128,256 entries.",
-            525.3: "that is one byte a weight; 16 bit are two.",
-        },
-        hint="vocabulary · hidden · 2 bytes.",
     )

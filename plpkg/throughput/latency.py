@@ -4,9 +4,26 @@ The article's formula has no propagation delay. With one, a token costs ``1 + nu
 trips, and that term soon outweighs all the others.
 """
 
+from collections.abc import Sequence
+
 from plpkg.catalog import Device, Link, ModelShape, device as find_device, link as find_link, model as find_model
 from plpkg.throughput.estimate import decode
 from plpkg.validation import number, one_of
+
+
+def against_rtt(models: Sequence[str | ModelShape], rtts_ms: Sequence[float] = (0, 1, 5, 10, 20, 33), **settings):
+    """Tokens per second of each model (rows) at each round-trip time in milliseconds (columns).
+
+    ``**settings`` goes to :func:`~plpkg.throughput.decode`. Returns a ``pandas.DataFrame``.
+    """
+    import pandas as pd
+
+    shapes = [find_model(model) for model in models]
+    speeds = {
+        shape.name: {rtt: decode(shape, rtt_s=rtt / 1e3, **settings).tokens_per_s for rtt in rtts_ms}
+        for shape in shapes
+    }
+    return pd.DataFrame(speeds).T.rename_axis(index="model", columns="rtt_ms")
 
 
 def break_even_rtt_s(model: str | ModelShape, phone_only_tokens_per_s: float, rank: int = 64, **settings) -> float:

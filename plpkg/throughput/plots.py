@@ -1,10 +1,10 @@
 """Figures of notebook 03: published curves, where a token's time goes, what the round trip costs."""
 
 from collections.abc import Mapping, Sequence
-from statistics import median
 
-from plpkg import catalog, theme
+from plpkg import theme
 from plpkg.catalog import Link, ModelShape, link as find_link, model as find_model
+from plpkg.throughput import latency, published
 from plpkg.throughput.estimate import TERMS, Estimate, decode, prefill
 from plpkg.throughput.resources import phone_memory
 
@@ -25,7 +25,7 @@ def published_curves(model: str = "llama-2-7b", stage: str = "decode", ax=None):
 
     ``stage`` is ``"decode"`` (against the batch) or ``"prefill"`` (against the prompt's tokens).
     """
-    points = catalog.published(f"private_lora_{stage}").query("model == @model")
+    points = published.curves(stage).query("model == @model")
     ax = theme.axes(ax)
     x_name = "batch" if stage == "decode" else "tokens"
     xs = [2**i for i in range(12)]
@@ -35,13 +35,11 @@ def published_curves(model: str = "llama-2-7b", stage: str = "decode", ax=None):
             return decode(model, rank, "figure", batch=x).tokens_per_s
         return prefill(model, x, rank, "figure").tokens_per_s
 
-    errors = []
     ranks = sorted(points["rank"].unique())
     for rank, style in zip(ranks, theme.styles(len(ranks)), strict=True):
         ax.plot(xs, [compute(rank, x) for x in xs], label=f"rank {rank}", **{**style, "marker": ""})
         own = points[points["rank"] == rank]
         ax.plot(own[x_name], own["tokens_per_s"], style["marker"], color=style["color"], ms=8, mec="black")
-        errors += [abs(compute(rank, x) / y - 1) for x, y in zip(own[x_name], own["tokens_per_s"], strict=True)]
     ax.set(xscale="log", ylabel="tokens per second", ylim=(0, None))
     ax.set_xscale("log", base=2)
     ax.set_xlabel("sequences in the batch" if stage == "decode" else "tokens of the prompt")
@@ -52,7 +50,7 @@ def published_curves(model: str = "llama-2-7b", stage: str = "decode", ax=None):
         ax,
         f"{stage.capitalize()} speed of {model} for {len(ranks)} ranks: computed curves with the {len(points)} "
         f"digitised points of the publication, from {low:g} to {high:g} tokens per second; "
-        f"the median difference is {100 * median(errors):.2f} %.",
+        f"the median difference is {points['difference_percent'].median():.2f} %.",
     )
 
 
@@ -109,11 +107,9 @@ def against_rtt(
         Passed to :func:`~plpkg.throughput.decode`.
     """
     ax = theme.axes(ax)
-    rtts_ms = [0.1 * 10 ** (i / 20) for i in range(61)]
-    shapes = [find_model(model) for model in models]
-    for shape, style in zip(shapes, theme.styles(len(shapes)), strict=True):
-        speed = [decode(shape, rtt_s=rtt / 1e3, **settings).tokens_per_s for rtt in rtts_ms]
-        ax.plot(rtts_ms, speed, label=shape.name, **{**style, "marker": ""}, lw=2)
+    table = latency.against_rtt(models, [0.1 * 10 ** (i / 20) for i in range(61)], **settings)
+    for (name, speeds), style in zip(table.iterrows(), theme.styles(len(table)), strict=True):
+        ax.plot(table.columns, speeds, label=name, **{**style, "marker": ""}, lw=2)
     for (label, speed), dash in zip((phone_only or {}).items(), theme.DASHES[1:], strict=False):
         ax.axhline(speed, color="0.35", linestyle=dash, lw=1.2, label=f"{label}: {speed:.1f} tokens/s")
     top = ax.get_ylim()[1]
@@ -124,13 +120,11 @@ def against_rtt(
     ax.set_xticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
     ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     ax.figure.set_size_inches(9.6, 4.2)
-    first = shapes[0]
-    at = {rtt: decode(first, rtt_s=rtt / 1e3, **settings).tokens_per_s for rtt in (0, 1, 33)}
+    first = latency.against_rtt(models[:1], (0, 1, 33), **settings).iloc[0]
     return theme.describe(
         ax,
-        "Tokens per second against round-trip time, logarithmic from 0.1 to 100 ms, "
-        f"for {', '.join(shape.name for shape in shapes)}; "
-        f"{first.name} falls from {at[0]:.1f} at 0 ms to {at[1]:.1f} at 1 ms and {at[33]:.1f} at 33 ms.",
+        f"Tokens per second against round-trip time, logarithmic from 0.1 to 100 ms, for {', '.join(table.index)}; "
+        f"{first.name} falls from {first[0]:.1f} at 0 ms to {first[1]:.1f} at 1 ms and {first[33]:.1f} at 33 ms.",
     )
 
 

@@ -1,0 +1,13 @@
+"""Draw the README's picture: ``python notebooks/figures/draw.py`` (``make notebooks`` does it too)."""
+
+from pathlib import Path
+
+from plpkg import theme, throughput
+
+theme.use()
+phone_alone = {"phone alone (reported, figure)": 8.1, "phone alone (reported, text)": 5.7}
+ax = throughput.plots.against_rtt(("llama-2-7b", "llama-2-13b", "llama-30b"), phone_alone, accounting="figure")
+ax.set_title("A model split between phone and cloud: speed (computed) against the round-trip time")
+path = Path(__file__).with_name("speed_against_rtt.png")
+path.write_bytes(theme.png(ax.figure))
+print(theme.alt(ax.figure))

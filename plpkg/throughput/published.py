@@ -1,0 +1,65 @@
+"""The publication's tables beside ours: every row *reported*, every added column *computed*.
+
+Source: the PrivateLoRA article and its images, in ``data/published/``.
+"""
+
+from plpkg import catalog
+from plpkg.throughput.estimate import decode, prefill
+from plpkg.throughput.resources import phone_flops, phone_memory, whole_model_bytes, whole_model_flops
+from plpkg.throughput.score import score
+
+BENCHMARKS = ["gsm8k", "hellaswag", "boolq", "piqa", "mmlu"]
+
+
+def curves(stage: str):
+    """The digitised points of ``"decode"`` or ``"prefill"``, with ``computed`` and ``difference_percent``.
+
+    Returns a ``pandas.DataFrame``; speeds in tokens per second, by the ``figure`` accounting.
+    """
+    points = catalog.published(f"private_lora_{stage}")
+    if stage == "decode":
+        runs = [decode(p.model, p.rank, "figure", batch=p.batch) for p in points.itertuples()]
+    else:
+        runs = [prefill(p.model, p.tokens, p.rank, "figure") for p in points.itertuples()]
+    points["computed"] = [run.tokens_per_s for run in runs]
+    points["difference_percent"] = 100 * (points["computed"] / points["tokens_per_s"] - 1).abs()
+    return points
+
+
+def headline_speeds():
+    """Decoding at rank 64, reported in the text, beside both accountings; speeds in tokens per second."""
+    claims = catalog.published("private_lora_claims").pivot(index="model", columns="claim", values="value")
+    table = claims[["decode_tokens_per_s", "gpu_fraction"]].dropna()
+    table = table.rename(columns={"decode_tokens_per_s": "reported", "gpu_fraction": "reported_gpu_fraction"})
+    runs = {name: [decode(model, accounting=name) for model in table.index] for name in ("figure", "literal")}
+    for name, estimates in runs.items():
+        table[name] = [estimate.tokens_per_s for estimate in estimates]
+    table["ratio"] = table["figure"] / table["reported"]
+    table["figure_gpu_fraction"] = [estimate.gpu_fraction for estimate in runs["figure"]]
+    return table
+
+
+def resources():
+    """The table of memory (MB) and computation (GFLOPs a token), with ``computed_mb`` and ``computed_gflops``."""
+    table = catalog.published("private_lora_resources")
+    whole = table["method"] == "whole model"
+    table["computed_mb"] = [
+        whole_model_bytes(row.model, row.bits) / 1e6 if is_whole else phone_memory(row.model).total_mb
+        for row, is_whole in zip(table.itertuples(), whole, strict=True)
+    ]
+    table["computed_gflops"] = [
+        (whole_model_flops(row.model) if is_whole else phone_flops(row.model)) / 1e9
+        for row, is_whole in zip(table.itertuples(), whole, strict=True)
+    ]
+    return table
+
+
+def scores():
+    """The table of speed and accuracy (percent), with ``computed``: M_S from the row's other cells."""
+    table = catalog.published("private_lora_accuracy").dropna(subset="m_s")
+    untuned = table[table["method"] == "none"].set_index("model")
+    table["computed"] = [
+        score(row["tokens_per_s"], base["tokens_per_s"], row[BENCHMARKS], base[BENCHMARKS])
+        for (_, row), base in zip(table.iterrows(), (untuned.loc[name] for name in table["model"]), strict=True)
+    ]
+    return table

@@ -1,0 +1,215 @@
+"""What a notebook of this project has to look like; nbval then re-runs it and compares its outputs.
+
+The folder ``bad_notebooks`` holds three that must fail: proof that the gate bites.
+"""
+
+import ast
+import itertools
+import re
+import statistics
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+BAD = ROOT / "tests" / "bad_notebooks"
+
+
+def load(path):
+    return nbformat.read(path, as_version=4)
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def text(notebook):
+    return "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+
+
+def tags(cell):
+    return cell.metadata.get("tags", [])
+
+
+@pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
+def path(request):
+    return request.param
+
+
+@pytest.fixture
+def notebook(path):
+    return load(path)
+
+
+def test_there_are_notebooks_named_in_order():
+    assert NOTEBOOKS
+    assert all(re.fullmatch(r"\d\d_[a-z_]+\.ipynb", path.name) for path in NOTEBOOKS)
+    rooms = {path.stem[3:] for path in NOTEBOOKS} - {"start_here", "private_assistant"}
+    assert all((ROOT / "plpkg" / room / "__init__.py").exists() for room in rooms)
+
+
+def test_valid_and_small(path, notebook):
+    nbformat.validate(notebook)
+    assert path.stat().st_size < 500_000
+
+
+def executed_in_order(notebook):
+    return [cell.execution_count for cell in code_cells(notebook)] == list(range(1, len(code_cells(notebook)) + 1))
+
+
+def test_executed_from_top_to_bottom(notebook):
+    assert executed_in_order(notebook), "run `make notebooks`"
+
+
+def test_kernel_and_metadata(notebook):
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert "widgets" not in notebook.metadata
+    for cell in notebook.cells:
+        assert set(cell.metadata) <= {"tags"}, cell.metadata
+
+
+def test_no_errors_among_the_outputs(notebook):
+    for cell in code_cells(notebook):
+        if "raises-exception" not in tags(cell):
+            assert all(output.output_type != "error" for output in cell.outputs)
+        assert all(output.get("name") != "stderr" for output in cell.outputs), "a warning was left in"
+
+
+def test_one_title_and_no_skipped_heading_levels(notebook):
+    outside_code = re.sub(r"```.*?```", "", text(notebook), flags=re.S)
+    levels = [len(mark) for mark in re.findall(r"^(#+) ", outside_code, flags=re.M)]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+    assert notebook.cells[0].source.startswith("# ")
+
+
+def test_first_cell_says_what_to_expect(notebook):
+    first = notebook.cells[0].source
+    for promise in ("**After this notebook you can**", "**Runs in**", "**Hardware**", ".ipynb)"):
+        assert promise in first
+
+
+def test_shape(notebook):
+    cells = notebook.cells
+    assert 15 <= len(cells) <= 35
+    assert sum(cell.cell_type == "markdown" for cell in cells) / len(cells) >= 0.45
+    lengths = [len(cell.source.splitlines()) for cell in code_cells(notebook)]
+    assert statistics.median(lengths) <= 6
+    assert max(lengths) <= 25
+    defining = [cell for cell in code_cells(notebook) if re.search(r"^\s*(def|class) ", cell.source, flags=re.M)]
+    assert len(defining) <= 0.15 * len(lengths)
+
+
+def test_few_outputs_are_ignored_and_each_is_followed_by_a_checked_one(notebook):
+    cells = code_cells(notebook)
+    ignored = [any(tag.startswith("nbval-") for tag in tags(cell)) for cell in cells]
+    assert sum(ignored) <= 0.2 * len(cells)
+    for this, after in zip(ignored, [*ignored[1:], True], strict=True):
+        assert not (this and after), "an ignored output needs a checked cell after it"
+    assert not any("NBVAL" in cell.source for cell in cells), "use a tag, which learners do not see"
+
+
+def test_learners_see_only_what_they_can_run(notebook):
+    for cell in code_cells(notebook):
+        assert not re.search(r"^\s*[!%]", cell.source, flags=re.M), "no shell or magic commands"
+        assert not re.search(r"pip install|filterwarnings|https?://|cuda", cell.source), cell.source
+        assert not cell.source.rstrip().endswith(";"), "end a plot with plt.show()"
+        assert not re.search(r"[\"'](/|~/|[A-Z]:\\)", cell.source), "no absolute paths"
+
+
+def declared_packages():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = project["dependencies"] + [line for extra in project["optional-dependencies"].values() for line in extra]
+    return {re.match(r"[\w-]+", line).group().replace("-", "_") for line in lines}
+
+
+def test_imports_are_declared(notebook):
+    allowed = declared_packages() | set(sys.stdlib_module_names) | {"plpkg", "IPython"}
+    for cell in code_cells(notebook):
+        for node in ast.walk(ast.parse(cell.source)):
+            if isinstance(node, ast.Import):
+                assert {alias.name.split(".")[0] for alias in node.names} <= allowed
+            elif isinstance(node, ast.ImportFrom):
+                assert node.module.split(".")[0] in allowed
+
+
+def test_links_resolve(path, notebook):
+    for target in re.findall(r"\]\(([^)]+)\)", text(notebook)):
+        if not re.match(r"https?://|#", target):
+            assert (path.parent / target.split("#")[0]).exists(), target
+
+
+def test_every_image_is_described_and_stands_beside_something_checked(notebook):
+    cells = code_cells(notebook)
+    for cell in cells:
+        images = [output for output in cell.outputs if "image/png" in output.get("data", {})]
+        for image in images:
+            assert len(image.metadata["image/png"]["alt"]) > 40
+        if images:
+            near = [*cell.outputs, *(o for after in cells[cells.index(cell) + 1 :][:1] for o in after.outputs)]
+            assert any(o.output_type == "stream" or "image/png" not in o.get("data", {}) for o in near)
+
+
+def test_sections_that_every_room_has(path, notebook):
+    if path.stem != "00_start_here":
+        for section in ("## Reported and measured", "## What the paper leaves out", "## Your own model"):
+            assert section in text(notebook)
+    assert "## What to remember" in text(notebook)
+    assert "<details><summary>Solution</summary>" in text(notebook)
+
+
+def test_widgets_are_tagged_for_the_browser(notebook):
+    for cell in code_cells(notebook):
+        assert ("widget.explorer()" in cell.source) == ("widget" in tags(cell))
+    assert "setup" in tags(code_cells(notebook)[0])
+
+
+# The gate must bite.
+
+
+def nbval(path):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--nbval", "--nbval-current-env"]
+    command += ["--nbval-sanitize-with", str(ROOT / "tests" / "nbval.cfg"), "--nbval-cell-timeout", "60", str(path)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [("wrong_number", "2 + 2"), ("raising_slider", "ZeroDivisionError")],
+)
+def test_nbval_rejects(name, complaint):
+    result = nbval(BAD / f"{name}.ipynb")
+    assert result.returncode == 1, result.stdout
+    assert complaint in result.stdout
+    assert "1 failed" in result.stdout
+
+
+def test_hygiene_rejects_cells_run_out_of_order():
+    assert not executed_in_order(load(BAD / "out_of_order.ipynb"))
+
+
+def repair(name, notebook):
+    if name == "wrong_number":
+        notebook.cells[1].outputs[0]["data"]["text/plain"] = "4"
+    elif name == "raising_slider":
+        notebook.cells[2].source = "slider.value = 1"
+    else:
+        for count, cell in enumerate(notebook.cells, start=1):
+            cell.execution_count = count
+
+
+@pytest.mark.parametrize("name", ["wrong_number", "raising_slider", "out_of_order"])
+def test_repaired_they_pass(name, tmp_path):
+    """They fail for the one reason that their names give."""
+    notebook = load(BAD / f"{name}.ipynb")
+    repair(name, notebook)
+    nbformat.write(notebook, tmp_path / "repaired.ipynb")
+    result = nbval(tmp_path / "repaired.ipynb")
+    assert result.returncode == 0, result.stdout
+    assert executed_in_order(notebook)
