@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 NOTEBOOKS ?= $(wildcard notebooks/[0-9]*.ipynb)
 LAB ?=
+DIST ?= dist
 EXECUTE = --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.store_widget_state=False
 
 .DEFAULT_GOAL := help
@@ -42,4 +43,4 @@ checksums: ## rewrite data/SHA256SUMS after data/ has changed
 	cd data && find . -type f ! -name SHA256SUMS | sed 's|^\./||' | LC_ALL=C sort | xargs sha256sum > SHA256SUMS
 
 wheel: install ## build the wheel, data included, into dist/
-	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir $(DIST) .

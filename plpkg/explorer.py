@@ -2,6 +2,9 @@
 
 A room supplies three functions, each testable without a browser: ``compute(**values)`` gives a
 result, ``read_out(result)`` puts it in a sentence, ``draw(result, ax)`` draws it.
+
+Choices are sliders, not drop-down lists: JupyterLab takes the arrow keys from a drop-down list
+(they move its cell cursor), but leaves them to a slider.
 """
 
 from collections.abc import Callable
@@ -57,6 +60,7 @@ class Explorer(ipywidgets.VBox):
         for control in controls.values():
             control.observe(self._update, "value")
         super().__init__([*controls.values(), self._sentence, self._image])
+        self.add_class("plpkg-explorer")
 
     @property
     def values(self) -> dict:

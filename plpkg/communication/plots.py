@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from plpkg import results, theme
-from plpkg.catalog import ModelShape, model as find_model
+from plpkg.catalog import Link, ModelShape, link as find_link, model as find_model
 from plpkg.communication.formulas import full_activations, low_rank
 from plpkg.communication.schedule import Message
 from plpkg.communication.traffic import Traffic
@@ -100,22 +100,23 @@ def by_model(models: Sequence[str | ModelShape], rank: int = 32, ax=None):
     return theme.describe(ax, f"Stacked bars of kbit per token at rank {rank}, residuals plus end points: {said}.")
 
 
-def directions(traffics: Mapping[str, Traffic], ax=None):
-    """Bits per token up and down of several named traffics, on a logarithmic axis."""
+def link_time(traffics: Mapping[str, Traffic], link: str | Link, ax=None):
+    """Milliseconds per token of several named traffics on one link: up, down and round trips, stacked."""
+    link = find_link(link)
     ax = theme.axes(ax)
-    height = 0.38
-    for offset, way, fill in zip((-height / 2, height / 2), ("uplink", "downlink"), theme.fills(2), strict=True):
-        kbit = [getattr(traffic, f"{way}_bits") / traffic.tokens / 1e3 for traffic in traffics.values()]
-        ax.barh([row + offset for row in range(len(traffics))], kbit, height, label=way, **fill)
-    for row, traffic in enumerate(traffics.values()):
-        longest = max(traffic.uplink_bits, traffic.downlink_bits) / traffic.tokens / 1e3
-        ax.text(longest, row, f"  {results.bits(traffic.bits_per_token)}", va="center")
-    top = max(max(t.uplink_bits, t.downlink_bits) / t.tokens for t in traffics.values()) / 1e3
-    ax.set(xscale="log", xlabel="kbit per token", xlim=(10, top * 4))
-    ax.set_xticks([10, 100, 1000, 10000], ["10", "100", "1,000", "10,000"])
-    ax.set_yticks(range(len(traffics)), list(traffics))
-    ax.grid(False, axis="y")
+    seconds = [traffic.seconds(link) for traffic in traffics.values()]
+    names = [f"{name}\n{results.bits(traffic.bits_per_token)}" for name, traffic in traffics.items()]
+    left = [0.0] * len(names)
+    labels = {"uplink": "uplink", "downlink": "downlink", "round_trips": "round trips"}
+    for (part, label), fill in zip(labels.items(), theme.fills(3), strict=True):
+        ms = [1e3 * s[part] / traffic.tokens for s, traffic in zip(seconds, traffics.values(), strict=True)]
+        ax.barh(names, ms, left=left, label=label, **fill)
+        left = [a + b for a, b in zip(left, ms, strict=True)]
+    for row, total in enumerate(left):
+        ax.text(total, row, f" {total:.1f} ms", va="center")
     ax.invert_yaxis()
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, 1.15), ncols=2)
-    said = "; ".join(f"{name} {results.bits(t.bits_per_token)}" for name, t in traffics.items())
-    return theme.describe(ax, f"Bars of traffic per token up and down, logarithmic; totals: {said}.")
+    ax.grid(False, axis="y")
+    ax.set(xlabel=f"milliseconds per token on {link.name}", xlim=(0, 1.2 * max(left)))
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, 1.15), ncols=3)
+    said = "; ".join(f"{name} {total:.1f} ms" for name, total in zip(traffics, left, strict=True))
+    return theme.describe(ax, f"Stacked bars of the milliseconds a token spends on {link.name}: {said}.")

@@ -58,17 +58,17 @@ def read_out(result: Comparison) -> str:
 
 
 def draw(result: Comparison, ax):
-    """The four traffics, up and down."""
-    return plots.directions(result.traffics, ax=ax)
+    """The four traffics on the link."""
+    return plots.link_time(result.traffics, result.link, ax=ax)
 
 
 def explorer() -> Explorer:
     """The widget: choose a model, a rank, a link, and whether the end points count."""
     decoders = [name for name, shape in catalog.models().items() if shape.family != "bert"]
     controls = {
-        "model": ipywidgets.Dropdown(options=decoders, value="llama-7b", description="Model"),
+        "model": ipywidgets.SelectionSlider(options=decoders, value="llama-7b", description="Model"),
         "rank": ipywidgets.SelectionSlider(options=plots.RANKS, value=32, description="Rank (values)"),
-        "link": ipywidgets.Dropdown(
+        "link": ipywidgets.SelectionSlider(
             options=list(catalog.links()), value="5g-published", description="Link (Mb/s, RTT)"
         ),
         "endpoints": ipywidgets.Checkbox(value=True, description="Count the end points"),

@@ -51,9 +51,9 @@ def explorer() -> Explorer:
     """The widget. Choosing a link also sets the round-trip time to that link's own."""
     decoders = [name for name, shape in catalog.models().items() if shape.family != "bert"]
     controls = {
-        "model": ipywidgets.Dropdown(options=decoders, value="llama-2-7b", description="Model"),
+        "model": ipywidgets.SelectionSlider(options=decoders, value="llama-2-7b", description="Model"),
         "rank": ipywidgets.SelectionSlider(options=RANKS, value=64, description="Rank (values)"),
-        "link": ipywidgets.Dropdown(
+        "link": ipywidgets.SelectionSlider(
             options=list(catalog.links()), value="5g-published", description="Link (Mb/s, RTT)"
         ),
         "rtt_ms": ipywidgets.FloatSlider(value=0, min=0, max=60, step=0.5, description="RTT (ms)"),

@@ -31,10 +31,12 @@ def test_by_model_stacks_residuals_and_end_points():
     assert "llama-7b 98 + 131; llama-30b 184 + 213" in theme.alt(ax.figure)
 
 
-def test_directions_draws_up_and_down():
-    ax = plots.directions({"split": communication.full_activations("llama-3.1-8b", 3, baseline="actual")})
-    assert [bar.get_width() for bar in ax.patches] == pytest.approx([3145.728, 2097.152])
-    assert ax.get_xlabel() == "kbit per token"
+def test_link_time_stacks_the_seconds_of_the_link():
+    traffic = communication.full_activations("llama-3.1-8b", 3, baseline="actual")
+    ax = plots.link_time({"split": traffic}, "5g")
+    assert [bar.get_width() for bar in ax.patches] == pytest.approx([1e3 * s for s in traffic.seconds("5g").values()])
+    assert ax.get_xlabel() == "milliseconds per token on 5g"
+    assert "split 1129.4 ms" in theme.alt(ax.figure)
 
 
 def test_an_existing_axes_is_used():

@@ -1,0 +1,65 @@
+"""environment.yml, pyproject.toml and constraints.txt name the same packages and agree on versions.
+
+Conda is not run here: the file is parsed, not solved.
+"""
+
+import re
+import tomllib
+from pathlib import Path
+
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+CONDA_NAMES = {"torch": "pytorch"}  # where conda-forge's name differs from the Python package index's
+NOT_ON_CONDA_FORGE = {"playwright"}
+
+
+def project():
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def requirements():
+    extras = [line for lines in project()["optional-dependencies"].values() for line in lines]
+    return [Requirement(line) for line in project()["dependencies"] + extras]
+
+
+def pins():
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines), "exact versions only"
+    return {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
+
+
+def environment():
+    return yaml.safe_load((ROOT / "environment.yml").read_text())
+
+
+def test_constraints_pin_every_requirement_within_its_range():
+    for requirement in requirements():
+        assert requirement.specifier.contains(pins()[canonicalize_name(requirement.name)]), requirement
+
+
+def test_conda_lists_the_same_packages_at_the_same_versions():
+    listed = [line for line in environment()["dependencies"] if isinstance(line, str)]
+    conda = dict(line.split("=") for line in listed if "=" in line)
+    assert conda.pop("python") == "3.11"
+    assert [line for line in listed if "=" not in line] == ["pip"]
+    expected = {
+        CONDA_NAMES.get(r.name, r.name): pins()[canonicalize_name(r.name)]
+        for r in requirements()
+        if r.name not in NOT_ON_CONDA_FORGE
+    }
+    assert conda == expected
+
+
+def test_conda_takes_the_rest_from_pip():
+    (pip,) = (line["pip"] for line in environment()["dependencies"] if isinstance(line, dict))
+    *others, editable = pip
+    assert editable == f"-e .[{','.join(project()['optional-dependencies'])}]"
+    assert dict(line.split("==") for line in others) == {name: pins()[name] for name in NOT_ON_CONDA_FORGE}
+
+
+def test_channels():
+    assert environment()["channels"] == ["conda-forge", "nodefaults"]
+    assert environment()["name"] == "plpkg"

@@ -1,0 +1,151 @@
+"""A real JupyterLab and a real Chromium for the browser tests (``make ui-test``)."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import nbformat
+import pytest
+from playwright.sync_api import Error, sync_playwright
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "test-results"
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+
+def tags(cell) -> list[str]:
+    return cell.metadata.get("tags", [])
+
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+WITH_WIDGET = [path for path in NOTEBOOKS if any("widget" in tags(cell) for cell in nbformat.read(path, 4).cells)]
+
+
+@pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
+def notebook(request):
+    return request.param
+
+
+@pytest.fixture(params=WITH_WIDGET, ids=lambda path: path.stem)
+def widget_notebook(request):
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """Chromium: the installed one, else the one that playwright has installed."""
+    installed = next(
+        (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+    )
+    with sync_playwright() as playwright:
+        try:
+            browser = playwright.chromium.launch(executable_path=installed, args=ARGUMENTS)
+        except Error as error:
+            pytest.fail(
+                "the browser tests need Chromium: install your system's package (Debian: apt-get install chromium) "
+                f"or run `playwright install chromium`.\n{error}",
+                pytrace=False,
+            )
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser, request):
+    """A page that leaves a screenshot in ``test-results/`` when its test fails."""
+    page = browser.new_page(viewport={"width": 1400, "height": 1000})
+    page.set_default_timeout(60_000)
+    yield page
+    if request.node.stash.get(FAILED, False):
+        RESULTS.mkdir(exist_ok=True)
+        page.screenshot(path=RESULTS / f"{request.node.name}.png", full_page=True)
+    page.close()
+
+
+FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.when == "call" and report.failed:
+        item.stash[FAILED] = True
+    return report
+
+
+def write_settings(folder: Path) -> None:
+    """No pop-up over the page, and no cell hidden because it is out of sight."""
+    for extension, text in {
+        "apputils-extension/notification": '{"fetchNews": "false", "checkForUpdates": false}',
+        "notebook-extension/tracker": '{"windowingMode": "none"}',
+    }.items():
+        path = folder / "@jupyterlab" / f"{extension}.jupyterlab-settings"
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory):
+    """The address of a JupyterLab whose folder holds each widget notebook, cut to what its widget needs."""
+    home = tmp_path_factory.mktemp("lab")
+    for path in WITH_WIDGET:
+        nbformat.write(cut_to_widget(path), home / path.name)
+    write_settings(home / "settings")
+
+    address = f"http://127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1"]
+    command += [f"--ServerApp.port={address.rsplit(':', 1)[1]}", "--ServerApp.port_retries=0"]
+    command += ["--IdentityProvider.token=", f"--ServerApp.root_dir={home}"]
+    environment = os.environ | {
+        "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
+        "JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces"),
+        "JUPYTER_CONFIG_DIR": str(home / "config"),
+        "IPYTHONDIR": str(home / "ipython"),
+    }
+    environment.pop("MPLBACKEND", None)  # the kernel chooses its own
+    with (home / "lab.log").open("w") as log:
+        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    try:
+        for _ in range(120):
+            assert server.poll() is None, (home / "lab.log").read_text()
+            try:
+                urllib.request.urlopen(f"{address}/api", timeout=5).close()
+                break
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.5)
+        else:
+            pytest.fail(f"JupyterLab did not answer within a minute\n{(home / 'lab.log').read_text()}")
+        yield address
+    finally:
+        server.terminate()
+        server.wait(20)
+
+
+def cut_to_widget(path: Path):
+    """The notebook with its text, its imports and its widget, all un-run."""
+    notebook = nbformat.read(path, 4)
+    needed = [cell for cell in notebook.cells if cell.cell_type == "markdown" or {"setup", "widget"} & set(tags(cell))]
+    for cell in needed:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    notebook.cells = needed
+    return notebook
