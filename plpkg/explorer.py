@@ -53,7 +53,7 @@ class Explorer(ipywidgets.VBox):
         )
         for control in controls.values():
             control.style.description_width = "12em"
-            control.layout.width = "32em"
+            control.layout.width = "44em"
             if hasattr(control, "continuous_update"):
                 control.continuous_update = False
         self._update()

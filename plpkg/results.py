@@ -20,16 +20,17 @@ class Tabular:
         rows = self.rows()
         head = "".join(f"<th>{escape(str(key))}</th>" for key in rows[0])
         body = "".join("<tr>" + "".join(f"<td>{escape(shown(v))}</td>" for v in row.values()) + "</tr>" for row in rows)
-        return (
-            f"<table><caption>{escape(repr(self))}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-        )
+        caption = f"<caption style='text-align: left; white-space: nowrap'>{escape(repr(self))}</caption>"
+        return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def shown(value: object) -> str:
-    """A table cell: whole numbers with thousands separators, floats with four significant digits."""
+    """A table cell: numbers with thousands separators, floats with at least four significant digits."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    if isinstance(value, int) or abs(value) >= 1e4:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
 
 
 def bits(count: float) -> str:

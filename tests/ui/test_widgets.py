@@ -12,8 +12,8 @@ pytestmark = pytest.mark.browser
 def test_every_control_answers_to_the_keyboard(lab, page, widget_notebook):
     page.goto(f"{lab}/lab/workspaces/{widget_notebook.stem}/tree/{widget_notebook.name}")
     page.locator(".jp-Notebook .jp-Cell").first.wait_for()
-    # The kernel has to be there before "Run All Cells" does anything.
-    page.locator(".jp-Notebook-ExecutionIndicator[data-status='idle']").first.wait_for()
+    # The kernel has to be there: what is run before it answers is lost.
+    expect(page.locator("#jp-bottom-panel")).to_contain_text("Python 3 (ipykernel) | Idle", timeout=60_000)
     page.locator(".lm-MenuBar-itemLabel", has_text=re.compile("^Run$")).click()
     page.locator(".lm-Menu-itemLabel", has_text=re.compile("^Run All Cells$")).click()
 
