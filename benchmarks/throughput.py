@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from plpkg.catalog import Device
-from plpkg.throughput.estimate import roofline_s
+from plpkg.throughput.split import roofline_s
 
 VOCAB, HIDDEN = 32_000, 1_024
 POSITIONS = (1, 2, 4, 8, 16, 32, 64, 128, 256)

@@ -5,6 +5,7 @@ The names a notebook imports; ``plots``, ``widget`` and ``exercises`` load on fi
 """
 
 from plpkg.communication.formulas import BASELINES, full_activations, layer_cut, low_rank
+from plpkg.communication.run import PHASES, Run
 from plpkg.communication.schedule import (
     Message,
     count,
@@ -12,12 +13,13 @@ from plpkg.communication.schedule import (
     layer_cut_messages,
     low_rank_messages,
 )
-from plpkg.communication.traffic import PHASES, Traffic
+from plpkg.communication.traffic import Traffic
 
 __all__ = [
     "BASELINES",
     "PHASES",
     "Message",
+    "Run",
     "Traffic",
     "count",
     "exercises",

@@ -28,7 +28,8 @@ published demo also sends.
 """
 
 from plpkg.catalog import ModelShape, model as find_model
-from plpkg.communication.traffic import PHASES, Traffic
+from plpkg.communication.run import Run
+from plpkg.communication.traffic import Traffic
 from plpkg.validation import one_of, whole_number
 
 BASELINES = ("published", "actual")
@@ -41,13 +42,7 @@ def full_activations(
     endpoints: bool = False,
     bits: int = 16,
     baseline: str = "published",
-    *,
-    phase: str = "decode",
-    tokens: int = 1,
-    batch: int = 1,
-    first_k: int = 0,
-    last_k: int = 0,
-    adapted_layers: int | None = None,
+    **run,
 ) -> Traffic:
     """Traffic when activations cross at full width, per token by default.
 
@@ -66,14 +61,8 @@ def full_activations(
         ``"actual"``: what a split LoRA has to send: the input that the projections share goes
         down once, each projection's output comes up (narrower keys and values under
         grouped-query attention).
-    phase
-        ``"decode"``, ``"prefill"`` or ``"training"``: see :data:`~plpkg.communication.PHASES`.
-    tokens, batch
-        Tokens of each sequence, and sequences.
-    first_k, last_k
-        Layers at either end that run on the device and send nothing.
-    adapted_layers
-        How many of the cloud's layers carry adapters; all by default.
+    **run
+        Fields of :class:`~plpkg.communication.Run`: ``phase``, ``tokens``, ``batch`` …
 
     Returns
     -------
@@ -86,14 +75,12 @@ def full_activations(
         An argument is out of range.
     """
     model = find_model(model)
-    dims = _projection_dims(model, projections)
+    dims = projection_dims(model, projections)
     if one_of("baseline", baseline, BASELINES) == "published":
         down = up = projections * model.hidden
     else:
         down, up = model.hidden, sum(dims)
-    return _traffic(
-        model, down, up, endpoints, bits, phase, tokens, batch, first_k, last_k, adapted_layers, final_hidden="last"
-    )
+    return _traffic(Run(model, **run), down, up, endpoints, bits)
 
 
 def low_rank(
@@ -105,27 +92,18 @@ def low_rank(
     *,
     r_c2d: int | None = None,
     r_d2c: int | None = None,
-    phase: str = "decode",
-    tokens: int = 1,
-    batch: int = 1,
-    first_k: int = 0,
-    last_k: int = 0,
-    adapted_layers: int | None = None,
-    final_hidden: str = "last",
+    **run,
 ) -> Traffic:
     """Traffic of low-rank residual transmission, per token by default.
 
     Parameters
     ----------
-    model, projections, endpoints, bits, phase, tokens, batch, first_k, last_k, adapted_layers
+    model, projections, endpoints, bits, **run
         As in :func:`full_activations`.
     rank
         Sets ``r_c2d`` and ``r_d2c`` together.
     r_c2d, r_d2c
         Values a projection sends from cloud to device and back, where they differ.
-    final_hidden
-        Which positions of the final hidden state come down in a prefill: ``"last"`` (enough to
-        generate) or ``"all"`` (to verify drafted tokens, or to score a text).
 
     Returns
     -------
@@ -139,33 +117,11 @@ def low_rank(
     """
     model = find_model(model)
     r_c2d, r_d2c = ranks(model, rank, r_c2d, r_d2c)
-    n = len(_projection_dims(model, projections))
-    return _traffic(
-        model,
-        n * r_c2d,
-        n * r_d2c,
-        endpoints,
-        bits,
-        phase,
-        tokens,
-        batch,
-        first_k,
-        last_k,
-        adapted_layers,
-        final_hidden,
-    )
+    n = len(projection_dims(model, projections))
+    return _traffic(Run(model, **run), n * r_c2d, n * r_d2c, endpoints, bits)
 
 
-def layer_cut(
-    model: str | ModelShape,
-    after_layer: int,
-    bits: int = 16,
-    *,
-    phase: str = "decode",
-    tokens: int = 1,
-    batch: int = 1,
-    final_hidden: str = "last",
-) -> Traffic:
+def layer_cut(model: str | ModelShape, after_layer: int, bits: int = 16, **run) -> Traffic:
     """Traffic of a plain split: the device runs the first ``after_layer`` layers and the LM head.
 
     One round trip a pass, whatever the depth of the cut; ``after_layer=0`` leaves only the word
@@ -175,75 +131,42 @@ def layer_cut(
     """
     model = find_model(model)
     whole_number("after_layer", after_layer, 0, model.num_layers, "num_layers")
-    return _traffic(model, 0, 0, True, bits, phase, tokens, batch, after_layer, 0, 0, final_hidden)
+    return _traffic(Run(model, first_k=after_layer, adapted_layers=0, **run), 0, 0, True, bits)
 
 
-def ranks(model: ModelShape, rank: int, r_c2d: int | None, r_d2c: int | None) -> tuple[int, int]:
+def ranks(model: ModelShape, rank: int, r_c2d: int | None = None, r_d2c: int | None = None) -> tuple[int, int]:
     """``(r_c2d, r_d2c)``, each taken from ``rank`` where it is not given, both checked against ``hidden``."""
     given = {"rank": rank, "r_c2d": rank if r_c2d is None else r_c2d, "r_d2c": rank if r_d2c is None else r_d2c}
     checked = [whole_number(name, value, 1, model.hidden, "hidden") for name, value in given.items()]
     return checked[1], checked[2]
 
 
-def _projection_dims(model: ModelShape, projections: int) -> tuple[int, ...]:
-    one_of("projections", projections, (1, 3))
-    return model.projection_dims[:projections]
+def projection_dims(model: ModelShape, projections: int) -> tuple[int, ...]:
+    """Output widths of the adapted projections: q alone, or q, k and v."""
+    return model.projection_dims[: one_of("projections", projections, (1, 3))]
 
 
-def crossing_layers(model: ModelShape, first_k: int, last_k: int, adapted_layers: int | None) -> int:
-    """How many layers exchange residuals: those on the cloud that carry adapters.
-
-    Raises
-    ------
-    ValueError
-        More layers are asked for than the model or the cloud has.
-    """
-    whole_number("first_k", first_k, 0, model.num_layers, "num_layers")
-    on_cloud = model.num_layers - first_k
-    on_cloud -= whole_number("last_k", last_k, 0, on_cloud, "num_layers-first_k")
-    if adapted_layers is None:
-        return on_cloud
-    return whole_number("adapted_layers", adapted_layers, 0, on_cloud, "num_layers on the cloud")
-
-
-def _traffic(
-    model: ModelShape,
-    down_values: int,
-    up_values: int,
-    endpoints: bool,
-    bits: int,
-    phase: str,
-    tokens: int,
-    batch: int,
-    first_k: int,
-    last_k: int,
-    adapted_layers: int | None,
-    final_hidden: str,
-) -> Traffic:
-    """Add the layers' values (each way, one position, one layer) and the end points."""
-    layers = crossing_layers(model, first_k, last_k, adapted_layers)
-    one_of("phase", phase, PHASES)
-    one_of("final_hidden", final_hidden, ("last", "all"))
+def _traffic(run: Run, down_values: int, up_values: int, endpoints: bool, bits: int) -> Traffic:
+    """Add up the layers' values (each way, one position, one layer) and the end points."""
     whole_number("bits", bits, 1, 64)
-    n = whole_number("tokens", tokens, 1) * whole_number("batch", batch, 1)
-
+    layers, n, hidden = run.crossing_layers, run.tokens * run.batch, run.model.hidden
     up, down = layers * n * up_values, layers * n * down_values
     # Layers on the device after the cloud's need every position, to fill their own KV cache.
-    whole_prompt = phase != "prefill" or final_hidden == "all" or last_k > 0
+    last_only = run.phase == "prefill" and run.final_hidden == "last" and run.last_k == 0
     if endpoints:
-        up += n * model.hidden
-        down += (n if whole_prompt else batch) * model.hidden
-    round_trips = layers + endpoints
+        up += n * hidden
+        down += (run.batch if last_only else n) * hidden
+    round_trips = layers + bool(endpoints)
 
-    if phase == "training":
+    if run.phase == "training":
         # The backward pass mirrors the forward one: gradients of outputs down, of inputs up.
         up, down = up + layers * n * down_values, down + layers * n * up_values
         round_trips += layers
         if endpoints:
-            up += n * model.hidden
-            if first_k > 0:  # the device's own layers need the gradient at the cut
-                down += n * model.hidden
+            up += n * hidden
+            if run.first_k > 0:  # the device's own layers need the gradient at the cut
+                down += n * hidden
                 round_trips += 1
-    elif phase == "decode":
-        round_trips *= tokens
+    elif run.phase == "decode":
+        round_trips *= run.tokens
     return Traffic(up * bits, down * bits, round_trips, n)

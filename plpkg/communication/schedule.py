@@ -4,13 +4,15 @@ A schedule lists the messages in the order in which they cross the network. :fun
 tensor for each, turns it into bytes, and adds the bytes up. Nothing here knows a closed formula.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
 from plpkg.catalog import ModelShape, model as find_model
-from plpkg.communication.formulas import crossing_layers, ranks
+from plpkg.communication.formulas import BASELINES, projection_dims, ranks
+from plpkg.communication.run import Run
 from plpkg.communication.traffic import Traffic
+from plpkg.validation import one_of, whole_number
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,9 @@ def low_rank_messages(
     """
     model = find_model(model)
     r_c2d, r_d2c = ranks(model, rank, r_c2d, r_d2c)
+    n = len(projection_dims(model, projections))
     names = ("A x", "M A x", "Bᵀ g", "Mᵀ Bᵀ g")
-    return _walk(model, endpoints, lambda b, s: ((projections, b, s, r_c2d), (projections, b, s, r_d2c)), names, **run)
+    return _walk(Run(model, **run), endpoints, lambda b, s: ((n, b, s, r_c2d), (n, b, s, r_d2c)), names)
 
 
 def full_activation_messages(
@@ -60,57 +63,49 @@ def full_activation_messages(
 ) -> Iterator[Message]:
     """The messages at full width; parameters as in :func:`~plpkg.communication.full_activations`."""
     model = find_model(model)
+    widths = projection_dims(model, projections)
+    one_of("baseline", baseline, BASELINES)
 
     def shapes(batch: int, seq: int):
         if baseline == "published":
             return ((projections, batch, seq, model.hidden),) * 2
-        widths = model.projection_dims[:projections]
         return (batch, seq, model.hidden), (batch, seq, sum(widths))  # x; q, k and v side by side
 
-    return _walk(model, endpoints, shapes, ("x", "residuals", "grad residuals", "grad x"), **run)
+    return _walk(Run(model, **run), endpoints, shapes, ("x", "residuals", "grad residuals", "grad x"))
 
 
 def layer_cut_messages(model: str | ModelShape, after_layer: int, **run) -> Iterator[Message]:
     """The messages of a plain split; parameters as in :func:`~plpkg.communication.layer_cut`."""
-    return _walk(find_model(model), True, None, (), first_k=after_layer, adapted_layers=0, **run)
+    model = find_model(model)
+    whole_number("after_layer", after_layer, 0, model.num_layers, "num_layers")
+    return _walk(Run(model, first_k=after_layer, adapted_layers=0, **run), True, None, ())
 
 
-def _walk(
-    model: ModelShape,
-    endpoints: bool,
-    shapes,
-    names: tuple[str, ...],
-    *,
-    phase: str = "decode",
-    tokens: int = 1,
-    batch: int = 1,
-    first_k: int = 0,
-    last_k: int = 0,
-    adapted_layers: int | None = None,
-    final_hidden: str = "last",
-) -> Iterator[Message]:
+def _walk(run: Run, endpoints: bool, shapes: Callable | None, names: tuple[str, ...]) -> Iterator[Message]:
     """Play the protocol: one pass over all positions, or in ``decode`` one pass a token."""
-    layers = range(first_k, first_k + crossing_layers(model, first_k, last_k, adapted_layers))
-    passes, seq = (tokens, 1) if phase == "decode" else (1, tokens)
-    hidden = (batch, seq, model.hidden)
-    last_only = phase == "prefill" and final_hidden == "last" and last_k == 0
+    layers = range(run.first_k, run.first_k + run.crossing_layers)
+    passes, seq = (run.tokens, 1) if run.phase == "decode" else (1, run.tokens)
+    hidden = (run.batch, seq, run.model.hidden)
+    final = hidden
+    if run.phase == "prefill" and run.final_hidden == "last" and run.last_k == 0:
+        final = (run.batch, 1, run.model.hidden)
     for _ in range(passes):
         if endpoints:
-            yield Message("embedding" if first_k == 0 else "hidden at the cut", "up", hidden)
+            yield Message("embedding" if run.first_k == 0 else "hidden at the cut", "up", hidden)
         for layer in layers:
-            down, up = shapes(batch, seq)
+            down, up = shapes(run.batch, seq)
             yield Message(names[0], "down", down, layer)
             yield Message(names[1], "up", up, layer)
         if endpoints:
-            yield Message("hidden", "down", (batch, 1, model.hidden) if last_only else hidden)
-        if phase == "training":
+            yield Message("hidden", "down", final)
+        if run.phase == "training":
             if endpoints:
                 yield Message("grad hidden", "up", hidden)
             for layer in reversed(layers):
-                down, up = shapes(batch, seq)
+                down, up = shapes(run.batch, seq)
                 yield Message(names[2], "down", up, layer)  # the gradient of an output has its shape
                 yield Message(names[3], "up", down, layer)
-            if endpoints and first_k > 0:
+            if endpoints and run.first_k > 0:
                 yield Message("grad at the cut", "down", hidden)
 
 

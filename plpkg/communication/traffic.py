@@ -6,9 +6,6 @@ from plpkg import results
 from plpkg.catalog import Link, link as find_link
 from plpkg.validation import number
 
-PHASES = ("decode", "prefill", "training")
-"""``decode``: one pass a token. ``prefill``: one pass over a prompt. ``training``: one forward and backward pass."""
-
 
 @dataclass(frozen=True)
 class Traffic(results.Tabular):

@@ -15,12 +15,14 @@ from plpkg.throughput.resources import (
     whole_model_flops,
 )
 from plpkg.throughput.score import score
+from plpkg.throughput.split import Split
 
 __all__ = [
     "ACCOUNTINGS",
     "TERMS",
     "Estimate",
     "PhoneMemory",
+    "Split",
     "against_rtt",
     "best_rank",
     "break_even_rtt_s",

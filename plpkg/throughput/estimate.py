@@ -22,18 +22,9 @@ Left out: reading the KV cache, sampling, framing and software overhead.
 
 from dataclasses import dataclass
 
-from plpkg import communication
-from plpkg.catalog import (
-    Device,
-    Link,
-    ModelShape,
-    device as find_device,
-    link as find_link,
-    model as find_model,
-    published_gpu_tokens_per_s,
-)
-from plpkg.communication.formulas import crossing_layers, ranks
+from plpkg.catalog import Link, ModelShape, published_gpu_tokens_per_s
 from plpkg.results import Tabular
+from plpkg.throughput.split import Split, roofline_s
 from plpkg.validation import number, one_of, whole_number
 
 ACCOUNTINGS = ("literal", "figure")
@@ -110,47 +101,34 @@ def decode(
     link: str | Link = "5g-published",
     rtt_s: float | None = None,
     *,
-    r_c2d: int | None = None,
-    r_d2c: int | None = None,
-    device: str | Device = "iphone-13-pro-max",
-    cloud: str | Device = "a100-80gb-pcie",
     gpu: str | float | None = None,
     batch: int = 1,
-    bits: int = 16,
-    phone_bits: int = 16,
-    cloud_bits: int = 16,
-    projections: int = 3,
-    adapted_layers: int | None = None,
     draft_tokens: int = 0,
     acceptance_rate: float = 1.0,
+    **split,
 ) -> Estimate:
     """Estimate the speed of generating tokens one after the other.
 
     Parameters
     ----------
-    model, device, cloud, link
-        Objects of :mod:`plpkg.catalog`, or their names.
-    rank, r_c2d, r_d2c, projections, adapted_layers
-        As in :func:`plpkg.communication.low_rank`.
+    model, rank, link, rtt_s, **split
+        Fields of :class:`~plpkg.throughput.Split`: the model and how it is divided, the network,
+        the ``device`` and the ``cloud``.
     accounting
         ``"literal"`` or ``"figure"``: see the module.
-    rtt_s
-        Round-trip time in seconds; ``None`` takes the link's own (0 for ``"5g-published"``).
     gpu
         The cloud's speed with the whole model: ``"published"`` (reported for this model and
-        cloud), ``"roofline"``, or a number of tokens per second. ``None`` takes the published
-        one where there is one, else the roofline; the result's ``gpu`` says which.
+        cloud at 16 bit), ``"roofline"``, or a number of tokens per second. ``None`` takes the
+        published one where there is one, else the roofline; the result's ``gpu`` says which.
     batch
         Sequences decoded together. As in the article, a published or given speed is not
         multiplied by a larger batch; the roofline is.
-    bits, phone_bits, cloud_bits
-        Bits of a transmitted value, of a weight on the phone, of a weight on the cloud.
     draft_tokens, acceptance_rate
         Speculative or look-ahead decoding: ``draft_tokens`` guesses travel with the last token,
         each is accepted with probability ``acceptance_rate`` if those before it were. One pass
         then yields ``1 + a + a² + …`` tokens (arXiv 2211.17192, eq. 1). Making the guesses is
-        free, and the decoder checks them at the price of one token, as it does while reading its
-        weights takes longer than the arithmetic.
+        free, and a published or given GPU speed checks them at the price of one token, as long
+        as reading the weights takes longer than the arithmetic.
 
     Returns
     -------
@@ -161,16 +139,14 @@ def decode(
     ValueError
         An argument is out of range, or ``gpu="published"`` for a model or cloud without one.
     """
+    split = Split(model, rank, link, rtt_s, **split)
     whole_number("batch", batch, 1)
     in_flight = 1 + whole_number("draft_tokens", draft_tokens, 0)
     number("acceptance_rate", acceptance_rate, 0, 1)
     produced = batch * sum(acceptance_rate**i for i in range(in_flight))
 
-    split = _Split(
-        model, rank, link, rtt_s, r_c2d, r_d2c, device, cloud, bits, phone_bits, cloud_bits, projections, adapted_layers
-    )
-    pass_s = split.seconds(seq=in_flight, batch=batch, logits="all")
-    gpu_speed, source = _gpu_speed(split.model, split.cloud, gpu, batch, cloud_bits)
+    pass_s = split.pass_seconds(seq=in_flight, batch=batch, logits="all")
+    gpu_speed, source = _gpu_speed(split, gpu, batch)
     if source != "roofline":  # the quoted speed includes the LM head, which here runs on the phone
         pass_s["decoder"] = batch / gpu_speed * split.model.decoder_parameters / split.model.computing_parameters
     return _estimate(split, accounting, FIGURE_OMITS["decode"], pass_s, produced, gpu_speed, source)
@@ -184,16 +160,8 @@ def prefill(
     link: str | Link = "5g-published",
     rtt_s: float | None = None,
     *,
-    r_c2d: int | None = None,
-    r_d2c: int | None = None,
-    device: str | Device = "iphone-13-pro-max",
-    cloud: str | Device = "a100-80gb-pcie",
-    bits: int = 16,
-    phone_bits: int = 16,
-    cloud_bits: int = 16,
-    projections: int = 3,
-    adapted_layers: int | None = None,
     logits: str = "all",
+    **split,
 ) -> Estimate:
     """Estimate the speed of reading a prompt of ``tokens`` tokens in one pass.
 
@@ -206,73 +174,33 @@ def prefill(
     Other parameters, result and errors as in :func:`decode`. The cloud's decoder is a roofline,
     since no prefill speed of the GPU was published.
     """
+    split = Split(model, rank, link, rtt_s, **split)
     whole_number("tokens", tokens, 1)
     one_of("logits", logits, ("all", "last"))
-    split = _Split(
-        model, rank, link, rtt_s, r_c2d, r_d2c, device, cloud, bits, phone_bits, cloud_bits, projections, adapted_layers
-    )
-    pass_s = split.seconds(seq=tokens, batch=1, logits=logits)
-    gpu_speed, source = _gpu_speed(split.model, split.cloud, "roofline", tokens, cloud_bits)
+    pass_s = split.pass_seconds(seq=tokens, batch=1, logits=logits)
+    gpu_speed, source = _gpu_speed(split, "roofline", tokens)
     return _estimate(split, accounting, FIGURE_OMITS["prefill"], pass_s, tokens, gpu_speed, source)
 
 
-class _Split:
-    """One way of splitting a model, its arguments looked up and checked; times one pass."""
-
-    def __init__(
-        self,
-        model,
-        rank,
-        link,
-        rtt_s,
-        r_c2d,
-        r_d2c,
-        device,
-        cloud,
-        bits,
-        phone_bits,
-        cloud_bits,
-        projections,
-        adapted_layers,
-    ):
-        self.model, self.link = find_model(model), find_link(link)
-        self.device, self.cloud = find_device(device), find_device(cloud)
-        self.rtt_s = self.link.rtt_s if rtt_s is None else number("rtt_s", rtt_s)
-        self.r_c2d, self.r_d2c = ranks(self.model, rank, r_c2d, r_d2c)
-        self.bits = bits
-        self.phone_bits = whole_number("phone_bits", phone_bits, 1, 64)
-        self.cloud_bits = whole_number("cloud_bits", cloud_bits, 1, 64)
-        self.projections = one_of("projections", projections, (1, 3))
-        self.layers = crossing_layers(self.model, 0, 0, adapted_layers)
-
-    def seconds(self, seq: int, batch: int, logits: str) -> dict[str, float]:
-        """Seconds of one pass over ``batch · seq`` positions, by term."""
-        model, positions = self.model, batch * seq
-        a = self.projections * model.hidden * self.r_c2d
-        b = sum(model.projection_dims[: self.projections]) * self.r_d2c
-        m = self.projections * self.r_c2d * self.r_d2c
-        head_positions = positions if logits == "all" else batch
-
-        shape = dict(bits=self.bits, phase="prefill", tokens=seq, batch=batch)
-        residuals = communication.low_rank(
-            model, projections=self.projections, endpoints=False, r_c2d=self.r_c2d, r_d2c=self.r_d2c, rank=1,
-            adapted_layers=self.layers, **shape,
-        ).seconds(self.link, self.rtt_s)  # fmt: skip
-        ends = communication.layer_cut(model, 0, final_hidden=logits, **shape).seconds(self.link, self.rtt_s)
-        return {
-            "decoder": roofline_s(model.decoder_parameters, positions, self.cloud, self.cloud_bits),
-            "lm_head": roofline_s(model.embedding_parameters, head_positions, self.device, self.phone_bits),
-            "m": roofline_s(self.layers * m, positions, self.device, self.phone_bits),
-            "a_and_b": roofline_s(self.layers * (a + b), positions, self.cloud, self.cloud_bits),
-            "endpoints": ends["uplink"] + ends["downlink"],
-            "uplink": residuals["uplink"],
-            "downlink": residuals["downlink"],
-            "round_trips": residuals["round_trips"] + ends["round_trips"],
-        }
+def _gpu_speed(split: Split, gpu: str | float | None, positions: int) -> tuple[float, str]:
+    """The whole model's tokens per second on the cloud, and where that figure comes from."""
+    model, cloud = split.model, split.cloud
+    if gpu is None or gpu == "published":
+        speed = published_gpu_tokens_per_s(model.name, cloud.name)
+        if speed is not None and split.cloud_bits == 16:
+            return speed, "published"
+        if gpu == "published":
+            raise ValueError(
+                f"no published speed of {model.name} on {cloud.name} at {split.cloud_bits} bit; "
+                "give a number, or gpu='roofline'"
+            )
+    elif gpu != "roofline":
+        return number("gpu", gpu, open_low=True), "given"
+    return positions / roofline_s(model.computing_parameters, positions, cloud, split.cloud_bits), "roofline"
 
 
 def _estimate(
-    split: _Split,
+    split: Split,
     accounting: str,
     figure_omits: tuple[str, ...],
     pass_s: dict[str, float],
@@ -294,24 +222,3 @@ def _estimate(
         gpu_tokens_per_s=gpu_speed,
         gpu=gpu,
     )
-
-
-def roofline_s(parameters: int, positions: int, device: Device, bits: int) -> float:
-    """Seconds to multiply ``parameters`` weights with ``positions`` positions: reading or arithmetic, the longer."""
-    read_s = parameters * bits / 8 / device.memory_bandwidth_bytes_per_s
-    return max(read_s, 2 * parameters * positions / device.flops_per_s)
-
-
-def _gpu_speed(
-    model: ModelShape, cloud: Device, gpu: str | float | None, positions: int, cloud_bits: int
-) -> tuple[float, str]:
-    """The whole model's tokens per second on the cloud, and where that figure comes from."""
-    if gpu is None or gpu == "published":
-        speed = published_gpu_tokens_per_s(model.name, cloud.name)
-        if speed is not None:
-            return speed, "published"
-        if gpu == "published":
-            raise ValueError(f"no published speed of {model.name} on {cloud.name}; give a number, or gpu='roofline'")
-    elif gpu != "roofline":
-        return number("gpu", gpu, open_low=True), "given"
-    return positions / roofline_s(model.computing_parameters, positions, cloud, cloud_bits), "roofline"

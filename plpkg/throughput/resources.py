@@ -8,9 +8,9 @@ weights that compute, again without the input embedding.
 from dataclasses import dataclass
 
 from plpkg.catalog import Device, ModelShape, device as find_device, model as find_model
-from plpkg.communication.formulas import crossing_layers, ranks
 from plpkg.results import Tabular
-from plpkg.validation import one_of, whole_number
+from plpkg.throughput.split import Split
+from plpkg.validation import whole_number
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def phone_memory(
     """
     model = find_model(model)
     whole_number("bits", bits, 1, 64)
-    m = _m_parameters(model, rank, projections, adapted_layers)
+    m = Split(model, rank, projections=projections, adapted_layers=adapted_layers).m_parameters
     second_table = model.embedding_parameters if embedding and not model.tied_embeddings else 0
     return PhoneMemory(model.embedding_parameters * bits / 8, m * bits / 8, second_table * bits / 8)
 
@@ -83,7 +83,8 @@ def phone_flops(
 ) -> int:
     """Floating-point operations the phone does for one token: twice its LM head and Ms."""
     model = find_model(model)
-    return 2 * (model.embedding_parameters + _m_parameters(model, rank, projections, adapted_layers))
+    m = Split(model, rank, projections=projections, adapted_layers=adapted_layers).m_parameters
+    return 2 * (model.embedding_parameters + m)
 
 
 def whole_model_bytes(model: str | ModelShape, bits: int = 16) -> float:
@@ -104,9 +105,3 @@ def phone_only_tokens_per_s(
     An upper bound: the article reports 5.7 and 8.1 tokens/s where this gives 12.9.
     """
     return find_device(device).memory_bandwidth_bytes_per_s / whole_model_bytes(model, bits)
-
-
-def _m_parameters(model: ModelShape, rank: int, projections: int, adapted_layers: int | None) -> int:
-    one_of("projections", projections, (1, 3))
-    r_c2d, r_d2c = ranks(model, rank, None, None)
-    return projections * crossing_layers(model, 0, 0, adapted_layers) * r_c2d * r_d2c

@@ -1,0 +1,65 @@
+"""What a split model is asked to process, and where its layers are."""
+
+from dataclasses import dataclass
+
+from plpkg.catalog import ModelShape
+from plpkg.validation import one_of, whole_number
+
+PHASES = ("decode", "prefill", "training")
+"""``decode``: one pass a token. ``prefill``: one pass over a prompt. ``training``: one forward and backward pass."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a split model: the last keyword arguments of every function that counts traffic.
+
+    Attributes
+    ----------
+    model
+        The shape.
+    phase
+        One of :data:`~plpkg.communication.PHASES`.
+    tokens, batch
+        Tokens of each sequence, and sequences.
+    first_k, last_k
+        Layers at either end that run on the device and send nothing.
+    adapted_layers
+        How many of the cloud's layers carry adapters; all by default.
+    final_hidden
+        Which positions of the final hidden state come down in a prefill: ``"last"`` (enough to
+        generate) or ``"all"`` (to verify drafted tokens, or to score a text).
+
+    Raises
+    ------
+    ValueError
+        A value is out of range, or more layers are asked for than the model or the cloud has.
+    """
+
+    model: ModelShape
+    phase: str = "decode"
+    tokens: int = 1
+    batch: int = 1
+    first_k: int = 0
+    last_k: int = 0
+    adapted_layers: int | None = None
+    final_hidden: str = "last"
+
+    def __post_init__(self) -> None:
+        one_of("phase", self.phase, PHASES)
+        one_of("final_hidden", self.final_hidden, ("last", "all"))
+        whole_number("tokens", self.tokens, 1)
+        whole_number("batch", self.batch, 1)
+        whole_number("first_k", self.first_k, 0, self.model.num_layers, "num_layers")
+        whole_number("last_k", self.last_k, 0, self.model.num_layers - self.first_k, "num_layers-first_k")
+        if self.adapted_layers is not None:
+            whole_number("adapted_layers", self.adapted_layers, 0, self.cloud_layers, "layers on the cloud")
+
+    @property
+    def cloud_layers(self) -> int:
+        """Layers that run on the cloud."""
+        return self.model.num_layers - self.first_k - self.last_k
+
+    @property
+    def crossing_layers(self) -> int:
+        """Layers that exchange residuals: those on the cloud that carry adapters."""
+        return self.cloud_layers if self.adapted_layers is None else self.adapted_layers
