@@ -129,9 +129,10 @@ def test_drafted_tokens_share_their_round_trips():
 def test_published_gpu_speed_is_used_only_where_there_is_one():
     assert decode("llama-2-7b").gpu == "published"
     assert decode("llama-2-7b", cloud="h200-sxm").gpu == "roofline"
+    assert decode("llama-2-7b", cloud_bits=8).gpu == "roofline"
     assert decode("qwen2.5-7b").gpu == "roofline"
     assert decode("qwen2.5-7b", gpu=50).gpu_tokens_per_s == 50
-    with pytest.raises(ValueError, match=r"no published speed of qwen2.5-7b on a100-80gb-pcie at 16 bit; give a number"):
+    with pytest.raises(ValueError, match=r"no published speed of qwen2.5-7b on a100-80gb-pcie at 16 bit"):
         decode("qwen2.5-7b", gpu="published")
 
 
