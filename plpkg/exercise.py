@@ -22,8 +22,12 @@ class Verdict:
         return f"<p>{'✔' if self.right else '✎'} {escape(self.message)}</p>"
 
 
+SCALES = (1e9, 1e6, 1e3, 100, 8, 1.024, 1 / 1.024, 1 / 8, 1e-2, 1e-3, 1e-6, 1e-9)
+"""How far a right answer in another unit is off: prefixes, per cent, bits and bytes, 1024 for 1000."""
+
+
 def check_number(
-    answer: object, expected: float, tolerance: float, explanation: str, hints: dict[float, str], hint: str
+    answer: object, expected: float, unit: str, tolerance: float, explanation: str, hints: dict[float, str], hint: str
 ) -> Verdict:
     """Judge a number.
 
@@ -31,8 +35,10 @@ def check_number(
     ----------
     answer
         The learner's; ``None`` means not answered yet.
-    expected, tolerance
-        The right value, and how far off, relatively, still counts.
+    expected, unit
+        The right value, and what it is measured in.
+    tolerance
+        How far off, relatively, still counts.
     explanation
         Said when it is right.
     hints
@@ -45,11 +51,13 @@ def check_number(
     try:
         value = float(answer)
     except (TypeError, ValueError):
-        return Verdict(False, f"A number is wanted here, got {answer!r}.")
+        return Verdict(False, f"A bare number of {unit} is wanted here, got {answer!r}.")
     if math.isclose(value, expected, rel_tol=tolerance):
         return Verdict(True, f"Right: {explanation}")
     for wrong, reason in hints.items():
         if math.isclose(value, wrong, rel_tol=tolerance):
             return Verdict(False, f"Not yet: {reason}")
+    if any(math.isclose(value, expected * scale, rel_tol=min(tolerance, 0.01)) for scale in SCALES):
+        return Verdict(False, f"Not yet: the right digits in another unit; {unit} is wanted (prefixes are decimal).")
     size = "too large" if value > expected else "too small"
     return Verdict(False, f"Not yet, {value:g} is {size}. {hint}")

@@ -4,7 +4,7 @@ from plpkg.exercise import check_number
 
 
 def check(answer):
-    return check_number(answer, 10, 0.01, "ten.", {20: "that is twice."}, "Count fingers.")
+    return check_number(answer, 10, "fingers", 0.01, "ten.", {20: "that is twice."}, "Count fingers.")
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,10 @@ def check(answer):
         (20, False, "Not yet: that is twice."),
         (11, False, "Not yet, 11 is too large. Count fingers."),
         (-10, False, "Not yet, -10 is too small. Count fingers."),
-        ("ten", False, "A number is wanted here, got 'ten'."),
+        ("10 ms", False, "A bare number of fingers is wanted here, got '10 ms'."),
+        (10_000, False, "Not yet: the right digits in another unit; fingers is wanted (prefixes are decimal)."),
+        (0.1, False, "Not yet: the right digits in another unit; fingers is wanted (prefixes are decimal)."),
+        (1.25, False, "Not yet: the right digits in another unit; fingers is wanted (prefixes are decimal)."),
     ],
 )
 def test_verdicts(answer, right, message):

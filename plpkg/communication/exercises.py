@@ -9,6 +9,7 @@ def kv_heads(answer: object) -> Verdict:
     return check_number(
         answer,
         expected=3145.728,
+        unit="kbit",
         tolerance=0.005,
         explanation="(4096 + 2·1024) values · 32 layers · 16 bit: only 8 of the 32 heads have keys and values.",
         hints={
@@ -25,6 +26,7 @@ def half_from_endpoints(answer: object) -> Verdict:
     return check_number(
         answer,
         expected=128 / 3,
+        unit="rank",
         tolerance=0.02,
         explanation="2·hidden = 2·layers·projections·rank gives rank = 4096/(32·3) ≈ 42.7.",
         hints={
@@ -35,18 +37,18 @@ def half_from_endpoints(answer: object) -> Verdict:
     )
 
 
-def training_round_trips(answer: object) -> Verdict:
-    """How many round trips does one training step of LLaMA-7B need, end points included?"""
-    expected = low_rank("llama-7b", 64, phase="training", tokens=512).round_trips
+def round_trips(answer: object) -> Verdict:
+    """How many round trips does one decoded token of LLaMA-13B (40 layers) need, end points included?"""
     return check_number(
         answer,
-        expected=expected,
+        expected=low_rank("llama-13b", 64).round_trips,
+        unit="round trips",
         tolerance=0,
-        explanation="1 + 32 forward and 32 backward, however long the text is.",
+        explanation="one for the end points and one for each of the 40 layers.",
         hints={
-            33: "that is the forward pass; the gradients travel through every layer again.",
-            64: "the embedding has to go up before the first layer can answer.",
-            66: "the backward pass starts with the answer to the forward one: it saves one.",
+            40: "one for each layer; and the embedding has to go up before the first layer can answer.",
+            33: "that is LLaMA-7B, with 32 layers.",
+            80: "down and up again is one round trip.",
         },
-        hint="Walk the messages and count how often one side has to wait for the other.",
+        hint="One for the end points, and one for each layer.",
     )

@@ -34,9 +34,9 @@ def compute(model: str, rank: int, link: str, endpoints: bool) -> Comparison:
     """Compare the traffic of one decoded token; arguments as in :func:`~plpkg.communication.low_rank`."""
     traffics = {
         "low rank": low_rank(model, rank, endpoints=endpoints),
-        "published (1 projection)": full_activations(model, 1, endpoints),
-        "actual (3 projections)": full_activations(model, 3, endpoints, baseline="actual"),
-        "published (3 projections)": full_activations(model, 3, endpoints),
+        "published count × 1": full_activations(model, 1, endpoints),
+        "actual, q k v": full_activations(model, 3, endpoints, baseline="actual"),
+        "published count × 3": full_activations(model, 3, endpoints),
     }
     return Comparison(model, rank, link, traffics)
 
@@ -53,7 +53,7 @@ def read_out(result: Comparison) -> str:
         f"On {link.name} a token spends {result.milliseconds('low rank'):.1f} ms on the link: "
         f"{1e3 * seconds['uplink']:.1f} up, {1e3 * seconds['downlink']:.1f} down, "
         f"{1e3 * seconds['round_trips']:.1f} for {low.round_trips} round trips; "
-        f"full activations (actual) would spend {result.milliseconds('actual (3 projections)'):.0f} ms."
+        f"full activations (actual) would spend {result.milliseconds('actual, q k v'):.0f} ms."
     )
 
 

@@ -22,9 +22,9 @@ Left out: reading the KV cache, sampling, framing and software overhead.
 
 from dataclasses import dataclass
 
-from plpkg.catalog import Link, ModelShape, published_gpu_tokens_per_s
+from plpkg.catalog import Link, ModelShape
 from plpkg.results import Tabular
-from plpkg.throughput.split import Split, roofline_s
+from plpkg.throughput.split import Split
 from plpkg.validation import number, one_of, whole_number
 
 ACCOUNTINGS = ("literal", "figure")
@@ -146,7 +146,7 @@ def decode(
     produced = batch * sum(acceptance_rate**i for i in range(in_flight))
 
     pass_s = split.pass_seconds(seq=in_flight, batch=batch, logits="all")
-    gpu_speed, source = _gpu_speed(split, gpu, batch)
+    gpu_speed, source = split.gpu_tokens_per_s(gpu, batch)
     if source != "roofline":  # the quoted speed includes the LM head, which here runs on the phone
         pass_s["decoder"] = batch / gpu_speed * split.model.decoder_parameters / split.model.computing_parameters
     return _estimate(split, accounting, FIGURE_OMITS["decode"], pass_s, produced, gpu_speed, source)
@@ -178,25 +178,8 @@ def prefill(
     whole_number("tokens", tokens, 1)
     one_of("logits", logits, ("all", "last"))
     pass_s = split.pass_seconds(seq=tokens, batch=1, logits=logits)
-    gpu_speed, source = _gpu_speed(split, "roofline", tokens)
+    gpu_speed, source = split.gpu_tokens_per_s("roofline", tokens)
     return _estimate(split, accounting, FIGURE_OMITS["prefill"], pass_s, tokens, gpu_speed, source)
-
-
-def _gpu_speed(split: Split, gpu: str | float | None, positions: int) -> tuple[float, str]:
-    """The whole model's tokens per second on the cloud, and where that figure comes from."""
-    model, cloud = split.model, split.cloud
-    if gpu is None or gpu == "published":
-        speed = published_gpu_tokens_per_s(model.name, cloud.name)
-        if speed is not None and split.cloud_bits == 16:
-            return speed, "published"
-        if gpu == "published":
-            raise ValueError(
-                f"no published speed of {model.name} on {cloud.name} at {split.cloud_bits} bit; "
-                "give a number, or gpu='roofline'"
-            )
-    elif gpu != "roofline":
-        return number("gpu", gpu, open_low=True), "given"
-    return positions / roofline_s(model.computing_parameters, positions, cloud, split.cloud_bits), "roofline"
 
 
 def _estimate(

@@ -6,8 +6,9 @@ trips, and that term soon outweighs all the others.
 
 from collections.abc import Sequence
 
-from plpkg.catalog import Device, Link, ModelShape, device as find_device, link as find_link, model as find_model
+from plpkg.catalog import Link, ModelShape, model as find_model
 from plpkg.throughput.estimate import decode
+from plpkg.throughput.split import Split
 from plpkg.validation import number, one_of
 
 
@@ -86,39 +87,37 @@ def overlap_rank(
     rtt_s: float | None = None,
     *,
     leg: str = "downlink",
-    cloud: str | Device = "a100-80gb-pcie",
-    bits: int = 16,
-    cloud_bits: int = 16,
-    projections: int = 3,
+    gpu: str | float | None = "roofline",
+    **split,
 ) -> int:
     """The largest rank whose network time hides behind the q, k and v projections of one layer.
 
-    The cloud may compute q, k and v while the residuals travel. Decoding reads those weights
-    once, so the time to hide behind is their bytes over the GPU's memory bandwidth.
+    The cloud may compute q, k and v while the residuals travel. The time to hide behind is those
+    projections' share of a token's time on the GPU alone.
 
     Parameters
     ----------
     leg
-        ``"downlink"``: only the way to the device, as the article's curves assume.
+        ``"downlink"``: only the way to the device, which the article's curves leave out.
         ``"round_trip"``: down, up, and the propagation delay.
     rtt_s
         Round-trip time in seconds; ``None`` takes the link's own. Half of it belongs to the
         downlink leg.
-    cloud, bits, cloud_bits, projections
-        As in :func:`~plpkg.throughput.decode`.
+    gpu, **split
+        As in :func:`~plpkg.throughput.decode`. A slower GPU hides more.
 
     Returns
     -------
     int
         0 if the delay alone is longer than the projections take.
     """
-    model, link, cloud = find_model(model), find_link(link), find_device(cloud)
     one_of("leg", leg, ("downlink", "round_trip"))
-    one_of("projections", projections, (1, 3))
-    rtt_s = link.rtt_s if rtt_s is None else number("rtt_s", rtt_s)
-    qkv_bytes = model.hidden * sum(model.projection_dims) * cloud_bits / 8
-    time_left_s = qkv_bytes / cloud.memory_bandwidth_bytes_per_s - (rtt_s / 2 if leg == "downlink" else rtt_s)
-    s_per_rank = projections * bits / link.downlink_bits_per_s
+    split = Split(model, 1, link, rtt_s, **split)
+    model, link = split.model, split.link
+    token_s = 1 / split.gpu_tokens_per_s(gpu)[0]
+    qkv_s = token_s * model.hidden * sum(model.projection_dims) / model.computing_parameters
+    time_left_s = qkv_s - (split.rtt_s / 2 if leg == "downlink" else split.rtt_s)
+    s_per_rank = split.projections * split.bits / link.downlink_bits_per_s
     if leg == "round_trip":
-        s_per_rank += projections * bits / link.uplink_bits_per_s
+        s_per_rank += split.projections * split.bits / link.uplink_bits_per_s
     return min(model.hidden, max(0, int(time_left_s / s_per_rank)))

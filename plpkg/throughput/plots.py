@@ -80,7 +80,7 @@ def breakdown(estimates: Mapping[str, Estimate], others: Mapping[str, float] | N
     ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     ax.figure.set_size_inches(9.6, max(2.8, 1.4 + 0.55 * (len(names) + len(others))))
     said = "; ".join(
-        f"{name} {1e3 / e.tokens_per_s:.1f} ms, most of it {TERM_LABELS[max(e.breakdown(), key=e.breakdown().get)]}"
+        f"{name} {1e3 / e.tokens_per_s:.1f} ms, largest part {TERM_LABELS[max(e.breakdown(), key=e.breakdown().get)]}"
         for name, e in estimates.items()
     )
     return theme.describe(ax, f"Stacked bars of the milliseconds of a token: {said}.")

@@ -40,8 +40,9 @@ def headline_speeds():
 
 
 def resources():
-    """The table of memory (MB) and computation (GFLOPs a token), with ``computed_mb`` and ``computed_gflops``."""
+    """The table of memory (MB) and computation (GFLOPs a token): ``reported_…`` beside ``computed_…``."""
     table = catalog.published("private_lora_resources")
+    table = table.rename(columns={"memory_mb": "reported_mb", "gflops_per_token": "reported_gflops"})
     whole = table["method"] == "whole model"
     table["computed_mb"] = [
         whole_model_bytes(row.model, row.bits) / 1e6 if is_whole else phone_memory(row.model).total_mb

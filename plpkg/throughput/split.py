@@ -6,7 +6,15 @@ Every computing term is a roofline: the longer of reading the weights and doing 
 from dataclasses import dataclass
 
 from plpkg import communication
-from plpkg.catalog import Device, Link, ModelShape, device as find_device, link as find_link, model as find_model
+from plpkg.catalog import (
+    Device,
+    Link,
+    ModelShape,
+    device as find_device,
+    link as find_link,
+    model as find_model,
+    published_gpu_tokens_per_s,
+)
 from plpkg.communication.formulas import projection_dims, ranks
 from plpkg.validation import number, whole_number
 
@@ -96,6 +104,25 @@ class Split:
             "downlink": residuals["downlink"],
             "round_trips": residuals["round_trips"] + ends["round_trips"],
         }
+
+    def gpu_tokens_per_s(self, gpu: str | float | None, positions: int = 1) -> tuple[float, str]:
+        """The whole model's tokens per second on the cloud alone, and where that figure comes from.
+
+        ``gpu`` as in :func:`~plpkg.throughput.decode`; ``positions`` count for the roofline only.
+        """
+        model, cloud = self.model, self.cloud
+        if gpu is None or gpu == "published":
+            speed = published_gpu_tokens_per_s(model.name, cloud.name)
+            if speed is not None and self.cloud_bits == 16:
+                return speed, "published"
+            if gpu == "published":
+                raise ValueError(
+                    f"no published speed of {model.name} on {cloud.name} at {self.cloud_bits} bit; "
+                    "give a number, or gpu='roofline'"
+                )
+        elif gpu != "roofline":
+            return number("gpu", gpu, open_low=True), "given"
+        return positions / roofline_s(model.computing_parameters, positions, cloud, self.cloud_bits), "roofline"
 
 
 def roofline_s(parameters: int, positions: int, device: Device, bits: int) -> float:

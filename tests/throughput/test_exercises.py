@@ -6,8 +6,10 @@ from plpkg.throughput import exercises
 @pytest.mark.parametrize(
     ("checker", "right", "wrong", "hint"),
     [
-        (exercises.largest_term, 16.6, 23.24, "share of the decoder's time"),
+        (exercises.lm_head_share, 16.6, 23.24, "share of the decoder's time"),
         (exercises.rtt_for_half, 1.12, 37.0, "1 + 32"),
+        (exercises.rtt_for_half, 1.12, 1.156, "one more round trip"),
+        (exercises.lm_head_share, 16.6, 0.166, "another unit"),
     ],
 )
 def test_checkers(checker, right, wrong, hint):

@@ -22,7 +22,7 @@ def test_breakdown_bars_are_the_terms():
     widths = [bar.get_width() for bar in ax.patches]
     assert widths == pytest.approx([*(1e3 * s for s in estimate.breakdown().values()), 125.0])
     assert len(ax.get_legend().get_texts()) == len(TERMS)
-    assert "most of it round trips" in theme.alt(ax.figure)
+    assert "largest part round trips" in theme.alt(ax.figure)
 
 
 def test_against_rtt_starts_at_the_undelayed_speed():
