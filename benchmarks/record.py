@@ -24,7 +24,7 @@ def machine(device: str = "cpu") -> str:
 
 def write(room: str, rows: list[dict], *, device: str = "cpu", seed: int = 0) -> None:
     """Write the rows of one run, replacing the run before it, and print them."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
     origin = {
         "command": shlex.join(["python", f"benchmarks/{room}.py", *sys.argv[1:]]),
         "commit": commit or "not a checkout",

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from plpkg.results import Tabular
-from plpkg.validation import number, whole_number
+from plpkg.validation import flag, number, whole_number
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class ModelShape(Tabular):
         Whether the word embedding and the LM head are one tensor.
     parameters
         Every weight, shared ones counted once.
+    encoder
+        Whether it is an encoder such as BERT: it reads, but does not generate.
     source
         Where the numbers come from.
     """
@@ -50,9 +52,12 @@ class ModelShape(Tabular):
     vocab: int
     tied_embeddings: bool
     parameters: int
+    encoder: bool = False
     source: str = "given by the user"
 
     def __post_init__(self) -> None:
+        flag("tied_embeddings", self.tied_embeddings)
+        flag("encoder", self.encoder)
         for field in ("num_layers", "hidden", "num_heads", "head_dim", "intermediate", "vocab", "parameters"):
             whole_number(field, getattr(self, field), 1)
         whole_number("num_kv_heads", self.num_kv_heads, 1, self.num_heads, "num_heads")
@@ -117,12 +122,13 @@ class ModelShape(Tabular):
 
     @classmethod
     def from_config(cls, config, name: str | None = None, *, local_files_only: bool = False) -> "ModelShape":
-        """Read the shape of any Hugging Face causal language model (or encoder).
+        """Read the shape of any Hugging Face model whose every layer has one attention block.
 
         Parameters
         ----------
         config
             A hub name, a local folder with a ``config.json``, or a ``PreTrainedConfig`` object.
+            Code that comes with a model is never run.
         name
             What to call the result; by default what the configuration calls itself.
         local_files_only
@@ -131,74 +137,23 @@ class ModelShape(Tabular):
         Returns
         -------
         ModelShape
-            ``parameters`` is counted on the meta device: the model is instantiated without
-            storage, so tied tensors, fused projections and biases are counted as they are.
+            Counted on the meta device: the model is instantiated without storage, so tied
+            tensors, fused projections and biases are counted as they are. Of a multimodal model
+            only the language model.
 
         Raises
         ------
         FileNotFoundError
             The name is neither a readable folder nor to be had from the hub.
         ValueError
-            An encoder-decoder, or an architecture without attention heads.
+            An encoder-decoder, or layers that are not one attention block each: mixtures of
+            attention and other layers, latent attention, shared layers.
+        TypeError
+            Something else than a name or a configuration.
         """
-        from transformers import AutoConfig
+        from plpkg.shapes import dimensions
 
-        if isinstance(config, (str, Path)):
-            name = name or str(config)
-            try:
-                config = AutoConfig.from_pretrained(config, local_files_only=local_files_only)
-            except OSError as error:
-                raise FileNotFoundError(
-                    f"no configuration for {name!r}: it is not a folder with a config.json, and the hub "
-                    "did not give one (offline, misspelt, or gated)"
-                ) from error
-        return cls(**_dimensions(config, name))
-
-
-def _dimensions(config, name: str | None) -> dict:
-    kind = type(config).__name__
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"{name or config.model_type} ({kind}) is an encoder-decoder: "
-            "plpkg describes decoder-only models, whose every layer has one attention block"
-        )
-    config = config.get_text_config(decoder=True)
-    heads = getattr(config, "num_attention_heads", None)
-    if not isinstance(heads, int):
-        raise ValueError(f"{name or config.model_type} ({kind}) has no single number of attention heads: got {heads!r}")
-    # Falcon and GPTBigCode say "multi_query" where others say num_key_value_heads=1.
-    multi_query = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
-    kv_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads
-    intermediate = next(
-        (v for k in ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner") if (v := getattr(config, k, None))),
-        4 * config.hidden_size,  # GPT-2's n_inner=None means four times hidden
-    )
-    return dict(
-        name=name or config.name_or_path or config.model_type,
-        family=config.model_type,
-        num_layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        num_heads=heads,
-        num_kv_heads=1 if multi_query else kv_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        intermediate=intermediate,
-        vocab=config.vocab_size,
-        tied_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
-        parameters=_count_on_meta(config),
-        source=f"{kind}, parameters counted on the meta device",
-    )
-
-
-def _count_on_meta(config) -> int:
-    import torch
-    from transformers import AutoModel, AutoModelForCausalLM
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
-
-    encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
-    causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not encoder
-    with torch.device("meta"):
-        model = (AutoModelForCausalLM if causal else AutoModel).from_config(config)
-    return sum(parameter.numel() for parameter in model.parameters())
+        return cls(**dimensions(config, name, local_files_only))
 
 
 @dataclass(frozen=True)
@@ -217,7 +172,7 @@ class Device:
 
     def __post_init__(self) -> None:
         for field in ("memory_bandwidth_bytes_per_s", "flops_per_s", "memory_bytes"):
-            number(field, getattr(self, field), open_low=True)
+            object.__setattr__(self, field, number(field, getattr(self, field), open_low=True))
 
     def __repr__(self) -> str:
         return (
@@ -241,9 +196,9 @@ class Link:
     source: str = "given by the user"
 
     def __post_init__(self) -> None:
-        number("uplink_bits_per_s", self.uplink_bits_per_s, open_low=True)
-        number("downlink_bits_per_s", self.downlink_bits_per_s, open_low=True)
-        number("rtt_s", self.rtt_s)
+        for field in ("uplink_bits_per_s", "downlink_bits_per_s"):
+            object.__setattr__(self, field, number(field, getattr(self, field), open_low=True))
+        object.__setattr__(self, "rtt_s", number("rtt_s", self.rtt_s))
 
     def __repr__(self) -> str:
         return (
@@ -359,13 +314,16 @@ def _table(folder: str, name: str):
 
 
 @cache
-def published_gpu_tokens_per_s(model_name: str, cloud_name: str) -> float | None:
+def published_gpu_tokens_per_s(model: ModelShape, cloud: Device) -> float | None:
     """The decoding speed that a publication reports for this model on this GPU alone, or ``None``.
 
-    Unit: tokens per second, batch 1, LM head included (``published/private_lora_gpu.csv``).
+    Unit: tokens per second, batch 1, 16 bit, LM head included (``published/private_lora_gpu.csv``).
+    A shape or a device that only shares its name with the catalog's has no published speed.
     """
+    if models().get(model.name) != model or devices().get(cloud.name) != cloud:
+        return None
     with data_path("published", "private_lora_gpu.csv").open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
-            if (row["model"], row["cloud"]) == (model_name, cloud_name):
+            if (row["model"], row["cloud"]) == (model.name, cloud.name):
                 return float(row["tokens_per_s"])
     return None

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-import platform
+import shutil
 import sys
 from dataclasses import dataclass
 from importlib import metadata
@@ -48,7 +48,7 @@ def examine() -> Report:
     return Report((check_python(), *check_dependencies(), *check_processors(), *check_data(), check_kernel()))
 
 
-def check_python(version: str = platform.python_version()) -> Check:
+def check_python(version: str = ".".join(map(str, sys.version_info[:3]))) -> Check:
     """The interpreter against the range that the package declares."""
     supported = SpecifierSet(metadata.metadata("plpkg")["Requires-Python"])
     if supported.contains(version, prereleases=True):
@@ -79,7 +79,7 @@ def check_dependency(requirement: Requirement, extra: str = "") -> Check:
         version = metadata.version(requirement.name)
     except metadata.PackageNotFoundError:
         if extra:
-            return Check(name, "SKIP", "not installed", f"pip install 'plpkg[{extra}]'")
+            return Check(name, "SKIP", "not installed", f"in the checkout: pip install -e '.[{extra}]'")
         return Check(name, "FAIL", "not installed", f"pip install '{wanted}'")
     if requirement.specifier.contains(version, prereleases=True):
         return Check(name, "OK", version)
@@ -91,8 +91,8 @@ def check_processors() -> list[Check]:
     checks = [Check("CPU", "OK", f"{os.cpu_count()} logical cores")]
     try:
         import torch
-    except ImportError:
-        return [*checks, Check("GPU", "SKIP", "torch is not installed")]
+    except Exception as error:  # a broken CUDA library, say: whatever it is, it is what the reader needs to see
+        return [*checks, Check("GPU", "FAIL", f"torch does not load: {error}", "reinstall torch")]
     if not torch.cuda.is_available():
         return [*checks, Check("GPU", "SKIP", "no CUDA device", "none needed: every notebook runs on the CPU")]
     return [
@@ -109,8 +109,11 @@ def check_data() -> list[Check]:
     except FileNotFoundError as error:
         return [Check("data", "FAIL", str(error), remedy)]
     checks = []
-    for line in listing.splitlines():
-        expected, name = line.split(maxsplit=1)
+    for line in listing.splitlines() or [""]:
+        expected, _, name = line.partition("  ")
+        if not name:
+            checks.append(Check("data/SHA256SUMS", "FAIL", f"unreadable line {line!r}", remedy))
+            continue
         try:
             found = hashlib.sha256(catalog.data_path(name).read_bytes()).hexdigest()
         except FileNotFoundError:
@@ -128,11 +131,14 @@ def check_kernel() -> Check:
     try:
         from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
     except ImportError:
-        return Check("Jupyter kernel", "SKIP", "Jupyter is not installed", "pip install 'plpkg[notebooks]'")
+        return Check("Jupyter kernel", "SKIP", "Jupyter is not installed", "pip install -e '.[notebooks]'")
     try:
         spec = KernelSpecManager().get_kernel_spec("python3")
     except NoSuchKernel:
         return Check(
             "Jupyter kernel", "FAIL", "no kernel python3", f"{sys.executable} -m ipykernel install --sys-prefix"
         )
+    if shutil.which(spec.argv[0]) is None:
+        remedy = f"remove the kernel in {spec.resource_dir}"
+        return Check("Jupyter kernel", "FAIL", f"python3 starts {spec.argv[0]}, which is not there", remedy)
     return Check("Jupyter kernel", "OK", spec.display_name)

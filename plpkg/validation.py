@@ -23,9 +23,10 @@ def whole_number(name: str, value: object, low: int, high: int | None = None, li
         The value is out of range or not whole.
     """
     # bool is an int in Python, and True is nobody's rank; NumPy integers pass through __index__.
-    whole = hasattr(value, "__index__") and not isinstance(value, bool)
-    if whole and value >= low and (high is None or value <= high):
-        return int(value)
+    if hasattr(value, "__index__") and not isinstance(value, bool):
+        count = value.__index__()
+        if count >= low and (high is None or count <= high):
+            return count
     if high is None:
         expected = f"a whole number of at least {low}"
     else:
@@ -43,10 +44,8 @@ def number(name: str, value: object, low: float = 0.0, high: float = math.inf, *
     ValueError
         The value is out of range, infinite, or not a number.
     """
-    try:
-        result = float(value)
-    except (TypeError, ValueError):
-        result = math.nan
+    # A string is a slip even if it can be read as a number, and so is True.
+    result = float(value) if hasattr(value, "__float__") and not isinstance(value, bool) else math.nan
     if math.isfinite(result) and result <= high and (result > low if open_low else result >= low):
         return result
     bound = f"greater than {low:g}" if open_low else f"at least {low:g}"
@@ -63,6 +62,20 @@ def one_of(name: str, value: object, allowed: tuple) -> object:
     ValueError
         It is not; the message lists what is.
     """
-    if value in allowed:
-        return value
+    for known in allowed:
+        if type(value) is type(known) and value == known:  # 1 is neither True nor 1.0
+            return known
     raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def flag(name: str, value: object) -> bool:
+    """Return ``value`` if it is True or False.
+
+    Raises
+    ------
+    ValueError
+        It is something else: a string such as ``"no"`` would count as true.
+    """
+    if isinstance(value, bool):
+        return value
+    raise ValueError(f"{name} must be True or False, got {value!r}")

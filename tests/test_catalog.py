@@ -1,5 +1,7 @@
 """The catalog against transformers itself: every shape is rebuilt without storage and counted."""
 
+from dataclasses import replace
+
 import pandas as pd
 import pytest
 import torch
@@ -44,6 +46,51 @@ def test_catalog_row_equals_the_real_model(name):
     for field in ModelShape.__dataclass_fields__:
         if field != "source":
             assert getattr(read, field) == getattr(listed, field), field
+
+
+# Where the library's default configuration is the published model, it is a second witness.
+DEFAULTS = {
+    "llama-7b": "LlamaConfig",
+    "mistral-7b": "MistralConfig",
+    "phi-3-mini-128k": "Phi3Config",
+    "gemma-7b": "GemmaConfig",
+    "gemma-2-2b": "Gemma2Config",
+    "gpt2": "GPT2Config",
+    "bert-base": "BertConfig",
+    "stablelm-3b-4e1t": "StableLmConfig",
+}
+# The others, typed a second time: layers, hidden, heads, key and value heads, head_dim, intermediate, vocabulary.
+TYPED = {
+    "llama-13b": (40, 5120, 40, 40, 128, 13824, 32000),
+    "llama-30b": (60, 6656, 52, 52, 128, 17920, 32000),
+    "llama-2-7b": (32, 4096, 32, 32, 128, 11008, 32000),
+    "llama-2-13b": (40, 5120, 40, 40, 128, 13824, 32000),
+    "llama-3.1-8b": (32, 4096, 32, 8, 128, 14336, 128256),
+    "gemma-2b": (18, 2048, 8, 1, 256, 16384, 256000),
+    "qwen2.5-0.5b": (24, 896, 14, 2, 64, 4864, 151936),
+    "qwen2.5-7b": (28, 3584, 28, 4, 128, 18944, 152064),
+    "falcon-rw-1b": (24, 2048, 32, 32, 64, 8192, 50304),
+    "opt-1.3b": (24, 2048, 32, 32, 64, 8192, 50272),
+}
+
+
+def test_every_row_has_a_second_witness():
+    assert set(DEFAULTS) | set(TYPED) == set(catalog.models())
+    for name, default in DEFAULTS.items():
+        read = ModelShape.from_config(getattr(transformers, default)(), name)
+        assert replace(read, source="") == replace(catalog.model(name), source=""), name
+    for name, dims in TYPED.items():
+        row = catalog.model(name)
+        listed = (
+            row.num_layers,
+            row.hidden,
+            row.num_heads,
+            row.num_kv_heads,
+            row.head_dim,
+            row.intermediate,
+            row.vocab,
+        )
+        assert listed == dims, name
 
 
 # Small shapes of each architecture family, and the weights that its blocks have in closed form.
@@ -129,6 +176,60 @@ def test_from_config_describes_the_text_part_of_a_multimodal_model():
     assert (shape.hidden, shape.num_layers) == (D, L)
 
 
+def test_head_of_a_multimodal_model_is_counted_with_its_language_part():
+    text = dict(TINY, num_key_value_heads=2)
+    for tied in (False, True):
+        config = transformers.Qwen2VLConfig(text_config=text, tie_word_embeddings=tied)
+        shape = ModelShape.from_config(config, "vision")
+        assert shape.tied_embeddings is tied
+        assert shape.parameters == gated(2, qkv_bias=1, tied=tied)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("DeepseekV3Config", "attention projections are not 61 layers"),
+        ("JambaConfig", "attention projections are not 32 layers"),
+        ("AlbertConfig", "attention projections are not 12 layers"),
+        ("ViTConfig", "vocab_size"),
+        ("CLIPConfig", "it is not a language model"),
+    ],
+)
+def test_what_is_not_one_attention_block_a_layer_is_refused(kind, reason):
+    with pytest.raises(ValueError, match=rf"cannot describe \w+ \({kind}\): .*{reason}"):
+        ModelShape.from_config(getattr(transformers, kind)())
+
+
+def test_an_embedding_of_another_width_is_refused():
+    config = transformers.OPTConfig(**TINY | dict(ffn_dim=I, word_embed_proj_dim=32))
+    with pytest.raises(ValueError, match="its word embedding is not vocab=160 × hidden=64"):
+        ModelShape.from_config(config, "narrow")
+
+
+def test_an_encoder_is_marked():
+    assert ModelShape.from_config(transformers.RobertaConfig(num_hidden_layers=1)).encoder
+    assert [name for name, shape in catalog.models().items() if shape.encoder] == ["bert-base"]
+
+
+def test_code_that_comes_with_a_model_is_not_run(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "odd", "auto_map": {"AutoConfig": "odd.OddConfig"}}')
+    (tmp_path / "odd.py").write_text("raise SystemExit('ran')")
+    with pytest.raises(ValueError, match="cannot describe"):
+        ModelShape.from_config(tmp_path)
+
+
+def test_an_unreadable_configuration_is_told_from_a_missing_one(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(FileNotFoundError, match=r"its config\.json cannot be read"):
+        ModelShape.from_config(tmp_path)
+
+
+@pytest.mark.parametrize("config", [None, {}, 3, transformers.LlamaConfig])
+def test_not_a_configuration(config):
+    with pytest.raises(TypeError, match="a configuration is a name, a folder or a PreTrainedConfig object"):
+        ModelShape.from_config(config)
+
+
 def test_parts_add_up():
     shape = catalog.model("llama-3.1-8b")
     assert sum(row["parameters"] for row in shape.rows()) == shape.parameters
@@ -145,7 +246,7 @@ def test_encoder_decoder_is_refused_by_name(config):
 
 
 def test_model_without_attention_heads_is_refused():
-    with pytest.raises(ValueError, match=r"mamba \(MambaConfig\) has no single number of attention heads: got None"):
+    with pytest.raises(ValueError, match=r"mamba \(MambaConfig\): it has no single number of attention heads"):
         ModelShape.from_config(transformers.MambaConfig())
 
 

@@ -1,6 +1,7 @@
 """Doctor must find what is broken, not only praise what is whole."""
 
 import hashlib
+import sys
 from importlib import metadata
 
 import pytest
@@ -38,7 +39,7 @@ def test_old_python_fails():
         ("numpy>=1", "", "OK", ""),
         ("numpy>=99", "", "FAIL", "pip install 'numpy>=99'"),
         ("no-such-package>=1", "", "FAIL", "pip install 'no-such-package>=1'"),
-        ("no-such-package>=1", "notebooks", "SKIP", "pip install 'plpkg[notebooks]'"),
+        ("no-such-package>=1", "notebooks", "SKIP", "in the checkout: pip install -e '.[notebooks]'"),
         ("numpy>=99", "notebooks", "FAIL", "pip install 'numpy>=99'"),
     ],
 )
@@ -68,8 +69,39 @@ def test_changed_and_missing_data_fail(tmp_path, monkeypatch):
         ("data/changed.csv", "FAIL"),
         ("data/gone.csv", "FAIL"),
     ]
+    for damaged in ("", "half a line"):
+        (tmp_path / "SHA256SUMS").write_text(damaged)
+        assert [check.status for check in doctor.check_data()] == ["FAIL"]
     (tmp_path / "SHA256SUMS").unlink()
     assert [check.status for check in doctor.check_data()] == ["FAIL"]
+
+
+def test_a_kernel_whose_interpreter_is_gone_fails(tmp_path, monkeypatch):
+    from jupyter_client import kernelspec
+
+    class Manager:
+        def __init__(self, spec):
+            self.spec = spec
+
+        def __call__(self):
+            return self
+
+        def get_kernel_spec(self, name):
+            if self.spec is None:
+                raise kernelspec.NoSuchKernel(name)
+            return self.spec
+
+    gone = kernelspec.KernelSpec(argv=[str(tmp_path / "python")], display_name="old", resource_dir=str(tmp_path))
+    monkeypatch.setattr(kernelspec, "KernelSpecManager", Manager(gone))
+    assert doctor.check_kernel().status == "FAIL"
+    assert str(tmp_path) in doctor.check_kernel().remedy
+    monkeypatch.setattr(kernelspec, "KernelSpecManager", Manager(None))
+    assert doctor.check_kernel().found == "no kernel python3"
+
+
+def test_a_torch_that_does_not_load_is_reported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert [check.status for check in doctor.check_processors()] == ["OK", "FAIL"]
 
 
 def test_every_data_file_is_listed():

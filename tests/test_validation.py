@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from plpkg.validation import number, one_of, whole_number
+from plpkg.validation import flag, number, one_of, whole_number
 
 
 @pytest.mark.parametrize("value", [1, 768, np.int64(5)])
@@ -23,7 +23,7 @@ def test_whole_number_without_upper_end():
         whole_number("tokens", 0, 1)
 
 
-@pytest.mark.parametrize("value", [0, -3.5, float("nan"), float("inf"), "fast", None])
+@pytest.mark.parametrize("value", [0, -3.5, float("nan"), float("inf"), "fast", "5", None, True])
 def test_number_refuses(value):
     with pytest.raises(ValueError, match=r"^rate must be greater than 0, got "):
         number("rate", value, open_low=True)
@@ -34,6 +34,18 @@ def test_number_bounds_are_inclusive():
     assert number("share", 1, 0, 1) == 1
     with pytest.raises(ValueError, match=r"share must be at least 0 and at most 1, got 1.5"):
         number("share", 1.5, 0, 1)
+
+
+def test_flag():
+    assert flag("endpoints", False) is False
+    with pytest.raises(ValueError, match="endpoints must be True or False, got 'no'"):
+        flag("endpoints", "no")
+
+
+@pytest.mark.parametrize("value", [True, 1.0, "1"])
+def test_one_of_tells_types_apart(value):
+    with pytest.raises(ValueError, match="projections must be one of 1, 3, got "):
+        one_of("projections", value, (1, 3))
 
 
 def test_one_of():

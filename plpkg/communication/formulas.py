@@ -15,12 +15,14 @@ message               values
 embedding, up         ``n · hidden``, if the end points are counted
 residual input, down  ``L · n · projections · r_c2d``
 residual output, up   ``L · n · projections · r_d2c``
-final hidden, down    ``hidden`` for the last position (all positions in training)
+final hidden, down    ``hidden`` for the last position; for all positions in training, when
+                      ``final_hidden="all"``, or when layers on the device follow (``last_k``)
 ====================  =======================================================
 
 Training adds the gradient of the final hidden state (up), and per layer the gradient
 :math:`B^\top \partial L/\partial y` (down, ``r_d2c``) and its image under :math:`M^\top`
-(up, ``r_c2d``). The lowest layer's return is counted although nothing needs it when the word
+(up, ``r_c2d``), and for layers on the device (``first_k``) the gradient at the cut (down). The
+lowest layer's return is counted although nothing needs it when the word
 embedding stays frozen.
 
 Left out: framing, headers, encryption, compression, and the shape of the cache, which the
@@ -30,7 +32,7 @@ published demo also sends.
 from plpkg.catalog import ModelShape, model as find_model
 from plpkg.communication.run import Run
 from plpkg.communication.traffic import Traffic
-from plpkg.validation import one_of, whole_number
+from plpkg.validation import flag, one_of, whole_number
 
 BASELINES = ("published", "actual")
 """``published``: ``hidden`` down and up for each projection. ``actual``: the shared input down, each output up."""
@@ -101,7 +103,8 @@ def low_rank(
     model, projections, endpoints, bits, **run
         As in :func:`full_activations`.
     rank
-        Sets ``r_c2d`` and ``r_d2c`` together.
+        Sets ``r_c2d`` and ``r_d2c`` together. Any rank up to ``hidden`` is counted, though one above
+        the width of keys and values sends more than their whole output.
     r_c2d, r_d2c
         Values a projection sends from cloud to device and back, where they differ.
 
@@ -130,7 +133,7 @@ def layer_cut(model: str | ModelShape, after_layer: int, bits: int = 16, **run) 
     Parameters and errors as in :func:`low_rank`.
     """
     model = find_model(model)
-    whole_number("after_layer", after_layer, 0, model.num_layers, "num_layers")
+    whole_number("after_layer", after_layer, 0, model.num_layers - 1, "num_layers-1")
     return _traffic(Run(model, first_k=after_layer, adapted_layers=0, **run), 0, 0, True, bits)
 
 
@@ -148,7 +151,7 @@ def projection_dims(model: ModelShape, projections: int) -> tuple[int, ...]:
 
 def _traffic(run: Run, down_values: int, up_values: int, endpoints: bool, bits: int) -> Traffic:
     """Add up the layers' values (each way, one position, one layer) and the end points."""
-    whole_number("bits", bits, 1, 64)
+    bits, endpoints = whole_number("bits", bits, 1, 64), flag("endpoints", endpoints)
     layers, n, hidden = run.crossing_layers, run.tokens * run.batch, run.model.hidden
     up, down = layers * n * up_values, layers * n * down_values
     # Layers on the device after the cloud's need every position, to fill their own KV cache.
@@ -156,7 +159,7 @@ def _traffic(run: Run, down_values: int, up_values: int, endpoints: bool, bits: 
     if endpoints:
         up += n * hidden
         down += (run.batch if last_only else n) * hidden
-    round_trips = layers + bool(endpoints)
+    round_trips = layers + endpoints
 
     if run.phase == "training":
         # The backward pass mirrors the forward one: gradients of outputs down, of inputs up.

@@ -44,7 +44,10 @@ def by_rank(
 
     ``counted`` marks traffic that was counted from serialised tensors, by rank.
     """
+    from matplotlib.ticker import LogLocator, StrMethodFormatter
+
     model = find_model(model)
+    ranks = [rank for rank in ranks if rank <= model.hidden]
     ax = theme.axes(ax)
     kbit = [low_rank(model, r).total_bits / 1e3 for r in ranks]
     style, *baselines = theme.styles(4)
@@ -61,9 +64,10 @@ def by_rank(
     for (label, traffic), line in zip(lines.items(), baselines, strict=True):
         ax.axhline(traffic.total_bits / 1e3, label=label, color=line["color"], linestyle=line["linestyle"])
     ax.axhline(ends / 1e3, color="0.4", lw=1, linestyle=":", label="end points alone")
-    ax.set(xscale="log", yscale="log", xlabel="rank (both directions)", ylabel="kbit per token", ylim=(80, 2e4))
+    ax.set(xscale="log", yscale="log", xlabel="rank (both directions)", ylabel="kbit per token")
     ax.set_xticks(ranks, [str(r) for r in ranks])
-    ax.set_yticks([100, 300, 1000, 3000, 10000], ["100", "300", "1,000", "3,000", "10,000"])
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
+    ax.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     ax.minorticks_off()
     ax.set_title(model.name)
     ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))

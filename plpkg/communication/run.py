@@ -45,14 +45,19 @@ class Run:
     final_hidden: str = "last"
 
     def __post_init__(self) -> None:
+        def settle(name: str, value: object) -> None:  # a checked value is a plain int, whatever came in
+            object.__setattr__(self, name, value)
+
+        layers = self.model.num_layers
         one_of("phase", self.phase, PHASES)
         one_of("final_hidden", self.final_hidden, ("last", "all"))
-        whole_number("tokens", self.tokens, 1)
-        whole_number("batch", self.batch, 1)
-        whole_number("first_k", self.first_k, 0, self.model.num_layers, "num_layers")
-        whole_number("last_k", self.last_k, 0, self.model.num_layers - self.first_k, "num_layers-first_k")
+        settle("tokens", whole_number("tokens", self.tokens, 1))
+        settle("batch", whole_number("batch", self.batch, 1))
+        settle("first_k", whole_number("first_k", self.first_k, 0, layers, "num_layers"))
+        settle("last_k", whole_number("last_k", self.last_k, 0, layers - self.first_k, "num_layers-first_k"))
         if self.adapted_layers is not None:
-            whole_number("adapted_layers", self.adapted_layers, 0, self.cloud_layers, "layers on the cloud")
+            adapted = whole_number("adapted_layers", self.adapted_layers, 0, self.cloud_layers, "layers on the cloud")
+            settle("adapted_layers", adapted)
 
     @property
     def cloud_layers(self) -> int:

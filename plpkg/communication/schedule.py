@@ -12,7 +12,7 @@ from plpkg.catalog import ModelShape, model as find_model
 from plpkg.communication.formulas import BASELINES, projection_dims, ranks
 from plpkg.communication.run import Run
 from plpkg.communication.traffic import Traffic
-from plpkg.validation import one_of, whole_number
+from plpkg.validation import flag, one_of, whole_number
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,9 @@ def low_rank_messages(
     r_c2d, r_d2c = ranks(model, rank, r_c2d, r_d2c)
     n = len(projection_dims(model, projections))
     names = ("A x", "M A x", "Bᵀ g", "Mᵀ Bᵀ g")
-    return _walk(Run(model, **run), endpoints, lambda b, s: ((n, b, s, r_c2d), (n, b, s, r_d2c)), names)
+    return _walk(
+        Run(model, **run), flag("endpoints", endpoints), lambda b, s: ((n, b, s, r_c2d), (n, b, s, r_d2c)), names
+    )
 
 
 def full_activation_messages(
@@ -71,13 +73,15 @@ def full_activation_messages(
             return ((projections, batch, seq, model.hidden),) * 2
         return (batch, seq, model.hidden), (batch, seq, sum(widths))  # x; q, k and v side by side
 
-    return _walk(Run(model, **run), endpoints, shapes, ("x", "residuals", "grad residuals", "grad x"))
+    return _walk(
+        Run(model, **run), flag("endpoints", endpoints), shapes, ("x", "residuals", "grad residuals", "grad x")
+    )
 
 
 def layer_cut_messages(model: str | ModelShape, after_layer: int, **run) -> Iterator[Message]:
     """The messages of a plain split; parameters as in :func:`~plpkg.communication.layer_cut`."""
     model = find_model(model)
-    whole_number("after_layer", after_layer, 0, model.num_layers, "num_layers")
+    whole_number("after_layer", after_layer, 0, model.num_layers - 1, "num_layers-1")
     return _walk(Run(model, first_k=after_layer, adapted_layers=0, **run), True, None, ())
 
 
@@ -119,13 +123,10 @@ def serialise(message: Message, bits: int = 16) -> bytes:
     return torch.zeros(message.shape, dtype=dtypes[bits]).numpy().tobytes()
 
 
-def count(messages: Iterable[Message], bits: int = 16) -> Traffic:
+def count(messages: Iterable[Message], bits: int = 16, tokens: int = 1) -> Traffic:
     """Serialise every message and add up the bytes each way; count round trips by the turns of direction.
 
-    Returns
-    -------
-    Traffic
-        ``tokens`` is left at 1: a schedule does not say how many tokens it carries.
+    ``tokens`` is what the messages were for; a schedule does not say it.
 
     Raises
     ------
@@ -135,4 +136,4 @@ def count(messages: Iterable[Message], bits: int = 16) -> Traffic:
     sent = [(message.direction, len(serialise(message, bits))) for message in messages]
     total = {way: 8 * sum(size for direction, size in sent if direction == way) for way in ("up", "down")}
     turns = sum(1 for _ in groupby(direction for direction, _ in sent))
-    return Traffic(total["up"], total["down"], round_trips=turns // 2)
+    return Traffic(total["up"], total["down"], round_trips=turns // 2, tokens=tokens)

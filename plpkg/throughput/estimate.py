@@ -17,7 +17,8 @@ Two accountings:
   leave out M's time on the phone and the downlink of the residuals (as if both hid behind the
   q, k, v projections); its prefill curves leave out the cloud's decoder.
 
-Left out: reading the KV cache, sampling, framing and software overhead.
+Left out: reading the KV cache, sampling, framing and software overhead. A mixture of experts is
+taken to read all of them.
 """
 
 from dataclasses import dataclass
@@ -127,8 +128,8 @@ def decode(
         Speculative or look-ahead decoding: ``draft_tokens`` guesses travel with the last token,
         each is accepted with probability ``acceptance_rate`` if those before it were. One pass
         then yields ``1 + a + a² + …`` tokens (arXiv 2211.17192, eq. 1). Making the guesses is
-        free, and a published or given GPU speed checks them at the price of one token, as long
-        as reading the weights takes longer than the arithmetic.
+        free. A published or given GPU speed checks them at the price of one token; the roofline
+        charges their arithmetic. ``gpu_tokens_per_s`` stays the GPU's speed without guesses.
 
     Returns
     -------
@@ -137,16 +138,22 @@ def decode(
     Raises
     ------
     ValueError
-        An argument is out of range, or ``gpu="published"`` for a model or cloud without one.
+        An argument is out of range, ``gpu="published"`` for a model or cloud without one, or
+        guesses in a batch whose GPU speed is not a roofline.
     """
     split = Split(model, rank, link, rtt_s, **split)
     whole_number("batch", batch, 1)
     in_flight = 1 + whole_number("draft_tokens", draft_tokens, 0)
-    number("acceptance_rate", acceptance_rate, 0, 1)
-    produced = batch * sum(acceptance_rate**i for i in range(in_flight))
+    a = number("acceptance_rate", acceptance_rate, 0, 1)
+    produced = batch * (in_flight if a == 1 else (1 - a**in_flight) / (1 - a))
 
     pass_s = split.pass_seconds(seq=in_flight, batch=batch, logits="all")
     gpu_speed, source = split.gpu_tokens_per_s(gpu, batch)
+    if source != "roofline" and draft_tokens and batch > 1:
+        raise ValueError(
+            f"draft_tokens={draft_tokens} with batch={batch} needs gpu='roofline': a {source} speed says neither "
+            "what a batch saves nor what checking guesses costs"
+        )
     if source != "roofline":  # the quoted speed includes the LM head, which here runs on the phone
         pass_s["decoder"] = batch / gpu_speed * split.model.decoder_parameters / split.model.computing_parameters
     return _estimate(split, accounting, FIGURE_OMITS["decode"], pass_s, produced, gpu_speed, source)

@@ -7,6 +7,7 @@ trips, and that term soon outweighs all the others.
 from collections.abc import Sequence
 
 from plpkg.catalog import Link, ModelShape, model as find_model
+from plpkg.communication.formulas import projection_dims
 from plpkg.throughput.estimate import decode
 from plpkg.throughput.split import Split
 from plpkg.validation import number, one_of
@@ -15,11 +16,23 @@ from plpkg.validation import number, one_of
 def against_rtt(models: Sequence[str | ModelShape], rtts_ms: Sequence[float] = (0, 1, 5, 10, 20, 33), **settings):
     """Tokens per second of each model (rows) at each round-trip time in milliseconds (columns).
 
-    ``**settings`` goes to :func:`~plpkg.throughput.decode`. Returns a ``pandas.DataFrame``.
+    ``**settings`` goes to :func:`~plpkg.throughput.decode`, without ``rtt_s``. Returns a
+    ``pandas.DataFrame``.
+
+    Raises
+    ------
+    ValueError
+        Two models share a name, or the GPU speeds of some are published and of others rooflines:
+        such rows cannot be compared.
     """
     import pandas as pd
 
-    shapes = [find_model(model) for model in models]
+    _refuse(settings, "rtt_s")
+    shapes = distinct(models)
+    sources = {shape.name: decode(shape, **settings).gpu for shape in shapes}
+    if len(set(sources.values())) > 1:
+        kinds = ", ".join(f"{name} {source}" for name, source in sources.items())
+        raise ValueError(f"these GPU speeds cannot be compared: {kinds}; pass gpu='roofline' or a number")
     speeds = {
         shape.name: {rtt: decode(shape, rtt_s=rtt / 1e3, **settings).tokens_per_s for rtt in rtts_ms}
         for shape in shapes
@@ -44,6 +57,7 @@ def break_even_rtt_s(model: str | ModelShape, phone_only_tokens_per_s: float, ra
     float
         Seconds; negative where the phone wins even at zero delay.
     """
+    _refuse(settings, "rtt_s")
     number("phone_only_tokens_per_s", phone_only_tokens_per_s, open_low=True)
     without = decode(model, rank, rtt_s=0.0, **settings)
     one_second = decode(model, rank, rtt_s=1.0, **settings)
@@ -52,7 +66,7 @@ def break_even_rtt_s(model: str | ModelShape, phone_only_tokens_per_s: float, ra
 
 
 def best_rank(model: str | ModelShape, tokens_per_s: float, **settings) -> int:
-    """The largest rank that still reaches a target speed.
+    """The largest rank that still reaches a target speed, up to the width of the narrowest projection.
 
     Parameters
     ----------
@@ -66,19 +80,48 @@ def best_rank(model: str | ModelShape, tokens_per_s: float, **settings) -> int:
     Raises
     ------
     ValueError
-        Not even rank 1 is fast enough; the message says how fast it is.
+        Not even rank 1 is fast enough; the message says how fast it is. Or ``settings`` fix the
+        ranks, or leave no adapted layer, so that there is nothing to choose.
     """
     model = find_model(model)
+    _refuse(settings, "rank", "r_c2d", "r_d2c")
+    if settings.get("adapted_layers") == 0:
+        raise ValueError("adapted_layers must be at least 1 for the rank to matter, got 0")
     number("tokens_per_s", tokens_per_s, open_low=True)
     lowest = decode(model, 1, **settings).tokens_per_s
     if lowest < tokens_per_s:
         raise ValueError(f"no rank of {model.name} reaches {tokens_per_s:g} tokens/s: rank 1 gives {lowest:.2f}")
-    low, high = 1, model.hidden  # the speed falls with the rank: keep low fast enough, halve the rest
+    widths = projection_dims(model, settings.get("projections", 3))
+    low, high = 1, min(model.hidden, *widths)  # the speed falls with the rank: keep low fast enough, halve the rest
     while low < high:
         middle = (low + high + 1) // 2
         fast_enough = decode(model, middle, **settings).tokens_per_s >= tokens_per_s
         low, high = (middle, high) if fast_enough else (low, middle - 1)
     return low
+
+
+def distinct(models: Sequence[str | ModelShape]) -> list[ModelShape]:
+    """The shapes of several models, whose names must differ: they label the rows.
+
+    Raises
+    ------
+    ValueError
+        Two share a name, or the models came as one string.
+    """
+    if isinstance(models, str):
+        raise ValueError(f"models must be a list of models, got the string {models!r}")
+    shapes = [find_model(model) for model in models]
+    names = [shape.name for shape in shapes]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"models must have different names, got {', '.join(twice)} more than once")
+    return shapes
+
+
+def _refuse(settings: dict, *names: str) -> None:
+    for name in names:
+        if name in settings:
+            raise ValueError(f"{name} is what is being varied here; it cannot be set as well (got {settings[name]!r})")
 
 
 def overlap_rank(
@@ -110,6 +153,11 @@ def overlap_rank(
     -------
     int
         0 if the delay alone is longer than the projections take.
+
+    Raises
+    ------
+    ValueError
+        An argument is out of range.
     """
     one_of("leg", leg, ("downlink", "round_trip"))
     split = Split(model, 1, link, rtt_s, **split)

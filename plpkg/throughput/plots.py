@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from plpkg import theme
-from plpkg.catalog import Link, ModelShape, link as find_link, model as find_model
+from plpkg.catalog import Link, ModelShape, link as find_link
 from plpkg.throughput import latency, published
 from plpkg.throughput.estimate import TERMS, Estimate, decode, prefill
 from plpkg.throughput.resources import phone_memory
@@ -131,7 +131,7 @@ def against_rtt(
 def phone_memory_bars(models: Sequence[str | ModelShape], rank: int = 128, limit_mb: float | None = None, ax=None):
     """Megabytes on the phone: LM head, M, and the word embedding that the publication leaves out."""
     ax = theme.axes(ax)
-    shapes = [find_model(model) for model in models]
+    shapes = latency.distinct(models)
     parts = [phone_memory(shape, rank, embedding=True) for shape in shapes]
     names = [shape.name for shape in shapes]
     left = [0.0] * len(shapes)

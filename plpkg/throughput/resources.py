@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from plpkg.catalog import Device, ModelShape, device as find_device, model as find_model
 from plpkg.results import Tabular
 from plpkg.throughput.split import Split
-from plpkg.validation import whole_number
+from plpkg.validation import flag, whole_number
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,7 @@ def phone_memory(
     bits: int = 16,
     *,
     embedding: bool = False,
-    projections: int = 3,
-    adapted_layers: int | None = None,
+    **split,
 ) -> PhoneMemory:
     """Weights that PrivateLoRA puts on the phone.
 
@@ -63,8 +62,9 @@ def phone_memory(
         Bits of a weight.
     embedding
         Count the word embedding as well. A model that ties it to the LM head needs it once.
-    projections, adapted_layers
-        Ms a layer (1 or 3), and layers that have any (all by default).
+    **split
+        Fields of :class:`~plpkg.throughput.Split` that shape M: ``r_c2d``, ``r_d2c``,
+        ``projections``, ``adapted_layers``.
 
     Raises
     ------
@@ -73,17 +73,18 @@ def phone_memory(
     """
     model = find_model(model)
     whole_number("bits", bits, 1, 64)
-    m = Split(model, rank, projections=projections, adapted_layers=adapted_layers).m_parameters
-    second_table = model.embedding_parameters if embedding and not model.tied_embeddings else 0
+    m = Split(model, rank, **split).m_parameters
+    second_table = model.embedding_parameters if flag("embedding", embedding) and not model.tied_embeddings else 0
     return PhoneMemory(model.embedding_parameters * bits / 8, m * bits / 8, second_table * bits / 8)
 
 
-def phone_flops(
-    model: str | ModelShape, rank: int = 128, *, projections: int = 3, adapted_layers: int | None = None
-) -> int:
-    """Floating-point operations the phone does for one token: twice its LM head and Ms."""
+def phone_flops(model: str | ModelShape, rank: int = 128, **split) -> int:
+    """Floating-point operations the phone does for one token: twice its LM head and Ms.
+
+    Parameters and errors as in :func:`phone_memory`.
+    """
     model = find_model(model)
-    m = Split(model, rank, projections=projections, adapted_layers=adapted_layers).m_parameters
+    m = Split(model, rank, **split).m_parameters
     return 2 * (model.embedding_parameters + m)
 
 

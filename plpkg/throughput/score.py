@@ -32,7 +32,7 @@ def score(
     """
     number("tokens_per_s", tokens_per_s, open_low=True)
     number("gpu_tokens_per_s", gpu_tokens_per_s, open_low=True)
-    after, before = _benchmarks(accuracy), _benchmarks(untuned_accuracy)
+    after, before = _benchmarks("accuracy", accuracy), _benchmarks("untuned_accuracy", untuned_accuracy)
     if len(after) != len(before):
         raise ValueError(
             f"accuracy and untuned_accuracy must cover the same benchmarks, got {len(after)} and {len(before)}"
@@ -40,6 +40,8 @@ def score(
     return tokens_per_s / gpu_tokens_per_s * (fmean(after) - fmean(before))
 
 
-def _benchmarks(accuracy: float | Sequence[float]) -> list[float]:
-    values = [accuracy] if not hasattr(accuracy, "__iter__") else list(accuracy)
-    return [number("accuracy", value, 0, 100) for value in values]
+def _benchmarks(name: str, accuracy: float | Sequence[float]) -> list[float]:
+    values = [accuracy] if isinstance(accuracy, str) or not hasattr(accuracy, "__iter__") else list(accuracy)
+    if not values:
+        raise ValueError(f"{name} must hold at least one benchmark, got {accuracy!r}")
+    return [number(name, value, 0, 100) for value in values]

@@ -16,7 +16,7 @@ from plpkg.catalog import (
     published_gpu_tokens_per_s,
 )
 from plpkg.communication.formulas import projection_dims, ranks
-from plpkg.validation import number, whole_number
+from plpkg.validation import number, one_of, whole_number
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Split:
     Raises
     ------
     ValueError
-        A value is out of range, or a name unknown.
+        A value is out of range, a name unknown, or the model an encoder.
     """
 
     model: str | ModelShape
@@ -60,12 +60,15 @@ class Split:
                 object.__setattr__(self, name, value)
 
         settle(model=find_model(self.model), link=find_link(self.link))
+        if self.model.encoder:
+            raise ValueError(f"{self.model.name} is an encoder: it does not generate")
         settle(device=find_device(self.device), cloud=find_device(self.cloud))
         settle(rtt_s=self.link.rtt_s if self.rtt_s is None else number("rtt_s", self.rtt_s))
         r_c2d, r_d2c = ranks(self.model, self.rank, self.r_c2d, self.r_d2c)
         settle(r_c2d=r_c2d, r_d2c=r_d2c)
-        whole_number("phone_bits", self.phone_bits, 1, 64)
-        whole_number("cloud_bits", self.cloud_bits, 1, 64)
+        settle(
+            **{name: whole_number(name, getattr(self, name), 1, 64) for name in ("bits", "phone_bits", "cloud_bits")}
+        )
         projection_dims(self.model, self.projections)
         settle(adapted_layers=communication.Run(self.model, adapted_layers=self.adapted_layers).crossing_layers)
 
@@ -112,7 +115,7 @@ class Split:
         """
         model, cloud = self.model, self.cloud
         if gpu is None or gpu == "published":
-            speed = published_gpu_tokens_per_s(model.name, cloud.name)
+            speed = published_gpu_tokens_per_s(model, cloud)
             if speed is not None and self.cloud_bits == 16:
                 return speed, "published"
             if gpu == "published":
@@ -120,7 +123,9 @@ class Split:
                     f"no published speed of {model.name} on {cloud.name} at {self.cloud_bits} bit; "
                     "give a number, or gpu='roofline'"
                 )
-        elif gpu != "roofline":
+        elif isinstance(gpu, str):
+            one_of("gpu", gpu, ("published", "roofline"))
+        else:
             return number("gpu", gpu, open_low=True), "given"
         return positions / roofline_s(model.computing_parameters, positions, cloud, self.cloud_bits), "roofline"
 

@@ -49,7 +49,7 @@ def draw(result: Speeds, ax):
 
 def explorer() -> Explorer:
     """The widget. Choosing a link also sets the round-trip time to that link's own."""
-    decoders = [name for name, shape in catalog.models().items() if shape.family != "bert"]
+    decoders = [name for name, shape in catalog.models().items() if not shape.encoder]
     controls = {
         "model": ipywidgets.SelectionSlider(options=decoders, value="llama-2-7b", description="Model"),
         "rank": ipywidgets.SelectionSlider(options=RANKS, value=64, description="Rank (values)"),

@@ -21,7 +21,10 @@ def test_by_rank_draws_the_formula_and_the_count():
     curve, points = ax.lines[0], ax.lines[1]
     assert curve.get_ydata() == pytest.approx([communication.low_rank("gpt2", r).total_bits / 1e3 for r in (8, 16, 32)])
     assert points.get_ydata()[0] == pytest.approx(curve.get_ydata()[1])
+    low, high = ax.get_ylim()
+    assert all(low < y < high for line in ax.lines for y in line.get_ydata())
     assert "gpt2" in theme.alt(ax.figure)
+    assert max(plots.by_rank("qwen2.5-0.5b").lines[0].get_xdata()) == 512
 
 
 def test_by_model_stacks_residuals_and_end_points():

@@ -1,10 +1,12 @@
 """Every published speed, and the properties that the sums have to have."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from plpkg import catalog, communication
-from plpkg.catalog import Link
+from plpkg.catalog import Device, Link
 from plpkg.throughput import TERMS, decode, prefill
 
 MODELS = ("llama-2-7b", "llama-2-13b", "llama-30b")
@@ -80,6 +82,8 @@ SETTINGS = dict(
 @settings(max_examples=150, deadline=None)
 @given(**SETTINGS)
 def test_breakdown_sums_to_the_total(**arguments):
+    if arguments["draft_tokens"] and arguments["batch"] > 1:
+        arguments["gpu"] = "roofline"
     estimate = decode(**arguments)
     parts = estimate.breakdown()
     assert tuple(parts) == TERMS
@@ -107,6 +111,61 @@ def test_network_terms_are_the_traffic_on_the_link(rank, adapted_layers, rtt_s):
     traffic = communication.low_rank("llama-3.1-8b", rank, adapted_layers=adapted_layers)
     network = sum(parts[term] for term in ("endpoints", "uplink", "downlink", "round_trips"))
     assert network == pytest.approx(sum(traffic.seconds(link).values()))
+
+
+def test_every_term_by_hand_with_nothing_alike():
+    """Grouped queries, two ranks, one projection, few layers, three precisions, guesses: no two factors are equal."""
+    link = Link("any", 7e6, 90e6, 0.004)
+    phone, cloud = Device("phone", 50e9, 2e12, 8e9), Device("cloud", 900e9, 100e12, 40e9)
+    estimate = decode(
+        "llama-3.1-8b", link=link, r_c2d=48, r_d2c=24, device=phone, cloud=cloud, bits=32, phone_bits=8, cloud_bits=4,
+        projections=1, adapted_layers=5, draft_tokens=2, acceptance_rate=0.5,
+    )  # fmt: skip
+    head, decoder = 128_256 * 4096, 8_030_261_248 - 2 * 128_256 * 4096
+    positions, produced = 3, 1.75
+    expected = {
+        "decoder": decoder * 0.5 / 900e9,
+        "lm_head": max(head * 1 / 50e9, 2 * head * positions / 2e12),
+        "m": 5 * 48 * 24 * 1 / 50e9,
+        "a_and_b": 5 * (4096 * 48 + 4096 * 24) * 0.5 / 900e9,
+        "endpoints": positions * 4096 * 32 * (1 / 7e6 + 1 / 90e6),
+        "uplink": positions * 5 * 24 * 32 / 7e6,
+        "downlink": positions * 5 * 48 * 32 / 90e6,
+        "round_trips": 6 * 0.004,
+    }
+    assert estimate.breakdown() == pytest.approx({term: seconds / produced for term, seconds in expected.items()})
+    assert estimate.gpu_tokens_per_s == pytest.approx(900e9 / ((decoder + head) * 0.5))
+    three = decode("llama-3.1-8b", link=link, r_c2d=48, r_d2c=24, cloud=cloud, adapted_layers=5).breakdown()
+    assert three["a_and_b"] == pytest.approx(5 * (3 * 4096 * 48 + (4096 + 2 * 1024) * 24) * 2 / 900e9)
+
+
+def test_batches_by_hand():
+    given = decode("gpt2", 8, gpu=50, batch=4).breakdown()
+    share = (124_439_808 - 50257 * 768) / 124_439_808
+    assert given["decoder"] == pytest.approx(share / 50)  # a given speed is not multiplied by the batch
+    whole = prefill("gpt2", 64, 8)
+    assert (whole.gpu, whole.gpu_tokens_per_s) == ("roofline", pytest.approx(64 / (124_439_808 * 2 / 1935e9)))
+
+
+def test_guesses_in_a_batch_need_a_roofline():
+    with pytest.raises(ValueError, match="draft_tokens=3 with batch=2 needs gpu='roofline': a published speed"):
+        decode("llama-2-7b", draft_tokens=3, batch=2)
+    both = decode("llama-2-7b", draft_tokens=3, batch=2, gpu="roofline").breakdown()
+    assert both["round_trips"] == 0
+    assert decode("llama-2-7b", draft_tokens=10**10, acceptance_rate=0.5).tokens_per_s > 0
+
+
+def test_an_encoder_has_no_speed():
+    with pytest.raises(ValueError, match="bert-base is an encoder: it does not generate"):
+        decode("bert-base", 8)
+
+
+def test_a_borrowed_name_does_not_borrow_the_published_speed():
+    shorter = replace(catalog.model("llama-2-7b"), num_layers=4, parameters=10**9)
+    slower = replace(catalog.device("a100-80gb-pcie"), memory_bandwidth_bytes_per_s=1e9)
+    assert decode(shorter).gpu == "roofline"
+    assert decode("llama-2-7b", cloud=slower).gpu == "roofline"
+    assert decode("llama-2-7b", cloud="a100-80gb-sxm").gpu == "roofline"
 
 
 def test_fewer_adapted_layers_save_round_trips():
@@ -177,6 +236,9 @@ def test_repr_is_one_stable_line():
         (dict(acceptance_rate=1.2), "acceptance_rate must be at least 0 and at most 1, got 1.2"),
         (dict(draft_tokens=-1), "draft_tokens must be a whole number of at least 0, got -1"),
         (dict(projections=2), "projections must be one of 1, 3, got 2"),
+        (dict(gpu="Published"), "gpu must be one of 'published', 'roofline', got 'Published'"),
+        (dict(gpu=True), "gpu must be greater than 0, got True"),
+        (dict(acceptance_rate="0.5"), "acceptance_rate must be .*, got '0.5'"),
         (dict(bits=0), "bits must be between 1 and 64, got 0"),
         (dict(phone_bits=128), "phone_bits must be between 1 and 64, got 128"),
         (dict(adapted_layers=99), "adapted_layers must be between 0 and .*12, got 99"),

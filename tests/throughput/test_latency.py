@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from plpkg.catalog import Link
-from plpkg.throughput import best_rank, break_even_rtt_s, decode, overlap_rank
+from plpkg.throughput import against_rtt, best_rank, break_even_rtt_s, decode, overlap_rank
 
 MODELS = ("llama-2-7b", "llama-2-13b", "llama-30b")
 
@@ -42,6 +42,23 @@ def test_best_rank_says_how_fast_rank_one_is():
         best_rank("llama-2-7b", 30)
 
 
+def test_best_rank_stops_at_the_narrowest_projection():
+    assert best_rank("qwen2.5-0.5b", 1, link="lan", rtt_s=0) == 128
+    assert best_rank("qwen2.5-0.5b", 1, link="lan", rtt_s=0, projections=1) == 896
+
+
+def test_a_table_compares_only_what_can_be_compared():
+    table = against_rtt(["llama-2-7b", "llama-30b"], (0, 10), accounting="figure")
+    assert table.loc["llama-2-7b", 0] == pytest.approx(27.78, abs=0.005)
+    assert table.loc["llama-30b", 10] == pytest.approx(1.46, abs=0.005)
+    with pytest.raises(ValueError, match=r"llama-2-7b published, qwen2\.5-7b roofline; pass gpu='roofline'"):
+        against_rtt(["llama-2-7b", "qwen2.5-7b"])
+    with pytest.raises(ValueError, match="models must have different names, got gpt2 more than once"):
+        against_rtt(["gpt2", "gpt2"])
+    with pytest.raises(ValueError, match="models must be a list of models, got the string 'gpt2'"):
+        against_rtt("gpt2")
+
+
 def test_overlap_of_the_publication():
     assert [overlap_rank(model) for model in MODELS] == [108, 169, 286]
     # The slower the GPU, the longer its projections take, and the more hides behind them.
@@ -59,12 +76,32 @@ def test_overlap_is_where_the_leg_takes_as_long_as_qkv(leg):
     assert leg_s(rank) <= qkv_s < leg_s(rank + 1)
 
 
+def test_overlap_by_hand_with_nothing_alike():
+    link = Link("any", 2e9, 5e9, 4e-6)
+    run = dict(cloud="h100-sxm", bits=8, cloud_bits=4, projections=1)
+    qkv_s = 4096 * (4096 + 2 * 1024) * 0.5 / 3350e9
+    down = (qkv_s - 2e-6) / (8 / 5e9)
+    both = (qkv_s - 4e-6) / (8 / 5e9 + 8 / 2e9) if qkv_s > 4e-6 else 0
+    assert overlap_rank("llama-3.1-8b", link, **run) == int(down)
+    assert overlap_rank("llama-3.1-8b", link, leg="round_trip", **run) == int(both)
+    assert overlap_rank("llama-3.1-8b", link, rtt_s=0, **run) == int(qkv_s / (8 / 5e9))
+    assert overlap_rank("gpt2", Link("bus", 1e12, 1e12, 0)) == 768
+
+
 def test_nothing_hides_behind_a_real_delay():
     assert overlap_rank("llama-30b", "lan") == 0
     assert overlap_rank("llama-30b", Link("fibre", 1e9, 1e9, 20e-6)) > 0
 
 
 def test_bad_input_is_named():
+    with pytest.raises(ValueError, match="bits must be between 1 and 64, got 0"):
+        overlap_rank("gpt2", bits=0)
+    with pytest.raises(ValueError, match="r_c2d is what is being varied here"):
+        best_rank("llama-2-7b", 20, r_c2d=64)
+    with pytest.raises(ValueError, match="adapted_layers must be at least 1 for the rank to matter, got 0"):
+        best_rank("llama-2-7b", 20, adapted_layers=0)
+    with pytest.raises(ValueError, match="rtt_s is what is being varied here"):
+        break_even_rtt_s("llama-2-7b", 5, rtt_s=0.1)
     with pytest.raises(ValueError, match="leg must be one of 'downlink', 'round_trip', got 'up'"):
         overlap_rank("gpt2", leg="up")
     with pytest.raises(ValueError, match="phone_only_tokens_per_s must be greater than 0, got 0"):

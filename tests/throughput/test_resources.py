@@ -54,6 +54,15 @@ def test_a_tied_table_is_held_once():
     assert phone_memory("llama-2-7b", 8, embedding=True).embedding_bytes == 2 * 32000 * 4096
 
 
+def test_parts_by_hand():
+    memory = phone_memory("llama-3.1-8b", bits=4, embedding=True, r_c2d=6, r_d2c=10, projections=1, adapted_layers=3)
+    table = 128_256 * 4096 * 0.5
+    assert (memory.lm_head_bytes, memory.m_bytes, memory.embedding_bytes) == (table, 3 * 6 * 10 * 0.5, table)
+    assert [row["mb"] for row in memory.rows()] == pytest.approx(
+        [table / 1e6, 9e-5, table / 1e6, 2 * table / 1e6 + 9e-5]
+    )
+
+
 def test_fewer_ms():
     assert phone_memory("gpt2", 8, projections=1, adapted_layers=2).m_bytes == 2 * 8 * 8 * 2
     assert phone_flops("gpt2", 8, projections=1, adapted_layers=2) == 2 * (50257 * 768 + 2 * 64)

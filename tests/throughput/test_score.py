@@ -46,6 +46,9 @@ def test_single_numbers():
         ((0, 20, 60, 50), "tokens_per_s must be greater than 0, got 0"),
         ((10, -1, 60, 50), "gpu_tokens_per_s must be greater than 0, got -1"),
         ((10, 20, 160, 50), "accuracy must be at least 0 and at most 100, got 160"),
+        ((10, 20, 60, 150), "untuned_accuracy must be at least 0 and at most 100, got 150"),
+        ((10, 20, [], []), "accuracy must hold at least one benchmark"),
+        (("10", 20, 60, 50), "tokens_per_s must be greater than 0, got '10'"),
         ((10, 20, [60, 50], [50]), "same benchmarks, got 2 and 1"),
     ],
 )

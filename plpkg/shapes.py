@@ -1,0 +1,133 @@
+"""Read a :class:`~plpkg.catalog.ModelShape` off a Hugging Face configuration.
+
+The model is instantiated on the meta device, where tensors have shapes but no storage; what the
+configuration says is then checked against the modules that are really there, because
+configurations of new architectures keep their old fields and mean something else by them.
+"""
+
+from pathlib import Path
+
+ATTENTION_PROJECTIONS = {
+    *("q_proj", "k_proj", "v_proj", "qkv_proj"),  # Llama and most others; Phi-3
+    *("c_attn", "query_key_value", "Wqkv"),  # GPT-2, Falcon and BLOOM, MPT
+    *("query", "key", "value", "Wq", "Wk", "Wv"),  # BERT, CTRL
+}
+
+
+def dimensions(config, name: str | None, local_files_only: bool) -> dict:
+    """The fields of a model shape; arguments and errors as in ``ModelShape.from_config``."""
+    from transformers import PreTrainedConfig
+
+    if isinstance(config, (str, Path)):
+        name = name or str(config)
+        config = _read(name, local_files_only)
+    if not isinstance(config, PreTrainedConfig):
+        raise TypeError(f"a configuration is a name, a folder or a PreTrainedConfig object, got {config!r}")
+    name = name or config.name_or_path or config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{name} ({type(config).__name__}) is an encoder-decoder: "
+            "plpkg describes models whose every layer has one attention block"
+        )
+    try:
+        text = config.get_text_config(decoder=True)
+        found = _dimensions(text)
+        counted = _count_on_meta(text, whole=config)
+    except Exception as error:  # a configuration class can raise anything when its model is built
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"cannot describe {name} ({type(config).__name__}): {reason}") from error
+
+    width = found["num_layers"] * (found["num_heads"] + 2 * found["num_kv_heads"]) * found["head_dim"]
+    if counted.pop("attention_width") != width:
+        raise ValueError(
+            f"cannot describe {name} ({type(config).__name__}): its attention projections are not "
+            f"{found['num_layers']} layers of {found['num_heads']} query and {found['num_kv_heads']} key and value "
+            f"heads of {found['head_dim']} each"
+        )
+    if counted.pop("embedding_shape") != (found["vocab"], found["hidden"]):
+        raise ValueError(
+            f"cannot describe {name} ({type(config).__name__}): its word embedding is not "
+            f"vocab={found['vocab']} × hidden={found['hidden']}"
+        )
+    source = f"{type(config).__name__}, counted on the meta device"
+    return dict(name=name, family=config.model_type, source=source, **found, **counted)
+
+
+def _read(name: str, local_files_only: bool):
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name, local_files_only=local_files_only, trust_remote_code=False)
+    except OSError as error:
+        if Path(name, "config.json").exists():
+            hint = f"its config.json cannot be read: {str(error).splitlines()[0]}"
+        else:
+            hint = (
+                "it is not a folder with a config.json, and the hub did not give one (offline, misspelt, or gated); "
+                "a name of plpkg's own catalog belongs in catalog.model(...)"
+            )
+        raise FileNotFoundError(f"no configuration for {name!r}: {hint}") from error
+    except ValueError as error:
+        raise ValueError(f"cannot describe {name!r}: {str(error).splitlines()[0]}") from error
+
+
+def _dimensions(config) -> dict:
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        raise ValueError(f"it has no single number of attention heads, but {heads!r}")
+    # Falcon and GPTBigCode say "multi_query" where others say num_key_value_heads=1.
+    multi_query = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
+    kv_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads
+    names = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", "dff")
+    given = next((value for key in names if (value := getattr(config, key, None))), None)
+    if isinstance(given, (list, tuple)):  # one width a layer
+        given = max(given)
+    return dict(
+        num_layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        num_heads=heads,
+        num_kv_heads=1 if multi_query else kv_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        # GPT-2's n_inner=None means four times hidden; MPT calls the factor expansion_ratio.
+        intermediate=given or getattr(config, "expansion_ratio", 4) * config.hidden_size,
+        vocab=config.vocab_size,
+    )
+
+
+def _count_on_meta(config, whole) -> dict:
+    import torch
+    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        MODEL_FOR_MASKED_LM_MAPPING,
+    )
+
+    encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
+    causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not encoder
+    with torch.device("meta"):
+        model = (AutoModelForCausalLM if causal else AutoModel).from_config(config)
+
+    embedding = model.get_input_embeddings().weight  # (vocab, hidden)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if causal:
+        tied = model.get_output_embeddings().weight is embedding
+    elif encoder:
+        tied = True  # no head of its own
+    elif type(whole) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:  # its head sits outside the language part
+        tied = bool(whole.tie_word_embeddings)
+        parameters += 0 if tied else embedding.numel()
+    else:
+        raise ValueError("it is not a language model")
+    widths = [
+        module.nf if hasattr(module, "nf") else module.out_features
+        for path, module in model.named_modules()
+        if path.rsplit(".", 1)[-1] in ATTENTION_PROJECTIONS and getattr(module, "weight", None) is not None
+    ]
+    return dict(
+        tied_embeddings=tied,
+        encoder=encoder,
+        parameters=parameters,
+        attention_width=sum(widths),
+        embedding_shape=tuple(embedding.shape),
+    )
