@@ -160,6 +160,8 @@ def test_projection_dims_are_what_the_weights_say(case):
 def test_multi_query_models_have_one_kv_head():
     falcon = transformers.FalconConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=4, vocab_size=32)
     assert ModelShape.from_config(falcon).num_kv_heads == 1
+    falcon.update({"new_decoder_architecture": True, "num_kv_heads": 2})  # as in Falcon-40B
+    assert ModelShape.from_config(falcon).num_kv_heads == 2
 
 
 def test_from_config_reads_a_local_folder(tmp_path):

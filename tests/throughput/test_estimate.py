@@ -178,6 +178,7 @@ def test_drafted_tokens_share_their_round_trips():
     perfect = decode("llama-2-7b", link="5g", draft_tokens=3, acceptance_rate=1.0)
     useless = decode("llama-2-7b", link="5g", draft_tokens=3, acceptance_rate=0.0)
     assert perfect.breakdown()["round_trips"] == pytest.approx(plain.breakdown()["round_trips"] / 4)
+    assert perfect.breakdown()["decoder"] == pytest.approx(plain.breakdown()["decoder"] / 4)
     assert perfect.breakdown()["uplink"] == pytest.approx(plain.breakdown()["uplink"])
     assert useless.breakdown()["uplink"] == pytest.approx(4 * plain.breakdown()["uplink"])
     assert useless.tokens_per_s < plain.tokens_per_s < perfect.tokens_per_s
