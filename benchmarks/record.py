@@ -22,9 +22,16 @@ def machine(device: str = "cpu") -> str:
     return f"{names[0] if names else platform.processor() or platform.machine()}, {torch.get_num_threads()} thread"
 
 
+def git(*arguments: str) -> str:
+    """What git prints, or nothing outside a checkout."""
+    return subprocess.run(["git", *arguments], cwd=DATA.parents[1], capture_output=True, text=True).stdout.strip()
+
+
 def write(room: str, rows: list[dict], *, device: str = "cpu", seed: int = 0) -> None:
     """Write the rows of one run, replacing the run before it, and print them."""
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
+    commit = git("rev-parse", "--short", "HEAD")
+    if git("status", "--porcelain", "--", ".", ":!data"):  # data/ changes by measuring
+        commit += "-dirty"
     origin = {
         "command": shlex.join(["python", f"benchmarks/{room}.py", *sys.argv[1:]]),
         "commit": commit or "not a checkout",
