@@ -81,6 +81,10 @@ class Explorer(ipywidgets.VBox):
             plt.close(figure)
         self._sentence.value = f"<p role='status' aria-live='polite'>{escape(self.text)}</p>"
 
+    def _repr_mimebundle_(self, **kwargs) -> dict:
+        # ipywidgets cuts the text at 110 characters; it is all that a reader without a kernel sees.
+        return super()._repr_mimebundle_(**kwargs) | {"text/plain": repr(self)}
+
     def __repr__(self) -> str:
         values = ", ".join(f"{name}={value!r}" for name, value in self.values.items())
         return f"Explorer({values}): {self.text}"

@@ -94,14 +94,14 @@ def test_every_row_has_a_second_witness():
 
 
 # Small shapes of each architecture family, and the weights that its blocks have in closed form.
-D, L, I, V = 64, 3, 96, 160  # noqa: E741
-TINY = dict(hidden_size=D, num_hidden_layers=L, num_attention_heads=4, intermediate_size=I, vocab_size=V)
+D, L, FF, V = 64, 3, 96, 160
+TINY = dict(hidden_size=D, num_hidden_layers=L, num_attention_heads=4, intermediate_size=FF, vocab_size=V)
 
 
 def gated(kv_heads, head_dim=16, qkv_bias=0, norms=2, tied=False):
     query, kv = 4 * head_dim, kv_heads * head_dim
     attention = D * (query + 2 * kv) + query * D + qkv_bias * (query + 2 * kv)
-    return L * (attention + 3 * D * I + norms * D) + D + V * D * (1 if tied else 2)
+    return L * (attention + 3 * D * FF + norms * D) + D + V * D * (1 if tied else 2)
 
 
 def gpt2():
@@ -134,7 +134,7 @@ def test_from_config_counts_as_the_closed_form_and_as_a_real_instance(case):
     instance = AutoModelForCausalLM.from_config(config)
     assert shape.parameters == expected == sum(p.numel() for p in instance.parameters())
     assert (shape.num_layers, shape.hidden, shape.vocab, shape.family) == (L, D, V, family)
-    assert shape.intermediate == (4 * D if family == "gpt2" else I)
+    assert shape.intermediate == (4 * D if family == "gpt2" else FF)
     head = instance.get_output_embeddings().weight
     assert shape.tied_embeddings == (head is instance.get_input_embeddings().weight)
     assert shape.embedding_parameters == head.numel()
@@ -203,7 +203,7 @@ def test_what_is_not_one_attention_block_a_layer_is_refused(kind, reason):
 
 
 def test_an_embedding_of_another_width_is_refused():
-    config = transformers.OPTConfig(**TINY | dict(ffn_dim=I, word_embed_proj_dim=32))
+    config = transformers.OPTConfig(**TINY | dict(ffn_dim=FF, word_embed_proj_dim=32))
     with pytest.raises(ValueError, match="its word embedding is not vocab=160 × hidden=64"):
         ModelShape.from_config(config, "narrow")
 

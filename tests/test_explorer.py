@@ -21,7 +21,7 @@ def test_a_moved_control_recomputes_words_and_figure():
     assert "2 &lt;each&gt;" in explorer._sentence.value
     assert explorer._image.value != before
     assert bytes(explorer._image.value).startswith(b"\x89PNG")
-    assert repr(explorer) == "Explorer(n=5): 2 <each>"
+    assert repr(explorer) == explorer._repr_mimebundle_()["text/plain"] == "Explorer(n=5): 2 <each>"
 
 
 def test_an_error_is_not_swallowed():
