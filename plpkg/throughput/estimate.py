@@ -142,7 +142,7 @@ def decode(
         guesses in a batch whose GPU speed is not a roofline.
     """
     split = Split(model, rank, link, rtt_s, **split)
-    whole_number("batch", batch, 1)
+    batch = whole_number("batch", batch, 1)
     in_flight = 1 + whole_number("draft_tokens", draft_tokens, 0)
     a = number("acceptance_rate", acceptance_rate, 0, 1)
     produced = batch * (in_flight if a == 1 else (1 - a**in_flight) / (1 - a))
@@ -182,7 +182,7 @@ def prefill(
     since no prefill speed of the GPU was published.
     """
     split = Split(model, rank, link, rtt_s, **split)
-    whole_number("tokens", tokens, 1)
+    tokens = whole_number("tokens", tokens, 1)
     one_of("logits", logits, ("all", "last"))
     pass_s = split.pass_seconds(seq=tokens, batch=1, logits=logits)
     gpu_speed, source = split.gpu_tokens_per_s("roofline", tokens)
