@@ -1,0 +1,297 @@
+"""Live bytes over time, per phase and category: on real tensors, or on fake ones of any size.
+
+A :class:`MemoryTimeline` sees every operation through a ``TorchDispatchMode``. It counts storages,
+not tensors: a view is free, and a storage counts until nothing refers to it any more. Under
+PyTorch's ``FakeTensorMode`` the same code measures models and batches that no machine here could
+hold, because fake tensors have sizes but no data. Fake and real agree to the byte as long as the
+same kernels run. PyTorch's fused attention (``sdpa``) is chosen by looking at real tensors: on fake
+ones it becomes another kernel, so choose one by name (``torch.nn.attention.sdpa_kernel``), or use
+``attn_implementation="eager"``.
+
+Left out: what an allocator adds by rounding and caching (on CUDA the allocator's own peak is
+recorded beside ours), nested tensors, workspaces inside kernels, and memory that PyTorch does not allocate.
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from plpkg import theme
+from plpkg.results import Tabular
+from plpkg.validation import one_of
+
+CATEGORIES = (
+    "parameters",
+    "optimizer",
+    "gradients",
+    "per-sample gradients",
+    "KV cache",
+    "activations",
+    "inputs",
+    "temporaries",
+)
+"""What a storage is for. A new one is temporary until something says otherwise: autograd saves it
+(activation), it becomes a parameter's ``.grad`` (gradient), or :meth:`MemoryTimeline.label` is called."""
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One named stretch of time, in bytes.
+
+    Attributes
+    ----------
+    start_bytes, peak_bytes, end_bytes
+        Live bytes when it began, at most, and when it ended.
+    cuda_peak_bytes
+        The CUDA allocator's own peak of allocated bytes, or ``None`` where no CUDA was in use.
+    """
+
+    name: str
+    start_bytes: int
+    peak_bytes: int
+    end_bytes: int
+    cuda_peak_bytes: int | None = None
+
+    @property
+    def increase_bytes(self) -> int:
+        """How far the peak rose above the start: what the phase needs beside what was there."""
+        return self.peak_bytes - self.start_bytes
+
+
+class MemoryTimeline(Tabular):
+    """Record live bytes while the ``with`` block runs.
+
+    Attributes
+    ----------
+    phases
+        The finished :class:`Phase` objects, in order.
+    peak_bytes
+        The most that was live at once.
+
+    Examples
+    --------
+    >>> with MemoryTimeline() as timeline:
+    ...     timeline.track(model)
+    ...     with timeline.phase("forward"):
+    ...         loss = model(x).square().mean()
+    ...     with timeline.phase("backward"):
+    ...         loss.backward()
+    """
+
+    def __init__(self) -> None:
+        self.phases: list[Phase] = []
+        self.peak_bytes = 0
+        self._live: dict[int, tuple[int, str]] = {}  # storage → (bytes, category)
+        self._total = 0
+        self._by_category = dict.fromkeys(CATEGORIES, 0)
+        self._history: list[tuple[str, tuple[int, ...]]] = []
+        self._open: list[list] = []  # [name, start, peak] of the phases that are running
+        self._hooks: list = []
+        self._mode = None
+        self._closed = False
+
+    def __enter__(self) -> "MemoryTimeline":
+        if self._mode is not None:
+            raise RuntimeError("this MemoryTimeline has been used; make a new one")
+        self._mode = _Watch(self)
+        self._saved = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        self._saved.__enter__()
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._mode.__exit__(*error)
+        self._saved.__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+        self._closed = True
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Name what happens inside; phases may nest."""
+        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        if cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        self._open.append([name, self._total, self._total])
+        self._note()
+        try:
+            yield
+        finally:
+            _, start, peak = self._open.pop()
+            allocator = torch.cuda.max_memory_allocated() if cuda else None
+            self.phases.append(Phase(name, start, peak, self._total, allocator))
+
+    def track(self, *things) -> None:
+        """Count what existed before, and follow what belongs to it.
+
+        Parameters
+        ----------
+        *things
+            Modules (their parameters and buffers, and from now on their gradients), optimizers
+            (their state after each step), or tensors (inputs).
+
+        Raises
+        ------
+        TypeError
+            Something else.
+        """
+        for thing in things:
+            if isinstance(thing, torch.nn.Module):
+                self.label([*thing.parameters(), *thing.buffers()], "parameters")
+                for parameter in thing.parameters():
+                    if parameter.grad is not None:
+                        self.label([parameter.grad], "gradients")
+                    if parameter.requires_grad:
+                        hook = parameter.register_post_accumulate_grad_hook(lambda p: self.label([p.grad], "gradients"))
+                        self._hooks.append(hook)
+            elif isinstance(thing, torch.optim.Optimizer):
+                self._label_state(thing)
+                self._hooks.append(thing.register_step_post_hook(lambda optimizer, *_: self._label_state(optimizer)))
+            elif isinstance(thing, torch.Tensor):
+                self.label([thing], "inputs")
+            else:
+                raise TypeError(f"a module, an optimizer or a tensor is wanted, got {type(thing).__name__}")
+
+    def label(self, tensors: Iterable[torch.Tensor], category: str) -> None:
+        """Say what the storages of some tensors are for (one of :data:`CATEGORIES`).
+
+        Raises
+        ------
+        ValueError
+            An unknown category.
+        """
+        one_of("category", category, CATEGORIES)
+        for tensor in [part for whole in tensors for part in _dense_parts(whole)]:
+            self._see(tensor, category)
+            key = tensor.untyped_storage()._cdata
+            size, before = self._live[key]
+            if before != category:
+                self._live[key] = size, category
+                self._by_category[before] -= size
+                self._by_category[category] += size
+                self._note()
+
+    def to_frame(self):
+        """The timeline as a ``pandas.DataFrame``: a row an event, with its phase, MiB by category and in total."""
+        import pandas as pd
+
+        frame = pd.DataFrame([sizes for _, sizes in self._history], columns=list(CATEGORIES)) / MIB
+        frame.insert(0, "phase", [name for name, _ in self._history])
+        frame["total"] = frame[list(CATEGORIES)].sum(axis=1)
+        return frame.rename_axis("event")
+
+    def rows(self) -> list[dict]:
+        return [
+            {
+                "phase": phase.name,
+                "start_mib": phase.start_bytes / MIB,
+                "peak_mib": phase.peak_bytes / MIB,
+                "increase_mib": phase.increase_bytes / MIB,
+                "end_mib": phase.end_bytes / MIB,
+            }
+            for phase in self.phases
+        ] or [
+            {"phase": "none", "start_mib": 0.0, "peak_mib": self.peak_bytes / MIB, "increase_mib": 0.0, "end_mib": 0.0}
+        ]
+
+    def __repr__(self) -> str:
+        parts = ", ".join(f"{phase.name} +{phase.increase_bytes / MIB:.2f}" for phase in self.phases)
+        return f"MemoryTimeline: peak {self.peak_bytes / MIB:.2f} MiB" + (f" ({parts} MiB)" if parts else "")
+
+    def plot(self, ax=None):
+        """Live MiB over the events, stacked by category, with the phases named."""
+        frame = self.to_frame()
+        ax = theme.axes(ax)
+        used = [category for category in CATEGORIES if frame[category].any()]
+        fills = theme.fills(len(used))
+        ax.stackplot(
+            frame.index, [frame[c] for c in used], labels=used, colors=[fill["color"] for fill in fills], step="post"
+        )
+        for patch, fill in zip(ax.collections, fills, strict=True):
+            patch.set(hatch=fill["hatch"], edgecolor="white", linewidth=0)
+        starts = frame.index[frame["phase"] != frame["phase"].shift()]
+        top = frame["total"].max()
+        for start in starts:
+            if name := frame.loc[start, "phase"]:
+                ax.axvline(start, color="0.3", lw=0.8, linestyle=":")
+                ax.text(start, 1.02 * top, f" {name}", rotation=45, fontsize=9, va="bottom")
+        ax.set(xlabel="events (allocations and releases)", ylabel="live MiB", ylim=(0, 1.02 * top or 1))
+        ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+        return theme.describe(ax, f"Live memory over {len(frame)} events, stacked by category. {self!r}.")
+
+    def _label_state(self, optimizer: torch.optim.Optimizer) -> None:
+        tensors = [leaf for leaf in tree_leaves(dict(optimizer.state)) if isinstance(leaf, torch.Tensor)]
+        self.label(tensors, "optimizer")
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        for part in _dense_parts(tensor):
+            if self._live.get(part.untyped_storage()._cdata, (0, "temporaries"))[1] == "temporaries":
+                self.label([part], "activations")
+        return tensor.detach()  # the tensor itself would keep its own graph alive
+
+    def _see(self, tensor: torch.Tensor, category: str = "temporaries") -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._live:
+            known, category = self._live[key]
+            if known == size:
+                return
+            self._change(known, category, -1)  # resized in place
+        else:
+            weakref.finalize(storage, self._forget, key)
+        self._live[key] = size, category
+        self._change(size, category, +1)
+
+    def _forget(self, key: int) -> None:
+        size, category = self._live.pop(key)
+        if not self._closed:  # what is released after the block is not its business
+            self._change(size, category, -1)
+
+    def _change(self, size: int, category: str, sign: int) -> None:
+        self._total += sign * size
+        self._by_category[category] += sign * size
+        self.peak_bytes = max(self.peak_bytes, self._total)
+        for phase in self._open:
+            phase[2] = max(phase[2], self._total)
+        if size:
+            self._note()
+
+    def _note(self) -> None:
+        self._history.append((self._open[-1][0] if self._open else "", tuple(self._by_category.values())))
+
+
+class _Watch(TorchDispatchMode):
+    """Shows every tensor that an operation returns to the timeline."""
+
+    def __init__(self, timeline: MemoryTimeline) -> None:
+        super().__init__()
+        self._timeline = timeline
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                for part in _dense_parts(leaf):
+                    self._timeline._see(part)
+        return result
+
+
+def _dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors that hold a tensor's numbers: itself, or the indices and values of a sparse one."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()  # nested and other layouts: left out
