@@ -1,0 +1,154 @@
+"""Language models to work on: any Hugging Face causal model by name or folder, or a random one of any family.
+
+Code that comes with a model is never run.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from plpkg.validation import one_of, whole_number
+
+FAMILIES = ("llama", "mistral", "qwen2", "phi3", "gemma2", "gpt2")
+"""The architecture families that the package is tested on; any other causal model loads as well."""
+
+
+def load_backbone(
+    name_or_path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    local_files_only: bool = False,
+    **options,
+):
+    """Load a causal language model and its tokenizer, in evaluation mode.
+
+    Parameters
+    ----------
+    name_or_path
+        A hub name, or a folder that ``save_pretrained`` wrote.
+    dtype
+        Of the weights: ``torch.float32``, ``torch.bfloat16``, ``torch.float16``.
+    device
+        Where the weights go.
+    local_files_only
+        Never ask the hub.
+    **options
+        Passed to ``AutoModelForCausalLM.from_pretrained``: ``attn_implementation="eager"``, say.
+
+    Returns
+    -------
+    (model, tokenizer)
+
+    Raises
+    ------
+    FileNotFoundError
+        There is no such model here, and the hub did not give one; or it has no tokenizer.
+    ValueError
+        Not a causal language model.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    name = str(name_or_path)
+    if Path(name).is_dir() and not Path(name, "config.json").exists():
+        raise FileNotFoundError(f"no model {name!r}: the folder lacks a config.json")
+    common = dict(local_files_only=local_files_only, trust_remote_code=False)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **common, **options)
+    except OSError as error:
+        raise FileNotFoundError(f"no model {name!r}: {_reason(name, 'weights')}") from error
+    except ValueError as error:
+        raise ValueError(f"{name!r} is not a causal language model: {str(error).splitlines()[0]}") from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **common)
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(f"no tokenizer for {name!r}: {_reason(name, 'tokenizer files')}") from error
+    return model.to(device).eval(), tokenizer
+
+
+def _reason(name: str, what: str) -> str:
+    if Path(name).is_dir():
+        return f"the folder lacks {what} that can be read"
+    return f"it is not a folder with {what}, and the hub did not give any (offline, misspelt, or gated)"
+
+
+def random_backbone(
+    family: str,
+    *,
+    num_layers: int = 2,
+    hidden: int = 64,
+    num_heads: int = 4,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    intermediate: int = 128,
+    vocab: int = 256,
+    max_positions: int = 256,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    options: Mapping | None = None,
+):
+    """A causal language model with random weights, built from its family's own configuration class.
+
+    Parameters
+    ----------
+    family
+        One of :data:`FAMILIES`.
+    num_layers, hidden, num_heads, num_kv_heads, head_dim, intermediate, vocab, max_positions
+        Hugging Face's dimensions. ``num_kv_heads`` defaults to ``num_heads`` (GPT-2 has no other),
+        ``head_dim`` to ``hidden / num_heads`` (only Llama, Mistral, Qwen2 and Gemma-2 take another).
+    seed
+        Of the weights; the global random state is left as it was.
+    dtype
+        Of the weights.
+    options
+        More fields of the configuration: ``{"attn_implementation": "eager"}``, say.
+
+    Returns
+    -------
+    transformers.PreTrainedModel
+        On the CPU, in evaluation mode.
+
+    Raises
+    ------
+    ValueError
+        An unknown family, or dimensions that do not fit together.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    one_of("family", family, FAMILIES)
+    for name, value in dict(num_layers=num_layers, hidden=hidden, num_heads=num_heads, vocab=vocab).items():
+        whole_number(name, value, 1)
+    num_kv_heads = whole_number("num_kv_heads", num_kv_heads or num_heads, 1, num_heads, "num_heads")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}")
+    if head_dim is None and hidden % num_heads:
+        raise ValueError(f"hidden={hidden} must be a multiple of num_heads={num_heads}, or head_dim given")
+
+    dims = dict(
+        num_hidden_layers=num_layers,
+        hidden_size=hidden,
+        num_attention_heads=num_heads,
+        vocab_size=vocab,
+        max_position_embeddings=max_positions,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    if family == "gpt2":
+        dims["n_inner"] = intermediate
+        if num_kv_heads != num_heads:
+            raise ValueError(f"gpt2 has a key and value head for every head: num_kv_heads={num_kv_heads}")
+    else:
+        dims |= dict(num_key_value_heads=num_kv_heads, intermediate_size=intermediate)
+    if family in ("gpt2", "phi3"):
+        if head_dim not in (None, hidden // num_heads):
+            raise ValueError(f"{family} has heads of hidden/num_heads={hidden // num_heads}, got head_dim={head_dim}")
+    else:
+        dims["head_dim"] = head_dim or hidden // num_heads
+
+    config = AutoConfig.for_model(family, **dims, **(options or {}))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval()

@@ -1,0 +1,110 @@
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
+
+from plpkg.backbones import FAMILIES, load_backbone, random_backbone
+from plpkg.catalog import ModelShape
+
+IDS = torch.arange(12).reshape(2, 6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_backbone_has_the_shape_asked_for(family):
+    kv_heads = 4 if family == "gpt2" else 2
+    model = random_backbone(family, num_layers=3, hidden=48, num_kv_heads=kv_heads, intermediate=80, vocab=100)
+    shape = ModelShape.from_config(model.config, family)
+    found = (shape.num_layers, shape.hidden, shape.num_heads, shape.num_kv_heads, shape.intermediate, shape.vocab)
+    assert found == (3, 48, 4, kv_heads, 80, 100)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert not model.training
+    with torch.no_grad():
+        assert model(IDS).logits.shape == (2, 6, 100)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "gemma2"])
+def test_heads_of_another_width(family):
+    model = random_backbone(family, head_dim=32)
+    assert ModelShape.from_config(model.config, family).head_dim == 32
+
+
+def test_the_seed_decides_the_weights_and_nothing_else_is_touched():
+    torch.manual_seed(7)
+    expected = torch.rand(1)
+    torch.manual_seed(7)
+    first, again, other = (random_backbone("llama", seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(torch.rand(1), expected)
+    weights = [model.lm_head.weight for model in (first, again, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_dtype_and_options_reach_the_model():
+    model = random_backbone("llama", dtype=torch.bfloat16, options={"attn_implementation": "eager"})
+    assert model.lm_head.weight.dtype == torch.bfloat16
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "message"),
+    [
+        ("rwkv", {}, "family must be one of 'llama'.*, got 'rwkv'"),
+        ("llama", dict(hidden=0), "hidden must be a whole number of at least 1, got 0"),
+        ("llama", dict(hidden=66), "hidden=66 must be a multiple of num_heads=4"),
+        ("llama", dict(num_kv_heads=3), "num_heads=4 must be a multiple of num_kv_heads=3"),
+        ("llama", dict(num_kv_heads=8), "num_kv_heads must be between 1 and num_heads=4, got 8"),
+        ("gpt2", dict(num_kv_heads=2), "gpt2 has a key and value head for every head: num_kv_heads=2"),
+        ("phi3", dict(head_dim=32), "phi3 has heads of hidden/num_heads=16, got head_dim=32"),
+    ],
+)
+def test_impossible_shapes_are_named(family, shape, message):
+    with pytest.raises(ValueError, match=message):
+        random_backbone(family, **shape)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model and a tokenizer as ``save_pretrained`` writes them."""
+    random_backbone("llama", vocab=4).save_pretrained(tmp_path)
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "private": 1, "personal": 2, "model": 3}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_saved_model_loads_as_it_was(folder):
+    model, tokenizer = load_backbone(folder)
+    ids = tokenizer("private personal model", return_tensors="pt")["input_ids"]
+    assert ids.tolist() == [[1, 2, 3]]
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, random_backbone("llama", vocab=4)(ids).logits)
+    assert not model.training
+
+
+def test_dtype_is_an_argument(folder):
+    model, _ = load_backbone(folder, dtype=torch.bfloat16, attn_implementation="eager")
+    assert next(model.parameters()).dtype == torch.bfloat16
+    assert model.config._attn_implementation == "eager"
+
+
+def test_offline_is_one_sentence():
+    with pytest.raises(FileNotFoundError, match=r"no model 'no/such-model': it is not a folder .* and the hub did not"):
+        load_backbone("no/such-model")
+
+
+def test_what_a_folder_lacks_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"the folder lacks a config\.json"):
+        load_backbone(tmp_path)
+    random_backbone("llama").config.save_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"no model .* the folder lacks weights"):
+        load_backbone(tmp_path)
+    random_backbone("llama").save_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer for .* the folder lacks tokenizer files"):
+        load_backbone(tmp_path)
+
+
+def test_an_encoder_decoder_is_refused(tmp_path):
+    config = T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=10)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is not a causal language model"):
+        load_backbone(tmp_path)
