@@ -14,7 +14,6 @@ import time
 
 import record
 import torch
-import torch.nn.functional as F  # noqa: N812
 
 from plpkg.catalog import Device
 from plpkg.throughput.split import roofline_s
@@ -44,11 +43,11 @@ def main(device: str) -> None:
     generator = torch.Generator().manual_seed(0)
     head = torch.randn(VOCAB, HIDDEN, generator=generator).to(device)
     inputs = {n: torch.randn(n, HIDDEN, generator=generator).to(device) for n in POSITIONS}
-    measured = {n: seconds(lambda n=n: F.linear(inputs[n], head), device) for n in POSITIONS}
+    measured = {n: seconds(lambda n=n: torch.nn.functional.linear(inputs[n], head), device) for n in POSITIONS}
 
     read_s = seconds(lambda: head.sum(), device)
     wide = torch.randn(1024, HIDDEN, generator=generator).to(device)
-    wide_s = seconds(lambda: F.linear(wide, head), device, repeats=5)
+    wide_s = seconds(lambda: torch.nn.functional.linear(wide, head), device, repeats=5)
     here = Device(
         "here",
         memory_bandwidth_bytes_per_s=head.numel() * head.element_size() / read_s,

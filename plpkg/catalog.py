@@ -237,6 +237,11 @@ def models() -> dict[str, ModelShape]:
     return _read(ModelShape, "models.csv")
 
 
+def decoders() -> list[str]:
+    """The names of the models that generate: all but the encoders."""
+    return [name for name, shape in models().items() if not shape.encoder]
+
+
 @cache
 def devices() -> dict[str, Device]:
     """All devices of ``data/devices.csv`` by name."""

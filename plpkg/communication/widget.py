@@ -64,9 +64,8 @@ def draw(result: Comparison, ax):
 
 def explorer() -> Explorer:
     """The widget: choose a model, a rank, a link, and whether the end points count."""
-    decoders = [name for name, shape in catalog.models().items() if not shape.encoder]
     controls = {
-        "model": ipywidgets.SelectionSlider(options=decoders, value="llama-7b", description="Model"),
+        "model": ipywidgets.SelectionSlider(options=catalog.decoders(), value="llama-7b", description="Model"),
         "rank": ipywidgets.SelectionSlider(options=plots.RANKS, value=32, description="Rank (values)"),
         "link": ipywidgets.SelectionSlider(
             options=list(catalog.links()), value="5g-published", description="Link (Mb/s, RTT)"

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 import ipywidgets
 
 from plpkg import catalog
+from plpkg.communication.plots import RANKS
 from plpkg.explorer import Explorer
 from plpkg.throughput import plots
 from plpkg.throughput.estimate import Estimate, decode
 from plpkg.throughput.resources import phone_only_tokens_per_s
-
-RANKS = (8, 16, 32, 64, 128, 256, 512)
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,8 @@ def draw(result: Speeds, ax):
 
 def explorer() -> Explorer:
     """The widget. Choosing a link also sets the round-trip time to that link's own."""
-    decoders = [name for name, shape in catalog.models().items() if not shape.encoder]
     controls = {
-        "model": ipywidgets.SelectionSlider(options=decoders, value="llama-2-7b", description="Model"),
+        "model": ipywidgets.SelectionSlider(options=catalog.decoders(), value="llama-2-7b", description="Model"),
         "rank": ipywidgets.SelectionSlider(options=RANKS, value=64, description="Rank (values)"),
         "link": ipywidgets.SelectionSlider(
             options=list(catalog.links()), value="5g-published", description="Link (Mb/s, RTT)"
