@@ -1,0 +1,99 @@
+"""What every corpus is made of: documents, and writers who have some of them in each split."""
+
+import hashlib
+from dataclasses import dataclass
+
+from plpkg.results import Tabular
+from plpkg.validation import one_of
+
+SPLITS = ("train", "validation", "test")
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text.
+
+    Attributes
+    ----------
+    name
+        Where it comes from: ``numpy/linalg/_linalg.py``, a diary's date, a file.
+    text
+        The text itself.
+    masked
+        Spans ``(start, end)`` in characters, ascending and disjoint, that must not be scored because
+        some training text has them too.
+    """
+
+    name: str
+    text: str
+    masked: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def masked_characters(self) -> int:
+        """How many characters are not scored."""
+        return sum(end - start for start, end in self.masked)
+
+    def unmasked(self) -> list[str]:
+        """The pieces of the text that are scored, in order."""
+        edges = [0, *(edge for span in self.masked for edge in span), len(self.text)]
+        return [self.text[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+
+    def __repr__(self) -> str:
+        return f"Document({self.name!r}, {len(self.text):,} characters)"
+
+
+@dataclass(frozen=True)
+class Writer(Tabular):
+    """One person, or the public: documents in three splits that share no module.
+
+    Attributes
+    ----------
+    name
+        ``public``, or the package whose docstrings these are, or a user of a loaded data set.
+    documents
+        The documents of each split.
+    """
+
+    name: str
+    documents: dict[str, tuple[Document, ...]]
+
+    def split(self, split: str) -> list[Document]:
+        """The documents of ``"train"``, ``"validation"`` or ``"test"``.
+
+        Raises
+        ------
+        ValueError
+            Another split.
+        """
+        return list(self.documents[one_of("split", split, SPLITS)])
+
+    def fingerprint(self, split: str) -> str:
+        """sha256 of the split: every document's name, text and masked spans."""
+        digest = hashlib.sha256()
+        for document in self.split(split):
+            for part in (document.name, document.text, repr(document.masked)):
+                data = part.encode()
+                digest.update(len(data).to_bytes(8, "big") + data)
+        return digest.hexdigest()
+
+    def masked_share(self, split: str) -> float:
+        """The share of the split's characters that is not scored."""
+        documents = self.split(split)
+        return sum(d.masked_characters for d in documents) / max(1, sum(len(d.text) for d in documents))
+
+    def rows(self) -> list[dict]:
+        return [
+            {
+                "writer": self.name,
+                "split": split,
+                "documents": len(self.documents[split]),
+                "characters": sum(len(d.text) for d in self.documents[split]),
+                "masked_share": round(self.masked_share(split), 4),
+                "sha256": self.fingerprint(split),
+            }
+            for split in SPLITS
+        ]
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{split} {len(self.documents[split])}" for split in SPLITS)
+        return f"Writer({self.name!r}: {sizes} documents)"

@@ -1,0 +1,176 @@
+"""The corpora themselves: public text, private writers, the diary; built once per installation, then cached.
+
+Public text is what nobody wrote in private: the standard library and packages that come with this one's
+dependencies. A private writer is a package that this one itself requires. Modules go to train, validation
+or test as a whole; near-duplicate paragraphs stay in one place only; what validation and test text shares
+with any training text, anybody's, is masked.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import re
+import warnings
+from functools import cache
+from importlib.metadata import packages_distributions, version
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from plpkg import catalog
+from plpkg.corpora import documents, installation, overlap
+from plpkg.corpora.documents import SPLITS, Document, Writer
+from plpkg.validation import one_of
+
+PUBLIC = (
+    "topics", "stdlib", "accelerate", "fontTools", "fsspec", "huggingface_hub", "jinja2", "mpmath", "networkx",
+    "PIL", "pyparsing", "rich", "sympy", "transformers",
+)  # fmt: skip
+"""Where the public text comes from."""
+
+PRIVATE = ("matplotlib", "numpy", "opacus", "pandas", "peft", "scipy", "seaborn", "sklearn", "torch")
+"""The private writers."""
+
+SHARES = {"public": (0.92, 0.04, 0.04), "private": (0.8, 0.1, 0.1)}
+"""What train, validation and test get of the public text, and of each private writer's."""
+
+SHORTEST = 200
+"""Characters in the shortest document that is kept."""
+
+
+def public(split: str) -> list[Document]:
+    """The public text: ``"train"``, ``"validation"`` or ``"test"``.
+
+    Raises
+    ------
+    ValueError
+        Another split.
+    """
+    return _library()["public"].split(split)
+
+
+def writers() -> list[str]:
+    """The names of the private writers."""
+    return list(PRIVATE)
+
+
+def writer(name: str) -> Writer:
+    """One private writer, or ``"public"``.
+
+    Raises
+    ------
+    ValueError
+        No such writer.
+    """
+    return _library()[one_of("writer", name, ("public", *PRIVATE))]
+
+
+@cache
+def _library() -> dict[str, Writer]:
+    """Every writer by name, from the cache or built anew."""
+    path = _cache_path()
+    try:
+        return _unpack(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        warnings.warn(f"{path} cannot be read ({error}): the corpora are built anew", stacklevel=2)
+    library = build()
+    packed = {
+        name: {split: [vars(d) for d in writer.documents[split]] for split in SPLITS}
+        for name, writer in library.items()
+    }
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(packed), encoding="utf-8")
+        partial.replace(path)  # never half a file, even with two processes at it
+    except OSError as error:
+        warnings.warn(f"the corpora cannot be kept in {path.parent} ({error})", stacklevel=2)
+    return library
+
+
+def _unpack(packed: dict) -> dict[str, Writer]:
+    def document(fields: dict) -> Document:
+        return Document(fields["name"], fields["text"], tuple((start, end) for start, end in fields["masked"]))
+
+    return {
+        name: Writer(name, {split: tuple(map(document, packed[name][split])) for split in SPLITS})
+        for name in ("public", *PRIVATE)
+    }
+
+
+def _cache_path() -> Path:
+    """A file of its own for each Python, each set of packages and each state of this code."""
+    from platformdirs import user_cache_path
+
+    code = [Path(module.__file__).read_bytes() for module in (documents, installation, overlap)]
+    key = hashlib.sha256(repr((versions(), Path(__file__).read_bytes(), code)).encode()).hexdigest()
+    return user_cache_path("plpkg") / f"corpora-{key[:16]}.json"
+
+
+def versions() -> dict[str, str]:
+    """The versions that decide the text: Python's, and each package's."""
+    distributions = packages_distributions()
+    packages = [name for name in PUBLIC + PRIVATE if name not in ("topics", "stdlib")]
+    missing = [name for name in packages if name not in distributions]
+    if missing:
+        raise ModuleNotFoundError(f"the corpora need the package {missing[0]!r}, which is not installed")
+    return {"python": platform.python_version()} | {name: version(distributions[name][0]) for name in packages}
+
+
+def build() -> dict[str, Writer]:
+    """Read every installed package and make the corpora: about half a minute of one core."""
+    from tqdm.auto import tqdm
+
+    sources = {"public": PUBLIC} | {name: (name,) for name in PRIVATE}
+    assigned = {name: {} for name in sources}
+    for name, package in tqdm([(n, p) for n, packages in sources.items() for p in packages], "reading docstrings"):
+        shares = SHARES["public" if name == "public" else "private"]
+        for split, found in zip(SPLITS, assign(installation.modules(package), shares), strict=True):
+            assigned[name].setdefault(split, {}).update(found)
+
+    # Who comes first keeps a shared paragraph: the public before the private, training text before scored text.
+    deduplicate = overlap.Deduplicator()
+    order = [("public", split) for split in SPLITS] + [(name, split) for split in SPLITS for name in PRIVATE]
+    kept = {
+        (name, split): tuple(
+            Document(module, text)
+            for module, found in assigned[name][split].items()
+            if len(text := deduplicate(found)) >= SHORTEST
+        )
+        for name, split in tqdm(order, "removing duplicates")
+    }
+    training = chain.from_iterable(kept[name, "train"] for name in sources)
+    hashes = np.sort(np.concatenate([overlap.window_hashes(d.text) for d in training]))
+    return {
+        name: Writer(
+            name,
+            {s: kept[name, s] if s == "train" else overlap.mask(kept[name, s], hashes) for s in SPLITS},
+        )
+        for name in sources
+    }
+
+
+def assign(modules: dict[str, list[str]], shares: tuple[float, ...]) -> list[dict[str, list[str]]]:
+    """Deal whole modules out so that each part gets about its share of the characters.
+
+    The order is that of the names' sha256, so neither the alphabet nor a new module decides.
+
+    Parameters
+    ----------
+    modules
+        Docstrings by module.
+    shares
+        Of the parts; they add up to 1.
+    """
+    parts, sizes, total = [{} for _ in shares], [0] * len(shares), 0
+    for name in sorted(modules, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        size = sum(map(len, modules[name]))
+        total += size
+        at = max(range(len(shares)), key=lambda i: shares[i] * total - sizes[i])
+        parts[at][name] = modules[name]
+        sizes[at] += size
+    return [dict(sorted(part.items())) for part in parts]

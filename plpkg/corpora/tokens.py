@@ -1,0 +1,130 @@
+"""From documents to tensors: token ids with what each may be scored for, and endless batches of them."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from plpkg.corpora.documents import Document
+from plpkg.validation import whole_number
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """One document as a model reads it.
+
+    Attributes
+    ----------
+    ids
+        ``(tokens,)``, int64; the first is the tokenizer's beginning (or end) of text, if it has one.
+    scored
+        ``(tokens,)``, bool: whether the token is predicted and none of its characters is masked.
+    num_bytes
+        ``(tokens,)``, int64: the UTF-8 bytes of text that the token adds.
+    """
+
+    ids: torch.Tensor
+    scored: torch.Tensor
+    num_bytes: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def encode(documents: Iterable[Document | str], tokenizer) -> list[Tokens]:
+    """Turn documents into tokens.
+
+    Parameters
+    ----------
+    documents
+        :class:`Document` or plain strings (nothing masked).
+    tokenizer
+        A fast Hugging Face tokenizer, one that knows where in the text each token stands.
+
+    Raises
+    ------
+    ValueError
+        The tokenizer does not give offsets.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise ValueError(f"{type(tokenizer).__name__} does not tell where its tokens stand in the text: not a fast one")
+    documents = [d if isinstance(d, Document) else Document("", d) for d in documents]
+    start = next((i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None), None)
+    encoded = []
+    for document in documents:
+        fields = tokenizer(
+            document.text, add_special_tokens=False, return_offsets_mapping=True, truncation=False, verbose=False
+        )
+        scored, num_bytes = _spans(document, np.array(fields["offset_mapping"], dtype=np.int64).reshape(-1, 2))
+        prefix = [] if start is None else [start]
+        encoded.append(
+            Tokens(
+                torch.tensor(prefix + fields["input_ids"], dtype=torch.int64),
+                torch.from_numpy(np.concatenate([np.zeros(len(prefix), bool), scored])),
+                torch.from_numpy(np.concatenate([np.zeros(len(prefix), np.int64), num_bytes])),
+            )
+        )
+    return encoded
+
+
+def _spans(document: Document, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each token whether it is scored and how many bytes it adds, from its characters' ``(start, end)``."""
+    codes = np.frombuffer(document.text.encode("utf-32-le"), dtype=np.uint32)
+    widths = 1 + (codes > 0x7F).astype(np.int64) + (codes > 0x7FF) + (codes > 0xFFFF)
+    masked = np.zeros(len(codes), dtype=np.int64)
+    for start, end in document.masked:
+        masked[start:end] = 1
+    byte_at, masked_at = (np.concatenate([[0], np.cumsum(values)]) for values in (widths, masked))
+    # A token's text begins where the one before it ended: characters that a tokenizer drops (a space,
+    # say) count for the next token, and a character in several tokens counts once, for the first.
+    ends = np.maximum.accumulate(offsets[:, 1]) if len(offsets) else offsets[:, 1]
+    starts = np.concatenate([[0], ends[:-1]])[: len(ends)]
+    touched = masked_at[ends] - masked_at[np.minimum(starts, offsets[:, 0])]
+    return touched == 0, byte_at[ends] - byte_at[starts]
+
+
+def batches(
+    documents: Sequence[Tokens], *, batch: int, seq: int, seed: int = 0, start: int = 0
+) -> Iterator[torch.Tensor]:
+    """Endless training batches: ``(batch, seq)`` int64 each, the same for the same seed.
+
+    Each epoch shuffles the documents, joins them, cuts the stream at a random place into windows of
+    ``seq`` tokens and shuffles these. What is left over is left out until the next epoch.
+
+    Parameters
+    ----------
+    documents
+        From :func:`encode`.
+    batch, seq
+        Windows in a batch, and tokens in a window.
+    seed
+        Of the order.
+    start
+        The number of the first batch to yield: to go on where a run has stopped.
+
+    Raises
+    ------
+    ValueError
+        Too little text for one batch.
+    """
+    whole_number("batch", batch, 1)
+    whole_number("seq", seq, 1)
+    whole_number("start", start, 0)
+    total = sum(map(len, documents))
+    per_epoch = (total - seq + 1) // (batch * seq)  # whatever the cut
+    if per_epoch < 1:
+        raise ValueError(f"{total} tokens are too few for one batch of batch={batch} windows of seq={seq} tokens")
+
+    def endless() -> Iterator[torch.Tensor]:
+        epoch, first = divmod(start, per_epoch)
+        while True:
+            generator = np.random.default_rng((seed, epoch))
+            stream = torch.cat([documents[i].ids for i in generator.permutation(len(documents))])
+            windows = stream[generator.integers(seq) :].unfold(0, seq, seq)  # (windows, seq)
+            order = torch.from_numpy(generator.permutation(len(windows)))
+            for i in range(first, per_epoch):
+                yield windows[order[i * batch : (i + 1) * batch]]
+            epoch, first = epoch + 1, 0
+
+    return endless()

@@ -1,0 +1,321 @@
+"""Training a small language model from nothing on the public text: what ``plpkg pretrain`` runs.
+
+A Llama-architecture decoder and a byte-level BPE tokenizer. Hidden matrices learn by Muon (Jordan 2024:
+orthogonalised momentum), embeddings and norms by AdamW, both at a rate that warms up and then falls
+linearly to zero. The batch of a step depends on the seed and the step alone, and everything that a step
+needs is in one checkpoint file: a run that was killed ends with the same weights as one that was not.
+
+Several processes (``accelerate launch``) share each batch between them. Left out: dropout, which a few
+epochs do not need, and anything that only pays for large models.
+"""
+
+import csv
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from plpkg import corpora
+from plpkg.corpora import Document
+from plpkg.scoring import score
+from plpkg.validation import number, whole_number
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What decides the weights; the default is the one that made ``plpkg-small``.
+
+    Attributes
+    ----------
+    num_layers, hidden, num_heads, num_kv_heads, intermediate, vocab, max_positions
+        Hugging Face's dimensions. The word embedding is also the LM head.
+    seq, batch
+        Tokens in a window, and windows in a step, those of all processes together.
+    steps
+        How many updates.
+    lr
+        The highest learning rate, of both optimizers: Muon's updates are scaled to AdamW's size.
+    warmup
+        The steps in which it rises.
+    weight_decay
+        Of the hidden matrices.
+    seed
+        Of weights and order.
+    """
+
+    num_layers: int = 6
+    hidden: int = 320
+    num_heads: int = 5
+    num_kv_heads: int = 1
+    intermediate: int = 896
+    vocab: int = 4096
+    max_positions: int = 1024
+    seq: int = 512
+    batch: int = 32
+    steps: int = 2000
+    lr: float = 4e-3
+    warmup: int = 100
+    weight_decay: float = 0.1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden", "num_heads", "intermediate", "batch", "steps"):
+            whole_number(name, getattr(self, name), 1)
+        whole_number("num_kv_heads", self.num_kv_heads, 1, self.num_heads, "num_heads")
+        whole_number("vocab", self.vocab, 257)
+        whole_number("max_positions", self.max_positions, 2)
+        whole_number("seq", self.seq, 2, self.max_positions, "max_positions")
+        whole_number("warmup", self.warmup, 0, self.steps, "steps")
+        number("lr", self.lr, open_low=True)
+        number("weight_decay", self.weight_decay)
+        for small, large in (("num_heads", "hidden"), ("num_kv_heads", "num_heads")):
+            if getattr(self, large) % getattr(self, small):
+                raise ValueError(
+                    f"{large}={getattr(self, large)} must be a multiple of {small}={getattr(self, small)}"
+                )
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of a step: up to ``lr`` in ``warmup`` steps, then linearly down to zero."""
+        rising = (step + 1) / (self.warmup + 1)
+        falling = (self.steps - step) / max(1, self.steps - self.warmup)
+        return self.lr * min(1.0, rising, falling)
+
+
+def train_tokenizer(documents: Sequence[Document], vocab: int):
+    """A byte-level BPE tokenizer (any text can be written with it), learnt from documents.
+
+    Parameters
+    ----------
+    documents
+        Training text.
+    vocab
+        Its tokens, with the 256 bytes and the end of text, which is number 0.
+
+    Returns
+    -------
+    transformers.PreTrainedTokenizerFast
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((document.text for document in documents), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def build(recipe: Recipe):
+    """The untrained model of a recipe: a ``transformers.LlamaForCausalLM`` in float32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        num_hidden_layers=recipe.num_layers,
+        hidden_size=recipe.hidden,
+        num_attention_heads=recipe.num_heads,
+        num_key_value_heads=recipe.num_kv_heads,
+        intermediate_size=recipe.intermediate,
+        vocab_size=recipe.vocab,
+        max_position_embeddings=recipe.max_positions,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        return LlamaForCausalLM(config)
+
+
+def optimizers(model, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices between embedding and head, AdamW for the rest."""
+    hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    return [
+        torch.optim.Muon(hidden, lr=recipe.lr, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def pretrain(
+    recipe: Recipe,
+    out: str | Path,
+    *,
+    train: Sequence[Document] | None = None,
+    validation: Sequence[Document] | None = None,
+    device: str | None = None,
+    bf16: bool = True,
+    micro_batch: int = 16,
+    checkpoint_every: int = 50,
+    evaluate_every: int = 200,
+    progress: bool = True,
+) -> Path:
+    """Train, or go on where the last run into the same folder stopped.
+
+    Parameters
+    ----------
+    recipe
+        What to train.
+    out
+        A folder. It gets ``checkpoint.pt`` while training goes on, ``training.csv`` (the log), and at the
+        end the model (bfloat16 safetensors) and the tokenizer as ``save_pretrained`` writes them.
+    train, validation
+        Documents; the public text by default.
+    device
+        ``"cpu"`` or ``"cuda"``; what accelerate finds by default.
+    bf16
+        Compute in bfloat16, weights and optimizers stay float32.
+    micro_batch
+        Windows that a process has in memory at a time.
+    checkpoint_every, evaluate_every
+        In steps.
+    progress
+        Show a bar.
+
+    Returns
+    -------
+    pathlib.Path
+        ``out``.
+
+    Raises
+    ------
+    ValueError
+        The folder holds a run of another recipe or text; or the processes do not divide the batch.
+    """
+    from accelerate import Accelerator
+    from tqdm.auto import tqdm
+
+    out = Path(out)
+    checkpoint_every = whole_number("checkpoint_every", checkpoint_every, 1)
+    evaluate_every = whole_number("evaluate_every", evaluate_every, 1)
+    accelerator = Accelerator(cpu=device == "cpu", mixed_precision="bf16" if bf16 else "no")
+    if device == "cuda" and accelerator.device.type != "cuda":
+        raise ValueError("device='cuda', but torch sees no CUDA device")
+    if recipe.batch % accelerator.num_processes:
+        raise ValueError(f"batch={recipe.batch} must be a multiple of the processes={accelerator.num_processes}")
+    share = recipe.batch // accelerator.num_processes
+    micro_batch = min(whole_number("micro_batch", micro_batch, 1), share)
+
+    train = corpora.public("train") if train is None else train
+    validation = corpora.public("validation") if validation is None else validation
+    identity = asdict(recipe) | {"text": hashlib.sha256("".join(d.text for d in train).encode()).hexdigest()}
+    checkpoint, log = out / "checkpoint.pt", out / "training.csv"
+    state = torch.load(checkpoint, map_location="cpu", weights_only=True) if checkpoint.exists() else None
+    if state is not None and state["identity"] != identity:
+        different = [f"{k}={state['identity'].get(k)!r}, now {v!r}" for k, v in identity.items()
+                     if state["identity"].get(k) != v]  # fmt: skip
+        raise ValueError(f"{out} holds a run with {'; '.join(different)}: take another folder, or that recipe")
+    out.mkdir(parents=True, exist_ok=True)
+
+    tokenizer = train_tokenizer(train, recipe.vocab)
+    if len(tokenizer) != recipe.vocab:
+        raise ValueError(f"the text yields only {len(tokenizer)} tokens, not vocab={recipe.vocab}")
+    encoded = corpora.encode(train, tokenizer)
+    scored = corpora.encode(validation, tokenizer)
+
+    raw = build(recipe)
+    model, *opts = accelerator.prepare(raw, *optimizers(raw, recipe))
+    first, rows, spent = 0, [], 0.0
+    if state is not None:
+        raw.load_state_dict(state["model"])
+        for optimizer, saved in zip(opts, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        first, rows, spent = state["step"], state["log"], state["seconds"]
+    began = time.perf_counter() - spent
+
+    model.train()
+    stream = corpora.batches(encoded, batch=recipe.batch, seq=recipe.seq, seed=recipe.seed, start=first)
+    bar = tqdm(
+        range(first, recipe.steps),
+        desc="pretraining",
+        initial=first,
+        total=recipe.steps,
+        disable=not (progress and accelerator.is_main_process),
+    )
+    for step in bar:
+        ids = next(stream)[accelerator.process_index :: accelerator.num_processes].to(accelerator.device)
+        loss = _update(accelerator, model, opts, ids, micro_batch, recipe.lr_at(step))
+        done = step + 1
+        if done % evaluate_every == 0 or done == recipe.steps:
+            row = {"step": done, "tokens": done * recipe.batch * recipe.seq, "loss": loss}
+            if accelerator.is_main_process:
+                with accelerator.autocast():
+                    held_out = score(raw, tokenizer, scored, seq=recipe.seq, stride=recipe.seq)
+                row["validation_bits_per_byte"] = held_out.bits_per_byte
+                bar.set_postfix(bits_per_byte=f"{held_out.bits_per_byte:.3f}")
+            row["seconds"] = time.perf_counter() - began
+            rows.append(row)
+        if accelerator.is_main_process and (done % checkpoint_every == 0 or done == recipe.steps):
+            state = {
+                "identity": identity,
+                "step": done,
+                "model": raw.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in opts],
+                "log": rows,
+                "seconds": time.perf_counter() - began,
+            }
+            partial = checkpoint.with_suffix(".partial")
+            torch.save(state, partial)
+            os.replace(partial, checkpoint)  # whole or not at all
+            _write_log(log, rows)
+    if accelerator.is_main_process:
+        _write_log(log, rows)
+        raw.to(torch.bfloat16).save_pretrained(out)
+        tokenizer.save_pretrained(out)
+        facts = identity | {"command": sys.argv, "torch": torch.__version__, "corpora": corpora.versions()}
+        (out / "recipe.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    accelerator.wait_for_everyone()
+    return out
+
+
+def _update(accelerator, model, opts, ids: torch.Tensor, micro_batch: int, lr: float) -> float:
+    """One step on this process's windows ``(windows, seq)``; returns their mean loss in nats per token."""
+    import contextlib
+
+    pieces = ids.split(micro_batch)
+    total = 0.0
+    for i, piece in enumerate(pieces):
+        last = i == len(pieces) - 1
+        with contextlib.nullcontext() if last else accelerator.no_sync(model):
+            with accelerator.autocast():
+                loss = model(input_ids=piece, labels=piece).loss * len(piece) / len(ids)
+            accelerator.backward(loss)
+        total += loss.item()
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in opts:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
+    return total
+
+
+def _write_log(path: Path, rows: list[dict]) -> None:
+    if not rows:
+        return
+    partial = path.with_suffix(".partial")
+    with partial.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    os.replace(partial, path)
