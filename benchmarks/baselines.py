@@ -29,13 +29,13 @@ from scipy.optimize import minimize
 from plpkg.validation import whole_number
 
 FALLBACK = (0.5, 1.0, 1.5)
-"""Discounts of an order whose counts are too few for the closed form."""
+"""Discounts of an order for which the closed form has too few counts."""
 
 LOWEST = 1e-3
 """No discount is smaller: with 0, a token not seen after some context would be impossible there."""
 
 XZ_DICTIONARY = 2**26
-"""Bytes of the window in which ``xz -9e`` finds repetitions (64 MiB)."""
+"""Bytes in which ``xz -9e`` finds repetitions: its dictionary of 64 MiB."""
 
 
 class Grams(NamedTuple):
@@ -50,8 +50,8 @@ class Grams(NamedTuple):
 class Level(NamedTuple):
     """The n-grams of one order, and what follows each of their contexts.
 
-    An n-gram's id is its place in ``keys``, a context's id its place in the order below. The last
-    entry of ``counts`` and ``contexts`` is 0: it answers for id -1, what was never seen.
+    An n-gram's id is its place in ``keys``, a context's its place in the order below. The 0 at the end of
+    ``counts`` and ``contexts`` answers for id -1, what was never seen.
     """
 
     keys: np.ndarray  # (n-grams,) int64, sorted: context id · (vocab + 1) + token
@@ -99,7 +99,7 @@ class KneserNey:
         Raises
         ------
         ValueError
-            A token id is outside [0, vocab), there is no token at all, or ``order`` is below 1.
+            A token id is outside [0, vocab), there is no token at all, or a document is not a 1-d integer array.
         """
         vocab, order = whole_number("vocab", vocab, 1), whole_number("order", order, 1)
         symbols, starts = _stream(documents, vocab, order)
@@ -157,11 +157,11 @@ class KneserNey:
     def bits(self, document: np.ndarray) -> np.ndarray:
         """-log2 p(token | the order - 1 tokens before it), float64, for each token; errors as in :meth:`fit`."""
         symbols, starts = _stream([document], self.vocab, len(self.levels))
-        terms = self._terms(symbols, starts, np.flatnonzero(symbols < self.vocab))
+        terms = self._terms(symbols, starts, symbols < self.vocab)
         return -np.log2(_probabilities(self.discounts, terms, self.vocab)[-1])
 
     def _terms(self, symbols: np.ndarray, starts: np.ndarray, chosen: np.ndarray) -> list[Terms]:
-        """By order, what the probabilities of the symbols at the positions ``chosen`` are made of."""
+        """By order, what the probabilities of the ``chosen`` symbols (positions or a mask) are made of."""
         terms = []
         prefix = np.zeros(len(symbols), np.int64)
         for level in self.levels:
@@ -179,8 +179,7 @@ class KneserNey:
 def closed_form(counts: np.ndarray) -> tuple[float, ...]:
     """D_1, D_2, D_3 of an order from its counts: ``j - (j + 1) · Y · n_{j+1} / n_j`` with ``Y = n_1 / (n_1 + 2 n_2)``.
 
-    n_j is how many n-grams have count j. Without one of n_1 to n_3, or with a discount below
-    :data:`LOWEST`, all three are :data:`FALLBACK`: the estimate is for large texts.
+    n_j n-grams have count j. Without n_1, n_2 or n_3, or with a D below LOWEST, it is FALLBACK: the text is too small.
     """
     n = np.bincount(np.minimum(counts, 5), minlength=6)
     if not n[1:4].all():
@@ -192,13 +191,13 @@ def closed_form(counts: np.ndarray) -> tuple[float, ...]:
 def xz_bits(train: bytes, test: bytes) -> int:
     """Bits that ``test`` adds to ``train`` when both are compressed as by ``xz -9e``: 8 · (|train + test| - |train|).
 
-    The difference cancels what the format adds to every file. The window of ``xz -9e`` is 64 MiB,
-    so that all of ``train`` is still in sight at the end of ``test``.
+    The difference cancels what the format adds to every file, but sizes are whole multiples of 4 bytes.
+    ``xz -9e`` has a dictionary of 64 MiB, so that all of ``train`` is still in sight at the end of ``test``.
 
     Raises
     ------
     ValueError
-        The two together are larger than the window.
+        The two together are larger than the dictionary.
     """
     if len(train) + len(test) > XZ_DICTIONARY:
         raise ValueError(f"xz -9e looks back {XZ_DICTIONARY} bytes, got {len(train)} + {len(test)} of train and test")
@@ -238,10 +237,9 @@ def _grams(symbols: np.ndarray, starts: np.ndarray, vocab: int, order: int) -> I
 
 
 def _level(grams: Grams, vocab: int, contexts: int) -> Level:
-    counts = np.append(grams.counts, 0).astype(np.int32)
     summands = (grams.counts, grams.counts == 1, grams.counts == 2, grams.counts >= 3)
     sums = [np.bincount(grams.keys // (vocab + 1), weights=each, minlength=contexts + 1) for each in summands]
-    return Level(grams.keys, counts, np.stack(sums, axis=1).astype(np.int32))
+    return Level(grams.keys, np.append(grams.counts, 0).astype(np.int32), np.stack(sums, axis=1).astype(np.int32))
 
 
 def _probabilities(discounts: np.ndarray, terms: list[Terms], vocab: int) -> list[np.ndarray]:

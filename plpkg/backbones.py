@@ -1,4 +1,4 @@
-"""Language models to work on: any Hugging Face causal model by name or folder, or a random one of any family.
+"""Language models to work on: any Hugging Face causal model by name or folder, this package's own, or a random one.
 
 Code that comes with a model is never run.
 """
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from plpkg import catalog
 from plpkg.validation import one_of, whole_number
 
 FAMILIES = ("llama", "mistral", "qwen2", "phi3", "gemma2", "gpt2")
@@ -27,7 +28,8 @@ def load_backbone(
     Parameters
     ----------
     name_or_path
-        A hub name, or a folder that ``save_pretrained`` wrote.
+        ``"plpkg-small"``, the model that comes with this package (``data/README.md`` says from what it
+        has learnt), a hub name, or a folder that ``save_pretrained`` wrote.
     dtype
         Of the weights: ``torch.float32``, ``torch.bfloat16``, ``torch.float16``.
     device
@@ -50,7 +52,7 @@ def load_backbone(
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    name = str(name_or_path)
+    name = str(catalog.data_path("backbone") if name_or_path == "plpkg-small" else name_or_path)
     if Path(name).is_dir() and not Path(name, "config.json").exists():
         raise FileNotFoundError(f"no model {name!r}: the folder lacks a config.json")
     common = dict(local_files_only=local_files_only, trust_remote_code=False)

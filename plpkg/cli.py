@@ -1,15 +1,19 @@
-"""The command line: ``plpkg doctor``."""
+"""The command line: ``plpkg doctor`` and ``plpkg pretrain``."""
+
+from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer import Argument, Option
 
 import plpkg
 from plpkg import doctor as doctors
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=plpkg.__doc__.splitlines()[0])
-COLOURS = {"OK": "green", "SKIP": "yellow", "FAIL": "bold red"}
+COLOURS = {"OK": "green", "NOTE": "cyan", "SKIP": "yellow", "FAIL": "bold red"}
 
 
 def _version(wanted: bool) -> None:
@@ -39,3 +43,36 @@ def doctor() -> None:
     console.print(table)
     console.print(repr(report))
     raise typer.Exit(0 if report.ok else 1)
+
+
+@app.command()
+def pretrain(
+    out: Annotated[Path, Argument(help="A folder for model, log and checkpoint. An unfinished run goes on.")],
+    changes: Annotated[
+        list[str] | None,
+        Option("--set", metavar="FIELD=VALUE", help="Change the recipe: steps=100, hidden=64. Repeatable."),
+    ] = None,
+    device: Annotated[str | None, Option(help="cpu or cuda; by default what accelerate finds.")] = None,
+    bf16: Annotated[bool, Option(help="Compute in bfloat16; weights and optimizers are float32.")] = True,
+    micro_batch: Annotated[int, Option(help="Windows in memory at a time, in each process.")] = 16,
+    checkpoint_every: Annotated[int, Option(help="Steps.")] = 50,
+    evaluate_every: Annotated[int, Option(help="Steps.")] = 200,
+) -> None:
+    """Train a small language model on the public text; without --set, the one that plpkg ships.
+
+    For several GPUs or processes: accelerate launch -m plpkg pretrain OUT.
+    """
+    from plpkg.pretraining import Recipe, pretrain
+
+    try:
+        pretrain(
+            Recipe.changed(changes or []),
+            out,
+            device=device,
+            bf16=bf16,
+            micro_batch=micro_batch,
+            checkpoint_every=checkpoint_every,
+            evaluate_every=evaluate_every,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error

@@ -9,6 +9,7 @@ Several processes (``accelerate launch``) share each batch between them. Left ou
 epochs do not need, and anything that only pays for large models.
 """
 
+import contextlib
 import csv
 import hashlib
 import json
@@ -16,7 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ import torch
 from plpkg import corpora
 from plpkg.corpora import Document
 from plpkg.scoring import score
-from plpkg.validation import number, whole_number
+from plpkg.validation import number, one_of, whole_number
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -78,9 +79,26 @@ class Recipe:
         number("weight_decay", self.weight_decay)
         for small, large in (("num_heads", "hidden"), ("num_kv_heads", "num_heads")):
             if getattr(self, large) % getattr(self, small):
-                raise ValueError(
-                    f"{large}={getattr(self, large)} must be a multiple of {small}={getattr(self, small)}"
-                )
+                raise ValueError(f"{large}={getattr(self, large)} must be a multiple of {small}={getattr(self, small)}")
+
+    @classmethod
+    def changed(cls, changes: Sequence[str]) -> "Recipe":
+        """The default recipe with changes such as ``"steps=100"``.
+
+        Raises
+        ------
+        ValueError
+            No such field, or a value that it cannot have.
+        """
+        values = {}
+        for change in changes:
+            name, _, text = change.partition("=")
+            one_of("the field to set", name, tuple(field.name for field in fields(cls)))
+            try:
+                values[name] = type(getattr(cls, name))(text)
+            except ValueError:
+                raise ValueError(f"{name} must be a number, got {text!r}") from None
+        return cls(**values)
 
     def lr_at(self, step: int) -> float:
         """The learning rate of a step: up to ``lr`` in ``warmup`` steps, then linearly down to zero."""
@@ -208,7 +226,11 @@ def pretrain(
     out = Path(out)
     checkpoint_every = whole_number("checkpoint_every", checkpoint_every, 1)
     evaluate_every = whole_number("evaluate_every", evaluate_every, 1)
-    accelerator = Accelerator(cpu=device == "cpu", mixed_precision="bf16" if bf16 else "no")
+    if device is not None:
+        one_of("device", device, ("cpu", "cuda"))
+    accelerator = Accelerator(cpu=device == "cpu")
+    # accelerate's own mixed precision copies every logit to float32 once more.
+    autocast = torch.autocast(accelerator.device.type, torch.bfloat16, enabled=bf16)
     if device == "cuda" and accelerator.device.type != "cuda":
         raise ValueError("device='cuda', but torch sees no CUDA device")
     if recipe.batch % accelerator.num_processes:
@@ -254,12 +276,12 @@ def pretrain(
     )
     for step in bar:
         ids = next(stream)[accelerator.process_index :: accelerator.num_processes].to(accelerator.device)
-        loss = _update(accelerator, model, opts, ids, micro_batch, recipe.lr_at(step))
+        loss = _update(accelerator, autocast, model, opts, ids, micro_batch, recipe.lr_at(step))
         done = step + 1
         if done % evaluate_every == 0 or done == recipe.steps:
             row = {"step": done, "tokens": done * recipe.batch * recipe.seq, "loss": loss}
             if accelerator.is_main_process:
-                with accelerator.autocast():
+                with autocast:
                     held_out = score(raw, tokenizer, scored, seq=recipe.seq, stride=recipe.seq)
                 row["validation_bits_per_byte"] = held_out.bits_per_byte
                 bar.set_postfix(bits_per_byte=f"{held_out.bits_per_byte:.3f}")
@@ -288,17 +310,15 @@ def pretrain(
     return out
 
 
-def _update(accelerator, model, opts, ids: torch.Tensor, micro_batch: int, lr: float) -> float:
+def _update(accelerator, autocast, model, opts, ids: torch.Tensor, micro_batch: int, lr: float) -> float:
     """One step on this process's windows ``(windows, seq)``; returns their mean loss in nats per token."""
-    import contextlib
-
     pieces = ids.split(micro_batch)
     total = 0.0
     for i, piece in enumerate(pieces):
         last = i == len(pieces) - 1
         with contextlib.nullcontext() if last else accelerator.no_sync(model):
-            with accelerator.autocast():
-                loss = model(input_ids=piece, labels=piece).loss * len(piece) / len(ids)
+            with autocast:
+                loss = model(input_ids=piece, labels=piece, use_cache=False).loss * len(piece) / len(ids)
             accelerator.backward(loss)
         total += loss.item()
     accelerator.clip_grad_norm_(model.parameters(), 1.0)

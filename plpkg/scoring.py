@@ -98,7 +98,7 @@ def score(
         ids = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(model.device)  # (batch, seq + 1)
         scored = torch.nn.utils.rnn.pad_sequence(scored, batch_first=True).to(model.device)[:, 1:]
         # Padding stands on the right, where causal attention never looks; it needs no attention mask.
-        logits = model(input_ids=ids[:, :-1]).logits[scored].float()  # (scored, vocab)
+        logits = model(input_ids=ids[:, :-1], use_cache=False).logits[scored].float()  # (scored, vocab)
         nats = torch.nn.functional.cross_entropy(logits, ids[:, 1:][scored], reduction="sum")
         bits += nats.item() / math.log(2)
         tokens += int(scored.sum())

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import platform
-import re
 import warnings
 from functools import cache
 from importlib.metadata import packages_distributions, version
@@ -19,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 
-from plpkg import catalog
 from plpkg.corpora import documents, installation, overlap
 from plpkg.corpora.documents import SPLITS, Document, Writer
 from plpkg.validation import one_of

@@ -128,7 +128,7 @@ def mean_bits(model, documents):
 @pytest.mark.parametrize("order", [1, 3, 5])
 def test_tuning_gains_within_bounds(baselines, order):
     train, validation = markov(0), markov(1)
-    model = baselines.KneserNey.fit(train, vocab=VOCAB, order=order)
+    model = baselines.KneserNey.fit(train, vocab=VOCAB + 3, order=order)  # of which three are in no text
     before = mean_bits(model, validation)
     tuned = model.tune(validation)
     assert tuned == pytest.approx(mean_bits(model, validation), abs=1e-12)
@@ -139,7 +139,7 @@ def test_tuning_gains_within_bounds(baselines, order):
 
 def test_tuned_discounts_cannot_be_improved_one_by_one(baselines):
     validation = markov(1)
-    model = baselines.KneserNey.fit(markov(0), vocab=VOCAB, order=3)
+    model = baselines.KneserNey.fit(markov(0, documents=2), vocab=VOCAB, order=4)  # too few for every context
     best = model.tune(validation)
     tuned = model.discounts
     for place in np.ndindex(tuned.shape):
@@ -158,16 +158,16 @@ def test_tuning_looks_at_the_counted_tokens_only(baselines):
     assert whole.tune(validation) > masked.tune(validation, counted)
 
 
-def test_ngrams_do_not_cross_documents(baselines):
+@pytest.mark.parametrize("order", [2, 3, 4])
+def test_ngrams_do_not_cross_documents(baselines, order):
     apart, together = [[0, 1], [2, 3]], [[0, 1, 2, 3]]
-    after_1 = [baselines.KneserNey.fit(arrays(text), vocab=VOCAB, order=2) for text in (apart, together)]
-    crossing, one_text = (model.bits(np.array([0, 1, 2]))[-1] for model in after_1)
-    assert crossing > one_text
+    two, one = (baselines.KneserNey.fit(arrays(texts), vocab=VOCAB, order=order) for texts in (apart, together))
+    assert two.bits(np.array([0, 1, 2]))[-1] > one.bits(np.array([0, 1, 2]))[-1]
     # Nothing follows 1 within its document, so the order below decides, as after a token never seen.
-    assert crossing == pytest.approx(after_1[0].bits(np.array([4, 2]))[-1], abs=1e-12)
-    # The order of the documents tells the model nothing.
-    swapped = baselines.KneserNey.fit(arrays(apart[::-1]), vocab=VOCAB, order=2)
-    np.testing.assert_allclose(swapped.bits(np.arange(5)), after_1[0].bits(np.arange(5)))
+    assert two.bits(np.array([0, 1, 2]))[-1] == pytest.approx(two.bits(np.array([4, 2]))[-1], abs=1e-12)
+    # Which document comes first makes no difference.
+    swapped = baselines.KneserNey.fit(arrays(apart[::-1]), vocab=VOCAB, order=order)
+    np.testing.assert_allclose(swapped.bits(np.arange(5)), two.bits(np.arange(5)))
 
 
 def test_the_first_token_knows_that_it_is_the_first(baselines):
@@ -186,13 +186,12 @@ def test_unseen_tokens_cost_finite_bits(baselines, tuned):
     assert (bits[[1, 2, 5]] > np.log2(1000)).all()
 
 
-def test_ids_of_long_ngrams_do_not_overflow(baselines):
-    # Five of the largest ids need 70 bits; 2**14 of them cover every bit of a token.
-    document = np.random.default_rng(0).permutation(2**14)
-    model = baselines.KneserNey.fit([document], vocab=2**14, order=5)
-    bits = model.bits(document)
-    assert bits.max() < 5
-    assert model.bits(document[::-1]).min() > 13
+def test_long_ngrams_are_not_confused(baselines):
+    # Packed 14 bits a token, five tokens need 70 bits, and in 64 these two contexts would be one.
+    texts = [[0, 1, 2, 3, 4], [2**13, 1, 2, 3, 5]]
+    model = baselines.KneserNey.fit(arrays(texts), vocab=2**14, order=5)
+    for text, other in (texts, texts[::-1]):
+        assert model.bits(np.array(text))[-1] < 1 < 2 < model.bits(np.array([*text[:4], other[4]]))[-1]
 
 
 def test_an_empty_document_has_no_bits(baselines):
@@ -248,7 +247,7 @@ def words(count):
 
 def test_xz_repetition_is_almost_free(baselines):
     text = random.Random(0).randbytes(50_000)
-    assert baselines.xz_bits(text, text) < 0.05 * len(text)
+    assert baselines.xz_bits(text, text) < 0.2 * len(text)
 
 
 def test_xz_noise_costs_eight_bits_a_byte(baselines):
