@@ -62,7 +62,7 @@ class Recipe:
     seq: int = 512
     batch: int = 32
     steps: int = 2000
-    lr: float = 4e-3
+    lr: float = 1e-2
     warmup: int = 100
     weight_decay: float = 0.1
     seed: int = 0

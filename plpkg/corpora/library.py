@@ -71,9 +71,9 @@ def _library() -> dict[str, Writer]:
     path = _cache_path()
     try:
         return _unpack(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except OSError:
+        pass  # not there; if the folder is at fault, writing will say so
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         warnings.warn(f"{path} cannot be read ({error}): the corpora are built anew", stacklevel=2)
     library = build()
     packed = {
@@ -116,14 +116,21 @@ def versions() -> dict[str, str]:
     missing = [name for name in packages if name not in distributions]
     if missing:
         raise ModuleNotFoundError(f"the corpora need the package {missing[0]!r}, which is not installed")
-    return {"python": platform.python_version()} | {name: version(distributions[name][0]) for name in packages}
+    # What stands after the plus names a build (+cpu), not another text.
+    found = {name: version(distributions[name][0]).partition("+")[0] for name in packages}
+    return {"python": platform.python_version()} | found
 
 
-def build() -> dict[str, Writer]:
-    """Read every installed package and make the corpora: about half a minute of one core."""
+def described(versions: dict[str, str]) -> str:
+    """Versions in one line."""
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def build(public: tuple[str, ...] = PUBLIC, private: tuple[str, ...] = PRIVATE) -> dict[str, Writer]:
+    """Read installed packages and make the corpora of them: about half a minute of one core for all."""
     from tqdm.auto import tqdm
 
-    sources = {"public": PUBLIC} | {name: (name,) for name in PRIVATE}
+    sources = {"public": public} | {name: (name,) for name in private}
     assigned = {name: {} for name in sources}
     for name, package in tqdm([(n, p) for n, packages in sources.items() for p in packages], "reading docstrings"):
         shares = SHARES["public" if name == "public" else "private"]
@@ -132,7 +139,7 @@ def build() -> dict[str, Writer]:
 
     # Who comes first keeps a shared paragraph: the public before the private, training text before scored text.
     deduplicate = overlap.Deduplicator()
-    order = [("public", split) for split in SPLITS] + [(name, split) for split in SPLITS for name in PRIVATE]
+    order = [("public", split) for split in SPLITS] + [(name, split) for split in SPLITS for name in private]
     kept = {
         (name, split): tuple(
             Document(module, text)

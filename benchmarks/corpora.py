@@ -1,0 +1,16 @@
+"""What the corpora of this installation are: sizes, masked shares, fingerprints.
+
+``plpkg doctor`` compares an installation's text with the record.
+
+Run: ``python benchmarks/corpora.py`` (a minute).
+"""
+
+import record
+
+from plpkg import corpora
+from plpkg.corpora.library import described
+
+if __name__ == "__main__":
+    names = ("public", *corpora.writers())
+    built_with = described(corpora.versions())
+    record.write("corpora", [row | {"built_with": built_with} for n in names for row in corpora.writer(n).rows()])

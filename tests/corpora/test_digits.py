@@ -1,0 +1,155 @@
+from itertools import chain, islice
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from plpkg.corpora import SPLITS
+from plpkg.corpora.digits import Images, cuts, digits
+
+STARTS = [0, 130, 256, 386, 516, 646, 776, 915, 1029, 1157, 1287, 1415, 1545, 1667]
+"""Where the file begins anew with 0, 1, ..., 9, read by eye."""
+
+
+@pytest.fixture(scope="module")
+def everything():
+    return digits()
+
+
+def numbered(count):
+    """Images that know their own place."""
+    return Images(torch.arange(count).float().view(-1, 1, 1, 1), torch.arange(count))
+
+
+def test_images_are_sixteenths_in_the_order_of_the_file(everything):
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    assert everything.images.shape == (1797, 1, 8, 8)
+    assert everything.images.dtype == torch.float32
+    assert everything.labels.dtype == everything.blocks.dtype == torch.int64
+    assert (everything.images.min(), everything.images.max()) == (0, 1)
+    assert np.array_equal(everything.images[:, 0].numpy() * 16, data.images)
+    assert np.array_equal(everything.labels.numpy(), data.target)
+
+
+def test_blocks_computed_from_the_labels_are_those_read_by_eye(everything):
+    expected = np.repeat(np.arange(14), np.diff([*STARTS, 1797]))
+    assert np.array_equal(everything.blocks.numpy(), expected)
+
+
+@pytest.mark.parametrize(("i", "size"), [(0, 130), (6, 139), (7, 114), (13, 130)])
+def test_a_block_is_the_images_of_its_part(everything, i, size):
+    block = everything.block(i)
+    assert len(block) == size
+    assert torch.equal(block.images, everything.images[STARTS[i] : STARTS[i] + size])
+    assert torch.equal(block.labels, everything.labels[STARTS[i] : STARTS[i] + size])
+    assert block.labels[:10].tolist() == list(range(10))
+    assert set(block.blocks.tolist()) == {i}
+
+
+@pytest.mark.parametrize("i", [14, -1, 1.0, True, "0"])
+def test_a_block_that_is_not_there_is_named(everything, i):
+    with pytest.raises(ValueError, match=f"block must be one of 0, 1, .*, 13, got {i!r}"):
+        everything.block(i)
+
+
+def test_results_show_themselves(everything):
+    assert repr(everything) == "Digits(1,797 images of 1 × 8 × 8, 10 labels, 14 blocks)"
+    assert everything.to_frame()["images"].tolist() == np.diff([*STARTS, 1797]).tolist()
+    assert everything.block(3).rows() == [{"block": 3, "images": 130}]
+    assert "<table>" in everything._repr_html_()
+    images = Images(torch.zeros(3, 1, 2, 2), torch.tensor([7, 5, 7]))
+    assert repr(images) == "Images(3 images of 1 × 2 × 2, 2 labels)"
+    assert images.rows() == [{"label": 5, "images": 1}, {"label": 7, "images": 2}]
+
+
+def test_a_split_keeps_each_image_with_its_label_and_block(everything):
+    parts = everything.split(seed=1)
+    assert [len(parts[s]) for s in SPLITS] == [1078, 360, 359]
+    together = [torch.cat([getattr(p, f) for p in parts.values()]) for f in ("images", "labels", "blocks")]
+    rows = {(i.numpy().tobytes(), int(a), int(b)) for i, a, b in zip(*together, strict=True)}
+    assert rows == {
+        (i.numpy().tobytes(), int(a), int(b))
+        for i, a, b in zip(everything.images, everything.labels, everything.blocks, strict=True)
+    }
+
+
+def test_a_split_is_disjoint_complete_random_and_repeatable():
+    def split(seed):
+        return {name: part.labels.tolist() for name, part in numbered(10).split(seed, (0.5, 0.3, 0.2)).items()}
+
+    assert [len(part) for part in split(0).values()] == [5, 3, 2]
+    assert sorted(chain(*split(0).values())) == list(range(10))
+    assert list(chain(*split(0).values())) != list(range(10))
+    assert split(0) == split(0) != split(1)
+
+
+@given(st.integers(3, 500), st.floats(0.01, 0.98), st.floats(0.01, 0.99))
+def test_cuts_leave_no_split_empty_and_keep_the_shares(count, train, part):
+    shares = (train, (1 - train) * part, (1 - train) * (1 - part))
+    parts = cuts("things", count, shares)
+    assert tuple(parts) == SPLITS
+    sizes = [len(range(count)[at]) for at in parts.values()]
+    assert [i for at in parts.values() for i in range(count)[at]] == list(range(count))
+    assert min(sizes) >= 1
+    assert all(abs(size - share * count) <= 2 for size, share in zip(sizes, shares, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("shares", "message"),
+    [
+        ((0.6, 0.2, 0.1), r"add up to 1, for train, validation, test, got \(0.6, 0.2, 0.1\)"),
+        ((0.8, 0.2), r"three numbers .* got \(0.8, 0.2\)"),
+        ((0.8, 0.2, 0), "share must be greater than 0, got 0"),
+        ((1.2, -0.1, -0.1), "share must be greater than 0, got -0.1"),
+        ((float("nan"), 0.5, 0.5), "share must be greater than 0, got nan"),
+    ],
+)
+def test_bad_shares_are_named(shares, message):
+    with pytest.raises(ValueError, match=message):
+        numbered(10).split(0, shares)
+
+
+def test_too_few_images_to_split():
+    assert [len(part) for part in numbered(3).split(0, (0.98, 0.01, 0.01)).values()] == [1, 1, 1]
+    with pytest.raises(ValueError, match="2 images: too few, train, validation, test need one each"):
+        numbered(2).split()
+
+
+def test_batches_go_through_all_images_each_epoch_in_a_new_order():
+    found = list(islice(numbered(12).batches(4), 6))
+    assert all(images.shape == (4, 1, 1, 1) for images, _ in found)
+    assert all(torch.equal(images.flatten().long(), labels) for images, labels in found)
+    first, second = (torch.cat([labels for _, labels in found[i : i + 3]]).tolist() for i in (0, 3))
+    assert sorted(first) == sorted(second) == list(range(12))
+    assert first != second
+
+
+def test_what_does_not_fill_a_batch_waits_for_the_next_epoch():
+    found = torch.cat([labels for _, labels in islice(numbered(11).batches(4), 100)]).view(50, 8)
+    assert all(len(set(epoch.tolist())) == 8 for epoch in found)
+    assert set(found.flatten().tolist()) == set(range(11))
+
+
+def test_batches_are_the_same_for_the_same_seed():
+    def order(seed):
+        return torch.cat([labels for _, labels in islice(numbered(30).batches(7, seed), 9)]).tolist()
+
+    assert order(3) == order(3) != order(4)
+
+
+@pytest.mark.parametrize("batch", [0, 11, 2.5, True])
+def test_a_bad_batch_is_named_at_the_call(batch):
+    with pytest.raises(ValueError, match=f"batch must be between 1 and images=10, got {batch!r}"):
+        numbered(10).batches(batch)
+
+
+@pytest.mark.parametrize("seed", [-1, 0.5, None])
+def test_a_bad_seed_is_named_at_the_call(seed):
+    message = f"seed must be a whole number of at least 0, got {seed!r}"
+    with pytest.raises(ValueError, match=message):
+        numbered(10).batches(2, seed)
+    with pytest.raises(ValueError, match=message):
+        numbered(10).split(seed)

@@ -1,0 +1,76 @@
+import sys
+
+import pytest
+
+from plpkg.corpora import installation
+from plpkg.corpora.installation import clean, docstrings, modules
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """An importable package that must not be imported."""
+    folder = tmp_path / "crashes"
+    for name, text in {
+        "__init__.py": '"""The front door."""\nraise SystemExit("imported")',
+        "later.py": 'class A:\n    """First."""\n    def f(self):\n        """Second."""\ndef g():\n    """Third."""',
+        "empty.py": "x = 1  # not a docstring",
+        "template.py": "{{ cookiecutter }} :",
+        "latin.py": b'# coding: latin-1\n"""caf\xe9"""',
+        "tests/test_a.py": '"""Test."""',
+        "deep/_vendor/b.py": '"""Somebody else\'s."""',
+    }.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    monkeypatch.syspath_prepend(tmp_path)
+    return folder
+
+
+def test_docstrings_are_read_in_source_order_without_importing(package):
+    assert modules("crashes") == {
+        "crashes/__init__.py": ["The front door."],
+        "crashes/latin.py": ["café"],
+        "crashes/later.py": ["First.", "Second.", "Third."],
+    }
+    assert "crashes" not in sys.modules
+
+
+def test_invalid_escapes_of_others_stay_silent(tmp_path):
+    path = tmp_path / "a.py"
+    path.write_text('"""A \\d pattern."""\nx = 1 is 1')
+    assert docstrings(path) == ["A \\d pattern."]
+
+
+def test_standard_library_and_topics_have_their_texts():
+    stdlib = modules("stdlib")
+    assert "Return the mean" in " ".join(stdlib["stdlib/statistics.py"]) or "mean" in stdlib["stdlib/statistics.py"][0]
+    assert not [name for name in stdlib if "/test/" in name or "tkinter" in name or "site-packages" in name]
+    topics = modules("topics")
+    assert "Lambda expressions" in topics["topics/lambda"][0]
+    assert len(topics) > 70
+
+
+def test_a_missing_package_is_named():
+    with pytest.raises(ModuleNotFoundError, match="the corpora need the package 'no_such_package'"):
+        modules("no_such_package")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a\r\nb", "a\nb"),
+        ("a\tb", "a   b"),
+        ("a  \n\n\n\n\n b ", "a\n\n b"),
+        ("\n\na\n", "a"),
+        ("e\u0301\u0000\u001b[1m\ufeff", "é[1m"),
+        ("\ud800x", "x"),
+        ("\n \n", ""),
+    ],
+)
+def test_clean(text, expected):
+    assert clean(text) == expected
+    assert clean(expected) == expected
+
+
+def test_skipped_parts_are_not_read():
+    assert installation.SPLIT_OFF.isdisjoint({"asyncio", "collections", "json"})

@@ -1,0 +1,176 @@
+"""The corpora of this installation, and how they are made, kept and found again."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from plpkg import catalog, corpora
+from plpkg.corpora import SPLITS, library
+from plpkg.corpora.overlap import SPAN
+
+SMALL = (("topics", "jinja2"), ("opacus", "seaborn"))
+
+
+@pytest.fixture(scope="module")
+def everything():
+    return [corpora.writer(name) for name in ("public", *corpora.writers())]
+
+
+def test_front_door():
+    assert corpora.writers() == sorted(corpora.writers())
+    assert {"numpy", "scipy", "matplotlib", "pandas", "sklearn", "torch"} <= set(corpora.writers())
+    assert corpora.public("test") == corpora.writer("public").split("test")
+    with pytest.raises(ValueError, match="writer must be one of 'public', 'matplotlib', .*, got 'shakespeare'"):
+        corpora.writer("shakespeare")
+    with pytest.raises(ValueError, match="split must be one of"):
+        corpora.public("dev")
+
+
+def test_no_module_is_in_two_splits_and_none_is_empty(everything):
+    names = [d.name for writer in everything for split in SPLITS for d in writer.split(split)]
+    assert len(names) == len(set(names))
+    assert all(writer.split(split) for writer in everything for split in SPLITS)
+    assert all(len(d.text) >= library.SHORTEST for writer in everything for s in SPLITS for d in writer.split(s))
+
+
+def test_no_scored_window_stands_in_any_training_text(everything):
+    scored = [d for writer in everything for split in SPLITS[1:] for d in writer.split(split)]
+    windows = {hash(p[i : i + SPAN]) for d in scored for p in d.unmasked() for i in range(len(p) - SPAN + 1)}
+    assert len(windows) > 1_000_000
+    for writer in everything:
+        for document in writer.split("train"):
+            text = document.text
+            shared = {hash(text[i : i + SPAN]) for i in range(len(text) - SPAN + 1)} & windows
+            assert not shared, (document.name, len(shared))
+
+
+def test_masking_takes_a_small_share_and_is_reported(everything):
+    for writer in everything:
+        assert writer.masked_share("train") == 0
+        for split in SPLITS[1:]:
+            assert 0 < writer.masked_share(split) < 0.25, (writer.name, split)
+
+
+def test_no_long_paragraph_is_kept_twice(everything):
+    seen = {}
+    for writer in everything:
+        for split in SPLITS:
+            for document in writer.split(split):
+                for paragraph in document.text.split("\n\n"):
+                    words = tuple(re.findall(r"[^\W\d_]+|0", re.sub(r"\d+", "0", paragraph.lower())))
+                    if len(words) >= 12:
+                        assert words not in seen, (document.name, seen[words], paragraph)
+                        seen[words] = document.name
+
+
+def test_this_text_is_the_recorded_one():
+    recorded = catalog.measured("corpora")
+    if set(recorded["built_with"]) != {library.described(library.versions())}:
+        pytest.skip("recorded with other versions")
+    found = [row for name in recorded["writer"].unique() for row in corpora.writer(name).rows()]
+    assert list(recorded["sha256"]) == [row["sha256"] for row in found]
+
+
+def test_building_again_in_another_process_gives_the_same(tmp_path):
+    code = (
+        f"from plpkg.corpora import library\nfor w in library.build(*{SMALL!r}).values():\n"
+        "    for row in w.rows(): print(row['sha256'])"
+    )
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=os.environ | {"PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert outputs[0] == outputs[1]
+    assert len(outputs[0].split()) == 9
+
+
+@pytest.fixture(scope="module")
+def built():
+    return library.build(*SMALL)
+
+
+@pytest.fixture
+def small(built, tmp_path, monkeypatch):
+    """A library of few packages with a cache of its own; gives the cache's path and a function that reads anew."""
+    calls = []
+
+    def build():
+        calls.append(1)
+        return built
+
+    monkeypatch.setattr(library, "PRIVATE", SMALL[1])
+    monkeypatch.setattr(library, "build", build)
+    monkeypatch.setattr(library, "_cache_path", lambda: tmp_path / "cache" / "corpora.json")
+
+    def read():
+        library._library.cache_clear()
+        return library._library()
+
+    yield tmp_path / "cache" / "corpora.json", read, calls
+    library._library.cache_clear()
+
+
+def test_the_second_reading_comes_from_the_cache(small):
+    path, read, calls = small
+    first, second = read(), read()
+    assert first == second
+    assert len(calls) == 1
+    assert [p.name for p in path.parent.iterdir()] == ["corpora.json"]
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"public": {"train": [{}]}}', "half"])
+def test_a_damaged_cache_is_built_anew_with_a_warning(small, damage):
+    path, read, calls = small
+    whole = read()
+    path.write_text(path.read_text()[: path.stat().st_size // 2] if damage == "half" else damage)
+    with pytest.warns(UserWarning, match=r"corpora\.json cannot be read"):
+        assert read() == whole
+    assert len(calls) == 2
+    assert read() == whole
+    assert len(calls) == 2
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(small):
+    path, read, _ = small
+    path.parent.write_text("a file where the folder should be")
+    with pytest.warns(UserWarning, match="the corpora cannot be kept in"):
+        assert set(read()) == {"public", *SMALL[1]}
+
+
+def test_other_versions_have_a_cache_of_their_own(monkeypatch):
+    here = library._cache_path()
+    monkeypatch.setattr(library, "versions", lambda: {"python": "3.99"})
+    assert library._cache_path() != here
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setattr(library, "PRIVATE", ("no_such_package",))
+    with pytest.raises(ModuleNotFoundError, match="need the package 'no_such_package'"):
+        library.versions()
+
+
+def test_modules_are_dealt_out_whole_by_size():
+    modules = {f"m{i}": ["x" * (1000 + 37 * i % 500)] for i in range(200)}
+    parts = library.assign(modules, (0.8, 0.1, 0.1))
+    assert sorted(name for part in parts for name in part) == sorted(modules)
+    total = sum(len(t) for texts in modules.values() for t in texts)
+    shares = [sum(len(t) for texts in part.values() for t in texts) / total for part in parts]
+    assert shares == pytest.approx([0.8, 0.1, 0.1], abs=0.01)
+    assert list(parts[0]) == sorted(parts[0])
+
+
+def test_a_new_module_leaves_most_others_where_they_were():
+    modules = {f"m{i}": ["x" * 100] for i in range(300)}
+    before = library.assign(modules, (0.8, 0.1, 0.1))
+    after = library.assign(modules | {"new": ["x" * 100]}, (0.8, 0.1, 0.1))
+    moved = sum(name not in after[i] for i, part in enumerate(before) for name in part)
+    assert moved < 0.4 * len(modules)

@@ -1,0 +1,444 @@
+import json
+import re
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from plpkg.corpora import SPLITS, loaders
+from plpkg.corpora.loaders import leaf_femnist, leaf_shakespeare, text_folder
+
+in_one_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+
+
+# A folder of texts
+
+
+def write(folder: Path, **texts: str | bytes) -> Path:
+    """Files ``anna__may.md`` as ``anna/may.md``: keywords have neither slashes nor dots."""
+    for name, text in texts.items():
+        file = folder / (name.replace("__", "/") + ".md")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return folder
+
+
+def many(writer: str, count: int = 10) -> dict[str, str]:
+    return {f"{writer}__{i}": f"{writer} writes number {i}" for i in range(count)}
+
+
+def names(writer) -> dict[str, list[str]]:
+    return {split: [document.name for document in writer.split(split)] for split in SPLITS}
+
+
+def test_a_subfolder_is_a_writer_and_a_file_a_document(tmp_path):
+    write(tmp_path / "notes", **many("ben"), anna__2024__a="A", anna__b="B", anna__2024__x__c="C", d="D", e="E", f="F")
+    (tmp_path / "notes/anna/picture.png").write_bytes(b"\xff")
+    (tmp_path / "notes/anna/g.TXT").write_text("G")
+    anna, ben, notes = text_folder(tmp_path / "notes")
+    assert (anna.name, ben.name, notes.name) == ("anna", "ben", "notes")
+    found = {d.name: d.text for split in SPLITS for d in anna.split(split)}
+    assert found == {"anna/2024/a.md": "A", "anna/b.md": "B", "anna/2024/x/c.md": "C", "anna/g.TXT": "G"}
+    assert sorted(chain(*names(notes).values())) == ["d.md", "e.md", "f.md"]
+    assert [len(ben.split(split)) for split in SPLITS] == [8, 1, 1]
+
+
+def test_whole_files_go_to_the_splits_by_the_seed_alone(tmp_path, monkeypatch):
+    write(tmp_path, **many("anna", 20), **many("ben", 20))
+    anna, ben = text_folder(tmp_path, shares=(0.5, 0.3, 0.2))
+    assert [len(anna.split(split)) for split in SPLITS] == [10, 6, 4]
+    assert sorted(chain(*names(anna).values())) == sorted(f"anna/{i}.md" for i in range(20))
+    assert names(anna) == names(text_folder(tmp_path, shares=(0.5, 0.3, 0.2))[0])
+    assert names(anna) != names(text_folder(tmp_path, shares=(0.5, 0.3, 0.2), seed=1)[0])
+    assert names(anna)["test"] != [name.replace("ben", "anna") for name in names(ben)["test"]]
+    listed = loaders._text_files
+    monkeypatch.setattr(loaders, "_text_files", lambda root: reversed(list(listed(root))))
+    assert names(anna) == names(text_folder(tmp_path, shares=(0.5, 0.3, 0.2))[0])
+    write(tmp_path, **many("aaron"))
+    assert names(anna) == names(text_folder(tmp_path, shares=(0.5, 0.3, 0.2))[1])
+
+
+def test_what_training_text_has_is_masked_elsewhere(tmp_path):
+    shared = "This sentence of more than fifty characters stands in every single file."
+    write(tmp_path, **{key: shared + key for key in (*many("anna"), *many("ben"))})
+    for writer in text_folder(tmp_path):
+        assert not any(document.masked for document in writer.split("train"))
+        for document in writer.split("validation") + writer.split("test"):
+            assert document.unmasked() == [document.name[-len("0.md") : -len(".md")]]
+
+
+def test_training_text_of_another_writer_masks_too(tmp_path):
+    anna, ben = ("anna's own sentence, which is longer than fifty characters", "ben's " + "own words " * 9)
+    write(tmp_path, **dict.fromkeys(many("anna", 3), anna), **dict.fromkeys(many("ben", 3), ben))
+    held_out = text_folder(tmp_path)[0].split("test")[0].name
+    (tmp_path / held_out).write_text(ben)
+    assert text_folder(tmp_path)[0].split("test")[0].masked == ((0, len(ben)),)
+
+
+def test_links_hidden_and_blank_files_are_left_out(tmp_path):
+    outside = write(tmp_path / "outside", secret="SECRET")
+    folder = write(tmp_path / "notes", **many("anna"))
+    write(folder, **many(".git"), anna__blank=" \n", **{"anna__.hidden": "HIDDEN", "anna__.trash__old": "OLD"})
+    (folder / "pictures").mkdir()
+    (folder / "pictures/a.png").write_bytes(b"")
+    (folder / "anna/link.md").symlink_to(outside / "secret.md")
+    (folder / "anna/links").symlink_to(outside)
+    (folder / "linked").symlink_to(outside)
+    (writer,) = text_folder(folder)
+    assert sorted(chain(*names(writer).values())) == sorted(f"anna/{i}.md" for i in range(10))
+    (tmp_path / "here").symlink_to(folder)
+    assert names(text_folder(tmp_path / "here")[0]) == names(writer)
+
+
+def test_byte_order_mark_and_line_ends_are_taken_off(tmp_path):
+    (writer,) = text_folder(write(tmp_path, a="\ufeffone\r\ntwo", b="\ufeffone\r\ntwo", c="\ufeffone\r\ntwo"))
+    assert {writer.split(split)[0].text for split in SPLITS} == {"one\ntwo"}
+
+
+def test_a_file_name_that_is_not_utf8_can_be_hashed(tmp_path):
+    write(tmp_path, a="A", b="B")
+    Path(str(tmp_path) + "/caf\udce9.md").write_text("C")
+    (writer,) = text_folder(tmp_path, shares=(0.2, 0.2, 0.6))
+    assert "caf\ufffd.md" in chain(*names(writer).values())
+    assert len(writer.to_frame()) == 3
+
+
+def test_a_file_that_is_not_utf8_is_named_with_byte_and_line(tmp_path):
+    write(tmp_path, **many("anna"), anna__bad=b"\xc3\xa9 fine\r\n" + b"x" * 99_990 + b"\ncaf\xe9 bad\n")
+    with pytest.raises(
+        ValueError, match=r"/anna/bad.md is not UTF-8: byte 100003, in line 3, invalid continuation byte"
+    ):
+        text_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ({"anna__a": "A", "anna__b": "B", "anna__c": " "}, "2 text files of the writer 'anna' in .*: too few"),
+        ({"a": "A", **many("anna")}, "1 text files of the writer 'root' in .*: too few"),
+        ({"a": "A", "b": "B", "c": "C", **many("root")}, "holds files and a sub-folder 'root': two writers"),
+        ({}, "root holds no .txt or .md file with text in it"),
+        ({"a": ""}, "root holds no .txt or .md file with text in it"),
+    ],
+)
+def test_what_makes_no_writer_is_an_error(tmp_path, texts, message):
+    (tmp_path / "root").mkdir()
+    with pytest.raises(ValueError, match=message):
+        text_folder(write(tmp_path / "root", **texts))
+
+
+def test_bad_arguments_of_text_folder(tmp_path):
+    write(tmp_path, **many("anna"))
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        text_folder(tmp_path / "nowhere")
+    with pytest.raises(NotADirectoryError, match=r"0\.md"):
+        text_folder(tmp_path / "anna/0.md")
+    with pytest.raises(ValueError, match="seed must be a whole number of at least 0, got -1"):
+        text_folder(tmp_path, seed=-1)
+    with pytest.raises(ValueError, match="shares must be three numbers that add up to 1"):
+        text_folder(tmp_path, shares=(0.8, 0.1, 0.2))
+
+
+# LEAF's FEMNIST
+
+
+def femnist(scale: float = 255, **users: int) -> dict:
+    """LEAF's layout with ``users`` of that many random images, pixels 0 to 255 divided by ``scale``."""
+    random = np.random.default_rng(0)
+    data = {
+        user: {
+            "x": (random.integers(0, 256, (count, 784)) / scale).tolist(),
+            "y": random.integers(0, 62, count).tolist(),
+        }
+        for user, count in users.items()
+    }
+    return {"users": list(users), "num_samples": list(users.values()), "user_data": data}
+
+
+def dump(path: Path, content: object) -> Path:
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_femnist_images_are_the_files_numbers(tmp_path):
+    content = femnist(b=3, a=2)
+    users = leaf_femnist(dump(tmp_path / "all_data_0.json", content))
+    assert list(users) == ["b", "a"]
+    for user, images in users.items():
+        data = content["user_data"][user]
+        assert (images.images.dtype, images.labels.dtype) == (torch.float32, torch.int64)
+        assert images.images.shape == (len(data["y"]), 1, 28, 28)
+        assert np.array_equal(images.images.flatten(1).numpy(), np.array(data["x"], dtype=np.float32))
+        assert images.labels.tolist() == data["y"]
+    assert users["b"].images[1, 0, 2, 5] == np.float32(content["user_data"]["b"]["x"][1][2 * 28 + 5])
+
+
+@pytest.mark.parametrize("kind", [int, float])
+def test_a_file_of_0_to_255_is_scaled_as_a_whole(tmp_path, kind):
+    content, reference = femnist(1, a=2, b=1), femnist(a=2, b=1)
+    content["user_data"]["b"]["x"] = [[1] * 784]  # dark in its file, white in another
+    for data in content["user_data"].values():
+        data["x"] = [[kind(value) for value in row] for row in data["x"]]
+    users = leaf_femnist(dump(tmp_path / "f.json", content))
+    assert np.allclose(users["a"].images.flatten(1), reference["user_data"]["a"]["x"], atol=1e-7)
+    assert torch.equal(users["b"].images, torch.full((1, 1, 28, 28), 1 / 255))
+
+
+def test_a_folder_is_read_file_by_file(tmp_path):
+    dump(tmp_path / "all_data_1.json", femnist(1, c=2))
+    dump(tmp_path / "all_data_0.json", femnist(a=1, b=3))
+    (tmp_path / "README.md").write_text("not JSON")
+    users = leaf_femnist(tmp_path)
+    assert {user: len(images) for user, images in users.items()} == {"a": 1, "b": 3, "c": 2}
+    assert all(0 <= images.images.min() < 0.1 < 0.9 < images.images.max() <= 1 for images in users.values())
+
+
+def test_a_user_in_two_files_is_named_with_both(tmp_path):
+    dump(tmp_path / "all_data_0.json", femnist(a=1, b=3))
+    dump(tmp_path / "all_data_1.json", femnist(c=1, b=3))
+    with pytest.raises(ValueError, match=r"the user 'b' is in .*all_data_0\.json and in .*all_data_1\.json"):
+        leaf_femnist(tmp_path)
+
+
+def test_nothing_to_read(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no \.json file"):
+        leaf_femnist(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.json"):
+        leaf_femnist(tmp_path / "nowhere.json")
+
+
+def put(value, *place):
+    """A change that puts ``value`` at a place in the content."""
+
+    def change(content):
+        for key in place[:-1]:
+            content = content[key]
+        content[place[-1]] = value
+
+    return change
+
+
+def take(*place):
+    """A change that deletes what is at a place in the content."""
+
+    def change(content):
+        for key in place[:-1]:
+            content = content[key]
+        del content[place[-1]]
+
+    return change
+
+
+STRUCTURE = [
+    (take("users"), 'the outermost object: the key "users" is missing'),
+    (take("num_samples"), 'the outermost object: the key "num_samples" is missing'),
+    (take("user_data"), 'the outermost object: the key "user_data" is missing'),
+    (put({"f0": 1}, "users"), "users: {'f0': 1}, expected a list"),
+    (put([], "users"), "users is empty"),
+    (put(7, "users", 1), "users[1]: 7, expected a string"),
+    (put("f0", "users", 1), 'users[1]: "f0" again, after users[0]'),
+    (put("f9", "users", 1), 'users[1]: "f9" has no entry in user_data'),
+    (put(3, "num_samples"), "num_samples: 3, expected a list"),
+    (take("num_samples", 1), "num_samples has 1 entries for 2 users"),
+    (put(4, "num_samples", 1), 'num_samples[1]: 4, but user_data["f1"].x has 3 samples'),
+    (put(3.0, "num_samples", 1), 'num_samples[1]: 3.0, but user_data["f1"].x has 3 samples'),
+    (put([], "user_data"), "user_data: [], expected an object"),
+    (put({"x": [], "y": []}, "user_data", "f1"), 'user_data["f1"]: no samples'),
+    (put({}, "user_data", "f2"), 'user_data["f2"]: not among users'),
+    (put([1], "user_data", "f1"), 'user_data["f1"]: [1], expected an object'),
+    (take("user_data", "f1", "x"), 'user_data["f1"]: the key "x" is missing'),
+    (take("user_data", "f1", "y"), 'user_data["f1"]: the key "y" is missing'),
+    (put("abc", "user_data", "f1", "x"), 'user_data["f1"].x: "abc", expected a list'),
+    (put(None, "user_data", "f1", "y"), 'user_data["f1"].y: None, expected a list'),
+    (take("user_data", "f1", "y", 0), 'user_data["f1"]: 3 samples in x, 2 in y'),
+]
+
+PIXELS = [
+    (put("abc", "x", 1), '.x[1]: "abc", expected a list of 784 numbers'),
+    (take("x", 1, 0), ".x[1]: 783 numbers, expected 784"),
+    (put(True, "x", 2, 17), ".x[2][17]: True, expected a number"),
+    (put("0.5", "x", 2, 17), '.x[2][17]: "0.5", expected a number'),
+    (put(None, "x", 2, 17), ".x[2][17]: None, expected a number"),
+    (put([0.5], "x", 2, 17), ".x[2][17]: [0.5], expected a number"),
+    (put(float("nan"), "x", 2, 17), ".x[2][17]: nan, expected 0 to 1, or 0 to 255 in whole numbers"),
+    (put(float("inf"), "x", 2, 17), ".x[2][17]: inf, expected 0 to 1"),
+    (put(-0.25, "x", 2, 17), ".x[2][17]: -0.25, expected 0 to 1"),
+    (put(256, "x", 2, 17), ".x[2][17]: 256, expected 0 to 1"),
+    (put(10**400, "x", 2, 17), ".x[2][17]: 1000000000"),
+    (put(1.5, "x", 2, 17), '.x[2][17]: 1.5 beside user_data["f0"].x[0][0]: 0.'),
+    (put(62, "y", 1), ".y[1]: 62, expected a whole number from 0 to 61"),
+    (put(-1, "y", 1), ".y[1]: -1, expected a whole number from 0 to 61"),
+    (put(3.0, "y", 1), ".y[1]: 3.0, expected a whole number"),
+    (put(False, "y", 1), ".y[1]: False, expected a whole number"),
+    (put("a", "y", 1), '.y[1]: "a", expected a whole number'),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), STRUCTURE, ids=[message for _, message in STRUCTURE])
+def test_a_fault_in_the_structure_is_located(tmp_path, change, message):
+    content = femnist(f0=2, f1=3)
+    change(content)
+    with pytest.raises(ValueError, match=re.escape(f"f.json: {message}")):
+        leaf_femnist(dump(tmp_path / "f.json", content))
+
+
+@pytest.mark.parametrize(("change", "message"), PIXELS, ids=[message for _, message in PIXELS])
+def test_a_fault_in_the_samples_is_located(tmp_path, change, message):
+    content = femnist(f0=2, f1=3)
+    change(content["user_data"]["f1"])
+    with pytest.raises(ValueError, match=re.escape(f'f.json: user_data["f1"]{message}')):
+        leaf_femnist(dump(tmp_path / "f.json", content))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"users": [],\n "num_samples": [1,, 2]}', "is not JSON: line 2, column 20: Expecting value"),
+        ("", "is not JSON: line 1, column 1"),
+        ("[1]", "the outermost object: [1], expected an object"),
+        ("[" * 100_000, "is not LEAF's JSON: lists or objects are nested too deeply"),
+        ("[1" + "0" * 5000 + "]", "f.json: Exceeds the limit"),
+        ('{"users": [], "users": []}', 'the outermost object: the key "users" occurs twice'),
+        (
+            '{"users": ["a"], "num_samples": [1], "user_data": {"a": {}, "b": {}, "a": {}}}',
+            'user_data: the key "a" occurs twice',
+        ),
+        (
+            '{"users": ["a"], "num_samples": [1], "user_data": {"a": {"x": [], "y": [], "x": []}}}',
+            'user_data["a"]: the key "x" occurs twice',
+        ),
+    ],
+    ids=range(8),
+)
+def test_a_fault_in_the_json_is_located(tmp_path, text, message):
+    (tmp_path / "f.json").write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        leaf_femnist(tmp_path / "f.json")
+    assert "f.json" in str(error.value)
+
+
+def test_json_that_is_not_utf8(tmp_path):
+    (tmp_path / "f.json").write_bytes(b'{"users":\n["caf\xe9"]}')
+    with pytest.raises(ValueError, match=r"f\.json is not UTF-8: byte 15, in line 2"):
+        leaf_femnist(tmp_path / "f.json")
+
+
+def test_other_keys_and_users_called_x_and_y_are_fine(tmp_path):
+    content = femnist(x=1, y=2) | {"hierarchies": ["a", "b"]}
+    content["user_data"]["x"]["raw"] = "text"
+    assert list(leaf_femnist(dump(tmp_path / "f.json", content))) == ["x", "y"]
+
+
+# LEAF's Shakespeare
+
+
+def windows(text: str) -> dict:
+    return {"x": [text[i : i + 80] for i in range(len(text) - 80)], "y": list(text[80:])}
+
+
+def shakespeare(**users: list[str]) -> dict:
+    data = {}
+    for user, texts in users.items():
+        parts = [windows(text) for text in texts]
+        data[user] = {key: [value for part in parts for value in part[key]] for key in ("x", "y")}
+    return {"users": list(data), "num_samples": [len(d["x"]) for d in data.values()], "user_data": data}
+
+
+def rebuilt(writer) -> str:
+    return "".join(document.text for split in SPLITS for document in writer.split(split))
+
+
+def letters(count: int, seed: int = 0) -> str:
+    return "".join(np.random.default_rng(seed).choice(list("abcdefghij \né"), count))
+
+
+def test_a_text_is_rebuilt_and_split_in_time(tmp_path):
+    text = letters(1000)
+    (romeo,) = leaf_shakespeare(dump(tmp_path / "f.json", shakespeare(ROMEO=[text])))
+    assert romeo.name == "ROMEO"
+    assert {split: [(d.name, d.text) for d in romeo.split(split)] for split in SPLITS} == {
+        "train": [("ROMEO[0:800]", text[:800])],
+        "validation": [("ROMEO[800:900]", text[800:900])],
+        "test": [("ROMEO[900:1000]", text[900:])],
+    }
+
+
+def test_a_gap_begins_a_document(tmp_path):
+    texts = [letters(n, seed=n) for n in (700, 150, 81, 69 + 80)]
+    content = shakespeare(A=texts, B=[letters(100, seed=1)])
+    a, b = leaf_shakespeare(dump(tmp_path / "f.json", content))
+    assert [d.name for split in SPLITS for d in a.split(split)] == [
+        "A[0:700]", "A[700:850]", "A[850:864]", "A[864:931]", "A[931:972]", "A[972:1080]",
+    ]  # fmt: skip
+    assert rebuilt(a) == "".join(texts)
+    assert [d.name for d in b.split("test")] == ["B[90:100]"]
+
+
+@in_one_folder
+@given(
+    st.dictionaries(
+        st.text(st.characters(codec="utf-8"), max_size=5),
+        st.lists(
+            st.text(st.characters(codec="utf-8", exclude_characters=","), min_size=81, max_size=200),
+            min_size=1,
+            max_size=4,
+        ),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_any_text_survives(tmp_path, users):
+    # The comma tells where a text begins: one that goes on where another ends is rightly joined to it.
+    users = {user: ["," + text for text in texts] for user, texts in users.items()}
+    writers = leaf_shakespeare(dump(tmp_path / "f.json", shakespeare(**users)))
+    assert {writer.name: rebuilt(writer) for writer in writers} == {user: "".join(t) for user, t in users.items()}
+    assert [writer.name for writer in writers] == list(users)
+
+
+def test_blanks_before_a_line_are_no_text(tmp_path):
+    lines = [" " * 80 + line for line in ("To be, or not to be\n", "\n", "that is the question")]
+    (hamlet,) = leaf_shakespeare(dump(tmp_path / "f.json", shakespeare(HAMLET=lines)))
+    assert rebuilt(hamlet) == "To be, or not to be\n\nthat is the question"
+    assert hamlet.split("train")[1].text == "\n"
+
+
+def test_what_another_user_trains_on_is_masked(tmp_path):
+    shared = letters(60, seed=5)
+    content = shakespeare(A=[shared + letters(940, seed=6)], B=[letters(930, seed=7) + shared + letters(10, seed=8)])
+    b = leaf_shakespeare(dump(tmp_path / "f.json", content))[1]
+    assert b.split("test")[0].masked == ((30, 90),)
+
+
+CHARACTERS = [
+    (put("a" * 79, "x", 1), ".x[1]: 79 characters, expected 80"),
+    (put([0.5], "x", 1), ".x[1]: [0.5], expected a string of length 80"),
+    (put("ab", "y", 1), ".y[1]: 2 characters, expected 1"),
+    (put("", "y", 1), ".y[1]: 0 characters, expected 1"),
+    (put(4, "y", 1), ".y[1]: 4, expected a string of length 1"),
+    (put("\ud83d", "y", 1), ".y[1]: '\\ud83d' has half a surrogate pair"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), CHARACTERS, ids=range(len(CHARACTERS)))
+def test_a_fault_in_the_characters_is_located(tmp_path, change, message):
+    content = shakespeare(A=[letters(100)], B=[letters(90)])
+    change(content["user_data"]["B"])
+    with pytest.raises(ValueError, match=re.escape(f'f.json: user_data["B"]{message}')):
+        leaf_shakespeare(dump(tmp_path / "f.json", content))
+
+
+def test_a_text_too_short_to_split(tmp_path):
+    content = shakespeare(A=[" " * 80 + "ab"])
+    with pytest.raises(ValueError, match=r"2 characters of the user 'A' in .*f\.json: too few"):
+        leaf_shakespeare(dump(tmp_path / "f.json", content))
+
+
+def test_the_other_data_set_is_an_error(tmp_path):
+    file = dump(tmp_path / "f.json", shakespeare(A=[letters(100)]))
+    with pytest.raises(ValueError, match=r'user_data\["A"\]\.x\[0\]: .*, expected a list of 784 numbers'):
+        leaf_femnist(file)
+    with pytest.raises(ValueError, match=r'user_data\["a"\]\.x\[0\]: .*, expected a string of length 80'):
+        leaf_shakespeare(dump(tmp_path / "g.json", femnist(a=1)))

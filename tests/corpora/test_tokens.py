@@ -1,0 +1,118 @@
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from plpkg.corpora import Document, Tokens, batches, encode
+from plpkg.pretraining import train_tokenizer
+
+TEXT = "A private, personal model: naïve café, 😀 and 日本語.\n    Indented, again private."
+
+
+@pytest.fixture(scope="module")
+def byte_level():
+    return train_tokenizer([Document("a", TEXT * 3)], 300)
+
+
+def sentencepiece_like():
+    """A tokenizer that swallows spaces, and has no token that begins a text."""
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "private": 1, "personal": 2}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.WordPiece()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(max_size=60), data=st.data())
+def test_bytes_add_up_and_masked_characters_are_never_scored(byte_level, text, data):
+    start = data.draw(st.integers(0, len(text)))
+    end = data.draw(st.integers(start, len(text)))
+    document = Document("d", text, ((start, end),) if start < end else ())
+    (tokens,) = encode([document], byte_level)
+    assert tokens.num_bytes.sum() == len(text.encode())
+    offsets = byte_level(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    touched = [any(start <= c < end for c in range(a, b)) for a, b in offsets]
+    assert (~tokens.scored[1:]).tolist() == touched
+
+
+def test_a_document_begins_with_end_of_text_which_is_not_scored(byte_level):
+    (tokens,) = encode(["private"], byte_level)
+    assert tokens.ids[0] == byte_level.eos_token_id
+    assert not tokens.scored[0]
+    assert tokens.num_bytes[0] == 0
+    assert byte_level.decode(tokens.ids[1:]) == "private"
+    assert (tokens.ids.dtype, tokens.scored.dtype, tokens.num_bytes.dtype) == (torch.int64, torch.bool, torch.int64)
+    assert len(tokens) == len(tokens.ids)
+
+
+def test_characters_that_a_tokenizer_drops_count_for_the_next_token():
+    (tokens,) = encode([Document("d", "private   personal é", ((7, 8),))], sentencepiece_like())
+    assert tokens.ids.tolist() == [1, 2, 0]
+    assert tokens.num_bytes.tolist() == [7, 11, 3]
+    assert tokens.scored.tolist() == [True, False, True]
+
+
+def test_an_empty_document_is_only_its_beginning(byte_level):
+    (tokens,) = encode([""], byte_level)
+    assert len(tokens) == 1
+
+
+def test_a_slow_tokenizer_is_refused():
+    with pytest.raises(ValueError, match="SlowOne does not tell where its tokens stand"):
+        encode(["a"], type("SlowOne", (), {"is_fast": False})())
+
+
+def documents(*lengths):
+    first, made = 0, []
+    for length in lengths:
+        ids = torch.arange(first, first + length)
+        made.append(Tokens(ids, torch.ones(length, dtype=torch.bool), torch.ones(length, dtype=torch.int64)))
+        first += length
+    return made
+
+
+def take(count, **options):
+    stream = batches(documents(50, 70, 9, 130), **options)
+    return [next(stream) for _ in range(count)]
+
+
+def test_batches_have_the_shape_asked_for_and_hold_consecutive_tokens():
+    for batch in take(12, batch=3, seq=8):
+        assert batch.shape == (3, 8)
+        jumps = (batch.diff(dim=1) != 1).sum(dim=1)
+        assert (jumps <= 2).all()  # a window crosses few of the documents' ends
+
+
+def test_an_epoch_has_no_token_twice_and_the_next_one_has_other_windows():
+    per_epoch = (259 - 8 + 1) // (3 * 8)
+    drawn = take(2 * per_epoch, batch=3, seq=8)
+    first, second = torch.cat(drawn[:per_epoch]), torch.cat(drawn[per_epoch:])
+    for epoch in (first, second):
+        assert len(epoch.unique()) == epoch.numel() == per_epoch * 24
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("start", [0, 1, 9, 10, 11, 35])
+def test_a_stream_can_start_anywhere(start):
+    whole = take(40, batch=3, seq=8, seed=5)
+    rest = take(40 - start, batch=3, seq=8, seed=5, start=start)
+    assert all(torch.equal(a, b) for a, b in zip(whole[start:], rest, strict=True))
+
+
+def test_the_seed_decides():
+    assert not torch.equal(take(1, batch=3, seq=8, seed=1)[0], take(1, batch=3, seq=8, seed=2)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(batch=0, seq=8), "batch must be a whole number of at least 1, got 0"),
+        (dict(batch=1, seq=0), "seq must be a whole number of at least 1, got 0"),
+        (dict(batch=1, seq=8, start=-1), "start must be a whole number of at least 0, got -1"),
+        (dict(batch=100, seq=8), "259 tokens are too few for one batch of batch=100 windows of seq=8 tokens"),
+    ],
+)
+def test_impossible_batches_are_refused_at_once(options, message):
+    with pytest.raises(ValueError, match=message):
+        batches(documents(259), **options)

@@ -1,0 +1,97 @@
+"""Scores are compared with a loop that reads one token at a time."""
+
+import math
+
+import pytest
+import torch
+
+from plpkg.backbones import random_backbone
+from plpkg.corpora import Document, encode
+from plpkg.pretraining import train_tokenizer
+from plpkg.scoring import Score, score
+
+TEXTS = [
+    "Private models keep personal text on the device. " * 3,
+    "Short.",
+    "Kürzer, but not the shortest of all: é. " * 2,
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer([Document("a", " ".join(TEXTS))], 280)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_backbone("llama", vocab=280, hidden=32, max_positions=512)
+
+
+@torch.no_grad()
+def by_hand(model, tokens, seq, stride):
+    """Bits of every token, each predicted from the window that scores it first."""
+    bits, done, begin = [], 1, 0
+    while done < len(tokens):
+        window = tokens.ids[begin : begin + seq + 1]
+        for i in range(max(1, done - begin), len(window)):
+            logits = model(window[:i][None]).logits[0, -1]
+            bits.append(-torch.log_softmax(logits.double(), 0)[window[i]].item() / math.log(2))
+        done = begin + len(window)
+        begin += stride
+    return torch.tensor(bits)
+
+
+@pytest.mark.parametrize(("seq", "stride"), [(512, None), (16, 4), (16, 16), (2, 1), (7, 7)])
+def test_equals_one_token_at_a_time(model, tokenizer, seq, stride):
+    documents = [Document("d", text, ((3, 6),)) for text in TEXTS]
+    found = score(model, tokenizer, documents, seq=seq, stride=stride, batch=3)
+    encoded = encode(documents, tokenizer)
+    expected = [by_hand(model, t, seq, stride or seq // 2)[t.scored[1:]] for t in encoded]
+    assert found.bits == pytest.approx(sum(map(torch.sum, expected)).item(), rel=1e-5)
+    assert found.tokens == sum(map(len, expected))
+    assert found.num_bytes == sum(int(t.num_bytes[t.scored].sum()) for t in encoded)
+
+
+def test_batch_size_and_order_do_not_matter(model, tokenizer):
+    one = score(model, tokenizer, TEXTS, seq=16, batch=1)
+    other = score(model, tokenizer, TEXTS[::-1], seq=16, batch=7)
+    assert other.bits == pytest.approx(one.bits, rel=1e-6)
+    assert (other.tokens, other.num_bytes) == (one.tokens, one.num_bytes)
+
+
+def test_an_untrained_model_needs_the_logarithm_of_its_vocabulary(model, tokenizer):
+    found = score(model, tokenizer, TEXTS)
+    assert found.perplexity == pytest.approx(280, rel=0.05)
+    assert found.bits_per_byte == pytest.approx(math.log2(280) * found.tokens / found.num_bytes, rel=0.01)
+
+
+def test_encoded_documents_score_like_their_texts(model, tokenizer):
+    assert score(model, tokenizer, encode(TEXTS, tokenizer)) == score(model, tokenizer, TEXTS)
+
+
+def test_the_models_mode_is_left_as_it_was(model, tokenizer):
+    for training in (True, False):
+        model.train(training)
+        score(model, tokenizer, TEXTS[:1])
+        assert model.training is training
+
+
+def test_a_score_is_a_table_and_a_line():
+    found = Score(bits=200.0, tokens=100, num_bytes=400)
+    assert repr(found) == "Score(0.500 bits per byte, perplexity 4.00, 100 tokens)"
+    assert found.rows()[0]["perplexity"] == 4
+
+
+@pytest.mark.parametrize(
+    ("documents", "options", "message"),
+    [
+        ([""], {}, "nothing to score"),
+        ([Document("d", "all masked", ((0, 10),))], {}, "nothing to score"),
+        ([], {}, "nothing to score"),
+        (TEXTS, dict(seq=8, stride=9), "stride must be between 1 and seq=8, got 9"),
+        (TEXTS, dict(seq=1), "seq must be a whole number of at least 2, got 1"),
+    ],
+)
+def test_bad_input_is_named(model, tokenizer, documents, options, message):
+    with pytest.raises(ValueError, match=message):
+        score(model, tokenizer, documents, **options)
