@@ -1,0 +1,292 @@
+"""Training is compared with itself: killed and resumed, in small pieces, in two processes.
+
+Not run in CI: more than one GPU. Two processes on the CPU (gloo) stand in for them.
+"""
+
+import csv
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from plpkg import cli, corpora, pretraining
+from plpkg.backbones import load_backbone
+from plpkg.corpora import Document
+from plpkg.pretraining import Recipe, build, pretrain, train_tokenizer
+from plpkg.scoring import score
+
+TINY = Recipe(
+    num_layers=2, hidden=32, num_heads=4, num_kv_heads=2, intermediate=48, vocab=300, max_positions=64,
+    seq=32, batch=4, steps=12, warmup=2, seed=3,
+)  # fmt: skip
+SCRIPT = """
+import json, sys
+from plpkg.corpora import Document
+from plpkg.pretraining import Recipe, pretrain
+recipe, texts, held_out, out, options = json.load(open(sys.argv[1]))
+documents = [[Document(f"{name}{i}", text) for i, text in enumerate(part)] for name, part in
+             (("t", texts), ("v", held_out))]
+pretrain(Recipe(**recipe), out, train=documents[0], validation=documents[1], device="cpu", progress=False, **options)
+"""
+
+
+def sentences(count, seed):
+    words = [
+        "the",
+        "a",
+        "model",
+        "key",
+        "cache",
+        "token",
+        "layer",
+        "private",
+        "personal",
+        "device",
+        "reads",
+        "writes",
+        "keeps",
+        "sends",
+        "learns",
+        "of",
+        "in",
+        "on",
+    ]
+    draw = random.Random(seed)
+    return [" ".join(draw.choices(words, k=60)) + "." for _ in range(count)]
+
+
+TRAIN = [Document(f"t{i}", text) for i, text in enumerate(sentences(40, 0))]
+VALIDATION = [Document(f"v{i}", text) for i, text in enumerate(sentences(4, 1))]
+
+
+def run(out, recipe=TINY, **options):
+    options = {"checkpoint_every": 5, "evaluate_every": 6, "bf16": False} | options
+    pretrain(recipe, out, train=TRAIN, validation=VALIDATION, device="cpu", progress=False, **options)
+    return load_file(out / "model.safetensors")
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    out = tmp_path_factory.mktemp("finished")
+    run(out)
+    return out
+
+
+def test_what_a_run_leaves_behind(finished):
+    model, tokenizer = load_backbone(finished, dtype=torch.bfloat16)
+    assert model.config.model_type == "llama"
+    assert model.config.num_key_value_heads == 2
+    assert model.config.tie_word_embeddings
+    assert next(model.parameters()).dtype == torch.bfloat16
+    assert tokenizer.decode(tokenizer("the key cache: naïve 日本")["input_ids"]) == "the key cache: naïve 日本"
+    recipe = json.loads((finished / "recipe.json").read_text())
+    assert recipe["hidden"] == 32
+    assert recipe["corpora"]["python"]
+    with (finished / "training.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == [6, 12]
+    assert int(rows[-1]["tokens"]) == 12 * 4 * 32
+
+
+def test_it_learns(tmp_path):
+    run(tmp_path, replace(TINY, steps=60))
+    model, tokenizer = load_backbone(tmp_path)
+    untrained = build(TINY)
+    assert (
+        score(model, tokenizer, VALIDATION).bits_per_byte < 0.6 * score(untrained, tokenizer, VALIDATION).bits_per_byte
+    )
+
+
+def test_the_last_row_of_the_log_is_the_score_of_what_was_trained(tmp_path):
+    run(tmp_path)
+    model = build(TINY)
+    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    model.load_state_dict(state["model"])
+    found = score(model, train_tokenizer(TRAIN, TINY.vocab), VALIDATION, seq=TINY.seq, stride=TINY.seq)
+    assert state["log"][-1]["validation_bits_per_byte"] == pytest.approx(found.bits_per_byte, rel=1e-6)
+
+
+def test_twice_the_same_and_another_seed_another(finished, tmp_path):
+    assert same(run(tmp_path / "again"), load_file(finished / "model.safetensors"))
+    assert not same(run(tmp_path / "other", replace(TINY, seed=4)), load_file(finished / "model.safetensors"))
+    assert (tmp_path / "again" / "tokenizer.json").read_text() == (finished / "tokenizer.json").read_text()
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_an_interrupted_run_ends_with_the_same_weights(tmp_path, monkeypatch, bf16):
+    whole = run(tmp_path / "whole", bf16=bf16)
+    update, calls = pretraining._update, []
+
+    def interrupted(*arguments):
+        calls.append(1)
+        if len(calls) in (4, 12):
+            raise KeyboardInterrupt
+        return update(*arguments)
+
+    monkeypatch.setattr(pretraining, "_update", interrupted)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "parts", bf16=bf16)
+    assert same(run(tmp_path / "parts", bf16=bf16), whole)
+    logs = [torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)["log"] for name in ("whole", "parts")]
+    for first, second in zip(*logs, strict=True):
+        assert {k: v for k, v in first.items() if k != "seconds"} == {k: v for k, v in second.items() if k != "seconds"}
+
+
+def launch(folder, recipe, options, command=()):
+    task = folder / "task.json"
+    texts, held_out = ([d.text for d in part] for part in (TRAIN, VALIDATION))
+    task.write_text(json.dumps([vars(recipe), texts, held_out, str(folder / "out"), options]))
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    return subprocess.Popen([*(command or [sys.executable]), str(script), str(task)], stderr=subprocess.PIPE, text=True)
+
+
+def test_killed_at_any_moment_it_goes_on(tmp_path):
+    recipe = replace(TINY, steps=40)
+    options = {"checkpoint_every": 1, "evaluate_every": 20, "bf16": False}
+    whole = run(tmp_path / "whole", recipe, checkpoint_every=40)
+    checkpoint = tmp_path / "out" / "checkpoint.pt"
+    draw, killed = random.Random(0), 0
+    for _ in range(3):
+        before = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
+        process = launch(tmp_path, recipe, options)
+        deadline = time.monotonic() + 120
+        while process.poll() is None and not (checkpoint.exists() and checkpoint.stat().st_mtime_ns > before):
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        time.sleep(draw.uniform(0, 0.1))
+        process.send_signal(signal.SIGKILL)
+        killed += process.wait() == -signal.SIGKILL
+        process.stderr.close()
+    assert killed
+    process = launch(tmp_path, recipe, options)
+    assert process.communicate()[1] is not None
+    assert process.returncode == 0
+    assert same(load_file(tmp_path / "out" / "model.safetensors"), whole)
+    assert not list((tmp_path / "out").glob("*.partial"))
+
+
+def test_two_processes_learn_what_one_does(tmp_path):
+    one = run(tmp_path / "one", checkpoint_every=12)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2",
+               "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
+               "--main_process_port", "0"]  # fmt: skip
+    process = launch(tmp_path, TINY, {"checkpoint_every": 5, "evaluate_every": 6, "bf16": False}, command)
+    errors = process.communicate(timeout=300)[1]
+    assert process.returncode == 0, errors
+    states = [torch.load(p / "checkpoint.pt", weights_only=True) for p in (tmp_path / "one", tmp_path / "out")]
+    assert states[0]["log"][0]["tokens"] == states[1]["log"][0]["tokens"]
+    for name, expected in states[0]["model"].items():
+        # Sums in another order, then an optimizer that divides by the gradient's size.
+        torch.testing.assert_close(states[1]["model"][name], expected, rtol=1e-3, atol=1e-4)
+    assert one.keys() == load_file(tmp_path / "out" / "model.safetensors").keys()
+
+
+def test_small_pieces_make_the_same_gradient(tmp_path):
+    recipe = replace(TINY, steps=1, warmup=0)
+    states = []
+    for micro_batch in (1, 4):
+        run(tmp_path / str(micro_batch), recipe, micro_batch=micro_batch, checkpoint_every=1)
+        states.append(torch.load(tmp_path / str(micro_batch) / "checkpoint.pt", weights_only=True)["optimizers"])
+    for pieces, whole in zip(*states, strict=True):
+        for number, saved in whole["state"].items():
+            for key, expected in saved.items():
+                torch.testing.assert_close(pieces["state"][number][key], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_another_recipe_or_text_in_the_same_folder_is_refused(finished):
+    with pytest.raises(ValueError, match=r"holds a run with hidden=32, now 64; .*take another folder"):
+        run(finished, replace(TINY, hidden=64))
+    with pytest.raises(ValueError, match="holds a run with text="):
+        pretrain(TINY, finished, train=TRAIN[:-1], validation=VALIDATION, device="cpu", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(hidden=30), "hidden=30 must be a multiple of num_heads=4"),
+        (dict(num_kv_heads=3), "num_heads=4 must be a multiple of num_kv_heads=3"),
+        (dict(vocab=256), "vocab must be a whole number of at least 257, got 256"),
+        (dict(seq=65), "seq must be between 2 and max_positions=64, got 65"),
+        (dict(steps=0), "steps must be a whole number of at least 1, got 0"),
+        (dict(warmup=13), "warmup must be between 0 and steps=12, got 13"),
+        (dict(lr=0), "lr must be greater than 0, got 0"),
+        (dict(weight_decay=-1), "weight_decay must be at least 0, got -1"),
+    ],
+)
+def test_impossible_recipes_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(TINY, **changes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(micro_batch=0), "micro_batch must be a whole number of at least 1, got 0"),
+        (dict(checkpoint_every=0), "checkpoint_every must be"),
+        (dict(evaluate_every=0), "evaluate_every must be"),
+        (dict(recipe=replace(TINY, vocab=5000)), r"the text yields only \d+ tokens, not vocab=5000"),
+        (dict(recipe=replace(TINY, batch=1000)), "tokens are too few for one batch of batch=1000"),
+    ],
+)
+def test_a_run_that_cannot_start_leaves_nothing(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_device_is_named(tmp_path):
+    with pytest.raises(ValueError, match="device must be one of 'cpu', 'cuda', got 'tpu'"):
+        pretrain(TINY, tmp_path, train=TRAIN, validation=VALIDATION, device="tpu")
+
+
+def test_the_rate_rises_then_falls_to_zero():
+    rates = [TINY.lr_at(step) for step in range(TINY.steps)]
+    assert max(rates) == rates[2] == TINY.lr
+    assert rates[:3] == sorted(rates[:3])
+    assert rates[2:] == sorted(rates[2:], reverse=True)
+    assert 0 < rates[-1] <= TINY.lr / 10
+
+
+def test_every_parameter_has_one_optimizer():
+    model = build(TINY)
+    groups = [p for o in pretraining.optimizers(model, TINY) for g in o.param_groups for p in g["params"]]
+    assert sorted(map(id, groups)) == sorted(map(id, model.parameters()))
+
+
+def test_the_command_trains_on_the_public_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpora, "public", {"train": TRAIN, "validation": VALIDATION}.__getitem__)
+    changes = [f"--set={k}={v}" for k, v in vars(replace(TINY, steps=2, warmup=1)).items()]
+    result = CliRunner().invoke(cli.app, ["pretrain", str(tmp_path / "out"), *changes, "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    assert Path(tmp_path, "out", "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("width=3", "the field to set must be one of 'num_layers'"),
+        ("hidden=wide", "hidden must be a number, got 'wide'"),
+        ("hidden", "hidden must be a number, got ''"),
+        ("hidden=63", "hidden=63 must be a multiple of num_heads"),
+    ],
+)
+def test_the_command_names_a_wrong_change(tmp_path, change, message):
+    result = CliRunner(env={"COLUMNS": "300"}).invoke(cli.app, ["pretrain", str(tmp_path / "out"), "--set", change])
+    assert result.exit_code == 2
+    assert message in result.output
+    assert not (tmp_path / "out").exists()
