@@ -1,5 +1,6 @@
-"""Is everything in place? One line a requirement: OK, SKIP (an optional part is absent) or FAIL."""
+"""Is everything in place? One line a requirement: OK, NOTE, SKIP (an optional part is absent) or FAIL."""
 
+import csv
 import hashlib
 import os
 import shutil
@@ -13,10 +14,12 @@ from packaging.specifiers import SpecifierSet
 from plpkg import catalog
 from plpkg.results import Tabular
 
+STATUSES = ("OK", "NOTE", "SKIP", "FAIL")
+
 
 @dataclass(frozen=True)
 class Check:
-    """One requirement: its ``status`` (``OK``, ``SKIP``, ``FAIL``), what was found, and what to do about it."""
+    """One requirement: its ``status`` (one of :data:`STATUSES`), what was found, and what to do about it."""
 
     name: str
     status: str
@@ -32,20 +35,23 @@ class Report(Tabular):
 
     @property
     def ok(self) -> bool:
-        """Whether nothing failed; skipped checks do not count."""
+        """Whether nothing failed; notes and skipped checks do not count."""
         return all(check.status != "FAIL" for check in self.checks)
 
     def rows(self) -> list[dict]:
         return [vars(check) for check in self.checks]
 
     def __repr__(self) -> str:
-        tally = {status: sum(check.status == status for check in self.checks) for status in ("OK", "SKIP", "FAIL")}
+        tally = {
+            status: sum(check.status == status for check in self.checks) for status in ("OK", "NOTE", "SKIP", "FAIL")
+        }
         return "plpkg doctor: " + ", ".join(f"{n} {status}" for status, n in tally.items())
 
 
 def examine() -> Report:
-    """Check Python, every declared dependency, the processor, the data files and the Jupyter kernel."""
-    return Report((check_python(), *check_dependencies(), *check_processors(), *check_data(), check_kernel()))
+    """Check Python, every declared dependency, the processor, the data files, the corpora and the kernel."""
+    checks = check_python(), *check_dependencies(), *check_processors(), *check_data(), check_corpora(), check_kernel()
+    return Report(checks)
 
 
 def check_python(version: str = ".".join(map(str, sys.version_info[:3]))) -> Check:
@@ -124,6 +130,32 @@ def check_data() -> list[Check]:
     if checks:
         return checks
     return [Check("data", "OK", f"{len(listing.splitlines())} files match their sha256")]
+
+
+def check_corpora() -> Check:
+    """The text of this installation against the recorded one; the first time it is read, for about a minute."""
+    try:
+        with catalog.data_path("measured", "corpora.csv").open(encoding="utf-8", newline="") as file:
+            recorded = list(csv.DictReader(file))
+        from plpkg import corpora
+
+        found = [row for name in ("public", *corpora.writers()) for row in corpora.writer(name).rows()]
+        versions = corpora.versions()
+    except (ImportError, FileNotFoundError) as error:
+        return Check("corpora", "FAIL", str(error), "install the package with its dependencies and data")
+    expected = {(row["writer"], row["split"]): row["sha256"] for row in recorded}
+    differing = [f"{r['writer']} {r['split']}" for r in found if expected.get((r["writer"], r["split"])) != r["sha256"]]
+    if not differing:
+        return Check("corpora", "OK", f"{len(found)} splits have the recorded text")
+    there = dict(item.rsplit(" ", 1) for item in recorded[0]["built_with"].split(", "))
+    changed = [f"{name} {v}, not {there.get(name)}" for name, v in versions.items() if there.get(name) != v]
+    why = "; ".join(changed) or "the same versions, so another build of Python or of a package"
+    return Check(
+        "corpora",
+        "NOTE",
+        f"the text of {len(differing)} of {len(found)} splits differs from the recorded one ({why})",
+        "nothing: figures that depend on this text will differ a little from the recorded ones",
+    )
 
 
 def check_kernel() -> Check:

@@ -16,7 +16,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -28,6 +28,8 @@ from plpkg.scoring import score
 from plpkg.validation import number, one_of, whole_number
 
 END_OF_TEXT = "<|endoftext|>"
+CHECKPOINT = "checkpoint.pt"
+LOGGED = ("step", "tokens", "learning_rate", "loss", "validation_bits_per_byte", "seconds")
 
 
 @dataclass(frozen=True)
@@ -224,8 +226,8 @@ def pretrain(
     from tqdm.auto import tqdm
 
     out = Path(out)
-    checkpoint_every = whole_number("checkpoint_every", checkpoint_every, 1)
-    evaluate_every = whole_number("evaluate_every", evaluate_every, 1)
+    whole_number("checkpoint_every", checkpoint_every, 1)
+    whole_number("evaluate_every", evaluate_every, 1)
     if device is not None:
         one_of("device", device, ("cpu", "cuda"))
     accelerator = Accelerator(cpu=device == "cpu")
@@ -240,68 +242,52 @@ def pretrain(
 
     train = corpora.public("train") if train is None else train
     validation = corpora.public("validation") if validation is None else validation
-    identity = asdict(recipe) | {"text": hashlib.sha256("".join(d.text for d in train).encode()).hexdigest()}
-    checkpoint, log = out / "checkpoint.pt", out / "training.csv"
-    state = torch.load(checkpoint, map_location="cpu", weights_only=True) if checkpoint.exists() else None
-    if state is not None and state["identity"] != identity:
-        different = [f"{k}={state['identity'].get(k)!r}, now {v!r}" for k, v in identity.items()
-                     if state["identity"].get(k) != v]  # fmt: skip
-        raise ValueError(f"{out} holds a run with {'; '.join(different)}: take another folder, or that recipe")
-    out.mkdir(parents=True, exist_ok=True)
-
+    identity = asdict(recipe) | {
+        "bf16": bf16,
+        "text": hashlib.sha256("".join(d.text for d in train).encode()).hexdigest(),
+    }
+    state = _resume(out, identity)
     tokenizer = train_tokenizer(train, recipe.vocab)
     if len(tokenizer) != recipe.vocab:
         raise ValueError(f"the text yields only {len(tokenizer)} tokens, not vocab={recipe.vocab}")
-    encoded = corpora.encode(train, tokenizer)
-    scored = corpora.encode(validation, tokenizer)
+    first = state["step"] if state else 0
+    encoded, held_out = corpora.encode(train, tokenizer), corpora.encode(validation, tokenizer)
+    stream = corpora.batches(encoded, batch=recipe.batch, seq=recipe.seq, seed=recipe.seed, start=first)
 
     raw = build(recipe)
     model, *opts = accelerator.prepare(raw, *optimizers(raw, recipe))
-    first, rows, spent = 0, [], 0.0
-    if state is not None:
+    if state:
         raw.load_state_dict(state["model"])
         for optimizer, saved in zip(opts, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        first, rows, spent = state["step"], state["log"], state["seconds"]
-    began = time.perf_counter() - spent
+    rows = state["log"] if state else []
+    began = time.perf_counter() - (state["seconds"] if state else 0)
+    main = accelerator.is_main_process
+    if main:
+        out.mkdir(parents=True, exist_ok=True)
 
     model.train()
-    stream = corpora.batches(encoded, batch=recipe.batch, seq=recipe.seq, seed=recipe.seed, start=first)
-    bar = tqdm(
-        range(first, recipe.steps),
-        desc="pretraining",
-        initial=first,
-        total=recipe.steps,
-        disable=not (progress and accelerator.is_main_process),
-    )
+    steps = range(first, recipe.steps)
+    bar = tqdm(steps, "pretraining", initial=first, total=recipe.steps, disable=not (progress and main))
     for step in bar:
         ids = next(stream)[accelerator.process_index :: accelerator.num_processes].to(accelerator.device)
         loss = _update(accelerator, autocast, model, opts, ids, micro_batch, recipe.lr_at(step))
         done = step + 1
+        if not main:
+            continue
         if done % evaluate_every == 0 or done == recipe.steps:
-            row = {"step": done, "tokens": done * recipe.batch * recipe.seq, "loss": loss}
-            if accelerator.is_main_process:
-                with autocast:
-                    held_out = score(raw, tokenizer, scored, seq=recipe.seq, stride=recipe.seq)
-                row["validation_bits_per_byte"] = held_out.bits_per_byte
-                bar.set_postfix(bits_per_byte=f"{held_out.bits_per_byte:.3f}")
-            row["seconds"] = time.perf_counter() - began
+            with autocast:
+                found = score(raw, tokenizer, held_out, seq=recipe.seq, stride=recipe.seq).bits_per_byte
+            row = {"step": done, "tokens": done * recipe.batch * recipe.seq, "learning_rate": recipe.lr_at(step)}
+            row |= {"loss": loss, "validation_bits_per_byte": found, "seconds": time.perf_counter() - began}
             rows.append(row)
-        if accelerator.is_main_process and (done % checkpoint_every == 0 or done == recipe.steps):
-            state = {
-                "identity": identity,
-                "step": done,
-                "model": raw.state_dict(),
-                "optimizers": [optimizer.state_dict() for optimizer in opts],
-                "log": rows,
-                "seconds": time.perf_counter() - began,
-            }
-            partial = checkpoint.with_suffix(".partial")
-            torch.save(state, partial)
-            os.replace(partial, checkpoint)  # whole or not at all
-            _write_log(log, rows)
-    if accelerator.is_main_process:
-        _write_log(log, rows)
+            bar.set_postfix(bits_per_byte=f"{found:.3f}")
+        if done % checkpoint_every == 0 or done == recipe.steps:
+            state = {"identity": identity, "step": done, "log": rows, "seconds": time.perf_counter() - began}
+            state |= {"model": raw.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in opts]}
+            _replace(out / CHECKPOINT, lambda path, state=state: torch.save(state, path))
+            _replace(out / "training.csv", lambda path: _write_log(path, rows))
+    if main:
         raw.to(torch.bfloat16).save_pretrained(out)
         tokenizer.save_pretrained(out)
         facts = identity | {"command": sys.argv, "torch": torch.__version__, "corpora": corpora.versions()}
@@ -310,8 +296,27 @@ def pretrain(
     return out
 
 
+def _resume(out: Path, identity: dict) -> dict | None:
+    """The state of the run that stopped in this folder, if there is one."""
+    if not (out / CHECKPOINT).exists():
+        return None
+    state = torch.load(out / CHECKPOINT, map_location="cpu", weights_only=True)
+    there = state["identity"]
+    if there != identity:
+        different = "; ".join(f"{k}={there.get(k)!r}, now {v!r}" for k, v in identity.items() if there.get(k) != v)
+        raise ValueError(f"{out} holds a run with {different}: take another folder, or that recipe")
+    return state
+
+
+def _replace(path: Path, write: Callable[[Path], None]) -> None:
+    """Write a file whole or not at all, whenever the process may be killed."""
+    partial = path.with_name(path.name + ".partial")
+    write(partial)
+    os.replace(partial, path)
+
+
 def _update(accelerator, autocast, model, opts, ids: torch.Tensor, micro_batch: int, lr: float) -> float:
-    """One step on this process's windows ``(windows, seq)``; returns their mean loss in nats per token."""
+    """One step on this process's windows ``(windows, seq)``; the mean loss of all processes, in nats per token."""
     pieces = ids.split(micro_batch)
     total = 0.0
     for i, piece in enumerate(pieces):
@@ -320,22 +325,18 @@ def _update(accelerator, autocast, model, opts, ids: torch.Tensor, micro_batch: 
             with autocast:
                 loss = model(input_ids=piece, labels=piece, use_cache=False).loss * len(piece) / len(ids)
             accelerator.backward(loss)
-        total += loss.item()
+        total += loss.detach()
     accelerator.clip_grad_norm_(model.parameters(), 1.0)
     for optimizer in opts:
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-    return total
+    return accelerator.reduce(total, "mean").item()
 
 
 def _write_log(path: Path, rows: list[dict]) -> None:
-    if not rows:
-        return
-    partial = path.with_suffix(".partial")
-    with partial.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=LOGGED, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    os.replace(partial, path)

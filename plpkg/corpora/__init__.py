@@ -1,21 +1,30 @@
-"""Text and digits to learn from, without a download: the public's, each person's own, a diary."""
+"""Text and digits to learn from, without a download: the public's, each person's own, a diary, your own files."""
 
 from plpkg.corpora.diary import Diary, Question, diary
 from plpkg.corpora.documents import SPLITS, Document, Writer
+from plpkg.corpora.folder import text_folder
+from plpkg.corpora.images import Digits, Images, digits
+from plpkg.corpora.leaf import leaf_femnist, leaf_shakespeare
 from plpkg.corpora.library import public, versions, writer, writers
 from plpkg.corpora.tokens import Tokens, batches, encode
 
 __all__ = [
     "SPLITS",
     "Diary",
+    "Digits",
     "Document",
+    "Images",
     "Question",
     "Tokens",
     "Writer",
     "batches",
     "diary",
+    "digits",
     "encode",
+    "leaf_femnist",
+    "leaf_shakespeare",
     "public",
+    "text_folder",
     "versions",
     "writer",
     "writers",

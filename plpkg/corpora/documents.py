@@ -1,10 +1,11 @@
 """What every corpus is made of: documents, and writers who have some of them in each split."""
 
 import hashlib
+import math
 from dataclasses import dataclass
 
 from plpkg.results import Tabular
-from plpkg.validation import one_of
+from plpkg.validation import number, one_of
 
 SPLITS = ("train", "validation", "test")
 
@@ -97,3 +98,29 @@ class Writer(Tabular):
     def __repr__(self) -> str:
         sizes = ", ".join(f"{split} {len(self.documents[split])}" for split in SPLITS)
         return f"Writer({self.name!r}: {sizes} documents)"
+
+
+def cuts(what: str, count: int, shares: tuple[float, ...]) -> dict[str, slice]:
+    """Where ``count`` things in a row are cut into the three splits, none of which stays empty.
+
+    Parameters
+    ----------
+    what
+        The things, for the message.
+    count
+        How many there are, at least three.
+    shares
+        Of train, validation and test, rounded to whole things.
+
+    Raises
+    ------
+    ValueError
+        Shares that are not three positive numbers with sum 1, or fewer than three things.
+    """
+    if len(shares) != len(SPLITS) or not math.isclose(sum(number("share", s, open_low=True) for s in shares), 1):
+        raise ValueError(f"shares must be three numbers that add up to 1, for {', '.join(SPLITS)}, got {shares!r}")
+    if count < len(SPLITS):
+        raise ValueError(f"{count} {what}: too few, {', '.join(SPLITS)} need one each")
+    first = min(max(1, round(count * shares[0])), count - 2)
+    second = min(max(first + 1, round(count * (shares[0] + shares[1]))), count - 1)
+    return dict(zip(SPLITS, (slice(0, first), slice(first, second), slice(second, count)), strict=True))

@@ -13,10 +13,7 @@ import platform
 import warnings
 from functools import cache
 from importlib.metadata import packages_distributions, version
-from itertools import chain
 from pathlib import Path
-
-import numpy as np
 
 from plpkg.corpora import documents, installation, overlap
 from plpkg.corpora.documents import SPLITS, Document, Writer
@@ -140,23 +137,11 @@ def build(public: tuple[str, ...] = PUBLIC, private: tuple[str, ...] = PRIVATE) 
     # Who comes first keeps a shared paragraph: the public before the private, training text before scored text.
     deduplicate = overlap.Deduplicator()
     order = [("public", split) for split in SPLITS] + [(name, split) for split in SPLITS for name in private]
-    kept = {
-        (name, split): tuple(
-            Document(module, text)
-            for module, found in assigned[name][split].items()
-            if len(text := deduplicate(found)) >= SHORTEST
-        )
-        for name, split in tqdm(order, "removing duplicates")
-    }
-    training = chain.from_iterable(kept[name, "train"] for name in sources)
-    hashes = np.sort(np.concatenate([overlap.window_hashes(d.text) for d in training]))
-    return {
-        name: Writer(
-            name,
-            {s: kept[name, s] if s == "train" else overlap.mask(kept[name, s], hashes) for s in SPLITS},
-        )
-        for name in sources
-    }
+    kept = {name: {} for name in sources}
+    for name, split in tqdm(order, "removing duplicates"):
+        texts = ((module, deduplicate(found)) for module, found in assigned[name][split].items())
+        kept[name][split] = tuple(Document(module, text) for module, text in texts if len(text) >= SHORTEST)
+    return {w.name: w for w in overlap.mask_scored([Writer(name, documents) for name, documents in kept.items()])}
 
 
 def assign(modules: dict[str, list[str]], shares: tuple[float, ...]) -> list[dict[str, list[str]]]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from plpkg.corpora.documents import Document
+from plpkg.corpora.documents import SPLITS, Document, Writer
 
 SHINGLE = 5
 """Words in a shingle."""
@@ -90,6 +90,15 @@ def _powers(base: int, count: int) -> np.ndarray:
     powers = np.full(count, base, dtype=np.uint64)
     powers[0] = 1
     return np.multiply.accumulate(powers)
+
+
+def mask_scored(writers: Sequence[Writer]) -> list[Writer]:
+    """The writers with every span masked, in validation and test, that stands in anybody's training text."""
+    hashes = np.sort(np.concatenate([window_hashes(d.text) for w in writers for d in w.split("train")]))
+    return [
+        Writer(w.name, {s: w.documents[s] if s == "train" else mask(w.documents[s], hashes) for s in SPLITS})
+        for w in writers
+    ]
 
 
 def mask(documents: Sequence[Document], training: np.ndarray) -> tuple[Document, ...]:

@@ -23,7 +23,7 @@ def test_front_door():
     assert corpora.writers() == sorted(corpora.writers())
     assert {"numpy", "scipy", "matplotlib", "pandas", "sklearn", "torch"} <= set(corpora.writers())
     assert corpora.public("test") == corpora.writer("public").split("test")
-    with pytest.raises(ValueError, match="writer must be one of 'public', 'matplotlib', .*, got 'shakespeare'"):
+    with pytest.raises(ValueError, match=r"writer must be one of 'public', 'matplotlib', .*, got 'shakespeare'"):
         corpora.writer("shakespeare")
     with pytest.raises(ValueError, match="split must be one of"):
         corpora.public("dev")

@@ -7,7 +7,6 @@ over, before the digits mix. These 14 blocks are *inferred from the order*, not 
 documented writers: 13-14 writers. scikit-learn's course (Inria's MOOC, "Sample grouping") reads the order alike.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Self
@@ -15,9 +14,9 @@ from typing import Self
 import numpy as np
 import torch
 
-from plpkg.corpora.documents import SPLITS
+from plpkg.corpora.documents import cuts
 from plpkg.results import Tabular
-from plpkg.validation import number, one_of, whole_number
+from plpkg.validation import one_of, whole_number
 
 GAP = 20
 """An ordered run at most this many images after a block's start still belongs to it: forms repeat 0 to 9 at first."""
@@ -160,29 +159,3 @@ def _blocks(labels: np.ndarray) -> np.ndarray:
         if not starts or run - starts[-1] > GAP:
             starts.append(run)
     return np.searchsorted(starts, np.arange(len(labels)), side="right") - 1
-
-
-def cuts(what: str, count: int, shares: tuple[float, ...]) -> dict[str, slice]:
-    """Where ``count`` things in a row are cut into the three splits, none of which stays empty.
-
-    Parameters
-    ----------
-    what
-        The things, for the message.
-    count
-        How many there are, at least three.
-    shares
-        Of train, validation and test, rounded to whole things.
-
-    Raises
-    ------
-    ValueError
-        Shares that are not three positive numbers with sum 1, or fewer than three things.
-    """
-    if len(shares) != len(SPLITS) or not math.isclose(sum(number("share", s, open_low=True) for s in shares), 1):
-        raise ValueError(f"shares must be three numbers that add up to 1, for {', '.join(SPLITS)}, got {shares!r}")
-    if count < len(SPLITS):
-        raise ValueError(f"{count} {what}: too few, {', '.join(SPLITS)} need one each")
-    first = min(max(1, round(count * shares[0])), count - 2)
-    second = min(max(first + 1, round(count * (shares[0] + shares[1]))), count - 1)
-    return dict(zip(SPLITS, (slice(0, first), slice(first, second), slice(second, count)), strict=True))

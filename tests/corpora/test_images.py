@@ -5,8 +5,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from plpkg.corpora import SPLITS
-from plpkg.corpora.digits import Images, cuts, digits
+from plpkg.corpora import SPLITS, Images, digits
+from plpkg.corpora.documents import cuts
 
 STARTS = [0, 130, 256, 386, 516, 646, 776, 915, 1029, 1157, 1287, 1415, 1545, 1667]
 """Where the file begins anew with 0, 1, ..., 9, read by eye."""

@@ -1,6 +1,5 @@
 import json
 import re
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -8,141 +7,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from plpkg.corpora import SPLITS, loaders
-from plpkg.corpora.loaders import leaf_femnist, leaf_shakespeare, text_folder
+from plpkg.corpora import SPLITS, leaf_femnist, leaf_shakespeare
 
 in_one_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-
-
-# A folder of texts
-
-
-def write(folder: Path, **texts: str | bytes) -> Path:
-    """Files ``anna__may.md`` as ``anna/may.md``: keywords have neither slashes nor dots."""
-    for name, text in texts.items():
-        file = folder / (name.replace("__", "/") + ".md")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return folder
-
-
-def many(writer: str, count: int = 10) -> dict[str, str]:
-    return {f"{writer}__{i}": f"{writer} writes number {i}" for i in range(count)}
-
-
-def names(writer) -> dict[str, list[str]]:
-    return {split: [document.name for document in writer.split(split)] for split in SPLITS}
-
-
-def test_a_subfolder_is_a_writer_and_a_file_a_document(tmp_path):
-    write(tmp_path / "notes", **many("ben"), anna__2024__a="A", anna__b="B", anna__2024__x__c="C", d="D", e="E", f="F")
-    (tmp_path / "notes/anna/picture.png").write_bytes(b"\xff")
-    (tmp_path / "notes/anna/g.TXT").write_text("G")
-    anna, ben, notes = text_folder(tmp_path / "notes")
-    assert (anna.name, ben.name, notes.name) == ("anna", "ben", "notes")
-    found = {d.name: d.text for split in SPLITS for d in anna.split(split)}
-    assert found == {"anna/2024/a.md": "A", "anna/b.md": "B", "anna/2024/x/c.md": "C", "anna/g.TXT": "G"}
-    assert sorted(chain(*names(notes).values())) == ["d.md", "e.md", "f.md"]
-    assert [len(ben.split(split)) for split in SPLITS] == [8, 1, 1]
-
-
-def test_whole_files_go_to_the_splits_by_the_seed_alone(tmp_path, monkeypatch):
-    write(tmp_path, **many("anna", 20), **many("ben", 20))
-    anna, ben = text_folder(tmp_path, shares=(0.5, 0.3, 0.2))
-    assert [len(anna.split(split)) for split in SPLITS] == [10, 6, 4]
-    assert sorted(chain(*names(anna).values())) == sorted(f"anna/{i}.md" for i in range(20))
-    assert names(anna) == names(text_folder(tmp_path, shares=(0.5, 0.3, 0.2))[0])
-    assert names(anna) != names(text_folder(tmp_path, shares=(0.5, 0.3, 0.2), seed=1)[0])
-    assert names(anna)["test"] != [name.replace("ben", "anna") for name in names(ben)["test"]]
-    listed = loaders._text_files
-    monkeypatch.setattr(loaders, "_text_files", lambda root: reversed(list(listed(root))))
-    assert names(anna) == names(text_folder(tmp_path, shares=(0.5, 0.3, 0.2))[0])
-    write(tmp_path, **many("aaron"))
-    assert names(anna) == names(text_folder(tmp_path, shares=(0.5, 0.3, 0.2))[1])
-
-
-def test_what_training_text_has_is_masked_elsewhere(tmp_path):
-    shared = "This sentence of more than fifty characters stands in every single file."
-    write(tmp_path, **{key: shared + key for key in (*many("anna"), *many("ben"))})
-    for writer in text_folder(tmp_path):
-        assert not any(document.masked for document in writer.split("train"))
-        for document in writer.split("validation") + writer.split("test"):
-            assert document.unmasked() == [document.name[-len("0.md") : -len(".md")]]
-
-
-def test_training_text_of_another_writer_masks_too(tmp_path):
-    anna, ben = ("anna's own sentence, which is longer than fifty characters", "ben's " + "own words " * 9)
-    write(tmp_path, **dict.fromkeys(many("anna", 3), anna), **dict.fromkeys(many("ben", 3), ben))
-    held_out = text_folder(tmp_path)[0].split("test")[0].name
-    (tmp_path / held_out).write_text(ben)
-    assert text_folder(tmp_path)[0].split("test")[0].masked == ((0, len(ben)),)
-
-
-def test_links_hidden_and_blank_files_are_left_out(tmp_path):
-    outside = write(tmp_path / "outside", secret="SECRET")
-    folder = write(tmp_path / "notes", **many("anna"))
-    write(folder, **many(".git"), anna__blank=" \n", **{"anna__.hidden": "HIDDEN", "anna__.trash__old": "OLD"})
-    (folder / "pictures").mkdir()
-    (folder / "pictures/a.png").write_bytes(b"")
-    (folder / "anna/link.md").symlink_to(outside / "secret.md")
-    (folder / "anna/links").symlink_to(outside)
-    (folder / "linked").symlink_to(outside)
-    (writer,) = text_folder(folder)
-    assert sorted(chain(*names(writer).values())) == sorted(f"anna/{i}.md" for i in range(10))
-    (tmp_path / "here").symlink_to(folder)
-    assert names(text_folder(tmp_path / "here")[0]) == names(writer)
-
-
-def test_byte_order_mark_and_line_ends_are_taken_off(tmp_path):
-    (writer,) = text_folder(write(tmp_path, a="\ufeffone\r\ntwo", b="\ufeffone\r\ntwo", c="\ufeffone\r\ntwo"))
-    assert {writer.split(split)[0].text for split in SPLITS} == {"one\ntwo"}
-
-
-def test_a_file_name_that_is_not_utf8_can_be_hashed(tmp_path):
-    write(tmp_path, a="A", b="B")
-    Path(str(tmp_path) + "/caf\udce9.md").write_text("C")
-    (writer,) = text_folder(tmp_path, shares=(0.2, 0.2, 0.6))
-    assert "caf\ufffd.md" in chain(*names(writer).values())
-    assert len(writer.to_frame()) == 3
-
-
-def test_a_file_that_is_not_utf8_is_named_with_byte_and_line(tmp_path):
-    write(tmp_path, **many("anna"), anna__bad=b"\xc3\xa9 fine\r\n" + b"x" * 99_990 + b"\ncaf\xe9 bad\n")
-    with pytest.raises(
-        ValueError, match=r"/anna/bad.md is not UTF-8: byte 100003, in line 3, invalid continuation byte"
-    ):
-        text_folder(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("texts", "message"),
-    [
-        ({"anna__a": "A", "anna__b": "B", "anna__c": " "}, "2 text files of the writer 'anna' in .*: too few"),
-        ({"a": "A", **many("anna")}, "1 text files of the writer 'root' in .*: too few"),
-        ({"a": "A", "b": "B", "c": "C", **many("root")}, "holds files and a sub-folder 'root': two writers"),
-        ({}, "root holds no .txt or .md file with text in it"),
-        ({"a": ""}, "root holds no .txt or .md file with text in it"),
-    ],
-)
-def test_what_makes_no_writer_is_an_error(tmp_path, texts, message):
-    (tmp_path / "root").mkdir()
-    with pytest.raises(ValueError, match=message):
-        text_folder(write(tmp_path / "root", **texts))
-
-
-def test_bad_arguments_of_text_folder(tmp_path):
-    write(tmp_path, **many("anna"))
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        text_folder(tmp_path / "nowhere")
-    with pytest.raises(NotADirectoryError, match=r"0\.md"):
-        text_folder(tmp_path / "anna/0.md")
-    with pytest.raises(ValueError, match="seed must be a whole number of at least 0, got -1"):
-        text_folder(tmp_path, seed=-1)
-    with pytest.raises(ValueError, match="shares must be three numbers that add up to 1"):
-        text_folder(tmp_path, shares=(0.8, 0.1, 0.2))
-
-
-# LEAF's FEMNIST
 
 
 def femnist(scale: float = 255, **users: int) -> dict:

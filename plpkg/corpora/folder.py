@@ -1,0 +1,86 @@
+"""Your own texts: a folder, whose sub-folders are writers.
+
+Everything is read and checked before anything is returned. What validation and test texts share with any
+writer's training text is masked; near-duplicates are not removed, unlike in the corpora that come with this package.
+"""
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from plpkg.corpora.documents import SPLITS, Document, Writer, cuts
+from plpkg.corpora.overlap import mask_scored
+from plpkg.validation import whole_number
+
+
+def text_folder(
+    path: str | Path, *, seed: int = 0, shares: tuple[float, float, float] = (0.8, 0.1, 0.1)
+) -> list[Writer]:
+    """Read ``.txt`` and ``.md`` files: each sub-folder is a writer, each file in it, however deep, a document.
+
+    Files directly in the folder belong to one more writer, named after the folder. Whole files go to the splits
+    at random; what one writer gets depends neither on the other writers nor on the file system's order.
+    Left out are symbolic links, hidden files and folders (``.git``), files of nothing but white space, and
+    sub-folders without any text.
+
+    Parameters
+    ----------
+    path
+        The folder. Files are UTF-8; documents are named by their path in it, ``anna/2024/may.md``.
+    seed
+        Of the order in which files are dealt out.
+    shares
+        Of each writer's files for train, validation and test; each split gets at least one file.
+
+    Raises
+    ------
+    ValueError
+        A file that is not UTF-8 (with the byte and the line), a writer with one or two files, a folder without
+        any text, a sub-folder with the folder's own name beside files directly in it, or bad shares or seed.
+    OSError
+        A folder that does not exist, or a file or folder that cannot be read.
+    """
+    whole_number("seed", seed, 0)
+    root = Path(path).resolve()
+    found: dict[str, list[Document]] = defaultdict(list)
+    for file in _text_files(root):
+        # A name that is not UTF-8 could be read, but not hashed or printed later.
+        parts = [os.fsencode(part).decode(errors="replace") for part in file.relative_to(root).parts]
+        text = read_utf8(file)
+        if text.strip():
+            found[parts[0] if len(parts) > 1 else ""].append(Document("/".join(parts), text))
+    if not found:
+        raise ValueError(f"{path} holds no .txt or .md file with text in it")
+    if "" in found and root.name in found:
+        raise ValueError(f"{path} holds files and a sub-folder {root.name!r}: two writers of one name")
+    writers = []
+    for folder, documents in found.items():
+        name = folder or root.name
+        parts = cuts(f"text files of the writer {name!r} in {path}", len(documents), shares)
+        documents.sort(key=lambda document: document.name)
+        order = np.random.default_rng((seed, *folder.encode())).permutation(len(documents))
+        writers.append(Writer(name, {s: tuple(documents[i] for i in sorted(order[parts[s]])) for s in SPLITS}))
+    return mask_scored(sorted(writers, key=lambda writer: writer.name))
+
+
+def _text_files(root: Path) -> Iterator[Path]:
+    def stop(error: OSError) -> None:
+        raise error  # os.walk would pass over a folder that it cannot read
+
+    for folder, subfolders, names in os.walk(root, onerror=stop):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        for file in (Path(folder, name) for name in names if not name.startswith(".")):
+            if file.suffix.lower() in (".txt", ".md") and not file.is_symlink():
+                yield file
+
+
+def read_utf8(file: Path) -> str:
+    """A file's text without a byte order mark; a ``ValueError`` names the byte and the line that are not UTF-8."""
+    try:
+        return file.read_text(encoding="utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{file} is not UTF-8: byte {error.start}, in line {line}, {error.reason}") from None
