@@ -14,7 +14,6 @@ import csv
 import hashlib
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -54,17 +53,17 @@ class Recipe:
         Of weights and order.
     """
 
-    num_layers: int = 6
+    num_layers: int = 5
     hidden: int = 320
-    num_heads: int = 5
-    num_kv_heads: int = 1
-    intermediate: int = 896
-    vocab: int = 4096
+    num_heads: int = 10
+    num_kv_heads: int = 2
+    intermediate: int = 832
+    vocab: int = 8192
     max_positions: int = 1024
     seq: int = 512
-    batch: int = 32
+    batch: int = 16
     steps: int = 2000
-    lr: float = 1e-2
+    lr: float = 8e-3
     warmup: int = 100
     weight_decay: float = 0.1
     seed: int = 0
@@ -290,7 +289,7 @@ def pretrain(
     if main:
         raw.to(torch.bfloat16).save_pretrained(out)
         tokenizer.save_pretrained(out)
-        facts = identity | {"command": sys.argv, "torch": torch.__version__, "corpora": corpora.versions()}
+        facts = identity | {"versions": {"torch": torch.__version__} | corpora.versions()}
         (out / "recipe.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     accelerator.wait_for_everyone()
     return out

@@ -75,7 +75,7 @@ def test_what_a_run_leaves_behind(finished):
     assert tokenizer.decode(tokenizer("the key cache: naïve 日本")["input_ids"]) == "the key cache: naïve 日本"
     recipe = json.loads((finished / "recipe.json").read_text())
     assert recipe["hidden"] == 32
-    assert recipe["corpora"]["python"]
+    assert recipe["versions"]["python"]
     with (finished / "training.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [int(row["step"]) for row in rows] == [6, 12]
@@ -193,7 +193,7 @@ def test_another_recipe_or_text_in_the_same_folder_is_refused(finished):
     with pytest.raises(ValueError, match=r"holds a run with hidden=32, now 64: take another folder"):
         run(finished, replace(TINY, hidden=64))
     with pytest.raises(ValueError, match="holds a run with text="):
-        pretrain(TINY, finished, train=TRAIN[:-1], validation=VALIDATION, device="cpu", progress=False)
+        pretrain(TINY, finished, train=TRAIN[:-1], validation=VALIDATION, device="cpu", bf16=False)
 
 
 @pytest.mark.parametrize(
