@@ -62,7 +62,7 @@ class Recipe:
     max_positions: int = 1024
     seq: int = 512
     batch: int = 16
-    steps: int = 2000
+    steps: int = 1700
     lr: float = 8e-3
     warmup: int = 100
     weight_decay: float = 0.1
