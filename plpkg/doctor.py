@@ -139,8 +139,8 @@ def check_corpora() -> Check:
             recorded = list(csv.DictReader(file))
         from plpkg import corpora
 
-        found = [row for name in ("public", *corpora.writers()) for row in corpora.writer(name).rows()]
         versions = corpora.versions()
+        found = [row for name in ("public", *corpora.writers()) for row in corpora.writer(name).rows()]
     except (ImportError, FileNotFoundError) as error:
         return Check("corpora", "FAIL", str(error), "install the package with its dependencies and data")
     expected = {(row["writer"], row["split"]): row["sha256"] for row in recorded}

@@ -1,10 +1,17 @@
+import hashlib
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
+from plpkg import catalog, corpora
 from plpkg.backbones import FAMILIES, load_backbone, random_backbone
 from plpkg.catalog import ModelShape
+from plpkg.pretraining import Recipe
+from plpkg.scoring import score
 
 IDS = torch.arange(12).reshape(2, 6)
 
@@ -108,3 +115,58 @@ def test_an_encoder_decoder_is_refused(tmp_path):
     T5ForConditionalGeneration(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="is not a causal language model"):
         load_backbone(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def small():
+    return load_backbone("plpkg-small")
+
+
+def test_the_models_own_files():
+    folder = catalog.data_path("backbone")
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 16 * 2**20
+    assert {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
+    recipe = json.loads((folder / "recipe.json").read_text())
+    assert {field: recipe[field] for field in vars(Recipe())} == vars(Recipe())
+    assert recipe["text"] == hashlib.sha256("".join(d.text for d in corpora.public("train")).encode()).hexdigest() or (
+        recipe["versions"] | {"torch": None} != corpora.versions() | {"torch": None}
+    )
+
+
+def test_the_small_model_is_a_llama_with_grouped_queries(small):
+    model, tokenizer = small
+    shape = ModelShape.from_config(model.config, "plpkg-small")
+    assert (shape.family, shape.tied_embeddings) == ("llama", True)
+    assert 1 < shape.num_kv_heads < shape.num_heads
+    assert len(tokenizer) == shape.vocab
+    assert tokenizer.decode(tokenizer("naïve 日本\n    text")["input_ids"]) == "naïve 日本\n    text"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "continuations"),
+    [
+        ("Return True if the", ["object", "file", "string", "given", "path", "graph", "current"]),
+        ("If the file does not", ["exist"]),
+        ("Raises\n------\nValue", ["Error"]),
+        (">>> import", ["numpy", "networkx", "sympy", "matplotlib", "os", "sys", "nx"]),
+    ],
+)
+def test_the_small_model_completes_a_documentation_sentence(small, prompt, continuations):
+    model, tokenizer = small
+    ids = tokenizer(prompt, return_tensors="pt")
+    text = tokenizer.decode(model.generate(**ids, max_new_tokens=4, do_sample=False)[0][ids["input_ids"].shape[1] :])
+    assert any(text.strip().startswith(word) for word in continuations), text
+
+
+def test_recorded_scores_are_those_of_the_shipped_model(small):
+    recorded = catalog.measured("backbones").set_index(["text", "model"])["bits_per_byte"]
+    for name in ("seaborn", "opacus"):
+        found = score(*small, corpora.writer(name).split("test"))
+        assert found.bits_per_byte == pytest.approx(recorded[name, "plpkg-small"], rel=0.01)
+
+
+def test_the_small_model_beats_the_baselines_and_finds_every_private_writer_harder():
+    recorded = catalog.measured("backbones").set_index(["text", "model"])["bits_per_byte"]
+    ours = recorded["public", "plpkg-small"]
+    assert ours < recorded["public", "Kneser-Ney 5-gram"] < recorded["public", "xz -9e"]
+    assert all(recorded[name, "plpkg-small"] > ours for name in corpora.writers())

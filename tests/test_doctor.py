@@ -1,5 +1,6 @@
 """Doctor must find what is broken, not only praise what is whole."""
 
+import csv
 import hashlib
 import sys
 from importlib import metadata
@@ -8,8 +9,9 @@ import pytest
 from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
-from plpkg import catalog, doctor
+from plpkg import catalog, corpora, doctor
 from plpkg.cli import app
+from plpkg.corpora import library
 
 
 def test_this_installation_is_whole():
@@ -24,6 +26,7 @@ def test_this_installation_is_whole():
         "CPU",
         "GPU",
         "data",
+        "corpora",
         "Jupyter kernel",
     } <= names
 
@@ -102,6 +105,58 @@ def test_a_kernel_whose_interpreter_is_gone_fails(tmp_path, monkeypatch):
 def test_a_torch_that_does_not_load_is_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     assert [check.status for check in doctor.check_processors()] == ["OK", "FAIL"]
+
+
+@pytest.fixture
+def recorded(tmp_path, monkeypatch):
+    """Write a record of the corpora as it is here, changed by a function, for doctor to compare with."""
+    rows = [row for name in ("public", *corpora.writers()) for row in corpora.writer(name).rows()]
+    built_with = library.described(corpora.versions())
+
+    def write(change):
+        found = [row | {"built_with": built_with} for row in rows]
+        change(found)
+        with (tmp_path / "corpora.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=list(found[0]))
+            writer.writeheader()
+            writer.writerows(found)
+        monkeypatch.setattr(catalog, "data_path", lambda *parts: tmp_path / parts[-1])
+        return doctor.check_corpora()
+
+    return write
+
+
+def test_text_as_recorded_is_fine(recorded):
+    assert recorded(lambda rows: None) == doctor.Check("corpora", "OK", "30 splits have the recorded text")
+
+
+def test_other_text_is_noted_with_what_differs(recorded):
+    def other_version(rows):
+        rows[0]["sha256"] = "0"
+        rows[0]["built_with"] = rows[0]["built_with"].replace("jinja2 ", "jinja2 0.")
+
+    check = recorded(other_version)
+    assert check.status == "NOTE"
+    assert check.found.startswith("the text of 1 of 30 splits differs from the recorded one (jinja2 ")
+    assert ", not 0." in check.found
+
+    def same_versions(rows):
+        rows[4]["sha256"] = rows[7]["sha256"] = "0"
+
+    check = recorded(same_versions)
+    assert check.status == "NOTE"
+    assert "2 of 30" in check.found
+    assert "another build" in check.found
+
+
+def test_a_missing_package_or_record_fails(monkeypatch):
+    def missing():
+        raise ModuleNotFoundError("the corpora need the package 'scipy', which is not installed")
+
+    monkeypatch.setattr(corpora, "versions", missing)
+    check = doctor.check_corpora()
+    assert check.status == "FAIL"
+    assert "'scipy'" in check.found
 
 
 def test_every_data_file_is_listed():
