@@ -289,7 +289,7 @@ def pretrain(
     if main:
         raw.to(torch.bfloat16).save_pretrained(out)
         tokenizer.save_pretrained(out)
-        facts = identity | {"versions": {"torch": torch.__version__} | corpora.versions()}
+        facts = identity | {"versions": corpora.versions()}
         (out / "recipe.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     accelerator.wait_for_everyone()
     return out

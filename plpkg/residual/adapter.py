@@ -1,0 +1,318 @@
+"""ΔW = B·M·A as a PEFT method: frozen projections A and B, one small trainable M between them.
+
+A projection with input x gives ``W x + B (M (A x))``: A brings ``(in_features)`` down to ``r_c2d``, the
+rank that the cloud sends to the device, M maps it to ``r_d2c``, the rank that comes back, and B brings that
+up to ``(out_features)``. Only M learns; it starts at zero, so that the model starts as it was. A and B come
+from a seed and each module's name, so that the cloud can have them without the device, and a saved adapter
+is M and a few numbers. (Wang et al. 2023, arXiv 2311.14030; ``init="svd"`` is LoRA-XS, arXiv 2405.17604.)
+
+Importing this module makes PEFT know the method: ``get_peft_model(model, PrivateLoraConfig(...))`` and
+``PeftModel.from_pretrained`` then work as with any other. PEFT's list of methods is closed, so three of its
+dictionaries are written to; a test pins what this relies on.
+
+Left out: quantised base layers, dropout, and LoRA's scaling ``alpha / r``, which the publication does not have.
+A fused projection (Phi-3's ``qkv_proj``, GPT-2's ``c_attn``) is one projection with one M.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners._buffer_dict import BufferDict
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from plpkg.validation import one_of, whole_number
+
+PEFT_TYPE = "PRIVATELORA"
+PREFIX = "privatelora_"
+QKV = ["q_proj", "k_proj", "v_proj"]
+TARGET_MODULES = {"llama": QKV, "mistral": QKV, "qwen2": QKV, "gemma2": QKV, "phi3": ["qkv_proj"], "gpt2": ["c_attn"]}
+"""The query, key and value projections of each architecture family: what the publication adapts."""
+
+
+@dataclass
+class PrivateLoraConfig(PeftConfig):
+    """How a model is adapted.
+
+    Attributes
+    ----------
+    r_c2d, r_d2c
+        Ranks from cloud to device and back: M is ``(r_d2c, r_c2d)``.
+    target_modules
+        Names of the linear layers, or a regular expression; by default those of :data:`TARGET_MODULES`.
+    exclude_modules
+        Names, or a regular expression, of layers to leave alone.
+    layers_to_transform
+        Numbers of the decoder layers; all by default.
+    layers_pattern
+        The name of the list of layers, where PEFT does not know it.
+    init
+        ``"gaussian"``: A and B are random, from ``projection_seed`` and the module's name. ``"svd"``: they are the
+        largest singular vectors of W, B scaled by the singular values.
+    projection_seed
+        Of A and B.
+    save_projection
+        Save A and B beside M. By default only for ``"svd"``: singular vectors may change sign from one machine to
+        the next, and an M that was learnt for the others would be wrong.
+    modules_to_save
+        Other modules to train and save.
+    """
+
+    r_c2d: int = field(default=64, metadata={"help": "Rank from cloud to device."})
+    r_d2c: int = field(default=64, metadata={"help": "Rank from device to cloud."})
+    target_modules: list[str] | str | None = field(default=None, metadata={"help": "Linear layers to adapt."})
+    exclude_modules: list[str] | str | None = field(default=None, metadata={"help": "Layers to leave alone."})
+    layers_to_transform: list[int] | int | None = field(default=None, metadata={"help": "Decoder layers to adapt."})
+    layers_pattern: list[str] | str | None = field(default=None, metadata={"help": "Name of the list of layers."})
+    init: str = field(default="gaussian", metadata={"help": "gaussian or svd."})
+    projection_seed: int = field(default=0, metadata={"help": "Seed of A and B."})
+    save_projection: bool | None = field(default=None, metadata={"help": "Save A and B beside M."})
+    modules_to_save: list[str] | None = field(default=None, metadata={"help": "Other modules to train and save."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.peft_type = PEFT_TYPE
+        for name in ("target_modules", "exclude_modules"):
+            if isinstance(getattr(self, name), list):
+                setattr(self, name, set(getattr(self, name)))
+        whole_number("r_c2d", self.r_c2d, 1)
+        whole_number("r_d2c", self.r_d2c, 1)
+        whole_number("projection_seed", self.projection_seed, 0)
+        one_of("init", self.init, ("gaussian", "svd"))
+        if self.init == "svd" and self.r_c2d != self.r_d2c:
+            raise ValueError(f"init='svd' takes one rank for both ways, got r_c2d={self.r_c2d}, r_d2c={self.r_d2c}")
+        if self.save_projection is None:
+            self.save_projection = self.init == "svd"
+        if self.init == "svd" and not self.save_projection:
+            raise ValueError("init='svd' needs save_projection=True: singular vectors differ between machines")
+        if self.layers_pattern and self.layers_to_transform is None:
+            raise ValueError(f"layers_pattern={self.layers_pattern!r} needs layers_to_transform")
+
+
+def gaussian_projections(
+    seed: int, module: str, in_features: int, out_features: int, r_c2d: int, r_d2c: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and B of one projection, the same wherever they are drawn.
+
+    Parameters
+    ----------
+    seed
+        The configuration's ``projection_seed``.
+    module
+        The projection's name in the model, ``model.layers.0.self_attn.q_proj``.
+    in_features, out_features, r_c2d, r_d2c
+        Dimensions.
+
+    Returns
+    -------
+    A, B
+        ``(r_c2d, in_features)`` of variance ``1 / in_features`` and ``(out_features, r_d2c)`` of variance
+        ``1 / r_d2c``, float32, so that A keeps the size of its input's entries, and B of M's.
+    """
+    digest = hashlib.sha256(f"{seed} {module}".encode()).digest()
+    generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    a = torch.randn(r_c2d, in_features, generator=generator, device="cpu") / in_features**0.5
+    b = torch.randn(out_features, r_d2c, generator=generator, device="cpu") / r_d2c**0.5
+    return a, b
+
+
+def svd_projections(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and B from W's largest singular vectors: ``B A`` is the best approximation of W of that rank.
+
+    Parameters
+    ----------
+    weight
+        ``(out_features, in_features)``.
+    rank
+        At most the smaller of both.
+    """
+    whole_number("rank", rank, 1, min(weight.shape), "min(out_features, in_features)")
+    u, s, vh = torch.linalg.svd(weight.detach().float(), full_matrices=False)
+    return vh[:rank].contiguous(), (u[:, :rank] * s[:rank]).contiguous()
+
+
+class PrivateLoraLayer(nn.Module, BaseTunerLayer):
+    """A linear layer with one M for each adapter.
+
+    Attributes
+    ----------
+    base_layer
+        The layer as it was: ``nn.Linear``, or GPT-2's ``Conv1D``.
+    privatelora_M
+        By adapter: ``nn.Linear(r_c2d, r_d2c, bias=False)``.
+    privatelora_A, privatelora_B
+        By adapter: ``(r_c2d, in_features)`` and ``(out_features, r_d2c)``, frozen.
+    """
+
+    adapter_layer_names = ("privatelora_M",)
+    other_param_names = ("privatelora_A", "privatelora_B")
+
+    def __init__(self, base_layer: nn.Module, module: str) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.module = module
+        base = self.get_base_layer()
+        if isinstance(base, nn.Linear):
+            self.in_features, self.out_features = base.in_features, base.out_features
+        elif isinstance(base, Conv1D):
+            self.in_features, self.out_features = base.nx, base.nf
+        else:
+            raise TypeError(f"{module} is a {type(base).__name__}: only nn.Linear and Conv1D can be adapted")
+        self.privatelora_M = nn.ModuleDict()
+        self.privatelora_A = BufferDict(persistent=False)
+        self.privatelora_B = BufferDict(persistent=False)
+        self._disable_adapters = False
+        self.merged_adapters = []
+
+    def update_layer(self, adapter_name: str, config: PrivateLoraConfig, inference_mode: bool = False) -> None:
+        """Add an adapter: A and B as configured, M zero."""
+        if config.init == "svd":
+            a, b = svd_projections(self._base_weight(), config.r_c2d)
+        else:
+            a, b = gaussian_projections(
+                config.projection_seed, self.module, self.in_features, self.out_features, config.r_c2d, config.r_d2c
+            )
+        # Every adapter of a layer is saved with its own A and B, or none is.
+        for name, buffers, value in (("A", self.privatelora_A, a), ("B", self.privatelora_B, b)):
+            if len(buffers) and buffers.persistent != config.save_projection:
+                raise ValueError(
+                    f"save_projection={config.save_projection} for the adapter {adapter_name!r}, but "
+                    f"{buffers.persistent} for those that the model already has ({name} of {self.module})"
+                )
+            buffers.persistent = config.save_projection
+            buffers[adapter_name] = value
+        self.privatelora_M[adapter_name] = nn.Linear(config.r_c2d, config.r_d2c, bias=False)
+        nn.init.zeros_(self.privatelora_M[adapter_name].weight)
+        self._move_adapter_to_device_of_base_layer(adapter_name)
+        self.set_adapter(self.active_adapters, inference_mode=inference_mode)
+
+    def _base_weight(self) -> torch.Tensor:
+        """W as ``(out_features, in_features)``, without what is merged into it."""
+        if self.merged:
+            raise ValueError(f"{self.module} has {self.merged_adapters} merged into it: unmerge first")
+        weight = self.get_base_weight()
+        return weight.T if isinstance(self.get_base_layer(), Conv1D) else weight
+
+    def residual(self, x: torch.Tensor, adapter_name: str) -> torch.Tensor:
+        """What an adapter adds to the output for ``x`` ``(..., in_features)``: ``(..., out_features)``."""
+        m = self.privatelora_M[adapter_name]
+        x = self._cast_input_dtype(x, m.weight.dtype)
+        u = nn.functional.linear(x, self.privatelora_A[adapter_name])  # (..., r_c2d), goes to the device
+        v = m(u)  # (..., r_d2c), comes back
+        return nn.functional.linear(v, self.privatelora_B[adapter_name])
+
+    def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        if self.disable_adapters and self.merged:
+            self.unmerge()
+        result = self.base_layer(x, *args, **kwargs)
+        if self.disable_adapters or self.merged:
+            return result
+        dtype = result.dtype
+        for adapter_name in self.active_adapters:
+            if adapter_name in self.privatelora_M:
+                result = result + self.residual(x, adapter_name)
+        return result.to(dtype)
+
+    def get_delta_weight(self, adapter_name: str) -> torch.Tensor:
+        """B·M·A in the shape of the base layer's weight."""
+        m = self.privatelora_M[adapter_name].weight
+        delta = self.privatelora_B[adapter_name].to(m.dtype) @ m @ self.privatelora_A[adapter_name].to(m.dtype)
+        return delta.T if isinstance(self.get_base_layer(), Conv1D) else delta
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Add the active adapters' B·M·A to the base weight; with ``safe_merge`` only if all stays finite."""
+        for adapter_name in check_adapters_to_merge(self, adapter_names):
+            if adapter_name not in self.privatelora_M:
+                continue
+            weight = self.get_base_weight()
+            merged = (weight + self.get_delta_weight(adapter_name)).to(weight.dtype)
+            if safe_merge and not torch.isfinite(merged).all():
+                raise ValueError(f"merging {adapter_name!r} into {self.module} gives values that are not finite")
+            self.set_base_weight(merged)
+            self.merged_adapters.append(adapter_name)
+
+    def unmerge(self) -> None:
+        """Take the merged adapters out again, up to rounding."""
+        while self.merged_adapters:
+            weight = self.get_base_weight()
+            self.set_base_weight((weight - self.get_delta_weight(self.merged_adapters.pop())).to(weight.dtype))
+
+    def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return f"privatelora.{super().__repr__()}"
+
+
+class PrivateLoraModel(BaseTuner):
+    """What ``get_peft_model`` builds for a :class:`PrivateLoraConfig`."""
+
+    prefix = PREFIX
+    tuner_layer_cls = PrivateLoraLayer
+    target_module_mapping = TARGET_MODULES
+
+    def _prepare_adapter_config(self, peft_config: PrivateLoraConfig, model_config: dict) -> PrivateLoraConfig:
+        if peft_config.target_modules is None and model_config.get("model_type") not in TARGET_MODULES:
+            raise ValueError(
+                f"no default target_modules for model_type {model_config.get('model_type')!r} (there are some for "
+                f"{', '.join(TARGET_MODULES)}): name the linear layers to adapt"
+            )
+        return super()._prepare_adapter_config(peft_config, model_config)
+
+    def _create_and_replace(
+        self, peft_config: PrivateLoraConfig, adapter_name, target, target_name, parent, current_key, **_
+    ) -> None:
+        if isinstance(target, PrivateLoraLayer):
+            target.update_layer(adapter_name, peft_config, inference_mode=peft_config.inference_mode)
+            return
+        layer = PrivateLoraLayer(target, current_key)
+        layer._active_adapter = adapter_name
+        layer.update_layer(adapter_name, peft_config, inference_mode=peft_config.inference_mode)
+        if adapter_name not in self.active_adapters:
+            layer.requires_grad_(False)
+        self._replace_module(parent, target_name, layer, target)
+
+
+def convert_to_lora(model: PeftModel, adapter_name: str = "default") -> tuple[LoraConfig, dict[str, torch.Tensor]]:
+    """The same adapter as ordinary LoRA, exactly: for servers that know only that.
+
+    With ``r_c2d`` the smaller rank LoRA's A is A and its B is B·M, else they are M·A and B; LoRA's rank is the
+    smaller of both.
+
+    Returns
+    -------
+    config, state_dict
+        What ``peft.set_peft_model_state_dict`` and ``LoraConfig`` users load; scaling is 1.
+
+    Raises
+    ------
+    ValueError
+        The adapter is not there, or not a PrivateLoRA one.
+    """
+    config = model.peft_config.get(adapter_name)
+    if not isinstance(config, PrivateLoraConfig):
+        raise ValueError(f"{adapter_name!r} is not a PrivateLoRA adapter of this model: {list(model.peft_config)}")
+    rank = min(config.r_c2d, config.r_d2c)
+    state, targets, transposed = {}, [], False
+    for name, layer in model.named_modules():
+        if not isinstance(layer, PrivateLoraLayer) or adapter_name not in layer.privatelora_M:
+            continue
+        m = layer.privatelora_M[adapter_name].weight.detach()
+        a, b = (p[adapter_name].to(m.dtype) for p in (layer.privatelora_A, layer.privatelora_B))
+        lora_a, lora_b = (a, b @ m) if config.r_c2d <= config.r_d2c else (m @ a, b)
+        state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"] = lora_a.contiguous(), lora_b.contiguous()
+        targets.append(layer.module)
+        transposed |= isinstance(layer.get_base_layer(), Conv1D)
+    lora = LoraConfig(
+        r=rank, lora_alpha=rank, target_modules=targets, fan_in_fan_out=transposed, task_type=config.task_type
+    )
+    return lora, state
+
+
+PEFT_TYPE_TO_CONFIG_MAPPING[PEFT_TYPE] = PrivateLoraConfig
+PEFT_TYPE_TO_TUNER_MAPPING[PEFT_TYPE] = PrivateLoraModel
+PEFT_TYPE_TO_PREFIX_MAPPING[PEFT_TYPE] = PREFIX

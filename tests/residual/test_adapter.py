@@ -1,0 +1,322 @@
+"""The adapter against the formula, PEFT's own operations, and ordinary LoRA, on every architecture family."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from peft import PeftModel, convert_to_lora as peft_convert_to_lora, get_peft_model, set_peft_model_state_dict
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+from safetensors.torch import load_file
+from transformers import OPTConfig, OPTForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from plpkg.backbones import FAMILIES, random_backbone
+from plpkg.residual import PrivateLoraConfig, convert_to_lora
+from plpkg.residual.adapter import PEFT_TYPE, PrivateLoraLayer, gaussian_projections, svd_projections
+
+IDS = torch.arange(40).reshape(2, 20) % 17
+
+
+def backbone(family="llama", **shape):
+    kv_heads = 4 if family == "gpt2" else 2
+    return random_backbone(family, **dict(num_kv_heads=kv_heads, vocab=64, hidden=32, intermediate=48) | shape)
+
+
+def adapted(family="llama", seed=0, **config):
+    """A model with an adapter whose M are random."""
+    config = PrivateLoraConfig(task_type="CAUSAL_LM", **dict(r_c2d=5, r_d2c=3) | config)
+    model = get_peft_model(backbone(family), config)
+    randomise(model, seed)
+    return model
+
+
+def randomise(model, seed=0, adapter="default"):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for layer in layers(model):
+            m = layer.privatelora_M[adapter].weight
+            m.copy_(torch.randn(m.shape, generator=generator))
+
+
+def layers(model):
+    return [module for module in model.modules() if isinstance(module, PrivateLoraLayer)]
+
+
+@torch.no_grad()
+def logits(model):
+    return model(input_ids=IDS).logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_new_adapter_changes_no_bit(family, dtype):
+    model = backbone(family, dtype=dtype)
+    before = logits(model)
+    assert torch.equal(logits(get_peft_model(model, PrivateLoraConfig(r_c2d=5, r_d2c=3))), before)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_m_learns_and_it_is_small(family):
+    model = get_peft_model(backbone(family), PrivateLoraConfig(r_c2d=5, r_d2c=3))
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    projections = 1 if family in ("phi3", "gpt2") else 3
+    assert len(trainable) == 2 * projections
+    assert all(".privatelora_M.default.weight" in name and p.shape == (3, 5) for name, p in trainable.items())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_the_formula_at_every_projection(family):
+    model = adapted(family)
+    plain = backbone(family)
+    with torch.no_grad():
+        for name, layer in model.named_modules():
+            if not isinstance(layer, PrivateLoraLayer):
+                continue
+            a, b = gaussian_projections(0, layer.module, layer.in_features, layer.out_features, 5, 3)
+            delta = b @ layer.privatelora_M["default"].weight @ a
+            target = plain.get_submodule(name.removeprefix("base_model.model."))
+            target.weight += delta.T if isinstance(target, Conv1D) else delta
+    torch.testing.assert_close(logits(model), logits(plain), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(logits(plain), logits(backbone(family)), atol=1e-2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_reach_every_m_and_nothing_else(family):
+    model = get_peft_model(backbone(family), PrivateLoraConfig(r_c2d=5, r_d2c=3))
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None and parameter.grad.any()) == ("privatelora_M" in name), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_it_is_m_alone_and_loads_to_the_same_logits(family, tmp_path):
+    model = adapted(family)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    numbers = sum(layer.privatelora_M["default"].weight.numel() for layer in layers(model))
+    assert sum(t.numel() for t in saved.values()) == numbers
+    assert all(name.endswith("privatelora_M.weight") for name in saved)
+    size = (tmp_path / "adapter_model.safetensors").stat().st_size
+    assert size < 4 * numbers + 200 * len(saved)  # a header beside M's float32
+    loaded = PeftModel.from_pretrained(backbone(family), tmp_path)
+    assert isinstance(loaded.peft_config["default"], PrivateLoraConfig)
+    assert torch.equal(logits(loaded), logits(model))
+
+
+@pytest.mark.parametrize("low_cpu_mem_usage", [False, True])
+def test_svd_projections_are_saved_and_loaded(tmp_path, monkeypatch, low_cpu_mem_usage):
+    model = adapted(init="svd", r_c2d=4, r_d2c=4)
+    model.save_pretrained(tmp_path)
+    names = {name.rsplit(".", 1)[-1] for name in load_file(tmp_path / "adapter_model.safetensors")}
+    assert names == {"weight", "privatelora_A", "privatelora_B"}
+
+    def other_machine(weight, rank):  # where some singular vectors come out with the other sign
+        a, b = svd_projections(weight, rank)
+        signs = torch.tensor([1.0, -1.0] * (rank // 2))
+        return signs[:, None] * a, b * signs
+
+    monkeypatch.setattr("plpkg.residual.adapter.svd_projections", other_machine)
+    loaded = PeftModel.from_pretrained(backbone(), tmp_path, low_cpu_mem_usage=low_cpu_mem_usage)
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_saved_projections_win_over_the_seed(tmp_path):
+    model = adapted(save_projection=True)
+    with torch.no_grad():
+        for layer in layers(model):
+            layer.privatelora_A["default"].mul_(-2)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(PeftModel.from_pretrained(backbone(), tmp_path)), logits(model))
+
+
+def test_low_memory_loading_draws_the_same_projections(tmp_path):
+    model = adapted()
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(backbone(), tmp_path, low_cpu_mem_usage=True)
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_a_fresh_process_draws_the_same_projections():
+    arguments = (7, "model.layers.0.self_attn.q_proj", 12, 8, 5, 3)
+    code = (
+        "from plpkg.residual.adapter import gaussian_projections as g\n"
+        f"a, b = g(*{arguments!r})\nprint([x.hex() for x in (*a.flatten().tolist(), *b.flatten().tolist())])"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    here = [x.hex() for p in gaussian_projections(*arguments) for x in p.flatten().tolist()]
+    assert output.strip() == str(here)
+
+
+def test_seed_and_module_decide_the_projections():
+    a, b = gaussian_projections(0, "q", 4000, 2000, 8, 16)
+    assert a.shape == (8, 4000)
+    assert b.shape == (2000, 16)
+    assert a.std() == pytest.approx(4000**-0.5, rel=0.02)
+    assert b.std() == pytest.approx(16**-0.5, rel=0.02)
+    for other in ((1, "q"), (0, "k")):
+        assert not torch.equal(gaussian_projections(*other, 4000, 2000, 8, 16)[0], a)
+
+
+def test_svd_projections_are_the_best_approximation():
+    weight = torch.randn(20, 12, generator=torch.Generator().manual_seed(0))
+    a, b = svd_projections(weight, 5)
+    singular = torch.linalg.svdvals(weight)
+    assert torch.linalg.matrix_norm(weight - b @ a) == pytest.approx(singular[5:].norm().item(), rel=1e-4)
+    torch.testing.assert_close(a @ a.T, torch.eye(5))
+    with pytest.raises(ValueError, match=r"rank must be between 1 and min\(out_features, in_features\)=12, got 13"):
+        svd_projections(weight, 13)
+
+
+def test_the_adapter_can_be_switched_off_and_on():
+    model = adapted()
+    with_adapter = logits(model)
+    with model.disable_adapter():
+        assert torch.equal(logits(model), logits(backbone()))
+    assert torch.equal(logits(model), with_adapter)
+
+
+def test_several_adapters_of_several_ranks():
+    model = adapted()
+    first = logits(model)
+    model.add_adapter("other", PrivateLoraConfig(r_c2d=4, r_d2c=6, projection_seed=9))
+    assert torch.equal(logits(model), first)
+    assert not any(layer.privatelora_M["other"].weight.requires_grad for layer in layers(model))
+    randomise(model, 1, "other")
+    model.set_adapter("other")
+    second = logits(model)
+    assert not torch.allclose(first, second, atol=1e-3)
+    assert all(layer.privatelora_M["other"].weight.requires_grad for layer in layers(model))
+    model.base_model.set_adapter(["default", "other"])
+    both = logits(model)
+    for single in (first, second):
+        assert not torch.allclose(both, single, atol=1e-3)
+    model.set_adapter("default")
+    model.delete_adapter("other")
+    assert torch.equal(logits(model), first)
+
+
+def test_adapters_agree_on_saving_their_projections():
+    model = adapted()
+    with pytest.raises(ValueError, match="save_projection=True for the adapter 'other', but False for those"):
+        model.add_adapter("other", PrivateLoraConfig(r_c2d=4, r_d2c=4, save_projection=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_merged_and_unmerged(family):
+    model = adapted(family)
+    with_adapter = logits(model)
+    model.merge_adapter(safe_merge=True)
+    torch.testing.assert_close(logits(model), with_adapter, rtol=1e-4, atol=1e-5)
+    model.unmerge_adapter()
+    torch.testing.assert_close(logits(model), with_adapter, rtol=1e-4, atol=1e-5)
+    plain = model.merge_and_unload()
+    assert not layers(plain)
+    torch.testing.assert_close(logits(plain), with_adapter, rtol=1e-4, atol=1e-5)
+
+
+def test_disabling_a_merged_adapter_takes_it_out():
+    model = adapted()
+    model.merge_adapter()
+    with model.disable_adapter():
+        torch.testing.assert_close(logits(model), logits(backbone()), rtol=1e-4, atol=1e-5)
+
+
+def test_a_safe_merge_refuses_what_is_not_finite():
+    model = adapted()
+    with torch.no_grad():
+        layers(model)[1].privatelora_M["default"].weight[0, 0] = float("inf")
+    before = copy.deepcopy(layers(model)[1].get_base_weight())
+    with pytest.raises(ValueError, match=r"merging 'default' into model.layers.0.self_attn.k_proj gives values"):
+        model.merge_adapter(safe_merge=True)
+    assert torch.equal(layers(model)[1].get_base_weight(), before)
+
+
+def test_singular_vectors_of_a_merged_weight_are_refused():
+    model = adapted(init="svd", r_c2d=4, r_d2c=4)
+    model.merge_adapter()
+    with pytest.raises(ValueError, match=r"\['default'\] merged into it: unmerge first"):
+        model.add_adapter("other", PrivateLoraConfig(r_c2d=4, r_d2c=4, init="svd"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("r_c2d", "r_d2c"), [(5, 3), (3, 5)])
+def test_as_ordinary_lora_it_gives_the_same_logits(family, r_c2d, r_d2c):
+    model = adapted(family, r_c2d=r_c2d, r_d2c=r_d2c)
+    config, state = convert_to_lora(model)
+    assert config.r == 3
+    lora = get_peft_model(backbone(family), config)
+    missing = set_peft_model_state_dict(lora, state)
+    assert not missing.unexpected_keys
+    assert len(state) == 2 * len(layers(model))
+    torch.testing.assert_close(logits(lora), logits(model), rtol=1e-4, atol=1e-5)
+
+
+def test_pefts_own_conversion_agrees():
+    model = adapted()
+    config, state = peft_convert_to_lora(model, rank=3)
+    lora = get_peft_model(backbone(), config)
+    set_peft_model_state_dict(lora, state)
+    torch.testing.assert_close(logits(lora), logits(model), rtol=1e-3, atol=1e-4)
+
+
+def test_what_cannot_be_converted_is_named():
+    with pytest.raises(ValueError, match=r"'other' is not a PrivateLoRA adapter of this model: \['default'\]"):
+        convert_to_lora(adapted(), "other")
+
+
+def test_chosen_layers_and_modules():
+    model = adapted(layers_to_transform=[1], target_modules=["q_proj", "down_proj"])
+    assert [layer.module for layer in layers(model)] == [
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.1.mlp.down_proj",
+    ]
+    model = adapted(target_modules=r".*\.0\..*o_proj")
+    assert [layer.module for layer in layers(model)] == ["model.layers.0.self_attn.o_proj"]
+    model = adapted(exclude_modules=["k_proj"])
+    assert {layer.module.rsplit(".", 1)[-1] for layer in layers(model)} == {"q_proj", "v_proj"}
+
+
+def test_half_precision_bases_train_in_float32():
+    model = get_peft_model(backbone(dtype=torch.bfloat16), PrivateLoraConfig(r_c2d=5, r_d2c=3))
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    assert logits(model).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (dict(r_c2d=0), "r_c2d must be a whole number of at least 1, got 0"),
+        (dict(r_d2c=2.5), "r_d2c must be a whole number of at least 1, got 2.5"),
+        (dict(projection_seed=-1), "projection_seed must be a whole number of at least 0, got -1"),
+        (dict(init="zeros"), "init must be one of 'gaussian', 'svd', got 'zeros'"),
+        (dict(init="svd", r_c2d=4, r_d2c=5), "init='svd' takes one rank for both ways, got r_c2d=4, r_d2c=5"),
+        (dict(init="svd", save_projection=False), "init='svd' needs save_projection=True"),
+        (dict(layers_pattern="layers"), "layers_pattern='layers' needs layers_to_transform"),
+    ],
+)
+def test_impossible_configurations_are_named(config, message):
+    with pytest.raises(ValueError, match=message):
+        PrivateLoraConfig(**config)
+
+
+def test_what_cannot_be_adapted_is_named():
+    with pytest.raises(TypeError, match=r"embed_tokens is a Embedding: only nn.Linear and Conv1D can be adapted"):
+        adapted(target_modules=["embed_tokens"])
+    opt = OPTForCausalLM(
+        OPTConfig(hidden_size=16, ffn_dim=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=9)
+    )
+    with pytest.raises(ValueError, match="no default target_modules for model_type 'opt'"):
+        get_peft_model(opt, PrivateLoraConfig())
+    assert layers(get_peft_model(opt, PrivateLoraConfig(target_modules=["q_proj"])))
+
+
+def test_what_is_relied_on_in_peft_is_there():
+    """PEFT has no public way to register a method; these are the three dictionaries it looks into."""
+    assert PEFT_TYPE_TO_CONFIG_MAPPING[PEFT_TYPE] is PrivateLoraConfig
+    assert PEFT_TYPE_TO_TUNER_MAPPING[PEFT_TYPE].tuner_layer_cls is PrivateLoraLayer
+    assert PEFT_TYPE_TO_PREFIX_MAPPING[PEFT_TYPE] == "privatelora_"
+    code = "from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING as m; print('PRIVATELORA' in m)"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output == "False\n"  # if PEFT gets one of this name, ours must not replace it
