@@ -1,0 +1,218 @@
+"""The two parts against the uncut model: logits, generation, gradients, on every architecture family."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from plpkg.backbones import FAMILIES, random_backbone
+from plpkg.residual import PrivateLoraConfig, split
+from plpkg.residual.adapter import PrivateLoraLayer
+from plpkg.residual.split import Direct
+
+IDS = torch.arange(2, 26).reshape(2, 12) % 23 + 1  # never 0, which pads
+CUTS = [(0, 0), (1, 0), (0, 1), (1, 2)]
+
+
+def adapted(family="llama", m_scale=1.0, **config):
+    kv_heads = 4 if family == "gpt2" else 2
+    model = random_backbone(family, num_layers=4, num_kv_heads=kv_heads, vocab=64, hidden=32, intermediate=48)
+    model = get_peft_model(model, PrivateLoraConfig(**dict(r_c2d=5, r_d2c=3) | config))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "privatelora_M" in name:
+                parameter.copy_(m_scale * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+class Counted(Direct):
+    """Also keeps what crossed."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.log = []
+
+    def send(self, group, u):
+        assert not u.requires_grad
+        self.log.append(("up", group, tuple(u.shape)))
+        super().send(group, u)
+
+    def receive(self, group):
+        v = super().receive(group)
+        self.log.append(("down", group, tuple(v.shape)))
+        return v
+
+    def backward(self, group, grad_v):
+        self.log.append(("gradient", group, tuple(grad_v.shape)))
+        return super().backward(group, grad_v)
+
+
+def connected(model, first_k=0, last_k=0):
+    device, cloud = split(model, first_k, last_k)
+    transport = Counted(device)
+    cloud.connect(transport)
+    return device, cloud, transport
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("first_k", "last_k"), CUTS)
+def test_the_parts_together_give_the_models_logits(family, first_k, last_k):
+    model = adapted(family)
+    mask = torch.ones_like(IDS)
+    mask[1, :5] = 0  # padding on the left
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    for attention_mask, position_ids in ((None, None), (mask, positions)):
+        with torch.no_grad():
+            options = dict(attention_mask=attention_mask, position_ids=position_ids)
+            expected = model(input_ids=IDS, **options).logits
+            device, cloud, _ = connected(model, first_k, last_k)
+            found = device.logits(cloud(device.embed(IDS, **options), **options), **options)
+        seen = slice(None) if attention_mask is None else attention_mask.bool()
+        torch.testing.assert_close(found[seen], expected[seen], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("first_k", "last_k"), [(0, 0), (1, 2)])
+def test_token_by_token_with_caches_on_both_sides(family, first_k, last_k):
+    model = adapted(family)
+    expected = model.generate(input_ids=IDS, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    device, cloud, _ = connected(model, first_k, last_k)
+    here, there = device.new_cache(), cloud.new_cache()
+    ids, step = IDS, IDS
+    with torch.no_grad():
+        for _ in range(6):
+            hidden = cloud(device.embed(step, cache=here), cache=there)
+            step = device.logits(hidden, cache=here)[:, -1:].argmax(-1)
+            ids = torch.cat([ids, step], dim=1)
+    assert torch.equal(ids, expected)
+    assert here.seen == there.get_seq_length() == 17
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("first_k", "last_k"), CUTS)
+def test_gradients_equal_those_of_one_process(family, first_k, last_k):
+    model = adapted(family, m_scale=0.1)
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+
+    device, cloud, _ = connected(model, first_k, last_k)
+    embedded = device.embed(IDS)
+    sent = embedded.detach().requires_grad_(embedded.requires_grad)
+    hidden = cloud(sent)
+    returned = hidden.detach().requires_grad_()
+    logits = device.logits(returned)
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), IDS[:, 1:].flatten())
+    loss.backward()
+    hidden.backward(returned.grad)
+    if embedded.requires_grad:
+        embedded.backward(sent.grad)
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 1e-6 * gradient.norm(), name
+    assert not device._asked
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("first_k", "last_k"), CUTS)
+def test_neither_part_holds_a_tensor_of_the_other(family, first_k, last_k):
+    model = adapted(family)
+    device, cloud = split(model, first_k, last_k)
+
+    def tensors(part):
+        found = {name: t for name, t in (*part.named_parameters(), *part.named_buffers()) if "rotary" not in name}
+        return {t.data_ptr(): name for name, t in found.items()}
+
+    on_device, on_cloud = tensors(device), tensors(cloud)
+    assert not on_device.keys() & on_cloud.keys()
+    everything = {t.data_ptr() for n, t in model.named_parameters()}
+    assert everything <= on_device.keys() | on_cloud.keys()
+    private = {p.data_ptr() for n, p in model.named_parameters() if "privatelora_M" in n}
+    assert private <= on_device.keys()
+    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
+    assert {m.weight.data_ptr() for m in embeddings} <= on_device.keys()
+    assert not any(p.requires_grad for p in cloud.parameters())
+
+
+def test_one_message_each_way_for_a_layers_query_key_and_value():
+    device, cloud, transport = connected(adapted())
+    with torch.no_grad():
+        device.logits(cloud(device.embed(IDS)))
+    expected = []
+    for group in range(4):
+        expected += [("up", group, (3, 2, 12, 5)), ("down", group, (3, 2, 12, 3))]
+    assert transport.log == expected
+
+
+def test_gradients_cross_in_the_opposite_order():
+    device, cloud, transport = connected(adapted())
+    cloud(device.embed(IDS)).sum().backward()
+    assert [entry for entry in transport.log if entry[0] == "gradient"] == [
+        ("gradient", group, (3, 2, 12, 3)) for group in (3, 2, 1, 0)
+    ]
+
+
+def test_every_linear_layer_can_be_adapted_and_shares_what_has_one_input():
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    model = adapted(target_modules=targets, m_scale=0.1)
+    device, cloud, transport = connected(model)
+    with torch.no_grad():
+        found = device.logits(cloud(device.embed(IDS)))
+        torch.testing.assert_close(found, model(input_ids=IDS).logits, rtol=1e-4, atol=1e-5)
+    assert [shape[0] for way, _, shape in transport.log if way == "up"] == [3, 1, 2, 1] * 4
+    assert [group for way, group, _ in transport.log if way == "up"] == list(range(16))
+
+
+def test_only_adapted_layers_cross():
+    device, cloud, transport = connected(adapted(layers_to_transform=[1, 3], target_modules=["q_proj", "v_proj"]))
+    with torch.no_grad():
+        cloud(device.embed(IDS))
+    assert [shape for way, _, shape in transport.log if way == "up"] == [(2, 2, 12, 5)] * 2
+
+
+def test_the_model_itself_stays_usable():
+    model = adapted()
+    with torch.no_grad():
+        before = model(input_ids=IDS).logits
+        split(model, 1, 1)
+        assert torch.equal(model(input_ids=IDS).logits, before)
+    assert len([m for m in model.modules() if isinstance(m, PrivateLoraLayer)]) == 12
+
+
+def test_without_a_device_nothing_is_computed():
+    device, cloud = split(adapted())
+    with pytest.raises(RuntimeError, match="exchange 0 has no device to ask"):
+        cloud(device.embed(IDS))
+
+
+def test_a_gradient_that_nobody_waits_for_is_refused():
+    device, _ = split(adapted())
+    with pytest.raises(KeyError):
+        device.residual_backward(0, torch.zeros(3, 1, 1, 3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(first_k=4), "first_k must be between 0 and num_hidden_layers - 1=3, got 4"),
+        (dict(first_k=2, last_k=2), "last_k must be between 0 and num_hidden_layers - 1 - first_k=1, got 2"),
+        (dict(first_k=-1), "first_k must be between 0 and"),
+        (dict(adapter_name="other"), "PeftModel has no PrivateLoRA adapter 'other'"),
+    ],
+)
+def test_impossible_cuts_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        split(adapted(), **arguments)
+
+
+def test_models_that_cannot_be_cut_are_named():
+    plain = random_backbone("llama")
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no PrivateLoRA adapter 'default'"):
+        split(plain)
+    with pytest.raises(ValueError, match="has no PrivateLoRA adapter"):
+        split(get_peft_model(plain, LoraConfig(target_modules=["q_proj"])))
+    merged = adapted()
+    merged.merge_adapter()
+    with pytest.raises(ValueError, match="an adapter is merged into the weights: unmerge it first"):
+        split(merged)
