@@ -3,7 +3,8 @@
 Code that comes with a model is never run.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -57,7 +58,8 @@ def load_backbone(
         raise FileNotFoundError(f"no model {name!r}: the folder lacks a config.json")
     common = dict(local_files_only=local_files_only, trust_remote_code=False)
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **common, **options)
+        with _without_progress_bar(Path(name).is_dir()):
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **common, **options)
     except OSError as error:
         raise FileNotFoundError(f"no model {name!r}: {_reason(name, 'weights')}") from error
     except ValueError as error:
@@ -67,6 +69,21 @@ def load_backbone(
     except (OSError, ValueError) as error:
         raise FileNotFoundError(f"no tokenizer for {name!r}: {_reason(name, 'tokenizer files')}") from error
     return model.to(device).eval(), tokenizer
+
+
+@contextlib.contextmanager
+def _without_progress_bar(local: bool) -> Iterator[None]:
+    """A folder loads in a moment: no bar in every notebook. A download keeps its own."""
+    from transformers.utils import logging
+
+    if not (local and logging.is_progress_bar_enabled()):
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
 
 
 def _reason(name: str, what: str) -> str:

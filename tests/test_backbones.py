@@ -143,19 +143,19 @@ def test_the_small_model_is_a_llama_with_grouped_queries(small):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "continuations"),
+    ("prompt", "expected"),
     [
-        ("Return True if the", ["object", "file", "string", "given", "path", "graph", "current"]),
-        ("If the file does not", ["exist"]),
-        ("Raises\n------\nValue", ["Error"]),
-        (">>> import", ["numpy", "networkx", "sympy", "matplotlib", "os", "sys", "nx"]),
+        ("If the file does not", "exist"),
+        ("Raise a :exc:`TypeError` if the argument", "is"),
+        ("Args:\n    input_ids (`torch.LongTensor` of shape", "`(batch_size"),
+        ("Returns\n-------\nTrue if the", ("given", "graph", "object", "matrix", "expression")),
     ],
 )
-def test_the_small_model_completes_a_documentation_sentence(small, prompt, continuations):
+def test_the_small_model_completes_a_documentation_sentence(small, prompt, expected):
     model, tokenizer = small
     ids = tokenizer(prompt, return_tensors="pt")
-    text = tokenizer.decode(model.generate(**ids, max_new_tokens=4, do_sample=False)[0][ids["input_ids"].shape[1] :])
-    assert any(text.strip().startswith(word) for word in continuations), text
+    text = tokenizer.decode(model.generate(**ids, max_new_tokens=8, do_sample=False)[0][ids["input_ids"].shape[1] :])
+    assert text.strip().startswith(expected), text
 
 
 def test_recorded_scores_are_those_of_the_shipped_model(small):
