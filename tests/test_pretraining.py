@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import accelerate
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -230,6 +231,20 @@ def test_a_run_that_cannot_start_leaves_nothing(tmp_path, options, message):
     assert not (tmp_path / "out").exists()
 
 
+def test_the_processes_have_to_divide_the_batch(tmp_path, monkeypatch):
+    monkeypatch.setattr(accelerate.Accelerator, "num_processes", property(lambda self: 3))
+    with pytest.raises(ValueError, match="batch=4 must be a multiple of the processes=3"):
+        run(tmp_path / "out")
+
+
+def test_the_last_step_is_always_scored_and_the_rate_is_the_recipes(tmp_path):
+    run(tmp_path, evaluate_every=5)
+    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert [row["step"] for row in state["log"]] == [5, 10, 12]
+    rates = {group["lr"] for optimizer in state["optimizers"] for group in optimizer["param_groups"]}
+    assert rates == {TINY.lr_at(TINY.steps - 1)}
+
+
 def test_an_unknown_device_is_named(tmp_path):
     with pytest.raises(ValueError, match="device must be one of 'cpu', 'cuda', got 'tpu'"):
         pretrain(TINY, tmp_path, train=TRAIN, validation=VALIDATION, device="tpu")
@@ -243,10 +258,13 @@ def test_the_rate_rises_then_falls_to_zero():
     assert 0 < rates[-1] <= TINY.lr / 10
 
 
-def test_every_parameter_has_one_optimizer():
+def test_every_parameter_has_one_optimizer_and_only_hidden_matrices_decay():
     model = build(TINY)
-    groups = [p for o in pretraining.optimizers(model, TINY) for g in o.param_groups for p in g["params"]]
-    assert sorted(map(id, groups)) == sorted(map(id, model.parameters()))
+    groups = [group for optimizer in pretraining.optimizers(model, TINY) for group in optimizer.param_groups]
+    assert sorted(id(p) for g in groups for p in g["params"]) == sorted(map(id, model.parameters()))
+    decaying = {id(p) for g in groups for p in g["params"] if g["weight_decay"]}
+    layers = {id(p) for p in model.model.layers.parameters() if p.ndim == 2}
+    assert decaying == layers
 
 
 def test_the_command_trains_on_the_public_text(tmp_path, monkeypatch):

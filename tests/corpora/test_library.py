@@ -98,6 +98,12 @@ def built():
     return library.build(*SMALL)
 
 
+def test_the_public_keeps_what_it_shares_with_private_writers(built):
+    alone = library.build(SMALL[0], ())["public"]
+    for split in SPLITS:
+        assert [d.text for d in alone.split(split)] == [d.text for d in built["public"].split(split)]
+
+
 @pytest.fixture
 def small(built, tmp_path, monkeypatch):
     """A library of few packages with a cache of its own; gives the cache's path and a function that reads anew."""
@@ -150,6 +156,10 @@ def test_other_versions_have_a_cache_of_their_own(monkeypatch):
     here = library._cache_path()
     monkeypatch.setattr(library, "versions", lambda: {"python": "3.99"})
     assert library._cache_path() != here
+
+
+def test_versions_name_no_build():
+    assert not any("+" in version for version in library.versions().values())
 
 
 def test_a_missing_package_is_named(monkeypatch):
