@@ -15,8 +15,8 @@ from pathlib import Path
 SKIPPED = {"test", "tests", "testing", "conftest.py", "_vendor", "_vendored", "vendor", "externals", "site-packages"}
 """Folders and files that hold other people's text, or none for readers."""
 
-SPLIT_OFF = {"tkinter", "idlelib", "turtledemo", "lib2to3", "ensurepip", "distutils", "pydoc_data"}
-"""Parts of the standard library that Debian and others ship in packages of their own (the topics are read apart)."""
+SPLIT_OFF = {"tkinter", "idlelib", "turtledemo", "lib2to3", "ensurepip", "distutils", "msilib", "pydoc_data"}
+"""Parts of the standard library that are not on every system, or in packages of their own (the topics are read apart)."""
 
 UNPRINTABLE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufeff]")
 """Control characters but the line feed, lone surrogates, byte order marks."""
