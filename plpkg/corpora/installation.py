@@ -16,7 +16,7 @@ SKIPPED = {"test", "tests", "testing", "conftest.py", "_vendor", "_vendored", "v
 """Folders and files that hold other people's text, or none for readers."""
 
 SPLIT_OFF = {"tkinter", "idlelib", "turtledemo", "lib2to3", "ensurepip", "distutils", "msilib", "pydoc_data"}
-"""Parts of the standard library that are not on every system, or in packages of their own (the topics are read apart)."""
+"""Parts of the standard library that some systems lack or ship apart; the topics are read by themselves."""
 
 UNPRINTABLE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufeff]")
 """Control characters but the line feed, lone surrogates, byte order marks."""
