@@ -143,6 +143,8 @@ def check_corpora() -> Check:
         found = [row for name in ("public", *corpora.writers()) for row in corpora.writer(name).rows()]
     except (ImportError, FileNotFoundError) as error:
         return Check("corpora", "FAIL", str(error), "install the package with its dependencies and data")
+    if not recorded:
+        return Check("corpora", "FAIL", "data/measured/corpora.csv is empty", "restore data/ from the repository")
     expected = {(row["writer"], row["split"]): row["sha256"] for row in recorded}
     differing = [f"{r['writer']} {r['split']}" for r in found if expected.get((r["writer"], r["split"])) != r["sha256"]]
     if not differing:

@@ -6,15 +6,18 @@ or test as a whole; near-duplicate paragraphs stay in one place only; what valid
 with any training text, anybody's, is masked.
 """
 
+import csv
 import hashlib
 import json
 import os
 import platform
 import warnings
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
+from plpkg import catalog
 from plpkg.corpora import documents, installation, overlap
 from plpkg.corpora.documents import SPLITS, Document, Writer
 from plpkg.validation import one_of
@@ -129,9 +132,11 @@ def build(public: tuple[str, ...] = PUBLIC, private: tuple[str, ...] = PRIVATE) 
 
     sources = {"public": public} | {name: (name,) for name in private}
     assigned = {name: {} for name in sources}
+    learnt = _learnt_splits()
     for name, package in tqdm([(n, p) for n, packages in sources.items() for p in packages], "reading docstrings"):
         shares = SHARES["public" if name == "public" else "private"]
-        for split, found in zip(SPLITS, assign(installation.modules(package), shares), strict=True):
+        parts = assign(installation.modules(package), shares, learnt if name == "public" else {})
+        for split, found in zip(SPLITS, parts, strict=True):
             assigned[name].setdefault(split, {}).update(found)
 
     # Who comes first keeps a shared paragraph: the public before the private, training text before scored text.
@@ -144,7 +149,15 @@ def build(public: tuple[str, ...] = PUBLIC, private: tuple[str, ...] = PRIVATE) 
     return {w.name: w for w in overlap.mask_scored([Writer(name, documents) for name, documents in kept.items()])}
 
 
-def assign(modules: dict[str, list[str]], shares: tuple[float, ...]) -> list[dict[str, list[str]]]:
+def _learnt_splits() -> dict[str, int]:
+    """Where each public module was when ``plpkg-small`` learnt: there it stays, whatever the versions."""
+    with catalog.data_path("backbone", "modules.csv").open(encoding="utf-8", newline="") as file:
+        return {row["module"]: SPLITS.index(row["split"]) for row in csv.DictReader(file)}
+
+
+def assign(
+    modules: dict[str, list[str]], shares: tuple[float, ...], fixed: Mapping[str, int]
+) -> list[dict[str, list[str]]]:
     """Deal whole modules out so that each part gets about its share of the characters.
 
     The order is that of the names' sha256, so neither the alphabet nor a new module decides.
@@ -155,12 +168,16 @@ def assign(modules: dict[str, list[str]], shares: tuple[float, ...]) -> list[dic
         Docstrings by module.
     shares
         Of the parts; they add up to 1.
+    fixed
+        Modules whose part is given by its number.
     """
     parts, sizes, total = [{} for _ in shares], [0] * len(shares), 0
     for name in sorted(modules, key=lambda name: hashlib.sha256(name.encode()).digest()):
         size = sum(map(len, modules[name]))
         total += size
-        at = max(range(len(shares)), key=lambda i: shares[i] * total - sizes[i])
+        at = fixed.get(name)
+        if at is None:
+            at = max(range(len(shares)), key=lambda i: shares[i] * total - sizes[i])
         parts[at][name] = modules[name]
         sizes[at] += size
     return [dict(sorted(part.items())) for part in parts]

@@ -170,7 +170,7 @@ def test_a_missing_package_is_named(monkeypatch):
 
 def test_modules_are_dealt_out_whole_by_size():
     modules = {f"m{i}": ["x" * (1000 + 37 * i % 500)] for i in range(200)}
-    parts = library.assign(modules, (0.8, 0.1, 0.1))
+    parts = library.assign(modules, (0.8, 0.1, 0.1), {})
     assert sorted(name for part in parts for name in part) == sorted(modules)
     total = sum(len(t) for texts in modules.values() for t in texts)
     shares = [sum(len(t) for texts in part.values() for t in texts) / total for part in parts]
@@ -180,7 +180,24 @@ def test_modules_are_dealt_out_whole_by_size():
 
 def test_a_new_module_leaves_most_others_where_they_were():
     modules = {f"m{i}": ["x" * 100] for i in range(300)}
-    before = library.assign(modules, (0.8, 0.1, 0.1))
-    after = library.assign(modules | {"new": ["x" * 100]}, (0.8, 0.1, 0.1))
+    before = library.assign(modules, (0.8, 0.1, 0.1), {})
+    after = library.assign(modules | {"new": ["x" * 100]}, (0.8, 0.1, 0.1), {})
     moved = sum(name not in after[i] for i, part in enumerate(before) for name in part)
     assert moved < 0.4 * len(modules)
+
+
+def test_modules_stay_where_they_are_fixed():
+    modules = {f"m{i}": ["x" * 100] for i in range(50)}
+    parts = library.assign(modules, (0.8, 0.1, 0.1), {"m7": 2, "m8": 0, "gone": 1})
+    assert "m7" in parts[2]
+    assert "m8" in parts[0]
+    assert sum(map(len, parts)) == 50
+
+
+def test_what_the_shipped_model_learnt_is_never_held_out(built):
+    """Dealt out anew, the modules of few packages, or of other versions, would be in other splits."""
+    learnt = {d.name for d in corpora.public("train")}
+    assert not learnt & {d.name for split in SPLITS[1:] for d in built["public"].split(split)}
+    modules = library.installation.modules("jinja2") | library.installation.modules("topics")
+    anew = library.assign(modules, library.SHARES["public"], {})
+    assert learnt & (anew[1].keys() | anew[2].keys())
