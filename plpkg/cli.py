@@ -50,7 +50,7 @@ def pretrain(
     out: Annotated[Path, Argument(help="A folder for model, log and checkpoint. An unfinished run goes on.")],
     changes: Annotated[
         list[str] | None,
-        Option("--set", metavar="FIELD=VALUE", help="Change the recipe: steps=100, hidden=64. Repeatable."),
+        Option("--set", metavar="FIELD=VALUE", help="Change the recipe: seed=1, lr=0.004. Repeatable."),
     ] = None,
     device: Annotated[str | None, Option(help="cpu or cuda; by default what accelerate finds.")] = None,
     bf16: Annotated[bool, Option(help="Compute in bfloat16; weights and optimizers are float32.")] = True,
@@ -60,7 +60,7 @@ def pretrain(
 ) -> None:
     """Train a small language model on the public text; without --set, the one that plpkg ships.
 
-    For several GPUs or processes: accelerate launch -m plpkg pretrain OUT.
+    For several GPUs: accelerate launch -m plpkg pretrain OUT. On a CPU, torch.distributed.run starts several processes.
     """
     from plpkg.pretraining import Recipe, pretrain
 

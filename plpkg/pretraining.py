@@ -5,7 +5,8 @@ orthogonalised momentum), embeddings and norms by AdamW, both at a rate that war
 linearly to zero. The batch of a step depends on the seed and the step alone, and everything that a step
 needs is in one checkpoint file: a run that was killed ends with the same weights as one that was not.
 
-Several processes (``accelerate launch``) share each batch between them. Left out: dropout, which a few
+Several processes (``accelerate launch`` on GPUs, ``python -m torch.distributed.run`` on a CPU) share each batch
+between them. Left out: dropout, which a few
 epochs do not need, and anything that only pays for large models.
 """
 
@@ -283,6 +284,7 @@ def pretrain(
             bar.set_postfix(bits_per_byte=f"{found:.3f}")
         if done % checkpoint_every == 0 or done == recipe.steps:
             state = {"identity": identity, "step": done, "log": rows, "seconds": time.perf_counter() - began}
+            state["processes"] = accelerator.num_processes
             state |= {"model": raw.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in opts]}
             _replace(out / CHECKPOINT, lambda path, state=state: torch.save(state, path))
             _replace(out / "training.csv", lambda path: _write_log(path, rows))
