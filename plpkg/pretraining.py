@@ -197,7 +197,7 @@ def pretrain(
     recipe
         What to train.
     out
-        A folder. It gets ``checkpoint.pt`` while training goes on, ``training.csv`` (the log), and at the
+        A folder. It gets ``checkpoint.pt`` (which stays), ``training.csv`` (the log), and at the
         end the model (bfloat16 safetensors) and the tokenizer as ``save_pretrained`` writes them.
     train, validation
         Documents; the public text by default.

@@ -1,7 +1,7 @@
-"""The corpora themselves: public text, private writers, the diary; built once per installation, then cached.
+"""The corpora themselves: public text and private writers; built once per set of versions, then cached.
 
 Public text is what nobody wrote in private: the standard library and packages that come with this one's
-dependencies. A private writer is a package that this one itself requires. Modules go to train, validation
+dependencies. A private writer is one of nine packages that this one requires. Modules go to train, validation
 or test as a whole; near-duplicate paragraphs stay in one place only; what validation and test text shares
 with any training text, anybody's, is masked.
 """
