@@ -15,7 +15,7 @@ import torch
 from plpkg import corpora
 from plpkg.pretraining import Recipe, build, pretrain
 
-RECIPE = Recipe(batch=16, steps=100, warmup=10)
+RECIPE = Recipe(batch=16, steps=100)
 SHAPES = {
     "deep": dict(num_layers=9, hidden=256, num_heads=8, num_kv_heads=2, intermediate=768, vocab=4096),
     "middle": dict(num_layers=6, hidden=320, num_heads=5, num_kv_heads=1, intermediate=896, vocab=4096),

@@ -74,5 +74,5 @@ def pretrain(
             checkpoint_every=checkpoint_every,
             evaluate_every=evaluate_every,
         )
-    except ValueError as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         raise typer.BadParameter(str(error)) from error

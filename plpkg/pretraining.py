@@ -3,27 +3,29 @@
 A Llama-architecture decoder and a byte-level BPE tokenizer. Hidden matrices learn by Muon (Jordan 2024:
 orthogonalised momentum), embeddings and norms by AdamW, both at a rate that warms up and then falls
 linearly to zero. The batch of a step depends on the seed and the step alone, and everything that a step
-needs is in one checkpoint file: a run that was killed ends with the same weights as one that was not.
+needs is in one checkpoint file: a run that was killed ends with the same weights as one that was not, if it
+goes on with the same versions, device, number of threads and of processes, and micro-batch.
 
 Several processes (``accelerate launch`` on GPUs, ``python -m torch.distributed.run`` on a CPU) share each batch
-between them. Left out: dropout, which a few
-epochs do not need, and anything that only pays for large models.
+between them. Left out: dropout, which a few epochs do not need, and anything that only pays for large models.
 """
 
 import contextlib
 import csv
-import hashlib
 import json
+import math
 import os
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
 from plpkg import corpora
-from plpkg.corpora import Document
+from plpkg.corpora import Document, Writer
 from plpkg.scoring import score
 from plpkg.validation import number, one_of, whole_number
 
@@ -46,8 +48,8 @@ class Recipe:
         How many updates.
     lr
         The highest learning rate, of both optimizers: Muon's updates are scaled to AdamW's size.
-    warmup
-        The steps in which it rises.
+    warmup_share
+        Of the steps: in these it rises.
     weight_decay
         Of the hidden matrices.
     seed
@@ -65,7 +67,7 @@ class Recipe:
     batch: int = 16
     steps: int = 1700
     lr: float = 8e-3
-    warmup: int = 100
+    warmup_share: float = 0.06
     weight_decay: float = 0.1
     seed: int = 0
 
@@ -76,12 +78,15 @@ class Recipe:
         whole_number("vocab", self.vocab, 257)
         whole_number("max_positions", self.max_positions, 2)
         whole_number("seq", self.seq, 2, self.max_positions, "max_positions")
-        whole_number("warmup", self.warmup, 0, self.steps, "steps")
+        whole_number("seed", self.seed, 0)
+        number("warmup_share", self.warmup_share, 0, 1)
         number("lr", self.lr, open_low=True)
         number("weight_decay", self.weight_decay)
         for small, large in (("num_heads", "hidden"), ("num_kv_heads", "num_heads")):
             if getattr(self, large) % getattr(self, small):
                 raise ValueError(f"{large}={getattr(self, large)} must be a multiple of {small}={getattr(self, small)}")
+        if self.hidden // self.num_heads % 2:
+            raise ValueError(f"rotary positions need heads of even width, got {self.hidden // self.num_heads}")
 
     @classmethod
     def changed(cls, changes: Sequence[str]) -> "Recipe":
@@ -103,9 +108,10 @@ class Recipe:
         return cls(**values)
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of a step: up to ``lr`` in ``warmup`` steps, then linearly down to zero."""
-        rising = (step + 1) / (self.warmup + 1)
-        falling = (self.steps - step) / max(1, self.steps - self.warmup)
+        """The learning rate of a step: up to ``lr`` in a share of the steps, then linearly down to zero."""
+        warmup = round(self.warmup_share * self.steps)
+        rising = (step + 1) / (warmup + 1)
+        falling = (self.steps - step) / max(1, self.steps - warmup)
         return self.lr * min(1.0, rising, falling)
 
 
@@ -197,14 +203,14 @@ def pretrain(
     recipe
         What to train.
     out
-        A folder. It gets ``checkpoint.pt`` (which stays), ``training.csv`` (the log), and at the
-        end the model (bfloat16 safetensors) and the tokenizer as ``save_pretrained`` writes them.
+        A folder. It gets ``checkpoint.pt`` (which stays), ``training.csv`` (the log), and at the end the model
+        (bfloat16 safetensors) and the tokenizer as ``save_pretrained`` writes them, and last ``recipe.json``.
     train, validation
         Documents; the public text by default.
     device
         ``"cpu"`` or ``"cuda"``; what accelerate finds by default.
     bf16
-        Compute in bfloat16, weights and optimizers stay float32.
+        Compute in bfloat16; weights and the optimizers' states stay float32 (Muon orthogonalises in bfloat16).
     micro_batch
         Windows that a process has in memory at a time.
     checkpoint_every, evaluate_every
@@ -220,18 +226,28 @@ def pretrain(
     Raises
     ------
     ValueError
-        The folder holds a run of another recipe or text; or the processes do not divide the batch.
+        The folder holds a run of another recipe or text, or a checkpoint that cannot be read; or the
+        processes do not divide the batch.
+    FloatingPointError
+        The loss is not finite any more. The last checkpoint is from before.
     """
     from accelerate import Accelerator
+    from accelerate.utils import GradientAccumulationPlugin
     from tqdm.auto import tqdm
 
     out = Path(out)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is not a folder")
     whole_number("checkpoint_every", checkpoint_every, 1)
     whole_number("evaluate_every", evaluate_every, 1)
     if device is not None:
         one_of("device", device, ("cpu", "cuda"))
-    accelerator = Accelerator(cpu=device == "cpu")
-    # accelerate's own mixed precision copies every logit to float32 once more.
+    # All said here, or accelerate would ask its environment variables. Its mixed precision copies every
+    # logit to float32 once more.
+    once = GradientAccumulationPlugin(num_steps=1)
+    accelerator = Accelerator(
+        cpu=device == "cpu", mixed_precision="no", dynamo_backend="no", gradient_accumulation_plugin=once
+    )
     autocast = torch.autocast(accelerator.device.type, torch.bfloat16, enabled=bf16)
     if device == "cuda" and accelerator.device.type != "cuda":
         raise ValueError("device='cuda', but torch sees no CUDA device")
@@ -242,10 +258,9 @@ def pretrain(
 
     train = corpora.public("train") if train is None else train
     validation = corpora.public("validation") if validation is None else validation
-    identity = asdict(recipe) | {
-        "bf16": bf16,
-        "text": hashlib.sha256("".join(d.text for d in train).encode()).hexdigest(),
-    }
+    text = Writer("text", {"train": tuple(train), "validation": tuple(validation)})
+    identity = asdict(recipe) | {"bf16": bf16, "train": text.fingerprint("train")}
+    identity["validation"] = text.fingerprint("validation")
     state = _resume(out, identity)
     tokenizer = train_tokenizer(train, recipe.vocab)
     if len(tokenizer) != recipe.vocab:
@@ -272,6 +287,8 @@ def pretrain(
     for step in bar:
         ids = next(stream)[accelerator.process_index :: accelerator.num_processes].to(accelerator.device)
         loss = _update(accelerator, autocast, model, opts, ids, micro_batch, recipe.lr_at(step))
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss of step {step + 1} is {loss}: take another folder and a lower lr")
         done = step + 1
         if not main:
             continue
@@ -289,10 +306,18 @@ def pretrain(
             _replace(out / CHECKPOINT, lambda path, state=state: torch.save(state, path))
             _replace(out / "training.csv", lambda path: _write_log(path, rows))
     if main:
-        raw.to(torch.bfloat16).save_pretrained(out)
-        tokenizer.save_pretrained(out)
-        facts = identity | {"versions": corpora.versions()}
-        (out / "recipe.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        _replace(out / "training.csv", lambda path: _write_log(path, rows))
+        with tempfile.TemporaryDirectory(dir=out) as folder:
+            raw.to(torch.bfloat16).save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            for path in sorted(Path(folder).iterdir()):
+                path.chmod(0o644)
+                os.replace(path, out / path.name)
+        run = {"device": accelerator.device.type, "threads": torch.get_num_threads()}
+        run |= {"processes": accelerator.num_processes, "micro_batch": micro_batch}
+        run["versions"] = corpora.versions() | {"tokenizers": version("tokenizers")}
+        facts = json.dumps(identity | {"run": run}, indent=2) + "\n"
+        _replace(out / "recipe.json", lambda path: path.write_text(facts, encoding="utf-8"))
     accelerator.wait_for_everyone()
     return out
 
@@ -301,8 +326,12 @@ def _resume(out: Path, identity: dict) -> dict | None:
     """The state of the run that stopped in this folder, if there is one."""
     if not (out / CHECKPOINT).exists():
         return None
-    state = torch.load(out / CHECKPOINT, map_location="cpu", weights_only=True)
-    there = state["identity"]
+    try:
+        state = torch.load(out / CHECKPOINT, map_location="cpu", weights_only=True)
+        there = state["identity"]
+    except Exception as error:  # a damaged file can fail in any way
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ValueError(f"{out / CHECKPOINT} cannot be read ({reason}): remove it to start anew") from error
     if there != identity:
         different = "; ".join(f"{k}={there.get(k)!r}, now {v!r}" for k, v in identity.items() if there.get(k) != v)
         raise ValueError(f"{out} holds a run with {different}: take another folder, or that recipe")
@@ -313,6 +342,8 @@ def _replace(path: Path, write: Callable[[Path], None]) -> None:
     """Write a file whole or not at all, whenever the process may be killed."""
     partial = path.with_name(path.name + ".partial")
     write(partial)
+    with partial.open("rb+") as file:
+        os.fsync(file.fileno())  # or a power cut could leave an empty file under the right name
     os.replace(partial, path)
 
 

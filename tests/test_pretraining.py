@@ -27,7 +27,7 @@ from plpkg.scoring import score
 
 TINY = Recipe(
     num_layers=2, hidden=32, num_heads=4, num_kv_heads=2, intermediate=48, vocab=300, max_positions=64,
-    seq=32, batch=4, steps=12, warmup=2, seed=3,
+    seq=32, batch=4, steps=12, warmup_share=0.2, seed=3,
 )  # fmt: skip
 SCRIPT = """
 import json, sys
@@ -76,7 +76,8 @@ def test_what_a_run_leaves_behind(finished):
     assert tokenizer.decode(tokenizer("the key cache: naïve 日本")["input_ids"]) == "the key cache: naïve 日本"
     recipe = json.loads((finished / "recipe.json").read_text())
     assert recipe["hidden"] == 32
-    assert recipe["versions"]["python"]
+    assert recipe["run"]["versions"]["python"]
+    assert not list(finished.glob("tmp*"))
     with (finished / "training.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [int(row["step"]) for row in rows] == [6, 12]
@@ -163,7 +164,7 @@ def test_killed_at_any_moment_it_goes_on(tmp_path):
 
 
 def test_two_processes_make_the_gradient_of_one(tmp_path):
-    recipe = replace(TINY, steps=1, warmup=0)
+    recipe = replace(TINY, steps=1, warmup_share=0)
     options = {"checkpoint_every": 1, "evaluate_every": 1, "bf16": False}
     run(tmp_path / "one", recipe, **options)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -180,7 +181,7 @@ def test_two_processes_make_the_gradient_of_one(tmp_path):
 
 
 def test_small_pieces_make_the_same_gradient(tmp_path):
-    recipe = replace(TINY, steps=1, warmup=0)
+    recipe = replace(TINY, steps=1, warmup_share=0)
     states = []
     for micro_batch in (1, 4):
         run(tmp_path / str(micro_batch), recipe, micro_batch=micro_batch, checkpoint_every=1)
@@ -194,7 +195,7 @@ def test_small_pieces_make_the_same_gradient(tmp_path):
 def test_another_recipe_or_text_in_the_same_folder_is_refused(finished):
     with pytest.raises(ValueError, match=r"holds a run with hidden=32, now 64: take another folder"):
         run(finished, replace(TINY, hidden=64))
-    with pytest.raises(ValueError, match="holds a run with text="):
+    with pytest.raises(ValueError, match="holds a run with train="):
         pretrain(TINY, finished, train=TRAIN[:-1], validation=VALIDATION, device="cpu", bf16=False)
 
 
@@ -206,7 +207,9 @@ def test_another_recipe_or_text_in_the_same_folder_is_refused(finished):
         (dict(vocab=256), "vocab must be a whole number of at least 257, got 256"),
         (dict(seq=65), "seq must be between 2 and max_positions=64, got 65"),
         (dict(steps=0), "steps must be a whole number of at least 1, got 0"),
-        (dict(warmup=13), "warmup must be between 0 and steps=12, got 13"),
+        (dict(warmup_share=1.5), "warmup_share must be at least 0 and at most 1, got 1.5"),
+        (dict(seed=-1), "seed must be a whole number of at least 0, got -1"),
+        (dict(hidden=36), "heads of even width, got 9"),
         (dict(lr=0), "lr must be greater than 0, got 0"),
         (dict(weight_decay=-1), "weight_decay must be at least 0, got -1"),
     ],
@@ -270,7 +273,7 @@ def test_every_parameter_has_one_optimizer_and_only_hidden_matrices_decay():
 
 def test_the_command_trains_on_the_public_text(tmp_path, monkeypatch):
     monkeypatch.setattr(corpora, "public", {"train": TRAIN, "validation": VALIDATION}.__getitem__)
-    changes = [f"--set={k}={v}" for k, v in vars(replace(TINY, steps=2, warmup=1)).items()]
+    changes = [f"--set={k}={v}" for k, v in vars(replace(TINY, steps=2)).items()]
     result = CliRunner().invoke(cli.app, ["pretrain", str(tmp_path / "out"), *changes, "--device", "cpu"])
     assert result.exit_code == 0, result.output
     assert Path(tmp_path, "out", "model.safetensors").exists()

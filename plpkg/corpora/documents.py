@@ -1,6 +1,7 @@
 """What every corpus is made of: documents, and writers who have some of them in each split."""
 
 import hashlib
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -23,11 +24,27 @@ class Document:
     masked
         Spans ``(start, end)`` in characters, ascending and disjoint, that must not be scored because
         some training text has them too.
+
+    Raises
+    ------
+    ValueError
+        Spans that are not so, or a text that has no UTF-8 form (a lone surrogate).
     """
 
     name: str
     text: str
     masked: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        edges = [edge for span in self.masked for edge in span]
+        if any(len(span) != 2 for span in self.masked) or any(a >= b for a, b in itertools.pairwise(edges)):
+            raise ValueError(f"{self.name}: masked spans must be ascending and disjoint, got {self.masked!r}")
+        if edges and (edges[0] < 0 or edges[-1] > len(self.text)):
+            raise ValueError(f"{self.name}: a masked span lies outside its {len(self.text)} characters")
+        try:
+            self.text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{self.name}: character {error.start} is {self.text[error.start]!r}") from None
 
     @property
     def masked_characters(self) -> int:

@@ -6,14 +6,18 @@ tests, vendored copies, and the parts of the standard library that distributions
 
 import ast
 import importlib.util
+import os
 import re
+import sys
 import sysconfig
 import unicodedata
 import warnings
 from pathlib import Path
 
-SKIPPED = {"test", "tests", "testing", "conftest.py", "_vendor", "_vendored", "vendor", "externals", "site-packages"}
-"""Folders and files that hold other people's text, or none for readers."""
+SKIPPED = {
+    "test", "tests", "testing", "conftest.py", "_vendor", "_vendored", "vendor", "externals", "_distributor_init.py",
+}  # fmt: skip
+"""Folders and files that hold other people's text, none for readers, or another one on each system."""
 
 SPLIT_OFF = {"tkinter", "idlelib", "turtledemo", "lib2to3", "ensurepip", "distutils", "msilib", "pydoc_data"}
 """Parts of the standard library that some systems lack or ship apart; the topics are read by themselves."""
@@ -40,30 +44,57 @@ def modules(package: str) -> dict[str, list[str]]:
     ------
     ModuleNotFoundError
         The package is not installed.
+    ValueError
+        It is in several folders, or has no source files with docstrings (a zip file, say).
     """
     if package == "topics":
         from pydoc_data.topics import topics
 
         return {f"topics/{name}": [clean(text)] for name, text in sorted(topics.items())}
-    root = _root(package)
     found = {}
-    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
-        parts = path.relative_to(root).parts
-        if SKIPPED.intersection(parts) or (package == "stdlib" and parts[0] in SPLIT_OFF):
-            continue
+    for path, name in sources(package):
         texts = [text for text in map(clean, docstrings(path)) if text]
         if texts:
-            found["/".join((package, *parts))] = texts
+            found[name] = texts
+    if not found:
+        raise ValueError(
+            f"the corpora need the docstrings of {package!r}, but no source file in {root_of(package)} has any"
+        )
     return found
 
 
-def _root(package: str) -> Path:
+def sources(package: str) -> list[tuple[Path, str]]:
+    """Every source file that is read, with its module's path, sorted by this; errors as in :func:`modules`."""
+    root, found = root_of(package), []
+    for folder, folders, files in os.walk(root):
+        parts = Path(folder).relative_to(root).parts
+        wanted = (lambda name: True) if parts or package != "stdlib" else _standard
+        folders[:] = [name for name in folders if name not in SKIPPED and wanted(name)]
+        found += [
+            (Path(folder, name), "/".join((package, *parts, name)))
+            for name in files
+            if name.endswith(".py") and name not in SKIPPED and wanted(name)
+        ]
+    return sorted(found, key=lambda source: source[1])
+
+
+def root_of(package: str) -> Path:
+    """The folder of a package's source files; errors as in :func:`modules`."""
     if package == "stdlib":
         return Path(sysconfig.get_path("stdlib"))
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(f"the corpora need the package {package!r}, which is not installed", name=package)
-    return Path(next(iter(spec.submodule_search_locations)))
+    locations = list(spec.submodule_search_locations)
+    if len(locations) > 1:
+        raise ValueError(f"the corpora need the package {package!r} in one folder, it is in {', '.join(locations)}")
+    return Path(locations[0])
+
+
+def _standard(top: str) -> bool:
+    """Whether a name in the standard library's folder belongs to it: others are a site's own, or installed there."""
+    name = top.removesuffix(".py")
+    return name in sys.stdlib_module_names and name not in SPLIT_OFF
 
 
 def docstrings(path: Path) -> list[str]:

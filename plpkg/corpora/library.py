@@ -6,18 +6,17 @@ or test as a whole; near-duplicate paragraphs stay in one place only; what valid
 with any training text, anybody's, is masked.
 """
 
-import csv
+import bisect
 import hashlib
+import itertools
 import json
 import os
 import platform
 import warnings
-from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
-from plpkg import catalog
 from plpkg.corpora import documents, installation, overlap
 from plpkg.corpora.documents import SPLITS, Document, Writer
 from plpkg.validation import one_of
@@ -36,6 +35,9 @@ SHARES = {"public": (0.92, 0.04, 0.04), "private": (0.8, 0.1, 0.1)}
 
 SHORTEST = 200
 """Characters in the shortest document that is kept."""
+
+KEPT = 3
+"""Cache files that stay, each of about 26 MB: the newest, of as many installations."""
 
 
 def public(split: str) -> list[Document]:
@@ -85,6 +87,8 @@ def _library() -> dict[str, Writer]:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(json.dumps(packed), encoding="utf-8")
         partial.replace(path)  # never half a file, even with two processes at it
+        for old in sorted(path.parent.glob("corpora-*.json"), key=lambda p: p.stat().st_mtime)[:-KEPT]:
+            old.unlink(missing_ok=True)
     except OSError as error:
         warnings.warn(f"the corpora cannot be kept in {path.parent} ({error})", stacklevel=2)
     return library
@@ -101,12 +105,16 @@ def _unpack(packed: dict) -> dict[str, Writer]:
 
 
 def _cache_path() -> Path:
-    """A file of its own for each Python, each set of packages and each state of this code."""
+    """A file of its own for each state of the source files, as sizes and times tell it, and of this code."""
     from platformdirs import user_cache_path
 
     code = [Path(module.__file__).read_bytes() for module in (documents, installation, overlap)]
-    key = hashlib.sha256(repr((versions(), Path(__file__).read_bytes(), code)).encode()).hexdigest()
-    return user_cache_path("plpkg") / f"corpora-{key[:16]}.json"
+    digest = hashlib.sha256(repr((versions(), Path(__file__).read_bytes(), code)).encode())
+    for package in PUBLIC + PRIVATE:
+        for path, name in installation.sources(package) if package != "topics" else ():
+            stat = path.stat()
+            digest.update(f"{name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    return user_cache_path("plpkg") / f"corpora-{digest.hexdigest()[:16]}.json"
 
 
 def versions() -> dict[str, str]:
@@ -132,10 +140,9 @@ def build(public: tuple[str, ...] = PUBLIC, private: tuple[str, ...] = PRIVATE) 
 
     sources = {"public": public} | {name: (name,) for name in private}
     assigned = {name: {} for name in sources}
-    learnt = _learnt_splits()
     for name, package in tqdm([(n, p) for n, packages in sources.items() for p in packages], "reading docstrings"):
-        shares = SHARES["public" if name == "public" else "private"]
-        parts = assign(installation.modules(package), shares, learnt if name == "public" else {})
+        split_by, shares = (by_name, SHARES["public"]) if name == "public" else (by_size, SHARES["private"])
+        parts = split_by(installation.modules(package), shares)
         for split, found in zip(SPLITS, parts, strict=True):
             assigned[name].setdefault(split, {}).update(found)
 
@@ -149,35 +156,35 @@ def build(public: tuple[str, ...] = PUBLIC, private: tuple[str, ...] = PRIVATE) 
     return {w.name: w for w in overlap.mask_scored([Writer(name, documents) for name, documents in kept.items()])}
 
 
-def _learnt_splits() -> dict[str, int]:
-    """Where each public module was when ``plpkg-small`` learnt: there it stays, whatever the versions."""
-    with catalog.data_path("backbone", "modules.csv").open(encoding="utf-8", newline="") as file:
-        return {row["module"]: SPLITS.index(row["split"]) for row in csv.DictReader(file)}
-
-
-def assign(
-    modules: dict[str, list[str]], shares: tuple[float, ...], fixed: Mapping[str, int]
-) -> list[dict[str, list[str]]]:
-    """Deal whole modules out so that each part gets about its share of the characters.
-
-    The order is that of the names' sha256, so neither the alphabet nor a new module decides.
+def by_name(modules: dict[str, list[str]], shares: tuple[float, ...]) -> list[dict[str, list[str]]]:
+    """Split modules by the sha256 of each one's name alone: a module has the same part under every version.
 
     Parameters
     ----------
     modules
         Docstrings by module.
     shares
-        Of the parts; they add up to 1.
-    fixed
-        Modules whose part is given by its number.
+        Of the parts, in modules; they add up to 1.
     """
-    parts, sizes, total = [{} for _ in shares], [0] * len(shares), 0
-    for name in sorted(modules, key=lambda name: hashlib.sha256(name.encode()).digest()):
-        size = sum(map(len, modules[name]))
-        total += size
-        at = fixed.get(name)
-        if at is None:
-            at = max(range(len(shares)), key=lambda i: shares[i] * total - sizes[i])
+    parts, edges = [{} for _ in shares], list(itertools.accumulate(shares))[:-1]
+    for name in sorted(modules):
+        parts[bisect.bisect(edges, int.from_bytes(_digest(name)[:8], "big") / 2**64)][name] = modules[name]
+    return parts
+
+
+def by_size(modules: dict[str, list[str]], shares: tuple[float, ...]) -> list[dict[str, list[str]]]:
+    """Deal modules out, in the order of their names' sha256, each to the part that lacks most characters.
+
+    A writer with few modules gets its shares more evenly than by :func:`by_name`. The part is chosen
+    before the module is measured: large modules are as likely to be held out as small ones.
+    """
+    parts, sizes = [{} for _ in shares], [0] * len(shares)
+    for name in sorted(modules, key=_digest):
+        at = max(range(len(shares)), key=lambda i: shares[i] * sum(sizes) - sizes[i])
         parts[at][name] = modules[name]
-        sizes[at] += size
+        sizes[at] += sum(map(len, modules[name]))
     return [dict(sorted(part.items())) for part in parts]
+
+
+def _digest(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()

@@ -19,7 +19,8 @@ class Tokens:
     ids
         ``(tokens,)``, int64; the first is the tokenizer's beginning (or end) of text, if it has one.
     scored
-        ``(tokens,)``, bool: whether the token is predicted and none of its characters is masked.
+        ``(tokens,)``, bool: whether the token is part of the text and none of its characters is masked. (A
+        document's first token is never predicted, hence never scored, whatever stands here.)
     num_bytes
         ``(tokens,)``, int64: the UTF-8 bytes of text that the token adds.
     """
@@ -38,7 +39,8 @@ def encode(documents: Iterable[Document | str], tokenizer) -> list[Tokens]:
     Parameters
     ----------
     documents
-        :class:`Document` or plain strings (nothing masked).
+        :class:`Document` or plain strings (nothing masked). A control token that is spelt out in a text,
+        ``"<|endoftext|>"`` say, is read as the characters that it is.
     tokenizer
         A fast Hugging Face tokenizer, one that knows where in the text each token stands.
 
@@ -46,7 +48,11 @@ def encode(documents: Iterable[Document | str], tokenizer) -> list[Tokens]:
     ------
     ValueError
         The tokenizer does not give offsets.
+    TypeError
+        A single string instead of documents.
     """
+    if isinstance(documents, str | Document):
+        raise TypeError(f"documents must be several documents, a list say, got one {type(documents).__name__}")
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(f"{type(tokenizer).__name__} does not tell where its tokens stand in the text: not a fast one")
     documents = [d if isinstance(d, Document) else Document("", d) for d in documents]
@@ -54,7 +60,12 @@ def encode(documents: Iterable[Document | str], tokenizer) -> list[Tokens]:
     encoded = []
     for document in documents:
         fields = tokenizer(
-            document.text, add_special_tokens=False, return_offsets_mapping=True, truncation=False, verbose=False
+            document.text,
+            add_special_tokens=False,
+            split_special_tokens=True,
+            return_offsets_mapping=True,
+            truncation=False,
+            verbose=False,
         )
         scored, num_bytes = _spans(document, np.array(fields["offset_mapping"], dtype=np.int64).reshape(-1, 2))
         prefix = [] if start is None else [start]
@@ -111,6 +122,7 @@ def batches(
     whole_number("batch", batch, 1)
     whole_number("seq", seq, 1)
     whole_number("start", start, 0)
+    whole_number("seed", seed, 0)
     total = sum(map(len, documents))
     per_epoch = (total - seq + 1) // (batch * seq)  # whatever the cut
     if per_epoch < 1:

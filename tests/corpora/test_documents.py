@@ -39,9 +39,26 @@ def test_rows_report_size_and_masked_share():
         (Document("b.py", "0123456789", ((2, 4), (8, 10))),),
         (Document("a.py", "1123456789", ((2, 4), (8, 10))),),
         (DOCUMENT, DOCUMENT),
-        (Document("a.py0", "123456789", ((2, 4), (8, 10))),),
+        (Document("a.py0", "123456789x", ((2, 4), (8, 10))),),
     ],
 )
 def test_every_part_of_a_split_decides_its_fingerprint(other):
     assert writer().fingerprint("test") == writer().fingerprint("test")
     assert writer(test=other).fingerprint("test") != writer().fingerprint("test")
+
+
+@pytest.mark.parametrize(
+    ("text", "masked", "message"),
+    [
+        ("0123456789", ((4, 2),), r"a.py: masked spans must be ascending and disjoint, got \(\(4, 2\),\)"),
+        ("0123456789", ((0, 4), (3, 6)), "ascending and disjoint"),
+        ("0123456789", ((4, 4),), "ascending and disjoint"),
+        ("0123456789", ((1, 2, 3),), "ascending and disjoint"),
+        ("0123456789", ((-1, 2),), "a.py: a masked span lies outside its 10 characters"),
+        ("0123456789", ((8, 11),), "a masked span lies outside its 10 characters"),
+        ("ab\ud800", (), r"a.py: character 2 is '\\ud800'"),
+    ],
+)
+def test_impossible_documents_are_named(text, masked, message):
+    with pytest.raises(ValueError, match=message):
+        Document("a.py", text, masked)
