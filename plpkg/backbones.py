@@ -49,21 +49,34 @@ def load_backbone(
     FileNotFoundError
         There is no such model here, and the hub did not give one; or it has no tokenizer.
     ValueError
-        Not a causal language model.
+        Not a causal language model, or weights that are damaged or incomplete.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from safetensors import SafetensorError
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     name = str(catalog.data_path("backbone") if name_or_path == "plpkg-small" else name_or_path)
     if Path(name).is_dir() and not Path(name, "config.json").exists():
         raise FileNotFoundError(f"no model {name!r}: the folder lacks a config.json")
     common = dict(local_files_only=local_files_only, trust_remote_code=False)
     try:
-        with _without_progress_bar(Path(name).is_dir()):
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **common, **options)
+        config = AutoConfig.from_pretrained(name, **common)
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ValueError(f"it is a {config.model_type}")
     except OSError as error:
         raise FileNotFoundError(f"no model {name!r}: {_reason(name, 'weights')}") from error
     except ValueError as error:
         raise ValueError(f"{name!r} is not a causal language model: {str(error).splitlines()[0]}") from error
+    try:
+        with _without_progress_bar(Path(name).is_dir()):
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                name, dtype=dtype, output_loading_info=True, **common, **options
+            )
+    except OSError as error:
+        raise FileNotFoundError(f"no model {name!r}: {_reason(name, 'weights')}") from error
+    except SafetensorError as error:
+        raise ValueError(f"the weights of {name!r} are damaged: {error}") from error
+    if loading["missing_keys"]:  # they would stay random
+        raise ValueError(f"the weights of {name!r} lack {', '.join(sorted(loading['missing_keys']))}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **common)
     except (OSError, ValueError) as error:

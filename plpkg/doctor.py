@@ -149,7 +149,7 @@ def check_corpora() -> Check:
     differing = [f"{r['writer']} {r['split']}" for r in found if expected.get((r["writer"], r["split"])) != r["sha256"]]
     if not differing:
         return Check("corpora", "OK", f"{len(found)} splits have the recorded text")
-    there = dict(item.rsplit(" ", 1) for item in recorded[0]["built_with"].split(", "))
+    there = dict(item.rpartition(" ")[::2] for item in recorded[0]["built_with"].split(", "))
     changed = [f"{name} {v}, not {there.get(name)}" for name, v in versions.items() if there.get(name) != v]
     why = "; ".join(changed) or "the same versions, so another build of Python or of a package"
     return Check(

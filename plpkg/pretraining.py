@@ -48,8 +48,8 @@ class Recipe:
         How many updates.
     lr
         The highest learning rate, of both optimizers: Muon's updates are scaled to AdamW's size.
-    warmup_share
-        Of the steps: in these it rises.
+    warmup
+        The steps in which it rises, but at most a tenth of all.
     weight_decay
         Of the hidden matrices.
     seed
@@ -67,7 +67,7 @@ class Recipe:
     batch: int = 16
     steps: int = 1700
     lr: float = 8e-3
-    warmup_share: float = 0.06
+    warmup: int = 100
     weight_decay: float = 0.1
     seed: int = 0
 
@@ -79,7 +79,7 @@ class Recipe:
         whole_number("max_positions", self.max_positions, 2)
         whole_number("seq", self.seq, 2, self.max_positions, "max_positions")
         whole_number("seed", self.seed, 0)
-        number("warmup_share", self.warmup_share, 0, 1)
+        whole_number("warmup", self.warmup, 0)
         number("lr", self.lr, open_low=True)
         number("weight_decay", self.weight_decay)
         for small, large in (("num_heads", "hidden"), ("num_kv_heads", "num_heads")):
@@ -108,8 +108,8 @@ class Recipe:
         return cls(**values)
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of a step: up to ``lr`` in a share of the steps, then linearly down to zero."""
-        warmup = round(self.warmup_share * self.steps)
+        """The learning rate of a step: up to ``lr`` in ``warmup`` steps, then linearly down to zero."""
+        warmup = min(self.warmup, self.steps // 10)
         rising = (step + 1) / (warmup + 1)
         falling = (self.steps - step) / max(1, self.steps - warmup)
         return self.lr * min(1.0, rising, falling)

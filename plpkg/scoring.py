@@ -52,13 +52,19 @@ class Score(Tabular):
         )
 
 
+LOGITS = 2**28
+"""Logits in memory at a time: 1 GiB in float32."""
+
+POSITIONS = "max_position_embeddings"
+
+
 @torch.inference_mode()
 def score(
     model,
     tokenizer,
     documents: Iterable[Document | str | Tokens],
     *,
-    seq: int = 512,
+    seq: int | None = None,
     stride: int | None = None,
     batch: int = 16,
 ) -> Score:
@@ -73,38 +79,48 @@ def score(
     documents
         Texts, or what :func:`plpkg.corpora.encode` made of them.
     seq
-        Tokens that the model reads at once.
+        Tokens that the model reads at once: 512 by default, or as many as it has positions.
     stride
         How far the window moves on. Every token but a document's first ones is predicted from at least
         ``seq - stride`` tokens; ``seq // 2`` by default, and ``seq`` costs half as much.
     batch
-        Windows at a time.
+        Windows at a time, at the most: fewer if their logits would be more than :data:`LOGITS`.
 
     Raises
     ------
     ValueError
-        Nothing to score, or ``stride`` out of range.
+        Nothing to score; ``seq``, ``stride`` or ``batch`` out of range; or the model gives no number.
+    TypeError
+        A single text instead of several.
     """
-    whole_number("seq", seq, 2)
-    stride = whole_number("stride", stride or seq // 2, 1, seq, "seq")
+    if isinstance(documents, str | Document | Tokens):
+        raise TypeError(f"documents must be several documents, a list say, got one {type(documents).__name__}")
+    positions = getattr(model.config, POSITIONS, None)
+    seq = whole_number("seq", min(512, positions or 512) if seq is None else seq, 2, positions, POSITIONS)
+    stride = whole_number("stride", seq // 2 if stride is None else stride, 1, seq, "seq")
+    batch = min(whole_number("batch", batch, 1), max(1, LOGITS // (seq * model.config.vocab_size)))
     documents = [d if isinstance(d, Tokens) else encode([d], tokenizer)[0] for d in documents]
     windows = [window for tokens in documents for window in _windows(tokens, seq, stride)]
     windows.sort(key=lambda window: -len(window[0]))  # alike lengths together: little padding
     was_training = model.training
     model.eval()
     bits, tokens = 0.0, 0
-    for i in range(0, len(windows), batch):
-        ids, scored = zip(*windows[i : i + batch], strict=True)
-        ids = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(model.device)  # (batch, seq + 1)
-        scored = torch.nn.utils.rnn.pad_sequence(scored, batch_first=True).to(model.device)[:, 1:]
-        # Padding stands on the right, where causal attention never looks; it needs no attention mask.
-        logits = model(input_ids=ids[:, :-1], use_cache=False).logits[scored].float()  # (scored, vocab)
-        nats = torch.nn.functional.cross_entropy(logits, ids[:, 1:][scored], reduction="sum")
-        bits += nats.item() / math.log(2)
-        tokens += int(scored.sum())
-    model.train(was_training)
+    try:
+        for i in range(0, len(windows), batch):
+            ids, scored = zip(*windows[i : i + batch], strict=True)
+            ids = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(model.device)  # (batch, seq + 1)
+            scored = torch.nn.utils.rnn.pad_sequence(scored, batch_first=True).to(model.device)[:, 1:]
+            # Padding stands on the right, where causal attention never looks; it needs no attention mask.
+            logits = model(input_ids=ids[:, :-1], use_cache=False).logits[scored].float()  # (scored, vocab)
+            nats = torch.nn.functional.cross_entropy(logits, ids[:, 1:][scored], reduction="sum")
+            bits += nats.item() / math.log(2)
+            tokens += int(scored.sum())
+    finally:
+        model.train(was_training)
     if not tokens:
         raise ValueError("nothing to score: no document has an unmasked token after its first")
+    if not math.isfinite(bits):
+        raise ValueError(f"the model's log-probabilities add up to {bits}")
     return Score(bits, tokens, sum(int(n[s].sum()) for n, s in map(_predicted, documents)))
 
 

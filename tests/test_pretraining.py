@@ -27,7 +27,7 @@ from plpkg.scoring import score
 
 TINY = Recipe(
     num_layers=2, hidden=32, num_heads=4, num_kv_heads=2, intermediate=48, vocab=300, max_positions=64,
-    seq=32, batch=4, steps=12, warmup_share=0.2, seed=3,
+    seq=32, batch=4, steps=12, warmup=2, seed=3,
 )  # fmt: skip
 SCRIPT = """
 import json, sys
@@ -164,7 +164,7 @@ def test_killed_at_any_moment_it_goes_on(tmp_path):
 
 
 def test_two_processes_make_the_gradient_of_one(tmp_path):
-    recipe = replace(TINY, steps=1, warmup_share=0)
+    recipe = replace(TINY, steps=1, warmup=0)
     options = {"checkpoint_every": 1, "evaluate_every": 1, "bf16": False}
     run(tmp_path / "one", recipe, **options)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -181,7 +181,7 @@ def test_two_processes_make_the_gradient_of_one(tmp_path):
 
 
 def test_small_pieces_make_the_same_gradient(tmp_path):
-    recipe = replace(TINY, steps=1, warmup_share=0)
+    recipe = replace(TINY, steps=1, warmup=0)
     states = []
     for micro_batch in (1, 4):
         run(tmp_path / str(micro_batch), recipe, micro_batch=micro_batch, checkpoint_every=1)
@@ -207,7 +207,7 @@ def test_another_recipe_or_text_in_the_same_folder_is_refused(finished):
         (dict(vocab=256), "vocab must be a whole number of at least 257, got 256"),
         (dict(seq=65), "seq must be between 2 and max_positions=64, got 65"),
         (dict(steps=0), "steps must be a whole number of at least 1, got 0"),
-        (dict(warmup_share=1.5), "warmup_share must be at least 0 and at most 1, got 1.5"),
+        (dict(warmup=-1), "warmup must be a whole number of at least 0, got -1"),
         (dict(seed=-1), "seed must be a whole number of at least 0, got -1"),
         (dict(hidden=36), "heads of even width, got 9"),
         (dict(lr=0), "lr must be greater than 0, got 0"),
@@ -255,11 +255,17 @@ def test_an_unknown_device_is_named(tmp_path):
 
 
 def test_the_rate_rises_then_falls_to_zero():
-    rates = [TINY.lr_at(step) for step in range(TINY.steps)]
+    recipe = replace(TINY, steps=20)
+    rates = [recipe.lr_at(step) for step in range(recipe.steps)]
     assert max(rates) == rates[2] == TINY.lr
     assert rates[:3] == sorted(rates[:3])
     assert rates[2:] == sorted(rates[2:], reverse=True)
     assert 0 < rates[-1] <= TINY.lr / 10
+
+
+def test_a_short_run_warms_up_for_a_tenth_of_it():
+    assert [Recipe(steps=50).lr_at(step) == Recipe().lr for step in range(7)] == [False] * 5 + [True, False]
+    assert Recipe(steps=1).lr_at(0) == Recipe().lr
 
 
 def test_every_parameter_has_one_optimizer_and_only_hidden_matrices_decay():

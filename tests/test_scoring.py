@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from plpkg import scoring
 from plpkg.backbones import random_backbone
-from plpkg.corpora import Document, encode
+from plpkg.corpora import Document, Tokens, encode
 from plpkg.pretraining import train_tokenizer
 from plpkg.scoring import Score, score
 
@@ -89,9 +90,53 @@ def test_a_score_is_a_table_and_a_line():
         ([Document("d", "all masked", ((0, 10),))], {}, "nothing to score"),
         ([], {}, "nothing to score"),
         (TEXTS, dict(seq=8, stride=9), "stride must be between 1 and seq=8, got 9"),
-        (TEXTS, dict(seq=1), "seq must be a whole number of at least 2, got 1"),
+        (TEXTS, dict(seq=8, stride=0), "stride must be between 1 and seq=8, got 0"),
+        (TEXTS, dict(seq=513), "seq must be between 2 and max_position_embeddings=512, got 513"),
+        (TEXTS, dict(batch=0), "batch must be a whole number of at least 1, got 0"),
+        (TEXTS, dict(seq=1), "seq must be between 2 and max_position_embeddings=512, got 1"),
     ],
 )
 def test_bad_input_is_named(model, tokenizer, documents, options, message):
     with pytest.raises(ValueError, match=message):
         score(model, tokenizer, documents, **options)
+
+
+def test_one_text_is_not_several(model, tokenizer):
+    for one in (TEXTS[0], Document("d", TEXTS[0])):
+        with pytest.raises(TypeError, match="documents must be several documents"):
+            score(model, tokenizer, one)
+
+
+def test_a_large_vocabulary_means_small_batches(model, tokenizer, monkeypatch):
+    shapes = []
+    hook = model.register_forward_hook(lambda module, args, output: shapes.append(output.logits.shape))
+    expected = score(model, tokenizer, TEXTS, seq=16)
+    monkeypatch.setattr(scoring, "LOGITS", 2 * 16 * 280)
+    assert max(shape[0] for shape in shapes) > 2
+    shapes.clear()
+    found = score(model, tokenizer, TEXTS, seq=16)
+    hook.remove()
+    assert max(shape[0] for shape in shapes) == 2
+    assert found.bits == pytest.approx(expected.bits, rel=1e-6)
+
+
+def test_dropout_is_off_and_comes_back_after_an_error(tokenizer):
+    noisy = random_backbone("llama", vocab=280, hidden=32, options={"attention_dropout": 0.5}).train()
+    assert score(noisy, tokenizer, TEXTS) == score(noisy, tokenizer, TEXTS)
+    with pytest.raises(IndexError):
+        score(noisy, tokenizer, [Tokens(torch.tensor([0, 999]), torch.ones(2, dtype=bool), torch.ones(2))])
+    assert noisy.training
+
+
+def test_bfloat16_logits_are_added_up_in_float32(tokenizer):
+    model = random_backbone("llama", vocab=280, hidden=32, dtype=torch.bfloat16)
+    found = score(model, tokenizer, TEXTS * 4)
+    exact = score(model.float(), tokenizer, TEXTS * 4)
+    assert found.bits == pytest.approx(exact.bits, rel=2e-4)
+
+
+def test_a_model_that_gives_no_number_is_refused(model, tokenizer):
+    broken = random_backbone("llama", vocab=280, hidden=32)
+    broken.lm_head.weight.data.fill_(float("nan"))
+    with pytest.raises(ValueError, match="log-probabilities add up to nan"):
+        score(broken, tokenizer, TEXTS)

@@ -7,16 +7,19 @@ with any training text, anybody's, is masked.
 """
 
 import bisect
+import csv
 import hashlib
 import itertools
 import json
 import os
 import platform
 import warnings
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
+from plpkg import catalog
 from plpkg.corpora import documents, installation, overlap
 from plpkg.corpora.documents import SPLITS, Document, Writer
 from plpkg.validation import one_of
@@ -139,10 +142,11 @@ def build(public: tuple[str, ...] = PUBLIC, private: tuple[str, ...] = PRIVATE) 
     from tqdm.auto import tqdm
 
     sources = {"public": public} | {name: (name,) for name in private}
-    assigned = {name: {} for name in sources}
+    assigned, learnt = {name: {} for name in sources}, _learnt_splits()
     for name, package in tqdm([(n, p) for n, packages in sources.items() for p in packages], "reading docstrings"):
-        split_by, shares = (by_name, SHARES["public"]) if name == "public" else (by_size, SHARES["private"])
-        parts = split_by(installation.modules(package), shares)
+        modules = installation.modules(package)
+        public_text = name == "public"
+        parts = by_name(modules, SHARES["public"], learnt) if public_text else by_size(modules, SHARES["private"])
         for split, found in zip(SPLITS, parts, strict=True):
             assigned[name].setdefault(split, {}).update(found)
 
@@ -156,7 +160,15 @@ def build(public: tuple[str, ...] = PUBLIC, private: tuple[str, ...] = PRIVATE) 
     return {w.name: w for w in overlap.mask_scored([Writer(name, documents) for name, documents in kept.items()])}
 
 
-def by_name(modules: dict[str, list[str]], shares: tuple[float, ...]) -> list[dict[str, list[str]]]:
+def _learnt_splits() -> dict[str, int]:
+    """Where each public module was when ``plpkg-small`` learnt: there it stays, whatever the versions."""
+    with catalog.data_path("backbone", "modules.csv").open(encoding="utf-8", newline="") as file:
+        return {row["module"]: SPLITS.index(row["split"]) for row in csv.DictReader(file)}
+
+
+def by_name(
+    modules: dict[str, list[str]], shares: tuple[float, ...], fixed: Mapping[str, int]
+) -> list[dict[str, list[str]]]:
     """Split modules by the sha256 of each one's name alone: a module has the same part under every version.
 
     Parameters
@@ -165,10 +177,13 @@ def by_name(modules: dict[str, list[str]], shares: tuple[float, ...]) -> list[di
         Docstrings by module.
     shares
         Of the parts, in modules; they add up to 1.
+    fixed
+        Modules whose part is given by its number.
     """
     parts, edges = [{} for _ in shares], list(itertools.accumulate(shares))[:-1]
     for name in sorted(modules):
-        parts[bisect.bisect(edges, int.from_bytes(_digest(name)[:8], "big") / 2**64)][name] = modules[name]
+        at = bisect.bisect(edges, int.from_bytes(_digest(name)[:8], "big") / 2**64)
+        parts[fixed.get(name, at)][name] = modules[name]
     return parts
 
 

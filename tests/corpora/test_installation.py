@@ -17,6 +17,7 @@ def package(tmp_path, monkeypatch):
         "template.py": "{{ cookiecutter }} :",
         "latin.py": b'# coding: latin-1\n"""caf\xe9"""',
         "tests/test_a.py": '"""Test."""',
+        "_distributor_init.py": '"""Another on Windows."""',
         "deep/_vendor/b.py": '"""Somebody else\'s."""',
     }.items():
         path = folder / name
@@ -74,3 +75,32 @@ def test_clean(text, expected):
 
 def test_skipped_parts_are_not_read():
     assert installation.SPLIT_OFF.isdisjoint({"asyncio", "collections", "json"})
+
+
+def test_what_a_site_adds_to_the_standard_library_is_not_read(tmp_path, monkeypatch):
+    for name in (
+        "json/decoder.py",
+        "dist-packages/x.py",
+        "sitecustomize.py",
+        "heapq.py",
+        "tkinter/x.py",
+        "lib-old/y.py",
+    ):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text('"""Text."""')
+    monkeypatch.setattr(installation.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert list(modules("stdlib")) == ["stdlib/heapq.py", "stdlib/json/decoder.py"]
+
+
+def test_a_package_that_cannot_be_read_whole_is_refused(tmp_path, monkeypatch):
+    for folder in ("one", "two", "three"):
+        (tmp_path / folder / "spread").mkdir(parents=True)
+    (tmp_path / "three" / "silent").mkdir()
+    (tmp_path / "three" / "silent" / "__init__.py").write_text("x = 1")
+    for folder in ("one", "two", "three"):
+        monkeypatch.syspath_prepend(tmp_path / folder)
+    with pytest.raises(ValueError, match=r"need the package 'spread' in one folder, it is in .*two/spread"):
+        modules("spread")
+    with pytest.raises(ValueError, match=r"need the docstrings of 'silent', but no source file in .* has any"):
+        modules("silent")

@@ -115,13 +115,13 @@ def small(built, tmp_path, monkeypatch):
 
     monkeypatch.setattr(library, "PRIVATE", SMALL[1])
     monkeypatch.setattr(library, "build", build)
-    monkeypatch.setattr(library, "_cache_path", lambda: tmp_path / "cache" / "corpora.json")
+    monkeypatch.setattr(library, "_cache_path", lambda: tmp_path / "cache" / "corpora-new.json")
 
     def read():
         library._library.cache_clear()
         return library._library()
 
-    yield tmp_path / "cache" / "corpora.json", read, calls
+    yield tmp_path / "cache" / "corpora-new.json", read, calls
     library._library.cache_clear()
 
 
@@ -130,7 +130,7 @@ def test_the_second_reading_comes_from_the_cache(small):
     first, second = read(), read()
     assert first == second
     assert len(calls) == 1
-    assert [p.name for p in path.parent.iterdir()] == ["corpora.json"]
+    assert [p.name for p in path.parent.iterdir()] == ["corpora-new.json"]
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"public": {"train": [{}]}}', "half"])
@@ -138,7 +138,7 @@ def test_a_damaged_cache_is_built_anew_with_a_warning(small, damage):
     path, read, calls = small
     whole = read()
     path.write_text(path.read_text()[: path.stat().st_size // 2] if damage == "half" else damage)
-    with pytest.warns(UserWarning, match=r"corpora\.json cannot be read"):
+    with pytest.warns(UserWarning, match=r"corpora-new\.json cannot be read"):
         assert read() == whole
     assert len(calls) == 2
     assert read() == whole
@@ -158,6 +158,28 @@ def test_other_versions_have_a_cache_of_their_own(monkeypatch):
     assert library._cache_path() != here
 
 
+def test_another_installation_of_the_same_versions_has_a_cache_of_its_own(monkeypatch, tmp_path):
+    source = tmp_path / "a.py"
+    source.write_text('"""Text."""')
+    monkeypatch.setattr(library.installation, "sources", lambda package: [(source, f"{package}/a.py")])
+    first = library._cache_path()
+    assert library._cache_path() == first
+    source.write_text('"""Other text."""')
+    assert library._cache_path() != first
+
+
+def test_old_caches_go(small):
+    path, read, _ = small
+    path.parent.mkdir()
+    for i in range(5):
+        old = path.with_name(f"corpora-{i}.json")
+        old.write_text("{}")
+        os.utime(old, (i, i))
+    read()
+    kept = sorted(p.name for p in path.parent.iterdir())
+    assert kept == ["corpora-3.json", "corpora-4.json", "corpora-new.json"]
+
+
 def test_versions_name_no_build():
     assert not any("+" in version for version in library.versions().values())
 
@@ -168,27 +190,49 @@ def test_a_missing_package_is_named(monkeypatch):
         library.versions()
 
 
-def test_modules_are_dealt_out_whole_by_size():
-    modules = {f"m{i}": ["x" * (1000 + 37 * i % 500)] for i in range(200)}
-    parts = library.assign(modules, (0.8, 0.1, 0.1), {})
+SHARES = (0.8, 0.1, 0.1)
+
+
+def unequal(count):
+    """Modules of which one in ten is a hundred times as large."""
+    return {f"m{i}": ["x" * (100 if i % 10 else 10_000)] for i in range(count)}
+
+
+def mean_size(part):
+    return sum(len(t) for texts in part.values() for t in texts) / len(part)
+
+
+@pytest.mark.parametrize("split_by", [library.by_size, lambda m, s: library.by_name(m, s, {})])
+def test_held_out_modules_are_as_large_as_the_others(split_by):
+    """Choosing after measuring would send every large module to train."""
+    modules = unequal(6000)
+    parts = split_by(modules, SHARES)
     assert sorted(name for part in parts for name in part) == sorted(modules)
+    assert all(list(part) == sorted(part) for part in parts)
+    for part in parts:
+        assert mean_size(part) == pytest.approx(mean_size(modules), rel=0.25)
+    assert [len(part) / len(modules) for part in parts] == pytest.approx(SHARES, abs=0.03)
+
+
+def test_few_modules_still_get_about_their_shares():
+    modules = {f"m{i}": ["x" * (1000 + 37 * i % 500)] for i in range(40)}
     total = sum(len(t) for texts in modules.values() for t in texts)
-    shares = [sum(len(t) for texts in part.values() for t in texts) / total for part in parts]
-    assert shares == pytest.approx([0.8, 0.1, 0.1], abs=0.01)
-    assert list(parts[0]) == sorted(parts[0])
+    shares = [
+        sum(len(t) for texts in part.values() for t in texts) / total for part in library.by_size(modules, SHARES)
+    ]
+    assert shares == pytest.approx(SHARES, abs=0.04)
 
 
-def test_a_new_module_leaves_most_others_where_they_were():
-    modules = {f"m{i}": ["x" * 100] for i in range(300)}
-    before = library.assign(modules, (0.8, 0.1, 0.1), {})
-    after = library.assign(modules | {"new": ["x" * 100]}, (0.8, 0.1, 0.1), {})
-    moved = sum(name not in after[i] for i, part in enumerate(before) for name in part)
-    assert moved < 0.4 * len(modules)
+def test_a_public_module_has_the_same_part_under_every_version():
+    modules = unequal(300)
+    before = library.by_name(modules, SHARES, {})
+    after = library.by_name({name: [*texts, "more"] for name, texts in modules.items()} | {"new": ["x"]}, SHARES, {})
+    for first, second in zip(before, after, strict=True):
+        assert first.keys() == second.keys() - {"new"}
 
 
 def test_modules_stay_where_they_are_fixed():
-    modules = {f"m{i}": ["x" * 100] for i in range(50)}
-    parts = library.assign(modules, (0.8, 0.1, 0.1), {"m7": 2, "m8": 0, "gone": 1})
+    parts = library.by_name(unequal(50), SHARES, {"m7": 2, "m8": 0, "gone": 1})
     assert "m7" in parts[2]
     assert "m8" in parts[0]
     assert sum(map(len, parts)) == 50
@@ -199,5 +243,5 @@ def test_what_the_shipped_model_learnt_is_never_held_out(built):
     learnt = {d.name for d in corpora.public("train")}
     assert not learnt & {d.name for split in SPLITS[1:] for d in built["public"].split(split)}
     modules = library.installation.modules("jinja2") | library.installation.modules("topics")
-    anew = library.assign(modules, library.SHARES["public"], {})
+    anew = library.by_name(modules, library.SHARES["public"], {})
     assert learnt & (anew[1].keys() | anew[2].keys())
