@@ -1,6 +1,23 @@
-"""Residual: low-rank residual transmission between a device and the cloud (notebook 02)."""
+"""Low-rank residual transmission (PrivateLoRA): M on the device, everything else in the cloud, a wire between them."""
 
 from plpkg.residual.adapter import PrivateLoraConfig, convert_to_lora
+from plpkg.residual.cloud import CloudServer
+from plpkg.residual.connection import RefusedError
+from plpkg.residual.device import DeviceClient
+from plpkg.residual.relay import Relay
 from plpkg.residual.split import CloudPart, DevicePart, split
+from plpkg.residual.wire import Counter, Limits
 
-__all__ = ["CloudPart", "DevicePart", "PrivateLoraConfig", "convert_to_lora", "split"]
+__all__ = [
+    "CloudPart",
+    "CloudServer",
+    "Counter",
+    "DeviceClient",
+    "DevicePart",
+    "Limits",
+    "PrivateLoraConfig",
+    "RefusedError",
+    "Relay",
+    "convert_to_lora",
+    "split",
+]

@@ -12,6 +12,7 @@ Left out: layers whose input is not one hidden state (encoder-decoders), and ada
 """
 
 import copy
+import threading
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,7 +29,7 @@ LAYERS, NORMS = ("layers", "h"), ("norm", "ln_f")
 
 
 class Transport(Protocol):
-    """How the cloud reaches the device, seen from the cloud.
+    """How the cloud reaches the device, seen from the cloud. What comes back may be of another type or place.
 
     ``group`` numbers the exchanges of a forward pass in the order in which they happen. Tensors are
     ``(projections, batch, seq, rank)``.
@@ -44,6 +45,14 @@ class Transport(Protocol):
         """Send the gradient of what was received, and wait for the gradient of what was sent."""
 
 
+class _Here(threading.local):
+    """What a thread has under way: each serves another device."""
+
+    def __init__(self) -> None:
+        self.transport: Transport | None = None
+        self.outputs: dict[int, tuple[torch.Tensor, dict[int, torch.Tensor]]] = {}
+
+
 class Exchange(nn.Module):
     """The adapted projections of one input, on the cloud: one message out, one back.
 
@@ -55,37 +64,36 @@ class Exchange(nn.Module):
         ``(projections, r_c2d, in_features)``, and for each projection ``(out_features, r_d2c)``.
     """
 
-    def __init__(self, group: int, projections: list[PrivateLoraLayer], adapter_name: str) -> None:
+    def __init__(self, group: int, projections: list[PrivateLoraLayer], adapter_name: str, here: _Here) -> None:
         super().__init__()
-        self.group = group
+        self.group, self._here = group, here
         self.base_layers = nn.ModuleList(projection.base_layer for projection in projections)
         self.register_buffer("a", torch.stack([p.privatelora_A[adapter_name] for p in projections]), persistent=False)
         for i, projection in enumerate(projections):
             self.register_buffer(f"b_{i}", projection.privatelora_B[adapter_name], persistent=False)
-        self.transport: Transport | None = None
-        self._input: torch.Tensor | None = None
-        self._outputs: dict[int, torch.Tensor] = {}
 
     def output(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """What projection ``index`` gives for ``x``: the first call for an input computes all of them."""
-        if self._input is not x or index not in self._outputs:
-            self._input, self._outputs = x, dict(enumerate(self._compute(x)))
-        result = self._outputs.pop(index)
-        if not self._outputs:
-            self._input = None
+        computed_for, outputs = self._here.outputs.pop(self.group, (None, {}))
+        if computed_for is not x or index not in outputs:
+            outputs = dict(enumerate(self._compute(x)))
+        result = outputs.pop(index)
+        if outputs:
+            self._here.outputs[self.group] = x, outputs
         return result
 
     def _compute(self, x: torch.Tensor) -> list[torch.Tensor]:
-        if self.transport is None:
+        transport = self._here.transport
+        if transport is None:
             raise RuntimeError(f"exchange {self.group} has no device to ask")
         narrowed = x.to(self.a.dtype)
         u = torch.stack([nn.functional.linear(narrowed, a) for a in self.a])  # (projections, batch, seq, r_c2d)
-        self.transport.send(self.group, u.detach())
+        transport.send(self.group, u.detach())
         base = [layer(x) for layer in self.base_layers]  # while the message is under way
         if torch.is_grad_enabled():
-            v = _Received.apply(u, torch.zeros((), requires_grad=True), self.transport, self.group)
+            v = _Received.apply(u, torch.zeros((), requires_grad=True), transport, self.group)
         else:
-            v = self.transport.receive(self.group)  # (projections, batch, seq, r_d2c)
+            v = transport.receive(self.group).to(u)  # (projections, batch, seq, r_d2c)
         b = (getattr(self, f"b_{i}") for i in range(len(base)))
         return [(y + nn.functional.linear(v_i, b_i)).to(y.dtype) for y, v_i, b_i in zip(base, v, b, strict=True)]
 
@@ -99,11 +107,11 @@ class _Received(torch.autograd.Function):
     @staticmethod
     def forward(ctx, u, _anchor, transport, group):
         ctx.transport, ctx.group = transport, group
-        return transport.receive(group)
+        return transport.receive(group).to(u)
 
     @staticmethod
     def backward(ctx, grad_v):
-        return ctx.transport.backward(ctx.group, grad_v), None, None, None
+        return ctx.transport.backward(ctx.group, grad_v).to(grad_v), None, None, None
 
 
 class _Projection(nn.Module):
@@ -129,16 +137,16 @@ class CloudPart(nn.Module):
         In the order in which they happen.
     """
 
-    def __init__(self, decoder: nn.Module, exchanges: list[Exchange]) -> None:
+    def __init__(self, decoder: nn.Module, exchanges: list[Exchange], here: _Here) -> None:
         super().__init__()
-        self.decoder = decoder
+        self.decoder, self._here = decoder, here
         self.exchanges = nn.ModuleList(exchanges)
         self.requires_grad_(False)
 
     def connect(self, transport: Transport | None) -> None:
-        """Let every exchange go through ``transport``."""
-        for exchange in self.exchanges:
-            exchange.transport = transport
+        """Let what this thread computes from now on go through ``transport``: other threads have their own."""
+        self._here.transport = transport
+        self._here.outputs.clear()
 
     def new_cache(self) -> DynamicCache:
         """An empty KV cache for these layers."""
@@ -314,11 +322,11 @@ def split(
         return _section(decoder, layers_name, norm_name, range(start, stop), norm=norm) if start < stop else None
 
     middle = section(first_k, count - last_k, norm=last_k == 0)
-    exchanges, matrices = [], []
+    exchanges, matrices, here = [], [], _Here()
     for layer in getattr(middle, layers_name):
         for parent, names in _shared_inputs(layer):
             projections = [getattr(parent, name) for name in names]
-            exchange = Exchange(len(exchanges), projections, adapter_name)
+            exchange = Exchange(len(exchanges), projections, adapter_name, here)
             exchanges.append(exchange)
             matrices.append([projection.privatelora_M[adapter_name] for projection in projections])
             for index, name in enumerate(names):
@@ -332,7 +340,7 @@ def split(
         whole.get_output_embeddings(),
         getattr(whole.config, "final_logit_softcapping", None),
     )
-    return device, CloudPart(middle, exchanges)
+    return device, CloudPart(middle, exchanges, here)
 
 
 def _named(decoder: nn.Module, names: tuple[str, ...]) -> str:

@@ -5,24 +5,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from plpkg.backbones import FAMILIES, random_backbone
-from plpkg.residual import PrivateLoraConfig, split
+from plpkg.residual import split
 from plpkg.residual.adapter import PrivateLoraLayer
 from plpkg.residual.split import Direct
 
 IDS = torch.arange(2, 26).reshape(2, 12) % 23 + 1  # never 0, which pads
 CUTS = [(0, 0), (1, 0), (0, 1), (1, 2)]
-
-
-def adapted(family="llama", m_scale=1.0, **config):
-    kv_heads = 4 if family == "gpt2" else 2
-    model = random_backbone(family, num_layers=4, num_kv_heads=kv_heads, vocab=64, hidden=32, intermediate=48)
-    model = get_peft_model(model, PrivateLoraConfig(**dict(r_c2d=5, r_d2c=3) | config))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "privatelora_M" in name:
-                parameter.copy_(m_scale * torch.randn(parameter.shape, generator=generator))
-    return model.eval()
 
 
 class Counted(Direct):
@@ -56,7 +44,7 @@ def connected(model, first_k=0, last_k=0):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("first_k", "last_k"), CUTS)
-def test_the_parts_together_give_the_models_logits(family, first_k, last_k):
+def test_the_parts_together_give_the_models_logits(adapted, family, first_k, last_k):
     model = adapted(family)
     mask = torch.ones_like(IDS)
     mask[1, :5] = 0  # padding on the left
@@ -73,7 +61,7 @@ def test_the_parts_together_give_the_models_logits(family, first_k, last_k):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("first_k", "last_k"), [(0, 0), (1, 2)])
-def test_token_by_token_with_caches_on_both_sides(family, first_k, last_k):
+def test_token_by_token_with_caches_on_both_sides(adapted, family, first_k, last_k):
     model = adapted(family)
     expected = model.generate(input_ids=IDS, max_new_tokens=6, do_sample=False, eos_token_id=None)
     device, cloud, _ = connected(model, first_k, last_k)
@@ -90,7 +78,7 @@ def test_token_by_token_with_caches_on_both_sides(family, first_k, last_k):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("first_k", "last_k"), CUTS)
-def test_gradients_equal_those_of_one_process(family, first_k, last_k):
+def test_gradients_equal_those_of_one_process(adapted, family, first_k, last_k):
     model = adapted(family, m_scale=0.1)
     model(input_ids=IDS, labels=IDS).loss.backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -116,7 +104,7 @@ def test_gradients_equal_those_of_one_process(family, first_k, last_k):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("first_k", "last_k"), CUTS)
-def test_neither_part_holds_a_tensor_of_the_other(family, first_k, last_k):
+def test_neither_part_holds_a_tensor_of_the_other(adapted, family, first_k, last_k):
     model = adapted(family)
     device, cloud = split(model, first_k, last_k)
 
@@ -135,7 +123,7 @@ def test_neither_part_holds_a_tensor_of_the_other(family, first_k, last_k):
     assert not any(p.requires_grad for p in cloud.parameters())
 
 
-def test_one_message_each_way_for_a_layers_query_key_and_value():
+def test_one_message_each_way_for_a_layers_query_key_and_value(adapted):
     device, cloud, transport = connected(adapted())
     with torch.no_grad():
         device.logits(cloud(device.embed(IDS)))
@@ -145,7 +133,7 @@ def test_one_message_each_way_for_a_layers_query_key_and_value():
     assert transport.log == expected
 
 
-def test_gradients_cross_in_the_opposite_order():
+def test_gradients_cross_in_the_opposite_order(adapted):
     device, cloud, transport = connected(adapted())
     cloud(device.embed(IDS)).sum().backward()
     assert [entry for entry in transport.log if entry[0] == "gradient"] == [
@@ -153,7 +141,7 @@ def test_gradients_cross_in_the_opposite_order():
     ]
 
 
-def test_every_linear_layer_can_be_adapted_and_shares_what_has_one_input():
+def test_every_linear_layer_can_be_adapted_and_shares_what_has_one_input(adapted):
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     model = adapted(target_modules=targets, m_scale=0.1)
     device, cloud, transport = connected(model)
@@ -164,14 +152,14 @@ def test_every_linear_layer_can_be_adapted_and_shares_what_has_one_input():
     assert [group for way, group, _ in transport.log if way == "up"] == list(range(16))
 
 
-def test_only_adapted_layers_cross():
+def test_only_adapted_layers_cross(adapted):
     device, cloud, transport = connected(adapted(layers_to_transform=[1, 3], target_modules=["q_proj", "v_proj"]))
     with torch.no_grad():
         cloud(device.embed(IDS))
     assert [shape for way, _, shape in transport.log if way == "up"] == [(2, 2, 12, 5)] * 2
 
 
-def test_the_model_itself_stays_usable():
+def test_the_model_itself_stays_usable(adapted):
     model = adapted()
     with torch.no_grad():
         before = model(input_ids=IDS).logits
@@ -180,13 +168,13 @@ def test_the_model_itself_stays_usable():
     assert len([m for m in model.modules() if isinstance(m, PrivateLoraLayer)]) == 12
 
 
-def test_without_a_device_nothing_is_computed():
+def test_without_a_device_nothing_is_computed(adapted):
     device, cloud = split(adapted())
     with pytest.raises(RuntimeError, match="exchange 0 has no device to ask"):
         cloud(device.embed(IDS))
 
 
-def test_a_gradient_that_nobody_waits_for_is_refused():
+def test_a_gradient_that_nobody_waits_for_is_refused(adapted):
     device, _ = split(adapted())
     with pytest.raises(KeyError):
         device.residual_backward(0, torch.zeros(3, 1, 1, 3))
@@ -201,12 +189,12 @@ def test_a_gradient_that_nobody_waits_for_is_refused():
         (dict(adapter_name="other"), "PeftModel has no PrivateLoRA adapter 'other'"),
     ],
 )
-def test_impossible_cuts_are_named(arguments, message):
+def test_impossible_cuts_are_named(adapted, arguments, message):
     with pytest.raises(ValueError, match=message):
         split(adapted(), **arguments)
 
 
-def test_models_that_cannot_be_cut_are_named():
+def test_models_that_cannot_be_cut_are_named(adapted):
     plain = random_backbone("llama")
     with pytest.raises(ValueError, match="LlamaForCausalLM has no PrivateLoRA adapter 'default'"):
         split(plain)

@@ -1,0 +1,341 @@
+"""The device's end: embedding, LM head and every M here, the decoder layers in a :class:`CloudServer` elsewhere.
+
+Generation and training go on where they were after a connection broke: a step that was not answered is asked for
+again, and what it had added to a gradient is taken back first.
+
+Left out: beam search, and batches of sequences of unequal length (pad on the right and mask the labels to train on
+them).
+"""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from plpkg.catalog import Link
+from plpkg.residual import wire
+from plpkg.residual.connection import Connection, SessionLostError
+from plpkg.residual.relay import Relay
+from plpkg.residual.split import DeviceCache, split
+from plpkg.residual.wire import Counter
+from plpkg.residual.wire_pb2 import FromDevice, Part, Step
+from plpkg.validation import number, whole_number
+
+
+class DeviceClient:
+    """A model whose decoder layers are elsewhere; a context manager.
+
+    Parameters
+    ----------
+    target
+        The cloud's ``host:port``.
+    model
+        What ``get_peft_model(model, PrivateLoraConfig(...))`` gave, with the M to use. Only the device's part of it
+        is used.
+    first_k, last_k, precision, adapter_name
+        As the cloud has them.
+    token, ca
+        The bearer token, and the certificate to trust (``cert.pem``): both needed but on a loopback address.
+    link
+        A :class:`plpkg.catalog.Link` or its name: everything goes through a relay with its rates and round-trip time.
+    timeout_s
+        The longest wait for an answer.
+    retry_s
+        How long to try to come back after the connection broke.
+
+    Attributes
+    ----------
+    part
+        The device's part of the model.
+    traffic
+        What has crossed so far.
+
+    Raises
+    ------
+    ValueError
+        A target that needs TLS and a token without them.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        model: PeftModel,
+        *,
+        first_k: int = 0,
+        last_k: int = 0,
+        precision: str = "fp16",
+        adapter_name: str = "default",
+        token: str | None = None,
+        ca: str | Path | None = None,
+        link: str | Link | None = None,
+        timeout_s: float = 30.0,
+        retry_s: float = 30.0,
+    ) -> None:
+        self.part, _ = split(model, first_k, last_k, adapter_name=adapter_name)
+        terms = wire.terms(model, self.part, adapter_name, (first_k, last_k), precision)
+        self.dtype, self._terms = wire.PRECISIONS[precision], terms
+        self._config = model.get_base_model().config
+        number("timeout_s", timeout_s, open_low=True)
+        number("retry_s", retry_s)
+        self.relay = None if link is None else Relay(target, link)
+        self._connection = Connection(
+            target,
+            terms,
+            token=token,
+            ca=ca,
+            via=self.relay and self.relay.address,
+            timeout_s=timeout_s,
+            retry_s=retry_s,
+        )
+
+    def __enter__(self) -> "DeviceClient":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the cloud."""
+        self._connection.close()
+        if self.relay is not None:
+            self.relay.close()
+
+    @property
+    def traffic(self) -> Counter:
+        """What has crossed so far: a copy, so that two of them can be subtracted."""
+        return copy.copy(self._connection.traffic)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: torch.Tensor,
+        max_new_tokens: int = 64,
+        *,
+        do_sample: bool = False,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        generator: torch.Generator | None = None,
+        eos_token_id: int | list[int] | None = None,
+        on_token: Callable[[torch.Tensor], object] | None = None,
+    ) -> torch.Tensor:
+        """Continue sequences.
+
+        Parameters
+        ----------
+        input_ids
+            ``(batch, seq)``, without padding.
+        max_new_tokens
+            At most.
+        do_sample, temperature, top_k, top_p, generator
+            Sample, instead of taking the most probable token; as in Hugging Face's ``generate``.
+        eos_token_id
+            What ends a sequence; the model's own by default, ``-1`` for none.
+        on_token
+            Called with each new ``(batch,)`` of tokens as soon as it is there.
+
+        Returns
+        -------
+        torch.Tensor
+            ``(batch, seq + new)``; behind its end a sequence repeats the token that ended it.
+
+        Raises
+        ------
+        ValueError
+            Arguments that cannot be.
+        ConnectionError
+            The cloud cannot be reached.
+        plpkg.residual.connection.RefusedError
+            It does not want to: a sequence too long, say.
+        """
+        ids = _checked(input_ids)
+        whole_number("max_new_tokens", max_new_tokens, 1)
+        warp = _warpers(temperature, top_k, top_p) if do_sample else LogitsProcessorList()
+        ends = torch.tensor(self._ends(eos_token_id), dtype=torch.long)
+        done = torch.zeros(len(ids), dtype=torch.bool)
+        cache = self.part.new_cache()
+        for _ in range(max_new_tokens):
+            try:
+                logits = self._next_logits(ids[:, cache.seen :], cache)
+            except SessionLostError:  # the cloud began anew: so does the sequence, with all that it has
+                cache = self.part.new_cache()
+                logits = self._next_logits(ids, cache)
+            scores = warp(ids, logits.float())
+            if do_sample:
+                chosen = torch.multinomial(scores.softmax(-1), 1, generator=generator)[:, 0]
+            else:
+                chosen = scores.argmax(-1)
+            chosen = torch.where(done, ids[:, -1], chosen)
+            ids = torch.cat([ids, chosen[:, None]], dim=1)
+            if on_token is not None:
+                on_token(chosen)
+            done |= torch.isin(chosen, ends)
+            if done.all():
+                break
+        return ids
+
+    def train_step(
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor,
+        *,
+        num_items: int | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> float:
+        """Add the gradient of the loss to every M, and to what else is trainable on the device.
+
+        Parameters
+        ----------
+        input_ids, labels
+            ``(batch, seq)``; labels of -100 are not predicted.
+        num_items
+            What the sum of the losses is divided by: of all steps that accumulate together. By default the
+            labels that are predicted in this one.
+        optimizer
+            If given, it makes its step and the gradients are cleared.
+
+        Returns
+        -------
+        float
+            The loss, in nats per token.
+
+        Raises
+        ------
+        ValueError
+            Shapes that do not fit, or no label to predict.
+        ConnectionError, RefusedError
+            As in :meth:`generate`; the gradients are then as they were before.
+        """
+        ids, labels = _checked(input_ids), _checked(labels, "labels")
+        if ids.shape != labels.shape:
+            raise ValueError(f"labels of shape {tuple(labels.shape)} for input_ids of shape {tuple(ids.shape)}")
+        targets = labels[:, 1:]
+        items = whole_number("num_items", int((targets != -100).sum()) if num_items is None else num_items, 1)
+        trainable = [p for p in self.part.parameters() if p.requires_grad]
+        before = [None if p.grad is None else p.grad.clone() for p in trainable]
+
+        def run() -> float:
+            for parameter, gradient in zip(trainable, before, strict=True):
+                parameter.grad = None if gradient is None else gradient.clone()
+            return self._pass_both_ways(ids, targets, items)
+
+        try:
+            loss = self._retry(run)
+        except BaseException:
+            for parameter, gradient in zip(trainable, before, strict=True):
+                parameter.grad = gradient
+            raise
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    def _retry(self, run: Callable[[], float]) -> float:
+        """A training step needs nothing of the session: a new one does as well."""
+        try:
+            return self._connection.keep_trying(run)
+        except SessionLostError:
+            return self._connection.keep_trying(run)
+
+    def _pass_both_ways(self, ids: torch.Tensor, targets: torch.Tensor, items: int) -> float:
+        embedded = self.part.embed(ids)
+        own_gradient = embedded.requires_grad
+        self._send_step(
+            self._connection.steps + 1,
+            ids.shape,
+            wire.pack(embedded, self.dtype),
+            train=True,
+            all_positions=True,
+            input_gradient=own_gradient,
+        )
+        self._exchange(ids.shape, train=True)
+        final = self._final((*ids.shape, self._terms.hidden)).requires_grad_()
+        logits = self.part.logits(final)[:, :-1]
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="sum"
+        )
+        loss = loss / items
+        loss.backward()
+        gradient = wire.pack(final.grad, self.dtype)
+        self._connection.send(FromDevice(grad_hidden=gradient), gradient)
+        for expected in reversed(range(len(self.part.matrices))):
+            part = self._connection.receive("grad_output")
+            grad_v = self._unpack_part(part, expected, ids.shape, self._terms.r_d2c)
+            data = wire.pack(self.part.residual_backward(part.group, grad_v), self.dtype)
+            self._connection.send(FromDevice(grad_input=Part(group=part.group, data=data)), data)
+        if own_gradient:
+            data = self._connection.receive("grad_hidden")
+            embedded.backward(wire.unpack(data, tuple(embedded.shape), self.dtype).to(embedded))
+        self._connection.steps += 1
+        return loss.item()
+
+    def _next_logits(self, ids: torch.Tensor, cache: DeviceCache) -> torch.Tensor:
+        """Logits ``(batch, vocab)`` of the token that follows ``ids`` ``(batch, seq)``."""
+        begins = cache.seen == 0
+        hidden = wire.pack(self.part.embed(ids, cache=cache), self.dtype)
+        everywhere = self.part.last is not None  # its layers have KV caches to fill
+        positions = ids.shape[1] if everywhere else 1
+        number = None
+
+        def run() -> torch.Tensor:
+            nonlocal number
+            answered = number is not None and number == self._connection.steps  # but the answer was lost
+            if not answered:
+                number = self._connection.steps + 1
+            self._send_step(number, ids.shape, hidden, new_sequence=begins, all_positions=everywhere)
+            if not answered:
+                self._exchange(ids.shape, train=False)
+            return self._final((len(ids), positions, self._terms.hidden))
+
+        final = self._connection.keep_trying(run)
+        self._connection.steps = number
+        return self.part.logits(final, cache=cache)[:, -1]
+
+    def _send_step(self, number: int, shape: tuple[int, int], hidden: bytes, **flags: bool) -> None:
+        step = Step(number=number, batch=shape[0], seq=shape[1], hidden=hidden, **flags)
+        self._connection.send(FromDevice(step=step), hidden)
+
+    def _exchange(self, shape: tuple[int, int], *, train: bool) -> None:
+        """Answer every A·x of a pass over ``(batch, seq)`` with M·A·x."""
+        for expected in range(len(self.part.matrices)):
+            part = self._connection.receive("residual")
+            u = self._unpack_part(part, expected, shape, self._terms.r_c2d)
+            data = wire.pack(self.part.residual(part.group, u, train=train), self.dtype)
+            self._connection.send(FromDevice(residual=Part(group=part.group, data=data)), data)
+
+    def _final(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """The final hidden state that ends a pass."""
+        return wire.unpack(self._connection.receive("hidden"), shape, self.dtype).to(self.part.lm_head.weight)
+
+    def _unpack_part(self, part: Part, expected: int, shape: tuple[int, int], rank: int) -> torch.Tensor:
+        if part.group != expected:
+            raise ValueError(f"the cloud sent exchange {part.group} where {expected} was due")
+        tensor = wire.unpack(part.data, (self._terms.projections[expected], *shape, rank), self.dtype)
+        return tensor.to(self.part.matrices[expected][0].weight)
+
+    def _ends(self, eos_token_id: int | list[int] | None) -> list[int]:
+        if eos_token_id is None:
+            eos_token_id = self._config.eos_token_id
+        ends = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
+        return [end for end in ends if end is not None]
+
+
+def _checked(ids: torch.Tensor, name: str = "input_ids") -> torch.Tensor:
+    if ids.ndim != 2 or not ids.numel() or ids.is_floating_point():
+        raise ValueError(f"{name} must be whole numbers of shape (batch, seq), got {ids.dtype} of {tuple(ids.shape)}")
+    return ids.cpu()
+
+
+def _warpers(temperature: float, top_k: int, top_p: float) -> LogitsProcessorList:
+    """Hugging Face's own, in the order in which its ``generate`` applies them."""
+    warpers = LogitsProcessorList()
+    if number("temperature", temperature, open_low=True) != 1:
+        warpers.append(TemperatureLogitsWarper(float(temperature)))
+    if whole_number("top_k", top_k, 0):
+        warpers.append(TopKLogitsWarper(top_k))
+    if number("top_p", top_p, 0, 1, open_low=True) < 1:
+        warpers.append(TopPLogitsWarper(top_p))
+    return warpers

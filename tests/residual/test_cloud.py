@@ -1,0 +1,297 @@
+"""The cloud against devices that do what they should not, message by message."""
+
+import queue
+import re
+import threading
+import time
+
+import grpc
+import pytest
+import torch
+from grpc import StatusCode
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from plpkg.residual import CloudServer, DeviceClient, Limits, RefusedError, split, wire
+from plpkg.residual.wire_pb2 import FromCloud, FromDevice, Hello, Part, Step
+
+IDS = torch.arange(1, 9).reshape(1, 8)
+HIDDEN = 32
+
+
+class Raw:
+    """A device of single messages."""
+
+    def __init__(self, cloud, *, metadata=(), serialize=FromDevice.SerializeToString):
+        self.channel = grpc.insecure_channel(cloud.address, wire.CHANNEL_OPTIONS)
+        self.outgoing = queue.SimpleQueue()
+        connect = self.channel.stream_stream(wire.METHOD, serialize, FromCloud.FromString)
+        self.call = connect(iter(self.outgoing.get, None), metadata=metadata, timeout=60)
+
+    def put(self, **content):
+        self.outgoing.put(FromDevice(**content))
+
+    def get(self):
+        return next(self.call)
+
+    def status(self):
+        """How the stream ends."""
+        try:
+            for _ in self.call:
+                pass
+        except grpc.RpcError as error:
+            return error.code(), error.details()
+        return StatusCode.OK, ""
+
+    def close(self):
+        self.call.cancel()
+        self.channel.close()
+
+
+@pytest.fixture
+def cloud(adapted):
+    with CloudServer(adapted(), precision="fp32", limits=Limits(tokens=20, batch=2, sessions=3)) as server:
+        yield server
+
+
+@pytest.fixture
+def raw(cloud):
+    opened = []
+
+    def open_one(*, hello=True, server=cloud, **options):
+        device = Raw(server, **options)
+        opened.append(device)
+        if hello:
+            device.put(hello=Hello(terms=server.terms))
+            device.session = device.get().welcome.session
+        return device
+
+    yield open_one
+    for device in opened:
+        device.close()
+
+
+def step(number=1, batch=1, seq=2, size=None, **flags):
+    data = bytes(batch * seq * HIDDEN * 4 if size is None else size)
+    return Step(number=number, batch=batch, seq=seq, hidden=data, **({"new_sequence": True} | flags))
+
+
+def still_serves(cloud, adapted):
+    with DeviceClient(cloud.address, adapted(), precision="fp32") as client:
+        return client.generate(IDS, 2, eos_token_id=-1).shape == (1, 10)
+
+
+@pytest.mark.parametrize(
+    ("message", "code", "details"),
+    [
+        (step(size=7), "INVALID_ARGUMENT", r"a tensor of shape \(1, 2, 32\) has 256 bytes, got 7"),
+        (step(size=0), "INVALID_ARGUMENT", "has 256 bytes, got 0"),
+        (step(size=4096), "INVALID_ARGUMENT", "has 256 bytes, got 4096"),
+        (step(batch=0), "INVALID_ARGUMENT", "a step of batch=0, seq=2 is empty"),
+        (step(seq=0), "INVALID_ARGUMENT", "a step of batch=1, seq=0 is empty"),
+        (step(seq=21), "OUT_OF_RANGE", "tokens would be 21, the cloud's limit is 20"),
+        (step(batch=3), "OUT_OF_RANGE", "batch would be 3, the cloud's limit is 2"),
+        (step(batch=2**32 - 1, seq=2**32 - 1, size=9), "OUT_OF_RANGE", "batch would be 4294967295"),
+        (step(number=2), "FAILED_PRECONDITION", "step 2 on the device, 0 done on the cloud"),
+        (step(number=0), "FAILED_PRECONDITION", "step 0 on the device, 0 done on the cloud"),
+        (step(new_sequence=False), "INVALID_ARGUMENT", "batch=1, but the sequence began with 0"),
+        (step(train=True, seq=30), "OUT_OF_RANGE", "tokens would be 30"),
+    ],
+)
+def test_an_impossible_step_is_refused_with_the_reason(raw, cloud, adapted, message, code, details):
+    device = raw()
+    device.put(step=message)
+    found = device.status()
+    assert found[0].name == code
+    assert re.search(details, found[1])
+    assert still_serves(cloud, adapted)
+
+
+def test_a_sequence_may_not_grow_beyond_the_limit(cloud, adapted):
+    with DeviceClient(cloud.address, adapted(), precision="fp32") as client:
+        with pytest.raises(RefusedError, match="OUT_OF_RANGE: tokens would be 21, the cloud's limit is 20"):
+            client.generate(IDS, 20, eos_token_id=-1)
+        assert client.generate(IDS, 13, eos_token_id=-1).shape == (1, 21)
+
+
+@pytest.mark.parametrize(
+    ("answer", "details"),
+    [
+        (dict(residual=Part(group=1, data=bytes(72))), "exchange 0 was answered with 1"),
+        (dict(residual=Part(group=0, data=bytes(71))), "has 72 bytes, got 71"),
+        (dict(residual=Part(group=0, data=b"")), "has 72 bytes, got 0"),
+        (dict(grad_hidden=bytes(72)), "a residual was due, got grad_hidden"),
+        (dict(step=step()), "a residual was due, got step"),
+        (dict(), "a residual was due, got nothing"),
+    ],
+)
+def test_a_wrong_answer_in_the_middle_of_a_step_is_refused(raw, cloud, adapted, answer, details):
+    device = raw()
+    device.put(step=step())
+    assert device.get().residual.group == 0
+    device.put(**answer)
+    code, found = device.status()
+    assert code is StatusCode.INVALID_ARGUMENT
+    assert details in found
+    assert still_serves(cloud, adapted)
+
+
+@pytest.mark.parametrize("first", [dict(step=step()), dict(residual=Part(group=0)), dict()])
+def test_a_device_has_to_say_hello_first(raw, first):
+    device = raw(hello=False)
+    device.put(**first)
+    code, details = device.status()
+    assert code is StatusCode.INVALID_ARGUMENT
+    assert "a hello was due" in details
+
+
+def test_every_term_has_to_agree(raw, cloud):
+    for field in cloud.terms.DESCRIPTOR.fields:
+        terms = type(cloud.terms).FromString(cloud.terms.SerializeToString())
+        terms.ClearField(field.name)
+        if terms == cloud.terms:  # it is zero
+            setattr(terms, field.name, 1)
+        device = raw(hello=False)
+        device.put(hello=Hello(terms=terms))
+        code, details = device.status()
+        assert code is StatusCode.FAILED_PRECONDITION
+        assert details.startswith(f"{field.name} is ")
+
+
+@pytest.mark.parametrize(
+    "metadata", [[], [("authorization", "secret")], [("authorization", "Bearer secre")], [("authorization", "Bearer ")]]
+)
+def test_a_wrong_token_gets_nothing(adapted, raw, metadata):
+    with CloudServer(adapted(), token="secret") as server:
+        device = raw(hello=False, server=server, metadata=metadata)
+        device.put(hello=Hello(terms=server.terms))
+        assert device.status() == (StatusCode.UNAUTHENTICATED, "no token, or a wrong one")
+        right = raw(server=server, metadata=[("authorization", "Bearer secret")])
+        assert right.session
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.binary(max_size=200), after_hello=st.booleans())
+def test_random_bytes_end_the_stream_and_harm_nobody(cloud, data, after_hello):
+    device = Raw(cloud, serialize=bytes)
+    if after_hello:
+        device.outgoing.put(FromDevice(hello=Hello(terms=cloud.terms)).SerializeToString())
+        device.get()
+    device.outgoing.put(data)
+    device.outgoing.put(None)
+    code, _ = device.status()
+    device.close()
+    assert code is not StatusCode.OK
+    assert threading.active_count() < 60
+
+
+def test_after_random_bytes_it_still_serves(cloud, adapted):
+    for seed in range(30):
+        data = torch.randint(256, (seed,), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
+        device = Raw(cloud, serialize=bytes)
+        device.outgoing.put(data.numpy().tobytes())
+        device.outgoing.put(None)
+        device.status()
+        device.close()
+    assert still_serves(cloud, adapted)
+
+
+def test_too_many_sessions_are_told_so(raw, cloud):
+    devices = [raw() for _ in range(3)]
+    fourth = raw(hello=False)
+    fourth.put(hello=Hello(terms=cloud.terms))
+    assert fourth.status() == (StatusCode.RESOURCE_EXHAUSTED, "the cloud has 3 sessions, its limit")
+    devices[0].outgoing.put(None)  # leaves
+    assert devices[0].status()[0] is StatusCode.OK
+    assert raw().session
+
+
+def test_a_message_too_large_is_refused_before_it_is_read(adapted, raw):
+    with CloudServer(adapted(), precision="fp32", limits=Limits(message_bytes=5000)) as server:
+        device = raw(server=server)
+        device.put(step=step(seq=64))
+        code, details = device.status()
+        assert code is StatusCode.RESOURCE_EXHAUSTED
+        assert "5000" in details
+
+
+@pytest.mark.parametrize("moment", ["hello", "step", "residual", "grad_hidden"])
+def test_no_wait_is_without_a_deadline(adapted, raw, moment):
+    limits = Limits(answer_s=0.3, idle_s=0.4)
+    with CloudServer(adapted(), precision="fp32", limits=limits) as server:
+        device = raw(server=server, hello=moment != "hello")
+        if moment in ("residual", "grad_hidden"):
+            device.put(step=step(train=moment == "grad_hidden"))
+            device.get()
+        if moment == "grad_hidden":
+            for group in range(4):
+                device.put(residual=Part(group=group, data=bytes(3 * 2 * 3 * 4)))
+                device.get()
+        code, details = device.status()
+        assert code is StatusCode.DEADLINE_EXCEEDED
+        assert f"a {moment} was due" in details
+        deadline = time.monotonic() + 5
+        while any(t.name == "plpkg-session" for t in threading.enumerate()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not [t for t in threading.enumerate() if t.name == "plpkg-session"]
+
+
+def test_a_session_waits_for_its_device_and_is_then_forgotten(adapted, raw):
+    with CloudServer(adapted(), precision="fp32", limits=Limits(resume_s=0.5, sessions=2)) as server:
+        first = raw(server=server)
+        first.call.cancel()
+        again = raw(server=server, hello=False)
+        again.put(hello=Hello(terms=server.terms, session=first.session))
+        assert again.get().welcome.session == first.session
+        again.call.cancel()
+        time.sleep(0.7)
+        late = raw(server=server, hello=False)
+        late.put(hello=Hello(terms=server.terms, session=first.session))
+        assert late.status()[0] is StatusCode.NOT_FOUND
+        assert server.sessions == 0
+
+
+def test_a_session_that_seems_to_be_connected_can_be_taken_over(raw, cloud):
+    """Its device has a new connection before the cloud has noticed that the old one is dead."""
+    first = raw()
+    first.put(step=step())
+    first.get()
+    second = raw(hello=False)
+    second.put(hello=Hello(terms=cloud.terms, session=first.session))
+    welcome = second.get().welcome
+    assert (welcome.session, welcome.steps) == (first.session, 0)
+    assert first.status() == (StatusCode.ABORTED, "the session goes on on another connection")
+
+
+@pytest.mark.parametrize("session", [bytes(16), b"x", bytes(1000)])
+def test_an_unknown_session_is_not_made(raw, cloud, session):
+    device = raw(hello=False)
+    device.put(hello=Hello(terms=cloud.terms, session=session))
+    assert device.status()[0] is StatusCode.NOT_FOUND
+    assert cloud.sessions == 0
+
+
+def test_sessions_are_named_by_secrets(raw):
+    names = {raw().session for _ in range(3)}
+    assert len(names) == 3
+    assert all(len(name) == 16 for name in names)
+
+
+def test_an_address_in_use_is_named(cloud, adapted):
+    with pytest.raises(OSError, match=f"{cloud.address} cannot be bound"):
+        CloudServer(adapted(), cloud.address)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])
+def test_the_clear_is_refused_beyond_this_machine(adapted, address, tmp_path):
+    with pytest.raises(ValueError, match="is not on this machine: TLS and a token needed"):
+        CloudServer(adapted(), address)
+    with pytest.raises(FileNotFoundError):
+        CloudServer(adapted(), address, tls=tmp_path, token="t")
+
+
+def test_the_cloud_holds_no_tensor_of_the_device(adapted):
+    model = adapted()
+    device, _ = split(model, 1, 1)
+    with CloudServer(model, first_k=1, last_k=1) as server:
+        held = {t.data_ptr() for t in server.part.state_dict().values()}
+        assert not held & {p.data_ptr() for p in device.parameters()}

@@ -1,0 +1,460 @@
+"""The two ends over a real connection, against the uncut model in one process, with everything that can break."""
+
+import copy
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from plpkg import communication
+from plpkg.backbones import FAMILIES
+from plpkg.catalog import ModelShape
+from plpkg.residual import CloudServer, DeviceClient, RefusedError, Relay
+from plpkg.residual.connection import BrokenStreamError
+
+IDS = torch.arange(2, 26).reshape(2, 12) % 23 + 1
+CUTS = [(0, 0), (1, 0), (0, 1), (1, 2)]
+SLIDING = {"sliding_window": 8}
+
+
+@pytest.fixture
+def pair(adapted):
+    """Starts a cloud and a device with models of their own; gives the cloud, the device and the whole model."""
+    open_ones = []
+
+    def start(family="llama", first_k=0, last_k=0, precision="fp32", m_scale=1.0, cloud=(), options=None, **device):
+        common = dict(first_k=first_k, last_k=last_k, precision=precision)
+        model = adapted(family, m_scale=m_scale, options=options)
+        server = CloudServer(adapted(family, m_scale=0.0, options=options), **common, **dict(cloud))
+        server.__enter__()
+        client = DeviceClient(server.address, model, **common, **device)
+        open_ones.extend([client.close, server.stop])
+        return server, client, copy.deepcopy(model)
+
+    yield start
+    for close in open_ones:
+        close()
+
+
+def expected_tokens(model, ids=IDS, count=6):
+    return model.generate(input_ids=ids, max_new_tokens=count, do_sample=False, eos_token_id=None)
+
+
+def gradients(model):
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_gradients(client, whole, expected):
+    """The client's model is the first argument of its part's parameters; names are the whole model's."""
+    found = {id(p): p.grad for p in client.part.parameters() if p.grad is not None}
+    assert len(found) == len(expected)
+    for gradient, (name, other) in zip(in_order(client, whole), expected.items(), strict=True):
+        assert (gradient - other).norm() <= 1e-6 * other.norm(), name
+
+
+def in_order(client, whole):
+    """Gradients of the device's M in the order of the whole model's parameters: first layers, cloud's, last."""
+    parts = [client.part.first, client.part.matrices, client.part.last]
+    return [p.grad for part in parts if part is not None for p in part.parameters() if p.grad is not None]
+
+
+def reference_gradients(whole, *batches):
+    whole.zero_grad()
+    for ids in batches:
+        whole(input_ids=ids, labels=ids).loss.backward()
+    return gradients(whole)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("first_k", "last_k"), CUTS)
+def test_the_same_tokens_as_in_one_process(pair, family, first_k, last_k):
+    _, client, whole = pair(family, first_k, last_k)
+    assert torch.equal(client.generate(IDS, 6, eos_token_id=-1), expected_tokens(whole))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("first_k", "last_k"), CUTS)
+def test_the_same_gradients_as_in_one_process(pair, family, first_k, last_k):
+    _, client, whole = pair(family, first_k, last_k, m_scale=0.1)
+    loss = client.train_step(IDS, IDS)
+    expected = reference_gradients(whole, IDS)
+    assert loss == pytest.approx(whole(input_ids=IDS, labels=IDS).loss.item(), rel=1e-6)
+    assert_same_gradients(client, whole, expected)
+
+
+def test_gradients_add_up_until_an_optimizer_makes_its_step(pair):
+    _, client, whole = pair(m_scale=0.1)
+    items = 2 * 11
+    for ids in IDS.split(1):
+        client.train_step(ids, ids, num_items=items)
+    assert_same_gradients(client, whole, reference_gradients(whole, IDS))
+    trainable = [p for p in client.part.parameters() if p.requires_grad]
+    before = [p.detach().clone() for p in trainable]
+    client.train_step(IDS, IDS, optimizer=torch.optim.SGD(trainable, lr=0.1))
+    assert all(p.grad is None for p in trainable)
+    assert not any(torch.equal(p, b) for p, b in zip(trainable, before, strict=True))
+
+
+def test_labels_of_minus_100_are_not_predicted(pair):
+    _, client, whole = pair(m_scale=0.1)
+    labels = IDS.clone()
+    labels[:, 5:] = -100
+    loss = client.train_step(IDS, labels)
+    result = whole(input_ids=IDS, labels=labels).loss
+    result.backward()
+    assert loss == pytest.approx(result.item(), rel=1e-6)
+    assert_same_gradients(client, whole, gradients(whole))
+
+
+def test_training_lowers_the_loss_and_never_changes_the_cloud(pair):
+    server, client, _ = pair(m_scale=0.0)
+    before = copy.deepcopy(server.part.state_dict())
+    optimizer = torch.optim.Adam([p for p in client.part.parameters() if p.requires_grad], lr=0.05)
+    losses = [client.train_step(IDS, IDS, optimizer=optimizer) for _ in range(15)]
+    assert losses[-1] < losses[0] - 0.1, losses
+    after = server.part.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(p.grad is None for p in server.part.parameters())
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize(("first_k", "last_k"), [(0, 0), (1, 0), (0, 1), (1, 2)])
+def test_the_bytes_are_those_of_the_formula(pair, precision, first_k, last_k):
+    server, client, whole = pair(first_k=first_k, last_k=last_k, precision=precision, m_scale=0.1)
+    shape = ModelShape.from_config(whole.get_base_model().config, "tiny")
+    common = dict(batch=2, first_k=first_k, last_k=last_k, bits=32 if precision == "fp32" else 16)
+
+    def check(before, phase, tokens):
+        found = client.traffic - before
+        formula = communication.low_rank(shape, r_c2d=5, r_d2c=3, phase=phase, tokens=tokens, **common)
+        assert (8 * found.sent_bytes, 8 * found.received_bytes) == (formula.uplink_bits, formula.downlink_bits)
+        assert found.round_trips == formula.round_trips
+
+    before = client.traffic
+    client.generate(IDS, 1, eos_token_id=-1)
+    check(before, "prefill", 12)
+    marks = []
+    client.generate(IDS, 6, eos_token_id=-1, on_token=lambda token: marks.append(client.traffic))
+    check(marks[0], "decode", 5)
+    before = client.traffic
+    client.train_step(IDS, IDS)
+    check(before, "training", 12)
+    deadline = time.monotonic() + 5
+    while server.traffic.received_message_bytes != client.traffic.sent_message_bytes and time.monotonic() < deadline:
+        time.sleep(0.01)  # the last message may still be on its way
+    here, there = client.traffic, server.traffic
+    assert (here.sent_bytes, here.received_bytes) == (there.received_bytes, there.sent_bytes)
+    assert (here.sent_message_bytes, here.received_message_bytes) == (
+        there.received_message_bytes,
+        there.sent_message_bytes,
+    )
+
+
+@pytest.mark.parametrize("options", [{}, dict(temperature=0.7), dict(top_k=5), dict(temperature=1.3, top_p=0.8)])
+def test_sampling_is_hugging_faces(pair, options):
+    _, client, whole = pair()
+    plain = dict(temperature=1.0, top_k=0, top_p=1.0)
+    torch.manual_seed(1)
+    expected = whole.generate(input_ids=IDS, max_new_tokens=8, do_sample=True, eos_token_id=None, **(plain | options))
+    torch.manual_seed(1)
+    assert torch.equal(client.generate(IDS, 8, do_sample=True, eos_token_id=-1, **options), expected)
+
+
+def test_a_sequence_ends_at_its_stop_token_and_the_others_go_on(pair):
+    _, client, whole = pair()
+    free = expected_tokens(whole, count=8)
+    stop = free[0, 14].item()
+    found = client.generate(IDS, 8, eos_token_id=[stop, 63])
+    first = (free[0, 12:] == stop).nonzero()[0].item() + 12
+    assert torch.equal(found[0, : first + 1], free[0, : first + 1])
+    assert (found[0, first:] == stop).all()
+    streamed = []
+    alone = client.generate(IDS[:1], 8, eos_token_id=stop, on_token=streamed.append)
+    assert torch.equal(alone[0], free[0, : first + 1])
+    assert torch.equal(torch.stack(streamed, dim=1), alone[:, 12:])
+
+
+def cut_at(client, what, count):
+    """The link breaks at the ``count``-th time that the device does something, and only then."""
+    part, connection = client.part, client._connection
+    original = {
+        "embed": part.embed, "residual": part.residual, "residual_backward": part.residual_backward,
+        "receive": connection.receive,
+    }[what]  # fmt: skip
+    seen = []
+
+    def breaking(*arguments, **options):
+        result = original(*arguments, **options)
+        if what == "receive" and arguments != ("hidden",):
+            return result
+        seen.append(1)
+        if len(seen) == count:
+            client.relay.cut()
+            if what == "receive":  # the answer was on its way, and lost
+                connection._call = None
+                raise BrokenStreamError("cut")
+        return result
+
+    setattr(connection if what == "receive" else part, what, breaking)
+    return seen
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize(
+    ("what", "count"), [("embed", 1), ("embed", 3), ("residual", 2), ("residual", 7), ("receive", 1), ("receive", 4)]
+)
+def test_a_broken_link_neither_repeats_nor_loses_a_token(pair, family, what, count):
+    """Also where the window of the KV cache slides, so that nothing can be taken out of it again."""
+    options = SLIDING if family != "llama" else None
+    first_k = 1 if family == "llama" else 0
+    server, client, whole = pair(family, first_k, link="lan", options=options)
+    seen = cut_at(client, what, count)
+    assert torch.equal(client.generate(IDS, 6, eos_token_id=-1), expected_tokens(whole))
+    assert len(seen) > count
+    assert server.sessions == 1
+    assert torch.equal(client.generate(IDS, 3, eos_token_id=-1), expected_tokens(whole, count=3))
+
+
+@pytest.mark.parametrize("cut", [(0, 0), (1, 1)])
+@pytest.mark.parametrize(
+    ("what", "count"),
+    [("embed", 1), ("residual", 2), ("receive", 1), ("residual_backward", 1), ("residual_backward", 2)],
+)
+def test_a_broken_link_loses_nothing_of_a_training_step(pair, cut, what, count):
+    _, client, whole = pair("llama", *cut, m_scale=0.1, link="lan")
+    client.train_step(IDS, IDS)
+    seen = cut_at(client, what, count)
+    client.train_step(IDS, IDS)
+    assert_same_gradients(client, whole, reference_gradients(whole, IDS, IDS))
+    assert len(seen) >= count
+    assert torch.equal(client.generate(IDS, 3, eos_token_id=-1), expected_tokens(whole, count=3))
+
+
+def test_a_link_that_breaks_again_and_again(pair):
+    _, client, whole = pair("mistral", link="lan", options=SLIDING)
+    stop, draw = threading.Event(), random.Random(0)
+
+    def saboteur():
+        while not stop.wait(draw.uniform(0.02, 0.15)):
+            client.relay.cut()
+
+    thread = threading.Thread(target=saboteur)
+    thread.start()
+    try:
+        found = [client.generate(IDS, 20, eos_token_id=-1) for _ in range(3)]
+    finally:
+        stop.set()
+        thread.join()
+    expected = expected_tokens(whole, count=20)
+    assert all(torch.equal(tokens, expected) for tokens in found)
+
+
+def test_a_cloud_that_began_anew_gets_the_whole_sequence(adapted):
+    model = adapted()
+    first = CloudServer(adapted(m_scale=0.0), precision="fp32")
+    first.__enter__()
+    servers = [first]
+
+    def again(token):
+        if len(tokens) == 3:
+            servers[-1].stop()
+            servers.append(CloudServer(adapted(m_scale=0.0), first.address, precision="fp32").__enter__())
+        tokens.append(token)
+
+    tokens = []
+    with DeviceClient(first.address, model, precision="fp32") as client:
+        assert torch.equal(client.generate(IDS, 8, eos_token_id=-1, on_token=again), expected_tokens(model, count=8))
+        servers[-1].stop()
+        servers.append(CloudServer(adapted(m_scale=0.0), first.address, precision="fp32").__enter__())
+        assert client.train_step(IDS, IDS) > 0
+    servers[-1].stop()
+
+
+KILLED = """
+import sys, torch
+torch.set_num_threads(1)
+from peft import get_peft_model
+from plpkg.backbones import random_backbone
+from plpkg.residual import CloudServer, PrivateLoraConfig
+model = random_backbone("llama", num_layers=4, num_kv_heads=2, vocab=64, hidden=32, intermediate=48)
+with CloudServer(get_peft_model(model, PrivateLoraConfig(r_c2d=5, r_d2c=3)), sys.argv[1], precision="fp32") as cloud:
+    print(cloud.address, flush=True)
+    cloud.wait()
+"""
+
+
+def start_process(address):
+    process = subprocess.Popen([sys.executable, "-c", KILLED, address], stdout=subprocess.PIPE, text=True)
+    return process, process.stdout.readline().strip()
+
+
+@pytest.mark.parametrize("work", ["generate", "train"])
+def test_a_cloud_killed_in_the_middle_and_started_again(adapted, work):
+    model = adapted(m_scale=0.1)
+    whole = copy.deepcopy(model)
+    process, address = start_process("127.0.0.1:0")
+    with DeviceClient(address, model, precision="fp32", retry_s=60) as client:
+        original, seen, processes = client.part.residual, [], [process]
+
+        def kill(*arguments, **options):
+            seen.append(1)
+            if len(seen) == 6:
+                processes[0].kill()
+                processes[0].wait()
+                processes.append(start_process(address)[0])
+            return original(*arguments, **options)
+
+        client.part.residual = kill
+        if work == "generate":
+            assert torch.equal(client.generate(IDS, 5, eos_token_id=-1), expected_tokens(whole, count=5))
+        else:
+            for _ in range(2):
+                client.train_step(IDS, IDS)
+            assert_same_gradients(client, whole, reference_gradients(whole, IDS, IDS))
+    assert len(processes) == 2
+    for each in processes:
+        each.kill()
+        each.wait()
+        each.stdout.close()
+
+
+def test_sixteen_devices_at_once_each_with_its_own_adapter(adapted):
+    found, failures = {}, []
+    models = [adapted(m_scale=0.2 * i) for i in range(16)]
+    expected = [expected_tokens(model, count=5) for model in models]
+    assert len({tuple(tokens.flatten().tolist()) for tokens in expected}) > 4
+    references = [reference_gradients(copy.deepcopy(model), IDS) for model in models]
+    with CloudServer(adapted(m_scale=0.0), precision="fp32") as cloud:
+
+        def work(i):
+            try:
+                with DeviceClient(cloud.address, models[i], precision="fp32") as client:
+                    found[i] = client.generate(IDS, 5, eos_token_id=-1)
+                    client.train_step(IDS, IDS)
+            except Exception as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=120)
+        deadline = time.monotonic() + 10
+        while cloud.sessions and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert cloud.sessions == 0
+    assert not failures
+    for i, model in enumerate(models):
+        assert torch.equal(found[i], expected[i]), i
+        for name, gradient in references[i].items():
+            other = dict(model.named_parameters())[name].grad
+            assert (gradient - other).norm() <= 1e-3 * gradient.norm(), (i, name)  # large M round more
+
+
+def test_a_cloud_that_says_nothing_is_given_up(adapted):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        began = time.monotonic()
+        with (
+            DeviceClient(address, adapted(), timeout_s=0.5, retry_s=1.0) as client,
+            pytest.raises(ConnectionError, match="no connection to"),
+        ):
+            client.generate(IDS, 1)
+        assert time.monotonic() - began < 30
+
+
+def test_a_cloud_that_stops_answering_in_the_middle_is_given_up(pair):
+    server, client, _ = pair(timeout_s=0.5, retry_s=1.0)
+    client.generate(IDS, 1, eos_token_id=-1)
+    server._connect = None
+    stuck = threading.Event()
+    original = server.part.forward
+    server.part.forward = lambda *arguments, **options: (stuck.wait(20), original(*arguments, **options))[1]
+    try:
+        with pytest.raises(ConnectionError, match=r"did not answer for 0\.5 s|no connection to"):
+            client.generate(IDS, 1)
+    finally:
+        stuck.set()
+
+
+def test_nobody_there_is_one_sentence(adapted):
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+    with DeviceClient(address, adapted(), retry_s=0.2) as client:
+        with pytest.raises(ConnectionError, match=f"no connection to {address}"):
+            client.generate(IDS, 1)
+        parameters = [p for p in client.part.parameters() if p.requires_grad]
+        parameters[0].grad = torch.ones_like(parameters[0])
+        with pytest.raises(ConnectionError):
+            client.train_step(IDS, IDS)
+        assert [p.grad is None for p in parameters] == [False] + [True] * (len(parameters) - 1)
+        assert (parameters[0].grad == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(input_ids=torch.tensor([1, 2])), r"input_ids must be whole numbers of shape \(batch, seq\)"),
+        (dict(input_ids=torch.empty(1, 0, dtype=torch.long)), "input_ids must be whole numbers"),
+        (dict(input_ids=torch.ones(1, 2)), "input_ids must be whole numbers"),
+        (dict(max_new_tokens=0), "max_new_tokens must be"),
+        (dict(do_sample=True, temperature=0), "temperature must be greater than 0, got 0"),
+        (dict(do_sample=True, top_p=1.5), "top_p must be"),
+        (dict(do_sample=True, top_k=-1), "top_k must be"),
+    ],
+)
+def test_bad_input_is_named_before_anything_is_sent(pair, arguments, message):
+    _, client, _ = pair()
+    with pytest.raises(ValueError, match=message):
+        client.generate(**(dict(input_ids=IDS) | arguments))
+    assert client.traffic.sent_message_bytes == 0
+
+
+def test_labels_have_to_fit(pair):
+    _, client, _ = pair()
+    with pytest.raises(ValueError, match=r"labels of shape \(2, 11\) for input_ids of shape \(2, 12\)"):
+        client.train_step(IDS, IDS[:, 1:])
+    with pytest.raises(ValueError, match="num_items must be a whole number of at least 1, got 0"):
+        client.train_step(IDS, torch.full_like(IDS, -100))
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        (dict(r_c2d=6), "r_c2d is 6 on the device and 5 on the cloud"),
+        (dict(projection_seed=1), "projection_seed is 1 on the device and 0 on the cloud"),
+        (dict(family="mistral"), "model is '.*' on the device and '.*' on the cloud"),
+        (dict(target_modules=["q_proj"]), r"targets is 'q_proj' on the device and 'k_proj, q_proj, v_proj'"),
+    ],
+)
+def test_another_model_or_adapter_is_refused_with_both_values(adapted, device, message):
+    with (
+        CloudServer(adapted()) as cloud,
+        DeviceClient(cloud.address, adapted(**device)) as client,
+        pytest.raises(RefusedError, match=message) as refused,
+    ):
+        client.generate(IDS, 1)
+    assert refused.value.code.name == "FAILED_PRECONDITION"
+
+
+def test_bytes_on_the_tcp_stream_are_counted_by_the_relay(adapted):
+    with CloudServer(adapted()) as cloud, DeviceClient(cloud.address, adapted(), link="lan") as client:
+        client.generate(IDS, 4, eos_token_id=-1)
+        traffic = client.traffic
+        assert traffic.sent_message_bytes < client.relay.uplink_bytes < traffic.sent_message_bytes + 4000
+        assert traffic.received_message_bytes < client.relay.downlink_bytes < traffic.received_message_bytes + 4000
+
+
+def test_a_relay_can_stand_anywhere_between(adapted):
+    model = adapted()
+    with (
+        CloudServer(adapted(), precision="fp32") as cloud,
+        Relay(cloud.address) as relay,
+        DeviceClient(relay.address, model, precision="fp32") as client,
+    ):
+        assert torch.equal(client.generate(IDS, 2, eos_token_id=-1), expected_tokens(model, count=2))

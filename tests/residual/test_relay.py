@@ -1,0 +1,97 @@
+import socket
+import threading
+import time
+
+import pytest
+
+from plpkg.catalog import Link
+from plpkg.residual import Relay
+
+
+@pytest.fixture
+def echo():
+    """A server that sends everything back; gives its address."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=answer, args=(connection,), daemon=True).start()
+
+    def answer(connection):
+        with connection:
+            while data := connection.recv(65536):
+                connection.sendall(data)
+
+    threading.Thread(target=serve, daemon=True).start()
+    yield f"127.0.0.1:{listener.getsockname()[1]}"
+    listener.close()
+
+
+def connect(address):
+    host, port = address.split(":")
+    connection = socket.create_connection((host, int(port)), timeout=10)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def there_and_back(connection, data):
+    threading.Thread(target=connection.sendall, args=(data,), daemon=True).start()
+    found = b""
+    while len(found) < len(data):
+        found += connection.recv(65536)
+    return found
+
+
+def test_everything_arrives_in_order_and_is_counted(echo):
+    data = bytes(range(256)) * 1000
+    with Relay(echo) as relay, connect(relay.address) as connection:
+        assert there_and_back(connection, data) == data
+        assert (relay.uplink_bytes, relay.downlink_bytes) == (len(data), len(data))
+
+
+def test_no_byte_is_faster_than_the_link(echo):
+    link = Link("slow", 8e6, 4e6, 0.02)
+    with Relay(echo, link) as relay, connect(relay.address) as connection:
+        for size in (1, 100_000):
+            began = time.perf_counter()
+            there_and_back(connection, bytes(size))
+            # The chunks of one direction overlap those of the other, but the last has to go both ways.
+            assert time.perf_counter() - began >= 0.02 + 8 * size / 4e6
+
+
+def test_two_connections_share_the_link(echo):
+    link = Link("slow", 8e6, 1e9, 0.0)
+    with Relay(echo, link) as relay, connect(relay.address) as one, connect(relay.address) as two:
+        began = time.perf_counter()
+        threads = [threading.Thread(target=there_and_back, args=(c, bytes(50_000))) for c in (one, two)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert time.perf_counter() - began >= 8 * 100_000 / 8e6
+
+
+def test_a_cut_ends_both_ends_and_new_connections_pass(echo):
+    with Relay(echo) as relay:
+        with connect(relay.address) as connection:
+            there_and_back(connection, b"a")
+            relay.cut()
+            assert connection.recv(10) == b""
+        with connect(relay.address) as connection:
+            assert there_and_back(connection, b"again") == b"again"
+
+
+def test_nobody_there_is_an_ended_connection():
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    with Relay(f"127.0.0.1:{port}") as relay, connect(relay.address) as connection:
+        assert connection.recv(10) == b""
+
+
+def test_an_unknown_link_is_named():
+    with pytest.raises(ValueError, match="pigeon"):
+        Relay("127.0.0.1:1", "pigeon")
