@@ -1,4 +1,4 @@
-"""The command line: ``plpkg doctor`` and ``plpkg pretrain``."""
+"""The command line: ``plpkg doctor``, ``plpkg pretrain``, ``plpkg cloud`` and ``plpkg device``."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +13,9 @@ import plpkg
 from plpkg import doctor as doctors
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=plpkg.__doc__.splitlines()[0])
+ERRORS = (ValueError, OSError, FloatingPointError, OverflowError)
+"""What a command says in one line; anything else is a defect."""
+
 COLOURS = {"OK": "green", "NOTE": "cyan", "SKIP": "yellow", "FAIL": "bold red"}
 
 
@@ -74,5 +77,128 @@ def pretrain(
             checkpoint_every=checkpoint_every,
             evaluate_every=evaluate_every,
         )
-    except (ValueError, OSError, FloatingPointError) as error:
+    except ERRORS as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+Model = Annotated[str, Option(help="plpkg-small, a hub name, or a folder.")]
+Adapter = Annotated[Path | None, Option(help="A folder with a saved PrivateLoRA adapter; else a new one of --rank.")]
+Rank = Annotated[int, Option(help="Of a new adapter, both ways.")]
+Seed = Annotated[int, Option(help="Of a new adapter's A and B.")]
+FirstK = Annotated[int, Option(help="Layers that the device keeps at the beginning.")]
+LastK = Annotated[int, Option(help="Layers that the device keeps at the end.")]
+Precision = Annotated[str, Option(help="Of the values on the wire: fp16, bf16 or fp32.")]
+Dtype = Annotated[str, Option(help="Of the weights: fp16, bf16 or fp32.")]
+Token = Annotated[str | None, Option(envvar="PLPKG_TOKEN", help="The bearer token; better through PLPKG_TOKEN.")]
+
+
+@app.command()
+def cloud(
+    model: Model = "plpkg-small",
+    listen: Annotated[str, Option(metavar="HOST:PORT", help="Port 0 takes a free one.")] = "127.0.0.1:7070",
+    adapter: Adapter = None,
+    rank: Rank = 64,
+    seed: Seed = 0,
+    first_k: FirstK = 0,
+    last_k: LastK = 0,
+    precision: Precision = "fp16",
+    dtype: Dtype = "fp32",
+    device: Annotated[str, Option(help="cpu or cuda.")] = "cpu",
+    tls: Annotated[Path | None, Option(help="A folder with cert.pem and key.pem.")] = None,
+    token: Token = None,
+    sessions: Annotated[int, Option(help="Devices at the same time.")] = 16,
+    tokens: Annotated[int, Option(help="The longest sequence.")] = 4096,
+    init_tls: Annotated[Path | None, Option(metavar="DIR", help="Write a self-signed certificate, and end.")] = None,
+    host: Annotated[list[str] | None, Option(help="With --init-tls: a name or address of the cloud.")] = None,
+) -> None:
+    """Serve a model's decoder layers to devices that keep embedding, LM head and their private M."""
+    from plpkg.residual import CloudServer, Limits, certificates, commands
+
+    try:
+        if init_tls is not None:
+            typer.echo(f"{certificates.write(init_tls, host or [])}: give this file to the devices (--ca)")
+            return
+        adapted, _ = commands.adapted_model(model, adapter, dtype, device, r_c2d=rank, r_d2c=rank, projection_seed=seed)
+        limits = Limits(sessions=sessions, tokens=tokens)
+        common = dict(first_k=first_k, last_k=last_k, precision=precision)
+        commands.serve(CloudServer(adapted, listen, tls=tls, token=token, limits=limits, **common), typer.echo)
+    except ERRORS as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+device_app = typer.Typer(no_args_is_help=True, help="Use a model whose decoder layers a cloud has.")
+app.add_typer(device_app, name="device")
+
+
+@device_app.callback()
+def device(
+    context: typer.Context,
+    connect: Annotated[str, Option(metavar="HOST:PORT", help="The cloud.")],
+    model: Model = "plpkg-small",
+    adapter: Adapter = None,
+    rank: Rank = 64,
+    seed: Seed = 0,
+    first_k: FirstK = 0,
+    last_k: LastK = 0,
+    precision: Precision = "fp16",
+    ca: Annotated[Path | None, Option(help="The certificate to trust: the cloud's cert.pem.")] = None,
+    token: Token = None,
+    link: Annotated[str | None, Option(help="Go through a relay with this link's rates and delay: 5g, say.")] = None,
+) -> None:
+    """Use a model whose decoder layers a cloud has."""
+    context.obj = locals()
+
+
+def _client(options: dict):
+    """The device's client, the adapted model and its tokenizer."""
+    from plpkg.residual import DeviceClient, commands
+
+    ranks = dict(r_c2d=options["rank"], r_d2c=options["rank"], projection_seed=options["seed"])
+    model, tokenizer = commands.adapted_model(options["model"], options["adapter"], "fp32", "cpu", **ranks)
+    names = ("first_k", "last_k", "precision", "ca", "token", "link")
+    return DeviceClient(options["connect"], model, **{name: options[name] for name in names}), model, tokenizer
+
+
+@device_app.command()
+def chat(
+    context: typer.Context,
+    max_new_tokens: Annotated[int, Option(help="At most.")] = 128,
+    temperature: Annotated[float, Option(help="0 takes the most probable token.")] = 0.7,
+    top_p: Annotated[float, Option(help="Sample among the most probable tokens with this share.")] = 0.95,
+) -> None:
+    """Answer every line of standard input."""
+    from plpkg.residual import RefusedError, commands
+
+    sampling = dict(do_sample=True, temperature=temperature, top_p=top_p) if temperature else {}
+    try:
+        client, _, tokenizer = _client(context.obj)
+        with client:
+            commands.chat(client, tokenizer, commands.prompts(), max_new_tokens, **sampling)
+            typer.echo(repr(client.traffic), err=True)
+    except (*ERRORS, RefusedError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+@device_app.command()
+def train(
+    context: typer.Context,
+    text: Annotated[str, Argument(help="A text file, a folder of them, or writer:numpy.")],
+    out: Annotated[Path, Argument(help="A folder for adapter and checkpoint. An unfinished run goes on.")],
+    steps: Annotated[int, Option(help="Updates.")] = 200,
+    batch: Annotated[int, Option(help="Windows in a pass.")] = 4,
+    seq: Annotated[int, Option(help="Tokens in a window.")] = 256,
+    accumulate: Annotated[int, Option(help="Passes in an update.")] = 1,
+    lr: Annotated[float, Option(help="Learning rate.")] = 5e-3,
+) -> None:
+    """Personalise: the text, the labels and M stay here."""
+    from plpkg.residual import RefusedError, commands, training
+
+    try:
+        documents = commands.texts(text)
+        client, model, tokenizer = _client(context.obj)
+        with client:
+            options = dict(steps=steps, batch=batch, seq=seq, accumulate=accumulate, lr=lr)
+            typer.echo(repr(training.train(client, model, tokenizer, documents, out, **options)))
+            typer.echo(repr(client.traffic), err=True)
+    except (*ERRORS, RefusedError) as error:
         raise typer.BadParameter(str(error)) from error

@@ -50,6 +50,8 @@ class DeviceClient:
     ----------
     part
         The device's part of the model.
+    terms
+        What the cloud must have as well.
     traffic
         What has crossed so far.
 
@@ -76,7 +78,7 @@ class DeviceClient:
     ) -> None:
         self.part, _ = split(model, first_k, last_k, adapter_name=adapter_name)
         terms = wire.terms(model, self.part, adapter_name, (first_k, last_k), precision)
-        self.dtype, self._terms = wire.PRECISIONS[precision], terms
+        self.dtype, self.terms = wire.PRECISIONS[precision], terms
         self._config = model.get_base_model().config
         number("timeout_s", timeout_s, open_low=True)
         number("retry_s", retry_s)
@@ -252,7 +254,7 @@ class DeviceClient:
             input_gradient=own_gradient,
         )
         self._exchange(ids.shape, train=True)
-        final = self._final((*ids.shape, self._terms.hidden)).requires_grad_()
+        final = self._final((*ids.shape, self.terms.hidden)).requires_grad_()
         logits = self.part.logits(final)[:, :-1]
         loss = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="sum"
@@ -263,7 +265,7 @@ class DeviceClient:
         self._connection.send(FromDevice(grad_hidden=gradient), gradient)
         for expected in reversed(range(len(self.part.matrices))):
             part = self._connection.receive("grad_output")
-            grad_v = self._unpack_part(part, expected, ids.shape, self._terms.r_d2c)
+            grad_v = self._unpack_part(part, expected, ids.shape, self.terms.r_d2c)
             data = wire.pack(self.part.residual_backward(part.group, grad_v), self.dtype)
             self._connection.send(FromDevice(grad_input=Part(group=part.group, data=data)), data)
         if own_gradient:
@@ -288,7 +290,7 @@ class DeviceClient:
             self._send_step(number, ids.shape, hidden, new_sequence=begins, all_positions=everywhere)
             if not answered:
                 self._exchange(ids.shape, train=False)
-            return self._final((len(ids), positions, self._terms.hidden))
+            return self._final((len(ids), positions, self.terms.hidden))
 
         final = self._connection.keep_trying(run)
         self._connection.steps = number
@@ -302,7 +304,7 @@ class DeviceClient:
         """Answer every A·x of a pass over ``(batch, seq)`` with M·A·x."""
         for expected in range(len(self.part.matrices)):
             part = self._connection.receive("residual")
-            u = self._unpack_part(part, expected, shape, self._terms.r_c2d)
+            u = self._unpack_part(part, expected, shape, self.terms.r_c2d)
             data = wire.pack(self.part.residual(part.group, u, train=train), self.dtype)
             self._connection.send(FromDevice(residual=Part(group=part.group, data=data)), data)
 
@@ -313,7 +315,7 @@ class DeviceClient:
     def _unpack_part(self, part: Part, expected: int, shape: tuple[int, int], rank: int) -> torch.Tensor:
         if part.group != expected:
             raise ValueError(f"the cloud sent exchange {part.group} where {expected} was due")
-        tensor = wire.unpack(part.data, (self._terms.projections[expected], *shape, rank), self.dtype)
+        tensor = wire.unpack(part.data, (self.terms.projections[expected], *shape, rank), self.dtype)
         return tensor.to(self.part.matrices[expected][0].weight)
 
     def _ends(self, eos_token_id: int | list[int] | None) -> list[int]:

@@ -1,0 +1,113 @@
+"""What ``plpkg cloud`` and ``plpkg device`` do; the options are in :mod:`plpkg.cli`."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from peft import PeftModel, get_peft_model
+from transformers import TextStreamer
+
+from plpkg import corpora
+from plpkg.backbones import load_backbone
+from plpkg.corpora import Document
+from plpkg.residual.adapter import PrivateLoraConfig
+from plpkg.residual.cloud import CloudServer
+from plpkg.residual.device import DeviceClient
+from plpkg.residual.wire import PRECISIONS
+from plpkg.validation import one_of
+
+
+def adapted_model(name: str, adapter: Path | None, dtype: str, device: str, **config):
+    """A model with a PrivateLoRA adapter, and its tokenizer.
+
+    Parameters
+    ----------
+    name
+        As for :func:`plpkg.backbones.load_backbone`.
+    adapter
+        A folder that ``save_pretrained`` wrote; without one a new adapter of ``config``.
+    dtype, device
+        Of the model: one of the wire's precisions, and ``"cpu"`` or ``"cuda"``.
+    **config
+        Fields of :class:`PrivateLoraConfig`.
+
+    Raises
+    ------
+    ValueError, FileNotFoundError
+        No such model or adapter.
+    """
+    model, tokenizer = load_backbone(name, dtype=PRECISIONS[one_of("dtype", dtype, tuple(PRECISIONS))], device=device)
+    if adapter is None:
+        return get_peft_model(model, PrivateLoraConfig(**config)), tokenizer
+    if not (adapter / "adapter_config.json").exists():
+        raise FileNotFoundError(f"{adapter} holds no adapter: it has no adapter_config.json")
+    model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    if not isinstance(model.peft_config["default"], PrivateLoraConfig):
+        raise ValueError(f"{adapter} holds a {model.peft_config['default'].peft_type} adapter, not a PrivateLoRA one")
+    return model, tokenizer
+
+
+def serve(server: CloudServer, say: Callable[[str], None]) -> None:
+    """Serve until interrupted."""
+    with server:
+        say(f"listening on {server.address}; end with Ctrl+C")
+        try:
+            server.wait()
+        except KeyboardInterrupt:
+            say(f"{server.traffic!r}")
+
+
+def chat(client: DeviceClient, tokenizer, lines: Iterator[str], max_new_tokens: int, **sampling) -> None:
+    """Answer every line, printing as it is written.
+
+    A tokenizer with a chat template gets the conversation so far; to any other model each line is the beginning of
+    a text that it continues.
+    """
+    talks = tokenizer.chat_template is not None
+    conversation = []
+    for line in lines:
+        if not line.strip():
+            continue
+        conversation.append({"role": "user", "content": line})
+        if talks:
+            ids = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_tensors="pt")
+            ids = ids if isinstance(ids, torch.Tensor) else ids["input_ids"]
+        else:
+            start = [i for i in (tokenizer.bos_token_id,) if i is not None]
+            ids = torch.tensor([start + tokenizer(line, add_special_tokens=False)["input_ids"]])
+        streamer = TextStreamer(tokenizer, skip_special_tokens=True)  # prints each word as soon as it is complete
+        found = client.generate(ids, max_new_tokens, on_token=streamer.put, **sampling)
+        streamer.end()
+        answer = tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
+        conversation.append({"role": "assistant", "content": answer})
+
+
+def texts(source: str) -> list[Document]:
+    """The training text of a writer (``writer:numpy``), of a folder of text files, or one file.
+
+    Raises
+    ------
+    ValueError, OSError
+        No such writer, or nothing that can be read.
+    """
+    kind, _, name = source.partition(":")
+    if kind == "writer":
+        return corpora.writer(name).split("train")
+    path = Path(source)
+    if path.is_dir():
+        return [document for writer in corpora.text_folder(path) for document in writer.split("train")]
+    return [Document(path.name, path.read_text(encoding="utf-8"))]
+
+
+def prompts(stream: TextIO | None = None) -> Iterator[str]:
+    """The lines of a stream, standard input by default, asked for if it is a terminal."""
+    stream = sys.stdin if stream is None else stream
+    while True:
+        if stream.isatty():
+            print("> ", end="", flush=True)
+        line = stream.readline()
+        if not line:
+            return
+        yield line.rstrip("\n")

@@ -1,0 +1,141 @@
+"""Personalising over the wire: the text, the labels and every M stay on the device.
+
+The publication's settings: AdamW, a short warm-up and then a constant rate, gradients clipped at 1. The batch of a
+step depends on the seed and the step alone, so that a run that was stopped goes on with the same batches.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+
+from plpkg import checkpoints, corpora
+from plpkg.corpora import Document, Writer
+from plpkg.residual.device import DeviceClient
+from plpkg.results import Tabular
+from plpkg.validation import number, whole_number
+
+CHECKPOINT = "checkpoint.pt"
+
+
+@dataclass(frozen=True)
+class Training(Tabular):
+    """What a run did.
+
+    Attributes
+    ----------
+    losses
+        Of each step, nats per token.
+    """
+
+    losses: tuple[float, ...]
+
+    def rows(self) -> list[dict]:
+        return [{"step": i + 1, "loss": loss} for i, loss in enumerate(self.losses)]
+
+    def __repr__(self) -> str:
+        return f"Training({len(self.losses)} steps, loss {self.losses[0]:.3f} to {self.losses[-1]:.3f} nats per token)"
+
+
+def train(
+    client: DeviceClient,
+    model: PeftModel,
+    tokenizer,
+    documents: Sequence[Document | str],
+    out: str | Path,
+    *,
+    steps: int = 200,
+    batch: int = 4,
+    seq: int = 256,
+    accumulate: int = 1,
+    lr: float = 5e-3,
+    warmup: int = 20,
+    seed: int = 0,
+    checkpoint_every: int = 20,
+    progress: bool = True,
+) -> Training:
+    """Train every M of the device, or go on where the last run into the same folder stopped.
+
+    Parameters
+    ----------
+    client
+        Connected with ``model``.
+    model
+        Whose M are trained; with layers on the device, the M in them as well.
+    tokenizer
+        Its tokenizer.
+    documents
+        What to learn; it does not leave the device.
+    out
+        A folder: gets ``checkpoint.pt``, and at the end the adapter as ``save_pretrained`` writes it.
+    steps, batch, seq, accumulate
+        Updates; windows in a pass, and tokens in a window; passes in an update.
+    lr, warmup
+        The learning rate, and the steps in which it is reached.
+    seed
+        Of the order.
+    checkpoint_every
+        In steps.
+    progress
+        Show a bar.
+
+    Raises
+    ------
+    ValueError
+        The folder holds another run, or there is too little text.
+    FloatingPointError
+        The loss is not finite any more.
+    ConnectionError
+        The cloud cannot be reached; the last checkpoint is there.
+    """
+    from tqdm.auto import tqdm
+
+    for name, value in dict(steps=steps, accumulate=accumulate, checkpoint_every=checkpoint_every).items():
+        whole_number(name, value, 1)
+    whole_number("warmup", warmup, 0)
+    number("lr", lr, open_low=True)
+    out = Path(out)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is not a folder")
+    documents = tuple(d if isinstance(d, Document) else Document(str(i), d) for i, d in enumerate(documents))
+    identity = {
+        "model": client.terms.model, "r_c2d": client.terms.r_c2d, "r_d2c": client.terms.r_d2c,
+        "projection_seed": client.terms.projection_seed, "precision": client.terms.precision,
+        "text": Writer("device", {"train": documents}).fingerprint("train"),
+        "steps": steps, "batch": batch, "seq": seq, "accumulate": accumulate, "lr": lr, "warmup": warmup, "seed": seed,
+    }  # fmt: skip
+    state = checkpoints.load(out / CHECKPOINT, identity)
+    losses = state["losses"] if state else []
+    encoded = corpora.encode(documents, tokenizer)
+    stream = corpora.batches(encoded, batch=batch, seq=seq, seed=seed, start=len(losses) * accumulate)
+    parameters = [p for p in client.part.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
+    if state:
+        set_peft_model_state_dict(model, state["adapter"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    out.mkdir(parents=True, exist_ok=True)
+    items = accumulate * batch * (seq - 1)
+    bar = tqdm(range(len(losses), steps), "personalising", initial=len(losses), total=steps, disable=not progress)
+    for step in bar:
+        loss = 0.0
+        for _ in range(accumulate):
+            ids = next(stream)
+            loss += client.train_step(ids, ids, num_items=items)
+        if not torch.isfinite(torch.tensor(loss)):
+            raise FloatingPointError(f"the loss of step {step + 1} is {loss}: take another folder and a lower lr")
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = lr * min(1.0, (step + 1) / (warmup + 1))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss)
+        bar.set_postfix(loss=f"{loss:.3f}")
+        if (step + 1) % checkpoint_every == 0 or step + 1 == steps:
+            state = {"identity": identity, "losses": losses, "optimizer": optimizer.state_dict()}
+            checkpoints.save(out / CHECKPOINT, state | {"adapter": get_peft_model_state_dict(model)})
+    checkpoints.replace_files(out, model.save_pretrained)
+    return Training(tuple(losses))

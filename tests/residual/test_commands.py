@@ -1,0 +1,150 @@
+"""The commands, in processes of their own: what a reader types."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from plpkg.backbones import load_backbone, random_backbone
+from plpkg.cli import app
+from plpkg.residual import CloudServer, DeviceClient, PrivateLoraConfig, commands
+
+WORDS = ["<unk>", "<s>", "my", "cat", "is", "called", "felix", "and", "sleeps", "all", "day"]
+RUNNER = CliRunner(env={"COLUMNS": "400"})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model with a tokenizer that knows a few words."""
+    path = tmp_path_factory.mktemp("model")
+    random_backbone("llama", num_kv_heads=2, vocab=len(WORDS), hidden=32, intermediate=48).save_pretrained(path)
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", bos_token="<s>").save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def cloud(folder):
+    """``plpkg cloud`` in a process; gives its address."""
+    command = [sys.executable, "-m", "plpkg", "cloud", "--model", str(folder), "--rank", "4"]
+    process = subprocess.Popen(
+        [*command, "--listen", "127.0.0.1:0"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+    line = process.stdout.readline()
+    assert line.startswith("listening on 127.0.0.1:")
+    yield line.split()[2].rstrip(";")
+    process.send_signal(signal.SIGINT)
+    rest = process.communicate(timeout=60)[0]
+    assert process.returncode == 0
+    assert "round trips" in rest
+
+
+def test_cloud_chat_and_train(cloud, folder, tmp_path):
+    device = ["device", "--connect", cloud, "--model", str(folder)]
+    text = tmp_path / "diary.txt"
+    text.write_text("my cat is called felix and sleeps all day " * 20)
+    options = ["--steps", "3", "--batch", "2", "--seq", "8"]
+    result = RUNNER.invoke(app, [*device, "--rank", "4", "train", str(text), str(tmp_path / "mine"), *options])
+    assert result.exit_code == 0, result.output
+    assert "Training(3 steps" in result.output
+    chat = ["chat", "--max-new-tokens", "5", "--temperature", "0"]
+    result = RUNNER.invoke(app, [*device, "--adapter", str(tmp_path / "mine"), *chat], input="my cat\n\nis called\n")
+    assert result.exit_code == 0, result.output
+    assert len(result.stdout.strip().splitlines()) == 2
+    result = RUNNER.invoke(app, [*device, "--rank", "5", *chat], input="my cat\n")
+    assert result.exit_code == 2
+    assert "r_c2d is 5 on the device and 4 on the cloud" in result.output
+
+
+def test_chat_is_what_generate_gives_and_remembers_with_a_template(folder, capsys):
+    base, tokenizer = load_backbone(folder)
+    model = get_peft_model(base, PrivateLoraConfig(r_c2d=4, r_d2c=4))
+    asked = []
+    with (
+        CloudServer(model, precision="fp32") as server,
+        DeviceClient(server.address, model, precision="fp32") as client,
+    ):
+        commands.chat(client, tokenizer, iter(["my cat"]), 4)
+        ids = torch.tensor([[1, *tokenizer("my cat")["input_ids"]]])
+        found = client.generate(ids, 4)[0, ids.shape[1] :]
+        assert capsys.readouterr().out.strip() == tokenizer.decode(found, skip_special_tokens=True).strip()
+        tokenizer.chat_template = "{% for m in messages %}{{ m.content }} and {% endfor %}"
+        original = client.generate
+        client.generate = lambda ids, *rest, **options: (asked.append(ids), original(ids, *rest, **options))[1]
+        commands.chat(client, tokenizer, iter(["my cat", "", "sleeps"]), 3)
+    assert len(asked) == 2
+    first, second = (tokenizer.decode(ids[0]) for ids in asked)
+    assert second.startswith(first)
+    assert "sleeps" in second
+
+
+def test_a_certificate_and_then_its_refusal(tmp_path):
+    result = RUNNER.invoke(app, ["cloud", "--init-tls", str(tmp_path / "tls"), "--host", "cloud.example.org"])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "tls" / "cert.pem").exists()
+    again = RUNNER.invoke(app, ["cloud", "--init-tls", str(tmp_path / "tls")])
+    assert again.exit_code == 2
+    assert "is there already" in again.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["cloud", "--listen", "0.0.0.0:0"], "0.0.0.0:0 is not on this machine: TLS and a token needed"),
+        (["cloud", "--listen", "here"], "an address must be host:port, got 'here'"),
+        (["cloud", "--rank", "0"], "r_c2d must be"),
+        (["cloud", "--dtype", "int4"], "dtype must be one of 'fp16', 'bf16', 'fp32', got 'int4'"),
+        (["cloud", "--first-k", "2"], "first_k must be between 0 and num_hidden_layers - 1=1"),
+        (["cloud", "--sessions", "0"], "sessions must be"),
+        (["device", "--connect", "example.org:1", "chat"], "example.org:1 is not on this machine: TLS and a token"),
+        (["device", "--connect", "127.0.0.1:1", "--link", "pigeon", "chat"], "pigeon"),
+        (["device", "--connect", "127.0.0.1:1", "train", "/no/such/file", "out"], "/no/such/file"),
+        (["device", "--connect", "127.0.0.1:1", "train", "writer:nobody", "out"], "writer must be one of"),
+        (["device", "--connect", "127.0.0.1:1", "--adapter", "/no/such", "chat"], "/no/such holds no adapter"),
+    ],
+)
+def test_a_command_says_what_is_wrong(folder, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    at = 1 if arguments[0] == "cloud" else 3
+    result = RUNNER.invoke(app, [*arguments[:at], "--model", str(folder), *arguments[at:]])
+    assert result.exit_code == 2, result.output
+    assert message in result.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_kind_of_adapter_is_refused(folder, tmp_path):
+    base, _ = load_backbone(folder)
+    get_peft_model(base, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"holds a .*LORA adapter, not a PrivateLoRA one"):
+        commands.adapted_model(str(folder), tmp_path, "fp32", "cpu")
+
+
+def test_training_text_comes_from_files_folders_and_writers(tmp_path):
+    for i in range(4):
+        (tmp_path / f"{i}.txt").write_text(f"entry {i}")
+    assert [d.text for d in commands.texts(str(tmp_path / "1.txt"))] == ["entry 1"]
+    assert len(commands.texts(str(tmp_path))) == 2
+    assert commands.texts("writer:seaborn")
+
+
+def test_lines_are_asked_for_on_a_terminal_only(capsys):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    assert list(commands.prompts(io.StringIO("a\nb"))) == ["a", "b"]
+    assert capsys.readouterr().out == ""
+    assert list(commands.prompts(Terminal("a\n"))) == ["a"]
+    assert capsys.readouterr().out == "> > "

@@ -1,0 +1,126 @@
+"""Personalising over the wire: what it learns, and what an interruption changes (nothing)."""
+
+import pytest
+import torch
+from peft import PeftModel, get_peft_model
+from peft.utils import get_peft_model_state_dict
+
+from plpkg.backbones import random_backbone
+from plpkg.corpora import Document
+from plpkg.pretraining import train_tokenizer
+from plpkg.residual import CloudServer, DeviceClient, PrivateLoraConfig
+from plpkg.residual.training import train
+
+TEXT = [Document(str(i), f"The secret of day {i} is kept on the device, never in the cloud. " * 3) for i in range(12)]
+TINY = dict(steps=6, batch=2, seq=16, warmup=2, lr=0.02, checkpoint_every=2, progress=False)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(TEXT, 280)
+
+
+def model():
+    base = random_backbone("llama", num_kv_heads=2, vocab=280, hidden=32, intermediate=48)
+    return get_peft_model(base, PrivateLoraConfig(r_c2d=6, r_d2c=6))
+
+
+@pytest.fixture
+def cloud():
+    with CloudServer(model(), precision="fp32") as server:
+        yield server
+
+
+def run(cloud, tokenizer, out, adapted=None, text=TEXT, **changes):
+    adapted = model() if adapted is None else adapted
+    with DeviceClient(cloud.address, adapted, precision="fp32") as client:
+        return train(client, adapted, tokenizer, text, out, **(TINY | changes)), get_peft_model_state_dict(adapted)
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_it_learns_and_leaves_an_adapter_that_peft_loads(cloud, tokenizer, tmp_path):
+    result, learnt = run(cloud, tokenizer, tmp_path / "out", steps=25)
+    assert len(result.losses) == 25
+    assert result.losses[-1] < result.losses[0] - 0.02
+    assert repr(result).startswith("Training(25 steps, loss 5.")
+    base = random_backbone("llama", num_kv_heads=2, vocab=280, hidden=32, intermediate=48)
+    loaded = PeftModel.from_pretrained(base, tmp_path / "out")
+    assert same(get_peft_model_state_dict(loaded), learnt)
+    assert any(t.abs().max() > 0 for t in learnt.values())
+    names = {p.name for p in (tmp_path / "out").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "checkpoint.pt"} <= names
+
+
+def test_an_interrupted_run_ends_with_the_same_adapter(cloud, tokenizer, tmp_path, monkeypatch):
+    whole, expected = run(cloud, tokenizer, tmp_path / "whole", accumulate=2)
+    step, calls = DeviceClient.train_step, []
+
+    def interrupted(self, *arguments, **options):
+        calls.append(1)
+        if len(calls) in (6, 12):
+            raise ConnectionError("gone")
+        return step(self, *arguments, **options)
+
+    monkeypatch.setattr(DeviceClient, "train_step", interrupted)
+    for _ in range(2):
+        with pytest.raises(ConnectionError, match="gone"):
+            run(cloud, tokenizer, tmp_path / "parts", accumulate=2)
+    parts, found = run(cloud, tokenizer, tmp_path / "parts", accumulate=2)
+    assert same(found, expected)
+    assert parts == whole
+
+
+def test_passes_that_accumulate_are_one_large_batch(cloud, tokenizer, tmp_path):
+    once, _ = run(cloud, tokenizer, tmp_path / "once", steps=1, batch=4)
+    twice, _ = run(cloud, tokenizer, tmp_path / "twice", steps=1, batch=2, accumulate=2)
+    assert twice.losses[0] == pytest.approx(once.losses[0], rel=0.05)  # other windows of the same text
+
+
+def test_another_text_or_setting_in_the_same_folder_is_refused(cloud, tokenizer, tmp_path):
+    run(cloud, tokenizer, tmp_path / "out", steps=2)
+    with pytest.raises(ValueError, match=r"holds a run with steps=2, now 3"):
+        run(cloud, tokenizer, tmp_path / "out", steps=3)
+    with pytest.raises(ValueError, match="holds a run with text="):
+        run(cloud, tokenizer, tmp_path / "out", steps=2, text=TEXT[1:])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(steps=0), "steps must be"),
+        (dict(accumulate=0), "accumulate must be"),
+        (dict(lr=0), "lr must be greater than 0"),
+        (dict(batch=10_000), "tokens are too few"),
+        (dict(text=[]), "0 tokens are too few"),
+    ],
+)
+def test_a_run_that_cannot_start_leaves_nothing(cloud, tokenizer, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        run(cloud, tokenizer, tmp_path / "out", **changes)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_is_not_a_folder(cloud, tokenizer, tmp_path):
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(ValueError, match="out is not a folder"):
+        run(cloud, tokenizer, tmp_path / "out")
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_a_run_that_diverges_says_so(cloud, tokenizer, tmp_path):
+    adapted = model()
+    with torch.no_grad():
+        adapted.get_output_embeddings().weight.fill_(float("nan"))
+    cloud.terms.model = ""  # the broken model has another fingerprint
+
+    def fingerprint(_):
+        return ""
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("plpkg.residual.wire.fingerprint", fingerprint)
+        with pytest.raises(FloatingPointError, match="the loss of step 1 is nan"):
+            run(cloud, tokenizer, tmp_path / "out", adapted=adapted)
+    assert not (tmp_path / "out" / "adapter_model.safetensors").exists()
