@@ -24,7 +24,8 @@ from peft import PeftModel
 from transformers import Cache
 
 from plpkg.residual import wire
-from plpkg.residual.split import CloudPart, split
+from plpkg.residual.parts import CloudPart
+from plpkg.residual.split import split
 from plpkg.residual.wire import Counter, Limits, StatusError
 from plpkg.residual.wire_pb2 import FromCloud, FromDevice, Hello, Part, Step, Welcome
 

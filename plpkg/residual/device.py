@@ -18,8 +18,9 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from plpkg.catalog import Link
 from plpkg.residual import wire
 from plpkg.residual.connection import Connection, SessionLostError
+from plpkg.residual.parts import DeviceCache
 from plpkg.residual.relay import Relay
-from plpkg.residual.split import DeviceCache, split
+from plpkg.residual.split import split
 from plpkg.residual.wire import Counter
 from plpkg.residual.wire_pb2 import FromDevice, Part, Step
 from plpkg.validation import number, whole_number
@@ -316,7 +317,7 @@ class DeviceClient:
         if part.group != expected:
             raise ValueError(f"the cloud sent exchange {part.group} where {expected} was due")
         tensor = wire.unpack(part.data, (self.terms.projections[expected], *shape, rank), self.dtype)
-        return tensor.to(self.part.matrices[expected][0].weight)
+        return tensor.to(next(self.part.matrices[expected].parameters()))
 
     def _ends(self, eos_token_id: int | list[int] | None) -> list[int]:
         if eos_token_id is None:

@@ -14,8 +14,9 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from plpkg.residual.adapter import PREFIX, PrivateLoraLayer
-from plpkg.residual.split import DevicePart
+from plpkg.residual.adapter import PREFIX
+from plpkg.residual.parts import DevicePart
+from plpkg.residual.split import ADAPTED
 from plpkg.residual.wire_pb2 import Terms
 from plpkg.results import Tabular
 from plpkg.validation import number, one_of, whole_number
@@ -130,7 +131,12 @@ def fingerprint(model: nn.Module) -> str:
     Of the values up to 1,024 of each tensor, evenly spaced, rounded to bfloat16. Adapters do not count.
     """
     digest = hashlib.sha256(model.config.model_type.encode())
-    state = {name.replace(".base_layer", ""): t for name, t in model.state_dict().items() if PREFIX not in name}
+    adapters = (PREFIX, "lora_")
+    state = {
+        name.replace(".base_layer", ""): tensor
+        for name, tensor in model.state_dict().items()
+        if not any(prefix in name for prefix in adapters)
+    }
     for name in sorted(state):
         tensor = state[name].detach().flatten()
         sample = tensor[:: max(1, tensor.numel() // 1024)][:1024].cpu().bfloat16().contiguous()
@@ -156,17 +162,17 @@ def terms(model: PeftModel, device: DevicePart, adapter_name: str, cut: tuple[in
     """
     one_of("precision", precision, tuple(PRECISIONS))
     config = model.peft_config[adapter_name]
-    adapted = (name for name, module in model.named_modules() if isinstance(module, PrivateLoraLayer))
+    adapted = (name for name, module in model.named_modules() if isinstance(module, ADAPTED))
     return Terms(
         protocol=PROTOCOL,
         model=fingerprint(model.get_base_model()),
         hidden=device.embedding.embedding_dim,
         targets=", ".join(sorted({name.rsplit(".", 1)[-1] for name in adapted})),
         projections=[len(group) for group in device.matrices],
-        r_c2d=config.r_c2d,
-        r_d2c=config.r_d2c,
-        init=config.init,
-        projection_seed=config.projection_seed,
+        r_c2d=device.ranks[0],
+        r_d2c=device.ranks[1],
+        init=getattr(config, "init", "lora"),
+        projection_seed=getattr(config, "projection_seed", 0),
         precision=precision,
         first_k=cut[0],
         last_k=cut[1],

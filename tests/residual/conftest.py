@@ -2,27 +2,28 @@
 
 import pytest
 import torch
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
 
 from plpkg.backbones import random_backbone
 from plpkg.residual import PrivateLoraConfig
 
 
-def _adapted(family="llama", m_scale=1.0, options=None, **config):
+def _adapted(family="llama", m_scale=1.0, options=None, lora=None, **config):
     kv_heads = 4 if family == "gpt2" else 2
     model = random_backbone(
         family, num_layers=4, num_kv_heads=kv_heads, vocab=64, hidden=32, intermediate=48, options=options
     )
-    model = get_peft_model(model, PrivateLoraConfig(**dict(r_c2d=5, r_d2c=3) | config))
+    chosen = PrivateLoraConfig(**dict(r_c2d=5, r_d2c=3) | config) if lora is None else LoraConfig(**lora)
+    model = get_peft_model(model, chosen)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "privatelora_M" in name:
+            if "privatelora_M" in name or "lora_" in name:
                 parameter.copy_(m_scale * torch.randn(parameter.shape, generator=generator))
     return model.eval()
 
 
 @pytest.fixture(scope="session")
 def adapted():
-    """Makes a small random model of any family with a PrivateLoRA adapter whose M are random, not zero."""
+    """Makes a small random model of any family with an adapter (PrivateLoRA's, or LoRA's) that is random, not zero."""
     return _adapted

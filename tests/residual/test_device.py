@@ -155,6 +155,23 @@ def test_the_bytes_are_those_of_the_formula(pair, precision, first_k, last_k):
     )
 
 
+def test_full_activations_cross_as_the_formula_says(adapted):
+    lora = dict(r=2, target_modules=["q_proj", "k_proj", "v_proj"])
+    model = adapted(m_scale=0.2, lora=lora)
+    shape = ModelShape.from_config(model.get_base_model().config, "tiny")
+    with CloudServer(adapted(m_scale=0.0, lora=lora)) as cloud, DeviceClient(cloud.address, model) as client:
+        marks = []
+        assert torch.equal(
+            client.generate(IDS, 6, eos_token_id=-1, on_token=lambda token: marks.append(client.traffic)),
+            expected_tokens(model),
+        )
+        found = marks[-1] - marks[0]
+    common = dict(projections=3, endpoints=True, baseline="actual")
+    formula = communication.full_activations(shape, tokens=5, batch=2, **common)
+    assert (8 * found.sent_bytes, 8 * found.received_bytes) == (formula.uplink_bits, formula.downlink_bits)
+    assert found.round_trips == formula.round_trips
+
+
 @pytest.mark.parametrize("options", [{}, dict(temperature=0.7), dict(top_k=5), dict(temperature=1.3, top_p=0.8)])
 def test_sampling_is_hugging_faces(pair, options):
     _, client, whole = pair()

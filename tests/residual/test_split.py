@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, get_peft_model
 
 from plpkg.backbones import FAMILIES, random_backbone
 from plpkg.residual import split
 from plpkg.residual.adapter import PrivateLoraLayer
-from plpkg.residual.split import Direct
+from plpkg.residual.parts import Direct
 
 IDS = torch.arange(2, 26).reshape(2, 12) % 23 + 1  # never 0, which pads
 CUTS = [(0, 0), (1, 0), (0, 1), (1, 2)]
@@ -199,8 +199,56 @@ def test_models_that_cannot_be_cut_are_named(adapted):
     with pytest.raises(ValueError, match="LlamaForCausalLM has no PrivateLoRA adapter 'default'"):
         split(plain)
     with pytest.raises(ValueError, match="has no PrivateLoRA adapter"):
-        split(get_peft_model(plain, LoraConfig(target_modules=["q_proj"])))
+        split(get_peft_model(plain, IA3Config(target_modules=["q_proj"], feedforward_modules=[])))
     merged = adapted()
     merged.merge_adapter()
     with pytest.raises(ValueError, match="an adapter is merged into the weights: unmerge it first"):
         split(merged)
+
+
+def lora(family, **changes):
+    targets = {"phi3": ["qkv_proj"], "gpt2": ["c_attn"]}.get(family, ["q_proj", "k_proj", "v_proj"])
+    return dict(r=4, lora_alpha=6, target_modules=targets, fan_in_fan_out=family == "gpt2") | changes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("first_k", "last_k"), [(0, 0), (1, 1)])
+def test_lora_at_full_width_for_comparison(adapted, family, first_k, last_k):
+    model = adapted(family, m_scale=0.2, lora=lora(family))
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    assert expected
+    model.zero_grad()
+    device, cloud, transport = connected(model, first_k, last_k)
+    embedded = device.embed(IDS)
+    sent = embedded.detach().requires_grad_(embedded.requires_grad)
+    hidden = cloud(sent)
+    returned = hidden.detach().requires_grad_()
+    logits = device.logits(returned)
+    torch.testing.assert_close(logits, model(input_ids=IDS).logits, rtol=1e-5, atol=1e-5)
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), IDS[:, 1:].flatten())
+    loss.backward()
+    hidden.backward(returned.grad)
+    if embedded.requires_grad:
+        embedded.backward(sent.grad)
+    for name, parameter in model.named_parameters():
+        if name in expected:
+            assert (parameter.grad - expected[name]).norm() <= 2e-6 * expected[name].norm(), name
+    assert transport.log[0] == ("up", 0, (1, 2, 12, 32))
+    down = 32 + 2 * 16 if family not in ("gpt2", "phi3") else {"gpt2": 96, "phi3": 64}[family]
+    assert transport.log[1] == ("down", 0, (1, 2, 12, down))
+    held = {t.data_ptr() for t in cloud.state_dict().values()}
+    assert not held & {p.data_ptr() for p in device.parameters()}
+
+
+@pytest.mark.parametrize("change", [dict(use_dora=True), dict(lora_dropout=0.1)])
+def test_lora_that_cannot_be_cut_is_refused(adapted, change):
+    model = adapted(lora=lora("llama", **change))
+    with pytest.raises(ValueError, match="LoRA without DoRA and dropout can be cut"):
+        split(model)
+
+
+def test_full_width_needs_the_same_projections_everywhere(adapted):
+    model = adapted(lora=dict(r=2, target_modules=["layers.0.self_attn.q_proj", "layers.1.self_attn.k_proj"]))
+    with pytest.raises(ValueError, match=r"the same widths in every exchange, got \[\(32, 32\), \(32, 16\)\]"):
+        split(model)

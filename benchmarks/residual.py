@@ -1,0 +1,344 @@
+"""The two processes: bytes beside the formula, speed beside one process, a limited link beside its estimate.
+
+* bytes: what the TCP stream carries for each byte of payload, counted by a relay, with LLaMA-7B's hidden size, number
+  of layers and ranks (its other dimensions are cut down: they never cross) and with plpkg-small.
+* round trip: a message there and back on loopback: a bare socket, gRPC as it is used here, gRPC's asyncio.
+* speed: tokens per second of the split model beside the same model in one process, interleaved.
+* link: the time that a token spends on a limited link beside Traffic.seconds, for low ranks and full activations.
+
+Run: ``python benchmarks/residual.py`` (about 6 minutes on two idle cores; each process computes with one thread).
+"""
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import queue
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import record
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import DynamicCache
+
+from plpkg import communication
+from plpkg.backbones import load_backbone, random_backbone
+from plpkg.catalog import Link, ModelShape
+from plpkg.residual import CloudServer, DeviceClient, PrivateLoraConfig, certificates
+from plpkg.residual.relay import UNLIMITED
+from plpkg.residual.wire import CHANNEL_OPTIONS
+
+MODELS = {
+    "12 x 768": dict(num_layers=12, hidden=768, num_heads=12, intermediate=2048, vocab=32_000, max_positions=512),
+    "LLaMA-7B sizes": dict(num_layers=32, hidden=4096, num_heads=32, head_dim=2, intermediate=8, vocab=300),
+}
+TOKEN = "a token of the usual length: 32 c"
+PROMPT = 16
+
+
+def build(name: str, rank: int):
+    """A model with an adapter: PrivateLoRA's of a rank, or LoRA's (rank 0) for full activations."""
+    torch.set_num_threads(1)
+    model = load_backbone(name)[0] if name == "plpkg-small" else random_backbone("llama", **MODELS[name])
+    if rank:
+        return get_peft_model(model, PrivateLoraConfig(r_c2d=rank, r_d2c=rank))
+    return get_peft_model(model, LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj"]))
+
+
+@contextlib.contextmanager
+def cloud(name: str, rank: int, tls: str | None = None) -> Iterator[str]:
+    """A cloud in a process of its own; gives its address."""
+    task = json.dumps({"name": name, "rank": rank, "tls": tls})
+    process = subprocess.Popen([sys.executable, __file__, "--cloud", task], stdout=subprocess.PIPE, text=True)
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def serve(name: str, rank: int, tls: str | None) -> None:
+    with CloudServer(build(name, rank), tls=tls, token=TOKEN if tls else None) as server:
+        print(server.address, flush=True)
+        server.wait()
+
+
+def client(address: str, model, tls: str | None, link: Link | None) -> DeviceClient:
+    secure = dict(ca=f"{tls}/cert.pem", token=TOKEN) if tls else {}
+    return DeviceClient(address, model, link=link, **secure)
+
+
+def prompt(model, batch: int = 1, seq: int = PROMPT) -> torch.Tensor:
+    vocab = model.get_base_model().config.vocab_size
+    return torch.randint(1, vocab, (batch, seq), generator=torch.Generator().manual_seed(0))
+
+
+def rows_of_bytes(name: str, rank: int, tls: str | None) -> list[dict]:
+    """TCP-stream bytes over payload bytes, both ways together."""
+    model = build(name, rank)
+    shape = ModelShape.from_config(model.get_base_model().config, name)
+    with cloud(name, rank, tls) as address, client(address, model, tls, UNLIMITED) as device:
+
+        def mark():
+            time.sleep(0.02)  # let the relay see what is still on its way
+            relay, traffic = device.relay, device.traffic
+            return relay.uplink_bytes + relay.downlink_bytes, traffic
+
+        def ratio(before, after, formula, what):
+            payload = after[1].sent_bytes + after[1].received_bytes - before[1].sent_bytes - before[1].received_bytes
+            if 8 * payload != formula.total_bits:
+                raise AssertionError(f"{payload} payload bytes, the formula says {formula.total_bits / 8}")
+            return row(what, payload, after[0] - before[0])
+
+        def row(what, payload, tcp):
+            case = f"{name}, r={rank}, {'TLS' if tls else 'plain'}"
+            return {"section": "bytes", "case": case, "what": what, "payload_bytes": payload, "tcp_bytes": tcp,
+                    "ratio": round(tcp / payload, 4)}  # fmt: skip
+
+        # One adapter message each way: between two answers in the middle of a pass.
+        original, seen = device.part.residual, []
+
+        def counted(group, u, **options):
+            time.sleep(0.002)
+            seen.append((group, device.relay.uplink_bytes + device.relay.downlink_bytes))
+            return original(group, u, **options)
+
+        device.generate(prompt(model), 2, eos_token_id=-1)
+        device.part.residual = counted
+        device.generate(prompt(model), 12, eos_token_id=-1)
+        device.part.residual = original
+        layers = shape.num_layers
+        pairs = [(a, b) for a, b in zip(seen[layers:], seen[layers + 1 :], strict=False) if b[0] == a[0] + 1]
+        message = 3 * rank * 2
+        found = [row("adapter message", 2 * message * len(pairs), sum(b[1] - a[1] for a, b in pairs))]
+
+        marks = []
+        device.generate(prompt(model), 21, eos_token_id=-1, on_token=lambda _: marks.append(mark()))
+        decoded = communication.low_rank(shape, rank, tokens=20)
+        found.append(ratio(marks[0], marks[-1], decoded, "decoded token"))
+        before = mark()
+        device.generate(prompt(model, seq=256), 1, eos_token_id=-1)
+        prefill = communication.low_rank(shape, rank, phase="prefill", tokens=256)
+        found.append(ratio(before, mark(), prefill, "prefill of 256 tokens"))
+        return found
+
+
+def token_seconds(device: DeviceClient, ids: torch.Tensor, count: int) -> list[float]:
+    times = []
+    device.generate(ids, count + 1, eos_token_id=-1, on_token=lambda _: times.append(time.perf_counter()))
+    return [b - a for a, b in itertools.pairwise(times)]
+
+
+@torch.no_grad()
+def one_process(model, ids: torch.Tensor, count: int) -> list[float]:
+    cache, times, step = DynamicCache(config=model.config), [], ids
+    for _ in range(count + 1):
+        logits = model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        step = logits[:, -1:].argmax(-1)
+        times.append(time.perf_counter())
+    return [b - a for a, b in itertools.pairwise(times)]
+
+
+def rows_of_speed(tls: str, runs: int = 7, count: int = 20) -> list[dict]:
+    name, rank = "12 x 768", 64
+    model = build(name, rank)
+    ids = prompt(model)
+    speeds: dict[str, list[float]] = {}
+    with (
+        cloud(name, rank) as plain,
+        cloud(name, rank, tls) as secure,
+        client(plain, model, None, None) as device,
+        client(secure, model, tls, None) as encrypted,
+    ):
+        for run in range(runs + 1):
+            for what, measure in {
+                "one process": lambda: one_process(model, ids, count),
+                "split": lambda: token_seconds(device, ids, count),
+                "split, TLS": lambda: token_seconds(encrypted, ids, count),
+            }.items():
+                seconds = measure()
+                if run:  # the first warms up
+                    speeds.setdefault(what, []).append(1 / statistics.median(seconds))
+    base = statistics.median(speeds["one process"])
+    return [
+        {"section": "speed", "case": f"{name}, r={rank}, fp32", "what": what,
+         "tokens_per_s": round(statistics.median(values), 2), "ratio": round(statistics.median(values) / base, 3)}
+        for what, values in speeds.items()
+    ]  # fmt: skip
+
+
+def rows_of_link(count: int = 12) -> list[dict]:
+    name, found = "12 x 768", []
+    for rank in (16, 64, 0):
+        model = build(name, rank)
+        shape = ModelShape.from_config(model.get_base_model().config, name)
+        if rank:
+            traffic = communication.low_rank(shape, rank)
+        else:
+            traffic = communication.full_activations(shape, 3, endpoints=True, baseline="actual")
+        ids = prompt(model)
+        with cloud(name, rank) as address:
+            for rtt_ms in (0, 5, 20):
+                link = Link(f"60/100 Mb/s, RTT {rtt_ms} ms", 60e6, 100e6, rtt_ms / 1e3)
+                with client(address, model, None, UNLIMITED) as free, client(address, model, None, link) as limited:
+                    times = {"free": [], "limited": []}
+                    for _ in range(3):
+                        times["free"] += token_seconds(free, ids, count)
+                        times["limited"] += token_seconds(limited, ids, count)
+                    medians = {what: statistics.median(values) for what, values in times.items()}
+                expected = sum(traffic.seconds(link).values())
+                spent = medians["limited"] - medians["free"]
+                found.append(
+                    {"section": "link", "case": link.name, "what": f"r={rank}" if rank else "full activations",
+                     "ms_per_token": round(1e3 * spent, 2), "formula_ms": round(1e3 * expected, 2),
+                     "ratio": round(spent / expected, 3), "tokens_per_s": round(1 / medians["limited"], 2)}
+                )  # fmt: skip
+    return found
+
+
+def same(data: bytes) -> bytes:
+    return data
+
+
+class Echo(grpc.GenericRpcHandler):
+    """Sends everything back; with a thread and a queue between, as the cloud's computing thread has."""
+
+    def service(self, handler_call_details):
+        return grpc.stream_stream_rpc_method_handler(self.echo, same, same)
+
+    @staticmethod
+    def echo(requests, context):
+        outgoing = queue.SimpleQueue()
+
+        def work():
+            for message in requests:
+                outgoing.put(message)
+            outgoing.put(None)
+
+        threading.Thread(target=work, daemon=True).start()
+        yield from iter(outgoing.get, None)
+
+
+def echo_server(kind: str) -> None:
+    if kind == "socket":
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            print(f"127.0.0.1:{listener.getsockname()[1]}", flush=True)
+            connection, _ = listener.accept()
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while data := connection.recv(65536):
+                connection.sendall(data)
+        return
+    if kind == "grpc":
+        server = grpc.server(ThreadPoolExecutor(4), options=CHANNEL_OPTIONS)
+        server.add_generic_rpc_handlers((Echo(),))
+        print(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", flush=True)
+        server.start()
+        server.wait_for_termination()
+
+    async def run() -> None:
+        class AsyncEcho(grpc.GenericRpcHandler):
+            def service(self, handler_call_details):
+                return grpc.stream_stream_rpc_method_handler(echo, same, same)
+
+        async def echo(requests, context):
+            async for message in requests:
+                yield message
+
+        server = grpc.aio.server(options=CHANNEL_OPTIONS)
+        server.add_generic_rpc_handlers((AsyncEcho(),))
+        print(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", flush=True)
+        await server.start()
+        await server.wait_for_termination()
+
+    asyncio.run(run())
+
+
+def round_trips(kind: str, address: str, payload: bytes, count: int) -> list[float]:
+    times = []
+    if kind == "socket":
+        host, port = address.split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for _ in range(count):
+                began = time.perf_counter()
+                connection.sendall(payload)
+                connection.recv(65536)
+                times.append(time.perf_counter() - began)
+    elif kind == "grpc":
+        with grpc.insecure_channel(address, CHANNEL_OPTIONS) as channel:
+            outgoing = queue.SimpleQueue()
+            call = channel.stream_stream("/echo/echo", same, same)(iter(outgoing.get, None))
+            for _ in range(count):
+                began = time.perf_counter()
+                outgoing.put(payload)
+                next(call)
+                times.append(time.perf_counter() - began)
+            outgoing.put(None)
+    else:
+
+        async def run() -> None:
+            async with grpc.aio.insecure_channel(address, CHANNEL_OPTIONS) as channel:
+                call = channel.stream_stream("/echo/echo", same, same)()
+                for _ in range(count):
+                    began = time.perf_counter()
+                    await call.write(payload)
+                    await call.read()
+                    times.append(time.perf_counter() - began)
+                call.cancel()
+
+        asyncio.run(run())
+    return times
+
+
+def rows_of_round_trips(count: int = 4000) -> list[dict]:
+    found = []
+    for kind in ("socket", "grpc", "asyncio grpc"):
+        process = subprocess.Popen([sys.executable, __file__, "--echo", kind], stdout=subprocess.PIPE, text=True)
+        try:
+            address = process.stdout.readline().strip()
+            times = sorted(1e6 * t for t in round_trips(kind, address, bytes(400), count)[count // 10 :])
+        finally:
+            process.kill()
+            process.wait()
+        found.append(
+            {"section": "round trip", "case": "400 bytes, loopback", "what": kind,
+             "median_us": round(statistics.median(times)), "p99_us": round(times[int(0.99 * len(times))])}
+        )  # fmt: skip
+    return found
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        tls = f"{folder}/tls"
+        certificates.write(tls)
+        rows = rows_of_round_trips()
+        rows += rows_of_speed(tls)
+        for name in ("LLaMA-7B sizes", "plpkg-small"):
+            for encrypted in (None, tls):
+                rows += rows_of_bytes(name, 64, encrypted)
+        rows += rows_of_link()
+    record.write("residual", rows)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cloud", help=argparse.SUPPRESS)
+    parser.add_argument("--echo", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.cloud:
+        serve(**json.loads(arguments.cloud))
+    elif arguments.echo:
+        echo_server(arguments.echo)
+    else:
+        main()
