@@ -4,9 +4,11 @@
   of layers and ranks (its other dimensions are cut down: they never cross) and with plpkg-small.
 * round trip: a message there and back on loopback: a bare socket, gRPC as it is used here, gRPC's asyncio.
 * speed: tokens per second of the split model beside the same model in one process, interleaved.
+  Also with a cloud that computes q, k and v only after the answer has come, to see what the overlap is worth.
 * link: the time that a token spends on a limited link beside Traffic.seconds, for low ranks and full activations.
+* namespaces: the same between two network namespaces whose ends `tc tbf` limits (as root, else left out), over TLS.
 
-Run: ``python benchmarks/residual.py`` (about 6 minutes on two idle cores; each process computes with one thread).
+Run: ``python benchmarks/residual.py`` (about 8 minutes on two idle cores; each process computes with one thread).
 """
 
 import argparse
@@ -14,7 +16,9 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import queue
+import shutil
 import socket
 import statistics
 import subprocess
@@ -22,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -34,16 +38,18 @@ from transformers import DynamicCache
 from plpkg import communication
 from plpkg.backbones import load_backbone, random_backbone
 from plpkg.catalog import Link, ModelShape
-from plpkg.residual import CloudServer, DeviceClient, PrivateLoraConfig, certificates
+from plpkg.residual import CloudServer, DeviceClient, PrivateLoraConfig, certificates, cloud as clouds
 from plpkg.residual.relay import UNLIMITED
 from plpkg.residual.wire import CHANNEL_OPTIONS
 
 MODELS = {
     "12 x 768": dict(num_layers=12, hidden=768, num_heads=12, intermediate=2048, vocab=32_000, max_positions=512),
+    "12 x 768, thin": dict(num_layers=12, hidden=768, num_heads=12, intermediate=64, vocab=300, max_positions=512),
     "LLaMA-7B sizes": dict(num_layers=32, hidden=4096, num_heads=32, head_dim=2, intermediate=8, vocab=300),
 }
 TOKEN = "a token of the usual length: 32 c"
 PROMPT = 16
+HOSTS = ("10.213.0.1", "10.213.0.2")
 
 
 def build(name: str, rank: int):
@@ -56,10 +62,11 @@ def build(name: str, rank: int):
 
 
 @contextlib.contextmanager
-def cloud(name: str, rank: int, tls: str | None = None) -> Iterator[str]:
+def cloud(name: str, rank: int, tls: str | None = None, *, prefix: Sequence[str] = (), **options) -> Iterator[str]:
     """A cloud in a process of its own; gives its address."""
-    task = json.dumps({"name": name, "rank": rank, "tls": tls})
-    process = subprocess.Popen([sys.executable, __file__, "--cloud", task], stdout=subprocess.PIPE, text=True)
+    task = json.dumps({"name": name, "rank": rank, "tls": tls, **options})
+    command = [*prefix, sys.executable, __file__, "--cloud", task]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         yield process.stdout.readline().strip()
     finally:
@@ -67,8 +74,21 @@ def cloud(name: str, rank: int, tls: str | None = None) -> Iterator[str]:
         process.wait()
 
 
-def serve(name: str, rank: int, tls: str | None) -> None:
-    with CloudServer(build(name, rank), tls=tls, token=TOKEN if tls else None) as server:
+class OneAfterTheOther(clouds._Connection):
+    """Waits for the device's answer before anything else is computed."""
+
+    def send(self, group: int, u: torch.Tensor) -> None:
+        super().send(group, u)
+        self.answer = super().receive(group)
+
+    def receive(self, group: int) -> torch.Tensor:
+        return self.answer
+
+
+def serve(name: str, rank: int, tls: str | None, address: str = "127.0.0.1:0", overlap: bool = True) -> None:
+    if not overlap:
+        clouds._Connection = OneAfterTheOther
+    with CloudServer(build(name, rank), address, tls=tls, token=TOKEN if tls else None) as server:
         print(server.address, flush=True)
         server.wait()
 
@@ -157,13 +177,16 @@ def rows_of_speed(tls: str, runs: int = 7, count: int = 20) -> list[dict]:
     with (
         cloud(name, rank) as plain,
         cloud(name, rank, tls) as secure,
+        cloud(name, rank, overlap=False) as waiting,
         client(plain, model, None, None) as device,
+        client(waiting, model, None, None) as serial,
         client(secure, model, tls, None) as encrypted,
     ):
         for run in range(runs + 1):
             for what, measure in {
                 "one process": lambda: one_process(model, ids, count),
                 "split": lambda: token_seconds(device, ids, count),
+                "split, q, k, v after the answer": lambda: token_seconds(serial, ids, count),
                 "split, TLS": lambda: token_seconds(encrypted, ids, count),
             }.items():
                 seconds = measure()
@@ -177,8 +200,8 @@ def rows_of_speed(tls: str, runs: int = 7, count: int = 20) -> list[dict]:
     ]  # fmt: skip
 
 
-def rows_of_link(count: int = 12) -> list[dict]:
-    name, found = "12 x 768", []
+def rows_of_link(count: int = 25) -> list[dict]:
+    name, found = "12 x 768, thin", []
     for rank in (16, 64, 0):
         model = build(name, rank)
         shape = ModelShape.from_config(model.get_base_model().config, name)
@@ -204,6 +227,58 @@ def rows_of_link(count: int = 12) -> list[dict]:
                      "ratio": round(spent / expected, 3), "tokens_per_s": round(1 / medians["limited"], 2)}
                 )  # fmt: skip
     return found
+
+
+def rows_of_namespaces(tls: str, count: int = 60) -> list[dict]:
+    """Two network namespaces, each end limited by ``tc tbf``: the kernel's own queue and TCP instead of the relay."""
+
+    def ip(*arguments: str) -> None:
+        subprocess.run(arguments, check=True)
+
+    name, found, spaces = "12 x 768, thin", [], ("plpkg-device", "plpkg-cloud")
+    try:
+        for space in spaces:
+            ip("ip", "netns", "add", space)
+        ends = ["plpkg0", "netns", spaces[0], "type", "veth", "peer", "name", "plpkg1", "netns", spaces[1]]
+        ip("ip", "link", "add", *ends)
+        for i, space in enumerate(spaces):
+            ip("ip", "-n", space, "address", "add", f"{HOSTS[i]}/30", "dev", f"plpkg{i}")
+            ip("ip", "-n", space, "link", "set", f"plpkg{i}", "up")
+        for rank in (16, 64):
+            run = ["ip", "netns", "exec"]
+            shape = ModelShape.from_config(build(name, rank).get_base_model().config, name)
+            address = f"{HOSTS[1]}:7070"
+            with cloud(name, rank, tls, prefix=[*run, spaces[1]], address=address):
+                medians = []
+                for limited in (False, True):
+                    for i, rate in enumerate(("60mbit", "100mbit") if limited else ()):
+                        limit = ["tbf", "rate", rate, "burst", "1600", "latency", "200ms"]
+                        ip("tc", "-n", spaces[i], "qdisc", "add", "dev", f"plpkg{i}", "root", *limit)
+                    task = json.dumps({"name": name, "rank": rank, "tls": tls, "address": address, "count": count})
+                    command = [*run, spaces[0], sys.executable, __file__, "--device", task]
+                    times = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+                    medians.append(statistics.median(json.loads(times)))
+                for i, space in enumerate(spaces):
+                    ip("tc", "-n", space, "qdisc", "del", "dev", f"plpkg{i}", "root")
+            expected = sum(communication.low_rank(shape, rank).seconds(Link("tbf", 60e6, 100e6, 0.0)).values())
+            spent = medians[1] - medians[0]
+            found.append(
+                {"section": "namespaces", "case": "60/100 Mb/s by tc tbf, TLS", "what": f"r={rank}",
+                 "ms_per_token": round(1e3 * spent, 2), "formula_ms": round(1e3 * expected, 2),
+                 "ratio": round(spent / expected, 3), "tokens_per_s": round(1 / medians[1], 2)}
+            )  # fmt: skip
+    finally:
+        for space in spaces:
+            subprocess.run(["ip", "netns", "delete", space], stderr=subprocess.DEVNULL)
+    return found
+
+
+def visit(name: str, rank: int, tls: str, address: str, count: int) -> None:
+    """The device of :func:`rows_of_namespaces`: prints the seconds of each token."""
+    model = build(name, rank)
+    with client(address, model, tls, None) as device:
+        token_seconds(device, prompt(model), 3)
+        print(json.dumps(token_seconds(device, prompt(model), count)))
 
 
 def same(data: bytes) -> bytes:
@@ -321,23 +396,28 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         tls = f"{folder}/tls"
-        certificates.write(tls)
+        certificates.write(tls, [HOSTS[1]])
         rows = rows_of_round_trips()
         rows += rows_of_speed(tls)
         for name in ("LLaMA-7B sizes", "plpkg-small"):
             for encrypted in (None, tls):
                 rows += rows_of_bytes(name, 64, encrypted)
         rows += rows_of_link()
+        if os.geteuid() == 0 and shutil.which("tc"):
+            rows += rows_of_namespaces(tls)
     record.write("residual", rows)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cloud", help=argparse.SUPPRESS)
+    parser.add_argument("--device", help=argparse.SUPPRESS)
     parser.add_argument("--echo", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.cloud:
         serve(**json.loads(arguments.cloud))
+    elif arguments.device:
+        visit(**json.loads(arguments.device))
     elif arguments.echo:
         echo_server(arguments.echo)
     else:
