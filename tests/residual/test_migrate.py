@@ -1,0 +1,122 @@
+"""An adapter carried over to a changed backbone."""
+
+import copy
+
+import pytest
+import torch
+
+from plpkg.residual import migrate
+from plpkg.residual.migrate import exchanges, matrices, solve
+
+
+def anchors(seed, count=6):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, 64, (4, 16), generator=generator) for _ in range(count)]
+
+
+def updated(model, size=0.05):
+    """The same adapter on a backbone whose weights have moved."""
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            if "privatelora" not in name and parameter.ndim == 2:
+                parameter.add_(size * parameter.std() * torch.randn(parameter.shape, generator=generator))
+    return other
+
+
+def reset(model):
+    with torch.no_grad():
+        for _, m in matrices(model):
+            m.weight.zero_()
+    return model
+
+
+def added_error(old, new, texts):
+    """How far what the adapter adds is from what it added before, over all exchanges."""
+    before, after = exchanges(old, texts), exchanges(new, texts)
+    return sum((after[name][1] - before[name][1]).square().sum().item() for name in before)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3"])
+def test_an_unchanged_backbone_gets_the_same_matrices(adapted, family):
+    old = adapted(family)
+    new = reset(copy.deepcopy(old))
+    errors = migrate.migrate(old, new, anchors(0), ridge=0)
+    for (name, m), (_, expected) in zip(matrices(new), matrices(old), strict=True):
+        assert (m.weight - expected.weight).norm() <= 1e-4 * expected.weight.norm(), name
+    assert max(errors.values()) < 1e-4
+    assert errors.keys() == dict(matrices(old)).keys()
+
+
+def test_on_a_changed_backbone_it_adds_nearer_to_what_it_added_also_on_other_text(adapted):
+    old = adapted(m_scale=0.5)
+    kept = updated(old)
+    new = copy.deepcopy(kept)
+    migrate.migrate(old, new, anchors(0, count=12))
+    assert added_error(old, new, anchors(7)) < 0.97 * added_error(old, kept, anchors(7))
+
+
+def test_only_the_matrices_change_and_only_in_the_new_model(adapted):
+    old, new = adapted(), reset(updated(adapted()))
+    before = [{name: t.clone() for name, t in model.state_dict().items()} for model in (old, new)]
+    migrate.migrate(old, new, anchors(0))
+    for model, saved, may_change in ((old, before[0], False), (new, before[1], True)):
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, saved[name]) or (may_change and "privatelora_M" in name), name
+
+
+def test_closed_form_is_the_minimum():
+    generator = torch.Generator().manual_seed(0)
+    u, v = (torch.randn(30, n, generator=generator, dtype=torch.float64) for n in (5, 3))
+    prior = torch.randn(3, 5, generator=generator, dtype=torch.float64)
+    ridge = 0.1
+    strength = ridge * (u.T @ u).trace() / 5
+
+    def cost(m):
+        return (u @ m.T - v).square().sum() + strength * (m - prior).square().sum()
+
+    m = solve(u, v, prior, ridge).requires_grad_()
+    cost(m).backward()
+    assert m.grad.abs().max() < 1e-9
+    assert torch.allclose(solve(u, v, prior, 0), torch.linalg.lstsq(u, v).solution.T)
+    assert torch.allclose(solve(u[:1], v[:1] * 0 + u[:1] @ prior.T, prior, 1e-3), prior)  # nothing against it
+
+
+def test_the_last_u_are_those_of_the_last_matrices(adapted):
+    """More rounds do not make it worse: each starts from what the round before has changed upstream."""
+    old = adapted(m_scale=0.5)
+    kept = updated(old)
+    texts, errors = anchors(0, count=12), []
+    for rounds in (1, 3):
+        new = copy.deepcopy(kept)
+        migrate.migrate(old, new, texts, rounds=rounds)
+        errors.append(added_error(old, new, texts))
+    assert errors[1] < errors[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (dict(r_c2d=6), "r_c2d is 5 in the old adapter and 6 in the new one"),
+        (dict(projection_seed=1), "projection_seed is 0 in the old adapter and 1 in the new one"),
+        (dict(target_modules=["q_proj"]), "the adapters are in different modules"),
+    ],
+)
+def test_another_adapter_is_refused(adapted, config, message):
+    with pytest.raises(ValueError, match=message):
+        migrate.migrate(adapted(), adapted(**config), anchors(0))
+
+
+def test_bad_input_is_named(adapted):
+    model = adapted()
+    with pytest.raises(ValueError, match="rounds must be"):
+        migrate.migrate(model, model, anchors(0), rounds=0)
+    with pytest.raises(ValueError, match="no anchors"):
+        migrate.migrate(model, model, [])
+    with pytest.raises(ValueError, match="both models need a PrivateLoRA adapter 'other'"):
+        migrate.migrate(model, model, anchors(0), adapter_name="other")
+    with pytest.raises(ValueError, match="ridge must be at least 0, got -1"):
+        solve(torch.ones(2, 2), torch.ones(2, 2), torch.ones(2, 2), -1)
+    with pytest.raises(ValueError, match="do not fit together"):
+        solve(torch.ones(2, 2), torch.ones(3, 2), torch.ones(2, 2), 0)
