@@ -14,17 +14,15 @@ import contextlib
 import csv
 import json
 import math
-import os
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
-from plpkg import corpora
+from plpkg import checkpoints, corpora
 from plpkg.corpora import Document, Writer
 from plpkg.scoring import score
 from plpkg.validation import number, one_of, whole_number
@@ -261,7 +259,7 @@ def pretrain(
     text = Writer("text", {"train": tuple(train), "validation": tuple(validation)})
     identity = asdict(recipe) | {"bf16": bf16, "train": text.fingerprint("train")}
     identity["validation"] = text.fingerprint("validation")
-    state = _resume(out, identity)
+    state = checkpoints.load(out / CHECKPOINT, identity)
     tokenizer = train_tokenizer(train, recipe.vocab)
     if len(tokenizer) != recipe.vocab:
         raise ValueError(f"the text yields only {len(tokenizer)} tokens, not vocab={recipe.vocab}")
@@ -288,7 +286,9 @@ def pretrain(
         ids = next(stream)[accelerator.process_index :: accelerator.num_processes].to(accelerator.device)
         loss = _update(accelerator, autocast, model, opts, ids, micro_batch, recipe.lr_at(step))
         if not math.isfinite(loss):
-            raise FloatingPointError(f"the loss of step {step + 1} is {loss}: take another folder and a lower lr")
+            raise FloatingPointError(
+                f"the loss of step {step + 1} is {loss}, or its gradient: take another folder and a lower lr"
+            )
         done = step + 1
         if not main:
             continue
@@ -303,52 +303,26 @@ def pretrain(
             state = {"identity": identity, "step": done, "log": rows, "seconds": time.perf_counter() - began}
             state["processes"] = accelerator.num_processes
             state |= {"model": raw.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in opts]}
-            _replace(out / CHECKPOINT, lambda path, state=state: torch.save(state, path))
-            _replace(out / "training.csv", lambda path: _write_log(path, rows))
+            checkpoints.save(out / CHECKPOINT, state)
+            checkpoints.replace_file(out / "training.csv", lambda path: _write_log(path, rows))
     if main:
-        _replace(out / "training.csv", lambda path: _write_log(path, rows))
-        with tempfile.TemporaryDirectory(dir=out) as folder:
-            raw.to(torch.bfloat16).save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-            for path in sorted(Path(folder).iterdir()):
-                path.chmod(0o644)
-                os.replace(path, out / path.name)
+        checkpoints.replace_file(out / "training.csv", lambda path: _write_log(path, rows))
+        raw.to(torch.bfloat16)
+        checkpoints.replace_files(out, lambda path: (raw.save_pretrained(path), tokenizer.save_pretrained(path)))
         run = {"device": accelerator.device.type, "threads": torch.get_num_threads()}
         run |= {"processes": accelerator.num_processes, "micro_batch": micro_batch}
         run["versions"] = corpora.versions() | {"tokenizers": version("tokenizers")}
         facts = json.dumps(identity | {"run": run}, indent=2) + "\n"
-        _replace(out / "recipe.json", lambda path: path.write_text(facts, encoding="utf-8"))
+        checkpoints.replace_file(out / "recipe.json", lambda path: path.write_text(facts, encoding="utf-8"))
     accelerator.wait_for_everyone()
     return out
 
 
-def _resume(out: Path, identity: dict) -> dict | None:
-    """The state of the run that stopped in this folder, if there is one."""
-    if not (out / CHECKPOINT).exists():
-        return None
-    try:
-        state = torch.load(out / CHECKPOINT, map_location="cpu", weights_only=True)
-        there = state["identity"]
-    except Exception as error:  # a damaged file can fail in any way
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise ValueError(f"{out / CHECKPOINT} cannot be read ({reason}): remove it to start anew") from error
-    if there != identity:
-        different = "; ".join(f"{k}={there.get(k)!r}, now {v!r}" for k, v in identity.items() if there.get(k) != v)
-        raise ValueError(f"{out} holds a run with {different}: take another folder, or that recipe")
-    return state
-
-
-def _replace(path: Path, write: Callable[[Path], None]) -> None:
-    """Write a file whole or not at all, whenever the process may be killed."""
-    partial = path.with_name(path.name + ".partial")
-    write(partial)
-    with partial.open("rb+") as file:
-        os.fsync(file.fileno())  # or a power cut could leave an empty file under the right name
-    os.replace(partial, path)
-
-
 def _update(accelerator, autocast, model, opts, ids: torch.Tensor, micro_batch: int, lr: float) -> float:
-    """One step on this process's windows ``(windows, seq)``; the mean loss of all processes, in nats per token."""
+    """One step on this process's windows ``(windows, seq)``; the mean loss of all processes, in nats per token.
+
+    If a gradient is not finite, nothing is updated, and what comes back is not finite either.
+    """
     pieces = ids.split(micro_batch)
     total = 0.0
     for i, piece in enumerate(pieces):
@@ -358,7 +332,9 @@ def _update(accelerator, autocast, model, opts, ids: torch.Tensor, micro_batch: 
                 loss = model(input_ids=piece, labels=piece, use_cache=False).loss * len(piece) / len(ids)
             accelerator.backward(loss)
         total += loss.detach()
-    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    if not torch.isfinite(norm):
+        return norm.item()  # before the weights are lost
     for optimizer in opts:
         for group in optimizer.param_groups:
             group["lr"] = lr

@@ -73,3 +73,25 @@ def test_a_file_that_is_no_checkpoint_is_named_and_never_executed(tmp_path, monk
     with pytest.raises(ValueError, match=r"c\.pt cannot be read \(.*\): remove it to start anew"):
         checkpoints.load(path, {})
     assert os.listdir(tmp_path) == ["c.pt"]
+
+
+def test_a_file_reaches_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    path, other = tmp_path / "file", tmp_path / "the same file"
+    path.write_text("old")
+    os.link(path, other)
+
+    def half(path):
+        path.write_text("ne")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        checkpoints.replace_file(path, half)
+    assert path.read_text() == "old"
+
+    calls = []
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *a, name=name, real=real: calls.append(name) or real(*a))
+    checkpoints.replace_file(path, lambda path: path.write_text("new"))
+    assert (path.read_text(), other.read_text()) == ("new", "old")  # another file has its name now
+    assert calls == ["fsync", "replace"]

@@ -4,19 +4,26 @@ Not run in CI: more than one GPU. Two processes on the CPU (gloo) stand in for t
 """
 
 import csv
+import itertools
 import json
+import math
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import accelerate
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from plpkg import cli, corpora, pretraining
@@ -60,6 +67,30 @@ def same(first, second):
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
+def checkpoint(out):
+    return torch.load(out / "checkpoint.pt", weights_only=True)
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def kill_before_step(number, monkeypatch):
+    """Kill the next run before the step with this number, counted from 1."""
+    update, steps = pretraining._update, itertools.count(1)
+
+    def updated(*arguments):
+        if next(steps) == number:
+            raise KeyboardInterrupt
+        return update(*arguments)
+
+    monkeypatch.setattr(pretraining, "_update", updated)
+
+
+def command(out, *options):
+    return CliRunner(env={"COLUMNS": "300"}).invoke(cli.app, ["pretrain", str(out), "--device", "cpu", *options])
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     out = tmp_path_factory.mktemp("finished")
@@ -67,12 +98,35 @@ def finished(tmp_path_factory):
     return out
 
 
+@pytest.fixture
+def copy(finished, tmp_path):
+    return shutil.copytree(finished, tmp_path / "copy")
+
+
+@pytest.fixture
+def public(monkeypatch):
+    monkeypatch.setattr(corpora, "public", {"train": TRAIN, "validation": VALIDATION}.__getitem__)
+
+
+@pytest.fixture
+def fresh_accelerate():
+    """accelerate as it is in a new process: it keeps its settings for all that come later."""
+
+    def reset():
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+    reset()
+    yield
+    reset()
+
+
 def test_what_a_run_leaves_behind(finished):
     model, tokenizer = load_backbone(finished, dtype=torch.bfloat16)
     assert model.config.model_type == "llama"
     assert model.config.num_key_value_heads == 2
     assert model.config.tie_word_embeddings
-    assert next(model.parameters()).dtype == torch.bfloat16
+    assert {weight.dtype for weight in load_file(finished / "model.safetensors").values()} == {torch.bfloat16}
     assert tokenizer.decode(tokenizer("the key cache: naïve 日本")["input_ids"]) == "the key cache: naïve 日本"
     recipe = json.loads((finished / "recipe.json").read_text())
     assert recipe["hidden"] == 32
@@ -93,12 +147,13 @@ def test_it_learns(tmp_path):
     )
 
 
-def test_the_last_row_of_the_log_is_the_score_of_what_was_trained(tmp_path):
-    run(tmp_path)
-    model = build(TINY)
-    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_last_row_of_the_log_is_the_score_of_what_was_trained(tmp_path, bf16):
+    run(tmp_path, bf16=bf16)
+    model, state = build(TINY), checkpoint(tmp_path)
     model.load_state_dict(state["model"])
-    found = score(model, train_tokenizer(TRAIN, TINY.vocab), VALIDATION, seq=TINY.seq, stride=TINY.seq)
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        found = score(model, train_tokenizer(TRAIN, TINY.vocab), VALIDATION, seq=TINY.seq, stride=TINY.seq)
     assert state["log"][-1]["validation_bits_per_byte"] == pytest.approx(found.bits_per_byte, rel=1e-6)
 
 
@@ -127,6 +182,39 @@ def test_an_interrupted_run_ends_with_the_same_weights(tmp_path, monkeypatch, bf
     logs = [torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)["log"] for name in ("whole", "parts")]
     for first, second in zip(*logs, strict=True):
         assert {k: v for k, v in first.items() if k != "seconds"} == {k: v for k, v in second.items() if k != "seconds"}
+
+
+def test_the_log_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    def clock():  # a second passes from look to look
+        monkeypatch.setattr(pretraining, "time", SimpleNamespace(perf_counter=map(float, itertools.count()).__next__))
+
+    clock()
+    with monkeypatch.context() as patch:
+        kill_before_step(7, patch)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, evaluate_every=2)
+    clock()
+    run(tmp_path, evaluate_every=2)
+    with (tmp_path / "training.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == [2, 4, 6, 8, 10, 12]
+    assert [float(row["seconds"]) for row in rows] == [1, 2, 4, 5, 6, 8]  # the others are those of the checkpoints
+
+
+def test_a_stopped_run_has_the_log_of_its_checkpoint(tmp_path, monkeypatch):
+    kill_before_step(7, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, evaluate_every=2)
+    lines = (tmp_path / "training.csv").read_text().splitlines()
+    assert [line.partition(",")[0] for line in lines] == ["step", "2", "4"]
+
+
+def test_a_finished_run_that_is_started_again_makes_its_log_whole_and_changes_nothing(copy):
+    before = contents(copy)
+    log = copy / "training.csv"
+    log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:-1]))
+    run(copy)
+    assert contents(copy) == before
 
 
 def launch(folder, recipe, options, command=()):
@@ -180,23 +268,151 @@ def test_two_processes_make_the_gradient_of_one(tmp_path):
                 torch.testing.assert_close(second["state"][number][key], expected, rtol=1e-4, atol=1e-7)
 
 
-def test_small_pieces_make_the_same_gradient(tmp_path):
-    recipe = replace(TINY, steps=1, warmup=0)
+@pytest.mark.parametrize("micro_batch", [1, 3])
+def test_small_pieces_make_the_same_gradient(tmp_path, micro_batch):
     states = []
-    for micro_batch in (1, 4):
-        run(tmp_path / str(micro_batch), recipe, micro_batch=micro_batch, checkpoint_every=1)
-        states.append(torch.load(tmp_path / str(micro_batch) / "checkpoint.pt", weights_only=True)["optimizers"])
-    for pieces, whole in zip(*states, strict=True):
+    for size in (micro_batch, 4):
+        run(tmp_path / str(size), replace(TINY, steps=1), micro_batch=size)
+        states.append(checkpoint(tmp_path / str(size)))
+    assert states[0]["log"][0]["loss"] == pytest.approx(states[1]["log"][0]["loss"], rel=1e-5)
+    for pieces, whole in zip(*(state["optimizers"] for state in states), strict=True):
         for number, saved in whole["state"].items():
             for key, expected in saved.items():
                 torch.testing.assert_close(pieces["state"][number][key], expected, rtol=1e-4, atol=1e-6)
 
 
-def test_another_recipe_or_text_in_the_same_folder_is_refused(finished):
+def test_a_long_gradient_is_cut_to_length_one(tmp_path, monkeypatch):
+    def loud(recipe):
+        model = build(recipe)
+        model.model.embed_tokens.weight.data *= 50
+        return model
+
+    monkeypatch.setattr(pretraining, "build", loud)
+    run(tmp_path, replace(TINY, steps=1))
+    muon, adamw = checkpoint(tmp_path)["optimizers"]
+    # After one step the averages hold these shares of it.
+    gradient = [s["momentum_buffer"] / (1 - muon["param_groups"][0]["momentum"]) for s in muon["state"].values()]
+    gradient += [s["exp_avg"] / (1 - adamw["param_groups"][0]["betas"][0]) for s in adamw["state"].values()]
+    assert torch.cat([g.flatten() for g in gradient]).norm().item() == pytest.approx(1, rel=1e-3)
+
+
+def test_bfloat16_computes_something_else_and_belongs_to_the_run(finished, tmp_path):
+    run(tmp_path, bf16=True)
+    exact, rough = checkpoint(finished), checkpoint(tmp_path)
+    assert not same(rough["model"], exact["model"])
+    assert {weight.dtype for weight in rough["model"].values()} == {torch.float32}
+    for there, now in ((tmp_path, False), (finished, True)):
+        with pytest.raises(ValueError, match=f"holds a run with bf16={not now}, now {now}: take another folder"):
+            run(there, bf16=now)
+
+
+def test_accelerates_environment_variables_change_nothing(finished, tmp_path, monkeypatch, fresh_accelerate):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "inductor")
+    run(tmp_path)
+    assert same(checkpoint(tmp_path)["model"], checkpoint(finished)["model"])
+
+
+def test_another_recipe_in_the_same_folder_is_refused(finished):
     with pytest.raises(ValueError, match=r"holds a run with hidden=32, now 64: take another folder"):
         run(finished, replace(TINY, hidden=64))
-    with pytest.raises(ValueError, match="holds a run with train="):
-        pretrain(TINY, finished, train=TRAIN[:-1], validation=VALIDATION, device="cpu", bf16=False)
+
+
+def test_another_text_in_the_same_folder_is_refused(finished):
+    def refuses(which, train, validation):
+        with pytest.raises(ValueError, match=f"holds a run with {which}='[0-9a-f]{{64}}', now '[0-9a-f]{{64}}': take"):
+            pretrain(TINY, finished, train=train, validation=validation, device="cpu", bf16=False)
+
+    first, second, *rest = TRAIN
+    start, text = second.text[:1], second.text[1:]
+    refuses("train", TRAIN[:-1], VALIDATION)
+    refuses("train", [replace(first, text=first.text + start), replace(second, text=text), *rest], VALIDATION)
+    refuses("validation", TRAIN, VALIDATION[:-1])
+    refuses("validation", TRAIN, [replace(VALIDATION[0], masked=((0, 3),)), *VALIDATION[1:]])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: os.truncate(path, 0),
+        lambda path: os.truncate(path, path.stat().st_size // 2),
+        lambda path: os.truncate(path, path.stat().st_size - 1),
+        lambda path: path.write_text("not a checkpoint"),
+        lambda path: torch.save([1, 2], path),
+        lambda path: torch.save({"step": 3}, path),
+    ],
+    ids=["empty", "half", "all-but-one-byte", "text", "a-list", "without-identity"],
+)
+def test_a_damaged_checkpoint_is_named_and_nothing_is_changed(copy, damage):
+    path = copy / "checkpoint.pt"
+    damage(path)
+    before = contents(copy)
+    with pytest.raises(ValueError, match=re.escape(f"{path} cannot be read (") + r".+\): remove it to start anew"):
+        run(copy)
+    assert contents(copy) == before
+
+
+@pytest.mark.filterwarnings("ignore:Environment variable TORCH_FORCE")
+@pytest.mark.parametrize("setting", ["0", "1"])
+def test_nothing_in_a_checkpoint_is_executed(copy, monkeypatch, setting):
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", setting)
+    trap = type("Trap", (), {"__reduce__": lambda self: (os.mkdir, (str(copy / "executed"),))})
+    path = copy / "checkpoint.pt"
+    torch.save(torch.load(path, weights_only=True) | {"more": trap()}, path)
+    with pytest.raises(ValueError, match=re.escape(f"{path} cannot be read (")):
+        run(copy)
+    assert not (copy / "executed").exists()
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_ends_the_run_before_its_checkpoint(finished, tmp_path, monkeypatch, loss):
+    update, steps = pretraining._update, itertools.count(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(pretraining, "_update", lambda *a: loss if next(steps) == 10 else update(*a))
+        with pytest.raises(FloatingPointError, match=f"the loss of step 10 is {loss}, or its gradient"):
+            run(tmp_path)
+    assert checkpoint(tmp_path)["step"] == 5
+    assert same(run(tmp_path), load_file(finished / "model.safetensors"))
+
+
+def test_a_gradient_that_is_not_finite_updates_nothing(tmp_path, monkeypatch):
+    def broken(recipe):
+        model = build(recipe)
+        model.model.norm.weight.register_hook(lambda gradient: gradient * math.nan)
+        weights.append(model.state_dict())
+        before.update({name: tensor.clone() for name, tensor in model.state_dict().items()})
+        return model
+
+    weights, before = [], {}
+    monkeypatch.setattr(pretraining, "build", broken)
+    with pytest.raises(FloatingPointError, match="the loss of step 1 is nan, or its gradient"):
+        run(tmp_path)
+    assert same(weights[0], before)
+
+
+def test_the_command_says_that_the_loss_is_not_finite(tmp_path, monkeypatch, public):
+    def broken(recipe):
+        model = build(recipe)
+        model.model.norm.weight.data[0] = math.nan
+        return model
+
+    monkeypatch.setattr(pretraining, "build", broken)
+    result = command(tmp_path / "out", *(f"--set={k}={v}" for k, v in vars(TINY).items()))
+    assert result.exit_code == 2
+    assert "the loss of step 1 is nan, or its gradient: take another folder and a lower lr" in result.output
+    assert contents(tmp_path / "out") == {}
+
+
+def test_a_file_instead_of_a_folder_is_refused_and_stays_as_it_is(tmp_path, public):
+    path = tmp_path / "file"
+    path.write_text("mine")
+    with pytest.raises(ValueError, match="file is not a folder"):
+        run(path)
+    result = command(path)
+    assert result.exit_code == 2
+    assert "file is not a folder" in result.output
+    assert contents(tmp_path) == {"file": b"mine"}
 
 
 @pytest.mark.parametrize(
@@ -277,10 +493,8 @@ def test_every_parameter_has_one_optimizer_and_only_hidden_matrices_decay():
     assert decaying == layers
 
 
-def test_the_command_trains_on_the_public_text(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpora, "public", {"train": TRAIN, "validation": VALIDATION}.__getitem__)
-    changes = [f"--set={k}={v}" for k, v in vars(replace(TINY, steps=2)).items()]
-    result = CliRunner().invoke(cli.app, ["pretrain", str(tmp_path / "out"), *changes, "--device", "cpu"])
+def test_the_command_trains_on_the_public_text(tmp_path, public):
+    result = command(tmp_path / "out", *(f"--set={k}={v}" for k, v in vars(replace(TINY, steps=2)).items()))
     assert result.exit_code == 0, result.output
     assert Path(tmp_path, "out", "model.safetensors").exists()
 
@@ -295,7 +509,18 @@ def test_the_command_trains_on_the_public_text(tmp_path, monkeypatch):
     ],
 )
 def test_the_command_names_a_wrong_change(tmp_path, change, message):
-    result = CliRunner(env={"COLUMNS": "300"}).invoke(cli.app, ["pretrain", str(tmp_path / "out"), "--set", change])
+    result = command(tmp_path / "out", "--set", change)
     assert result.exit_code == 2
     assert message in result.output
     assert not (tmp_path / "out").exists()
+
+
+def test_the_changes_that_the_help_shows_can_be_made():
+    helps = {option.name: option.help for option in get_command(cli.app).commands["pretrain"].params}
+    examples = re.findall(r"\w+=[\d.]*\d", helps["changes"])
+    assert examples == ["seed=1", "lr=0.004"]
+    assert [Recipe.changed([e]) for e in examples] == [Recipe(seed=1), Recipe(lr=0.004)]
+
+
+def test_the_number_of_steps_can_be_changed_alone():
+    assert Recipe.changed(["steps=50"]) == replace(Recipe(), steps=50)

@@ -7,6 +7,7 @@ from hypothesis import given, strategies as st
 
 from plpkg.corpora import SPLITS, Images, digits
 from plpkg.corpora.documents import cuts
+from plpkg.corpora.images import _blocks
 
 STARTS = [0, 130, 256, 386, 516, 646, 776, 915, 1029, 1157, 1287, 1415, 1545, 1667]
 """Where the file begins anew with 0, 1, ..., 9, read by eye."""
@@ -37,6 +38,23 @@ def test_images_are_sixteenths_in_the_order_of_the_file(everything):
 def test_blocks_computed_from_the_labels_are_those_read_by_eye(everything):
     expected = np.repeat(np.arange(14), np.diff([*STARTS, 1797]))
     assert np.array_equal(everything.blocks.numpy(), expected)
+
+
+@pytest.mark.parametrize(
+    ("runs", "starts"),
+    [
+        ([0, 10, 20], [0]),
+        ([0, 20], [0]),
+        ([0, 21], [0, 21]),
+        ([0, 20, 40], [0, 40]),  # counted from the block's start, not from the last run
+        ([0, 20, 41, 61], [0, 41]),
+    ],
+)
+def test_a_run_up_to_twenty_images_after_a_blocks_start_belongs_to_it(runs, starts):
+    labels = np.full(runs[-1] + 15, 9)
+    for run in runs:
+        labels[run : run + 10] = range(10)
+    assert np.flatnonzero(np.diff(_blocks(labels), prepend=-1)).tolist() == starts
 
 
 @pytest.mark.parametrize(("i", "size"), [(0, 130), (6, 139), (7, 114), (13, 130)])

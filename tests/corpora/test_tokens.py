@@ -1,7 +1,9 @@
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from plpkg.corpora import Document, Tokens, batches, encode
@@ -15,12 +17,13 @@ def byte_level():
     return train_tokenizer([Document("a", TEXT * 3)], 300)
 
 
-def sentencepiece_like():
-    """A tokenizer that swallows spaces, and has no token that begins a text."""
-    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "private": 1, "personal": 2}, unk_token="[UNK]"))
+def sentencepiece_like(**control):
+    """A tokenizer that swallows spaces, and has no token that begins a text unless one is named."""
+    words = {"[UNK]": 0, "private": 1, "personal": 2, "<s>": 3, "</s>": 4}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.WordPiece()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", **control)
 
 
 @settings(max_examples=100, deadline=None)
@@ -44,6 +47,57 @@ def test_a_document_begins_with_end_of_text_which_is_not_scored(byte_level):
     assert byte_level.decode(tokens.ids[1:]) == "private"
     assert (tokens.ids.dtype, tokens.scored.dtype, tokens.num_bytes.dtype) == (torch.int64, torch.bool, torch.int64)
     assert len(tokens) == len(tokens.ids)
+
+
+@pytest.mark.parametrize(
+    ("control", "first"),
+    [
+        ({}, []),
+        (dict(bos_token="<s>"), [3]),
+        (dict(eos_token="</s>"), [4]),
+        (dict(bos_token="<s>", eos_token="</s>"), [3]),
+    ],
+)
+def test_a_document_begins_with_the_beginning_of_text_or_else_its_end(control, first):
+    (tokens,) = encode(["private"], sentencepiece_like(**control))
+    assert tokens.ids.tolist() == [*first, 1]
+    assert tokens.scored.tolist() == [False] * len(first) + [True]
+
+
+def test_what_a_tokenizer_would_add_is_left_out(byte_level):
+    adding = copy.deepcopy(byte_level)
+    adding.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
+    )
+    assert len(adding("private")["input_ids"]) == len(byte_level("private")["input_ids"]) + 2
+    (expected,), (found,) = encode(["private"], byte_level), encode(["private"], adding)
+    assert all(torch.equal(a, b) for a, b in zip(vars(expected).values(), vars(found).values(), strict=True))
+
+
+def test_a_control_token_that_is_spelt_out_is_read_as_characters(byte_level):
+    text = "private<|endoftext|>personal"
+    (tokens,) = encode([text], byte_level)
+    assert 0 not in tokens.ids[1:]
+    assert byte_level.decode(tokens.ids[1:]) == text
+    assert tokens.num_bytes.sum() == len(text)
+
+
+def test_a_token_that_goes_back_in_the_text_adds_nothing_and_is_scored_as_what_it_touches():
+    offsets = [(0, 3), (1, 2), (3, 5)]
+    found = {"input_ids": [5, 6, 7], "offset_mapping": offsets}
+    fields = {"is_fast": True, "bos_token_id": None, "eos_token_id": None, "__call__": lambda self, *_, **__: found}
+    encoded = encode(
+        [Document("d", "abcde", masked) for masked in ((), ((1, 2),), ((3, 4),))], type("GoingBack", (), fields)()
+    )
+    assert all(tokens.num_bytes.tolist() == [3, 0, 2] for tokens in encoded)
+    scored = [tokens.scored.tolist() for tokens in encoded]
+    assert scored == [[True, True, True], [False, False, True], [True, True, False]]
+
+
+@pytest.mark.parametrize("one", ["private", Document("d", "private")])
+def test_one_text_instead_of_several_is_refused(byte_level, one):
+    with pytest.raises(TypeError, match=f"must be several documents, a list say, got one {type(one).__name__}"):
+        encode(one, byte_level)
 
 
 def test_characters_that_a_tokenizer_drops_count_for_the_next_token():
@@ -120,6 +174,7 @@ def test_the_seed_decides():
         (dict(batch=0, seq=8), "batch must be a whole number of at least 1, got 0"),
         (dict(batch=1, seq=0), "seq must be a whole number of at least 1, got 0"),
         (dict(batch=1, seq=8, start=-1), "start must be a whole number of at least 0, got -1"),
+        (dict(batch=1, seq=8, seed=-1), "seed must be a whole number of at least 0, got -1"),
         (dict(batch=100, seq=8), "259 tokens are too few for one batch of batch=100 windows of seq=8 tokens"),
     ],
 )
