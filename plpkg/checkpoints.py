@@ -19,10 +19,14 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         Gets another path in the same folder, and writes the content there.
     """
     partial = path.with_name(path.name + ".partial")
-    write(partial)
-    with partial.open("rb+") as file:
-        os.fsync(file.fileno())  # or a power cut could leave an empty file under the right name
-    os.replace(partial, path)
+    try:
+        write(partial)
+        with partial.open("rb+") as file:
+            os.fsync(file.fileno())  # or a power cut could leave an empty file under the right name
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def replace_files(folder: Path, write: Callable[[str], object]) -> None:
@@ -37,9 +41,11 @@ def replace_files(folder: Path, write: Callable[[str], object]) -> None:
     """
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         write(temporary)
-        for path in sorted(Path(temporary).iterdir()):
+        for path in sorted(path for path in Path(temporary).rglob("*") if path.is_file()):
             path.chmod(0o644)
-            os.replace(path, folder / path.name)
+            final = folder / path.relative_to(temporary)
+            final.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, final)
 
 
 def save(path: Path, state: dict) -> None:

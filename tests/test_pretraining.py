@@ -7,6 +7,7 @@ import csv
 import itertools
 import json
 import math
+import os
 import random
 import re
 import shutil

@@ -75,5 +75,9 @@ def write(folder: str | Path, hosts: Sequence[str] = (), *, days: int = 365) -> 
     folder.mkdir(parents=True, exist_ok=True)
     with os.fdopen(os.open(key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(secret)
-    certificate.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
+    try:
+        certificate.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
+    except BaseException:
+        key_file.unlink()
+        raise
     return certificate

@@ -4,11 +4,13 @@ A session is a KV cache and the number of the last completed step. A step that b
 was; a device that comes back within ``resume_s`` goes on with it, and a step that it repeats because the answer was
 lost is answered from memory. Each connection has a thread, so that one device's silence holds nobody up.
 
-Left out: batching the steps of several devices together.
+Left out: batching the steps of several devices together. Training on a GPU waits for the device inside PyTorch's
+backward thread, of which each GPU has one: there one device's silence does hold up the others' training.
 """
 
 import contextlib
 import hmac
+import logging
 import queue
 import secrets
 import threading
@@ -28,6 +30,9 @@ from plpkg.residual.parts import CloudPart
 from plpkg.residual.split import split
 from plpkg.residual.wire import Counter, Limits, StatusError
 from plpkg.residual.wire_pb2 import FromCloud, FromDevice, Hello, Part, Step, Welcome
+
+BACKLOG = 8
+"""Messages that may wait for a device that does not read."""
 
 
 class CloudServer:
@@ -89,6 +94,10 @@ class CloudServer:
         self._token = token
         self._sessions: dict[bytes, _Session] = {}
         self._lock = threading.Lock()
+        self._connections: set[_Connection] = set()
+        self._stopped = threading.Event()
+        self.part.eval()
+        self.part.new_cache()  # refuses layers whose cache cannot be taken back
 
         # A few more than there may be sessions, so that those who are refused are told why.
         connections = self.limits.sessions + 8
@@ -117,6 +126,7 @@ class CloudServer:
 
     def __enter__(self) -> "CloudServer":
         self._server.start()
+        threading.Thread(target=self._watch, daemon=True, name="plpkg-deadlines").start()
         return self
 
     def __exit__(self, *_) -> None:
@@ -124,7 +134,8 @@ class CloudServer:
 
     def stop(self, grace_s: float = 0.0) -> None:
         """Break off what is under way after ``grace_s`` seconds, and forget every session."""
-        self._server.stop(grace_s).wait()
+        self._stopped.set()
+        self._server.stop(grace_s).wait(grace_s + 10)
         with self._lock:
             self._sessions.clear()
 
@@ -138,59 +149,78 @@ class CloudServer:
         return len(self._sessions)
 
     def _connect(self, requests: Iterator[FromDevice], context: grpc.ServicerContext) -> Iterator[FromCloud]:
-        """One connection: hands out what its thread puts into the queue, and ends it when a deadline passes."""
+        """One connection: hands out what its thread puts into the queue."""
         if self._token is not None:
             shown = dict(context.invocation_metadata()).get("authorization", "")
             if not hmac.compare_digest(shown.encode(), f"Bearer {self._token}".encode()):
                 context.abort(StatusCode.UNAUTHENTICATED, "no token, or a wrong one")
-        connection = _Connection(self, requests)
-        context.add_callback(connection.close)
+        connection = _Connection(self, requests, context)
+        context.add_callback(connection.closed)
+        self._connections.add(connection)
         threading.Thread(target=connection.run, daemon=True, name="plpkg-session").start()
-        while True:
-            try:
-                item = connection.outgoing.get(timeout=0.5)
-            except queue.Empty:
-                if time.monotonic() > connection.deadline:
-                    context.abort(StatusCode.DEADLINE_EXCEEDED, f"the device said nothing {connection.waits_for}")
-                continue
-            if item is None:
-                return
+        while (item := connection.outgoing.get()) is not None:
             if isinstance(item, StatusError):
                 context.abort(item.code, item.details)
             yield item
+
+    def _watch(self) -> None:
+        """Ends connections whose device is overdue; a stream's own waits have no deadline."""
+        while not self._stopped.wait(0.2):
+            now = time.monotonic()
+            for connection in list(self._connections):
+                if now > connection.deadline:
+                    details = f"the device said nothing {connection.waits_for}"
+                    connection.fail(StatusError(StatusCode.DEADLINE_EXCEEDED, details))
 
     def open(self, hello: Hello, connection: "_Connection") -> "_Session":
         """The session that a device begins or goes on with."""
         if different := wire.differences(hello.terms, self.terms):
             raise StatusError(StatusCode.FAILED_PRECONDITION, different)
         with self._lock:
-            for key, session in list(self._sessions.items()):
-                if session.connection is None and time.monotonic() > session.waits_until:
-                    del self._sessions[key]
-            if not hello.session:
-                if len(self._sessions) >= self.limits.sessions:
-                    raise StatusError(
-                        StatusCode.RESOURCE_EXHAUSTED, f"the cloud has {self.limits.sessions} sessions, its limit"
-                    )
-                session = _Session(self.part, secrets.token_bytes(16))
-                self._sessions[session.key] = session
-            elif (session := self._sessions.get(hello.session)) is None:
-                raise StatusError(StatusCode.NOT_FOUND, "no such session: it was forgotten, or the cloud began anew")
-            if session.connection is not None:  # it broke, but nobody has told us yet
-                session.connection.fail(StatusError(StatusCode.ABORTED, "the session goes on on another connection"))
-        if not session.free.acquire(timeout=self.limits.answer_s):
-            raise StatusError(StatusCode.UNAVAILABLE, "the session's earlier connection does not end")
-        session.connection = connection
+            session, before = self._find(hello), None
+            session.connection, before = connection, session.connection
+        if before is not None:  # it broke, but nobody has told us yet
+            before.fail(StatusError(StatusCode.ABORTED, "the session goes on on another connection"))
+        patience = time.monotonic() + self.limits.answer_s
+        while not session.free.acquire(timeout=0.1):
+            if connection.ended or time.monotonic() > patience:
+                self._leave(session, connection, forget=False)
+                raise StatusError(StatusCode.UNAVAILABLE, "the session's earlier connection does not end")
         return session
 
-    def close(self, session: "_Session", *, forget: bool) -> None:
+    def _find(self, hello: Hello) -> "_Session":
+        waiting = [session for session in self._sessions.values() if session.connection is None]
+        full = len(self._sessions) >= self.limits.sessions
+        for session in sorted(waiting, key=lambda session: session.waits_until):
+            # Those that wait too long go, and for a new device also the one that has waited longest.
+            if time.monotonic() > session.waits_until or (full and not hello.session):
+                del self._sessions[session.key]
+                full = False
+        if hello.session:
+            if hello.session not in self._sessions:
+                raise StatusError(StatusCode.NOT_FOUND, "no such session: it was forgotten, or the cloud began anew")
+            return self._sessions[hello.session]
+        if full:
+            raise StatusError(
+                StatusCode.RESOURCE_EXHAUSTED, f"the cloud has {self.limits.sessions} sessions, its limit"
+            )
+        session = _Session(self.part, secrets.token_bytes(16))
+        self._sessions[session.key] = session
+        return session
+
+    def close(self, session: "_Session", connection: "_Connection", *, forget: bool) -> None:
         """A connection has ended: the session waits for the next one, or is forgotten."""
+        self._leave(session, connection, forget=forget)
+        session.free.release()
+
+    def _leave(self, session: "_Session", connection: "_Connection", *, forget: bool) -> None:
         with self._lock:
+            if session.connection is not connection:
+                return  # the session goes on on another one
             session.connection = None
             session.waits_until = time.monotonic() + self.limits.resume_s
             if forget:
                 self._sessions.pop(session.key, None)
-            session.free.release()
 
 
 class _Handlers(grpc.GenericRpcHandler):
@@ -213,7 +243,7 @@ class _Session:
         self.answer: tuple[Step, FromCloud] | None = None
         self.connection: _Connection | None = None
         self.waits_until = 0.0
-        self.free = threading.Semaphore(1)
+        self.free = threading.Lock()  # held by the thread that computes for it
 
     @contextlib.contextmanager
     def all_or_nothing(self) -> Iterator[None]:
@@ -233,19 +263,25 @@ class _Session:
 class _Connection:
     """One device's connection; also the transport of what its thread computes."""
 
-    def __init__(self, server: CloudServer, requests: Iterator[FromDevice]) -> None:
-        self.server, self.requests = server, requests
+    def __init__(self, server: CloudServer, requests: Iterator[FromDevice], context: grpc.ServicerContext) -> None:
+        self.server, self.requests, self.context = server, requests, context
         self.outgoing: queue.SimpleQueue = queue.SimpleQueue()
         self.limits, self.dtype, self.terms = server.limits, server.dtype, server.terms
         self.deadline, self.waits_for = time.monotonic() + self.limits.answer_s, "after connecting"
         self.shape = (0, 0)  # (batch, seq) of the step under way
+        self.ended = False
 
-    def close(self) -> None:
-        """The stream has ended."""
+    def closed(self) -> None:
+        """The stream is over, whoever has ended it."""
+        self.ended = True
+        self.server._connections.discard(self)
         self.outgoing.put(None)
 
     def fail(self, failure: StatusError) -> None:
-        """End the stream with a status."""
+        """End the stream with a status, or, of a device that does not even read, without."""
+        if self.ended:
+            self.context.cancel()
+        self.ended, self.deadline = True, time.monotonic() + 1.0
         self.outgoing.put(failure)
 
     def run(self) -> None:
@@ -255,7 +291,7 @@ class _Connection:
             session = self.server.open(self._next("hello", self.limits.answer_s), self)
             self._put(FromCloud(welcome=Welcome(session=session.key, steps=session.steps)))
             self.server.part.connect(self)
-            while (step := self._next("step", self.limits.idle_s, may_leave=True)) is not None:
+            while (step := self._next("step", self.limits.idle_s, or_goodbye=True)) is not None:
                 self._step(session, step)
             left = True
         except StatusError as failure:
@@ -265,13 +301,13 @@ class _Connection:
         except grpc.RpcError:
             pass  # the stream broke: the session waits
         except Exception as error:
-            self.fail(StatusError(StatusCode.INTERNAL, f"{type(error).__name__}: {error}"))
-            raise
+            logging.getLogger(__name__).exception("a session failed")
+            self.fail(StatusError(StatusCode.UNKNOWN, f"the cloud failed: {type(error).__name__}"))
         finally:
             self.server.part.connect(None)
             if session is not None:
-                self.server.close(session, forget=left)
-            self.close()
+                self.server.close(session, self, forget=left)
+            self.outgoing.put(None)
 
     def _step(self, session: _Session, step: Step) -> None:
         if session.answer is not None and step == session.answer[0]:
@@ -344,19 +380,28 @@ class _Connection:
         return wire.unpack(part.data, shape, self.dtype)
 
     def _put(self, message: FromCloud, payload: bytes = b"") -> None:
+        late = time.monotonic() + self.limits.answer_s
+        while self.outgoing.qsize() > BACKLOG and not self.ended:
+            if time.monotonic() > late:
+                raise StatusError(
+                    StatusCode.DEADLINE_EXCEEDED, f"the device read nothing for {self.limits.answer_s:g} s"
+                )
+            time.sleep(0.05)
         self.server.traffic.sent(payload, message)
         self.outgoing.put(message)
 
-    def _next(self, content: str, limit_s: float, *, may_leave: bool = False):
-        """The next message's content, which must be this one; ``None`` if the device has left, where it may."""
+    def _next(self, content: str, limit_s: float, *, or_goodbye: bool = False):
+        """The next message's content, which must be this one; ``None`` for a goodbye, where there may be one."""
         self.deadline, self.waits_for = time.monotonic() + limit_s, f"for {limit_s:g} s, a {content} was due"
         message = next(self.requests, None)
-        self.deadline = float("inf")
+        if not self.ended:
+            self.deadline = float("inf")
         if message is None:
-            if may_leave:
-                return None
             raise StatusError(StatusCode.INVALID_ARGUMENT, f"the stream ended where a {content} was due")
-        if (found := message.WhichOneof("content")) != content:
+        found = message.WhichOneof("content")
+        if found == "goodbye" and or_goodbye:
+            return None
+        if found != content:
             raise StatusError(StatusCode.INVALID_ARGUMENT, f"a {content} was due, got {found or 'nothing'}")
         value = getattr(message, content)
         payload = value if isinstance(value, bytes) else getattr(value, "data", getattr(value, "hidden", b""))

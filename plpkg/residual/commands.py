@@ -43,7 +43,10 @@ def adapted_model(name: str, adapter: Path | None, dtype: str, device: str, **co
         return get_peft_model(model, PrivateLoraConfig(**config)), tokenizer
     if not (adapter / "adapter_config.json").exists():
         raise FileNotFoundError(f"{adapter} holds no adapter: it has no adapter_config.json")
-    model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    try:
+        model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    except RuntimeError as error:  # of another shape
+        raise ValueError(f"{adapter} does not fit {name}: {str(error).splitlines()[-1].strip()}") from error
     if not isinstance(model.peft_config["default"], PrivateLoraConfig):
         raise ValueError(f"{adapter} holds a {model.peft_config['default'].peft_type} adapter, not a PrivateLoRA one")
     return model, tokenizer

@@ -12,12 +12,12 @@ from grpc import StatusCode
 
 from plpkg.residual import wire
 from plpkg.residual.wire import Counter, StatusError
-from plpkg.residual.wire_pb2 import FromCloud, FromDevice, Hello, Terms
+from plpkg.residual.wire_pb2 import FromCloud, FromDevice, Goodbye, Hello, Terms
 
 Result = TypeVar("Result")
 
 BROKEN = {
-    StatusCode.UNAVAILABLE, StatusCode.CANCELLED, StatusCode.UNKNOWN, StatusCode.INTERNAL, StatusCode.ABORTED,
+    StatusCode.UNAVAILABLE, StatusCode.CANCELLED, StatusCode.INTERNAL, StatusCode.ABORTED, StatusCode.DEADLINE_EXCEEDED,
 }  # fmt: skip
 """Statuses after which the device comes back; any other is the cloud's refusal."""
 
@@ -106,6 +106,7 @@ class Connection:
     def close(self) -> None:
         """Leave: the cloud forgets the session."""
         if self._call is not None:
+            self._outgoing.put(FromDevice(goodbye=Goodbye()))
             self._outgoing.put(None)
             self._deadline = time.monotonic() + min(5.0, self.timeout_s)
             try:
@@ -123,23 +124,31 @@ class Connection:
         Raises
         ------
         ConnectionError
-            The cloud cannot be reached for ``retry_s``; :class:`SessionLostError` if it has forgotten the session.
+            It did not work for ``retry_s``; :class:`SessionLostError` if the cloud has forgotten the session.
         RefusedError
             The cloud does not want to.
         """
-        give_up = time.monotonic() + self.retry_s
-        pause = 0.05
+        give_up, pause = None, 0.05
         while True:
             try:
                 if self._call is None:
                     self._open()
-                    give_up = time.monotonic() + self.retry_s
                 return run()
             except BrokenStreamError as error:
+                give_up = time.monotonic() + self.retry_s if give_up is None else give_up
                 if time.monotonic() + pause > give_up:
                     raise ConnectionError(f"no connection to {self.target}: {error}") from error
+            except BaseException:
+                self.reset()  # in the middle of a step: the next one begins with a new stream
+                raise
             time.sleep(pause)
             pause = min(1.0, 2 * pause)
+
+    def reset(self) -> None:
+        """Break the stream off; the session goes on with the next."""
+        if self._call is not None:
+            self._call.cancel()
+            self._call = None
 
     def _open(self) -> None:
         self._outgoing = queue.SimpleQueue()
@@ -180,8 +189,7 @@ class Connection:
             raise BrokenStreamError(f"{self.target} ended the stream")
         found = message.WhichOneof("content")
         if found != content:
-            self._call.cancel()
-            self._call = None
+            self.reset()
             raise RefusedError(StatusError(StatusCode.INTERNAL, f"the cloud sent {found}, not {content}"))
         value = getattr(message, content)
         payload = value if isinstance(value, bytes) else getattr(value, "data", b"")

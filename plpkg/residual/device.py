@@ -7,8 +7,11 @@ Left out: beam search, and batches of sequences of unequal length (pad on the ri
 them).
 """
 
+import contextlib
 import copy
-from collections.abc import Callable
+import math
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -49,8 +52,8 @@ class DeviceClient:
 
     Attributes
     ----------
-    part
-        The device's part of the model.
+    part, adapter_name
+        The device's part of the model, and which adapter it is.
     terms
         What the cloud must have as well.
     traffic
@@ -77,22 +80,26 @@ class DeviceClient:
         timeout_s: float = 30.0,
         retry_s: float = 30.0,
     ) -> None:
-        self.part, _ = split(model, first_k, last_k, adapter_name=adapter_name)
-        terms = wire.terms(model, self.part, adapter_name, (first_k, last_k), precision)
-        self.dtype, self.terms = wire.PRECISIONS[precision], terms
-        self._config = model.get_base_model().config
         number("timeout_s", timeout_s, open_low=True)
         number("retry_s", retry_s)
+        wire.require_protection(target, encrypted=ca is not None, token=token)
+        self.part, _ = split(model, first_k, last_k, adapter_name=adapter_name)
+        self.part.eval()
+        self.terms = wire.terms(model, self.part, adapter_name, (first_k, last_k), precision)
+        self.dtype, self.adapter_name = wire.PRECISIONS[precision], adapter_name
+        base = model.get_base_model()
+        self._ends_by_default = getattr(base.generation_config, "eos_token_id", None) or base.config.eos_token_id
+        self._busy = threading.Lock()
         self.relay = None if link is None else Relay(target, link)
-        self._connection = Connection(
-            target,
-            terms,
-            token=token,
-            ca=ca,
-            via=self.relay and self.relay.address,
-            timeout_s=timeout_s,
-            retry_s=retry_s,
-        )
+        via = self.relay and self.relay.address
+        try:
+            self._connection = Connection(
+                target, self.terms, token=token, ca=ca, via=via, timeout_s=timeout_s, retry_s=retry_s
+            )
+        except BaseException:
+            if self.relay is not None:
+                self.relay.close()
+            raise
 
     def __enter__(self) -> "DeviceClient":
         return self
@@ -154,31 +161,42 @@ class DeviceClient:
         plpkg.residual.connection.RefusedError
             It does not want to: a sequence too long, say.
         """
-        ids = _checked(input_ids)
         whole_number("max_new_tokens", max_new_tokens, 1)
+        ids = self._checked(input_ids, more=max_new_tokens - 1)
         warp = _warpers(temperature, top_k, top_p) if do_sample else LogitsProcessorList()
         ends = torch.tensor(self._ends(eos_token_id), dtype=torch.long)
         done = torch.zeros(len(ids), dtype=torch.bool)
         cache = self.part.new_cache()
-        for _ in range(max_new_tokens):
-            try:
-                logits = self._next_logits(ids[:, cache.seen :], cache)
-            except SessionLostError:  # the cloud began anew: so does the sequence, with all that it has
-                cache = self.part.new_cache()
-                logits = self._next_logits(ids, cache)
-            scores = warp(ids, logits.float())
-            if do_sample:
-                chosen = torch.multinomial(scores.softmax(-1), 1, generator=generator)[:, 0]
-            else:
-                chosen = scores.argmax(-1)
-            chosen = torch.where(done, ids[:, -1], chosen)
-            ids = torch.cat([ids, chosen[:, None]], dim=1)
-            if on_token is not None:
-                on_token(chosen)
-            done |= torch.isin(chosen, ends)
-            if done.all():
-                break
+        with self._alone():
+            for _ in range(max_new_tokens):
+                try:
+                    logits = self._next_logits(ids[:, cache.seen :], cache)
+                except SessionLostError:  # the cloud began anew: so does the sequence, with all that it has
+                    cache = self.part.new_cache()
+                    logits = self._next_logits(ids, cache)
+                scores = warp(ids, logits.float())
+                if do_sample:
+                    chosen = torch.multinomial(scores.softmax(-1), 1, generator=generator)[:, 0]
+                else:
+                    chosen = scores.argmax(-1)
+                chosen = torch.where(done, ids[:, -1], chosen)
+                ids = torch.cat([ids, chosen[:, None]], dim=1)
+                if on_token is not None:
+                    on_token(chosen)
+                done |= torch.isin(chosen, ends)
+                if done.all():
+                    break
         return ids
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One sequence or training step at a time: the cloud has one cache for this device."""
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError("this client is in the middle of a sequence or a training step: take another for more")
+        try:
+            yield
+        finally:
+            self._busy.release()
 
     def train_step(
         self,
@@ -212,25 +230,30 @@ class DeviceClient:
         ConnectionError, RefusedError
             As in :meth:`generate`; the gradients are then as they were before.
         """
-        ids, labels = _checked(input_ids), _checked(labels, "labels")
-        if ids.shape != labels.shape:
+        ids = self._checked(input_ids)
+        if labels.shape != ids.shape:
             raise ValueError(f"labels of shape {tuple(labels.shape)} for input_ids of shape {tuple(ids.shape)}")
-        targets = labels[:, 1:]
+        self._checked(torch.where(labels == -100, 0, labels), "labels")
+        targets = labels[:, 1:].cpu()
         items = whole_number("num_items", int((targets != -100).sum()) if num_items is None else num_items, 1)
         trainable = [p for p in self.part.parameters() if p.requires_grad]
-        before = [None if p.grad is None else p.grad.clone() for p in trainable]
+        before = [p.grad for p in trainable]
 
         def run() -> float:
-            for parameter, gradient in zip(trainable, before, strict=True):
-                parameter.grad = None if gradient is None else gradient.clone()
+            for parameter in trainable:
+                parameter.grad = None
             return self._pass_both_ways(ids, targets, items)
 
-        try:
-            loss = self._retry(run)
-        except BaseException:
-            for parameter, gradient in zip(trainable, before, strict=True):
-                parameter.grad = gradient
-            raise
+        with self._alone():
+            try:
+                loss = self._retry(run)
+            except BaseException:
+                for parameter, gradient in zip(trainable, before, strict=True):
+                    parameter.grad = gradient
+                raise
+        for parameter, gradient in zip(trainable, before, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
@@ -262,7 +285,9 @@ class DeviceClient:
         )
         loss = loss / items
         loss.backward()
-        gradient = wire.pack(final.grad, self.dtype)
+        # A power of two brings the gradients to where the wire's precision is good; the way back is linear.
+        scale = 2.0 ** -math.frexp(final.grad.abs().max().item())[1]
+        gradient = wire.pack(final.grad * scale, self.dtype)
         self._connection.send(FromDevice(grad_hidden=gradient), gradient)
         for expected in reversed(range(len(self.part.matrices))):
             part = self._connection.receive("grad_output")
@@ -272,6 +297,10 @@ class DeviceClient:
         if own_gradient:
             data = self._connection.receive("grad_hidden")
             embedded.backward(wire.unpack(data, tuple(embedded.shape), self.dtype).to(embedded))
+        for part in (self.part.first, self.part.matrices):
+            for parameter in part.parameters() if part is not None else ():
+                if parameter.grad is not None:
+                    parameter.grad /= scale
         self._connection.steps += 1
         return loss.item()
 
@@ -320,16 +349,21 @@ class DeviceClient:
         return tensor.to(next(self.part.matrices[expected].parameters()))
 
     def _ends(self, eos_token_id: int | list[int] | None) -> list[int]:
-        if eos_token_id is None:
-            eos_token_id = self._config.eos_token_id
-        ends = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
-        return [end for end in ends if end is not None]
+        chosen = self._ends_by_default if eos_token_id is None else eos_token_id
+        return [end for end in (chosen if isinstance(chosen, list) else [chosen]) if end is not None]
 
-
-def _checked(ids: torch.Tensor, name: str = "input_ids") -> torch.Tensor:
-    if ids.ndim != 2 or not ids.numel() or ids.is_floating_point():
-        raise ValueError(f"{name} must be whole numbers of shape (batch, seq), got {ids.dtype} of {tuple(ids.shape)}")
-    return ids.cpu()
+    def _checked(self, ids: torch.Tensor, name: str = "input_ids", *, more: int = 0) -> torch.Tensor:
+        if ids.ndim != 2 or not ids.numel() or ids.is_floating_point():
+            shape = tuple(ids.shape)
+            raise ValueError(f"{name} must be whole numbers of shape (batch, seq), got {ids.dtype} of {shape}")
+        vocab, low, high = self.part.embedding.num_embeddings, ids.min().item(), ids.max().item()
+        if low < 0 or high >= vocab:
+            raise ValueError(f"{name} must be between 0 and vocab - 1 = {vocab - 1}, got {low if low < 0 else high}")
+        if self.part.positions is not None and ids.shape[1] + more > self.part.positions.num_embeddings:
+            raise ValueError(
+                f"{ids.shape[1] + more} tokens, the model has {self.part.positions.num_embeddings} positions"
+            )
+        return ids.cpu()
 
 
 def _warpers(temperature: float, top_k: int, top_p: float) -> LogitsProcessorList:

@@ -92,17 +92,17 @@ def solve(u: torch.Tensor, v: torch.Tensor, prior: torch.Tensor, ridge: float) -
     prior
         ``(r_d2c, r_c2d)``.
     ridge
-        How strongly, relative to the mean square of u; 0 is plain least squares.
+        How strongly, relative to the mean square of u; with 0 only where u leaves M open.
     """
     if u.shape[0] != v.shape[0] or prior.shape != (v.shape[1], u.shape[1]):
         raise ValueError(f"u {tuple(u.shape)}, v {tuple(v.shape)} and a prior {tuple(prior.shape)} do not fit together")
     u, v, prior = u.double(), v.double(), prior.double()
-    if number("ridge", ridge) == 0:
-        return torch.linalg.lstsq(u, v, driver="gelsd").solution.T
+    missing = v - u @ prior.T
+    if number("ridge", ridge) == 0 or not u.any():
+        return prior + torch.linalg.lstsq(u, missing, driver="gelsd").solution.T
     gram = u.T @ u
     strength = ridge * gram.trace() / len(gram)
-    eye = torch.eye(len(gram), dtype=torch.float64)
-    return torch.linalg.solve(gram + strength * eye, (v.T @ u + strength * prior).T).T
+    return prior + torch.linalg.solve(gram + strength * torch.eye(len(gram)).to(gram), u.T @ missing).T
 
 
 @torch.no_grad()

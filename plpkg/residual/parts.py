@@ -16,6 +16,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from plpkg.residual.adapter import PrivateLoraLayer
 
@@ -192,8 +193,18 @@ class CloudPart(nn.Module):
         self._here.outputs.clear()
 
     def new_cache(self) -> DynamicCache:
-        """An empty KV cache for these layers."""
-        return DynamicCache(config=self.decoder.config)
+        """An empty KV cache for these layers.
+
+        Raises
+        ------
+        ValueError
+            Layers whose cache is overwritten in place, such as linear attention's: a step could not be taken back.
+        """
+        cache = DynamicCache(config=self.decoder.config)
+        for layer in cache.layers:
+            if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+                raise ValueError(f"a {type(layer).__name__} cannot be taken back to where it was before a step")
+        return cache
 
     def forward(
         self,

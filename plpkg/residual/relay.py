@@ -12,6 +12,7 @@ import threading
 import time
 
 from plpkg.catalog import Link, link as find_link
+from plpkg.residual.wire import host_and_port
 
 UNLIMITED = Link("unlimited", 1e15, 1e15, 0.0)
 CHUNK = 16 * 1024
@@ -39,11 +40,11 @@ class Relay:
 
     def __init__(self, target: str, link: str | Link = UNLIMITED) -> None:
         self.link = find_link(link)
-        host, _, port = target.rpartition(":")
-        self._target = host.strip("[]"), int(port)
+        self._target = host_and_port(target)
         self.uplink_bytes = self.downlink_bytes = 0
         self._free_at = {"uplink": 0.0, "downlink": 0.0}
         self._lock = threading.Lock()
+        self._closed = False
         self._sockets: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
@@ -57,7 +58,8 @@ class Relay:
 
     def close(self) -> None:
         """Break every connection, and accept no more."""
-        self._listener.close()
+        self._closed = True
+        _end(self._listener)
         self.cut()
 
     def cut(self) -> None:
@@ -82,7 +84,11 @@ class Relay:
             for each in (near, far):
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
-                self._sockets += [near, far]
+                self._sockets = [each for each in self._sockets if each.fileno() >= 0] + [near, far]
+                closed = self._closed
+            if closed:
+                self.cut()
+                return
             self._start("uplink", near, far)
             self._start("downlink", far, near)
 

@@ -4,6 +4,7 @@ The publication's settings: AdamW, a short warm-up and then a constant rate, gra
 step depends on the seed and the step alone, so that a run that was stopped goes on with the same batches.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from plpkg import checkpoints, corpora
 from plpkg.corpora import Document, Writer
 from plpkg.residual.device import DeviceClient
+from plpkg.residual.wire import pack
 from plpkg.results import Tabular
 from plpkg.validation import number, whole_number
 
@@ -101,9 +103,10 @@ def train(
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is not a folder")
     documents = tuple(d if isinstance(d, Document) else Document(str(i), d) for i, d in enumerate(documents))
-    identity = {
-        "model": client.terms.model, "r_c2d": client.terms.r_c2d, "r_d2c": client.terms.r_d2c,
-        "projection_seed": client.terms.projection_seed, "precision": client.terms.precision,
+    start = get_peft_model_state_dict(model, adapter_name=client.adapter_name)
+    terms = {field.name: value for field, value in client.terms.ListFields() if not field.is_repeated}
+    identity = terms | {
+        "start": hashlib.sha256(b"".join(pack(start[name], torch.float32) for name in sorted(start))).hexdigest(),
         "text": Writer("device", {"train": documents}).fingerprint("train"),
         "steps": steps, "batch": batch, "seq": seq, "accumulate": accumulate, "lr": lr, "warmup": warmup, "seed": seed,
     }  # fmt: skip
@@ -111,10 +114,11 @@ def train(
     losses = state["losses"] if state else []
     encoded = corpora.encode(documents, tokenizer)
     stream = corpora.batches(encoded, batch=batch, seq=seq, seed=seed, start=len(losses) * accumulate)
-    parameters = [p for p in client.part.parameters() if p.requires_grad]
+    here = {id(p) for p in client.part.parameters()}
+    parameters = [p for p in model.parameters() if p.requires_grad and id(p) in here]  # in the model's order
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
     if state:
-        set_peft_model_state_dict(model, state["adapter"])
+        set_peft_model_state_dict(model, state["adapter"], adapter_name=client.adapter_name)
         optimizer.load_state_dict(state["optimizer"])
 
     out.mkdir(parents=True, exist_ok=True)
@@ -136,6 +140,9 @@ def train(
         bar.set_postfix(loss=f"{loss:.3f}")
         if (step + 1) % checkpoint_every == 0 or step + 1 == steps:
             state = {"identity": identity, "losses": losses, "optimizer": optimizer.state_dict()}
-            checkpoints.save(out / CHECKPOINT, state | {"adapter": get_peft_model_state_dict(model)})
-    checkpoints.replace_files(out, model.save_pretrained)
+            learnt = get_peft_model_state_dict(model, adapter_name=client.adapter_name)
+            checkpoints.save(out / CHECKPOINT, state | {"adapter": learnt})
+    checkpoints.replace_files(
+        out, lambda folder: model.save_pretrained(folder, selected_adapters=[client.adapter_name])
+    )
     return Training(tuple(losses))

@@ -6,6 +6,7 @@ was agreed and from the step that it belongs to, so a payload of any other size 
 
 import hashlib
 import ipaddress
+import re
 import threading
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ import grpc
 import torch
 from peft import PeftModel
 from torch import nn
+from transformers import PreTrainedConfig
 
 from plpkg.residual.adapter import PREFIX
 from plpkg.residual.parts import DevicePart
@@ -29,6 +31,7 @@ METHOD = "/plpkg.residual.v1.Residual/Connect"
 PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 CHANNEL_OPTIONS = [
+    ("grpc.enable_http_proxy", 0),  # or what is meant to stay on this machine could take the way through a proxy
     ("grpc.http2.bdp_probe", 0),  # its pings would be counted as traffic
     ("grpc.http2.lookahead_bytes", 1 << 20),
     ("grpc.enable_retries", 0),  # a stream goes on by its session, not by itself
@@ -126,11 +129,15 @@ class Counter(Tabular):
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A base model's identity, the same in every precision: its architecture, its tensors' names, shapes and values.
+    """A base model's identity, the same in every precision: its configuration, its tensors' names, shapes and values.
 
     Of the values up to 1,024 of each tensor, evenly spaced, rounded to bfloat16. Adapters do not count.
     """
-    digest = hashlib.sha256(model.config.model_type.encode())
+    config, common = model.config.to_dict(), PreTrainedConfig().to_dict()
+    own = {k: v for k, v in config.items() if k == "model_type" or k not in common}
+    for name in [name for name in own if name.endswith("_token_id") or name == "use_cache"]:
+        del own[name]  # how it is used, not what it computes
+    digest = hashlib.sha256(repr(sorted(own.items())).encode())
     adapters = (PREFIX, "lora_")
     state = {
         name.replace(".base_layer", ""): tensor
@@ -162,12 +169,14 @@ def terms(model: PeftModel, device: DevicePart, adapter_name: str, cut: tuple[in
     """
     one_of("precision", precision, tuple(PRECISIONS))
     config = model.peft_config[adapter_name]
-    adapted = (name for name, module in model.named_modules() if isinstance(module, ADAPTED))
+    adapted = [name for name, module in model.named_modules() if isinstance(module, ADAPTED)]
+    layers = {int(number) for name in adapted for number in re.findall(r"\.(\d+)\.", name)}
+    kinds = ", ".join(sorted({name.rpartition(".")[2] for name in adapted}))
     return Terms(
         protocol=PROTOCOL,
         model=fingerprint(model.get_base_model()),
         hidden=device.embedding.embedding_dim,
-        targets=", ".join(sorted({name.rsplit(".", 1)[-1] for name in adapted})),
+        targets=f"{kinds} of layers {', '.join(map(str, sorted(layers)))}",
         projections=[len(group) for group in device.matrices],
         r_c2d=device.ranks[0],
         r_d2c=device.ranks[1],
@@ -220,18 +229,24 @@ def unpack(data: bytes, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Ten
     return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
 
 
-def is_loopback(address: str) -> bool:
-    """Whether ``host:port`` never leaves this machine.
+def host_and_port(address: str) -> tuple[str, int]:
+    """The two parts of ``host:port``; an IPv6 address stands in brackets.
 
     Raises
     ------
     ValueError
-        There is no port.
+        It is not that.
     """
-    host, colon, port = address.rpartition(":")
-    if not (colon and host and port.isdecimal()):
+    host, _, port = address.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not bare or (":" in bare and bare == host) or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
         raise ValueError(f"an address must be host:port, got {address!r}")
-    host = host.strip("[]")
+    return bare, int(port)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether ``host:port`` never leaves this machine; errors as in :func:`host_and_port`."""
+    host, _ = host_and_port(address)
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -10,9 +10,13 @@ import pytest
 import torch
 from grpc import StatusCode
 from hypothesis import HealthCheck, given, settings, strategies as st
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM, Qwen3NextConfig
 
-from plpkg.residual import CloudServer, DeviceClient, Limits, RefusedError, split, wire
-from plpkg.residual.wire_pb2 import FromCloud, FromDevice, Hello, Part, Step
+from plpkg.residual import CloudServer, DeviceClient, Limits, PrivateLoraConfig, RefusedError, split, wire
+from plpkg.residual.cloud import BACKLOG, _Connection
+from plpkg.residual.wire import StatusError
+from plpkg.residual.wire_pb2 import FromCloud, FromDevice, Goodbye, Hello, Part, Step
 
 IDS = torch.arange(1, 9).reshape(1, 8)
 HIDDEN = 32
@@ -181,7 +185,7 @@ def test_random_bytes_end_the_stream_and_harm_nobody(cloud, data, after_hello):
     code, _ = device.status()
     device.close()
     assert code is not StatusCode.OK
-    assert threading.active_count() < 60
+    assert sum(thread.name == "plpkg-session" for thread in threading.enumerate()) < 5
 
 
 def test_after_random_bytes_it_still_serves(cloud, adapted):
@@ -200,8 +204,12 @@ def test_too_many_sessions_are_told_so(raw, cloud):
     fourth = raw(hello=False)
     fourth.put(hello=Hello(terms=cloud.terms))
     assert fourth.status() == (StatusCode.RESOURCE_EXHAUSTED, "the cloud has 3 sessions, its limit")
-    devices[0].outgoing.put(None)  # leaves
+    devices[0].put(goodbye=Goodbye())
     assert devices[0].status()[0] is StatusCode.OK
+    assert cloud.sessions == 2
+    devices[1].outgoing.put(None)  # without a goodbye it may come back
+    assert devices[1].status()[0] is StatusCode.INVALID_ARGUMENT
+    assert cloud.sessions == 2
     assert raw().session
 
 
@@ -235,19 +243,83 @@ def test_no_wait_is_without_a_deadline(adapted, raw, moment):
         assert not [t for t in threading.enumerate() if t.name == "plpkg-session"]
 
 
-def test_a_session_waits_for_its_device_and_is_then_forgotten(adapted, raw):
-    with CloudServer(adapted(), precision="fp32", limits=Limits(resume_s=0.5, sessions=2)) as server:
+def resumed(raw, server, session):
+    device = raw(server=server, hello=False)
+    device.put(hello=Hello(terms=server.terms, session=session))
+    return device
+
+
+def test_a_session_waits_for_its_device_and_is_then_forgotten(adapted, raw, monkeypatch):
+    with CloudServer(adapted(), precision="fp32", limits=Limits(resume_s=50)) as server:
         first = raw(server=server)
         first.call.cancel()
-        again = raw(server=server, hello=False)
-        again.put(hello=Hello(terms=server.terms, session=first.session))
+        again = resumed(raw, server, first.session)
         assert again.get().welcome.session == first.session
         again.call.cancel()
-        time.sleep(0.7)
-        late = raw(server=server, hello=False)
-        late.put(hello=Hello(terms=server.terms, session=first.session))
-        assert late.status()[0] is StatusCode.NOT_FOUND
+        wait_until(lambda: all(session.connection is None for session in server._sessions.values()))
+        clock = time.monotonic
+        monkeypatch.setattr("plpkg.residual.cloud.time.monotonic", lambda: clock() + 60)
+        assert resumed(raw, server, first.session).status()[0] is StatusCode.NOT_FOUND
         assert server.sessions == 0
+
+
+def wait_until(condition):
+    deadline = time.perf_counter() + 20
+    while not condition():
+        assert time.perf_counter() < deadline
+        time.sleep(0.02)
+
+
+def test_an_idle_devices_session_outlives_its_connection(adapted, raw):
+    with CloudServer(adapted(), precision="fp32", limits=Limits(idle_s=0.3)) as server:
+        device = raw(server=server)
+        assert device.status()[0] is StatusCode.DEADLINE_EXCEEDED
+        assert server.sessions == 1
+        assert resumed(raw, server, device.session).get().welcome.session == device.session
+
+
+def test_taking_over_between_steps_makes_no_room_for_more_sessions(adapted, raw):
+    with CloudServer(adapted(), precision="fp32", limits=Limits(sessions=1)) as server:
+        device = raw(server=server)
+        for _ in range(3):
+            device = resumed(raw, server, device.session)
+            device.session = device.get().welcome.session
+            assert server.sessions == 1
+            other = raw(server=server, hello=False)
+            other.put(hello=Hello(terms=server.terms))
+            assert other.status()[0] is StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_a_new_device_gets_the_place_of_the_one_that_has_waited_longest(adapted, raw):
+    with CloudServer(adapted(), precision="fp32", limits=Limits(sessions=2)) as server:
+        devices = [raw(server=server) for _ in range(2)]
+        for device in devices:
+            device.call.cancel()
+            wait_until(lambda key=device.session: server._sessions[key].connection is None)
+        new = raw(server=server)
+        assert set(server._sessions) == {devices[1].session, new.session}
+
+
+def test_a_device_that_reads_nothing_is_given_up(adapted):
+    with CloudServer(adapted(), precision="fp32", limits=Limits(answer_s=0.2)) as server:
+        connection = _Connection(server, iter(()), None)
+        for _ in range(BACKLOG + 1):
+            connection._put(FromCloud())
+        with pytest.raises(StatusError, match=r"the device read nothing for 0\.2 s"):
+            connection._put(FromCloud())
+
+
+def test_layers_whose_cache_is_overwritten_are_refused():
+    config = Qwen3NextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=8,
+        linear_value_head_dim=8, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+    )  # fmt: skip
+    adapter = PrivateLoraConfig(r_c2d=2, r_d2c=2, target_modules=["q_proj", "k_proj", "v_proj"])
+    model = get_peft_model(AutoModelForCausalLM.from_config(config), adapter)
+    with pytest.raises(ValueError, match="cannot be taken back to where it was before a step"):
+        CloudServer(model)
 
 
 def test_a_session_that_seems_to_be_connected_can_be_taken_over(raw, cloud):

@@ -14,7 +14,7 @@ import torch
 from plpkg import communication
 from plpkg.backbones import FAMILIES
 from plpkg.catalog import ModelShape
-from plpkg.residual import CloudServer, DeviceClient, RefusedError, Relay
+from plpkg.residual import CloudServer, DeviceClient, Limits, RefusedError, Relay
 from plpkg.residual.connection import BrokenStreamError
 
 IDS = torch.arange(2, 26).reshape(2, 12) % 23 + 1
@@ -386,9 +386,8 @@ def test_a_cloud_that_says_nothing_is_given_up(adapted):
 
 
 def test_a_cloud_that_stops_answering_in_the_middle_is_given_up(pair):
-    server, client, _ = pair(timeout_s=0.5, retry_s=1.0)
+    server, client, _ = pair(timeout_s=0.5, retry_s=2.0)
     client.generate(IDS, 1, eos_token_id=-1)
-    server._connect = None
     stuck = threading.Event()
     original = server.part.forward
     server.part.forward = lambda *arguments, **options: (stuck.wait(20), original(*arguments, **options))[1]
@@ -397,6 +396,115 @@ def test_a_cloud_that_stops_answering_in_the_middle_is_given_up(pair):
             client.generate(IDS, 1)
     finally:
         stuck.set()
+
+
+def test_a_step_that_never_works_is_given_up(pair):
+    _, client, _ = pair(link="lan", retry_s=1.0)
+    original = client.part.residual
+
+    def cuts(*arguments, **options):
+        client.relay.cut()
+        return original(*arguments, **options)
+
+    client.part.residual = cuts
+    began = time.monotonic()
+    with pytest.raises(ConnectionError, match="no connection to"):
+        client.generate(IDS, 1)
+    assert time.monotonic() - began < 30
+
+
+def test_a_cloud_whose_code_fails_says_so_at_once_and_no_more(pair, caplog):
+    server, client, whole = pair(retry_s=60)
+    original = server.part.forward
+
+    def fails(*arguments, **options):
+        server.part.forward = original
+        raise RuntimeError("/secret/path is full")
+
+    server.part.forward = fails
+    began = time.monotonic()
+    with pytest.raises(RefusedError, match=r"^UNKNOWN: the cloud failed: RuntimeError$"):
+        client.generate(IDS, 1)
+    assert time.monotonic() - began < 30
+    assert "/secret/path is full" in caplog.text
+    assert torch.equal(client.generate(IDS, 3, eos_token_id=-1), expected_tokens(whole, count=3))
+
+
+def test_after_a_long_silence_it_goes_on(pair):
+    server, client, whole = pair(cloud={"limits": Limits(idle_s=0.2)})
+    pauses = []
+
+    def pause(token):
+        if len(pauses) < 2:
+            time.sleep(0.8)
+        pauses.append(token)
+
+    assert torch.equal(client.generate(IDS, 6, eos_token_id=-1, on_token=pause), expected_tokens(whole))
+    assert server.sessions == 1
+
+
+def test_one_client_does_one_thing_at_a_time(pair):
+    _, client, whole = pair()
+    with pytest.raises(RuntimeError, match="this client is in the middle of a sequence"):
+        client.generate(IDS, 3, eos_token_id=-1, on_token=lambda token: client.generate(IDS, 1))
+    assert torch.equal(client.generate(IDS, 3, eos_token_id=-1), expected_tokens(whole, count=3))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, IndexError])
+def test_after_an_error_in_the_middle_of_a_step_the_next_works(pair, error):
+    server, client, whole = pair(m_scale=0.1)
+    original = client.part.logits
+
+    def fails(*arguments, **options):
+        client.part.logits = original
+        raise error
+
+    client.part.logits = fails
+    with pytest.raises(error):
+        client.train_step(IDS, IDS)
+    assert torch.equal(client.generate(IDS, 3, eos_token_id=-1), expected_tokens(whole, count=3))
+    client.train_step(IDS, IDS)
+    assert_same_gradients(client, whole, reference_gradients(whole, IDS))
+    client.close()
+    deadline = time.monotonic() + 10
+    while server.sessions and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert server.sessions == 0
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("cut", [(0, 0), (1, 1)])
+def test_gradients_of_a_large_batch_do_not_underflow(pair, precision, cut):
+    _, client, whole = pair("llama", *cut, precision=precision, m_scale=0.1)
+    for _ in range(2):
+        client.train_step(IDS, IDS, num_items=100_000)
+    expected = reference_gradients(whole, IDS, IDS)
+    for gradient, other in zip(in_order(client, whole), expected.values(), strict=True):
+        assert (gradient * 100_000 / 22 - other).norm() <= 0.03 * other.norm()
+
+
+def test_what_ends_a_sequence_is_the_models_own(pair, adapted):
+    model = adapted()
+    free = expected_tokens(model, count=8)
+    base = model.get_base_model()
+    base.config.eos_token_id, base.generation_config.eos_token_id = 63, [63, free[0, 14].item()]
+    with CloudServer(adapted(), precision="fp32") as cloud, DeviceClient(cloud.address, model, precision="fp32") as one:
+        found = one.generate(IDS[:1], 8)
+    assert torch.equal(found, model.generate(input_ids=IDS[:1], max_new_tokens=8, do_sample=False))
+
+
+def test_no_proxy_stands_between(adapted, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        with CloudServer(adapted()) as cloud, DeviceClient(cloud.address, adapted(), retry_s=1, timeout_s=5) as client:
+            assert client.generate(IDS, 1).shape == (2, 13)
+
+
+def test_more_tokens_than_there_are_positions_are_refused(pair):
+    _, client, _ = pair("gpt2")
+    with pytest.raises(ValueError, match="257 tokens, the model has 256 positions"):
+        client.generate(IDS, 246)
 
 
 def test_nobody_there_is_one_sentence(adapted):
@@ -419,6 +527,8 @@ def test_nobody_there_is_one_sentence(adapted):
         (dict(input_ids=torch.tensor([1, 2])), r"input_ids must be whole numbers of shape \(batch, seq\)"),
         (dict(input_ids=torch.empty(1, 0, dtype=torch.long)), "input_ids must be whole numbers"),
         (dict(input_ids=torch.ones(1, 2)), "input_ids must be whole numbers"),
+        (dict(input_ids=torch.tensor([[1, 64]])), "input_ids must be between 0 and vocab - 1 = 63, got 64"),
+        (dict(input_ids=torch.tensor([[-1, 6]])), "input_ids must be between 0 and vocab - 1 = 63, got -1"),
         (dict(max_new_tokens=0), "max_new_tokens must be"),
         (dict(do_sample=True, temperature=0), "temperature must be greater than 0, got 0"),
         (dict(do_sample=True, top_p=1.5), "top_p must be"),
@@ -446,7 +556,10 @@ def test_labels_have_to_fit(pair):
         (dict(r_c2d=6), "r_c2d is 6 on the device and 5 on the cloud"),
         (dict(projection_seed=1), "projection_seed is 1 on the device and 0 on the cloud"),
         (dict(family="mistral"), "model is '.*' on the device and '.*' on the cloud"),
-        (dict(target_modules=["q_proj"]), r"targets is 'q_proj' on the device and 'k_proj, q_proj, v_proj'"),
+        (
+            dict(target_modules=["q_proj"]),
+            r"targets is 'q_proj of .*' on the device and 'k_proj, q_proj, v_proj of",
+        ),
     ],
 )
 def test_another_model_or_adapter_is_refused_with_both_values(adapted, device, message):

@@ -80,6 +80,11 @@ def test_closed_form_is_the_minimum():
     cost(m).backward()
     assert m.grad.abs().max() < 1e-9
     assert torch.allclose(solve(u, v, prior, 0), torch.linalg.lstsq(u, v).solution.T)
+    assert torch.equal(solve(u * 0, v, prior, 0.1), prior)
+    few = solve(u[:2], v[:2], prior, 0)
+    assert torch.allclose(u[:2] @ few.T, v[:2])
+    aside = torch.linalg.svd(u[:2])[2][2:]  # directions that the anchors do not have
+    assert torch.allclose(aside @ few.T, aside @ prior.T)
     assert torch.allclose(solve(u[:1], v[:1] * 0 + u[:1] @ prior.T, prior, 1e-3), prior)  # nothing against it
 
 

@@ -85,6 +85,18 @@ def test_a_cut_ends_both_ends_and_new_connections_pass(echo):
             assert there_and_back(connection, b"again") == b"again"
 
 
+def test_a_closed_relay_lets_nobody_through(echo):
+    relay = Relay(echo)
+    relay.close()
+    with pytest.raises(ConnectionError):
+        connect(relay.address).recv(1)
+
+
+def test_a_target_has_to_be_an_address():
+    with pytest.raises(ValueError, match="an address must be host:port, got 'here'"):
+        Relay("here")
+
+
 def test_nobody_there_is_an_ended_connection():
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]

@@ -87,6 +87,19 @@ def test_another_text_or_setting_in_the_same_folder_is_refused(cloud, tokenizer,
         run(cloud, tokenizer, tmp_path / "out", steps=2, text=TEXT[1:])
 
 
+def test_another_cut_or_beginning_in_the_same_folder_is_refused(cloud, tokenizer, tmp_path):
+    run(cloud, tokenizer, tmp_path / "out", steps=2)
+    adapted = model()
+    with CloudServer(model(), precision="fp32", last_k=1) as other:
+        client = DeviceClient(other.address, adapted, precision="fp32", last_k=1)
+        with client, pytest.raises(ValueError, match="holds a run with last_k=None, now 1"):
+            train(client, adapted, tokenizer, TEXT, tmp_path / "out", **(TINY | {"steps": 2}))
+    with torch.no_grad():
+        next(p for p in adapted.parameters() if p.requires_grad).fill_(0.1)
+    with pytest.raises(ValueError, match="holds a run with start="):
+        run(cloud, tokenizer, tmp_path / "out", adapted=adapted, steps=2)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

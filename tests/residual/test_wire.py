@@ -74,7 +74,9 @@ def test_what_never_leaves_the_machine(address, local):
         require_protection(address, encrypted=True, token="t")
 
 
-@pytest.mark.parametrize("address", ["localhost", ":5", "localhost:", "localhost:http", ""])
+@pytest.mark.parametrize(
+    "address", ["localhost", ":5", "localhost:", "localhost:http", "", "::1:5", "[::1]:70000", "localhost:\u0665"]
+)
 def test_an_address_has_a_host_and_a_port(address):
     with pytest.raises(ValueError, match="an address must be host:port"):
         is_loopback(address)
@@ -118,7 +120,19 @@ def test_every_difference_is_named_with_both_values(adapted):
         shown = (list(getattr(t, field.name)) if field.is_repeated else getattr(t, field.name) for t in (here, there))
         assert found == "{} is {!r} on the device and {!r} on the cloud".format(field.name, *shown)
     assert here.projections == [3, 3, 3, 3]
-    assert here.targets == "k_proj, q_proj, v_proj"
+    assert here.targets == "k_proj, q_proj, v_proj of layers 0, 1, 2, 3"
+
+
+def test_another_layer_or_setting_is_another_model(adapted):
+    def of(**changes):
+        model = adapted(**changes)
+        return wire.terms(model, split(model)[0], "default", (0, 0), "fp16")
+
+    found = wire.differences(of(layers_to_transform=[0, 1]), of(layers_to_transform=[2, 3]))
+    assert found == "targets is 'k_proj, q_proj, v_proj of layers 0, 1' on the device and " + (
+        "'k_proj, q_proj, v_proj of layers 2, 3' on the cloud"
+    )
+    assert wire.differences(of(), of(options={"rms_norm_eps": 0.5})).startswith("model is ")
 
 
 def test_an_unknown_precision_is_named(adapted):
