@@ -74,7 +74,7 @@ def cloud(name: str, rank: int, tls: str | None = None, *, prefix: Sequence[str]
         process.wait()
 
 
-class OneAfterTheOther(clouds._Connection):
+class OneAfterTheOther(clouds.Stream):
     """Waits for the device's answer before anything else is computed."""
 
     def send(self, group: int, u: torch.Tensor) -> None:
@@ -87,7 +87,7 @@ class OneAfterTheOther(clouds._Connection):
 
 def serve(name: str, rank: int, tls: str | None, address: str = "127.0.0.1:0", overlap: bool = True) -> None:
     if not overlap:
-        clouds._Connection = OneAfterTheOther
+        clouds.Stream = OneAfterTheOther
     with CloudServer(build(name, rank), address, tls=tls, token=TOKEN if tls else None) as server:
         print(server.address, flush=True)
         server.wait()

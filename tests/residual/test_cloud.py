@@ -14,7 +14,7 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, Qwen3NextConfig
 
 from plpkg.residual import CloudServer, DeviceClient, Limits, PrivateLoraConfig, RefusedError, split, wire
-from plpkg.residual.cloud import BACKLOG, _Connection
+from plpkg.residual.session import BACKLOG, Stream
 from plpkg.residual.wire import StatusError
 from plpkg.residual.wire_pb2 import FromCloud, FromDevice, Goodbye, Hello, Part, Step
 
@@ -302,7 +302,7 @@ def test_a_new_device_gets_the_place_of_the_one_that_has_waited_longest(adapted,
 
 def test_a_device_that_reads_nothing_is_given_up(adapted):
     with CloudServer(adapted(), precision="fp32", limits=Limits(answer_s=0.2)) as server:
-        connection = _Connection(server, iter(()), None)
+        connection = Stream(server, iter(()), None)
         for _ in range(BACKLOG + 1):
             connection._put(FromCloud())
         with pytest.raises(StatusError, match=r"the device read nothing for 0\.2 s"):
