@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
+import torch
 from grpc import StatusCode
 from peft import PeftModel
 
@@ -55,6 +56,8 @@ class CloudServer:
         Where it listens.
     traffic
         What has crossed, all devices together.
+    num_threads
+        With how many each connection computes: those of ``torch.get_num_threads()`` here and now.
 
     Raises
     ------
@@ -82,7 +85,7 @@ class CloudServer:
         self.terms = wire.terms(model, device, adapter_name, (first_k, last_k), precision)
         self.dtype = wire.PRECISIONS[precision]
         self.limits = limits or Limits()
-        self.traffic = Counter()
+        self.traffic, self.num_threads = Counter(), torch.get_num_threads()
         self._token = token
         self._sessions: dict[bytes, Session] = {}
         self._lock = threading.Lock()

@@ -85,6 +85,7 @@ class Stream:
     def run(self) -> None:
         """Serve the device until it leaves, breaks off, or asks for what it may not."""
         session, left = None, False
+        torch.set_num_threads(self.server.num_threads)  # a new thread would take as many as there are cores
         try:
             session = self.server.open(self._next("hello", self.limits.answer_s), self)
             self._put(FromCloud(welcome=Welcome(session=session.key, steps=session.steps)))
