@@ -38,8 +38,8 @@ from transformers import DynamicCache
 from plpkg import communication
 from plpkg.backbones import load_backbone, random_backbone
 from plpkg.catalog import Link, ModelShape
+from plpkg.relay import UNLIMITED
 from plpkg.residual import CloudServer, DeviceClient, PrivateLoraConfig, certificates, cloud as clouds
-from plpkg.residual.relay import UNLIMITED
 from plpkg.residual.wire import CHANNEL_OPTIONS
 
 MODELS = {

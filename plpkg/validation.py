@@ -79,3 +79,18 @@ def flag(name: str, value: object) -> bool:
     if isinstance(value, bool):
         return value
     raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """The two parts of ``host:port``; an IPv6 address stands in brackets.
+
+    Raises
+    ------
+    ValueError
+        It is not that.
+    """
+    host, _, port = address.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not bare or (":" in bare and bare == host) or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
+        raise ValueError(f"an address must be host:port, got {address!r}")
+    return bare, int(port)

@@ -1,11 +1,11 @@
 """Low-rank residual transmission (PrivateLoRA): M on the device, everything else in the cloud, a wire between them."""
 
+from plpkg.relay import Relay
 from plpkg.residual.adapter import PrivateLoraConfig, convert_to_lora
 from plpkg.residual.cloud import CloudServer
 from plpkg.residual.connection import RefusedError
 from plpkg.residual.device import DeviceClient
 from plpkg.residual.parts import CloudPart, DevicePart
-from plpkg.residual.relay import Relay
 from plpkg.residual.split import split
 from plpkg.residual.wire import Counter, Limits
 

@@ -19,10 +19,10 @@ from peft import PeftModel
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from plpkg.catalog import Link
+from plpkg.relay import Relay
 from plpkg.residual import wire
 from plpkg.residual.connection import Connection, SessionLostError
 from plpkg.residual.parts import DeviceCache
-from plpkg.residual.relay import Relay
 from plpkg.residual.split import split
 from plpkg.residual.wire import Counter
 from plpkg.residual.wire_pb2 import FromDevice, Part, Step

@@ -21,7 +21,7 @@ from plpkg.residual.parts import DevicePart
 from plpkg.residual.split import ADAPTED
 from plpkg.residual.wire_pb2 import Terms
 from plpkg.results import Tabular
-from plpkg.validation import number, one_of, whole_number
+from plpkg.validation import host_and_port, number, one_of, whole_number
 
 PROTOCOL = 1
 """Raised whenever an older peer would misunderstand."""
@@ -229,23 +229,8 @@ def unpack(data: bytes, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Ten
     return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
 
 
-def host_and_port(address: str) -> tuple[str, int]:
-    """The two parts of ``host:port``; an IPv6 address stands in brackets.
-
-    Raises
-    ------
-    ValueError
-        It is not that.
-    """
-    host, _, port = address.rpartition(":")
-    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not bare or (":" in bare and bare == host) or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
-        raise ValueError(f"an address must be host:port, got {address!r}")
-    return bare, int(port)
-
-
 def is_loopback(address: str) -> bool:
-    """Whether ``host:port`` never leaves this machine; errors as in :func:`host_and_port`."""
+    """Whether ``host:port`` never leaves this machine; errors as in :func:`plpkg.validation.host_and_port`."""
     host, _ = host_and_port(address)
     try:
         return ipaddress.ip_address(host).is_loopback

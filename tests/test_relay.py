@@ -1,11 +1,14 @@
 import socket
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from plpkg.catalog import Link
-from plpkg.residual import Relay
+from plpkg.relay import Relay
 
 
 @pytest.fixture
@@ -83,6 +86,31 @@ def test_a_cut_ends_both_ends_and_new_connections_pass(echo):
             assert connection.recv(10) == b""
         with connect(relay.address) as connection:
             assert there_and_back(connection, b"again") == b"again"
+
+
+def test_what_the_other_end_does_not_read_yet_waits(echo):
+    """More than all buffers hold: nothing is lost, and the relay does not take it all."""
+    data = bytes(range(256)) * 300_000
+    with Relay(echo) as relay, connect(relay.address) as connection:
+        sender = threading.Thread(target=connection.sendall, args=(data,))
+        sender.start()
+        time.sleep(0.3)
+        assert sender.is_alive()
+        assert relay.uplink_bytes < len(data)
+        found = bytearray()
+        while len(found) < len(data):
+            found += connection.recv(1 << 20)
+        sender.join()
+        assert bytes(found) == data
+
+
+def test_it_ends_with_its_owner():
+    code = "from plpkg.relay import Relay; import os; r = Relay('127.0.0.1:1'); print(r._process.pid); os._exit(0)"
+    pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_closed_relay_lets_nobody_through(echo):
