@@ -1,6 +1,7 @@
 """Low-rank residual transmission (PrivateLoRA): M on the device, everything else in the cloud, a wire between them."""
 
 from plpkg.relay import Relay
+from plpkg.residual import attacks, certificates, defences, migrate, training
 from plpkg.residual.adapter import PrivateLoraConfig, convert_to_lora
 from plpkg.residual.cloud import CloudServer
 from plpkg.residual.connection import RefusedError
@@ -19,6 +20,11 @@ __all__ = [
     "PrivateLoraConfig",
     "RefusedError",
     "Relay",
+    "attacks",
+    "certificates",
     "convert_to_lora",
+    "defences",
+    "migrate",
     "split",
+    "training",
 ]

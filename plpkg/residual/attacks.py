@@ -1,0 +1,397 @@
+"""What the cloud learns from PrivateLoRA's messages (arXiv 2311.14030): tokens in, tokens out, and M.
+
+The cloud is honest but curious: it computes as agreed, keeps every message, and knows what is public: the model's
+weights with embedding table and LM head, how the cut was made, and text of its own. What crossed the wire goes in:
+
+- word embeddings are rows of a public table: :func:`recover_tokens`;
+- final hidden states go through a public LM head: :func:`recover_outputs`;
+- u = A·x and v = M·u are input and output of the private matrix: :func:`recover_m`;
+- hidden states after the device's own layers still tell the token: :class:`LinearInverter` and :class:`MlpInverter`
+  learn it from public text, :func:`greedy_search` needs the public weights only (language models are injective:
+  SipIt, arXiv 2510.15511, finds the input in linear time);
+- a secret embedding is a substitution cipher: :func:`frequency_attack`.
+
+Left out: attacks on the gradients that cross in training (BiSR, arXiv 2409.00960), and a cloud that cheats.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from peft import get_peft_model
+from torch import nn
+
+from plpkg.residual.adapter import PrivateLoraConfig
+from plpkg.residual.parts import DevicePart
+from plpkg.residual.split import split
+from plpkg.results import Tabular
+from plpkg.validation import number, whole_number
+
+CHUNK = 2048
+"""Positions, and rows of a table, that are compared at a time: their scores take 32 MiB in float64."""
+
+
+@dataclass(frozen=True)
+class Inversion(Tabular):
+    """How much of a text one attacker recovered.
+
+    Attributes
+    ----------
+    first_k
+        How many decoder layers the device keeps before it sends.
+    attacker, accuracy, tokens
+        Who tried, which share of the tokens was found, and of how many.
+    """
+
+    first_k: int
+    attacker: str
+    accuracy: float
+    tokens: int
+
+    @classmethod
+    def of(cls, first_k: int, attacker: str, found: torch.Tensor, true: torch.Tensor) -> "Inversion":
+        """Compare what was found with what was there."""
+        return cls(first_k, attacker, token_accuracy(found, true), true.numel())
+
+    def rows(self) -> list[dict]:
+        return [dict(vars(self))]
+
+    def __repr__(self) -> str:
+        return f"Inversion(first_k={self.first_k}, {self.attacker}: {self.accuracy:.1%} of {self.tokens:,} tokens)"
+
+
+def strongest(inversions: Iterable[Inversion]) -> list[Inversion]:
+    """The best attacker for each ``first_k``, in ascending order: what each cut is worth."""
+    ascending = sorted(inversions, key=lambda inversion: inversion.accuracy)
+    best = {inversion.first_k: inversion for inversion in ascending}
+    return [best[first_k] for first_k in sorted(best)]
+
+
+def token_accuracy(found: torch.Tensor, true: torch.Tensor) -> float:
+    """Share of the tokens that are right; both of the same shape, and not empty."""
+    if found.shape != true.shape or not true.numel():
+        raise ValueError(f"found {tuple(found.shape)} and true {tuple(true.shape)} are not the same tokens, or none")
+    return (found == true).double().mean().item()
+
+
+def relative_error(estimate: torch.Tensor, truth: torch.Tensor) -> float:
+    """Frobenius norm of the difference, divided by the truth's."""
+    if estimate.shape != truth.shape:
+        raise ValueError(f"an estimate {tuple(estimate.shape)} of a truth {tuple(truth.shape)}")
+    if not truth.any():
+        raise ValueError("the truth is zero: no error is relative to it")
+    return ((estimate.double() - truth.double()).norm() / truth.double().norm()).item()
+
+
+def recover_tokens(
+    received: torch.Tensor, table: torch.Tensor, *, std: float | None = None, log_prior: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The tokens ``(…)`` whose embeddings were sent: the nearest rows of the public table.
+
+    Parameters
+    ----------
+    received
+        ``(…, hidden)``, in whatever precision it crossed the wire. GPT-2's device adds position embeddings, which
+        are public: subtract them first.
+    table
+        ``(vocab, hidden)``: what the embedding gives for each token.
+    std, log_prior
+        For embeddings with Gaussian noise, its standard deviation in each entry, and the log-probability of each
+        token before anything was received, ``(vocab,)`` or ``(…, vocab)``, from public text or a language model.
+        The nearest row is the likeliest; with a prior, the answer is the most probable one.
+    """
+    if (std is None) != (log_prior is None):
+        raise ValueError(f"std and log_prior belong together, got std={std!r} and log_prior={type(log_prior).__name__}")
+    if log_prior is not None:
+        log_prior = log_prior * number("std", std, open_low=True) ** 2
+    return _best(received, table, extra=log_prior)[..., 0]
+
+
+def recover_outputs(hidden: torch.Tensor, lm_head: torch.Tensor) -> torch.Tensor:
+    """The tokens ``(…)`` that a greedy device writes: the cloud has the final hidden states and the public LM head.
+
+    Parameters
+    ----------
+    hidden
+        ``(…, hidden)``, after the final norm: what the cloud sends back.
+    lm_head
+        ``(vocab, hidden)``. (A softcap on the logits changes no order.)
+    """
+    return _best(hidden, lm_head, bias=torch.zeros(len(lm_head)))[..., 0]
+
+
+def share_in_top(hidden: torch.Tensor, lm_head: torch.Tensor, ids: torch.Tensor, k: int) -> float:
+    """The share of the written tokens ``(…)`` among the cloud's ``k`` likeliest, where the device samples."""
+    whole_number("k", k, 1, len(lm_head), "vocab")
+    likeliest = _best(hidden, lm_head, k, bias=torch.zeros(len(lm_head)))  # (…, k)
+    return (likeliest == ids[..., None]).any(-1).double().mean().item()
+
+
+def _best(queries, keys, n: int = 1, *, bias=None, extra=None) -> torch.Tensor:
+    """The n keys of highest ``q·k + bias``, best first, ``(…, n)``; without bias the nearest. In float64, by chunks."""
+    if queries.shape[-1] != keys.shape[-1]:
+        raise ValueError(f"vectors of {queries.shape[-1]} entries cannot be compared with rows of {keys.shape[-1]}")
+    if not queries.isfinite().all():
+        raise ValueError("among the vectors to compare some are not finite")
+    flat = queries.detach().reshape(-1, queries.shape[-1])
+    extra = None if extra is None else extra.expand(*queries.shape[:-1], len(keys)).reshape(len(flat), len(keys))
+    score = torch.full((len(flat), n), -math.inf, dtype=torch.float64, device=flat.device)
+    index = torch.zeros(len(flat), n, dtype=torch.int64, device=flat.device)
+    for start in range(0, len(keys), CHUNK):
+        rows = keys[start : start + CHUNK].detach().to(flat.device, torch.float64)
+        added = -rows.square().sum(1) / 2 if bias is None else bias[start : start + CHUNK].to(rows)
+        for at in (slice(i, i + CHUNK) for i in range(0, len(flat), CHUNK)):
+            new = flat[at].double() @ rows.T + added  # (positions, rows)
+            if extra is not None:
+                new += extra[at, start : start + CHUNK].to(new)
+            ids = torch.arange(start, start + len(rows), device=flat.device).expand(len(new), -1)
+            score[at], order = torch.cat([score[at], new], 1).topk(n)
+            index[at] = torch.cat([index[at], ids], 1).gather(1, order)
+    return index.reshape(*queries.shape[:-1], n)
+
+
+def recover_m(u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """M from what went in and what came out, by least squares: exact up to rounding once u spans its space.
+
+    Parameters
+    ----------
+    u, v
+        ``(…, r_c2d)`` and ``(…, r_d2c)``: what the cloud sent and received for the same tokens.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(r_d2c, r_c2d)``, float64; of the smallest norm where fewer than ``r_c2d`` tokens leave it open.
+    """
+    u, v = pairs(u, v)
+    return torch.linalg.lstsq(u, v, driver="gelsd").solution.T
+
+
+def pairs(u: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What went in and came out, checked, as float64 ``(n, r_c2d)`` and ``(n, r_d2c)``."""
+    if u.shape[:-1] != v.shape[:-1] or u.ndim < 2 or not u.numel():
+        raise ValueError(f"u {tuple(u.shape)} and v {tuple(v.shape)} are not pairs for at least one token")
+    return tuple(t.detach().cpu().double().flatten(0, -2) for t in (u, v))
+
+
+class LinearInverter:
+    """Tokens from hidden states that are a linear function of the embedding plus correlated noise; closed form.
+
+    With ``h = e V + ε`` V is found by ridge regression on public text, the covariance of ε from its residuals (with
+    Oracle Approximating Shrinkage: little text leaves most directions open), and a token is the one whose ``e V`` is
+    nearest in the metric of ε: linear discriminant analysis with class means that are linear in the embedding, hence
+    also for tokens that the text lacks.
+
+    Parameters
+    ----------
+    hidden
+        ``(…, hidden)``: what a device sends for the public text. (If it adds noise, with noise.)
+    ids, table
+        ``(…)`` and ``(vocab, hidden)``: the text's tokens, and the public embedding.
+    ridge
+        How far V is drawn to the identity, relative to the embedding's variance: more for less text.
+    """
+
+    def __init__(self, hidden: torch.Tensor, ids: torch.Tensor, table: torch.Tensor, *, ridge: float = 0.1) -> None:
+        if hidden.shape[:-1] != ids.shape or len(ids.unique()) < 2:
+            raise ValueError(f"hidden {tuple(hidden.shape)} and ids {tuple(ids.shape)} are not pairs, or all alike")
+        from sklearn.covariance import oas
+
+        number("ridge", ridge, open_low=True)
+        y = hidden.detach().double().reshape(-1, hidden.shape[-1])
+        x = table.detach()[ids.flatten()].double()  # (tokens, hidden)
+        self.mean, centre, n = y.mean(0), x.mean(0), len(x)
+        x, y = x - centre, y - self.mean
+        covariance = x.T @ x / n
+        identity = torch.eye(x.shape[1]).to(x)
+        shrink = ridge * covariance.trace() / len(identity) * identity
+        v = torch.linalg.solve(covariance + shrink, x.T @ y / n + shrink)
+        noise = torch.from_numpy(oas((y - x @ v).cpu().numpy(), assume_centered=True)[0]).to(x)
+        floor = 1e-12 * y.square().mean() + 1e-6 * noise.trace() / len(noise)
+        self.whiten = torch.linalg.cholesky(torch.linalg.inv(noise + floor * identity))
+        self.keys = (table.detach().float() - centre.float()) @ (v @ self.whiten).float()  # (vocab, hidden)
+
+    def queries(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What is compared with the keys, in a space where the noise is white."""
+        return (hidden.detach().double() - self.mean) @ self.whiten
+
+    def candidates(self, hidden: torch.Tensor, n: int) -> torch.Tensor:
+        """For each hidden state ``(…, hidden)`` the n likeliest tokens ``(…, n)``, best first."""
+        return _best(self.queries(hidden), self.keys, whole_number("n", n, 1, len(self.keys), "vocab"))
+
+    def recover(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The likeliest tokens ``(…)``."""
+        return self.candidates(hidden, 1)[..., 0]
+
+
+class MlpInverter(LinearInverter):
+    """The linear inverter with a correction that one hidden layer learns, starting from none.
+
+    Parameters
+    ----------
+    hidden, ids, table, ridge
+        As for :class:`LinearInverter`.
+    width, steps, batch, lr, seed
+        Of the hidden layer, and of AdamW, whose rate falls to zero.
+    negatives
+        Random tokens that a batch's tokens are told from, besides each other.
+    """
+
+    def __init__(
+        self, hidden, ids, table, *, ridge=0.1, width=512, steps=300, batch=256, lr=1e-3, negatives=1024, seed=0
+    ) -> None:
+        super().__init__(hidden, ids, table, ridge=ridge)
+        x, ids = super().queries(hidden).flatten(0, -2).float(), ids.flatten()
+        generator = torch.Generator().manual_seed(whole_number("seed", seed, 0))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            first = nn.Linear(x.shape[1], whole_number("width", width, 1))
+            last = nn.Linear(width, x.shape[1], bias=False)
+        nn.init.zeros_(last.weight)
+        self.correction = nn.Sequential(nn.LayerNorm(x.shape[1]), first, nn.GELU(), last).to(x.device)
+
+        def loss() -> torch.Tensor:
+            at = torch.randint(len(ids), (batch,), generator=generator).to(ids.device)
+            others = torch.randint(len(table), (negatives,), generator=generator).to(ids.device)
+            shown, target = torch.cat([ids[at], others]).unique(return_inverse=True)
+            keys = self.keys[shown]
+            logits = (x[at] + self.correction(x[at])) @ keys.T - keys.square().sum(1) / 2  # (batch, shown)
+            return nn.functional.cross_entropy(logits, target[:batch])
+
+        fit(self.correction.parameters(), loss, steps, lr)
+
+    @torch.no_grad()
+    def queries(self, hidden: torch.Tensor) -> torch.Tensor:
+        x = super().queries(hidden).float()
+        return x + self.correction(x)
+
+
+def fit(parameters: Iterable[nn.Parameter], loss: Callable[[], torch.Tensor], steps: int, lr: float) -> None:
+    """AdamW on a loss that draws its own batches; the rate falls linearly to zero."""
+    optimizer = torch.optim.AdamW(parameters, lr=number("lr", lr, open_low=True))
+    for step in range(whole_number("steps", steps, 0)):
+        optimizer.param_groups[0]["lr"] = lr * (1 - step / steps)
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+
+
+def public_prefix(model, first_k: int) -> DevicePart:
+    """The device's part as the cloud can build it: of a model without its private adapter, M = 0."""
+    adapted = get_peft_model(copy.deepcopy(model), PrivateLoraConfig(r_c2d=1, r_d2c=1))
+    return split(adapted.eval(), first_k)[0]
+
+
+@torch.no_grad()
+def greedy_search(
+    prefix: DevicePart, observed: torch.Tensor, candidates: torch.Tensor | None = None, *, tolerance=0.0, batch=512
+) -> torch.Tensor:
+    """The tokens ``(seq,)`` by trial with the known weights, position by position, as in SipIt (arXiv 2510.15511).
+
+    Causal attention lets a position depend on nothing later: with the tokens before it recovered, each candidate is
+    run through the first layers, and the one that comes nearest to what was observed is the token.
+
+    Parameters
+    ----------
+    prefix
+        Embedding and first layers: :func:`public_prefix`.
+    observed
+        ``(seq, hidden)``: what the device sent for one text from its beginning.
+    candidates
+        ``(seq, n)``: tokens to try at each position, the likeliest first; by default the whole vocabulary.
+    tolerance
+        No further candidates are tried after one that comes this near, relative to the observed vector's norm.
+    batch
+        Candidates at a time.
+    """
+    number("tolerance", tolerance)
+    whole_number("batch", batch, 1)
+    if candidates is None:
+        candidates = torch.arange(prefix.embedding.num_embeddings, device=observed.device).expand(len(observed), -1)
+    if observed.ndim != 2 or candidates.shape[:-1] != observed.shape[:1] or not candidates.numel():
+        raise ValueError(f"not (seq, hidden) and (seq, n): {tuple(observed.shape)} and {tuple(candidates.shape)}")
+    if not observed.isfinite().all():
+        raise ValueError("what was observed is not finite")
+    cache, found = prefix.new_cache(), []
+    for target, choices in zip(observed, candidates, strict=True):
+        best = (math.inf, None)
+        for tried in choices.split(batch):
+            trial = copy.deepcopy(cache)
+            if trial.first is not None:
+                trial.first.batch_repeat_interleave(len(tried))
+            hidden = prefix.embed(tried[:, None], cache=trial)[:, 0]  # (tried, hidden)
+            distance, at = (hidden.double() - target.double()).norm(dim=1).min(0)
+            best = min(best, (distance.item(), tried[at]), key=lambda pair: pair[0])
+            if best[0] <= tolerance * target.double().norm():
+                break
+        found.append(best[1])
+        prefix.embed(best[1][None, None], cache=cache)
+    return torch.stack(found)
+
+
+def frequency_attack(
+    cipher: torch.Tensor, public: torch.Tensor, *, symbols: int = 1000, rounds: int | None = None, seed: int = 0
+) -> torch.Tensor:
+    """Decipher a text in which every token has been replaced by a symbol of its own, from statistics alone.
+
+    The first guess pairs symbols and tokens by rank of frequency. Each round then takes the pairs of the most
+    frequent symbols as given, scores each symbol as each token by the bigrams that it forms with them, and pairs all
+    anew by linear assignment; every round trusts a third more symbols. The pairing of the likeliest bigrams is kept,
+    and gives the token at each position ``(n,)``, or -1 where the symbol was too rare.
+
+    Parameters
+    ----------
+    cipher
+        ``(n,)``: the observed text's symbols, in order: :func:`plpkg.residual.defences.symbols_of`.
+    public
+        ``(m,)``: tokens of public text.
+    symbols
+        How many of the most frequent symbols are deciphered, with half as many again tokens to choose from.
+    rounds
+        By default until three rounds after all symbols are trusted; 0 leaves the ranks.
+    seed
+        Of the order among equally frequent ones.
+    """
+    from scipy.optimize import linear_sum_assignment
+
+    cipher, public = cipher.cpu(), public.cpu()
+    for name, ids in (("cipher", cipher), ("public", public)):
+        if ids.ndim != 1 or len(ids) < 2:
+            raise ValueError(f"{name} must be a text of at least two tokens, got {tuple(ids.shape)}")
+    generator = torch.Generator().manual_seed(whole_number("seed", seed, 0))
+    whole_number("symbols", symbols, 1)
+    common, tokens = _ranked(public, symbols * 3 // 2, generator)
+    ranks, known = _ranked(cipher, min(symbols, len(tokens)), generator)
+    n = len(known)
+    seen, _ = _bigrams(ranks, n)
+    counts, followed = _bigrams(common, len(tokens))
+    share = torch.bincount(common, minlength=len(tokens) + 1)[: len(tokens)] / len(public)
+    # As if each token had been followed by five more, drawn from all: no bigram is impossible.
+    log_p = ((counts + 5 * share) / (followed[:, None] + 5)).log()  # (tokens, tokens after them)
+    rare = torch.bincount(ranks, minlength=n + 1)[:n, None] * share.log()  # (symbols, tokens)
+    pairing = best = torch.arange(n)
+    likeliest, trusted = (seen * log_p[pairing][:, pairing]).sum(), 5.0
+    for _ in range(max(0, math.ceil(math.log(n / trusted, 1.3))) + 3 if rounds is None else rounds):
+        a = min(n, int(trusted))
+        score = seen[:, :a] @ log_p[:, pairing[:a]].T + seen[:a].T @ log_p[pairing[:a]] + rare
+        pairing = torch.from_numpy(linear_sum_assignment(score.numpy(), maximize=True)[1])
+        trusted *= 1.3
+        if (likelihood := (seen * log_p[pairing][:, pairing]).sum()) > likeliest:
+            likeliest, best = likelihood, pairing
+    return torch.cat([tokens[best], torch.tensor([-1])])[ranks]
+
+
+def _ranked(ids: torch.Tensor, top: int, generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each position the rank of its id by frequency, all from ``top`` on as one; and the ids by rank."""
+    values, inverse, counts = ids.unique(return_inverse=True, return_counts=True)
+    order = (counts + 0.5 * torch.rand(len(values), generator=generator)).argsort(descending=True)
+    ranks = order.argsort().clamp(max=min(top, len(values)))
+    return ranks[inverse], values[order[:top]]
+
+
+def _bigrams(ranks: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """How often each of n ranks is followed by each, ``(n, n)``, and by anything, ``(n,)``; float32."""
+    counts = torch.bincount(ranks[:-1] * (n + 1) + ranks[1:], minlength=(n + 1) ** 2).reshape(n + 1, n + 1).float()
+    return counts[:n, :n], counts[:n].sum(1)
