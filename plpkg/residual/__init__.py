@@ -1,7 +1,7 @@
 """Low-rank residual transmission (PrivateLoRA): M on the device, everything else in the cloud, a wire between them."""
 
 from plpkg.relay import Relay
-from plpkg.residual import attacks, certificates, defences, migrate, training
+from plpkg.residual import attacks, bases, certificates, defences, migrate, training
 from plpkg.residual.adapter import PrivateLoraConfig, convert_to_lora
 from plpkg.residual.cloud import CloudServer
 from plpkg.residual.connection import RefusedError
@@ -21,6 +21,7 @@ __all__ = [
     "RefusedError",
     "Relay",
     "attacks",
+    "bases",
     "certificates",
     "convert_to_lora",
     "defences",

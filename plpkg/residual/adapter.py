@@ -52,12 +52,13 @@ class PrivateLoraConfig(PeftConfig):
         The name of the list of layers, where PEFT does not know it.
     init
         ``"gaussian"``: A and B are random, from ``projection_seed`` and the module's name. ``"svd"``: they are the
-        largest singular vectors of W, B scaled by the singular values.
+        largest singular vectors of W, B scaled by the singular values. ``"given"``: random until something else sets
+        them (:mod:`plpkg.residual.bases`) or they are loaded.
     projection_seed
         Of A and B.
     save_projection
-        Save A and B beside M. By default only for ``"svd"``: singular vectors may change sign from one machine to
-        the next, and an M that was learnt for the others would be wrong.
+        Save A and B beside M. By default unless they are ``"gaussian"``: singular vectors may change sign from one
+        machine to the next, and an M that was learnt for the others would be wrong.
     modules_to_save
         Other modules to train and save.
     """
@@ -68,7 +69,7 @@ class PrivateLoraConfig(PeftConfig):
     exclude_modules: list[str] | str | None = field(default=None, metadata={"help": "Layers to leave alone."})
     layers_to_transform: list[int] | int | None = field(default=None, metadata={"help": "Decoder layers to adapt."})
     layers_pattern: list[str] | str | None = field(default=None, metadata={"help": "Name of the list of layers."})
-    init: str = field(default="gaussian", metadata={"help": "gaussian or svd."})
+    init: str = field(default="gaussian", metadata={"help": "gaussian, svd or given."})
     projection_seed: int = field(default=0, metadata={"help": "Seed of A and B."})
     save_projection: bool | None = field(default=None, metadata={"help": "Save A and B beside M."})
     modules_to_save: list[str] | None = field(default=None, metadata={"help": "Other modules to train and save."})
@@ -82,13 +83,13 @@ class PrivateLoraConfig(PeftConfig):
         whole_number("r_c2d", self.r_c2d, 1)
         whole_number("r_d2c", self.r_d2c, 1)
         whole_number("projection_seed", self.projection_seed, 0)
-        one_of("init", self.init, ("gaussian", "svd"))
+        one_of("init", self.init, ("gaussian", "svd", "given"))
         if self.init == "svd" and self.r_c2d != self.r_d2c:
             raise ValueError(f"init='svd' takes one rank for both ways, got r_c2d={self.r_c2d}, r_d2c={self.r_d2c}")
         if self.save_projection is None:
-            self.save_projection = self.init == "svd"
-        if self.init == "svd" and not self.save_projection:
-            raise ValueError("init='svd' needs save_projection=True: singular vectors differ between machines")
+            self.save_projection = self.init != "gaussian"
+        if self.init != "gaussian" and not self.save_projection:
+            raise ValueError(f"init={self.init!r} needs save_projection=True: nothing else brings the same A and B")
         if self.layers_pattern and self.layers_to_transform is None:
             raise ValueError(f"layers_pattern={self.layers_pattern!r} needs layers_to_transform")
 

@@ -337,9 +337,9 @@ def frequency_attack(
     """Decipher a text in which every token has been replaced by a symbol of its own, from statistics alone.
 
     The first guess pairs symbols and tokens by rank of frequency. Each round then takes the pairs of the most
-    frequent symbols as given, scores each symbol as each token by the bigrams that it forms with them, and pairs all
-    anew by linear assignment; every round trusts a third more symbols. The pairing of the likeliest bigrams is kept,
-    and gives the token at each position ``(n,)``, or -1 where the symbol was too rare.
+    frequent symbols as given, scores each symbol as each token by the bigrams that it forms with them (those before
+    it, and those on both sides), and pairs all anew by linear assignment; every round trusts a third more symbols. The
+    pairing of the likeliest bigrams gives the token at each position ``(n,)``, or -1 where the symbol was too rare.
 
     Parameters
     ----------
@@ -372,14 +372,19 @@ def frequency_attack(
     log_p = ((counts + 5 * share) / (followed[:, None] + 5)).log()  # (tokens, tokens after them)
     rare = torch.bincount(ranks, minlength=n + 1)[:n, None] * share.log()  # (symbols, tokens)
     pairing = best = torch.arange(n)
-    likeliest, trusted = (seen * log_p[pairing][:, pairing]).sum(), 5.0
+    trusted = 5.0
+
+    def likelihood(pairing: torch.Tensor) -> float:
+        return (seen * log_p[pairing][:, pairing]).sum().item()
+
     for _ in range(max(0, math.ceil(math.log(n / trusted, 1.3))) + 3 if rounds is None else rounds):
         a = min(n, int(trusted))
-        score = seen[:, :a] @ log_p[:, pairing[:a]].T + seen[:a].T @ log_p[pairing[:a]] + rare
-        pairing = torch.from_numpy(linear_sum_assignment(score.numpy(), maximize=True)[1])
+        before = seen[:a].T @ log_p[pairing[:a]] + rare  # by what they follow; (symbols, tokens)
+        both = before + seen[:, :a] @ log_p[:, pairing[:a]].T  # and by what follows them
+        found = [linear_sum_assignment(score.numpy(), maximize=True)[1] for score in (before, both)]
+        pairing = max(map(torch.from_numpy, found), key=likelihood)
+        best = max(best, pairing, key=likelihood)
         trusted *= 1.3
-        if (likelihood := (seen * log_p[pairing][:, pairing]).sum()) > likeliest:
-            likeliest, best = likelihood, pairing
     return torch.cat([tokens[best], torch.tensor([-1])])[ranks]
 
 

@@ -16,7 +16,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedConfig
 
-from plpkg.residual.adapter import PREFIX
+from plpkg.residual.adapter import PREFIX, PrivateLoraLayer
 from plpkg.residual.parts import DevicePart
 from plpkg.residual.split import ADAPTED
 from plpkg.residual.wire_pb2 import Terms
@@ -129,9 +129,10 @@ class Counter(Tabular):
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A base model's identity, the same in every precision: its configuration, its tensors' names, shapes and values.
+    """A base model's identity: its configuration, its tensors' names, shapes and values. Adapters do not count.
 
-    Of the values up to 1,024 of each tensor, evenly spaced, rounded to bfloat16. Adapters do not count.
+    Of the values up to 1,024 of each tensor, evenly spaced, rounded to bfloat16: the same in float32 and bfloat16, and
+    in float16 if that held the weights exactly.
     """
     config, common = model.config.to_dict(), PreTrainedConfig().to_dict()
     own = {k: v for k, v in config.items() if k == "model_type" or k not in common}
@@ -148,6 +149,16 @@ def fingerprint(model: nn.Module) -> str:
         tensor = state[name].detach().flatten()
         sample = tensor[:: max(1, tensor.numel() // 1024)][:1024].cpu().bfloat16().contiguous()
         digest.update(f"{name} {tuple(state[name].shape)}".encode() + sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def fingerprint_of_bases(model: nn.Module, adapter_name: str) -> str:
+    """What identifies every A and B of an adapter: their signs, which are the same in every precision."""
+    digest = hashlib.sha256()
+    for layer in model.modules():
+        if isinstance(layer, PrivateLoraLayer) and adapter_name in layer.privatelora_M:
+            for buffers in (layer.privatelora_A, layer.privatelora_B):
+                digest.update(torch.signbit(buffers[adapter_name]).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -185,6 +196,7 @@ def terms(model: PeftModel, device: DevicePart, adapter_name: str, cut: tuple[in
         precision=precision,
         first_k=cut[0],
         last_k=cut[1],
+        bases=fingerprint_of_bases(model, adapter_name),
     )
 
 
@@ -193,7 +205,7 @@ def differences(device: Terms, cloud: Terms) -> str:
     found = []
     for field in Terms.DESCRIPTOR.fields:
         here, there = getattr(device, field.name), getattr(cloud, field.name)
-        if here != there:
+        if here != there and not (field.name == "bases" and found):  # they follow from all the others
             shown = (list(v) if field.is_repeated else v for v in (here, there))
             found.append("{} is {!r} on the device and {!r} on the cloud".format(field.name, *shown))
     return "; ".join(found)

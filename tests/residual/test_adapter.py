@@ -290,7 +290,7 @@ def test_half_precision_bases_train_in_float32():
         (dict(r_c2d=0), "r_c2d must be a whole number of at least 1, got 0"),
         (dict(r_d2c=2.5), "r_d2c must be a whole number of at least 1, got 2.5"),
         (dict(projection_seed=-1), "projection_seed must be a whole number of at least 0, got -1"),
-        (dict(init="zeros"), "init must be one of 'gaussian', 'svd', got 'zeros'"),
+        (dict(init="zeros"), "init must be one of 'gaussian', 'svd', 'given', got 'zeros'"),
         (dict(init="svd", r_c2d=4, r_d2c=5), "init='svd' takes one rank for both ways, got r_c2d=4, r_d2c=5"),
         (dict(init="svd", save_projection=False), "init='svd' needs save_projection=True"),
         (dict(layers_pattern="layers"), "layers_pattern='layers' needs layers_to_transform"),

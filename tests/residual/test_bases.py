@@ -1,0 +1,116 @@
+"""A and B from gradients: against the gradient itself, taken another way."""
+
+import pytest
+import torch
+from peft import PeftModel
+
+from plpkg.backbones import FAMILIES
+from plpkg.residual import PrivateLoraConfig, bases, split, wire
+from plpkg.residual.adapter import PrivateLoraLayer
+
+
+def texts(count=3, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, 64, (2, 12), generator=generator) for _ in range(count)]
+
+
+def layers(model):
+    return [m for m in model.modules() if isinstance(m, PrivateLoraLayer)]
+
+
+def m_gradients(model, batches):
+    for ids in batches:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    found = [layer.privatelora_M["default"].weight.grad for layer in layers(model)]
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_gradient_of_m_is_made_of_the_largest_singular_values(adapted, family):
+    model = adapted(family, m_scale=0.0, init="given", r_c2d=5, r_d2c=3)
+    bases.from_gradients(model, texts())
+    for layer, gradient in zip(layers(model), m_gradients(model, texts()), strict=True):
+        largest = gradient.diagonal()
+        assert (largest[:-1] >= largest[1:]).all()
+        assert largest[-1] > 0
+        off = gradient.clone()
+        off.diagonal().zero_()
+        assert off.norm() < 1e-5 * largest.norm(), layer.module
+
+
+def test_no_other_bases_give_a_larger_first_step(adapted):
+    chosen = adapted(m_scale=0.0, init="given", r_c2d=4, r_d2c=4)
+    bases.from_gradients(chosen, texts())
+    b_size = [layer.privatelora_B["default"].norm() for layer in layers(chosen)]
+    best = [g.norm() for g in m_gradients(chosen, texts())]
+    for seed in range(3):
+        other = adapted(m_scale=0.0, init="given", r_c2d=4, r_d2c=4)
+        generator = torch.Generator().manual_seed(seed)
+        for layer, size in zip(layers(other), b_size, strict=True):
+            q = torch.linalg.qr(torch.randn(layer.in_features, 4, generator=generator))[0]
+            layer.privatelora_A["default"] = q.T.contiguous()
+            b = torch.linalg.qr(torch.randn(layer.out_features, 4, generator=generator))[0]
+            layer.privatelora_B["default"] = b * size / b.norm()
+        assert all(g.norm() < limit for g, limit in zip(m_gradients(other, texts()), best, strict=True))
+
+
+def test_they_are_as_large_as_gaussian_ones(adapted):
+    model = adapted(m_scale=0.0, init="given", r_c2d=4, r_d2c=4)
+    before = [[p["default"].norm() for p in (m.privatelora_A, m.privatelora_B)] for m in layers(model)]
+    bases.from_gradients(model, texts())
+    for layer, (a, b) in zip(layers(model), before, strict=True):
+        assert layer.privatelora_A["default"].norm() == pytest.approx(a, rel=0.5)
+        assert layer.privatelora_B["default"].norm() == pytest.approx(b, rel=0.5)
+
+
+def test_the_model_is_left_as_it_was_but_for_the_bases(adapted):
+    model = adapted(m_scale=0.0, init="given")
+    first = next(p for p in model.parameters() if p.requires_grad)
+    first.grad = torch.ones_like(first)
+    flags = {name: p.requires_grad for name, p in model.named_parameters()}
+    values = {name: p.clone() for name, p in model.named_parameters()}
+    bases.from_gradients(model, texts())
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == flags
+    assert all(torch.equal(p, values[name]) for name, p in model.named_parameters())
+    assert torch.equal(first.grad, torch.ones_like(first))
+    assert all(p.grad is None for p in model.parameters() if p is not first)
+
+
+def test_they_are_saved_and_loaded(adapted, tmp_path):
+    model = adapted(m_scale=0.0, init="given")
+    bases.from_gradients(model, texts())
+    with torch.no_grad():
+        for layer in layers(model):
+            layer.privatelora_M["default"].weight.normal_()
+    model.save_pretrained(tmp_path)
+    fresh = adapted(m_scale=0.0).unload()
+    loaded = PeftModel.from_pretrained(fresh, tmp_path)
+    ids = texts(1)[0]
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def test_ends_with_other_bases_do_not_talk(adapted):
+    ours, theirs = (adapted(m_scale=0.0, init="given", r_c2d=4, r_d2c=4) for _ in range(2))
+    bases.from_gradients(ours, texts())
+
+    def terms(model):
+        return wire.terms(model, split(model)[0], "default", (0, 0), "fp16")
+
+    assert wire.differences(terms(ours), terms(theirs)).startswith("bases is ")
+    bases.from_gradients(theirs, texts())
+    assert not wire.differences(terms(ours), terms(theirs))
+    assert terms(ours.half()).bases == terms(theirs).bases
+
+
+def test_bad_input_is_refused(adapted):
+    with pytest.raises(ValueError, match="init='given'"):
+        bases.from_gradients(adapted(m_scale=0.0), texts())
+    with pytest.raises(ValueError, match=r"the M of model.layers.0.self_attn.q_proj is not zero"):
+        bases.from_gradients(adapted(init="given"), texts())
+    with pytest.raises(ValueError, match=r"r_c2d must be between 1 and the rank of .*k_proj=16, got 17"):
+        bases.from_gradients(adapted(m_scale=0.0, init="given", r_c2d=17, r_d2c=3), texts())
+    with pytest.raises(ValueError, match="no batches"):
+        bases.from_gradients(adapted(m_scale=0.0, init="given"), [])
+    with pytest.raises(ValueError, match="init='given' needs save_projection=True"):
+        PrivateLoraConfig(init="given", save_projection=False)
