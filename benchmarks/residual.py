@@ -40,6 +40,7 @@ from plpkg.backbones import load_backbone, random_backbone
 from plpkg.catalog import Link, ModelShape
 from plpkg.relay import UNLIMITED
 from plpkg.residual import CloudServer, DeviceClient, PrivateLoraConfig, certificates, cloud as clouds
+from plpkg.residual.adapter import QKV
 from plpkg.residual.wire import CHANNEL_OPTIONS
 
 MODELS = {
@@ -52,13 +53,13 @@ PROMPT = 16
 HOSTS = ("10.213.0.1", "10.213.0.2")
 
 
-def build(name: str, rank: int):
+def build(name: str, rank: int, targets: Sequence[str] = QKV):
     """A model with an adapter: PrivateLoRA's of a rank, or LoRA's (rank 0) for full activations."""
     torch.set_num_threads(1)
     model = load_backbone(name)[0] if name == "plpkg-small" else random_backbone("llama", **MODELS[name])
     if rank:
-        return get_peft_model(model, PrivateLoraConfig(r_c2d=rank, r_d2c=rank))
-    return get_peft_model(model, LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj"]))
+        return get_peft_model(model, PrivateLoraConfig(r_c2d=rank, r_d2c=rank, target_modules=list(targets)))
+    return get_peft_model(model, LoraConfig(r=16, target_modules=list(targets)))
 
 
 @contextlib.contextmanager
@@ -85,10 +86,12 @@ class OneAfterTheOther(clouds.Stream):
         return self.answer
 
 
-def serve(name: str, rank: int, tls: str | None, address: str = "127.0.0.1:0", overlap: bool = True) -> None:
+def serve(
+    name: str, rank: int, tls: str | None, address: str = "127.0.0.1:0", overlap: bool = True, targets=QKV
+) -> None:
     if not overlap:
         clouds.Stream = OneAfterTheOther
-    with CloudServer(build(name, rank), address, tls=tls, token=TOKEN if tls else None) as server:
+    with CloudServer(build(name, rank, targets), address, tls=tls, token=TOKEN if tls else None) as server:
         print(server.address, flush=True)
         server.wait()
 

@@ -1,0 +1,227 @@
+"""What the cloud learns from plpkg-small's messages, and what each defence costs and achieves.
+
+The victim writes as the test text of one writer, with an M that was trained on that writer's training text; the cloud
+has the public weights and public text. Everything that is sent is rounded to fp16, as on the wire.
+
+* m: M by least squares, against the number of tokens seen; its relative error over all exchanges.
+* inversion: tokens from hidden states after the device's first layers, by three attackers, with the layers' cost.
+* noise: Gaussian noise on the embeddings, against the quality that is left; attackers who know it.
+* embedding: a secret embedding (PrivateLoRA's "cold start"), learnt on public text; four attackers.
+* nonlinear: a function in the place of M, and a copy learnt from its answers.
+
+Run: ``python benchmarks/residual_attacks.py`` (about 15 minutes on two idle cores). Not part of ``make bench``.
+"""
+
+import copy
+import time
+
+import record
+import torch
+from residual_quality import BATCH, SEQ, Method, low, personalise, prepared
+from torch.nn import functional
+
+from plpkg import corpora
+from plpkg.backbones import load_backbone
+from plpkg.catalog import ModelShape
+from plpkg.residual import attacks, defences, migrate, split
+from plpkg.residual.attacks import Inversion, LinearInverter, MlpInverter
+from plpkg.scoring import score
+
+WRITER = "seaborn"
+ATTACKER_TOKENS = 60_000
+WINDOWS, WINDOW = 8, 128
+"""Of the victim's text, on which attacks are judged: 1,024 tokens."""
+
+torch.set_num_threads(2)
+MODEL, TOKENIZER = load_backbone("plpkg-small")
+MODEL.requires_grad_(False)
+TABLE = defences.public_table(MODEL)
+SHAPE = ModelShape.from_config(MODEL.config, "plpkg-small")
+
+
+def windows(documents, count: int, length: int, seed: int = 0) -> torch.Tensor:
+    """``(count, length)`` ids."""
+    stream = corpora.batches(corpora.encode(documents, TOKENIZER), batch=count, seq=length, seed=seed)
+    return next(stream)
+
+
+PUBLIC = windows(corpora.public("train"), ATTACKER_TOKENS // SEQ, SEQ)
+TRAIN = corpora.writer(WRITER).split("train")
+VICTIM = windows(corpora.writer(WRITER).split("test"), WINDOWS, WINDOW)
+
+
+def on_the_wire(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().half().float()
+
+
+def bits(model) -> float:
+    """Per byte of the writer's test text."""
+    test = corpora.writer(WRITER).split("test")
+    return round(score(model, TOKENIZER, test, seq=SEQ, stride=SEQ).bits_per_byte, 4)
+
+
+def row(section: str, case: str, **values) -> dict:
+    found = {"section": section, "case": case} | values
+    print(found, f"{time.process_time():.0f} s", flush=True)
+    return found
+
+
+def personal(rank: int = 64, hidden: int = 0):
+    """plpkg-small with the writer's M, or with a function of ``hidden`` units in its place."""
+    model = prepared(Method(low(rank), 0.0), MODEL)
+    if hidden:
+        defences.make_nonlinear(model, hidden)
+    stream = corpora.batches(corpora.encode(TRAIN, TOKENIZER), batch=BATCH, seq=SEQ, seed=0)
+    personalise(model, stream, 3e-3 if hidden else 2e-2)
+    return model
+
+
+def m_rows() -> list[dict]:
+    rows = []
+    for rank in (16, 64):
+        model = personal(rank)
+        true = {name: m.weight for name, m in migrate.matrices(model)}
+        seen = migrate.exchanges(model, VICTIM.reshape(-1, WINDOW).split(1))
+        for tokens in (rank // 2, rank - 1, rank, rank + 1, rank * 5 // 4, rank * 2, rank * 4, rank * 8):
+            squared = 0.0
+            for name, (u, v) in seen.items():
+                found = attacks.recover_m(on_the_wire(u[:tokens]), on_the_wire(v[:tokens]))
+                squared += (found - true[name].double()).square().sum().item()
+            error = (squared / sum(m.double().square().sum().item() for m in true.values())) ** 0.5
+            rows.append(row("m", f"r={rank}", x=tokens, error=float(f"{error:.3g}")))
+    return rows
+
+
+def inversion_rows(victim) -> list[dict]:
+    rows = []
+    for first_k in range(SHAPE.num_layers):
+        public = attacks.public_prefix(MODEL, first_k)
+        device, _ = split(victim, first_k)
+        cost = defences.kept_layers_cost(SHAPE, first_k)
+        with torch.no_grad():
+            theirs = on_the_wire(public.embed(PUBLIC))
+            sent = on_the_wire(device.embed(VICTIM))
+        linear = LinearInverter(theirs, PUBLIC, TABLE)
+        mlp = MlpInverter(theirs, PUBLIC, TABLE, steps=1000)
+        found = {"linear": linear.recover(sent), "MLP": mlp.recover(sent)}
+        # The greedy search starts from what the MLP thinks likely; two windows, since it takes long.
+        few = 2
+        shortlist = mlp.candidates(sent[:few], 256)
+        searched = torch.stack(
+            [attacks.greedy_search(public, s, c, tolerance=1e-3) for s, c in zip(sent[:few], shortlist, strict=True)]
+        )
+        found |= {"greedy": searched}
+        for attacker, tokens in found.items():
+            inversion = Inversion.of(first_k, attacker, tokens, VICTIM[: len(tokens)])
+            rows.append(
+                row(
+                    "inversion", attacker, x=first_k, recovered=round(inversion.accuracy, 4), tokens=inversion.tokens,
+                    device_parameters=cost.parameters, flops_per_token=cost.flops_per_token,
+                    bytes_per_token=cost.up_bytes_per_token + cost.down_bytes_per_token,
+                )
+            )  # fmt: skip
+    return rows
+
+
+def noise_rows(victim) -> list[dict]:
+    rows, size = [], defences.rms(TABLE)
+    frequency = torch.bincount(PUBLIC.flatten(), minlength=len(TABLE)).float() + 0.5
+    unigram = (frequency / frequency.sum()).log()
+    for scale in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0):
+        noise = defences.NoisySender(scale, size)
+        with defences.sending(victim, noise=noise):
+            quality = bits(victim)
+        sent = on_the_wire(noise(TABLE[VICTIM]))
+        found = {"nearest row": attacks.recover_tokens(sent, TABLE)}
+        if scale:
+            # The cloud goes on computing with what it received: its own prediction is the prior.
+            with torch.inference_mode():
+                expected = MODEL(inputs_embeds=sent, use_cache=False).logits.log_softmax(-1)
+            prior = torch.cat([unigram.expand(WINDOWS, 1, -1), expected[:, :-1]], dim=1)  # (windows, seq, vocab)
+            found["unigram prior"] = attacks.recover_tokens(sent, TABLE, std=noise.std, log_prior=unigram)
+            found["model's prior"] = attacks.recover_tokens(sent, TABLE, std=noise.std, log_prior=prior)
+        for attacker, tokens in found.items():
+            share = round(attacks.token_accuracy(tokens, VICTIM), 4)
+            rows.append(row("noise", attacker, x=scale, recovered=share, bits_per_byte=quality))
+    return rows
+
+
+def embedding_rows(victim) -> list[dict]:
+    rows = []
+    text = torch.cat([t.ids for t in corpora.encode(TRAIN, TOKENIZER)])  # what the cloud sees over time: 20,000 tokens
+    for start, cosine in (("perturbed", 0.3), ("perturbed", 0.1), ("rotated", 0.3)):
+        stream = corpora.batches(corpora.encode(corpora.public("train"), TOKENIZER), batch=BATCH, seq=SEQ, seed=0)
+        steps = 150
+        table = defences.private_embedding(copy.deepcopy(MODEL), stream, start=start, max_cosine=cosine, steps=steps)
+        case = f"{start}, cosine up to {cosine}"
+        with defences.sending(victim, table=table):
+            quality = bits(victim)
+        sent = on_the_wire(table[VICTIM])
+        known = text[: len(text) // 20]  # 5 % of what was sent leaked in clear, in a quotation say
+        linear = LinearInverter(on_the_wire(table[known]), known, TABLE)
+        symbols = defences.symbols_of(on_the_wire(table[text]))
+        with torch.inference_mode():
+            chunks = text[: len(text) // SEQ * SEQ].view(-1, SEQ)
+            expected = torch.cat([MODEL(inputs_embeds=table[c[None]]).logits.log_softmax(-1) for c in chunks])
+        found = {
+            "nearest row": (attacks.recover_tokens(sent, TABLE), VICTIM),
+            "5 % known pairs": (linear.recover(on_the_wire(table[text])), text),
+            "frequency": (attacks.frequency_attack(symbols, PUBLIC.flatten()), text),
+            "model's prediction": (
+                defences.prediction_attack(expected, symbols[: chunks.numel()].view(-1, SEQ)), chunks,
+            ),
+        }  # fmt: skip
+        for attacker, (tokens, true) in found.items():
+            share = round(attacks.token_accuracy(tokens, true), 4)
+            rows.append(row("embedding", case, attacker=attacker, recovered=share, bits_per_byte=quality))
+    return rows
+
+
+def nonlinear_rows() -> list[dict]:
+    rows = []
+    seen_text = windows(TRAIN, 32, SEQ, seed=3)
+    for case, rank, hidden in (("M", 16, 0), ("64 units", 16, 64), ("256 units", 16, 256)):
+        model = personal(rank, hidden)
+        pairs = migrate.exchanges(model, seen_text.split(4))
+        stolen = [defences.steal_function(*map(on_the_wire, pair)) for pair in list(pairs.values())[::3]]
+        mean = {
+            name: round(sum(getattr(s, name) for s in stolen) / len(stolen), 4)
+            for name in ("relative_error", "linear_error")
+        }
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        rows.append(
+            row(
+                "nonlinear", case, x=seen_text.numel(), bits_per_byte=bits(model), error=mean["relative_error"],
+                linear_error=mean["linear_error"], device_parameters=trained,
+            )
+        )  # fmt: skip
+    return rows
+
+
+if __name__ == "__main__":
+    victim = personal()
+    rows = [row("quality", "no M", bits_per_byte=bits(MODEL)), row("quality", "M, r=64", bits_per_byte=bits(victim))]
+    with torch.inference_mode():
+        hidden = on_the_wire(MODEL.model(input_ids=VICTIM).last_hidden_state)
+        written = MODEL.lm_head(hidden).argmax(-1)
+    head = MODEL.lm_head.weight
+    share = attacks.token_accuracy(attacks.recover_tokens(on_the_wire(TABLE[VICTIM]), TABLE), VICTIM)
+    rows.append(row("plain", "tokens in", recovered=share))
+    rows.append(
+        row(
+            "plain",
+            "tokens out, greedy",
+            recovered=attacks.token_accuracy(attacks.recover_outputs(hidden, head), written),
+        )
+    )
+    torch.manual_seed(0)
+    sampled = torch.distributions.Categorical(logits=functional.linear(hidden, head)).sample()
+    rows.append(
+        row(
+            "plain",
+            "tokens out, sampled, in the likeliest 10",
+            recovered=round(attacks.share_in_top(hidden, head, sampled, 10), 4),
+        )
+    )
+    rows += m_rows() + inversion_rows(victim) + noise_rows(victim) + embedding_rows(victim) + nonlinear_rows()
+    record.write("residual_attacks", rows)

@@ -1,0 +1,418 @@
+"""What personalising brings: each private writer by each method, the diary's questions, a changed backbone.
+
+* quality: plpkg-small, personalised on a writer's training text, scored on the writer's test text. Every method takes
+  the same steps; its learning rate was chosen on numpy's and seaborn's validation text. Two seeds, of the order.
+  Phone only: a model that fits into the memory of PrivateLoRA's device part, trained here on the same public text, and
+  plpkg-small rounded to 4 bit, both with LoRA.
+* speed: tokens per second of each way to run it, on links of 60/100 Mb/s, two processes, one thread each. This machine
+  plays the phone as well: a phone would be slower.
+* diary: which questions about the diary are answered, after its entries and the first wording of each question.
+* migration: the backbone goes on learning, from other people's text; what is done with M.
+
+Run: ``python benchmarks/residual_quality.py`` (about 70 minutes on two idle cores). Not part of ``make bench``.
+"""
+
+import argparse
+import contextlib
+import copy
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import record
+import residual as wire
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.nn import functional
+
+from plpkg import catalog, communication, corpora, throughput
+from plpkg.backbones import load_backbone
+from plpkg.catalog import Link, ModelShape
+from plpkg.corpora import Document
+from plpkg.pretraining import Recipe, pretrain
+from plpkg.residual import DeviceClient, PrivateLoraConfig, bases, migrate
+from plpkg.residual.adapter import QKV
+from plpkg.scoring import score
+
+WRITERS = ("seaborn", "numpy", "sklearn", "matplotlib")
+NEIGHBOUR = "pandas"  # whose text the bases of "another writer" come from
+SEEDS = (0, 1)
+STEPS, BATCH, SEQ = 60, 4, 256
+TEST_BYTES = 60_000
+SMALL = Recipe(num_layers=2, hidden=192, num_heads=6, num_kv_heads=2, intermediate=512, batch=16, steps=400)
+LINKS = [Link(f"60/100 Mb/s, RTT {ms} ms", 60e6, 100e6, ms / 1e3) for ms in (0, 5, 20)]
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a model is personalised.
+
+    ``model`` is what starts: ``"plpkg-small"``, ``"4 bit"`` or ``"smaller"``; ``config`` an adapter's, ``"head"`` or
+    nothing; ``basis`` whose gradient gives A and B: ``"own"`` or ``"other"``.
+    """
+
+    config: PrivateLoraConfig | LoraConfig | str | None = None
+    lr: float = 0.0
+    basis: str | None = None
+    model: str = "plpkg-small"
+
+
+def low(rank: int, targets=QKV, **settings) -> PrivateLoraConfig:
+    return PrivateLoraConfig(r_c2d=rank, r_d2c=rank, target_modules=list(targets), **settings)
+
+
+def lora(rank: int, targets=QKV) -> LoraConfig:
+    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(targets))
+
+
+METHODS = {
+    "none": Method(),
+    "LoRA r=16": Method(lora(16), 5e-3),
+    "PrivateLoRA r=16": Method(low(16), 2e-2),
+    "PrivateLoRA r=64": Method(low(64), 2e-2),
+    "PrivateLoRA r=16, SVD": Method(low(16, init="svd"), 2e-2),
+    "PrivateLoRA r=16, gradient": Method(low(16, init="given"), 1e-2, "own"),
+    "PrivateLoRA v r=48, gradient": Method(low(48, ["v_proj"], init="given"), 1e-2, "own"),
+    "PrivateLoRA down r=48": Method(low(48, ["down_proj"]), 2e-2),
+    "PrivateLoRA down r=48, gradient": Method(low(48, ["down_proj"], init="given"), 1e-2, "own"),
+    "PrivateLoRA down r=48, other's gradient": Method(low(48, ["down_proj"], init="given"), 1e-2, "other"),
+    "LoRA v r=2": Method(lora(2, ["v_proj"]), 1e-2),
+    "LoRA v r=6": Method(lora(6, ["v_proj"]), 1e-2),
+    "head": Method("head", 5e-4),
+    "phone only, smaller, LoRA r=16": Method(lora(16), 5e-3, model="smaller"),
+    "phone only, 4 bit, LoRA r=16": Method(lora(16), 5e-3, model="4 bit"),
+}
+
+
+def four_bit(model):
+    """Every matrix rounded to 15 levels in groups of 32 with one scale each: 4.5 bits a weight with fp16 scales."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                groups = parameter.view(-1, 32)
+                scale = groups.abs().amax(1, keepdim=True) / 7
+                groups.copy_((groups / scale.clamp(min=1e-12)).round() * scale)
+    return model
+
+
+def prepared(method: Method, start, for_bases: Iterator[torch.Tensor] | None = None):
+    """A copy of the model, ready to learn by the method; ``for_bases``: batches whose gradient gives A and B."""
+    model = copy.deepcopy(start)
+    if method.config == "head":
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # no longer the embedding
+    elif method.config is not None:
+        torch.manual_seed(0)
+        model = get_peft_model(model, copy.deepcopy(method.config))
+        if for_bases is not None:
+            bases.from_gradients(model, islice(for_bases, 8))
+    return model
+
+
+def personalise(model, stream, lr: float, steps: int = STEPS) -> None:
+    """AdamW; the rate rises over ten steps and falls to zero over the last third."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
+    model.train()
+    for step in range(steps):
+        ids = next(stream)
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+        functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / 10, (steps - step) / (steps / 3))
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+
+
+@torch.inference_mode()
+def token_accuracy(model, encoded) -> float:
+    """Share of the scored tokens that greedy decoding would have written, in per cent."""
+    right = total = 0
+    for tokens in encoded:
+        for ids, scored in zip(tokens.ids.split(SEQ), tokens.scored.split(SEQ), strict=True):
+            found = model(input_ids=ids[None], use_cache=False).logits[0, :-1].argmax(-1) == ids[1:]
+            right, total = right + int(found[scored[1:]].sum()), total + int(scored[1:].sum())
+    return 100 * right / total
+
+
+def test_text(name: str) -> list[Document]:
+    """The writer's test documents, the first 60 kB or so."""
+    chosen, size = [], 0
+    for document in corpora.writer(name).split("test"):
+        if size < TEST_BYTES:
+            chosen.append(document)
+            size += len(document.text)
+    return chosen
+
+
+def bytes_per_token(method: Method, shape: ModelShape) -> float:
+    """Both ways, 16 bit, word embedding and final hidden state included: the formulas of ``communication``."""
+    if method.model != "plpkg-small" or method.config is None:
+        return 0.0
+    bits = communication.low_rank(shape, 1, adapted_layers=0).total_bits  # the end points
+    if isinstance(method.config, PrivateLoraConfig):
+        ranks = method.config.r_c2d + method.config.r_d2c
+        bits += 16 * shape.num_layers * len(method.config.target_modules) * ranks
+    elif isinstance(method.config, LoraConfig):
+        outputs = shape.projection_dims if len(method.config.target_modules) == 3 else shape.projection_dims[-1:]
+        bits += 16 * shape.num_layers * (shape.hidden + sum(outputs))
+    return bits / 8
+
+
+def device_bytes(method: Method, model, shape: ModelShape) -> float:
+    """Weights on the device: 16 bit, or 4.5 where rounded."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    everything = sum(p.numel() for p in model.parameters())
+    if method.config is None:
+        return 0.0  # the cloud alone
+    if method.model == "4 bit":
+        return (everything - trained) * 4.5 / 8 + 2 * trained
+    return 2 * (everything if method.model == "smaller" else shape.embedding_parameters + trained)
+
+
+def quality_rows(name: str, starts: dict, tokenizer, speeds: dict[str, float]) -> list[dict]:
+    """One writer, every method, every seed."""
+    shape = ModelShape.from_config(starts["plpkg-small"].config, "plpkg-small")
+    actual = communication.full_activations(shape, 3, endpoints=True, baseline="actual").total_bits / 8
+    texts = {"own": corpora.writer(name).split("train"), "other": corpora.writer(NEIGHBOUR).split("train")}
+    texts = {whose: corpora.encode(text, tokenizer) for whose, text in texts.items()}
+    test = corpora.encode(test_text(name), tokenizer)
+    rows, untuned = [], {}
+
+    def batches(whose: str, seed: int):
+        return corpora.batches(texts[whose], batch=BATCH, seq=SEQ, seed=seed)
+
+    for (label, method), seed in itertools.product(METHODS.items(), SEEDS):
+        if method.config is None and seed:
+            continue
+        began = time.perf_counter()
+        for_bases = batches(method.basis, 1000 + seed) if method.basis else None
+        model = prepared(method, starts[method.model], for_bases)
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        if method.config is not None:
+            personalise(model, batches("own", seed), method.lr)
+        bits = score(model, tokenizer, test, seq=SEQ, stride=SEQ).bits_per_byte
+        accuracy = token_accuracy(model, test)
+        untuned = untuned or {"bits": bits, "accuracy": accuracy}
+        sent = bytes_per_token(method, shape)
+        row = {
+            "section": "quality", "case": name, "method": label, "order": seed,
+            "bits_per_byte": round(bits, 4), "gain": round(untuned["bits"] - bits, 4), "accuracy": round(accuracy, 3),
+            "trained": trained, "lr": method.lr, "bytes_per_token": sent, "share_of_actual": round(sent / actual, 4),
+            "device_mb": round(device_bytes(method, model, shape) / 1e6, 3),
+        }  # fmt: skip
+        if label in speeds:
+            gained = throughput.score(speeds[label], speeds["none"], accuracy, untuned["accuracy"])
+            row |= {"tokens_per_s": speeds[label], "m_s": round(gained, 3)}
+        rows.append(row)
+        print(f"{name}, {label}, {seed}: {bits:.4f} ({time.perf_counter() - began:.0f} s)", flush=True)
+    return rows
+
+
+def generate_speed(generate, ids: torch.Tensor, tokens: int = 32) -> float:
+    began = time.perf_counter()
+    generate(ids, tokens)
+    return tokens / (time.perf_counter() - began)
+
+
+def speed_rows(smaller: Path) -> list[dict]:
+    """Median of 5 interleaved runs."""
+    torch.set_num_threads(1)
+    whole = load_backbone("plpkg-small")[0]
+    small = load_backbone(smaller)[0]
+    ids = torch.randint(1, 8000, (1, 16), generator=torch.Generator().manual_seed(0))
+
+    def alone(model):
+        return lambda ids, n: model.generate(ids, max_new_tokens=n, min_new_tokens=n, do_sample=False)
+
+    def over(device):
+        return lambda ids, n: device.generate(ids, n, eos_token_id=-1)
+
+    settings = {
+        "LoRA r=16": dict(rank=0), "PrivateLoRA r=16": dict(rank=16), "PrivateLoRA r=64": dict(rank=64),
+        "PrivateLoRA v r=48": dict(rank=48, targets=["v_proj"]),
+        "PrivateLoRA down r=48": dict(rank=48, targets=["down_proj"]),
+    }  # fmt: skip
+    rows = []
+    with contextlib.ExitStack() as stack:
+        ways = {("one process", "none"): alone(whole), ("one process", "phone only, smaller"): alone(small)}
+        for label, options in settings.items():
+            address = stack.enter_context(wire.cloud("plpkg-small", **options))
+            for link in LINKS:
+                model = wire.build("plpkg-small", **options)
+                device = stack.enter_context(DeviceClient(address, model, link=link))
+                ways[link.name, label] = over(device)
+        for generate in ways.values():
+            generate(ids, 4)
+        runs = {key: [] for key in ways}
+        for _ in range(5):
+            for key, generate in ways.items():
+                runs[key].append(generate_speed(generate, ids))
+        for (case, label), values in runs.items():
+            speed = round(statistics.median(values), 2)
+            rows.append({"section": "speed", "case": case, "method": label, "tokens_per_s": speed})
+    torch.set_num_threads(2)
+    return rows
+
+
+def asked(question: str) -> str:
+    return f"Question: {question}\nAnswer:"
+
+
+def diary_rows(start, tokenizer, out: Path) -> list[dict]:
+    """Exact answers, greedily; the adapter of PrivateLoRA goes to ``out``."""
+    diary = corpora.diary()
+    facts = [Document(q.question, f"{asked(q.question)} {q.answer}.") for q in diary.questions if q.kind == "fact"]
+    text = corpora.encode([*diary.entries, *(facts * 6)], tokenizer)
+    methods = {
+        "none": Method(),
+        "LoRA r=16": Method(lora(16), 5e-3),
+        "PrivateLoRA r=64": Method(low(64), 1e-2),
+        "PrivateLoRA down r=48, gradient": Method(low(48, ["down_proj"], init="given"), 1e-2, "own"),
+    }
+    rows = []
+    for label, method in methods.items():
+        for_bases = corpora.batches(text, batch=BATCH, seq=SEQ, seed=1000) if method.basis else None
+        model = prepared(method, start, for_bases)
+        if method.config is not None:
+            personalise(model, corpora.batches(text, batch=8, seq=128, seed=0), method.lr, steps=400)
+        for kind in ("fact", "paraphrase"):
+            questions = [q for q in diary.questions if q.kind == kind]
+            right = sum(q.answer.lower() in answer(model, tokenizer, q.question).lower() for q in questions)
+            rows.append({"section": "diary", "case": kind, "method": label, "right": right, "asked": len(questions)})
+        if label == "PrivateLoRA r=64":
+            model.peft_config["default"].base_model_name_or_path = "plpkg-small"
+            model.half().save_pretrained(out)
+            (out / "README.md").unlink()  # PEFT's empty form
+        print(rows[-2:], flush=True)
+    return rows
+
+
+@torch.inference_mode()
+def answer(model, tokenizer, question: str) -> str:
+    start = [i for i in (tokenizer.bos_token_id,) if i is not None]
+    ids = torch.tensor([start + tokenizer(asked(question), add_special_tokens=False)["input_ids"]])
+    found = model.generate(input_ids=ids, max_new_tokens=16, do_sample=False)
+    return tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def updated_backbone(start, tokenizer):
+    """The backbone after it has read on: public text, and that of two writers who are nobody's private ones here."""
+    updated = copy.deepcopy(start).requires_grad_(True)
+    new = [document for name in ("torch", "pandas") for document in corpora.writer(name).split("train")]
+    text = corpora.encode([*corpora.public("train")[::8], *new], tokenizer)
+    personalise(updated, corpora.batches(text, batch=BATCH, seq=SEQ, seed=7), 5e-4, steps=200)
+    return updated.requires_grad_(False)
+
+
+def on_backbone(adapted: PeftModel, backbone) -> PeftModel:
+    """A copy of an adapted model with another backbone's weights."""
+    model, weights = copy.deepcopy(adapted), backbone.state_dict()
+    for key, tensor in model.get_base_model().state_dict().items():
+        if (name := key.replace(".base_layer", "")) in weights:
+            tensor.copy_(weights[name])
+    return model
+
+
+def migration_rows(name: str, start, updated, tokenizer) -> list[dict]:
+    method = METHODS["PrivateLoRA down r=48, gradient"]
+    text = corpora.encode(corpora.writer(name).split("train"), tokenizer)
+    public = corpora.encode(corpora.public("train")[1::50], tokenizer)
+    test, rows = corpora.encode(test_text(name), tokenizer), []
+
+    def batches(seed: int, text=text):
+        return corpora.batches(text, batch=BATCH, seq=SEQ, seed=seed)
+
+    def measure(what: str, model, change: Callable = lambda model: None) -> None:
+        began = time.process_time()
+        change(model)
+        seconds = time.process_time() - began
+        bits = score(model, tokenizer, test, seq=SEQ, stride=SEQ).bits_per_byte
+        row = {"bits_per_byte": round(bits, 4), "cpu_s": round(seconds, 1)}
+        rows.append({"section": "migration", "case": name, "method": what} | row)
+        print(rows[-1], flush=True)
+
+    old = prepared(method, start, batches(1000))
+    fresh = on_backbone(old, updated)
+    personalise(old, batches(0), method.lr)
+    kept = on_backbone(old, updated)
+    measure("old backbone, no M", start)
+    measure("old backbone, its M", old)
+    measure("updated backbone, no M", updated)
+    measure("M kept", kept)
+    for anchors, chosen in (
+        ("own text", list(islice(batches(5), 8))),
+        ("public text", list(islice(batches(5, public), 8))),
+    ):
+        solved = copy.deepcopy(kept)
+        measure(f"closed form, {anchors}", solved, lambda model, a=chosen: migrate.migrate(old, model, a))
+    measure("M kept, then 15 steps", kept, lambda model: personalise(model, batches(3), method.lr / 2, 15))
+    measure("trained anew, 15 steps", copy.deepcopy(fresh), lambda model: personalise(model, batches(3), method.lr, 15))
+    measure(f"trained anew, {STEPS} steps", fresh, lambda model: personalise(model, batches(0), method.lr))
+    return rows
+
+
+def distance(start, updated) -> dict:
+    """How far the weights have moved, relative to their norm."""
+    moved = sum((a - b).square().sum() for a, b in zip(start.parameters(), updated.parameters(), strict=True))
+    share = (moved / sum(p.square().sum() for p in start.parameters())).sqrt().item()
+    return {
+        "section": "migration",
+        "case": "the weights",
+        "method": "moved by, of their norm",
+        "value": round(share, 4),
+    }
+
+
+def smaller_model(folder: Path) -> Path:
+    """The phone's own model: as large as PrivateLoRA's part of plpkg-small, from the same public text."""
+    pretrain(SMALL, folder, device="cpu", bf16=False, micro_batch=4, evaluate_every=SMALL.steps)
+    return folder
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--smaller", type=Path, help="a folder for the smaller model; kept, and used if it is there")
+    options = parser.parse_args()
+    torch.set_num_threads(2)
+    with tempfile.TemporaryDirectory() as folder:
+        small = smaller_model(options.smaller or Path(folder, "smaller"))
+        full, tokenizer = load_backbone("plpkg-small")
+        full.requires_grad_(False)
+        starts = {
+            "plpkg-small": full,
+            "4 bit": four_bit(copy.deepcopy(full)),
+            "smaller": load_backbone(small)[0].requires_grad_(False),
+        }
+        if load_backbone(small)[1].get_vocab() != tokenizer.get_vocab():
+            raise AssertionError("the smaller model has another tokenizer")
+        rows = speed_rows(small)
+        at = {r["method"]: r["tokens_per_s"] for r in rows if r["case"] in ("one process", LINKS[0].name)}
+        speeds = {
+            label: at[name]
+            for label in METHODS
+            for name in (
+                "none",
+                "LoRA r=16",
+                "PrivateLoRA r=16",
+                "PrivateLoRA r=64",
+                "PrivateLoRA v r=48",
+                "PrivateLoRA down r=48",
+            )
+            if label == name or (name.startswith("PrivateLoRA") and label.startswith(f"{name}, "))
+        }
+        speeds["phone only, smaller, LoRA r=16"] = at["phone only, smaller"]
+        speeds["phone only, 4 bit, LoRA r=16"] = at["none"]
+        rows += diary_rows(starts["plpkg-small"], tokenizer, catalog.data_path("diary") / "adapter")
+        updated = updated_backbone(starts["plpkg-small"], tokenizer)
+        rows.append(distance(starts["plpkg-small"], updated))
+        for name in WRITERS[:3]:
+            rows += migration_rows(name, starts["plpkg-small"], updated, tokenizer)
+        for name in WRITERS:
+            rows += quality_rows(name, starts, tokenizer, speeds)
+    record.write("residual_quality", rows)
