@@ -73,6 +73,7 @@ def lora(rank: int, targets=QKV) -> LoraConfig:
 METHODS = {
     "none": Method(),
     "LoRA r=16": Method(lora(16), 5e-3),
+    "PrivateLoRA r=4": Method(low(4), 2e-2),
     "PrivateLoRA r=16": Method(low(16), 2e-2),
     "PrivateLoRA r=64": Method(low(64), 2e-2),
     "PrivateLoRA r=16, SVD": Method(low(16, init="svd"), 2e-2),
@@ -82,7 +83,7 @@ METHODS = {
     "PrivateLoRA down r=48, gradient": Method(low(48, ["down_proj"], init="given"), 1e-2, "own"),
     "PrivateLoRA down r=48, other's gradient": Method(low(48, ["down_proj"], init="given"), 1e-2, "other"),
     "LoRA v r=2": Method(lora(2, ["v_proj"]), 1e-2),
-    "LoRA v r=6": Method(lora(6, ["v_proj"]), 1e-2),
+    "LoRA down r=2": Method(lora(2, ["down_proj"]), 1e-2),
     "head": Method("head", 5e-4),
     "phone only, smaller, LoRA r=16": Method(lora(16), 5e-3, model="smaller"),
     "phone only, 4 bit, LoRA r=16": Method(lora(16), 5e-3, model="4 bit"),
@@ -159,8 +160,14 @@ def bytes_per_token(method: Method, shape: ModelShape) -> float:
         ranks = method.config.r_c2d + method.config.r_d2c
         bits += 16 * shape.num_layers * len(method.config.target_modules) * ranks
     elif isinstance(method.config, LoraConfig):
-        outputs = shape.projection_dims if len(method.config.target_modules) == 3 else shape.projection_dims[-1:]
-        bits += 16 * shape.num_layers * (shape.hidden + sum(outputs))
+        q, k, v = shape.projection_dims
+        widths = {
+            3: shape.hidden + q + k + v,
+            "v_proj": shape.hidden + v,
+            "down_proj": shape.intermediate + shape.hidden,
+        }
+        targets = list(method.config.target_modules)
+        bits += 16 * shape.num_layers * widths[3 if len(targets) == 3 else targets[0]]
     return bits / 8
 
 

@@ -1,4 +1,7 @@
-"""Low-rank residual transmission (PrivateLoRA): M on the device, everything else in the cloud, a wire between them."""
+"""Low-rank residual transmission (PrivateLoRA): M on the device, everything else in the cloud, a wire between them.
+
+The names a notebook imports; ``plots``, ``widget``, ``exercises`` and ``recorded`` load on first use.
+"""
 
 from plpkg.relay import Relay
 from plpkg.residual import attacks, bases, certificates, defences, migrate, training
@@ -25,7 +28,19 @@ __all__ = [
     "certificates",
     "convert_to_lora",
     "defences",
+    "exercises",
     "migrate",
+    "plots",
+    "recorded",
     "split",
     "training",
+    "widget",
 ]
+
+
+def __getattr__(name: str):
+    if name in ("exercises", "plots", "recorded", "widget"):
+        from importlib import import_module
+
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

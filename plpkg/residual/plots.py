@@ -1,0 +1,98 @@
+"""Figures of notebook 02: quality against bytes, the link, and what the cloud recovers."""
+
+from plpkg import catalog, theme
+from plpkg.residual import recorded
+
+
+def quality_against_bytes(ax=None):
+    """Each split method's share of LoRA's gain against its share of LoRA's bytes."""
+    ax = theme.axes(ax)
+    table = recorded.personalisation().query("bytes_per_token > 0")
+    for (method, row), style in zip(table.iterrows(), theme.styles(len(table)), strict=True):
+        x, y, spread = (100 * row[name] for name in ("share_of_actual", "share_of_lora", "share_ci"))
+        ax.errorbar(x, y, yerr=spread, label=method, capsize=3, **{**style, "linestyle": "none"})
+    ax.axvline(25, color="0.4", linestyle="--", lw=1)
+    ax.axhline(80, color="0.4", linestyle="--", lw=1)
+    ax.set(
+        xlabel="bytes of a decoded token, % of LoRA's full activations",
+        ylabel="gain in bits per byte, % of LoRA's",
+        title="Held-out text after the same steps (mean of the writers, 95 %)",
+    )
+    ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    ax.figure.set_size_inches(9.6, 4.4)
+    said = "; ".join(
+        f"{method} {100 * row.share_of_lora:.0f} % at {100 * row.share_of_actual:.0f} %"
+        for method, row in table.iterrows()
+    )
+    return theme.describe(ax, f"Share of LoRA's gain in quality against share of its bytes a token: {said}.")
+
+
+def link_times(ax=None):
+    """What a token spends on a limited link, measured through the relay, beside the formula."""
+    ax = theme.axes(ax)
+    rows = catalog.measured("residual").query("section == 'link'")
+    names = [f"{row.what}, {row.case.split(', ')[1]}" for row in rows.itertuples()]
+    at = range(len(rows))
+    for shift, column, label, fill in zip(
+        (-0.2, 0.2), ("formula_ms", "ms_per_token"), ("formula", "measured (recorded)"), theme.fills(2), strict=True
+    ):
+        ax.barh([i + shift for i in at], rows[column], height=0.4, label=label, **fill)
+    ax.set_yticks(list(at), names)
+    ax.invert_yaxis()
+    ax.grid(False, axis="y")
+    ax.set(xlabel="milliseconds of a token on the link, 60/100 Mb/s")
+    ax.legend()
+    ax.figure.set_size_inches(8.6, 4.4)
+    ratios = rows["ms_per_token"] / rows["formula_ms"]
+    return theme.describe(
+        ax,
+        f"Bars of {len(rows)} links: the measured time of a token is {ratios.min():.2f} to {ratios.max():.2f} times "
+        "the formula's; nearest to it where the round trips take longest.",
+    )
+
+
+def m_recovery(ax=None):
+    """The error of the M that the cloud computes, against the tokens that it has seen."""
+    ax = theme.axes(ax)
+    rows = recorded.attack("m")
+    groups = list(rows.groupby("case", sort=False))
+    for (case, own), style in zip(groups, theme.styles(len(groups)), strict=True):
+        ax.plot(own["x"], own["error"], label=f"M with {case}", **style)
+    ax.set(xscale="log", yscale="log", xlabel="tokens seen", ylabel="relative error of M", ylim=(None, 2))
+    ax.set_xscale("log", base=2)
+    ax.set_title("M by least squares, messages in fp16")
+    ax.legend()
+    said = "; ".join(f"{case}: {own['error'].min():.1g} after {own['x'].max():.0f} tokens" for case, own in groups)
+    return theme.describe(
+        ax, f"The error of the recovered M falls steeply once as many tokens as ranks are seen: {said}."
+    )
+
+
+def inversion(ax=None):
+    """The share of tokens that each attacker recovers, against the layers on the device."""
+    return _recovered("inversion", "decoder layers on the device", ax)
+
+
+def noise(ax=None):
+    """The share of tokens that each attacker recovers, against the noise on the embeddings."""
+    ax = _recovered("noise", "standard deviation of the noise, in units of the embedding's own", ax)
+    quality = recorded.attack("noise").groupby("x")["bits_per_byte"].first()
+    untuned = recorded.attack("quality").set_index("case")["bits_per_byte"]["no M"]
+    for x, bits in quality.items():
+        ax.text(x, 104, f"{bits:.2f}", ha="center", fontsize=9, color="0.3")
+    ax.set_title(f"above: bits per byte (without M and noise {untuned:.2f})", loc="left", pad=18)
+    return ax
+
+
+def _recovered(section: str, xlabel: str, ax):
+    ax = theme.axes(ax)
+    groups = list(recorded.attack(section).groupby("case", sort=False))
+    for (attacker, own), style in zip(groups, theme.styles(len(groups)), strict=True):
+        ax.plot(own["x"], 100 * own["recovered"], label=attacker, **style)
+    ax.set(xlabel=xlabel, ylabel="tokens recovered (%)", ylim=(0, 103))
+    ax.legend()
+    said = "; ".join(
+        f"{attacker} from {100 * own['recovered'].iloc[0]:.0f} to {100 * own['recovered'].iloc[-1]:.0f} %"
+        for attacker, own in groups
+    )
+    return theme.describe(ax, f"Tokens recovered against {xlabel}: {said}.")

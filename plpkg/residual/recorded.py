@@ -1,0 +1,102 @@
+"""What ``benchmarks/residual*.py`` measured, as tables: personalisation, its speed, a changed backbone, attacks.
+
+Every number is *measured (recorded)*. Intervals are 95 % of Student's t over the writers, whose seeds are averaged.
+"""
+
+from plpkg import catalog
+from plpkg.validation import one_of
+
+LORA = "LoRA r=16"
+"""What everything is compared with: LoRA on q, k and v, cut so that full activations cross."""
+
+
+def personalisation():
+    """Each method's mean over writers and seeds.
+
+    Returns
+    -------
+    pandas.DataFrame
+        By method: ``bits_per_byte`` of held-out text; ``gain`` over the untuned model, with its interval's half-width
+        ``gain_ci``; ``share_of_lora`` of LoRA's gain and its ``share_ci``; ``trained`` parameters;
+        ``bytes_per_token`` on the wire with both end points, and ``share_of_actual``: of LoRA's full activations.
+    """
+    import pandas as pd
+
+    rows = catalog.measured("residual_quality").query("section == 'quality'")
+    writers = rows.groupby(["method", "case"], sort=False)[["bits_per_byte", "gain"]].mean()
+    writers["share_of_lora"] = writers["gain"] / writers["gain"].xs(LORA).reindex(writers.index, level="case")
+    by_method = writers.groupby("method", sort=False)
+    costs = rows.groupby("method", sort=False)[["trained", "bytes_per_token", "share_of_actual", "device_mb"]].first()
+    return pd.concat(
+        [
+            by_method["bits_per_byte"].mean(),
+            by_method["gain"].mean(),
+            by_method["gain"].apply(half_width).rename("gain_ci"),
+            by_method["share_of_lora"].mean(),
+            by_method["share_of_lora"].apply(half_width).rename("share_ci"),
+            costs,
+        ],
+        axis=1,
+    )
+
+
+def half_width(values) -> float:
+    """Half of the 95 % interval of a mean; NaN for fewer than two values."""
+    from scipy.stats import t
+
+    n = len(values)
+    return float(t.ppf(0.975, n - 1) * values.std(ddof=1) / n**0.5) if n > 1 else float("nan")
+
+
+def score_table():
+    """Like the publication's: speed on this machine, next-token accuracy of held-out text, M_S.
+
+    Returns
+    -------
+    pandas.DataFrame
+        By method: ``tokens_per_s`` at 60/100 Mb/s without delay, ``accuracy`` in per cent, ``m_s``; means.
+    """
+    rows = catalog.measured("residual_quality").query("section == 'quality' and tokens_per_s.notna()")
+    return rows.groupby("method", sort=False)[["tokens_per_s", "accuracy", "m_s", "device_mb"]].mean()
+
+
+def speed():
+    """Tokens per second: by method and link."""
+    rows = catalog.measured("residual_quality").query("section == 'speed'")
+    return rows.pivot_table(index="method", columns="case", values="tokens_per_s", sort=False)
+
+
+def diary():
+    """Questions answered exactly: by method and kind."""
+    rows = catalog.measured("residual_quality").query("section == 'diary'")
+    shown = rows.assign(answered=rows["right"].astype(int).astype(str) + " of " + rows["asked"].astype(int).astype(str))
+    return shown.pivot_table(index="method", columns="case", values="answered", aggfunc="first", sort=False)
+
+
+def migration():
+    """Bits per byte of held-out text after a change of backbone: by what was done and writer; and its CPU seconds."""
+    rows = catalog.measured("residual_quality").query("section == 'migration' and bits_per_byte.notna()")
+    table = rows.pivot_table(index="method", columns="case", values="bits_per_byte", sort=False)
+    return table.assign(mean=table.mean(axis=1), cpu_s=rows.groupby("method")["cpu_s"].mean())
+
+
+ATTACKS = ("quality", "plain", "m", "inversion", "noise", "embedding", "nonlinear")
+
+
+def attack(section: str):
+    """The rows of one section of ``benchmarks/residual_attacks.py``, without empty columns and without their origin.
+
+    Parameters
+    ----------
+    section
+        One of :data:`ATTACKS`.
+    """
+    rows = catalog.measured("residual_attacks")
+    rows = rows[rows["section"] == one_of("section", section, ATTACKS)]
+    origin = ["section", "command", "commit", "seed", "machine", "versions"]
+    return rows.drop(columns=origin).dropna(axis=1, how="all").reset_index(drop=True)
+
+
+def strongest_inversion():
+    """The share of tokens that the best attacker recovered, by the number of layers on the device."""
+    return attack("inversion").groupby("x")["recovered"].max()
