@@ -15,6 +15,7 @@ A fused projection (Phi-3's ``qkv_proj``, GPT-2's ``c_attn``) is one projection 
 """
 
 import hashlib
+import warnings
 from dataclasses import dataclass, field
 
 import torch
@@ -313,6 +314,9 @@ def convert_to_lora(model: PeftModel, adapter_name: str = "default") -> tuple[Lo
     )
     return lora, state
 
+
+# peft 0.21 asks transformers 5.23 for an attribute that is going away, at each get_peft_model: no user can help it.
+warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 
 PEFT_TYPE_TO_CONFIG_MAPPING[PEFT_TYPE] = PrivateLoraConfig
 PEFT_TYPE_TO_TUNER_MAPPING[PEFT_TYPE] = PrivateLoraModel

@@ -20,7 +20,7 @@ def test_every_control_answers_to_the_keyboard(lab, page, widget_notebook):
     explorer = page.locator(".plpkg-explorer")
     read_out = explorer.locator(".plpkg-read-out")
     picture = explorer.locator("img")
-    expect(read_out).to_contain_text("token", timeout=60_000)  # all cells above have to run first
+    expect(read_out).to_contain_text("token", timeout=240_000)  # all cells above have to run first
     controls = explorer.locator("select, .noUi-handle, input[type=checkbox]")
     assert 1 <= controls.count() <= 4
 

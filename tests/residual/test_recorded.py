@@ -1,0 +1,58 @@
+"""The recorded tables: what is averaged over what, checked against the rows themselves."""
+
+import pandas as pd
+import pytest
+
+from plpkg import catalog
+from plpkg.residual import recorded
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return catalog.measured("residual_quality")
+
+
+def test_each_method_is_averaged_over_writers_whose_seeds_are_averaged_first(rows):
+    table = recorded.personalisation()
+    quality = rows.query("section == 'quality'")
+    for method in ("none", recorded.LORA, "PrivateLoRA r=16"):
+        own = quality.query("method == @method")
+        means = [own.query("case == @writer")["gain"].mean() for writer in own["case"].unique()]
+        assert table.loc[method, "gain"] == pytest.approx(sum(means) / len(means))
+    assert table.loc[recorded.LORA, "share_of_lora"] == pytest.approx(1)
+    assert table.loc["none", "share_of_lora"] == 0
+
+
+def test_the_interval_is_students():
+    # Four values with a standard deviation of 2: half the interval is 3.182 * 2 / 2.
+    assert recorded.half_width(pd.Series([1.0, 1.0, 1.0, 5.0])) == pytest.approx(3.182, abs=1e-3)
+    assert recorded.half_width(pd.Series([1.0])) != recorded.half_width(pd.Series([1.0]))  # NaN
+
+
+def test_m_s_is_recomputed_from_its_parts(rows):
+    quality = rows.query("section == 'quality'")
+    for writer, own in quality.groupby("case"):
+        none = own.query("method == 'none'").iloc[0]
+        for row in own.dropna(subset="m_s").itertuples():
+            m_s = row.tokens_per_s / none.tokens_per_s * (row.accuracy - none.accuracy)
+            assert row.m_s == pytest.approx(m_s, abs=1e-3), (writer, row.method)
+
+
+def test_every_section_of_the_attacks_is_there():
+    for section in recorded.ATTACKS:
+        assert len(recorded.attack(section)) >= 2
+    with pytest.raises(ValueError, match="section must be one of .*, got 'guess'"):
+        recorded.attack("guess")
+
+
+def test_the_strongest_attacker_is_taken():
+    table = recorded.attack("inversion")
+    best = recorded.strongest_inversion()
+    for first_k, own in table.groupby("x"):
+        assert best[first_k] == own["recovered"].max()
+
+
+def test_migration_and_diary_name_what_was_done():
+    assert {"M kept", "closed form, own text", "closed form, public text"} < set(recorded.migration().index)
+    assert recorded.diary().loc["none"].str.startswith("0 of").all()
+    assert set(recorded.speed().columns) > {"one process"}

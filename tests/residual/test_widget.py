@@ -1,0 +1,54 @@
+"""The explorer's numbers, against a real cut of the model; its words; its bars."""
+
+import pytest
+from peft import get_peft_model
+
+from plpkg import theme
+from plpkg.backbones import load_backbone
+from plpkg.residual import PrivateLoraConfig, recorded, split, widget
+from plpkg.residual.defences import device_cost
+
+
+@pytest.mark.parametrize("first_k", [0, 2, 4])
+@pytest.mark.parametrize(
+    ("adapter", "rank", "targets"),
+    [("PrivateLoRA r=16", 16, None), ("PrivateLoRA down r=48, gradient", 48, ["down_proj"])],
+)
+def test_bytes_are_those_of_the_cut_model(adapter, rank, targets, first_k):
+    model = load_backbone("plpkg-small")[0]
+    model = get_peft_model(model, PrivateLoraConfig(r_c2d=rank, r_d2c=rank, target_modules=targets))
+    cost = device_cost(split(model, first_k)[0])
+    choice = widget.compute(adapter, first_k)
+    assert choice.bytes_per_token == cost.up_bytes_per_token + cost.down_bytes_per_token
+
+
+def test_parameters_are_those_of_the_cut_model():
+    model = get_peft_model(load_backbone("plpkg-small")[0], PrivateLoraConfig(r_c2d=64, r_d2c=64))
+    assert widget.compute("PrivateLoRA r=64", 2).device_parameters == device_cost(split(model, 2)[0]).parameters
+
+
+def test_quality_and_attack_are_the_recorded_ones():
+    choice = widget.compute("PrivateLoRA r=64", 1)
+    row = recorded.personalisation().loc["PrivateLoRA r=64"]
+    assert choice.share_of_lora == row["share_of_lora"]
+    assert choice.recovered == recorded.strongest_inversion()[1]
+    assert widget.compute("PrivateLoRA r=64", 0).share_of_actual == pytest.approx(row["share_of_actual"], abs=1e-4)
+
+
+def test_moving_each_control_changes_the_words():
+    explorer = widget.explorer()
+    seen = {explorer.text}
+    for name, value in {"first_k": 3, "adapter": "PrivateLoRA down r=48, gradient"}.items():
+        explorer.controls[name].value = value
+        assert explorer.text not in seen, name
+        seen.add(explorer.text)
+    assert "3 of 5 layers on the device" in explorer.text
+
+
+def test_bars_are_the_choice():
+    ax = theme.axes()
+    choice = widget.compute("PrivateLoRA r=16", 0)
+    widget.draw(choice, ax)
+    widths = [bar.get_width() for bar in ax.patches]
+    assert widths == pytest.approx([100 * v for v in (choice.share_of_actual, choice.share_of_lora, choice.recovered)])
+    assert "Three bars for PrivateLoRA r=16" in theme.alt(ax.figure)
