@@ -9,7 +9,7 @@ has the public weights and public text. Everything that is sent is rounded to fp
 * embedding: a secret embedding (PrivateLoRA's "cold start"), learnt on public text; four attackers.
 * nonlinear: a function in the place of M, and a copy learnt from its answers.
 
-Run: ``python benchmarks/residual_attacks.py`` (about 15 minutes on two idle cores). Not part of ``make bench``.
+Run: ``python benchmarks/residual_attacks.py`` (about 25 minutes on one idle core). Not part of ``make bench``.
 """
 
 import copy
@@ -32,7 +32,7 @@ ATTACKER_TOKENS = 60_000
 WINDOWS, WINDOW = 8, 128
 """Of the victim's text, on which attacks are judged: 1,024 tokens."""
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)
 MODEL, TOKENIZER = load_backbone("plpkg-small")
 MODEL.requires_grad_(False)
 TABLE = defences.public_table(MODEL)

@@ -9,7 +9,7 @@
 * diary: which questions about the diary are answered, after its entries and the first wording of each question.
 * migration: the backbone goes on learning, from other people's text; what is done with M.
 
-Run: ``python benchmarks/residual_quality.py`` (about 70 minutes on two idle cores). Not part of ``make bench``.
+Run: ``python benchmarks/residual_quality.py`` (about 90 minutes on one idle core). Not part of ``make bench``.
 """
 
 import argparse
@@ -44,7 +44,7 @@ NEIGHBOUR = "pandas"  # whose text the bases of "another writer" come from
 SEEDS = (0, 1)
 STEPS, BATCH, SEQ = 60, 4, 256
 TEST_BYTES = 60_000
-SMALL = Recipe(num_layers=2, hidden=192, num_heads=6, num_kv_heads=2, intermediate=512, batch=16, steps=400)
+SMALL = Recipe(num_layers=2, hidden=192, num_heads=6, num_kv_heads=2, intermediate=512, batch=16, steps=300)
 LINKS = [Link(f"60/100 Mb/s, RTT {ms} ms", 60e6, 100e6, ms / 1e3) for ms in (0, 5, 20)]
 
 
@@ -228,7 +228,7 @@ def generate_speed(generate, ids: torch.Tensor, tokens: int = 32) -> float:
 
 
 def speed_rows(smaller: Path) -> list[dict]:
-    """Median of 5 interleaved runs."""
+    """Median of 3 interleaved runs."""
     torch.set_num_threads(1)
     whole = load_backbone("plpkg-small")[0]
     small = load_backbone(smaller)[0]
@@ -257,13 +257,13 @@ def speed_rows(smaller: Path) -> list[dict]:
         for generate in ways.values():
             generate(ids, 4)
         runs = {key: [] for key in ways}
-        for _ in range(5):
+        for _ in range(3):
             for key, generate in ways.items():
                 runs[key].append(generate_speed(generate, ids))
         for (case, label), values in runs.items():
             speed = round(statistics.median(values), 2)
             rows.append({"section": "speed", "case": case, "method": label, "tokens_per_s": speed})
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     return rows
 
 
@@ -287,7 +287,7 @@ def diary_rows(start, tokenizer, out: Path) -> list[dict]:
         for_bases = corpora.batches(text, batch=BATCH, seq=SEQ, seed=1000) if method.basis else None
         model = prepared(method, start, for_bases)
         if method.config is not None:
-            personalise(model, corpora.batches(text, batch=8, seq=128, seed=0), method.lr, steps=400)
+            personalise(model, corpora.batches(text, batch=8, seq=128, seed=0), method.lr, steps=300)
         for kind in ("fact", "paraphrase"):
             questions = [q for q in diary.questions if q.kind == kind]
             right = sum(q.answer.lower() in answer(model, tokenizer, q.question).lower() for q in questions)
@@ -386,7 +386,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--smaller", type=Path, help="a folder for the smaller model; kept, and used if it is there")
     options = parser.parse_args()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         small = smaller_model(options.smaller or Path(folder, "smaller"))
         full, tokenizer = load_backbone("plpkg-small")
