@@ -84,6 +84,9 @@ def pretrain(
 Model = Annotated[str, Option(help="plpkg-small, a hub name, or a folder.")]
 Adapter = Annotated[Path | None, Option(help="A folder with a saved PrivateLoRA adapter; else a new one of --rank.")]
 Rank = Annotated[int, Option(help="Of a new adapter, both ways.")]
+Target = Annotated[
+    list[str] | None, Option(help="Linear layers of a new adapter, down_proj say; by default q, k and v.")
+]
 Seed = Annotated[int, Option(help="Of a new adapter's A and B.")]
 FirstK = Annotated[int, Option(help="Layers that the device keeps at the beginning.")]
 LastK = Annotated[int, Option(help="Layers that the device keeps at the end.")]
@@ -98,6 +101,7 @@ def cloud(
     listen: Annotated[str, Option(metavar="HOST:PORT", help="Port 0 takes a free one.")] = "127.0.0.1:7070",
     adapter: Adapter = None,
     rank: Rank = 64,
+    target: Target = None,
     seed: Seed = 0,
     first_k: FirstK = 0,
     last_k: LastK = 0,
@@ -118,7 +122,8 @@ def cloud(
         if init_tls is not None:
             typer.echo(f"{certificates.write(init_tls, host or [])}: give this file to the devices (--ca)")
             return
-        adapted, _ = commands.adapted_model(model, adapter, dtype, device, r_c2d=rank, r_d2c=rank, projection_seed=seed)
+        new = dict(r_c2d=rank, r_d2c=rank, target_modules=target or None, projection_seed=seed)
+        adapted, _ = commands.adapted_model(model, adapter, dtype, device, **new)
         limits = Limits(sessions=sessions, tokens=tokens)
         common = dict(first_k=first_k, last_k=last_k, precision=precision)
         commands.serve(CloudServer(adapted, listen, tls=tls, token=token, limits=limits, **common), typer.echo)
@@ -137,6 +142,7 @@ def device(
     model: Model = "plpkg-small",
     adapter: Adapter = None,
     rank: Rank = 64,
+    target: Target = None,
     seed: Seed = 0,
     first_k: FirstK = 0,
     last_k: LastK = 0,
@@ -153,8 +159,9 @@ def _client(options: dict):
     """The device's client, the adapted model and its tokenizer."""
     from plpkg.residual import DeviceClient, commands
 
-    ranks = dict(r_c2d=options["rank"], r_d2c=options["rank"], projection_seed=options["seed"])
-    model, tokenizer = commands.adapted_model(options["model"], options["adapter"], "fp32", "cpu", **ranks)
+    rank, target, seed = options["rank"], options["target"], options["seed"]
+    new = dict(r_c2d=rank, r_d2c=rank, target_modules=target or None, projection_seed=seed)
+    model, tokenizer = commands.adapted_model(options["model"], options["adapter"], "fp32", "cpu", **new)
     names = ("first_k", "last_k", "precision", "ca", "token", "link")
     return DeviceClient(options["connect"], model, **{name: options[name] for name in names}), model, tokenizer
 

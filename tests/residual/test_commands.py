@@ -18,6 +18,7 @@ from plpkg.cli import app
 from plpkg.residual import CloudServer, DeviceClient, PrivateLoraConfig, commands
 
 WORDS = ["<unk>", "<s>", "my", "cat", "is", "called", "felix", "and", "sleeps", "all", "day"]
+TARGETS = ["--target", "v_proj", "--target", "down_proj"]
 RUNNER = CliRunner(env={"COLUMNS": "400"})
 
 
@@ -35,7 +36,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def cloud(folder):
     """``plpkg cloud`` in a process; gives its address."""
-    command = [sys.executable, "-m", "plpkg", "cloud", "--model", str(folder), "--rank", "4"]
+    command = [sys.executable, "-m", "plpkg", "cloud", "--model", str(folder), "--rank", "4", *TARGETS]
     process = subprocess.Popen(
         [*command, "--listen", "127.0.0.1:0"],
         stdout=subprocess.PIPE,
@@ -56,7 +57,9 @@ def test_cloud_chat_and_train(cloud, folder, tmp_path):
     text = tmp_path / "diary.txt"
     text.write_text("my cat is called felix and sleeps all day " * 20)
     options = ["--steps", "3", "--batch", "2", "--seq", "8"]
-    result = RUNNER.invoke(app, [*device, "--rank", "4", "train", str(text), str(tmp_path / "mine"), *options])
+    result = RUNNER.invoke(
+        app, [*device, "--rank", "4", *TARGETS, "train", str(text), str(tmp_path / "mine"), *options]
+    )
     assert result.exit_code == 0, result.output
     assert "Training(3 steps" in result.output
     chat = ["chat", "--max-new-tokens", "5", "--temperature", "0"]
@@ -66,6 +69,7 @@ def test_cloud_chat_and_train(cloud, folder, tmp_path):
     result = RUNNER.invoke(app, [*device, "--rank", "5", *chat], input="my cat\n")
     assert result.exit_code == 2
     assert "r_c2d is 5 on the device and 4 on the cloud" in result.output
+    assert "targets is 'k_proj, q_proj, v_proj of layers 0, 1' on the device and 'down_proj, v_proj" in result.output
 
 
 def test_chat_is_what_generate_gives_and_remembers_with_a_template(folder, capsys):

@@ -41,7 +41,7 @@ def test_m_s_is_recomputed_from_its_parts(rows):
 def test_every_section_of_the_attacks_is_there():
     for section in recorded.ATTACKS:
         assert len(recorded.attack(section)) >= 2
-    with pytest.raises(ValueError, match="section must be one of .*, got 'guess'"):
+    with pytest.raises(ValueError, match=r"section must be one of .*, got 'guess'"):
         recorded.attack("guess")
 
 
