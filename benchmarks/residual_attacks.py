@@ -31,6 +31,8 @@ WRITER = "seaborn"
 ATTACKER_TOKENS = 60_000
 WINDOWS, WINDOW = 8, 128
 """Of the victim's text, on which attacks are judged: 1,024 tokens."""
+LITTLE = 2
+"""Windows of ``SEQ`` public tokens, for an attacker who has no more."""
 
 torch.set_num_threads(1)
 MODEL, TOKENIZER = load_backbone("plpkg-small")
@@ -103,7 +105,12 @@ def inversion_rows(victim) -> list[dict]:
             sent = on_the_wire(device.embed(VICTIM))
         linear = LinearInverter(theirs, PUBLIC, TABLE)
         mlp = MlpInverter(theirs, PUBLIC, TABLE, steps=1000)
-        found = {"linear": linear.recover(sent), "MLP": mlp.recover(sent)}
+        with_little = LinearInverter(theirs[:LITTLE], PUBLIC[:LITTLE], TABLE)
+        found = {
+            f"linear, {LITTLE * SEQ:,} tokens": with_little.recover(sent),
+            "linear": linear.recover(sent),
+            "MLP": mlp.recover(sent),
+        }
         # The greedy search starts from what the MLP thinks likely; two windows, since it takes long.
         few = 2
         shortlist = mlp.candidates(sent[:few], 256)
