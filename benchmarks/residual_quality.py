@@ -1,4 +1,4 @@
-"""What personalising brings: each private writer by each method, the diary's questions, a changed backbone.
+"""What personalising brings: each private writer by each method, its speed, a changed backbone.
 
 * quality: plpkg-small, personalised on a writer's training text, scored on the writer's test text. Every method takes
   the same steps; its learning rate was chosen on numpy's and seaborn's validation text. Two seeds, of the order.
@@ -6,20 +6,22 @@
   plpkg-small rounded to 4 bit, both with LoRA.
 * speed: tokens per second of each way to run it, on links of 60/100 Mb/s, two processes, one thread each. This machine
   plays the phone as well: a phone would be slower.
-* diary: which questions about the diary are answered, after its entries and the first wording of each question.
 * migration: the backbone goes on learning, from other people's text; what is done with M.
 
-Run: ``python benchmarks/residual_quality.py`` (about 90 minutes on one idle core). Not part of ``make bench``.
+Run: ``python benchmarks/residual_quality.py`` (about 45 minutes; the writers in processes of one thread each, on
+two idle cores). Not part of ``make bench``.
 """
 
 import argparse
 import contextlib
 import copy
 import itertools
+import multiprocessing
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -30,7 +32,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn import functional
 
-from plpkg import catalog, communication, corpora, throughput
+from plpkg import communication, corpora, throughput
 from plpkg.backbones import load_backbone
 from plpkg.catalog import Link, ModelShape
 from plpkg.corpora import Document
@@ -43,7 +45,7 @@ WRITERS = ("seaborn", "numpy", "sklearn", "matplotlib")
 NEIGHBOUR = "pandas"  # whose text the bases of "another writer" come from
 SEEDS = (0, 1)
 STEPS, BATCH, SEQ = 60, 4, 256
-TEST_BYTES = 60_000
+TEST_BYTES = 40_000
 SMALL = Recipe(num_layers=2, hidden=192, num_heads=6, num_kv_heads=2, intermediate=512, batch=16, steps=400)
 LINKS = [Link(f"60/100 Mb/s, RTT {ms} ms", 60e6, 100e6, ms / 1e3) for ms in (0, 5, 20)]
 
@@ -142,7 +144,7 @@ def token_accuracy(model, encoded) -> float:
 
 
 def test_text(name: str) -> list[Document]:
-    """The writer's test documents, the first 60 kB or so."""
+    """The writer's test documents, the first 40 kB or so."""
     chosen, size = [], 0
     for document in corpora.writer(name).split("test"):
         if size < TEST_BYTES:
@@ -267,47 +269,6 @@ def speed_rows(smaller: Path) -> list[dict]:
     return rows
 
 
-def asked(question: str) -> str:
-    return f"Question: {question}\nAnswer:"
-
-
-def diary_rows(start, tokenizer, out: Path) -> list[dict]:
-    """Exact answers, greedily; the adapter of PrivateLoRA goes to ``out``."""
-    diary = corpora.diary()
-    facts = [Document(q.question, f"{asked(q.question)} {q.answer}.") for q in diary.questions if q.kind == "fact"]
-    text = corpora.encode([*diary.entries, *(facts * 6)], tokenizer)
-    methods = {
-        "none": Method(),
-        "LoRA r=16": Method(lora(16), 5e-3),
-        "PrivateLoRA r=64": Method(low(64), 1e-2),
-        "PrivateLoRA down r=48, gradient": Method(low(48, ["down_proj"], init="given"), 1e-2, "own"),
-    }
-    rows = []
-    for label, method in methods.items():
-        for_bases = corpora.batches(text, batch=BATCH, seq=SEQ, seed=1000) if method.basis else None
-        model = prepared(method, start, for_bases)
-        if method.config is not None:
-            personalise(model, corpora.batches(text, batch=8, seq=128, seed=0), method.lr, steps=300)
-        for kind in ("fact", "paraphrase"):
-            questions = [q for q in diary.questions if q.kind == kind]
-            right = sum(q.answer.lower() in answer(model, tokenizer, q.question).lower() for q in questions)
-            rows.append({"section": "diary", "case": kind, "method": label, "right": right, "asked": len(questions)})
-        if label == "PrivateLoRA r=64":
-            model.peft_config["default"].base_model_name_or_path = "plpkg-small"
-            model.half().save_pretrained(out)
-            (out / "README.md").unlink()  # PEFT's empty form
-        print(rows[-2:], flush=True)
-    return rows
-
-
-@torch.inference_mode()
-def answer(model, tokenizer, question: str) -> str:
-    start = [i for i in (tokenizer.bos_token_id,) if i is not None]
-    ids = torch.tensor([start + tokenizer(asked(question), add_special_tokens=False)["input_ids"]])
-    found = model.generate(input_ids=ids, max_new_tokens=16, do_sample=False)
-    return tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
-
-
 def updated_backbone(start, tokenizer):
     """The backbone after it has read on: public text, and that of two writers who are nobody's private ones here."""
     updated = copy.deepcopy(start).requires_grad_(True)
@@ -415,11 +376,11 @@ if __name__ == "__main__":
         }
         speeds["phone only, smaller, LoRA r=16"] = at["phone only, smaller"]
         speeds["phone only, 4 bit, LoRA r=16"] = at["none"]
-        rows += diary_rows(starts["plpkg-small"], tokenizer, catalog.data_path("diary") / "adapter")
-        updated = updated_backbone(starts["plpkg-small"], tokenizer)
-        rows.append(distance(starts["plpkg-small"], updated))
-        for name in WRITERS[:3]:
-            rows += migration_rows(name, starts["plpkg-small"], updated, tokenizer)
-        for name in WRITERS:
-            rows += quality_rows(name, starts, tokenizer, speeds)
+        updated = updated_backbone(full, tokenizer)
+        rows.append(distance(full, updated))
+        alone = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(2, alone, torch.set_num_threads, (1,)) as pool:
+            migrated = [pool.submit(migration_rows, name, full, updated, tokenizer) for name in WRITERS[:3]]
+            learnt = [pool.submit(quality_rows, name, starts, tokenizer, speeds) for name in WRITERS]
+            rows += [row for job in (*migrated, *learnt) for row in job.result()]
     record.write("residual_quality", rows)
