@@ -68,7 +68,7 @@ def speed():
 
 def diary():
     """Questions answered exactly: by method and kind."""
-    rows = catalog.measured("residual_quality").query("section == 'diary'")
+    rows = catalog.measured("residual_diary")
     shown = rows.assign(answered=rows["right"].astype(int).astype(str) + " of " + rows["asked"].astype(int).astype(str))
     return shown.pivot_table(index="method", columns="case", values="answered", aggfunc="first", sort=False)
 
