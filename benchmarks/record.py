@@ -27,8 +27,8 @@ def git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=DATA.parents[1], capture_output=True, text=True).stdout.strip()
 
 
-def write(room: str, rows: list[dict], *, device: str = "cpu", seed: int = 0) -> None:
-    """Write the rows of one run, replacing the run before it, and print them."""
+def write(room: str, rows: list[dict], *, device: str = "cpu", seed: int = 0, keep: pd.DataFrame | None = None) -> None:
+    """Write the rows of one run and print them. They replace the run before, but for what of it is to be kept."""
     commit = git("rev-parse", "--short", "HEAD")
     if git("status", "--porcelain", "--", ".", ":!data"):  # data/ changes by measuring
         commit += "-dirty"
@@ -42,5 +42,8 @@ def write(room: str, rows: list[dict], *, device: str = "cpu", seed: int = 0) ->
     frame = pd.DataFrame(rows)
     print(frame.to_string(index=False))
     DATA.mkdir(exist_ok=True)
-    frame.assign(**origin).to_csv(DATA / f"{room}.csv", index=False, lineterminator="\n")
+    frame = frame.assign(**origin)
+    if keep is not None:
+        frame = pd.concat([keep, frame])
+    frame.to_csv(DATA / f"{room}.csv", index=False, lineterminator="\n")
     print(f"written to data/measured/{room}.csv ({origin['machine']}); run `make checksums` before committing it")

@@ -4,7 +4,7 @@ plpkg-small learns the diary's entries and the first wording of each question wi
 these words, and in others (paraphrases). An answer is right if it holds the true one. The adapter of ``KEPT`` goes to
 ``data/diary/adapter``: notebook 02 talks to it.
 
-Run: ``python benchmarks/residual_diary.py`` (about 30 minutes on two idle cores). Not part of ``make bench``.
+Run: ``python benchmarks/residual_diary.py`` (about 10 minutes on two idle cores). Not part of ``make bench``.
 """
 
 import multiprocessing
@@ -19,15 +19,16 @@ from plpkg.backbones import load_backbone
 from plpkg.corpora import Document
 from plpkg.residual.adapter import QKV
 
-STEPS = 600
+STEPS = 300
+EVERYWHERE = [*QKV, "o_proj", "gate_proj", "up_proj", "down_proj"]
 METHODS = {
     "none": Method(),
     "LoRA r=16": Method(lora(16), 5e-3),
-    "PrivateLoRA r=64": Method(low(64), 3e-2),
-    "PrivateLoRA q, k, v, down r=64": Method(low(64, [*QKV, "down_proj"]), 2e-2),
+    "PrivateLoRA r=64": Method(low(64), 1e-2),
+    "PrivateLoRA r=64, all 7 projections": Method(low(64, EVERYWHERE), 1e-2),
     "PrivateLoRA down r=48, gradient": Method(low(48, ["down_proj"], init="given"), 1e-2, "own"),
 }
-KEPT = "PrivateLoRA r=64"
+KEPT = "PrivateLoRA r=64, all 7 projections"
 
 
 def asked(question: str) -> str:
@@ -46,7 +47,7 @@ def learn(label: str) -> list[dict]:
     start.requires_grad_(False)
     diary = corpora.diary()
     facts = [Document(q.question, f"{asked(q.question)} {q.answer}.") for q in diary.questions if q.kind == "fact"]
-    text = corpora.encode([*diary.entries, *(facts * 6)], tokenizer)
+    text = corpora.encode([*diary.entries, *(facts * 20)], tokenizer)
     for_bases = corpora.batches(text, batch=BATCH, seq=SEQ, seed=1000) if method.basis else None
     model = prepared(method, start, for_bases)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
