@@ -32,7 +32,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn import functional
 
-from plpkg import communication, corpora, throughput
+from plpkg import catalog, communication, corpora, throughput
 from plpkg.backbones import load_backbone
 from plpkg.catalog import Link, ModelShape
 from plpkg.corpora import Document
@@ -350,7 +350,8 @@ def again(methods: list[str]) -> None:
     with ProcessPoolExecutor(2, alone, torch.set_num_threads, (1,)) as pool:
         jobs = [pool.submit(quality_rows, name, starts, tokenizer, speeds, chosen) for name in WRITERS]
         rows = [row for job in jobs for row in job.result() if row["method"] in methods]
-    record.write("residual_quality", rows, keep=recorded[~recorded["method"].isin(methods)])
+    replaced = (recorded["section"] == "quality") & recorded["method"].isin(methods)
+    record.write("residual_quality", rows, keep=recorded[~replaced])
 
 
 def smaller_model(folder: Path) -> Path:
