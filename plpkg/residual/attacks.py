@@ -336,10 +336,9 @@ def frequency_attack(
 ) -> torch.Tensor:
     """Decipher a text in which every token has been replaced by a symbol of its own, from statistics alone.
 
-    The first guess pairs symbols and tokens by rank of frequency. Each round then takes the pairs of the most
-    frequent symbols as given, scores each symbol as each token by the bigrams that it forms with them (those before
-    it, and those on both sides), and pairs all anew by linear assignment; every round trusts a third more symbols. The
-    pairing of the likeliest bigrams gives the token at each position ``(n,)``, or -1 where the symbol was too rare.
+    The first guess pairs symbols and tokens by frequency. Each round takes the pairs of the most frequent symbols as
+    given, scores all others by the bigrams with them (before it, or on both sides) and pairs anew by linear assignment;
+    it trusts a third more symbols. Gives the token at each position ``(n,)``, or -1 where the symbol was too rare.
 
     Parameters
     ----------
@@ -371,8 +370,7 @@ def frequency_attack(
     # As if each token had been followed by five more, drawn from all: no bigram is impossible.
     log_p = ((counts + 5 * share) / (followed[:, None] + 5)).log()  # (tokens, tokens after them)
     rare = torch.bincount(ranks, minlength=n + 1)[:n, None] * share.log()  # (symbols, tokens)
-    pairing = best = torch.arange(n)
-    trusted = 5.0
+    pairing, best, trusted = torch.arange(n), torch.arange(n), 5.0
 
     def likelihood(pairing: torch.Tensor) -> float:
         return (seen * log_p[pairing][:, pairing]).sum().item()
