@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import record
 import torch
-from residual_quality import BATCH, SEQ, Method, lora, low, personalise, prepared
+from residual_quality import Method, lora, low, personalise, prepared
 
 from plpkg import catalog, corpora
 from plpkg.backbones import load_backbone
@@ -26,7 +26,6 @@ METHODS = {
     "LoRA r=16": Method(lora(16), 5e-3),
     "PrivateLoRA r=64": Method(low(64), 1e-2),
     "PrivateLoRA r=64, all 7 projections": Method(low(64, EVERYWHERE), 1e-2),
-    "PrivateLoRA down r=48, gradient": Method(low(48, ["down_proj"], init="given"), 1e-2, "own"),
 }
 KEPT = "PrivateLoRA r=64, all 7 projections"
 
@@ -48,8 +47,7 @@ def learn(label: str) -> list[dict]:
     diary = corpora.diary()
     facts = [Document(q.question, f"{asked(q.question)} {q.answer}.") for q in diary.questions if q.kind == "fact"]
     text = corpora.encode([*diary.entries, *(facts * 20)], tokenizer)
-    for_bases = corpora.batches(text, batch=BATCH, seq=SEQ, seed=1000) if method.basis else None
-    model = prepared(method, start, for_bases)
+    model = prepared(method, start)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if method.config is not None:
         personalise(model, corpora.batches(text, batch=8, seq=128, seed=0), method.lr, steps=STEPS)
