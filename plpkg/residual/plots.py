@@ -8,9 +8,10 @@ def quality_against_bytes(ax=None):
     """Each split method's share of LoRA's gain against its share of LoRA's bytes."""
     ax = theme.axes(ax)
     table = recorded.personalisation().query("bytes_per_token > 0")
+    beside = table.groupby("share_of_actual").cumcount()  # the same bytes: side by side
     for (method, row), style in zip(table.iterrows(), theme.styles(len(table)), strict=True):
         x, y, spread = (100 * row[name] for name in ("share_of_actual", "share_of_lora", "share_ci"))
-        ax.errorbar(x, y, yerr=spread, label=method, capsize=3, **{**style, "linestyle": "none"})
+        ax.errorbar(x + beside[method], y, yerr=spread, label=method, capsize=3, **{**style, "linestyle": "none"})
     ax.axvline(25, color="0.4", linestyle="--", lw=1)
     ax.axhline(80, color="0.4", linestyle="--", lw=1)
     ax.set(

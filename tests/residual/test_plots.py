@@ -12,7 +12,7 @@ def test_quality_against_bytes():
     drawn = {c.get_label(): c.lines[0].get_xydata()[0] for c in ax.containers}
     assert set(drawn) == set(table.index)
     for method, (x, y) in drawn.items():
-        assert x == pytest.approx(100 * table.loc[method, "share_of_actual"])
+        assert 0 <= x - 100 * table.loc[method, "share_of_actual"] < 10  # beside others with the same bytes
         assert y == pytest.approx(100 * table.loc[method, "share_of_lora"])
     assert "LoRA r=16 100 % at 100 %" in theme.alt(ax.figure)
 
