@@ -41,7 +41,7 @@ from plpkg.residual import DeviceClient, PrivateLoraConfig, bases, migrate
 from plpkg.residual.adapter import QKV
 from plpkg.scoring import score
 
-WRITERS = ("seaborn", "numpy", "sklearn", "matplotlib")
+WRITERS = ("seaborn", "numpy", "sklearn")
 NEIGHBOUR = "pandas"  # whose text the bases of "another writer" come from
 SEEDS = (0, 1)
 STEPS, BATCH, SEQ = 60, 4, 256
@@ -77,7 +77,7 @@ METHODS = {
     "LoRA r=16": Method(lora(16), 5e-3),
     "PrivateLoRA r=4": Method(low(4), 2e-2),
     "PrivateLoRA r=16": Method(low(16), 2e-2),
-    "PrivateLoRA r=64": Method(low(64), 5e-3),
+    "PrivateLoRA r=64": Method(low(64), 2e-2),
     "PrivateLoRA r=16, SVD": Method(low(16, init="svd"), 2e-2),
     "PrivateLoRA r=16, gradient": Method(low(16, init="given"), 1e-2, "own"),
     "PrivateLoRA v r=48, gradient": Method(low(48, ["v_proj"], init="given"), 1e-2, "own"),
@@ -401,7 +401,7 @@ if __name__ == "__main__":
         rows.append(distance(full, updated))
         alone = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(2, alone, torch.set_num_threads, (1,)) as pool:
-            migrated = [pool.submit(migration_rows, name, full, updated, tokenizer) for name in WRITERS[:3]]
+            migrated = [pool.submit(migration_rows, name, full, updated, tokenizer) for name in WRITERS]
             learnt = [pool.submit(quality_rows, name, starts, tokenizer, speeds) for name in WRITERS]
             rows += [row for job in (*migrated, *learnt) for row in job.result()]
     record.write("residual_quality", rows)
