@@ -1,31 +1,27 @@
-"""Figures of notebook 02: quality against bytes, the link, and what the cloud recovers."""
+"""Figures of notebook 02: quality and bytes, the link, and what the cloud recovers."""
 
 from plpkg import catalog, theme
 from plpkg.residual import recorded
 
 
-def quality_against_bytes(ax=None):
-    """Each split method's share of LoRA's gain against its share of LoRA's bytes."""
+def quality(ax=None):
+    """Each split method's share of LoRA's gain, with the share of LoRA's bytes that it sends."""
     ax = theme.axes(ax)
-    table = recorded.personalisation().query("bytes_per_token > 0")
-    beside = table.groupby("share_of_actual").cumcount()  # the same bytes: side by side
-    for (method, row), style in zip(table.iterrows(), theme.styles(len(table)), strict=True):
-        x, y, spread = (100 * row[name] for name in ("share_of_actual", "share_of_lora", "share_ci"))
-        ax.errorbar(x + beside[method], y, yerr=spread, label=method, capsize=3, **{**style, "linestyle": "none"})
-    ax.axvline(25, color="0.4", linestyle="--", lw=1)
-    ax.axhline(80, color="0.4", linestyle="--", lw=1)
-    ax.set(
-        xlabel="bytes of a decoded token, % of LoRA's full activations",
-        ylabel="gain in bits per byte, % of LoRA's",
-        title="Held-out text after the same steps (mean of the writers, 95 %)",
+    table = recorded.personalisation().query("bytes_per_token > 0").sort_values("share_of_lora")
+    names = [f"{method} ({100 * row.share_of_actual:.0f} %)" for method, row in table.iterrows()]
+    colour = theme.styles(1)[0]["color"]
+    for name, row in zip(names, table.itertuples(), strict=True):
+        fill = colour if row.share_of_actual <= 0.25 else "white"
+        spread = 100 * row.share_ci
+        ax.errorbar(100 * row.share_of_lora, name, xerr=spread, fmt="o", ms=7, capsize=3, color=colour, mfc=fill)
+    ax.axvline(80, color="0.4", linestyle="--", lw=1)
+    ax.grid(False, axis="y")
+    ax.set(xlabel=f"gain in bits per byte, % of that of {recorded.LORA} (mean of the writers, 95 %)", xlim=(-60, 260))
+    ax.figure.set_size_inches(8.6, 4.6)
+    said = "; ".join(f"{name} {100 * share:.0f} %" for name, share in zip(names, table["share_of_lora"], strict=True))
+    return theme.describe(
+        ax, f"Share of LoRA's gain in quality, by method and its share of LoRA's bytes a token: {said}."
     )
-    ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
-    ax.figure.set_size_inches(9.6, 4.4)
-    said = "; ".join(
-        f"{method} {100 * row.share_of_lora:.0f} % at {100 * row.share_of_actual:.0f} %"
-        for method, row in table.iterrows()
-    )
-    return theme.describe(ax, f"Share of LoRA's gain in quality against share of its bytes a token: {said}.")
 
 
 def link_times(ax=None):
@@ -71,7 +67,9 @@ def m_recovery(ax=None):
 
 def inversion(ax=None):
     """The share of tokens that each attacker recovers, against the layers on the device."""
-    return _recovered("inversion", "decoder layers on the device", ax)
+    ax = _recovered("inversion", "decoder layers on the device", ax)
+    ax.set_xticks(range(int(recorded.attack("inversion")["x"].max()) + 1))
+    return ax
 
 
 def noise(ax=None):

@@ -96,7 +96,7 @@ def draw(choice: Choice, ax):
         ax.text(max(value, 0), name, f" {value:.0f} %", va="center")
     ax.invert_yaxis()
     ax.grid(False, axis="y")
-    ax.set(xlabel="per cent", xlim=(0, 125), title=f"{choice.adapter}, first_k={choice.first_k}")
+    ax.set(xlabel="per cent", xlim=(0, 1.2 * max(100, *values)), title=f"{choice.adapter}, first_k={choice.first_k}")
     said = ", ".join(f"{name} {value:.0f} %" for name, value in zip(("bytes", "gain", "read"), values, strict=True))
     return theme.describe(ax, f"Three bars for {choice.adapter} with {choice.first_k} layers on the device: {said}.")
 

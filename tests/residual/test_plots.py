@@ -6,15 +6,14 @@ from plpkg import catalog, theme
 from plpkg.residual import plots, recorded
 
 
-def test_quality_against_bytes():
-    ax = plots.quality_against_bytes()
-    table = recorded.personalisation().query("bytes_per_token > 0")
-    drawn = {c.get_label(): c.lines[0].get_xydata()[0] for c in ax.containers}
-    assert set(drawn) == set(table.index)
-    for method, (x, y) in drawn.items():
-        assert 0 <= x - 100 * table.loc[method, "share_of_actual"] < 10  # beside others with the same bytes
-        assert y == pytest.approx(100 * table.loc[method, "share_of_lora"])
-    assert "LoRA r=16 100 % at 100 %" in theme.alt(ax.figure)
+def test_quality():
+    ax = plots.quality()
+    table = recorded.personalisation().query("bytes_per_token > 0").sort_values("share_of_lora")
+    drawn = [container.lines[0] for container in ax.containers]
+    assert [line.get_xdata()[0] for line in drawn] == pytest.approx(list(100 * table["share_of_lora"]))
+    filled = [line.get_markerfacecolor() != "white" for line in drawn]
+    assert filled == list(table["share_of_actual"] <= 0.25)
+    assert "LoRA r=16 (100 %) 100 %" in theme.alt(ax.figure)
 
 
 def test_link_times():

@@ -35,7 +35,7 @@ def test_m_s_is_recomputed_from_its_parts(rows):
         none = own.query("method == 'none'").iloc[0]
         for row in own.dropna(subset="m_s").itertuples():
             m_s = row.tokens_per_s / none.tokens_per_s * (row.accuracy - none.accuracy)
-            assert row.m_s == pytest.approx(m_s, abs=1e-3), (writer, row.method)
+            assert row.m_s == pytest.approx(m_s, abs=3e-3), (writer, row.method)  # from rounded accuracies
 
 
 def test_every_section_of_the_attacks_is_there():
