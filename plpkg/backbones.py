@@ -4,6 +4,7 @@ Code that comes with a model is never run.
 """
 
 import contextlib
+import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -184,3 +185,31 @@ def random_backbone(
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.eval()
+
+
+ADAPTER_PREFIXES = ("privatelora_", "lora_")
+
+
+def fingerprint(model: torch.nn.Module) -> str:
+    """A base model's identity: its configuration, its tensors' names, shapes and values. Adapters do not count.
+
+    Of the values up to 1,024 of each tensor, evenly spaced, rounded to bfloat16: the same in float32 and bfloat16, and
+    in float16 if that held the weights exactly.
+    """
+    from transformers import PreTrainedConfig
+
+    config, common = model.config.to_dict(), PreTrainedConfig().to_dict()
+    own = {k: v for k, v in config.items() if k == "model_type" or k not in common}
+    for name in [name for name in own if name.endswith("_token_id") or name == "use_cache"]:
+        del own[name]  # how it is used, not what it computes
+    digest = hashlib.sha256(repr(sorted(own.items())).encode())
+    state = {
+        name.replace(".base_layer", ""): tensor
+        for name, tensor in model.state_dict().items()
+        if not any(prefix in name for prefix in ADAPTER_PREFIXES)
+    }
+    for name in sorted(state):
+        tensor = state[name].detach().flatten()
+        sample = tensor[:: max(1, tensor.numel() // 1024)][:1024].cpu().bfloat16().contiguous()
+        digest.update(f"{name} {tuple(state[name].shape)}".encode() + sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -14,9 +14,9 @@ import grpc
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import PreTrainedConfig
 
-from plpkg.residual.adapter import PREFIX, PrivateLoraLayer
+from plpkg.backbones import fingerprint
+from plpkg.residual.adapter import PrivateLoraLayer
 from plpkg.residual.parts import DevicePart
 from plpkg.residual.split import ADAPTED
 from plpkg.residual.wire_pb2 import Terms
@@ -126,30 +126,6 @@ class Counter(Tabular):
             f"{self.sent_bytes:,} bytes sent + {self.received_bytes:,} received, {self.round_trips} round trips "
             f"({self.sent_message_bytes:,} + {self.received_message_bytes:,} with protobuf)"
         )
-
-
-def fingerprint(model: nn.Module) -> str:
-    """A base model's identity: its configuration, its tensors' names, shapes and values. Adapters do not count.
-
-    Of the values up to 1,024 of each tensor, evenly spaced, rounded to bfloat16: the same in float32 and bfloat16, and
-    in float16 if that held the weights exactly.
-    """
-    config, common = model.config.to_dict(), PreTrainedConfig().to_dict()
-    own = {k: v for k, v in config.items() if k == "model_type" or k not in common}
-    for name in [name for name in own if name.endswith("_token_id") or name == "use_cache"]:
-        del own[name]  # how it is used, not what it computes
-    digest = hashlib.sha256(repr(sorted(own.items())).encode())
-    adapters = (PREFIX, "lora_")
-    state = {
-        name.replace(".base_layer", ""): tensor
-        for name, tensor in model.state_dict().items()
-        if not any(prefix in name for prefix in adapters)
-    }
-    for name in sorted(state):
-        tensor = state[name].detach().flatten()
-        sample = tensor[:: max(1, tensor.numel() // 1024)][:1024].cpu().bfloat16().contiguous()
-        digest.update(f"{name} {tuple(state[name].shape)}".encode() + sample.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def fingerprint_of_bases(model: nn.Module, adapter_name: str) -> str:

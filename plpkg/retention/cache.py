@@ -1,0 +1,317 @@
+"""A KV cache that keeps some units of each layer and KV head and forgets the others, on transformers' ``Cache``.
+
+After a cut, where do the kept units stand? There are two consistent answers, two classes, and no way to mix them:
+
+* :class:`OriginalPositions`: where they stood. The cache says how many tokens it has seen, and new tokens are
+  numbered from there. The gaps stay.
+* :class:`ReassignedPositions`: side by side, from 0 on (Locret, StreamingLLM). The cache says how many units it
+  holds, keeps keys as they are before rotary positions, and rotates them when they are read.
+
+Every layer and KV head may keep other units, but as many of them: one mask serves all.
+
+Left out: beam search over a cut cache, ``crop``, linear-attention layers.
+"""
+
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from plpkg.validation import one_of
+
+
+def keep_indices(
+    scores: torch.Tensor, budget: int, *, first: int = 0, last: int = 0, stabilizers: int = 0
+) -> torch.Tensor:
+    """Which units stay: the ``budget`` highest scores of each head, in their order of time.
+
+    Parameters
+    ----------
+    scores
+        ``(batch, num_kv_heads, n)``, in the order of time. Of equal scores the earlier unit stays.
+    budget
+        How many stay; all, if there are no more.
+    first, last, stabilizers
+        The first units and the last ones that stay whatever their score; the larger of ``last`` and ``stabilizers``.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(batch, num_kv_heads, min(n, budget))`` indices, rising.
+    """
+    n = scores.shape[-1]
+    if n <= budget:
+        return torch.arange(n, device=scores.device).expand(*scores.shape[:-1], n)
+    limits = torch.finfo(scores.dtype)
+    scores = scores.clamp(limits.min, limits.max)  # so that nothing is above what is protected
+    last = max(last, stabilizers)
+    if first:
+        scores[..., :first] = float("inf")
+    if last:
+        scores[..., n - last :] = float("inf")
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
+    return order[..., :budget].sort(dim=-1).values
+
+
+class Rotary:
+    """A model's own rotary positions, forwards and backwards, for keys ``(batch, num_kv_heads, n, head_dim)``.
+
+    Raises
+    ------
+    ValueError
+        The model has no rotary positions, or another one for each kind of layer.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        decoder = model.get_decoder()
+        self._angles = getattr(decoder, "rotary_emb", None)
+        self._rotate = getattr(sys.modules[type(decoder).__module__], "apply_rotary_pos_emb", None)
+        if self._angles is None or self._rotate is None or hasattr(self._angles, "layer_types"):
+            raise ValueError(
+                "positions='reassigned' needs one set of rotary positions, which "
+                f"{type(decoder).__name__} does not have: take positions='original'"
+            )
+
+    def apply(self, keys: torch.Tensor, start: int = 0) -> torch.Tensor:
+        """Rotate keys to positions ``start``, ``start + 1``, …"""
+        return self._turn(keys, *self._cos_sin(keys, start))
+
+    def undo(self, keys: torch.Tensor, start: int = 0) -> torch.Tensor:
+        """The keys as they were before :meth:`apply`."""
+        cos, sin = self._cos_sin(keys, start)
+        square = cos.square() + sin.square()  # 1, but for rounding and for variants that scale (YaRN, LongRoPE)
+        return self._turn(keys, cos / square, -sin / square)
+
+    def _cos_sin(self, keys: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = torch.arange(start, start + keys.shape[-2], device=keys.device)[None]
+        cos, sin = self._angles(keys, positions)  # in the keys' precision, as the model itself has them
+        return cos.float(), sin.float()
+
+    def _turn(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        wide = keys.float()
+        return self._rotate(wide[:, :1], wide, cos, sin)[1].to(keys.dtype)
+
+
+class Store:
+    """Where a layer's keys and values are: two tensors. :mod:`plpkg.retention.quantize` has another kind."""
+
+    def __init__(self) -> None:
+        self.keys: torch.Tensor | None = None  # (batch, num_kv_heads, kept, head_dim)
+        self.values: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return 0 if self.keys is None else self.keys.shape[-2]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of keys and values."""
+        return 0 if self.keys is None else self.keys.nbytes + self.values.nbytes
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Add units at the end."""
+        self.keys = keys if self.keys is None else torch.cat([self.keys, keys], dim=-2)
+        self.values = values if self.values is None else torch.cat([self.values, values], dim=-2)
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values."""
+        return self.keys, self.values
+
+    def keep(self, indices: torch.Tensor) -> None:
+        """Forget all units but ``(batch, num_kv_heads, kept)``."""
+        self.keys, self.values = gather(self.keys, indices), gather(self.values, indices)
+
+    def change(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Apply ``function`` to every tensor: its first dimension is the batch."""
+        if self.keys is not None:
+            self.keys, self.values = function(self.keys), function(self.values)
+
+
+def gather(states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Of ``(batch, heads, n, width)`` the units ``(batch, heads, kept)``."""
+    return states.gather(-2, indices[..., None].expand(*indices.shape, states.shape[-1]))
+
+
+class EvictingLayer(CacheLayerMixin):
+    """One layer of the cache. Subclasses say what positions the kept units have.
+
+    Attributes
+    ----------
+    store
+        Keys and values.
+    seen
+        Tokens that were ever added.
+    positions
+        ``(batch, num_kv_heads, kept)`` original positions of what is kept, int32.
+    scores
+        ``(batch, num_kv_heads, kept)``, float32, once something was scored.
+    """
+
+    is_sliding = False
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self.store = store
+        self.seen = 0
+        self.positions: torch.Tensor | None = None
+        self.scores: torch.Tensor | None = None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        batch, heads = key_states.shape[:2]
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.positions = torch.empty(batch, heads, 0, dtype=torch.int32, device=self.device)
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """Add new units (keys rotated) and return all, rotated: ``(batch, num_kv_heads, kept + n, head_dim)``."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        n = key_states.shape[-2]
+        new = torch.arange(self.seen, self.seen + n, dtype=torch.int32, device=self.device)
+        self.positions = torch.cat([self.positions, new.expand(*key_states.shape[:2], n)], dim=-1)
+        self.seen += n
+        return self._update(key_states, value_states)
+
+    def _update(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
+
+    def keep(self, indices: torch.Tensor) -> None:
+        """Forget all units but some of each head.
+
+        Parameters
+        ----------
+        indices
+            ``(batch, num_kv_heads, kept)``, rising: the order of time stays.
+        """
+        if indices.shape[-1] == len(self.store):
+            return
+        self.store.keep(indices)
+        self.positions = self.positions.gather(-1, indices)
+        if self.scores is not None:
+            self.scores = self.scores.gather(-1, indices)
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.__init__(type(self.store)())
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove:
+            raise ValueError(f"what a cut has evicted does not come back: crop({tokens_to_remove}) is not possible")
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._change(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._change(lambda tensor: tensor[indices])
+
+    def _change(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        if self.is_initialized:
+            self.store.change(function)
+            self.positions = function(self.positions)
+            self.scores = None if self.scores is None else function(self.scores)
+
+
+class OriginalPositions(EvictingLayer):
+    """Kept units stay where they stood in the sequence; ``store`` has their keys rotated."""
+
+    def _update(self, keys, values):
+        self.store.append(keys, values)
+        return self.store.read()
+
+    def get_seq_length(self) -> int:
+        """Tokens seen: the position of the next one."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Of the causal mask: its width, and how far its columns stand from 0."""
+        kept = len(self.store)
+        return kept + query_length, self.seen - kept
+
+
+class ReassignedPositions(EvictingLayer):
+    """Kept units close ranks, from position 0 on; ``store`` has their keys before rotation."""
+
+    def __init__(self, store: Store, rotary: Rotary) -> None:
+        super().__init__(store)
+        self.rotary = rotary
+
+    def _update(self, keys, values):
+        self.store.append(self.rotary.undo(keys, len(self.store)), values)
+        keys, values = self.store.read()
+        return self.rotary.apply(keys), values
+
+    def get_seq_length(self) -> int:
+        """Units held: the position of the next one."""
+        return len(self.store)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Of the causal mask: its width, and how far its columns stand from 0."""
+        return len(self.store) + query_length, 0
+
+    def reset(self) -> None:
+        self.__init__(type(self.store)(), self.rotary)
+
+
+class EvictingCache(Cache):
+    """A cache for one model whose layers evict. Layers with a sliding window keep transformers' own bounded cache.
+
+    Parameters
+    ----------
+    model
+        The causal language model that it serves.
+    positions
+        ``"reassigned"`` or ``"original"``: all layers are of the class of that name.
+    store
+        Makes each layer's store.
+
+    Raises
+    ------
+    ValueError
+        The model's kinds of layers or of positions do not go with this.
+    """
+
+    def __init__(
+        self, model: nn.Module, positions: str = "reassigned", store: Callable[[], Store] = Store
+    ) -> None:
+        one_of("positions", positions, ("reassigned", "original"))
+        self.contract = positions
+        rotary = Rotary(model) if positions == "reassigned" else None
+        name, layers = type(model).__name__, []
+        plain = DynamicCache(config=model.config).layers
+        for i, layer in enumerate(plain):
+            if type(layer) is DynamicLayer:
+                layers.append(ReassignedPositions(store(), rotary) if rotary else OriginalPositions(store()))
+            elif type(layer) is not DynamicSlidingWindowLayer:
+                raise ValueError(f"layer {i} of {name} has a {type(layer).__name__}, which cannot evict")
+            elif rotary:
+                raise ValueError(
+                    f"layer {i} of {name} has a sliding window of {layer.sliding_window} tokens, which needs the "
+                    "original distances: take positions='original', and the other layers will evict"
+                )
+            else:
+                layers.append(layer)
+        super().__init__(layers=layers)
+        if not self.evicting:
+            raise ValueError(f"every layer of {name} has a sliding window: its cache is bounded already")
+
+    @property
+    def evicting(self) -> dict[int, EvictingLayer]:
+        """The layers that evict, by number."""
+        return {i: layer for i, layer in enumerate(self.layers) if isinstance(layer, EvictingLayer)}
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the evicting layers' keys and values."""
+        return sum(layer.store.num_bytes for layer in self.evicting.values())
+
+    @property
+    def kept(self) -> int:
+        """Units that each head of each evicting layer holds."""
+        return len(next(iter(self.evicting.values())).store)

@@ -1,0 +1,174 @@
+"""Retaining heads: a small MLP beside each attention layer that predicts what each new cache unit will be worth.
+
+From a token's query, key and value before rotary positions, side by side, layer i's head computes one number for each
+KV head, the causal importance score: ``CIS = W2 · act(W1 · [q, k, v])``, without biases (arXiv 2410.01805, section
+3.2). The backbone is not changed; :mod:`plpkg.retention.watch` shows its projections to the heads.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers.activations import ACT2FN
+
+from plpkg.backbones import fingerprint
+from plpkg.checkpoints import replace_files
+from plpkg.retention.watch import attention_layers
+from plpkg.validation import whole_number
+
+CONFIG, WEIGHTS = "retaining_heads.json", "retaining_heads.safetensors"
+
+
+@dataclass(frozen=True)
+class HeadsConfig:
+    """The dimensions of retaining heads, and the backbone that they belong to.
+
+    Attributes
+    ----------
+    backbone
+        :func:`plpkg.backbones.fingerprint`.
+    num_layers, num_heads, num_kv_heads, head_dim
+        The backbone's.
+    hidden
+        Between W1 and W2: the publication's d_R.
+    activation
+        By transformers' name.
+    """
+
+    backbone: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden: int
+    activation: str
+
+
+class RetainingHeads(nn.Module):
+    """One head a layer.
+
+    Attributes
+    ----------
+    config
+        A :class:`HeadsConfig`.
+    layers
+        For each layer ``Linear(width, hidden)``, the activation, ``Linear(hidden, num_kv_heads)``.
+    """
+
+    def __init__(self, config: HeadsConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(width, config.hidden, bias=False),
+                ACT2FN[config.activation],
+                nn.Linear(config.hidden, config.num_kv_heads, bias=False),
+            )
+            for _ in range(config.num_layers)
+        )
+
+    @classmethod
+    def attach(
+        cls, model: nn.Module, hidden: int | None = None, *, activation: str | None = None, seed: int = 0
+    ) -> "RetainingHeads":
+        """Untrained heads for a model, where it is and in its precision.
+
+        Parameters
+        ----------
+        model
+            A Hugging Face causal language model.
+        hidden
+            The publication's d_R: a quarter of the model's hidden size by default, as for Llama-3.1-8B.
+        activation
+            By transformers' name; the model's own by default.
+        seed
+            Of the weights.
+
+        Raises
+        ------
+        ValueError
+            The model's layers cannot be watched, or are not alike.
+        """
+        found = attention_layers(model)
+        dims = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in found}
+        if len(dims) > 1:
+            raise ValueError(f"layers must be alike, got (num_heads, num_kv_heads, head_dim) of {sorted(dims)}")
+        config = model.config.get_text_config(decoder=True)
+        names = ("hidden_act", "hidden_activation", "activation_function")
+        own = next((getattr(config, name) for name in names if getattr(config, name, None)), "silu")
+        hidden = max(1, config.hidden_size // 4) if hidden is None else whole_number("hidden", hidden, 1)
+        chosen = own if activation is None else activation
+        if chosen not in ACT2FN:
+            raise ValueError(f"activation must be one that transformers knows ({', '.join(ACT2FN)}), got {chosen!r}")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            heads = cls(HeadsConfig(fingerprint(model), len(found), *dims.pop(), hidden, chosen))
+        return heads.to(model.device, model.dtype)
+
+    def score(self, layer: int, projected: torch.Tensor) -> torch.Tensor:
+        """CIS of a layer's new units: ``(batch, n, width)`` → ``(batch, num_kv_heads, n)``."""
+        return self.layers[layer](projected).transpose(1, 2)
+
+    def forward(self, projected: list[torch.Tensor]) -> torch.Tensor:
+        """CIS of all layers: a ``(batch, n, width)`` each → ``(layers, batch, num_kv_heads, n)``."""
+        return torch.stack([self.score(i, states) for i, states in enumerate(projected)])
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write ``retaining_heads.json`` and ``retaining_heads.safetensors``, whole or not at all."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+
+        def write(path: str) -> None:
+            state = {name: tensor.detach().contiguous() for name, tensor in self.state_dict().items()}
+            save_file(state, Path(path, WEIGHTS))
+            Path(path, CONFIG).write_text(json.dumps(asdict(self.config), indent=2) + "\n", encoding="utf-8")
+
+        replace_files(folder, write)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, model: nn.Module) -> "RetainingHeads":
+        """Read heads for the model that they were trained with, where it is and in its precision.
+
+        Raises
+        ------
+        FileNotFoundError
+            The folder lacks a file.
+        ValueError
+            A file is damaged, or the heads belong to another backbone.
+        """
+        folder = Path(folder)
+        for name in (CONFIG, WEIGHTS):
+            if not (folder / name).exists():
+                raise FileNotFoundError(f"no retaining heads in {str(folder)!r}: it lacks {name}")
+        try:
+            config = HeadsConfig(**json.loads((folder / CONFIG).read_text(encoding="utf-8")))
+            heads = cls(config)
+            heads.load_state_dict(load_file(folder / WEIGHTS))
+        except (ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
+            raise ValueError(f"the retaining heads in {str(folder)!r} are damaged: {error}") from error
+        heads.check(model)
+        return heads.to(model.device, model.dtype)
+
+    def check(self, model: nn.Module) -> None:
+        """Whether these heads belong to ``model``.
+
+        Raises
+        ------
+        ValueError
+            They do not; with both fingerprints.
+        """
+        if (found := fingerprint(model)) != self.config.backbone:
+            raise ValueError(
+                f"these heads belong to a backbone with fingerprint {self.config.backbone[:12]}…, "
+                f"but {type(model).__name__} has {found[:12]}…"
+            )
+
+    def __repr__(self) -> str:
+        c = self.config
+        count = sum(p.numel() for p in self.parameters())
+        return f"RetainingHeads({c.num_layers} layers × {c.num_kv_heads} KV heads, hidden={c.hidden}, {count:,} weights)"

@@ -1,0 +1,76 @@
+"""What a retaining head learns to predict: how much the answer will look at each unit of the prompt.
+
+The label of unit k in KV head j is the largest attention logit that an answer token pays it, over the answer's rows
+and the query heads of the group: scaled, rotated, causal, before softmax (arXiv 2410.01805, equation 3; its text
+writes plain Q·Kᵀ, its code has the scaled and rotated logits).
+"""
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from plpkg.retention.watch import Units, Watch, watching
+from plpkg.validation import one_of, whole_number
+
+
+def cis_labels(
+    model: nn.Module, input_ids: torch.Tensor, prompt_len: int, *, rows: str = "answer", chunk_size: int = 4096
+) -> torch.Tensor:
+    """Labels of every layer, KV head and unit of the prompt, in bounded memory: never a full seq × seq matrix.
+
+    Parameters
+    ----------
+    model
+        A Hugging Face causal language model. It is not changed.
+    input_ids
+        ``(batch, seq)``: prompt and answer.
+    prompt_len
+        Tokens of the prompt.
+    rows
+        Whose logits count. ``"answer"``: the answer's tokens, as published. ``"predicting"``: those that predict the
+        answer's tokens, from the prompt's last one to the answer's last but one. A long answer hardly differs; of an
+        answer of one token, the first kind never sees the question being answered.
+    chunk_size
+        Tokens of the prompt that run at a time.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(layers, batch, num_kv_heads, prompt_len)``, float32.
+
+    Raises
+    ------
+    ValueError
+        No prompt or no answer, or an unknown kind of rows.
+    """
+    return measure(model, input_ids, prompt_len, rows=rows, chunk_size=chunk_size)[0]
+
+
+def measure(
+    model: nn.Module, input_ids: torch.Tensor, prompt_len: int, *, rows: str = "answer", chunk_size: int = 4096
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Labels as :func:`cis_labels`, and the heads' input for the prompt: ``(batch, prompt_len, width)`` a layer."""
+    whole_number("prompt_len", prompt_len, 1, input_ids.shape[-1] - 1, "seq - 1")
+    whole_number("chunk_size", chunk_size, 1)
+    predicting = one_of("rows", rows, ("answer", "predicting")) == "predicting"
+    states: dict[int, list[torch.Tensor]] = {}
+    labels: dict[int, torch.Tensor] = {}
+
+    def collect(units: Units) -> None:
+        states.setdefault(units.layer, []).append(units.projected)
+
+    def label(units: Units) -> None:
+        highest = [logits.amax(dim=(2, 3)) for logits in units.logits()]  # (batch, kv_heads, seen) each
+        labels[units.layer] = torch.stack(highest).amax(0)[..., :prompt_len]
+        if predicting:
+            states[units.layer].append(units.projected[:, :1])
+
+    first, last = (prompt_len - 1, input_ids.shape[-1] - 1) if predicting else (prompt_len, input_ids.shape[-1])
+    watch, cache = Watch(collect), DynamicCache(config=model.config)
+    with torch.no_grad(), watching(model, watch):
+        for start in range(0, first, chunk_size):
+            ids = input_ids[:, start : min(start + chunk_size, first)]
+            model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        watch.show = label
+        model(input_ids=input_ids[:, first:last], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return torch.stack([labels[i] for i in sorted(labels)]), [torch.cat(states[i], dim=1) for i in sorted(states)]

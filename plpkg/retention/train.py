@@ -1,0 +1,223 @@
+"""Training of retaining heads: they regress the labels, the backbone stays as it is (arXiv 2410.01805, section 3.3).
+
+The loss of an example is ``SmoothL1(CIS, label)``, the mean over layers, heads and units, plus ``alpha`` times the
+mean squared difference of neighbouring units' CIS. The published code takes that difference's mean within a layer
+and adds the layers up (``smoothing="sum"``), so that its weight grows with the depth: 0.08 for 32 layers, where
+the text says 0.0025. ``smoothing="mean"`` is what the text says.
+
+Published: AdamW with betas (0.9, 0.95), one example a step, 3,000 steps, learning rate 5e-4 with 2,000 steps of
+linear warm-up and a linear fall, gradients clipped by value at 0.5. Heads learn in float32 here, whatever the
+backbone's precision; prompts are not cut at 10,240 tokens.
+
+Several processes (``accelerate launch``) share the examples of a step.
+"""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional
+from tqdm.auto import tqdm
+
+from plpkg import checkpoints
+from plpkg.results import Tabular
+from plpkg.retention.head import RetainingHeads
+from plpkg.retention.labels import measure
+from plpkg.validation import number, one_of, whole_number
+
+CHECKPOINT = "checkpoint.pt"
+
+Example = tuple[torch.Tensor | str, torch.Tensor | str]
+
+
+class TrainingLog(Tabular):
+    """What each step came to: ``loss``, its parts ``regression`` and ``smoothing``, and ``overlap`` (:func:`overlap`)."""
+
+    def __init__(self, rows: list[dict]) -> None:
+        self._rows = rows
+
+    def rows(self) -> list[dict]:
+        return self._rows
+
+    def __repr__(self) -> str:
+        tail = self._rows[-max(1, len(self._rows) // 10) :]
+        mean = {name: sum(row[name] for row in tail) / len(tail) for name in ("loss", "overlap")}
+        return f"TrainingLog: {len(self._rows)} steps, loss {mean['loss']:.3f}, overlap {mean['overlap']:.2f} at the end"
+
+
+def overlap(predicted: torch.Tensor, labels: torch.Tensor, share: float = 0.1) -> float:
+    """The publication's metric: which part of the top tenth by label is in the top tenth by prediction.
+
+    Parameters
+    ----------
+    predicted, labels
+        ``(…, seq)``.
+    share
+        Of the units, at least one.
+    """
+    k = max(1, int(share * labels.shape[-1]))
+    best = torch.zeros_like(labels, dtype=torch.bool).scatter(-1, labels.topk(k).indices, True)
+    return best.gather(-1, predicted.topk(k).indices).float().mean().item()
+
+
+def losses(predicted: torch.Tensor, labels: torch.Tensor, smoothing: str = "sum") -> tuple[torch.Tensor, torch.Tensor]:
+    """The regression and the smoothing term, before ``alpha``.
+
+    Parameters
+    ----------
+    predicted, labels
+        ``(layers, batch, num_kv_heads, seq)``.
+    smoothing
+        ``"sum"`` or ``"mean"`` over the layers.
+    """
+    regression = functional.smooth_l1_loss(predicted, labels)
+    between = (predicted[..., 1:] - predicted[..., :-1]).square()
+    by_layer = between.mean(dim=(1, 2, 3)) if between.numel() else between.sum(dim=(1, 2, 3))
+    one_of("smoothing", smoothing, ("sum", "mean"))
+    return regression, by_layer.sum() if smoothing == "sum" else by_layer.mean()
+
+
+def train_heads(
+    model: nn.Module,
+    heads: RetainingHeads,
+    data: Iterable[Example] | Callable[[], Iterable[Example]],
+    *,
+    steps: int = 3000,
+    examples_per_step: int = 1,
+    lr: float = 5e-4,
+    warmup: int | None = None,
+    alpha: float = 2.5e-3,
+    smoothing: str = "sum",
+    rows: str = "answer",
+    clip_value: float = 0.5,
+    chunk_size: int = 4096,
+    tokenizer=None,
+    out: str | Path | None = None,
+    checkpoint_every: int = 100,
+    progress: bool = True,
+) -> TrainingLog:
+    """Train heads in place, or go on where the last run into the same folder stopped.
+
+    Parameters
+    ----------
+    model, heads
+        A backbone and heads attached to it.
+    data
+        ``(prompt, answer)``: token ids ``(seq,)`` or ``(batch, seq)``, or texts, with ``tokenizer``. To go on after a
+        stop, it must begin anew with the same examples: those that were used are skipped.
+    steps, examples_per_step, lr, warmup, alpha, smoothing, clip_value
+        As above; ``warmup`` is two thirds of the steps by default, as published.
+    rows, chunk_size
+        Of the labels: :func:`plpkg.retention.cis_labels`.
+    out
+        A folder for ``checkpoint.pt`` and, at the end, the heads.
+    checkpoint_every
+        In steps.
+    progress
+        Show a bar.
+
+    Raises
+    ------
+    ValueError
+        The heads belong to another backbone, texts come without a tokenizer, the data end too soon, an argument is out
+        of range, or ``out`` holds another run.
+    FloatingPointError
+        The loss is not finite any more. The last checkpoint is from before.
+    """
+    from accelerate import Accelerator
+    from accelerate.utils import GradientAccumulationPlugin
+
+    whole_number("steps", steps, 1)
+    warmup = steps * 2 // 3 if warmup is None else whole_number("warmup", warmup, 0, steps, "steps")
+    for name, value in dict(lr=lr, clip_value=clip_value).items():
+        number(name, value, open_low=True)
+    number("alpha", alpha)
+    one_of("smoothing", smoothing, ("sum", "mean"))
+    whole_number("checkpoint_every", checkpoint_every, 1)
+    heads.check(model)
+    accelerator = Accelerator(
+        cpu=model.device.type == "cpu",
+        mixed_precision="no",
+        dynamo_backend="no",
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+    )
+    processes, process = accelerator.num_processes, accelerator.process_index
+    if whole_number("examples_per_step", examples_per_step, 1) % processes:
+        raise ValueError(f"examples_per_step={examples_per_step} must be a multiple of the processes={processes}")
+    share = examples_per_step // processes
+
+    identity = {"heads": vars(heads.config), "steps": steps, "examples_per_step": examples_per_step, "lr": lr}
+    identity |= {"warmup": warmup, "alpha": alpha, "smoothing": smoothing, "rows": rows, "clip_value": clip_value}
+    folder = None if out is None else Path(out)
+    state = checkpoints.load(folder / CHECKPOINT, identity) if folder else None
+    first, log = (state["step"], state["log"]) if state else (0, [])
+
+    precision, was_training = heads.layers[0][0].weight.dtype, model.training
+    heads.float()
+    if state:
+        heads.load_state_dict(state["heads"])
+    optimizer = torch.optim.AdamW(heads.parameters(), lr=lr, betas=(0.9, 0.95))
+    wrapped, optimizer = accelerator.prepare(heads, optimizer)
+    if state:
+        optimizer.load_state_dict(state["optimizer"])
+    examples = itertools.islice(iter(data() if callable(data) else data), first * examples_per_step, None)
+    main = accelerator.is_main_process
+    bar = tqdm(range(first, steps), "retaining heads", initial=first, total=steps, disable=not (progress and main))
+    model.eval()
+    try:
+        for step in bar:
+            taken = list(itertools.islice(examples, examples_per_step))
+            if len(taken) < examples_per_step:
+                raise ValueError(f"the data end after {step * examples_per_step + len(taken)} examples, in step {step + 1}")
+            for group in optimizer.param_groups:
+                group["lr"] = lr * min((step + 1) / (warmup + 1), (steps - step) / max(1, steps - warmup))
+            sums = torch.zeros(4, device=model.device)  # loss, regression, smoothing, overlap
+            for i, example in enumerate(taken[process::processes]):
+                ids, prompt_len = _tokens(example, tokenizer, model.device)
+                labels, states = measure(model, ids, prompt_len, rows=rows, chunk_size=chunk_size)
+                with contextlib.nullcontext() if i == share - 1 else accelerator.no_sync(wrapped):
+                    predicted = wrapped([s.float() for s in states])
+                    regression, smooth = losses(predicted, labels, smoothing)
+                    loss = regression + alpha * smooth
+                    accelerator.backward(loss / share)
+                parts = [loss.item(), regression.item(), smooth.item(), overlap(predicted, labels)]
+                sums += torch.tensor(parts, device=model.device) / share
+            found = accelerator.reduce(sums, "mean").tolist()
+            if not math.isfinite(found[0]):
+                raise FloatingPointError(f"the loss of step {step + 1} is {found[0]}: take a lower lr")
+            accelerator.clip_grad_value_(heads.parameters(), clip_value)
+            optimizer.step()
+            optimizer.zero_grad()
+            log.append({"step": step + 1} | dict(zip(("loss", "regression", "smoothing", "overlap"), found, strict=True)))
+            bar.set_postfix(loss=f"{found[0]:.3f}", overlap=f"{found[3]:.2f}")
+            done = step + 1
+            if folder and main and (done % checkpoint_every == 0 or done == steps):
+                folder.mkdir(parents=True, exist_ok=True)
+                state = {"identity": identity, "step": done, "log": log, "heads": heads.state_dict()}
+                checkpoints.save(folder / CHECKPOINT, state | {"optimizer": optimizer.state_dict()})
+    finally:
+        model.train(was_training)
+        heads.to(precision)
+    if folder and main:
+        heads.save_pretrained(folder)
+    accelerator.wait_for_everyone()
+    return TrainingLog(log)
+
+
+def _tokens(example: Example, tokenizer, device) -> tuple[torch.Tensor, int]:
+    """Prompt and answer as ids ``(batch, seq)``, and the prompt's length."""
+    parts = []
+    for part in example:
+        if isinstance(part, str):
+            if tokenizer is None:
+                raise ValueError(f"text needs a tokenizer, got {part[:40]!r} without one")
+            part = torch.tensor(tokenizer(part, add_special_tokens=False)["input_ids"])
+        parts.append(part if part.ndim == 2 else part[None])
+    prompt, answer = parts
+    if not prompt.shape[-1] or not answer.shape[-1]:
+        raise ValueError(f"an example has {prompt.shape[-1]} tokens of prompt and {answer.shape[-1]} of answer")
+    return torch.cat([prompt, answer], dim=-1).to(device), prompt.shape[-1]

@@ -1,0 +1,240 @@
+"""What a stock model's attention layers compute, shown to a scorer while the model runs.
+
+Forward hooks on the query, key and value projections give the states before rotary positions; a wrapper around the
+model's own attention function (registered with transformers under another name) gives those after, and what the
+cache returned. The model's code, weights and results stay as they are.
+
+Left out: projections that interleave query, key and value (Falcon, BLOOM), and padded batches.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+SEPARATE, FUSED = ("q_proj", "k_proj", "v_proj"), ("qkv_proj", "c_attn")
+"""The names of projections whose outputs, side by side, are query, key and value: Llama's and most; Phi-3's, GPT-2's."""
+
+LOGITS = 2**24
+"""Attention logits in memory at a time: 64 MiB in float32."""
+
+
+@dataclass
+class Units:
+    """The new cache units of one layer, and what the layer's attention made of them.
+
+    Attributes
+    ----------
+    layer
+        Its number.
+    positions
+        ``(n,)``, in the whole sequence.
+    ids
+        ``(batch, n)`` tokens.
+    projected
+        ``(batch, n, (num_heads + 2 · num_kv_heads) · head_dim)``: query, key and value before rotary positions.
+    query
+        ``(batch, num_heads, n, head_dim)``, rotated.
+    keys, values
+        ``(batch, num_kv_heads, kept + n, head_dim)``: what the new units attend to, themselves included, rotated.
+    scaling, softcap
+        Of the attention logits; ``softcap`` is Gemma-2's, else ``None``.
+    surprisal
+        ``(batch, n)``, ``-log p`` of each token in nats, where a scorer asked for it.
+    """
+
+    layer: int
+    positions: torch.Tensor
+    ids: torch.Tensor
+    projected: torch.Tensor | None = None
+    query: torch.Tensor | None = None
+    keys: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    scaling: float = 1.0
+    softcap: float | None = None
+    surprisal: torch.Tensor | None = None
+
+    def logits(self, first: int = 0) -> Iterator[torch.Tensor]:
+        """Attention logits of the new units from ``first`` on, some rows at a time, never all at once.
+
+        Yields
+        ------
+        torch.Tensor
+            ``(batch, num_kv_heads, group, rows, kept + n)`` in float32: scaled, soft-capped where the model does, and
+            minus infinity where causality forbids.
+        """
+        batch, num_heads, n, _ = self.query.shape
+        num_kv_heads, width = self.keys.shape[1:3]
+        keys = self.keys.float()[:, :, None].transpose(-1, -2)  # (batch, kv_heads, 1, head_dim, kept + n)
+        rows = max(1, LOGITS // (batch * num_heads * width))
+        column = torch.arange(width, device=keys.device)
+        for start in range(first, n, rows):
+            query = self.query[:, :, start : start + rows].float()
+            logits = query.unflatten(1, (num_kv_heads, -1)) @ keys * self.scaling
+            if self.softcap is not None:
+                logits = self.softcap * torch.tanh(logits / self.softcap)
+            row = torch.arange(start, start + query.shape[2], device=keys.device)[:, None]
+            yield logits.masked_fill(column > width - n + row, float("-inf"))
+
+
+@dataclass
+class Layer:
+    """An attention module that can be watched.
+
+    Attributes
+    ----------
+    module
+        The module.
+    projections
+        Its query, key and value projections, or the fused one.
+    num_heads, num_kv_heads, head_dim
+        Dimensions.
+    """
+
+    module: nn.Module
+    projections: tuple[nn.Module, ...]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def width(self) -> int:
+        """Of query, key and value side by side."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+def attention_layers(model: nn.Module) -> list[Layer]:
+    """The attention modules of a causal language model, in order.
+
+    Raises
+    ------
+    ValueError
+        Not a Hugging Face decoder with one query, key and value projection a layer.
+    """
+    found = {}
+    for module in model.modules():
+        if not hasattr(module, "layer_idx"):
+            continue
+        fused = [getattr(module, name) for name in FUSED if hasattr(module, name)]
+        projections = fused or [getattr(module, name) for name in SEPARATE if hasattr(module, name)]
+        if len(projections) not in (1, 3):
+            continue
+        config = module.config
+        heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        found[module.layer_idx] = Layer(module, tuple(projections), heads, kv_heads, module.head_dim)
+    count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", -1)
+    if sorted(found) != list(range(count)):
+        raise ValueError(
+            f"{type(model).__name__} has query, key and value projections ({', '.join(SEPARATE + FUSED)}) "
+            f"in {len(found)} of its {count} layers: plpkg.retention does not know how to watch the others"
+        )
+    return [found[i] for i in range(count)]
+
+
+Transform = Callable[[Units, torch.Tensor | None], tuple[torch.Tensor | None, bool]]
+
+
+@dataclass
+class Watch:
+    """What is shown to whom while :func:`watching`.
+
+    Attributes
+    ----------
+    show
+        Called with each layer's :class:`Units`, before its attention is computed.
+    positions, ids
+        Of the tokens that run now: the driver sets them before each forward pass.
+    rewrite
+        Called after ``show`` if given: ``rewrite(units, mask) -> (keys, values, mask)`` that attention shall use.
+    """
+
+    show: Callable[[Units], None]
+    rewrite: Callable | None = None
+    positions: torch.Tensor | None = None
+    ids: torch.Tensor | None = None
+    projected: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+
+
+_CURRENT: ContextVar[Watch | None] = ContextVar("watch", default=None)
+
+PREFIX = "plpkg_watched_"
+
+
+@contextmanager
+def watching(model: nn.Module, watch: Watch) -> Iterator[Watch]:
+    """Show every attention layer's units to ``watch`` while the block runs.
+
+    Raises
+    ------
+    ValueError
+        The model's layers cannot be watched, or its attention is not one that makes a mask (eager, sdpa).
+    """
+    layers = attention_layers(model)
+    base = model.config._attn_implementation
+    configs = {id(c): c for c in (model.config, *(layer.module.config for layer in layers))}
+    hooks = [
+        projection.register_forward_hook(
+            lambda _module, _args, output, i=i: watch.projected.setdefault(i, []).append(output)
+        )
+        for i, layer in enumerate(layers)
+        for projection in layer.projections
+    ]
+    token = _CURRENT.set(watch)
+    try:
+        for config in configs.values():
+            config._attn_implementation = _wrapped(base)
+        yield watch
+    finally:
+        for config in configs.values():
+            config._attn_implementation = base
+        _CURRENT.reset(token)
+        for hook in hooks:
+            hook.remove()
+        watch.projected.clear()
+
+
+def _wrapped(base: str) -> str:
+    """The name under which transformers finds the model's own attention, wrapped."""
+    if base.startswith(PREFIX):
+        raise RuntimeError("this model is being watched already")
+    if base not in ("eager", "sdpa"):
+        raise ValueError(f"attention must be 'eager' or 'sdpa' to be watched, got {base!r}")
+    name = PREFIX + re.sub(r"\W", "_", base)
+    if name not in ALL_ATTENTION_FUNCTIONS:
+
+        def attention(module, query, key, value, attention_mask, **options):
+            own = ALL_ATTENTION_FUNCTIONS[base] if base != "eager" else _eager(module)
+            watch = _CURRENT.get()
+            units = Units(
+                layer=module.layer_idx,
+                positions=watch.positions,
+                ids=watch.ids,
+                projected=torch.cat(watch.projected.pop(module.layer_idx), dim=-1),
+                query=query,
+                keys=key,
+                values=value,
+                scaling=options.get("scaling") or query.shape[-1] ** -0.5,
+                softcap=options.get("softcap"),
+            )
+            watch.show(units)
+            if watch.rewrite is not None:
+                key, value, attention_mask = watch.rewrite(units, attention_mask)
+            return own(module, query, key, value, attention_mask, **options)
+
+        AttentionInterface.register(name, attention)
+        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
+    return name
+
+
+def _eager(module: nn.Module) -> Callable:
+    """The attention function that the module's own file defines."""
+    return sys.modules[type(module).__module__].eager_attention_forward
