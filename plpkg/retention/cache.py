@@ -151,9 +151,10 @@ class EvictingLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, make_store: Callable[[], Store] = Store) -> None:
         super().__init__()
-        self.store = store
+        self._make_store = make_store
+        self.store = make_store()
         self.seen = 0
         self.positions: torch.Tensor | None = None
         self.scores: torch.Tensor | None = None
@@ -196,7 +197,8 @@ class EvictingLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        self.__init__(type(self.store)())
+        self.store = self._make_store()
+        self.seen, self.positions, self.scores, self.is_initialized = 0, None, None, False
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:
@@ -238,8 +240,8 @@ class OriginalPositions(EvictingLayer):
 class ReassignedPositions(EvictingLayer):
     """Kept units close ranks, from position 0 on; ``store`` has their keys before rotation."""
 
-    def __init__(self, store: Store, rotary: Rotary) -> None:
-        super().__init__(store)
+    def __init__(self, rotary: Rotary, make_store: Callable[[], Store] = Store) -> None:
+        super().__init__(make_store)
         self.rotary = rotary
 
     def _update(self, keys, values):
@@ -254,9 +256,6 @@ class ReassignedPositions(EvictingLayer):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Of the causal mask: its width, and how far its columns stand from 0."""
         return len(self.store) + query_length, 0
-
-    def reset(self) -> None:
-        self.__init__(type(self.store)(), self.rotary)
 
 
 class EvictingCache(Cache):
@@ -287,7 +286,7 @@ class EvictingCache(Cache):
         plain = DynamicCache(config=model.config).layers
         for i, layer in enumerate(plain):
             if type(layer) is DynamicLayer:
-                layers.append(ReassignedPositions(store(), rotary) if rotary else OriginalPositions(store()))
+                layers.append(ReassignedPositions(rotary, store) if rotary else OriginalPositions(store))
             elif type(layer) is not DynamicSlidingWindowLayer:
                 raise ValueError(f"layer {i} of {name} has a {type(layer).__name__}, which cannot evict")
             elif rotary:

@@ -8,7 +8,7 @@ The last ``local_len`` tokens run at the end and are not cut.
 The publication does not evict while decoding; here it is optional (:meth:`PrefillResult.evicting`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from plpkg.results import Tabular
-from plpkg.retention.cache import EvictingCache, keep_indices
+from plpkg.retention.cache import EvictingCache, Store, keep_indices
 from plpkg.retention.scorers import Scorer
 from plpkg.retention.watch import Units, Watch, watching
 from plpkg.validation import whole_number
@@ -106,13 +106,22 @@ class Eviction:
     """A scorer at work on a cache: it sees every forward pass and decides each cut."""
 
     def __init__(
-        self, model: nn.Module, cache: EvictingCache, scorer: Scorer, budget: int, stabilizers: int, log_positions: bool
+        self,
+        model: nn.Module,
+        cache: EvictingCache,
+        scorer: Scorer,
+        budget: int,
+        stabilizers: int,
+        log_positions: bool,
+        *,
+        merger=None,
+        rewrite=None,
     ) -> None:
-        self.model, self.cache, self.scorer = model, cache, scorer
+        self.model, self.cache, self.scorer, self.merger = model, cache, scorer, merger
         self.budget, self.stabilizers, self.log_positions = budget, stabilizers, log_positions
         self.log = Log()
         self._last_logits: torch.Tensor | None = None  # (batch, 1, vocab): they predict the next chunk's first token
-        self._watch = Watch(self._show)
+        self._watch = Watch(self._show, rewrite)
 
     def _show(self, units: Units) -> None:
         if units.layer in self.cache.evicting and not self.scorer.needs_logits:
@@ -154,10 +163,11 @@ class Eviction:
     def cut(self, start: int, stop: int, *, stabilizers: int = 0, budget: int | None = None) -> None:
         """Let every head keep its best units, and log it."""
         before = self.cache.kept
-        for layer in self.cache.evicting.values():
+        for number, layer in self.cache.evicting.items():
             if budget is not None and before > budget:
                 first, last = self.scorer.sink, self.scorer.recent
-                layer.keep(keep_indices(layer.scores, budget, first=first, last=last, stabilizers=stabilizers))
+                indices = keep_indices(layer.scores, budget, first=first, last=last, stabilizers=stabilizers)
+                layer.keep(indices) if self.merger is None else self.merger.keep(number, layer, indices)
         kept = None
         if self.log_positions:
             kept = torch.stack([layer.positions.cpu() for layer in self.cache.evicting.values()])
@@ -209,7 +219,9 @@ def chunked_prefill(
     positions: str = "reassigned",
     *,
     attention_mask: torch.Tensor | None = None,
-    store=None,
+    store: Callable[[], Store] = Store,
+    merger=None,
+    rewrite=None,
     log_positions: bool = True,
     progress: bool = False,
 ) -> PrefillResult:
@@ -235,6 +247,10 @@ def chunked_prefill(
         Refused if it masks anything.
     store
         Makes each layer's store: :func:`plpkg.retention.quantize.quantized`, say.
+    merger
+        A :class:`plpkg.retention.merge.Merger`, for what is evicted.
+    rewrite
+        Of attention: a :class:`plpkg.retention.sparse.VerticalSlash`, say.
     log_positions
         Log what each head kept. It is ``layers · num_kv_heads · budget`` integers a chunk: leave it out for long texts.
     progress
@@ -263,11 +279,11 @@ def chunked_prefill(
             f"the scorer protects sink={scorer.sink} and recent={scorer.recent} units, with stabilizers={stabilizers} "
             f"that is {protected}, more than budget={budget}"
         )
-    cache = EvictingCache(model, positions, *([store] if store else []))
+    cache = EvictingCache(model, positions, store)
     longest = getattr(model.config, "n_positions", None)  # learnt positions, GPT-2's: there are no more
     if longest and input_ids.shape[-1] > longest:
         raise ValueError(f"{type(model).__name__} has n_positions={longest}, got {input_ids.shape[-1]} tokens")
-    eviction = Eviction(model, cache, scorer, budget, stabilizers, log_positions)
+    eviction = Eviction(model, cache, scorer, budget, stabilizers, log_positions, merger=merger, rewrite=rewrite)
     with torch.no_grad():
         logits = run(eviction, input_ids, chunk_size, local_len, progress=progress)
     return PrefillResult(cache, logits, eviction.log, eviction)

@@ -6,6 +6,9 @@ head"), so that one layer of attention suffices to find what followed a key. For
 both tokens are packed in one id, ``x_t + vocab · x_(t-1)``.
 """
 
+import math
+import random
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -59,13 +62,13 @@ def untrained(*, num_layers: int = 2, vocab: int = VOCAB, seed: int = 0):
     return model.eval()
 
 
-def train(*, steps: int = 500, batch: int = 64, lr: float = 3e-3, seed: int = 0, progress: bool = True):
-    """A model that finds pairs in noise, trained from nothing.
+def train(*, steps: int = 300, tokens: int = 3072, lr: float = 5e-3, seed: int = 0, progress: bool = True):
+    """A model that finds pairs in noise, trained from nothing: short noise first, :data:`LENGTHS` by half of the steps.
 
     Parameters
     ----------
-    steps, batch, lr
-        Of AdamW with betas (0.9, 0.98): 50 steps of warm-up, then a cosine down to zero.
+    steps, tokens, lr
+        Of AdamW with betas (0.9, 0.98): steps of up to so many tokens, 50 of them warm-up, then a cosine down to zero.
     seed
         Of weights and data.
     progress
@@ -73,15 +76,15 @@ def train(*, steps: int = 500, batch: int = 64, lr: float = 3e-3, seed: int = 0,
     """
     model = untrained(seed=seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
-    low, high = LENGTHS
-    lengths = torch.randint(low, high + 1, (steps,), generator=torch.Generator().manual_seed(seed)).tolist()
+    draw = random.Random(seed)
     model.train()
-    bar = tqdm(lengths, "two layers", disable=not progress)
-    for step, length in enumerate(bar):
-        factor = min((step + 1) / 50, 0.5 + 0.5 * torch.cos(torch.tensor(torch.pi * step / steps)).item())
+    bar = tqdm(range(steps), "two layers", disable=not progress)
+    for step in bar:
+        shortest, longest = LENGTHS
+        length = draw.randint(shortest, min(longest, shortest + 8 + 2 * (longest - shortest) * step // steps))
         for group in optimizer.param_groups:
-            group["lr"] = lr * factor
-        task = pairs_in_noise(batch, length, seed=(seed + 1) * 1_000_003 + step)
+            group["lr"] = lr * min((step + 1) / 50, 0.5 + 0.5 * math.cos(math.pi * step / steps))
+        task = pairs_in_noise(min(64, tokens // (length + 14)), length, seed=(seed + 1) * 1_000_003 + step)
         logits = model(packed(task.ids), use_cache=False).logits[:, task.prompt.shape[1] :]
         loss = functional.cross_entropy(logits[:, 1::2].flatten(0, 1), task.answer[:, 2::2].flatten())
         loss.backward()
@@ -90,7 +93,7 @@ def train(*, steps: int = 500, batch: int = 64, lr: float = 3e-3, seed: int = 0,
         optimizer.zero_grad()
         if step % 20 == 19:
             bar.set_postfix(loss=f"{loss.item():.3f}")
-    return model.eval()
+    return model.eval().requires_grad_(False)
 
 
 def examples(count: int, *, batch: int = 16, length: int = 128, seed: int = 1):

@@ -140,9 +140,6 @@ def attention_layers(model: nn.Module) -> list[Layer]:
     return [found[i] for i in range(count)]
 
 
-Transform = Callable[[Units, torch.Tensor | None], tuple[torch.Tensor | None, bool]]
-
-
 @dataclass
 class Watch:
     """What is shown to whom while :func:`watching`.
@@ -154,11 +151,12 @@ class Watch:
     positions, ids
         Of the tokens that run now: the driver sets them before each forward pass.
     rewrite
-        Called after ``show`` if given: ``rewrite(units, mask) -> (keys, values, mask)`` that attention shall use.
+        Called after ``show`` if given. It returns the keys and values that attention shall use, and which pairs
+        ``(batch, num_heads or 1, n, keys)`` may be attended to, or ``None`` for the model's own mask.
     """
 
     show: Callable[[Units], None]
-    rewrite: Callable | None = None
+    rewrite: Callable[[Units], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] | None = None
     positions: torch.Tensor | None = None
     ids: torch.Tensor | None = None
     projected: dict[int, list[torch.Tensor]] = field(default_factory=dict)
@@ -227,7 +225,9 @@ def _wrapped(base: str) -> str:
             )
             watch.show(units)
             if watch.rewrite is not None:
-                key, value, attention_mask = watch.rewrite(units, attention_mask)
+                key, value, allowed = watch.rewrite(units)
+                if allowed is not None:
+                    attention_mask = allowed if base == "sdpa" else _additive(allowed, query.dtype)
             return own(module, query, key, value, attention_mask, **options)
 
         AttentionInterface.register(name, attention)
@@ -238,3 +238,8 @@ def _wrapped(base: str) -> str:
 def _eager(module: nn.Module) -> Callable:
     """The attention function that the module's own file defines."""
     return sys.modules[type(module).__module__].eager_attention_forward
+
+
+def _additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What eager attention adds to its logits."""
+    return torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)

@@ -1,0 +1,31 @@
+"""What the tests of this room share."""
+
+import pytest
+import torch
+
+from plpkg.backbones import random_backbone
+
+ATTENTION = [
+    *((family, kind) for family in ("llama", "mistral", "qwen2", "phi3", "gpt2") for kind in ("eager", "sdpa")),
+    ("gemma2", "eager"),  # transformers has no SDPA for its soft cap
+]
+ROTARY = [(family, kind) for family, kind in ATTENTION if family != "gpt2"]
+
+
+def _backbone(family="llama", attention="sdpa", *, num_layers=2, options=None, **dims):
+    own = {"mistral": {"sliding_window": None}, "gemma2": {"layer_types": ["full_attention"] * num_layers}}
+    chosen = {"attn_implementation": attention} | own.get(family, {}) | (options or {})
+    kv_heads = 4 if family == "gpt2" else 2
+    return random_backbone(family, num_layers=num_layers, num_kv_heads=kv_heads, vocab=64, options=chosen, **dims)
+
+
+@pytest.fixture(scope="session")
+def backbone():
+    """Makes a small random model of any family, without sliding windows."""
+    return _backbone
+
+
+@pytest.fixture
+def ids():
+    """``(2, 29)`` tokens."""
+    return torch.randint(0, 64, (2, 29), generator=torch.Generator().manual_seed(0))

@@ -1,0 +1,213 @@
+"""The cache, alone: what is kept, where it stands, and what transformers asks of it."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from plpkg.backbones import random_backbone
+from plpkg.retention.cache import EvictingCache, OriginalPositions, ReassignedPositions, Rotary, keep_indices
+from plpkg.retention.watch import Watch, watching
+from tests.retention.conftest import ROTARY
+
+LLAMA = random_backbone("llama", num_kv_heads=2)
+
+
+def states(n, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(1, 2, n, 16, generator=generator).to(dtype) for _ in range(2))
+
+
+# What is kept.
+
+
+def by_hand(scores, budget, first, last):
+    """Sorted by (protected, score, earlier), then in the order of time."""
+    n = len(scores)
+    rank = sorted(range(n), key=lambda i: (not (i < first or i >= n - last), -scores[i], i))
+    return sorted(rank[:budget])
+
+
+@given(
+    scores=st.lists(st.sampled_from([-1.0, 0.0, 0.5, 2.0, float("inf"), float("-inf")]), min_size=1, max_size=20),
+    budget=st.integers(1, 22),
+    first=st.integers(0, 5),
+    last=st.integers(0, 5),
+)
+def test_the_best_units_stay_in_their_order(scores, budget, first, last):
+    if first + last > budget:
+        return
+    found = keep_indices(torch.tensor(scores)[None, None], budget, first=first, stabilizers=last)
+    assert found[0, 0].tolist() == by_hand(scores, budget, first, last)
+
+
+def test_each_head_keeps_its_own():
+    scores = torch.tensor([[[3.0, 1.0, 2.0], [1.0, 2.0, 3.0]]])
+    assert keep_indices(scores, 2).tolist() == [[[0, 2], [1, 2]]]
+    assert scores[0, 0].tolist() == [3.0, 1.0, 2.0]  # protection works on a copy
+
+
+def test_protection_leaves_the_scores_as_they_were():
+    scores = torch.zeros(1, 1, 4)
+    keep_indices(scores, 2, first=1, stabilizers=1)
+    assert not scores.any()
+
+
+# Where it stands.
+
+
+def rotated(keys, positions):
+    """By the textbook: each pair (x_i, x_{i + d/2}) turns by position · base^(-2i/d)."""
+    d = keys.shape[-1]
+    angle = positions.double()[..., None] * 10_000.0 ** (-torch.arange(0, d, 2).double() / d)
+    a, b = keys.double().chunk(2, dim=-1)
+    turned = torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
+    return turned.to(keys.dtype)
+
+
+def test_rotary_is_the_textbooks_and_undone_exactly():
+    keys, _ = states(7)
+    rotary = Rotary(LLAMA)
+    there = rotary.apply(keys, 5)
+    torch.testing.assert_close(there, rotated(keys, torch.arange(5, 12)), atol=2e-6, rtol=0)
+    torch.testing.assert_close(rotary.undo(there, 5), keys, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("rope", ["yarn", "linear", "dynamic"])
+def test_rotary_of_scaled_variants_is_undone(rope):
+    options = {"rope_parameters": {"rope_type": rope, "factor": 4.0, "rope_theta": 1e4}}
+    rotary = Rotary(random_backbone("llama", options=options))
+    keys, _ = states(7)
+    torch.testing.assert_close(rotary.undo(rotary.apply(keys, 300), 300), keys, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("family", "attention"), ROTARY)
+def test_rotary_is_each_familys_own(backbone, ids, family, attention):
+    """What the cache stores are the key projection's outputs, though it sees them rotated only."""
+    model, seen = backbone(family, attention), {}
+    cache = EvictingCache(model)
+    with torch.no_grad(), watching(model, Watch(lambda units: seen.update({units.layer: units.projected}))):
+        model(ids, past_key_values=cache)
+    for i, layer in cache.evicting.items():
+        keys = seen[i].unflatten(-1, (-1, 16))[:, :, 4:6].transpose(1, 2)  # of 4 query, 2 key and 2 value heads
+        torch.testing.assert_close(layer.store.keys, keys, atol=1e-6, rtol=0)
+
+
+def test_part_of_a_head_may_be_rotated():
+    model = random_backbone("phi3", options={"rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                                                                 "partial_rotary_factor": 0.5}})  # fmt: skip
+    rotary, (keys, _) = Rotary(model), states(7)
+    there = rotary.apply(keys, 3)
+    assert torch.equal(there[..., 8:], keys[..., 8:])
+    assert not torch.allclose(there[..., :8], keys[..., :8])
+    torch.testing.assert_close(rotary.undo(there, 3), keys, atol=1e-6, rtol=0)
+
+
+INDICES = torch.tensor([[[0, 3, 4], [1, 2, 4]]])
+
+
+def test_reassigned_units_close_ranks():
+    layer, rotary = ReassignedPositions(Rotary(LLAMA)), Rotary(LLAMA)
+    (keys, values), (more, other) = states(5), states(2, seed=1)
+    layer.update(rotary.apply(keys), values)
+    layer.keep(INDICES)
+    assert layer.get_seq_length() == 3
+    assert layer.get_mask_sizes(2) == (5, 0)
+    found, _ = layer.update(rotary.apply(more, 3), other)
+    kept = keys.gather(2, INDICES[..., None].expand(1, 2, 3, 16))
+    expected = rotated(torch.cat([kept, more], dim=2), torch.arange(5))
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
+    assert layer.positions.tolist() == [[[0, 3, 4, 5, 6], [1, 2, 4, 5, 6]]]
+
+
+def test_original_units_stay_where_they_stood():
+    layer = OriginalPositions()
+    (keys, values), (more, other) = states(5), states(2, seed=1)
+    layer.update(keys, values)
+    layer.keep(INDICES)
+    assert layer.get_seq_length() == 5
+    assert layer.get_mask_sizes(2) == (5, 2)
+    found, found_values = layer.update(more, other)
+    for whole, new, result in ((keys, more, found), (values, other, found_values)):
+        assert torch.equal(result, torch.cat([whole.gather(2, INDICES[..., None].expand(1, 2, 3, 16)), new], dim=2))
+
+
+def test_bfloat16_does_not_drift_over_many_cuts():
+    """Each key is rounded twice however many cuts it lives through, since keys wait unrotated."""
+    model = random_backbone("llama", num_kv_heads=2, dtype=torch.bfloat16)
+    layer, rotary = ReassignedPositions(Rotary(model)), Rotary(model)
+    keys, values = states(8, dtype=torch.bfloat16)
+    layer.update(rotary.apply(keys), values)
+    survivor = layer.store.keys[:, :, :1].clone()
+    for _ in range(200):
+        layer.update(rotary.apply(keys[:, :, :4], 8), values[:, :, :4])
+        layer.keep(torch.arange(8).expand(1, 2, 8))
+    assert torch.equal(layer.store.keys[:, :, :1], survivor)
+    torch.testing.assert_close(survivor, keys[:, :, :1], atol=0.02, rtol=0.01)
+
+
+# What transformers asks of it.
+
+
+@pytest.fixture(params=["original", "reassigned"])
+def cache(request):
+    cache = EvictingCache(LLAMA, request.param)
+    with torch.no_grad():
+        LLAMA(torch.arange(12).view(2, 6), past_key_values=cache)
+    for layer in cache.layers:
+        layer.scores = torch.rand(2, 2, 6)
+    return cache
+
+
+def test_batches_can_be_chosen_and_repeated(cache):
+    layer = cache.layers[0]
+    before = layer.positions.clone(), layer.scores.clone(), layer.store.keys.clone()
+    cache.batch_repeat_interleave(3)
+    cache.reorder_cache(torch.tensor([0, 3, 4]))
+    cache.batch_select_indices(torch.tensor([1, 0]))
+    for old, new in zip(before, (layer.positions, layer.scores, layer.store.keys), strict=True):
+        assert torch.equal(new, old[[1, 0]])
+
+
+def test_a_copy_is_independent(cache):
+    other = copy.deepcopy(cache)
+    other.layers[0].keep(torch.zeros(2, 2, 1, dtype=torch.long))
+    assert other.kept == 1
+    assert cache.kept == 6
+
+
+def test_bytes_are_those_of_keys_and_values(cache):
+    assert cache.num_bytes == 2 * 2 * 2 * 2 * 6 * 16 * 4  # layers, K and V, batch, heads, units, width, float32
+    cache.layers[0].keep(torch.zeros(2, 2, 1, dtype=torch.long))
+    assert cache.num_bytes == (6 + 1) * 2 * 2 * 2 * 16 * 4
+
+
+def test_reset_forgets_everything(cache):
+    cache.reset()
+    assert cache.kept == cache.get_seq_length() == cache.num_bytes == 0
+    LLAMA(torch.arange(6)[None], past_key_values=cache)
+    assert cache.kept == 6
+
+
+def test_what_was_evicted_does_not_come_back(cache):
+    cache.crop(0)
+    with pytest.raises(ValueError, match=r"crop\(-2\) is not possible"):
+        cache.crop(-2)
+
+
+def test_sliding_windows_stay_as_they_are_under_original_positions():
+    model = random_backbone("gemma2", num_kv_heads=2, options={"sliding_window": 4})
+    cache = EvictingCache(model, "original")
+    assert list(cache.evicting) == [1]
+    with pytest.raises(ValueError, match=r"layer 0 of Gemma2ForCausalLM has a sliding window of 4 tokens"):
+        EvictingCache(model, "reassigned")
+    with pytest.raises(ValueError, match="every layer of MistralForCausalLM has a sliding window"):
+        EvictingCache(random_backbone("mistral", options={"sliding_window": 8}), "original")
+
+
+def test_positions_that_are_not_rotary_cannot_be_reassigned():
+    with pytest.raises(ValueError, match=r"GPT2Model does not have: take positions='original'"):
+        EvictingCache(random_backbone("gpt2"), "reassigned")
+    with pytest.raises(ValueError, match="positions must be one of 'reassigned', 'original', got 'both'"):
+        EvictingCache(LLAMA, "both")

@@ -1,0 +1,124 @@
+"""Retaining heads: what they compute, and that they go with their backbone alone."""
+
+import json
+
+import pytest
+import torch
+from torch.nn import functional
+
+from plpkg.retention import RetainingHeads, chunked_prefill
+from plpkg.retention.scorers import Locret
+from plpkg.retention.watch import Watch, watching
+from tests.retention.conftest import ATTENTION
+
+FAMILIES = sorted({family for family, _ in ATTENTION})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_score_is_the_formula(backbone, ids, family):
+    """W2 · act(W1 · [q, k, v]), q, k and v from the projections' own weights."""
+    model = backbone(family, "eager")
+    heads = RetainingHeads.attach(model, 24)
+    seen = []
+
+    class Recorded(Locret):
+        def score(self, units):
+            seen.append(super().score(units))
+            return seen[-1]
+
+    chunked_prefill(model, ids, Recorded(heads), 64, 64, positions="original")
+    hidden = model(ids, output_hidden_states=True).hidden_states[0]
+    layer = (model.base_model.h if family == "gpt2" else model.base_model.layers)[0]
+    normed = (layer.ln_1 if family == "gpt2" else layer.input_layernorm)(hidden)
+    attention = layer.attn if family == "gpt2" else layer.self_attn
+    names = {"gpt2": ["c_attn"], "phi3": ["qkv_proj"]}.get(family, ["q_proj", "k_proj", "v_proj"])
+    states = torch.cat([getattr(attention, name)(normed) for name in names], dim=-1)
+    w1, w2 = heads.layers[0][0].weight, heads.layers[0][2].weight
+    act = functional.silu if family not in ("gemma2", "gpt2") else lambda x: functional.gelu(x, approximate="tanh")
+    torch.testing.assert_close(seen[0], (act(states @ w1.T) @ w2.T).transpose(1, 2), atol=1e-6, rtol=1e-5)
+    assert w1.shape == (24, states.shape[-1])
+    assert w2.shape == (4 if family == "gpt2" else 2, 24)
+
+
+def test_the_published_sizes():
+    """Llama-3.1-8B: 201.6 million weights with d_R = 1,024, a quarter of the hidden size."""
+    from plpkg.retention.head import HeadsConfig
+
+    with torch.device("meta"):
+        heads = RetainingHeads(HeadsConfig("", 32, 32, 8, 128, 1024, "silu"))
+    assert sum(p.numel() for p in heads.parameters()) == 32 * ((32 + 16) * 128 * 1024 + 1024 * 8)
+
+
+def test_attach_takes_the_models_precision_and_its_own_seed(backbone):
+    torch.manual_seed(3)
+    before = torch.random.get_rng_state()
+    model = backbone(dtype=torch.bfloat16)
+    heads, same, other = (RetainingHeads.attach(model, seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert heads.layers[0][0].weight.dtype == torch.bfloat16
+    assert heads.config.hidden == 16
+    assert torch.equal(heads.layers[1][0].weight, same.layers[1][0].weight)
+    assert not torch.equal(heads.layers[1][0].weight, other.layers[1][0].weight)
+
+
+def test_saved_and_loaded_they_are_the_same(backbone, tmp_path):
+    model = backbone()
+    heads = RetainingHeads.attach(model, 24, activation="relu", seed=5)
+    heads.save_pretrained(tmp_path / "a" / "heads")
+    assert sorted(p.name for p in (tmp_path / "a" / "heads").iterdir()) == [
+        "retaining_heads.json", "retaining_heads.safetensors",
+    ]  # fmt: skip
+    found = RetainingHeads.from_pretrained(tmp_path / "a" / "heads", model)
+    assert found.config == heads.config
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), heads.parameters(), strict=True))
+    assert repr(found) == "RetainingHeads(2 layers × 2 KV heads, hidden=24, 6,240 weights)"
+
+
+def test_heads_of_another_backbone_are_refused(backbone, tmp_path):
+    heads = RetainingHeads.attach(backbone(), 24)
+    heads.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="belong to a backbone with fingerprint [0-9a-f]{12}…, but LlamaForCausalLM has"):
+        RetainingHeads.from_pretrained(tmp_path, backbone(seed=1))
+    with pytest.raises(ValueError, match="belong to a backbone"):
+        heads.check(backbone("qwen2"))
+
+
+def test_damaged_files_are_named(backbone, tmp_path):
+    model = backbone()
+    with pytest.raises(FileNotFoundError, match="it lacks retaining_heads.json"):
+        RetainingHeads.from_pretrained(tmp_path, model)
+    RetainingHeads.attach(model, 24).save_pretrained(tmp_path)
+    weights, config = tmp_path / "retaining_heads.safetensors", tmp_path / "retaining_heads.json"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:100])
+    with pytest.raises(ValueError, match="are damaged"):
+        RetainingHeads.from_pretrained(tmp_path, model)
+    weights.write_bytes(whole)
+    for changes in ({"hidden": 25}, {"extra": 1}, {"activation": "nothing"}):
+        config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+        with pytest.raises(ValueError, match="are damaged"):
+            RetainingHeads.from_pretrained(tmp_path, model)
+        RetainingHeads.attach(model, 24).save_pretrained(tmp_path)
+
+
+def test_bad_input_gets_a_sentence(backbone):
+    with pytest.raises(ValueError, match="hidden must be a whole number of at least 1, got 0"):
+        RetainingHeads.attach(backbone(), 0)
+    with pytest.raises(ValueError, match="activation must be one that transformers knows .*, got 'square'"):
+        RetainingHeads.attach(backbone(), activation="square")
+
+
+def test_a_model_that_cannot_be_watched_is_refused():
+    from transformers import BloomConfig, BloomForCausalLM
+
+    model = BloomForCausalLM(BloomConfig(vocab_size=16, hidden_size=16, n_layer=2, n_head=2))
+    with pytest.raises(ValueError, match="in 0 of its 2 layers"):
+        RetainingHeads.attach(model)
+
+
+def test_watching_twice_is_refused(backbone):
+    model = backbone()
+    with watching(model, Watch(print)), pytest.raises(RuntimeError, match="being watched already"):
+        with watching(model, Watch(print)):
+            pass
+    assert model.config._attn_implementation == "sdpa"

@@ -1,0 +1,78 @@
+"""Labels beside a brute force over the attention that transformers itself returns."""
+
+import pytest
+import torch
+
+from plpkg.retention import cis_labels, watch
+from tests.retention.conftest import ATTENTION
+
+PROMPT = 20
+
+
+def brute_force(model, ids, first, last):
+    """From the eager model's hidden states: full logits of each layer by its own projections and rotation."""
+    seen = {}
+
+    def attention(module, query, key, value, mask, scaling, softcap=None, **_):
+        keys = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        logits = query @ keys.transpose(2, 3) * scaling
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        seen[module.layer_idx] = logits  # (batch, heads, seq, seq), before mask and softmax
+        return original(module, query, key, value, mask, scaling=scaling, softcap=softcap)
+
+    import sys
+
+    attention_class = type(next(m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "head_dim")))
+    module = sys.modules[attention_class.__module__]
+    original = module.eager_attention_forward
+    module.eager_attention_forward = attention
+    try:
+        with torch.no_grad():
+            model(ids, use_cache=False)
+    finally:
+        module.eager_attention_forward = original
+    heads = getattr(model.config, "num_key_value_heads", model.config.num_attention_heads)
+    rows = torch.stack([seen[i] for i in sorted(seen)])[:, :, :, first:last, :PROMPT]
+    return rows.amax(dim=3).unflatten(2, (heads, -1)).amax(dim=3)
+
+
+@pytest.mark.parametrize("family", sorted({family for family, _ in ATTENTION}))
+@pytest.mark.parametrize(("rows", "first", "last"), [("answer", 20, 29), ("predicting", 19, 28)])
+def test_labels_are_the_brute_force(backbone, ids, family, rows, first, last):
+    model = backbone(family, "eager")
+    expected = brute_force(model, ids, first, last)
+    if rows == "predicting":  # the prompt's last token cannot be seen by itself only from rows before it
+        assert expected.shape[-1] == PROMPT
+    for chunk_size in (4096, 6):
+        found = cis_labels(model, ids, PROMPT, rows=rows, chunk_size=chunk_size)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def test_no_more_rows_at_a_time_than_asked(backbone, ids, monkeypatch):
+    model = backbone()
+    expected = cis_labels(model, ids, PROMPT)
+    sizes = []
+    monkeypatch.setattr(watch, "LOGITS", 2 * 4 * 29 * 2)  # batch, heads, columns: two rows
+    logits = watch.Units.logits
+
+    def counted(self, first=0):
+        for part in logits(self, first):
+            sizes.append(part.shape[3])
+            yield part
+
+    monkeypatch.setattr(watch.Units, "logits", counted)
+    torch.testing.assert_close(cis_labels(model, ids, PROMPT), expected)
+    assert max(sizes) == 2
+
+
+def test_sdpa_gives_the_same_labels(backbone, ids):
+    labels = [cis_labels(backbone(attention=kind), ids, PROMPT) for kind in ("eager", "sdpa")]
+    torch.testing.assert_close(*labels, atol=1e-5, rtol=0)
+
+
+def test_bad_input_gets_a_sentence(backbone, ids):
+    with pytest.raises(ValueError, match="prompt_len must be between 1 and seq - 1=28, got 29"):
+        cis_labels(backbone(), ids, 29)
+    with pytest.raises(ValueError, match="rows must be one of 'answer', 'predicting', got 'all'"):
+        cis_labels(backbone(), ids, 5, rows="all")

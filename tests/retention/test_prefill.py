@@ -1,0 +1,315 @@
+"""Algorithm 1: what a cut cache computes is what attention with those units masked computes, and the sizes are bounded."""
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from plpkg.backbones import random_backbone
+from plpkg.retention import chunked_prefill, scorers
+from plpkg.retention.scorers import H2O, KeyNorm, Locret, Random, SinkRecent, SirLlm, SnapKv
+from tests.retention.conftest import ATTENTION, ROTARY
+
+SEQ = 29
+LLAMA = random_backbone("llama", num_kv_heads=2, vocab=64)
+
+
+def given_scores(model, batch=2, seq=SEQ, seed=0):
+    config = model.config
+    heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    shape = config.num_hidden_layers, batch, heads, seq
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed))
+
+
+CONTRACTS = [(*case, "original") for case in ATTENTION] + [(*case, "reassigned") for case in ROTARY]
+
+
+@pytest.mark.parametrize(("family", "attention", "positions"), CONTRACTS)
+@pytest.mark.parametrize("chunk_size", [1, 5, 29, 40])
+def test_without_eviction_it_is_the_full_forward_pass(backbone, ids, family, attention, positions, chunk_size):
+    model = backbone(family, attention)
+    read = chunked_prefill(model, ids, SinkRecent(), SEQ, chunk_size, positions=positions, local_len=3)
+    torch.testing.assert_close(read.logits, model(ids).logits[:, -1], atol=1e-5, rtol=0)
+    assert model.config._attn_implementation == attention
+
+
+def dense(model, ids, scores, budget, chunk_size, stabilizers, local_len):
+    """The same by masks: every layer and head sees what a list, kept by hand, says; no cache, no package code.
+
+    For original positions. Returns the last logits, and per layer, batch and head what is kept at the end.
+    """
+    layers, batch, heads, seq = scores.shape
+    end = max(0, seq - local_len)
+    starts = list(range(0, end, chunk_size))
+    visible = torch.zeros(layers, batch, heads, seq, seq, dtype=torch.bool)
+    kept = [[[[] for _ in range(heads)] for _ in range(batch)] for _ in range(layers)]
+    for start in [*starts, *([end] if end < seq else [])]:
+        stop = seq if start == end else min(start + chunk_size, end)
+        for layer in range(layers):
+            for b in range(batch):
+                for head in range(heads):
+                    units = kept[layer][b][head]
+                    for row in range(start, stop):
+                        visible[layer, b, head, row, [*units, *range(start, row + 1)]] = True
+                    units = [*units, *range(start, stop)]
+                    if start < end and len(units) > budget:
+                        safe = set(units[len(units) - (0 if stop == end else stabilizers) :])
+                        best = sorted(units, key=lambda u: (u not in safe, -scores[layer, b, head, u].item(), u))
+                        units = sorted(best[:budget])
+                    kept[layer][b][head] = units
+    group = model.config.num_attention_heads // heads
+    hooks = []
+    modules = [m for m in model.modules() if hasattr(m, "layer_idx") and (hasattr(m, "k_proj") or hasattr(m, "qkv_proj") or hasattr(m, "c_attn"))]  # fmt: skip
+    for module in modules:
+        mask = visible[module.layer_idx].repeat_interleave(group, dim=1)  # (batch, heads, seq, seq)
+
+        def pre(_module, args, kwargs, mask=mask):
+            lowest = torch.finfo(torch.float32).min
+            return args, kwargs | {"attention_mask": torch.zeros(mask.shape).masked_fill(~mask, lowest)}
+
+        hooks.append(module.register_forward_pre_hook(pre, with_kwargs=True))
+    try:
+        return model(ids, use_cache=False).logits[:, -1], kept
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@pytest.mark.parametrize(("family", "attention"), ATTENTION)
+def test_eviction_is_attention_with_those_units_masked(backbone, ids, family, attention):
+    model = backbone(family, attention)
+    scores = given_scores(model)
+    sizes = dict(budget=9, chunk_size=4, stabilizers=2, local_len=3)
+    read = chunked_prefill(model, ids, scorers.static(scores), positions="original", **sizes)
+    logits, kept = dense(model, ids, scores, **sizes)
+    torch.testing.assert_close(read.logits, logits, atol=1e-5, rtol=0)
+    assert read.log[-1].kept.tolist() == kept
+    assert kept[0][0][0][-3:] == list(range(SEQ - 3, SEQ))
+
+
+def llama_by_hand(model, ids, scores, budget, chunk_size):
+    """Reassigned positions, written out for Llama: one sequence, keys kept unrotated in a list for each head."""
+    config = model.config
+    heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    kept = {(i, j): [] for i in range(config.num_hidden_layers) for j in range(kv_heads)}  # (position, k, v)
+
+    def turn(x, position):
+        angle = position * 10_000.0 ** (-torch.arange(0, width, 2).double() / width)
+        a, b = x.double().chunk(2)
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()]).float()
+
+    for start in range(0, len(ids), chunk_size):
+        positions = range(start, min(start + chunk_size, len(ids)))
+        x = model.model.embed_tokens(ids[positions.start : positions.stop])
+        for i, layer in enumerate(model.model.layers):
+            normed = layer.input_layernorm(x)
+            attention = layer.self_attn
+            q, k, v = (p(normed).unflatten(-1, (-1, width)) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+            out = torch.zeros(len(positions), heads, width)
+            for j in range(kv_heads):
+                held = kept[i, j]
+                before = len(held)
+                held += [(p, k[n, j], v[n, j]) for n, p in enumerate(positions)]
+                for n in range(len(positions)):
+                    units = held[: before + n + 1]
+                    keys = torch.stack([turn(unit[1], slot) for slot, unit in enumerate(units)])
+                    for h in range(j * heads // kv_heads, (j + 1) * heads // kv_heads):
+                        weights = (keys @ turn(q[n, h], before + n) / width**0.5).softmax(-1)
+                        out[n, h] = weights @ torch.stack([unit[2] for unit in units])
+                best = sorted(held, key=lambda unit: (-scores[i, 0, j, unit[0]].item(), unit[0]))[:budget]
+                kept[i, j] = sorted(best, key=lambda unit: unit[0])
+            x = x + attention.o_proj(out.flatten(1))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+    return model.lm_head(model.model.norm(x))[-1]
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_reassigned_positions_are_llama_by_hand(backbone, ids, attention):
+    model = backbone(attention=attention)
+    scores = given_scores(model, batch=1)
+    read = chunked_prefill(model, ids[:1], scorers.static(scores), 7, 5)
+    with torch.no_grad():
+        expected = llama_by_hand(model, ids[0], scores, 7, 5)
+    torch.testing.assert_close(read.logits[0], expected, atol=1e-5, rtol=0)
+    other = chunked_prefill(model, ids[:1], scorers.static(scores), 7, 5, positions="original")
+    assert not torch.allclose(read.logits, other.logits, atol=1e-3)  # the contracts differ
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seq=st.integers(1, 24), budget=st.integers(1, 26), chunk_size=st.integers(1, 26), local_len=st.integers(0, 26),
+    share=st.floats(0, 1, exclude_max=True), positions=st.sampled_from(["original", "reassigned"]), data=st.data(),
+)  # fmt: skip
+def test_sizes_are_bounded_and_nothing_returns(seq, budget, chunk_size, local_len, share, positions, data):
+    stabilizers = int(share * budget)
+    ids = torch.randint(0, 64, (1, seq), generator=torch.Generator().manual_seed(seq))
+    scores = given_scores(LLAMA, 1, seq, seed=data.draw(st.integers(0, 99))).mul(4).round()  # many equal ones
+    read = chunked_prefill(
+        LLAMA, ids, scorers.static(scores), budget, chunk_size, stabilizers, local_len, positions=positions
+    )
+    assert read.log.peak <= budget + max(chunk_size, local_len)
+    cut = [step for step in read.log if step.stop <= max(0, seq - local_len)]
+    assert all(step.after == min(step.before, budget) for step in cut)
+    tail = min(local_len, seq)
+    assert read.log[-1].after == read.cache.kept == min(budget, seq - tail) + tail
+    before = set()
+    for step in read.log:
+        rows = step.kept.flatten(0, 2)  # (layers · batch · heads, after)
+        assert (rows.diff(dim=-1) > 0).all()
+        for i, row in enumerate(rows.tolist()):
+            assert {(i, u) for u in row} <= before | {(i, u) for u in range(step.start, step.stop)}
+        before = {(i, u) for i, row in enumerate(rows.tolist()) for u in row}
+    for step in cut[:-1]:
+        safe = list(range(max(0, step.stop - min(stabilizers, step.after)), step.stop))
+        assert all(row[len(row) - len(safe) :] == safe for row in step.kept.flatten(0, 2).tolist())
+    assert [step.stop for step in read.log][-1] == seq
+    assert torch.isfinite(read.logits).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(seq=st.integers(1, 24), budget=st.integers(1, 24), chunk_size=st.integers(1, 24), seed=st.integers(0, 99))
+def test_streaming_the_best_is_keeping_the_best_of_all(seq, budget, chunk_size, seed):
+    """Theorem N.4: with scores that do not change and no stabilizers, the chunks do not matter."""
+    ids = torch.zeros(1, seq, dtype=torch.long)
+    scores = given_scores(LLAMA, 1, seq, seed).mul(5).round()
+    read = chunked_prefill(LLAMA, ids, scorers.static(scores), budget, chunk_size)
+    expected = scores.sort(dim=-1, descending=True, stable=True).indices[..., :budget].sort(dim=-1).values
+    assert torch.equal(read.log[-1].kept.long(), expected)
+
+
+@pytest.mark.parametrize(
+    "scorer",
+    [KeyNorm(sink=2), Random(3, recent=2), SinkRecent(), H2O(sink=1), SnapKv(window=4), SirLlm()],
+    ids=lambda s: type(s).__name__,
+)
+@pytest.mark.parametrize("positions", ["original", "reassigned"])
+def test_every_scorer_keeps_its_budget_and_what_it_protects(backbone, ids, scorer, positions):
+    read = chunked_prefill(backbone(), ids, scorer, 10, 4, stabilizers=3, positions=positions)
+    assert [step.after for step in read.log] == [4, 8, *[10] * 6]
+    kept = read.log[-1].kept.flatten(0, 2).tolist()
+    assert all(row[: scorer.sink] == list(range(scorer.sink)) for row in kept)
+    if scorer.recent:
+        assert all(row[-scorer.recent :] == list(range(SEQ - scorer.recent, SEQ)) for row in kept)
+
+
+# Generation goes on from the cache.
+
+
+@pytest.mark.parametrize(("family", "attention", "positions"), CONTRACTS)
+def test_generate_goes_on(backbone, ids, family, attention, positions):
+    model = backbone(family, attention)
+    read = chunked_prefill(model, ids, SinkRecent(), 40, 5, positions=positions)
+    found = model.generate(**read.inputs(), max_new_tokens=5, do_sample=False)
+    whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+    assert torch.equal(found, whole[:, SEQ:])
+
+
+@pytest.mark.parametrize("positions", ["original", "reassigned"])
+def test_generate_after_eviction_is_a_loop_over_the_model(backbone, ids, positions):
+    model = backbone()
+
+    def read():
+        return chunked_prefill(model, ids, KeyNorm(), 8, 4, positions=positions, local_len=2)
+
+    by_hand, token = read(), None
+    tokens = [by_hand.logits.argmax(-1, keepdim=True)]
+    for _ in range(4):
+        token = model(tokens[-1], past_key_values=by_hand.cache).logits[:, -1].argmax(-1, keepdim=True)
+        tokens.append(token)
+    other = read()
+    found = model.generate(**other.inputs(), max_new_tokens=4, do_sample=False)
+    assert torch.equal(found, torch.cat(tokens, dim=1))
+    assert other.cache.kept == 8 + 2 + 4  # nothing is evicted while decoding unless asked
+
+
+@pytest.mark.parametrize("scorer", [KeyNorm(), H2O(), SirLlm()], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("positions", ["original", "reassigned"])
+def test_decoding_can_stay_within_the_budget(backbone, ids, scorer, positions):
+    model = backbone()
+    read = chunked_prefill(model, ids, scorer, 12, 4, stabilizers=3, positions=positions)
+    with read.evicting():
+        model.generate(**read.inputs(), max_new_tokens=6, do_sample=False)
+    decoded = read.log[8:]
+    assert [(step.start, step.before, step.after) for step in decoded] == [(SEQ + i, 13, 12) for i in range(6)]
+    assert (read.log[-1].kept[..., -3:] == torch.arange(SEQ + 3, SEQ + 6)).all()
+    assert not model._forward_hooks
+
+
+def test_decoding_with_eviction_is_prefilling_in_chunks_of_one(backbone, ids):
+    model = backbone()
+    scores = given_scores(model)
+    read = chunked_prefill(model, ids[:, :20], scorers.static(scores), 8, 4)
+    with read.evicting():
+        logits = [model(ids[:, i : i + 1], past_key_values=read.cache).logits[:, -1] for i in range(20, SEQ)][-1]
+    other = chunked_prefill(model, ids[:, :20], scorers.static(scores), 8, 4)
+    for i in range(20, SEQ):
+        with torch.no_grad(), other._eviction.watching():
+            expected = other._eviction.forward(ids[:, i : i + 1])
+        other._eviction.cut(i, i + 1, budget=8)
+    torch.testing.assert_close(logits, expected)
+    assert torch.equal(read.log[-1].kept, other.log[-1].kept)
+
+
+# Bad input gets a sentence.
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(budget=0), "budget must be a whole number of at least 1, got 0"),
+        (dict(chunk_size=-1), "chunk_size must be a whole number of at least 1, got -1"),
+        (dict(stabilizers=6), "stabilizers must be between 0 and budget - 1=5, got 6"),
+        (dict(local_len=-3), "local_len must be a whole number of at least 0, got -3"),
+        (dict(positions="new"), "positions must be one of 'reassigned', 'original', got 'new'"),
+        (dict(scorer=SinkRecent(sink=5), stabilizers=2), "sink=5 and recent=0 units, with stabilizers=2 that is 7"),
+        (dict(input_ids=torch.zeros(3, dtype=torch.long)), r"input_ids must be \(batch, seq\).*got \(3,\)"),
+        (dict(input_ids=torch.zeros(1, 0, dtype=torch.long)), r"at least one token, got \(1, 0\)"),
+        (dict(attention_mask=torch.tensor([[0, 0, 1]])), "2 tokens of the batch are padding"),
+        (dict(scorer=scorers.static(torch.zeros(2, 1, 2, 2))), "2 layers and 2 positions, got layer 0 and position 2"),
+        (dict(scorer=scorers.static(torch.zeros(2, 5, 2, 9))), "scores are for a batch of 5, got 1 sequences"),
+    ],
+)
+def test_bad_input_gets_a_sentence(changes, message):
+    good = dict(input_ids=torch.zeros(1, 3, dtype=torch.long), scorer=Random(), budget=6, chunk_size=4)
+    with pytest.raises(ValueError, match=message):
+        chunked_prefill(LLAMA, **good | changes)
+
+
+def test_learnt_positions_end(backbone):
+    ids = torch.zeros(1, 300, dtype=torch.long)
+    with pytest.raises(ValueError, match="GPT2LMHeadModel has n_positions=256, got 300 tokens"):
+        chunked_prefill(backbone("gpt2"), ids, Random(), 6, 4, positions="original")
+
+
+def test_attention_that_makes_no_mask_is_refused(backbone, ids):
+    model = backbone()
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="attention must be 'eager' or 'sdpa' to be watched, got 'flash_attention_2'"):
+        chunked_prefill(model, ids, Random(), 6, 4)
+
+
+def test_an_error_on_the_way_leaves_the_model_as_it_was(backbone, ids):
+    model = backbone()
+
+    class Broken(Random):
+        def score(self, units):
+            raise OSError("out of luck")
+
+    with pytest.raises(OSError, match="out of luck"):
+        chunked_prefill(model, ids, Broken(), 6, 4)
+    assert model.config._attn_implementation == "sdpa"
+    assert not any(module._forward_hooks for module in model.modules())
+    chunked_prefill(model, ids, Random(), 6, 4)
+
+
+def test_scores_must_be_numbers():
+    with pytest.raises(ValueError, match=r"without NaN, got \(1, 1, 1, 2\) with 1 NaN"):
+        scorers.static(torch.tensor([[[[1.0, float("nan")]]]]))
+    with pytest.raises(ValueError, match="kernel must be odd, got 4"):
+        SnapKv(kernel=4)
+
+
+def test_the_log_is_a_table(backbone, ids):
+    read = chunked_prefill(backbone(), ids, Random(), 8, 10, local_len=4, log_positions=False)
+    assert repr(read.log) == "Log: 4 forward passes, at most 18 units a head, 12 at the end"
+    assert read.log.rows()[1] == {"start": 10, "stop": 20, "before": 18, "after": 8}
+    assert read.log[0].kept is None
