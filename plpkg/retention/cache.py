@@ -52,8 +52,15 @@ def keep_indices(
         scores[..., :first] = float("inf")
     if last:
         scores[..., n - last :] = float("inf")
-    order = scores.sort(dim=-1, descending=True, stable=True).indices
-    return order[..., :budget].sort(dim=-1).values
+    # Two sorts would say the same in four times the time.
+    least = scores.topk(budget, sorted=False).values.amin(dim=-1, keepdim=True)  # the lowest score that stays
+    above, equal = scores > least, scores == least
+    room = budget - above.sum(dim=-1, keepdim=True)
+    stays = above | (equal & (equal.cumsum(dim=-1) <= room))
+    slot = torch.where(stays, stays.cumsum(dim=-1) - 1, budget)  # where each index goes; what leaves, past the end
+    indices = torch.empty(*scores.shape[:-1], budget + 1, dtype=torch.long, device=scores.device)
+    indices.scatter_(-1, slot, torch.arange(n, device=scores.device).expand_as(slot))
+    return indices[..., :budget]
 
 
 class Rotary:
@@ -74,25 +81,49 @@ class Rotary:
                 "positions='reassigned' needs one set of rotary positions, which "
                 f"{type(decoder).__name__} does not have: take positions='original'"
             )
+        # The angles of a frequency table that grows with the text depend on more than the positions.
+        self._steady = "dynamic" not in str(getattr(self._angles, "rope_type", "")) and not hasattr(
+            self._angles, "long_inv_freq"
+        )
+        self._last: dict[bool, tuple] = {}  # by direction: what every layer of a forward pass asks for
+        self._halves = self._turns_halves()
 
     def apply(self, keys: torch.Tensor, start: int = 0) -> torch.Tensor:
         """Rotate keys to positions ``start``, ``start + 1``, …"""
-        return self._turn(keys, *self._cos_sin(keys, start))
+        return self._turn(keys, *self._cos_sin(keys, start, back=False))
 
     def undo(self, keys: torch.Tensor, start: int = 0) -> torch.Tensor:
         """The keys as they were before :meth:`apply`."""
-        cos, sin = self._cos_sin(keys, start)
-        square = cos.square() + sin.square()  # 1, but for rounding and for variants that scale (YaRN, LongRoPE)
-        return self._turn(keys, cos / square, -sin / square)
+        return self._turn(keys, *self._cos_sin(keys, start, back=True))
 
-    def _cos_sin(self, keys: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-        positions = torch.arange(start, start + keys.shape[-2], device=keys.device)[None]
-        cos, sin = self._angles(keys, positions)  # in the keys' precision, as the model itself has them
-        return cos.float(), sin.float()
+    def _cos_sin(self, keys: torch.Tensor, start: int, *, back: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        asked = start, keys.shape[-2], keys.dtype, keys.device
+        if not self._steady or self._last.get(back, (None,))[0] != asked:
+            positions = torch.arange(start, start + keys.shape[-2], device=keys.device)[None]
+            cos, sin = (t.float() for t in self._angles(keys, positions))  # in the keys' precision, as in the model
+            if back:
+                square = cos.square() + sin.square()  # 1, but for rounding and variants that scale (YaRN, LongRoPE)
+                cos, sin = cos / square, -sin / square
+            self._last[back] = asked, cos, sin
+        return self._last[back][1:]
 
     def _turn(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         wide = keys.float()
-        return self._rotate(wide[:, :1], wide, cos, sin)[1].to(keys.dtype)
+        if not self._halves or cos.shape[-1] != keys.shape[-1]:
+            return self._rotate(wide[:, :1], wide, cos, sin)[1].to(keys.dtype)
+        # The same in a quarter of the time: (a, b) → (a cos − b sin, b cos + a sin).
+        cos, sin, half = cos[:, None], sin[:, None], keys.shape[-1] // 2
+        turned = wide * cos
+        turned[..., :half].addcmul_(wide[..., half:], sin[..., :half], value=-1)
+        turned[..., half:].addcmul_(wide[..., :half], sin[..., half:])
+        return turned.to(keys.dtype)
+
+    def _turns_halves(self) -> bool:
+        """Whether the model's function pairs each number of a head's first half with one of the second, as Llama's."""
+        keys, (cos, sin) = torch.arange(8.0).view(1, 1, 2, 4), torch.arange(1.0, 17.0).view(2, 1, 2, 4)
+        expected = self._rotate(keys, keys, cos, sin)[1]
+        self._halves = True
+        return torch.equal(self._turn(keys, cos, sin), expected)
 
 
 class Store:
@@ -131,7 +162,10 @@ class Store:
 
 def gather(states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Of ``(batch, heads, n, width)`` the units ``(batch, heads, kept)``."""
-    return states.gather(-2, indices[..., None].expand(*indices.shape, states.shape[-1]))
+    batch, heads, n, width = states.shape
+    first = torch.arange(0, batch * heads * n, n, device=states.device).view(batch, heads, 1)
+    rows = states.reshape(-1, width).index_select(0, (first + indices).flatten())  # whole rows, unlike Tensor.gather
+    return rows.view(batch, heads, -1, width)
 
 
 class EvictingLayer(CacheLayerMixin):

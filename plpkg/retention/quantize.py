@@ -72,7 +72,10 @@ class ByToken:
         return 0 if self.packed is None else self.packed.num_bytes
 
     def append(self, states: torch.Tensor) -> None:
-        new = Packed(states, self.bits, min(self.group, states.shape[-1]))
+        group = min(self.group, states.shape[-1])
+        if states.shape[-1] % group:
+            raise ValueError(f"heads of {states.shape[-1]} numbers do not divide into groups of {group}")
+        new = Packed(states, self.bits, group)
         if self.packed is None:
             self.packed = new
         else:

@@ -1,7 +1,8 @@
 """Tasks whose answer is somewhere in a long prompt, of any length, with nothing to download.
 
-*Pairs in noise* is made of token ids, for models trained from nothing: keys with their values lie in noise, and the
-values are asked for. Values and noise are of one alphabet, so that a unit's worth does not show in its token.
+Two are made of token ids, for models trained from nothing. *Pairs in noise*: keys with their values lie in noise, and
+the values are asked for; values and noise are of one alphabet, so that a unit's worth does not show in its token.
+*Lookup*: nothing but pairs, and one is asked for, so that a unit's worth shows in the question alone.
 
 The others are text, for language models: the pass key of ∞Bench (arXiv 2402.13718), and from RULER (arXiv 2404.06654)
 needles in noise, needles among needles, variable tracking, common words and frequent words, scored as RULER does.
@@ -32,8 +33,8 @@ shadow shovel silver spider sponge stable statue summit temple thunder ticket ti
 walnut whistle willow window winter zipper""".split()
 SENTENCES = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
-BOS, QUERY, NUM_KEYS, VOCAB = 0, 1, 32, 128
-FIRST_KEY, FIRST_VALUE = 2, 2 + NUM_KEYS
+BOS, QUERY, BLANK, NUM_KEYS, VOCAB = 0, 1, 2, 32, 128
+FIRST_KEY, FIRST_VALUE = 3, 3 + NUM_KEYS
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,68 @@ def pairs_in_noise(batch: int, length: int, *, pairs: int = 6, seed: int = 0) ->
     asked = torch.stack([keys.gather(1, order), values.gather(1, order)], dim=-1).flatten(1)
     start, query = torch.full((batch, 1), BOS), torch.full((batch, 1), QUERY)
     return Pairs(torch.cat([start, context], dim=1), torch.cat([query, asked], dim=1))
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """A batch of pairs of which one is asked for.
+
+    Attributes
+    ----------
+    prompt
+        ``(batch, 1 + question + 2 · pairs)`` ids: a start, ``QUERY`` and the key if it is asked first, every pair.
+    answer
+        ``(batch, 2)`` ids: ``QUERY`` and the key, or ``BLANK`` if it is asked first only.
+    values
+        ``(batch,)``: what is to follow.
+    """
+
+    prompt: torch.Tensor
+    answer: torch.Tensor
+    values: torch.Tensor
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """``(batch, seq)``: prompt and answer."""
+        return torch.cat([self.prompt, self.answer], dim=1)
+
+    def accuracy(self, logits: torch.Tensor) -> float:
+        """The share of values that ``(batch, answer, vocab)``, the logits after each token of the answer, get right."""
+        return (logits[:, -1].argmax(-1) == self.values).float().mean().item()
+
+
+QUESTION = {"last": 0, "first": 2, "both": 2}
+"""Where a lookup's question stands, and how many tokens that puts before the pairs."""
+
+
+def lookup(batch: int, pairs: int = 16, *, question: str = "last", seed: int = 0) -> Lookup:
+    """Draw a batch; pairs and what is asked are the same wherever the question stands.
+
+    Parameters
+    ----------
+    batch, pairs, seed
+        As for :func:`pairs_in_noise`.
+    question
+        ``"last"``, ``"first"`` or ``"both"``: Locret-Q puts it before the text as well.
+
+    Raises
+    ------
+    ValueError
+        More pairs than keys, or another place.
+    """
+    whole_number("batch", batch, 1)
+    whole_number("pairs", pairs, 1, NUM_KEYS, "keys")
+    one_of("question", question, tuple(QUESTION))
+    generator = torch.Generator().manual_seed(seed)
+    keys = FIRST_KEY + torch.rand(batch, NUM_KEYS, generator=generator).argsort(dim=1)[:, :pairs]
+    values = torch.randint(FIRST_VALUE, VOCAB, (batch, pairs), generator=generator)
+    asked = torch.randint(pairs, (batch, 1), generator=generator)
+    start, query, blank = (torch.full((batch, 1), token) for token in (BOS, QUERY, BLANK))
+    key = keys.gather(1, asked)
+    before = [] if question == "last" else [query, key]
+    prompt = torch.cat([start, *before, torch.stack([keys, values], dim=-1).flatten(1)], dim=1)
+    answer = torch.cat([query, blank if question == "first" else key], dim=1)
+    return Lookup(prompt, answer, values.gather(1, asked)[:, 0])
 
 
 @dataclass(frozen=True)
@@ -188,7 +251,7 @@ def _variables(draw: random.Random, size: int) -> tuple[str, str, list[str]]:
 
 def _common_words(draw: random.Random, size: int) -> tuple[str, str, list[str]]:
     words = _different(draw, 10 + size, _word)
-    listed = words[:10] * 30 + words[10:] * 3 if size >= 100 else words[:10] * 6 + words[10:]
+    listed = words[:10] * 6 + words[10:]  # RULER's counts below 4,096 tokens; above, it has 30 and 3
     draw.shuffle(listed)
     text = " ".join(f"{i}. {word}" for i, word in enumerate(listed, start=1))
     return text, "The 10 most common words in the list above are", words[:10]

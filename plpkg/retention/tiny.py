@@ -1,13 +1,14 @@
-"""A two-layer language model that learns to find pairs in noise in under a minute, on one core.
+"""Two-layer language models that learn to find pairs in noise, or to look one up, in under a minute on one core.
 
-It is a stock Llama but for its word embedding, which also knows the token before: ``E[x_t] + E'[x_(t-1)]``. That is a
-shortcut, and an open one: it does what an attention head of the layer below takes long to learn (a "previous-token
-head"), so that one layer of attention suffices to find what followed a key. For the model's stateless embedding
-both tokens are packed in one id, ``x_t + vocab · x_(t-1)``.
+They are stock Llamas but for the word embedding, which also knows the token before: ``E[x_t] + E'[x_(t-1)]``. That is
+a shortcut, and an open one: it does what an attention head of the layer below takes long to learn (a "previous-token
+head"), so that one layer of attention suffices to find what followed a key. As an embedding has no memory, both
+tokens are packed in one id, ``x_t + vocab · x_(t-1)``.
 """
 
 import math
 import random
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -16,10 +17,7 @@ from tqdm.auto import tqdm
 
 from plpkg.retention.prefill import chunked_prefill
 from plpkg.retention.scorers import Scorer
-from plpkg.retention.tasks import VOCAB, Pairs, pairs_in_noise
-
-LENGTHS = (16, 128)
-"""Between which the model sees noise while it learns."""
+from plpkg.retention.tasks import VOCAB, Lookup, Pairs, lookup, pairs_in_noise
 
 
 class PairEmbedding(nn.Module):
@@ -62,50 +60,118 @@ def untrained(*, num_layers: int = 2, vocab: int = VOCAB, seed: int = 0):
     return model.eval()
 
 
-def train(*, steps: int = 300, tokens: int = 3072, lr: float = 5e-3, seed: int = 0, progress: bool = True):
-    """A model that finds pairs in noise, trained from nothing: short noise first, :data:`LENGTHS` by half of the steps.
+SHORTEST = 16
+"""Tokens of noise and pairs, with which training begins."""
+
+
+def train(
+    *,
+    steps: int = 300,
+    tokens: int = 3072,
+    lr: float = 5e-3,
+    pairs: int = 6,
+    longest: int = 128,
+    seed: int = 0,
+    progress: bool = True,
+):
+    """A model that finds pairs in noise, trained from nothing, on short noise first and on all lengths after half.
 
     Parameters
     ----------
     steps, tokens, lr
         Of AdamW with betas (0.9, 0.98): steps of up to so many tokens, 50 of them warm-up, then a cosine down to zero.
+    pairs, longest
+        Of the task: lengths are drawn between :data:`SHORTEST` and ``longest``.
     seed
         Of weights and data.
     progress
         Show a bar.
     """
-    model = untrained(seed=seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
-    draw = random.Random(seed)
+    model, draw = untrained(seed=seed), random.Random(seed)
+
+    def loss(step: int) -> torch.Tensor:
+        length = draw.randint(SHORTEST, min(longest, SHORTEST + 8 + 2 * (longest - SHORTEST) * step // steps))
+        batch = min(64, tokens // (length + 2 + 2 * pairs))
+        task = pairs_in_noise(batch, length, pairs=pairs, seed=(seed + 1) * 1_000_003 + step)
+        logits = model(packed(task.ids), use_cache=False).logits[:, task.prompt.shape[1] :]
+        return functional.cross_entropy(logits[:, 1::2].flatten(0, 1), task.answer[:, 2::2].flatten())
+
+    return _train(model, list(model.parameters()), loss, steps, lr, progress)
+
+
+def train_lookup(*, steps: int = 1000, lr: float = 5e-3, pairs: int = 16, seed: int = 0, progress: bool = True):
+    """A model that looks a value up, whether the question stands after the pairs or (alone) before them.
+
+    Asked last, it finds the value in its first layer, by the key that stands before it. Asked first, it is also taught
+    to mark the pair that matches, by a linear probe on the first layer's output that is thrown away afterwards, so that
+    the second layer can tell what is asked for from the unit itself. Without that it learns to read the question from
+    the front at the end of the text instead, and no unit shows its worth.
+
+    Parameters
+    ----------
+    steps, lr, seed, progress
+        As in :func:`train`; half of each step's examples have the question last, half first.
+    pairs
+        The most; each step draws a number from 2 up to a limit that grows in the first half.
+    """
+    model, draw = untrained(seed=seed), random.Random(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        probe = nn.Linear(model.config.hidden_size, 1)
+
+    def loss(step: int) -> torch.Tensor:
+        count = draw.randint(2, min(pairs, 5 + 2 * (pairs - 4) * step // steps))
+        total = torch.zeros(())
+        for i, question in enumerate(("first", "last")):
+            task = lookup(32, count, question=question, seed=((seed + 1) * 1_000_003 + step) * 2 + i)
+            output = model(packed(task.ids), use_cache=False, output_hidden_states=question == "first")
+            total = total + functional.cross_entropy(output.logits[:, -1], task.values)
+            if question == "first":
+                marks = probe(output.hidden_states[1])[:, 4 : 4 + 2 * count : 2, 0]  # at the values
+                matches = (task.prompt[:, 3::2] == task.prompt[:, 2:3]).float()
+                total = total + functional.binary_cross_entropy_with_logits(marks, matches)
+        return total
+
+    return _train(model, [*model.parameters(), *probe.parameters()], loss, steps, lr, progress)
+
+
+def _train(model, parameters: list[nn.Parameter], loss: Callable[[int], torch.Tensor], steps, lr, progress: bool):
+    optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
     model.train()
     bar = tqdm(range(steps), "two layers", disable=not progress)
     for step in bar:
-        shortest, longest = LENGTHS
-        length = draw.randint(shortest, min(longest, shortest + 8 + 2 * (longest - shortest) * step // steps))
         for group in optimizer.param_groups:
             group["lr"] = lr * min((step + 1) / 50, 0.5 + 0.5 * math.cos(math.pi * step / steps))
-        task = pairs_in_noise(min(64, tokens // (length + 14)), length, seed=(seed + 1) * 1_000_003 + step)
-        logits = model(packed(task.ids), use_cache=False).logits[:, task.prompt.shape[1] :]
-        loss = functional.cross_entropy(logits[:, 1::2].flatten(0, 1), task.answer[:, 2::2].flatten())
-        loss.backward()
+        found = loss(step)
+        found.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if step % 20 == 19:
-            bar.set_postfix(loss=f"{loss.item():.3f}")
+            bar.set_postfix(loss=f"{found.item():.3f}")
     return model.eval().requires_grad_(False)
 
 
-def examples(count: int, *, batch: int = 16, length: int = 128, seed: int = 1):
-    """Prompts and answers for :func:`plpkg.retention.train_heads`, packed."""
+def examples(draw: Callable[[int], Pairs | Lookup], count: int, *, seed: int = 0) -> Iterator[tuple]:
+    """Packed prompts and answers of ``count`` batches, for :func:`plpkg.retention.train_heads`.
+
+    Parameters
+    ----------
+    draw
+        Makes a batch from a seed: ``lambda seed: pairs_in_noise(16, 128, seed=seed)``.
+    count
+        How many.
+    seed
+        Where the seeds begin; far from those of training.
+    """
     for i in range(count):
-        task = pairs_in_noise(batch, length, seed=(seed + 1) * 1_000_033 + i)
+        task = draw((seed + 1) * 1_000_033 + i)
         ids = packed(task.ids)
         yield ids[:, : task.prompt.shape[1]], ids[:, task.prompt.shape[1] :]
 
 
 @torch.no_grad()
-def accuracy(model, task: Pairs, scorer: Scorer | None, budget: int, chunk_size: int = 32, **options) -> float:
+def accuracy(model, task: Pairs | Lookup, scorer: Scorer | None, budget: int, chunk_size: int = 32, **options) -> float:
     """The share of values that the model finds; the prompt is read with eviction, the answer is not cut.
 
     Parameters

@@ -1,0 +1,77 @@
+"""Real text under a budget: how well a model goes on with a document of which it keeps some units only."""
+
+import math
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch.nn import functional
+
+from plpkg import corpora
+from plpkg.retention.prefill import chunked_prefill
+from plpkg.retention.scorers import Scorer
+from plpkg.validation import whole_number
+
+
+def continuations(
+    tokenizer, split: str, count: int, *, prompt_len: int = 768, answer_len: int = 128, seed: int = 0
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Stretches of the public text, cut in two: what a model reads, and how it really goes on.
+
+    Parameters
+    ----------
+    tokenizer
+        The model's.
+    split
+        ``"train"``, ``"validation"`` or ``"test"`` of :func:`plpkg.corpora.public`.
+    count
+        How many.
+    prompt_len, answer_len
+        Tokens.
+    seed
+        Of the choice.
+
+    Yields
+    ------
+    prompt, answer
+        ``(1, prompt_len)`` and ``(1, answer_len)`` ids.
+    """
+    encoded = corpora.encode(corpora.public(split), tokenizer)
+    stream = corpora.batches(encoded, batch=1, seq=prompt_len + answer_len, seed=seed)
+    for _ in range(whole_number("count", count, 1)):
+        ids = next(stream)
+        yield ids[:, :prompt_len], ids[:, prompt_len:]
+
+
+@torch.no_grad()
+def perplexity(
+    model,
+    examples: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    scorer: Scorer | None,
+    budget: int,
+    chunk_size: int = 64,
+    **options,
+) -> float:
+    """Per token of the answers, each read after its prompt was cut to ``budget`` units.
+
+    Parameters
+    ----------
+    model
+        A causal language model.
+    examples
+        ``(prompt, answer)`` ids ``(batch, seq)``.
+    scorer
+        Decides what is kept; ``None`` keeps everything.
+    budget, chunk_size, **options
+        Of :func:`plpkg.retention.chunked_prefill`.
+    """
+    nats, tokens = 0.0, 0
+    for prompt, answer in examples:
+        if scorer is None:
+            logits = model(torch.cat([prompt, answer], dim=1), use_cache=False).logits[:, prompt.shape[1] - 1 : -1]
+        else:
+            read = chunked_prefill(model, prompt, scorer, budget, chunk_size, log_positions=False, **options)
+            after = model(answer[:, :-1], past_key_values=read.cache).logits
+            logits = torch.cat([read.logits[:, None], after], dim=1)
+        nats += functional.cross_entropy(logits.flatten(0, 1).float(), answer.flatten(), reduction="sum").item()
+        tokens += answer.numel()
+    return math.exp(nats / tokens)

@@ -1,0 +1,275 @@
+"""Quantised, offloaded, sparse and merged caches: each has a limit in which it is the plain thing, exactly."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from plpkg.backbones import random_backbone
+from plpkg.retention import chunked_prefill, merge, offload, scorers
+from plpkg.retention.quantize import ByChannel, ByToken, Packed, quantized
+from plpkg.retention.scorers import KeyNorm
+from plpkg.retention.sparse import VerticalSlash
+from tests.retention.conftest import ATTENTION
+
+SEQ = 29
+
+
+# Quantised.
+
+
+@settings(deadline=None)
+@given(bits=st.sampled_from([2, 4]), group=st.sampled_from([4, 8, 16]), scale=st.floats(1e-3, 1e3), seed=st.integers(0, 99))
+def test_rounding_is_within_half_a_step(bits, group, scale, seed):
+    numbers = scale * torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(seed))
+    packed = Packed(numbers, bits, group)
+    step = packed.scale.expand(2, 3, 32 // group, group).flatten(2)
+    assert ((packed.numbers() - numbers).abs() <= 0.5001 * step + 1e-6 * scale).all()
+    spread = numbers.unflatten(-1, (-1, group))
+    torch.testing.assert_close(packed.scale[..., 0], (spread.amax(-1) - spread.amin(-1)) / (2**bits - 1))
+    assert packed.num_bytes == numbers.numel() * bits // 8 + 2 * 4 * numbers.numel() // group
+
+
+def test_what_lies_on_the_steps_is_kept_exactly():
+    numbers = torch.arange(16.0).repeat(3, 1)
+    assert torch.equal(Packed(numbers, 4, 16).numbers(), numbers)
+    assert torch.equal(Packed(torch.full((2, 8), 3.5), 2, 8).numbers(), torch.full((2, 8), 3.5))
+
+
+def test_bfloat16_stays_bfloat16():
+    packed = Packed(torch.randn(4, 16).bfloat16(), 4, 8)
+    assert packed.scale.dtype == packed.numbers().dtype == torch.bfloat16
+
+
+def states(n=13, width=16, seed=0):
+    return torch.randn(2, 2, n, width, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_unit_rounded_by_token_is_never_rounded_again():
+    store = ByToken(2, 8)
+    for part in states().split(4, dim=2):
+        store.append(part)
+    before = store.read()
+    indices = torch.tensor([0, 2, 5, 12]).expand(2, 2, 4)
+    store.keep(indices)
+    assert len(store) == 4
+    assert torch.equal(store.read(), before[:, :, [0, 2, 5, 12]])
+    store.change(lambda t: t[1:])
+    assert torch.equal(store.read(), before[1:, :, [0, 2, 5, 12]])
+
+
+def test_channels_are_rounded_in_groups_of_units_and_the_rest_waits():
+    store, whole = ByChannel(4, 4), states(11)
+    store.append(whole[:, :, :6])
+    store.append(whole[:, :, 6:])
+    found = store.read()
+    assert len(store) == 11
+    assert torch.equal(found[:, :, 8:], whole[:, :, 8:])  # three units do not fill a group
+    spread = whole[:, :, :4].amax(2) - whole[:, :, :4].amin(2)
+    assert ((found[:, :, :4] - whole[:, :, :4]).abs() <= 0.5001 * spread[:, :, None] / 15 + 1e-6).all()
+    store.keep(torch.arange(2, 7).expand(2, 2, 5))
+    assert torch.equal(store.read()[:, :, 4:], found[:, :, 6:7])
+
+
+@pytest.mark.parametrize("scheme", ["token", "kivi"])
+@pytest.mark.parametrize("positions", ["original", "reassigned"])
+def test_a_quantised_cache_evicts_and_generates(backbone, ids, scheme, positions):
+    model = backbone()
+    scores = torch.rand(2, 2, 2, SEQ, generator=torch.Generator().manual_seed(0))
+    sizes = dict(budget=12, chunk_size=5, positions=positions)
+    plain = chunked_prefill(model, ids, scorers.static(scores), **sizes)
+    packed = chunked_prefill(model, ids, scorers.static(scores), store=quantized(4, scheme, 8), **sizes)
+    assert torch.equal(packed.log[-1].kept, plain.log[-1].kept)
+    assert packed.cache.num_bytes < 0.7 * plain.cache.num_bytes
+    assert 0 < (packed.logits - plain.logits).abs().max() < 0.2
+    assert model.generate(**packed.inputs(), max_new_tokens=3, do_sample=False).shape == (2, 4)
+    packed.cache.reset()
+    assert packed.cache.num_bytes == 0
+
+
+def test_bad_sizes_of_groups(backbone, ids):
+    for arguments, message in (
+        (dict(bits=3), "bits must be one of 2, 4, got 3"),
+        (dict(scheme="both"), "scheme must be one of 'token', 'kivi', got 'both'"),
+        (dict(group=6), "group must be a multiple of 4, got 6"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            quantized(**arguments)
+    with pytest.raises(ValueError, match="heads of 16 numbers do not divide into groups of 12"):
+        chunked_prefill(backbone(), ids, KeyNorm(), 8, 4, store=quantized(4, "token", 12))
+
+
+# Sparse.
+
+
+@pytest.mark.parametrize(("family", "attention"), ATTENTION)
+def test_dense_sparsity_is_full_attention(backbone, ids, family, attention):
+    model = backbone(family, attention)
+    full = model(ids).logits
+    with VerticalSlash(vertical=SEQ, slash=0).on(model) as sparse:
+        torch.testing.assert_close(model(ids).logits, full, atol=1e-5, rtol=0)
+    assert sparse.density == 1.0
+    with VerticalSlash(vertical=0, slash=SEQ).on(model):
+        torch.testing.assert_close(model(ids).logits, full, atol=1e-5, rtol=0)
+
+
+def test_sparse_attention_is_what_its_columns_and_diagonals_say(backbone, ids):
+    """One layer: the last query's own attention decides, so the masked softmax can be worked out by hand."""
+    model, seen = backbone(num_layers=1), []
+
+    class Recorded(VerticalSlash):
+        def __call__(self, units):
+            seen.append((units, super().__call__(units)[2]))
+            return seen[-1][0].keys, seen[-1][0].values, seen[-1][1]
+
+    with Recorded(vertical=2, slash=2, last=1).on(model):
+        model(ids)
+    units, allowed = seen[0]
+    attention = torch.cat(list(units.logits())).softmax(-1).flatten(1, 2)  # (batch, heads, seq, seq)
+    for b in range(2):
+        for h in range(4):
+            last = attention[b, h, -1]
+            columns = set(last.topk(2).indices.tolist())
+            backs = {SEQ - 1 - i for i in columns} | {0}  # with one query, its best diagonals are its best columns
+            for i in range(SEQ):
+                expected = [j for j in range(i + 1) if j in columns or i - j in backs]
+                assert allowed[b, h, i].nonzero().flatten().tolist() == expected
+
+
+def test_sparse_attention_goes_with_eviction(backbone, ids):
+    model = backbone()
+    plain = chunked_prefill(model, ids, KeyNorm(), 9, 4)
+    dense = chunked_prefill(model, ids, KeyNorm(), 9, 4, rewrite=VerticalSlash(99, 0))
+    sparse = chunked_prefill(model, ids, KeyNorm(), 9, 4, rewrite=VerticalSlash(2, 1))
+    torch.testing.assert_close(dense.logits, plain.logits, atol=1e-5, rtol=0)
+    assert (sparse.logits - plain.logits).abs().max() > 1e-3
+    with pytest.raises(ValueError, match="vertical must be a whole number of at least 0, got -1"):
+        VerticalSlash(-1, 0)
+
+
+# Offloaded.
+
+
+@pytest.mark.parametrize(("family", "attention"), ATTENTION)
+@pytest.mark.parametrize("block", [1, 4])
+def test_every_block_fetched_is_full_attention(backbone, ids, family, attention, block):
+    model = backbone(family, attention)
+    with offload.retrieving(model, block=block, top=99, first=2, local=3) as cache:
+        logits = offload.read(model, cache, ids[:, :-1], 6)
+        after = model(ids[:, -1:], past_key_values=cache).logits[:, -1]
+    full = model(ids).logits
+    torch.testing.assert_close(logits, full[:, -2], atol=1e-5, rtol=0)
+    torch.testing.assert_close(after, full[:, -1], atol=1e-5, rtol=0)
+    assert cache.host_bytes == 2 * 2 * 2 * (4 if family == "gpt2" else 2) * SEQ * 16 * 4
+
+
+def test_the_blocks_that_suit_the_queries_are_fetched(backbone):
+    """One layer whose keys are known: block 2 points where the query points."""
+    model = backbone(num_layers=1)
+    ids = torch.zeros(1, 20, dtype=torch.long)
+    with offload.retrieving(model, block=4, top=1, first=1, local=3) as cache:
+        offload.read(model, cache, ids, 20)
+        stored, seen = cache.layers[0], []
+        stored.keys.zero_()
+        stored.values = torch.arange(20.0).view(1, 1, 20, 1).expand(1, 2, 20, 16).clone()
+
+        def spy(module, query, key, value, mask, **options):
+            stored.keys[:, :, 9:13] = query.unflatten(1, (2, -1)).mean(dim=2)  # of 4 blocks from 1 on, the third
+            return None
+
+        # The representative of the third block is the mean query itself, before the layer fetches.
+        from plpkg.retention import watch
+
+        original = watch.Units
+        def units(**fields):
+            spy(None, fields["query"], None, None, None)
+            return original(**fields)
+
+        watch.Units = units
+        try:
+            rewritten = watch._CURRENT.get().rewrite
+            watch._CURRENT.get().rewrite = lambda u: seen.append(rewritten(u)) or seen[-1]
+            model(ids[:, :1], past_key_values=cache)
+        finally:
+            watch.Units = original
+    values = seen[0][1][0, 0, :, 0].tolist()
+    assert values[:-1] == [0.0, 9.0, 10.0, 11.0, 12.0, 17.0, 18.0, 19.0]
+    assert cache.peak_units == 20
+
+
+def test_no_more_than_the_budget_is_at_hand(backbone, ids):
+    model = backbone()
+    with offload.retrieving(model, block=4, top=1, first=2, local=5) as cache:
+        offload.read(model, cache, ids, 6)
+    assert cache.peak_units <= 2 + 4 + 5 + 3 + 6  # up to three units do not fill a block
+    with pytest.raises(ValueError, match="block must be a whole number of at least 1, got 0"):
+        with offload.retrieving(model, block=0):
+            pass
+    with pytest.raises(ValueError, match="Gemma2ForCausalLM has layers that are not full attention"):
+        with offload.retrieving(random_backbone("gemma2")):
+            pass
+
+
+# Merged.
+
+
+def test_gate_zero_is_plain_eviction(backbone, ids):
+    model = backbone()
+    plain = chunked_prefill(model, ids, KeyNorm(), 9, 4)
+    merged = chunked_prefill(model, ids, KeyNorm(), 9, 4, merger=merge.Merger(model, 3))
+    assert torch.equal(plain.logits, merged.logits)
+    assert torch.equal(plain.log[-1].kept, merged.log[-1].kept)
+
+
+def test_a_mixture_is_worked_out_by_hand(backbone):
+    """Five units, three stay, one is a mixture of itself and the two that go: order, weights and gate."""
+    model = backbone(num_layers=1)
+    ids = torch.arange(5)[None]
+    scores = torch.tensor([5.0, 1.0, 3.0, 4.0, 2.0]).expand(1, 1, 2, 5)
+    merger = merge.Merger(model, 1, window=3)
+    with torch.no_grad():
+        merger.gates.fill_(0.25)
+    whole = chunked_prefill(model, ids, scorers.static(scores), 5, 5).cache.layers[0].store
+    found = chunked_prefill(model, ids, scorers.static(scores), 3, 5, merger=merger).cache.layers[0].store
+    convolution = merger.convolutions[0]
+    for head in range(2):
+        k, v = whole.keys[0, head], whole.values[0, head]
+        assert torch.equal(found.keys[0, head, [0, 2]], k[[0, 3]])
+        merging = [1, 2, 4]  # unit 2 is the lowest that stays
+        states = torch.cat([k[merging], v[merging]], dim=1)  # (3, 32)
+        padded = torch.cat([torch.zeros(1, 32), states, torch.zeros(1, 32)])
+        w = convolution.weight[0].detach()  # (32, 3)
+        outputs = [sum(padded[t + i] @ w[:, i] for i in range(3)) + convolution.bias[0].detach() for t in range(3)]
+        weights = torch.stack(outputs).softmax(0)
+        for own, mixed in ((k, found.keys), (v, found.values)):
+            expected = 0.75 * own[2] + 0.25 * weights @ own[merging]
+            torch.testing.assert_close(mixed[0, head, 1], expected, atol=1e-6, rtol=0)
+
+
+def test_training_lowers_the_loss_and_leaves_the_backbone(backbone):
+    model = backbone()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    merger = merge.Merger(model, 2)
+    ids = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(1))
+    data = [(ids[:, :18], ids[:, 18:])] * 40
+    found = merge.train_merger(model, merger, data, KeyNorm(), 6, 4, steps=40, lr=0.05, progress=False)
+    assert found[-1] < found[0] - 0.02
+    assert merger.gates.abs().max() > 0.01
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+    with pytest.raises(ValueError, match="the data end after 40 of 41 steps"):
+        merge.train_merger(model, merger, data, KeyNorm(), 6, 4, steps=41, progress=False)
+
+
+def test_merging_refuses_what_it_cannot_mix(backbone, ids):
+    model = backbone()
+    merger = merge.Merger(model, 3)
+    for options in (dict(positions="original"), dict(store=quantized())):
+        with pytest.raises(ValueError, match="merging needs positions='reassigned' and a store of plain tensors"):
+            chunked_prefill(model, ids, KeyNorm(), 9, 4, merger=merger, **options)
+    with pytest.raises(ValueError, match="slots=3 are more than the 2 units that stay"):
+        chunked_prefill(model, ids, KeyNorm(), 2, 4, merger=merger)
+    with pytest.raises(ValueError, match="window must be odd, got 4"):
+        merge.Merger(model, 3, window=4)
+    assert math.isfinite(chunked_prefill(model, ids, KeyNorm(), 9, 4, merger=merger).logits.sum())

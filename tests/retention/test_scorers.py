@@ -1,0 +1,94 @@
+"""Each scorer beside its definition, worked out from attention that the model itself returns."""
+
+import pytest
+import torch
+
+from plpkg.retention import chunked_prefill, scorers
+from plpkg.retention.scorers import H2O, KeyNorm, Random, SinkRecent, SirLlm, SnapKv
+
+SEQ, CHUNK = 29, 10
+
+
+def scores_of(model, ids, scorer, **options):
+    """What is stored after all chunks if nothing is evicted: ``(layers, batch, kv_heads, seq)``."""
+    read = chunked_prefill(model, ids, scorer, 64, CHUNK, positions="original", **options)
+    return torch.stack([layer.scores for layer in read.cache.layers])
+
+
+@pytest.fixture
+def model(backbone):
+    return backbone(attention="eager")
+
+
+@pytest.fixture
+def attention(model, ids):
+    """``(layers, batch, kv_heads, group, seq, seq)``."""
+    with torch.no_grad():
+        found = model(ids, output_attentions=True).attentions
+    return torch.stack(found).unflatten(2, (2, 2))
+
+
+def test_h2o_is_all_attention_that_a_unit_ever_got(model, ids, attention):
+    torch.testing.assert_close(scores_of(model, ids, H2O()), attention.sum(dim=(3, 4)), atol=1e-5, rtol=0)
+
+
+def test_h2o_shares_its_budget_with_recent_units(model, ids):
+    scorer = H2O(sink=2)
+    read = chunked_prefill(model, ids, scorer, 12, 5)
+    assert scorer.recent == 5
+    assert (read.log[-1].kept[..., -5:] == torch.arange(SEQ - 5, SEQ)).all()
+
+
+def test_snapkv_is_the_last_queries_attention_pooled(model, ids, attention):
+    """The last chunk has nine tokens, so the window of four lies in it."""
+    paid = attention[..., -4:, :].sum(dim=4).mean(dim=3)  # (layers, batch, kv_heads, seq)
+    pooled = torch.stack([paid[..., max(0, i - 2) : i + 3].sum(-1) / 5 for i in range(SEQ)], dim=-1)
+    torch.testing.assert_close(scores_of(model, ids, SnapKv(window=4)), pooled, atol=1e-5, rtol=0)
+
+
+def test_snapkv_with_fewer_queries_than_its_window(model, ids):
+    """A window of 16 on a last chunk of nine takes those nine."""
+    wide, nine = (scores_of(model, ids, SnapKv(window=window)) for window in (16, 9))
+    torch.testing.assert_close(wide, nine)
+
+
+def test_sirllm_is_the_surprise_at_each_token(model, ids):
+    with torch.no_grad():
+        log_p = model(ids).logits.log_softmax(-1)
+    expected = torch.cat([torch.zeros(2, 1), -log_p[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]], dim=1)
+    found = scores_of(model, ids, SirLlm(), local_len=4)
+    torch.testing.assert_close(found, expected[None, :, None].expand(2, 2, 2, SEQ), atol=1e-5, rtol=0)
+
+
+def test_key_norm_is_the_projections_norm(model, ids):
+    hidden = model.model.layers[0].input_layernorm(model.model.embed_tokens(ids))
+    keys = model.model.layers[0].self_attn.k_proj(hidden).unflatten(-1, (2, 16))
+    found = scores_of(model, ids, KeyNorm())[0]
+    torch.testing.assert_close(found, -keys.norm(dim=-1).transpose(1, 2), atol=1e-5, rtol=0)
+
+
+def test_recent_is_the_position(model, ids):
+    assert (scores_of(model, ids, SinkRecent()) == torch.arange(SEQ)).all()
+
+
+def test_random_is_uniform_seeded_and_different_in_every_head(model, ids):
+    a, same, other = (scores_of(model, ids, Random(seed)) for seed in (0, 0, 1))
+    assert torch.equal(a, same)
+    assert not torch.equal(a, other)
+    assert a.unique().numel() == a.numel()
+    assert 0 <= a.min() < 0.1
+    assert 0.9 < a.max() < 1
+
+
+def test_the_oracle_keeps_what_the_answer_looks_at(model, ids):
+    from plpkg.retention import cis_labels
+
+    labels = cis_labels(model, ids, 20)
+    read = chunked_prefill(model, ids[:, :20], scorers.static(labels), 5, 4)
+    assert torch.equal(read.log[-1].kept.long(), labels.topk(5).indices.sort().values)
+
+
+@pytest.mark.parametrize("name", ["sink", "recent"])
+def test_protection_is_a_number_of_units(name):
+    with pytest.raises(ValueError, match=f"{name} must be a whole number of at least 0, got -1"):
+        KeyNorm(**{name: -1})

@@ -1,0 +1,204 @@
+"""Training of heads: the loss as published, resumed as if never stopped, and the backbone untouched.
+
+Not run in CI: more than one GPU. Two processes on the CPU (gloo) stand in for them.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from plpkg.retention import RetainingHeads, cis_labels
+from plpkg.retention.train import losses, overlap, train_heads
+
+OPTIONS = dict(steps=8, lr=5e-3, warmup=2, progress=False)
+
+
+def examples(count=40, batch=1):
+    generator = torch.Generator().manual_seed(2)
+    return [
+        (torch.randint(0, 64, (batch, 12 + i % 3), generator=generator), torch.randint(0, 64, (batch, 5), generator=generator))
+        for i in range(count)
+    ]
+
+
+def weights(heads):
+    return torch.cat([p.detach().flatten() for p in heads.parameters()])
+
+
+def test_the_losses_are_the_published_ones():
+    generator = torch.Generator().manual_seed(0)
+    predicted, labels = (2 * torch.randn(3, 1, 2, 9, generator=generator) for _ in range(2))
+    regression, smooth = losses(predicted, labels)
+    gaps = (predicted - labels).abs().flatten().tolist()
+    assert regression.item() == pytest.approx(sum(0.5 * g * g if g < 1 else g - 0.5 for g in gaps) / len(gaps), rel=1e-5)
+    by_layer = [functional.mse_loss(s[..., :-1], s[..., 1:]).item() for s in predicted]
+    assert smooth.item() == pytest.approx(sum(by_layer), rel=1e-5)
+    assert losses(predicted, labels, "mean")[1].item() == pytest.approx(sum(by_layer) / 3, rel=1e-5)
+    assert losses(predicted[..., :1], labels[..., :1])[1].item() == 0.0  # one unit has no neighbour
+
+
+def test_overlap_is_the_share_of_the_best_tenth():
+    labels = torch.arange(20.0)[None]
+    assert overlap(labels, labels) == 1.0
+    assert overlap(-labels, labels) == 0.0
+    assert overlap(labels.roll(1, dims=-1), labels) == 0.5  # 18 and 0 for 18 and 19
+    assert overlap(labels[..., :4], labels[..., :4]) == 1.0  # at least one unit
+
+
+def test_a_step_is_adamw_on_the_loss_by_hand(backbone):
+    model = backbone()
+    heads, by_hand = RetainingHeads.attach(model, 8), RetainingHeads.attach(model, 8)
+    (prompt, answer), *_ = examples()
+    train_heads(model, heads, [(prompt, answer)], steps=1, lr=0.01, warmup=0, clip_value=1e-3, alpha=0.5, progress=False)
+    ids = torch.cat([prompt, answer], dim=1)
+    labels, states = cis_labels(model, ids, prompt.shape[1]), []
+    hooks = [
+        p.register_forward_hook(lambda *a: states.append(a[2]))
+        for layer in model.model.layers
+        for p in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
+    ]
+    with torch.no_grad():
+        model(prompt)
+    for hook in hooks:
+        hook.remove()
+    predicted = by_hand([torch.cat(states[3 * i : 3 * i + 3], dim=-1) for i in range(2)])
+    smooth = sum(functional.mse_loss(s[..., :-1], s[..., 1:]) for s in predicted)
+    (functional.smooth_l1_loss(predicted, labels) + 0.5 * smooth).backward()
+    torch.nn.utils.clip_grad_value_(by_hand.parameters(), 1e-3)
+    torch.optim.AdamW(by_hand.parameters(), lr=0.01, betas=(0.9, 0.95)).step()
+    torch.testing.assert_close(weights(heads), weights(by_hand), atol=1e-6, rtol=1e-4)
+
+
+def test_training_helps_and_leaves_the_backbone_alone(backbone):
+    model = backbone()
+    model.train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    heads = RetainingHeads.attach(model, 16)
+    log = train_heads(model, heads, examples(1) * 60, steps=60, lr=5e-3, warmup=5, progress=False)
+    rows = log.rows()
+    assert rows[-1]["loss"] < 0.5 * rows[0]["loss"]
+    assert rows[-1]["loss"] == pytest.approx(rows[-1]["regression"] + 2.5e-3 * rows[-1]["smoothing"], rel=1e-4)
+    assert repr(log).startswith("TrainingLog: 60 steps, loss ")
+    assert model.training
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_heads_of_a_bfloat16_model_learn_in_float32(backbone):
+    model = backbone(dtype=torch.bfloat16)
+    heads = RetainingHeads.attach(model, 8)
+    before = weights(heads)
+    train_heads(model, heads, examples(), **OPTIONS | {"lr": 1e-2})
+    assert heads.layers[0][0].weight.dtype == torch.bfloat16
+    assert not torch.equal(weights(heads), before)
+
+
+def test_stopped_and_resumed_it_ends_the_same(backbone, tmp_path):
+    model = backbone()
+    whole = RetainingHeads.attach(model, 8)
+    log = train_heads(model, whole, examples, **OPTIONS, examples_per_step=2, out=tmp_path / "whole")
+
+    def breaking():
+        for i, example in enumerate(examples()):
+            if i == 11:
+                raise KeyboardInterrupt
+            yield example
+
+    parts = RetainingHeads.attach(model, 8)
+    options = OPTIONS | dict(examples_per_step=2, out=tmp_path / "parts", checkpoint_every=2)
+    with pytest.raises(KeyboardInterrupt):
+        train_heads(model, parts, breaking, **options)
+    again = RetainingHeads.attach(model, 8)
+    resumed = train_heads(model, again, examples, **options)
+    assert torch.equal(weights(again), weights(whole))
+    assert resumed.rows() == log.rows()
+    loaded = RetainingHeads.from_pretrained(tmp_path / "parts", model)
+    assert torch.equal(weights(loaded), weights(whole))
+    with pytest.raises(ValueError, match=r"holds a run with lr=0.005, now 0.1"):
+        train_heads(model, again, examples, **options | {"lr": 0.1})
+
+
+SCRIPT = """
+import sys, torch
+sys.path.insert(0, sys.argv[2])
+from plpkg.backbones import random_backbone
+from plpkg.retention import RetainingHeads
+from plpkg.retention.train import train_heads
+from tests.retention.test_train import OPTIONS, examples
+torch.set_num_threads(1)
+model = random_backbone("llama", num_kv_heads=2, vocab=64)
+train_heads(model, RetainingHeads.attach(model, 8), examples, **OPTIONS, examples_per_step=2, out=sys.argv[1])
+"""
+
+
+def test_two_processes_are_one(backbone, tmp_path):
+    model = backbone()
+    one = RetainingHeads.attach(model, 8)
+    train_heads(model, one, examples, **OPTIONS, examples_per_step=2)
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--standalone"]
+    root = os.fspath(Path(__file__).parents[2])
+    done = subprocess.run(
+        [*command, str(script), str(tmp_path / "out"), root],
+        capture_output=True, text=True, timeout=300, env=os.environ | {"ACCELERATE_USE_CPU": "true"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    two = RetainingHeads.from_pretrained(tmp_path / "out", model)
+    torch.testing.assert_close(weights(two), weights(one), atol=1e-5, rtol=1e-4)
+
+
+def test_text_needs_a_tokenizer(backbone):
+    model = backbone()
+
+    def tokenizer(text, **_):
+        return {"input_ids": [ord(c) % 64 for c in text]}
+
+    heads, other = RetainingHeads.attach(model, 8), RetainingHeads.attach(model, 8)
+    with pytest.raises(ValueError, match="text needs a tokenizer, got 'a prompt' without one"):
+        train_heads(model, heads, [("a prompt", "an answer")], **OPTIONS | {"steps": 1, "warmup": 0})
+    train_heads(model, heads, [("a prompt", "yes")], **OPTIONS | {"steps": 1, "warmup": 0}, tokenizer=tokenizer)
+    ids = [torch.tensor(tokenizer(text)["input_ids"]) for text in ("a prompt", "yes")]
+    train_heads(model, other, [tuple(ids)], **OPTIONS | {"steps": 1, "warmup": 0})
+    assert torch.equal(weights(heads), weights(other))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(steps=0), "steps must be a whole number of at least 1, got 0"),
+        (dict(warmup=9), "warmup must be between 0 and steps=8, got 9"),
+        (dict(lr=0), "lr must be greater than 0, got 0"),
+        (dict(alpha=-1), "alpha must be at least 0, got -1"),
+        (dict(smoothing="max"), "smoothing must be one of 'sum', 'mean', got 'max'"),
+        (dict(rows="all"), "rows must be one of 'answer', 'predicting', got 'all'"),
+        (dict(data=examples(3)), "the data end after 3 examples, in step 4"),
+        (dict(data=[(torch.zeros(4, dtype=torch.long), torch.zeros(0, dtype=torch.long))] * 8), "4 tokens of prompt and 0 of answer"),
+    ],
+)  # fmt: skip
+def test_bad_input_gets_a_sentence(backbone, changes, message):
+    model = backbone()
+    arguments = dict(model=model, heads=RetainingHeads.attach(model, 8), data=examples()) | OPTIONS
+    with pytest.raises(ValueError, match=message):
+        train_heads(**arguments | changes)
+
+
+def test_heads_of_another_backbone_are_refused(backbone):
+    with pytest.raises(ValueError, match="belong to a backbone"):
+        train_heads(backbone(seed=1), RetainingHeads.attach(backbone(), 8), examples(), **OPTIONS)
+
+
+def test_a_loss_that_is_not_finite_stops(backbone, tmp_path):
+    model = backbone()
+    heads = RetainingHeads.attach(model, 8)
+    with torch.no_grad():
+        heads.layers[0][0].weight.fill_(float("inf"))
+    with pytest.raises(FloatingPointError, match="the loss of step 1 is nan: take a lower lr"):
+        train_heads(model, heads, examples(), **OPTIONS, out=tmp_path)
+    assert not list(tmp_path.iterdir())
