@@ -3,19 +3,23 @@
 * budget: pairs in noise, 128 tokens, five models of their own seed; each scorer's accuracy by budget, each model's own
   heads. The oracle keeps by the labels of the answer itself.
 * chunk, stabilizers, positions, length: the first of these models; length up to 16,384 tokens.
+* asked: by chunk size as well, where the prompt itself ends with the question.
 * flat: live bytes of keys and values while 1,024 to 65,536 tokens are read, beside the formula.
 * lookup: where the question stands, with heads trained for each place, and the question protected or not.
 * table: method × tokens per second, peak of live bytes, accuracy, and the longest prompt within one limit of memory.
-* text: plpkg-small with heads trained on its public text; perplexity of what follows a prompt of held-out text.
+* text heads, text: heads for plpkg-small, trained on its public text; perplexity of what follows a held-out prompt.
 * heads, eviction, speed: a random Llama of 12 layers × 768; CPU seconds of a part as a share of the prefill's, and
   tokens per second beside full attention. Medians of runs that take turns.
 * space: the peak of live bytes while a prompt is read, by class of method and by length.
+* fake: Llama-3.1-8B and Phi-3-mini at 128K with the published sizes, on fake tensors.
 
-Run: ``python benchmarks/retention.py`` (about 35 minutes on one idle core), or some sections by name. It also writes
+Run: ``python benchmarks/retention.py`` (about an hour on one idle core), or some sections by name. It also writes
 ``data/retention``: the lookup model with its heads, and plpkg-small's heads.
 """
 
 import argparse
+import contextlib
+import dataclasses
 import functools
 import statistics
 import time
@@ -25,13 +29,15 @@ from pathlib import Path
 import pandas as pd
 import record
 import torch
-from safetensors.torch import save_file
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from plpkg import catalog, corpora
+from plpkg import catalog
 from plpkg.backbones import load_backbone, random_backbone
-from plpkg.memory import MIB, MemoryTimeline
+from plpkg.memory import MemoryTimeline
 from plpkg.retention import RetainingHeads, chunked_prefill, cis_labels, merge, offload, scorers, text, tiny
 from plpkg.retention.cache import Rotary
+from plpkg.retention.head import HeadsConfig
 from plpkg.retention.prefill import Eviction
 from plpkg.retention.quantize import quantized
 from plpkg.retention.scorers import H2O, KeyNorm, Locret, Random, SinkRecent, SirLlm, SnapKv
@@ -50,19 +56,25 @@ def pairs_of(length: int) -> Callable[[int], object]:
 
 @functools.cache
 def trained(seed: int):
-    """A model that finds pairs in noise, its heads, and the CPU seconds of both."""
+    """A model that finds pairs in noise, its heads, and the CPU seconds of both. The first comes with the package."""
     began = time.process_time()
     model = tiny.train(seed=seed, progress=False)
     learnt = time.process_time()
     heads = heads_for(model, pairs_of(LENGTH), seed)
+    if seed == 0:
+        tiny.save(SHIPPED / "pairs.safetensors", model, {"pairs": heads})
     return model, heads, learnt - began, time.process_time() - learnt
+
+
+def shipped_pairs():
+    """The first of these models, and its heads."""
+    model, heads = tiny.shipped("pairs")
+    return model, heads["pairs"]
 
 
 def heads_for(model, draw, seed: int = 0) -> RetainingHeads:
     heads = RetainingHeads.attach(model, 64, seed=seed)
-    log = train_heads(
-        model, heads, tiny.examples(draw, 400, seed=seed), steps=400, lr=5e-3, warmup=50, progress=False
-    )
+    log = train_heads(model, heads, tiny.examples(draw, 400, seed=seed), steps=400, lr=5e-3, warmup=50, progress=False)
     print(log, flush=True)
     return heads
 
@@ -89,25 +101,41 @@ def rows_of_budget() -> Iterator[dict]:
         model, heads, model_s, heads_s = trained(seed)
         task = pairs_in_noise(128, LENGTH, seed=10_000 + seed)
         full = tiny.accuracy(model, task, None, 0)
-        yield dict(case="full cache", seed=seed, accuracy=full, cpu_s=model_s)
+        yield dict(case="full cache", model_seed=seed, accuracy=full, cpu_s=model_s)
         for budget in (8, 12, 16, 24, 32, 48, 64):
             for name, scorer in candidates(heads, labels_of(model, task)).items():
                 found = tiny.accuracy(model, task, scorer, budget, stabilizers=min(8, budget // 4))
                 cpu = heads_s if name == "Locret" else None
-                yield dict(case=name, x=budget, seed=seed, accuracy=found, of_full=found / full, cpu_s=cpu)
+                yield dict(case=name, x=budget, model_seed=seed, accuracy=found, of_full=found / full, cpu_s=cpu)
 
 
 def rows_of_chunk() -> Iterator[dict]:
-    model, heads, *_ = trained(0)
+    model, heads = shipped_pairs()
     task = pairs_in_noise(128, LENGTH, seed=10_000)
     for chunk_size in (4, 8, 16, 32, 64, LENGTH + 1):
         for name, scorer in candidates(heads, labels_of(model, task)).items():
             yield dict(case=name, x=chunk_size, accuracy=tiny.accuracy(model, task, scorer, 16, chunk_size))
-    # Chunk by chunk, but with the question at the end of every chunk's scores: what a whole prompt would allow.
+
+
+def rows_of_asked() -> Iterator[dict]:
+    """Lookup, its question at the end of the prompt that is cut, and asked again: what SnapKV is made for."""
+    model, heads = tiny.shipped("lookup")
+    task = lookup(512, seed=50_000)
+    task = dataclasses.replace(task, prompt=task.ids)
+    labels = labels_of(model, task)
+    for chunk_size in (2, 4, 8, 16, 35):
+        for name, scorer in {
+            "SnapKV, window 2": SnapKv(window=2, kernel=1),
+            "H2O": H2O(recent_share=0.25),
+            "Locret": Locret(heads["last"]),
+            "oracle": scorers.static(labels),
+            "random": Random(),
+        }.items():
+            yield dict(case=name, x=chunk_size, accuracy=tiny.accuracy(model, task, scorer, 8, chunk_size))
 
 
 def rows_of_stabilizers() -> Iterator[dict]:
-    model, heads, *_ = trained(0)
+    model, heads = shipped_pairs()
     task = pairs_in_noise(128, LENGTH, seed=10_000)
     for budget in (8, 12, 16):
         for stabilizers in (0, 2, 4, 6, 8, 10, 12, 14):
@@ -122,7 +150,7 @@ def rows_of_stabilizers() -> Iterator[dict]:
 
 
 def rows_of_positions() -> Iterator[dict]:
-    model, heads, *_ = trained(0)
+    model, heads = shipped_pairs()
     for length in (128, 256, 512, 1024, 2048, 4096):
         task = pairs_in_noise(32, length, seed=20_000)
         for positions in ("reassigned", "original"):
@@ -131,47 +159,59 @@ def rows_of_positions() -> Iterator[dict]:
 
 
 def rows_of_length() -> Iterator[dict]:
-    model, heads, *_ = trained(0)
+    model, heads = shipped_pairs()
     for length in (128, 256, 512, 1024, 4096, 16_384):
         task = pairs_in_noise(64 if length < 4096 else 16, length, seed=30_000)
         if length <= 4096:
             yield dict(case="full cache", x=length, accuracy=tiny.accuracy(model, task, None, 0))
         for budget, name, scorer in (
             (16, "Locret, 16 units", Locret(heads)), (32, "Locret, 32 units", Locret(heads)),
-            (32, "SnapKV, 32 units", SnapKv()), (32, "H2O, 32 units", H2O()), (32, "sink + recent, 32 units", SinkRecent()),
+            (32, "SnapKV, 32 units", SnapKv()), (32, "H2O, 32 units", H2O()),
+            (32, "sink + recent, 32 units", SinkRecent()),
         ):  # fmt: skip
             yield dict(case=name, x=length, accuracy=tiny.accuracy(model, task, scorer, budget))
 
 
 def rows_of_flat() -> Iterator[dict]:
-    """The peak of live keys and values: every storage that the cache holds, counted after each forward pass."""
-    model, heads, *_ = trained(0)
+    """The storages of keys and values, added up before every cut; and the peak of everything beside the weights."""
+    model, heads = shipped_pairs()
     budget, chunk_size = 32, 32
     one = 2 * 2 * 16 * 4  # K and V of 2 heads of 16 numbers in float32
     for length in (1024, 4096, 16_384, 65_536):
-        task = pairs_in_noise(1, length, seed=40_000)
+        ids, sizes = tiny.packed(pairs_in_noise(1, length, seed=40_000).prompt), []
+
         with MemoryTimeline() as timeline:
-            timeline.track(model, heads)
+            timeline.track(model, heads, ids)
             start = timeline._total
-            ids = tiny.packed(task.prompt)
-            result = chunked_prefill(model, ids, Locret(heads), budget, chunk_size, log_positions=False)
-        peak = result.log.peak
-        assert peak == budget + chunk_size, peak
+            with weighing(sizes):
+                result = chunked_prefill(model, ids, Locret(heads), budget, chunk_size, log_positions=False)
         yield dict(
-            case="keys and values", x=length, kib=2 * peak * one / 1024, formula_kib=2 * (budget + chunk_size) * one / 1024,
-            live_kib=(timeline.peak_bytes - start - ids.nbytes) / 1024,
+            case="keys and values", x=length, kib=max(sizes) / 1024, formula_kib=2 * (budget + chunk_size) * one / 1024,
+            live_kib=(timeline.peak_bytes - start) / 1024, passes=len(result.log),
         )  # fmt: skip
+
+
+@contextlib.contextmanager
+def weighing(sizes: list[int]) -> Iterator[None]:
+    """Before every cut, add up the storages of all keys and values."""
+    cut = Eviction.cut
+
+    def weighed(self, *args, **kwargs):
+        stores = [layer.store for layer in self.cache.evicting.values()]
+        sizes.append(sum(t.untyped_storage().nbytes() for s in stores for t in (s.keys, s.values)))
+        return cut(self, *args, **kwargs)
+
+    Eviction.cut = weighed
+    try:
+        yield
+    finally:
+        Eviction.cut = cut
 
 
 def rows_of_lookup() -> Iterator[dict]:
     model = tiny.train_lookup(progress=False)
-    state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    heads = {}
-    for question in ("last", "first"):
-        heads[question] = heads_for(model, lambda seed, q=question: lookup(16, question=q, seed=seed))
-        state |= {f"{question}.{name}": tensor for name, tensor in heads[question].state_dict().items()}
-    SHIPPED.mkdir(exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, SHIPPED / "lookup.safetensors")
+    heads = {q: heads_for(model, lambda seed, q=q: lookup(16, question=q, seed=seed)) for q in ("last", "first")}
+    tiny.save(SHIPPED / "lookup.safetensors", model, heads)
     for question, trained_on in (("last", "last"), ("first", "first"), ("both", "first")):
         task = lookup(512, question=question, seed=50_000)
         labels = labels_of(model, task)
@@ -207,7 +247,9 @@ def methods(model, heads) -> dict[str, Callable[[torch.Tensor], object]]:
         return model(ids, use_cache=True, logits_to_keep=1).past_key_values
 
     def chunked(ids):
-        return chunked_prefill(model, ids, SinkRecent(), ids.shape[1], 32, positions="original", log_positions=False).cache
+        return chunked_prefill(
+            model, ids, SinkRecent(), ids.shape[1], 32, positions="original", log_positions=False
+        ).cache
 
     return {
         "full attention": full,
@@ -231,7 +273,7 @@ def methods(model, heads) -> dict[str, Callable[[torch.Tensor], object]]:
 @torch.no_grad()
 def rows_of_table() -> Iterator[dict]:
     """At the length that the model has learnt; speed and memory at 2,048 tokens."""
-    model, heads, *_ = trained(0)
+    model, heads = shipped_pairs()
     task = pairs_in_noise(128, LENGTH, seed=10_000)
     ids, prompt_len = tiny.packed(task.ids), task.prompt.shape[1]
     long = {n: tiny.packed(pairs_in_noise(1, n, seed=60_000).prompt) for n in (2**k for k in range(7, 15))}
@@ -264,30 +306,34 @@ def rows_of_table() -> Iterator[dict]:
             used = (timeline.peak_bytes - start) / 1024
             longest = n if used <= LIMIT_KIB else longest
             peak = used if n == 2048 else peak
-            if used > 64 * LIMIT_KIB:
+            if n >= 2048 and used > LIMIT_KIB:
                 break
         for _ in range(3):
             began = time.process_time()
             run(long[2048])
             seconds.append(time.process_time() - began)
         yield dict(
-            case=name, accuracy=accuracy, tokens_per_s=2048 / statistics.median(seconds), live_kib=peak, longest=longest,
-            limit_kib=LIMIT_KIB,
+            case=name, accuracy=accuracy, tokens_per_s=2048 / statistics.median(seconds), live_kib=peak,
+            longest=longest, limit_kib=LIMIT_KIB,
         )  # fmt: skip
+
+
+def rows_of_text_heads() -> Iterator[dict]:
+    model, tokenizer = load_backbone("plpkg-small")
+    heads, began = RetainingHeads.attach(model), time.process_time()
+    data = text.continuations(tokenizer, "train", 400)
+    log = train_heads(model, heads, data, steps=400, lr=2e-3, warmup=50, progress=False)
+    heads.save_pretrained(SHIPPED / "plpkg-small")
+    last = log.to_frame().tail(40).mean()
+    yield dict(case="plpkg-small", x=400, loss=last["loss"], overlap=last["overlap"], cpu_s=time.process_time() - began)
 
 
 def rows_of_text() -> Iterator[dict]:
     model, tokenizer = load_backbone("plpkg-small")
-    model.requires_grad_(False)
-    heads = RetainingHeads.attach(model)
-    began = time.process_time()
-    log = train_heads(model, heads, text.continuations(tokenizer, "train", 400), steps=400, lr=2e-3, warmup=50, progress=False)
-    print(log, time.process_time() - began, flush=True)
-    heads.save_pretrained(SHIPPED / "plpkg-small")
+    heads = RetainingHeads.from_pretrained(SHIPPED / "plpkg-small", model)
     held_out = list(text.continuations(tokenizer, "test", 64))
-    yield dict(case="full cache", perplexity=text.perplexity(model, held_out, None, 0), tokens=held_out[0][0].numel())
-    yield dict(case="no prompt", perplexity=text.perplexity(model, held_out, SinkRecent(), 1))
-    for budget in (32, 64, 128, 256, 512):
+    yield dict(case="full cache", perplexity=text.perplexity(model, held_out, None, 0))
+    for budget in (16, 32, 64, 128, 256, 512):
         for name, scorer in {
             "Locret": Locret(heads),
             "Locret, sink 4": Locret(heads, sink=4),
@@ -326,13 +372,17 @@ def rows_of_heads() -> Iterator[dict]:
         heads, ids = RetainingHeads.attach(model), torch.randint(0, 1000, (1, 4096))
         found = taking_turns(
             {
-                name: lambda s=scorer: chunked_prefill(model, ids, s, 2048, 512, stabilizers=64, log_positions=False)
+                name: functools.partial(
+                    chunked_prefill, model, ids, scorer, 2048, 512, stabilizers=64, log_positions=False
+                )
                 for name, scorer in (("recent", SinkRecent()), ("Locret", Locret(heads)))
             },
             5,
         )
         share = found["Locret"] / found["recent"] - 1
-        yield dict(case=f"12 query, {kv_heads} KV heads, d_R {heads.config.hidden}", x=4096, share=share, cpu_s=found["Locret"])
+        yield dict(
+            case=f"12 query, {kv_heads} KV heads, d_R {heads.config.hidden}", x=4096, share=share, cpu_s=found["Locret"]
+        )
 
 
 def rows_of_eviction() -> Iterator[dict]:
@@ -342,7 +392,9 @@ def rows_of_eviction() -> Iterator[dict]:
         heads, ids, shares = RetainingHeads.attach(model), torch.randint(0, 1000, (1, 8192)), []
         for _ in range(5):
             inside = {"cut": 0.0, "rotation": 0.0}
-            with CpuSecondsInside((Eviction, "cut", "cut"), (Rotary, "apply", "rotation"), (Rotary, "undo", "rotation"), inside=inside):
+            with CpuSecondsInside(
+                (Eviction, "cut", "cut"), (Rotary, "apply", "rotation"), (Rotary, "undo", "rotation"), inside=inside
+            ):
                 began = time.process_time()
                 chunked_prefill(model, ids, Locret(heads), 2048, 512, stabilizers=64, log_positions=False)
                 whole = time.process_time() - began
@@ -414,20 +466,58 @@ def rows_of_space() -> Iterator[dict]:
             yield dict(case=name, x=length, live_kib=(timeline.peak_bytes - start) / 1024)
 
 
+def rows_of_fake() -> Iterator[dict]:
+    """The publication's models and settings at 128K, on fake tensors: every operation runs, nothing is computed."""
+    for name, budget, chunk_size in (
+        ("llama-3.1-8b", 16_384, 1024),
+        ("phi-3-mini-128k", 6000, 3072),
+    ):
+        shape = catalog.model(name)
+        with FakeTensorMode():
+            config = AutoConfig.for_model(
+                shape.family, num_hidden_layers=shape.num_layers, hidden_size=shape.hidden,
+                num_attention_heads=shape.num_heads, num_key_value_heads=shape.num_kv_heads,
+                intermediate_size=shape.intermediate, vocab_size=shape.vocab, max_position_embeddings=131_072,
+                pad_token_id=0,
+            )  # fmt: skip
+            torch.set_default_dtype(torch.bfloat16)
+            try:
+                model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+                dims = shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_dim
+                heads = RetainingHeads(HeadsConfig("", *dims, 1024, "silu"))
+            finally:
+                torch.set_default_dtype(torch.float32)
+            ids = torch.zeros(1, 131_072, dtype=torch.long)
+            with MemoryTimeline() as timeline:
+                timeline.track(model, heads, ids)
+                start = timeline._total
+                read = chunked_prefill(
+                    model, ids, Locret(heads), budget, chunk_size, 2500, 100, log_positions=False, progress=True
+                )
+        one = shape.num_layers * shape.num_kv_heads * shape.head_dim * 2 * 2
+        yield dict(
+            case=name, x=131_072, full_gib=131_072 * one / 2**30, formula_gib=(budget + chunk_size) * one / 2**30,
+            end_gib=read.cache.num_bytes / 2**30, live_gib=(timeline.peak_bytes - start) / 2**30,
+        )  # fmt: skip
+
+
 SECTIONS = {
+    "lookup": rows_of_lookup,
     "budget": rows_of_budget,
     "chunk": rows_of_chunk,
+    "asked": rows_of_asked,
     "stabilizers": rows_of_stabilizers,
     "positions": rows_of_positions,
     "length": rows_of_length,
     "flat": rows_of_flat,
-    "lookup": rows_of_lookup,
     "table": rows_of_table,
+    "text heads": rows_of_text_heads,
     "text": rows_of_text,
     "heads": rows_of_heads,
     "eviction": rows_of_eviction,
     "speed": rows_of_speed,
     "space": rows_of_space,
+    "fake": rows_of_fake,
 }
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -81,10 +82,8 @@ class Rotary:
                 "positions='reassigned' needs one set of rotary positions, which "
                 f"{type(decoder).__name__} does not have: take positions='original'"
             )
-        # The angles of a frequency table that grows with the text depend on more than the positions.
-        self._steady = "dynamic" not in str(getattr(self._angles, "rope_type", "")) and not hasattr(
-            self._angles, "long_inv_freq"
-        )
+        # Where the frequencies depend on the longest text so far, positions alone do not give the angles.
+        self._steady = getattr(self._angles, "rope_type", "default") not in ("dynamic", "longrope")
         self._last: dict[bool, tuple] = {}  # by direction: what every layer of a forward pass asks for
         self._halves = self._turns_halves()
 
@@ -111,19 +110,23 @@ class Rotary:
         wide = keys.float()
         if not self._halves or cos.shape[-1] != keys.shape[-1]:
             return self._rotate(wide[:, :1], wide, cos, sin)[1].to(keys.dtype)
-        # The same in a quarter of the time: (a, b) → (a cos − b sin, b cos + a sin).
-        cos, sin, half = cos[:, None], sin[:, None], keys.shape[-1] // 2
-        turned = wide * cos
-        turned[..., :half].addcmul_(wide[..., half:], sin[..., :half], value=-1)
-        turned[..., half:].addcmul_(wide[..., :half], sin[..., half:])
-        return turned.to(keys.dtype)
+        return _turn_halves(wide, cos, sin).to(keys.dtype)  # the same in a quarter of the time
 
     def _turns_halves(self) -> bool:
         """Whether the model's function pairs each number of a head's first half with one of the second, as Llama's."""
-        keys, (cos, sin) = torch.arange(8.0).view(1, 1, 2, 4), torch.arange(1.0, 17.0).view(2, 1, 2, 4)
-        expected = self._rotate(keys, keys, cos, sin)[1]
-        self._halves = True
-        return torch.equal(self._turn(keys, cos, sin), expected)
+        with unset_fake_temporarily():  # numbers are needed, also where the cache itself is measured with fake ones
+            keys, (cos, sin) = torch.arange(8.0).view(1, 1, 2, 4), torch.arange(1.0, 17.0).view(2, 1, 2, 4)
+            expected = self._rotate(keys, keys, cos, sin)[1]
+            return torch.equal(_turn_halves(keys, cos, sin), expected)
+
+
+def _turn_halves(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """A head's halves (a, b) become (a cos − b sin, b cos + a sin)."""
+    cos, sin, half = cos[:, None], sin[:, None], keys.shape[-1] // 2
+    turned = keys * cos
+    turned[..., :half].addcmul_(keys[..., half:], sin[..., :half], value=-1)
+    turned[..., half:].addcmul_(keys[..., :half], sin[..., half:])
+    return turned
 
 
 class Store:
@@ -310,9 +313,7 @@ class EvictingCache(Cache):
         The model's kinds of layers or of positions do not go with this.
     """
 
-    def __init__(
-        self, model: nn.Module, positions: str = "reassigned", store: Callable[[], Store] = Store
-    ) -> None:
+    def __init__(self, model: nn.Module, positions: str = "reassigned", store: Callable[[], Store] = Store) -> None:
         one_of("positions", positions, ("reassigned", "original"))
         self.contract = positions
         rotary = Rotary(model) if positions == "reassigned" else None

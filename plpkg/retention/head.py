@@ -171,4 +171,6 @@ class RetainingHeads(nn.Module):
     def __repr__(self) -> str:
         c = self.config
         count = sum(p.numel() for p in self.parameters())
-        return f"RetainingHeads({c.num_layers} layers × {c.num_kv_heads} KV heads, hidden={c.hidden}, {count:,} weights)"
+        return (
+            f"RetainingHeads({c.num_layers} layers × {c.num_kv_heads} KV heads, hidden={c.hidden}, {count:,} weights)"
+        )

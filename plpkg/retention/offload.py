@@ -1,4 +1,4 @@
-"""Nothing is forgotten, most of it is elsewhere: blocks of units in other memory, and the best of them fetched (InfLLM).
+"""Nothing is forgotten, most of it is elsewhere: blocks of units in other memory, the best of them fetched (InfLLM).
 
 After arXiv 2402.04617: the first units and the latest stay at hand; the rest lies in blocks in the host's memory. For
 each chunk of queries every KV head fetches the blocks whose representative suits the queries best. Here the

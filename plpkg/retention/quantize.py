@@ -102,7 +102,8 @@ class ByChannel:
         self.rest: torch.Tensor | None = None  # (batch, heads, fewer than group, head_dim)
 
     def __len__(self) -> int:
-        return 0 if self.rest is None else self.read().shape[2]
+        full = sum(part.codes.shape[3] * self.group for part in self.packed)
+        return full + (0 if self.rest is None else self.rest.shape[2])
 
     @property
     def num_bytes(self) -> int:

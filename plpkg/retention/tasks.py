@@ -9,6 +9,7 @@ needles in noise, needles among needles, variable tracking, common words and fre
 Unlike RULER's code, every sample draws its own words.
 """
 
+import itertools
 import random
 import string
 from collections.abc import Callable, Iterator
@@ -18,19 +19,23 @@ import torch
 
 from plpkg.validation import one_of, whole_number
 
-ADJECTIVES = """able amber ample avid bland blunt bold brave brief brisk broad calm cheap clean clear clever close cold
-coral crisp deep dense dry dusty early empty faint fair fast fierce fine firm flat fond frank free fresh full gentle
-glad gold grand great green grim happy hollow honest huge humble idle jolly keen kind large late lean light loud lucid
-mellow merry mild neat noble odd old pale plain proud quick quiet rapid rare ripe rough round royal sharp shy silent
-slim slow small smooth sober solid stark steep stern stiff sweet swift tall tame tidy tiny vast warm wide wild wise
-young""".split()
-NOUNS = """acorn anchor apple arrow autumn badge barn basin basket beacon berry bottle branch bridge brook bucket button
-cabin candle canvas canyon carpet castle cellar chapel cherry circle clock cloud cobalt copper corner cotton cradle
-crater crystal dagger desert dragon eagle ember engine falcon feather fiddle flint forest fossil fountain garden glacier
-goblet gravel hammer harbor helmet island jacket jungle kettle ladder lantern lemon lily magnet maple marble meadow mirror
-needle nickel oyster paddle palace pebble pepper pillow planet pocket quarry rabbit raven ribbon river rocket saddle sailor
-shadow shovel silver spider sponge stable statue summit temple thunder ticket timber tunnel turtle valley velvet violin
-walnut whistle willow window winter zipper""".split()
+_ADJECTIVES = """
+able amber ample avid bland blunt bold brave brief brisk broad calm cheap clean clear clever close cold coral crisp
+deep dense dry dusty early empty faint fair fast fierce fine firm flat fond frank free fresh full gentle glad gold
+grand great green grim happy hollow honest huge humble idle jolly keen kind large late lean light loud lucid mellow
+merry mild neat noble odd old pale plain proud quick quiet rapid rare ripe rough round royal sharp shy silent slim
+slow small smooth sober solid stark steep stern stiff sweet swift tall tame tidy tiny vast warm wide wild wise young
+"""
+_NOUNS = """
+acorn anchor apple arrow autumn badge barn basin basket beacon berry bottle branch bridge brook bucket button cabin
+candle canvas canyon carpet castle cellar chapel cherry circle clock cloud cobalt copper corner cotton cradle crater
+crystal dagger desert dragon eagle ember engine falcon feather fiddle flint forest fossil fountain garden glacier
+goblet gravel hammer harbor helmet island jacket jungle kettle ladder lantern lemon lily magnet maple marble meadow
+mirror needle nickel oyster paddle palace pebble pepper pillow planet pocket quarry rabbit raven ribbon river rocket
+saddle sailor shadow shovel silver spider sponge stable statue summit temple thunder ticket timber tunnel turtle
+valley velvet violin walnut whistle willow window winter zipper
+"""
+ADJECTIVES, NOUNS = _ADJECTIVES.split(), _NOUNS.split()
 SENTENCES = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
 BOS, QUERY, BLANK, NUM_KEYS, VOCAB = 0, 1, 2, 32, 128
@@ -244,7 +249,7 @@ def _variables(draw: random.Random, size: int) -> tuple[str, str, list[str]]:
     names = _different(draw, 5, lambda d: "".join(d.choices(string.ascii_uppercase, k=5)))
     value = _number(draw, 5)
     needles = [f"VAR {names[0]} = {value}."]
-    needles += [f"VAR {after} = VAR {before}." for before, after in zip(names, names[1:], strict=False)]
+    needles += [f"VAR {after} = VAR {before}." for before, after in itertools.pairwise(names)]
     text = _scattered(draw, [SENTENCES] * size, needles)
     return text, f"All variables that are assigned the value {value}, directly or through others, are", names
 
@@ -258,7 +263,7 @@ def _common_words(draw: random.Random, size: int) -> tuple[str, str, list[str]]:
 
 
 def _frequent_words(draw: random.Random, size: int) -> tuple[str, str, list[str]]:
-    words = ["..."] + _different(draw, max(4, size // 2), lambda d: "".join(d.choices(string.ascii_lowercase, k=6)))
+    words = ["...", *_different(draw, max(4, size // 2), lambda d: "".join(d.choices(string.ascii_lowercase, k=6)))]
     total = 30 * size
     shares = [rank**-2.0 for rank in range(1, len(words) + 1)]
     counts = [max(1, round(total * share / sum(shares))) for share in shares]

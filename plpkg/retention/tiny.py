@@ -9,15 +9,21 @@ tokens are packed in one id, ``x_t + vocab · x_(t-1)``.
 import math
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional
 from tqdm.auto import tqdm
 
+from plpkg import catalog
+from plpkg.checkpoints import replace_file
+from plpkg.retention.head import RetainingHeads
 from plpkg.retention.prefill import chunked_prefill
 from plpkg.retention.scorers import Scorer
 from plpkg.retention.tasks import VOCAB, Lookup, Pairs, lookup, pairs_in_noise
+from plpkg.validation import one_of
 
 
 class PairEmbedding(nn.Module):
@@ -60,6 +66,9 @@ def untrained(*, num_layers: int = 2, vocab: int = VOCAB, seed: int = 0):
     return model.eval()
 
 
+HEADS = 64
+"""The width of retaining heads that suits these models."""
+
 SHORTEST = 16
 """Tokens of noise and pairs, with which training begins."""
 
@@ -99,7 +108,7 @@ def train(
     return _train(model, list(model.parameters()), loss, steps, lr, progress)
 
 
-def train_lookup(*, steps: int = 1000, lr: float = 5e-3, pairs: int = 16, seed: int = 0, progress: bool = True):
+def train_lookup(*, steps: int = 1500, lr: float = 5e-3, pairs: int = 16, seed: int = 0, progress: bool = True):
     """A model that looks a value up, whether the question stands after the pairs or (alone) before them.
 
     Asked last, it finds the value in its first layer, by the key that stands before it. Asked first, it is also taught
@@ -129,7 +138,7 @@ def train_lookup(*, steps: int = 1000, lr: float = 5e-3, pairs: int = 16, seed: 
             if question == "first":
                 marks = probe(output.hidden_states[1])[:, 4 : 4 + 2 * count : 2, 0]  # at the values
                 matches = (task.prompt[:, 3::2] == task.prompt[:, 2:3]).float()
-                total = total + functional.binary_cross_entropy_with_logits(marks, matches)
+                total = total + 5 * functional.binary_cross_entropy_with_logits(marks, matches)
         return total
 
     return _train(model, [*model.parameters(), *probe.parameters()], loss, steps, lr, progress)
@@ -150,6 +159,44 @@ def _train(model, parameters: list[nn.Parameter], loss: Callable[[int], torch.Te
         if step % 20 == 19:
             bar.set_postfix(loss=f"{found.item():.3f}")
     return model.eval().requires_grad_(False)
+
+
+def save(path: Path, model, heads: dict[str, RetainingHeads]) -> None:
+    """Write a model of this module with heads of width 64 by name, in one file, whole or not at all."""
+    state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    for kind, own in heads.items():
+        state |= {f"{kind}.{name}": tensor for name, tensor in own.state_dict().items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, lambda partial: save_file({n: t.contiguous() for n, t in state.items()}, partial))
+
+
+def shipped(name: str):
+    """A model that comes with the package, trained by ``benchmarks/retention.py``, and its heads.
+
+    Parameters
+    ----------
+    name
+        ``"pairs"``, with heads ``"pairs"``; ``"lookup"``, with heads for a question asked ``"last"`` or ``"first"``.
+
+    Returns
+    -------
+    (model, heads)
+        ``heads`` by name.
+    """
+    one_of("name", name, ("pairs", "lookup"))
+    parts: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in load_file(catalog.data_path("retention") / f"{name}.safetensors").items():
+        kind, _, rest = key.partition(".")
+        parts.setdefault(kind, {})[rest] = tensor
+    model = untrained()
+    model.load_state_dict(parts.pop("model"))
+    model.requires_grad_(False)
+    heads = {}
+    for kind, state in parts.items():
+        heads[kind] = RetainingHeads.attach(model, HEADS)
+        heads[kind].load_state_dict(state)
+        heads[kind].requires_grad_(False)
+    return model, heads
 
 
 def examples(draw: Callable[[int], Pairs | Lookup], count: int, *, seed: int = 0) -> Iterator[tuple]:

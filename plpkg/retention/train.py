@@ -35,7 +35,7 @@ Example = tuple[torch.Tensor | str, torch.Tensor | str]
 
 
 class TrainingLog(Tabular):
-    """What each step came to: ``loss``, its parts ``regression`` and ``smoothing``, and ``overlap`` (:func:`overlap`)."""
+    """What each step came to: ``loss``, its parts ``regression`` and ``smoothing``, and the :func:`overlap`."""
 
     def __init__(self, rows: list[dict]) -> None:
         self._rows = rows
@@ -46,7 +46,9 @@ class TrainingLog(Tabular):
     def __repr__(self) -> str:
         tail = self._rows[-max(1, len(self._rows) // 10) :]
         mean = {name: sum(row[name] for row in tail) / len(tail) for name in ("loss", "overlap")}
-        return f"TrainingLog: {len(self._rows)} steps, loss {mean['loss']:.3f}, overlap {mean['overlap']:.2f} at the end"
+        return (
+            f"TrainingLog: {len(self._rows)} steps, loss {mean['loss']:.3f}, overlap {mean['overlap']:.2f} at the end"
+        )
 
 
 def overlap(predicted: torch.Tensor, labels: torch.Tensor, share: float = 0.1) -> float:
@@ -172,7 +174,9 @@ def train_heads(
         for step in bar:
             taken = list(itertools.islice(examples, examples_per_step))
             if len(taken) < examples_per_step:
-                raise ValueError(f"the data end after {step * examples_per_step + len(taken)} examples, in step {step + 1}")
+                raise ValueError(
+                    f"the data end after {step * examples_per_step + len(taken)} examples, in step {step + 1}"
+                )
             for group in optimizer.param_groups:
                 group["lr"] = lr * min((step + 1) / (warmup + 1), (steps - step) / max(1, steps - warmup))
             sums = torch.zeros(4, device=model.device)  # loss, regression, smoothing, overlap
@@ -192,7 +196,9 @@ def train_heads(
             accelerator.clip_grad_value_(heads.parameters(), clip_value)
             optimizer.step()
             optimizer.zero_grad()
-            log.append({"step": step + 1} | dict(zip(("loss", "regression", "smoothing", "overlap"), found, strict=True)))
+            log.append(
+                {"step": step + 1} | dict(zip(("loss", "regression", "smoothing", "overlap"), found, strict=True))
+            )
             bar.set_postfix(loss=f"{found[0]:.3f}", overlap=f"{found[3]:.2f}")
             done = step + 1
             if folder and main and (done % checkpoint_every == 0 or done == steps):

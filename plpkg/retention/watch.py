@@ -21,7 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 SEPARATE, FUSED = ("q_proj", "k_proj", "v_proj"), ("qkv_proj", "c_attn")
-"""The names of projections whose outputs, side by side, are query, key and value: Llama's and most; Phi-3's, GPT-2's."""
+"""Projections whose outputs, side by side, are query, key and value: Llama's and most others'; Phi-3's and GPT-2's."""
 
 LOGITS = 2**24
 """Attention logits in memory at a time: 64 MiB in float32."""

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, strategies as st
 
 import plpkg
-from plpkg.backbones import FAMILIES, random_backbone
+from plpkg.backbones import FAMILIES, fingerprint, random_backbone
 from plpkg.residual import split, wire
 from plpkg.residual.wire import Counter, Limits, is_loopback, pack, require_protection, unpack
 from plpkg.residual.wire_pb2 import FromDevice, Part

@@ -77,7 +77,9 @@ def test_saved_and_loaded_they_are_the_same(backbone, tmp_path):
 def test_heads_of_another_backbone_are_refused(backbone, tmp_path):
     heads = RetainingHeads.attach(backbone(), 24)
     heads.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="belong to a backbone with fingerprint [0-9a-f]{12}…, but LlamaForCausalLM has"):
+    with pytest.raises(
+        ValueError, match=r"belong to a backbone with fingerprint [0-9a-f]{12}…, but LlamaForCausalLM has"
+    ):
         RetainingHeads.from_pretrained(tmp_path, backbone(seed=1))
     with pytest.raises(ValueError, match="belong to a backbone"):
         heads.check(backbone("qwen2"))
@@ -85,7 +87,7 @@ def test_heads_of_another_backbone_are_refused(backbone, tmp_path):
 
 def test_damaged_files_are_named(backbone, tmp_path):
     model = backbone()
-    with pytest.raises(FileNotFoundError, match="it lacks retaining_heads.json"):
+    with pytest.raises(FileNotFoundError, match=r"it lacks retaining_heads\.json"):
         RetainingHeads.from_pretrained(tmp_path, model)
     RetainingHeads.attach(model, 24).save_pretrained(tmp_path)
     weights, config = tmp_path / "retaining_heads.safetensors", tmp_path / "retaining_heads.json"
@@ -104,7 +106,7 @@ def test_damaged_files_are_named(backbone, tmp_path):
 def test_bad_input_gets_a_sentence(backbone):
     with pytest.raises(ValueError, match="hidden must be a whole number of at least 1, got 0"):
         RetainingHeads.attach(backbone(), 0)
-    with pytest.raises(ValueError, match="activation must be one that transformers knows .*, got 'square'"):
+    with pytest.raises(ValueError, match=r"activation must be one that transformers knows .*, got 'square'"):
         RetainingHeads.attach(backbone(), activation="square")
 
 
@@ -119,6 +121,5 @@ def test_a_model_that_cannot_be_watched_is_refused():
 def test_watching_twice_is_refused(backbone):
     model = backbone()
     with watching(model, Watch(print)), pytest.raises(RuntimeError, match="being watched already"):
-        with watching(model, Watch(print)):
-            pass
+        watching(model, Watch(print)).__enter__()
     assert model.config._attn_implementation == "sdpa"

@@ -20,7 +20,9 @@ SEQ = 29
 
 
 @settings(deadline=None)
-@given(bits=st.sampled_from([2, 4]), group=st.sampled_from([4, 8, 16]), scale=st.floats(1e-3, 1e3), seed=st.integers(0, 99))
+@given(
+    bits=st.sampled_from([2, 4]), group=st.sampled_from([4, 8, 16]), scale=st.floats(1e-3, 1e3), seed=st.integers(0, 99)
+)
 def test_rounding_is_within_half_a_step(bits, group, scale, seed):
     numbers = scale * torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(seed))
     packed = Packed(numbers, bits, group)
@@ -176,12 +178,13 @@ def test_the_blocks_that_suit_the_queries_are_fetched(backbone):
 
         def spy(module, query, key, value, mask, **options):
             stored.keys[:, :, 9:13] = query.unflatten(1, (2, -1)).mean(dim=2)  # of 4 blocks from 1 on, the third
-            return None
+            return
 
         # The representative of the third block is the mean query itself, before the layer fetches.
         from plpkg.retention import watch
 
         original = watch.Units
+
         def units(**fields):
             spy(None, fields["query"], None, None, None)
             return original(**fields)
@@ -204,11 +207,9 @@ def test_no_more_than_the_budget_is_at_hand(backbone, ids):
         offload.read(model, cache, ids, 6)
     assert cache.peak_units <= 2 + 4 + 5 + 3 + 6  # up to three units do not fill a block
     with pytest.raises(ValueError, match="block must be a whole number of at least 1, got 0"):
-        with offload.retrieving(model, block=0):
-            pass
+        offload.retrieving(model, block=0).__enter__()
     with pytest.raises(ValueError, match="Gemma2ForCausalLM has layers that are not full attention"):
-        with offload.retrieving(random_backbone("gemma2")):
-            pass
+        offload.retrieving(random_backbone("gemma2")).__enter__()
 
 
 # Merged.

@@ -1,4 +1,4 @@
-"""Algorithm 1: what a cut cache computes is what attention with those units masked computes, and the sizes are bounded."""
+"""Algorithm 1: a cut cache computes what attention with the evicted units masked computes, and its size is bounded."""
 
 import pytest
 import torch
@@ -6,7 +6,8 @@ from hypothesis import given, settings, strategies as st
 
 from plpkg.backbones import random_backbone
 from plpkg.retention import chunked_prefill, scorers
-from plpkg.retention.scorers import H2O, KeyNorm, Locret, Random, SinkRecent, SirLlm, SnapKv
+from plpkg.retention.scorers import H2O, KeyNorm, Random, SinkRecent, SirLlm, SnapKv
+from plpkg.retention.watch import attention_layers
 from tests.retention.conftest import ATTENTION, ROTARY
 
 SEQ = 29
@@ -58,8 +59,7 @@ def dense(model, ids, scores, budget, chunk_size, stabilizers, local_len):
                     kept[layer][b][head] = units
     group = model.config.num_attention_heads // heads
     hooks = []
-    modules = [m for m in model.modules() if hasattr(m, "layer_idx") and (hasattr(m, "k_proj") or hasattr(m, "qkv_proj") or hasattr(m, "c_attn"))]  # fmt: skip
-    for module in modules:
+    for module in (layer.module for layer in attention_layers(model)):
         mask = visible[module.layer_idx].repeat_interleave(group, dim=1)  # (batch, heads, seq, seq)
 
         def pre(_module, args, kwargs, mask=mask):
@@ -103,7 +103,9 @@ def llama_by_hand(model, ids, scores, budget, chunk_size):
         for i, layer in enumerate(model.model.layers):
             normed = layer.input_layernorm(x)
             attention = layer.self_attn
-            q, k, v = (p(normed).unflatten(-1, (-1, width)) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+            q, k, v = (
+                p(normed).unflatten(-1, (-1, width)) for p in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
             out = torch.zeros(len(positions), heads, width)
             for j in range(kv_heads):
                 held = kept[i, j]

@@ -10,7 +10,17 @@ from hypothesis import given, settings, strategies as st
 from plpkg.backbones import load_backbone
 from plpkg.retention import tasks
 from plpkg.retention.tasks import (
-    BLANK, BOS, FIRST_KEY, FIRST_VALUE, QUERY, TASKS, VOCAB, Sample, lookup, pairs_in_noise, samples,
+    BLANK,
+    BOS,
+    FIRST_KEY,
+    FIRST_VALUE,
+    QUERY,
+    TASKS,
+    VOCAB,
+    Sample,
+    lookup,
+    pairs_in_noise,
+    samples,
 )  # fmt: skip
 
 
@@ -151,9 +161,9 @@ def test_the_question_can_stand_first():
 
 
 def test_what_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="the shortest prompt of 'passkey' has .* tokens, more than length=10"):
+    with pytest.raises(ValueError, match=r"the shortest prompt of 'passkey' has .* tokens, more than length=10"):
         next(samples("passkey", 1, 10))
-    with pytest.raises(ValueError, match="task must be one of 'passkey', .*, got 'essay'"):
+    with pytest.raises(ValueError, match=r"task must be one of 'passkey', .*, got 'essay'"):
         next(samples("essay", 1, 100))
 
 

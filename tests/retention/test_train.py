@@ -21,7 +21,10 @@ OPTIONS = dict(steps=8, lr=5e-3, warmup=2, progress=False)
 def examples(count=40, batch=1):
     generator = torch.Generator().manual_seed(2)
     return [
-        (torch.randint(0, 64, (batch, 12 + i % 3), generator=generator), torch.randint(0, 64, (batch, 5), generator=generator))
+        (
+            torch.randint(0, 64, (batch, 12 + i % 3), generator=generator),
+            torch.randint(0, 64, (batch, 5), generator=generator),
+        )
         for i in range(count)
     ]
 
@@ -35,7 +38,9 @@ def test_the_losses_are_the_published_ones():
     predicted, labels = (2 * torch.randn(3, 1, 2, 9, generator=generator) for _ in range(2))
     regression, smooth = losses(predicted, labels)
     gaps = (predicted - labels).abs().flatten().tolist()
-    assert regression.item() == pytest.approx(sum(0.5 * g * g if g < 1 else g - 0.5 for g in gaps) / len(gaps), rel=1e-5)
+    assert regression.item() == pytest.approx(
+        sum(0.5 * g * g if g < 1 else g - 0.5 for g in gaps) / len(gaps), rel=1e-5
+    )
     by_layer = [functional.mse_loss(s[..., :-1], s[..., 1:]).item() for s in predicted]
     assert smooth.item() == pytest.approx(sum(by_layer), rel=1e-5)
     assert losses(predicted, labels, "mean")[1].item() == pytest.approx(sum(by_layer) / 3, rel=1e-5)
@@ -54,7 +59,9 @@ def test_a_step_is_adamw_on_the_loss_by_hand(backbone):
     model = backbone()
     heads, by_hand = RetainingHeads.attach(model, 8), RetainingHeads.attach(model, 8)
     (prompt, answer), *_ = examples()
-    train_heads(model, heads, [(prompt, answer)], steps=1, lr=0.01, warmup=0, clip_value=1e-3, alpha=0.5, progress=False)
+    train_heads(
+        model, heads, [(prompt, answer)], steps=1, lr=0.01, warmup=0, clip_value=1e-3, alpha=0.5, progress=False
+    )
     ids = torch.cat([prompt, answer], dim=1)
     labels, states = cis_labels(model, ids, prompt.shape[1]), []
     hooks = [
@@ -179,7 +186,7 @@ def test_text_needs_a_tokenizer(backbone):
         (dict(smoothing="max"), "smoothing must be one of 'sum', 'mean', got 'max'"),
         (dict(rows="all"), "rows must be one of 'answer', 'predicting', got 'all'"),
         (dict(data=examples(3)), "the data end after 3 examples, in step 4"),
-        (dict(data=[(torch.zeros(4, dtype=torch.long), torch.zeros(0, dtype=torch.long))] * 8), "4 tokens of prompt and 0 of answer"),
+        (dict(data=[(torch.zeros(4).long(), torch.zeros(0).long())] * 8), "4 tokens of prompt and 0 of answer"),
     ],
 )  # fmt: skip
 def test_bad_input_gets_a_sentence(backbone, changes, message):

@@ -1,0 +1,177 @@
+"""Figures of notebook 04."""
+
+import numpy as np
+
+from plpkg import theme
+from plpkg.retention import recorded
+
+
+def space(ax=None):
+    """The peak of live memory while a prompt is read, by class of method."""
+    return _lines(
+        recorded.by_case("space", "live_kib") / 1024, ax, "tokens of the prompt", "peak beside the weights (MiB)",
+        "4 layers of width 128, eager attention", log="xy",
+    )  # fmt: skip
+
+
+def budget(ax=None):
+    """Accuracy by budget and scorer, with intervals over models."""
+    ax = theme.axes(ax)
+    table = recorded.budget()
+    cases = list(table["case"].drop_duplicates())
+    for case, style in zip(cases, theme.styles(len(cases)), strict=True):
+        own = table[table["case"] == case]
+        ax.errorbar(own["x"], 100 * own["mean"], yerr=100 * own["ci"], label=case, capsize=2, **style)
+    ax.set_xscale("log", base=2)
+    ax.set(xlabel="units that each head keeps, of 129", ylabel="% of the full cache's accuracy", ylim=(0, 108))
+    ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    at = table[table["x"] == 16].set_index("case")["mean"]
+    said = "; ".join(f"{case} {100 * value:.0f} %" for case, value in at.items())
+    return theme.describe(ax, f"Accuracy against budget for {len(cases)} scorers. With 16 units: {said}.")
+
+
+def chunks(ax=None):
+    """Accuracy by chunk size: causal scorers do not care, the others do."""
+    return _lines(
+        100 * recorded.by_case("chunk"),
+        ax,
+        "tokens of a chunk (129: the prompt at once)",
+        "accuracy (%)",
+        "16 units",
+        log="x",
+    )
+
+
+def asked(ax=None):
+    """Accuracy by chunk size where the prompt ends with the question."""
+    table = 100 * recorded.by_case("asked")
+    return _lines(table, ax, "tokens of a chunk (35: the prompt at once)", "accuracy (%)", "lookup, 8 units", log="x")
+
+
+def positions(ax=None):
+    """Accuracy by length under either contract."""
+    return _lines(
+        100 * recorded.by_case("positions"), ax, "tokens of noise", "accuracy (%)", "Locret, 32 units", log="x"
+    )
+
+
+def lengths(ax=None):
+    """Accuracy by length and scorer."""
+    return _lines(
+        100 * recorded.by_case("length"), ax, "tokens of noise", "accuracy (%)", "trained on up to 128 tokens", log="x"
+    )
+
+
+def text(ax=None):
+    """Perplexity of a continuation by budget and scorer, above the full cache's."""
+    ax = _lines(
+        recorded.by_case("text", "perplexity"), ax, "units that each head keeps, of 768", "perplexity of what follows",
+        "plpkg-small, public test text", log="xy",
+    )  # fmt: skip
+    full = recorded.section("text").set_index("case").loc["full cache", "perplexity"]
+    ax.axhline(full, color="0.4", lw=1, linestyle="--")
+    ax.text(512, full, "full cache", va="bottom", ha="right", fontsize=9)
+    return ax
+
+
+def speed(ax=None):
+    """Tokens per second by length: full attention and Locret."""
+    return _lines(
+        recorded.by_case("speed", "tokens_per_s"), ax, "tokens of the prompt", "tokens per CPU second",
+        "12 layers × 768, 2,048 units, one thread", log="x",
+    )  # fmt: skip
+
+
+def lookup(ax=None):
+    """Accuracy by budget, for the question after the text and before it."""
+    table = recorded.by_case("lookup")
+    cases = {
+        "asked last, Locret": "asked last: Locret",
+        "asked last, random": "asked last: random",
+        "asked first, Locret": "asked first: Locret",
+        "asked first, Locret, protected": "asked first, question protected: Locret",
+        "asked first, random, protected": "asked first, question protected: random",
+        "asked last, oracle": "asked last: an oracle that knows the question",
+    }
+    return _lines(
+        100 * table.loc[list(cases)].rename(index=cases),
+        ax,
+        "units that each head keeps, of 33 or 35",
+        "accuracy (%)",
+        "16 pairs, one asked for",
+    )
+
+
+def labels_and_scores(labels, predicted, ids, ax=None):
+    """What one head's units are worth: the label, and what the retaining head predicts.
+
+    Parameters
+    ----------
+    labels, predicted
+        ``(seq,)`` each.
+    ids
+        ``(seq,)`` tokens; values that follow a key are marked.
+    """
+    from plpkg.retention.tasks import FIRST_KEY, FIRST_VALUE
+
+    ax = theme.axes(ax)
+    ids, labels, predicted = (np.asarray(x) for x in (ids, labels, predicted))
+    keys = (ids >= FIRST_KEY) & (ids < FIRST_VALUE)
+    values = np.roll(keys, 1)
+    styles = theme.styles(2)
+    for name, shown, style in (("label", labels, styles[0]), ("predicted", predicted, styles[1])):
+        ax.plot(shown, label=name, color=style["color"], linestyle=style["linestyle"], lw=1)
+    ax.plot(np.flatnonzero(values), labels[values], "o", color=styles[0]["color"], mfc="none", label="value of a pair")
+    ax.set(xlabel="position", ylabel="attention logit")
+    ax.legend(loc="upper right")
+    gap = labels[values].mean() - labels[~values].mean()
+    return theme.describe(
+        ax,
+        f"Labels and predictions over {len(ids)} positions: the labels of the {values.sum()} values of pairs are "
+        f"{gap:.1f} above the others on average.",
+    )
+
+
+def kept(log, layer: int = 0, head: int = 0, row: int = 0, ax=None):
+    """Which units one head held after each chunk.
+
+    Parameters
+    ----------
+    log
+        Of :func:`plpkg.retention.chunked_prefill`, with positions.
+    layer, head, row
+        Which; ``row`` of the batch.
+    """
+    ax = theme.axes(ax)
+    colour = theme.styles(1)[0]["color"]
+    for number, step in enumerate(log, start=1):
+        ax.barh(number, step.stop, left=0, height=0.9, color="0.92")
+        ax.plot(step.kept[layer, row, head], np.full(step.after, number), "s", ms=3, color=colour)
+    ax.set(xlabel="position in the text", ylabel="after chunk", ylim=(len(log) + 0.6, 0.4))
+    ax.set_yticks(range(1, len(log) + 1))
+    ax.grid(False)
+    last = sorted(int(p) for p in log[-1].kept[layer, row, head])
+    return theme.describe(
+        ax, f"The units that head {head} of layer {layer} held after each of {len(log)} chunks; at the end {last}."
+    )
+
+
+def _lines(table, ax, xlabel: str, ylabel: str, title: str = "", log: str = ""):
+    ax = theme.axes(ax)
+    for (case, row), style in zip(table.iterrows(), theme.styles(len(table)), strict=True):
+        own = row.dropna()
+        ax.plot(own.index, own.values, label=case, **style)
+    if "x" in log:
+        ax.set_xscale("log", base=2)
+    if "y" in log:
+        ax.set_yscale("log")
+    ax.set(xlabel=xlabel, ylabel=ylabel, title=title)
+    if len(table) > 4:
+        ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+        ax.figure.set_size_inches(8.6, 4.2)
+    else:
+        ax.legend()
+    said = "; ".join(
+        f"{case} from {row.dropna().iloc[0]:.3g} to {row.dropna().iloc[-1]:.3g}" for case, row in table.iterrows()
+    )
+    return theme.describe(ax, f"{ylabel.capitalize()} against {xlabel}: {said}.")

@@ -1,0 +1,126 @@
+"""The explorer of notebook 04: budget, stabilizers and scorer → which units each head keeps, and the answer."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import ipywidgets
+import numpy as np
+import torch
+
+from plpkg import theme
+from plpkg.explorer import Explorer
+from plpkg.retention import scorers, tiny
+from plpkg.retention.labels import cis_labels
+from plpkg.retention.prefill import Log, chunked_prefill
+from plpkg.retention.tasks import FIRST_KEY, FIRST_VALUE, Pairs, pairs_in_noise
+
+LENGTH, CHUNK = 96, 16
+SCORERS = ("Locret", "oracle", "SnapKV", "H2O", "SirLLM", "random", "sink + recent", "key norm")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One prompt, read under a budget.
+
+    Attributes
+    ----------
+    scorer, budget, stabilizers
+        As chosen; as many ``stabilizers`` as fit in the budget.
+    log
+        Of the prefill.
+    right
+        How many of the values were found.
+    asked
+        How many were asked for.
+    """
+
+    scorer: str
+    budget: int
+    stabilizers: int
+    log: Log
+    right: int
+    asked: int
+
+
+@cache
+def example() -> Pairs:
+    """The prompt: six pairs in 96 tokens."""
+    return pairs_in_noise(1, LENGTH, seed=4)
+
+
+@cache
+def _shipped():
+    model, heads = tiny.shipped("pairs")
+    return model, heads["pairs"]
+
+
+def _scorer(name: str):
+    model, heads = _shipped()
+    ids, prompt_len = tiny.packed(example().ids), example().prompt.shape[1]
+    return {
+        "Locret": lambda: scorers.Locret(heads),
+        "oracle": lambda: scorers.static(cis_labels(model, ids, prompt_len)),
+        "SnapKV": scorers.SnapKv,
+        "H2O": scorers.H2O,
+        "SirLLM": lambda: scorers.SirLlm(sink=1),
+        "random": scorers.Random,
+        "sink + recent": lambda: scorers.SinkRecent(sink=1),
+        "key norm": scorers.KeyNorm,
+    }[name]()
+
+
+@torch.no_grad()
+def compute(scorer: str, budget: int, stabilizers: int) -> Kept:
+    """Read the prompt, and ask for every value."""
+    model, task = _shipped()[0], example()
+    chosen = _scorer(scorer)
+    stabilizers = min(stabilizers, budget - max(1, chosen.sink))
+    ids, prompt_len = tiny.packed(task.ids), task.prompt.shape[1]
+    read = chunked_prefill(model, ids[:, :prompt_len], chosen, budget, CHUNK, stabilizers)
+    logits = model(ids[:, prompt_len:], past_key_values=read.cache).logits
+    asked = task.answer[:, 2::2].numel()
+    return Kept(scorer, budget, stabilizers, read.log, round(task.accuracy(logits) * asked), asked)
+
+
+def read_out(kept: Kept) -> str:
+    """The result in words."""
+    return (
+        f"{kept.scorer}, {kept.budget} units, {kept.stabilizers} stabilizers: {kept.right} of {kept.asked} values "
+        f"found; at most {kept.log.peak} units in a head, {kept.log[-1].after} of {LENGTH + 1} at the end."
+    )
+
+
+def draw(kept: Kept, ax):
+    """What every head of both layers kept, above the places of the pairs."""
+    found = kept.log[-1].kept[:, 0]  # (layers, kv_heads, kept)
+    prompt = example().prompt[0].numpy()
+    values = np.flatnonzero(np.roll((prompt >= FIRST_KEY) & (prompt < FIRST_VALUE), 1))
+    colour = theme.styles(1)[0]["color"]
+    for value in values:
+        ax.axvspan(value - 0.5, value + 0.5, color="0.85")
+    names = []
+    for layer, heads in enumerate(found):
+        for head, units in enumerate(heads):
+            ax.plot(units, np.full(len(units), len(names)), "s", ms=4, color=colour)
+            names.append(f"layer {layer}, head {head}")
+    ax.set_yticks(range(len(names)), names)
+    ax.set(
+        xlim=(-1, LENGTH + 1), ylim=(len(names) - 0.5, -0.5), xlabel="position (grey: the values that are asked for)"
+    )
+    ax.grid(False)
+    ax.set_title(f"{kept.scorer}: {kept.right} of {kept.asked} found")
+    held = {
+        name: len(set(values) & set(units.tolist())) for name, units in zip(names, found.flatten(0, 1), strict=True)
+    }
+    said = ", ".join(f"{name} {count}" for name, count in held.items())
+    return theme.describe(ax, f"The units that each head kept; of the {len(values)} values: {said}.")
+
+
+def explorer() -> Explorer:
+    """The widget."""
+    controls = {
+        "scorer": ipywidgets.SelectionSlider(options=SCORERS, value="Locret", description="Scorer"),
+        "budget": ipywidgets.IntSlider(value=12, min=4, max=48, description="Budget (units)"),
+        "stabilizers": ipywidgets.IntSlider(value=0, min=0, max=16, description="Stabilizers (units)"),
+    }
+    return Explorer(controls, compute, read_out, draw)

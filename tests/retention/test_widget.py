@@ -1,0 +1,52 @@
+"""The explorer: what it shows is what a prefill keeps and the model answers."""
+
+import pytest
+import torch
+
+from plpkg import theme
+from plpkg.retention import chunked_prefill, scorers, tiny, widget
+
+
+def test_the_result_is_a_prefill_and_an_answer():
+    model, heads = tiny.shipped("pairs")
+    task = widget.example()
+    found = widget.compute("Locret", 12, 4)
+    ids, prompt_len = tiny.packed(task.ids), task.prompt.shape[1]
+    with torch.no_grad():
+        read = chunked_prefill(model, ids[:, :prompt_len], scorers.Locret(heads["pairs"]), 12, widget.CHUNK, 4)
+        logits = model(ids[:, prompt_len:], past_key_values=read.cache).logits
+    assert found.right == round(6 * task.accuracy(logits))
+    assert torch.equal(found.log[-1].kept, read.log[-1].kept)
+
+
+def test_locret_finds_what_chance_does_not():
+    assert widget.compute("Locret", 12, 0).right == 6
+    assert widget.compute("oracle", 12, 0).right == 6
+    assert widget.compute("random", 12, 0).right < 4
+
+
+@pytest.mark.parametrize("scorer", widget.SCORERS)
+@pytest.mark.parametrize(("budget", "stabilizers"), [(4, 16), (48, 0)])
+def test_every_position_of_the_sliders_works(scorer, budget, stabilizers):
+    found = widget.compute(scorer, budget, stabilizers)
+    assert found.stabilizers < budget
+    assert found.log[-1].after == budget
+    assert f"{found.right} of 6 values found" in widget.read_out(found)
+
+
+def test_the_figure_shows_every_head():
+    ax = theme.axes()
+    found = widget.compute("Locret", 12, 0)
+    widget.draw(found, ax)
+    assert [line.get_xdata().tolist() for line in ax.lines] == found.log[-1].kept.flatten(0, 2).tolist()
+    assert len(ax.patches) == 6
+    assert "layer 1, head 1" in theme.alt(ax.figure)
+
+
+def test_moving_each_control_changes_the_words():
+    explorer = widget.explorer()
+    seen = {explorer.text}
+    for name, value in {"budget": 6, "stabilizers": 4, "scorer": "random"}.items():
+        explorer.controls[name].value = value
+        assert explorer.text not in seen, name
+        seen.add(explorer.text)
