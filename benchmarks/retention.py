@@ -7,7 +7,8 @@
 * flat: live bytes of keys and values while 1,024 to 65,536 tokens are read, beside the formula.
 * lookup: where the question stands, with heads trained for each place, and the question protected or not.
 * table: method × tokens per second, peak of live bytes, accuracy, and the longest prompt within one limit of memory.
-* text heads, text: heads for plpkg-small, trained on its public text; perplexity of what follows a held-out prompt.
+* text heads, text: heads for plpkg-small, trained on its public text; perplexity of what follows a held-out prompt
+  whose last tokens are left whole, or (no tail) are not.
 * heads, eviction, speed: a random Llama of 12 layers × 768; CPU seconds of a part as a share of the prefill's, and
   tokens per second beside full attention. Medians of runs that take turns.
 * space: the peak of live bytes while a prompt is read, by class of method and by length.
@@ -232,13 +233,23 @@ LIMIT_KIB = 512
 """Of live memory beside the weights, for the table's longest prompt."""
 
 
+def values_only(drawn) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Packed prompts and answers, with the values alone to be learnt."""
+    for task in drawn:
+        ids, targets = tiny.packed(task.ids), task.answer.clone()
+        targets[:, :2] = targets[:, 3::2] = -100
+        yield ids[:, : task.prompt.shape[1]], ids[:, task.prompt.shape[1] :], targets
+
+
 def methods(model, heads) -> dict[str, Callable[[torch.Tensor], object]]:
     """Each reads packed ids ``(batch, seq)`` and returns the cache that answers."""
-    merger = merge.Merger(model, 4)
-    data = list(tiny.examples(pairs_of(LENGTH), 200, seed=77))
-    found = merge.train_merger(model, merger, data, Locret(heads), 8, 32, progress=False)
-    print(f"merging: loss {statistics.mean(found[:20]):.3f} → {statistics.mean(found[-20:]):.3f}", flush=True)
-    merger.requires_grad_(False)
+    mergers = {}
+    for name, scorer in (("Locret", Locret(heads)), ("H2O", H2O())):
+        mergers[name] = merge.Merger(model, 4)
+        data = values_only(pairs_in_noise(16, LENGTH, seed=70_000 + i) for i in range(200))
+        found = merge.train_merger(model, mergers[name], data, scorer, 8, 32, progress=False)
+        print(f"merging: loss {statistics.mean(found[:20]):.3f} → {statistics.mean(found[-20:]):.3f}", flush=True)
+        mergers[name].requires_grad_(False)
 
     def evicting(scorer, budget: int = 16, **options):
         return lambda ids: chunked_prefill(model, ids, scorer, budget, 32, log_positions=False, **options).cache
@@ -264,9 +275,9 @@ def methods(model, heads) -> dict[str, Callable[[torch.Tensor], object]]:
         "Locret, 2 bit": evicting(Locret(heads), store=quantized(2, "token", 16)),
         "Locret, 2 bit KIVI": evicting(Locret(heads), store=quantized(2, "kivi", 8)),
         "Locret, 8 units": evicting(Locret(heads), 8),
-        "Locret, 8 units, merged": evicting(Locret(heads), 8, merger=merger),
+        "Locret, 8 units, merged": evicting(Locret(heads), 8, merger=mergers["Locret"]),
         "H2O, 8 units": evicting(H2O(), 8),
-        "H2O, 8 units, merged": evicting(H2O(), 8, merger=merger),
+        "H2O, 8 units, merged": evicting(H2O(), 8, merger=mergers["H2O"]),
     }
 
 
@@ -328,12 +339,16 @@ def rows_of_text_heads() -> Iterator[dict]:
     yield dict(case="plpkg-small", x=400, loss=last["loss"], overlap=last["overlap"], cpu_s=time.process_time() - began)
 
 
-def rows_of_text() -> Iterator[dict]:
+LOCAL = 64
+"""The last tokens of each prompt, which are not cut: every method has them."""
+
+
+def rows_of_text(local_len: int = LOCAL) -> Iterator[dict]:
     model, tokenizer = load_backbone("plpkg-small")
     heads = RetainingHeads.from_pretrained(SHIPPED / "plpkg-small", model)
-    held_out = list(text.continuations(tokenizer, "test", 64))
+    held_out = list(text.continuations(tokenizer, "test", 32))
     yield dict(case="full cache", perplexity=text.perplexity(model, held_out, None, 0))
-    for budget in (16, 32, 64, 128, 256, 512):
+    for budget in (16, 64, 256):
         for name, scorer in {
             "Locret": Locret(heads),
             "Locret, sink 4": Locret(heads, sink=4),
@@ -345,7 +360,8 @@ def rows_of_text() -> Iterator[dict]:
             "sink + recent": SinkRecent(),
             "key norm": KeyNorm(),
         }.items():
-            yield dict(case=name, x=budget, perplexity=text.perplexity(model, held_out, scorer, budget))
+            found = text.perplexity(model, held_out, scorer, budget, local_len=local_len)
+            yield dict(case=name, x=budget, perplexity=found)
 
 
 def llama(num_kv_heads: int = 12):
@@ -513,6 +529,7 @@ SECTIONS = {
     "table": rows_of_table,
     "text heads": rows_of_text_heads,
     "text": rows_of_text,
+    "text, no tail": functools.partial(rows_of_text, 0),
     "heads": rows_of_heads,
     "eviction": rows_of_eviction,
     "speed": rows_of_speed,

@@ -1,4 +1,4 @@
-"""The checkers of notebook 04's exercises."""
+"""The checker of notebook 04's exercise."""
 
 from plpkg.exercise import Verdict, check_number
 
@@ -20,20 +20,4 @@ def peak_units(answer: object) -> Verdict:
             19_908: "the stabilizers are among the units that are kept, not beside them.",
         },
         hint="A chunk first attends to what is kept and to itself; only then is the cache cut.",
-    )
-
-
-def random_lookup(answer: object) -> Verdict:
-    """32 pairs, one will be asked for, a head keeps 16 of 64 units by chance: how often is the value among them?"""
-    return check_number(
-        answer,
-        expected=25,
-        unit="per cent",
-        tolerance=0.001,
-        explanation="each unit stays with probability 16/64, whatever is asked.",
-        hints={
-            50: "16 of 32 would be so if only values were kept, and by a head that knows them from keys.",
-            3.125: "that is the chance of guessing which pair is asked for.",
-        },
-        hint="Of 64 units 16 stay, and one of the 64 is needed.",
     )

@@ -91,7 +91,7 @@ class Merger(nn.Module):
 def train_merger(
     model: nn.Module,
     merger: Merger,
-    data: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    data: Iterable[tuple[torch.Tensor, ...]],
     scorer: Scorer,
     budget: int,
     chunk_size: int,
@@ -107,7 +107,8 @@ def train_merger(
     model, merger
         A backbone, and what is trained.
     data
-        ``(prompt, answer)`` ids, ``(batch, seq)`` each.
+        ``(prompt, answer)`` ids, ``(batch, seq)`` each; or with targets of the answer's shape, -100 where a token is
+        not to be learnt.
     scorer, budget, chunk_size
         Of :func:`plpkg.retention.chunked_prefill`.
     steps, lr
@@ -133,7 +134,7 @@ def train_merger(
     try:
         for step in tqdm(range(whole_number("steps", steps, 1)), "merging", disable=not progress):
             try:
-                prompt, answer = next(examples)
+                prompt, answer, *targets = next(examples)
             except StopIteration:
                 raise ValueError(f"the data end after {step} of {steps} steps") from None
             for group in optimizer.param_groups:
@@ -142,7 +143,8 @@ def train_merger(
             eviction = Eviction(model, EvictingCache(model), scorer, budget, 0, False, merger=merger)
             run(eviction, prompt, chunk_size, 0)
             logits = model(answer, past_key_values=eviction.cache).logits[:, :-1]
-            loss = functional.cross_entropy(logits.flatten(0, 1), answer[:, 1:].flatten() % logits.shape[-1])
+            wanted = targets[0] if targets else answer % logits.shape[-1]
+            loss = functional.cross_entropy(logits.flatten(0, 1), wanted[:, 1:].flatten())
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

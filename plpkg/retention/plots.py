@@ -64,13 +64,12 @@ def lengths(ax=None):
 
 def text(ax=None):
     """Perplexity of a continuation by budget and scorer, above the full cache's."""
-    ax = _lines(
-        recorded.by_case("text", "perplexity"), ax, "units that each head keeps, of 768", "perplexity of what follows",
-        "plpkg-small, public test text", log="xy",
-    )  # fmt: skip
-    full = recorded.section("text").set_index("case").loc["full cache", "perplexity"]
+    table = recorded.by_case("text, no tail", "perplexity")
+    title = "plpkg-small, no local tail"
+    ax = _lines(table, ax, "units that each head keeps, of 384", "perplexity of what follows", title, log="xy")
+    full = recorded.section("text, no tail").set_index("case").loc["full cache", "perplexity"]
     ax.axhline(full, color="0.4", lw=1, linestyle="--")
-    ax.text(512, full, "full cache", va="bottom", ha="right", fontsize=9)
+    ax.text(256, full, "full cache", va="bottom", ha="right", fontsize=9)
     return ax
 
 

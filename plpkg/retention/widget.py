@@ -86,7 +86,7 @@ def read_out(kept: Kept) -> str:
     """The result in words."""
     return (
         f"{kept.scorer}, {kept.budget} units, {kept.stabilizers} stabilizers: {kept.right} of {kept.asked} values "
-        f"found; at most {kept.log.peak} units in a head, {kept.log[-1].after} of {LENGTH + 1} at the end."
+        f"found; at most {kept.log.peak} units in a head, {kept.log[-1].after} of {LENGTH + 1} tokens at the end."
     )
 
 
@@ -108,7 +108,8 @@ def draw(kept: Kept, ax):
         xlim=(-1, LENGTH + 1), ylim=(len(names) - 0.5, -0.5), xlabel="position (grey: the values that are asked for)"
     )
     ax.grid(False)
-    ax.set_title(f"{kept.scorer}: {kept.right} of {kept.asked} found")
+    chosen = f"{kept.scorer}, {kept.budget} units, {kept.stabilizers} stabilizers"
+    ax.set_title(f"{chosen}: {kept.right} of {kept.asked} found")
     held = {
         name: len(set(values) & set(units.tolist())) for name, units in zip(names, found.flatten(0, 1), strict=True)
     }

@@ -14,11 +14,3 @@ def test_peak_units(wrong, hint):
     assert not verdict
     assert hint in verdict.message
     assert "too small" in exercises.peak_units(12).message
-
-
-@pytest.mark.parametrize(("wrong", "hint"), [(50, "only values"), (3.125, "guessing which pair")])
-def test_random_lookup(wrong, hint):
-    assert exercises.random_lookup(25)
-    verdict = exercises.random_lookup(wrong)
-    assert not verdict
-    assert hint in verdict.message

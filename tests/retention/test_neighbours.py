@@ -259,6 +259,14 @@ def test_training_lowers_the_loss_and_leaves_the_backbone(backbone):
     assert merger.gates.abs().max() > 0.01
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
+    only_last = torch.full((4, 6), -100)
+    only_last[:, -1] = ids[:, -1]
+    (loss,) = merge.train_merger(
+        model, merge.Merger(model, 2), [(*data[0], only_last)], KeyNorm(), 6, 4, steps=1, progress=False
+    )
+    read = chunked_prefill(model, ids[:, :18], KeyNorm(), 6, 4)
+    logits = model(ids[:, 18:], past_key_values=read.cache).logits[:, -2]
+    assert loss == pytest.approx(torch.nn.functional.cross_entropy(logits, ids[:, -1]).item(), rel=1e-4)
     with pytest.raises(ValueError, match="the data end after 40 of 41 steps"):
         merge.train_merger(model, merger, data, KeyNorm(), 6, 4, steps=41, progress=False)
 

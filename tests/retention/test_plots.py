@@ -13,7 +13,7 @@ LINES = {
     plots.asked: lambda: 100 * recorded.by_case("asked"),
     plots.positions: lambda: 100 * recorded.by_case("positions"),
     plots.lengths: lambda: 100 * recorded.by_case("length"),
-    plots.text: lambda: recorded.by_case("text", "perplexity"),
+    plots.text: lambda: recorded.by_case("text, no tail", "perplexity"),
     plots.speed: lambda: recorded.by_case("speed", "tokens_per_s"),
 }
 

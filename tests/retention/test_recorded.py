@@ -10,7 +10,7 @@ from plpkg.retention import recorded
 def test_sections_lose_their_origin_and_empty_columns():
     rows = recorded.section("positions")
     assert list(rows.columns) == ["case", "x", "accuracy"]
-    with pytest.raises(ValueError, match="name must be one of 'lookup', .*, got 'nothing'|name must be one of"):
+    with pytest.raises(ValueError, match="got 'nothing'"):
         recorded.section("nothing")
     assert set(catalog.measured("retention")["section"]) <= set(recorded.SECTIONS)
 
