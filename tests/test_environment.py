@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 CONDA_NAMES = {"torch": "pytorch"}  # where conda-forge's name differs from the Python package index's
-NOT_ON_CONDA_FORGE = {"playwright"}
+NOT_ON_CONDA_FORGE = {"optimum-quanto", "playwright"}
 
 
 def project():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from plpkg.backbones import random_backbone
+from plpkg.backbones import load_backbone, random_backbone
 from plpkg.retention import chunked_prefill, merge, offload, scorers
 from plpkg.retention.quantize import ByChannel, ByToken, Packed, quantized
 from plpkg.retention.scorers import KeyNorm
@@ -88,6 +88,25 @@ def test_a_quantised_cache_evicts_and_generates(backbone, ids, scheme, positions
     assert model.generate(**packed.inputs(), max_new_tokens=3, do_sample=False).shape == (2, 4)
     packed.cache.reset()
     assert packed.cache.num_bytes == 0
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_rounding_is_no_worse_than_transformers_own(bits):
+    """Real weights and text, nothing evicted; transformers' cache keeps its latest units whole, so it has fewer to round."""
+    from transformers import QuantizedCache
+
+    model, tokenizer = load_backbone("plpkg-small")
+    ids = tokenizer("Return a new array of given shape and type, filled with zeros. " * 4, return_tensors="pt").input_ids
+    theirs = QuantizedCache(backend="quanto", config=model.config, nbits=bits, q_group_size=32, residual_length=8)
+    with torch.no_grad():
+        full = model(ids).logits[:, -1]
+        for part in ids.split(8, dim=1):
+            logits = model(part, past_key_values=theirs).logits[:, -1]
+    error = {"theirs": (logits - full).abs().mean().item()}
+    for scheme in ("token", "kivi"):
+        read = chunked_prefill(model, ids, KeyNorm(), 999, 8, store=quantized(bits, scheme, 32))
+        error[scheme] = (read.logits - full).abs().mean().item()
+    assert 0 < min(error["token"], error["kivi"]) < 1.25 * error["theirs"], error
 
 
 def test_bad_sizes_of_groups(backbone, ids):
