@@ -272,6 +272,7 @@ def chunked_prefill(
     whole_number("chunk_size", chunk_size, 1)
     whole_number("stabilizers", stabilizers, 0, budget - 1, "budget - 1")
     whole_number("local_len", local_len, 0)
+    scorer.check(model)
     scorer.begin(input_ids, budget)
     protected = scorer.sink + max(scorer.recent, stabilizers)
     if protected > budget:

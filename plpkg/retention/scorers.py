@@ -9,8 +9,10 @@ Every scorer can protect the first units of the sequence (``sink``) and the last
 """
 
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from plpkg.retention.head import RetainingHeads
@@ -37,6 +39,9 @@ class Scorer:
     def __post_init__(self) -> None:
         whole_number("sink", self.sink, 0)
         whole_number("recent", self.recent, 0)
+
+    def check(self, model: nn.Module) -> None:
+        """Raise a ``ValueError`` if this scorer does not go with the model."""
 
     def begin(self, ids: torch.Tensor, budget: int) -> None:
         """Called before the first chunk of a sequence ``(batch, seq)``."""
@@ -73,11 +78,20 @@ class AttentionScorer(Scorer):
         return self.rescore(units, functional.pad(old, (0, width - old.shape[-1])))
 
 
+_CHECKED: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""The backbone's fingerprint by model: it reads every tensor, so it is compared once, not for every prompt."""
+
+
 @dataclass
 class Locret(CausalScorer):
     """What trained retaining heads predict: the causal importance score (CIS) of arXiv 2410.01805."""
 
     heads: RetainingHeads
+
+    def check(self, model: nn.Module) -> None:
+        if _CHECKED.get(model) != self.heads.config.backbone:
+            self.heads.check(model)
+            _CHECKED[model] = self.heads.config.backbone
 
     def score(self, units: Units) -> torch.Tensor:
         return self.heads.score(units.layer, units.projected)

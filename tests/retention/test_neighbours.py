@@ -92,11 +92,13 @@ def test_a_quantised_cache_evicts_and_generates(backbone, ids, scheme, positions
 
 @pytest.mark.parametrize("bits", [2, 4])
 def test_rounding_is_no_worse_than_transformers_own(bits):
-    """Real weights and text, nothing evicted; transformers' cache keeps its latest units whole, so it has fewer to round."""
+    """Real weights and text, nothing evicted; transformers' cache keeps its latest units whole and rounds fewer."""
     from transformers import QuantizedCache
 
     model, tokenizer = load_backbone("plpkg-small")
-    ids = tokenizer("Return a new array of given shape and type, filled with zeros. " * 4, return_tensors="pt").input_ids
+    ids = tokenizer(
+        "Return a new array of given shape and type, filled with zeros. " * 4, return_tensors="pt"
+    ).input_ids
     theirs = QuantizedCache(backend="quanto", config=model.config, nbits=bits, q_group_size=32, residual_length=8)
     with torch.no_grad():
         full = model(ids).logits[:, -1]

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from plpkg.backbones import random_backbone
-from plpkg.retention import chunked_prefill, scorers
-from plpkg.retention.scorers import H2O, KeyNorm, Random, SinkRecent, SirLlm, SnapKv
+from plpkg.retention import RetainingHeads, chunked_prefill, scorers
+from plpkg.retention.scorers import H2O, KeyNorm, Locret, Random, SinkRecent, SirLlm, SnapKv
 from plpkg.retention.watch import attention_layers
 from tests.retention.conftest import ATTENTION, ROTARY
 
@@ -274,6 +274,12 @@ def test_bad_input_gets_a_sentence(changes, message):
     good = dict(input_ids=torch.zeros(1, 3, dtype=torch.long), scorer=Random(), budget=6, chunk_size=4)
     with pytest.raises(ValueError, match=message):
         chunked_prefill(LLAMA, **good | changes)
+
+
+def test_heads_of_another_backbone_are_refused(backbone, ids):
+    heads = RetainingHeads.attach(backbone(seed=1))
+    with pytest.raises(ValueError, match="these heads belong to a backbone with fingerprint"):
+        chunked_prefill(backbone(), ids, Locret(heads), 8, 4)
 
 
 def test_learnt_positions_end(backbone):
