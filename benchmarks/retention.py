@@ -456,7 +456,7 @@ def rows_of_speed() -> Iterator[dict]:
                 "full attention": lambda i=ids: model(i, use_cache=True, logits_to_keep=1),
                 "Locret": lambda i=ids: chunked_prefill(model, i, Locret(heads), 2048, 512, log_positions=False),
             },
-            3 if length < 16_384 else 1,
+            3 if length < 8192 else 1,
         )
         for name, seconds in found.items():
             yield dict(case=name, x=length, tokens_per_s=length / seconds, cpu_s=seconds)

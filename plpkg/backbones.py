@@ -204,7 +204,7 @@ def fingerprint(model: torch.nn.Module) -> str:
         del own[name]  # how it is used, not what it computes
     digest = hashlib.sha256(repr(sorted(own.items())).encode())
     state = {
-        name.replace(".base_layer", ""): tensor
+        name.removeprefix("base_model.model.").replace(".base_layer", ""): tensor
         for name, tensor in model.state_dict().items()
         if not any(prefix in name for prefix in ADAPTER_PREFIXES)
     }

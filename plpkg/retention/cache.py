@@ -7,9 +7,10 @@ After a cut, where do the kept units stand? There are two consistent answers, tw
 * :class:`ReassignedPositions`: side by side, from 0 on (Locret, StreamingLLM). The cache says how many units it
   holds, keeps keys as they are before rotary positions, and rotates them when they are read.
 
-Every layer and KV head may keep other units, but as many of them: one mask serves all.
+Every layer and KV head may keep other units, but as many of them: one mask serves all. Where a model changes its
+frequencies with the length (LongRoPE, dynamic NTK), chunks differ from the whole with transformers' own cache, too.
 
-Left out: beam search over a cut cache, ``crop``, linear-attention layers.
+Left out: ``crop``, linear-attention layers.
 """
 
 import sys
@@ -21,7 +22,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from plpkg.validation import one_of
+from plpkg.validation import one_of, whole_number
 
 
 def keep_indices(
@@ -34,7 +35,7 @@ def keep_indices(
     scores
         ``(batch, num_kv_heads, n)``, in the order of time. Of equal scores the earlier unit stays.
     budget
-        How many stay; all, if there are no more.
+        How many stay; all, if there are no more. NaN is the lowest score.
     first, last, stabilizers
         The first units and the last ones that stay whatever their score; the larger of ``last`` and ``stabilizers``.
 
@@ -42,13 +43,21 @@ def keep_indices(
     -------
     torch.Tensor
         ``(batch, num_kv_heads, min(n, budget))`` indices, rising.
+
+    Raises
+    ------
+    ValueError
+        No budget, or more is protected than stays.
     """
-    n = scores.shape[-1]
+    n, last = scores.shape[-1], max(last, stabilizers)
+    whole_number("budget", budget, 1)
+    if first + last > budget:
+        raise ValueError(f"{first} first and {last} last units are protected, more than budget={budget}")
     if n <= budget:
         return torch.arange(n, device=scores.device).expand(*scores.shape[:-1], n)
     limits = torch.finfo(scores.dtype)
-    scores = scores.clamp(limits.min, limits.max)  # so that nothing is above what is protected
-    last = max(last, stabilizers)
+    # Nothing may be above what is protected, and a NaN would be equal to nothing.
+    scores = scores.nan_to_num(limits.min).clamp(limits.min, limits.max)
     if first:
         scores[..., :first] = float("inf")
     if last:
@@ -107,10 +116,12 @@ class Rotary:
         return self._last[back][1:]
 
     def _turn(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        wide = keys.float()
-        if not self._halves or cos.shape[-1] != keys.shape[-1]:
-            return self._rotate(wide[:, :1], wide, cos, sin)[1].to(keys.dtype)
-        return _turn_halves(wide, cos, sin).to(keys.dtype)  # the same in a quarter of the time
+        width = cos.shape[-1]  # some models rotate a part of each head only
+        wide = keys[..., :width].float()
+        # For halves the same in a quarter of the time.
+        turned = _turn_halves(wide, cos, sin) if self._halves else self._rotate(wide[:, :1], wide, cos, sin)[1]
+        turned = turned.to(keys.dtype)
+        return turned if width == keys.shape[-1] else torch.cat([turned, keys[..., width:]], dim=-1)
 
     def _turns_halves(self) -> bool:
         """Whether the model's function pairs each number of a head's first half with one of the second, as Llama's."""

@@ -8,8 +8,9 @@ writes plain Q·Kᵀ, its code has the scaled and rotated logits).
 import torch
 from torch import nn
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
-from plpkg.retention.watch import Units, Watch, watching
+from plpkg.retention.watch import Units, Watch, evaluating, watching
 from plpkg.validation import one_of, whole_number
 
 
@@ -41,7 +42,7 @@ def cis_labels(
     Raises
     ------
     ValueError
-        No prompt or no answer, or an unknown kind of rows.
+        No prompt or no answer, an unknown kind of rows, or a model with sliding windows.
     """
     return measure(model, input_ids, prompt_len, rows=rows, chunk_size=chunk_size)[0]
 
@@ -50,6 +51,12 @@ def measure(
     model: nn.Module, input_ids: torch.Tensor, prompt_len: int, *, rows: str = "answer", chunk_size: int = 4096
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Labels as :func:`cis_labels`, and the heads' input for the prompt: ``(batch, prompt_len, width)`` a layer."""
+    cache = DynamicCache(config=model.config)
+    if any(type(layer) is not DynamicLayer for layer in cache.layers):
+        raise ValueError(
+            f"{type(model).__name__} has layers with a sliding window, which see part of the prompt only: there are "
+            "no labels for the rest"
+        )
     whole_number("prompt_len", prompt_len, 1, input_ids.shape[-1] - 1, "seq - 1")
     whole_number("chunk_size", chunk_size, 1)
     predicting = one_of("rows", rows, ("answer", "predicting")) == "predicting"
@@ -60,14 +67,17 @@ def measure(
         states.setdefault(units.layer, []).append(units.projected)
 
     def label(units: Units) -> None:
-        highest = [logits.amax(dim=(2, 3)) for logits in units.logits()]  # (batch, kv_heads, seen) each
-        labels[units.layer] = torch.stack(highest).amax(0)[..., :prompt_len]
+        highest = None
+        for logits in units.logits():
+            found = logits.amax(dim=(2, 3))[..., :prompt_len]  # (batch, kv_heads, prompt_len)
+            highest = found if highest is None else torch.maximum(highest, found)
+        labels[units.layer] = highest
         if predicting:
-            states[units.layer].append(units.projected[:, :1])
+            states.setdefault(units.layer, []).append(units.projected[:, :1])
 
     first, last = (prompt_len - 1, input_ids.shape[-1] - 1) if predicting else (prompt_len, input_ids.shape[-1])
-    watch, cache = Watch(collect), DynamicCache(config=model.config)
-    with torch.no_grad(), watching(model, watch):
+    watch = Watch(collect)
+    with torch.no_grad(), evaluating(model), watching(model, watch):
         for start in range(0, first, chunk_size):
             ids = input_ids[:, start : min(start + chunk_size, first)]
             model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)

@@ -1,14 +1,15 @@
 """What is evicted, merged into what stays: a trained convolution, after LoCoCo (arXiv 2406.05317).
 
-Of the units that stay after a cut, the ``slots`` with the lowest scores become mixtures: a one-dimensional
-convolution runs over keys and values of all that is evicted and of those slots' own units, in the order of time; for
-each slot its outputs, through a softmax over the units, are weights, and the slot becomes
+Of the units that stay after a cut, the ``slots`` with the lowest scores that nothing protects become mixtures: a
+one-dimensional convolution runs over keys and values of all that is evicted and of those slots' own units, in the order
+of time; for each slot its outputs, through a softmax over the units, are weights, and the slot becomes
 ``(1 - gate) · own + gate · Σ weight · unit``. With gate 0 that is plain eviction.
 
 Keys are mixed before rotary positions, so this goes with ``positions="reassigned"``. The convolution is one for each
 layer, shared by its KV heads. As in Locret's combination of both (appendix H.2): a window of 21, 200 steps of training.
 """
 
+import copy
 from collections.abc import Iterable
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 from tqdm.auto import tqdm
 
-from plpkg.retention.cache import EvictingCache, EvictingLayer, gather
+from plpkg.retention.cache import EvictingCache, EvictingLayer, ReassignedPositions, gather
 from plpkg.retention.prefill import Eviction, run
 from plpkg.retention.scorers import Scorer
 from plpkg.retention.watch import attention_layers
@@ -57,8 +58,10 @@ class Merger(nn.Module):
         self.gates = nn.Parameter(torch.zeros(len(found), slots))
         self.to(model.device)
 
-    def keep(self, number: int, layer: EvictingLayer, indices: torch.Tensor) -> None:
+    def keep(self, number: int, layer: EvictingLayer, indices: torch.Tensor, first: int = 0, last: int = 0) -> None:
         """Cut a layer to ``(batch, num_kv_heads, kept)`` indices, merging what goes.
+
+        The ``first`` and the ``last`` units of what stays are protected: no slots.
 
         Raises
         ------
@@ -66,12 +69,14 @@ class Merger(nn.Module):
             The layer's positions are original, its store is packed, or fewer units stay than there are slots.
         """
         kept = indices.shape[-1]
-        if kept < self.slots:
-            raise ValueError(f"slots={self.slots} are more than the {kept} units that stay")
+        if kept - first - last < self.slots:
+            raise ValueError(f"slots={self.slots} are more than the {kept - first - last} units that stay unprotected")
         keys, values = layer.store.keys, layer.store.values
-        if layer.get_mask_sizes(0)[1] or not isinstance(keys, torch.Tensor):
+        if not isinstance(layer, ReassignedPositions) or not isinstance(keys, torch.Tensor):
             raise ValueError("merging needs positions='reassigned' and a store of plain tensors")
-        slot = layer.scores.gather(-1, indices).argsort(dim=-1)[..., : self.slots].sort(dim=-1).values
+        worth = layer.scores.gather(-1, indices)
+        worth[..., :first] = worth[..., kept - last :] = float("inf")
+        slot = worth.argsort(dim=-1)[..., : self.slots].sort(dim=-1).values
         own = indices.gather(-1, slot)
         merging = torch.ones_like(layer.positions, dtype=torch.bool).scatter(-1, indices, False).scatter(-1, own, True)
         count = int(merging[0, 0].sum())
@@ -139,8 +144,9 @@ def train_merger(
                 raise ValueError(f"the data end after {step} of {steps} steps") from None
             for group in optimizer.param_groups:
                 group["lr"] = lr * (1 - step / steps)
-            scorer.begin(prompt, budget)
-            eviction = Eviction(model, EvictingCache(model), scorer, budget, 0, False, merger=merger)
+            own = copy.copy(scorer)
+            own.begin(prompt, budget)
+            eviction = Eviction(model, EvictingCache(model), own, budget, 0, False, merger=merger)
             run(eviction, prompt, chunk_size, 0)
             logits = model(answer, past_key_values=eviction.cache).logits[:, :-1]
             wanted = targets[0] if targets else answer % logits.shape[-1]

@@ -27,13 +27,15 @@ class OffloadedLayer(DynamicLayer):
     ----------
     keys, values
         ``(batch, num_kv_heads, seen, head_dim)`` on the CPU.
-    fetched
-        Units that each head had at hand in the last forward pass, beside the new ones.
+    retrieving
+        Whether blocks are fetched now; without, a model would see the new units alone.
     """
 
-    fetched = 0
+    retrieving = False
 
     def update(self, key_states, value_states, *args, **kwargs):
+        if not self.retrieving:
+            raise RuntimeError("this cache fetches its blocks within the `with` block of retrieving() only")
         super().update(key_states.cpu(), value_states.cpu())
         return key_states, value_states
 
@@ -115,7 +117,13 @@ def retrieving(
         return keys, values, functional.pad(allowed, (past, 0), value=True).expand(batch, 1, n, past + n)
 
     with watching(model, Watch(lambda units: None, rewrite=rewrite)):
-        yield cache
+        for layer in cache.layers:
+            layer.retrieving = True
+        try:
+            yield cache
+        finally:
+            for layer in cache.layers:
+                layer.retrieving = False
 
 
 @torch.no_grad()

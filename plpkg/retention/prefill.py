@@ -8,6 +8,7 @@ The last ``local_len`` tokens run at the end and are not cut.
 The publication does not evict while decoding; here it is optional (:meth:`PrefillResult.evicting`).
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from tqdm.auto import tqdm
 from plpkg.results import Tabular
 from plpkg.retention.cache import EvictingCache, Store, keep_indices
 from plpkg.retention.scorers import Scorer
-from plpkg.retention.watch import Units, Watch, watching
+from plpkg.retention.watch import Units, Watch, evaluating, watching
 from plpkg.validation import whole_number
 
 
@@ -78,16 +79,26 @@ class PrefillResult:
     log: Log
     _eviction: "Eviction" = field(repr=False)
 
-    def inputs(self, input_ids: torch.Tensor | None = None) -> dict:
+    def inputs(self, input_ids: torch.Tensor | None = None, *, repeats: int = 1) -> dict:
         """Keyword arguments for ``model.generate``, which goes on from here.
 
         Parameters
         ----------
         input_ids
             ``(batch, n)`` new tokens; by default the likeliest one. ``generate`` returns them before its own.
+        repeats
+            The ``num_beams`` or ``num_return_sequences`` of ``generate``: the cache is repeated that often, for good.
+
+        Notes
+        -----
+        ``generate`` writes to the cache, and a second one goes on after the first. For several answers to one prompt,
+        take a ``copy.deepcopy`` of the whole result for each.
         """
         ids = self.logits.argmax(-1, keepdim=True) if input_ids is None else input_ids
         whole_number("the number of new tokens", ids.shape[-1], 1)
+        if whole_number("repeats", repeats, 1) > 1:
+            self.cache.batch_repeat_interleave(repeats)
+            self._eviction.repeat(repeats)
         length = self.cache.get_seq_length() + ids.shape[-1]
         mask = torch.ones(len(ids), length, dtype=torch.long, device=ids.device)
         return {"input_ids": ids, "attention_mask": mask, "past_key_values": self.cache}
@@ -96,7 +107,8 @@ class PrefillResult:
     def evicting(self) -> Iterator[None]:
         """Cut after every forward pass of the model while the block runs, so that decoding stays within the budget.
 
-        The last ``stabilizers`` units are safe from each cut.
+        The last ``stabilizers`` units are safe from each cut. The first cut includes what ``local_len`` left whole.
+        Every forward pass after the prefill has to run in such a block, or its units have no score.
         """
         with self._eviction.while_decoding():
             yield
@@ -127,8 +139,28 @@ class Eviction:
         if units.layer in self.cache.evicting and not self.scorer.needs_logits:
             self._store(units)
 
+    def __deepcopy__(self, memo: dict) -> "Eviction":
+        """The same model, and a cache and a log of its own."""
+        other = copy.copy(self)
+        other.scorer, other.cache = copy.copy(self.scorer), copy.deepcopy(self.cache, memo)
+        other.log = copy.deepcopy(self.log, memo)
+        other._watch = Watch(other._show, self._watch.rewrite)
+        return other
+
+    def repeat(self, repeats: int) -> None:
+        """Follow a cache whose batch was repeated."""
+        if self._last_logits is not None:
+            self._last_logits = self._last_logits.repeat_interleave(repeats, dim=0)
+
     def _store(self, units: Units) -> None:
         layer = self.cache.evicting[units.layer]
+        known = 0 if layer.scores is None else layer.scores.shape[-1]
+        unknown = layer.positions.shape[-1] - len(units.positions) - known
+        if unknown:
+            raise ValueError(
+                f"{unknown} units of the cache have no score: they came while nobody watched. Run every forward pass "
+                "after the prefill within evicting(), or none"
+            )
         layer.scores = self.scorer.update(units, layer.scores).expand(layer.positions.shape)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -167,7 +199,10 @@ class Eviction:
             if budget is not None and before > budget:
                 first, last = self.scorer.sink, self.scorer.recent
                 indices = keep_indices(layer.scores, budget, first=first, last=last, stabilizers=stabilizers)
-                layer.keep(indices) if self.merger is None else self.merger.keep(number, layer, indices)
+                if self.merger is None:
+                    layer.keep(indices)
+                else:
+                    self.merger.keep(number, layer, indices, first, max(last, stabilizers))
         kept = None
         if self.log_positions:
             kept = torch.stack([layer.positions.cpu() for layer in self.cache.evicting.values()])
@@ -196,10 +231,9 @@ class Eviction:
             stop = start + self._watch.ids.shape[-1]
             self.cut(start, stop, stabilizers=self.stabilizers, budget=self.budget)
 
-        hooks = [
-            self.model.register_forward_pre_hook(before, with_kwargs=True),
-            self.model.register_forward_hook(after),
-        ]
+        # PEFT's generate calls the model inside its wrapper.
+        inner = getattr(self.model, "get_base_model", lambda: self.model)()
+        hooks = [inner.register_forward_pre_hook(before, with_kwargs=True), inner.register_forward_hook(after)]
         try:
             with self.watching():
                 yield
@@ -263,6 +297,8 @@ def chunked_prefill(
     """
     if input_ids.ndim != 2 or not input_ids.numel():
         raise ValueError(f"input_ids must be (batch, seq) with at least one token, got {tuple(input_ids.shape)}")
+    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+        raise ValueError(f"attention_mask is {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}")
     if attention_mask is not None and not attention_mask.bool().all():
         raise ValueError(
             f"{int((attention_mask == 0).sum())} tokens of the batch are padding: heads would keep units of padding, "
@@ -273,6 +309,7 @@ def chunked_prefill(
     whole_number("stabilizers", stabilizers, 0, budget - 1, "budget - 1")
     whole_number("local_len", local_len, 0)
     scorer.check(model)
+    scorer = copy.copy(scorer)  # what it learns of this prompt is not the caller's
     scorer.begin(input_ids, budget)
     protected = scorer.sink + max(scorer.recent, stabilizers)
     if protected > budget:
@@ -285,7 +322,7 @@ def chunked_prefill(
     if longest and input_ids.shape[-1] > longest:
         raise ValueError(f"{type(model).__name__} has n_positions={longest}, got {input_ids.shape[-1]} tokens")
     eviction = Eviction(model, cache, scorer, budget, stabilizers, log_positions, merger=merger, rewrite=rewrite)
-    with torch.no_grad():
+    with torch.no_grad(), evaluating(model):
         logits = run(eviction, input_ids, chunk_size, local_len, progress=progress)
     return PrefillResult(cache, logits, eviction.log, eviction)
 

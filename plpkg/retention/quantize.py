@@ -73,7 +73,7 @@ class ByToken:
 
     def append(self, states: torch.Tensor) -> None:
         group = min(self.group, states.shape[-1])
-        if states.shape[-1] % group:
+        if states.shape[-1] % group or group % 4:
             raise ValueError(f"heads of {states.shape[-1]} numbers do not divide into groups of {group}")
         new = Packed(states, self.bits, group)
         if self.packed is None:
@@ -170,7 +170,7 @@ def quantized(bits: int = 4, scheme: str = "token", group: int = 32) -> Callable
     scheme
         ``"token"`` or ``"kivi"``.
     group
-        Numbers that share a scale; a multiple of 4, and of the head's width where that is larger.
+        Numbers that share a scale: a multiple of 4 that divides the head's width, or more than that, for all of it.
 
     Raises
     ------

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from plpkg.retention.head import RetainingHeads
 from plpkg.retention.watch import Units
-from plpkg.validation import whole_number
+from plpkg.validation import number, whole_number
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Scorer:
         """Raise a ``ValueError`` if this scorer does not go with the model."""
 
     def begin(self, ids: torch.Tensor, budget: int) -> None:
-        """Called before the first chunk of a sequence ``(batch, seq)``."""
+        """Called on a copy of the scorer before the first chunk of a sequence ``(batch, seq)``."""
 
     def update(self, units: Units, stored: torch.Tensor | None) -> torch.Tensor:
         """All scores ``(batch, num_kv_heads, kept + n)`` from those stored ``(batch, num_kv_heads, kept)``."""
@@ -181,8 +181,12 @@ class H2O(AttentionScorer):
 
     recent_share: float = 0.5
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        number("recent_share", self.recent_share, 0, 1)
+
     def begin(self, ids: torch.Tensor, budget: int) -> None:
-        self.recent = int(self.recent_share * (budget - self.sink))
+        self.recent = max(self.recent, int(self.recent_share * (budget - self.sink)))
 
     def rescore(self, units: Units, stored: torch.Tensor) -> torch.Tensor:
         return stored + sum(logits.softmax(-1).sum(dim=(2, 3)) for logits in units.logits())
@@ -195,7 +199,7 @@ class SnapKv(AttentionScorer):
     Attributes
     ----------
     window
-        How many queries; their own units stay.
+        How many queries. Their own units stay, as far as they fill no more than half of the budget.
     kernel
         Of the average over neighbouring units, odd.
     """
@@ -210,7 +214,7 @@ class SnapKv(AttentionScorer):
             raise ValueError(f"kernel must be odd, got {self.kernel}")
 
     def begin(self, ids: torch.Tensor, budget: int) -> None:
-        self.recent = min(self.window, (budget - self.sink) // 2)
+        self.recent = max(self.recent, min(self.window, (budget - self.sink) // 2))
 
     def rescore(self, units: Units, stored: torch.Tensor) -> torch.Tensor:
         first = max(0, len(units.positions) - self.window)

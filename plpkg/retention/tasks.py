@@ -205,7 +205,8 @@ def _word(draw: random.Random) -> str:
 def _different(draw: random.Random, count: int, make: Callable[[random.Random], str]) -> list[str]:
     found: dict[str, None] = {}
     while len(found) < count:
-        found[make(draw)] = None
+        made = make(draw)
+        found[f"{made}-{len(found)}" if made in found else made] = None  # there are 11,330 words
     return list(found)
 
 
@@ -263,6 +264,7 @@ def _common_words(draw: random.Random, size: int) -> tuple[str, str, list[str]]:
 
 
 def _frequent_words(draw: random.Random, size: int) -> tuple[str, str, list[str]]:
+    size += 1  # with one word fewer, the third would be as rare as the fourth
     words = ["...", *_different(draw, max(4, size // 2), lambda d: "".join(d.choices(string.ascii_lowercase, k=6)))]
     total = 30 * size
     shares = [rank**-2.0 for rank in range(1, len(words) + 1)]
@@ -309,6 +311,7 @@ def samples(
     """
     make = TASKS[one_of("task", task, tuple(TASKS))]
     whole_number("length", length, 1)
+    whole_number("count", count, 0)
 
     def sample(index: int, size: int) -> tuple[Sample, int]:
         text, query, answers = make(random.Random(f"{task} {seed} {index}"), size)
@@ -316,7 +319,7 @@ def samples(
         tokens = len(prompt.split() if tokenizer is None else tokenizer(prompt)["input_ids"])
         return Sample(task, prompt, query, tuple(answers)), tokens
 
-    for index in range(count):
+    def fitting(index: int) -> Sample:
         low, high = 1, 2
         found, tokens = sample(index, low)
         if tokens > length:
@@ -330,4 +333,6 @@ def samples(
                 found, low = tried, middle
             else:
                 high = middle
-        yield found
+        return found
+
+    return map(fitting, range(count))

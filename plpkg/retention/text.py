@@ -71,8 +71,10 @@ def perplexity(
             logits = model(torch.cat([prompt, answer], dim=1), use_cache=False).logits[:, prompt.shape[1] - 1 : -1]
         else:
             read = chunked_prefill(model, prompt, scorer, budget, chunk_size, log_positions=False, **options)
-            after = model(answer[:, :-1], past_key_values=read.cache).logits
-            logits = torch.cat([read.logits[:, None], after], dim=1)
+            logits = read.logits[:, None]
+            if answer.shape[1] > 1:
+                after = model(answer[:, :-1], past_key_values=read.cache).logits
+                logits = torch.cat([logits, after], dim=1)
         nats += functional.cross_entropy(logits.flatten(0, 1).float(), answer.flatten(), reduction="sum").item()
         tokens += answer.numel()
     return math.exp(nats / tokens)

@@ -109,7 +109,8 @@ def train_heads(
     model, heads
         A backbone and heads attached to it.
     data
-        ``(prompt, answer)``: token ids ``(seq,)`` or ``(batch, seq)``, or texts, with ``tokenizer``. To go on after a
+        ``(prompt, answer)``: token ids ``(seq,)`` or ``(batch, seq)``, or texts, with ``tokenizer`` and without the
+        special tokens that it might add. To go on after a
         stop, it must begin anew with the same examples: those that were used are skipped.
     steps, examples_per_step, lr, warmup, alpha, smoothing, clip_value
         As above; ``warmup`` is two thirds of the steps by default, as published.
@@ -159,7 +160,8 @@ def train_heads(
     first, log = (state["step"], state["log"]) if state else (0, [])
 
     precision, was_training = heads.layers[0][0].weight.dtype, model.training
-    heads.float()
+    frozen = [parameter for parameter in heads.parameters() if not parameter.requires_grad]
+    heads.float().requires_grad_(True)
     if state:
         heads.load_state_dict(state["heads"])
     optimizer = torch.optim.AdamW(heads.parameters(), lr=lr, betas=(0.9, 0.95))
@@ -208,6 +210,8 @@ def train_heads(
     finally:
         model.train(was_training)
         heads.to(precision)
+        for parameter in frozen:
+            parameter.requires_grad_(False)
     if folder and main:
         heads.save_pretrained(folder)
     accelerator.wait_for_everyone()

@@ -11,8 +11,8 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -162,7 +162,8 @@ class Watch:
     projected: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
 
-_CURRENT: ContextVar[Watch | None] = ContextVar("watch", default=None)
+_WATCHES: WeakKeyDictionary[nn.Module, Watch] = WeakKeyDictionary()
+"""By attention module, so that it is found in every thread that runs the model."""
 
 PREFIX = "plpkg_watched_"
 
@@ -175,9 +176,12 @@ def watching(model: nn.Module, watch: Watch) -> Iterator[Watch]:
     ------
     ValueError
         The model's layers cannot be watched, or its attention is not one that makes a mask (eager, sdpa).
+    RuntimeError
+        It is being watched already.
     """
     layers = attention_layers(model)
     base = model.config._attn_implementation
+    wrapped = _wrapped(base)
     configs = {id(c): c for c in (model.config, *(layer.module.config for layer in layers))}
     hooks = [
         projection.register_forward_hook(
@@ -186,18 +190,30 @@ def watching(model: nn.Module, watch: Watch) -> Iterator[Watch]:
         for i, layer in enumerate(layers)
         for projection in layer.projections
     ]
-    token = _CURRENT.set(watch)
+    _WATCHES.update((layer.module, watch) for layer in layers)
     try:
         for config in configs.values():
-            config._attn_implementation = _wrapped(base)
+            config._attn_implementation = wrapped
         yield watch
     finally:
         for config in configs.values():
             config._attn_implementation = base
-        _CURRENT.reset(token)
+        for layer in layers:
+            del _WATCHES[layer.module]
         for hook in hooks:
             hook.remove()
         watch.projected.clear()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode while the block runs: no dropout, and a cache also under gradient checkpointing."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def _wrapped(base: str) -> str:
@@ -211,7 +227,7 @@ def _wrapped(base: str) -> str:
 
         def attention(module, query, key, value, attention_mask, **options):
             own = ALL_ATTENTION_FUNCTIONS[base] if base != "eager" else _eager(module)
-            watch = _CURRENT.get()
+            watch = _WATCHES[module]
             units = Units(
                 layer=module.layer_idx,
                 positions=watch.positions,
@@ -225,6 +241,11 @@ def _wrapped(base: str) -> str:
             )
             watch.show(units)
             if watch.rewrite is not None:
+                if options.get("sliding_window") is not None:
+                    raise ValueError(
+                        f"layer {module.layer_idx} has a sliding window of {options['sliding_window']} tokens: its "
+                        "attention cannot be rewritten"
+                    )
                 key, value, allowed = watch.rewrite(units)
                 if allowed is not None:
                     attention_mask = allowed if base == "sdpa" else _additive(allowed, query.dtype)

@@ -5,9 +5,12 @@ import copy
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from plpkg.backbones import random_backbone
+from plpkg.retention import chunked_prefill
 from plpkg.retention.cache import EvictingCache, OriginalPositions, ReassignedPositions, Rotary, keep_indices
+from plpkg.retention.scorers import KeyNorm
 from plpkg.retention.watch import Watch, watching
 from tests.retention.conftest import ROTARY
 
@@ -46,6 +49,19 @@ def test_each_head_keeps_its_own():
     scores = torch.tensor([[[3.0, 1.0, 2.0], [1.0, 2.0, 3.0]]])
     assert keep_indices(scores, 2).tolist() == [[[0, 2], [1, 2]]]
     assert scores[0, 0].tolist() == [3.0, 1.0, 2.0]  # protection works on a copy
+
+
+def test_nan_is_the_lowest_score():
+    scores = torch.tensor([[[float("nan"), 1.0, float("nan"), 0.0]]])
+    assert keep_indices(scores, 2).tolist() == [[[1, 3]]]
+    assert keep_indices(scores, 3).tolist() == [[[0, 1, 3]]]
+
+
+def test_more_protection_than_room_is_refused():
+    with pytest.raises(ValueError, match="2 first and 3 last units are protected, more than budget=3"):
+        keep_indices(torch.zeros(1, 1, 9), 3, first=2, last=3)
+    with pytest.raises(ValueError, match="budget must be a whole number of at least 1, got 0"):
+        keep_indices(torch.zeros(1, 1, 9), 0)
 
 
 def test_protection_leaves_the_scores_as_they_were():
@@ -92,6 +108,21 @@ def test_rotary_is_each_familys_own(backbone, ids, family, attention):
     for i, layer in cache.evicting.items():
         keys = seen[i].unflatten(-1, (-1, 16))[:, :, 4:6].transpose(1, 2)  # of 4 query, 2 key and 2 value heads
         torch.testing.assert_close(layer.store.keys, keys, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["stablelm", "phi", "cohere", "qwen3"])
+def test_other_families_rotate_as_they_do(family):
+    """Part of each head, pairs of neighbours, norms before rotation: an independent check is the model itself."""
+    config = AutoConfig.for_model(
+        family, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, vocab_size=64,
+        num_hidden_layers=2, head_dim=16, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, ids = AutoModelForCausalLM.from_config(config).eval(), torch.randint(1, 64, (1, 20))
+    with torch.no_grad():
+        expected = model(ids).logits[:, -1]
+    found = chunked_prefill(model, ids, KeyNorm(), 99, 6).logits
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
 def test_part_of_a_head_may_be_rotated():

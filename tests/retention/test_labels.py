@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from plpkg.backbones import random_backbone
 from plpkg.retention import cis_labels, watch
 from tests.retention.conftest import ATTENTION
 
@@ -42,8 +43,6 @@ def brute_force(model, ids, first, last):
 def test_labels_are_the_brute_force(backbone, ids, family, rows, first, last):
     model = backbone(family, "eager")
     expected = brute_force(model, ids, first, last)
-    if rows == "predicting":  # the prompt's last token cannot be seen by itself only from rows before it
-        assert expected.shape[-1] == PROMPT
     for chunk_size in (4096, 6):
         found = cis_labels(model, ids, PROMPT, rows=rows, chunk_size=chunk_size)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
@@ -71,7 +70,34 @@ def test_sdpa_gives_the_same_labels(backbone, ids):
     torch.testing.assert_close(*labels, atol=1e-5, rtol=0)
 
 
+def test_prompts_of_one_token(backbone, ids):
+    assert cis_labels(backbone(), ids, 1, rows="predicting").shape == (2, 2, 2, 1)
+
+
+def test_the_soft_cap_is_in_the_labels(backbone, ids):
+    model = backbone("gemma2", "eager", options={"attn_logit_softcapping": 0.05})
+    found = cis_labels(model, ids, PROMPT)
+    assert found.abs().max() <= 0.05
+    torch.testing.assert_close(found, brute_force(model, ids, 20, 29), atol=1e-5, rtol=0)
+
+
+def test_the_prompt_runs_in_chunks(backbone, ids):
+    model, lengths = backbone(), []
+    hook = model.model.layers[0].register_forward_hook(lambda _m, _a, output: lengths.append(output.shape[1]))
+    cis_labels(model, ids, PROMPT, chunk_size=8)
+    hook.remove()
+    assert lengths == [8, 8, 4, 9]
+
+
+def test_dropout_is_off(backbone, ids):
+    model = backbone("gpt2").train()
+    assert torch.equal(cis_labels(model, ids, PROMPT), cis_labels(model, ids, PROMPT))
+    assert model.training
+
+
 def test_bad_input_gets_a_sentence(backbone, ids):
+    with pytest.raises(ValueError, match="MistralForCausalLM has layers with a sliding window"):
+        cis_labels(random_backbone("mistral", vocab=64, options={"sliding_window": 8}), ids, PROMPT)
     with pytest.raises(ValueError, match="prompt_len must be between 1 and seq - 1=28, got 29"):
         cis_labels(backbone(), ids, 29)
     with pytest.raises(ValueError, match="rows must be one of 'answer', 'predicting', got 'all'"):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from plpkg.backbones import load_backbone, random_backbone
-from plpkg.retention import chunked_prefill, merge, offload, scorers
+from plpkg.retention import chunked_prefill, merge, offload, scorers, watch
 from plpkg.retention.quantize import ByChannel, ByToken, Packed, quantized
 from plpkg.retention.scorers import KeyNorm
 from plpkg.retention.sparse import VerticalSlash
@@ -70,6 +70,10 @@ def test_channels_are_rounded_in_groups_of_units_and_the_rest_waits():
     assert torch.equal(found[:, :, 8:], whole[:, :, 8:])  # three units do not fill a group
     spread = whole[:, :, :4].amax(2) - whole[:, :, :4].amin(2)
     assert ((found[:, :, :4] - whole[:, :, :4]).abs() <= 0.5001 * spread[:, :, None] / 15 + 1e-6).all()
+    other = ByChannel(4, 4)
+    other.append(whole)
+    other.change(lambda t: t[1:])
+    assert torch.equal(other.read(), found[1:])
     store.keep(torch.arange(2, 7).expand(2, 2, 5))
     assert torch.equal(store.read()[:, :, 4:], found[:, :, 6:7])
 
@@ -119,6 +123,8 @@ def test_bad_sizes_of_groups(backbone, ids):
     ):
         with pytest.raises(ValueError, match=message):
             quantized(**arguments)
+    with pytest.raises(ValueError, match="heads of 18 numbers do not divide into groups of 18"):
+        chunked_prefill(random_backbone("llama", head_dim=18), ids, KeyNorm(), 8, 4, store=quantized(4))
     with pytest.raises(ValueError, match="heads of 16 numbers do not divide into groups of 12"):
         chunked_prefill(backbone(), ids, KeyNorm(), 8, 4, store=quantized(4, "token", 12))
 
@@ -160,6 +166,12 @@ def test_sparse_attention_is_what_its_columns_and_diagonals_say(backbone, ids):
                 assert allowed[b, h, i].nonzero().flatten().tolist() == expected
 
 
+def test_sliding_windows_are_not_rewritten(ids):
+    model = random_backbone("mistral", num_kv_heads=2, vocab=64, options={"sliding_window": 8})
+    with VerticalSlash(99, 99).on(model), pytest.raises(ValueError, match="layer 0 has a sliding window of 8 tokens"):
+        model(ids)
+
+
 def test_sparse_attention_goes_with_eviction(backbone, ids):
     model = backbone()
     plain = chunked_prefill(model, ids, KeyNorm(), 9, 4)
@@ -187,38 +199,31 @@ def test_every_block_fetched_is_full_attention(backbone, ids, family, attention,
     assert cache.host_bytes == 2 * 2 * 2 * (4 if family == "gpt2" else 2) * SEQ * 16 * 4
 
 
-def test_the_blocks_that_suit_the_queries_are_fetched(backbone):
-    """One layer whose keys are known: block 2 points where the query points."""
-    model = backbone(num_layers=1)
-    ids = torch.zeros(1, 20, dtype=torch.long)
+def test_the_blocks_that_suit_the_queries_are_fetched(backbone, monkeypatch):
+    """One layer: four blocks of random keys, one query; the block is the one whose mean key it likes best."""
+    model, fetched, queries = backbone(num_layers=1), [], []
+    ids = torch.arange(1, 21)[None]
+    gather, make_units = offload.gather, watch.Units
+
+    def seen(states, chosen):
+        fetched.append(chosen)
+        return gather(states, chosen)
+
+    def units(**fields):
+        queries.append(fields["query"])
+        return make_units(**fields)
+
     with offload.retrieving(model, block=4, top=1, first=1, local=3) as cache:
         offload.read(model, cache, ids, 20)
-        stored, seen = cache.layers[0], []
-        stored.keys.zero_()
-        stored.values = torch.arange(20.0).view(1, 1, 20, 1).expand(1, 2, 20, 16).clone()
-
-        def spy(module, query, key, value, mask, **options):
-            stored.keys[:, :, 9:13] = query.unflatten(1, (2, -1)).mean(dim=2)  # of 4 blocks from 1 on, the third
-            return
-
-        # The representative of the third block is the mean query itself, before the layer fetches.
-        from plpkg.retention import watch
-
-        original = watch.Units
-
-        def units(**fields):
-            spy(None, fields["query"], None, None, None)
-            return original(**fields)
-
-        watch.Units = units
-        try:
-            rewritten = watch._CURRENT.get().rewrite
-            watch._CURRENT.get().rewrite = lambda u: seen.append(rewritten(u)) or seen[-1]
-            model(ids[:, :1], past_key_values=cache)
-        finally:
-            watch.Units = original
-    values = seen[0][1][0, 0, :, 0].tolist()
-    assert values[:-1] == [0.0, 9.0, 10.0, 11.0, 12.0, 17.0, 18.0, 19.0]
+        keys = torch.randn(1, 2, 20, 16, generator=torch.Generator().manual_seed(1))
+        cache.layers[0].keys = keys.clone()
+        monkeypatch.setattr(offload, "gather", seen)
+        monkeypatch.setattr(watch, "Units", units)
+        model(ids[:, :1], past_key_values=cache)
+    query = queries[0].unflatten(1, (2, 2)).mean(dim=(2, 3))[0]  # (kv_heads, head_dim)
+    best = [max(range(4), key=lambda b: keys[0, h, 1 + 4 * b : 5 + 4 * b].mean(0) @ query[h]) for h in range(2)]
+    assert best != [3, 3]  # which lies next to the local units
+    assert fetched[0][0].tolist() == [[0, *range(1 + 4 * b, 5 + 4 * b), 17, 18, 19] for b in best]
     assert cache.peak_units == 20
 
 
@@ -227,6 +232,8 @@ def test_no_more_than_the_budget_is_at_hand(backbone, ids):
     with offload.retrieving(model, block=4, top=1, first=2, local=5) as cache:
         offload.read(model, cache, ids, 6)
     assert cache.peak_units <= 2 + 4 + 5 + 3 + 6  # up to three units do not fill a block
+    with pytest.raises(RuntimeError, match="within the `with` block of retrieving"):
+        model(ids, past_key_values=cache)
     with pytest.raises(ValueError, match="block must be a whole number of at least 1, got 0"):
         offload.retrieving(model, block=0).__enter__()
     with pytest.raises(ValueError, match="Gemma2ForCausalLM has layers that are not full attention"):
@@ -269,6 +276,20 @@ def test_a_mixture_is_worked_out_by_hand(backbone):
             torch.testing.assert_close(mixed[0, head, 1], expected, atol=1e-6, rtol=0)
 
 
+def test_protected_units_are_no_mixtures(backbone, ids):
+    """By position alone the first units have the lowest scores, and are protected."""
+    model = backbone(num_layers=1)
+    merger = merge.Merger(model, 2)
+    with torch.no_grad():
+        merger.gates.fill_(1.0)
+    plain, merged = (
+        chunked_prefill(model, ids, scorers.SinkRecent(), 9, 29, 2, merger=m).cache.layers[0].store
+        for m in (None, merger)
+    )
+    changed = (plain.keys != merged.keys).any(-1)[0, 0].nonzero().flatten().tolist()
+    assert changed == [4, 5]
+
+
 def test_training_lowers_the_loss_and_leaves_the_backbone(backbone):
     model = backbone()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -298,8 +319,10 @@ def test_merging_refuses_what_it_cannot_mix(backbone, ids):
     for options in (dict(positions="original"), dict(store=quantized())):
         with pytest.raises(ValueError, match="merging needs positions='reassigned' and a store of plain tensors"):
             chunked_prefill(model, ids, KeyNorm(), 9, 4, merger=merger, **options)
-    with pytest.raises(ValueError, match="slots=3 are more than the 2 units that stay"):
-        chunked_prefill(model, ids, KeyNorm(), 2, 4, merger=merger)
+    with pytest.raises(ValueError, match="slots=3 are more than the 2 units that stay unprotected"):
+        chunked_prefill(model, ids, KeyNorm(sink=1), 3, 4, merger=merger)
+    with pytest.raises(ValueError, match="merging needs positions='reassigned'"):  # also at the only cut
+        chunked_prefill(model, ids, KeyNorm(), 9, 29, merger=merger, positions="original")
     with pytest.raises(ValueError, match="window must be odd, got 4"):
         merge.Merger(model, 3, window=4)
     assert math.isfinite(chunked_prefill(model, ids, KeyNorm(), 9, 4, merger=merger).logits.sum())

@@ -1,8 +1,13 @@
 """Algorithm 1: a cut cache computes what attention with the evicted units masked computes, and its size is bounded."""
 
+import copy
+import threading
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from peft import LoraConfig, get_peft_model
+from transformers import DynamicCache
 
 from plpkg.backbones import random_backbone
 from plpkg.retention import RetainingHeads, chunked_prefill, scorers
@@ -251,7 +256,80 @@ def test_decoding_with_eviction_is_prefilling_in_chunks_of_one(backbone, ids):
     assert torch.equal(read.log[-1].kept, other.log[-1].kept)
 
 
+@pytest.mark.parametrize("positions", ["original", "reassigned"])
+def test_beams_and_samples_go_on_from_a_repeated_cache(backbone, ids, positions):
+    model = backbone()
+
+    def read():
+        return chunked_prefill(model, ids, SinkRecent(), 40, 5, positions=positions)
+
+    options = dict(num_beams=3, num_return_sequences=2, do_sample=False, max_new_tokens=5)
+    full = DynamicCache(config=model.config)
+    with torch.no_grad():
+        logits = model(ids, past_key_values=full).logits[:, -1]
+    full.batch_repeat_interleave(3)
+    token = logits.argmax(-1, keepdim=True)
+    mask = torch.ones(2, SEQ + 1, dtype=torch.long)
+    expected = model.generate(token, attention_mask=mask, past_key_values=full, **options)
+    assert torch.equal(model.generate(**read().inputs(repeats=3), **options), expected)
+    torch.manual_seed(0)
+    sampled = read()
+    with sampled.evicting():
+        found = model.generate(**sampled.inputs(repeats=4), num_return_sequences=4, do_sample=True, max_new_tokens=3)
+    assert found.shape == (8, 4)
+
+
+def test_a_copy_decodes_for_itself(backbone, ids):
+    model = backbone()
+    read = chunked_prefill(model, ids, SirLlm(), 12, 4)
+    other = copy.deepcopy(read)
+    with other.evicting():
+        model.generate(**other.inputs(), max_new_tokens=3, do_sample=False)
+    assert (other.cache.kept, len(other.log)) == (12, 11)
+    assert (read.cache.get_seq_length(), len(read.log)) == (12, 8)
+    with read.evicting():
+        model.generate(**read.inputs(), max_new_tokens=3, do_sample=False)
+    assert torch.equal(read.log[-1].kept, other.log[-1].kept)
+
+
+def test_another_thread_may_decode(backbone, ids):
+    """As with transformers' streamers."""
+    model = backbone()
+    read = chunked_prefill(model, ids, KeyNorm(), 12, 4)
+    with read.evicting():
+        options = read.inputs() | dict(max_new_tokens=3, do_sample=False)
+        thread = threading.Thread(target=model.generate, kwargs=options)
+        thread.start()
+        thread.join()
+    assert read.cache.kept == 12
+
+
+def test_peft_models_are_watched_as_well(backbone, ids):
+    heads = RetainingHeads.attach(backbone(), 8)
+    model = get_peft_model(backbone(), LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
+    read = chunked_prefill(model, ids, Locret(heads), 12, 4)
+    with read.evicting():
+        model.generate(**read.inputs(), max_new_tokens=3, do_sample=False)
+        model(ids[:, :1], past_key_values=read.cache)
+    assert (read.cache.kept, len(read.log)) == (12, 8 + 3 + 1)
+
+
+def test_dropout_is_off(backbone, ids):
+    model = backbone("gpt2").train()
+    one, two = (chunked_prefill(model, ids, KeyNorm(), 12, 4, positions="original").logits for _ in range(2))
+    assert torch.equal(one, two)
+    assert model.training
+
+
 # Bad input gets a sentence.
+
+
+def test_units_that_nobody_scored_are_refused(backbone, ids):
+    model = backbone()
+    read = chunked_prefill(model, ids, KeyNorm(), 12, 4)
+    model(ids[:, :3], past_key_values=read.cache)
+    with read.evicting(), pytest.raises(ValueError, match="3 units of the cache have no score"):
+        model(ids[:, :1], past_key_values=read.cache)
 
 
 @pytest.mark.parametrize(
@@ -265,6 +343,7 @@ def test_decoding_with_eviction_is_prefilling_in_chunks_of_one(backbone, ids):
         (dict(scorer=SinkRecent(sink=5), stabilizers=2), "sink=5 and recent=0 units, with stabilizers=2 that is 7"),
         (dict(input_ids=torch.zeros(3, dtype=torch.long)), r"input_ids must be \(batch, seq\).*got \(3,\)"),
         (dict(input_ids=torch.zeros(1, 0, dtype=torch.long)), r"at least one token, got \(1, 0\)"),
+        (dict(attention_mask=torch.ones(2, 7)), r"attention_mask is \(2, 7\), input_ids \(1, 3\)"),
         (dict(attention_mask=torch.tensor([[0, 0, 1]])), "2 tokens of the batch are padding"),
         (dict(scorer=scorers.static(torch.zeros(2, 1, 2, 2))), "2 layers and 2 positions, got layer 0 and position 2"),
         (dict(scorer=scorers.static(torch.zeros(2, 5, 2, 9))), "scores are for a batch of 5, got 1 sequences"),

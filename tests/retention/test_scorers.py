@@ -35,8 +35,26 @@ def test_h2o_is_all_attention_that_a_unit_ever_got(model, ids, attention):
 def test_h2o_shares_its_budget_with_recent_units(model, ids):
     scorer = H2O(sink=2)
     read = chunked_prefill(model, ids, scorer, 12, 5)
-    assert scorer.recent == 5
+    assert scorer.recent == 0  # the caller's is left as it was
     assert (read.log[-1].kept[..., -5:] == torch.arange(SEQ - 5, SEQ)).all()
+    assert (read.log[-1].kept[..., :2] == torch.arange(2)).all()
+    more = chunked_prefill(model, ids, H2O(recent=8, recent_share=0.1), 12, 5)
+    assert (more.log[-1].kept[..., -8:] == torch.arange(SEQ - 8, SEQ)).all()
+    with pytest.raises(ValueError, match=r"recent_share must be at least 0 and at most 1, got 1.5"):
+        H2O(recent_share=1.5)
+
+
+def test_one_scorer_for_two_prompts(model, ids):
+    scorer = H2O()
+    first = chunked_prefill(model, ids, scorer, 12, 5)
+    chunked_prefill(model, ids, scorer, 200, 5)
+    with first.evicting():
+        model.generate(**first.inputs(), max_new_tokens=5, do_sample=False)
+    assert (first.log[-1].kept[..., -6:] == torch.arange(SEQ - 1, SEQ + 5)).all()
+
+
+def test_sirllm_and_sink_recent_protect_the_first_four():
+    assert SirLlm().sink == SinkRecent().sink == 4
 
 
 def test_snapkv_is_the_last_queries_attention_pooled(model, ids, attention):

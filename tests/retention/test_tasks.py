@@ -155,6 +155,18 @@ def test_the_answers_are_the_most_frequent(task, count):
     assert words.count(ranked[count - 1]) > words.count(ranked[count])
 
 
+def test_there_are_words_for_any_length():
+    (sample,) = samples("common words", 1, 40_000)
+    assert len(sample.prompt.split()) > 39_000
+
+
+@pytest.mark.parametrize("length", [75, 80, 90, 120])
+def test_short_lists_have_no_ties(length):
+    (sample,) = samples("frequent words", 1, length)
+    words = re.findall(r"[a-z]{6}", sample.prompt.rpartition("\n")[0])
+    assert min(words.count(w) for w in sample.answers) > max(words.count(w) for w in {*words} - {*sample.answers})
+
+
 def test_the_question_can_stand_first():
     (sample,) = samples("needle", 1, 200, template="{query}\n{text}\n{query}")
     assert sample.prompt.startswith(sample.query)

@@ -196,6 +196,15 @@ def test_bad_input_gets_a_sentence(backbone, changes, message):
         train_heads(**arguments | changes)
 
 
+def test_frozen_heads_learn_and_are_frozen_again(backbone):
+    model = backbone()
+    heads = RetainingHeads.attach(model, 8).requires_grad_(False)
+    before = weights(heads)
+    train_heads(model, heads, examples(), **OPTIONS)
+    assert not torch.equal(weights(heads), before)
+    assert not any(p.requires_grad for p in heads.parameters())
+
+
 def test_heads_of_another_backbone_are_refused(backbone):
     with pytest.raises(ValueError, match="belong to a backbone"):
         train_heads(backbone(seed=1), RetainingHeads.attach(backbone(), 8), examples(), **OPTIONS)
