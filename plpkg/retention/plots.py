@@ -22,7 +22,7 @@ def budget(ax=None):
     for case, style in zip(cases, theme.styles(len(cases)), strict=True):
         own = table[table["case"] == case]
         ax.errorbar(own["x"], 100 * own["mean"], yerr=100 * own["ci"], label=case, capsize=2, **style)
-    ax.set_xscale("log", base=2)
+    _powers_of_two(ax, sorted(table["x"].unique()))
     ax.set(xlabel="units that each head keeps, of 129", ylabel="% of the full cache's accuracy", ylim=(0, 108))
     ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     at = table[table["x"] == 16].set_index("case")["mean"]
@@ -66,10 +66,10 @@ def text(ax=None):
     """Perplexity of a continuation by budget and scorer, above the full cache's."""
     table = recorded.by_case("text, no tail", "perplexity")
     title = "plpkg-small, no local tail"
-    ax = _lines(table, ax, "units that each head keeps, of 384", "perplexity of what follows", title, log="xy")
+    ax = _lines(table, ax, "units that each head keeps, of 384", "perplexity of what follows", title, log="x")
     full = recorded.section("text, no tail").set_index("case").loc["full cache", "perplexity"]
     ax.axhline(full, color="0.4", lw=1, linestyle="--")
-    ax.text(256, full, "full cache", va="bottom", ha="right", fontsize=9)
+    ax.text(16, full, "full cache", va="bottom", fontsize=9)
     return ax
 
 
@@ -155,13 +155,20 @@ def kept(log, layer: int = 0, head: int = 0, row: int = 0, ax=None):
     )
 
 
+def _powers_of_two(ax, values) -> None:
+    """A logarithmic axis with the measured values themselves as ticks, in plain digits."""
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(list(values), [f"{value:,.0f}" for value in values])
+    ax.minorticks_off()
+
+
 def _lines(table, ax, xlabel: str, ylabel: str, title: str = "", log: str = ""):
     ax = theme.axes(ax)
     for (case, row), style in zip(table.iterrows(), theme.styles(len(table)), strict=True):
         own = row.dropna()
         ax.plot(own.index, own.values, label=case, **style)
     if "x" in log:
-        ax.set_xscale("log", base=2)
+        _powers_of_two(ax, table.columns)
     if "y" in log:
         ax.set_yscale("log")
     ax.set(xlabel=xlabel, ylabel=ylabel, title=title)
