@@ -9,6 +9,7 @@
 * table: method × tokens per second, peak of live bytes, accuracy, and the longest prompt within one limit of memory.
 * text heads, text: heads for plpkg-small, trained on its public text; perplexity of what follows a held-out prompt
   whose last tokens are left whole, or (no tail) are not.
+* quanto: a full cache in few bits beside transformers' own, by the perplexity of the same text.
 * heads, eviction, speed: a random Llama of 12 layers × 768; CPU seconds of a part as a share of the prefill's, and
   tokens per second beside full attention. Medians of runs that take turns.
 * space: the peak of live bytes while a prompt is read, by class of method and by length.
@@ -31,7 +32,7 @@ import pandas as pd
 import record
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, QuantizedCache
 
 from plpkg import catalog
 from plpkg.backbones import load_backbone, random_backbone
@@ -364,6 +365,28 @@ def rows_of_text(local_len: int = LOCAL) -> Iterator[dict]:
             yield dict(case=name, x=budget, perplexity=found)
 
 
+@torch.no_grad()
+def rows_of_quanto() -> Iterator[dict]:
+    """Full caches in 4 and 2 bit, ours and transformers' own, while plpkg-small reads real text in chunks of 64."""
+    model, tokenizer = load_backbone("plpkg-small")
+    held_out = list(text.continuations(tokenizer, "test", 16))
+    yield dict(case="float32", perplexity=text.perplexity(model, held_out, None, 0))
+    for bits in (4, 2):
+        for scheme in ("token", "kivi"):
+            began = time.process_time()
+            found = text.perplexity(model, held_out, SinkRecent(), 10**6, store=quantized(bits, scheme, 32))
+            yield dict(case=f"{bits} bit, {scheme}", perplexity=found, cpu_s=time.process_time() - began)
+        began, nats = time.process_time(), []
+        for prompt, answer in held_out:
+            cache = QuantizedCache("quanto", model.config, nbits=bits, q_group_size=32, residual_length=32)
+            for ids in prompt.split(64, dim=1):
+                first = model(ids, past_key_values=cache, logits_to_keep=1).logits
+            logits = torch.cat([first, model(answer[:, :-1], past_key_values=cache).logits], dim=1)
+            nats.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), answer.flatten()))
+        perplexity = torch.stack(nats).mean().exp().item()
+        yield dict(case=f"{bits} bit, transformers' quanto", perplexity=perplexity, cpu_s=time.process_time() - began)
+
+
 def llama(num_kv_heads: int = 12):
     return random_backbone(
         "llama", num_layers=12, hidden=768, num_heads=12, num_kv_heads=num_kv_heads, intermediate=2048, vocab=1000,
@@ -537,6 +560,7 @@ SECTIONS = {
     "text heads": rows_of_text_heads,
     "text": rows_of_text,
     "text, no tail": functools.partial(rows_of_text, 0),
+    "quanto": rows_of_quanto,
     "heads": rows_of_heads,
     "eviction": rows_of_eviction,
     "speed": rows_of_speed,

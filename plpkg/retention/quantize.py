@@ -8,7 +8,7 @@ Numbers are rounded within groups to ``2^bits`` steps between the group's least 
   again, as Locret's code does with transformers' quantised cache. Units that do not fill a group stay as they are.
 
 What attention reads are floats again, of one layer at a time. Left out: kernels that compute on packed numbers.
-transformers' ``QuantizedCache`` (backend quanto) knows no eviction; a test compares the two without.
+transformers' ``QuantizedCache`` (backend quanto) knows no eviction; a test and a benchmark compare the two without.
 """
 
 from collections.abc import Callable

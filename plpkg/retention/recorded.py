@@ -5,7 +5,7 @@ from plpkg.validation import one_of
 
 SECTIONS = (
     *("budget", "chunk", "asked", "stabilizers", "positions", "length", "flat", "lookup", "table"),
-    *("text heads", "text", "text, no tail", "heads", "eviction", "speed", "space", "fake"),
+    *("text heads", "text", "text, no tail", "quanto", "heads", "eviction", "speed", "space", "fake"),
 )
 
 
