@@ -45,7 +45,9 @@ def chunks(ax=None):
 def asked(ax=None):
     """Accuracy by chunk size where the prompt ends with the question."""
     table = 100 * recorded.by_case("asked")
-    return _lines(table, ax, "tokens of a chunk (35: the prompt at once)", "accuracy (%)", "lookup, 8 units", log="x")
+    return _lines(
+        table, ax, "tokens of a chunk (35: the prompt at once)", "accuracy (%)", "lookup, 8 units of 35", log="x"
+    )
 
 
 def positions(ax=None):
@@ -131,7 +133,7 @@ def labels_and_scores(labels, predicted, ids, ax=None):
     )
 
 
-def kept(log, layer: int = 0, head: int = 0, row: int = 0, ax=None):
+def kept(log, layer: int = 0, head: int = 0, row: int = 0, marked=(), ax=None):
     """Which units one head held after each chunk.
 
     Parameters
@@ -140,13 +142,18 @@ def kept(log, layer: int = 0, head: int = 0, row: int = 0, ax=None):
         Of :func:`plpkg.retention.chunked_prefill`, with positions.
     layer, head, row
         Which; ``row`` of the batch.
+    marked
+        Positions to mark with a line.
     """
     ax = theme.axes(ax)
+    for position in marked:
+        ax.axvline(int(position), color="0.6", lw=0.8, zorder=0.5)
     colour = theme.styles(1)[0]["color"]
     for number, step in enumerate(log, start=1):
-        ax.barh(number, step.stop, left=0, height=0.9, color="0.92")
+        ax.barh(number, step.stop, left=0, height=0.9, color="0.92", zorder=0.2)
         ax.plot(step.kept[layer, row, head], np.full(step.after, number), "s", ms=3, color=colour)
-    ax.set(xlabel="position in the text", ylabel="after chunk", ylim=(len(log) + 0.6, 0.4))
+    ax.set(xlabel="position in the text (grey: read so far)", ylabel="after chunk", ylim=(len(log) + 0.6, 0.4))
+    ax.set_title(f"layer {layer}, head {head}")
     ax.set_yticks(range(1, len(log) + 1))
     ax.grid(False)
     last = sorted(int(p) for p in log[-1].kept[layer, row, head])

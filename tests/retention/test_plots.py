@@ -63,4 +63,6 @@ def test_kept_shows_each_chunks_units():
         [0, 1, 2, 3, 4], [0, 1, 2, 3, 8, 9], [0, 1, 2, 3, 13, 14], [0, 1, 2, 3, 18, 19],
     ]  # fmt: skip
     assert "at the end [0, 1, 2, 3, 18, 19]" in theme.alt(ax.figure)
+    marked = plots.kept(log, marked=[3, 8])
+    assert [list(line.get_xdata()) for line in marked.lines[:2]] == [[3, 3], [8, 8]]
     plt.close("all")
