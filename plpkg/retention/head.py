@@ -2,7 +2,7 @@
 
 From a token's query, key and value before rotary positions, side by side, layer i's head computes one number for each
 KV head, the causal importance score: ``CIS = W2 · act(W1 · [q, k, v])``, without biases (arXiv 2410.01805, section
-3.2). The backbone is not changed; :mod:`plpkg.retention.watch` shows its projections to the heads.
+3.3). The backbone is not changed; :mod:`plpkg.retention.watch` shows its projections to the heads.
 """
 
 import json

@@ -1,7 +1,7 @@
 """What a retaining head learns to predict: how much the answer will look at each unit of the prompt.
 
 The label of unit k in KV head j is the largest attention logit that an answer token pays it, over the answer's rows
-and the query heads of the group: scaled, rotated, causal, before softmax (arXiv 2410.01805, equation 3; its text
+and the query heads of the group: scaled, rotated, causal, before softmax (arXiv 2410.01805; its text
 writes plain Q·Kᵀ, its code has the scaled and rotated logits).
 """
 

@@ -1,4 +1,4 @@
-"""Training of retaining heads: they regress the labels, the backbone stays as it is (arXiv 2410.01805, section 3.3).
+"""Training of retaining heads: they regress the labels, the backbone stays as it is (arXiv 2410.01805, appendix A.1).
 
 The loss of an example is ``SmoothL1(CIS, label)``, the mean over layers, heads and units, plus ``alpha`` times the
 mean squared difference of neighbouring units' CIS. The published code takes that difference's mean within a layer
