@@ -1,0 +1,101 @@
+"""How far each sample's gradient is scaled down, and how far one sample can then move the sum: the sensitivity.
+
+* ``flat``: min(1, C/‖g‖) (Abadi et al., arXiv 1607.00133). Sensitivity C.
+* ``automatic``: C/(‖g‖ + γ), AUTO-S (Bu et al., arXiv 2206.07136): every sample counts about the same. Below C.
+* ``per_layer``: each of L layers is clipped to C/√L by its own norm (McMahan et al., arXiv 1710.06963). Sensitivity C.
+  Each layer's factor is known as soon as its own gradient is: no second pass, and nothing is kept.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from plpkg.validation import number, one_of
+
+CLIPPINGS = ("flat", "automatic", "per_layer")
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A clip function.
+
+    Attributes
+    ----------
+    max_grad_norm
+        C.
+    kind
+        One of :data:`CLIPPINGS`.
+    gamma
+        Of ``automatic``.
+
+    Raises
+    ------
+    ValueError
+        A norm that is not positive, an unknown kind.
+    """
+
+    max_grad_norm: float
+    kind: str = "flat"
+    gamma: float = 0.01
+
+    def __post_init__(self) -> None:
+        number("max_grad_norm", self.max_grad_norm, open_low=True)
+        number("gamma", self.gamma, open_low=True)
+        one_of("clipping", self.kind, CLIPPINGS)
+
+    @property
+    def local(self) -> bool:
+        """Whether a layer's factor depends on that layer's norm alone."""
+        return self.kind == "per_layer"
+
+    @property
+    def sensitivity(self) -> float:
+        """The most that adding or removing one sample moves the sum of the clipped gradients, an L2 norm."""
+        return self.max_grad_norm
+
+    def factors(self, squares: torch.Tensor, layers: int = 1) -> torch.Tensor:
+        """What each sample's gradient is multiplied with, ``(batch,)``.
+
+        Parameters
+        ----------
+        squares
+            ``(batch,)``: squared norms of the gradients that are scaled together.
+        layers
+            How many groups of parameters are scaled each on its own (``per_layer``).
+        """
+        norms = squares.sqrt()
+        if self.kind == "automatic":
+            return self.max_grad_norm / (norms + self.gamma)
+        limit = self.max_grad_norm / math.sqrt(layers) if self.local else self.max_grad_norm
+        return (limit / norms).clamp(max=1)  # 0 divides to infinity: a gradient of zero stays as it is
+
+
+def clip_dense(gradients: Mapping[str, torch.Tensor], groups: Mapping[str, str], clip: Clip):
+    """Clip gradients that exist: the definition that every execution has to equal.
+
+    Parameters
+    ----------
+    gradients
+        By parameter, ``(batch, *shape)``.
+    groups
+        The layer of each parameter; ``per_layer`` scales by it.
+
+    Returns
+    -------
+    (sums, norms)
+        By parameter, ``(*shape)``; and the norms before clipping, ``(batch,)``.
+    """
+    squares: dict[str, torch.Tensor] = {}
+    for name, gradient in gradients.items():
+        group = groups[name] if clip.local else ""
+        own = torch.linalg.vector_norm(gradient.flatten(1), dim=1).square()
+        squares[group] = squares[group] + own if group in squares else own
+    layers = len(set(groups.values()))
+    factors = {group: clip.factors(square, layers) for group, square in squares.items()}
+    sums = {
+        name: torch.tensordot(factors[groups[name] if clip.local else ""].to(gradient.dtype), gradient, dims=1)
+        for name, gradient in gradients.items()
+    }
+    return sums, sum(squares.values()).sqrt()

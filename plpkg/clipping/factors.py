@@ -1,0 +1,223 @@
+"""A per-sample gradient as a sum of outer products: its norm and its weighted sum without building it.
+
+The gradient of a matrix W for one sample is the sum over positions t of g_t ⊗ a_t, with a_t what the layer read
+and g_t the loss's gradient at its output (Goodfellow, arXiv 1510.01799; for sequences Li et al., arXiv 2110.05679).
+One of the two sides may be one-hot: an embedding reads token ids. Convolutions are sums over patches, in groups.
+
+Three ways to its squared norm:
+
+* ``gram``: Σ_{t,s} ⟨g_t, g_s⟩⟨a_t, a_s⟩, 2·T²·(p + d) operations for each sample;
+* ``instantiate``: build the (p, d) matrix, 2·T·p·d operations; exact where ``gram`` loses digits to cancellation;
+* one-hot rows: add up the columns that belong to one id, T·d operations.
+
+A parameter that is used several times is several of these: positions are concatenated, and an embedding tied to a
+linear head adds the cross term 2·Σ_{t,s} g^head_s[id_t]·⟨a_s, g^emb_t⟩ (phantom clipping, arXiv 2310.15526).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch._subclasses.fake_tensor import is_fake
+
+CHUNK_BYTES = 64 * 2**20
+"""Temporaries of a norm stay below this, however large the batch (one sample's are the least)."""
+CANCELLATION = 1e-3
+"""‖Σ_t‖² below this share of Σ_t‖·‖² says that ``gram`` subtracted nearly equal numbers."""
+
+
+@dataclass(frozen=True)
+class Outer:
+    """The gradients Σ_t rows_t ⊗ cols_t of one use of a parameter, a sample each.
+
+    Attributes
+    ----------
+    rows
+        ``(batch, groups, positions, R)``, or token ids ``(batch, positions)``: one-hot rows of length ``num_rows``.
+    cols
+        ``(batch, groups, positions, C)``.
+    shape
+        The parameter's; ``groups·R·C`` numbers, in this order.
+    """
+
+    rows: torch.Tensor
+    cols: torch.Tensor
+    shape: torch.Size
+
+    @property
+    def one_hot(self) -> bool:
+        return not self.rows.is_floating_point()
+
+    @property
+    def positions(self) -> int:
+        return self.cols.shape[2]
+
+    @property
+    def num_rows(self) -> int:
+        return self.shape[0] if self.one_hot else self.rows.shape[3]
+
+    @property
+    def bytes(self) -> int:
+        """Of both sides, as they are."""
+        return self.rows.nbytes + self.cols.nbytes
+
+    def samples(self, index) -> "Outer":
+        """The same of some samples only."""
+        return replace(self, rows=self.rows[index], cols=self.cols[index])
+
+    def norms_squared(self, rule: str) -> torch.Tensor:
+        """‖Σ_t rows_t ⊗ cols_t‖², ``(batch,)``, by ``gram`` or ``instantiate``; one-hot rows by their ids."""
+        if self.one_hot:
+            return _in_chunks(Outer._by_id, self, 2 * self.cols[0].nbytes if len(self.cols) else 0)
+        if self.positions == 1 and self.cols.shape[1] == 1:
+            rows, cols = (torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=_wide(x)) for x in (self.rows, self.cols))
+            return (rows * cols).square()
+        groups, size = self.cols.shape[1], self.cols.dtype.itemsize
+        if rule == "gram":
+            return _in_chunks(Outer._by_gram, self, 2 * groups * self.positions**2 * size)
+        return _in_chunks(Outer._by_instance, self, math.prod(self.shape) * size)
+
+    def diagonal(self) -> torch.Tensor:
+        """Σ_t ‖rows_t‖²‖cols_t‖², ``(batch,)``: what the norm would be if no two positions overlapped."""
+        cols = torch.linalg.vector_norm(self.cols, dim=3, dtype=_wide(self.cols))  # (batch, groups, positions)
+        if not self.one_hot:
+            cols = cols * torch.linalg.vector_norm(self.rows, dim=3, dtype=_wide(self.rows))
+        return cols.square().sum((1, 2))
+
+    def inner(self, other: "Outer") -> torch.Tensor:
+        """⟨this gradient, the other's⟩ for each sample, ``(batch,)``."""
+        if other.one_hot and not self.one_hot:
+            return other.inner(self)
+        cols = (
+            self.cols.to(_wide(self.cols)) @ other.cols.to(_wide(other.cols)).mT
+        )  # (batch, groups, positions, theirs)
+        if not self.one_hot:
+            rows = self.rows.to(cols.dtype) @ other.rows.to(cols.dtype).mT
+        elif other.one_hot:
+            rows = (self.rows[:, None, :, None] == other.rows[:, None, None, :]).to(cols.dtype)
+        else:
+            theirs = other.rows[:, 0]  # (batch, theirs, R)
+            ids = self.rows[:, None, :].expand(-1, theirs.shape[1], -1)
+            rows = theirs.gather(2, ids).mT[:, None].to(cols.dtype)
+        return torch.linalg.vecdot(rows.flatten(1), cols.flatten(1))
+
+    def instantiate(self) -> torch.Tensor:
+        """The gradients themselves, ``(batch, *shape)``."""
+        cols = self.cols.to(_wide(self.cols))
+        if self.one_hot:
+            batch = len(cols)
+            dense = cols.new_zeros(batch, *self.shape)
+            dense.scatter_add_(1, self.rows[:, :, None].expand(-1, -1, cols.shape[3]), cols[:, 0])
+            return dense
+        return (self.rows.to(cols.dtype).mT @ cols).reshape(len(cols), *self.shape)
+
+    def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
+        """Σ_i weights_i · gradient_i in the parameter's shape; ``weights`` is ``(batch,)``."""
+        rows, cols = self.rows, self.cols.to(_wide(self.cols))
+        weights = weights.to(cols.dtype)[:, None, None, None]
+        if self.one_hot:
+            total = cols.new_zeros(self.shape)
+            return total.index_add_(0, rows.flatten(), (cols * weights).reshape(-1, cols.shape[3]))
+        rows = rows.to(cols.dtype)
+        if rows.numel() < cols.numel():  # the smaller side is the cheaper one to scale
+            rows = rows * weights
+        else:
+            cols = cols * weights
+        if cols.shape[1] == 1:
+            return (rows.flatten(0, 2).mT @ cols.flatten(0, 2)).reshape(self.shape)
+        return torch.einsum("bgtr,bgtc->grc", rows, cols).reshape(self.shape)
+
+    def _by_gram(self) -> torch.Tensor:
+        return self.inner(self)
+
+    def _by_instance(self) -> torch.Tensor:
+        return _square(self.instantiate())
+
+    def _by_id(self) -> torch.Tensor:
+        ids, order = self.rows.sort(1)
+        cols = self.cols[:, 0].to(_wide(self.cols))
+        cols = cols.gather(1, order[:, :, None].expand_as(cols))  # (batch, positions, C), equal ids side by side
+        first = torch.ones_like(ids)
+        first[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        place = first.cumsum(1) - 1  # (batch, positions): the how-manieth id of its sample
+        sums = torch.zeros_like(cols).scatter_add_(1, place[:, :, None].expand_as(cols), cols)
+        return _square(sums)
+
+
+def norms_squared(uses: Sequence[Outer], rule: str, *, careful: bool = True) -> torch.Tensor:
+    """‖Σ_uses Σ_t rows_t ⊗ cols_t‖² of a parameter with all its uses, ``(batch,)``.
+
+    Parameters
+    ----------
+    uses
+        At least one, of one parameter.
+    rule
+        ``gram`` or ``instantiate``.
+    careful
+        Compute again by instantiation where ``gram`` cancels: ‖Σ‖² < 1e-3·Σ‖·‖².
+    """
+    merged = _concatenated(uses)
+    if rule == "instantiate" and len(merged) > 1:
+        return _in_chunks(_instantiated_norm, merged, math.prod(merged[0].shape) * merged[0].cols.dtype.itemsize)
+    total = merged[0].norms_squared(rule)
+    for use in merged[1:]:
+        total = total + use.norms_squared(rule)
+    for place, use in enumerate(merged):
+        for other in merged[:place]:
+            total = total + 2 * use.inner(other)
+    exact = len(merged) == 1 and (merged[0].one_hot or rule == "instantiate" or merged[0].positions == 1)
+    if exact or not careful or is_fake(total):
+        return total
+    parts = sum(use.diagonal() for use in merged)
+    doubtful = (total < CANCELLATION * parts).nonzero().flatten()
+    if len(doubtful):
+        some = [use.samples(doubtful) for use in merged]
+        size = math.prod(some[0].shape) * some[0].cols.dtype.itemsize
+        total = total.index_copy(0, doubtful, _in_chunks(_instantiated_norm, some, size).to(total.dtype))
+    return total
+
+
+def instantiate(uses: Sequence[Outer]) -> torch.Tensor:
+    """The gradients of a parameter with all its uses, ``(batch, *shape)``."""
+    total, *others = [use.instantiate() for use in _concatenated(uses)]
+    for other in others:
+        total += other
+    return total
+
+
+def _instantiated_norm(uses: Sequence[Outer]) -> torch.Tensor:
+    return _square(instantiate(uses))
+
+
+def _concatenated(uses: Sequence[Outer]) -> list[Outer]:
+    """Uses of one kind become one use with more positions."""
+    merged = []
+    for one_hot in (False, True):
+        alike = [use for use in uses if use.one_hot is one_hot]
+        if len(alike) > 1:
+            rows = torch.cat([use.rows for use in alike], 1 if one_hot else 2)
+            alike = [Outer(rows, torch.cat([use.cols for use in alike], 2), alike[0].shape)]
+        merged += alike
+    return merged
+
+
+def _in_chunks(norm, uses, bytes_per_sample: int) -> torch.Tensor:
+    """``norm`` of a few samples at a time, so that its temporaries stay small."""
+    several = not isinstance(uses, Outer)
+    batch = len((uses[0] if several else uses).cols)
+    step = max(1, CHUNK_BYTES // max(1, bytes_per_sample))
+    if batch <= step:
+        return norm(uses)
+    parts = [slice(start, start + step) for start in range(0, batch, step)]
+    return torch.cat([norm([use.samples(p) for use in uses] if several else uses.samples(p)) for p in parts])
+
+
+def _square(gradients: torch.Tensor) -> torch.Tensor:
+    """‖·‖² of each sample of ``(batch, …)``, without a copy of the squares."""
+    return torch.linalg.vector_norm(gradients.flatten(1), dim=1).square()
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    """Half precision is added up in float32: a norm that is rounded down would let a sample through."""
+    return torch.promote_types(tensor.dtype, torch.float32)

@@ -1,0 +1,271 @@
+"""What each layer adds to its parameters' per-sample gradients, from what it read and its output's gradient.
+
+Matrices become :class:`~plpkg.clipping.factors.Outer` products; biases and norm layers' weights are small and are
+built, ``(batch, *shape)``. A layer without a rule here is differentiated sample by sample with ``torch.func``. What
+mixes samples, or depends on them in another way than through its gradient, is refused by name.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.func import functional_call, vjp, vmap
+
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from transformers.pytorch_utils import Conv1D
+
+from plpkg.clipping.factors import Outer
+
+Contributions = dict[str, Outer | torch.Tensor]
+"""By the parameter's name in its module: factors, or the gradients themselves, ``(batch, *shape)``."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a layer, seen from its backward pass.
+
+    Attributes
+    ----------
+    module
+        The layer.
+    wanted
+        The names of its parameters that learn.
+    args, kwargs
+        What it was called with; tensors that carry the batch have it first.
+    gradients
+        The loss's gradient at each of the :func:`float_tensors` that it returned.
+    batch
+        The number of samples. What was read may have 1 in its place: the same for all.
+    """
+
+    module: nn.Module
+    wanted: tuple[str, ...]
+    args: tuple
+    kwargs: dict
+    gradients: tuple[torch.Tensor, ...]
+    batch: int
+
+    @property
+    def read(self) -> torch.Tensor:
+        """The first argument, ``(batch, …)``."""
+        x = self.args[0] if self.args else next(iter(self.kwargs.values()))
+        return x.expand(self.batch, *x.shape[1:])
+
+
+def linear(call: Call) -> Contributions:
+    """y = x·Wᵀ + b: g ⊗ x."""
+    g, x = _positions(call.gradients[0]), _positions(call.read)
+    return _with_bias(call, Outer(g, x, call.module.weight.shape), g)
+
+
+def conv1d_of_transformers(call: Call) -> Contributions:
+    """GPT-2's layer, y = x·W + b: x ⊗ g."""
+    g, x = _positions(call.gradients[0]), _positions(call.read)
+    return _with_bias(call, Outer(x, g, call.module.weight.shape), g)
+
+
+def embedding(call: Call) -> Contributions:
+    """Rows of a table: one-hot ⊗ g. The row of ``padding_idx`` does not learn."""
+    ids = call.read.flatten(1) if call.read.ndim > 1 else call.read[:, None]
+    g = call.gradients[0].reshape(*ids.shape, -1)
+    if call.module.padding_idx is not None:
+        g = g * (ids != call.module.padding_idx)[:, :, None]
+    return {"weight": Outer(ids, g[:, None], call.module.weight.shape)}
+
+
+def convolution(call: Call) -> Contributions:
+    """A convolution is a linear layer on patches, group by group."""
+    module, x, g = call.module, call.read, call.gradients[0]
+    if g.ndim == len(module.kernel_size) + 1:
+        raise ValueError(f"an input of shape {tuple(x.shape)} has no batch")
+    if module.padding_mode != "zeros":
+        x = nn.functional.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
+    elif isinstance(module.padding, str):
+        x = nn.functional.pad(x, module._reversed_padding_repeated_twice)
+    else:
+        x = nn.functional.pad(x, [side for amount in reversed(module.padding) for side in (amount, amount)])
+    flat = len(module.kernel_size) == 1
+    kernel, dilation, stride = (
+        (1, *size) if flat else size for size in (module.kernel_size, module.dilation, module.stride)
+    )
+    patches = nn.functional.unfold(x[:, :, None] if flat else x, kernel, dilation=dilation, stride=stride)
+    g = g.flatten(2).unflatten(1, (module.groups, -1)).mT  # (batch, groups, positions, out/groups)
+    cols = patches.unflatten(1, (module.groups, -1)).mT  # (batch, groups, positions, in/groups·k)
+    return _with_bias(call, Outer(g, cols, module.weight.shape), g.transpose(1, 2).flatten(2)[:, None])
+
+
+def layer_norm(call: Call) -> Contributions:
+    """y = x̂·w + b."""
+    module, x = call.module, call.read
+    return _affine(
+        call, nn.functional.layer_norm(x, module.normalized_shape, eps=module.eps), len(module.normalized_shape)
+    )
+
+
+def rms_norm(call: Call) -> Contributions:
+    """y = x̂·w."""
+    module, x = call.module, call.read
+    return _affine(
+        call, nn.functional.rms_norm(x, module.normalized_shape, eps=module.eps), len(module.normalized_shape)
+    )
+
+
+def group_norm(call: Call) -> Contributions:
+    """y = x̂·w + b, a weight for each channel (the second dimension)."""
+    module, x = call.module, call.read
+    normal = nn.functional.group_norm(x, module.num_groups, eps=module.eps)
+    g = call.gradients[0].to(torch.promote_types(normal.dtype, torch.float32))
+    rest = tuple(range(2, g.ndim))
+    return _wanted(call, weight=lambda: _sum(g * normal, rest), bias=lambda: _sum(g, rest))
+
+
+def scale(call: Call) -> Contributions:
+    """A model family's own RMSNorm, y = x̂·(w + o): x̂ is what it gives for w + o = 1."""
+    (name,) = call.wanted
+    one = torch.full_like(getattr(call.module, name), 1 - scale_offset(call.module))
+    normal = functional_call(call.module, {name: one}, call.args, call.kwargs)
+    return _affine(call, normal, 1, weight=name)
+
+
+def any_layer(call: Call) -> Contributions:
+    """The gradients sample by sample, as ``torch.func`` builds them: fast gradient clipping's way."""
+    parameters = {name: call.module.get_parameter(name).detach() for name in call.wanted}
+    leaves, structure = tree_flatten((call.args, call.kwargs))
+    carried = [place for place, leaf in enumerate(leaves) if _carries(leaf, call.batch)]
+    if call.batch == 0:
+        return {name: p.new_zeros(0, *p.shape) for name, p in parameters.items()}
+
+    def one(gradients, *samples):
+        filled = list(leaves)
+        for place, sample in zip(carried, samples, strict=True):
+            filled[place] = sample[None]
+
+        def forward(parameters):
+            args, kwargs = tree_unflatten(filled, structure)
+            return tuple(float_tensors(functional_call(call.module, parameters, args, kwargs)))
+
+        return vjp(forward, parameters)[1](tuple(g[None] for g in gradients))[0]
+
+    try:
+        return vmap(one)(call.gradients, *(leaves[place] for place in carried))
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise NotImplementedError(
+            f"torch.func cannot differentiate {type(call.module).__name__} sample by sample ({reason})"
+        ) from error
+
+
+def rule_for(module: nn.Module) -> Callable[[Call], Contributions]:
+    """The rule for a layer: by its type, by asking it (norms of model families), or :func:`any_layer`."""
+    for kind, rule in RULES.items():
+        # A subclass with its own forward may compute something else.
+        if isinstance(module, kind) and type(module).forward is kind.forward:
+            return rule
+    if scale_offset(module) is not None:
+        return scale
+    return any_layer
+
+
+def refusal(module: nn.Module) -> str | None:
+    """Why a layer's samples cannot be told apart, or ``None``."""
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if module.training:
+            return "normalises each sample by the others: use GroupNorm or LayerNorm, or freeze it with eval()"
+    elif isinstance(module, nn.modules.instancenorm._InstanceNorm):
+        if module.track_running_stats and module.training:
+            return "keeps running statistics of private samples: use track_running_stats=False"
+    elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        learns = module.weight.requires_grad
+        if module.max_norm is not None:
+            return f"has max_norm={module.max_norm}, which rescales the rows that a batch reads, outside the gradient"
+        if learns and module.scale_grad_by_freq:
+            return "has scale_grad_by_freq=True, which scales a sample's gradient by the others' tokens"
+        if learns and module.sparse:
+            return "has sparse=True; the noise of DP-SGD is dense: use sparse=False"
+    elif isinstance(module, nn.MultiheadAttention):
+        if not module.batch_first:
+            return "has batch_first=False; the first dimension must be the batch"
+    elif isinstance(module, nn.RNNBase) and any(p.requires_grad for p in module.parameters(recurse=False)):
+        return "is one fused kernel that torch.func cannot differentiate sample by sample: use execution='loop'"
+    return None
+
+
+def scale_offset(module: nn.Module) -> int | None:
+    """Whether a layer computes x̂·(w + o) with one vector w: o (0, or 1 as Gemma's), or ``None``.
+
+    Asked of the layer itself with random numbers, since the families name theirs differently.
+    """
+    own = dict(module.named_parameters())
+    if "Norm" not in type(module).__name__ or len(own) != 1 or len(own) != len(module._parameters):
+        return None
+    ((name, weight),) = own.items()
+    if weight.ndim != 1:
+        return None
+    with unset_fake_temporarily(), torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+        x, w = torch.randn(2, 3, len(weight), generator=generator), torch.randn(len(weight), generator=generator)
+
+        def ask(value):
+            return functional_call(module, {name: value}, (x,))
+
+        try:
+            zero, one, some = ask(torch.zeros_like(w)), ask(torch.ones_like(w)), ask(w)
+        except (RuntimeError, TypeError, ValueError):
+            return None
+        if one.shape != x.shape or not torch.allclose(zero + w * (one - zero), some, atol=1e-5):
+            return None
+        for offset in (0, 1):
+            if torch.allclose(zero, offset * (one - zero), atol=1e-5):
+                return offset
+    return None
+
+
+def _positions(x: torch.Tensor) -> torch.Tensor:
+    """``(batch, …, n)`` as ``(batch, 1, positions, n)``."""
+    return x.reshape(len(x), 1, math.prod(x.shape[1:-1]), x.shape[-1])
+
+
+def _with_bias(call: Call, weight: Outer, g: torch.Tensor) -> Contributions:
+    wide = torch.promote_types(g.dtype, torch.float32)
+    return _wanted(call, weight=lambda: weight, bias=lambda: g.sum((1, 2), dtype=wide))
+
+
+def _affine(call: Call, normal: torch.Tensor, ndim: int, weight: str = "weight") -> Contributions:
+    """y = normal·weight + bias, whose weights have the last ``ndim`` dimensions."""
+    g = call.gradients[0].to(torch.promote_types(normal.dtype, torch.float32))
+    middle = tuple(range(1, g.ndim - ndim))
+    return _wanted(call, **{weight: lambda: _sum(g * normal, middle), "bias": lambda: _sum(g, middle)})
+
+
+def _sum(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    return x.sum(dims) if dims else x
+
+
+def _wanted(call: Call, **parts: Callable) -> Contributions:
+    return {name: parts[name]() for name in call.wanted}
+
+
+def _carries(leaf: object, batch: int) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] == batch
+
+
+def float_tensors(output: object) -> list[torch.Tensor]:
+    """The tensors among what a layer returned that a gradient can come back to."""
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+
+RULES: Mapping[type, Callable[[Call], Contributions]] = {
+    nn.Linear: linear,
+    Conv1D: conv1d_of_transformers,
+    nn.Embedding: embedding,
+    nn.Conv1d: convolution,
+    nn.Conv2d: convolution,
+    nn.LayerNorm: layer_norm,
+    nn.RMSNorm: rms_norm,
+    nn.GroupNorm: group_norm,
+}
+UNITS = (nn.MultiheadAttention,)
+"""Layers that use their children's parameters without calling the children."""

@@ -1,0 +1,368 @@
+"""Watching a model's layers during a backward pass, and clipping with what was seen.
+
+Each layer with parameters that learn is called with its parameters frozen, and its output goes through a *tap*: an
+identity whose backward hands what the layer read and its output's gradient to the recorder. So autograd computes no
+weight gradient at all; the recorder computes norms from the factors, and later the one sum that is wanted.
+
+Recording in the backward pass alone is what makes reuse, ties and both kinds of gradient checkpointing come out
+right: every node of the graph reports once, however often its forward was run. A parameter that is used past its
+layer (``F.linear(h, embedding.weight)``) gets a gradient from autograd itself; that is noticed, and refused.
+
+Left out: what a layer with a rule of its own hands on in another way than by returning it (an auxiliary loss that it
+keeps as an attribute); models in several processes; compiled models.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from plpkg.clipping import factors
+from plpkg.clipping.clip import Clip
+from plpkg.clipping.factors import Outer
+from plpkg.clipping.layers import UNITS, Call, any_layer, float_tensors, refusal, rule_for
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is done with a parameter when its gradient is known.
+
+    Attributes
+    ----------
+    norm
+        ``gram`` or ``instantiate``.
+    keep
+        Until the clipping factors are known: its ``factors``, its per-sample ``gradient``, or ``nothing``: then a
+        second backward pass computes the sum.
+    careful
+        Whether ``gram`` is computed again where it cancels.
+    """
+
+    norm: str
+    keep: str
+    careful: bool = True
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a step is computed.
+
+    Attributes
+    ----------
+    choose
+        Gets a parameter's name, its uses (factors) and the bytes of what has been built of it; gives its
+        :class:`Choice`.
+    two_passes
+        Whether the graph is kept for a second backward pass, which computes the sums that nothing was kept for.
+    seen
+        Is told each parameter that the second pass comes to.
+    """
+
+    choose: Callable[[str, Sequence[Outer], int], Choice]
+    two_passes: bool = False
+    seen: Callable[[str], object] | None = None
+
+
+@dataclass(frozen=True)
+class Site:
+    """A layer with parameters that learn: ``keys`` maps their names in the layer to their names in the model."""
+
+    name: str
+    module: nn.Module
+    rule: Callable
+    keys: dict[str, str]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [self.module.get_parameter(name) for name in self.keys]
+
+    def __str__(self) -> str:
+        return f"{self.name or 'the model'} ({type(self.module).__name__})"
+
+
+class Recorder:
+    """Hooks on a model's layers.
+
+    Parameters
+    ----------
+    model
+        Its parameters with ``requires_grad`` are those that learn.
+
+    Attributes
+    ----------
+    parameters
+        Those, by name.
+    groups
+        The layer of each.
+    recording
+        Whether layers are watched now; ``batch`` says for how many samples.
+
+    Raises
+    ------
+    ValueError
+        Nothing learns, or a layer mixes samples.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not self.parameters:
+            raise ValueError("no parameter of the model has requires_grad=True")
+        for name, module in model.named_modules():
+            if reason := refusal(module):
+                raise ValueError(f"{name or 'the model'} ({type(module).__name__}) {reason}")
+        self.sites = _sites(model, {id(p): name for name, p in self.parameters.items()})
+        self.groups: dict[str, str] = {}
+        for site in self.sites:
+            for key in site.keys.values():
+                self.groups.setdefault(key, site.name)
+        self.batch = 0
+        self.recording = False
+        self._anchor = torch.zeros(0, requires_grad=True)  # so that the first layer's output has a gradient, too
+        self._frozen: list[list[tuple[nn.Parameter, bool]]] = []
+        self._hooks = [
+            hook
+            for site in self.sites
+            for hook in (
+                site.module.register_forward_pre_hook(self._before(site)),
+                site.module.register_forward_hook(self._after(site), with_kwargs=True, always_call=True),
+            )
+        ]
+        self.forget()
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def forget(self) -> None:
+        """Drop what forward passes have announced and backward passes have brought."""
+        self._phase = "forward"
+        self._expected: Counter[str] = Counter()
+        self._arrived: dict[str, list[Outer | torch.Tensor]] = {}
+        self._settled: set[str] = set()
+        self._kept: dict[str, list[Outer] | torch.Tensor] = {}
+        self._squares: dict[str, torch.Tensor] = {}  # by group: the layer, or all of them
+        self._closed: dict[str, torch.Tensor] = {}
+        self._done: set[str] = set()
+        self._sums: dict[str, torch.Tensor] = {}
+
+    @contextmanager
+    def watch(self, batch: int) -> Iterator[None]:
+        """Record the layers that are called inside, for so many samples."""
+        self.forget()
+        self.recording, self.batch = True, batch
+        try:
+            yield
+        finally:
+            self.recording = False
+            self.forget()
+
+    def clipped_sums(
+        self, losses: torch.Tensor, clip: Clip, execution: Execution
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """The sum of the clipped gradients, from one loss a sample.
+
+        Parameters
+        ----------
+        losses
+            ``(batch,)``, computed while ``recording``.
+        clip
+            The clip function.
+        execution
+            How.
+
+        Returns
+        -------
+        (sums, norms)
+            By parameter, in its shape; the norms before clipping, ``(batch,)``.
+
+        Raises
+        ------
+        NotImplementedError
+            A parameter is used outside its layer, or a layer cannot be differentiated sample by sample.
+        FloatingPointError
+            A sample's gradient is not finite.
+        """
+        self._clip, self._execution = clip, execution
+        self._layers = len(set(self.groups.values()))
+        two_passes = execution.two_passes and not clip.local
+        before = {name: p.grad for name, p in self.parameters.items()}
+        try:
+            for p in self.parameters.values():
+                p.grad = None
+            self._phase = "norms"
+            losses.sum().backward(retain_graph=two_passes)
+            for key in list(self._arrived):
+                self._settle(key)
+            if stray := [name for name, p in self.parameters.items() if p.grad is not None]:
+                raise NotImplementedError(
+                    f"{', '.join(stray)}: used outside of the layer that owns it (through torch.nn.functional, say), "
+                    "where its samples' gradients cannot be told apart; call the layer, or use execution='loop'"
+                )
+            norms = self._norms(losses)
+            for group in list(self._squares):
+                self._close(group)
+            if two_passes:
+                # The same gradients again, scaled layer by layer: reweighted losses would round differently from
+                # what the norms were taken of, in half precision by more than a sample may move the sum.
+                self._phase, self._done, self._scale = "sums", set(self._sums), clip.factors(norms.square())
+                losses.sum().backward()
+            return {key: self._sums.pop(key, None) for key in self.parameters}, norms
+        finally:
+            for name, p in self.parameters.items():
+                p.grad = before[name]
+            self.forget()
+
+    def _norms(self, losses: torch.Tensor) -> torch.Tensor:
+        squares = [*self._squares.values(), *self._closed.values()]
+        norms = sum(squares[1:], squares[0]).sqrt() if squares else torch.zeros_like(losses.detach())
+        if not is_fake(norms) and not norms.isfinite().all():
+            bad = (~norms.isfinite()).nonzero().flatten().tolist()
+            raise FloatingPointError(f"the gradient of sample {bad[0]} of {len(norms)} is not finite ({len(bad)} such)")
+        return norms
+
+    def _see(self, site: Site, call: Call) -> None:
+        """A node of the graph reports."""
+        self.recording = False  # a rule may run the layer
+        try:
+            parts = site.rule(call)
+        except (NotImplementedError, ValueError) as error:
+            raise type(error)(f"{site}: {error}") from error
+        finally:
+            self.recording = True
+        for name, part in parts.items():
+            key = site.keys[name]
+            if self._phase == "sums":
+                if self._execution.seen:
+                    self._execution.seen(key)
+                part = _weighted_sum([part] if isinstance(part, Outer) else part, self._scale)
+                self._sums[key] = self._sums[key].add_(part) if key in self._sums else part
+                continue
+            if key in self._settled:
+                raise RuntimeError(f"{key} was used more often in the backward pass than its layers were called")
+            self._arrived.setdefault(key, []).append(part)
+            if len(self._arrived[key]) == self._expected[key]:
+                self._settle(key)
+
+    def _settle(self, key: str) -> None:
+        """All uses of a parameter are known: its norm, and what is kept of it."""
+        parts = self._arrived.pop(key)
+        self._settled.add(key)
+        outer = [part for part in parts if isinstance(part, Outer)]
+        built = [part for part in parts if not isinstance(part, Outer)]
+        choice = self._execution.choose(key, outer, sum(part.nbytes for part in built))
+        if built or choice.keep == "gradient":
+            built += [factors.instantiate(outer)] if outer else []
+            gradient = sum(built[1:], built[0])
+            square, kept = torch.linalg.vector_norm(gradient.flatten(1), dim=1).square(), gradient
+        else:
+            square, kept = factors.norms_squared(outer, choice.norm, careful=choice.careful), outer
+        local = self._clip.local
+        group = self.groups[key] if local else ""
+        self._squares[group] = self._squares[group] + square if group in self._squares else square
+        if local or choice.keep != "nothing":
+            self._kept[key] = kept
+        if local and all(k in self._settled for k, g in self.groups.items() if g == group):
+            self._close(group)
+
+    def _close(self, group: str) -> None:
+        """The norm that a group is clipped by is known: add up what was kept of it."""
+        square = self._squares.pop(group)
+        self._closed[group] = square
+        scale = self._clip.factors(square, self._layers)
+        for key in [key for key in self._kept if not self._clip.local or self.groups[key] == group]:
+            self._sums[key] = _weighted_sum(self._kept.pop(key), scale)
+
+    def _before(self, site: Site):
+        def hook(module, args):
+            if self.recording:
+                self._frozen.append([(p, p.requires_grad) for p in site.parameters])
+                for p, _ in self._frozen[-1]:
+                    p.requires_grad_(False)
+
+        return hook
+
+    def _after(self, site: Site):
+        def hook(module, args, kwargs, output):
+            if not self.recording:
+                return None
+            for p, learns in self._frozen.pop():
+                p.requires_grad_(learns)
+            if output is None:  # an exception passes: checkpointing stops a recomputation with one
+                return None
+            if self._phase == "forward":
+                self._expected.update(site.keys.values())
+            return self._tap(site, args, kwargs, output)
+
+        return hook
+
+    def _tap(self, site: Site, args: tuple, kwargs: dict, output):
+        leaves, structure = tree_flatten((args, kwargs))
+        for tensor in float_tensors(output):
+            if tensor.ndim == 0 or tensor.shape[0] not in (1, self.batch):
+                raise ValueError(
+                    f"{site} gave a tensor of shape {tuple(tensor.shape)}, whose first dimension is not "
+                    f"the batch of {self.batch}: give the layer the batch first (or 1 for all samples alike)"
+                )
+        if not torch.is_grad_enabled():
+            return None
+        results, shape = tree_flatten(output)
+        places = [i for i, leaf in enumerate(results) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+        # What is the same for all samples gets a gradient of its own for each of them.
+        outputs = [results[i].expand(self.batch, *results[i].shape[1:]) for i in places]
+        inputs = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+
+        def report(saved: Sequence[torch.Tensor], gradients: tuple[torch.Tensor, ...]) -> None:
+            wanted = tuple(n for n, key in site.keys.items() if self._phase != "sums" or key not in self._done)
+            if wanted:
+                rest = iter(saved)
+                filled = [next(rest) if known else other for known, other in zip(tensors, others, strict=True)]
+                self._see(site, Call(site.module, wanted, *tree_unflatten(filled, structure), gradients, self.batch))
+
+        for place, tensor in zip(places, _Tap.apply(report, len(places), self._anchor, *outputs, *inputs), strict=True):
+            results[place] = tensor
+        return tree_unflatten(results, shape)
+
+
+class _Tap(torch.autograd.Function):
+    """Hands on the first ``count`` tensors as they are, and reports in the backward pass. The others are saved."""
+
+    @staticmethod
+    def forward(ctx, report, count, anchor, *tensors):
+        ctx.report, ctx.others = report, len(tensors) - count
+        ctx.save_for_backward(*tensors[count:])  # lets checkpointing recompute them
+        return tuple(tensor.detach() for tensor in tensors[:count])
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        ctx.report(ctx.saved_tensors, gradients)
+        return None, None, None, *gradients, *[None] * ctx.others
+
+
+def _sites(model: nn.Module, names: Mapping[int, str]) -> list[Site]:
+    sites, covered = [], set()
+    for name, module in model.named_modules():
+        if module in covered:
+            continue
+        unit = isinstance(module, UNITS)
+        own = {n: names[id(p)] for n, p in module.named_parameters(recurse=unit) if id(p) in names}
+        if unit:
+            covered |= set(module.modules())
+        if own:
+            rule = any_layer if unit or (len(module._parameters) > 2) else rule_for(module)
+            sites.append(Site(name, module, rule, own))
+    return sites
+
+
+def _weighted_sum(kept: list[Outer] | torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    if isinstance(kept, torch.Tensor):
+        return torch.tensordot(weights.to(kept.dtype), kept, dims=1)
+    first, *others = [use.weighted_sum(weights) for use in kept]
+    return sum(others, first)
