@@ -14,7 +14,7 @@ recorded beside ours), nested tensors, workspaces inside kernels, and memory tha
 
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +68,11 @@ class Phase:
 class MemoryTimeline(Tabular):
     """Record live bytes while the ``with`` block runs.
 
+    Parameters
+    ----------
+    label_saved
+        Label what autograd saves as activations. ``torch.func`` cannot run while that is done.
+
     Attributes
     ----------
     phases
@@ -85,7 +90,7 @@ class MemoryTimeline(Tabular):
     ...         loss.backward()
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, label_saved: bool = True) -> None:
         self.phases: list[Phase] = []
         self.peak_bytes = 0
         self._live: dict[int, tuple[int, str]] = {}  # storage → (bytes, category)
@@ -95,13 +100,15 @@ class MemoryTimeline(Tabular):
         self._open: list[list] = []  # [name, start, peak] of the phases that are running
         self._hooks: list = []
         self._mode = None
+        self._label_saved = label_saved
         self._closed = False
 
     def __enter__(self) -> "MemoryTimeline":
         if self._mode is not None:
             raise RuntimeError("this MemoryTimeline has been used; make a new one")
         self._mode = _Watch(self)
-        self._saved = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        self._saved = hooks if self._label_saved else nullcontext()
         self._saved.__enter__()
         self._mode.__enter__()
         return self

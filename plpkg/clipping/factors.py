@@ -100,7 +100,7 @@ class Outer:
             theirs = other.rows[:, 0]  # (batch, theirs, R)
             ids = self.rows[:, None, :].expand(-1, theirs.shape[1], -1)
             rows = theirs.gather(2, ids).mT[:, None].to(cols.dtype)
-        return torch.linalg.vecdot(rows.flatten(1), cols.flatten(1))
+        return cols.mul_(rows).sum((1, 2, 3))
 
     def instantiate(self) -> torch.Tensor:
         """The gradients themselves, ``(batch, *shape)``."""

@@ -17,7 +17,7 @@ import torch
 from plpkg.clipping.clip import Clip, clip_dense
 from plpkg.clipping.factors import Outer
 from plpkg.clipping.planner import Plan, cheapest, watch
-from plpkg.clipping.recorder import Choice, Execution, Recorder
+from plpkg.clipping.recorder import Choice, Execution, Recorder, check_finite
 from plpkg.validation import one_of
 
 
@@ -139,6 +139,9 @@ def plan(model: torch.nn.Module, loss_per_sample: Callable, batch, *, memory_byt
 
 def _recorded(model, loss_per_sample, batch, clip: Clip, recorder: Recorder, execution: Execution):
     count = batch_size(batch)
+    if count == 0:  # many models cannot run on no samples
+        zeros = {name: zeros_for(p) for name, p in recorder.parameters.items()}
+        return zeros, next(iter(zeros.values())).new_zeros(0)
     if _ambiguous(batch, count):
         with torch.no_grad(), recorder.watch(1):
             loss_per_sample(model, samples(batch, slice(0, 1)))
@@ -158,6 +161,8 @@ _PLANS: weakref.WeakKeyDictionary[torch.nn.Module, dict] = weakref.WeakKeyDictio
 
 def _auto(model, loss_per_sample, batch, clip: Clip, recorder: Recorder):
     """The first step with a model, its trainable parameters and a batch's shape is the one that is watched."""
+    if clip.local or batch_size(batch) == 0:  # nothing is kept beyond a layer: there is nothing to plan
+        return _recorded(model, loss_per_sample, batch, clip, recorder, EXECUTIONS["per_sample"])
     plans = _PLANS.setdefault(model, {})
     key = tuple(recorder.parameters), tuple(tuple(leaf.shape) for leaf in leaves(batch))
     if key not in plans:
@@ -183,6 +188,7 @@ def _loop(model, loss_per_sample, batch, clip: Clip, recorder: Recorder):
             }
             sums, norm = clip_dense(own, recorder.groups, clip)
             norms.append(norm)
+            check_finite(norm, place, batch_size(batch))
             for name, part in sums.items():
                 totals[name] += part
     finally:

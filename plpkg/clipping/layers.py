@@ -7,13 +7,13 @@ mixes samples, or depends on them in another way than through its gradient, is r
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.func import functional_call, vjp, vmap
-
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers.pytorch_utils import Conv1D
 
@@ -76,6 +76,12 @@ def embedding(call: Call) -> Contributions:
     return {"weight": Outer(ids, g[:, None], call.module.weight.shape)}
 
 
+def scaled_embedding(call: Call, factor: float) -> Contributions:
+    """A model family's own table, whose rows are multiplied by one number (Gemma's √hidden)."""
+    gradients = tuple(g * factor for g in call.gradients)
+    return embedding(replace(call, gradients=gradients))
+
+
 def convolution(call: Call) -> Contributions:
     """A convolution is a linear layer on patches, group by group."""
     module, x, g = call.module, call.read, call.gradients[0]
@@ -122,10 +128,10 @@ def group_norm(call: Call) -> Contributions:
     return _wanted(call, weight=lambda: _sum(g * normal, rest), bias=lambda: _sum(g, rest))
 
 
-def scale(call: Call) -> Contributions:
+def scale(call: Call, offset: int) -> Contributions:
     """A model family's own RMSNorm, y = x̂·(w + o): x̂ is what it gives for w + o = 1."""
     (name,) = call.wanted
-    one = torch.full_like(getattr(call.module, name), 1 - scale_offset(call.module))
+    one = torch.full_like(getattr(call.module, name), 1 - offset)
     normal = functional_call(call.module, {name: one}, call.args, call.kwargs)
     return _affine(call, normal, 1, weight=name)
 
@@ -164,8 +170,10 @@ def rule_for(module: nn.Module) -> Callable[[Call], Contributions]:
         # A subclass with its own forward may compute something else.
         if isinstance(module, kind) and type(module).forward is kind.forward:
             return rule
-    if scale_offset(module) is not None:
-        return scale
+    if (offset := scale_offset(module)) is not None:
+        return partial(scale, offset=offset)
+    if (factor := embedding_scale(module)) is not None:
+        return partial(scaled_embedding, factor=factor)
     return any_layer
 
 
@@ -221,6 +229,21 @@ def scale_offset(module: nn.Module) -> int | None:
             if torch.allclose(zero, offset * (one - zero), atol=1e-5):
                 return offset
     return None
+
+
+def embedding_scale(module: nn.Module) -> float | None:
+    """The number that a kind of embedding multiplies its rows with, or ``None`` if it does something else."""
+    if not isinstance(module, nn.Embedding) or len(module._parameters) != 1:
+        return None
+    with unset_fake_temporarily(), torch.no_grad():
+        table = torch.randn(module.weight.shape[0], 5, generator=torch.Generator().manual_seed(0))
+        ids = torch.arange(len(table))[None]
+        try:
+            rows = functional_call(module, {"weight": table}, (ids,))[0]
+        except (RuntimeError, TypeError, ValueError):
+            return None
+        factor = (rows[0, 0] / table[0, 0]).item()
+        return factor if torch.allclose(rows, factor * table, rtol=1e-5) else None
 
 
 def _positions(x: torch.Tensor) -> torch.Tensor:

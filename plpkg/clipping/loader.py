@@ -1,6 +1,6 @@
 """Batches by Poisson sampling: each example is in each batch with probability q, independently.
 
-That is what the accountants assume; a shuffled epoch is not. Batches differ in size, and some are empty. A batch that
+That is what the accountants assume; a shuffled epoch is not. Batches differ in size, and some are empty. One that
 is too large for the memory comes in pieces, and the optimizer waits for the last of them.
 """
 
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
-from plpkg.clipping.gradients import samples
 from plpkg.clipping.randomness import Randomness
 
 
@@ -62,14 +61,20 @@ class PoissonSampler(Sampler):
 
 
 class PoissonLoader(DataLoader):
-    """A data loader like another one, but for how it samples; ``begin`` is told whether a batch ends its sample."""
+    """A data loader like another one, but for how it samples.
 
-    def __init__(self, like: DataLoader, sampler: PoissonSampler, begin: Callable[[bool], object]) -> None:
+    ``begin`` is told of each batch whether it ends its sample. An empty sample is a step of noise alone: ``skip`` takes
+    it, and the loader goes on to the next, because many models cannot run on no examples.
+    """
+
+    def __init__(
+        self, like: DataLoader, sampler: PoissonSampler, begin: Callable[[bool], object], skip: Callable[[], object]
+    ) -> None:
         workers = dict(prefetch_factor=like.prefetch_factor, persistent_workers=like.persistent_workers)
         super().__init__(
             like.dataset,
             batch_sampler=sampler,
-            collate_fn=_Collate(like.collate_fn, like.dataset),
+            collate_fn=_Collate(like.collate_fn),
             num_workers=like.num_workers,
             pin_memory=like.pin_memory,
             timeout=like.timeout,
@@ -77,7 +82,7 @@ class PoissonLoader(DataLoader):
             multiprocessing_context=like.multiprocessing_context,
             **(workers if like.num_workers else {}),
         )
-        self._begin = begin
+        self._begin, self._skip = begin, skip
 
     def __iter__(self) -> Iterator:
         sampler = self.batch_sampler
@@ -87,20 +92,21 @@ class PoissonLoader(DataLoader):
             if last:
                 sampler.drawn += 1
                 sampler.left -= 1
-            yield batch
+            if batch is None:
+                self._skip()
+            else:
+                yield batch
         sampler.left = sampler.steps
 
 
 class _Collate:
-    """Puts examples together; no examples become tensors without rows, made from the first example's."""
+    """Puts examples together; of none there is nothing to put together."""
 
-    def __init__(self, collate: Callable, dataset) -> None:
-        self.collate, self.dataset = collate, dataset
+    def __init__(self, collate: Callable) -> None:
+        self.collate = collate
 
     def __call__(self, examples: list):
-        if examples:
-            return self.collate(examples)
-        return samples(self.collate([self.dataset[0]]), slice(0, 0))
+        return self.collate(examples) if examples else None
 
 
 def check_loader(loader: DataLoader) -> None:

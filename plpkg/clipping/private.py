@@ -173,7 +173,7 @@ def make_private(
         session.sampler = PoissonSampler(
             len(data_loader.dataset), sample_rate, steps, randomness, max_physical_batch_size
         )
-        data_loader = PoissonLoader(data_loader, session.sampler, session.begin)
+        data_loader = PoissonLoader(data_loader, session.sampler, session.begin, lambda: session.skip(optimizer))
     optimizer.register_step_pre_hook(session.release)
     return Private(model, optimizer, PrivateCriterion(criterion, session), data_loader)
 

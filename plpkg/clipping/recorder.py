@@ -221,9 +221,7 @@ class Recorder:
     def _norms(self, losses: torch.Tensor) -> torch.Tensor:
         squares = [*self._squares.values(), *self._closed.values()]
         norms = sum(squares[1:], squares[0]).sqrt() if squares else torch.zeros_like(losses.detach())
-        if not is_fake(norms) and not norms.isfinite().all():
-            bad = (~norms.isfinite()).nonzero().flatten().tolist()
-            raise FloatingPointError(f"the gradient of sample {bad[0]} of {len(norms)} is not finite ({len(bad)} such)")
+        check_finite(norms, 0, len(norms))
         return norms
 
     def _see(self, site: Site, call: Call) -> None:
@@ -344,6 +342,19 @@ class _Tap(torch.autograd.Function):
     def backward(ctx, *gradients):
         ctx.report(ctx.saved_tensors, gradients)
         return None, None, None, *gradients, *[None] * ctx.others
+
+
+def check_finite(norms: torch.Tensor, first: int, batch: int) -> None:
+    """Refuse gradients that are not numbers.
+
+    Raises
+    ------
+    FloatingPointError
+        Names the sample, counted from ``first``.
+    """
+    if not is_fake(norms) and not norms.isfinite().all():
+        bad = (~norms.isfinite()).nonzero().flatten().tolist()
+        raise FloatingPointError(f"the gradient of sample {first + bad[0]} of {batch} is not finite")
 
 
 def _sites(model: nn.Module, names: Mapping[int, str]) -> list[Site]:

@@ -47,6 +47,11 @@ class Session:
         self._draws += self._last  # the piece before was the last of its sample: this one begins another
         self._last = last
 
+    def skip(self, optimizer: torch.optim.Optimizer) -> None:
+        """An empty sample: a step of noise alone."""
+        self._added = True
+        optimizer.step()
+
     def add(self, losses: torch.Tensor) -> None:
         """Clip, and add to what is there."""
         if not self.recorder.recording:

@@ -1,0 +1,109 @@
+"""Norms and sums of outer products against the gradients themselves."""
+
+import pytest
+import torch
+
+from plpkg.clipping import factors
+from plpkg.clipping.factors import Outer
+
+
+def outer(batch=3, groups=1, positions=5, rows=4, cols=6, *, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    r = torch.randn(batch, groups, positions, rows, generator=generator, dtype=dtype)
+    c = torch.randn(batch, groups, positions, cols, generator=generator, dtype=dtype)
+    return Outer(r, c, torch.Size((groups * rows, cols)))
+
+
+def table(batch=3, positions=5, rows=4, cols=6, *, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, rows, (batch, positions), generator=generator)
+    c = torch.randn(batch, 1, positions, cols, generator=generator, dtype=torch.float64)
+    return Outer(ids, c, torch.Size((rows, cols)))
+
+
+def by_hand(use):
+    batch, groups, positions, _ = use.cols.shape
+    rows = use.num_rows
+    total = torch.zeros(batch, groups, rows, use.cols.shape[3], dtype=torch.float64)
+    for b in range(batch):
+        for g in range(groups):
+            for t in range(positions):
+                one = torch.eye(rows, dtype=torch.float64)[use.rows[b, t]] if use.one_hot else use.rows[b, g, t]
+                total[b, g] += torch.outer(one, use.cols[b, g, t])
+    return total.reshape(batch, *use.shape)
+
+
+USES = {
+    "matrix": [outer()],
+    "one position": [outer(positions=1)],
+    "groups": [outer(groups=2)],
+    "one position in groups": [outer(groups=2, positions=1)],
+    "embedding": [table(positions=9)],
+    "used twice": [outer(), outer(positions=3, seed=1)],
+    "embedding used twice": [table(), table(positions=7, seed=1)],
+    "tied": [table(), outer(seed=1)],
+    "tied, everything twice": [table(), outer(seed=1), table(positions=2, seed=2), outer(positions=1, seed=3)],
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_norms_and_sums_are_those_of_the_gradients(name):
+    uses = USES[name]
+    gradient = sum(by_hand(use) for use in uses)
+    torch.testing.assert_close(factors.instantiate(uses), gradient)
+    for rule in ("gram", "instantiate"):
+        torch.testing.assert_close(factors.norms_squared(uses, rule), gradient.flatten(1).square().sum(1))
+    weights = torch.tensor([0.5, 0.0, 2.0], dtype=torch.float64)
+    total = sum(use.weighted_sum(weights) for use in uses)
+    torch.testing.assert_close(total, torch.tensordot(weights, gradient, dims=1))
+
+
+def test_inner_products_in_both_orders():
+    for one, other in ((table(), outer(seed=1)), (outer(), outer(seed=1)), (table(), table(seed=1))):
+        wanted = (by_hand(one) * by_hand(other)).flatten(1).sum(1)
+        torch.testing.assert_close(one.inner(other), wanted)
+        torch.testing.assert_close(other.inner(one), wanted)
+
+
+@pytest.mark.parametrize("name", ["matrix", "embedding", "tied", "groups"])
+@pytest.mark.parametrize("rule", ["gram", "instantiate"])
+def test_chunks_change_nothing(name, rule, monkeypatch):
+    whole = factors.norms_squared(USES[name], rule)
+    monkeypatch.setattr(factors, "CHUNK_BYTES", 1)
+    torch.testing.assert_close(factors.norms_squared(USES[name], rule), whole, rtol=1e-14, atol=0)
+
+
+def cancelling():
+    """Columns that add up to nearly nothing over equal rows: the first sample's gradient is all rounding for gram."""
+    use = outer(positions=16, dtype=torch.float32)
+    use.rows[0] = 1 + 1e-3 * use.rows[0]
+    use.cols[0] -= use.cols[0].mean(1, keepdim=True)
+    return use
+
+
+def test_gram_notices_when_it_cancels():
+    use = cancelling()
+    exact = Outer(use.rows.double(), use.cols.double(), use.shape).norms_squared("instantiate")
+    careful, forced = (factors.norms_squared([use], "gram", careful=c).double() for c in (True, False))
+    assert ((careful - exact).abs() / exact).max() < 1e-5
+    assert ((forced - exact).abs() / exact)[0] > 1e-3
+    assert ((forced - exact).abs() / exact)[1:].max() < 1e-5
+
+
+def test_half_precision_is_added_up_in_float32():
+    use = outer(positions=400, rows=8, cols=8)
+    half = Outer(use.rows.bfloat16(), use.cols.bfloat16(), use.shape)
+    exact = Outer(half.rows.double(), half.cols.double(), use.shape)
+    for rule in ("gram", "instantiate"):
+        norms = factors.norms_squared([half], rule)
+        assert norms.dtype == torch.float32
+        torch.testing.assert_close(norms.double(), exact.norms_squared(rule), rtol=1e-5, atol=0)
+    weights = torch.ones(3)
+    assert half.weighted_sum(weights).dtype == torch.float32
+
+
+def test_no_samples():
+    for use in (outer(batch=0), table(batch=0)):
+        for rule in ("gram", "instantiate"):
+            assert factors.norms_squared([use], rule).shape == (0,)
+        assert torch.equal(use.weighted_sum(torch.zeros(0)), torch.zeros(use.shape, dtype=torch.float64))

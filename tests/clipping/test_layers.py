@@ -1,0 +1,234 @@
+"""Every layer's per-sample gradients against autograd, one sample at a time; and what is refused."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm, Gemma2TextScaledWordEmbedding
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+from transformers.pytorch_utils import Conv1D
+
+from plpkg.clipping import clipped_gradients
+from plpkg.clipping.layers import any_layer, embedding_scale, rule_for, scale, scale_offset
+
+EXECUTIONS = ("per_sample", "fast", "ghost", "book_keeping")
+BATCH = 4
+
+
+class Bare(nn.Module):
+    """Parameters of its own beside its children's, as a vision transformer's embeddings."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(1, 1, 6))
+        self.places = nn.Parameter(torch.randn(1, 6, 6))
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x):
+        x = self.inner(x)
+        return torch.cat([self.first.expand(len(x), -1, -1), x], 1) + self.places
+
+
+class Several(nn.Module):
+    """Gives a dictionary and a tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x, *, shift=0.0):
+        return {"a": x @ self.weight + shift, "b": (x * self.weight.diagonal(), None)}
+
+
+class Apart(nn.Module):
+    def __init__(self, layer, after):
+        super().__init__()
+        self.layer, self.after = layer, after
+
+    def forward(self, x):
+        return self.after(self.layer, x)
+
+
+def plain(layer, x):
+    return layer(x)
+
+
+def seen(layer, x):
+    out = layer(x, shift=1.0)
+    return out["a"] + out["b"][0].sin()
+
+
+def floats(*shape):
+    return torch.randn(BATCH, *shape, generator=torch.Generator().manual_seed(1))
+
+
+def ids(*shape):
+    return torch.randint(0, 6, (BATCH, *shape), generator=torch.Generator().manual_seed(1))
+
+
+CASES = {
+    "Linear, 2-D": (lambda: nn.Linear(6, 3), floats(6), plain),
+    "Linear, 3-D": (lambda: nn.Linear(6, 3), floats(5, 6), plain),
+    "Linear, 4-D": (lambda: nn.Linear(6, 3), floats(2, 3, 6), plain),
+    "Linear, no bias": (lambda: nn.Linear(6, 3, bias=False), floats(5, 6), plain),
+    "Linear, long": (lambda: nn.Linear(3, 2), floats(40, 3), plain),
+    "Linear, used twice": (lambda: nn.Linear(6, 6), floats(5, 6), lambda layer, x: layer(layer(x).tanh())),
+    "Conv1D": (lambda: Conv1D(3, 6), floats(5, 6), plain),
+    "Conv2d": (lambda: nn.Conv2d(4, 6, 3, padding=1, stride=2), floats(4, 9, 7), plain),
+    "Conv2d, groups": (lambda: nn.Conv2d(4, 6, (3, 2), groups=2, dilation=(1, 2)), floats(4, 9, 7), plain),
+    "Conv2d, same": (lambda: nn.Conv2d(4, 6, (3, 5), padding="same"), floats(4, 5, 7), plain),
+    "Conv2d, reflected": (lambda: nn.Conv2d(4, 6, 3, padding=(1, 2), padding_mode="reflect"), floats(4, 5, 7), plain),
+    "Conv2d, depthwise": (lambda: nn.Conv2d(4, 8, 3, groups=4, bias=False), floats(4, 5, 7), plain),
+    "Conv2d, ReLU in place": (lambda: nn.Conv2d(4, 6, 3), floats(4, 5, 7), lambda layer, x: layer(x).relu_()),
+    "Conv1d": (lambda: nn.Conv1d(4, 6, 3, padding=2, stride=2, dilation=2), floats(4, 11), plain),
+    "Conv1d, groups, circular": (
+        lambda: nn.Conv1d(4, 6, 3, padding=1, padding_mode="circular", groups=2),
+        floats(4, 9),
+        plain,
+    ),
+    "Conv3d": (lambda: nn.Conv3d(2, 3, 2), floats(2, 3, 4, 3), plain),
+    "ConvTranspose2d": (lambda: nn.ConvTranspose2d(4, 3, 3), floats(4, 5, 4), plain),
+    "Embedding": (lambda: nn.Embedding(6, 4), ids(9), plain),
+    "Embedding, a category": (lambda: nn.Embedding(6, 4), ids(), plain),
+    "Embedding, 3-D": (lambda: nn.Embedding(6, 4), ids(3, 2), plain),
+    "Embedding, padding": (lambda: nn.Embedding(6, 4, padding_idx=2), ids(9), plain),
+    "Embedding, scaled": (lambda: Gemma2TextScaledWordEmbedding(6, 4, 2, embed_scale=3.0), ids(9), plain),
+    "LayerNorm": (lambda: nn.LayerNorm(6), floats(5, 6), plain),
+    "LayerNorm, 2-D input": (lambda: nn.LayerNorm(6), floats(6), plain),
+    "LayerNorm, two dimensions": (lambda: nn.LayerNorm((5, 6), bias=False), floats(3, 5, 6), plain),
+    "RMSNorm": (lambda: nn.RMSNorm(6, eps=1e-5), floats(5, 6), plain),
+    "Llama's RMSNorm": (lambda: LlamaRMSNorm(6), floats(5, 6), plain),
+    "Gemma's RMSNorm": (lambda: Gemma2RMSNorm(6), floats(5, 6), plain),
+    "T5's norm": (lambda: T5LayerNorm(6), floats(5, 6), plain),
+    "GroupNorm": (lambda: nn.GroupNorm(2, 4), floats(4, 5, 3), plain),
+    "PReLU": (lambda: nn.PReLU(5), floats(5, 6), plain),
+    "Bilinear": (lambda: nn.Bilinear(6, 6, 3), floats(6), lambda layer, x: layer(x, x.flip(1))),
+    "bare parameters": (Bare, floats(5, 6), plain),
+    "several outputs": (Several, floats(5, 6), seen),
+    "MultiheadAttention": (
+        lambda: nn.MultiheadAttention(6, 2, batch_first=True),
+        floats(5, 6),
+        lambda layer, x: layer(x, x, x)[0],
+    ),
+    "TransformerEncoderLayer": (
+        lambda: nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True),
+        floats(5, 6),
+        plain,
+    ),
+    "keyword argument": (lambda: nn.Linear(6, 3), floats(5, 6), lambda layer, x: layer(input=x)),
+    "the same for all": (
+        lambda: nn.Linear(6, 6),
+        floats(5, 6),
+        lambda layer, x: x * layer(torch.ones(1, 5, 6, dtype=x.dtype)),
+    ),
+    "positions for all": (
+        lambda: nn.Embedding(5, 6),
+        floats(5, 6),
+        lambda layer, x: x * layer(torch.arange(5)[None]).sin(),
+    ),
+}
+
+
+def loss(model, x):
+    out = model(x)
+    return (out.sin() * torch.linspace(0.5, 2, out[0].numel(), dtype=out.dtype).reshape(out[0].shape)).flatten(1).sum(1)
+
+
+def build(name):
+    make, x, after = CASES[name]
+    torch.manual_seed(0)
+    return Apart(make(), after), x
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # torch.func goes sample by sample
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("name", CASES)
+def test_equal_to_one_sample_at_a_time(name, execution, deviation):
+    model, x = build(name)
+    for clipping in ("flat", "per_layer"):
+        assert deviation(model, loss, x, execution, 1.0, clipping=clipping) < 2e-6
+    model.double()
+    x = x.double() if x.is_floating_point() else x
+    limit = 1e-6 if name in ("Llama's RMSNorm", "Gemma's RMSNorm", "T5's norm") else 1e-12  # these compute in float32
+    for clipping in ("flat", "automatic", "per_layer"):
+        assert deviation(model, loss, x, execution, 1.0, clipping=clipping) < limit
+
+
+def test_a_scaled_embedding_is_recognised_by_what_it_does():
+    assert embedding_scale(Gemma2TextScaledWordEmbedding(9, 4, 0, embed_scale=3.0)) == 3
+
+    class Squared(nn.Embedding):
+        def forward(self, ids):
+            return super().forward(ids).square()
+
+    assert rule_for(Squared(9, 4)) is any_layer
+
+
+@pytest.mark.parametrize(("layer", "offset"), [(LlamaRMSNorm(6), 0), (T5LayerNorm(6), 0), (Gemma2RMSNorm(6), 1)])
+def test_norms_of_model_families_are_recognised_by_what_they_do(layer, offset):
+    assert scale_offset(layer) == offset
+    assert rule_for(layer).func is scale
+
+
+def test_what_only_looks_like_a_norm_is_taken_apart_by_torch_func():
+    class TwiceNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(6))
+
+        def forward(self, x):
+            return x * self.weight.square()
+
+    class OddLinear(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).square()
+
+    assert rule_for(TwiceNorm()) is any_layer
+    assert rule_for(OddLinear(6, 3)) is any_layer
+
+
+def refused(layer, x=None, after=plain, error=ValueError):
+    model = Apart(layer, after)
+    with pytest.raises(error) as caught:
+        clipped_gradients(model, loss, floats(5, 6) if x is None else x, 1.0)
+    return str(caught.value)
+
+
+def test_layers_that_mix_samples_are_refused_by_name():
+    assert "layer (BatchNorm1d) normalises each sample by the others" in refused(nn.BatchNorm1d(5))
+    assert "running statistics" in refused(nn.InstanceNorm1d(5, affine=True, track_running_stats=True))
+    assert "max_norm=1.0" in refused(nn.Embedding(6, 4, max_norm=1.0), ids(9))
+    assert "scale_grad_by_freq" in refused(nn.Embedding(6, 4, scale_grad_by_freq=True), ids(9))
+    assert "sparse" in refused(nn.Embedding(6, 4, sparse=True), ids(9))
+    assert "batch_first" in refused(nn.MultiheadAttention(6, 2), after=lambda layer, x: layer(x, x, x)[0])
+    assert "LSTM" in refused(nn.LSTM(6, 6), after=lambda layer, x: layer(x)[0])
+
+
+def test_a_batch_norm_that_learns_nothing_and_stands_still_is_not_refused(deviation):
+    model = Apart(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(5).eval()), plain)
+    assert deviation(model, loss, floats(5, 6), "book_keeping") < 2e-6
+
+
+def test_dropout_in_a_layer_that_is_run_again_is_refused():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(6))
+
+        def forward(self, x):
+            return functional.dropout(x * self.weight, 0.5)
+
+    assert "layer (Odd): torch.func cannot differentiate" in refused(Odd(), error=NotImplementedError)
+
+
+def test_a_layer_without_the_batch_first_is_refused_by_name():
+    message = refused(nn.Linear(6, 6), after=lambda layer, x: layer(x.flatten(0, 1)).unflatten(0, (BATCH, 5)))
+    assert "layer (Linear) gave a tensor of shape (20, 6)" in message
+    assert "batch of 4" in message
+
+
+def test_positions_that_are_as_many_as_samples_do_not_pass_for_samples():
+    """(T,) position ids with T equal to the batch: the shapes alone would fit."""
+    message = refused(nn.Embedding(6, 6), floats(BATCH, 6), lambda layer, x: x + layer(torch.arange(x.shape[1])))
+    assert "layer (Embedding) gave a tensor of shape (4, 6)" in message
