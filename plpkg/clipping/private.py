@@ -22,7 +22,7 @@ from plpkg.clipping.gradients import EXECUTIONS
 from plpkg.clipping.loader import PoissonLoader, PoissonSampler, check_loader
 from plpkg.clipping.planner import Plan
 from plpkg.clipping.randomness import Randomness
-from plpkg.clipping.session import Session
+from plpkg.clipping.session import Session, quiet_bounds
 from plpkg.validation import number, one_of, whole_number
 
 ACCOUNTANTS = ("prv", "rdp")
@@ -254,13 +254,14 @@ def _sigma(noise_multiplier, target_epsilon, target_delta, epochs, sample_rate, 
         raise ValueError(f"target_epsilon needs target_delta and epochs, got {target_delta!r} and {epochs!r}")
     number("target_delta", target_delta, 0, 1, open_low=True)
     whole_number("epochs", epochs, 1)
-    return get_noise_multiplier(
-        target_epsilon=target_epsilon,
-        target_delta=target_delta,
-        sample_rate=sample_rate,
-        epochs=epochs,
-        accountant=accountant,
-    )
+    with quiet_bounds(accountant):
+        return get_noise_multiplier(
+            target_epsilon=target_epsilon,
+            target_delta=target_delta,
+            sample_rate=sample_rate,
+            epochs=epochs,
+            accountant=accountant,
+        )
 
 
 def _check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

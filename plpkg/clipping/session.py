@@ -1,6 +1,9 @@
 """The state of a private training: what was clipped since the last step, and what has been spent."""
 
 import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from opacus.accountants import IAccountant
@@ -11,6 +14,15 @@ from plpkg.clipping.loader import PoissonSampler
 from plpkg.clipping.randomness import Randomness
 from plpkg.clipping.recorder import Execution, Recorder
 from plpkg.validation import number, whole_number
+
+
+@contextmanager
+def quiet_bounds(accountant: str) -> Iterator[None]:
+    """The tight accountant bounds its grid by a coarse one, whose advice on orders does not concern the result."""
+    with warnings.catch_warnings():
+        if accountant == "prv":
+            warnings.filterwarnings("ignore", message="Optimal order is the", category=UserWarning)
+        yield
 
 
 class Session:
@@ -39,7 +51,8 @@ class Session:
         self._sums: dict[str, torch.Tensor] = {}
         self._released: dict[str, tuple[torch.Tensor, int]] = {}
         self._draws, self._last, self._added = 0, True, False
-        model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        # Before the recorder's own hooks, and after: the model may be a layer itself.
+        model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
         model.register_forward_hook(self._after_forward, always_call=True)
 
     def begin(self, last: bool) -> None:
@@ -108,7 +121,8 @@ class Session:
             return 0.0
         if self.noise_multiplier == 0:
             return math.inf
-        return float(self.accountant.get_epsilon(delta=delta))
+        with quiet_bounds(self.accountant.mechanism()):
+            return float(self.accountant.get_epsilon(delta=delta))
 
     def state_dict(self) -> dict:
         if self._sums or self._added:

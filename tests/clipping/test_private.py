@@ -1,0 +1,498 @@
+"""Private training: the loop beside Opacus's, the noise, the samples, ε, resuming, and what is refused."""
+
+import copy
+import math
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from opacus import PrivacyEngine
+from opacus.accountants import create_accountant
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from plpkg.backbones import random_backbone
+from plpkg.clipping import clipped_gradients, make_private, plan
+from plpkg.clipping.gradients import EXECUTIONS
+
+COUNT = 40
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.n, self.b = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.b(torch.relu(self.n(self.a(x))).mean(1))
+
+
+def data(count=COUNT):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(count, 5, 8, generator=generator)
+    return TensorDataset(x, torch.randint(0, 4, (count,), generator=generator))
+
+
+def parts(model=None, batch_size=10, criterion=None, lr=0.1, dataset=None, **loader):
+    model = model or Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    return (
+        model,
+        optimizer,
+        DataLoader(dataset or data(), batch_size=batch_size, **loader),
+        criterion or nn.CrossEntropyLoss(),
+    )
+
+
+def private(model=None, *, batch_size=10, criterion=None, dataset=None, workers=0, **options):
+    options = dict(noise_multiplier=1.0, max_grad_norm=0.5, seed=0) | options
+    return make_private(*parts(model, batch_size, criterion, dataset=dataset, num_workers=workers), **options)
+
+
+def train(made, steps=3):
+    """The loop that a non-private training has."""
+    model, optimizer, criterion, loader = made
+    sizes = []
+    while len(sizes) < steps:
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = criterion(model(x), y)
+            loss.backward()
+            optimizer.step()
+            sizes.append(len(x))
+            if len(sizes) == steps:
+                break
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), sizes
+
+
+def script(model, optimizer, criterion, batches):
+    """A training script that knows nothing of who made it private."""
+    for x, y in batches:
+        output = model(x)
+        optimizer.zero_grad()
+        loss = criterion(output, y)
+        loss.backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.filterwarnings("ignore:Secure RNG turned off", "ignore:Full backward hook is firing:UserWarning")
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_one_script_under_opacus_and_here(execution, reduction):
+    batches = [batch for _ in range(2) for batch in DataLoader(data(), batch_size=10)]
+    model, optimizer, loader, criterion = parts(criterion=nn.CrossEntropyLoss(reduction=reduction), lr=0.5)
+    engine = PrivacyEngine(accountant="prv")
+    theirs = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=loader, criterion=criterion, noise_multiplier=0.0,
+        max_grad_norm=0.1, grad_sample_mode="ghost", poisson_sampling=False, loss_reduction=reduction,
+    )  # fmt: skip
+    wanted = script(*theirs[:3], batches)
+    model, optimizer, _, criterion = parts(criterion=nn.CrossEntropyLoss(reduction=reduction), lr=0.5)
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    ours = make_private(
+        model, optimizer, None, criterion, noise_multiplier=0.0, max_grad_norm=0.1, execution=execution,
+        sample_rate=0.25, expected_batch_size=10,
+    )  # fmt: skip
+    got = script(*ours[:3], batches)
+    assert (wanted - before).norm() > 1e-2
+    torch.testing.assert_close(got - before, wanted - before, rtol=2e-4, atol=1e-6)  # Opacus divides by the norm + 1e-6
+
+
+def test_epsilon_is_opacus_s():
+    for name in ("prv", "rdp"):
+        made = private(accountant=name)
+        assert made.epsilon(1e-5) == 0
+        train(made, 3)
+        accountant = create_accountant(name)
+        for _ in range(made.criterion.session.steps):
+            accountant.step(noise_multiplier=1.0, sample_rate=0.25)
+        assert made.epsilon(1e-5) == pytest.approx(accountant.get_epsilon(delta=1e-5), rel=1e-9)
+        assert made.epsilon(1e-3) < made.epsilon(1e-7)
+    assert private(noise_multiplier=0.0).epsilon(1e-5) == 0
+    free = private(noise_multiplier=0.0)
+    train(free, 1)
+    assert free.epsilon(1e-5) == math.inf
+
+
+def test_a_target_is_met_and_not_by_far():
+    made = private(noise_multiplier=None, target_epsilon=3.0, target_delta=1e-3, epochs=2)
+    train(made, 8)
+    assert 2.9 < made.epsilon(1e-3) <= 3.0 * (1 + 1e-6)
+
+
+def test_the_step_is_the_clipped_sum_and_noise_over_the_expected_batch():
+    model, optimizer, loader, criterion = parts(lr=1.0)
+    made = make_private(model, optimizer, loader, criterion, noise_multiplier=2.0, max_grad_norm=0.5, seed=4)
+    twin = copy.deepcopy(Net())
+    x, y = next(iter(made.data_loader))
+    sums, _ = clipped_gradients(
+        twin, lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1], reduction="none"), (x, y), 0.5, "loop"
+    )
+    made.criterion(model(x), y).backward()
+    made.optimizer.step()
+    noise = made.criterion.session.randomness.noise(sums, 2.0 * 0.5, 0)
+    for name, p in model.named_parameters():
+        wanted = twin.get_parameter(name) - (sums[name] + noise[name]) / 10  # the sample had another size
+        torch.testing.assert_close(p, wanted, rtol=1e-5, atol=1e-6)
+    assert len(x) != 10
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_the_noise_has_its_standard_deviation(secure):
+    model = nn.Linear(100, 200)
+    made = make_private(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), None, nn.MSELoss(), noise_multiplier=1.5, max_grad_norm=2.0,
+        sample_rate=0.1, expected_batch_size=5, seed=None if secure else 1, secure=secure,
+    )  # fmt: skip
+    before = model.weight.detach().clone()
+    steps = []
+    for _ in range(3):
+        made.criterion(model(torch.zeros(1, 100)), model.bias.detach()[None]).backward()  # a gradient of zero
+        made.optimizer.step()
+        made.optimizer.zero_grad()
+        steps.append((before - model.weight.detach()) * 5)
+        before = model.weight.detach().clone()
+    for noise in steps:
+        assert noise.std().item() == pytest.approx(3.0, rel=0.02)
+        assert abs(noise.mean().item()) < 0.1
+        share = (noise.abs() > 2 * 3.0).float().mean().item()
+        assert share == pytest.approx(0.0455, abs=0.006)
+    assert abs(torch.corrcoef(torch.stack([n.flatten() for n in steps]))[0, 1].item()) < 0.03
+
+
+def test_samples_are_poisson():
+    made = private(batch_size=10, seed=5)
+    counts, sizes = torch.zeros(COUNT), []
+    sampler = made.criterion.session.sampler
+    for draw in range(2000):
+        chosen = sampler.randomness.sample(COUNT, sampler.rate, draw)
+        counts[chosen] += 1
+        sizes.append(len(chosen))
+    assert (counts / 2000 - 0.25).abs().max() < 0.05
+    sizes = torch.tensor(sizes, dtype=torch.float)
+    assert sizes.mean().item() == pytest.approx(10, abs=0.3)
+    assert sizes.var().item() == pytest.approx(40 * 0.25 * 0.75, rel=0.15)  # not the 0 of a shuffled epoch
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_pieces_of_a_sample_are_one_step(execution, workers):
+    whole, sizes = train(private(execution=execution), 3)
+    made = private(execution=execution, max_physical_batch_size=3, workers=workers)
+    model, optimizer, criterion, loader = made
+    pieces = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+        pieces.append(len(x))
+        if made.criterion.session.steps == 3:
+            break
+    assert max(pieces) <= 3
+    assert sum(pieces) == sum(sizes)
+    torch.testing.assert_close(torch.cat([p.detach().flatten() for p in model.parameters()]), whole)
+
+
+def test_micro_batches_by_hand_add_up():
+    whole, _ = train(private(), 1)
+    made = private()
+    x, y = next(iter(made.data_loader))
+    for part in (slice(0, 2), slice(2, None)):
+        made.criterion(made.model(x[part]), y[part]).backward()
+    made.optimizer.step()
+    torch.testing.assert_close(torch.cat([p.detach().flatten() for p in made.model.parameters()]), whole)
+
+
+def test_two_samples_in_one_step_are_refused():
+    made = private()
+    batches = iter(made.data_loader)
+    for place in range(2):
+        x, y = next(batches)
+        loss = made.criterion(made.model(x), y)
+        if place == 0:
+            loss.backward()
+    with pytest.raises(RuntimeError, match=r"2 samples before one step\(\): an example may be in each"):
+        loss.backward()
+
+
+def test_an_empty_sample_is_a_step_of_noise():
+    dataset = data(6)
+    made = private(batch_size=1, dataset=dataset, seed=1)
+    before = torch.cat([p.detach().flatten() for p in made.model.parameters()]).clone()
+    drawn = [len(made.criterion.session.randomness.sample(6, 1 / 6, draw)) for draw in range(6)]
+    assert 0 in drawn
+    seen = 0
+    for x, y in made.data_loader:
+        assert len(x)
+        made.optimizer.zero_grad()
+        made.criterion(made.model(x), y).backward()
+        made.optimizer.step()
+        seen += 1
+    assert seen == sum(size > 0 for size in drawn)
+    assert made.criterion.session.steps == 6
+    assert len(made.criterion.session.accountant.history) == 1
+    assert made.criterion.session.accountant.history[0][2] == 6
+    assert not torch.equal(before, torch.cat([p.detach().flatten() for p in made.model.parameters()]))
+
+
+def lm(seq=6, count=20):
+    ids = torch.randint(1, 64, (count, seq), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[::3, 3:] = -100
+    return TensorDataset(ids, labels)
+
+
+class Logits(nn.Module):
+    def __init__(self, flatten):
+        super().__init__()
+        self.inner = random_backbone("llama", hidden=16, num_heads=2, intermediate=24, vocab=64, seed=0).train()
+        self.flatten = flatten
+
+    def forward(self, ids):
+        logits = self.inner(input_ids=ids, use_cache=False).logits[:, :-1]
+        return logits.reshape(-1, 64) if self.flatten else logits.mT
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("flatten", [False, True])
+def test_the_loss_of_a_sequence_is_the_mean_of_what_is_not_ignored(reduction, flatten):
+    dataset = lm()
+    made = private(
+        Logits(flatten), dataset=dataset, noise_multiplier=0.0, criterion=nn.CrossEntropyLoss(reduction=reduction)
+    )
+    twin = Logits(False)
+
+    def losses(model, batch):
+        loss = nn.functional.cross_entropy(model(batch[0]), batch[1][:, 1:], reduction="none", ignore_index=-100)
+        return loss.sum(1) / ((batch[1][:, 1:] != -100).sum(1) if reduction == "mean" else 1)
+
+    ids, labels = next(iter(made.data_loader))
+    sums, _ = clipped_gradients(twin, losses, (ids, labels), 0.5, "loop")
+    target = labels[:, 1:].reshape(-1) if flatten else labels[:, 1:]
+    loss = made.criterion(made.model(ids), target)
+    assert loss.item() == pytest.approx(
+        losses(twin, (ids, labels)).sum().item() / (len(ids) if reduction == "mean" else 1), rel=1e-5
+    )
+    loss.backward()
+    made.optimizer.step()
+    scale = 10 if reduction == "mean" else 1
+    for name, p in made.model.named_parameters():
+        torch.testing.assert_close(p.grad, sums[name] / scale, rtol=1e-4, atol=1e-7)
+
+
+def test_autocast_and_a_scheduler_and_adam():
+    model = Net()
+    optimizer = torch.optim.AdamW(
+        [{"params": model.a.parameters(), "lr": 1e-2}, {"params": [*model.n.parameters(), *model.b.parameters()]}]
+    )
+    made = make_private(
+        model,
+        optimizer,
+        DataLoader(data(), batch_size=10),
+        nn.CrossEntropyLoss(),
+        noise_multiplier=0.5,
+        max_grad_norm=1.0,
+        seed=0,
+    )
+    assert made.optimizer is optimizer
+    assert made.model is model
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for x, y in made.data_loader:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = made.criterion(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] < 1e-2
+    assert all(p.isfinite().all() for p in model.parameters())
+    with torch.no_grad():
+        assert model.eval()(data()[:][0]).shape == (COUNT, 4)
+
+
+def test_a_plan_as_execution():
+    def losses(model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    found = plan(Net(), losses, data()[:10])
+    plain, _ = train(private(), 2)
+    planned, _ = train(private(execution=found), 2)
+    torch.testing.assert_close(planned, plain)
+
+
+def test_evaluation_between_forward_and_backward_changes_nothing():
+    plain, _ = train(private(), 1)
+    made = private()
+    x, y = next(iter(made.data_loader))
+    loss = made.criterion(made.model(x), y)
+    with torch.no_grad():
+        made.model(x[:1])
+        made.model.eval()
+        made.model(x[:2])
+        made.model.train()
+    loss.backward()
+    made.optimizer.step()
+    torch.testing.assert_close(torch.cat([p.detach().flatten() for p in made.model.parameters()]), plain)
+
+
+RUN = """
+import sys
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from plpkg.clipping import make_private
+
+folder, kill_after = Path(sys.argv[1]), int(sys.argv[2])
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(40, 8), torch.randint(0, 4, (40,)))
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+private = make_private(model, optimizer, DataLoader(data, batch_size=10), nn.CrossEntropyLoss(), noise_multiplier=1.0,
+                       max_grad_norm=1.0, seed=7, max_physical_batch_size=4)
+file = folder / "state.pt"
+if file.exists():
+    state = torch.load(file, weights_only=True)
+    model.load_state_dict(state["model"]), optimizer.load_state_dict(state["optimizer"])
+    private.load_state_dict(state["private"])
+session = private.criterion.session
+while session.steps < 10:
+    for x, y in private.data_loader:
+        before = session.steps
+        optimizer.zero_grad()
+        private.criterion(model(x), y).backward()
+        if session.steps == kill_after:
+            import os, signal
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.step()
+        if session.steps > before:
+            parts = {"model": model, "optimizer": optimizer, "private": private}
+            torch.save({name: part.state_dict() for name, part in parts.items()}, file)
+        if session.steps == 10:
+            break
+print(private.epsilon(1e-5), sum(p.double().sum().item() for p in model.parameters()))
+"""
+
+
+def test_a_killed_training_resumes_with_the_same_epsilon_and_weights(tmp_path):
+    def run(folder, kill_after):
+        folder.mkdir(exist_ok=True)
+        command = [sys.executable, "-c", textwrap.dedent(RUN), str(folder), str(kill_after)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+    whole = run(tmp_path / "whole", -1)
+    assert whole.returncode == 0, whole.stderr
+    assert run(tmp_path / "killed", 6).returncode == -9
+    resumed = run(tmp_path / "killed", -1)
+    assert resumed.returncode == 0, resumed.stderr
+    assert resumed.stdout == whole.stdout
+
+
+def test_a_state_of_another_training_is_refused():
+    made = private()
+    train(made, 1)
+    state = made.state_dict()
+    with pytest.raises(ValueError, match=r"noise_multiplier=1\.0, now 2\.0"):
+        private(noise_multiplier=2.0).load_state_dict(state)
+    with pytest.raises(ValueError, match="not the state of a private training"):
+        made.load_state_dict({"steps": 1})
+    x, y = next(iter(made.data_loader))
+    made.criterion(made.model(x), y).backward()
+    with pytest.raises(RuntimeError, match="a sample is half done"):
+        made.state_dict()
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from data()
+
+
+def frozen():
+    model = Net()
+    model.a.requires_grad_(False)
+    return model
+
+
+BAD = [
+    (dict(noise_multiplier=-1.0), "noise_multiplier must be at least 0, got -1.0"),
+    (dict(noise_multiplier=None), "give noise_multiplier or target_epsilon, got noise_multiplier=None"),
+    (dict(target_epsilon=1.0), "got noise_multiplier=1.0 and target_epsilon=1.0"),
+    (dict(noise_multiplier=None, target_epsilon=0.0), "target_epsilon must be greater than 0, got 0.0"),
+    (dict(noise_multiplier=None, target_epsilon=-2.0), "target_epsilon must be greater than 0, got -2.0"),
+    (dict(noise_multiplier=None, target_epsilon=1.0), "target_epsilon needs target_delta and epochs"),
+    (dict(noise_multiplier=None, target_epsilon=1.0, target_delta=2.0, epochs=1), "target_delta must be .*, got 2.0"),
+    (dict(max_grad_norm=0.0), "max_grad_norm must be greater than 0, got 0.0"),
+    (dict(max_grad_norm=-1.0), "max_grad_norm must be greater than 0, got -1.0"),
+    (dict(execution="loop"), "execution must be one of .*, got 'loop'"),
+    (dict(accountant="gdp"), "accountant must be one of 'prv', 'rdp', got 'gdp'"),
+    (dict(max_physical_batch_size=0), "max_physical_batch_size must be a whole number of at least 1, got 0"),
+    (dict(secure=True), "secure=True takes no seed, got seed=0"),
+    (dict(sample_rate=0.5), "leave them out"),
+    (dict(model=Net().eval()), "the model is in evaluation mode"),
+    (dict(model=nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(5))), r"1 \(BatchNorm1d\) normalises each sample"),
+    (dict(dataset=Stream()), "needs examples by number, got the iterable Stream"),
+    (dict(criterion=nn.CrossEntropyLoss(reduction="none")), None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), BAD)
+def test_bad_input_gets_a_sentence(change, message):
+    if message is None:
+        private(**change)
+        return
+    with pytest.raises(ValueError, match=message):
+        private(**change)
+
+
+def test_parameters_that_the_optimizer_lacks_are_named():
+    model = Net()
+    rest = DataLoader(data(), batch_size=10), nn.CrossEntropyLoss()
+    with pytest.raises(ValueError, match=r"the optimizer lacks n\.weight, n\.bias, b\.weight: give it these"):
+        make_private(model, torch.optim.SGD(model.a.parameters(), lr=1), *rest, noise_multiplier=1.0, max_grad_norm=1.0)
+    with pytest.raises(ValueError, match="2 parameters that are not the model's"):
+        make_private(
+            model, torch.optim.SGD([*model.parameters(), *nn.Linear(2, 2).parameters()], lr=1), *rest,
+            noise_multiplier=1.0, max_grad_norm=1.0,
+        )  # fmt: skip
+    with pytest.raises(ValueError, match="sample_rate and expected_batch_size must be given"):
+        make_private(
+            model, torch.optim.SGD(model.parameters(), lr=1), None, rest[1], noise_multiplier=1.0, max_grad_norm=1.0
+        )
+
+
+def test_a_criterion_that_reduces_is_refused():
+    made = private(criterion=lambda output, target: nn.functional.cross_entropy(output, target))
+    x, y = next(iter(made.data_loader))
+    with pytest.raises(ValueError, match=f"the criterion gave one number for {len(x)} examples: it must not reduce"):
+        made.criterion(made.model(x), y)
+    made = private(criterion=lambda output, target: output[:2].sum(1))
+    with pytest.raises(ValueError, match=rf"losses of shape \(2,\) for {len(x)} examples"):
+        made.criterion(made.model(x), y)
+
+
+def test_steps_out_of_order_are_refused():
+    made = private()
+    with pytest.raises(RuntimeError, match=r"step\(\) without criterion"):
+        made.optimizer.step()
+    x, y = next(iter(made.data_loader))
+    loss = made.criterion(made.model(x), y)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="needs a forward pass of the model in training mode, once for each"):
+        loss.backward()
+    with pytest.raises(RuntimeError, match="takes steps without a closure"):
+        made.optimizer.step(lambda: 0.0)
+    made.model.a.weight.grad = torch.ones_like(made.model.a.weight)
+    with pytest.raises(RuntimeError, match=r"a\.weight has a gradient that was not clipped"):
+        made.optimizer.step()
+    made.optimizer.zero_grad()
+    made.optimizer.step()
+    before = made.model.a.weight.detach().clone()
+    made.criterion(made.model(x), y).backward()
+    with pytest.raises(RuntimeError, match="without a batch from the data_loader"):
+        made.optimizer.step()
+    assert torch.equal(made.model.a.weight, before)
+    assert made.criterion.session.steps == 1
