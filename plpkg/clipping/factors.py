@@ -23,8 +23,11 @@ from torch._subclasses.fake_tensor import is_fake
 
 CHUNK_BYTES = 64 * 2**20
 """Temporaries of a norm stay below this, however large the batch (one sample's are the least)."""
-CANCELLATION = 1e-3
-"""‖Σ_t‖² below this share of Σ_t‖·‖² says that ``gram`` subtracted nearly equal numbers."""
+CANCELLATION = 0.03
+"""A norm² below this share of Σ_{t,s}|⟨g_t, g_s⟩⟨a_t, a_s⟩| says that ``gram`` subtracted nearly equal numbers.
+
+Float32 rounds each term by about 1e-7, so that the norm keeps six digits. It implies the milder test against
+Σ_t‖g_t‖²‖a_t‖², a part of that sum, and also sees activations with a mean in common."""
 
 
 @dataclass(frozen=True)
@@ -67,26 +70,20 @@ class Outer:
         return replace(self, rows=self.rows[index], cols=self.cols[index])
 
     def norms_squared(self, rule: str) -> torch.Tensor:
-        """‖Σ_t rows_t ⊗ cols_t‖², ``(batch,)``, by ``gram`` or ``instantiate``; one-hot rows by their ids."""
+        """‖Σ_t rows_t ⊗ cols_t‖² by ``gram`` or ``instantiate``, one-hot rows by their ids; and the sum of the absolute
+        values of the terms that were added up for it: ``(2, batch)``."""
         if self.one_hot:
             return _in_chunks(Outer._by_id, self, 2 * self.cols[0].nbytes if len(self.cols) else 0)
         if self.positions == 1 and self.cols.shape[1] == 1:
             rows, cols = (torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=_wide(x)) for x in (self.rows, self.cols))
-            return (rows * cols).square()
+            return (rows * cols).square().expand(2, -1)
         groups, size = self.cols.shape[1], self.cols.dtype.itemsize
         if rule == "gram":
             return _in_chunks(Outer._by_gram, self, 2 * groups * self.positions**2 * size)
         return _in_chunks(Outer._by_instance, self, math.prod(self.shape) * size)
 
-    def diagonal(self) -> torch.Tensor:
-        """Σ_t ‖rows_t‖²‖cols_t‖², ``(batch,)``: what the norm would be if no two positions overlapped."""
-        cols = torch.linalg.vector_norm(self.cols, dim=3, dtype=_wide(self.cols))  # (batch, groups, positions)
-        if not self.one_hot:
-            cols = cols * torch.linalg.vector_norm(self.rows, dim=3, dtype=_wide(self.rows))
-        return cols.square().sum((1, 2))
-
     def inner(self, other: "Outer") -> torch.Tensor:
-        """⟨this gradient, the other's⟩ for each sample, ``(batch,)``."""
+        """⟨this gradient, the other's⟩ for each sample, and the sum of its terms' absolute values: ``(2, batch)``."""
         if other.one_hot and not self.one_hot:
             return other.inner(self)
         cols = (
@@ -100,7 +97,8 @@ class Outer:
             theirs = other.rows[:, 0]  # (batch, theirs, R)
             ids = self.rows[:, None, :].expand(-1, theirs.shape[1], -1)
             rows = theirs.gather(2, ids).mT[:, None].to(cols.dtype)
-        return cols.mul_(rows).sum((1, 2, 3))
+        terms = cols.mul_(rows)
+        return torch.stack([terms.sum((1, 2, 3)), terms.abs_().sum((1, 2, 3))])
 
     def instantiate(self) -> torch.Tensor:
         """The gradients themselves, ``(batch, *shape)``."""
@@ -132,7 +130,7 @@ class Outer:
         return self.inner(self)
 
     def _by_instance(self) -> torch.Tensor:
-        return _square(self.instantiate())
+        return _square(self.instantiate()).expand(2, -1)
 
     def _by_id(self) -> torch.Tensor:
         ids, order = self.rows.sort(1)
@@ -142,7 +140,7 @@ class Outer:
         first[:, 1:] = ids[:, 1:] != ids[:, :-1]
         place = first.cumsum(1) - 1  # (batch, positions): the how-manieth id of its sample
         sums = torch.zeros_like(cols).scatter_add_(1, place[:, :, None].expand_as(cols), cols)
-        return _square(sums)
+        return _square(sums).expand(2, -1)
 
 
 def norms_squared(uses: Sequence[Outer], rule: str, *, careful: bool = True) -> torch.Tensor:
@@ -155,26 +153,26 @@ def norms_squared(uses: Sequence[Outer], rule: str, *, careful: bool = True) -> 
     rule
         ``gram`` or ``instantiate``.
     careful
-        Compute again by instantiation where ``gram`` cancels: ‖Σ‖² < 1e-3·Σ‖·‖².
+        Compute again by instantiation where ``gram`` cancels: :data:`CANCELLATION`.
     """
     merged = _concatenated(uses)
-    if rule == "instantiate" and len(merged) > 1:
-        return _in_chunks(_instantiated_norm, merged, math.prod(merged[0].shape) * merged[0].cols.dtype.itemsize)
-    total = merged[0].norms_squared(rule)
+    size = math.prod(merged[0].shape) * merged[0].cols.dtype.itemsize
+    alike = len({(use.cols.shape[1], use.num_rows) for use in merged}) == 1  # or a convolution's groups differ
+    if len(merged) > 1 and (rule == "instantiate" or not alike):
+        return _in_chunks(_instantiated, merged, size)[0]
+    both = merged[0].norms_squared(rule)
     for use in merged[1:]:
-        total = total + use.norms_squared(rule)
+        both = both + use.norms_squared(rule)
     for place, use in enumerate(merged):
         for other in merged[:place]:
-            total = total + 2 * use.inner(other)
-    exact = len(merged) == 1 and (merged[0].one_hot or rule == "instantiate" or merged[0].positions == 1)
-    if exact or not careful or is_fake(total):
+            both = both + 2 * use.inner(other)
+    total, mass = both
+    if not careful or is_fake(total):
         return total
-    parts = sum(use.diagonal() for use in merged)
-    doubtful = (total < CANCELLATION * parts).nonzero().flatten()
+    doubtful = (total < CANCELLATION * mass).nonzero().flatten()
     if len(doubtful):
-        some = [use.samples(doubtful) for use in merged]
-        size = math.prod(some[0].shape) * some[0].cols.dtype.itemsize
-        total = total.index_copy(0, doubtful, _in_chunks(_instantiated_norm, some, size).to(total.dtype))
+        exact = _in_chunks(_instantiated, [use.samples(doubtful) for use in merged], size)[0]
+        total = total.index_copy(0, doubtful, exact.to(total.dtype))
     return total
 
 
@@ -186,8 +184,8 @@ def instantiate(uses: Sequence[Outer]) -> torch.Tensor:
     return total
 
 
-def _instantiated_norm(uses: Sequence[Outer]) -> torch.Tensor:
-    return _square(instantiate(uses))
+def _instantiated(uses: Sequence[Outer]) -> torch.Tensor:
+    return _square(instantiate(uses)).expand(2, -1)
 
 
 def _concatenated(uses: Sequence[Outer]) -> list[Outer]:
@@ -195,7 +193,7 @@ def _concatenated(uses: Sequence[Outer]) -> list[Outer]:
     merged = []
     for one_hot in (False, True):
         alike = [use for use in uses if use.one_hot is one_hot]
-        if len(alike) > 1:
+        if len({(use.cols.shape[1], use.num_rows) for use in alike}) == 1 < len(alike):
             rows = torch.cat([use.rows for use in alike], 1 if one_hot else 2)
             alike = [Outer(rows, torch.cat([use.cols for use in alike], 2), alike[0].shape)]
         merged += alike
@@ -210,7 +208,7 @@ def _in_chunks(norm, uses, bytes_per_sample: int) -> torch.Tensor:
     if batch <= step:
         return norm(uses)
     parts = [slice(start, start + step) for start in range(0, batch, step)]
-    return torch.cat([norm([use.samples(p) for use in uses] if several else uses.samples(p)) for p in parts])
+    return torch.cat([norm([use.samples(p) for use in uses] if several else uses.samples(p)) for p in parts], 1)
 
 
 def _square(gradients: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,8 @@
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -96,7 +97,7 @@ def clipped_gradients(
     clip = Clip(max_grad_norm, clipping)
     if isinstance(execution, Plan):
         execution = execution.execution
-    if isinstance(execution, str):
+    if not isinstance(execution, Execution):
         one_of("execution", execution, ("loop", "auto", *EXECUTIONS))
     recorder = Recorder(model)
     try:
@@ -142,10 +143,7 @@ def _recorded(model, loss_per_sample, batch, clip: Clip, recorder: Recorder, exe
     if count == 0:  # many models cannot run on no samples
         zeros = {name: zeros_for(p) for name, p in recorder.parameters.items()}
         return zeros, next(iter(zeros.values())).new_zeros(0)
-    if _ambiguous(batch, count):
-        with torch.no_grad(), recorder.watch(1):
-            loss_per_sample(model, samples(batch, slice(0, 1)))
-    with recorder.watch(count):
+    with _remembered(recorder, loss_per_sample), recorder.watch(count):
         losses = loss_per_sample(model, batch)
         check_losses(losses, count)
         sums, norms = recorder.clipped_sums(losses, clip, execution)
@@ -153,9 +151,26 @@ def _recorded(model, loss_per_sample, batch, clip: Clip, recorder: Recorder, exe
 
 
 def _watched(model, loss_per_sample, batch, clip: Clip, recorder: Recorder):
+    with _remembered(recorder, loss_per_sample), recorder.watch(batch_size(batch)):  # its passes are not the step's
+        losses = loss_per_sample(model, batch)
+        check_losses(losses, batch_size(batch))
+        recorder.verify(losses)
+        del losses
     return watch(model, lambda execution: _recorded(model, loss_per_sample, batch, clip, recorder, execution))
 
 
+@contextmanager
+def _remembered(recorder: Recorder, loss_per_sample: Callable) -> Iterator[None]:
+    """What has been verified with a model, its trainable parameters and a loss is not verified again."""
+    seen = _VERIFIED.setdefault(recorder.model, set())
+    case = tuple(recorder.parameters), getattr(loss_per_sample, "__code__", loss_per_sample)
+    recorder.verified = case in seen
+    yield
+    if recorder.verified:
+        seen.add(case)
+
+
+_VERIFIED: weakref.WeakKeyDictionary[torch.nn.Module, set] = weakref.WeakKeyDictionary()
 _PLANS: weakref.WeakKeyDictionary[torch.nn.Module, dict] = weakref.WeakKeyDictionary()
 
 
@@ -257,8 +272,3 @@ def batch_size(batch) -> int:
         found = f"shapes {shapes}" if shapes else f"no tensor in a {type(batch).__name__}"
         raise ValueError(f"the tensors of a batch must have one first dimension in common, got {found}")
     return counts.pop()
-
-
-def _ambiguous(batch, count: int) -> bool:
-    """Whether another dimension is as long as the batch: then a layer without a batch could pass for one with it."""
-    return count > 1 and any(count in leaf.shape[1:] for leaf in leaves(batch))

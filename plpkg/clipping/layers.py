@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 from torch.func import functional_call, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers.pytorch_utils import Conv1D
@@ -39,6 +39,8 @@ class Call:
         The loss's gradient at each of the :func:`float_tensors` that it returned.
     batch
         The number of samples. What was read may have 1 in its place: the same for all.
+    outputs
+        What it gave, for a layer that has to be run again to be differentiated.
     """
 
     module: nn.Module
@@ -47,6 +49,7 @@ class Call:
     kwargs: dict
     gradients: tuple[torch.Tensor, ...]
     batch: int
+    outputs: tuple[torch.Tensor, ...] = ()
 
     @property
     def read(self) -> torch.Tensor:
@@ -153,22 +156,36 @@ def any_layer(call: Call) -> Contributions:
             args, kwargs = tree_unflatten(filled, structure)
             return tuple(float_tensors(functional_call(call.module, parameters, args, kwargs)))
 
-        return vjp(forward, parameters)[1](tuple(g[None] for g in gradients))[0]
+        outputs, backward = vjp(forward, parameters)
+        return backward(tuple(g[None] for g in gradients))[0], tuple(output[0] for output in outputs)
 
+    if isinstance(call.module, nn.RNNBase):
+        raise NotImplementedError("a fused kernel that torch.func cannot differentiate sample by sample")
     try:
-        return vmap(one)(call.gradients, *(leaves[place] for place in carried))
+        gradients, outputs = vmap(one)(call.gradients, *(leaves[place] for place in carried))
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         raise NotImplementedError(
             f"torch.func cannot differentiate {type(call.module).__name__} sample by sample ({reason})"
         ) from error
+    for once, again in zip(call.outputs, outputs, strict=False):
+        if not is_fake(once) and not torch.allclose(once, again, rtol=1e-2, atol=1e-2 * once.abs().max().item()):
+            raise NotImplementedError(
+                f"{type(call.module).__name__} gives something else when it is run again for one sample at a time "
+                "(it keeps a state, draws random numbers, or reads a tensor as long as the batch that is none)"
+            )
+    return gradients
 
 
 def rule_for(module: nn.Module) -> Callable[[Call], Contributions]:
     """The rule for a layer: by its type, by asking it (norms of model families), or :func:`any_layer`."""
+    if "forward" in vars(module) or not set(module._parameters) <= {"weight", "bias"}:
+        return any_layer
     for kind, rule in RULES.items():
         # A subclass with its own forward may compute something else.
-        if isinstance(module, kind) and type(module).forward is kind.forward:
+        if isinstance(module, kind) and all(
+            getattr(type(module), name, None) is getattr(kind, name, None) for name in ("forward", "_conv_forward")
+        ):
             return rule
     if (offset := scale_offset(module)) is not None:
         return partial(scale, offset=offset)
@@ -178,7 +195,7 @@ def rule_for(module: nn.Module) -> Callable[[Call], Contributions]:
 
 
 def refusal(module: nn.Module) -> str | None:
-    """Why a layer's samples cannot be told apart, or ``None``."""
+    """Why a layer's samples cannot be told apart, or depend on each other, or ``None``."""
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         if module.training:
             return "normalises each sample by the others: use GroupNorm or LayerNorm, or freeze it with eval()"
@@ -193,11 +210,8 @@ def refusal(module: nn.Module) -> str | None:
             return "has scale_grad_by_freq=True, which scales a sample's gradient by the others' tokens"
         if learns and module.sparse:
             return "has sparse=True; the noise of DP-SGD is dense: use sparse=False"
-    elif isinstance(module, nn.MultiheadAttention):
-        if not module.batch_first:
-            return "has batch_first=False; the first dimension must be the batch"
-    elif isinstance(module, nn.RNNBase) and any(p.requires_grad for p in module.parameters(recurse=False)):
-        return "is one fused kernel that torch.func cannot differentiate sample by sample: use execution='loop'"
+    elif isinstance(module, nn.MultiheadAttention) and not module.batch_first:
+        return "has batch_first=False; the first dimension must be the batch"
     return None
 
 
@@ -210,7 +224,7 @@ def scale_offset(module: nn.Module) -> int | None:
     if "Norm" not in type(module).__name__ or len(own) != 1 or len(own) != len(module._parameters):
         return None
     ((name, weight),) = own.items()
-    if weight.ndim != 1:
+    if weight.ndim != 1 or len(weight) == 1:  # one number for all would be one for each of one
         return None
     with unset_fake_temporarily(), torch.no_grad():
         generator = torch.Generator().manual_seed(0)

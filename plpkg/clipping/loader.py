@@ -7,8 +7,7 @@ is too large for the memory comes in pieces, and the optimizer waits for the las
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from torch.utils.data import DataLoader, IterableDataset, Sampler
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from plpkg.clipping.randomness import Randomness
 
@@ -33,8 +32,10 @@ class PoissonSampler(Sampler):
     ----------
     drawn
         The number of the next sample, over all epochs.
-    ends
-        For each list that was given and not yet asked for: whether it ends its sample.
+    left
+        How many samples the epoch still has, where a training that was stopped in it goes on; else 0.
+    pieces
+        For each list that was given and not yet asked for: its length, and whether it ends its sample.
     """
 
     def __init__(
@@ -42,34 +43,32 @@ class PoissonSampler(Sampler):
     ) -> None:
         self.size, self.rate, self.steps = size, rate, steps
         self.randomness, self.limit = randomness, max_physical_batch_size or size
-        self.drawn = 0
-        self.left = steps
-        self.ends: deque[bool] = deque()
+        self.drawn = self.left = 0
+        self.pieces: deque[tuple[int, bool]] = deque()
 
     def __len__(self) -> int:
         return self.steps
 
     def __iter__(self) -> Iterator[list[int]]:
-        self.ends.clear()
-        first, count = self.drawn, self.left
-        for draw in range(first, first + count):
+        self.pieces.clear()
+        first = self.drawn
+        for draw in range(first, first + (self.left or self.steps)):
             chosen = self.randomness.sample(self.size, self.rate, draw)
-            pieces = [chosen[start : start + self.limit] for start in range(0, len(chosen), self.limit)] or [[]]
-            for place, piece in enumerate(pieces, 1):
-                self.ends.append(place == len(pieces))
-                yield piece
+            parts = [chosen[start : start + self.limit] for start in range(0, len(chosen), self.limit)] or [[]]
+            for place, part in enumerate(parts, 1):
+                self.pieces.append((len(part), place == len(parts)))
+                yield part
 
 
 class PoissonLoader(DataLoader):
     """A data loader like another one, but for how it samples.
 
-    ``begin`` is told of each batch whether it ends its sample. An empty sample is a step of noise alone: ``skip`` takes
-    it, and the loader goes on to the next, because many models cannot run on no examples.
+    ``session`` is told when an epoch begins, and of each batch how many examples it has and whether it ends its sample.
+    An empty sample is a step of noise alone: ``session.skip`` takes it, and the loader goes on to the next, because
+    many models cannot run on no examples.
     """
 
-    def __init__(
-        self, like: DataLoader, sampler: PoissonSampler, begin: Callable[[bool], object], skip: Callable[[], object]
-    ) -> None:
+    def __init__(self, like: DataLoader, sampler: PoissonSampler, session) -> None:
         workers = dict(prefetch_factor=like.prefetch_factor, persistent_workers=like.persistent_workers)
         super().__init__(
             like.dataset,
@@ -82,21 +81,22 @@ class PoissonLoader(DataLoader):
             multiprocessing_context=like.multiprocessing_context,
             **(workers if like.num_workers else {}),
         )
-        self._begin, self._skip = begin, skip
+        self._session = session
 
     def __iter__(self) -> Iterator:
-        sampler = self.batch_sampler
+        sampler, session = self.batch_sampler, self._session
+        session.restart()
+        left = sampler.left or sampler.steps
         for batch in super().__iter__():
-            last = sampler.ends.popleft()
-            self._begin(last)
+            examples, last = sampler.pieces.popleft()
             if last:
-                sampler.drawn += 1
-                sampler.left -= 1
+                left -= 1
+                sampler.drawn, sampler.left = sampler.drawn + 1, left
+            session.begin(examples, last)
             if batch is None:
-                self._skip()
+                session.skip()
             else:
                 yield batch
-        sampler.left = sampler.steps
 
 
 class _Collate:
@@ -115,13 +115,19 @@ def check_loader(loader: DataLoader) -> None:
     Raises
     ------
     ValueError
-        No data loader, an iterable data set, an empty one, or a sampler for several processes.
+        No data loader, an iterable data set, an empty one, or one that samples in a way of its own.
     """
     if not isinstance(loader, DataLoader):
         raise ValueError(f"data_loader must be a torch DataLoader, got {type(loader).__name__}")
     if isinstance(loader.dataset, IterableDataset):
         raise ValueError(f"Poisson sampling needs examples by number, got the iterable {type(loader.dataset).__name__}")
-    if isinstance(loader.sampler, DistributedSampler):
-        raise ValueError("data_loader has a DistributedSampler: private training runs in one process")
+    ordinary = isinstance(loader.sampler, (SequentialSampler, RandomSampler))
+    if not ordinary or len(loader.sampler) != len(loader.dataset):
+        raise ValueError(
+            f"data_loader samples with a {type(loader.sampler).__name__} of its own; Poisson sampling takes its place, "
+            "from all examples: give a torch.utils.data.Subset for some of them"
+        )
+    if loader.batch_size is None:
+        raise ValueError("data_loader must have a batch_size, which becomes the expected one")
     if len(loader) == 0:
         raise ValueError(f"data_loader gives no batch from {len(loader.dataset)} examples")

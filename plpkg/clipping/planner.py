@@ -326,6 +326,7 @@ def _fitted(watched: Watched, memory_bytes: int, two_passes: bool) -> Plan:
     choices = {m.key: m.matrix.options(two_passes=two_passes) for m in moments if m.matrix}
     chosen = {key: min(options, key=lambda o: (o.flops, o.kept_bytes)) for key, options in choices.items()}
     place = {m.key: i for i, m in enumerate(moments)}
+    left = {key: [chosen[key]] for key in chosen}  # options that are not come back to
     while True:
         live = _live(moments, chosen, two_passes)
         worst = max(range(len(live)), key=live.__getitem__)
@@ -337,12 +338,13 @@ def _fitted(watched: Watched, memory_bytes: int, two_passes: bool) -> Plan:
             for option in options:
                 saved = (now.kept_bytes - option.kept_bytes) if here <= worst else 0
                 saved += (now.temporary_bytes - option.temporary_bytes) if here == worst else 0
-                if saved > 0:
+                if saved > 0 and option not in left[key]:
                     better.append((saved / max(1, option.flops - now.flops), key, option))
         if not better:
             break
         _, key, option = max(better, key=lambda found: found[0])
         chosen[key] = option
+        left[key].append(option)
     # With the graph kept, the second pass peaks as the watched one did.
     peak = max(*live, watched.peak_bytes if two_passes else watched.forward_peak_bytes)
     return Plan(chosen, {m.key: m.matrix for m in moments if m.matrix}, two_passes, peak, memory_bytes)

@@ -22,7 +22,7 @@ from plpkg.clipping.gradients import EXECUTIONS
 from plpkg.clipping.loader import PoissonLoader, PoissonSampler, check_loader
 from plpkg.clipping.planner import Plan
 from plpkg.clipping.randomness import Randomness
-from plpkg.clipping.session import Session, quiet_bounds
+from plpkg.clipping.session import Session, check_delta, quiet_bounds
 from plpkg.validation import number, one_of, whole_number
 
 ACCOUNTANTS = ("prv", "rdp")
@@ -50,6 +50,10 @@ class Private(NamedTuple):
     def noise_multiplier(self) -> float:
         """σ."""
         return self.criterion.session.noise_multiplier
+
+    def remove(self) -> None:
+        """Make the model and the optimizer ordinary again; what has been spent stays spent."""
+        self.criterion.session.remove()
 
     def state_dict(self) -> dict:
         """What to save beside the model's and the optimizer's states: the accountant, and which sample comes next.
@@ -134,7 +138,7 @@ def make_private(
     """
     if not model.training:
         raise ValueError("the model is in evaluation mode: call model.train() first")
-    if isinstance(execution, str):
+    if not isinstance(execution, Plan):
         one_of("execution", execution, tuple(EXECUTIONS))
     one_of("accountant", accountant, ACCOUNTANTS)
     clip = Clip(max_grad_norm, clipping)
@@ -153,13 +157,14 @@ def make_private(
         steps = len(data_loader)
         sample_rate = 1 / steps
         expected_batch_size = len(data_loader.dataset) * sample_rate
-    sigma = _sigma(noise_multiplier, target_epsilon, target_delta, epochs, sample_rate, accountant)
+    sigma = _sigma(noise_multiplier, target_epsilon, target_delta, epochs, sample_rate, steps, accountant)
     _check_optimizer(model, optimizer)
 
     randomness = Randomness(seed, secure=secure)
     chosen = execution.execution if isinstance(execution, Plan) else EXECUTIONS[execution]
     session = Session(
         model,
+        optimizer,
         clip,
         chosen,
         sigma,
@@ -173,8 +178,7 @@ def make_private(
         session.sampler = PoissonSampler(
             len(data_loader.dataset), sample_rate, steps, randomness, max_physical_batch_size
         )
-        data_loader = PoissonLoader(data_loader, session.sampler, session.begin, lambda: session.skip(optimizer))
-    optimizer.register_step_pre_hook(session.release)
+        data_loader = PoissonLoader(data_loader, session.sampler, session)
     return Private(model, optimizer, PrivateCriterion(criterion, session), data_loader)
 
 
@@ -200,6 +204,12 @@ class PrivateCriterion:
         """
         losses = self._criterion(output, target, **options)
         batch = self.session.recorder.batch
+        tensors = [x for x in (output, target) if isinstance(x, torch.Tensor)]
+        if isinstance(losses, torch.Tensor) and tensors and losses.numel() > max(x.numel() for x in tensors):
+            shapes = " and ".join(str(tuple(x.shape)) for x in tensors)
+            raise ValueError(
+                f"the criterion made losses of shape {tuple(losses.shape)} from {shapes}: it broadcast them"
+            )
         if not isinstance(losses, torch.Tensor) or losses.ndim == 0:
             found = "one number" if isinstance(losses, torch.Tensor) else type(losses).__name__
             raise ValueError(f"the criterion gave {found} for {batch} examples: it must not reduce (reduction='none')")
@@ -241,7 +251,7 @@ class PrivateLoss:
         return f"PrivateLoss({self.item():.4f} over {len(self.losses)} examples)"
 
 
-def _sigma(noise_multiplier, target_epsilon, target_delta, epochs, sample_rate, accountant) -> float:
+def _sigma(noise_multiplier, target_epsilon, target_delta, epochs, sample_rate, steps, accountant) -> float:
     if (noise_multiplier is None) == (target_epsilon is None):
         raise ValueError(
             f"give noise_multiplier or target_epsilon, got noise_multiplier={noise_multiplier!r} and "
@@ -252,14 +262,14 @@ def _sigma(noise_multiplier, target_epsilon, target_delta, epochs, sample_rate, 
     number("target_epsilon", target_epsilon, open_low=True)
     if target_delta is None or epochs is None:
         raise ValueError(f"target_epsilon needs target_delta and epochs, got {target_delta!r} and {epochs!r}")
-    number("target_delta", target_delta, 0, 1, open_low=True)
+    check_delta("target_delta", target_delta)
     whole_number("epochs", epochs, 1)
     with quiet_bounds(accountant):
         return get_noise_multiplier(
             target_epsilon=target_epsilon,
             target_delta=target_delta,
             sample_rate=sample_rate,
-            epochs=epochs,
+            steps=epochs * steps,
             accountant=accountant,
         )
 

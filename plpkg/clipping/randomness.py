@@ -3,7 +3,8 @@
 Everything drawn belongs to a numbered draw, so that a run that was killed goes on with the same numbers. Whoever knows
 the seed can take the noise off again: a seed is for experiments, ``secure`` is for releases. Then the numbers come from
 ChaCha20 under a key that is never stored, and each noise value is half the sum of four normal ones, whose last bits do
-not tell the value without noise (Mironov, CCS 2012; Holohan & Braghin, arXiv 2107.10138).
+not tell the value without noise (Mironov, CCS 2012; Holohan & Braghin, arXiv 2107.10138). Otherwise they come from
+Philox under a key of 128 bits: PyTorch's CPU generator takes 32 bits of a seed, which can be tried out.
 """
 
 import hashlib
@@ -12,6 +13,8 @@ import secrets
 import numpy as np
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+
+from plpkg.validation import whole_number
 
 
 class Randomness:
@@ -22,43 +25,43 @@ class Randomness:
     seed
         For draws that can be repeated; ``None`` takes one from the operating system.
     secure
-        ChaCha20 instead of PyTorch's generators. Excludes a seed.
+        ChaCha20 instead of Philox. Excludes a seed.
 
     Raises
     ------
     ValueError
-        A seed and ``secure``.
+        A seed and ``secure``, or a seed that is not a whole number.
     """
 
     def __init__(self, seed: int | None = None, *, secure: bool = False) -> None:
         if secure and seed is not None:
             raise ValueError(f"secure=True takes no seed, got seed={seed!r}: noise that can be repeated can be removed")
         self.secure = secure
-        self._seed = secrets.randbits(128) if seed is None else seed
+        self._seed = secrets.randbits(128) if seed is None else whole_number("seed", seed, 0)
         self._stream = Cipher(algorithms.ChaCha20(secrets.token_bytes(32), bytes(16)), mode=None).encryptor()
 
     def noise(self, like: dict[str, torch.Tensor], std: float, draw: int) -> dict[str, torch.Tensor]:
-        """Normal numbers of a standard deviation, in each tensor's shape."""
-        if self.secure:
-            return {name: std * self._normal(tensor.shape).to(tensor) for name, tensor in like.items()}
-        device = next(iter(like.values())).device
-        generator = self._generator("noise", draw, device)
-        return {
-            name: torch.randn(tensor.shape, generator=generator, device=device, dtype=tensor.dtype) * std
-            for name, tensor in like.items()
-        }
+        """Normal numbers of a standard deviation, in each tensor's shape, at least float32."""
+        generator = self._generator("noise", draw)
+        noise = {}
+        for name, tensor in like.items():
+            wide = torch.promote_types(tensor.dtype, torch.float32)
+            if self.secure:
+                drawn = self._normal(tensor.shape)
+            else:
+                exact = np.float64 if wide is torch.float64 else np.float32
+                drawn = torch.from_numpy(np.asarray(generator.standard_normal(tuple(tensor.shape), dtype=exact)))
+            noise[name] = (std * drawn).to(tensor.device, wide)
+        return noise
 
     def sample(self, size: int, rate: float, draw: int) -> list[int]:
         """Which of ``size`` are taken, each with probability ``rate``, independently."""
-        if self.secure:
-            taken = torch.from_numpy(self._uniform(size)) < rate
-        else:
-            taken = torch.rand(size, generator=self._generator("sample", draw), dtype=torch.float64) < rate
-        return taken.nonzero().flatten().tolist()
+        uniform = self._uniform(size) if self.secure else self._generator("sample", draw).random(size)
+        return np.flatnonzero(uniform < rate).tolist()
 
-    def _generator(self, purpose: str, draw: int, device="cpu") -> torch.Generator:
+    def _generator(self, purpose: str, draw: int) -> np.random.Generator:
         digest = hashlib.sha256(f"{self._seed} {purpose} {draw}".encode()).digest()
-        return torch.Generator(device=device).manual_seed(int.from_bytes(digest[:8], "little"))
+        return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
 
     def _uniform(self, count: int) -> np.ndarray:
         """Numbers in [0, 1) with 53 bits."""

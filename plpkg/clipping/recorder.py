@@ -8,10 +8,14 @@ Recording in the backward pass alone is what makes reuse, ties and both kinds of
 right: every node of the graph reports once, however often its forward was run. A parameter that is used past its
 layer (``F.linear(h, embedding.weight)``) gets a gradient from autograd itself; that is noticed, and refused.
 
-Left out: what a layer with a rule of its own hands on in another way than by returning it (an auxiliary loss that it
-keeps as an attribute); models in several processes; compiled models.
+Whether a layer's rows are samples cannot be seen from shapes: as many positions as samples fit as well. So before the
+first clipping the losses of two samples go backward alone; they must reach their own row of every layer, and no other.
+
+Left out: what a layer hands on in another way than by returning it (an auxiliary loss that it keeps as an attribute);
+a loss that uses other samples' numbers without a gradient; models in several processes; compiled models.
 """
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -85,6 +89,9 @@ class Site:
         return f"{self.name or 'the model'} ({type(self.module).__name__})"
 
 
+_WATCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
 class Recorder:
     """Hooks on a model's layers.
 
@@ -101,27 +108,37 @@ class Recorder:
         The layer of each.
     recording
         Whether layers are watched now; ``batch`` says for how many samples.
+    verified
+        Whether samples have been seen to reach their own rows.
 
     Raises
     ------
     ValueError
-        Nothing learns, or a layer mixes samples.
+        Nothing learns, a layer mixes samples, or a gradient would be changed by a hook.
+    RuntimeError
+        Another recorder watches the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        if model in _WATCHED:
+            raise RuntimeError("the model is watched already: by make_private, or by a call that is not finished")
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise ValueError("no parameter of the model has requires_grad=True")
         for name, module in model.named_modules():
             if reason := refusal(module):
                 raise ValueError(f"{name or 'the model'} ({type(module).__name__}) {reason}")
+        for name, p in self.parameters.items():
+            if p._backward_hooks:
+                raise ValueError(f"{name} has a gradient hook, which clipping would leave out: remove it")
+        self.model = model
         self.sites = _sites(model, {id(p): name for name, p in self.parameters.items()})
         self.groups: dict[str, str] = {}
         for site in self.sites:
             for key in site.keys.values():
                 self.groups.setdefault(key, site.name)
         self.batch = 0
-        self.recording = False
+        self.recording = self.verified = False
         self._anchor = torch.zeros(0, requires_grad=True)  # so that the first layer's output has a gradient, too
         self._frozen: list[list[tuple[nn.Parameter, bool]]] = []
         self._hooks = [
@@ -129,18 +146,24 @@ class Recorder:
             for site in self.sites
             for hook in (
                 site.module.register_forward_pre_hook(self._before(site)),
-                site.module.register_forward_hook(self._after(site), with_kwargs=True, always_call=True),
+                # First, so that what other hooks do with the output comes after the tap, and is differentiated.
+                site.module.register_forward_hook(self._after(site), with_kwargs=True, always_call=True, prepend=True),
             )
         ]
         self.forget()
+        _WATCHED.add(model)
 
     def remove(self) -> None:
         """Take the hooks away."""
+        self.forget()
         for hook in self._hooks:
             hook.remove()
+        _WATCHED.discard(self.model)
 
     def forget(self) -> None:
         """Drop what forward passes have announced and backward passes have brought."""
+        while self._frozen:  # an interrupt may come between a layer's two hooks
+            self._thaw()
         self._phase = "forward"
         self._expected: Counter[str] = Counter()
         self._arrived: dict[str, list[Outer | torch.Tensor]] = {}
@@ -195,6 +218,7 @@ class Recorder:
         try:
             for p in self.parameters.values():
                 p.grad = None
+            self.verify(losses)
             self._phase = "norms"
             losses.sum().backward(retain_graph=two_passes)
             for key in list(self._arrived):
@@ -218,6 +242,25 @@ class Recorder:
                 p.grad = before[name]
             self.forget()
 
+    def verify(self, losses: torch.Tensor) -> None:
+        """The losses of the first and the last sample, ``(batch,)``, reach these samples' rows alone; once is enough.
+
+        Raises
+        ------
+        ValueError
+            They reach others; the message names the layer.
+        """
+        if self.verified or len(losses) < 2 or is_fake(losses):
+            return
+        before, self._phase = {name: p.grad for name, p in self.parameters.items()}, "rows"
+        try:
+            for self._row in (0, len(losses) - 1):
+                losses[self._row].backward(retain_graph=True)
+            self.verified = True
+        finally:
+            for name, p in self.parameters.items():
+                p.grad = before[name]
+
     def _norms(self, losses: torch.Tensor) -> torch.Tensor:
         squares = [*self._squares.values(), *self._closed.values()]
         norms = sum(squares[1:], squares[0]).sqrt() if squares else torch.zeros_like(losses.detach())
@@ -226,6 +269,11 @@ class Recorder:
 
     def _see(self, site: Site, call: Call) -> None:
         """A node of the graph reports."""
+        if self._phase == "rows":
+            self._check_rows(site, call)
+            return
+        if self._phase == "forward":
+            raise RuntimeError(f"{site} saw a backward pass that clips nothing: call criterion(...).backward()")
         self.recording = False  # a rule may run the layer
         try:
             parts = site.rule(call)
@@ -235,6 +283,8 @@ class Recorder:
             self.recording = True
         for name, part in parts.items():
             key = site.keys[name]
+            if isinstance(part, torch.Tensor):
+                part = part.to(torch.promote_types(part.dtype, torch.float32))
             if self._phase == "sums":
                 if self._execution.seen:
                     self._execution.seen(key)
@@ -246,6 +296,16 @@ class Recorder:
             self._arrived.setdefault(key, []).append(part)
             if len(self._arrived[key]) == self._expected[key]:
                 self._settle(key)
+
+    def _check_rows(self, site: Site, call: Call) -> None:
+        for gradient in call.gradients:
+            reached = gradient.detach().flatten(1).abs().amax(1) if gradient[0].numel() else gradient.new_zeros(0)
+            reached[self._row : self._row + 1] = 0
+            if reached.any():
+                raise ValueError(
+                    f"{site}: the loss of sample {self._row} depends on row {reached.nonzero()[0].item()} of what it "
+                    f"gave, of shape {tuple(gradient.shape)}: samples are mixed, or the rows are not the samples"
+                )
 
     def _settle(self, key: str) -> None:
         """All uses of a parameter are known: its norm, and what is kept of it."""
@@ -278,7 +338,7 @@ class Recorder:
 
     def _before(self, site: Site):
         def hook(module, args):
-            if self.recording:
+            if self.recording and module is site.module:  # a copy of the model has copies of the hooks
                 self._frozen.append([(p, p.requires_grad) for p in site.parameters])
                 for p, _ in self._frozen[-1]:
                     p.requires_grad_(False)
@@ -287,10 +347,9 @@ class Recorder:
 
     def _after(self, site: Site):
         def hook(module, args, kwargs, output):
-            if not self.recording:
+            if not self.recording or module is not site.module:
                 return None
-            for p, learns in self._frozen.pop():
-                p.requires_grad_(learns)
+            self._thaw()
             if output is None:  # an exception passes: checkpointing stops a recomputation with one
                 return None
             if self._phase == "forward":
@@ -299,8 +358,14 @@ class Recorder:
 
         return hook
 
+    def _thaw(self) -> None:
+        for p, learns in self._frozen.pop():
+            p.requires_grad_(learns)
+
     def _tap(self, site: Site, args: tuple, kwargs: dict, output):
         leaves, structure = tree_flatten((args, kwargs))
+        if not float_tensors(output):
+            raise NotImplementedError(f"{site} gave a {type(output).__name__} without tensors that can be followed")
         for tensor in float_tensors(output):
             if tensor.ndim == 0 or tensor.shape[0] not in (1, self.batch):
                 raise ValueError(
@@ -314,6 +379,9 @@ class Recorder:
         # What is the same for all samples gets a gradient of its own for each of them.
         outputs = [results[i].expand(self.batch, *results[i].shape[1:]) for i in places]
         inputs = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        results_too = [tensor.detach() for tensor in outputs] if site.rule is any_layer else []
+        device = outputs[0].device.type
+        precision = dict(dtype=torch.get_autocast_dtype(device), enabled=torch.is_autocast_enabled(device))
         others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
 
@@ -322,9 +390,12 @@ class Recorder:
             if wanted:
                 rest = iter(saved)
                 filled = [next(rest) if known else other for known, other in zip(tensors, others, strict=True)]
-                self._see(site, Call(site.module, wanted, *tree_unflatten(filled, structure), gradients, self.batch))
+                args, kwargs = tree_unflatten(filled, structure)
+                with torch.autocast(device, **precision):
+                    self._see(site, Call(site.module, wanted, args, kwargs, gradients, self.batch, tuple(rest)))
 
-        for place, tensor in zip(places, _Tap.apply(report, len(places), self._anchor, *outputs, *inputs), strict=True):
+        tapped = _Tap.apply(report, len(places), self._anchor, *outputs, *inputs, *results_too)
+        for place, tensor in zip(places, tapped, strict=True):
             results[place] = tensor
         return tree_unflatten(results, shape)
 
@@ -366,9 +437,11 @@ def _sites(model: nn.Module, names: Mapping[int, str]) -> list[Site]:
         own = {n: names[id(p)] for n, p in module.named_parameters(recurse=unit) if id(p) in names}
         if unit:
             covered |= set(module.modules())
+        else:  # what a layer below owns as well is counted there
+            below = {id(p) for child in module.children() for p in child.parameters()}
+            own = {n: key for n, key in own.items() if id(module._parameters[n]) not in below}
         if own:
-            rule = any_layer if unit or (len(module._parameters) > 2) else rule_for(module)
-            sites.append(Site(name, module, rule, own))
+            sites.append(Site(name, module, any_layer if unit else rule_for(module), own))
     return sites
 
 

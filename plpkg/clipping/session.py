@@ -1,5 +1,6 @@
 """The state of a private training: what was clipped since the last step, and what has been spent."""
 
+import copy
 import math
 import warnings
 from collections.abc import Iterator
@@ -25,12 +26,26 @@ def quiet_bounds(accountant: str) -> Iterator[None]:
         yield
 
 
+def check_delta(name: str, value: float) -> float:
+    """A δ, strictly between 0 and 1.
+
+    Raises
+    ------
+    ValueError
+        It is not.
+    """
+    if number(name, value, open_low=True) >= 1:
+        raise ValueError(f"{name} must be less than 1, got {value!r}")
+    return float(value)
+
+
 class Session:
     """What the model, the loader, the criterion and the optimizer of one private training tell each other."""
 
     def __init__(
         self,
         model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
         clip: Clip,
         execution: Execution,
         noise_multiplier: float,
@@ -44,37 +59,62 @@ class Session:
         self.clip, self.execution = clip, execution
         self.noise_multiplier, self.sample_rate = noise_multiplier, sample_rate
         self.expected_batch_size, self.accountant, self.randomness = expected_batch_size, accountant, randomness
+        self.optimizer = optimizer
         self.recorder = Recorder(model)
         self.sampler: PoissonSampler | None = None
         self.averages = averages
         self.steps = 0
-        self._sums: dict[str, torch.Tensor] = {}
         self._released: dict[str, tuple[torch.Tensor, int]] = {}
-        self._draws, self._last, self._added = 0, True, False
-        # Before the recorder's own hooks, and after: the model may be a layer itself.
-        model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
-        model.register_forward_hook(self._after_forward, always_call=True)
+        self.restart()
+        # Before the recorder's own hooks, and after: the model may be a layer itself. Closures, so that a copy of the
+        # model does not copy all this.
+        self._hooks = [
+            model.register_forward_pre_hook(
+                lambda module, args, kwargs: self._before_forward(module, args, kwargs), with_kwargs=True, prepend=True
+            ),
+            model.register_forward_hook(lambda module, args, output: self._after_forward(module), always_call=True),
+            optimizer.register_step_pre_hook(self.release),
+        ]
 
-    def begin(self, last: bool) -> None:
+    def remove(self) -> None:
+        """Take all hooks away: the model and the optimizer are ordinary ones again."""
+        self.recorder.remove()
+        for hook in self._hooks:
+            hook.remove()
+
+    def restart(self) -> None:
+        """Drop the pieces of a sample that was not finished: the next one may be the same again."""
+        self._sums: dict[str, torch.Tensor] = {}
+        self._draws = self._left = 0
+        self._last, self._added = True, False
+
+    def begin(self, examples: int, last: bool) -> None:
         """The loader gives a batch."""
         self._draws += self._last  # the piece before was the last of its sample: this one begins another
-        self._last = last
+        self._last, self._left = last, examples
 
-    def skip(self, optimizer: torch.optim.Optimizer) -> None:
+    def skip(self) -> None:
         """An empty sample: a step of noise alone."""
         self._added = True
-        optimizer.step()
+        self.optimizer.step()
 
     def add(self, losses: torch.Tensor) -> None:
         """Clip, and add to what is there."""
         if not self.recorder.recording:
             raise RuntimeError("backward() needs a forward pass of the model in training mode, once for each")
-        check_losses(losses, self.recorder.batch)
-        if self.sampler is not None and self._draws > 1:
-            raise RuntimeError(
-                f"{self._draws} samples before one step(): an example may be in each, and would count {self._draws} "
-                "times; step after each batch, or take max_physical_batch_size for smaller ones"
-            )
+        batch = self.recorder.batch
+        check_losses(losses, batch)
+        if self.sampler is not None:
+            if self._draws > 1:
+                raise RuntimeError(
+                    f"{self._draws} samples before one step(): an example may be in each, and would count "
+                    f"{self._draws} times; step after each batch, or take max_physical_batch_size for smaller ones"
+                )
+            if batch > self._left:
+                raise RuntimeError(
+                    f"the model was given {batch} examples where the data_loader's batch has {self._left} left: an "
+                    "example may come once in a step, and the batch must be the first dimension"
+                )
         try:
             sums, _ = self.recorder.clipped_sums(losses, self.clip, self.execution)
         finally:
@@ -83,12 +123,19 @@ class Session:
             if part is not None:
                 self._sums[name] = self._sums[name].add_(part) if name in self._sums else part
         self._added = True
+        self._left -= batch
 
     def release(self, optimizer, args, kwargs) -> None:
         """Before the optimizer's step: the noisy gradients, or none until the last piece of a sample."""
         if any(a is not None for a in (*args[1:], *kwargs.values())):
             raise RuntimeError("private training takes steps without a closure")
         parameters = self.recorder.parameters
+        held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        if held != {id(p) for p in parameters.values()}:
+            raise RuntimeError(
+                f"the optimizer has {len(held)} parameters that learn, make_private saw {len(parameters)}: freeze and "
+                "unfreeze before make_private"
+            )
         for name, p in parameters.items():
             ours = self._released.get(name)
             if p.grad is not None and not (ours and p.grad is ours[0] and p.grad._version == ours[1]):
@@ -99,6 +146,8 @@ class Session:
             raise RuntimeError("step() without criterion(output, target).backward() before it")
         if self.sampler is not None and self._draws == 0:
             raise RuntimeError("step() without a batch from the data_loader that make_private returned")
+        if self.sampler is not None and self._left:
+            raise RuntimeError(f"step() before {self._left} examples of the data_loader's batch have gone backward")
         for p in parameters.values():
             p.grad = None
         if not self._last:
@@ -114,9 +163,10 @@ class Session:
         self.accountant.step(noise_multiplier=self.noise_multiplier, sample_rate=self.sample_rate)
         self.steps += 1
         self._sums, self._draws, self._added = {}, 0, False
+        self.recorder.forget()
 
     def epsilon(self, delta: float) -> float:
-        number("delta", delta, 0, 1, open_low=True)
+        check_delta("delta", delta)
         if self.steps == 0:
             return 0.0
         if self.noise_multiplier == 0:
@@ -129,7 +179,7 @@ class Session:
             raise RuntimeError("a sample is half done: save after step() and before the next batch's backward()")
         drawn = (self.sampler.drawn, self.sampler.left) if self.sampler else (0, 0)
         return {
-            "accountant": self.accountant.state_dict(),
+            "accountant": copy.deepcopy(self.accountant.state_dict()),
             "steps": self.steps,
             "drawn": drawn[0],
             "left": drawn[1],
@@ -146,10 +196,12 @@ class Session:
             now = self._identity()
             different = "; ".join(f"{k}={there.get(k)!r}, now {v!r}" for k, v in now.items() if there.get(k) != v)
             raise ValueError(f"the state is of a training with {different}")
-        self.accountant.load_state_dict(accountant)
+        self.accountant.load_state_dict(copy.deepcopy(accountant))
         self.steps = steps
+        self.restart()
+        self.recorder.forget()
         if self.sampler:
-            self.sampler.drawn, self.sampler.left = drawn, left or self.sampler.steps
+            self.sampler.drawn, self.sampler.left = drawn, left
 
     def _identity(self) -> dict:
         return {
@@ -162,18 +214,23 @@ class Session:
 
     def _before_forward(self, module, args, kwargs) -> None:
         recorder = self.recorder
+        if module is not recorder.model:
+            return
         self._was = recorder.recording
         if not module.training or not torch.is_grad_enabled():
             recorder.recording = False
             return
         counts = {leaf.shape[0] for leaf in leaves([*args, kwargs]) if leaf.ndim}
-        batch = max(counts, default=0)
-        if not counts or counts - {1, batch}:
+        if self._left in counts:
+            batch = self._left
+        elif len(counts - {1}) <= 1 and counts:
+            batch = max(counts)
+        else:
             raise ValueError(f"the model's tensors must have the batch first, got first dimensions {sorted(counts)}")
         if not recorder.recording or recorder.batch != batch:
             recorder.forget()
         recorder.recording, recorder.batch = True, batch
 
-    def _after_forward(self, module, args, output) -> None:
-        if not module.training or not torch.is_grad_enabled():
+    def _after_forward(self, module) -> None:
+        if module is self.recorder.model and not (module.training and torch.is_grad_enabled()):
             self.recorder.recording = self._was

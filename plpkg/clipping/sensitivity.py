@@ -1,0 +1,149 @@
+"""How far one example moves a training's update: the number that the noise of DP-SGD is scaled by, measured.
+
+DP-SGD adds noise of standard deviation σ·C to a sum, because nobody's presence moves the sum by more than C
+(Abadi et al., arXiv 1607.00133, Section 3.1). That is a claim about code, and code can be asked: take each example
+away, and look. No noise, no statistics, no attack; a violation is seen however small it is beside the noise. (Running
+neighbouring data sets through an implementation is also what Re:cord-play does, arXiv 2602.17454.)
+
+Left out: what another batch would show. One batch proves a violation; that there is none, it cannot prove.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from plpkg.clipping.gradients import batch_size, samples
+from plpkg.results import Tabular
+from plpkg.validation import number
+
+Update = torch.Tensor | Mapping[str, torch.Tensor]
+"""What noise is added to: one tensor, or one for each parameter."""
+
+
+@dataclass(frozen=True)
+class Sensitivity(Tabular):
+    """How far each example of a batch moves the update, in units of C.
+
+    Attributes
+    ----------
+    removed
+        By example, ‖step(batch) − step(batch without it)‖ / C.
+    alone
+        By example, ‖step(it alone)‖ / C: how far it moves the update of nobody.
+    max_grad_norm
+        C.
+    tolerance
+        How far over C is put down to rounding, in C.
+    """
+
+    removed: tuple[float, ...]
+    alone: tuple[float, ...]
+    max_grad_norm: float
+    tolerance: float
+
+    @property
+    def worst(self) -> float:
+        """The farthest that any example moves the update, in C."""
+        return max(*self.removed, *self.alone)
+
+    @property
+    def worst_example(self) -> int:
+        """Its place in the batch; the first of several."""
+        return max(range(len(self.removed)), key=lambda i: max(self.removed[i], self.alone[i]))
+
+    @property
+    def ok(self) -> bool:
+        """Whether no example moves the update by more than C."""
+        return self.worst <= 1 + self.tolerance
+
+    def rows(self) -> list[dict]:
+        """One row an example, in C."""
+        return [
+            {"example": place, "taken away (C)": removed, "alone (C)": alone}
+            for place, (removed, alone) in enumerate(zip(self.removed, self.alone, strict=True))
+        ]
+
+    def __repr__(self) -> str:
+        verdict = "ok" if self.ok else "violated"
+        examples = f"example {self.worst_example} of {len(self.removed)}"
+        return f"Sensitivity({verdict}: at most {self.worst:.4g} C, C={self.max_grad_norm:g}, by {examples})"
+
+
+def check_sensitivity(
+    step: Callable[..., Update], batch, max_grad_norm: float, *, tolerance: float = 1e-4
+) -> Sensitivity:
+    """Take each example away from a batch, and take each alone.
+
+    Parameters
+    ----------
+    step
+        ``step(batch)`` gives the update before noise: the sum of clipped gradients, or whatever a training adds noise
+        of σ·C to. It begins from the same state in every call. Any implementation may be behind it.
+    batch
+        A tensor, or tensors in tuples, lists and mappings; the first dimension of each is the batch. ``step`` is
+        called ``2·batch + 2`` times, with parts of it.
+    max_grad_norm
+        C.
+    tolerance
+        In C.
+
+    Raises
+    ------
+    ValueError
+        Bad arguments, an empty batch, an update that is no tensor or changes its shape, a step that gives another
+        update when it is called again.
+    FloatingPointError
+        An update that is not finite.
+    """
+    number("max_grad_norm", max_grad_norm, open_low=True)
+    number("tolerance", tolerance)
+    count = batch_size(batch)
+    if count == 0:
+        raise ValueError("the batch must have at least one example, got 0")
+    whole = as_vector(step(batch))
+    gap = _distance(as_vector(step(batch)), whole) / max_grad_norm
+    if gap > tolerance:
+        raise ValueError(
+            f"step gives another update when it is called again with the same batch, {gap:.4g} C away: it must begin "
+            "from the same state in every call, without noise, dropout and shuffling"
+        )
+    alone = [as_vector(step(samples(batch, slice(i, i + 1)))) for i in range(count)]
+    # Without its only example a batch is empty, and many models cannot run on nothing.
+    rests = (as_vector(step(samples(batch, _all_but(i, count)))) if count > 1 else 0 * whole for i in range(count))
+    return Sensitivity(
+        tuple(_distance(whole, rest) / max_grad_norm for rest in rests),
+        tuple(_distance(own, 0 * whole) / max_grad_norm for own in alone),
+        max_grad_norm,
+        tolerance,
+    )
+
+
+def as_vector(update: Update) -> torch.Tensor:
+    """An update as one vector of float64, parameters in the order of their names.
+
+    Raises
+    ------
+    ValueError
+        Not a tensor, nor a mapping of some.
+    FloatingPointError
+        Not finite.
+    """
+    parts = [update[name] for name in sorted(update)] if isinstance(update, Mapping) else [update]
+    if not parts or not all(isinstance(part, torch.Tensor) for part in parts):
+        found = ", ".join(sorted({type(part).__name__ for part in parts})) or "an empty mapping"
+        raise ValueError(f"step must give a tensor, or a mapping of tensors, got {found}")
+    vector = torch.cat([part.detach().flatten().double() for part in parts])
+    if not vector.isfinite().all():
+        raise FloatingPointError("step gave an update that is not finite")
+    return vector
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    if len(one) != len(other):
+        raise ValueError(f"step gave updates of {len(other)} and of {len(one)} numbers: it must give all parameters")
+    return torch.linalg.vector_norm(one - other).item()
+
+
+def _all_but(place: int, count: int) -> torch.Tensor:
+    return torch.arange(count) != place
