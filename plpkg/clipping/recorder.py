@@ -267,16 +267,17 @@ class Recorder:
         check_finite(norms, 0, len(norms))
         return norms
 
-    def _see(self, site: Site, call: Call) -> None:
+    def _see(self, site: Site, call: Call, precision: torch.autocast) -> None:
         """A node of the graph reports."""
         if self._phase == "rows":
             self._check_rows(site, call)
             return
         if self._phase == "forward":
             raise RuntimeError(f"{site} saw a backward pass that clips nothing: call criterion(...).backward()")
-        self.recording = False  # a rule may run the layer
+        self.recording = False
         try:
-            parts = site.rule(call)
+            with precision:  # a rule may run the layer; sums and norms are not for autocast to round
+                parts = site.rule(call)
         except (NotImplementedError, ValueError) as error:
             raise type(error)(f"{site}: {error}") from error
         finally:
@@ -301,7 +302,7 @@ class Recorder:
         for gradient in call.gradients:
             reached = gradient.detach().flatten(1).abs().amax(1) if gradient[0].numel() else gradient.new_zeros(0)
             reached[self._row : self._row + 1] = 0
-            if reached.any():
+            if (reached.isfinite() & (reached > 0)).any():  # what is not finite is refused with its norm
                 raise ValueError(
                     f"{site}: the loss of sample {self._row} depends on row {reached.nonzero()[0].item()} of what it "
                     f"gave, of shape {tuple(gradient.shape)}: samples are mixed, or the rows are not the samples"
@@ -391,8 +392,8 @@ class Recorder:
                 rest = iter(saved)
                 filled = [next(rest) if known else other for known, other in zip(tensors, others, strict=True)]
                 args, kwargs = tree_unflatten(filled, structure)
-                with torch.autocast(device, **precision):
-                    self._see(site, Call(site.module, wanted, args, kwargs, gradients, self.batch, tuple(rest)))
+                call = Call(site.module, wanted, args, kwargs, gradients, self.batch, tuple(rest))
+                self._see(site, call, torch.autocast(device, **precision))
 
         tapped = _Tap.apply(report, len(places), self._anchor, *outputs, *inputs, *results_too)
         for place, tensor in zip(places, tapped, strict=True):

@@ -52,6 +52,7 @@ def test_an_example_that_changes_what_others_count():
     assert max(found.alone) == pytest.approx(1)
     assert found.removed[4] == pytest.approx(math.sqrt(1 + 4 * 2**2))
     assert found.worst_example == 4
+    assert found.worst == found.removed[4]
 
 
 def test_a_mean_over_the_actual_batch():
