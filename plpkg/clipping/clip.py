@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from plpkg.clipping.factors import square
 from plpkg.validation import number, one_of
 
 CLIPPINGS = ("flat", "automatic", "per_layer")
@@ -90,8 +91,7 @@ def clip_dense(gradients: Mapping[str, torch.Tensor], groups: Mapping[str, str],
     squares: dict[str, torch.Tensor] = {}
     for name, gradient in gradients.items():
         group = groups[name] if clip.local else ""
-        own = torch.linalg.vector_norm(gradient.flatten(1), dim=1).square()
-        squares[group] = squares[group] + own if group in squares else own
+        squares[group] = squares[group] + square(gradient) if group in squares else square(gradient)
     layers = len(set(groups.values()))
     factors = {group: clip.factors(square, layers) for group, square in squares.items()}
     sums = {

@@ -130,7 +130,7 @@ class Outer:
         return self.inner(self)
 
     def _by_instance(self) -> torch.Tensor:
-        return _square(self.instantiate()).expand(2, -1)
+        return square(self.instantiate()).expand(2, -1)
 
     def _by_id(self) -> torch.Tensor:
         ids, order = self.rows.sort(1)
@@ -140,7 +140,7 @@ class Outer:
         first[:, 1:] = ids[:, 1:] != ids[:, :-1]
         place = first.cumsum(1) - 1  # (batch, positions): the how-manieth id of its sample
         sums = torch.zeros_like(cols).scatter_add_(1, place[:, :, None].expand_as(cols), cols)
-        return _square(sums).expand(2, -1)
+        return square(sums).expand(2, -1)
 
 
 def norms_squared(uses: Sequence[Outer], rule: str, *, careful: bool = True) -> torch.Tensor:
@@ -185,7 +185,7 @@ def instantiate(uses: Sequence[Outer]) -> torch.Tensor:
 
 
 def _instantiated(uses: Sequence[Outer]) -> torch.Tensor:
-    return _square(instantiate(uses)).expand(2, -1)
+    return square(instantiate(uses)).expand(2, -1)
 
 
 def _concatenated(uses: Sequence[Outer]) -> list[Outer]:
@@ -211,9 +211,13 @@ def _in_chunks(norm, uses, bytes_per_sample: int) -> torch.Tensor:
     return torch.cat([norm([use.samples(p) for use in uses] if several else uses.samples(p)) for p in parts], 1)
 
 
-def _square(gradients: torch.Tensor) -> torch.Tensor:
-    """‖·‖² of each sample of ``(batch, …)``, without a copy of the squares."""
-    return torch.linalg.vector_norm(gradients.flatten(1), dim=1).square()
+def square(gradients: torch.Tensor) -> torch.Tensor:
+    """‖·‖² of each sample of ``(batch, …)``, without a copy of the squares.
+
+    Row by row first: PyTorch adds up a long float32 norm in few lanes, and loses two digits over 10⁵ numbers.
+    """
+    rows = torch.linalg.vector_norm(gradients[:, None] if gradients.ndim > 1 else gradients[:, None, None], dim=-1)
+    return rows.flatten(1).double().square().sum(1).to(gradients.dtype)
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:

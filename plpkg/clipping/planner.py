@@ -370,6 +370,7 @@ def _live(moments: Sequence[Moment], chosen: Mapping[str, Option], two_passes: b
         return live
     for moment, own in zip(moments, kept, strict=True):  # the sums, one after the other
         if moment.matrix is None:
+            already -= own
             continue
         total = moment.matrix.gradient_bytes // moment.matrix.batch
         scaled = moment.matrix.scaled_bytes if chosen[moment.key].choice.keep == "factors" else 0

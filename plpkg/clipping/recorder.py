@@ -318,7 +318,7 @@ class Recorder:
         if built or choice.keep == "gradient":
             built += [factors.instantiate(outer)] if outer else []
             gradient = sum(built[1:], built[0])
-            square, kept = torch.linalg.vector_norm(gradient.flatten(1), dim=1).square(), gradient
+            square, kept = factors.square(gradient), gradient
         else:
             square, kept = factors.norms_squared(outer, choice.norm, careful=choice.careful), outer
         local = self._clip.local

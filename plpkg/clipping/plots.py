@@ -1,0 +1,123 @@
+"""Figures of notebook 05."""
+
+import math
+
+from plpkg import theme
+from plpkg.clipping import recorded
+from plpkg.clipping.costs import Costs
+from plpkg.clipping.dataflow import StepMemory
+from plpkg.memory import MIB
+
+
+def parts(memory: StepMemory, phase: str, ax=None):
+    """The tensors that a phase adds up to, largest first, as one bar each."""
+    ax = theme.axes(ax)
+    named = sorted(memory.parts_bytes[phase].items(), key=lambda item: item[1])
+    named = [(name, size / MIB) for name, size in named if size]
+    fill = theme.fills(1)[0]
+    ax.barh([name for name, _ in named], [size for _, size in named], color=fill["color"])
+    for place, (_, size) in enumerate(named):
+        ax.text(size, place, f" {size:,.4g}", va="center", fontsize=9)
+    total = memory.increase_bytes(phase) / MIB
+    ax.set(xlabel="MiB", title=f"{memory.method}, {phase}: {total:,.2f} MiB", xlim=(0, 1.2 * named[-1][1]))
+    said = "; ".join(f"{name} {size:,.4g}" for name, size in reversed(named))
+    return theme.describe(ax, f"What the {phase} of {memory.method} holds at its peak, in MiB: {said}.")
+
+
+def costs(found: Costs, chosen: str | None = None, ax=None):
+    """Peak memory and operations of every execution, as multiples of SGD's; the chosen one is outlined."""
+    ax = theme.axes(ax)
+    rows = found.rows()
+    fills = theme.fills(2)
+    for shift, (key, label) in enumerate((("of SGD's peak", "peak memory"), ("of SGD's", "operations"))):
+        heights = [row[key] for row in rows]
+        places = [place + 0.4 * shift - 0.2 for place in range(len(rows))]
+        edges = ["black" if row["execution"] == chosen else "white" for row in rows]
+        style = {**fills[shift], "edgecolor": edges}
+        ax.bar(places, heights, 0.38, label=label, linewidth=1.5, **style)
+        for place, height in zip(places, heights, strict=True):
+            ax.text(place, height, f"{height:.3g}", ha="center", va="bottom", fontsize=8)
+    if max(row["of SGD's peak"] for row in rows) > 12:
+        ax.set_yscale("log")
+    ax.margins(y=0.12)
+    ax.set_xticks(range(len(rows)), [row["execution"].replace("_", "\n") for row in rows])
+    ax.set(ylabel="times plain SGD", title=f"batch {found.batch:,}, {found.seq:,} tokens")
+    ax.legend(loc="upper right")
+    peak, flops = "of SGD's peak", "of SGD's"
+    said = "; ".join(f"{row['execution']} {row[peak]:.2f} and {row[flops]:.2f}" for row in rows)
+    return theme.describe(ax, f"Peak memory and operations as multiples of plain SGD's: {said}.")
+
+
+def gram_or_gradient(rows: int, cols: int, ax=None):
+    """Operations and bytes of a norm by Gram matrices and by the gradient, against the number of positions."""
+    ax = theme.axes(ax)
+    lengths = [2**k for k in range(13)]
+    lines = {
+        "Gram matrices, MFLOP": [2 * t * t * (rows + cols) / 1e6 for t in lengths],
+        "gradient, MFLOP": [2 * t * rows * cols / 1e6 for t in lengths],
+        "Gram matrices, MB": [8 * t * t / 1e6 for t in lengths],
+        "gradient, MB": [4 * rows * cols / 1e6 for _ in lengths],
+    }
+    for (label, values), style in zip(lines.items(), theme.styles(len(lines)), strict=True):
+        ax.plot(lengths, values, label=label, markersize=4, **style)
+    flop, byte = rows * cols / (rows + cols), math.sqrt(rows * cols / 2)
+    ax.axvline(flop, color="0.4", lw=1, linestyle=":")
+    ax.axvline(byte, color="0.4", lw=1, linestyle=":")
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set(xlabel="positions T", ylabel="for each sample", title=f"One layer, {cols:,} → {rows:,}")
+    ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    return theme.describe(
+        ax, f"A norm's operations and bytes against T for {cols} → {rows}. Gram matrices take more operations from "
+        f"T = {flop:.0f} on, and more bytes from T = {byte:.0f} on.",
+    )  # fmt: skip
+
+
+def measured(case: str, ax=None):
+    """CPU time against peak memory of every way, as multiples of SGD's (measured, recorded)."""
+    ax = theme.axes(ax)
+    table = recorded.costs(case)
+    for (_, row), style in zip(table.iterrows(), theme.styles(len(table)), strict=True):
+        style = {**style, "linestyle": "none"}
+        ax.plot(row["peak_ratio"], row["ratio"], label=row["what"], markersize=9, **style)
+    ax.axhline(1, color="0.6", lw=0.8)
+    ax.axvline(1, color="0.6", lw=0.8)
+    ax.set(xlabel="peak memory, times SGD's", ylabel="CPU time, times SGD's", title=case)
+    ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    said = "; ".join(f"{row['what']} {row['ratio']:.2f} at {row['peak_ratio']:.2f}" for _, row in table.iterrows())
+    return theme.describe(ax, f"CPU time at peak memory, as multiples of SGD's. {said}.")
+
+
+def grid(ax=None):
+    """The plan's CPU time beside ghost clipping's, over widths, lengths and batches (measured, recorded)."""
+    ax = theme.axes(ax)
+    table = recorded.grid()
+    widths = sorted(table["width"].unique())
+    for width, style in zip(widths, theme.styles(len(widths)), strict=True):
+        own = table[table["width"] == width]
+        ax.plot(own["seq"], own["ratio"], label=f"width {width}", **{**style, "linestyle": "none"})
+    ax.axhline(1, color="0.4", lw=1)
+    ax.set_xscale("log", base=2)
+    ax.set(xlabel="tokens", ylabel="plan's CPU time / ghost's", ylim=(0, 1.1))
+    ax.legend(loc="lower left")
+    low, high = table["ratio"].min(), table["ratio"].max()
+    return theme.describe(
+        ax, f"The plan takes {low:.2f} to {high:.2f} of ghost clipping's time in {len(table)} settings."
+    )
+
+
+def caught(zoo, ax=None):
+    """Which check catches which bug: a filled cell is a catch."""
+    ax = theme.axes(ax)
+    checks = ("parity", "sensitivity", "audit")
+    bugs = [finding.bug for finding in zoo.findings]
+    for row, finding in enumerate(zoo.findings):
+        for column, check in enumerate(checks):
+            hit = check in finding.caught_by
+            ax.plot(column, row, marker="s" if hit else "o", markersize=13, color="C2" if hit else "0.85")
+            ax.text(column + 0.14, row, "caught" if hit else "", va="center", fontsize=9)
+    ax.set_xticks(range(len(checks)), checks)
+    ax.set_yticks(range(len(bugs)), bugs)
+    ax.set(xlim=(-0.5, 2.7), ylim=(len(bugs) - 0.5, -0.5))
+    said = "; ".join(f"{f.bug}: {' and '.join(f.caught_by) or 'nothing'}" for f in zoo.findings)
+    return theme.describe(ax, f"What catches each bug. {said}.")

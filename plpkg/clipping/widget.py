@@ -1,0 +1,56 @@
+"""The explorer of notebook 05: batch, sequence, layer widths, execution → peak memory and operations."""
+
+from functools import lru_cache
+
+import ipywidgets
+
+from plpkg.clipping import plots
+from plpkg.clipping.costs import WAYS, Costs, stack_costs
+from plpkg.explorer import Explorer
+from plpkg.memory import MIB
+
+WIDTHS = ((512, 256, 128), (1024, 512, 256), (2048, 1024, 512), (5120, 2560, 1280))
+
+
+@lru_cache(maxsize=256)
+def _costs(batch: int, seq: int, widths: tuple[int, ...]) -> Costs:
+    return stack_costs(batch, seq, widths)
+
+
+def compute(batch: int, seq: int, widths: tuple[int, ...], execution: str) -> tuple[Costs, str]:
+    """A step of two linear layers in every execution, on fake tensors; and the one to look at."""
+    return _costs(batch, seq, widths), execution
+
+
+def read_out(result: tuple[Costs, str]) -> str:
+    """The result in words."""
+    costs, execution = result
+    cost, sgd = costs.by_way[execution], costs.by_way["sgd"]
+    least = min((way for way in costs.by_way if way != "sgd"), key=lambda way: costs.by_way[way].flops)
+    return (
+        f"{execution}, {costs.batch:,} samples of {costs.seq:,} tokens, {' → '.join(map(str, costs.widths))}: peak "
+        f"{cost.peak_bytes / MIB:,.0f} MiB ({cost.peak_bytes / sgd.peak_bytes:.2f} × SGD's), {cost.flops / 1e9:,.4g} "
+        f"GFLOP ({cost.flops / sgd.flops:.2f} ×). Of those that clip, {least} needs the fewest operations."
+    )
+
+
+def draw(result: tuple[Costs, str], ax):
+    """Peak and operations of every execution beside SGD."""
+    return plots.costs(*result, ax=ax)
+
+
+def explorer() -> Explorer:
+    """The widget."""
+    controls = {
+        "batch": ipywidgets.SelectionSlider(options=[2**k for k in range(18)], value=32, description="Batch (samples)"),
+        "seq": ipywidgets.SelectionSlider(
+            options=[2**k for k in range(13)], value=128, description="Sequence (tokens)"
+        ),
+        "widths": ipywidgets.SelectionSlider(
+            options=[(" → ".join(map(str, widths)), widths) for widths in WIDTHS],
+            value=WIDTHS[1],
+            description="Widths (values)",
+        ),
+        "execution": ipywidgets.SelectionSlider(options=WAYS, value="book_keeping", description="Execution"),
+    }
+    return Explorer(controls, compute, read_out, draw)

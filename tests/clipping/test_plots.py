@@ -1,0 +1,54 @@
+"""Figures carry the numbers they are drawn from, and say them."""
+
+import re
+
+import matplotlib.pyplot as plt
+import pytest
+
+from plpkg import theme
+from plpkg.clipping import dataflow, plots, recorded, stack_costs
+from plpkg.memory import MIB
+
+
+def test_parts_add_up():
+    memory = dataflow.emulate("ghost", 2**17)
+    ax = plots.parts(memory, "first backward")
+    bars = [patch.get_width() for patch in ax.patches]
+    assert sum(bars) == pytest.approx(memory.increase_bytes("first backward") / MIB)
+    assert "copy of dL/dh1 1,280" in theme.alt(ax.figure)
+
+
+def test_costs_are_relative_to_sgd():
+    found = stack_costs(8, 16, (64, 32, 16))
+    ax = plots.costs(found, "ghost")
+    heights = [patch.get_height() for patch in ax.patches]
+    rows = found.rows()
+    assert heights == pytest.approx([row["of SGD's peak"] for row in rows] + [row["of SGD's"] for row in rows])
+
+
+def test_the_crossing_is_marked():
+    ax = plots.gram_or_gradient(768, 768)
+    lines = {line.get_label(): line.get_ydata() for line in ax.lines}
+    lengths = list(ax.lines[0].get_xdata())
+    cheaper = [
+        t for t, a, b in zip(lengths, lines["Gram matrices, MFLOP"], lines["gradient, MFLOP"], strict=True) if a > b
+    ]
+    assert min(cheaper) == 512
+    assert "T = 384" in theme.alt(ax.figure)
+
+
+@pytest.mark.parametrize("case", recorded.cases())
+def test_measured_points_are_the_recorded_ones(case):
+    table = recorded.costs(case)
+    ax = plots.measured(case)
+    assert [line.get_ydata()[0] for line in ax.lines[: len(table)]] == list(table["ratio"])
+    plt.close(ax.figure)
+
+
+def test_the_grid_is_complete():
+    table = recorded.grid()
+    ax = plots.grid()
+    drawn = sorted(y for line in ax.lines[:-1] for y in line.get_ydata())
+    assert drawn == sorted(table["ratio"])
+    low = re.search(r"takes (\d\.\d\d)", theme.alt(ax.figure)).group(1)
+    assert float(low) == round(table["ratio"].min(), 2)
