@@ -7,13 +7,17 @@
 * grid: widths, lengths and batches: the plan that has ghost clipping's memory, beside ghost clipping.
 
 Times are CPU seconds of one thread, medians of interleaved runs, every ratio against SGD (or ghost) of the same round.
+The C library is told to keep memory that is freed, as CUDA's allocator does; ``--default-malloc`` leaves that out, and
+names its sections so: then each large tensor costs page faults, most where most is kept.
 
 Run: ``python benchmarks/clipping.py`` (about 10 minutes on an idle core). Not part of ``make bench``.
 """
 
 import argparse
 import copy
+import os
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -34,6 +38,7 @@ from plpkg.clipping.gradients import EXECUTIONS
 from plpkg.memory import MIB, MemoryTimeline
 
 MAX_GRAD_NORM = 0.1
+KEEP_FREED = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
 VOCAB = 2000
 REPEATS = 9
 
@@ -242,18 +247,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", help=f"some of {', '.join(SECTIONS)}; all without")
     parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--default-malloc", action="store_true")
     arguments = parser.parse_args()
+    if not arguments.default_malloc and not KEEP_FREED.items() <= os.environ.items():
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | KEEP_FREED)
     if unknown := set(arguments.sections) - set(SECTIONS):
         parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     chosen = arguments.sections or list(SECTIONS)
     rows = [row for name in chosen for row in SECTIONS[name](arguments.repeats)]
-    there = record.DATA / "clipping.csv"
-    keep = None
-    if arguments.sections and there.exists():
+    if arguments.default_malloc:
+        rows = [row | {"section": f"{row['section']}, default malloc"} for row in rows]
+    there, keep = record.DATA / "clipping.csv", None
+    if (arguments.sections or arguments.default_malloc) and there.exists():
         old = pd.read_csv(there)
-        keep = old[~old["section"].isin(chosen)]
+        keep = old[~old["section"].isin({row["section"] for row in rows})]
     record.write("clipping", rows, keep=keep)
 
 

@@ -49,14 +49,14 @@ PHYSICAL = 32
 SEQ, BATCH, STEPS = 64, 96, 20
 EPSILONS = (1.0, 4.0, 16.0)
 METHODS = {
-    "LoRA r=8": Method(lora(8), 5e-3),
+    "LoRA r=8": Method(lora(8), 1e-2),
     "PrivateLoRA r=64": Method(low(64), 1e-2),
-    "PrivateLoRA r=16, public gradient": Method(low(16, init="given"), 1e-2, "public"),
+    "PrivateLoRA r=16, public gradient": Method(low(16, init="given"), 5e-3, "public"),
 }
 RATES = {
     "LoRA r=8": (2e-3, 5e-3, 1e-2),
-    "PrivateLoRA r=64": (5e-3, 1e-2, 2e-2),
-    "PrivateLoRA r=16, public gradient": (5e-3, 1e-2, 2e-2),
+    "PrivateLoRA r=64": (5e-3, 1e-2),
+    "PrivateLoRA r=16, public gradient": (5e-3, 1e-2),
 }
 DIARY_BATCH, DIARY_STEPS = 20, 300
 DIARY_EPSILONS = (8.0, 2.0)

@@ -5,7 +5,7 @@
 * ``fast``: fast gradient clipping (Lee & Kifer, arXiv 2009.03106): gradients are built layer by layer for their
   norms, and dropped; a second backward pass of reweighted losses gives the sum.
 * ``ghost``: the same with norms from Gram matrices (Li et al., arXiv 2110.05679): nothing of a weight's size is built.
-* ``book_keeping``: one pass (Bu et al., arXiv 2210.00038). Factors are kept, or gradients where those are smaller.
+* ``book_keeping``: one pass (Bu et al., arXiv 2210.00038). Factors are kept, or gradients where those are not much larger.
 * ``auto``: what :func:`plpkg.clipping.plan` finds fastest within a memory budget.
 """
 
@@ -26,10 +26,14 @@ def _always(choice: Choice) -> Callable[..., Choice]:
     return lambda key, uses, built_bytes: choice
 
 
-def smallest(key: str, uses: Sequence[Outer], built_bytes: int) -> Choice:
-    """Book-keeping's rule without a plan: keep what is smaller, and take the norm the cheaper way."""
+def either(key: str, uses: Sequence[Outer], built_bytes: int) -> Choice:
+    """Book-keeping's rule without a plan: the gradient, unless it takes more than twice the factors' bytes.
+
+    A gradient that is kept takes the place of the weight gradient, so that its norm is all it costs; factors need
+    Gram matrices beside it.
+    """
     rows, cols, positions = size(uses)
-    if not any(use.one_hot for use in uses) and rows * cols <= positions * (rows + cols):
+    if not any(use.one_hot for use in uses) and rows * cols <= 2 * positions * (rows + cols):
         return Choice("instantiate", "gradient")
     return Choice("gram" if positions * (rows + cols) <= rows * cols else "instantiate", "factors")
 
@@ -47,7 +51,7 @@ EXECUTIONS: Mapping[str, Execution] = {
     "per_sample": Execution(_always(Choice("instantiate", "gradient"))),
     "fast": Execution(_always(Choice("instantiate", "nothing")), two_passes=True),
     "ghost": Execution(_always(Choice("gram", "nothing")), two_passes=True),
-    "book_keeping": Execution(smallest),
+    "book_keeping": Execution(either),
 }
 
 

@@ -110,7 +110,7 @@ def caught(zoo, ax=None):
     """Which check catches which bug: a filled cell is a catch."""
     ax = theme.axes(ax)
     checks = ("parity", "sensitivity", "audit")
-    bugs = [finding.bug for finding in zoo.findings]
+    bugs = [finding.specimen.bug for finding in zoo.findings]
     for row, finding in enumerate(zoo.findings):
         for column, check in enumerate(checks):
             hit = check in finding.caught_by
@@ -119,5 +119,5 @@ def caught(zoo, ax=None):
     ax.set_xticks(range(len(checks)), checks)
     ax.set_yticks(range(len(bugs)), bugs)
     ax.set(xlim=(-0.5, 2.7), ylim=(len(bugs) - 0.5, -0.5))
-    said = "; ".join(f"{f.bug}: {' and '.join(f.caught_by) or 'nothing'}" for f in zoo.findings)
+    said = "; ".join(f"{f.specimen.bug}: {' and '.join(f.caught_by) or 'nothing'}" for f in zoo.findings)
     return theme.describe(ax, f"What catches each bug. {said}.")

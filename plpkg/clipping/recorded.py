@@ -23,19 +23,22 @@ def section(name: str):
 def cases() -> tuple[str, ...]:
     """The settings that were measured beside SGD and Opacus."""
     rows = catalog.measured("clipping")
-    return tuple(rows[rows["section"] != "grid"]["case"].drop_duplicates())
+    return tuple(rows[rows["section"].isin(SECTIONS[:3])]["case"].drop_duplicates())
 
 
-def costs(case: str):
+def costs(case: str, *, default_malloc: bool = False):
     """One setting: ``what``, ``cpu_ms``, ``gflop``, ``peak_mib`` and their ratios to SGD's.
 
     Parameters
     ----------
     case
         One of :func:`cases`.
+    default_malloc
+        With the C library's own settings, where large tensors cost page faults (the first case only).
     """
     one_of("case", case, cases())
     rows = catalog.measured("clipping")
+    rows = rows[rows["section"].str.endswith("default malloc") == default_malloc]
     return rows[rows["case"] == case].drop(columns=["section", "case", *_ORIGIN]).reset_index(drop=True)
 
 
