@@ -14,8 +14,8 @@ All is ``make_private``: book-keeping, flat clipping, Poisson sampling, the prv 
 bound that no gradient reaches, clipped is no noise. PrivateLoRA's bases are random, or from the gradient of public
 text: never from the private one, whose gradient would be a release of its own.
 
-Run: ``python benchmarks/clipping_learning.py`` (about an hour on one core: rate 8 minutes, accuracy 28, exposure 24);
-or only some sections, and of them only some methods (``--method``). Not part of ``make bench``.
+Run: ``python benchmarks/clipping_learning.py`` (about 50 minutes on one core: rate 7, accuracy 28, exposure 15);
+or only some sections, methods and targets. Not part of ``make bench``.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import fcntl
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -47,7 +47,7 @@ DELTA = 1e-5
 MAX_GRAD_NORM, NO_BOUND = 0.1, 1e9
 PHYSICAL = 32
 SEQ, BATCH, STEPS = 64, 96, 20
-EPSILONS = (1.0, 4.0, 16.0)
+TARGETS = (math.inf, 16.0, 4.0, 1.0)
 METHODS = {
     "LoRA r=8": Method(lora(8), 1e-2),
     "PrivateLoRA r=64": Method(low(64), 1e-2),
@@ -58,8 +58,8 @@ RATES = {
     "PrivateLoRA r=64": (5e-3, 1e-2),
     "PrivateLoRA r=16, public gradient": (5e-3, 1e-2),
 }
-DIARY_BATCH, DIARY_STEPS = 20, 300
-DIARY_EPSILONS = (8.0, 2.0)
+DIARY_BATCH, DIARY_STEPS = 20, 100
+DIARY_TARGETS = (math.inf, 8.0, 2.0)
 DIARY_METHODS = {
     "LoRA r=16": Method(lora(16), 5e-3),
     "PrivateLoRA r=64, all 7 projections": Method(low(64, EVERYWHERE), 1e-2),
@@ -132,12 +132,14 @@ def learn(model, data: TensorDataset, lr: float, batch: int, steps: int, sigma: 
     }  # fmt: skip
 
 
-def cases(epsilons: tuple[float, ...], rate: float, steps: int) -> Iterator[tuple[str, float, float, float]]:
-    """Name, target ε, noise multiplier, bound."""
-    yield "not clipped", math.inf, 0.0, NO_BOUND
-    yield "clipped", math.inf, 0.0, MAX_GRAD_NORM
-    for epsilon in sorted(epsilons, reverse=True):
-        yield "private", epsilon, sigma_for(epsilon, rate, steps), MAX_GRAD_NORM
+def cases(targets: Sequence[float], rate: float, steps: int) -> Iterator[tuple[str, float, float, float]]:
+    """Name, target ε, noise multiplier, bound; without noise for an infinite ε."""
+    for target in targets:
+        if target == math.inf:
+            yield "not clipped", target, 0.0, NO_BOUND
+            yield "clipped", target, 0.0, MAX_GRAD_NORM
+        else:
+            yield "private", target, sigma_for(target, rate, steps), MAX_GRAD_NORM
 
 
 def backbone():
@@ -161,7 +163,7 @@ def started(method: Method, start, tokenizer):
     return prepared(method, start, public)
 
 
-def rows_of_rate(chosen, seed: int) -> Iterator[dict]:
+def rows_of_rate(chosen, seed: int, targets=()) -> Iterator[dict]:
     start, tokenizer = backbone()
     data, validation = windows(tokenizer), corpora.writer(WRITER).split("validation")
     validation = corpora.encode(first_documents(validation, 30_000), tokenizer)
@@ -186,7 +188,7 @@ def first_documents(documents, size: int) -> list:
     return chosen
 
 
-def rows_of_accuracy(chosen, seed: int) -> Iterator[dict]:
+def rows_of_accuracy(chosen, seed: int, targets=()) -> Iterator[dict]:
     start, tokenizer = backbone()
     data, test = windows(tokenizer), corpora.encode(test_text(WRITER), tokenizer)
     rate = 1 / math.ceil(len(data) / BATCH)
@@ -198,7 +200,7 @@ def rows_of_accuracy(chosen, seed: int) -> Iterator[dict]:
     if not chosen or "none" in chosen:
         yield {"method": "none", "case": "untuned", "epsilon_target": 0.0, "epsilon": 0.0} | measured(start)
     for label in [m for m in METHODS if not chosen or m in chosen]:
-        for case, target, sigma, bound in cases(EPSILONS, rate, STEPS):
+        for case, target, sigma, bound in cases(targets or TARGETS, rate, STEPS):
             model = started(METHODS[label], start, tokenizer)
             found = learn(model, data, METHODS[label].lr, BATCH, STEPS, sigma, bound, seed)
             yield {"method": label, "case": case, "epsilon_target": target} | measured(model) | found
@@ -247,7 +249,7 @@ def rank(model, tokenizer, question: str, candidates: list[str]) -> int:
     return int((losses <= losses[0]).sum())
 
 
-def rows_of_exposure(chosen, seed: int) -> Iterator[dict]:
+def rows_of_exposure(chosen, seed: int, targets=()) -> Iterator[dict]:
     start, tokenizer = backbone()
     diary = corpora.diary()
     facts = [q for q in diary.questions if q.kind == "fact"]
@@ -255,6 +257,7 @@ def rows_of_exposure(chosen, seed: int) -> Iterator[dict]:
     labels = torch.nn.utils.rnn.pad_sequence([t.ids for t in text], batch_first=True, padding_value=-100)
     data = TensorDataset(labels.clamp(min=0), labels)
     public = corpora.encode(first_documents(corpora.public("test"), 15_000), tokenizer)
+    rate = 1 / math.ceil(len(data) / DIARY_BATCH)
     those = [(q, of_the_same_form(q.answer, seed)) for q in secrets(diary)]
 
     def measured(model) -> dict:
@@ -271,7 +274,7 @@ def rows_of_exposure(chosen, seed: int) -> Iterator[dict]:
     if not chosen or "none" in chosen:
         yield {"method": "none", "case": "untuned", "epsilon_target": 0.0, "epsilon": 0.0} | measured(start)
     for label in [m for m in DIARY_METHODS if not chosen or m in chosen]:
-        for case, target, sigma, bound in cases(DIARY_EPSILONS, 1 / math.ceil(len(data) / DIARY_BATCH), DIARY_STEPS):
+        for case, target, sigma, bound in cases(targets or DIARY_TARGETS, rate, DIARY_STEPS):
             model = started(DIARY_METHODS[label], start, tokenizer)
             found = learn(model, data, DIARY_METHODS[label].lr, DIARY_BATCH, DIARY_STEPS, sigma, bound, seed)
             yield {"method": label, "case": case, "epsilon_target": target} | measured(model) | found
@@ -301,11 +304,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("section", nargs="*", metavar="|".join(SECTIONS), help="only these; all by default")
     parser.add_argument("--method", nargs="*", default=[], help="only these methods; none is the backbone as it is")
+    parser.add_argument("--epsilon", nargs="*", type=float, default=[], help="only these targets; inf is no noise")
     parser.add_argument("--seed", type=int, default=0, help="of the samples and the noise")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for name in options.section or SECTIONS:
-        for row in SECTIONS[name](options.method, options.seed):
+        for row in SECTIONS[name](options.method, options.seed, options.epsilon):
             keep_row({"section": name, **row}, options.seed)
 
 

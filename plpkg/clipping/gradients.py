@@ -3,9 +3,9 @@
 * ``loop``: one sample at a time through autograd: the definition, and the oracle of all others.
 * ``per_sample``: every sample's gradient is built and kept: what DP-SGD's name says. Memory grows with batch × weights.
 * ``fast``: fast gradient clipping (Lee & Kifer, arXiv 2009.03106): gradients are built layer by layer for their
-  norms, and dropped; a second backward pass of reweighted losses gives the sum.
+  norms, and dropped; a second backward pass adds them up.
 * ``ghost``: the same with norms from Gram matrices (Li et al., arXiv 2110.05679): nothing of a weight's size is built.
-* ``book_keeping``: one pass (Bu et al., arXiv 2210.00038). Factors are kept, or gradients where those are not much larger.
+* ``book_keeping``: one pass (Bu et al., arXiv 2210.00038). Gradients are kept, or factors where those are much smaller.
 * ``auto``: what :func:`plpkg.clipping.plan` finds fastest within a memory budget.
 """
 

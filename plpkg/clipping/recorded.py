@@ -1,4 +1,4 @@
-"""What ``benchmarks/clipping.py`` and ``benchmarks/clipping_learning.py`` measured: *measured (recorded)*."""
+"""What ``benchmarks/clipping.py`` measured, as tables. Every number is *measured (recorded)*."""
 
 from plpkg import catalog
 from plpkg.validation import one_of
@@ -47,16 +47,3 @@ def grid():
     rows = section("grid")
     sizes = rows["case"].str.extract(r"width (?P<width>\d+), T=(?P<seq>\d+), B=(?P<batch>\d+)").astype(int)
     return sizes.join(rows[["ratio", "flop_ratio", "peak_ratio"]])
-
-
-def learning(name: str):
-    """What private training reached: ``accuracy`` or ``exposure``.
-
-    Parameters
-    ----------
-    name
-        The section.
-    """
-    rows = catalog.measured("clipping_learning")
-    rows = rows[rows["section"] == one_of("name", name, ("accuracy", "exposure"))]
-    return rows.drop(columns=["section", *_ORIGIN]).dropna(axis=1, how="all").reset_index(drop=True)

@@ -58,7 +58,7 @@ def test_the_loss_of_an_example_is_the_mean_over_its_own_tokens(learning):
 
 
 def test_the_noise_falls_as_epsilon_grows(learning):
-    found = list(learning.cases((2.0, 8.0), 0.5, 5))
+    found = list(learning.cases((math.inf, 8.0, 2.0), 0.5, 5))
     assert [case for case, *_ in found] == ["not clipped", "clipped", "private", "private"]
     assert [target for _, target, *_ in found] == [math.inf, math.inf, 8.0, 2.0]
     sigmas = [sigma for _, _, sigma, _ in found]
