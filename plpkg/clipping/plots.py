@@ -8,19 +8,25 @@ from plpkg.clipping.costs import Costs
 from plpkg.clipping.dataflow import StepMemory
 from plpkg.memory import MIB
 
+SMALL = 0.002
+"""Parts below this share of a phase are drawn as one."""
+
 
 def parts(memory: StepMemory, phase: str, ax=None):
     """The tensors that a phase adds up to, largest first, as one bar each."""
     ax = theme.axes(ax)
-    named = sorted(memory.parts_bytes[phase].items(), key=lambda item: item[1])
-    named = [(name, size / MIB) for name, size in named if size]
+    total = memory.increase_bytes(phase) / MIB
+    sizes = sorted(((size / MIB, name) for name, size in memory.parts_bytes[phase].items() if size), reverse=True)
+    named = [(name, size) for size, name in sizes if abs(size) >= SMALL * total]
+    if rest := sizes[len(named) :]:
+        named.append((f"{len(rest)} small ones", sum(size for size, _ in rest)))
     fill = theme.fills(1)[0]
     ax.barh([name for name, _ in named], [size for _, size in named], color=fill["color"])
     for place, (_, size) in enumerate(named):
-        ax.text(size, place, f" {size:,.4g}", va="center", fontsize=9)
-    total = memory.increase_bytes(phase) / MIB
-    ax.set(xlabel="MiB", title=f"{memory.method}, {phase}: {total:,.2f} MiB", xlim=(0, 1.2 * named[-1][1]))
-    said = "; ".join(f"{name} {size:,.4g}" for name, size in reversed(named))
+        ax.text(max(size, 0), place, f" {size:,.4g}", va="center", fontsize=9)
+    ax.invert_yaxis()
+    ax.set(xlabel="MiB", title=f"{memory.method}, {phase}: {total:,.2f} MiB", xlim=(0, 1.2 * named[0][1]))
+    said = "; ".join(f"{name} {size:,.4g}" for name, size in named)
     return theme.describe(ax, f"What the {phase} of {memory.method} holds at its peak, in MiB: {said}.")
 
 
@@ -79,7 +85,9 @@ def measured(case: str, ax=None):
     table = recorded.costs(case)
     for (_, row), style in zip(table.iterrows(), theme.styles(len(table)), strict=True):
         style = {**style, "linestyle": "none"}
-        ax.plot(row["peak_ratio"], row["ratio"], label=row["what"], markersize=9, **style)
+        if row["what"].startswith("plan"):  # around what it may have the same costs as
+            style |= {"markerfacecolor": "none", "markersize": 15, "markeredgewidth": 1.5}
+        ax.plot(row["peak_ratio"], row["ratio"], label=row["what"], **{"markersize": 9, **style})
     ax.axhline(1, color="0.6", lw=0.8)
     ax.axvline(1, color="0.6", lw=0.8)
     ax.set(xlabel="peak memory, times SGD's", ylabel="CPU time, times SGD's", title=case)
@@ -98,7 +106,7 @@ def grid(ax=None):
         ax.plot(own["seq"], own["ratio"], label=f"width {width}", **{**style, "linestyle": "none"})
     ax.axhline(1, color="0.4", lw=1)
     ax.set_xscale("log", base=2)
-    ax.set(xlabel="tokens", ylabel="plan's CPU time / ghost's", ylim=(0, 1.1))
+    ax.set(xlabel="tokens of a sample", ylabel="plan's CPU time / ghost's", ylim=(0, 1.1))
     ax.legend(loc="lower left")
     low, high = table["ratio"].min(), table["ratio"].max()
     return theme.describe(
@@ -107,7 +115,7 @@ def grid(ax=None):
 
 
 def caught(zoo, ax=None):
-    """Which check catches which bug: a filled cell is a catch."""
+    """Which check catches which bug."""
     ax = theme.axes(ax)
     checks = ("parity", "sensitivity", "audit")
     bugs = [finding.specimen.bug for finding in zoo.findings]
@@ -115,9 +123,11 @@ def caught(zoo, ax=None):
         for column, check in enumerate(checks):
             hit = check in finding.caught_by
             ax.plot(column, row, marker="s" if hit else "o", markersize=13, color="C2" if hit else "0.85")
-            ax.text(column + 0.14, row, "caught" if hit else "", va="center", fontsize=9)
+            missed = "no reference" if check == "parity" and finding.parity is None else "missed"
+            ax.text(column + 0.14, row, "caught" if hit else missed, va="center", color="k" if hit else "0.5")
+    ax.grid(visible=False)
     ax.set_xticks(range(len(checks)), checks)
     ax.set_yticks(range(len(bugs)), bugs)
-    ax.set(xlim=(-0.5, 2.7), ylim=(len(bugs) - 0.5, -0.5))
+    ax.set(xlim=(-0.3, 2.7), ylim=(len(bugs) - 0.5, -0.5))
     said = "; ".join(f"{f.specimen.bug}: {' and '.join(f.caught_by) or 'nothing'}" for f in zoo.findings)
     return theme.describe(ax, f"What catches each bug. {said}.")

@@ -1,8 +1,8 @@
 """Watching a model's layers during a backward pass, and clipping with what was seen.
 
-Each layer with parameters that learn is called with its parameters frozen, and its output goes through a *tap*: an
-identity whose backward hands what the layer read and its output's gradient to the recorder. So autograd computes no
-weight gradient at all; the recorder computes norms from the factors, and later the one sum that is wanted.
+Each layer with parameters that learn is called with its parameters frozen, and its output goes through a *tap*
+(:mod:`plpkg.clipping.taps`). So autograd computes no weight gradient at all; the recorder computes norms from the
+factors, and later the one sum that is wanted.
 
 Recording in the backward pass alone is what makes reuse, ties and both kinds of gradient checkpointing come out
 right: every node of the graph reports once, however often its forward was run. A parameter that is used past its
@@ -17,19 +17,19 @@ a loss that uses other samples' numbers without a gradient; models in several pr
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import is_fake
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from plpkg.clipping import factors
 from plpkg.clipping.clip import Clip
 from plpkg.clipping.factors import Outer
-from plpkg.clipping.layers import UNITS, Call, any_layer, float_tensors, refusal, rule_for
+from plpkg.clipping.layers import Call, refusal
+from plpkg.clipping.taps import Site, sites, tap
 
 
 @dataclass(frozen=True)
@@ -70,23 +70,6 @@ class Execution:
     choose: Callable[[str, Sequence[Outer], int], Choice]
     two_passes: bool = False
     seen: Callable[[str], object] | None = None
-
-
-@dataclass(frozen=True)
-class Site:
-    """A layer with parameters that learn: ``keys`` maps their names in the layer to their names in the model."""
-
-    name: str
-    module: nn.Module
-    rule: Callable
-    keys: dict[str, str]
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return [self.module.get_parameter(name) for name in self.keys]
-
-    def __str__(self) -> str:
-        return f"{self.name or 'the model'} ({type(self.module).__name__})"
 
 
 _WATCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -132,14 +115,13 @@ class Recorder:
             if p._backward_hooks:
                 raise ValueError(f"{name} has a gradient hook, which clipping would leave out: remove it")
         self.model = model
-        self.sites = _sites(model, {id(p): name for name, p in self.parameters.items()})
+        self.sites = sites(model, {id(p): name for name, p in self.parameters.items()})
         self.groups: dict[str, str] = {}
         for site in self.sites:
             for key in site.keys.values():
                 self.groups.setdefault(key, site.name)
         self.batch = 0
         self.recording = self.verified = False
-        self._anchor = torch.zeros(0, requires_grad=True)  # so that the first layer's output has a gradient, too
         self._frozen: list[list[tuple[nn.Parameter, bool]]] = []
         self._hooks = [
             hook
@@ -267,6 +249,9 @@ class Recorder:
         check_finite(norms, 0, len(norms))
         return norms
 
+    def _wanted(self, site: Site) -> tuple[str, ...]:
+        return tuple(n for n, key in site.keys.items() if self._phase != "sums" or key not in self._done)
+
     def _see(self, site: Site, call: Call, precision: torch.autocast) -> None:
         """A node of the graph reports."""
         if self._phase == "rows":
@@ -355,65 +340,13 @@ class Recorder:
                 return None
             if self._phase == "forward":
                 self._expected.update(site.keys.values())
-            return self._tap(site, args, kwargs, output)
+            return tap(site, self.batch, args, kwargs, output, self._wanted, self._see)
 
         return hook
 
     def _thaw(self) -> None:
         for p, learns in self._frozen.pop():
             p.requires_grad_(learns)
-
-    def _tap(self, site: Site, args: tuple, kwargs: dict, output):
-        leaves, structure = tree_flatten((args, kwargs))
-        if not float_tensors(output):
-            raise NotImplementedError(f"{site} gave a {type(output).__name__} without tensors that can be followed")
-        for tensor in float_tensors(output):
-            if tensor.ndim == 0 or tensor.shape[0] not in (1, self.batch):
-                raise ValueError(
-                    f"{site} gave a tensor of shape {tuple(tensor.shape)}, whose first dimension is not "
-                    f"the batch of {self.batch}: give the layer the batch first (or 1 for all samples alike)"
-                )
-        if not torch.is_grad_enabled():
-            return None
-        results, shape = tree_flatten(output)
-        places = [i for i, leaf in enumerate(results) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
-        # What is the same for all samples gets a gradient of its own for each of them.
-        outputs = [results[i].expand(self.batch, *results[i].shape[1:]) for i in places]
-        inputs = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        results_too = [tensor.detach() for tensor in outputs] if site.rule is any_layer else []
-        device = outputs[0].device.type
-        precision = dict(dtype=torch.get_autocast_dtype(device), enabled=torch.is_autocast_enabled(device))
-        others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
-
-        def report(saved: Sequence[torch.Tensor], gradients: tuple[torch.Tensor, ...]) -> None:
-            wanted = tuple(n for n, key in site.keys.items() if self._phase != "sums" or key not in self._done)
-            if wanted:
-                rest = iter(saved)
-                filled = [next(rest) if known else other for known, other in zip(tensors, others, strict=True)]
-                args, kwargs = tree_unflatten(filled, structure)
-                call = Call(site.module, wanted, args, kwargs, gradients, self.batch, tuple(rest))
-                self._see(site, call, torch.autocast(device, **precision))
-
-        tapped = _Tap.apply(report, len(places), self._anchor, *outputs, *inputs, *results_too)
-        for place, tensor in zip(places, tapped, strict=True):
-            results[place] = tensor
-        return tree_unflatten(results, shape)
-
-
-class _Tap(torch.autograd.Function):
-    """Hands on the first ``count`` tensors as they are, and reports in the backward pass. The others are saved."""
-
-    @staticmethod
-    def forward(ctx, report, count, anchor, *tensors):
-        ctx.report, ctx.others = report, len(tensors) - count
-        ctx.save_for_backward(*tensors[count:])  # lets checkpointing recompute them
-        return tuple(tensor.detach() for tensor in tensors[:count])
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        ctx.report(ctx.saved_tensors, gradients)
-        return None, None, None, *gradients, *[None] * ctx.others
 
 
 def check_finite(norms: torch.Tensor, first: int, batch: int) -> None:
@@ -427,23 +360,6 @@ def check_finite(norms: torch.Tensor, first: int, batch: int) -> None:
     if not is_fake(norms) and not norms.isfinite().all():
         bad = (~norms.isfinite()).nonzero().flatten().tolist()
         raise FloatingPointError(f"the gradient of sample {first + bad[0]} of {batch} is not finite")
-
-
-def _sites(model: nn.Module, names: Mapping[int, str]) -> list[Site]:
-    sites, covered = [], set()
-    for name, module in model.named_modules():
-        if module in covered:
-            continue
-        unit = isinstance(module, UNITS)
-        own = {n: names[id(p)] for n, p in module.named_parameters(recurse=unit) if id(p) in names}
-        if unit:
-            covered |= set(module.modules())
-        else:  # what a layer below owns as well is counted there
-            below = {id(p) for child in module.children() for p in child.parameters()}
-            own = {n: key for n, key in own.items() if id(module._parameters[n]) not in below}
-        if own:
-            sites.append(Site(name, module, any_layer if unit else rule_for(module), own))
-    return sites
 
 
 def _weighted_sum(kept: list[Outer] | torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -1,14 +1,12 @@
 """The bug zoo: ways in which private training goes wrong without a word, kept alive, and what would have noticed.
 
-Each specimen is a model, a batch and the script of a user who knows nothing of clipping. It runs under the parts that
-Opacus's ``PrivacyEngine(grad_sample_mode="ghost")`` puts together, and under :func:`~plpkg.clipping.make_private`; no
-noise is added. Three checks look at the update that Opacus gives:
+Each specimen (:mod:`plpkg.clipping.specimens`) runs under the parts that Opacus's
+``PrivacyEngine(grad_sample_mode="ghost")`` puts together, and under :func:`~plpkg.clipping.make_private`; no noise is
+added. Three checks look at the update that Opacus gives:
 
 * parity with the definition, one example at a time (``execution="loop"``): how far the update is off, in C;
 * :func:`~plpkg.clipping.sensitivity.check_sensitivity`: how far one example moves it, in C;
 * :func:`~plpkg.clipping.audit.canary_audit`: the ε that is seen once noise of σ·C is added, beside the ε claimed.
-
-Each example has a token or a feature of its own, so that gradients are orthogonal: what an auditor would wish for.
 """
 
 import warnings
@@ -22,85 +20,19 @@ from opacus.optimizers import DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from opacus.validators import ModuleValidator
 from torch import nn
-from torch.nn import functional
 
 from plpkg.clipping.audit import Audit, canary_audit, gaussian_epsilon
 from plpkg.clipping.gradients import clipped_gradients
 from plpkg.clipping.private import make_private
 from plpkg.clipping.sensitivity import Sensitivity, as_vector, check_sensitivity
+from plpkg.clipping.specimens import MICRO_BATCH, Specimen, specimens
 from plpkg.results import Tabular
 from plpkg.validation import whole_number
 
 MAX_GRAD_NORM, NOISE_MULTIPLIER, DELTA = 0.1, 1.0, 1e-5  # C, σ and δ
 PARITY = 1e-4  # a deviation of so many C is put down to rounding
-MICRO_BATCH = 16
 CHECKED, CANARIES = 4 * MICRO_BATCH + 1, 1_000  # of the first two checks, with a last micro-batch of one; of the audit
 TAKES_PART = 0.5  # the probability that a canary is in a batch
-
-WIDTH, PADS = 4, 3  # of an embedding; how many tokens of a text are padding
-TOKENS, LONG_TEXT, GRADIENT_PER_TOKEN = 10, 1_000, 10.0  # the first text is long
-CONTRAST, OUTLIER = 0.5, 2.0**13  # an example's own activation, and one as language models have them in a few channels
-FAR = 1_000.0  # a value that no other example has
-
-
-def one_batch(model, optimizer, criterion, batch) -> None:
-    """What everybody writes."""
-    inputs, targets = batch
-    criterion(model(inputs), targets).backward()
-    optimizer.step()
-
-
-def micro_batches(model, optimizer, criterion, batch) -> None:
-    """Gradient accumulation, as it is done without privacy."""
-    for inputs, targets in zip(*(part.split(MICRO_BATCH) for part in batch), strict=True):
-        criterion(model(inputs), targets).backward()
-    optimizer.step()
-
-
-def two_steps(model, optimizer, criterion, batch) -> None:
-    """A step with pictures, then one without."""
-    inputs, targets = batch
-    criterion(model(inputs, inputs), targets).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    one_batch(model, optimizer, criterion, batch)
-
-
-@dataclass(frozen=True)
-class Specimen:
-    """A bug.
-
-    Attributes
-    ----------
-    bug, lesson
-        Its name, and what goes wrong, in a sentence.
-    model, batch
-        Made for a number of examples; the batch is ``(inputs, targets)``.
-    criterion
-        ``criterion(output, target)``: one loss an example; by default the output, whose gradient is the input.
-    script
-        ``script(model, optimizer, criterion, batch)``: from the forward pass to ``optimizer.step()``.
-    expects_actual
-        Whether the user gives the size of the batch at hand for the expected one, where he can for each batch.
-    """
-
-    bug: str
-    lesson: str
-    model: Callable[[int], nn.Module]
-    batch: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
-    criterion: Callable = lambda output, target: output[:, 0]
-    script: Callable = one_batch
-    expects_actual: bool = False
-
-    def build(self, count: int) -> nn.Module:
-        """The model for so many examples, the same in each call."""
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)  # torch.manual_seed would write down who called, for CUDA
-            return self.model(count)
-
-    def loss(self, model: nn.Module, batch) -> torch.Tensor:
-        """One loss an example, ``(batch,)``."""
-        return self.criterion(model(batch[0]), batch[1])
 
 
 @dataclass(frozen=True)
@@ -302,99 +234,3 @@ def _learning(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def _sums(model: nn.Module, count: int) -> dict[str, torch.Tensor]:
     return {name: p.grad * (count * TAKES_PART) for name, p in _learning(model).items()}
-
-
-class _Tied(nn.Module):
-    """A language model's head with its embedding's weights, by way of a function."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(count, WIDTH)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return functional.linear(self.tokens(ids), self.tokens.weight)  # (batch, count)
-
-
-class _Normalised(nn.Module):
-    """BatchNorm over two positions (it takes no single number), then a linear layer on the first."""
-
-    def __init__(self, count: int, *, frozen: bool) -> None:
-        super().__init__()
-        # With running statistics, a BatchNorm that learns stops Opacus even past its refusal.
-        self.norm = nn.BatchNorm1d(count + 1, track_running_stats=frozen).requires_grad_(not frozen)
-        self.head = nn.Linear(count + 1, 1, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(x)[:, :, 0])
-
-
-class _TextAndPicture(nn.Module):
-    """A second layer for what not every batch has."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.text, self.picture = nn.Linear(count, 1, bias=False), nn.Linear(count, 1, bias=False)
-
-    def forward(self, text: torch.Tensor, picture: torch.Tensor | None = None) -> torch.Tensor:
-        return self.text(text) if picture is None else self.text(text) + self.picture(picture)
-
-
-def _one_hot(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.eye(count), torch.zeros(count)
-
-
-def _texts(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = torch.full((count,), float(TOKENS))
-    tokens[0] = LONG_TEXT
-    return torch.eye(count) * tokens[:, None] * GRADIENT_PER_TOKEN, tokens
-
-
-def _far_example(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """One-hot features, and a shared one of ±1 but for the first example; the loss has its sign."""
-    sign = 1.0 - 2 * (torch.arange(count) % 2)
-    shared = torch.cat([torch.tensor([FAR]), sign[1:]])
-    first = torch.cat([torch.eye(count), shared[:, None]], 1)
-    return torch.stack([first, torch.zeros_like(first)], 2), sign
-
-
-def _contrasts(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two positions, in which an example's own feature has opposite signs; and an outlier in both."""
-    own, outlier = CONTRAST * torch.eye(count), torch.full((count, 1), OUTLIER)
-    return torch.stack([torch.cat([side, outlier], 1) for side in (own, -own)], 1), torch.zeros(count)
-
-
-# fmt: off
-def specimens() -> tuple[Specimen, ...]:
-    """All bugs."""
-    return (
-        Specimen("functional tie",
-                 "A weight is used past its layer, which nobody watches: half of the gradient is not in the norm.",
-                 _Tied, lambda n: (torch.arange(n), torch.arange(n)), lambda y, ids: -y.gather(1, ids[:, None])[:, 0]),
-        Specimen("dropped micro-batches",
-                 "Of several backward() before step() only the last counts, and who is in it depends on the others.",
-                 partial(nn.Linear, out_features=1, bias=False), _one_hot, script=micro_batches),
-        Specimen("loss over the batch's tokens",
-                 "Each example's loss is divided by how many tokens all of them have.",
-                 partial(nn.Linear, out_features=1, bias=False), _texts, lambda y, tokens: y[:, 0] / tokens.sum()),
-        Specimen("BatchNorm",
-                 "Each example is normalised by the others.",
-                 partial(_Normalised, frozen=False), _far_example, lambda y, sign: y[:, 0] * sign),
-        Specimen("BatchNorm, frozen",
-                 "Its weights do not learn, so nobody looks; in training mode it still normalises by the others.",
-                 partial(_Normalised, frozen=True), _far_example, lambda y, sign: y[:, 0] * sign),
-        Specimen("padding_idx",
-                 "The padding's row does not learn, but is in the norm: everybody is clipped too much.",
-                 lambda n: nn.Embedding(1 + n, WIDTH, padding_idx=0),
-                 lambda n: (functional.pad(1 + torch.arange(n)[:, None], (0, PADS)), torch.zeros(n)),
-                 lambda y, _: y.sum((1, 2))),
-        Specimen("stale norms",
-                 "A layer that this step does not use still has the norms of the step before.",
-                 _TextAndPicture, _one_hot, script=two_steps),
-        Specimen("Gram cancellation",
-                 "Float32 subtracts nearly equal numbers: the norm becomes 0, and nothing is clipped.",
-                 lambda n: nn.Linear(n + 1, 1, bias=False), _contrasts, lambda y, _: y[:, 0, 0] - y[:, 1, 0]),
-        Specimen("actual batch size",
-                 "The sum is divided by the size that the batch happens to have, which one example changes for all.",
-                 partial(nn.Linear, out_features=1, bias=False), _one_hot, expects_actual=True),
-    )
-# fmt: on

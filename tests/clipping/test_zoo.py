@@ -9,7 +9,8 @@ from torch import nn
 
 from plpkg.clipping import clipped_gradients
 from plpkg.clipping.sensitivity import check_sensitivity
-from plpkg.clipping.zoo import MAX_GRAD_NORM, MICRO_BATCH, Specimen, Zoo, examine, opacus_update, specimens
+from plpkg.clipping.specimens import MICRO_BATCH, Specimen, specimens
+from plpkg.clipping.zoo import MAX_GRAD_NORM, Zoo, examine, opacus_update
 
 CHECKED, CANARIES = 2 * MICRO_BATCH + 1, 200
 
