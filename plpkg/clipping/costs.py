@@ -14,8 +14,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from plpkg.clipping.dataflow import measure
 from plpkg.clipping.gradients import EXECUTIONS, clipped_gradients
-from plpkg.clipping.published import Task
+from plpkg.clipping.published import MODES, Task, opacus_step, two_layer_task
 from plpkg.memory import MIB, MemoryTimeline
 from plpkg.results import Tabular
 from plpkg.validation import one_of, whole_number
@@ -155,3 +156,27 @@ def our_step(task: Task, execution: str = "book_keeping"):
                 torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1).step()
 
     return step
+
+
+def two_layer_table(batches: Sequence[int] = (32, 2**17)):
+    """A whole step of the published two-layer network, with the Opacus that is installed and with this package.
+
+    Parameters
+    ----------
+    batches
+        Batch sizes: any, for nothing is allocated.
+
+    Returns
+    -------
+    pandas.DataFrame
+        A row for each way, a column for each batch: the peak above model and batch, MiB, *computed*.
+    """
+    import pandas as pd
+
+    found = {}
+    for batch in batches:
+        task = two_layer_task(batch)
+        steps = {f"Opacus, {mode}" if mode != "sgd" else "SGD": opacus_step(task, mode) for mode in MODES}
+        steps |= {f"plpkg, {way}": our_step(task, way) for way in EXECUTIONS if way != "loop"}
+        found[batch] = {who: measure(step).phases[-1].increase_bytes / MIB for who, step in steps.items()}
+    return pd.DataFrame(found).rename_axis(index="step", columns="batch")

@@ -7,6 +7,7 @@ from plpkg.clipping import recorded
 from plpkg.clipping.costs import Costs
 from plpkg.clipping.dataflow import StepMemory
 from plpkg.memory import MIB
+from plpkg.validation import one_of
 
 SMALL = 0.002
 """Parts below this share of a phase are drawn as one."""
@@ -112,6 +113,63 @@ def grid(ax=None):
     return theme.describe(
         ax, f"The plan takes {low:.2f} to {high:.2f} of ghost clipping's time in {len(table)} settings."
     )
+
+
+def epsilon_curve(what: str = "accuracy", ax=None):
+    """What held-out text says of private fine-tuning, against ε (measured, recorded); a small point is a run.
+
+    Parameters
+    ----------
+    what
+        ``accuracy``, of the next token, in percent, or ``bits_per_byte``.
+    """
+    labels = {"accuracy": "next tokens right, %", "bits_per_byte": "bits per byte"}
+    label = labels[one_of("what", what, tuple(labels))]
+    ax = theme.axes(ax)
+    table = recorded.learning("accuracy")
+    tuned = table[table["method"] != "none"]
+    levels = [("not fine-tuned", table[table["method"] == "none"][what].mean(), {"color": "0.3", "linestyle": "--"})]
+    said = []
+    for (method, own), style in zip(tuned.groupby("method"), theme.styles(tuned["method"].nunique()), strict=True):
+        private = own[own["case"] == "private"]
+        curve = private.assign(about=private["epsilon"].round(1)).groupby("about")[what].mean()
+        ax.plot(curve.index, curve, label=method, **style)
+        ax.plot(private["epsilon"], private[what], ".", color=style["color"], markersize=4)
+        free = own[own["case"] == "not clipped"][what].mean()
+        levels.append(("without privacy", free, {"color": style["color"], "linestyle": style["linestyle"]}))
+        points = ", ".join(f"{value:.4g} at ε {epsilon:g}" for epsilon, value in curve.items())
+        said.append(f"{method}: {points}, without privacy {free:.4g}")
+    for text, level, style in levels:
+        ax.axhline(level, lw=1, alpha=0.7, **style)
+        ax.annotate(
+            text, (0, level), (4, 2), xycoords=("axes fraction", "data"), textcoords="offset points", fontsize=8,
+            color=style["color"],
+        )  # fmt: skip
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.set(xlabel="ε spent (δ = 1e-5)", ylabel=label)
+    ax.legend(loc="best", fontsize=8)
+    return theme.describe(ax, f"{label} against ε; not fine-tuned {levels[0][1]:.4g}. {'; '.join(said)}.")
+
+
+def exposure(ax=None):
+    """The mean exposure of the diary's secrets before learning, after it, and with privacy (measured, recorded)."""
+    ax = theme.axes(ax)
+    table = recorded.learning("exposure")
+    labels = []
+    for row in table.itertuples():
+        case = f"ε = {row.epsilon:.2g}" if row.case == "private" else row.case
+        labels.append(case if row.method == "none" else f"{row.method.partition(',')[0]}, {case}")
+    places = range(len(table))
+    ax.barh(places, table["mean_exposure"], color=theme.fills(1)[0]["color"])
+    for place, row in zip(places, table.itertuples(), strict=True):
+        ax.text(row.mean_exposure, place, f" {row.mean_exposure:.1f}, {row.rank_1:.0f} first", va="center", fontsize=8)
+    ax.set_yticks(places, labels)
+    ax.invert_yaxis()
+    ax.axvline(1 / math.log(2), color="0.4", lw=1, linestyle="--")
+    ax.set(xlabel="mean exposure, bits (dashed: by guessing)", xlim=(0, 12))
+    said = "; ".join(f"{label} {mean:.1f}" for label, mean in zip(labels, table["mean_exposure"], strict=True))
+    return theme.describe(ax, f"Mean exposure of the diary's secrets in bits: {said}; by guessing 1.4.")
 
 
 def caught(zoo, ax=None):

@@ -23,7 +23,7 @@ from decimal import Decimal
 import torch
 
 from plpkg import catalog
-from plpkg.clipping.dataflow import OPACUS_2024, WIDTHS, Choices, checked_widths, emulate, measure
+from plpkg.clipping.dataflow import OPACUS_2024, PHASES, WIDTHS, Choices, checked_widths, emulate, measure
 from plpkg.memory import MIB, MemoryTimeline
 from plpkg.validation import number, one_of, whole_number
 
@@ -255,6 +255,13 @@ def synthetic_table(choices: Choices = OPACUS_2024):
     close = (table["computed_mib"] - table["reported_mib"]).abs() <= table["tolerance_mib"]
     table["matches"] = close | (table["reported_mib"].isna() & (table["computed_mib"] > P100_MIB))
     return table
+
+
+def side_by_side(table):
+    """The rows of :func:`synthetic_table` in the article's shape: in each cell what is printed | what is computed."""
+    both = table["printed"] + " | " + table["computed_mib"].map("{:,.2f}".format)
+    shape = table.assign(both=both).pivot(index=["batch", "method"], columns="phase", values="both")
+    return shape[[phase for phase in PHASES if phase in shape]].fillna("")
 
 
 def bert_table(batch: int = 128, seq: int = 100, modes: tuple[str, ...] = MODES):

@@ -1,9 +1,17 @@
-"""What ``benchmarks/clipping.py`` measured, as tables. Every number is *measured (recorded)*."""
+"""What ``benchmarks/clipping.py`` and ``clipping_learning.py`` measured. Every number is *measured (recorded)*."""
 
 from plpkg import catalog
 from plpkg.validation import one_of
 
 SECTIONS = ("cost", "lora", "long", "grid")
+DECODER = "decoder, width 256, 4 layers, T=128, B=16"
+LORA = "LoRA r=8, width 256, 4 layers, T=256, B=8"
+LEARNING = {
+    "rate": ["lr", "noise_multiplier", "bits_per_byte"],
+    "accuracy": ["epsilon", "noise_multiplier", "bits_per_byte", "accuracy"],
+    "exposure": ["epsilon", "noise_multiplier", "mean_exposure", "max_exposure", "rank_1", "right", "bits_per_byte"],
+}
+"""The sections of what private learning learnt, and their columns after ``method``, ``case`` and ``seed``."""
 _ORIGIN = ["command", "commit", "seed", "machine", "versions"]
 
 
@@ -47,3 +55,23 @@ def grid():
     rows = section("grid")
     sizes = rows["case"].str.extract(r"width (?P<width>\d+), T=(?P<seq>\d+), B=(?P<batch>\d+)").astype(int)
     return sizes.join(rows[["ratio", "flop_ratio", "peak_ratio"]])
+
+
+def learning(name: str):
+    """What a small language model learnt privately, a row a run: the untuned model first, then by method and ε.
+
+    Parameters
+    ----------
+    name
+        ``rate``: bits per byte of validation text by learning rate. ``accuracy``: ``bits_per_byte`` and next-token
+        ``accuracy`` (percent) of one writer's held-out text by ε. ``exposure``: the mean and the largest exposure of
+        the diary's secrets (bits; Carlini et al., arXiv 1802.08232), how many come first of all candidates
+        (``rank_1``), how many facts the model tells when it is asked (``right``), and bits per byte of public text.
+    """
+    columns = ["method", "case", "seed", *LEARNING[one_of("name", name, tuple(LEARNING))]]
+    rows = catalog.measured("clipping_learning")
+    rows = rows[rows["section"] == name]
+    cases = ["untuned", "private", "clipped", "not clipped"]
+    rows = rows.assign(method_place=rows["method"].ne("none"), place=rows["case"].map(cases.index))
+    by = ["method_place", "method", "place", *(["epsilon_target"] if name != "rate" else ["lr"]), "seed"]
+    return rows.sort_values(by)[columns].reset_index(drop=True)

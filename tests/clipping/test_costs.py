@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from plpkg.clipping import clipped_gradients, dataflow, published
-from plpkg.clipping.costs import WAYS, our_step, stack_costs
+from plpkg.clipping.costs import WAYS, our_step, stack_costs, two_layer_table
 from plpkg.memory import MIB, MemoryTimeline
 
 B, T, WIDTHS = 4, 24, (40, 30, 20)
@@ -79,3 +79,13 @@ def test_a_published_step_takes_less_here_than_in_opacus():
     assert iteration(our_step(task, "book_keeping")) < iteration(our_step(task, "per_sample")) / 1000
     assert iteration(our_step(task, "ghost")) < theirs
     assert iteration(our_step(task, "ghost")) < 1.05 * sgd
+
+
+def test_the_two_layer_table_has_opacus_beside_ours():
+    table = two_layer_table((4, 8))
+    assert list(table.index) == [
+        "SGD", "Opacus, hooks", "Opacus, fast", "Opacus, ghost",
+        "plpkg, per_sample", "plpkg, fast", "plpkg, ghost", "plpkg, book_keeping",
+    ]  # fmt: skip
+    assert (table.loc["Opacus, hooks"] > table.loc["plpkg, per_sample"]).all()
+    assert (table[8] >= table[4]).all()

@@ -52,3 +52,24 @@ def test_the_grid_is_complete():
     assert drawn == sorted(table["ratio"])
     low = re.search(r"takes (\d\.\d\d)", theme.alt(ax.figure)).group(1)
     assert low == f"{table['ratio'].min():.2f}"
+
+
+@pytest.mark.parametrize("what", ["accuracy", "bits_per_byte"])
+def test_the_epsilon_curve_is_the_recorded_one(what):
+    table = recorded.learning("accuracy")
+    ax = plots.epsilon_curve(what)
+    private = table[table["case"] == "private"]
+    assert ax.get_legend_handles_labels()[1] == sorted(private["method"].unique())
+    runs = [line for line in ax.lines if line.get_marker() == "."]
+    assert sorted(y for line in runs for y in line.get_ydata()) == sorted(private[what])
+    untuned = table[table["method"] == "none"][what].mean()
+    assert f"not fine-tuned {untuned:.4g}" in theme.alt(ax.figure)
+    with pytest.raises(ValueError, match="what must be one of 'accuracy', 'bits_per_byte', got 'loss'"):
+        plots.epsilon_curve("loss")
+
+
+def test_exposures_are_the_recorded_ones():
+    table = recorded.learning("exposure")
+    ax = plots.exposure()
+    assert [patch.get_width() for patch in ax.patches] == list(table["mean_exposure"])
+    assert "untuned 2.3" in theme.alt(ax.figure)

@@ -10,7 +10,7 @@ import torch
 
 from plpkg import catalog
 from plpkg.clipping import published
-from plpkg.clipping.dataflow import METHODS, OPACUS_1_6, WIDTHS, emulate, measure
+from plpkg.clipping.dataflow import METHODS, OPACUS_1_6, PHASES, WIDTHS, emulate, measure
 from plpkg.memory import MIB, MemoryTimeline
 
 
@@ -159,3 +159,11 @@ def test_about_a_hundred_tokens_explain_the_table():
 def test_bad_arguments(call, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         call()
+
+
+def test_side_by_side_has_every_cell():
+    table = published.synthetic_table()
+    shown = published.side_by_side(table)
+    assert list(shown.columns) == [phase for phase in PHASES if phase in set(table["phase"])]
+    assert (shown != "").sum().sum() == len(table)
+    assert shown.loc[(2**17, "ghost"), "first backward"] == "2625 | 2,625.00"
