@@ -72,6 +72,9 @@ class Costs(Tabular):
 def stack_costs(batch: int, seq: int, widths: Sequence[int], ways: Sequence[str] = WAYS) -> Costs:
     """The costs of a step of a stack of linear layers without biases, on sequences.
 
+    Norms are computed in pieces of 64 MiB, here as on real tensors, and a piece takes about 10 ms: thousands of them
+    (a batch of 1,024 with 4,096 tokens, say) take half a minute.
+
     Parameters
     ----------
     batch, seq

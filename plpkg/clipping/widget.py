@@ -42,15 +42,15 @@ def draw(result: tuple[Costs, str], ax):
 def explorer() -> Explorer:
     """The widget."""
     controls = {
-        "batch": ipywidgets.SelectionSlider(options=[2**k for k in range(18)], value=32, description="Batch (samples)"),
+        "batch": ipywidgets.SelectionSlider(options=[2**k for k in range(8)], value=32, description="Batch (samples)"),
         "seq": ipywidgets.SelectionSlider(
-            options=[2**k for k in range(13)], value=128, description="Sequence (tokens)"
+            options=[2**k for k in range(12)], value=128, description="Sequence (tokens)"
         ),
         "widths": ipywidgets.SelectionSlider(
             options=[(" → ".join(map(str, widths)), widths) for widths in WIDTHS],
             value=WIDTHS[1],
             description="Widths (values)",
         ),
-        "execution": ipywidgets.SelectionSlider(options=WAYS, value="book_keeping", description="Execution"),
+        "execution": ipywidgets.SelectionSlider(options=WAYS, value="ghost", description="Execution"),
     }
     return Explorer(controls, compute, read_out, draw)
