@@ -156,19 +156,22 @@ def exposure(ax=None):
     """The mean exposure of the diary's secrets before learning, after it, and with privacy (measured, recorded)."""
     ax = theme.axes(ax)
     table = recorded.learning("exposure")
-    labels = []
-    for row in table.itertuples():
-        case = f"ε = {row.epsilon:.2g}" if row.case == "private" else row.case
-        labels.append(case if row.method == "none" else f"{row.method.partition(',')[0]}, {case}")
-    places = range(len(table))
-    ax.barh(places, table["mean_exposure"], color=theme.fills(1)[0]["color"])
-    for place, row in zip(places, table.itertuples(), strict=True):
-        ax.text(row.mean_exposure, place, f" {row.mean_exposure:.1f}, {row.rank_1:.0f} first", va="center", fontsize=8)
-    ax.set_yticks(places, labels)
+    table["label"] = [
+        ("" if row.method == "none" else f"{row.method.partition(',')[0]}, ")
+        + (f"ε = {row.epsilon:.2g}" if row.case == "private" else row.case)
+        for row in table.itertuples()
+    ]
+    means = table.groupby("label", sort=False)[["mean_exposure", "rank_1"]].mean()
+    places = range(len(means))
+    ax.barh(places, means["mean_exposure"], color=theme.fills(1)[0]["color"])
+    for place, (bits, first) in enumerate(means.itertuples(index=False)):
+        ax.text(bits, place, f" {bits:.1f}, {first:.2g} first", va="center", fontsize=8)
+    ax.set_yticks(places, means.index)
     ax.invert_yaxis()
+    ax.grid(visible=False, axis="y")
     ax.axvline(1 / math.log(2), color="0.4", lw=1, linestyle="--")
-    ax.set(xlabel="mean exposure, bits (dashed: by guessing)", xlim=(0, 12))
-    said = "; ".join(f"{label} {mean:.1f}" for label, mean in zip(labels, table["mean_exposure"], strict=True))
+    ax.set(xlabel="mean exposure, bits (dashed: by guessing)", xlim=(0, 11))
+    said = "; ".join(f"{label} {bits:.1f}" for label, bits in means["mean_exposure"].items())
     return theme.describe(ax, f"Mean exposure of the diary's secrets in bits: {said}; by guessing 1.4.")
 
 
