@@ -10,7 +10,7 @@ Times are CPU seconds of one thread, medians of interleaved runs, every ratio ag
 The C library is told to keep memory that is freed, as CUDA's allocator does; ``--default-malloc`` leaves that out, and
 names its sections so: then each large tensor costs page faults, most where most is kept.
 
-Run: ``python benchmarks/clipping.py`` (about 10 minutes on an idle core). Not part of ``make bench``.
+Run: ``python benchmarks/clipping.py`` (about 10 minutes on an idle core).
 """
 
 import argparse

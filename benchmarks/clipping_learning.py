@@ -30,7 +30,6 @@ from pathlib import Path
 import pandas as pd
 import record
 import torch
-from opacus.accountants.utils import get_noise_multiplier
 from residual_diary import EVERYWHERE, answer, asked
 from residual_quality import Method, lora, low, prepared, test_text, token_accuracy
 from torch.nn import functional
@@ -39,7 +38,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from plpkg import corpora
 from plpkg.backbones import load_backbone
 from plpkg.clipping import make_private
-from plpkg.clipping.session import quiet_bounds
+from plpkg.clipping.accounting import noise_for
 from plpkg.scoring import score
 
 WRITER = "sklearn"
@@ -88,10 +87,7 @@ def loss_per_example(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor
 
 def sigma_for(epsilon: float, rate: float, steps: int) -> float:
     """The smallest noise multiplier; ``make_private`` asks for whole epochs, and these steps are a part of one."""
-    with quiet_bounds("prv"):
-        return get_noise_multiplier(
-            target_epsilon=epsilon, target_delta=DELTA, sample_rate=rate, steps=steps, accountant="prv"
-        )
+    return noise_for(epsilon, DELTA, rate, steps)
 
 
 def learn(model, data: TensorDataset, lr: float, batch: int, steps: int, sigma: float, bound: float, seed: int) -> dict:

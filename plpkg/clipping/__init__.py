@@ -1,6 +1,6 @@
 """DP-SGD: clipping each sample's gradient, in every execution, and what it costs (Opacus article, 2024-08-20)."""
 
-from plpkg.clipping import audit, costs, dataflow, published
+from plpkg.clipping import accounting, audit, costs, dataflow, published
 from plpkg.clipping.audit import canary_audit, one_run_audit
 from plpkg.clipping.costs import stack_costs
 from plpkg.clipping.gradients import clipped_gradients, plan
@@ -8,6 +8,7 @@ from plpkg.clipping.private import make_private
 from plpkg.clipping.sensitivity import check_sensitivity
 
 __all__ = [
+    "accounting",
     "audit",
     "canary_audit",
     "check_sensitivity",

@@ -72,7 +72,7 @@ def clipped_gradients(
         Its parameters with ``requires_grad`` are those whose gradients are wanted. Their ``.grad`` stay as they are.
     loss_per_sample
         ``loss_per_sample(model, batch)`` gives one loss a sample, ``(batch,)``; a sample's loss depends on that
-        sample alone.
+        sample alone. Of three samples that is checked whenever the function is another object than before.
     batch
         A tensor, or tensors in tuples, lists and mappings; the first dimension of each is the batch.
     max_grad_norm
@@ -165,16 +165,19 @@ def _watched(model, loss_per_sample, batch, clip: Clip, recorder: Recorder):
 
 @contextmanager
 def _remembered(recorder: Recorder, loss_per_sample: Callable) -> Iterator[None]:
-    """What has been verified with a model, its trainable parameters and a loss is not verified again."""
-    seen = _VERIFIED.setdefault(recorder.model, set())
-    case = tuple(recorder.parameters), getattr(loss_per_sample, "__code__", loss_per_sample)
-    recorder.verified = case in seen
+    """What was verified last with a model, its trainable parameters and a loss is not verified again."""
+    parts = getattr(loss_per_sample, "__func__", loss_per_sample), getattr(loss_per_sample, "__self__", None)
+    try:  # the objects, not their code: two closures of the same code may compute different things
+        case = tuple(recorder.parameters), tuple(part if part is None else weakref.ref(part) for part in parts)
+    except TypeError:  # an object that no weak reference may point to
+        case = None
+    recorder.verified = case is not None and _VERIFIED.get(recorder.model) == case
     yield
-    if recorder.verified:
-        seen.add(case)
+    if recorder.verified and case is not None:
+        _VERIFIED[recorder.model] = case
 
 
-_VERIFIED: weakref.WeakKeyDictionary[torch.nn.Module, set] = weakref.WeakKeyDictionary()
+_VERIFIED: weakref.WeakKeyDictionary[torch.nn.Module, tuple] = weakref.WeakKeyDictionary()
 _PLANS: weakref.WeakKeyDictionary[torch.nn.Module, dict] = weakref.WeakKeyDictionary()
 
 

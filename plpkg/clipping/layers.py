@@ -210,6 +210,8 @@ def refusal(module: nn.Module) -> str | None:
             return "has scale_grad_by_freq=True, which scales a sample's gradient by the others' tokens"
         if learns and module.sparse:
             return "has sparse=True; the noise of DP-SGD is dense: use sparse=False"
+    elif reason := REFUSED.get(type(module).__name__):
+        return reason if any(p.requires_grad for p in module.parameters()) else None
     elif isinstance(module, nn.MultiheadAttention) and not module.batch_first:
         return "has batch_first=False; the first dimension must be the batch"
     return None
@@ -304,5 +306,13 @@ RULES: Mapping[type, Callable[[Call], Contributions]] = {
     nn.RMSNorm: rms_norm,
     nn.GroupNorm: group_norm,
 }
+_PROMPT = "gives the same row to all samples, which PEFT then repeats: its samples cannot be told apart"
+REFUSED: Mapping[str, str] = {
+    "DoraLinearLayer": "multiplies LoRA's factors with each other, not with what it reads: use LoRA without DoRA",
+    "PromptEmbedding": _PROMPT,
+    "PromptEncoder": _PROMPT,
+    "PrefixEncoder": _PROMPT,
+}
+"""PEFT's layers by name, which need not be loaded."""
 UNITS = (nn.MultiheadAttention,)
 """Layers that use their children's parameters without calling the children."""

@@ -33,7 +33,9 @@ class PoissonSampler(Sampler):
     drawn
         The number of the next sample, over all epochs.
     left
-        How many samples the epoch still has, where a training that was stopped in it goes on; else 0.
+        How many samples the epoch still has.
+    resumes
+        Whether the next epoch is the rest of one, because a state was loaded; after a ``break`` it is a new one.
     pieces
         For each list that was given and not yet asked for: its length, and whether it ends its sample.
     """
@@ -43,7 +45,7 @@ class PoissonSampler(Sampler):
     ) -> None:
         self.size, self.rate, self.steps = size, rate, steps
         self.randomness, self.limit = randomness, max_physical_batch_size or size
-        self.drawn = self.left = 0
+        self.drawn, self.left, self.resumes = 0, steps, False
         self.pieces: deque[tuple[int, bool]] = deque()
 
     def __len__(self) -> int:
@@ -52,7 +54,7 @@ class PoissonSampler(Sampler):
     def __iter__(self) -> Iterator[list[int]]:
         self.pieces.clear()
         first = self.drawn
-        for draw in range(first, first + (self.left or self.steps)):
+        for draw in range(first, first + self.left):
             chosen = self.randomness.sample(self.size, self.rate, draw)
             parts = [chosen[start : start + self.limit] for start in range(0, len(chosen), self.limit)] or [[]]
             for place, part in enumerate(parts, 1):
@@ -86,7 +88,9 @@ class PoissonLoader(DataLoader):
     def __iter__(self) -> Iterator:
         sampler, session = self.batch_sampler, self._session
         session.restart()
-        left = sampler.left or sampler.steps
+        if not (sampler.resumes and sampler.left):
+            sampler.left = sampler.steps
+        sampler.resumes, left = False, sampler.left
         for batch in super().__iter__():
             examples, last = sampler.pieces.popleft()
             if last:

@@ -4,6 +4,7 @@ import math
 
 from plpkg import theme
 from plpkg.clipping import recorded
+from plpkg.clipping.accounting import epsilon_of
 from plpkg.clipping.costs import Costs
 from plpkg.clipping.dataflow import StepMemory
 from plpkg.memory import MIB
@@ -68,15 +69,19 @@ def gram_or_gradient(rows: int, cols: int, ax=None):
     for (label, values), style in zip(lines.items(), theme.styles(len(lines)), strict=True):
         ax.plot(lengths, values, label=label, markersize=4, **style)
     flop, byte = rows * cols / (rows + cols), math.sqrt(rows * cols / 2)
-    ax.axvline(flop, color="0.4", lw=1, linestyle=":")
-    ax.axvline(byte, color="0.4", lw=1, linestyle=":")
+    for place, what, side in ((flop, "operations equal", "right"), (byte, "bytes equal", "left")):
+        ax.axvline(place, color="0.4", lw=1, linestyle=":")
+        ax.annotate(
+            what, (place, 0.02), (4 if side == "left" else -4, 0), xycoords=("data", "axes fraction"),
+            textcoords="offset points", rotation=90, ha=side, va="bottom", fontsize=8,
+        )  # fmt: skip
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ax.set(xlabel="positions T", ylabel="for each sample", title=f"One layer, {cols:,} → {rows:,}")
     ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     return theme.describe(
         ax, f"A norm's operations and bytes against T for {cols} → {rows}. Gram matrices take more operations from "
-        f"T = {flop:.0f} on, and more bytes from T = {byte:.0f} on.",
+        f"T = {flop:.0f} on, and more bytes from T = {math.ceil(byte)} on.",
     )  # fmt: skip
 
 
@@ -113,6 +118,27 @@ def grid(ax=None):
     return theme.describe(
         ax, f"The plan takes {low:.2f} to {high:.2f} of ghost clipping's time in {len(table)} settings."
     )
+
+
+def epsilon_of_noise(examples: int, batch: int, epochs: tuple[int, ...] = (1, 3, 10), delta: float = 1e-5, ax=None):
+    """The ε that a training spends, against the noise multiplier (computed by the prv accountant)."""
+    ax = theme.axes(ax)
+    sigmas = (0.5, 0.7, 1.0, 1.5, 2.0, 3.0)
+    steps = math.ceil(examples / batch)
+    said = []
+    for count, style in zip(epochs, theme.styles(len(epochs)), strict=True):
+        curve = [epsilon_of(sigma, 1 / steps, count * steps, delta) for sigma in sigmas]
+        ax.plot(sigmas, curve, label=f"{count} epoch{'s' if count > 1 else ''}", **style)
+        said.append(f"{count} epochs: {', '.join(f'{e:.3g}' for e in curve)}")
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.set_xticks(sigmas, [f"{sigma:g}" for sigma in sigmas], minor=False)
+    ax.xaxis.set_minor_formatter("")
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.set(xlabel="noise multiplier σ", ylabel=f"ε at δ = {delta:g}", title=f"{examples:,} samples, {batch} in a step")
+    ax.legend()
+    sizes = ", ".join(map(str, sigmas))
+    return theme.describe(ax, f"ε at σ = {sizes}, for {examples:,} samples and {batch} in a step. {'; '.join(said)}.")
 
 
 def epsilon_curve(what: str = "accuracy", ax=None):
@@ -184,7 +210,11 @@ def caught(zoo, ax=None):
         for column, check in enumerate(checks):
             hit = check in finding.caught_by
             ax.plot(column, row, marker="s" if hit else "o", markersize=13, color="C2" if hit else "0.85")
-            missed = "no reference" if check == "parity" and finding.parity is None else "missed"
+            missed = "missed"
+            if check == "parity" and finding.parity is None:
+                missed = "no reference"
+            if check != "parity" and finding.sensitivity.ok:
+                missed = "no breach"
             ax.text(column + 0.14, row, "caught" if hit else missed, va="center", color="k" if hit else "0.5")
     ax.grid(visible=False)
     ax.set_xticks(range(len(checks)), checks)

@@ -14,18 +14,16 @@ from typing import NamedTuple
 
 import torch
 from opacus.accountants import create_accountant
-from opacus.accountants.utils import get_noise_multiplier
 from torch.utils.data import DataLoader
 
+from plpkg.clipping.accounting import ACCOUNTANTS, noise_for
 from plpkg.clipping.clip import Clip
 from plpkg.clipping.gradients import EXECUTIONS
 from plpkg.clipping.loader import PoissonLoader, PoissonSampler, check_loader
 from plpkg.clipping.planner import Plan
 from plpkg.clipping.randomness import Randomness
-from plpkg.clipping.session import Session, check_delta, quiet_bounds
+from plpkg.clipping.session import Session
 from plpkg.validation import number, one_of, whole_number
-
-ACCOUNTANTS = ("prv", "rdp")
 
 
 class Private(NamedTuple):
@@ -50,6 +48,16 @@ class Private(NamedTuple):
     def noise_multiplier(self) -> float:
         """σ."""
         return self.criterion.session.noise_multiplier
+
+    def skip(self) -> None:
+        """Where you sample yourself and nobody was chosen: a step of noise alone, which counts like any other.
+
+        Raises
+        ------
+        RuntimeError
+            Examples have gone backward since the last step, or a data loader samples (and does this by itself).
+        """
+        self.criterion.session.skip()
 
     def remove(self) -> None:
         """Make the model and the optimizer ordinary again; what has been spent stays spent."""
@@ -105,12 +113,14 @@ def make_private(
     optimizer
         Any ``torch.optim`` optimizer that steps without a closure.
     data_loader
-        Its batch size becomes the expected one. ``None``: you sample yourself, each example with probability
-        ``sample_rate``, and give ``expected_batch_size``.
+        Its number of batches becomes that of steps in an epoch, and a step expects the examples over that number.
+        After a ``break`` the next loop is a new epoch. ``None``: you sample yourself, each example with probability
+        ``sample_rate``, give ``expected_batch_size``, and call :meth:`Private.skip` where nobody was chosen.
     criterion
         A loss module (``reduction`` ``mean`` or ``sum``, ``ignore_index`` as it is), or a function that returns one
         loss an example. The loss of an example with several targets is their mean (or sum); losses and targets may
-        be flattened as long as each example's stay together.
+        be flattened as long as each example's stay together. On outputs without a gradient, as in validation, the
+        criterion that comes back does what this one did.
     max_grad_norm
         C.
     noise_multiplier
@@ -122,7 +132,8 @@ def make_private(
     accountant
         ``prv`` (tight) or ``rdp``.
     max_physical_batch_size
-        Samples larger than that come in pieces; ``step`` does nothing until the last.
+        Gradient accumulation: samples larger than that come in pieces (micro-batches); ``step`` does nothing until
+        the last. You may also take a batch apart yourself, but not put two of them in a step.
     seed, secure
         Of the sampling and the noise: see :mod:`plpkg.clipping.randomness`.
 
@@ -133,9 +144,20 @@ def make_private(
 
     Raises
     ------
+    TypeError
+        A model, optimizer or criterion that is none.
     ValueError
         Bad arguments, a model in evaluation mode, layers that mix examples.
+
+    Notes
+    -----
+    The model carries hooks until :meth:`Private.remove`: save its ``state_dict()``, not the object.
     """
+    for name, value, kind in (("model", model, torch.nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
+    if not callable(criterion):
+        raise TypeError(f"criterion must be callable, got {type(criterion).__name__}")
     if not model.training:
         raise ValueError("the model is in evaluation mode: call model.train() first")
     if not isinstance(execution, Plan):
@@ -186,7 +208,7 @@ class PrivateCriterion:
     """A criterion whose losses clip when they go backward."""
 
     def __init__(self, criterion: Callable, session: Session) -> None:
-        self._reduction = _reduction(criterion)
+        self._reduction, self._plain = _reduction(criterion), criterion
         self._ignore = getattr(criterion, "ignore_index", None)
         if hasattr(criterion, "reduction"):
             criterion = copy.copy(criterion)
@@ -194,14 +216,16 @@ class PrivateCriterion:
         self._criterion = criterion
         self.session = session
 
-    def __call__(self, output, target, **options) -> "PrivateLoss":
-        """One loss an example, reduced for show.
+    def __call__(self, output, target, **options) -> "PrivateLoss | torch.Tensor":
+        """One loss an example, reduced for show; of an output without a gradient, what the criterion gave before.
 
         Raises
         ------
         ValueError
             The criterion has mixed the examples.
         """
+        if isinstance(output, torch.Tensor) and not output.requires_grad:
+            return self._plain(output, target, **options)
         losses = self._criterion(output, target, **options)
         batch = self.session.recorder.batch
         tensors = [x for x in (output, target) if isinstance(x, torch.Tensor)]
@@ -244,8 +268,20 @@ class PrivateLoss:
         value = self.losses.detach().sum().item()
         return value / max(1, len(self.losses)) if self._session.averages else value
 
+    def detach(self) -> torch.Tensor:
+        """:meth:`item` as a tensor."""
+        return torch.tensor(self.item())
+
     def __float__(self) -> float:
         return self.item()
+
+    def _refuse(self, *_) -> None:
+        raise TypeError(
+            "a private loss goes backward as it is: scale losses or add to them inside of the criterion, example by "
+            "example; micro-batches need no division, and float(loss) is a number to show"
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = __pow__ = _refuse
 
     def __repr__(self) -> str:
         return f"PrivateLoss({self.item():.4f} over {len(self.losses)} examples)"
@@ -262,16 +298,8 @@ def _sigma(noise_multiplier, target_epsilon, target_delta, epochs, sample_rate, 
     number("target_epsilon", target_epsilon, open_low=True)
     if target_delta is None or epochs is None:
         raise ValueError(f"target_epsilon needs target_delta and epochs, got {target_delta!r} and {epochs!r}")
-    check_delta("target_delta", target_delta)
     whole_number("epochs", epochs, 1)
-    with quiet_bounds(accountant):
-        return get_noise_multiplier(
-            target_epsilon=target_epsilon,
-            target_delta=target_delta,
-            sample_rate=sample_rate,
-            steps=epochs * steps,
-            accountant=accountant,
-        )
+    return noise_for(target_epsilon, target_delta, sample_rate, epochs * steps, accountant=accountant)
 
 
 def _check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -286,4 +314,9 @@ def _check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
 def _reduction(criterion: Callable) -> str:
     """``mean`` or ``sum`` of a loss module; a function's losses are averaged over examples."""
     reduction = getattr(criterion, "reduction", "mean")
+    if reduction == "mean" and isinstance(getattr(criterion, "weight", None), torch.Tensor):
+        raise ValueError(
+            f"the mean of {type(criterion).__name__} with weights divides by those of the whole batch, which mixes "
+            "examples: take reduction='sum'"
+        )
     return "mean" if reduction == "none" else one_of("the criterion's reduction", reduction, ("mean", "sum"))

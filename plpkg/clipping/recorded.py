@@ -75,3 +75,17 @@ def learning(name: str):
     rows = rows.assign(method_place=rows["method"].ne("none"), place=rows["case"].map(cases.index))
     by = ["method_place", "method", "place", *(["epsilon_target"] if name != "rate" else ["lr"]), "seed"]
     return rows.sort_values(by)[columns].reset_index(drop=True)
+
+
+def learning_by_epsilon(name: str):
+    """Means over the seeds of :func:`learning`, a row for each method, case and ε; ``runs`` is how many.
+
+    Parameters
+    ----------
+    name
+        ``accuracy`` or ``exposure``.
+    """
+    rows = learning(one_of("name", name, ("accuracy", "exposure")))
+    rows["epsilon"] = rows["epsilon"].round(1)
+    groups = rows.drop(columns=["seed", "noise_multiplier"]).groupby(["method", "case", "epsilon"], sort=False)
+    return groups.mean().assign(runs=groups.size())

@@ -9,7 +9,7 @@ right: every node of the graph reports once, however often its forward was run. 
 layer (``F.linear(h, embedding.weight)``) gets a gradient from autograd itself; that is noticed, and refused.
 
 Whether a layer's rows are samples cannot be seen from shapes: as many positions as samples fit as well. So before the
-first clipping the losses of two samples go backward alone; they must reach their own row of every layer, and no other.
+first clipping the losses of three samples go backward alone; they must reach their own row of every layer, no other.
 
 Left out: what a layer hands on in another way than by returning it (an auxiliary loss that it keeps as an attribute);
 a loss that uses other samples' numbers without a gradient; models in several processes; compiled models.
@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from random import SystemRandom
 
 import torch
 from torch import nn
@@ -225,7 +226,7 @@ class Recorder:
             self.forget()
 
     def verify(self, losses: torch.Tensor) -> None:
-        """The losses of the first and the last sample, ``(batch,)``, reach these samples' rows alone; once is enough.
+        """The losses of the first, the last and a random sample, of ``(batch,)``, reach their own rows alone.
 
         Raises
         ------
@@ -236,7 +237,8 @@ class Recorder:
             return
         before, self._phase = {name: p.grad for name, p in self.parameters.items()}, "rows"
         try:
-            for self._row in (0, len(losses) - 1):
+            last = len(losses) - 1
+            for self._row in sorted({0, SystemRandom().randint(min(1, last - 1), max(1, last - 1)), last}):
                 losses[self._row].backward(retain_graph=True)
             self.verified = True
         finally:

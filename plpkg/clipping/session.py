@@ -1,42 +1,17 @@
 """The state of a private training: what was clipped since the last step, and what has been spent."""
 
 import copy
-import math
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from opacus.accountants import IAccountant
 
+from plpkg.clipping.accounting import spent
 from plpkg.clipping.clip import Clip
 from plpkg.clipping.gradients import check_losses, leaves, zeros_for
 from plpkg.clipping.loader import PoissonSampler
 from plpkg.clipping.randomness import Randomness
 from plpkg.clipping.recorder import Execution, Recorder
-from plpkg.validation import number, whole_number
-
-
-@contextmanager
-def quiet_bounds(accountant: str) -> Iterator[None]:
-    """The tight accountant bounds its grid by a coarse one, whose advice on orders does not concern the result."""
-    with warnings.catch_warnings():
-        if accountant == "prv":
-            warnings.filterwarnings("ignore", message="Optimal order is the", category=UserWarning)
-        yield
-
-
-def check_delta(name: str, value: float) -> float:
-    """A δ, strictly between 0 and 1.
-
-    Raises
-    ------
-    ValueError
-        It is not.
-    """
-    if number(name, value, open_low=True) >= 1:
-        raise ValueError(f"{name} must be less than 1, got {value!r}")
-    return float(value)
+from plpkg.validation import whole_number
 
 
 class Session:
@@ -95,6 +70,8 @@ class Session:
 
     def skip(self) -> None:
         """An empty sample: a step of noise alone."""
+        if self._sums:
+            raise RuntimeError("examples have gone backward since the last step: the sample is not empty")
         self._added = True
         self.optimizer.step()
 
@@ -138,7 +115,8 @@ class Session:
             )
         for name, p in parameters.items():
             ours = self._released.get(name)
-            if p.grad is not None and not (ours and p.grad is ours[0] and p.grad._version == ours[1]):
+            known = ours and p.grad is ours[0] and p.grad._version == ours[1]
+            if p.grad is not None and not known and p.grad.any():  # zero_grad(set_to_none=False) leaves zeros
                 raise RuntimeError(
                     f"{name} has a gradient that was not clipped: only criterion(output, target).backward() may give it"
                 )
@@ -166,13 +144,7 @@ class Session:
         self.recorder.forget()
 
     def epsilon(self, delta: float) -> float:
-        check_delta("delta", delta)
-        if self.steps == 0:
-            return 0.0
-        if self.noise_multiplier == 0:
-            return math.inf
-        with quiet_bounds(self.accountant.mechanism()):
-            return float(self.accountant.get_epsilon(delta=delta))
+        return spent(self.accountant, delta)
 
     def state_dict(self) -> dict:
         if self._sums or self._added:
@@ -201,7 +173,7 @@ class Session:
         self.restart()
         self.recorder.forget()
         if self.sampler:
-            self.sampler.drawn, self.sampler.left = drawn, left
+            self.sampler.drawn, self.sampler.left, self.sampler.resumes = drawn, left, True
 
     def _identity(self) -> dict:
         return {

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 from transformers import BertConfig, BertForMaskedLM
 
+from plpkg.backbones import random_backbone
 from plpkg.clipping import clipped_gradients, make_private
 from plpkg.clipping.gradients import EXECUTIONS
 from plpkg.clipping.randomness import Randomness
@@ -71,6 +73,35 @@ def test_normalising_by_the_batch_in_passing():
         nn.Linear(6, 6), lambda layer, x: functional.batch_norm(layer(x), None, None, training=True), numbers(6)
     )
     assert "layer (Linear): the loss of sample 0 depends on row" in said
+
+
+def test_losses_of_the_same_code_that_compute_different_things():
+    def make(mixes):
+        return lambda model, x: (model(x) - mixes * model(x).mean(0)).square().sum(1)
+
+    model = nn.Linear(6, 3)
+    clipped_gradients(model, make(0), numbers(6), 1.0)
+    with pytest.raises(ValueError, match="samples are mixed"):
+        clipped_gradients(model, make(1), numbers(6), 1.0)
+
+
+def test_samples_that_are_mixed_but_for_the_first_and_the_last():
+    def inner(layer, x):
+        y = layer(x)
+        return torch.cat([y[:1], y[1:-1] - y[1:-1].mean(0), y[-1:]])
+
+    assert "samples are mixed" in refused(nn.Linear(6, 6), inner, numbers(6))
+
+
+def test_peft_s_layers_that_cannot_be_followed():
+    for config, reason in (
+        (LoraConfig(use_dora=True, target_modules="all-linear"), "DoraLinearLayer.* use LoRA without DoRA"),
+        (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "PromptEmbedding.* same row to all samples"),
+    ):
+        model = get_peft_model(random_backbone("llama"), config).train()
+        ids = torch.randint(0, 50, (BATCH, 5))
+        with pytest.raises(ValueError, match=reason):
+            clipped_gradients(model, lambda model, ids: model(input_ids=ids).logits.sum((1, 2)), ids, 1.0)
 
 
 class Twice(nn.Module):

@@ -425,6 +425,9 @@ BAD = [
     (dict(noise_multiplier=None, target_epsilon=-2.0), "target_epsilon must be greater than 0, got -2.0"),
     (dict(noise_multiplier=None, target_epsilon=1.0), "target_epsilon needs target_delta and epochs"),
     (dict(noise_multiplier=None, target_epsilon=1.0, target_delta=2.0, epochs=1), "target_delta must be .*, got 2.0"),
+    (dict(noise_multiplier=None, target_epsilon=500.0, target_delta=1e-5, epochs=1), "at most 100 .* got 500.0"),
+    (dict(noise_multiplier=None, target_epsilon=1e-4, target_delta=1e-5, epochs=1), "no noise gives .*=0.0001"),
+    (dict(criterion=nn.CrossEntropyLoss(weight=torch.ones(4))), "mean of CrossEntropyLoss with weights"),
     (dict(max_grad_norm=0.0), "max_grad_norm must be greater than 0, got 0.0"),
     (dict(max_grad_norm=-1.0), "max_grad_norm must be greater than 0, got -1.0"),
     (dict(execution="loop"), "execution must be one of .*, got 'loop'"),
@@ -495,3 +498,82 @@ def test_steps_out_of_order_are_refused():
         made.criterion(made.model(x), y).backward()
     assert torch.equal(made.model.a.weight, before)
     assert made.criterion.session.steps == 1
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (0, "gpt2", "model must be a Module, got str"),
+        (1, None, "optimizer must be a Optimizer, got NoneType"),
+        (3, None, "criterion must be callable, got NoneType"),
+    ],
+)
+def test_what_is_no_model_optimizer_or_criterion(place, value, message):
+    model = Net()
+    given = [model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data(), batch_size=10), nn.CrossEntropyLoss()]
+    given[place] = value
+    with pytest.raises(TypeError, match=message):
+        make_private(*given, noise_multiplier=1.0, max_grad_norm=1.0)
+
+
+def test_validation_with_the_same_criterion():
+    made = private()
+    x, y = data(16).tensors
+    made.model.eval()
+    with torch.no_grad():
+        found = made.criterion(made.model(x), y)
+        wanted = nn.functional.cross_entropy(made.model(x), y)
+    made.model.train()
+    assert found.item() == wanted.item()
+
+
+def test_zeroed_gradients_are_no_gradients():
+    made = private()
+    for _, (x, y) in zip(range(3), made.data_loader, strict=False):
+        made.optimizer.zero_grad(set_to_none=False)
+        made.criterion(made.model(x), y).backward()
+        made.optimizer.step()
+    assert made.criterion.session.steps == 3
+
+
+def test_a_private_loss_is_not_to_be_reckoned_with():
+    made = private()
+    x, y = next(iter(made.data_loader))
+    loss = made.criterion(made.model(x), y)
+    for change in (lambda: loss / 4, lambda: loss + 1, lambda: 0.1 * loss, lambda: -loss):
+        with pytest.raises(TypeError, match="goes backward as it is"):
+            change()
+    assert loss.detach().item() == pytest.approx(float(loss))
+
+
+def test_a_sample_of_nobody_by_hand():
+    model = Net()
+    made = make_private(
+        model, torch.optim.SGD(model.parameters(), 0.1), None, nn.CrossEntropyLoss(),
+        noise_multiplier=1.0, max_grad_norm=1.0, sample_rate=0.1, expected_batch_size=4, seed=0,
+    )  # fmt: skip
+    before = [p.detach().clone() for p in model.parameters()]
+    made.skip()
+    assert made.epsilon(1e-5) > 0
+    assert all((p != q).any() for p, q in zip(model.parameters(), before, strict=True))
+    x, y = data(4).tensors
+    made.optimizer.zero_grad()
+    made.criterion(model(x), y).backward()
+    with pytest.raises(RuntimeError, match="the sample is not empty"):
+        made.skip()
+
+
+def test_a_break_ends_an_epoch():
+    made = private()
+    steps = len(made.data_loader)
+    assert steps > 2
+    next(iter(made.data_loader))
+    assert sum(1 for _ in _trained(made)) == steps
+
+
+def _trained(made):
+    for x, y in made.data_loader:
+        made.optimizer.zero_grad()
+        made.criterion(made.model(x), y).backward()
+        made.optimizer.step()
+        yield

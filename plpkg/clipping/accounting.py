@@ -1,0 +1,118 @@
+"""What a private training spends: ε from the noise, and the noise for an ε.
+
+The subsampled Gaussian mechanism: in each step every example takes part with probability q, and normal noise of σ times
+the sensitivity is added. ε comes from Opacus's accountants: ``prv`` (Gopi et al., arXiv 2106.02848), tight, or ``rdp``
+(Mironov, arXiv 1702.07476). Neighbouring data sets differ by one example that is there or not.
+"""
+
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from opacus.accountants import IAccountant, create_accountant
+from opacus.accountants.utils import get_noise_multiplier
+
+from plpkg.validation import number, one_of, whole_number
+
+ACCOUNTANTS = ("prv", "rdp")
+HIGHEST_PRV = 100.0
+"""The target ε beyond which the tight accountant would search for minutes."""
+
+
+def epsilon_of(
+    noise_multiplier: float, sample_rate: float, steps: int, delta: float, *, accountant: str = "prv"
+) -> float:
+    """The ε of so many steps.
+
+    Parameters
+    ----------
+    noise_multiplier
+        σ; 0 is no privacy.
+    sample_rate
+        q, the expected batch size over the number of examples.
+    steps
+        How often the optimizer steps.
+    delta
+        δ, well below one over the number of examples.
+    accountant
+        ``prv`` or ``rdp``.
+
+    Raises
+    ------
+    ValueError
+        A value outside its range.
+    """
+    sigma = number("noise_multiplier", noise_multiplier)
+    number("sample_rate", sample_rate, 0, 1, open_low=True)
+    whole_number("steps", steps, 0)
+    made = create_accountant(one_of("accountant", accountant, ACCOUNTANTS))
+    made.history = [(sigma, sample_rate, steps)] if steps else []
+    return spent(made, delta)
+
+
+def spent(accountant: IAccountant, delta: float) -> float:
+    """The ε of what an accountant has in its history; infinite for steps without noise."""
+    check_delta("delta", delta)
+    if not accountant.history:
+        return 0.0
+    if any(sigma == 0 for sigma, _, _ in accountant.history):
+        return math.inf
+    with _quiet_bounds(accountant.mechanism()):
+        return max(0.0, float(accountant.get_epsilon(delta=delta)))
+
+
+def noise_for(
+    target_epsilon: float, target_delta: float, sample_rate: float, steps: int, *, accountant: str = "prv"
+) -> float:
+    """The smallest σ with which so many steps spend no more than ``target_epsilon``, to 0.01 in ε.
+
+    Raises
+    ------
+    ValueError
+        A value outside its range, or a target that no noise reaches.
+    """
+    number("target_epsilon", target_epsilon, open_low=True)
+    check_delta("target_delta", target_delta)
+    number("sample_rate", sample_rate, 0, 1, open_low=True)
+    whole_number("steps", steps, 1)
+    if one_of("accountant", accountant, ACCOUNTANTS) == "prv" and target_epsilon > HIGHEST_PRV:
+        raise ValueError(
+            f"target_epsilon must be at most {HIGHEST_PRV:g} with the prv accountant, got {target_epsilon!r}: beyond, "
+            "take accountant='rdp' or give the noise_multiplier"
+        )
+    try:
+        with _quiet_bounds(accountant):
+            return get_noise_multiplier(
+                target_epsilon=target_epsilon,
+                target_delta=target_delta,
+                sample_rate=sample_rate,
+                steps=steps,
+                accountant=accountant,
+            )
+    except ValueError as error:
+        raise ValueError(
+            f"no noise gives target_epsilon={target_epsilon!r} at target_delta={target_delta!r}: {error}"
+        ) from error
+
+
+def check_delta(name: str, value: float) -> float:
+    """A δ, strictly between 0 and 1.
+
+    Raises
+    ------
+    ValueError
+        It is not.
+    """
+    if number(name, value, open_low=True) >= 1:
+        raise ValueError(f"{name} must be less than 1, got {value!r}")
+    return float(value)
+
+
+@contextmanager
+def _quiet_bounds(accountant: str) -> Iterator[None]:
+    """The tight accountant bounds its grid by a coarse one, whose advice on orders does not concern the result."""
+    with warnings.catch_warnings():
+        if accountant == "prv":
+            warnings.filterwarnings("ignore", message="Optimal order is the", category=UserWarning)
+        yield
