@@ -105,11 +105,11 @@ def fills(count: int) -> list[dict]:
 
 
 def describe(ax, sentence: str):
-    """Give the figure of ``ax`` its alternative text, and return ``ax``."""
-    ax.figure.alt_text = sentence
+    """Give ``ax`` its alternative text, and return it: a figure with several axes says one after the other."""
+    ax.alt_text = sentence
     return ax
 
 
 def alt(figure) -> str:
     """The alternative text of a figure; empty if nobody described it."""
-    return getattr(figure, "alt_text", "")
+    return " ".join(ax.alt_text for ax in figure.axes if hasattr(ax, "alt_text"))

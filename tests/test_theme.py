@@ -20,6 +20,14 @@ def test_alt_text_travels_with_the_image():
     assert theme.alt(Figure()) == ""
 
 
+def test_a_figure_with_several_axes_says_all_of_them():
+    figure, (left, right) = plt.subplots(1, 2)
+    theme.describe(left, "A first line.")
+    theme.describe(right, "A line.")
+    theme.describe(right, "A second line.")
+    assert theme.alt(figure) == "A first line. A second line."
+
+
 def test_use_sets_the_palette():
     theme.use()
     import seaborn as sns
