@@ -277,7 +277,7 @@ class DeviceClient:
             all_positions=True,
             input_gradient=own_gradient,
         )
-        self._exchange(ids.shape, train=True)
+        self._exchange(ids.shape)
         final = self._final((*ids.shape, self.terms.hidden)).requires_grad_()
         logits = self.part.logits(final)[:, :-1]
         loss = torch.nn.functional.cross_entropy(
@@ -319,7 +319,7 @@ class DeviceClient:
                 number = self._connection.steps + 1
             self._send_step(number, ids.shape, hidden, new_sequence=begins, all_positions=everywhere)
             if not answered:
-                self._exchange(ids.shape, train=False)
+                self._exchange(ids.shape, cache=cache)
             return self._final((len(ids), positions, self.terms.hidden))
 
         final = self._connection.keep_trying(run)
@@ -330,12 +330,12 @@ class DeviceClient:
         step = Step(number=number, batch=shape[0], seq=shape[1], hidden=hidden, **flags)
         self._connection.send(FromDevice(step=step), hidden)
 
-    def _exchange(self, shape: tuple[int, int], *, train: bool) -> None:
-        """Answer every A·x of a pass over ``(batch, seq)`` with M·A·x."""
+    def _exchange(self, shape: tuple[int, int], cache: DeviceCache | None = None) -> None:
+        """Answer every A·x of a pass over ``(batch, seq)`` with M·A·x; without a ``cache``, to learn from it."""
         for expected in range(len(self.part.matrices)):
             part = self._connection.receive("residual")
             u = self._unpack_part(part, expected, shape, self.terms.r_c2d)
-            data = wire.pack(self.part.residual(part.group, u, train=train), self.dtype)
+            data = wire.pack(self.part.residual(part.group, u, train=cache is None, cache=cache), self.dtype)
             self._connection.send(FromDevice(residual=Part(group=part.group, data=data)), data)
 
     def _final(self, shape: tuple[int, ...]) -> torch.Tensor:
@@ -345,8 +345,7 @@ class DeviceClient:
     def _unpack_part(self, part: Part, expected: int, shape: tuple[int, int], rank: int) -> torch.Tensor:
         if part.group != expected:
             raise ValueError(f"the cloud sent exchange {part.group} where {expected} was due")
-        tensor = wire.unpack(part.data, (self.terms.projections[expected], *shape, rank), self.dtype)
-        return tensor.to(next(self.part.matrices[expected].parameters()))
+        return wire.unpack(part.data, (self.terms.projections[expected], *shape, rank), self.dtype)
 
     def _ends(self, eos_token_id: int | list[int] | None) -> list[int]:
         chosen = self._ends_by_default if eos_token_id is None else eos_token_id

@@ -108,8 +108,8 @@ class LowRank(Exchange):
             self.register_buffer(f"b_{i}", projection.privatelora_B[adapter_name], persistent=False)
 
     def outgoing(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.to(self.a.dtype)
-        return torch.stack([nn.functional.linear(x, a) for a in self.a])  # (projections, batch, seq, r_c2d)
+        u = nn.functional.linear(x.to(self.a.dtype), self.a.flatten(0, 1))  # all projections at once
+        return u.unflatten(-1, self.a.shape[:2]).movedim(2, 0)  # (projections, batch, seq, r_c2d)
 
     def residual(self, v: torch.Tensor, index: int) -> torch.Tensor:
         return nn.functional.linear(v[index], getattr(self, f"b_{index}"))
@@ -219,11 +219,23 @@ class CloudPart(nn.Module):
 
 @dataclass
 class DeviceCache:
-    """What the device remembers of a sequence: the KV caches of its own layers, and how many tokens it has seen."""
+    """What the device remembers of a sequence.
+
+    Attributes
+    ----------
+    first, last
+        The KV caches of its own layers.
+    seen
+        How many tokens it has seen.
+    stacked
+        Of each exchange its M as they were when the sequence began, ``(projections, 1, r_c2d, r_d2c)``, so that one
+        product does for all; ``None`` where they are not plain matrices.
+    """
 
     first: DynamicCache | None
     last: DynamicCache | None
     seen: int = 0
+    stacked: tuple[torch.Tensor | None, ...] = ()
 
 
 class DevicePart(nn.Module):
@@ -257,7 +269,8 @@ class DevicePart(nn.Module):
 
     def new_cache(self) -> DeviceCache:
         """For a new sequence."""
-        return DeviceCache(*(part and DynamicCache(config=part.config) for part in (self.first, self.last)))
+        first, last = (part and DynamicCache(config=part.config) for part in (self.first, self.last))
+        return DeviceCache(first, last, stacked=tuple(_stacked(group) for group in self.matrices))
 
     def embed(
         self,
@@ -279,11 +292,16 @@ class DevicePart(nn.Module):
             return hidden
         return _run(self.first, hidden, attention_mask, position_ids, cache.first)
 
-    def residual(self, group: int, u: torch.Tensor, *, train: bool = False) -> torch.Tensor:
+    def residual(
+        self, group: int, u: torch.Tensor, *, train: bool = False, cache: DeviceCache | None = None
+    ) -> torch.Tensor:
         """M·u for each projection of an exchange: ``(projections, batch, seq, r_c2d)`` to ``(…, r_d2c)``.
 
-        With ``train`` what :meth:`residual_backward` needs is kept until it is called.
+        With ``train`` what :meth:`residual_backward` needs is kept until it is called; without, and with a ``cache``,
+        M is as it was when the sequence began.
         """
+        if not train and cache is not None and cache.stacked[group] is not None:
+            return u.to(cache.stacked[group]) @ cache.stacked[group]
         if not train:
             return self._multiply(group, u)
         with torch.enable_grad():
@@ -306,7 +324,7 @@ class DevicePart(nn.Module):
             No forward pass of this exchange is waiting for its gradient.
         """
         u, v = self._asked.pop(group)
-        v.backward(grad_v.to(v.dtype))
+        v.backward(grad_v.to(v))
         return u.grad
 
     def logits(
@@ -338,6 +356,12 @@ class Direct:
 
     def backward(self, group: int, grad_v: torch.Tensor) -> torch.Tensor:
         return self.device.residual_backward(group, grad_v)
+
+
+def _stacked(matrices: nn.ModuleList) -> torch.Tensor | None:
+    if any(type(m) is not nn.Linear or m.bias is not None for m in matrices):
+        return None
+    return torch.stack([m.weight.detach().mT for m in matrices])[:, None]
 
 
 def _run(decoder: nn.Module, hidden, attention_mask, position_ids, cache) -> torch.Tensor:

@@ -11,6 +11,7 @@ import threading
 from dataclasses import dataclass
 
 import grpc
+import numpy as np
 import torch
 from peft import PeftModel
 from torch import nn
@@ -195,10 +196,13 @@ def pack(tensor: torch.Tensor, dtype: torch.dtype) -> bytes:
     OverflowError
         A finite value is too large for float16.
     """
-    narrowed = tensor.detach().to("cpu", dtype).contiguous()
-    if dtype == torch.float16 and not torch.isfinite(narrowed).all() and torch.isfinite(tensor).all():
+    narrowed = tensor.detach().to("cpu", dtype)
+    if dtype == torch.bfloat16:  # NumPy has none
+        return narrowed.contiguous().view(torch.int16).numpy().tobytes()
+    values = narrowed.numpy()
+    if dtype == torch.float16 and not np.isfinite(values).all() and torch.isfinite(tensor).all():
         raise OverflowError(f"a value of {tensor.abs().max().item():g} is too large for fp16: take bf16 or fp32")
-    return narrowed.view(torch.uint8).numpy().tobytes()
+    return values.tobytes()
 
 
 def unpack(data: bytes, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -252,3 +252,17 @@ def test_full_width_needs_the_same_projections_everywhere(adapted):
     model = adapted(lora=dict(r=2, target_modules=["layers.0.self_attn.q_proj", "layers.1.self_attn.k_proj"]))
     with pytest.raises(ValueError, match=r"the same widths in every exchange, got \[\(32, 32\), \(32, 16\)\]"):
         split(model)
+
+
+def test_a_sequence_keeps_the_matrices_that_it_began_with(adapted):
+    device, _, _ = connected(adapted("llama"))
+    u = torch.randn(len(device.matrices[1]), 2, 3, device.ranks[0], generator=torch.Generator().manual_seed(0))
+    cache, before = device.new_cache(), device.residual(1, u)
+    torch.testing.assert_close(device.residual(1, u, cache=cache), before)
+    with torch.no_grad():
+        device.matrices[1][0].weight.add_(1.0)
+    torch.testing.assert_close(device.residual(1, u, cache=cache), before)
+    assert (device.residual(1, u) != before).any()
+    device.matrices[1][0] = torch.nn.Sequential(device.matrices[1][0], torch.nn.Tanh())  # not a matrix any more
+    cache = device.new_cache()
+    torch.testing.assert_close(device.residual(1, u, cache=cache), device.residual(1, u))
