@@ -254,7 +254,7 @@ def main() -> None:
     if unknown := set(arguments.sections) - set(SECTIONS):
         parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message="Full backward hook is firing")
+    warnings.filterwarnings("ignore", message="Full backward hook is firing")  # Opacus, whose inputs need no gradient
     chosen = arguments.sections or list(SECTIONS)
     rows = [row for name in chosen for row in SECTIONS[name](arguments.repeats)]
     if arguments.default_malloc:

@@ -166,7 +166,7 @@ def opacus_update(specimen: Specimen, count: int, batch) -> dict[str, torch.Tens
         expected_batch_size=len(batch[0]) if specimen.expects_actual else count * TAKES_PART,
     )
     criterion = DPLossFastGradientClipping(private, optimizer, _Criterion(specimen.criterion))
-    with warnings.catch_warnings():
+    with warnings.catch_warnings():  # the first layer's input needs no gradient
         warnings.filterwarnings("ignore", message="Full backward hook is firing", category=UserWarning)
         specimen.script(private, optimizer, criterion, batch)
     return _sums(model, count)

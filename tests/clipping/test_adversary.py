@@ -340,7 +340,7 @@ def test_a_plain_backward_is_refused():
         functional.cross_entropy(made.model(x), y).backward()
 
 
-@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.filterwarnings("ignore:Using a target size")  # PyTorch only warns of what is refused here
 def test_targets_that_broadcast_are_refused():
     made = private(nn.Linear(6, 1), criterion=nn.MSELoss())
     x, y = next(iter(made.data_loader))

@@ -73,7 +73,10 @@ def test_the_definition_gets_the_tie_right():
     """What book-keeping refuses, the loop computes."""
     tie = specimens()[0]
     model, batch = tie.build(5), tie.batch(5)
-    step = lambda part: clipped_gradients(model, tie.loss, part, MAX_GRAD_NORM, "loop")[0]  # noqa: E731
+
+    def step(part):
+        return clipped_gradients(model, tie.loss, part, MAX_GRAD_NORM, "loop")[0]
+
     assert check_sensitivity(step, batch, MAX_GRAD_NORM).worst == pytest.approx(1, abs=1e-5)
 
 
