@@ -8,24 +8,28 @@ Left out: batching the steps of several devices together. Training on a GPU wait
 backward thread, of which each GPU has one: there one device's silence does hold up the others' training.
 """
 
-import hmac
+import contextlib
 import secrets
+import socket
+import ssl
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import grpc
 import torch
 from grpc import StatusCode
 from peft import PeftModel
 
 from plpkg.residual import wire
+from plpkg.residual.call import ServerCall, StatusError
 from plpkg.residual.session import Session, Stream
 from plpkg.residual.split import split
-from plpkg.residual.wire import Counter, Limits, StatusError
-from plpkg.residual.wire_pb2 import FromCloud, FromDevice, Hello
+from plpkg.residual.wire import Counter, Limits
+from plpkg.residual.wire_pb2 import Hello
+from plpkg.validation import host_and_port
+
+WAITING = 64
+"""Connections beyond those with a session: who has shown no token yet, and who is told that there is no room."""
 
 
 class CloudServer:
@@ -86,42 +90,30 @@ class CloudServer:
         self.dtype = wire.PRECISIONS[precision]
         self.limits = limits or Limits()
         self.traffic, self.num_threads = Counter(), torch.get_num_threads()
-        self._token = token
+        self.token = token
         self._sessions: dict[bytes, Session] = {}
         self._lock = threading.Lock()
-        self._connections: set[Stream] = set()
+        self._connections: dict[Stream, threading.Thread] = {}
         self._stopped = threading.Event()
         self.part.eval()
         self.part.new_cache()  # refuses layers whose cache cannot be taken back
 
-        # A few more than there may be sessions, so that those who are refused are told why.
-        connections = self.limits.sessions + 8
-        options = [
-            *wire.CHANNEL_OPTIONS,
-            ("grpc.max_receive_message_length", self.limits.message_bytes),
-            ("grpc.so_reuseport", 0),  # or two clouds could share an address
-        ]
-        self._server = grpc.server(
-            ThreadPoolExecutor(connections, "plpkg-cloud"), options=options, maximum_concurrent_rpcs=connections
-        )
-        handler = grpc.stream_stream_rpc_method_handler(
-            self._connect, FromDevice.FromString, FromCloud.SerializeToString
-        )
-        self._server.add_generic_rpc_handlers((_Handlers({wire.METHOD: handler}),))
-        host = address.rpartition(":")[0]
+        self._tls = None
+        if tls is not None:
+            self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            self._tls.load_cert_chain(Path(tls, "cert.pem"), Path(tls, "key.pem"))
+            self._tls.set_alpn_protocols(["h2"])
+            self._tls.num_tickets = 0  # a device's next connection begins anew
+        host, port = host_and_port(address)
         try:
-            if tls is None:
-                port = self._server.add_insecure_port(address)
-            else:
-                pair = (Path(tls, "key.pem").read_bytes(), Path(tls, "cert.pem").read_bytes())
-                port = self._server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
-        except RuntimeError as error:
+            family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            self._listener = socket.create_server(place[:2], family=family, backlog=128)
+        except OSError as error:
             raise OSError(f"{address} cannot be bound: {error}") from error
-        self.address = f"{host}:{port}"
+        self.address = f"{address.rpartition(':')[0]}:{self._listener.getsockname()[1]}"
 
     def __enter__(self) -> "CloudServer":
-        self._server.start()
-        threading.Thread(target=self._watch, daemon=True, name="plpkg-deadlines").start()
+        threading.Thread(target=self._accept, daemon=True, name="plpkg-cloud").start()
         return self
 
     def __exit__(self, *_) -> None:
@@ -130,42 +122,48 @@ class CloudServer:
     def stop(self, grace_s: float = 0.0) -> None:
         """Break off what is under way after ``grace_s`` seconds, and forget every session."""
         self._stopped.set()
-        self._server.stop(grace_s).wait(grace_s + 10)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._listener.close()
+        patience = time.monotonic() + grace_s
+        while self._connections and time.monotonic() < patience:
+            time.sleep(0.02)
+        for stream, thread in list(self._connections.items()):
+            stream.call.abandon()
+            thread.join(10)
         with self._lock:
             self._sessions.clear()
 
     def wait(self) -> None:
         """Until :meth:`stop` is called."""
-        self._server.wait_for_termination()
+        self._stopped.wait()
 
     @property
     def sessions(self) -> int:
         """How many there are, waiting ones included."""
         return len(self._sessions)
 
-    def _connect(self, requests: Iterator[FromDevice], context: grpc.ServicerContext) -> Iterator[FromCloud]:
-        """One connection: hands out what its thread puts into the queue."""
-        if self._token is not None:
-            shown = dict(context.invocation_metadata()).get("authorization", "")
-            if not hmac.compare_digest(shown.encode(), f"Bearer {self._token}".encode()):
-                context.abort(StatusCode.UNAUTHENTICATED, "no token, or a wrong one")
-        connection = Stream(self, requests, context)
-        context.add_callback(connection.closed)
-        self._connections.add(connection)
-        threading.Thread(target=connection.run, daemon=True, name="plpkg-session").start()
-        while (item := connection.outgoing.get()) is not None:
-            if isinstance(item, StatusError):
-                context.abort(item.code, item.details)
-            yield item
+    def _accept(self) -> None:
+        """Give each connection a thread."""
+        while not self._stopped.is_set():
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # it was closed, or there are no more files to open
+                self._stopped.wait(0.05)
+                continue
+            if len(self._connections) >= self.limits.sessions + WAITING:
+                connection.close()
+                continue
+            stream = Stream(self, ServerCall(connection, self._tls, self.limits.message_bytes))
+            thread = threading.Thread(target=self._serve, args=(stream,), daemon=True, name="plpkg-session")
+            self._connections[stream] = thread
+            thread.start()
 
-    def _watch(self) -> None:
-        """Ends connections whose device is overdue; a stream's own waits have no deadline."""
-        while not self._stopped.wait(0.2):
-            now = time.monotonic()
-            for connection in list(self._connections):
-                if now > connection.deadline:
-                    details = f"the device said nothing {connection.waits_for}"
-                    connection.fail(StatusError(StatusCode.DEADLINE_EXCEEDED, details))
+    def _serve(self, stream: Stream) -> None:
+        try:
+            stream.run()
+        finally:
+            del self._connections[stream]
 
     def open(self, hello: Hello, connection: Stream) -> Session:
         """The session that a device begins or goes on with."""
@@ -175,10 +173,10 @@ class CloudServer:
             session, before = self._find(hello), None
             session.connection, before = connection, session.connection
         if before is not None:  # it broke, but nobody has told us yet
-            before.fail(StatusError(StatusCode.ABORTED, "the session goes on on another connection"))
+            before.call.failure = StatusError(StatusCode.ABORTED, "the session goes on on another connection")
         patience = time.monotonic() + self.limits.answer_s
         while not session.free.acquire(timeout=0.1):
-            if connection.ended or time.monotonic() > patience:
+            if connection.call.failure is not None or time.monotonic() > patience:
                 self._leave(session, connection, forget=False)
                 raise StatusError(StatusCode.UNAVAILABLE, "the session's earlier connection does not end")
         return session
@@ -216,11 +214,3 @@ class CloudServer:
             session.waits_until = time.monotonic() + self.limits.resume_s
             if forget:
                 self._sessions.pop(session.key, None)
-
-
-class _Handlers(grpc.GenericRpcHandler):
-    def __init__(self, handlers: dict) -> None:
-        self._handlers = handlers
-
-    def service(self, handler_call_details):
-        return self._handlers.get(handler_call_details.method)

@@ -1,17 +1,17 @@
-"""The device's end of the connection: one stream, deadlines on every wait, and coming back after it broke."""
+"""The device's end of the connection: one call, deadlines on every wait, and coming back after it broke."""
 
-import queue
-import threading
+import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
-import grpc
+from google.protobuf.message import DecodeError
 from grpc import StatusCode
 
 from plpkg.residual import wire
-from plpkg.residual.wire import Counter, StatusError
+from plpkg.residual.call import BrokenCallError, ClientCall, StatusError
+from plpkg.residual.wire import Counter
 from plpkg.residual.wire_pb2 import FromCloud, FromDevice, Goodbye, Hello, Terms
 
 Result = TypeVar("Result")
@@ -20,10 +20,6 @@ BROKEN = {
     StatusCode.UNAVAILABLE, StatusCode.CANCELLED, StatusCode.INTERNAL, StatusCode.ABORTED, StatusCode.DEADLINE_EXCEEDED,
 }  # fmt: skip
 """Statuses after which the device comes back; any other is the cloud's refusal."""
-
-
-class BrokenStreamError(ConnectionError):
-    """The stream broke off."""
 
 
 class SessionLostError(ConnectionError):
@@ -88,35 +84,28 @@ class Connection:
         self.target, self.terms, self.timeout_s, self.retry_s = target, terms, timeout_s, retry_s
         self.traffic = Counter()
         self.session, self.steps = b"", 0
+        self._address, self._max_message_bytes = via or target, max_message_bytes
         self._metadata = [("authorization", f"Bearer {token}")] if token else []
-        options = [*wire.CHANNEL_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)]
-        if ca is None:
-            self._channel = grpc.insecure_channel(via or target, options)
-        else:
-            options.append(("grpc.ssl_target_name_override", target.rpartition(":")[0].strip("[]")))
-            credentials = grpc.ssl_channel_credentials(Path(ca).read_bytes())
-            self._channel = grpc.secure_channel(via or target, credentials, options)
-        self._connect = self._channel.stream_stream(wire.METHOD, FromDevice.SerializeToString, FromCloud.FromString)
-        self._call: grpc.Call | None = None
-        self._outgoing: queue.SimpleQueue = queue.SimpleQueue()
-        self._deadline = float("inf")
-        self._closed = threading.Event()
-        threading.Thread(target=self._watch, daemon=True, name="plpkg-deadline").start()
+        self._tls: ssl.SSLContext | None = None
+        if ca is not None:
+            self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            self._tls.load_verify_locations(ca)
+            self._tls.set_alpn_protocols(["h2"])
+        self._call: ClientCall | None = None
 
     def close(self) -> None:
         """Leave: the cloud forgets the session."""
-        if self._call is not None:
-            self._outgoing.put(FromDevice(goodbye=Goodbye()))
-            self._outgoing.put(None)
-            self._deadline = time.monotonic() + min(5.0, self.timeout_s)
-            try:
-                for _ in self._call:  # until the cloud has taken note
-                    pass
-            except grpc.RpcError:
+        if self._call is None:
+            return
+        patience_s = min(5.0, self.timeout_s)
+        try:
+            self.send(FromDevice(goodbye=Goodbye()))
+            self._call.end(patience_s)
+            while self._call.receive(patience_s) is not None:  # until the cloud has taken note
                 pass
-            self._call = None
-        self._closed.set()
-        self._channel.close()
+        except (BrokenCallError, StatusError, TimeoutError):
+            pass
+        self.reset()
 
     def keep_trying(self, run: Callable[[], Result]) -> Result:
         """``run()``, again from its beginning whenever the stream breaks.
@@ -134,7 +123,7 @@ class Connection:
                 if self._call is None:
                     self._open()
                 return run()
-            except BrokenStreamError as error:
+            except BrokenCallError as error:
                 give_up = time.monotonic() + self.retry_s if give_up is None else give_up
                 if time.monotonic() + pause > give_up:
                     raise ConnectionError(f"no connection to {self.target}: {error}") from error
@@ -147,12 +136,19 @@ class Connection:
     def reset(self) -> None:
         """Break the stream off; the session goes on with the next."""
         if self._call is not None:
-            self._call.cancel()
+            self._call.close()
             self._call = None
 
     def _open(self) -> None:
-        self._outgoing = queue.SimpleQueue()
-        self._call = self._connect(iter(self._outgoing.get, None), metadata=self._metadata)
+        self._call = ClientCall(
+            self._address,
+            wire.METHOD,
+            authority=self.target,
+            metadata=self._metadata,
+            tls=self._tls,
+            timeout_s=self.timeout_s,
+            max_message_bytes=self._max_message_bytes,
+        )
         self.send(FromDevice(hello=Hello(terms=self.terms, session=self.session)))
         try:
             welcome = self.receive("welcome")
@@ -164,29 +160,44 @@ class Connection:
         self.session, self.steps = welcome.session, welcome.steps
 
     def send(self, message: FromDevice, payload: bytes = b"") -> None:
-        """Put a message on its way."""
+        """Put a message on its way.
+
+        Raises
+        ------
+        BrokenCallError
+            The connection broke, or the cloud reads nothing.
+        """
         self.traffic.sent(payload, message)
-        self._outgoing.put(message)
+        try:
+            self._call.send(message.SerializeToString(), self.timeout_s)
+        except (BrokenCallError, TimeoutError) as error:
+            self._broken(error)
 
     def receive(self, content: str):
         """The content of the next message, which must be this one.
 
         Raises
         ------
-        BrokenStreamError
-            The stream broke off, or nothing came for ``timeout_s``.
+        BrokenCallError
+            The connection broke, or nothing came for ``timeout_s``.
         RefusedError
             The cloud ended it with another status.
         """
-        self._deadline = time.monotonic() + self.timeout_s
         try:
-            message = next(self._call, None)
-        except grpc.RpcError as error:
-            self._fail(error)
-        self._deadline = float("inf")
+            data = self._call.receive(self.timeout_s)
+            message = None if data is None else FromCloud.FromString(data)
+        except (BrokenCallError, TimeoutError) as error:
+            self._broken(error)
+        except StatusError as failure:
+            if failure.code in BROKEN:
+                self._broken(failure)
+            self.reset()
+            raise RefusedError(failure) from None
+        except DecodeError as error:
+            self.reset()
+            raise RefusedError(StatusError(StatusCode.INTERNAL, f"the cloud sent no message: {error}")) from None
         if message is None:
-            self._call = None
-            raise BrokenStreamError(f"{self.target} ended the stream")
+            self._broken(f"{self.target} ended the call")
         found = message.WhichOneof("content")
         if found != content:
             self.reset()
@@ -198,18 +209,10 @@ class Connection:
             self.traffic.round_trips += 1
         return value
 
-    def _fail(self, error: grpc.RpcError) -> None:
-        late = time.monotonic() > self._deadline
-        self._deadline, self._call = float("inf"), None
-        if late:
-            raise BrokenStreamError(f"{self.target} did not answer for {self.timeout_s:g} s") from None
-        if error.code() in BROKEN:
-            raise BrokenStreamError(f"{error.code().name}: {error.details()}") from None
-        raise RefusedError(StatusError(error.code(), error.details())) from None
-
-    def _watch(self) -> None:
-        """Cancels a wait that takes too long: a stream's own wait has no deadline."""
-        while not self._closed.wait(min(0.25, self.timeout_s / 4)):
-            call = self._call
-            if call is not None and time.monotonic() > self._deadline:
-                call.cancel()
+    def _broken(self, reason: Exception | str) -> NoReturn:
+        self.reset()
+        if isinstance(reason, TimeoutError):
+            reason = f"{self.target} did not answer for {self.timeout_s:g} s"
+        elif isinstance(reason, StatusError):
+            reason = f"{reason.code.name}: {reason.details}"
+        raise BrokenCallError(str(reason)) from None

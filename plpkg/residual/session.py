@@ -5,29 +5,24 @@ decoder layers and the device.
 """
 
 import contextlib
+import hmac
 import logging
-import queue
 import threading
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import grpc
 import torch
+from google.protobuf.message import DecodeError
 from grpc import StatusCode
 from transformers import Cache
 
 from plpkg.residual import wire
+from plpkg.residual.call import BrokenCallError, ServerCall, StatusError
 from plpkg.residual.parts import CloudPart
-from plpkg.residual.wire import StatusError
 from plpkg.residual.wire_pb2 import FromCloud, FromDevice, Part, Step, Welcome
 
 if TYPE_CHECKING:
     from plpkg.residual.cloud import CloudServer
-
-BACKLOG = 8
-"""Messages that may wait for a device that does not read."""
-
 
 class Session:
     """What the cloud keeps for a device between two messages."""
@@ -61,52 +56,51 @@ class Session:
 class Stream:
     """One device's connection; also the transport of what its thread computes."""
 
-    def __init__(self, server: "CloudServer", requests: Iterator[FromDevice], context: grpc.ServicerContext) -> None:
-        self.server, self.requests, self.context = server, requests, context
-        self.outgoing: queue.SimpleQueue = queue.SimpleQueue()
+    def __init__(self, server: "CloudServer", call: ServerCall) -> None:
+        self.server, self.call = server, call
         self.limits, self.dtype, self.terms = server.limits, server.dtype, server.terms
-        self.deadline, self.waits_for = time.monotonic() + self.limits.answer_s, "after connecting"
         self.shape = (0, 0)  # (batch, seq) of the step under way
-        self.ended = False
-
-    def closed(self) -> None:
-        """The stream is over, whoever has ended it."""
-        self.ended = True
-        self.server._connections.discard(self)
-        self.outgoing.put(None)
-
-    def fail(self, failure: StatusError) -> None:
-        """End the stream with a status, or, of a device that does not even read, without."""
-        if self.ended:
-            self.context.cancel()
-        self.ended, self.deadline = True, time.monotonic() + 1.0
-        self.outgoing.put(failure)
 
     def run(self) -> None:
         """Serve the device until it leaves, breaks off, or asks for what it may not."""
+        try:
+            if (end := self._serve()) is not None:
+                self.call.finish(end.code, end.details)
+        finally:
+            self.call.close()
+
+    def _serve(self) -> StatusError | None:
+        """Everything until the end: its status, or ``None`` if there is nobody to tell."""
         session, left = None, False
         torch.set_num_threads(self.server.num_threads)  # a new thread would take as many as there are cores
         try:
+            self.call.accept(wire.METHOD, self.limits.answer_s)
+            self._check_token()
             session = self.server.open(self._next("hello", self.limits.answer_s), self)
             self._put(FromCloud(welcome=Welcome(session=session.key, steps=session.steps)))
             self.server.part.connect(self)
             while (step := self._next("step", self.limits.idle_s, or_goodbye=True)) is not None:
                 self._step(session, step)
             left = True
+            return StatusError(StatusCode.OK, "")
         except StatusError as failure:
-            self.fail(failure)
+            return failure
         except (ValueError, OverflowError) as error:
-            self.fail(StatusError(StatusCode.INVALID_ARGUMENT, str(error)))
-        except grpc.RpcError:
-            pass  # the stream broke: the session waits
+            return StatusError(StatusCode.INVALID_ARGUMENT, str(error))
+        except (BrokenCallError, TimeoutError):
+            return None  # the session waits
         except Exception as error:
             logging.getLogger(__name__).exception("a session failed")
-            self.fail(StatusError(StatusCode.UNKNOWN, f"the cloud failed: {type(error).__name__}"))
+            return StatusError(StatusCode.UNKNOWN, f"the cloud failed: {type(error).__name__}")
         finally:
             self.server.part.connect(None)
             if session is not None:
                 self.server.close(session, self, forget=left)
-            self.outgoing.put(None)
+
+    def _check_token(self) -> None:
+        shown, token = self.call.metadata.get("authorization", ""), self.server.token
+        if token is not None and not hmac.compare_digest(shown.encode(), f"Bearer {token}".encode()):
+            raise StatusError(StatusCode.UNAUTHENTICATED, "no token, or a wrong one")
 
     def _step(self, session: Session, step: Step) -> None:
         if session.answer is not None and step == session.answer[0]:
@@ -179,24 +173,26 @@ class Stream:
         return wire.unpack(part.data, shape, self.dtype)
 
     def _put(self, message: FromCloud, payload: bytes = b"") -> None:
-        late = time.monotonic() + self.limits.answer_s
-        while self.outgoing.qsize() > BACKLOG and not self.ended:
-            if time.monotonic() > late:
-                raise StatusError(
-                    StatusCode.DEADLINE_EXCEEDED, f"the device read nothing for {self.limits.answer_s:g} s"
-                )
-            time.sleep(0.05)
         self.server.traffic.sent(payload, message)
-        self.outgoing.put(message)
+        try:
+            self.call.send(message.SerializeToString(), self.limits.answer_s)
+        except TimeoutError:
+            details = f"the device read nothing for {self.limits.answer_s:g} s"
+            raise StatusError(StatusCode.DEADLINE_EXCEEDED, details) from None
 
     def _next(self, content: str, limit_s: float, *, or_goodbye: bool = False):
         """The next message's content, which must be this one; ``None`` for a goodbye, where there may be one."""
-        self.deadline, self.waits_for = time.monotonic() + limit_s, f"for {limit_s:g} s, a {content} was due"
-        message = next(self.requests, None)
-        if not self.ended:
-            self.deadline = float("inf")
-        if message is None:
+        try:
+            data = self.call.receive(limit_s)
+        except TimeoutError:
+            details = f"the device said nothing for {limit_s:g} s, a {content} was due"
+            raise StatusError(StatusCode.DEADLINE_EXCEEDED, details) from None
+        if data is None:
             raise StatusError(StatusCode.INVALID_ARGUMENT, f"the stream ended where a {content} was due")
+        try:
+            message = FromDevice.FromString(data)
+        except DecodeError as error:
+            raise StatusError(StatusCode.INVALID_ARGUMENT, f"not a message: {error}") from None
         found = message.WhichOneof("content")
         if found == "goodbye" and or_goodbye:
             return None

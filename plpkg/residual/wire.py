@@ -10,7 +10,6 @@ import re
 import threading
 from dataclasses import dataclass
 
-import grpc
 import numpy as np
 import torch
 from peft import PeftModel
@@ -30,17 +29,6 @@ PROTOCOL = 1
 METHOD = "/plpkg.residual.v1.Residual/Connect"
 
 PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-
-CHANNEL_OPTIONS = [
-    ("grpc.enable_http_proxy", 0),  # or what is meant to stay on this machine could take the way through a proxy
-    ("grpc.http2.bdp_probe", 0),  # its pings would be counted as traffic
-    ("grpc.http2.lookahead_bytes", 1 << 20),
-    ("grpc.enable_retries", 0),  # a stream goes on by its session, not by itself
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.max_send_message_length", -1),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-]
 
 
 @dataclass(frozen=True)
@@ -245,11 +233,3 @@ def require_protection(address: str, *, encrypted: bool, token: str | None) -> N
     missing = [what for what, there in (("TLS", encrypted), ("a token", token is not None)) if not there]
     if missing:
         raise ValueError(f"{address} is not on this machine: {' and '.join(missing)} needed")
-
-
-class StatusError(Exception):
-    """Ends a connection with a gRPC status."""
-
-    def __init__(self, code: grpc.StatusCode, details: str) -> None:
-        super().__init__(details)
-        self.code, self.details = code, details

@@ -9,13 +9,13 @@ import grpc
 import pytest
 import torch
 from grpc import StatusCode
+from h2.settings import SettingCodes
 from hypothesis import HealthCheck, given, settings, strategies as st
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, Qwen3NextConfig
 
 from plpkg.residual import CloudServer, DeviceClient, Limits, PrivateLoraConfig, RefusedError, split, wire
-from plpkg.residual.session import BACKLOG, Stream
-from plpkg.residual.wire import StatusError
+from plpkg.residual.call import ClientCall, StatusError
 from plpkg.residual.wire_pb2 import FromCloud, FromDevice, Goodbye, Hello, Part, Step
 
 IDS = torch.arange(1, 9).reshape(1, 8)
@@ -26,7 +26,7 @@ class Raw:
     """A device of single messages."""
 
     def __init__(self, cloud, *, metadata=(), serialize=FromDevice.SerializeToString):
-        self.channel = grpc.insecure_channel(cloud.address, wire.CHANNEL_OPTIONS)
+        self.channel = grpc.insecure_channel(cloud.address, [("grpc.use_local_subchannel_pool", 1)])
         self.outgoing = queue.SimpleQueue()
         connect = self.channel.stream_stream(wire.METHOD, serialize, FromCloud.FromString)
         self.call = connect(iter(self.outgoing.get, None), metadata=metadata, timeout=60)
@@ -49,6 +49,13 @@ class Raw:
     def close(self):
         self.call.cancel()
         self.channel.close()
+
+
+def call(cloud, method=wire.METHOD, **options):
+    """A device that speaks the package's own HTTP/2."""
+    return ClientCall(
+        cloud.address, method, authority=cloud.address, timeout_s=10, max_message_bytes=2**20, **options
+    )
 
 
 @pytest.fixture
@@ -162,7 +169,7 @@ def test_every_term_has_to_agree(raw, cloud):
 
 
 @pytest.mark.parametrize(
-    "metadata", [[], [("authorization", "secret")], [("authorization", "Bearer secre")], [("authorization", "Bearer ")]]
+    "metadata", [[], [("authorization", "secret")], [("authorization", "Bearer secre")], [("authorization", "Bearer")]]
 )
 def test_a_wrong_token_gets_nothing(adapted, raw, metadata):
     with CloudServer(adapted(), token="secret") as server:
@@ -301,12 +308,15 @@ def test_a_new_device_gets_the_place_of_the_one_that_has_waited_longest(adapted,
 
 
 def test_a_device_that_reads_nothing_is_given_up(adapted):
-    with CloudServer(adapted(), precision="fp32", limits=Limits(answer_s=0.2)) as server:
-        connection = Stream(server, iter(()), None)
-        for _ in range(BACKLOG + 1):
-            connection._put(FromCloud())
-        with pytest.raises(StatusError, match=r"the device read nothing for 0\.2 s"):
-            connection._put(FromCloud())
+    """Its window for what the cloud sends is, and stays, empty."""
+    with CloudServer(adapted(), precision="fp32", limits=Limits(answer_s=0.3)) as server:
+        device = call(server)
+        device._http.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 0})
+        device.send(FromDevice(hello=Hello(terms=server.terms)).SerializeToString(), 5)
+        with pytest.raises(StatusError, match=r"the device read nothing for 0\.3 s") as ended:
+            device.receive(10)
+        assert ended.value.code is StatusCode.DEADLINE_EXCEEDED
+        device.close()
 
 
 def test_layers_whose_cache_is_overwritten_are_refused():

@@ -15,7 +15,7 @@ from plpkg import communication
 from plpkg.backbones import FAMILIES
 from plpkg.catalog import ModelShape
 from plpkg.residual import CloudServer, DeviceClient, Limits, RefusedError, Relay
-from plpkg.residual.connection import BrokenStreamError
+from plpkg.residual.call import BrokenCallError
 
 IDS = torch.arange(2, 26).reshape(2, 12) % 23 + 1
 CUTS = [(0, 0), (1, 0), (0, 1), (1, 2)]
@@ -213,8 +213,8 @@ def cut_at(client, what, count):
         if len(seen) == count:
             client.relay.cut()
             if what == "receive":  # the answer was on its way, and lost
-                connection._call = None
-                raise BrokenStreamError("cut")
+                connection.reset()
+                raise BrokenCallError("cut")
         return result
 
     setattr(connection if what == "receive" else part, what, breaking)

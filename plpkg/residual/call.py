@@ -1,0 +1,380 @@
+"""One gRPC call on a TCP connection of its own, in the thread of whoever makes it or serves it.
+
+A token takes a round trip for each layer, so what counts is how soon a message of 400 bytes gets through. grpcio hands
+every message from thread to thread at both ends; here whoever sends writes to the socket, and whoever waits reads from
+it. HTTP/2 is h2's work; gRPC adds five bytes before each message and the status behind the last. At the other end there
+can be any gRPC peer: in the tests there is grpcio, at either.
+
+Left out: several calls on one connection, compression, and deadlines that are told to the other side. A peer that pings
+is answered at the next wait, not while this side computes.
+"""
+
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+from urllib.parse import quote, unquote
+
+from grpc import StatusCode
+from h2 import events
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.errors import ErrorCodes
+from h2.exceptions import ProtocolError
+from h2.settings import SettingCodes, Settings
+
+from plpkg.validation import host_and_port
+
+Result = TypeVar("Result")
+
+WINDOW = 4 * 2**20
+"""Bytes that the peer may send before anybody has read them."""
+CHUNK = 64 * 1024
+LOOK_S = 0.2
+"""After so long a wait looks whether somebody else has ended the call."""
+PREFIX = struct.Struct(">BI")
+"""Before each message: whether it is compressed, and its bytes."""
+
+CODES = {code.value[0]: code for code in StatusCode}
+HTTP = {
+    400: StatusCode.INTERNAL, 401: StatusCode.UNAUTHENTICATED, 403: StatusCode.PERMISSION_DENIED,
+    404: StatusCode.UNIMPLEMENTED, 429: StatusCode.UNAVAILABLE, 502: StatusCode.UNAVAILABLE,
+    503: StatusCode.UNAVAILABLE, 504: StatusCode.UNAVAILABLE,
+}  # fmt: skip
+"""What an answer without a gRPC status means (gRPC's own table)."""
+PLAIN = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
+"""Characters that a status's details keep on the wire."""
+
+
+class StatusError(Exception):
+    """A call ends with a gRPC status.
+
+    Attributes
+    ----------
+    code, details
+        The status.
+    """
+
+    def __init__(self, code: StatusCode, details: str) -> None:
+        super().__init__(details)
+        self.code, self.details = code, details
+
+
+class BrokenCallError(ConnectionError):
+    """The connection is gone, or what comes over it is not gRPC."""
+
+
+class _Call:
+    """What both ends do. One thread uses a call; others may only set :attr:`failure` or :meth:`abandon` it.
+
+    Attributes
+    ----------
+    failure
+        Set by another thread: whoever waits raises it, ``LOOK_S`` later at most.
+    """
+
+    def __init__(self, connection: socket.socket, *, client: bool, max_message_bytes: int) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.failure: Exception | None = None
+        self._socket, self._max_message_bytes = connection, max_message_bytes
+        self._http = H2Connection(H2Configuration(client_side=client, header_encoding="utf-8"))
+        wanted = {
+            SettingCodes.ENABLE_PUSH: 0,
+            SettingCodes.INITIAL_WINDOW_SIZE: WINDOW,
+            SettingCodes.MAX_HEADER_LIST_SIZE: H2Connection.DEFAULT_MAX_HEADER_LIST_SIZE,
+        }
+        if not client:
+            wanted = {**wanted, SettingCodes.MAX_CONCURRENT_STREAMS: 1}
+            del wanted[SettingCodes.ENABLE_PUSH]  # a client's to say
+        self._http.local_settings = Settings(client=client, initial_values=wanted)
+        self._http.initiate_connection()
+        self._http.increment_flow_control_window(WINDOW - 65_535)  # with which every connection begins
+        self._stream = 0
+        self._headers: dict[str, str] = {}  # of the request; of the answer and its end
+        self._received, self._unacknowledged = bytearray(), 0
+        self._unsent = memoryview(b"")
+        self._read_all = False  # nothing more will come
+
+    def send(self, message: bytes, timeout_s: float) -> None:
+        """Send a message; what becomes of a call that the other side has ended, the next :meth:`receive` says.
+
+        Raises
+        ------
+        TimeoutError
+            The other side did not take it in time.
+        BrokenCallError
+            The connection broke.
+        """
+        deadline = time.monotonic() + timeout_s
+        rest = memoryview(PREFIX.pack(0, len(message)) + message)
+        try:
+            while rest and not self._over():
+                room = min(self._http.local_flow_control_window(self._stream), self._http.max_outbound_frame_size)
+                if room:
+                    self._http.send_data(self._stream, rest[:room].tobytes())
+                    rest = rest[room:]
+                else:
+                    self._flush(deadline)
+                    self._read(deadline)
+        except ProtocolError as error:
+            raise BrokenCallError(f"HTTP/2: {error}") from error
+        self._flush(deadline)
+
+    def receive(self, timeout_s: float) -> bytes | None:
+        """The next message; ``None`` if the other side has sent its last.
+
+        Raises
+        ------
+        TimeoutError
+            Nothing came in time.
+        StatusError
+            A message too large; and at the calling end, the status with which the call has ended.
+        BrokenCallError
+            The connection broke.
+        """
+        deadline = time.monotonic() + timeout_s
+        while (message := self._message()) is None and not self._read_all:
+            if self._unacknowledged > WINDOW // 4:
+                self._http.acknowledge_received_data(self._unacknowledged, self._stream)
+                self._unacknowledged = 0
+                self._flush(deadline)
+            self._read(deadline)
+        return message
+
+    def abandon(self) -> None:
+        """Break the connection off, from any thread."""
+        try:
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # an SSLSocket's own would go on in the clear
+        except OSError:
+            pass  # it is gone already
+
+    def close(self) -> None:
+        """Break the connection off, and forget it."""
+        self.abandon()
+        self._socket.close()
+
+    def _over(self) -> bool:
+        """Whether the other side will not read any more."""
+        return False
+
+    def _message(self) -> bytes | None:
+        if len(self._received) < PREFIX.size:
+            return None
+        compressed, size = PREFIX.unpack_from(self._received)
+        if compressed:
+            raise StatusError(StatusCode.UNIMPLEMENTED, "compressed messages are not understood")
+        if size > self._max_message_bytes:
+            limit = self._max_message_bytes
+            raise StatusError(StatusCode.RESOURCE_EXHAUSTED, f"a message of {size} bytes, the limit is {limit}")
+        end = PREFIX.size + size
+        if len(self._received) < end:
+            return None
+        message = bytes(self._received[PREFIX.size : end])
+        del self._received[:end]
+        return message
+
+    def _wait(self, operation: Callable[[], Result], deadline: float) -> Result:
+        while True:
+            if self.failure is not None:
+                raise self.failure
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise TimeoutError
+            self._socket.settimeout(min(remaining, LOOK_S))
+            try:
+                return operation()
+            except TimeoutError:
+                continue
+            except OSError as error:
+                raise BrokenCallError(str(error)) from error
+
+    def _read(self, deadline: float) -> None:
+        data = self._wait(lambda: self._socket.recv(CHUNK), deadline)
+        if not data:
+            raise BrokenCallError("the connection was closed")
+        try:
+            for event in self._http.receive_data(data):
+                self._note(event)
+        except ProtocolError as error:
+            raise BrokenCallError(f"not HTTP/2: {error}") from error
+        self._flush(deadline)  # what HTTP/2 itself answers
+
+    def _note(self, event: events.Event) -> None:
+        if isinstance(event, events.ConnectionTerminated) and not self._read_all:
+            raise BrokenCallError(f"the other side ends the connection: {event.error_code!r}")
+        if isinstance(event, events.RequestReceived) and not self._stream:
+            self._stream = event.stream_id
+        if getattr(event, "stream_id", None) != self._stream:
+            return
+        if isinstance(event, events.DataReceived):
+            self._received += event.data
+            self._unacknowledged += event.flow_controlled_length
+        elif isinstance(event, events.RequestReceived | events.ResponseReceived | events.TrailersReceived):
+            self._headers |= dict(event.headers)
+        elif isinstance(event, events.StreamEnded):
+            self._read_all = True
+        elif isinstance(event, events.StreamReset) and not self._read_all:
+            raise BrokenCallError(f"the other side breaks the call off: {event.error_code!r}")
+
+    def _flush(self, deadline: float) -> None:
+        if data := self._http.data_to_send():
+            self._unsent = memoryview(bytes(self._unsent) + data)
+        while self._unsent:
+            sent = self._wait(lambda: self._socket.send(self._unsent), deadline)
+            self._unsent = self._unsent[sent:]
+
+
+class ClientCall(_Call):
+    """A call that this side makes.
+
+    Parameters
+    ----------
+    address
+        ``host:port`` to connect to; never through a proxy.
+    method
+        Such as ``/package.Service/Method``.
+    authority
+        ``host:port`` of the server, whose certificate must be for this host.
+    metadata
+        Pairs of names and values.
+    tls
+        Without it the connection is in the clear.
+    timeout_s
+        For the connection.
+    max_message_bytes
+        Of what comes.
+
+    Raises
+    ------
+    BrokenCallError
+        Nobody is there, or somebody else.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        method: str,
+        *,
+        authority: str,
+        metadata: Sequence[tuple[str, str]] = (),
+        tls: ssl.SSLContext | None = None,
+        timeout_s: float,
+        max_message_bytes: int,
+    ) -> None:
+        try:
+            connection = socket.create_connection(host_and_port(address), timeout_s)
+            if tls is not None:
+                connection = _encrypted(tls, connection, server_hostname=host_and_port(authority)[0])
+        except OSError as error:
+            raise BrokenCallError(str(error)) from error
+        super().__init__(connection, client=True, max_message_bytes=max_message_bytes)
+        self._stream = self._http.get_next_available_stream_id()
+        scheme = "http" if tls is None else "https"
+        request = {":method": "POST", ":scheme": scheme, ":path": method, ":authority": authority}
+        request |= {"te": "trailers", "content-type": "application/grpc", "user-agent": "plpkg"}
+        self._http.send_headers(self._stream, [*request.items(), *metadata])  # they leave with the first message
+
+    def end(self, timeout_s: float) -> None:
+        """Say that nothing more will be sent."""
+        if not self._over():
+            self._http.end_stream(self._stream)
+        self._flush(time.monotonic() + timeout_s)
+
+    def receive(self, timeout_s: float) -> bytes | None:
+        message = super().receive(timeout_s)
+        if message is None:
+            self._end()
+        return message
+
+    def _end(self) -> None:
+        http, found = self._headers.get(":status"), self._headers.get("grpc-status")
+        if found is None and http == "200":
+            raise BrokenCallError("the call ended without a status")
+        if found is None:
+            raise StatusError(HTTP.get(int(http), StatusCode.UNKNOWN), f"HTTP status {http}")
+        code = CODES.get(int(found), StatusCode.UNKNOWN) if found.isdecimal() else StatusCode.UNKNOWN
+        if code is not StatusCode.OK:
+            raise StatusError(code, unquote(self._headers.get("grpc-message", "")))
+
+    def _over(self) -> bool:
+        return self._read_all
+
+
+class ServerCall(_Call):
+    """A call that came in on a connection; :meth:`accept` first.
+
+    Attributes
+    ----------
+    metadata
+        What came with it, HTTP/2's own fields included.
+    """
+
+    def __init__(self, connection: socket.socket, tls: ssl.SSLContext | None, max_message_bytes: int) -> None:
+        super().__init__(connection, client=False, max_message_bytes=max_message_bytes)
+        self._tls, self._answered = tls, False
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        return self._headers
+
+    def accept(self, method: str, timeout_s: float) -> None:
+        """Wait until the call is there.
+
+        Raises
+        ------
+        TimeoutError, BrokenCallError
+            As everywhere.
+        StatusError
+            It calls something else.
+        """
+        deadline = time.monotonic() + timeout_s
+        if self._tls is not None:
+            self._socket.settimeout(timeout_s)
+            try:
+                self._socket = _encrypted(self._tls, self._socket, server_side=True)
+            except OSError as error:
+                raise BrokenCallError(str(error)) from error
+        while not self._stream:
+            self._read(deadline)
+        if not self._headers.get("content-type", "").startswith("application/grpc"):
+            raise StatusError(StatusCode.INTERNAL, f"not gRPC: {self._headers.get('content-type', 'no content-type')}")
+        if (path := self._headers.get(":path")) != method:
+            raise StatusError(StatusCode.UNIMPLEMENTED, f"there is no {path}, only {method}")
+
+    def send(self, message: bytes, timeout_s: float) -> None:
+        if not self._answered:
+            self._answered = True
+            self._http.send_headers(self._stream, [(":status", "200"), ("content-type", "application/grpc")])
+        super().send(message, timeout_s)
+
+    def finish(self, code: StatusCode, details: str = "", *, timeout_s: float = 1.0) -> None:
+        """End the call with a status, and the connection."""
+        deadline, self.failure = time.monotonic() + timeout_s, None  # whoever set it wanted this
+        trailers = [("grpc-status", str(code.value[0])), ("grpc-message", quote(details, safe=PLAIN))]
+        answer = [] if self._answered else [(":status", "200"), ("content-type", "application/grpc")]
+        try:
+            if self._stream:
+                self._http.send_headers(self._stream, answer + trailers, end_stream=True)
+                if not self._read_all:
+                    self._http.reset_stream(self._stream, ErrorCodes.NO_ERROR)  # there is no use in sending more
+            self._http.close_connection()
+            self._flush(deadline)
+            # Closing at once would take back what the other side has not read yet: wait until it closes as well.
+            socket.socket.shutdown(self._socket, socket.SHUT_WR)
+            while self._wait(lambda: socket.socket.recv(self._socket, CHUNK), deadline):
+                pass
+        except (OSError, ProtocolError):  # a deadline among them: it does not want to know
+            pass
+
+
+def _encrypted(tls: ssl.SSLContext, connection: socket.socket, **options) -> ssl.SSLSocket:
+    try:
+        encrypted = tls.wrap_socket(connection, **options)
+        if encrypted.selected_alpn_protocol() != "h2":
+            raise OSError("the other side does not speak HTTP/2")
+    except BaseException:
+        connection.close()
+        raise
+    return encrypted
