@@ -9,6 +9,7 @@ Left out: several calls on one connection, compression, and deadlines that are t
 is answered at the next wait, not while this side computes.
 """
 
+import contextlib
 import socket
 import ssl
 import struct
@@ -141,14 +142,14 @@ class _Call:
                 self._unacknowledged = 0
                 self._flush(deadline)
             self._read(deadline)
+        if message is None:
+            self._check_end()
         return message
 
     def abandon(self) -> None:
         """Break the connection off, from any thread."""
-        try:
+        with contextlib.suppress(OSError):  # it is gone already
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # an SSLSocket's own would go on in the clear
-        except OSError:
-            pass  # it is gone already
 
     def close(self) -> None:
         """Break the connection off, and forget it."""
@@ -158,6 +159,10 @@ class _Call:
     def _over(self) -> bool:
         """Whether the other side will not read any more."""
         return False
+
+    def _check_end(self) -> None:
+        if self._received:
+            raise BrokenCallError("the call ended in the middle of a message")
 
     def _message(self) -> bytes | None:
         if len(self._received) < PREFIX.size:
@@ -282,13 +287,7 @@ class ClientCall(_Call):
             self._http.end_stream(self._stream)
         self._flush(time.monotonic() + timeout_s)
 
-    def receive(self, timeout_s: float) -> bytes | None:
-        message = super().receive(timeout_s)
-        if message is None:
-            self._end()
-        return message
-
-    def _end(self) -> None:
+    def _check_end(self) -> None:
         http, found = self._headers.get(":status"), self._headers.get("grpc-status")
         if found is None and http == "200":
             raise BrokenCallError("the call ended without a status")
@@ -297,6 +296,7 @@ class ClientCall(_Call):
         code = CODES.get(int(found), StatusCode.UNKNOWN) if found.isdecimal() else StatusCode.UNKNOWN
         if code is not StatusCode.OK:
             raise StatusError(code, unquote(self._headers.get("grpc-message", "")))
+        super()._check_end()
 
     def _over(self) -> bool:
         return self._read_all
@@ -354,7 +354,7 @@ class ServerCall(_Call):
         deadline, self.failure = time.monotonic() + timeout_s, None  # whoever set it wanted this
         trailers = [("grpc-status", str(code.value[0])), ("grpc-message", quote(details, safe=PLAIN))]
         answer = [] if self._answered else [(":status", "200"), ("content-type", "application/grpc")]
-        try:
+        with contextlib.suppress(OSError, ProtocolError):  # it does not want to know, or not in time
             if self._stream:
                 self._http.send_headers(self._stream, answer + trailers, end_stream=True)
                 if not self._read_all:
@@ -365,16 +365,11 @@ class ServerCall(_Call):
             socket.socket.shutdown(self._socket, socket.SHUT_WR)
             while self._wait(lambda: socket.socket.recv(self._socket, CHUNK), deadline):
                 pass
-        except (OSError, ProtocolError):  # a deadline among them: it does not want to know
-            pass
 
 
 def _encrypted(tls: ssl.SSLContext, connection: socket.socket, **options) -> ssl.SSLSocket:
-    try:
-        encrypted = tls.wrap_socket(connection, **options)
-        if encrypted.selected_alpn_protocol() != "h2":
-            raise OSError("the other side does not speak HTTP/2")
-    except BaseException:
-        connection.close()
-        raise
+    encrypted = tls.wrap_socket(connection, **options)  # which closes it if this fails
+    if encrypted.selected_alpn_protocol() != "h2":
+        encrypted.close()
+        raise BrokenCallError("the other side does not speak HTTP/2")
     return encrypted

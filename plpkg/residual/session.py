@@ -24,6 +24,7 @@ from plpkg.residual.wire_pb2 import FromCloud, FromDevice, Part, Step, Welcome
 if TYPE_CHECKING:
     from plpkg.residual.cloud import CloudServer
 
+
 class Session:
     """What the cloud keeps for a device between two messages."""
 

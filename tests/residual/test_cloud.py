@@ -2,6 +2,7 @@
 
 import queue
 import re
+import socket
 import threading
 import time
 
@@ -53,9 +54,7 @@ class Raw:
 
 def call(cloud, method=wire.METHOD, **options):
     """A device that speaks the package's own HTTP/2."""
-    return ClientCall(
-        cloud.address, method, authority=cloud.address, timeout_s=10, max_message_bytes=2**20, **options
-    )
+    return ClientCall(cloud.address, method, authority=cloud.address, timeout_s=10, max_message_bytes=2**20, **options)
 
 
 @pytest.fixture
@@ -204,6 +203,21 @@ def test_after_random_bytes_it_still_serves(cloud, adapted):
         device.status()
         device.close()
     assert still_serves(cloud, adapted)
+
+
+def test_who_only_connects_takes_no_place_for_long(adapted, monkeypatch):
+    monkeypatch.setattr("plpkg.residual.cloud.WAITING", 2)
+    with CloudServer(adapted(), precision="fp32", limits=Limits(sessions=1, answer_s=1.0)) as server:
+        host, port = server.address.split(":")
+        silent = [socket.create_connection((host, int(port))) for _ in range(3)]
+        wait_until(lambda: len(server._connections) == 3)
+        with socket.create_connection((host, int(port))) as one_more:
+            one_more.settimeout(10)
+            assert one_more.recv(1) == b""
+        wait_until(lambda: not server._connections)
+        assert still_serves(server, adapted)
+        for connection in silent:
+            connection.close()
 
 
 def test_too_many_sessions_are_told_so(raw, cloud):
