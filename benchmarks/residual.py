@@ -2,7 +2,7 @@
 
 * bytes: what the TCP stream carries for each byte of payload, counted by a relay, with LLaMA-7B's hidden size, number
   of layers and ranks (its other dimensions are cut down: they never cross) and with plpkg-small.
-* round trip: a message there and back on loopback: a bare socket, gRPC as it is used here, gRPC's asyncio.
+* round trip: a message there and back on loopback (``round_trips.py``): a bare socket, this package's call, grpcio.
 * speed: tokens per second of the split model beside the same model in one process, interleaved.
   Also with a cloud that computes q, k and v only after the answer has come, to see what the overlap is worth.
 * link: the time that a token spends on a limited link beside Traffic.seconds, for low ranks and full activations.
@@ -12,25 +12,21 @@ Run: ``python benchmarks/residual.py`` (about 8 minutes on two idle cores; each 
 """
 
 import argparse
-import asyncio
 import contextlib
 import itertools
 import json
 import os
-import queue
 import shutil
-import socket
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
-import grpc
 import record
+import round_trips
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache
@@ -41,11 +37,13 @@ from plpkg.catalog import Link, ModelShape
 from plpkg.relay import UNLIMITED
 from plpkg.residual import CloudServer, DeviceClient, PrivateLoraConfig, certificates, cloud as clouds
 from plpkg.residual.adapter import QKV
-from plpkg.residual.wire import CHANNEL_OPTIONS
 
 MODELS = {
     "12 x 768": dict(num_layers=12, hidden=768, num_heads=12, intermediate=2048, vocab=32_000, max_positions=512),
     "12 x 768, thin": dict(num_layers=12, hidden=768, num_heads=12, intermediate=64, vocab=300, max_positions=512),
+    "12 x 768, thinnest": dict(
+        num_layers=12, hidden=768, num_heads=12, head_dim=2, intermediate=8, vocab=300, max_positions=512
+    ),
     "LLaMA-7B sizes": dict(num_layers=32, hidden=4096, num_heads=32, head_dim=2, intermediate=8, vocab=300),
 }
 TOKEN = "a token of the usual length: 32 c"
@@ -203,9 +201,33 @@ def rows_of_speed(tls: str, runs: int = 7, count: int = 20) -> list[dict]:
     ]  # fmt: skip
 
 
-def rows_of_link(count: int = 25) -> list[dict]:
-    name, found = "12 x 768, thin", []
+LATENCY = "/dev/cpu_dma_latency"
+
+
+@contextlib.contextmanager
+def awake() -> Iterator[None]:
+    """Keep idle cores from sleeping, by the kernel's own switch for it: they wait in a loop instead.
+
+    On a virtual machine a core that has slept is late when it is called, and slow for up to a millisecond afterwards.
+    """
+    with open(LATENCY, "wb", buffering=0) as switch:
+        switch.write(struct.pack("i", 0))  # µs that waking up may take, while the file is open
+        yield
+
+
+CORES = {"as they are": contextlib.nullcontext} | ({"kept awake": awake} if os.access(LATENCY, os.W_OK) else {})
+ROUNDS = {0: 80, 5: 10, 20: 3}
+"""By RTT in milliseconds: the less a token spends on the link, the more of them are needed to see it."""
+
+
+def rows_of_link(count: int = 10) -> list[dict]:
+    """What a token takes longer through a limited relay than through one without limits: medians.
+
+    Blocks of tokens through either take turns, so that both see the same machine.
+    """
+    found = []
     for rank in (16, 64, 0):
+        name = "12 x 768, thinnest" if rank else "12 x 768, thin"  # full activations are as wide as q, k and v
         model = build(name, rank)
         shape = ModelShape.from_config(model.get_base_model().config, name)
         if rank:
@@ -213,21 +235,22 @@ def rows_of_link(count: int = 25) -> list[dict]:
         else:
             traffic = communication.full_activations(shape, 3, endpoints=True, baseline="actual")
         ids = prompt(model)
-        with cloud(name, rank) as address:
-            for rtt_ms in (0, 5, 20):
+        with cloud(name, rank) as address, client(address, model, None, UNLIMITED) as free:
+            for (rtt_ms, rounds), (cores, state) in itertools.product(ROUNDS.items(), CORES.items()):
                 link = Link(f"60/100 Mb/s, RTT {rtt_ms} ms", 60e6, 100e6, rtt_ms / 1e3)
-                with client(address, model, None, UNLIMITED) as free, client(address, model, None, link) as limited:
-                    times = {"free": [], "limited": []}
-                    for _ in range(3):
-                        times["free"] += token_seconds(free, ids, count)
-                        times["limited"] += token_seconds(limited, ids, count)
-                    medians = {what: statistics.median(values) for what, values in times.items()}
+                with client(address, model, None, link) as limited, state():
+                    for device in (free, limited):
+                        token_seconds(device, ids, 2)  # warm up
+                    times = {free: [], limited: []}
+                    for device in rounds * (free, limited):
+                        times[device] += token_seconds(device, ids, count)
+                slow, fast = statistics.median(times[limited]), statistics.median(times[free])
                 expected = sum(traffic.seconds(link).values())
-                spent = medians["limited"] - medians["free"]
+                spent = slow - fast
                 found.append(
                     {"section": "link", "case": link.name, "what": f"r={rank}" if rank else "full activations",
-                     "ms_per_token": round(1e3 * spent, 2), "formula_ms": round(1e3 * expected, 2),
-                     "ratio": round(spent / expected, 3), "tokens_per_s": round(1 / medians["limited"], 2)}
+                     "cores": cores, "ms_per_token": round(1e3 * spent, 2), "formula_ms": round(1e3 * expected, 2),
+                     "ratio": round(spent / expected, 3), "tokens_per_s": round(1 / slow, 2)}
                 )  # fmt: skip
     return found
 
@@ -284,123 +307,12 @@ def visit(name: str, rank: int, tls: str, address: str, count: int) -> None:
         print(json.dumps(token_seconds(device, prompt(model), count)))
 
 
-def same(data: bytes) -> bytes:
-    return data
-
-
-class Echo(grpc.GenericRpcHandler):
-    """Sends everything back; with a thread and a queue between, as the cloud's computing thread has."""
-
-    def service(self, handler_call_details):
-        return grpc.stream_stream_rpc_method_handler(self.echo, same, same)
-
-    @staticmethod
-    def echo(requests, context):
-        outgoing = queue.SimpleQueue()
-
-        def work():
-            for message in requests:
-                outgoing.put(message)
-            outgoing.put(None)
-
-        threading.Thread(target=work, daemon=True).start()
-        yield from iter(outgoing.get, None)
-
-
-def echo_server(kind: str) -> None:
-    if kind == "socket":
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            print(f"127.0.0.1:{listener.getsockname()[1]}", flush=True)
-            connection, _ = listener.accept()
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            while data := connection.recv(65536):
-                connection.sendall(data)
-        return
-    if kind == "grpc":
-        server = grpc.server(ThreadPoolExecutor(4), options=CHANNEL_OPTIONS)
-        server.add_generic_rpc_handlers((Echo(),))
-        print(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", flush=True)
-        server.start()
-        server.wait_for_termination()
-
-    async def run() -> None:
-        class AsyncEcho(grpc.GenericRpcHandler):
-            def service(self, handler_call_details):
-                return grpc.stream_stream_rpc_method_handler(echo, same, same)
-
-        async def echo(requests, context):
-            async for message in requests:
-                yield message
-
-        server = grpc.aio.server(options=CHANNEL_OPTIONS)
-        server.add_generic_rpc_handlers((AsyncEcho(),))
-        print(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", flush=True)
-        await server.start()
-        await server.wait_for_termination()
-
-    asyncio.run(run())
-
-
-def round_trips(kind: str, address: str, payload: bytes, count: int) -> list[float]:
-    times = []
-    if kind == "socket":
-        host, port = address.split(":")
-        with socket.create_connection((host, int(port))) as connection:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            for _ in range(count):
-                began = time.perf_counter()
-                connection.sendall(payload)
-                connection.recv(65536)
-                times.append(time.perf_counter() - began)
-    elif kind == "grpc":
-        with grpc.insecure_channel(address, CHANNEL_OPTIONS) as channel:
-            outgoing = queue.SimpleQueue()
-            call = channel.stream_stream("/echo/echo", same, same)(iter(outgoing.get, None))
-            for _ in range(count):
-                began = time.perf_counter()
-                outgoing.put(payload)
-                next(call)
-                times.append(time.perf_counter() - began)
-            outgoing.put(None)
-    else:
-
-        async def run() -> None:
-            async with grpc.aio.insecure_channel(address, CHANNEL_OPTIONS) as channel:
-                call = channel.stream_stream("/echo/echo", same, same)()
-                for _ in range(count):
-                    began = time.perf_counter()
-                    await call.write(payload)
-                    await call.read()
-                    times.append(time.perf_counter() - began)
-                call.cancel()
-
-        asyncio.run(run())
-    return times
-
-
-def rows_of_round_trips(count: int = 4000) -> list[dict]:
-    found = []
-    for kind in ("socket", "grpc", "asyncio grpc"):
-        process = subprocess.Popen([sys.executable, __file__, "--echo", kind], stdout=subprocess.PIPE, text=True)
-        try:
-            address = process.stdout.readline().strip()
-            times = sorted(1e6 * t for t in round_trips(kind, address, bytes(400), count)[count // 10 :])
-        finally:
-            process.kill()
-            process.wait()
-        found.append(
-            {"section": "round trip", "case": "400 bytes, loopback", "what": kind,
-             "median_us": round(statistics.median(times)), "p99_us": round(times[int(0.99 * len(times))])}
-        )  # fmt: skip
-    return found
-
-
 def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         tls = f"{folder}/tls"
         certificates.write(tls, [HOSTS[1]])
-        rows = rows_of_round_trips()
+        rows = round_trips.rows()
         rows += rows_of_speed(tls)
         for name in ("LLaMA-7B sizes", "plpkg-small"):
             for encrypted in (None, tls):
@@ -415,13 +327,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cloud", help=argparse.SUPPRESS)
     parser.add_argument("--device", help=argparse.SUPPRESS)
-    parser.add_argument("--echo", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.cloud:
         serve(**json.loads(arguments.cloud))
     elif arguments.device:
         visit(**json.loads(arguments.device))
-    elif arguments.echo:
-        echo_server(arguments.echo)
     else:
         main()

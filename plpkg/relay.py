@@ -8,6 +8,7 @@ Left out: loss, jitter, and the slow start of TCP.
 
 import contextlib
 import json
+import math
 import selectors
 import socket
 import subprocess
@@ -24,7 +25,9 @@ CHUNK = 16 * 1024
 WAITING = 4 * 2**20
 """Bytes on their way in one direction of a connection, beyond which the relay stops reading."""
 SPIN_S = 300e-6
-"""A sleeping process wakes up to this much late: the rest of a wait is spent looking at the clock."""
+"""A sleeping process wakes up to this much late: the rest of a wait is spent looking at the sockets and the clock."""
+CLOCK_S = 30e-6
+"""A look at the sockets takes up to this long: the rest of a wait is spent looking at the clock alone."""
 
 
 class Relay:
@@ -112,10 +115,20 @@ class _Flow:
     def __init__(self, source: socket.socket, sink: socket.socket, way: _Way) -> None:
         self.source, self.sink, self.way = source, sink, way
         self.under_way: deque[tuple[float, bytes]] = deque()
-        self.waiting, self.out, self.read_all = 0, b"", False
+        self.waiting, self.out, self.read_all, self.over = 0, b"", False, False
+
+    @property
+    def may_read(self) -> bool:
+        """Whether there is more to come, and room for it."""
+        return not self.read_all and self.waiting < WAITING
+
+    @property
+    def due(self) -> float:
+        """When the next bytes arrive, of those that need not wait for the sink."""
+        return self.under_way[0][0] if self.under_way and not self.out else math.inf
 
     def take(self, delay_s: float) -> None:
-        """Read what has come."""
+        """Read what has come, and send on at once what has already arrived."""
         try:
             data = self.source.recv(CHUNK)
         except OSError:
@@ -123,15 +136,16 @@ class _Flow:
         self.read_all = not data
         self.waiting += len(data)
         self.under_way.append((self.way.arrival(len(data), delay_s), data))
+        self.give()
 
-    def give(self) -> bool:
-        """Send what has arrived; whether the connection is over."""
-        while self.under_way and self.under_way[0][0] <= time.perf_counter() and not self.out:
+    def give(self) -> None:
+        """Send what has arrived; the end of what was read is the end of the connection."""
+        while self.due <= time.perf_counter():
             _, self.out = self.under_way.popleft()
             if not self.out:
-                return True
+                self.over = True
+                return
             self.push()
-        return False
 
     def push(self) -> None:
         """Send on; what the sink does not take now waits."""
@@ -152,40 +166,62 @@ class _Server:
         self.target, self.delay_s = host_and_port(target), rtt_s / 2
         self.up, self.down = _Way(uplink_bits_per_s), _Way(downlink_bits_per_s)
         self.connections: list[tuple[_Flow, _Flow]] = []
+        self.selector = selectors.SelectSelector()  # unlike epoll it waits to the microsecond
+        self.watched: dict[socket.socket, int] = {}
         self.listener = socket.create_server(("127.0.0.1", 0))
         print(self.listener.getsockname()[1], flush=True)
 
     def run(self) -> None:
         """Until standard input ends."""
+        self.selector.register(sys.stdin, selectors.EVENT_READ, self.obey)
+        self.selector.register(self.listener, selectors.EVENT_READ, self.accept)
         while True:
+            due = self.due()
+            if due - time.perf_counter() < CLOCK_S:
+                while time.perf_counter() < due:
+                    pass
             for pair in list(self.connections):
-                over = [flow.give() for flow in pair]  # both, whatever the first says
-                if any(over):
+                for flow in pair:
+                    flow.give()
+                if any(flow.over for flow in pair):
                     self.end(pair)
-            with selectors.SelectSelector() as selector:  # unlike epoll it waits to the microsecond
-                selector.register(sys.stdin, selectors.EVENT_READ, self.obey)
-                selector.register(self.listener, selectors.EVENT_READ, self.accept)
-                self.register(selector)
-                for key, events in selector.select(self.patience()):
-                    if key.data(events) is False:
-                        return
+            for pair in self.connections:
+                for reader, writer in (pair, pair[::-1]):
+                    self.watch(reader, writer)
+            for key, events in self.selector.select(self.patience()):
+                if key.data(events) is False:
+                    return
 
-    def register(self, selector: selectors.BaseSelector) -> None:
-        """Every socket that may be read or has to be written."""
-        wanted: dict[socket.socket, list] = {}
-        for flow in (flow for pair in self.connections for flow in pair):
-            if not flow.read_all and flow.waiting < WAITING:
-                wanted.setdefault(flow.source, []).append((selectors.EVENT_READ, lambda f=flow: f.take(self.delay_s)))
-            if flow.out:
-                wanted.setdefault(flow.sink, []).append((selectors.EVENT_WRITE, flow.push))
-        for each, works in wanted.items():
-            mask = sum(event for event, _ in works)
-            selector.register(each, mask, lambda events, w=works: [work() for event, work in w if event & events])
+    def due(self) -> float:
+        """When the next bytes arrive."""
+        return min((flow.due for pair in self.connections for flow in pair), default=math.inf)
 
     def patience(self) -> float | None:
         """How long to wait for events."""
-        dues = [f.under_way[0][0] for pair in self.connections for f in pair if f.under_way and not f.out]
-        return max(0.0, min(dues) - time.perf_counter() - SPIN_S) if dues else None
+        due = self.due()
+        return None if due == math.inf else max(0.0, due - time.perf_counter() - SPIN_S)
+
+    def watch(self, reader: _Flow, writer: _Flow) -> None:
+        """Wait for a socket that may be read by one flow, or has to be written by the other."""
+        each = reader.source
+        wanted = selectors.EVENT_READ * reader.may_read | selectors.EVENT_WRITE * bool(writer.out)
+        if wanted != self.watched.get(each, 0):
+            self.forget(each)
+
+            def work(events: int) -> None:
+                if events & selectors.EVENT_READ:
+                    reader.take(self.delay_s)
+                if events & selectors.EVENT_WRITE:
+                    writer.push()
+
+            if wanted:
+                self.selector.register(each, wanted, work)
+                self.watched[each] = wanted
+
+    def forget(self, each: socket.socket) -> None:
+        """Wait for a socket no more."""
+        if self.watched.pop(each, 0):
+            self.selector.unregister(each)
 
     def accept(self, _) -> None:
         near, _ = self.listener.accept()
@@ -211,6 +247,7 @@ class _Server:
     def end(self, pair: tuple[_Flow, _Flow]) -> None:
         self.connections.remove(pair)
         for flow in pair:
+            self.forget(flow.source)
             with contextlib.suppress(OSError):
                 flow.source.shutdown(socket.SHUT_RDWR)
             flow.source.close()

@@ -88,6 +88,17 @@ def test_a_cut_ends_both_ends_and_new_connections_pass(echo):
             assert there_and_back(connection, b"again") == b"again"
 
 
+def test_what_a_cut_found_on_its_way_reaches_no_later_connection(echo):
+    link = Link("slow", 8e6, 8e6, 0.05)
+    with Relay(echo, link) as relay:
+        for _ in range(3):
+            with connect(relay.address) as connection:
+                connection.sendall(bytes(10_000))
+                relay.cut()
+            with connect(relay.address) as connection:
+                assert there_and_back(connection, b"again") == b"again"
+
+
 def test_what_the_other_end_does_not_read_yet_waits(echo):
     """More than all buffers hold: nothing is lost, and the relay does not take it all."""
     data = bytes(range(256)) * 300_000
