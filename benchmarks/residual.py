@@ -2,6 +2,7 @@
 
 * bytes: what the TCP stream carries for each byte of payload, counted by a relay, with LLaMA-7B's hidden size, number
   of layers and ranks (its other dimensions are cut down: they never cross) and with plpkg-small.
+* cores: as they are, and, as root, kept from sleeping: a virtual one that has slept is late, and slow at first.
 * round trip: a message there and back on loopback (``round_trips.py``): a bare socket, this package's call, grpcio.
 * speed: tokens per second of the split model beside the same model in one process, interleaved.
   Also with a cloud that computes q, k and v only after the answer has come, to see what the overlap is worth.
@@ -170,37 +171,6 @@ def one_process(model, ids: torch.Tensor, count: int) -> list[float]:
     return [b - a for a, b in itertools.pairwise(times)]
 
 
-def rows_of_speed(tls: str, runs: int = 7, count: int = 20) -> list[dict]:
-    name, rank = "12 x 768", 64
-    model = build(name, rank)
-    ids = prompt(model)
-    speeds: dict[str, list[float]] = {}
-    with (
-        cloud(name, rank) as plain,
-        cloud(name, rank, tls) as secure,
-        cloud(name, rank, overlap=False) as waiting,
-        client(plain, model, None, None) as device,
-        client(waiting, model, None, None) as serial,
-        client(secure, model, tls, None) as encrypted,
-    ):
-        for run in range(runs + 1):
-            for what, measure in {
-                "one process": lambda: one_process(model, ids, count),
-                "split": lambda: token_seconds(device, ids, count),
-                "split, q, k, v after the answer": lambda: token_seconds(serial, ids, count),
-                "split, TLS": lambda: token_seconds(encrypted, ids, count),
-            }.items():
-                seconds = measure()
-                if run:  # the first warms up
-                    speeds.setdefault(what, []).append(1 / statistics.median(seconds))
-    base = statistics.median(speeds["one process"])
-    return [
-        {"section": "speed", "case": f"{name}, r={rank}, fp32", "what": what,
-         "tokens_per_s": round(statistics.median(values), 2), "ratio": round(statistics.median(values) / base, 3)}
-        for what, values in speeds.items()
-    ]  # fmt: skip
-
-
 LATENCY = "/dev/cpu_dma_latency"
 
 
@@ -216,14 +186,49 @@ def awake() -> Iterator[None]:
 
 
 CORES = {"as they are": contextlib.nullcontext} | ({"kept awake": awake} if os.access(LATENCY, os.W_OK) else {})
-ROUNDS = {0: 80, 5: 10, 20: 3}
+
+
+def rows_of_speed(tls: str, runs: int = 7, count: int = 20) -> list[dict]:
+    name, rank, found = "12 x 768", 64, []
+    model = build(name, rank)
+    ids = prompt(model)
+    with (
+        cloud(name, rank) as plain,
+        cloud(name, rank, tls) as secure,
+        cloud(name, rank, overlap=False) as waiting,
+        client(plain, model, None, None) as device,
+        client(waiting, model, None, None) as serial,
+        client(secure, model, tls, None) as encrypted,
+    ):
+        measures = {
+            "one process": lambda: one_process(model, ids, count),
+            "split": lambda: token_seconds(device, ids, count),
+            "split, q, k, v after the answer": lambda: token_seconds(serial, ids, count),
+            "split, TLS": lambda: token_seconds(encrypted, ids, count),
+        }
+        for cores, state in CORES.items():
+            speeds: dict[str, list[float]] = {what: [] for what in measures}
+            with state():
+                for _, (what, measure) in itertools.product(range(runs + 1), measures.items()):
+                    speeds[what].append(1 / statistics.median(measure()))
+            medians = {what: statistics.median(values[1:]) for what, values in speeds.items()}  # the first warms up
+            found += [
+                {"section": "speed", "case": f"{name}, r={rank}, fp32", "what": what, "cores": cores,
+                 "tokens_per_s": round(median, 2), "ratio": round(median / medians["one process"], 3)}
+                for what, median in medians.items()
+            ]  # fmt: skip
+    return found
+
+
+ROUNDS = {0: 24, 5: 8, 20: 3}
 """By RTT in milliseconds: the less a token spends on the link, the more of them are needed to see it."""
 
 
 def rows_of_link(count: int = 10) -> list[dict]:
-    """What a token takes longer through a limited relay than through one without limits: medians.
+    """What a token takes longer through a limited relay than through one without limits, in medians.
 
-    Blocks of tokens through either take turns, so that both see the same machine.
+    Blocks of tokens through either take turns, so that both see the same machine. Beside it stands what the relay
+    itself has measured: how long it held a token's messages. The rest of the difference is no time on the link.
     """
     found = []
     for rank in (16, 64, 0):
@@ -241,16 +246,21 @@ def rows_of_link(count: int = 10) -> list[dict]:
                 with client(address, model, None, link) as limited, state():
                     for device in (free, limited):
                         token_seconds(device, ids, 2)  # warm up
-                    times = {free: [], limited: []}
+                    times, held = {free: [], limited: []}, {free: [], limited: []}
                     for device in rounds * (free, limited):
+                        before = device.relay.held_s
+                        device.generate(ids, 1, eos_token_id=-1)  # the block begins with this
+                        first = device.relay.held_s - before
                         times[device] += token_seconds(device, ids, count)
+                        held[device].append((device.relay.held_s - before - 2 * first) / count)
                 slow, fast = statistics.median(times[limited]), statistics.median(times[free])
                 expected = sum(traffic.seconds(link).values())
-                spent = slow - fast
+                spent, on_link = slow - fast, statistics.median(held[limited]) - statistics.median(held[free])
                 found.append(
                     {"section": "link", "case": link.name, "what": f"r={rank}" if rank else "full activations",
                      "cores": cores, "ms_per_token": round(1e3 * spent, 2), "formula_ms": round(1e3 * expected, 2),
-                     "ratio": round(spent / expected, 3), "tokens_per_s": round(1 / slow, 2)}
+                     "ratio": round(spent / expected, 3), "held_ms": round(1e3 * on_link, 2),
+                     "held_ratio": round(on_link / expected, 3), "tokens_per_s": round(1 / slow, 2)}
                 )  # fmt: skip
     return found
 
@@ -261,7 +271,7 @@ def rows_of_namespaces(tls: str, count: int = 60) -> list[dict]:
     def ip(*arguments: str) -> None:
         subprocess.run(arguments, check=True)
 
-    name, found, spaces = "12 x 768, thin", [], ("plpkg-device", "plpkg-cloud")
+    name, found, spaces = "12 x 768, thinnest", [], ("plpkg-device", "plpkg-cloud")
     try:
         for space in spaces:
             ip("ip", "netns", "add", space)
@@ -274,24 +284,26 @@ def rows_of_namespaces(tls: str, count: int = 60) -> list[dict]:
             run = ["ip", "netns", "exec"]
             shape = ModelShape.from_config(build(name, rank).get_base_model().config, name)
             address = f"{HOSTS[1]}:7070"
-            with cloud(name, rank, tls, prefix=[*run, spaces[1]], address=address):
-                medians = []
-                for limited in (False, True):
+            times = {False: [], True: []}
+            with cloud(name, rank, tls, prefix=[*run, spaces[1]], address=address), list(CORES.values())[-1]():
+                for limited in 3 * (False, True):
                     for i, rate in enumerate(("60mbit", "100mbit") if limited else ()):
                         limit = ["tbf", "rate", rate, "burst", "1600", "latency", "200ms"]
                         ip("tc", "-n", spaces[i], "qdisc", "add", "dev", f"plpkg{i}", "root", *limit)
                     task = json.dumps({"name": name, "rank": rank, "tls": tls, "address": address, "count": count})
                     command = [*run, spaces[0], sys.executable, __file__, "--device", task]
-                    times = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-                    medians.append(statistics.median(json.loads(times)))
-                for i, space in enumerate(spaces):
-                    ip("tc", "-n", space, "qdisc", "del", "dev", f"plpkg{i}", "root")
+                    found_now = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+                    times[limited] += json.loads(found_now)
+                    for i, space in enumerate(spaces if limited else ()):
+                        ip("tc", "-n", space, "qdisc", "del", "dev", f"plpkg{i}", "root")
             expected = sum(communication.low_rank(shape, rank).seconds(Link("tbf", 60e6, 100e6, 0.0)).values())
-            spent = medians[1] - medians[0]
+            slow = statistics.median(times[True])
+            spent = slow - statistics.median(times[False])
             found.append(
                 {"section": "namespaces", "case": "60/100 Mb/s by tc tbf, TLS", "what": f"r={rank}",
-                 "ms_per_token": round(1e3 * spent, 2), "formula_ms": round(1e3 * expected, 2),
-                 "ratio": round(spent / expected, 3), "tokens_per_s": round(1 / medians[1], 2)}
+                 "cores": list(CORES)[-1], "ms_per_token": round(1e3 * spent, 2),
+                 "formula_ms": round(1e3 * expected, 2), "ratio": round(spent / expected, 3),
+                 "tokens_per_s": round(1 / slow, 2)}
             )  # fmt: skip
     finally:
         for space in spaces:
@@ -312,7 +324,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         tls = f"{folder}/tls"
         certificates.write(tls, [HOSTS[1]])
-        rows = round_trips.rows()
+        rows = []
+        for cores, state in CORES.items():
+            with state():
+                rows += [row | {"cores": cores} for row in round_trips.rows()]
         rows += rows_of_speed(tls)
         for name in ("LLaMA-7B sizes", "plpkg-small"):
             for encrypted in (None, tls):

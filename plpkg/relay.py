@@ -77,6 +77,14 @@ class Relay:
         """Bytes that have come from the target so far."""
         return self._ask("count")[1]
 
+    @property
+    def held_s(self) -> float:
+        """How long it has kept what passed, seconds of all pieces together: their time on the link.
+
+        A message of up to 16 KiB that waits for its answer is one piece.
+        """
+        return self._ask("count")[2]
+
     def cut(self) -> None:
         """Break every connection, as a link does that goes down for a moment."""
         self._ask("cut")
@@ -90,7 +98,7 @@ class Relay:
             with contextlib.suppress(OSError):  # what the process did not read
                 pipe.close()
 
-    def _ask(self, what: str) -> list[int]:
+    def _ask(self, what: str) -> list:
         with self._asking:
             self._process.stdin.write(what + "\n")
             return json.loads(self._process.stdout.readline())
@@ -100,11 +108,11 @@ class _Way:
     """One direction of the link: its connections share it."""
 
     def __init__(self, bits_per_s: float) -> None:
-        self.bits_per_s, self.free_at, self.bytes = bits_per_s, 0.0, 0
+        self.bits_per_s, self.free_at, self.bytes, self.held_s = bits_per_s, 0.0, 0, 0.0
 
-    def arrival(self, size: int, delay_s: float) -> float:
+    def arrival(self, size: int, now: float, delay_s: float) -> float:
         """When so many bytes that enter now come out."""
-        self.free_at = max(time.perf_counter(), self.free_at) + 8 * size / self.bits_per_s
+        self.free_at = max(now, self.free_at) + 8 * size / self.bits_per_s
         self.bytes += size
         return self.free_at + delay_s
 
@@ -114,7 +122,7 @@ class _Flow:
 
     def __init__(self, source: socket.socket, sink: socket.socket, way: _Way) -> None:
         self.source, self.sink, self.way = source, sink, way
-        self.under_way: deque[tuple[float, bytes]] = deque()
+        self.under_way: deque[tuple[float, float, bytes]] = deque()  # when it arrives, when it came, what
         self.waiting, self.out, self.read_all, self.over = 0, b"", False, False
 
     @property
@@ -135,13 +143,15 @@ class _Flow:
             data = b""
         self.read_all = not data
         self.waiting += len(data)
-        self.under_way.append((self.way.arrival(len(data), delay_s), data))
+        now = time.perf_counter()
+        self.under_way.append((self.way.arrival(len(data), now, delay_s), now, data))
         self.give()
 
     def give(self) -> None:
         """Send what has arrived; the end of what was read is the end of the connection."""
-        while self.due <= time.perf_counter():
-            _, self.out = self.under_way.popleft()
+        while self.due <= (now := time.perf_counter()):
+            _, came, self.out = self.under_way.popleft()
+            self.way.held_s += now - came
             if not self.out:
                 self.over = True
                 return
@@ -241,7 +251,7 @@ class _Server:
             for pair in list(self.connections):
                 self.end(pair)
         if line:
-            print(json.dumps([self.up.bytes, self.down.bytes]), flush=True)
+            print(json.dumps([self.up.bytes, self.down.bytes, self.up.held_s + self.down.held_s]), flush=True)
         return bool(line)
 
     def end(self, pair: tuple[_Flow, _Flow]) -> None:

@@ -88,6 +88,15 @@ def test_a_cut_ends_both_ends_and_new_connections_pass(echo):
             assert there_and_back(connection, b"again") == b"again"
 
 
+def test_the_time_on_the_link_is_measured(echo):
+    link = Link("slow", 8e5, 8e5, 0.05)
+    with Relay(echo, link) as relay, connect(relay.address) as connection:
+        for _ in range(2):
+            there_and_back(connection, bytes(1000))
+        expected = 2 * (2 * 0.01 + 0.05)
+        assert expected <= relay.held_s < expected + 1
+
+
 def test_what_a_cut_found_on_its_way_reaches_no_later_connection(echo):
     link = Link("slow", 8e6, 8e6, 0.05)
     with Relay(echo, link) as relay:

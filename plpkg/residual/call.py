@@ -5,8 +5,9 @@ every message from thread to thread at both ends; here whoever sends writes to t
 it. HTTP/2 is h2's work; gRPC adds five bytes before each message and the status behind the last. At the other end there
 can be any gRPC peer: in the tests there is grpcio, at either.
 
-Left out: several calls on one connection, compression, and deadlines that are told to the other side. A peer that pings
-is answered at the next wait, not while this side computes.
+Left out: several calls on one connection, compression, deadlines that are told to the other side, and servers that
+announce their end (GOAWAY) but go on: that is the end here. A peer that pings is answered at the next wait, not while
+this side computes. Two ends that both send more at once than buffers hold wait until their deadlines.
 """
 
 import contextlib
@@ -38,11 +39,14 @@ LOOK_S = 0.2
 PREFIX = struct.Struct(">BI")
 """Before each message: whether it is compressed, and its bytes."""
 
-CODES = {code.value[0]: code for code in StatusCode}
+BEFORE = 256 * 1024
+"""Bytes that may come before the call itself: from there on a token is needed."""
+
+CODES = {str(code.value[0]): code for code in StatusCode}
 HTTP = {
-    400: StatusCode.INTERNAL, 401: StatusCode.UNAUTHENTICATED, 403: StatusCode.PERMISSION_DENIED,
-    404: StatusCode.UNIMPLEMENTED, 429: StatusCode.UNAVAILABLE, 502: StatusCode.UNAVAILABLE,
-    503: StatusCode.UNAVAILABLE, 504: StatusCode.UNAVAILABLE,
+    "400": StatusCode.INTERNAL, "401": StatusCode.UNAUTHENTICATED, "403": StatusCode.PERMISSION_DENIED,
+    "404": StatusCode.UNIMPLEMENTED, "429": StatusCode.UNAVAILABLE, "502": StatusCode.UNAVAILABLE,
+    "503": StatusCode.UNAVAILABLE, "504": StatusCode.UNAVAILABLE,
 }  # fmt: skip
 """What an answer without a gRPC status means (gRPC's own table)."""
 PLAIN = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
@@ -80,7 +84,7 @@ class _Call:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.failure: Exception | None = None
         self._socket, self._max_message_bytes = connection, max_message_bytes
-        self._http = H2Connection(H2Configuration(client_side=client, header_encoding="utf-8"))
+        self._http = H2Connection(H2Configuration(client_side=client, header_encoding="latin-1"))
         wanted = {
             SettingCodes.ENABLE_PUSH: 0,
             SettingCodes.INITIAL_WINDOW_SIZE: WINDOW,
@@ -113,15 +117,16 @@ class _Call:
         try:
             while rest and not self._over():
                 room = min(self._http.local_flow_control_window(self._stream), self._http.max_outbound_frame_size)
-                if room:
-                    self._http.send_data(self._stream, rest[:room].tobytes())
+                if room > 0:  # a window may be negative
+                    self._say(self._http.send_data, self._stream, rest[:room].tobytes())
                     rest = rest[room:]
                 else:
                     self._flush(deadline)
                     self._read(deadline)
-        except ProtocolError as error:
-            raise BrokenCallError(f"HTTP/2: {error}") from error
-        self._flush(deadline)
+            self._flush(deadline)
+        except TimeoutError:
+            self.failure = BrokenCallError("a message was sent in part")
+            raise
 
     def receive(self, timeout_s: float) -> bytes | None:
         """The next message; ``None`` if the other side has sent its last.
@@ -138,7 +143,7 @@ class _Call:
         deadline = time.monotonic() + timeout_s
         while (message := self._message()) is None and not self._read_all:
             if self._unacknowledged > WINDOW // 4:
-                self._http.acknowledge_received_data(self._unacknowledged, self._stream)
+                self._say(self._http.acknowledge_received_data, self._unacknowledged, self._stream)
                 self._unacknowledged = 0
                 self._flush(deadline)
             self._read(deadline)
@@ -180,6 +185,13 @@ class _Call:
         del self._received[:end]
         return message
 
+    def _say(self, what: Callable[..., Result], *arguments) -> Result:
+        """Something that HTTP/2 may not allow (any more)."""
+        try:
+            return what(*arguments)
+        except ProtocolError as error:
+            raise BrokenCallError(f"HTTP/2: {error}") from error
+
     def _wait(self, operation: Callable[[], Result], deadline: float) -> Result:
         while True:
             if self.failure is not None:
@@ -195,16 +207,16 @@ class _Call:
             except OSError as error:
                 raise BrokenCallError(str(error)) from error
 
-    def _read(self, deadline: float) -> None:
+    def _read(self, deadline: float) -> int:
+        """Take note of what has come; how many bytes."""
         data = self._wait(lambda: self._socket.recv(CHUNK), deadline)
         if not data:
             raise BrokenCallError("the connection was closed")
-        try:
-            for event in self._http.receive_data(data):
-                self._note(event)
-        except ProtocolError as error:
-            raise BrokenCallError(f"not HTTP/2: {error}") from error
-        self._flush(deadline)  # what HTTP/2 itself answers
+        for event in self._say(self._http.receive_data, data):
+            self._note(event)
+        with contextlib.suppress(BrokenCallError):  # who does not read any more may have said why
+            self._flush(deadline)  # what HTTP/2 itself answers
+        return len(data)
 
     def _note(self, event: events.Event) -> None:
         if isinstance(event, events.ConnectionTerminated) and not self._read_all:
@@ -268,23 +280,41 @@ class ClientCall(_Call):
         timeout_s: float,
         max_message_bytes: int,
     ) -> None:
+        connection = None
         try:
             connection = socket.create_connection(host_and_port(address), timeout_s)
             if tls is not None:
-                connection = _encrypted(tls, connection, server_hostname=host_and_port(authority)[0])
+                connection = tls.wrap_socket(connection, server_hostname=host_and_port(authority)[0])
+                _require_http2(connection)
         except OSError as error:
+            if connection is not None:
+                connection.close()
             raise BrokenCallError(str(error)) from error
-        super().__init__(connection, client=True, max_message_bytes=max_message_bytes)
-        self._stream = self._http.get_next_available_stream_id()
         scheme = "http" if tls is None else "https"
         request = {":method": "POST", ":scheme": scheme, ":path": method, ":authority": authority}
         request |= {"te": "trailers", "content-type": "application/grpc", "user-agent": "plpkg"}
-        self._http.send_headers(self._stream, [*request.items(), *metadata])  # they leave with the first message
+        try:
+            super().__init__(connection, client=True, max_message_bytes=max_message_bytes)
+            self._stream = self._http.get_next_available_stream_id()
+            self._http.send_headers(self._stream, [*request.items(), *metadata])  # they leave with the first message
+        except BaseException:
+            connection.close()
+            raise
+
+    def send(self, message: bytes, timeout_s: float) -> None:
+        try:
+            super().send(message, timeout_s)
+        except BrokenCallError:
+            with contextlib.suppress(BrokenCallError, TimeoutError):  # perhaps the other side has said why
+                while not self._read_all:
+                    self._read(time.monotonic() + 1.0)
+            if not self._read_all:
+                raise
 
     def end(self, timeout_s: float) -> None:
         """Say that nothing more will be sent."""
         if not self._over():
-            self._http.end_stream(self._stream)
+            self._say(self._http.end_stream, self._stream)
         self._flush(time.monotonic() + timeout_s)
 
     def _check_end(self) -> None:
@@ -292,8 +322,8 @@ class ClientCall(_Call):
         if found is None and http == "200":
             raise BrokenCallError("the call ended without a status")
         if found is None:
-            raise StatusError(HTTP.get(int(http), StatusCode.UNKNOWN), f"HTTP status {http}")
-        code = CODES.get(int(found), StatusCode.UNKNOWN) if found.isdecimal() else StatusCode.UNKNOWN
+            raise StatusError(HTTP.get(http, StatusCode.UNKNOWN), f"HTTP status {http}")
+        code = CODES.get(found, StatusCode.UNKNOWN)
         if code is not StatusCode.OK:
             raise StatusError(code, unquote(self._headers.get("grpc-message", "")))
         super()._check_end()
@@ -333,11 +363,16 @@ class ServerCall(_Call):
         if self._tls is not None:
             self._socket.settimeout(timeout_s)
             try:
-                self._socket = _encrypted(self._tls, self._socket, server_side=True)
+                self._socket = self._tls.wrap_socket(self._socket, server_side=True, do_handshake_on_connect=False)
+                self._socket.do_handshake()
+                _require_http2(self._socket)
             except OSError as error:
                 raise BrokenCallError(str(error)) from error
+        size = 0
         while not self._stream:
-            self._read(deadline)
+            size += self._read(deadline)
+            if size > BEFORE:
+                raise BrokenCallError(f"{size} bytes came, but no call")
         if not self._headers.get("content-type", "").startswith("application/grpc"):
             raise StatusError(StatusCode.INTERNAL, f"not gRPC: {self._headers.get('content-type', 'no content-type')}")
         if (path := self._headers.get(":path")) != method:
@@ -346,15 +381,16 @@ class ServerCall(_Call):
     def send(self, message: bytes, timeout_s: float) -> None:
         if not self._answered:
             self._answered = True
-            self._http.send_headers(self._stream, [(":status", "200"), ("content-type", "application/grpc")])
+            answer = [(":status", "200"), ("content-type", "application/grpc")]
+            self._say(self._http.send_headers, self._stream, answer)
         super().send(message, timeout_s)
 
     def finish(self, code: StatusCode, details: str = "", *, timeout_s: float = 1.0) -> None:
-        """End the call with a status, and the connection."""
+        """End the call with a status, and the connection: when the other side closes it, or after ``timeout_s``."""
         deadline, self.failure = time.monotonic() + timeout_s, None  # whoever set it wanted this
         trailers = [("grpc-status", str(code.value[0])), ("grpc-message", quote(details, safe=PLAIN))]
         answer = [] if self._answered else [(":status", "200"), ("content-type", "application/grpc")]
-        with contextlib.suppress(OSError, ProtocolError):  # it does not want to know, or not in time
+        with contextlib.suppress(OSError, ProtocolError, StatusError):  # it does not want to know, or not in time
             if self._stream:
                 self._http.send_headers(self._stream, answer + trailers, end_stream=True)
                 if not self._read_all:
@@ -367,9 +403,6 @@ class ServerCall(_Call):
                 pass
 
 
-def _encrypted(tls: ssl.SSLContext, connection: socket.socket, **options) -> ssl.SSLSocket:
-    encrypted = tls.wrap_socket(connection, **options)  # which closes it if this fails
+def _require_http2(encrypted: ssl.SSLSocket) -> None:
     if encrypted.selected_alpn_protocol() != "h2":
-        encrypted.close()
         raise BrokenCallError("the other side does not speak HTTP/2")
-    return encrypted

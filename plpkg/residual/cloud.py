@@ -95,6 +95,7 @@ class CloudServer:
         self._lock = threading.Lock()
         self._connections: dict[Stream, threading.Thread] = {}
         self._stopped = threading.Event()
+        self._accepting = threading.Thread(target=self._accept, daemon=True, name="plpkg-cloud")
         self.part.eval()
         self.part.new_cache()  # refuses layers whose cache cannot be taken back
 
@@ -107,13 +108,14 @@ class CloudServer:
         host, port = host_and_port(address)
         try:
             family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-            self._listener = socket.create_server(place[:2], family=family, backlog=128)
+            both = host == "::" and socket.has_dualstack_ipv6()  # every address, those of IPv4 as well
+            self._listener = socket.create_server(place[:2], family=family, backlog=128, dualstack_ipv6=both)
         except OSError as error:
             raise OSError(f"{address} cannot be bound: {error}") from error
         self.address = f"{address.rpartition(':')[0]}:{self._listener.getsockname()[1]}"
 
     def __enter__(self) -> "CloudServer":
-        threading.Thread(target=self._accept, daemon=True, name="plpkg-cloud").start()
+        self._accepting.start()
         return self
 
     def __exit__(self, *_) -> None:
@@ -125,12 +127,17 @@ class CloudServer:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
+        if self._accepting.is_alive():
+            self._accepting.join()
         patience = time.monotonic() + grace_s
         while self._connections and time.monotonic() < patience:
             time.sleep(0.02)
-        for stream, thread in list(self._connections.items()):
+        left = list(self._connections.items())
+        for stream, _ in left:
             stream.call.abandon()
-            thread.join(10)
+        patience = time.monotonic() + 10
+        for _, thread in left:
+            thread.join(max(0.0, patience - time.monotonic()))
         with self._lock:
             self._sessions.clear()
 
@@ -154,10 +161,16 @@ class CloudServer:
             if len(self._connections) >= self.limits.sessions + WAITING:
                 connection.close()
                 continue
-            stream = Stream(self, ServerCall(connection, self._tls, self.limits.message_bytes))
-            thread = threading.Thread(target=self._serve, args=(stream,), daemon=True, name="plpkg-session")
-            self._connections[stream] = thread
-            thread.start()
+            stream = None
+            try:
+                stream = Stream(self, ServerCall(connection, self._tls, self.limits.message_bytes))
+                thread = threading.Thread(target=self._serve, args=(stream,), daemon=True, name="plpkg-session")
+                self._connections[stream] = thread
+                thread.start()
+            except (OSError, RuntimeError):  # it is gone again, or there can be no more threads
+                self._connections.pop(stream, None)
+                connection.close()
+                self._stopped.wait(0.05)
 
     def _serve(self, stream: Stream) -> None:
         try:

@@ -1,4 +1,4 @@
-"""What ``benchmarks/residual*.py`` measured, as tables: personalisation, its speed, a changed backbone, attacks.
+"""What ``benchmarks/residual*.py`` measured, as tables: the wire, personalisation, a changed backbone, attacks.
 
 Every number is *measured (recorded)*. Intervals are 95 % of Student's t over the writers, whose seeds are averaged.
 """
@@ -64,6 +64,31 @@ def speed():
     """Tokens per second: by method and link."""
     rows = catalog.measured("residual_quality").query("section == 'speed'")
     return rows.pivot_table(index="method", columns="case", values="tokens_per_s", sort=False)
+
+
+def links():
+    """What a token spends on limited links, with cores that were kept from sleeping.
+
+    Returns
+    -------
+    pandas.DataFrame
+        ``case`` (rates and RTT), ``what`` crosses; in milliseconds ``formula_ms``, ``held_ms`` (by the relay) and
+        ``ms_per_token`` (a token's time less its time without limits); ``held_ratio`` and ``ratio`` to the formula.
+    """
+    return catalog.measured("residual").query("section == 'link' and cores == 'kept awake'").reset_index(drop=True)
+
+
+def transport():
+    """The two processes on one machine without a limit, with cores as they are and kept from sleeping.
+
+    Returns
+    -------
+    pandas.DataFrame
+        A round trip's median in µs, by what carries it; and the split model's speed over one process's.
+    """
+    rows = catalog.measured("residual").query("section in ('round trip', 'speed')")
+    rows = rows.assign(figure=rows["median_us"].fillna(rows["ratio"]))
+    return rows.pivot_table(index=["section", "what"], columns="cores", values="figure", sort=False)
 
 
 def diary():

@@ -66,7 +66,7 @@ class Stream:
         """Serve the device until it leaves, breaks off, or asks for what it may not."""
         try:
             if (end := self._serve()) is not None:
-                self.call.finish(end.code, end.details)
+                self.call.finish(end.code, end.details, timeout_s=self.limits.answer_s)
         finally:
             self.call.close()
 

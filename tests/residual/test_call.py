@@ -11,6 +11,7 @@ import time
 import grpc
 import pytest
 from grpc import StatusCode
+from h2.settings import SettingCodes
 from hypothesis import given, settings, strategies as st
 
 from plpkg.residual import certificates
@@ -224,6 +225,7 @@ def test_waits_end_in_time_or_when_another_thread_says_so(waits):
         with pytest.raises(TimeoutError):
             wait(0.3)
         assert time.monotonic() - began >= 0.3
+        client.failure = None  # of a message that was sent in part
         failure = StatusError(StatusCode.ABORTED, "somebody else")
         threading.Timer(0.1, setattr, [client, "failure", failure]).start()
         with pytest.raises(StatusError, match="somebody else"):
@@ -264,6 +266,94 @@ def test_a_message_beyond_the_limit_is_refused_before_it_is_there(sender):
         client.send(payload(5000 if sender == "client" else 10), 20)
         with pytest.raises(StatusError, match="a message of 5000 bytes, the limit is 1000"):
             client.receive(20) if sender == "server" else outcome.result(20)
+        client.close()
+
+
+def test_a_window_that_becomes_negative_is_waited_for():
+    """The peer may allow less than has been sent already."""
+    done = threading.Event()
+
+    def work(served):
+        served.receive(20)
+        served._http.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 50_000})
+        served.send(b"now", 20)
+        done.wait(20)
+
+    with serving(work) as (address, _):
+        client = call(address)
+        client.send(payload(100_000), 20)
+        assert client.receive(20) == b"now"
+        assert client._http.local_flow_control_window(client._stream) < 0
+        with pytest.raises(TimeoutError):
+            client.send(b"x", 0.5)
+        with pytest.raises(BrokenCallError, match="sent in part"):
+            client.send(b"y", 0.5)
+        client.close()
+        done.set()
+
+
+def test_a_status_is_heard_by_who_cannot_send_any_more():
+    with serving(lambda served: served.finish(StatusCode.RESOURCE_EXHAUSTED, "enough", timeout_s=0.01)) as (
+        address,
+        outcome,
+    ):
+        client = call(address)
+        client.send(b"x", 20)
+        outcome.result(20)
+        time.sleep(0.2)
+        for _ in range(5):
+            client.send(payload(1000), 20)
+        with pytest.raises(StatusError, match="enough"):
+            client.receive(20)
+        client.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [("5000" * 2000, StatusCode.UNKNOWN), ("", StatusCode.UNKNOWN), ("16", StatusCode.UNAUTHENTICATED)],
+)
+def test_any_status_and_any_bytes_in_its_message_are_one(status, code):
+    def work(served):
+        trailers = [(b":status", b"200"), (b"grpc-status", status.encode()), (b"grpc-message", b"caf\xe9 %zz")]
+        served._http.send_headers(served._stream, trailers, end_stream=True)
+        served._flush(time.monotonic() + 5)
+
+    with serving(work) as (address, _):
+        client = call(address)
+        client.send(b"x", 5)
+        with pytest.raises(StatusError, match="caf") as ended:
+            client.receive(10)
+        assert ended.value.code is code
+        client.close()
+
+
+def test_pings_before_the_call_have_an_end():
+    with serving(echo) as (address, outcome):
+        host, port = address.split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            with contextlib.suppress(OSError):
+                connection.sendall(PREFACE + b"\0\0\0\4\0\0\0\0\0")
+                for _ in range(2000):
+                    connection.sendall(100 * (b"\0\0\x08\6\0\0\0\0\0" + bytes(8)))
+            with pytest.raises(BrokenCallError, match="bytes came, but no call"):
+                outcome.result(20)
+
+
+def test_who_answers_after_the_call_was_reset_hears_that_it_is_broken():
+    def work(served):
+        message = served.receive(20)
+        with contextlib.suppress(TimeoutError):  # it may have come with the message
+            served._read(time.monotonic() + 0.5)
+        served.send(message, 20)
+
+    with serving(work) as (address, outcome):
+        client = call(address)
+        client.send(b"x", 5)
+        client.end(5)
+        client._http.reset_stream(client._stream)
+        client._flush(time.monotonic() + 5)
+        with pytest.raises(BrokenCallError):
+            outcome.result(20)
         client.close()
 
 

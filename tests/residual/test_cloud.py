@@ -15,7 +15,16 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, Qwen3NextConfig
 
-from plpkg.residual import CloudServer, DeviceClient, Limits, PrivateLoraConfig, RefusedError, split, wire
+from plpkg.residual import (
+    CloudServer,
+    DeviceClient,
+    Limits,
+    PrivateLoraConfig,
+    RefusedError,
+    certificates,
+    split,
+    wire,
+)
 from plpkg.residual.call import ClientCall, StatusError
 from plpkg.residual.wire_pb2 import FromCloud, FromDevice, Goodbye, Hello, Part, Step
 
@@ -218,6 +227,45 @@ def test_who_only_connects_takes_no_place_for_long(adapted, monkeypatch):
         assert still_serves(server, adapted)
         for connection in silent:
             connection.close()
+
+
+def test_stopping_waits_for_nobodys_handshake(adapted, tmp_path):
+    certificates.write(tmp_path / "tls")
+    with CloudServer(adapted(), tls=tmp_path / "tls", token="t") as server:
+        host, port = server.address.split(":")
+        silent = [socket.create_connection((host, int(port))) for _ in range(3)]
+        wait_until(lambda: len(server._connections) == 3)
+        began = time.monotonic()
+        server.stop()
+        assert time.monotonic() - began < 8
+        assert not server._connections
+        for connection in silent:
+            connection.close()
+
+
+def test_no_more_threads_is_not_the_end(adapted, monkeypatch):
+    with CloudServer(adapted(), precision="fp32") as server:
+        original, refused = threading.Thread.start, []
+
+        def fails_once(thread):
+            if thread.name == "plpkg-session" and not refused:
+                refused.append(thread)
+                raise RuntimeError("can't start new thread")
+            original(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", fails_once)
+        assert still_serves(server, adapted)
+        assert refused
+        wait_until(lambda: not server._connections)
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6")
+def test_every_address_is_ipv4s_too(adapted, tmp_path):
+    certificates.write(tmp_path / "tls")
+    with CloudServer(adapted(), "[::]:0", tls=tmp_path / "tls", token="t") as server:
+        port = int(server.address.rpartition(":")[2])
+        for host in ("127.0.0.1", "::1"):
+            socket.create_connection((host, port), 5).close()
 
 
 def test_too_many_sessions_are_told_so(raw, cloud):

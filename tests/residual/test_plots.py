@@ -2,7 +2,7 @@
 
 import pytest
 
-from plpkg import catalog, theme
+from plpkg import theme
 from plpkg.residual import plots, recorded
 
 
@@ -18,10 +18,9 @@ def test_quality():
 
 def test_link_times():
     ax = plots.link_times()
-    rows = catalog.measured("residual").query("section == 'link'")
-    formula, measured = ([bar.get_width() for bar in bars] for bars in ax.containers)
-    assert formula == list(rows["formula_ms"])
-    assert measured == list(rows["ms_per_token"])
+    rows = recorded.links()
+    drawn = [[bar.get_width() for bar in bars] for bars in ax.containers]
+    assert drawn == [list(rows[column]) for column in ("formula_ms", "held_ms", "ms_per_token")]
     assert f"Bars of {len(rows)} links" in theme.alt(ax.figure)
 
 

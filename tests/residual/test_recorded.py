@@ -56,3 +56,16 @@ def test_migration_and_diary_name_what_was_done():
     assert {"M kept", "closed form, own text", "closed form, public text"} < set(recorded.migration().index)
     assert recorded.diary().loc["none"].str.startswith("0 of").all()
     assert set(recorded.speed().columns) > {"one process"}
+
+
+def test_links_and_transport_are_the_rows_that_they_say():
+    rows = catalog.measured("residual")
+    assert set(recorded.links()["cores"]) == {"kept awake"}
+    assert len(recorded.links()) == 9
+    table = recorded.transport()
+    for cores in table.columns:
+        own = rows.query("cores == @cores")
+        speed = own.query("section == 'speed' and what == 'split'")["ratio"].item()
+        assert table.loc[("speed", "split"), cores] == speed
+        trip = own.query("section == 'round trip' and what == 'call'")["median_us"].item()
+        assert table.loc[("round trip", "call"), cores] == trip
