@@ -35,7 +35,7 @@ WINDOW = 4 * 2**20
 """Bytes that the peer may send before anybody has read them."""
 CHUNK = 64 * 1024
 LOOK_S = 0.2
-"""After so long a wait looks whether somebody else has ended the call."""
+"""After so long, a wait looks whether somebody else has ended the call."""
 PREFIX = struct.Struct(">BI")
 """Before each message: whether it is compressed, and its bytes."""
 
@@ -86,13 +86,10 @@ class _Call:
         self._socket, self._max_message_bytes = connection, max_message_bytes
         self._http = H2Connection(H2Configuration(client_side=client, header_encoding="latin-1"))
         wanted = {
-            SettingCodes.ENABLE_PUSH: 0,
             SettingCodes.INITIAL_WINDOW_SIZE: WINDOW,
             SettingCodes.MAX_HEADER_LIST_SIZE: H2Connection.DEFAULT_MAX_HEADER_LIST_SIZE,
+            **({SettingCodes.ENABLE_PUSH: 0} if client else {SettingCodes.MAX_CONCURRENT_STREAMS: 1}),
         }
-        if not client:
-            wanted = {**wanted, SettingCodes.MAX_CONCURRENT_STREAMS: 1}
-            del wanted[SettingCodes.ENABLE_PUSH]  # a client's to say
         self._http.local_settings = Settings(client=client, initial_values=wanted)
         self._http.initiate_connection()
         self._http.increment_flow_control_window(WINDOW - 65_535)  # with which every connection begins
@@ -162,8 +159,7 @@ class _Call:
         self._socket.close()
 
     def _over(self) -> bool:
-        """Whether the other side will not read any more."""
-        return False
+        return False  # whether the other side will not read any more
 
     def _check_end(self) -> None:
         if self._received:
@@ -333,24 +329,14 @@ class ClientCall(_Call):
 
 
 class ServerCall(_Call):
-    """A call that came in on a connection; :meth:`accept` first.
-
-    Attributes
-    ----------
-    metadata
-        What came with it, HTTP/2's own fields included.
-    """
+    """A call that came in on a connection; :meth:`accept` first."""
 
     def __init__(self, connection: socket.socket, tls: ssl.SSLContext | None, max_message_bytes: int) -> None:
         super().__init__(connection, client=False, max_message_bytes=max_message_bytes)
         self._tls, self._answered = tls, False
 
-    @property
-    def metadata(self) -> dict[str, str]:
-        return self._headers
-
-    def accept(self, method: str, timeout_s: float) -> None:
-        """Wait until the call is there.
+    def accept(self, method: str, timeout_s: float) -> dict[str, str]:
+        """Wait until the call is there; its metadata, HTTP/2's own fields included.
 
         Raises
         ------
@@ -377,6 +363,7 @@ class ServerCall(_Call):
             raise StatusError(StatusCode.INTERNAL, f"not gRPC: {self._headers.get('content-type', 'no content-type')}")
         if (path := self._headers.get(":path")) != method:
             raise StatusError(StatusCode.UNIMPLEMENTED, f"there is no {path}, only {method}")
+        return self._headers
 
     def send(self, message: bytes, timeout_s: float) -> None:
         if not self._answered:

@@ -75,8 +75,7 @@ class Stream:
         session, left = None, False
         torch.set_num_threads(self.server.num_threads)  # a new thread would take as many as there are cores
         try:
-            self.call.accept(wire.METHOD, self.limits.answer_s)
-            self._check_token()
+            self._check_token(self.call.accept(wire.METHOD, self.limits.answer_s))
             session = self.server.open(self._next("hello", self.limits.answer_s), self)
             self._put(FromCloud(welcome=Welcome(session=session.key, steps=session.steps)))
             self.server.part.connect(self)
@@ -98,8 +97,8 @@ class Stream:
             if session is not None:
                 self.server.close(session, self, forget=left)
 
-    def _check_token(self) -> None:
-        shown, token = self.call.metadata.get("authorization", ""), self.server.token
+    def _check_token(self, metadata: dict[str, str]) -> None:
+        shown, token = metadata.get("authorization", ""), self.server.token
         if token is not None and not hmac.compare_digest(shown.encode(), f"Bearer {token}".encode()):
             raise StatusError(StatusCode.UNAUTHENTICATED, "no token, or a wrong one")
 
