@@ -112,6 +112,7 @@ class CloudServer:
             self._listener = socket.create_server(place[:2], family=family, backlog=128, dualstack_ipv6=both)
         except OSError as error:
             raise OSError(f"{address} cannot be bound: {error}") from error
+        self._listener.settimeout(1.0)  # to look whether it is over, where nothing wakes who accepts
         self.address = f"{address.rpartition(':')[0]}:{self._listener.getsockname()[1]}"
 
     def __enter__(self) -> "CloudServer":
@@ -125,7 +126,7 @@ class CloudServer:
         """Break off what is under way after ``grace_s`` seconds, and forget every session."""
         self._stopped.set()
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts, on Linux
         self._listener.close()
         if self._accepting.is_alive():
             self._accepting.join()
@@ -155,6 +156,8 @@ class CloudServer:
         while not self._stopped.is_set():
             try:
                 connection, _ = self._listener.accept()
+            except TimeoutError:
+                continue
             except OSError:  # it was closed, or there are no more files to open
                 self._stopped.wait(0.05)
                 continue
