@@ -301,9 +301,10 @@ class ClientCall(_Call):
         try:
             super().send(message, timeout_s)
         except BrokenCallError:
+            deadline = time.monotonic() + 1.0
             with contextlib.suppress(BrokenCallError, TimeoutError):  # perhaps the other side has said why
                 while not self._read_all:
-                    self._read(time.monotonic() + 1.0)
+                    self._read(deadline)
             if not self._read_all:
                 raise
 

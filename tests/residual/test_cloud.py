@@ -188,6 +188,15 @@ def test_a_wrong_token_gets_nothing(adapted, raw, metadata):
         assert right.session
 
 
+def test_a_header_that_http2_does_not_allow_gets_nothing(adapted, raw):
+    """A value may not end in a space: that is the end of the connection, not of the call alone."""
+    with CloudServer(adapted(), token="secret") as server:
+        device = raw(hello=False, server=server, metadata=[("authorization", "Bearer ")])
+        device.put(hello=Hello(terms=server.terms))
+        assert device.status()[0] is StatusCode.UNAVAILABLE
+        assert server.sessions == 0
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.binary(max_size=200), after_hello=st.booleans())
 def test_random_bytes_end_the_stream_and_harm_nobody(cloud, data, after_hello):
