@@ -5,13 +5,14 @@
 * round trip: a message there and back on loopback (``round_trips.py``): a bare socket, this package's call, grpcio.
 * speed: tokens per second of the split model beside the same model in one process, interleaved.
   Also with a cloud that computes q, k and v only after the answer has come, to see what the overlap is worth.
-* link: the time that a token spends on a limited link beside Traffic.seconds, for low ranks and full activations.
+* link: the time that a token spends on a limited link beside Traffic.seconds, for low ranks and full activations; and
+  as measured by the relay itself, which knows how long it held the messages. Without a delay that is less than what
+  tokens differ among themselves: there also for many sequences at once, with a model that computes next to nothing.
 * namespaces: the same between two network namespaces whose ends `tc tbf` limits (as root, else left out), over TLS.
 
-All but the bytes with cores as they are and, as root, kept awake: a virtual one that has slept is late, and slow at
-first. A token's time on a link is also measured by the relay itself, which knows how long it held the messages.
+Speed and link with both ends asleep while they wait, and with busy waits (``busy_wait_s``).
 
-Run: ``python benchmarks/residual.py`` (about 15 minutes on two idle cores; each process computes with one thread).
+Run: ``python benchmarks/residual.py`` (about 20 minutes on two idle cores; each process computes with one thread).
 """
 
 import argparse
@@ -21,7 +22,6 @@ import json
 import os
 import shutil
 import statistics
-import struct
 import subprocess
 import sys
 import tempfile
@@ -38,7 +38,7 @@ from plpkg import communication
 from plpkg.backbones import load_backbone, random_backbone
 from plpkg.catalog import Link, ModelShape
 from plpkg.relay import UNLIMITED
-from plpkg.residual import CloudServer, DeviceClient, PrivateLoraConfig, certificates, cloud as clouds
+from plpkg.residual import CloudServer, DeviceClient, Limits, PrivateLoraConfig, certificates, cloud as clouds
 from plpkg.residual.adapter import QKV
 
 MODELS = {
@@ -50,7 +50,9 @@ MODELS = {
     "LLaMA-7B sizes": dict(num_layers=32, hidden=4096, num_heads=32, head_dim=2, intermediate=8, vocab=300),
 }
 TOKEN = "a token of the usual length: 32 c"
-PROMPT = 16
+PROMPT, MANY = 16, 256
+WAITS = {"asleep": 0.0, "busy": 0.05}
+"""What each end does while it waits: ``busy_wait_s``, longer than any wait within a token."""
 HOSTS = ("10.213.0.1", "10.213.0.2")
 
 
@@ -88,18 +90,25 @@ class OneAfterTheOther(clouds.Stream):
 
 
 def serve(
-    name: str, rank: int, tls: str | None, address: str = "127.0.0.1:0", overlap: bool = True, targets=QKV
+    name: str,
+    rank: int,
+    tls: str | None,
+    address: str = "127.0.0.1:0",
+    overlap: bool = True,
+    targets=QKV,
+    waits: str = "asleep",
 ) -> None:
     if not overlap:
         clouds.Stream = OneAfterTheOther
-    with CloudServer(build(name, rank, targets), address, tls=tls, token=TOKEN if tls else None) as server:
+    options = dict(tls=tls, token=TOKEN if tls else None, limits=Limits(batch=MANY), busy_wait_s=WAITS[waits])
+    with CloudServer(build(name, rank, targets), address, **options) as server:
         print(server.address, flush=True)
         server.wait()
 
 
-def client(address: str, model, tls: str | None, link: Link | None) -> DeviceClient:
+def client(address: str, model, tls: str | None, link: Link | None, waits: str = "asleep") -> DeviceClient:
     secure = dict(ca=f"{tls}/cert.pem", token=TOKEN) if tls else {}
-    return DeviceClient(address, model, link=link, **secure)
+    return DeviceClient(address, model, link=link, busy_wait_s=WAITS[waits], **secure)
 
 
 def prompt(model, batch: int = 1, seq: int = PROMPT) -> torch.Tensor:
@@ -173,34 +182,17 @@ def one_process(model, ids: torch.Tensor, count: int) -> list[float]:
     return [b - a for a, b in itertools.pairwise(times)]
 
 
-LATENCY = "/dev/cpu_dma_latency"
-
-
-@contextlib.contextmanager
-def awake() -> Iterator[None]:
-    """Keep idle cores from sleeping, by the kernel's own switch for it: they wait in a loop instead.
-
-    On a virtual machine a core that has slept is late when it is called, and slow for up to a millisecond afterwards.
-    """
-    with open(LATENCY, "wb", buffering=0) as switch:
-        switch.write(struct.pack("i", 0))  # µs that waking up may take, while the file is open
-        yield
-
-
-CORES = {"as they are": contextlib.nullcontext} | ({"kept awake": awake} if os.access(LATENCY, os.W_OK) else {})
-
-
-def rows_of_speed(tls: str, runs: int = 7, count: int = 20) -> list[dict]:
-    name, rank, found = "12 x 768", 64, []
+def rows_of_speed(tls: str, waits: str, runs: int = 7, count: int = 20) -> list[dict]:
+    name, rank = "12 x 768", 64
     model = build(name, rank)
     ids = prompt(model)
     with (
-        cloud(name, rank) as plain,
-        cloud(name, rank, tls) as secure,
-        cloud(name, rank, overlap=False) as waiting,
-        client(plain, model, None, None) as device,
-        client(waiting, model, None, None) as serial,
-        client(secure, model, tls, None) as encrypted,
+        cloud(name, rank, waits=waits) as plain,
+        cloud(name, rank, tls, waits=waits) as secure,
+        cloud(name, rank, overlap=False, waits=waits) as waiting,
+        client(plain, model, None, None, waits) as device,
+        client(waiting, model, None, None, waits) as serial,
+        client(secure, model, tls, None, waits) as encrypted,
     ):
         measures = {
             "one process": lambda: one_process(model, ids, count),
@@ -208,72 +200,73 @@ def rows_of_speed(tls: str, runs: int = 7, count: int = 20) -> list[dict]:
             "split, q, k, v after the answer": lambda: token_seconds(serial, ids, count),
             "split, TLS": lambda: token_seconds(encrypted, ids, count),
         }
-        for cores, state in CORES.items():
-            speeds: dict[str, list[float]] = {what: [] for what in measures}
-            with state():
-                for _, (what, measure) in itertools.product(range(runs + 1), measures.items()):
-                    speeds[what].append(1 / statistics.median(measure()))
-            medians = {what: statistics.median(values[1:]) for what, values in speeds.items()}  # the first warms up
-            found += [
-                {"section": "speed", "case": f"{name}, r={rank}, fp32", "what": what, "cores": cores,
-                 "tokens_per_s": round(median, 2), "ratio": round(median / medians["one process"], 3)}
-                for what, median in medians.items()
-            ]  # fmt: skip
-    return found
+        speeds: dict[str, list[float]] = {what: [] for what in measures}
+        for _, (what, measure) in itertools.product(range(runs + 1), measures.items()):
+            speeds[what].append(1 / statistics.median(measure()))
+    medians = {what: statistics.median(values[1:]) for what, values in speeds.items()}  # the first warms up
+    return [
+        {"section": "speed", "case": f"{name}, r={rank}, fp32", "what": what, "waits": waits,
+         "tokens_per_s": round(median, 2), "ratio": round(median / medians["one process"], 3)}
+        for what, median in medians.items()
+    ]  # fmt: skip
 
 
-ROUNDS = {0: 24, 5: 8, 20: 3}
-"""By RTT in milliseconds: the less a token spends on the link, the more of them are needed to see it."""
+LINKS = [(0, 1, 12), (0, MANY, 3), (5, 1, 10), (20, 1, 4)]
+"""RTT in milliseconds, sequences at once, and in how many blocks of tokens this is measured."""
 
 
-def rows_of_link(count: int = 10) -> list[dict]:
+def row_of_link(rank: int, waits: str, rtt_ms: int, batch: int, rounds: int) -> dict:
     """What a token takes longer through a limited relay than through one without limits, in medians.
 
-    Blocks of tokens through either take turns, so that both see the same machine. Beside it stands what the relay
-    itself has measured: how long it held a token's messages. The rest of the difference is no time on the link.
+    Blocks of tokens through either take turns, so that both see the same machine. Rank 0 is full activations.
     """
-    found = []
-    for rank in (16, 64, 0):
-        name = "12 x 768, thinnest" if rank else "12 x 768, thin"  # full activations are as wide as q, k and v
-        model = build(name, rank)
-        shape = ModelShape.from_config(model.get_base_model().config, name)
-        if rank:
-            traffic = communication.low_rank(shape, rank)
-        else:
-            traffic = communication.full_activations(shape, 3, endpoints=True, baseline="actual")
-        ids = prompt(model)
-        with cloud(name, rank) as address, client(address, model, None, UNLIMITED) as free:
-            for (rtt_ms, rounds), (cores, state) in itertools.product(ROUNDS.items(), CORES.items()):
-                link = Link(f"60/100 Mb/s, RTT {rtt_ms} ms", 60e6, 100e6, rtt_ms / 1e3)
-                with client(address, model, None, link) as limited, state():
-                    for device in (free, limited):
-                        token_seconds(device, ids, 2)  # warm up
-                    times, held = {free: [], limited: []}, {free: [], limited: []}
-                    for device in rounds * (free, limited):
-                        before = device.relay.held_s
-                        device.generate(ids, 1, eos_token_id=-1)  # the block begins with this
-                        first = device.relay.held_s - before
-                        times[device] += token_seconds(device, ids, count)
-                        held[device].append((device.relay.held_s - before - 2 * first) / count)
-                slow, fast = statistics.median(times[limited]), statistics.median(times[free])
-                expected = sum(traffic.seconds(link).values())
-                spent, on_link = slow - fast, statistics.median(held[limited]) - statistics.median(held[free])
-                found.append(
-                    {"section": "link", "case": link.name, "what": f"r={rank}" if rank else "full activations",
-                     "cores": cores, "ms_per_token": round(1e3 * spent, 2), "formula_ms": round(1e3 * expected, 2),
-                     "ratio": round(spent / expected, 3), "held_ms": round(1e3 * on_link, 2),
-                     "held_ratio": round(on_link / expected, 3), "tokens_per_s": round(1 / slow, 2)}
-                )  # fmt: skip
-    return found
+    idle = "12 x 768, thinnest" if rank else "12 x 768, thin"  # full activations are as wide as q, k and v
+    name = "12 x 768" if batch == 1 else idle
+    count, seq = (10, PROMPT) if batch == 1 else (5, 1)
+    model = build(name, rank)
+    shape = ModelShape.from_config(model.get_base_model().config, name)
+    if rank:
+        traffic = communication.low_rank(shape, rank)
+    else:
+        traffic = communication.full_activations(shape, 3, endpoints=True, baseline="actual")
+    link = Link(f"60/100 Mb/s, RTT {rtt_ms} ms", 60e6, 100e6, rtt_ms / 1e3)
+    expected = sum(traffic.seconds(link).values())
+    ids = prompt(model, batch, seq)
+    with (
+        cloud(name, rank, waits=waits) as address,
+        client(address, model, None, UNLIMITED, waits) as free,
+        client(address, model, None, link, waits) as limited,
+    ):
+        for device in (free, limited):
+            token_seconds(device, ids, 2)  # warm up
+        times, held = {free: [], limited: []}, {free: [], limited: []}
+        for device in rounds * (free, limited):
+            before = device.relay.held_s
+            device.generate(ids, 1, eos_token_id=-1)  # the block begins with this
+            first = device.relay.held_s - before
+            times[device] += [seconds / batch for seconds in token_seconds(device, ids, count)]
+            held[device].append((device.relay.held_s - before - 2 * first) / count)
+    slow, fast = statistics.median(times[limited]), statistics.median(times[free])
+    row = {
+        "section": "link", "case": link.name, "what": f"r={rank}" if rank else "full activations", "waits": waits,
+        "batch": batch, "ms_per_token": round(1e3 * (slow - fast), 2), "formula_ms": round(1e3 * expected, 2),
+        "ratio": round((slow - fast) / expected, 3), "tokens_per_s": round(1 / slow, 2),
+    }  # fmt: skip
+    if batch == 1:  # larger messages are several pieces to the relay, which it holds at the same time
+        on_link = statistics.median(held[limited]) - statistics.median(held[free])
+        row |= {"held_ms": round(1e3 * on_link, 2), "held_ratio": round(on_link / expected, 3)}
+    return row
 
 
-def rows_of_namespaces(tls: str, count: int = 60) -> list[dict]:
-    """Two network namespaces, each end limited by ``tc tbf``: the kernel's own queue and TCP instead of the relay."""
+def rows_of_namespaces(tls: str, waits: str, count: int = 20) -> list[dict]:
+    """Two network namespaces, each end limited by ``tc tbf``: the kernel's own queue and TCP instead of the relay.
+
+    For :data:`MANY` sequences at once.
+    """
 
     def ip(*arguments: str) -> None:
         subprocess.run(arguments, check=True)
 
-    cores, state = list(CORES.items())[-1]  # kept awake, where that can be
     name, found, spaces = "12 x 768, thinnest", [], ("plpkg-device", "plpkg-cloud")
     try:
         for space in spaces:
@@ -288,12 +281,14 @@ def rows_of_namespaces(tls: str, count: int = 60) -> list[dict]:
             shape = ModelShape.from_config(build(name, rank).get_base_model().config, name)
             address = f"{HOSTS[1]}:7070"
             times = {False: [], True: []}
-            with cloud(name, rank, tls, prefix=[*run, spaces[1]], address=address), state():
+            with cloud(name, rank, tls, prefix=[*run, spaces[1]], address=address, waits=waits):
                 for limited in 3 * (False, True):
                     for i, rate in enumerate(("60mbit", "100mbit") if limited else ()):
                         limit = ["tbf", "rate", rate, "burst", "1600", "latency", "200ms"]
                         ip("tc", "-n", spaces[i], "qdisc", "add", "dev", f"plpkg{i}", "root", *limit)
-                    task = json.dumps({"name": name, "rank": rank, "tls": tls, "address": address, "count": count})
+                    task = json.dumps(
+                        {"name": name, "rank": rank, "tls": tls, "address": address, "count": count, "waits": waits}
+                    )
                     command = [*run, spaces[0], sys.executable, __file__, "--device", task]
                     found_now = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
                     times[limited] += json.loads(found_now)
@@ -304,7 +299,7 @@ def rows_of_namespaces(tls: str, count: int = 60) -> list[dict]:
             spent = slow - statistics.median(times[False])
             found.append(
                 {"section": "namespaces", "case": "60/100 Mb/s by tc tbf, TLS", "what": f"r={rank}",
-                 "cores": cores, "ms_per_token": round(1e3 * spent, 2),
+                 "waits": waits, "batch": MANY, "ms_per_token": round(1e3 * spent, 2),
                  "formula_ms": round(1e3 * expected, 2), "ratio": round(spent / expected, 3),
                  "tokens_per_s": round(1 / slow, 2)}
             )  # fmt: skip
@@ -314,12 +309,13 @@ def rows_of_namespaces(tls: str, count: int = 60) -> list[dict]:
     return found
 
 
-def visit(name: str, rank: int, tls: str, address: str, count: int) -> None:
+def visit(name: str, rank: int, tls: str, address: str, count: int, waits: str) -> None:
     """The device of :func:`rows_of_namespaces`: prints the seconds of each token."""
     model = build(name, rank)
-    with client(address, model, tls, None) as device:
-        token_seconds(device, prompt(model), 3)
-        print(json.dumps(token_seconds(device, prompt(model), count)))
+    ids = prompt(model, MANY, 1)
+    with client(address, model, tls, None, waits) as device:
+        token_seconds(device, ids, 3)
+        print(json.dumps([seconds / MANY for seconds in token_seconds(device, ids, count)]))
 
 
 def main() -> None:
@@ -327,17 +323,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         tls = f"{folder}/tls"
         certificates.write(tls, [HOSTS[1]])
-        rows = []
-        for cores, state in CORES.items():
-            with state():
-                rows += [row | {"cores": cores} for row in round_trips.rows()]
-        rows += rows_of_speed(tls)
+        rows = round_trips.rows(WAITS["busy"])
+        for waits in WAITS:
+            rows += rows_of_speed(tls, waits)
         for name in ("LLaMA-7B sizes", "plpkg-small"):
             for encrypted in (None, tls):
                 rows += rows_of_bytes(name, 64, encrypted)
-        rows += rows_of_link()
+        rows += [row_of_link(rank, waits, *at) for rank, waits, at in itertools.product((16, 64, 0), WAITS, LINKS)]
         if os.geteuid() == 0 and shutil.which("tc"):
-            rows += rows_of_namespaces(tls)
+            rows += rows_of_namespaces(tls, "busy")
     record.write("residual", rows)
 
 

@@ -1,7 +1,7 @@
 """A message there and back on loopback, through what could carry it; part of ``benchmarks/residual.py``.
 
 * socket: the bytes alone.
-* call: :mod:`plpkg.residual.call`, as device and cloud use it.
+* call: :mod:`plpkg.residual.call`, as device and cloud use it; asleep while it waits, and with busy waits.
 * grpcio, asyncio grpcio: the same protocol, by gRPC's own library.
 
 Run: ``python benchmarks/round_trips.py`` (a quarter of a minute; prints, records nothing).
@@ -23,7 +23,7 @@ import grpc
 from plpkg.residual.call import BrokenCallError, ClientCall, ServerCall
 
 METHOD = "/plpkg.Echo/Echo"
-KINDS = ("socket", "call", "grpcio", "asyncio grpcio")
+KINDS = ("socket", "call", "call, busy waits", "grpcio", "asyncio grpcio")
 LIMITS = dict(timeout_s=60.0, max_message_bytes=1 << 20)
 
 
@@ -39,14 +39,15 @@ def accepted() -> socket.socket:
     return connection
 
 
-def echo(kind: str) -> None:
+def echo(kind: str, busy_wait_s: float) -> None:
     """Send everything back."""
     if kind == "socket":
         connection = accepted()
         while data := connection.recv(65536):
             connection.sendall(data)
-    elif kind == "call":
+    elif kind.startswith("call"):
         call = ServerCall(accepted(), None, LIMITS["max_message_bytes"])
+        call.busy_wait_s = busy_wait_s
         call.accept(METHOD, LIMITS["timeout_s"])
         try:
             while (data := call.receive(LIMITS["timeout_s"])) is not None:
@@ -83,15 +84,16 @@ class Handlers(grpc.GenericRpcHandler):
         return self.handler
 
 
-def seconds(kind: str, address: str, payload: bytes, count: int) -> list[float]:
+def seconds(kind: str, busy_wait_s: float, address: str, payload: bytes, count: int) -> list[float]:
     """How long each of so many round trips takes."""
     if kind == "socket":
         host, port = address.split(":")
         with socket.create_connection((host, int(port))) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return timed(lambda: (connection.sendall(payload), connection.recv(65536)), count)
-    if kind == "call":
+    if kind.startswith("call"):
         call = ClientCall(address, METHOD, authority=address, **LIMITS)
+        call.busy_wait_s = busy_wait_s
         found = timed(lambda: (call.send(payload, 60.0), call.receive(60.0)), count)
         call.close()
         return found
@@ -127,14 +129,16 @@ async def seconds_in_a_loop(address: str, payload: bytes, count: int) -> list[fl
     return times
 
 
-def rows(count: int = 4000) -> list[dict]:
+def rows(busy_wait_s: float = 0.05, count: int = 4000) -> list[dict]:
     """Median and 99th percentile of each kind, in µs; the first tenth warms up."""
     found = []
     for kind in KINDS:
-        process = subprocess.Popen([sys.executable, __file__, "--echo", kind], stdout=subprocess.PIPE, text=True)
+        wait = busy_wait_s if "busy" in kind else 0.0
+        command = [sys.executable, __file__, "--echo", kind, "--busy-wait", str(wait)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             address = process.stdout.readline().strip()
-            times = sorted(1e6 * t for t in seconds(kind, address, bytes(400), count)[count // 10 :])
+            times = sorted(1e6 * t for t in seconds(kind, wait, address, bytes(400), count)[count // 10 :])
         finally:
             process.kill()
             process.wait()
@@ -148,7 +152,9 @@ def rows(count: int = 4000) -> list[dict]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--echo", help=argparse.SUPPRESS)
-    if (kind := parser.parse_args().echo) is not None:
-        echo(kind)
+    parser.add_argument("--busy-wait", type=float, default=0.0, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.echo is not None:
+        echo(arguments.echo, arguments.busy_wait)
     else:
         print(*rows(), sep="\n")

@@ -92,6 +92,9 @@ FirstK = Annotated[int, Option(help="Layers that the device keeps at the beginni
 LastK = Annotated[int, Option(help="Layers that the device keeps at the end.")]
 Precision = Annotated[str, Option(help="Of the values on the wire: fp16, bf16 or fp32.")]
 Dtype = Annotated[str, Option(help="Of the weights: fp16, bf16 or fp32.")]
+BusyWait = Annotated[
+    float, Option(metavar="SECONDS", help="How long to look for a message before sleeping: faster, takes a core.")
+]
 Token = Annotated[str | None, Option(envvar="PLPKG_TOKEN", help="The bearer token; better through PLPKG_TOKEN.")]
 
 
@@ -112,6 +115,7 @@ def cloud(
     token: Token = None,
     sessions: Annotated[int, Option(help="Devices at the same time.")] = 16,
     tokens: Annotated[int, Option(help="The longest sequence.")] = 4096,
+    busy_wait: BusyWait = 0.0,
     init_tls: Annotated[Path | None, Option(metavar="DIR", help="Write a self-signed certificate, and end.")] = None,
     host: Annotated[list[str] | None, Option(help="With --init-tls: a name or address of the cloud.")] = None,
 ) -> None:
@@ -125,7 +129,7 @@ def cloud(
         new = dict(r_c2d=rank, r_d2c=rank, target_modules=target or None, projection_seed=seed)
         adapted, _ = commands.adapted_model(model, adapter, dtype, device, **new)
         limits = Limits(sessions=sessions, tokens=tokens)
-        common = dict(first_k=first_k, last_k=last_k, precision=precision)
+        common = dict(first_k=first_k, last_k=last_k, precision=precision, busy_wait_s=busy_wait)
         commands.serve(CloudServer(adapted, listen, tls=tls, token=token, limits=limits, **common), typer.echo)
     except ERRORS as error:
         raise typer.BadParameter(str(error)) from error
@@ -150,6 +154,7 @@ def device(
     ca: Annotated[Path | None, Option(help="The certificate to trust: the cloud's cert.pem.")] = None,
     token: Token = None,
     link: Annotated[str | None, Option(help="Go through a relay with this link's rates and delay: 5g, say.")] = None,
+    busy_wait: BusyWait = 0.0,
 ) -> None:
     """Use a model whose decoder layers a cloud has."""
     context.obj = locals()
@@ -163,7 +168,8 @@ def _client(options: dict):
     new = dict(r_c2d=rank, r_d2c=rank, target_modules=target or None, projection_seed=seed)
     model, tokenizer = commands.adapted_model(options["model"], options["adapter"], "fp32", "cpu", **new)
     names = ("first_k", "last_k", "precision", "ca", "token", "link")
-    return DeviceClient(options["connect"], model, **{name: options[name] for name in names}), model, tokenizer
+    settings = {name: options[name] for name in names} | {"busy_wait_s": options["busy_wait"]}
+    return DeviceClient(options["connect"], model, **settings), model, tokenizer
 
 
 @device_app.command()

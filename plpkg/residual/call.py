@@ -11,6 +11,7 @@ this side computes. Two ends that both send more at once than buffers hold wait 
 """
 
 import contextlib
+import os
 import socket
 import ssl
 import struct
@@ -36,17 +37,17 @@ WINDOW = 4 * 2**20
 CHUNK = 64 * 1024
 LOOK_S = 0.2
 """After so long, a wait looks whether somebody else has ended the call."""
+NOT_YET = (BlockingIOError, TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 PREFIX = struct.Struct(">BI")
 """Before each message: whether it is compressed, and its bytes."""
-
 BEFORE = 256 * 1024
 """Bytes that may come before the call itself: from there on a token is needed."""
 
+give_way = getattr(os, "sched_yield", lambda: time.sleep(0))
 CODES = {str(code.value[0]): code for code in StatusCode}
-HTTP = {
+HTTP = dict.fromkeys(("429", "502", "503", "504"), StatusCode.UNAVAILABLE) | {
     "400": StatusCode.INTERNAL, "401": StatusCode.UNAUTHENTICATED, "403": StatusCode.PERMISSION_DENIED,
-    "404": StatusCode.UNIMPLEMENTED, "429": StatusCode.UNAVAILABLE, "502": StatusCode.UNAVAILABLE,
-    "503": StatusCode.UNAVAILABLE, "504": StatusCode.UNAVAILABLE,
+    "404": StatusCode.UNIMPLEMENTED,
 }  # fmt: skip
 """What an answer without a gRPC status means (gRPC's own table)."""
 PLAIN = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
@@ -78,12 +79,15 @@ class _Call:
     ----------
     failure
         Set by another thread: whoever waits raises it, ``LOOK_S`` later at most.
+    busy_wait_s
+        How long a wait looks for what is to come before it sleeps: who sleeps is woken late, and finds cold caches.
+        Looking takes a core, and Python's lock from other threads.
     """
 
     def __init__(self, connection: socket.socket, *, client: bool, max_message_bytes: int) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.failure: Exception | None = None
-        self._socket, self._max_message_bytes = connection, max_message_bytes
+        self._socket, self._max_message_bytes, self.busy_wait_s = connection, max_message_bytes, 0.0
         self._http = H2Connection(H2Configuration(client_side=client, header_encoding="latin-1"))
         wanted = {
             SettingCodes.INITIAL_WINDOW_SIZE: WINDOW,
@@ -189,17 +193,17 @@ class _Call:
             raise BrokenCallError(f"HTTP/2: {error}") from error
 
     def _wait(self, operation: Callable[[], Result], deadline: float) -> Result:
+        busy_until = time.monotonic() + self.busy_wait_s
         while True:
             if self.failure is not None:
                 raise self.failure
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
+            if (now := time.monotonic()) >= deadline:
                 raise TimeoutError
-            self._socket.settimeout(min(remaining, LOOK_S))
+            self._socket.settimeout(0.0 if now < busy_until else min(deadline - now, LOOK_S))
             try:
                 return operation()
-            except TimeoutError:
-                continue
+            except NOT_YET:
+                give_way()  # to whoever else wants this core
             except OSError as error:
                 raise BrokenCallError(str(error)) from error
 

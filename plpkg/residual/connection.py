@@ -57,6 +57,8 @@ class Connection:
         For each answer of the cloud.
     retry_s
         How long to try to come back.
+    busy_wait_s
+        How long each wait looks for the answer before it sleeps.
     max_message_bytes
         Of what the cloud sends.
 
@@ -78,11 +80,12 @@ class Connection:
         via: str | None = None,
         timeout_s: float = 30.0,
         retry_s: float = 30.0,
+        busy_wait_s: float = 0.0,
         max_message_bytes: int = 256 * 2**20,
     ) -> None:
         wire.require_protection(target, encrypted=ca is not None, token=token)
         self.target, self.terms, self.timeout_s, self.retry_s = target, terms, timeout_s, retry_s
-        self.traffic = Counter()
+        self.traffic, self.busy_wait_s = Counter(), busy_wait_s
         self.session, self.steps = b"", 0
         self._address, self._max_message_bytes = via or target, max_message_bytes
         self._metadata = [("authorization", f"Bearer {token}")] if token else []
@@ -149,6 +152,7 @@ class Connection:
             timeout_s=self.timeout_s,
             max_message_bytes=self._max_message_bytes,
         )
+        self._call.busy_wait_s = self.busy_wait_s
         self.send(FromDevice(hello=Hello(terms=self.terms, session=self.session)))
         try:
             welcome = self.receive("welcome")

@@ -49,6 +49,9 @@ class DeviceClient:
         The longest wait for an answer.
     retry_s
         How long to try to come back after the connection broke.
+    busy_wait_s
+        How long it looks for each answer before it sleeps: see :class:`CloudServer`. For a short link and a device on
+        mains; other threads of the process get less of Python's lock meanwhile.
 
     Attributes
     ----------
@@ -62,7 +65,7 @@ class DeviceClient:
     Raises
     ------
     ValueError
-        A target that needs TLS and a token without them.
+        A target that needs TLS and a token without them; a time that cannot be.
     """
 
     def __init__(
@@ -79,8 +82,10 @@ class DeviceClient:
         link: str | Link | None = None,
         timeout_s: float = 30.0,
         retry_s: float = 30.0,
+        busy_wait_s: float = 0.0,
     ) -> None:
         number("timeout_s", timeout_s, open_low=True)
+        number("busy_wait_s", busy_wait_s)
         number("retry_s", retry_s)
         wire.require_protection(target, encrypted=ca is not None, token=token)
         self.part, _ = split(model, first_k, last_k, adapter_name=adapter_name)
@@ -93,9 +98,8 @@ class DeviceClient:
         self.relay = None if link is None else Relay(target, link)
         via = self.relay and self.relay.address
         try:
-            self._connection = Connection(
-                target, self.terms, token=token, ca=ca, via=via, timeout_s=timeout_s, retry_s=retry_s
-            )
+            waits = dict(timeout_s=timeout_s, retry_s=retry_s, busy_wait_s=busy_wait_s)
+            self._connection = Connection(target, self.terms, token=token, ca=ca, via=via, **waits)
         except BaseException:
             if self.relay is not None:
                 self.relay.close()

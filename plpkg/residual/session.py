@@ -80,7 +80,9 @@ class Stream:
             self._put(FromCloud(welcome=Welcome(session=session.key, steps=session.steps)))
             self.server.part.connect(self)
             while (step := self._next("step", self.limits.idle_s, or_goodbye=True)) is not None:
+                self.server.computing.add(self)
                 self._step(session, step)
+                self.server.computing.discard(self)
             left = True
             return StatusError(StatusCode.OK, "")
         except StatusError as failure:
@@ -93,6 +95,7 @@ class Stream:
             logging.getLogger(__name__).exception("a session failed")
             return StatusError(StatusCode.UNKNOWN, f"the cloud failed: {type(error).__name__}")
         finally:
+            self.server.computing.discard(self)
             self.server.part.connect(None)
             if session is not None:
                 self.server.close(session, self, forget=left)
@@ -118,7 +121,7 @@ class Stream:
             self._train(session, step, hidden)
             session.steps = step.number
             return
-        with session.all_or_nothing(), torch.no_grad():
+        with session.all_or_nothing(), torch.inference_mode():
             if step.new_sequence:
                 session.cache, session.batch = session.part.new_cache(), batch
             final = session.part(hidden, cache=session.cache)
@@ -182,6 +185,7 @@ class Stream:
 
     def _next(self, content: str, limit_s: float, *, or_goodbye: bool = False):
         """The next message's content, which must be this one; ``None`` for a goodbye, where there may be one."""
+        self.call.busy_wait_s = self.server.busy_wait_s if self.server.computing <= {self} else 0.0
         try:
             data = self.call.receive(limit_s)
         except TimeoutError:

@@ -187,10 +187,12 @@ def client_side(folder, alpn=("h2",)):
     return tls
 
 
-def test_over_tls_large_messages_cross_both_ways(tmp_path):
+@pytest.mark.parametrize("busy_wait_s", [0.0, 0.005, 60.0])
+def test_over_tls_large_messages_cross_both_ways(tmp_path, busy_wait_s):
     folder = certificates.write(tmp_path / "tls").parent
     with serving(echo, tls=server_side(folder)) as (address, outcome):
         client = call(address, tls=client_side(folder))
+        client.busy_wait_s = busy_wait_s
         for size in SIZES:
             client.send(payload(size), 20)
             assert client.receive(20) == payload(size)
@@ -216,10 +218,14 @@ def test_tls_to_who_speaks_something_else_or_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("waits", ["receive", "send"])
-def test_waits_end_in_time_or_when_another_thread_says_so(waits):
+@pytest.mark.parametrize("busy_wait_s", [0.0, 0.2, 60.0])
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_waits_end_in_time_or_when_another_thread_says_so(tmp_path, waits, busy_wait_s, encrypted):
+    folder = certificates.write(tmp_path).parent if encrypted else None
     done = threading.Event()
-    with serving(lambda served: done.wait(20)) as (address, _):
-        client = call(address)
+    with serving(lambda served: done.wait(20), tls=folder and server_side(folder)) as (address, _):
+        client = call(address, tls=folder and client_side(folder))
+        client.busy_wait_s = busy_wait_s
         wait = {"receive": client.receive, "send": lambda timeout_s: client.send(payload(3 * WINDOW), timeout_s)}[waits]
         began = time.monotonic()
         with pytest.raises(TimeoutError):

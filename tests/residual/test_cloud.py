@@ -321,6 +321,50 @@ def test_no_wait_is_without_a_deadline(adapted, raw, moment):
         assert not [t for t in threading.enumerate() if t.name == "plpkg-session"]
 
 
+def test_waits_are_busy_only_for_a_device_that_computes_alone(adapted, raw):
+    with CloudServer(adapted(), precision="fp32", busy_wait_s=0.01) as server:
+        devices = {name: raw(server=server) for name in ("first", "second")}
+        first, second = server._connections
+
+        def waits():
+            return first.call.busy_wait_s, second.call.busy_wait_s
+
+        def exchange(name, group=None):
+            """A step up to its first exchange, or an answer up to the next."""
+            answer = {"step": step()} if group is None else {"residual": Part(group=group, data=bytes(3 * 2 * 3 * 4))}
+            devices[name].put(**answer)
+            devices[name].get()
+            deadline = time.monotonic() + 5
+            while before == waits() and time.monotonic() < deadline:
+                time.sleep(0.001)
+
+        before = None
+        assert waits() == (0.01, 0.01)  # nobody computes
+        exchange("first")
+        assert waits() == (0.01, 0.01)
+        before = waits()
+        exchange("second")
+        assert waits() == (0.01, 0.0)  # the first has waited since before
+        before = waits()
+        exchange("first", 0)
+        assert waits() == (0.0, 0.0)
+        devices["second"].close()
+        deadline = time.monotonic() + 5
+        while second in server.computing and time.monotonic() < deadline:
+            time.sleep(0.01)
+        before = waits()
+        exchange("first", 1)
+        assert waits()[0] == 0.01
+
+
+@pytest.mark.parametrize("busy_wait_s", [-0.1, float("nan"), float("inf"), "1"])
+def test_a_busy_wait_is_a_time(adapted, cloud, busy_wait_s):
+    with pytest.raises(ValueError, match=f"busy_wait_s must be at least 0, got {busy_wait_s!r}"):
+        CloudServer(adapted(), busy_wait_s=busy_wait_s)
+    with pytest.raises(ValueError, match=f"busy_wait_s must be at least 0, got {busy_wait_s!r}"):
+        DeviceClient(cloud.address, adapted(), busy_wait_s=busy_wait_s)
+
+
 def resumed(raw, server, session):
     device = raw(server=server, hello=False)
     device.put(hello=Hello(terms=server.terms, session=session))

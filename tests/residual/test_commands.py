@@ -37,6 +37,7 @@ def folder(tmp_path_factory):
 def cloud(folder):
     """``plpkg cloud`` in a process; gives its address."""
     command = [sys.executable, "-m", "plpkg", "cloud", "--model", str(folder), "--rank", "4", *TARGETS]
+    command += ["--busy-wait", "0.001"]
     process = subprocess.Popen(
         [*command, "--listen", "127.0.0.1:0"],
         stdout=subprocess.PIPE,
@@ -53,7 +54,7 @@ def cloud(folder):
 
 
 def test_cloud_chat_and_train(cloud, folder, tmp_path):
-    device = ["device", "--connect", cloud, "--model", str(folder)]
+    device = ["device", "--connect", cloud, "--model", str(folder), "--busy-wait", "0.001"]
     text = tmp_path / "diary.txt"
     text.write_text("my cat is called felix and sleeps all day " * 20)
     options = ["--steps", "3", "--batch", "2", "--seq", "8"]
@@ -112,6 +113,8 @@ def test_a_certificate_and_then_its_refusal(tmp_path):
         (["cloud", "--dtype", "int4"], "dtype must be one of 'fp16', 'bf16', 'fp32', got 'int4'"),
         (["cloud", "--first-k", "2"], "first_k must be between 0 and num_hidden_layers - 1=1"),
         (["cloud", "--sessions", "0"], "sessions must be"),
+        (["cloud", "--busy-wait", "-1"], "busy_wait_s must be at least 0, got -1.0"),
+        (["device", "--connect", "127.0.0.1:1", "--busy-wait", "inf", "chat"], "must be at least 0, got inf"),
         (["device", "--connect", "example.org:1", "chat"], "example.org:1 is not on this machine: TLS and a token"),
         (["device", "--connect", "127.0.0.1:1", "--link", "pigeon", "chat"], "pigeon"),
         (["device", "--connect", "127.0.0.1:1", "train", "/no/such/file", "out"], "/no/such/file"),

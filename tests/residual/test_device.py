@@ -87,6 +87,35 @@ def test_the_same_gradients_as_in_one_process(pair, family, first_k, last_k):
     assert_same_gradients(client, whole, expected)
 
 
+LONG_ROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8,
+    "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [*((family, None) for family in FAMILIES), ("llama", {"rope_parameters": LONG_ROPE})],
+)
+def test_training_after_generating_and_generating_after_training(pair, family, options):
+    """What generating leaves in the cloud's modules (long frequencies, say) is no hindrance to training."""
+    _, client, whole = pair(family, options=options, m_scale=0.1)
+    expected = expected_tokens(whole)
+    for _ in range(2):
+        assert torch.equal(client.generate(IDS, 6, eos_token_id=-1), expected)
+        client.part.zero_grad()
+        client.train_step(IDS, IDS)
+        assert_same_gradients(client, whole, reference_gradients(whole, IDS))
+
+
+@pytest.mark.parametrize("busy_wait_s", [0.0005, 0.01])
+def test_busy_waits_change_no_token_and_no_gradient(pair, busy_wait_s):
+    _, client, whole = pair(m_scale=0.1, cloud=dict(busy_wait_s=busy_wait_s), busy_wait_s=busy_wait_s)
+    assert torch.equal(client.generate(IDS, 6, eos_token_id=-1), expected_tokens(whole))
+    client.train_step(IDS, IDS)
+    assert_same_gradients(client, whole, reference_gradients(whole, IDS))
+
+
 def test_gradients_add_up_until_an_optimizer_makes_its_step(pair):
     _, client, whole = pair(m_scale=0.1)
     items = 2 * 11
