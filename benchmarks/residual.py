@@ -211,7 +211,7 @@ def rows_of_speed(tls: str, waits: str, runs: int = 7, count: int = 20) -> list[
     ]  # fmt: skip
 
 
-LINKS = [(0, 1, 12), (0, MANY, 3), (5, 1, 10), (20, 1, 4)]
+LINKS = [(0, 1, 8), (0, MANY, 2), (5, 1, 16), (20, 1, 4)]
 """RTT in milliseconds, sequences at once, and in how many blocks of tokens this is measured."""
 
 

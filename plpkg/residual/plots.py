@@ -25,29 +25,32 @@ def quality(ax=None):
 
 
 def link_times(ax=None):
-    """What a token spends on a limited link by the formula, in the relay, and beyond the time without limits."""
+    """A token's time on each link over the formula's: by the relay's clock, and beyond its time without limits."""
     ax = theme.axes(ax)
-    rows = recorded.links()
-    names = [f"{row.what}, {row.case.split(', ')[1]}" for row in rows.itertuples()]
-    shown = {
-        "formula_ms": "formula (computed)",
-        "held_ms": "held by the relay (measured, recorded)",
-        "ms_per_token": "longer than without a limit (measured, recorded)",
+    table = recorded.links()
+    series = {
+        "the relay's clock, busy waits": ("busy", "held_ratio"),
+        "beyond the time without limits, busy waits": ("busy", "ratio"),
+        "beyond the time without limits, asleep": ("asleep", "ratio"),
     }
-    for i, ((column, label), fill) in enumerate(zip(shown.items(), theme.fills(3), strict=True)):
-        ax.barh([at + 0.27 * (i - 1) for at in range(len(rows))], rows[column], height=0.27, label=label, **fill)
-    ax.set_yticks(range(len(rows)), names)
+    ax.axvspan(0.9, 1.1, color="0.9", lw=0)
+    names, limits, said = list(dict.fromkeys(table["link"])), (0.65, 1.5), []
+    for i, ((label, (waits, column)), style) in enumerate(zip(series.items(), theme.styles(len(series)), strict=True)):
+        own = table.query("waits == @waits").dropna(subset=column)
+        at = [names.index(name) + 0.22 * (i - 1) for name in own["link"]]
+        ax.plot(own[column].clip(*limits), at, **style | {"linestyle": "none", "label": label, "clip_on": False})
+        for ratio, y in zip(own[column], at, strict=True):
+            if not limits[0] <= ratio <= limits[1]:  # drawn at the edge, with its value
+                side = 1 if ratio < limits[0] else -1
+                ax.annotate(f"{ratio:.1f}", (min(max(ratio, limits[0]), limits[1]), y), (side * 7, -3),
+                            textcoords="offset points", ha="left" if side > 0 else "right", fontsize=8)  # fmt: skip
+        said.append(f"{label}: {own[column].between(0.9, 1.1).sum()} of {len(own)}")
+    ax.set_yticks(range(len(names)), names)
     ax.invert_yaxis()
-    ax.grid(False, axis="y")
-    ax.set(xlabel="milliseconds of a token on the link, 60/100 Mb/s")
-    ax.legend()
-    ax.figure.set_size_inches(8.6, 5.2)
-    held, beyond = rows["held_ratio"], rows["ratio"]
-    return theme.describe(
-        ax,
-        f"Bars of {len(rows)} links: the relay holds a token {held.min():.2f} to {held.max():.2f} times as long as the "
-        f"formula says; it takes longer than without a limit by {beyond.min():.2f} to {beyond.max():.2f} times that.",
-    )
+    ax.set(xlabel="measured over computed (grey: within 10 %)", xlim=limits, title="A token on the link, 60/100 Mb/s")
+    ax.legend(loc="lower right")
+    ax.figure.set_size_inches(8.6, 5.6)
+    return theme.describe(ax, f"Measured over computed time of a token on the link, within 10 % {'; '.join(said)}.")
 
 
 def m_recovery(ax=None):

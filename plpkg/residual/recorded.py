@@ -67,28 +67,32 @@ def speed():
 
 
 def links():
-    """What a token spends on limited links, with cores that were kept from sleeping.
+    """A token's time on limited links, beside the formula's.
 
     Returns
     -------
     pandas.DataFrame
-        ``case`` (rates and RTT), ``what`` crosses; in milliseconds ``formula_ms``, ``held_ms`` (by the relay) and
-        ``ms_per_token`` (a token's time less its time without limits); ``held_ratio`` and ``ratio`` to the formula.
+        ``link``: what crosses, its delay, how many sequences at once; ``waits``: whether both ends sleep while they
+        wait, or keep looking; ``formula_ms``; ``ms_per_token``, a token's time less its time without limits, and its
+        ``ratio`` to the formula; for single sequences ``held_ms``, how long the relay kept its messages, and
+        ``held_ratio``.
     """
-    return catalog.measured("residual").query("section == 'link' and cores == 'kept awake'").reset_index(drop=True)
+    rows = catalog.measured("residual").query("section == 'link'").reset_index(drop=True)
+    many = rows["batch"].map(lambda batch: f", {batch:.0f} sequences" if batch > 1 else "")
+    rows["link"] = rows["what"] + rows["case"].str.extract("(, RTT .*)")[0] + many
+    return rows[["link", "waits", "formula_ms", "ms_per_token", "ratio", "held_ms", "held_ratio"]]
 
 
-def transport():
-    """The two processes on one machine without a limit, with cores as they are and kept from sleeping.
+def round_trips():
+    """Median and 99th percentile in µs of a message there and back on loopback, by what carries it."""
+    rows = catalog.measured("residual").query("section == 'round trip'")
+    return rows.set_index("what")[["median_us", "p99_us"]].astype(int)
 
-    Returns
-    -------
-    pandas.DataFrame
-        A round trip's median in µs, by what carries it; and the split model's speed over one process's.
-    """
-    rows = catalog.measured("residual").query("section in ('round trip', 'speed')")
-    rows = rows.assign(figure=rows["median_us"].fillna(rows["ratio"]))
-    return rows.pivot_table(index=["section", "what"], columns="cores", values="figure", sort=False)
+
+def two_processes():
+    """The divided model's speed over the undivided one's in one process: by how it waits."""
+    rows = catalog.measured("residual").query("section == 'speed'")
+    return rows.pivot_table(index="what", columns="waits", values="ratio", sort=False)
 
 
 def diary():

@@ -19,9 +19,14 @@ def test_quality():
 def test_link_times():
     ax = plots.link_times()
     rows = recorded.links()
-    drawn = [[bar.get_width() for bar in bars] for bars in ax.containers]
-    assert drawn == [list(rows[column]) for column in ("formula_ms", "held_ms", "ms_per_token")]
-    assert f"Bars of {len(rows)} links" in theme.alt(ax.figure)
+    shown = [("busy", "held_ratio"), ("busy", "ratio"), ("asleep", "ratio")]
+    for line, (waits, column) in zip(ax.lines, shown, strict=True):
+        ratios = rows.query("waits == @waits")[column].dropna()
+        assert list(line.get_xdata()) == list(ratios.clip(0.65, 1.5))
+        assert {f"{ratio:.1f}" for ratio in ratios if not 0.65 <= ratio <= 1.5} <= {
+            text.get_text() for text in ax.texts
+        }
+    assert "within 10 %" in theme.alt(ax.figure)
 
 
 def test_m_recovery():

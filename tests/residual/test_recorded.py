@@ -58,14 +58,20 @@ def test_migration_and_diary_name_what_was_done():
     assert set(recorded.speed().columns) > {"one process"}
 
 
-def test_links_and_transport_are_the_rows_that_they_say():
+def test_what_crossed_is_the_rows_that_it_says():
     rows = catalog.measured("residual")
-    assert set(recorded.links()["cores"]) == {"kept awake"}
-    assert len(recorded.links()) == 9
-    table = recorded.transport()
-    for cores in table.columns:
-        own = rows.query("cores == @cores")
-        speed = own.query("section == 'speed' and what == 'split'")["ratio"].item()
-        assert table.loc[("speed", "split"), cores] == speed
-        trip = own.query("section == 'round trip' and what == 'call'")["median_us"].item()
-        assert table.loc[("round trip", "call"), cores] == trip
+    table = recorded.links()
+    assert set(table["waits"]) == {"asleep", "busy"}
+    assert len(table) == len(rows.query("section == 'link'"))
+    for waits, own in table.groupby("waits"):
+        assert own["link"].is_unique
+        mine = rows.query("section == 'link' and waits == @waits and what == 'r=64' and batch == 1")
+        shown = own.query("link == 'r=64, RTT 5 ms'")["ratio"].item()
+        assert shown == mine[mine["case"].str.endswith("RTT 5 ms")]["ratio"].item()
+        speed = rows.query("section == 'speed' and waits == @waits and what == 'split'")["ratio"].item()
+        assert recorded.two_processes().loc["split", waits] == speed
+    many = table[table["link"].str.endswith("256 sequences")]
+    assert len(many) == 6
+    assert many["held_ratio"].isna().all()  # many pieces at once
+    trips = rows.query("section == 'round trip' and what == 'call'")
+    assert recorded.round_trips().loc["call", "median_us"] == trips["median_us"].item()
