@@ -36,8 +36,8 @@ def link_times(ax=None):
     ax.axvspan(0.9, 1.1, color="0.9", lw=0)
     names, limits, said = list(dict.fromkeys(table["link"])), (0.65, 1.5), []
     for i, ((label, (waits, column)), style) in enumerate(zip(series.items(), theme.styles(len(series)), strict=True)):
-        own = table.query("waits == @waits").dropna(subset=column)
-        at = [names.index(name) + 0.22 * (i - 1) for name in own["link"]]
+        own = table[table["waits"] == waits].dropna(subset=column)
+        at = [names.index(name) + 0.27 * (i - 1) for name in own["link"]]
         ax.plot(own[column].clip(*limits), at, **style | {"linestyle": "none", "label": label, "clip_on": False})
         for ratio, y in zip(own[column], at, strict=True):
             if not limits[0] <= ratio <= limits[1]:  # drawn at the edge, with its value
@@ -47,9 +47,10 @@ def link_times(ax=None):
         said.append(f"{label}: {own[column].between(0.9, 1.1).sum()} of {len(own)}")
     ax.set_yticks(range(len(names)), names)
     ax.invert_yaxis()
-    ax.set(xlabel="measured over computed (grey: within 10 %)", xlim=limits, title="A token on the link, 60/100 Mb/s")
-    ax.legend(loc="lower right")
-    ax.figure.set_size_inches(8.6, 5.6)
+    ax.grid(False, axis="y")
+    ax.set(xlabel="measured over computed (grey: within 10 %)", xlim=limits)
+    ax.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0))
+    ax.figure.set_size_inches(8.6, 6.2)
     return theme.describe(ax, f"Measured over computed time of a token on the link, within 10 % {'; '.join(said)}.")
 
 

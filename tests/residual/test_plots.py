@@ -21,7 +21,7 @@ def test_link_times():
     rows = recorded.links()
     shown = [("busy", "held_ratio"), ("busy", "ratio"), ("asleep", "ratio")]
     for line, (waits, column) in zip(ax.lines, shown, strict=True):
-        ratios = rows.query("waits == @waits")[column].dropna()
+        ratios = rows[rows["waits"] == waits][column].dropna()
         assert list(line.get_xdata()) == list(ratios.clip(0.65, 1.5))
         assert {f"{ratio:.1f}" for ratio in ratios if not 0.65 <= ratio <= 1.5} <= {
             text.get_text() for text in ax.texts
