@@ -12,7 +12,7 @@
 
 Speed and link with both ends asleep while they wait, and with busy waits (``busy_wait_s``).
 
-Run: ``python benchmarks/residual.py`` (about 20 minutes on two idle cores; each process computes with one thread).
+Run: ``python benchmarks/residual.py`` (about 30 minutes on two idle cores; each process computes with one thread).
 """
 
 import argparse
@@ -211,51 +211,83 @@ def rows_of_speed(tls: str, waits: str, runs: int = 7, count: int = 20) -> list[
     ]  # fmt: skip
 
 
-LINKS = [(0, 1, 8), (0, MANY, 2), (5, 1, 16), (20, 1, 4)]
-"""RTT in milliseconds, sequences at once, and in how many blocks of tokens this is measured."""
+LINKS = {1: {0: 1, 5: 1, 20: 3}, MANY: {0: 4}}
+"""By sequences at once and RTT in milliseconds: in every how many rounds tokens are timed there."""
 
 
-def row_of_link(rank: int, waits: str, rtt_ms: int, batch: int, rounds: int) -> dict:
-    """What a token takes longer through a limited relay than through one without limits, in medians.
+class OnLinks:
+    """A token's time through relays that limit the link beside its time through one that does not.
 
-    Blocks of tokens through either take turns, so that both see the same machine. Rank 0 is full activations.
+    Rank 0 is full activations. Each block of tokens on a limited link is compared with the block without limits a few
+    seconds before: the machine's speed drifts.
     """
-    idle = "12 x 768, thinnest" if rank else "12 x 768, thin"  # full activations are as wide as q, k and v
-    name = "12 x 768" if batch == 1 else idle
-    count, seq = (10, PROMPT) if batch == 1 else (5, 1)
-    model = build(name, rank)
-    shape = ModelShape.from_config(model.get_base_model().config, name)
-    if rank:
-        traffic = communication.low_rank(shape, rank)
-    else:
-        traffic = communication.full_activations(shape, 3, endpoints=True, baseline="actual")
-    link = Link(f"60/100 Mb/s, RTT {rtt_ms} ms", 60e6, 100e6, rtt_ms / 1e3)
-    expected = sum(traffic.seconds(link).values())
-    ids = prompt(model, batch, seq)
-    with (
-        cloud(name, rank, waits=waits) as address,
-        client(address, model, None, UNLIMITED, waits) as free,
-        client(address, model, None, link, waits) as limited,
-    ):
-        for device in (free, limited):
-            token_seconds(device, ids, 2)  # warm up
-        times, held = {free: [], limited: []}, {free: [], limited: []}
-        for device in rounds * (free, limited):
-            before = device.relay.held_s
-            device.generate(ids, 1, eos_token_id=-1)  # the block begins with this
-            first = device.relay.held_s - before
-            times[device] += [seconds / batch for seconds in token_seconds(device, ids, count)]
-            held[device].append((device.relay.held_s - before - 2 * first) / count)
-    slow, fast = statistics.median(times[limited]), statistics.median(times[free])
-    row = {
-        "section": "link", "case": link.name, "what": f"r={rank}" if rank else "full activations", "waits": waits,
-        "batch": batch, "ms_per_token": round(1e3 * (slow - fast), 2), "formula_ms": round(1e3 * expected, 2),
-        "ratio": round((slow - fast) / expected, 3), "tokens_per_s": round(1 / slow, 2),
-    }  # fmt: skip
-    if batch == 1:  # larger messages are several pieces to the relay, which it holds at the same time
-        on_link = statistics.median(held[limited]) - statistics.median(held[free])
-        row |= {"held_ms": round(1e3 * on_link, 2), "held_ratio": round(on_link / expected, 3)}
-    return row
+
+    def __init__(self, stack: contextlib.ExitStack, rank: int, waits: str, batch: int):
+        idle = "12 x 768, thinnest" if rank else "12 x 768, thin"  # full activations are as wide as q, k and v
+        name = "12 x 768" if batch == 1 else idle
+        self.rank, self.waits, self.batch = rank, waits, batch
+        self.count, seq = (10, PROMPT) if batch == 1 else (3, 1)
+        model = build(name, rank)
+        self.ids = prompt(model, batch, seq)
+        shape = ModelShape.from_config(model.get_base_model().config, name)
+        if rank:
+            self.traffic = communication.low_rank(shape, rank)
+        else:
+            self.traffic = communication.full_activations(shape, 3, endpoints=True, baseline="actual")
+        address = stack.enter_context(cloud(name, rank, waits=waits))
+        self.free = stack.enter_context(client(address, model, None, UNLIMITED, waits))
+        self.limited = {}
+        for rtt_ms in LINKS[batch]:
+            link = Link(f"60/100 Mb/s, RTT {rtt_ms} ms", 60e6, 100e6, rtt_ms / 1e3)
+            self.limited[rtt_ms] = stack.enter_context(client(address, model, None, link, waits))
+        self.found: dict[int, list[dict]] = {rtt_ms: [] for rtt_ms in self.limited}
+        for device in (self.free, *self.limited.values()):
+            device.generate(self.ids, 2, eos_token_id=-1)  # warm up
+
+    def block(self, device: DeviceClient) -> tuple[float, float]:
+        """Seconds of a sequence's token: in all (median), and of these in the relay (mean)."""
+        start = device.relay.held_s
+        device.generate(self.ids, 1, eos_token_id=-1)  # what the block begins with, by itself
+        first = device.relay.held_s - start
+        seconds = statistics.median(token_seconds(device, self.ids, self.count))
+        return seconds / self.batch, (device.relay.held_s - start - 2 * first) / self.count
+
+    def measure(self, turn: int) -> None:
+        due = [rtt_ms for rtt_ms, every in LINKS[self.batch].items() if turn % every == 0]
+        if not due:
+            return
+        fast, unheld = self.block(self.free)
+        for rtt_ms in due:
+            slow, held = self.block(self.limited[rtt_ms])
+            self.found[rtt_ms].append({"token": slow, "beyond": slow - fast, "held": held - unheld})
+
+    def rows(self) -> list[dict]:
+        return [self.row(rtt_ms) for rtt_ms in self.found]
+
+    def row(self, rtt_ms: int) -> dict:
+        found = self.found[rtt_ms]
+        link = self.limited[rtt_ms].relay.link
+        expected = sum(self.traffic.seconds(link).values())
+        token, beyond, held = (statistics.median(own[key] for own in found) for key in ("token", "beyond", "held"))
+        low, _, high = statistics.quantiles([own["beyond"] / expected for own in found], n=4, method="inclusive")
+        row = {
+            "section": "link", "case": link.name, "what": f"r={self.rank}" if self.rank else "full activations",
+            "waits": self.waits, "batch": self.batch, "blocks": len(found), "ms_per_token": round(1e3 * beyond, 2),
+            "formula_ms": round(1e3 * expected, 2), "ratio": round(beyond / expected, 3), "ratio_q1": round(low, 3),
+            "ratio_q3": round(high, 3), "tokens_per_s": round(1 / token, 2),
+        }  # fmt: skip
+        if self.batch == 1:  # larger messages are several pieces to the relay, which it holds at the same time
+            row |= {"held_ms": round(1e3 * held, 2), "held_ratio": round(held / expected, 3)}
+        return row
+
+
+def rows_of_links(rounds: int = 24) -> list[dict]:
+    """All links take turns, so that each sees all that the machine does in the meantime."""
+    with contextlib.ExitStack() as stack:
+        links = [OnLinks(stack, *at) for at in itertools.product((16, 64, 0), WAITS, LINKS)]
+        for turn, link in itertools.product(range(rounds), links):
+            link.measure(turn)
+        return [row for link in links for row in link.rows()]
 
 
 def rows_of_namespaces(tls: str, waits: str, count: int = 20) -> list[dict]:
@@ -329,7 +361,7 @@ def main() -> None:
         for name in ("LLaMA-7B sizes", "plpkg-small"):
             for encrypted in (None, tls):
                 rows += rows_of_bytes(name, 64, encrypted)
-        rows += [row_of_link(rank, waits, *at) for rank, waits, at in itertools.product((16, 64, 0), WAITS, LINKS)]
+        rows += rows_of_links()
         if os.geteuid() == 0 and shutil.which("tc"):
             rows += rows_of_namespaces(tls, "busy")
     record.write("residual", rows)
