@@ -25,7 +25,10 @@ def quality(ax=None):
 
 
 def link_times(ax=None):
-    """A token's time on each link over the formula's: by the relay's clock, and beyond its time without limits."""
+    """A token's time on each link over the formula's: by the relay's clock, and beyond its time without limits.
+
+    Lines reach from the first to the third quartile of the blocks of tokens.
+    """
     ax = theme.axes(ax)
     table = recorded.links()
     series = {
@@ -39,18 +42,21 @@ def link_times(ax=None):
         own = table[table["waits"] == waits].dropna(subset=column)
         at = [names.index(name) + 0.27 * (i - 1) for name in own["link"]]
         ax.plot(own[column].clip(*limits), at, **style | {"linestyle": "none", "label": label, "clip_on": False})
+        if column == "ratio":
+            ax.hlines(at, own["ratio_q1"].clip(*limits), own["ratio_q3"].clip(*limits), color=style["color"], lw=1)
         for ratio, y in zip(own[column], at, strict=True):
             if not limits[0] <= ratio <= limits[1]:  # drawn at the edge, with its value
                 side = 1 if ratio < limits[0] else -1
                 ax.annotate(f"{ratio:.1f}", (min(max(ratio, limits[0]), limits[1]), y), (side * 7, -3),
-                            textcoords="offset points", ha="left" if side > 0 else "right", fontsize=8)  # fmt: skip
+                            textcoords="offset points", ha="left" if side > 0 else "right", fontsize=8,
+                            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # fmt: skip
         said.append(f"{label}: {own[column].between(0.9, 1.1).sum()} of {len(own)}")
     ax.set_yticks(range(len(names)), names)
     ax.invert_yaxis()
     ax.grid(False, axis="y")
     ax.set(xlabel="measured over computed (grey: within 10 %)", xlim=limits)
     ax.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0))
-    ax.figure.set_size_inches(8.6, 6.2)
+    ax.figure.set_size_inches(8.6, 7.4)
     return theme.describe(ax, f"Measured over computed time of a token on the link, within 10 % {'; '.join(said)}.")
 
 

@@ -74,13 +74,14 @@ def links():
     pandas.DataFrame
         ``link``: what crosses, its delay, how many sequences at once; ``waits``: whether both ends sleep while they
         wait, or keep looking; ``formula_ms``; ``ms_per_token``, a token's time less its time without limits, and its
-        ``ratio`` to the formula; for single sequences ``held_ms``, how long the relay kept its messages, and
-        ``held_ratio``.
+        ``ratio`` to the formula, with the blocks' quartiles ``ratio_q1`` and ``ratio_q3``; for single sequences
+        ``held_ms``, how long the relay kept its messages, and ``held_ratio``.
     """
     rows = catalog.measured("residual").query("section == 'link'").reset_index(drop=True)
     many = rows["batch"].map(lambda batch: f", {batch:.0f} sequences" if batch > 1 else "")
     rows["link"] = rows["what"] + rows["case"].str.extract("(, RTT .*)")[0] + many
-    return rows[["link", "waits", "formula_ms", "ms_per_token", "ratio", "held_ms", "held_ratio"]]
+    shown = ["formula_ms", "ms_per_token", "ratio", "ratio_q1", "ratio_q3", "held_ms", "held_ratio"]
+    return rows[["link", "waits", *shown]]
 
 
 def round_trips():

@@ -26,6 +26,11 @@ def test_link_times():
         assert {f"{ratio:.1f}" for ratio in ratios if not 0.65 <= ratio <= 1.5} <= {
             text.get_text() for text in ax.texts
         }
+    for lines, waits in zip(ax.collections, ("busy", "asleep"), strict=True):
+        own = rows[rows["waits"] == waits]
+        assert [list(ends[:, 0]) for ends in lines.get_segments()] == [
+            list(ends) for ends in own[["ratio_q1", "ratio_q3"]].clip(0.65, 1.5).to_numpy()
+        ]
     assert "within 10 %" in theme.alt(ax.figure)
 
 
