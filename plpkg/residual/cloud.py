@@ -29,7 +29,10 @@ from plpkg.residual.wire_pb2 import Hello
 from plpkg.validation import host_and_port, number
 
 WAITING = 64
-"""Connections beyond those with a session: who has shown no token yet, and who is told that there is no room."""
+"""Connections beyond those with a session: who has shown no token yet, and who is told that there is no room.
+
+Beyond these, a newcomer takes the place of the one that has been there longest.
+"""
 
 
 class CloudServer:
@@ -170,7 +173,7 @@ class CloudServer:
             except OSError:  # it was closed, or there are no more files to open
                 self._stopped.wait(0.05)
                 continue
-            if len(self._connections) >= self.limits.sessions + WAITING:
+            if not self._has_room():
                 connection.close()
                 continue
             stream = None
@@ -183,6 +186,19 @@ class CloudServer:
                 self._connections.pop(stream, None)
                 connection.close()
                 self._stopped.wait(0.05)
+
+    def _has_room(self) -> bool:
+        """Whether there may be one more connection: of those without a session, the oldest gives its place."""
+        if len(self._connections) < self.limits.sessions + WAITING:
+            return True
+        with self._lock:
+            at_work = {session.connection for session in self._sessions.values()}
+        for stream, thread in list(self._connections.items()):
+            if stream not in at_work:
+                stream.call.abandon()
+                thread.join(1.0)
+                return not thread.is_alive()
+        return False
 
     def _serve(self, stream: Stream) -> None:
         try:

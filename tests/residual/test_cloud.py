@@ -1,5 +1,6 @@
 """The cloud against devices that do what they should not, message by message."""
 
+import contextlib
 import queue
 import re
 import socket
@@ -226,16 +227,58 @@ def test_after_random_bytes_it_still_serves(cloud, adapted):
 def test_who_only_connects_takes_no_place_for_long(adapted, monkeypatch):
     monkeypatch.setattr("plpkg.residual.cloud.WAITING", 2)
     with CloudServer(adapted(), precision="fp32", limits=Limits(sessions=1, answer_s=1.0)) as server:
-        host, port = server.address.split(":")
-        silent = [socket.create_connection((host, int(port))) for _ in range(3)]
-        wait_until(lambda: len(server._connections) == 3)
-        with socket.create_connection((host, int(port))) as one_more:
-            one_more.settimeout(10)
-            assert one_more.recv(1) == b""
+        silent = [connect(server) for _ in range(3)]
         wait_until(lambda: not server._connections)
         assert still_serves(server, adapted)
         for connection in silent:
             connection.close()
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_newcomer_takes_the_place_of_who_only_connected(adapted, monkeypatch, tmp_path, encrypted):
+    monkeypatch.setattr("plpkg.residual.cloud.WAITING", 2)
+    options = {}
+    if encrypted:
+        certificates.write(tmp_path / "tls")
+        options = {"tls": tmp_path / "tls", "token": "t"}
+    with CloudServer(adapted(), precision="fp32", limits=Limits(sessions=1), **options) as server:
+        silent = [connect(server) for _ in range(3)]
+        wait_until(lambda: len(server._connections) == 3)
+        secure = {"ca": tmp_path / "tls" / "cert.pem", "token": "t"} if encrypted else {}
+        with DeviceClient(server.address, adapted(), precision="fp32", **secure) as device:
+            device.generate(IDS, 2)
+            (session,) = server._sessions.values()
+            own = session.connection
+            silent += [connect(server) for _ in range(3)]  # the last finds the device to be the oldest
+            for connection in silent[:4]:
+                assert closed(connection)
+            assert device.generate(IDS, 2, eos_token_id=-1).shape == (1, 10)
+            assert session.connection is own  # it did not have to come back
+        for connection in silent:
+            connection.close()
+
+
+def test_where_all_have_a_session_a_newcomer_is_refused(adapted, raw, monkeypatch):
+    monkeypatch.setattr("plpkg.residual.cloud.WAITING", 0)
+    with CloudServer(adapted(), precision="fp32", limits=Limits(sessions=1)) as server:
+        device = raw(server=server)
+        with connect(server) as one_more:
+            assert closed(one_more)
+        device.put(step=step())
+        assert device.get().residual.data
+
+
+def connect(server: CloudServer) -> socket.socket:
+    host, port = server.address.split(":")
+    return socket.create_connection((host, int(port)), 10)
+
+
+def closed(connection: socket.socket) -> bool:
+    """Whether the other side closes it, after what it says by itself."""
+    with contextlib.suppress(ConnectionResetError):
+        while connection.recv(1024):
+            pass
+    return True
 
 
 def test_stopping_waits_for_nobodys_handshake(adapted, tmp_path):
