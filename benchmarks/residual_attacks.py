@@ -5,13 +5,19 @@ has the public weights and public text. Everything that is sent is rounded to fp
 
 * m: M by least squares, against the number of tokens seen; its relative error over all exchanges.
 * inversion: tokens from hidden states after the device's first layers, by three attackers, with the layers' cost.
-* noise: Gaussian noise on the embeddings, against the quality that is left; attackers who know it.
+* noise: Gaussian noise on the embeddings, against the quality that is left; attackers who know it. A greedy search
+  with known weights would find the nearest row, which is the likeliest.
+* answers: Gaussian noise on what every M answers; M by least squares from a page and from the whole text, and what the
+  cloud's copy gains with it.
 * embedding: a secret embedding (PrivateLoRA's "cold start"), learnt on public text; four attackers.
 * nonlinear: a function in the place of M, and a copy learnt from its answers.
 
-Run: ``python benchmarks/residual_attacks.py`` (about 25 minutes on one idle core). Not part of ``make bench``.
+Each defence with what its device holds, computes and sends (``plpkg.residual.cost``).
+
+Run: ``python benchmarks/residual_attacks.py`` (about 35 minutes on one idle core). Not part of ``make bench``.
 """
 
+import argparse
 import copy
 import time
 
@@ -20,11 +26,12 @@ import torch
 from residual_quality import BATCH, SEQ, Method, low, personalise, prepared
 from torch.nn import functional
 
-from plpkg import corpora
+from plpkg import catalog, corpora
 from plpkg.backbones import load_backbone
 from plpkg.catalog import ModelShape
-from plpkg.residual import attacks, defences, migrate, split
+from plpkg.residual import attacks, defences, migrate, recorded, split
 from plpkg.residual.attacks import Inversion, LinearInverter, MlpInverter
+from plpkg.residual.cost import device_cost
 from plpkg.scoring import score
 
 WRITER = "seaborn"
@@ -68,6 +75,14 @@ def row(section: str, case: str, **values) -> dict:
     return found
 
 
+def cost_of(device) -> dict:
+    cost = device_cost(device)
+    sent = cost.up_bytes_per_token + cost.down_bytes_per_token
+    return {
+        "device_parameters": cost.parameters, "flops_per_token": cost.flops_per_token, "bytes_per_token": sent
+    }  # fmt: skip
+
+
 def personal(rank: int = 64, hidden: int = 0):
     """plpkg-small with the writer's M, or with a function of ``hidden`` units in its place."""
     model = prepared(Method(low(rank), 0.0), MODEL)
@@ -99,7 +114,6 @@ def inversion_rows(victim) -> list[dict]:
     for first_k in range(SHAPE.num_layers):
         public = attacks.public_prefix(MODEL, first_k)
         device, _ = split(victim, first_k)
-        cost = defences.kept_layers_cost(SHAPE, first_k)
         with torch.no_grad():
             theirs = on_the_wire(public.embed(PUBLIC))
             sent = on_the_wire(device.embed(VICTIM))
@@ -123,15 +137,14 @@ def inversion_rows(victim) -> list[dict]:
             rows.append(
                 row(
                     "inversion", attacker, x=first_k, recovered=round(inversion.accuracy, 4), tokens=inversion.tokens,
-                    device_parameters=cost.parameters, flops_per_token=cost.flops_per_token,
-                    bytes_per_token=cost.up_bytes_per_token + cost.down_bytes_per_token,
+                    **cost_of(device),
                 )
             )  # fmt: skip
     return rows
 
 
 def noise_rows(victim) -> list[dict]:
-    rows, size = [], defences.rms(TABLE)
+    rows, size, cost = [], defences.rms(TABLE), cost_of(split(victim)[0])
     frequency = torch.bincount(PUBLIC.flatten(), minlength=len(TABLE)).float() + 0.5
     unigram = (frequency / frequency.sum()).log()
     for scale in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0):
@@ -145,11 +158,40 @@ def noise_rows(victim) -> list[dict]:
             with torch.inference_mode():
                 expected = MODEL(inputs_embeds=sent, use_cache=False).logits.log_softmax(-1)
             prior = torch.cat([unigram.expand(WINDOWS, 1, -1), expected[:, :-1]], dim=1)  # (windows, seq, vocab)
+            theirs = on_the_wire(noise(TABLE[PUBLIC]))
+            found["linear"] = LinearInverter(theirs, PUBLIC, TABLE).recover(sent)
+            found["MLP"] = MlpInverter(theirs, PUBLIC, TABLE, steps=1000).recover(sent)
             found["unigram prior"] = attacks.recover_tokens(sent, TABLE, std=noise.std, log_prior=unigram)
             found["model's prior"] = attacks.recover_tokens(sent, TABLE, std=noise.std, log_prior=prior)
         for attacker, tokens in found.items():
             share = round(attacks.token_accuracy(tokens, VICTIM), 4)
-            rows.append(row("noise", attacker, x=scale, recovered=share, bits_per_byte=quality))
+            rows.append(row("noise", attacker, x=scale, recovered=share, bits_per_byte=quality, **cost))
+    return rows
+
+
+def answers_rows(victim) -> list[dict]:
+    rows, true, copied = [], dict(migrate.matrices(victim)), copy.deepcopy(victim)
+    cost = cost_of(split(victim)[0])
+    whole = windows(TRAIN, 80, SEQ, seed=3)
+    for scale in (0.0, 0.1, 0.3, 1.0, 3.0):
+        noise = defences.NoisySender(scale)
+        with defences.sending(victim, answers=noise):
+            quality = bits(victim)
+            seen = migrate.exchanges(victim, whole.split(4))
+        for tokens in (WINDOW * 2, whole.numel()):
+            squared = size = 0.0
+            for name, m in migrate.matrices(copied):
+                u, v = (on_the_wire(t[:tokens]) for t in seen[name])
+                stolen = attacks.recover_m(u, v)
+                squared += (stolen - true[name].weight.double()).square().sum().item()
+                size += true[name].weight.double().square().sum().item()
+                m.weight.data.copy_(stolen)
+            rows.append(
+                row(
+                    "answers", f"{tokens:,} tokens seen", x=scale, error=float(f"{(squared / size) ** 0.5:.3g}"),
+                    bits_per_byte=quality, copy_bits_per_byte=bits(copied), tokens=tokens, **cost,
+                )
+            )  # fmt: skip
     return rows
 
 
@@ -161,6 +203,9 @@ def embedding_rows(victim) -> list[dict]:
         steps = 150
         table = defences.private_embedding(copy.deepcopy(MODEL), stream, start=start, max_cosine=cosine, steps=steps)
         case = f"{start}, cosine up to {cosine}"
+        device, _ = split(victim)
+        device.embedding = torch.nn.Embedding.from_pretrained(table)  # beside the LM head
+        cost = cost_of(device)
         with defences.sending(victim, table=table):
             quality = bits(victim)
         sent = on_the_wire(table[VICTIM])
@@ -180,7 +225,7 @@ def embedding_rows(victim) -> list[dict]:
         }  # fmt: skip
         for attacker, (tokens, true) in found.items():
             share = round(attacks.token_accuracy(tokens, true), 4)
-            rows.append(row("embedding", case, attacker=attacker, recovered=share, bits_per_byte=quality))
+            rows.append(row("embedding", case, attacker=attacker, recovered=share, bits_per_byte=quality, **cost))
     return rows
 
 
@@ -195,40 +240,45 @@ def nonlinear_rows() -> list[dict]:
             name: round(sum(getattr(s, name) for s in stolen) / len(stolen), 4)
             for name in ("relative_error", "linear_error")
         }
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         rows.append(
             row(
                 "nonlinear", case, x=seen_text.numel(), bits_per_byte=bits(model), error=mean["relative_error"],
-                linear_error=mean["linear_error"], device_parameters=trained,
+                linear_error=mean["linear_error"], **cost_of(split(model)[0]),
             )
         )  # fmt: skip
     return rows
 
 
-if __name__ == "__main__":
-    victim = personal()
-    rows = [row("quality", "no M", bits_per_byte=bits(MODEL)), row("quality", "M, r=64", bits_per_byte=bits(victim))]
+def quality_rows(victim) -> list[dict]:
+    return [row("quality", "no M", bits_per_byte=bits(MODEL)), row("quality", "M, r=64", bits_per_byte=bits(victim))]
+
+
+def plain_rows() -> list[dict]:
     with torch.inference_mode():
         hidden = on_the_wire(MODEL.model(input_ids=VICTIM).last_hidden_state)
         written = MODEL.lm_head(hidden).argmax(-1)
     head = MODEL.lm_head.weight
-    share = attacks.token_accuracy(attacks.recover_tokens(on_the_wire(TABLE[VICTIM]), TABLE), VICTIM)
-    rows.append(row("plain", "tokens in", recovered=share))
-    rows.append(
-        row(
-            "plain",
-            "tokens out, greedy",
-            recovered=attacks.token_accuracy(attacks.recover_outputs(hidden, head), written),
-        )
-    )
     torch.manual_seed(0)
     sampled = torch.distributions.Categorical(logits=functional.linear(hidden, head)).sample()
-    rows.append(
-        row(
-            "plain",
-            "tokens out, sampled, in the likeliest 10",
-            recovered=round(attacks.share_in_top(hidden, head, sampled, 10), 4),
-        )
-    )
-    rows += m_rows() + inversion_rows(victim) + noise_rows(victim) + embedding_rows(victim) + nonlinear_rows()
-    record.write("residual_attacks", rows)
+    found = {
+        "tokens in": attacks.token_accuracy(attacks.recover_tokens(on_the_wire(TABLE[VICTIM]), TABLE), VICTIM),
+        "tokens out, greedy": attacks.token_accuracy(attacks.recover_outputs(hidden, head), written),
+        "tokens out, sampled, in the likeliest 10": round(attacks.share_in_top(hidden, head, sampled, 10), 4),
+    }
+    return [row("plain", case, recovered=share) for case, share in found.items()]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=recorded.ATTACKS, help="these alone, into what is recorded")
+    only = parser.parse_args().only
+    victim = personal()
+    sections = {
+        "quality": lambda: quality_rows(victim), "plain": plain_rows, "m": m_rows,
+        "inversion": lambda: inversion_rows(victim), "noise": lambda: noise_rows(victim),
+        "answers": lambda: answers_rows(victim), "embedding": lambda: embedding_rows(victim),
+        "nonlinear": nonlinear_rows,
+    }  # fmt: skip
+    rows = [found for section in only or sections for found in sections[section]()]
+    kept = catalog.measured("residual_attacks").query("section not in @only") if only else None
+    record.write("residual_attacks", rows, keep=kept)

@@ -4,7 +4,7 @@ The names a notebook imports; ``plots``, ``widget``, ``exercises`` and ``recorde
 """
 
 from plpkg.relay import Relay
-from plpkg.residual import attacks, bases, certificates, defences, migrate, training
+from plpkg.residual import attacks, bases, certificates, cost, defences, migrate, training
 from plpkg.residual.adapter import PrivateLoraConfig, convert_to_lora
 from plpkg.residual.cloud import CloudServer
 from plpkg.residual.connection import RefusedError
@@ -27,6 +27,7 @@ __all__ = [
     "bases",
     "certificates",
     "convert_to_lora",
+    "cost",
     "defences",
     "exercises",
     "migrate",

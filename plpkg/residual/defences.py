@@ -1,16 +1,18 @@
 """What a device can do about it, what that costs, and what an attacker who knows the defence still learns.
 
-- Decoder layers on the device (``split(first_k=…)``): :func:`kept_layers_cost` says what they take. Attackers:
-  ``LinearInverter``, ``MlpInverter``, ``greedy_search``.
-- Gaussian noise on what is sent: :class:`NoisySender`. Attackers: the nearest row, which is the likeliest;
-  ``recover_tokens`` with the language model's own expectation; inverters trained with noise.
+- Decoder layers on the device (``split(first_k=…)``). Attackers: ``LinearInverter``, ``MlpInverter``,
+  ``greedy_search``.
+- Gaussian noise on what is sent: :class:`NoisySender`. Attackers on embeddings: the nearest row, which is the
+  likeliest (so that a search with known weights finds no better one); ``recover_tokens`` with the language model's own
+  expectation; inverters trained with noise. On every M's answers: ``recover_m`` from more tokens.
 - A secret embedding that the frozen cloud layers can still read: :func:`private_embedding`. Attackers: the nearest
   row; ``LinearInverter`` on a few known pairs; ``frequency_attack``; :func:`prediction_attack`.
 - A function instead of the matrix M: :class:`NonlinearM`. Attacker: :func:`steal_function`.
 
-A defence's cost is :func:`device_cost`, and the quality it leaves is ``plpkg.scoring.score`` of the model within
-:func:`sending`. The defences are this package's own experiments with PrivateLoRA (arXiv 2311.14030), which has none.
-Left out: encryption and trusted hardware, which would hide the messages; noise with a proven guarantee.
+A defence's cost is :func:`plpkg.residual.cost.device_cost`, and the quality it leaves is ``plpkg.scoring.score`` of
+the model within :func:`sending`. The defences are this package's own experiments with PrivateLoRA (arXiv 2311.14030),
+which has none. Left out: encryption and trusted hardware, which would hide the messages; noise with a proven
+guarantee.
 """
 
 import contextlib
@@ -21,97 +23,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from plpkg import catalog
-from plpkg.catalog import ModelShape
 from plpkg.residual.adapter import PrivateLoraLayer
 from plpkg.residual.attacks import fit, pairs, recover_m, relative_error
-from plpkg.residual.parts import DevicePart
+from plpkg.residual.migrate import matrices
 from plpkg.residual.split import LAYERS
 from plpkg.results import Tabular
 from plpkg.validation import number, one_of, whole_number
-
-
-@dataclass(frozen=True)
-class DeviceCost(Tabular):
-    """What a device has to hold, compute and send.
-
-    Attributes
-    ----------
-    parameters
-        Weights on the device, A and B of adapters in its own layers among them.
-    flops_per_token
-        Two for each weight that a token is multiplied with; attention between tokens comes on top.
-    up_bytes_per_token, down_bytes_per_token
-        What crosses for each token: hidden state and every M's output, and every M's input and final hidden state.
-    """
-
-    parameters: int
-    flops_per_token: int
-    up_bytes_per_token: float
-    down_bytes_per_token: float
-
-    def rows(self) -> list[dict]:
-        return [dict(vars(self))]
-
-    def __repr__(self) -> str:
-        return (
-            f"DeviceCost({self.parameters:,} parameters, {self.flops_per_token:,} FLOPs per token, "
-            f"{self.up_bytes_per_token:,g} bytes up and {self.down_bytes_per_token:,g} down)"
-        )
-
-
-def device_cost(device: DevicePart, *, wire_bits: int = 16) -> DeviceCost:
-    """Count a device's part as it is: :func:`kept_layers_cost` is the formula."""
-    whole_number("wire_bits", wire_bits, 1)
-    adapters = [m for m in device.modules() if isinstance(m, PrivateLoraLayer)]
-    projections = [t for m in adapters for part in (m.privatelora_A, m.privatelora_B) for t in part.values()]
-    parameters = sum(t.numel() for t in (*device.parameters(), *projections))
-    looked_up = [] if device.positions is None else [device.positions.weight]
-    if device.embedding.weight is not device.lm_head.weight:
-        looked_up.append(device.embedding.weight)
-    crossing, hidden = sum(map(len, device.matrices)), device.embedding.embedding_dim
-    return DeviceCost(
-        parameters,
-        2 * (parameters - sum(t.numel() for t in looked_up)),
-        (hidden + crossing * device.ranks[1]) * wire_bits / 8,
-        (hidden + crossing * device.ranks[0]) * wire_bits / 8,
-    )
-
-
-def kept_layers_cost(
-    model: str | ModelShape, first_k: int = 0, last_k: int = 0, *, r_c2d: int = 64, r_d2c: int = 64, wire_bits: int = 16
-) -> DeviceCost:
-    """What PrivateLoRA on q, k and v costs a device that keeps layers at either end: ``split(first_k, last_k)``.
-
-    Parameters
-    ----------
-    model
-        A name of the catalog, or a shape. Families with RMSNorm and separate q, k and v: Llama, Mistral, Qwen2.
-    first_k, last_k
-        Decoder layers on the device; at least one stays in the cloud.
-    r_c2d, r_d2c
-        Ranks of each M.
-    wire_bits
-        For each number sent.
-    """
-    shape = catalog.model(model)
-    one_of("the model's family", shape.family, ("llama", "mistral", "qwen2"))
-    whole_number("first_k", first_k, 0, shape.num_layers - 1, "num_layers - 1")
-    whole_number("last_k", last_k, 0, shape.num_layers - 1 - first_k, "num_layers - 1 - first_k")
-    for name, value in dict(r_c2d=r_c2d, r_d2c=r_d2c, wire_bits=wire_bits).items():
-        whole_number(name, value, 1)
-    kept, norm = first_k + last_k, shape.hidden
-    layer = (shape.decoder_parameters - norm) // shape.num_layers
-    layer += 3 * r_c2d * shape.hidden + sum(shape.projection_dims) * r_d2c  # A and B
-    held = kept * layer + (norm if last_k else 0) + 3 * shape.num_layers * r_c2d * r_d2c  # every M is on the device
-    head = shape.embedding_parameters
-    crossing = 3 * (shape.num_layers - kept)
-    return DeviceCost(
-        held + head * (1 if shape.tied_embeddings else 2),
-        2 * (held + head),
-        (shape.hidden + crossing * r_d2c) * wire_bits / 8,
-        (shape.hidden + crossing * r_c2d) * wire_bits / 8,
-    )
 
 
 class NoisySender:
@@ -122,23 +39,25 @@ class NoisySender:
     scale
         The noise's standard deviation relative to ``rms``.
     rms
-        Root mean square of what is sent without noise: :func:`rms`.
+        Root mean square of what is sent without noise: :func:`rms`. Without it each message's own.
     seed
         Of the noise. A device draws its own in secret.
 
     Attributes
     ----------
     std
-        The noise's standard deviation in each entry.
+        The noise's standard deviation in each entry; without ``rms`` that of each message with root mean square 1.
     """
 
-    def __init__(self, scale: float, rms: float, seed: int = 0) -> None:
-        self.std = number("scale", scale) * number("rms", rms, open_low=True)
+    def __init__(self, scale: float, rms: float | None = None, seed: int = 0) -> None:
+        self.std = number("scale", scale) * (1.0 if rms is None else number("rms", rms, open_low=True))
+        self._own = rms is None
         self._generator = torch.Generator().manual_seed(whole_number("seed", seed, 0))
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """``(…, hidden)`` in and out."""
-        return hidden + self.std * torch.randn(hidden.shape, generator=self._generator).to(hidden)
+        std = self.std * rms(hidden) if self._own else self.std
+        return hidden + std * torch.randn(hidden.shape, generator=self._generator).to(hidden)
 
 
 def rms(hidden: torch.Tensor) -> float:
@@ -148,7 +67,12 @@ def rms(hidden: torch.Tensor) -> float:
 
 @contextlib.contextmanager
 def sending(
-    model, *, table: torch.Tensor | None = None, noise: NoisySender | None = None, first_k: int = 0
+    model,
+    *,
+    table: torch.Tensor | None = None,
+    noise: NoisySender | None = None,
+    first_k: int = 0,
+    answers: NoisySender | None = None,
 ) -> Iterator[None]:
     """Let an uncut model compute with what a defended device would send.
 
@@ -160,11 +84,19 @@ def sending(
         ``(vocab, hidden)``: the embedding on the device. The LM head stays as it is, even where both are one.
     noise
         Is added after ``first_k`` layers.
+    answers
+        Is added to what every M of the adapter ``"default"`` answers.
+
+    Raises
+    ------
+    ValueError
+        A table of another shape; a ``first_k`` that leaves no layer; ``answers`` where there is no M.
     """
     whole = model.get_base_model() if hasattr(model, "get_base_model") else model
     layers = next(getattr(whole.base_model, name) for name in LAYERS if hasattr(whole.base_model, name))
     whole_number("first_k", first_k, 0, len(layers) - 1, "num_hidden_layers - 1")
     embedding, handles = whole.get_input_embeddings(), []
+    answering = [] if answers is None else list(matrices(model))
     if table is not None:
         if table.shape != embedding.weight.shape:
             raise ValueError(f"table is {tuple(table.shape)}, the embedding {tuple(embedding.weight.shape)}")
@@ -175,6 +107,8 @@ def sending(
     if noise is not None:
         place = layers[first_k - 1] if first_k else embedding
         handles.append(place.register_forward_hook(lambda _, args, output: noise(output)))
+    for _, m in answering:
+        handles.append(m.register_forward_hook(lambda _, args, output: answers(output)))
     try:
         yield
     finally:

@@ -110,7 +110,7 @@ def migration():
     return table.assign(mean=table.mean(axis=1), cpu_s=rows.groupby("method")["cpu_s"].mean())
 
 
-ATTACKS = ("quality", "plain", "m", "inversion", "noise", "embedding", "nonlinear")
+ATTACKS = ("quality", "plain", "m", "inversion", "noise", "answers", "embedding", "nonlinear")
 
 
 def attack(section: str):

@@ -14,7 +14,7 @@ from plpkg.backbones import load_backbone
 from plpkg.catalog import ModelShape
 from plpkg.explorer import Explorer
 from plpkg.residual import recorded
-from plpkg.residual.defences import kept_layers_cost
+from plpkg.residual.cost import kept_layers_cost
 from plpkg.residual.recorded import LORA
 
 

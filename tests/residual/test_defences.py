@@ -10,13 +10,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from plpkg.backbones import random_backbone
 from plpkg.catalog import ModelShape
-from plpkg.residual import PrivateLoraConfig, split
+from plpkg.residual import PrivateLoraConfig, migrate, split
 from plpkg.residual.attacks import LinearInverter, recover_tokens, relative_error, token_accuracy
+from plpkg.residual.cost import device_cost, kept_layers_cost
 from plpkg.residual.defences import (
     NoisySender,
     NonlinearM,
-    device_cost,
-    kept_layers_cost,
     make_nonlinear,
     prediction_attack,
     private_embedding,
@@ -156,6 +155,21 @@ def test_the_uncut_model_computes_with_what_a_defended_device_would_send(family,
         with pytest.raises(RuntimeError, match="stop"), sending(model, table=table, noise=noise):
             raise RuntimeError("stop")
         assert torch.equal(model(IDS).logits, before)
+
+
+def test_noise_on_the_answers_is_relative_to_each(adapted):
+    model = adapted()
+    true = dict(migrate.matrices(model))
+    with sending(model, answers=NoisySender(0.5, seed=1)):
+        seen = migrate.exchanges(model, [IDS.repeat(40, 1)])
+    for name, (u, v) in seen.items():
+        clean = u @ true[name].weight.double().T
+        assert rms(v - clean) == pytest.approx(0.5 * rms(clean), rel=0.1)
+    for name, (u, v) in migrate.exchanges(model, [IDS]).items():  # no noise is left
+        torch.testing.assert_close(v, u @ true[name].weight.double().T, rtol=1e-4, atol=1e-5)
+    with sending(model, answers=NoisySender(0.0)):
+        quiet = model(IDS).logits
+    assert torch.equal(quiet, model(IDS).logits)
 
 
 def test_what_is_sent_is_the_scaled_row():
@@ -305,6 +319,10 @@ def test_a_theft_is_tested_on_what_came_later():
         (lambda: NoisySender(1, 0), "rms must be greater than 0, got 0"),
         (lambda: sending(small(), first_k=4).__enter__(), "first_k must be between 0 and num_hidden_layers - 1=3"),
         (lambda: sending(small(), table=normal(3, 32)).__enter__(), r"table is \(3, 32\), the embedding \(64, 32\)"),
+        (
+            lambda: sending(small(), answers=NoisySender(1)).__enter__(),
+            "LlamaForCausalLM has no PrivateLoRA adapter 'default'",
+        ),
         (
             lambda: private_embedding(small(), repeating(), start="secret"),
             "start must be one of 'perturbed', 'rotated'",

@@ -6,7 +6,7 @@ from peft import get_peft_model
 from plpkg import theme
 from plpkg.backbones import load_backbone
 from plpkg.residual import PrivateLoraConfig, recorded, split, widget
-from plpkg.residual.defences import device_cost
+from plpkg.residual.cost import device_cost
 
 
 @pytest.mark.parametrize("first_k", [0, 2, 4])
