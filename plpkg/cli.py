@@ -120,7 +120,7 @@ def cloud(
     host: Annotated[list[str] | None, Option(help="With --init-tls: a name or address of the cloud.")] = None,
 ) -> None:
     """Serve a model's decoder layers to devices that keep embedding, LM head and their private M."""
-    from plpkg.residual import CloudServer, Limits, certificates, commands
+    from plpkg.residual import CloudServer, Limits, certificates, commands, release
 
     try:
         if init_tls is not None:
@@ -130,7 +130,9 @@ def cloud(
         adapted, _ = commands.adapted_model(model, adapter, dtype, device, **new)
         limits = Limits(sessions=sessions, tokens=tokens)
         common = dict(first_k=first_k, last_k=last_k, precision=precision, busy_wait_s=busy_wait)
-        commands.serve(CloudServer(adapted, listen, tls=tls, token=token, limits=limits, **common), typer.echo)
+        server = CloudServer(adapted, listen, tls=tls, token=token, limits=limits, **common)
+        release(adapted, server.part)
+        commands.serve(server, typer.echo)
     except ERRORS as error:
         raise typer.BadParameter(str(error)) from error
 
@@ -161,15 +163,17 @@ def device(
 
 
 def _client(options: dict):
-    """The device's client, the adapted model and its tokenizer."""
-    from plpkg.residual import DeviceClient, commands
+    """The device's client, the adapted model with nothing but the device's tensors, and its tokenizer."""
+    from plpkg.residual import DeviceClient, commands, release
 
     rank, target, seed = options["rank"], options["target"], options["seed"]
     new = dict(r_c2d=rank, r_d2c=rank, target_modules=target or None, projection_seed=seed)
     model, tokenizer = commands.adapted_model(options["model"], options["adapter"], "fp32", "cpu", **new)
     names = ("first_k", "last_k", "precision", "ca", "token", "link")
     settings = {name: options[name] for name in names} | {"busy_wait_s": options["busy_wait"]}
-    return DeviceClient(options["connect"], model, **settings), model, tokenizer
+    client = DeviceClient(options["connect"], model, **settings)
+    release(model, client.part, adapter_name=client.adapter_name)
+    return client, model, tokenizer
 
 
 @device_app.command()

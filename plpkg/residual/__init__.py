@@ -10,7 +10,7 @@ from plpkg.residual.cloud import CloudServer
 from plpkg.residual.connection import RefusedError
 from plpkg.residual.device import DeviceClient
 from plpkg.residual.parts import CloudPart, DevicePart
-from plpkg.residual.split import split
+from plpkg.residual.split import release, split
 from plpkg.residual.wire import Counter, Limits
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "migrate",
     "plots",
     "recorded",
+    "release",
     "split",
     "training",
     "widget",

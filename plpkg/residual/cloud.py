@@ -41,7 +41,8 @@ class CloudServer:
     Parameters
     ----------
     model
-        What ``get_peft_model(model, PrivateLoraConfig(...))`` gave. Its M are not used: the devices have them.
+        What ``get_peft_model(model, PrivateLoraConfig(...))`` gave. Its M, embedding and LM head are not used: the
+        devices have them; :func:`plpkg.residual.split.release` frees them here.
     address
         ``host:port``; port 0 takes a free one. See :attr:`address`.
     first_k, last_k

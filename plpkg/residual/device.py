@@ -38,7 +38,7 @@ class DeviceClient:
         The cloud's ``host:port``.
     model
         What ``get_peft_model(model, PrivateLoraConfig(...))`` gave, with the M to use. Only the device's part of it
-        is used.
+        is used; :func:`plpkg.residual.split.release` frees the rest.
     first_k, last_k, precision, adapter_name
         As the cloud has them.
     token, ca

@@ -12,6 +12,7 @@ import copy
 import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
+from peft.utils import get_peft_model_state_dict
 from torch import nn
 
 from plpkg.residual.adapter import PrivateLoraConfig, PrivateLoraLayer
@@ -29,7 +30,7 @@ def split(
 ) -> tuple[DevicePart, CloudPart]:
     """Cut a model with a PrivateLoRA adapter into the device's part and the cloud's.
 
-    The parts share the model's tensors; the model itself stays usable.
+    The parts share the model's tensors; the model itself stays usable, unless :func:`release` is called.
 
     Parameters
     ----------
@@ -98,6 +99,27 @@ def split(
         getattr(whole.config, "final_logit_softcapping", None),
     )
     return device, CloudPart(middle, exchanges, here)
+
+
+def release(model: PeftModel, part: DevicePart | CloudPart, *, adapter_name: str | None = None) -> None:
+    """Free what a model holds beside one of its parts: a process that serves one end needs no more.
+
+    The model cannot compute afterwards.
+
+    Parameters
+    ----------
+    model, part
+        What was given to :func:`split`, and one of what it gave.
+    adapter_name
+        An adapter that can still be saved and loaded into the model: a device's own.
+    """
+    kept = [*part.parameters(), *part.buffers()]
+    if adapter_name is not None:
+        kept += get_peft_model_state_dict(model, adapter_name=adapter_name).values()
+    storages = {tensor.untyped_storage().data_ptr() for tensor in kept}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.untyped_storage().data_ptr() not in storages:
+            tensor.data = tensor.new_empty(0)
 
 
 def _named(decoder: nn.Module, names: tuple[str, ...]) -> str:

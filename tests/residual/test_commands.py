@@ -1,5 +1,6 @@
 """The commands, in processes of their own: what a reader types."""
 
+import gc
 import io
 import os
 import signal
@@ -17,6 +18,7 @@ from plpkg.backbones import load_backbone, random_backbone
 from plpkg.cli import app
 from plpkg.residual import CloudServer, DeviceClient, PrivateLoraConfig, commands
 
+WIDTH = 32
 WORDS = ["<unk>", "<s>", "my", "cat", "is", "called", "felix", "and", "sleeps", "all", "day"]
 TARGETS = ["--target", "v_proj", "--target", "down_proj"]
 RUNNER = CliRunner(env={"COLUMNS": "400"})
@@ -26,7 +28,7 @@ RUNNER = CliRunner(env={"COLUMNS": "400"})
 def folder(tmp_path_factory):
     """A model with a tokenizer that knows a few words."""
     path = tmp_path_factory.mktemp("model")
-    random_backbone("llama", num_kv_heads=2, vocab=len(WORDS), hidden=32, intermediate=48).save_pretrained(path)
+    random_backbone("llama", num_kv_heads=2, vocab=len(WORDS), hidden=WIDTH, intermediate=48).save_pretrained(path)
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", bos_token="<s>").save_pretrained(path)
@@ -71,6 +73,40 @@ def test_cloud_chat_and_train(cloud, folder, tmp_path):
     assert result.exit_code == 2
     assert "r_c2d is 5 on the device and 4 on the cloud" in result.output
     assert "targets is 'k_proj, q_proj, v_proj of layers 0, 1' on the device and 'down_proj, v_proj" in result.output
+
+
+@pytest.mark.parametrize("command", ["cloud", "chat", "train"])
+def test_each_process_is_left_with_its_part(folder, tmp_path, monkeypatch, command):
+    """Every tensor that the command made and that is alive while it serves, chats or trains."""
+
+    def alive():
+        gc.collect()
+        found = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+        return {t.untyped_storage().data_ptr(): t for t in found if t.untyped_storage().nbytes()}
+
+    def served(server, say):
+        seen.update(alive=alive(), part=server.part)
+        server.stop()
+
+    def used(client, *_, **__):
+        seen.update(alive=alive(), part=client.part)
+
+    before, seen = alive(), {}
+    monkeypatch.setattr("plpkg.residual.commands.serve", served)
+    monkeypatch.setattr("plpkg.residual.commands.chat", used)
+    monkeypatch.setattr("plpkg.residual.training.train", used)
+    common = ["--model", str(folder), "--rank", "4"]
+    text = tmp_path / "text.txt"
+    text.write_text("my cat")
+    rest = ["train", str(text), str(tmp_path / "out")] if command == "train" else ["chat"]
+    everything = {"cloud": ["cloud", *common, "--listen", "127.0.0.1:0"]}
+    arguments = everything.get(command, ["device", "--connect", "127.0.0.1:1", *common, *rest])
+    result = RUNNER.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    held = {t.untyped_storage().data_ptr() for t in (*seen["part"].parameters(), *seen["part"].buffers())}
+    beside = [t for at, t in seen["alive"].items() if at not in held and at not in before]
+    assert sum(t.numel() for t in beside) < WIDTH, [tuple(t.shape) for t in beside]
+    assert held <= set(seen["alive"])
 
 
 def test_chat_is_what_generate_gives_and_remembers_with_a_template(folder, capsys):

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from peft import IA3Config, get_peft_model
+from peft import IA3Config, PeftModel, get_peft_model
 
 from plpkg.backbones import FAMILIES, random_backbone
-from plpkg.residual import split
+from plpkg.residual import release, split
 from plpkg.residual.adapter import PrivateLoraLayer
 from plpkg.residual.parts import Direct
 
@@ -133,6 +133,16 @@ def test_one_message_each_way_for_a_layers_query_key_and_value(adapted):
     assert transport.log == expected
 
 
+def test_q_k_v_are_computed_while_the_message_is_under_way(adapted):
+    device, cloud, transport = connected(adapted())
+    for group, exchange in enumerate(cloud.exchanges):
+        for layer in exchange.base_layers:
+            layer.register_forward_hook(lambda *_, group=group: transport.log.append(("computed", group)))
+    cloud(device.embed(IDS))
+    steps = [entry[:2] for entry in transport.log]
+    assert steps == [(step, group) for group in range(4) for step in ("up", *3 * ["computed"], "down")]
+
+
 def test_gradients_cross_in_the_opposite_order(adapted):
     device, cloud, transport = connected(adapted())
     cloud(device.embed(IDS)).sum().backward()
@@ -157,6 +167,32 @@ def test_only_adapted_layers_cross(adapted):
     with torch.no_grad():
         cloud(device.embed(IDS))
     assert [shape for way, _, shape in transport.log if way == "up"] == [(2, 2, 12, 5)] * 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("first_k", "last_k"), [(0, 0), (1, 1)])
+def test_a_released_model_is_left_with_its_part(adapted, family, first_k, last_k, tmp_path):
+    with torch.no_grad():
+        expected = adapted(family)(input_ids=IDS).logits
+        ends = []
+        for number in (0, 1):
+            model = adapted(family)
+            part = split(model, first_k, last_k)[number]
+            release(model, part, adapter_name=None if number else "default")
+            ends.append((model, part))
+        (model, device), (emptied, cloud) = ends
+        cloud.connect(Direct(device))
+        torch.testing.assert_close(device.logits(cloud(device.embed(IDS))), expected, rtol=1e-5, atol=1e-6)
+
+    def held(*owners):
+        tensors = (t for owner in owners for t in (*owner.parameters(), *owner.buffers()))
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+    assert held(emptied, cloud) == held(cloud)
+    assert held(model, device) == held(device)
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(adapted(family).unload(), tmp_path)
+    torch.testing.assert_close(loaded(input_ids=IDS).logits, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_model_itself_stays_usable(adapted):
