@@ -3,9 +3,10 @@
 * quality: plpkg-small, personalised on a writer's training text, scored on the writer's test text. Every method takes
   the same steps; its learning rate was chosen on numpy's and seaborn's validation text. Two seeds, of the order.
   Phone only: a model that fits into the memory of PrivateLoRA's device part, trained here on the same public text, and
-  plpkg-small rounded to 4 bit, both with LoRA.
+  plpkg-small rounded to 4 bit, both with LoRA. A method's tokens per second, and with them M_S, are those of how it
+  runs without delay: PrivateLoRA's bases do not change them.
 * speed: tokens per second of each way to run it, on links of 60/100 Mb/s, two processes, one thread each. This machine
-  plays the phone as well: a phone would be slower.
+  plays the phone as well: a phone would be slower. Weights rounded to 4 bit are multiplied in float32 here: no faster.
 * migration: the backbone goes on learning, from other people's text; what is done with M.
 
 Run: ``python benchmarks/residual_quality.py`` (about 45 minutes; the writers in processes of one thread each, on
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+import pandas as pd
 import record
 import residual as wire
 import torch
@@ -184,14 +186,14 @@ def device_bytes(method: Method, model, shape: ModelShape) -> float:
     return 2 * (everything if method.model == "smaller" else shape.embedding_parameters + trained)
 
 
-def quality_rows(name: str, starts: dict, tokenizer, speeds: dict[str, float], methods=tuple(METHODS)) -> list[dict]:
+def quality_rows(name: str, starts: dict, tokenizer, methods=tuple(METHODS)) -> list[dict]:
     """One writer, every method, every seed."""
     shape = ModelShape.from_config(starts["plpkg-small"].config, "plpkg-small")
     actual = communication.full_activations(shape, 3, endpoints=True, baseline="actual").total_bits / 8
     texts = {"own": corpora.writer(name).split("train"), "other": corpora.writer(NEIGHBOUR).split("train")}
     texts = {whose: corpora.encode(text, tokenizer) for whose, text in texts.items()}
     test = corpora.encode(test_text(name), tokenizer)
-    rows, untuned = [], {}
+    rows, untuned = [], 0.0
 
     def batches(whose: str, seed: int):
         return corpora.batches(texts[whose], batch=BATCH, seq=SEQ, seed=seed)
@@ -208,20 +210,31 @@ def quality_rows(name: str, starts: dict, tokenizer, speeds: dict[str, float], m
             personalise(model, batches("own", seed), method.lr)
         bits = score(model, tokenizer, test, seq=SEQ, stride=SEQ).bits_per_byte
         accuracy = token_accuracy(model, test)
-        untuned = untuned or {"bits": bits, "accuracy": accuracy}
+        untuned = bits if method.config is None else untuned
         sent = bytes_per_token(method, shape)
-        row = {
+        rows.append({
             "section": "quality", "case": name, "method": label, "order": seed,
-            "bits_per_byte": round(bits, 4), "gain": round(untuned["bits"] - bits, 4), "accuracy": round(accuracy, 3),
+            "bits_per_byte": round(bits, 4), "gain": round(untuned - bits, 4), "accuracy": round(accuracy, 3),
             "trained": trained, "lr": method.lr, "bytes_per_token": sent, "share_of_actual": round(sent / actual, 4),
             "device_mb": round(device_bytes(method, model, shape) / 1e6, 3),
-        }  # fmt: skip
-        if label in speeds:
-            gained = throughput.score(speeds[label], speeds["none"], accuracy, untuned["accuracy"])
-            row |= {"tokens_per_s": speeds[label], "m_s": round(gained, 3)}
-        rows.append(row)
+        })  # fmt: skip
         print(f"{name}, {label}, {seed}: {bits:.4f} ({time.perf_counter() - began:.0f} s)", flush=True)
     return rows
+
+
+def rated(quality: pd.DataFrame, speed: pd.DataFrame) -> pd.DataFrame:
+    """Rows of quality with the tokens per second of how each method runs, and its M_S."""
+    at = speed[speed["case"].isin(["one process", LINKS[0].name])].set_index("method")["tokens_per_s"]
+    untuned = quality[quality["method"] == "none"].set_index("case")["accuracy"]
+
+    def rates(row: pd.Series) -> pd.Series:
+        runs_as = [name for name in at.index if f"{row['method']}, ".startswith(f"{name}, ")]
+        if not runs_as:
+            return pd.Series({"tokens_per_s": None, "m_s": None})
+        m_s = throughput.score(at[runs_as[0]], at["none"], row["accuracy"], untuned[row["case"]])
+        return pd.Series({"tokens_per_s": at[runs_as[0]], "m_s": round(m_s, 3)})
+
+    return quality.assign(**quality.apply(rates, axis=1))
 
 
 def generate_speed(generate, ids: torch.Tensor, tokens: int = 32) -> float:
@@ -231,7 +244,7 @@ def generate_speed(generate, ids: torch.Tensor, tokens: int = 32) -> float:
 
 
 def speed_rows(smaller: Path) -> list[dict]:
-    """Median of 3 interleaved runs."""
+    """Median of 5 interleaved runs."""
     torch.set_num_threads(1)
     whole = load_backbone("plpkg-small")[0]
     small = load_backbone(smaller)[0]
@@ -250,7 +263,8 @@ def speed_rows(smaller: Path) -> list[dict]:
     }  # fmt: skip
     rows = []
     with contextlib.ExitStack() as stack:
-        ways = {("one process", "none"): alone(whole), ("one process", "phone only, smaller"): alone(small)}
+        phone = {"none": whole, "phone only, smaller": small, "phone only, 4 bit": four_bit(copy.deepcopy(whole))}
+        ways = {("one process", label): alone(model) for label, model in phone.items()}
         for label, options in settings.items():
             address = stack.enter_context(wire.cloud("plpkg-small", **options))
             for link in LINKS:
@@ -260,7 +274,7 @@ def speed_rows(smaller: Path) -> list[dict]:
         for generate in ways.values():
             generate(ids, 4)
         runs = {key: [] for key in ways}
-        for _ in range(3):
+        for _ in range(5):
             for key, generate in ways.items():
                 runs[key].append(generate_speed(generate, ids))
         for (case, label), values in runs.items():
@@ -338,20 +352,31 @@ def distance(start, updated) -> dict:
     }
 
 
+def all_quality(starts: dict, tokenizer, methods=tuple(METHODS)) -> pd.DataFrame:
+    """Every writer in a process."""
+    alone = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(2, alone, torch.set_num_threads, (1,)) as pool:
+        jobs = [pool.submit(quality_rows, name, starts, tokenizer, methods) for name in WRITERS]
+        return pd.DataFrame([row for job in jobs for row in job.result()])
+
+
 def again(methods: list[str]) -> None:
     """Measure some methods once more and put their rows in the place of the recorded ones."""
     recorded = catalog.measured("residual_quality")
-    tokens_per_s = recorded.query("section == 'quality'").dropna(subset="tokens_per_s")
-    speeds = tokens_per_s.groupby("method")["tokens_per_s"].first().to_dict()
     full, tokenizer = load_backbone("plpkg-small")
-    starts = {"plpkg-small": full.requires_grad_(False)}
-    chosen = ["none", *methods]
-    alone = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(2, alone, torch.set_num_threads, (1,)) as pool:
-        jobs = [pool.submit(quality_rows, name, starts, tokenizer, speeds, chosen) for name in WRITERS]
-        rows = [row for job in jobs for row in job.result() if row["method"] in methods]
+    found = all_quality({"plpkg-small": full.requires_grad_(False)}, tokenizer, ["none", *methods])
+    found = rated(found, recorded.query("section == 'speed'")).query("method in @methods")
     replaced = (recorded["section"] == "quality") & recorded["method"].isin(methods)
-    record.write("residual_quality", rows, keep=recorded[~replaced])
+    record.write("residual_quality", found.to_dict("records"), keep=recorded[~replaced])
+
+
+def speed_again(smaller: Path) -> None:
+    """Measure the speeds once more, and put them, with the M_S that follow, in the place of the recorded ones."""
+    recorded = catalog.measured("residual_quality")
+    rows = speed_rows(smaller)
+    kept = recorded[recorded["section"] != "speed"]
+    rates = rated(kept[kept["section"] == "quality"], pd.DataFrame(rows))[["tokens_per_s", "m_s"]]
+    record.write("residual_quality", rows, keep=kept.assign(**rates))
 
 
 def smaller_model(folder: Path) -> Path:
@@ -363,6 +388,7 @@ def smaller_model(folder: Path) -> Path:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--smaller", type=Path, help="a folder for the smaller model; kept, and used if it is there")
+    parser.add_argument("--speed", action="store_true", help="only the speeds, into what is recorded")
     parser.add_argument("--again", metavar="METHOD", nargs="*", help="only the quality of these, into what is recorded")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -371,6 +397,9 @@ if __name__ == "__main__":
         raise SystemExit
     with tempfile.TemporaryDirectory() as folder:
         small = smaller_model(options.smaller or Path(folder, "smaller"))
+        if options.speed:
+            speed_again(small)
+            raise SystemExit
         full, tokenizer = load_backbone("plpkg-small")
         full.requires_grad_(False)
         starts = {
@@ -380,28 +409,12 @@ if __name__ == "__main__":
         }
         if load_backbone(small)[1].get_vocab() != tokenizer.get_vocab():
             raise AssertionError("the smaller model has another tokenizer")
-        rows = speed_rows(small)
-        at = {r["method"]: r["tokens_per_s"] for r in rows if r["case"] in ("one process", LINKS[0].name)}
-        speeds = {
-            label: at[name]
-            for label in METHODS
-            for name in (
-                "none",
-                "LoRA r=16",
-                "PrivateLoRA r=16",
-                "PrivateLoRA r=64",
-                "PrivateLoRA v r=48",
-                "PrivateLoRA down r=48",
-            )
-            if label == name or (name.startswith("PrivateLoRA") and label.startswith(f"{name}, "))
-        }
-        speeds["phone only, smaller, LoRA r=16"] = at["phone only, smaller"]
-        speeds["phone only, 4 bit, LoRA r=16"] = at["none"]
+        speed = speed_rows(small)
         updated = updated_backbone(full, tokenizer)
-        rows.append(distance(full, updated))
+        rows = [*speed, distance(full, updated)]
         alone = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(2, alone, torch.set_num_threads, (1,)) as pool:
-            migrated = [pool.submit(migration_rows, name, full, updated, tokenizer) for name in WRITERS]
-            learnt = [pool.submit(quality_rows, name, starts, tokenizer, speeds) for name in WRITERS]
-            rows += [row for job in (*migrated, *learnt) for row in job.result()]
+            jobs = [pool.submit(migration_rows, name, full, updated, tokenizer) for name in WRITERS]
+            rows += [row for job in jobs for row in job.result()]
+        rows += rated(all_quality(starts, tokenizer), pd.DataFrame(speed)).to_dict("records")
     record.write("residual_quality", rows)

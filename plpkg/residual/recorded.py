@@ -84,6 +84,13 @@ def links():
     return rows[["link", "waits", *shown]]
 
 
+def speed_ups():
+    """Low rank's tokens per second over those of full activations, by link and way of waiting; single sequences."""
+    rows = catalog.measured("residual").query("section == 'link' and batch == 1")
+    speeds = rows.pivot_table(index=["case", "waits"], columns="what", values="tokens_per_s", sort=False)
+    return speeds.div(speeds.pop("full activations"), axis=0)
+
+
 def round_trips():
     """Median and 99th percentile in µs of a message there and back on loopback, by what carries it."""
     rows = catalog.measured("residual").query("section == 'round trip'")

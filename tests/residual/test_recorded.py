@@ -73,5 +73,10 @@ def test_what_crossed_is_the_rows_that_it_says():
     many = table[table["link"].str.endswith("256 sequences")]
     assert len(many) == 6
     assert many["held_ratio"].isna().all()  # many pieces at once
+    speeds = rows.query("section == 'link' and waits == 'busy' and batch == 1 and case.str.endswith('RTT 5 ms')")
+    speeds = speeds.set_index("what")["tokens_per_s"]
+    assert list(recorded.speed_ups().columns) == ["r=16", "r=64"]
+    at_5_ms = recorded.speed_ups().loc["60/100 Mb/s, RTT 5 ms", "busy"]
+    assert at_5_ms["r=16"] == speeds["r=16"] / speeds["full activations"]
     trips = rows.query("section == 'round trip' and what == 'call'")
     assert recorded.round_trips().loc["call", "median_us"] == trips["median_us"].item()
