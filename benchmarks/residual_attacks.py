@@ -172,7 +172,7 @@ def noise_rows(victim) -> list[dict]:
 def answers_rows(victim) -> list[dict]:
     rows, true, copied = [], dict(migrate.matrices(victim)), copy.deepcopy(victim)
     cost = cost_of(split(victim)[0])
-    whole = windows(TRAIN, 80, SEQ, seed=3)
+    whole = windows(TRAIN, 64, SEQ, seed=3)
     for scale in (0.0, 0.1, 0.3, 1.0, 3.0):
         noise = defences.NoisySender(scale)
         with defences.sending(victim, answers=noise):
