@@ -50,11 +50,12 @@ def load_backbone(
     FileNotFoundError
         There is no such model here, and the hub did not give one; or it has no tokenizer.
     ValueError
-        Not a causal language model, or weights that are damaged or incomplete.
+        A device that cannot be used; not a causal language model; or weights that are damaged or incomplete.
     """
     from safetensors import SafetensorError
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    _require_device(device)
     name = str(catalog.data_path("backbone") if name_or_path == "plpkg-small" else name_or_path)
     if Path(name).is_dir() and not Path(name, "config.json").exists():
         raise FileNotFoundError(f"no model {name!r}: the folder lacks a config.json")
@@ -83,6 +84,14 @@ def load_backbone(
     except (OSError, ValueError) as error:
         raise FileNotFoundError(f"no tokenizer for {name!r}: {_reason(name, 'tokenizer files')}") from error
     return model.to(device).eval(), tokenizer
+
+
+def _require_device(device: str | torch.device) -> None:
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, ImportError) as error:  # torch's own, of several sentences
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        raise ValueError(f"device={str(device)!r} cannot be used: {reason}") from error
 
 
 @contextlib.contextmanager

@@ -74,7 +74,7 @@ def load(path: Path, identity: dict) -> dict | None:
         state = torch.load(path, map_location="cpu", weights_only=True)
         there = state["identity"]
     except Exception as error:  # a damaged file can fail in any way
-        reason = str(error).partition("\n")[0] or type(error).__name__
+        reason = error if isinstance(error, OSError) else "damaged, or not a checkpoint"
         raise ValueError(f"{path} cannot be read ({reason}): remove it to start anew") from error
     if there != identity:
         different = "; ".join(f"{k}={there.get(k)!r}, now {v!r}" for k, v in identity.items() if there.get(k) != v)

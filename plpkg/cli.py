@@ -186,7 +186,7 @@ def chat(
     """Answer every line of standard input."""
     from plpkg.residual import RefusedError, commands
 
-    sampling = dict(do_sample=True, temperature=temperature, top_p=top_p) if temperature else {}
+    sampling = dict(do_sample=temperature != 0, temperature=temperature, top_p=top_p)
     try:
         client, _, tokenizer = _client(context.obj)
         with client:

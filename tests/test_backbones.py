@@ -131,6 +131,12 @@ def test_a_truncated_file_is_named(folder):
         load_backbone(folder)
 
 
+@pytest.mark.parametrize("device", ["foo", "", "cuda:99", "meta", "hpu", "vulkan"])
+def test_a_device_that_cannot_be_used_is_named(device):
+    with pytest.raises(ValueError, match=f"^device='{device}' cannot be used: [^\n]+$"):
+        load_backbone("plpkg-small", device=device)
+
+
 def test_a_wrong_option_is_not_blamed_on_the_model(folder):
     with pytest.raises(ValueError, match="attn_implementation"):
         load_backbone(folder, attn_implementation="psychic")

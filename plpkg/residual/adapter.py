@@ -163,7 +163,7 @@ class PrivateLoraLayer(nn.Module, BaseTunerLayer):
         elif isinstance(base, Conv1D):
             self.in_features, self.out_features = base.nx, base.nf
         else:
-            raise TypeError(f"{module} is a {type(base).__name__}: only nn.Linear and Conv1D can be adapted")
+            raise ValueError(f"{module} is a {type(base).__name__}: only nn.Linear and Conv1D can be adapted")
         self.privatelora_M = nn.ModuleDict()
         self.privatelora_A = BufferDict(persistent=False)
         self.privatelora_B = BufferDict(persistent=False)

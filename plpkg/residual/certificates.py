@@ -1,9 +1,11 @@
-"""A self-signed certificate, so that device and cloud can talk over TLS without an authority."""
+"""A self-signed certificate, so that device and cloud can talk over TLS without an authority; and what reads it."""
 
 import datetime
 import ipaddress
 import os
+import re
 import socket
+import ssl
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,7 +35,7 @@ def write(folder: str | Path, hosts: Sequence[str] = (), *, days: int = 365) -> 
     FileExistsError
         The folder has one of the files already: a key is never overwritten.
     ValueError
-        An empty host.
+        A host that can be no name.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -48,11 +50,11 @@ def write(folder: str | Path, hosts: Sequence[str] = (), *, days: int = 365) -> 
 
     names = []
     for host in dict.fromkeys(["localhost", "127.0.0.1", socket.gethostname(), *hosts]):
-        if not host.strip():
-            raise ValueError(f"a host must have a name, got {host!r}")
         try:
             names.append(x509.IPAddress(ipaddress.ip_address(host)))
         except ValueError:
+            if not re.fullmatch(r"[\w.*-]+", host, re.ASCII):
+                raise ValueError(f"a host must have an address, or a name of a-z, 0-9, . and -, got {host!r}") from None
             names.append(x509.DNSName(host))
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "plpkg cloud")])
@@ -81,3 +83,39 @@ def write(folder: str | Path, hosts: Sequence[str] = (), *, days: int = 365) -> 
         key_file.unlink()
         raise
     return certificate
+
+
+def for_cloud(folder: str | Path) -> ssl.SSLContext:
+    """What a cloud with the ``cert.pem`` and ``key.pem`` of a folder talks through.
+
+    Raises
+    ------
+    OSError
+        A file is not there, or the two are no certificate with its key.
+    """
+    files = Path(folder, "cert.pem"), Path(folder, "key.pem")
+    for path in files:
+        path.open("rb").close()  # its error names the file, ssl's does not
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(*files)
+    except ssl.SSLError as error:
+        raise OSError(f"cert.pem and key.pem in {folder} are not a certificate and its key") from error
+    return context
+
+
+def for_device(ca: str | Path) -> ssl.SSLContext:
+    """What a device that trusts a certificate talks through.
+
+    Raises
+    ------
+    OSError
+        The file is not there, or no certificate.
+    """
+    Path(ca).open("rb").close()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        context.load_verify_locations(ca)
+    except ssl.SSLError as error:
+        raise OSError(f"{ca} is not a certificate") from error
+    return context

@@ -11,7 +11,6 @@ backward thread, of which each GPU has one: there one device's silence does hold
 import contextlib
 import secrets
 import socket
-import ssl
 import threading
 import time
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from grpc import StatusCode
 from peft import PeftModel
 
-from plpkg.residual import wire
+from plpkg.residual import certificates, wire
 from plpkg.residual.call import ServerCall, StatusError
 from plpkg.residual.session import Session, Stream
 from plpkg.residual.split import split
@@ -114,8 +113,7 @@ class CloudServer:
 
         self._tls = None
         if tls is not None:
-            self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            self._tls.load_cert_chain(Path(tls, "cert.pem"), Path(tls, "key.pem"))
+            self._tls = certificates.for_cloud(tls)
             self._tls.set_alpn_protocols(["h2"])
             self._tls.num_tickets = 0  # a device's next connection begins anew
         host, port = host_and_port(address)

@@ -6,17 +6,21 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
-from peft import PeftModel, get_peft_model
+from peft import PeftConfig, PeftModel, get_peft_model
+from safetensors import SafetensorError
 from transformers import TextStreamer
 
 from plpkg import corpora
 from plpkg.backbones import load_backbone
 from plpkg.corpora import Document
+from plpkg.corpora.folder import read_utf8
 from plpkg.residual.adapter import PrivateLoraConfig
 from plpkg.residual.cloud import CloudServer
-from plpkg.residual.device import DeviceClient
+from plpkg.residual.device import DeviceClient, warpers
 from plpkg.residual.wire import PRECISIONS
 from plpkg.validation import one_of
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def adapted_model(name: str, adapter: Path | None, dtype: str, device: str, **config):
@@ -27,7 +31,7 @@ def adapted_model(name: str, adapter: Path | None, dtype: str, device: str, **co
     name
         As for :func:`plpkg.backbones.load_backbone`.
     adapter
-        A folder that ``save_pretrained`` wrote; without one a new adapter of ``config``.
+        A folder that ``save_pretrained`` wrote, with safetensors; without one a new adapter of ``config``.
     dtype, device
         Of the model: one of the wire's precisions, and ``"cpu"`` or ``"cuda"``.
     **config
@@ -36,20 +40,34 @@ def adapted_model(name: str, adapter: Path | None, dtype: str, device: str, **co
     Raises
     ------
     ValueError, FileNotFoundError
-        No such model or adapter.
+        No such model, device or adapter; an adapter that is damaged, of another kind, or for another model.
     """
     model, tokenizer = load_backbone(name, dtype=PRECISIONS[one_of("dtype", dtype, tuple(PRECISIONS))], device=device)
     if adapter is None:
         return get_peft_model(model, PrivateLoraConfig(**config)), tokenizer
-    if not (adapter / "adapter_config.json").exists():
-        raise FileNotFoundError(f"{adapter} holds no adapter: it has no adapter_config.json")
+    config = _config(adapter)
     try:
-        model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+        return PeftModel.from_pretrained(model, adapter, config=config, is_trainable=True), tokenizer
     except RuntimeError as error:  # of another shape
         raise ValueError(f"{adapter} does not fit {name}: {str(error).splitlines()[-1].strip()}") from error
-    if not isinstance(model.peft_config["default"], PrivateLoraConfig):
-        raise ValueError(f"{adapter} holds a {model.peft_config['default'].peft_type} adapter, not a PrivateLoRA one")
-    return model, tokenizer
+    except SafetensorError as error:
+        raise ValueError(f"{adapter / WEIGHTS} is damaged: {error}") from error
+
+
+def _config(adapter: Path) -> PrivateLoraConfig:
+    """What a folder says of its adapter, which is there."""
+    for name in (CONFIG, WEIGHTS):
+        if not (adapter / name).is_file():  # PEFT would ask the hub
+            raise FileNotFoundError(f"{adapter} holds no adapter: it has no {name}")
+    try:
+        config = PeftConfig.from_pretrained(adapter)
+    except KeyError as error:
+        raise ValueError(f"{adapter} holds an adapter of a kind that PEFT does not know: {error}") from error
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{adapter / CONFIG} is damaged: {error}") from error
+    if not isinstance(config, PrivateLoraConfig):
+        raise ValueError(f"{adapter} holds a {config.peft_type} adapter, not a PrivateLoRA one")
+    return config
 
 
 def serve(server: CloudServer, say: Callable[[str], None]) -> None:
@@ -67,7 +85,15 @@ def chat(client: DeviceClient, tokenizer, lines: Iterator[str], max_new_tokens: 
 
     A tokenizer with a chat template gets the conversation so far; to any other model each line is the beginning of
     a text that it continues.
+
+    Raises
+    ------
+    ValueError
+        Arguments of :meth:`DeviceClient.generate` that cannot be, before a line is read.
+    ConnectionError, RefusedError
+        As in :meth:`DeviceClient.generate`.
     """
+    warpers(max_new_tokens, **sampling)
     talks = tokenizer.chat_template is not None
     conversation = []
     for line in lines:
@@ -93,7 +119,7 @@ def texts(source: str) -> list[Document]:
     Raises
     ------
     ValueError, OSError
-        No such writer, or nothing that can be read.
+        No such writer, or nothing that can be read: a file that is not UTF-8, say.
     """
     kind, _, name = source.partition(":")
     if kind == "writer":
@@ -101,7 +127,7 @@ def texts(source: str) -> list[Document]:
     path = Path(source)
     if path.is_dir():
         return [document for writer in corpora.text_folder(path) for document in writer.split("train")]
-    return [Document(path.name, path.read_text(encoding="utf-8"))]
+    return [Document(path.name, read_utf8(path))]
 
 
 def prompts(stream: TextIO | None = None) -> Iterator[str]:

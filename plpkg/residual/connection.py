@@ -9,7 +9,7 @@ from typing import NoReturn, TypeVar
 from google.protobuf.message import DecodeError
 from grpc import StatusCode
 
-from plpkg.residual import wire
+from plpkg.residual import certificates, wire
 from plpkg.residual.call import BrokenCallError, ClientCall, StatusError
 from plpkg.residual.wire import Counter
 from plpkg.residual.wire_pb2 import FromCloud, FromDevice, Goodbye, Hello, Terms
@@ -91,8 +91,7 @@ class Connection:
         self._metadata = [("authorization", f"Bearer {token}")] if token else []
         self._tls: ssl.SSLContext | None = None
         if ca is not None:
-            self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            self._tls.load_verify_locations(ca)
+            self._tls = certificates.for_device(ca)
             self._tls.set_alpn_protocols(["h2"])
         self._call: ClientCall | None = None
 

@@ -66,6 +66,8 @@ class DeviceClient:
     ------
     ValueError
         A target that needs TLS and a token without them; a time that cannot be.
+    OSError
+        ``ca`` cannot be read.
     """
 
     def __init__(
@@ -165,9 +167,8 @@ class DeviceClient:
         plpkg.residual.connection.RefusedError
             It does not want to: a sequence too long, say.
         """
-        whole_number("max_new_tokens", max_new_tokens, 1)
+        warp = warpers(max_new_tokens, do_sample=do_sample, temperature=temperature, top_k=top_k, top_p=top_p)
         ids = self._checked(input_ids, more=max_new_tokens - 1)
-        warp = _warpers(temperature, top_k, top_p) if do_sample else LogitsProcessorList()
         ends = torch.tensor(self._ends(eos_token_id), dtype=torch.long)
         done = torch.zeros(len(ids), dtype=torch.bool)
         cache = self.part.new_cache()
@@ -369,13 +370,25 @@ class DeviceClient:
         return ids.cpu()
 
 
-def _warpers(temperature: float, top_k: int, top_p: float) -> LogitsProcessorList:
-    """Hugging Face's own, in the order in which its ``generate`` applies them."""
-    warpers = LogitsProcessorList()
-    if number("temperature", temperature, open_low=True) != 1:
-        warpers.append(TemperatureLogitsWarper(float(temperature)))
-    if whole_number("top_k", top_k, 0):
-        warpers.append(TopKLogitsWarper(top_k))
-    if number("top_p", top_p, 0, 1, open_low=True) < 1:
-        warpers.append(TopPLogitsWarper(top_p))
-    return warpers
+def warpers(
+    max_new_tokens: int, *, do_sample: bool = False, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+) -> LogitsProcessorList:
+    """Hugging Face's own, in the order in which its ``generate`` applies them; none if nothing is sampled.
+
+    Raises
+    ------
+    ValueError
+        Arguments of :meth:`DeviceClient.generate` that cannot be.
+    """
+    whole_number("max_new_tokens", max_new_tokens, 1)
+    number("temperature", temperature, open_low=do_sample)
+    whole_number("top_k", top_k, 0)
+    number("top_p", top_p, 0, 1, open_low=True)
+    chosen = LogitsProcessorList()
+    if do_sample and temperature != 1:
+        chosen.append(TemperatureLogitsWarper(float(temperature)))
+    if do_sample and top_k:
+        chosen.append(TopKLogitsWarper(top_k))
+    if do_sample and top_p < 1:
+        chosen.append(TopPLogitsWarper(top_p))
+    return chosen

@@ -31,7 +31,8 @@ class Choice:
     share_of_lora
         Of LoRA's gain in bits per byte.
     recovered
-        Share of the tokens that the strongest attacker reads.
+        Share of the tokens that the strongest attacker reads, of a device with an adapter of rank 64 whatever is
+        chosen.
     device_parameters
         On the device: embedding, every M, and its layers (A and B of rank 64 there).
     """

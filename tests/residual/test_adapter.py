@@ -302,7 +302,7 @@ def test_impossible_configurations_are_named(config, message):
 
 
 def test_what_cannot_be_adapted_is_named():
-    with pytest.raises(TypeError, match=r"embed_tokens is a Embedding: only nn.Linear and Conv1D can be adapted"):
+    with pytest.raises(ValueError, match=r"embed_tokens is a Embedding: only nn.Linear and Conv1D can be adapted"):
         adapted(target_modules=["embed_tokens"])
     opt = OPTForCausalLM(
         OPTConfig(hidden_size=16, ffn_dim=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=9)

@@ -24,7 +24,15 @@ def test_the_key_is_its_owners_and_never_overwritten(tmp_path):
         certificates.write(tmp_path / "tls")
 
 
-@pytest.mark.parametrize(("arguments", "message"), [(dict(hosts=[""]), "a host must have"), (dict(days=0), "days")])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(hosts=[""]), "a host must have"),
+        (dict(hosts=["cloud.example.org", "two words"]), "a host must have an address, or a name .*, got 'two words'"),
+        (dict(hosts=["cloud:7070"]), "got 'cloud:7070'"),
+        (dict(days=0), "days"),
+    ],
+)
 def test_bad_input_leaves_nothing(tmp_path, arguments, message):
     with pytest.raises(ValueError, match=message):
         certificates.write(tmp_path / "tls", **arguments)
@@ -44,3 +52,16 @@ def test_a_device_talks_to_the_cloud_that_it_trusts_and_to_no_other(tmp_path, ad
                 pytest.raises(ConnectionError, match="no connection to"),
             ):
                 device.generate(ids, 2)
+
+
+def test_what_is_no_certificate_is_named(tmp_path):
+    mine, other = certificates.write(tmp_path / "mine"), certificates.write(tmp_path / "other")
+    key = mine.with_name("key.pem")
+    with pytest.raises(OSError, match=r"key\.pem is not a certificate"):
+        certificates.for_device(key)
+    key.write_bytes(other.with_name("key.pem").read_bytes())
+    with pytest.raises(OSError, match=r"cert\.pem and key\.pem in .*mine are not a certificate and its key"):
+        certificates.for_cloud(tmp_path / "mine")
+    key.unlink()
+    with pytest.raises(FileNotFoundError, match=r"mine/key\.pem"):
+        certificates.for_cloud(tmp_path / "mine")

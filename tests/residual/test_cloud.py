@@ -367,37 +367,34 @@ def test_no_wait_is_without_a_deadline(adapted, raw, moment):
 def test_waits_are_busy_only_for_a_device_that_computes_alone(adapted, raw):
     with CloudServer(adapted(), precision="fp32", busy_wait_s=0.01) as server:
         devices = {name: raw(server=server) for name in ("first", "second")}
-        first, second = server._connections
+        streams = dict(zip(devices, server._connections, strict=True))
+        waits = {name: [] for name in devices}
 
-        def waits():
-            return first.call.busy_wait_s, second.call.busy_wait_s
+        def watch(name):
+            """Note how each wait for this device is made, when it begins."""
+            call = streams[name].call
+            receive = call.receive
+            call.receive = lambda limit_s: (waits[name].append(call.busy_wait_s), receive(limit_s))[1]
 
         def exchange(name, group=None):
-            """A step up to its first exchange, or an answer up to the next."""
+            """A step up to its first exchange, or an answer up to the next; how the cloud then waits."""
             answer = {"step": step()} if group is None else {"residual": Part(group=group, data=bytes(3 * 2 * 3 * 4))}
+            before = len(waits[name])
             devices[name].put(**answer)
             devices[name].get()
-            deadline = time.monotonic() + 5
-            while before == waits() and time.monotonic() < deadline:
-                time.sleep(0.001)
+            wait_until(lambda: len(waits[name]) > before)
+            return waits[name][-1]
 
-        before = None
-        assert waits() == (0.01, 0.01)  # nobody computes
-        exchange("first")
-        assert waits() == (0.01, 0.01)
-        before = waits()
-        exchange("second")
-        assert waits() == (0.01, 0.0)  # the first has waited since before
-        before = waits()
-        exchange("first", 0)
-        assert waits() == (0.0, 0.0)
+        wait_until(lambda: all(stream.call.busy_wait_s == 0.01 for stream in streams.values()))  # nobody computes
+        for name in devices:
+            watch(name)
+        assert exchange("first") == 0.01
+        assert exchange("second") == 0.0
+        assert streams["first"].call.busy_wait_s == 0.01  # the first has waited since before
+        assert exchange("first", 0) == 0.0
         devices["second"].close()
-        deadline = time.monotonic() + 5
-        while second in server.computing and time.monotonic() < deadline:
-            time.sleep(0.01)
-        before = waits()
-        exchange("first", 1)
-        assert waits()[0] == 0.01
+        wait_until(lambda: streams["second"] not in server.computing)
+        assert exchange("first", 1) == 0.01
 
 
 @pytest.mark.parametrize("busy_wait_s", [-0.1, float("nan"), float("inf"), "1"])

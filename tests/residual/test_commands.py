@@ -3,6 +3,7 @@
 import gc
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,9 @@ from plpkg.residual import CloudServer, DeviceClient, PrivateLoraConfig, command
 WIDTH = 32
 WORDS = ["<unk>", "<s>", "my", "cat", "is", "called", "felix", "and", "sleeps", "all", "day"]
 TARGETS = ["--target", "v_proj", "--target", "down_proj"]
+DEVICE = ["device", "--connect", "127.0.0.1:1"]
 RUNNER = CliRunner(env={"COLUMNS": "400"})
+WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +134,14 @@ def test_chat_is_what_generate_gives_and_remembers_with_a_template(folder, capsy
     assert "sleeps" in second
 
 
+def refused(folder, arguments, message):
+    """A command ends with 2 and one message; ``--model`` stands where its options do."""
+    at = 1 if arguments[0] == "cloud" else 3
+    result = RUNNER.invoke(app, [*arguments[:at], "--model", str(folder), *arguments[at:]])
+    assert result.exit_code == 2, result.output
+    assert message in result.output
+
+
 def test_a_certificate_and_then_its_refusal(tmp_path):
     result = RUNNER.invoke(app, ["cloud", "--init-tls", str(tmp_path / "tls"), "--host", "cloud.example.org"])
     assert result.exit_code == 0, result.output
@@ -156,15 +167,86 @@ def test_a_certificate_and_then_its_refusal(tmp_path):
         (["device", "--connect", "127.0.0.1:1", "train", "/no/such/file", "out"], "/no/such/file"),
         (["device", "--connect", "127.0.0.1:1", "train", "writer:nobody", "out"], "writer must be one of"),
         (["device", "--connect", "127.0.0.1:1", "--adapter", "/no/such", "chat"], "/no/such holds no adapter"),
+        (["cloud", "--target", "embed_tokens"], "model.embed_tokens is a Embedding: only nn.Linear and Conv1D can be"),
+        (["cloud", "--target", "norm"], "model.norm is a LlamaRMSNorm: only nn.Linear and Conv1D can be adapted"),
+        ([*DEVICE, "--target", "embed_tokens", "chat"], "model.embed_tokens is a Embedding: only nn.Linear and"),
+        pytest.param(["cloud", "--device", "cuda"], "device='cuda' cannot be used: ", marks=WITHOUT_CUDA),
+        (["cloud", "--device", "foo"], "device='foo' cannot be used: "),
+        (["cloud", "--device", ""], "device='' cannot be used: "),
+        (["cloud", "--tls", "nosuch"], "No such file or directory: 'nosuch/cert.pem'"),
+        ([*DEVICE, "--ca", "nosuch", "chat"], "No such file or directory: 'nosuch'"),
+        (["cloud", "--init-tls", "tls", "--host", "a b ü"], "a host must have an address, or a name of"),
+        (["cloud", "--init-tls", "tls", "--host", "a b ü"], "got 'a b ü'"),
+        ([*DEVICE, "chat", "--top-p", "2"], "top_p must be greater than 0 and at most 1, got 2.0"),
+        ([*DEVICE, "chat", "--top-p", "2", "--temperature", "0"], "top_p must be greater than 0 and at most 1, got"),
+        ([*DEVICE, "chat", "--temperature", "-1"], "temperature must be greater than 0, got -1.0"),
+        ([*DEVICE, "chat", "--max-new-tokens", "-1"], "max_new_tokens must be a whole number of at least 1, got -1"),
     ],
 )
 def test_a_command_says_what_is_wrong(folder, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
-    at = 1 if arguments[0] == "cloud" else 3
-    result = RUNNER.invoke(app, [*arguments[:at], "--model", str(folder), *arguments[at:]])
-    assert result.exit_code == 2, result.output
-    assert message in result.output
+    refused(folder, arguments, message)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "files", "message"),
+    [
+        (["cloud", "--tls", "bad"], ["cert.pem"], "No such file or directory: 'bad/key.pem'"),
+        (["cloud", "--tls", "bad"], ["cert.pem", "key.pem"], "cert.pem and key.pem in bad are not a certificate and"),
+        ([*DEVICE, "--ca", "bad/ca.pem", "chat"], ["ca.pem"], "bad/ca.pem is not a certificate"),
+        ([*DEVICE, "--ca", "bad", "chat"], ["ca.pem"], "Is a directory: 'bad'"),
+        ([*DEVICE, "train", "bad/bin.txt", "out"], ["bin.txt"], "bad/bin.txt is not UTF-8: byte 4, in line 2"),
+    ],
+)
+def test_a_command_names_a_bad_file(folder, tmp_path, monkeypatch, arguments, files, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad").mkdir()
+    for name in files:
+        (tmp_path / "bad" / name).write_bytes(b"bad\n\xff\xfe")
+    refused(folder, arguments, message)
+
+
+@pytest.fixture(scope="module")
+def saved(folder, tmp_path_factory):
+    """An adapter's folder."""
+    path = tmp_path_factory.mktemp("adapter")
+    commands.adapted_model(str(folder), None, "fp32", "cpu", r_c2d=4, r_d2c=4)[0].save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("command", [["cloud"], [*DEVICE, "chat"]])
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("adapter_model.safetensors", b"bad", "adapter_model.safetensors is damaged: "),
+        ("adapter_model.safetensors", b"", "adapter_model.safetensors is damaged: "),
+        ("adapter_model.safetensors", None, "mine holds no adapter: it has no adapter_model.safetensors"),
+        ("adapter_config.json", None, "mine holds no adapter: it has no adapter_config.json"),
+        ("adapter_config.json", b"{bad", "adapter_config.json is damaged: Expecting property name"),
+        ("adapter_config.json", b"\xff", "adapter_config.json is damaged: 'utf-8' codec"),
+        ("adapter_config.json", b"[]", "adapter_config.json is damaged: "),
+        ("adapter_config.json", b"{}", "mine holds a None adapter, not a PrivateLoRA one"),
+        (
+            "adapter_config.json",
+            b'{"peft_type": "NEW"}',
+            "mine holds an adapter of a kind that PEFT does not know: 'NEW'",
+        ),
+    ],
+)
+def test_a_damaged_adapter_is_named(folder, saved, tmp_path, command, file, content, message):
+    mine = shutil.copytree(saved, tmp_path / "mine")
+    (mine / file).unlink() if content is None else (mine / file).write_bytes(content)
+    at = 1 if command[0] == "cloud" else 3
+    refused(folder, [*command[:at], "--adapter", str(mine), *command[at:]], message)
+
+
+def test_a_checkpoint_that_is_none_is_named(folder, tmp_path):
+    (tmp_path / "checkpoint.pt").write_text("junk\n")
+    (tmp_path / "diary.txt").write_text("my cat is called felix and sleeps all day " * 20)
+    train = ["train", str(tmp_path / "diary.txt"), str(tmp_path), "--seq", "8"]
+    message = "checkpoint.pt cannot be read (damaged, or not a checkpoint): remove it to start anew"
+    refused(folder, [*DEVICE, *train], message)
 
 
 def test_another_kind_of_adapter_is_refused(folder, tmp_path):
