@@ -115,7 +115,8 @@ class Connection:
         Raises
         ------
         ConnectionError
-            It did not work for ``retry_s``; :class:`SessionLostError` if the cloud has forgotten the session.
+            It did not work for ``retry_s``, or the other side shows a certificate that is not trusted;
+            :class:`SessionLostError` if the cloud has forgotten the session.
         RefusedError
             The cloud does not want to.
         """
@@ -127,7 +128,8 @@ class Connection:
                 return run()
             except BrokenCallError as error:
                 give_up = time.monotonic() + self.retry_s if give_up is None else give_up
-                if time.monotonic() + pause > give_up:
+                stranger = isinstance(error.__cause__, ssl.SSLCertVerificationError)  # and stays one
+                if stranger or time.monotonic() + pause > give_up:
                     raise ConnectionError(f"no connection to {self.target}: {error}") from error
             except BaseException:
                 self.reset()  # in the middle of a step: the next one begins with a new stream

@@ -1,5 +1,6 @@
 """The commands, in processes of their own: what a reader types."""
 
+import contextlib
 import gc
 import io
 import os
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 
 from plpkg.backbones import load_backbone, random_backbone
 from plpkg.cli import app
-from plpkg.residual import CloudServer, DeviceClient, PrivateLoraConfig, commands
+from plpkg.residual import CloudServer, DeviceClient, PrivateLoraConfig, certificates, commands
 
 WIDTH = 32
 WORDS = ["<unk>", "<s>", "my", "cat", "is", "called", "felix", "and", "sleeps", "all", "day"]
@@ -38,16 +39,15 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.fixture
-def cloud(folder):
+@contextlib.contextmanager
+def serving(folder, *options, **environment):
     """``plpkg cloud`` in a process; gives its address."""
-    command = [sys.executable, "-m", "plpkg", "cloud", "--model", str(folder), "--rank", "4", *TARGETS]
-    command += ["--busy-wait", "0.001"]
+    command = [sys.executable, "-m", "plpkg", "cloud", "--model", str(folder), "--rank", "4", *TARGETS, *options]
     process = subprocess.Popen(
         [*command, "--listen", "127.0.0.1:0"],
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        env=os.environ | {"PYTHONUNBUFFERED": "1"} | environment,
     )
     line = process.stdout.readline()
     assert line.startswith("listening on 127.0.0.1:")
@@ -56,6 +56,36 @@ def cloud(folder):
     rest = process.communicate(timeout=60)[0]
     assert process.returncode == 0
     assert "round trips" in rest
+
+
+@pytest.fixture
+def cloud(folder):
+    with serving(folder, "--busy-wait", "0.001") as address:
+        yield address
+
+
+def test_over_tls_with_a_token(folder, tmp_path, monkeypatch):
+    certificate = certificates.write(tmp_path / "tls")
+    certificates.write(tmp_path / "others")
+    with serving(folder, "--tls", str(tmp_path / "tls"), PLPKG_TOKEN="secret") as address:
+        device = ["device", "--connect", address, "--model", str(folder), "--rank", "4", *TARGETS, "--ca"]
+        chat = ["chat", "--max-new-tokens", "5", "--temperature", "0"]
+
+        def asked(ca, token):
+            return RUNNER.invoke(app, [*device, str(ca), *chat], input="my cat\n", env={"PLPKG_TOKEN": token})
+
+        result = asked(certificate, "secret")
+        assert result.exit_code == 0, result.output
+        assert len(result.stdout.strip().splitlines()) == 1
+        result = asked(certificate, "guessed")
+        assert result.exit_code == 2
+        assert "no token, or a wrong one" in result.output
+        slept = []
+        monkeypatch.setattr("plpkg.residual.connection.time.sleep", slept.append)
+        result = asked(tmp_path / "others" / "cert.pem", "secret")
+        assert result.exit_code == 2
+        assert "certificate verify failed" in result.output
+        assert not slept  # trying again would not help
 
 
 def test_cloud_chat_and_train(cloud, folder, tmp_path):
@@ -102,9 +132,8 @@ def test_each_process_is_left_with_its_part(folder, tmp_path, monkeypatch, comma
     text = tmp_path / "text.txt"
     text.write_text("my cat")
     rest = ["train", str(text), str(tmp_path / "out")] if command == "train" else ["chat"]
-    everything = {"cloud": ["cloud", *common, "--listen", "127.0.0.1:0"]}
-    arguments = everything.get(command, ["device", "--connect", "127.0.0.1:1", *common, *rest])
-    result = RUNNER.invoke(app, arguments)
+    cloud = ["cloud", *common, "--listen", "127.0.0.1:0"]
+    result = RUNNER.invoke(app, cloud if command == "cloud" else [*DEVICE, *common, *rest])
     assert result.exit_code == 0, result.output
     held = {t.untyped_storage().data_ptr() for t in (*seen["part"].parameters(), *seen["part"].buffers())}
     beside = [t for at, t in seen["alive"].items() if at not in held and at not in before]
