@@ -51,9 +51,11 @@ def serving(folder, *options, **environment):
     )
     line = process.stdout.readline()
     assert line.startswith("listening on 127.0.0.1:")
-    yield line.split()[2].rstrip(";")
-    process.send_signal(signal.SIGINT)
-    rest = process.communicate(timeout=60)[0]
+    try:
+        yield line.split()[2].rstrip(";")
+    finally:
+        process.send_signal(signal.SIGINT)
+        rest = process.communicate(timeout=60)[0]
     assert process.returncode == 0
     assert "round trips" in rest
 
