@@ -20,7 +20,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "phi3", "gemma2", "gpt2")
 def load_backbone(
     name_or_path: str | Path,
     *,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | str = torch.float32,
     device: str | torch.device = "cpu",
     local_files_only: bool = False,
     **options,
@@ -33,7 +33,8 @@ def load_backbone(
         ``"plpkg-small"``, the model that comes with this package (``data/README.md`` says from what it
         has learnt), a hub name, or a folder that ``save_pretrained`` wrote.
     dtype
-        Of the weights: ``torch.float32``, ``torch.bfloat16``, ``torch.float16``.
+        Of the weights: ``torch.float32``, ``torch.bfloat16``, ``torch.float16``; or ``"auto"``, the checkpoint's own:
+        then, on the CPU, safetensors are mapped from their file and read as they are used, instead of converted.
     device
         Where the weights go.
     local_files_only

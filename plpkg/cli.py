@@ -91,7 +91,7 @@ Seed = Annotated[int, Option(help="Of a new adapter's A and B.")]
 FirstK = Annotated[int, Option(help="Layers that the device keeps at the beginning.")]
 LastK = Annotated[int, Option(help="Layers that the device keeps at the end.")]
 Precision = Annotated[str, Option(help="Of the values on the wire: fp16, bf16 or fp32.")]
-Dtype = Annotated[str, Option(help="Of the weights: fp16, bf16 or fp32.")]
+Dtype = Annotated[str, Option(help="Of the weights: fp16, bf16, fp32, or auto: the checkpoint's own.")]
 BusyWait = Annotated[
     float, Option(metavar="SECONDS", help="How long to look for a message before sleeping: faster, takes a core.")
 ]
@@ -163,16 +163,20 @@ def device(
 
 
 def _client(options: dict):
-    """The device's client, the adapted model with nothing but the device's tensors, and its tokenizer."""
+    """The device's client, the adapted model with nothing but the device's tensors, and its tokenizer.
+
+    The checkpoint keeps its own type until the cloud's layers are gone: what is not used stays in the file.
+    """
     from plpkg.residual import DeviceClient, commands, release
 
     rank, target, seed = options["rank"], options["target"], options["seed"]
     new = dict(r_c2d=rank, r_d2c=rank, target_modules=target or None, projection_seed=seed)
-    model, tokenizer = commands.adapted_model(options["model"], options["adapter"], "fp32", "cpu", **new)
+    model, tokenizer = commands.adapted_model(options["model"], options["adapter"], "auto", "cpu", **new)
     names = ("first_k", "last_k", "precision", "ca", "token", "link")
     settings = {name: options[name] for name in names} | {"busy_wait_s": options["busy_wait"]}
     client = DeviceClient(options["connect"], model, **settings)
     release(model, client.part, adapter_name=client.adapter_name)
+    client.part.float()
     return client, model, tokenizer
 
 

@@ -147,7 +147,8 @@ class PrivateLoraLayer(nn.Module, BaseTunerLayer):
     privatelora_M
         By adapter: ``nn.Linear(r_c2d, r_d2c, bias=False)``.
     privatelora_A, privatelora_B
-        By adapter: ``(r_c2d, in_features)`` and ``(out_features, r_d2c)``, frozen.
+        By adapter: ``(r_c2d, in_features)`` and ``(out_features, r_d2c)``, frozen, float32 whatever the base layer is:
+        the same on both sides of a wire.
     """
 
     adapter_layer_names = ("privatelora_M",)
@@ -178,18 +179,19 @@ class PrivateLoraLayer(nn.Module, BaseTunerLayer):
             a, b = gaussian_projections(
                 config.projection_seed, self.module, self.in_features, self.out_features, config.r_c2d, config.r_d2c
             )
-        # Every adapter of a layer is saved with its own A and B, or none is.
-        for name, buffers, value in (("A", self.privatelora_A, a), ("B", self.privatelora_B, b)):
+        projections = (("A", self.privatelora_A, a), ("B", self.privatelora_B, b))
+        for name, buffers, _ in projections:  # every adapter of a layer is saved with its own A and B, or none is
             if len(buffers) and buffers.persistent != config.save_projection:
                 raise ValueError(
                     f"save_projection={config.save_projection} for the adapter {adapter_name!r}, but "
                     f"{buffers.persistent} for those that the model already has ({name} of {self.module})"
                 )
-            buffers.persistent = config.save_projection
-            buffers[adapter_name] = value
         self.privatelora_M[adapter_name] = nn.Linear(config.r_c2d, config.r_d2c, bias=False)
         nn.init.zeros_(self.privatelora_M[adapter_name].weight)
         self._move_adapter_to_device_of_base_layer(adapter_name)
+        for _, buffers, value in projections:  # after the move, which rounds to the base layer's type
+            buffers.persistent = config.save_projection
+            buffers[adapter_name] = value.to(self.get_base_layer().weight.device)
         self.set_adapter(self.active_adapters, inference_mode=inference_mode)
 
     def _base_weight(self) -> torch.Tensor:
@@ -202,10 +204,10 @@ class PrivateLoraLayer(nn.Module, BaseTunerLayer):
     def residual(self, x: torch.Tensor, adapter_name: str) -> torch.Tensor:
         """What an adapter adds to the output for ``x`` ``(..., in_features)``: ``(..., out_features)``."""
         m = self.privatelora_M[adapter_name]
-        x = self._cast_input_dtype(x, m.weight.dtype)
-        u = nn.functional.linear(x, self.privatelora_A[adapter_name])  # (..., r_c2d), goes to the device
+        a, b = (p[adapter_name].to(m.weight.dtype) for p in (self.privatelora_A, self.privatelora_B))
+        u = nn.functional.linear(self._cast_input_dtype(x, m.weight.dtype), a)  # (..., r_c2d), goes to the device
         v = m(u)  # (..., r_d2c), comes back
-        return nn.functional.linear(v, self.privatelora_B[adapter_name])
+        return nn.functional.linear(v, b)
 
     def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         if self.disable_adapters and self.merged:

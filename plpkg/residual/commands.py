@@ -33,7 +33,7 @@ def adapted_model(name: str, adapter: Path | None, dtype: str, device: str, **co
     adapter
         A folder that ``save_pretrained`` wrote, with safetensors; without one a new adapter of ``config``.
     dtype, device
-        Of the model: one of the wire's precisions, and ``"cpu"`` or ``"cuda"``.
+        Of the model: one of the wire's precisions or ``"auto"``, the checkpoint's own; and ``"cpu"`` or ``"cuda"``.
     **config
         Fields of :class:`PrivateLoraConfig`.
 
@@ -42,7 +42,8 @@ def adapted_model(name: str, adapter: Path | None, dtype: str, device: str, **co
     ValueError, FileNotFoundError
         No such model, device or adapter; an adapter that is damaged, of another kind, or for another model.
     """
-    model, tokenizer = load_backbone(name, dtype=PRECISIONS[one_of("dtype", dtype, tuple(PRECISIONS))], device=device)
+    dtypes = PRECISIONS | {"auto": "auto"}
+    model, tokenizer = load_backbone(name, dtype=dtypes[one_of("dtype", dtype, tuple(dtypes))], device=device)
     if adapter is None:
         return get_peft_model(model, PrivateLoraConfig(**config)), tokenizer
     config = _config(adapter)

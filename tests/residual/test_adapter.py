@@ -284,6 +284,23 @@ def test_half_precision_bases_train_in_float32():
     assert logits(model).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("autocast_adapter_dtype", [True, False])
+def test_projections_are_the_same_in_every_precision(autocast_adapter_dtype):
+    config = PrivateLoraConfig(r_c2d=5, r_d2c=3)
+    whole = get_peft_model(backbone(), config)
+    half = get_peft_model(backbone(dtype=torch.bfloat16), config, autocast_adapter_dtype=autocast_adapter_dtype)
+    for mine, other in zip(layers(whole), layers(half), strict=True):
+        assert torch.equal(mine.privatelora_A["default"], other.privatelora_A["default"])
+        assert torch.equal(mine.privatelora_B["default"], other.privatelora_B["default"])
+    with torch.no_grad():
+        for layer in layers(half):
+            layer.privatelora_M["default"].weight.normal_()
+    assert {p.dtype for p in half.parameters() if p.requires_grad} == {
+        torch.float32 if autocast_adapter_dtype else torch.bfloat16
+    }
+    assert logits(half).isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

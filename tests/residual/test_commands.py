@@ -143,6 +143,52 @@ def test_each_process_is_left_with_its_part(folder, tmp_path, monkeypatch, comma
     assert held <= set(seen["alive"])
 
 
+PEAK = """
+import sys, threading
+from plpkg import cli
+
+options = dict(connect="127.0.0.1:1", adapter=None, rank=4, target=None, seed=0, first_k=1, last_k=0)
+options |= dict(precision="fp16", ca=None, token=None, link=None, busy_wait=0.0)
+
+def anonymous():  # what the process holds that is in no file
+    status = open("/proc/self/status").read()
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+def load(model):
+    client, _, _ = cli._client(options | dict(model=model))
+    dtypes = {str(p.dtype) for p in client.part.parameters()}
+    client.close()
+    return dtypes
+
+def watch():
+    while not done.wait(0.001):
+        seen.append(anonymous())
+
+load(sys.argv[1])  # what is loaded and compiled once
+done, seen = threading.Event(), [anonymous()]
+watching = threading.Thread(target=watch)
+watching.start()
+dtypes = load(sys.argv[2])
+done.set()
+watching.join()
+print(max(seen) - seen[0], *dtypes)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="Linux tells what a process holds")
+def test_a_device_never_holds_the_layers_of_the_cloud(folder, tmp_path):
+    wide = dict(num_layers=16, hidden=512, intermediate=2048, num_heads=8, vocab=len(WORDS), dtype=torch.bfloat16)
+    large = shutil.copytree(folder, tmp_path / "large")
+    random_backbone("llama", **wide).save_pretrained(large)
+    size = (large / "model.safetensors").stat().st_size
+    assert size > 1e8
+    command = [sys.executable, "-c", PEAK, str(folder), str(large)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    peak, dtype = output.split()
+    assert dtype == "torch.float32"
+    assert int(peak) < size / 2, f"{int(peak):,} bytes beside the file of {size:,}"
+
+
 def test_chat_is_what_generate_gives_and_remembers_with_a_template(folder, capsys):
     base, tokenizer = load_backbone(folder)
     model = get_peft_model(base, PrivateLoraConfig(r_c2d=4, r_d2c=4))
@@ -188,7 +234,7 @@ def test_a_certificate_and_then_its_refusal(tmp_path):
         (["cloud", "--listen", "0.0.0.0:0"], "0.0.0.0:0 is not on this machine: TLS and a token needed"),
         (["cloud", "--listen", "here"], "an address must be host:port, got 'here'"),
         (["cloud", "--rank", "0"], "r_c2d must be"),
-        (["cloud", "--dtype", "int4"], "dtype must be one of 'fp16', 'bf16', 'fp32', got 'int4'"),
+        (["cloud", "--dtype", "int4"], "dtype must be one of 'fp16', 'bf16', 'fp32', 'auto', got 'int4'"),
         (["cloud", "--first-k", "2"], "first_k must be between 0 and num_hidden_layers - 1=1"),
         (["cloud", "--sessions", "0"], "sessions must be"),
         (["cloud", "--busy-wait", "-1"], "busy_wait_s must be at least 0, got -1.0"),

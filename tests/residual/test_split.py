@@ -78,8 +78,9 @@ def test_token_by_token_with_caches_on_both_sides(adapted, family, first_k, last
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("first_k", "last_k"), CUTS)
-def test_gradients_equal_those_of_one_process(adapted, family, first_k, last_k):
-    model = adapted(family, m_scale=0.1)
+@pytest.mark.parametrize(("dtype", "rel"), [(torch.float32, 1e-6), (torch.float64, 1e-13)])
+def test_gradients_equal_those_of_one_process(adapted, same_gradients, family, first_k, last_k, dtype, rel):
+    model = adapted(family, m_scale=0.1).to(dtype)
     model(input_ids=IDS, labels=IDS).loss.backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
@@ -97,8 +98,7 @@ def test_gradients_equal_those_of_one_process(adapted, family, first_k, last_k):
         embedded.backward(sent.grad)
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert (found[name] - gradient).norm() <= 1e-6 * gradient.norm(), name
+    same_gradients([found[name] for name in expected], list(expected.values()), rel)
     assert not device._asked
 
 
