@@ -1,7 +1,8 @@
 """What personalising brings: each private writer by each method, its speed, a changed backbone.
 
 * quality: plpkg-small, personalised on a writer's training text, scored on the writer's test text. Every method takes
-  the same steps; its learning rate was chosen on numpy's and seaborn's validation text. Two seeds, of the order.
+  the same steps; its learning rate was chosen on numpy's and seaborn's validation text. Two seeds, of the order of the
+  text and of random A and B.
   Phone only: a model that fits into the memory of PrivateLoRA's device part, trained here on the same public text, and
   plpkg-small rounded to 4 bit, both with LoRA. A method's tokens per second, and with them M_S, are those of how it
   runs without delay: PrivateLoRA's bases do not change them.
@@ -105,14 +106,20 @@ def four_bit(model):
     return model
 
 
-def prepared(method: Method, start, for_bases: Iterator[torch.Tensor] | None = None):
-    """A copy of the model, ready to learn by the method; ``for_bases``: batches whose gradient gives A and B."""
+def prepared(method: Method, start, for_bases: Iterator[torch.Tensor] | None = None, seed: int = 0):
+    """A copy of the model, ready to learn by the method.
+
+    A and B come from the gradient of the batches ``for_bases``, or from ``seed`` if they are random.
+    """
     model = copy.deepcopy(start)
     if method.config == "head":
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # no longer the embedding
     elif method.config is not None:
-        torch.manual_seed(0)
-        model = get_peft_model(model, copy.deepcopy(method.config))
+        torch.manual_seed(seed)
+        config = copy.deepcopy(method.config)
+        if isinstance(config, PrivateLoraConfig):
+            config.projection_seed = seed
+        model = get_peft_model(model, config)
         if for_bases is not None:
             bases.from_gradients(model, islice(for_bases, 8))
     return model
@@ -204,7 +211,7 @@ def quality_rows(name: str, starts: dict, tokenizer, methods=tuple(METHODS)) -> 
             continue
         began = time.perf_counter()
         for_bases = batches(method.basis, 1000 + seed) if method.basis else None
-        model = prepared(method, starts[method.model], for_bases)
+        model = prepared(method, starts[method.model], for_bases, seed)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         if method.config is not None:
             personalise(model, batches("own", seed), method.lr)
