@@ -2,7 +2,7 @@
 
 * quality: plpkg-small, personalised on a writer's training text, scored on the writer's test text. Every method takes
   the same steps; its learning rate was chosen on numpy's and seaborn's validation text. Two seeds, of the order of the
-  text and of random A and B.
+  text and of PrivateLoRA's random A and B.
   Phone only: a model that fits into the memory of PrivateLoRA's device part, trained here on the same public text, and
   plpkg-small rounded to 4 bit, both with LoRA. A method's tokens per second, and with them M_S, are those of how it
   runs without delay: PrivateLoRA's bases do not change them.
@@ -115,7 +115,7 @@ def prepared(method: Method, start, for_bases: Iterator[torch.Tensor] | None = N
     if method.config == "head":
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # no longer the embedding
     elif method.config is not None:
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         config = copy.deepcopy(method.config)
         if isinstance(config, PrivateLoraConfig):
             config.projection_seed = seed
@@ -227,6 +227,14 @@ def quality_rows(name: str, starts: dict, tokenizer, methods=tuple(METHODS)) -> 
         })  # fmt: skip
         print(f"{name}, {label}, {seed}: {bits:.4f} ({time.perf_counter() - began:.0f} s)", flush=True)
     return rows
+
+
+def described(quality: pd.DataFrame) -> pd.DataFrame:
+    """Rows of quality with each adapter's rank and the projections that it stands at."""
+    configs = {name: m.config for name, m in METHODS.items() if isinstance(m.config, PrivateLoraConfig | LoraConfig)}
+    ranks = {name: c.r_c2d if isinstance(c, PrivateLoraConfig) else c.r for name, c in configs.items()}
+    targets = {name: " ".join(sorted(config.target_modules)) for name, config in configs.items()}
+    return quality.assign(rank=quality["method"].map(ranks), targets=quality["method"].map(targets))
 
 
 def rated(quality: pd.DataFrame, speed: pd.DataFrame) -> pd.DataFrame:
@@ -372,9 +380,9 @@ def again(methods: list[str]) -> None:
     recorded = catalog.measured("residual_quality")
     full, tokenizer = load_backbone("plpkg-small")
     found = all_quality({"plpkg-small": full.requires_grad_(False)}, tokenizer, ["none", *methods])
-    found = rated(found, recorded.query("section == 'speed'")).query("method in @methods")
+    found = rated(described(found), recorded.query("section == 'speed'")).query("method in @methods")
     replaced = (recorded["section"] == "quality") & recorded["method"].isin(methods)
-    record.write("residual_quality", found.to_dict("records"), keep=recorded[~replaced])
+    record.write("residual_quality", found.to_dict("records"), keep=described(recorded[~replaced]))
 
 
 def speed_again(smaller: Path) -> None:
@@ -423,5 +431,5 @@ if __name__ == "__main__":
         with ProcessPoolExecutor(2, alone, torch.set_num_threads, (1,)) as pool:
             jobs = [pool.submit(migration_rows, name, full, updated, tokenizer) for name in WRITERS]
             rows += [row for job in jobs for row in job.result()]
-        rows += rated(all_quality(starts, tokenizer), pd.DataFrame(speed)).to_dict("records")
+        rows += rated(described(all_quality(starts, tokenizer)), pd.DataFrame(speed)).to_dict("records")
     record.write("residual_quality", rows)

@@ -1,10 +1,11 @@
 """What a device has to hold, compute and send: counted, and by formula."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plpkg import catalog
 from plpkg.catalog import ModelShape
-from plpkg.residual.adapter import PrivateLoraLayer
+from plpkg.residual.adapter import QKV, PrivateLoraLayer
 from plpkg.residual.parts import DevicePart
 from plpkg.results import Tabular
 from plpkg.validation import one_of, whole_number
@@ -58,9 +59,16 @@ def device_cost(device: DevicePart, *, wire_bits: int = 16) -> DeviceCost:
 
 
 def kept_layers_cost(
-    model: str | ModelShape, first_k: int = 0, last_k: int = 0, *, r_c2d: int = 64, r_d2c: int = 64, wire_bits: int = 16
+    model: str | ModelShape,
+    first_k: int = 0,
+    last_k: int = 0,
+    *,
+    r_c2d: int = 64,
+    r_d2c: int = 64,
+    targets: Sequence[str] = QKV,
+    wire_bits: int = 16,
 ) -> DeviceCost:
-    """What PrivateLoRA on q, k and v costs a device that keeps layers at either end: ``split(first_k, last_k)``.
+    """What PrivateLoRA costs a device that keeps layers at either end: ``split(first_k, last_k)``.
 
     Parameters
     ----------
@@ -70,6 +78,8 @@ def kept_layers_cost(
         Decoder layers on the device; at least one stays in the cloud.
     r_c2d, r_d2c
         Ranks of each M.
+    targets
+        The adapted projections of a layer: ``"q_proj"`` to ``"down_proj"``.
     wire_bits
         For each number sent.
     """
@@ -79,15 +89,22 @@ def kept_layers_cost(
     whole_number("last_k", last_k, 0, shape.num_layers - 1 - first_k, "num_layers - 1 - first_k")
     for name, value in dict(r_c2d=r_c2d, r_d2c=r_d2c, wire_bits=wire_bits).items():
         whole_number(name, value, 1)
-    kept, norm = first_k + last_k, shape.hidden
+    hidden, q, kv, mlp = shape.hidden, shape.query_dim, shape.kv_dim, shape.intermediate
+    widths = {
+        "q_proj": (hidden, q), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (q, hidden),
+        "gate_proj": (hidden, mlp), "up_proj": (hidden, mlp), "down_proj": (mlp, hidden),
+    }  # fmt: skip
+    adapted = [widths[one_of("a target", name, tuple(widths))] for name in targets]
+    kept, norm = first_k + last_k, hidden
     layer = (shape.decoder_parameters - norm) // shape.num_layers
-    layer += 3 * r_c2d * shape.hidden + sum(shape.projection_dims) * r_d2c  # A and B
-    held = kept * layer + (norm if last_k else 0) + 3 * shape.num_layers * r_c2d * r_d2c  # every M is on the device
+    layer += sum(r_c2d * inputs + r_d2c * outputs for inputs, outputs in adapted)  # A and B
+    every_m = len(adapted) * shape.num_layers * r_c2d * r_d2c
+    held = kept * layer + (norm if last_k else 0) + every_m
     head = shape.embedding_parameters
-    crossing = 3 * (shape.num_layers - kept)
+    crossing = len(adapted) * (shape.num_layers - kept)
     return DeviceCost(
         held + head * (1 if shape.tied_embeddings else 2),
         2 * (held + head),
-        (shape.hidden + crossing * r_d2c) * wire_bits / 8,
-        (shape.hidden + crossing * r_c2d) * wire_bits / 8,
+        (hidden + crossing * r_d2c) * wire_bits / 8,
+        (hidden + crossing * r_c2d) * wire_bits / 8,
     )

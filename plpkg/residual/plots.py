@@ -5,22 +5,27 @@ from plpkg.residual import recorded
 
 
 def quality(ax=None):
-    """Each split method's share of LoRA's gain, with the share of LoRA's bytes that it sends."""
+    """Each split method's gain in bits per byte, by writer and in the mean, with its share of LoRA's bytes."""
     ax = theme.axes(ax)
-    table = recorded.personalisation().query("bytes_per_token > 0").sort_values("share_of_lora")
+    table = recorded.personalisation().query("bytes_per_token > 0").sort_values("gain")
     names = [f"{method} ({100 * row.share_of_actual:.0f} %)" for method, row in table.iterrows()]
-    colour = theme.styles(1)[0]["color"]
-    for name, row in zip(names, table.itertuples(), strict=True):
-        fill = colour if row.share_of_actual <= 0.25 else "white"
-        spread = 100 * row.share_ci
-        ax.errorbar(100 * row.share_of_lora, name, xerr=spread, fmt="o", ms=7, capsize=3, color=colour, mfc=fill)
-    ax.axvline(80, color="0.4", linestyle="--", lw=1)
+    writers, at = recorded.gains().loc[table.index], range(len(names))
+    for writer, style in zip(writers, theme.styles(len(writers) + 1)[1:], strict=True):
+        faint = {"color": "0.5", "marker": style["marker"], "linestyle": "none", "mfc": "none", "ms": 6}
+        ax.plot(writers[writer], at, label=writer, **faint)
+    colour, few = theme.styles(1)[0]["color"], table["share_of_actual"] <= 0.25
+    for chosen, fill, label in ((few, colour, "mean, at most a quarter of the bytes"), (~few, "white", "mean, more")):
+        own = [y for y, here in zip(at, chosen, strict=True) if here]
+        ax.plot(table["gain"][chosen], own, "o", ms=8, color=colour, mfc=fill, label=label)
+    ax.axvline(0.8 * table["gain"][recorded.LORA], color="0.4", linestyle="--", lw=1)
+    ax.set_yticks(at, names)
     ax.grid(False, axis="y")
-    ax.set(xlabel=f"gain in bits per byte, % of that of {recorded.LORA} (mean of the writers, 95 %)", xlim=(-60, 260))
-    ax.figure.set_size_inches(8.6, 4.6)
-    said = "; ".join(f"{name} {100 * share:.0f} %" for name, share in zip(names, table["share_of_lora"], strict=True))
+    ax.set(xlabel=f"gain in bits per byte (dashed: 80 % of that of {recorded.LORA})")
+    ax.legend(loc="lower right", fontsize=9)
+    ax.figure.set_size_inches(8.6, 5.2)
+    said = "; ".join(f"{name} {gain:.3f}" for name, gain in zip(names, table["gain"], strict=True))
     return theme.describe(
-        ax, f"Share of LoRA's gain in quality, by method and its share of LoRA's bytes a token: {said}."
+        ax, f"Gain in bits per byte in the mean, by method and its share of LoRA's bytes a token: {said}."
     )
 
 
@@ -61,19 +66,19 @@ def link_times(ax=None):
 
 
 def m_recovery(ax=None):
-    """The error of the M that the cloud computes, against the tokens that it has seen."""
+    """The error of the M that the cloud computes, against the different tokens that it has seen."""
     ax = theme.axes(ax)
     rows = recorded.attack("m")
     groups = list(rows.groupby("case", sort=False))
     for (case, own), style in zip(groups, theme.styles(len(groups)), strict=True):
         ax.plot(own["x"], own["error"], label=f"M with {case}", **style)
-    ax.set(xscale="log", yscale="log", xlabel="tokens seen", ylabel="relative error of M", ylim=(None, 2))
+    ax.set(xscale="log", yscale="log", xlabel="different tokens seen", ylabel="relative error of M", ylim=(None, 2))
     ax.set_xscale("log", base=2)
     ax.set_title("M by least squares, messages in fp16")
     ax.legend()
     said = "; ".join(f"{case}: {own['error'].min():.1g} after {own['x'].max():.0f} tokens" for case, own in groups)
     return theme.describe(
-        ax, f"The error of the recovered M falls steeply once as many tokens as ranks are seen: {said}."
+        ax, f"The error of the recovered M falls steeply once as many different tokens as ranks are seen: {said}."
     )
 
 

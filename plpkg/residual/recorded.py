@@ -10,34 +10,35 @@ LORA = "LoRA r=16"
 """What everything is compared with: LoRA on q, k and v, cut so that full activations cross."""
 
 
+def gains():
+    """Bits per byte below the untuned model: by method and writer, means over the seeds."""
+    rows = catalog.measured("residual_quality").query("section == 'quality'")
+    return rows.pivot_table(index="method", columns="case", values="gain", sort=False)
+
+
 def personalisation():
-    """Each method's mean over writers and seeds.
+    """Each method's mean over writers, whose seeds are averaged.
 
     Returns
     -------
     pandas.DataFrame
         By method: ``bits_per_byte`` of held-out text; ``gain`` over the untuned model, with its interval's half-width
-        ``gain_ci``; ``share_of_lora`` of LoRA's gain and its ``share_ci``; ``trained`` parameters;
-        ``bytes_per_token`` on the wire with both end points, and ``share_of_actual``: of LoRA's full activations.
+        ``gain_ci``; ``share_of_lora``, of LoRA's mean gain; the adapter's ``rank`` and ``targets``; ``trained``
+        parameters; ``bytes_per_token`` on the wire with both end points, and ``share_of_actual``: of LoRA's full
+        activations; ``device_mb``, the weights on the device.
     """
     import pandas as pd
 
-    rows = catalog.measured("residual_quality").query("section == 'quality'")
-    writers = rows.groupby(["method", "case"], sort=False)[["bits_per_byte", "gain"]].mean()
-    writers["share_of_lora"] = writers["gain"] / writers["gain"].xs(LORA).reindex(writers.index, level="case")
-    by_method = writers.groupby("method", sort=False)
-    costs = rows.groupby("method", sort=False)[["trained", "bytes_per_token", "share_of_actual", "device_mb"]].first()
-    return pd.concat(
-        [
-            by_method["bits_per_byte"].mean(),
-            by_method["gain"].mean(),
-            by_method["gain"].apply(half_width).rename("gain_ci"),
-            by_method["share_of_lora"].mean(),
-            by_method["share_of_lora"].apply(half_width).rename("share_ci"),
-            costs,
-        ],
-        axis=1,
-    )
+    by_method = catalog.measured("residual_quality").query("section == 'quality'").groupby("method", sort=False)
+    gain = gains()
+    found = {
+        "bits_per_byte": by_method["bits_per_byte"].mean(),  # as many seeds for each writer
+        "gain": gain.mean(axis=1),
+        "gain_ci": gain.apply(half_width, axis=1),
+        "share_of_lora": gain.mean(axis=1) / gain.loc[LORA].mean(),
+    }
+    costs = ["rank", "targets", "trained", "bytes_per_token", "share_of_actual", "device_mb"]
+    return pd.DataFrame(found).join(by_method[costs].first())
 
 
 def half_width(values) -> float:
@@ -54,7 +55,8 @@ def score_table():
     Returns
     -------
     pandas.DataFrame
-        By method: ``tokens_per_s`` at 60/100 Mb/s without delay, ``accuracy`` in per cent, ``m_s``; means.
+        By method: ``tokens_per_s`` at 60/100 Mb/s without delay, ``accuracy`` in per cent, ``m_s``, ``device_mb``;
+        means.
     """
     rows = catalog.measured("residual_quality").query("section == 'quality' and tokens_per_s.notna()")
     return rows.groupby("method", sort=False)[["tokens_per_s", "accuracy", "m_s", "device_mb"]].mean()
@@ -88,19 +90,31 @@ def speed_ups():
     """Low rank's tokens per second over those of full activations, by link and way of waiting; single sequences."""
     rows = catalog.measured("residual").query("section == 'link' and batch == 1")
     speeds = rows.pivot_table(index=["case", "waits"], columns="what", values="tokens_per_s", sort=False)
-    return speeds.div(speeds.pop("full activations"), axis=0)
+    found = speeds.div(speeds.pop("full activations"), axis=0)
+    return found.rename_axis(index=["speed over full activations'", "waits"], columns="")
 
 
 def round_trips():
     """Median and 99th percentile in µs of a message there and back on loopback, by what carries it."""
-    rows = catalog.measured("residual").query("section == 'round trip'")
-    return rows.set_index("what")[["median_us", "p99_us"]].astype(int)
+    rows = catalog.measured("residual").query("section == 'round trip'").set_index("what")
+    return rows[["median_us", "p99_us"]].astype(int).rename_axis(index="400 bytes there and back")
 
 
 def two_processes():
-    """The divided model's speed over the undivided one's in one process: by how it waits."""
-    rows = catalog.measured("residual").query("section == 'speed'")
-    return rows.pivot_table(index="what", columns="waits", values="ratio", sort=False)
+    """The divided model's speed over the undivided one's in one process: by how it waits, and on limited links.
+
+    What the links limit goes through a relay that has the same cores.
+    """
+    import pandas as pd
+
+    measured = catalog.measured("residual")
+    rows = measured.query("section == 'speed'")
+    table = rows.pivot_table(index="what", columns="waits", values="ratio", sort=False)
+    limited = measured.query("section == 'link' and what == 'r=64' and batch == 1")
+    speeds = limited.pivot_table(index="case", columns="waits", values="tokens_per_s", sort=False)
+    whole = rows.query("what == 'one process'").set_index("waits")["tokens_per_s"]
+    table = pd.concat([table, (speeds / whole).rename("split, {}".format)])
+    return table.rename_axis(index="speed over one process's", columns="")
 
 
 def diary():
@@ -111,10 +125,20 @@ def diary():
 
 
 def migration():
-    """Bits per byte of held-out text after a change of backbone: by what was done and writer; and its CPU seconds."""
+    """What becomes of an adapter when its backbone changes.
+
+    Returns
+    -------
+    pandas.DataFrame
+        By what was done: bits per byte of held-out text for each writer and in the ``mean``; the mean ``gain`` over the
+        same backbone without M; CPU seconds, ``cpu_s``.
+    """
     rows = catalog.measured("residual_quality").query("section == 'migration' and bits_per_byte.notna()")
     table = rows.pivot_table(index="method", columns="case", values="bits_per_byte", sort=False)
-    return table.assign(mean=table.mean(axis=1), cpu_s=rows.groupby("method")["cpu_s"].mean())
+    mean = table.mean(axis=1)
+    old = mean.index.str.startswith("old backbone")
+    without = mean["updated backbone, no M"] + old * (mean["old backbone, no M"] - mean["updated backbone, no M"])
+    return table.assign(mean=mean, gain=without - mean, cpu_s=rows.groupby("method")["cpu_s"].mean())
 
 
 ATTACKS = ("quality", "plain", "m", "inversion", "noise", "answers", "embedding", "nonlinear")

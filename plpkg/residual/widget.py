@@ -29,12 +29,12 @@ class Choice:
     bytes_per_token, share_of_actual
         Both ways, 16 bit, with end points; and relative to LoRA's full activations without layers on the device.
     share_of_lora
-        Of LoRA's gain in bits per byte.
+        Of LoRA's mean gain in bits per byte.
     recovered
         Share of the tokens that the strongest attacker reads, of a device with an adapter of rank 64 whatever is
         chosen.
     device_parameters
-        On the device: embedding, every M, and its layers (A and B of rank 64 there).
+        On the device: embedding, every M, and its layers with their A and B.
     """
 
     adapter: str
@@ -63,6 +63,7 @@ def adapters() -> list[str]:
 def compute(adapter: str, first_k: int) -> Choice:
     """Look quality and attack up; compute the bytes."""
     row, model = recorded.personalisation().loc[adapter], shape()
+    rank = int(row["rank"])
     ends = 2 * 2 * model.hidden  # word embedding and final hidden state, 2 bytes a value
     crossing = (model.num_layers - first_k) / model.num_layers
     bytes_per_token = ends + (row["bytes_per_token"] - ends) * crossing
@@ -73,7 +74,7 @@ def compute(adapter: str, first_k: int) -> Choice:
         row["share_of_actual"] * bytes_per_token / row["bytes_per_token"],
         row["share_of_lora"],
         recorded.strongest_inversion()[first_k],
-        kept_layers_cost(model, first_k).parameters,
+        kept_layers_cost(model, first_k, r_c2d=rank, r_d2c=rank, targets=row["targets"].split()).parameters,
     )
 
 
