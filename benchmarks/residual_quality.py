@@ -80,7 +80,7 @@ METHODS = {
     "LoRA r=16": Method(lora(16), 5e-3),
     "PrivateLoRA r=4": Method(low(4), 2e-2),
     "PrivateLoRA r=16": Method(low(16), 2e-2),
-    "PrivateLoRA r=64": Method(low(64), 2e-2),
+    "PrivateLoRA r=64": Method(low(64), 5e-3),
     "PrivateLoRA r=16, SVD": Method(low(16, init="svd"), 2e-2),
     "PrivateLoRA r=16, gradient": Method(low(16, init="given"), 1e-2, "own"),
     "PrivateLoRA v r=48, gradient": Method(low(48, ["v_proj"], init="given"), 1e-2, "own"),

@@ -124,8 +124,10 @@ def migrate(
         configuration, whose M are replaced.
     anchors
         ``(batch, seq)`` ids: the device's own text, or public text.
-    ridge, rounds
-        As above.
+    ridge
+        As in :func:`plpkg.residual.migrate.solve`.
+    rounds
+        How often every M is solved for, each time from what the M of the round before make of the anchors.
     adapter_name
         Which adapter, in both.
 

@@ -51,6 +51,16 @@ def test_the_formula_of_the_cost_equals_the_count(family, tied, first_k, last_k)
     assert len(embeddings) == 1 + (not tied)
 
 
+@pytest.mark.parametrize(
+    "targets", [["down_proj"], ["o_proj", "up_proj"], ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"]]
+)
+def test_the_formula_knows_every_projection(targets):
+    model = small("qwen2", tie_word_embeddings=True)
+    shape = ModelShape.from_config(model.config)
+    device, _ = split(get_peft_model(model, PrivateLoraConfig(r_c2d=5, r_d2c=3, target_modules=targets)), 1, 1)
+    assert kept_layers_cost(shape, 1, 1, r_c2d=5, r_d2c=3, targets=targets) == device_cost(device)
+
+
 @pytest.mark.parametrize(("first_k", "last_k"), [(0, 0), (1, 2)])
 def test_the_cost_is_what_is_computed_and_sent(adapted, first_k, last_k):
     device, cloud = split(adapted(), first_k, last_k)
@@ -314,6 +324,7 @@ def test_a_theft_is_tested_on_what_came_later():
         (lambda: kept_layers_cost("llama-2-7b", 32), "first_k must be between 0 and num_layers - 1=31, got 32"),
         (lambda: kept_layers_cost("llama-2-7b", 2, 30), "last_k must be between 0 and num_layers - 1 - first_k=29"),
         (lambda: kept_layers_cost("llama-2-7b", r_d2c=0), "r_d2c must be a whole number of at least 1, got 0"),
+        (lambda: kept_layers_cost("llama-2-7b", targets=["down"]), "a target must be one of 'q_proj', .*, got 'down'"),
         (lambda: kept_layers_cost(ModelShape.from_config(small("gemma2").config)), "family must be one of 'llama'"),
         (lambda: NoisySender(-1, 1.0), "scale must be at least 0, got -1"),
         (lambda: NoisySender(1, 0), "rms must be greater than 0, got 0"),

@@ -8,12 +8,18 @@ from plpkg.residual import plots, recorded
 
 def test_quality():
     ax = plots.quality()
-    table = recorded.personalisation().query("bytes_per_token > 0").sort_values("share_of_lora")
-    drawn = [container.lines[0] for container in ax.containers]
-    assert [line.get_xdata()[0] for line in drawn] == pytest.approx(list(100 * table["share_of_lora"]))
-    filled = [line.get_markerfacecolor() != "white" for line in drawn]
-    assert filled == list(table["share_of_actual"] <= 0.25)
-    assert "LoRA r=16 (100 %) 100 %" in theme.alt(ax.figure)
+    table = recorded.personalisation().query("bytes_per_token > 0").sort_values("gain")
+    writers, lines = recorded.gains().loc[table.index], {line.get_label(): line for line in ax.lines}
+    for writer in writers:
+        assert list(lines[writer].get_xdata()) == list(writers[writer])
+    few = table["share_of_actual"] <= 0.25
+    for label, chosen in (("mean, at most a quarter of the bytes", few), ("mean, more", ~few)):
+        assert list(lines[label].get_xdata()) == list(table["gain"][chosen])
+        assert [table.index[y] for y in lines[label].get_ydata()] == list(table.index[chosen])
+        assert (lines[label].get_markerfacecolor() == "white") == (label == "mean, more")
+    target = next(line for line in ax.lines if line.get_linestyle() == "--")
+    assert target.get_xdata()[0] == 0.8 * table["gain"][recorded.LORA]
+    assert f"LoRA r=16 (100 %) {table['gain'][recorded.LORA]:.3f}" in theme.alt(ax.figure)
 
 
 def test_link_times():

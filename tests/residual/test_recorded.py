@@ -19,6 +19,8 @@ def test_each_method_is_averaged_over_writers_whose_seeds_are_averaged_first(row
         own = quality.query("method == @method")
         means = [own.query("case == @writer")["gain"].mean() for writer in own["case"].unique()]
         assert table.loc[method, "gain"] == pytest.approx(sum(means) / len(means))
+        assert list(recorded.gains().loc[method]) == pytest.approx(means)
+        assert table.loc[method, "share_of_lora"] == table.loc[method, "gain"] / table.loc[recorded.LORA, "gain"]
     assert table.loc[recorded.LORA, "share_of_lora"] == pytest.approx(1)
     assert table.loc["none", "share_of_lora"] == 0
 
@@ -54,6 +56,10 @@ def test_the_strongest_attacker_is_taken():
 
 def test_migration_and_diary_name_what_was_done():
     assert {"M kept", "closed form, own text", "closed form, public text"} < set(recorded.migration().index)
+    table = recorded.migration()
+    for backbone, what in (("old", "old backbone, its M"), ("updated", "closed form, own text")):
+        without, bits = table.loc[f"{backbone} backbone, no M", "mean"], table.loc[what, "mean"]
+        assert table.loc[what, "gain"] == pytest.approx(without - bits)
     assert recorded.diary().loc["none"].str.startswith("0 of").all()
     assert set(recorded.speed().columns) > {"one process"}
 
@@ -70,6 +76,9 @@ def test_what_crossed_is_the_rows_that_it_says():
         assert shown == mine[mine["case"].str.endswith("RTT 5 ms")]["ratio"].item()
         speed = rows.query("section == 'speed' and waits == @waits and what == 'split'")["ratio"].item()
         assert recorded.two_processes().loc["split", waits] == speed
+        whole = rows.query("section == 'speed' and waits == @waits and what == 'one process'")["tokens_per_s"].item()
+        shown = recorded.two_processes().loc["split, 60/100 Mb/s, RTT 5 ms", waits]
+        assert shown == mine[mine["case"].str.endswith("RTT 5 ms")]["tokens_per_s"].item() / whole
     many = table[table["link"].str.endswith("256 sequences")]
     assert len(many) == 6
     assert many["held_ratio"].isna().all()  # many pieces at once

@@ -12,19 +12,15 @@ from plpkg.residual.cost import device_cost
 @pytest.mark.parametrize("first_k", [0, 2, 4])
 @pytest.mark.parametrize(
     ("adapter", "rank", "targets"),
-    [("PrivateLoRA r=16", 16, None), ("PrivateLoRA down r=48, gradient", 48, ["down_proj"])],
+    [("PrivateLoRA r=16", 16, None), ("PrivateLoRA r=64", 64, None), ("PrivateLoRA down r=48, gradient", 48, ["down_proj"])],
 )
-def test_bytes_are_those_of_the_cut_model(adapter, rank, targets, first_k):
+def test_bytes_and_parameters_are_those_of_the_cut_model(adapter, rank, targets, first_k):
     model = load_backbone("plpkg-small")[0]
     model = get_peft_model(model, PrivateLoraConfig(r_c2d=rank, r_d2c=rank, target_modules=targets))
     cost = device_cost(split(model, first_k)[0])
     choice = widget.compute(adapter, first_k)
     assert choice.bytes_per_token == cost.up_bytes_per_token + cost.down_bytes_per_token
-
-
-def test_parameters_are_those_of_the_cut_model():
-    model = get_peft_model(load_backbone("plpkg-small")[0], PrivateLoraConfig(r_c2d=64, r_d2c=64))
-    assert widget.compute("PrivateLoRA r=64", 2).device_parameters == device_cost(split(model, 2)[0]).parameters
+    assert choice.device_parameters == cost.parameters
 
 
 def test_quality_and_attack_are_the_recorded_ones():
