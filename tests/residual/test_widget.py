@@ -12,7 +12,11 @@ from plpkg.residual.cost import device_cost
 @pytest.mark.parametrize("first_k", [0, 2, 4])
 @pytest.mark.parametrize(
     ("adapter", "rank", "targets"),
-    [("PrivateLoRA r=16", 16, None), ("PrivateLoRA r=64", 64, None), ("PrivateLoRA down r=48, gradient", 48, ["down_proj"])],
+    [
+        ("PrivateLoRA r=16", 16, None),
+        ("PrivateLoRA r=64", 64, None),
+        ("PrivateLoRA down r=48, gradient", 48, ["down_proj"]),
+    ],
 )
 def test_bytes_and_parameters_are_those_of_the_cut_model(adapter, rank, targets, first_k):
     model = load_backbone("plpkg-small")[0]
