@@ -5,6 +5,7 @@ Code that comes with a model is never run.
 
 import contextlib
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -141,7 +142,7 @@ def random_backbone(
         Hugging Face's dimensions. ``num_kv_heads`` defaults to ``num_heads`` (GPT-2 has no other),
         ``head_dim`` to ``hidden / num_heads`` (only Llama, Mistral, Qwen2 and Gemma-2 take another).
     seed
-        Of the weights; the global random state is left as it was.
+        Of the weights; the global random state is left as it was, but no other thread may draw from it meanwhile.
     dtype
         Of the weights.
     options
@@ -190,14 +191,21 @@ def random_backbone(
     else:
         dims["head_dim"] = head_dim or hidden // num_heads
 
-    config = AutoConfig.for_model(family, **dims, **(options or {}))
+    config = AutoConfig.for_model(family, **dims | dict(options or {}))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.eval()
 
 
-ADAPTER_PREFIXES = ("privatelora_", "lora_")
+ADAPTER_PREFIXES = ("privatelora_", "lora_", "modules_to_save.")
+
+
+def _ordered(value):
+    """The same for equal configurations: dictionaries in the order of their keys, tuples as the lists of JSON."""
+    if isinstance(value, Mapping):
+        return {key: _ordered(value[key]) for key in sorted(value, key=str)}
+    return [_ordered(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def fingerprint(model: torch.nn.Module) -> str:
@@ -212,9 +220,9 @@ def fingerprint(model: torch.nn.Module) -> str:
     own = {k: v for k, v in config.items() if k == "model_type" or k not in common}
     for name in [name for name in own if name.endswith("_token_id") or name == "use_cache"]:
         del own[name]  # how it is used, not what it computes
-    digest = hashlib.sha256(repr(sorted(own.items())).encode())
+    digest = hashlib.sha256(repr([(key, _ordered(own[key])) for key in sorted(own)]).encode())
     state = {
-        name.removeprefix("base_model.model.").replace(".base_layer", ""): tensor
+        re.sub(r"\.base_layer|\.original_module", "", name.removeprefix("base_model.model.")): tensor
         for name, tensor in model.state_dict().items()
         if not any(prefix in name for prefix in ADAPTER_PREFIXES)
     }

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 
 from plpkg.catalog import Link, link as find_link
@@ -58,7 +59,8 @@ class Relay:
         command = [sys.executable, "-m", __name__, json.dumps([target, *rates])]
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
         self._process = subprocess.Popen(command, start_new_session=True, **pipes)  # Ctrl+C is not meant for it
-        self._asking = threading.Lock()
+        self._asking, self._counts = threading.Lock(), [0, 0, 0.0]
+        self._end = weakref.finalize(self, _end, self._process)  # also where nobody closes it
         self.address = f"127.0.0.1:{self._process.stdout.readline().strip()}"
 
     def __enter__(self) -> "Relay":
@@ -90,18 +92,25 @@ class Relay:
         self._ask("cut")
 
     def close(self) -> None:
-        """Break every connection, and accept no more."""
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(OSError):  # what the process did not read
-                pipe.close()
+        """Break every connection, and accept no more; the counts stay."""
+        with contextlib.suppress(OSError, ValueError):  # the process has ended before
+            self._ask("count")
+        self._end()
 
     def _ask(self, what: str) -> list:
         with self._asking:
-            self._process.stdin.write(what + "\n")
-            return json.loads(self._process.stdout.readline())
+            if self._end.alive:
+                self._process.stdin.write(what + "\n")
+                self._counts = json.loads(self._process.stdout.readline())
+            return self._counts
+
+
+def _end(process: subprocess.Popen) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):  # what the process did not read
+            pipe.close()
 
 
 class _Way:

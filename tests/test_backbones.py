@@ -2,12 +2,13 @@ import json
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 from plpkg import catalog, corpora
-from plpkg.backbones import FAMILIES, load_backbone, random_backbone
+from plpkg.backbones import FAMILIES, fingerprint, load_backbone, random_backbone
 from plpkg.catalog import ModelShape
 from plpkg.pretraining import Recipe
 from plpkg.scoring import score
@@ -194,3 +195,30 @@ def test_the_small_model_beats_the_baselines_and_finds_every_private_writer_hard
     ours = recorded["public", "plpkg-small"]
     assert ours < recorded["public", "Kneser-Ney 5-gram"] < recorded["public", "xz -9e"]
     assert all(recorded[name, "plpkg-small"] > ours for name in corpora.writers())
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("phi3", {}),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+        ("gemma2", {}),
+    ],
+)
+def test_a_saved_copy_has_the_same_fingerprint(tmp_path, family, options):
+    model = random_backbone(family, options=options)
+    model.save_pretrained(tmp_path)
+    copied = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert fingerprint(copied) == fingerprint(model)
+    with torch.no_grad():
+        next(copied.parameters())[0, 0] += 1
+    assert fingerprint(copied) != fingerprint(model)
+
+
+def test_what_an_adapter_trains_besides_does_not_count():
+    model = random_backbone("llama")
+    before = fingerprint(model)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    with torch.no_grad():
+        adapted.get_output_embeddings().weight.add_(1)
+    assert fingerprint(adapted.get_base_model()) == before

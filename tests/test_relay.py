@@ -1,3 +1,4 @@
+import gc
 import socket
 import subprocess
 import sys
@@ -155,3 +156,18 @@ def test_nobody_there_is_an_ended_connection():
 def test_an_unknown_link_is_named():
     with pytest.raises(ValueError, match="pigeon"):
         Relay("127.0.0.1:1", "pigeon")
+
+
+def test_its_process_ends_with_it_and_the_counts_stay(echo):
+    relay = Relay(echo)
+    with connect(relay.address) as connection:
+        connection.sendall(b"x" * 1000)
+        assert len(connection.recv(1000, socket.MSG_WAITALL)) == 1000
+    relay.close()
+    assert relay.uplink_bytes == relay.downlink_bytes == 1000
+    relay.close()
+    forgotten = Relay(echo)
+    process = forgotten._process
+    del forgotten
+    gc.collect()
+    assert process.poll() is not None

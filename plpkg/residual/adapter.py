@@ -81,9 +81,9 @@ class PrivateLoraConfig(PeftConfig):
         for name in ("target_modules", "exclude_modules"):
             if isinstance(getattr(self, name), list):
                 setattr(self, name, set(getattr(self, name)))
-        whole_number("r_c2d", self.r_c2d, 1)
-        whole_number("r_d2c", self.r_d2c, 1)
-        whole_number("projection_seed", self.projection_seed, 0)
+        self.r_c2d = whole_number("r_c2d", self.r_c2d, 1)
+        self.r_d2c = whole_number("r_d2c", self.r_d2c, 1)
+        self.projection_seed = whole_number("projection_seed", self.projection_seed, 0)
         one_of("init", self.init, ("gaussian", "svd", "given"))
         if self.init == "svd" and self.r_c2d != self.r_d2c:
             raise ValueError(f"init='svd' takes one rank for both ways, got r_c2d={self.r_c2d}, r_d2c={self.r_d2c}")
@@ -295,11 +295,14 @@ def convert_to_lora(model: PeftModel, adapter_name: str = "default") -> tuple[Lo
     Raises
     ------
     ValueError
-        The adapter is not there, or not a PrivateLoRA one.
+        The adapter is not there, not a PrivateLoRA one, or has trained other modules as well.
     """
-    config = model.peft_config.get(adapter_name)
+    configs = getattr(model, "peft_config", {})
+    config = configs.get(adapter_name)
     if not isinstance(config, PrivateLoraConfig):
-        raise ValueError(f"{adapter_name!r} is not a PrivateLoRA adapter of this model: {list(model.peft_config)}")
+        raise ValueError(f"{adapter_name!r} is not a PrivateLoRA adapter of this model: {list(configs)}")
+    if config.modules_to_save:
+        raise ValueError(f"modules_to_save={sorted(config.modules_to_save)} are no part of LoRA: save them apart")
     rank = min(config.r_c2d, config.r_d2c)
     state, targets, transposed = {}, [], False
     for name, layer in model.named_modules():

@@ -1,14 +1,12 @@
 """What the cloud learns from PrivateLoRA's messages (arXiv 2311.14030): tokens in, tokens out, and M.
 
-The cloud is honest but curious: it computes as agreed, keeps every message, and knows what is public: the model's
-weights with embedding table and LM head, how the cut was made, and text of its own. What crossed the wire goes in:
+The cloud computes as agreed, keeps every message, and knows what is public: weights, the cut, and text of its own.
 
 - word embeddings are rows of a public table: :func:`recover_tokens`;
 - final hidden states go through a public LM head: :func:`recover_outputs`;
 - u = A·x and v = M·u are input and output of the private matrix: :func:`recover_m`;
 - hidden states after the device's own layers still tell the token: :class:`LinearInverter` and :class:`MlpInverter`
-  learn it from public text, :func:`greedy_search` needs the public weights only (language models are injective:
-  SipIt, arXiv 2510.15511, finds the input in linear time);
+  learn it from public text, :func:`greedy_search` needs the public weights only (like SipIt, arXiv 2510.15511);
 - a secret embedding is a substitution cipher: :func:`frequency_attack`.
 
 Left out: attacks on the gradients that cross in training (BiSR, arXiv 2409.00960), and a cloud that cheats.
@@ -173,6 +171,8 @@ def pairs(u: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     """What went in and came out, checked, as float64 ``(n, r_c2d)`` and ``(n, r_d2c)``."""
     if u.shape[:-1] != v.shape[:-1] or u.ndim < 2 or not u.numel():
         raise ValueError(f"u {tuple(u.shape)} and v {tuple(v.shape)} are not pairs for at least one token")
+    if not all(t.isfinite().all() for t in (u, v)):
+        raise ValueError("u and v must be finite")
     return tuple(t.detach().cpu().double().flatten(0, -2) for t in (u, v))
 
 

@@ -95,6 +95,8 @@ class CloudServer:
         adapter_name: str = "default",
     ) -> None:
         number("busy_wait_s", busy_wait_s)
+        if not isinstance(limits, Limits | None):
+            raise ValueError(f"limits must be a Limits, got {limits!r}")
         wire.require_protection(address, encrypted=tls is not None, token=token)
         device, self.part = split(model, first_k, last_k, adapter_name=adapter_name)
         self.terms = wire.terms(model, device, adapter_name, (first_k, last_k), precision)

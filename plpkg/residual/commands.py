@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
+from grpc import StatusCode
 from peft import PeftConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
 from transformers import TextStreamer
@@ -16,7 +17,9 @@ from plpkg.corpora import Document
 from plpkg.corpora.folder import read_utf8
 from plpkg.residual.adapter import PrivateLoraConfig
 from plpkg.residual.cloud import CloudServer
-from plpkg.residual.device import DeviceClient, warpers
+from plpkg.residual.connection import RefusedError
+from plpkg.residual.device import DeviceClient
+from plpkg.residual.sampling import warpers
 from plpkg.residual.wire import PRECISIONS
 from plpkg.validation import one_of
 
@@ -82,7 +85,7 @@ def serve(server: CloudServer, say: Callable[[str], None]) -> None:
 
 
 def chat(client: DeviceClient, tokenizer, lines: Iterator[str], max_new_tokens: int, **sampling) -> None:
-    """Answer every line, printing as it is written.
+    """Answer every line, printing as it is written; one that is too long for the cloud is left out.
 
     A tokenizer with a chat template gets the conversation so far; to any other model each line is the beginning of
     a text that it continues.
@@ -108,7 +111,14 @@ def chat(client: DeviceClient, tokenizer, lines: Iterator[str], max_new_tokens: 
             start = [i for i in (tokenizer.bos_token_id,) if i is not None]
             ids = torch.tensor([start + tokenizer(line, add_special_tokens=False)["input_ids"]])
         streamer = TextStreamer(tokenizer, skip_special_tokens=True)  # prints each word as soon as it is complete
-        found = client.generate(ids, max_new_tokens, on_token=streamer.put, **sampling)
+        try:
+            found = client.generate(ids, max_new_tokens, on_token=streamer.put, **sampling)
+        except RefusedError as refused:
+            if refused.code is not StatusCode.OUT_OF_RANGE:
+                raise
+            print(f"{refused}; the conversation begins anew", file=sys.stderr)
+            conversation.clear()
+            continue
         streamer.end()
         answer = tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
         conversation.append({"role": "assistant", "content": answer})
@@ -134,6 +144,8 @@ def texts(source: str) -> list[Document]:
 def prompts(stream: TextIO | None = None) -> Iterator[str]:
     """The lines of a stream, standard input by default, asked for if it is a terminal."""
     stream = sys.stdin if stream is None else stream
+    if hasattr(stream, "reconfigure"):
+        stream.reconfigure(errors="replace")  # a byte that is no character ends nothing
     while True:
         if stream.isatty():
             print("> ", end="", flush=True)

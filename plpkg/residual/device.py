@@ -11,22 +11,25 @@ import contextlib
 import copy
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from peft import PeftModel
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from plpkg.catalog import Link
 from plpkg.relay import Relay
-from plpkg.residual import wire
+from plpkg.residual import sampling, wire
 from plpkg.residual.connection import Connection, SessionLostError
 from plpkg.residual.parts import DeviceCache
 from plpkg.residual.split import split
 from plpkg.residual.wire import Counter
 from plpkg.residual.wire_pb2 import FromDevice, Part, Step
 from plpkg.validation import number, whole_number
+
+_TRAINING: weakref.WeakKeyDictionary[PeftModel, threading.Lock] = weakref.WeakKeyDictionary()
+"""Clients of one model add to the same gradients, one after the other."""
 
 
 class DeviceClient:
@@ -94,9 +97,9 @@ class DeviceClient:
         self.part.eval()
         self.terms = wire.terms(model, self.part, adapter_name, (first_k, last_k), precision)
         self.dtype, self.adapter_name = wire.PRECISIONS[precision], adapter_name
-        base = model.get_base_model()
-        self._ends_by_default = getattr(base.generation_config, "eos_token_id", None) or base.config.eos_token_id
-        self._busy = threading.Lock()
+        self._model = model.get_base_model()
+        self._closed = False
+        self._busy, self._training = threading.Lock(), _TRAINING.setdefault(model, threading.Lock())
         self.relay = None if link is None else Relay(target, link)
         via = self.relay and self.relay.address
         try:
@@ -115,6 +118,7 @@ class DeviceClient:
 
     def close(self) -> None:
         """Leave the cloud."""
+        self._closed = True
         self._connection.close()
         if self.relay is not None:
             self.relay.close()
@@ -147,7 +151,8 @@ class DeviceClient:
         max_new_tokens
             At most.
         do_sample, temperature, top_k, top_p, generator
-            Sample, instead of taking the most probable token; as in Hugging Face's ``generate``.
+            Sample, instead of taking the most probable token; as in Hugging Face's ``generate``, but for ``top_k``,
+            which is 50 there unless told otherwise, and 0 here: any token.
         eos_token_id
             What ends a sequence; the model's own by default, ``-1`` for none.
         on_token
@@ -167,13 +172,17 @@ class DeviceClient:
         plpkg.residual.connection.RefusedError
             It does not want to: a sequence too long, say.
         """
-        warp = warpers(max_new_tokens, do_sample=do_sample, temperature=temperature, top_k=top_k, top_p=top_p)
+        choice = dict(do_sample=do_sample, temperature=temperature, top_k=top_k, top_p=top_p)
+        warp = sampling.warpers(max_new_tokens, **choice)
         ids = self._checked(input_ids, more=max_new_tokens - 1)
-        ends = torch.tensor(self._ends(eos_token_id), dtype=torch.long)
+        ends = torch.tensor(sampling.ends(self._model, eos_token_id), dtype=torch.long)
+        limit = sampling.reads_anew_beyond(self._model)
         done = torch.zeros(len(ids), dtype=torch.bool)
         cache = self.part.new_cache()
         with self._alone():
             for _ in range(max_new_tokens):
+                if limit is not None and cache.seen <= limit < ids.shape[1]:
+                    cache = self.part.new_cache()
                 try:
                     logits = self._next_logits(ids[:, cache.seen :], cache)
                 except SessionLostError:  # the cloud began anew: so does the sequence, with all that it has
@@ -196,6 +205,8 @@ class DeviceClient:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """One sequence or training step at a time: the cloud has one cache for this device."""
+        if self._closed:
+            raise RuntimeError("this client is closed")
         if not self._busy.acquire(blocking=False):
             raise RuntimeError("this client is in the middle of a sequence or a training step: take another for more")
         try:
@@ -231,38 +242,53 @@ class DeviceClient:
         Raises
         ------
         ValueError
-            Shapes that do not fit, or no label to predict.
+            Shapes that do not fit, no label to predict, or nothing on the device that learns.
         ConnectionError, RefusedError
             As in :meth:`generate`; the gradients are then as they were before.
         """
-        ids = self._checked(input_ids)
+        ids, labels = self._checked(input_ids), sampling.token_ids("labels", labels)
         if labels.shape != ids.shape:
             raise ValueError(f"labels of shape {tuple(labels.shape)} for input_ids of shape {tuple(ids.shape)}")
         self._checked(torch.where(labels == -100, 0, labels), "labels")
-        targets = labels[:, 1:].cpu()
-        items = whole_number("num_items", int((targets != -100).sum()) if num_items is None else num_items, 1)
-        trainable = [p for p in self.part.parameters() if p.requires_grad]
-        before = [p.grad for p in trainable]
+        targets = labels[:, 1:]
+        predicted = int((targets != -100).sum())
+        if not predicted:
+            raise ValueError(f"no label to predict: the first is not, and the other {targets.numel()} are all -100")
+        items = predicted if num_items is None else whole_number("num_items", num_items, 1)
+        trainable = self.trainable()
 
         def run() -> float:
             for parameter in trainable:
                 parameter.grad = None
             return self._pass_both_ways(ids, targets, items)
 
-        with self._alone():
+        with self._alone(), self._training:
+            before = [p.grad for p in trainable]
             try:
                 loss = self._retry(run)
             except BaseException:
                 for parameter, gradient in zip(trainable, before, strict=True):
                     parameter.grad = gradient
                 raise
-        for parameter, gradient in zip(trainable, before, strict=True):
-            if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        if optimizer is not None:
-            optimizer.step()
-            optimizer.zero_grad()
+            for parameter, gradient in zip(trainable, before, strict=True):
+                if gradient is not None:
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
         return loss
+
+    def trainable(self) -> list[torch.nn.Parameter]:
+        """What learns on the device: every M, unless it is frozen.
+
+        Raises
+        ------
+        ValueError
+            Nothing does.
+        """
+        if found := [p for p in self.part.parameters() if p.requires_grad]:
+            return found
+        raise ValueError(f"every M of {self.adapter_name!r} is frozen: set_adapter, or load it with is_trainable=True")
 
     def _retry(self, run: Callable[[], float]) -> float:
         """A training step needs nothing of the session: a new one does as well."""
@@ -291,21 +317,21 @@ class DeviceClient:
         loss = loss / items
         loss.backward()
         # A power of two brings the gradients to where the wire's precision is good; the way back is linear.
-        scale = 2.0 ** -math.frexp(final.grad.abs().max().item())[1]
+        scale = 2.0 ** min(126, -math.frexp(final.grad.abs().max().item())[1])  # float32 has no larger one
         gradient = wire.pack(final.grad * scale, self.dtype)
         self._connection.send(FromDevice(grad_hidden=gradient), gradient)
-        for expected in reversed(range(len(self.part.matrices))):
+        due = set(range(len(self.part.matrices)))
+        while due:
             part = self._connection.receive("grad_output")
-            grad_v = self._unpack_part(part, expected, ids.shape, self.terms.r_d2c)
+            grad_v = self._unpack_part(part, due, ids.shape, self.terms.r_d2c)
             data = wire.pack(self.part.residual_backward(part.group, grad_v), self.dtype)
             self._connection.send(FromDevice(grad_input=Part(group=part.group, data=data)), data)
         if own_gradient:
             data = self._connection.receive("grad_hidden")
-            embedded.backward(wire.unpack(data, tuple(embedded.shape), self.dtype).to(embedded))
-        for part in (self.part.first, self.part.matrices):
-            for parameter in part.parameters() if part is not None else ():
-                if parameter.grad is not None:
-                    parameter.grad /= scale
+            embedded.backward(wire.unpack(data, tuple(embedded.shape), self.dtype).to(embedded) / scale)
+        for parameter in self.part.matrices.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= scale
         self._connection.steps += 1
         return loss.item()
 
@@ -337,9 +363,10 @@ class DeviceClient:
 
     def _exchange(self, shape: tuple[int, int], cache: DeviceCache | None = None) -> None:
         """Answer every A·x of a pass over ``(batch, seq)`` with M·A·x; without a ``cache``, to learn from it."""
-        for expected in range(len(self.part.matrices)):
+        due = set(range(len(self.part.matrices)))
+        while due:
             part = self._connection.receive("residual")
-            u = self._unpack_part(part, expected, shape, self.terms.r_c2d)
+            u = self._unpack_part(part, due, shape, self.terms.r_c2d)
             data = wire.pack(self.part.residual(part.group, u, train=cache is None, cache=cache), self.dtype)
             self._connection.send(FromDevice(residual=Part(group=part.group, data=data)), data)
 
@@ -347,19 +374,15 @@ class DeviceClient:
         """The final hidden state that ends a pass."""
         return wire.unpack(self._connection.receive("hidden"), shape, self.dtype).to(self.part.lm_head.weight)
 
-    def _unpack_part(self, part: Part, expected: int, shape: tuple[int, int], rank: int) -> torch.Tensor:
-        if part.group != expected:
-            raise ValueError(f"the cloud sent exchange {part.group} where {expected} was due")
-        return wire.unpack(part.data, (self.terms.projections[expected], *shape, rank), self.dtype)
-
-    def _ends(self, eos_token_id: int | list[int] | None) -> list[int]:
-        chosen = self._ends_by_default if eos_token_id is None else eos_token_id
-        return [end for end in (chosen if isinstance(chosen, list) else [chosen]) if end is not None]
+    def _unpack_part(self, part: Part, due: set[int], shape: tuple[int, int], rank: int) -> torch.Tensor:
+        """What came for an exchange that was due, and is no more: each once, in the order of the cloud's layers."""
+        if part.group not in due:
+            raise ValueError(f"the cloud sent exchange {part.group} where one of {sorted(due)} was due")
+        due.remove(part.group)
+        return wire.unpack(part.data, (self.terms.projections[part.group], *shape, rank), self.dtype)
 
     def _checked(self, ids: torch.Tensor, name: str = "input_ids", *, more: int = 0) -> torch.Tensor:
-        if ids.ndim != 2 or not ids.numel() or ids.is_floating_point():
-            shape = tuple(ids.shape)
-            raise ValueError(f"{name} must be whole numbers of shape (batch, seq), got {ids.dtype} of {shape}")
+        ids = sampling.token_ids(name, ids)
         vocab, low, high = self.part.embedding.num_embeddings, ids.min().item(), ids.max().item()
         if low < 0 or high >= vocab:
             raise ValueError(f"{name} must be between 0 and vocab - 1 = {vocab - 1}, got {low if low < 0 else high}")
@@ -367,28 +390,4 @@ class DeviceClient:
             raise ValueError(
                 f"{ids.shape[1] + more} tokens, the model has {self.part.positions.num_embeddings} positions"
             )
-        return ids.cpu()
-
-
-def warpers(
-    max_new_tokens: int, *, do_sample: bool = False, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
-) -> LogitsProcessorList:
-    """Hugging Face's own, in the order in which its ``generate`` applies them; none if nothing is sampled.
-
-    Raises
-    ------
-    ValueError
-        Arguments of :meth:`DeviceClient.generate` that cannot be.
-    """
-    whole_number("max_new_tokens", max_new_tokens, 1)
-    number("temperature", temperature, open_low=do_sample)
-    whole_number("top_k", top_k, 0)
-    number("top_p", top_p, 0, 1, open_low=True)
-    chosen = LogitsProcessorList()
-    if do_sample and temperature != 1:
-        chosen.append(TemperatureLogitsWarper(float(temperature)))
-    if do_sample and top_k:
-        chosen.append(TopKLogitsWarper(top_k))
-    if do_sample and top_p < 1:
-        chosen.append(TopPLogitsWarper(top_p))
-    return chosen
+        return ids

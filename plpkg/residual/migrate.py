@@ -20,6 +20,7 @@ import torch
 from peft import PeftModel
 
 from plpkg.residual.adapter import PrivateLoraConfig, PrivateLoraLayer
+from plpkg.residual.wire import fingerprint_of_bases
 from plpkg.validation import number, whole_number
 
 
@@ -61,6 +62,8 @@ def exchanges(
     dict
         By module: u ``(tokens, r_c2d)`` and v ``(tokens, r_d2c)``, float64.
     """
+    if adapter_name not in model.active_adapters:
+        raise ValueError(f"the adapter {adapter_name!r} is not active, but {model.active_adapters}: set_adapter first")
     seen: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def keep(name: str):
@@ -70,11 +73,15 @@ def exchanges(
 
         return hook
 
+    training = model.training
+    model.eval()  # without dropout
     handles = [m.register_forward_hook(keep(name)) for name, m in matrices(model, adapter_name)]
     try:
         for ids in anchors:
             model(input_ids=ids.to(model.device), use_cache=False)
     finally:
+        if training:
+            model.train()
         for handle in handles:
             handle.remove()
     if not seen:
@@ -154,6 +161,8 @@ def migrate(
     olds, news = (dict(matrices(model, adapter_name)) for model in (old, new))
     if olds.keys() != news.keys():
         raise ValueError(f"the adapters are in different modules: {sorted(olds.keys() ^ news.keys())}")
+    if fingerprint_of_bases(old, adapter_name) != fingerprint_of_bases(new, adapter_name):
+        raise ValueError(f"A and B of {adapter_name!r} differ: give the new model those of the old, as saved with it")
     for name, m in news.items():
         m.weight.copy_(olds[name].weight)
     for _ in range(rounds):

@@ -8,6 +8,7 @@ Training crosses the cut as well: the device holds labels and loss, the cloud go
 asks the device at each exchange, which adds to M's gradient and answers with the gradient of what it received.
 """
 
+import copy
 import threading
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,7 +25,7 @@ from plpkg.residual.adapter import PrivateLoraLayer
 class Transport(Protocol):
     """How the cloud reaches the device, seen from the cloud. What comes back may be of another type or place.
 
-    ``group`` numbers the exchanges of a forward pass in the order in which they happen. Tensors are
+    ``group`` numbers the exchanges: each happens once in a forward pass, layer by layer. Tensors are
     ``(messages, batch, seq, width)``: one message a projection, ``r_c2d`` or ``r_d2c`` wide.
     """
 
@@ -38,7 +39,14 @@ class Transport(Protocol):
         """Send the gradient of what was received, and wait for the gradient of what was sent."""
 
 
-class Here(threading.local):
+class PerThread(threading.local):
+    """Attributes that each thread has for itself; a copy, pickled or not, begins anew."""
+
+    def __reduce__(self) -> tuple:
+        return type(self), ()
+
+
+class Here(PerThread):
     """What a thread has under way: each serves another device."""
 
     def __init__(self) -> None:
@@ -158,6 +166,24 @@ class _Received(torch.autograd.Function):
         return ctx.transport.backward(ctx.group, grad_v).to(grad_v), None, None, None
 
 
+class OwnInEachThread(nn.Module):
+    """A module that every thread has a copy of: rotary embeddings may change with the length of what they last saw."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self._own = module, PerThread()
+
+    def forward(self, *args, **options):
+        if not hasattr(self._own, "module"):
+            with torch.inference_mode(False):  # it may be trained through later
+                self._own.module = copy.deepcopy(self.module)
+        return self._own.module(*args, **options)
+
+    def _apply(self, *args, **options) -> nn.Module:
+        self._own = PerThread()  # the copies would stay where they are
+        return super()._apply(*args, **options)
+
+
 class Projection(nn.Module):
     """Stands where a projection stood, and asks its exchange."""
 
@@ -178,7 +204,7 @@ class CloudPart(nn.Module):
     decoder
         A Hugging Face decoder without embedding, which takes ``inputs_embeds``.
     exchanges
-        In the order in which they happen.
+        By their number: layer by layer.
     """
 
     def __init__(self, decoder: nn.Module, exchanges: list[Exchange], here: Here) -> None:

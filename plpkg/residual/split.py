@@ -12,14 +12,27 @@ import copy
 import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict
 from torch import nn
 
 from plpkg.residual.adapter import PrivateLoraConfig, PrivateLoraLayer
-from plpkg.residual.parts import CloudPart, DevicePart, FullActivations, Here, LoraBranches, LowRank, Projection
+from plpkg.residual.parts import (
+    CloudPart,
+    DevicePart,
+    FullActivations,
+    Here,
+    LoraBranches,
+    LowRank,
+    OwnInEachThread,
+    Projection,
+)
 from plpkg.validation import whole_number
 
-ADAPTED = (PrivateLoraLayer, LoraLayer)
+SCALES = ("embedding_multiplier", "logit_scale", "logits_scaling", "lm_head_multiplier")
+"""What some families (Granite, Cohere, Falcon-H1) multiply embeddings or logits with, outside of their layers."""
+
+PLAIN_LORA = {"use_dora": False, "lora_dropout": 0, "bias": "none", "lora_bias": False, "alora_invocation_tokens": None}
 
 LAYERS, NORMS = ("layers", "h"), ("norm", "ln_f")
 """What Hugging Face's decoders call their list of layers and their final norm."""
@@ -49,17 +62,24 @@ def split(
     Raises
     ------
     ValueError
-        No such adapter, one merged into the weights, nothing left for the cloud, or an architecture that has not
-        the parts of a Hugging Face decoder.
+        No such adapter, one merged into the weights, trained weights or nothing left for the cloud, or an architecture
+        that has not the parts of a Hugging Face decoder, or more than them.
     """
     config = getattr(model, "peft_config", {}).get(adapter_name)
     if not isinstance(config, PrivateLoraConfig | LoraConfig):
         raise ValueError(f"{type(model).__name__} has no PrivateLoRA adapter {adapter_name!r}")
-    if isinstance(config, LoraConfig) and (config.use_dora or config.lora_dropout):
-        raise ValueError(f"LoRA without DoRA and dropout can be cut, got {config.use_dora=}, {config.lora_dropout=}")
-    if any(isinstance(module, ADAPTED) and module.merged for module in model.modules()):
+    if isinstance(config, LoraConfig):
+        for field, plain in PLAIN_LORA.items():
+            if (value := getattr(config, field, plain)) != plain:
+                raise ValueError(f"{field}={value!r}: only plain LoRA can be cut, with {field}={plain!r}")
+    if any(isinstance(module, BaseTunerLayer) and module.merged for module in model.modules()):
         raise ValueError("an adapter is merged into the weights: unmerge it first")
     whole = model.get_base_model()
+    if whole.get_output_embeddings() is None:
+        raise ValueError(f"{type(whole).__name__} has no LM head")
+    for field in SCALES:
+        if (scale := getattr(whole.config, field, None)) not in (None, 1):
+            raise ValueError(f"{field}={scale!r}: a cut {type(whole).__name__} would leave it out")
     decoder = whole.base_model
     layers_name, norm_name = (_named(decoder, names) for names in (LAYERS, NORMS))
     count = len(getattr(decoder, layers_name))
@@ -67,12 +87,18 @@ def split(
     whole_number("last_k", last_k, 0, count - 1 - first_k, "num_hidden_layers - 1 - first_k")
 
     def section(start: int, stop: int, *, norm: bool) -> nn.Module | None:
-        return _section(decoder, layers_name, norm_name, range(start, stop), norm=norm) if start < stop else None
+        if start >= stop:
+            return None
+        part = _section(decoder, layers_name, norm_name, range(start, stop), norm=norm)
+        for module in part.modules():  # they are copies: what is active in the model stays so
+            if isinstance(module, BaseTunerLayer):
+                module._active_adapter, module._disable_adapters = [adapter_name], False
+        return part
 
     middle = section(first_k, count - last_k, norm=last_k == 0)
     exchanges, matrices, ranks, here = [], [], {}, Here()
     for layer in getattr(middle, layers_name):
-        for parent, names in _shared_inputs(layer):
+        for parent, names in _shared_inputs(layer, adapter_name):
             projections = [getattr(parent, name) for name in names]
             group = len(exchanges)
             if isinstance(config, PrivateLoraConfig):
@@ -86,6 +112,8 @@ def split(
             exchanges.append(exchange)
             for index, name in enumerate(names):
                 setattr(parent, name, Projection(exchange, index))
+    if trained := [name for name, parameter in middle.named_parameters() if parameter.requires_grad]:
+        raise ValueError(f"{trained[0]} is trained, but would be in the cloud: keep it on the device, or freeze it")
     if len(ranks) > 1:
         raise ValueError(f"full activations need the same widths in every exchange, got {list(ranks)}")
     device = DevicePart(
@@ -147,10 +175,14 @@ def _section(decoder: nn.Module, layers_name: str, norm_name: str, layers: range
     setattr(part, layers_name, chosen)
     setattr(part, norm_name, copy.deepcopy(getattr(decoder, norm_name), dict(shared)) if norm else nn.Identity())
     if hasattr(decoder, "rotary_emb"):
-        part.rotary_emb = copy.deepcopy(decoder.rotary_emb)
+        part.rotary_emb = OwnInEachThread(copy.deepcopy(decoder.rotary_emb))
     part.set_input_embeddings(None)
     if hasattr(decoder, "wpe"):
         part.wpe = _Nothing()
+    here = {id(tensor) for tensor in shared.values()}
+    for name, tensor in (*part.named_parameters(), *part.named_buffers()):
+        if tensor.is_meta and id(tensor) not in here:
+            raise ValueError(f"{type(decoder).__name__} has {name} beside its layers: it cannot be cut here")
     return part.train(decoder.training)
 
 
@@ -158,14 +190,24 @@ class _Nothing(nn.Module):
     """Adds nothing where a decoder adds its position embedding: the device has done so."""
 
     def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(1, device=position_ids.device)
+        return torch.zeros((), device=position_ids.device)  # without dimensions, so that it changes no type
 
 
-def _shared_inputs(layer: nn.Module) -> list[tuple[nn.Module, list[str]]]:
-    """The adapted projections of a layer by the input that they share, in the order of computation."""
+def is_adapted(module: nn.Module, adapter_name: str) -> bool:
+    """Whether a module has this adapter: PrivateLoRA's or LoRA's."""
+    return isinstance(module, PrivateLoraLayer | LoraLayer) and adapter_name in getattr(
+        module, module.adapter_layer_names[0]
+    )
+
+
+def _shared_inputs(layer: nn.Module, adapter_name: str) -> list[tuple[nn.Module, list[str]]]:
+    """The adapted projections of a layer by the input that they share; what has only other adapters loses them."""
     groups = []
-    for parent in layer.modules():
-        adapted = [name for name, child in parent.named_children() if isinstance(child, ADAPTED)]
+    for parent in list(layer.modules()):
+        adapted = [name for name, child in parent.named_children() if is_adapted(child, adapter_name)]
+        for name, child in list(parent.named_children()):
+            if isinstance(child, BaseTunerLayer) and name not in adapted:
+                setattr(parent, name, child.get_base_layer())
         for together in (["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]):
             if chosen := [name for name in together if name in adapted]:
                 groups.append((parent, chosen))

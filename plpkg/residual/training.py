@@ -102,6 +102,8 @@ def train(
     out = Path(out)
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is not a folder")
+    if isinstance(documents, str):
+        raise ValueError(f"documents must be a list of texts, got one of {len(documents)} characters")
     documents = tuple(d if isinstance(d, Document) else Document(str(i), d) for i, d in enumerate(documents))
     start = get_peft_model_state_dict(model, adapter_name=client.adapter_name)
     terms = {field.name: value for field, value in client.terms.ListFields() if not field.is_repeated}
@@ -114,8 +116,8 @@ def train(
     losses = state["losses"] if state else []
     encoded = corpora.encode(documents, tokenizer)
     stream = corpora.batches(encoded, batch=batch, seq=seq, seed=seed, start=len(losses) * accumulate)
-    here = {id(p) for p in client.part.parameters()}
-    parameters = [p for p in model.parameters() if p.requires_grad and id(p) in here]  # in the model's order
+    here = {id(p) for p in client.trainable()}
+    parameters = [p for p in model.parameters() if id(p) in here]  # in the model's order
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
     if state:
         set_peft_model_state_dict(model, state["adapter"], adapter_name=client.adapter_name)
@@ -124,6 +126,7 @@ def train(
     out.mkdir(parents=True, exist_ok=True)
     items = accumulate * batch * (seq - 1)
     bar = tqdm(range(len(losses), steps), "personalising", initial=len(losses), total=steps, disable=not progress)
+    optimizer.zero_grad()
     for step in bar:
         loss = 0.0
         for _ in range(accumulate):

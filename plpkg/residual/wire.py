@@ -18,7 +18,7 @@ from torch import nn
 from plpkg.backbones import fingerprint
 from plpkg.residual.adapter import PrivateLoraLayer
 from plpkg.residual.parts import DevicePart
-from plpkg.residual.split import ADAPTED
+from plpkg.residual.split import is_adapted
 from plpkg.residual.wire_pb2 import Terms
 from plpkg.results import Tabular
 from plpkg.validation import host_and_port, number, one_of, whole_number
@@ -145,7 +145,7 @@ def terms(model: PeftModel, device: DevicePart, adapter_name: str, cut: tuple[in
     """
     one_of("precision", precision, tuple(PRECISIONS))
     config = model.peft_config[adapter_name]
-    adapted = [name for name, module in model.named_modules() if isinstance(module, ADAPTED)]
+    adapted = [name for name, module in model.named_modules() if is_adapted(module, adapter_name)]
     layers = {int(number) for name in adapted for number in re.findall(r"\.(\d+)\.", name)}
     kinds = ", ".join(sorted({name.rpartition(".")[2] for name in adapted}))
     return Terms(

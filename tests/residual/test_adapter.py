@@ -4,6 +4,7 @@ import copy
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel, convert_to_lora as peft_convert_to_lora, get_peft_model, set_peft_model_state_dict
@@ -337,3 +338,16 @@ def test_what_is_relied_on_in_peft_is_there():
     code = "from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING as m; print('PRIVATELORA' in m)"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output == "False\n"  # if PEFT gets one of this name, ours must not replace it
+
+
+def test_numpys_numbers_are_numbers(tmp_path):
+    model = adapted(r_c2d=np.int64(4), r_d2c=np.int64(4), projection_seed=np.int64(2))
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(PeftModel.from_pretrained(backbone(), tmp_path)), logits(model))
+
+
+def test_other_trained_modules_are_no_lora():
+    with pytest.raises(ValueError, match=r"modules_to_save=\['lm_head'\] are no part of LoRA"):
+        convert_to_lora(adapted(modules_to_save=["lm_head"]))
+    with pytest.raises(ValueError, match="'default' is not a PrivateLoRA adapter of this model"):
+        convert_to_lora(backbone())

@@ -298,6 +298,7 @@ ROW, U, IDS = torch.ones(1, 4), torch.ones(5, 3), torch.zeros(5, dtype=torch.int
         (lambda: share_in_top(ROW, ROW, IDS[:1], 2), "k must be between 1 and vocab=1, got 2"),
         (lambda: recover_m(U, torch.ones(4, 3)), r"u \(5, 3\) and v \(4, 3\) are not pairs"),
         (lambda: recover_m(U[:0], U[:0]), r"u \(0, 3\) and v \(0, 3\) are not pairs"),
+        (lambda: recover_m(U, U / 0 * 0), "u and v must be finite"),
         (lambda: recover_m(U[0], U[0]), r"u \(3,\) and v \(3,\) are not pairs"),
         (lambda: relative_error(U, U[:2]), r"an estimate \(5, 3\) of a truth \(2, 3\)"),
         (lambda: relative_error(U, 0 * U), "the truth is zero"),

@@ -211,6 +211,16 @@ def test_chat_is_what_generate_gives_and_remembers_with_a_template(folder, capsy
     assert "sleeps" in second
 
 
+def test_a_line_that_is_too_long_or_no_text_ends_nothing(folder):
+    with serving(folder, "--tokens", "6") as address:
+        device = ["device", "--connect", address, "--model", str(folder), "--rank", "4", *TARGETS]
+        lines = b"my cat is called felix and sleeps all day\n\xff cat\nmy cat\n"
+        result = RUNNER.invoke(app, [*device, "chat", "--max-new-tokens", "2", "--temperature", "0"], input=lines)
+    assert result.exit_code == 0, result.output
+    assert "OUT_OF_RANGE: tokens would be 10, the cloud's limit is 6; the conversation begins anew" in result.stderr
+    assert len(result.stdout.strip().splitlines()) == 2
+
+
 def refused(folder, arguments, message):
     """A command ends with 2 and one message; ``--model`` stands where its options do."""
     at = 1 if arguments[0] == "cloud" else 3

@@ -14,7 +14,7 @@ import torch
 from plpkg import communication
 from plpkg.backbones import FAMILIES
 from plpkg.catalog import ModelShape
-from plpkg.residual import CloudServer, DeviceClient, Limits, RefusedError, Relay
+from plpkg.residual import CloudServer, DeviceClient, Limits, PrivateLoraConfig, RefusedError, Relay, sampling
 from plpkg.residual.call import BrokenCallError
 
 IDS = torch.arange(2, 26).reshape(2, 12) % 23 + 1
@@ -566,7 +566,7 @@ def test_labels_have_to_fit(pair):
     _, client, _ = pair()
     with pytest.raises(ValueError, match=r"labels of shape \(2, 11\) for input_ids of shape \(2, 12\)"):
         client.train_step(IDS, IDS[:, 1:])
-    with pytest.raises(ValueError, match="num_items must be a whole number of at least 1, got 0"):
+    with pytest.raises(ValueError, match="no label to predict: the first is not, and the other 22 are all -100"):
         client.train_step(IDS, torch.full_like(IDS, -100))
 
 
@@ -608,3 +608,155 @@ def test_a_relay_can_stand_anywhere_between(adapted):
         DeviceClient(relay.address, model, precision="fp32") as client,
     ):
         assert torch.equal(client.generate(IDS, 2, eos_token_id=-1), expected_tokens(model, count=2))
+
+
+@pytest.mark.parametrize(
+    ("family", "module", "first_k"), [("llama", "embed_tokens", 0), ("llama", "embed_tokens", 1), ("gpt2", "wpe", 0)]
+)
+def test_an_embedding_that_learns_gets_its_own_gradient(adapted, same_gradients, family, module, first_k):
+    model = adapted(family, m_scale=0.1, modules_to_save=[module])
+    whole = copy.deepcopy(model)
+    with (
+        CloudServer(adapted(family, m_scale=0.0), precision="fp32", first_k=first_k) as cloud,
+        DeviceClient(cloud.address, model, precision="fp32", first_k=first_k) as client,
+    ):
+        client.train_step(IDS, IDS)
+        client.train_step(IDS, IDS)  # what has learnt does not count as another model
+    reference_gradients(whole, IDS, IDS)
+    found, expected = ({n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in (model, whole))
+    assert found.keys() == expected.keys()
+    assert any(module in name for name in found)
+    same_gradients(list(found.values()), list(expected.values()))
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["qkv_proj", "o_proj"]])
+def test_exchanges_come_in_the_order_in_which_layers_compute(adapted, same_gradients, targets):
+    model = adapted("phi3", m_scale=0.1, target_modules=targets)
+    whole = copy.deepcopy(model)
+    with (
+        CloudServer(adapted("phi3", m_scale=0.0, target_modules=targets), precision="fp32") as cloud,
+        DeviceClient(cloud.address, model, precision="fp32") as client,
+    ):
+        assert torch.equal(client.generate(IDS, 6, eos_token_id=-1), expected_tokens(whole))
+        client.train_step(IDS, IDS)
+    reference_gradients(whole, IDS)
+    names = [n for n, p in whole.named_parameters() if p.grad is not None]
+    found = dict(model.named_parameters())
+    same_gradients([found[n].grad for n in names], [dict(whole.named_parameters())[n].grad for n in names])
+
+
+LENGTHS = {
+    "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
+    "longrope": ("llama", {"rope_parameters": LONG_ROPE}),
+    "longrope of Phi-3": ("phi3", {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 8}),
+}
+
+
+@pytest.mark.parametrize("rope", LENGTHS)
+def test_another_devices_long_text_changes_nothing(adapted, rope):
+    family, options = LENGTHS[rope]
+    options = options | {"max_position_embeddings": 16}
+    short, long = IDS[:1, :5], torch.cat([IDS, IDS], dim=1)[:1]
+
+    def mine():
+        return adapted(family, m_scale=0.1, options=options)
+
+    wrong, asked = [], [(ids, mine(), expected_tokens(mine(), ids, 8)) for ids in (short, long, short)]
+    with CloudServer(mine(), precision="fp32") as cloud:
+
+        def work(ids, model, expected):
+            with DeviceClient(cloud.address, model, precision="fp32") as client:
+                found = [client.generate(ids, 8, eos_token_id=-1) for _ in range(5)]
+                wrong.extend(tokens for tokens in found if not torch.equal(tokens, expected))
+
+        threads = [threading.Thread(target=work, args=arguments) for arguments in asked]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=120)
+    assert not wrong
+
+
+def test_the_smallest_gradients_are_numbers(pair):
+    _, client, whole = pair(m_scale=0.1)
+    for model in (whole, client):
+        head = model.part.lm_head if model is client else model.get_base_model().lm_head
+        with torch.no_grad():
+            head.weight.mul_(1e-40)
+    client.train_step(IDS, IDS)
+    assert all(gradient.isfinite().all() for gradient in in_order(client))
+
+
+def test_clients_of_one_model_lose_no_gradient(adapted, same_gradients):
+    model = adapted(m_scale=0.1)
+    whole, steps = copy.deepcopy(model), 6
+    with CloudServer(adapted(m_scale=0.0), precision="fp32") as cloud:
+
+        def work():
+            with DeviceClient(cloud.address, model, precision="fp32") as client:
+                for _ in range(steps):
+                    client.train_step(IDS, IDS)
+
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=120)
+    same_gradients(gradients(model), reference_gradients(whole, *[IDS] * 2 * steps))
+
+
+def test_nothing_that_learns_is_said(adapted):
+    model = adapted()
+    model.add_adapter("other", PrivateLoraConfig(r_c2d=5, r_d2c=3))
+    model.set_adapter("default")
+    with (
+        CloudServer(adapted(), precision="fp32") as cloud,
+        DeviceClient(cloud.address, model, precision="fp32", adapter_name="other") as client,
+        pytest.raises(ValueError, match="every M of 'other' is frozen"),
+    ):
+        client.train_step(IDS, IDS)
+
+
+def test_a_closed_client_stays_closed(pair):
+    server, client, _ = pair()
+    client.generate(IDS, 1)
+    client.close()
+    with pytest.raises(RuntimeError, match="this client is closed"):
+        client.generate(IDS, 1)
+    assert server.sessions == 0
+
+
+def test_whole_numbers_of_any_width_will_do(pair):
+    _, client, whole = pair(m_scale=0.1)
+    assert torch.equal(client.generate(IDS.int(), 3, eos_token_id=-1), expected_tokens(whole, count=3))
+    loss = client.train_step(IDS.to(torch.int16), IDS.int())
+    assert loss == pytest.approx(whole(input_ids=IDS, labels=IDS).loss.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c: c.generate([[1, 2]], 1), "input_ids must be a tensor of shape .batch, seq., got a list"),
+        (lambda c: c.generate(IDS.bool(), 1), "input_ids must be whole numbers of shape .*, got torch.bool"),
+        (lambda c: c.generate(IDS, 1, do_sample="no"), "do_sample must be True or False, got 'no'"),
+        (lambda c: c.generate(IDS, 1, eos_token_id="7"), "eos_token_id must be a whole number of at least -1, got '7'"),
+        (lambda c: c.generate(IDS, 1, eos_token_id=[3.5]), "eos_token_id must be a whole number .*, got 3.5"),
+        (lambda c: c.train_step(IDS, torch.full_like(IDS, -100)), "no label to predict: .* the other 22 are all -100"),
+        (lambda c: c.train_step(IDS[:, :1], IDS[:, :1]), "no label to predict: the first is not, and the other 0"),
+        (lambda c: c.train_step(IDS, IDS.float()), "labels must be whole numbers of shape .*, got torch.float32"),
+    ],
+)
+def test_what_is_no_token_is_named(pair, call, message):
+    _, client, _ = pair()
+    with pytest.raises(ValueError, match=message):
+        call(client)
+
+
+def test_token_zero_can_end_a_sequence(adapted):
+    model = adapted()
+    base = model.get_base_model()
+    base.config.eos_token_id, base.generation_config.eos_token_id = 7, 0
+    assert sampling.ends(base, None) == [0]
+    base.generation_config.eos_token_id = None
+    assert sampling.ends(base, None) == []
+    assert sampling.ends(base, [3, -1]) == [3, -1]

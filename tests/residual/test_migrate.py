@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 
-from plpkg.residual import migrate
+from plpkg.residual import PrivateLoraConfig, migrate
+from plpkg.residual.adapter import PrivateLoraLayer
 from plpkg.residual.migrate import exchanges, matrices, solve
 
 
@@ -125,3 +126,31 @@ def test_bad_input_is_named(adapted):
         solve(torch.ones(2, 2), torch.ones(2, 2), torch.ones(2, 2), -1)
     with pytest.raises(ValueError, match="do not fit together"):
         solve(torch.ones(2, 2), torch.ones(3, 2), torch.ones(2, 2), 0)
+
+
+@pytest.mark.parametrize("init", ["svd", "given"])
+def test_other_bases_are_refused(adapted, init):
+    old = adapted(m_scale=0.1, init=init, r_c2d=4, r_d2c=4)
+    new = updated(old)
+    migrate.migrate(old, new, anchors(0))
+    for layer in new.modules():
+        if isinstance(layer, PrivateLoraLayer):
+            layer.privatelora_A["default"].neg_()
+    with pytest.raises(ValueError, match="A and B of 'default' differ: give the new model those of the old"):
+        migrate.migrate(old, new, anchors(0))
+
+
+def test_dropout_is_off_and_stays_as_it_was(adapted):
+    model = adapted("gpt2", m_scale=0.1)
+    expected = exchanges(model, anchors(0, 1))
+    model.train()
+    found = exchanges(model, anchors(0, 1))
+    assert model.training
+    assert all(torch.equal(a, b) for name in found for a, b in zip(found[name], expected[name], strict=True))
+
+
+def test_an_adapter_that_is_not_active_is_named(adapted):
+    model = adapted()
+    model.add_adapter("other", PrivateLoraConfig(r_c2d=5, r_d2c=3))
+    with pytest.raises(ValueError, match=r"the adapter 'other' is not active, but \['default'\]"):
+        exchanges(model, anchors(0, 1), "other")

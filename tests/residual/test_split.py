@@ -1,11 +1,14 @@
 """The two parts against the uncut model: logits, generation, gradients, on every architecture family."""
 
+import copy
+
 import pytest
 import torch
 from peft import IA3Config, PeftModel, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from plpkg.backbones import FAMILIES, random_backbone
-from plpkg.residual import release, split
+from plpkg.residual import PrivateLoraConfig, release, split
 from plpkg.residual.adapter import PrivateLoraLayer
 from plpkg.residual.parts import Direct
 
@@ -277,10 +280,18 @@ def test_lora_at_full_width_for_comparison(adapted, family, first_k, last_k):
     assert not held & {p.data_ptr() for p in device.parameters()}
 
 
-@pytest.mark.parametrize("change", [dict(use_dora=True), dict(lora_dropout=0.1)])
-def test_lora_that_cannot_be_cut_is_refused(adapted, change):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(use_dora=True), "use_dora=True: only plain LoRA"),
+        (dict(lora_dropout=0.1), "lora_dropout=0.1: only plain LoRA"),
+        (dict(bias="lora_only"), "bias='lora_only': only plain LoRA"),
+        (dict(alora_invocation_tokens=[1, 2], task_type="CAUSAL_LM"), r"alora_invocation_tokens=\[1, 2\]: only plain"),
+    ],
+)
+def test_lora_that_cannot_be_cut_is_refused(adapted, change, message):
     model = adapted(lora=lora("llama", **change))
-    with pytest.raises(ValueError, match="LoRA without DoRA and dropout can be cut"):
+    with pytest.raises(ValueError, match=message):
         split(model)
 
 
@@ -302,3 +313,93 @@ def test_a_sequence_keeps_the_matrices_that_it_began_with(adapted):
     device.matrices[1][0] = torch.nn.Sequential(device.matrices[1][0], torch.nn.Tanh())  # not a matrix any more
     cache = device.new_cache()
     torch.testing.assert_close(device.residual(1, u, cache=cache), device.residual(1, u))
+
+
+@torch.no_grad()
+def cut_logits(model, first_k=0, last_k=0, **options):
+    device, cloud = split(model, first_k, last_k, **options)
+    cloud.connect(Direct(device))
+    return device.logits(cloud(device.embed(IDS)))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_half_precision_it_is_the_same(adapted, family, dtype):
+    model = adapted(family).to(dtype)
+    with torch.no_grad():
+        assert torch.equal(cut_logits(model), model(input_ids=IDS).logits)
+
+
+@pytest.mark.parametrize(("first_k", "last_k"), CUTS)
+def test_the_adapter_that_was_asked_for_counts_not_the_active_one(adapted, first_k, last_k):
+    model = adapted(m_scale=0.1)
+    model.add_adapter(
+        "other", PrivateLoraConfig(r_c2d=4, r_d2c=4, target_modules=["o_proj"], layers_to_transform=[0, 2])
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "privatelora_M.other" in name:
+                parameter.normal_(std=0.3)
+        expected = {}
+        for name in ("other", "default"):
+            model.set_adapter(name)
+            expected[name] = model(input_ids=IDS).logits
+    assert not torch.allclose(expected["other"], expected["default"], atol=1e-3)
+    for name, logits in expected.items():
+        found = cut_logits(model, first_k, last_k, adapter_name=name)
+        torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
+    with model.disable_adapter():
+        torch.testing.assert_close(cut_logits(model, first_k, last_k), expected["default"], rtol=1e-4, atol=1e-5)
+    assert model.active_adapters == ["default"]
+
+
+@pytest.mark.parametrize(
+    ("family", "target", "message"),
+    [
+        ("granite", "q_proj", "embedding_multiplier=12.0: a cut GraniteForCausalLM would leave it out"),
+        ("cohere", "q_proj", "logit_scale=0.0625: a cut CohereForCausalLM would leave it out"),
+        (
+            "bloom",
+            "query_key_value",
+            "BloomModel has word_embeddings_layernorm.weight beside its layers",
+        ),
+    ],
+)
+def test_what_a_cut_would_leave_out_is_refused(family, target, message):
+    scale = {"embedding_multiplier": 12.0} if family == "granite" else {}
+    config = AutoConfig.for_model(
+        family, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, vocab_size=64, **scale,
+    )  # fmt: skip
+    model = get_peft_model(
+        AutoModelForCausalLM.from_config(config), PrivateLoraConfig(r_c2d=4, r_d2c=4, target_modules=[target])
+    )
+    with pytest.raises(ValueError, match=message):
+        split(model)
+
+
+def test_a_model_without_a_head_is_refused():
+    headless = random_backbone("llama").model
+    with pytest.raises(ValueError, match="LlamaModel has no LM head"):
+        split(get_peft_model(headless, PrivateLoraConfig(r_c2d=4, r_d2c=4)))
+
+
+def test_what_is_trained_stays_on_the_device(adapted):
+    model = adapted(modules_to_save=["lm_head"])
+    device, _ = split(model)
+    assert [n for n, p in device.named_parameters() if p.requires_grad and "matrices" not in n] == [
+        "lm_head.modules_to_save.default.weight"
+    ]
+    trained = [p.requires_grad for p in model.parameters()]
+    with pytest.raises(ValueError, match=r"norm.* is trained, but would be in the cloud"):
+        split(adapted(modules_to_save=["norm"]))
+    assert [p.requires_grad for p in model.parameters()] == trained
+
+
+def test_the_clouds_part_can_be_copied(adapted):
+    model = adapted()
+    device, cloud = split(model)
+    copied = copy.deepcopy(cloud)
+    copied.connect(Direct(device))
+    with torch.no_grad():
+        torch.testing.assert_close(device.logits(copied(device.embed(IDS))), model(input_ids=IDS).logits)
