@@ -10,7 +10,7 @@ def quality(ax=None):
     table = recorded.personalisation().query("bytes_per_token > 0").sort_values("gain")
     names = [f"{method} ({100 * row.share_of_actual:.0f} %)" for method, row in table.iterrows()]
     writers, at = recorded.gains().loc[table.index], range(len(names))
-    for writer, style in zip(writers, theme.styles(len(writers) + 1)[1:], strict=True):
+    for writer, style in zip(writers, theme.styles(len(writers.columns) + 1)[1:], strict=True):
         faint = {"color": "0.5", "marker": style["marker"], "linestyle": "none", "mfc": "none", "ms": 6}
         ax.plot(writers[writer], at, label=writer, **faint)
     colour, few = theme.styles(1)[0]["color"], table["share_of_actual"] <= 0.25

@@ -158,6 +158,24 @@ def attack(section: str):
     return rows.drop(columns=origin).dropna(axis=1, how="all").reset_index(drop=True)
 
 
+COSTS = ["bits_per_byte", "device_parameters", "flops_per_token", "bytes_per_token"]
+
+
+def embedding():
+    """Of each secret embedding: the quality that is left, the device's costs, and the share each attacker recovers."""
+    return attack("embedding").pivot_table(index=["case", *COSTS], columns="attacker", values="recovered", sort=False)
+
+
+def nonlinear():
+    """Of each function in the place of M: errors of copies and of the best matrices, quality with the copies, costs."""
+    return attack("nonlinear").set_index("case")[["error", "linear_error", "copy_bits_per_byte", *COSTS]]
+
+
+def answers():
+    """By noise on the answers and tokens seen: the error of the M computed, the owner's quality, and the copy's."""
+    return attack("answers").set_index(["x", "case"])[["error", "bits_per_byte", "copy_bits_per_byte"]]
+
+
 def strongest_inversion():
     """The share of tokens that the best attacker recovered, by the number of layers on the device."""
     return attack("inversion").groupby("x")["recovered"].max()

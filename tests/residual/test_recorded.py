@@ -47,6 +47,18 @@ def test_every_section_of_the_attacks_is_there():
         recorded.attack("guess")
 
 
+def test_defences_are_shown_with_their_costs():
+    rows = recorded.attack("embedding")
+    shown = recorded.embedding()
+    assert shown.size == len(rows)
+    for row in rows.itertuples():
+        found = shown.xs(row.case, level="case")[row.attacker]
+        assert found.item() == row.recovered
+        assert found.index.get_level_values("bits_per_byte")[0] == row.bits_per_byte
+    assert list(recorded.nonlinear()["copy_bits_per_byte"]) == list(recorded.attack("nonlinear")["copy_bits_per_byte"])
+    assert list(recorded.answers()["error"]) == list(recorded.attack("answers")["error"])
+
+
 def test_the_strongest_attacker_is_taken():
     table = recorded.attack("inversion")
     best = recorded.strongest_inversion()
