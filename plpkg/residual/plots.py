@@ -20,7 +20,7 @@ def quality(ax=None):
     ax.axvline(0.8 * table["gain"][recorded.LORA], color="0.4", linestyle="--", lw=1)
     ax.set_yticks(at, names)
     ax.grid(False, axis="y")
-    ax.set(xlabel=f"gain in bits per byte (dashed: 80 % of that of {recorded.LORA})")
+    ax.set(xlabel=f"gain, bits per byte (dashed: 80 % of {recorded.LORA}'s)")
     ax.legend(loc="lower right", fontsize=9)
     ax.figure.set_size_inches(8.6, 5.2)
     said = "; ".join(f"{name} {gain:.3f}" for name, gain in zip(names, table["gain"], strict=True))
