@@ -53,11 +53,9 @@ def shape() -> ModelShape:
 
 
 def adapters() -> list[str]:
-    """PrivateLoRA's variants in the benchmark, by the bytes that they send."""
-    table = recorded.personalisation()
-    return [
-        name for name in table.sort_values("bytes_per_token", kind="stable").index if name.startswith("PrivateLoRA")
-    ]
+    """PrivateLoRA's variants in the benchmark, by the bytes that they send and by what they gain."""
+    table = recorded.personalisation().sort_values(["bytes_per_token", "gain"])
+    return [name for name in table.index if name.startswith("PrivateLoRA")]
 
 
 def compute(adapter: str, first_k: int) -> Choice:
@@ -107,7 +105,11 @@ def explorer() -> Explorer:
     """The widget."""
     names = adapters()
     controls = {
-        "adapter": ipywidgets.SelectionSlider(options=names, value=names[0], description="Adapter (rank)"),
+        "adapter": ipywidgets.SelectionSlider(
+            options=[(name.removeprefix("PrivateLoRA "), name) for name in names],
+            value=names[0],
+            description="PrivateLoRA (adapter)",
+        ),
         "first_k": ipywidgets.IntSlider(
             value=0, min=0, max=shape().num_layers - 1, description="On the device (layers)"
         ),
