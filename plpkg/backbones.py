@@ -146,7 +146,7 @@ def random_backbone(
     dtype
         Of the weights.
     options
-        More fields of the configuration: ``{"attn_implementation": "eager"}``, say.
+        More fields of the configuration, ``{"attn_implementation": "eager"}``, say; they win over the dimensions above.
 
     Returns
     -------

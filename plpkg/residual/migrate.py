@@ -62,6 +62,7 @@ def exchanges(
     dict
         By module: u ``(tokens, r_c2d)`` and v ``(tokens, r_d2c)``, float64.
     """
+    every = list(matrices(model, adapter_name))
     if adapter_name not in model.active_adapters:
         raise ValueError(f"the adapter {adapter_name!r} is not active, but {model.active_adapters}: set_adapter first")
     seen: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -75,7 +76,7 @@ def exchanges(
 
     training = model.training
     model.eval()  # without dropout
-    handles = [m.register_forward_hook(keep(name)) for name, m in matrices(model, adapter_name)]
+    handles = [m.register_forward_hook(keep(name)) for name, m in every]
     try:
         for ids in anchors:
             model(input_ids=ids.to(model.device), use_cache=False)

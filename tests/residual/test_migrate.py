@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from plpkg.backbones import random_backbone
 from plpkg.residual import PrivateLoraConfig, migrate
 from plpkg.residual.adapter import PrivateLoraLayer
 from plpkg.residual.migrate import exchanges, matrices, solve
@@ -154,3 +155,7 @@ def test_an_adapter_that_is_not_active_is_named(adapted):
     model.add_adapter("other", PrivateLoraConfig(r_c2d=5, r_d2c=3))
     with pytest.raises(ValueError, match=r"the adapter 'other' is not active, but \['default'\]"):
         exchanges(model, anchors(0, 1), "other")
+    for plain in (model.unload(), random_backbone("llama")):
+        with pytest.raises(ValueError, match="LlamaForCausalLM has no PrivateLoRA adapter 'default'"):
+            exchanges(plain.train(), anchors(0, 1))
+        assert plain.training
