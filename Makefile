@@ -5,26 +5,36 @@ BIN = $(VENV)/bin
 NOTEBOOKS ?= $(wildcard notebooks/[0-9]*.ipynb)
 LAB ?=
 DIST ?= dist
+CONSTRAINTS ?= constraints.txt
+PARALLEL ?= -n 2
+NBVAL ?= --nbval
+NBVAL_OPTIONS = --nbval-current-env --nbval-sanitize-with tests/nbval.cfg --nbval-cell-timeout 120 -p no:cacheprovider -p notebook_memory
 EXECUTE = --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.store_widget_state=False
 
 .DEFAULT_GOAL := help
-.PHONY: help install lab test ui-test lint notebooks bench checksums wheel
+.PHONY: help install lab test check ui-test lint notebooks bench checksums wheel
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
 install: $(VENV)/installed ## a virtual environment with everything, exactly as pinned
 
-$(VENV)/installed: pyproject.toml constraints.txt
+$(VENV)/installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[notebooks,test]' && touch $@
+	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[notebooks,test]' && touch $@
 
 lab: install ## open JupyterLab on the first notebook
 	$(BIN)/jupyter lab $(LAB) notebooks/00_start_here.ipynb
 
-test: lint ## lint, unit tests, notebook hygiene, and every notebook re-run and compared
-	$(BIN)/python -m pytest -m 'not browser'
-	$(BIN)/python -m pytest --nbval --nbval-current-env --nbval-sanitize-with tests/nbval.cfg --nbval-cell-timeout 120 -p no:cacheprovider notebooks
+test: lint check ## lint, unit tests, notebook hygiene, and every notebook re-run and compared
+
+check: export OMP_NUM_THREADS = $(or $(PLPKG_TEST_THREADS),1)
+check: install # the notebooks run also where a unit test failed; the corpora are read first, not by two at once
+	@$(BIN)/python -c 'from plpkg import corpora; corpora.public("test")'
+	@$(BIN)/python -m pytest $(PARALLEL) --dist loadfile -m 'not browser'; tests=$$?; \
+	PYTHONPATH=tests $(BIN)/python -m pytest $(PARALLEL) --dist loadscope $(NBVAL) $(NBVAL_OPTIONS) notebooks; notebooks=$$?; \
+	echo "exit status: $$tests of the unit tests, $$notebooks of the notebooks"; \
+	exit $$((tests > notebooks ? tests : notebooks))
 
 ui-test: install ## drive every widget in a real JupyterLab
 	$(BIN)/python -m pytest -m browser tests/ui

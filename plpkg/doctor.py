@@ -49,9 +49,9 @@ class Report(Tabular):
 
 
 def examine() -> Report:
-    """Check Python, every declared dependency, the processor, the data files, the corpora and the kernel."""
-    checks = check_python(), *check_dependencies(), *check_processors(), *check_data(), check_corpora(), check_kernel()
-    return Report(checks)
+    """Check Python, dependencies and what may break them, the processor, the data files, the corpora and the kernel."""
+    packages = check_python(), *check_dependencies(), check_torchvision()
+    return Report((*packages, *check_processors(), *check_data(), check_corpora(), check_kernel()))
 
 
 def check_python(version: str = ".".join(map(str, sys.version_info[:3]))) -> Check:
@@ -90,6 +90,23 @@ def check_dependency(requirement: Requirement, extra: str = "") -> Check:
     if requirement.specifier.contains(version, prereleases=True):
         return Check(name, "OK", version)
     return Check(name, "FAIL", f"{version}, supported {requirement.specifier}", f"pip install '{wanted}'")
+
+
+def check_torchvision() -> Check:
+    """Nothing here needs it, but transformers imports it where it is, and one for another torch breaks that."""
+    name = "torchvision (not needed)"
+    try:
+        import torchvision
+    except ModuleNotFoundError as error:
+        if error.name == "torchvision":
+            return Check(name, "OK", "not installed")
+        problem = error
+    except Exception as error:  # operators that do not fit raise what they like
+        problem = error
+    else:
+        return Check(name, "OK", torchvision.__version__)
+    remedy = "pip uninstall torchvision, or install the one that belongs to this torch, from the same index"
+    return Check(name, "FAIL", f"does not import beside this torch: {problem}", remedy)
 
 
 def check_processors() -> list[Check]:

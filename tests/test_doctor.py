@@ -107,6 +107,28 @@ def test_a_torch_that_does_not_load_is_reported(monkeypatch):
     assert [check.status for check in doctor.check_processors()] == ["OK", "FAIL"]
 
 
+@pytest.mark.parametrize(
+    ("source", "status", "found"),
+    [
+        (None, "OK", "not installed"),
+        ("__version__ = '0.28.0'", "OK", "0.28.0"),
+        ("raise RuntimeError('operator torchvision::nms does not exist')", "FAIL", "torchvision::nms does not exist"),
+        ("import no_such_module", "FAIL", "No module named 'no_such_module'"),
+    ],
+)
+def test_a_torchvision_that_does_not_import_is_reported(tmp_path, monkeypatch, source, status, found):
+    if source is None:
+        monkeypatch.setattr("sys.path", [])
+    else:
+        (tmp_path / "torchvision.py").write_text(source)
+        monkeypatch.syspath_prepend(tmp_path)
+    check = doctor.check_torchvision()
+    sys.modules.pop("torchvision", None)
+    assert check.status == status
+    assert check.found.endswith(found)
+    assert status == "OK" or "pip uninstall torchvision" in check.remedy
+
+
 @pytest.fixture
 def recorded(tmp_path, monkeypatch):
     """Write a record of the corpora as it is here, changed by a function, for doctor to compare with."""

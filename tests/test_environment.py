@@ -20,9 +20,9 @@ def project():
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def requirements():
-    extras = [line for lines in project()["optional-dependencies"].values() for line in lines]
-    return [Requirement(line) for line in project()["dependencies"] + extras]
+def requirements(extras=("notebooks", "test")):
+    extra = [line for name in extras for line in project()["optional-dependencies"][name]]
+    return [Requirement(line) for line in project()["dependencies"] + extra]
 
 
 def pins():
@@ -31,8 +31,8 @@ def pins():
     return {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
 
 
-def environment():
-    return yaml.safe_load((ROOT / "environment.yml").read_text())
+def environment(path="environment.yml"):
+    return yaml.safe_load((ROOT / path).read_text())
 
 
 def test_constraints_pin_every_requirement_within_its_range():
@@ -60,6 +60,13 @@ def test_conda_takes_the_rest_from_pip():
     assert dict(line.split("==") for line in others) == {name: pins()[name] for name in NOT_ON_CONDA_FORGE}
 
 
+def test_binder_takes_what_the_notebooks_need_with_torch_for_the_cpu():
+    names = {"torch": "pytorch-cpu"}
+    wanted = {f"{names.get(r.name, r.name)}={pins()[canonicalize_name(r.name)]}" for r in requirements(["notebooks"])}
+    assert set(environment("binder/environment.yml")["dependencies"]) == {"python=3.11", "pip"} | wanted
+
+
 def test_channels():
-    assert environment()["channels"] == ["conda-forge", "nodefaults"]
+    for path in ("environment.yml", "binder/environment.yml"):
+        assert environment(path)["channels"] == ["conda-forge", "nodefaults"]
     assert environment()["name"] == "plpkg"

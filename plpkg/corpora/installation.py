@@ -5,13 +5,18 @@ tests, vendored copies, and the parts of the standard library that distributions
 """
 
 import ast
+import gc
 import importlib.util
+import json
 import os
 import re
+import subprocess
 import sys
 import sysconfig
 import unicodedata
 import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 SKIPPED = {
@@ -24,6 +29,25 @@ SPLIT_OFF = {"tkinter", "idlelib", "turtledemo", "lib2to3", "ensurepip", "distut
 
 UNPRINTABLE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufeff]")
 """Control characters but the line feed, lone surrogates, byte order marks."""
+
+
+def read(packages: Iterable[str]) -> dict[str, dict[str, list[str]]]:
+    """The :func:`modules` of several packages, read by two processes; errors as there."""
+    from tqdm.auto import tqdm
+
+    packages = list(packages)
+    for package in packages:
+        root_of(package)  # what is missing is said by one process
+    # This file alone, run as a script, imports in no time; multiprocessing would run the caller's script again.
+    command = [sys.executable, "-P", __file__, *packages]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as other:
+        found = {package: _part(package, 0, 2) for package in tqdm(packages, "reading docstrings")}
+        half = other.stdout.read()
+    if other.returncode:
+        raise RuntimeError(f"the second process that reads docstrings ended with exit status {other.returncode}")
+    half = json.loads(half)
+    return {package: _all(package, found[package] | half[package]) for package in packages}
 
 
 def modules(package: str) -> dict[str, list[str]]:
@@ -47,20 +71,26 @@ def modules(package: str) -> dict[str, list[str]]:
     ValueError
         It is in several folders, or has no source files with docstrings (a zip file, say).
     """
+    return _all(package, _part(package, 0, 1))
+
+
+def _part(package: str, first: int, step: int) -> dict[str, list[str]]:
+    """Every ``step``-th module from ``first`` on; those without docstrings left out."""
     if package == "topics":
         from pydoc_data.topics import topics
 
-        return {f"topics/{name}": [clean(text)] for name, text in sorted(topics.items())}
-    found = {}
-    for path, name in sources(package):
-        texts = [text for text in map(clean, docstrings(path)) if text]
-        if texts:
-            found[name] = texts
+        texts = ((f"topics/{name}", [clean(topics[name])]) for name in sorted(topics)[first::step])
+    else:
+        texts = ((name, [*filter(None, map(clean, docstrings(path)))]) for path, name in sources(package)[first::step])
+    return {name: found for name, found in texts if found}
+
+
+def _all(package: str, found: dict[str, list[str]]) -> dict[str, list[str]]:
     if not found:
         raise ValueError(
             f"the corpora need the docstrings of {package!r}, but no source file in {root_of(package)} has any"
         )
-    return found
+    return dict(sorted(found.items()))
 
 
 def sources(package: str) -> list[tuple[Path, str]]:
@@ -80,7 +110,7 @@ def sources(package: str) -> list[tuple[Path, str]]:
 
 def root_of(package: str) -> Path:
     """The folder of a package's source files; errors as in :func:`modules`."""
-    if package == "stdlib":
+    if package in ("stdlib", "topics"):
         return Path(sysconfig.get_path("stdlib"))
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
@@ -99,15 +129,34 @@ def _standard(top: str) -> bool:
 
 def docstrings(path: Path) -> list[str]:
     """The docstrings of one source file, in source order; none if it is not valid Python (a template, say)."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _collector_off():
         warnings.simplefilter("ignore")  # invalid escapes in other people's strings
         try:
             tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError):
             return []
-    nodes = [tree, *(n for n in ast.walk(tree) if isinstance(n, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef))]
-    nodes[1:] = sorted(nodes[1:], key=lambda node: node.lineno)
-    return [text for node in nodes if (text := ast.get_docstring(node))]
+        return [text for node in (tree, *_definitions(tree)) if (text := ast.get_docstring(node))]
+
+
+def _definitions(node: ast.AST) -> Iterator[ast.AST]:
+    """Classes and functions in source order. Only statements hold any: expressions, most of a tree, are passed by."""
+    for block in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for child in getattr(node, block, ()):
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield child
+            yield from _definitions(child)
+
+
+@contextmanager
+def _collector_off() -> Iterator[None]:
+    """A syntax tree has no circles, but looking for them takes longer than parsing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def clean(text: str) -> str:
@@ -115,3 +164,7 @@ def clean(text: str) -> str:
     text = UNPRINTABLE.sub("", text.replace("\r\n", "\n").expandtabs(4))
     text = re.sub(r" +$", "", unicodedata.normalize("NFC", text), flags=re.MULTILINE)
     return re.sub(r"\n{3,}", "\n\n", text).strip("\n")
+
+
+if __name__ == "__main__":  # the second process of read()
+    json.dump({package: _part(package, 1, 2) for package in sys.argv[1:]}, sys.stdout)

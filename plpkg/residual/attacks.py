@@ -279,9 +279,9 @@ def fit(parameters: Iterable[nn.Parameter], loss: Callable[[], torch.Tensor], st
 
 
 def public_prefix(model, first_k: int) -> DevicePart:
-    """The device's part as the cloud can build it: of a model without its private adapter, M = 0."""
+    """The device's part as the cloud can build it: of a model without its private adapter, M = 0, and frozen."""
     adapted = get_peft_model(copy.deepcopy(model), PrivateLoraConfig(r_c2d=1, r_d2c=1))
-    return split(adapted.eval(), first_k)[0]
+    return split(adapted.eval(), first_k)[0].requires_grad_(False)
 
 
 @torch.no_grad()

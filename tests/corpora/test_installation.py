@@ -3,7 +3,7 @@ import sys
 import pytest
 
 from plpkg.corpora import installation
-from plpkg.corpora.installation import clean, docstrings, modules
+from plpkg.corpora.installation import clean, docstrings, modules, read
 
 
 @pytest.fixture
@@ -34,6 +34,65 @@ def test_docstrings_are_read_in_source_order_without_importing(package):
         "crashes/later.py": ["First.", "Second.", "Third."],
     }
     assert "crashes" not in sys.modules
+
+
+def test_two_processes_read_what_one_reads(package):
+    packages = ("crashes", "topics", "opacus", "jinja2")
+    found = read(packages)
+    assert [(name, list(texts.items())) for name, texts in found.items()] == [
+        (name, list(modules(name).items())) for name in packages
+    ]
+    with pytest.raises(ModuleNotFoundError, match="the corpora need the package 'no_such_package'"):
+        read(["opacus", "no_such_package"])
+
+
+def test_a_second_process_that_fails_is_named(monkeypatch):
+    monkeypatch.setattr(installation, "__file__", "/no/such/file.py")
+    with pytest.raises(RuntimeError, match="the second process that reads docstrings ended with exit status 2"):
+        read(["opacus"])
+
+
+BLOCKS = """
+try:
+    def a(): "1"
+except ValueError:
+    class B:
+        if True:
+            async def c(): "2"
+        elif False:
+            def d(): "3"
+        else:
+            def e(): "4"
+else:
+    for i in x:
+        def f(): "5"
+    else:
+        while y:
+            def g(): "6"
+finally:
+    with z, (lambda: 0):
+        match w:
+            case 1:
+                def h(): "7"
+            case _:
+                @decorated(lambda: "no docstring")
+                class K:
+                    "8"
+                    value = [lambda: 0]
+                    def m(self):
+                        "9"
+                        def n(): "10"
+try:
+    pass
+except* OSError:
+    def o(): "11"
+"""
+
+
+def test_definitions_are_found_in_every_kind_of_block(tmp_path):
+    path = tmp_path / "a.py"
+    path.write_text(BLOCKS)
+    assert docstrings(path) == [str(n) for n in range(1, 12)]
 
 
 def test_invalid_escapes_of_others_stay_silent(tmp_path):

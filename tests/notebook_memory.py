@@ -1,0 +1,66 @@
+"""For nbval (``-p notebook_memory``): the memory of each notebook, its kernel's children included, has a limit.
+
+Free services that run notebooks give 2 GB. What processes share counts once (proportional set sizes, on Linux).
+"""
+
+import threading
+
+import psutil
+import pytest
+
+LIMIT_MB = 2000
+EVERY_S = 0.1
+
+
+def tree_mb(pid: int) -> float:
+    """What a process and its children hold."""
+    total = 0
+    try:
+        parent = psutil.Process(pid)
+        for process in (parent, *parent.children(recursive=True)):
+            memory = process.memory_full_info()
+            total += getattr(memory, "pss", memory.rss)
+    except psutil.NoSuchProcess:
+        pass  # it ends while we look
+    return total / 1e6
+
+
+class Watch(threading.Thread):
+    """The most that a kernel held while this thread ran."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self.pid, self.peak_mb, self.done = pid, 0.0, threading.Event()
+
+    def run(self) -> None:
+        while True:
+            self.peak_mb = max(self.peak_mb, tree_mb(self.pid))
+            if self.done.wait(EVERY_S):
+                return
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    watch = Watch(item.parent.kernel.km.provisioner.pid)
+    watch.start()
+    try:
+        result = yield
+    finally:
+        watch.done.set()
+        watch.join()
+        item.user_properties.append(("peak_mb", watch.peak_mb))
+    if watch.peak_mb > LIMIT_MB:
+        pytest.fail(f"{item.nodeid} takes {watch.peak_mb:,.0f} MB, at most {LIMIT_MB:,} are allowed", pytrace=False)
+    return result
+
+
+def pytest_terminal_summary(terminalreporter):
+    peaks = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, value in getattr(report, "user_properties", ()):
+                notebook = report.nodeid.partition("::")[0]
+                peaks[notebook] = max(peaks.get(notebook, 0), value) if name == "peak_mb" else peaks.get(notebook, 0)
+    terminalreporter.section("memory of the notebooks")
+    for notebook in sorted(peaks):
+        terminalreporter.line(f"{notebook}: {peaks[notebook]:,.0f} MB of {LIMIT_MB:,}")
