@@ -11,10 +11,16 @@ os.environ["OMP_NUM_THREADS"] = os.environ.get("PLPKG_TEST_THREADS", "1")  # two
 
 import random
 
+import hypothesis
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
+
+hypothesis.settings.register_profile(  # a busy machine is slow, and that is no defect of the code
+    "plpkg", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("plpkg")
 
 SHIFT = 1000 * int(os.environ.get("PLPKG_TEST_SEED", "0"))
 

@@ -5,28 +5,36 @@ For processes that are killed, or that serve. What a test says of a fresh interp
 
 import multiprocessing
 import os
+import signal
 import sys
+from multiprocessing.connection import Connection
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["plpkg.clipping", "plpkg.cli", "plpkg.pretraining", "plpkg.residual"])
 
 
 class Process:
-    """``python -c code arguments``.
+    """``python -c code arguments``, killed at the end of a ``with`` block.
 
     Attributes
     ----------
-    output
-        A text file: its standard output and error.
+    stdout
+        A text file: standard output and error.
     """
 
-    def __init__(self, code: str, *arguments: str, **environment: str) -> None:
+    def __init__(self, code: str, *arguments: str) -> None:
         reader, writer = os.pipe()
-        self.output = os.fdopen(reader)
-        theirs = multiprocessing.connection.Connection(writer, readable=False)
-        self._process = CONTEXT.Process(target=_run, args=(theirs, code, arguments, environment), daemon=True)
-        self._process.start()
-        theirs.close()
+        self.stdout = os.fdopen(reader)
+        with Connection(writer, readable=False) as theirs:
+            self._process = CONTEXT.Process(target=_run, args=(theirs, code, arguments), daemon=True)
+            self._process.start()
+
+    def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.kill()
+        self.stdout.close()
 
     def kill(self) -> None:
         """End it at once, and wait until it has."""
@@ -46,10 +54,10 @@ class Process:
         return self._process.exitcode
 
 
-def _run(output, code: str, arguments: tuple[str, ...], environment: dict[str, str]) -> None:
+def _run(output: Connection, code: str, arguments: tuple[str, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the server that forked this process ignores it
     for stream in (1, 2):
         os.dup2(output.fileno(), stream)
     output.close()
     sys.argv = ["-c", *arguments]
-    os.environ.update(environment)
     exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})

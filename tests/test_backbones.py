@@ -1,3 +1,4 @@
+import copy
 import json
 
 import pytest
@@ -12,6 +13,8 @@ from plpkg.backbones import FAMILIES, fingerprint, load_backbone, random_backbon
 from plpkg.catalog import ModelShape
 from plpkg.pretraining import Recipe
 from plpkg.scoring import score
+
+from rounding import assert_as_exact
 
 IDS = torch.arange(12).reshape(2, 6)
 
@@ -83,8 +86,10 @@ def test_a_saved_model_loads_as_it_was(folder):
     model, tokenizer = load_backbone(folder)
     ids = tokenizer("private personal model", return_tensors="pt")["input_ids"]
     assert ids.tolist() == [[1, 2, 3]]
+    saved = random_backbone("llama", vocab=4)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), saved.state_dict().values(), strict=True))
     with torch.no_grad():
-        assert torch.equal(model(ids).logits, random_backbone("llama", vocab=4)(ids).logits)
+        assert_as_exact(model(ids).logits, *(m(ids).logits for m in (saved, copy.deepcopy(saved).double())))
     assert not model.training
 
 

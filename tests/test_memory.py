@@ -92,7 +92,8 @@ def test_agrees_with_pytorchs_own_tracker():
         with MemoryTimeline() as timeline:
             timeline.track(model, x, y)
             compute_loss(x, y).backward()
-    assert timeline.peak_bytes == pytest.approx(theirs, abs=4096)  # theirs rounds each storage up to 512 bytes
+    storages = 2 + 2 + 2 + 4  # weights, gradients, inputs and targets; at the peak the activations and theirs
+    assert timeline.peak_bytes == pytest.approx(theirs, abs=512 * storages)  # theirs rounds each up to 512 bytes
 
 
 def test_a_model_of_a_hundred_billion_parameters():
@@ -113,9 +114,9 @@ def test_a_model_of_a_hundred_billion_parameters():
 def test_categories_of_a_training_step():
     timeline = step(transformer, 3, fake=False, optimizer_class=torch.optim.Adam)
     frame = timeline.to_frame()  # ends with the block, though everything has been released since
-    parameters = frame["parameters"].max()
-    assert frame["gradients"].max() == pytest.approx(parameters, rel=1e-3)  # all but the rotary buffers
-    assert frame["optimizer"].iloc[-1] == pytest.approx(2 * parameters, rel=1e-3)
+    parameters = [p.nbytes for p in transformer(3)[0].parameters()]
+    assert frame["gradients"].max() * MIB == sum(parameters)
+    assert frame["optimizer"].iloc[-1] * MIB == sum(2 * nbytes + 4 for nbytes in parameters)  # and a step's number
     assert frame["gradients"].iloc[-1] == 0  # zero_grad frees them
     by_phase = frame.groupby("phase", sort=False)["activations"]
     assert by_phase.max()["forward"] > 0

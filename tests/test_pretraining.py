@@ -3,6 +3,7 @@
 Not run in CI: more than one GPU. Two processes on the CPU (gloo) stand in for them.
 """
 
+import collections
 import csv
 import itertools
 import json
@@ -32,6 +33,9 @@ from plpkg.backbones import load_backbone
 from plpkg.corpora import Document
 from plpkg.pretraining import Recipe, build, pretrain, train_tokenizer
 from plpkg.scoring import score
+
+from preloaded import Process
+from rounding import assert_as_exact, relative
 
 TINY = Recipe(
     num_layers=2, hidden=32, num_heads=4, num_kv_heads=2, intermediate=48, vocab=300, max_positions=64,
@@ -66,6 +70,19 @@ def run(out, recipe=TINY, **options):
 
 def same(first, second):
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def assert_same_first_step(found, expected, tmp_path, monkeypatch):
+    """Loss and averages of checkpoints after one step: those of the momentum are the gradient."""
+    monkeypatch.setattr(pretraining, "build", lambda recipe: build(recipe).double())
+    run(tmp_path / "exact", replace(TINY, **{name: found["identity"][name] for name in vars(TINY)}))
+    exact = checkpoint(tmp_path / "exact")
+    assert found["log"][0]["loss"] == pytest.approx(
+        expected["log"][0]["loss"], rel=relative(TINY.batch * TINY.seq + TINY.vocab)
+    )
+    for states in zip(*([o["state"] for o in each["optimizers"]] for each in (found, expected, exact)), strict=True):
+        for key in states[1][0]:
+            assert_as_exact(*([saved[key] for _, saved in sorted(state.items())] for state in states))
 
 
 def checkpoint(out):
@@ -142,10 +159,11 @@ def test_what_a_run_leaves_behind(finished):
 def test_it_learns(tmp_path):
     run(tmp_path, replace(TINY, steps=60))
     model, tokenizer = load_backbone(tmp_path)
-    untrained = build(TINY)
-    assert (
-        score(model, tokenizer, VALIDATION).bits_per_byte < 0.6 * score(untrained, tokenizer, VALIDATION).bits_per_byte
-    )
+    # Better than knowing, of the very text, how often each token occurs.
+    tokens = collections.Counter(torch.cat([t.ids[1:] for t in corpora.encode(VALIDATION, tokenizer)]).tolist())
+    entropy = sum(n * math.log2(tokens.total() / n) for n in tokens.values())
+    assert entropy < score(build(TINY), tokenizer, VALIDATION).bits
+    assert score(model, tokenizer, VALIDATION).bits < entropy
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -155,7 +173,7 @@ def test_the_last_row_of_the_log_is_the_score_of_what_was_trained(tmp_path, bf16
     model.load_state_dict(state["model"])
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         found = score(model, train_tokenizer(TRAIN, TINY.vocab), VALIDATION, seq=TINY.seq, stride=TINY.seq)
-    assert state["log"][-1]["validation_bits_per_byte"] == pytest.approx(found.bits_per_byte, rel=1e-6)
+    assert state["log"][-1]["validation_bits_per_byte"] == pytest.approx(found.bits_per_byte)
 
 
 def test_twice_the_same_and_another_seed_another(finished, tmp_path):
@@ -218,68 +236,59 @@ def test_a_finished_run_that_is_started_again_makes_its_log_whole_and_changes_no
     assert contents(copy) == before
 
 
-def launch(folder, recipe, options, command=()):
+def written(folder, recipe, options):
+    """The argument of :data:`SCRIPT`."""
     task = folder / "task.json"
     texts, held_out = ([d.text for d in part] for part in (TRAIN, VALIDATION))
     task.write_text(json.dumps([vars(recipe), texts, held_out, str(folder / "out"), options]))
-    script = folder / "script.py"
-    script.write_text(SCRIPT)
-    return subprocess.Popen([*(command or [sys.executable]), str(script), str(task)], stderr=subprocess.PIPE, text=True)
+    return str(task)
 
 
 def test_killed_at_any_moment_it_goes_on(tmp_path):
-    recipe = replace(TINY, steps=40)
+    recipe = replace(TINY, steps=40, seed=1003)  # large: other processes draw the same
     options = {"checkpoint_every": 1, "evaluate_every": 20, "bf16": False}
     whole = run(tmp_path / "whole", recipe, checkpoint_every=40)
     checkpoint = tmp_path / "out" / "checkpoint.pt"
-    draw, killed = random.Random(0), 0
+    draw, killed, task = random.Random(0), 0, written(tmp_path, recipe, options)
     for _ in range(3):
         before = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
-        process = launch(tmp_path, recipe, options)
-        deadline = time.monotonic() + 120
-        while process.poll() is None and not (checkpoint.exists() and checkpoint.stat().st_mtime_ns > before):
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-        time.sleep(draw.uniform(0, 0.1))
-        process.send_signal(signal.SIGKILL)
+        with Process(SCRIPT, task) as process:
+            deadline = time.monotonic() + 300
+            while process.poll() is None and not (checkpoint.exists() and checkpoint.stat().st_mtime_ns > before):
+                assert time.monotonic() < deadline
+                time.sleep(0.002)
+            time.sleep(draw.uniform(0, 0.1))
         killed += process.wait() == -signal.SIGKILL
-        process.stderr.close()
     assert killed
-    process = launch(tmp_path, recipe, options)
-    assert process.communicate()[1] is not None
-    assert process.returncode == 0
+    with Process(SCRIPT, task) as process:
+        errors = process.stdout.read()
+        assert process.wait() == 0, errors
     assert same(load_file(tmp_path / "out" / "model.safetensors"), whole)
     assert not list((tmp_path / "out").glob("*.partial"))
 
 
-def test_two_processes_make_the_gradient_of_one(tmp_path):
-    recipe = replace(TINY, steps=1, warmup=0)
+def test_two_processes_make_the_gradient_of_one(tmp_path, monkeypatch):
+    recipe = replace(TINY, steps=1, warmup=0, seed=1003)
     options = {"checkpoint_every": 1, "evaluate_every": 1, "bf16": False}
     run(tmp_path / "one", recipe, **options)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    process = launch(tmp_path, recipe, options, command)
-    errors = process.communicate(timeout=300)[1]
-    assert process.returncode == 0, errors
-    one, two = (torch.load(p / "checkpoint.pt", weights_only=True) for p in (tmp_path / "one", tmp_path / "out"))
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command += [script, written(tmp_path, recipe, options)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    one, two = (checkpoint(tmp_path / name) for name in ("one", "out"))
     assert (one["processes"], two["processes"]) == (1, 2)
-    assert two["log"][0]["loss"] == pytest.approx(one["log"][0]["loss"], rel=1e-5)
-    for first, second in zip(one["optimizers"], two["optimizers"], strict=True):
-        for number, saved in first["state"].items():  # the momentum of the first step is the gradient
-            for key, expected in saved.items():
-                torch.testing.assert_close(second["state"][number][key], expected, rtol=1e-4, atol=1e-7)
+    assert_same_first_step(two, one, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3])
-def test_small_pieces_make_the_same_gradient(tmp_path, micro_batch):
+def test_small_pieces_make_the_same_gradient(tmp_path, monkeypatch, micro_batch):
     states = []
     for size in (micro_batch, 4):
         run(tmp_path / str(size), replace(TINY, steps=1), micro_batch=size)
         states.append(checkpoint(tmp_path / str(size)))
-    assert states[0]["log"][0]["loss"] == pytest.approx(states[1]["log"][0]["loss"], rel=1e-5)
-    for pieces, whole in zip(*(state["optimizers"] for state in states), strict=True):
-        for number, saved in whole["state"].items():
-            for key, expected in saved.items():
-                torch.testing.assert_close(pieces["state"][number][key], expected, rtol=1e-4, atol=1e-6)
+    assert_same_first_step(*states, tmp_path, monkeypatch)
 
 
 def test_a_long_gradient_is_cut_to_length_one(tmp_path, monkeypatch):
@@ -294,7 +303,8 @@ def test_a_long_gradient_is_cut_to_length_one(tmp_path, monkeypatch):
     # After one step the averages hold these shares of it.
     gradient = [s["momentum_buffer"] / (1 - muon["param_groups"][0]["momentum"]) for s in muon["state"].values()]
     gradient += [s["exp_avg"] / (1 - adamw["param_groups"][0]["betas"][0]) for s in adamw["state"].values()]
-    assert torch.cat([g.flatten() for g in gradient]).norm().item() == pytest.approx(1, rel=1e-3)
+    gradient = torch.cat([g.flatten() for g in gradient])
+    assert gradient.double().norm().item() == pytest.approx(1, rel=relative(len(gradient)))
 
 
 def test_bfloat16_computes_something_else_and_belongs_to_the_run(finished, tmp_path):

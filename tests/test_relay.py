@@ -37,7 +37,7 @@ def echo():
 
 def connect(address):
     host, port = address.split(":")
-    connection = socket.create_connection((host, int(port)), timeout=10)
+    connection = socket.create_connection((host, int(port)), timeout=60)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
 
@@ -92,10 +92,10 @@ def test_a_cut_ends_both_ends_and_new_connections_pass(echo):
 def test_the_time_on_the_link_is_measured(echo):
     link = Link("slow", 8e5, 8e5, 0.05)
     with Relay(echo, link) as relay, connect(relay.address) as connection:
+        began = time.perf_counter()
         for _ in range(2):
             there_and_back(connection, bytes(1000))
-        expected = 2 * (2 * 0.01 + 0.05)
-        assert expected <= relay.held_s < expected + 1
+        assert 2 * (2 * 0.01 + 0.05) <= relay.held_s <= time.perf_counter() - began
 
 
 def test_what_a_cut_found_on_its_way_reaches_no_later_connection(echo):
@@ -115,7 +115,10 @@ def test_what_the_other_end_does_not_read_yet_waits(echo):
     with Relay(echo) as relay, connect(relay.address) as connection:
         sender = threading.Thread(target=connection.sendall, args=(data,))
         sender.start()
-        time.sleep(0.3)
+        taken = -1
+        while taken < relay.uplink_bytes:  # until it takes no more, or all
+            taken = relay.uplink_bytes
+            time.sleep(0.3)
         assert sender.is_alive()
         assert relay.uplink_bytes < len(data)
         found = bytearray()
@@ -128,7 +131,7 @@ def test_what_the_other_end_does_not_read_yet_waits(echo):
 def test_it_ends_with_its_owner():
     code = "from plpkg.relay import Relay; import os; r = Relay('127.0.0.1:1'); print(r._process.pid); os._exit(0)"
     pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+import torch
+from hypothesis import given, strategies as st
+
+from rounding import assert_close, relative
 
 VOCAB = 5
 
@@ -63,6 +66,14 @@ class Slow:
         return [-np.log2(self.p(padded[end], tuple(padded[end - self.order + 1 : end]))) for end in ends]
 
 
+def assert_equal(found, expected, train):
+    """But for rounding: an n-gram's count less its discount may be as little as one by the number of tokens."""
+    found, expected = (torch.tensor(np.array(numbers), dtype=torch.float64) for numbers in (found, expected))
+    highest_order = 5
+    terms = highest_order * (VOCAB + 1) * sum(map(len, train))
+    assert_close(found, expected, terms, size=np.abs(expected.numpy()).max(initial=1))
+
+
 def arrays(documents):
     return [np.array(document, dtype=np.int64) for document in documents]
 
@@ -76,13 +87,12 @@ def markov(seed, documents=6, length=60):
 texts = st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=12), min_size=1, max_size=5).filter(any)
 
 
-@settings(deadline=None)
 @given(train=texts, test=texts, order=st.integers(1, 4))
 def test_tiny_texts_agree_with_the_recursion(baselines, train, test, order):
     model, slow = baselines.KneserNey.fit(arrays(train), vocab=VOCAB, order=order), Slow(train, order)
-    np.testing.assert_allclose(model.discounts, slow.discounts, atol=1e-9)
+    assert_equal(model.discounts, slow.discounts, train)
     for document in test:
-        np.testing.assert_allclose(model.bits(np.array(document, dtype=np.int64)), slow.bits(document), atol=1e-9)
+        assert_equal(model.bits(np.array(document, dtype=np.int64)), slow.bits(document), train)
 
 
 @pytest.mark.parametrize("order", [1, 2, 3, 4])
@@ -90,11 +100,11 @@ def test_tiny_texts_agree_with_the_recursion(baselines, train, test, order):
 def test_texts_with_large_counts_agree_with_the_recursion(baselines, seed, order):
     train, test = markov(seed), markov(seed + 10, documents=2)
     model, slow = baselines.KneserNey.fit(train, vocab=VOCAB, order=order), Slow(train, order)
-    np.testing.assert_allclose(model.discounts, slow.discounts, atol=1e-9)
+    assert_equal(model.discounts, slow.discounts, train)
     model.discounts = np.random.default_rng(seed).uniform(0.1, [0.9, 1.9, 2.9], (order, 3))
     slow.discounts = model.discounts.tolist()
     for document in test:
-        np.testing.assert_allclose(model.bits(document), slow.bits(document), atol=1e-9)
+        assert_equal(model.bits(document), slow.bits(document), train)
 
 
 def test_discounts_by_hand(baselines):
@@ -103,7 +113,7 @@ def test_discounts_by_hand(baselines):
     assert model.discounts.tolist() == [[1 - 2 / 2 * 2 / 4, 2 - 3 / 2 * 1 / 2, 3 - 4 / 2 * 1 / 1]]
     left_over = (4 * 0.5 + 2 * 1.25 + 3 * 1.0) / 20
     expected = [left_over / 20, (2 - 1.25) / 20 + left_over / 20, (5 - 1.0) / 20 + left_over / 20]
-    np.testing.assert_allclose(model.bits(np.array([15, 4, 8])), -np.log2(expected))
+    assert_equal(model.bits(np.array([15, 4, 8])), -np.log2(expected), [range(20)])
 
 
 def test_an_order_with_few_counts_gets_the_fallback(baselines):
@@ -118,7 +128,8 @@ def test_probabilities_sum_to_one(baselines, context, tuned):
     if tuned:
         model.tune(markov(1))
     bits = [model.bits(np.array([*context, token]))[-1] for token in range(8)]
-    assert np.exp2(-np.array(bits)).sum() == pytest.approx(1, abs=1e-12)
+    rounded = 8 * (4 * 8 + max(bits))  # each p by its orders' sums, and as 2 to a number of bits
+    assert np.exp2(-np.array(bits)).sum() == pytest.approx(1, rel=relative(rounded, torch.float64))
 
 
 def mean_bits(model, documents):
@@ -131,7 +142,8 @@ def test_tuning_gains_within_bounds(baselines, order):
     model = baselines.KneserNey.fit(train, vocab=VOCAB + 3, order=order)  # of which three are in no text
     before = mean_bits(model, validation)
     tuned = model.tune(validation)
-    assert tuned == pytest.approx(mean_bits(model, validation), abs=1e-12)
+    tokens = sum(map(len, validation))
+    assert tuned == pytest.approx(mean_bits(model, validation), rel=relative(tokens, torch.float64))
     assert tuned < before
     assert (model.discounts > 0).all()
     assert (model.discounts <= [1, 2, 3]).all()
@@ -142,18 +154,19 @@ def test_tuned_discounts_cannot_be_improved_one_by_one(baselines):
     model = baselines.KneserNey.fit(markov(0, documents=2), vocab=VOCAB, order=4)  # too few for every context
     best = model.tune(validation)
     tuned = model.discounts
+    slope = 1e-5  # where L-BFGS-B ends; bits are convex in each discount
     for place in np.ndindex(tuned.shape):
         for step in (-0.05, 0.05):
             model.discounts = tuned.copy()
             model.discounts[place] = np.clip(tuned[place] + step, 0.001, place[1] + 1)
-            assert mean_bits(model, validation) >= best - 1e-6
+            assert mean_bits(model, validation) >= best - slope * abs(step)
 
 
 def test_tuning_looks_at_the_counted_tokens_only(baselines):
     validation = [np.concatenate([markov(1, documents=1)[0], np.zeros(40, np.int64)])]
     counted = [np.arange(100) < 60]
     masked, short, whole = (baselines.KneserNey.fit(markov(0), vocab=VOCAB, order=3) for _ in range(3))
-    assert masked.tune(validation, counted) == pytest.approx(short.tune([validation[0][:60]]), abs=1e-12)
+    assert masked.tune(validation, counted) == short.tune([validation[0][:60]])
     np.testing.assert_array_equal(masked.discounts, short.discounts)
     assert whole.tune(validation) > masked.tune(validation, counted)
 
@@ -164,10 +177,10 @@ def test_ngrams_do_not_cross_documents(baselines, order):
     two, one = (baselines.KneserNey.fit(arrays(texts), vocab=VOCAB, order=order) for texts in (apart, together))
     assert two.bits(np.array([0, 1, 2]))[-1] > one.bits(np.array([0, 1, 2]))[-1]
     # Nothing follows 1 within its document, so the order below decides, as after a token never seen.
-    assert two.bits(np.array([0, 1, 2]))[-1] == pytest.approx(two.bits(np.array([4, 2]))[-1], abs=1e-12)
+    assert two.bits(np.array([0, 1, 2]))[-1] == pytest.approx(two.bits(np.array([4, 2]))[-1])
     # Which document comes first makes no difference.
     swapped = baselines.KneserNey.fit(arrays(apart[::-1]), vocab=VOCAB, order=order)
-    np.testing.assert_allclose(swapped.bits(np.arange(5)), two.bits(np.arange(5)))
+    assert_equal(swapped.bits(np.arange(5)), two.bits(np.arange(5)), apart)
 
 
 def test_the_first_token_knows_that_it_is_the_first(baselines):

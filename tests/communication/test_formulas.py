@@ -107,7 +107,7 @@ def test_formulas_equal_serialised_tensors(run, projections, endpoints):
         assert formula == communication.count(messages, 32, total)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     after_layer=st.integers(0, 4),
     bits=st.sampled_from([8, 16, 32, 64]),

@@ -31,7 +31,7 @@ def flags(document):
     return found
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_masked_spans_are_those_of_a_plain_search(data):
     letters = st.text("abé\n😀", min_size=40, max_size=90)

@@ -26,7 +26,7 @@ def sentencepiece_like(**control):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", **control)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.text(max_size=60), data=st.data())
 def test_bytes_add_up_and_masked_characters_are_never_scored(byte_level, text, data):
     start = data.draw(st.integers(0, len(text)))

@@ -20,6 +20,8 @@ from plpkg.backbones import load_backbone, random_backbone
 from plpkg.cli import app
 from plpkg.residual import CloudServer, DeviceClient, PrivateLoraConfig, certificates, commands
 
+from preloaded import Process
+
 WIDTH = 32
 WORDS = ["<unk>", "<s>", "my", "cat", "is", "called", "felix", "and", "sleeps", "all", "day"]
 TARGETS = ["--target", "v_proj", "--target", "down_proj"]
@@ -39,55 +41,81 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory):
+    """A folder with a certificate."""
+    return certificates.write(tmp_path_factory.mktemp("tls")).parent
+
+
 @contextlib.contextmanager
-def serving(folder, *options, **environment):
-    """``plpkg cloud`` in a process; gives its address."""
-    command = [sys.executable, "-m", "plpkg", "cloud", "--model", str(folder), "--rank", "4", *TARGETS, *options]
-    process = subprocess.Popen(
-        [*command, "--listen", "127.0.0.1:0"],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"} | environment,
-    )
-    line = process.stdout.readline()
-    assert line.startswith("listening on 127.0.0.1:")
-    try:
-        yield line.split()[2].rstrip(";")
-    finally:
-        process.send_signal(signal.SIGINT)
-        rest = process.communicate(timeout=60)[0]
-    assert process.returncode == 0
-    assert "round trips" in rest
+def serving(start, folder, *options):
+    """A cloud that ``start`` runs with these arguments of ``plpkg``; gives its address, and ends it as Ctrl+C does."""
+    command = ["cloud", "--model", str(folder), "--rank", "4", *TARGETS, "--listen", "127.0.0.1:0", *options]
+    with start(command) as process:
+        line = process.stdout.readline()
+        assert line.startswith("listening on 127.0.0.1:"), line
+        try:
+            yield line.split()[2].rstrip(";")
+        finally:
+            process.send_signal(signal.SIGINT)
+            rest = process.stdout.read()
+            assert process.wait(60) == 0
+        assert "round trips" in rest
 
 
-@pytest.fixture
-def cloud(folder):
-    with serving(folder, "--busy-wait", "0.001") as address:
+@pytest.fixture(scope="module")
+def secured(folder, tls):
+    """What a reader types: ``plpkg cloud`` over TLS, with a token, for sequences of at most nine tokens."""
+
+    def start(command):
+        environment = os.environ | {"PYTHONUNBUFFERED": "1", "PLPKG_TOKEN": "secret"}
+        return subprocess.Popen(
+            [sys.executable, "-m", "plpkg", *command],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+        )
+
+    with serving(start, folder, "--tls", str(tls), "--tokens", "9") as address:
         yield address
 
 
-def test_over_tls_with_a_token(folder, tmp_path, monkeypatch):
-    certificate = certificates.write(tmp_path / "tls")
+@pytest.fixture(scope="module")
+def cloud(folder):
+    """On loopback, without TLS and without the seconds that imports take."""
+
+    def start(command):
+        return Process("import sys; from plpkg.cli import app; app(sys.argv[1:])", *command)
+
+    with serving(start, folder, "--busy-wait", "0.001") as address:
+        yield address
+
+
+def over_tls(address, folder, ca, *command, **options):
+    device = ["device", "--connect", address, "--model", str(folder), "--rank", "4", *TARGETS, "--ca", str(ca)]
+    return RUNNER.invoke(app, [*device, *command], **{"env": {"PLPKG_TOKEN": "secret"}} | options)
+
+
+def test_over_tls_with_a_token(secured, folder, tls, tmp_path, monkeypatch):
     certificates.write(tmp_path / "others")
-    with serving(folder, "--tls", str(tmp_path / "tls"), PLPKG_TOKEN="secret") as address:
-        device = ["device", "--connect", address, "--model", str(folder), "--rank", "4", *TARGETS, "--ca"]
+
+    def asked(ca, token):
         chat = ["chat", "--max-new-tokens", "5", "--temperature", "0"]
+        return over_tls(secured, folder, ca, *chat, input="my cat\n", env={"PLPKG_TOKEN": token})
 
-        def asked(ca, token):
-            return RUNNER.invoke(app, [*device, str(ca), *chat], input="my cat\n", env={"PLPKG_TOKEN": token})
-
-        result = asked(certificate, "secret")
-        assert result.exit_code == 0, result.output
-        assert len(result.stdout.strip().splitlines()) == 1
-        result = asked(certificate, "guessed")
-        assert result.exit_code == 2
-        assert "no token, or a wrong one" in result.output
-        slept = []
-        monkeypatch.setattr("plpkg.residual.connection.time.sleep", slept.append)
-        result = asked(tmp_path / "others" / "cert.pem", "secret")
-        assert result.exit_code == 2
-        assert "certificate verify failed" in result.output
-        assert not slept  # trying again would not help
+    result = asked(tls / "cert.pem", "secret")
+    assert result.exit_code == 0, result.output
+    assert len(result.stdout.strip().splitlines()) == 1
+    result = asked(tls / "cert.pem", "guessed")
+    assert result.exit_code == 2
+    assert "no token, or a wrong one" in result.output
+    slept = []
+    monkeypatch.setattr("plpkg.residual.connection.time.sleep", slept.append)
+    result = asked(tmp_path / "others" / "cert.pem", "secret")
+    assert result.exit_code == 2
+    assert "certificate verify failed" in result.output
+    assert not slept  # trying again would not help
 
 
 def test_cloud_chat_and_train(cloud, folder, tmp_path):
@@ -182,9 +210,8 @@ def test_a_device_never_holds_the_layers_of_the_cloud(folder, tmp_path):
     random_backbone("llama", **wide).save_pretrained(large)
     size = (large / "model.safetensors").stat().st_size
     assert size > 1e8
-    command = [sys.executable, "-c", PEAK, str(folder), str(large)]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    peak, dtype = output.split()
+    with Process(PEAK, str(folder), str(large)) as process:
+        peak, dtype = process.stdout.read().split()
     assert dtype == "torch.float32"
     assert int(peak) < size / 2, f"{int(peak):,} bytes beside the file of {size:,}"
 
@@ -211,13 +238,12 @@ def test_chat_is_what_generate_gives_and_remembers_with_a_template(folder, capsy
     assert "sleeps" in second
 
 
-def test_a_line_that_is_too_long_or_no_text_ends_nothing(folder):
-    with serving(folder, "--tokens", "6") as address:
-        device = ["device", "--connect", address, "--model", str(folder), "--rank", "4", *TARGETS]
-        lines = b"my cat is called felix and sleeps all day\n\xff cat\nmy cat\n"
-        result = RUNNER.invoke(app, [*device, "chat", "--max-new-tokens", "2", "--temperature", "0"], input=lines)
+def test_a_line_that_is_too_long_or_no_text_ends_nothing(secured, folder, tls):
+    lines = b"my cat is called felix and sleeps all day\n\xff cat\nmy cat\n"
+    chat = ["chat", "--max-new-tokens", "2", "--temperature", "0"]
+    result = over_tls(secured, folder, tls / "cert.pem", *chat, input=lines)
     assert result.exit_code == 0, result.output
-    assert "OUT_OF_RANGE: tokens would be 10, the cloud's limit is 6; the conversation begins anew" in result.stderr
+    assert "OUT_OF_RANGE: tokens would be 10, the cloud's limit is 9; the conversation begins anew" in result.stderr
     assert len(result.stdout.strip().splitlines()) == 2
 
 

@@ -1,5 +1,7 @@
 """What the tests of this room share."""
 
+import copy
+
 import pytest
 import torch
 
@@ -17,6 +19,11 @@ def _backbone(family="llama", attention="sdpa", *, num_layers=2, options=None, *
     chosen = {"attn_implementation": attention} | own.get(family, {}) | (options or {})
     kv_heads = 4 if family == "gpt2" else 2
     return random_backbone(family, num_layers=num_layers, num_kv_heads=kv_heads, vocab=64, options=chosen, **dims)
+
+
+def in_double(module):
+    """The same weights in float64; the original stays as it is."""
+    return copy.deepcopy(module).double()
 
 
 @pytest.fixture(scope="session")

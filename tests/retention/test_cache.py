@@ -12,9 +12,13 @@ from plpkg.retention import chunked_prefill
 from plpkg.retention.cache import EvictingCache, OriginalPositions, ReassignedPositions, Rotary, keep_indices
 from plpkg.retention.scorers import KeyNorm
 from plpkg.retention.watch import Watch, watching
-from tests.retention.conftest import ROTARY
+from tests.retention.conftest import ROTARY, in_double
+
+from rounding import assert_as_exact, assert_close
 
 LLAMA = random_backbone("llama", num_kv_heads=2)
+TURN = 4  # two products, of a cosine and a sine that are themselves rounded
+BACK = TURN + 4  # there both are divided by the sum of their squares
 
 
 def states(n, seed=0, dtype=torch.float32):
@@ -86,8 +90,9 @@ def test_rotary_is_the_textbooks_and_undone_exactly():
     keys, _ = states(7)
     rotary = Rotary(LLAMA)
     there = rotary.apply(keys, 5)
-    torch.testing.assert_close(there, rotated(keys, torch.arange(5, 12)), atol=2e-6, rtol=0)
-    torch.testing.assert_close(rotary.undo(there, 5), keys, atol=1e-6, rtol=0)
+    angle = 2 * 12  # so many radians come from a frequency and a product that are rounded
+    assert_close(there, rotated(keys, torch.arange(5, 12)), terms=TURN + angle)
+    assert_close(rotary.undo(there, 5), keys, terms=TURN + BACK)
 
 
 @pytest.mark.parametrize("rope", ["yarn", "linear", "dynamic"])
@@ -95,7 +100,7 @@ def test_rotary_of_scaled_variants_is_undone(rope):
     options = {"rope_parameters": {"rope_type": rope, "factor": 4.0, "rope_theta": 1e4}}
     rotary = Rotary(random_backbone("llama", options=options))
     keys, _ = states(7)
-    torch.testing.assert_close(rotary.undo(rotary.apply(keys, 300), 300), keys, atol=2e-6, rtol=0)
+    assert_close(rotary.undo(rotary.apply(keys, 300), 300), keys, terms=TURN + BACK)
 
 
 @pytest.mark.parametrize(("family", "attention"), ROTARY)
@@ -107,7 +112,7 @@ def test_rotary_is_each_familys_own(backbone, ids, family, attention):
         model(ids, past_key_values=cache)
     for i, layer in cache.evicting.items():
         keys = seen[i].unflatten(-1, (-1, 16))[:, :, 4:6].transpose(1, 2)  # of 4 query, 2 key and 2 value heads
-        torch.testing.assert_close(layer.store.keys, keys, atol=1e-6, rtol=0)
+        assert_close(layer.store.keys, keys, terms=TURN + BACK)
 
 
 @pytest.mark.parametrize("family", ["stablelm", "phi", "cohere", "qwen3"])
@@ -120,9 +125,8 @@ def test_other_families_rotate_as_they_do(family):
     torch.manual_seed(0)
     model, ids = AutoModelForCausalLM.from_config(config).eval(), torch.randint(1, 64, (1, 20))
     with torch.no_grad():
-        expected = model(ids).logits[:, -1]
-    found = chunked_prefill(model, ids, KeyNorm(), 99, 6).logits
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+        expected, exact = (m(ids).logits[:, -1] for m in (model, in_double(model)))
+    assert_as_exact(chunked_prefill(model, ids, KeyNorm(), 99, 6).logits, expected, exact)
 
 
 def test_part_of_a_head_may_be_rotated():
@@ -132,7 +136,7 @@ def test_part_of_a_head_may_be_rotated():
     there = rotary.apply(keys, 3)
     assert torch.equal(there[..., 8:], keys[..., 8:])
     assert not torch.allclose(there[..., :8], keys[..., :8])
-    torch.testing.assert_close(rotary.undo(there, 3), keys, atol=1e-6, rtol=0)
+    assert_close(rotary.undo(there, 3), keys, terms=TURN + BACK)
 
 
 INDICES = torch.tensor([[[0, 3, 4], [1, 2, 4]]])
@@ -148,7 +152,8 @@ def test_reassigned_units_close_ranks():
     found, _ = layer.update(rotary.apply(more, 3), other)
     kept = keys.gather(2, INDICES[..., None].expand(1, 2, 3, 16))
     expected = rotated(torch.cat([kept, more], dim=2), torch.arange(5))
-    torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
+    angle = 2 * 5
+    assert_close(found, expected, terms=TURN + BACK + TURN + angle)
     assert layer.positions.tolist() == [[[0, 3, 4, 5, 6], [1, 2, 4, 5, 6]]]
 
 
@@ -170,12 +175,12 @@ def test_bfloat16_does_not_drift_over_many_cuts():
     layer, rotary = ReassignedPositions(Rotary(model)), Rotary(model)
     keys, values = states(8, dtype=torch.bfloat16)
     layer.update(rotary.apply(keys), values)
-    survivor = layer.store.keys[:, :, :1].clone()
+    survivors = layer.store.keys.clone()
     for _ in range(200):
         layer.update(rotary.apply(keys[:, :, :4], 8), values[:, :, :4])
         layer.keep(torch.arange(8).expand(1, 2, 8))
-    assert torch.equal(layer.store.keys[:, :, :1], survivor)
-    torch.testing.assert_close(survivor, keys[:, :, :1], atol=0.02, rtol=0.01)
+    assert torch.equal(layer.store.keys, survivors)
+    assert_close(survivors, keys, terms=2)
 
 
 # What transformers asks of it.

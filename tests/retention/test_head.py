@@ -9,7 +9,9 @@ from torch.nn import functional
 from plpkg.retention import RetainingHeads, chunked_prefill
 from plpkg.retention.scorers import Locret
 from plpkg.retention.watch import Watch, watching
-from tests.retention.conftest import ATTENTION
+from tests.retention.conftest import ATTENTION, in_double
+
+from rounding import assert_as_exact
 
 FAMILIES = sorted({family for family, _ in ATTENTION})
 
@@ -27,17 +29,21 @@ def test_the_score_is_the_formula(backbone, ids, family):
             return seen[-1]
 
     chunked_prefill(model, ids, Recorded(heads), 64, 64, positions="original")
-    hidden = model(ids, output_hidden_states=True).hidden_states[0]
-    layer = (model.base_model.h if family == "gpt2" else model.base_model.layers)[0]
-    normed = (layer.ln_1 if family == "gpt2" else layer.input_layernorm)(hidden)
-    attention = layer.attn if family == "gpt2" else layer.self_attn
     names = {"gpt2": ["c_attn"], "phi3": ["qkv_proj"]}.get(family, ["q_proj", "k_proj", "v_proj"])
-    states = torch.cat([getattr(attention, name)(normed) for name in names], dim=-1)
-    w1, w2 = heads.layers[0][0].weight, heads.layers[0][2].weight
     act = functional.silu if family not in ("gemma2", "gpt2") else lambda x: functional.gelu(x, approximate="tanh")
-    torch.testing.assert_close(seen[0], (act(states @ w1.T) @ w2.T).transpose(1, 2), atol=1e-6, rtol=1e-5)
-    assert w1.shape == (24, states.shape[-1])
-    assert w2.shape == (4 if family == "gpt2" else 2, 24)
+
+    def by_hand(model, heads):
+        hidden = model(ids, output_hidden_states=True).hidden_states[0]
+        layer = (model.base_model.h if family == "gpt2" else model.base_model.layers)[0]
+        normed = (layer.ln_1 if family == "gpt2" else layer.input_layernorm)(hidden)
+        attention = layer.attn if family == "gpt2" else layer.self_attn
+        states = torch.cat([getattr(attention, name)(normed) for name in names], dim=-1)
+        w1, w2 = heads.layers[0][0].weight, heads.layers[0][2].weight
+        assert w1.shape == (24, states.shape[-1])
+        assert w2.shape == (4 if family == "gpt2" else 2, 24)
+        return (act(states @ w1.T) @ w2.T).transpose(1, 2)
+
+    assert_as_exact(seen[0], by_hand(model, heads), by_hand(in_double(model), in_double(heads)))
 
 
 def test_the_published_sizes():

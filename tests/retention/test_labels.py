@@ -5,7 +5,9 @@ import torch
 
 from plpkg.backbones import random_backbone
 from plpkg.retention import cis_labels, watch
-from tests.retention.conftest import ATTENTION
+from tests.retention.conftest import ATTENTION, in_double
+
+from rounding import assert_as_exact
 
 PROMPT = 20
 
@@ -42,15 +44,14 @@ def brute_force(model, ids, first, last):
 @pytest.mark.parametrize(("rows", "first", "last"), [("answer", 20, 29), ("predicting", 19, 28)])
 def test_labels_are_the_brute_force(backbone, ids, family, rows, first, last):
     model = backbone(family, "eager")
-    expected = brute_force(model, ids, first, last)
+    expected, exact = (brute_force(m, ids, first, last) for m in (model, in_double(model)))
     for chunk_size in (4096, 6):
-        found = cis_labels(model, ids, PROMPT, rows=rows, chunk_size=chunk_size)
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+        assert_as_exact(cis_labels(model, ids, PROMPT, rows=rows, chunk_size=chunk_size), expected, exact)
 
 
 def test_no_more_rows_at_a_time_than_asked(backbone, ids, monkeypatch):
     model = backbone()
-    expected = cis_labels(model, ids, PROMPT)
+    expected, exact = cis_labels(model, ids, PROMPT), brute_force(in_double(backbone(attention="eager")), ids, 20, 29)
     sizes = []
     monkeypatch.setattr(watch, "LOGITS", 2 * 4 * 29 * 2)  # batch, heads, columns: two rows
     logits = watch.Units.logits
@@ -61,13 +62,13 @@ def test_no_more_rows_at_a_time_than_asked(backbone, ids, monkeypatch):
             yield part
 
     monkeypatch.setattr(watch.Units, "logits", counted)
-    torch.testing.assert_close(cis_labels(model, ids, PROMPT), expected)
+    assert_as_exact(cis_labels(model, ids, PROMPT), expected, exact)
     assert max(sizes) == 2
 
 
 def test_sdpa_gives_the_same_labels(backbone, ids):
     labels = [cis_labels(backbone(attention=kind), ids, PROMPT) for kind in ("eager", "sdpa")]
-    torch.testing.assert_close(*labels, atol=1e-5, rtol=0)
+    assert_as_exact(*labels, brute_force(in_double(backbone(attention="eager")), ids, 20, 29))
 
 
 def test_prompts_of_one_token(backbone, ids):
@@ -78,7 +79,7 @@ def test_the_soft_cap_is_in_the_labels(backbone, ids):
     model = backbone("gemma2", "eager", options={"attn_logit_softcapping": 0.05})
     found = cis_labels(model, ids, PROMPT)
     assert found.abs().max() <= 0.05
-    torch.testing.assert_close(found, brute_force(model, ids, 20, 29), atol=1e-5, rtol=0)
+    assert_as_exact(found, *(brute_force(m, ids, 20, 29) for m in (model, in_double(model))))
 
 
 def test_the_prompt_runs_in_chunks(backbone, ids):

@@ -4,14 +4,16 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from plpkg.backbones import load_backbone, random_backbone
 from plpkg.retention import chunked_prefill, merge, offload, scorers, watch
 from plpkg.retention.quantize import ByChannel, ByToken, Packed, quantized
 from plpkg.retention.scorers import KeyNorm
 from plpkg.retention.sparse import VerticalSlash
-from tests.retention.conftest import ATTENTION
+from tests.retention.conftest import ATTENTION, in_double
+
+from rounding import assert_as_exact, assert_close, relative
 
 SEQ = 29
 
@@ -19,7 +21,6 @@ SEQ = 29
 # Quantised.
 
 
-@settings(deadline=None)
 @given(
     bits=st.sampled_from([2, 4]), group=st.sampled_from([4, 8, 16]), scale=st.floats(1e-3, 1e3), seed=st.integers(0, 99)
 )
@@ -27,9 +28,11 @@ def test_rounding_is_within_half_a_step(bits, group, scale, seed):
     numbers = scale * torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(seed))
     packed = Packed(numbers, bits, group)
     step = packed.scale.expand(2, 3, 32 // group, group).flatten(2)
-    assert ((packed.numbers() - numbers).abs() <= 0.5001 * step + 1e-6 * scale).all()
+    roundings = 8  # a difference, a quotient, a product and a sum, of up to twice the largest number
+    assert ((packed.numbers() - numbers).abs() <= step / 2 + relative(roundings) * numbers.abs().max()).all()
     spread = numbers.unflatten(-1, (-1, group))
-    torch.testing.assert_close(packed.scale[..., 0], (spread.amax(-1) - spread.amin(-1)) / (2**bits - 1))
+    expected = (spread.amax(-1) - spread.amin(-1)) / (2**bits - 1)
+    assert_close(packed.scale[..., 0], expected, terms=2, size=expected)
     assert packed.num_bytes == numbers.numel() * bits // 8 + 2 * 4 * numbers.numel() // group
 
 
@@ -69,7 +72,8 @@ def test_channels_are_rounded_in_groups_of_units_and_the_rest_waits():
     assert len(store) == 11
     assert torch.equal(found[:, :, 8:], whole[:, :, 8:])  # three units do not fill a group
     spread = whole[:, :, :4].amax(2) - whole[:, :, :4].amin(2)
-    assert ((found[:, :, :4] - whole[:, :, :4]).abs() <= 0.5001 * spread[:, :, None] / 15 + 1e-6).all()
+    step = spread[:, :, None] / 15
+    assert ((found[:, :, :4] - whole[:, :, :4]).abs() <= step / 2 + relative(8) * whole.abs().max()).all()
     other = ByChannel(4, 4)
     other.append(whole)
     other.change(lambda t: t[1:])
@@ -88,7 +92,9 @@ def test_a_quantised_cache_evicts_and_generates(backbone, ids, scheme, positions
     packed = chunked_prefill(model, ids, scorers.static(scores), store=quantized(4, scheme, 8), **sizes)
     assert torch.equal(packed.log[-1].kept, plain.log[-1].kept)
     assert packed.cache.num_bytes < 0.7 * plain.cache.num_bytes
-    assert 0 < (packed.logits - plain.logits).abs().max() < 0.2
+    coarse = chunked_prefill(model, ids, scorers.static(scores), store=quantized(2, scheme, 8), **sizes)
+    four, two = ((read.logits - plain.logits).norm() for read in (packed, coarse))
+    assert 0 < four < two / 2  # whose steps are five times as wide
     assert model.generate(**packed.inputs(), max_new_tokens=3, do_sample=False).shape == (2, 4)
     packed.cache.reset()
     assert packed.cache.num_bytes == 0
@@ -135,12 +141,12 @@ def test_bad_sizes_of_groups(backbone, ids):
 @pytest.mark.parametrize(("family", "attention"), ATTENTION)
 def test_dense_sparsity_is_full_attention(backbone, ids, family, attention):
     model = backbone(family, attention)
-    full = model(ids).logits
+    full = [m(ids).logits for m in (model, in_double(model))]
     with VerticalSlash(vertical=SEQ, slash=0).on(model) as sparse:
-        torch.testing.assert_close(model(ids).logits, full, atol=1e-5, rtol=0)
+        assert_as_exact(model(ids).logits, *full)
     assert sparse.density == 1.0
     with VerticalSlash(vertical=0, slash=SEQ).on(model):
-        torch.testing.assert_close(model(ids).logits, full, atol=1e-5, rtol=0)
+        assert_as_exact(model(ids).logits, *full)
 
 
 def test_sparse_attention_is_what_its_columns_and_diagonals_say(backbone, ids):
@@ -174,11 +180,12 @@ def test_sliding_windows_are_not_rewritten(ids):
 
 def test_sparse_attention_goes_with_eviction(backbone, ids):
     model = backbone()
-    plain = chunked_prefill(model, ids, KeyNorm(), 9, 4)
+    plain = [chunked_prefill(m, ids, KeyNorm(), 9, 4).logits for m in (model, in_double(model))]
     dense = chunked_prefill(model, ids, KeyNorm(), 9, 4, rewrite=VerticalSlash(99, 0))
     sparse = chunked_prefill(model, ids, KeyNorm(), 9, 4, rewrite=VerticalSlash(2, 1))
-    torch.testing.assert_close(dense.logits, plain.logits, atol=1e-5, rtol=0)
-    assert (sparse.logits - plain.logits).abs().max() > 1e-3
+    assert_as_exact(dense.logits, *plain)
+    with pytest.raises(AssertionError, match="times the"):
+        assert_as_exact(sparse.logits, *plain)
     with pytest.raises(ValueError, match="vertical must be a whole number of at least 0, got -1"):
         VerticalSlash(-1, 0)
 
@@ -193,9 +200,9 @@ def test_every_block_fetched_is_full_attention(backbone, ids, family, attention,
     with offload.retrieving(model, block=block, top=99, first=2, local=3) as cache:
         logits = offload.read(model, cache, ids[:, :-1], 6)
         after = model(ids[:, -1:], past_key_values=cache).logits[:, -1]
-    full = model(ids).logits
-    torch.testing.assert_close(logits, full[:, -2], atol=1e-5, rtol=0)
-    torch.testing.assert_close(after, full[:, -1], atol=1e-5, rtol=0)
+    full = [m(ids).logits for m in (model, in_double(model))]
+    assert_as_exact(logits, *(each[:, -2] for each in full))
+    assert_as_exact(after, *(each[:, -1] for each in full))
     assert cache.host_bytes == 2 * 2 * 2 * (4 if family == "gpt2" else 2) * SEQ * 16 * 4
 
 
@@ -216,13 +223,15 @@ def test_the_blocks_that_suit_the_queries_are_fetched(backbone, monkeypatch):
     with offload.retrieving(model, block=4, top=1, first=1, local=3) as cache:
         offload.read(model, cache, ids, 20)
         keys = torch.randn(1, 2, 20, 16, generator=torch.Generator().manual_seed(1))
+        # Whatever the query, it likes one of two opposite blocks better than zeros next to the local units.
+        keys[:, :, 5:9], keys[:, :, 13:17] = -keys[:, :, 1:5], 0
         cache.layers[0].keys = keys.clone()
         monkeypatch.setattr(offload, "gather", seen)
         monkeypatch.setattr(watch, "Units", units)
         model(ids[:, :1], past_key_values=cache)
     query = queries[0].unflatten(1, (2, 2)).mean(dim=(2, 3))[0]  # (kv_heads, head_dim)
     best = [max(range(4), key=lambda b: keys[0, h, 1 + 4 * b : 5 + 4 * b].mean(0) @ query[h]) for h in range(2)]
-    assert best != [3, 3]  # which lies next to the local units
+    assert 3 not in best
     assert fetched[0][0].tolist() == [[0, *range(1 + 4 * b, 5 + 4 * b), 17, 18, 19] for b in best]
     assert cache.peak_units == 20
 
@@ -268,12 +277,14 @@ def test_a_mixture_is_worked_out_by_hand(backbone):
         merging = [1, 2, 4]  # unit 2 is the lowest that stays
         states = torch.cat([k[merging], v[merging]], dim=1)  # (3, 32)
         padded = torch.cat([torch.zeros(1, 32), states, torch.zeros(1, 32)])
-        w = convolution.weight[0].detach()  # (32, 3)
-        outputs = [sum(padded[t + i] @ w[:, i] for i in range(3)) + convolution.bias[0].detach() for t in range(3)]
-        weights = torch.stack(outputs).softmax(0)
+
+        def by_hand(own, dtype, padded=padded, merging=merging):
+            own, padded, w = (t.to(dtype) for t in (own, padded, convolution.weight[0].detach()))  # w is (32, 3)
+            outputs = [sum(padded[t + i] @ w[:, i] for i in range(3)) + convolution.bias[0].item() for t in range(3)]
+            return 0.75 * own[2] + 0.25 * torch.stack(outputs).softmax(0) @ own[merging]
+
         for own, mixed in ((k, found.keys), (v, found.values)):
-            expected = 0.75 * own[2] + 0.25 * weights @ own[merging]
-            torch.testing.assert_close(mixed[0, head, 1], expected, atol=1e-6, rtol=0)
+            assert_as_exact(mixed[0, head, 1], by_hand(own, torch.float32), by_hand(own, torch.float64))
 
 
 def test_protected_units_are_no_mixtures(backbone, ids):
@@ -297,8 +308,8 @@ def test_training_lowers_the_loss_and_leaves_the_backbone(backbone):
     ids = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(1))
     data = [(ids[:, :18], ids[:, 18:])] * 40
     found = merge.train_merger(model, merger, data, KeyNorm(), 6, 4, steps=40, lr=0.05, progress=False)
-    assert found[-1] < found[0] - 0.02
-    assert merger.gates.abs().max() > 0.01
+    assert found[-1] < found[0]
+    assert merger.gates.abs().max() > 0.05  # the first step alone goes so far
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
     only_last = torch.full((4, 6), -100)
@@ -306,9 +317,13 @@ def test_training_lowers_the_loss_and_leaves_the_backbone(backbone):
     (loss,) = merge.train_merger(
         model, merge.Merger(model, 2), [(*data[0], only_last)], KeyNorm(), 6, 4, steps=1, progress=False
     )
-    read = chunked_prefill(model, ids[:, :18], KeyNorm(), 6, 4)
-    logits = model(ids[:, 18:], past_key_values=read.cache).logits[:, -2]
-    assert loss == pytest.approx(torch.nn.functional.cross_entropy(logits, ids[:, -1]).item(), rel=1e-4)
+
+    def by_hand(model):
+        read = chunked_prefill(model, ids[:, :18], KeyNorm(), 6, 4)
+        logits = model(ids[:, 18:], past_key_values=read.cache).logits[:, -2]
+        return torch.nn.functional.cross_entropy(logits, ids[:, -1])
+
+    assert_as_exact(torch.tensor(loss), by_hand(model), by_hand(in_double(model)))
     with pytest.raises(ValueError, match="the data end after 40 of 41 steps"):
         merge.train_merger(model, merger, data, KeyNorm(), 6, 4, steps=41, progress=False)
 

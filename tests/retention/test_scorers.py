@@ -5,6 +5,9 @@ import torch
 
 from plpkg.retention import chunked_prefill, scorers
 from plpkg.retention.scorers import H2O, KeyNorm, Random, SinkRecent, SirLlm, SnapKv
+from tests.retention.conftest import in_double
+
+from rounding import assert_as_exact
 
 SEQ, CHUNK = 29, 10
 
@@ -21,15 +24,15 @@ def model(backbone):
 
 
 @pytest.fixture
-def attention(model, ids):
-    """``(layers, batch, kv_heads, group, seq, seq)``."""
+def attentions(model, ids):
+    """``(layers, batch, kv_heads, group, seq, seq)``, in float32 and float64."""
     with torch.no_grad():
-        found = model(ids, output_attentions=True).attentions
-    return torch.stack(found).unflatten(2, (2, 2))
+        found = [m(ids, output_attentions=True).attentions for m in (model, in_double(model))]
+    return [torch.stack(each).unflatten(2, (2, 2)) for each in found]
 
 
-def test_h2o_is_all_attention_that_a_unit_ever_got(model, ids, attention):
-    torch.testing.assert_close(scores_of(model, ids, H2O()), attention.sum(dim=(3, 4)), atol=1e-5, rtol=0)
+def test_h2o_is_all_attention_that_a_unit_ever_got(model, ids, attentions):
+    assert_as_exact(scores_of(model, ids, H2O()), *(each.sum(dim=(3, 4)) for each in attentions))
 
 
 def test_h2o_shares_its_budget_with_recent_units(model, ids):
@@ -57,32 +60,41 @@ def test_sirllm_and_sink_recent_protect_the_first_four():
     assert SirLlm().sink == SinkRecent().sink == 4
 
 
-def test_snapkv_is_the_last_queries_attention_pooled(model, ids, attention):
+def test_snapkv_is_the_last_queries_attention_pooled(model, ids, attentions):
     """The last chunk has nine tokens, so the window of four lies in it."""
-    paid = attention[..., -4:, :].sum(dim=4).mean(dim=3)  # (layers, batch, kv_heads, seq)
-    pooled = torch.stack([paid[..., max(0, i - 2) : i + 3].sum(-1) / 5 for i in range(SEQ)], dim=-1)
-    torch.testing.assert_close(scores_of(model, ids, SnapKv(window=4)), pooled, atol=1e-5, rtol=0)
+
+    def pooled(attention):
+        paid = attention[..., -4:, :].sum(dim=4).mean(dim=3)  # (layers, batch, kv_heads, seq)
+        return torch.stack([paid[..., max(0, i - 2) : i + 3].sum(-1) / 5 for i in range(SEQ)], dim=-1)
+
+    assert_as_exact(scores_of(model, ids, SnapKv(window=4)), *map(pooled, attentions))
 
 
 def test_snapkv_with_fewer_queries_than_its_window(model, ids):
     """A window of 16 on a last chunk of nine takes those nine."""
     wide, nine = (scores_of(model, ids, SnapKv(window=window)) for window in (16, 9))
-    torch.testing.assert_close(wide, nine)
+    assert torch.equal(wide, nine)
 
 
 def test_sirllm_is_the_surprise_at_each_token(model, ids):
-    with torch.no_grad():
-        log_p = model(ids).logits.log_softmax(-1)
-    expected = torch.cat([torch.zeros(2, 1), -log_p[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]], dim=1)
+
+    def surprise(model):
+        with torch.no_grad():
+            log_p = model(ids).logits.log_softmax(-1)
+        after_the_first = -log_p[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+        return torch.cat([torch.zeros(2, 1), after_the_first], dim=1)[None, :, None].expand(2, 2, 2, SEQ)
+
     found = scores_of(model, ids, SirLlm(), local_len=4)
-    torch.testing.assert_close(found, expected[None, :, None].expand(2, 2, 2, SEQ), atol=1e-5, rtol=0)
+    assert_as_exact(found, surprise(model), surprise(in_double(model)))
 
 
 def test_key_norm_is_the_projections_norm(model, ids):
-    hidden = model.model.layers[0].input_layernorm(model.model.embed_tokens(ids))
-    keys = model.model.layers[0].self_attn.k_proj(hidden).unflatten(-1, (2, 16))
-    found = scores_of(model, ids, KeyNorm())[0]
-    torch.testing.assert_close(found, -keys.norm(dim=-1).transpose(1, 2), atol=1e-5, rtol=0)
+    def by_hand(model):
+        hidden = model.model.layers[0].input_layernorm(model.model.embed_tokens(ids))
+        keys = model.model.layers[0].self_attn.k_proj(hidden).unflatten(-1, (2, 16))
+        return -keys.norm(dim=-1).transpose(1, 2)
+
+    assert_as_exact(scores_of(model, ids, KeyNorm())[0], by_hand(model), by_hand(in_double(model)))
 
 
 def test_recent_is_the_position(model, ids):

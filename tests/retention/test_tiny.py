@@ -8,6 +8,8 @@ from plpkg.retention.scorers import Locret, SinkRecent
 from plpkg.retention.tasks import lookup, pairs_in_noise
 from plpkg.retention.train import train_heads
 
+from rounding import sampling_error
+
 
 def test_packed_ids_hold_a_token_and_the_one_before():
     ids = torch.tensor([[5, 7, 9]])
@@ -38,20 +40,21 @@ def trained():
 
 def test_training_finds_pairs_and_heads_keep_them(trained):
     task = pairs_in_noise(64, 32, pairs=4, seed=7)
-    full = tiny.accuracy(trained, task, None, 0)
-    assert full > 0.9
+    full, asked = tiny.accuracy(trained, task, None, 0), 64 * 4
+    assert full > 0.5 + sampling_error(0.25, asked)  # it finds most; chance is 1 in 93
     heads = RetainingHeads.attach(trained, 32)
     data = tiny.examples(lambda seed: pairs_in_noise(16, 32, pairs=4, seed=seed), 80)
     train_heads(trained, heads, data, steps=80, lr=5e-3, warmup=10, progress=False)
     kept, recent = (tiny.accuracy(trained, task, scorer, 8, 8) for scorer in (Locret(heads), SinkRecent()))
-    assert kept > recent + 0.2
+    assert kept > recent + sampling_error(2 * 0.25, asked)
     assert not any(p.requires_grad for p in trained.parameters())
 
 
 def test_lookup_learns_a_little():
     """The loss of a few steps falls; the whole training is the benchmark's."""
     model = tiny.train_lookup(steps=30, progress=False)
-    task = lookup(256, 4, question="first", seed=5)
+    task = lookup(1024, 4, question="first", seed=5)
     logits = [m(tiny.packed(task.ids)).logits[:, -1] for m in (tiny.untrained(), model)]
-    before, after = (torch.nn.functional.cross_entropy(found, task.values).item() for found in logits)
-    assert after < before - 0.2
+    before, after = (torch.nn.functional.cross_entropy(each, task.values, reduction="none") for each in logits)
+    gain = before - after
+    assert gain.mean() > sampling_error(gain.var().item(), len(gain))

@@ -14,12 +14,15 @@ from torch.nn import functional
 
 from plpkg.retention import RetainingHeads, cis_labels
 from plpkg.retention.train import losses, overlap, train_heads
+from tests.retention.conftest import in_double
+
+from rounding import TIMES, assert_as_exact, assert_close, relative
 
 OPTIONS = dict(steps=8, lr=5e-3, warmup=2, progress=False)
 
 
 def examples(count=40, batch=1):
-    generator = torch.Generator().manual_seed(2)
+    generator = torch.Generator().manual_seed(1002)  # large, as are those below: other processes draw the same
     return [
         (
             torch.randint(0, 64, (batch, 12 + i % 3), generator=generator),
@@ -38,12 +41,11 @@ def test_the_losses_are_the_published_ones():
     predicted, labels = (2 * torch.randn(3, 1, 2, 9, generator=generator) for _ in range(2))
     regression, smooth = losses(predicted, labels)
     gaps = (predicted - labels).abs().flatten().tolist()
-    assert regression.item() == pytest.approx(
-        sum(0.5 * g * g if g < 1 else g - 0.5 for g in gaps) / len(gaps), rel=1e-5
-    )
+    rel = relative(len(gaps))
+    assert regression.item() == pytest.approx(sum(0.5 * g * g if g < 1 else g - 0.5 for g in gaps) / len(gaps), rel=rel)
     by_layer = [functional.mse_loss(s[..., :-1], s[..., 1:]).item() for s in predicted]
-    assert smooth.item() == pytest.approx(sum(by_layer), rel=1e-5)
-    assert losses(predicted, labels, "mean")[1].item() == pytest.approx(sum(by_layer) / 3, rel=1e-5)
+    assert smooth.item() == pytest.approx(sum(by_layer), rel=rel)
+    assert losses(predicted, labels, "mean")[1].item() == pytest.approx(sum(by_layer) / 3, rel=rel)
     assert losses(predicted[..., :1], labels[..., :1])[1].item() == 0.0  # one unit has no neighbour
 
 
@@ -55,15 +57,9 @@ def test_overlap_is_the_share_of_the_best_tenth():
     assert overlap(labels[..., :4], labels[..., :4]) == 1.0  # at least one unit
 
 
-def test_a_step_is_adamw_on_the_loss_by_hand(backbone):
-    model = backbone()
-    heads, by_hand = RetainingHeads.attach(model, 8), RetainingHeads.attach(model, 8)
-    (prompt, answer), *_ = examples()
-    train_heads(
-        model, heads, [(prompt, answer)], steps=1, lr=0.01, warmup=0, clip_value=1e-3, alpha=0.5, progress=False
-    )
-    ids = torch.cat([prompt, answer], dim=1)
-    labels, states = cis_labels(model, ids, prompt.shape[1]), []
+def gradient(model, heads, prompt, answer):
+    """Of the loss with alpha=0.5, left in the heads' parameters as well."""
+    labels, states = cis_labels(model, torch.cat([prompt, answer], dim=1), prompt.shape[1]), []
     hooks = [
         p.register_forward_hook(lambda *a: states.append(a[2]))
         for layer in model.model.layers
@@ -73,12 +69,24 @@ def test_a_step_is_adamw_on_the_loss_by_hand(backbone):
         model(prompt)
     for hook in hooks:
         hook.remove()
-    predicted = by_hand([torch.cat(states[3 * i : 3 * i + 3], dim=-1) for i in range(2)])
+    predicted = heads([torch.cat(states[3 * i : 3 * i + 3], dim=-1) for i in range(2)])
     smooth = sum(functional.mse_loss(s[..., :-1], s[..., 1:]) for s in predicted)
     (functional.smooth_l1_loss(predicted, labels) + 0.5 * smooth).backward()
-    torch.nn.utils.clip_grad_value_(by_hand.parameters(), 1e-3)
+    return torch.cat([p.grad.flatten() for p in heads.parameters()])
+
+
+def test_a_step_is_adamw_on_the_loss_by_hand(backbone):
+    model, clip = backbone(), 1e-8  # as small as Adam's epsilon: more would not show in its first step
+    heads, by_hand = RetainingHeads.attach(model, 8), RetainingHeads.attach(model, 8)
+    example, *_ = examples()
+    options = dict(steps=1, lr=0.01, warmup=0, clip_value=clip, alpha=0.5, progress=False)
+    train_heads(model, heads, [example], **options)
+    found, exact = gradient(model, by_hand, *example), gradient(in_double(model), in_double(by_hand), *example)
+    torch.nn.utils.clip_grad_value_(by_hand.parameters(), clip)
     torch.optim.AdamW(by_hand.parameters(), lr=0.01, betas=(0.9, 0.95)).step()
-    torch.testing.assert_close(weights(heads), weights(by_hand), atol=1e-6, rtol=1e-4)
+    sure = found.abs() > clip + TIMES * (found - exact).abs().max()  # of the others rounding decides the step
+    assert sure.double().mean() > 0.9
+    assert_close(weights(heads)[sure], weights(by_hand)[sure], terms=10)
 
 
 def test_training_helps_and_leaves_the_backbone_alone(backbone):
@@ -89,7 +97,7 @@ def test_training_helps_and_leaves_the_backbone_alone(backbone):
     log = train_heads(model, heads, examples(1) * 60, steps=60, lr=5e-3, warmup=5, progress=False)
     rows = log.rows()
     assert rows[-1]["loss"] < 0.5 * rows[0]["loss"]
-    assert rows[-1]["loss"] == pytest.approx(rows[-1]["regression"] + 2.5e-3 * rows[-1]["smoothing"], rel=1e-4)
+    assert rows[-1]["loss"] == pytest.approx(rows[-1]["regression"] + 2.5e-3 * rows[-1]["smoothing"], rel=relative(4))
     assert repr(log).startswith("TrainingLog: 60 steps, loss ")
     assert model.training
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
@@ -133,32 +141,33 @@ def test_stopped_and_resumed_it_ends_the_same(backbone, tmp_path):
 
 SCRIPT = """
 import sys, torch
-sys.path.insert(0, sys.argv[2])
+sys.path[:0] = sys.argv[2:]
 from plpkg.backbones import random_backbone
 from plpkg.retention import RetainingHeads
 from plpkg.retention.train import train_heads
 from tests.retention.test_train import OPTIONS, examples
-torch.set_num_threads(1)
-model = random_backbone("llama", num_kv_heads=2, vocab=64)
-train_heads(model, RetainingHeads.attach(model, 8), examples, **OPTIONS, examples_per_step=2, out=sys.argv[1])
+model = random_backbone("llama", num_kv_heads=2, vocab=64, seed=1000)
+heads = RetainingHeads.attach(model, 8, seed=1001)
+train_heads(model, heads, examples, **OPTIONS, examples_per_step=2, out=sys.argv[1])
 """
 
 
 def test_two_processes_are_one(backbone, tmp_path):
-    model = backbone()
-    one = RetainingHeads.attach(model, 8)
+    model = backbone(seed=1000)
+    one, exact = (RetainingHeads.attach(m, 8, seed=1001) for m in (model, in_double(model)))
     train_heads(model, one, examples, **OPTIONS, examples_per_step=2)
+    train_heads(in_double(model), exact, examples, **OPTIONS, examples_per_step=2)
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--standalone"]
     root = os.fspath(Path(__file__).parents[2])
     done = subprocess.run(
-        [*command, str(script), str(tmp_path / "out"), root],
+        [*command, str(script), str(tmp_path / "out"), root, os.path.join(root, "tests")],
         capture_output=True, text=True, timeout=300, env=os.environ | {"ACCELERATE_USE_CPU": "true"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     two = RetainingHeads.from_pretrained(tmp_path / "out", model)
-    torch.testing.assert_close(weights(two), weights(one), atol=1e-5, rtol=1e-4)
+    assert_as_exact(weights(two), weights(one), weights(exact))  # heads learn in float32, from exact states
 
 
 def test_text_needs_a_tokenizer(backbone):

@@ -79,7 +79,7 @@ SETTINGS = dict(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(**SETTINGS)
 def test_breakdown_sums_to_the_total(**arguments):
     if arguments["draft_tokens"] and arguments["batch"] > 1:
@@ -92,7 +92,7 @@ def test_breakdown_sums_to_the_total(**arguments):
     assert all(value >= 0 for value in parts.values())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rank=st.integers(1, 511), rtt_s=st.floats(0, 0.1), tokens=st.integers(1, 4096))
 def test_more_rank_more_delay_less_speed(rank, rtt_s, tokens):
     for estimate in (
@@ -103,7 +103,7 @@ def test_more_rank_more_delay_less_speed(rank, rtt_s, tokens):
         assert estimate(rank, rtt_s + 0.001).tokens_per_s < estimate(rank, rtt_s).tokens_per_s
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(rank=st.integers(1, 512), adapted_layers=st.integers(0, 32), rtt_s=st.floats(0, 0.1))
 def test_network_terms_are_the_traffic_on_the_link(rank, adapted_layers, rtt_s):
     link = Link("any", 7e6, 90e6, rtt_s)

@@ -13,7 +13,7 @@ def test_break_even_of_the_published_speeds(phone_only, expected_ms):
     assert found == pytest.approx(expected_ms, abs=0.051)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(rank=st.integers(1, 512), phone_only=st.floats(0.5, 20), draft_tokens=st.integers(0, 4))
 def test_break_even_is_where_the_speeds_meet(rank, phone_only, draft_tokens):
     run = dict(draft_tokens=draft_tokens, acceptance_rate=0.6)
@@ -24,7 +24,7 @@ def test_break_even_is_where_the_speeds_meet(rank, phone_only, draft_tokens):
         assert decode("llama-2-7b", rank, rtt_s=0, **run).tokens_per_s < phone_only
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(target=st.floats(1, 28.5), rtt_s=st.sampled_from([0.0, 0.0005, 0.001]))
 def test_best_rank_is_the_last_that_is_fast_enough(target, rtt_s):
     if decode("llama-2-7b", 1, rtt_s=rtt_s).tokens_per_s < target:
