@@ -14,7 +14,7 @@ CONTEXT.set_forkserver_preload(["plpkg.clipping", "plpkg.cli", "plpkg.pretrainin
 
 
 class Process:
-    """``python -c code arguments``, killed at the end of a ``with`` block.
+    """``python -c code arguments``; :meth:`close`, or the end of a ``with`` block, kills it.
 
     Attributes
     ----------
@@ -33,6 +33,9 @@ class Process:
         return self
 
     def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
         self.kill()
         self.stdout.close()
 

@@ -7,6 +7,8 @@ from torch.nn import functional
 
 from plpkg.clipping import clipped_gradients
 
+from rounding import assert_as_exact
+
 
 def _flat(gradients):
     return torch.cat([gradient.flatten().double() for gradient in gradients.values()])
@@ -19,18 +21,39 @@ def flat():
 
 
 @pytest.fixture(scope="session")
-def deviation():
-    """How far an execution's sum is from the loop's, in units of C; and the norms, relatively."""
+def assert_as_loop():
+    """An execution gives the loop's sum, and its norms relatively.
 
-    def deviate(model, loss, batch, execution, max_grad_norm=0.1, **options):
-        wanted, norms = clipped_gradients(model, loss, batch, max_grad_norm, "loop", **options)
-        got, others = clipped_gradients(model, loss, batch, max_grad_norm, execution, **options)
+    The loop's float32 has a distance from its float64, which measures rounding; between two results in float64 it is
+    as much smaller as the eps (but not if a model is ``mixed``: if it computes parts in float32 all the same).
+    """
+
+    def check(model, loss, batch, execution, max_grad_norm=0.1, *, mixed=False, **options):
+        dtype, loops = next(model.parameters()).dtype, {}
+        for precision in (torch.float32, torch.float64):  # in this order: float32's weights are float64's as well
+            model.to(precision)
+            loops[precision] = clipped_gradients(model, loss, _to(batch, precision), max_grad_norm, "loop", **options)
+        got, others = clipped_gradients(model.to(dtype), loss, _to(batch, dtype), max_grad_norm, execution, **options)
+        (rough, rough_norms), (exact, norms) = loops.values()
+        wanted, wanted_norms = loops[dtype]
         assert list(got) == list(wanted)
         assert all(got[name].shape == wanted[name].shape for name in wanted)
-        apart = (_flat(got) - _flat(wanted)).norm() / max_grad_norm
-        return max(apart.item(), ((others - norms) / norms.clamp(min=1e-30)).abs().max().item())
+        grow = 1 if mixed else torch.finfo(torch.float32).eps / torch.finfo(dtype).eps
+        rough, sizes = _flat(rough), norms.clamp(min=1e-30)
+        assert_as_exact(rough + (_flat(got) - _flat(wanted)) * grow, rough, _flat(exact))
+        relative = rough_norms / sizes
+        assert_as_exact(relative + (others - wanted_norms) / sizes * grow, relative, norms / sizes)
 
-    return deviate
+    return check
+
+
+def _to(batch, dtype):
+    """Its numbers in a dtype; ids stay ids."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(dtype) if batch.is_floating_point() else batch
+    if isinstance(batch, dict):
+        return {name: _to(part, dtype) for name, part in batch.items()}
+    return tuple(_to(part, dtype) for part in batch)
 
 
 @pytest.fixture(scope="session")

@@ -35,7 +35,7 @@ def test_edges():
 @pytest.mark.parametrize("accountant", ["prv", "rdp"])
 def test_the_noise_for_a_target_reaches_it_and_hardly_less(accountant):
     sigma = noise_for(3.0, 1e-5, 0.05, 40, accountant=accountant)
-    assert 2.9 < epsilon_of(sigma, 0.05, 40, 1e-5, accountant=accountant) <= 3.0
+    assert 3.0 - 0.01 <= epsilon_of(sigma, 0.05, 40, 1e-5, accountant=accountant) <= 3.0  # the search's own tolerance
 
 
 @pytest.mark.parametrize(

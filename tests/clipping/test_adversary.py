@@ -16,6 +16,8 @@ from plpkg.clipping import clipped_gradients, make_private
 from plpkg.clipping.gradients import EXECUTIONS
 from plpkg.clipping.randomness import Randomness
 
+from rounding import relative
+
 BATCH = 4
 
 
@@ -169,13 +171,13 @@ def hooked():
     [(Twice, (5, 6)), (ScaleNorm, (5, 6)), (lambda: Convolution(6, 3, 2), (6, 5)), (wrapped, (5, 6)), (hooked, (5, 6))],
     ids=["a bias owned twice", "ScaleNorm", "_conv_forward", "an instance's forward", "a hook on the output"],
 )
-def test_exact_where_a_rule_could_be_taken_for_granted(make, shape, execution, deviation):
+def test_exact_where_a_rule_could_be_taken_for_granted(make, shape, execution, assert_as_loop):
     torch.manual_seed(0)
-    assert deviation(Net(make(), lambda layer, x: layer(x)), loss, numbers(*shape), execution) < 2e-6
+    assert_as_loop(Net(make(), lambda layer, x: layer(x)), loss, numbers(*shape), execution)
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
-def test_bert_s_head_and_its_bias(execution, deviation, still):
+def test_bert_s_head_and_its_bias(execution, assert_as_loop, still):
     torch.manual_seed(0)
     sizes = dict(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, intermediate_size=48)
     model = still(BertForMaskedLM(BertConfig(**sizes, vocab_size=64, max_position_embeddings=16)).train())
@@ -184,7 +186,7 @@ def test_bert_s_head_and_its_bias(execution, deviation, still):
     def masked(model, ids):
         return functional.cross_entropy(model(input_ids=ids).logits.mT, ids, reduction="none").mean(1)
 
-    assert deviation(model, masked, ids, execution) < 1e-6
+    assert_as_loop(model, masked, ids, execution)
 
 
 def test_what_cannot_be_followed_is_refused():
@@ -204,7 +206,7 @@ def test_half_precision_in_a_layer_that_is_built():
     for execution in EXECUTIONS:
         sums, norms = clipped_gradients(model, loss, numbers(6)[:1], 1e-3, execution)
         assert sums["layer.weight"].dtype == torch.float32
-        assert sums["layer.weight"].norm().item() == pytest.approx(1e-3, rel=1e-5)
+        assert sums["layer.weight"].norm().item() == pytest.approx(1e-3, rel=relative(2 * 6))  # two norms of 6
         assert norms.item() > 1e-3
 
 
@@ -299,7 +301,8 @@ def test_leaving_in_the_middle_of_a_sample_forgets_it():
         seen += len(x)
         if made.criterion.session.steps:
             break
-    assert moved(made, before) <= 0.1 * seen * (1 + 1e-5)
+    rounded = relative(10) * torch.cat([p.flatten() for p in before]).norm()  # a step's weights, times 10 in moved()
+    assert moved(made, before) <= 0.1 * seen * (1 + relative(seen)) + rounded
     twin = private()
     x, y = next(iter(twin.data_loader))
     assert len(x) == seen

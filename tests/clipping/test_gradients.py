@@ -17,10 +17,14 @@ from plpkg.clipping import clipped_gradients, plan
 from plpkg.clipping.gradients import EXECUTIONS, batch_size, samples
 from plpkg.residual import PrivateLoraConfig
 
+from rounding import assert_as_exact, relative
+
 ALL = (*EXECUTIONS, "auto")
+SEQ, VOCAB = 9, 64
+CONSISTENT = relative(2 * VOCAB + SEQ**2)  # two sides of a Gram matrix, at most as long as VOCAB; then its sum
 
 
-def text(batch=4, seq=9, vocab=64):
+def text(batch=4, seq=SEQ, vocab=VOCAB):
     ids = torch.randint(0, vocab, (batch, seq), generator=torch.Generator().manual_seed(2))
     mask = torch.ones_like(ids)
     mask[0, -2:] = 0
@@ -83,22 +87,22 @@ MODELS = {
 
 @pytest.mark.parametrize("execution", ALL)
 @pytest.mark.parametrize("name", MODELS)
-def test_language_models(name, execution, deviation, lm_loss, still):
-    assert deviation(still(MODELS[name]()), lm_loss, text(), execution) < 1e-6
+def test_language_models(name, execution, assert_as_loop, lm_loss, still):
+    assert_as_loop(still(MODELS[name]()), lm_loss, text(), execution)
 
 
 @pytest.mark.parametrize("execution", ALL)
-def test_exact_in_float64(execution, deviation, lm_loss, still):
+def test_exact_in_float64(execution, assert_as_loop, lm_loss, still):
     model = still(backbone("gpt2", torch.float64, tie_word_embeddings=True))
     for clipping in ("flat", "automatic", "per_layer"):
-        assert deviation(model, lm_loss, text(), execution, clipping=clipping) < 1e-12
+        assert_as_loop(model, lm_loss, text(), execution, clipping=clipping)
 
 
 @pytest.mark.parametrize("execution", ALL)
-def test_bert_and_vision(execution, deviation, still):
-    assert deviation(still(bert()), class_loss, (text(), labels()), execution) < 1e-6
+def test_bert_and_vision(execution, assert_as_loop, still):
+    assert_as_loop(still(bert()), class_loss, (text(), labels()), execution)
     pixels = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-    assert deviation(still(vit()), class_loss, (pixels, labels()), execution) < 1e-6
+    assert_as_loop(still(vit()), class_loss, (pixels, labels()), execution)
 
 
 def conv_loss(model, batch):
@@ -106,28 +110,28 @@ def conv_loss(model, batch):
 
 
 @pytest.mark.parametrize("execution", ALL)
-def test_a_convolutional_net(execution, deviation):
+def test_a_convolutional_net(execution, assert_as_loop):
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(inplace=True), nn.MaxPool2d(2),
         nn.Conv2d(8, 8, 3, groups=4), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3),
     )  # fmt: skip
-    assert deviation(model, conv_loss, (torch.randn(4, 3, 8, 8), labels()), execution) < 1e-6
+    assert_as_loop(model, conv_loss, (torch.randn(4, 3, 8, 8), labels()), execution)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("execution", ALL)
-def test_transformers_gradient_checkpointing(execution, reentrant, deviation, lm_loss, still):
+def test_transformers_gradient_checkpointing(execution, reentrant, assert_as_loop, lm_loss, still):
     for model in (backbone(tie_word_embeddings=True), lora()):
         model.activation_checkpointing_enable({"use_reentrant": reentrant} if reentrant else None)
         if reentrant:
             model.enable_input_require_grads()
-        assert deviation(still(model), lm_loss, text(), execution) < 1e-6
+        assert_as_loop(still(model), lm_loss, text(), execution)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("execution", ALL)
-def test_a_layer_in_and_out_of_a_checkpoint(execution, reentrant, deviation):
+def test_a_layer_in_and_out_of_a_checkpoint(execution, reentrant, assert_as_loop):
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -143,7 +147,7 @@ def test_a_layer_in_and_out_of_a_checkpoint(execution, reentrant, deviation):
     def loss(model, x):
         return model(x).square().sum((1, 2))
 
-    assert deviation(Net(), loss, torch.randn(4, 3, 6), execution) < 1e-6
+    assert_as_loop(Net(), loss, torch.randn(4, 3, 6), execution)
 
 
 def test_a_weight_used_past_its_layer_is_refused_by_name():
@@ -181,8 +185,7 @@ def test_no_sample_counts_for_more_than_c_and_small_ones_stay(execution):
                 model, linear_loss, x[place : place + 1], 0.5, execution, clipping=clipping
             )
             moved = torch.cat([g.flatten() for g in gradients.values()]).norm()
-            assert moved <= 0.5 * (1 + 1e-6)
-            assert moved == pytest.approx(min(0.5, norms.item()), rel=1e-4)
+            assert moved == pytest.approx(min(0.5, norms.item()), rel=relative(2 * 8))  # two norms of 8 numbers
 
 
 @pytest.mark.parametrize("execution", ["loop", *ALL])
@@ -237,7 +240,7 @@ def test_half_precision_sums_are_consistent_with_their_norms(lm_loss, still, fla
             gradients, norms = clipped_gradients(model, lm_loss, one, 0.1, execution)
             assert norms.item() > 0.1
             assert all(g.dtype == torch.float32 for g in gradients.values())
-            assert flat(gradients).norm().item() == pytest.approx(0.1, rel=2e-5)
+            assert flat(gradients).norm().item() == pytest.approx(0.1, rel=CONSISTENT)
 
 
 def test_autocast(lm_loss, still, flat):
@@ -248,12 +251,14 @@ def test_autocast(lm_loss, still, flat):
             return lm_loss(model, batch)
 
     exact, norms = clipped_gradients(model, lm_loss, text(), 0.1, "loop")
+    rough, rough_norms = clipped_gradients(model, half, text(), 0.1, "loop")
     for execution in EXECUTIONS:
         gradients, others = clipped_gradients(model, half, text(), 0.1, execution)
-        assert ((others - norms).abs() / norms).max() < 0.05
-        assert (flat(gradients) - flat(exact)).norm() / flat(exact).norm() < 0.05
+        # Whatever its order, a sum is rounded to bfloat16: errors are alike, √2 apart, more for some of four norms.
+        assert_as_exact(others / norms, rough_norms / norms, torch.ones_like(norms), times=4)
+        assert_as_exact(flat(gradients), flat(rough), flat(exact), times=4)
         one, _ = clipped_gradients(model, half, samples(text(), slice(0, 1)), 0.1, execution)
-        assert flat(one).norm().item() == pytest.approx(0.1, rel=2e-5)
+        assert flat(one).norm().item() == pytest.approx(0.1, rel=CONSISTENT)
 
 
 BAD = [
@@ -332,7 +337,7 @@ class Random(nn.Module):
         return self.head(x)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 @given(
     kinds=strategies.lists(strategies.sampled_from(["linear", "conv", "group", "norm", "rms"]), min_size=1, max_size=4),
     order=strategies.lists(strategies.integers(0, 5), max_size=6),
@@ -344,7 +349,7 @@ class Random(nn.Module):
     clipping=strategies.sampled_from(["flat", "automatic", "per_layer"]),
     seed=strategies.integers(0, 99),
 )
-def test_random_architectures(kinds, order, half, batch, seq, tied, checkpointed, clipping, seed, flat):
+def test_random_architectures(kinds, order, half, batch, seq, tied, checkpointed, clipping, seed, assert_as_loop):
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Random(kinds, 2 * half, tied, checkpointed).double()
@@ -353,8 +358,5 @@ def test_random_architectures(kinds, order, half, batch, seq, tied, checkpointed
     def loss(model, ids):
         return functional.cross_entropy(model(ids, order).mT, ids.roll(1, 1), reduction="none").mean(1)
 
-    wanted, norms = clipped_gradients(model, loss, ids, 0.3, "loop", clipping=clipping)
     for execution in (*EXECUTIONS, plan(model, loss, ids), "auto", "auto"):
-        got, others = clipped_gradients(model, loss, ids, 0.3, execution, clipping=clipping)
-        assert (flat(got) - flat(wanted)).norm() < 1e-12 * 0.3 * batch
-        torch.testing.assert_close(others, norms, rtol=1e-10, atol=1e-12)
+        assert_as_loop(model, loss, ids, execution, 0.3, clipping=clipping)

@@ -1,21 +1,22 @@
 """Private training: the loop beside Opacus's, the noise, the samples, ε, resuming, and what is refused."""
 
-import copy
+import functools
 import math
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
 from opacus import PrivacyEngine
 from opacus.accountants import create_accountant
+from opacus.grad_sample import GradSampleModuleFastGradientClipping
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from plpkg.backbones import random_backbone
 from plpkg.clipping import clipped_gradients, make_private, plan
 from plpkg.clipping.gradients import EXECUTIONS
+
+from preloaded import Process
+from rounding import assert_as_exact, relative, sampling_error
 
 COUNT = 40
 
@@ -30,10 +31,10 @@ class Net(nn.Module):
         return self.b(torch.relu(self.n(self.a(x))).mean(1))
 
 
-def data(count=COUNT):
+def data(count=COUNT, dtype=torch.float32):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(count, 5, 8, generator=generator)
-    return TensorDataset(x, torch.randint(0, 4, (count,), generator=generator))
+    return TensorDataset(x.to(dtype), torch.randint(0, 4, (count,), generator=generator))
 
 
 def parts(model=None, batch_size=10, criterion=None, lr=0.1, dataset=None, **loader):
@@ -68,6 +69,16 @@ def train(made, steps=3):
     return torch.cat([p.detach().flatten() for p in model.parameters()]), sizes
 
 
+@functools.cache
+def exactly(steps):
+    """What train(private(), steps) would give in float64, with float32's noise."""
+    made = private(Net().double(), dataset=data(dtype=torch.float64))
+    randomness = made.criterion.session.randomness
+    draw = randomness.noise
+    randomness.noise = lambda like, *rest: draw({name: t.float() for name, t in like.items()}, *rest)
+    return train(made, steps)[0]
+
+
 def script(model, optimizer, criterion, batches):
     """A training script that knows nothing of who made it private."""
     for x, y in batches:
@@ -82,24 +93,33 @@ def script(model, optimizer, criterion, batches):
 @pytest.mark.filterwarnings("ignore:Secure RNG turned off", "ignore:Full backward hook is firing:UserWarning")
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_one_script_under_opacus_and_here(execution, reduction):
-    batches = [batch for _ in range(2) for batch in DataLoader(data(), batch_size=10)]
-    model, optimizer, loader, criterion = parts(criterion=nn.CrossEntropyLoss(reduction=reduction), lr=0.5)
-    engine = PrivacyEngine(accountant="prv")
-    theirs = engine.make_private(
-        module=model, optimizer=optimizer, data_loader=loader, criterion=criterion, noise_multiplier=0.0,
-        max_grad_norm=0.1, grad_sample_mode="ghost", poisson_sampling=False, loss_reduction=reduction,
-    )  # fmt: skip
-    wanted = script(*theirs[:3], batches)
-    model, optimizer, _, criterion = parts(criterion=nn.CrossEntropyLoss(reduction=reduction), lr=0.5)
+def test_one_script_under_opacus_and_here(execution, reduction, monkeypatch):
+    def batches(dtype=torch.float32):
+        return [batch for _ in range(2) for batch in DataLoader(data(dtype=dtype), batch_size=10)]
+
+    def theirs(dtype):
+        model, optimizer, loader, criterion = parts(Net().to(dtype), criterion=loss(), lr=0.5)
+        made = PrivacyEngine(accountant="prv").make_private(
+            module=model, optimizer=optimizer, data_loader=loader, criterion=criterion, noise_multiplier=0.0,
+            max_grad_norm=0.1, grad_sample_mode="ghost", poisson_sampling=False, loss_reduction=reduction,
+        )  # fmt: skip
+        return script(*made[:3], batches(dtype))
+
+    def factors(module):  # Opacus's own but for the 1e-6 that it adds to the norm
+        return (module.max_grad_norm / module.get_norm_sample()).clamp(max=1.0)
+
+    loss = functools.partial(nn.CrossEntropyLoss, reduction=reduction)
+    monkeypatch.setattr(GradSampleModuleFastGradientClipping, "get_clipping_coef", factors)
+    wanted, exact = theirs(torch.float32), theirs(torch.float64)
+    model, optimizer, _, criterion = parts(criterion=loss(), lr=0.5)
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
     ours = make_private(
         model, optimizer, None, criterion, noise_multiplier=0.0, max_grad_norm=0.1, execution=execution,
         sample_rate=0.25, expected_batch_size=10,
     )  # fmt: skip
-    got = script(*ours[:3], batches)
+    got = script(*ours[:3], batches())
     assert (wanted - before).norm() > 1e-2
-    torch.testing.assert_close(got - before, wanted - before, rtol=2e-4, atol=1e-6)  # Opacus divides by the norm + 1e-6
+    assert_as_exact(got - before, wanted - before, exact - before)
 
 
 def test_epsilon_is_opacus_s():
@@ -110,7 +130,7 @@ def test_epsilon_is_opacus_s():
         accountant = create_accountant(name)
         for _ in range(made.criterion.session.steps):
             accountant.step(noise_multiplier=1.0, sample_rate=0.25)
-        assert made.epsilon(1e-5) == pytest.approx(accountant.get_epsilon(delta=1e-5), rel=1e-9)
+        assert made.epsilon(1e-5) == pytest.approx(accountant.get_epsilon(delta=1e-5))
         assert made.epsilon(1e-3) < made.epsilon(1e-7)
     assert private(noise_multiplier=0.0).epsilon(1e-5) == 0
     free = private(noise_multiplier=0.0)
@@ -121,24 +141,27 @@ def test_epsilon_is_opacus_s():
 def test_a_target_is_met_and_not_by_far():
     made = private(noise_multiplier=None, target_epsilon=3.0, target_delta=1e-3, epochs=2)
     train(made, 8)
-    assert 2.9 < made.epsilon(1e-3) <= 3.0 * (1 + 1e-6)
+    assert 3.0 - 0.01 <= made.epsilon(1e-3) <= 3.0  # the search's own tolerance
 
 
 def test_the_step_is_the_clipped_sum_and_noise_over_the_expected_batch():
     model, optimizer, loader, criterion = parts(lr=1.0)
     made = make_private(model, optimizer, loader, criterion, noise_multiplier=2.0, max_grad_norm=0.5, seed=4)
-    twin = copy.deepcopy(Net())
     x, y = next(iter(made.data_loader))
-    sums, _ = clipped_gradients(
-        twin, lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1], reduction="none"), (x, y), 0.5, "loop"
-    )
+
+    def losses(model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    def wanted(twin, x):
+        sums, _ = clipped_gradients(twin, losses, (x, y), 0.5, "loop")
+        return [p - (sums[name] + noise[name]) / 10 for name, p in twin.named_parameters()]
+
+    noise = made.criterion.session.randomness.noise(dict(model.named_parameters()), 2.0 * 0.5, 0)
+    twins = wanted(Net(), x), wanted(Net().double(), x.double())
     made.criterion(model(x), y).backward()
     made.optimizer.step()
-    noise = made.criterion.session.randomness.noise(sums, 2.0 * 0.5, 0)
-    for name, p in model.named_parameters():
-        wanted = twin.get_parameter(name) - (sums[name] + noise[name]) / 10  # the sample had another size
-        torch.testing.assert_close(p, wanted, rtol=1e-5, atol=1e-6)
-    assert len(x) != 10
+    assert_as_exact(model.parameters(), *twins)
+    assert len(x) != 10  # the sample had another size
 
 
 @pytest.mark.parametrize("secure", [False, True])
@@ -156,12 +179,13 @@ def test_the_noise_has_its_standard_deviation(secure):
         made.optimizer.zero_grad()
         steps.append((before - model.weight.detach()) * 5)
         before = model.weight.detach().clone()
+    n = model.weight.numel()
     for noise in steps:
-        assert noise.std().item() == pytest.approx(3.0, rel=0.02)
-        assert abs(noise.mean().item()) < 0.1
+        assert noise.std().item() == pytest.approx(3.0, rel=sampling_error(1 / 2, n))
+        assert noise.mean().item() == pytest.approx(0, abs=sampling_error(3.0**2, n))
         share = (noise.abs() > 2 * 3.0).float().mean().item()
-        assert share == pytest.approx(0.0455, abs=0.006)
-    assert abs(torch.corrcoef(torch.stack([n.flatten() for n in steps]))[0, 1].item()) < 0.03
+        assert share == pytest.approx(0.0455, abs=sampling_error(0.0455 * 0.9545, n))
+    assert abs(torch.corrcoef(torch.stack(steps).flatten(1))[0, 1].item()) < sampling_error(1, n)
 
 
 def test_samples_are_poisson():
@@ -172,10 +196,11 @@ def test_samples_are_poisson():
         chosen = sampler.randomness.sample(COUNT, sampler.rate, draw)
         counts[chosen] += 1
         sizes.append(len(chosen))
-    assert (counts / 2000 - 0.25).abs().max() < 0.05
+    assert (counts / 2000 - 0.25).abs().max() < sampling_error(0.25 * 0.75, 2000)
     sizes = torch.tensor(sizes, dtype=torch.float)
-    assert sizes.mean().item() == pytest.approx(10, abs=0.3)
-    assert sizes.var().item() == pytest.approx(40 * 0.25 * 0.75, rel=0.15)  # not the 0 of a shuffled epoch
+    variance = COUNT * 0.25 * 0.75  # not the 0 of a shuffled epoch
+    assert sizes.mean().item() == pytest.approx(10, abs=sampling_error(variance, 2000))
+    assert sizes.var().item() == pytest.approx(variance, rel=sampling_error(2, 2000))
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
@@ -194,7 +219,7 @@ def test_pieces_of_a_sample_are_one_step(execution, workers):
             break
     assert max(pieces) <= 3
     assert sum(pieces) == sum(sizes)
-    torch.testing.assert_close(torch.cat([p.detach().flatten() for p in model.parameters()]), whole)
+    assert_as_exact(model.parameters(), whole, exactly(3))
 
 
 def test_micro_batches_by_hand_add_up():
@@ -204,7 +229,7 @@ def test_micro_batches_by_hand_add_up():
     for part in (slice(0, 2), slice(2, None)):
         made.criterion(made.model(x[part]), y[part]).backward()
     made.optimizer.step()
-    torch.testing.assert_close(torch.cat([p.detach().flatten() for p in made.model.parameters()]), whole)
+    assert_as_exact(made.model.parameters(), whole, exactly(1))
 
 
 def test_two_samples_in_one_step_are_refused():
@@ -271,17 +296,18 @@ def test_the_loss_of_a_sequence_is_the_mean_of_what_is_not_ignored(reduction, fl
         return loss.sum(1) / ((batch[1][:, 1:] != -100).sum(1) if reduction == "mean" else 1)
 
     ids, labels = next(iter(made.data_loader))
-    sums, _ = clipped_gradients(twin, losses, (ids, labels), 0.5, "loop")
+    rough, exact = (clipped_gradients(t, losses, (ids, labels), 0.5, "loop")[0] for t in (twin, Logits(False).double()))
     target = labels[:, 1:].reshape(-1) if flatten else labels[:, 1:]
     loss = made.criterion(made.model(ids), target)
     assert loss.item() == pytest.approx(
-        losses(twin, (ids, labels)).sum().item() / (len(ids) if reduction == "mean" else 1), rel=1e-5
+        losses(twin, (ids, labels)).sum().item() / (len(ids) if reduction == "mean" else 1),
+        rel=relative(16 + 64 + target.numel()),  # the hidden state, the vocabulary, the tokens
     )
     loss.backward()
     made.optimizer.step()
     scale = 10 if reduction == "mean" else 1
-    for name, p in made.model.named_parameters():
-        torch.testing.assert_close(p.grad, sums[name] / scale, rtol=1e-4, atol=1e-7)
+    found = [scale * made.model.get_parameter(name).grad for name in rough]
+    assert_as_exact(found, rough.values(), exact.values())
 
 
 def test_autocast_and_a_scheduler_and_adam():
@@ -321,7 +347,7 @@ def test_a_plan_as_execution():
     found = plan(Net(), losses, data()[:10])
     plain, _ = train(private(), 2)
     planned, _ = train(private(execution=found), 2)
-    torch.testing.assert_close(planned, plain)
+    assert_as_exact(planned, plain, exactly(2))
 
 
 def test_evaluation_between_forward_and_backward_changes_nothing():
@@ -336,7 +362,7 @@ def test_evaluation_between_forward_and_backward_changes_nothing():
         made.model.train()
     loss.backward()
     made.optimizer.step()
-    torch.testing.assert_close(torch.cat([p.detach().flatten() for p in made.model.parameters()]), plain)
+    assert_as_exact(made.model.parameters(), plain, exactly(1))
 
 
 RUN = """
@@ -381,15 +407,15 @@ print(private.epsilon(1e-5), sum(p.double().sum().item() for p in model.paramete
 def test_a_killed_training_resumes_with_the_same_epsilon_and_weights(tmp_path):
     def run(folder, kill_after):
         folder.mkdir(exist_ok=True)
-        command = [sys.executable, "-c", textwrap.dedent(RUN), str(folder), str(kill_after)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        with Process(RUN, str(folder), str(kill_after)) as process:
+            return process.wait(), process.stdout.read()
 
-    whole = run(tmp_path / "whole", -1)
-    assert whole.returncode == 0, whole.stderr
-    assert run(tmp_path / "killed", 6).returncode == -9
-    resumed = run(tmp_path / "killed", -1)
-    assert resumed.returncode == 0, resumed.stderr
-    assert resumed.stdout == whole.stdout
+    status, whole = run(tmp_path / "whole", -1)
+    assert status == 0, whole
+    assert run(tmp_path / "killed", 6)[0] == -9
+    status, resumed = run(tmp_path / "killed", -1)
+    assert status == 0, resumed
+    assert resumed == whole
 
 
 def test_a_state_of_another_training_is_refused():

@@ -1,11 +1,15 @@
 """What the tests of this room share."""
 
+import copy
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
 from plpkg.backbones import random_backbone
 from plpkg.residual import PrivateLoraConfig
+
+from rounding import assert_as_exact
 
 
 def _adapted(family="llama", m_scale=1.0, options=None, lora=None, **config):
@@ -23,21 +27,29 @@ def _adapted(family="llama", m_scale=1.0, options=None, lora=None, **config):
     return model.eval()
 
 
-def _same_gradients(found, expected, rel=1e-6):
-    """Pairs in the same order. All as one vector are equal to ``rel``, and each matrix to three times that.
+def _same_gradients(found, whole, *batches, labels=None):
+    """Gradients are the undivided model's own for these batches; ``found`` by name, or in its parameters' order."""
+    expected, exact = (_gradients(model, batches, labels) for model in (whole, copy.deepcopy(whole).double()))
+    if isinstance(found, dict):
+        assert found.keys() == expected.keys()
+        found = [found[name] for name in expected]
+    sizes = [gradient.norm() for gradient in exact.values()]  # so that a small matrix counts as much as a large one
+    relative = (
+        [g / size for g, size in zip(gs, sizes, strict=True)] for gs in (found, expected.values(), exact.values())
+    )
+    assert_as_exact(*relative)
 
-    In float32 a single matrix of one undivided process is up to 1.4e-6 from float64's already.
-    """
-    error, size = (torch.stack([v.double().norm() for v in values]) for values in (
-        [one - other for one, other in zip(found, expected, strict=True)], expected
-    ))  # fmt: skip
-    assert (error <= 3 * rel * size).all(), (error / size).tolist()
-    assert error.norm() <= rel * size.norm(), (error.norm() / size.norm()).item()
+
+def _gradients(model, batches, labels):
+    model.zero_grad()
+    for ids in batches:
+        model(input_ids=ids, labels=ids if labels is None else labels).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.fixture(scope="session")
 def same_gradients():
-    """Compares lists of gradients, relative to their norm."""
+    """Compares gradients with those of a model in one process, matrix by matrix."""
     return _same_gradients
 
 

@@ -17,6 +17,8 @@ from plpkg.backbones import FAMILIES, random_backbone
 from plpkg.residual import PrivateLoraConfig, convert_to_lora
 from plpkg.residual.adapter import PEFT_TYPE, PrivateLoraLayer, gaussian_projections, svd_projections
 
+from rounding import assert_as_exact, assert_close, sampling_error
+
 IDS = torch.arange(40).reshape(2, 20) % 17
 
 
@@ -50,6 +52,10 @@ def logits(model):
     return model(input_ids=IDS).logits
 
 
+def exact_logits(model):
+    return logits(copy.deepcopy(model).double())
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_new_adapter_changes_no_bit(family, dtype):
@@ -70,17 +76,19 @@ def test_only_m_learns_and_it_is_small(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_the_formula_at_every_projection(family):
     model = adapted(family)
-    plain = backbone(family)
+    plain, exact = backbone(family), backbone(family).double()
     with torch.no_grad():
         for name, layer in model.named_modules():
             if not isinstance(layer, PrivateLoraLayer):
                 continue
             a, b = gaussian_projections(0, layer.module, layer.in_features, layer.out_features, 5, 3)
-            delta = b @ layer.privatelora_M["default"].weight @ a
-            target = plain.get_submodule(name.removeprefix("base_model.model."))
-            target.weight += delta.T if isinstance(target, Conv1D) else delta
-    torch.testing.assert_close(logits(model), logits(plain), rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(logits(plain), logits(backbone(family)), atol=1e-2)
+            delta = b.double() @ layer.privatelora_M["default"].weight.double() @ a.double()
+            for whole in (plain, exact):
+                target = whole.get_submodule(name.removeprefix("base_model.model."))
+                target.weight += delta.T if isinstance(target, Conv1D) else delta
+    assert_as_exact(logits(model), logits(plain), logits(exact))
+    with pytest.raises(AssertionError, match="apart"):
+        assert_as_exact(logits(backbone(family)), logits(plain), logits(exact))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -154,8 +162,8 @@ def test_seed_and_module_decide_the_projections():
     a, b = gaussian_projections(0, "q", 4000, 2000, 8, 16)
     assert a.shape == (8, 4000)
     assert b.shape == (2000, 16)
-    assert a.std() == pytest.approx(4000**-0.5, rel=0.02)
-    assert b.std() == pytest.approx(16**-0.5, rel=0.02)
+    for drawn, variance in ((a, 1 / 4000), (b, 1 / 16)):
+        assert drawn.std() == pytest.approx(variance**0.5, rel=sampling_error(1 / 2, drawn.numel()))
     for other in ((1, "q"), (0, "k")):
         assert not torch.equal(gaussian_projections(*other, 4000, 2000, 8, 16)[0], a)
 
@@ -164,8 +172,9 @@ def test_svd_projections_are_the_best_approximation():
     weight = torch.randn(20, 12, generator=torch.Generator().manual_seed(0))
     a, b = svd_projections(weight, 5)
     singular = torch.linalg.svdvals(weight)
-    assert torch.linalg.matrix_norm(weight - b @ a) == pytest.approx(singular[5:].norm().item(), rel=1e-4)
-    torch.testing.assert_close(a @ a.T, torch.eye(5))
+    error, size = torch.linalg.matrix_norm(weight - b @ a), weight.norm().item()
+    assert_close(error, singular[5:].norm(), terms=weight.numel(), size=size)
+    assert_close(a @ a.T, torch.eye(5), terms=sum(weight.shape))
     with pytest.raises(ValueError, match=r"rank must be between 1 and min\(out_features, in_features\)=12, got 13"):
         svd_projections(weight, 13)
 
@@ -187,12 +196,14 @@ def test_several_adapters_of_several_ranks():
     randomise(model, 1, "other")
     model.set_adapter("other")
     second = logits(model)
-    assert not torch.allclose(first, second, atol=1e-3)
+    with pytest.raises(AssertionError, match="apart"):
+        assert_as_exact(first, second, exact_logits(model))
     assert all(layer.privatelora_M["other"].weight.requires_grad for layer in layers(model))
     model.base_model.set_adapter(["default", "other"])
     both = logits(model)
     for single in (first, second):
-        assert not torch.allclose(both, single, atol=1e-3)
+        with pytest.raises(AssertionError, match="apart"):
+            assert_as_exact(single, both, exact_logits(model))
     model.set_adapter("default")
     model.delete_adapter("other")
     assert torch.equal(logits(model), first)
@@ -207,21 +218,21 @@ def test_adapters_agree_on_saving_their_projections():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_merged_and_unmerged(family):
     model = adapted(family)
-    with_adapter = logits(model)
+    with_adapter, exact = logits(model), exact_logits(model)
     model.merge_adapter(safe_merge=True)
-    torch.testing.assert_close(logits(model), with_adapter, rtol=1e-4, atol=1e-5)
+    assert_as_exact(logits(model), with_adapter, exact)
     model.unmerge_adapter()
-    torch.testing.assert_close(logits(model), with_adapter, rtol=1e-4, atol=1e-5)
+    assert_as_exact(logits(model), with_adapter, exact)
     plain = model.merge_and_unload()
     assert not layers(plain)
-    torch.testing.assert_close(logits(plain), with_adapter, rtol=1e-4, atol=1e-5)
+    assert_as_exact(logits(plain), with_adapter, exact)
 
 
 def test_disabling_a_merged_adapter_takes_it_out():
     model = adapted()
     model.merge_adapter()
     with model.disable_adapter():
-        torch.testing.assert_close(logits(model), logits(backbone()), rtol=1e-4, atol=1e-5)
+        assert_as_exact(logits(model), logits(backbone()), exact_logits(backbone()))
 
 
 def test_a_safe_merge_refuses_what_is_not_finite():
@@ -251,7 +262,7 @@ def test_as_ordinary_lora_it_gives_the_same_logits(family, r_c2d, r_d2c):
     missing = set_peft_model_state_dict(lora, state)
     assert not missing.unexpected_keys
     assert len(state) == 2 * len(layers(model))
-    torch.testing.assert_close(logits(lora), logits(model), rtol=1e-4, atol=1e-5)
+    assert_as_exact(logits(lora), logits(model), exact_logits(model))
 
 
 def test_pefts_own_conversion_agrees():
@@ -259,7 +270,7 @@ def test_pefts_own_conversion_agrees():
     config, state = peft_convert_to_lora(model, rank=3)
     lora = get_peft_model(backbone(), config)
     set_peft_model_state_dict(lora, state)
-    torch.testing.assert_close(logits(lora), logits(model), rtol=1e-3, atol=1e-4)
+    assert_as_exact(logits(lora), logits(model), exact_logits(model))
 
 
 def test_what_cannot_be_converted_is_named():

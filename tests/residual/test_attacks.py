@@ -1,5 +1,6 @@
 """The attacks against brute force, against what was really there, and against a model that has learnt."""
 
+import copy
 import statistics
 import textwrap
 from collections import Counter
@@ -29,6 +30,8 @@ from plpkg.residual.attacks import (
 )
 from plpkg.residual.parts import Direct
 
+from rounding import assert_as_exact, assert_close, relative, sampling_error
+
 
 def normal(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
@@ -46,7 +49,7 @@ def test_embeddings_tell_their_tokens_in_every_precision(dtype):
 
 
 def test_the_nearest_row_is_the_nearest():
-    table, received = normal(CHUNK + 50, 3), normal(40, 3, seed=1)
+    table, received = normal(CHUNK + 50, 3).double(), normal(40, 3, seed=1).double()
     brute = torch.stack([(table - x).norm(dim=1).argmin() for x in received])
     assert torch.equal(recover_tokens(received, table), brute)
 
@@ -58,10 +61,10 @@ def test_rows_that_differ_little_are_told_apart():
 
 @pytest.mark.parametrize("shape", [(CHUNK + 30,), (4, 25, CHUNK + 30)])
 def test_with_a_prior_the_most_probable_token_is_found(shape):
-    table, std = normal(CHUNK + 30, 4), 1.5
+    table, std = normal(CHUNK + 30, 4).double(), 1.5
     ids = tokens(4, 25, vocab=len(table))
     received = table[ids] + std * normal(4, 25, 4, seed=1)
-    log_prior = (3 * normal(*shape, seed=2)).log_softmax(-1)
+    log_prior = (3 * normal(*shape, seed=2).double()).log_softmax(-1)
     posterior = log_prior - (received[..., None, :] - table).square().sum(-1) / (2 * std**2)
     found = recover_tokens(received, table, std=std, log_prior=log_prior)
     assert torch.equal(found, posterior.argmax(-1))
@@ -71,7 +74,7 @@ def test_with_a_prior_the_most_probable_token_is_found(shape):
 def test_final_hidden_states_tell_the_next_tokens():
     model = random_backbone("llama", vocab=64)
     model.lm_head.weight.data *= torch.arange(1, 65)[:, None]  # rows of many lengths: the likeliest is not the nearest
-    ids = tokens(2, 9, vocab=64)
+    ids = 1 + tokens(2, 9, vocab=63)  # never 0, whose embedding is zero: all logits would be the same
     with torch.no_grad():
         logits = model(ids).logits
         hidden = model.model(ids).last_hidden_state
@@ -84,14 +87,16 @@ def test_final_hidden_states_tell_the_next_tokens():
 
 
 def test_m_is_solved_for():
-    m, u = normal(7, 12), normal(3, 40, 12, seed=1)
+    m, u = normal(7, 12).double(), normal(3, 40, 12, seed=1).double()
     v = u @ m.T
-    assert relative_error(recover_m(u, v), m) < 1e-6
-    assert relative_error(recover_m(u[0, :12], v[0, :12]), m) < 1e-4
-    assert recover_m(u, v).dtype == torch.float64
+    for some in (u.flatten(0, 1), u[0, :12]):
+        condition = torch.linalg.pinv(some).norm() * some.norm()  # how much an error of v grows
+        assert relative_error(recover_m(some, some @ m.T), m) <= condition * relative(12, torch.float64)
+    assert recover_m(u.float(), v.float()).dtype == torch.float64
     few = recover_m(u[0, :3], v[0, :3])
-    torch.testing.assert_close(few, (torch.linalg.pinv(u[0, :3].double()) @ v[0, :3].double()).T)
-    assert 0.75 < relative_error(few, m) < 1
+    assert_close(few, (torch.linalg.pinv(u[0, :3]) @ v[0, :3]).T, terms=u[0].numel())
+    spread = 0.25 * 0.75 / (m.numel() / 2)  # of a share that is Beta-distributed, m being normal
+    assert relative_error(few, m) ** 2 == pytest.approx(9 / 12, abs=sampling_error(spread, 1))
 
 
 def test_m_is_solved_for_from_what_crosses_in_half_precision():
@@ -118,8 +123,11 @@ def test_m_is_solved_for_from_what_crosses_in_half_precision():
         cloud(device.embed(tokens(2, 40, vocab=64)))
     for group in range(2):
         for u, v, m in zip(Tapped.u[group], Tapped.v[group], device.matrices[group], strict=True):
-            assert relative_error(recover_m(u, v), m.weight.detach()) < 2e-2
-            assert relative_error(recover_m(u[:1, :2], v[:1, :2]), m.weight.detach()) > 0.3
+            m, rounded = m.weight.detach(), relative(1, torch.float16) * v.float().norm()
+            most = torch.linalg.matrix_norm(torch.linalg.pinv(u.flatten(0, 1).double()), 2) * rounded / m.norm()
+            assert relative_error(recover_m(u, v), m) <= most
+            # Two thirds of m stay open, on average; of normal entries less than 0.3² once in a million.
+            assert relative_error(recover_m(u[:1, :2], v[:1, :2]), m) > 0.3
 
 
 def test_a_linear_inverter_reads_embeddings_of_tokens_that_it_never_saw():
@@ -137,9 +145,10 @@ def test_a_linear_inverter_finds_the_map_and_weighs_the_noise():
     hidden = table[ids] @ turn + noise + 7
     train, test = slice(0, 3000), slice(3000, 4000)
     found = LinearInverter(hidden[train], ids[train], table).recover(hidden[test])
-    assert token_accuracy(found, ids[test]) > 0.95
+    best = recover_tokens(((hidden[test] - 7) @ turn.T)[:, 1:], table[:, 1:])  # knows the map, and what is noise
+    assert token_accuracy(found, ids[test]) > token_accuracy(best, ids[test]) - sampling_error(1 / 4, 1000)
     plain = recover_tokens((hidden[test] - hidden[train].mean(0)) @ turn.T + table[ids[train]].mean(0), table)
-    assert token_accuracy(plain, ids[test]) < 0.3
+    assert token_accuracy(plain, ids[test]) < token_accuracy(found, ids[test]) / 2
 
 
 def test_little_text_does_not_look_exact():
@@ -148,7 +157,8 @@ def test_little_text_does_not_look_exact():
     hidden = table + normal(500, 32, seed=1)
     known = torch.arange(20)
     found = LinearInverter(hidden[known], known, table).recover(hidden[20:])
-    assert token_accuracy(found, torch.arange(20, 500)) > 0.65
+    best = recover_tokens(hidden[20:], table)  # knows the map, and that the noise is white
+    assert token_accuracy(found, torch.arange(20, 500)) > token_accuracy(best, torch.arange(20, 500)) / 2
 
 
 def test_an_mlp_inverter_learns_what_a_linear_one_cannot():
@@ -158,10 +168,9 @@ def test_an_mlp_inverter_learns_what_a_linear_one_cannot():
     train, test = slice(0, 3000), slice(3000, 4000)
     given = hidden[train], ids[train], table
     linear = LinearInverter(*given).recover(hidden[test])
-    assert token_accuracy(linear, ids[test]) < 0.5
     options = dict(steps=200, lr=1e-2, negatives=60)
     found = MlpInverter(*given, **options).recover(hidden[test])
-    assert token_accuracy(found, ids[test]) > 0.75
+    assert token_accuracy(linear, ids[test]) < 0.5 < token_accuracy(found, ids[test])
     torch.manual_seed(9)
     state = torch.random.get_rng_state()
     assert torch.equal(MlpInverter(*given, **options).recover(hidden[test]), found)
@@ -186,8 +195,11 @@ def test_a_search_with_the_public_weights_recovers_everything(family, first_k):
     ids = tokens(1, 24, vocab=64, seed=first_k)
     prefix = public_prefix(model, first_k)
     with torch.no_grad():
-        hidden = model(ids, output_hidden_states=True).hidden_states[first_k]
-    torch.testing.assert_close(prefix.embed(ids), hidden)
+        hidden, exact = (
+            each(ids, output_hidden_states=True).hidden_states[first_k]
+            for each in (model, copy.deepcopy(model).double())
+        )
+    assert_as_exact(prefix.embed(ids), hidden, exact)
     assert torch.equal(greedy_search(prefix, hidden[0].half(), batch=40), ids[0])
 
 
@@ -230,8 +242,7 @@ def test_a_substitution_is_deciphered_by_statistics():
     replaced = torch.randperm(80, generator=torch.Generator().manual_seed(4))
     found = frequency_attack(replaced[private], public, symbols=80)
     ranks = frequency_attack(replaced[private], public, symbols=80, rounds=0)
-    assert token_accuracy(ranks, private) < 0.6
-    assert token_accuracy(found, private) > 0.9
+    assert 1 - token_accuracy(found, private) < (1 - token_accuracy(ranks, private)) / 2
     assert torch.equal(frequency_attack(replaced[private] * 1000, public, symbols=80), found)  # names do not matter
 
     by_frequency = [[token for token, _ in Counter(text.tolist()).most_common(5)] for text in (private, public)]

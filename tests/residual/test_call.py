@@ -346,8 +346,11 @@ def test_pings_before_the_call_have_an_end():
 
 
 def test_who_answers_after_the_call_was_reset_hears_that_it_is_broken():
+    reset = threading.Event()
+
     def work(served):
         message = served.receive(20)
+        reset.wait(20)
         with contextlib.suppress(TimeoutError):  # it may have come with the message
             served._read(time.monotonic() + 0.5)
         served.send(message, 20)
@@ -358,6 +361,7 @@ def test_who_answers_after_the_call_was_reset_hears_that_it_is_broken():
         client.end(5)
         client._http.reset_stream(client._stream)
         client._flush(time.monotonic() + 5)
+        reset.set()
         with pytest.raises(BrokenCallError):
             outcome.result(20)
         client.close()
@@ -406,7 +410,7 @@ def test_who_sends_without_being_read_fills_no_memory():
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.binary(max_size=300), st.booleans())
 def test_bytes_that_are_no_call_end_it(data, preface):
     with serving(lambda served: served.receive(0.5)) as (address, outcome):

@@ -1,5 +1,6 @@
 """The defences do what they say, cost what they say, and their attackers find what is there to find."""
 
+import copy
 import math
 
 import pytest
@@ -26,6 +27,8 @@ from plpkg.residual.defences import (
     symbols_of,
 )
 from plpkg.residual.parts import Direct
+
+from rounding import assert_as_exact, assert_close, relative, sampling_error
 
 IDS = torch.arange(2, 26).reshape(2, 12) % 23 + 1
 
@@ -90,7 +93,8 @@ def test_the_cost_is_what_is_computed_and_sent(adapted, first_k, last_k):
         device.embed(IDS[:1, :1])
         for group, matrices in enumerate(device.matrices):
             device.residual(group, torch.zeros(len(matrices), 1, 1, 5))
-    assert counter.get_total_flops() == pytest.approx(cost.flops_per_token, rel=0.03)
+    norms = sum(p.numel() for p in device.parameters() if p.ndim == 1)  # multiplied with as well, but in no product
+    assert counter.get_flop_counts()["Global"][torch.ops.aten.mm] == cost.flops_per_token - 2 * norms
 
 
 def test_the_cost_of_ordinary_lora_is_its_full_width(adapted):
@@ -120,11 +124,12 @@ def test_seven_billion_parameters():
 
 def test_noise_has_the_size_that_it_should_have():
     hidden = 3 * normal(200, 64)
-    assert rms(hidden) == pytest.approx(3, rel=0.02)
+    error = sampling_error(1 / 2, hidden.numel())
+    assert rms(hidden) == pytest.approx(3, rel=error)
     sender = NoisySender(0.5, rms(hidden), seed=1)
     noise = sender(hidden) - hidden
-    assert rms(noise) == pytest.approx(sender.std, rel=0.02)
-    assert sender.std == pytest.approx(1.5, rel=0.02)
+    assert rms(noise) == pytest.approx(sender.std, rel=error)
+    assert sender.std == pytest.approx(1.5, rel=error)
     assert not torch.allclose(sender(hidden) - hidden, noise)
     assert torch.equal(NoisySender(0.5, rms(hidden), seed=1)(hidden) - hidden, noise)
     assert torch.equal(NoisySender(0, 1.0)(hidden), hidden)
@@ -135,7 +140,7 @@ def test_more_noise_leaves_fewer_tokens():
     table = normal(200, 24)
     ids = torch.arange(2000) % 200
     near, learnt = [], []
-    for scale in (0.5, 2, 4, 16):
+    for scale in (0.25, 2, 4, 16):
         noise = NoisySender(scale, rms(table), seed=1)
         near.append(token_accuracy(recover_tokens(noise(table[ids]), table), ids))
         inverter = LinearInverter(noise(table[ids]), ids, table)
@@ -143,7 +148,7 @@ def test_more_noise_leaves_fewer_tokens():
     for found in (near, learnt):
         assert found[0] == 1
         assert found[0] > found[1] > found[2] > found[3]
-        assert found[3] < 0.05
+        assert found[3] < 10 / len(table)  # ten times what chance finds
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
@@ -155,13 +160,18 @@ def test_the_uncut_model_computes_with_what_a_defended_device_would_send(family,
     with torch.no_grad():
         before = model(IDS).logits
         table, noise = public_table(model.get_base_model()) + normal(64, 32), NoisySender(0.5, 1.0, seed=3)
-        device, cloud = split(model, first_k)
-        cloud.connect(Direct(device))
-        device.embedding = torch.nn.Embedding.from_pretrained(table)
-        expected = device.logits(cloud(NoisySender(0.5, 1.0, seed=3)(device.embed(IDS))))
+
+        def defended(model):
+            device, cloud = split(model, first_k)
+            cloud.connect(Direct(device))
+            device.embedding = torch.nn.Embedding.from_pretrained(table.to(model.dtype))
+            return device.logits(cloud(NoisySender(0.5, 1.0, seed=3)(device.embed(IDS))))
+
+        expected, exact = defended(model), defended(copy.deepcopy(model).double())
         with sending(model, table=table, noise=noise, first_k=first_k):
-            torch.testing.assert_close(model(IDS).logits, expected)
-        assert (expected - before).abs().max() > 0.01
+            assert_as_exact(model(IDS).logits, expected, exact)
+        with pytest.raises(AssertionError, match="apart"):
+            assert_as_exact(before, expected, exact)
         with pytest.raises(RuntimeError, match="stop"), sending(model, table=table, noise=noise):
             raise RuntimeError("stop")
         assert torch.equal(model(IDS).logits, before)
@@ -174,9 +184,9 @@ def test_noise_on_the_answers_is_relative_to_each(adapted):
         seen = migrate.exchanges(model, [IDS.repeat(40, 1)])
     for name, (u, v) in seen.items():
         clean = u @ true[name].weight.double().T
-        assert rms(v - clean) == pytest.approx(0.5 * rms(clean), rel=0.1)
+        assert rms(v - clean) == pytest.approx(0.5 * rms(clean), rel=sampling_error(1 / 2, v.numel()))
     for name, (u, v) in migrate.exchanges(model, [IDS]).items():  # no noise is left
-        torch.testing.assert_close(v, u @ true[name].weight.double().T, rtol=1e-4, atol=1e-5)
+        assert_close(v.float(), u @ true[name].weight.double().T, terms=u.shape[1])
     with sending(model, answers=NoisySender(0.0)):
         quiet = model(IDS).logits
     assert torch.equal(quiet, model(IDS).logits)
@@ -184,7 +194,7 @@ def test_noise_on_the_answers_is_relative_to_each(adapted):
 
 def test_what_is_sent_is_the_scaled_row():
     model = small("gemma2")
-    assert torch.allclose(public_table(model), model.model.embed_tokens.weight * math.sqrt(32))
+    assert_close(public_table(model), model.model.embed_tokens.weight * math.sqrt(32), terms=2)
 
 
 def repeating(seed=0):
@@ -211,9 +221,8 @@ def test_a_secret_embedding_learns_the_language_and_keeps_away_from_the_public_o
     secret = private_embedding(model, repeating(), **options, max_cosine=0.2)
     free = private_embedding(model, repeating(), **options, weight=0)
     assert loss_of(model, secret) < loss_of(model, start) - 0.5
-    cosine = [functional.cosine_similarity(table, public).clamp(min=0.2).mean() for table in (start, secret, free)]
-    assert cosine[0] > 0.6
-    assert cosine[1] < 0.3 < cosine[2] - 0.05
+    near = [(functional.cosine_similarity(table, public) - 0.2).relu().mean() for table in (start, secret, free)]
+    assert near[0] > near[2] > 2 * near[1]
     assert torch.equal(secret, private_embedding(model, repeating(), **options, max_cosine=0.2))
     assert not torch.equal(start, private_embedding(model, repeating(), **options | dict(steps=0, seed=6)))
     assert {name: p.requires_grad for name, p in model.named_parameters()} == {n: g for n, (_, g) in before.items()}
@@ -224,10 +233,10 @@ def test_secret_embeddings_start_as_described():
     model = small()
     public = public_table(model)
     perturbed = private_embedding(model, repeating(), steps=0, size=2.0)
-    assert rms(perturbed - public) == pytest.approx(2 * rms(public), rel=0.05)
+    assert rms(perturbed - public) == pytest.approx(2 * rms(public), rel=sampling_error(1 / 2, public.numel()))
     rotated = private_embedding(model, repeating(), steps=0, start="rotated")
-    torch.testing.assert_close(rotated @ rotated.T, public @ public.T)
-    assert token_accuracy(recover_tokens(rotated, public), torch.arange(64)) < 0.2
+    assert_close(rotated @ rotated.T, public @ public.T, terms=4 * 32)  # the rotation, twice the turning, the product
+    assert token_accuracy(recover_tokens(rotated, public), torch.arange(64)) < 10 / 64  # chance finds one
     # The knowing attacker: as many known pairs as dimensions, and every token falls.
     known = torch.arange(40)
     assert token_accuracy(LinearInverter(rotated[known], known, public).recover(rotated), torch.arange(64)) == 1
@@ -261,9 +270,9 @@ def test_a_nonlinear_m_starts_at_zero_and_learns_what_no_matrix_can():
         optimizer.zero_grad()
         functional.mse_loss(m(u), target).backward()
         optimizer.step()
-    assert relative_error(m(u).detach(), target) < 0.3
     matrix = torch.linalg.lstsq(u.flatten(0, 1), target.flatten(0, 1)).solution
-    assert relative_error(u @ matrix, target) > 0.8
+    assert relative_error(u @ matrix, target) > 0.8  # six columns and 150 rows explain 4 % of any square by chance
+    assert relative_error(m(u).detach(), target) < relative_error(u @ matrix, target) / 2
     assert torch.equal(NonlinearM(6, 4, 32, seed=1).inner.weight, NonlinearM(6, 4, 32, seed=1).inner.weight)
     assert not torch.equal(NonlinearM(6, 4, 32, seed=1).inner.weight, NonlinearM(6, 4, 32, seed=2).inner.weight)
 
@@ -283,9 +292,10 @@ def test_nonlinear_ms_stand_where_matrices_stood(adapted):
     device, cloud = split(model, 1)
     cloud.connect(Direct(device))
     with torch.no_grad():
-        expected = model(IDS).logits
-        torch.testing.assert_close(device.logits(cloud(device.embed(IDS))), expected, rtol=1e-4, atol=1e-5)
-    assert (expected - public).abs().max() > 0.01
+        expected, exact = (each(IDS).logits for each in (model, copy.deepcopy(model).double()))
+        assert_as_exact(device.logits(cloud(device.embed(IDS))), expected, exact)
+        with pytest.raises(AssertionError, match="apart"):
+            assert_as_exact(public, expected, exact)
     model(IDS).logits.sum().backward()
     assert all(module.inner.weight.grad is not None for module in modules)
     assert device_cost(device).up_bytes_per_token == 2 * (32 + 9 * 3)
@@ -300,9 +310,9 @@ def test_a_function_is_stolen_from_its_answers():
         v = function(2 * u).half()
     stolen = steal_function(u.half(), v, hidden=64, steps=500)
     assert (stolen.pairs, stolen.held_out) == (1600, 400)
-    assert stolen.relative_error < 0.1 < 0.3 < stolen.linear_error
+    assert stolen.relative_error < stolen.linear_error / 3
     fresh = normal(5, 100, 6, seed=9)
-    assert relative_error(stolen.function(fresh), function(2 * fresh).detach()) < 0.12
+    assert relative_error(stolen.function(fresh), function(2 * fresh).detach()) < stolen.linear_error / 3
     again = steal_function(u.half(), v, hidden=64, steps=500)
     assert again == stolen
     assert stolen.to_frame().columns.tolist() == ["pairs", "held_out", "relative_error", "linear_error"]
@@ -312,10 +322,10 @@ def test_a_function_is_stolen_from_its_answers():
 def test_a_theft_is_tested_on_what_came_later():
     u = normal(1000, 4)
     v = u @ normal(4, 4, seed=1)
-    assert steal_function(u, v, steps=0).relative_error < 1e-5
+    assert steal_function(u, v, steps=0).relative_error < torch.linalg.cond(u) * relative(4)
     v[800:] = normal(200, 4, seed=2)
     stolen = steal_function(u, v, steps=100)
-    assert stolen.relative_error > 0.9
+    assert stolen.relative_error > 1  # worse than no answer
 
 
 @pytest.mark.parametrize(

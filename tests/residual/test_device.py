@@ -3,8 +3,6 @@
 import copy
 import random
 import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -17,9 +15,13 @@ from plpkg.catalog import ModelShape
 from plpkg.residual import CloudServer, DeviceClient, Limits, PrivateLoraConfig, RefusedError, Relay, sampling
 from plpkg.residual.call import BrokenCallError
 
+from preloaded import Process
+from rounding import relative
+
 IDS = torch.arange(2, 26).reshape(2, 12) % 23 + 1
 CUTS = [(0, 0), (1, 0), (0, 1), (1, 2)]
 SLIDING = {"sliding_window": 8}
+LOSS = relative(64 + IDS[:, 1:].numel())  # a sum over the vocabulary in each token's, then over the tokens
 
 
 @pytest.fixture
@@ -46,20 +48,13 @@ def expected_tokens(model, ids=IDS, count=6):
 
 
 def gradients(model):
-    return [p.grad for p in model.parameters() if p.grad is not None]
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def in_order(client):
     """Gradients of the device's M in the order of the whole model's parameters: first layers, cloud's, last."""
     parts = [client.part.first, client.part.matrices, client.part.last]
     return [p.grad for part in parts if part is not None for p in part.parameters() if p.grad is not None]
-
-
-def reference_gradients(whole, *batches):
-    whole.zero_grad()
-    for ids in batches:
-        whole(input_ids=ids, labels=ids).loss.backward()
-    return gradients(whole)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -74,9 +69,8 @@ def test_the_same_tokens_as_in_one_process(pair, family, first_k, last_k):
 def test_the_same_gradients_as_in_one_process(pair, same_gradients, family, first_k, last_k):
     _, client, whole = pair(family, first_k, last_k, m_scale=0.1)
     loss = client.train_step(IDS, IDS)
-    expected = reference_gradients(whole, IDS)
-    assert loss == pytest.approx(whole(input_ids=IDS, labels=IDS).loss.item(), rel=1e-6)
-    same_gradients(in_order(client), expected)
+    assert loss == pytest.approx(whole(input_ids=IDS, labels=IDS).loss.item(), rel=LOSS)
+    same_gradients(in_order(client), whole, IDS)
 
 
 LONG_ROPE = {
@@ -97,7 +91,7 @@ def test_training_after_generating_and_generating_after_training(pair, same_grad
         assert torch.equal(client.generate(IDS, 6, eos_token_id=-1), expected)
         client.part.zero_grad()
         client.train_step(IDS, IDS)
-        same_gradients(in_order(client), reference_gradients(whole, IDS))
+        same_gradients(in_order(client), whole, IDS)
 
 
 @pytest.mark.parametrize("busy_wait_s", [0.0005, 0.01])
@@ -105,7 +99,7 @@ def test_busy_waits_change_no_token_and_no_gradient(pair, same_gradients, busy_w
     _, client, whole = pair(m_scale=0.1, cloud=dict(busy_wait_s=busy_wait_s), busy_wait_s=busy_wait_s)
     assert torch.equal(client.generate(IDS, 6, eos_token_id=-1), expected_tokens(whole))
     client.train_step(IDS, IDS)
-    same_gradients(in_order(client), reference_gradients(whole, IDS))
+    same_gradients(in_order(client), whole, IDS)
 
 
 def test_gradients_add_up_until_an_optimizer_makes_its_step(pair, same_gradients):
@@ -113,7 +107,7 @@ def test_gradients_add_up_until_an_optimizer_makes_its_step(pair, same_gradients
     items = 2 * 11
     for ids in IDS.split(1):
         client.train_step(ids, ids, num_items=items)
-    same_gradients(in_order(client), reference_gradients(whole, IDS))
+    same_gradients(in_order(client), whole, IDS)
     trainable = [p for p in client.part.parameters() if p.requires_grad]
     before = [p.detach().clone() for p in trainable]
     client.train_step(IDS, IDS, optimizer=torch.optim.SGD(trainable, lr=0.1))
@@ -126,10 +120,8 @@ def test_labels_of_minus_100_are_not_predicted(pair, same_gradients):
     labels = IDS.clone()
     labels[:, 5:] = -100
     loss = client.train_step(IDS, labels)
-    result = whole(input_ids=IDS, labels=labels).loss
-    result.backward()
-    assert loss == pytest.approx(result.item(), rel=1e-6)
-    same_gradients(in_order(client), gradients(whole))
+    assert loss == pytest.approx(whole(input_ids=IDS, labels=labels).loss.item(), rel=LOSS)
+    same_gradients(in_order(client), whole, IDS, labels=labels)
 
 
 def test_training_lowers_the_loss_and_never_changes_the_cloud(pair):
@@ -137,7 +129,7 @@ def test_training_lowers_the_loss_and_never_changes_the_cloud(pair):
     before = copy.deepcopy(server.part.state_dict())
     optimizer = torch.optim.Adam([p for p in client.part.parameters() if p.requires_grad], lr=0.05)
     losses = [client.train_step(IDS, IDS, optimizer=optimizer) for _ in range(15)]
-    assert losses[-1] < losses[0] - 0.1, losses
+    assert losses[0] > losses[7] > losses[14], losses
     after = server.part.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert all(p.grad is None for p in server.part.parameters())
@@ -165,7 +157,7 @@ def test_the_bytes_are_those_of_the_formula(pair, precision, first_k, last_k):
     before = client.traffic
     client.train_step(IDS, IDS)
     check(before, "training", 12)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while server.traffic.received_message_bytes != client.traffic.sent_message_bytes and time.monotonic() < deadline:
         time.sleep(0.01)  # the last message may still be on its way
     here, there = client.traffic, server.traffic
@@ -268,7 +260,7 @@ def test_a_broken_link_loses_nothing_of_a_training_step(pair, same_gradients, cu
     client.train_step(IDS, IDS)
     seen = cut_at(client, what, count)
     client.train_step(IDS, IDS)
-    same_gradients(in_order(client), reference_gradients(whole, IDS, IDS))
+    same_gradients(in_order(client), whole, IDS, IDS)
     assert len(seen) >= count
     assert torch.equal(client.generate(IDS, 3, eos_token_id=-1), expected_tokens(whole, count=3))
 
@@ -319,7 +311,8 @@ torch.set_num_threads(1)
 from peft import get_peft_model
 from plpkg.backbones import random_backbone
 from plpkg.residual import CloudServer, PrivateLoraConfig
-model = random_backbone("llama", num_layers=4, num_kv_heads=2, vocab=64, hidden=32, intermediate=48)
+seed = int(sys.argv[2])
+model = random_backbone("llama", num_layers=4, num_kv_heads=2, vocab=64, hidden=32, intermediate=48, seed=seed)
 with CloudServer(get_peft_model(model, PrivateLoraConfig(r_c2d=5, r_d2c=3)), sys.argv[1], precision="fp32") as cloud:
     print(cloud.address, flush=True)
     cloud.wait()
@@ -327,7 +320,7 @@ with CloudServer(get_peft_model(model, PrivateLoraConfig(r_c2d=5, r_d2c=3)), sys
 
 
 def start_process(address):
-    process = subprocess.Popen([sys.executable, "-c", KILLED, address], stdout=subprocess.PIPE, text=True)
+    process = Process(KILLED, address, str(torch.Generator().manual_seed(0).initial_seed()))
     return process, process.stdout.readline().strip()
 
 
@@ -343,7 +336,6 @@ def test_a_cloud_killed_in_the_middle_and_started_again(adapted, same_gradients,
             seen.append(1)
             if len(seen) == 6:
                 processes[0].kill()
-                processes[0].wait()
                 processes.append(start_process(address)[0])
             return original(*arguments, **options)
 
@@ -353,20 +345,18 @@ def test_a_cloud_killed_in_the_middle_and_started_again(adapted, same_gradients,
         else:
             for _ in range(2):
                 client.train_step(IDS, IDS)
-            same_gradients(in_order(client), reference_gradients(whole, IDS, IDS))
+            same_gradients(in_order(client), whole, IDS, IDS)
     assert len(processes) == 2
     for each in processes:
-        each.kill()
-        each.wait()
-        each.stdout.close()
+        each.close()
 
 
-def test_sixteen_devices_at_once_each_with_its_own_adapter(adapted):
+def test_sixteen_devices_at_once_each_with_its_own_adapter(adapted, same_gradients):
     found, failures = {}, []
-    models = [adapted(m_scale=0.2 * i) for i in range(16)]
+    models = [adapted(m_scale=0.1 * i) for i in range(16)]
     expected = [expected_tokens(model, count=5) for model in models]
     assert len({tuple(tokens.flatten().tolist()) for tokens in expected}) > 4
-    references = [reference_gradients(copy.deepcopy(model), IDS) for model in models]
+    wholes = [copy.deepcopy(model) for model in models]
     with CloudServer(adapted(m_scale=0.0), precision="fp32") as cloud:
 
         def work(i):
@@ -382,15 +372,14 @@ def test_sixteen_devices_at_once_each_with_its_own_adapter(adapted):
             thread.start()
         for thread in threads:
             thread.join(timeout=120)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while cloud.sessions and time.monotonic() < deadline:
             time.sleep(0.02)
         assert cloud.sessions == 0
     assert not failures
     for i, model in enumerate(models):
         assert torch.equal(found[i], expected[i]), i
-        for expected_gradient, gradient in zip(references[i], gradients(model), strict=True):
-            assert (gradient - expected_gradient).norm() <= 1e-3 * expected_gradient.norm(), i  # large M round more
+        same_gradients(gradients(model), wholes[i], IDS)
 
 
 def test_a_cloud_that_says_nothing_is_given_up(adapted):
@@ -406,8 +395,9 @@ def test_a_cloud_that_says_nothing_is_given_up(adapted):
 
 
 def test_a_cloud_that_stops_answering_in_the_middle_is_given_up(pair):
-    server, client, _ = pair(timeout_s=0.5, retry_s=2.0)
+    server, client, _ = pair(retry_s=2.0)
     client.generate(IDS, 1, eos_token_id=-1)
+    client._connection.timeout_s = 0.5
     stuck = threading.Event()
     original = server.part.forward
     server.part.forward = lambda *arguments, **options: (stuck.wait(20), original(*arguments, **options))[1]
@@ -484,9 +474,9 @@ def test_after_an_error_in_the_middle_of_a_step_the_next_works(pair, same_gradie
         client.train_step(IDS, IDS)
     assert torch.equal(client.generate(IDS, 3, eos_token_id=-1), expected_tokens(whole, count=3))
     client.train_step(IDS, IDS)
-    same_gradients(in_order(client), reference_gradients(whole, IDS))
+    same_gradients(in_order(client), whole, IDS)
     client.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while server.sessions and time.monotonic() < deadline:
         time.sleep(0.02)
     assert server.sessions == 0
@@ -498,9 +488,12 @@ def test_gradients_of_a_large_batch_do_not_underflow(pair, precision, cut):
     _, client, whole = pair("llama", *cut, precision=precision, m_scale=0.1)
     for _ in range(2):
         client.train_step(IDS, IDS, num_items=100_000)
-    expected = reference_gradients(whole, IDS, IDS)
-    for gradient, other in zip(in_order(client), expected, strict=True):
-        assert (gradient * 100_000 / 22 - other).norm() <= 0.03 * other.norm()
+    for _ in range(2):
+        whole(input_ids=IDS, labels=IDS).loss.backward()
+    crossings = 2 + 2 + 4 * (4 - sum(cut))  # hidden states and their gradients; of each layer u, v, and theirs
+    for gradient, other in zip(in_order(client), gradients(whole).values(), strict=True):
+        error = (gradient * 100_000 / 22 - other).norm()
+        assert error <= relative(crossings, client.dtype) * other.norm()
 
 
 def test_what_ends_a_sequence_is_the_models_own(pair, adapted):
@@ -622,11 +615,9 @@ def test_an_embedding_that_learns_gets_its_own_gradient(adapted, same_gradients,
     ):
         client.train_step(IDS, IDS)
         client.train_step(IDS, IDS)  # what has learnt does not count as another model
-    reference_gradients(whole, IDS, IDS)
-    found, expected = ({n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in (model, whole))
-    assert found.keys() == expected.keys()
+    found = gradients(model)
     assert any(module in name for name in found)
-    same_gradients(list(found.values()), list(expected.values()))
+    same_gradients(found, whole, IDS, IDS)
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["qkv_proj", "o_proj"]])
@@ -639,10 +630,7 @@ def test_exchanges_come_in_the_order_in_which_layers_compute(adapted, same_gradi
     ):
         assert torch.equal(client.generate(IDS, 6, eos_token_id=-1), expected_tokens(whole))
         client.train_step(IDS, IDS)
-    reference_gradients(whole, IDS)
-    names = [n for n, p in whole.named_parameters() if p.grad is not None]
-    found = dict(model.named_parameters())
-    same_gradients([found[n].grad for n in names], [dict(whole.named_parameters())[n].grad for n in names])
+    same_gradients(gradients(model), whole, IDS)
 
 
 LENGTHS = {
@@ -702,7 +690,7 @@ def test_clients_of_one_model_lose_no_gradient(adapted, same_gradients):
             thread.start()
         for thread in threads:
             thread.join(timeout=120)
-    same_gradients(gradients(model), reference_gradients(whole, *[IDS] * 2 * steps))
+    same_gradients(gradients(model), whole, *[IDS] * 2 * steps)
 
 
 def test_nothing_that_learns_is_said(adapted):
@@ -730,7 +718,7 @@ def test_whole_numbers_of_any_width_will_do(pair):
     _, client, whole = pair(m_scale=0.1)
     assert torch.equal(client.generate(IDS.int(), 3, eos_token_id=-1), expected_tokens(whole, count=3))
     loss = client.train_step(IDS.to(torch.int16), IDS.int())
-    assert loss == pytest.approx(whole(input_ids=IDS, labels=IDS).loss.item(), rel=1e-6)
+    assert loss == pytest.approx(whole(input_ids=IDS, labels=IDS).loss.item(), rel=LOSS)
 
 
 @pytest.mark.parametrize(

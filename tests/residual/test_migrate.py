@@ -10,16 +10,18 @@ from plpkg.residual import PrivateLoraConfig, migrate
 from plpkg.residual.adapter import PrivateLoraLayer
 from plpkg.residual.migrate import exchanges, matrices, solve
 
+from rounding import assert_close, relative
+
 
 def anchors(seed, count=6):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(1, 64, (4, 16), generator=generator) for _ in range(count)]
 
 
-def updated(model, size=0.05):
+def updated(model, size=0.05, seed=1):
     """The same adapter on a backbone whose weights have moved."""
     other = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in other.named_parameters():
             if "privatelora" not in name and parameter.ndim == 2:
@@ -45,18 +47,23 @@ def test_an_unchanged_backbone_gets_the_same_matrices(adapted, family):
     old = adapted(family)
     new = reset(copy.deepcopy(old))
     errors = migrate.migrate(old, new, anchors(0), ridge=0)
+    seen = exchanges(old, anchors(0))
     for (name, m), (_, expected) in zip(matrices(new), matrices(old), strict=True):
-        assert (m.weight - expected.weight).norm() <= 1e-4 * expected.weight.norm(), name
-    assert max(errors.values()) < 1e-4
+        u, _ = seen[name]
+        most = torch.linalg.pinv(u).norm() * u.norm() * relative(u.shape[1])  # what a rounded v = M·u makes of M
+        assert (m.weight - expected.weight).norm() <= most * expected.weight.norm(), name
+        assert errors[name] <= most, name
     assert errors.keys() == dict(matrices(old)).keys()
 
 
 def test_on_a_changed_backbone_it_adds_nearer_to_what_it_added_also_on_other_text(adapted):
-    old = adapted(m_scale=0.5)
-    kept = updated(old)
-    new = copy.deepcopy(kept)
-    migrate.migrate(old, new, anchors(0, count=12))
-    assert added_error(old, new, anchors(7)) < 0.97 * added_error(old, kept, anchors(7))
+    old, before, after = adapted(m_scale=0.5), 0, 0
+    for seed in range(4):
+        new = updated(old, seed=seed)
+        before += added_error(old, new, anchors(7))
+        migrate.migrate(old, new, anchors(0, count=12))
+        after += added_error(old, new, anchors(7))
+    assert after < before
 
 
 def test_only_the_matrices_change_and_only_in_the_new_model(adapted):
@@ -80,26 +87,28 @@ def test_closed_form_is_the_minimum():
 
     m = solve(u, v, prior, ridge).requires_grad_()
     cost(m).backward()
-    assert m.grad.abs().max() < 1e-9
-    assert torch.allclose(solve(u, v, prior, 0), torch.linalg.lstsq(u, v).solution.T)
+    size = 2 * (u.norm() * (u.norm() * m.norm() + v.norm())).item()  # of what cancels
+    assert_close(m.grad, torch.zeros_like(m), terms=sum(u.shape), size=size)
+    size = (torch.linalg.pinv(u).norm() * (u.norm() * prior.norm() + v.norm())).item()
+    assert_close(solve(u, v, prior, 0), torch.linalg.lstsq(u, v).solution.T, terms=sum(u.shape), size=size)
     assert torch.equal(solve(u * 0, v, prior, 0.1), prior)
     few = solve(u[:2], v[:2], prior, 0)
-    assert torch.allclose(u[:2] @ few.T, v[:2])
+    assert_close(u[:2] @ few.T, v[:2], terms=u.numel())
     aside = torch.linalg.svd(u[:2])[2][2:]  # directions that the anchors do not have
-    assert torch.allclose(aside @ few.T, aside @ prior.T)
-    assert torch.allclose(solve(u[:1], v[:1] * 0 + u[:1] @ prior.T, prior, 1e-3), prior)  # nothing against it
+    assert_close(aside @ few.T, aside @ prior.T, terms=u.numel())
+    assert_close(solve(u[:1], v[:1] * 0 + u[:1] @ prior.T, prior, 1e-3), prior, terms=u.numel())  # nothing against it
 
 
 def test_the_last_u_are_those_of_the_last_matrices(adapted):
     """More rounds do not make it worse: each starts from what the round before has changed upstream."""
     old = adapted(m_scale=0.5)
-    kept = updated(old)
-    texts, errors = anchors(0, count=12), []
-    for rounds in (1, 3):
-        new = copy.deepcopy(kept)
-        migrate.migrate(old, new, texts, rounds=rounds)
-        errors.append(added_error(old, new, texts))
-    assert errors[1] < errors[0]
+    texts, errors = anchors(0, count=12), {1: 0, 3: 0}
+    for seed in range(4):
+        for rounds in errors:
+            new = updated(old, seed=seed)
+            migrate.migrate(old, new, texts, rounds=rounds)
+            errors[rounds] += added_error(old, new, texts)
+    assert errors[3] < errors[1]
 
 
 @pytest.mark.parametrize(

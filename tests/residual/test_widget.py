@@ -32,7 +32,7 @@ def test_quality_and_attack_are_the_recorded_ones():
     row = recorded.personalisation().loc["PrivateLoRA r=64"]
     assert choice.share_of_lora == row["share_of_lora"]
     assert choice.recovered == recorded.strongest_inversion()[1]
-    assert widget.compute("PrivateLoRA r=64", 0).share_of_actual == pytest.approx(row["share_of_actual"], abs=1e-4)
+    assert widget.compute("PrivateLoRA r=64", 0).share_of_actual == pytest.approx(row["share_of_actual"], abs=5e-5)
 
 
 def test_moving_each_control_changes_the_words():
