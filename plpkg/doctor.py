@@ -150,7 +150,7 @@ def check_data() -> list[Check]:
 
 
 def check_corpora() -> Check:
-    """The text of this installation against the recorded one; the first time it is read, for about a minute."""
+    """The text of this installation against the recorded one; the first time it is read, for half a minute."""
     try:
         with catalog.data_path("measured", "corpora.csv").open(encoding="utf-8", newline="") as file:
             recorded = list(csv.DictReader(file))
