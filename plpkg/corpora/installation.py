@@ -129,7 +129,7 @@ def _standard(top: str) -> bool:
 
 def docstrings(path: Path) -> list[str]:
     """The docstrings of one source file, in source order; none if it is not valid Python (a template, say)."""
-    with warnings.catch_warnings(), _collector_off():
+    with warnings.catch_warnings(), collector_off():
         warnings.simplefilter("ignore")  # invalid escapes in other people's strings
         try:
             tree = ast.parse(path.read_bytes())
@@ -148,8 +148,8 @@ def _definitions(node: ast.AST) -> Iterator[ast.AST]:
 
 
 @contextmanager
-def _collector_off() -> Iterator[None]:
-    """A syntax tree has no circles, but looking for them takes longer than parsing."""
+def collector_off() -> Iterator[None]:
+    """Syntax trees and texts have no circles, but looking for them takes longer than parsing."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -137,6 +137,7 @@ def described(versions: dict[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
+@installation.collector_off()
 def build(public: tuple[str, ...] = PUBLIC, private: tuple[str, ...] = PRIVATE) -> dict[str, Writer]:
     """Read installed packages and make the corpora of them: about half a minute of two cores for all."""
     from tqdm.auto import tqdm
