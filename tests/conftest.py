@@ -1,6 +1,6 @@
 """Nothing in the tests may reach a network, open a window, or fight for the cores.
 
-Two switches show that no test hangs on one machine's luck: ``PLPKG_TEST_THREADS=2`` and ``PLPKG_TEST_SEED=1``.
+Two switches show that no test depends on one machine's luck: ``PLPKG_TEST_THREADS=2`` and ``PLPKG_TEST_SEED=1``.
 """
 
 import os
