@@ -3,7 +3,7 @@
 The published demo pickles its tensors; PEFT and Hugging Face use safetensors. Messages are those
 of PrivateLoRA on LLaMA-7B. Also here: how long the calculators take to import, beside torch.
 
-Run: ``python benchmarks/communication.py`` (about half a minute).
+Run: ``python -m benchmarks.communication`` (about half a minute).
 """
 
 import pickle
@@ -12,10 +12,10 @@ import subprocess
 import sys
 import time
 
-import record
 import safetensors.torch
 import torch
 
+from benchmarks import record
 from plpkg import communication
 
 REPEATS = 31

@@ -2,11 +2,10 @@
 
 ``plpkg doctor`` compares an installation's text with the record.
 
-Run: ``python benchmarks/corpora.py`` (a minute).
+Run: ``python -m benchmarks.corpora`` (a minute).
 """
 
-import record
-
+from benchmarks import record
 from plpkg import corpora
 from plpkg.corpora.library import described
 

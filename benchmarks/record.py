@@ -1,4 +1,4 @@
-"""How a benchmark keeps its results: ``data/measured/<room>.csv``, every row with what produced it."""
+"""How a benchmark keeps its results: ``data/measured/<room>_<script>.csv``, every row with what produced it."""
 
 import platform
 import shlex
@@ -27,13 +27,16 @@ def git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=DATA.parents[1], capture_output=True, text=True).stdout.strip()
 
 
-def write(room: str, rows: list[dict], *, device: str = "cpu", seed: int = 0, keep: pd.DataFrame | None = None) -> None:
-    """Write the rows of one run and print them. They replace the run before, but for what of it is to be kept."""
+def write(name: str, rows: list[dict], *, device: str = "cpu", seed: int = 0, keep: pd.DataFrame | None = None) -> None:
+    """Write what ``benchmarks.<name>`` measured in one run, and print it.
+
+    The rows replace those of the run before, but for what of it is to be kept.
+    """
     commit = git("rev-parse", "--short", "HEAD")
     if git("status", "--porcelain", "--", ".", ":!data"):  # data/ changes by measuring
         commit += "-dirty"
     origin = {
-        "command": shlex.join(["python", f"benchmarks/{room}.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
         "commit": commit or "not a checkout",
         "seed": seed,
         "machine": machine(device),
@@ -45,5 +48,6 @@ def write(room: str, rows: list[dict], *, device: str = "cpu", seed: int = 0, ke
     frame = frame.assign(**origin)
     if keep is not None:
         frame = pd.concat([keep, frame])
-    frame.to_csv(DATA / f"{room}.csv", index=False, lineterminator="\n")
-    print(f"written to data/measured/{room}.csv ({origin['machine']}); run `make checksums` before committing it")
+    file = DATA / f"{name.replace('.', '_')}.csv"
+    frame.to_csv(file, index=False, lineterminator="\n")
+    print(f"written to data/measured/{file.name} ({origin['machine']}); run `make checksums` before committing it")

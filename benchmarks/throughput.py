@@ -5,16 +5,16 @@ The roofline gets this machine's own bandwidth (reading the same weights once) a
 (a product with 1,024 positions, not one of the rows), measured in the same run:
 ``max(bytes / bandwidth, 2 · parameters · positions / FLOPS)``.
 
-Run: ``python benchmarks/throughput.py [--device cuda]`` (about a minute).
+Run: ``python -m benchmarks.throughput [--device cuda]`` (about a minute).
 """
 
 import argparse
 import statistics
 import time
 
-import record
 import torch
 
+from benchmarks import record
 from plpkg.catalog import Device
 from plpkg.throughput.split import roofline_s
 

@@ -189,14 +189,14 @@ def test_the_small_model_completes_a_documentation_sentence(small, prompt, expec
 
 
 def test_recorded_scores_are_those_of_the_shipped_model(small):
-    recorded = catalog.measured("backbones").set_index(["text", "model"])["bits_per_byte"]
+    recorded = catalog.measured("backbones_scores").set_index(["text", "model"])["bits_per_byte"]
     for name in ("seaborn", "opacus"):
         found = score(*small, corpora.writer(name).split("test"))
         assert found.bits_per_byte == pytest.approx(recorded[name, "plpkg-small"], rel=0.01)
 
 
 def test_the_small_model_beats_the_baselines_and_finds_every_private_writer_harder():
-    recorded = catalog.measured("backbones").set_index(["text", "model"])["bits_per_byte"]
+    recorded = catalog.measured("backbones_scores").set_index(["text", "model"])["bits_per_byte"]
     ours = recorded["public", "plpkg-small"]
     assert ours < recorded["public", "Kneser-Ney 5-gram"] < recorded["public", "xz -9e"]
     assert all(recorded[name, "plpkg-small"] > ours for name in corpora.writers())

@@ -1,11 +1,7 @@
 """DP-SGD: clipping each sample's gradient, in every execution, and what it costs (Opacus article, 2024-08-20)."""
 
-from plpkg.clipping import accounting, audit, costs, dataflow, published
-from plpkg.clipping.audit import canary_audit, one_run_audit
-from plpkg.clipping.costs import stack_costs
 from plpkg.clipping.gradients import clipped_gradients, plan
-from plpkg.clipping.private import make_private
-from plpkg.clipping.sensitivity import check_sensitivity
+from plpkg.lazy import on_first_use
 
 __all__ = [
     "accounting",
@@ -27,10 +23,21 @@ __all__ = [
     "zoo",
 ]
 
-
-def __getattr__(name: str):
-    if name in ("exercises", "plots", "recorded", "widget", "zoo"):
-        from importlib import import_module
-
-        return import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = on_first_use(
+    __name__,
+    accounting="training.accounting",
+    make_private="training.private",
+    audit="checks.audit",
+    canary_audit="checks.audit",
+    one_run_audit="checks.audit",
+    check_sensitivity="checks.sensitivity",
+    zoo="checks.zoo",
+    costs="memory.costs",
+    stack_costs="memory.costs",
+    dataflow="memory.dataflow",
+    published="memory.published",
+    exercises="exercises",
+    plots="plots",
+    recorded="recorded",
+    widget="widget",
+)

@@ -4,9 +4,9 @@ import math
 
 from plpkg import theme
 from plpkg.clipping import recorded
-from plpkg.clipping.accounting import epsilon_of
-from plpkg.clipping.costs import Costs
-from plpkg.clipping.dataflow import StepMemory
+from plpkg.clipping.memory.costs import Costs
+from plpkg.clipping.memory.dataflow import StepMemory
+from plpkg.clipping.training.accounting import epsilon_of
 from plpkg.memory import MIB
 from plpkg.validation import one_of
 

@@ -1,4 +1,4 @@
-"""What ``benchmarks/clipping.py`` and ``clipping_learning.py`` measured. Every number is *measured (recorded)*."""
+"""What ``benchmarks/clipping/`` measured. Every number is *measured (recorded)*."""
 
 from plpkg import catalog
 from plpkg.validation import one_of
@@ -23,14 +23,14 @@ def section(name: str):
     name
         One of :data:`SECTIONS`.
     """
-    rows = catalog.measured("clipping")
+    rows = catalog.measured("clipping_costs")
     rows = rows[rows["section"] == one_of("name", name, SECTIONS)]
     return rows.drop(columns=["section", *_ORIGIN]).dropna(axis=1, how="all").reset_index(drop=True)
 
 
 def cases() -> tuple[str, ...]:
     """The settings that were measured beside SGD and Opacus."""
-    rows = catalog.measured("clipping")
+    rows = catalog.measured("clipping_costs")
     return tuple(rows[rows["section"].isin(SECTIONS[:3])]["case"].drop_duplicates())
 
 
@@ -45,7 +45,7 @@ def costs(case: str, *, default_malloc: bool = False):
         With the C library's own settings, where large tensors cost page faults (the first case only).
     """
     one_of("case", case, cases())
-    rows = catalog.measured("clipping")
+    rows = catalog.measured("clipping_costs")
     rows = rows[rows["section"].str.endswith("default malloc") == default_malloc]
     return rows[rows["case"] == case].drop(columns=["section", "case", *_ORIGIN]).reset_index(drop=True)
 

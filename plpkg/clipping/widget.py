@@ -5,7 +5,7 @@ from functools import lru_cache
 import ipywidgets
 
 from plpkg.clipping import plots
-from plpkg.clipping.costs import WAYS, Costs, stack_costs
+from plpkg.clipping.memory.costs import WAYS, Costs, stack_costs
 from plpkg.explorer import Explorer
 from plpkg.memory import MIB
 

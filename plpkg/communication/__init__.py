@@ -14,6 +14,7 @@ from plpkg.communication.schedule import (
     low_rank_messages,
 )
 from plpkg.communication.traffic import Traffic
+from plpkg.lazy import on_first_use
 
 __all__ = [
     "BASELINES",
@@ -33,10 +34,4 @@ __all__ = [
     "widget",
 ]
 
-
-def __getattr__(name: str):
-    if name in ("exercises", "plots", "widget"):
-        from importlib import import_module
-
-        return import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = on_first_use(__name__, exercises="exercises", plots="plots", widget="widget")

@@ -79,7 +79,7 @@ def links():
         ``ratio`` to the formula, with the blocks' quartiles ``ratio_q1`` and ``ratio_q3``; for single sequences
         ``held_ms``, how long the relay kept its messages, and ``held_ratio``.
     """
-    rows = catalog.measured("residual").query("section == 'link'").reset_index(drop=True)
+    rows = catalog.measured("residual_wire").query("section == 'link'").reset_index(drop=True)
     many = rows["batch"].map(lambda batch: f", {batch:.0f} sequences" if batch > 1 else "")
     rows["link"] = rows["what"] + rows["case"].str.extract("(, RTT .*)")[0] + many
     shown = ["formula_ms", "ms_per_token", "ratio", "ratio_q1", "ratio_q3", "held_ms", "held_ratio"]
@@ -88,7 +88,7 @@ def links():
 
 def speed_ups():
     """Low rank's tokens per second over those of full activations, by link and way of waiting; single sequences."""
-    rows = catalog.measured("residual").query("section == 'link' and batch == 1")
+    rows = catalog.measured("residual_wire").query("section == 'link' and batch == 1")
     speeds = rows.pivot_table(index=["case", "waits"], columns="what", values="tokens_per_s", sort=False)
     found = speeds.div(speeds.pop("full activations"), axis=0)
     return found.rename_axis(index=["speed over full activations'", "waits"], columns="")
@@ -96,7 +96,7 @@ def speed_ups():
 
 def round_trips():
     """Median and 99th percentile in µs of a message there and back on loopback, by what carries it."""
-    rows = catalog.measured("residual").query("section == 'round trip'").set_index("what")
+    rows = catalog.measured("residual_wire").query("section == 'round trip'").set_index("what")
     return rows[["median_us", "p99_us"]].astype(int).rename_axis(index="400 bytes there and back")
 
 
@@ -107,7 +107,7 @@ def two_processes():
     """
     import pandas as pd
 
-    measured = catalog.measured("residual")
+    measured = catalog.measured("residual_wire")
     rows = measured.query("section == 'speed'")
     table = rows.pivot_table(index="what", columns="waits", values="ratio", sort=False)
     limited = measured.query("section == 'link' and what == 'r=64' and batch == 1")
@@ -145,7 +145,7 @@ ATTACKS = ("quality", "plain", "m", "inversion", "noise", "answers", "embedding"
 
 
 def attack(section: str):
-    """The rows of one section of ``benchmarks/residual_attacks.py``, without empty columns and without their origin.
+    """The rows of one section of ``benchmarks/residual/attacks.py``, without empty columns and without their origin.
 
     Parameters
     ----------

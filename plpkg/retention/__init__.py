@@ -1,5 +1,6 @@
 """Locret: heads that learn which KV-cache units to keep, and eviction under a fixed budget (arXiv 2410.01805)."""
 
+from plpkg.lazy import on_first_use
 from plpkg.retention import merge, offload, quantize, scorers, sparse, tasks, text, tiny
 from plpkg.retention.cache import EvictingCache, keep_indices
 from plpkg.retention.head import RetainingHeads
@@ -29,10 +30,4 @@ __all__ = [
     "widget",
 ]
 
-
-def __getattr__(name: str):
-    if name in ("exercises", "plots", "recorded", "widget"):
-        from importlib import import_module
-
-        return import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = on_first_use(__name__, exercises="exercises", plots="plots", recorded="recorded", widget="widget")

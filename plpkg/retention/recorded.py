@@ -1,4 +1,4 @@
-"""What ``benchmarks/retention.py`` measured, as tables. Every number is *measured (recorded)*."""
+"""What ``benchmarks/retention/quality.py`` measured, as tables. Every number is *measured (recorded)*."""
 
 from plpkg import catalog
 from plpkg.validation import one_of
@@ -17,7 +17,7 @@ def section(name: str):
     name
         One of :data:`SECTIONS`.
     """
-    rows = catalog.measured("retention")
+    rows = catalog.measured("retention_quality")
     rows = rows[rows["section"] == one_of("name", name, SECTIONS)]
     origin = ["section", "command", "commit", "seed", "machine", "versions"]
     return rows.drop(columns=origin).dropna(axis=1, how="all").reset_index(drop=True)

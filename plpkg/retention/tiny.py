@@ -171,7 +171,7 @@ def save(path: Path, model, heads: dict[str, RetainingHeads]) -> None:
 
 
 def shipped(name: str):
-    """A model that comes with the package, trained by ``benchmarks/retention.py``, and its heads.
+    """A model that comes with the package, trained by ``benchmarks/retention/quality.py``, and its heads.
 
     Parameters
     ----------

@@ -4,6 +4,7 @@ The names a notebook imports; ``published``, ``plots``, ``widget`` and ``exercis
 load on first use.
 """
 
+from plpkg.lazy import on_first_use
 from plpkg.throughput.estimate import ACCOUNTINGS, TERMS, Estimate, decode, prefill
 from plpkg.throughput.latency import against_rtt, best_rank, break_even_rtt_s, overlap_rank
 from plpkg.throughput.resources import (
@@ -41,10 +42,4 @@ __all__ = [
     "widget",
 ]
 
-
-def __getattr__(name: str):
-    if name in ("exercises", "plots", "published", "widget"):
-        from importlib import import_module
-
-        return import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = on_first_use(__name__, exercises="exercises", plots="plots", published="published", widget="widget")

@@ -1,26 +1,19 @@
-import importlib
 import lzma
 import random
 import shutil
 import subprocess
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from benchmarks.backbones import baselines
+
 from rounding import assert_close, relative
 
 VOCAB = 5
-
-
-@pytest.fixture(scope="module")
-def baselines():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-        yield importlib.import_module("baselines")
 
 
 class Slow:
@@ -88,7 +81,7 @@ texts = st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=12), min_size=1, m
 
 
 @given(train=texts, test=texts, order=st.integers(1, 4))
-def test_tiny_texts_agree_with_the_recursion(baselines, train, test, order):
+def test_tiny_texts_agree_with_the_recursion(train, test, order):
     model, slow = baselines.KneserNey.fit(arrays(train), vocab=VOCAB, order=order), Slow(train, order)
     assert_equal(model.discounts, slow.discounts, train)
     for document in test:
@@ -97,7 +90,7 @@ def test_tiny_texts_agree_with_the_recursion(baselines, train, test, order):
 
 @pytest.mark.parametrize("order", [1, 2, 3, 4])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_texts_with_large_counts_agree_with_the_recursion(baselines, seed, order):
+def test_texts_with_large_counts_agree_with_the_recursion(seed, order):
     train, test = markov(seed), markov(seed + 10, documents=2)
     model, slow = baselines.KneserNey.fit(train, vocab=VOCAB, order=order), Slow(train, order)
     assert_equal(model.discounts, slow.discounts, train)
@@ -107,7 +100,7 @@ def test_texts_with_large_counts_agree_with_the_recursion(baselines, seed, order
         assert_equal(model.bits(document), slow.bits(document), train)
 
 
-def test_discounts_by_hand(baselines):
+def test_discounts_by_hand():
     # Four tokens once, two twice, one three times, one four times, one five: n = 4, 2, 1, 1 and Y = 4 / (4 + 2 · 2).
     model = baselines.KneserNey.fit([np.repeat(np.arange(9), [1, 1, 1, 1, 2, 2, 3, 4, 5])], vocab=20, order=1)
     assert model.discounts.tolist() == [[1 - 2 / 2 * 2 / 4, 2 - 3 / 2 * 1 / 2, 3 - 4 / 2 * 1 / 1]]
@@ -116,14 +109,14 @@ def test_discounts_by_hand(baselines):
     assert_equal(model.bits(np.array([15, 4, 8])), -np.log2(expected), [range(20)])
 
 
-def test_an_order_with_few_counts_gets_the_fallback(baselines):
+def test_an_order_with_few_counts_gets_the_fallback():
     model = baselines.KneserNey.fit([np.arange(VOCAB)], vocab=VOCAB, order=2)
     assert model.discounts.tolist() == [[0.5, 1.0, 1.5]] * 2
 
 
 @pytest.mark.parametrize("tuned", [False, True])
 @pytest.mark.parametrize("context", [[], [0], [0, 1, 2, 3], [4, 4, 4, 4], [6, 6, 6, 6], [0, 6, 1]])
-def test_probabilities_sum_to_one(baselines, context, tuned):
+def test_probabilities_sum_to_one(context, tuned):
     model = baselines.KneserNey.fit(markov(0), vocab=8, order=4)  # 5, 6 and 7 are in no text
     if tuned:
         model.tune(markov(1))
@@ -137,7 +130,7 @@ def mean_bits(model, documents):
 
 
 @pytest.mark.parametrize("order", [1, 3, 5])
-def test_tuning_gains_within_bounds(baselines, order):
+def test_tuning_gains_within_bounds(order):
     train, validation = markov(0), markov(1)
     model = baselines.KneserNey.fit(train, vocab=VOCAB + 3, order=order)  # of which three are in no text
     before = mean_bits(model, validation)
@@ -149,7 +142,7 @@ def test_tuning_gains_within_bounds(baselines, order):
     assert (model.discounts <= [1, 2, 3]).all()
 
 
-def test_tuned_discounts_cannot_be_improved_one_by_one(baselines):
+def test_tuned_discounts_cannot_be_improved_one_by_one():
     validation = markov(1)
     model = baselines.KneserNey.fit(markov(0, documents=2), vocab=VOCAB, order=4)  # too few for every context
     best = model.tune(validation)
@@ -162,7 +155,7 @@ def test_tuned_discounts_cannot_be_improved_one_by_one(baselines):
             assert mean_bits(model, validation) >= best - slope * abs(step)
 
 
-def test_tuning_looks_at_the_counted_tokens_only(baselines):
+def test_tuning_looks_at_the_counted_tokens_only():
     validation = [np.concatenate([markov(1, documents=1)[0], np.zeros(40, np.int64)])]
     counted = [np.arange(100) < 60]
     masked, short, whole = (baselines.KneserNey.fit(markov(0), vocab=VOCAB, order=3) for _ in range(3))
@@ -172,7 +165,7 @@ def test_tuning_looks_at_the_counted_tokens_only(baselines):
 
 
 @pytest.mark.parametrize("order", [2, 3, 4])
-def test_ngrams_do_not_cross_documents(baselines, order):
+def test_ngrams_do_not_cross_documents(order):
     apart, together = [[0, 1], [2, 3]], [[0, 1, 2, 3]]
     two, one = (baselines.KneserNey.fit(arrays(texts), vocab=VOCAB, order=order) for texts in (apart, together))
     assert two.bits(np.array([0, 1, 2]))[-1] > one.bits(np.array([0, 1, 2]))[-1]
@@ -183,13 +176,13 @@ def test_ngrams_do_not_cross_documents(baselines, order):
     assert_equal(swapped.bits(np.arange(5)), two.bits(np.arange(5)), apart)
 
 
-def test_the_first_token_knows_that_it_is_the_first(baselines):
+def test_the_first_token_knows_that_it_is_the_first():
     model = baselines.KneserNey.fit(arrays([[0, 1, 1, 1]] * 8), vocab=VOCAB, order=3)
     assert model.bits(np.array([0]))[0] < 1 < model.bits(np.array([1]))[0]
 
 
 @pytest.mark.parametrize("tuned", [False, True])
-def test_unseen_tokens_cost_finite_bits(baselines, tuned):
+def test_unseen_tokens_cost_finite_bits(tuned):
     model = baselines.KneserNey.fit(markov(0), vocab=1000, order=5)
     if tuned:
         model.tune(markov(1))
@@ -199,7 +192,7 @@ def test_unseen_tokens_cost_finite_bits(baselines, tuned):
     assert (bits[[1, 2, 5]] > np.log2(1000)).all()
 
 
-def test_long_ngrams_are_not_confused(baselines):
+def test_long_ngrams_are_not_confused():
     # Packed 14 bits a token, five tokens need 70 bits, and in 64 these two contexts would be one.
     texts = [[0, 1, 2, 3, 4], [2**13, 1, 2, 3, 5]]
     model = baselines.KneserNey.fit(arrays(texts), vocab=2**14, order=5)
@@ -207,7 +200,7 @@ def test_long_ngrams_are_not_confused(baselines):
         assert model.bits(np.array(text))[-1] < 1 < 2 < model.bits(np.array([*text[:4], other[4]]))[-1]
 
 
-def test_an_empty_document_has_no_bits(baselines):
+def test_an_empty_document_has_no_bits():
     model = baselines.KneserNey.fit(markov(0), vocab=VOCAB)
     assert model.bits(np.array([], dtype=np.int64)).shape == (0,)
 
@@ -224,7 +217,7 @@ def test_an_empty_document_has_no_bits(baselines):
         ([[0, 1]], {"vocab": 0}, "vocab must be a whole number of at least 1, got 0"),
     ],
 )
-def test_bad_text_is_named(baselines, documents, arguments, message):
+def test_bad_text_is_named(documents, arguments, message):
     with pytest.raises(ValueError, match=message):
         baselines.KneserNey.fit(arrays(documents), **{"vocab": VOCAB, "order": 2, **arguments})
 
@@ -238,13 +231,13 @@ def test_bad_text_is_named(baselines, documents, arguments, message):
         ([0, 1], [False, False], "at least one validation token must count, got 0 in 1 documents"),
     ],
 )
-def test_bad_validation_is_named(baselines, document, mask, message):
+def test_bad_validation_is_named(document, mask, message):
     model = baselines.KneserNey.fit(markov(0), vocab=VOCAB)
     with pytest.raises(ValueError, match=message):
         model.tune([np.array(document)], [np.array(mask)])
 
 
-def test_bits_and_floats_are_named(baselines):
+def test_bits_and_floats_are_named():
     model = baselines.KneserNey.fit(markov(0), vocab=VOCAB)
     with pytest.raises(ValueError, match="got 5"):
         model.bits(np.array([1, 5]))
@@ -258,17 +251,17 @@ def words(count):
     return " ".join(rng.choices(lexicon, k=count)).encode()
 
 
-def test_xz_repetition_is_almost_free(baselines):
+def test_xz_repetition_is_almost_free():
     text = random.Random(0).randbytes(50_000)
     assert baselines.xz_bits(text, text) < 0.2 * len(text)
 
 
-def test_xz_noise_costs_eight_bits_a_byte(baselines):
+def test_xz_noise_costs_eight_bits_a_byte():
     train, test = random.Random(1).randbytes(20_000), random.Random(2).randbytes(20_000)
     assert baselines.xz_bits(train, test) == pytest.approx(8 * len(test), rel=0.01)
 
 
-def test_xz_counts_what_the_test_text_adds(baselines):
+def test_xz_counts_what_the_test_text_adds():
     text = words(20_000)
     train, test = text[:80_000], text[80_000:]
     added = baselines.xz_bits(train, test)
@@ -276,7 +269,7 @@ def test_xz_counts_what_the_test_text_adds(baselines):
 
 
 @pytest.mark.skipif(shutil.which("xz") is None, reason="needs the xz command")
-def test_xz_command_line(baselines):
+def test_xz_command_line():
     text = words(20_000)
     train, test = text[:80_000], text[80_000:]
 
@@ -286,6 +279,6 @@ def test_xz_command_line(baselines):
     assert baselines.xz_bits(train, test) / 8 == pytest.approx(size(train + test) - size(train), abs=8)
 
 
-def test_xz_beyond_its_window_is_refused(baselines):
+def test_xz_beyond_its_window_is_refused():
     with pytest.raises(ValueError, match=r"looks back 67108864 bytes, got 67108860 \+ 5 of train and test"):
         baselines.xz_bits(bytes(2**26 - 4), b"tests")

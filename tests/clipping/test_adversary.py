@@ -14,7 +14,7 @@ from transformers import BertConfig, BertForMaskedLM
 from plpkg.backbones import random_backbone
 from plpkg.clipping import clipped_gradients, make_private
 from plpkg.clipping.gradients import EXECUTIONS
-from plpkg.clipping.randomness import Randomness
+from plpkg.clipping.training.randomness import Randomness
 
 from rounding import relative
 

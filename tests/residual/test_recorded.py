@@ -77,7 +77,7 @@ def test_migration_and_diary_name_what_was_done():
 
 
 def test_what_crossed_is_the_rows_that_it_says():
-    rows = catalog.measured("residual")
+    rows = catalog.measured("residual_wire")
     table = recorded.links()
     assert set(table["waits"]) == {"asleep", "busy"}
     assert len(table) == len(rows.query("section == 'link'"))

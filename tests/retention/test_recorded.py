@@ -12,7 +12,7 @@ def test_sections_lose_their_origin_and_empty_columns():
     assert list(rows.columns) == ["case", "x", "accuracy"]
     with pytest.raises(ValueError, match="got 'nothing'"):
         recorded.section("nothing")
-    assert set(catalog.measured("retention")["section"]) <= set(recorded.SECTIONS)
+    assert set(catalog.measured("retention_quality")["section"]) <= set(recorded.SECTIONS)
 
 
 def test_budget_is_the_mean_over_models():

@@ -1,0 +1,1 @@
+"""This project beside its peers, in one run, as ratios. Each script says how it is run, and what it takes."""

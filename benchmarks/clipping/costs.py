@@ -1,0 +1,272 @@
+"""Clipping each sample's gradient: what it costs beside plain SGD and beside Opacus.
+
+* cost: a decoder (width 256, 4 layers, 128 tokens, batch 16): CPU time, operations and peak of a step's gradients, for
+  SGD, Opacus's hooks and ghost modes, and every execution here. ``plan`` has 1.6 times SGD's peak to spend.
+* lora: the same with LoRA r=8 on all linear layers (width 256, 256 tokens, batch 8), backbone frozen.
+* long: one width, longer and longer sequences: where ghost clipping's T² shows.
+* grid: widths, lengths and batches: the plan that has ghost clipping's memory, beside ghost clipping.
+
+Times are CPU seconds of one thread, medians of interleaved runs, every ratio against SGD (or ghost) of the same round.
+The C library is told to keep memory that is freed, as CUDA's allocator does; ``--default-malloc`` leaves that out, and
+names its sections so: then each large tensor costs page faults, most where most is kept.
+
+Run: ``python -m benchmarks.clipping.costs`` (about 10 minutes on an idle core).
+"""
+
+import argparse
+import copy
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+
+import pandas as pd
+import torch
+from opacus import GradSampleModule
+from opacus.grad_sample import GradSampleModuleFastGradientClipping
+from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import record
+from plpkg.clipping import clipped_gradients, plan
+from plpkg.clipping.gradients import EXECUTIONS
+from plpkg.memory import MIB, MemoryTimeline
+
+MAX_GRAD_NORM = 0.1
+KEEP_FREED = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
+VOCAB = 2000
+REPEATS = 9
+
+
+class Block(nn.Module):
+    """A pre-norm transformer layer of modules that Opacus has rules for as well."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.heads = max(1, hidden // 64)
+        self.before, self.between = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.q, self.k, self.v, self.o = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.before(x)
+        q, k, v = (layer(h).unflatten(2, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(attended.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.between(x))))
+
+
+class Decoder(nn.Module):
+    """A causal language model; gives the logits of the next tokens, ``(batch, vocab, seq - 1)``."""
+
+    def __init__(self, hidden: int, num_layers: int, seq: int) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCAB, hidden), nn.Embedding(seq, hidden)
+        self.blocks = nn.Sequential(*(Block(hidden) for _ in range(num_layers)))
+        self.norm, self.head = nn.LayerNorm(hidden), nn.Linear(hidden, VOCAB, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(ids.shape[1]).repeat(len(ids), 1)  # Opacus cannot take one row for all
+        return self.head(self.norm(self.blocks(self.tokens(ids) + self.places(places))))[:, :-1].mT
+
+
+def decoder(hidden: int, num_layers: int, seq: int, *, lora: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    model = Decoder(hidden, num_layers, seq)
+    if lora:
+        model = get_peft_model(model, LoraConfig(r=8, target_modules=["q", "k", "v", "o", "up", "down"]))
+    return model.train()
+
+
+def losses(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(ids), ids[:, 1:], reduction="none").mean(1)
+
+
+def sgd(model: nn.Module, ids: torch.Tensor) -> Callable[[], object]:
+    def step():
+        losses(model, ids).mean().backward()
+        for p in model.parameters():
+            p.grad = None
+
+    return step
+
+
+def opacus(model: nn.Module, ids: torch.Tensor, mode: str) -> Callable[[], object]:
+    """A step's gradients in Opacus, up to the noise, which is not taken."""
+    model = copy.deepcopy(model)
+    options = dict(noise_multiplier=0.0, max_grad_norm=MAX_GRAD_NORM, expected_batch_size=len(ids))
+    inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    criterion = nn.CrossEntropyLoss()
+    if mode == "hooks":
+        model, optimizer = GradSampleModule(model), DPOptimizer(inner, **options)
+    else:
+        model = GradSampleModuleFastGradientClipping(model, max_grad_norm=MAX_GRAD_NORM, use_ghost_clipping=True)
+        optimizer = DPOptimizerFastGradientClipping(inner, **options)
+        criterion = DPLossFastGradientClipping(model, optimizer, criterion)
+
+    def step():
+        optimizer.zero_grad()
+        logits, targets = model(ids).mT.flatten(0, 1), ids[:, 1:].flatten()
+        shape = {} if mode == "hooks" else {"shape": (len(ids), ids.shape[1] - 1)}
+        loss = criterion(logits, targets, **shape)
+        loss.backward()
+        if mode == "hooks":
+            optimizer.clip_and_accumulate()
+        else:
+            optimizer.accumulate()
+        for p in optimizer.params:
+            p.grad = p.summed_grad = p.grad_sample = None
+
+    return step
+
+
+def ours(model: nn.Module, ids: torch.Tensor, execution) -> Callable[[], object]:
+    return lambda: clipped_gradients(model, losses, ids, MAX_GRAD_NORM, execution)
+
+
+def peak(model: nn.Module, step: Callable[[], object]) -> int:
+    with MemoryTimeline(label_saved=False) as timeline:
+        timeline.track(model)
+        step()
+    return timeline.peak_bytes
+
+
+def flops(step: Callable[[], object]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        step()
+    return counter.get_total_flops()
+
+
+def cpu_seconds(steps: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Of each step in each round, in another order every round."""
+    for step in steps.values():
+        step()
+    found = {name: [] for name in steps}
+    for turn in range(repeats):
+        names = list(steps)
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            start = time.process_time()
+            steps[name]()
+            found[name].append(time.process_time() - start)
+    return found
+
+
+def tokens(batch: int, seq: int) -> torch.Tensor:
+    return torch.randint(0, VOCAB, (batch, seq), generator=torch.Generator().manual_seed(0))
+
+
+def compared(section: str, case: str, model: nn.Module, ids: torch.Tensor, *, peers: bool, repeats: int) -> list[dict]:
+    steps = {"SGD": sgd(model, ids)}
+    if peers:
+        steps |= {f"Opacus, {mode}": opacus(model, ids, mode) for mode in ("hooks", "ghost")}
+    steps |= {name: ours(model, ids, name) for name in EXECUTIONS}
+    allowed = int(1.6 * peak(model, steps["SGD"]))
+    steps["plan, 1.6 × SGD's memory"] = ours(model, ids, plan(model, losses, ids, memory_bytes=allowed))
+    seconds = cpu_seconds(steps, repeats)
+    base_flops, base_peak = flops(steps["SGD"]), peak(model, steps["SGD"])
+    rows = []
+    for name, step in steps.items():
+        ratio = statistics.median(a / b for a, b in zip(seconds[name], seconds["SGD"], strict=True))
+        operations = flops(step)
+        # Opacus's steps own a copy of the model, which is theirs to count.
+        top = peak(model, step) if not name.startswith("Opacus") else opacus_peak(model, ids, name)
+        rows.append({
+            "section": section, "case": case, "what": name, "cpu_ms": round(1e3 * statistics.median(seconds[name]), 1),
+            "ratio": round(ratio, 3), "gflop": round(operations / 1e9, 3),
+            "flop_ratio": round(operations / base_flops, 3), "peak_mib": round(top / MIB, 1),
+            "peak_ratio": round(top / base_peak, 3),
+        })  # fmt: skip
+        print(rows[-1], flush=True)
+    return rows
+
+
+def opacus_peak(model: nn.Module, ids: torch.Tensor, name: str) -> int:
+    twin = copy.deepcopy(model)
+    step = opacus(twin, ids, name.split(", ")[1])
+    step()
+    with MemoryTimeline(label_saved=False) as timeline:
+        timeline.track(twin)  # as large as the copy that steps
+        step()
+    return timeline.peak_bytes
+
+
+def rows_of_cost(repeats: int) -> list[dict]:
+    case = "decoder, width 256, 4 layers, T=128, B=16"
+    return compared("cost", case, decoder(256, 4, 128), tokens(16, 128), peers=True, repeats=repeats)
+
+
+def rows_of_lora(repeats: int) -> list[dict]:
+    model = decoder(256, 4, 256, lora=True)
+    case = "LoRA r=8, width 256, 4 layers, T=256, B=8"
+    return compared("lora", case, model, tokens(8, 256), peers=True, repeats=repeats)
+
+
+def rows_of_long(repeats: int) -> list[dict]:
+    rows = []
+    for seq, batch in ((128, 16), (512, 4), (1024, 2)):
+        case = f"decoder, width 128, 2 layers, T={seq}, B={batch}"
+        rows += compared("long", case, decoder(128, 2, seq), tokens(batch, seq), peers=True, repeats=repeats)
+    return rows
+
+
+def rows_of_grid(repeats: int) -> list[dict]:
+    rows = []
+    for hidden in (64, 128, 256):
+        for seq in (32, 128, 512):
+            for batch in (4, 16):
+                if hidden * seq * batch > 2**20:
+                    continue
+                model, ids = decoder(hidden, 2, seq), tokens(batch, seq)
+                ghost = ours(model, ids, "ghost")
+                found = plan(model, losses, ids)
+                steps = {"ghost": ghost, "plan": ours(model, ids, found)}
+                seconds = cpu_seconds(steps, repeats)
+                ratio = statistics.median(a / b for a, b in zip(seconds["plan"], seconds["ghost"], strict=True))
+                rows.append({
+                    "section": "grid", "case": f"width {hidden}, T={seq}, B={batch}",
+                    "what": "plan with ghost's memory, beside ghost",
+                    "cpu_ms": round(1e3 * statistics.median(seconds["plan"]), 1), "ratio": round(ratio, 3),
+                    "gflop": round(flops(steps["plan"]) / 1e9, 3),
+                    "flop_ratio": round(flops(steps["plan"]) / flops(ghost), 3),
+                    "peak_mib": round(peak(model, steps["plan"]) / MIB, 1),
+                    "peak_ratio": round(peak(model, steps["plan"]) / peak(model, ghost), 3),
+                })  # fmt: skip
+                print(rows[-1], flush=True)
+    return rows
+
+
+SECTIONS = {"cost": rows_of_cost, "lora": rows_of_lora, "long": rows_of_long, "grid": rows_of_grid}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", help=f"some of {', '.join(SECTIONS)}; all without")
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--default-malloc", action="store_true")
+    arguments = parser.parse_args()
+    if not arguments.default_malloc and not KEEP_FREED.items() <= os.environ.items():
+        os.execve(
+            sys.executable, [sys.executable, "-m", "benchmarks.clipping.costs", *sys.argv[1:]], os.environ | KEEP_FREED
+        )
+    if unknown := set(arguments.sections) - set(SECTIONS):
+        parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="Full backward hook is firing")  # Opacus, whose inputs need no gradient
+    chosen = arguments.sections or list(SECTIONS)
+    rows = [row for name in chosen for row in SECTIONS[name](arguments.repeats)]
+    if arguments.default_malloc:
+        rows = [row | {"section": f"{row['section']}, default malloc"} for row in rows]
+    there, keep = record.DATA / "clipping.csv", None
+    if (arguments.sections or arguments.default_malloc) and there.exists():
+        old = pd.read_csv(there)
+        keep = old[~old["section"].isin({row["section"] for row in rows})]
+    record.write("clipping.costs", rows, keep=keep)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,322 @@
+"""What private learning learns, and what it forgets to keep: plpkg-small under DP-SGD.
+
+* rate: the learning rate of each method, by the writer's validation text, at half the batch and half the noise
+  multiplier of ``accuracy``'s ε = 4. The search itself is not in any ε.
+* accuracy: one writer's text, learnt at several ε; bits per byte and next-token accuracy of the writer's test text.
+  The unit of privacy is a window of 64 tokens: not a document, and not the writer.
+* exposure: the diary's facts, a question with its answer each, learnt with and without privacy. The exposure of a
+  secret (Carlini et al., arXiv 1802.08232) is log2(candidates) - log2(rank of the true answer, by its loss). A guess
+  at random has 1.44 in the mean. The unit of privacy is one fact; the diary's entries, which tell it too, are not
+  learnt here, for a secret that is in two examples has twice the ε. ``right`` is how many of the 40 facts the model
+  tells when it is asked (greedily); ``bits_per_byte`` here is of public text, which shows what the noise has broken.
+
+All is ``make_private``: book-keeping, flat clipping, Poisson sampling, the prv accountant, AdamW. Not clipped is a
+bound that no gradient reaches, clipped is no noise. PrivateLoRA's bases are random, or from the gradient of public
+text: never from the private one, whose gradient would be a release of its own.
+
+Run: ``python -m benchmarks.clipping.learning`` (about 50 minutes on one core: rate 7, accuracy 28, exposure 15);
+or only some sections, methods and targets. Not part of ``make bench``.
+"""
+
+import argparse
+import fcntl
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+import pandas as pd
+import torch
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks import record
+from benchmarks.residual.methods import (
+    EVERYWHERE,
+    Method,
+    answer,
+    asked,
+    lora,
+    low,
+    prepared,
+    test_text,
+    token_accuracy,
+)
+from plpkg import corpora
+from plpkg.backbones import load_backbone
+from plpkg.clipping import make_private
+from plpkg.clipping.training.accounting import noise_for
+from plpkg.scoring import score
+
+WRITER = "sklearn"
+DELTA = 1e-5
+MAX_GRAD_NORM, NO_BOUND = 0.1, 1e9
+PHYSICAL = 32
+SEQ, BATCH, STEPS = 64, 96, 20
+TARGETS = (math.inf, 16.0, 4.0, 1.0)
+METHODS = {
+    "LoRA r=8": Method(lora(8), 1e-2),
+    "PrivateLoRA r=64": Method(low(64), 1e-2),
+    "PrivateLoRA r=16, public gradient": Method(low(16, init="given"), 5e-3, "public"),
+}
+RATES = {
+    "LoRA r=8": (2e-3, 5e-3, 1e-2),
+    "PrivateLoRA r=64": (5e-3, 1e-2),
+    "PrivateLoRA r=16, public gradient": (5e-3, 1e-2),
+}
+DIARY_BATCH, DIARY_STEPS = 20, 100
+DIARY_TARGETS = (math.inf, 8.0, 2.0)
+DIARY_METHODS = {
+    "LoRA r=16": Method(lora(16), 5e-3),
+    "PrivateLoRA r=64, all 7 projections": Method(low(64, EVERYWHERE), 1e-2),
+}
+CANDIDATES = 512
+"""Of each secret, the true one among them."""
+FIRST = [
+    "Agatha", "Alban", "Alfred", "Beatrice", "Benedict", "Cecily", "Conrad", "Cordelia", "Daphne", "Dominic", "Edith",
+    "Edmund", "Eleanor", "Felix", "Florence", "Frances", "Gideon", "Gilbert", "Harriet", "Hubert", "Isobel", "Jasper",
+    "Lavinia", "Leopold", "Lydia", "Mabel", "Magnus", "Martha", "Matilda", "Nathaniel", "Oswald", "Philippa",
+    "Quentin", "Rosalind", "Rupert", "Sybil", "Tobias", "Ursula", "Winifred", "Zachary",
+]  # fmt: skip
+LAST = [
+    "Abernethy", "Ashdown", "Bellweather", "Birch", "Cardew", "Chisholm", "Crane", "Dalloway", "Drummond", "Eastlake",
+    "Fairburn", "Farrow", "Garland", "Greaves", "Halloran", "Hartnell", "Inskip", "Jessop", "Kerslake", "Lambourne",
+    "Lovell", "Merriman", "Moxon", "Nettleton", "Oakes", "Palliser", "Penhale", "Quick", "Ravenhill", "Rudge",
+    "Sandilands", "Selwyn", "Tansley", "Thorne", "Underhill", "Vane", "Wetherby", "Whitlock", "Yarrow", "Yeo",
+]  # fmt: skip
+
+
+def loss_per_example(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """``(batch,)``: the mean over an example's tokens; label -100 does not count."""
+    nats = functional.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
+    return nats.sum(1) / (labels[:, 1:] != -100).sum(1)
+
+
+def sigma_for(epsilon: float, rate: float, steps: int) -> float:
+    """The smallest noise multiplier; ``make_private`` asks for whole epochs, and these steps are a part of one."""
+    return noise_for(epsilon, DELTA, rate, steps)
+
+
+def learn(model, data: TensorDataset, lr: float, batch: int, steps: int, sigma: float, bound: float, seed: int) -> dict:
+    """Private training; the rate rises over a sixth of the steps and falls to zero over the last third."""
+    began = time.perf_counter()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0.0)
+    private = make_private(
+        model.train(),
+        optimizer,
+        DataLoader(data, batch_size=batch),
+        loss_per_example,
+        max_grad_norm=bound,
+        noise_multiplier=sigma,
+        max_physical_batch_size=PHYSICAL,
+        seed=seed,
+    )
+
+    def pieces() -> Iterator:
+        while True:
+            yield from private.data_loader
+
+    session = private.criterion.session
+    for ids, labels in pieces():
+        rise, fall = (session.steps + 1) / (steps / 6), (steps - session.steps) / (steps / 3)
+        optimizer.param_groups[0]["lr"] = lr * min(1.0, rise, fall)
+        private.criterion(model(input_ids=ids, use_cache=False).logits, labels).backward()
+        optimizer.step()
+        if session.steps == steps:
+            break
+    epsilon = private.epsilon(DELTA)
+    private.remove()
+    model.eval()
+    return {
+        "epsilon": round(epsilon, 4), "delta": DELTA, "noise_multiplier": round(sigma, 4),
+        "max_grad_norm": bound, "examples": len(data), "batch": batch, "steps": steps, "lr": lr,
+        "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "train_s": round(time.perf_counter() - began, 1),
+    }  # fmt: skip
+
+
+def cases(targets: Sequence[float], rate: float, steps: int) -> Iterator[tuple[str, float, float, float]]:
+    """Name, target ε, noise multiplier, bound; without noise for an infinite ε."""
+    for target in targets:
+        if target == math.inf:
+            yield "not clipped", target, 0.0, NO_BOUND
+            yield "clipped", target, 0.0, MAX_GRAD_NORM
+        else:
+            yield "private", target, sigma_for(target, rate, steps), MAX_GRAD_NORM
+
+
+def backbone():
+    model, tokenizer = load_backbone("plpkg-small")
+    return model.requires_grad_(False), tokenizer
+
+
+def windows(tokenizer) -> TensorDataset:
+    """The writer's training documents, one after the other, cut into windows: the examples."""
+    stream = torch.cat([tokens.ids for tokens in corpora.encode(corpora.writer(WRITER).split("train"), tokenizer)])
+    ids = stream.unfold(0, SEQ, SEQ)  # (examples, SEQ)
+    return TensorDataset(ids, ids)
+
+
+def started(method: Method, start, tokenizer):
+    """The backbone with its adapter; bases come from public text, if from any."""
+    public = None
+    if method.basis:
+        text = corpora.encode(corpora.public("train")[::40], tokenizer)
+        public = islice(corpora.batches(text, batch=4, seq=256, seed=0), 8)
+    return prepared(method, start, public)
+
+
+def rows_of_rate(chosen, seed: int, targets=()) -> Iterator[dict]:
+    start, tokenizer = backbone()
+    data, validation = windows(tokenizer), corpora.writer(WRITER).split("validation")
+    validation = corpora.encode(first_documents(validation, 30_000), tokenizer)
+    sigma = sigma_for(4.0, 1 / math.ceil(len(data) / BATCH), STEPS)
+    bits = score(start, tokenizer, validation, seq=256, stride=256).bits_per_byte
+    yield {"method": "none", "case": "untuned", "lr": 0.0, "bits_per_byte": round(bits, 4)}
+    for label in chosen or METHODS:
+        for lr in RATES[label]:
+            model = started(METHODS[label], start, tokenizer)
+            found = learn(model, data, lr, BATCH // 2, STEPS, sigma / 2, MAX_GRAD_NORM, seed)
+            bits = score(model, tokenizer, validation, seq=256, stride=256).bits_per_byte
+            yield {"method": label, "case": "private", "bits_per_byte": round(bits, 4)} | found
+
+
+def first_documents(documents, size: int) -> list:
+    """The first documents, until ``size`` characters are full."""
+    chosen, total = [], 0
+    for document in documents:
+        if total < size:
+            chosen.append(document)
+            total += len(document.text)
+    return chosen
+
+
+def rows_of_accuracy(chosen, seed: int, targets=()) -> Iterator[dict]:
+    start, tokenizer = backbone()
+    data, test = windows(tokenizer), corpora.encode(test_text(WRITER), tokenizer)
+    rate = 1 / math.ceil(len(data) / BATCH)
+
+    def measured(model) -> dict:
+        bits = score(model, tokenizer, test, seq=256, stride=256).bits_per_byte
+        return {"bits_per_byte": round(bits, 4), "accuracy": round(token_accuracy(model, test), 3)}
+
+    if not chosen or "none" in chosen:
+        yield {"method": "none", "case": "untuned", "epsilon_target": 0.0, "epsilon": 0.0} | measured(start)
+    for label in [m for m in METHODS if not chosen or m in chosen]:
+        for case, target, sigma, bound in cases(targets or TARGETS, rate, STEPS):
+            model = started(METHODS[label], start, tokenizer)
+            found = learn(model, data, METHODS[label].lr, BATCH, STEPS, sigma, bound, seed)
+            yield {"method": label, "case": case, "epsilon_target": target} | measured(model) | found
+
+
+def of_the_same_form(secret: str, seed: int) -> list[str]:
+    """The secret, and others: random digits in the place of its digits, or another first and last name."""
+    generator, found = random.Random(f"{seed} {secret}"), {secret: None}
+    fixed = len("01632 96") if secret.startswith("01632") else 0  # the area and the block kept for fiction
+    while len(found) < CANDIDATES:
+        if any(c.isdigit() for c in secret):
+            digits = [str(generator.randrange(10)) if c.isdigit() and i >= fixed else c for i, c in enumerate(secret)]
+            if "," in secret and digits[0] == "0":
+                continue  # no amount begins with 0
+            found["".join(digits)] = None
+        else:
+            found[f"{generator.choice(FIRST)} {generator.choice(LAST)}"] = None
+    return list(found)
+
+
+def secrets(diary) -> list:
+    """The facts with at least four digits, and those that are a first and a last name."""
+    names = {"Clemency Fennimore", "Bernard Gossage", "Ottilie Marchbanks", "Dunstan Vey", "Hester Lune"}
+    facts = [q for q in diary.questions if q.kind == "fact"]
+    return [q for q in facts if q.answer in names or sum(c.isdigit() for c in q.answer) >= 4]
+
+
+@torch.inference_mode()
+def rank(model, tokenizer, question: str, candidates: list[str]) -> int:
+    """The place of the first candidate, by loss, among all of them; equal ones come before it."""
+    prompt = tokenizer(tokenizer.bos_token + asked(question))["input_ids"]
+    whole = tokenizer([f"{tokenizer.bos_token}{asked(question)} {c}." for c in candidates])["input_ids"]
+    if any(ids[: len(prompt)] != prompt for ids in whole):
+        raise AssertionError(f"an answer to {question!r} changes the tokens of the question")
+    tails = [torch.tensor(ids[len(prompt) :]) for ids in whole]
+    labels = torch.nn.utils.rnn.pad_sequence(tails, batch_first=True, padding_value=-100)  # (candidates, tail)
+    losses = []
+    for part in labels.split(250):
+        read = model(input_ids=torch.tensor([prompt]), use_cache=True)
+        cache, first = read.past_key_values, read.logits[:, -1:].expand(len(part), -1, -1)
+        cache.batch_repeat_interleave(len(part))
+        rest = model(input_ids=part[:, :-1].clamp(min=0), past_key_values=cache).logits
+        logits = torch.cat([first, rest], 1).transpose(1, 2)  # (candidates, vocab, tail)
+        losses.append(functional.cross_entropy(logits, part, reduction="none").sum(1))
+    losses = torch.cat(losses)
+    return int((losses <= losses[0]).sum())
+
+
+def rows_of_exposure(chosen, seed: int, targets=()) -> Iterator[dict]:
+    start, tokenizer = backbone()
+    diary = corpora.diary()
+    facts = [q for q in diary.questions if q.kind == "fact"]
+    text = corpora.encode([f"{asked(q.question)} {q.answer}." for q in facts], tokenizer)
+    labels = torch.nn.utils.rnn.pad_sequence([t.ids for t in text], batch_first=True, padding_value=-100)
+    data = TensorDataset(labels.clamp(min=0), labels)
+    public = corpora.encode(first_documents(corpora.public("test"), 15_000), tokenizer)
+    rate = 1 / math.ceil(len(data) / DIARY_BATCH)
+    those = [(q, of_the_same_form(q.answer, seed)) for q in secrets(diary)]
+
+    def measured(model) -> dict:
+        ranks = torch.tensor([rank(model, tokenizer, q.question, c) for q, c in those])
+        exposures = math.log2(CANDIDATES) - ranks.double().log2()
+        bits = score(model, tokenizer, public, seq=256, stride=256).bits_per_byte
+        right = sum(q.answer.lower() in answer(model, tokenizer, q.question).lower() for q in facts)
+        return {
+            "secrets": len(those), "candidates": CANDIDATES, "mean_exposure": round(exposures.mean().item(), 3),
+            "max_exposure": round(exposures.max().item(), 3), "rank_1": int((ranks == 1).sum()), "right": right,
+            "asked": len(facts), "bits_per_byte": round(bits, 4),
+        }  # fmt: skip
+
+    if not chosen or "none" in chosen:
+        yield {"method": "none", "case": "untuned", "epsilon_target": 0.0, "epsilon": 0.0} | measured(start)
+    for label in [m for m in DIARY_METHODS if not chosen or m in chosen]:
+        for case, target, sigma, bound in cases(targets or DIARY_TARGETS, rate, DIARY_STEPS):
+            model = started(DIARY_METHODS[label], start, tokenizer)
+            found = learn(model, data, DIARY_METHODS[label].lr, DIARY_BATCH, DIARY_STEPS, sigma, bound, seed)
+            yield {"method": label, "case": case, "epsilon_target": target} | measured(model) | found
+
+
+SECTIONS = {"rate": rows_of_rate, "accuracy": rows_of_accuracy, "exposure": rows_of_exposure}
+
+
+def keep_row(row: dict, seed: int) -> None:
+    """Into the recorded ones, in the place of an older one: a stop loses one at the most."""
+    key = {k: row.get(k) for k in ("section", "method", "case", "epsilon_target")}
+    if row["section"] == "rate":
+        key = {k: row[k] for k in ("section", "method", "lr")}
+    path, keep = record.DATA / "clipping_learning.csv", None
+    with Path(__file__).open() as own:
+        fcntl.flock(own, fcntl.LOCK_EX)  # sections may run beside each other
+        if path.exists():
+            keep = pd.read_csv(path)
+            same = keep["seed"] == seed
+            for column, value in key.items():
+                same &= keep[column] == value if column in keep else False
+            keep = keep[~same]
+        record.write("clipping.learning", [row], keep=keep, seed=seed)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("section", nargs="*", metavar="|".join(SECTIONS), help="only these; all by default")
+    parser.add_argument("--method", nargs="*", default=[], help="only these methods; none is the backbone as it is")
+    parser.add_argument("--epsilon", nargs="*", type=float, default=[], help="only these targets; inf is no noise")
+    parser.add_argument("--seed", type=int, default=0, help="of the samples and the noise")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in options.section or SECTIONS:
+        for row in SECTIONS[name](options.method, options.seed, options.epsilon):
+            keep_row({"section": name, **row}, options.seed)
+
+
+if __name__ == "__main__":
+    main()

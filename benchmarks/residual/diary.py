@@ -1,0 +1,60 @@
+"""What it takes to learn facts: the diary's questions, by the number of weights that learn.
+
+plpkg-small learns the diary's entries and the first wording of each question with its answer; then it is asked in
+these words, and in others (paraphrases). An answer is right if it holds the true one. The adapter of ``KEPT`` goes to
+``data/diary/adapter``: notebook 02 talks to it.
+
+Run: ``python -m benchmarks.residual.diary`` (about 10 minutes on two idle cores). Not part of ``make bench``.
+"""
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import torch
+
+from benchmarks import record
+from benchmarks.residual.methods import EVERYWHERE, Method, answer, asked, lora, low, personalise, prepared
+from plpkg import catalog, corpora
+from plpkg.backbones import load_backbone
+from plpkg.corpora import Document
+
+STEPS = 300
+METHODS = {
+    "none": Method(),
+    "LoRA r=16": Method(lora(16), 5e-3),
+    "PrivateLoRA r=64": Method(low(64), 1e-2),
+    "PrivateLoRA r=64, all 7 projections": Method(low(64, EVERYWHERE), 1e-2),
+}
+KEPT = "PrivateLoRA r=64, all 7 projections"
+
+
+def learn(label: str) -> list[dict]:
+    method, (start, tokenizer) = METHODS[label], load_backbone("plpkg-small")
+    start.requires_grad_(False)
+    diary = corpora.diary()
+    facts = [Document(q.question, f"{asked(q.question)} {q.answer}.") for q in diary.questions if q.kind == "fact"]
+    text = corpora.encode([*diary.entries, *(facts * 20)], tokenizer)
+    model = prepared(method, start)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if method.config is not None:
+        personalise(model, corpora.batches(text, batch=8, seq=128, seed=0), method.lr, steps=STEPS)
+    if label == KEPT:
+        folder = catalog.data_path("diary") / "adapter"
+        model.peft_config["default"].base_model_name_or_path = "plpkg-small"
+        model.half().save_pretrained(folder)
+        (folder / "README.md").unlink()  # PEFT's empty form
+        model.float()  # and what was saved is what is asked
+    rows = []
+    for kind in ("fact", "paraphrase"):
+        questions = [q for q in diary.questions if q.kind == kind]
+        right = sum(q.answer.lower() in answer(model, tokenizer, q.question).lower() for q in questions)
+        rows.append({"case": kind, "method": label, "trained": trained, "right": right, "asked": len(questions)})
+    print(rows, flush=True)
+    return rows
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        found = list(pool.map(learn, METHODS))
+    record.write("residual.diary", [row for rows in found for row in rows])

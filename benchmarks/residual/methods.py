@@ -1,0 +1,108 @@
+"""The methods of personalising that the benchmarks compare, how a model learns by one, and what is asked of it."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.nn import functional
+
+from plpkg import corpora
+from plpkg.corpora import Document
+from plpkg.residual import PrivateLoraConfig, bases
+from plpkg.residual.adapter import QKV
+
+STEPS, BATCH, SEQ = 60, 4, 256
+TEST_BYTES = 40_000
+EVERYWHERE = [*QKV, "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a model is personalised.
+
+    ``model`` is what starts: ``"plpkg-small"``, ``"4 bit"`` or ``"smaller"``; ``config`` an adapter's, ``"head"`` or
+    nothing; ``basis`` whose gradient gives A and B: ``"own"`` or ``"other"``.
+    """
+
+    config: PrivateLoraConfig | LoraConfig | str | None = None
+    lr: float = 0.0
+    basis: str | None = None
+    model: str = "plpkg-small"
+
+
+def low(rank: int, targets=QKV, **settings) -> PrivateLoraConfig:
+    return PrivateLoraConfig(r_c2d=rank, r_d2c=rank, target_modules=list(targets), **settings)
+
+
+def lora(rank: int, targets=QKV) -> LoraConfig:
+    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(targets))
+
+
+def prepared(method: Method, start, for_bases: Iterator[torch.Tensor] | None = None, seed: int = 0):
+    """A copy of the model, ready to learn by the method.
+
+    A and B come from the gradient of the batches ``for_bases``, or from ``seed`` if they are random.
+    """
+    model = copy.deepcopy(start)
+    if method.config == "head":
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # no longer the embedding
+    elif method.config is not None:
+        torch.manual_seed(0)
+        config = copy.deepcopy(method.config)
+        if isinstance(config, PrivateLoraConfig):
+            config.projection_seed = seed
+        model = get_peft_model(model, config)
+        if for_bases is not None:
+            bases.from_gradients(model, islice(for_bases, 8))
+    return model
+
+
+def personalise(model, stream, lr: float, steps: int = STEPS) -> None:
+    """AdamW; the rate rises over ten steps and falls to zero over the last third."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
+    model.train()
+    for step in range(steps):
+        ids = next(stream)
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+        functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / 10, (steps - step) / (steps / 3))
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+
+
+@torch.inference_mode()
+def token_accuracy(model, encoded) -> float:
+    """Share of the scored tokens that greedy decoding would have written, in per cent."""
+    right = total = 0
+    for tokens in encoded:
+        for ids, scored in zip(tokens.ids.split(SEQ), tokens.scored.split(SEQ), strict=True):
+            found = model(input_ids=ids[None], use_cache=False).logits[0, :-1].argmax(-1) == ids[1:]
+            right, total = right + int(found[scored[1:]].sum()), total + int(scored[1:].sum())
+    return 100 * right / total
+
+
+def test_text(name: str) -> list[Document]:
+    """The writer's test documents, the first 40 kB or so."""
+    chosen, size = [], 0
+    for document in corpora.writer(name).split("test"):
+        if size < TEST_BYTES:
+            chosen.append(document)
+            size += len(document.text)
+    return chosen
+
+
+def asked(question: str) -> str:
+    return f"Question: {question}\nAnswer:"
+
+
+@torch.inference_mode()
+def answer(model, tokenizer, question: str) -> str:
+    ids = tokenizer(tokenizer.bos_token + asked(question), return_tensors="pt")["input_ids"]
+    found = model.generate(input_ids=ids, max_new_tokens=12, do_sample=False)
+    return tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)

@@ -1,0 +1,380 @@
+"""The two processes: bytes beside the formula, speed beside one process, a limited link beside its estimate.
+
+* bytes: what the TCP stream carries for each byte of payload, counted by a relay, with LLaMA-7B's hidden size, number
+  of layers and ranks (its other dimensions are cut down: they never cross) and with plpkg-small.
+* round trip: a message there and back on loopback (``round_trips.py``): a bare socket, this package's call, grpcio.
+* speed: tokens per second of the split model beside the same model in one process, interleaved.
+  Also with a cloud that computes q, k and v only after the answer has come, to see what the overlap is worth.
+* link: the time that a token spends on a limited link beside Traffic.seconds, for low ranks and full activations; and
+  as measured by the relay itself, which knows how long it held the messages. Without a delay that is less than what
+  tokens differ among themselves: there also for many sequences at once, with a model that computes next to nothing.
+* namespaces: the same between two network namespaces whose ends `tc tbf` limits (as root, else left out), over TLS.
+
+Speed and link with both ends asleep while they wait, and with busy waits (``busy_wait_s``).
+
+Run: ``python -m benchmarks.residual.wire`` (about 30 minutes on two idle cores; each process computes with one thread).
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import DynamicCache
+
+from benchmarks import record
+from benchmarks.residual import round_trips
+from plpkg import communication
+from plpkg.backbones import load_backbone, random_backbone
+from plpkg.catalog import Link, ModelShape
+from plpkg.relay import UNLIMITED
+from plpkg.residual import CloudServer, DeviceClient, Limits, PrivateLoraConfig, certificates, cloud as clouds
+from plpkg.residual.adapter import QKV
+
+MODELS = {
+    "12 x 768": dict(num_layers=12, hidden=768, num_heads=12, intermediate=2048, vocab=32_000, max_positions=512),
+    "12 x 768, thin": dict(num_layers=12, hidden=768, num_heads=12, intermediate=64, vocab=300, max_positions=512),
+    "12 x 768, thinnest": dict(
+        num_layers=12, hidden=768, num_heads=12, head_dim=2, intermediate=8, vocab=300, max_positions=512
+    ),
+    "LLaMA-7B sizes": dict(num_layers=32, hidden=4096, num_heads=32, head_dim=2, intermediate=8, vocab=300),
+}
+TOKEN = "a token of the usual length: 32 c"
+PROMPT, MANY = 16, 256
+WAITS = {"asleep": 0.0, "busy": 0.05}
+"""What each end does while it waits: ``busy_wait_s``, longer than any wait within a token."""
+HOSTS = ("10.213.0.1", "10.213.0.2")
+
+
+def build(name: str, rank: int, targets: Sequence[str] = QKV):
+    """A model with an adapter: PrivateLoRA's of a rank, or LoRA's (rank 0) for full activations."""
+    torch.set_num_threads(1)
+    model = load_backbone(name)[0] if name == "plpkg-small" else random_backbone("llama", **MODELS[name])
+    if rank:
+        return get_peft_model(model, PrivateLoraConfig(r_c2d=rank, r_d2c=rank, target_modules=list(targets)))
+    return get_peft_model(model, LoraConfig(r=16, target_modules=list(targets)))
+
+
+@contextlib.contextmanager
+def cloud(name: str, rank: int, tls: str | None = None, *, prefix: Sequence[str] = (), **options) -> Iterator[str]:
+    """A cloud in a process of its own; gives its address."""
+    task = json.dumps({"name": name, "rank": rank, "tls": tls, **options})
+    command = [*prefix, sys.executable, "-m", "benchmarks.residual.wire", "--cloud", task]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.wait()
+
+
+class OneAfterTheOther(clouds.Stream):
+    """Waits for the device's answer before anything else is computed."""
+
+    def send(self, group: int, u: torch.Tensor) -> None:
+        super().send(group, u)
+        self.answer = super().receive(group)
+
+    def receive(self, group: int) -> torch.Tensor:
+        return self.answer
+
+
+def serve(
+    name: str,
+    rank: int,
+    tls: str | None,
+    address: str = "127.0.0.1:0",
+    overlap: bool = True,
+    targets=QKV,
+    waits: str = "asleep",
+) -> None:
+    if not overlap:
+        clouds.Stream = OneAfterTheOther
+    options = dict(tls=tls, token=TOKEN if tls else None, limits=Limits(batch=MANY), busy_wait_s=WAITS[waits])
+    with CloudServer(build(name, rank, targets), address, **options) as server:
+        print(server.address, flush=True)
+        server.wait()
+
+
+def client(address: str, model, tls: str | None, link: Link | None, waits: str = "asleep") -> DeviceClient:
+    secure = dict(ca=f"{tls}/cert.pem", token=TOKEN) if tls else {}
+    return DeviceClient(address, model, link=link, busy_wait_s=WAITS[waits], **secure)
+
+
+def prompt(model, batch: int = 1, seq: int = PROMPT) -> torch.Tensor:
+    vocab = model.get_base_model().config.vocab_size
+    return torch.randint(1, vocab, (batch, seq), generator=torch.Generator().manual_seed(0))
+
+
+def rows_of_bytes(name: str, rank: int, tls: str | None) -> list[dict]:
+    """TCP-stream bytes over payload bytes, both ways together."""
+    model = build(name, rank)
+    shape = ModelShape.from_config(model.get_base_model().config, name)
+    with cloud(name, rank, tls) as address, client(address, model, tls, UNLIMITED) as device:
+
+        def mark():
+            time.sleep(0.02)  # let the relay see what is still on its way
+            relay, traffic = device.relay, device.traffic
+            return relay.uplink_bytes + relay.downlink_bytes, traffic
+
+        def ratio(before, after, formula, what):
+            payload = after[1].sent_bytes + after[1].received_bytes - before[1].sent_bytes - before[1].received_bytes
+            if 8 * payload != formula.total_bits:
+                raise AssertionError(f"{payload} payload bytes, the formula says {formula.total_bits / 8}")
+            return row(what, payload, after[0] - before[0])
+
+        def row(what, payload, tcp):
+            case = f"{name}, r={rank}, {'TLS' if tls else 'plain'}"
+            return {"section": "bytes", "case": case, "what": what, "payload_bytes": payload, "tcp_bytes": tcp,
+                    "ratio": round(tcp / payload, 4)}  # fmt: skip
+
+        # One adapter message each way: between two answers in the middle of a pass.
+        original, seen = device.part.residual, []
+
+        def counted(group, u, **options):
+            time.sleep(0.002)
+            seen.append((group, device.relay.uplink_bytes + device.relay.downlink_bytes))
+            return original(group, u, **options)
+
+        device.generate(prompt(model), 2, eos_token_id=-1)
+        device.part.residual = counted
+        device.generate(prompt(model), 12, eos_token_id=-1)
+        device.part.residual = original
+        layers = shape.num_layers
+        pairs = [(a, b) for a, b in zip(seen[layers:], seen[layers + 1 :], strict=False) if b[0] == a[0] + 1]
+        message = 3 * rank * 2
+        found = [row("adapter message", 2 * message * len(pairs), sum(b[1] - a[1] for a, b in pairs))]
+
+        marks = []
+        device.generate(prompt(model), 21, eos_token_id=-1, on_token=lambda _: marks.append(mark()))
+        decoded = communication.low_rank(shape, rank, tokens=20)
+        found.append(ratio(marks[0], marks[-1], decoded, "decoded token"))
+        before = mark()
+        device.generate(prompt(model, seq=256), 1, eos_token_id=-1)
+        prefill = communication.low_rank(shape, rank, phase="prefill", tokens=256)
+        found.append(ratio(before, mark(), prefill, "prefill of 256 tokens"))
+        return found
+
+
+def token_seconds(device: DeviceClient, ids: torch.Tensor, count: int) -> list[float]:
+    times = []
+    device.generate(ids, count + 1, eos_token_id=-1, on_token=lambda _: times.append(time.perf_counter()))
+    return [b - a for a, b in itertools.pairwise(times)]
+
+
+@torch.no_grad()
+def one_process(model, ids: torch.Tensor, count: int) -> list[float]:
+    cache, times, step = DynamicCache(config=model.config), [], ids
+    for _ in range(count + 1):
+        logits = model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        step = logits[:, -1:].argmax(-1)
+        times.append(time.perf_counter())
+    return [b - a for a, b in itertools.pairwise(times)]
+
+
+def rows_of_speed(tls: str, waits: str, runs: int = 7, count: int = 20) -> list[dict]:
+    name, rank = "12 x 768", 64
+    model = build(name, rank)
+    ids = prompt(model)
+    with (
+        cloud(name, rank, waits=waits) as plain,
+        cloud(name, rank, tls, waits=waits) as secure,
+        cloud(name, rank, overlap=False, waits=waits) as waiting,
+        client(plain, model, None, None, waits) as device,
+        client(waiting, model, None, None, waits) as serial,
+        client(secure, model, tls, None, waits) as encrypted,
+    ):
+        measures = {
+            "one process": lambda: one_process(model, ids, count),
+            "split": lambda: token_seconds(device, ids, count),
+            "split, q, k, v after the answer": lambda: token_seconds(serial, ids, count),
+            "split, TLS": lambda: token_seconds(encrypted, ids, count),
+        }
+        speeds: dict[str, list[float]] = {what: [] for what in measures}
+        for _, (what, measure) in itertools.product(range(runs + 1), measures.items()):
+            speeds[what].append(1 / statistics.median(measure()))
+    medians = {what: statistics.median(values[1:]) for what, values in speeds.items()}  # the first warms up
+    return [
+        {"section": "speed", "case": f"{name}, r={rank}, fp32", "what": what, "waits": waits,
+         "tokens_per_s": round(median, 2), "ratio": round(median / medians["one process"], 3)}
+        for what, median in medians.items()
+    ]  # fmt: skip
+
+
+LINKS = {1: {0: 1, 5: 1, 20: 3}, MANY: {0: 4}}
+"""By sequences at once and RTT in milliseconds: in every how many rounds tokens are timed there."""
+
+
+class OnLinks:
+    """A token's time through relays that limit the link beside its time through one that does not.
+
+    Rank 0 is full activations. Each block of tokens on a limited link is compared with the block without limits a few
+    seconds before: the machine's speed drifts.
+    """
+
+    def __init__(self, stack: contextlib.ExitStack, rank: int, waits: str, batch: int):
+        idle = "12 x 768, thinnest" if rank else "12 x 768, thin"  # full activations are as wide as q, k and v
+        name = "12 x 768" if batch == 1 else idle
+        self.rank, self.waits, self.batch = rank, waits, batch
+        self.count, seq = (10, PROMPT) if batch == 1 else (3, 1)
+        model = build(name, rank)
+        self.ids = prompt(model, batch, seq)
+        shape = ModelShape.from_config(model.get_base_model().config, name)
+        if rank:
+            self.traffic = communication.low_rank(shape, rank)
+        else:
+            self.traffic = communication.full_activations(shape, 3, endpoints=True, baseline="actual")
+        address = stack.enter_context(cloud(name, rank, waits=waits))
+        self.free = stack.enter_context(client(address, model, None, UNLIMITED, waits))
+        self.limited = {}
+        for rtt_ms in LINKS[batch]:
+            link = Link(f"60/100 Mb/s, RTT {rtt_ms} ms", 60e6, 100e6, rtt_ms / 1e3)
+            self.limited[rtt_ms] = stack.enter_context(client(address, model, None, link, waits))
+        self.found: dict[int, list[dict]] = {rtt_ms: [] for rtt_ms in self.limited}
+        for device in (self.free, *self.limited.values()):
+            device.generate(self.ids, 2, eos_token_id=-1)  # warm up
+
+    def block(self, device: DeviceClient) -> tuple[float, float]:
+        """Seconds of a sequence's token: in all (median), and of these in the relay (mean)."""
+        start = device.relay.held_s
+        device.generate(self.ids, 1, eos_token_id=-1)  # what the block begins with, by itself
+        first = device.relay.held_s - start
+        seconds = statistics.median(token_seconds(device, self.ids, self.count))
+        return seconds / self.batch, (device.relay.held_s - start - 2 * first) / self.count
+
+    def measure(self, turn: int) -> None:
+        due = [rtt_ms for rtt_ms, every in LINKS[self.batch].items() if turn % every == 0]
+        if not due:
+            return
+        fast, unheld = self.block(self.free)
+        for rtt_ms in due:
+            slow, held = self.block(self.limited[rtt_ms])
+            self.found[rtt_ms].append({"token": slow, "beyond": slow - fast, "held": held - unheld})
+
+    def rows(self) -> list[dict]:
+        return [self.row(rtt_ms) for rtt_ms in self.found]
+
+    def row(self, rtt_ms: int) -> dict:
+        found = self.found[rtt_ms]
+        link = self.limited[rtt_ms].relay.link
+        expected = sum(self.traffic.seconds(link).values())
+        token, beyond, held = (statistics.median(own[key] for own in found) for key in ("token", "beyond", "held"))
+        low, _, high = statistics.quantiles([own["beyond"] / expected for own in found], n=4, method="inclusive")
+        row = {
+            "section": "link", "case": link.name, "what": f"r={self.rank}" if self.rank else "full activations",
+            "waits": self.waits, "batch": self.batch, "blocks": len(found), "ms_per_token": round(1e3 * beyond, 2),
+            "formula_ms": round(1e3 * expected, 2), "ratio": round(beyond / expected, 3), "ratio_q1": round(low, 3),
+            "ratio_q3": round(high, 3), "tokens_per_s": round(1 / token, 2),
+        }  # fmt: skip
+        if self.batch == 1:  # larger messages are several pieces to the relay, which it holds at the same time
+            row |= {"held_ms": round(1e3 * held, 2), "held_ratio": round(held / expected, 3)}
+        return row
+
+
+def rows_of_links(rounds: int = 24) -> list[dict]:
+    """All links take turns, so that each sees all that the machine does in the meantime."""
+    with contextlib.ExitStack() as stack:
+        links = [OnLinks(stack, *at) for at in itertools.product((16, 64, 0), WAITS, LINKS)]
+        for turn, link in itertools.product(range(rounds), links):
+            link.measure(turn)
+        return [row for link in links for row in link.rows()]
+
+
+def rows_of_namespaces(tls: str, waits: str, count: int = 20) -> list[dict]:
+    """Two network namespaces, each end limited by ``tc tbf``: the kernel's own queue and TCP instead of the relay.
+
+    For :data:`MANY` sequences at once.
+    """
+
+    def ip(*arguments: str) -> None:
+        subprocess.run(arguments, check=True)
+
+    name, found, spaces = "12 x 768, thinnest", [], ("plpkg-device", "plpkg-cloud")
+    try:
+        for space in spaces:
+            ip("ip", "netns", "add", space)
+        ends = ["plpkg0", "netns", spaces[0], "type", "veth", "peer", "name", "plpkg1", "netns", spaces[1]]
+        ip("ip", "link", "add", *ends)
+        for i, space in enumerate(spaces):
+            ip("ip", "-n", space, "address", "add", f"{HOSTS[i]}/30", "dev", f"plpkg{i}")
+            ip("ip", "-n", space, "link", "set", f"plpkg{i}", "up")
+        for rank in (16, 64):
+            run = ["ip", "netns", "exec"]
+            shape = ModelShape.from_config(build(name, rank).get_base_model().config, name)
+            address = f"{HOSTS[1]}:7070"
+            times = {False: [], True: []}
+            with cloud(name, rank, tls, prefix=[*run, spaces[1]], address=address, waits=waits):
+                for limited in 3 * (False, True):
+                    for i, rate in enumerate(("60mbit", "100mbit") if limited else ()):
+                        limit = ["tbf", "rate", rate, "burst", "1600", "latency", "200ms"]
+                        ip("tc", "-n", spaces[i], "qdisc", "add", "dev", f"plpkg{i}", "root", *limit)
+                    task = json.dumps(
+                        {"name": name, "rank": rank, "tls": tls, "address": address, "count": count, "waits": waits}
+                    )
+                    command = [*run, spaces[0], sys.executable, "-m", "benchmarks.residual.wire", "--device", task]
+                    found_now = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+                    times[limited] += json.loads(found_now)
+                    for i, space in enumerate(spaces if limited else ()):
+                        ip("tc", "-n", space, "qdisc", "del", "dev", f"plpkg{i}", "root")
+            expected = sum(communication.low_rank(shape, rank).seconds(Link("tbf", 60e6, 100e6, 0.0)).values())
+            slow = statistics.median(times[True])
+            spent = slow - statistics.median(times[False])
+            found.append(
+                {"section": "namespaces", "case": "60/100 Mb/s by tc tbf, TLS", "what": f"r={rank}",
+                 "waits": waits, "batch": MANY, "ms_per_token": round(1e3 * spent, 2),
+                 "formula_ms": round(1e3 * expected, 2), "ratio": round(spent / expected, 3),
+                 "tokens_per_s": round(1 / slow, 2)}
+            )  # fmt: skip
+    finally:
+        for space in spaces:
+            subprocess.run(["ip", "netns", "delete", space], stderr=subprocess.DEVNULL)
+    return found
+
+
+def visit(name: str, rank: int, tls: str, address: str, count: int, waits: str) -> None:
+    """The device of :func:`rows_of_namespaces`: prints the seconds of each token."""
+    model = build(name, rank)
+    ids = prompt(model, MANY, 1)
+    with client(address, model, tls, None, waits) as device:
+        token_seconds(device, ids, 3)
+        print(json.dumps([seconds / MANY for seconds in token_seconds(device, ids, count)]))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        tls = f"{folder}/tls"
+        certificates.write(tls, [HOSTS[1]])
+        rows = round_trips.rows(WAITS["busy"])
+        for waits in WAITS:
+            rows += rows_of_speed(tls, waits)
+        for name in ("LLaMA-7B sizes", "plpkg-small"):
+            for encrypted in (None, tls):
+                rows += rows_of_bytes(name, 64, encrypted)
+        rows += rows_of_links()
+        if os.geteuid() == 0 and shutil.which("tc"):
+            rows += rows_of_namespaces(tls, "busy")
+    record.write("residual.wire", rows)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cloud", help=argparse.SUPPRESS)
+    parser.add_argument("--device", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.cloud:
+        serve(**json.loads(arguments.cloud))
+    elif arguments.device:
+        visit(**json.loads(arguments.device))
+    else:
+        main()

@@ -1,0 +1,1 @@
+"""What a private training can be held against: sensitivity, audits, and a zoo of bugs."""

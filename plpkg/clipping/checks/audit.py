@@ -1,0 +1,265 @@
+"""A lower bound on ε from one run of a training: who guesses too well who took part has disproved a smaller ε.
+
+Steinke, Nasr and Jagielski, "Privacy auditing with one (1) training run" (arXiv 2305.08846): each of m canaries takes
+part with probability 1/2; the auditor guesses, for as many as he likes, whether they did. If the training is
+(ε, δ)-private, the number of right guesses is hardly above that of a coin that is right with probability e^ε/(1 + e^ε).
+
+The bound holds with the stated confidence, and it is loose: far below the true ε even where nothing is left to
+improve in the attack. What it does not contradict, it does not confirm. See :mod:`plpkg.clipping.checks.sensitivity`.
+
+Left out: the tighter bound of f-DP (arXiv 2410.22235), canaries in a real data set, several steps.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.optimize import brentq
+from scipy.special import log_ndtr
+from scipy.stats import binom
+
+from plpkg.clipping.checks.sensitivity import Update, as_vector
+from plpkg.clipping.gradients import batch_size, samples
+from plpkg.results import Tabular
+from plpkg.validation import number, whole_number
+
+GUESSED = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+"""The shares of the canaries that are guessed: few, of which one is sure, or many, for a count that tells more."""
+HALVINGS = 40
+"""So often an interval of ε is halved: to less than 1e-9."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """Guesses about so many canaries, and the lower bound on ε that they give, of the corrected confidence."""
+
+    guesses: int
+    correct: int
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class Audit(Tabular):
+    """What was guessed, and what it says.
+
+    Attributes
+    ----------
+    attempts
+        By number of guesses.
+    canaries
+        How many could have been guessed.
+    delta, confidence
+        δ, and the probability that :attr:`epsilon` is no more than the true ε.
+    """
+
+    attempts: tuple[Attempt, ...]
+    canaries: int
+    delta: float
+    confidence: float
+
+    @property
+    def best(self) -> Attempt:
+        """The attempt with the highest bound; of equal ones that with the fewest guesses."""
+        return max(self.attempts, key=lambda attempt: attempt.epsilon)
+
+    @property
+    def epsilon(self) -> float:
+        """The lower bound on ε."""
+        return self.best.epsilon
+
+    @property
+    def correct(self) -> int:
+        """Right guesses of the best attempt."""
+        return self.best.correct
+
+    @property
+    def guesses(self) -> int:
+        """Guesses of the best attempt."""
+        return self.best.guesses
+
+    def rows(self) -> list[dict]:
+        """One row an attempt."""
+        return [{"guesses": a.guesses, "correct": a.correct, "epsilon at least": a.epsilon} for a in self.attempts]
+
+    def __repr__(self) -> str:
+        return (
+            f"Audit(ε ≥ {self.epsilon:.4g} at δ={self.delta:g} with {self.confidence:.0%} confidence: "
+            f"{self.correct} of {self.guesses} guesses right, {self.canaries} canaries)"
+        )
+
+
+def p_value(correct: int, guesses: int, canaries: int, epsilon: float, delta: float) -> float:
+    """How probable so many right guesses are, at most, if the training is (ε, δ)-private.
+
+    With W ~ Binomial(r, e^ε/(1 + e^ε)), v right of r guesses about m canaries (arXiv 2305.08846, Theorem 5.2 and
+    Appendix D)::
+
+        P[W ≥ v] + 2·m·δ · max_{1 ≤ i ≤ v} P[v > W ≥ v − i] / i
+    """
+    accuracy = 1 / (1 + math.exp(-epsilon))
+    mass = binom.pmf(np.arange(guesses + 1), guesses, accuracy)
+    below = mass[:correct][::-1].cumsum()  # P[v > W ≥ v − i] for i = 1 … v
+    alpha = (below / np.arange(1, correct + 1)).max(initial=0)
+    return min(1.0, float(mass[correct:].sum() + 2 * canaries * delta * alpha))
+
+
+def epsilon_lower_bound(correct: int, guesses: int, canaries: int, delta: float, confidence: float = 0.95) -> float:
+    """The smallest ε that so many right guesses do not contradict.
+
+    Parameters
+    ----------
+    correct, guesses, canaries
+        v ≤ r ≤ m. Of the m canaries, each took part with probability 1/2, independently; r was fixed beforehand.
+    delta
+        δ.
+    confidence
+        The probability that the result is no more than the true ε.
+
+    Raises
+    ------
+    ValueError
+        Bad arguments.
+    """
+    whole_number("canaries", canaries, 1)
+    whole_number("guesses", guesses, 0, canaries, "canaries")
+    whole_number("correct", correct, 0, guesses, "guesses")
+    number("delta", delta, 0, 1)
+    _check_confidence(confidence)
+
+    def contradicted(epsilon: float) -> bool:
+        return p_value(correct, guesses, canaries, epsilon, delta) < 1 - confidence
+
+    if not contradicted(0.0):
+        return 0.0
+    # Whatever the weights of its terms, the p-value crosses a level below 1 only once, upwards: the binomial family
+    # is totally positive, and the terms' function of W is first below the level and then above.
+    low, high = 0.0, 1.0
+    while contradicted(high):
+        low, high = high, 2 * high
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if contradicted(middle) else (low, middle)
+    return low
+
+
+def one_run_audit(scores, included, delta: float, confidence: float = 0.95) -> Audit:
+    """Guess "took part" for the highest scores and "did not" for the lowest.
+
+    Several numbers of guesses are tried, each with the confidence that makes all of them hold together (Bonferroni).
+
+    Parameters
+    ----------
+    scores
+        ``(canaries,)``: high for a canary that seems to have taken part.
+    included
+        ``(canaries,)`` of bool: whether it did, drawn with probability 1/2.
+    delta, confidence
+        Of :func:`epsilon_lower_bound`.
+
+    Raises
+    ------
+    ValueError
+        Bad arguments.
+    """
+    scores, included = np.asarray(scores, dtype=float), np.asarray(included)
+    if scores.ndim != 1 or len(scores) == 0 or scores.shape != included.shape:
+        raise ValueError(f"scores and included must be one number a canary, got {scores.shape} and {included.shape}")
+    if np.isnan(scores).any():
+        raise ValueError(f"the score of canary {int(np.isnan(scores).argmax())} is not a number")
+    if included.dtype != bool:
+        raise ValueError(f"included must be True or False for each canary, got {included.dtype}")
+    _check_confidence(confidence)
+    count = len(scores)
+    ranked = included[np.argsort(-scores, kind="stable")]
+    numbers = sorted({max(1, round(share * count)) for share in GUESSED})
+    corrected = 1 - (1 - confidence) / len(numbers)
+    attempts = []
+    for guesses in numbers:
+        high, low = ranked[: guesses - guesses // 2], ranked[count - guesses // 2 :]
+        correct = int(high.sum() + (~low).sum())
+        attempts.append(Attempt(guesses, correct, epsilon_lower_bound(correct, guesses, count, delta, corrected)))
+    return Audit(tuple(attempts), count, delta, confidence)
+
+
+def canary_audit(
+    step: Callable[..., Update],
+    batch,
+    max_grad_norm: float,
+    noise_multiplier: float,
+    delta: float,
+    seed: int,
+    *,
+    confidence: float = 0.95,
+    direction: Callable[..., Update] | None = None,
+) -> Audit:
+    """Audit one step of a training, as one who sees the noisy update and knows the canaries.
+
+    Parameters
+    ----------
+    step
+        ``step(batch)`` gives the update before noise. It is called once with the canaries that take part.
+    batch
+        The canaries. They are told apart best if their gradients are orthogonal.
+    max_grad_norm, noise_multiplier
+        C and σ: normal noise of standard deviation σ·C is added to every number of the update.
+    delta, confidence
+        Of :func:`epsilon_lower_bound`.
+    seed
+        Of who takes part, and of the noise.
+    direction
+        ``direction(batch)`` gives, for a batch of one canary, where it moves the update; its length does not count.
+        By default ``step``. A canary's score is the noisy update's component in that direction.
+
+    Raises
+    ------
+    ValueError
+        Bad arguments.
+    """
+    number("max_grad_norm", max_grad_norm, open_low=True)
+    number("noise_multiplier", noise_multiplier)
+    whole_number("seed", seed, 0)
+    count = batch_size(batch)
+    whole_number("the number of canaries", count, 1)
+    generator = torch.Generator().manual_seed(seed)
+    included = torch.rand(count, generator=generator) < 1 / 2
+    update = as_vector(step(samples(batch, included)))
+    noise = torch.randn(len(update), generator=generator, dtype=update.dtype)
+    update = update + noise_multiplier * max_grad_norm * noise.to(update.device)
+    scores = np.empty(count)
+    for place in range(count):
+        own = as_vector((direction or step)(samples(batch, slice(place, place + 1))))
+        scores[place] = update @ torch.nn.functional.normalize(own, dim=0)
+    return one_run_audit(scores, included.numpy(), delta, confidence)
+
+
+def gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
+    """The ε of one release with normal noise of σ·C, all examples taking part.
+
+    The root of δ = Φ(1/2σ − εσ) − e^ε·Φ(−1/2σ − εσ) (Balle & Wang, arXiv 1805.06530, Theorem 8).
+
+    Raises
+    ------
+    ValueError
+        Bad arguments.
+    """
+    sigma = number("noise_multiplier", noise_multiplier, open_low=True)
+    number("delta", delta, 0, 1, open_low=True)
+
+    def excess(epsilon: float) -> float:
+        half, shift = 1 / (2 * sigma), epsilon * sigma
+        return math.exp(log_ndtr(half - shift)) - math.exp(epsilon + log_ndtr(-half - shift)) - delta
+
+    if excess(0.0) <= 0:
+        return 0.0
+    high = 1.0
+    while excess(high) > 0:
+        high *= 2
+    return float(brentq(excess, 0.0, high))
+
+
+def _check_confidence(confidence: float) -> None:
+    number("confidence", confidence, 0, 1, open_low=True)
+    if confidence == 1:
+        raise ValueError("confidence must be less than 1, got 1")

@@ -1,0 +1,1 @@
+"""The published tables of Opacus's memory, and what the executions here cost."""

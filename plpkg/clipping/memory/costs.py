@@ -1,0 +1,185 @@
+"""What a step costs in every execution: operations and peak memory, counted on fake tensors of any size.
+
+Nothing here is a formula: the code that clips runs, on tensors that have a shape and no data. So the figures hold for
+machines that could not run the step, and they are exact but for what an allocator adds.
+"""
+
+import copy
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from plpkg.clipping.gradients import EXECUTIONS, clipped_gradients
+from plpkg.clipping.memory.dataflow import measure
+from plpkg.clipping.memory.published import MODES, Task, opacus_step, two_layer_task
+from plpkg.memory import MIB, MemoryTimeline
+from plpkg.results import Tabular
+from plpkg.validation import one_of, whole_number
+
+WAYS = ("sgd", *EXECUTIONS)
+"""Plain SGD, which clips nothing, and the executions."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one step's gradients.
+
+    Attributes
+    ----------
+    flops
+        Operations of forward and backward passes, norms and sums; two for a multiply-add.
+    peak_bytes
+        The most that is live at once: inputs, parameters, activations, gradients and what clipping needs.
+    """
+
+    flops: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Costs(Tabular):
+    """The costs of one step in every way, for a stack of linear layers."""
+
+    batch: int
+    seq: int
+    widths: tuple[int, ...]
+    by_way: dict[str, Cost]
+
+    def rows(self) -> list[dict]:
+        base = self.by_way["sgd"]
+        return [
+            {
+                "execution": way,
+                "gflop": cost.flops / 1e9,
+                "of SGD's": cost.flops / base.flops,
+                "peak_mib": cost.peak_bytes / MIB,
+                "of SGD's peak": cost.peak_bytes / base.peak_bytes,
+            }
+            for way, cost in self.by_way.items()
+        ]
+
+    def __repr__(self) -> str:
+        widths = " → ".join(map(str, self.widths))
+        peaks = ", ".join(f"{way} {cost.peak_bytes / MIB:,.0f}" for way, cost in self.by_way.items())
+        return f"Costs({widths}, batch {self.batch}, {self.seq} tokens: {peaks} MiB)"
+
+
+def stack_costs(batch: int, seq: int, widths: Sequence[int], ways: Sequence[str] = WAYS) -> Costs:
+    """The costs of a step of a stack of linear layers without biases, on sequences.
+
+    Norms are computed in pieces of 64 MiB, here as on real tensors, and a piece takes about 10 ms: thousands of them
+    (a batch of 1,024 with 4,096 tokens, say) take half a minute.
+
+    Parameters
+    ----------
+    batch, seq
+        Samples, and tokens of each.
+    widths
+        Of the input and of each layer's output.
+    ways
+        Some of :data:`WAYS`.
+
+    Raises
+    ------
+    ValueError
+        A size below 1, fewer than two widths, or an unknown way.
+    """
+    whole_number("batch", batch, 1)
+    whole_number("seq", seq, 1)
+    if len(widths) < 2:
+        raise ValueError(f"widths must have at least an input and an output, got {tuple(widths)}")
+    for width in widths:
+        whole_number("width", width, 1)
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(widths)))
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean((1, 2))
+
+    found = {one_of("way", way, WAYS): _cost(build, loss, (batch, seq, widths[0]), way) for way in ways}
+    return Costs(batch, seq, tuple(widths), found)
+
+
+def _cost(build, loss, shape: tuple[int, ...], way: str) -> Cost:
+    with FakeTensorMode():
+        model, x = build(), torch.empty(shape)
+        with FlopCounterMode(display=False) as counter, MemoryTimeline(label_saved=False) as timeline:
+            timeline.track(model, x)
+            if way == "sgd":
+                loss(model, x).sum().backward()
+            else:
+                gradients = clipped_gradients(model, loss, x, 1.0, way)
+                del gradients
+    return Cost(counter.get_total_flops(), timeline.peak_bytes)
+
+
+def our_step(task: Task, execution: str = "book_keeping"):
+    """A step of this package in a published setting, to be measured beside Opacus's.
+
+    Parameters
+    ----------
+    task
+        Of :mod:`plpkg.clipping.memory.published`.
+    execution
+        A name of an execution.
+
+    Returns
+    -------
+    Callable
+        ``step(timeline)`` for :func:`plpkg.clipping.memory.dataflow.measure`; its last phase, ``iteration``, is the
+        whole step without the model.
+    """
+
+    criterion = copy.copy(task.criterion)
+    criterion.reduction = "none"
+
+    def losses(model: nn.Module, batch) -> torch.Tensor:
+        return criterion(model(batch[0]), batch[1])
+
+    def step(timeline: MemoryTimeline) -> None:
+        with timeline.phase("model"):
+            model = task.build()
+            timeline.track(model)
+        batch = task.data()
+        timeline.track(*batch)
+        with timeline.phase("iteration"):
+            with timeline.phase("gradients"):
+                gradients, _ = clipped_gradients(model, losses, batch, 1.0, execution)
+            with timeline.phase("step"):
+                for name, p in model.named_parameters():
+                    if p.requires_grad:
+                        total = gradients.pop(name)
+                        p.grad = total.add_(torch.randn_like(total)).div_(len(batch[0]))
+                torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1).step()
+
+    return step
+
+
+def two_layer_table(batches: Sequence[int] = (32, 2**17)):
+    """A whole step of the published two-layer network, with the Opacus that is installed and with this package.
+
+    Parameters
+    ----------
+    batches
+        Batch sizes: any, for nothing is allocated.
+
+    Returns
+    -------
+    pandas.DataFrame
+        A row for each way, a column for each batch: the peak above model and batch, MiB, *computed*.
+    """
+    import pandas as pd
+
+    found = {}
+    for batch in batches:
+        task = two_layer_task(batch)
+        steps = {f"Opacus, {mode}" if mode != "sgd" else "SGD": opacus_step(task, mode) for mode in MODES}
+        steps |= {f"plpkg, {way}": our_step(task, way) for way in EXECUTIONS if way != "loop"}
+        found[batch] = {who: measure(step).phases[-1].increase_bytes / MIB for who, step in steps.items()}
+    return pd.DataFrame(found).rename_axis(index="step", columns="batch")

@@ -1,0 +1,137 @@
+"""Batches by Poisson sampling: each example is in each batch with probability q, independently.
+
+That is what the accountants assume; a shuffled epoch is not. Batches differ in size, and some are empty. One that
+is too large for the memory comes in pieces, and the optimizer waits for the last of them.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+
+from plpkg.clipping.training.randomness import Randomness
+
+
+class PoissonSampler(Sampler):
+    """Lists of indices: the pieces of one sample after the other.
+
+    Parameters
+    ----------
+    size
+        The number of examples.
+    rate
+        q.
+    steps
+        Samples in an epoch.
+    randomness
+        Where they come from.
+    max_physical_batch_size
+        The most examples of a piece.
+
+    Attributes
+    ----------
+    drawn
+        The number of the next sample, over all epochs.
+    left
+        How many samples the epoch still has.
+    resumes
+        Whether the next epoch is the rest of one, because a state was loaded; after a ``break`` it is a new one.
+    pieces
+        For each list that was given and not yet asked for: its length, and whether it ends its sample.
+    """
+
+    def __init__(
+        self, size: int, rate: float, steps: int, randomness: Randomness, max_physical_batch_size: int | None = None
+    ) -> None:
+        self.size, self.rate, self.steps = size, rate, steps
+        self.randomness, self.limit = randomness, max_physical_batch_size or size
+        self.drawn, self.left, self.resumes = 0, steps, False
+        self.pieces: deque[tuple[int, bool]] = deque()
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.pieces.clear()
+        first = self.drawn
+        for draw in range(first, first + self.left):
+            chosen = self.randomness.sample(self.size, self.rate, draw)
+            parts = [chosen[start : start + self.limit] for start in range(0, len(chosen), self.limit)] or [[]]
+            for place, part in enumerate(parts, 1):
+                self.pieces.append((len(part), place == len(parts)))
+                yield part
+
+
+class PoissonLoader(DataLoader):
+    """A data loader like another one, but for how it samples.
+
+    ``session`` is told when an epoch begins, and of each batch how many examples it has and whether it ends its sample.
+    An empty sample is a step of noise alone: ``session.skip`` takes it, and the loader goes on to the next, because
+    many models cannot run on no examples.
+    """
+
+    def __init__(self, like: DataLoader, sampler: PoissonSampler, session) -> None:
+        workers = dict(prefetch_factor=like.prefetch_factor, persistent_workers=like.persistent_workers)
+        super().__init__(
+            like.dataset,
+            batch_sampler=sampler,
+            collate_fn=_Collate(like.collate_fn),
+            num_workers=like.num_workers,
+            pin_memory=like.pin_memory,
+            timeout=like.timeout,
+            worker_init_fn=like.worker_init_fn,
+            multiprocessing_context=like.multiprocessing_context,
+            **(workers if like.num_workers else {}),
+        )
+        self._session = session
+
+    def __iter__(self) -> Iterator:
+        sampler, session = self.batch_sampler, self._session
+        session.restart()
+        if not (sampler.resumes and sampler.left):
+            sampler.left = sampler.steps
+        sampler.resumes, left = False, sampler.left
+        for batch in super().__iter__():
+            examples, last = sampler.pieces.popleft()
+            if last:
+                left -= 1
+                sampler.drawn, sampler.left = sampler.drawn + 1, left
+            session.begin(examples, last)
+            if batch is None:
+                session.skip()
+            else:
+                yield batch
+
+
+class _Collate:
+    """Puts examples together; of none there is nothing to put together."""
+
+    def __init__(self, collate: Callable) -> None:
+        self.collate = collate
+
+    def __call__(self, examples: list):
+        return self.collate(examples) if examples else None
+
+
+def check_loader(loader: DataLoader) -> None:
+    """Refuse what Poisson sampling cannot replace.
+
+    Raises
+    ------
+    ValueError
+        No data loader, an iterable data set, an empty one, or one that samples in a way of its own.
+    """
+    if not isinstance(loader, DataLoader):
+        raise ValueError(f"data_loader must be a torch DataLoader, got {type(loader).__name__}")
+    if isinstance(loader.dataset, IterableDataset):
+        raise ValueError(f"Poisson sampling needs examples by number, got the iterable {type(loader.dataset).__name__}")
+    ordinary = isinstance(loader.sampler, (SequentialSampler, RandomSampler))
+    if not ordinary or len(loader.sampler) != len(loader.dataset):
+        raise ValueError(
+            f"data_loader samples with a {type(loader.sampler).__name__} of its own; Poisson sampling takes its place, "
+            "from all examples: give a torch.utils.data.Subset for some of them"
+        )
+    if loader.batch_size is None:
+        raise ValueError("data_loader must have a batch_size, which becomes the expected one")
+    if len(loader) == 0:
+        raise ValueError(f"data_loader gives no batch from {len(loader.dataset)} examples")

@@ -1,0 +1,25 @@
+"""A room's front door opens the rooms behind it on first use (PEP 562), so that a mechanism loads without them."""
+
+from collections.abc import Callable
+from importlib import import_module
+
+
+def on_first_use(package: str, **places: str) -> Callable[[str], object]:
+    """The ``__getattr__`` of a package.
+
+    Parameters
+    ----------
+    package
+        Its ``__name__``.
+    **places
+        For each name the module within the package that defines it: ``CloudServer="wire.cloud"``. A place that ends
+        in the name is that module itself: ``attacks="privacy.attacks"``.
+    """
+
+    def __getattr__(name: str) -> object:  # noqa: N807
+        if name not in places:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module = import_module(f"{package}.{places[name]}")
+        return module if module.__name__.endswith(f".{name}") else getattr(module, name)
+
+    return __getattr__

@@ -1,0 +1,161 @@
+"""The sensitivity check: on steps whose answer is known, on the engine, and what it refuses."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from plpkg.clipping import clipped_gradients
+from plpkg.clipping.checks.sensitivity import check_sensitivity
+from plpkg.clipping.clip import Clip
+from plpkg.clipping.gradients import EXECUTIONS
+
+from rounding import relative
+
+C = 0.5
+ROWS = torch.tensor([[3.0, 4.0, 0.0], [0.0, 0.0, 0.1], [0.0, 2.0, 0.0], [-1.0, 0.0, 0.0]])
+CLIPPED = [1.0, 0.2, 1.0, 1.0]  # the norms 5, 0.1, 2 and 1, of which no more than C counts, in C
+ROUNDING = relative(2 * 3 + 4)  # two norms of rows of 3, the sum of 4 rows
+
+
+def clipped_sum(rows):
+    norms = rows.norm(dim=1, keepdim=True)
+    return (rows * (C / norms).clamp(max=1)).sum(0)
+
+
+def test_a_clipped_sum():
+    found = check_sensitivity(clipped_sum, ROWS, C)
+    assert found.ok
+    assert found.worst == pytest.approx(1, abs=ROUNDING)
+    assert found.removed == pytest.approx(CLIPPED, abs=ROUNDING)
+    assert found.alone == pytest.approx(CLIPPED, abs=ROUNDING)
+
+
+def test_a_sum_that_is_not_clipped():
+    found = check_sensitivity(lambda rows: rows.sum(0), ROWS, C)
+    assert not found.ok
+    assert found.worst == pytest.approx(10)
+    assert found.worst_example == 0
+    assert repr(found) == "Sensitivity(violated: at most 10 C, C=0.5, by example 0 of 4)"
+    assert found.rows()[1] == {"example": 1, "taken away (C)": found.removed[1], "alone (C)": found.alone[1]}
+    assert "violated" in found._repr_html_()
+    assert (
+        repr(check_sensitivity(clipped_sum, ROWS[1:2], C)) == "Sensitivity(ok: at most 0.2 C, C=0.5, by example 0 of 1)"
+    )
+
+
+def test_an_example_that_changes_what_others_count():
+    """Alone, nobody moves the sum by more than C; but the last one switches the others' signs."""
+    rows = torch.eye(5)
+
+    def step(part):
+        return clipped_sum(part) * (-1 if bool(part[:, 4].any()) and len(part) > 1 else 1)
+
+    found = check_sensitivity(step, rows, C)
+    assert max(found.alone) == pytest.approx(1)
+    assert found.removed[4] == pytest.approx(math.sqrt(1 + 4 * 2**2))
+    assert found.worst_example == 4
+    assert found.worst == found.removed[4]
+
+
+def test_a_mean_over_the_actual_batch():
+    """Taken away, each moves little; it is alone that one shows what the division does."""
+    found = check_sensitivity(lambda rows: 100 * clipped_sum(rows) / len(rows), torch.eye(100), C)
+    assert found.removed == pytest.approx([math.sqrt(1 + 99 / 99**2)] * 100)
+    assert found.worst == pytest.approx(100)
+
+
+def test_what_is_tolerated():
+    assert check_sensitivity(lambda rows: clipped_sum(rows) * (1 + 5e-5), ROWS, C).ok
+    assert not check_sensitivity(lambda rows: clipped_sum(rows) * (1 + 5e-5), ROWS, C, tolerance=1e-5).ok
+    assert not check_sensitivity(lambda rows: clipped_sum(rows) * 1.001, ROWS, C).ok
+
+
+def test_parameters_are_told_apart_by_name():
+    """Whatever their order, and whatever the batch is made of."""
+    order = iter([1, -1] * 5)
+
+    def step(batch):
+        total = clipped_sum(batch["rows"][0])
+        return dict([("a", total[:1]), ("b", total[1:].reshape(2, 1))][:: next(order)])
+
+    found = check_sensitivity(step, {"rows": (ROWS, torch.arange(4)), "scale": 2.0}, C)
+    assert found.removed == pytest.approx(CLIPPED, abs=ROUNDING)
+
+
+def test_one_example_is_compared_with_nothing():
+    sizes = []
+
+    def step(rows):
+        sizes.append(len(rows))
+        return clipped_sum(rows)
+
+    found = check_sensitivity(step, ROWS[:1], C)
+    assert found.removed == found.alone == pytest.approx((1.0,))
+    assert set(sizes) == {1}
+
+
+def test_an_update_may_be_changed_in_place_afterwards():
+    buffer = torch.zeros(3, dtype=torch.float64)
+    found = check_sensitivity(lambda rows: buffer.copy_(clipped_sum(rows)), ROWS, C)
+    assert found.removed == pytest.approx(CLIPPED, abs=ROUNDING)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Embedding(7, 5), nn.Linear(5, 7)
+
+    def forward(self, ids):
+        return self.b(torch.tanh(self.a(ids)))
+
+
+@pytest.mark.parametrize("clipping", ["flat", "automatic", "per_layer"])
+@pytest.mark.parametrize("execution", ["loop", *EXECUTIONS])
+def test_no_execution_exceeds_the_norm(execution, clipping):
+    model = Net()
+    ids = torch.randint(0, 7, (6, 4), generator=torch.Generator().manual_seed(1))
+
+    def loss(model, ids):
+        return nn.functional.cross_entropy(model(ids).transpose(1, 2), ids, reduction="none").mean(1)
+
+    def step(batch):
+        return clipped_gradients(model, loss, batch, 0.05, execution, clipping=clipping)[0]
+
+    largest = clipped_gradients(model, loss, ids, 0.05, "loop")[1].max().item()
+    found = check_sensitivity(step, ids, 0.05)
+    assert found.ok
+    most = largest / (largest + Clip(0.05).gamma) if clipping == "automatic" else 1
+    assert found.worst == pytest.approx(most, rel=found.tolerance)
+    assert not check_sensitivity(step, ids, 0.04).ok
+
+
+def restless():
+    generator = torch.Generator().manual_seed(0)
+    return lambda rows: clipped_sum(rows) + torch.randn(3, generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("step", "batch", "options", "message"),
+    [
+        (clipped_sum, ROWS, {"max_grad_norm": 0.0}, "max_grad_norm must be greater than 0, got 0.0"),
+        (clipped_sum, ROWS, {"tolerance": -1.0}, "tolerance must be at least 0, got -1.0"),
+        (clipped_sum, ROWS[:0], {}, "at least one example, got 0"),
+        (clipped_sum, 3, {}, "no tensor in a int"),
+        (restless(), ROWS, {}, r"another update .* with the same batch, \d.* C away"),
+        (lambda rows: rows.tolist(), ROWS, {}, "a tensor, or a mapping of tensors, got list"),
+        (lambda rows: {"a": rows.sum(0), "b": None}, ROWS, {}, "got NoneType, Tensor"),
+        (lambda rows: {}, ROWS, {}, "got an empty mapping"),
+        (lambda rows: rows.flatten(), ROWS, {}, "updates of 9 and of 12 numbers"),
+    ],
+)
+def test_what_is_refused(step, batch, options, message):
+    with pytest.raises(ValueError, match=message):
+        check_sensitivity(step, batch, **({"max_grad_norm": C} | options))
+
+
+def test_an_update_that_is_no_number():
+    with pytest.raises(FloatingPointError, match="not finite"):
+        check_sensitivity(lambda rows: rows.sum(0) / 0, ROWS, C)

@@ -1,0 +1,156 @@
+"""The bug zoo: what Opacus does, what plpkg does, what notices; and that nothing notices where nothing is wrong."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from plpkg.clipping import clipped_gradients
+from plpkg.clipping.checks.audit import epsilon_lower_bound
+from plpkg.clipping.checks.sensitivity import check_sensitivity
+from plpkg.clipping.checks.specimens import MICRO_BATCH, Specimen, specimens
+from plpkg.clipping.checks.zoo import DELTA, MAX_GRAD_NORM, Zoo, examine, opacus_update
+
+from rounding import assert_close, relative, sampling_error
+
+CHECKED, CANARIES = 2 * MICRO_BATCH + 1, 200
+ADDED = 1e-6  # Opacus clips by C / (norm + this)
+
+WORST = {  # how far one example moves Opacus's update, in C, by hand
+    "functional tie": 2.0,  # both halves of the gradient are clipped as if there were one
+    "dropped micro-batches": math.sqrt(1 + MICRO_BATCH),  # the last piece of one gives way to a full one
+    "padding_idx": 1 / math.sqrt(1 + 3**2),  # three pads add up in a row that is not learnt
+    "stale norms": 1 / math.sqrt(2),  # two layers' norms, one layer's gradient
+    "Gram cancellation": 10.0,  # a gradient of length 1, untouched
+    "actual batch size": CHECKED / 2,  # the expected size, divided by one
+}
+CAUGHT = {
+    "functional tie": ("parity", "sensitivity"),
+    "dropped micro-batches": ("parity", "sensitivity"),
+    "loss over the batch's tokens": ("parity", "sensitivity"),
+    "BatchNorm": ("sensitivity",),
+    "BatchNorm, frozen": ("sensitivity",),
+    "padding_idx": ("parity",),
+    "stale norms": ("parity",),
+    "Gram cancellation": ("parity", "sensitivity"),
+    "actual batch size": ("parity", "sensitivity"),
+}
+OURS = {
+    "functional tie": "refuses: tokens.weight: used outside of the layer that owns it",
+    "loss over the batch's tokens": "cannot know: ",
+    "BatchNorm": "refuses: norm (BatchNorm1d) normalises each sample by the others",
+    "BatchNorm, frozen": "refuses: norm (BatchNorm1d) normalises each sample by the others",
+}
+
+
+@pytest.fixture(scope="module")
+def found():
+    return Zoo(tuple(examine(specimen, checked=CHECKED, canaries=CANARIES) for specimen in specimens()))
+
+
+def test_what_notices(found):
+    """At 200 canaries the audit notices nothing, not even ten times the sensitivity."""
+    assert {finding.specimen.bug: finding.caught_by for finding in found.findings} == CAUGHT
+    assert [found.caught(check) for check in ("parity", "sensitivity", "audit")] == [7, 7, 0]
+    assert repr(found) == "Zoo(9 bugs; caught by parity 7, sensitivity 7, audit 0)"
+
+
+def test_how_far_one_example_moves_opacus(found):
+    worst = {finding.specimen.bug: finding.sensitivity.worst for finding in found.findings}
+    assert {bug: worst[bug] for bug in WORST} == pytest.approx(WORST, rel=ADDED / MAX_GRAD_NORM + relative(CHECKED))
+    assert min(worst[bug] for bug in worst.keys() - WORST.keys()) > 1.5
+
+
+def test_what_opacus_refuses(found):
+    refused = {finding.specimen.bug: finding.opacus for finding in found.findings if finding.opacus}
+    assert refused == {"BatchNorm": "BatchNorm cannot support training with differential privacy"}
+
+
+def test_plpkg_is_exact_or_refuses_or_cannot_know(found):
+    for finding in found.findings:
+        assert finding.ours.startswith(OURS.get(finding.specimen.bug, "exact"))
+
+
+def test_the_definition_gets_the_tie_right():
+    """What book-keeping refuses, the loop computes."""
+    tie = specimens()[0]
+    model, batch = tie.build(5), tie.batch(5)
+
+    def step(part):
+        return clipped_gradients(model, tie.loss, part, MAX_GRAD_NORM, "loop")[0]
+
+    rounding = relative(2 * model.tokens.weight.numel() + 5)  # two norms, a sum over the batch
+    assert check_sensitivity(step, batch, MAX_GRAD_NORM).worst == pytest.approx(1, rel=rounding)
+
+
+def test_nothing_notices_where_nothing_is_wrong():
+    linear = partial(nn.Linear, out_features=1, bias=False)
+    healthy = Specimen("healthy", "Nothing is wrong.", linear, lambda count: (torch.eye(count), torch.zeros(count)))
+    finding = examine(healthy, checked=CHECKED, canaries=1_000)
+    assert finding.caught_by == ()
+    rounding = ADDED + relative(CHECKED)  # of each gradient, all of length 1, at right angles
+    assert finding.parity == pytest.approx(0, abs=rounding * math.sqrt(CHECKED))
+    assert finding.sensitivity.worst == pytest.approx(1, rel=rounding)
+    mean, deviation = 1.53, 0.24  # of a thousand audits of such a mechanism
+    assert mean - sampling_error(deviation**2, 1) < finding.audit.epsilon < finding.claimed
+    assert finding.claimed == pytest.approx(4.377, abs=5e-4)
+    assert (finding.opacus, finding.ours) == (None, "exact")
+    assert repr(finding) == "Finding(healthy: caught by nothing)"
+
+
+def test_sparse_bugs_need_many_canaries_and_strong_ones():
+    """The audit's bound grows with the number of canaries; ten times the sensitivity is at the edge with 1,000."""
+    gram = next(specimen for specimen in specimens() if specimen.bug == "Gram cancellation")
+    few, many = (examine(gram, checked=2, canaries=canaries) for canaries in (50, 1_000))
+    claimed, few, many = few.claimed, few.audit, many.audit
+
+    def all_right(guesses, audit):
+        confidence = 1 - 0.05 / len(audit.attempts)
+        return epsilon_lower_bound(guesses, guesses, audit.canaries, DELTA, confidence)
+
+    assert few.epsilon <= all_right(50, few) < claimed < all_right(500, many) <= many.epsilon
+    assert many.attempts[-2].correct == many.attempts[-2].guesses == 500
+
+
+def test_the_table(found):
+    frame = found.to_frame()
+    assert list(frame.columns) == [
+        "bug", "Opacus", "plpkg", "parity (C)", "one example moves (C)", "audited ε (claimed 4.38)", "caught by",
+    ]  # fmt: skip
+    assert len(frame) == len(specimens()) == 9
+    assert set(frame["Opacus"]) == {"runs", "refuses: BatchNorm cannot support training with differential privacy"}
+    assert "no reference" in found._repr_html_()
+
+
+def test_examples_are_canaries():
+    """Each pulls in its own direction: orthogonal, and further than C."""
+    from plpkg.clipping.checks.zoo import _gradient
+
+    for specimen in specimens():
+        if "BatchNorm" in specimen.bug:
+            continue  # the shared feature is what gives it away
+        batch = specimen.batch(6)
+        rows = [_gradient(specimen, 6, tuple(part[i : i + 1] for part in batch)) for i in range(6)]
+        vectors = torch.stack([torch.cat([g.flatten() for g in row.values()]) for row in rows])
+        gram = vectors @ vectors.T
+        assert (gram.diagonal().sqrt() > MAX_GRAD_NORM).all()
+        assert_close(gram, gram.diagonal().diag(), terms=vectors.shape[1])
+
+
+def test_the_same_each_time_and_nobody_else_s_random_numbers():
+    before = torch.get_rng_state()
+    for specimen in specimens():
+        batch = specimen.batch(4)
+        once, again = (opacus_update(specimen, 4, batch) for _ in range(2))
+        for name, update in once.items():
+            torch.testing.assert_close(update, again[name], rtol=0, atol=0)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("options", [{"checked": 1}, {"canaries": 1}])
+def test_too_few_examples(options):
+    ((name, _),) = options.items()
+    with pytest.raises(ValueError, match=f"{name} must be a whole number of at least 2, got 1"):
+        examine(specimens()[0], **options)

@@ -1,0 +1,206 @@
+"""The article's synthetic table, the tensors behind each figure, the switches, and the sums that must be right."""
+
+import re
+
+import pytest
+import torch
+from torch.func import functional_call, grad, vmap
+
+from plpkg.clipping.memory.dataflow import (
+    METHODS,
+    NOTHING_SPARE,
+    OPACUS_1_6,
+    OPACUS_2024,
+    PHASES,
+    Choices,
+    _Held,
+    _step,
+    emulate,
+    measure,
+)
+from plpkg.clipping.memory.published import synthetic
+from plpkg.memory import MIB, MemoryTimeline
+
+from rounding import assert_close
+
+CELLS = synthetic().dropna(subset="reported_mib")
+
+
+@pytest.mark.parametrize(
+    ("batch", "method", "phase", "reported_mib", "tolerance_mib"),
+    list(CELLS[["batch", "method", "phase", "reported_mib", "tolerance_mib"]].itertuples(index=False, name=None)),
+)
+def test_published_figures(batch, method, phase, reported_mib, tolerance_mib):
+    assert emulate(method, batch).increase_bytes(phase) / MIB == pytest.approx(reported_mib, abs=tolerance_mib)
+
+
+def test_the_table_has_all_of_the_article():
+    assert len(CELLS.query("phase != 'model'")) == 17
+    assert CELLS.query("phase == 'model'")["reported_mib"].tolist() == [62.5] * 5
+
+
+def test_what_was_out_of_memory():
+    assert emulate("hooks", 2**17).increase_bytes("first backward") / 2**40 == pytest.approx(14.06, abs=0.005)
+
+
+def in_mib(method, batch, phase):
+    return {tensor: size / MIB for tensor, size in emulate(method, batch).parts_bytes[phase].items()}
+
+
+@pytest.mark.parametrize(
+    ("method", "batch", "phase", "expected"),
+    [
+        ("sgd", 2**17, "forward", {"h1": 1280, "y": 640}),
+        ("sgd", 2**17, "first backward", {"dL/dy": 640, "dL/dh1": 1280, "dL/dW2": 12.5}),
+        ("ghost", 2**17, "second backward", {"dL/dy": 640, "dL/dh1": 1280, "dL/dW2": 12.5}),
+        ("ghost", 2**17, "loss", {"loss per element": 640, "loss per sample": 0.5}),
+        (
+            "ghost",
+            2**17,
+            "first backward",
+            {"dL/dh1": 1280, "copy of dL/dh1": 1280, "dL/dW1": 50, "gradient 2": 12.5}
+            | dict.fromkeys(["norm 1", "norm 2", "|g|²", "|a|²", "|g|²|a|²"], 0.5),
+        ),
+        (
+            "hooks",
+            32,
+            "first backward",
+            {"per-sample 2": 400, "product 1": 1600, "per-sample 1": 1600, "gradient 2": 12.5, "dL/dW1": 50}
+            | {"dL/dh1": 0.3125, "copy of dL/dh1": 0.3125, "h1": -0.3125},
+        ),
+        ("hooks", 32, "step", {"sum 1": 50, "sum 2": 12.5, "zeros": 50, "noise 1": 50}),
+        ("ghost", 32, "step", {"noised 1": 50, "noise 1": 50, "zeros": 12.5, "noise 2": 12.5}),
+    ],
+)
+def test_the_tensors_behind_a_figure(method, batch, phase, expected):
+    large = {tensor: size for tensor, size in in_mib(method, batch, phase).items() if abs(size) > 0.001}
+    assert large == expected
+
+
+def test_parts_are_the_increases():
+    step = emulate("ghost", 64)
+    frame = step.parts()
+    assert list(frame["phase"].unique()) == [phase for phase in PHASES if phase in step.parts_bytes]
+    for row in step.rows():
+        own = frame[frame["phase"] == row["phase"]]["mib"]
+        assert own.sum() == pytest.approx(row["increase_mib"])
+        assert own.is_monotonic_decreasing
+    assert step.parts("step")["tensor"].tolist() == ["noise 1", "noised 1", "zeros", "noise 2"]
+    assert repr(step).startswith("ghost, batch 64, 5120 → 2560 → 1280: model +62.50, forward +0.94, loss +0.31")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("choices", [OPACUS_2024, OPACUS_1_6, NOTHING_SPARE])
+@pytest.mark.parametrize("widths", [(7, 5, 3), (4, 6, 2, 5), (3, 2)])
+def test_fake_and_real_agree_to_the_byte(method, choices, widths):
+    assert emulate(method, 6, widths, choices) == emulate(method, 6, widths, choices, fake=False)
+
+
+@pytest.mark.parametrize(("batch", "widths"), [(8, (640, 320, 160)), (48, (300, 200, 100)), (5, (64, 256, 512))])
+def test_each_choice_costs_what_the_formula_says(batch, widths):
+    read, hidden, out = widths
+    first, second = 4 * read * hidden, 4 * hidden * out  # bytes of the two weights
+
+    def saved(method, phase, **choice):
+        base = emulate(method, batch, widths).increase_bytes(phase)
+        return base - emulate(method, batch, widths, Choices(**choice)).increase_bytes(phase)
+
+    # The highest point is the first layer's hook or the second's, whichever is higher; the rest is common.
+    def hooks(copy, buffer):
+        two = 4 * batch * (out + hidden + copy * out) + second + (1 + buffer) * batch * second
+        one = 4 * batch * copy * hidden + first + second + batch * second + (1 + buffer) * batch * first
+        return max(one, two)
+
+    def ghost(copy):
+        two = 4 * batch * (out + hidden + copy * out) + second + 4 * 4 * batch
+        one = 4 * batch * (hidden + copy * hidden) + first + second + 5 * 4 * batch
+        return max(one, two)
+
+    assert saved("hooks", "first backward", double_buffer=False) == hooks(1, 1) - hooks(1, 0) > 0
+    assert saved("hooks", "first backward", copy_backprops=False) == hooks(1, 1) - hooks(0, 1) > 0
+    assert saved("ghost", "first backward", copy_backprops=False) == ghost(1) - ghost(0) > 0
+
+    # The old noise is alive until the next is drawn; a copy lets the new gradient replace the old one.
+    def step(zeros, copied):
+        drawn = max((1 + zeros) * first, (2 - copied) * first + (1 + zeros) * second)
+        added = max(2 * first, (1 - copied) * first + 2 * second)
+        return copied * (first + second) + max(drawn, added)
+
+    assert saved("ghost", "step", noise_buffer=False) == step(1, 0) - step(0, 0)
+    assert saved("ghost", "step", deepcopy_grad=True) == step(1, 0) - step(1, 1) < 0
+
+
+def test_a_late_first_hook_costs_the_first_weight():
+    late, early = (emulate("hooks", 32, choices=Choices(late_first_hook=late)) for late in (True, False))
+    assert late.increase_bytes("first backward") - early.increase_bytes("first backward") == 4 * 5120 * 2560
+
+
+def test_the_needed_part_of_what_was_out_of_memory():
+    needed = emulate("hooks", 32, choices=NOTHING_SPARE).increase_bytes("first backward")
+    assert needed / MIB == 400 + 1600 + 12.5 + 50 + 4 / MIB  # per-sample gradients, .grad, and one number
+    assert needed / emulate("hooks", 32).increase_bytes("first backward") == pytest.approx(0.563, abs=5e-4)
+
+
+def final_weights(method, choices, clip):
+    held = []
+    measure(lambda line: held.append(_step(line, method, 6, (7, 5, 3), choices, clip, 0.0)), fake=False)
+    return held[0]["W1"], held[0]["W2"]
+
+
+@pytest.mark.parametrize("choices", [OPACUS_2024, OPACUS_1_6, NOTHING_SPARE])
+@pytest.mark.parametrize("method", ["hooks", "ghost"])
+def test_what_is_emulated_is_clipping(method, choices):
+    generator = torch.Generator().manual_seed(0)
+    x, target = (torch.randn(6, width, generator=generator) for width in (7, 3))
+    model = torch.nn.Sequential(torch.nn.Linear(7, 5, bias=False), torch.nn.Linear(5, 3, bias=False))
+    weights = {
+        "0.weight": torch.empty(5, 7).normal_(std=7**-0.5, generator=generator),
+        "1.weight": torch.empty(3, 5).normal_(std=5**-0.5, generator=generator),
+    }
+
+    def loss(weights, x, target):
+        return (functional_call(model, weights, x) - target).square().mean()
+
+    gradients = vmap(grad(loss), (None, 0, 0))(weights, x, target)
+    norms = sum(g.flatten(1).square().sum(1) for g in gradients.values()).sqrt()
+    clip = norms.median().item()  # half are clipped, half are left alone
+    factors = (clip / norms).clamp(max=1)
+    for found, (name, weight) in zip(final_weights(method, choices, clip), weights.items(), strict=True):
+        clipped = torch.einsum("b,boi->oi", factors, gradients[name])
+        # Sums over the three widths, a norm of all weights, a sum over the batch.
+        assert_close(found, weight - 0.1 * clipped / 6, terms=(7 + 5 + 3) + (7 * 5 + 5 * 3) + 6)
+
+
+def test_what_has_no_name_is_found():
+    def step(timeline):
+        held = _Held(timeline)
+        with held.phase("forward"):
+            held["x"] = torch.ones(3) + torch.ones(3)
+
+    with pytest.raises(AssertionError, match="forward: the named tensors make 12 bytes, counted 36"):
+        measure(step)
+
+
+def test_a_name_is_given_once():
+    held = _Held(MemoryTimeline())
+    held["x"] = torch.ones(1)
+    with pytest.raises(KeyError, match="'x' is held already"):
+        held["x"] = torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: emulate("vanilla", 32), "method must be one of 'sgd', 'hooks', 'ghost', got 'vanilla'"),
+        (lambda: emulate("sgd", 0), "batch must be a whole number of at least 1, got 0"),
+        (lambda: emulate("sgd", 1, (4, 2.5)), "widths must be a whole number of at least 1, got 2.5"),
+        (lambda: emulate("sgd", 1, (4,)), "widths must have at least an input and an output, got (4,)"),
+        (lambda: emulate("sgd", 1, fake="no"), "fake must be True or False, got 'no'"),
+        (lambda: Choices(double_buffer=1), "double_buffer must be True or False, got 1"),
+        (lambda: emulate("sgd", 1).increase_bytes("second backward"), "got 'second backward'"),
+        (lambda: emulate("sgd", 1).parts("nothing"), "got 'nothing'"),
+    ],
+)
+def test_bad_arguments(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
