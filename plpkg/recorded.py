@@ -1,0 +1,46 @@
+"""What ``benchmarks/`` measured, as tables. Every number is *measured (recorded)*."""
+
+from plpkg import catalog
+from plpkg.validation import one_of
+
+ORIGIN = ("section", "command", "commit", "seed", "machine", "versions")
+"""The columns that say what a row belongs to and where it comes from."""
+
+
+def section(name: str, title: str):
+    """The rows of one section of a benchmark, without empty columns and without their origin.
+
+    Parameters
+    ----------
+    name
+        The benchmark, as for :func:`plpkg.catalog.measured`.
+    title
+        One of its sections.
+
+    Returns
+    -------
+    pandas.DataFrame
+        Rows in the order in which they were measured.
+
+    Raises
+    ------
+    ValueError
+        An unknown benchmark or section; the message lists those that there are.
+    """
+    rows = catalog.measured(name)
+    rows = rows[rows["section"] == one_of("title", title, tuple(rows["section"].unique()))]
+    return rows.drop(columns=list(ORIGIN)).dropna(axis=1, how="all").reset_index(drop=True)
+
+
+def half_width(values) -> float:
+    """Half of the 95 % interval of a mean by Student's t; NaN for fewer than two values.
+
+    Parameters
+    ----------
+    values
+        A ``pandas.Series`` of independent measurements.
+    """
+    from scipy.stats import t
+
+    n = len(values)
+    return float(t.ppf(0.975, n - 1) * values.std(ddof=1) / n**0.5) if n > 1 else float("nan")
