@@ -1,0 +1,47 @@
+import lzma
+import random
+import shutil
+import subprocess
+
+import pytest
+
+from benchmarks.backbones import scores
+
+
+def words(count):
+    rng = random.Random(0)
+    lexicon = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 9))) for _ in range(2000)]
+    return " ".join(rng.choices(lexicon, k=count)).encode()
+
+
+def test_xz_repetition_is_almost_free():
+    text = random.Random(0).randbytes(50_000)
+    assert scores.xz_bits(text, text) < 0.2 * len(text)
+
+
+def test_xz_noise_costs_eight_bits_a_byte():
+    train, test = random.Random(1).randbytes(20_000), random.Random(2).randbytes(20_000)
+    assert scores.xz_bits(train, test) == pytest.approx(8 * len(test), rel=0.01)
+
+
+def test_xz_counts_what_the_test_text_adds():
+    text = words(20_000)
+    train, test = text[:80_000], text[80_000:]
+    added = scores.xz_bits(train, test)
+    assert 0.1 * len(test) < added / 8 < len(lzma.compress(test, preset=9 | lzma.PRESET_EXTREME))
+
+
+@pytest.mark.skipif(shutil.which("xz") is None, reason="needs the xz command")
+def test_xz_command_line():
+    text = words(20_000)
+    train, test = text[:80_000], text[80_000:]
+
+    def size(data):
+        return len(subprocess.run(["xz", "-9e", "--stdout"], input=data, capture_output=True, check=True).stdout)
+
+    assert scores.xz_bits(train, test) / 8 == pytest.approx(size(train + test) - size(train), abs=8)
+
+
+def test_xz_beyond_its_window_is_refused():
+    with pytest.raises(ValueError, match=r"looks back 67108864 bytes, got 67108860 \+ 5 of train and test"):
+        scores.xz_bits(bytes(2**26 - 4), b"tests")
