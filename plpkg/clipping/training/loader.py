@@ -48,6 +48,10 @@ class PoissonSampler(Sampler):
         self.drawn, self.left, self.resumes = 0, steps, False
         self.pieces: deque[tuple[int, bool]] = deque()
 
+    def resume(self, drawn: int, left: int) -> None:
+        """Go on with a sample's number, where an epoch has so many left."""
+        self.drawn, self.left, self.resumes = drawn, left, True
+
     def __len__(self) -> int:
         return self.steps
 
@@ -65,16 +69,28 @@ class PoissonSampler(Sampler):
 class PoissonLoader(DataLoader):
     """A data loader like another one, but for how it samples.
 
-    ``session`` is told when an epoch begins, and of each batch how many examples it has and whether it ends its sample.
-    An empty sample is a step of noise alone: ``session.skip`` takes it, and the loader goes on to the next, because
-    many models cannot run on no examples.
+    An empty sample is a step of noise alone: the loader takes it itself and goes on to the next, because many models
+    cannot run on no examples.
+
+    Parameters
+    ----------
+    like
+        The other one.
+    private
+        The :class:`~plpkg.clipping.training.private.Private` that is told when an epoch begins, and of each batch how
+        many examples it has and whether it ends its sample.
+    max_physical_batch_size
+        Of the batches; as large as the sample by default.
     """
 
-    def __init__(self, like: DataLoader, sampler: PoissonSampler, session) -> None:
+    def __init__(self, like: DataLoader, private, max_physical_batch_size: int | None = None) -> None:
+        rate = private.mechanism.sample_rate
         workers = dict(prefetch_factor=like.prefetch_factor, persistent_workers=like.persistent_workers)
         super().__init__(
             like.dataset,
-            batch_sampler=sampler,
+            batch_sampler=PoissonSampler(
+                len(like.dataset), rate, len(like), private.randomness, max_physical_batch_size
+            ),
             collate_fn=_Collate(like.collate_fn),
             num_workers=like.num_workers,
             pin_memory=like.pin_memory,
@@ -83,11 +99,11 @@ class PoissonLoader(DataLoader):
             multiprocessing_context=like.multiprocessing_context,
             **(workers if like.num_workers else {}),
         )
-        self._session = session
+        self._private = private
 
     def __iter__(self) -> Iterator:
-        sampler, session = self.batch_sampler, self._session
-        session.restart()
+        sampler, private = self.batch_sampler, self._private
+        private.restart()
         if not (sampler.resumes and sampler.left):
             sampler.left = sampler.steps
         sampler.resumes, left = False, sampler.left
@@ -96,9 +112,9 @@ class PoissonLoader(DataLoader):
             if last:
                 left -= 1
                 sampler.drawn, sampler.left = sampler.drawn + 1, left
-            session.begin(examples, last)
+            private.begin(examples, last)
             if batch is None:
-                session.skip()
+                private.skip()
             else:
                 yield batch
 

@@ -9,30 +9,127 @@ clips and adds up, as often as there are micro-batches; ``step`` adds the noise 
 
 import copy
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from opacus.accountants import create_accountant
 from torch.utils.data import DataLoader
 
 from plpkg.clipping.clip import Clip
-from plpkg.clipping.gradients import EXECUTIONS
+from plpkg.clipping.gradients import EXECUTIONS, check_losses, leaves, zeros_for
 from plpkg.clipping.planner import Plan
-from plpkg.clipping.training.accounting import ACCOUNTANTS, noise_for
+from plpkg.clipping.recorder import Execution, Recorder
+from plpkg.clipping.training.accounting import ACCOUNTANTS, noise_for, spent
+from plpkg.clipping.training.criterion import PrivateCriterion
 from plpkg.clipping.training.loader import PoissonLoader, PoissonSampler, check_loader
 from plpkg.clipping.training.randomness import Randomness
-from plpkg.clipping.training.session import Session
 from plpkg.validation import number, one_of, whole_number
 
 
-class Private(NamedTuple):
-    """What :func:`make_private` returns; unpacks into four."""
+@dataclass(frozen=True)
+class Mechanism:
+    """The subsampled Gaussian mechanism: each example takes part with probability ``sample_rate``, is clipped, and noise
+    of ``noise_multiplier`` times C is added to the sum. The ``accountant``, ``prv`` or ``rdp``, says what that spends."""
 
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    criterion: "PrivateCriterion"
-    data_loader: DataLoader | None
+    clip: Clip
+    noise_multiplier: float
+    sample_rate: float
+    accountant: str
+
+    def identity(self) -> dict:
+        """What has to agree where a training is resumed."""
+        return {
+            "accountant": self.accountant,
+            "noise_multiplier": self.noise_multiplier,
+            "sample_rate": self.sample_rate,
+            "max_grad_norm": self.clip.max_grad_norm,
+            "clipping": self.clip.kind,
+        }
+
+
+@dataclass
+class Progress:
+    """How far the Poisson sample of the next step has come: it may be given in several batches.
+
+    Attributes
+    ----------
+    sums
+        By parameter, the clipped gradients that were added up.
+    samples
+        How many samples the data loader has begun to give.
+    left
+        How many examples of its latest batch have not gone backward.
+    last
+        Whether that batch is the sample's last.
+    added
+        Whether anything has gone backward since ``step`` was called.
+    """
+
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    samples: int = 0
+    left: int = 0
+    last: bool = True
+    added: bool = False
+
+
+class Private:
+    """A private training, as :func:`make_private` returns it; unpacks into four.
+
+    Attributes
+    ----------
+    model, optimizer
+        The same objects as before, with hooks.
+    criterion
+        Its losses clip when they go backward.
+    data_loader
+        Gives Poisson samples; ``None`` for who samples himself.
+    mechanism, accountant, steps
+        What is spent in a step, what has been spent, and in how many steps.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        criterion: Callable,
+        mechanism: Mechanism,
+        expected_batch_size: float,
+        execution: Execution,
+        randomness: Randomness,
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.criterion = PrivateCriterion(criterion, self)
+        self.data_loader: PoissonLoader | None = None
+        self.mechanism, self.expected_batch_size = mechanism, expected_batch_size
+        self.execution, self.randomness = execution, randomness
+        self.accountant = create_accountant(mechanism.accountant)
+        self.steps = 0
+        self.progress = Progress()
+        self.recorder = Recorder(model)
+        self._released: dict[str, tuple[torch.Tensor, int]] = {}
+        # Before the recorder's own hooks, and after: the model may be a layer itself. Closures, so that a copy of the
+        # model does not copy all this.
+        self._hooks = [
+            model.register_forward_pre_hook(
+                lambda module, args, kwargs: self._before_forward(module, args, kwargs), with_kwargs=True, prepend=True
+            ),
+            model.register_forward_hook(lambda module, args, output: self._after_forward(module), always_call=True),
+            optimizer.register_step_pre_hook(self._release),
+        ]
+
+    def __iter__(self) -> Iterator:
+        return iter((self.model, self.optimizer, self.criterion, self.data_loader))
+
+    @property
+    def noise_multiplier(self) -> float:
+        """σ."""
+        return self.mechanism.noise_multiplier
+
+    @property
+    def sampler(self) -> PoissonSampler | None:
+        """What the data loader samples with."""
+        return None if self.data_loader is None else self.data_loader.batch_sampler
 
     def epsilon(self, delta: float) -> float:
         """The ε spent so far, for a δ: adding or removing one example changes no probability by more.
@@ -42,12 +139,7 @@ class Private(NamedTuple):
         ValueError
             ``delta`` is not between 0 and 1.
         """
-        return self.criterion.session.epsilon(delta)
-
-    @property
-    def noise_multiplier(self) -> float:
-        """σ."""
-        return self.criterion.session.noise_multiplier
+        return spent(self.accountant, delta)
 
     def skip(self) -> None:
         """Where you sample yourself and nobody was chosen: a step of noise alone, which counts like any other.
@@ -57,11 +149,16 @@ class Private(NamedTuple):
         RuntimeError
             Examples have gone backward since the last step, or a data loader samples (and does this by itself).
         """
-        self.criterion.session.skip()
+        if self.progress.sums:
+            raise RuntimeError("examples have gone backward since the last step: the sample is not empty")
+        self.progress.added = True
+        self.optimizer.step()
 
     def remove(self) -> None:
         """Make the model and the optimizer ordinary again; what has been spent stays spent."""
-        self.criterion.session.remove()
+        self.recorder.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def state_dict(self) -> dict:
         """What to save beside the model's and the optimizer's states: the accountant, and which sample comes next.
@@ -71,7 +168,15 @@ class Private(NamedTuple):
         RuntimeError
             A sample is half done: call it after ``step`` and before the next batch.
         """
-        return self.criterion.session.state_dict()
+        if self.progress.sums or self.progress.added:
+            raise RuntimeError("a sample is half done: save after step() and before the next batch's backward()")
+        return {
+            "accountant": copy.deepcopy(self.accountant.state_dict()),
+            "steps": self.steps,
+            "drawn": self.sampler.drawn if self.sampler else 0,
+            "left": self.sampler.left if self.sampler else 0,
+            "identity": self.mechanism.identity(),
+        }
 
     def load_state_dict(self, state: dict) -> None:
         """Go on where :meth:`state_dict` was called: the same ε, and with the same seed the same samples and noise.
@@ -81,7 +186,135 @@ class Private(NamedTuple):
         ValueError
             The state is of another run.
         """
-        self.criterion.session.load_state_dict(state)
+        try:
+            identity, accountant = state["identity"], state["accountant"]
+            steps, drawn, left = (whole_number(key, state[key], 0) for key in ("steps", "drawn", "left"))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not the state of a private training: {error} is missing") from error
+        now = self.mechanism.identity()
+        if identity != now:
+            different = "; ".join(f"{k}={identity.get(k)!r}, now {v!r}" for k, v in now.items() if identity.get(k) != v)
+            raise ValueError(f"the state is of a training with {different}")
+        self.accountant.load_state_dict(copy.deepcopy(accountant))
+        self.steps = steps
+        self.restart()
+        self.recorder.forget()
+        if self.sampler:
+            self.sampler.resume(drawn, left)
+
+    def restart(self) -> None:
+        """Drop a sample that was not finished: an epoch begins, whose first sample may be the same again."""
+        self.progress = Progress()
+
+    def begin(self, examples: int, last: bool) -> None:
+        """The data loader gives a batch of so many examples, perhaps the last of its sample."""
+        self.progress.samples += self.progress.last
+        self.progress.last, self.progress.left = last, examples
+
+    def add(self, losses: torch.Tensor) -> None:
+        """Clip the gradients of one loss an example, and add them to the sample's.
+
+        Raises
+        ------
+        RuntimeError
+            There was no forward pass for these losses, or the examples are not those of one batch of the data loader.
+        """
+        recorder, progress = self.recorder, self.progress
+        if not recorder.recording:
+            raise RuntimeError("backward() needs a forward pass of the model in training mode, once for each")
+        check_losses(losses, recorder.batch)
+        if self.sampler and progress.samples > 1:
+            raise RuntimeError(
+                f"{progress.samples} samples before one step(): an example may be in each, and would count "
+                f"{progress.samples} times; step after each batch, or take max_physical_batch_size for smaller ones"
+            )
+        if self.sampler and recorder.batch > progress.left:
+            raise RuntimeError(
+                f"the model was given {recorder.batch} examples where the data_loader's batch has {progress.left} "
+                "left: an example may come once in a step, and the batch must be the first dimension"
+            )
+        try:
+            sums, _ = recorder.clipped_sums(losses, self.mechanism.clip, self.execution)
+        finally:
+            recorder.recording = False
+        for name, part in sums.items():
+            if part is not None:
+                progress.sums[name] = progress.sums[name].add_(part) if name in progress.sums else part
+        progress.added = True
+        progress.left -= recorder.batch
+
+    def _release(self, optimizer, args, kwargs) -> None:
+        """Before the optimizer's step: the noisy gradients, or none until the last batch of a sample."""
+        if any(a is not None for a in (*args[1:], *kwargs.values())):
+            raise RuntimeError("private training takes steps without a closure")
+        self._check_step()
+        for p in self.recorder.parameters.values():
+            p.grad = None
+        if not self.progress.last:
+            self.progress.added = False
+            return
+        for name, total in self._noisy_sums().items():
+            p = self.recorder.parameters[name]
+            p.grad = (total / self.expected_batch_size if self.criterion.averages else total).to(p.dtype)
+            self._released[name] = p.grad, p.grad._version
+        self.accountant.step(noise_multiplier=self.noise_multiplier, sample_rate=self.mechanism.sample_rate)
+        self.steps += 1
+        self.progress = Progress()
+        self.recorder.forget()
+
+    def _check_step(self) -> None:
+        """Refuse a step with gradients or parameters that were not clipped, or of less than a batch."""
+        parameters, progress = self.recorder.parameters, self.progress
+        learning = _learning(self.optimizer)
+        if learning != {id(p) for p in parameters.values()}:
+            raise RuntimeError(
+                f"the optimizer has {len(learning)} parameters that learn, make_private saw {len(parameters)}: freeze "
+                "and unfreeze before make_private"
+            )
+        for name, p in parameters.items():
+            gradient, version = self._released.get(name, (None, None))
+            known = p.grad is None or (p.grad is gradient and p.grad._version == version)
+            if not known and p.grad.any():  # zero_grad(set_to_none=False) leaves zeros
+                raise RuntimeError(
+                    f"{name} has a gradient that was not clipped: only criterion(output, target).backward() may give it"
+                )
+        if not progress.added:
+            raise RuntimeError("step() without criterion(output, target).backward() before it")
+        if self.sampler and progress.samples == 0:
+            raise RuntimeError("step() without a batch from the data_loader that make_private returned")
+        if self.sampler and progress.left:
+            raise RuntimeError(f"step() before {progress.left} examples of the data_loader's batch have gone backward")
+
+    def _noisy_sums(self) -> dict[str, torch.Tensor]:
+        sums = {n: self.progress.sums.get(n, zeros_for(p)) for n, p in self.recorder.parameters.items()}
+        std = self.noise_multiplier * self.mechanism.clip.sensitivity
+        if not std:
+            return sums
+        return {name: sums[name] + noise for name, noise in self.randomness.noise(sums, std, self.steps).items()}
+
+    def _before_forward(self, module, args, kwargs) -> None:
+        """Record a forward pass in training mode, and see how many examples it has; let others pass."""
+        recorder = self.recorder
+        if module is not recorder.model:
+            return
+        self._recorded = recorder.recording
+        if not module.training or not torch.is_grad_enabled():
+            recorder.recording = False
+            return
+        counts = {leaf.shape[0] for leaf in leaves([*args, kwargs]) if leaf.ndim}
+        if self.progress.left in counts:
+            batch = self.progress.left
+        elif len(counts - {1}) <= 1 and counts:
+            batch = max(counts)
+        else:
+            raise ValueError(f"the model's tensors must have the batch first, got first dimensions {sorted(counts)}")
+        if not recorder.recording or recorder.batch != batch:
+            recorder.forget()
+        recorder.recording, recorder.batch = True, batch
+
+    def _after_forward(self, module) -> None:
+        if module is self.recorder.model and not (module.training and torch.is_grad_enabled()):
+            self.recorder.recording = self._recorded
 
 
 def make_private(
@@ -140,7 +373,7 @@ def make_private(
     Returns
     -------
     Private
-        ``(model, optimizer, criterion, data_loader)``, with ``epsilon``, ``state_dict`` and ``load_state_dict``.
+        It unpacks into ``model, optimizer, criterion, data_loader``.
 
     Raises
     ------
@@ -153,13 +386,7 @@ def make_private(
     -----
     The model carries hooks until :meth:`Private.remove`: save its ``state_dict()``, not the object.
     """
-    for name, value, kind in (("model", model, torch.nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
-        if not isinstance(value, kind):
-            raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
-    if not callable(criterion):
-        raise TypeError(f"criterion must be callable, got {type(criterion).__name__}")
-    if not model.training:
-        raise ValueError("the model is in evaluation mode: call model.train() first")
+    _check(model, optimizer, criterion)
     if not isinstance(execution, Plan):
         one_of("execution", execution, tuple(EXECUTIONS))
     one_of("accountant", accountant, ACCOUNTANTS)
@@ -180,111 +407,39 @@ def make_private(
         sample_rate = 1 / steps
         expected_batch_size = len(data_loader.dataset) * sample_rate
     sigma = _sigma(noise_multiplier, target_epsilon, target_delta, epochs, sample_rate, steps, accountant)
-    _check_optimizer(model, optimizer)
-
-    randomness = Randomness(seed, secure=secure)
-    chosen = execution.execution if isinstance(execution, Plan) else EXECUTIONS[execution]
-    session = Session(
+    private = Private(
         model,
         optimizer,
-        clip,
-        chosen,
-        sigma,
-        sample_rate,
+        criterion,
+        Mechanism(clip, sigma, sample_rate, accountant),
         expected_batch_size,
-        create_accountant(accountant),
-        randomness,
-        averages=_reduction(criterion) == "mean",
+        execution.execution if isinstance(execution, Plan) else EXECUTIONS[execution],
+        Randomness(seed, secure=secure),
     )
     if data_loader is not None:
-        session.sampler = PoissonSampler(
-            len(data_loader.dataset), sample_rate, steps, randomness, max_physical_batch_size
-        )
-        data_loader = PoissonLoader(data_loader, session.sampler, session)
-    return Private(model, optimizer, PrivateCriterion(criterion, session), data_loader)
+        private.data_loader = PoissonLoader(data_loader, private, max_physical_batch_size)
+    return private
 
 
-class PrivateCriterion:
-    """A criterion whose losses clip when they go backward."""
-
-    def __init__(self, criterion: Callable, session: Session) -> None:
-        self._reduction, self._plain = _reduction(criterion), criterion
-        self._ignore = getattr(criterion, "ignore_index", None)
-        if hasattr(criterion, "reduction"):
-            criterion = copy.copy(criterion)
-            criterion.reduction = "none"
-        self._criterion = criterion
-        self.session = session
-
-    def __call__(self, output, target, **options) -> "PrivateLoss | torch.Tensor":
-        """One loss an example, reduced for show; of an output without a gradient, what the criterion gave before.
-
-        Raises
-        ------
-        ValueError
-            The criterion has mixed the examples.
-        """
-        if isinstance(output, torch.Tensor) and not output.requires_grad:
-            return self._plain(output, target, **options)
-        losses = self._criterion(output, target, **options)
-        batch = self.session.recorder.batch
-        tensors = [x for x in (output, target) if isinstance(x, torch.Tensor)]
-        if isinstance(losses, torch.Tensor) and tensors and losses.numel() > max(x.numel() for x in tensors):
-            shapes = " and ".join(str(tuple(x.shape)) for x in tensors)
-            raise ValueError(
-                f"the criterion made losses of shape {tuple(losses.shape)} from {shapes}: it broadcast them"
-            )
-        if not isinstance(losses, torch.Tensor) or losses.ndim == 0:
-            found = "one number" if isinstance(losses, torch.Tensor) else type(losses).__name__
-            raise ValueError(f"the criterion gave {found} for {batch} examples: it must not reduce (reduction='none')")
-        if losses.ndim == 1 and batch and len(losses) != batch and len(losses) % batch == 0:
-            parts = losses.reshape(batch, -1)
-        elif len(losses) == batch:
-            parts = losses.reshape(batch, -1) if batch else losses.reshape(0, 1)
-        else:
-            raise ValueError(f"the criterion gave losses of shape {tuple(losses.shape)} for {batch} examples")
-        sums = parts.sum(1)
-        if self._reduction == "mean":
-            counts = torch.full_like(sums, parts.shape[1])
-            if self._ignore is not None and isinstance(target, torch.Tensor) and target.numel() == losses.numel():
-                counts = (target.reshape(parts.shape) != self._ignore).sum(1).clamp(min=1).to(sums)
-            sums = sums / counts
-        return PrivateLoss(sums, self.session)
+def _check(model: torch.nn.Module, optimizer: torch.optim.Optimizer, criterion: Callable) -> None:
+    for name, value, kind in (("model", model, torch.nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
+    if not callable(criterion):
+        raise TypeError(f"criterion must be callable, got {type(criterion).__name__}")
+    if not model.training:
+        raise ValueError("the model is in evaluation mode: call model.train() first")
+    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    learning = _learning(optimizer)
+    if missing := [name for key, name in names.items() if key not in learning]:
+        raise ValueError(f"the optimizer lacks {', '.join(missing[:3])}: give it these, or set requires_grad=False")
+    if foreign := learning - set(names):
+        raise ValueError(f"the optimizer has {len(foreign)} parameters that are not the model's")
 
 
-class PrivateLoss:
-    """The losses of a batch: ``backward()`` clips each example's gradient and adds them up for the next step."""
-
-    def __init__(self, losses: torch.Tensor, session: Session) -> None:
-        self.losses = losses
-        self._session = session
-
-    def backward(self) -> None:
-        """Clip and add up. Once for each forward pass."""
-        self._session.add(self.losses)
-
-    def item(self) -> float:
-        """The mean (or sum) over the batch; 0 for an empty one. Not private: do not publish it."""
-        value = self.losses.detach().sum().item()
-        return value / max(1, len(self.losses)) if self._session.averages else value
-
-    def detach(self) -> torch.Tensor:
-        """:meth:`item` as a tensor."""
-        return torch.tensor(self.item())
-
-    def __float__(self) -> float:
-        return self.item()
-
-    def _refuse(self, *_) -> None:
-        raise TypeError(
-            "a private loss goes backward as it is: scale losses or add to them inside of the criterion, example by "
-            "example; micro-batches need no division, and float(loss) is a number to show"
-        )
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = __pow__ = _refuse
-
-    def __repr__(self) -> str:
-        return f"PrivateLoss({self.item():.4f} over {len(self.losses)} examples)"
+def _learning(optimizer: torch.optim.Optimizer) -> set[int]:
+    """The ids of the parameters that an optimizer changes."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
 
 
 def _sigma(noise_multiplier, target_epsilon, target_delta, epochs, sample_rate, steps, accountant) -> float:
@@ -300,23 +455,3 @@ def _sigma(noise_multiplier, target_epsilon, target_delta, epochs, sample_rate, 
         raise ValueError(f"target_epsilon needs target_delta and epochs, got {target_delta!r} and {epochs!r}")
     whole_number("epochs", epochs, 1)
     return noise_for(target_epsilon, target_delta, sample_rate, epochs * steps, accountant=accountant)
-
-
-def _check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    learning = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    if missing := [name for key, name in learning.items() if key not in held]:
-        raise ValueError(f"the optimizer lacks {', '.join(missing[:3])}: give it these, or set requires_grad=False")
-    if foreign := held - set(learning):
-        raise ValueError(f"the optimizer has {len(foreign)} parameters that are not the model's")
-
-
-def _reduction(criterion: Callable) -> str:
-    """``mean`` or ``sum`` of a loss module; a function's losses are averaged over examples."""
-    reduction = getattr(criterion, "reduction", "mean")
-    if reduction == "mean" and isinstance(getattr(criterion, "weight", None), torch.Tensor):
-        raise ValueError(
-            f"the mean of {type(criterion).__name__} with weights divides by those of the whole batch, which mixes "
-            "examples: take reduction='sum'"
-        )
-    return "mean" if reduction == "none" else one_of("the criterion's reduction", reduction, ("mean", "sum"))

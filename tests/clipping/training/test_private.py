@@ -73,7 +73,7 @@ def train(made, steps=3):
 def exactly(steps):
     """What train(private(), steps) would give in float64, with float32's noise."""
     made = private(Net().double(), dataset=data(dtype=torch.float64))
-    randomness = made.criterion.session.randomness
+    randomness = made.randomness
     draw = randomness.noise
     randomness.noise = lambda like, *rest: draw({name: t.float() for name, t in like.items()}, *rest)
     return train(made, steps)[0]
@@ -117,7 +117,7 @@ def test_one_script_under_opacus_and_here(execution, reduction, monkeypatch):
         model, optimizer, None, criterion, noise_multiplier=0.0, max_grad_norm=0.1, execution=execution,
         sample_rate=0.25, expected_batch_size=10,
     )  # fmt: skip
-    got = script(*ours[:3], batches())
+    got = script(ours.model, ours.optimizer, ours.criterion, batches())
     assert (wanted - before).norm() > 1e-2
     assert_as_exact(got - before, wanted - before, exact - before)
 
@@ -128,7 +128,7 @@ def test_epsilon_is_opacus_s():
         assert made.epsilon(1e-5) == 0
         train(made, 3)
         accountant = create_accountant(name)
-        for _ in range(made.criterion.session.steps):
+        for _ in range(made.steps):
             accountant.step(noise_multiplier=1.0, sample_rate=0.25)
         assert made.epsilon(1e-5) == pytest.approx(accountant.get_epsilon(delta=1e-5))
         assert made.epsilon(1e-3) < made.epsilon(1e-7)
@@ -156,7 +156,7 @@ def test_the_step_is_the_clipped_sum_and_noise_over_the_expected_batch():
         sums, _ = clipped_gradients(twin, losses, (x, y), 0.5, "loop")
         return [p - (sums[name] + noise[name]) / 10 for name, p in twin.named_parameters()]
 
-    noise = made.criterion.session.randomness.noise(dict(model.named_parameters()), 2.0 * 0.5, 0)
+    noise = made.randomness.noise(dict(model.named_parameters()), 2.0 * 0.5, 0)
     twins = wanted(Net(), x), wanted(Net().double(), x.double())
     made.criterion(model(x), y).backward()
     made.optimizer.step()
@@ -191,7 +191,7 @@ def test_the_noise_has_its_standard_deviation(secure):
 def test_samples_are_poisson():
     made = private(batch_size=10, seed=5)
     counts, sizes = torch.zeros(COUNT), []
-    sampler = made.criterion.session.sampler
+    sampler = made.sampler
     for draw in range(2000):
         chosen = sampler.randomness.sample(COUNT, sampler.rate, draw)
         counts[chosen] += 1
@@ -215,7 +215,7 @@ def test_pieces_of_a_sample_are_one_step(execution, workers):
         criterion(model(x), y).backward()
         optimizer.step()
         pieces.append(len(x))
-        if made.criterion.session.steps == 3:
+        if made.steps == 3:
             break
     assert max(pieces) <= 3
     assert sum(pieces) == sum(sizes)
@@ -248,7 +248,7 @@ def test_an_empty_sample_is_a_step_of_noise():
     dataset = data(6)
     made = private(batch_size=1, dataset=dataset, seed=1)
     before = torch.cat([p.detach().flatten() for p in made.model.parameters()]).clone()
-    drawn = [len(made.criterion.session.randomness.sample(6, 1 / 6, draw)) for draw in range(6)]
+    drawn = [len(made.randomness.sample(6, 1 / 6, draw)) for draw in range(6)]
     assert 0 in drawn
     seen = 0
     for x, y in made.data_loader:
@@ -258,9 +258,9 @@ def test_an_empty_sample_is_a_step_of_noise():
         made.optimizer.step()
         seen += 1
     assert seen == sum(size > 0 for size in drawn)
-    assert made.criterion.session.steps == 6
-    assert len(made.criterion.session.accountant.history) == 1
-    assert made.criterion.session.accountant.history[0][2] == 6
+    assert made.steps == 6
+    assert len(made.accountant.history) == 1
+    assert made.accountant.history[0][2] == 6
     assert not torch.equal(before, torch.cat([p.detach().flatten() for p in made.model.parameters()]))
 
 
@@ -385,20 +385,19 @@ if file.exists():
     state = torch.load(file, weights_only=True)
     model.load_state_dict(state["model"]), optimizer.load_state_dict(state["optimizer"])
     private.load_state_dict(state["private"])
-session = private.criterion.session
-while session.steps < 10:
+while private.steps < 10:
     for x, y in private.data_loader:
-        before = session.steps
+        before = private.steps
         optimizer.zero_grad()
         private.criterion(model(x), y).backward()
-        if session.steps == kill_after:
+        if private.steps == kill_after:
             import os, signal
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.step()
-        if session.steps > before:
+        if private.steps > before:
             parts = {"model": model, "optimizer": optimizer, "private": private}
             torch.save({name: part.state_dict() for name, part in parts.items()}, file)
-        if session.steps == 10:
+        if private.steps == 10:
             break
 print(private.epsilon(1e-5), sum(p.double().sum().item() for p in model.parameters()))
 """
@@ -523,7 +522,7 @@ def test_steps_out_of_order_are_refused():
     with pytest.raises(RuntimeError, match=f"was given {len(x)} examples where the data_loader's batch has 0 left"):
         made.criterion(made.model(x), y).backward()
     assert torch.equal(made.model.a.weight, before)
-    assert made.criterion.session.steps == 1
+    assert made.steps == 1
 
 
 @pytest.mark.parametrize(
@@ -559,7 +558,7 @@ def test_zeroed_gradients_are_no_gradients():
         made.optimizer.zero_grad(set_to_none=False)
         made.criterion(made.model(x), y).backward()
         made.optimizer.step()
-    assert made.criterion.session.steps == 3
+    assert made.steps == 3
 
 
 def test_a_private_loss_is_not_to_be_reckoned_with():
