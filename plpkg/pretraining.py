@@ -11,9 +11,7 @@ between them. Left out: dropout, which a few epochs do not need, and anything th
 """
 
 import contextlib
-import csv
 import json
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -21,8 +19,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from tqdm.auto import tqdm
 
-from plpkg import checkpoints, corpora
+from plpkg import checkpoints, corpora, learning
 from plpkg.corpora import Document, Writer
 from plpkg.scoring import score
 from plpkg.validation import number, one_of, whole_number
@@ -107,10 +106,7 @@ class Recipe:
 
     def lr_at(self, step: int) -> float:
         """The learning rate of a step: up to ``lr`` in ``warmup`` steps, then linearly down to zero."""
-        warmup = min(self.warmup, self.steps // 10)
-        rising = (step + 1) / (warmup + 1)
-        falling = (self.steps - step) / max(1, self.steps - warmup)
-        return self.lr * min(1.0, rising, falling)
+        return self.lr * learning.rising_and_falling(step, min(self.warmup, self.steps // 10), self.steps)
 
 
 def train_tokenizer(documents: Sequence[Document], vocab: int):
@@ -229,10 +225,6 @@ def pretrain(
     FloatingPointError
         The loss is not finite any more. The last checkpoint is from before.
     """
-    from accelerate import Accelerator
-    from accelerate.utils import GradientAccumulationPlugin
-    from tqdm.auto import tqdm
-
     out = Path(out)
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is not a folder")
@@ -240,12 +232,7 @@ def pretrain(
     whole_number("evaluate_every", evaluate_every, 1)
     if device is not None:
         one_of("device", device, ("cpu", "cuda"))
-    # All said here, or accelerate would ask its environment variables. Its mixed precision copies every
-    # logit to float32 once more.
-    once = GradientAccumulationPlugin(num_steps=1)
-    accelerator = Accelerator(
-        cpu=device == "cpu", mixed_precision="no", dynamo_backend="no", gradient_accumulation_plugin=once
-    )
+    accelerator = learning.accelerator(cpu=device == "cpu")
     autocast = torch.autocast(accelerator.device.type, torch.bfloat16, enabled=bf16)
     if device == "cuda" and accelerator.device.type != "cuda":
         raise ValueError("device='cuda', but torch sees no CUDA device")
@@ -279,34 +266,33 @@ def pretrain(
     if main:
         out.mkdir(parents=True, exist_ok=True)
 
-    model.train()
-    steps = range(first, recipe.steps)
-    bar = tqdm(steps, "pretraining", initial=first, total=recipe.steps, disable=not (progress and main))
-    for step in bar:
+    steps = tqdm(
+        range(first, recipe.steps), "pretraining", initial=first, total=recipe.steps, disable=not (progress and main)
+    )
+
+    def gradient(step: int) -> float:
         ids = next(stream)[accelerator.process_index :: accelerator.num_processes].to(accelerator.device)
-        loss = _update(accelerator, autocast, model, opts, ids, micro_batch, recipe.lr_at(step))
-        if not math.isfinite(loss):
-            raise FloatingPointError(
-                f"the loss of step {step + 1} is {loss}, or its gradient: take another folder and a lower lr"
-            )
-        done = step + 1
-        if not main:
-            continue
-        if done % evaluate_every == 0 or done == recipe.steps:
+        return _gradient(accelerator, autocast, model, ids, micro_batch)
+
+    def save(done: int) -> None:
+        state = {"identity": identity, "step": done, "log": rows, "seconds": time.perf_counter() - began}
+        state |= {"processes": accelerator.num_processes, "model": raw.state_dict()}
+        checkpoints.save(out / CHECKPOINT, state | {"optimizers": [optimizer.state_dict() for optimizer in opts]})
+        _save_log(out, rows)
+
+    model.train()
+    for done, loss in learning.learn(
+        steps, gradient, opts, recipe.lr_at, save=save if main else None, checkpoint_every=checkpoint_every,
+        remedy=", or its gradient: take another folder and a lower lr",
+    ):  # fmt: skip
+        if main and (done % evaluate_every == 0 or done == recipe.steps):
             with autocast:
-                found = score(raw, tokenizer, held_out, seq=recipe.seq, stride=recipe.seq).bits_per_byte
-            row = {"step": done, "tokens": done * recipe.batch * recipe.seq, "learning_rate": recipe.lr_at(step)}
-            row |= {"loss": loss, "validation_bits_per_byte": found, "seconds": time.perf_counter() - began}
-            rows.append(row)
-            bar.set_postfix(bits_per_byte=f"{found:.3f}")
-        if done % checkpoint_every == 0 or done == recipe.steps:
-            state = {"identity": identity, "step": done, "log": rows, "seconds": time.perf_counter() - began}
-            state["processes"] = accelerator.num_processes
-            state |= {"model": raw.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in opts]}
-            checkpoints.save(out / CHECKPOINT, state)
-            checkpoints.replace_file(out / "training.csv", lambda path: _write_log(path, rows))
+                judged = score(raw, tokenizer, held_out, seq=recipe.seq, stride=recipe.seq)
+            row = (done, done * recipe.batch * recipe.seq, recipe.lr_at(done - 1), loss, judged.bits_per_byte)
+            rows.append(dict(zip(LOGGED, (*row, time.perf_counter() - began), strict=True)))
+            steps.set_postfix(bits_per_byte=f"{judged.bits_per_byte:.3f}")
     if main:
-        checkpoints.replace_file(out / "training.csv", lambda path: _write_log(path, rows))
+        _save_log(out, rows)
         raw.to(torch.bfloat16)
         checkpoints.replace_files(out, lambda path: (raw.save_pretrained(path), tokenizer.save_pretrained(path)))
         run = {"device": accelerator.device.type, "threads": torch.get_num_threads()}
@@ -318,10 +304,10 @@ def pretrain(
     return out
 
 
-def _update(accelerator, autocast, model, opts, ids: torch.Tensor, micro_batch: int, lr: float) -> float:
-    """One step on this process's windows ``(windows, seq)``; the mean loss of all processes, in nats per token.
+def _gradient(accelerator, autocast, model, ids: torch.Tensor, micro_batch: int) -> float:
+    """Of this process's windows ``(windows, seq)``, clipped; the mean loss of all processes, in nats per token.
 
-    If a gradient is not finite, nothing is updated, and what comes back is not finite either.
+    If a gradient is not finite, neither is what comes back.
     """
     pieces = ids.split(micro_batch)
     total = 0.0
@@ -333,18 +319,11 @@ def _update(accelerator, autocast, model, opts, ids: torch.Tensor, micro_batch: 
             accelerator.backward(loss)
         total += loss.detach()
     norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
-    if not torch.isfinite(norm):
-        return norm.item()  # before the weights are lost
-    for optimizer in opts:
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.step()
-        optimizer.zero_grad()
-    return accelerator.reduce(total, "mean").item()
+    return accelerator.reduce(total, "mean").item() if torch.isfinite(norm) else norm.item()
 
 
-def _write_log(path: Path, rows: list[dict]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=LOGGED, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+def _save_log(out: Path, rows: list[dict]) -> None:
+    from pandas import DataFrame
+
+    log = DataFrame(rows, columns=LOGGED)
+    checkpoints.replace_file(out / "training.csv", lambda path: log.to_csv(path, index=False, lineterminator="\n"))

@@ -95,14 +95,14 @@ def contents(folder):
 
 def kill_before_step(number, monkeypatch):
     """Kill the next run before the step with this number, counted from 1."""
-    update, steps = pretraining._update, itertools.count(1)
+    gradient, steps = pretraining._gradient, itertools.count(1)
 
     def updated(*arguments):
         if next(steps) == number:
             raise KeyboardInterrupt
-        return update(*arguments)
+        return gradient(*arguments)
 
-    monkeypatch.setattr(pretraining, "_update", updated)
+    monkeypatch.setattr(pretraining, "_gradient", updated)
 
 
 def command(out, *options):
@@ -185,15 +185,15 @@ def test_twice_the_same_and_another_seed_another(finished, tmp_path):
 @pytest.mark.parametrize("bf16", [False, True])
 def test_an_interrupted_run_ends_with_the_same_weights(tmp_path, monkeypatch, bf16):
     whole = run(tmp_path / "whole", bf16=bf16)
-    update, calls = pretraining._update, []
+    gradient, calls = pretraining._gradient, []
 
     def interrupted(*arguments):
         calls.append(1)
         if len(calls) in (4, 12):
             raise KeyboardInterrupt
-        return update(*arguments)
+        return gradient(*arguments)
 
-    monkeypatch.setattr(pretraining, "_update", interrupted)
+    monkeypatch.setattr(pretraining, "_gradient", interrupted)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path / "parts", bf16=bf16)
@@ -378,9 +378,9 @@ def test_nothing_in_a_checkpoint_is_executed(copy, monkeypatch, setting):
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_ends_the_run_before_its_checkpoint(finished, tmp_path, monkeypatch, loss):
-    update, steps = pretraining._update, itertools.count(1)
+    gradient, steps = pretraining._gradient, itertools.count(1)
     with monkeypatch.context() as patch:
-        patch.setattr(pretraining, "_update", lambda *a: loss if next(steps) == 10 else update(*a))
+        patch.setattr(pretraining, "_gradient", lambda *a: loss if next(steps) == 10 else gradient(*a))
         with pytest.raises(FloatingPointError, match=f"the loss of step 10 is {loss}, or its gradient"):
             run(tmp_path)
     assert checkpoint(tmp_path)["step"] == 5

@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 
 from plpkg import catalog
 from plpkg.checkpoints import replace_file
+from plpkg.learning import learn
 from plpkg.retention.head import RetainingHeads
 from plpkg.retention.prefill import chunked_prefill
 from plpkg.retention.scorers import Scorer
@@ -105,7 +106,7 @@ def train(
         logits = model(packed(task.ids), use_cache=False).logits[:, task.prompt.shape[1] :]
         return functional.cross_entropy(logits[:, 1::2].flatten(0, 1), task.answer[:, 2::2].flatten())
 
-    return _train(model, list(model.parameters()), loss, steps, lr, progress)
+    return fit(model, list(model.parameters()), loss, steps, lr, progress)
 
 
 def train_lookup(*, steps: int = 1500, lr: float = 5e-3, pairs: int = 16, seed: int = 0, progress: bool = True):
@@ -141,23 +142,28 @@ def train_lookup(*, steps: int = 1500, lr: float = 5e-3, pairs: int = 16, seed: 
                 total = total + 5 * functional.binary_cross_entropy_with_logits(marks, matches)
         return total
 
-    return _train(model, [*model.parameters(), *probe.parameters()], loss, steps, lr, progress)
+    return fit(model, [*model.parameters(), *probe.parameters()], loss, steps, lr, progress)
 
 
-def _train(model, parameters: list[nn.Parameter], loss: Callable[[int], torch.Tensor], steps, lr, progress: bool):
+def fit(
+    model, parameters: list[nn.Parameter], loss: Callable[[int], torch.Tensor], steps: int, lr: float, progress: bool
+):
+    """Minimise the loss of each step, and return the model: AdamW, 50 steps of warm-up, then a cosine down to zero."""
     optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
-    model.train()
     bar = tqdm(range(steps), "two layers", disable=not progress)
-    for step in bar:
-        for group in optimizer.param_groups:
-            group["lr"] = lr * min((step + 1) / 50, 0.5 + 0.5 * math.cos(math.pi * step / steps))
-        found = loss(step)
-        found.backward()
+
+    def gradient(step: int) -> float:
+        nats = loss(step)
+        nats.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % 20 == 19:
-            bar.set_postfix(loss=f"{found.item():.3f}")
+        return nats.item()
+
+    def rate(step: int) -> float:
+        return lr * min((step + 1) / 50, 0.5 + 0.5 * math.cos(math.pi * step / steps))
+
+    model.train()
+    for _, nats in learn(bar, gradient, [optimizer], rate):
+        bar.set_postfix(loss=f"{nats:.3f}", refresh=False)
     return model.eval().requires_grad_(False)
 
 

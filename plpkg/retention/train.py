@@ -14,7 +14,6 @@ Several processes (``accelerate launch``) share the examples of a step.
 
 import contextlib
 import itertools
-import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -23,13 +22,16 @@ from torch import nn
 from torch.nn import functional
 from tqdm.auto import tqdm
 
-from plpkg import checkpoints
+from plpkg import checkpoints, learning
 from plpkg.results import Tabular
 from plpkg.retention.head import RetainingHeads
 from plpkg.retention.labels import measure
 from plpkg.validation import number, one_of, whole_number
 
 CHECKPOINT = "checkpoint.pt"
+
+PARTS = ("loss", "regression", "smoothing", "overlap")
+"""What the log has of each step."""
 
 Example = tuple[torch.Tensor | str, torch.Tensor | str]
 
@@ -131,9 +133,6 @@ def train_heads(
     FloatingPointError
         The loss is not finite any more. The last checkpoint is from before.
     """
-    from accelerate import Accelerator
-    from accelerate.utils import GradientAccumulationPlugin
-
     whole_number("steps", steps, 1)
     warmup = steps * 2 // 3 if warmup is None else whole_number("warmup", warmup, 0, steps, "steps")
     for name, value in dict(lr=lr, clip_value=clip_value).items():
@@ -142,12 +141,7 @@ def train_heads(
     one_of("smoothing", smoothing, ("sum", "mean"))
     whole_number("checkpoint_every", checkpoint_every, 1)
     heads.check(model)
-    accelerator = Accelerator(
-        cpu=model.device.type == "cpu",
-        mixed_precision="no",
-        dynamo_backend="no",
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
-    )
+    accelerator = learning.accelerator(cpu=model.device.type == "cpu")
     processes, process = accelerator.num_processes, accelerator.process_index
     if whole_number("examples_per_step", examples_per_step, 1) % processes:
         raise ValueError(f"examples_per_step={examples_per_step} must be a multiple of the processes={processes}")
@@ -169,44 +163,41 @@ def train_heads(
     if state:
         optimizer.load_state_dict(state["optimizer"])
     examples = itertools.islice(iter(data() if callable(data) else data), first * examples_per_step, None)
+
+    def gradient(step: int) -> float:
+        taken = list(itertools.islice(examples, examples_per_step))
+        if len(taken) < examples_per_step:
+            raise ValueError(f"the data end after {step * examples_per_step + len(taken)} examples, in step {step + 1}")
+        sums = torch.zeros(len(PARTS), device=model.device)
+        for i, example in enumerate(taken[process::processes]):
+            ids, prompt_len = _tokens(example, tokenizer, model.device)
+            labels, states = measure(model, ids, prompt_len, rows=rows, chunk_size=chunk_size)
+            with contextlib.nullcontext() if i == share - 1 else accelerator.no_sync(wrapped):
+                predicted = wrapped([s.float() for s in states])
+                regression, smooth = losses(predicted, labels, smoothing)
+                loss = regression + alpha * smooth
+                accelerator.backward(loss / share)
+            parts = [loss.item(), regression.item(), smooth.item(), overlap(predicted, labels)]
+            sums += torch.tensor(parts, device=model.device) / share
+        accelerator.clip_grad_value_(heads.parameters(), clip_value)
+        log.append({"step": step + 1} | dict(zip(PARTS, accelerator.reduce(sums, "mean").tolist(), strict=True)))
+        return log[-1]["loss"]
+
+    def rate(step: int) -> float:
+        return lr * learning.rising_and_falling(step, warmup, steps)
+
+    def save(done: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {"identity": identity, "step": done, "log": log, "heads": heads.state_dict()}
+        checkpoints.save(folder / CHECKPOINT, state | {"optimizer": optimizer.state_dict()})
+
     main = accelerator.is_main_process
     bar = tqdm(range(first, steps), "retaining heads", initial=first, total=steps, disable=not (progress and main))
+    keep = save if folder and main else None
     model.eval()
     try:
-        for step in bar:
-            taken = list(itertools.islice(examples, examples_per_step))
-            if len(taken) < examples_per_step:
-                raise ValueError(
-                    f"the data end after {step * examples_per_step + len(taken)} examples, in step {step + 1}"
-                )
-            for group in optimizer.param_groups:
-                group["lr"] = lr * min((step + 1) / (warmup + 1), (steps - step) / max(1, steps - warmup))
-            sums = torch.zeros(4, device=model.device)  # loss, regression, smoothing, overlap
-            for i, example in enumerate(taken[process::processes]):
-                ids, prompt_len = _tokens(example, tokenizer, model.device)
-                labels, states = measure(model, ids, prompt_len, rows=rows, chunk_size=chunk_size)
-                with contextlib.nullcontext() if i == share - 1 else accelerator.no_sync(wrapped):
-                    predicted = wrapped([s.float() for s in states])
-                    regression, smooth = losses(predicted, labels, smoothing)
-                    loss = regression + alpha * smooth
-                    accelerator.backward(loss / share)
-                parts = [loss.item(), regression.item(), smooth.item(), overlap(predicted, labels)]
-                sums += torch.tensor(parts, device=model.device) / share
-            found = accelerator.reduce(sums, "mean").tolist()
-            if not math.isfinite(found[0]):
-                raise FloatingPointError(f"the loss of step {step + 1} is {found[0]}: take a lower lr")
-            accelerator.clip_grad_value_(heads.parameters(), clip_value)
-            optimizer.step()
-            optimizer.zero_grad()
-            log.append(
-                {"step": step + 1} | dict(zip(("loss", "regression", "smoothing", "overlap"), found, strict=True))
-            )
-            bar.set_postfix(loss=f"{found[0]:.3f}", overlap=f"{found[3]:.2f}")
-            done = step + 1
-            if folder and main and (done % checkpoint_every == 0 or done == steps):
-                folder.mkdir(parents=True, exist_ok=True)
-                state = {"identity": identity, "step": done, "log": log, "heads": heads.state_dict()}
-                checkpoints.save(folder / CHECKPOINT, state | {"optimizer": optimizer.state_dict()})
+        for _, loss in learning.learn(bar, gradient, [optimizer], rate, save=keep, checkpoint_every=checkpoint_every):
+            bar.set_postfix(loss=f"{loss:.3f}", overlap=f"{log[-1]['overlap']:.2f}")
     finally:
         model.train(was_training)
         heads.to(precision)
