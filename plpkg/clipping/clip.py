@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
 from plpkg.clipping.factors import square
 from plpkg.validation import number, one_of
@@ -99,3 +100,16 @@ def clip_dense(gradients: Mapping[str, torch.Tensor], groups: Mapping[str, str],
         for name, gradient in gradients.items()
     }
     return sums, sum(squares.values()).sqrt()
+
+
+def check_finite(norms: torch.Tensor, first: int, batch: int) -> None:
+    """Refuse gradients that are not numbers.
+
+    Raises
+    ------
+    FloatingPointError
+        The message names the example, counted from ``first``.
+    """
+    if not is_fake(norms) and not norms.isfinite().all():
+        bad = (~norms.isfinite()).nonzero().flatten().tolist()
+        raise FloatingPointError(f"the gradient of example {first + bad[0]} of {batch} is not finite")

@@ -10,49 +10,16 @@
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 
-from plpkg.clipping.clip import Clip, clip_dense
-from plpkg.clipping.factors import Outer
+from plpkg.clipping.clip import Clip, check_finite, clip_dense
+from plpkg.clipping.execution import EXECUTIONS, Execution
 from plpkg.clipping.planner import Plan, cheapest, watch
-from plpkg.clipping.recorder import Choice, Execution, Recorder, check_finite
+from plpkg.clipping.recorder import Recorder
 from plpkg.validation import one_of
-
-
-def _always(choice: Choice) -> Callable[..., Choice]:
-    return lambda key, uses, built_bytes: choice
-
-
-def either(key: str, uses: Sequence[Outer], built_bytes: int) -> Choice:
-    """Book-keeping's rule without a plan: the gradient, unless it takes more than twice the factors' bytes.
-
-    A gradient that is kept takes the place of the weight gradient, so that its norm is all it costs; factors need
-    Gram matrices beside it.
-    """
-    rows, cols, positions = size(uses)
-    if not any(use.one_hot for use in uses) and rows * cols <= 2 * positions * (rows + cols):
-        return Choice("instantiate", "gradient")
-    return Choice("gram" if positions * (rows + cols) <= rows * cols else "instantiate", "factors")
-
-
-def size(uses: Sequence[Outer]) -> tuple[int, int, int]:
-    """Rows, columns and positions of a parameter's uses; groups count as rows. Nothing is 0, 0, 0."""
-    if not uses:
-        return 0, 0, 0
-    shape = uses[0].shape
-    rows = uses[0].num_rows * uses[0].cols.shape[1]
-    return rows, shape.numel() // rows, sum(use.positions for use in uses)
-
-
-EXECUTIONS: Mapping[str, Execution] = {
-    "per_sample": Execution(_always(Choice("instantiate", "gradient"))),
-    "fast": Execution(_always(Choice("instantiate", "nothing")), two_passes=True),
-    "ghost": Execution(_always(Choice("gram", "nothing")), two_passes=True),
-    "book_keeping": Execution(either),
-}
 
 
 def clipped_gradients(
@@ -208,7 +175,7 @@ def _loop(model, loss_per_sample, batch, clip: Clip, recorder: Recorder):
             own = {
                 n: (zeros_for(p) if p.grad is None else p.grad.to(totals[n].dtype))[None] for n, p in parameters.items()
             }
-            sums, norm = clip_dense(own, recorder.groups, clip)
+            sums, norm = clip_dense(own, recorder.layers, clip)
             norms.append(norm)
             check_finite(norm, place, batch_size(batch))
             for name, part in sums.items():

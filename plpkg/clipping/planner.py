@@ -28,8 +28,8 @@ from itertools import count
 import torch
 
 from plpkg.clipping import factors
+from plpkg.clipping.execution import Choice, Execution
 from plpkg.clipping.factors import Outer
-from plpkg.clipping.recorder import Choice, Execution
 from plpkg.memory import MIB, MemoryTimeline
 from plpkg.results import Tabular
 from plpkg.validation import whole_number

@@ -6,13 +6,14 @@ of gradient checkpointing come out right.
 Left out: what a layer hands on in another way than by returning it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from plpkg.clipping.factors import Outer
 from plpkg.clipping.layers import UNITS, Call, any_layer, float_tensors, rule_for
 
 
@@ -28,6 +29,18 @@ class Site:
     @property
     def parameters(self) -> list[nn.Parameter]:
         return [self.module.get_parameter(name) for name in self.keys]
+
+    def contributions(self, call: Call, precision: torch.autocast) -> Iterator[tuple[str, Outer | torch.Tensor]]:
+        """What a call adds to each parameter's per-sample gradients, by the parameter's name in the model."""
+        try:
+            with precision:  # a rule may run the layer; sums and norms are not for autocast to round
+                parts = self.rule(call)
+        except (NotImplementedError, ValueError) as error:
+            raise type(error)(f"{self}: {error}") from error
+        for name, part in parts.items():
+            if isinstance(part, torch.Tensor):
+                part = part.to(torch.promote_types(part.dtype, torch.float32))
+            yield self.keys[name], part
 
     def __str__(self) -> str:
         return f"{self.name or 'the model'} ({type(self.module).__name__})"

@@ -51,17 +51,17 @@ def test_positions_without_a_batch_that_are_as_many():
     said = refused(
         nn.Embedding(9, 6), lambda layer, x: x[:, :-1] + layer(torch.arange(x.shape[1] - 1)), numbers(BATCH + 1, 6)
     )
-    assert "layer (Embedding): the loss of sample 0 depends on row 1" in said
+    assert "layer (Embedding): the loss of example 0 depends on row 1" in said
 
 
 def test_a_sequence_of_one_that_comes_first():
     said = refused(nn.Linear(6, 6), lambda layer, x: layer(x[None])[0], numbers(6))
-    assert "of what it gave, of shape (4, 4, 6): samples are mixed, or the rows are not the samples" in said
+    assert "of what it gave, of shape (4, 4, 6): examples are mixed, or the rows are not the examples" in said
 
 
 def test_a_batch_in_another_order():
     said = refused(nn.Linear(6, 6), lambda layer, x: layer(x[[2, 0, 3, 1]])[[1, 3, 0, 2]], numbers(6))
-    assert "samples are mixed, or the rows are not the samples" in said
+    assert "examples are mixed, or the rows are not the examples" in said
 
 
 def test_rows_of_the_weight_that_are_as_many():
@@ -74,7 +74,7 @@ def test_normalising_by_the_batch_in_passing():
     said = refused(
         nn.Linear(6, 6), lambda layer, x: functional.batch_norm(layer(x), None, None, training=True), numbers(6)
     )
-    assert "layer (Linear): the loss of sample 0 depends on row" in said
+    assert "layer (Linear): the loss of example 0 depends on row" in said
 
 
 def test_losses_of_the_same_code_that_compute_different_things():
@@ -83,7 +83,7 @@ def test_losses_of_the_same_code_that_compute_different_things():
 
     model = nn.Linear(6, 3)
     clipped_gradients(model, make(0), numbers(6), 1.0)
-    with pytest.raises(ValueError, match="samples are mixed"):
+    with pytest.raises(ValueError, match="examples are mixed"):
         clipped_gradients(model, make(1), numbers(6), 1.0)
 
 
@@ -92,7 +92,7 @@ def test_samples_that_are_mixed_but_for_the_first_and_the_last():
         y = layer(x)
         return torch.cat([y[:1], y[1:-1] - y[1:-1].mean(0), y[-1:]])
 
-    assert "samples are mixed" in refused(nn.Linear(6, 6), inner, numbers(6))
+    assert "examples are mixed" in refused(nn.Linear(6, 6), inner, numbers(6))
 
 
 def test_peft_s_layers_that_cannot_be_followed():

@@ -291,7 +291,7 @@ def test_bad_input_gets_a_sentence(change, error, message):
 def test_a_gradient_that_is_not_finite_is_named(execution):
     x = torch.randn(4, 3)
     x[2] = torch.inf
-    with pytest.raises(FloatingPointError, match="sample 2 of 4 is not finite"):
+    with pytest.raises(FloatingPointError, match="example 2 of 4 is not finite"):
         clipped_gradients(nn.Linear(3, 2), linear_loss, x, 1.0, execution)
 
 

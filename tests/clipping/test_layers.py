@@ -232,4 +232,4 @@ def test_a_layer_without_the_batch_first_is_refused_by_name():
 def test_positions_that_are_as_many_as_samples_do_not_pass_for_samples():
     """(T,) position ids with T equal to the batch: the shapes alone would fit."""
     message = refused(nn.Embedding(6, 6), floats(BATCH, 6), lambda layer, x: x + layer(torch.arange(x.shape[1])))
-    assert "layer (Embedding): the loss of sample 0 depends on row 1 of what it gave, of shape (4, 6)" in message
+    assert "layer (Embedding): the loss of example 0 depends on row 1 of what it gave, of shape (4, 6)" in message

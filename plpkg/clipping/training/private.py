@@ -17,9 +17,10 @@ from opacus.accountants import create_accountant
 from torch.utils.data import DataLoader
 
 from plpkg.clipping.clip import Clip
-from plpkg.clipping.gradients import EXECUTIONS, check_losses, leaves, zeros_for
+from plpkg.clipping.execution import EXECUTIONS, Execution
+from plpkg.clipping.gradients import check_losses, leaves, zeros_for
 from plpkg.clipping.planner import Plan
-from plpkg.clipping.recorder import Execution, Recorder
+from plpkg.clipping.recorder import Recorder
 from plpkg.clipping.training.accounting import ACCOUNTANTS, noise_for, spent
 from plpkg.clipping.training.criterion import PrivateCriterion
 from plpkg.clipping.training.loader import PoissonLoader, PoissonSampler, check_loader
@@ -29,8 +30,9 @@ from plpkg.validation import number, one_of, whole_number
 
 @dataclass(frozen=True)
 class Mechanism:
-    """The subsampled Gaussian mechanism: each example takes part with probability ``sample_rate``, is clipped, and noise
-    of ``noise_multiplier`` times C is added to the sum. The ``accountant``, ``prv`` or ``rdp``, says what that spends."""
+    """The subsampled Gaussian mechanism: in each step an example takes part with probability ``sample_rate``, is
+    clipped to C, and noise of ``noise_multiplier`` times C is added to the sum. The ``accountant`` tells the ε.
+    """
 
     clip: Clip
     noise_multiplier: float

@@ -1,0 +1,171 @@
+"""Backward passes: what is done with the gradients that a model's layers report.
+
+Each has ``wanted(site)``, the names of a layer's parameters whose gradients it asks for, and ``report(site, call,
+precision)``, which is told them. A step of DP-SGD has up to three: :class:`RowPass` checks that rows are examples,
+:class:`NormPass` takes the norms and keeps what the sums need, :class:`SumPass` adds up what nothing was kept for.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from plpkg.clipping import factors
+from plpkg.clipping.clip import Clip, check_finite
+from plpkg.clipping.execution import Execution
+from plpkg.clipping.factors import Outer
+from plpkg.clipping.layers import Call
+from plpkg.clipping.taps import Site
+
+
+class RowPass:
+    """The loss of one example reaches its own row of every layer, and no other."""
+
+    def __init__(self, example: int) -> None:
+        self._example = example
+
+    def wanted(self, site: Site) -> tuple[str, ...]:
+        return tuple(site.keys)
+
+    def report(self, site: Site, call: Call, precision: torch.autocast) -> None:
+        for gradient in call.gradients:
+            reached = gradient.detach().flatten(1).abs().amax(1) if gradient[0].numel() else gradient.new_zeros(0)
+            reached[self._example : self._example + 1] = 0
+            if (reached.isfinite() & (reached > 0)).any():  # what is not finite is refused with its norm
+                raise ValueError(
+                    f"{site}: the loss of example {self._example} depends on row {reached.nonzero()[0].item()} of what "
+                    f"it gave, of shape {tuple(gradient.shape)}: examples are mixed, or the rows are not the examples"
+                )
+
+
+@dataclass(eq=False)
+class Group:
+    """Parameters that are scaled by one norm: all of them, or a layer's.
+
+    Attributes
+    ----------
+    waiting
+        Those whose gradients are not known.
+    square
+        The squared norm of those that are, ``(batch,)``.
+    kept
+        What their sums are to be made of.
+    """
+
+    waiting: set[str] = field(default_factory=set)
+    square: torch.Tensor | None = None
+    kept: dict[str, list[Outer] | torch.Tensor] = field(default_factory=dict)
+
+
+class NormPass:
+    """The norm of each example's gradient, and the sums of what is kept.
+
+    Parameters
+    ----------
+    layers
+        The layer of each parameter; ``per_layer`` scales by it.
+    uses
+        How often each parameter's layers were called.
+    clip, execution
+        What is done with a norm, and what is kept.
+
+    Attributes
+    ----------
+    sums
+        By parameter, the sums of clipped gradients.
+    """
+
+    def __init__(self, layers: Mapping[str, str], uses: Mapping[str, int], clip: Clip, execution: Execution) -> None:
+        self._uses, self._clip, self._execution = uses, clip, execution
+        self._num_layers = len(set(layers.values()))
+        groups = {layer if clip.local else "": Group() for layer in layers.values()}
+        self._groups = {key: groups[layer if clip.local else ""] for key, layer in layers.items()}
+        for key, group in self._groups.items():
+            group.waiting.add(key)
+        self._arrived: dict[str, list[Outer | torch.Tensor]] = {}
+        self._open: list[Group] = []  # those with a norm that is not complete
+        self._closed: list[Group] = []
+        self.sums: dict[str, torch.Tensor] = {}
+
+    def wanted(self, site: Site) -> tuple[str, ...]:
+        return tuple(site.keys)
+
+    def report(self, site: Site, call: Call, precision: torch.autocast) -> None:
+        for key, part in site.contributions(call, precision):
+            if key not in self._groups[key].waiting:
+                raise RuntimeError(f"{key} was used more often in the backward pass than its layers were called")
+            self._arrived.setdefault(key, []).append(part)
+            if len(self._arrived[key]) == self._uses[key]:
+                self._settle(key)
+
+    def finish(self, losses: torch.Tensor) -> torch.Tensor:
+        """After the pass: what has not arrived will not. Gives the norms before clipping, ``(batch,)``.
+
+        Raises
+        ------
+        FloatingPointError
+            An example's gradient is not finite.
+        """
+        for key in list(self._arrived):
+            self._settle(key)
+        squares = [group.square for group in (*self._open, *self._closed)]
+        norms = sum(squares[1:], squares[0]).sqrt() if squares else torch.zeros_like(losses.detach())
+        check_finite(norms, 0, len(norms))
+        for group in list(self._open):
+            self._close(group)
+        return norms
+
+    def _settle(self, key: str) -> None:
+        """All uses of a parameter are known: its norm, and what is kept of it."""
+        parts, group = self._arrived.pop(key), self._groups[key]
+        outer = [part for part in parts if isinstance(part, Outer)]
+        built = [part for part in parts if not isinstance(part, Outer)]
+        choice = self._execution.choose(key, outer, sum(part.nbytes for part in built))
+        if built or choice.keep == "gradient":
+            built += [factors.instantiate(outer)] if outer else []
+            kept = sum(built[1:], built[0])
+            square = factors.square(kept)
+        else:
+            kept, square = outer, factors.norms_squared(outer, choice.norm, careful=choice.careful)
+        if group.square is None:
+            group.square = square
+            self._open.append(group)
+        else:
+            group.square = group.square + square
+        group.waiting.remove(key)
+        if self._clip.local or choice.keep != "nothing":
+            group.kept[key] = kept
+        if self._clip.local and not group.waiting:
+            self._close(group)
+
+    def _close(self, group: Group) -> None:
+        """The norm that a group is scaled by is known: add up what was kept of it."""
+        self._open.remove(group)
+        self._closed.append(group)
+        scale = self._clip.factors(group.square, self._num_layers)
+        for key in list(group.kept):
+            self.sums[key] = _weighted_sum(group.kept.pop(key), scale)
+
+
+class SumPass:
+    """Adds to ``sums`` the gradients of the parameters that are not there, an example's scaled by its factor."""
+
+    def __init__(self, scale: torch.Tensor, sums: dict[str, torch.Tensor], seen: Callable | None) -> None:
+        self._scale, self._sums, self._done, self._seen = scale, sums, set(sums), seen
+
+    def wanted(self, site: Site) -> tuple[str, ...]:
+        return tuple(name for name, key in site.keys.items() if key not in self._done)
+
+    def report(self, site: Site, call: Call, precision: torch.autocast) -> None:
+        for key, part in site.contributions(call, precision):
+            if self._seen:
+                self._seen(key)
+            part = _weighted_sum([part] if isinstance(part, Outer) else part, self._scale)
+            self._sums[key] = self._sums[key].add_(part) if key in self._sums else part
+
+
+def _weighted_sum(kept: list[Outer] | torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    if isinstance(kept, torch.Tensor):
+        return torch.tensordot(weights.to(kept.dtype), kept, dims=1)
+    first, *others = [use.weighted_sum(weights) for use in kept]
+    return sum(others, first)
