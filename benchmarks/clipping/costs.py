@@ -34,7 +34,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import record
 from plpkg.clipping import clipped_gradients, plan
-from plpkg.clipping.gradients import EXECUTIONS
+from plpkg.clipping.execution import EXECUTIONS
 from plpkg.memory import MIB, MemoryTimeline
 
 MAX_GRAD_NORM = 0.1
@@ -146,14 +146,14 @@ def cpu_seconds(steps: dict[str, Callable[[], object]], repeats: int) -> dict[st
     """Of each step in each round, in another order every round."""
     for step in steps.values():
         step()
-    found = {name: [] for name in steps}
+    seconds = {name: [] for name in steps}
     for turn in range(repeats):
         names = list(steps)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             start = time.process_time()
             steps[name]()
-            found[name].append(time.process_time() - start)
-    return found
+            seconds[name].append(time.process_time() - start)
+    return seconds
 
 
 def tokens(batch: int, seq: int) -> torch.Tensor:
@@ -223,8 +223,8 @@ def rows_of_grid(repeats: int) -> list[dict]:
                     continue
                 model, ids = decoder(hidden, 2, seq), tokens(batch, seq)
                 ghost = ours(model, ids, "ghost")
-                found = plan(model, losses, ids)
-                steps = {"ghost": ghost, "plan": ours(model, ids, found)}
+                budgeted = plan(model, losses, ids)
+                steps = {"ghost": ghost, "plan": ours(model, ids, budgeted)}
                 seconds = cpu_seconds(steps, repeats)
                 ratio = statistics.median(a / b for a, b in zip(seconds["plan"], seconds["ghost"], strict=True))
                 rows.append({
@@ -261,9 +261,9 @@ def main() -> None:
     rows = [row for name in chosen for row in SECTIONS[name](arguments.repeats)]
     if arguments.default_malloc:
         rows = [row | {"section": f"{row['section']}, default malloc"} for row in rows]
-    there, keep = record.DATA / "clipping.csv", None
-    if (arguments.sections or arguments.default_malloc) and there.exists():
-        old = pd.read_csv(there)
+    recorded, keep = record.DATA / "clipping_costs.csv", None
+    if (arguments.sections or arguments.default_malloc) and recorded.exists():
+        old = pd.read_csv(recorded)
         keep = old[~old["section"].isin({row["section"] for row in rows})]
     record.write("clipping.costs", rows, keep=keep)
 

@@ -118,13 +118,12 @@ def learn(model, data: TensorDataset, lr: float, batch: int, steps: int, sigma: 
         while True:
             yield from private.data_loader
 
-    session = private.criterion.session
     for ids, labels in pieces():
-        rise, fall = (session.steps + 1) / (steps / 6), (steps - session.steps) / (steps / 3)
+        rise, fall = (private.steps + 1) / (steps / 6), (steps - private.steps) / (steps / 3)
         optimizer.param_groups[0]["lr"] = lr * min(1.0, rise, fall)
         private.criterion(model(input_ids=ids, use_cache=False).logits, labels).backward()
         optimizer.step()
-        if session.steps == steps:
+        if private.steps == steps:
             break
     epsilon = private.epsilon(DELTA)
     private.remove()
@@ -178,9 +177,9 @@ def rows_of_rate(chosen, seed: int, targets=()) -> Iterator[dict]:
     for label in chosen or METHODS:
         for lr in RATES[label]:
             model = started(METHODS[label], start, tokenizer)
-            found = learn(model, data, lr, BATCH // 2, STEPS, sigma / 2, MAX_GRAD_NORM, seed)
+            spent = learn(model, data, lr, BATCH // 2, STEPS, sigma / 2, MAX_GRAD_NORM, seed)
             bits = score(model, tokenizer, validation, seq=256, stride=256).bits_per_byte
-            yield {"method": label, "case": "private", "bits_per_byte": round(bits, 4)} | found
+            yield {"method": label, "case": "private", "bits_per_byte": round(bits, 4)} | spent
 
 
 def first_documents(documents, size: int) -> list:
@@ -207,23 +206,23 @@ def rows_of_accuracy(chosen, seed: int, targets=()) -> Iterator[dict]:
     for label in [m for m in METHODS if not chosen or m in chosen]:
         for case, target, sigma, bound in cases(targets or TARGETS, rate, STEPS):
             model = started(METHODS[label], start, tokenizer)
-            found = learn(model, data, METHODS[label].lr, BATCH, STEPS, sigma, bound, seed)
-            yield {"method": label, "case": case, "epsilon_target": target} | measured(model) | found
+            spent = learn(model, data, METHODS[label].lr, BATCH, STEPS, sigma, bound, seed)
+            yield {"method": label, "case": case, "epsilon_target": target} | measured(model) | spent
 
 
 def of_the_same_form(secret: str, seed: int) -> list[str]:
     """The secret, and others: random digits in the place of its digits, or another first and last name."""
-    generator, found = random.Random(f"{seed} {secret}"), {secret: None}
+    generator, forms = random.Random(f"{seed} {secret}"), {secret: None}
     fixed = len("01632 96") if secret.startswith("01632") else 0  # the area and the block kept for fiction
-    while len(found) < CANDIDATES:
+    while len(forms) < CANDIDATES:
         if any(c.isdigit() for c in secret):
             digits = [str(generator.randrange(10)) if c.isdigit() and i >= fixed else c for i, c in enumerate(secret)]
             if "," in secret and digits[0] == "0":
                 continue  # no amount begins with 0
-            found["".join(digits)] = None
+            forms["".join(digits)] = None
         else:
-            found[f"{generator.choice(FIRST)} {generator.choice(LAST)}"] = None
-    return list(found)
+            forms[f"{generator.choice(FIRST)} {generator.choice(LAST)}"] = None
+    return list(forms)
 
 
 def secrets(diary) -> list:
@@ -281,8 +280,8 @@ def rows_of_exposure(chosen, seed: int, targets=()) -> Iterator[dict]:
     for label in [m for m in DIARY_METHODS if not chosen or m in chosen]:
         for case, target, sigma, bound in cases(targets or DIARY_TARGETS, rate, DIARY_STEPS):
             model = started(DIARY_METHODS[label], start, tokenizer)
-            found = learn(model, data, DIARY_METHODS[label].lr, DIARY_BATCH, DIARY_STEPS, sigma, bound, seed)
-            yield {"method": label, "case": case, "epsilon_target": target} | measured(model) | found
+            spent = learn(model, data, DIARY_METHODS[label].lr, DIARY_BATCH, DIARY_STEPS, sigma, bound, seed)
+            yield {"method": label, "case": case, "epsilon_target": target} | measured(model) | spent
 
 
 SECTIONS = {"rate": rows_of_rate, "accuracy": rows_of_accuracy, "exposure": rows_of_exposure}
@@ -294,8 +293,8 @@ def keep_row(row: dict, seed: int) -> None:
     if row["section"] == "rate":
         key = {k: row[k] for k in ("section", "method", "lr")}
     path, keep = record.DATA / "clipping_learning.csv", None
-    with Path(__file__).open() as own:
-        fcntl.flock(own, fcntl.LOCK_EX)  # sections may run beside each other
+    with Path(__file__).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # sections may run beside each other
         if path.exists():
             keep = pd.read_csv(path)
             same = keep["seed"] == seed

@@ -17,7 +17,6 @@ __all__ = [
     "plan",
     "plots",
     "published",
-    "recorded",
     "stack_costs",
     "widget",
     "zoo",
@@ -38,6 +37,5 @@ __getattr__ = on_first_use(
     published="memory.published",
     exercises="exercises",
     plots="plots",
-    recorded="recorded",
     widget="widget",
 )

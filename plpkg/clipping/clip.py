@@ -1,7 +1,7 @@
-"""How far each sample's gradient is scaled down, and how far one sample can then move the sum: the sensitivity.
+"""How far each example's gradient is scaled down, and how far one example can then move the sum: the sensitivity.
 
 * ``flat``: min(1, C/‖g‖) (Abadi et al., arXiv 1607.00133). Sensitivity C.
-* ``automatic``: C/(‖g‖ + γ), AUTO-S (Bu et al., arXiv 2206.07136): every sample counts about the same. Below C.
+* ``automatic``: C/(‖g‖ + γ), AUTO-S (Bu et al., arXiv 2206.07136): every example counts about the same. Below C.
 * ``per_layer``: each of L layers is clipped to C/√L by its own norm (McMahan et al., arXiv 1710.06963). Sensitivity C.
   Each layer's factor is known as soon as its own gradient is: no second pass, and nothing is kept.
 """
@@ -54,11 +54,11 @@ class Clip:
 
     @property
     def sensitivity(self) -> float:
-        """The most that adding or removing one sample moves the sum of the clipped gradients, an L2 norm."""
+        """The most that adding or removing one example moves the sum of the clipped gradients, an L2 norm."""
         return self.max_grad_norm
 
     def factors(self, squares: torch.Tensor, layers: int = 1) -> torch.Tensor:
-        """What each sample's gradient is multiplied with, ``(batch,)``.
+        """What each example's gradient is multiplied with, ``(batch,)``.
 
         Parameters
         ----------

@@ -4,15 +4,15 @@ from plpkg.exercise import Verdict, check_number
 
 
 def per_sample_gib(answer: object) -> Verdict:
-    """GiB of all per-sample gradients of 7.6 million trained parameters for 1,024 samples in float32."""
+    """GiB of all per-sample gradients of 7.6 million trained parameters for 1,024 examples in float32."""
     return check_number(
         answer,
         expected=7_600_000 * 4 * 1024 / 2**30,
         unit="GiB",
         tolerance=0.05,
-        explanation="7.6 million numbers of 4 bytes for each of 1,024 samples: more than the 16 GiB of a P100.",
+        explanation="7.6 million numbers of 4 bytes for each of 1,024 examples: more than the 16 GiB of a P100.",
         hints={
-            7_600_000 * 4 / 2**30: "that is one gradient; each of the 1,024 samples has its own.",
+            7_600_000 * 4 / 2**30: "that is one gradient; each of the 1,024 examples has its own.",
             7_600_000 * 2 * 1024 / 2**30: "float32 has 4 bytes a number.",
             7_600_000 * 1024 / 2**30: "that counts the numbers; each has 4 bytes.",
         },

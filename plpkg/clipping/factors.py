@@ -1,12 +1,12 @@
 """A per-sample gradient as a sum of outer products: its norm and its weighted sum without building it.
 
-The gradient of a matrix W for one sample is the sum over positions t of g_t ⊗ a_t, with a_t what the layer read
+The gradient of a matrix W for one example is the sum over positions t of g_t ⊗ a_t, with a_t what the layer read
 and g_t the loss's gradient at its output (Goodfellow, arXiv 1510.01799; for sequences Li et al., arXiv 2110.05679).
 One of the two sides may be one-hot: an embedding reads token ids. Convolutions are sums over patches, in groups.
 
 Three ways to its squared norm:
 
-* ``gram``: Σ_{t,s} ⟨g_t, g_s⟩⟨a_t, a_s⟩, 2·T²·(p + d) operations for each sample;
+* ``gram``: Σ_{t,s} ⟨g_t, g_s⟩⟨a_t, a_s⟩, 2·T²·(p + d) operations for each example;
 * ``instantiate``: build the (p, d) matrix, 2·T·p·d operations; exact where ``gram`` loses digits to cancellation;
 * one-hot rows: add up the columns that belong to one id, T·d operations.
 
@@ -22,7 +22,7 @@ import torch
 from torch._subclasses.fake_tensor import is_fake
 
 CHUNK_BYTES = 64 * 2**20
-"""Temporaries of a norm stay below this, however large the batch (one sample's are the least)."""
+"""Temporaries of a norm stay below this, however large the batch (one example's are the least)."""
 CANCELLATION = 0.03
 """A norm² below this share of Σ_{t,s}|⟨g_t, g_s⟩⟨a_t, a_s⟩| says that ``gram`` subtracted nearly equal numbers.
 
@@ -32,7 +32,7 @@ Float32 rounds each term by about 1e-7, so that the norm keeps six digits. It im
 
 @dataclass(frozen=True)
 class Outer:
-    """The gradients Σ_t rows_t ⊗ cols_t of one use of a parameter, a sample each.
+    """The gradients Σ_t rows_t ⊗ cols_t of one use of a parameter, an example each.
 
     Attributes
     ----------
@@ -65,8 +65,8 @@ class Outer:
         """Of both sides, as they are."""
         return self.rows.nbytes + self.cols.nbytes
 
-    def samples(self, index) -> "Outer":
-        """The same of some samples only."""
+    def examples(self, index) -> "Outer":
+        """The same of some examples only."""
         return replace(self, rows=self.rows[index], cols=self.cols[index])
 
     def norms_squared(self, rule: str) -> torch.Tensor:
@@ -83,7 +83,7 @@ class Outer:
         return _in_chunks(Outer._by_instance, self, math.prod(self.shape) * size)
 
     def inner(self, other: "Outer") -> torch.Tensor:
-        """⟨this gradient, the other's⟩ for each sample, and the sum of its terms' absolute values: ``(2, batch)``."""
+        """⟨this gradient, the other's⟩ for each example, and the sum of its terms' absolute values: ``(2, batch)``."""
         if other.one_hot and not self.one_hot:
             return other.inner(self)
         cols = (
@@ -138,7 +138,7 @@ class Outer:
         cols = cols.gather(1, order[:, :, None].expand_as(cols))  # (batch, positions, C), equal ids side by side
         first = torch.ones_like(ids)
         first[:, 1:] = ids[:, 1:] != ids[:, :-1]
-        place = first.cumsum(1) - 1  # (batch, positions): the how-manieth id of its sample
+        place = first.cumsum(1) - 1  # (batch, positions): the how-manieth id of its example
         sums = torch.zeros_like(cols).scatter_add_(1, place[:, :, None].expand_as(cols), cols)
         return square(sums).expand(2, -1)
 
@@ -171,7 +171,7 @@ def norms_squared(uses: Sequence[Outer], rule: str, *, careful: bool = True) -> 
         return total
     doubtful = (total < CANCELLATION * mass).nonzero().flatten()
     if len(doubtful):
-        exact = _in_chunks(_instantiated, [use.samples(doubtful) for use in merged], size)[0]
+        exact = _in_chunks(_instantiated, [use.examples(doubtful) for use in merged], size)[0]
         total = total.index_copy(0, doubtful, exact.to(total.dtype))
     return total
 
@@ -200,19 +200,19 @@ def _concatenated(uses: Sequence[Outer]) -> list[Outer]:
     return merged
 
 
-def _in_chunks(norm, uses, bytes_per_sample: int) -> torch.Tensor:
-    """``norm`` of a few samples at a time, so that its temporaries stay small."""
+def _in_chunks(norm, uses, bytes_per_example: int) -> torch.Tensor:
+    """``norm`` of a few examples at a time, so that its temporaries stay small."""
     several = not isinstance(uses, Outer)
     batch = len((uses[0] if several else uses).cols)
-    step = max(1, CHUNK_BYTES // max(1, bytes_per_sample))
+    step = max(1, CHUNK_BYTES // max(1, bytes_per_example))
     if batch <= step:
         return norm(uses)
     parts = [slice(start, start + step) for start in range(0, batch, step)]
-    return torch.cat([norm([use.samples(p) for use in uses] if several else uses.samples(p)) for p in parts], 1)
+    return torch.cat([norm([use.examples(p) for use in uses] if several else uses.examples(p)) for p in parts], 1)
 
 
 def square(gradients: torch.Tensor) -> torch.Tensor:
-    """‖·‖² of each sample of ``(batch, …)``, without a copy of the squares.
+    """‖·‖² of each example of ``(batch, …)``, without a copy of the squares.
 
     Row by row first: PyTorch adds up a long float32 norm in few lanes, and loses two digits over 10⁵ numbers.
     """
@@ -221,5 +221,5 @@ def square(gradients: torch.Tensor) -> torch.Tensor:
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:
-    """Half precision is added up in float32: a norm that is rounded down would let a sample through."""
+    """Half precision is added up in float32: a norm that is rounded down would let an example through."""
     return torch.promote_types(tensor.dtype, torch.float32)

@@ -1,8 +1,8 @@
 """What each layer adds to its parameters' per-sample gradients, from what it read and its output's gradient.
 
 Matrices become :class:`~plpkg.clipping.factors.Outer` products; biases and norm layers' weights are small and are
-built, ``(batch, *shape)``. A layer without a rule here is differentiated sample by sample with ``torch.func``. What
-mixes samples, or depends on them in another way than through its gradient, is refused by name.
+built, ``(batch, *shape)``. A layer without a rule here is differentiated example by example with ``torch.func``. What
+mixes examples, or depends on them in another way than through its gradient, is refused by name.
 """
 
 import math
@@ -38,7 +38,7 @@ class Call:
     gradients
         The loss's gradient at each of the :func:`float_tensors` that it returned.
     batch
-        The number of samples. What was read may have 1 in its place: the same for all.
+        The number of examples. What was read may have 1 in its place: the same for all.
     outputs
         What it gave, for a layer that has to be run again to be differentiated.
     """
@@ -140,17 +140,17 @@ def scale(call: Call, offset: int) -> Contributions:
 
 
 def any_layer(call: Call) -> Contributions:
-    """The gradients sample by sample, as ``torch.func`` builds them: fast gradient clipping's way."""
+    """The gradients example by example, as ``torch.func`` builds them: fast gradient clipping's way."""
     parameters = {name: call.module.get_parameter(name).detach() for name in call.wanted}
     leaves, structure = tree_flatten((call.args, call.kwargs))
     carried = [place for place, leaf in enumerate(leaves) if _carries(leaf, call.batch)]
     if call.batch == 0:
         return {name: p.new_zeros(0, *p.shape) for name, p in parameters.items()}
 
-    def one(gradients, *samples):
+    def one(gradients, *examples):
         filled = list(leaves)
-        for place, sample in zip(carried, samples, strict=True):
-            filled[place] = sample[None]
+        for place, example in zip(carried, examples, strict=True):
+            filled[place] = example[None]
 
         def forward(parameters):
             args, kwargs = tree_unflatten(filled, structure)
@@ -160,18 +160,18 @@ def any_layer(call: Call) -> Contributions:
         return backward(tuple(g[None] for g in gradients))[0], tuple(output[0] for output in outputs)
 
     if isinstance(call.module, nn.RNNBase):
-        raise NotImplementedError("a fused kernel that torch.func cannot differentiate sample by sample")
+        raise NotImplementedError("a fused kernel that torch.func cannot differentiate example by example")
     try:
         gradients, outputs = vmap(one)(call.gradients, *(leaves[place] for place in carried))
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         raise NotImplementedError(
-            f"torch.func cannot differentiate {type(call.module).__name__} sample by sample ({reason})"
+            f"torch.func cannot differentiate {type(call.module).__name__} example by example ({reason})"
         ) from error
     for once, again in zip(call.outputs, outputs, strict=False):
         if not is_fake(once) and not torch.allclose(once, again, rtol=1e-2, atol=1e-2 * once.abs().max().item()):
             raise NotImplementedError(
-                f"{type(call.module).__name__} gives something else when it is run again for one sample at a time "
+                f"{type(call.module).__name__} gives something else when it is run again for one example at a time "
                 "(it keeps a state, draws random numbers, or reads a tensor as long as the batch that is none)"
             )
     return gradients
@@ -195,19 +195,19 @@ def rule_for(module: nn.Module) -> Callable[[Call], Contributions]:
 
 
 def refusal(module: nn.Module) -> str | None:
-    """Why a layer's samples cannot be told apart, or depend on each other, or ``None``."""
+    """Why a layer's examples cannot be told apart, or depend on each other, or ``None``."""
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         if module.training:
-            return "normalises each sample by the others: use GroupNorm or LayerNorm, or freeze it with eval()"
+            return "normalises each example by the others: use GroupNorm or LayerNorm, or freeze it with eval()"
     elif isinstance(module, nn.modules.instancenorm._InstanceNorm):
         if module.track_running_stats and module.training:
-            return "keeps running statistics of private samples: use track_running_stats=False"
+            return "keeps running statistics of private examples: use track_running_stats=False"
     elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         learns = module.weight.requires_grad
         if module.max_norm is not None:
             return f"has max_norm={module.max_norm}, which rescales the rows that a batch reads, outside the gradient"
         if learns and module.scale_grad_by_freq:
-            return "has scale_grad_by_freq=True, which scales a sample's gradient by the others' tokens"
+            return "has scale_grad_by_freq=True, which scales an example's gradient by the others' tokens"
         if learns and module.sparse:
             return "has sparse=True; the noise of DP-SGD is dense: use sparse=False"
     elif reason := REFUSED.get(type(module).__name__):
@@ -222,10 +222,10 @@ def scale_offset(module: nn.Module) -> int | None:
 
     Asked of the layer itself with random numbers, since the families name theirs differently.
     """
-    own = dict(module.named_parameters())
-    if "Norm" not in type(module).__name__ or len(own) != 1 or len(own) != len(module._parameters):
+    parameters = dict(module.named_parameters())
+    if "Norm" not in type(module).__name__ or len(parameters) != 1 or len(module._parameters) != 1:
         return None
-    ((name, weight),) = own.items()
+    ((name, weight),) = parameters.items()
     if weight.ndim != 1 or len(weight) == 1:  # one number for all would be one for each of one
         return None
     with unset_fake_temporarily(), torch.no_grad():
@@ -306,7 +306,7 @@ RULES: Mapping[type, Callable[[Call], Contributions]] = {
     nn.RMSNorm: rms_norm,
     nn.GroupNorm: group_norm,
 }
-_PROMPT = "gives the same row to all samples, which PEFT then repeats: its samples cannot be told apart"
+_PROMPT = "gives the same row to all examples, which PEFT then repeats: its examples cannot be told apart"
 REFUSED: Mapping[str, str] = {
     "DoraLinearLayer": "multiplies LoRA's factors with each other, not with what it reads: use LoRA without DoRA",
     "PromptEmbedding": _PROMPT,

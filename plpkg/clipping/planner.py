@@ -1,6 +1,6 @@
 """Which way to take for each parameter: the fewest operations that fit a memory budget.
 
-For a matrix of R × C numbers, used at T positions, with B samples of s bytes a number (2 operations a multiply-add):
+For a matrix of R × C numbers, used at T positions, with B examples of s bytes a number (2 operations a multiply-add):
 
 ==========================  ===========================  ========================  ======================
 what is done                operations                   kept until clipping       temporaries
@@ -65,7 +65,7 @@ class Matrix:
 
     @property
     def gradient_bytes(self) -> int:
-        """All samples' gradients."""
+        """All examples' gradients."""
         return self.batch * self.groups * self.rows * self.cols * max(4, self.itemsize)
 
     @property
@@ -137,7 +137,7 @@ class Moment:
     key
         The parameter.
     matrix
-        Its shapes, or ``None`` for what is built anyway (biases, norms): ``built_bytes`` for all samples.
+        Its shapes, or ``None`` for what is built anyway (biases, norms): ``built_bytes`` for all examples.
     storages
         Number and bytes of each storage of its factors: q, k and v share what they read.
     freed, graph_kept
@@ -380,5 +380,5 @@ def _live(moments: Sequence[Moment], chosen: Mapping[str, Option], two_passes: b
 
 
 def _chunk(size: int, batch: int) -> int:
-    """What is live at once of a temporary that is made for a few samples at a time."""
+    """What is live at once of a temporary that is made for a few examples at a time."""
     return min(size, max(factors.CHUNK_BYTES, size // max(1, batch)))

@@ -3,7 +3,6 @@
 import math
 
 from plpkg import theme
-from plpkg.clipping import recorded
 from plpkg.clipping.memory.costs import Costs
 from plpkg.clipping.memory.dataflow import StepMemory
 from plpkg.clipping.training.accounting import epsilon_of
@@ -27,15 +26,15 @@ def parts(memory: StepMemory, phase: str, ax=None):
     for place, (_, size) in enumerate(named):
         ax.text(max(size, 0), place, f" {size:,.4g}", va="center", fontsize=9)
     ax.invert_yaxis()
-    ax.set(xlabel="MiB", title=f"{memory.method}, {phase}: {total:,.2f} MiB", xlim=(0, 1.2 * named[0][1]))
+    ax.set(xlabel="MiB", title=f"{memory.execution}, {phase}: {total:,.2f} MiB", xlim=(0, 1.2 * named[0][1]))
     said = "; ".join(f"{name} {size:,.4g}" for name, size in named)
-    return theme.describe(ax, f"What the {phase} of {memory.method} holds at its peak, in MiB: {said}.")
+    return theme.describe(ax, f"What the {phase} of {memory.execution} holds at its peak, in MiB: {said}.")
 
 
-def costs(found: Costs, chosen: str | None = None, ax=None):
+def costs(costs: Costs, chosen: str | None = None, ax=None):
     """Peak memory and operations of every execution, as multiples of SGD's; the chosen one is outlined."""
     ax = theme.axes(ax)
-    rows = found.rows()
+    rows = costs.rows()
     fills = theme.fills(2)
     for shift, (key, label) in enumerate((("of SGD's peak", "peak memory"), ("of SGD's", "operations"))):
         heights = [row[key] for row in rows]
@@ -49,7 +48,7 @@ def costs(found: Costs, chosen: str | None = None, ax=None):
         ax.set_yscale("log")
     ax.margins(y=0.12)
     ax.set_xticks(range(len(rows)), [row["execution"].replace("_", "\n") for row in rows])
-    ax.set(ylabel="times plain SGD", title=f"batch {found.batch:,}, {found.seq:,} tokens")
+    ax.set(ylabel="times plain SGD", title=f"batch {costs.batch:,}, {costs.seq:,} tokens")
     ax.legend(loc="upper right")
     peak, flops = "of SGD's peak", "of SGD's"
     said = "; ".join(f"{row['execution']} {row[peak]:.2f} and {row[flops]:.2f}" for row in rows)
@@ -77,7 +76,7 @@ def gram_or_gradient(rows: int, cols: int, ax=None):
         )  # fmt: skip
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
-    ax.set(xlabel="positions T", ylabel="for each sample", title=f"One layer, {cols:,} → {rows:,}")
+    ax.set(xlabel="positions T", ylabel="for each example", title=f"One layer, {cols:,} → {rows:,}")
     ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     return theme.describe(
         ax, f"A norm's operations and bytes against T for {cols} → {rows}. Gram matrices take more operations from "
@@ -85,38 +84,48 @@ def gram_or_gradient(rows: int, cols: int, ax=None):
     )  # fmt: skip
 
 
-def measured(case: str, ax=None):
-    """CPU time against peak memory of every way, as multiples of SGD's (measured, recorded)."""
+def measured(rows, ax=None):
+    """CPU time against peak memory of every execution, as multiples of SGD's.
+
+    Parameters
+    ----------
+    rows
+        One case of ``benchmarks/clipping/costs.py``: ``case``, ``what``, ``ratio`` and ``peak_ratio``.
+    """
     ax = theme.axes(ax)
-    table = recorded.costs(case)
-    for (_, row), style in zip(table.iterrows(), theme.styles(len(table)), strict=True):
-        style = {**style, "linestyle": "none"}
-        if row["what"].startswith("plan"):  # around what it may have the same costs as
+    for row, style in zip(rows.itertuples(), theme.styles(len(rows)), strict=True):
+        style = {"markersize": 9, **style, "linestyle": "none"}
+        if row.what.startswith("plan"):  # around what it may have the same costs as
             style |= {"markerfacecolor": "none", "markersize": 15, "markeredgewidth": 1.5}
-        ax.plot(row["peak_ratio"], row["ratio"], label=row["what"], **{"markersize": 9, **style})
+        ax.plot(row.peak_ratio, row.ratio, label=row.what, **style)
     ax.axhline(1, color="0.6", lw=0.8)
     ax.axvline(1, color="0.6", lw=0.8)
-    ax.set(xlabel="peak memory, times SGD's", ylabel="CPU time, times SGD's", title=case)
+    ax.set(xlabel="peak memory, times SGD's", ylabel="CPU time, times SGD's", title=rows["case"].iloc[0])
     ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
-    said = "; ".join(f"{row['what']} {row['ratio']:.2f} at {row['peak_ratio']:.2f}" for _, row in table.iterrows())
+    said = "; ".join(f"{row.what} {row.ratio:.2f} at {row.peak_ratio:.2f}" for row in rows.itertuples())
     return theme.describe(ax, f"CPU time at peak memory, as multiples of SGD's. {said}.")
 
 
-def grid(ax=None):
-    """The plan's CPU time beside ghost clipping's, over widths, lengths and batches (measured, recorded)."""
+def grid(rows, ax=None):
+    """The plan's CPU time beside ghost clipping's, over widths, lengths and batches.
+
+    Parameters
+    ----------
+    rows
+        The section ``grid`` of ``benchmarks/clipping/costs.py``: ``case`` and ``ratio``.
+    """
     ax = theme.axes(ax)
-    table = recorded.grid()
-    widths = sorted(table["width"].unique())
-    for width, style in zip(widths, theme.styles(len(widths)), strict=True):
-        own = table[table["width"] == width]
-        ax.plot(own["seq"], own["ratio"], label=f"width {width}", **{**style, "linestyle": "none"})
+    sizes = rows["case"].str.extract(r"width (?P<width>\d+), T=(?P<seq>\d+)").astype(int)
+    by_width = rows.join(sizes).groupby("width")
+    for (width, part), style in zip(by_width, theme.styles(len(by_width)), strict=True):
+        ax.plot(part["seq"], part["ratio"], label=f"width {width}", **{**style, "linestyle": "none"})
     ax.axhline(1, color="0.4", lw=1)
     ax.set_xscale("log", base=2)
-    ax.set(xlabel="tokens of a sample", ylabel="plan's CPU time / ghost's", ylim=(0, 1.1))
+    ax.set(xlabel="tokens of an example", ylabel="plan's CPU time / ghost's", ylim=(0, 1.1))
     ax.legend(loc="lower left")
-    low, high = table["ratio"].min(), table["ratio"].max()
+    low, high = rows["ratio"].min(), rows["ratio"].max()
     return theme.describe(
-        ax, f"The plan takes {low:.2f} to {high:.2f} of ghost clipping's time in {len(table)} settings."
+        ax, f"The plan takes {low:.2f} to {high:.2f} of ghost clipping's time in {len(rows)} settings."
     )
 
 
@@ -135,33 +144,56 @@ def epsilon_of_noise(examples: int, batch: int, epochs: tuple[int, ...] = (1, 3,
     ax.set_xticks(sigmas, [f"{sigma:g}" for sigma in sigmas], minor=False)
     ax.xaxis.set_minor_formatter("")
     ax.yaxis.set_major_formatter("{x:g}")
-    ax.set(xlabel="noise multiplier σ", ylabel=f"ε at δ = {delta:g}", title=f"{examples:,} samples, {batch} in a step")
+    ax.set(xlabel="noise multiplier σ", ylabel=f"ε at δ = {delta:g}", title=f"{examples:,} examples, {batch} in a step")
     ax.legend()
     sizes = ", ".join(map(str, sigmas))
-    return theme.describe(ax, f"ε at σ = {sizes}, for {examples:,} samples and {batch} in a step. {'; '.join(said)}.")
+    return theme.describe(ax, f"ε at σ = {sizes}, for {examples:,} examples and {batch} in a step. {'; '.join(said)}.")
 
 
-def epsilon_curve(what: str = "accuracy", ax=None):
-    """What held-out text says of private fine-tuning, against ε (measured, recorded); a small point is a run.
+def by_epsilon(rows, columns: list[str]):
+    """Means over the seeds of what was learnt: the untuned model first, then each method's cases by ε.
 
     Parameters
     ----------
+    rows
+        A section of ``benchmarks/clipping/learning.py``.
+    columns
+        Those that are averaged; ``runs``, how many seeds there are, is added.
+    """
+    import pandas as pd
+
+    methods = ["none", *sorted(set(rows["method"]) - {"none"})]
+    rows = rows.assign(
+        method=pd.Categorical(rows["method"], methods),
+        case=pd.Categorical(rows["case"], ["untuned", "private", "clipped", "not clipped"]),
+        epsilon=rows["epsilon"].round(1),
+    )
+    groups = rows.groupby(["method", "case", "epsilon"], observed=True)[columns]
+    return groups.mean().assign(runs=groups.size())
+
+
+def epsilon_curve(rows, what: str = "accuracy", ax=None):
+    """What held-out text says of private fine-tuning, against ε; a small point is a run.
+
+    Parameters
+    ----------
+    rows
+        The section ``accuracy`` of ``benchmarks/clipping/learning.py``.
     what
         ``accuracy``, of the next token, in percent, or ``bits_per_byte``.
     """
     labels = {"accuracy": "next tokens right, %", "bits_per_byte": "bits per byte"}
     label = labels[one_of("what", what, tuple(labels))]
     ax = theme.axes(ax)
-    table = recorded.learning("accuracy")
-    tuned = table[table["method"] != "none"]
-    levels = [("not fine-tuned", table[table["method"] == "none"][what].mean(), {"color": "0.3", "linestyle": "--"})]
+    tuned = rows[rows["method"] != "none"]
+    levels = [("not fine-tuned", rows[rows["method"] == "none"][what].mean(), {"color": "0.3", "linestyle": "--"})]
     said = []
-    for (method, own), style in zip(tuned.groupby("method"), theme.styles(tuned["method"].nunique()), strict=True):
-        private = own[own["case"] == "private"]
-        curve = private.assign(about=private["epsilon"].round(1)).groupby("about")[what].mean()
+    for (method, runs), style in zip(tuned.groupby("method"), theme.styles(tuned["method"].nunique()), strict=True):
+        private = runs[runs["case"] == "private"]
+        curve = private.groupby(private["epsilon"].round(1))[what].mean()
         ax.plot(curve.index, curve, label=method, **style)
         ax.plot(private["epsilon"], private[what], ".", color=style["color"], markersize=4)
-        free = own[own["case"] == "not clipped"][what].mean()
+        free = runs[runs["case"] == "not clipped"][what].mean()
         levels.append(("without privacy", free, {"color": style["color"], "linestyle": style["linestyle"]}))
         points = ", ".join(f"{value:.4g} at ε {epsilon:g}" for epsilon, value in curve.items())
         said.append(f"{method}: {points}, without privacy {free:.4g}")
@@ -178,26 +210,30 @@ def epsilon_curve(what: str = "accuracy", ax=None):
     return theme.describe(ax, f"{label} against ε; not fine-tuned {levels[0][1]:.4g}. {'; '.join(said)}.")
 
 
-def exposure(ax=None):
-    """The mean exposure of the diary's secrets before learning, after it, and with privacy (measured, recorded)."""
+def exposure(rows, ax=None):
+    """The mean exposure of the diary's secrets before learning, after it, and with privacy.
+
+    Parameters
+    ----------
+    rows
+        The section ``exposure`` of ``benchmarks/clipping/learning.py``.
+    """
     ax = theme.axes(ax)
-    table = recorded.learning("exposure")
-    table["label"] = [
-        ("" if row.method == "none" else f"{row.method.partition(',')[0]}, ")
-        + (f"ε = {row.epsilon:.2g}" if row.case == "private" else row.case)
-        for row in table.itertuples()
+    means = by_epsilon(rows, ["mean_exposure", "rank_1"])
+    labels = [
+        ("" if method == "none" else f"{method.partition(',')[0]}, ")
+        + (f"ε = {epsilon:.2g}" if case == "private" else case)
+        for method, case, epsilon in means.index
     ]
-    means = table.groupby("label", sort=False)[["mean_exposure", "rank_1"]].mean()
-    places = range(len(means))
-    ax.barh(places, means["mean_exposure"], color=theme.fills(1)[0]["color"])
-    for place, (bits, first) in enumerate(means.itertuples(index=False)):
+    ax.barh(range(len(means)), means["mean_exposure"], color=theme.fills(1)[0]["color"])
+    for place, (bits, first) in enumerate(zip(means["mean_exposure"], means["rank_1"], strict=True)):
         ax.text(bits, place, f" {bits:.1f}, {first:.2g} first", va="center", fontsize=8)
-    ax.set_yticks(places, means.index)
+    ax.set_yticks(range(len(means)), labels)
     ax.invert_yaxis()
     ax.grid(visible=False, axis="y")
     ax.axvline(1 / math.log(2), color="0.4", lw=1, linestyle="--")
     ax.set(xlabel="mean exposure, bits (dashed: by guessing)", xlim=(0, 11))
-    said = "; ".join(f"{label} {bits:.1f}" for label, bits in means["mean_exposure"].items())
+    said = "; ".join(f"{label} {bits:.1f}" for label, bits in zip(labels, means["mean_exposure"], strict=True))
     return theme.describe(ax, f"Mean exposure of the diary's secrets in bits: {said}; by guessing 1.4.")
 
 

@@ -54,20 +54,20 @@ def sites(model: nn.Module, names: Mapping[int, str]) -> list[Site]:
     names
         The learning parameters' names by their ``id``.
     """
-    found, covered = [], set()
+    learning, covered = [], set()
     for name, module in model.named_modules():
         if module in covered:
             continue
         unit = isinstance(module, UNITS)
-        own = {n: names[id(p)] for n, p in module.named_parameters(recurse=unit) if id(p) in names}
+        keys = {n: names[id(p)] for n, p in module.named_parameters(recurse=unit) if id(p) in names}
         if unit:
             covered |= set(module.modules())
         else:  # what a layer below owns as well is counted there
             below = {id(p) for child in module.children() for p in child.parameters()}
-            own = {n: key for n, key in own.items() if id(module._parameters[n]) not in below}
-        if own:
-            found.append(Site(name, module, any_layer if unit else rule_for(module), own))
-    return found
+            keys = {n: key for n, key in keys.items() if id(module._parameters[n]) not in below}
+        if keys:
+            learning.append(Site(name, module, any_layer if unit else rule_for(module), keys))
+    return learning
 
 
 def tap(
@@ -86,7 +86,7 @@ def tap(
     site, args, kwargs, output
         The layer, what it was called with and what it gave.
     batch
-        Samples: the first dimension of each tensor of the output, or 1 for all samples alike.
+        Examples: the first dimension of each tensor of the output, or 1 for all examples alike.
     wanted
         Asked in the backward pass which of the site's parameters to report; nothing is reported for none.
     see
@@ -94,7 +94,7 @@ def tap(
 
     Returns
     -------
-    The output with its tensors tapped, each with a row of its own for each sample; ``None``, which leaves a hook's
+    The output with its tensors tapped, each with a row of its own for each example; ``None``, which leaves a hook's
     output as it is, where no gradient will come.
 
     Raises
@@ -111,13 +111,13 @@ def tap(
         if tensor.ndim == 0 or tensor.shape[0] not in (1, batch):
             raise ValueError(
                 f"{site} gave a tensor of shape {tuple(tensor.shape)}, whose first dimension is not "
-                f"the batch of {batch}: give the layer the batch first (or 1 for all samples alike)"
+                f"the batch of {batch}: give the layer the batch first (or 1 for all examples alike)"
             )
     if not torch.is_grad_enabled():
         return None
     results, shape = tree_flatten(output)
     places = [i for i, leaf in enumerate(results) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
-    # What is the same for all samples gets a gradient of its own for each of them.
+    # What is the same for all examples gets a gradient of its own for each of them.
     outputs = [results[i].expand(batch, *results[i].shape[1:]) for i in places]
     inputs = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
     results_too = [tensor.detach() for tensor in outputs] if site.rule is any_layer else []

@@ -5,7 +5,7 @@ from functools import lru_cache
 import ipywidgets
 
 from plpkg.clipping import plots
-from plpkg.clipping.memory.costs import WAYS, Costs, stack_costs
+from plpkg.clipping.memory.costs import COMPARED, Costs, stack_costs
 from plpkg.explorer import Explorer
 from plpkg.memory import MIB
 
@@ -25,10 +25,10 @@ def compute(batch: int, seq: int, widths: tuple[int, ...], execution: str) -> tu
 def read_out(result: tuple[Costs, str]) -> str:
     """The result in words."""
     costs, execution = result
-    cost, sgd = costs.by_way[execution], costs.by_way["sgd"]
-    least = min((way for way in costs.by_way if way != "sgd"), key=lambda way: costs.by_way[way].flops)
+    cost, sgd = costs.by_execution[execution], costs.by_execution["sgd"]
+    least = min((name for name in costs.by_execution if name != "sgd"), key=lambda name: costs.by_execution[name].flops)
     return (
-        f"{execution}, {costs.batch:,} samples of {costs.seq:,} tokens, {' → '.join(map(str, costs.widths))}: peak "
+        f"{execution}, {costs.batch:,} examples of {costs.seq:,} tokens, {' → '.join(map(str, costs.widths))}: peak "
         f"{cost.peak_bytes / MIB:,.0f} MiB ({cost.peak_bytes / sgd.peak_bytes:.2f} × SGD's), {cost.flops / 1e9:,.4g} "
         f"GFLOP ({cost.flops / sgd.flops:.2f} ×). Of those that clip, {least} needs the fewest operations."
     )
@@ -42,7 +42,7 @@ def draw(result: tuple[Costs, str], ax):
 def explorer() -> Explorer:
     """The widget."""
     controls = {
-        "batch": ipywidgets.SelectionSlider(options=[2**k for k in range(8)], value=32, description="Batch (samples)"),
+        "batch": ipywidgets.SelectionSlider(options=[2**k for k in range(8)], value=32, description="Batch (examples)"),
         "seq": ipywidgets.SelectionSlider(
             options=[2**k for k in range(12)], value=128, description="Sequence (tokens)"
         ),
@@ -51,6 +51,6 @@ def explorer() -> Explorer:
             value=WIDTHS[1],
             description="Widths (values)",
         ),
-        "execution": ipywidgets.SelectionSlider(options=WAYS, value="ghost", description="Execution"),
+        "execution": ipywidgets.SelectionSlider(options=COMPARED, value="ghost", description="Execution"),
     }
     return Explorer(controls, compute, read_out, draw)

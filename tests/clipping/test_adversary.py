@@ -13,7 +13,7 @@ from transformers import BertConfig, BertForMaskedLM
 
 from plpkg.backbones import random_backbone
 from plpkg.clipping import clipped_gradients, make_private
-from plpkg.clipping.gradients import EXECUTIONS
+from plpkg.clipping.execution import EXECUTIONS
 from plpkg.clipping.training.randomness import Randomness
 
 from rounding import relative
@@ -98,7 +98,7 @@ def test_samples_that_are_mixed_but_for_the_first_and_the_last():
 def test_peft_s_layers_that_cannot_be_followed():
     for config, reason in (
         (LoraConfig(use_dora=True, target_modules="all-linear"), "DoraLinearLayer.* use LoRA without DoRA"),
-        (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "PromptEmbedding.* same row to all samples"),
+        (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "PromptEmbedding.* same row to all examples"),
     ):
         model = get_peft_model(random_backbone("llama"), config).train()
         ids = torch.randint(0, 50, (BATCH, 5))

@@ -13,7 +13,7 @@ def test_gib_right(answer):
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (0.0283, "each of the 1,024 samples"), (14.5, "4 bytes"), (7.25, "each has 4 bytes"),
+        (0.0283, "each of the 1,024 examples"), (14.5, "4 bytes"), (7.25, "each has 4 bytes"),
         (None, "No answer yet"), (500, "too large"),
     ],
 )  # fmt: skip

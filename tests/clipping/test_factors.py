@@ -40,7 +40,7 @@ def absolute(use):
 
 
 def rounding(*uses):
-    """Terms of a squared norm (or an inner product) by either rule, and a sample's sum of their absolute values."""
+    """Terms of a squared norm (or an inner product) by either rule, and an example's sum of their absolute values."""
     positions, size = sum(use.positions for use in uses), sum(by_hand(absolute(use)) for use in uses)
     return dict(terms=positions**2 + size[0].numel(), size=size.flatten(1).square().sum(1))
 
@@ -88,7 +88,7 @@ def test_chunks_change_nothing(name, rule, monkeypatch):
 
 
 def cancelling():
-    """Columns that add up to nearly nothing over equal rows: the first sample's gradient is all rounding for gram.
+    """Columns that add up to nearly nothing over equal rows: the first example's gradient is all rounding for gram.
 
     In any order: beside the squares of ±2¹⁵ float32 has no room for the products of what is left.
     """
@@ -105,8 +105,8 @@ def test_gram_notices_when_it_cancels():
     assert exact[0] == 4 * 5 * 16**2
     assert_close(careful[0], exact[0], terms=4 * 6)  # each number is exact, their squares are added up
     assert forced[0] == 0
-    for found in (careful, forced):
-        assert_close(found[1:], exact[1:], terms=16**2 + 4 + 6, size=mass[1:])
+    for norms in (careful, forced):
+        assert_close(norms[1:], exact[1:], terms=16**2 + 4 + 6, size=mass[1:])
 
 
 @pytest.mark.parametrize("mean", [0.0, 0.3, 1.0, 3.0])

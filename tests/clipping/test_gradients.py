@@ -14,7 +14,8 @@ from transformers import BertConfig, BertForSequenceClassification, ViTConfig, V
 
 from plpkg.backbones import FAMILIES, random_backbone
 from plpkg.clipping import clipped_gradients, plan
-from plpkg.clipping.gradients import EXECUTIONS, batch_size, samples
+from plpkg.clipping.batches import batch_size, examples
+from plpkg.clipping.execution import EXECUTIONS
 from plpkg.residual import PrivateLoraConfig
 
 from rounding import assert_as_exact, relative
@@ -236,7 +237,7 @@ def test_half_precision_sums_are_consistent_with_their_norms(lm_loss, still, fla
     model = still(backbone(dtype=torch.bfloat16))
     for execution in EXECUTIONS:
         for place in range(3):
-            one = samples(text(), slice(place, place + 1))
+            one = examples(text(), slice(place, place + 1))
             gradients, norms = clipped_gradients(model, lm_loss, one, 0.1, execution)
             assert norms.item() > 0.1
             assert all(g.dtype == torch.float32 for g in gradients.values())
@@ -257,7 +258,7 @@ def test_autocast(lm_loss, still, flat):
         # Whatever its order, a sum is rounded to bfloat16: errors are alike, √2 apart, more for some of four norms.
         assert_as_exact(others / norms, rough_norms / norms, torch.ones_like(norms), times=4)
         assert_as_exact(flat(gradients), flat(rough), flat(exact), times=4)
-        one, _ = clipped_gradients(model, half, samples(text(), slice(0, 1)), 0.1, execution)
+        one, _ = clipped_gradients(model, half, examples(text(), slice(0, 1)), 0.1, execution)
         assert flat(one).norm().item() == pytest.approx(0.1, rel=CONSISTENT)
 
 
@@ -298,7 +299,7 @@ def test_a_gradient_that_is_not_finite_is_named(execution):
 def test_batches_are_trees_of_tensors():
     batch = {"a": torch.arange(6).reshape(3, 2), "b": (torch.arange(3), ["name", torch.ones(3)])}
     assert batch_size(batch) == 3
-    part = samples(batch, slice(1, 2))
+    part = examples(batch, slice(1, 2))
     assert part["a"].tolist() == [[2, 3]]
     assert part["b"][1][0] == "name"
     assert part["b"][0].tolist() == [1]

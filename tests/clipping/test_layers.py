@@ -1,4 +1,4 @@
-"""Every layer's per-sample gradients against autograd, one sample at a time; and what is refused."""
+"""Every layer's per-sample gradients against autograd, one example at a time; and what is refused."""
 
 import pytest
 import torch
@@ -141,7 +141,7 @@ def build(name):
     return Apart(make(), after), x
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # torch.func goes sample by sample
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # torch.func goes example by example
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("name", CASES)
 def test_equal_to_one_sample_at_a_time(name, execution, assert_as_loop):
@@ -196,7 +196,7 @@ def refused(layer, x=None, after=plain, error=ValueError):
 
 
 def test_layers_that_mix_samples_are_refused_by_name():
-    assert "layer (BatchNorm1d) normalises each sample by the others" in refused(nn.BatchNorm1d(5))
+    assert "layer (BatchNorm1d) normalises each example by the others" in refused(nn.BatchNorm1d(5))
     assert "running statistics" in refused(nn.InstanceNorm1d(5, affine=True, track_running_stats=True))
     assert "max_norm=1.0" in refused(nn.Embedding(6, 4, max_norm=1.0), ids(9))
     assert "scale_grad_by_freq" in refused(nn.Embedding(6, 4, scale_grad_by_freq=True), ids(9))

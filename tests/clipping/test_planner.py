@@ -108,14 +108,14 @@ def test_the_peak_is_predicted(shape):
     checked = 0
     for budget in budgets:
         try:
-            found = plan(model, loss, ids, memory_bytes=budget)
+            planned = plan(model, loss, ids, memory_bytes=budget)
         except ValueError:
             continue
-        measured = peak(model, ids, found)
-        assert measured <= 1.01 * found.peak_bytes
-        assert measured >= 0.97 * found.peak_bytes
+        measured = peak(model, ids, planned)
+        assert measured <= 1.01 * planned.peak_bytes
+        assert measured >= 0.97 * planned.peak_bytes
         if budget:
-            assert found.peak_bytes <= budget
+            assert planned.peak_bytes <= budget
         checked += 1
     assert checked >= 2
 
@@ -155,7 +155,7 @@ def test_nearly_the_best_of_all_plans(share):
     finally:
         recorder.remove()
     budget = int(share * cheapest(watched, 10**9).peak_bytes)
-    found = _fitted(watched, budget, two_passes=False)
+    planned = _fitted(watched, budget, two_passes=False)
     best = None
     moments = [m for m in watched.moments if m.matrix]
     from plpkg.clipping.planner import _live
@@ -166,17 +166,17 @@ def test_nearly_the_best_of_all_plans(share):
             cost = sum(option.flops for option in combination)
             best = cost if best is None else min(best, cost)
     if best is None:
-        assert found.peak_bytes > budget
+        assert planned.peak_bytes > budget
     else:
-        assert found.peak_bytes <= budget
-        assert found.flops <= 1.1 * best
+        assert planned.peak_bytes <= budget
+        assert planned.flops <= 1.1 * best
 
 
 def test_a_plan_shows_itself():
     model, ids = step()
-    found = plan(model, loss, ids)
-    assert isinstance(found, Plan)
-    assert repr(found).startswith("Plan: one pass, ")
-    frame = found.to_frame()
+    planned = plan(model, loss, ids)
+    assert isinstance(planned, Plan)
+    assert repr(planned).startswith("Plan: one pass, ")
+    frame = planned.to_frame()
     assert list(frame.columns) == ["parameter", "positions", "rows", "cols", "norm", "keep", "gflop", "kept_mib"]
     assert len(frame) == 7 * 3 + 2

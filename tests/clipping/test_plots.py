@@ -5,8 +5,8 @@ import re
 import matplotlib.pyplot as plt
 import pytest
 
-from plpkg import theme
-from plpkg.clipping import dataflow, plots, recorded, stack_costs
+from plpkg import recorded, theme
+from plpkg.clipping import dataflow, plots, stack_costs
 from plpkg.memory import MIB
 
 
@@ -19,10 +19,10 @@ def test_parts_add_up():
 
 
 def test_costs_are_relative_to_sgd():
-    found = stack_costs(8, 16, (64, 32, 16))
-    ax = plots.costs(found, "ghost")
+    costs = stack_costs(8, 16, (64, 32, 16))
+    ax = plots.costs(costs, "ghost")
     heights = [patch.get_height() for patch in ax.patches]
-    rows = found.rows()
+    rows = costs.rows()
     assert heights == pytest.approx([row["of SGD's peak"] for row in rows] + [row["of SGD's"] for row in rows])
 
 
@@ -37,40 +37,46 @@ def test_the_crossing_is_marked():
     assert "T = 384" in theme.alt(ax.figure)
 
 
-@pytest.mark.parametrize("case", recorded.cases())
-def test_measured_points_are_the_recorded_ones(case):
-    table = recorded.costs(case)
-    ax = plots.measured(case)
-    assert [line.get_ydata()[0] for line in ax.lines[: len(table)]] == list(table["ratio"])
-    plt.close(ax.figure)
+@pytest.mark.parametrize(("section", "cases"), [("cost", 1), ("lora", 1), ("long", 3)])
+def test_measured_points_are_the_recorded_ones(section, cases):
+    parts = list(recorded.section("clipping_costs", section).groupby("case"))
+    assert len(parts) == cases
+    for case, rows in parts:
+        ax = plots.measured(rows)
+        assert ax.get_title() == case
+        assert [line.get_ydata()[0] for line in ax.lines[: len(rows)]] == list(rows["ratio"])
+        plt.close(ax.figure)
 
 
 def test_the_grid_is_complete():
-    table = recorded.grid()
-    ax = plots.grid()
+    rows = recorded.section("clipping_costs", "grid")
+    ax = plots.grid(rows)
     drawn = sorted(y for line in ax.lines[:-1] for y in line.get_ydata())
-    assert drawn == sorted(table["ratio"])
+    assert drawn == sorted(rows["ratio"])
+    assert max(drawn) < 1  # faster than ghost clipping everywhere,
+    assert (rows["peak_ratio"] <= 1.01).all()  # in its memory
     low = re.search(r"takes (\d\.\d\d)", theme.alt(ax.figure)).group(1)
-    assert low == f"{table['ratio'].min():.2f}"
+    assert low == f"{rows['ratio'].min():.2f}"
 
 
 @pytest.mark.parametrize("what", ["accuracy", "bits_per_byte"])
 def test_the_epsilon_curve_is_the_recorded_one(what):
-    table = recorded.learning("accuracy")
-    ax = plots.epsilon_curve(what)
-    private = table[table["case"] == "private"]
+    rows = recorded.section("clipping_learning", "accuracy")
+    ax = plots.epsilon_curve(rows, what)
+    private = rows[rows["case"] == "private"]
     assert ax.get_legend_handles_labels()[1] == sorted(private["method"].unique())
     runs = [line for line in ax.lines if line.get_marker() == "."]
     assert sorted(y for line in runs for y in line.get_ydata()) == sorted(private[what])
-    untuned = table[table["method"] == "none"][what].mean()
+    untuned = rows[rows["method"] == "none"][what].mean()
     assert f"not fine-tuned {untuned:.4g}" in theme.alt(ax.figure)
     with pytest.raises(ValueError, match="what must be one of 'accuracy', 'bits_per_byte', got 'loss'"):
-        plots.epsilon_curve("loss")
+        plots.epsilon_curve(rows, "loss")
 
 
 def test_exposures_are_the_recorded_ones():
-    table = recorded.learning("exposure")
-    ax = plots.exposure()
-    means = table.groupby(["method", "case", table["epsilon"].round(1)])["mean_exposure"].mean()
+    rows = recorded.section("clipping_learning", "exposure")
+    ax = plots.exposure(rows)
+    means = rows.groupby(["method", "case", rows["epsilon"].round(1)])["mean_exposure"].mean()
     assert sorted(patch.get_width() for patch in ax.patches) == pytest.approx(sorted(means))
     assert "LoRA r=16, not clipped 9.0" in theme.alt(ax.figure)
+    assert ax.get_yticklabels()[0].get_text() == "untuned"

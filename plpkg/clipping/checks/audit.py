@@ -20,8 +20,8 @@ from scipy.optimize import brentq
 from scipy.special import log_ndtr
 from scipy.stats import binom
 
+from plpkg.clipping.batches import batch_size, examples
 from plpkg.clipping.checks.sensitivity import Update, as_vector
-from plpkg.clipping.gradients import batch_size, samples
 from plpkg.results import Tabular
 from plpkg.validation import number, whole_number
 
@@ -224,13 +224,13 @@ def canary_audit(
     whole_number("the number of canaries", count, 1)
     generator = torch.Generator().manual_seed(seed)
     included = torch.rand(count, generator=generator) < 1 / 2
-    update = as_vector(step(samples(batch, included)))
+    update = as_vector(step(examples(batch, included)))
     noise = torch.randn(len(update), generator=generator, dtype=update.dtype)
     update = update + noise_multiplier * max_grad_norm * noise.to(update.device)
     scores = np.empty(count)
     for place in range(count):
-        own = as_vector((direction or step)(samples(batch, slice(place, place + 1))))
-        scores[place] = update @ torch.nn.functional.normalize(own, dim=0)
+        pull = as_vector((direction or step)(examples(batch, slice(place, place + 1))))
+        scores[place] = update @ torch.nn.functional.normalize(pull, dim=0)
     return one_run_audit(scores, included.numpy(), delta, confidence)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from plpkg.clipping.gradients import batch_size, samples
+from plpkg.clipping.batches import batch_size, examples
 from plpkg.results import Tabular
 from plpkg.validation import number
 
@@ -108,12 +108,12 @@ def check_sensitivity(
             f"step gives another update when it is called again with the same batch, {gap:.4g} C away: it must begin "
             "from the same state in every call, without noise, dropout and shuffling"
         )
-    alone = [as_vector(step(samples(batch, slice(i, i + 1)))) for i in range(count)]
+    alone = [as_vector(step(examples(batch, slice(i, i + 1)))) for i in range(count)]
     # Without its only example a batch is empty, and many models cannot run on nothing.
-    rests = (as_vector(step(samples(batch, _all_but(i, count)))) if count > 1 else 0 * whole for i in range(count))
+    rests = (as_vector(step(examples(batch, _all_but(i, count)))) if count > 1 else 0 * whole for i in range(count))
     return Sensitivity(
         tuple(_distance(whole, rest) / max_grad_norm for rest in rests),
-        tuple(_distance(own, 0 * whole) / max_grad_norm for own in alone),
+        tuple(_distance(update, 0 * whole) / max_grad_norm for update in alone),
         max_grad_norm,
         tolerance,
     )
@@ -131,8 +131,8 @@ def as_vector(update: Update) -> torch.Tensor:
     """
     parts = [update[name] for name in sorted(update)] if isinstance(update, Mapping) else [update]
     if not parts or not all(isinstance(part, torch.Tensor) for part in parts):
-        found = ", ".join(sorted({type(part).__name__ for part in parts})) or "an empty mapping"
-        raise ValueError(f"step must give a tensor, or a mapping of tensors, got {found}")
+        given = ", ".join(sorted({type(part).__name__ for part in parts})) or "an empty mapping"
+        raise ValueError(f"step must give a tensor, or a mapping of tensors, got {given}")
     vector = torch.cat([part.detach().flatten().double() for part in parts])
     if not vector.isfinite().all():
         raise FloatingPointError("step gave an update that is not finite")

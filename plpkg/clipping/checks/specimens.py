@@ -133,8 +133,8 @@ def _far_example(count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _contrasts(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Two positions, in which an example's own feature has opposite signs; and an outlier in both."""
-    own, outlier = CONTRAST * torch.eye(count), torch.full((count, 1), OUTLIER)
-    return torch.stack([torch.cat([side, outlier], 1) for side in (own, -own)], 1), torch.zeros(count)
+    contrast, outlier = CONTRAST * torch.eye(count), torch.full((count, 1), OUTLIER)
+    return torch.stack([torch.cat([side, outlier], 1) for side in (contrast, -contrast)], 1), torch.zeros(count)
 
 
 # fmt: off

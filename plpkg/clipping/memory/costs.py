@@ -14,14 +14,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from plpkg.clipping.gradients import EXECUTIONS, clipped_gradients
+from plpkg.clipping.execution import EXECUTIONS
+from plpkg.clipping.gradients import clipped_gradients
 from plpkg.clipping.memory.dataflow import measure
-from plpkg.clipping.memory.published import MODES, Task, opacus_step, two_layer_task
+from plpkg.clipping.memory.published import PUBLISHED, Task, opacus_step, two_layer_task
 from plpkg.memory import MIB, MemoryTimeline
 from plpkg.results import Tabular
 from plpkg.validation import one_of, whole_number
 
-WAYS = ("sgd", *EXECUTIONS)
+COMPARED = ("sgd", *EXECUTIONS)
 """Plain SGD, which clips nothing, and the executions."""
 
 
@@ -43,33 +44,33 @@ class Cost:
 
 @dataclass(frozen=True)
 class Costs(Tabular):
-    """The costs of one step in every way, for a stack of linear layers."""
+    """The costs of one step in every execution, for a stack of linear layers."""
 
     batch: int
     seq: int
     widths: tuple[int, ...]
-    by_way: dict[str, Cost]
+    by_execution: dict[str, Cost]
 
     def rows(self) -> list[dict]:
-        base = self.by_way["sgd"]
+        base = self.by_execution["sgd"]
         return [
             {
-                "execution": way,
+                "execution": execution,
                 "gflop": cost.flops / 1e9,
                 "of SGD's": cost.flops / base.flops,
                 "peak_mib": cost.peak_bytes / MIB,
                 "of SGD's peak": cost.peak_bytes / base.peak_bytes,
             }
-            for way, cost in self.by_way.items()
+            for execution, cost in self.by_execution.items()
         ]
 
     def __repr__(self) -> str:
         widths = " → ".join(map(str, self.widths))
-        peaks = ", ".join(f"{way} {cost.peak_bytes / MIB:,.0f}" for way, cost in self.by_way.items())
+        peaks = ", ".join(f"{name} {cost.peak_bytes / MIB:,.0f}" for name, cost in self.by_execution.items())
         return f"Costs({widths}, batch {self.batch}, {self.seq} tokens: {peaks} MiB)"
 
 
-def stack_costs(batch: int, seq: int, widths: Sequence[int], ways: Sequence[str] = WAYS) -> Costs:
+def stack_costs(batch: int, seq: int, widths: Sequence[int], executions: Sequence[str] = COMPARED) -> Costs:
     """The costs of a step of a stack of linear layers without biases, on sequences.
 
     Norms are computed in pieces of 64 MiB, here as on real tensors, and a piece takes about 10 ms: thousands of them
@@ -78,16 +79,16 @@ def stack_costs(batch: int, seq: int, widths: Sequence[int], ways: Sequence[str]
     Parameters
     ----------
     batch, seq
-        Samples, and tokens of each.
+        Examples, and tokens of each.
     widths
         Of the input and of each layer's output.
-    ways
-        Some of :data:`WAYS`.
+    executions
+        Some of :data:`COMPARED`.
 
     Raises
     ------
     ValueError
-        A size below 1, fewer than two widths, or an unknown way.
+        A size below 1, fewer than two widths, or an unknown execution.
     """
     whole_number("batch", batch, 1)
     whole_number("seq", seq, 1)
@@ -102,20 +103,21 @@ def stack_costs(batch: int, seq: int, widths: Sequence[int], ways: Sequence[str]
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model(x).square().mean((1, 2))
 
-    found = {one_of("way", way, WAYS): _cost(build, loss, (batch, seq, widths[0]), way) for way in ways}
-    return Costs(batch, seq, tuple(widths), found)
+    for execution in executions:
+        one_of("execution", execution, COMPARED)
+    costs = {execution: _cost(build, loss, (batch, seq, widths[0]), execution) for execution in executions}
+    return Costs(batch, seq, tuple(widths), costs)
 
 
-def _cost(build, loss, shape: tuple[int, ...], way: str) -> Cost:
+def _cost(build, loss, shape: tuple[int, ...], execution: str) -> Cost:
     with FakeTensorMode():
         model, x = build(), torch.empty(shape)
         with FlopCounterMode(display=False) as counter, MemoryTimeline(label_saved=False) as timeline:
             timeline.track(model, x)
-            if way == "sgd":
+            if execution == "sgd":
                 loss(model, x).sum().backward()
             else:
-                gradients = clipped_gradients(model, loss, x, 1.0, way)
-                del gradients
+                clipped_gradients(model, loss, x, 1.0, execution)
     return Cost(counter.get_total_flops(), timeline.peak_bytes)
 
 
@@ -172,14 +174,14 @@ def two_layer_table(batches: Sequence[int] = (32, 2**17)):
     Returns
     -------
     pandas.DataFrame
-        A row for each way, a column for each batch: the peak above model and batch, MiB, *computed*.
+        A row for each execution, a column for each batch: the peak above model and batch, MiB, *computed*.
     """
     import pandas as pd
 
-    found = {}
+    peaks = {}
     for batch in batches:
         task = two_layer_task(batch)
-        steps = {f"Opacus, {mode}" if mode != "sgd" else "SGD": opacus_step(task, mode) for mode in MODES}
-        steps |= {f"plpkg, {way}": our_step(task, way) for way in EXECUTIONS if way != "loop"}
-        found[batch] = {who: measure(step).phases[-1].increase_bytes / MIB for who, step in steps.items()}
-    return pd.DataFrame(found).rename_axis(index="step", columns="batch")
+        steps = {"SGD" if name == "sgd" else f"Opacus, {name}": opacus_step(task, name) for name in PUBLISHED}
+        steps |= {f"plpkg, {name}": our_step(task, name) for name in EXECUTIONS}
+        peaks[batch] = {label: measure(step).phases[-1].increase_bytes / MIB for label, step in steps.items()}
+    return pd.DataFrame(peaks).rename_axis(index="step", columns="batch")

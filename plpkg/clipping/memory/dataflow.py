@@ -2,7 +2,7 @@
 
 :func:`emulate` walks through one step of a network of linear layers without bias or nonlinearity and holds what
 Opacus 1.5.2 (August 2024) held, under names. Nothing of its code is used: a matrix product is a matrix product, and
-what is kept for how long follows from the method, from autograd, and from the design decisions listed in
+what is kept for how long follows from the execution, from autograd, and from the design decisions listed in
 :class:`Choices`. Each phase's increase is counted twice, by the names here and by :class:`plpkg.memory.MemoryTimeline`,
 and the two must agree to the byte. :func:`measure` runs any other step the same way, given a function that takes
 the timeline: the installed Opacus (:func:`plpkg.clipping.memory.published.opacus_step`), or another engine.
@@ -27,14 +27,14 @@ from plpkg.memory import MIB, MemoryTimeline
 from plpkg.results import Tabular
 from plpkg.validation import flag, one_of, whole_number
 
-METHODS = ("sgd", "hooks", "ghost")
+EXECUTIONS = ("sgd", "hooks", "ghost")
 PHASES = ("model", "forward", "loss", "first backward", "clip factors", "second backward", "step")
 WIDTHS = (5120, 2560, 1280)
 
 
 @dataclass(frozen=True)
 class Choices:
-    """Where an implementation holds more than the method needs. The defaults are those of Opacus 1.5.2.
+    """Where an implementation holds more than the execution needs. The defaults are those of Opacus 1.5.2.
 
     Attributes
     ----------
@@ -78,7 +78,7 @@ class StepMemory(Tabular):
         negative for one that has gone since. Their sum is the increase.
     """
 
-    method: str
+    execution: str
     batch: int
     widths: tuple[int, ...]
     parts_bytes: dict[str, dict[str, int]]
@@ -90,19 +90,9 @@ class StepMemory(Tabular):
     def rows(self) -> list[dict]:
         return [{"phase": phase, "increase_mib": self.increase_bytes(phase) / MIB} for phase in self.parts_bytes]
 
-    def parts(self, phase: str | None = None):
-        """The tensors behind each figure (or one phase's), as a ``pandas.DataFrame`` in MiB, the largest first."""
-        import pandas as pd
-
-        phases = self.parts_bytes if phase is None else {one_of("phase", phase, tuple(self.parts_bytes))}
-        rows = [(name, tensor, size / MIB) for name in phases for tensor, size in self.parts_bytes[name].items()]
-        frame = pd.DataFrame(rows, columns=["phase", "tensor", "mib"])
-        by_size = frame.sort_values("mib", ascending=False, kind="stable")
-        return by_size.sort_values("phase", key=lambda names: names.map(PHASES.index), kind="stable", ignore_index=True)
-
     def __repr__(self) -> str:
         figures = ", ".join(f"{row['phase']} +{row['increase_mib']:.2f}" for row in self.rows())
-        return f"{self.method}, batch {self.batch}, {' → '.join(map(str, self.widths))}: {figures} MiB"
+        return f"{self.execution}, batch {self.batch}, {' → '.join(map(str, self.widths))}: {figures} MiB"
 
 
 class _Held(dict):
@@ -146,7 +136,7 @@ class _Held(dict):
 
 
 def emulate(
-    method: str,
+    execution: str,
     batch: int,
     widths: tuple[int, ...] = WIDTHS,
     choices: Choices = OPACUS_2024,
@@ -157,7 +147,7 @@ def emulate(
 
     Parameters
     ----------
-    method
+    execution
         ``"sgd"``, ``"hooks"`` (per-sample gradients; the article's "vanilla") or ``"ghost"``.
     batch
         Examples in the batch.
@@ -169,14 +159,14 @@ def emulate(
     Raises
     ------
     ValueError
-        An unknown method, a batch or width below 1, fewer than two widths.
+        An unknown execution, a batch or width below 1, fewer than two widths.
     """
-    one_of("method", method, METHODS)
+    one_of("execution", execution, EXECUTIONS)
     batch = whole_number("batch", batch, 1)
     widths = checked_widths(widths)
-    held = []
-    measure(lambda timeline: held.append(_step(timeline, method, batch, widths, choices)), fake=fake)
-    return StepMemory(method, batch, widths, held[0].parts_bytes)
+    steps = []
+    measure(lambda timeline: steps.append(_step(timeline, execution, batch, widths, choices)), fake=fake)
+    return StepMemory(execution, batch, widths, steps[0].parts_bytes)
 
 
 def checked_widths(widths: tuple[int, ...]) -> tuple[int, ...]:
@@ -188,7 +178,7 @@ def checked_widths(widths: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def _step(timeline, method, batch, widths, choices, clip=1.0, noise_multiplier=1.0, lr=0.1) -> _Held:
+def _step(timeline, execution, batch, widths, choices, clip=1.0, noise_multiplier=1.0, lr=0.1) -> _Held:
     held, layers = _Held(timeline), range(1, len(widths))
     names = ["x", *(f"h{i}" for i in layers[:-1]), "y"]  # layer i reads names[i - 1] and writes names[i]
     generator = torch.Generator().manual_seed(0)
@@ -207,19 +197,19 @@ def _step(timeline, method, batch, widths, choices, clip=1.0, noise_multiplier=1
         )  # (batch, out)
         held["loss per sample"] = held["loss per element"].mean(dim=1)  # (batch,)
         held.drop("loss per element")
-        if method != "ghost":
+        if execution != "ghost":
             held["loss"] = held["loss per sample"].mean()
             held.drop("loss per sample")
-    hook = {"sgd": None, "hooks": _keep_gradients, "ghost": _keep_norms}[method]
+    hook = {"sgd": None, "hooks": _keep_gradients, "ghost": _keep_norms}[execution]
     with held.phase("first backward"):
-        if method == "ghost":
+        if execution == "ghost":
             held["loss"] = held["loss per sample"].mean()
         held["dL/dloss"] = torch.ones(())
         held["dL/d(loss per sample)"] = held["dL/dloss"].expand(batch) / batch
         _through_loss(held)
-        _through_layers(held, names, choices, hook, keep_graph=method == "ghost")
+        _through_layers(held, names, choices, hook, keep_graph=execution == "ghost")
         held.drop("dL/dloss", "loss")
-    if method == "ghost":
+    if execution == "ghost":
         with held.phase("clip factors"):
             for i in layers:
                 held[f"gradient {i}"].zero_()  # kept as zeros: zero_grad(set_to_none=False)
@@ -232,12 +222,12 @@ def _step(timeline, method, batch, widths, choices, clip=1.0, noise_multiplier=1
             _through_loss(held)
             _through_layers(held, names, choices, hook=None, keep_graph=False)
     with held.phase("step"):
-        if method == "hooks":
+        if execution == "hooks":
             _clip_and_sum(held, layers, clip)
-        if method != "sgd":
+        if execution != "sgd":
             _add_noise(held, layers, choices, clip * noise_multiplier, batch, generator)
         for i in layers:
-            held[f"W{i}"].add_(held[f"gradient {i}" if method == "sgd" else f"noised {i}"], alpha=-lr)
+            held[f"W{i}"].add_(held[f"gradient {i}" if execution == "sgd" else f"noised {i}"], alpha=-lr)
     return held
 
 

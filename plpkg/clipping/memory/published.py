@@ -28,7 +28,8 @@ from plpkg.memory import MIB, MemoryTimeline
 from plpkg.validation import number, one_of, whole_number
 
 OUT_OF_MEMORY = "OOM"
-MODES = ("sgd", "hooks", "fast", "ghost")
+PUBLISHED = ("sgd", "hooks", "fast", "ghost")
+"""The executions in Opacus's own words."""
 P100_MIB = 16 * 1024
 _IN_MB = {"": Decimal(1), "MB": Decimal(1), "GB": Decimal(1000)}
 
@@ -169,29 +170,29 @@ def bert_task(batch: int, seq: int, num_labels: int = 3) -> Task:
 
 
 def opacus_step(
-    task: Task, mode: str, *, max_grad_norm: float = 1.0, noise_multiplier: float = 1.0
+    task: Task, execution: str, *, max_grad_norm: float = 1.0, noise_multiplier: float = 1.0
 ) -> Callable[[MemoryTimeline], None]:
     """One training step of the installed Opacus, for :func:`measure`.
 
-    Its phases are those of :data:`plpkg.clipping.memory.dataflow.PHASES` that the mode has, and then ``"iteration"``:
-    all of them but the model.
+    Its phases are those of :data:`plpkg.clipping.memory.dataflow.PHASES` that the execution has, and then
+    ``"iteration"``: all of them but the model.
 
     Parameters
     ----------
-    mode
+    execution
         ``"sgd"`` (plain PyTorch), ``"hooks"``, ``"fast"`` (the ghost engine with ``use_ghost_clipping=False``) or
         ``"ghost"``.
 
     Raises
     ------
     ValueError
-        An unknown mode, a clipping norm that is not positive, a negative noise multiplier.
+        An unknown execution, a clipping norm that is not positive, a negative noise multiplier.
     """
     from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
     from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
     from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 
-    one_of("mode", mode, MODES)
+    one_of("execution", execution, PUBLISHED)
     clip = number("max_grad_norm", max_grad_norm, open_low=True)
     noise = number("noise_multiplier", noise_multiplier)
 
@@ -203,10 +204,12 @@ def opacus_step(
         timeline.track(model)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
         private = dict(noise_multiplier=noise, max_grad_norm=clip, expected_batch_size=len(inputs))
-        if mode == "hooks":
+        if execution == "hooks":
             model, optimizer = GradSampleModule(model), DPOptimizer(optimizer, **private)
-        elif mode != "sgd":
-            model = GradSampleModuleFastGradientClipping(model, max_grad_norm=clip, use_ghost_clipping=mode == "ghost")
+        elif execution != "sgd":
+            model = GradSampleModuleFastGradientClipping(
+                model, max_grad_norm=clip, use_ghost_clipping=execution == "ghost"
+            )
             optimizer = DPOptimizerFastGradientClipping(optimizer, **private)
             criterion = DPLossFastGradientClipping(model, optimizer, criterion)
         with timeline.phase("iteration"), warnings.catch_warnings():
@@ -216,7 +219,7 @@ def opacus_step(
                 outputs = model(inputs)
             with timeline.phase("loss"):
                 loss = criterion(outputs, targets)
-            _backward(timeline, loss, model, optimizer, twice=mode in ("fast", "ghost"))
+            _backward(timeline, loss, model, optimizer, twice=execution in ("fast", "ghost"))
             with timeline.phase("step"):
                 optimizer.step()
 
@@ -264,7 +267,7 @@ def side_by_side(table):
     return shape[[phase for phase in PHASES if phase in shape]].fillna("")
 
 
-def bert_table(batch: int = 128, seq: int = 100, modes: tuple[str, ...] = MODES):
+def bert_table(batch: int = 128, seq: int = 100, executions: tuple[str, ...] = PUBLISHED):
     """One batch size of the article's BERT table beside the installed Opacus on fake tensors.
 
     Returns
@@ -276,14 +279,15 @@ def bert_table(batch: int = 128, seq: int = 100, modes: tuple[str, ...] = MODES)
     Raises
     ------
     ValueError
-        A batch size that the article does not list, a sequence length outside 1 … 512, an unknown mode.
+        A batch size that the article does not list, a sequence length outside 1 … 512, an unknown execution.
     """
     table = bert()
     one_of("batch", batch, tuple(table["batch"].unique().tolist()))
-    table = table[(table["batch"] == batch) & table["method"].isin([one_of("mode", m, MODES) for m in modes])]
-    peaks = [
-        measure(opacus_step(bert_task(batch, seq), mode)).phases[-1].increase_bytes / MIB for mode in table["method"]
-    ]
+    for execution in executions:
+        one_of("execution", execution, PUBLISHED)
+    table = table[(table["batch"] == batch) & table["method"].isin(executions)]
+    steps = [opacus_step(bert_task(batch, seq), execution) for execution in table["method"]]
+    peaks = [measure(step).phases[-1].increase_bytes / MIB for step in steps]
     table = table.assign(seq=seq, computed_mib=peaks).reset_index(drop=True)
     return table.assign(ratio=table["computed_mib"] / table["reported_mib"])
 

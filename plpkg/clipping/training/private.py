@@ -16,9 +16,10 @@ import torch
 from opacus.accountants import create_accountant
 from torch.utils.data import DataLoader
 
+from plpkg.clipping.batches import leaves
 from plpkg.clipping.clip import Clip
 from plpkg.clipping.execution import EXECUTIONS, Execution
-from plpkg.clipping.gradients import check_losses, leaves, zeros_for
+from plpkg.clipping.gradients import check_losses, zeros_for
 from plpkg.clipping.planner import Plan
 from plpkg.clipping.recorder import Recorder
 from plpkg.clipping.training.accounting import ACCOUNTANTS, noise_for, spent

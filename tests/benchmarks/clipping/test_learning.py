@@ -38,8 +38,8 @@ def test_the_rank_is_that_of_whole_sentences_one_by_one():
         losses.append(nats.gather(1, whole[0, 1:, None])[prompt.shape[1] - 1 :].sum().item())
     for first in range(len(candidates)):
         order = [first, *(i for i in range(len(candidates)) if i != first)]
-        found = learning.rank(model, tokenizer, question, [candidates[i] for i in order])
-        assert found == 1 + sum(loss < losses[first] for loss in losses)
+        rank = learning.rank(model, tokenizer, question, [candidates[i] for i in order])
+        assert rank == 1 + sum(loss < losses[first] for loss in losses)
 
 
 def test_the_loss_of_an_example_is_the_mean_over_its_own_tokens():
@@ -51,8 +51,8 @@ def test_the_loss_of_an_example_is_the_mean_over_its_own_tokens():
 
 
 def test_the_noise_falls_as_epsilon_grows():
-    found = list(learning.cases((math.inf, 8.0, 2.0), 0.5, 5))
-    assert [case for case, *_ in found] == ["not clipped", "clipped", "private", "private"]
-    assert [target for _, target, *_ in found] == [math.inf, math.inf, 8.0, 2.0]
-    sigmas = [sigma for _, _, sigma, _ in found]
+    cases = list(learning.cases((math.inf, 8.0, 2.0), 0.5, 5))
+    assert [case for case, *_ in cases] == ["not clipped", "clipped", "private", "private"]
+    assert [target for _, target, *_ in cases] == [math.inf, math.inf, 8.0, 2.0]
+    sigmas = [sigma for _, _, sigma, _ in cases]
     assert sigmas[:2] == [0, 0] < sigmas[2:3] < sigmas[3:]

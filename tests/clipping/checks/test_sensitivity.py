@@ -9,7 +9,7 @@ from torch import nn
 from plpkg.clipping import clipped_gradients
 from plpkg.clipping.checks.sensitivity import check_sensitivity
 from plpkg.clipping.clip import Clip
-from plpkg.clipping.gradients import EXECUTIONS
+from plpkg.clipping.execution import EXECUTIONS
 
 from rounding import relative
 
@@ -25,21 +25,25 @@ def clipped_sum(rows):
 
 
 def test_a_clipped_sum():
-    found = check_sensitivity(clipped_sum, ROWS, C)
-    assert found.ok
-    assert found.worst == pytest.approx(1, abs=ROUNDING)
-    assert found.removed == pytest.approx(CLIPPED, abs=ROUNDING)
-    assert found.alone == pytest.approx(CLIPPED, abs=ROUNDING)
+    sensitivity = check_sensitivity(clipped_sum, ROWS, C)
+    assert sensitivity.ok
+    assert sensitivity.worst == pytest.approx(1, abs=ROUNDING)
+    assert sensitivity.removed == pytest.approx(CLIPPED, abs=ROUNDING)
+    assert sensitivity.alone == pytest.approx(CLIPPED, abs=ROUNDING)
 
 
 def test_a_sum_that_is_not_clipped():
-    found = check_sensitivity(lambda rows: rows.sum(0), ROWS, C)
-    assert not found.ok
-    assert found.worst == pytest.approx(10)
-    assert found.worst_example == 0
-    assert repr(found) == "Sensitivity(violated: at most 10 C, C=0.5, by example 0 of 4)"
-    assert found.rows()[1] == {"example": 1, "taken away (C)": found.removed[1], "alone (C)": found.alone[1]}
-    assert "violated" in found._repr_html_()
+    sensitivity = check_sensitivity(lambda rows: rows.sum(0), ROWS, C)
+    assert not sensitivity.ok
+    assert sensitivity.worst == pytest.approx(10)
+    assert sensitivity.worst_example == 0
+    assert repr(sensitivity) == "Sensitivity(violated: at most 10 C, C=0.5, by example 0 of 4)"
+    assert sensitivity.rows()[1] == {
+        "example": 1,
+        "taken away (C)": sensitivity.removed[1],
+        "alone (C)": sensitivity.alone[1],
+    }
+    assert "violated" in sensitivity._repr_html_()
     assert (
         repr(check_sensitivity(clipped_sum, ROWS[1:2], C)) == "Sensitivity(ok: at most 0.2 C, C=0.5, by example 0 of 1)"
     )
@@ -52,18 +56,18 @@ def test_an_example_that_changes_what_others_count():
     def step(part):
         return clipped_sum(part) * (-1 if bool(part[:, 4].any()) and len(part) > 1 else 1)
 
-    found = check_sensitivity(step, rows, C)
-    assert max(found.alone) == pytest.approx(1)
-    assert found.removed[4] == pytest.approx(math.sqrt(1 + 4 * 2**2))
-    assert found.worst_example == 4
-    assert found.worst == found.removed[4]
+    sensitivity = check_sensitivity(step, rows, C)
+    assert max(sensitivity.alone) == pytest.approx(1)
+    assert sensitivity.removed[4] == pytest.approx(math.sqrt(1 + 4 * 2**2))
+    assert sensitivity.worst_example == 4
+    assert sensitivity.worst == sensitivity.removed[4]
 
 
 def test_a_mean_over_the_actual_batch():
     """Taken away, each moves little; it is alone that one shows what the division does."""
-    found = check_sensitivity(lambda rows: 100 * clipped_sum(rows) / len(rows), torch.eye(100), C)
-    assert found.removed == pytest.approx([math.sqrt(1 + 99 / 99**2)] * 100)
-    assert found.worst == pytest.approx(100)
+    sensitivity = check_sensitivity(lambda rows: 100 * clipped_sum(rows) / len(rows), torch.eye(100), C)
+    assert sensitivity.removed == pytest.approx([math.sqrt(1 + 99 / 99**2)] * 100)
+    assert sensitivity.worst == pytest.approx(100)
 
 
 def test_what_is_tolerated():
@@ -80,8 +84,8 @@ def test_parameters_are_told_apart_by_name():
         total = clipped_sum(batch["rows"][0])
         return dict([("a", total[:1]), ("b", total[1:].reshape(2, 1))][:: next(order)])
 
-    found = check_sensitivity(step, {"rows": (ROWS, torch.arange(4)), "scale": 2.0}, C)
-    assert found.removed == pytest.approx(CLIPPED, abs=ROUNDING)
+    sensitivity = check_sensitivity(step, {"rows": (ROWS, torch.arange(4)), "scale": 2.0}, C)
+    assert sensitivity.removed == pytest.approx(CLIPPED, abs=ROUNDING)
 
 
 def test_one_example_is_compared_with_nothing():
@@ -91,15 +95,15 @@ def test_one_example_is_compared_with_nothing():
         sizes.append(len(rows))
         return clipped_sum(rows)
 
-    found = check_sensitivity(step, ROWS[:1], C)
-    assert found.removed == found.alone == pytest.approx((1.0,))
+    sensitivity = check_sensitivity(step, ROWS[:1], C)
+    assert sensitivity.removed == sensitivity.alone == pytest.approx((1.0,))
     assert set(sizes) == {1}
 
 
 def test_an_update_may_be_changed_in_place_afterwards():
     buffer = torch.zeros(3, dtype=torch.float64)
-    found = check_sensitivity(lambda rows: buffer.copy_(clipped_sum(rows)), ROWS, C)
-    assert found.removed == pytest.approx(CLIPPED, abs=ROUNDING)
+    sensitivity = check_sensitivity(lambda rows: buffer.copy_(clipped_sum(rows)), ROWS, C)
+    assert sensitivity.removed == pytest.approx(CLIPPED, abs=ROUNDING)
 
 
 class Net(nn.Module):
@@ -125,10 +129,10 @@ def test_no_execution_exceeds_the_norm(execution, clipping):
         return clipped_gradients(model, loss, batch, 0.05, execution, clipping=clipping)[0]
 
     largest = clipped_gradients(model, loss, ids, 0.05, "loop")[1].max().item()
-    found = check_sensitivity(step, ids, 0.05)
-    assert found.ok
+    sensitivity = check_sensitivity(step, ids, 0.05)
+    assert sensitivity.ok
     most = largest / (largest + Clip(0.05).gamma) if clipping == "automatic" else 1
-    assert found.worst == pytest.approx(most, rel=found.tolerance)
+    assert sensitivity.worst == pytest.approx(most, rel=sensitivity.tolerance)
     assert not check_sensitivity(step, ids, 0.04).ok
 
 

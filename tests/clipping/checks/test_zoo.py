@@ -40,36 +40,36 @@ CAUGHT = {
 OURS = {
     "functional tie": "refuses: tokens.weight: used outside of the layer that owns it",
     "loss over the batch's tokens": "cannot know: ",
-    "BatchNorm": "refuses: norm (BatchNorm1d) normalises each sample by the others",
-    "BatchNorm, frozen": "refuses: norm (BatchNorm1d) normalises each sample by the others",
+    "BatchNorm": "refuses: norm (BatchNorm1d) normalises each example by the others",
+    "BatchNorm, frozen": "refuses: norm (BatchNorm1d) normalises each example by the others",
 }
 
 
 @pytest.fixture(scope="module")
-def found():
+def whole_zoo():
     return Zoo(tuple(examine(specimen, checked=CHECKED, canaries=CANARIES) for specimen in specimens()))
 
 
-def test_what_notices(found):
+def test_what_notices(whole_zoo):
     """At 200 canaries the audit notices nothing, not even ten times the sensitivity."""
-    assert {finding.specimen.bug: finding.caught_by for finding in found.findings} == CAUGHT
-    assert [found.caught(check) for check in ("parity", "sensitivity", "audit")] == [7, 7, 0]
-    assert repr(found) == "Zoo(9 bugs; caught by parity 7, sensitivity 7, audit 0)"
+    assert {finding.specimen.bug: finding.caught_by for finding in whole_zoo.findings} == CAUGHT
+    assert [whole_zoo.caught(check) for check in ("parity", "sensitivity", "audit")] == [7, 7, 0]
+    assert repr(whole_zoo) == "Zoo(9 bugs; caught by parity 7, sensitivity 7, audit 0)"
 
 
-def test_how_far_one_example_moves_opacus(found):
-    worst = {finding.specimen.bug: finding.sensitivity.worst for finding in found.findings}
+def test_how_far_one_example_moves_opacus(whole_zoo):
+    worst = {finding.specimen.bug: finding.sensitivity.worst for finding in whole_zoo.findings}
     assert {bug: worst[bug] for bug in WORST} == pytest.approx(WORST, rel=ADDED / MAX_GRAD_NORM + relative(CHECKED))
     assert min(worst[bug] for bug in worst.keys() - WORST.keys()) > 1.5
 
 
-def test_what_opacus_refuses(found):
-    refused = {finding.specimen.bug: finding.opacus for finding in found.findings if finding.opacus}
+def test_what_opacus_refuses(whole_zoo):
+    refused = {finding.specimen.bug: finding.opacus for finding in whole_zoo.findings if finding.opacus}
     assert refused == {"BatchNorm": "BatchNorm cannot support training with differential privacy"}
 
 
-def test_plpkg_is_exact_or_refuses_or_cannot_know(found):
-    for finding in found.findings:
+def test_plpkg_is_exact_or_refuses_or_cannot_know(whole_zoo):
+    for finding in whole_zoo.findings:
         assert finding.ours.startswith(OURS.get(finding.specimen.bug, "exact"))
 
 
@@ -114,14 +114,14 @@ def test_sparse_bugs_need_many_canaries_and_strong_ones():
     assert many.attempts[-2].correct == many.attempts[-2].guesses == 500
 
 
-def test_the_table(found):
-    frame = found.to_frame()
+def test_the_table(whole_zoo):
+    frame = whole_zoo.to_frame()
     assert list(frame.columns) == [
         "bug", "Opacus", "plpkg", "parity (C)", "one example moves (C)", "audited ε (claimed 4.38)", "caught by",
     ]  # fmt: skip
     assert len(frame) == len(specimens()) == 9
     assert set(frame["Opacus"]) == {"runs", "refuses: BatchNorm cannot support training with differential privacy"}
-    assert "no reference" in found._repr_html_()
+    assert "no reference" in whole_zoo._repr_html_()
 
 
 def test_examples_are_canaries():

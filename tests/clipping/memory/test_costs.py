@@ -6,35 +6,35 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from plpkg.clipping import clipped_gradients, dataflow, published
-from plpkg.clipping.memory.costs import WAYS, our_step, stack_costs, two_layer_table
+from plpkg.clipping.memory.costs import COMPARED, our_step, stack_costs, two_layer_table
 from plpkg.memory import MIB, MemoryTimeline
 
 B, T, WIDTHS = 4, 24, (40, 30, 20)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_fake_and_real_agree(way):
-    cost = stack_costs(B, T, WIDTHS, [way]).by_way[way]
+@pytest.mark.parametrize("execution", COMPARED)
+def test_fake_and_real_agree(execution):
+    cost = stack_costs(B, T, WIDTHS, [execution]).by_execution[execution]
     model = nn.Sequential(nn.Linear(40, 30, bias=False), nn.Linear(30, 20, bias=False))
     x = torch.randn(B, T, 40)
 
     def loss(model, x):
         return model(x).square().mean((1, 2))
 
-    if way != "sgd":
-        clipped_gradients(model, loss, x, 1.0, way)  # on real tensors the first call also verifies the rows
+    if execution != "sgd":
+        clipped_gradients(model, loss, x, 1.0, execution)  # on real tensors the first call also verifies the rows
     with FlopCounterMode(display=False) as counter, MemoryTimeline(label_saved=False) as timeline:
         timeline.track(model, x)
-        if way == "sgd":
+        if execution == "sgd":
             loss(model, x).sum().backward()
         else:
-            clipped_gradients(model, loss, x, 1.0, way)
+            clipped_gradients(model, loss, x, 1.0, execution)
     assert counter.get_total_flops() == cost.flops
     assert abs(timeline.peak_bytes - cost.peak_bytes) <= 2048
 
 
 def test_operations_are_the_closed_forms():
-    costs = stack_costs(B, T, WIDTHS).by_way
+    costs = stack_costs(B, T, WIDTHS).by_execution
     layers = [(40, 30), (30, 20)]
     product = sum(2 * B * T * p * d for d, p in layers)
     below = 2 * B * T * 20 * 30  # the first layer's input needs no gradient
@@ -47,7 +47,7 @@ def test_operations_are_the_closed_forms():
 
 
 def test_memory_in_the_order_of_the_names():
-    costs = stack_costs(64, 4, (512, 256, 128)).by_way
+    costs = stack_costs(64, 4, (512, 256, 128)).by_execution
     assert costs["per_sample"].peak_bytes > 64 * 4 * (512 * 256 + 256 * 128)
     assert costs["per_sample"].peak_bytes > costs["fast"].peak_bytes > costs["ghost"].peak_bytes
     assert costs["book_keeping"].peak_bytes < 1.2 * costs["sgd"].peak_bytes
@@ -60,7 +60,7 @@ def test_memory_in_the_order_of_the_names():
         ((4, 0, (3, 2)), "seq must be"),
         ((4, 4, (3,)), r"widths must have at least an input and an output, got \(3,\)"),
         ((4, 4, (3, 0)), "width must be a whole number of at least 1, got 0"),
-        ((4, 4, (3, 2), ["loop"]), "way must be one of 'sgd', .*, got 'loop'"),
+        ((4, 4, (3, 2), ["loop"]), "execution must be one of 'sgd', .*, got 'loop'"),
     ],
 )
 def test_bad_sizes_get_a_sentence(arguments, message):

@@ -10,7 +10,7 @@ import torch
 
 from plpkg import catalog
 from plpkg.clipping import published
-from plpkg.clipping.memory.dataflow import METHODS, OPACUS_1_6, PHASES, WIDTHS, emulate, measure
+from plpkg.clipping.memory.dataflow import EXECUTIONS, OPACUS_1_6, PHASES, WIDTHS, emulate, measure
 from plpkg.memory import MIB, MemoryTimeline
 
 
@@ -61,13 +61,13 @@ def test_the_synthetic_table_matches():
         (9, (30, 20, 40, 10)),
     ],
 )
-@pytest.mark.parametrize("mode", METHODS)
-def test_the_installed_opacus_does_what_the_emulation_says(mode, batch, widths):
-    timeline = measure(published.opacus_step(published.two_layer_task(batch, widths), mode))
-    emulated = emulate(mode, batch, widths, OPACUS_1_6)
-    own = {phase.name: phase.increase_bytes for phase in timeline.phases if phase.name != "iteration"}
-    assert list(own) == list(emulated.parts_bytes)
-    assert own == {phase: emulated.increase_bytes(phase) for phase in own}
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_the_installed_opacus_does_what_the_emulation_says(execution, batch, widths):
+    timeline = measure(published.opacus_step(published.two_layer_task(batch, widths), execution))
+    emulated = emulate(execution, batch, widths, OPACUS_1_6)
+    increases = {phase.name: phase.increase_bytes for phase in timeline.phases if phase.name != "iteration"}
+    assert list(increases) == list(emulated.parts_bytes)
+    assert increases == {phase: emulated.increase_bytes(phase) for phase in increases}
     assert timeline.phases[-1].name == "iteration"
 
 
@@ -76,10 +76,10 @@ def test_fast_clipping_holds_one_layer_twice():
     assert phases["first backward"].increase_bytes / MIB == pytest.approx(3213, abs=0.5)
 
 
-@pytest.mark.parametrize("mode", published.MODES)
-def test_opacus_on_real_tensors_agrees(mode):
+@pytest.mark.parametrize("execution", published.PUBLISHED)
+def test_opacus_on_real_tensors_agrees(execution):
     task = published.two_layer_task(6, (7, 5, 3))
-    real, fake = (measure(published.opacus_step(task, mode), fake=fake) for fake in (False, True))
+    real, fake = (measure(published.opacus_step(task, execution), fake=fake) for fake in (False, True))
     assert [(p.name, p.increase_bytes) for p in real.phases] == [(p.name, p.increase_bytes) for p in fake.phases]
 
 
@@ -105,7 +105,7 @@ def test_any_step_can_be_measured():
 def test_bert_within_five_percent():
     table = published.bert_table(128, 100).set_index("method")
     assert (table["ratio"] - 1).abs().max() < 0.05
-    assert list(table.index) == list(published.MODES)
+    assert list(table.index) == list(published.PUBLISHED)
     assert (table["computed_mib"] / table["reported_mib"]).tolist() == table["ratio"].tolist()
 
 
@@ -141,14 +141,17 @@ def test_about_a_hundred_tokens_explain_the_table():
         (lambda: published.figure_and_tolerance("N/A"), "got 'N/A'"),
         (lambda: published.bert_table(64), "batch must be one of 32, 128, 512, 1024, 2048, got 64"),
         (lambda: published.bert_table(32, 513), "seq must be between 1 and max_position_embeddings=512, got 513"),
-        (lambda: published.bert_table(32, modes=("gc",)), "mode must be one of 'sgd', 'hooks', 'fast', 'ghost', got"),
+        (
+            lambda: published.bert_table(32, executions=("gc",)),
+            "execution must be one of 'sgd', 'hooks', 'fast', 'ghost', got",
+        ),
         (lambda: published.fit_seq(2048), "the article reports no memory for batch=2048"),
         (lambda: published.fit_seq(32, (80, 80, 90)), "probes must be three different sequence lengths, got (80, 80"),
         (lambda: published.two_layer_task(0), "batch must be a whole number of at least 1, got 0"),
         (lambda: published.two_layer_task(2, (3,)), "widths must have at least an input and an output, got (3,)"),
         (
             lambda: published.opacus_step(published.two_layer_task(1), "functorch"),
-            "mode must be one of 'sgd', 'hooks', 'fast', 'ghost', got 'functorch'",
+            "execution must be one of 'sgd', 'hooks', 'fast', 'ghost', got 'functorch'",
         ),
         (
             lambda: published.opacus_step(published.two_layer_task(1), "hooks", max_grad_norm=0),

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from plpkg.backbones import random_backbone
 from plpkg.clipping import clipped_gradients, make_private, plan
-from plpkg.clipping.gradients import EXECUTIONS
+from plpkg.clipping.execution import EXECUTIONS
 
 from preloaded import Process
 from rounding import assert_as_exact, relative, sampling_error
@@ -306,8 +306,8 @@ def test_the_loss_of_a_sequence_is_the_mean_of_what_is_not_ignored(reduction, fl
     loss.backward()
     made.optimizer.step()
     scale = 10 if reduction == "mean" else 1
-    found = [scale * made.model.get_parameter(name).grad for name in rough]
-    assert_as_exact(found, rough.values(), exact.values())
+    gradients = [scale * made.model.get_parameter(name).grad for name in rough]
+    assert_as_exact(gradients, rough.values(), exact.values())
 
 
 def test_autocast_and_a_scheduler_and_adam():
@@ -344,9 +344,9 @@ def test_a_plan_as_execution():
     def losses(model, batch):
         return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
-    found = plan(Net(), losses, data()[:10])
+    budgeted = plan(Net(), losses, data()[:10])
     plain, _ = train(private(), 2)
-    planned, _ = train(private(execution=found), 2)
+    planned, _ = train(private(execution=budgeted), 2)
     assert_as_exact(planned, plain, exactly(2))
 
 
@@ -461,7 +461,7 @@ BAD = [
     (dict(secure=True), "secure=True takes no seed, got seed=0"),
     (dict(sample_rate=0.5), "leave them out"),
     (dict(model=Net().eval()), "the model is in evaluation mode"),
-    (dict(model=nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(5))), r"1 \(BatchNorm1d\) normalises each sample"),
+    (dict(model=nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(5))), r"1 \(BatchNorm1d\) normalises each example"),
     (dict(dataset=Stream()), "needs examples by number, got the iterable Stream"),
     (dict(criterion=nn.CrossEntropyLoss(reduction="none")), None),
 ]  # fmt: skip
@@ -546,10 +546,10 @@ def test_validation_with_the_same_criterion():
     x, y = data(16).tensors
     made.model.eval()
     with torch.no_grad():
-        found = made.criterion(made.model(x), y)
+        validation = made.criterion(made.model(x), y)
         wanted = nn.functional.cross_entropy(made.model(x), y)
     made.model.train()
-    assert found.item() == wanted.item()
+    assert validation.item() == wanted.item()
 
 
 def test_zeroed_gradients_are_no_gradients():

@@ -1,0 +1,45 @@
+"""Batches: tensors in tuples, lists and mappings, with the examples along the first dimension of each."""
+
+from collections.abc import Mapping
+
+import torch
+
+
+def leaves(batch) -> list[torch.Tensor]:
+    """The tensors of a batch, also inside of mappings that are not dictionaries (transformers' BatchEncoding)."""
+    if isinstance(batch, torch.Tensor):
+        return [batch]
+    if isinstance(batch, Mapping):
+        return [leaf for value in batch.values() for leaf in leaves(value)]
+    if isinstance(batch, (tuple, list)):
+        return [leaf for value in batch for leaf in leaves(value)]
+    return []
+
+
+def examples(batch, index):
+    """The batch of some of its examples: every tensor's first dimension indexed alike."""
+    if isinstance(batch, torch.Tensor):
+        return batch[index]
+    if isinstance(batch, Mapping):
+        return {key: examples(value, index) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(examples(value, index) for value in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(examples(value, index) for value in batch)
+    return batch
+
+
+def batch_size(batch) -> int:
+    """How many examples a batch has.
+
+    Raises
+    ------
+    ValueError
+        No tensors, or tensors that do not agree.
+    """
+    shapes = [tuple(leaf.shape) for leaf in leaves(batch)]
+    counts = {shape[0] if shape else None for shape in shapes}
+    if len(counts) != 1 or None in counts:
+        given = f"shapes {shapes}" if shapes else f"no tensor in a {type(batch).__name__}"
+        raise ValueError(f"the tensors of a batch must have one first dimension in common, got {given}")
+    return counts.pop()
