@@ -33,16 +33,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, QuantizedCache
 
 from benchmarks import record
+from benchmarks.retention import merge, offload
+from benchmarks.retention.lookup import train_lookup
+from benchmarks.retention.sparse import VerticalSlash
 from plpkg import catalog
 from plpkg.backbones import load_backbone, random_backbone
 from plpkg.memory import MemoryTimeline
-from plpkg.retention import RetainingHeads, chunked_prefill, cis_labels, merge, offload, scorers, text, tiny
+from plpkg.retention import RetainingHeads, chunked_prefill, cis_labels, scorers, text, tiny
 from plpkg.retention.cache import Rotary
 from plpkg.retention.head import HeadsConfig
 from plpkg.retention.prefill import Eviction
 from plpkg.retention.quantize import quantized
 from plpkg.retention.scorers import H2O, KeyNorm, Locret, Random, SinkRecent, SirLlm, SnapKv
-from plpkg.retention.sparse import VerticalSlash
 from plpkg.retention.tasks import lookup, pairs_in_noise
 from plpkg.retention.train import train_heads
 
@@ -83,7 +85,7 @@ def heads_for(model, draw, seed: int = 0) -> RetainingHeads:
 def candidates(heads: RetainingHeads, labels: torch.Tensor) -> dict[str, object]:
     return {
         "Locret": Locret(heads),
-        "oracle": scorers.static(labels),
+        "oracle": scorers.Static(labels),
         "SnapKV": SnapKv(),
         "H2O": H2O(),
         "SirLLM": SirLlm(),
@@ -129,7 +131,7 @@ def rows_of_asked() -> Iterator[dict]:
             "SnapKV, window 2": SnapKv(window=2, kernel=1),
             "H2O": H2O(recent_share=0.25),
             "Locret": Locret(heads["last"]),
-            "oracle": scorers.static(labels),
+            "oracle": scorers.Static(labels),
             "random": Random(),
         }.items():
             yield dict(case=name, x=chunk_size, accuracy=tiny.accuracy(model, task, scorer, 8, chunk_size))
@@ -210,7 +212,7 @@ def weighing(sizes: list[int]) -> Iterator[None]:
 
 
 def rows_of_lookup() -> Iterator[dict]:
-    model = tiny.train_lookup(progress=False)
+    model = train_lookup(progress=False)
     heads = {q: heads_for(model, lambda seed, q=q: lookup(16, question=q, seed=seed)) for q in ("last", "first")}
     tiny.save(SHIPPED / "lookup.safetensors", model, heads)
     for question, trained_on in (("last", "last"), ("first", "first"), ("both", "first")):
@@ -221,7 +223,7 @@ def rows_of_lookup() -> Iterator[dict]:
             for budget in (6, 8, 12, 16, 24, 32):
                 for name, scorer in (
                     ("Locret", Locret(heads[trained_on], sink=sink)),
-                    ("oracle", scorers.static(labels, sink=sink)),
+                    ("oracle", scorers.Static(labels, sink=sink)),
                     ("random", Random(sink=sink)),
                 ):
                     found = tiny.accuracy(model, task, scorer, budget, 16)
@@ -247,12 +249,15 @@ def methods(model, heads) -> dict[str, Callable[[torch.Tensor], object]]:
     for name, scorer in (("Locret", Locret(heads)), ("H2O", H2O())):
         mergers[name] = merge.Merger(model, 4)
         data = values_only(pairs_in_noise(16, LENGTH, seed=70_000 + i) for i in range(200))
-        found = merge.train_merger(model, mergers[name], data, scorer, 8, 32, progress=False)
-        print(f"merging: loss {statistics.mean(found[:20]):.3f} → {statistics.mean(found[-20:]):.3f}", flush=True)
+        nats = merge.train_merger(model, mergers[name], data, scorer, 8, 32, progress=False)
+        print(f"merging: loss {statistics.mean(nats[:20]):.3f} → {statistics.mean(nats[-20:]):.3f}", flush=True)
         mergers[name].requires_grad_(False)
 
     def evicting(scorer, budget: int = 16, **options):
         return lambda ids: chunked_prefill(model, ids, scorer, budget, 32, log_positions=False, **options).cache
+
+    def merging(scorer, merger):
+        return lambda ids: merge.merging_prefill(model, ids, scorer, 8, 32, merger).cache
 
     def full(ids):
         return model(ids, use_cache=True, logits_to_keep=1).past_key_values
@@ -275,9 +280,9 @@ def methods(model, heads) -> dict[str, Callable[[torch.Tensor], object]]:
         "Locret, 2 bit": evicting(Locret(heads), store=quantized(2, "token", 16)),
         "Locret, 2 bit KIVI": evicting(Locret(heads), store=quantized(2, "kivi", 8)),
         "Locret, 8 units": evicting(Locret(heads), 8),
-        "Locret, 8 units, merged": evicting(Locret(heads), 8, merger=mergers["Locret"]),
+        "Locret, 8 units, merged": merging(Locret(heads), mergers["Locret"]),
         "H2O, 8 units": evicting(H2O(), 8),
-        "H2O, 8 units, merged": evicting(H2O(), 8, merger=mergers["H2O"]),
+        "H2O, 8 units, merged": merging(H2O(), mergers["H2O"]),
     }
 
 
@@ -578,7 +583,7 @@ def main() -> None:
         for row in SECTIONS[name]():
             rows.append({"section": name} | row)
             print(rows[-1], flush=True)
-        path = record.DATA / "retention.csv"
+        path = record.DATA / "retention_quality.csv"
         before = pd.read_csv(path) if path.exists() else None
         keep = None if before is None else before[before["section"] != name]
         record.write("retention.quality", rows, keep=keep)  # after each section: a stop loses one at the most

@@ -1,7 +1,7 @@
 """Locret: heads that learn which KV-cache units to keep, and eviction under a fixed budget (arXiv 2410.01805)."""
 
 from plpkg.lazy import on_first_use
-from plpkg.retention import merge, offload, quantize, scorers, sparse, tasks, text, tiny
+from plpkg.retention import quantize, scorers, tasks, text, tiny
 from plpkg.retention.cache import EvictingCache, keep_indices
 from plpkg.retention.head import RetainingHeads
 from plpkg.retention.labels import cis_labels
@@ -16,13 +16,9 @@ __all__ = [
     "cis_labels",
     "exercises",
     "keep_indices",
-    "merge",
-    "offload",
     "plots",
     "quantize",
-    "recorded",
     "scorers",
-    "sparse",
     "tasks",
     "text",
     "tiny",
@@ -30,4 +26,4 @@ __all__ = [
     "widget",
 ]
 
-__getattr__ = on_first_use(__name__, exercises="exercises", plots="plots", recorded="recorded", widget="widget")
+__getattr__ = on_first_use(__name__, exercises="exercises", plots="plots", widget="widget")

@@ -1,106 +1,103 @@
-"""Figures of notebook 04."""
+"""Figures of notebook 04. The measured ones take the rows of a section of ``retention_quality``."""
 
 import numpy as np
 
 from plpkg import theme
-from plpkg.retention import recorded
+from plpkg.recorded import half_width
+from plpkg.retention.tasks import FIRST_KEY, FIRST_VALUE
+
+LOOKUPS = {
+    "asked last, Locret": "asked last: Locret",
+    "asked last, random": "asked last: random",
+    "asked first, Locret": "asked first: Locret",
+    "asked first, Locret, protected": "asked first, question protected: Locret",
+    "asked first, random, protected": "asked first, question protected: random",
+    "asked last, oracle": "asked last: an oracle that knows the question",
+}
+"""The cases of the section "lookup" that are drawn, and what the legend calls them."""
 
 
-def space(ax=None):
-    """The peak of live memory while a prompt is read, by class of method."""
-    return _lines(
-        recorded.by_case("space", "live_kib") / 1024, ax, "tokens of the prompt", "peak beside the weights (MiB)",
-        "4 layers of width 128, eager attention", log="xy",
-    )  # fmt: skip
+def by_case(rows, value: str = "accuracy"):
+    """A section as a table.
+
+    Parameters
+    ----------
+    rows
+        With ``case``, ``x`` and ``value``; without ``x`` (a full cache) they are left out.
+    value
+        The column in the cells.
+
+    Returns
+    -------
+    pandas.DataFrame
+        A row a case, in the order in which they were measured, and a column for each ``x``.
+    """
+    rows = rows.dropna(subset="x")
+    table = rows.pivot(index="case", columns="x", values=value)
+    return table.reindex(rows["case"].drop_duplicates()).rename(columns=int)
 
 
-def budget(ax=None):
-    """Accuracy by budget and scorer, with intervals over models."""
+def space(rows, ax=None):
+    """The peak of live memory while a prompt is read, by class of method: the section "space"."""
+    table, title = by_case(rows, "live_kib") / 1024, "4 layers of width 128, eager attention"
+    return _lines(table, ax, "tokens of the prompt", "peak beside the weights (MiB)", title, log="xy")
+
+
+def budget(rows, ax=None):
+    """Accuracy by budget and scorer, with 95 % intervals over models: the section "budget"."""
     ax = theme.axes(ax)
-    table = recorded.budget()
-    cases = list(table["case"].drop_duplicates())
+    shares = 100 * rows.dropna(subset="x").groupby(["case", "x"], sort=False)["of_full"].agg(["mean", half_width])
+    cases = list(shares.index.unique("case"))
     for case, style in zip(cases, theme.styles(len(cases)), strict=True):
-        own = table[table["case"] == case]
-        ax.errorbar(own["x"], 100 * own["mean"], yerr=100 * own["ci"], label=case, capsize=2, **style)
-    _powers_of_two(ax, sorted(table["x"].unique()))
+        points = shares.loc[case]
+        ax.errorbar(points.index, points["mean"], yerr=points["half_width"], label=case, capsize=2, **style)
+    _powers_of_two(ax, sorted(shares.index.unique("x")))
     ax.set(xlabel="units that each head keeps, of 129", ylabel="% of the full cache's accuracy", ylim=(0, 108))
     ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
-    at = table[table["x"] == 16].set_index("case")["mean"]
-    said = "; ".join(f"{case} {100 * value:.0f} %" for case, value in at.items())
+    with_16 = shares["mean"].xs(16, level="x")
+    said = "; ".join(f"{case} {value:.0f} %" for case, value in with_16.items())
     return theme.describe(ax, f"Accuracy against budget for {len(cases)} scorers. With 16 units: {said}.")
 
 
-def chunks(ax=None):
-    """Accuracy by chunk size: causal scorers do not care, the others do."""
-    return _lines(
-        100 * recorded.by_case("chunk"),
-        ax,
-        "tokens of a chunk (129: the prompt at once)",
-        "accuracy (%)",
-        "16 units",
-        log="x",
-    )
+def asked(rows, ax=None):
+    """Accuracy by chunk size where the prompt ends with the question: the section "asked"."""
+    xlabel = "tokens of a chunk (35: the prompt at once)"
+    return _lines(100 * by_case(rows), ax, xlabel, "accuracy (%)", "lookup, 8 units of 35", log="x")
 
 
-def asked(ax=None):
-    """Accuracy by chunk size where the prompt ends with the question."""
-    table = 100 * recorded.by_case("asked")
-    return _lines(
-        table, ax, "tokens of a chunk (35: the prompt at once)", "accuracy (%)", "lookup, 8 units of 35", log="x"
-    )
+def positions(rows, ax=None):
+    """Accuracy by length under either contract: the section "positions"."""
+    return _lines(100 * by_case(rows), ax, "tokens of noise", "accuracy (%)", "Locret, 32 units", log="x")
 
 
-def positions(ax=None):
-    """Accuracy by length under either contract."""
-    return _lines(
-        100 * recorded.by_case("positions"), ax, "tokens of noise", "accuracy (%)", "Locret, 32 units", log="x"
-    )
+def lengths(rows, ax=None):
+    """Accuracy by length and scorer: the section "length"."""
+    return _lines(100 * by_case(rows), ax, "tokens of noise", "accuracy (%)", "trained on up to 128 tokens", log="x")
 
 
-def lengths(ax=None):
-    """Accuracy by length and scorer."""
-    return _lines(
-        100 * recorded.by_case("length"), ax, "tokens of noise", "accuracy (%)", "trained on up to 128 tokens", log="x"
-    )
-
-
-def text(ax=None):
-    """Perplexity of a continuation by budget and scorer, above the full cache's."""
-    table = recorded.by_case("text, no tail", "perplexity")
-    title = "plpkg-small, no local tail"
+def text(rows, ax=None):
+    """Perplexity of a continuation by budget and scorer, above the full cache's: the section "text, no tail"."""
+    table, title = by_case(rows, "perplexity"), "plpkg-small, no local tail"
     ax = _lines(table, ax, "units that each head keeps, of 384", "perplexity of what follows", title, log="x")
-    full = recorded.section("text, no tail").set_index("case").loc["full cache", "perplexity"]
+    full = rows.set_index("case").loc["full cache", "perplexity"]
     ax.axhline(full, color="0.4", lw=1, linestyle="--")
-    ax.text(16, full, "full cache", va="bottom", fontsize=9)
+    ax.text(table.columns[0], full, "full cache", va="bottom", fontsize=9)
     return ax
 
 
-def speed(ax=None):
-    """Tokens per second by length: full attention and Locret."""
-    return _lines(
-        recorded.by_case("speed", "tokens_per_s"), ax, "tokens of the prompt", "tokens per CPU second",
-        "12 layers × 768, 2,048 units, one thread", log="x",
-    )  # fmt: skip
+def speed(rows, ax=None):
+    """Tokens per second by length, full attention and Locret: the section "speed"."""
+    table, title = by_case(rows, "tokens_per_s"), "12 layers × 768, 2,048 units, one thread"
+    return _lines(table, ax, "tokens of the prompt", "tokens per CPU second", title, log="x")
 
 
-def lookup(ax=None):
-    """Accuracy by budget, for the question after the text and before it."""
-    table = recorded.by_case("lookup")
-    cases = {
-        "asked last, Locret": "asked last: Locret",
-        "asked last, random": "asked last: random",
-        "asked first, Locret": "asked first: Locret",
-        "asked first, Locret, protected": "asked first, question protected: Locret",
-        "asked first, random, protected": "asked first, question protected: random",
-        "asked last, oracle": "asked last: an oracle that knows the question",
-    }
-    return _lines(
-        100 * table.loc[list(cases)].rename(index=cases),
-        ax,
+def lookup(rows, ax=None):
+    """Accuracy by budget, for the question after the text and before it: the section "lookup"."""
+    table, xlabel = (
+        100 * by_case(rows).loc[list(LOOKUPS)].rename(index=LOOKUPS),
         "units that each head keeps, of 33 or 35",
-        "accuracy (%)",
-        "16 pairs, one asked for",
     )
+    return _lines(table, ax, xlabel, "accuracy (%)", "16 pairs, one asked for")
 
 
 def labels_and_scores(labels, predicted, ids, ax=None):
@@ -113,8 +110,6 @@ def labels_and_scores(labels, predicted, ids, ax=None):
     ids
         ``(seq,)`` tokens; values that follow a key are marked.
     """
-    from plpkg.retention.tasks import FIRST_KEY, FIRST_VALUE
-
     ax = theme.axes(ax)
     ids, labels, predicted = (np.asarray(x) for x in (ids, labels, predicted))
     keys = (ids >= FIRST_KEY) & (ids < FIRST_VALUE)
@@ -172,8 +167,8 @@ def _powers_of_two(ax, values) -> None:
 def _lines(table, ax, xlabel: str, ylabel: str, title: str = "", log: str = ""):
     ax = theme.axes(ax)
     for (case, row), style in zip(table.iterrows(), theme.styles(len(table)), strict=True):
-        own = row.dropna()
-        ax.plot(own.index, own.values, label=case, **style)
+        points = row.dropna()
+        ax.plot(points.index, points.values, label=case, **style)
     if "x" in log:
         _powers_of_two(ax, table.columns)
     if "y" in log:

@@ -125,15 +125,12 @@ class Eviction:
         budget: int,
         stabilizers: int,
         log_positions: bool,
-        *,
-        merger=None,
-        rewrite=None,
     ) -> None:
-        self.model, self.cache, self.scorer, self.merger = model, cache, scorer, merger
+        self.model, self.cache, self.scorer = model, cache, scorer
         self.budget, self.stabilizers, self.log_positions = budget, stabilizers, log_positions
         self.log = Log()
         self._last_logits: torch.Tensor | None = None  # (batch, 1, vocab): they predict the next chunk's first token
-        self._watch = Watch(self._show, rewrite)
+        self._watch = Watch(self._show)
 
     def _show(self, units: Units) -> None:
         if units.layer in self.cache.evicting and not self.scorer.needs_logits:
@@ -144,7 +141,7 @@ class Eviction:
         other = copy.copy(self)
         other.scorer, other.cache = copy.copy(self.scorer), copy.deepcopy(self.cache, memo)
         other.log = copy.deepcopy(self.log, memo)
-        other._watch = Watch(other._show, self._watch.rewrite)
+        other._watch = Watch(other._show)
         return other
 
     def repeat(self, repeats: int) -> None:
@@ -195,14 +192,11 @@ class Eviction:
     def cut(self, start: int, stop: int, *, stabilizers: int = 0, budget: int | None = None) -> None:
         """Let every head keep its best units, and log it."""
         before = self.cache.kept
-        for number, layer in self.cache.evicting.items():
+        for layer in self.cache.evicting.values():
             if budget is not None and before > budget:
                 first, last = self.scorer.sink, self.scorer.recent
                 indices = keep_indices(layer.scores, budget, first=first, last=last, stabilizers=stabilizers)
-                if self.merger is None:
-                    layer.keep(indices)
-                else:
-                    self.merger.keep(number, layer, indices, first, max(last, stabilizers))
+                layer.keep(indices)
         kept = None
         if self.log_positions:
             kept = torch.stack([layer.positions.cpu() for layer in self.cache.evicting.values()])
@@ -254,8 +248,6 @@ def chunked_prefill(
     *,
     attention_mask: torch.Tensor | None = None,
     store: Callable[[], Store] = Store,
-    merger=None,
-    rewrite=None,
     log_positions: bool = True,
     progress: bool = False,
 ) -> PrefillResult:
@@ -281,10 +273,6 @@ def chunked_prefill(
         Refused if it masks anything.
     store
         Makes each layer's store: :func:`plpkg.retention.quantize.quantized`, say.
-    merger
-        A :class:`plpkg.retention.merge.Merger`, for what is evicted.
-    rewrite
-        Of attention: a :class:`plpkg.retention.sparse.VerticalSlash`, say.
     log_positions
         Log what each head kept. It is ``layers · num_kv_heads · budget`` integers a chunk: leave it out for long texts.
     progress
@@ -321,7 +309,7 @@ def chunked_prefill(
     longest = getattr(model.config, "n_positions", None)  # learnt positions, GPT-2's: there are no more
     if longest and input_ids.shape[-1] > longest:
         raise ValueError(f"{type(model).__name__} has n_positions={longest}, got {input_ids.shape[-1]} tokens")
-    eviction = Eviction(model, cache, scorer, budget, stabilizers, log_positions, merger=merger, rewrite=rewrite)
+    eviction = Eviction(model, cache, scorer, budget, stabilizers, log_positions)
     with torch.no_grad(), evaluating(model):
         logits = run(eviction, input_ids, chunk_size, local_len, progress=progress)
     return PrefillResult(cache, logits, eviction.log, eviction)

@@ -220,14 +220,3 @@ class SnapKv(AttentionScorer):
         first = max(0, len(units.positions) - self.window)
         paid = sum(logits.softmax(-1).sum(dim=3).mean(dim=2) for logits in units.logits(first))
         return functional.avg_pool1d(paid, self.kernel, stride=1, padding=self.kernel // 2)
-
-
-def static(scores: torch.Tensor, *, sink: int = 0, recent: int = 0) -> Static:
-    """A scorer from given scores ``(layers, batch, num_kv_heads, seq)``: for tests, and oracles.
-
-    Raises
-    ------
-    ValueError
-        Another shape, or NaN among them.
-    """
-    return Static(scores, sink=sink, recent=recent)

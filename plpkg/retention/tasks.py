@@ -4,39 +4,16 @@ Two are made of token ids, for models trained from nothing. *Pairs in noise*: ke
 the values are asked for; values and noise are of one alphabet, so that a unit's worth does not show in its token.
 *Lookup*: nothing but pairs, and one is asked for, so that a unit's worth shows in the question alone.
 
-The others are text, for language models: the pass key of ∞Bench (arXiv 2402.13718), and from RULER (arXiv 2404.06654)
-needles in noise, needles among needles, variable tracking, common words and frequent words, scored as RULER does.
-Unlike RULER's code, every sample draws its own words.
+One is text, for language models: RULER's needle in noise (arXiv 2404.06654).
 """
 
-import itertools
 import random
-import string
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
 from dataclasses import dataclass
 
 import torch
 
 from plpkg.validation import one_of, whole_number
-
-_ADJECTIVES = """
-able amber ample avid bland blunt bold brave brief brisk broad calm cheap clean clear clever close cold coral crisp
-deep dense dry dusty early empty faint fair fast fierce fine firm flat fond frank free fresh full gentle glad gold
-grand great green grim happy hollow honest huge humble idle jolly keen kind large late lean light loud lucid mellow
-merry mild neat noble odd old pale plain proud quick quiet rapid rare ripe rough round royal sharp shy silent slim
-slow small smooth sober solid stark steep stern stiff sweet swift tall tame tidy tiny vast warm wide wild wise young
-"""
-_NOUNS = """
-acorn anchor apple arrow autumn badge barn basin basket beacon berry bottle branch bridge brook bucket button cabin
-candle canvas canyon carpet castle cellar chapel cherry circle clock cloud cobalt copper corner cotton cradle crater
-crystal dagger desert dragon eagle ember engine falcon feather fiddle flint forest fossil fountain garden glacier
-goblet gravel hammer harbor helmet island jacket jungle kettle ladder lantern lemon lily magnet maple marble meadow
-mirror needle nickel oyster paddle palace pebble pepper pillow planet pocket quarry rabbit raven ribbon river rocket
-saddle sailor shadow shovel silver spider sponge stable statue summit temple thunder ticket timber tunnel turtle
-valley velvet violin walnut whistle willow window winter zipper
-"""
-ADJECTIVES, NOUNS = _ADJECTIVES.split(), _NOUNS.split()
-SENTENCES = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
 BOS, QUERY, BLANK, NUM_KEYS, VOCAB = 0, 1, 2, 32, 128
 FIRST_KEY, FIRST_VALUE = 3, 3 + NUM_KEYS
@@ -172,167 +149,61 @@ def lookup(batch: int, pairs: int = 16, *, question: str = "last", seed: int = 0
     return Lookup(prompt, answer, values.gather(1, asked)[:, 0])
 
 
+NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
+ADJECTIVES = ("amber", "brave", "calm", "gentle", "hollow", "ivory", "narrow", "quiet", "silver", "young")
+NOUNS = ("anchor", "bridge", "candle", "forest", "harbor", "ladder", "mirror", "pebble", "summit", "violin")
+
+
 @dataclass(frozen=True)
-class Sample:
-    """A prompt in words, and what a right answer has to contain.
+class Needle:
+    """A number hidden in sentences that say nothing.
 
     Attributes
     ----------
-    task
-        One of :data:`TASKS`.
     prompt
         It ends with the question.
     query
         The question alone: for methods that must know it first.
-    answers
-        Strings.
+    answer
+        The number.
     """
 
-    task: str
     prompt: str
     query: str
-    answers: tuple[str, ...]
-
-    def score(self, output: str) -> float:
-        """The share of the answers that ``output`` contains, in any case of letters (RULER's ``string_match_all``)."""
-        return sum(answer.lower() in output.lower() for answer in self.answers) / len(self.answers)
+    answer: str
 
 
-def _word(draw: random.Random) -> str:
-    return f"{draw.choice(ADJECTIVES)}-{draw.choice(NOUNS)}"
-
-
-def _different(draw: random.Random, count: int, make: Callable[[random.Random], str]) -> list[str]:
-    found: dict[str, None] = {}
-    while len(found) < count:
-        made = make(draw)
-        found[f"{made}-{len(found)}" if made in found else made] = None  # there are 11,330 words
-    return list(found)
-
-
-def _number(draw: random.Random, digits: int = 7) -> str:
-    return str(draw.randrange(10 ** (digits - 1), 10**digits))
-
-
-def _scattered(draw: random.Random, filler: list[str], needles: list[str]) -> str:
-    """Needles at random places of the filler, in their order."""
-    places = sorted(draw.randrange(len(filler) + 1) for _ in needles)
-    parts = list(filler)
-    for place, needle in zip(reversed(places), reversed(needles), strict=True):
-        parts.insert(place, needle)
-    return " ".join(parts)
-
-
-def _passkey(draw: random.Random, size: int) -> tuple[str, str, list[str]]:
-    key = _number(draw, 5)
-    text = _scattered(draw, [SENTENCES] * size, [f"The pass key is {key}. Remember it. {key} is the pass key."])
-    return f"There is a pass key hidden in this text. {text}", "What is the pass key? The pass key is", [key]
-
-
-NEEDLE = "One of the special magic numbers for {} is: {}."
-
-
-def _needle(draw: random.Random, size: int) -> tuple[str, str, list[str]]:
-    key, value = _word(draw), _number(draw)
-    text = _scattered(draw, SENTENCES.split(". ") * size, [NEEDLE.format(key, value)])
-    return text, f"The special magic number for {key} mentioned in the provided text is", [value]
-
-
-def _multi_key(draw: random.Random, size: int) -> tuple[str, str, list[str]]:
-    keys = _different(draw, size + 1, _word)
-    values = _different(draw, size + 1, _number)
-    asked = draw.randrange(size + 1)
-    text = " ".join(NEEDLE.format(*pair) for pair in zip(keys, values, strict=True))
-    return text, f"The special magic number for {keys[asked]} mentioned in the provided text is", [values[asked]]
-
-
-def _variables(draw: random.Random, size: int) -> tuple[str, str, list[str]]:
-    names = _different(draw, 5, lambda d: "".join(d.choices(string.ascii_uppercase, k=5)))
-    value = _number(draw, 5)
-    needles = [f"VAR {names[0]} = {value}."]
-    needles += [f"VAR {after} = VAR {before}." for before, after in itertools.pairwise(names)]
-    text = _scattered(draw, [SENTENCES] * size, needles)
-    return text, f"All variables that are assigned the value {value}, directly or through others, are", names
-
-
-def _common_words(draw: random.Random, size: int) -> tuple[str, str, list[str]]:
-    words = _different(draw, 10 + size, _word)
-    listed = words[:10] * 6 + words[10:]  # RULER's counts below 4,096 tokens; above, it has 30 and 3
-    draw.shuffle(listed)
-    text = " ".join(f"{i}. {word}" for i, word in enumerate(listed, start=1))
-    return text, "The 10 most common words in the list above are", words[:10]
-
-
-def _frequent_words(draw: random.Random, size: int) -> tuple[str, str, list[str]]:
-    size += 1  # with one word fewer, the third would be as rare as the fourth
-    words = ["...", *_different(draw, max(4, size // 2), lambda d: "".join(d.choices(string.ascii_lowercase, k=6)))]
-    total = 30 * size
-    shares = [rank**-2.0 for rank in range(1, len(words) + 1)]
-    counts = [max(1, round(total * share / sum(shares))) for share in shares]
-    listed = [word for word, count in zip(words, counts, strict=True) for _ in range(count)]
-    draw.shuffle(listed)
-    return " ".join(listed), "The three most frequent coded words in the text above, dots aside, are", words[1:4]
-
-
-TASKS: dict[str, Callable[[random.Random, int], tuple[str, str, list[str]]]] = {
-    "passkey": _passkey,
-    "needle": _needle,
-    "multi-key": _multi_key,
-    "variable tracking": _variables,
-    "common words": _common_words,
-    "frequent words": _frequent_words,
-}
-
-
-def samples(
-    task: str, count: int, length: int, tokenizer=None, *, seed: int = 0, template: str = "{text}\n{query}"
-) -> Iterator[Sample]:
-    """Draw samples of a text task whose prompts are as long as can be within ``length``.
+def needle(length: int, tokenizer=None, *, seed: int = 0) -> Needle:
+    """Draw a prompt that is as long as can be within ``length``.
 
     Parameters
     ----------
-    task
-        One of :data:`TASKS`.
-    count
-        How many.
     length
-        The most tokens of a prompt, by ``tokenizer``; words, without one.
+        The most tokens of the prompt, by ``tokenizer``; words, without one.
     tokenizer
         The model's.
     seed
-        Of everything.
-    template
-        How text and question make the prompt; ``"{query}\\n{text}\\n{query}"`` asks first as well (Locret-Q).
+        Of the needle and its place.
 
     Raises
     ------
     ValueError
-        No such task, or not even its smallest prompt fits.
+        Not even the needle and its question fit.
     """
-    make = TASKS[one_of("task", task, tuple(TASKS))]
     whole_number("length", length, 1)
-    whole_number("count", count, 0)
+    draw = random.Random(seed)
+    key, answer = f"{draw.choice(ADJECTIVES)}-{draw.choice(NOUNS)}", str(draw.randrange(10**6, 10**7))
+    query, place = f"The special magic number for {key} mentioned in the provided text is", draw.random()
 
-    def sample(index: int, size: int) -> tuple[Sample, int]:
-        text, query, answers = make(random.Random(f"{task} {seed} {index}"), size)
-        prompt = template.format(text=text, query=query)
-        tokens = len(prompt.split() if tokenizer is None else tokenizer(prompt)["input_ids"])
-        return Sample(task, prompt, query, tuple(answers)), tokens
+    def prompt(size: int) -> str:
+        sentences = [NOISE[i % len(NOISE)] for i in range(size)]
+        sentences.insert(int(place * (size + 1)), f"One of the special magic numbers for {key} is: {answer}.")
+        return " ".join(sentences) + "\n" + query
 
-    def fitting(index: int) -> Sample:
-        low, high = 1, 2
-        found, tokens = sample(index, low)
-        if tokens > length:
-            raise ValueError(f"the shortest prompt of {task!r} has {tokens} tokens, more than length={length}")
-        while (grown := sample(index, high))[1] <= length:
-            found, low, high = grown[0], high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            tried, tokens = sample(index, middle)
-            if tokens <= length:
-                found, low = tried, middle
-            else:
-                high = middle
-        return found
+    def tokens(size: int) -> int:
+        return len(prompt(size).split() if tokenizer is None else tokenizer(prompt(size))["input_ids"])
 
-    return map(fitting, range(count))
+    size = bisect_right(range(length), length, key=tokens) - 1  # no sentence is shorter than a token
+    if size < 0:
+        raise ValueError(f"the shortest prompt has {tokens(0)} tokens, more than length={length}")
+    return Needle(prompt(size), query, answer)

@@ -59,7 +59,7 @@ def _scorer(name: str):
     ids, prompt_len = tiny.packed(example().ids), example().prompt.shape[1]
     return {
         "Locret": lambda: scorers.Locret(heads),
-        "oracle": lambda: scorers.static(cis_labels(model, ids, prompt_len)),
+        "oracle": lambda: scorers.Static(cis_labels(model, ids, prompt_len)),
         "SnapKV": scorers.SnapKv,
         "H2O": scorers.H2O,
         "SirLLM": lambda: scorers.SirLlm(sink=1),

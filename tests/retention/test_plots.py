@@ -1,51 +1,59 @@
-"""Figures show the recorded numbers, and say so in words."""
+"""Figures show the rows that they are given, and say so in words."""
 
-import matplotlib.pyplot as plt
+import pandas as pd
 import pytest
 import torch
 
 from plpkg import theme
-from plpkg.retention import chunked_prefill, plots, recorded, scorers, tasks, tiny
+from plpkg.retention import chunked_prefill, plots, scorers, tasks, tiny
 
-LINES = {
-    plots.space: lambda: recorded.by_case("space", "live_kib") / 1024,
-    plots.chunks: lambda: 100 * recorded.by_case("chunk"),
-    plots.asked: lambda: 100 * recorded.by_case("asked"),
-    plots.positions: lambda: 100 * recorded.by_case("positions"),
-    plots.lengths: lambda: 100 * recorded.by_case("length"),
-    plots.text: lambda: recorded.by_case("text, no tail", "perplexity"),
-    plots.speed: lambda: recorded.by_case("speed", "tokens_per_s"),
-}
+ROWS = pd.DataFrame(
+    [dict(case="full cache", value=3.0)]
+    + [dict(case=case, x=x, value=x / 8 + i) for i, case in enumerate(("zero", "one")) for x in (16, 64)]
+)
+LINES = [
+    (plots.space, "live_kib", 1 / 1024),
+    (plots.asked, "accuracy", 100),
+    (plots.positions, "accuracy", 100),
+    (plots.lengths, "accuracy", 100),
+    (plots.text, "perplexity", 1),
+    (plots.speed, "tokens_per_s", 1),
+]
 
 
-@pytest.mark.parametrize("plot", LINES, ids=lambda plot: plot.__name__)
-def test_lines_are_the_recorded_rows(plot):
-    ax = plot()
-    table = LINES[plot]()
+@pytest.mark.parametrize(("plot", "column", "factor"), LINES, ids=lambda value: getattr(value, "__name__", None))
+def test_lines_are_the_rows(plot, column, factor):
+    rows = ROWS.rename(columns={"value": column})
+    ax = plot(rows)
     drawn = {line.get_label(): line for line in ax.lines}
-    for case, row in table.iterrows():
-        assert list(drawn[case].get_xdata()) == list(row.dropna().index)
-        assert list(drawn[case].get_ydata()) == pytest.approx(list(row.dropna()))
+    for i, case in enumerate(("zero", "one")):
+        assert list(drawn[case].get_xdata()) == [16, 64]
+        assert list(drawn[case].get_ydata()) == pytest.approx([factor * (2 + i), factor * (8 + i)])
     assert len(theme.alt(ax.figure)) > 40
-    assert plot(ax) is ax
+    assert plot(rows, ax) is ax
 
 
-def test_budget_has_intervals():
-    ax = plots.budget()
-    table = recorded.budget()
-    lines = [container.lines[0] for container in ax.containers]
-    assert len(lines) == table["case"].nunique()
-    own = table[table["case"] == "Locret"]
-    assert list(lines[0].get_ydata()) == pytest.approx(list(100 * own["mean"]))
-    assert "Locret 101 %" in theme.alt(ax.figure) or "Locret 100 %" in theme.alt(ax.figure)
+def test_a_table_keeps_the_order_of_its_cases():
+    table = plots.by_case(ROWS, "value")
+    assert list(table.index) == ["zero", "one"]
+    assert table.loc["one"].to_dict() == {16: 3.0, 64: 9.0}
+
+
+def test_budget_has_the_intervals_of_its_models():
+    shares = {"Locret": [1.0, 1.0, 1.0], "H2O": [0.4, 0.5, 0.6]}
+    rows = pd.DataFrame([dict(case=c, x=x, of_full=share) for c, s in shares.items() for share in s for x in (8, 16)])
+    ax = plots.budget(rows)
+    line, _, (bars,) = ax.containers[1].lines
+    assert list(line.get_ydata()) == pytest.approx([50, 50])
+    low, high = bars.get_segments()[0][:, 1]
+    assert (high - low) / 2 == pytest.approx(4.303 * 10 / 3**0.5, rel=1e-3)  # Student's t of two degrees of freedom
+    assert "With 16 units: Locret 100 %; H2O 50 %" in theme.alt(ax.figure)
 
 
 def test_lookup_shows_its_cases():
-    ax = plots.lookup()
-    line = next(line for line in ax.lines if line.get_label() == "asked first, question protected: Locret")
-    assert list(line.get_ydata()) == pytest.approx(
-        list(100 * recorded.by_case("lookup").loc["asked first, Locret, protected"])
-    )
+    rows = pd.DataFrame([dict(case=case, x=8, accuracy=i / 8) for i, case in enumerate(plots.LOOKUPS)])
+    drawn = {line.get_label(): list(line.get_ydata()) for line in plots.lookup(rows).lines}
+    assert drawn["asked first, question protected: Locret"] == [37.5]
 
 
 def test_labels_and_scores_marks_the_values():
@@ -65,4 +73,3 @@ def test_kept_shows_each_chunks_units():
     assert "at the end [0, 1, 2, 3, 18, 19]" in theme.alt(ax.figure)
     marked = plots.kept(log, marked=[3, 8])
     assert [list(line.get_xdata()) for line in marked.lines[:2]] == [[3, 3], [8, 8]]
-    plt.close("all")

@@ -87,7 +87,7 @@ def test_eviction_is_attention_with_those_units_masked(backbone, ids, family, at
     model = backbone(family, attention)
     scores = given_scores(model)
     sizes = dict(budget=9, chunk_size=4, stabilizers=2, local_len=3)
-    read = chunked_prefill(model, ids, scorers.static(scores), positions="original", **sizes)
+    read = chunked_prefill(model, ids, scorers.Static(scores), positions="original", **sizes)
     logits, kept = dense(model, ids, scores, **sizes)
     assert_as_exact(read.logits, logits, dense(in_double(model), ids, scores, **sizes)[0])
     assert read.log[-1].kept.tolist() == kept
@@ -136,11 +136,11 @@ def llama_by_hand(model, ids, scores, budget, chunk_size):
 def test_reassigned_positions_are_llama_by_hand(backbone, ids, attention):
     model = backbone(attention=attention)
     scores = given_scores(model, batch=1)
-    read = chunked_prefill(model, ids[:1], scorers.static(scores), 7, 5)
+    read = chunked_prefill(model, ids[:1], scorers.Static(scores), 7, 5)
     with torch.no_grad():
         expected, exact = (llama_by_hand(m, ids[0], scores, 7, 5) for m in (model, in_double(model)))
     assert_as_exact(read.logits[0], expected, exact)
-    other = chunked_prefill(model, ids[:1], scorers.static(scores), 7, 5, positions="original")
+    other = chunked_prefill(model, ids[:1], scorers.Static(scores), 7, 5, positions="original")
     with pytest.raises(AssertionError, match="times the"):  # the contracts differ
         assert_as_exact(other.logits[0], expected, exact)
 
@@ -155,7 +155,7 @@ def test_sizes_are_bounded_and_nothing_returns(seq, budget, chunk_size, local_le
     ids = torch.randint(0, 64, (1, seq), generator=torch.Generator().manual_seed(seq))
     scores = given_scores(LLAMA, 1, seq, seed=data.draw(st.integers(0, 99))).mul(4).round()  # many equal ones
     read = chunked_prefill(
-        LLAMA, ids, scorers.static(scores), budget, chunk_size, stabilizers, local_len, positions=positions
+        LLAMA, ids, scorers.Static(scores), budget, chunk_size, stabilizers, local_len, positions=positions
     )
     assert read.log.peak <= budget + max(chunk_size, local_len)
     cut = [step for step in read.log if step.stop <= max(0, seq - local_len)]
@@ -182,7 +182,7 @@ def test_streaming_the_best_is_keeping_the_best_of_all(seq, budget, chunk_size, 
     """Theorem N.4: with scores that do not change and no stabilizers, the chunks do not matter."""
     ids = torch.zeros(1, seq, dtype=torch.long)
     scores = given_scores(LLAMA, 1, seq, seed).mul(5).round()
-    read = chunked_prefill(LLAMA, ids, scorers.static(scores), budget, chunk_size)
+    read = chunked_prefill(LLAMA, ids, scorers.Static(scores), budget, chunk_size)
     expected = scores.sort(dim=-1, descending=True, stable=True).indices[..., :budget].sort(dim=-1).values
     assert torch.equal(read.log[-1].kept.long(), expected)
 
@@ -248,10 +248,10 @@ def test_decoding_can_stay_within_the_budget(backbone, ids, scorer, positions):
 def test_decoding_with_eviction_is_prefilling_in_chunks_of_one(backbone, ids):
     model = backbone()
     scores = given_scores(model)
-    read = chunked_prefill(model, ids[:, :20], scorers.static(scores), 8, 4)
+    read = chunked_prefill(model, ids[:, :20], scorers.Static(scores), 8, 4)
     with read.evicting():
         logits = [model(ids[:, i : i + 1], past_key_values=read.cache).logits[:, -1] for i in range(20, SEQ)][-1]
-    other = chunked_prefill(model, ids[:, :20], scorers.static(scores), 8, 4)
+    other = chunked_prefill(model, ids[:, :20], scorers.Static(scores), 8, 4)
     for i in range(20, SEQ):
         with torch.no_grad(), other._eviction.watching():
             expected = other._eviction.forward(ids[:, i : i + 1])
@@ -349,8 +349,8 @@ def test_units_that_nobody_scored_are_refused(backbone, ids):
         (dict(input_ids=torch.zeros(1, 0, dtype=torch.long)), r"at least one token, got \(1, 0\)"),
         (dict(attention_mask=torch.ones(2, 7)), r"attention_mask is \(2, 7\), input_ids \(1, 3\)"),
         (dict(attention_mask=torch.tensor([[0, 0, 1]])), "2 tokens of the batch are padding"),
-        (dict(scorer=scorers.static(torch.zeros(2, 1, 2, 2))), "2 layers and 2 positions, got layer 0 and position 2"),
-        (dict(scorer=scorers.static(torch.zeros(2, 5, 2, 9))), "scores are for a batch of 5, got 1 sequences"),
+        (dict(scorer=scorers.Static(torch.zeros(2, 1, 2, 2))), "2 layers and 2 positions, got layer 0 and position 2"),
+        (dict(scorer=scorers.Static(torch.zeros(2, 5, 2, 9))), "scores are for a batch of 5, got 1 sequences"),
     ],
 )
 def test_bad_input_gets_a_sentence(changes, message):
@@ -394,7 +394,7 @@ def test_an_error_on_the_way_leaves_the_model_as_it_was(backbone, ids):
 
 def test_scores_must_be_numbers():
     with pytest.raises(ValueError, match=r"without NaN, got \(1, 1, 1, 2\) with 1 NaN"):
-        scorers.static(torch.tensor([[[[1.0, float("nan")]]]]))
+        scorers.Static(torch.tensor([[[[1.0, float("nan")]]]]))
     with pytest.raises(ValueError, match="kernel must be odd, got 4"):
         SnapKv(kernel=4)
 

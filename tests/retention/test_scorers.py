@@ -114,7 +114,7 @@ def test_the_oracle_keeps_what_the_answer_looks_at(model, ids):
     from plpkg.retention import cis_labels
 
     labels = cis_labels(model, ids, 20)
-    read = chunked_prefill(model, ids[:, :20], scorers.static(labels), 5, 4)
+    read = chunked_prefill(model, ids[:, :20], scorers.Static(labels), 5, 4)
     assert torch.equal(read.log[-1].kept.long(), labels.topk(5).indices.sort().values)
 
 

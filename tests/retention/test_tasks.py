@@ -1,26 +1,22 @@
 """Tasks: the answer is there, is what the scorer wants, and the length is what was asked."""
 
 import itertools
-import re
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
 from plpkg.backbones import load_backbone
-from plpkg.retention import tasks
 from plpkg.retention.tasks import (
     BLANK,
     BOS,
     FIRST_KEY,
     FIRST_VALUE,
     QUERY,
-    TASKS,
     VOCAB,
-    Sample,
     lookup,
+    needle,
     pairs_in_noise,
-    samples,
 )  # fmt: skip
 
 from rounding import sampling_error
@@ -105,85 +101,27 @@ def test_a_lookups_accuracy_is_of_the_last_token():
         lookup(1, question="middle")
 
 
-# Text.
+@pytest.mark.parametrize("length", [60, 300, 900])
+def test_a_needle_fills_its_length_and_holds_its_answer(length):
+    for seed in range(4):
+        found = needle(length, seed=seed)
+        assert length - 4 <= len(found.prompt.split()) <= length  # the longest sentence has four words
+        assert found.prompt.endswith("\n" + found.query)
+        assert f"is: {found.answer}." in found.prompt
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("length", [300, 900])
-def test_prompts_fill_their_length_and_hold_their_answers(task, length):
-    found = list(samples(task, 4, length, seed=3))
-    assert len({sample.prompt for sample in found}) == 4
-    for sample in found:
-        words = len(sample.prompt.split())
-        assert 0.8 * length < words <= length
-        assert sample.prompt.endswith("\n" + sample.query)
-        assert all(answer in sample.prompt for answer in sample.answers)
-        assert sample.score(" ".join(sample.answers).upper()) == 1.0
-        assert sample.score("nothing of that") == 0.0
-
-
-def test_the_score_is_the_share_of_answers():
-    sample = Sample("x", "", "", ("abc", "def", "ghi", "jkl"))
-    assert sample.score("so ABC, and jkl.") == 0.5
+def test_every_needle_is_another_elsewhere():
+    needles = [needle(300, seed=seed) for seed in range(8)]
+    assert len({each.answer for each in needles}) == 8
+    assert len({each.prompt.index(each.answer) for each in needles}) > 4
+    assert needle(300, seed=1) == needles[1]
 
 
 def test_lengths_are_the_tokenizers():
     tokenizer = load_backbone("plpkg-small")[1]
-    (sample,) = samples("needle", 1, 400, tokenizer)
-    assert 360 < len(tokenizer(sample.prompt)["input_ids"]) <= 400
+    assert 380 < len(tokenizer(needle(400, tokenizer).prompt)["input_ids"]) <= 400
 
 
-def test_every_sample_has_its_own_words():
-    """RULER's code draws the same permutation for every sample."""
-    found = [re.findall(r"numbers for (\S+) is", s.prompt) for s in samples("multi-key", 5, 400)]
-    assert len({tuple(keys) for keys in found}) == 5
-    assert all(len(set(keys)) == len(keys) for keys in found)
-
-
-def test_variables_lead_back_to_the_value():
-    (sample,) = samples("variable tracking", 1, 300)
-    links = dict(re.findall(r"VAR (\w+) = (?:VAR )?(\w+)\.", sample.prompt))
-    assert set(links) == set(sample.answers)
-    for name in sample.answers:
-        while name in links:
-            name = links[name]
-        assert name == re.search(r"the value (\d+)", sample.query)[1]
-
-
-@pytest.mark.parametrize(("task", "count"), [("common words", 10), ("frequent words", 3)])
-def test_the_answers_are_the_most_frequent(task, count):
-    (sample,) = samples(task, 1, 2000)
-    text = sample.prompt.rpartition("\n")[0]
-    words = re.findall(r"[a-z]+-[a-z]+" if task == "common words" else r"[a-z]{6}", text)
-    ranked = sorted(set(words), key=words.count, reverse=True)
-    assert set(ranked[:count]) == set(sample.answers)
-    assert words.count(ranked[count - 1]) > words.count(ranked[count])
-
-
-def test_there_are_words_for_any_length():
-    (sample,) = samples("common words", 1, 40_000)
-    assert len(sample.prompt.split()) > 39_000
-
-
-@pytest.mark.parametrize("length", [75, 80, 90, 120])
-def test_short_lists_have_no_ties(length):
-    (sample,) = samples("frequent words", 1, length)
-    words = re.findall(r"[a-z]{6}", sample.prompt.rpartition("\n")[0])
-    assert min(words.count(w) for w in sample.answers) > max(words.count(w) for w in {*words} - {*sample.answers})
-
-
-def test_the_question_can_stand_first():
-    (sample,) = samples("needle", 1, 200, template="{query}\n{text}\n{query}")
-    assert sample.prompt.startswith(sample.query)
-
-
-def test_what_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match=r"the shortest prompt of 'passkey' has .* tokens, more than length=10"):
-        next(samples("passkey", 1, 10))
-    with pytest.raises(ValueError, match=r"task must be one of 'passkey', .*, got 'essay'"):
-        next(samples("essay", 1, 100))
-
-
-def test_the_word_list_has_no_doubles():
-    for words in (tasks.ADJECTIVES, tasks.NOUNS):
-        assert len(set(words)) == len(words) > 80
+def test_a_needle_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="the shortest prompt has 22 tokens, more than length=10"):
+        needle(10)

@@ -53,11 +53,6 @@ class OffloadedCache(Cache):
         super().__init__(layers=[OffloadedLayer() for _ in range(num_layers)])
         self.peak_units = 0
 
-    @property
-    def host_bytes(self) -> int:
-        """Of all keys and values."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized)
-
 
 @contextmanager
 def retrieving(

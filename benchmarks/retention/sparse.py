@@ -17,7 +17,7 @@ from plpkg.validation import whole_number
 
 @dataclass
 class VerticalSlash:
-    """A rewriting of attention: ``chunked_prefill(..., rewrite=VerticalSlash(…))``, or :meth:`on`.
+    """A rewriting of attention, :meth:`on` a model.
 
     Attributes
     ----------
