@@ -106,20 +106,12 @@ def convolution(call: Call) -> Contributions:
     return _with_bias(call, Outer(g, cols, module.weight.shape), g.transpose(1, 2).flatten(2)[:, None])
 
 
-def layer_norm(call: Call) -> Contributions:
-    """y = x̂·w + b."""
-    module, x = call.module, call.read
-    return _affine(
-        call, nn.functional.layer_norm(x, module.normalized_shape, eps=module.eps), len(module.normalized_shape)
-    )
-
-
-def rms_norm(call: Call) -> Contributions:
-    """y = x̂·w."""
-    module, x = call.module, call.read
-    return _affine(
-        call, nn.functional.rms_norm(x, module.normalized_shape, eps=module.eps), len(module.normalized_shape)
-    )
+def norm(call: Call) -> Contributions:
+    """A LayerNorm, y = x̂·w + b, or an RMSNorm, y = x̂·w."""
+    module = call.module
+    normalise = nn.functional.layer_norm if isinstance(module, nn.LayerNorm) else nn.functional.rms_norm
+    normal = normalise(call.read, module.normalized_shape, eps=module.eps)
+    return _affine(call, normal, len(module.normalized_shape))
 
 
 def group_norm(call: Call) -> Contributions:
@@ -302,8 +294,8 @@ RULES: Mapping[type, Callable[[Call], Contributions]] = {
     nn.Embedding: embedding,
     nn.Conv1d: convolution,
     nn.Conv2d: convolution,
-    nn.LayerNorm: layer_norm,
-    nn.RMSNorm: rms_norm,
+    nn.LayerNorm: norm,
+    nn.RMSNorm: norm,
     nn.GroupNorm: group_norm,
 }
 _PROMPT = "gives the same row to all examples, which PEFT then repeats: its examples cannot be told apart"

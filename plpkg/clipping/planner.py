@@ -76,13 +76,9 @@ class Matrix:
 
     @property
     def weight_flops(self) -> int:
-        """Of the weight gradient of plain SGD; an embedding's only adds."""
+        """Of the weight gradient of plain SGD, and of the gradient that goes on to the layer below; an embedding's only
+        adds, and token ids have none."""
         return 0 if self.one_hot else 2 * self.batch * self.positions * self.groups * self.rows * self.cols
-
-    @property
-    def input_flops(self) -> int:
-        """Of the gradient that goes on to the layer below; token ids have none."""
-        return self.weight_flops
 
     @property
     def norm_flops(self) -> dict[str, int]:
@@ -180,7 +176,7 @@ class Plan(Tabular):
     @property
     def flops(self) -> int:
         """Operations of norms and sums, and of the second pass."""
-        again = sum(matrix.input_flops for matrix in self.matrices.values()) if self.two_passes else 0
+        again = sum(matrix.weight_flops for matrix in self.matrices.values()) if self.two_passes else 0
         return sum(option.flops for option in self.options.values()) + again
 
     @property

@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 import pytest
 
 from plpkg import recorded, theme
-from plpkg.clipping import dataflow, plots, stack_costs
+from plpkg.clipping import costs, dataflow, plots
 from plpkg.memory import MIB
 
 
@@ -19,10 +19,10 @@ def test_parts_add_up():
 
 
 def test_costs_are_relative_to_sgd():
-    costs = stack_costs(8, 16, (64, 32, 16))
-    ax = plots.costs(costs, "ghost")
+    stack = costs.stack_costs(8, 16, (64, 32, 16))
+    ax = plots.costs(stack, "ghost")
     heights = [patch.get_height() for patch in ax.patches]
-    rows = costs.rows()
+    rows = stack.rows()
     assert heights == pytest.approx([row["of SGD's peak"] for row in rows] + [row["of SGD's"] for row in rows])
 
 

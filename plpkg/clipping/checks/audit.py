@@ -27,8 +27,8 @@ from plpkg.validation import number, whole_number
 
 GUESSED = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """The shares of the canaries that are guessed: few, of which one is sure, or many, for a count that tells more."""
-HALVINGS = 40
-"""So often an interval of ε is halved: to less than 1e-9."""
+HIGHEST_EPSILON = 64.0
+"""Beyond any lower bound: in floating point e^ε/(1 + e^ε) is 1 here, which no guesses contradict."""
 
 
 @dataclass(frozen=True)
@@ -128,20 +128,12 @@ def epsilon_lower_bound(correct: int, guesses: int, canaries: int, delta: float,
     number("delta", delta, 0, 1)
     _check_confidence(confidence)
 
-    def contradicted(epsilon: float) -> bool:
-        return p_value(correct, guesses, canaries, epsilon, delta) < 1 - confidence
+    def excess(epsilon: float) -> float:
+        return p_value(correct, guesses, canaries, epsilon, delta) - (1 - confidence)
 
-    if not contradicted(0.0):
-        return 0.0
     # Whatever the weights of its terms, the p-value crosses a level below 1 only once, upwards: the binomial family
     # is totally positive, and the terms' function of W is first below the level and then above.
-    low, high = 0.0, 1.0
-    while contradicted(high):
-        low, high = high, 2 * high
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if contradicted(middle) else (low, middle)
-    return low
+    return 0.0 if excess(0.0) >= 0 else float(brentq(excess, 0.0, HIGHEST_EPSILON))
 
 
 def one_run_audit(scores, included, delta: float, confidence: float = 0.95) -> Audit:

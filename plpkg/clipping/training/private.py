@@ -10,7 +10,7 @@ clips and adds up, as often as there are micro-batches; ``step`` adds the noise 
 import copy
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 from opacus.accountants import create_accountant
@@ -32,23 +32,18 @@ from plpkg.validation import number, one_of, whole_number
 @dataclass(frozen=True)
 class Mechanism:
     """The subsampled Gaussian mechanism: in each step an example takes part with probability ``sample_rate``, is
-    clipped to C, and noise of ``noise_multiplier`` times C is added to the sum. The ``accountant`` tells the ε.
+    clipped to ``max_grad_norm``, C, and noise of ``noise_multiplier``·C is added. The ``accountant`` tells the ε.
     """
 
-    clip: Clip
+    accountant: str
     noise_multiplier: float
     sample_rate: float
-    accountant: str
+    max_grad_norm: float
+    clipping: str
 
-    def identity(self) -> dict:
-        """What has to agree where a training is resumed."""
-        return {
-            "accountant": self.accountant,
-            "noise_multiplier": self.noise_multiplier,
-            "sample_rate": self.sample_rate,
-            "max_grad_norm": self.clip.max_grad_norm,
-            "clipping": self.clip.kind,
-        }
+    @property
+    def clip(self) -> Clip:
+        return Clip(self.max_grad_norm, self.clipping)
 
 
 @dataclass
@@ -178,7 +173,7 @@ class Private:
             "steps": self.steps,
             "drawn": self.sampler.drawn if self.sampler else 0,
             "left": self.sampler.left if self.sampler else 0,
-            "identity": self.mechanism.identity(),
+            "identity": asdict(self.mechanism),
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -194,7 +189,7 @@ class Private:
             steps, drawn, left = (whole_number(key, state[key], 0) for key in ("steps", "drawn", "left"))
         except (KeyError, TypeError) as error:
             raise ValueError(f"not the state of a private training: {error} is missing") from error
-        now = self.mechanism.identity()
+        now = asdict(self.mechanism)
         if identity != now:
             different = "; ".join(f"{k}={identity.get(k)!r}, now {v!r}" for k, v in now.items() if identity.get(k) != v)
             raise ValueError(f"the state is of a training with {different}")
@@ -393,7 +388,7 @@ def make_private(
     if not isinstance(execution, Plan):
         one_of("execution", execution, tuple(EXECUTIONS))
     one_of("accountant", accountant, ACCOUNTANTS)
-    clip = Clip(max_grad_norm, clipping)
+    Clip(max_grad_norm, clipping)  # refuses what it cannot clip to
     if max_physical_batch_size is not None:
         whole_number("max_physical_batch_size", max_physical_batch_size, 1)
     if data_loader is None:
@@ -414,7 +409,7 @@ def make_private(
         model,
         optimizer,
         criterion,
-        Mechanism(clip, sigma, sample_rate, accountant),
+        Mechanism(accountant, sigma, sample_rate, max_grad_norm, clipping),
         expected_batch_size,
         execution.execution if isinstance(execution, Plan) else EXECUTIONS[execution],
         Randomness(seed, secure=secure),
