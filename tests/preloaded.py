@@ -10,7 +10,15 @@ import sys
 from multiprocessing.connection import Connection
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["plpkg.clipping", "plpkg.cli", "plpkg.pretraining", "plpkg.residual"])
+CONTEXT.set_forkserver_preload(
+    [
+        "plpkg.cli",
+        "plpkg.clipping.training.private",
+        "plpkg.pretraining",
+        "plpkg.residual.wire.cloud",
+        "plpkg.residual.wire.training",
+    ]
+)
 
 
 class Process:

@@ -32,9 +32,9 @@ from plpkg import catalog, corpora
 from plpkg.backbones import load_backbone
 from plpkg.catalog import ModelShape
 from plpkg.residual import attacks, defences, migrate, recorded, split
-from plpkg.residual.adapter import PrivateLoraLayer
-from plpkg.residual.attacks import Inversion, LinearInverter, MlpInverter
+from plpkg.residual.adapter import PrivateLoraLayer, matrices
 from plpkg.residual.cost import device_cost
+from plpkg.residual.privacy.attacks import Inversion, LinearInverter, MlpInverter
 from plpkg.scoring import score
 
 WRITER = "seaborn"
@@ -102,7 +102,7 @@ def m_rows() -> list[dict]:
     rows = []
     for rank in (16, 64):
         model = personal(rank)
-        true = {name: m.weight for name, m in migrate.matrices(model)}
+        true = {name: m.weight for name, m in matrices(model).items()}
         seen = migrate.exchanges(model, VICTIM.reshape(-1, WINDOW).split(1))
         for tokens in (rank // 2, rank - 1, rank, rank + 1, rank * 5 // 4, rank * 2, rank * 4):
             squared, at = 0.0, FIRST_TIMES[:tokens]
@@ -175,7 +175,7 @@ def noise_rows(victim) -> list[dict]:
 
 
 def answers_rows(victim) -> list[dict]:
-    rows, true, copied = [], dict(migrate.matrices(victim)), copy.deepcopy(victim)
+    rows, true, copied = [], matrices(victim), copy.deepcopy(victim)
     cost = cost_of(split(victim)[0])
     whole = windows(TRAIN, 64, SEQ, seed=3)
     for scale in (0.0, 0.1, 0.3, 1.0, 3.0):
@@ -185,7 +185,7 @@ def answers_rows(victim) -> list[dict]:
             seen = migrate.exchanges(victim, whole.split(4))
         for tokens in (WINDOW * 2, whole.numel()):
             squared = size = 0.0
-            for name, m in migrate.matrices(copied):
+            for name, m in matrices(copied).items():
                 u, v = (on_the_wire(t[:tokens]) for t in seen[name])
                 stolen = attacks.recover_m(u, v)
                 squared += (stolen - true[name].weight.double()).square().sum().item()

@@ -32,7 +32,7 @@ import torch
 from peft import LoraConfig, PeftModel
 
 from benchmarks import record
-from benchmarks.residual import wire
+from benchmarks.residual import processes
 from benchmarks.residual.methods import (
     BATCH,
     SEQ,
@@ -209,9 +209,9 @@ def speed_rows(smaller: Path) -> list[dict]:
         phone = {"none": whole, "phone only, smaller": small, "phone only, 4 bit": four_bit(copy.deepcopy(whole))}
         ways = {("one process", label): alone(model) for label, model in phone.items()}
         for label, options in settings.items():
-            address = stack.enter_context(wire.cloud("plpkg-small", **options))
+            address = stack.enter_context(processes.cloud("plpkg-small", **options))
             for link in LINKS:
-                model = wire.build("plpkg-small", **options)
+                model = processes.build("plpkg-small", **options)
                 device = stack.enter_context(DeviceClient(address, model, link=link))
                 ways[link.name, label] = over(device)
         for generate in ways.values():

@@ -2,7 +2,7 @@
 
 * bytes: what the TCP stream carries for each byte of payload, counted by a relay, with LLaMA-7B's hidden size, number
   of layers and ranks (its other dimensions are cut down: they never cross) and with plpkg-small.
-* round trip: a message there and back on loopback (``round_trips.py``): a bare socket, this package's call, grpcio.
+* round trip: a message there and back on loopback (``round_trips.py``): a bare socket, gRPC, this package's messages.
 * speed: tokens per second of the split model beside the same model in one process, interleaved.
   Also with a cloud that computes q, k and v only after the answer has come, to see what the overlap is worth.
 * link: the time that a token spends on a limited link beside Traffic.seconds, for low ranks and full activations; and
@@ -10,9 +10,7 @@
   tokens differ among themselves: there also for many sequences at once, with a model that computes next to nothing.
 * namespaces: the same between two network namespaces whose ends `tc tbf` limits (as root, else left out), over TLS.
 
-Speed and link with both ends asleep while they wait, and with busy waits (``busy_wait_s``).
-
-Run: ``python -m benchmarks.residual.wire`` (about 30 minutes on two idle cores; each process computes with one thread).
+Run: ``python -m benchmarks.residual.wire`` (about 20 minutes on two idle cores; each process computes with one thread).
 """
 
 import argparse
@@ -26,89 +24,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
 
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache
 
 from benchmarks import record
 from benchmarks.residual import round_trips
+from benchmarks.residual.processes import MANY, build, client, cloud
 from plpkg import communication
-from plpkg.backbones import load_backbone, random_backbone
 from plpkg.catalog import Link, ModelShape
-from plpkg.relay import UNLIMITED
-from plpkg.residual import CloudServer, DeviceClient, Limits, PrivateLoraConfig, certificates, cloud as clouds
-from plpkg.residual.adapter import QKV
+from plpkg.residual import DeviceClient, certificates
+from plpkg.residual.wire.relay import UNLIMITED
 
-MODELS = {
-    "12 x 768": dict(num_layers=12, hidden=768, num_heads=12, intermediate=2048, vocab=32_000, max_positions=512),
-    "12 x 768, thin": dict(num_layers=12, hidden=768, num_heads=12, intermediate=64, vocab=300, max_positions=512),
-    "12 x 768, thinnest": dict(
-        num_layers=12, hidden=768, num_heads=12, head_dim=2, intermediate=8, vocab=300, max_positions=512
-    ),
-    "LLaMA-7B sizes": dict(num_layers=32, hidden=4096, num_heads=32, head_dim=2, intermediate=8, vocab=300),
-}
-TOKEN = "a token of the usual length: 32 c"
-PROMPT, MANY = 16, 256
-WAITS = {"asleep": 0.0, "busy": 0.05}
-"""What each end does while it waits: ``busy_wait_s``, longer than any wait within a token."""
+PROMPT = 16
 HOSTS = ("10.213.0.1", "10.213.0.2")
-
-
-def build(name: str, rank: int, targets: Sequence[str] = QKV):
-    """A model with an adapter: PrivateLoRA's of a rank, or LoRA's (rank 0) for full activations."""
-    torch.set_num_threads(1)
-    model = load_backbone(name)[0] if name == "plpkg-small" else random_backbone("llama", **MODELS[name])
-    if rank:
-        return get_peft_model(model, PrivateLoraConfig(r_c2d=rank, r_d2c=rank, target_modules=list(targets)))
-    return get_peft_model(model, LoraConfig(r=16, target_modules=list(targets)))
-
-
-@contextlib.contextmanager
-def cloud(name: str, rank: int, tls: str | None = None, *, prefix: Sequence[str] = (), **options) -> Iterator[str]:
-    """A cloud in a process of its own; gives its address."""
-    task = json.dumps({"name": name, "rank": rank, "tls": tls, **options})
-    command = [*prefix, sys.executable, "-m", "benchmarks.residual.wire", "--cloud", task]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        yield process.stdout.readline().strip()
-    finally:
-        process.kill()
-        process.wait()
-
-
-class OneAfterTheOther(clouds.Stream):
-    """Waits for the device's answer before anything else is computed."""
-
-    def send(self, group: int, u: torch.Tensor) -> None:
-        super().send(group, u)
-        self.answer = super().receive(group)
-
-    def receive(self, group: int) -> torch.Tensor:
-        return self.answer
-
-
-def serve(
-    name: str,
-    rank: int,
-    tls: str | None,
-    address: str = "127.0.0.1:0",
-    overlap: bool = True,
-    targets=QKV,
-    waits: str = "asleep",
-) -> None:
-    if not overlap:
-        clouds.Stream = OneAfterTheOther
-    options = dict(tls=tls, token=TOKEN if tls else None, limits=Limits(batch=MANY), busy_wait_s=WAITS[waits])
-    with CloudServer(build(name, rank, targets), address, **options) as server:
-        print(server.address, flush=True)
-        server.wait()
-
-
-def client(address: str, model, tls: str | None, link: Link | None, waits: str = "asleep") -> DeviceClient:
-    secure = dict(ca=f"{tls}/cert.pem", token=TOKEN) if tls else {}
-    return DeviceClient(address, model, link=link, busy_wait_s=WAITS[waits], **secure)
 
 
 def prompt(model, batch: int = 1, seq: int = PROMPT) -> torch.Tensor:
@@ -182,17 +111,17 @@ def one_process(model, ids: torch.Tensor, count: int) -> list[float]:
     return [b - a for a, b in itertools.pairwise(times)]
 
 
-def rows_of_speed(tls: str, waits: str, runs: int = 7, count: int = 20) -> list[dict]:
+def rows_of_speed(tls: str, runs: int = 7, count: int = 20) -> list[dict]:
     name, rank = "12 x 768", 64
     model = build(name, rank)
     ids = prompt(model)
     with (
-        cloud(name, rank, waits=waits) as plain,
-        cloud(name, rank, tls, waits=waits) as secure,
-        cloud(name, rank, overlap=False, waits=waits) as waiting,
-        client(plain, model, None, None, waits) as device,
-        client(waiting, model, None, None, waits) as serial,
-        client(secure, model, tls, None, waits) as encrypted,
+        cloud(name, rank) as plain,
+        cloud(name, rank, tls) as secure,
+        cloud(name, rank, overlap=False) as waiting,
+        client(plain, model, None, None) as device,
+        client(waiting, model, None, None) as serial,
+        client(secure, model, tls, None) as encrypted,
     ):
         measures = {
             "one process": lambda: one_process(model, ids, count),
@@ -205,7 +134,7 @@ def rows_of_speed(tls: str, waits: str, runs: int = 7, count: int = 20) -> list[
             speeds[what].append(1 / statistics.median(measure()))
     medians = {what: statistics.median(values[1:]) for what, values in speeds.items()}  # the first warms up
     return [
-        {"section": "speed", "case": f"{name}, r={rank}, fp32", "what": what, "waits": waits,
+        {"section": "speed", "case": f"{name}, r={rank}, fp32", "what": what,
          "tokens_per_s": round(median, 2), "ratio": round(median / medians["one process"], 3)}
         for what, median in medians.items()
     ]  # fmt: skip
@@ -222,10 +151,10 @@ class OnLinks:
     seconds before: the machine's speed drifts.
     """
 
-    def __init__(self, stack: contextlib.ExitStack, rank: int, waits: str, batch: int):
+    def __init__(self, stack: contextlib.ExitStack, rank: int, batch: int):
         idle = "12 x 768, thinnest" if rank else "12 x 768, thin"  # full activations are as wide as q, k and v
         name = "12 x 768" if batch == 1 else idle
-        self.rank, self.waits, self.batch = rank, waits, batch
+        self.rank, self.batch = rank, batch
         self.count, seq = (10, PROMPT) if batch == 1 else (3, 1)
         model = build(name, rank)
         self.ids = prompt(model, batch, seq)
@@ -234,12 +163,12 @@ class OnLinks:
             self.traffic = communication.low_rank(shape, rank)
         else:
             self.traffic = communication.full_activations(shape, 3, endpoints=True, baseline="actual")
-        address = stack.enter_context(cloud(name, rank, waits=waits))
-        self.free = stack.enter_context(client(address, model, None, UNLIMITED, waits))
+        address = stack.enter_context(cloud(name, rank))
+        self.free = stack.enter_context(client(address, model, None, UNLIMITED))
         self.limited = {}
         for rtt_ms in LINKS[batch]:
             link = Link(f"60/100 Mb/s, RTT {rtt_ms} ms", 60e6, 100e6, rtt_ms / 1e3)
-            self.limited[rtt_ms] = stack.enter_context(client(address, model, None, link, waits))
+            self.limited[rtt_ms] = stack.enter_context(client(address, model, None, link))
         self.found: dict[int, list[dict]] = {rtt_ms: [] for rtt_ms in self.limited}
         for device in (self.free, *self.limited.values()):
             device.generate(self.ids, 2, eos_token_id=-1)  # warm up
@@ -272,7 +201,7 @@ class OnLinks:
         low, _, high = statistics.quantiles([own["beyond"] / expected for own in found], n=4, method="inclusive")
         row = {
             "section": "link", "case": link.name, "what": f"r={self.rank}" if self.rank else "full activations",
-            "waits": self.waits, "batch": self.batch, "blocks": len(found), "ms_per_token": round(1e3 * beyond, 2),
+            "batch": self.batch, "blocks": len(found), "ms_per_token": round(1e3 * beyond, 2),
             "formula_ms": round(1e3 * expected, 2), "ratio": round(beyond / expected, 3), "ratio_q1": round(low, 3),
             "ratio_q3": round(high, 3), "tokens_per_s": round(1 / token, 2),
         }  # fmt: skip
@@ -284,13 +213,13 @@ class OnLinks:
 def rows_of_links(rounds: int = 24) -> list[dict]:
     """All links take turns, so that each sees all that the machine does in the meantime."""
     with contextlib.ExitStack() as stack:
-        links = [OnLinks(stack, *at) for at in itertools.product((16, 64, 0), WAITS, LINKS)]
+        links = [OnLinks(stack, *at) for at in itertools.product((16, 64, 0), LINKS)]
         for turn, link in itertools.product(range(rounds), links):
             link.measure(turn)
         return [row for link in links for row in link.rows()]
 
 
-def rows_of_namespaces(tls: str, waits: str, count: int = 20) -> list[dict]:
+def rows_of_namespaces(tls: str, count: int = 20) -> list[dict]:
     """Two network namespaces, each end limited by ``tc tbf``: the kernel's own queue and TCP instead of the relay.
 
     For :data:`MANY` sequences at once.
@@ -313,14 +242,12 @@ def rows_of_namespaces(tls: str, waits: str, count: int = 20) -> list[dict]:
             shape = ModelShape.from_config(build(name, rank).get_base_model().config, name)
             address = f"{HOSTS[1]}:7070"
             times = {False: [], True: []}
-            with cloud(name, rank, tls, prefix=[*run, spaces[1]], address=address, waits=waits):
+            with cloud(name, rank, tls, prefix=[*run, spaces[1]], address=address):
                 for limited in 3 * (False, True):
                     for i, rate in enumerate(("60mbit", "100mbit") if limited else ()):
                         limit = ["tbf", "rate", rate, "burst", "1600", "latency", "200ms"]
                         ip("tc", "-n", spaces[i], "qdisc", "add", "dev", f"plpkg{i}", "root", *limit)
-                    task = json.dumps(
-                        {"name": name, "rank": rank, "tls": tls, "address": address, "count": count, "waits": waits}
-                    )
+                    task = json.dumps({"name": name, "rank": rank, "tls": tls, "address": address, "count": count})
                     command = [*run, spaces[0], sys.executable, "-m", "benchmarks.residual.wire", "--device", task]
                     found_now = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
                     times[limited] += json.loads(found_now)
@@ -331,7 +258,7 @@ def rows_of_namespaces(tls: str, waits: str, count: int = 20) -> list[dict]:
             spent = slow - statistics.median(times[False])
             found.append(
                 {"section": "namespaces", "case": "60/100 Mb/s by tc tbf, TLS", "what": f"r={rank}",
-                 "waits": waits, "batch": MANY, "ms_per_token": round(1e3 * spent, 2),
+                 "batch": MANY, "ms_per_token": round(1e3 * spent, 2),
                  "formula_ms": round(1e3 * expected, 2), "ratio": round(spent / expected, 3),
                  "tokens_per_s": round(1 / slow, 2)}
             )  # fmt: skip
@@ -341,11 +268,11 @@ def rows_of_namespaces(tls: str, waits: str, count: int = 20) -> list[dict]:
     return found
 
 
-def visit(name: str, rank: int, tls: str, address: str, count: int, waits: str) -> None:
+def visit(name: str, rank: int, tls: str, address: str, count: int) -> None:
     """The device of :func:`rows_of_namespaces`: prints the seconds of each token."""
     model = build(name, rank)
     ids = prompt(model, MANY, 1)
-    with client(address, model, tls, None, waits) as device:
+    with client(address, model, tls, None) as device:
         token_seconds(device, ids, 3)
         print(json.dumps([seconds / MANY for seconds in token_seconds(device, ids, count)]))
 
@@ -355,26 +282,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         tls = f"{folder}/tls"
         certificates.write(tls, [HOSTS[1]])
-        rows = round_trips.rows(WAITS["busy"])
-        for waits in WAITS:
-            rows += rows_of_speed(tls, waits)
+        rows = round_trips.rows() + rows_of_speed(tls)
         for name in ("LLaMA-7B sizes", "plpkg-small"):
             for encrypted in (None, tls):
                 rows += rows_of_bytes(name, 64, encrypted)
         rows += rows_of_links()
         if os.geteuid() == 0 and shutil.which("tc"):
-            rows += rows_of_namespaces(tls, "busy")
+            rows += rows_of_namespaces(tls)
     record.write("residual.wire", rows)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cloud", help=argparse.SUPPRESS)
     parser.add_argument("--device", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.cloud:
-        serve(**json.loads(arguments.cloud))
-    elif arguments.device:
+    if arguments.device:
         visit(**json.loads(arguments.device))
     else:
         main()

@@ -1,17 +1,9 @@
 """Low-rank residual transmission (PrivateLoRA): M on the device, everything else in the cloud, a wire between them.
 
-The names a notebook imports; ``plots``, ``widget``, ``exercises`` and ``recorded`` load on first use.
+The names a notebook imports; each loads on first use, so that a mechanism needs no socket.
 """
 
-from plpkg.relay import Relay
-from plpkg.residual import attacks, bases, certificates, cost, defences, migrate, training
-from plpkg.residual.adapter import PrivateLoraConfig, convert_to_lora
-from plpkg.residual.cloud import CloudServer
-from plpkg.residual.connection import RefusedError
-from plpkg.residual.device import DeviceClient
-from plpkg.residual.parts import CloudPart, DevicePart
-from plpkg.residual.split import release, split
-from plpkg.residual.wire import Counter, Limits
+from plpkg.lazy import on_first_use
 
 __all__ = [
     "CloudPart",
@@ -30,19 +22,38 @@ __all__ = [
     "cost",
     "defences",
     "exercises",
+    "matrices",
     "migrate",
     "plots",
-    "recorded",
     "release",
     "split",
     "training",
     "widget",
 ]
 
-
-def __getattr__(name: str):
-    if name in ("exercises", "plots", "recorded", "widget"):
-        from importlib import import_module
-
-        return import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = on_first_use(
+    __name__,
+    PrivateLoraConfig="adapter",
+    convert_to_lora="adapter",
+    matrices="adapter",
+    bases="bases",
+    split="parts",
+    release="parts",
+    CloudPart="cloud_part",
+    DevicePart="device_part",
+    cost="cost",
+    migrate="migrate",
+    CloudServer="wire.cloud",
+    DeviceClient="wire.device",
+    RefusedError="wire.connection",
+    Counter="wire.messages",
+    Limits="wire.terms",
+    Relay="wire.relay",
+    certificates="wire.certificates",
+    training="wire.training",
+    attacks="privacy.attacks",
+    defences="privacy.defences",
+    exercises="exercises",
+    plots="plots",
+    widget="widget",
+)

@@ -281,6 +281,26 @@ class PrivateLoraModel(BaseTuner):
         self._replace_module(parent, target_name, layer, target)
 
 
+def layers(model: nn.Module, adapter_name: str = "default") -> dict[str, PrivateLoraLayer]:
+    """The layers that have this PrivateLoRA adapter, by their names in the model; none if there is no such adapter."""
+    adapted = {name: module for name, module in model.named_modules() if isinstance(module, PrivateLoraLayer)}
+    return {name: layer for name, layer in adapted.items() if adapter_name in layer.privatelora_M}
+
+
+def matrices(model: nn.Module, adapter_name: str = "default") -> dict[str, nn.Linear]:
+    """Every M of an adapter, by the name that its module had before it was adapted.
+
+    Raises
+    ------
+    ValueError
+        The model has no such PrivateLoRA adapter.
+    """
+    adapted = layers(model, adapter_name).values()
+    if not adapted:
+        raise ValueError(f"{type(model).__name__} has no PrivateLoRA adapter {adapter_name!r}")
+    return {layer.module: layer.privatelora_M[adapter_name] for layer in adapted}
+
+
 def convert_to_lora(model: PeftModel, adapter_name: str = "default") -> tuple[LoraConfig, dict[str, torch.Tensor]]:
     """The same adapter as ordinary LoRA, exactly: for servers that know only that.
 
@@ -305,9 +325,7 @@ def convert_to_lora(model: PeftModel, adapter_name: str = "default") -> tuple[Lo
         raise ValueError(f"modules_to_save={sorted(config.modules_to_save)} are no part of LoRA: save them apart")
     rank = min(config.r_c2d, config.r_d2c)
     state, targets, transposed = {}, [], False
-    for name, layer in model.named_modules():
-        if not isinstance(layer, PrivateLoraLayer) or adapter_name not in layer.privatelora_M:
-            continue
+    for name, layer in layers(model, adapter_name).items():
         m = layer.privatelora_M[adapter_name].weight.detach()
         a, b = (p[adapter_name].to(m.dtype) for p in (layer.privatelora_A, layer.privatelora_B))
         lora_a, lora_b = (a, b @ m) if config.r_c2d <= config.r_d2c else (m @ a, b)

@@ -13,14 +13,25 @@ unless the gradient is that of other people's text.
 Left out: bases that follow the gradient during training.
 """
 
+import hashlib
 from collections.abc import Iterable
 
 import torch
 from peft import PeftModel
+from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from plpkg.residual.adapter import PrivateLoraConfig, PrivateLoraLayer
+from plpkg.residual.adapter import PrivateLoraConfig, PrivateLoraLayer, layers
 from plpkg.validation import whole_number
+
+
+def fingerprint_of_bases(model: nn.Module, adapter_name: str) -> str:
+    """What identifies every A and B of an adapter: their signs, which are the same in every precision."""
+    digest = hashlib.sha256()
+    for layer in layers(model, adapter_name).values():
+        for buffers in (layer.privatelora_A, layer.privatelora_B):
+            digest.update(torch.signbit(buffers[adapter_name]).cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def from_gradients(model: PeftModel, batches: Iterable[torch.Tensor], *, adapter_name: str = "default") -> None:
@@ -46,24 +57,24 @@ def from_gradients(model: PeftModel, batches: Iterable[torch.Tensor], *, adapter
     config = model.peft_config.get(adapter_name)
     if not isinstance(config, PrivateLoraConfig) or config.init != "given":
         raise ValueError(f"the model needs an adapter {adapter_name!r} of PrivateLoraConfig(init='given')")
-    layers = [m for m in model.modules() if isinstance(m, PrivateLoraLayer) and adapter_name in m.privatelora_M]
-    for layer in layers:
+    adapted = list(layers(model, adapter_name).values())
+    for layer in adapted:
         if layer.privatelora_M[adapter_name].weight.any():
             raise ValueError(f"the M of {layer.module} is not zero: it was learnt for other A and B")
         for name, rank in (("r_c2d", config.r_c2d), ("r_d2c", config.r_d2c)):
             whole_number(name, rank, 1, min(layer.in_features, layer.out_features), f"the rank of {layer.module}")
-    for layer, gradient in zip(layers, _gradients(model, layers, batches), strict=True):
+    for layer, gradient in zip(adapted, _gradients(model, adapted, batches), strict=True):
         u, _, vh = torch.linalg.svd(gradient.float(), full_matrices=False)
         b = u[:, : config.r_d2c] * (layer.out_features / config.r_d2c) ** 0.5
         for buffers, value in ((layer.privatelora_A, vh[: config.r_c2d]), (layer.privatelora_B, b)):
             buffers[adapter_name] = value.to(buffers[adapter_name]).contiguous()
 
 
-def _gradients(model: PeftModel, layers: list[PrivateLoraLayer], batches: Iterable) -> list[torch.Tensor]:
+def _gradients(model: PeftModel, adapted: list[PrivateLoraLayer], batches: Iterable) -> list[torch.Tensor]:
     """Of each layer's weight ``(out_features, in_features)``, summed; the model is left as it was."""
     parameters = list(model.parameters())
     before = [(p.requires_grad, p.grad) for p in parameters]
-    weights = [layer.get_base_layer().weight for layer in layers]
+    weights = [layer.get_base_layer().weight for layer in adapted]
     try:
         for p in parameters:
             p.requires_grad_(False)
@@ -75,7 +86,7 @@ def _gradients(model: PeftModel, layers: list[PrivateLoraLayer], batches: Iterab
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         if weights[0].grad is None:
             raise ValueError("no batches: there is no gradient")
-        conv = [isinstance(layer.get_base_layer(), Conv1D) for layer in layers]
+        conv = [isinstance(layer.get_base_layer(), Conv1D) for layer in adapted]
         return [weight.grad.T if turned else weight.grad for weight, turned in zip(weights, conv, strict=True)]
     finally:
         for p, (requires_grad, gradient) in zip(parameters, before, strict=True):

@@ -14,32 +14,14 @@ This is the package's own proposal for a problem that the publication leaves ope
 layers or vocabulary.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from peft import PeftModel
 
-from plpkg.residual.adapter import PrivateLoraConfig, PrivateLoraLayer
-from plpkg.residual.wire import fingerprint_of_bases
+from plpkg.residual.adapter import PrivateLoraConfig, matrices
+from plpkg.residual.bases import fingerprint_of_bases
 from plpkg.validation import number, whole_number
-
-
-def matrices(model: PeftModel, adapter_name: str = "default") -> Iterator[tuple[str, torch.nn.Linear]]:
-    """Every M of an adapter with its module's name.
-
-    Raises
-    ------
-    ValueError
-        The model has no such PrivateLoRA adapter.
-    """
-    found = [
-        (layer.module, layer.privatelora_M[adapter_name])
-        for layer in model.modules()
-        if isinstance(layer, PrivateLoraLayer) and adapter_name in layer.privatelora_M
-    ]
-    if not found:
-        raise ValueError(f"{type(model).__name__} has no PrivateLoRA adapter {adapter_name!r}")
-    yield from found
 
 
 @torch.no_grad()
@@ -62,7 +44,7 @@ def exchanges(
     dict
         By module: u ``(tokens, r_c2d)`` and v ``(tokens, r_d2c)``, float64.
     """
-    every = list(matrices(model, adapter_name))
+    every = matrices(model, adapter_name)
     if adapter_name not in model.active_adapters:
         raise ValueError(f"the adapter {adapter_name!r} is not active, but {model.active_adapters}: set_adapter first")
     seen: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -76,7 +58,7 @@ def exchanges(
 
     training = model.training
     model.eval()  # without dropout
-    handles = [m.register_forward_hook(keep(name)) for name, m in every]
+    handles = [m.register_forward_hook(keep(name)) for name, m in every.items()]
     try:
         for ids in anchors:
             model(input_ids=ids.to(model.device), use_cache=False)
@@ -159,7 +141,7 @@ def migrate(
             raise ValueError(f"{field} is {here!r} in the old adapter and {there!r} in the new one")
     anchors = list(anchors)
     before = exchanges(old, anchors, adapter_name)
-    olds, news = (dict(matrices(model, adapter_name)) for model in (old, new))
+    olds, news = (matrices(model, adapter_name) for model in (old, new))
     if olds.keys() != news.keys():
         raise ValueError(f"the adapters are in different modules: {sorted(olds.keys() ^ news.keys())}")
     if fingerprint_of_bases(old, adapter_name) != fingerprint_of_bases(new, adapter_name):
@@ -171,7 +153,7 @@ def migrate(
         errors = {}
         for name, m in news.items():
             (_, wanted), (u, _) = before[name], received[name]
-            found = solve(u, wanted, olds[name].weight.cpu(), ridge)
-            m.weight.copy_(found.to(m.weight))
-            errors[name] = ((u @ found.T - wanted).norm() / wanted.norm().clamp(min=1e-12)).item()
+            solution = solve(u, wanted, olds[name].weight.cpu(), ridge)
+            m.weight.copy_(solution.to(m.weight))
+            errors[name] = ((u @ solution.T - wanted).norm() / wanted.norm().clamp(min=1e-12)).item()
     return errors

@@ -1,400 +1,208 @@
-"""The two parts of a cut model and what passes between them: exchanges on the cloud, every M on the device.
+"""One model cut in two: the device keeps embedding, LM head and every M, the cloud the decoder layers, A and B.
 
-Between the two parts there is a :class:`Transport`; :class:`Direct` calls the device's functions in the same process,
-so that the cut can be tested against the uncut model. The projections of one input (q, k, v) share one message each
-way, and the cloud computes W x for them while the message is under way.
+The device may also keep the first and the last decoder layers whole. What the parts do is in
+:mod:`plpkg.residual.cloud_part` and :mod:`plpkg.residual.device_part`. A model with ordinary LoRA can be cut as well,
+for comparison: then all of LoRA is on the device, and activations cross at full width.
 
-Training crosses the cut as well: the device holds labels and loss, the cloud goes back through its layers and
-asks the device at each exchange, which adds to M's gradient and answers with the gradient of what it received.
+Left out: layers whose input is not one hidden state (encoder-decoders).
 """
 
 import copy
-import threading
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
+from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import get_peft_model_state_dict
 from torch import nn
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from plpkg.residual.adapter import PrivateLoraLayer
+from plpkg.residual.adapter import PrivateLoraConfig, PrivateLoraLayer
+from plpkg.residual.cloud_part import CloudPart, OwnInEachThread
+from plpkg.residual.device_part import DevicePart, LoraBranches
+from plpkg.residual.exchange import FullActivations, Here, LowRank, Projection
+from plpkg.validation import whole_number
 
+SCALES = ("embedding_multiplier", "logit_scale", "logits_scaling", "lm_head_multiplier")
+"""What some families (Granite, Cohere, Falcon-H1) multiply embeddings or logits with, outside of their layers."""
 
-class Transport(Protocol):
-    """How the cloud reaches the device, seen from the cloud. What comes back may be of another type or place.
+PLAIN_LORA = {"use_dora": False, "lora_dropout": 0, "bias": "none", "lora_bias": False, "alora_invocation_tokens": None}
 
-    ``group`` numbers the exchanges: each happens once in a forward pass, layer by layer. Tensors are
-    ``(messages, batch, seq, width)``: one message a projection, ``r_c2d`` or ``r_d2c`` wide.
-    """
-
-    def send(self, group: int, u: torch.Tensor) -> None:
-        """Send A·x to the device; may return before it has arrived."""
-
-    def receive(self, group: int) -> torch.Tensor:
-        """Wait for M·(A·x)."""
-
-    def backward(self, group: int, grad_v: torch.Tensor) -> torch.Tensor:
-        """Send the gradient of what was received, and wait for the gradient of what was sent."""
+LAYERS, NORMS = ("layers", "h"), ("norm", "ln_f")
+"""What Hugging Face's decoders call their list of layers and their final norm."""
 
 
-class PerThread(threading.local):
-    """Attributes that each thread has for itself; a copy, pickled or not, begins anew."""
+def split(
+    model: PeftModel, first_k: int = 0, last_k: int = 0, *, adapter_name: str = "default"
+) -> tuple[DevicePart, CloudPart]:
+    """Cut a model with a PrivateLoRA adapter into the device's part and the cloud's.
 
-    def __reduce__(self) -> tuple:
-        return type(self), ()
+    The parts share the model's tensors; the model itself stays usable, unless :func:`release` is called.
 
-
-class Here(PerThread):
-    """What a thread has under way: each serves another device."""
-
-    def __init__(self) -> None:
-        self.transport: Transport | None = None
-        self.outputs: dict[int, tuple[torch.Tensor, dict[int, torch.Tensor]]] = {}
-
-
-class Exchange(nn.Module):
-    """The adapted projections of one input, on the cloud: one message out, one back.
-
-    Attributes
+    Parameters
     ----------
-    base_layers
-        The projections as they were.
+    model
+        What ``get_peft_model(model, PrivateLoraConfig(...))`` gave; or a ``LoraConfig`` without dropout.
+    first_k, last_k
+        How many decoder layers the device keeps at either end. Adapters in them stay whole on the device.
+    adapter_name
+        Which adapter.
+
+    Returns
+    -------
+    device, cloud
+        ``device.logits(cloud(device.embed(ids)))`` are the model's logits, once the cloud is connected.
+
+    Raises
+    ------
+    ValueError
+        No such adapter, one merged into the weights, trained weights or nothing left for the cloud, or an architecture
+        that has not the parts of a Hugging Face decoder, or more than them.
     """
+    config = getattr(model, "peft_config", {}).get(adapter_name)
+    if not isinstance(config, PrivateLoraConfig | LoraConfig):
+        raise ValueError(f"{type(model).__name__} has no PrivateLoRA adapter {adapter_name!r}")
+    if isinstance(config, LoraConfig):
+        for field, plain in PLAIN_LORA.items():
+            if (value := getattr(config, field, plain)) != plain:
+                raise ValueError(f"{field}={value!r}: only plain LoRA can be cut, with {field}={plain!r}")
+    if any(isinstance(module, BaseTunerLayer) and module.merged for module in model.modules()):
+        raise ValueError("an adapter is merged into the weights: unmerge it first")
+    whole = model.get_base_model()
+    if whole.get_output_embeddings() is None:
+        raise ValueError(f"{type(whole).__name__} has no LM head")
+    for field in SCALES:
+        if (scale := getattr(whole.config, field, None)) not in (None, 1):
+            raise ValueError(f"{field}={scale!r}: a cut {type(whole).__name__} would leave it out")
+    decoder = whole.base_model
+    layers_name, norm_name = (_named(decoder, names) for names in (LAYERS, NORMS))
+    count = len(getattr(decoder, layers_name))
+    whole_number("first_k", first_k, 0, count - 1, "num_hidden_layers - 1")
+    whole_number("last_k", last_k, 0, count - 1 - first_k, "num_hidden_layers - 1 - first_k")
 
-    def __init__(self, group: int, base_layers: list[nn.Module], here: Here) -> None:
-        super().__init__()
-        self.group, self._here = group, here
-        self.base_layers = nn.ModuleList(base_layers)
+    def section(start: int, stop: int, *, norm: bool) -> nn.Module | None:
+        if start >= stop:
+            return None
+        part = _section(decoder, layers_name, norm_name, range(start, stop), norm=norm)
+        for module in part.modules():  # they are copies: what is active in the model stays so
+            if isinstance(module, BaseTunerLayer):
+                module._active_adapter, module._disable_adapters = [adapter_name], False
+        return part
 
-    def outgoing(self, x: torch.Tensor) -> torch.Tensor:
-        """What the device gets for ``x`` ``(batch, seq, in_features)``: ``(messages, batch, seq, width)``."""
-        raise NotImplementedError
+    middle = section(first_k, count - last_k, norm=last_k == 0)
+    exchanges, matrices, ranks, here = [], [], {}, Here()
+    for layer in getattr(middle, layers_name):
+        for parent, names in _shared_inputs(layer, adapter_name):
+            projections = [getattr(parent, name) for name in names]
+            group = len(exchanges)
+            if isinstance(config, PrivateLoraConfig):
+                exchange = LowRank(group, projections, adapter_name, here)
+                matrices.append([projection.privatelora_M[adapter_name] for projection in projections])
+                ranks[config.r_c2d, config.r_d2c] = group
+            else:
+                exchange = FullActivations(group, projections, here)
+                matrices.append([LoraBranches(projections, adapter_name)])
+                ranks[projections[0].in_features, sum(exchange.widths)] = group
+            exchanges.append(exchange)
+            for index, name in enumerate(names):
+                setattr(parent, name, Projection(exchange, index))
+    if trained := [name for name, parameter in middle.named_parameters() if parameter.requires_grad]:
+        raise ValueError(f"{trained[0]} is trained, but would be in the cloud: keep it on the device, or freeze it")
+    if len(ranks) > 1:
+        raise ValueError(f"full activations need the same widths in every exchange, got {list(ranks)}")
+    device = DevicePart(
+        decoder.get_input_embeddings(),
+        getattr(decoder, "wpe", None),
+        section(0, first_k, norm=False),
+        section(count - last_k, count, norm=True),
+        matrices,
+        next(iter(ranks), (0, 0)),
+        whole.get_output_embeddings(),
+        getattr(whole.config, "final_logit_softcapping", None),
+    )
+    return device, CloudPart(middle, exchanges, here)
 
-    def residual(self, v: torch.Tensor, index: int) -> torch.Tensor:
-        """What its answer adds to projection ``index``: ``(batch, seq, out_features)``."""
-        raise NotImplementedError
 
-    def output(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """What projection ``index`` gives for ``x``: the first call for an input computes all of them."""
-        computed_for, outputs = self._here.outputs.pop(self.group, (None, {}))
-        if computed_for is not x or index not in outputs:
-            outputs = dict(enumerate(self._compute(x)))
-        result = outputs.pop(index)
-        if outputs:
-            self._here.outputs[self.group] = x, outputs
-        return result
+def release(model: PeftModel, part: DevicePart | CloudPart, *, adapter_name: str | None = None) -> None:
+    """Free what a model holds beside one of its parts: a process that serves one end needs no more.
 
-    def _compute(self, x: torch.Tensor) -> list[torch.Tensor]:
-        transport = self._here.transport
-        if transport is None:
-            raise RuntimeError(f"exchange {self.group} has no device to ask")
-        u = self.outgoing(x)
-        transport.send(self.group, u.detach())
-        base = [layer(x) for layer in self.base_layers]  # while the message is under way
-        if torch.is_grad_enabled():
-            v = _Received.apply(u, torch.zeros((), requires_grad=True), transport, self.group)
-        else:
-            v = transport.receive(self.group).to(u)
-        return [(y + self.residual(v, i)).to(y.dtype) for i, y in enumerate(base)]
+    The model cannot compute afterwards.
 
-
-class LowRank(Exchange):
-    """PrivateLoRA's: A·x goes out, M·A·x comes back.
-
-    Attributes
+    Parameters
     ----------
-    a, b_0, b_1, …
-        ``(projections, r_c2d, in_features)``, and for each projection ``(out_features, r_d2c)``.
+    model, part
+        What was given to :func:`split`, and one of what it gave.
+    adapter_name
+        An adapter that can still be saved and loaded into the model: a device's own.
     """
-
-    def __init__(self, group: int, projections: list[PrivateLoraLayer], adapter_name: str, here: Here) -> None:
-        super().__init__(group, [projection.base_layer for projection in projections], here)
-        self.register_buffer("a", torch.stack([p.privatelora_A[adapter_name] for p in projections]), persistent=False)
-        for i, projection in enumerate(projections):
-            self.register_buffer(f"b_{i}", projection.privatelora_B[adapter_name], persistent=False)
-
-    def outgoing(self, x: torch.Tensor) -> torch.Tensor:
-        u = nn.functional.linear(x.to(self.a.dtype), self.a.flatten(0, 1))  # all projections at once
-        return u.unflatten(-1, self.a.shape[:2]).movedim(2, 0)  # (projections, batch, seq, r_c2d)
-
-    def residual(self, v: torch.Tensor, index: int) -> torch.Tensor:
-        return nn.functional.linear(v[index], getattr(self, f"b_{index}"))
+    kept = [*part.parameters(), *part.buffers()]
+    if adapter_name is not None:
+        kept += get_peft_model_state_dict(model, adapter_name=adapter_name).values()
+    storages = {tensor.untyped_storage().data_ptr() for tensor in kept}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.untyped_storage().data_ptr() not in storages:
+            tensor.data = tensor.new_empty(0)
 
 
-class FullActivations(Exchange):
-    """What PrivateLoRA is compared with: all of LoRA is on the device, x goes out, every B·A·x comes back."""
-
-    def __init__(self, group: int, projections: list[LoraLayer], here: Here) -> None:
-        super().__init__(group, [projection.base_layer for projection in projections], here)
-        self.widths = [projection.out_features for projection in projections]
-
-    def outgoing(self, x: torch.Tensor) -> torch.Tensor:
-        return x[None]
-
-    def residual(self, v: torch.Tensor, index: int) -> torch.Tensor:
-        return v[0].split(self.widths, dim=-1)[index]
+def _named(decoder: nn.Module, names: tuple[str, ...]) -> str:
+    for name in names:
+        if hasattr(decoder, name):
+            return name
+    raise ValueError(f"{type(decoder).__name__} has none of {', '.join(names)}: not a decoder that can be cut here")
 
 
-class LoraBranches(nn.Module):
-    """The device's side of :class:`FullActivations`: every projection's B·A·x, side by side."""
-
-    def __init__(self, projections: list[LoraLayer], adapter_name: str) -> None:
-        super().__init__()
-        self.a = nn.ModuleList(p.lora_A[adapter_name] for p in projections)
-        self.b = nn.ModuleList(p.lora_B[adapter_name] for p in projections)
-        self.scaling = [p.scaling[adapter_name] for p in projections]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([b(a(x)) * scale for a, b, scale in zip(self.a, self.b, self.scaling, strict=True)], dim=-1)
-
-
-class _Received(torch.autograd.Function):
-    """Receives v for u, and in the backward pass hands v's gradient over for u's.
-
-    The second input is there to require a gradient: M learns even where nothing before it does.
-    """
-
-    @staticmethod
-    def forward(ctx, u, _anchor, transport, group):
-        ctx.transport, ctx.group = transport, group
-        return transport.receive(group).to(u)
-
-    @staticmethod
-    def backward(ctx, grad_v):
-        return ctx.transport.backward(ctx.group, grad_v).to(grad_v), None, None, None
-
-
-class OwnInEachThread(nn.Module):
-    """A module that every thread has a copy of: rotary embeddings may change with the length of what they last saw."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module, self._own = module, PerThread()
-
-    def forward(self, *args, **options):
-        if not hasattr(self._own, "module"):
-            with torch.inference_mode(False):  # it may be trained through later
-                self._own.module = copy.deepcopy(self.module)
-        return self._own.module(*args, **options)
-
-    def _apply(self, *args, **options) -> nn.Module:
-        self._own = PerThread()  # the copies would stay where they are
-        return super()._apply(*args, **options)
+def _section(decoder: nn.Module, layers_name: str, norm_name: str, layers: range, *, norm: bool) -> nn.Module:
+    """A decoder of the same class with some of the layers, without embedding, sharing the tensors."""
+    config = copy.deepcopy(decoder.config)
+    config.num_hidden_layers = len(layers)
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = [config.layer_types[i] for i in layers]
+    # The same tensors in new modules: their numbers within the KV cache change.
+    shared = {id(t): t for t in (*decoder.parameters(), *decoder.buffers())}
+    with torch.device("meta"):
+        part = type(decoder)(config)
+    chosen = nn.ModuleList(copy.deepcopy(getattr(decoder, layers_name)[i], dict(shared)) for i in layers)
+    for number, layer in enumerate(chosen):
+        for module in layer.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = number
+    setattr(part, layers_name, chosen)
+    setattr(part, norm_name, copy.deepcopy(getattr(decoder, norm_name), dict(shared)) if norm else nn.Identity())
+    if hasattr(decoder, "rotary_emb"):
+        part.rotary_emb = OwnInEachThread(copy.deepcopy(decoder.rotary_emb))
+    part.set_input_embeddings(None)
+    if hasattr(decoder, "wpe"):
+        part.wpe = _Nothing()
+    here = {id(tensor) for tensor in shared.values()}
+    for name, tensor in (*part.named_parameters(), *part.named_buffers()):
+        if tensor.is_meta and id(tensor) not in here:
+            raise ValueError(f"{type(decoder).__name__} has {name} beside its layers: it cannot be cut here")
+    return part.train(decoder.training)
 
 
-class Projection(nn.Module):
-    """Stands where a projection stood, and asks its exchange."""
+class _Nothing(nn.Module):
+    """Adds nothing where a decoder adds its position embedding: the device has done so."""
 
-    def __init__(self, exchange: Exchange, index: int) -> None:
-        super().__init__()
-        self.index = index
-        self._exchange = [exchange]  # in a list, so that its tensors are not this module's as well
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._exchange[0].output(self.index, x)
+    def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
+        return torch.zeros((), device=position_ids.device)  # without dimensions, so that it changes no type
 
 
-class CloudPart(nn.Module):
-    """The decoder layers that the device does not keep, frozen, with A and B.
-
-    Attributes
-    ----------
-    decoder
-        A Hugging Face decoder without embedding, which takes ``inputs_embeds``.
-    exchanges
-        By their number: layer by layer.
-    """
-
-    def __init__(self, decoder: nn.Module, exchanges: list[Exchange], here: Here) -> None:
-        super().__init__()
-        self.decoder, self._here = decoder, here
-        self.exchanges = nn.ModuleList(exchanges)
-        self.requires_grad_(False)
-
-    def connect(self, transport: Transport | None) -> None:
-        """Let what this thread computes from now on go through ``transport``: other threads have their own."""
-        self._here.transport = transport
-        self._here.outputs.clear()
-
-    def new_cache(self) -> DynamicCache:
-        """An empty KV cache for these layers.
-
-        Raises
-        ------
-        ValueError
-            Layers whose cache is overwritten in place, such as linear attention's: a step could not be taken back.
-        """
-        cache = DynamicCache(config=self.decoder.config)
-        for layer in cache.layers:
-            if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-                raise ValueError(f"a {type(layer).__name__} cannot be taken back to where it was before a step")
-        return cache
-
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        cache: DynamicCache | None = None,
-    ) -> torch.Tensor:
-        """Run the layers: ``(batch, seq, hidden)`` in and out."""
-        return _run(self.decoder, hidden, attention_mask, position_ids, cache)
+def is_adapted(module: nn.Module, adapter_name: str) -> bool:
+    """Whether a module has this adapter: PrivateLoRA's or LoRA's."""
+    return isinstance(module, PrivateLoraLayer | LoraLayer) and adapter_name in getattr(
+        module, module.adapter_layer_names[0]
+    )
 
 
-@dataclass
-class DeviceCache:
-    """What the device remembers of a sequence.
-
-    Attributes
-    ----------
-    first, last
-        The KV caches of its own layers.
-    seen
-        How many tokens it has seen.
-    stacked
-        Of each exchange its M as they were when the sequence began, ``(projections, 1, r_c2d, r_d2c)``, so that one
-        product does for all; ``None`` where they are not plain matrices.
-    """
-
-    first: DynamicCache | None
-    last: DynamicCache | None
-    seen: int = 0
-    stacked: tuple[torch.Tensor | None, ...] = ()
-
-
-class DevicePart(nn.Module):
-    """Embedding, LM head, every M, and the layers that the device keeps.
-
-    Attributes
-    ----------
-    embedding, positions
-        Token embedding, and GPT-2's position embedding (else ``None``).
-    first, last
-        Decoders of the layers before and after the cloud's, or ``None``.
-    matrices
-        For each exchange its M: ``nn.Linear(r_c2d, r_d2c, bias=False)``; or a :class:`LoraBranches`.
-    ranks
-        ``(r_c2d, r_d2c)``.
-    lm_head
-        From hidden states to logits.
-    """
-
-    def __init__(
-        self, embedding, positions, first, last, matrices, ranks: tuple[int, int], lm_head, softcap: float | None
-    ) -> None:
-        super().__init__()
-        self.ranks = ranks
-        self.embedding, self.positions = embedding, positions
-        self.first, self.last = first, last
-        self.matrices = nn.ModuleList(nn.ModuleList(group) for group in matrices)
-        self.lm_head = lm_head
-        self.softcap = softcap
-        self._asked: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def new_cache(self) -> DeviceCache:
-        """For a new sequence."""
-        first, last = (part and DynamicCache(config=part.config) for part in (self.first, self.last))
-        return DeviceCache(first, last, stacked=tuple(_stacked(group) for group in self.matrices))
-
-    def embed(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        cache: DeviceCache | None = None,
-    ) -> torch.Tensor:
-        """What goes to the cloud for ``(batch, seq)`` tokens: ``(batch, seq, hidden)``."""
-        if cache is None:
-            cache = DeviceCache(None, None)
-        if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None] + cache.seen
-        cache.seen += input_ids.shape[1]
-        hidden = self.embedding(input_ids)
-        if self.positions is not None:
-            hidden = hidden + self.positions(position_ids)
-        if self.first is None:
-            return hidden
-        return _run(self.first, hidden, attention_mask, position_ids, cache.first)
-
-    def residual(
-        self, group: int, u: torch.Tensor, *, train: bool = False, cache: DeviceCache | None = None
-    ) -> torch.Tensor:
-        """M·u for each projection of an exchange: ``(projections, batch, seq, r_c2d)`` to ``(…, r_d2c)``.
-
-        With ``train`` what :meth:`residual_backward` needs is kept until it is called; without, and with a ``cache``,
-        M is as it was when the sequence began.
-        """
-        if not train and cache is not None and cache.stacked[group] is not None:
-            return u.to(cache.stacked[group]) @ cache.stacked[group]
-        if not train:
-            return self._multiply(group, u)
-        with torch.enable_grad():
-            u = u.detach().requires_grad_()
-            v = self._multiply(group, u)
-        self._asked[group] = u, v
-        return v.detach()
-
-    def _multiply(self, group: int, u: torch.Tensor) -> torch.Tensor:
-        matrices = self.matrices[group]
-        u = u.to(next(matrices.parameters()))
-        return torch.stack([m(u_i) for m, u_i in zip(matrices, u, strict=True)])
-
-    def residual_backward(self, group: int, grad_v: torch.Tensor) -> torch.Tensor:
-        """Add to the gradient of M, and return that of u.
-
-        Raises
-        ------
-        KeyError
-            No forward pass of this exchange is waiting for its gradient.
-        """
-        u, v = self._asked.pop(group)
-        v.backward(grad_v.to(v))
-        return u.grad
-
-    def logits(
-        self,
-        hidden: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        cache: DeviceCache | None = None,
-    ) -> torch.Tensor:
-        """Logits ``(batch, seq, vocab)`` of what came from the cloud ``(batch, seq, hidden)``."""
-        if self.last is not None:
-            hidden = _run(self.last, hidden, attention_mask, position_ids, cache and cache.last)
-        logits = self.lm_head(hidden)
-        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
-
-
-class Direct:
-    """A transport without a wire: the device's part in the same process."""
-
-    def __init__(self, device: DevicePart) -> None:
-        self.device = device
-        self._answers: dict[int, torch.Tensor] = {}
-
-    def send(self, group: int, u: torch.Tensor) -> None:
-        self._answers[group] = self.device.residual(group, u, train=torch.is_grad_enabled())
-
-    def receive(self, group: int) -> torch.Tensor:
-        return self._answers.pop(group)
-
-    def backward(self, group: int, grad_v: torch.Tensor) -> torch.Tensor:
-        return self.device.residual_backward(group, grad_v)
-
-
-def _stacked(matrices: nn.ModuleList) -> torch.Tensor | None:
-    if any(type(m) is not nn.Linear or m.bias is not None for m in matrices):
-        return None
-    return torch.stack([m.weight.detach().mT for m in matrices])[:, None]
-
-
-def _run(decoder: nn.Module, hidden, attention_mask, position_ids, cache) -> torch.Tensor:
-    return decoder(
-        inputs_embeds=hidden,
-        attention_mask=attention_mask,
-        position_ids=position_ids,
-        past_key_values=cache,
-        use_cache=cache is not None,
-    ).last_hidden_state
+def _shared_inputs(layer: nn.Module, adapter_name: str) -> list[tuple[nn.Module, list[str]]]:
+    """The adapted projections of a layer by the input that they share; what has only other adapters loses them."""
+    groups = []
+    for parent in list(layer.modules()):
+        adapted = [name for name, child in parent.named_children() if is_adapted(child, adapter_name)]
+        for name, child in list(parent.named_children()):
+            if isinstance(child, BaseTunerLayer) and name not in adapted:
+                setattr(parent, name, child.get_base_layer())
+        for together in (["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]):
+            if chosen := [name for name in together if name in adapted]:
+                groups.append((parent, chosen))
+        groups += [(parent, [name]) for name in adapted if not any((parent is p and name in n) for p, n in groups)]
+    return groups

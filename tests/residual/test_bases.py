@@ -7,8 +7,9 @@ import torch
 from peft import PeftModel
 
 from plpkg.backbones import FAMILIES
-from plpkg.residual import PrivateLoraConfig, bases, split, wire
+from plpkg.residual import PrivateLoraConfig, bases, split
 from plpkg.residual.adapter import PrivateLoraLayer
+from plpkg.residual.wire.terms import differences, terms as terms_of
 
 from rounding import assert_as_exact, sampling_error
 
@@ -100,11 +101,11 @@ def test_ends_with_other_bases_do_not_talk(adapted):
     bases.from_gradients(ours, texts())
 
     def terms(model):
-        return wire.terms(model, split(model)[0], "default", (0, 0), "fp16")
+        return terms_of(model, split(model)[0], "default", (0, 0), "fp16")
 
-    assert wire.differences(terms(ours), terms(theirs)).startswith("bases is ")
+    assert differences(terms(ours), terms(theirs)).startswith("bases is ")
     bases.from_gradients(theirs, texts())
-    assert not wire.differences(terms(ours), terms(theirs))
+    assert not differences(terms(ours), terms(theirs))
     assert terms(ours.half()).bases == terms(theirs).bases
 
 

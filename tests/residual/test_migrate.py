@@ -31,7 +31,7 @@ def updated(model, size=0.05, seed=1):
 
 def reset(model):
     with torch.no_grad():
-        for _, m in matrices(model):
+        for m in matrices(model).values():
             m.weight.zero_()
     return model
 
@@ -48,12 +48,12 @@ def test_an_unchanged_backbone_gets_the_same_matrices(adapted, family):
     new = reset(copy.deepcopy(old))
     errors = migrate.migrate(old, new, anchors(0), ridge=0)
     seen = exchanges(old, anchors(0))
-    for (name, m), (_, expected) in zip(matrices(new), matrices(old), strict=True):
+    for (name, m), (_, expected) in zip(matrices(new).items(), matrices(old).items(), strict=True):
         u, _ = seen[name]
         most = torch.linalg.pinv(u).norm() * u.norm() * relative(u.shape[1])  # what a rounded v = M·u makes of M
         assert (m.weight - expected.weight).norm() <= most * expected.weight.norm(), name
         assert errors[name] <= most, name
-    assert errors.keys() == dict(matrices(old)).keys()
+    assert errors.keys() == matrices(old).keys()
 
 
 def test_on_a_changed_backbone_it_adds_nearer_to_what_it_added_also_on_other_text(adapted):

@@ -9,7 +9,7 @@ from plpkg.backbones import random_backbone
 from plpkg.corpora import Document
 from plpkg.pretraining import train_tokenizer
 from plpkg.residual import CloudServer, DeviceClient, PrivateLoraConfig
-from plpkg.residual.training import train
+from plpkg.residual.wire.training import train
 
 from rounding import relative
 
@@ -135,7 +135,7 @@ def test_a_run_that_diverges_says_so(cloud, tokenizer, tmp_path):
         return ""
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("plpkg.residual.wire.fingerprint", fingerprint)
+        patch.setattr("plpkg.residual.wire.terms.fingerprint", fingerprint)
         with pytest.raises(FloatingPointError, match="the loss of step 1 is nan"):
             run(cloud, tokenizer, tmp_path / "out", adapted=adapted)
     assert not (tmp_path / "out" / "adapter_model.safetensors").exists()

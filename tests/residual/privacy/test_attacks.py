@@ -12,7 +12,7 @@ from peft import get_peft_model
 
 from plpkg.backbones import FAMILIES, load_backbone, random_backbone
 from plpkg.residual import PrivateLoraConfig, split
-from plpkg.residual.attacks import (
+from plpkg.residual.privacy.attacks import (
     CHUNK,
     Inversion,
     LinearInverter,
@@ -28,8 +28,8 @@ from plpkg.residual.attacks import (
     strongest,
     token_accuracy,
 )
-from plpkg.residual.parts import Direct
 
+from direct import Direct
 from rounding import assert_as_exact, assert_close, relative, sampling_error
 
 

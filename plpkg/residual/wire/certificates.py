@@ -1,4 +1,4 @@
-"""A self-signed certificate, so that device and cloud can talk over TLS without an authority; and what reads it."""
+"""Who may talk to whom: where TLS and a token are needed, and self-signed certificates, without an authority."""
 
 import datetime
 import ipaddress
@@ -9,7 +9,9 @@ import ssl
 from collections.abc import Sequence
 from pathlib import Path
 
-from plpkg.validation import whole_number
+import grpc
+
+from plpkg.validation import host_and_port, whole_number
 
 
 def write(folder: str | Path, hosts: Sequence[str] = (), *, days: int = 365) -> Path:
@@ -85,7 +87,7 @@ def write(folder: str | Path, hosts: Sequence[str] = (), *, days: int = 365) -> 
     return certificate
 
 
-def for_cloud(folder: str | Path) -> ssl.SSLContext:
+def for_cloud(folder: str | Path) -> grpc.ServerCredentials:
     """What a cloud with the ``cert.pem`` and ``key.pem`` of a folder talks through.
 
     Raises
@@ -93,18 +95,15 @@ def for_cloud(folder: str | Path) -> ssl.SSLContext:
     OSError
         A file is not there, or the two are no certificate with its key.
     """
-    files = Path(folder, "cert.pem"), Path(folder, "key.pem")
-    for path in files:
-        path.open("rb").close()  # its error names the file, ssl's does not
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    certificate, key = (Path(folder, name).read_bytes() for name in ("cert.pem", "key.pem"))
     try:
-        context.load_cert_chain(*files)
-    except ssl.SSLError as error:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(Path(folder, "cert.pem"), Path(folder, "key.pem"))
+    except ssl.SSLError as error:  # gRPC would say so only in its log
         raise OSError(f"cert.pem and key.pem in {folder} are not a certificate and its key") from error
-    return context
+    return grpc.ssl_server_credentials([(key, certificate)])
 
 
-def for_device(ca: str | Path) -> ssl.SSLContext:
+def for_device(ca: str | Path) -> grpc.ChannelCredentials:
     """What a device that trusts a certificate talks through.
 
     Raises
@@ -112,10 +111,35 @@ def for_device(ca: str | Path) -> ssl.SSLContext:
     OSError
         The file is not there, or no certificate.
     """
-    Path(ca).open("rb").close()
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    trusted = Path(ca).read_bytes()
     try:
-        context.load_verify_locations(ca)
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(ca)
     except ssl.SSLError as error:
         raise OSError(f"{ca} is not a certificate") from error
-    return context
+    return grpc.ssl_channel_credentials(trusted)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether ``host:port`` never leaves this machine; errors as in :func:`plpkg.validation.host_and_port`."""
+    host, _ = host_and_port(address)
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def require_protection(address: str, *, encrypted: bool, token: str | None) -> None:
+    """Refuse to talk in the clear, or to anybody, across a network.
+
+    Raises
+    ------
+    ValueError
+        The address is not a loopback one, and TLS or the token is missing.
+    """
+    if token is not None and not (token.isascii() and token.isprintable() and token.strip()):
+        raise ValueError("the token must be printable ASCII, not empty")
+    if is_loopback(address):
+        return
+    missing = [what for what, there in (("TLS", encrypted), ("a token", token is not None)) if not there]
+    if missing:
+        raise ValueError(f"{address} is not on this machine: {' and '.join(missing)} needed")

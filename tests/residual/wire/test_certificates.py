@@ -65,3 +65,45 @@ def test_what_is_no_certificate_is_named(tmp_path):
     key.unlink()
     with pytest.raises(FileNotFoundError, match=r"mine/key\.pem"):
         certificates.for_cloud(tmp_path / "mine")
+
+
+@pytest.mark.parametrize(
+    ("address", "local"),
+    [
+        ("127.0.0.1:1", True),
+        ("127.9.9.9:1", True),
+        ("localhost:0", True),
+        ("[::1]:5", True),
+        ("0.0.0.0:5", False),
+        ("[::]:5", False),
+        ("10.0.0.1:5", False),
+        ("example.org:5", False),
+        ("localhost.example.org:5", False),
+        ("127.0.0.1.example.org:5", False),
+    ],
+)
+def test_what_never_leaves_the_machine(address, local):
+    assert certificates.is_loopback(address) is local
+    if local:
+        certificates.require_protection(address, encrypted=False, token=None)
+    else:
+        for encrypted, token, missing in (
+            (False, None, "TLS and a token"), (False, "t", "TLS"), (True, None, "a token"),
+        ):  # fmt: skip
+            with pytest.raises(ValueError, match=f"is not on this machine: {missing} needed"):
+                certificates.require_protection(address, encrypted=encrypted, token=token)
+        certificates.require_protection(address, encrypted=True, token="t")
+
+
+@pytest.mark.parametrize(
+    "address", ["localhost", ":5", "localhost:", "localhost:http", "", "::1:5", "[::1]:70000", "localhost:\u0665"]
+)
+def test_an_address_has_a_host_and_a_port(address):
+    with pytest.raises(ValueError, match="an address must be host:port"):
+        certificates.is_loopback(address)
+
+
+@pytest.mark.parametrize("token", ["", " ", "a\nb", "ü"])
+def test_an_impossible_token_is_refused(token):
+    with pytest.raises(ValueError, match="the token must be printable ASCII"):
+        certificates.require_protection("localhost:1", encrypted=True, token=token)

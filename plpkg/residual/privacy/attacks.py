@@ -22,8 +22,8 @@ from peft import get_peft_model
 from torch import nn
 
 from plpkg.residual.adapter import PrivateLoraConfig
-from plpkg.residual.parts import DevicePart
-from plpkg.residual.split import split
+from plpkg.residual.device_part import DevicePart
+from plpkg.residual.parts import split
 from plpkg.results import Tabular
 from plpkg.validation import number, whole_number
 
@@ -343,7 +343,7 @@ def frequency_attack(
     Parameters
     ----------
     cipher
-        ``(n,)``: the observed text's symbols, in order: :func:`plpkg.residual.defences.symbols_of`.
+        ``(n,)``: the observed text's symbols, in order: :func:`plpkg.residual.privacy.defences.symbols_of`.
     public
         ``(m,)``: tokens of public text.
     symbols

@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from plpkg.backbones import FAMILIES, random_backbone
 from plpkg.residual import PrivateLoraConfig, release, split
 from plpkg.residual.adapter import PrivateLoraLayer
-from plpkg.residual.parts import Direct
 
+from direct import Direct
 from rounding import assert_as_exact, assert_close
 
 IDS = torch.arange(2, 26).reshape(2, 12) % 23 + 1  # never 0, which pads

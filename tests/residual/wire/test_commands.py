@@ -18,7 +18,10 @@ from typer.testing import CliRunner
 
 from plpkg.backbones import load_backbone, random_backbone
 from plpkg.cli import app
-from plpkg.residual import CloudServer, DeviceClient, PrivateLoraConfig, certificates, commands
+from plpkg.residual import CloudServer, DeviceClient, PrivateLoraConfig, certificates
+from plpkg.residual.wire.chat import answer_lines, lines_of
+from plpkg.residual.wire.loading import adapted_model
+from plpkg.residual.wire.training import texts
 
 from preloaded import Process
 
@@ -88,7 +91,7 @@ def cloud(folder):
     def start(command):
         return Process("import sys; from plpkg.cli import app; app(sys.argv[1:])", *command)
 
-    with serving(start, folder, "--busy-wait", "0.001") as address:
+    with serving(start, folder) as address:
         yield address
 
 
@@ -111,15 +114,15 @@ def test_over_tls_with_a_token(secured, folder, tls, tmp_path, monkeypatch):
     assert result.exit_code == 2
     assert "no token, or a wrong one" in result.output
     slept = []
-    monkeypatch.setattr("plpkg.residual.connection.time.sleep", slept.append)
+    monkeypatch.setattr("plpkg.residual.wire.connection.time.sleep", slept.append)
     result = asked(tmp_path / "others" / "cert.pem", "secret")
     assert result.exit_code == 2
-    assert "certificate verify failed" in result.output
+    assert "CERTIFICATE_VERIFY_FAILED" in result.output
     assert not slept  # trying again would not help
 
 
 def test_cloud_chat_and_train(cloud, folder, tmp_path):
-    device = ["device", "--connect", cloud, "--model", str(folder), "--busy-wait", "0.001"]
+    device = ["device", "--connect", cloud, "--model", str(folder)]
     text = tmp_path / "diary.txt"
     text.write_text("my cat is called felix and sleeps all day " * 20)
     options = ["--steps", "3", "--batch", "2", "--seq", "8"]
@@ -147,17 +150,16 @@ def test_each_process_is_left_with_its_part(folder, tmp_path, monkeypatch, comma
         found = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
         return {t.untyped_storage().data_ptr(): t for t in found if t.untyped_storage().nbytes()}
 
-    def served(server, say):
+    def served(server):
         seen.update(alive=alive(), part=server.part)
-        server.stop()
 
     def used(client, *_, **__):
         seen.update(alive=alive(), part=client.part)
 
     before, seen = alive(), {}
-    monkeypatch.setattr("plpkg.residual.commands.serve", served)
-    monkeypatch.setattr("plpkg.residual.commands.chat", used)
-    monkeypatch.setattr("plpkg.residual.training.train", used)
+    monkeypatch.setattr("plpkg.residual.wire.cloud.CloudServer.wait", served)
+    monkeypatch.setattr("plpkg.residual.wire.chat.answer_lines", used)
+    monkeypatch.setattr("plpkg.residual.wire.training.train", used)
     common = ["--model", str(folder), "--rank", "4"]
     text = tmp_path / "text.txt"
     text.write_text("my cat")
@@ -173,20 +175,17 @@ def test_each_process_is_left_with_its_part(folder, tmp_path, monkeypatch, comma
 
 PEAK = """
 import sys, threading
-from plpkg import cli
+from plpkg.residual.wire.commands import client_of
 
-options = dict(connect="127.0.0.1:1", adapter=None, rank=4, target=None, seed=0, first_k=1, last_k=0)
-options |= dict(precision="fp16", ca=None, token=None, link=None, busy_wait=0.0)
+new, settings = dict(r_c2d=4, r_d2c=4), dict(first_k=1)
 
 def anonymous():  # what the process holds that is in no file
     status = open("/proc/self/status").read()
     return int(status.partition("RssAnon:")[2].split()[0]) * 1024
 
 def load(model):
-    client, _, _ = cli._client(options | dict(model=model))
-    dtypes = {str(p.dtype) for p in client.part.parameters()}
-    client.close()
-    return dtypes
+    with client_of("127.0.0.1:1", model, None, new, settings) as (client, _, _):
+        return {str(p.dtype) for p in client.part.parameters()}
 
 def watch():
     while not done.wait(0.001):
@@ -211,7 +210,7 @@ def test_a_device_never_holds_the_layers_of_the_cloud(folder, tmp_path):
     size = (large / "model.safetensors").stat().st_size
     assert size > 1e8
     with Process(PEAK, str(folder), str(large)) as process:
-        peak, dtype = process.stdout.read().split()
+        peak, dtype = process.stdout.read().splitlines()[-1].split()
     assert dtype == "torch.float32"
     assert int(peak) < size / 2, f"{int(peak):,} bytes beside the file of {size:,}"
 
@@ -224,14 +223,14 @@ def test_chat_is_what_generate_gives_and_remembers_with_a_template(folder, capsy
         CloudServer(model, precision="fp32") as server,
         DeviceClient(server.address, model, precision="fp32") as client,
     ):
-        commands.chat(client, tokenizer, iter(["my cat"]), 4)
+        answer_lines(client, tokenizer, iter(["my cat"]), 4)
         ids = torch.tensor([[1, *tokenizer("my cat")["input_ids"]]])
         found = client.generate(ids, 4)[0, ids.shape[1] :]
         assert capsys.readouterr().out.strip() == tokenizer.decode(found, skip_special_tokens=True).strip()
         tokenizer.chat_template = "{% for m in messages %}{{ m.content }} and {% endfor %}"
         original = client.generate
         client.generate = lambda ids, *rest, **options: (asked.append(ids), original(ids, *rest, **options))[1]
-        commands.chat(client, tokenizer, iter(["my cat", "", "sleeps"]), 3)
+        answer_lines(client, tokenizer, iter(["my cat", "", "sleeps"]), 3)
     assert len(asked) == 2
     first, second = (tokenizer.decode(ids[0]) for ids in asked)
     assert second.startswith(first)
@@ -273,8 +272,6 @@ def test_a_certificate_and_then_its_refusal(tmp_path):
         (["cloud", "--dtype", "int4"], "dtype must be one of 'fp16', 'bf16', 'fp32', 'auto', got 'int4'"),
         (["cloud", "--first-k", "2"], "first_k must be between 0 and num_hidden_layers - 1=1"),
         (["cloud", "--sessions", "0"], "sessions must be"),
-        (["cloud", "--busy-wait", "-1"], "busy_wait_s must be at least 0, got -1.0"),
-        (["device", "--connect", "127.0.0.1:1", "--busy-wait", "inf", "chat"], "must be at least 0, got inf"),
         (["device", "--connect", "example.org:1", "chat"], "example.org:1 is not on this machine: TLS and a token"),
         (["device", "--connect", "127.0.0.1:1", "--link", "pigeon", "chat"], "pigeon"),
         (["device", "--connect", "127.0.0.1:1", "train", "/no/such/file", "out"], "/no/such/file"),
@@ -324,7 +321,7 @@ def test_a_command_names_a_bad_file(folder, tmp_path, monkeypatch, arguments, fi
 def saved(folder, tmp_path_factory):
     """An adapter's folder."""
     path = tmp_path_factory.mktemp("adapter")
-    commands.adapted_model(str(folder), None, "fp32", "cpu", r_c2d=4, r_d2c=4)[0].save_pretrained(path)
+    adapted_model(str(folder), None, "fp32", "cpu", r_c2d=4, r_d2c=4)[0].save_pretrained(path)
     return path
 
 
@@ -366,15 +363,15 @@ def test_another_kind_of_adapter_is_refused(folder, tmp_path):
     base, _ = load_backbone(folder)
     get_peft_model(base, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"holds a .*LORA adapter, not a PrivateLoRA one"):
-        commands.adapted_model(str(folder), tmp_path, "fp32", "cpu")
+        adapted_model(str(folder), tmp_path, "fp32", "cpu")
 
 
 def test_training_text_comes_from_files_folders_and_writers(tmp_path):
     for i in range(4):
         (tmp_path / f"{i}.txt").write_text(f"entry {i}")
-    assert [d.text for d in commands.texts(str(tmp_path / "1.txt"))] == ["entry 1"]
-    assert len(commands.texts(str(tmp_path))) == 2
-    assert commands.texts("writer:seaborn")
+    assert [d.text for d in texts(str(tmp_path / "1.txt"))] == ["entry 1"]
+    assert len(texts(str(tmp_path))) == 2
+    assert texts("writer:seaborn")
 
 
 def test_lines_are_asked_for_on_a_terminal_only(capsys):
@@ -382,7 +379,7 @@ def test_lines_are_asked_for_on_a_terminal_only(capsys):
         def isatty(self):
             return True
 
-    assert list(commands.prompts(io.StringIO("a\nb"))) == ["a", "b"]
+    assert list(lines_of(io.StringIO("a\nb"))) == ["a", "b"]
     assert capsys.readouterr().out == ""
-    assert list(commands.prompts(Terminal("a\n"))) == ["a"]
+    assert list(lines_of(Terminal("a\n"))) == ["a"]
     assert capsys.readouterr().out == "> > "

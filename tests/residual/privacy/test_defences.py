@@ -11,10 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from plpkg.backbones import random_backbone
 from plpkg.catalog import ModelShape
-from plpkg.residual import PrivateLoraConfig, migrate, split
-from plpkg.residual.attacks import LinearInverter, recover_tokens, relative_error, token_accuracy
+from plpkg.residual import PrivateLoraConfig, adapter, migrate, split
 from plpkg.residual.cost import device_cost, kept_layers_cost
-from plpkg.residual.defences import (
+from plpkg.residual.privacy.attacks import LinearInverter, recover_tokens, relative_error, token_accuracy
+from plpkg.residual.privacy.defences import (
     NoisySender,
     NonlinearM,
     make_nonlinear,
@@ -26,8 +26,8 @@ from plpkg.residual.defences import (
     steal_function,
     symbols_of,
 )
-from plpkg.residual.parts import Direct
 
+from direct import Direct
 from rounding import assert_as_exact, assert_close, relative, sampling_error
 
 IDS = torch.arange(2, 26).reshape(2, 12) % 23 + 1
@@ -179,7 +179,7 @@ def test_the_uncut_model_computes_with_what_a_defended_device_would_send(family,
 
 def test_noise_on_the_answers_is_relative_to_each(adapted):
     model = adapted()
-    true = dict(migrate.matrices(model))
+    true = adapter.matrices(model)
     with sending(model, answers=NoisySender(0.5, seed=1)):
         seen = migrate.exchanges(model, [IDS.repeat(40, 1)])
     for name, (u, v) in seen.items():

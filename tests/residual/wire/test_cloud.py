@@ -11,7 +11,6 @@ import grpc
 import pytest
 import torch
 from grpc import StatusCode
-from h2.settings import SettingCodes
 from hypothesis import HealthCheck, given, settings, strategies as st
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, Qwen3NextConfig
@@ -24,10 +23,9 @@ from plpkg.residual import (
     RefusedError,
     certificates,
     split,
-    wire,
 )
-from plpkg.residual.call import ClientCall, StatusError
-from plpkg.residual.wire_pb2 import FromCloud, FromDevice, Goodbye, Hello, Part, Step
+from plpkg.residual.wire.messages import METHOD, TEXT
+from plpkg.residual.wire.wire_pb2 import FromCloud, FromDevice, Goodbye, Hello, Part, Step
 
 IDS = torch.arange(1, 9).reshape(1, 8)
 HIDDEN = 32
@@ -39,7 +37,7 @@ class Raw:
     def __init__(self, cloud, *, metadata=(), serialize=FromDevice.SerializeToString):
         self.channel = grpc.insecure_channel(cloud.address, [("grpc.use_local_subchannel_pool", 1)])
         self.outgoing = queue.SimpleQueue()
-        connect = self.channel.stream_stream(wire.METHOD, serialize, FromCloud.FromString)
+        connect = self.channel.stream_stream(METHOD, serialize, FromCloud.FromString)
         self.call = connect(iter(self.outgoing.get, None), metadata=metadata, timeout=60)
 
     def put(self, **content):
@@ -60,11 +58,6 @@ class Raw:
     def close(self):
         self.call.cancel()
         self.channel.close()
-
-
-def call(cloud, method=wire.METHOD, **options):
-    """A device that speaks the package's own HTTP/2."""
-    return ClientCall(cloud.address, method, authority=cloud.address, timeout_s=10, max_message_bytes=2**20, **options)
 
 
 @pytest.fixture
@@ -139,9 +132,9 @@ def test_a_sequence_may_not_grow_beyond_the_limit(cloud, adapted):
         (dict(residual=Part(group=1, data=bytes(72))), "exchange 0 was answered with 1"),
         (dict(residual=Part(group=0, data=bytes(71))), "has 72 bytes, got 71"),
         (dict(residual=Part(group=0, data=b"")), "has 72 bytes, got 0"),
-        (dict(grad_hidden=bytes(72)), "a residual was due, got grad_hidden"),
-        (dict(step=step()), "a residual was due, got step"),
-        (dict(), "a residual was due, got nothing"),
+        (dict(grad_hidden=bytes(72)), "a residual was due, the device sent grad_hidden"),
+        (dict(step=step()), "a residual was due, the device sent step"),
+        (dict(), "a residual was due, the device sent nothing"),
     ],
 )
 def test_a_wrong_answer_in_the_middle_of_a_step_is_refused(raw, cloud, adapted, answer, details):
@@ -178,7 +171,7 @@ def test_every_term_has_to_agree(raw, cloud):
 
 
 @pytest.mark.parametrize(
-    "metadata", [[], [("authorization", "secret")], [("authorization", "Bearer secre")], [("authorization", "Bearer")]]
+    "metadata", [[], [("authorization", "secret")], [("authorization", "Bearer secre")], [("authorization", "Bearer ")]]
 )
 def test_a_wrong_token_gets_nothing(adapted, raw, metadata):
     with CloudServer(adapted(), token="secret") as server:
@@ -187,15 +180,6 @@ def test_a_wrong_token_gets_nothing(adapted, raw, metadata):
         assert device.status() == (StatusCode.UNAUTHENTICATED, "no token, or a wrong one")
         right = raw(server=server, metadata=[("authorization", "Bearer secret")])
         assert right.session
-
-
-def test_a_header_that_http2_does_not_allow_gets_nothing(adapted, raw):
-    """A value may not end in a space: that is the end of the connection, not of the call alone."""
-    with CloudServer(adapted(), token="secret") as server:
-        device = raw(hello=False, server=server, metadata=[("authorization", "Bearer ")])
-        device.put(hello=Hello(terms=server.terms))
-        assert device.status()[0] is StatusCode.UNAVAILABLE
-        assert server.sessions == 0
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -224,73 +208,48 @@ def test_after_random_bytes_it_still_serves(cloud, adapted):
     assert still_serves(cloud, adapted)
 
 
-def test_who_only_connects_takes_no_place_for_long(adapted, monkeypatch):
-    monkeypatch.setattr("plpkg.residual.cloud.WAITING", 2)
-    with CloudServer(adapted(), precision="fp32", limits=Limits(sessions=1, answer_s=1.0)) as server:
-        silent = [connect(server) for _ in range(3)]
-        wait_until(lambda: not server._connections)
-        assert still_serves(server, adapted)
-        for connection in silent:
-            connection.close()
-
-
-@pytest.mark.parametrize("encrypted", [False, True])
-def test_a_newcomer_takes_the_place_of_who_only_connected(adapted, monkeypatch, tmp_path, encrypted):
-    monkeypatch.setattr("plpkg.residual.cloud.WAITING", 2)
-    options = {}
-    if encrypted:
-        certificates.write(tmp_path / "tls")
-        options = {"tls": tmp_path / "tls", "token": "t"}
-    with CloudServer(adapted(), precision="fp32", limits=Limits(sessions=1), **options) as server:
-        silent = [connect(server) for _ in range(3)]
-        wait_until(lambda: len(server._connections) == 3)
-        secure = {"ca": tmp_path / "tls" / "cert.pem", "token": "t"} if encrypted else {}
-        with DeviceClient(server.address, adapted(), precision="fp32", **secure) as device:
-            device.generate(IDS, 2)
-            (session,) = server._sessions.values()
-            own = session.connection
-            silent += [connect(server) for _ in range(3)]  # the last finds the device to be the oldest
-            for connection in silent[:4]:
-                assert closed(connection)
-            assert device.generate(IDS, 2, eos_token_id=-1).shape == (1, 10)
-            assert session.connection is own  # it did not have to come back
-        for connection in silent:
-            connection.close()
-
-
-def test_where_all_have_a_session_a_newcomer_is_refused(adapted, raw, monkeypatch):
-    monkeypatch.setattr("plpkg.residual.cloud.WAITING", 0)
-    with CloudServer(adapted(), precision="fp32", limits=Limits(sessions=1)) as server:
-        device = raw(server=server)
-        with connect(server) as one_more:
-            assert closed(one_more)
-        device.put(step=step())
-        assert device.get().residual.data
-
-
 def connect(server: CloudServer) -> socket.socket:
     host, port = server.address.split(":")
-    return socket.create_connection((host, int(port)), 10)
+    return socket.create_connection((host, int(port)), 30)
 
 
-def closed(connection: socket.socket) -> bool:
-    """Whether the other side closes it, after what it says by itself."""
-    with contextlib.suppress(ConnectionResetError):
-        while connection.recv(1024):
-            pass
-    return True
-
-
-def test_stopping_waits_for_nobodys_handshake(adapted, tmp_path):
-    certificates.write(tmp_path / "tls")
-    with CloudServer(adapted(), tls=tmp_path / "tls", token="t", limits=Limits(answer_s=300)) as server:
-        host, port = server.address.split(":")
-        silent = [socket.create_connection((host, int(port))) for _ in range(3)]
-        wait_until(lambda: len(server._connections) == 3)
-        server.stop()  # waits for ten seconds at most
-        assert not server._connections
+def test_who_only_connects_is_sent_away(adapted):
+    """Connections without a stream, and with bytes that are no HTTP/2: gRPC's own options end them."""
+    with CloudServer(adapted(), precision="fp32", limits=Limits(sessions=1, answer_s=1.0)) as server:
+        silent = [connect(server) for _ in range(100)]
+        for connection in silent[:50]:
+            connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert still_serves(server, adapted)
         for connection in silent:
+            with contextlib.suppress(ConnectionResetError):
+                while connection.recv(1024):
+                    pass
             connection.close()
+
+
+def test_a_newcomer_takes_the_place_of_who_says_nothing(adapted, raw, monkeypatch):
+    monkeypatch.setattr("plpkg.residual.wire.cloud.WAITING", 2)
+    with CloudServer(adapted(), precision="fp32", limits=Limits(sessions=1)) as server:
+        with DeviceClient(server.address, adapted(), precision="fp32") as device:
+            device.generate(IDS, 2)
+            (session,) = server._sessions._by_key.values()
+            messages = session.messages
+            silent = [raw(hello=False, server=server) for _ in range(4)]
+            assert [stream.status()[0] for stream in silent[:2]] == 2 * [StatusCode.UNAVAILABLE]
+            assert device.generate(IDS, 2, eos_token_id=-1).shape == (1, 10)
+            assert session.messages is messages  # it did not have to come back
+        assert still_serves(server, adapted)
+
+
+def test_a_text_is_sent_back_in_part(raw, cloud):
+    terms = type(cloud.terms).FromString(cloud.terms.SerializeToString())
+    terms.model = "x" * 2**20
+    device = raw(hello=False)
+    device.put(hello=Hello(terms=terms))
+    code, details = device.status()
+    assert code is StatusCode.FAILED_PRECONDITION
+    assert details.startswith("model is 'xxx")
+    assert len(details) == TEXT
 
 
 def test_no_more_threads_is_not_the_end(adapted, monkeypatch):
@@ -306,7 +265,7 @@ def test_no_more_threads_is_not_the_end(adapted, monkeypatch):
         monkeypatch.setattr(threading.Thread, "start", fails_once)
         assert still_serves(server, adapted)
         assert refused
-        wait_until(lambda: not server._connections)
+        wait_until(lambda: not server._streams)
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6")
@@ -327,7 +286,7 @@ def test_too_many_sessions_are_told_so(raw, cloud):
     assert devices[0].status()[0] is StatusCode.OK
     assert cloud.sessions == 2
     devices[1].outgoing.put(None)  # without a goodbye it may come back
-    assert devices[1].status()[0] is StatusCode.INVALID_ARGUMENT
+    assert devices[1].status() == (StatusCode.ABORTED, "the device ended the stream")
     assert cloud.sessions == 2
     assert raw().session
 
@@ -355,49 +314,8 @@ def test_no_wait_is_without_a_deadline(adapted, raw, moment):
                 device.get()
         code, details = device.status()
         assert code is StatusCode.DEADLINE_EXCEEDED
-        assert f"a {moment} was due" in details
+        assert re.search(f"a {moment} .*was due", details)
         wait_until(lambda: not [t for t in threading.enumerate() if t.name == "plpkg-session"])
-
-
-def test_waits_are_busy_only_for_a_device_that_computes_alone(adapted, raw):
-    with CloudServer(adapted(), precision="fp32", busy_wait_s=0.01) as server:
-        devices = {name: raw(server=server) for name in ("first", "second")}
-        streams = dict(zip(devices, server._connections, strict=True))
-        waits = {name: [] for name in devices}
-
-        def watch(name):
-            """Note how each wait for this device is made, when it begins."""
-            call = streams[name].call
-            receive = call.receive
-            call.receive = lambda limit_s: (waits[name].append(call.busy_wait_s), receive(limit_s))[1]
-
-        def exchange(name, group=None):
-            """A step up to its first exchange, or an answer up to the next; how the cloud then waits."""
-            answer = {"step": step()} if group is None else {"residual": Part(group=group, data=bytes(3 * 2 * 3 * 4))}
-            before = len(waits[name])
-            devices[name].put(**answer)
-            devices[name].get()
-            wait_until(lambda: len(waits[name]) > before)
-            return waits[name][-1]
-
-        wait_until(lambda: all(stream.call.busy_wait_s == 0.01 for stream in streams.values()))  # nobody computes
-        for name in devices:
-            watch(name)
-        assert exchange("first") == 0.01
-        assert exchange("second") == 0.0
-        assert streams["first"].call.busy_wait_s == 0.01  # the first has waited since before
-        assert exchange("first", 0) == 0.0
-        devices["second"].close()
-        wait_until(lambda: streams["second"] not in server.computing)
-        assert exchange("first", 1) == 0.01
-
-
-@pytest.mark.parametrize("busy_wait_s", [-0.1, float("nan"), float("inf"), "1"])
-def test_a_busy_wait_is_a_time(adapted, cloud, busy_wait_s):
-    with pytest.raises(ValueError, match=f"busy_wait_s must be at least 0, got {busy_wait_s!r}"):
-        CloudServer(adapted(), busy_wait_s=busy_wait_s)
-    with pytest.raises(ValueError, match=f"busy_wait_s must be at least 0, got {busy_wait_s!r}"):
-        DeviceClient(cloud.address, adapted(), busy_wait_s=busy_wait_s)
 
 
 def resumed(raw, server, session):
@@ -413,9 +331,9 @@ def test_a_session_waits_for_its_device_and_is_then_forgotten(adapted, raw, monk
         again = resumed(raw, server, first.session)
         assert again.get().welcome.session == first.session
         again.call.cancel()
-        wait_until(lambda: all(session.connection is None for session in server._sessions.values()))
+        wait_until(lambda: all(session.messages is None for session in server._sessions._by_key.values()))
         clock = time.monotonic
-        monkeypatch.setattr("plpkg.residual.cloud.time.monotonic", lambda: clock() + 60)
+        monkeypatch.setattr("plpkg.residual.wire.sessions.time.monotonic", lambda: clock() + 60)
         assert resumed(raw, server, first.session).status()[0] is StatusCode.NOT_FOUND
         assert server.sessions == 0
 
@@ -452,21 +370,9 @@ def test_a_new_device_gets_the_place_of_the_one_that_has_waited_longest(adapted,
         devices = [raw(server=server) for _ in range(2)]
         for device in devices:
             device.call.cancel()
-            wait_until(lambda key=device.session: server._sessions[key].connection is None)
+            wait_until(lambda key=device.session: server._sessions._by_key[key].messages is None)
         new = raw(server=server)
-        assert set(server._sessions) == {devices[1].session, new.session}
-
-
-def test_a_device_that_reads_nothing_is_given_up(adapted):
-    """Its window for what the cloud sends is, and stays, empty."""
-    with CloudServer(adapted(), precision="fp32", limits=Limits(answer_s=1.0)) as server:
-        device = call(server)
-        device._http.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 0})
-        device.send(FromDevice(hello=Hello(terms=server.terms)).SerializeToString(), 5)
-        with pytest.raises(StatusError, match="the device read nothing for 1 s") as ended:
-            device.receive(10)
-        assert ended.value.code is StatusCode.DEADLINE_EXCEEDED
-        device.close()
+        assert set(server._sessions._by_key) == {devices[1].session, new.session}
 
 
 def test_layers_whose_cache_is_overwritten_are_refused():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from plpkg.catalog import Link
-from plpkg.relay import Relay
+from plpkg.residual.wire.relay import Relay
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_what_the_other_end_does_not_read_yet_waits(echo):
 
 
 def test_it_ends_with_its_owner():
-    code = "from plpkg.relay import Relay; import os; r = Relay('127.0.0.1:1'); print(r._process.pid); os._exit(0)"
+    code = "import os; from plpkg.residual import Relay; r = Relay('127.0.0.1:1'); print(r._process.pid); os._exit(0)"
     pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
     deadline = time.monotonic() + 60
     while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:

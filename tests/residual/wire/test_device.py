@@ -12,8 +12,9 @@ import torch
 from plpkg import communication
 from plpkg.backbones import FAMILIES
 from plpkg.catalog import ModelShape
-from plpkg.residual import CloudServer, DeviceClient, Limits, PrivateLoraConfig, RefusedError, Relay, sampling
-from plpkg.residual.call import BrokenCallError
+from plpkg.residual import CloudServer, DeviceClient, Limits, PrivateLoraConfig, RefusedError, Relay
+from plpkg.residual.wire import sampling
+from plpkg.residual.wire.messages import BrokenStreamError
 
 from preloaded import Process
 from rounding import relative
@@ -92,14 +93,6 @@ def test_training_after_generating_and_generating_after_training(pair, same_grad
         client.part.zero_grad()
         client.train_step(IDS, IDS)
         same_gradients(in_order(client), whole, IDS)
-
-
-@pytest.mark.parametrize("busy_wait_s", [0.0005, 0.01])
-def test_busy_waits_change_no_token_and_no_gradient(pair, same_gradients, busy_wait_s):
-    _, client, whole = pair(m_scale=0.1, cloud=dict(busy_wait_s=busy_wait_s), busy_wait_s=busy_wait_s)
-    assert torch.equal(client.generate(IDS, 6, eos_token_id=-1), expected_tokens(whole))
-    client.train_step(IDS, IDS)
-    same_gradients(in_order(client), whole, IDS)
 
 
 def test_gradients_add_up_until_an_optimizer_makes_its_step(pair, same_gradients):
@@ -227,7 +220,7 @@ def cut_at(client, what, count):
             client.relay.cut()
             if what == "receive":  # the answer was on its way, and lost
                 connection.reset()
-                raise BrokenCallError("cut")
+                raise BrokenStreamError("cut")
         return result
 
     setattr(connection if what == "receive" else part, what, breaking)
@@ -402,7 +395,7 @@ def test_a_cloud_that_stops_answering_in_the_middle_is_given_up(pair):
     original = server.part.forward
     server.part.forward = lambda *arguments, **options: (stuck.wait(20), original(*arguments, **options))[1]
     try:
-        with pytest.raises(ConnectionError, match=r"did not answer for 0\.5 s|no connection to"):
+        with pytest.raises(ConnectionError, match="no connection to"):
             client.generate(IDS, 1)
     finally:
         stuck.set()

@@ -15,8 +15,9 @@ from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 
 from plpkg import checkpoints, corpora
 from plpkg.corpora import Document, Writer
-from plpkg.residual.device import DeviceClient
-from plpkg.residual.wire import pack
+from plpkg.corpora.folder import read_utf8
+from plpkg.residual.wire.device import DeviceClient
+from plpkg.residual.wire.tensors import pack
 from plpkg.results import Tabular
 from plpkg.validation import number, whole_number
 
@@ -40,6 +41,23 @@ class Training(Tabular):
 
     def __repr__(self) -> str:
         return f"Training({len(self.losses)} steps, loss {self.losses[0]:.3f} to {self.losses[-1]:.3f} nats per token)"
+
+
+def texts(source: str) -> list[Document]:
+    """The training text of a writer (``writer:numpy``), of a folder of text files, or one file.
+
+    Raises
+    ------
+    ValueError, OSError
+        No such writer, or nothing that can be read: a file that is not UTF-8, say.
+    """
+    kind, _, name = source.partition(":")
+    if kind == "writer":
+        return corpora.writer(name).split("train")
+    path = Path(source)
+    if path.is_dir():
+        return [document for writer in corpora.text_folder(path) for document in writer.split("train")]
+    return [Document(path.name, read_utf8(path))]
 
 
 def train(

@@ -23,10 +23,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from plpkg.residual.adapter import PrivateLoraLayer
-from plpkg.residual.attacks import fit, pairs, recover_m, relative_error
-from plpkg.residual.migrate import matrices
-from plpkg.residual.split import LAYERS
+from plpkg.residual.adapter import layers, matrices
+from plpkg.residual.parts import LAYERS
+from plpkg.residual.privacy.attacks import fit, pairs, recover_m, relative_error
 from plpkg.results import Tabular
 from plpkg.validation import number, one_of, whole_number
 
@@ -93,10 +92,10 @@ def sending(
         A table of another shape; a ``first_k`` that leaves no layer; ``answers`` where there is no M.
     """
     whole = model.get_base_model() if hasattr(model, "get_base_model") else model
-    layers = next(getattr(whole.base_model, name) for name in LAYERS if hasattr(whole.base_model, name))
-    whole_number("first_k", first_k, 0, len(layers) - 1, "num_hidden_layers - 1")
+    decoder_layers = next(getattr(whole.base_model, name) for name in LAYERS if hasattr(whole.base_model, name))
+    whole_number("first_k", first_k, 0, len(decoder_layers) - 1, "num_hidden_layers - 1")
     embedding, handles = whole.get_input_embeddings(), []
-    answering = [] if answers is None else list(matrices(model))
+    answering = [] if answers is None else matrices(model).values()
     if table is not None:
         if table.shape != embedding.weight.shape:
             raise ValueError(f"table is {tuple(table.shape)}, the embedding {tuple(embedding.weight.shape)}")
@@ -105,9 +104,9 @@ def sending(
         )
         handles.append(replaced)
     if noise is not None:
-        place = layers[first_k - 1] if first_k else embedding
+        place = decoder_layers[first_k - 1] if first_k else embedding
         handles.append(place.register_forward_hook(lambda _, args, output: noise(output)))
-    for _, m in answering:
+    for m in answering:
         handles.append(m.register_forward_hook(lambda _, args, output: answers(output)))
     try:
         yield
@@ -254,10 +253,8 @@ class NonlinearM(nn.Module):
 
 def make_nonlinear(model, hidden: int, *, adapter_name: str = "default", seed: int = 0) -> None:
     """Put a :class:`NonlinearM` in the place of every M of an adapter. PEFT saves it, but cannot load it."""
-    layers = [m for m in model.modules() if isinstance(m, PrivateLoraLayer) and adapter_name in m.privatelora_M]
-    if not layers:
-        raise ValueError(f"{type(model).__name__} has no PrivateLoRA adapter {adapter_name!r}")
-    for i, layer in enumerate(layers):
+    matrices(model, adapter_name)  # refuses a model without this adapter
+    for i, layer in enumerate(layers(model, adapter_name).values()):
         m = layer.privatelora_M[adapter_name]
         new = NonlinearM(m.in_features, m.out_features, hidden, seed + i)
         layer.privatelora_M[adapter_name] = new.to(m.weight.device, m.weight.dtype)

@@ -19,13 +19,16 @@ import torch
 from peft import PeftModel
 
 from plpkg.catalog import Link
-from plpkg.relay import Relay
-from plpkg.residual import sampling, wire
-from plpkg.residual.connection import Connection, SessionLostError
-from plpkg.residual.parts import DeviceCache
-from plpkg.residual.split import split
-from plpkg.residual.wire import Counter
-from plpkg.residual.wire_pb2 import FromDevice, Part, Step
+from plpkg.residual.device_part import DeviceCache
+from plpkg.residual.parts import split
+from plpkg.residual.wire import sampling
+from plpkg.residual.wire.certificates import require_protection
+from plpkg.residual.wire.connection import Connection, SessionLostError
+from plpkg.residual.wire.messages import Counter
+from plpkg.residual.wire.relay import Relay
+from plpkg.residual.wire.tensors import PRECISIONS, pack, unpack
+from plpkg.residual.wire.terms import terms
+from plpkg.residual.wire.wire_pb2 import Part, Step
 from plpkg.validation import number, whole_number
 
 _TRAINING: weakref.WeakKeyDictionary[PeftModel, threading.Lock] = weakref.WeakKeyDictionary()
@@ -41,7 +44,7 @@ class DeviceClient:
         The cloud's ``host:port``.
     model
         What ``get_peft_model(model, PrivateLoraConfig(...))`` gave, with the M to use. Only the device's part of it
-        is used; :func:`plpkg.residual.split.release` frees the rest.
+        is used; :func:`plpkg.residual.parts.release` frees the rest.
     first_k, last_k, precision, adapter_name
         As the cloud has them.
     token, ca
@@ -52,9 +55,6 @@ class DeviceClient:
         The longest wait for an answer.
     retry_s
         How long to try to come back after the connection broke.
-    busy_wait_s
-        How long it looks for each answer before it sleeps: see :class:`CloudServer`. For a short link and a device on
-        mains; other threads of the process get less of Python's lock meanwhile.
 
     Attributes
     ----------
@@ -87,23 +87,21 @@ class DeviceClient:
         link: str | Link | None = None,
         timeout_s: float = 30.0,
         retry_s: float = 30.0,
-        busy_wait_s: float = 0.0,
     ) -> None:
         number("timeout_s", timeout_s, open_low=True)
-        number("busy_wait_s", busy_wait_s)
         number("retry_s", retry_s)
-        wire.require_protection(target, encrypted=ca is not None, token=token)
+        require_protection(target, encrypted=ca is not None, token=token)
         self.part, _ = split(model, first_k, last_k, adapter_name=adapter_name)
         self.part.eval()
-        self.terms = wire.terms(model, self.part, adapter_name, (first_k, last_k), precision)
-        self.dtype, self.adapter_name = wire.PRECISIONS[precision], adapter_name
+        self.terms = terms(model, self.part, adapter_name, (first_k, last_k), precision)
+        self.dtype, self.adapter_name = PRECISIONS[precision], adapter_name
         self._model = model.get_base_model()
         self._closed = False
         self._busy, self._training = threading.Lock(), _TRAINING.setdefault(model, threading.Lock())
         self.relay = None if link is None else Relay(target, link)
         via = self.relay and self.relay.address
         try:
-            waits = dict(timeout_s=timeout_s, retry_s=retry_s, busy_wait_s=busy_wait_s)
+            waits = dict(timeout_s=timeout_s, retry_s=retry_s)
             self._connection = Connection(target, self.terms, token=token, ca=ca, via=via, **waits)
         except BaseException:
             if self.relay is not None:
@@ -169,7 +167,7 @@ class DeviceClient:
             Arguments that cannot be.
         ConnectionError
             The cloud cannot be reached.
-        plpkg.residual.connection.RefusedError
+        plpkg.residual.wire.connection.RefusedError
             It does not want to: a sequence too long, say.
         """
         choice = dict(do_sample=do_sample, temperature=temperature, top_k=top_k, top_p=top_p)
@@ -303,7 +301,7 @@ class DeviceClient:
         self._send_step(
             self._connection.steps + 1,
             ids.shape,
-            wire.pack(embedded, self.dtype),
+            pack(embedded, self.dtype),
             train=True,
             all_positions=True,
             input_gradient=own_gradient,
@@ -318,17 +316,17 @@ class DeviceClient:
         loss.backward()
         # A power of two brings the gradients to where the wire's precision is good; the way back is linear.
         scale = 2.0 ** min(126, -math.frexp(final.grad.abs().max().item())[1])  # float32 has no larger one
-        gradient = wire.pack(final.grad * scale, self.dtype)
-        self._connection.send(FromDevice(grad_hidden=gradient), gradient)
+        gradient = pack(final.grad * scale, self.dtype)
+        self._connection.send(grad_hidden=gradient)
         due = set(range(len(self.part.matrices)))
         while due:
             part = self._connection.receive("grad_output")
             grad_v = self._unpack_part(part, due, ids.shape, self.terms.r_d2c)
-            data = wire.pack(self.part.residual_backward(part.group, grad_v), self.dtype)
-            self._connection.send(FromDevice(grad_input=Part(group=part.group, data=data)), data)
+            data = pack(self.part.residual_backward(part.group, grad_v), self.dtype)
+            self._connection.send(grad_input=Part(group=part.group, data=data))
         if own_gradient:
             data = self._connection.receive("grad_hidden")
-            embedded.backward(wire.unpack(data, tuple(embedded.shape), self.dtype).to(embedded) / scale)
+            embedded.backward(unpack(data, tuple(embedded.shape), self.dtype).to(embedded) / scale)
         for parameter in self.part.matrices.parameters():
             if parameter.grad is not None:
                 parameter.grad /= scale
@@ -338,7 +336,7 @@ class DeviceClient:
     def _next_logits(self, ids: torch.Tensor, cache: DeviceCache) -> torch.Tensor:
         """Logits ``(batch, vocab)`` of the token that follows ``ids`` ``(batch, seq)``."""
         begins = cache.seen == 0
-        hidden = wire.pack(self.part.embed(ids, cache=cache), self.dtype)
+        hidden = pack(self.part.embed(ids, cache=cache), self.dtype)
         everywhere = self.part.last is not None  # its layers have KV caches to fill
         positions = ids.shape[1] if everywhere else 1
         number = None
@@ -359,7 +357,7 @@ class DeviceClient:
 
     def _send_step(self, number: int, shape: tuple[int, int], hidden: bytes, **flags: bool) -> None:
         step = Step(number=number, batch=shape[0], seq=shape[1], hidden=hidden, **flags)
-        self._connection.send(FromDevice(step=step), hidden)
+        self._connection.send(step=step)
 
     def _exchange(self, shape: tuple[int, int], cache: DeviceCache | None = None) -> None:
         """Answer every A·x of a pass over ``(batch, seq)`` with M·A·x; without a ``cache``, to learn from it."""
@@ -367,19 +365,19 @@ class DeviceClient:
         while due:
             part = self._connection.receive("residual")
             u = self._unpack_part(part, due, shape, self.terms.r_c2d)
-            data = wire.pack(self.part.residual(part.group, u, train=cache is None, cache=cache), self.dtype)
-            self._connection.send(FromDevice(residual=Part(group=part.group, data=data)), data)
+            data = pack(self.part.residual(part.group, u, train=cache is None, cache=cache), self.dtype)
+            self._connection.send(residual=Part(group=part.group, data=data))
 
     def _final(self, shape: tuple[int, ...]) -> torch.Tensor:
         """The final hidden state that ends a pass."""
-        return wire.unpack(self._connection.receive("hidden"), shape, self.dtype).to(self.part.lm_head.weight)
+        return unpack(self._connection.receive("hidden"), shape, self.dtype).to(self.part.lm_head.weight)
 
     def _unpack_part(self, part: Part, due: set[int], shape: tuple[int, int], rank: int) -> torch.Tensor:
         """What came for an exchange that was due, and is no more: each once, in the order of the cloud's layers."""
         if part.group not in due:
             raise ValueError(f"the cloud sent exchange {part.group} where one of {sorted(due)} was due")
         due.remove(part.group)
-        return wire.unpack(part.data, (self.terms.projections[part.group], *shape, rank), self.dtype)
+        return unpack(part.data, (self.terms.projections[part.group], *shape, rank), self.dtype)
 
     def _checked(self, ids: torch.Tensor, name: str = "input_ids", *, more: int = 0) -> torch.Tensor:
         ids = sampling.token_ids(name, ids)

@@ -1,0 +1,157 @@
+"""The device's part of a divided model: embedding, LM head, every M, and the layers that it keeps.
+
+Training crosses the cut as well: the device holds labels and loss, the cloud goes back through its layers and
+asks the device at each exchange, which adds to M's gradient and answers with the gradient of what it received.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from transformers import DynamicCache
+
+from plpkg.residual.cloud_part import run_layers
+
+
+class LoraBranches(nn.Module):
+    """The device's side of :class:`FullActivations`: every projection's B·A·x, side by side."""
+
+    def __init__(self, projections: list[LoraLayer], adapter_name: str) -> None:
+        super().__init__()
+        self.a = nn.ModuleList(p.lora_A[adapter_name] for p in projections)
+        self.b = nn.ModuleList(p.lora_B[adapter_name] for p in projections)
+        self.scaling = [p.scaling[adapter_name] for p in projections]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([b(a(x)) * scale for a, b, scale in zip(self.a, self.b, self.scaling, strict=True)], dim=-1)
+
+
+@dataclass
+class DeviceCache:
+    """What the device remembers of a sequence.
+
+    Attributes
+    ----------
+    first, last
+        The KV caches of its own layers.
+    seen
+        How many tokens it has seen.
+    stacked
+        Of each exchange its M as they were when the sequence began, ``(projections, 1, r_c2d, r_d2c)``, so that one
+        product does for all; ``None`` where they are not plain matrices.
+    """
+
+    first: DynamicCache | None
+    last: DynamicCache | None
+    seen: int = 0
+    stacked: tuple[torch.Tensor | None, ...] = ()
+
+
+class DevicePart(nn.Module):
+    """Embedding, LM head, every M, and the layers that the device keeps.
+
+    Attributes
+    ----------
+    embedding, positions
+        Token embedding, and GPT-2's position embedding (else ``None``).
+    first, last
+        Decoders of the layers before and after the cloud's, or ``None``.
+    matrices
+        For each exchange its M: ``nn.Linear(r_c2d, r_d2c, bias=False)``; or a :class:`LoraBranches`.
+    ranks
+        ``(r_c2d, r_d2c)``.
+    lm_head
+        From hidden states to logits.
+    """
+
+    def __init__(
+        self, embedding, positions, first, last, matrices, ranks: tuple[int, int], lm_head, softcap: float | None
+    ) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.embedding, self.positions = embedding, positions
+        self.first, self.last = first, last
+        self.matrices = nn.ModuleList(nn.ModuleList(group) for group in matrices)
+        self.lm_head = lm_head
+        self.softcap = softcap
+        self._asked: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def new_cache(self) -> DeviceCache:
+        """For a new sequence."""
+        first, last = (part and DynamicCache(config=part.config) for part in (self.first, self.last))
+        return DeviceCache(first, last, stacked=tuple(_stacked(group) for group in self.matrices))
+
+    def embed(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        cache: DeviceCache | None = None,
+    ) -> torch.Tensor:
+        """What goes to the cloud for ``(batch, seq)`` tokens: ``(batch, seq, hidden)``."""
+        if cache is None:
+            cache = DeviceCache(None, None)
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None] + cache.seen
+        cache.seen += input_ids.shape[1]
+        hidden = self.embedding(input_ids)
+        if self.positions is not None:
+            hidden = hidden + self.positions(position_ids)
+        if self.first is None:
+            return hidden
+        return run_layers(self.first, hidden, attention_mask, position_ids, cache.first)
+
+    def residual(
+        self, group: int, u: torch.Tensor, *, train: bool = False, cache: DeviceCache | None = None
+    ) -> torch.Tensor:
+        """M·u for each projection of an exchange: ``(projections, batch, seq, r_c2d)`` to ``(…, r_d2c)``.
+
+        With ``train`` what :meth:`residual_backward` needs is kept until it is called; without, and with a ``cache``,
+        M is as it was when the sequence began.
+        """
+        if not train and cache is not None and cache.stacked[group] is not None:
+            return u.to(cache.stacked[group]) @ cache.stacked[group]
+        if not train:
+            return self._multiply(group, u)
+        with torch.enable_grad():
+            u = u.detach().requires_grad_()
+            v = self._multiply(group, u)
+        self._asked[group] = u, v
+        return v.detach()
+
+    def _multiply(self, group: int, u: torch.Tensor) -> torch.Tensor:
+        matrices = self.matrices[group]
+        u = u.to(next(matrices.parameters()))
+        return torch.stack([m(u_i) for m, u_i in zip(matrices, u, strict=True)])
+
+    def residual_backward(self, group: int, grad_v: torch.Tensor) -> torch.Tensor:
+        """Add to the gradient of M, and return that of u.
+
+        Raises
+        ------
+        KeyError
+            No forward pass of this exchange is waiting for its gradient.
+        """
+        u, v = self._asked.pop(group)
+        v.backward(grad_v.to(v))
+        return u.grad
+
+    def logits(
+        self,
+        hidden: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        cache: DeviceCache | None = None,
+    ) -> torch.Tensor:
+        """Logits ``(batch, seq, vocab)`` of what came from the cloud ``(batch, seq, hidden)``."""
+        if self.last is not None:
+            hidden = run_layers(self.last, hidden, attention_mask, position_ids, cache and cache.last)
+        logits = self.lm_head(hidden)
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+
+def _stacked(matrices: nn.ModuleList) -> torch.Tensor | None:
+    if any(type(m) is not nn.Linear or m.bias is not None for m in matrices):
+        return None
+    return torch.stack([m.weight.detach().mT for m in matrices])[:, None]

@@ -1,0 +1,157 @@
+"""What passes between the two parts of a divided model: the projections of one input ask the device, once each pass.
+
+Between the two parts there is a :class:`Transport`. The projections of one input (q, k, v) share one message each
+way, and the cloud computes W x for them while the message is under way.
+"""
+
+import threading
+from typing import Protocol
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import nn
+
+from plpkg.residual.adapter import PrivateLoraLayer
+
+
+class Transport(Protocol):
+    """How the cloud reaches the device, seen from the cloud. What comes back may be of another type or place.
+
+    ``group`` numbers the exchanges: each happens once in a forward pass, layer by layer. Tensors are
+    ``(messages, batch, seq, width)``: one message a projection, ``r_c2d`` or ``r_d2c`` wide.
+    """
+
+    def send(self, group: int, u: torch.Tensor) -> None:
+        """Send A·x to the device; may return before it has arrived."""
+
+    def receive(self, group: int) -> torch.Tensor:
+        """Wait for M·(A·x)."""
+
+    def backward(self, group: int, grad_v: torch.Tensor) -> torch.Tensor:
+        """Send the gradient of what was received, and wait for the gradient of what was sent."""
+
+
+class PerThread(threading.local):
+    """Attributes that each thread has for itself; a copy, pickled or not, begins anew."""
+
+    def __reduce__(self) -> tuple:
+        return type(self), ()
+
+
+class Here(PerThread):
+    """What a thread has under way: each serves another device."""
+
+    def __init__(self) -> None:
+        self.transport: Transport | None = None
+        self.outputs: dict[int, tuple[torch.Tensor, dict[int, torch.Tensor]]] = {}
+
+
+class Exchange(nn.Module):
+    """The adapted projections of one input, on the cloud: one message out, one back.
+
+    Attributes
+    ----------
+    base_layers
+        The projections as they were.
+    """
+
+    def __init__(self, group: int, base_layers: list[nn.Module], here: Here) -> None:
+        super().__init__()
+        self.group, self._here = group, here
+        self.base_layers = nn.ModuleList(base_layers)
+
+    def outgoing(self, x: torch.Tensor) -> torch.Tensor:
+        """What the device gets for ``x`` ``(batch, seq, in_features)``: ``(messages, batch, seq, width)``."""
+        raise NotImplementedError
+
+    def residual(self, v: torch.Tensor, index: int) -> torch.Tensor:
+        """What its answer adds to projection ``index``: ``(batch, seq, out_features)``."""
+        raise NotImplementedError
+
+    def output(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """What projection ``index`` gives for ``x``: the first call for an input computes all of them."""
+        computed_for, outputs = self._here.outputs.pop(self.group, (None, {}))
+        if computed_for is not x or index not in outputs:
+            outputs = dict(enumerate(self._compute(x)))
+        result = outputs.pop(index)
+        if outputs:
+            self._here.outputs[self.group] = x, outputs
+        return result
+
+    def _compute(self, x: torch.Tensor) -> list[torch.Tensor]:
+        transport = self._here.transport
+        if transport is None:
+            raise RuntimeError(f"exchange {self.group} has no device to ask")
+        u = self.outgoing(x)
+        transport.send(self.group, u.detach())
+        base = [layer(x) for layer in self.base_layers]  # while the message is under way
+        if torch.is_grad_enabled():
+            v = _Received.apply(u, torch.zeros((), requires_grad=True), transport, self.group)
+        else:
+            v = transport.receive(self.group).to(u)
+        return [(y + self.residual(v, i)).to(y.dtype) for i, y in enumerate(base)]
+
+
+class LowRank(Exchange):
+    """PrivateLoRA's: A·x goes out, M·A·x comes back.
+
+    Attributes
+    ----------
+    a, b_0, b_1, …
+        ``(projections, r_c2d, in_features)``, and for each projection ``(out_features, r_d2c)``.
+    """
+
+    def __init__(self, group: int, projections: list[PrivateLoraLayer], adapter_name: str, here: Here) -> None:
+        super().__init__(group, [projection.base_layer for projection in projections], here)
+        self.register_buffer("a", torch.stack([p.privatelora_A[adapter_name] for p in projections]), persistent=False)
+        for i, projection in enumerate(projections):
+            self.register_buffer(f"b_{i}", projection.privatelora_B[adapter_name], persistent=False)
+
+    def outgoing(self, x: torch.Tensor) -> torch.Tensor:
+        u = nn.functional.linear(x.to(self.a.dtype), self.a.flatten(0, 1))  # all projections at once
+        return u.unflatten(-1, self.a.shape[:2]).movedim(2, 0)  # (projections, batch, seq, r_c2d)
+
+    def residual(self, v: torch.Tensor, index: int) -> torch.Tensor:
+        return nn.functional.linear(v[index], getattr(self, f"b_{index}"))
+
+
+class FullActivations(Exchange):
+    """What PrivateLoRA is compared with: all of LoRA is on the device, x goes out, every B·A·x comes back."""
+
+    def __init__(self, group: int, projections: list[LoraLayer], here: Here) -> None:
+        super().__init__(group, [projection.base_layer for projection in projections], here)
+        self.widths = [projection.out_features for projection in projections]
+
+    def outgoing(self, x: torch.Tensor) -> torch.Tensor:
+        return x[None]
+
+    def residual(self, v: torch.Tensor, index: int) -> torch.Tensor:
+        return v[0].split(self.widths, dim=-1)[index]
+
+
+class _Received(torch.autograd.Function):
+    """Receives v for u, and in the backward pass hands v's gradient over for u's.
+
+    The second input is there to require a gradient: M learns even where nothing before it does.
+    """
+
+    @staticmethod
+    def forward(ctx, u, _anchor, transport, group):
+        ctx.transport, ctx.group = transport, group
+        return transport.receive(group).to(u)
+
+    @staticmethod
+    def backward(ctx, grad_v):
+        return ctx.transport.backward(ctx.group, grad_v).to(grad_v), None, None, None
+
+
+class Projection(nn.Module):
+    """Stands where a projection stood, and asks its exchange."""
+
+    def __init__(self, exchange: Exchange, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self._exchange = [exchange]  # in a list, so that its tensors are not this module's as well
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._exchange[0].output(self.index, x)

@@ -1,0 +1,67 @@
+"""A conversation with a model whose decoder layers a cloud has, line by line."""
+
+import sys
+from collections.abc import Iterator
+from typing import TextIO
+
+import torch
+from grpc import StatusCode
+from transformers import TextStreamer
+
+from plpkg.residual.wire.connection import RefusedError
+from plpkg.residual.wire.device import DeviceClient
+from plpkg.residual.wire.sampling import warpers
+
+
+def answer_lines(client: DeviceClient, tokenizer, lines: Iterator[str], max_new_tokens: int, **sampling) -> None:
+    """Answer every line, printing as it is written; one that is too long for the cloud is left out.
+
+    A tokenizer with a chat template gets the conversation so far; to any other model each line is the beginning of
+    a text that it continues.
+
+    Raises
+    ------
+    ValueError
+        Arguments of :meth:`DeviceClient.generate` that cannot be, before a line is read.
+    ConnectionError, RefusedError
+        As in :meth:`DeviceClient.generate`.
+    """
+    warpers(max_new_tokens, **sampling)
+    talks = tokenizer.chat_template is not None
+    conversation = []
+    for line in lines:
+        if not line.strip():
+            continue
+        conversation.append({"role": "user", "content": line})
+        if talks:
+            ids = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_tensors="pt")
+            ids = ids if isinstance(ids, torch.Tensor) else ids["input_ids"]
+        else:
+            start = [i for i in (tokenizer.bos_token_id,) if i is not None]
+            ids = torch.tensor([start + tokenizer(line, add_special_tokens=False)["input_ids"]])
+        streamer = TextStreamer(tokenizer, skip_special_tokens=True)  # prints each word as soon as it is complete
+        try:
+            ids_and_answer = client.generate(ids, max_new_tokens, on_token=streamer.put, **sampling)
+        except RefusedError as refused:
+            if refused.code is not StatusCode.OUT_OF_RANGE:
+                raise
+            print(f"{refused}; the conversation begins anew", file=sys.stderr)
+            conversation.clear()
+            continue
+        streamer.end()
+        answer = tokenizer.decode(ids_and_answer[0, ids.shape[1] :], skip_special_tokens=True)
+        conversation.append({"role": "assistant", "content": answer})
+
+
+def lines_of(stream: TextIO | None = None) -> Iterator[str]:
+    """The lines of a stream, standard input by default, asked for if it is a terminal."""
+    stream = sys.stdin if stream is None else stream
+    if hasattr(stream, "reconfigure"):
+        stream.reconfigure(errors="replace")  # a byte that is no character ends nothing
+    while True:
+        if stream.isatty():
+            print("> ", end="", flush=True)
+        line = stream.readline()
+        if not line:
+            return
+        yield line.rstrip("\n")

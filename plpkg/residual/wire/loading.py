@@ -1,0 +1,64 @@
+"""A model of one's own with a PrivateLoRA adapter: a new one, or one that was saved."""
+
+from pathlib import Path
+
+from peft import PeftConfig, PeftModel, get_peft_model
+from safetensors import SafetensorError
+from transformers import PreTrainedTokenizerBase
+
+from plpkg.backbones import load_backbone
+from plpkg.residual.adapter import PrivateLoraConfig
+from plpkg.residual.wire.tensors import PRECISIONS
+from plpkg.validation import one_of
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def adapted_model(
+    name: str, adapter: Path | None, dtype: str, device: str, **config
+) -> tuple[PeftModel, PreTrainedTokenizerBase]:
+    """A model with a PrivateLoRA adapter, and its tokenizer.
+
+    Parameters
+    ----------
+    name
+        As for :func:`plpkg.backbones.load_backbone`.
+    adapter
+        A folder that ``save_pretrained`` wrote, with safetensors; without one a new adapter of ``config``.
+    dtype, device
+        Of the model: one of the wire's precisions or ``"auto"``, the checkpoint's own; and ``"cpu"`` or ``"cuda"``.
+    **config
+        Fields of :class:`PrivateLoraConfig`.
+
+    Raises
+    ------
+    ValueError, FileNotFoundError
+        No such model, device or adapter; an adapter that is damaged, of another kind, or for another model.
+    """
+    dtypes = PRECISIONS | {"auto": "auto"}
+    model, tokenizer = load_backbone(name, dtype=dtypes[one_of("dtype", dtype, tuple(dtypes))], device=device)
+    if adapter is None:
+        return get_peft_model(model, PrivateLoraConfig(**config)), tokenizer
+    config = _config(adapter)
+    try:
+        return PeftModel.from_pretrained(model, adapter, config=config, is_trainable=True), tokenizer
+    except RuntimeError as error:  # of another shape
+        raise ValueError(f"{adapter} does not fit {name}: {str(error).splitlines()[-1].strip()}") from error
+    except SafetensorError as error:
+        raise ValueError(f"{adapter / WEIGHTS} is damaged: {error}") from error
+
+
+def _config(adapter: Path) -> PrivateLoraConfig:
+    """What a folder says of its adapter, which is there."""
+    for name in (CONFIG, WEIGHTS):
+        if not (adapter / name).is_file():  # PEFT would ask the hub
+            raise FileNotFoundError(f"{adapter} holds no adapter: it has no {name}")
+    try:
+        config = PeftConfig.from_pretrained(adapter)
+    except KeyError as error:
+        raise ValueError(f"{adapter} holds an adapter of a kind that PEFT does not know: {error}") from error
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{adapter / CONFIG} is damaged: {error}") from error
+    if not isinstance(config, PrivateLoraConfig):
+        raise ValueError(f"{adapter} holds a {config.peft_type} adapter, not a PrivateLoRA one")
+    return config

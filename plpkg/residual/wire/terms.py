@@ -1,0 +1,106 @@
+"""What the two ends agree on before they begin, and what a cloud allows.
+
+The messages are in ``wire.proto``. A device says its :class:`Terms` first; a difference is refused with both values.
+"""
+
+import re
+from dataclasses import dataclass
+
+from peft import PeftModel
+
+from plpkg.backbones import fingerprint
+from plpkg.residual.bases import fingerprint_of_bases
+from plpkg.residual.device_part import DevicePart
+from plpkg.residual.parts import is_adapted
+from plpkg.residual.wire.tensors import PRECISIONS
+from plpkg.residual.wire.wire_pb2 import Terms
+from plpkg.validation import number, one_of, whole_number
+
+PROTOCOL = 1
+"""Raised whenever an older peer would misunderstand."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a cloud allows.
+
+    Attributes
+    ----------
+    sessions
+        At the same time, those included that wait for their device to come back.
+    tokens
+        Of a sequence, its KV cache and the step together.
+    batch
+        Sequences in a step.
+    message_bytes
+        Of one message.
+    answer_s
+        How long a device may take to answer within a step.
+    idle_s
+        How long it may say nothing between two steps.
+    resume_s
+        How long a session waits for a device whose connection broke.
+    """
+
+    sessions: int = 16
+    tokens: int = 4096
+    batch: int = 64
+    message_bytes: int = 64 * 2**20
+    answer_s: float = 30.0
+    idle_s: float = 600.0
+    resume_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        for name in ("sessions", "tokens", "batch", "message_bytes"):
+            whole_number(name, getattr(self, name), 1)
+        for name in ("answer_s", "idle_s", "resume_s"):
+            number(name, getattr(self, name), open_low=True)
+
+
+def terms(model: PeftModel, device: DevicePart, adapter_name: str, cut: tuple[int, int], precision: str) -> Terms:
+    """What the other side must have as well.
+
+    Parameters
+    ----------
+    model
+        The adapted model.
+    device
+        The device's part of it.
+    adapter_name
+        Which adapter.
+    cut
+        ``(first_k, last_k)``.
+    precision
+        One of :data:`PRECISIONS`.
+    """
+    one_of("precision", precision, tuple(PRECISIONS))
+    config = model.peft_config[adapter_name]
+    adapted = [name for name, module in model.named_modules() if is_adapted(module, adapter_name)]
+    layers = {int(number) for name in adapted for number in re.findall(r"\.(\d+)\.", name)}
+    kinds = ", ".join(sorted({name.rpartition(".")[2] for name in adapted}))
+    return Terms(
+        protocol=PROTOCOL,
+        model=fingerprint(model.get_base_model()),
+        hidden=device.embedding.embedding_dim,
+        targets=f"{kinds} of layers {', '.join(map(str, sorted(layers)))}",
+        projections=[len(group) for group in device.matrices],
+        r_c2d=device.ranks[0],
+        r_d2c=device.ranks[1],
+        init=getattr(config, "init", "lora"),
+        projection_seed=getattr(config, "projection_seed", 0),
+        precision=precision,
+        first_k=cut[0],
+        last_k=cut[1],
+        bases=fingerprint_of_bases(model, adapter_name),
+    )
+
+
+def differences(device: Terms, cloud: Terms) -> str:
+    """A sentence for each field in which the two differ, both values in it; empty if they agree."""
+    found = []
+    for field in Terms.DESCRIPTOR.fields:
+        here, there = getattr(device, field.name), getattr(cloud, field.name)
+        if here != there and not (field.name == "bases" and found):  # they follow from all the others
+            shown = (list(v) if field.is_repeated else v for v in (here, there))
+            found.append("{} is {!r} on the device and {!r} on the cloud".format(field.name, *shown))
+    return "; ".join(found)
