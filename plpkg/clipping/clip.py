@@ -17,6 +17,8 @@ from plpkg.clipping.factors import square
 from plpkg.validation import number, one_of
 
 CLIPPINGS = ("flat", "automatic", "per_layer")
+GAMMA = 0.01
+"""The γ of ``automatic``."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,6 @@ class Clip:
         C.
     kind
         One of :data:`CLIPPINGS`.
-    gamma
-        Of ``automatic``.
 
     Raises
     ------
@@ -40,11 +40,9 @@ class Clip:
 
     max_grad_norm: float
     kind: str = "flat"
-    gamma: float = 0.01
 
     def __post_init__(self) -> None:
         number("max_grad_norm", self.max_grad_norm, open_low=True)
-        number("gamma", self.gamma, open_low=True)
         one_of("clipping", self.kind, CLIPPINGS)
 
     @property
@@ -69,7 +67,7 @@ class Clip:
         """
         norms = squares.sqrt()
         if self.kind == "automatic":
-            return self.max_grad_norm / (norms + self.gamma)
+            return self.max_grad_norm / (norms + GAMMA)
         limit = self.max_grad_norm / math.sqrt(layers) if self.local else self.max_grad_norm
         return (limit / norms).clamp(max=1)  # 0 divides to infinity: a gradient of zero stays as it is
 

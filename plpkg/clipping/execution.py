@@ -17,16 +17,13 @@ class Choice:
     keep
         Until the clipping factors are known: its ``factors``, its per-sample ``gradient``, or ``nothing``: then a
         second backward pass computes the sum.
-    careful
-        Whether ``gram`` is computed again where it cancels.
     """
 
     norm: str
     keep: str
-    careful: bool = True
 
     def __call__(self, key: str, uses: Sequence[Outer], built_bytes: int) -> "Choice":
-        """The same for every parameter."""
+        """A choice is the rule that chooses itself for every parameter."""
         return self
 
 

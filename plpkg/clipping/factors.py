@@ -60,13 +60,8 @@ class Outer:
     def num_rows(self) -> int:
         return self.shape[0] if self.one_hot else self.rows.shape[3]
 
-    @property
-    def bytes(self) -> int:
-        """Of both sides, as they are."""
-        return self.rows.nbytes + self.cols.nbytes
-
     def examples(self, index) -> "Outer":
-        """The same of some examples only."""
+        """The gradients of some of the examples."""
         return replace(self, rows=self.rows[index], cols=self.cols[index])
 
     def norms_squared(self, rule: str) -> torch.Tensor:

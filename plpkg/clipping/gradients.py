@@ -89,7 +89,7 @@ def plan(model: torch.nn.Module, loss_per_example: Callable, batch, *, memory_by
     Parameters
     ----------
     model, loss_per_example, batch
-        As for :func:`clipped_gradients`; the batch as large as it will be.
+        What :func:`clipped_gradients` takes; the batch is as large as it will be.
     memory_bytes
         Live bytes at the peak of a step, parameters and gradients included; by default what ghost clipping needs.
 

@@ -90,12 +90,8 @@ def convolution(call: Call) -> Contributions:
     module, x, g = call.module, call.read, call.gradients[0]
     if g.ndim == len(module.kernel_size) + 1:
         raise ValueError(f"an input of shape {tuple(x.shape)} has no batch")
-    if module.padding_mode != "zeros":
-        x = nn.functional.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
-    elif isinstance(module.padding, str):
-        x = nn.functional.pad(x, module._reversed_padding_repeated_twice)
-    else:
-        x = nn.functional.pad(x, [side for amount in reversed(module.padding) for side in (amount, amount)])
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    x = nn.functional.pad(x, module._reversed_padding_repeated_twice, mode=mode)
     flat = len(module.kernel_size) == 1
     kernel, dilation, stride = (
         (1, *size) if flat else size for size in (module.kernel_size, module.dilation, module.stride)

@@ -45,9 +45,9 @@ class Group:
     Attributes
     ----------
     waiting
-        Those whose gradients are not known.
+        The parameters whose gradients are not known.
     square
-        The squared norm of those that are, ``(batch,)``.
+        The squared norm of the others' gradients, ``(batch,)``.
     kept
         What their sums are to be made of.
     """
@@ -126,7 +126,7 @@ class NormPass:
             kept = sum(built[1:], built[0])
             square = factors.square(kept)
         else:
-            kept, square = outer, factors.norms_squared(outer, choice.norm, careful=choice.careful)
+            kept, square = outer, factors.norms_squared(outer, choice.norm)
         if group.square is None:
             group.square = square
             self._open.append(group)
@@ -148,7 +148,7 @@ class NormPass:
 
 
 class SumPass:
-    """Adds to ``sums`` the gradients of the parameters that are not there, an example's scaled by its factor."""
+    """Adds to ``sums`` the gradients of the parameters that it lacks, an example's scaled by its factor."""
 
     def __init__(self, scale: torch.Tensor, sums: dict[str, torch.Tensor], seen: Callable | None) -> None:
         self._scale, self._sums, self._done, self._seen = scale, sums, set(sums), seen

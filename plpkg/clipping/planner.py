@@ -1,4 +1,4 @@
-"""Which way to take for each parameter: the fewest operations that fit a memory budget.
+"""What to do with each parameter: the fewest operations that fit a memory budget.
 
 For a matrix of R × C numbers, used at T positions, with B examples of s bytes a number (2 operations a multiply-add):
 
@@ -59,13 +59,13 @@ class Matrix:
 
     @property
     def factor_bytes(self) -> int:
-        """Both sides (token ids take 8 bytes)."""
+        """What both sides take (token ids take 8 bytes)."""
         sides = self.cols * self.itemsize + (8 if self.one_hot else self.rows * self.itemsize)
         return self.batch * self.positions * self.groups * sides
 
     @property
     def gradient_bytes(self) -> int:
-        """All examples' gradients."""
+        """What all examples' gradients take."""
         return self.batch * self.groups * self.rows * self.cols * max(4, self.itemsize)
 
     @property
@@ -76,20 +76,19 @@ class Matrix:
 
     @property
     def weight_flops(self) -> int:
-        """Of the weight gradient of plain SGD, and of the gradient that goes on to the layer below; an embedding's only
-        adds, and token ids have none."""
+        """The operations of the weight gradient in plain SGD, and of the input's gradient; token ids have none."""
         return 0 if self.one_hot else 2 * self.batch * self.positions * self.groups * self.rows * self.cols
 
     @property
     def norm_flops(self) -> dict[str, int]:
-        """Of the norm by each rule."""
+        """The operations of the norm by each rule."""
         if self.one_hot or self.positions * self.groups == 1:
             return {"gram": 0}
         square = 2 * self.batch * self.positions**2 * self.groups
         return {"gram": square * (self.rows + self.cols), "instantiate": self.weight_flops}
 
     def temporary_bytes(self, norm: str) -> int:
-        """Beside the factors, while the norm is computed."""
+        """What is live beside the factors while the norm is computed."""
         if self.one_hot:
             return _chunk(3 * self.batch * self.positions * self.cols * max(4, self.itemsize), self.batch)
         if self.positions * self.groups == 1:
@@ -290,7 +289,7 @@ def cheapest(watched: Watched, memory_bytes: int | None = None) -> Plan:
     Parameters
     ----------
     watched
-        From :func:`watch`.
+        What :func:`watch` gave.
     memory_bytes
         The budget: live bytes at the step's peak, parameters and gradients included. By default what the watched step
         took, which is what ghost clipping needs.
@@ -338,7 +337,7 @@ def _fitted(watched: Watched, memory_bytes: int, two_passes: bool) -> Plan:
                     better.append((saved / max(1, option.flops - now.flops), key, option))
         if not better:
             break
-        _, key, option = max(better, key=lambda found: found[0])
+        _, key, option = max(better, key=lambda candidate: candidate[0])
         chosen[key] = option
         left[key].append(option)
     # With the graph kept, the second pass peaks as the watched one did.
@@ -347,31 +346,30 @@ def _fitted(watched: Watched, memory_bytes: int, two_passes: bool) -> Plan:
 
 
 def _live(moments: Sequence[Moment], chosen: Mapping[str, Option], two_passes: bool) -> list[int]:
-    """The most live bytes until each parameter's norm is there, and when the first sum is."""
-    live, kept, held, already = [], [], set(), 0
+    """The most live bytes until each parameter's norm is known, and when the first sum is."""
+    live, kept, held, before = [], [], set(), 0
     for moment in moments:
         most, now = moment.graph_kept if two_passes else moment.freed
         option = chosen.get(moment.key)
         if option is None:
-            own = new = 0 if two_passes else moment.built_bytes
+            keeps = adds = 0 if two_passes else moment.built_bytes
         elif option.choice.keep == "factors":  # they are live at this moment anyway
-            own, new = sum(size for serial, size in moment.storages if serial not in held), option.temporary_bytes
+            keeps, adds = sum(size for serial, size in moment.storages if serial not in held), option.temporary_bytes
             held.update(serial for serial, _ in moment.storages)
         else:
-            own, new = option.kept_bytes, option.kept_bytes + option.temporary_bytes
-        live.append(already + max(most, now + new))
-        already += own
-        kept.append(own)
+            keeps, adds = option.kept_bytes, option.kept_bytes + option.temporary_bytes
+        live.append(before + max(most, now + adds))
+        before += keeps
+        kept.append(keeps)
     if two_passes:
         return live
-    for moment, own in zip(moments, kept, strict=True):  # the sums, one after the other
-        if moment.matrix is None:
-            already -= own
-            continue
-        total = moment.matrix.gradient_bytes // moment.matrix.batch
-        scaled = moment.matrix.scaled_bytes if chosen[moment.key].choice.keep == "factors" else 0
-        live.append(already + now + scaled + total)
-        already += total - own
+    for moment, keeps in zip(moments, kept, strict=True):  # the sums, one after the other
+        total = scaled = 0
+        if moment.matrix:
+            total = moment.matrix.gradient_bytes // moment.matrix.batch
+            scaled = moment.matrix.scaled_bytes if chosen[moment.key].choice.keep == "factors" else 0
+            live.append(before + now + scaled + total)
+        before += total - keeps
     return live
 
 

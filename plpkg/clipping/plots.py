@@ -243,15 +243,13 @@ def caught(zoo, ax=None):
     checks = ("parity", "sensitivity", "audit")
     bugs = [finding.specimen.bug for finding in zoo.findings]
     for row, finding in enumerate(zoo.findings):
-        for column, check in enumerate(checks):
-            hit = check in finding.caught_by
-            ax.plot(column, row, marker="s" if hit else "o", markersize=13, color="C2" if hit else "0.85")
-            missed = "missed"
-            if check == "parity" and finding.parity is None:
-                missed = "no reference"
-            if check != "parity" and finding.sensitivity.ok:
-                missed = "no breach"
-            ax.text(column + 0.14, row, "caught" if hit else missed, va="center", color="k" if hit else "0.5")
+        verdicts = dict.fromkeys(checks, "no breach" if finding.sensitivity.ok else "missed")
+        verdicts["parity"] = "no reference" if finding.parity is None else "missed"
+        verdicts |= dict.fromkeys(finding.caught_by, "caught")
+        for column, verdict in enumerate(verdicts.values()):
+            caught = verdict == "caught"
+            ax.plot(column, row, marker="s" if caught else "o", markersize=13, color="C2" if caught else "0.85")
+            ax.text(column + 0.14, row, verdict, va="center", color="k" if caught else "0.5")
     ax.grid(visible=False)
     ax.set_xticks(range(len(checks)), checks)
     ax.set_yticks(range(len(bugs)), bugs)

@@ -41,14 +41,14 @@ class Recorder:
     Parameters
     ----------
     model
-        Its parameters with ``requires_grad`` are those that learn.
+        A model; what has ``requires_grad`` learns.
 
     Attributes
     ----------
     parameters
-        Those, by name.
+        The parameters that learn, by name.
     layers
-        The layer of each.
+        The layer of each parameter.
     recording
         Whether layers are watched now; ``batch`` says for how many examples.
     verified
@@ -94,7 +94,7 @@ class Recorder:
         _WATCHED.add(model)
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Take the hooks off the model."""
         self.forget()
         for hook in self._hooks:
             hook.remove()
@@ -126,10 +126,8 @@ class Recorder:
         ----------
         losses
             ``(batch,)``, computed while ``recording``.
-        clip
-            The clip function.
-        execution
-            How.
+        clip, execution
+            The clip function, and how its sum is computed.
 
         Returns
         -------

@@ -23,7 +23,7 @@ def compute(batch: int, seq: int, widths: tuple[int, ...], execution: str) -> tu
 
 
 def read_out(result: tuple[Costs, str]) -> str:
-    """The result in words."""
+    """Say the result in words."""
     costs, execution = result
     cost, sgd = costs.by_execution[execution], costs.by_execution["sgd"]
     least = min((name for name in costs.by_execution if name != "sgd"), key=lambda name: costs.by_execution[name].flops)
@@ -40,7 +40,7 @@ def draw(result: tuple[Costs, str], ax):
 
 
 def explorer() -> Explorer:
-    """The widget."""
+    """The widget of the notebook."""
     controls = {
         "batch": ipywidgets.SelectionSlider(options=[2**k for k in range(8)], value=32, description="Batch (examples)"),
         "seq": ipywidgets.SelectionSlider(

@@ -66,27 +66,16 @@ class Audit(Tabular):
 
     @property
     def epsilon(self) -> float:
-        """The lower bound on ε."""
+        """The lower bound on ε that the best attempt gives."""
         return self.best.epsilon
 
-    @property
-    def correct(self) -> int:
-        """Right guesses of the best attempt."""
-        return self.best.correct
-
-    @property
-    def guesses(self) -> int:
-        """Guesses of the best attempt."""
-        return self.best.guesses
-
     def rows(self) -> list[dict]:
-        """One row an attempt."""
         return [{"guesses": a.guesses, "correct": a.correct, "epsilon at least": a.epsilon} for a in self.attempts]
 
     def __repr__(self) -> str:
         return (
             f"Audit(ε ≥ {self.epsilon:.4g} at δ={self.delta:g} with {self.confidence:.0%} confidence: "
-            f"{self.correct} of {self.guesses} guesses right, {self.canaries} canaries)"
+            f"{self.best.correct} of {self.best.guesses} guesses right, {self.canaries} canaries)"
         )
 
 
@@ -148,7 +137,7 @@ def one_run_audit(scores, included, delta: float, confidence: float = 0.95) -> A
     included
         ``(canaries,)`` of bool: whether it did, drawn with probability 1/2.
     delta, confidence
-        Of :func:`epsilon_lower_bound`.
+        What :func:`epsilon_lower_bound` takes.
 
     Raises
     ------
@@ -197,9 +186,9 @@ def canary_audit(
     max_grad_norm, noise_multiplier
         C and σ: normal noise of standard deviation σ·C is added to every number of the update.
     delta, confidence
-        Of :func:`epsilon_lower_bound`.
+        What :func:`epsilon_lower_bound` takes.
     seed
-        Of who takes part, and of the noise.
+        Decides who takes part, and the noise.
     direction
         ``direction(batch)`` gives, for a batch of one canary, where it moves the update; its length does not count.
         By default ``step``. A canary's score is the noisy update's component in that direction.

@@ -49,7 +49,7 @@ class Sensitivity(Tabular):
 
     @property
     def worst_example(self) -> int:
-        """Its place in the batch; the first of several."""
+        """The place in the batch of the (first) example that moves it so far."""
         return max(range(len(self.removed)), key=lambda i: max(self.removed[i], self.alone[i]))
 
     @property
@@ -58,7 +58,6 @@ class Sensitivity(Tabular):
         return self.worst <= 1 + self.tolerance
 
     def rows(self) -> list[dict]:
-        """One row an example, in C."""
         return [
             {"example": place, "taken away (C)": removed, "alone (C)": alone}
             for place, (removed, alone) in enumerate(zip(self.removed, self.alone, strict=True))

@@ -19,7 +19,7 @@ FAR = 1_000.0  # a value that no other example has
 
 
 def one_batch(model, optimizer, criterion, batch) -> None:
-    """What everybody writes."""
+    """The step that everybody writes."""
     inputs, targets = batch
     criterion(model(inputs), targets).backward()
     optimizer.step()
@@ -139,7 +139,7 @@ def _contrasts(count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 # fmt: off
 def specimens() -> tuple[Specimen, ...]:
-    """All bugs."""
+    """The bugs of the zoo."""
     return (
         Specimen("functional tie",
                  "A weight is used past its layer, which nobody watches: half of the gradient is not in the norm.",

@@ -51,7 +51,7 @@ class Finding(Tabular):
     parity
         ‖Opacus's update − the definition's‖ / C; ``None`` where the definition is refused, too.
     sensitivity, audit
-        Of Opacus's update.
+        What these two checks say of Opacus's update.
     claimed
         The ε that σ, δ and C promise.
     """
@@ -66,7 +66,7 @@ class Finding(Tabular):
 
     @property
     def caught_by(self) -> tuple[str, ...]:
-        """The checks that notice."""
+        """The checks that notice that something is wrong."""
         noticed = {
             "parity": self.parity is not None and self.parity > PARITY,
             "sensitivity": not self.sensitivity.ok,
@@ -75,7 +75,6 @@ class Finding(Tabular):
         return tuple(check for check, yes in noticed.items() if yes)
 
     def rows(self) -> list[dict]:
-        """One row."""
         row = {
             "bug": self.specimen.bug,
             "Opacus": f"refuses: {self.opacus}" if self.opacus else "runs",
@@ -93,20 +92,16 @@ class Finding(Tabular):
 
 @dataclass(frozen=True)
 class Zoo(Tabular):
-    """All findings."""
+    """What was found out about every specimen."""
 
     findings: tuple[Finding, ...]
 
     def rows(self) -> list[dict]:
-        """One row a bug."""
         return [finding.rows()[0] for finding in self.findings]
 
-    def caught(self, check: str) -> int:
-        """How many bugs a check notices: ``parity``, ``sensitivity`` or ``audit``."""
-        return sum(check in finding.caught_by for finding in self.findings)
-
     def __repr__(self) -> str:
-        counts = ", ".join(f"{check} {self.caught(check)}" for check in ("parity", "sensitivity", "audit"))
+        caught = [check for finding in self.findings for check in finding.caught_by]
+        counts = ", ".join(f"{check} {caught.count(check)}" for check in ("parity", "sensitivity", "audit"))
         return f"Zoo({len(self.findings)} bugs; caught by {counts})"
 
 
@@ -155,8 +150,8 @@ def opacus_refusal(specimen: Specimen, count: int) -> str | None:
 def opacus_update(specimen: Specimen, count: int, batch) -> dict[str, torch.Tensor]:
     """One run of a specimen's script under Opacus, without noise and past its refusals.
 
-    Of ``count`` examples half are expected in a batch, and ``batch`` has those of this one. Gives by parameter the sum
-    of clipped gradients: what the optimizer gets, times the expected batch size.
+    Half of ``count`` examples are expected in a batch, and ``batch`` has those of this one. Returned is, by parameter,
+    the sum of clipped gradients: what the optimizer gets, times the expected batch size.
     """
     model = specimen.build(count)
     private = GradSampleModuleFastGradientClipping(model, max_grad_norm=MAX_GRAD_NORM, strict=False)
@@ -174,7 +169,7 @@ def opacus_update(specimen: Specimen, count: int, batch) -> dict[str, torch.Tens
 
 
 def our_update(specimen: Specimen, count: int, batch) -> dict[str, torch.Tensor]:
-    """The same under :func:`~plpkg.clipping.make_private`, which raises what it refuses."""
+    """The same script under :func:`~plpkg.clipping.make_private`, which raises what it refuses."""
     model = specimen.build(count)
     made = make_private(
         model,

@@ -20,7 +20,7 @@ from plpkg.clipping.memory.dataflow import measure
 from plpkg.clipping.memory.published import PUBLISHED, Task, opacus_step, two_layer_task
 from plpkg.memory import MIB, MemoryTimeline
 from plpkg.results import Tabular
-from plpkg.validation import one_of, whole_number
+from plpkg.validation import whole_number
 
 COMPARED = ("sgd", *EXECUTIONS)
 """Plain SGD, which clips nothing, and the executions."""
@@ -28,7 +28,7 @@ COMPARED = ("sgd", *EXECUTIONS)
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one step's gradients.
+    """What one step's gradients cost.
 
     Attributes
     ----------
@@ -70,7 +70,7 @@ class Costs(Tabular):
         return f"Costs({widths}, batch {self.batch}, {self.seq} tokens: {peaks} MiB)"
 
 
-def stack_costs(batch: int, seq: int, widths: Sequence[int], executions: Sequence[str] = COMPARED) -> Costs:
+def stack_costs(batch: int, seq: int, widths: Sequence[int]) -> Costs:
     """The costs of a step of a stack of linear layers without biases, on sequences.
 
     Norms are computed in pieces of 64 MiB, here as on real tensors, and a piece takes about 10 ms: thousands of them
@@ -81,14 +81,12 @@ def stack_costs(batch: int, seq: int, widths: Sequence[int], executions: Sequenc
     batch, seq
         Examples, and tokens of each.
     widths
-        Of the input and of each layer's output.
-    executions
-        Some of :data:`COMPARED`.
+        How many values the input has, and each layer's output.
 
     Raises
     ------
     ValueError
-        A size below 1, fewer than two widths, or an unknown execution.
+        A size below 1, or fewer than two widths.
     """
     whole_number("batch", batch, 1)
     whole_number("seq", seq, 1)
@@ -103,9 +101,7 @@ def stack_costs(batch: int, seq: int, widths: Sequence[int], executions: Sequenc
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model(x).square().mean((1, 2))
 
-    for execution in executions:
-        one_of("execution", execution, COMPARED)
-    costs = {execution: _cost(build, loss, (batch, seq, widths[0]), execution) for execution in executions}
+    costs = {execution: _cost(build, loss, (batch, seq, widths[0]), execution) for execution in COMPARED}
     return Costs(batch, seq, tuple(widths), costs)
 
 
@@ -127,14 +123,14 @@ def our_step(task: Task, execution: str = "book_keeping"):
     Parameters
     ----------
     task
-        Of :mod:`plpkg.clipping.memory.published`.
+        A task of :mod:`plpkg.clipping.memory.published`.
     execution
         A name of an execution.
 
     Returns
     -------
     Callable
-        ``step(timeline)`` for :func:`plpkg.clipping.memory.dataflow.measure`; its last phase, ``iteration``, is the
+        ``step(timeline)`` for :func:`plpkg.clipping.memory.dataflow.measure`; its phase, ``iteration``, is the
         whole step without the model.
     """
 
@@ -145,20 +141,15 @@ def our_step(task: Task, execution: str = "book_keeping"):
         return criterion(model(batch[0]), batch[1])
 
     def step(timeline: MemoryTimeline) -> None:
-        with timeline.phase("model"):
-            model = task.build()
-            timeline.track(model)
-        batch = task.data()
-        timeline.track(*batch)
+        model, batch = task.build(), task.data()
+        timeline.track(model, *batch)
         with timeline.phase("iteration"):
-            with timeline.phase("gradients"):
-                gradients, _ = clipped_gradients(model, losses, batch, 1.0, execution)
-            with timeline.phase("step"):
-                for name, p in model.named_parameters():
-                    if p.requires_grad:
-                        total = gradients.pop(name)
-                        p.grad = total.add_(torch.randn_like(total)).div_(len(batch[0]))
-                torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1).step()
+            gradients, _ = clipped_gradients(model, losses, batch, 1.0, execution)
+            learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            for name, p in learning.items():
+                total = gradients.pop(name)
+                p.grad = total.add_(torch.randn_like(total)).div_(len(batch[0]))
+            torch.optim.SGD(learning.values(), lr=0.1).step()
 
     return step
 

@@ -23,9 +23,9 @@ from decimal import Decimal
 import torch
 
 from plpkg import catalog
-from plpkg.clipping.memory.dataflow import OPACUS_2024, PHASES, WIDTHS, Choices, checked_widths, emulate, measure
+from plpkg.clipping.memory.dataflow import PHASES, WIDTHS, checked_widths, emulate, measure
 from plpkg.memory import MIB, MemoryTimeline
-from plpkg.validation import number, one_of, whole_number
+from plpkg.validation import one_of, whole_number
 
 OUT_OF_MEMORY = "OOM"
 PUBLISHED = ("sgd", "hooks", "fast", "ghost")
@@ -139,11 +139,11 @@ def two_layer_task(batch: int, widths: tuple[int, ...] = WIDTHS) -> Task:
 class _Classifier(torch.nn.Module):
     """BERT for sequences of whole length: ids in, logits out."""
 
-    def __init__(self, num_labels: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         from transformers import BertConfig, BertForSequenceClassification
 
-        self.bert = BertForSequenceClassification(BertConfig(num_labels=num_labels, attn_implementation="eager"))
+        self.bert = BertForSequenceClassification(BertConfig(num_labels=3, attn_implementation="eager"))
         self.bert.requires_grad_(False)
         for part in (self.bert.bert.encoder.layer[-1], self.bert.bert.pooler, self.bert.classifier):
             part.requires_grad_(True)
@@ -152,7 +152,7 @@ class _Classifier(torch.nn.Module):
         return self.bert(input_ids=ids).logits
 
 
-def bert_task(batch: int, seq: int, num_labels: int = 3) -> Task:
+def bert_task(batch: int, seq: int) -> Task:
     """BERT-base with its last layer, pooler and classifier trainable (7.7 million of 109), as in the article.
 
     Parameters
@@ -160,18 +160,16 @@ def bert_task(batch: int, seq: int, num_labels: int = 3) -> Task:
     seq
         Tokens of each example, none of them padding. The article does not state it.
     """
-    batch, num_labels = whole_number("batch", batch, 1), whole_number("num_labels", num_labels, 1)
+    batch = whole_number("batch", batch, 1)
     seq = whole_number("seq", seq, 1, 512, "max_position_embeddings")
 
     def data() -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros(batch, seq, dtype=torch.long), torch.zeros(batch, dtype=torch.long)
 
-    return Task(lambda: _Classifier(num_labels).train(), data, torch.nn.CrossEntropyLoss())
+    return Task(lambda: _Classifier().train(), data, torch.nn.CrossEntropyLoss())
 
 
-def opacus_step(
-    task: Task, execution: str, *, max_grad_norm: float = 1.0, noise_multiplier: float = 1.0
-) -> Callable[[MemoryTimeline], None]:
+def opacus_step(task: Task, execution: str) -> Callable[[MemoryTimeline], None]:
     """One training step of the installed Opacus, for :func:`measure`.
 
     Its phases are those of :data:`plpkg.clipping.memory.dataflow.PHASES` that the execution has, and then
@@ -186,15 +184,13 @@ def opacus_step(
     Raises
     ------
     ValueError
-        An unknown execution, a clipping norm that is not positive, a negative noise multiplier.
+        An unknown execution.
     """
     from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
     from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
     from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 
     one_of("execution", execution, PUBLISHED)
-    clip = number("max_grad_norm", max_grad_norm, open_low=True)
-    noise = number("noise_multiplier", noise_multiplier)
 
     def step(timeline: MemoryTimeline) -> None:
         with timeline.phase("model"):
@@ -203,12 +199,12 @@ def opacus_step(
         criterion = copy.copy(task.criterion)
         timeline.track(model)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        private = dict(noise_multiplier=noise, max_grad_norm=clip, expected_batch_size=len(inputs))
+        private = dict(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=len(inputs))
         if execution == "hooks":
             model, optimizer = GradSampleModule(model), DPOptimizer(optimizer, **private)
         elif execution != "sgd":
             model = GradSampleModuleFastGradientClipping(
-                model, max_grad_norm=clip, use_ghost_clipping=execution == "ghost"
+                model, max_grad_norm=1.0, use_ghost_clipping=execution == "ghost"
             )
             optimizer = DPOptimizerFastGradientClipping(optimizer, **private)
             criterion = DPLossFastGradientClipping(model, optimizer, criterion)
@@ -242,7 +238,7 @@ def _backward(timeline: MemoryTimeline, loss, model, optimizer, twice: bool) -> 
         loss.backward()
 
 
-def synthetic_table(choices: Choices = OPACUS_2024):
+def synthetic_table():
     """The article's table of the two-layer network, reported beside computed.
 
     Returns
@@ -253,7 +249,7 @@ def synthetic_table(choices: Choices = OPACUS_2024):
     """
     table = synthetic()
     cells = list(zip(table["batch"], table["method"], table["phase"], strict=True))
-    steps = {key: emulate(key[1], key[0], choices=choices) for key in {cell[:2] for cell in cells}}
+    steps = {key: emulate(key[1], key[0]) for key in {cell[:2] for cell in cells}}
     table["computed_mib"] = [steps[batch, method].increase_bytes(phase) / MIB for batch, method, phase in cells]
     close = (table["computed_mib"] - table["reported_mib"]).abs() <= table["tolerance_mib"]
     table["matches"] = close | (table["reported_mib"].isna() & (table["computed_mib"] > P100_MIB))

@@ -80,7 +80,7 @@ class PoissonLoader(DataLoader):
         The :class:`~plpkg.clipping.training.private.Private` that is told when an epoch begins, and of each batch how
         many examples it has and whether it ends its sample.
     max_physical_batch_size
-        Of the batches; as large as the sample by default.
+        The most examples of a batch; by default a sample is one batch.
     """
 
     def __init__(self, like: DataLoader, private, max_physical_batch_size: int | None = None) -> None:

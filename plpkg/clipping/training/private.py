@@ -121,7 +121,7 @@ class Private:
 
     @property
     def noise_multiplier(self) -> float:
-        """σ."""
+        """The noise multiplier σ, in units of C."""
         return self.mechanism.noise_multiplier
 
     @property
@@ -366,7 +366,7 @@ def make_private(
         Gradient accumulation: samples larger than that come in pieces (micro-batches); ``step`` does nothing until
         the last. You may also take a batch apart yourself, but not put two of them in a step.
     seed, secure
-        Of the sampling and the noise: see :mod:`plpkg.clipping.training.randomness`.
+        Where samples and noise come from: see :mod:`plpkg.clipping.training.randomness`.
 
     Returns
     -------

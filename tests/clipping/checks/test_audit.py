@@ -73,11 +73,11 @@ def test_the_guesses_are_the_extremes():
     audit = one_run_audit(scores, included, DELTA)
     assert [attempt.guesses for attempt in audit.attempts] == [1, 2, 5, 10, 20, 50, 100]
     assert all(attempt.correct == attempt.guesses for attempt in audit.attempts)
-    assert audit.guesses == audit.correct == 100
+    assert audit.best.guesses == audit.best.correct == 100
     corrected = 1 - 0.05 / 7
     assert audit.epsilon == epsilon_lower_bound(100, 100, 100, DELTA, corrected)
     wrong = one_run_audit(-scores, included, DELTA)
-    assert wrong.correct == 0
+    assert wrong.best.correct == 0
     assert wrong.epsilon == 0
     mixed = np.where(scores < 5, True, included)  # the five lowest took part
     assert [a.correct for a in one_run_audit(scores, mixed, DELTA).attempts] == [1, 1, 3, 5, 15, 45, 95]

@@ -53,7 +53,6 @@ def whole_zoo():
 def test_what_notices(whole_zoo):
     """At 200 canaries the audit notices nothing, not even ten times the sensitivity."""
     assert {finding.specimen.bug: finding.caught_by for finding in whole_zoo.findings} == CAUGHT
-    assert [whole_zoo.caught(check) for check in ("parity", "sensitivity", "audit")] == [7, 7, 0]
     assert repr(whole_zoo) == "Zoo(9 bugs; caught by parity 7, sensitivity 7, audit 0)"
 
 

@@ -1,5 +1,7 @@
 """Costs on fake tensors beside real ones and beside closed forms."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -12,9 +14,14 @@ from plpkg.memory import MIB, MemoryTimeline
 B, T, WIDTHS = 4, 24, (40, 30, 20)
 
 
+@functools.cache
+def small_stack():
+    return stack_costs(B, T, WIDTHS)
+
+
 @pytest.mark.parametrize("execution", COMPARED)
 def test_fake_and_real_agree(execution):
-    cost = stack_costs(B, T, WIDTHS, [execution]).by_execution[execution]
+    cost = small_stack().by_execution[execution]
     model = nn.Sequential(nn.Linear(40, 30, bias=False), nn.Linear(30, 20, bias=False))
     x = torch.randn(B, T, 40)
 
@@ -34,7 +41,7 @@ def test_fake_and_real_agree(execution):
 
 
 def test_operations_are_the_closed_forms():
-    costs = stack_costs(B, T, WIDTHS).by_execution
+    costs = small_stack().by_execution
     layers = [(40, 30), (30, 20)]
     product = sum(2 * B * T * p * d for d, p in layers)
     below = 2 * B * T * 20 * 30  # the first layer's input needs no gradient
@@ -60,7 +67,6 @@ def test_memory_in_the_order_of_the_names():
         ((4, 0, (3, 2)), "seq must be"),
         ((4, 4, (3,)), r"widths must have at least an input and an output, got \(3,\)"),
         ((4, 4, (3, 0)), "width must be a whole number of at least 1, got 0"),
-        ((4, 4, (3, 2), ["loop"]), "execution must be one of 'sgd', .*, got 'loop'"),
     ],
 )
 def test_bad_sizes_get_a_sentence(arguments, message):

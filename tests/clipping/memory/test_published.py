@@ -48,7 +48,6 @@ def test_readers():
 def test_the_synthetic_table_matches():
     table = published.synthetic_table()
     assert table["matches"].all()
-    assert not published.synthetic_table(OPACUS_1_6)["matches"].all()
 
 
 @pytest.mark.parametrize(
@@ -152,10 +151,6 @@ def test_about_a_hundred_tokens_explain_the_table():
         (
             lambda: published.opacus_step(published.two_layer_task(1), "functorch"),
             "execution must be one of 'sgd', 'hooks', 'fast', 'ghost', got 'functorch'",
-        ),
-        (
-            lambda: published.opacus_step(published.two_layer_task(1), "hooks", max_grad_norm=0),
-            "max_grad_norm must be greater than 0, got 0",
         ),
     ],
 )
