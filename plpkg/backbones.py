@@ -34,10 +34,10 @@ def load_backbone(
         ``"plpkg-small"``, the model that comes with this package (``data/README.md`` says from what it
         has learnt), a hub name, or a folder that ``save_pretrained`` wrote.
     dtype
-        Of the weights: ``torch.float32``, ``torch.bfloat16``, ``torch.float16``; or ``"auto"``, the checkpoint's own:
-        then, on the CPU, safetensors are mapped from their file and read as they are used, instead of converted.
+        The precision of the weights, ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``; ``"auto"`` keeps the
+        checkpoint's. On the CPU, its safetensors are then mapped from their file and read as they are used.
     device
-        Where the weights go.
+        The device where the weights go.
     local_files_only
         Never ask the hub.
     **options
@@ -142,9 +142,9 @@ def random_backbone(
         Hugging Face's dimensions. ``num_kv_heads`` defaults to ``num_heads`` (GPT-2 has no other),
         ``head_dim`` to ``hidden / num_heads`` (only Llama, Mistral, Qwen2 and Gemma-2 take another).
     seed
-        Of the weights; the global random state is left as it was, but no other thread may draw from it meanwhile.
+        The seed of the weights; the global random state stays, but no other thread may draw from it meanwhile.
     dtype
-        Of the weights.
+        The weights' precision.
     options
         More fields of the configuration, ``{"attn_implementation": "eager"}``, say; they win over the dimensions above.
 
@@ -211,16 +211,16 @@ def _ordered(value):
 def fingerprint(model: torch.nn.Module) -> str:
     """A base model's identity: its configuration, its tensors' names, shapes and values. Adapters do not count.
 
-    Of the values up to 1,024 of each tensor, evenly spaced, rounded to bfloat16: the same in float32 and bfloat16, and
-    in float16 if that held the weights exactly.
+    It reads up to 1,024 values of each tensor, evenly spaced, rounded to bfloat16: the same in float32 and bfloat16,
+    and in float16 if that held the weights exactly.
     """
     from transformers import PreTrainedConfig
 
     config, common = model.config.to_dict(), PreTrainedConfig().to_dict()
-    own = {k: v for k, v in config.items() if k == "model_type" or k not in common}
-    for name in [name for name in own if name.endswith("_token_id") or name == "use_cache"]:
-        del own[name]  # how it is used, not what it computes
-    digest = hashlib.sha256(repr([(key, _ordered(own[key])) for key in sorted(own)]).encode())
+    relevant = {k: v for k, v in config.items() if k == "model_type" or k not in common}
+    for name in [name for name in relevant if name.endswith("_token_id") or name == "use_cache"]:
+        del relevant[name]  # how it is used, not what it computes
+    digest = hashlib.sha256(repr([(key, _ordered(relevant[key])) for key in sorted(relevant)]).encode())
     state = {
         re.sub(r"\.base_layer|\.original_module", "", name.removeprefix("base_model.model.")): tensor
         for name, tensor in model.state_dict().items()

@@ -35,7 +35,7 @@ def replace_files(folder: Path, write: Callable[[str], object]) -> None:
     Parameters
     ----------
     folder
-        Where they belong.
+        The folder where they belong.
     write
         Gets another folder, and writes the files there.
     """
@@ -72,11 +72,11 @@ def load(path: Path, identity: dict) -> dict | None:
         return None
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        there = state["identity"]
+        saved = state["identity"]
     except Exception as error:  # a damaged file can fail in any way
         reason = error if isinstance(error, OSError) else "damaged, or not a checkpoint"
         raise ValueError(f"{path} cannot be read ({reason}): remove it to start anew") from error
-    if there != identity:
-        different = "; ".join(f"{k}={there.get(k)!r}, now {v!r}" for k, v in identity.items() if there.get(k) != v)
+    if saved != identity:
+        different = "; ".join(f"{k}={saved.get(k)!r}, now {v!r}" for k, v in identity.items() if saved.get(k) != v)
         raise ValueError(f"{path.parent} holds a run with {different}: take another folder, or go on with that")
     return state

@@ -42,15 +42,15 @@ class Recipe:
     seq, batch
         Tokens in a window, and windows in a step, those of all processes together.
     steps
-        How many updates.
+        The number of updates.
     lr
         The highest learning rate, of both optimizers: Muon's updates are scaled to AdamW's size.
     warmup
         The steps in which it rises, but at most a tenth of all.
     weight_decay
-        Of the hidden matrices.
+        The decay of the hidden matrices.
     seed
-        Of weights and order.
+        The seed of weights and order.
     """
 
     num_layers: int = 5
@@ -208,7 +208,7 @@ def pretrain(
     micro_batch
         Windows that a process has in memory at a time.
     checkpoint_every, evaluate_every
-        In steps.
+        Steps from one to the next.
     progress
         Show a bar.
 
@@ -305,7 +305,7 @@ def pretrain(
 
 
 def _gradient(accelerator, autocast, model, ids: torch.Tensor, micro_batch: int) -> float:
-    """Of this process's windows ``(windows, seq)``, clipped; the mean loss of all processes, in nats per token.
+    """The gradient of this process's windows ``(windows, seq)``, clipped; all processes' mean loss, in nats per token.
 
     If a gradient is not finite, neither is what comes back.
     """

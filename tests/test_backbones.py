@@ -24,8 +24,8 @@ def test_random_backbone_has_the_shape_asked_for(family):
     kv_heads = 4 if family == "gpt2" else 2
     model = random_backbone(family, num_layers=3, hidden=48, num_kv_heads=kv_heads, intermediate=80, vocab=100)
     shape = ModelShape.from_config(model.config, family)
-    found = (shape.num_layers, shape.hidden, shape.num_heads, shape.num_kv_heads, shape.intermediate, shape.vocab)
-    assert found == (3, 48, 4, kv_heads, 80, 100)
+    dimensions = (shape.num_layers, shape.hidden, shape.num_heads, shape.num_kv_heads, shape.intermediate, shape.vocab)
+    assert dimensions == (3, 48, 4, kv_heads, 80, 100)
     assert shape.parameters == sum(p.numel() for p in model.parameters())
     assert not model.training
     with torch.no_grad():
@@ -191,8 +191,8 @@ def test_the_small_model_completes_a_documentation_sentence(small, prompt, expec
 def test_recorded_scores_are_those_of_the_shipped_model(small):
     recorded = catalog.measured("backbones_scores").set_index(["text", "model"])["bits_per_byte"]
     for name in ("seaborn", "opacus"):
-        found = score(*small, corpora.writer(name).split("test"))
-        assert found.bits_per_byte == pytest.approx(recorded[name, "plpkg-small"], rel=0.01)
+        judged = score(*small, corpora.writer(name).split("test"))
+        assert judged.bits_per_byte == pytest.approx(recorded[name, "plpkg-small"], rel=0.01)
 
 
 def test_the_small_model_beats_the_compressor_and_finds_every_private_writer_harder():

@@ -46,9 +46,9 @@ def test_a_checkpoint_comes_back(tmp_path):
     assert checkpoints.load(path, {}) is None
     state = {"identity": {"lr": 0.1}, "weights": {"m": torch.arange(3)}, "step": 4}
     checkpoints.save(path, state)
-    found = checkpoints.load(path, {"lr": 0.1})
-    assert torch.equal(found["weights"]["m"], torch.arange(3))
-    assert found["step"] == 4
+    loaded = checkpoints.load(path, {"lr": 0.1})
+    assert torch.equal(loaded["weights"]["m"], torch.arange(3))
+    assert loaded["step"] == 4
     with pytest.raises(ValueError, match=r"holds a run with lr=0\.1, now 0\.2: take another folder"):
         checkpoints.load(path, {"lr": 0.2})
 

@@ -72,15 +72,15 @@ def same(first, second):
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def assert_same_first_step(found, expected, tmp_path, monkeypatch):
+def assert_same_first_step(actual, expected, tmp_path, monkeypatch):
     """Loss and averages of checkpoints after one step: those of the momentum are the gradient."""
     monkeypatch.setattr(pretraining, "build", lambda recipe: build(recipe).double())
-    run(tmp_path / "exact", replace(TINY, **{name: found["identity"][name] for name in vars(TINY)}))
+    run(tmp_path / "exact", replace(TINY, **{name: actual["identity"][name] for name in vars(TINY)}))
     exact = checkpoint(tmp_path / "exact")
-    assert found["log"][0]["loss"] == pytest.approx(
+    assert actual["log"][0]["loss"] == pytest.approx(
         expected["log"][0]["loss"], rel=relative(TINY.batch * TINY.seq + TINY.vocab)
     )
-    for states in zip(*([o["state"] for o in each["optimizers"]] for each in (found, expected, exact)), strict=True):
+    for states in zip(*([o["state"] for o in each["optimizers"]] for each in (actual, expected, exact)), strict=True):
         for key in states[1][0]:
             assert_as_exact(*([saved[key] for _, saved in sorted(state.items())] for state in states))
 
@@ -172,8 +172,8 @@ def test_the_last_row_of_the_log_is_the_score_of_what_was_trained(tmp_path, bf16
     model, state = build(TINY), checkpoint(tmp_path)
     model.load_state_dict(state["model"])
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        found = score(model, train_tokenizer(TRAIN, TINY.vocab), VALIDATION, seq=TINY.seq, stride=TINY.seq)
-    assert state["log"][-1]["validation_bits_per_byte"] == pytest.approx(found.bits_per_byte)
+        judged = score(model, train_tokenizer(TRAIN, TINY.vocab), VALIDATION, seq=TINY.seq, stride=TINY.seq)
+    assert state["log"][-1]["validation_bits_per_byte"] == pytest.approx(judged.bits_per_byte)
 
 
 def test_twice_the_same_and_another_seed_another(finished, tmp_path):
@@ -312,9 +312,9 @@ def test_bfloat16_computes_something_else_and_belongs_to_the_run(finished, tmp_p
     exact, rough = checkpoint(finished), checkpoint(tmp_path)
     assert not same(rough["model"], exact["model"])
     assert {weight.dtype for weight in rough["model"].values()} == {torch.float32}
-    for there, now in ((tmp_path, False), (finished, True)):
+    for folder, now in ((tmp_path, False), (finished, True)):
         with pytest.raises(ValueError, match=f"holds a run with bf16={not now}, now {now}: take another folder"):
-            run(there, bf16=now)
+            run(folder, bf16=now)
 
 
 def test_accelerates_environment_variables_change_nothing(finished, tmp_path, monkeypatch, fresh_accelerate):

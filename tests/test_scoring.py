@@ -23,9 +23,9 @@ TEXTS = [
 VOCAB, HIDDEN = 280, 32
 
 
-def rounding(found):
+def rounding(judged):
     """Relative, of a sum over its tokens of the logarithms of sums over the vocabulary."""
-    return relative(found.tokens + VOCAB)
+    return relative(judged.tokens + VOCAB)
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +55,12 @@ def by_hand(model, tokens, seq, stride):
 @pytest.mark.parametrize(("seq", "stride"), [(512, None), (16, 4), (16, 16), (2, 1), (7, 7)])
 def test_equals_one_token_at_a_time(model, tokenizer, seq, stride):
     documents = [Document("d", text, ((3, 6),)) for text in TEXTS]
-    found = score(model, tokenizer, documents, seq=seq, stride=stride, batch=3)
+    judged = score(model, tokenizer, documents, seq=seq, stride=stride, batch=3)
     encoded = encode(documents, tokenizer)
     expected = [by_hand(model, t, seq, stride or seq // 2)[t.scored[1:]] for t in encoded]
-    assert found.bits == pytest.approx(sum(map(torch.sum, expected)).item(), rel=rounding(found))
-    assert found.tokens == sum(map(len, expected))
-    assert found.num_bytes == sum(int(t.num_bytes[t.scored].sum()) for t in encoded)
+    assert judged.bits == pytest.approx(sum(map(torch.sum, expected)).item(), rel=rounding(judged))
+    assert judged.tokens == sum(map(len, expected))
+    assert judged.num_bytes == sum(int(t.num_bytes[t.scored].sum()) for t in encoded)
 
 
 def test_batch_size_and_order_do_not_matter(model, tokenizer):
@@ -71,13 +71,13 @@ def test_batch_size_and_order_do_not_matter(model, tokenizer):
 
 
 def test_an_untrained_model_needs_the_logarithm_of_its_vocabulary(model, tokenizer):
-    found = score(model, tokenizer, TEXTS)
+    judged = score(model, tokenizer, TEXTS)
     # Its logits are normal numbers, independent for each of the different tokens, as the output matrix is.
     variance = model.config.initializer_range**2 * HIDDEN
     different = len(torch.cat([t.ids for t in encode(TEXTS, tokenizer)]).unique())
     nats = sampling_error(variance, different) + variance / 2  # the mean of e^x is e^(σ²/2)
-    assert math.log(found.perplexity) == pytest.approx(math.log(VOCAB), abs=nats)
-    bits = found.bits_per_byte * found.num_bytes / found.tokens
+    assert math.log(judged.perplexity) == pytest.approx(math.log(VOCAB), abs=nats)
+    bits = judged.bits_per_byte * judged.num_bytes / judged.tokens
     assert bits == pytest.approx(math.log2(VOCAB), abs=nats / math.log(2))
 
 
@@ -93,9 +93,9 @@ def test_the_models_mode_is_left_as_it_was(model, tokenizer):
 
 
 def test_a_score_is_a_table_and_a_line():
-    found = Score(bits=200.0, tokens=100, num_bytes=400)
-    assert repr(found) == "Score(0.500 bits per byte, perplexity 4.00, 100 tokens)"
-    assert found.rows()[0]["perplexity"] == 4
+    judged = Score(bits=200.0, tokens=100, num_bytes=400)
+    assert repr(judged) == "Score(0.500 bits per byte, perplexity 4.00, 100 tokens)"
+    assert judged.rows()[0]["perplexity"] == 4
 
 
 @pytest.mark.parametrize(
@@ -129,10 +129,10 @@ def test_a_large_vocabulary_means_small_batches(model, tokenizer, monkeypatch):
     monkeypatch.setattr(scoring, "LOGITS", 2 * 16 * VOCAB)
     assert max(shape[0] for shape in shapes) > 2
     shapes.clear()
-    found = score(model, tokenizer, TEXTS, seq=16)
+    judged = score(model, tokenizer, TEXTS, seq=16)
     hook.remove()
     assert max(shape[0] for shape in shapes) == 2
-    assert found.bits == pytest.approx(expected.bits, rel=rounding(found))
+    assert judged.bits == pytest.approx(expected.bits, rel=rounding(judged))
 
 
 def test_dropout_is_off_and_comes_back_after_an_error(tokenizer):
@@ -146,11 +146,11 @@ def test_dropout_is_off_and_comes_back_after_an_error(tokenizer):
 def test_bfloat16_logits_are_added_up_in_float32(tokenizer):
     model = random_backbone("llama", vocab=VOCAB, hidden=HIDDEN, dtype=torch.bfloat16)
     documents = encode(TEXTS * 4, tokenizer)
-    found = score(model, tokenizer, documents, batch=1)
+    judged = score(model, tokenizer, documents, batch=1)
     with torch.no_grad():
         logits = torch.cat([model(t.ids[None, :-1]).logits[0] for t in documents]).double()
     nats = torch.nn.functional.cross_entropy(logits, torch.cat([t.ids[1:] for t in documents]), reduction="sum")
-    assert found.bits == pytest.approx(nats.item() / math.log(2), rel=rounding(found))
+    assert judged.bits == pytest.approx(nats.item() / math.log(2), rel=rounding(judged))
 
 
 def test_a_model_that_gives_no_number_is_refused(model, tokenizer):

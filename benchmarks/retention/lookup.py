@@ -21,7 +21,7 @@ def train_lookup(*, steps: int = 1500, lr: float = 5e-3, pairs: int = 16, seed: 
     Parameters
     ----------
     steps, lr, seed, progress
-        As in :func:`plpkg.retention.tiny.train`; half of each step's examples have the question last, half first.
+        The arguments of :func:`plpkg.retention.tiny.train`; half of each step's examples have the question last.
     pairs
         The most; each step draws a number from 2 up to a limit that grows in the first half.
     """

@@ -35,9 +35,9 @@ class Merger(nn.Module):
     slots
         Units of each head that become mixtures.
     window
-        Of the convolution, odd.
+        Units under the convolution, an odd number.
     seed
-        Of the weights.
+        The seed of the weights.
 
     Raises
     ------
@@ -133,9 +133,9 @@ def train_merger(
     data
         ``(prompt, answer, targets)`` ids, ``(batch, seq)`` each; targets are -100 where a token is not to be learnt.
     scorer, budget, chunk_size
-        Of :func:`plpkg.retention.chunked_prefill`.
+        The arguments of :func:`plpkg.retention.chunked_prefill`.
     steps, lr
-        Of AdamW, with a linear fall of the rate.
+        The steps and the rate of AdamW, which falls linearly.
     progress
         Show a bar.
 

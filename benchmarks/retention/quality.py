@@ -107,9 +107,9 @@ def rows_of_budget() -> Iterator[dict]:
         yield dict(case="full cache", model_seed=seed, accuracy=full, cpu_s=model_s)
         for budget in (8, 12, 16, 24, 32, 48, 64):
             for name, scorer in candidates(heads, labels_of(model, task)).items():
-                found = tiny.accuracy(model, task, scorer, budget, stabilizers=min(8, budget // 4))
+                accuracy = tiny.accuracy(model, task, scorer, budget, stabilizers=min(8, budget // 4))
                 cpu = heads_s if name == "Locret" else None
-                yield dict(case=name, x=budget, model_seed=seed, accuracy=found, of_full=found / full, cpu_s=cpu)
+                yield dict(case=name, x=budget, model_seed=seed, accuracy=accuracy, of_full=accuracy / full, cpu_s=cpu)
 
 
 def rows_of_chunk() -> Iterator[dict]:
@@ -143,8 +143,8 @@ def rows_of_stabilizers() -> Iterator[dict]:
     for budget in (8, 12, 16):
         for stabilizers in (0, 2, 4, 6, 8, 10, 12, 14):
             if stabilizers < budget:
-                found = tiny.accuracy(model, task, Locret(heads), budget, stabilizers=stabilizers)
-                yield dict(case=f"budget {budget}", x=stabilizers, accuracy=found)
+                accuracy = tiny.accuracy(model, task, Locret(heads), budget, stabilizers=stabilizers)
+                yield dict(case=f"budget {budget}", x=stabilizers, accuracy=accuracy)
     for sink in (0, 1, 2, 4):
         for name in ("Locret", "random", "H2O"):
             scorer = candidates(heads, labels_of(model, task))[name]
@@ -157,8 +157,8 @@ def rows_of_positions() -> Iterator[dict]:
     for length in (128, 256, 512, 1024, 2048, 4096):
         task = pairs_in_noise(32, length, seed=20_000)
         for positions in ("reassigned", "original"):
-            found = tiny.accuracy(model, task, Locret(heads), 32, positions=positions)
-            yield dict(case=positions, x=length, accuracy=found)
+            accuracy = tiny.accuracy(model, task, Locret(heads), 32, positions=positions)
+            yield dict(case=positions, x=length, accuracy=accuracy)
 
 
 def rows_of_length() -> Iterator[dict]:
@@ -226,13 +226,13 @@ def rows_of_lookup() -> Iterator[dict]:
                     ("oracle", scorers.Static(labels, sink=sink)),
                     ("random", Random(sink=sink)),
                 ):
-                    found = tiny.accuracy(model, task, scorer, budget, 16)
+                    accuracy = tiny.accuracy(model, task, scorer, budget, 16)
                     case = f"asked {question}, {name}" + (", protected" if sink else "")
-                    yield dict(case=case, x=budget, accuracy=found)
+                    yield dict(case=case, x=budget, accuracy=accuracy)
 
 
 LIMIT_KIB = 512
-"""Of live memory beside the weights, for the table's longest prompt."""
+"""The limit of live memory beside the weights, for the table's longest prompt."""
 
 
 def values_only(drawn) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -365,8 +365,8 @@ def rows_of_text(local_len: int = LOCAL) -> Iterator[dict]:
             "sink + recent": SinkRecent(),
             "key norm": KeyNorm(),
         }.items():
-            found = text.perplexity(model, held_out, scorer, budget, local_len=local_len)
-            yield dict(case=name, x=budget, perplexity=found)
+            perplexity = text.perplexity(model, held_out, scorer, budget, local_len=local_len)
+            yield dict(case=name, x=budget, perplexity=perplexity)
 
 
 @torch.no_grad()
@@ -378,8 +378,8 @@ def rows_of_quanto() -> Iterator[dict]:
     for bits in (4, 2):
         for scheme in ("token", "kivi"):
             began = time.process_time()
-            found = text.perplexity(model, held_out, SinkRecent(), 10**6, store=quantized(bits, scheme, 32))
-            yield dict(case=f"{bits} bit, {scheme}", perplexity=found, cpu_s=time.process_time() - began)
+            perplexity = text.perplexity(model, held_out, SinkRecent(), 10**6, store=quantized(bits, scheme, 32))
+            yield dict(case=f"{bits} bit, {scheme}", perplexity=perplexity, cpu_s=time.process_time() - began)
         began, nats = time.process_time(), []
         for prompt, answer in held_out:
             cache = QuantizedCache("quanto", model.config, nbits=bits, q_group_size=32, residual_length=32)
@@ -406,14 +406,14 @@ def taking_turns(actions: dict[str, Callable[[], None]], runs: int) -> dict[str,
             began = time.process_time()
             action()
             seconds[name].append(time.process_time() - began)
-    return {name: statistics.median(found) for name, found in seconds.items()}
+    return {name: statistics.median(turns) for name, turns in seconds.items()}
 
 
 def rows_of_heads() -> Iterator[dict]:
     for kv_heads in (12, 4):
         model = llama(kv_heads)
         heads, ids = RetainingHeads.attach(model), torch.randint(0, 1000, (1, 4096))
-        found = taking_turns(
+        cpu_s = taking_turns(
             {
                 name: functools.partial(
                     chunked_prefill, model, ids, scorer, 2048, 512, stabilizers=64, log_positions=False
@@ -422,9 +422,9 @@ def rows_of_heads() -> Iterator[dict]:
             },
             5,
         )
-        share = found["Locret"] / found["recent"] - 1
+        share = cpu_s["Locret"] / cpu_s["recent"] - 1
         yield dict(
-            case=f"12 query, {kv_heads} KV heads, d_R {heads.config.hidden}", x=4096, share=share, cpu_s=found["Locret"]
+            case=f"12 query, {kv_heads} KV heads, d_R {heads.config.hidden}", x=4096, share=share, cpu_s=cpu_s["Locret"]
         )
 
 
@@ -478,14 +478,14 @@ def rows_of_speed() -> Iterator[dict]:
     heads = RetainingHeads.attach(model)
     for length in (4096, 8192, 16_384, 32_768):
         ids = torch.randint(0, 1000, (1, length))
-        found = taking_turns(
+        cpu_s = taking_turns(
             {
                 "full attention": lambda i=ids: model(i, use_cache=True, logits_to_keep=1),
                 "Locret": lambda i=ids: chunked_prefill(model, i, Locret(heads), 2048, 512, log_positions=False),
             },
             3 if length < 8192 else 1,
         )
-        for name, seconds in found.items():
+        for name, seconds in cpu_s.items():
             yield dict(case=name, x=length, tokens_per_s=length / seconds, cpu_s=seconds)
 
 

@@ -127,7 +127,7 @@ def cuts(what: str, count: int, shares: tuple[float, ...]) -> dict[str, slice]:
     count
         How many there are, at least three.
     shares
-        Of train, validation and test, rounded to whole things.
+        The shares of train, validation and test, rounded to whole things.
 
     Raises
     ------

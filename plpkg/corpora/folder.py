@@ -31,9 +31,9 @@ def text_folder(
     path
         The folder. Files are UTF-8; documents are named by their path in it, ``anna/2024/may.md``.
     seed
-        Of the order in which files are dealt out.
+        The seed of the order in which files are dealt out.
     shares
-        Of each writer's files for train, validation and test; each split gets at least one file.
+        The shares of each writer's files for train, validation and test; each split gets at least one file.
 
     Raises
     ------
@@ -45,19 +45,19 @@ def text_folder(
     """
     whole_number("seed", seed, 0)
     root = Path(path).resolve()
-    found: dict[str, list[Document]] = defaultdict(list)
+    by_folder: dict[str, list[Document]] = defaultdict(list)
     for file in _text_files(root):
         # A name that is not UTF-8 could be read, but not hashed or printed later.
         parts = [os.fsencode(part).decode(errors="replace") for part in file.relative_to(root).parts]
         text = read_utf8(file)
         if text.strip():
-            found[parts[0] if len(parts) > 1 else ""].append(Document("/".join(parts), text))
-    if not found:
+            by_folder[parts[0] if len(parts) > 1 else ""].append(Document("/".join(parts), text))
+    if not by_folder:
         raise ValueError(f"{path} holds no .txt or .md file with text in it")
-    if "" in found and root.name in found:
+    if "" in by_folder and root.name in by_folder:
         raise ValueError(f"{path} holds files and a sub-folder {root.name!r}: two writers of one name")
     writers = []
-    for folder, documents in found.items():
+    for folder, documents in by_folder.items():
         name = folder or root.name
         parts = cuts(f"text files of the writer {name!r} in {path}", len(documents), shares)
         documents.sort(key=lambda document: document.name)

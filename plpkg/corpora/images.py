@@ -46,9 +46,9 @@ class Images(Tabular):
         Parameters
         ----------
         seed
-            Of the order; the same seed gives the same split.
+            The seed of the order; the same seed gives the same split.
         shares
-            Of the three splits; each gets at least one image.
+            The shares of the three splits; each gets at least one image.
 
         Raises
         ------
@@ -69,7 +69,7 @@ class Images(Tabular):
         batch
             Images in a batch.
         seed
-            Of the order.
+            The seed of the order.
 
         Returns
         -------

@@ -42,12 +42,12 @@ def read(packages: Iterable[str]) -> dict[str, dict[str, list[str]]]:
     command = [sys.executable, "-P", __file__, *packages]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as other:
-        found = {package: _part(package, 0, 2) for package in tqdm(packages, "reading docstrings")}
-        half = other.stdout.read()
+        first_half = {package: _part(package, 0, 2) for package in tqdm(packages, "reading docstrings")}
+        second_half = other.stdout.read()
     if other.returncode:
         raise RuntimeError(f"the second process that reads docstrings ended with exit status {other.returncode}")
-    half = json.loads(half)
-    return {package: _all(package, found[package] | half[package]) for package in packages}
+    second_half = json.loads(second_half)
+    return {package: _all(package, first_half[package] | second_half[package]) for package in packages}
 
 
 def modules(package: str) -> dict[str, list[str]]:
@@ -85,27 +85,27 @@ def _part(package: str, first: int, step: int) -> dict[str, list[str]]:
     return {name: found for name, found in texts if found}
 
 
-def _all(package: str, found: dict[str, list[str]]) -> dict[str, list[str]]:
-    if not found:
+def _all(package: str, docstrings: dict[str, list[str]]) -> dict[str, list[str]]:
+    if not docstrings:
         raise ValueError(
             f"the corpora need the docstrings of {package!r}, but no source file in {root_of(package)} has any"
         )
-    return dict(sorted(found.items()))
+    return dict(sorted(docstrings.items()))
 
 
 def sources(package: str) -> list[tuple[Path, str]]:
     """Every source file that is read, with its module's path, sorted by this; errors as in :func:`modules`."""
-    root, found = root_of(package), []
+    root, python_files = root_of(package), []
     for folder, folders, files in os.walk(root):
         parts = Path(folder).relative_to(root).parts
         wanted = (lambda name: True) if parts or package != "stdlib" else _standard
         folders[:] = [name for name in folders if name not in SKIPPED and wanted(name)]
-        found += [
+        python_files += [
             (Path(folder, name), "/".join((package, *parts, name)))
             for name in files
             if name.endswith(".py") and name not in SKIPPED and wanted(name)
         ]
-    return sorted(found, key=lambda source: source[1])
+    return sorted(python_files, key=lambda source: source[1])
 
 
 def root_of(package: str) -> Path:

@@ -54,9 +54,9 @@ def leaf_femnist(path: str | Path) -> dict[str, Images]:
         The file or folder cannot be read.
     """
     users = {}
-    for file, found in _leaf(path, _pixels):
-        scale = _scale(file, found)
-        for user, (pixels, labels) in found.items():
+    for file, by_user in _leaf(path, _pixels):
+        scale = _scale(file, by_user)
+        for user, (pixels, labels) in by_user.items():
             pixels /= scale  # in place: two copies of every image may not fit where one does
             users[user] = Images(torch.from_numpy(pixels).view(-1, 1, SIDE, SIDE), torch.tensor(labels))
     return users
@@ -83,8 +83,8 @@ def leaf_shakespeare(path: str | Path) -> list[Writer]:
     OSError
         The file or folder cannot be read.
     """
-    found = _leaf(path, _texts)
-    return mask_scored([_in_time(file, user, texts) for file, users in found for user, texts in users.items()])
+    files = _leaf(path, _texts)
+    return mask_scored([_in_time(file, user, texts) for file, users in files for user, texts in users.items()])
 
 
 def _in_time(file: Path, user: str, texts: list[str]) -> Writer:
@@ -122,12 +122,12 @@ def _leaf(path: str | Path, convert: Callable[[list, list], object]) -> Iterator
         raise ValueError(f"{path} holds no .json file")
     file_of: dict[str, Path] = {}
     for file in tqdm(files, "reading LEAF's files", disable=len(files) == 1):
-        found = _leaf_file(file, convert)
-        for user in found:
+        users = _leaf_file(file, convert)
+        for user in users:
             if user in file_of:
                 raise ValueError(f"the user {user!r} is in {file_of[user]} and in {file}")
-        file_of |= dict.fromkeys(found, file)
-        yield file, found
+        file_of |= dict.fromkeys(users, file)
+        yield file, users
 
 
 def _leaf_file(file: Path, convert: Callable[[list, list], object]) -> dict[str, object]:

@@ -128,8 +128,8 @@ def versions() -> dict[str, str]:
     if missing:
         raise ModuleNotFoundError(f"the corpora need the package {missing[0]!r}, which is not installed")
     # What stands after the plus names a build (+cpu), not another text.
-    found = {name: version(distributions[name][0]).partition("+")[0] for name in packages}
-    return {"python": platform.python_version()} | found
+    of_packages = {name: version(distributions[name][0]).partition("+")[0] for name in packages}
+    return {"python": platform.python_version()} | of_packages
 
 
 def described(versions: dict[str, str]) -> str:
@@ -149,15 +149,15 @@ def build(public: tuple[str, ...] = PUBLIC, private: tuple[str, ...] = PRIVATE) 
         modules = texts[package]
         public_text = name == "public"
         parts = by_name(modules, SHARES["public"], learnt) if public_text else by_size(modules, SHARES["private"])
-        for split, found in zip(SPLITS, parts, strict=True):
-            assigned[name].setdefault(split, {}).update(found)
+        for split, modules_of_split in zip(SPLITS, parts, strict=True):
+            assigned[name].setdefault(split, {}).update(modules_of_split)
 
     # Who comes first keeps a shared paragraph: the public before the private, training text before scored text.
     deduplicate = overlap.Deduplicator()
     order = [("public", split) for split in SPLITS] + [(name, split) for split in SPLITS for name in private]
     kept = {name: {} for name in sources}
     for name, split in tqdm(order, "removing duplicates"):
-        texts = ((module, deduplicate(found)) for module, found in assigned[name][split].items())
+        texts = ((module, deduplicate(paragraphs)) for module, paragraphs in assigned[name][split].items())
         kept[name][split] = tuple(Document(module, text) for module, text in texts if len(text) >= SHORTEST)
     return {w.name: w for w in overlap.mask_scored([Writer(name, documents) for name, documents in kept.items()])}
 
@@ -178,7 +178,7 @@ def by_name(
     modules
         Docstrings by module.
     shares
-        Of the parts, in modules; they add up to 1.
+        The shares of the parts, in modules; they add up to 1.
     fixed
         Modules whose part is given by its number.
     """

@@ -106,11 +106,11 @@ def batches(
     Parameters
     ----------
     documents
-        From :func:`encode`.
+        The documents, from :func:`encode`.
     batch, seq
         Windows in a batch, and tokens in a window.
     seed
-        Of the order.
+        The seed of the order.
     start
         The number of the first batch to yield: to go on where a run has stopped.
 

@@ -152,7 +152,7 @@ class Store:
 
     @property
     def num_bytes(self) -> int:
-        """Of keys and values."""
+        """The bytes of keys and values."""
         return 0 if self.keys is None else self.keys.nbytes + self.values.nbytes
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -175,7 +175,7 @@ class Store:
 
 
 def gather(states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Of ``(batch, heads, n, width)`` the units ``(batch, heads, kept)``."""
+    """Select the units ``(batch, heads, kept)`` of states ``(batch, heads, n, width)``."""
     batch, heads, n, width = states.shape
     first = torch.arange(0, batch * heads * n, n, device=states.device).view(batch, heads, 1)
     rows = states.reshape(-1, width).index_select(0, (first + indices).flatten())  # whole rows, unlike Tensor.gather
@@ -280,7 +280,7 @@ class OriginalPositions(EvictingLayer):
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Of the causal mask: its width, and how far its columns stand from 0."""
+        """The causal mask's width, and how far its columns stand from 0."""
         kept = len(self.store)
         return kept + query_length, self.seen - kept
 
@@ -302,7 +302,7 @@ class ReassignedPositions(EvictingLayer):
         return len(self.store)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Of the causal mask: its width, and how far its columns stand from 0."""
+        """The causal mask's width, and how far its columns stand from 0."""
         return len(self.store) + query_length, 0
 
 
@@ -353,7 +353,7 @@ class EvictingCache(Cache):
 
     @property
     def num_bytes(self) -> int:
-        """Of the evicting layers' keys and values."""
+        """The bytes of the evicting layers' keys and values."""
         return sum(layer.store.num_bytes for layer in self.evicting.values())
 
     @property

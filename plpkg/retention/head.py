@@ -36,7 +36,7 @@ class HeadsConfig:
     hidden
         Between W1 and W2: the publication's d_R.
     activation
-        By transformers' name.
+        The function between them, by transformers' name.
     """
 
     backbone: str
@@ -85,29 +85,29 @@ class RetainingHeads(nn.Module):
         hidden
             The publication's d_R: a quarter of the model's hidden size by default, as for Llama-3.1-8B.
         activation
-            By transformers' name; the model's own by default.
+            The function's name in transformers; the model's own by default.
         seed
-            Of the weights.
+            The seed of the weights.
 
         Raises
         ------
         ValueError
             The model's layers cannot be watched, or are not alike.
         """
-        found = attention_layers(model)
-        dims = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in found}
+        layers = attention_layers(model)
+        dims = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
         if len(dims) > 1:
             raise ValueError(f"layers must be alike, got (num_heads, num_kv_heads, head_dim) of {sorted(dims)}")
         config = model.config.get_text_config(decoder=True)
         names = ("hidden_act", "hidden_activation", "activation_function")
-        own = next((getattr(config, name) for name in names if getattr(config, name, None)), "silu")
+        default = next((getattr(config, name) for name in names if getattr(config, name, None)), "silu")
         hidden = max(1, config.hidden_size // 4) if hidden is None else whole_number("hidden", hidden, 1)
-        chosen = own if activation is None else activation
+        chosen = default if activation is None else activation
         if chosen not in ACT2FN:
             raise ValueError(f"activation must be one that transformers knows ({', '.join(ACT2FN)}), got {chosen!r}")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            heads = cls(HeadsConfig(fingerprint(model), len(found), *dims.pop(), hidden, chosen))
+            heads = cls(HeadsConfig(fingerprint(model), len(layers), *dims.pop(), hidden, chosen))
         return heads.to(model.device, model.dtype)
 
     def score(self, layer: int, projected: torch.Tensor) -> torch.Tensor:
@@ -162,10 +162,10 @@ class RetainingHeads(nn.Module):
         ValueError
             They do not; with both fingerprints.
         """
-        if (found := fingerprint(model)) != self.config.backbone:
+        if (actual := fingerprint(model)) != self.config.backbone:
             raise ValueError(
                 f"these heads belong to a backbone with fingerprint {self.config.backbone[:12]}…, "
-                f"but {type(model).__name__} has {found[:12]}…"
+                f"but {type(model).__name__} has {actual[:12]}…"
             )
 
     def __repr__(self) -> str:

@@ -69,8 +69,8 @@ def measure(
     def label(units: Units) -> None:
         highest = None
         for logits in units.logits():
-            found = logits.amax(dim=(2, 3))[..., :prompt_len]  # (batch, kv_heads, prompt_len)
-            highest = found if highest is None else torch.maximum(highest, found)
+            paid = logits.amax(dim=(2, 3))[..., :prompt_len]  # (batch, kv_heads, prompt_len)
+            highest = paid if highest is None else torch.maximum(highest, paid)
         labels[units.layer] = highest
         if predicting:
             states.setdefault(units.layer, []).append(units.projected[:, :1])

@@ -134,7 +134,7 @@ def kept(log, layer: int = 0, head: int = 0, row: int = 0, marked=(), ax=None):
     Parameters
     ----------
     log
-        Of :func:`plpkg.retention.chunked_prefill`, with positions.
+        The log of :func:`plpkg.retention.chunked_prefill`, with positions.
     layer, head, row
         Which; ``row`` of the batch.
     marked

@@ -260,7 +260,7 @@ def chunked_prefill(
     input_ids
         ``(batch, seq)`` of equal lengths.
     scorer
-        Of :mod:`plpkg.retention.scorers`.
+        One of :mod:`plpkg.retention.scorers`.
     budget, chunk_size
         Units, and tokens. A head never holds more than ``budget + max(chunk_size, local_len)`` units.
     stabilizers

@@ -49,7 +49,7 @@ class Packed:
 
     @property
     def num_bytes(self) -> int:
-        """Of codes, scales and offsets."""
+        """The bytes of codes, scales and offsets."""
         return self.codes.nbytes + self.scale.nbytes + self.least.nbytes
 
     def change(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -176,7 +176,7 @@ class H2O(AttentionScorer):
     Attributes
     ----------
     recent_share
-        Of the budget, for the latest units.
+        The share of the budget that is for the latest units.
     """
 
     recent_share: float = 0.5
@@ -201,7 +201,7 @@ class SnapKv(AttentionScorer):
     window
         How many queries. Their own units stay, as far as they fill no more than half of the budget.
     kernel
-        Of the average over neighbouring units, odd.
+        Units over which attention is averaged, an odd number.
     """
 
     window: int = 16

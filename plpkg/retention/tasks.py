@@ -54,9 +54,9 @@ def pairs_in_noise(batch: int, length: int, *, pairs: int = 6, seed: int = 0) ->
     length
         Tokens of noise and pairs.
     pairs
-        In each sequence, of different keys.
+        The pairs in each sequence, of different keys.
     seed
-        Of everything.
+        The seed of all that is drawn.
 
     Raises
     ------
@@ -125,7 +125,7 @@ def lookup(batch: int, pairs: int = 16, *, question: str = "last", seed: int = 0
     Parameters
     ----------
     batch, pairs, seed
-        As for :func:`pairs_in_noise`.
+        The arguments of :func:`pairs_in_noise`.
     question
         ``"last"``, ``"first"`` or ``"both"``: Locret-Q puts it before the text as well.
 
@@ -183,7 +183,7 @@ def needle(length: int, tokenizer=None, *, seed: int = 0) -> Needle:
     tokenizer
         The model's.
     seed
-        Of the needle and its place.
+        The seed of the needle and of its place.
 
     Raises
     ------

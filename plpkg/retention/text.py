@@ -24,12 +24,12 @@ def continuations(
     split
         ``"train"``, ``"validation"`` or ``"test"`` of :func:`plpkg.corpora.public`.
     count
-        How many.
+        The number of stretches.
     prompt_len, answer_len
         Tokens. Together 512 by default, the window that plpkg-small has learnt from: beyond it a full cache does worse
         than a small one, for its positions are new to the model.
     seed
-        Of the choice.
+        The seed of the choice.
 
     Yields
     ------
@@ -52,7 +52,7 @@ def perplexity(
     chunk_size: int = 64,
     **options,
 ) -> float:
-    """Per token of the answers, each read after its prompt was cut to ``budget`` units.
+    """The perplexity of the answers per token, each read after its prompt was cut to ``budget`` units.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ def perplexity(
     scorer
         Decides what is kept; ``None`` keeps everything.
     budget, chunk_size, **options
-        Of :func:`plpkg.retention.chunked_prefill`.
+        The arguments of :func:`plpkg.retention.chunked_prefill`.
     """
     nats, tokens = 0.0, 0
     for prompt, answer in examples:

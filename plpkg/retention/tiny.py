@@ -28,7 +28,7 @@ from plpkg.validation import one_of
 
 
 class PairEmbedding(nn.Module):
-    """Of packed ids ``(batch, seq)``: the sum of the token's own embedding and of the one before it."""
+    """The sum of the token's own embedding and of the one before it, for packed ids ``(batch, seq)``."""
 
     def __init__(self, vocab: int, hidden: int) -> None:
         super().__init__()
@@ -91,9 +91,9 @@ def train(
     steps, tokens, lr
         Of AdamW with betas (0.9, 0.98): steps of up to so many tokens, 50 of them warm-up, then a cosine down to zero.
     pairs, longest
-        Of the task: lengths are drawn between :data:`SHORTEST` and ``longest``.
+        The task's pairs, and the longest noise: lengths are drawn from :data:`SHORTEST` on.
     seed
-        Of weights and data.
+        The seed of weights and data.
     progress
         Show a bar.
     """
@@ -134,8 +134,8 @@ def fit(
 def save(path: Path, model, heads: dict[str, RetainingHeads]) -> None:
     """Write a model of this module with heads of width 64 by name, in one file, whole or not at all."""
     state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    for kind, own in heads.items():
-        state |= {f"{kind}.{name}": tensor for name, tensor in own.state_dict().items()}
+    for kind, trained in heads.items():
+        state |= {f"{kind}.{name}": tensor for name, tensor in trained.state_dict().items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, lambda partial: save_file({n: t.contiguous() for n, t in state.items()}, partial))
 
@@ -177,9 +177,9 @@ def examples(draw: Callable[[int], Pairs | Lookup], count: int, *, seed: int = 0
     draw
         Makes a batch from a seed: ``lambda seed: pairs_in_noise(16, 128, seed=seed)``.
     count
-        How many.
+        The number of batches.
     seed
-        Where the seeds begin; far from those of training.
+        The number from which the seeds begin; far from those of training.
     """
     for i in range(count):
         task = draw((seed + 1) * 1_000_033 + i)
@@ -194,13 +194,13 @@ def accuracy(model, task: Pairs | Lookup, scorer: Scorer | None, budget: int, ch
     Parameters
     ----------
     model
-        Of this module.
+        A model of this module.
     task
         A batch.
     scorer
         Decides what is kept; ``None`` reads the prompt with a full cache.
     budget, chunk_size, **options
-        Of :func:`plpkg.retention.chunked_prefill`.
+        The arguments of :func:`plpkg.retention.chunked_prefill`.
     """
     ids, prompt_len = packed(task.ids), task.prompt.shape[1]
     if scorer is None:

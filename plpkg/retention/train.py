@@ -61,7 +61,7 @@ def overlap(predicted: torch.Tensor, labels: torch.Tensor, share: float = 0.1) -
     predicted, labels
         ``(…, seq)``.
     share
-        Of the units, at least one.
+        The share of the units that are the best, at least one unit.
     """
     k = max(1, int(share * labels.shape[-1]))
     best = torch.zeros_like(labels, dtype=torch.bool).scatter(-1, labels.topk(k).indices, True)
@@ -115,13 +115,13 @@ def train_heads(
         special tokens that it might add. To go on after a
         stop, it must begin anew with the same examples: those that were used are skipped.
     steps, examples_per_step, lr, warmup, alpha, smoothing, clip_value
-        As above; ``warmup`` is two thirds of the steps by default, as published.
+        The settings above; ``warmup`` is two thirds of the steps by default, as published.
     rows, chunk_size
-        Of the labels: :func:`plpkg.retention.cis_labels`.
+        The arguments of :func:`plpkg.retention.cis_labels`.
     out
         A folder for ``checkpoint.pt`` and, at the end, the heads.
     checkpoint_every
-        In steps.
+        Steps between two checkpoints.
     progress
         Show a bar.
 

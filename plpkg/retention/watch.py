@@ -46,7 +46,7 @@ class Units:
     keys, values
         ``(batch, num_kv_heads, kept + n, head_dim)``: what the new units attend to, themselves included, rotated.
     scaling, softcap
-        Of the attention logits; ``softcap`` is Gemma-2's, else ``None``.
+        What made the attention logits; ``softcap`` is Gemma-2's, else ``None``.
     surprisal
         ``(batch, n)``, ``-log p`` of each token in nats, where a scorer asked for it.
     """
@@ -107,7 +107,7 @@ class Layer:
 
     @property
     def width(self) -> int:
-        """Of query, key and value side by side."""
+        """The width of query, key and value side by side."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
 
@@ -119,7 +119,7 @@ def attention_layers(model: nn.Module) -> list[Layer]:
     ValueError
         Not a Hugging Face decoder with one query, key and value projection a layer.
     """
-    found = {}
+    layers = {}
     for module in model.modules():
         if not hasattr(module, "layer_idx"):
             continue
@@ -130,14 +130,14 @@ def attention_layers(model: nn.Module) -> list[Layer]:
         config = module.config
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        found[module.layer_idx] = Layer(module, tuple(projections), heads, kv_heads, module.head_dim)
+        layers[module.layer_idx] = Layer(module, tuple(projections), heads, kv_heads, module.head_dim)
     count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", -1)
-    if sorted(found) != list(range(count)):
+    if sorted(layers) != list(range(count)):
         raise ValueError(
             f"{type(model).__name__} has query, key and value projections ({', '.join(SEPARATE + FUSED)}) "
-            f"in {len(found)} of its {count} layers: plpkg.retention does not know how to watch the others"
+            f"in {len(layers)} of its {count} layers: plpkg.retention does not know how to watch the others"
         )
-    return [found[i] for i in range(count)]
+    return [layers[i] for i in range(count)]
 
 
 @dataclass
@@ -149,7 +149,7 @@ class Watch:
     show
         Called with each layer's :class:`Units`, before its attention is computed.
     positions, ids
-        Of the tokens that run now: the driver sets them before each forward pass.
+        The tokens that run now: the driver sets them before each forward pass.
     rewrite
         Called after ``show`` if given. It returns the keys and values that attention shall use, and which pairs
         ``(batch, num_heads or 1, n, keys)`` may be attended to, or ``None`` for the model's own mask.
@@ -163,7 +163,7 @@ class Watch:
 
 
 _WATCHES: WeakKeyDictionary[nn.Module, Watch] = WeakKeyDictionary()
-"""By attention module, so that it is found in every thread that runs the model."""
+"""The watch of each attention module: so it is found in every thread that runs the model."""
 
 PREFIX = "plpkg_watched_"
 
@@ -226,7 +226,7 @@ def _wrapped(base: str) -> str:
     if name not in ALL_ATTENTION_FUNCTIONS:
 
         def attention(module, query, key, value, attention_mask, **options):
-            own = ALL_ATTENTION_FUNCTIONS[base] if base != "eager" else _eager(module)
+            attend = ALL_ATTENTION_FUNCTIONS[base] if base != "eager" else _eager(module)
             watch = _WATCHES[module]
             units = Units(
                 layer=module.layer_idx,
@@ -249,7 +249,7 @@ def _wrapped(base: str) -> str:
                 key, value, allowed = watch.rewrite(units)
                 if allowed is not None:
                     attention_mask = allowed if base == "sdpa" else _additive(allowed, query.dtype)
-            return own(module, query, key, value, attention_mask, **options)
+            return attend(module, query, key, value, attention_mask, **options)
 
         AttentionInterface.register(name, attention)
         AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])

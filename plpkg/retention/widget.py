@@ -25,13 +25,13 @@ class Kept:
     Attributes
     ----------
     scorer, budget, stabilizers
-        As chosen; as many ``stabilizers`` as fit in the budget.
+        What was chosen; as many ``stabilizers`` as fit in the budget.
     log
-        Of the prefill.
+        The log of the prefill.
     right
-        How many of the values were found.
+        The number of values that the model found.
     asked
-        How many were asked for.
+        The number of values that were asked for.
     """
 
     scorer: str
@@ -92,14 +92,14 @@ def read_out(kept: Kept) -> str:
 
 def draw(kept: Kept, ax):
     """What every head of both layers kept, above the places of the pairs."""
-    found = kept.log[-1].kept[:, 0]  # (layers, kv_heads, kept)
+    by_layer = kept.log[-1].kept[:, 0]  # (layers, kv_heads, kept)
     prompt = example().prompt[0].numpy()
     values = np.flatnonzero(np.roll((prompt >= FIRST_KEY) & (prompt < FIRST_VALUE), 1))
     colour = theme.styles(1)[0]["color"]
     for value in values:
         ax.axvspan(value - 0.5, value + 0.5, color="0.85")
     names = []
-    for layer, heads in enumerate(found):
+    for layer, heads in enumerate(by_layer):
         for head, units in enumerate(heads):
             ax.plot(units, np.full(len(units), len(names)), "s", ms=4, color=colour)
             names.append(f"layer {layer}, head {head}")
@@ -111,7 +111,7 @@ def draw(kept: Kept, ax):
     chosen = f"{kept.scorer}, {kept.budget} units, {kept.stabilizers} stabilizers"
     ax.set_title(f"{chosen}: {kept.right} of {kept.asked} found")
     held = {
-        name: len(set(values) & set(units.tolist())) for name, units in zip(names, found.flatten(0, 1), strict=True)
+        name: len(set(values) & set(units.tolist())) for name, units in zip(names, by_layer.flatten(0, 1), strict=True)
     }
     said = ", ".join(f"{name} {count}" for name, count in held.items())
     return theme.describe(ax, f"The units that each head kept; of the {len(values)} values: {said}.")

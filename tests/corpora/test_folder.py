@@ -29,8 +29,8 @@ def test_a_subfolder_is_a_writer_and_a_file_a_document(tmp_path):
     (tmp_path / "notes/anna/g.TXT").write_text("G")
     anna, ben, notes = text_folder(tmp_path / "notes")
     assert (anna.name, ben.name, notes.name) == ("anna", "ben", "notes")
-    found = {d.name: d.text for split in SPLITS for d in anna.split(split)}
-    assert found == {"anna/2024/a.md": "A", "anna/b.md": "B", "anna/2024/x/c.md": "C", "anna/g.TXT": "G"}
+    texts = {d.name: d.text for split in SPLITS for d in anna.split(split)}
+    assert texts == {"anna/2024/a.md": "A", "anna/b.md": "B", "anna/2024/x/c.md": "C", "anna/g.TXT": "G"}
     assert sorted(chain(*names(notes).values())) == ["d.md", "e.md", "f.md"]
     assert [len(ben.split(split)) for split in SPLITS] == [8, 1, 1]
 

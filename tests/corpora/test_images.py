@@ -137,18 +137,18 @@ def test_too_few_images_to_split():
 
 
 def test_batches_go_through_all_images_each_epoch_in_a_new_order():
-    found = list(islice(numbered(12).batches(4), 6))
-    assert all(images.shape == (4, 1, 1, 1) for images, _ in found)
-    assert all(torch.equal(images.flatten().long(), labels) for images, labels in found)
-    first, second = (torch.cat([labels for _, labels in found[i : i + 3]]).tolist() for i in (0, 3))
+    drawn = list(islice(numbered(12).batches(4), 6))
+    assert all(images.shape == (4, 1, 1, 1) for images, _ in drawn)
+    assert all(torch.equal(images.flatten().long(), labels) for images, labels in drawn)
+    first, second = (torch.cat([labels for _, labels in drawn[i : i + 3]]).tolist() for i in (0, 3))
     assert sorted(first) == sorted(second) == list(range(12))
     assert first != second
 
 
 def test_what_does_not_fill_a_batch_waits_for_the_next_epoch():
-    found = torch.cat([labels for _, labels in islice(numbered(11).batches(4), 100)]).view(50, 8)
-    assert all(len(set(epoch.tolist())) == 8 for epoch in found)
-    assert set(found.flatten().tolist()) == set(range(11))
+    drawn = torch.cat([labels for _, labels in islice(numbered(11).batches(4), 100)]).view(50, 8)
+    assert all(len(set(epoch.tolist())) == 8 for epoch in drawn)
+    assert set(drawn.flatten().tolist()) == set(range(11))
 
 
 def test_batches_are_the_same_for_the_same_seed():

@@ -70,8 +70,8 @@ def test_this_text_is_the_recorded_one():
     recorded = catalog.measured("corpora")
     if set(recorded["built_with"]) != {library.described(library.versions())}:
         pytest.skip("recorded with other versions")
-    found = [row for name in recorded["writer"].unique() for row in corpora.writer(name).rows()]
-    assert list(recorded["sha256"]) == [row["sha256"] for row in found]
+    rows = [row for name in recorded["writer"].unique() for row in corpora.writer(name).rows()]
+    assert list(recorded["sha256"]) == [row["sha256"] for row in rows]
 
 
 def test_building_again_in_another_process_gives_the_same(tmp_path):

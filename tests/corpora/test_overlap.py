@@ -25,10 +25,10 @@ def brute(text, training, span):
 
 
 def flags(document):
-    found = [False] * len(document.text)
+    masked = [False] * len(document.text)
     for start, end in document.masked:
-        found[start:end] = [True] * (end - start)
-    return found
+        masked[start:end] = [True] * (end - start)
+    return masked
 
 
 @settings(max_examples=200)

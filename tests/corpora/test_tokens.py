@@ -70,8 +70,8 @@ def test_what_a_tokenizer_would_add_is_left_out(byte_level):
         single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
     )
     assert len(adding("private")["input_ids"]) == len(byte_level("private")["input_ids"]) + 2
-    (expected,), (found,) = encode(["private"], byte_level), encode(["private"], adding)
-    assert all(torch.equal(a, b) for a, b in zip(vars(expected).values(), vars(found).values(), strict=True))
+    (expected,), (plain,) = encode(["private"], byte_level), encode(["private"], adding)
+    assert all(torch.equal(a, b) for a, b in zip(vars(expected).values(), vars(plain).values(), strict=True))
 
 
 def test_a_control_token_that_is_spelt_out_is_read_as_characters(byte_level):
@@ -84,8 +84,8 @@ def test_a_control_token_that_is_spelt_out_is_read_as_characters(byte_level):
 
 def test_a_token_that_goes_back_in_the_text_adds_nothing_and_is_scored_as_what_it_touches():
     offsets = [(0, 3), (1, 2), (3, 5)]
-    found = {"input_ids": [5, 6, 7], "offset_mapping": offsets}
-    fields = {"is_fast": True, "bos_token_id": None, "eos_token_id": None, "__call__": lambda self, *_, **__: found}
+    encoded = {"input_ids": [5, 6, 7], "offset_mapping": offsets}
+    fields = {"is_fast": True, "bos_token_id": None, "eos_token_id": None, "__call__": lambda self, *_, **__: encoded}
     encoded = encode(
         [Document("d", "abcde", masked) for masked in ((), ((1, 2),), ((3, 4),))], type("GoingBack", (), fields)()
     )

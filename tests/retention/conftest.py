@@ -15,8 +15,8 @@ ROTARY = [(family, kind) for family, kind in ATTENTION if family != "gpt2"]
 
 
 def _backbone(family="llama", attention="sdpa", *, num_layers=2, options=None, **dims):
-    own = {"mistral": {"sliding_window": None}, "gemma2": {"layer_types": ["full_attention"] * num_layers}}
-    chosen = {"attn_implementation": attention} | own.get(family, {}) | (options or {})
+    of_family = {"mistral": {"sliding_window": None}, "gemma2": {"layer_types": ["full_attention"] * num_layers}}
+    chosen = {"attn_implementation": attention} | of_family.get(family, {}) | (options or {})
     kv_heads = 4 if family == "gpt2" else 2
     return random_backbone(family, num_layers=num_layers, num_kv_heads=kv_heads, vocab=64, options=chosen, **dims)
 

@@ -45,8 +45,8 @@ def by_hand(scores, budget, first, last):
 def test_the_best_units_stay_in_their_order(scores, budget, first, last):
     if first + last > budget:
         return
-    found = keep_indices(torch.tensor(scores)[None, None], budget, first=first, stabilizers=last)
-    assert found[0, 0].tolist() == by_hand(scores, budget, first, last)
+    kept = keep_indices(torch.tensor(scores)[None, None], budget, first=first, stabilizers=last)
+    assert kept[0, 0].tolist() == by_hand(scores, budget, first, last)
 
 
 def test_each_head_keeps_its_own():
@@ -89,10 +89,10 @@ def rotated(keys, positions):
 def test_rotary_is_the_textbooks_and_undone_exactly():
     keys, _ = states(7)
     rotary = Rotary(LLAMA)
-    there = rotary.apply(keys, 5)
+    turned = rotary.apply(keys, 5)
     angle = 2 * 12  # so many radians come from a frequency and a product that are rounded
-    assert_close(there, rotated(keys, torch.arange(5, 12)), terms=TURN + angle)
-    assert_close(rotary.undo(there, 5), keys, terms=TURN + BACK)
+    assert_close(turned, rotated(keys, torch.arange(5, 12)), terms=TURN + angle)
+    assert_close(rotary.undo(turned, 5), keys, terms=TURN + BACK)
 
 
 @pytest.mark.parametrize("rope", ["yarn", "linear", "dynamic"])
@@ -133,10 +133,10 @@ def test_part_of_a_head_may_be_rotated():
     model = random_backbone("phi3", options={"rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
                                                                  "partial_rotary_factor": 0.5}})  # fmt: skip
     rotary, (keys, _) = Rotary(model), states(7)
-    there = rotary.apply(keys, 3)
-    assert torch.equal(there[..., 8:], keys[..., 8:])
-    assert not torch.allclose(there[..., :8], keys[..., :8])
-    assert_close(rotary.undo(there, 3), keys, terms=TURN + BACK)
+    turned = rotary.apply(keys, 3)
+    assert torch.equal(turned[..., 8:], keys[..., 8:])
+    assert not torch.allclose(turned[..., :8], keys[..., :8])
+    assert_close(rotary.undo(turned, 3), keys, terms=TURN + BACK)
 
 
 INDICES = torch.tensor([[[0, 3, 4], [1, 2, 4]]])
@@ -149,11 +149,11 @@ def test_reassigned_units_close_ranks():
     layer.keep(INDICES)
     assert layer.get_seq_length() == 3
     assert layer.get_mask_sizes(2) == (5, 0)
-    found, _ = layer.update(rotary.apply(more, 3), other)
+    read, _ = layer.update(rotary.apply(more, 3), other)
     kept = keys.gather(2, INDICES[..., None].expand(1, 2, 3, 16))
     expected = rotated(torch.cat([kept, more], dim=2), torch.arange(5))
     angle = 2 * 5
-    assert_close(found, expected, terms=TURN + BACK + TURN + angle)
+    assert_close(read, expected, terms=TURN + BACK + TURN + angle)
     assert layer.positions.tolist() == [[[0, 3, 4, 5, 6], [1, 2, 4, 5, 6]]]
 
 
@@ -164,8 +164,8 @@ def test_original_units_stay_where_they_stood():
     layer.keep(INDICES)
     assert layer.get_seq_length() == 5
     assert layer.get_mask_sizes(2) == (5, 2)
-    found, found_values = layer.update(more, other)
-    for whole, new, result in ((keys, more, found), (values, other, found_values)):
+    read, read_values = layer.update(more, other)
+    for whole, new, result in ((keys, more, read), (values, other, read_values)):
         assert torch.equal(result, torch.cat([whole.gather(2, INDICES[..., None].expand(1, 2, 3, 16)), new], dim=2))
 
 

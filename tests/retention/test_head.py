@@ -74,10 +74,10 @@ def test_saved_and_loaded_they_are_the_same(backbone, tmp_path):
     assert sorted(p.name for p in (tmp_path / "a" / "heads").iterdir()) == [
         "retaining_heads.json", "retaining_heads.safetensors",
     ]  # fmt: skip
-    found = RetainingHeads.from_pretrained(tmp_path / "a" / "heads", model)
-    assert found.config == heads.config
-    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), heads.parameters(), strict=True))
-    assert repr(found) == "RetainingHeads(2 layers × 2 KV heads, hidden=24, 6,240 weights)"
+    loaded = RetainingHeads.from_pretrained(tmp_path / "a" / "heads", model)
+    assert loaded.config == heads.config
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), heads.parameters(), strict=True))
+    assert repr(loaded) == "RetainingHeads(2 layers × 2 KV heads, hidden=24, 6,240 weights)"
 
 
 def test_heads_of_another_backbone_are_refused(backbone, tmp_path):

@@ -77,9 +77,9 @@ def test_prompts_of_one_token(backbone, ids):
 
 def test_the_soft_cap_is_in_the_labels(backbone, ids):
     model = backbone("gemma2", "eager", options={"attn_logit_softcapping": 0.05})
-    found = cis_labels(model, ids, PROMPT)
-    assert found.abs().max() <= 0.05
-    assert_as_exact(found, *(brute_force(m, ids, 20, 29) for m in (model, in_double(model))))
+    labels = cis_labels(model, ids, PROMPT)
+    assert labels.abs().max() <= 0.05
+    assert_as_exact(labels, *(brute_force(m, ids, 20, 29) for m in (model, in_double(model))))
 
 
 def test_the_prompt_runs_in_chunks(backbone, ids):

@@ -209,9 +209,9 @@ def test_every_scorer_keeps_its_budget_and_what_it_protects(backbone, ids, score
 def test_generate_goes_on(backbone, ids, family, attention, positions):
     model = backbone(family, attention)
     read = chunked_prefill(model, ids, SinkRecent(), 40, 5, positions=positions)
-    found = model.generate(**read.inputs(), max_new_tokens=5, do_sample=False)
+    answer = model.generate(**read.inputs(), max_new_tokens=5, do_sample=False)
     whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
-    assert torch.equal(found, whole[:, SEQ:])
+    assert torch.equal(answer, whole[:, SEQ:])
 
 
 @pytest.mark.parametrize("positions", ["original", "reassigned"])
@@ -227,8 +227,8 @@ def test_generate_after_eviction_is_a_loop_over_the_model(backbone, ids, positio
         token = model(tokens[-1], past_key_values=by_hand.cache).logits[:, -1].argmax(-1, keepdim=True)
         tokens.append(token)
     other = read()
-    found = model.generate(**other.inputs(), max_new_tokens=4, do_sample=False)
-    assert torch.equal(found, torch.cat(tokens, dim=1))
+    answer = model.generate(**other.inputs(), max_new_tokens=4, do_sample=False)
+    assert torch.equal(answer, torch.cat(tokens, dim=1))
     assert other.cache.kept == 8 + 2 + 4  # nothing is evicted while decoding unless asked
 
 
@@ -279,8 +279,8 @@ def test_beams_and_samples_go_on_from_a_repeated_cache(backbone, ids, positions)
     torch.manual_seed(0)
     sampled = read()
     with sampled.evicting():
-        found = model.generate(**sampled.inputs(repeats=4), num_return_sequences=4, do_sample=True, max_new_tokens=3)
-    assert found.shape == (8, 4)
+        answers = model.generate(**sampled.inputs(repeats=4), num_return_sequences=4, do_sample=True, max_new_tokens=3)
+    assert answers.shape == (8, 4)
 
 
 def test_a_copy_decodes_for_itself(backbone, ids):

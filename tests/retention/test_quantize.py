@@ -61,18 +61,18 @@ def test_channels_are_rounded_in_groups_of_units_and_the_rest_waits():
     store, whole = ByChannel(4, 4), states(11)
     store.append(whole[:, :, :6])
     store.append(whole[:, :, 6:])
-    found = store.read()
+    rounded = store.read()
     assert len(store) == 11
-    assert torch.equal(found[:, :, 8:], whole[:, :, 8:])  # three units do not fill a group
+    assert torch.equal(rounded[:, :, 8:], whole[:, :, 8:])  # three units do not fill a group
     spread = whole[:, :, :4].amax(2) - whole[:, :, :4].amin(2)
     step = spread[:, :, None] / 15
-    assert ((found[:, :, :4] - whole[:, :, :4]).abs() <= step / 2 + relative(8) * whole.abs().max()).all()
+    assert ((rounded[:, :, :4] - whole[:, :, :4]).abs() <= step / 2 + relative(8) * whole.abs().max()).all()
     other = ByChannel(4, 4)
     other.append(whole)
     other.change(lambda t: t[1:])
-    assert torch.equal(other.read(), found[1:])
+    assert torch.equal(other.read(), rounded[1:])
     store.keep(torch.arange(2, 7).expand(2, 2, 5))
-    assert torch.equal(store.read()[:, :, 4:], found[:, :, 6:7])
+    assert torch.equal(store.read()[:, :, 4:], rounded[:, :, 6:7])
 
 
 @pytest.mark.parametrize("scheme", ["token", "kivi"])

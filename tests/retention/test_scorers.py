@@ -27,8 +27,8 @@ def model(backbone):
 def attentions(model, ids):
     """``(layers, batch, kv_heads, group, seq, seq)``, in float32 and float64."""
     with torch.no_grad():
-        found = [m(ids, output_attentions=True).attentions for m in (model, in_double(model))]
-    return [torch.stack(each).unflatten(2, (2, 2)) for each in found]
+        attentions = [m(ids, output_attentions=True).attentions for m in (model, in_double(model))]
+    return [torch.stack(each).unflatten(2, (2, 2)) for each in attentions]
 
 
 def test_h2o_is_all_attention_that_a_unit_ever_got(model, ids, attentions):
@@ -84,8 +84,8 @@ def test_sirllm_is_the_surprise_at_each_token(model, ids):
         after_the_first = -log_p[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
         return torch.cat([torch.zeros(2, 1), after_the_first], dim=1)[None, :, None].expand(2, 2, 2, SEQ)
 
-    found = scores_of(model, ids, SirLlm(), local_len=4)
-    assert_as_exact(found, surprise(model), surprise(in_double(model)))
+    scores = scores_of(model, ids, SirLlm(), local_len=4)
+    assert_as_exact(scores, surprise(model), surprise(in_double(model)))
 
 
 def test_key_norm_is_the_projections_norm(model, ids):

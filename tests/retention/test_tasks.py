@@ -33,9 +33,9 @@ def test_every_pair_lies_in_the_noise_once(data, pairs, seed):
     for prompt, answer in zip(task.prompt.tolist(), task.answer.tolist(), strict=True):
         assert (prompt[0], answer[0]) == (BOS, QUERY)
         asked = dict(zip(answer[1::2], answer[2::2], strict=True))
-        there = {k: v for k, v in itertools.pairwise(prompt) if FIRST_KEY <= k < FIRST_VALUE}
-        assert there == asked
-        assert len(there) == pairs
+        in_prompt = {k: v for k, v in itertools.pairwise(prompt) if FIRST_KEY <= k < FIRST_VALUE}
+        assert in_prompt == asked
+        assert len(in_prompt) == pairs
         noise = [t for t in prompt[1:] if not FIRST_KEY <= t < FIRST_VALUE]
         assert len(noise) == length - pairs
         assert all(FIRST_VALUE <= t < VOCAB for t in noise)
@@ -104,10 +104,10 @@ def test_a_lookups_accuracy_is_of_the_last_token():
 @pytest.mark.parametrize("length", [60, 300, 900])
 def test_a_needle_fills_its_length_and_holds_its_answer(length):
     for seed in range(4):
-        found = needle(length, seed=seed)
-        assert length - 4 <= len(found.prompt.split()) <= length  # the longest sentence has four words
-        assert found.prompt.endswith("\n" + found.query)
-        assert f"is: {found.answer}." in found.prompt
+        drawn = needle(length, seed=seed)
+        assert length - 4 <= len(drawn.prompt.split()) <= length  # the longest sentence has four words
+        assert drawn.prompt.endswith("\n" + drawn.query)
+        assert f"is: {drawn.answer}." in drawn.prompt
 
 
 def test_every_needle_is_another_elsewhere():

@@ -13,9 +13,9 @@ from rounding import sampling_error
 
 def test_packed_ids_hold_a_token_and_the_one_before():
     ids = torch.tensor([[5, 7, 9]])
-    found = tiny.packed(ids, 10)
-    assert (found % 10).tolist() == [[5, 7, 9]]
-    assert (found // 10).tolist() == [[0, 5, 7]]
+    ids_with_before = tiny.packed(ids, 10)
+    assert (ids_with_before % 10).tolist() == [[5, 7, 9]]
+    assert (ids_with_before // 10).tolist() == [[0, 5, 7]]
 
 
 def test_the_embedding_knows_both():

@@ -81,10 +81,10 @@ def test_a_step_is_adamw_on_the_loss_by_hand(backbone):
     example, *_ = examples()
     options = dict(steps=1, lr=0.01, warmup=0, clip_value=clip, alpha=0.5, progress=False)
     train_heads(model, heads, [example], **options)
-    found, exact = gradient(model, by_hand, *example), gradient(in_double(model), in_double(by_hand), *example)
+    rounded, exact = gradient(model, by_hand, *example), gradient(in_double(model), in_double(by_hand), *example)
     torch.nn.utils.clip_grad_value_(by_hand.parameters(), clip)
     torch.optim.AdamW(by_hand.parameters(), lr=0.01, betas=(0.9, 0.95)).step()
-    sure = found.abs() > clip + TIMES * (found - exact).abs().max()  # of the others rounding decides the step
+    sure = rounded.abs() > clip + TIMES * (rounded - exact).abs().max()  # of the others rounding decides the step
     assert sure.double().mean() > 0.9
     assert_close(weights(heads)[sure], weights(by_hand)[sure], terms=10)
 

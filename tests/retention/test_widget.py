@@ -10,13 +10,13 @@ from plpkg.retention import chunked_prefill, scorers, tiny, widget
 def test_the_result_is_a_prefill_and_an_answer():
     model, heads = tiny.shipped("pairs")
     task = widget.example()
-    found = widget.compute("Locret", 12, 4)
+    kept = widget.compute("Locret", 12, 4)
     ids, prompt_len = tiny.packed(task.ids), task.prompt.shape[1]
     with torch.no_grad():
         read = chunked_prefill(model, ids[:, :prompt_len], scorers.Locret(heads["pairs"]), 12, widget.CHUNK, 4)
         logits = model(ids[:, prompt_len:], past_key_values=read.cache).logits
-    assert found.right == round(6 * task.accuracy(logits))
-    assert torch.equal(found.log[-1].kept, read.log[-1].kept)
+    assert kept.right == round(6 * task.accuracy(logits))
+    assert torch.equal(kept.log[-1].kept, read.log[-1].kept)
 
 
 def test_locret_finds_what_chance_does_not():
@@ -28,17 +28,17 @@ def test_locret_finds_what_chance_does_not():
 @pytest.mark.parametrize("scorer", widget.SCORERS)
 @pytest.mark.parametrize(("budget", "stabilizers"), [(4, 16), (48, 0)])
 def test_every_position_of_the_sliders_works(scorer, budget, stabilizers):
-    found = widget.compute(scorer, budget, stabilizers)
-    assert found.stabilizers < budget
-    assert found.log[-1].after == budget
-    assert f"{found.right} of 6 values found" in widget.read_out(found)
+    kept = widget.compute(scorer, budget, stabilizers)
+    assert kept.stabilizers < budget
+    assert kept.log[-1].after == budget
+    assert f"{kept.right} of 6 values found" in widget.read_out(kept)
 
 
 def test_the_figure_shows_every_head():
     ax = theme.axes()
-    found = widget.compute("Locret", 12, 0)
-    widget.draw(found, ax)
-    assert [line.get_xdata().tolist() for line in ax.lines] == found.log[-1].kept.flatten(0, 2).tolist()
+    kept = widget.compute("Locret", 12, 0)
+    widget.draw(kept, ax)
+    assert [line.get_xdata().tolist() for line in ax.lines] == kept.log[-1].kept.flatten(0, 2).tolist()
     assert len(ax.patches) == 6
     assert "layer 1, head 1" in theme.alt(ax.figure)
 
