@@ -12,15 +12,19 @@
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
 from plpkg.clipping.batches import batch_size, examples, leaves
 from plpkg.clipping.clip import Clip, check_finite, clip_dense
 from plpkg.clipping.execution import EXECUTIONS, Execution
-from plpkg.clipping.planner import Plan, cheapest, watch
+from plpkg.clipping.planner import Plan, Watched, cheapest, watch
 from plpkg.clipping.recorder import Recorder
 from plpkg.validation import one_of
+
+Gradients = tuple[dict[str, torch.Tensor], torch.Tensor]
+"""The sums of clipped gradients by parameter, and the norms before clipping, ``(batch,)``."""
 
 
 def clipped_gradients(
@@ -31,7 +35,7 @@ def clipped_gradients(
     execution: str | Plan | Execution = "book_keeping",
     *,
     clipping: str = "flat",
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+) -> Gradients:
     """Clip each example's gradient and add them up.
 
     Parameters
@@ -71,16 +75,12 @@ def clipped_gradients(
         execution = execution.execution
     if not isinstance(execution, Execution):
         one_of("execution", execution, ("loop", "auto", *EXECUTIONS))
-    recorder = Recorder(model)
-    try:
+    with _watching(model, loss_per_example, batch, clip) as step:
         if execution == "loop":
-            return _loop(model, loss_per_example, batch, clip, recorder)
+            return step.loop()
         if execution == "auto":
-            return _auto(model, loss_per_example, batch, clip, recorder)
-        chosen = EXECUTIONS[execution] if isinstance(execution, str) else execution
-        return _recorded(model, loss_per_example, batch, clip, recorder, chosen)
-    finally:
-        recorder.remove()
+            return step.auto()
+        return step.recorded(EXECUTIONS[execution] if isinstance(execution, str) else execution)
 
 
 def plan(model: torch.nn.Module, loss_per_example: Callable, batch, *, memory_bytes: int | None = None) -> Plan:
@@ -103,88 +103,99 @@ def plan(model: torch.nn.Module, loss_per_example: Callable, batch, *, memory_by
     ValueError
         Nothing fits in ``memory_bytes``; and what :func:`clipped_gradients` raises.
     """
-    recorder = Recorder(model)
-    try:
-        return cheapest(_watched(model, loss_per_example, batch, Clip(1.0), recorder)[1], memory_bytes)
-    finally:
-        recorder.remove()
-
-
-def _recorded(model, loss_per_example, batch, clip: Clip, recorder: Recorder, execution: Execution):
-    count = batch_size(batch)
-    if count == 0:  # many models cannot run on no examples
-        zeros = {name: zeros_for(p) for name, p in recorder.parameters.items()}
-        return zeros, next(iter(zeros.values())).new_zeros(0)
-    with _remembered(recorder, loss_per_example), recorder.watch(count):
-        losses = loss_per_example(model, batch)
-        check_losses(losses, count)
-        sums, norms = recorder.clipped_sums(losses, clip, execution)
-    return {key: zeros_for(p) if sums[key] is None else sums[key] for key, p in recorder.parameters.items()}, norms
-
-
-def _watched(model, loss_per_example, batch, clip: Clip, recorder: Recorder):
-    with _remembered(recorder, loss_per_example), recorder.watch(batch_size(batch)):  # its passes are not the step's
-        losses = loss_per_example(model, batch)
-        check_losses(losses, batch_size(batch))
-        recorder.verify(losses)
-        del losses
-    return watch(model, lambda execution: _recorded(model, loss_per_example, batch, clip, recorder, execution))
-
-
-@contextmanager
-def _remembered(recorder: Recorder, loss_per_example: Callable) -> Iterator[None]:
-    """What was verified last with a model, its trainable parameters and a loss is not verified again."""
-    parts = getattr(loss_per_example, "__func__", loss_per_example), getattr(loss_per_example, "__self__", None)
-    try:  # the objects, not their code: two closures of the same code may compute different things
-        case = tuple(recorder.parameters), tuple(part if part is None else weakref.ref(part) for part in parts)
-    except TypeError:  # an object that no weak reference may point to
-        case = None
-    recorder.verified = case is not None and _VERIFIED.get(recorder.model) == case
-    yield
-    if recorder.verified and case is not None:
-        _VERIFIED[recorder.model] = case
+    with _watching(model, loss_per_example, batch, Clip(1.0)) as step:
+        return cheapest(step.watched()[1], memory_bytes)
 
 
 _VERIFIED: weakref.WeakKeyDictionary[torch.nn.Module, tuple] = weakref.WeakKeyDictionary()
 _PLANS: weakref.WeakKeyDictionary[torch.nn.Module, dict] = weakref.WeakKeyDictionary()
 
 
-def _auto(model, loss_per_example, batch, clip: Clip, recorder: Recorder):
-    """The first step with a model, its trainable parameters and a batch's shape is the one that is watched."""
-    if clip.local or batch_size(batch) == 0:  # nothing is kept beyond a layer: there is nothing to plan
-        return _recorded(model, loss_per_example, batch, clip, recorder, EXECUTIONS["per_sample"])
-    plans = _PLANS.setdefault(model, {})
-    key = tuple(recorder.parameters), tuple(tuple(leaf.shape) for leaf in leaves(batch))
-    if key not in plans:
-        result, watched = _watched(model, loss_per_example, batch, clip, recorder)
-        plans[key] = cheapest(watched)
-        return result
-    return _recorded(model, loss_per_example, batch, clip, recorder, plans[key].execution)
+@dataclass(frozen=True)
+class Step:
+    """One step's gradients: each method gives the sums by parameter, and the norms before clipping."""
 
+    recorder: Recorder
+    loss_per_example: Callable
+    batch: object
+    clip: Clip
 
-def _loop(model, loss_per_example, batch, clip: Clip, recorder: Recorder):
-    parameters = recorder.parameters
-    before = {name: p.grad for name, p in parameters.items()}
-    totals, norms = {name: zeros_for(p) for name, p in parameters.items()}, []
-    try:
-        for place in range(batch_size(batch)):
-            for p in parameters.values():
-                p.grad = None
-            losses = loss_per_example(model, examples(batch, slice(place, place + 1)))
-            check_losses(losses, 1)
-            losses.sum().backward()
-            dense = {
-                n: (zeros_for(p) if p.grad is None else p.grad.to(totals[n].dtype))[None] for n, p in parameters.items()
-            }
-            sums, norm = clip_dense(dense, recorder.layers, clip)
+    def loop(self) -> Gradients:
+        """The definition: example by example through autograd."""
+        parameters = self.recorder.parameters
+        totals, norms = {name: zeros_for(p) for name, p in parameters.items()}, []
+        count = batch_size(self.batch)
+        for place in range(count):
+            with self.recorder.set_aside():
+                self._losses(examples(self.batch, slice(place, place + 1)), 1).sum().backward()
+                gradients = {n: zeros_for(p) if p.grad is None else p.grad for n, p in parameters.items()}
+            dense = {name: gradient.to(totals[name].dtype)[None] for name, gradient in gradients.items()}
+            sums, norm = clip_dense(dense, self.recorder.layers, self.clip)
+            check_finite(norm, place, count)
             norms.append(norm)
-            check_finite(norm, place, batch_size(batch))
             for name, part in sums.items():
                 totals[name] += part
+        return totals, torch.cat(norms) if norms else next(iter(totals.values())).new_zeros(0)
+
+    def recorded(self, execution: Execution) -> Gradients:
+        """The gradients by a recorded backward pass."""
+        parameters, count = self.recorder.parameters, batch_size(self.batch)
+        if count == 0:  # many models cannot run on no examples
+            zeros = {name: zeros_for(p) for name, p in parameters.items()}
+            return zeros, next(iter(zeros.values())).new_zeros(0)
+        with self._remembered(), self.recorder.watch(count):
+            sums, norms = self.recorder.clipped_sums(self._losses(self.batch, count), self.clip, execution)
+        return {key: zeros_for(p) if sums[key] is None else sums[key] for key, p in parameters.items()}, norms
+
+    def watched(self) -> tuple[Gradients, Watched]:
+        """The gradients as ghost clipping computes them, and what lived when; the rows are verified before."""
+        count = batch_size(self.batch)
+        with self._remembered(), self.recorder.watch(count):
+            self.recorder.verify(self._losses(self.batch, count))
+        return watch(self.recorder.model, self.recorded)
+
+    def auto(self) -> Gradients:
+        """The first step with a model, what learns of it and a batch's shape is watched; the next ones have a plan."""
+        if self.clip.local or batch_size(self.batch) == 0:  # nothing is kept beyond a layer: there is nothing to plan
+            return self.recorded(EXECUTIONS["per_sample"])
+        plans = _PLANS.setdefault(self.recorder.model, {})
+        key = tuple(self.recorder.parameters), tuple(tuple(leaf.shape) for leaf in leaves(self.batch))
+        if key not in plans:
+            gradients, watched = self.watched()
+            plans[key] = cheapest(watched)
+            return gradients
+        return self.recorded(plans[key].execution)
+
+    def _losses(self, batch, count: int) -> torch.Tensor:
+        losses = self.loss_per_example(self.recorder.model, batch)
+        check_losses(losses, count)
+        return losses
+
+    @contextmanager
+    def _remembered(self) -> Iterator[None]:
+        """What was verified last with a model, its trainable parameters and a loss is not verified again."""
+        loss, model = self.loss_per_example, self.recorder.model
+        parts = getattr(loss, "__func__", loss), getattr(loss, "__self__", None)
+        try:  # the objects, not their code: two closures of the same code may compute different things
+            references = tuple(part if part is None else weakref.ref(part) for part in parts)
+        except TypeError:  # an object that no weak reference may point to
+            yield
+            return
+        case = tuple(self.recorder.parameters), references
+        self.recorder.verified = _VERIFIED.get(model) == case
+        yield
+        if self.recorder.verified:
+            _VERIFIED[model] = case
+
+
+@contextmanager
+def _watching(model: torch.nn.Module, loss_per_example: Callable, batch, clip: Clip) -> Iterator[Step]:
+    """A step whose recorder leaves the model when it is over."""
+    recorder = Recorder(model)
+    try:
+        yield Step(recorder, loss_per_example, batch, clip)
     finally:
-        for name, p in parameters.items():
-            p.grad = before[name]
-    return totals, torch.cat(norms) if norms else next(iter(totals.values())).new_zeros(0)
+        recorder.remove()
 
 
 def zeros_for(parameter: torch.Tensor) -> torch.Tensor:

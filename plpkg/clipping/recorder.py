@@ -180,18 +180,26 @@ class Recorder:
         self.verified = True
 
     @contextmanager
-    def _passing(self, backward_pass: RowPass | NormPass | SumPass) -> Iterator[None]:
-        """What the layers report goes to this pass; the parameters' own gradients are set aside meanwhile."""
-        aside = [(p, p.grad) for p in self.parameters.values()]
+    def set_aside(self) -> Iterator[None]:
+        """The parameters have no gradients inside, and those that they had afterwards."""
+        before = [(p, p.grad) for p in self.parameters.values()]
         try:
-            for p, _ in aside:
+            for p, _ in before:
                 p.grad = None
-            self._pass = backward_pass
             yield
         finally:
-            self._pass = None
-            for p, gradient in aside:
+            for p, gradient in before:
                 p.grad = gradient
+
+    @contextmanager
+    def _passing(self, backward_pass: RowPass | NormPass | SumPass) -> Iterator[None]:
+        """What the layers report goes to this pass."""
+        self._pass = backward_pass
+        try:
+            with self.set_aside():
+                yield
+        finally:
+            self._pass = None
 
     def _wanted(self, site: Site) -> tuple[str, ...]:
         return self._pass.wanted(site) if self._pass else tuple(site.keys)

@@ -87,7 +87,7 @@ def test_losses_of_the_same_code_that_compute_different_things():
         clipped_gradients(model, make(1), numbers(6), 1.0)
 
 
-def test_samples_that_are_mixed_but_for_the_first_and_the_last():
+def test_examples_that_are_mixed_but_for_the_first_and_the_last():
     def inner(layer, x):
         y = layer(x)
         return torch.cat([y[:1], y[1:-1] - y[1:-1].mean(0), y[-1:]])

@@ -144,7 +144,7 @@ def build(name):
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # torch.func goes example by example
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("name", CASES)
-def test_equal_to_one_sample_at_a_time(name, execution, assert_as_loop):
+def test_equal_to_one_example_at_a_time(name, execution, assert_as_loop):
     model, x = build(name)
     for clipping in ("flat", "per_layer"):
         assert_as_loop(model, loss, x, execution, 1.0, clipping=clipping)
@@ -195,7 +195,7 @@ def refused(layer, x=None, after=plain, error=ValueError):
     return str(caught.value)
 
 
-def test_layers_that_mix_samples_are_refused_by_name():
+def test_layers_that_mix_examples_are_refused_by_name():
     assert "layer (BatchNorm1d) normalises each example by the others" in refused(nn.BatchNorm1d(5))
     assert "running statistics" in refused(nn.InstanceNorm1d(5, affine=True, track_running_stats=True))
     assert "max_norm=1.0" in refused(nn.Embedding(6, 4, max_norm=1.0), ids(9))
@@ -229,7 +229,7 @@ def test_a_layer_without_the_batch_first_is_refused_by_name():
     assert "batch of 4" in message
 
 
-def test_positions_that_are_as_many_as_samples_do_not_pass_for_samples():
+def test_positions_that_are_as_many_as_examples_do_not_pass_for_examples():
     """(T,) position ids with T equal to the batch: the shapes alone would fit."""
     message = refused(nn.Embedding(6, 6), floats(BATCH, 6), lambda layer, x: x + layer(torch.arange(x.shape[1])))
     assert "layer (Embedding): the loss of example 0 depends on row 1 of what it gave, of shape (4, 6)" in message

@@ -8,9 +8,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from plpkg.backbones import random_backbone
 from plpkg.clipping import clipped_gradients, factors, plan
+from plpkg.clipping.clip import Clip
 from plpkg.clipping.factors import Outer
-from plpkg.clipping.planner import Matrix, Plan, _fitted, cheapest, watch
-from plpkg.clipping.recorder import Recorder
+from plpkg.clipping.gradients import _watching
+from plpkg.clipping.planner import Matrix, Plan, _fitted, _live, cheapest, watch
 from plpkg.memory import MemoryTimeline
 
 MATRICES = {
@@ -146,20 +147,12 @@ def test_nearly_the_best_of_all_plans(share):
     def square(model, x):
         return model(x).square().sum((1, 2))
 
-    recorder = Recorder(model)
-    try:
-        from plpkg.clipping.clip import Clip
-        from plpkg.clipping.gradients import _recorded
-
-        _, watched = watch(model, lambda e: _recorded(model, square, x, Clip(1.0), recorder, e))
-    finally:
-        recorder.remove()
+    with _watching(model, square, x, Clip(1.0)) as step:
+        _, watched = watch(model, step.recorded)
     budget = int(share * cheapest(watched, 10**9).peak_bytes)
     planned = _fitted(watched, budget, two_passes=False)
     best = None
     moments = [m for m in watched.moments if m.matrix]
-    from plpkg.clipping.planner import _live
-
     for combination in itertools.product(*(m.matrix.options(two_passes=False) for m in moments)):
         chosen = {m.key: option for m, option in zip(moments, combination, strict=True)}
         if max(*_live(watched.moments, chosen, False), watched.forward_peak_bytes) <= budget:
