@@ -5,6 +5,7 @@ step depends on the seed and the step alone, so that a run that was stopped goes
 """
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,12 @@ from pathlib import Path
 import torch
 from peft import PeftModel
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+from tqdm.auto import tqdm
 
 from plpkg import checkpoints, corpora
 from plpkg.corpora import Document, Writer
 from plpkg.corpora.folder import read_utf8
+from plpkg.learning import learn, rising
 from plpkg.residual.wire.device import DeviceClient
 from plpkg.residual.wire.tensors import pack
 from plpkg.results import Tabular
@@ -111,8 +114,6 @@ def train(
     ConnectionError
         The cloud cannot be reached; the last checkpoint is there.
     """
-    from tqdm.auto import tqdm
-
     for name, value in dict(steps=steps, accumulate=accumulate, checkpoint_every=checkpoint_every).items():
         whole_number(name, value, 1)
     whole_number("warmup", warmup, 0)
@@ -144,25 +145,26 @@ def train(
     out.mkdir(parents=True, exist_ok=True)
     items = accumulate * batch * (seq - 1)
     bar = tqdm(range(len(losses), steps), "personalising", initial=len(losses), total=steps, disable=not progress)
-    optimizer.zero_grad()
-    for step in bar:
+
+    def gradient(step: int) -> float:
         loss = 0.0
-        for _ in range(accumulate):
-            ids = next(stream)
+        for ids in itertools.islice(stream, accumulate):
             loss += client.train_step(ids, ids, num_items=items)
-        if not torch.isfinite(torch.tensor(loss)):
-            raise FloatingPointError(f"the loss of step {step + 1} is {loss}: take another folder and a lower lr")
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = lr * min(1.0, (step + 1) / (warmup + 1))
-        optimizer.step()
-        optimizer.zero_grad()
+        return loss
+
+    def save(done: int) -> None:
+        learnt = get_peft_model_state_dict(model, adapter_name=client.adapter_name)
+        state = {"identity": identity, "losses": losses, "optimizer": optimizer.state_dict(), "adapter": learnt}
+        checkpoints.save(out / CHECKPOINT, state)
+
+    optimizer.zero_grad()
+    for _, loss in learn(
+        bar, gradient, [optimizer], lambda step: lr * rising(step, warmup), save=save,
+        checkpoint_every=checkpoint_every, remedy=": take another folder and a lower lr",
+    ):  # fmt: skip
         losses.append(loss)
         bar.set_postfix(loss=f"{loss:.3f}")
-        if (step + 1) % checkpoint_every == 0 or step + 1 == steps:
-            state = {"identity": identity, "losses": losses, "optimizer": optimizer.state_dict()}
-            learnt = get_peft_model_state_dict(model, adapter_name=client.adapter_name)
-            checkpoints.save(out / CHECKPOINT, state | {"adapter": learnt})
     checkpoints.replace_files(
         out, lambda folder: model.save_pretrained(folder, selected_adapters=[client.adapter_name])
     )
