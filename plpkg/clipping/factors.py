@@ -15,7 +15,7 @@ linear head adds the cross term 2·Σ_{t,s} g^head_s[id_t]·⟨a_s, g^emb_t⟩ (
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -68,14 +68,14 @@ class Outer:
         """‖Σ_t rows_t ⊗ cols_t‖² by ``gram`` or ``instantiate``, one-hot rows by their ids; and the sum of the absolute
         values of the terms that were added up for it: ``(2, batch)``."""
         if self.one_hot:
-            return _in_chunks(Outer._by_id, self, 2 * self.cols[0].nbytes if len(self.cols) else 0)
+            return _in_chunks(Outer._by_id, [self], 2 * self.cols[0].nbytes if len(self.cols) else 0)
         if self.positions == 1 and self.cols.shape[1] == 1:
             rows, cols = (torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=_wide(x)) for x in (self.rows, self.cols))
             return (rows * cols).square().expand(2, -1)
         groups, size = self.cols.shape[1], self.cols.dtype.itemsize
         if rule == "gram":
-            return _in_chunks(Outer._by_gram, self, 2 * groups * self.positions**2 * size)
-        return _in_chunks(Outer._by_instance, self, math.prod(self.shape) * size)
+            return _in_chunks(Outer._by_gram, [self], 2 * groups * self.positions**2 * size)
+        return _in_chunks(_by_instance, [self], math.prod(self.shape) * size)
 
     def inner(self, other: "Outer") -> torch.Tensor:
         """⟨this gradient, the other's⟩ for each example, and the sum of its terms' absolute values: ``(2, batch)``."""
@@ -124,9 +124,6 @@ class Outer:
     def _by_gram(self) -> torch.Tensor:
         return self.inner(self)
 
-    def _by_instance(self) -> torch.Tensor:
-        return square(self.instantiate()).expand(2, -1)
-
     def _by_id(self) -> torch.Tensor:
         ids, order = self.rows.sort(1)
         cols = self.cols[:, 0].to(_wide(self.cols))
@@ -154,7 +151,7 @@ def norms_squared(uses: Sequence[Outer], rule: str, *, careful: bool = True) -> 
     size = math.prod(merged[0].shape) * merged[0].cols.dtype.itemsize
     alike = len({(use.cols.shape[1], use.num_rows) for use in merged}) == 1  # or a convolution's groups differ
     if len(merged) > 1 and (rule == "instantiate" or not alike):
-        return _in_chunks(_instantiated, merged, size)[0]
+        return _in_chunks(_by_instance, merged, size)[0]
     both = merged[0].norms_squared(rule)
     for use in merged[1:]:
         both = both + use.norms_squared(rule)
@@ -166,7 +163,7 @@ def norms_squared(uses: Sequence[Outer], rule: str, *, careful: bool = True) -> 
         return total
     doubtful = (total < CANCELLATION * mass).nonzero().flatten()
     if len(doubtful):
-        exact = _in_chunks(_instantiated, [use.examples(doubtful) for use in merged], size)[0]
+        exact = _in_chunks(_by_instance, [use.examples(doubtful) for use in merged], size)[0]
         total = total.index_copy(0, doubtful, exact.to(total.dtype))
     return total
 
@@ -179,7 +176,7 @@ def instantiate(uses: Sequence[Outer]) -> torch.Tensor:
     return total
 
 
-def _instantiated(uses: Sequence[Outer]) -> torch.Tensor:
+def _by_instance(*uses: Outer) -> torch.Tensor:
     return square(instantiate(uses)).expand(2, -1)
 
 
@@ -195,15 +192,12 @@ def _concatenated(uses: Sequence[Outer]) -> list[Outer]:
     return merged
 
 
-def _in_chunks(norm, uses, bytes_per_example: int) -> torch.Tensor:
-    """``norm`` of a few examples at a time, so that its temporaries stay small."""
-    several = not isinstance(uses, Outer)
-    batch = len((uses[0] if several else uses).cols)
+def _in_chunks(norm: Callable[..., torch.Tensor], uses: Sequence[Outer], bytes_per_example: int) -> torch.Tensor:
+    """``norm(*uses)`` of a few examples at a time, so that its temporaries stay small."""
     step = max(1, CHUNK_BYTES // max(1, bytes_per_example))
-    if batch <= step:
-        return norm(uses)
-    parts = [slice(start, start + step) for start in range(0, batch, step)]
-    return torch.cat([norm([use.examples(p) for use in uses] if several else uses.examples(p)) for p in parts], 1)
+    starts = range(0, max(1, len(uses[0].cols)), step)
+    parts = [norm(*(use.examples(slice(start, start + step)) for use in uses)) for start in starts]
+    return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
 
 def square(gradients: torch.Tensor) -> torch.Tensor:

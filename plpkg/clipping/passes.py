@@ -40,21 +40,11 @@ class RowPass:
 
 @dataclass(eq=False)
 class Group:
-    """Parameters that are scaled by one norm: all of them, or a layer's.
+    """Parameters that are scaled by one norm: all of them, or a layer's."""
 
-    Attributes
-    ----------
-    waiting
-        The parameters whose gradients are not known.
-    square
-        The squared norm of the others' gradients, ``(batch,)``.
-    kept
-        What their sums are to be made of.
-    """
-
-    waiting: set[str] = field(default_factory=set)
-    square: torch.Tensor | None = None
-    kept: dict[str, list[Outer] | torch.Tensor] = field(default_factory=dict)
+    waiting: set[str] = field(default_factory=set)  # those whose gradients are not known
+    square: torch.Tensor | None = None  # (batch,): the squared norm of the others' gradients
+    kept: dict[str, list[Outer] | torch.Tensor] = field(default_factory=dict)  # what their sums are to be made of
 
 
 class NormPass:

@@ -115,11 +115,11 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Option:
-    """A row of the table for one parameter: operations, bytes until clipping, bytes of temporaries."""
+    """A row of the table for one parameter."""
 
     choice: Choice
     flops: int
-    kept_bytes: int
+    kept_bytes: int  # until clipping
     temporary_bytes: int
 
 
@@ -127,23 +127,14 @@ class Option:
 class Moment:
     """When a parameter's gradient was known in the watched step.
 
-    Attributes
-    ----------
-    key
-        The parameter.
-    matrix
-        Its shapes, or ``None`` for what is built anyway (biases, norms): ``built_bytes`` for all examples.
-    storages
-        Number and bytes of each storage of its factors: q, k and v share what they read.
-    freed, graph_kept
-        Live bytes while the graph is freed on the way, and while it is kept for a second pass: the most since the
-        moment before, and now. Sums are not counted.
+    The two last give the live bytes while the graph is freed on the way, and while it is kept for a second pass: the
+    most since the moment before, and now. Sums are not counted.
     """
 
     key: str
-    matrix: Matrix | None
-    built_bytes: int
-    storages: tuple[tuple[int, int], ...]
+    matrix: Matrix | None  # None for what is built anyway (biases, norms)
+    built_bytes: int  # of that, for all examples
+    storages: tuple[tuple[int, int], ...]  # number and bytes of each of the factors': q, k and v share what they read
     freed: tuple[int, int]
     graph_kept: tuple[int, int]
 

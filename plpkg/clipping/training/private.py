@@ -48,27 +48,13 @@ class Mechanism:
 
 @dataclass
 class Progress:
-    """How far the Poisson sample of the next step has come: it may be given in several batches.
+    """How far the Poisson sample of the next step has come, which may be given in several batches."""
 
-    Attributes
-    ----------
-    sums
-        By parameter, the clipped gradients that were added up.
-    samples
-        How many samples the data loader has begun to give.
-    left
-        How many examples of its latest batch have not gone backward.
-    last
-        Whether that batch is the sample's last.
-    added
-        Whether anything has gone backward since ``step`` was called.
-    """
-
-    sums: dict[str, torch.Tensor] = field(default_factory=dict)
-    samples: int = 0
-    left: int = 0
-    last: bool = True
-    added: bool = False
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)  # by parameter, the clipped gradients
+    samples: int = 0  # that the data loader has begun to give
+    left: int = 0  # examples of the latest batch that have not gone backward
+    last: bool = True  # whether that batch is the sample's last
+    added: bool = False  # whether anything has gone backward since step() was called
 
 
 class Private:
