@@ -1,114 +1,185 @@
-"""Figures of notebook 02: quality and bytes, the link, and what the cloud recovers."""
+"""Figures of notebook 02: quality and bytes, the link, and what the cloud recovers. Each takes its recorded rows."""
 
 from plpkg import theme
-from plpkg.residual import recorded
+from plpkg.recorded import half_width
+
+LORA = "LoRA r=16"
+"""What everything is compared with: LoRA on q, k and v, cut so that full activations cross."""
 
 
-def quality(ax=None):
-    """Each split method's gain in bits per byte, by writer and in the mean, with its share of LoRA's bytes."""
+def gains(rows):
+    """Bits per byte below the untuned model, means over the seeds.
+
+    Parameters
+    ----------
+    rows
+        The section ``quality`` of ``residual_quality``.
+
+    Returns
+    -------
+    pandas.DataFrame
+        By method (rows) and writer (columns).
+    """
+    return rows.pivot_table(index="method", columns="case", values="gain", sort=False)
+
+
+def personalisation(rows):
+    """Each method's mean over writers, whose seeds are averaged.
+
+    Parameters
+    ----------
+    rows
+        As of :func:`gains`.
+
+    Returns
+    -------
+    pandas.DataFrame
+        By method: ``bits_per_byte`` of held-out text; ``gain`` over the untuned model, with its interval's half-width
+        ``gain_ci``; ``share_of_lora``, of :data:`LORA`'s mean gain; ``tokens_per_s`` at 60/100 Mb/s without delay and
+        ``m_s``; the adapter's ``rank`` and ``targets``; ``trained`` parameters; ``bytes_per_token`` on the wire with
+        both end points, and ``share_of_actual``: of LoRA's full activations; ``device_mb``, the weights on the device.
+    """
+    by_method, by_writer = rows.groupby("method", sort=False), gains(rows)
+    gain = by_writer.mean(axis=1)
+    table = by_method[["bits_per_byte", "tokens_per_s", "m_s"]].mean()  # as many seeds for each writer
+    table = table.assign(gain=gain, gain_ci=by_writer.apply(half_width, axis=1), share_of_lora=gain / gain[LORA])
+    return table.join(
+        by_method[["rank", "targets", "trained", "bytes_per_token", "share_of_actual", "device_mb"]].first()
+    )
+
+
+def quality(rows, ax=None):
+    """Each split method's gain in bits per byte, by writer and in the mean, with its share of LoRA's bytes.
+
+    Parameters
+    ----------
+    rows
+        As of :func:`gains`.
+    """
     ax = theme.axes(ax)
-    table = recorded.personalisation().query("bytes_per_token > 0").sort_values("gain")
+    table = personalisation(rows).query("bytes_per_token > 0").sort_values("gain")
     names = [f"{method} ({100 * row.share_of_actual:.0f} %)" for method, row in table.iterrows()]
-    writers, at = recorded.gains().loc[table.index], range(len(names))
+    writers, at = gains(rows).loc[table.index], range(len(names))
     for writer, style in zip(writers, theme.styles(len(writers.columns) + 1)[1:], strict=True):
         faint = {"color": "0.5", "marker": style["marker"], "linestyle": "none", "mfc": "none", "ms": 6}
         ax.plot(writers[writer], at, label=writer, **faint)
     colour, few = theme.styles(1)[0]["color"], table["share_of_actual"] <= 0.25
     for chosen, fill, label in ((few, colour, "mean, at most a quarter of the bytes"), (~few, "white", "mean, more")):
-        own = [y for y, here in zip(at, chosen, strict=True) if here]
-        ax.plot(table["gain"][chosen], own, "o", ms=8, color=colour, mfc=fill, label=label)
-    ax.axvline(0.8 * table["gain"][recorded.LORA], color="0.4", linestyle="--", lw=1)
+        heights = [y for y, drawn in zip(at, chosen, strict=True) if drawn]
+        ax.plot(table["gain"][chosen], heights, "o", ms=8, color=colour, mfc=fill, label=label)
+    ax.axvline(0.8 * table["gain"][LORA], color="0.4", linestyle="--", lw=1)
     ax.set_yticks(at, names)
     ax.grid(False, axis="y")
-    ax.set(xlabel=f"gain, bits per byte (dashed: 80 % of {recorded.LORA}'s)")
+    ax.set(xlabel=f"gain, bits per byte (dashed: 80 % of {LORA}'s)")
     ax.legend(loc="lower right", fontsize=9)
     ax.figure.set_size_inches(8.6, 5.2)
-    said = "; ".join(f"{name} {gain:.3f}" for name, gain in zip(names, table["gain"], strict=True))
+    described = "; ".join(f"{name} {gain:.3f}" for name, gain in zip(names, table["gain"], strict=True))
     return theme.describe(
-        ax, f"Gain in bits per byte in the mean, by method and its share of LoRA's bytes a token: {said}."
+        ax, f"Gain in bits per byte in the mean, by method and its share of LoRA's bytes a token: {described}."
     )
 
 
-def link_times(ax=None):
+def link_times(rows, ax=None):
     """A token's time on each link over the formula's: by the relay's clock, and beyond its time without limits.
 
     Lines reach from the first to the third quartile of the blocks of tokens.
+
+    Parameters
+    ----------
+    rows
+        The section ``link`` of ``residual_wire``.
     """
     ax = theme.axes(ax)
-    table = recorded.links()
-    series = {
-        "the relay's clock, busy waits": ("busy", "held_ratio"),
-        "beyond the time without limits, busy waits": ("busy", "ratio"),
-        "beyond the time without limits, asleep": ("asleep", "ratio"),
-    }
+    many = rows["batch"].map(lambda batch: f", {batch:.0f} sequences" if batch > 1 else "")
+    names = list(rows["what"] + rows["case"].str.extract("(, RTT .*)")[0] + many)
+    series = {"the relay's clock": "held_ratio", "beyond the time without limits": "ratio"}
     ax.axvspan(0.9, 1.1, color="0.9", lw=0)
-    names, limits, said = list(dict.fromkeys(table["link"])), (0.65, 1.5), []
-    for i, ((label, (waits, column)), style) in enumerate(zip(series.items(), theme.styles(len(series)), strict=True)):
-        own = table[table["waits"] == waits].dropna(subset=column)
-        at = [names.index(name) + 0.27 * (i - 1) for name in own["link"]]
-        ax.plot(own[column].clip(*limits), at, **style | {"linestyle": "none", "label": label, "clip_on": False})
+    limits, described = (0.65, 1.5), []
+    for i, ((label, column), style) in enumerate(zip(series.items(), theme.styles(len(series)), strict=True)):
+        measured = rows.reset_index(drop=True).dropna(subset=column)
+        at = measured.index + 0.25 * (i - 0.5)
+        ax.plot(measured[column].clip(*limits), at, **style | {"linestyle": "none", "label": label, "clip_on": False})
         if column == "ratio":
-            ax.hlines(at, own["ratio_q1"].clip(*limits), own["ratio_q3"].clip(*limits), color=style["color"], lw=1)
-        for ratio, y in zip(own[column], at, strict=True):
+            quartiles = (measured[name].clip(*limits) for name in ("ratio_q1", "ratio_q3"))
+            ax.hlines(at, *quartiles, color=style["color"], lw=1)
+        for ratio, y in zip(measured[column], at, strict=True):
             if not limits[0] <= ratio <= limits[1]:  # drawn at the edge, with its value
                 side = 1 if ratio < limits[0] else -1
                 ax.annotate(f"{ratio:.1f}", (min(max(ratio, limits[0]), limits[1]), y), (side * 7, -3),
                             textcoords="offset points", ha="left" if side > 0 else "right", fontsize=8,
                             bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # fmt: skip
-        said.append(f"{label}: {own[column].between(0.9, 1.1).sum()} of {len(own)}")
+        described.append(f"{label}: {measured[column].between(0.9, 1.1).sum()} of {len(measured)}")
     ax.set_yticks(range(len(names)), names)
     ax.invert_yaxis()
     ax.grid(False, axis="y")
     ax.set(xlabel="measured over computed (grey: within 10 %)", xlim=limits)
     ax.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0))
-    ax.figure.set_size_inches(8.6, 7.4)
-    return theme.describe(ax, f"Measured over computed time of a token on the link, within 10 % {'; '.join(said)}.")
+    ax.figure.set_size_inches(8.6, 5.6)
+    return theme.describe(
+        ax, f"Measured over computed time of a token on the link, within 10 % {'; '.join(described)}."
+    )
 
 
-def m_recovery(ax=None):
-    """The error of the M that the cloud computes, against the different tokens that it has seen."""
+def m_recovery(rows, ax=None):
+    """The error of the M that the cloud computes, against the different tokens that it has seen.
+
+    Parameters
+    ----------
+    rows
+        The section ``m`` of ``residual_attacks``.
+    """
     ax = theme.axes(ax)
-    rows = recorded.attack("m")
     groups = list(rows.groupby("case", sort=False))
-    for (case, own), style in zip(groups, theme.styles(len(groups)), strict=True):
-        ax.plot(own["x"], own["error"], label=f"M with {case}", **style)
+    for (case, seen), style in zip(groups, theme.styles(len(groups)), strict=True):
+        ax.plot(seen["x"], seen["error"], label=f"M with {case}", **style)
     ax.set(xscale="log", yscale="log", xlabel="different tokens seen", ylabel="relative error of M", ylim=(None, 2))
     ax.set_xscale("log", base=2)
     ax.set_title("M by least squares, messages in fp16")
     ax.legend()
-    said = "; ".join(f"{case}: {own['error'].min():.1g} after {own['x'].max():.0f} tokens" for case, own in groups)
+    least = "; ".join(f"{case}: {seen['error'].min():.1g} after {seen['x'].max():.0f} tokens" for case, seen in groups)
     return theme.describe(
-        ax, f"The error of the recovered M falls steeply once as many different tokens as ranks are seen: {said}."
+        ax, f"The error of the recovered M falls steeply once as many different tokens as ranks are seen: {least}."
     )
 
 
-def inversion(ax=None):
-    """The share of tokens that each attacker recovers, against the layers on the device."""
-    ax = _recovered("inversion", "decoder layers on the device", ax)
-    ax.set_xticks(range(int(recorded.attack("inversion")["x"].max()) + 1))
+def inversion(rows, ax=None):
+    """The share of tokens that each attacker recovers, against the layers on the device.
+
+    Parameters
+    ----------
+    rows
+        The section ``inversion`` of ``residual_attacks``.
+    """
+    ax = _recovered(rows, "decoder layers on the device", ax)
+    ax.set_xticks(range(int(rows["x"].max()) + 1))
     return ax
 
 
-def noise(ax=None):
-    """The share of tokens that each attacker recovers, against the noise on the embeddings."""
-    ax = _recovered("noise", "standard deviation of the noise, in units of the embedding's own", ax)
-    quality = recorded.attack("noise").groupby("x")["bits_per_byte"].first()
-    untuned = recorded.attack("quality").set_index("case")["bits_per_byte"]["no M"]
-    for x, bits in quality.items():
+def noise(rows, untuned: float, ax=None):
+    """The share of tokens that each attacker recovers, against the noise on the embeddings.
+
+    Parameters
+    ----------
+    rows
+        The section ``noise`` of ``residual_attacks``.
+    untuned
+        Bits per byte without M and noise.
+    """
+    ax = _recovered(rows, "standard deviation of the noise, in units of the embedding's own", ax)
+    for x, bits in rows.groupby("x")["bits_per_byte"].first().items():
         ax.text(x, 104, f"{bits:.2f}", ha="center", fontsize=9, color="0.3")
     ax.set_title(f"above: bits per byte (without M and noise {untuned:.2f})", loc="left", pad=18)
     return ax
 
 
-def _recovered(section: str, xlabel: str, ax):
+def _recovered(rows, xlabel: str, ax):
     ax = theme.axes(ax)
-    groups = list(recorded.attack(section).groupby("case", sort=False))
-    for (attacker, own), style in zip(groups, theme.styles(len(groups)), strict=True):
-        ax.plot(own["x"], 100 * own["recovered"], label=attacker, **style)
+    shares = {attacker: (seen["x"], 100 * seen["recovered"]) for attacker, seen in rows.groupby("case", sort=False)}
+    for (attacker, (x, share)), style in zip(shares.items(), theme.styles(len(shares)), strict=True):
+        ax.plot(x, share, label=attacker, **style)
     ax.set(xlabel=xlabel, ylabel="tokens recovered (%)", ylim=(0, 103))
     ax.legend()
-    said = "; ".join(
-        f"{attacker} from {100 * own['recovered'].iloc[0]:.0f} to {100 * own['recovered'].iloc[-1]:.0f} %"
-        for attacker, own in groups
+    described = "; ".join(
+        f"{attacker} from {share.iloc[0]:.0f} to {share.iloc[-1]:.0f} %" for attacker, (_, share) in shares.items()
     )
-    return theme.describe(ax, f"Tokens recovered against {xlabel}: {said}.")
+    return theme.describe(ax, f"Tokens recovered against {xlabel}: {described}.")

@@ -9,13 +9,12 @@ from functools import cache
 
 import ipywidgets
 
-from plpkg import theme
+from plpkg import recorded, theme
 from plpkg.backbones import load_backbone
 from plpkg.catalog import ModelShape
 from plpkg.explorer import Explorer
-from plpkg.residual import recorded
 from plpkg.residual.cost import kept_layers_cost
-from plpkg.residual.recorded import LORA
+from plpkg.residual.plots import LORA, personalisation
 
 
 @dataclass(frozen=True)
@@ -52,15 +51,27 @@ def shape() -> ModelShape:
     return ModelShape.from_config(load_backbone("plpkg-small")[0].config, "plpkg-small")
 
 
+@cache
+def quality():
+    """The recorded quality by method: :func:`plpkg.residual.plots.personalisation`."""
+    return personalisation(recorded.section("residual_quality", "quality"))
+
+
+@cache
+def strongest_inversion():
+    """The share of tokens that the best attacker recovered, by the number of layers on the device."""
+    return recorded.section("residual_attacks", "inversion").groupby("x")["recovered"].max()
+
+
 def adapters() -> list[str]:
     """PrivateLoRA's variants in the benchmark, by the bytes that they send and by what they gain."""
-    table = recorded.personalisation().sort_values(["bytes_per_token", "gain"])
+    table = quality().sort_values(["bytes_per_token", "gain"])
     return [name for name in table.index if name.startswith("PrivateLoRA")]
 
 
 def compute(adapter: str, first_k: int) -> Choice:
     """Look quality and attack up; compute the bytes."""
-    row, model = recorded.personalisation().loc[adapter], shape()
+    row, model = quality().loc[adapter], shape()
     rank = int(row["rank"])
     ends = 2 * 2 * model.hidden  # word embedding and final hidden state, 2 bytes a value
     crossing = (model.num_layers - first_k) / model.num_layers
@@ -71,7 +82,7 @@ def compute(adapter: str, first_k: int) -> Choice:
         bytes_per_token,
         row["share_of_actual"] * bytes_per_token / row["bytes_per_token"],
         row["share_of_lora"],
-        recorded.strongest_inversion()[first_k],
+        strongest_inversion()[first_k],
         kept_layers_cost(model, first_k, r_c2d=rank, r_d2c=rank, targets=row["targets"].split()).parameters,
     )
 
@@ -97,8 +108,8 @@ def draw(choice: Choice, ax):
     ax.invert_yaxis()
     ax.grid(False, axis="y")
     ax.set(xlabel="per cent", xlim=(0, 1.2 * max(100, *values)), title=f"{choice.adapter}, first_k={choice.first_k}")
-    said = ", ".join(f"{name} {value:.0f} %" for name, value in zip(("bytes", "gain", "read"), values, strict=True))
-    return theme.describe(ax, f"Three bars for {choice.adapter} with {choice.first_k} layers on the device: {said}.")
+    bars = ", ".join(f"{name} {value:.0f} %" for name, value in zip(("bytes", "gain", "read"), values, strict=True))
+    return theme.describe(ax, f"Three bars for {choice.adapter} with {choice.first_k} layers on the device: {bars}.")
 
 
 def explorer() -> Explorer:

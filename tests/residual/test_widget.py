@@ -3,9 +3,9 @@
 import pytest
 from peft import get_peft_model
 
-from plpkg import theme
+from plpkg import recorded, theme
 from plpkg.backbones import load_backbone
-from plpkg.residual import PrivateLoraConfig, recorded, split, widget
+from plpkg.residual import PrivateLoraConfig, split, widget
 from plpkg.residual.cost import device_cost
 
 
@@ -29,9 +29,9 @@ def test_bytes_and_parameters_are_those_of_the_cut_model(adapter, rank, targets,
 
 def test_quality_and_attack_are_the_recorded_ones():
     choice = widget.compute("PrivateLoRA r=64", 1)
-    row = recorded.personalisation().loc["PrivateLoRA r=64"]
+    row = widget.quality().loc["PrivateLoRA r=64"]
     assert choice.share_of_lora == row["share_of_lora"]
-    assert choice.recovered == recorded.strongest_inversion()[1]
+    assert choice.recovered == recorded.section("residual_attacks", "inversion").query("x == 1")["recovered"].max()
     assert widget.compute("PrivateLoRA r=64", 0).share_of_actual == pytest.approx(row["share_of_actual"], abs=5e-5)
 
 

@@ -5,21 +5,18 @@ The cloud computes as agreed, keeps every message, and knows what is public: wei
 - word embeddings are rows of a public table: :func:`recover_tokens`;
 - final hidden states go through a public LM head: :func:`recover_outputs`;
 - u = A·x and v = M·u are input and output of the private matrix: :func:`recover_m`;
-- hidden states after the device's own layers still tell the token: :class:`LinearInverter` and :class:`MlpInverter`
-  learn it from public text, :func:`greedy_search` needs the public weights only (like SipIt, arXiv 2510.15511);
-- a secret embedding is a substitution cipher: :func:`frequency_attack`.
+- hidden states after the device's own layers still tell the token: :class:`LinearInverter` learns it from public text.
 
-Left out: attacks on the gradients that cross in training (BiSR, arXiv 2409.00960), and a cloud that cheats.
+Left out: attacks on the gradients that cross in training (BiSR, arXiv 2409.00960), and a cloud that cheats. Attackers
+that no notebook calls (a network, a search with the public weights, ciphers) are in ``benchmarks/residual``.
 """
 
 import copy
 import math
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from peft import get_peft_model
-from torch import nn
 
 from plpkg.residual.adapter import PrivateLoraConfig
 from plpkg.residual.device_part import DevicePart
@@ -60,13 +57,6 @@ class Inversion(Tabular):
         return f"Inversion(first_k={self.first_k}, {self.attacker}: {self.accuracy:.1%} of {self.tokens:,} tokens)"
 
 
-def strongest(inversions: Iterable[Inversion]) -> list[Inversion]:
-    """The best attacker for each ``first_k``, in ascending order: what each cut is worth."""
-    ascending = sorted(inversions, key=lambda inversion: inversion.accuracy)
-    best = {inversion.first_k: inversion for inversion in ascending}
-    return [best[first_k] for first_k in sorted(best)]
-
-
 def token_accuracy(found: torch.Tensor, true: torch.Tensor) -> float:
     """Share of the tokens that are right; both of the same shape, and not empty."""
     if found.shape != true.shape or not true.numel():
@@ -81,6 +71,13 @@ def relative_error(estimate: torch.Tensor, truth: torch.Tensor) -> float:
     if not truth.any():
         raise ValueError("the truth is zero: no error is relative to it")
     return ((estimate.double() - truth.double()).norm() / truth.double().norm()).item()
+
+
+def public_table(model) -> torch.Tensor:
+    """What the embedding gives for every token, ``(vocab, hidden)``: its weight, times the scale that Gemma has."""
+    embedding = model.get_input_embeddings()
+    with torch.no_grad():
+        return embedding(torch.arange(len(embedding.weight), device=embedding.weight.device))
 
 
 def recover_tokens(
@@ -118,13 +115,6 @@ def recover_outputs(hidden: torch.Tensor, lm_head: torch.Tensor) -> torch.Tensor
         ``(vocab, hidden)``. (A softcap on the logits changes no order.)
     """
     return _best(hidden, lm_head, bias=torch.zeros(len(lm_head)))[..., 0]
-
-
-def share_in_top(hidden: torch.Tensor, lm_head: torch.Tensor, ids: torch.Tensor, k: int) -> float:
-    """The share of the written tokens ``(…)`` among the cloud's ``k`` likeliest, where the device samples."""
-    whole_number("k", k, 1, len(lm_head), "vocab")
-    likeliest = _best(hidden, lm_head, k, bias=torch.zeros(len(lm_head)))  # (…, k)
-    return (likeliest == ids[..., None]).any(-1).double().mean().item()
 
 
 def _best(queries, keys, n: int = 1, *, bias=None, extra=None) -> torch.Tensor:
@@ -226,175 +216,7 @@ class LinearInverter:
         return self.candidates(hidden, 1)[..., 0]
 
 
-class MlpInverter(LinearInverter):
-    """The linear inverter with a correction that one hidden layer learns, starting from none.
-
-    Parameters
-    ----------
-    hidden, ids, table, ridge
-        As for :class:`LinearInverter`.
-    width, steps, batch, lr, seed
-        Of the hidden layer, and of AdamW, whose rate falls to zero.
-    negatives
-        Random tokens that a batch's tokens are told from, besides each other.
-    """
-
-    def __init__(
-        self, hidden, ids, table, *, ridge=0.1, width=512, steps=300, batch=256, lr=1e-3, negatives=1024, seed=0
-    ) -> None:
-        super().__init__(hidden, ids, table, ridge=ridge)
-        x, ids = super().queries(hidden).flatten(0, -2).float(), ids.flatten()
-        generator = torch.Generator().manual_seed(whole_number("seed", seed, 0))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            first = nn.Linear(x.shape[1], whole_number("width", width, 1))
-            last = nn.Linear(width, x.shape[1], bias=False)
-        nn.init.zeros_(last.weight)
-        self.correction = nn.Sequential(nn.LayerNorm(x.shape[1]), first, nn.GELU(), last).to(x.device)
-
-        def loss() -> torch.Tensor:
-            at = torch.randint(len(ids), (batch,), generator=generator).to(ids.device)
-            others = torch.randint(len(table), (negatives,), generator=generator).to(ids.device)
-            shown, target = torch.cat([ids[at], others]).unique(return_inverse=True)
-            keys = self.keys[shown]
-            logits = (x[at] + self.correction(x[at])) @ keys.T - keys.square().sum(1) / 2  # (batch, shown)
-            return nn.functional.cross_entropy(logits, target[:batch])
-
-        fit(self.correction.parameters(), loss, steps, lr)
-
-    @torch.no_grad()
-    def queries(self, hidden: torch.Tensor) -> torch.Tensor:
-        x = super().queries(hidden).float()
-        return x + self.correction(x)
-
-
-def fit(parameters: Iterable[nn.Parameter], loss: Callable[[], torch.Tensor], steps: int, lr: float) -> None:
-    """AdamW on a loss that draws its own batches; the rate falls linearly to zero."""
-    optimizer = torch.optim.AdamW(parameters, lr=number("lr", lr, open_low=True))
-    for step in range(whole_number("steps", steps, 0)):
-        optimizer.param_groups[0]["lr"] = lr * (1 - step / steps)
-        optimizer.zero_grad()
-        loss().backward()
-        optimizer.step()
-
-
 def public_prefix(model, first_k: int) -> DevicePart:
     """The device's part as the cloud can build it: of a model without its private adapter, M = 0, and frozen."""
     adapted = get_peft_model(copy.deepcopy(model), PrivateLoraConfig(r_c2d=1, r_d2c=1))
     return split(adapted.eval(), first_k)[0].requires_grad_(False)
-
-
-@torch.no_grad()
-def greedy_search(
-    prefix: DevicePart, observed: torch.Tensor, candidates: torch.Tensor | None = None, *, tolerance=0.0, batch=512
-) -> torch.Tensor:
-    """The tokens ``(seq,)`` by trial with the known weights, position by position, as in SipIt (arXiv 2510.15511).
-
-    Causal attention lets a position depend on nothing later: with the tokens before it recovered, each candidate is
-    run through the first layers, and the one that comes nearest to what was observed is the token.
-
-    Parameters
-    ----------
-    prefix
-        Embedding and first layers: :func:`public_prefix`.
-    observed
-        ``(seq, hidden)``: what the device sent for one text from its beginning.
-    candidates
-        ``(seq, n)``: tokens to try at each position, the likeliest first; by default the whole vocabulary.
-    tolerance
-        No further candidates are tried after one that comes this near, relative to the observed vector's norm.
-    batch
-        Candidates at a time.
-    """
-    number("tolerance", tolerance)
-    whole_number("batch", batch, 1)
-    if candidates is None:
-        candidates = torch.arange(prefix.embedding.num_embeddings, device=observed.device).expand(len(observed), -1)
-    if observed.ndim != 2 or candidates.shape[:-1] != observed.shape[:1] or not candidates.numel():
-        raise ValueError(f"not (seq, hidden) and (seq, n): {tuple(observed.shape)} and {tuple(candidates.shape)}")
-    if not observed.isfinite().all():
-        raise ValueError("what was observed is not finite")
-    cache, found = prefix.new_cache(), []
-    for target, choices in zip(observed, candidates, strict=True):
-        best = (math.inf, None)
-        for tried in choices.split(batch):
-            trial = copy.deepcopy(cache)
-            if trial.first is not None:
-                trial.first.batch_repeat_interleave(len(tried))
-            hidden = prefix.embed(tried[:, None], cache=trial)[:, 0]  # (tried, hidden)
-            distance, at = (hidden.double() - target.double()).norm(dim=1).min(0)
-            best = min(best, (distance.item(), tried[at]), key=lambda pair: pair[0])
-            if best[0] <= tolerance * target.double().norm():
-                break
-        found.append(best[1])
-        prefix.embed(best[1][None, None], cache=cache)
-    return torch.stack(found)
-
-
-def frequency_attack(
-    cipher: torch.Tensor, public: torch.Tensor, *, symbols: int = 1000, rounds: int | None = None, seed: int = 0
-) -> torch.Tensor:
-    """Decipher a text in which every token has been replaced by a symbol of its own, from statistics alone.
-
-    The first guess pairs symbols and tokens by frequency. Each round takes the pairs of the most frequent symbols as
-    given, scores all others by the bigrams with them (before it, or on both sides) and pairs anew by linear assignment;
-    it trusts a third more symbols. Gives the token at each position ``(n,)``, or -1 where the symbol was too rare.
-
-    Parameters
-    ----------
-    cipher
-        ``(n,)``: the observed text's symbols, in order: :func:`plpkg.residual.privacy.defences.symbols_of`.
-    public
-        ``(m,)``: tokens of public text.
-    symbols
-        How many of the most frequent symbols are deciphered, with half as many again tokens to choose from.
-    rounds
-        By default until three rounds after all symbols are trusted; 0 leaves the ranks.
-    seed
-        Of the order among equally frequent ones.
-    """
-    from scipy.optimize import linear_sum_assignment
-
-    cipher, public = cipher.cpu(), public.cpu()
-    for name, ids in (("cipher", cipher), ("public", public)):
-        if ids.ndim != 1 or len(ids) < 2:
-            raise ValueError(f"{name} must be a text of at least two tokens, got {tuple(ids.shape)}")
-    generator = torch.Generator().manual_seed(whole_number("seed", seed, 0))
-    whole_number("symbols", symbols, 1)
-    common, tokens = _ranked(public, symbols * 3 // 2, generator)
-    ranks, known = _ranked(cipher, min(symbols, len(tokens)), generator)
-    n = len(known)
-    seen, _ = _bigrams(ranks, n)
-    counts, followed = _bigrams(common, len(tokens))
-    share = torch.bincount(common, minlength=len(tokens) + 1)[: len(tokens)] / len(public)
-    # As if each token had been followed by five more, drawn from all: no bigram is impossible.
-    log_p = ((counts + 5 * share) / (followed[:, None] + 5)).log()  # (tokens, tokens after them)
-    rare = torch.bincount(ranks, minlength=n + 1)[:n, None] * share.log()  # (symbols, tokens)
-    pairing, best, trusted = torch.arange(n), torch.arange(n), 5.0
-
-    def likelihood(pairing: torch.Tensor) -> float:
-        return (seen * log_p[pairing][:, pairing]).sum().item()
-
-    for _ in range(max(0, math.ceil(math.log(n / trusted, 1.3))) + 3 if rounds is None else rounds):
-        a = min(n, int(trusted))
-        before = seen[:a].T @ log_p[pairing[:a]] + rare  # by what they follow; (symbols, tokens)
-        both = before + seen[:, :a] @ log_p[:, pairing[:a]].T  # and by what follows them
-        found = [linear_sum_assignment(score.numpy(), maximize=True)[1] for score in (before, both)]
-        pairing = max(map(torch.from_numpy, found), key=likelihood)
-        best = max(best, pairing, key=likelihood)
-        trusted *= 1.3
-    return torch.cat([tokens[best], torch.tensor([-1])])[ranks]
-
-
-def _ranked(ids: torch.Tensor, top: int, generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each position the rank of its id by frequency, all from ``top`` on as one; and the ids by rank."""
-    values, inverse, counts = ids.unique(return_inverse=True, return_counts=True)
-    order = (counts + 0.5 * torch.rand(len(values), generator=generator)).argsort(descending=True)
-    ranks = order.argsort().clamp(max=min(top, len(values)))
-    return ranks[inverse], values[order[:top]]
-
-
-def _bigrams(ranks: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """How often each of n ranks is followed by each, ``(n, n)``, and by anything, ``(n,)``; float32."""
-    counts = torch.bincount(ranks[:-1] * (n + 1) + ranks[1:], minlength=(n + 1) ** 2).reshape(n + 1, n + 1).float()
-    return counts[:n, :n], counts[:n].sum(1)
