@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from plpkg.learning import learn
 from plpkg.retention.cache import EvictingCache, ReassignedPositions, Rotary, gather
-from plpkg.retention.prefill import Eviction, PrefillResult, run
+from plpkg.retention.prefill import Eviction, PrefillResult, read_chunks
 from plpkg.retention.scorers import Scorer
 from plpkg.retention.watch import attention_layers
 from plpkg.validation import whole_number
@@ -109,7 +109,7 @@ def merging_prefill(
     for i, layer in cache.evicting.items():
         cache.layers[i] = MergingLayer(layer.rotary, merger, i, scorer.sink, scorer.recent)
     eviction = Eviction(model, cache, scorer, budget, 0, False)
-    return PrefillResult(cache, run(eviction, input_ids, chunk_size, 0), eviction.log, eviction)
+    return PrefillResult(cache, read_chunks(eviction, input_ids, chunk_size, 0), eviction.log, eviction)
 
 
 def train_merger(

@@ -69,19 +69,7 @@ def leaf_shakespeare(path: str | Path) -> list[Writer]:
     joined; where they do not, a new document begins. Blanks with which early versions of LEAF filled a line's first
     windows are removed. The first 80 % of a user's characters are for training, the next 10 % for validation, the
     last 10 % for testing; a document on the border is cut. Documents are named by their place in the user's whole
-    text, ``ROMEO[0:8000]``.
-
-    Parameters
-    ----------
-    path
-        A JSON file, or a folder of ``*.json`` files with different users in each.
-
-    Raises
-    ------
-    ValueError
-        Anything malformed, with the file and the place: ``user_data["ROMEO"].x[3]: 79 characters, expected 80``.
-    OSError
-        The file or folder cannot be read.
+    text, ``ROMEO[0:8000]``. Path and errors are those of :func:`leaf_femnist`.
     """
     files = _leaf(path, _texts)
     return mask_scored([_in_time(file, user, texts) for file, users in files for user, texts in users.items()])

@@ -44,10 +44,10 @@ def cis_labels(
     ValueError
         No prompt or no answer, an unknown kind of rows, or a model with sliding windows.
     """
-    return measure(model, input_ids, prompt_len, rows=rows, chunk_size=chunk_size)[0]
+    return labels_and_states(model, input_ids, prompt_len, rows=rows, chunk_size=chunk_size)[0]
 
 
-def measure(
+def labels_and_states(
     model: nn.Module, input_ids: torch.Tensor, prompt_len: int, *, rows: str = "answer", chunk_size: int = 4096
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Labels as :func:`cis_labels`, and the heads' input for the prompt: ``(batch, prompt_len, width)`` a layer."""

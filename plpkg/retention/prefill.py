@@ -311,11 +311,11 @@ def chunked_prefill(
         raise ValueError(f"{type(model).__name__} has n_positions={longest}, got {input_ids.shape[-1]} tokens")
     eviction = Eviction(model, cache, scorer, budget, stabilizers, log_positions)
     with torch.no_grad(), evaluating(model):
-        logits = run(eviction, input_ids, chunk_size, local_len, progress=progress)
+        logits = read_chunks(eviction, input_ids, chunk_size, local_len, progress=progress)
     return PrefillResult(cache, logits, eviction.log, eviction)
 
 
-def run(
+def read_chunks(
     eviction: Eviction, input_ids: torch.Tensor, chunk_size: int, local_len: int, *, progress: bool = False
 ) -> torch.Tensor:
     """Algorithm 1; the logits after the last token ``(batch, vocab)``."""

@@ -25,7 +25,7 @@ from tqdm.auto import tqdm
 from plpkg import checkpoints, learning
 from plpkg.results import Tabular
 from plpkg.retention.head import RetainingHeads
-from plpkg.retention.labels import measure
+from plpkg.retention.labels import labels_and_states
 from plpkg.validation import number, one_of, whole_number
 
 CHECKPOINT = "checkpoint.pt"
@@ -171,7 +171,7 @@ def train_heads(
         sums = torch.zeros(len(PARTS), device=model.device)
         for i, example in enumerate(taken[process::processes]):
             ids, prompt_len = _tokens(example, tokenizer, model.device)
-            labels, states = measure(model, ids, prompt_len, rows=rows, chunk_size=chunk_size)
+            labels, states = labels_and_states(model, ids, prompt_len, rows=rows, chunk_size=chunk_size)
             with contextlib.nullcontext() if i == share - 1 else accelerator.no_sync(wrapped):
                 predicted = wrapped([s.float() for s in states])
                 regression, smooth = losses(predicted, labels, smoothing)
