@@ -138,12 +138,12 @@ def check_data() -> list[Check]:
             checks.append(Check("data/SHA256SUMS", "FAIL", f"unreadable line {line!r}", remedy))
             continue
         try:
-            found = hashlib.sha256(catalog.data_path(name).read_bytes()).hexdigest()
+            digest = hashlib.sha256(catalog.data_path(name).read_bytes()).hexdigest()
         except FileNotFoundError:
             checks.append(Check(f"data/{name}", "FAIL", "missing", remedy))
             continue
-        if found != expected:
-            checks.append(Check(f"data/{name}", "FAIL", f"sha256 {found[:12]}…, expected {expected[:12]}…", remedy))
+        if digest != expected:
+            checks.append(Check(f"data/{name}", "FAIL", f"sha256 {digest[:12]}…, expected {expected[:12]}…", remedy))
     if checks:
         return checks
     return [Check("data", "OK", f"{len(listing.splitlines())} files match their sha256")]
@@ -157,22 +157,24 @@ def check_corpora() -> Check:
         from plpkg import corpora
 
         versions = corpora.versions()
-        found = [row for name in ("public", *corpora.writers()) for row in corpora.writer(name).rows()]
+        splits = [row for name in ("public", *corpora.writers()) for row in corpora.writer(name).rows()]
     except (ImportError, FileNotFoundError) as error:
         return Check("corpora", "FAIL", str(error), "install the package with its dependencies and data")
     if not recorded:
         return Check("corpora", "FAIL", "data/measured/corpora.csv is empty", "restore data/ from the repository")
     expected = {(row["writer"], row["split"]): row["sha256"] for row in recorded}
-    differing = [f"{r['writer']} {r['split']}" for r in found if expected.get((r["writer"], r["split"])) != r["sha256"]]
+    differing = [
+        f"{r['writer']} {r['split']}" for r in splits if expected.get((r["writer"], r["split"])) != r["sha256"]
+    ]
     if not differing:
-        return Check("corpora", "OK", f"{len(found)} splits have the recorded text")
-    there = dict(item.rpartition(" ")[::2] for item in recorded[0]["built_with"].split(", "))
-    changed = [f"{name} {v}, not {there.get(name)}" for name, v in versions.items() if there.get(name) != v]
+        return Check("corpora", "OK", f"{len(splits)} splits have the recorded text")
+    before = dict(item.rpartition(" ")[::2] for item in recorded[0]["built_with"].split(", "))
+    changed = [f"{name} {v}, not {before.get(name)}" for name, v in versions.items() if before.get(name) != v]
     why = "; ".join(changed) or "the same versions, so another build of Python or of a package"
     return Check(
         "corpora",
         "NOTE",
-        f"the text of {len(differing)} of {len(found)} splits differs from the recorded one ({why})",
+        f"the text of {len(differing)} of {len(splits)} splits differs from the recorded one ({why})",
         "nothing: figures that depend on this text will differ a little from the recorded ones",
     )
 

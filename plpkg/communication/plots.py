@@ -26,11 +26,11 @@ def sequence_chart(messages: Iterable[Message], ax=None):
     ax.set(xlim=(-0.05, 1.05), ylim=(len(messages) - 0.3, -0.8), xticks=[0, 1], yticks=[])
     ax.set_xticklabels(["device", "cloud"], fontweight="bold")
     ax.set_ylabel("← time", labelpad=10)  # rotated, it points down
-    ways = [m.direction for m in messages]
+    directions = [m.direction for m in messages]
     return theme.describe(
         ax,
-        f"Sequence chart of {len(messages)} messages between device and cloud, {ways.count('up')} up and "
-        f"{ways.count('down')} down, each sent only after the one before it has arrived.",
+        f"Sequence chart of {len(messages)} messages between device and cloud, {directions.count('up')} up and "
+        f"{directions.count('down')} down, each sent only after the one before it has arrived.",
     )
 
 

@@ -134,6 +134,6 @@ def count(messages: Iterable[Message], bits: int = 16, tokens: int = 1) -> Traff
         No tensor type has that many bits.
     """
     sent = [(message.direction, len(serialise(message, bits))) for message in messages]
-    total = {way: 8 * sum(size for direction, size in sent if direction == way) for way in ("up", "down")}
+    total = {which: 8 * sum(size for direction, size in sent if direction == which) for which in ("up", "down")}
     turns = sum(1 for _ in groupby(direction for direction, _ in sent))
     return Traffic(total["up"], total["down"], round_trips=turns // 2, tokens=tokens)

@@ -136,9 +136,9 @@ def migrate(
     if not all(isinstance(config, PrivateLoraConfig) for config in configs):
         raise ValueError(f"both models need a PrivateLoRA adapter {adapter_name!r}")
     for field in ("r_c2d", "r_d2c", "init", "projection_seed"):
-        here, there = (getattr(config, field) for config in configs)
-        if here != there:
-            raise ValueError(f"{field} is {here!r} in the old adapter and {there!r} in the new one")
+        before, after = (getattr(config, field) for config in configs)
+        if before != after:
+            raise ValueError(f"{field} is {before!r} in the old adapter and {after!r} in the new one")
     anchors = list(anchors)
     before = exchanges(old, anchors, adapter_name)
     olds, news = (matrices(model, adapter_name) for model in (old, new))

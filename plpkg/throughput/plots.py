@@ -38,8 +38,8 @@ def published_curves(model: str = "llama-2-7b", stage: str = "decode", ax=None):
     ranks = sorted(points["rank"].unique())
     for rank, style in zip(ranks, theme.styles(len(ranks)), strict=True):
         ax.plot(xs, [compute(rank, x) for x in xs], label=f"rank {rank}", **{**style, "marker": ""})
-        own = points[points["rank"] == rank]
-        ax.plot(own[x_name], own["tokens_per_s"], style["marker"], color=style["color"], ms=8, mec="black")
+        of_rank = points[points["rank"] == rank]
+        ax.plot(of_rank[x_name], of_rank["tokens_per_s"], style["marker"], color=style["color"], ms=8, mec="black")
     ax.set(xscale="log", ylabel="tokens per second", ylim=(0, None))
     ax.set_xscale("log", base=2)
     ax.set_xlabel("sequences in the batch" if stage == "decode" else "tokens of the prompt")

@@ -46,9 +46,9 @@ class Inversion(Tabular):
     tokens: int
 
     @classmethod
-    def of(cls, first_k: int, attacker: str, found: torch.Tensor, true: torch.Tensor) -> "Inversion":
-        """Compare what was found with what was there."""
-        return cls(first_k, attacker, token_accuracy(found, true), true.numel())
+    def of(cls, first_k: int, attacker: str, recovered: torch.Tensor, true: torch.Tensor) -> "Inversion":
+        """Compare the recovered tokens with the true ones."""
+        return cls(first_k, attacker, token_accuracy(recovered, true), true.numel())
 
     def rows(self) -> list[dict]:
         return [dict(vars(self))]
@@ -57,11 +57,13 @@ class Inversion(Tabular):
         return f"Inversion(first_k={self.first_k}, {self.attacker}: {self.accuracy:.1%} of {self.tokens:,} tokens)"
 
 
-def token_accuracy(found: torch.Tensor, true: torch.Tensor) -> float:
+def token_accuracy(recovered: torch.Tensor, true: torch.Tensor) -> float:
     """Share of the tokens that are right; both of the same shape, and not empty."""
-    if found.shape != true.shape or not true.numel():
-        raise ValueError(f"found {tuple(found.shape)} and true {tuple(true.shape)} are not the same tokens, or none")
-    return (found == true).double().mean().item()
+    if recovered.shape != true.shape or not true.numel():
+        raise ValueError(
+            f"recovered {tuple(recovered.shape)} and true {tuple(true.shape)} are not the same tokens, or none"
+        )
+    return (recovered == true).double().mean().item()
 
 
 def relative_error(estimate: torch.Tensor, truth: torch.Tensor) -> float:

@@ -41,12 +41,12 @@ class NoisySender:
 
     def __init__(self, scale: float, rms: float | None = None, seed: int = 0) -> None:
         self.std = number("scale", scale) * (1.0 if rms is None else number("rms", rms, open_low=True))
-        self._own = rms is None
+        self._relative_to_each = rms is None
         self._generator = torch.Generator().manual_seed(whole_number("seed", seed, 0))
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """``(…, hidden)`` in and out."""
-        std = self.std * rms(hidden) if self._own else self.std
+        std = self.std * rms(hidden) if self._relative_to_each else self.std
         return hidden + std * torch.randn(hidden.shape, generator=self._generator).to(hidden)
 
 

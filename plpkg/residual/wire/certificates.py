@@ -140,6 +140,6 @@ def require_protection(address: str, *, encrypted: bool, token: str | None) -> N
         raise ValueError("the token must be printable ASCII, not empty")
     if is_loopback(address):
         return
-    missing = [what for what, there in (("TLS", encrypted), ("a token", token is not None)) if not there]
+    missing = [what for what, given in (("TLS", encrypted), ("a token", token is not None)) if not given]
     if missing:
         raise ValueError(f"{address} is not on this machine: {' and '.join(missing)} needed")

@@ -284,8 +284,8 @@ class DeviceClient:
         ValueError
             Nothing does.
         """
-        if found := [p for p in self.part.parameters() if p.requires_grad]:
-            return found
+        if trainable := [p for p in self.part.parameters() if p.requires_grad]:
+            return trainable
         raise ValueError(f"every M of {self.adapter_name!r} is frozen: set_adapter, or load it with is_trainable=True")
 
     def _retry(self, run: Callable[[], float]) -> float:
@@ -297,14 +297,14 @@ class DeviceClient:
 
     def _pass_both_ways(self, ids: torch.Tensor, targets: torch.Tensor, items: int) -> float:
         embedded = self.part.embed(ids)
-        own_gradient = embedded.requires_grad
+        input_gradient = embedded.requires_grad
         self._send_step(
             self._connection.steps + 1,
             ids.shape,
             pack(embedded, self.dtype),
             train=True,
             all_positions=True,
-            input_gradient=own_gradient,
+            input_gradient=input_gradient,
         )
         self._exchange(ids.shape)
         final = self._final((*ids.shape, self.terms.hidden)).requires_grad_()
@@ -324,7 +324,7 @@ class DeviceClient:
             grad_v = self._unpack_part(part, due, ids.shape, self.terms.r_d2c)
             data = pack(self.part.residual_backward(part.group, grad_v), self.dtype)
             self._connection.send(grad_input=Part(group=part.group, data=data))
-        if own_gradient:
+        if input_gradient:
             data = self._connection.receive("grad_hidden")
             embedded.backward(unpack(data, tuple(embedded.shape), self.dtype).to(embedded) / scale)
         for parameter in self.part.matrices.parameters():

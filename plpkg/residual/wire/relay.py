@@ -113,7 +113,7 @@ def _end(process: subprocess.Popen) -> None:
             pipe.close()
 
 
-class _Way:
+class _Direction:
     """One direction of the link: its connections share it."""
 
     def __init__(self, bits_per_s: float) -> None:
@@ -129,8 +129,8 @@ class _Way:
 class _Flow:
     """One direction of a connection."""
 
-    def __init__(self, source: socket.socket, sink: socket.socket, way: _Way) -> None:
-        self.source, self.sink, self.way = source, sink, way
+    def __init__(self, source: socket.socket, sink: socket.socket, direction: _Direction) -> None:
+        self.source, self.sink, self.direction = source, sink, direction
         self.under_way: deque[tuple[float, float, bytes]] = deque()  # when it arrives, when it came, what
         self.waiting, self.out, self.read_all, self.over = 0, b"", False, False
 
@@ -153,14 +153,14 @@ class _Flow:
         self.read_all = not data
         self.waiting += len(data)
         now = time.perf_counter()
-        self.under_way.append((self.way.arrival(len(data), now, delay_s), now, data))
+        self.under_way.append((self.direction.arrival(len(data), now, delay_s), now, data))
         self.give()
 
     def give(self) -> None:
         """Send what has arrived; the end of what was read is the end of the connection."""
         while self.due <= (now := time.perf_counter()):
             _, came, self.out = self.under_way.popleft()
-            self.way.held_s += now - came
+            self.direction.held_s += now - came
             if not self.out:
                 self.over = True
                 return
@@ -183,7 +183,7 @@ class _Server:
 
     def __init__(self, target: str, uplink_bits_per_s: float, downlink_bits_per_s: float, rtt_s: float) -> None:
         self.target, self.delay_s = host_and_port(target), rtt_s / 2
-        self.up, self.down = _Way(uplink_bits_per_s), _Way(downlink_bits_per_s)
+        self.up, self.down = _Direction(uplink_bits_per_s), _Direction(downlink_bits_per_s)
         self.connections: list[tuple[_Flow, _Flow]] = []
         self.selector = selectors.SelectSelector()  # unlike epoll it waits to the microsecond
         self.watched: dict[socket.socket, int] = {}

@@ -97,10 +97,10 @@ def terms(model: PeftModel, device: DevicePart, adapter_name: str, cut: tuple[in
 
 def differences(device: Terms, cloud: Terms) -> str:
     """A sentence for each field in which the two differ, both values in it; empty if they agree."""
-    found = []
+    sentences = []
     for field in Terms.DESCRIPTOR.fields:
-        here, there = getattr(device, field.name), getattr(cloud, field.name)
-        if here != there and not (field.name == "bases" and found):  # they follow from all the others
-            shown = (list(v) if field.is_repeated else v for v in (here, there))
-            found.append("{} is {!r} on the device and {!r} on the cloud".format(field.name, *shown))
-    return "; ".join(found)
+        values = getattr(device, field.name), getattr(cloud, field.name)
+        if values[0] != values[1] and not (field.name == "bases" and sentences):  # they follow from all the others
+            shown = (list(value) if field.is_repeated else value for value in values)
+            sentences.append("{} is {!r} on the device and {!r} on the cloud".format(field.name, *shown))
+    return "; ".join(sentences)

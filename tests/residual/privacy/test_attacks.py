@@ -210,7 +210,7 @@ ROW, U, IDS = torch.ones(1, 4), torch.ones(5, 3), torch.zeros(5, dtype=torch.int
         (lambda: recover_m(U[0], U[0]), r"u \(3,\) and v \(3,\) are not pairs"),
         (lambda: relative_error(U, U[:2]), r"an estimate \(5, 3\) of a truth \(2, 3\)"),
         (lambda: relative_error(U, 0 * U), "the truth is zero"),
-        (lambda: token_accuracy(IDS, IDS[:2]), r"found \(5,\) and true \(2,\) are not the same tokens"),
+        (lambda: token_accuracy(IDS, IDS[:2]), r"recovered \(5,\) and true \(2,\) are not the same tokens"),
         (lambda: token_accuracy(IDS[:0], IDS[:0]), "or none"),
         (lambda: LinearInverter(U, IDS[:4], U), r"hidden \(5, 3\) and ids \(4,\) are not pairs"),
         (lambda: LinearInverter(U, IDS, U), "or all alike"),
