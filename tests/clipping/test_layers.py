@@ -227,9 +227,3 @@ def test_a_layer_without_the_batch_first_is_refused_by_name():
     message = refused(nn.Linear(6, 6), after=lambda layer, x: layer(x.flatten(0, 1)).unflatten(0, (BATCH, 5)))
     assert "layer (Linear) gave a tensor of shape (20, 6)" in message
     assert "batch of 4" in message
-
-
-def test_positions_that_are_as_many_as_examples_do_not_pass_for_examples():
-    """(T,) position ids with T equal to the batch: the shapes alone would fit."""
-    message = refused(nn.Embedding(6, 6), floats(BATCH, 6), lambda layer, x: x + layer(torch.arange(x.shape[1])))
-    assert "layer (Embedding): the loss of example 0 depends on row 1 of what it gave, of shape (4, 6)" in message

@@ -9,15 +9,34 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from opacus.accountants import IAccountant, create_accountant
 from opacus.accountants.utils import get_noise_multiplier
 
+from plpkg.clipping.clip import Clip
 from plpkg.validation import number, one_of, whole_number
 
 ACCOUNTANTS = ("prv", "rdp")
 HIGHEST_PRV = 100.0
 """The target ε beyond which the tight accountant would search for minutes."""
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """The subsampled Gaussian mechanism: in each step an example takes part with probability ``sample_rate``, is
+    clipped to ``max_grad_norm``, C, and noise of ``noise_multiplier``·C is added. The ``accountant`` tells the ε.
+    """
+
+    accountant: str
+    noise_multiplier: float
+    sample_rate: float
+    max_grad_norm: float
+    clipping: str
+
+    @property
+    def clip(self) -> Clip:
+        return Clip(self.max_grad_norm, self.clipping)
 
 
 def epsilon_of(

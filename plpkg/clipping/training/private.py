@@ -22,28 +22,11 @@ from plpkg.clipping.execution import EXECUTIONS, Execution
 from plpkg.clipping.gradients import check_losses, zeros_for
 from plpkg.clipping.planner import Plan
 from plpkg.clipping.recorder import Recorder
-from plpkg.clipping.training.accounting import ACCOUNTANTS, noise_for, spent
+from plpkg.clipping.training.accounting import ACCOUNTANTS, Mechanism, noise_for, spent
 from plpkg.clipping.training.criterion import PrivateCriterion
 from plpkg.clipping.training.loader import PoissonLoader, PoissonSampler, check_loader
 from plpkg.clipping.training.randomness import Randomness
 from plpkg.validation import number, one_of, whole_number
-
-
-@dataclass(frozen=True)
-class Mechanism:
-    """The subsampled Gaussian mechanism: in each step an example takes part with probability ``sample_rate``, is
-    clipped to ``max_grad_norm``, C, and noise of ``noise_multiplier``·C is added. The ``accountant`` tells the ε.
-    """
-
-    accountant: str
-    noise_multiplier: float
-    sample_rate: float
-    max_grad_norm: float
-    clipping: str
-
-    @property
-    def clip(self) -> Clip:
-        return Clip(self.max_grad_norm, self.clipping)
 
 
 @dataclass

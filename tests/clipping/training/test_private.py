@@ -69,6 +69,12 @@ def train(made, steps=3):
     return torch.cat([p.detach().flatten() for p in model.parameters()]), sizes
 
 
+def step(made, x, y):
+    made.optimizer.zero_grad()
+    made.criterion(made.model(x), y).backward()
+    made.optimizer.step()
+
+
 @functools.cache
 def exactly(steps):
     """What train(private(), steps) would give in float64, with float32's noise."""
@@ -253,9 +259,7 @@ def test_an_empty_sample_is_a_step_of_noise():
     seen = 0
     for x, y in made.data_loader:
         assert len(x)
-        made.optimizer.zero_grad()
-        made.criterion(made.model(x), y).backward()
-        made.optimizer.step()
+        step(made, x, y)
         seen += 1
     assert seen == sum(size > 0 for size in drawn)
     assert made.steps == 6
@@ -586,19 +590,3 @@ def test_a_sample_of_nobody_by_hand():
     made.criterion(model(x), y).backward()
     with pytest.raises(RuntimeError, match="the sample is not empty"):
         made.skip()
-
-
-def test_a_break_ends_an_epoch():
-    made = private()
-    steps = len(made.data_loader)
-    assert steps > 2
-    next(iter(made.data_loader))
-    assert sum(1 for _ in _trained(made)) == steps
-
-
-def _trained(made):
-    for x, y in made.data_loader:
-        made.optimizer.zero_grad()
-        made.criterion(made.model(x), y).backward()
-        made.optimizer.step()
-        yield
