@@ -244,31 +244,26 @@ def pretrain(
     train = corpora.public("train") if train is None else train
     validation = corpora.public("validation") if validation is None else validation
     text = Writer("text", {"train": tuple(train), "validation": tuple(validation)})
-    identity = asdict(recipe) | {"bf16": bf16, "train": text.fingerprint("train")}
-    identity["validation"] = text.fingerprint("validation")
-    state = checkpoints.load(out / CHECKPOINT, identity)
+    identity = asdict(recipe) | {"bf16": bf16} | {split: text.fingerprint(split) for split in text.documents}
+    state = checkpoints.load(out / CHECKPOINT, identity) or {"step": 0, "log": [], "seconds": 0.0}
     tokenizer = train_tokenizer(train, recipe.vocab)
     if len(tokenizer) != recipe.vocab:
         raise ValueError(f"the text yields only {len(tokenizer)} tokens, not vocab={recipe.vocab}")
-    first = state["step"] if state else 0
     encoded, held_out = corpora.encode(train, tokenizer), corpora.encode(validation, tokenizer)
-    stream = corpora.batches(encoded, batch=recipe.batch, seq=recipe.seq, seed=recipe.seed, start=first)
+    stream = corpora.batches(encoded, batch=recipe.batch, seq=recipe.seq, seed=recipe.seed, start=state["step"])
 
     raw = build(recipe)
     model, *opts = accelerator.prepare(raw, *optimizers(raw, recipe))
-    if state:
+    if state["step"]:
         raw.load_state_dict(state["model"])
         for optimizer, saved in zip(opts, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-    rows = state["log"] if state else []
-    began = time.perf_counter() - (state["seconds"] if state else 0)
-    main = accelerator.is_main_process
+    rows, began, main = state["log"], time.perf_counter() - state["seconds"], accelerator.is_main_process
     if main:
         out.mkdir(parents=True, exist_ok=True)
 
-    steps = tqdm(
-        range(first, recipe.steps), "pretraining", initial=first, total=recipe.steps, disable=not (progress and main)
-    )
+    left, silent = range(state["step"], recipe.steps), not (progress and main)
+    steps = tqdm(left, "pretraining", initial=state["step"], total=recipe.steps, disable=silent)
 
     def gradient(step: int) -> float:
         ids = next(stream)[accelerator.process_index :: accelerator.num_processes].to(accelerator.device)

@@ -2,20 +2,16 @@
 
 from plpkg.lazy import on_first_use
 from plpkg.retention import quantize, scorers, tasks, text, tiny
-from plpkg.retention.cache import EvictingCache, keep_indices
 from plpkg.retention.head import RetainingHeads
 from plpkg.retention.labels import cis_labels
-from plpkg.retention.prefill import PrefillResult, chunked_prefill
+from plpkg.retention.prefill import chunked_prefill
 from plpkg.retention.train import train_heads
 
 __all__ = [
-    "EvictingCache",
-    "PrefillResult",
     "RetainingHeads",
     "chunked_prefill",
     "cis_labels",
     "exercises",
-    "keep_indices",
     "plots",
     "quantize",
     "scorers",
