@@ -1,4 +1,4 @@
-"""Clipping each sample's gradient: what it costs beside plain SGD and beside Opacus.
+"""Clipping each example's gradient: what it costs beside plain SGD and beside Opacus.
 
 * cost: a decoder (width 256, 4 layers, 128 tokens, batch 16): CPU time, operations and peak of a step's gradients, for
   SGD, Opacus's hooks and ghost modes, and every execution here. ``plan`` has 1.6 times SGD's peak to spend.
@@ -96,13 +96,13 @@ def sgd(model: nn.Module, ids: torch.Tensor) -> Callable[[], object]:
     return step
 
 
-def opacus(model: nn.Module, ids: torch.Tensor, mode: str) -> Callable[[], object]:
+def opacus(model: nn.Module, ids: torch.Tensor, execution: str) -> Callable[[], object]:
     """A step's gradients in Opacus, up to the noise, which is not taken."""
     model = copy.deepcopy(model)
     options = dict(noise_multiplier=0.0, max_grad_norm=MAX_GRAD_NORM, expected_batch_size=len(ids))
     inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
     criterion = nn.CrossEntropyLoss()
-    if mode == "hooks":
+    if execution == "hooks":
         model, optimizer = GradSampleModule(model), DPOptimizer(inner, **options)
     else:
         model = GradSampleModuleFastGradientClipping(model, max_grad_norm=MAX_GRAD_NORM, use_ghost_clipping=True)
@@ -112,10 +112,10 @@ def opacus(model: nn.Module, ids: torch.Tensor, mode: str) -> Callable[[], objec
     def step():
         optimizer.zero_grad()
         logits, targets = model(ids).mT.flatten(0, 1), ids[:, 1:].flatten()
-        shape = {} if mode == "hooks" else {"shape": (len(ids), ids.shape[1] - 1)}
+        shape = {} if execution == "hooks" else {"shape": (len(ids), ids.shape[1] - 1)}
         loss = criterion(logits, targets, **shape)
         loss.backward()
-        if mode == "hooks":
+        if execution == "hooks":
             optimizer.clip_and_accumulate()
         else:
             optimizer.accumulate()
@@ -163,7 +163,7 @@ def tokens(batch: int, seq: int) -> torch.Tensor:
 def compared(section: str, case: str, model: nn.Module, ids: torch.Tensor, *, peers: bool, repeats: int) -> list[dict]:
     steps = {"SGD": sgd(model, ids)}
     if peers:
-        steps |= {f"Opacus, {mode}": opacus(model, ids, mode) for mode in ("hooks", "ghost")}
+        steps |= {f"Opacus, {execution}": opacus(model, ids, execution) for execution in ("hooks", "ghost")}
     steps |= {name: ours(model, ids, name) for name in EXECUTIONS}
     allowed = int(1.6 * peak(model, steps["SGD"]))
     steps["plan, 1.6 × SGD's memory"] = ours(model, ids, plan(model, losses, ids, memory_bytes=allowed))
