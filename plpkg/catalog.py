@@ -303,7 +303,7 @@ def published(name: str):
 
 
 def measured(name: str):
-    """What ``benchmarks/<name>.py`` wrote last, as a ``pandas.DataFrame``.
+    """What a benchmark wrote last, as a ``pandas.DataFrame``: ``residual_wire`` of ``benchmarks/residual/wire.py``.
 
     Every figure in it is *measured (recorded)*: each row says by which command, commit, seed,
     machine and versions. Raises like :func:`published`.

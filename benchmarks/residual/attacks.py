@@ -285,7 +285,7 @@ def plain_rows() -> list[dict]:
     among_likeliest = (likeliest == sampled[..., None]).any(-1).double().mean().item()
     found = {
         "tokens in": attacks.token_accuracy(attacks.recover_tokens(on_the_wire(TABLE[VICTIM]), TABLE), VICTIM),
-        "tokens out, greedy": attacks.token_accuracy(attacks.recover_outputs(hidden, head), written),
+        "tokens out, greedy": attacks.token_accuracy(likeliest[..., 0], written),
         "tokens out, sampled, in the likeliest 10": round(among_likeliest, 4),
     }
     return [row("plain", case, recovered=share) for case, share in found.items()]

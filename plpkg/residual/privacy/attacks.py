@@ -3,7 +3,7 @@
 The cloud computes as agreed, keeps every message, and knows what is public: weights, the cut, and text of its own.
 
 - word embeddings are rows of a public table: :func:`recover_tokens`;
-- final hidden states go through a public LM head: :func:`recover_outputs`;
+- final hidden states go through a public LM head: their argmax is what a greedy device writes;
 - u = A·x and v = M·u are input and output of the private matrix: :func:`recover_m`;
 - hidden states after the device's own layers still tell the token: :class:`LinearInverter` learns it from public text.
 
@@ -106,21 +106,8 @@ def recover_tokens(
     return _best(received, table, extra=log_prior)[..., 0]
 
 
-def recover_outputs(hidden: torch.Tensor, lm_head: torch.Tensor) -> torch.Tensor:
-    """The tokens ``(…)`` that a greedy device writes: the cloud has the final hidden states and the public LM head.
-
-    Parameters
-    ----------
-    hidden
-        ``(…, hidden)``, after the final norm: what the cloud sends back.
-    lm_head
-        ``(vocab, hidden)``. (A softcap on the logits changes no order.)
-    """
-    return _best(hidden, lm_head, bias=torch.zeros(len(lm_head)))[..., 0]
-
-
-def _best(queries, keys, n: int = 1, *, bias=None, extra=None) -> torch.Tensor:
-    """The n keys of highest ``q·k + bias``, best first, ``(…, n)``; without bias the nearest. In float64, by chunks."""
+def _best(queries, keys, n: int = 1, *, extra=None) -> torch.Tensor:
+    """The n nearest keys, best first, ``(…, n)``; ``extra`` is added to the score q·k - k²/2. In float64, by chunks."""
     if queries.shape[-1] != keys.shape[-1]:
         raise ValueError(f"vectors of {queries.shape[-1]} entries cannot be compared with rows of {keys.shape[-1]}")
     if not queries.isfinite().all():
@@ -131,9 +118,8 @@ def _best(queries, keys, n: int = 1, *, bias=None, extra=None) -> torch.Tensor:
     index = torch.zeros(len(flat), n, dtype=torch.int64, device=flat.device)
     for start in range(0, len(keys), CHUNK):
         rows = keys[start : start + CHUNK].detach().to(flat.device, torch.float64)
-        added = -rows.square().sum(1) / 2 if bias is None else bias[start : start + CHUNK].to(rows)
         for at in (slice(i, i + CHUNK) for i in range(0, len(flat), CHUNK)):
-            new = flat[at].double() @ rows.T + added  # (positions, rows)
+            new = flat[at].double() @ rows.T - rows.square().sum(1) / 2  # (positions, rows)
             if extra is not None:
                 new += extra[at, start : start + CHUNK].to(new)
             ids = torch.arange(start, start + len(rows), device=flat.device).expand(len(new), -1)
