@@ -25,31 +25,15 @@ Contributions = dict[str, Outer | torch.Tensor]
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a layer, seen from its backward pass.
-
-    Attributes
-    ----------
-    module
-        The layer.
-    wanted
-        The names of its parameters that learn.
-    args, kwargs
-        What it was called with; tensors that carry the batch have it first.
-    gradients
-        The loss's gradient at each of the :func:`float_tensors` that it returned.
-    batch
-        The number of examples. What was read may have 1 in its place: the same for all.
-    outputs
-        What it gave, for a layer that has to be run again to be differentiated.
-    """
+    """One call of a layer, seen from its backward pass."""
 
     module: nn.Module
-    wanted: tuple[str, ...]
-    args: tuple
+    wanted: tuple[str, ...]  # the names of its parameters that learn
+    args: tuple  # tensors that carry the batch have it first; 1 in its place is the same for all examples
     kwargs: dict
-    gradients: tuple[torch.Tensor, ...]
+    gradients: tuple[torch.Tensor, ...]  # the loss's, at each of the float_tensors that it returned
     batch: int
-    outputs: tuple[torch.Tensor, ...] = ()
+    outputs: tuple[torch.Tensor, ...] = ()  # what it gave, if it has to be run again to be differentiated
 
     @property
     def read(self) -> torch.Tensor:

@@ -252,6 +252,12 @@ def private(model=None, loader=None, criterion=None, **options):
     return make_private(model, optimizer, loader, criterion or nn.CrossEntropyLoss(), **options)
 
 
+def drawn(**options):
+    """A private training and its first batch."""
+    made = private(**options)
+    return made, *next(iter(made.data_loader))
+
+
 def step(made, x, y):
     made.optimizer.zero_grad()
     made.criterion(made.model(x), y).backward()
@@ -259,10 +265,8 @@ def step(made, x, y):
 
 
 def moved(made, before):
-    return (
-        torch.cat([(p.detach() - b).flatten() for p, b in zip(made.model.parameters(), before, strict=True)]).norm()
-        * 10
-    )
+    changes = [(p.detach() - b).flatten() for p, b in zip(made.model.parameters(), before, strict=True)]
+    return 10 * torch.cat(changes).norm()
 
 
 def weights(made):
@@ -270,24 +274,15 @@ def weights(made):
 
 
 def test_a_batch_counts_once():
-    made = private()
-    x, y = next(iter(made.data_loader))
-    made.criterion(made.model(x), y).backward()
-    with pytest.raises(RuntimeError, match=f"was given {len(x)} examples where the data_loader's batch has 0"):
-        made.criterion(made.model(x), y).backward()
-    made = private()
-    x, y = next(iter(made.data_loader))
+    made, x, y = drawn()
     with pytest.raises(RuntimeError, match=f"was given {2 * len(x)} examples where"):
         made.criterion(made.model(torch.cat([x, x])), torch.cat([y, y])).backward()
 
 
 def test_a_part_of_a_batch_is_not_a_step():
-    made = private()
-    x, y = next(iter(made.data_loader))
+    made, x, y = drawn()
     made.criterion(made.model(x[:2]), y[:2]).backward()
-    with pytest.raises(
-        RuntimeError, match=f"before {len(x) - 2} examples of the data_loader's batch have gone backward"
-    ):
+    with pytest.raises(RuntimeError, match=f"before {len(x) - 2} examples of the data_loader's batch have gone"):
         made.optimizer.step()
 
 
@@ -323,14 +318,8 @@ def test_what_learns_may_not_change_afterwards():
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
     model[0].requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    made = make_private(
-        model,
-        optimizer,
-        DataLoader(data(), batch_size=10),
-        nn.CrossEntropyLoss(),
-        noise_multiplier=0.0,
-        max_grad_norm=0.1,
-    )
+    loader = DataLoader(data(), batch_size=10)
+    made = make_private(model, optimizer, loader, nn.CrossEntropyLoss(), noise_multiplier=0.0, max_grad_norm=0.1)
     model[0].requires_grad_(True)
     x, y = next(iter(made.data_loader))
     made.criterion(model(x), y).backward()
@@ -339,16 +328,14 @@ def test_what_learns_may_not_change_afterwards():
 
 
 def test_a_plain_backward_is_refused():
-    made = private()
-    x, y = next(iter(made.data_loader))
+    made, x, y = drawn()
     with pytest.raises(RuntimeError, match=r"call criterion\(\.\.\.\)\.backward\(\)"):
         functional.cross_entropy(made.model(x), y).backward()
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size")  # PyTorch only warns of what is refused here
 def test_targets_that_broadcast_are_refused():
-    made = private(nn.Linear(6, 1), criterion=nn.MSELoss())
-    x, y = next(iter(made.data_loader))
+    made, x, y = drawn(model=nn.Linear(6, 1), criterion=nn.MSELoss())
     with pytest.raises(ValueError, match=rf"losses of shape \({len(x)}, {len(x)}\) from .*: it broadcast them"):
         made.criterion(made.model(x), y.float())
 

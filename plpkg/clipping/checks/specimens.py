@@ -43,29 +43,14 @@ def two_steps(model, optimizer, criterion, batch) -> None:
 
 @dataclass(frozen=True)
 class Specimen:
-    """A bug.
-
-    Attributes
-    ----------
-    bug, lesson
-        Its name, and what goes wrong, in a sentence.
-    model, batch
-        Made for a number of examples; the batch is ``(inputs, targets)``.
-    criterion
-        ``criterion(output, target)``: one loss an example; by default the output, whose gradient is the input.
-    script
-        ``script(model, optimizer, criterion, batch)``: from the forward pass to ``optimizer.step()``.
-    expects_actual
-        Whether the user gives the size of the batch at hand for the expected one, where he can for each batch.
-    """
+    """A bug."""
 
     bug: str
-    lesson: str
-    model: Callable[[int], nn.Module]
-    batch: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
-    criterion: Callable = lambda output, target: output[:, 0]
-    script: Callable = one_batch
-    expects_actual: bool = False
+    model: Callable[[int], nn.Module]  # for a number of examples
+    batch: Callable[[int], tuple[torch.Tensor, torch.Tensor]]  # inputs and targets of so many
+    criterion: Callable = lambda output, target: output[:, 0]  # one loss an example, whose gradient is here the input
+    script: Callable = one_batch  # script(model, optimizer, criterion, batch): from the forward pass to the step
+    expects_actual: bool = False  # whether the user takes the batch's size for the expected one, where he can
 
     def build(self, count: int) -> nn.Module:
         """The model for so many examples, the same in each call."""
@@ -137,38 +122,36 @@ def _contrasts(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack([torch.cat([side, outlier], 1) for side in (contrast, -contrast)], 1), torch.zeros(count)
 
 
-# fmt: off
 def specimens() -> tuple[Specimen, ...]:
     """The bugs of the zoo."""
+    linear = partial(nn.Linear, out_features=1, bias=False)
     return (
-        Specimen("functional tie",
-                 "A weight is used past its layer, which nobody watches: half of the gradient is not in the norm.",
-                 _Tied, lambda n: (torch.arange(n), torch.arange(n)), lambda y, ids: -y.gather(1, ids[:, None])[:, 0]),
-        Specimen("dropped micro-batches",
-                 "Of several backward() before step() only the last counts, and who is in it depends on the others.",
-                 partial(nn.Linear, out_features=1, bias=False), _one_hot, script=micro_batches),
-        Specimen("loss over the batch's tokens",
-                 "Each example's loss is divided by how many tokens all of them have.",
-                 partial(nn.Linear, out_features=1, bias=False), _texts, lambda y, tokens: y[:, 0] / tokens.sum()),
-        Specimen("BatchNorm",
-                 "Each example is normalised by the others.",
-                 partial(_Normalised, frozen=False), _far_example, lambda y, sign: y[:, 0] * sign),
-        Specimen("BatchNorm, frozen",
-                 "Its weights do not learn, so nobody looks; in training mode it still normalises by the others.",
-                 partial(_Normalised, frozen=True), _far_example, lambda y, sign: y[:, 0] * sign),
-        Specimen("padding_idx",
-                 "The padding's row does not learn, but is in the norm: everybody is clipped too much.",
-                 lambda n: nn.Embedding(1 + n, WIDTH, padding_idx=0),
-                 lambda n: (functional.pad(1 + torch.arange(n)[:, None], (0, PADS)), torch.zeros(n)),
-                 lambda y, _: y.sum((1, 2))),
-        Specimen("stale norms",
-                 "A layer that this step does not use still has the norms of the step before.",
-                 _TextAndPicture, _one_hot, script=two_steps),
-        Specimen("Gram cancellation",
-                 "Float32 subtracts nearly equal numbers: the norm becomes 0, and nothing is clipped.",
-                 lambda n: nn.Linear(n + 1, 1, bias=False), _contrasts, lambda y, _: y[:, 0, 0] - y[:, 1, 0]),
-        Specimen("actual batch size",
-                 "The sum is divided by the size that the batch happens to have, which one example changes for all.",
-                 partial(nn.Linear, out_features=1, bias=False), _one_hot, expects_actual=True),
+        # A weight is used past its layer, which nobody watches: half of the gradient is not in the norm.
+        Specimen(
+            "functional tie",
+            _Tied,
+            lambda n: (torch.arange(n), torch.arange(n)),
+            lambda y, ids: -y.gather(1, ids[:, None])[:, 0],
+        ),
+        # Of several backward() before step() only the last counts, and who is in it depends on the others.
+        Specimen("dropped micro-batches", linear, _one_hot, script=micro_batches),
+        # Each example's loss is divided by how many tokens all of them have.
+        Specimen("loss over the batch's tokens", linear, _texts, lambda y, tokens: y[:, 0] / tokens.sum()),
+        # Each example is normalised by the others.
+        Specimen("BatchNorm", partial(_Normalised, frozen=False), _far_example, lambda y, sign: y[:, 0] * sign),
+        # Its weights do not learn, so nobody looks; in training mode it still normalises by the others.
+        Specimen("BatchNorm, frozen", partial(_Normalised, frozen=True), _far_example, lambda y, sign: y[:, 0] * sign),
+        # The padding's row does not learn, but is in the norm: everybody is clipped too much.
+        Specimen(
+            "padding_idx",
+            lambda n: nn.Embedding(1 + n, WIDTH, padding_idx=0),
+            lambda n: (functional.pad(1 + torch.arange(n)[:, None], (0, PADS)), torch.zeros(n)),
+            lambda y, _: y.sum((1, 2)),
+        ),
+        # A layer that this step does not use still has the norms of the step before.
+        Specimen("stale norms", _TextAndPicture, _one_hot, script=two_steps),
+        # Float32 subtracts nearly equal numbers: the norm becomes 0, and nothing is clipped.
+        Specimen("Gram cancellation", lambda n: linear(n + 1), _contrasts, lambda y, _: y[:, 0, 0] - y[:, 1, 0]),
+        # The sum is divided by the size that the batch happens to have, which one example changes for all.
+        Specimen("actual batch size", linear, _one_hot, expects_actual=True),
     )
-# fmt: on

@@ -17,27 +17,12 @@ class PoissonSampler(Sampler):
 
     Parameters
     ----------
-    size
-        The number of examples.
-    rate
-        q.
-    steps
-        Samples in an epoch.
+    size, rate, steps
+        The number of examples, the probability q of each, and how many samples an epoch has.
     randomness
-        Where they come from.
+        Where the samples come from.
     max_physical_batch_size
         The most examples of a piece.
-
-    Attributes
-    ----------
-    drawn
-        The number of the next sample, over all epochs.
-    left
-        How many samples the epoch still has.
-    resumes
-        Whether the next epoch is the rest of one, because a state was loaded; after a ``break`` it is a new one.
-    pieces
-        For each list that was given and not yet asked for: its length, and whether it ends its sample.
     """
 
     def __init__(
@@ -45,8 +30,10 @@ class PoissonSampler(Sampler):
     ) -> None:
         self.size, self.rate, self.steps = size, rate, steps
         self.randomness, self.limit = randomness, max_physical_batch_size or size
-        self.drawn, self.left, self.resumes = 0, steps, False
-        self.pieces: deque[tuple[int, bool]] = deque()
+        self.drawn = 0  # the number of the next sample, over all epochs
+        self.left = steps  # samples that the epoch still has
+        self.resumes = False  # whether the next epoch is the rest of one; after a break it is a new one
+        self.pieces: deque[tuple[int, bool]] = deque()  # given, not asked for: the length, and whether it ends a sample
 
     def resume(self, drawn: int, left: int) -> None:
         """Go on with a sample's number, where an epoch has so many left."""

@@ -86,7 +86,7 @@ def test_the_definition_gets_the_tie_right():
 
 def test_nothing_notices_where_nothing_is_wrong():
     linear = partial(nn.Linear, out_features=1, bias=False)
-    healthy = Specimen("healthy", "Nothing is wrong.", linear, lambda count: (torch.eye(count), torch.zeros(count)))
+    healthy = Specimen("healthy", linear, lambda count: (torch.eye(count), torch.zeros(count)))
     finding = examine(healthy, checked=CHECKED, canaries=1_000)
     assert finding.caught_by == ()
     rounding = ADDED + relative(CHECKED)  # of each gradient, all of length 1, at right angles

@@ -69,6 +69,12 @@ def train(made, steps=3):
     return torch.cat([p.detach().flatten() for p in model.parameters()]), sizes
 
 
+def drawn(**options):
+    """A private training and its first batch."""
+    made = private(**options)
+    return made, *next(iter(made.data_loader))
+
+
 def step(made, x, y):
     made.optimizer.zero_grad()
     made.criterion(made.model(x), y).backward()
@@ -230,8 +236,7 @@ def test_pieces_of_a_sample_are_one_step(execution, workers):
 
 def test_micro_batches_by_hand_add_up():
     whole, _ = train(private(), 1)
-    made = private()
-    x, y = next(iter(made.data_loader))
+    made, x, y = drawn()
     for part in (slice(0, 2), slice(2, None)):
         made.criterion(made.model(x[part]), y[part]).backward()
     made.optimizer.step()
@@ -319,14 +324,9 @@ def test_autocast_and_a_scheduler_and_adam():
     optimizer = torch.optim.AdamW(
         [{"params": model.a.parameters(), "lr": 1e-2}, {"params": [*model.n.parameters(), *model.b.parameters()]}]
     )
+    loader = DataLoader(data(), batch_size=10)
     made = make_private(
-        model,
-        optimizer,
-        DataLoader(data(), batch_size=10),
-        nn.CrossEntropyLoss(),
-        noise_multiplier=0.5,
-        max_grad_norm=1.0,
-        seed=0,
+        model, optimizer, loader, nn.CrossEntropyLoss(), noise_multiplier=0.5, max_grad_norm=1.0, seed=0
     )
     assert made.optimizer is optimizer
     assert made.model is model
@@ -356,8 +356,7 @@ def test_a_plan_as_execution():
 
 def test_evaluation_between_forward_and_backward_changes_nothing():
     plain, _ = train(private(), 1)
-    made = private()
-    x, y = next(iter(made.data_loader))
+    made, x, y = drawn()
     loss = made.criterion(made.model(x), y)
     with torch.no_grad():
         made.model(x[:1])
@@ -440,12 +439,6 @@ class Stream(IterableDataset):
         yield from data()
 
 
-def frozen():
-    model = Net()
-    model.a.requires_grad_(False)
-    return model
-
-
 BAD = [
     (dict(noise_multiplier=-1.0), "noise_multiplier must be at least 0, got -1.0"),
     (dict(noise_multiplier=None), "give noise_multiplier or target_epsilon, got noise_multiplier=None"),
@@ -497,8 +490,7 @@ def test_parameters_that_the_optimizer_lacks_are_named():
 
 
 def test_a_criterion_that_reduces_is_refused():
-    made = private(criterion=lambda output, target: nn.functional.cross_entropy(output, target))
-    x, y = next(iter(made.data_loader))
+    made, x, y = drawn(criterion=lambda output, target: nn.functional.cross_entropy(output, target))
     with pytest.raises(ValueError, match=f"the criterion gave one number for {len(x)} examples: it must not reduce"):
         made.criterion(made.model(x), y)
     made = private(criterion=lambda output, target: output[:2].sum(1))
@@ -566,8 +558,7 @@ def test_zeroed_gradients_are_no_gradients():
 
 
 def test_a_private_loss_is_not_to_be_reckoned_with():
-    made = private()
-    x, y = next(iter(made.data_loader))
+    made, x, y = drawn()
     loss = made.criterion(made.model(x), y)
     for change in (lambda: loss / 4, lambda: loss + 1, lambda: 0.1 * loss, lambda: -loss):
         with pytest.raises(TypeError, match="goes backward as it is"):
