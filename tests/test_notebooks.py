@@ -4,6 +4,7 @@ The folder ``bad_notebooks`` holds three that must fail: proof that the gate bit
 """
 
 import ast
+import importlib
 import itertools
 import re
 import statistics
@@ -168,6 +169,21 @@ def test_widgets_are_tagged_for_the_browser(notebook):
     for cell in code_cells(notebook):
         assert ("widget.explorer()" in cell.source) == ("widget" in tags(cell))
     assert "setup" in tags(code_cells(notebook)[0])
+
+
+def places(notebook):
+    """What ``*In the package*: `Class.member`, `plpkg/room/module.py`.`` names."""
+    return re.findall(r"^\*In the package\*: `([\w.]+)`, `(plpkg/[\w/]+\.py)`\.$", text(notebook), flags=re.M)
+
+
+def test_what_is_done_by_hand_stands_in_the_package(path, notebook):
+    assert len(places(notebook)) == text(notebook).count("*In the package*")
+    assert places(notebook) or path.stem == "00_start_here"
+    for name, file in places(notebook):
+        defined = importlib.import_module(file.removesuffix(".py").replace("/", "."))
+        for part in name.split("."):
+            defined = getattr(defined, part)
+        assert defined.__module__.replace(".", "/") + ".py" == file, f"{name} is not defined in {file}"
 
 
 # The gate must bite.

@@ -101,7 +101,7 @@ def low_rank(
     Parameters
     ----------
     model, projections, endpoints, bits, **run
-        As in :func:`full_activations`.
+        The same as in :func:`full_activations`.
     rank
         Sets ``r_c2d`` and ``r_d2c`` together. Any rank up to ``hidden`` is counted, though one above
         the width of keys and values sends more than their whole output.

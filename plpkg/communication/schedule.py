@@ -26,7 +26,7 @@ class Message:
     direction
         ``"up"`` (device to cloud) or ``"down"``.
     shape
-        Of the tensor, ``(…, batch, seq, width)``.
+        The tensor's, ``(…, batch, seq, width)``.
     layer
         The decoder layer it belongs to; ``None`` for the end points.
     """

@@ -56,7 +56,7 @@ class PrivateLoraConfig(PeftConfig):
         largest singular vectors of W, B scaled by the singular values. ``"given"``: random until something else sets
         them (:mod:`plpkg.residual.bases`) or they are loaded.
     projection_seed
-        Of A and B.
+        The seed of A and B, together with each module's name.
     save_projection
         Save A and B beside M. By default unless they are ``"gaussian"``: singular vectors may change sign from one
         machine to the next, and an M that was learnt for the others would be wrong.

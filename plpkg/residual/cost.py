@@ -81,7 +81,7 @@ def kept_layers_cost(
     targets
         The adapted projections of a layer: ``"q_proj"`` to ``"down_proj"``.
     wire_bits
-        For each number sent.
+        Bits of each number on the wire.
     """
     shape = catalog.model(model)
     one_of("the model's family", shape.family, ("llama", "mistral", "qwen2"))

@@ -62,7 +62,7 @@ class DevicePart(nn.Module):
     ranks
         ``(r_c2d, r_d2c)``.
     lm_head
-        From hidden states to logits.
+        What turns hidden states into logits.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ def personalisation(rows):
     Parameters
     ----------
     rows
-        As of :func:`gains`.
+        The section ``quality`` of ``residual_quality``.
 
     Returns
     -------
@@ -54,7 +54,7 @@ def quality(rows, ax=None):
     Parameters
     ----------
     rows
-        As of :func:`gains`.
+        The section ``quality`` of ``residual_quality``.
     """
     ax = theme.axes(ax)
     table = personalisation(rows).query("bytes_per_token > 0").sort_values("gain")
@@ -170,6 +170,23 @@ def noise(rows, untuned: float, ax=None):
         ax.text(x, 104, f"{bits:.2f}", ha="center", fontsize=9, color="0.3")
     ax.set_title(f"above: bits per byte (without M and noise {untuned:.2f})", loc="left", pad=18)
     return ax
+
+
+def by_attacker(rows):
+    """What each attacker recovers of each secret embedding, beside its quality and its costs.
+
+    Parameters
+    ----------
+    rows
+        The section ``embedding`` of ``residual_attacks``.
+
+    Returns
+    -------
+    pandas.DataFrame
+        By case, bits per byte, and what the device holds, computes and sends; a column for each attacker.
+    """
+    index = ["case", "bits_per_byte", "device_parameters", "flops_per_token", "bytes_per_token"]
+    return rows.pivot_table(index=index, columns="attacker", values="recovered", sort=False)
 
 
 def _recovered(rows, xlabel: str, ax):

@@ -56,11 +56,11 @@ class Connection:
     via
         Where to connect instead: a relay's address.
     timeout_s
-        For each answer of the cloud.
+        The longest wait for an answer of the cloud.
     retry_s
         How long to try to come back.
     max_message_bytes
-        Of what the cloud sends.
+        The longest message that the cloud may send.
 
     Raises
     ------

@@ -17,9 +17,9 @@ class Stream:
     Parameters
     ----------
     sessions
-        Those of the cloud.
+        The cloud's sessions, of which the device begins or resumes one.
     messages
-        To and from the device.
+        What goes to the device and comes from it.
 
     Attributes
     ----------

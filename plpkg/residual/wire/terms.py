@@ -27,13 +27,13 @@ class Limits:
     Attributes
     ----------
     sessions
-        At the same time, those included that wait for their device to come back.
+        Devices at the same time; those are included that it waits for.
     tokens
-        Of a sequence, its KV cache and the step together.
+        The longest sequence: what is in the KV cache and the step together.
     batch
-        Sequences in a step.
+        The most sequences in a step.
     message_bytes
-        Of one message.
+        The longest message.
     answer_s
         How long a device may take to answer within a step.
     idle_s

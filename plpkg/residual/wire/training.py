@@ -34,7 +34,7 @@ class Training(Tabular):
     Attributes
     ----------
     losses
-        Of each step, nats per token.
+        The loss of each step, in nats per token.
     """
 
     losses: tuple[float, ...]
@@ -99,7 +99,7 @@ def train(
     lr, warmup
         The learning rate, and the steps in which it is reached.
     seed
-        Of the order.
+        The seed of the order in which windows are read.
     checkpoint_every
         In steps.
     progress
