@@ -45,13 +45,13 @@ def learn(
     Parameters
     ----------
     steps
-        A bar over the steps that are left, ``total`` of them with those made before.
+        A bar over the steps that are left; its ``total`` counts those made before, too.
     gradient
         Leaves a step's gradient in the parameters, clipped, and returns its loss.
     optimizers, rate
         What updates the parameters, and the learning rate of a step.
     save
-        Writes a checkpoint of so many steps; called after every ``checkpoint_every`` of them and after the last.
+        Writes a checkpoint, given the steps made: after every ``checkpoint_every`` of them and after the last.
     remedy
         The end of the sentence that says which loss is not finite.
 

@@ -33,10 +33,10 @@ class PairEmbedding(nn.Module):
     def __init__(self, vocab: int, hidden: int) -> None:
         super().__init__()
         self.vocab = vocab
-        self.own, self.before = nn.Embedding(vocab, hidden), nn.Embedding(vocab, hidden)
+        self.token, self.previous = nn.Embedding(vocab, hidden), nn.Embedding(vocab, hidden)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.own(ids % self.vocab) + self.before(ids // self.vocab)
+        return self.token(ids % self.vocab) + self.previous(ids // self.vocab)
 
 
 def packed(ids: torch.Tensor, vocab: int = VOCAB) -> torch.Tensor:
@@ -89,7 +89,7 @@ def train(
     Parameters
     ----------
     steps, tokens, lr
-        Of AdamW with betas (0.9, 0.98): steps of up to so many tokens, 50 of them warm-up, then a cosine down to zero.
+        The arguments of :func:`fit`; a step has up to so many tokens.
     pairs, longest
         The task's pairs, and the longest noise: lengths are drawn from :data:`SHORTEST` on.
     seed

@@ -112,8 +112,8 @@ def train_heads(
         A backbone and heads attached to it.
     data
         ``(prompt, answer)``: token ids ``(seq,)`` or ``(batch, seq)``, or texts, with ``tokenizer`` and without the
-        special tokens that it might add. To go on after a
-        stop, it must begin anew with the same examples: those that were used are skipped.
+        special tokens that it might add. To go on after a stop, it must begin anew with the same examples: those that
+        were used are skipped.
     steps, examples_per_step, lr, warmup, alpha, smoothing, clip_value
         The settings above; ``warmup`` is two thirds of the steps by default, as published.
     rows, chunk_size

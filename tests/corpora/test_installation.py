@@ -38,8 +38,8 @@ def test_docstrings_are_read_in_source_order_without_importing(package):
 
 def test_two_processes_read_what_one_reads(package):
     packages = ("crashes", "topics", "opacus", "jinja2")
-    found = read(packages)
-    assert [(name, list(texts.items())) for name, texts in found.items()] == [
+    docstrings = read(packages)
+    assert [(name, list(texts.items())) for name, texts in docstrings.items()] == [
         (name, list(modules(name).items())) for name in packages
     ]
     with pytest.raises(ModuleNotFoundError, match="the corpora need the package 'no_such_package'"):

@@ -21,7 +21,7 @@ def test_packed_ids_hold_a_token_and_the_one_before():
 def test_the_embedding_knows_both():
     embedding = tiny.PairEmbedding(10, 4)
     ids = torch.tensor([[5, 7, 9]])
-    expected = embedding.own(ids) + embedding.before(torch.tensor([[0, 5, 7]]))
+    expected = embedding.token(ids) + embedding.previous(torch.tensor([[0, 5, 7]]))
     assert torch.equal(embedding(tiny.packed(ids, 10)), expected)
 
 
