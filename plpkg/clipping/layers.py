@@ -91,16 +91,14 @@ def norm(call: Call) -> Contributions:
     module = call.module
     normalise = nn.functional.layer_norm if isinstance(module, nn.LayerNorm) else nn.functional.rms_norm
     normal = normalise(call.read, module.normalized_shape, eps=module.eps)
-    return _affine(call, normal, len(module.normalized_shape))
+    return _affine(call, normal, range(1, normal.ndim - len(module.normalized_shape)))
 
 
 def group_norm(call: Call) -> Contributions:
     """y = x̂·w + b, a weight for each channel (the second dimension)."""
     module, x = call.module, call.read
     normal = nn.functional.group_norm(x, module.num_groups, eps=module.eps)
-    g = call.gradients[0].to(torch.promote_types(normal.dtype, torch.float32))
-    rest = tuple(range(2, g.ndim))
-    return _wanted(call, weight=lambda: _sum(g * normal, rest), bias=lambda: _sum(g, rest))
+    return _affine(call, normal, range(2, normal.ndim))
 
 
 def scale(call: Call, offset: int) -> Contributions:
@@ -108,7 +106,7 @@ def scale(call: Call, offset: int) -> Contributions:
     (name,) = call.wanted
     one = torch.full_like(getattr(call.module, name), 1 - offset)
     normal = functional_call(call.module, {name: one}, call.args, call.kwargs)
-    return _affine(call, normal, 1, weight=name)
+    return _affine(call, normal, range(1, normal.ndim - 1), weight=name)
 
 
 def any_layer(call: Call) -> Contributions:
@@ -244,15 +242,14 @@ def _with_bias(call: Call, weight: Outer, g: torch.Tensor) -> Contributions:
     return _wanted(call, weight=lambda: weight, bias=lambda: g.sum((1, 2), dtype=wide))
 
 
-def _affine(call: Call, normal: torch.Tensor, ndim: int, weight: str = "weight") -> Contributions:
-    """y = normal·weight + bias, whose weights have the last ``ndim`` dimensions."""
+def _affine(call: Call, normal: torch.Tensor, positions: range, weight: str = "weight") -> Contributions:
+    """y = normal·weight + bias, with the same weights all along the dimensions ``positions``."""
     g = call.gradients[0].to(torch.promote_types(normal.dtype, torch.float32))
-    middle = tuple(range(1, g.ndim - ndim))
-    return _wanted(call, **{weight: lambda: _sum(g * normal, middle), "bias": lambda: _sum(g, middle)})
 
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return x.sum(tuple(positions)) if positions else x
 
-def _sum(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
-    return x.sum(dims) if dims else x
+    return _wanted(call, **{weight: lambda: total(g * normal), "bias": lambda: total(g)})
 
 
 def _wanted(call: Call, **parts: Callable) -> Contributions:

@@ -22,6 +22,7 @@ from scipy.stats import binom
 
 from plpkg.clipping.batches import batch_size, examples
 from plpkg.clipping.checks.sensitivity import Update, as_vector
+from plpkg.clipping.training.accounting import probability
 from plpkg.results import Tabular
 from plpkg.validation import number, whole_number
 
@@ -115,7 +116,7 @@ def epsilon_lower_bound(correct: int, guesses: int, canaries: int, delta: float,
     whole_number("guesses", guesses, 0, canaries, "canaries")
     whole_number("correct", correct, 0, guesses, "guesses")
     number("delta", delta, 0, 1)
-    _check_confidence(confidence)
+    probability("confidence", confidence)
 
     def excess(epsilon: float) -> float:
         return p_value(correct, guesses, canaries, epsilon, delta) - (1 - confidence)
@@ -151,7 +152,7 @@ def one_run_audit(scores, included, delta: float, confidence: float = 0.95) -> A
         raise ValueError(f"the score of canary {int(np.isnan(scores).argmax())} is not a number")
     if included.dtype != bool:
         raise ValueError(f"included must be True or False for each canary, got {included.dtype}")
-    _check_confidence(confidence)
+    probability("confidence", confidence)
     count = len(scores)
     ranked = included[np.argsort(-scores, kind="stable")]
     numbers = sorted({max(1, round(share * count)) for share in GUESSED})
@@ -238,9 +239,3 @@ def gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
     while excess(high) > 0:
         high *= 2
     return float(brentq(excess, 0.0, high))
-
-
-def _check_confidence(confidence: float) -> None:
-    number("confidence", confidence, 0, 1, open_low=True)
-    if confidence == 1:
-        raise ValueError("confidence must be less than 1, got 1")

@@ -72,7 +72,7 @@ def epsilon_of(
 
 def spent(accountant: IAccountant, delta: float) -> float:
     """The ε of what an accountant has in its history; infinite for steps without noise."""
-    check_delta("delta", delta)
+    probability("delta", delta)
     if not accountant.history:
         return 0.0
     if any(sigma == 0 for sigma, _, _ in accountant.history):
@@ -92,7 +92,7 @@ def noise_for(
         A value outside its range, or a target that no noise reaches.
     """
     number("target_epsilon", target_epsilon, open_low=True)
-    check_delta("target_delta", target_delta)
+    probability("target_delta", target_delta)
     number("sample_rate", sample_rate, 0, 1, open_low=True)
     whole_number("steps", steps, 1)
     if one_of("accountant", accountant, ACCOUNTANTS) == "prv" and target_epsilon > HIGHEST_PRV:
@@ -115,15 +115,15 @@ def noise_for(
         ) from error
 
 
-def check_delta(name: str, value: float) -> float:
-    """A δ, strictly between 0 and 1.
+def probability(name: str, value: float) -> float:
+    """A probability strictly between 0 and 1, such as a δ.
 
     Raises
     ------
     ValueError
         It is not.
     """
-    if number(name, value, open_low=True) >= 1:
+    if number(name, value, 0, 1, open_low=True) == 1:
         raise ValueError(f"{name} must be less than 1, got {value!r}")
     return float(value)
 
