@@ -1,0 +1,59 @@
+"""Every checker knows the right answer, and says of each likely slip what it is."""
+
+import importlib
+import inspect
+
+import pytest
+
+ROOMS = ("clipping", "communication", "residual", "retention", "throughput")
+SLIPS = [
+    ("clipping.per_sample_gib", 29, 0.0283, "each of the 1,024 examples"),
+    ("clipping.per_sample_gib", 28.99, 14.5, "4 bytes"),
+    ("clipping.per_sample_gib", 29, 7.25, "each has 4 bytes"),
+    ("clipping.per_sample_gib", 29, 500, "too large"),
+    ("clipping.crossover_positions", 384, 543, "rule of bytes"),
+    ("clipping.crossover_positions", 384, 768, "both Gram"),
+    ("clipping.crossover_positions", 384, 192, "two operations"),
+    ("clipping.crossover_positions", 384, 100, "too small"),
+    ("communication.kv_heads", 3145.728, 6291.456, "keys and values have only 8 heads"),
+    ("communication.half_from_endpoints", 42.7, 128, "counts one projection"),
+    ("communication.round_trips", 41, 40, "before the first layer"),
+    ("residual.tokens_until_m", 64, 4096, "how many entries"),
+    ("residual.tokens_until_m", 64, 63, "one direction open"),
+    ("residual.tokens_until_m", 64, 1, "a single u"),
+    ("retention.peak_units", 17_408, 16_384, "left after a cut"),
+    ("retention.peak_units", 17_408, 16_484, "left at the end"),
+    ("retention.peak_units", 17_408, 131_072, "full cache"),
+    ("retention.peak_units", 17_408, 17_508, "has been cut"),
+    ("retention.peak_units", 17_408, 12, "too small"),
+    ("throughput.lm_head_share", 16.6, 23.24, "share of the decoder's time"),
+    ("throughput.lm_head_share", 16.6, 0.166, "another unit"),
+    ("throughput.rtt_for_half", 1.12, 37.0, "1 + 32"),
+    ("throughput.rtt_for_half", 1.12, 1.156, "one more round trip"),
+]
+
+
+def exercises(room):
+    return importlib.import_module(f"plpkg.{room}.exercises")
+
+
+@pytest.mark.parametrize(("checker", "right", "slip", "hint"), SLIPS)
+def test_a_checker_tells_right_from_wrong(checker, right, slip, hint):
+    room, _, name = checker.partition(".")
+    check = getattr(exercises(room), name)
+    assert check(right)
+    assert "No answer yet" in repr(check(None))
+    verdict = check(slip)
+    assert not verdict
+    assert hint in verdict.message
+    assert not check(right * 3)
+
+
+def test_every_checker_is_tested():
+    checkers = {
+        f"{room}.{name}"
+        for room in ROOMS
+        for name, _ in inspect.getmembers(exercises(room), inspect.isfunction)
+        if inspect.getmodule(getattr(exercises(room), name)) is exercises(room)
+    }
+    assert checkers == {checker for checker, *_ in SLIPS}
