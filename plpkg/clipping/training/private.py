@@ -50,7 +50,7 @@ class Private:
     criterion
         Its losses clip when they go backward.
     data_loader
-        Gives Poisson samples; ``None`` for who samples himself.
+        Gives Poisson samples; ``None`` where you sample yourself.
     mechanism, accountant, steps
         What is spent in a step, what has been spent, and in how many steps.
     """
@@ -253,7 +253,8 @@ class Private:
             raise RuntimeError(f"step() before {progress.left} examples of the data_loader's batch have gone backward")
 
     def _noisy_sums(self) -> dict[str, torch.Tensor]:
-        sums = {n: self.progress.sums.get(n, zeros_for(p)) for n, p in self.recorder.parameters.items()}
+        clipped = self.progress.sums
+        sums = {n: clipped[n] if n in clipped else zeros_for(p) for n, p in self.recorder.parameters.items()}
         std = self.noise_multiplier * self.mechanism.clip.sensitivity
         if not std:
             return sums

@@ -9,6 +9,7 @@ import torch
 from scipy.stats import beta, norm
 
 from plpkg.clipping.checks.audit import (
+    HIGHEST_EPSILON,
     canary_audit,
     epsilon_lower_bound,
     gaussian_epsilon,
@@ -65,6 +66,7 @@ def test_more_right_guesses_say_more_and_delta_says_less():
     assert bounds[100] > bounds[90] > 1
     assert epsilon_lower_bound(95, 100, 1000, 1e-3) < epsilon_lower_bound(95, 100, 1000, DELTA)
     assert epsilon_lower_bound(95, 100, 1000, DELTA, 0.999) < epsilon_lower_bound(95, 100, 1000, DELTA)
+    assert epsilon_lower_bound(9, 9, 9, 0.0, confidence=1e-300) == HIGHEST_EPSILON  # no confidence: the ceiling
 
 
 def test_the_guesses_are_the_extremes():
