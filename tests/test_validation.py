@@ -13,9 +13,8 @@ def test_whole_number_accepts(value):
 
 @pytest.mark.parametrize("value", [0, -1, 769, 1.0, "8", None, True])
 def test_whole_number_names_the_value(value):
-    with pytest.raises(ValueError, match=r"^rank must be between 1 and hidden=768, got ") as error:
+    with pytest.raises(ValueError, match=rf"^rank must be between 1 and hidden=768, got {value!r}$"):
         whole_number("rank", value, 1, 768, "hidden")
-    assert repr(value) in str(error.value)
 
 
 def test_whole_number_without_upper_end():
@@ -25,7 +24,7 @@ def test_whole_number_without_upper_end():
 
 @pytest.mark.parametrize("value", [0, -3.5, float("nan"), float("inf"), "fast", "5", None, True])
 def test_number_refuses(value):
-    with pytest.raises(ValueError, match=r"^rate must be greater than 0, got "):
+    with pytest.raises(ValueError, match=rf"^rate must be greater than 0, got {value!r}$"):
         number("rate", value, open_low=True)
 
 
@@ -42,13 +41,8 @@ def test_flag():
         flag("endpoints", "no")
 
 
-@pytest.mark.parametrize("value", [True, 1.0, "1"])
+@pytest.mark.parametrize("value", [True, 1.0, "1", 2])
 def test_one_of_tells_types_apart(value):
-    with pytest.raises(ValueError, match="projections must be one of 1, 3, got "):
+    assert one_of("projections", 3, (1, 3)) == 3
+    with pytest.raises(ValueError, match=rf"^projections must be one of 1, 3, got {value!r}$"):
         one_of("projections", value, (1, 3))
-
-
-def test_one_of():
-    assert one_of("phase", "decode", ("decode", "prefill")) == "decode"
-    with pytest.raises(ValueError, match="phase must be one of 'decode', 'prefill', got 'train'"):
-        one_of("phase", "train", ("decode", "prefill"))
