@@ -14,11 +14,8 @@ def test_published_arithmetic_to_the_bit():
     assert full_activations("llama-7b").total_bits == 4_194_304
     assert full_activations("llama-7b", tokens=250).total_bits == 1_048_576_000
     assert low_rank("llama-7b", 32, projections=1, endpoints=False).total_bits == 32_768
-
-
-def test_what_the_published_arithmetic_leaves_out():
+    # What it leaves out: two projections of three, and the end points.
     assert low_rank("llama-7b", 32, endpoints=False).total_bits == 98_304
-    assert layer_cut("llama-7b", 0).total_bits == 131_072
     token = low_rank("llama-7b", 32)
     assert (token.total_bits, token.round_trips) == (229_376, 33)
 
@@ -37,15 +34,13 @@ def test_reduction_per_baseline(rank, one_projection, actual, three_projections)
     assert shares == pytest.approx([one_projection, actual, three_projections], abs=0.005)
 
 
-def test_training_traffic_of_the_derived_protocol():
-    # kbit per token up and down, forward and backward, 16 bit
-    for model, rank, up, down in [
-        ("llama-7b", 64, 328, 262),
-        ("llama-7b", 128, 524, 459),
-        ("llama-30b", 128, 950, 844),
-    ]:
-        step = low_rank(model, rank, phase="training")
-        assert (step.uplink_bits / 1e3, step.downlink_bits / 1e3) == pytest.approx((up, down), abs=0.5)
+@pytest.mark.parametrize(
+    ("model", "rank", "up_kbit", "down_kbit"),
+    [("llama-7b", 64, 328, 262), ("llama-7b", 128, 524, 459), ("llama-30b", 128, 950, 844)],
+)
+def test_training_traffic_of_the_derived_protocol(model, rank, up_kbit, down_kbit):
+    token = low_rank(model, rank, phase="training")
+    assert (token.uplink_bits / 1e3, token.downlink_bits / 1e3) == pytest.approx((up_kbit, down_kbit), abs=0.5)
 
 
 def test_grouped_query_attention_narrows_what_comes_up():
@@ -65,25 +60,28 @@ def test_asymmetric_ranks_swap_in_the_backward_pass():
 def test_prefill_sends_one_final_hidden_unless_layers_follow_on_the_device():
     hidden = 4096 * 16
     last = low_rank("llama-7b", tokens=100, phase="prefill")
-    assert (
-        low_rank("llama-7b", tokens=100, phase="prefill", final_hidden="all").total_bits
-        == last.total_bits + 99 * hidden
-    )
+    every = low_rank("llama-7b", tokens=100, phase="prefill", final_hidden="all")
+    assert every.total_bits == last.total_bits + 99 * hidden
     with_tail = low_rank("llama-7b", tokens=100, phase="prefill", last_k=1)
     one_layer = 100 * 2 * 3 * 32 * 16
     assert with_tail.total_bits == last.total_bits + 99 * hidden - one_layer
     assert last.round_trips == 33
 
 
-@pytest.mark.parametrize("after_layer", [0, 5, 31])
-def test_a_cut_costs_one_round_trip_wherever_it_is(after_layer):
-    token = layer_cut("llama-7b", after_layer)
-    assert (token.uplink_bits, token.downlink_bits, token.round_trips) == (65_536, 65_536, 1)
-
-
-def test_training_through_a_cut_returns_a_gradient_only_to_layers_that_exist():
-    assert layer_cut("llama-7b", 0, phase="training").downlink_bits == 65_536
-    assert layer_cut("llama-7b", 4, phase="training").downlink_bits == 2 * 65_536
+@pytest.mark.parametrize(
+    ("phase", "after_layer", "up", "down", "round_trips"),
+    [
+        ("decode", 0, 1, 1, 1),
+        ("decode", 5, 1, 1, 1),
+        ("decode", 31, 1, 1, 1),
+        ("training", 0, 2, 1, 1),  # no layer on the device wants a gradient
+        ("training", 4, 2, 2, 2),
+    ],
+)
+def test_a_cut_costs_the_same_wherever_it_is(phase, after_layer, up, down, round_trips):
+    token = layer_cut("llama-7b", after_layer, phase=phase)
+    sent = (token.uplink_bits, token.downlink_bits, token.round_trips)
+    assert sent == (up * 65_536, down * 65_536, round_trips)
 
 
 SMALL = ModelShape("small", "llama", 5, 48, 6, 2, 8, 96, 100, False, 200_000)
@@ -145,16 +143,6 @@ def test_the_published_case_counted_from_tensors():
         (lambda: full_activations("gpt2", baseline="real"), "baseline must be one of .*'actual', got 'real'"),
         (lambda: full_activations("gtp2"), "unknown model 'gtp2'; near: gpt2"),
         (lambda: low_rank("gpt2", 8, final_hidden="none"), "final_hidden must be one of 'last', 'all', got 'none'"),
-    ],
-)  # fmt: skip
-def test_bad_input_is_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
         (lambda: communication.low_rank_messages("gpt2", 8, phase="train"), "phase must be one of"),
         (lambda: communication.low_rank_messages("gpt2", 8, projections=5), "projections must be one of 1, 3, got 5"),
         (lambda: communication.low_rank_messages("gpt2", 8, tokens=-3), "tokens must be a whole number of at least 1"),
@@ -163,8 +151,9 @@ def test_bad_input_is_named(call, message):
         (lambda: low_rank("gpt2", 8, endpoints="no"), "endpoints must be True or False, got 'no'"),
         (lambda: low_rank("gpt2", 8, projections=3.0), "projections must be one of 1, 3, got 3.0"),
     ],
-)
-def test_the_twin_refuses_what_the_formula_refuses(call, message):
+)  # fmt: skip
+def test_bad_input_is_named(call, message):
+    """To the formula and to the twin that counts."""
     with pytest.raises(ValueError, match=message):
         call()
 
