@@ -1,6 +1,8 @@
-"""What the tests of this room share."""
+"""What the tests of this room share, with those of its benchmarks."""
 
 import copy
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,14 +13,30 @@ from plpkg.residual import PrivateLoraConfig
 
 from rounding import assert_as_exact
 
+IDS = torch.arange(2, 26).reshape(2, 12) % 23 + 1  # never 0, which pads
+CUTS = [(0, 0), (1, 0), (0, 1), (1, 2)]
 
-def _adapted(family="llama", m_scale=1.0, options=None, lora=None, **config):
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def precise(model):
+    """The same weights in float64; the original stays as it is."""
+    return copy.deepcopy(model).double()
+
+
+def backbone(family="llama", **shape):
+    """A small random model of any family."""
     kv_heads = 4 if family == "gpt2" else 2
-    model = random_backbone(
-        family, num_layers=4, num_kv_heads=kv_heads, vocab=64, hidden=32, intermediate=48, options=options
-    )
-    chosen = PrivateLoraConfig(**dict(r_c2d=5, r_d2c=3) | config) if lora is None else LoraConfig(**lora)
-    model = get_peft_model(model, chosen)
+    dims = dict(num_layers=4, num_kv_heads=kv_heads, vocab=64, hidden=32, intermediate=48)
+    return random_backbone(family, **dims | shape)
+
+
+def adapted_backbone(family="llama", m_scale=1.0, options=None, lora=None, **config):
+    """A small model with an adapter (PrivateLoRA's, or LoRA's) that is random, not zero."""
+    adapter = PrivateLoraConfig(**dict(r_c2d=5, r_d2c=3) | config) if lora is None else LoraConfig(**lora)
+    model = get_peft_model(backbone(family, options=options), adapter)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -27,15 +45,32 @@ def _adapted(family="llama", m_scale=1.0, options=None, lora=None, **config):
     return model.eval()
 
 
-def _same_gradients(found, whole, *batches, labels=None):
-    """Gradients are the undivided model's own for these batches; ``found`` by name, or in its parameters' order."""
-    expected, exact = (_gradients(model, batches, labels) for model in (whole, copy.deepcopy(whole).double()))
-    if isinstance(found, dict):
-        assert found.keys() == expected.keys()
-        found = [found[name] for name in expected]
+def wait_until(condition):
+    """Asks again and again, for at most a minute."""
+    deadline = time.perf_counter() + 60
+    while not condition():
+        assert time.perf_counter() < deadline
+        time.sleep(0.02)
+
+
+def at_once(work, arguments):
+    """What ``work`` gives for each argument, each in a thread of its own, all within two minutes."""
+    threads = ThreadPoolExecutor(len(arguments))
+    try:
+        return list(threads.map(work, arguments, timeout=120))
+    finally:
+        threads.shutdown(wait=False)
+
+
+def _same_gradients(gradients, whole, *batches, labels=None):
+    """``gradients``, by name or in the parameters' order, are those of the undivided model for these batches."""
+    expected, exact = (_gradients(model, batches, labels) for model in (whole, precise(whole)))
+    if isinstance(gradients, dict):
+        assert gradients.keys() == expected.keys()
+        gradients = [gradients[name] for name in expected]
     sizes = [gradient.norm() for gradient in exact.values()]  # so that a small matrix counts as much as a large one
     relative = (
-        [g / size for g, size in zip(gs, sizes, strict=True)] for gs in (found, expected.values(), exact.values())
+        [g / size for g, size in zip(gs, sizes, strict=True)] for gs in (gradients, expected.values(), exact.values())
     )
     assert_as_exact(*relative)
 
@@ -55,5 +90,4 @@ def same_gradients():
 
 @pytest.fixture(scope="session")
 def adapted():
-    """Makes a small random model of any family with an adapter (PrivateLoRA's, or LoRA's) that is random, not zero."""
-    return _adapted
+    return adapted_backbone
