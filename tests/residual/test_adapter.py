@@ -1,6 +1,5 @@
 """The adapter against the formula, PEFT's own operations, and ordinary LoRA, on every architecture family."""
 
-import copy
 import subprocess
 import sys
 
@@ -13,34 +12,12 @@ from safetensors.torch import load_file
 from transformers import OPTConfig, OPTForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from plpkg.backbones import FAMILIES, random_backbone
+from plpkg.backbones import FAMILIES
 from plpkg.residual import PrivateLoraConfig, convert_to_lora
 from plpkg.residual.adapter import PEFT_TYPE, PrivateLoraLayer, gaussian_projections, svd_projections
+from tests.residual.conftest import IDS, adapted_backbone as adapted, backbone, normal, precise
 
 from rounding import assert_as_exact, assert_close, sampling_error
-
-IDS = torch.arange(40).reshape(2, 20) % 17
-
-
-def backbone(family="llama", **shape):
-    kv_heads = 4 if family == "gpt2" else 2
-    return random_backbone(family, **dict(num_kv_heads=kv_heads, vocab=64, hidden=32, intermediate=48) | shape)
-
-
-def adapted(family="llama", seed=0, **config):
-    """A model with an adapter whose M are random."""
-    config = PrivateLoraConfig(task_type="CAUSAL_LM", **dict(r_c2d=5, r_d2c=3) | config)
-    model = get_peft_model(backbone(family), config)
-    randomise(model, seed)
-    return model
-
-
-def randomise(model, seed=0, adapter="default"):
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for layer in layers(model):
-            m = layer.privatelora_M[adapter].weight
-            m.copy_(torch.randn(m.shape, generator=generator))
 
 
 def layers(model):
@@ -53,7 +30,7 @@ def logits(model):
 
 
 def exact_logits(model):
-    return logits(copy.deepcopy(model).double())
+    return logits(precise(model))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -67,16 +44,18 @@ def test_a_new_adapter_changes_no_bit(family, dtype):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_only_m_learns_and_it_is_small(family):
     model = get_peft_model(backbone(family), PrivateLoraConfig(r_c2d=5, r_d2c=3))
+    model(input_ids=IDS, labels=IDS).loss.backward()
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    projections = 1 if family in ("phi3", "gpt2") else 3
-    assert len(trainable) == 2 * projections
+    assert len(trainable) == 4 * (1 if family in ("phi3", "gpt2") else 3)
     assert all(".privatelora_M.default.weight" in name and p.shape == (3, 5) for name, p in trainable.items())
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None and parameter.grad.any()) == (name in trainable), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_the_formula_at_every_projection(family):
     model = adapted(family)
-    plain, exact = backbone(family), backbone(family).double()
+    plain, exact = backbone(family), precise(backbone(family))
     with torch.no_grad():
         for name, layer in model.named_modules():
             if not isinstance(layer, PrivateLoraLayer):
@@ -92,14 +71,6 @@ def test_equals_the_formula_at_every_projection(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_reach_every_m_and_nothing_else(family):
-    model = get_peft_model(backbone(family), PrivateLoraConfig(r_c2d=5, r_d2c=3))
-    model(input_ids=IDS, labels=IDS).loss.backward()
-    for name, parameter in model.named_parameters():
-        assert (parameter.grad is not None and parameter.grad.any()) == ("privatelora_M" in name), name
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_saved_it_is_m_alone_and_loads_to_the_same_logits(family, tmp_path):
     model = adapted(family)
     model.save_pretrained(tmp_path)
@@ -109,9 +80,10 @@ def test_saved_it_is_m_alone_and_loads_to_the_same_logits(family, tmp_path):
     assert all(name.endswith("privatelora_M.weight") for name in saved)
     size = (tmp_path / "adapter_model.safetensors").stat().st_size
     assert size < 4 * numbers + 200 * len(saved)  # a header beside M's float32
-    loaded = PeftModel.from_pretrained(backbone(family), tmp_path)
-    assert isinstance(loaded.peft_config["default"], PrivateLoraConfig)
-    assert torch.equal(logits(loaded), logits(model))
+    for low_cpu_mem_usage in (False, True):
+        loaded = PeftModel.from_pretrained(backbone(family), tmp_path, low_cpu_mem_usage=low_cpu_mem_usage)
+        assert isinstance(loaded.peft_config["default"], PrivateLoraConfig)
+        assert torch.equal(logits(loaded), logits(model))
 
 
 @pytest.mark.parametrize("low_cpu_mem_usage", [False, True])
@@ -140,13 +112,6 @@ def test_saved_projections_win_over_the_seed(tmp_path):
     assert torch.equal(logits(PeftModel.from_pretrained(backbone(), tmp_path)), logits(model))
 
 
-def test_low_memory_loading_draws_the_same_projections(tmp_path):
-    model = adapted()
-    model.save_pretrained(tmp_path)
-    loaded = PeftModel.from_pretrained(backbone(), tmp_path, low_cpu_mem_usage=True)
-    assert torch.equal(logits(loaded), logits(model))
-
-
 def test_a_fresh_process_draws_the_same_projections():
     arguments = (7, "model.layers.0.self_attn.q_proj", 12, 8, 5, 3)
     code = (
@@ -154,8 +119,8 @@ def test_a_fresh_process_draws_the_same_projections():
         f"a, b = g(*{arguments!r})\nprint([x.hex() for x in (*a.flatten().tolist(), *b.flatten().tolist())])"
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    here = [x.hex() for p in gaussian_projections(*arguments) for x in p.flatten().tolist()]
-    assert output.strip() == str(here)
+    drawn = [x.hex() for p in gaussian_projections(*arguments) for x in p.flatten().tolist()]
+    assert output.strip() == str(drawn)
 
 
 def test_seed_and_module_decide_the_projections():
@@ -169,7 +134,7 @@ def test_seed_and_module_decide_the_projections():
 
 
 def test_svd_projections_are_the_best_approximation():
-    weight = torch.randn(20, 12, generator=torch.Generator().manual_seed(0))
+    weight = normal(20, 12)
     a, b = svd_projections(weight, 5)
     singular = torch.linalg.svdvals(weight)
     error, size = torch.linalg.matrix_norm(weight - b @ a), weight.norm().item()
@@ -179,12 +144,15 @@ def test_svd_projections_are_the_best_approximation():
         svd_projections(weight, 13)
 
 
-def test_the_adapter_can_be_switched_off_and_on():
+def test_the_adapter_can_be_switched_off_and_on_also_when_merged():
     model = adapted()
     with_adapter = logits(model)
     with model.disable_adapter():
         assert torch.equal(logits(model), logits(backbone()))
     assert torch.equal(logits(model), with_adapter)
+    model.merge_adapter()
+    with model.disable_adapter():
+        assert_as_exact(logits(model), logits(backbone()), exact_logits(backbone()))
 
 
 def test_several_adapters_of_several_ranks():
@@ -193,7 +161,9 @@ def test_several_adapters_of_several_ranks():
     model.add_adapter("other", PrivateLoraConfig(r_c2d=4, r_d2c=6, projection_seed=9))
     assert torch.equal(logits(model), first)
     assert not any(layer.privatelora_M["other"].weight.requires_grad for layer in layers(model))
-    randomise(model, 1, "other")
+    with torch.no_grad():
+        for i, layer in enumerate(layers(model)):
+            layer.privatelora_M["other"].weight.copy_(normal(6, 4, seed=i))
     model.set_adapter("other")
     second = logits(model)
     with pytest.raises(AssertionError, match="apart"):
@@ -228,18 +198,11 @@ def test_merged_and_unmerged(family):
     assert_as_exact(logits(plain), with_adapter, exact)
 
 
-def test_disabling_a_merged_adapter_takes_it_out():
-    model = adapted()
-    model.merge_adapter()
-    with model.disable_adapter():
-        assert_as_exact(logits(model), logits(backbone()), exact_logits(backbone()))
-
-
 def test_a_safe_merge_refuses_what_is_not_finite():
     model = adapted()
     with torch.no_grad():
         layers(model)[1].privatelora_M["default"].weight[0, 0] = float("inf")
-    before = copy.deepcopy(layers(model)[1].get_base_weight())
+    before = layers(model)[1].get_base_weight().clone()
     with pytest.raises(ValueError, match=r"merging 'default' into model.layers.0.self_attn.k_proj gives values"):
         model.merge_adapter(safe_merge=True)
     assert torch.equal(layers(model)[1].get_base_weight(), before)
@@ -256,26 +219,29 @@ def test_singular_vectors_of_a_merged_weight_are_refused():
 @pytest.mark.parametrize(("r_c2d", "r_d2c"), [(5, 3), (3, 5)])
 def test_as_ordinary_lora_it_gives_the_same_logits(family, r_c2d, r_d2c):
     model = adapted(family, r_c2d=r_c2d, r_d2c=r_d2c)
-    config, state = convert_to_lora(model)
-    assert config.r == 3
-    lora = get_peft_model(backbone(family), config)
-    missing = set_peft_model_state_dict(lora, state)
-    assert not missing.unexpected_keys
-    assert len(state) == 2 * len(layers(model))
-    assert_as_exact(logits(lora), logits(model), exact_logits(model))
+    conversions = [convert_to_lora(model)]
+    if family == "llama":
+        conversions.append(peft_convert_to_lora(model, rank=3))
+    for config, state in conversions:
+        assert config.r == 3
+        lora = get_peft_model(backbone(family), config)
+        missing = set_peft_model_state_dict(lora, state)
+        assert not missing.unexpected_keys
+        assert len(state) == 2 * len(layers(model))
+        assert_as_exact(logits(lora), logits(model), exact_logits(model))
 
 
-def test_pefts_own_conversion_agrees():
-    model = adapted()
-    config, state = peft_convert_to_lora(model, rank=3)
-    lora = get_peft_model(backbone(), config)
-    set_peft_model_state_dict(lora, state)
-    assert_as_exact(logits(lora), logits(model), exact_logits(model))
-
-
-def test_what_cannot_be_converted_is_named():
-    with pytest.raises(ValueError, match=r"'other' is not a PrivateLoRA adapter of this model: \['default'\]"):
-        convert_to_lora(adapted(), "other")
+@pytest.mark.parametrize(
+    ("model", "name", "message"),
+    [
+        (adapted(), "other", r"'other' is not a PrivateLoRA adapter of this model: \['default'\]"),
+        (adapted(modules_to_save=["lm_head"]), "default", r"modules_to_save=\['lm_head'\] are no part of LoRA"),
+        (backbone(), "default", "'default' is not a PrivateLoRA adapter of this model"),
+    ],
+)
+def test_what_cannot_be_converted_is_named(model, name, message):
+    with pytest.raises(ValueError, match=message):
+        convert_to_lora(model, name)
 
 
 def test_chosen_layers_and_modules():
@@ -290,26 +256,19 @@ def test_chosen_layers_and_modules():
     assert {layer.module.rsplit(".", 1)[-1] for layer in layers(model)} == {"q_proj", "v_proj"}
 
 
-def test_half_precision_bases_train_in_float32():
-    model = get_peft_model(backbone(dtype=torch.bfloat16), PrivateLoraConfig(r_c2d=5, r_d2c=3))
-    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
-    assert logits(model).dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("autocast_adapter_dtype", [True, False])
 def test_projections_are_the_same_in_every_precision(autocast_adapter_dtype):
     config = PrivateLoraConfig(r_c2d=5, r_d2c=3)
     whole = get_peft_model(backbone(), config)
     half = get_peft_model(backbone(dtype=torch.bfloat16), config, autocast_adapter_dtype=autocast_adapter_dtype)
-    for mine, other in zip(layers(whole), layers(half), strict=True):
-        assert torch.equal(mine.privatelora_A["default"], other.privatelora_A["default"])
-        assert torch.equal(mine.privatelora_B["default"], other.privatelora_B["default"])
-    with torch.no_grad():
-        for layer in layers(half):
-            layer.privatelora_M["default"].weight.normal_()
+    for full, coarse in zip(layers(whole), layers(half), strict=True):
+        assert torch.equal(full.privatelora_A["default"], coarse.privatelora_A["default"])
+        assert torch.equal(full.privatelora_B["default"], coarse.privatelora_B["default"])
+        torch.nn.init.normal_(coarse.privatelora_M["default"].weight)
     assert {p.dtype for p in half.parameters() if p.requires_grad} == {
         torch.float32 if autocast_adapter_dtype else torch.bfloat16
     }
+    assert logits(half).dtype == torch.bfloat16
     assert logits(half).isfinite().all()
 
 
@@ -355,10 +314,3 @@ def test_numpys_numbers_are_numbers(tmp_path):
     model = adapted(r_c2d=np.int64(4), r_d2c=np.int64(4), projection_seed=np.int64(2))
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(PeftModel.from_pretrained(backbone(), tmp_path)), logits(model))
-
-
-def test_other_trained_modules_are_no_lora():
-    with pytest.raises(ValueError, match=r"modules_to_save=\['lm_head'\] are no part of LoRA"):
-        convert_to_lora(adapted(modules_to_save=["lm_head"]))
-    with pytest.raises(ValueError, match="'default' is not a PrivateLoRA adapter of this model"):
-        convert_to_lora(backbone())
