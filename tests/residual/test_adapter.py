@@ -281,6 +281,7 @@ def test_projections_are_the_same_in_every_precision(autocast_adapter_dtype):
         (dict(init="zeros"), "init must be one of 'gaussian', 'svd', 'given', got 'zeros'"),
         (dict(init="svd", r_c2d=4, r_d2c=5), "init='svd' takes one rank for both ways, got r_c2d=4, r_d2c=5"),
         (dict(init="svd", save_projection=False), "init='svd' needs save_projection=True"),
+        (dict(init="given", save_projection=False), "init='given' needs save_projection=True"),
         (dict(layers_pattern="layers"), "layers_pattern='layers' needs layers_to_transform"),
     ],
 )

@@ -1,15 +1,14 @@
 """A and B from gradients: against the gradient itself, taken another way."""
 
-import copy
-
 import pytest
 import torch
 from peft import PeftModel
 
 from plpkg.backbones import FAMILIES
-from plpkg.residual import PrivateLoraConfig, bases, split
-from plpkg.residual.adapter import PrivateLoraLayer
+from plpkg.residual import bases, split
+from plpkg.residual.adapter import layers as named_layers, matrices
 from plpkg.residual.wire.terms import differences, terms as terms_of
+from tests.residual.conftest import precise
 
 from rounding import assert_as_exact, sampling_error
 
@@ -20,29 +19,29 @@ def texts(count=3, seed=0):
 
 
 def layers(model):
-    return [m for m in model.modules() if isinstance(m, PrivateLoraLayer)]
+    return list(named_layers(model).values())
 
 
 def m_gradients(model, batches):
     for ids in batches:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    found = [layer.privatelora_M["default"].weight.grad for layer in layers(model)]
+    gradients = [m.weight.grad for m in matrices(model).values()]
     model.zero_grad()
-    return found
+    return gradients
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_gradient_of_m_is_made_of_the_largest_singular_values(adapted, family):
     model = adapted(family, m_scale=0.0, init="given", r_c2d=5, r_d2c=3)
     bases.from_gradients(model, texts())
-    found, exact = (m_gradients(each, texts()) for each in (model, copy.deepcopy(model).double()))
-    for gradient in found:
+    gradients, exact = (m_gradients(each, texts()) for each in (model, precise(model)))
+    for gradient in gradients:
         largest = gradient.diagonal()
         assert (largest[:-1] >= largest[1:]).all()
         assert largest[-1] > 0
-    diagonal = [torch.zeros(3, 5).diagonal_scatter(gradient.diagonal()) for gradient in found]
+    diagonal = [torch.zeros(3, 5).diagonal_scatter(gradient.diagonal()) for gradient in gradients]
     sizes = [gradient.norm() for gradient in exact]
-    assert_as_exact(*([g / n for g, n in zip(gs, sizes, strict=True)] for gs in (diagonal, found, exact)))
+    assert_as_exact(*([g / n for g, n in zip(gs, sizes, strict=True)] for gs in (diagonal, gradients, exact)))
 
 
 def test_no_other_bases_give_a_larger_first_step(adapted):
@@ -66,8 +65,8 @@ def test_they_are_as_large_as_gaussian_ones(adapted):
     before = [[p["default"].norm() for p in (m.privatelora_A, m.privatelora_B)] for m in layers(model)]
     bases.from_gradients(model, texts())
     for layer, (a, b) in zip(layers(model), before, strict=True):
-        for found, drawn in ((layer.privatelora_A["default"], a), (layer.privatelora_B["default"], b)):
-            assert found.norm().item() == pytest.approx(drawn.item(), rel=sampling_error(1 / 2, found.numel()))
+        for basis, drawn in ((layer.privatelora_A["default"], a), (layer.privatelora_B["default"], b)):
+            assert basis.norm().item() == pytest.approx(drawn.item(), rel=sampling_error(1 / 2, basis.numel()))
 
 
 def test_the_model_is_left_as_it_was_but_for_the_bases(adapted):
@@ -86,12 +85,10 @@ def test_the_model_is_left_as_it_was_but_for_the_bases(adapted):
 def test_they_are_saved_and_loaded(adapted, tmp_path):
     model = adapted(m_scale=0.0, init="given")
     bases.from_gradients(model, texts())
-    with torch.no_grad():
-        for layer in layers(model):
-            layer.privatelora_M["default"].weight.normal_()
+    for m in matrices(model).values():
+        torch.nn.init.normal_(m.weight)
     model.save_pretrained(tmp_path)
-    fresh = adapted(m_scale=0.0).unload()
-    loaded = PeftModel.from_pretrained(fresh, tmp_path)
+    loaded = PeftModel.from_pretrained(adapted(m_scale=0.0).unload(), tmp_path)
     ids = texts(1)[0]
     assert torch.equal(loaded(ids).logits, model(ids).logits)
 
@@ -109,14 +106,15 @@ def test_ends_with_other_bases_do_not_talk(adapted):
     assert terms(ours.half()).bases == terms(theirs).bases
 
 
-def test_bad_input_is_refused(adapted):
-    with pytest.raises(ValueError, match="init='given'"):
-        bases.from_gradients(adapted(m_scale=0.0), texts())
-    with pytest.raises(ValueError, match=r"the M of model.layers.0.self_attn.q_proj is not zero"):
-        bases.from_gradients(adapted(init="given"), texts())
-    with pytest.raises(ValueError, match=r"r_c2d must be between 1 and the rank of .*k_proj=16, got 17"):
-        bases.from_gradients(adapted(m_scale=0.0, init="given", r_c2d=17, r_d2c=3), texts())
-    with pytest.raises(ValueError, match="no batches"):
-        bases.from_gradients(adapted(m_scale=0.0, init="given"), [])
-    with pytest.raises(ValueError, match="init='given' needs save_projection=True"):
-        PrivateLoraConfig(init="given", save_projection=False)
+@pytest.mark.parametrize(
+    ("config", "batches", "message"),
+    [
+        ({}, texts(), "init='given'"),
+        (dict(m_scale=1.0, init="given"), texts(), r"the M of model.layers.0.self_attn.q_proj is not zero"),
+        (dict(init="given", r_c2d=17), texts(), r"r_c2d must be between 1 and the rank of .*k_proj=16, got 17"),
+        (dict(init="given"), [], "no batches"),
+    ],
+)
+def test_bad_input_is_refused(adapted, config, batches, message):
+    with pytest.raises(ValueError, match=message):
+        bases.from_gradients(adapted(**dict(m_scale=0.0) | config), batches)

@@ -9,21 +9,16 @@ from plpkg.backbones import random_backbone
 from plpkg.catalog import ModelShape
 from plpkg.residual import PrivateLoraConfig, split
 from plpkg.residual.cost import device_cost, kept_layers_cost
+from tests.residual.conftest import CUTS, IDS, backbone
 
 from direct import Direct
-
-IDS = torch.arange(2, 26).reshape(2, 12) % 23 + 1
-
-
-def small(family="llama", **options):
-    return random_backbone(family, num_layers=4, num_kv_heads=2, vocab=64, hidden=32, intermediate=48, options=options)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
-@pytest.mark.parametrize(("first_k", "last_k"), [(0, 0), (1, 0), (0, 1), (1, 2)])
+@pytest.mark.parametrize(("first_k", "last_k"), CUTS)
 def test_the_formula_of_the_cost_equals_the_count(family, tied, first_k, last_k):
-    model = small(family, tie_word_embeddings=tied)
+    model = backbone(family, options=dict(tie_word_embeddings=tied))
     shape = ModelShape.from_config(model.config)
     device, _ = split(get_peft_model(model, PrivateLoraConfig(r_c2d=5, r_d2c=3)), first_k, last_k)
     counted = device_cost(device, wire_bits=32)
@@ -36,7 +31,7 @@ def test_the_formula_of_the_cost_equals_the_count(family, tied, first_k, last_k)
     "targets", [["down_proj"], ["o_proj", "up_proj"], ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"]]
 )
 def test_the_formula_knows_every_projection(targets):
-    model = small("qwen2", tie_word_embeddings=True)
+    model = backbone("qwen2", options=dict(tie_word_embeddings=True))
     shape = ModelShape.from_config(model.config)
     device, _ = split(get_peft_model(model, PrivateLoraConfig(r_c2d=5, r_d2c=3, target_modules=targets)), 1, 1)
     assert kept_layers_cost(shape, 1, 1, r_c2d=5, r_d2c=3, targets=targets) == device_cost(device)
@@ -107,7 +102,7 @@ def test_seven_billion_parameters():
         (lambda: kept_layers_cost("llama-2-7b", 2, 30), "last_k must be between 0 and num_layers - 1 - first_k=29"),
         (lambda: kept_layers_cost("llama-2-7b", r_d2c=0), "r_d2c must be a whole number of at least 1, got 0"),
         (lambda: kept_layers_cost("llama-2-7b", targets=["down"]), "a target must be one of 'q_proj', .*, got 'down'"),
-        (lambda: kept_layers_cost(ModelShape.from_config(small("gemma2").config)), "family must be one of 'llama'"),
+        (lambda: kept_layers_cost(ModelShape.from_config(backbone("gemma2").config)), "family must be one of 'llama'"),
     ],
 )
 def test_bad_input_is_named(call, message):

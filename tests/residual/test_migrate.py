@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 
-from plpkg.backbones import random_backbone
 from plpkg.residual import PrivateLoraConfig, migrate
-from plpkg.residual.adapter import PrivateLoraLayer
+from plpkg.residual.adapter import layers
 from plpkg.residual.migrate import exchanges, matrices, solve
+from tests.residual.conftest import backbone
 
 from rounding import assert_close, relative
 
@@ -111,31 +111,32 @@ def test_the_last_u_are_those_of_the_last_matrices(adapted):
     assert errors[3] < errors[1]
 
 
+TWO_BY_TWO = torch.ones(2, 2)
+
+
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "call", "message"),
     [
-        (dict(r_c2d=6), "r_c2d is 5 in the old adapter and 6 in the new one"),
-        (dict(projection_seed=1), "projection_seed is 0 in the old adapter and 1 in the new one"),
-        (dict(target_modules=["q_proj"]), "the adapters are in different modules"),
+        (dict(r_c2d=6), {}, "r_c2d is 5 in the old adapter and 6 in the new one"),
+        (dict(projection_seed=1), {}, "projection_seed is 0 in the old adapter and 1 in the new one"),
+        (dict(target_modules=["q_proj"]), {}, "the adapters are in different modules"),
+        ({}, dict(rounds=0), "rounds must be"),
+        ({}, dict(anchors=[]), "no anchors"),
+        ({}, dict(adapter_name="other"), "both models need a PrivateLoRA adapter 'other'"),
     ],
 )
-def test_another_adapter_is_refused(adapted, config, message):
+def test_another_adapter_and_bad_input_are_refused(adapted, config, call, message):
     with pytest.raises(ValueError, match=message):
-        migrate.migrate(adapted(), adapted(**config), anchors(0))
+        migrate.migrate(adapted(), adapted(**config), **dict(anchors=anchors(0)) | call)
 
 
-def test_bad_input_is_named(adapted):
-    model = adapted()
-    with pytest.raises(ValueError, match="rounds must be"):
-        migrate.migrate(model, model, anchors(0), rounds=0)
-    with pytest.raises(ValueError, match="no anchors"):
-        migrate.migrate(model, model, [])
-    with pytest.raises(ValueError, match="both models need a PrivateLoRA adapter 'other'"):
-        migrate.migrate(model, model, anchors(0), adapter_name="other")
-    with pytest.raises(ValueError, match="ridge must be at least 0, got -1"):
-        solve(torch.ones(2, 2), torch.ones(2, 2), torch.ones(2, 2), -1)
-    with pytest.raises(ValueError, match="do not fit together"):
-        solve(torch.ones(2, 2), torch.ones(3, 2), torch.ones(2, 2), 0)
+@pytest.mark.parametrize(
+    ("v", "ridge", "message"),
+    [(TWO_BY_TWO, -1, "ridge must be at least 0, got -1"), (torch.ones(3, 2), 0, "do not fit together")],
+)
+def test_what_cannot_be_solved_is_named(v, ridge, message):
+    with pytest.raises(ValueError, match=message):
+        solve(TWO_BY_TWO, v, TWO_BY_TWO, ridge)
 
 
 @pytest.mark.parametrize("init", ["svd", "given"])
@@ -143,9 +144,8 @@ def test_other_bases_are_refused(adapted, init):
     old = adapted(m_scale=0.1, init=init, r_c2d=4, r_d2c=4)
     new = updated(old)
     migrate.migrate(old, new, anchors(0))
-    for layer in new.modules():
-        if isinstance(layer, PrivateLoraLayer):
-            layer.privatelora_A["default"].neg_()
+    for layer in layers(new).values():
+        layer.privatelora_A["default"].neg_()
     with pytest.raises(ValueError, match="A and B of 'default' differ: give the new model those of the old"):
         migrate.migrate(old, new, anchors(0))
 
@@ -154,9 +154,9 @@ def test_dropout_is_off_and_stays_as_it_was(adapted):
     model = adapted("gpt2", m_scale=0.1)
     expected = exchanges(model, anchors(0, 1))
     model.train()
-    found = exchanges(model, anchors(0, 1))
+    pairs = exchanges(model, anchors(0, 1))
     assert model.training
-    assert all(torch.equal(a, b) for name in found for a, b in zip(found[name], expected[name], strict=True))
+    assert all(torch.equal(a, b) for name in pairs for a, b in zip(pairs[name], expected[name], strict=True))
 
 
 def test_an_adapter_that_is_not_active_is_named(adapted):
@@ -164,7 +164,7 @@ def test_an_adapter_that_is_not_active_is_named(adapted):
     model.add_adapter("other", PrivateLoraConfig(r_c2d=5, r_d2c=3))
     with pytest.raises(ValueError, match=r"the adapter 'other' is not active, but \['default'\]"):
         exchanges(model, anchors(0, 1), "other")
-    for plain in (model.unload(), random_backbone("llama")):
+    for plain in (model.unload(), backbone()):
         with pytest.raises(ValueError, match="LlamaForCausalLM has no PrivateLoRA adapter 'default'"):
             exchanges(plain.train(), anchors(0, 1))
         assert plain.training

@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import get_peft_model
 
-from plpkg.backbones import load_backbone, random_backbone
+from plpkg.backbones import load_backbone
 from plpkg.residual import PrivateLoraConfig, split
 from plpkg.residual.privacy.attacks import (
     CHUNK,
@@ -20,13 +20,10 @@ from plpkg.residual.privacy.attacks import (
     relative_error,
     token_accuracy,
 )
+from tests.residual.conftest import backbone, normal
 
 from direct import Direct
 from rounding import assert_close, relative, sampling_error
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def tokens(*shape, vocab, seed=0):
@@ -58,9 +55,9 @@ def test_with_a_prior_the_most_probable_token_is_found(shape):
     received = table[ids] + std * normal(4, 25, 4, seed=1)
     log_prior = (3 * normal(*shape, seed=2).double()).log_softmax(-1)
     posterior = log_prior - (received[..., None, :] - table).square().sum(-1) / (2 * std**2)
-    found = recover_tokens(received, table, std=std, log_prior=log_prior)
-    assert torch.equal(found, posterior.argmax(-1))
-    assert not torch.equal(found, recover_tokens(received, table))
+    likeliest = recover_tokens(received, table, std=std, log_prior=log_prior)
+    assert torch.equal(likeliest, posterior.argmax(-1))
+    assert not torch.equal(likeliest, recover_tokens(received, table))
 
 
 def test_m_is_solved_for():
@@ -77,8 +74,7 @@ def test_m_is_solved_for():
 
 
 def test_m_is_solved_for_from_what_crosses_in_half_precision():
-    model = random_backbone("llama", vocab=64)
-    model = get_peft_model(model, PrivateLoraConfig(r_c2d=6, r_d2c=4)).eval()
+    model = get_peft_model(backbone(num_layers=2), PrivateLoraConfig(r_c2d=6, r_d2c=4)).eval()
     for name, parameter in model.named_parameters():
         if "privatelora_M" in name:
             parameter.data = normal(*parameter.shape, seed=len(name))
@@ -121,11 +117,11 @@ def test_a_linear_inverter_finds_the_map_and_weighs_the_noise():
     noise = 0.05 * normal(4000, 8, seed=3) + 8 * normal(4000, 1, seed=4) * turn[0]  # large along one direction
     hidden = table[ids] @ turn + noise + 7
     train, test = slice(0, 3000), slice(3000, 4000)
-    found = LinearInverter(hidden[train], ids[train], table).recover(hidden[test])
+    inverted = LinearInverter(hidden[train], ids[train], table).recover(hidden[test])
     best = recover_tokens(((hidden[test] - 7) @ turn.T)[:, 1:], table[:, 1:])  # knows the map, and what is noise
-    assert token_accuracy(found, ids[test]) > token_accuracy(best, ids[test]) - sampling_error(1 / 4, 1000)
+    assert token_accuracy(inverted, ids[test]) > token_accuracy(best, ids[test]) - sampling_error(1 / 4, 1000)
     plain = recover_tokens((hidden[test] - hidden[train].mean(0)) @ turn.T + table[ids[train]].mean(0), table)
-    assert token_accuracy(plain, ids[test]) < token_accuracy(found, ids[test]) / 2
+    assert token_accuracy(plain, ids[test]) < token_accuracy(inverted, ids[test]) / 2
 
 
 def test_little_text_does_not_look_exact():
@@ -133,23 +129,13 @@ def test_little_text_does_not_look_exact():
     table = normal(500, 32)
     hidden = table + normal(500, 32, seed=1)
     known = torch.arange(20)
-    found = LinearInverter(hidden[known], known, table).recover(hidden[20:])
+    inverted = LinearInverter(hidden[known], known, table).recover(hidden[20:])
     best = recover_tokens(hidden[20:], table)  # knows the map, and that the noise is white
-    assert token_accuracy(found, torch.arange(20, 500)) > token_accuracy(best, torch.arange(20, 500)) / 2
-
-
-def contextual(family="llama", vocab=64):
-    """A random model in which what came before matters: as they come, attention adds almost nothing."""
-    model = random_backbone(family, num_layers=3, hidden=32, intermediate=48, vocab=vocab)
-    for layer in getattr(model.base_model, "layers", getattr(model.base_model, "h", None)):
-        for parameter in layer.parameters():
-            if parameter.ndim == 2:
-                parameter.data *= 15
-    return model
+    assert token_accuracy(inverted, torch.arange(20, 500)) > token_accuracy(best, torch.arange(20, 500)) / 2
 
 
 def test_the_attackers_copy_leaves_the_model_alone():
-    model = contextual()
+    model = backbone()
     before = {name: (p.clone(), p.requires_grad) for name, p in model.named_parameters()}
     public_prefix(model, 1).embed(torch.ones(1, 2, dtype=torch.long))
     after = {name: (p, p.requires_grad) for name, p in model.named_parameters()}
@@ -177,8 +163,8 @@ def test_layers_that_have_learnt_hide_little_from_public_text():
     with torch.no_grad():
         sent, target = (model.model(ids, output_hidden_states=True).hidden_states[1] for ids in (public, private))
     table = model.get_input_embeddings().weight
-    found = LinearInverter(sent, public, table).recover(target.half())
-    assert token_accuracy(found, private) > 0.9
+    inverted = LinearInverter(sent, public, table).recover(target.half())
+    assert token_accuracy(inverted, private) > 0.9
     assert token_accuracy(recover_tokens(target, table), private) < 0.5
 
 

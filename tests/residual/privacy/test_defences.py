@@ -1,33 +1,18 @@
 """The defences do what they say, cost what they say, and their attackers find what is there to find."""
 
-import copy
 import math
 
 import pytest
 import torch
 from peft import get_peft_model
 
-from plpkg.backbones import random_backbone
 from plpkg.residual import PrivateLoraConfig, adapter, migrate, split
 from plpkg.residual.privacy.attacks import LinearInverter, public_table, recover_tokens, token_accuracy
-from plpkg.residual.privacy.defences import (
-    NoisySender,
-    rms,
-    sending,
-)
+from plpkg.residual.privacy.defences import NoisySender, rms, sending
+from tests.residual.conftest import IDS, backbone, normal, precise
 
 from direct import Direct
 from rounding import assert_as_exact, assert_close, sampling_error
-
-IDS = torch.arange(2, 26).reshape(2, 12) % 23 + 1
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def small(family="llama", **options):
-    return random_backbone(family, num_layers=4, num_kv_heads=2, vocab=64, hidden=32, intermediate=48, options=options)
 
 
 def test_noise_has_the_size_that_it_should_have():
@@ -53,17 +38,16 @@ def test_more_noise_leaves_fewer_tokens():
         near.append(token_accuracy(recover_tokens(noise(table[ids]), table), ids))
         inverter = LinearInverter(noise(table[ids]), ids, table)
         learnt.append(token_accuracy(inverter.recover(noise(table[ids])), ids))
-    for found in (near, learnt):
-        assert found[0] == 1
-        assert found[0] > found[1] > found[2] > found[3]
-        assert found[3] < 10 / len(table)  # ten times what chance finds
+    for accuracy in (near, learnt):
+        assert accuracy[0] == 1
+        assert accuracy[0] > accuracy[1] > accuracy[2] > accuracy[3]
+        assert accuracy[3] < 10 / len(table)  # ten times what chance finds
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 @pytest.mark.parametrize("first_k", [0, 1])
 def test_the_uncut_model_computes_with_what_a_defended_device_would_send(family, first_k):
-    heads = dict(num_kv_heads=4) if family == "gpt2" else dict(num_kv_heads=2)
-    model = random_backbone(family, num_layers=3, hidden=32, vocab=64, options=dict(tie_word_embeddings=True), **heads)
+    model = backbone(family, options=dict(tie_word_embeddings=True))
     model = get_peft_model(model, PrivateLoraConfig(r_c2d=5, r_d2c=3)).eval()
     with torch.no_grad():
         before = model(IDS).logits
@@ -75,7 +59,7 @@ def test_the_uncut_model_computes_with_what_a_defended_device_would_send(family,
             device.embedding = torch.nn.Embedding.from_pretrained(table.to(model.dtype))
             return device.logits(cloud(NoisySender(0.5, 1.0, seed=3)(device.embed(IDS))))
 
-        expected, exact = defended(model), defended(copy.deepcopy(model).double())
+        expected, exact = defended(model), defended(precise(model))
         with sending(model, table=table, noise=noise, first_k=first_k):
             assert_as_exact(model(IDS).logits, expected, exact)
         with pytest.raises(AssertionError, match="apart"):
@@ -101,7 +85,7 @@ def test_noise_on_the_answers_is_relative_to_each(adapted):
 
 
 def test_what_is_sent_is_the_scaled_row():
-    model = small("gemma2")
+    model = backbone("gemma2")
     assert_close(public_table(model), model.model.embed_tokens.weight * math.sqrt(32), terms=2)
 
 
@@ -110,12 +94,9 @@ def test_what_is_sent_is_the_scaled_row():
     [
         (lambda: NoisySender(-1, 1.0), "scale must be at least 0, got -1"),
         (lambda: NoisySender(1, 0), "rms must be greater than 0, got 0"),
-        (lambda: sending(small(), first_k=4).__enter__(), "first_k must be between 0 and num_hidden_layers - 1=3"),
-        (lambda: sending(small(), table=normal(3, 32)).__enter__(), r"table is \(3, 32\), the embedding \(64, 32\)"),
-        (
-            lambda: sending(small(), answers=NoisySender(1)).__enter__(),
-            "LlamaForCausalLM has no PrivateLoRA adapter 'default'",
-        ),
+        (lambda: sending(backbone(), first_k=4).__enter__(), "first_k must be between 0 and num_hidden_layers - 1=3"),
+        (lambda: sending(backbone(), table=normal(3, 32)).__enter__(), r"table is \(3, 32\), the embedding \(64, 32\)"),
+        (lambda: sending(backbone(), answers=NoisySender(1)).__enter__(), "has no PrivateLoRA adapter 'default'"),
     ],
 )
 def test_bad_input_is_named(call, message):
