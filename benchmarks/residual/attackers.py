@@ -14,7 +14,6 @@ from torch import nn
 
 from plpkg.residual.device_part import DevicePart
 from plpkg.residual.privacy.attacks import LinearInverter
-from plpkg.validation import number, whole_number
 
 
 class MlpInverter(LinearInverter):
@@ -35,10 +34,10 @@ class MlpInverter(LinearInverter):
     ) -> None:
         super().__init__(hidden, ids, table, ridge=ridge)
         x, ids = super().queries(hidden).flatten(0, -2).float(), ids.flatten()
-        generator = torch.Generator().manual_seed(whole_number("seed", seed, 0))
+        generator = torch.Generator().manual_seed(seed)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            first = nn.Linear(x.shape[1], whole_number("width", width, 1))
+            first = nn.Linear(x.shape[1], width)
             last = nn.Linear(width, x.shape[1], bias=False)
         nn.init.zeros_(last.weight)
         self.correction = nn.Sequential(nn.LayerNorm(x.shape[1]), first, nn.GELU(), last).to(x.device)
@@ -61,8 +60,8 @@ class MlpInverter(LinearInverter):
 
 def fit(parameters: Iterable[nn.Parameter], loss: Callable[[], torch.Tensor], steps: int, lr: float) -> None:
     """AdamW on a loss that draws its own batches; the rate falls linearly to zero."""
-    optimizer = torch.optim.AdamW(parameters, lr=number("lr", lr, open_low=True))
-    for step in range(whole_number("steps", steps, 0)):
+    optimizer = torch.optim.AdamW(parameters, lr=lr)
+    for step in range(steps):
         optimizer.param_groups[0]["lr"] = lr * (1 - step / steps)
         optimizer.zero_grad()
         loss().backward()
@@ -91,15 +90,9 @@ def greedy_search(
     batch
         Candidates at a time.
     """
-    number("tolerance", tolerance)
-    whole_number("batch", batch, 1)
     if candidates is None:
         candidates = torch.arange(prefix.embedding.num_embeddings, device=observed.device).expand(len(observed), -1)
-    if observed.ndim != 2 or candidates.shape[:-1] != observed.shape[:1] or not candidates.numel():
-        raise ValueError(f"not (seq, hidden) and (seq, n): {tuple(observed.shape)} and {tuple(candidates.shape)}")
-    if not observed.isfinite().all():
-        raise ValueError("what was observed is not finite")
-    cache, found = prefix.new_cache(), []
+    cache, recovered = prefix.new_cache(), []
     for target, choices in zip(observed, candidates, strict=True):
         best = (math.inf, None)
         for tried in choices.split(batch):
@@ -111,9 +104,9 @@ def greedy_search(
             best = min(best, (distance.item(), tried[at]), key=lambda pair: pair[0])
             if best[0] <= tolerance * target.double().norm():
                 break
-        found.append(best[1])
+        recovered.append(best[1])
         prefix.embed(best[1][None, None], cache=cache)
-    return torch.stack(found)
+    return torch.stack(recovered)
 
 
 def symbols_of(received: torch.Tensor) -> torch.Tensor:
@@ -140,10 +133,6 @@ def prediction_attack(log_probs: torch.Tensor, cipher: torch.Tensor) -> torch.Te
     torch.Tensor
         ``(…, seq)``, int64; -1 for a symbol that does nothing but begin texts.
     """
-    if log_probs.shape[:-1] != cipher.shape:
-        raise ValueError(
-            f"log_probs {tuple(log_probs.shape)} and cipher {tuple(cipher.shape)} are not of the same text"
-        )
     later = cipher[..., 1:].flatten()
     total = torch.zeros(int(cipher.max()) + 1, log_probs.shape[-1], device=log_probs.device)
     total.index_add_(0, later, log_probs[..., :-1, :].flatten(0, -2).float())
@@ -177,11 +166,7 @@ def frequency_attack(
     from scipy.optimize import linear_sum_assignment
 
     cipher, public = cipher.cpu(), public.cpu()
-    for name, ids in (("cipher", cipher), ("public", public)):
-        if ids.ndim != 1 or len(ids) < 2:
-            raise ValueError(f"{name} must be a text of at least two tokens, got {tuple(ids.shape)}")
-    generator = torch.Generator().manual_seed(whole_number("seed", seed, 0))
-    whole_number("symbols", symbols, 1)
+    generator = torch.Generator().manual_seed(seed)
     common, tokens = _ranked(public, symbols * 3 // 2, generator)
     ranks, known = _ranked(cipher, min(symbols, len(tokens)), generator)
     n = len(known)
@@ -200,8 +185,8 @@ def frequency_attack(
         a = min(n, int(trusted))
         before = seen[:a].T @ log_p[pairing[:a]] + rare  # by what they follow; (symbols, tokens)
         both = before + seen[:, :a] @ log_p[:, pairing[:a]].T  # and by what follows them
-        found = [linear_sum_assignment(score.numpy(), maximize=True)[1] for score in (before, both)]
-        pairing = max(map(torch.from_numpy, found), key=likelihood)
+        pairings = [linear_sum_assignment(score.numpy(), maximize=True)[1] for score in (before, both)]
+        pairing = max(map(torch.from_numpy, pairings), key=likelihood)
         best = max(best, pairing, key=likelihood)
         trusted *= 1.3
     return torch.cat([tokens[best], torch.tensor([-1])])[ranks]

@@ -10,7 +10,6 @@ from torch.nn import functional
 from benchmarks.residual.attackers import fit
 from plpkg.residual.privacy.attacks import public_table
 from plpkg.residual.privacy.defences import rms
-from plpkg.validation import number, one_of, whole_number
 
 
 def private_embedding(
@@ -45,12 +44,8 @@ def private_embedding(
         ``(vocab, hidden)``, float32: for :func:`sending`, or for ``device.embedding``. Beside the public LM head it
         has to be kept, and no longer shares a tensor with it. What is sent is as long as before.
     """
-    one_of("start", start, ("perturbed", "rotated"))
-    number("size", size)
-    number("max_cosine", max_cosine, -1, 1)
-    number("weight", weight)
     public = public_table(model).float()
-    generator = torch.Generator().manual_seed(whole_number("seed", seed, 0))
+    generator = torch.Generator().manual_seed(seed)
     if start == "perturbed":
         first = public + size * rms(public) * torch.randn(public.shape, generator=generator).to(public)
     else:

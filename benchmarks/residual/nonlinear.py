@@ -8,10 +8,9 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.residual.attackers import fit
-from plpkg.residual.adapter import layers, matrices
+from plpkg.residual.adapter import layers
 from plpkg.residual.privacy.attacks import pairs, recover_m, relative_error
 from plpkg.residual.privacy.defences import rms
-from plpkg.validation import number, whole_number
 
 
 class NonlinearM(nn.Module):
@@ -29,10 +28,10 @@ class NonlinearM(nn.Module):
 
     def __init__(self, r_c2d: int, r_d2c: int, hidden: int, seed: int = 0) -> None:
         super().__init__()
-        self.in_features, self.out_features = whole_number("r_c2d", r_c2d, 1), whole_number("r_d2c", r_d2c, 1)
+        self.in_features, self.out_features = r_c2d, r_d2c
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(whole_number("seed", seed, 0))
-            self.inner = nn.Linear(r_c2d, whole_number("hidden", hidden, 1))
+            torch.manual_seed(seed)
+            self.inner = nn.Linear(r_c2d, hidden)
             self.outer = nn.Linear(hidden, r_d2c, bias=False)
         nn.init.zeros_(self.outer.weight)
 
@@ -47,7 +46,6 @@ class NonlinearM(nn.Module):
 
 def make_nonlinear(model, hidden: int, *, adapter_name: str = "default", seed: int = 0) -> None:
     """Put a :class:`NonlinearM` in the place of every M of an adapter. PEFT saves it, but cannot load it."""
-    matrices(model, adapter_name)  # refuses a model without this adapter
     for i, layer in enumerate(layers(model, adapter_name).values()):
         m = layer.privatelora_M[adapter_name]
         new = NonlinearM(m.in_features, m.out_features, hidden, seed + i)
@@ -92,9 +90,7 @@ def steal_function(
         Of weights and batches.
     """
     u, v = pairs(u, v)
-    n = len(u) - round(len(u) * number("held_out", held_out, 0, 1))
-    if not 0 < n < len(u):
-        raise ValueError(f"{len(u)} pairs with held_out={held_out} leave nothing to learn from, or nothing to test on")
+    n = len(u) - round(len(u) * held_out)
     matrix = recover_m(u[:n], v[:n])
     rest = v - u @ matrix.T
     mean, std, scale = u[:n].mean(0), u[:n].std(0, correction=0) + 1e-12, rms(rest[:n]) + 1e-12
@@ -113,5 +109,6 @@ def steal_function(
         asked = asked.double()
         return asked @ matrix.T + scale * student(((asked - mean) / std).float())
 
-    found, true = function(u[n:]), v[n:]
-    return Stolen(n, len(u) - n, relative_error(found, true), relative_error(u[n:] @ matrix.T, true), function)
+    true = v[n:]
+    copied, linear = (relative_error(estimate, true) for estimate in (function(u[n:]), u[n:] @ matrix.T))
+    return Stolen(n, len(u) - n, copied, linear, function)

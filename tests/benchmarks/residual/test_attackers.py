@@ -1,33 +1,25 @@
 """The attackers against brute force, and against what was really there."""
 
-import copy
 from collections import Counter
 
 import pytest
 import torch
 
 from benchmarks.residual.attackers import MlpInverter, frequency_attack, greedy_search, prediction_attack, symbols_of
-from plpkg.backbones import FAMILIES, random_backbone
-from plpkg.residual.privacy.attacks import (
-    LinearInverter,
-    public_prefix,
-    token_accuracy,
-)
+from plpkg.backbones import FAMILIES
+from plpkg.residual.privacy.attacks import LinearInverter, public_prefix, token_accuracy
+from tests.residual.conftest import backbone, normal, precise
 
 from rounding import assert_as_exact
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def tokens(*shape, vocab, seed=0):
     return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def contextual(family="llama", vocab=64):
+def contextual(family="llama"):
     """A random model in which what came before matters: as they come, attention adds almost nothing."""
-    model = random_backbone(family, num_layers=3, hidden=32, intermediate=48, vocab=vocab)
+    model = backbone(family, num_layers=3)
     for layer in getattr(model.base_model, "layers", getattr(model.base_model, "h", None)):
         for parameter in layer.parameters():
             if parameter.ndim == 2:
@@ -43,11 +35,11 @@ def test_an_mlp_inverter_learns_what_a_linear_one_cannot():
     given = hidden[train], ids[train], table
     linear = LinearInverter(*given).recover(hidden[test])
     options = dict(steps=200, lr=1e-2, negatives=60)
-    found = MlpInverter(*given, **options).recover(hidden[test])
-    assert token_accuracy(linear, ids[test]) < 0.5 < token_accuracy(found, ids[test])
+    learnt = MlpInverter(*given, **options).recover(hidden[test])
+    assert token_accuracy(linear, ids[test]) < 0.5 < token_accuracy(learnt, ids[test])
     torch.manual_seed(9)
     state = torch.random.get_rng_state()
-    assert torch.equal(MlpInverter(*given, **options).recover(hidden[test]), found)
+    assert torch.equal(MlpInverter(*given, **options).recover(hidden[test]), learnt)
     assert torch.equal(torch.random.get_rng_state(), state)
     assert torch.equal(MlpInverter(*given, steps=0).recover(hidden[test]), linear)
 
@@ -60,8 +52,7 @@ def test_a_search_with_the_public_weights_recovers_everything(family, first_k):
     prefix = public_prefix(model, first_k)
     with torch.no_grad():
         hidden, exact = (
-            each(ids, output_hidden_states=True).hidden_states[first_k]
-            for each in (model, copy.deepcopy(model).double())
+            each(ids, output_hidden_states=True).hidden_states[first_k] for each in (model, precise(model))
         )
     assert_as_exact(prefix.embed(ids), hidden, exact)
     assert torch.equal(greedy_search(prefix, hidden[0].half(), batch=40), ids[0])
@@ -95,10 +86,12 @@ def markov(n, seed, vocab=80):
 def test_a_substitution_is_deciphered_by_statistics():
     public, private = markov(40_000, seed=2), markov(20_000, seed=3)
     replaced = torch.randperm(80, generator=torch.Generator().manual_seed(4))
-    found = frequency_attack(replaced[private], public, symbols=80)
+    deciphered = frequency_attack(replaced[private], public, symbols=80)
     ranks = frequency_attack(replaced[private], public, symbols=80, rounds=0)
-    assert 1 - token_accuracy(found, private) < (1 - token_accuracy(ranks, private)) / 2
-    assert torch.equal(frequency_attack(replaced[private] * 1000, public, symbols=80), found)  # names do not matter
+    assert 1 - token_accuracy(deciphered, private) < (1 - token_accuracy(ranks, private)) / 2
+    assert torch.equal(
+        frequency_attack(replaced[private] * 1000, public, symbols=80), deciphered
+    )  # names do not matter
 
     by_frequency = [[token for token, _ in Counter(text.tolist()).most_common(5)] for text in (private, public)]
     table = dict(zip(*by_frequency, strict=True))
@@ -112,9 +105,9 @@ def test_a_substitution_is_deciphered_by_statistics():
 
 def test_ties_of_frequency_are_broken_by_the_seed():
     cipher = torch.arange(50)
-    found = [frequency_attack(cipher, cipher, symbols=50, rounds=0, seed=seed) for seed in (0, 0, 1)]
-    assert torch.equal(found[0], found[1])
-    assert not torch.equal(found[0], found[2])
+    first, again, other = (frequency_attack(cipher, cipher, symbols=50, rounds=0, seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
 
 
 def test_equal_vectors_are_one_symbol():
@@ -133,27 +126,3 @@ def test_predictions_decipher_as_a_loop_would():
             sums[cipher[row, i].item()] += log_probs[row, i - 1]
     best = {symbol: total.argmax().item() for symbol, total in sums.items()} | {0: -1, 3: -1}  # never predicted
     assert prediction_attack(log_probs, cipher).tolist() == [[best[s] for s in row] for row in cipher.tolist()]
-
-
-ROW, U, IDS = torch.ones(1, 4), torch.ones(5, 3), torch.zeros(5, dtype=torch.int64)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda: MlpInverter(normal(5, 3), IDS + torch.arange(5), normal(5, 3), width=0),
-            "width must be a whole number of at least 1",
-        ),
-        (lambda: greedy_search(None, U, IDS[:, None], tolerance=-1), "tolerance must be at least 0, got -1"),
-        (lambda: greedy_search(None, U, IDS[:4, None]), r"not \(seq, hidden\) and \(seq, n\): \(5, 3\) and \(4, 1\)"),
-        (lambda: greedy_search(None, U / 0, IDS[:, None]), "what was observed is not finite"),
-        (lambda: frequency_attack(IDS[:1], IDS), r"cipher must be a text of at least two tokens, got \(1,\)"),
-        (lambda: frequency_attack(IDS, U), r"public must be a text of at least two tokens, got \(5, 3\)"),
-        (lambda: frequency_attack(IDS, IDS, symbols=0), "symbols must be a whole number of at least 1, got 0"),
-        (lambda: prediction_attack(normal(3, 4), torch.zeros(2)), r"log_probs \(3, 4\) and cipher \(2,\) are not of"),
-    ],
-)
-def test_bad_input_is_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()

@@ -3,24 +3,11 @@ import torch
 from torch.nn import functional
 
 from benchmarks.residual.cold_start import private_embedding
-from plpkg.backbones import random_backbone
 from plpkg.residual.privacy.attacks import LinearInverter, public_table, recover_tokens, token_accuracy
-from plpkg.residual.privacy.defences import (
-    rms,
-    sending,
-)
+from plpkg.residual.privacy.defences import rms, sending
+from tests.residual.conftest import backbone
 
 from rounding import assert_close, sampling_error
-
-IDS = torch.arange(2, 26).reshape(2, 12) % 23 + 1
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def small(family="llama", **options):
-    return random_backbone(family, num_layers=4, num_kv_heads=2, vocab=64, hidden=32, intermediate=48, options=options)
 
 
 def repeating(seed=0):
@@ -37,7 +24,7 @@ def loss_of(model, table):
 
 
 def test_a_secret_embedding_learns_the_language_and_keeps_away_from_the_public_one():
-    model = small(tie_word_embeddings=True)
+    model = backbone(options=dict(tie_word_embeddings=True))
     model.lm_head.weight.data *= 20  # tied: both are
     model.model.norm.weight.requires_grad_(False)
     before = {name: (p.clone(), p.requires_grad) for name, p in model.named_parameters()}
@@ -56,7 +43,7 @@ def test_a_secret_embedding_learns_the_language_and_keeps_away_from_the_public_o
 
 
 def test_secret_embeddings_start_as_described():
-    model = small()
+    model = backbone()
     public = public_table(model)
     perturbed = private_embedding(model, repeating(), steps=0, size=2.0)
     assert rms(perturbed - public) == pytest.approx(2 * rms(public), rel=sampling_error(1 / 2, public.numel()))
@@ -66,18 +53,3 @@ def test_secret_embeddings_start_as_described():
     # The knowing attacker: as many known pairs as dimensions, and every token falls.
     known = torch.arange(40)
     assert token_accuracy(LinearInverter(rotated[known], known, public).recover(rotated), torch.arange(64)) == 1
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda: private_embedding(small(), repeating(), start="secret"),
-            "start must be one of 'perturbed', 'rotated'",
-        ),
-        (lambda: private_embedding(small(), repeating(), max_cosine=2), "max_cosine must be at least -1 and at most 1"),
-    ],
-)
-def test_bad_input_is_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()

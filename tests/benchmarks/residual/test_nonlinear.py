@@ -1,28 +1,16 @@
-import copy
-
 import pytest
 import torch
 from peft import get_peft_model
 from torch.nn import functional
 
 from benchmarks.residual.nonlinear import NonlinearM, make_nonlinear, steal_function
-from plpkg.backbones import random_backbone
 from plpkg.residual import PrivateLoraConfig, split
 from plpkg.residual.cost import device_cost
 from plpkg.residual.privacy.attacks import relative_error
+from tests.residual.conftest import IDS, backbone, normal, precise
 
 from direct import Direct
 from rounding import assert_as_exact, relative
-
-IDS = torch.arange(2, 26).reshape(2, 12) % 23 + 1
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def small(family="llama", **options):
-    return random_backbone(family, num_layers=4, num_kv_heads=2, vocab=64, hidden=32, intermediate=48, options=options)
 
 
 def test_a_nonlinear_m_starts_at_zero_and_learns_what_no_matrix_can():
@@ -43,7 +31,7 @@ def test_a_nonlinear_m_starts_at_zero_and_learns_what_no_matrix_can():
 
 
 def test_nonlinear_ms_stand_where_matrices_stood():
-    model = get_peft_model(small(), PrivateLoraConfig(r_c2d=5, r_d2c=3)).eval()
+    model = get_peft_model(backbone(), PrivateLoraConfig(r_c2d=5, r_d2c=3)).eval()
     with torch.no_grad():
         public = model(IDS).logits
     make_nonlinear(model, 8)
@@ -57,7 +45,7 @@ def test_nonlinear_ms_stand_where_matrices_stood():
     device, cloud = split(model, 1)
     cloud.connect(Direct(device))
     with torch.no_grad():
-        expected, exact = (each(IDS).logits for each in (model, copy.deepcopy(model).double()))
+        expected, exact = (each(IDS).logits for each in (model, precise(model)))
         assert_as_exact(device.logits(cloud(device.embed(IDS))), expected, exact)
         with pytest.raises(AssertionError, match="apart"):
             assert_as_exact(public, expected, exact)
@@ -89,18 +77,3 @@ def test_a_theft_is_tested_on_what_came_later():
     v[800:] = normal(200, 4, seed=2)
     stolen = steal_function(u, v, steps=100)
     assert stolen.relative_error > 1  # worse than no answer
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: NonlinearM(4, 4, 0), "hidden must be a whole number of at least 1, got 0"),
-        (lambda: make_nonlinear(small(), 8), "LlamaForCausalLM has no PrivateLoRA adapter 'default'"),
-        (lambda: steal_function(normal(5, 2), normal(4, 2)), r"u \(5, 2\) and v \(4, 2\) are not pairs"),
-        (lambda: steal_function(normal(5, 2), normal(5, 2), held_out=0), "5 pairs with held_out=0 leave nothing"),
-        (lambda: steal_function(normal(5, 2), normal(5, 2), held_out=2), "held_out must be at least 0 and at most 1"),
-    ],
-)
-def test_bad_input_is_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
