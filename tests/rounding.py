@@ -32,43 +32,43 @@ def relative(terms: int, dtype: torch.dtype = torch.float32) -> float:
     return terms * torch.finfo(dtype).eps
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor, terms: int, size: torch.Tensor | float | None = None):
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, terms: int, size: torch.Tensor | float | None = None):
     """Every element differs by at most ``terms · eps · size``; eps is the coarser dtype's.
 
     Parameters
     ----------
-    found, expected
+    actual, expected
         Of one shape.
     terms
         Of the sum that makes an element; where sums follow each other, of all of them together.
     size
         Σ|a b| of an element's terms, or a bound of it; without it the largest of ``expected``.
     """
-    assert found.shape == expected.shape, f"{tuple(found.shape)}, expected {tuple(expected.shape)}"
-    eps = max(torch.finfo(t.dtype).eps for t in (found, expected))
+    assert actual.shape == expected.shape, f"{tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    eps = max(torch.finfo(t.dtype).eps for t in (actual, expected))
     size = expected.abs().max().item() if size is None else size
     torch.testing.assert_close(
-        (found.double() - expected.double()).abs() / size,
+        (actual.double() - expected.double()).abs() / size,
         torch.zeros(expected.shape, dtype=torch.float64),
         rtol=0,
         atol=terms * eps,
     )
 
 
-def assert_as_exact(found, expected, exact, times: float = TIMES):
-    """As one vector, ``found`` is as near ``expected`` as this is to ``exact``, but for the factor ``times``.
+def assert_as_exact(actual, expected, exact, times: float = TIMES):
+    """As one vector, ``actual`` is as near ``expected`` as this is to ``exact``, but for the factor ``times``.
 
     Parameters
     ----------
-    found, expected
+    actual, expected
         A tensor each, or as many tensors of the same shapes.
     exact
         What ``expected`` is in float64. A distance below one rounding of each element counts as that.
     """
-    found, expected, exact = map(_vector, (found, expected, exact))
-    own = max((expected - exact).norm().item(), torch.finfo(torch.float32).eps / 2 * exact.norm().item())
-    apart = (found - expected).norm().item()
-    assert apart <= times * own, f"{apart:.3g} apart, {apart / own:.1f} times the {own:.3g} from float64"
+    actual, expected, exact = map(_vector, (actual, expected, exact))
+    distance = max((expected - exact).norm().item(), torch.finfo(torch.float32).eps / 2 * exact.norm().item())
+    apart = (actual - expected).norm().item()
+    assert apart <= times * distance, f"{apart:.3g} apart, {apart / distance:.1f} times the {distance:.3g} from float64"
 
 
 def _vector(tensors: torch.Tensor | Iterable[torch.Tensor]) -> torch.Tensor:

@@ -18,8 +18,6 @@ TEXTS = [
     "Short.",
     "Kürzer, not shortest: é. " * 2,
 ]
-
-
 VOCAB, HIDDEN = 280, 32
 
 
@@ -85,13 +83,6 @@ def test_encoded_documents_score_like_their_texts(model, tokenizer):
     assert score(model, tokenizer, encode(TEXTS, tokenizer)) == score(model, tokenizer, TEXTS)
 
 
-def test_the_models_mode_is_left_as_it_was(model, tokenizer):
-    for training in (True, False):
-        model.train(training)
-        score(model, tokenizer, TEXTS[:1])
-        assert model.training is training
-
-
 def test_a_score_is_a_table_and_a_line():
     judged = Score(bits=200.0, tokens=100, num_bytes=400)
     assert repr(judged) == "Score(0.500 bits per byte, perplexity 4.00, 100 tokens)"
@@ -135,12 +126,14 @@ def test_a_large_vocabulary_means_small_batches(model, tokenizer, monkeypatch):
     assert judged.bits == pytest.approx(expected.bits, rel=rounding(judged))
 
 
-def test_dropout_is_off_and_comes_back_after_an_error(tokenizer):
-    noisy = random_backbone("llama", vocab=VOCAB, hidden=HIDDEN, options={"attention_dropout": 0.5}).train()
+@pytest.mark.parametrize("training", [True, False])
+def test_dropout_is_off_and_comes_back_even_after_an_error(tokenizer, training):
+    noisy = random_backbone("llama", vocab=VOCAB, hidden=HIDDEN, options={"attention_dropout": 0.5}).train(training)
     assert score(noisy, tokenizer, TEXTS) == score(noisy, tokenizer, TEXTS)
+    assert noisy.training is training
     with pytest.raises(IndexError):
         score(noisy, tokenizer, [Tokens(torch.tensor([0, 999]), torch.ones(2, dtype=bool), torch.ones(2))])
-    assert noisy.training
+    assert noisy.training is training
 
 
 def test_bfloat16_logits_are_added_up_in_float32(tokenizer):

@@ -61,46 +61,34 @@ def test_hash_depends_on_the_text_alone_not_on_its_place():
     assert len(np.unique(window_hashes(SENTENCE))) == len(SENTENCE) - SPAN + 1
 
 
-def test_a_paragraph_seen_before_is_dropped_and_the_new_one_stays():
+LONGER = f"{SENTENCE} And then it rests for a while in the shade."
+HEADED = f"{SENTENCE}\n\nSee also"
+NEW = "Something entirely different is told in this other paragraph here."
+HALF = "The quick brown fox jumps over every fence that our neighbours put up last year."
+
+
+@pytest.mark.parametrize(
+    ("earlier", "texts", "kept"),
+    [
+        ([], [SENTENCE], SENTENCE),
+        ([SENTENCE], [SENTENCE], ""),
+        ([SENTENCE], [f"{SENTENCE.upper()}\n\n{NEW}"], NEW),
+        ([SENTENCE], [HALF], HALF),  # half new is new
+        ([SENTENCE], ["quick brown fox jumps over the lazy dog near"], ""),  # a part of an earlier paragraph
+        ([SENTENCE], [LONGER], ""),
+        ([LONGER], [SENTENCE], ""),
+        (["Added in version 3.11, changed in 3.12 of it."], ["Added in version 2.7, changed in 3.0 of it."], ""),
+        ([], [HEADED], HEADED),  # a heading stays beside something longer
+        ([HEADED], [HEADED], ""),
+        ([HEADED], ["See also"], "See also"),
+        ([HEADED, "See also"], ["See also", "See Also."], ""),
+    ],
+)
+def test_only_paragraphs_that_are_new_are_kept(earlier, texts, kept):
     keep = Deduplicator()
-    assert keep([SENTENCE]) == SENTENCE
-    new = "Something entirely different is told in this other paragraph here."
-    assert keep([f"{SENTENCE.upper()}\n\n{new}"]) == new
-    assert keep([SENTENCE]) == ""
-
-
-def test_numbers_do_not_make_a_paragraph_new():
-    keep = Deduplicator()
-    assert keep(["Added in version 3.11 of the library, changed in 3.12 of it."])
-    assert keep(["Added in version 2.7 of the library, changed in 3.0 of it."]) == ""
-
-
-def test_part_of_an_earlier_paragraph_is_a_duplicate():
-    keep = Deduplicator()
-    keep([SENTENCE])
-    assert keep(["quick brown fox jumps over the lazy dog near"]) == ""
-
-
-def test_half_new_is_new():
-    keep = Deduplicator()
-    keep([SENTENCE])
-    text = "The quick brown fox jumps over every fence that our neighbours put up last year."
-    assert keep([text]) == text
-
-
-def test_headings_stay_only_beside_something_longer():
-    keep = Deduplicator()
-    assert keep([f"{SENTENCE}\n\nSee also"]) == f"{SENTENCE}\n\nSee also"
-    assert keep([f"{SENTENCE}\n\nSee also"]) == ""
-    assert keep(["See also"]) == "See also"
-    assert keep(["See also", "See Also."]) == ""
-
-
-def test_order_decides_who_keeps_a_text():
-    first, second = Deduplicator(), Deduplicator()
-    other = f"{SENTENCE} And then it rests for a while in the shade."
-    assert (first([SENTENCE]), first([other])) == (SENTENCE, "")
-    assert (second([other]), second([SENTENCE])) == (other, "")
+    for text in earlier:
+        assert keep([text]) == text
+    assert keep(texts) == kept
 
 
 @pytest.mark.parametrize("text", ["", "a", "x" * (SPAN - 1)])
