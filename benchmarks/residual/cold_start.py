@@ -10,6 +10,7 @@ from torch.nn import functional
 from benchmarks.residual.attackers import fit
 from plpkg.residual.privacy.attacks import public_table
 from plpkg.residual.privacy.defences import rms
+from plpkg.validation import one_of
 
 
 def private_embedding(
@@ -44,6 +45,7 @@ def private_embedding(
         ``(vocab, hidden)``, float32: for :func:`sending`, or for ``device.embedding``. Beside the public LM head it
         has to be kept, and no longer shares a tensor with it. What is sent is as long as before.
     """
+    one_of("start", start, ("perturbed", "rotated"))
     public = public_table(model).float()
     generator = torch.Generator().manual_seed(seed)
     if start == "perturbed":

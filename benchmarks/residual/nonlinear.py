@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.residual.attackers import fit
-from plpkg.residual.adapter import layers
+from plpkg.residual.adapter import layers, matrices
 from plpkg.residual.privacy.attacks import pairs, recover_m, relative_error
 from plpkg.residual.privacy.defences import rms
 
@@ -46,6 +46,7 @@ class NonlinearM(nn.Module):
 
 def make_nonlinear(model, hidden: int, *, adapter_name: str = "default", seed: int = 0) -> None:
     """Put a :class:`NonlinearM` in the place of every M of an adapter. PEFT saves it, but cannot load it."""
+    matrices(model, adapter_name)  # refuses a model without this adapter
     for i, layer in enumerate(layers(model, adapter_name).values()):
         m = layer.privatelora_M[adapter_name]
         new = NonlinearM(m.in_features, m.out_features, hidden, seed + i)
