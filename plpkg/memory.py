@@ -21,7 +21,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from plpkg import theme
 from plpkg.results import Tabular
 from plpkg.validation import one_of
 
@@ -226,27 +225,6 @@ class MemoryTimeline(Tabular):
     def __repr__(self) -> str:
         parts = ", ".join(f"{phase.name} +{phase.increase_bytes / MIB:.2f}" for phase in self.phases)
         return f"MemoryTimeline: peak {self.peak_bytes / MIB:.2f} MiB" + (f" ({parts} MiB)" if parts else "")
-
-    def plot(self, ax=None):
-        """Live MiB over the events, stacked by category, with the phases named."""
-        frame = self.to_frame()
-        ax = theme.axes(ax)
-        used = [category for category in CATEGORIES if frame[category].any()]
-        fills = theme.fills(len(used))
-        ax.stackplot(
-            frame.index, [frame[c] for c in used], labels=used, colors=[fill["color"] for fill in fills], step="post"
-        )
-        for patch, fill in zip(ax.collections, fills, strict=True):
-            patch.set(hatch=fill["hatch"], edgecolor="white", linewidth=0)
-        starts = frame.index[frame["phase"] != frame["phase"].shift()]
-        top = frame["total"].max()
-        for start in starts:
-            if name := frame.loc[start, "phase"]:
-                ax.axvline(start, color="0.3", lw=0.8, linestyle=":")
-                ax.text(start, 1.02 * top, f" {name}", rotation=45, fontsize=9, va="bottom")
-        ax.set(xlabel="events (allocations and releases)", ylabel="live MiB", ylim=(0, 1.02 * top or 1))
-        ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
-        return theme.describe(ax, f"Live memory over {len(frame)} events, stacked by category. {self!r}.")
 
     def _label_state(self, optimizer: torch.optim.Optimizer) -> None:
         tensors = [leaf for leaf in tree_leaves(dict(optimizer.state)) if isinstance(leaf, torch.Tensor)]

@@ -1,4 +1,8 @@
-"""Figures of notebook 05."""
+"""Figures of notebook 05.
+
+What was measured comes as ``rows``: a case, or the section ``grid``, of ``benchmarks/clipping/costs.py``; the sections
+``accuracy`` and ``exposure`` of ``benchmarks/clipping/learning.py``.
+"""
 
 import math
 
@@ -85,13 +89,7 @@ def gram_or_gradient(rows: int, cols: int, ax=None):
 
 
 def measured(rows, ax=None):
-    """CPU time against peak memory of every execution, as multiples of SGD's.
-
-    Parameters
-    ----------
-    rows
-        One case of ``benchmarks/clipping/costs.py``: ``case``, ``what``, ``ratio`` and ``peak_ratio``.
-    """
+    """CPU time against peak memory of every execution, as multiples of SGD's."""
     ax = theme.axes(ax)
     for row, style in zip(rows.itertuples(), theme.styles(len(rows)), strict=True):
         style = {"markersize": 9, **style, "linestyle": "none"}
@@ -107,13 +105,7 @@ def measured(rows, ax=None):
 
 
 def grid(rows, ax=None):
-    """The plan's CPU time beside ghost clipping's, over widths, lengths and batches.
-
-    Parameters
-    ----------
-    rows
-        The section ``grid`` of ``benchmarks/clipping/costs.py``: ``case`` and ``ratio``.
-    """
+    """The plan's CPU time beside ghost clipping's, over widths, lengths and batches."""
     ax = theme.axes(ax)
     sizes = rows["case"].str.extract(r"width (?P<width>\d+), T=(?P<seq>\d+)").astype(int)
     by_width = rows.join(sizes).groupby("width")
@@ -153,12 +145,7 @@ def epsilon_of_noise(examples: int, batch: int, epochs: tuple[int, ...] = (1, 3,
 def by_epsilon(rows, columns: list[str]):
     """Means over the seeds of what was learnt: the untuned model first, then each method's cases by ε.
 
-    Parameters
-    ----------
-    rows
-        A section of ``benchmarks/clipping/learning.py``.
-    columns
-        Those that are averaged; ``runs``, how many seeds there are, is added.
+    The ``columns`` are averaged; ``runs``, how many seeds there are, is added.
     """
     import pandas as pd
 
@@ -175,12 +162,7 @@ def by_epsilon(rows, columns: list[str]):
 def epsilon_curve(rows, what: str = "accuracy", ax=None):
     """What held-out text says of private fine-tuning, against ε; a small point is a run.
 
-    Parameters
-    ----------
-    rows
-        The section ``accuracy`` of ``benchmarks/clipping/learning.py``.
-    what
-        ``accuracy``, of the next token, in percent, or ``bits_per_byte``.
+    ``what`` is ``accuracy``, of the next token, in percent, or ``bits_per_byte``.
     """
     labels = {"accuracy": "next tokens right, %", "bits_per_byte": "bits per byte"}
     label = labels[one_of("what", what, tuple(labels))]
@@ -211,13 +193,7 @@ def epsilon_curve(rows, what: str = "accuracy", ax=None):
 
 
 def exposure(rows, ax=None):
-    """The mean exposure of the diary's secrets before learning, after it, and with privacy.
-
-    Parameters
-    ----------
-    rows
-        The section ``exposure`` of ``benchmarks/clipping/learning.py``.
-    """
+    """The mean exposure of the diary's secrets before learning, after it, and with privacy."""
     ax = theme.axes(ax)
     means = by_epsilon(rows, ["mean_exposure", "rank_1"])
     labels = [

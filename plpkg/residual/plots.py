@@ -1,4 +1,8 @@
-"""Figures of notebook 02: quality and bytes, the link, and what the cloud recovers. Each takes its recorded rows."""
+"""Figures of notebook 02: quality and bytes, the link, and what the cloud recovers.
+
+Each takes the ``rows`` of a recorded section: ``quality`` of ``residual_quality``, ``link`` of ``residual_wire``; those
+of ``residual_attacks`` are ``m``, ``inversion``, ``noise`` and ``embedding``.
+"""
 
 from plpkg import theme
 from plpkg.recorded import half_width
@@ -10,11 +14,6 @@ LORA = "LoRA r=16"
 def gains(rows):
     """Bits per byte below the untuned model, means over the seeds.
 
-    Parameters
-    ----------
-    rows
-        The section ``quality`` of ``residual_quality``.
-
     Returns
     -------
     pandas.DataFrame
@@ -25,11 +24,6 @@ def gains(rows):
 
 def personalisation(rows):
     """Each method's mean over writers, whose seeds are averaged.
-
-    Parameters
-    ----------
-    rows
-        The section ``quality`` of ``residual_quality``.
 
     Returns
     -------
@@ -49,13 +43,7 @@ def personalisation(rows):
 
 
 def quality(rows, ax=None):
-    """Each split method's gain in bits per byte, by writer and in the mean, with its share of LoRA's bytes.
-
-    Parameters
-    ----------
-    rows
-        The section ``quality`` of ``residual_quality``.
-    """
+    """Each split method's gain in bits per byte, by writer and in the mean, with its share of LoRA's bytes."""
     ax = theme.axes(ax)
     table = personalisation(rows).query("bytes_per_token > 0").sort_values("gain")
     names = [f"{method} ({100 * row.share_of_actual:.0f} %)" for method, row in table.iterrows()]
@@ -83,11 +71,6 @@ def link_times(rows, ax=None):
     """A token's time on each link over the formula's: by the relay's clock, and beyond its time without limits.
 
     Lines reach from the first to the third quartile of the blocks of tokens.
-
-    Parameters
-    ----------
-    rows
-        The section ``link`` of ``residual_wire``.
     """
     ax = theme.axes(ax)
     many = rows["batch"].map(lambda batch: f", {batch:.0f} sequences" if batch > 1 else "")
@@ -121,13 +104,7 @@ def link_times(rows, ax=None):
 
 
 def m_recovery(rows, ax=None):
-    """The error of the M that the cloud computes, against the different tokens that it has seen.
-
-    Parameters
-    ----------
-    rows
-        The section ``m`` of ``residual_attacks``.
-    """
+    """The error of the M that the cloud computes, against the different tokens that it has seen."""
     ax = theme.axes(ax)
     groups = list(rows.groupby("case", sort=False))
     for (case, seen), style in zip(groups, theme.styles(len(groups)), strict=True):
@@ -143,13 +120,7 @@ def m_recovery(rows, ax=None):
 
 
 def inversion(rows, ax=None):
-    """The share of tokens that each attacker recovers, against the layers on the device.
-
-    Parameters
-    ----------
-    rows
-        The section ``inversion`` of ``residual_attacks``.
-    """
+    """The share of tokens that each attacker recovers, against the layers on the device."""
     ax = _recovered(rows, "decoder layers on the device", ax)
     ax.set_xticks(range(int(rows["x"].max()) + 1))
     return ax
@@ -158,12 +129,7 @@ def inversion(rows, ax=None):
 def noise(rows, untuned: float, ax=None):
     """The share of tokens that each attacker recovers, against the noise on the embeddings.
 
-    Parameters
-    ----------
-    rows
-        The section ``noise`` of ``residual_attacks``.
-    untuned
-        Bits per byte without M and noise.
+    ``untuned`` is in bits per byte, without M and without noise.
     """
     ax = _recovered(rows, "standard deviation of the noise, in units of the embedding's own", ax)
     for x, bits in rows.groupby("x")["bits_per_byte"].first().items():
@@ -174,11 +140,6 @@ def noise(rows, untuned: float, ax=None):
 
 def by_attacker(rows):
     """What each attacker recovers of each secret embedding, beside its quality and its costs.
-
-    Parameters
-    ----------
-    rows
-        The section ``embedding`` of ``residual_attacks``.
 
     Returns
     -------

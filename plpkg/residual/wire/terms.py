@@ -58,21 +58,7 @@ class Limits:
 
 
 def terms(model: PeftModel, device: DevicePart, adapter_name: str, cut: tuple[int, int], precision: str) -> Terms:
-    """What the other side must have as well.
-
-    Parameters
-    ----------
-    model
-        The adapted model.
-    device
-        The device's part of it.
-    adapter_name
-        Which adapter.
-    cut
-        ``(first_k, last_k)``.
-    precision
-        One of :data:`PRECISIONS`.
-    """
+    """What the other side must have as well: the model, the device's part of it, and ``(first_k, last_k)``."""
     one_of("precision", precision, tuple(PRECISIONS))
     config = model.peft_config[adapter_name]
     adapted = [name for name, module in model.named_modules() if is_adapted(module, adapter_name)]
