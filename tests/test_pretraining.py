@@ -8,7 +8,6 @@ import csv
 import itertools
 import json
 import math
-import os
 import random
 import re
 import shutil
@@ -63,8 +62,8 @@ VALIDATION = [Document(f"v{i}", text) for i, text in enumerate(sentences(4, 1))]
 
 
 def run(out, recipe=TINY, **options):
-    options = {"checkpoint_every": 5, "evaluate_every": 6, "bf16": False} | options
-    pretrain(recipe, out, train=TRAIN, validation=VALIDATION, device="cpu", progress=False, **options)
+    options = {"checkpoint_every": 5, "evaluate_every": 6, "bf16": False, "device": "cpu"} | options
+    pretrain(recipe, out, **{"train": TRAIN, "validation": VALIDATION, "progress": False} | options)
     return load_file(out / "model.safetensors")
 
 
@@ -89,20 +88,38 @@ def checkpoint(out):
     return torch.load(out / "checkpoint.pt", weights_only=True)
 
 
+def log(out):
+    with (out / "training.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def kill_before_step(number, monkeypatch):
-    """Kill the next run before the step with this number, counted from 1."""
+def at_steps(monkeypatch, *numbers, loss=None):
+    """Interrupt the coming steps with these numbers, counted from 1 through all runs, or give them a loss."""
     gradient, steps = pretraining._gradient, itertools.count(1)
 
-    def updated(*arguments):
-        if next(steps) == number:
+    def patched(*arguments):
+        if next(steps) not in numbers:
+            return gradient(*arguments)
+        if loss is None:
             raise KeyboardInterrupt
-        return gradient(*arguments)
+        return loss
 
-    monkeypatch.setattr(pretraining, "_gradient", updated)
+    monkeypatch.setattr(pretraining, "_gradient", patched)
+
+
+def change_models(monkeypatch, change):
+    """Every model that is built from now on goes through a function first."""
+
+    def built(recipe):
+        model = build(recipe)
+        change(model)
+        return model
+
+    monkeypatch.setattr(pretraining, "build", built)
 
 
 def command(out, *options):
@@ -150,10 +167,8 @@ def test_what_a_run_leaves_behind(finished):
     assert recipe["hidden"] == 32
     assert recipe["run"]["versions"]["python"]
     assert not list(finished.glob("tmp*"))
-    with (finished / "training.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [int(row["step"]) for row in rows] == [6, 12]
-    assert int(rows[-1]["tokens"]) == 12 * 4 * 32
+    assert [int(row["step"]) for row in log(finished)] == [6, 12]
+    assert int(log(finished)[-1]["tokens"]) == 12 * 4 * 32
 
 
 def test_it_learns(tmp_path):
@@ -185,22 +200,14 @@ def test_twice_the_same_and_another_seed_another(finished, tmp_path):
 @pytest.mark.parametrize("bf16", [False, True])
 def test_an_interrupted_run_ends_with_the_same_weights(tmp_path, monkeypatch, bf16):
     whole = run(tmp_path / "whole", bf16=bf16)
-    gradient, calls = pretraining._gradient, []
-
-    def interrupted(*arguments):
-        calls.append(1)
-        if len(calls) in (4, 12):
-            raise KeyboardInterrupt
-        return gradient(*arguments)
-
-    monkeypatch.setattr(pretraining, "_gradient", interrupted)
+    at_steps(monkeypatch, 4, 12)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path / "parts", bf16=bf16)
     assert same(run(tmp_path / "parts", bf16=bf16), whole)
-    logs = [torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)["log"] for name in ("whole", "parts")]
+    logs = [checkpoint(tmp_path / name)["log"] for name in ("whole", "parts")]
     for first, second in zip(*logs, strict=True):
-        assert {k: v for k, v in first.items() if k != "seconds"} == {k: v for k, v in second.items() if k != "seconds"}
+        assert first | {"seconds": 0} == second | {"seconds": 0}
 
 
 def test_the_log_goes_on_where_it_stopped(tmp_path, monkeypatch):
@@ -208,24 +215,15 @@ def test_the_log_goes_on_where_it_stopped(tmp_path, monkeypatch):
         monkeypatch.setattr(pretraining, "time", SimpleNamespace(perf_counter=map(float, itertools.count()).__next__))
 
     clock()
-    with monkeypatch.context() as patch:
-        kill_before_step(7, patch)
-        with pytest.raises(KeyboardInterrupt):
-            run(tmp_path, evaluate_every=2)
-    clock()
-    run(tmp_path, evaluate_every=2)
-    with (tmp_path / "training.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [int(row["step"]) for row in rows] == [2, 4, 6, 8, 10, 12]
-    assert [float(row["seconds"]) for row in rows] == [1, 2, 4, 5, 6, 8]  # the others are those of the checkpoints
-
-
-def test_a_stopped_run_has_the_log_of_its_checkpoint(tmp_path, monkeypatch):
-    kill_before_step(7, monkeypatch)
+    at_steps(monkeypatch, 7)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, evaluate_every=2)
-    lines = (tmp_path / "training.csv").read_text().splitlines()
-    assert [line.partition(",")[0] for line in lines] == ["step", "2", "4"]
+    assert [int(row["step"]) for row in log(tmp_path)] == [2, 4]  # as its checkpoint has it
+    clock()
+    run(tmp_path, evaluate_every=2)
+    assert [int(row["step"]) for row in log(tmp_path)] == [2, 4, 6, 8, 10, 12]
+    seconds = [float(row["seconds"]) for row in log(tmp_path)]
+    assert seconds == [1, 2, 4, 5, 6, 8]  # the others are those of the checkpoints
 
 
 def test_a_finished_run_that_is_started_again_makes_its_log_whole_and_changes_nothing(copy):
@@ -292,12 +290,7 @@ def test_small_pieces_make_the_same_gradient(tmp_path, monkeypatch, micro_batch)
 
 
 def test_a_long_gradient_is_cut_to_length_one(tmp_path, monkeypatch):
-    def loud(recipe):
-        model = build(recipe)
-        model.model.embed_tokens.weight.data *= 50
-        return model
-
-    monkeypatch.setattr(pretraining, "build", loud)
+    change_models(monkeypatch, lambda model: model.model.embed_tokens.weight.data.mul_(50))
     run(tmp_path, replace(TINY, steps=1))
     muon, adamw = checkpoint(tmp_path)["optimizers"]
     # After one step the averages hold these shares of it.
@@ -307,14 +300,11 @@ def test_a_long_gradient_is_cut_to_length_one(tmp_path, monkeypatch):
     assert gradient.double().norm().item() == pytest.approx(1, rel=relative(len(gradient)))
 
 
-def test_bfloat16_computes_something_else_and_belongs_to_the_run(finished, tmp_path):
+def test_bfloat16_computes_something_else(finished, tmp_path):
     run(tmp_path, bf16=True)
     exact, rough = checkpoint(finished), checkpoint(tmp_path)
     assert not same(rough["model"], exact["model"])
     assert {weight.dtype for weight in rough["model"].values()} == {torch.float32}
-    for folder, now in ((tmp_path, False), (finished, True)):
-        with pytest.raises(ValueError, match=f"holds a run with bf16={not now}, now {now}: take another folder"):
-            run(folder, bf16=now)
 
 
 def test_accelerates_environment_variables_change_nothing(finished, tmp_path, monkeypatch, fresh_accelerate):
@@ -325,66 +315,52 @@ def test_accelerates_environment_variables_change_nothing(finished, tmp_path, mo
     assert same(checkpoint(tmp_path)["model"], checkpoint(finished)["model"])
 
 
-def test_another_recipe_in_the_same_folder_is_refused(finished):
-    with pytest.raises(ValueError, match=r"holds a run with hidden=32, now 64: take another folder"):
-        run(finished, replace(TINY, hidden=64))
+FIRST, SECOND, *REST = TRAIN
+MOVED = [replace(FIRST, text=FIRST.text + SECOND.text[:1]), replace(SECOND, text=SECOND.text[1:]), *REST]
+HASHES = "='[0-9a-f]{64}', now '[0-9a-f]{64}'"
 
 
-def test_another_text_in_the_same_folder_is_refused(finished):
-    def refuses(which, train, validation):
-        with pytest.raises(ValueError, match=f"holds a run with {which}='[0-9a-f]{{64}}', now '[0-9a-f]{{64}}': take"):
-            pretrain(TINY, finished, train=train, validation=validation, device="cpu", bf16=False)
-
-    first, second, *rest = TRAIN
-    start, text = second.text[:1], second.text[1:]
-    refuses("train", TRAIN[:-1], VALIDATION)
-    refuses("train", [replace(first, text=first.text + start), replace(second, text=text), *rest], VALIDATION)
-    refuses("validation", TRAIN, VALIDATION[:-1])
-    refuses("validation", TRAIN, [replace(VALIDATION[0], masked=((0, 3),)), *VALIDATION[1:]])
-
-
-def test_a_damaged_checkpoint_is_named_and_nothing_is_changed(copy):
-    path = copy / "checkpoint.pt"
-    os.truncate(path, path.stat().st_size // 2)
-    before = contents(copy)
-    with pytest.raises(ValueError, match=re.escape(f"{path} cannot be read (") + r".+\): remove it to start anew"):
-        run(copy)
-    assert contents(copy) == before
+@pytest.mark.parametrize(
+    ("options", "difference"),
+    [
+        (dict(recipe=replace(TINY, hidden=64)), "hidden=32, now 64"),
+        (dict(train=TRAIN[:-1]), f"train{HASHES}"),
+        (dict(train=MOVED), f"train{HASHES}"),
+        (dict(validation=VALIDATION[:-1]), f"validation{HASHES}"),
+        (dict(validation=[replace(VALIDATION[0], masked=((0, 3),)), *VALIDATION[1:]]), f"validation{HASHES}"),
+        (dict(bf16=True), "bf16=False, now True"),
+    ],
+)
+def test_another_run_in_the_same_folder_is_refused_and_nothing_is_changed(finished, options, difference):
+    before = contents(finished)
+    with pytest.raises(ValueError, match=f"holds a run with {difference}: take another folder"):
+        run(finished, **options)
+    assert contents(finished) == before
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_ends_the_run_before_its_checkpoint(finished, tmp_path, monkeypatch, loss):
-    gradient, steps = pretraining._gradient, itertools.count(1)
-    with monkeypatch.context() as patch:
-        patch.setattr(pretraining, "_gradient", lambda *a: loss if next(steps) == 10 else gradient(*a))
-        with pytest.raises(FloatingPointError, match=f"the loss of step 10 is {loss}, or its gradient"):
-            run(tmp_path)
+    at_steps(monkeypatch, 10, loss=loss)
+    with pytest.raises(FloatingPointError, match=f"the loss of step 10 is {loss}, or its gradient"):
+        run(tmp_path)
     assert checkpoint(tmp_path)["step"] == 5
     assert same(run(tmp_path), load_file(finished / "model.safetensors"))
 
 
 def test_a_gradient_that_is_not_finite_updates_nothing(tmp_path, monkeypatch):
-    def broken(recipe):
-        model = build(recipe)
+    def broken(model):
         model.model.norm.weight.register_hook(lambda gradient: gradient * math.nan)
-        weights.append(model.state_dict())
-        before.update({name: tensor.clone() for name, tensor in model.state_dict().items()})
-        return model
+        models.append(model)
 
-    weights, before = [], {}
-    monkeypatch.setattr(pretraining, "build", broken)
+    models = []
+    change_models(monkeypatch, broken)
     with pytest.raises(FloatingPointError, match="the loss of step 1 is nan, or its gradient"):
         run(tmp_path)
-    assert same(weights[0], before)
+    assert same(models[0].state_dict(), build(TINY).state_dict())
 
 
 def test_the_command_says_that_the_loss_is_not_finite(tmp_path, monkeypatch, public):
-    def broken(recipe):
-        model = build(recipe)
-        model.model.norm.weight.data[0] = math.nan
-        return model
-
-    monkeypatch.setattr(pretraining, "build", broken)
+    change_models(monkeypatch, lambda model: model.model.norm.weight.data.fill_(math.nan))
     result = command(tmp_path / "out", *(f"--set={k}={v}" for k, v in vars(TINY).items()))
     assert result.exit_code == 2
     assert "the loss of step 1 is nan, or its gradient: take another folder and a lower lr" in result.output
@@ -430,6 +406,7 @@ def test_impossible_recipes_are_named(changes, message):
         (dict(evaluate_every=0), "evaluate_every must be"),
         (dict(recipe=replace(TINY, vocab=5000)), r"the text yields only \d+ tokens, not vocab=5000"),
         (dict(recipe=replace(TINY, batch=1000)), "tokens are too few for one batch of batch=1000"),
+        (dict(device="tpu"), "device must be one of 'cpu', 'cuda', got 'tpu'"),
     ],
 )
 def test_a_run_that_cannot_start_leaves_nothing(tmp_path, options, message):
@@ -446,15 +423,10 @@ def test_the_processes_have_to_divide_the_batch(tmp_path, monkeypatch):
 
 def test_the_last_step_is_always_scored_and_the_rate_is_the_recipes(tmp_path):
     run(tmp_path, evaluate_every=5)
-    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    state = checkpoint(tmp_path)
     assert [row["step"] for row in state["log"]] == [5, 10, 12]
     rates = {group["lr"] for optimizer in state["optimizers"] for group in optimizer["param_groups"]}
     assert rates == {TINY.lr_at(TINY.steps - 1)}
-
-
-def test_an_unknown_device_is_named(tmp_path):
-    with pytest.raises(ValueError, match="device must be one of 'cpu', 'cuda', got 'tpu'"):
-        pretrain(TINY, tmp_path, train=TRAIN, validation=VALIDATION, device="tpu")
 
 
 def test_a_short_run_warms_up_for_a_tenth_of_it():
