@@ -1,5 +1,6 @@
 import copy
 import json
+import os
 
 import pytest
 import torch
@@ -34,8 +35,7 @@ def test_random_backbone_has_the_shape_asked_for(family):
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "gemma2"])
 def test_heads_of_another_width(family):
-    model = random_backbone(family, head_dim=32)
-    assert ModelShape.from_config(model.config, family).head_dim == 32
+    assert ModelShape.from_config(random_backbone(family, head_dim=32).config, family).head_dim == 32
 
 
 def test_the_seed_decides_the_weights_and_nothing_else_is_touched():
@@ -47,12 +47,6 @@ def test_the_seed_decides_the_weights_and_nothing_else_is_touched():
     weights = [model.lm_head.weight for model in (first, again, other)]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
-
-
-def test_dtype_and_options_reach_the_model():
-    model = random_backbone("llama", dtype=torch.bfloat16, options={"attn_implementation": "eager"})
-    assert model.lm_head.weight.dtype == torch.bfloat16
-    assert model.config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize(
@@ -93,10 +87,12 @@ def test_a_saved_model_loads_as_it_was(folder):
     assert not model.training
 
 
-def test_dtype_is_an_argument(folder):
-    model, _ = load_backbone(folder, dtype=torch.bfloat16, attn_implementation="eager")
-    assert next(model.parameters()).dtype == torch.bfloat16
-    assert model.config._attn_implementation == "eager"
+def test_dtype_and_options_reach_the_model(folder):
+    options = {"attn_implementation": "eager"}
+    loaded, _ = load_backbone(folder, dtype=torch.bfloat16, **options)
+    for model in (loaded, random_backbone("llama", dtype=torch.bfloat16, options=options)):
+        assert model.lm_head.weight.dtype == torch.bfloat16
+        assert model.config._attn_implementation == "eager"
 
 
 def test_offline_is_one_sentence():
@@ -104,36 +100,39 @@ def test_offline_is_one_sentence():
         load_backbone("no/such-model")
 
 
-def test_what_a_folder_lacks_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"the folder lacks a config\.json"):
-        load_backbone(tmp_path)
-    random_backbone("llama").config.save_pretrained(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"no model .* the folder lacks weights"):
-        load_backbone(tmp_path)
-    random_backbone("llama").save_pretrained(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"no tokenizer for .* the folder lacks tokenizer files"):
-        load_backbone(tmp_path)
-
-
-def test_an_encoder_decoder_is_refused(tmp_path):
-    config = T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=10)
-    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="is not a causal language model"):
-        load_backbone(tmp_path)
-
-
-def test_weights_that_are_missing_do_not_become_random_ones(folder):
+def without_one_weight(folder):
     weights = load_file(folder / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"the weights of .* lack model\.layers\.1\.mlp\.up_proj\.weight"):
-        load_backbone(folder)
 
 
-def test_a_truncated_file_is_named(folder):
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(ValueError, match=r"the weights of .* are damaged"):
+def an_encoder_decoder(folder):
+    config = T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=10)
+    T5ForConditionalGeneration(config).save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "message"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), FileNotFoundError, r"the folder lacks a config\.json"),
+        (
+            lambda folder: (folder / "model.safetensors").unlink(),
+            FileNotFoundError,
+            "no model .* the folder lacks weights",
+        ),
+        (
+            lambda folder: [path.unlink() for path in folder.glob("tokenizer*")],
+            FileNotFoundError,
+            "no tokenizer for .* the folder lacks tokenizer files",
+        ),
+        (an_encoder_decoder, ValueError, "is not a causal language model"),
+        (without_one_weight, ValueError, r"the weights of .* lack model\.layers\.1\.mlp\.up_proj\.weight"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 1000), ValueError, "the weights of .* are damaged"),
+    ],
+)
+def test_what_a_folder_lacks_is_named(folder, damage, error, message):
+    damage(folder)
+    with pytest.raises(error, match=message):
         load_backbone(folder)
 
 

@@ -54,21 +54,17 @@ def test_there_are_notebooks_named_in_order():
     assert all((ROOT / "plpkg" / room / "__init__.py").exists() for room in rooms)
 
 
-def test_valid_and_small(path, notebook):
-    nbformat.validate(notebook)
-    assert path.stat().st_size < 500_000
-
-
 def executed_in_order(notebook):
     return [cell.execution_count for cell in code_cells(notebook)] == list(range(1, len(code_cells(notebook)) + 1))
 
 
-def test_executed_from_top_to_bottom(notebook):
+def test_valid_small_and_executed_from_top_to_bottom(path, notebook):
+    nbformat.validate(notebook)
+    assert path.stat().st_size < 500_000
     assert executed_in_order(notebook), "run `make notebooks`"
     assert notebook.metadata.kernelspec.name == "python3"
     assert "widgets" not in notebook.metadata
-    for cell in notebook.cells:
-        assert set(cell.metadata) <= {"tags"}, cell.metadata
+    assert all(set(cell.metadata) <= {"tags"} for cell in notebook.cells)
 
 
 def test_no_errors_among_the_outputs(notebook):
@@ -129,12 +125,11 @@ def declared_packages():
 
 def test_imports_are_declared(notebook):
     allowed = declared_packages() | set(sys.stdlib_module_names) | {"plpkg", "IPython"}
-    for cell in code_cells(notebook):
-        for node in ast.walk(ast.parse(cell.source)):
-            if isinstance(node, ast.Import):
-                assert {alias.name.split(".")[0] for alias in node.names} <= allowed
-            elif isinstance(node, ast.ImportFrom):
-                assert node.module.split(".")[0] in allowed
+    for node in ast.walk(ast.parse("\n".join(cell.source for cell in code_cells(notebook)))):
+        if isinstance(node, ast.Import):
+            assert {alias.name.split(".")[0] for alias in node.names} <= allowed
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module.split(".")[0] in allowed
 
 
 def test_links_resolve(path, notebook):
