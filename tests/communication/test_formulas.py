@@ -120,12 +120,6 @@ def test_a_cut_equals_serialised_tensors(after_layer, bits, **run):
     assert layer_cut(SMALL, after_layer, bits, **run) == communication.count(messages, bits, total)
 
 
-def test_the_published_case_counted_from_tensors():
-    counted = communication.count(communication.low_rank_messages("llama-7b", 64))
-    assert low_rank("llama-7b", 64) == counted
-    assert low_rank("llama-7b", 64, tokens=250).bits_per_token == counted.total_bits
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
