@@ -267,6 +267,7 @@ def test_a_certificate_and_then_its_refusal(tmp_path):
     ("arguments", "message"),
     [
         (["cloud", "--listen", "0.0.0.0:0"], "0.0.0.0:0 is not on this machine: TLS and a token needed"),
+        (["cloud", "--listen", "[::]:0"], "[::]:0 is not on this machine: TLS and a token needed"),
         (["cloud", "--listen", "here"], "an address must be host:port, got 'here'"),
         (["cloud", "--rank", "0"], "r_c2d must be"),
         (["cloud", "--dtype", "int4"], "dtype must be one of 'fp16', 'bf16', 'fp32', 'auto', got 'int4'"),

@@ -1,5 +1,6 @@
 """The two ends over a real connection, against the uncut model in one process, with everything that can break."""
 
+import contextlib
 import copy
 import random
 import socket
@@ -12,36 +13,39 @@ import torch
 from plpkg import communication
 from plpkg.backbones import FAMILIES
 from plpkg.catalog import ModelShape
-from plpkg.residual import CloudServer, DeviceClient, Limits, PrivateLoraConfig, RefusedError, Relay
+from plpkg.residual import CloudServer, DeviceClient, Limits, PrivateLoraConfig, RefusedError
 from plpkg.residual.wire import sampling
 from plpkg.residual.wire.messages import BrokenStreamError
+from tests.residual.conftest import CUTS, IDS, at_once, wait_until
 
 from preloaded import Process
 from rounding import relative
 
-IDS = torch.arange(2, 26).reshape(2, 12) % 23 + 1
-CUTS = [(0, 0), (1, 0), (0, 1), (1, 2)]
 SLIDING = {"sliding_window": 8}
 LOSS = relative(64 + IDS[:, 1:].numel())  # a sum over the vocabulary in each token's, then over the tokens
 
 
 @pytest.fixture
 def pair(adapted):
-    """Starts a cloud and a device with models of their own; gives the cloud, the device and the whole model."""
-    open_ones = []
+    """Starts a cloud and a device with models of their own; gives the cloud, the device and the whole model.
 
-    def start(family="llama", first_k=0, last_k=0, precision="fp32", m_scale=1.0, cloud=(), options=None, **device):
-        common = dict(first_k=first_k, last_k=last_k, precision=precision)
-        model = adapted(family, m_scale=m_scale, options=options)
-        server = CloudServer(adapted(family, m_scale=0.0, options=options), **common, **dict(cloud))
-        server.__enter__()
-        client = DeviceClient(server.address, model, **common, **device)
-        open_ones.extend([client.close, server.stop])
-        return server, client, copy.deepcopy(model)
+    ``config`` is of both models' adapters; ``model`` stands in the place of the device's.
+    """
+    with contextlib.ExitStack() as opened:
 
-    yield start
-    for close in open_ones:
-        close()
+        def start(
+            family="llama", first_k=0, last_k=0, *, precision="fp32", m_scale=1.0, options=None,
+            config=(), model=None, cloud=(), **device,
+        ):  # fmt: skip
+            common = dict(first_k=first_k, last_k=last_k, precision=precision)
+            if model is None:
+                model = adapted(family, m_scale=m_scale, options=options, **dict(config))
+            served = adapted(family, m_scale=0.0, options=options, **dict(config))
+            server = opened.enter_context(CloudServer(served, **common, **dict(cloud)))
+            client = opened.enter_context(DeviceClient(server.address, model, **common, **device))
+            return server, client, copy.deepcopy(model)
+
+        yield start
 
 
 def expected_tokens(model, ids=IDS, count=6):
@@ -128,18 +132,21 @@ def test_training_lowers_the_loss_and_never_changes_the_cloud(pair):
     assert all(p.grad is None for p in server.part.parameters())
 
 
+def same_bytes(traffic, formula):
+    assert (8 * traffic.sent_bytes, 8 * traffic.received_bytes) == (formula.uplink_bits, formula.downlink_bits)
+    assert traffic.round_trips == formula.round_trips
+
+
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
-@pytest.mark.parametrize(("first_k", "last_k"), [(0, 0), (1, 0), (0, 1), (1, 2)])
+@pytest.mark.parametrize(("first_k", "last_k"), CUTS)
 def test_the_bytes_are_those_of_the_formula(pair, precision, first_k, last_k):
     server, client, whole = pair(first_k=first_k, last_k=last_k, precision=precision, m_scale=0.1)
     shape = ModelShape.from_config(whole.get_base_model().config, "tiny")
     common = dict(batch=2, first_k=first_k, last_k=last_k, bits=32 if precision == "fp32" else 16)
 
     def check(before, phase, tokens):
-        found = client.traffic - before
         formula = communication.low_rank(shape, r_c2d=5, r_d2c=3, phase=phase, tokens=tokens, **common)
-        assert (8 * found.sent_bytes, 8 * found.received_bytes) == (formula.uplink_bits, formula.downlink_bits)
-        assert found.round_trips == formula.round_trips
+        same_bytes(client.traffic - before, formula)
 
     before = client.traffic
     client.generate(IDS, 1, eos_token_id=-1)
@@ -150,32 +157,22 @@ def test_the_bytes_are_those_of_the_formula(pair, precision, first_k, last_k):
     before = client.traffic
     client.train_step(IDS, IDS)
     check(before, "training", 12)
-    deadline = time.monotonic() + 60
-    while server.traffic.received_message_bytes != client.traffic.sent_message_bytes and time.monotonic() < deadline:
-        time.sleep(0.01)  # the last message may still be on its way
-    here, there = client.traffic, server.traffic
-    assert (here.sent_bytes, here.received_bytes) == (there.received_bytes, there.sent_bytes)
-    assert (here.sent_message_bytes, here.received_message_bytes) == (
-        there.received_message_bytes,
-        there.sent_message_bytes,
-    )
+    # The last message may still be on its way.
+    wait_until(lambda: server.traffic.received_message_bytes == client.traffic.sent_message_bytes)
+    sent, received = client.traffic, server.traffic
+    assert (sent.sent_bytes, sent.received_bytes) == (received.received_bytes, received.sent_bytes)
+    assert sent.received_message_bytes == received.sent_message_bytes
 
 
-def test_full_activations_cross_as_the_formula_says(adapted):
+def test_full_activations_cross_as_the_formula_says(pair):
     lora = dict(r=2, target_modules=["q_proj", "k_proj", "v_proj"])
-    model = adapted(m_scale=0.2, lora=lora)
-    shape = ModelShape.from_config(model.get_base_model().config, "tiny")
-    with CloudServer(adapted(m_scale=0.0, lora=lora)) as cloud, DeviceClient(cloud.address, model) as client:
-        marks = []
-        assert torch.equal(
-            client.generate(IDS, 6, eos_token_id=-1, on_token=lambda token: marks.append(client.traffic)),
-            expected_tokens(model),
-        )
-        found = marks[-1] - marks[0]
+    _, client, whole = pair(precision="fp16", m_scale=0.2, config=dict(lora=lora))
+    shape = ModelShape.from_config(whole.get_base_model().config, "tiny")
+    marks = []
+    tokens = client.generate(IDS, 6, eos_token_id=-1, on_token=lambda token: marks.append(client.traffic))
+    assert torch.equal(tokens, expected_tokens(whole))
     common = dict(projections=3, endpoints=True, baseline="actual")
-    formula = communication.full_activations(shape, tokens=5, batch=2, **common)
-    assert (8 * found.sent_bytes, 8 * found.received_bytes) == (formula.uplink_bits, formula.downlink_bits)
-    assert found.round_trips == formula.round_trips
+    same_bytes(marks[-1] - marks[0], communication.full_activations(shape, tokens=5, batch=2, **common))
 
 
 @pytest.mark.parametrize("options", [{}, dict(temperature=0.7), dict(top_k=5), dict(temperature=1.3, top_p=0.8)])
@@ -192,10 +189,10 @@ def test_a_sequence_ends_at_its_stop_token_and_the_others_go_on(pair):
     _, client, whole = pair()
     free = expected_tokens(whole, count=8)
     stop = free[0, 14].item()
-    found = client.generate(IDS, 8, eos_token_id=[stop, 63])
+    stopped = client.generate(IDS, 8, eos_token_id=[stop, 63])
     first = (free[0, 12:] == stop).nonzero()[0].item() + 12
-    assert torch.equal(found[0, : first + 1], free[0, : first + 1])
-    assert (found[0, first:] == stop).all()
+    assert torch.equal(stopped[0, : first + 1], free[0, : first + 1])
+    assert (stopped[0, first:] == stop).all()
     streamed = []
     alone = client.generate(IDS[:1], 8, eos_token_id=stop, on_token=streamed.append)
     assert torch.equal(alone[0], free[0, : first + 1])
@@ -204,12 +201,9 @@ def test_a_sequence_ends_at_its_stop_token_and_the_others_go_on(pair):
 
 def cut_at(client, what, count):
     """The link breaks at the ``count``-th time that the device does something, and only then."""
-    part, connection = client.part, client._connection
-    original = {
-        "embed": part.embed, "residual": part.residual, "residual_backward": part.residual_backward,
-        "receive": connection.receive,
-    }[what]  # fmt: skip
-    seen = []
+    connection = client._connection
+    owner = connection if what == "receive" else client.part
+    original, seen = getattr(owner, what), []
 
     def breaking(*arguments, **options):
         result = original(*arguments, **options)
@@ -223,7 +217,7 @@ def cut_at(client, what, count):
                 raise BrokenStreamError("cut")
         return result
 
-    setattr(connection if what == "receive" else part, what, breaking)
+    setattr(owner, what, breaking)
     return seen
 
 
@@ -269,31 +263,30 @@ def test_a_link_that_breaks_again_and_again(pair):
     thread = threading.Thread(target=saboteur)
     thread.start()
     try:
-        found = [client.generate(IDS, 20, eos_token_id=-1) for _ in range(3)]
+        generated = [client.generate(IDS, 20, eos_token_id=-1) for _ in range(3)]
     finally:
         stop.set()
         thread.join()
     expected = expected_tokens(whole, count=20)
-    assert all(torch.equal(tokens, expected) for tokens in found)
+    assert all(torch.equal(tokens, expected) for tokens in generated)
 
 
 def test_a_cloud_that_began_anew_gets_the_whole_sequence(adapted):
-    model = adapted()
-    first = CloudServer(adapted(m_scale=0.0), precision="fp32")
-    first.__enter__()
-    servers = [first]
+    model, tokens = adapted(), []
+    servers = [CloudServer(adapted(m_scale=0.0), precision="fp32").__enter__()]
 
-    def again(token):
-        if len(tokens) == 3:
-            servers[-1].stop()
-            servers.append(CloudServer(adapted(m_scale=0.0), first.address, precision="fp32").__enter__())
-        tokens.append(token)
-
-    tokens = []
-    with DeviceClient(first.address, model, precision="fp32") as client:
-        assert torch.equal(client.generate(IDS, 8, eos_token_id=-1, on_token=again), expected_tokens(model, count=8))
+    def began_anew():
         servers[-1].stop()
-        servers.append(CloudServer(adapted(m_scale=0.0), first.address, precision="fp32").__enter__())
+        servers.append(CloudServer(adapted(m_scale=0.0), servers[0].address, precision="fp32").__enter__())
+
+    def on_token(token):
+        tokens.append(token)
+        if len(tokens) == 4:
+            began_anew()
+
+    with DeviceClient(servers[0].address, model, precision="fp32") as client:
+        assert torch.equal(client.generate(IDS, 8, eos_token_id=-1, on_token=on_token), expected_tokens(model, count=8))
+        began_anew()
         assert client.train_step(IDS, IDS) > 0
     servers[-1].stop()
 
@@ -345,34 +338,23 @@ def test_a_cloud_killed_in_the_middle_and_started_again(adapted, same_gradients,
 
 
 def test_sixteen_devices_at_once_each_with_its_own_adapter(adapted, same_gradients):
-    found, failures = {}, []
     models = [adapted(m_scale=0.1 * i) for i in range(16)]
     expected = [expected_tokens(model, count=5) for model in models]
     assert len({tuple(tokens.flatten().tolist()) for tokens in expected}) > 4
     wholes = [copy.deepcopy(model) for model in models]
     with CloudServer(adapted(m_scale=0.0), precision="fp32") as cloud:
 
-        def work(i):
-            try:
-                with DeviceClient(cloud.address, models[i], precision="fp32") as client:
-                    found[i] = client.generate(IDS, 5, eos_token_id=-1)
-                    client.train_step(IDS, IDS)
-            except Exception as error:
-                failures.append(error)
+        def work(model):
+            with DeviceClient(cloud.address, model, precision="fp32") as client:
+                tokens = client.generate(IDS, 5, eos_token_id=-1)
+                client.train_step(IDS, IDS)
+                return tokens
 
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(16)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=120)
-        deadline = time.monotonic() + 60
-        while cloud.sessions and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert cloud.sessions == 0
-    assert not failures
-    for i, model in enumerate(models):
-        assert torch.equal(found[i], expected[i]), i
-        same_gradients(gradients(model), wholes[i], IDS)
+        generated = at_once(work, models)
+        wait_until(lambda: cloud.sessions == 0)
+    for model, whole, tokens, right in zip(models, wholes, generated, expected, strict=True):
+        assert torch.equal(tokens, right)
+        same_gradients(gradients(model), whole, IDS)
 
 
 def test_a_cloud_that_says_nothing_is_given_up(adapted):
@@ -416,15 +398,20 @@ def test_a_step_that_never_works_is_given_up(pair):
     assert time.monotonic() - began < 30
 
 
-def test_a_cloud_whose_code_fails_says_so_at_once_and_no_more(pair, caplog):
-    server, client, whole = pair(retry_s=60)
-    original = server.part.forward
+def fail_once(part, method, error):
+    """The next call of a method, and no later one, ends in this error."""
+    original = getattr(part, method)
 
     def fails(*arguments, **options):
-        server.part.forward = original
-        raise RuntimeError("/secret/path is full")
+        setattr(part, method, original)
+        raise error
 
-    server.part.forward = fails
+    setattr(part, method, fails)
+
+
+def test_a_cloud_whose_code_fails_says_so_at_once_and_no_more(pair, caplog):
+    server, client, whole = pair(retry_s=60)
+    fail_once(server.part, "forward", RuntimeError("/secret/path is full"))
     began = time.monotonic()
     with pytest.raises(RefusedError, match=r"^UNKNOWN: the cloud failed: RuntimeError$"):
         client.generate(IDS, 1)
@@ -456,23 +443,14 @@ def test_one_client_does_one_thing_at_a_time(pair):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, IndexError])
 def test_after_an_error_in_the_middle_of_a_step_the_next_works(pair, same_gradients, error):
     server, client, whole = pair(m_scale=0.1)
-    original = client.part.logits
-
-    def fails(*arguments, **options):
-        client.part.logits = original
-        raise error
-
-    client.part.logits = fails
+    fail_once(client.part, "logits", error)
     with pytest.raises(error):
         client.train_step(IDS, IDS)
     assert torch.equal(client.generate(IDS, 3, eos_token_id=-1), expected_tokens(whole, count=3))
     client.train_step(IDS, IDS)
     same_gradients(in_order(client), whole, IDS)
     client.close()
-    deadline = time.monotonic() + 60
-    while server.sessions and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert server.sessions == 0
+    wait_until(lambda: server.sessions == 0)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
@@ -494,9 +472,9 @@ def test_what_ends_a_sequence_is_the_models_own(pair, adapted):
     free = expected_tokens(model, count=8)
     base = model.get_base_model()
     base.config.eos_token_id, base.generation_config.eos_token_id = 63, [63, free[0, 14].item()]
-    with CloudServer(adapted(), precision="fp32") as cloud, DeviceClient(cloud.address, model, precision="fp32") as one:
-        found = one.generate(IDS[:1], 8)
-    assert torch.equal(found, model.generate(input_ids=IDS[:1], max_new_tokens=8, do_sample=False))
+    _, client, whole = pair(model=model)
+    tokens = client.generate(IDS[:1], 8)
+    assert torch.equal(tokens, whole.generate(input_ids=IDS[:1], max_new_tokens=8, do_sample=False))
 
 
 def test_no_proxy_stands_between(adapted, monkeypatch):
@@ -528,101 +506,83 @@ def test_nobody_there_is_one_sentence(adapted):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("call", "message"),
     [
-        (dict(input_ids=torch.tensor([1, 2])), r"input_ids must be whole numbers of shape \(batch, seq\)"),
-        (dict(input_ids=torch.empty(1, 0, dtype=torch.long)), "input_ids must be whole numbers"),
-        (dict(input_ids=torch.ones(1, 2)), "input_ids must be whole numbers"),
-        (dict(input_ids=torch.tensor([[1, 64]])), "input_ids must be between 0 and vocab - 1 = 63, got 64"),
-        (dict(input_ids=torch.tensor([[-1, 6]])), "input_ids must be between 0 and vocab - 1 = 63, got -1"),
-        (dict(max_new_tokens=0), "max_new_tokens must be"),
-        (dict(do_sample=True, temperature=0), "temperature must be greater than 0, got 0"),
-        (dict(do_sample=True, top_p=1.5), "top_p must be"),
-        (dict(do_sample=True, top_k=-1), "top_k must be"),
+        (lambda c: c.generate(torch.tensor([1, 2])), r"input_ids must be whole numbers of shape \(batch, seq\)"),
+        (lambda c: c.generate(torch.empty(1, 0, dtype=torch.long)), "input_ids must be whole numbers"),
+        (lambda c: c.generate(torch.ones(1, 2)), "input_ids must be whole numbers"),
+        (lambda c: c.generate(IDS.bool(), 1), "input_ids must be whole numbers of shape .*, got torch.bool"),
+        (lambda c: c.generate([[1, 2]], 1), "input_ids must be a tensor of shape .batch, seq., got a list"),
+        (lambda c: c.generate(torch.tensor([[1, 64]])), "input_ids must be between 0 and vocab - 1 = 63, got 64"),
+        (lambda c: c.generate(torch.tensor([[-1, 6]])), "input_ids must be between 0 and vocab - 1 = 63, got -1"),
+        (lambda c: c.generate(IDS, max_new_tokens=0), "max_new_tokens must be"),
+        (lambda c: c.generate(IDS, do_sample=True, temperature=0), "temperature must be greater than 0, got 0"),
+        (lambda c: c.generate(IDS, do_sample=True, top_p=1.5), "top_p must be"),
+        (lambda c: c.generate(IDS, do_sample=True, top_k=-1), "top_k must be"),
+        (lambda c: c.generate(IDS, 1, do_sample="no"), "do_sample must be True or False, got 'no'"),
+        (lambda c: c.generate(IDS, 1, eos_token_id="7"), "eos_token_id must be a whole number of at least -1, got '7'"),
+        (lambda c: c.generate(IDS, 1, eos_token_id=[3.5]), "eos_token_id must be a whole number .*, got 3.5"),
+        (lambda c: c.train_step(IDS, IDS.float()), "labels must be whole numbers of shape .*, got torch.float32"),
+        (
+            lambda c: c.train_step(IDS, IDS[:, 1:]),
+            r"labels of shape \(2, 11\) for input_ids of shape \(2, 12\)",
+        ),
+        (
+            lambda c: c.train_step(IDS, torch.full_like(IDS, -100)),
+            "no label to predict: the first is not, and the other 22 are all -100",
+        ),
+        (lambda c: c.train_step(IDS[:, :1], IDS[:, :1]), "no label to predict: the first is not, and the other 0"),
     ],
 )
-def test_bad_input_is_named_before_anything_is_sent(pair, arguments, message):
+def test_bad_input_is_named_before_anything_is_sent(pair, call, message):
     _, client, _ = pair()
     with pytest.raises(ValueError, match=message):
-        client.generate(**(dict(input_ids=IDS) | arguments))
+        call(client)
     assert client.traffic.sent_message_bytes == 0
 
 
-def test_labels_have_to_fit(pair):
-    _, client, _ = pair()
-    with pytest.raises(ValueError, match=r"labels of shape \(2, 11\) for input_ids of shape \(2, 12\)"):
-        client.train_step(IDS, IDS[:, 1:])
-    with pytest.raises(ValueError, match="no label to predict: the first is not, and the other 22 are all -100"):
-        client.train_step(IDS, torch.full_like(IDS, -100))
-
-
 @pytest.mark.parametrize(
-    ("device", "message"),
+    ("config", "message"),
     [
         (dict(r_c2d=6), "r_c2d is 6 on the device and 5 on the cloud"),
         (dict(projection_seed=1), "projection_seed is 1 on the device and 0 on the cloud"),
         (dict(family="mistral"), "model is '.*' on the device and '.*' on the cloud"),
-        (
-            dict(target_modules=["q_proj"]),
-            r"targets is 'q_proj of .*' on the device and 'k_proj, q_proj, v_proj of",
-        ),
+        (dict(target_modules=["q_proj"]), r"targets is 'q_proj of .*' on the device and 'k_proj, q_proj, v_proj of"),
     ],
 )
-def test_another_model_or_adapter_is_refused_with_both_values(adapted, device, message):
-    with (
-        CloudServer(adapted()) as cloud,
-        DeviceClient(cloud.address, adapted(**device)) as client,
-        pytest.raises(RefusedError, match=message) as refused,
-    ):
+def test_another_model_or_adapter_is_refused_with_both_values(pair, adapted, config, message):
+    _, client, _ = pair(model=adapted(**config))
+    with pytest.raises(RefusedError, match=message) as refused:
         client.generate(IDS, 1)
     assert refused.value.code.name == "FAILED_PRECONDITION"
 
 
-def test_bytes_on_the_tcp_stream_are_counted_by_the_relay(adapted):
-    with CloudServer(adapted()) as cloud, DeviceClient(cloud.address, adapted(), link="lan") as client:
-        client.generate(IDS, 4, eos_token_id=-1)
-        traffic = client.traffic
-        assert traffic.sent_message_bytes < client.relay.uplink_bytes < traffic.sent_message_bytes + 4000
-        assert traffic.received_message_bytes < client.relay.downlink_bytes < traffic.received_message_bytes + 4000
-
-
-def test_a_relay_can_stand_anywhere_between(adapted):
-    model = adapted()
-    with (
-        CloudServer(adapted(), precision="fp32") as cloud,
-        Relay(cloud.address) as relay,
-        DeviceClient(relay.address, model, precision="fp32") as client,
-    ):
-        assert torch.equal(client.generate(IDS, 2, eos_token_id=-1), expected_tokens(model, count=2))
+def test_bytes_on_the_tcp_stream_are_counted_by_the_relay(pair):
+    _, client, _ = pair(precision="fp16", link="lan")
+    client.generate(IDS, 4, eos_token_id=-1)
+    traffic = client.traffic
+    assert traffic.sent_message_bytes < client.relay.uplink_bytes < traffic.sent_message_bytes + 4000
+    assert traffic.received_message_bytes < client.relay.downlink_bytes < traffic.received_message_bytes + 4000
 
 
 @pytest.mark.parametrize(
     ("family", "module", "first_k"), [("llama", "embed_tokens", 0), ("llama", "embed_tokens", 1), ("gpt2", "wpe", 0)]
 )
-def test_an_embedding_that_learns_gets_its_own_gradient(adapted, same_gradients, family, module, first_k):
+def test_an_embedding_that_learns_gets_its_own_gradient(pair, adapted, same_gradients, family, module, first_k):
     model = adapted(family, m_scale=0.1, modules_to_save=[module])
-    whole = copy.deepcopy(model)
-    with (
-        CloudServer(adapted(family, m_scale=0.0), precision="fp32", first_k=first_k) as cloud,
-        DeviceClient(cloud.address, model, precision="fp32", first_k=first_k) as client,
-    ):
-        client.train_step(IDS, IDS)
-        client.train_step(IDS, IDS)  # what has learnt does not count as another model
-    found = gradients(model)
-    assert any(module in name for name in found)
-    same_gradients(found, whole, IDS, IDS)
+    _, client, whole = pair(family, first_k, model=model)
+    client.train_step(IDS, IDS)
+    client.train_step(IDS, IDS)  # what has learnt does not count as another model
+    assert any(module in name for name in gradients(model))
+    same_gradients(gradients(model), whole, IDS, IDS)
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["qkv_proj", "o_proj"]])
-def test_exchanges_come_in_the_order_in_which_layers_compute(adapted, same_gradients, targets):
+def test_exchanges_come_in_the_order_in_which_layers_compute(pair, adapted, same_gradients, targets):
     model = adapted("phi3", m_scale=0.1, target_modules=targets)
-    whole = copy.deepcopy(model)
-    with (
-        CloudServer(adapted("phi3", m_scale=0.0, target_modules=targets), precision="fp32") as cloud,
-        DeviceClient(cloud.address, model, precision="fp32") as client,
-    ):
-        assert torch.equal(client.generate(IDS, 6, eos_token_id=-1), expected_tokens(whole))
-        client.train_step(IDS, IDS)
+    _, client, whole = pair("phi3", model=model, config=dict(target_modules=targets))
+    assert torch.equal(client.generate(IDS, 6, eos_token_id=-1), expected_tokens(whole))
+    client.train_step(IDS, IDS)
     same_gradients(gradients(model), whole, IDS)
 
 
@@ -639,23 +599,21 @@ def test_another_devices_long_text_changes_nothing(adapted, rope):
     options = options | {"max_position_embeddings": 16}
     short, long = IDS[:1, :5], torch.cat([IDS, IDS], dim=1)[:1]
 
-    def mine():
+    def model():
         return adapted(family, m_scale=0.1, options=options)
 
-    wrong, asked = [], [(ids, mine(), expected_tokens(mine(), ids, 8)) for ids in (short, long, short)]
-    with CloudServer(mine(), precision="fp32") as cloud:
+    texts = [short, long, short]
+    expected = [expected_tokens(model(), ids, 8) for ids in texts]
+    with CloudServer(model(), precision="fp32") as cloud:
 
-        def work(ids, model, expected):
-            with DeviceClient(cloud.address, model, precision="fp32") as client:
-                found = [client.generate(ids, 8, eos_token_id=-1) for _ in range(5)]
-                wrong.extend(tokens for tokens in found if not torch.equal(tokens, expected))
+        def generated(case):
+            ids, mine = case
+            with DeviceClient(cloud.address, mine, precision="fp32") as client:
+                return [client.generate(ids, 8, eos_token_id=-1) for _ in range(5)]
 
-        threads = [threading.Thread(target=work, args=arguments) for arguments in asked]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=120)
-    assert not wrong
+        answers = at_once(generated, [(ids, model()) for ids in texts])
+    for repeated, right in zip(answers, expected, strict=True):
+        assert all(torch.equal(tokens, right) for tokens in repeated)
 
 
 def test_the_smallest_gradients_are_numbers(pair):
@@ -673,28 +631,21 @@ def test_clients_of_one_model_lose_no_gradient(adapted, same_gradients):
     whole, steps = copy.deepcopy(model), 6
     with CloudServer(adapted(m_scale=0.0), precision="fp32") as cloud:
 
-        def work():
+        def work(model):
             with DeviceClient(cloud.address, model, precision="fp32") as client:
                 for _ in range(steps):
                     client.train_step(IDS, IDS)
 
-        threads = [threading.Thread(target=work) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=120)
+        at_once(work, [model, model])
     same_gradients(gradients(model), whole, *[IDS] * 2 * steps)
 
 
-def test_nothing_that_learns_is_said(adapted):
+def test_nothing_that_learns_is_said(pair, adapted):
     model = adapted()
     model.add_adapter("other", PrivateLoraConfig(r_c2d=5, r_d2c=3))
     model.set_adapter("default")
-    with (
-        CloudServer(adapted(), precision="fp32") as cloud,
-        DeviceClient(cloud.address, model, precision="fp32", adapter_name="other") as client,
-        pytest.raises(ValueError, match="every M of 'other' is frozen"),
-    ):
+    _, client, _ = pair(model=model, adapter_name="other")
+    with pytest.raises(ValueError, match="every M of 'other' is frozen"):
         client.train_step(IDS, IDS)
 
 
@@ -712,25 +663,6 @@ def test_whole_numbers_of_any_width_will_do(pair):
     assert torch.equal(client.generate(IDS.int(), 3, eos_token_id=-1), expected_tokens(whole, count=3))
     loss = client.train_step(IDS.to(torch.int16), IDS.int())
     assert loss == pytest.approx(whole(input_ids=IDS, labels=IDS).loss.item(), rel=LOSS)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda c: c.generate([[1, 2]], 1), "input_ids must be a tensor of shape .batch, seq., got a list"),
-        (lambda c: c.generate(IDS.bool(), 1), "input_ids must be whole numbers of shape .*, got torch.bool"),
-        (lambda c: c.generate(IDS, 1, do_sample="no"), "do_sample must be True or False, got 'no'"),
-        (lambda c: c.generate(IDS, 1, eos_token_id="7"), "eos_token_id must be a whole number of at least -1, got '7'"),
-        (lambda c: c.generate(IDS, 1, eos_token_id=[3.5]), "eos_token_id must be a whole number .*, got 3.5"),
-        (lambda c: c.train_step(IDS, torch.full_like(IDS, -100)), "no label to predict: .* the other 22 are all -100"),
-        (lambda c: c.train_step(IDS[:, :1], IDS[:, :1]), "no label to predict: the first is not, and the other 0"),
-        (lambda c: c.train_step(IDS, IDS.float()), "labels must be whole numbers of shape .*, got torch.float32"),
-    ],
-)
-def test_what_is_no_token_is_named(pair, call, message):
-    _, client, _ = pair()
-    with pytest.raises(ValueError, match=message):
-        call(client)
 
 
 def test_token_zero_can_end_a_sequence(adapted):
