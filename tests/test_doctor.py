@@ -112,12 +112,12 @@ def recorded(tmp_path, monkeypatch):
     built_with = library.described(corpora.versions())
 
     def write(change):
-        found = [row | {"built_with": built_with} for row in rows]
-        change(found)
+        changed = [row | {"built_with": built_with} for row in rows]
+        change(changed)
         with (tmp_path / "corpora.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(found[0]))
+            writer = csv.DictWriter(file, fieldnames=list(changed[0]))
             writer.writeheader()
-            writer.writerows(found)
+            writer.writerows(changed)
         monkeypatch.setattr(catalog, "data_path", lambda *parts: tmp_path / parts[-1])
         return doctor.check_corpora()
 

@@ -11,8 +11,8 @@ def test_published_curves(stage, ranks, points):
     ax = plots.published_curves(stage=stage)
     reported = sorted(y for line in ax.lines[1::2] for y in line.get_ydata())
     assert len(ax.lines) == 2 * ranks
-    own = catalog.published(f"private_lora_{stage}").query("model == 'llama-2-7b'")
-    assert reported == sorted(own["tokens_per_s"])
+    digitised = catalog.published(f"private_lora_{stage}").query("model == 'llama-2-7b'")
+    assert reported == sorted(digitised["tokens_per_s"])
     assert f"{points} digitised points" in theme.alt(ax.figure)
 
 
