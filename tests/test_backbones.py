@@ -106,6 +106,11 @@ def without_one_weight(folder):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def without_tokenizer(folder):
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+
+
 def an_encoder_decoder(folder):
     config = T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=10)
     T5ForConditionalGeneration(config).save_pretrained(folder)
@@ -115,16 +120,8 @@ def an_encoder_decoder(folder):
     ("damage", "error", "message"),
     [
         (lambda folder: (folder / "config.json").unlink(), FileNotFoundError, r"the folder lacks a config\.json"),
-        (
-            lambda folder: (folder / "model.safetensors").unlink(),
-            FileNotFoundError,
-            "no model .* the folder lacks weights",
-        ),
-        (
-            lambda folder: [path.unlink() for path in folder.glob("tokenizer*")],
-            FileNotFoundError,
-            "no tokenizer for .* the folder lacks tokenizer files",
-        ),
+        (lambda folder: (folder / "model.safetensors").unlink(), FileNotFoundError, "no model .* folder lacks weights"),
+        (without_tokenizer, FileNotFoundError, "no tokenizer for .* the folder lacks tokenizer files"),
         (an_encoder_decoder, ValueError, "is not a causal language model"),
         (without_one_weight, ValueError, r"the weights of .* lack model\.layers\.1\.mlp\.up_proj\.weight"),
         (lambda folder: os.truncate(folder / "model.safetensors", 1000), ValueError, "the weights of .* are damaged"),

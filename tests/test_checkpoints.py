@@ -79,6 +79,7 @@ def test_a_file_reaches_the_disk_before_it_gets_its_name(tmp_path, monkeypatch, 
     with pytest.raises(error, match="disk full"):
         checkpoints.replace_file(path, fails)
     assert path.read_text() == "old"
+    assert set(tmp_path.iterdir()) == {path, other}
 
     calls = []
     for name in ("fsync", "replace"):
@@ -87,4 +88,3 @@ def test_a_file_reaches_the_disk_before_it_gets_its_name(tmp_path, monkeypatch, 
     checkpoints.replace_file(path, lambda partial: partial.write_text("new"))
     assert (path.read_text(), other.read_text()) == ("new", "old")  # another file has its name now
     assert calls == ["fsync", "replace"]
-    assert set(tmp_path.iterdir()) == {path, other}

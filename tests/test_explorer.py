@@ -1,3 +1,5 @@
+import importlib
+
 import ipywidgets
 import pytest
 
@@ -37,3 +39,23 @@ def test_controls_do_not_fire_while_dragged():
 def test_five_controls_are_too_many():
     with pytest.raises(ValueError, match="at most 4 controls, got 5: a, b, c, d, e"):
         build(**{name: ipywidgets.IntSlider() for name in "abcde"})
+
+
+@pytest.mark.parametrize(
+    ("room", "moves"),
+    [
+        ("clipping", {"batch": 64, "seq": 256, "widths": (512, 256, 128), "execution": "fast"}),
+        ("communication", {"rank": 128, "link": "wifi", "endpoints": False, "model": "llama-30b"}),
+        ("residual", {"first_k": 3, "adapter": "PrivateLoRA down r=48, gradient"}),
+        ("retention", {"budget": 6, "stabilizers": 4, "scorer": "random"}),
+        ("throughput", {"rank": 256, "rtt_ms": 10, "model": "llama-30b", "link": "4g"}),
+    ],
+)
+def test_every_control_of_a_room_changes_the_words(room, moves):
+    explorer = importlib.import_module(f"plpkg.{room}.widget").explorer()
+    assert moves.keys() == explorer.controls.keys()
+    seen = {explorer.text}
+    for name, value in moves.items():
+        explorer.controls[name].value = value
+        assert explorer.text not in seen, name
+        seen.add(explorer.text)

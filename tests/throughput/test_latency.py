@@ -89,16 +89,10 @@ def test_nothing_hides_behind_a_real_delay():
         (lambda: overlap_rank("gpt2", leg="up"), "leg must be one of 'downlink', 'round_trip', got 'up'"),
         (lambda: best_rank("llama-2-7b", 30), r"no rank of llama-2-7b reaches 30 tokens/s: rank 1 gives 29\.\d\d"),
         (lambda: best_rank("llama-2-7b", 20, r_c2d=64), "r_c2d is what is being varied here"),
-        (
-            lambda: best_rank("llama-2-7b", 20, adapted_layers=0),
-            "adapted_layers must be at least 1 for the rank to matter, got 0",
-        ),
+        (lambda: best_rank("llama-2-7b", 20, adapted_layers=0), "adapted_layers must be at least 1 .*, got 0"),
         (lambda: break_even_rtt_s("llama-2-7b", 5, rtt_s=0.1), "rtt_s is what is being varied here"),
         (lambda: break_even_rtt_s("gpt2", 0), "phone_only_tokens_per_s must be greater than 0, got 0"),
-        (
-            lambda: against_rtt(["llama-2-7b", "qwen2.5-7b"]),
-            r"llama-2-7b published, qwen2\.5-7b roofline; pass gpu='roofline'",
-        ),
+        (lambda: against_rtt(["llama-2-7b", "qwen2.5-7b"]), "llama-2-7b published, qwen2.5-7b roofline; pass gpu="),
         (lambda: against_rtt(["gpt2", "gpt2"]), "models must have different names, got gpt2 more than once"),
         (lambda: against_rtt("gpt2"), "models must be a list of models, got the string 'gpt2'"),
     ],
