@@ -12,7 +12,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
-CONDA_NAMES = {"torch": "pytorch"}  # where conda-forge's name differs from the Python package index's
 NOT_ON_CONDA_FORGE = {"optimum-quanto", "playwright"}
 
 
@@ -31,6 +30,12 @@ def pins():
     return {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
 
 
+def pinned(requirement, torch="pytorch"):
+    """As a line for conda, whose name for torch is another one than the Python package index's."""
+    name = torch if requirement.name == "torch" else requirement.name
+    return f"{name}={pins()[canonicalize_name(requirement.name)]}"
+
+
 def environment(path="environment.yml"):
     return yaml.safe_load((ROOT / path).read_text())
 
@@ -41,16 +46,9 @@ def test_constraints_pin_every_requirement_within_its_range():
 
 
 def test_conda_lists_the_same_packages_at_the_same_versions():
-    listed = [line for line in environment()["dependencies"] if isinstance(line, str)]
-    conda = dict(line.split("=") for line in listed if "=" in line)
-    assert conda.pop("python") == "3.11"
-    assert [line for line in listed if "=" not in line] == ["pip"]
-    expected = {
-        CONDA_NAMES.get(r.name, r.name): pins()[canonicalize_name(r.name)]
-        for r in requirements()
-        if r.name not in NOT_ON_CONDA_FORGE
-    }
-    assert conda == expected
+    listed = {line for line in environment()["dependencies"] if isinstance(line, str)}
+    wanted = {pinned(r) for r in requirements() if r.name not in NOT_ON_CONDA_FORGE}
+    assert listed == {"python=3.11", "pip"} | wanted
 
 
 def test_conda_takes_the_rest_from_pip():
@@ -61,8 +59,7 @@ def test_conda_takes_the_rest_from_pip():
 
 
 def test_binder_takes_what_the_notebooks_need_with_torch_for_the_cpu():
-    names = {"torch": "pytorch-cpu"}
-    wanted = {f"{names.get(r.name, r.name)}={pins()[canonicalize_name(r.name)]}" for r in requirements(["notebooks"])}
+    wanted = {pinned(r, torch="pytorch-cpu") for r in requirements(["notebooks"])}
     assert set(environment("binder/environment.yml")["dependencies"]) == {"python=3.11", "pip"} | wanted
 
 

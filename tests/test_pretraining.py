@@ -470,7 +470,4 @@ def test_the_changes_that_the_help_shows_can_be_made():
     examples = re.findall(r"\w+=[\d.]*\d", helps["changes"])
     assert examples == ["seed=1", "lr=0.004"]
     assert [Recipe.changed([e]) for e in examples] == [Recipe(seed=1), Recipe(lr=0.004)]
-
-
-def test_the_number_of_steps_can_be_changed_alone():
     assert Recipe.changed(["steps=50"]) == replace(Recipe(), steps=50)
