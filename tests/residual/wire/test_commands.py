@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -95,29 +95,26 @@ def cloud(folder):
         yield address
 
 
-def over_tls(address, folder, ca, *command, **options):
+def chat_over_tls(address, folder, ca, lines, token="secret"):
     device = ["device", "--connect", address, "--model", str(folder), "--rank", "4", *TARGETS, "--ca", str(ca)]
-    return RUNNER.invoke(app, [*device, *command], **{"env": {"PLPKG_TOKEN": "secret"}} | options)
+    chat = ["chat", "--max-new-tokens", "2", "--temperature", "0"]
+    return RUNNER.invoke(app, [*device, *chat], input=lines, env={"PLPKG_TOKEN": token})
 
 
 def test_over_tls_with_a_token(secured, folder, tls, tmp_path, monkeypatch):
-    certificates.write(tmp_path / "others")
-
-    def asked(ca, token):
-        chat = ["chat", "--max-new-tokens", "5", "--temperature", "0"]
-        return over_tls(secured, folder, ca, *chat, input="my cat\n", env={"PLPKG_TOKEN": token})
-
-    result = asked(tls / "cert.pem", "secret")
-    assert result.exit_code == 0, result.output
-    assert len(result.stdout.strip().splitlines()) == 1
-    result = asked(tls / "cert.pem", "guessed")
-    assert result.exit_code == 2
-    assert "no token, or a wrong one" in result.output
     slept = []
     monkeypatch.setattr("plpkg.residual.wire.connection.time.sleep", slept.append)
-    result = asked(tmp_path / "others" / "cert.pem", "secret")
-    assert result.exit_code == 2
-    assert "CERTIFICATE_VERIFY_FAILED" in result.output
+    result = chat_over_tls(secured, folder, tls / "cert.pem", "my cat\n")
+    assert result.exit_code == 0, result.output
+    assert len(result.stdout.strip().splitlines()) == 1
+    others = certificates.write(tmp_path / "others")
+    for ca, token, message in (
+        (tls / "cert.pem", "guessed", "no token, or a wrong one"),
+        (others, "secret", "CERTIFICATE_VERIFY_FAILED"),
+    ):
+        result = chat_over_tls(secured, folder, ca, "my cat\n", token)
+        assert result.exit_code == 2
+        assert message in result.output
     assert not slept  # trying again would not help
 
 
@@ -147,8 +144,8 @@ def test_each_process_is_left_with_its_part(folder, tmp_path, monkeypatch, comma
 
     def alive():
         gc.collect()
-        found = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
-        return {t.untyped_storage().data_ptr(): t for t in found if t.untyped_storage().nbytes()}
+        tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+        return {t.untyped_storage().data_ptr(): t for t in tensors if t.untyped_storage().nbytes()}
 
     def served(server):
         seen.update(alive=alive(), part=server.part)
@@ -225,8 +222,8 @@ def test_chat_is_what_generate_gives_and_remembers_with_a_template(folder, capsy
     ):
         answer_lines(client, tokenizer, iter(["my cat"]), 4)
         ids = torch.tensor([[1, *tokenizer("my cat")["input_ids"]]])
-        found = client.generate(ids, 4)[0, ids.shape[1] :]
-        assert capsys.readouterr().out.strip() == tokenizer.decode(found, skip_special_tokens=True).strip()
+        answer = client.generate(ids, 4)[0, ids.shape[1] :]
+        assert capsys.readouterr().out.strip() == tokenizer.decode(answer, skip_special_tokens=True).strip()
         tokenizer.chat_template = "{% for m in messages %}{{ m.content }} and {% endfor %}"
         original = client.generate
         client.generate = lambda ids, *rest, **options: (asked.append(ids), original(ids, *rest, **options))[1]
@@ -239,8 +236,7 @@ def test_chat_is_what_generate_gives_and_remembers_with_a_template(folder, capsy
 
 def test_a_line_that_is_too_long_or_no_text_ends_nothing(secured, folder, tls):
     lines = b"my cat is called felix and sleeps all day\n\xff cat\nmy cat\n"
-    chat = ["chat", "--max-new-tokens", "2", "--temperature", "0"]
-    result = over_tls(secured, folder, tls / "cert.pem", *chat, input=lines)
+    result = chat_over_tls(secured, folder, tls / "cert.pem", lines)
     assert result.exit_code == 0, result.output
     assert "OUT_OF_RANGE: tokens would be 10, the cloud's limit is 9; the conversation begins anew" in result.stderr
     assert len(result.stdout.strip().splitlines()) == 2
@@ -286,7 +282,6 @@ def test_a_certificate_and_then_its_refusal(tmp_path):
         (["cloud", "--device", ""], "device='' cannot be used: "),
         (["cloud", "--tls", "nosuch"], "No such file or directory: 'nosuch/cert.pem'"),
         ([*DEVICE, "--ca", "nosuch", "chat"], "No such file or directory: 'nosuch'"),
-        (["cloud", "--init-tls", "tls", "--host", "a b ü"], "a host must have an address, or a name of"),
         (["cloud", "--init-tls", "tls", "--host", "a b ü"], "got 'a b ü'"),
         ([*DEVICE, "chat", "--top-p", "2"], "top_p must be greater than 0 and at most 1, got 2.0"),
         ([*DEVICE, "chat", "--top-p", "2", "--temperature", "0"], "top_p must be greater than 0 and at most 1, got"),
@@ -338,11 +333,8 @@ def saved(folder, tmp_path_factory):
         ("adapter_config.json", b"\xff", "adapter_config.json is damaged: 'utf-8' codec"),
         ("adapter_config.json", b"[]", "adapter_config.json is damaged: "),
         ("adapter_config.json", b"{}", "mine holds a None adapter, not a PrivateLoRA one"),
-        (
-            "adapter_config.json",
-            b'{"peft_type": "NEW"}',
-            "mine holds an adapter of a kind that PEFT does not know: 'NEW'",
-        ),
+        ("adapter_config.json", b'{"peft_type": "NEW"}', "holds an adapter of a kind that PEFT does not know: 'NEW'"),
+        ("adapter_config.json", b'{"peft_type": "LORA"}', "LORA adapter, not a PrivateLoRA one"),
     ],
 )
 def test_a_damaged_adapter_is_named(folder, saved, tmp_path, command, file, content, message):
@@ -358,13 +350,6 @@ def test_a_checkpoint_that_is_none_is_named(folder, tmp_path):
     train = ["train", str(tmp_path / "diary.txt"), str(tmp_path), "--seq", "8"]
     message = "checkpoint.pt cannot be read (damaged, or not a checkpoint): remove it to start anew"
     refused(folder, [*DEVICE, *train], message)
-
-
-def test_another_kind_of_adapter_is_refused(folder, tmp_path):
-    base, _ = load_backbone(folder)
-    get_peft_model(base, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"holds a .*LORA adapter, not a PrivateLoRA one"):
-        adapted_model(str(folder), tmp_path, "fp32", "cpu")
 
 
 def test_training_text_comes_from_files_folders_and_writers(tmp_path):

@@ -5,11 +5,11 @@ import torch
 from peft import PeftModel, get_peft_model
 from peft.utils import get_peft_model_state_dict
 
-from plpkg.backbones import random_backbone
 from plpkg.corpora import Document
 from plpkg.pretraining import train_tokenizer
 from plpkg.residual import CloudServer, DeviceClient, PrivateLoraConfig
 from plpkg.residual.wire.training import train
+from tests.residual.conftest import backbone
 
 from rounding import relative
 
@@ -23,8 +23,7 @@ def tokenizer():
 
 
 def model():
-    base = random_backbone("llama", num_kv_heads=2, vocab=280, hidden=32, intermediate=48)
-    return get_peft_model(base, PrivateLoraConfig(r_c2d=6, r_d2c=6))
+    return get_peft_model(backbone(num_layers=2, vocab=280), PrivateLoraConfig(r_c2d=6, r_d2c=6))
 
 
 @pytest.fixture
@@ -48,8 +47,7 @@ def test_it_learns_and_leaves_an_adapter_that_peft_loads(cloud, tokenizer, tmp_p
     assert len(result.losses) == 25
     assert sum(result.losses[-5:]) < sum(result.losses[:5])
     assert repr(result).startswith("Training(25 steps, loss 5.")
-    base = random_backbone("llama", num_kv_heads=2, vocab=280, hidden=32, intermediate=48)
-    loaded = PeftModel.from_pretrained(base, tmp_path / "out")
+    loaded = PeftModel.from_pretrained(backbone(num_layers=2, vocab=280), tmp_path / "out")
     assert same(get_peft_model_state_dict(loaded), learnt)
     assert any(t.abs().max() > 0 for t in learnt.values())
     names = {p.name for p in (tmp_path / "out").iterdir()}
@@ -70,8 +68,8 @@ def test_an_interrupted_run_ends_with_the_same_adapter(cloud, tokenizer, tmp_pat
     for _ in range(2):
         with pytest.raises(ConnectionError, match="gone"):
             run(cloud, tokenizer, tmp_path / "parts", accumulate=2)
-    parts, found = run(cloud, tokenizer, tmp_path / "parts", accumulate=2)
-    assert same(found, expected)
+    parts, learnt = run(cloud, tokenizer, tmp_path / "parts", accumulate=2)
+    assert same(learnt, expected)
     assert parts == whole
 
 
@@ -81,25 +79,21 @@ def test_passes_that_accumulate_are_one_large_batch(cloud, tokenizer, tmp_path):
     assert twice.losses[0] == pytest.approx(once.losses[0], rel=relative(280 + 4 * 15))  # vocabulary, then tokens
 
 
-def test_another_text_or_setting_in_the_same_folder_is_refused(cloud, tokenizer, tmp_path):
+def test_another_run_in_the_same_folder_is_refused(cloud, tokenizer, tmp_path):
     run(cloud, tokenizer, tmp_path / "out", steps=2)
-    with pytest.raises(ValueError, match=r"holds a run with steps=2, now 3"):
-        run(cloud, tokenizer, tmp_path / "out", steps=3)
-    with pytest.raises(ValueError, match="holds a run with text="):
-        run(cloud, tokenizer, tmp_path / "out", steps=2, text=TEXT[1:])
-
-
-def test_another_cut_or_beginning_in_the_same_folder_is_refused(cloud, tokenizer, tmp_path):
-    run(cloud, tokenizer, tmp_path / "out", steps=2)
-    adapted = model()
     with CloudServer(model(), precision="fp32", last_k=1) as other:
-        client = DeviceClient(other.address, adapted, precision="fp32", last_k=1)
+        client = DeviceClient(other.address, model(), precision="fp32", last_k=1)
         with client, pytest.raises(ValueError, match="holds a run with last_k=None, now 1"):
-            train(client, adapted, tokenizer, TEXT, tmp_path / "out", **(TINY | {"steps": 2}))
-    with torch.no_grad():
-        next(p for p in adapted.parameters() if p.requires_grad).fill_(0.1)
-    with pytest.raises(ValueError, match="holds a run with start="):
-        run(cloud, tokenizer, tmp_path / "out", adapted=adapted, steps=2)
+            train(client, model(), tokenizer, TEXT, tmp_path / "out", **(TINY | {"steps": 2}))
+    begun = model()
+    torch.nn.init.constant_(next(p for p in begun.parameters() if p.requires_grad), 0.1)
+    for changes, message in (
+        (dict(steps=3), r"holds a run with steps=2, now 3"),
+        (dict(text=TEXT[1:]), "holds a run with text="),
+        (dict(adapted=begun), "holds a run with start="),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(cloud, tokenizer, tmp_path / "out", **dict(steps=2) | changes)
 
 
 @pytest.mark.parametrize(
@@ -125,17 +119,12 @@ def test_a_file_is_not_a_folder(cloud, tokenizer, tmp_path):
     assert (tmp_path / "out").read_text() == "mine"
 
 
-def test_a_run_that_diverges_says_so(cloud, tokenizer, tmp_path):
+def test_a_run_that_diverges_says_so(cloud, tokenizer, tmp_path, monkeypatch):
     adapted = model()
     with torch.no_grad():
         adapted.get_output_embeddings().weight.fill_(float("nan"))
     cloud.terms.model = ""  # the broken model has another fingerprint
-
-    def fingerprint(_):
-        return ""
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("plpkg.residual.wire.terms.fingerprint", fingerprint)
-        with pytest.raises(FloatingPointError, match="the loss of step 1 is nan"):
-            run(cloud, tokenizer, tmp_path / "out", adapted=adapted)
+    monkeypatch.setattr("plpkg.residual.wire.terms.fingerprint", lambda _: "")
+    with pytest.raises(FloatingPointError, match="the loss of step 1 is nan"):
+        run(cloud, tokenizer, tmp_path / "out", adapted=adapted)
     assert not (tmp_path / "out" / "adapter_model.safetensors").exists()
