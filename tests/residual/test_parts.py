@@ -200,14 +200,10 @@ def test_the_model_itself_stays_usable(adapted):
     assert len([m for m in model.modules() if isinstance(m, PrivateLoraLayer)]) == 12
 
 
-def test_without_a_device_nothing_is_computed(adapted):
+def test_what_nobody_asked_for_is_refused(adapted):
     device, cloud = split(adapted())
     with pytest.raises(RuntimeError, match="exchange 0 has no device to ask"):
         cloud(device.embed(IDS))
-
-
-def test_a_gradient_that_nobody_waits_for_is_refused(adapted):
-    device, _ = split(adapted())
     with pytest.raises(KeyError):
         device.residual_backward(0, torch.zeros(3, 1, 1, 3))
 
