@@ -10,6 +10,7 @@ backward thread, of which each GPU has one: there one device's silence does hold
 
 import hmac
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -97,7 +98,7 @@ class CloudServer:
         self.terms = terms(model, device, adapter_name, (first_k, last_k), precision)
         self.traffic, self.num_threads = Counter(), torch.get_num_threads()
         self._sessions, self._token = Sessions(self.part, self.terms, limits), token
-        self._streams: dict[Stream, threading.Thread] = {}
+        self._streams: dict[Stream, tuple[grpc.ServicerContext, threading.Thread]] = {}
 
         streams = limits.sessions + WAITING + 8  # some more, so that who is refused is told why
         answer_ms = round(1000 * limits.answer_s)
@@ -132,8 +133,10 @@ class CloudServer:
     def stop(self, grace_s: float = 0.0) -> None:
         """Break off what is under way after ``grace_s`` seconds, and forget every session."""
         self._server.stop(grace_s).wait()
-        for thread in list(self._streams.values()):
-            thread.join(10)
+        patience = time.monotonic() + 10
+        for _, thread in list(self._streams.values()):
+            if thread.is_alive():
+                thread.join(max(0.0, patience - time.monotonic()))
         self._sessions.clear()
 
     def wait(self) -> None:
@@ -151,13 +154,14 @@ class CloudServer:
         if self._token is not None and not hmac.compare_digest(shown.encode(), f"Bearer {self._token}".encode()):
             context.abort(StatusCode.UNAUTHENTICATED, "no token, or a wrong one")
         messages = Messages(FromCloud, FromDevice, "the device", self.traffic)
-        context.add_callback(lambda: messages.outgoing.put(None))  # nobody reads any more
+        over = threading.Event()
+        context.add_callback(lambda: (over.set(), messages.outgoing.put(None)))  # nobody reads any more
         stream = Stream(self._sessions, messages)
-        thread = threading.Thread(target=self._serve, args=(stream,), daemon=True, name="plpkg-session")
-        self._streams[stream] = thread
-        silent = [stream for stream in list(self._streams) if stream.session is None]
+        thread = threading.Thread(target=self._serve, args=(stream, over), daemon=True, name="plpkg-session")
+        self._streams[stream] = context, thread
+        silent = [other for stream, (other, _) in list(self._streams.items()) if stream.session is None]
         if len(silent) > WAITING:
-            silent[0].messages.interrupt(StatusError(StatusCode.UNAVAILABLE, "a newer device has this place"))
+            silent[0].cancel()
         try:
             messages.listen(requests)
             thread.start()
@@ -169,11 +173,13 @@ class CloudServer:
                 context.abort(message.code, message.details)
             yield message
 
-    def _serve(self, stream: Stream) -> None:
+    def _serve(self, stream: Stream, over: threading.Event) -> None:
         torch.set_num_threads(self.num_threads)  # a new thread would take as many as there are cores
         try:
             stream.run()
         finally:
+            if not over.wait(stream.limits.answer_s):  # the device reads nothing, not even how the stream ends
+                self._streams[stream][0].cancel()
             del self._streams[stream]
 
 

@@ -1,6 +1,7 @@
 """The device's end of the connection: one stream, deadlines on every wait, and coming back after it broke."""
 
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -22,6 +23,10 @@ BROKEN = {
 
 UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed")
 """What gRPC says of a certificate that is not trusted, or not for this host: it will be the same the next time."""
+
+
+CROWDED = "Concurrent RPC limit"
+"""What gRPC says where more streams come at once than the cloud can even refuse: it passes."""
 
 
 class SessionLostError(ConnectionError):
@@ -104,11 +109,13 @@ class Connection:
         self._connect = self._channel.stream_stream(METHOD)
         self._call: grpc.Call | None = None
         self._messages: Messages | None = None
+        self._closed = False
 
-    def close(self) -> None:
-        """Leave: the cloud forgets the session."""
+    def close(self, *, leave: bool = True) -> None:
+        """End the connection, and ``leave``: the cloud forgets the session. In the middle of a step that cannot be."""
+        self._closed = True
         try:
-            if self._call is not None:
+            if leave and self._call is not None:
                 self._messages.send(goodbye=Goodbye())
                 self._messages.outgoing.put(None)
                 self._messages.receive(limit_s=min(5.0, self.timeout_s))  # the end: the cloud has taken note
@@ -139,8 +146,10 @@ class Connection:
                 give_up = time.monotonic() + self.retry_s if give_up is None else give_up
                 if time.monotonic() + pause > give_up:
                     raise ConnectionError(f"no connection to {self.target}: {error}") from error
-            except BaseException:
+            except BaseException as error:
                 self.reset()  # in the middle of a step: the next one begins with a new stream
+                if self._closed:
+                    raise RuntimeError("this client is closed") from error
                 raise
             time.sleep(pause)
             pause = min(1.0, 2 * pause)
@@ -148,13 +157,13 @@ class Connection:
     def reset(self) -> None:
         """Break the stream off; the session goes on with the next."""
         if self._call is not None:
-            self._call.cancel()
-            self._messages.outgoing.put(None)
+            self._end()
             self._call = None
 
     def _open(self) -> None:
         self._messages = Messages(FromDevice, FromCloud, self.target, self.traffic)
         self._call = self._connect(iter(self._messages.outgoing.get, None), metadata=self._metadata)
+        self._end = weakref.finalize(self, _end, self._call, self._messages)  # also where nobody closes it
         self._messages.listen(self._call)
         self.send(hello=Hello(terms=self.terms, session=self.session))
         try:
@@ -194,6 +203,11 @@ class Connection:
             self.reset()
             if any(text in status.details for text in UNTRUSTED):
                 raise ConnectionError(f"no connection to {self.target}: {status.details}") from None
-            if status.code in BROKEN:
+            if status.code in BROKEN or status.details.startswith(CROWDED):
                 raise BrokenStreamError(f"{status.code.name}: {status.details}") from None
             raise RefusedError(status) from None
+
+
+def _end(call: grpc.Call, messages: Messages) -> None:
+    call.cancel()
+    messages.outgoing.put(None)

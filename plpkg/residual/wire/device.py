@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from peft import PeftModel
@@ -30,6 +31,11 @@ from plpkg.residual.wire.tensors import PRECISIONS, pack, unpack
 from plpkg.residual.wire.terms import terms
 from plpkg.residual.wire.wire_pb2 import Part, Step
 from plpkg.validation import number, whole_number
+
+Result = TypeVar("Result")
+
+RESTARTS = 4
+"""How often a step begins anew because the cloud has forgotten the session."""
 
 _TRAINING: weakref.WeakKeyDictionary[PeftModel, threading.Lock] = weakref.WeakKeyDictionary()
 """Clients of one model add to the same gradients, one after the other."""
@@ -97,7 +103,7 @@ class DeviceClient:
         self.dtype, self.adapter_name = PRECISIONS[precision], adapter_name
         self._model = model.get_base_model()
         self._closed = False
-        self._busy, self._training = threading.Lock(), _TRAINING.setdefault(model, threading.Lock())
+        self._in_use, self._training = threading.Lock(), _TRAINING.setdefault(model, threading.Lock())
         self.relay = None if link is None else Relay(target, link)
         via = self.relay and self.relay.address
         try:
@@ -117,7 +123,7 @@ class DeviceClient:
     def close(self) -> None:
         """Leave the cloud."""
         self._closed = True
-        self._connection.close()
+        self._connection.close(leave=self._in_use.acquire(blocking=False))  # and nothing begins any more
         if self.relay is not None:
             self.relay.close()
 
@@ -177,16 +183,20 @@ class DeviceClient:
         limit = sampling.reads_anew_beyond(self._model)
         done = torch.zeros(len(ids), dtype=torch.bool)
         cache = self.part.new_cache()
+
+        def next_logits() -> torch.Tensor:
+            nonlocal cache
+            try:
+                return self._next_logits(ids[:, cache.seen :], cache)
+            except SessionLostError:  # so the sequence begins anew as well, with all that it has
+                cache = self.part.new_cache()
+                raise
+
         with self._alone():
             for _ in range(max_new_tokens):
                 if limit is not None and cache.seen <= limit < ids.shape[1]:
                     cache = self.part.new_cache()
-                try:
-                    logits = self._next_logits(ids[:, cache.seen :], cache)
-                except SessionLostError:  # the cloud began anew: so does the sequence, with all that it has
-                    cache = self.part.new_cache()
-                    logits = self._next_logits(ids, cache)
-                scores = warp(ids, logits.float())
+                scores = warp(ids, self._begin_anew(next_logits).float())
                 if do_sample:
                     chosen = torch.multinomial(scores.softmax(-1), 1, generator=generator)[:, 0]
                 else:
@@ -205,12 +215,12 @@ class DeviceClient:
         """One sequence or training step at a time: the cloud has one cache for this device."""
         if self._closed:
             raise RuntimeError("this client is closed")
-        if not self._busy.acquire(blocking=False):
+        if not self._in_use.acquire(blocking=False):
             raise RuntimeError("this client is in the middle of a sequence or a training step: take another for more")
         try:
             yield
         finally:
-            self._busy.release()
+            self._in_use.release()
 
     def train_step(
         self,
@@ -263,7 +273,7 @@ class DeviceClient:
         with self._alone(), self._training:
             before = [p.grad for p in trainable]
             try:
-                loss = self._retry(run)
+                loss = self._begin_anew(lambda: self._connection.keep_trying(run))  # any session will do
             except BaseException:
                 for parameter, gradient in zip(trainable, before, strict=True):
                     parameter.grad = gradient
@@ -288,12 +298,12 @@ class DeviceClient:
             return trainable
         raise ValueError(f"every M of {self.adapter_name!r} is frozen: set_adapter, or load it with is_trainable=True")
 
-    def _retry(self, run: Callable[[], float]) -> float:
-        """A training step needs nothing of the session: a new one does as well."""
-        try:
-            return self._connection.keep_trying(run)
-        except SessionLostError:
-            return self._connection.keep_trying(run)
+    def _begin_anew(self, run: Callable[[], Result]) -> Result:
+        """``run()``, again with a new session where the cloud has forgotten the one before."""
+        for _ in range(RESTARTS):
+            with contextlib.suppress(SessionLostError):
+                return run()
+        return run()
 
     def _pass_both_ways(self, ids: torch.Tensor, targets: torch.Tensor, items: int) -> float:
         embedded = self.part.embed(ids)

@@ -23,8 +23,8 @@ OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # or what is meant to stay on this machine could take the way through a proxy
     ("grpc.http2.bdp_probe", 0),  # its pings would be counted as traffic
     ("grpc.max_send_message_length", -1),
-    ("grpc.keepalive_time_ms", 20_000),  # a peer that has vanished is noticed within half a minute
-    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_time_ms", 20_000),  # a peer that has vanished is noticed within a minute
+    ("grpc.http2.ping_timeout_ms", 20_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 )
 """What both ends ask of gRPC."""

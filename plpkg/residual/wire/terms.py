@@ -87,6 +87,6 @@ def differences(device: Terms, cloud: Terms) -> str:
     for field in Terms.DESCRIPTOR.fields:
         values = getattr(device, field.name), getattr(cloud, field.name)
         if values[0] != values[1] and not (field.name == "bases" and sentences):  # they follow from all the others
-            shown = (list(value) if field.is_repeated else value for value in values)
+            shown = (list(value[:50]) if field.is_repeated else value for value in values)  # it may be endless
             sentences.append("{} is {!r} on the device and {!r} on the cloud".format(field.name, *shown))
     return "; ".join(sentences)

@@ -1,0 +1,155 @@
+"""Peers that are slow, gone, many or rude, over real connections: what they may cost the other side."""
+
+import gc
+import signal
+import threading
+import time
+
+import grpc
+import pytest
+import torch
+from grpc import StatusCode
+
+from plpkg.residual import CloudServer, DeviceClient, Limits, RefusedError
+from plpkg.residual.wire import connection, messages
+from plpkg.residual.wire.terms import differences
+
+from preloaded import Process
+
+IDS = torch.arange(1, 9).reshape(1, 8)
+CROWD = "maximum_concurrent_rpcs"
+CLOUD = """
+from peft import get_peft_model
+from plpkg.backbones import random_backbone
+from plpkg.residual import CloudServer, PrivateLoraConfig
+model = random_backbone("llama", num_layers=4, num_kv_heads=2, vocab=64, hidden=32, intermediate=48)
+with CloudServer(get_peft_model(model, PrivateLoraConfig(r_c2d=5, r_d2c=3)), precision="fp32") as cloud:
+    print(cloud.address, flush=True)
+    cloud.wait()
+"""
+
+
+def wait_until(condition):
+    patience = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < patience
+        time.sleep(0.02)
+
+
+def generate(cloud, model, **options):
+    with DeviceClient(cloud.address, model, precision="fp32", **options) as device:
+        return device.generate(IDS, 2, eos_token_id=-1)
+
+
+def test_who_reads_not_even_the_end_is_cut_off(adapted):
+    """More than a stream's window is on its way to a device that has stopped reading."""
+    with CloudServer(adapted(), precision="fp32", limits=Limits(tokens=4000, answer_s=1.0)) as server:
+        device = DeviceClient(server.address, adapted(), precision="fp32")
+        device.generate(IDS, 1)
+        (stream,) = server._streams
+        for _ in range(5 * messages.BACKLOG):  # the device reads the first, and no more than it has asked for
+            stream.messages.outgoing.put(bytes(2**20))
+        stream.messages.interrupt(messages.StatusError(StatusCode.INTERNAL, "the end"))
+        wait_until(lambda: "plpkg-reader" not in {thread.name for thread in threading.enumerate()})  # at both ends
+        assert not server._streams
+        assert generate(server, adapted()).shape == (1, 10)
+        device.close()
+
+
+def test_a_cloud_that_has_stopped_is_noticed_by_its_silence(adapted, monkeypatch):
+    """Not by ``timeout_s``: whoever asks for a long text may set that high."""
+    quick = {"grpc.keepalive_time_ms": 1000, "grpc.http2.ping_timeout_ms": 1000}
+    options = [(name, quick.get(name, value)) for name, value in connection.OPTIONS]
+    monkeypatch.setattr(connection, "OPTIONS", options)
+    with Process(CLOUD) as process:
+        address = process.stdout.readline().strip()
+        with DeviceClient(address, adapted(), precision="fp32", timeout_s=300, retry_s=0) as device:
+            device.generate(IDS, 1)
+            process.send_signal(signal.SIGSTOP)
+            began = time.monotonic()
+            with pytest.raises(ConnectionError, match="no connection to"):
+                device.generate(IDS, 1)
+            assert time.monotonic() - began < 60
+
+
+def test_who_meets_a_crowd_comes_back(adapted, monkeypatch):
+    server_of = grpc.server
+    monkeypatch.setattr(grpc, "server", lambda pool, **options: server_of(pool, **options | {CROWD: 1}))
+    with CloudServer(adapted(), precision="fp32", limits=Limits(sessions=1)) as server:
+        first = DeviceClient(server.address, adapted(), precision="fp32")
+        first.generate(IDS, 1)
+        with (
+            DeviceClient(server.address, adapted(), precision="fp32", retry_s=0.2) as second,
+            pytest.raises(ConnectionError, match="Concurrent RPC limit exceeded"),
+        ):
+            second.generate(IDS, 1)
+        leaving = threading.Timer(0.5, first.close)
+        leaving.start()
+        assert generate(server, adapted(), retry_s=60).shape == (1, 10)
+        leaving.join()
+
+
+def test_an_endless_hello_is_named_in_part(adapted):
+    with CloudServer(adapted()) as server:
+        device = type(server.terms)()
+        device.CopyFrom(server.terms)
+        device.projections.extend([3] * 10**6)
+        assert differences(device, server.terms).startswith("projections is [3, 3, 3, 3, 3")
+        assert len(differences(device, server.terms)) < 1000
+
+
+def test_a_cloud_that_forgets_twice_costs_no_token(adapted):
+    model = adapted()
+    expected = model.generate(input_ids=IDS, max_new_tokens=4, do_sample=False, eos_token_id=None)
+    with CloudServer(adapted(), precision="fp32") as server:
+        with DeviceClient(server.address, model, precision="fp32") as device:
+            original, lost = device._connection._open, []
+
+            def forgetful():
+                if device._connection.session and len(lost) < 2:
+                    lost.append(device._connection.session)
+                    server._sessions.clear()
+                original()
+                if lost and len(lost) < 2:
+                    device._connection.reset()  # forgotten again before the step was asked for
+                    lost.append(device._connection.session)
+                    server._sessions.clear()
+                    original()
+
+            device._connection._open = forgetful
+            tokens = device.generate(IDS, 4, eos_token_id=-1, on_token=lambda _: device._connection.reset())
+        assert len(lost) == 2
+        assert torch.equal(tokens, expected)
+
+
+def test_a_client_that_nobody_closes_is_collected(adapted):
+    with CloudServer(adapted(), precision="fp32") as server:
+        device = DeviceClient(server.address, adapted(), precision="fp32")
+        device.generate(IDS, 1)
+        assert len(server._streams) == 1
+        del device
+        gc.collect()
+        wait_until(lambda: not server._streams)
+
+
+def test_closing_from_another_thread_ends_what_is_under_way(adapted):
+    with CloudServer(adapted(), precision="fp32") as server:
+        device = DeviceClient(server.address, adapted(), precision="fp32", retry_s=60)
+
+        def close_elsewhere(_):
+            thread = threading.Thread(target=device.close)
+            thread.start()
+            thread.join(60)
+
+        with pytest.raises(RuntimeError, match="this client is closed"):
+            device.generate(IDS, 4, eos_token_id=-1, on_token=close_elsewhere)
+        wait_until(lambda: not server._streams)
+
+
+def test_a_refusal_is_still_one(adapted):
+    with CloudServer(adapted(), precision="fp32", limits=Limits(sessions=1)) as server:
+        first = DeviceClient(server.address, adapted(), precision="fp32")
+        first.generate(IDS, 1)
+        with pytest.raises(RefusedError, match="the cloud has 1 sessions, its limit"):
+            generate(server, adapted())
+        first.close()
