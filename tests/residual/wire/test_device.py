@@ -422,11 +422,15 @@ def test_after_a_long_silence_it_goes_on(pair):
     assert server.sessions == 1
 
 
-def test_one_client_does_one_thing_at_a_time(pair):
-    _, client, whole = pair()
+def test_one_client_does_one_thing_at_a_time_and_nothing_when_closed(pair):
+    server, client, whole = pair()
     with pytest.raises(RuntimeError, match="this client is in the middle of a sequence"):
         client.generate(IDS, 3, eos_token_id=-1, on_token=lambda token: client.generate(IDS, 1))
     assert torch.equal(client.generate(IDS.int(), 3, eos_token_id=-1), expected_tokens(whole, count=3))
+    client.close()
+    with pytest.raises(RuntimeError, match="this client is closed"):
+        client.generate(IDS, 1)
+    assert server.sessions == 0
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, IndexError])
@@ -642,15 +646,6 @@ def test_nothing_that_learns_is_said(pair, adapted):
     _, client, _ = pair(model=model, adapter_name="other")
     with pytest.raises(ValueError, match="every M of 'other' is frozen"):
         client.train_step(IDS, IDS)
-
-
-def test_a_closed_client_stays_closed(pair):
-    server, client, _ = pair()
-    client.generate(IDS, 1)
-    client.close()
-    with pytest.raises(RuntimeError, match="this client is closed"):
-        client.generate(IDS, 1)
-    assert server.sessions == 0
 
 
 def test_token_zero_can_end_a_sequence(adapted):
