@@ -98,7 +98,7 @@ class CloudServer:
         self.terms = terms(model, device, adapter_name, (first_k, last_k), precision)
         self.traffic, self.num_threads = Counter(), torch.get_num_threads()
         self._sessions, self._token = Sessions(self.part, self.terms, limits), token
-        self._streams: dict[Stream, tuple[grpc.ServicerContext, threading.Thread]] = {}
+        self._streams: dict[Stream, threading.Thread] = {}
 
         streams = limits.sessions + WAITING + 8  # some more, so that who is refused is told why
         answer_ms = round(1000 * limits.answer_s)
@@ -134,7 +134,7 @@ class CloudServer:
         """Break off what is under way after ``grace_s`` seconds, and forget every session."""
         self._server.stop(grace_s).wait()
         patience = time.monotonic() + 10
-        for _, thread in list(self._streams.values()):
+        for thread in list(self._streams.values()):
             if thread.is_alive():
                 thread.join(max(0.0, patience - time.monotonic()))
         self._sessions.clear()
@@ -156,17 +156,18 @@ class CloudServer:
         messages = Messages(FromCloud, FromDevice, "the device", self.traffic)
         over = threading.Event()
         context.add_callback(lambda: (over.set(), messages.outgoing.put(None)))  # nobody reads any more
-        stream = Stream(self._sessions, messages)
+        stream = Stream(self._sessions, messages, end=context.cancel)
         thread = threading.Thread(target=self._serve, args=(stream, over), daemon=True, name="plpkg-session")
-        self._streams[stream] = context, thread
-        silent = [other for stream, (other, _) in list(self._streams.items()) if stream.session is None]
+        self._streams[stream] = thread
+        silent = [stream for stream in list(self._streams) if stream.session is None]
         if len(silent) > WAITING:
-            silent[0].cancel()
+            self._streams.pop(silent[0], None)
+            silent[0].end()
         try:
             messages.listen(requests)
             thread.start()
         except RuntimeError as error:  # there can be no more threads
-            del self._streams[stream]
+            self._streams.pop(stream, None)
             context.abort(StatusCode.UNAVAILABLE, str(error))
         for message in iter(messages.outgoing.get, None):
             if isinstance(message, StatusError):
@@ -179,8 +180,8 @@ class CloudServer:
             stream.run()
         finally:
             if not over.wait(stream.limits.answer_s):  # the device reads nothing, not even how the stream ends
-                self._streams[stream][0].cancel()
-            del self._streams[stream]
+                stream.end()
+            self._streams.pop(stream, None)
 
 
 class _Handler(grpc.GenericRpcHandler):

@@ -1,6 +1,7 @@
 """One device's stream, served by a thread of its own: the transport between the decoder layers and the device."""
 
 import logging
+from collections.abc import Callable
 
 import torch
 from grpc import StatusCode
@@ -20,6 +21,8 @@ class Stream:
         The cloud's sessions, of which the device begins or resumes one.
     messages
         What goes to the device and comes from it.
+    end
+        Breaks the stream off, from any thread.
 
     Attributes
     ----------
@@ -27,8 +30,8 @@ class Stream:
         The device's, once it has said hello.
     """
 
-    def __init__(self, sessions: Sessions, messages: Messages) -> None:
-        self.sessions, self.messages = sessions, messages
+    def __init__(self, sessions: Sessions, messages: Messages, end: Callable[[], object]) -> None:
+        self.sessions, self.messages, self.end = sessions, messages, end
         self.session: Session | None = None
         self.part, self.terms, self.limits = sessions.part, sessions.terms, sessions.limits
         self.dtype = PRECISIONS[self.terms.precision]
