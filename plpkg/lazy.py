@@ -13,7 +13,7 @@ def on_first_use(package: str, **places: str) -> Callable[[str], object]:
         Its ``__name__``.
     **places
         For each name the module within the package that defines it: ``CloudServer="wire.cloud"``. A place that ends
-        in the name is that module itself: ``attacks="privacy.attacks"``.
+        in the name is that module itself: ``training="wire.training"``.
     """
 
     def __getattr__(name: str) -> object:  # noqa: N807

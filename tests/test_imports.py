@@ -42,8 +42,8 @@ def test_a_front_door_keeps_its_promises(room):
 @pytest.mark.parametrize(
     ("mechanism", "left_out"),
     [
-        ("plpkg.residual.adapter", "grpc google.protobuf plpkg.residual.wire plpkg.residual.privacy pandas sklearn"),
-        ("plpkg.residual.privacy.attacks", "grpc google.protobuf plpkg.residual.wire"),
+        ("plpkg.residual.adapter", "grpc google.protobuf plpkg.residual.wire plpkg.residual.attacks pandas sklearn"),
+        ("plpkg.residual.attacks", "grpc google.protobuf plpkg.residual.wire"),
         ("plpkg.clipping.gradients", "opacus plpkg.clipping.training plpkg.clipping.checks plpkg.clipping.memory"),
         ("plpkg.residual.wire.commands", "torch grpc"),
     ],

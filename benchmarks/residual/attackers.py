@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
+from plpkg.residual.attacks import LinearInverter
 from plpkg.residual.device_part import DevicePart
-from plpkg.residual.privacy.attacks import LinearInverter
 
 
 class MlpInverter(LinearInverter):

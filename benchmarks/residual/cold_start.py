@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.residual.attackers import fit
-from plpkg.residual.privacy.attacks import public_table
-from plpkg.residual.privacy.defences import rms
+from benchmarks.residual.defences import rms
+from plpkg.residual.attacks import public_table
 from plpkg.validation import one_of
 
 

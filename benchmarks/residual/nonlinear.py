@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.residual.attackers import fit
+from benchmarks.residual.defences import rms
 from plpkg.residual.adapter import layers, matrices
-from plpkg.residual.privacy.attacks import pairs, recover_m, relative_error
-from plpkg.residual.privacy.defences import rms
+from plpkg.residual.attacks import pairs, recover_m, relative_error
 
 
 class NonlinearM(nn.Module):

@@ -22,7 +22,6 @@ from plpkg.retention.cache import EvictingCache, ReassignedPositions, Rotary, ga
 from plpkg.retention.prefill import Eviction, PrefillResult, read_chunks
 from plpkg.retention.scorers import Scorer
 from plpkg.retention.watch import attention_layers
-from plpkg.validation import whole_number
 
 
 class Merger(nn.Module):
@@ -47,8 +46,8 @@ class Merger(nn.Module):
 
     def __init__(self, model: nn.Module, slots: int, *, window: int = 21, seed: int = 0) -> None:
         super().__init__()
-        self.slots = whole_number("slots", slots, 1)
-        if whole_number("window", window, 1) % 2 == 0:
+        self.slots = slots
+        if window % 2 == 0:
             raise ValueError(f"window must be odd, got {window}")
         layers = attention_layers(model)
         with torch.random.fork_rng(devices=[]):
@@ -162,6 +161,6 @@ def train_merger(
         loss.backward()
         return loss.item()
 
-    bar = tqdm(range(whole_number("steps", steps, 1)), "merging", disable=not progress)
+    bar = tqdm(range(steps), "merging", disable=not progress)
     optimizer = torch.optim.AdamW(merger.parameters(), lr=lr)
     return [loss for _, loss in learn(bar, gradient, [optimizer], lambda step: lr * (1 - step / steps))]

@@ -15,9 +15,9 @@ from torch.nn import functional
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
+from benchmarks.retention.rewriting import Rewriting
 from plpkg.retention.cache import gather
-from plpkg.retention.watch import Units, Watch, watching
-from plpkg.validation import whole_number
+from plpkg.retention.watch import Units, watching
 
 
 class OffloadedLayer(DynamicLayer):
@@ -78,10 +78,6 @@ def retrieving(
     ValueError
         A size out of range, or layers of another kind.
     """
-    whole_number("block", block, 1)
-    whole_number("top", top, 0)
-    whole_number("first", first, 0)
-    whole_number("local", local, 0)
     layers = DynamicCache(config=model.config).layers
     if any(type(layer) is not DynamicLayer for layer in layers):
         raise ValueError(f"{type(model).__name__} has layers that are not full attention")
@@ -111,7 +107,7 @@ def retrieving(
         allowed = torch.ones(n, n, dtype=torch.bool, device=device).tril()
         return keys, values, functional.pad(allowed, (past, 0), value=True).expand(batch, 1, n, past + n)
 
-    with watching(model, Watch(lambda units: None, rewrite=rewrite)):
+    with watching(model, Rewriting(rewrite)):
         for layer in cache.layers:
             layer.retrieving = True
         try:
@@ -124,7 +120,6 @@ def retrieving(
 @torch.no_grad()
 def read(model: nn.Module, cache: OffloadedCache, input_ids: torch.Tensor, chunk_size: int) -> torch.Tensor:
     """Run a prompt ``(batch, seq)`` chunk by chunk; the logits after its last token ``(batch, vocab)``."""
-    whole_number("chunk_size", chunk_size, 1)
     for ids in input_ids.split(chunk_size, dim=1):
         logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     return logits[:, -1]

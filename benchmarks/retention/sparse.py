@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from plpkg.retention.watch import Units, Watch, watching
-from plpkg.validation import whole_number
+from benchmarks.retention.rewriting import Rewriting
+from plpkg.retention.watch import Units, attention_layers, watching
 
 
 @dataclass
@@ -33,11 +33,6 @@ class VerticalSlash:
     slash: int
     last: int = 64
     density: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("vertical", "slash"):
-            whole_number(name, getattr(self, name), 0)
-        whole_number("last", self.last, 1)
 
     def __call__(self, units: Units) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Keys, values, and which pairs ``(batch, num_heads, n, kept + n)`` may be attended to."""
@@ -62,7 +57,12 @@ class VerticalSlash:
     @contextmanager
     def on(self, model: nn.Module):
         """Rewrite a model's attention while the block runs."""
-        with watching(model, Watch(lambda units: None, rewrite=self)):
+        for i, layer in enumerate(attention_layers(model)):
+            if window := getattr(layer.module, "sliding_window", getattr(layer.module.config, "sliding_window", None)):
+                raise ValueError(
+                    f"layer {i} has a sliding window of {window} tokens: its attention cannot be rewritten"
+                )
+        with watching(model, Rewriting(self)):
             yield self
 
 

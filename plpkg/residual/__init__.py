@@ -5,37 +5,11 @@ The names a notebook imports; each loads on first use, so that a mechanism needs
 
 from plpkg.lazy import on_first_use
 
-__all__ = [
-    "CloudPart",
-    "CloudServer",
-    "Counter",
-    "DeviceClient",
-    "DevicePart",
-    "Limits",
-    "PrivateLoraConfig",
-    "RefusedError",
-    "Relay",
-    "attacks",
-    "bases",
-    "certificates",
-    "convert_to_lora",
-    "cost",
-    "defences",
-    "exercises",
-    "matrices",
-    "migrate",
-    "plots",
-    "release",
-    "split",
-    "training",
-    "widget",
-]
-
-__getattr__ = on_first_use(
-    __name__,
+PLACES = dict(
     PrivateLoraConfig="adapter",
     convert_to_lora="adapter",
     matrices="adapter",
+    attacks="attacks",
     bases="bases",
     split="parts",
     release="parts",
@@ -51,9 +25,10 @@ __getattr__ = on_first_use(
     Relay="wire.relay",
     certificates="wire.certificates",
     training="wire.training",
-    attacks="privacy.attacks",
-    defences="privacy.defences",
     exercises="exercises",
     plots="plots",
     widget="widget",
 )
+
+__all__ = list(PLACES)
+__getattr__ = on_first_use(__name__, **PLACES)

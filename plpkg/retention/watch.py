@@ -150,16 +150,17 @@ class Watch:
         Called with each layer's :class:`Units`, before its attention is computed.
     positions, ids
         The tokens that run now: the driver sets them before each forward pass.
-    rewrite
-        Called after ``show`` if given. It returns the keys and values that attention shall use, and which pairs
-        ``(batch, num_heads or 1, n, keys)`` may be attended to, or ``None`` for the model's own mask.
     """
 
     show: Callable[[Units], None]
-    rewrite: Callable[[Units], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] | None = None
     positions: torch.Tensor | None = None
     ids: torch.Tensor | None = None
     projected: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+
+    def attended(self, units: Units, mask: torch.Tensor | None) -> tuple:
+        """Show a layer's units; the keys, values and mask that its attention uses: here the model's own."""
+        self.show(units)
+        return units.keys, units.values, mask
 
 
 _WATCHES: WeakKeyDictionary[nn.Module, Watch] = WeakKeyDictionary()
@@ -239,17 +240,7 @@ def _wrapped(base: str) -> str:
                 scaling=options.get("scaling") or query.shape[-1] ** -0.5,
                 softcap=options.get("softcap"),
             )
-            watch.show(units)
-            if watch.rewrite is not None:
-                if options.get("sliding_window") is not None:
-                    raise ValueError(
-                        f"layer {module.layer_idx} has a sliding window of {options['sliding_window']} tokens: its "
-                        "attention cannot be rewritten"
-                    )
-                key, value, allowed = watch.rewrite(units)
-                if allowed is not None:
-                    attention_mask = allowed if base == "sdpa" else _additive(allowed, query.dtype)
-            return attend(module, query, key, value, attention_mask, **options)
+            return attend(module, query, *watch.attended(units, attention_mask), **options)
 
         AttentionInterface.register(name, attention)
         AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
@@ -259,8 +250,3 @@ def _wrapped(base: str) -> str:
 def _eager(module: nn.Module) -> Callable:
     """The attention function that the module's own file defines."""
     return sys.modules[type(module).__module__].eager_attention_forward
-
-
-def _additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What eager attention adds to its logits."""
-    return torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)

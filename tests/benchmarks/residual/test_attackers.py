@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.residual.attackers import MlpInverter, frequency_attack, greedy_search, prediction_attack, symbols_of
 from plpkg.backbones import FAMILIES
-from plpkg.residual.privacy.attacks import LinearInverter, public_prefix, token_accuracy
+from plpkg.residual.attacks import LinearInverter, public_prefix, token_accuracy
 from tests.residual.conftest import backbone, normal, precise
 
 from rounding import assert_as_exact

@@ -3,8 +3,8 @@ import torch
 from torch.nn import functional
 
 from benchmarks.residual.cold_start import private_embedding
-from plpkg.residual.privacy.attacks import LinearInverter, public_table, recover_tokens, token_accuracy
-from plpkg.residual.privacy.defences import rms, sending
+from benchmarks.residual.defences import rms, sending
+from plpkg.residual.attacks import LinearInverter, public_table, recover_tokens, token_accuracy
 from tests.residual.conftest import backbone
 
 from rounding import assert_close, sampling_error

@@ -5,8 +5,8 @@ from torch.nn import functional
 
 from benchmarks.residual.nonlinear import NonlinearM, make_nonlinear, steal_function
 from plpkg.residual import PrivateLoraConfig, split
+from plpkg.residual.attacks import relative_error
 from plpkg.residual.cost import device_cost
-from plpkg.residual.privacy.attacks import relative_error
 from tests.residual.conftest import IDS, backbone, normal, precise
 
 from direct import Direct

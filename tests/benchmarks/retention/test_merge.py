@@ -6,7 +6,6 @@ import torch
 from benchmarks.retention.merge import Merger, merging_prefill, train_merger
 from plpkg.retention import chunked_prefill, scorers
 from plpkg.retention.scorers import KeyNorm
-from tests.retention.conftest import in_double
 
 from rounding import assert_as_exact
 
@@ -73,27 +72,3 @@ def test_training_lowers_the_loss_and_leaves_the_backbone(backbone):
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     with pytest.raises(ValueError, match="the data end after 40 of 41 steps"):
         train_merger(model, merger, data, KeyNorm(), 6, 4, steps=41, progress=False)
-
-
-def test_only_the_targets_are_learnt(backbone):
-    model = backbone().requires_grad_(False)
-    ids = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(1))
-    only_last = torch.full((4, 6), -100)
-    only_last[:, -1] = ids[:, -1]
-    data = [(ids[:, :18], ids[:, 18:], only_last)]
-    (nats,) = train_merger(model, Merger(model, 2), data, KeyNorm(), 6, 4, steps=1, progress=False)
-
-    def by_hand(model):
-        read = chunked_prefill(model, ids[:, :18], KeyNorm(), 6, 4)
-        logits = model(ids[:, 18:], past_key_values=read.cache).logits[:, -2]
-        return torch.nn.functional.cross_entropy(logits, ids[:, -1])
-
-    assert_as_exact(torch.tensor(nats), by_hand(model), by_hand(in_double(model)))
-
-
-def test_merging_refuses_what_it_cannot_mix(backbone, ids):
-    model = backbone()
-    with pytest.raises(ValueError, match="slots=3 are more than the 2 units that stay unprotected"):
-        merging_prefill(model, ids, KeyNorm(sink=1), 3, 4, Merger(model, 3))
-    with pytest.raises(ValueError, match="window must be odd, got 4"):
-        Merger(model, 3, window=4)

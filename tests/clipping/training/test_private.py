@@ -1,5 +1,6 @@
 """Private training: the loop beside Opacus's, the noise, the samples, ε, resuming, and what is refused."""
 
+import copy
 import functools
 import math
 
@@ -9,11 +10,12 @@ from opacus import PrivacyEngine
 from opacus.accountants import create_accountant
 from opacus.grad_sample import GradSampleModuleFastGradientClipping
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
 from plpkg.backbones import random_backbone
 from plpkg.clipping import clipped_gradients, make_private, plan
 from plpkg.clipping.execution import EXECUTIONS
+from plpkg.clipping.training.randomness import Randomness
 
 from preloaded import Process
 from rounding import assert_as_exact, relative, sampling_error
@@ -581,3 +583,148 @@ def test_a_sample_of_nobody_by_hand():
     made.criterion(model(x), y).backward()
     with pytest.raises(RuntimeError, match="the sample is not empty"):
         made.skip()
+
+
+def test_one_recorder_at_a_time():
+    model, x = Net(), data(4).tensors[0]
+
+    def loss(model, x):
+        return model(x).sum(1)
+
+    def nested(model, x):
+        clipped_gradients(model, loss, x, 1.0)
+        return loss(model, x)
+
+    with pytest.raises(RuntimeError, match="the model is watched already"):
+        clipped_gradients(model, nested, x, 1.0)
+    made = private(model)
+    for again in (lambda: clipped_gradients(model, loss, x, 1.0), lambda: private(model)):
+        with pytest.raises(RuntimeError, match="the model is watched already"):
+            again()
+    made.remove()
+    clipped_gradients(model, loss, x, 1.0)
+
+
+def test_a_batch_counts_once():
+    made, x, y = drawn()
+    with pytest.raises(RuntimeError, match=f"was given {2 * len(x)} examples where"):
+        made.criterion(made.model(torch.cat([x, x])), torch.cat([y, y])).backward()
+
+
+def test_a_part_of_a_batch_is_not_a_step():
+    made, x, y = drawn()
+    made.criterion(made.model(x[:2]), y[:2]).backward()
+    with pytest.raises(RuntimeError, match=f"before {len(x) - 2} examples of the data_loader's batch have gone"):
+        made.optimizer.step()
+
+
+def test_leaving_in_the_middle_of_a_sample_forgets_it():
+    made = private(max_physical_batch_size=2, noise_multiplier=0.0)
+    step(made, *next(iter(made.data_loader)))
+    before, seen = [p.detach().clone() for p in made.model.parameters()], 0
+    for x, y in made.data_loader:
+        step(made, x, y)
+        seen += len(x)
+        if made.steps:
+            break
+    changes = [(p.detach() - b).flatten() for p, b in zip(made.model.parameters(), before, strict=True)]
+    rounded = relative(1) * torch.cat([p.flatten() for p in before]).norm()
+    moved = torch.cat(changes).norm()  # at a rate of 0.1, by the clipped sum over the expected 10 examples
+    assert moved <= 0.01 * 0.5 * seen * (1 + relative(seen)) + rounded
+    twin = private()
+    x, y = next(iter(twin.data_loader))
+    assert len(x) == seen
+
+
+def test_going_back_to_a_state_forgets_what_came_after():
+    made = private(max_physical_batch_size=2)
+    state = made.state_dict()
+    x, y = next(iter(made.data_loader))
+    made.criterion(made.model(x), y).backward()
+    made.load_state_dict(state)
+    assert not made.progress.sums
+
+
+def test_what_learns_may_not_change_afterwards():
+    model = Net()
+    model.a.requires_grad_(False)
+    made, x, y = drawn(model=model)
+    model.a.requires_grad_(True)
+    made.criterion(model(x), y).backward()
+    with pytest.raises(RuntimeError, match="the optimizer has 6 parameters that learn, make_private saw 4"):
+        made.optimizer.step()
+
+
+def test_a_plain_backward_is_refused():
+    made, x, y = drawn()
+    with pytest.raises(RuntimeError, match=r"call criterion\(\.\.\.\)\.backward\(\)"):
+        nn.functional.cross_entropy(made.model(x), y).backward()
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")  # PyTorch only warns of what is refused here
+def test_targets_that_broadcast_are_refused():
+    made, x, y = drawn(model=nn.Sequential(nn.Flatten(), nn.Linear(40, 1)), criterion=nn.MSELoss())
+    with pytest.raises(ValueError, match=rf"losses of shape \({len(x)}, {len(x)}\) from .*: it broadcast them"):
+        made.criterion(made.model(x), y.float())
+
+
+def test_a_sampler_is_not_silently_replaced():
+    given = parts(sampler=SubsetRandomSampler(range(20)))
+    with pytest.raises(ValueError, match="samples with a SubsetRandomSampler of its own"):
+        make_private(*given, noise_multiplier=1.0, max_grad_norm=1.0)
+    with pytest.raises(ValueError, match="must have a batch_size"):
+        private(batch_size=None)
+
+
+def test_seeds_are_not_cut_to_32_bits():
+    like = {"w": torch.zeros(50)}
+    drawn = [Randomness(seed).noise(like, 1.0, 0)["w"] for seed in (1, 1 + 2**32, 1 + 2**64)]
+    assert not torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+    assert torch.equal(drawn[0], Randomness(1).noise(like, 1.0, 0)["w"])
+    assert not torch.equal(drawn[0], Randomness(1).noise(like, 1.0, 1)["w"])
+    for seed in ("abc", 1.5, -1, True):
+        with pytest.raises(ValueError, match="seed must be a whole number of at least 0"):
+            Randomness(seed)
+
+
+def test_a_copy_of_the_model_is_an_ordinary_one():
+    made, x, y = drawn()
+    twin = copy.deepcopy(made.model)
+    nn.functional.cross_entropy(twin(x), y).backward()
+    assert all(p.grad is not None for p in twin.parameters())
+    made.criterion(made.model(x), y).backward()
+    made.optimizer.step()
+
+
+def test_epochs_have_all_their_steps():
+    """75 steps an epoch: 3 / (1/75) is 224.99… in floating point."""
+    target = dict(noise_multiplier=None, target_epsilon=3.0, target_delta=1e-3, epochs=3)
+    made = private(dataset=data(75), batch_size=1, **target)
+    accountant = copy.deepcopy(made.accountant)
+    accountant.history = [(made.noise_multiplier, 1 / 75, 225)]
+    assert accountant.get_epsilon(delta=1e-3) <= 3.0
+
+
+def test_an_epoch_after_a_break_is_whole():
+    made, lengths = private(), []
+    for _ in range(3):
+        count = 0
+        for x, y in made.data_loader:
+            step(made, x, y)
+            count += 1
+            if count == 4:
+                break
+        lengths.append(count)
+    assert lengths == [4, 4, 4]
+
+
+def test_loading_a_state_leaves_it_as_it_was():
+    made, x, y = drawn()
+    step(made, x, y)
+    state = made.state_dict()
+    before = copy.deepcopy(state)
+    made.load_state_dict(state)
+    for x, y in made.data_loader:
+        step(made, x, y)
+    assert state == before

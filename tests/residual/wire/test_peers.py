@@ -10,9 +10,10 @@ import pytest
 import torch
 from grpc import StatusCode
 
-from plpkg.residual import CloudServer, DeviceClient, Limits, RefusedError
+from plpkg.residual import CloudServer, DeviceClient, Limits
 from plpkg.residual.wire import connection, messages
 from plpkg.residual.wire.terms import differences
+from tests.residual.conftest import wait_until
 
 from preloaded import Process
 
@@ -27,13 +28,6 @@ with CloudServer(get_peft_model(model, PrivateLoraConfig(r_c2d=5, r_d2c=3)), pre
     print(cloud.address, flush=True)
     cloud.wait()
 """
-
-
-def wait_until(condition):
-    patience = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < patience
-        time.sleep(0.02)
 
 
 def generate(cloud, model, **options):
@@ -144,12 +138,3 @@ def test_closing_from_another_thread_ends_what_is_under_way(adapted):
         with pytest.raises(RuntimeError, match="this client is closed"):
             device.generate(IDS, 4, eos_token_id=-1, on_token=close_elsewhere)
         wait_until(lambda: not server._streams)
-
-
-def test_a_refusal_is_still_one(adapted):
-    with CloudServer(adapted(), precision="fp32", limits=Limits(sessions=1)) as server:
-        first = DeviceClient(server.address, adapted(), precision="fp32")
-        first.generate(IDS, 1)
-        with pytest.raises(RefusedError, match="the cloud has 1 sessions, its limit"):
-            generate(server, adapted())
-        first.close()

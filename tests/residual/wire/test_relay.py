@@ -132,11 +132,6 @@ def test_it_ends_with_its_owner():
     wait_until(lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2])
 
 
-def test_a_target_has_to_be_an_address():
-    with pytest.raises(ValueError, match="an address must be host:port, got 'here'"):
-        Relay("here")
-
-
 def test_nobody_there_is_an_ended_connection():
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]

@@ -10,9 +10,8 @@ from peft import get_peft_model
 
 from plpkg.backbones import load_backbone
 from plpkg.residual import PrivateLoraConfig, split
-from plpkg.residual.privacy.attacks import (
+from plpkg.residual.attacks import (
     CHUNK,
-    Inversion,
     LinearInverter,
     public_prefix,
     recover_m,
@@ -43,18 +42,6 @@ def test_the_nearest_row_is_the_nearest_also_of_rows_that_differ_little():
     assert torch.equal(recover_tokens(received, table), brute)
     table = 1000 + 1e-2 * normal(50, 8).double()
     assert torch.equal(recover_tokens(table, table), torch.arange(50))
-
-
-@pytest.mark.parametrize("shape", [(CHUNK + 30,), (4, 25, CHUNK + 30)])
-def test_with_a_prior_the_most_probable_token_is_found(shape):
-    table, std = normal(CHUNK + 30, 4).double(), 1.5
-    ids = tokens(4, 25, vocab=len(table))
-    received = table[ids] + std * normal(4, 25, 4, seed=1)
-    log_prior = (3 * normal(*shape, seed=2).double()).log_softmax(-1)
-    posterior = log_prior - (received[..., None, :] - table).square().sum(-1) / (2 * std**2)
-    likeliest = recover_tokens(received, table, std=std, log_prior=log_prior)
-    assert torch.equal(likeliest, posterior.argmax(-1))
-    assert not torch.equal(likeliest, recover_tokens(received, table))
 
 
 def test_m_is_solved_for():
@@ -140,13 +127,6 @@ def test_the_attackers_copy_leaves_the_model_alone():
     assert all(torch.equal(p, after[name][0]) and grad == after[name][1] for name, (p, grad) in before.items())
 
 
-def test_a_result_is_a_row():
-    true = torch.arange(4)
-    result = Inversion.of(1, "mlp", torch.tensor([0, 1, 2, 9]), true)
-    assert repr(result) == "Inversion(first_k=1, mlp: 75.0% of 4 tokens)"
-    assert result.to_frame().to_dict("records") == [dict(first_k=1, attacker="mlp", accuracy=0.75, tokens=4)]
-
-
 def test_relative_error_is_of_the_frobenius_norm():
     assert relative_error(torch.tensor([[3.0, 4.0]]), torch.tensor([[0.0, 4.0]])) == 0.75
 
@@ -173,8 +153,6 @@ ROW, U, IDS = torch.ones(1, 4), torch.ones(5, 3), torch.zeros(5, dtype=torch.int
     [
         (lambda: recover_tokens(ROW, torch.ones(2, 3)), "vectors of 4 entries cannot be compared with rows of 3"),
         (lambda: recover_tokens(ROW / 0, ROW), "are not finite"),
-        (lambda: recover_tokens(ROW, ROW, std=1.0), "std and log_prior belong together, got std=1.0"),
-        (lambda: recover_tokens(ROW, ROW, std=0, log_prior=ROW[0, :1]), "std must be greater than 0, got 0"),
         (lambda: recover_m(U, torch.ones(4, 3)), r"u \(5, 3\) and v \(4, 3\) are not pairs"),
         (lambda: recover_m(U[:0], U[:0]), r"u \(0, 3\) and v \(0, 3\) are not pairs"),
         (lambda: recover_m(U, U / 0 * 0), "u and v must be finite"),

@@ -6,10 +6,10 @@ import pytest
 import torch
 from peft import get_peft_model
 
+from benchmarks.residual.defences import NoisySender, rms, sending
 from plpkg.residual import PrivateLoraConfig, adapter, migrate, split
-from plpkg.residual.privacy.attacks import LinearInverter, public_table, recover_tokens, token_accuracy
-from plpkg.residual.privacy.defences import NoisySender, rms, sending
-from tests.residual.conftest import IDS, backbone, normal, precise
+from plpkg.residual.attacks import LinearInverter, public_table, recover_tokens, token_accuracy
+from tests.residual.conftest import IDS, adapted_backbone, backbone, normal, precise
 
 from direct import Direct
 from rounding import assert_as_exact, assert_close, sampling_error
@@ -69,8 +69,8 @@ def test_the_uncut_model_computes_with_what_a_defended_device_would_send(family,
         assert torch.equal(model(IDS).logits, before)
 
 
-def test_noise_on_the_answers_is_relative_to_each(adapted):
-    model = adapted()
+def test_noise_on_the_answers_is_relative_to_each():
+    model = adapted_backbone()
     true = adapter.matrices(model)
     with sending(model, answers=NoisySender(0.5, seed=1)):
         seen = migrate.exchanges(model, [IDS.repeat(40, 1)])

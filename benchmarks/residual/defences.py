@@ -1,13 +1,8 @@
-"""Gaussian noise on what a device sends, and what it costs.
+"""Gaussian noise on what a device sends, and a model that computes with it.
 
 Attackers on embeddings: the nearest row, which is the likeliest (so that a search with known weights finds no better
 one); ``recover_tokens`` with the language model's own expectation; inverters that learn from text with noise. On every
-M's answers: ``recover_m`` from more tokens.
-
-A defence's cost is :func:`plpkg.residual.cost.device_cost`, and the quality it leaves is ``plpkg.scoring.score`` of
-the model within :func:`sending`. PrivateLoRA (arXiv 2311.14030) has no such defence: this is the package's own
-experiment. Left out: noise with a proven guarantee; encryption and trusted hardware, which would hide the messages. A
-secret embedding, and a function in the place of M, are in ``benchmarks/residual``.
+M's answers: ``recover_m`` from more tokens. PrivateLoRA (arXiv 2311.14030) has no such defence.
 """
 
 import contextlib

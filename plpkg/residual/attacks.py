@@ -13,7 +13,6 @@ that no notebook calls (a network, a search with the public weights, ciphers) ar
 
 import copy
 import math
-from dataclasses import dataclass
 
 import torch
 from peft import get_peft_model
@@ -21,40 +20,10 @@ from peft import get_peft_model
 from plpkg.residual.adapter import PrivateLoraConfig
 from plpkg.residual.device_part import DevicePart
 from plpkg.residual.parts import split
-from plpkg.results import Tabular
 from plpkg.validation import number, whole_number
 
 CHUNK = 2048
 """Positions, and rows of a table, that are compared at a time: their scores take 32 MiB in float64."""
-
-
-@dataclass(frozen=True)
-class Inversion(Tabular):
-    """How much of a text one attacker recovered.
-
-    Attributes
-    ----------
-    first_k
-        How many decoder layers the device keeps before it sends.
-    attacker, accuracy, tokens
-        Who tried, which share of the tokens was found, and of how many.
-    """
-
-    first_k: int
-    attacker: str
-    accuracy: float
-    tokens: int
-
-    @classmethod
-    def of(cls, first_k: int, attacker: str, recovered: torch.Tensor, true: torch.Tensor) -> "Inversion":
-        """Compare the recovered tokens with the true ones."""
-        return cls(first_k, attacker, token_accuracy(recovered, true), true.numel())
-
-    def rows(self) -> list[dict]:
-        return [dict(vars(self))]
-
-    def __repr__(self) -> str:
-        return f"Inversion(first_k={self.first_k}, {self.attacker}: {self.accuracy:.1%} of {self.tokens:,} tokens)"
 
 
 def token_accuracy(recovered: torch.Tensor, true: torch.Tensor) -> float:
@@ -82,9 +51,7 @@ def public_table(model) -> torch.Tensor:
         return embedding(torch.arange(len(embedding.weight), device=embedding.weight.device))
 
 
-def recover_tokens(
-    received: torch.Tensor, table: torch.Tensor, *, std: float | None = None, log_prior: torch.Tensor | None = None
-) -> torch.Tensor:
+def recover_tokens(received: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """The tokens ``(…)`` whose embeddings were sent: the nearest rows of the public table.
 
     Parameters
@@ -94,34 +61,23 @@ def recover_tokens(
         are public: subtract them first.
     table
         ``(vocab, hidden)``: what the embedding gives for each token.
-    std, log_prior
-        For embeddings with Gaussian noise, its standard deviation in each entry, and the log-probability of each
-        token before anything was received, ``(vocab,)`` or ``(…, vocab)``, from public text or a language model.
-        The nearest row is the likeliest; with a prior, the answer is the most probable one.
     """
-    if (std is None) != (log_prior is None):
-        raise ValueError(f"std and log_prior belong together, got std={std!r} and log_prior={type(log_prior).__name__}")
-    if log_prior is not None:
-        log_prior = log_prior * number("std", std, open_low=True) ** 2
-    return _best(received, table, extra=log_prior)[..., 0]
+    return _nearest(received, table)[..., 0]
 
 
-def _best(queries, keys, n: int = 1, *, extra=None) -> torch.Tensor:
-    """The n nearest keys, best first, ``(…, n)``; ``extra`` is added to the score q·k - k²/2. In float64, by chunks."""
+def _nearest(queries: torch.Tensor, keys: torch.Tensor, n: int = 1) -> torch.Tensor:
+    """The n nearest keys, best first, ``(…, n)``: of highest q·k - k²/2, in float64, by chunks."""
     if queries.shape[-1] != keys.shape[-1]:
         raise ValueError(f"vectors of {queries.shape[-1]} entries cannot be compared with rows of {keys.shape[-1]}")
     if not queries.isfinite().all():
         raise ValueError("among the vectors to compare some are not finite")
     flat = queries.detach().reshape(-1, queries.shape[-1])
-    extra = None if extra is None else extra.expand(*queries.shape[:-1], len(keys)).reshape(len(flat), len(keys))
     score = torch.full((len(flat), n), -math.inf, dtype=torch.float64, device=flat.device)
     index = torch.zeros(len(flat), n, dtype=torch.int64, device=flat.device)
     for start in range(0, len(keys), CHUNK):
         rows = keys[start : start + CHUNK].detach().to(flat.device, torch.float64)
         for at in (slice(i, i + CHUNK) for i in range(0, len(flat), CHUNK)):
             new = flat[at].double() @ rows.T - rows.square().sum(1) / 2  # (positions, rows)
-            if extra is not None:
-                new += extra[at, start : start + CHUNK].to(new)
             ids = torch.arange(start, start + len(rows), device=flat.device).expand(len(new), -1)
             score[at], order = torch.cat([score[at], new], 1).topk(n)
             index[at] = torch.cat([index[at], ids], 1).gather(1, order)
@@ -197,7 +153,7 @@ class LinearInverter:
 
     def candidates(self, hidden: torch.Tensor, n: int) -> torch.Tensor:
         """For each hidden state ``(…, hidden)`` the n likeliest tokens ``(…, n)``, best first."""
-        return _best(self.queries(hidden), self.keys, whole_number("n", n, 1, len(self.keys), "vocab"))
+        return _nearest(self.queries(hidden), self.keys, whole_number("n", n, 1, len(self.keys), "vocab"))
 
     def recover(self, hidden: torch.Tensor) -> torch.Tensor:
         """The likeliest tokens ``(…)``."""

@@ -1,1 +1,0 @@
-"""What the cloud reads out of what it receives, and what helps against that."""
