@@ -1,5 +1,6 @@
 """A room's front door opens the rooms behind it on first use (PEP 562), so that a mechanism loads without them."""
 
+import sys
 from collections.abc import Callable
 from importlib import import_module
 
@@ -22,4 +23,6 @@ def on_first_use(package: str, **places: str) -> Callable[[str], object]:
         module = import_module(f"{package}.{places[name]}")
         return module if module.__name__.endswith(f".{name}") else getattr(module, name)
 
+    module = sys.modules[package]
+    module.__dir__ = lambda: sorted({*vars(module), *places})  # for whoever completes names
     return __getattr__

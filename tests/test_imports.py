@@ -33,8 +33,8 @@ def test_plots_and_widget_load_on_first_use():
 @pytest.mark.parametrize("room", ["clipping", "communication", "residual", "retention", "throughput"])
 def test_a_front_door_keeps_its_promises(room):
     room = importlib.import_module(f"plpkg.{room}")
-    for name in room.__all__:
-        assert getattr(room, name) is not None, name
+    assert all(getattr(room, name) for name in room.__all__)
+    assert set(room.__all__) <= set(dir(room))
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         room.__getattr__("nothing")
 
