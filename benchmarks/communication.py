@@ -49,13 +49,13 @@ def cpu_us(function, argument, inner: int) -> float:
 
 def messages() -> dict[str, tuple[int, ...]]:
     """The three kinds of message by name, with their shapes."""
-    found = {}
+    by_message = {}
     for tokens in (1, 256):
         steps = communication.low_rank_messages("llama-7b", 64, phase="prefill", tokens=tokens, adapted_layers=1)
         for step in steps:
             if step.content in ("embedding", "A x"):
-                found[f"{step.content}, {tokens} token{'s' if tokens > 1 else ''}"] = step.shape
-    return found
+                by_message[f"{step.content}, {tokens} token{'s' if tokens > 1 else ''}"] = step.shape
+    return by_message
 
 
 def formats() -> list[dict]:

@@ -31,26 +31,26 @@ def dimensions(config, name: str | None, local_files_only: bool) -> dict:
         )
     try:
         text = config.get_text_config(decoder=True)
-        found = _dimensions(text)
+        sizes = _dimensions(text)
         counted = _count_on_meta(text, whole=config)
     except Exception as error:  # a configuration class can raise anything when its model is built
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"cannot describe {name} ({type(config).__name__}): {reason}") from error
 
-    width = found["num_layers"] * (found["num_heads"] + 2 * found["num_kv_heads"]) * found["head_dim"]
+    width = sizes["num_layers"] * (sizes["num_heads"] + 2 * sizes["num_kv_heads"]) * sizes["head_dim"]
     if counted.pop("attention_width") != width:
         raise ValueError(
             f"cannot describe {name} ({type(config).__name__}): its attention projections are not "
-            f"{found['num_layers']} layers of {found['num_heads']} query and {found['num_kv_heads']} key and value "
-            f"heads of {found['head_dim']} each"
+            f"{sizes['num_layers']} layers of {sizes['num_heads']} query and {sizes['num_kv_heads']} key and value "
+            f"heads of {sizes['head_dim']} each"
         )
-    if counted.pop("embedding_shape") != (found["vocab"], found["hidden"]):
+    if counted.pop("embedding_shape") != (sizes["vocab"], sizes["hidden"]):
         raise ValueError(
             f"cannot describe {name} ({type(config).__name__}): its word embedding is not "
-            f"vocab={found['vocab']} × hidden={found['hidden']}"
+            f"vocab={sizes['vocab']} × hidden={sizes['hidden']}"
         )
     source = f"{type(config).__name__}, counted on the meta device"
-    return dict(name=name, family=config.model_type, source=source, **found, **counted)
+    return dict(name=name, family=config.model_type, source=source, **sizes, **counted)
 
 
 def _read(name: str, local_files_only: bool):

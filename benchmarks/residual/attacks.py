@@ -79,9 +79,9 @@ def bits(model) -> float:
 
 
 def row(section: str, case: str, **values) -> dict:
-    found = {"section": section, "case": case} | values
-    print(found, f"{time.process_time():.0f} s", flush=True)
-    return found
+    cells = {"section": section, "case": case} | values
+    print(cells, f"{time.process_time():.0f} s", flush=True)
+    return cells
 
 
 def cost_of(device) -> dict:
@@ -111,8 +111,8 @@ def m_rows() -> list[dict]:
         for tokens in (rank // 2, rank - 1, rank, rank + 1, rank * 5 // 4, rank * 2, rank * 4):
             squared, at = 0.0, FIRST_TIMES[:tokens]
             for name, (u, v) in seen.items():
-                found = attacks.recover_m(on_the_wire(u[at]), on_the_wire(v[at]))
-                squared += (found - true[name].double()).square().sum().item()
+                recovered = attacks.recover_m(on_the_wire(u[at]), on_the_wire(v[at]))
+                squared += (recovered - true[name].double()).square().sum().item()
             error = (squared / sum(m.double().square().sum().item() for m in true.values())) ** 0.5
             rows.append(row("m", f"r={rank}", x=tokens, error=float(f"{error:.3g}")))
     return rows
@@ -129,7 +129,7 @@ def inversion_rows(victim) -> list[dict]:
         linear = LinearInverter(theirs, PUBLIC, TABLE)
         mlp = MlpInverter(theirs, PUBLIC, TABLE, steps=1000)
         with_little = LinearInverter(theirs[:LITTLE], PUBLIC[:LITTLE], TABLE)
-        found = {
+        recovered = {
             f"linear, {LITTLE * SEQ:,} tokens": with_little.recover(sent),
             "linear": linear.recover(sent),
             "MLP": mlp.recover(sent),
@@ -140,8 +140,8 @@ def inversion_rows(victim) -> list[dict]:
         searched = torch.stack(
             [greedy_search(public, s, c, tolerance=1e-3) for s, c in zip(sent[:few], shortlist, strict=True)]
         )
-        found |= {"greedy": searched}
-        for attacker, tokens in found.items():
+        recovered |= {"greedy": searched}
+        for attacker, tokens in recovered.items():
             share = round(attacks.token_accuracy(tokens, VICTIM[: len(tokens)]), 4)
             rows.append(
                 row("inversion", attacker, x=first_k, recovered=share, tokens=tokens.numel(), **cost_of(device))
@@ -164,18 +164,18 @@ def noise_rows(victim) -> list[dict]:
         with defences.sending(victim, noise=noise):
             quality = bits(victim)
         sent = on_the_wire(noise(TABLE[VICTIM]))
-        found = {"nearest row": attacks.recover_tokens(sent, TABLE)}
+        recovered = {"nearest row": attacks.recover_tokens(sent, TABLE)}
         if scale:
             # The cloud goes on computing with what it received: its own prediction is the prior.
             with torch.inference_mode():
                 expected = MODEL(inputs_embeds=sent, use_cache=False).logits.log_softmax(-1)
             prior = torch.cat([unigram.expand(WINDOWS, 1, -1), expected[:, :-1]], dim=1)  # (windows, seq, vocab)
             theirs = on_the_wire(noise(TABLE[PUBLIC]))
-            found["linear"] = LinearInverter(theirs, PUBLIC, TABLE).recover(sent)
-            found["MLP"] = MlpInverter(theirs, PUBLIC, TABLE, steps=1000).recover(sent)
-            found["unigram prior"] = most_probable(sent, noise.std, unigram)
-            found["model's prior"] = most_probable(sent, noise.std, prior)
-        for attacker, tokens in found.items():
+            recovered["linear"] = LinearInverter(theirs, PUBLIC, TABLE).recover(sent)
+            recovered["MLP"] = MlpInverter(theirs, PUBLIC, TABLE, steps=1000).recover(sent)
+            recovered["unigram prior"] = most_probable(sent, noise.std, unigram)
+            recovered["model's prior"] = most_probable(sent, noise.std, prior)
+        for attacker, tokens in recovered.items():
             share = round(attacks.token_accuracy(tokens, VICTIM), 4)
             rows.append(row("noise", attacker, x=scale, recovered=share, bits_per_byte=quality, **cost))
     return rows
@@ -226,14 +226,14 @@ def embedding_rows(victim) -> list[dict]:
         with torch.inference_mode():
             chunks = text[: len(text) // SEQ * SEQ].view(-1, SEQ)
             expected = torch.cat([MODEL(inputs_embeds=table[c[None]]).logits.log_softmax(-1) for c in chunks])
-        found = {
+        recovered = {
             "nearest row": attacks.recover_tokens(sent, TABLE),
             "5 % known pairs": linear.recover(sent),
             "frequency": frequency_attack(symbols, PUBLIC.flatten()),
             "model's prediction": prediction_attack(expected, symbols[: chunks.numel()].view(-1, SEQ)).flatten(),
         }
         judged = slice(known, chunks.numel())  # the same for all
-        for attacker, tokens in found.items():
+        for attacker, tokens in recovered.items():
             share = round(attacks.token_accuracy(tokens[judged], text[judged]), 4)
             rows.append(row("embedding", case, attacker=attacker, recovered=share, bits_per_byte=quality, **cost))
     return rows
@@ -287,12 +287,12 @@ def plain_rows() -> list[dict]:
     sampled = torch.distributions.Categorical(logits=functional.linear(hidden, head)).sample()
     likeliest = functional.linear(hidden.double(), head.double()).topk(10).indices
     among_likeliest = (likeliest == sampled[..., None]).any(-1).double().mean().item()
-    found = {
+    recovered = {
         "tokens in": attacks.token_accuracy(attacks.recover_tokens(on_the_wire(TABLE[VICTIM]), TABLE), VICTIM),
         "tokens out, greedy": attacks.token_accuracy(likeliest[..., 0], written),
         "tokens out, sampled, in the likeliest 10": round(among_likeliest, 4),
     }
-    return [row("plain", case, recovered=share) for case, share in found.items()]
+    return [row("plain", case, recovered=share) for case, share in recovered.items()]
 
 
 if __name__ == "__main__":
@@ -306,6 +306,6 @@ if __name__ == "__main__":
         "answers": lambda: answers_rows(victim), "embedding": lambda: embedding_rows(victim),
         "nonlinear": nonlinear_rows,
     }  # fmt: skip
-    rows = [found for section in only or sections for found in sections[section]()]
+    rows = [cells for section in only or sections for cells in sections[section]()]
     kept = catalog.measured("residual_attacks").query("section not in @only") if only else None
     record.write("residual.attacks", rows, keep=kept)

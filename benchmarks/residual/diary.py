@@ -56,5 +56,5 @@ def learn(label: str) -> list[dict]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        found = list(pool.map(learn, METHODS))
-    record.write("residual.diary", [row for rows in found for row in rows])
+        by_method = list(pool.map(learn, METHODS))
+    record.write("residual.diary", [row for rows in by_method for row in rows])

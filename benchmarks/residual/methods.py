@@ -82,8 +82,8 @@ def token_accuracy(model, encoded) -> float:
     right = total = 0
     for tokens in encoded:
         for ids, scored in zip(tokens.ids.split(SEQ), tokens.scored.split(SEQ), strict=True):
-            found = model(input_ids=ids[None], use_cache=False).logits[0, :-1].argmax(-1) == ids[1:]
-            right, total = right + int(found[scored[1:]].sum()), total + int(scored[1:].sum())
+            hits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].argmax(-1) == ids[1:]
+            right, total = right + int(hits[scored[1:]].sum()), total + int(scored[1:].sum())
     return 100 * right / total
 
 
@@ -104,5 +104,5 @@ def asked(question: str) -> str:
 @torch.inference_mode()
 def answer(model, tokenizer, question: str) -> str:
     ids = tokenizer(tokenizer.bos_token + asked(question), return_tensors="pt")["input_ids"]
-    found = model.generate(input_ids=ids, max_new_tokens=12, do_sample=False)
-    return tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
+    written = model.generate(input_ids=ids, max_new_tokens=12, do_sample=False)
+    return tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)

@@ -207,18 +207,18 @@ def speed_rows(smaller: Path) -> list[dict]:
     rows = []
     with contextlib.ExitStack() as stack:
         phone = {"none": whole, "phone only, smaller": small, "phone only, 4 bit": four_bit(copy.deepcopy(whole))}
-        ways = {("one process", label): alone(model) for label, model in phone.items()}
+        generators = {("one process", label): alone(model) for label, model in phone.items()}
         for label, options in settings.items():
             address = stack.enter_context(processes.cloud("plpkg-small", **options))
             for link in LINKS:
                 model = processes.build("plpkg-small", **options)
                 device = stack.enter_context(DeviceClient(address, model, link=link))
-                ways[link.name, label] = over(device)
-        for generate in ways.values():
+                generators[link.name, label] = over(device)
+        for generate in generators.values():
             generate(ids, 4)
-        runs = {key: [] for key in ways}
+        runs = {key: [] for key in generators}
         for _ in range(5):
-            for key, generate in ways.items():
+            for key, generate in generators.items():
                 runs[key].append(generate_speed(generate, ids))
         for (case, label), values in runs.items():
             speed = round(statistics.median(values), 2)
@@ -307,10 +307,10 @@ def again(methods: list[str]) -> None:
     """Measure some methods once more and put their rows in the place of the recorded ones."""
     recorded = catalog.measured("residual_quality")
     full, tokenizer = load_backbone("plpkg-small")
-    found = all_quality({"plpkg-small": full.requires_grad_(False)}, tokenizer, ["none", *methods])
-    found = rated(described(found), recorded.query("section == 'speed'")).query("method in @methods")
+    rows = all_quality({"plpkg-small": full.requires_grad_(False)}, tokenizer, ["none", *methods])
+    rows = rated(described(rows), recorded.query("section == 'speed'")).query("method in @methods")
     replaced = (recorded["section"] == "quality") & recorded["method"].isin(methods)
-    record.write("residual.quality", found.to_dict("records"), keep=described(recorded[~replaced]))
+    record.write("residual.quality", rows.to_dict("records"), keep=described(recorded[~replaced]))
 
 
 def speed_again(smaller: Path) -> None:

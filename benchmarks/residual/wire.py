@@ -82,17 +82,17 @@ def rows_of_bytes(name: str, rank: int, tls: str | None) -> list[dict]:
         layers = shape.num_layers
         pairs = [(a, b) for a, b in zip(seen[layers:], seen[layers + 1 :], strict=False) if b[0] == a[0] + 1]
         message = 3 * rank * 2
-        found = [row("adapter message", 2 * message * len(pairs), sum(b[1] - a[1] for a, b in pairs))]
+        rows = [row("adapter message", 2 * message * len(pairs), sum(b[1] - a[1] for a, b in pairs))]
 
         marks = []
         device.generate(prompt(model), 21, eos_token_id=-1, on_token=lambda _: marks.append(mark()))
         decoded = communication.low_rank(shape, rank, tokens=20)
-        found.append(ratio(marks[0], marks[-1], decoded, "decoded token"))
+        rows.append(ratio(marks[0], marks[-1], decoded, "decoded token"))
         before = mark()
         device.generate(prompt(model, seq=256), 1, eos_token_id=-1)
         prefill = communication.low_rank(shape, rank, phase="prefill", tokens=256)
-        found.append(ratio(before, mark(), prefill, "prefill of 256 tokens"))
-        return found
+        rows.append(ratio(before, mark(), prefill, "prefill of 256 tokens"))
+        return rows
 
 
 def token_seconds(device: DeviceClient, ids: torch.Tensor, count: int) -> list[float]:
@@ -169,7 +169,7 @@ class OnLinks:
         for rtt_ms in LINKS[batch]:
             link = Link(f"60/100 Mb/s, RTT {rtt_ms} ms", 60e6, 100e6, rtt_ms / 1e3)
             self.limited[rtt_ms] = stack.enter_context(client(address, model, None, link))
-        self.found: dict[int, list[dict]] = {rtt_ms: [] for rtt_ms in self.limited}
+        self.measured: dict[int, list[dict]] = {rtt_ms: [] for rtt_ms in self.limited}
         for device in (self.free, *self.limited.values()):
             device.generate(self.ids, 2, eos_token_id=-1)  # warm up
 
@@ -188,20 +188,20 @@ class OnLinks:
         fast, unheld = self.block(self.free)
         for rtt_ms in due:
             slow, held = self.block(self.limited[rtt_ms])
-            self.found[rtt_ms].append({"token": slow, "beyond": slow - fast, "held": held - unheld})
+            self.measured[rtt_ms].append({"token": slow, "beyond": slow - fast, "held": held - unheld})
 
     def rows(self) -> list[dict]:
-        return [self.row(rtt_ms) for rtt_ms in self.found]
+        return [self.row(rtt_ms) for rtt_ms in self.measured]
 
     def row(self, rtt_ms: int) -> dict:
-        found = self.found[rtt_ms]
+        blocks = self.measured[rtt_ms]
         link = self.limited[rtt_ms].relay.link
         expected = sum(self.traffic.seconds(link).values())
-        token, beyond, held = (statistics.median(own[key] for own in found) for key in ("token", "beyond", "held"))
-        low, _, high = statistics.quantiles([own["beyond"] / expected for own in found], n=4, method="inclusive")
+        token, beyond, held = (statistics.median(block[key] for block in blocks) for key in ("token", "beyond", "held"))
+        low, _, high = statistics.quantiles([block["beyond"] / expected for block in blocks], n=4, method="inclusive")
         row = {
             "section": "link", "case": link.name, "what": f"r={self.rank}" if self.rank else "full activations",
-            "batch": self.batch, "blocks": len(found), "ms_per_token": round(1e3 * beyond, 2),
+            "batch": self.batch, "blocks": len(blocks), "ms_per_token": round(1e3 * beyond, 2),
             "formula_ms": round(1e3 * expected, 2), "ratio": round(beyond / expected, 3), "ratio_q1": round(low, 3),
             "ratio_q3": round(high, 3), "tokens_per_s": round(1 / token, 2),
         }  # fmt: skip
@@ -228,7 +228,7 @@ def rows_of_namespaces(tls: str, count: int = 20) -> list[dict]:
     def ip(*arguments: str) -> None:
         subprocess.run(arguments, check=True)
 
-    name, found, spaces = "12 x 768, thinnest", [], ("plpkg-device", "plpkg-cloud")
+    name, rows, spaces = "12 x 768, thinnest", [], ("plpkg-device", "plpkg-cloud")
     try:
         for space in spaces:
             ip("ip", "netns", "add", space)
@@ -249,14 +249,14 @@ def rows_of_namespaces(tls: str, count: int = 20) -> list[dict]:
                         ip("tc", "-n", spaces[i], "qdisc", "add", "dev", f"plpkg{i}", "root", *limit)
                     task = json.dumps({"name": name, "rank": rank, "tls": tls, "address": address, "count": count})
                     command = [*run, spaces[0], sys.executable, "-m", "benchmarks.residual.wire", "--device", task]
-                    found_now = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-                    times[limited] += json.loads(found_now)
+                    printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+                    times[limited] += json.loads(printed)
                     for i, space in enumerate(spaces if limited else ()):
                         ip("tc", "-n", space, "qdisc", "del", "dev", f"plpkg{i}", "root")
             expected = sum(communication.low_rank(shape, rank).seconds(Link("tbf", 60e6, 100e6, 0.0)).values())
             slow = statistics.median(times[True])
             spent = slow - statistics.median(times[False])
-            found.append(
+            rows.append(
                 {"section": "namespaces", "case": "60/100 Mb/s by tc tbf, TLS", "what": f"r={rank}",
                  "batch": MANY, "ms_per_token": round(1e3 * spent, 2),
                  "formula_ms": round(1e3 * expected, 2), "ratio": round(spent / expected, 3),
@@ -265,7 +265,7 @@ def rows_of_namespaces(tls: str, count: int = 20) -> list[dict]:
     finally:
         for space in spaces:
             subprocess.run(["ip", "netns", "delete", space], stderr=subprocess.DEVNULL)
-    return found
+    return rows
 
 
 def visit(name: str, rank: int, tls: str, address: str, count: int) -> None:

@@ -82,7 +82,7 @@ def _part(package: str, first: int, step: int) -> dict[str, list[str]]:
         texts = ((f"topics/{name}", [clean(topics[name])]) for name in sorted(topics)[first::step])
     else:
         texts = ((name, [*filter(None, map(clean, docstrings(path)))]) for path, name in sources(package)[first::step])
-    return {name: found for name, found in texts if found}
+    return {name: documented for name, documented in texts if documented}
 
 
 def _all(package: str, docstrings: dict[str, list[str]]) -> dict[str, list[str]]:
