@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from plpkg.backbones import random_backbone
 from plpkg.residual import PrivateLoraConfig
 
+from preloaded import Process
 from rounding import assert_as_exact
 
 IDS = torch.arange(2, 26).reshape(2, 12) % 23 + 1  # never 0, which pads
@@ -43,6 +44,26 @@ def adapted_backbone(family="llama", m_scale=1.0, options=None, lora=None, **con
             if "privatelora_M" in name or "lora_" in name:
                 parameter.copy_(m_scale * torch.randn(parameter.shape, generator=generator))
     return model.eval()
+
+
+CLOUD = """
+import sys, torch
+torch.set_num_threads(1)
+from peft import get_peft_model
+from plpkg.backbones import random_backbone
+from plpkg.residual import CloudServer, PrivateLoraConfig
+seed = int(sys.argv[2])
+model = random_backbone("llama", num_layers=4, num_kv_heads=2, vocab=64, hidden=32, intermediate=48, seed=seed)
+with CloudServer(get_peft_model(model, PrivateLoraConfig(r_c2d=5, r_d2c=3)), sys.argv[1], precision="fp32") as cloud:
+    print(cloud.address, flush=True)
+    cloud.wait()
+"""
+
+
+def cloud_process(address="127.0.0.1:0"):
+    """A cloud in a process of its own, for the model of ``adapted()``; the process, and the cloud's address."""
+    process = Process(CLOUD, address, str(torch.Generator().manual_seed(0).initial_seed()))
+    return process, process.stdout.readline().strip()
 
 
 def wait_until(condition):

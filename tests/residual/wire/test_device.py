@@ -16,9 +16,8 @@ from plpkg.catalog import ModelShape
 from plpkg.residual import CloudServer, DeviceClient, Limits, PrivateLoraConfig, RefusedError
 from plpkg.residual.wire import sampling
 from plpkg.residual.wire.messages import BrokenStreamError
-from tests.residual.conftest import CUTS, IDS, at_once, wait_until
+from tests.residual.conftest import CUTS, IDS, at_once, cloud_process, wait_until
 
-from preloaded import Process
 from rounding import relative
 
 SLIDING = {"sliding_window": 8}
@@ -292,30 +291,11 @@ def test_a_cloud_that_began_anew_gets_the_whole_sequence(adapted):
     servers[-1].stop()
 
 
-KILLED = """
-import sys, torch
-torch.set_num_threads(1)
-from peft import get_peft_model
-from plpkg.backbones import random_backbone
-from plpkg.residual import CloudServer, PrivateLoraConfig
-seed = int(sys.argv[2])
-model = random_backbone("llama", num_layers=4, num_kv_heads=2, vocab=64, hidden=32, intermediate=48, seed=seed)
-with CloudServer(get_peft_model(model, PrivateLoraConfig(r_c2d=5, r_d2c=3)), sys.argv[1], precision="fp32") as cloud:
-    print(cloud.address, flush=True)
-    cloud.wait()
-"""
-
-
-def start_process(address):
-    process = Process(KILLED, address, str(torch.Generator().manual_seed(0).initial_seed()))
-    return process, process.stdout.readline().strip()
-
-
 @pytest.mark.parametrize("work", ["generate", "train"])
 def test_a_cloud_killed_in_the_middle_and_started_again(adapted, same_gradients, work):
     model = adapted(m_scale=0.1)
     whole = copy.deepcopy(model)
-    process, address = start_process("127.0.0.1:0")
+    process, address = cloud_process("127.0.0.1:0")
     with DeviceClient(address, model, precision="fp32", retry_s=60) as client:
         original, seen, processes = client.part.residual, [], [process]
 
@@ -323,7 +303,7 @@ def test_a_cloud_killed_in_the_middle_and_started_again(adapted, same_gradients,
             seen.append(1)
             if len(seen) == 6:
                 processes[0].kill()
-                processes.append(start_process(address)[0])
+                processes.append(cloud_process(address)[0])
             return original(*arguments, **options)
 
         client.part.residual = kill

@@ -13,21 +13,10 @@ from grpc import StatusCode
 from plpkg.residual import CloudServer, DeviceClient, Limits
 from plpkg.residual.wire import connection, messages
 from plpkg.residual.wire.terms import differences
-from tests.residual.conftest import wait_until
-
-from preloaded import Process
+from tests.residual.conftest import cloud_process, wait_until
 
 IDS = torch.arange(1, 9).reshape(1, 8)
 CROWD = "maximum_concurrent_rpcs"
-CLOUD = """
-from peft import get_peft_model
-from plpkg.backbones import random_backbone
-from plpkg.residual import CloudServer, PrivateLoraConfig
-model = random_backbone("llama", num_layers=4, num_kv_heads=2, vocab=64, hidden=32, intermediate=48)
-with CloudServer(get_peft_model(model, PrivateLoraConfig(r_c2d=5, r_d2c=3)), precision="fp32") as cloud:
-    print(cloud.address, flush=True)
-    cloud.wait()
-"""
 
 
 def generate(cloud, model, **options):
@@ -55,15 +44,14 @@ def test_a_cloud_that_has_stopped_is_noticed_by_its_silence(adapted, monkeypatch
     quick = {"grpc.keepalive_time_ms": 1000, "grpc.http2.ping_timeout_ms": 1000}
     options = [(name, quick.get(name, value)) for name, value in connection.OPTIONS]
     monkeypatch.setattr(connection, "OPTIONS", options)
-    with Process(CLOUD) as process:
-        address = process.stdout.readline().strip()
-        with DeviceClient(address, adapted(), precision="fp32", timeout_s=300, retry_s=0) as device:
+    process, address = cloud_process()
+    with process, DeviceClient(address, adapted(), precision="fp32", timeout_s=300, retry_s=0) as device:
+        device.generate(IDS, 1)
+        process.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(ConnectionError, match="no connection to"):
             device.generate(IDS, 1)
-            process.send_signal(signal.SIGSTOP)
-            began = time.monotonic()
-            with pytest.raises(ConnectionError, match="no connection to"):
-                device.generate(IDS, 1)
-            assert time.monotonic() - began < 60
+        assert time.monotonic() - began < 60
 
 
 def test_who_meets_a_crowd_comes_back(adapted, monkeypatch):
