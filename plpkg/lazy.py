@@ -17,7 +17,7 @@ def on_first_use(package: str, **places: str) -> Callable[[str], object]:
         in the name is that module itself: ``training="wire.training"``.
     """
 
-    def __getattr__(name: str) -> object:  # noqa: N807
+    def __getattr__(name: str) -> object:  # noqa: N807 (PEP 562 names it)
         if name not in places:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = import_module(f"{package}.{places[name]}")

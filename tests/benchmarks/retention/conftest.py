@@ -1,1 +1,1 @@
-from tests.retention.conftest import backbone, ids  # noqa: F401
+from tests.retention.conftest import backbone, ids  # noqa: F401 (fixtures)
