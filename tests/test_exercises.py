@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 
-ROOMS = ("clipping", "communication", "residual", "retention", "throughput")
+ROOMS = ("clipping", "communication", "residual", "retention", "serving", "throughput")
 SLIPS = [
     ("clipping.per_sample_gib", 29, 0.0283, "each of the 1,024 examples"),
     ("clipping.per_sample_gib", 28.99, 14.5, "4 bytes"),
@@ -26,6 +26,10 @@ SLIPS = [
     ("retention.peak_units", 17_408, 131_072, "full cache"),
     ("retention.peak_units", 17_408, 17_508, "has been cut"),
     ("retention.peak_units", 17_408, 12, "too small"),
+    ("serving.adapters_per_backbone", 1607, 3213, "an A and a B"),
+    ("serving.adapters_per_backbone", 1607, 803, "two projections"),
+    ("serving.adapters_per_backbone", 1607, 51_410, "32 layers"),
+    ("serving.adapters_per_backbone", 1607, 500, "too small"),
     ("throughput.lm_head_share", 16.6, 23.24, "share of the decoder's time"),
     ("throughput.lm_head_share", 16.6, 0.166, "another unit"),
     ("throughput.rtt_for_half", 1.12, 37.0, "1 + 32"),

@@ -48,6 +48,7 @@ def test_five_controls_are_too_many():
         ("communication", {"rank": 128, "link": "wifi", "endpoints": False, "model": "llama-30b"}),
         ("residual", {"first_k": 3, "adapter": "PrivateLoRA down r=48, gradient"}),
         ("retention", {"budget": 6, "stabilizers": 4, "scorer": "random"}),
+        ("serving", {"requests": 8, "tenants": 4, "rank": 64, "popularity": "uniform"}),
         ("throughput", {"rank": 256, "rtt_ms": 10, "model": "llama-30b", "link": "4g"}),
     ],
 )

@@ -5,6 +5,8 @@ from plpkg.lazy import on_first_use
 PLACES = dict(
     clipped_gradients="gradients",
     plan="gradients",
+    Clip="clip",
+    clip_dense="clip",
     accounting="training.accounting",
     make_private="training.private",
     check_sensitivity="checks.sensitivity",

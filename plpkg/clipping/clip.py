@@ -72,15 +72,17 @@ class Clip:
         return (limit / norms).clamp(max=1)  # 0 divides to infinity: a gradient of zero stays as it is
 
 
-def clip_dense(gradients: Mapping[str, torch.Tensor], groups: Mapping[str, str], clip: Clip):
+def clip_dense(gradients: Mapping[str, torch.Tensor], clip: Clip, groups: Mapping[str, str] | None = None):
     """Clip gradients that exist: the definition that every execution has to equal.
 
     Parameters
     ----------
     gradients
-        By parameter, ``(batch, *shape)``.
+        By parameter, ``(batch, *shape)``: of examples, or of people.
+    clip
+        How.
     groups
-        The layer of each parameter; ``per_layer`` scales by it.
+        The layer of each parameter, by which ``per_layer`` scales; without it each parameter is one.
 
     Returns
     -------
@@ -88,6 +90,7 @@ def clip_dense(gradients: Mapping[str, torch.Tensor], groups: Mapping[str, str],
         By parameter, ``(*shape)``; and the norms before clipping, ``(batch,)``.
     """
     squares: dict[str, torch.Tensor] = {}
+    groups = groups or {name: name for name in gradients}
     for name, gradient in gradients.items():
         group = groups[name] if clip.local else ""
         squares[group] = squares[group] + square(gradient) if group in squares else square(gradient)

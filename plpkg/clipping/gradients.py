@@ -130,7 +130,7 @@ class Step:
                 self._losses(examples(self.batch, slice(place, place + 1)), 1).sum().backward()
                 gradients = {n: zeros_for(p) if p.grad is None else p.grad for n, p in parameters.items()}
             dense = {name: gradient.to(totals[name].dtype)[None] for name, gradient in gradients.items()}
-            sums, norm = clip_dense(dense, self.recorder.layers, self.clip)
+            sums, norm = clip_dense(dense, self.clip, self.recorder.layers)
             check_finite(norm, place, count)
             norms.append(norm)
             for name, part in sums.items():

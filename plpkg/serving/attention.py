@@ -1,0 +1,114 @@
+"""Packed attention: tokens of many requests in one row, each looking only at its own request's past.
+
+A model reads ``(1, tokens)``: prompts and single new tokens one behind the other, as continuous batching has them.
+Its linear layers see one matrix. Only attention has to know where a request begins, and transformers' public
+interface for attention functions and masks is where it learns that: a mask arrives as the function of positions that
+the model's own layers ask for (causal, sliding, chunked), and is evaluated on each request's positions.
+
+Left out: a kernel that takes all requests at once. The loop over requests costs 8 to 9 % of a step of 16 on a CPU.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+
+NAME = "plpkg_packed"
+
+
+class KeyValues:
+    """A request's keys and values in every layer, ``(kv_heads, capacity, head_dim)`` each.
+
+    Attributes
+    ----------
+    capacity
+        Positions that there is room for, from the beginning.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def write(self, layer: int, start: int, *new: torch.Tensor) -> list[torch.Tensor]:
+        """Put ``(kv_heads, tokens, head_dim)`` keys and values at ``start``; return both from the first on."""
+        if layer not in self.layers:
+            self.layers[layer] = tuple(t.new_empty(len(t), self.capacity, t.shape[-1]) for t in new)
+        end = start + new[0].shape[1]
+        for stored, t in zip(self.layers[layer], new, strict=True):
+            stored[:, start:end] = t
+        return [stored[:, :end] for stored in self.layers[layer]]
+
+    def copy(self, other: "KeyValues", positions: int) -> None:
+        """Take over the first positions of another request."""
+        for layer, pair in other.layers.items():
+            self.write(layer, 0, *(t[:, :positions] for t in pair))
+
+
+@dataclass
+class Row:
+    """A request's share of a step: tokens ``rows`` of the batch, at the positions from ``start`` on."""
+
+    rows: slice
+    start: int
+    past: KeyValues
+    masks: dict = field(default_factory=dict)
+
+    @property
+    def positions(self) -> range:
+        """Where in the request the step's tokens stand."""
+        return range(self.start, self.start + self.rows.stop - self.rows.start)
+
+    def mask(self, visible, groups: int, device) -> torch.Tensor | None:
+        """Which keys each query sees, ``(groups · tokens, past + tokens)``; None if all. Once a step, not a layer."""
+        if (visible, groups) not in self.masks:
+            queries = torch.tensor(self.positions, device=device)
+            keys = torch.arange(self.positions.stop, device=device)
+            zero = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
+            mask = visible(zero, zero, queries.view(1, 1, -1, 1), keys.view(1, 1, 1, -1))
+            mask = mask.expand(1, 1, len(queries), len(keys))[0, 0]
+            self.masks[visible, groups] = None if mask.all() else mask.repeat(groups, 1)
+        return self.masks[visible, groups]
+
+
+_rows: ContextVar[list[Row]] = ContextVar("rows of the step")
+
+
+@contextlib.contextmanager
+def packed(model, rows: list[Row]) -> Iterator[None]:
+    """Within it, ``model(input_ids)`` of shape ``(1, tokens)`` reads these requests."""
+    before, token = model.config._attn_implementation, _rows.set(rows)
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+        _rows.reset(token)
+
+
+def _attention(module, query, key, value, attention_mask, scaling=None, softcap=None, **_):
+    """One layer's attention over ``(1, heads, tokens, head_dim)``, request by request."""
+    output = query.new_empty(query.shape[2], query.shape[1], value.shape[-1])  # (tokens, heads, head_dim)
+    kv_heads = key.shape[1]
+    groups = query.shape[1] // kv_heads
+    for row in _rows.get():
+        keys, values = row.past.write(module.layer_idx, row.start, key[0, :, row.rows], value[0, :, row.rows])
+        # The queries that share a key head stand one below the other: (kv_heads, groups · tokens, head_dim)
+        queries = query[0, :, row.rows].unflatten(0, (kv_heads, groups)).flatten(1, 2)
+        mask = row.mask(attention_mask, groups, query.device)
+        if softcap is None:
+            heads = scaled_dot_product_attention(queries[None], keys[None], values[None], mask, scale=scaling)[0]
+        else:
+            scores = softcap * torch.tanh(queries @ keys.mT * scaling / softcap)
+            if mask is not None:
+                scores = scores.masked_fill(~mask, float("-inf"))
+            heads = scores.softmax(-1, dtype=torch.float32).to(values.dtype) @ values
+        output[row.rows] = heads.unflatten(1, (groups, -1)).flatten(0, 1).transpose(0, 1)
+    return output[None], None
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, lambda *, mask_function, **_: mask_function)

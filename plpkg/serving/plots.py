@@ -1,0 +1,130 @@
+"""Figures of notebook 06. What takes ``rows`` takes those of a recorded section of that name."""
+
+from plpkg import theme
+from plpkg.serving.popularity import Decoding
+
+
+def batch(segments, names, ax=None):
+    """A layer and a batch: tokens as rows, all through W, each run of them through its own A and B.
+
+    ``segments`` are ``(start, stop, i)``, ``names`` those of the adapters.
+    """
+    from matplotlib.patches import FancyArrow, Rectangle
+
+    ax = theme.axes(ax)
+    fills, tokens = theme.fills(len(names)), max(stop for _, stop, _ in segments)
+
+    def block(x, y, width, height, label, **style):
+        ax.add_patch(Rectangle((x, y), width, height, **{"facecolor": "0.9", "edgecolor": "white"} | style))
+        ax.text(x + width / 2, y + height / 2, label, ha="center", va="center")
+
+    def arrow(x, y, length):
+        style = dict(width=0.02, head_width=0.22, head_length=0.12, length_includes_head=True, color="0.35")
+        ax.add_patch(FancyArrow(x, y, length, 0, **style))
+
+    for start, stop, index in segments:
+        fill = {"facecolor": "0.82"} if index is None else fills[index]
+        middle = (start + stop) / 2
+        for x in (0, 6.6):
+            for token in range(start, stop):
+                block(x, token, 0.9, 0.92, "", **fill)
+        ax.text(-0.15, middle, "no adapter" if index is None else names[index], ha="right", va="center")
+        arrow(0.95, middle, 0.45)
+        arrow(6.05, middle, 0.5)
+        if index is not None:
+            block(3.6, start + 0.04, 0.5, stop - start - 0.12, f"$A_{index}$", **fill | {"hatch": ""})
+            block(4.5, start + 0.04, 0.9, stop - start - 0.12, f"$B_{index}$", **fill | {"hatch": ""})
+            arrow(4.14, middle, 0.32)
+            ax.text(5.62, middle, "+", ha="center", va="center", fontsize=14)
+    block(1.45, 0, 1.5, tokens - 0.08, "$W$\n\nread once\nfor all\ntokens", facecolor="0.93", edgecolor="0.6")
+    for x, label in ((0.45, "$x$"), (3.85, "rank"), (7.05, "$y$")):
+        ax.text(x, -0.25, label, ha="center", va="bottom")
+    ax.set(xlim=(-1.9, 7.7), ylim=(tokens + 0.1, -0.9))
+    ax.axis("off")
+    parts = "; ".join(f"tokens {a} to {b - 1}: {'none' if i is None else names[i]}" for a, b, i in segments)
+    return theme.describe(
+        ax, f"A layer's weight W multiplies all {tokens} tokens at once; to each run is added A, then B: {parts}."
+    )
+
+
+def _bars(values, labels, ax, xlabel: str):
+    """Horizontal bars, each with its value."""
+    for k, (value, fill) in enumerate(zip(values, theme.fills(len(labels)), strict=True)):
+        ax.barh(k, value, **fill)
+        ax.text(value, k, f" {value:,.4g}", va="center")
+    ax.set_yticks(range(len(labels)), labels)
+    ax.invert_yaxis()
+    ax.grid(False, axis="y")
+    ax.set(xlabel=xlabel, xlim=(0, 1.15 * max(values)))
+
+
+def decoding(result: Decoding, ax=None):
+    """Tokens per second by how a batch is served."""
+    ax = theme.axes(ax)
+    _bars([round(v) for v in result.tokens_per_s.values()], list(result.tokens_per_s), ax, "tokens/s (computed)")
+    return theme.describe(ax, repr(result))
+
+
+def popularity(rows, ax=None):
+    """Tokens per second of each way to serve, by popularity."""
+    ax = theme.axes(ax)
+    table = rows.pivot_table(index="case", columns="what", values="tokens_per_s", sort=False)
+    width = 0.8 / len(table.columns)
+    for k, (name, fill) in enumerate(zip(table, theme.fills(len(table.columns)), strict=True)):
+        ax.bar([x + (k - 2) * width for x in range(len(table))], table[name], width, label=name, **fill)
+    counts = rows.groupby("case", sort=False)["adapters"].first()
+    ax.set_xticks(range(len(table)), [f"{case}\n({counts[case]} adapters)" for case in table.index])
+    ax.grid(False, axis="x")
+    ax.set(ylabel="tokens/s", ylim=(0, 1.35 * table.max().max()))
+    ax.legend(ncols=3, loc="upper center")
+    return theme.describe(ax, "Tokens per second by popularity. " + "; ".join(
+        f"{name}: {', '.join(f'{case} {value:.0f}' for case, value in table[name].items())}" for name in table
+    ) + ".")  # fmt: skip
+
+
+def people(rows, ax=None):
+    """How many times faster sixteen people learn in one step than one by one, and the backbone's own part in it."""
+    ax = theme.axes(ax)
+    series = {"ratio": "adapters, everything", "backbone": "the backbone alone"}
+    for (column, label), style in zip(series.items(), theme.styles(2), strict=True):
+        ax.plot(rows["tokens"], rows[column], label=label, **style)
+    ax.axhline(1, color="0.4", lw=1)
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(rows["tokens"], rows["tokens"])
+    ax.set(xlabel="tokens of each person", ylabel="time one by one / together", ylim=(0, None))
+    ax.legend()
+    values = ", ".join(f"{ratio:.1f} at {tokens}" for tokens, ratio in zip(rows["tokens"], rows["ratio"], strict=True))
+    return theme.describe(ax, f"Sixteen people in one step, times faster than one by one: {values} tokens.")
+
+
+def drift(rows, ax=None):
+    """How far the weights are from what they were, against swaps, by precision."""
+    ax = theme.axes(ax)
+    groups = list(rows.groupby("case", sort=False))
+    for (dtype, each), style in zip(groups, theme.styles(len(groups)), strict=True):
+        ax.plot(each["swaps"], each["drift"], label=dtype, **style)
+    ax.set(xscale="log", yscale="log", xlabel="swaps (merge, then unmerge)", ylabel="relative distance of the weights")
+    ax.legend()
+    last = "; ".join(f"{dtype} {each['drift'].iloc[-1]:.1g}" for dtype, each in groups)
+    return theme.describe(ax, f"Weights drift with every swap; after {rows['swaps'].max():,}: {last}.")
+
+
+def writers(rows, ax=None):
+    """Bits per byte below the backbone alone: each writer's text (row) under each writer's adapter (column)."""
+    ax = theme.axes(ax)
+    table = rows.pivot_table(index="case", columns="adapter", values="bits_per_byte", sort=False)
+    gain = table.rsub(table["none"], axis=0).drop(columns="none")
+    size = gain.abs().max().max()
+    ax.imshow(gain, cmap="PuOr", vmin=-size, vmax=size, aspect="auto")
+    for i, name in enumerate(gain.index):
+        for j, value in enumerate(gain.loc[name]):
+            best = value == gain.loc[name].max()
+            ax.text(j, i, f"{value:+.2f}", ha="center", va="center", fontsize=9, fontweight="bold" if best else None)
+    ax.set_xticks(range(len(gain.columns)), gain.columns, rotation=35, ha="right")
+    ax.set_yticks(range(len(gain)), gain.index)
+    ax.grid(False)
+    ax.set(xlabel="adapter of", ylabel="text of")
+    right = sum(gain.loc[name].idxmax() == name for name in gain.index)
+    return theme.describe(
+        ax, f"Bits per byte below the backbone alone; for {right} of {len(gain)} writers their own adapter is the best."
+    )

@@ -1,0 +1,129 @@
+"""Segmented gather matrix–vector product: one batch, and each run of its tokens through an adapter of its own.
+
+Punica (arXiv 2310.18547, Section 4) writes, for segments of a batch that is sorted by adapter,
+
+    y[start : stop] += scale_i · (x[start : stop] A_iᵀ) B_iᵀ
+
+so that the backbone's own product runs once over the whole batch, and only the thin factors are read for each adapter.
+Segments count tokens, not requests: a prompt is a segment as long as itself. Neighbours of one length whose factors lie
+side by side are one batched product; what is left is a loop over blocks. (An idea that outlived its kernels: today's
+GPU servers have it in Triton, as :mod:`plpkg.serving.kernel`.)
+
+The gradient has the same form: with g = ∂L/∂y, ∂L/∂x is the segmented product of g with Bᵀ and Aᵀ in their places, and
+∂L/∂A_i and ∂L/∂B_i sum over the tokens of adapter i alone. That is what trains many adapters in one batch.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch.nn.functional import pad
+
+from plpkg.serving import kernel
+
+
+class Segments(list):
+    """Runs of tokens: tuples ``(start, stop, index)``, ``index=None`` where the backbone answers alone."""
+
+    @cached_property
+    def blocks(self) -> list[tuple[slice, slice, int]]:
+        """Rows, indices and length of each run of adjoining segments of one length whose indices count up."""
+        blocks: list[list[int]] = []
+        for start, stop, index in self:
+            if index is None or start == stop:
+                continue
+            if blocks and [start, index, stop - start] == blocks[-1][1::2] + blocks[-1][4:]:
+                blocks[-1][1], blocks[-1][3] = stop, index + 1
+            else:
+                blocks.append([start, stop, index, index + 1, stop - start])
+        return [(slice(a, b), slice(i, j), length) for a, b, i, j, length in blocks]
+
+
+def add_sgmv(
+    y: torch.Tensor, x: torch.Tensor, downs: torch.Tensor, ups: torch.Tensor, scales: torch.Tensor, segments: Segments
+) -> None:
+    """Add the segmented product to ``y`` in place, outside autograd; the factors are stacked, see :func:`sgmv`."""
+    if x.is_cuda and kernel.AVAILABLE:
+        return kernel.add_sgmv(y, x, downs, ups, scales, segments)
+    for rows, adapters, length in segments.blocks:
+        v = torch.bmm(x[rows].unflatten(0, (-1, length)), downs[adapters].mT)  # (adapters, length, rank)
+        v *= scales[adapters, None, None]
+        y[rows].unflatten(0, (-1, length)).baddbmm_(v, ups[adapters].mT)
+    return None
+
+
+class _Sgmv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, downs, ups, scales, segments):
+        ctx.save_for_backward(x, downs, ups, scales)
+        ctx.segments = segments
+        y = x.new_zeros(len(x), ups.shape[1])
+        add_sgmv(y, x, downs, ups, scales, segments)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        x, downs, ups, scales = ctx.saved_tensors
+        dx, d_downs, d_ups = (torch.zeros_like(t) for t in (x, downs, ups))
+        add_sgmv(dx, g.contiguous(), ups.mT, downs.mT, scales, ctx.segments)
+        for rows, adapters, length in ctx.segments.blocks:
+            x_s, g_s = (t[rows].unflatten(0, (-1, length)) for t in (x, g))  # (adapters, length, …)
+            g_s = g_s * scales[adapters, None, None].to(g.dtype)
+            d_downs[adapters] += torch.bmm(torch.bmm(g_s, ups[adapters]).mT, x_s)
+            d_ups[adapters] += torch.bmm(g_s.mT, torch.bmm(x_s, downs[adapters].mT))
+        return dx, d_downs, d_ups, None, None
+
+
+def sgmv(
+    x: torch.Tensor,
+    downs: Sequence[torch.Tensor] | torch.Tensor,
+    ups: Sequence[torch.Tensor] | torch.Tensor,
+    scales: Sequence[float] | torch.Tensor,
+    segments: Sequence[tuple[int, int, int | None]],
+) -> torch.Tensor:
+    """What every token's own adapter adds to a linear layer's output.
+
+    Parameters
+    ----------
+    x
+        ``(tokens, hidden)``, the layer's input.
+    downs, ups
+        A and B of each adapter, ``(rank_i, hidden)`` and ``(out, rank_i)``, in lists; or stacked, ``(adapters, rank,
+        hidden)`` and ``(adapters, out, rank)``. Lists are stacked here, lower ranks filled up with zeros.
+    scales
+        What each adapter's product is multiplied by: alpha / rank, or alpha / √rank.
+    segments
+        ``(start, stop, i)``: tokens ``start`` to ``stop`` belong to adapter ``i``, or to none with ``i=None``.
+        In order, without overlap; tokens that none names belong to none.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(tokens, out)``, zero where there is no adapter; differentiable by x, downs and ups.
+
+    Raises
+    ------
+    ValueError
+        Segments that overlap or leave the batch, an adapter that is not there, shapes that do not fit.
+    """
+    segments = segments if isinstance(segments, Segments) else Segments(map(tuple, segments))
+    if not len(downs) == len(ups) == len(scales) > 0:
+        raise ValueError(f"downs, ups and scales must be of one length, got {len(downs)}, {len(ups)}, {len(scales)}")
+    hidden, out = x.shape[-1], ups[0].shape[0]
+    for i, (down, up) in enumerate(zip(downs, ups, strict=True)):
+        if (tuple(down.shape), tuple(up.shape)) != ((len(down), hidden), (out, len(down))):
+            shapes = f"{tuple(down.shape)} and {tuple(up.shape)}"
+            raise ValueError(f"A and B of adapter {i} must be (rank, {hidden}) and ({out}, rank), got {shapes}")
+    end = 0
+    for start, stop, index in segments:
+        if not (end <= start <= stop <= len(x) and (index is None or 0 <= index < len(downs))):
+            raise ValueError(f"segment {(start, stop, index)} does not fit {len(x)} tokens, {len(downs)} adapters")
+        end = stop
+    if not isinstance(downs, torch.Tensor):
+        rank = max(map(len, downs))
+        downs = torch.stack([pad(down, (0, 0, 0, rank - len(down))) for down in downs])
+    if not isinstance(ups, torch.Tensor):
+        ups = torch.stack([pad(up, (0, downs.shape[1] - up.shape[1])) for up in ups])
+    dtype = torch.promote_types(x.dtype, torch.float32)  # 1/3 has few digits in bfloat16
+    scales = torch.as_tensor(scales, dtype=dtype, device=x.device)
+    return _Sgmv.apply(x, downs, ups, scales, segments)

@@ -1,0 +1,285 @@
+"""Many people in one step: each trains an adapter of their own on one backbone, or one that they share.
+
+A person is a segment. In one pass over everybody's tokens, the gradient of a segment's factors sums over that
+person's tokens alone (:mod:`plpkg.serving.sgmv`), so sixteen people cost the backbone's products once, at a batch
+that a processor likes. It makes nothing private. Only where people *share* an adapter does clipping each person's
+gradient bound what one of them moves: :func:`per_person_gradients`, then the clipping room's ``clip_dense``, noise,
+and ``check_sensitivity``.
+
+Left out: dropout of the adapters, whose draws would differ between one run and sixteen.
+"""
+
+import contextlib
+import hashlib
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from unittest.mock import patch
+
+import torch
+from peft import LoraConfig
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from plpkg.learning import learn
+from plpkg.serving.adapter import Adapter, Factors, targets
+from plpkg.serving.hooks import Group, Hooks
+from plpkg.serving.sgmv import Segments
+from plpkg.validation import number, whole_number
+
+LOGITS = 2**22
+"""Logits in memory at a time."""
+
+
+def train_many(
+    model: PreTrainedModel,
+    configs: LoraConfig | Mapping[str, LoraConfig],
+    batches: Mapping[str, Iterable[torch.Tensor]],
+    *,
+    steps: int,
+    lr: float,
+    max_grad_norm: float | None = None,
+    max_tokens: int = 512,
+    seed: int = 0,
+    progress: bool = True,
+) -> dict[str, Adapter]:
+    """Train an adapter for each person, all of them in one batch; each as if alone.
+
+    Parameters
+    ----------
+    model
+        The backbone, which stays as it is.
+    configs
+        One for all, or one for each person; people whose adapters have another form are in another batch.
+    batches
+        By person, what each step learns from: ids ``(samples, seq)``, begun anew when they end. The loss is the mean
+        over the person's tokens.
+    steps, lr
+        Of AdamW without weight decay, whose state is each person's own.
+    max_grad_norm
+        The largest norm of a person's gradient; None leaves it.
+    max_tokens
+        Of a forward pass: more people than fit are taken in groups, with the same result.
+    seed
+        Of the first A, drawn for each name as PEFT draws it; B begins at zero.
+
+    Raises
+    ------
+    ValueError
+        A configuration that cannot be served, someone without a batch or a configuration, settings out of range.
+    FloatingPointError
+        A loss that is not finite; the message names the person.
+    """
+    whole_number("steps", steps, 1)
+    number("lr", lr, open_low=True)
+    if isinstance(configs, LoraConfig):
+        configs = dict.fromkeys(batches, configs)
+    if configs.keys() != batches.keys() or not configs:
+        raise ValueError(f"configs are of {sorted(configs)}, batches of {sorted(batches)}: each person needs both")
+    forms: dict[tuple, dict[str, dict[str, Factors]]] = {}
+    for name, config in configs.items():
+        factors = _first(model, config, name, seed)
+        forms.setdefault(tuple((m, f.down.shape, f.scale) for m, f in factors.items()), {})[name] = factors
+    stacks = [_Stack(people) for people in forms.values()]
+    endless = {name: _endless(name, each) for name, each in batches.items()}
+    hooks = Hooks(model, {module for stack in stacks for module in stack.scales})
+
+    def gradient(step: int) -> float:
+        total = 0.0
+        for stack in stacks:
+            texts = [next(endless[name]).to(model.device) for name in stack.names]
+            for chosen in _groups(texts, max_tokens):
+                with hooks.batch(stack.group(chosen, texts[chosen])):
+                    losses, gradients = _gradients(model, texts[chosen], stack.leaves)
+                for name, loss in zip(stack.names[chosen], losses.tolist(), strict=True):
+                    if not math.isfinite(loss):
+                        raise FloatingPointError(f"the loss of {name!r} in step {step + 1} is {loss}: take a lower lr")
+                    total += loss
+                for leaf, g in zip(stack.leaves, gradients, strict=True):
+                    leaf.grad = g if leaf.grad is None else leaf.grad.add_(g)
+            if max_grad_norm is not None:
+                stack.clip(max_grad_norm)
+        return total / len(configs)
+
+    leaves = [leaf for stack in stacks for leaf in stack.leaves]
+    optimizer = torch.optim.AdamW(leaves, lr=lr, weight_decay=0, fused=True)
+    bar = tqdm(range(steps), disable=not progress, desc=f"{len(configs)} adapters")
+    with _frozen(model), contextlib.closing(hooks):
+        for _, loss in learn(bar, gradient, [optimizer], lambda step: lr):
+            bar.set_postfix(loss=f"{loss:.3f}")
+    trained = {name: factors for stack in stacks for name, factors in stack.factors().items()}
+    return {name: Adapter.of(config, trained[name]) for name, config in configs.items()}
+
+
+class _Stack:
+    """The factors of people whose adapters have one form; ``leaves`` are A ``(people, rank, in)`` and B in turn."""
+
+    def __init__(self, people: dict[str, dict[str, Factors]]) -> None:
+        self.names, each = list(people), list(people.values())
+        self.scales = {module: factors.scale for module, factors in each[0].items()}
+        sides = [[getattr(p[m], side) for p in each] for m in self.scales for side in ("down", "up")]
+        self.leaves = [torch.stack(side).requires_grad_() for side in sides]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        return zip(self.scales, self.leaves[::2], self.leaves[1::2], strict=True)
+
+    def group(self, chosen: slice, texts: list[torch.Tensor]) -> Group:
+        longest = max(text.shape[1] for text in texts)
+        ends = [0, *itertools.accumulate(len(text) * longest for text in texts)]
+        segments = Segments((start, stop, k) for k, (start, stop) in enumerate(itertools.pairwise(ends)))
+        return Group(segments, {m: (a[chosen], b[chosen], [self.scales[m]] * len(texts)) for m, a, b in self})
+
+    def clip(self, max_grad_norm: float) -> None:
+        norms = sum(leaf.grad.flatten(1).square().sum(1) for leaf in self.leaves).sqrt()  # (people,)
+        for leaf in self.leaves:
+            leaf.grad.mul_((max_grad_norm / norms).clamp(max=1).view(-1, 1, 1))
+
+    def factors(self) -> dict[str, dict[str, Factors]]:
+        return {
+            name: {m: Factors(a[k].detach(), b[k].detach(), self.scales[m]) for m, a, b in self}
+            for k, name in enumerate(self.names)
+        }
+
+
+def _first(model: PreTrainedModel, config: LoraConfig, name: str, seed: int) -> dict[str, Factors]:
+    """The factors that a person begins with, drawn as PEFT draws them: A uniform within 1/√in, B zero."""
+    if config.lora_dropout:
+        raise ValueError(f"lora_dropout must be 0 for many in one batch, got {config.lora_dropout} for {name!r}")
+    own = hashlib.sha256(f"{seed} {name}".encode()).digest()[:7]
+    generator = torch.Generator().manual_seed(int.from_bytes(own))
+    scale = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
+    like = dict(device=model.device, dtype=torch.promote_types(model.dtype, torch.float32))
+    names, factors = config.target_modules, {}
+    for module, (n_in, n_out) in targets(model).items():
+        if names == "all-linear" or any(f".{module}".endswith(f".{each}") for each in names):
+            down = torch.empty(config.r, n_in).uniform_(-(n_in**-0.5), n_in**-0.5, generator=generator)
+            factors[module] = Factors(down.to(**like), torch.zeros(n_out, config.r, **like), scale)
+    Adapter.of(config, factors)  # what could not be served is not trained
+    return factors
+
+
+def per_person_gradients(
+    model: PreTrainedModel, batches: Mapping[str, torch.Tensor], *, max_tokens: int = 512
+) -> dict[str, torch.Tensor]:
+    """Each person's gradient of an adapter that all of them share.
+
+    Parameters
+    ----------
+    model
+        With what is trained in ``nn.Linear`` layers without bias: PEFT's LoRA, or PrivateLoRA's M.
+    batches
+        By person, ids ``(samples, seq)``; a person's loss is the mean over their tokens.
+    max_tokens
+        Of a forward pass.
+
+    Returns
+    -------
+    dict
+        By parameter, ``(people, *shape)`` in the order of ``batches``: what ``plpkg.clipping.clip_dense`` takes.
+
+    Raises
+    ------
+    ValueError
+        Something else is trained, or a trained weight is used in another way than by its layer's call.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    head, linear = model.get_output_embeddings(), torch.nn.Linear
+    layers = {f"{n}.weight": m for n, m in model.named_modules() if isinstance(m, linear) and m is not head}
+    if others := sorted(trained.keys() - layers):
+        raise ValueError(f"only weights of the body's nn.Linear may be trained here, and {others[0]!r} is")
+    parts = {name: [p.new_zeros(0, *p.shape)] for name, p in trained.items()}
+    texts = [text.to(model.device) for text in batches.values()]
+    for chosen in _groups(texts, max_tokens):
+        calls: dict[str, list] = {name: [] for name in trained}
+        with contextlib.ExitStack() as stack:
+            for name in trained:
+                stack.callback(layers[name].register_forward_hook(_keep(calls[name])).remove)
+            _, whole = _gradients(model, texts[chosen], list(trained.values()))
+        rows = [len(text) for text in texts[chosen]]
+        for (name, seen), total in zip(calls.items(), whole, strict=True):
+            people = [zip(x.split(rows), g.split(rows), strict=True) for x, g in seen]  # of each call of the layer
+            products = [torch.stack([g.flatten(0, 1).T @ x.flatten(0, 1) for x, g in call]) for call in people]
+            parts[name].append(sum(products))  # (people, out, in)
+            if not torch.allclose(parts[name][-1].sum(0), total, rtol=0, atol=1e-3 * float(total.abs().max())):
+                raise ValueError(f"the gradients of {name!r} do not add up: it is used elsewhere than in its layer")
+    return {name: torch.cat(each) for name, each in parts.items()}
+
+
+def _keep(calls: list):
+    """A hook that notes a layer's input and the gradient of its output."""
+
+    def hook(_, arguments, output):
+        call = [arguments[0].detach(), None]
+        calls.append(call)
+        output.register_hook(lambda g: call.__setitem__(1, g))
+
+    return hook
+
+
+def _gradients(
+    model: PreTrainedModel, texts: list[torch.Tensor], leaves: list[torch.Tensor]
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The mean loss of each text ``(samples, seq)``, and the gradient of their sum."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    rows = [(k, row) for k, text in enumerate(texts) for row in text]
+    # Padding stands on the right, where causal attention never looks; it needs no attention mask.
+    ids = pad_sequence([row for _, row in rows], batch_first=True)  # (rows, seq)
+    owner = pad_sequence([torch.full((len(row) - 1,), k) for k, row in rows], batch_first=True, padding_value=-1)
+    predicts = (owner >= 0).to(ids.device)  # (rows, seq - 1)
+    owner, labels = owner.to(ids.device)[predicts], ids[:, 1:][predicts]
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1][predicts]  # (tokens, hidden)
+    leaf, losses = hidden.detach().requires_grad_(), hidden.new_zeros(len(texts), dtype=torch.float64)
+    share, size = 1 / torch.bincount(owner), max(1, LOGITS // model.get_output_embeddings().weight.shape[0])
+    for h, label, k in zip(*(t.split(size) for t in (leaf, labels, owner)), strict=True):
+        loss = cross_entropy(_head(model, h), label, reduction="none") * share[k]
+        losses.index_add_(0, k, loss.detach().double())
+        loss.sum().backward()
+    return losses, torch.autograd.grad(hidden, leaves, leaf.grad)
+
+
+def _head(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+    """``(tokens, vocab)`` logits of ``(tokens, hidden)``: what the model's own forward does after its body."""
+    given = BaseModelOutputWithPast(last_hidden_state=hidden[None])
+    with patch.object(model.base_model, "forward", lambda *_, **__: given):
+        return model(inputs_embeds=hidden[None], use_cache=False).logits[0]
+
+
+def _groups(texts: list[torch.Tensor], max_tokens: int) -> Iterator[slice]:
+    """Runs of people whose texts, padded to the longest, have at most so many tokens; one person at least."""
+    first = 0
+    for k, text in enumerate(texts):
+        if text.dim() != 2 or not len(text) or text.shape[1] < 2 or text.is_floating_point():
+            raise ValueError(f"a batch must be ids (samples, seq) of at least two tokens, got {tuple(text.shape)}")
+        group = texts[first : k + 1]
+        if k > first and sum(map(len, group)) * max(each.shape[1] for each in group) > max_tokens:
+            yield slice(first, k)
+            first = k
+    if texts:
+        yield slice(first, len(texts))
+
+
+def _endless(name: str, batches: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    while True:
+        count = 0
+        for count, batch in enumerate(batches, 1):  # noqa: B007
+            yield batch
+        if not count:
+            raise ValueError(f"the batches of {name!r} have ended; give a list, which can be begun anew")
+
+
+@contextlib.contextmanager
+def _frozen(model: torch.nn.Module) -> Iterator[None]:
+    """Without gradients of the backbone's own weights, and without its dropout."""
+    mode, trained = model.training, [p for p in model.parameters() if p.requires_grad]
+    model.eval()
+    for p in trained:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        model.train(mode)
+        for p in trained:
+            p.requires_grad_()

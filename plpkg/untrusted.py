@@ -1,0 +1,175 @@
+"""Files from strangers: regular files only, bounded reads, strict JSON, the header of a safetensors file.
+
+A safetensors file is 8 bytes with the length N of its header (little-endian), N bytes of JSON, the tensors' bytes; the
+header alone is read here, and a range of a remote file is enough. Stricter than safetensors 0.8, which lets through
+other dtypes, any number of tensors, and tensors without elements. Every refusal is a ValueError with a sentence.
+"""
+
+import json
+import math
+import os
+import reprlib
+import stat
+from pathlib import Path
+from typing import NamedTuple
+
+MAX_HEADER_BYTES, MAX_TENSORS = 2**20, 4096
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+MAGIC = {b"\x80": "a pickle", b"PK\x03\x04": "a zip archive, as torch.save writes", b"version ": "a Git LFS pointer"}
+_brief = reprlib.Repr()
+_brief.maxlevel, _brief.maxstring, _brief.maxlist, _brief.maxdict, _brief.maxother = 2, 100, 4, 4, 60
+
+
+def shown(value: object) -> str:
+    """``repr`` on one line, cut: nobody's megabyte comes back in a message."""
+    return _brief.repr(value)[:300]
+
+
+def sentences(faults: dict[str, list[str]]) -> list[str]:
+    """Reasons with the names that they hold for, as sentences: one for each reason, however many names it has."""
+    short = {reason: ", ".join(map(shown, names[:3])) for reason, names in faults.items()}
+    more = {reason: f" and {len(names) - 3} more" if len(names) > 3 else "" for reason, names in faults.items()}
+    return [f"{short[reason]}{more[reason]}: {reason}" if short[reason] else reason for reason in faults]
+
+
+def open_regular(path: Path):
+    """Open a regular file, or a link to one, unbuffered. A fifo, a device or a folder is refused at once."""
+    try:  # looked at before it is opened, since that alone can make a device do something
+        if stat.S_ISREG(os.stat(path).st_mode):
+            # What took its place since then must not make this wait, as a fifo without a writer would.
+            file = open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return file
+            file.close()
+    except OSError as error:
+        reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be opened: {error.strerror}"
+        raise ValueError(f"{path.name} {reason}") from None
+    raise ValueError(f"{path.name} is not a regular file")
+
+
+def read_file(path: Path, limit: int) -> bytearray:
+    """Read all of a file of at most ``limit`` bytes, unless it changes meanwhile."""
+    with open_regular(path) as file:
+        size, done = os.fstat(file.fileno()).st_size, 0
+        if size > limit:
+            raise ValueError(f"{path.name} has {size:,} bytes, at most {limit:,} are allowed")
+        content = bytearray(size)
+        while done < size and (count := file.readinto(memoryview(content)[done:])):
+            done += count
+        if done < size or file.read(1):
+            raise ValueError(f"{path.name} changed while it was read")
+    return content
+
+
+def read_header(path: Path) -> tuple[bytes, int]:
+    """Read the first 8 + N bytes of a safetensors file; with them comes the size of the whole file."""
+    with open_regular(path) as file:
+        start = file.read(8)
+        return start + file.read(header_length(start)), os.fstat(file.fileno()).st_size
+
+
+def header_length(start: bytes) -> int:
+    """N, from a safetensors file's first 8 bytes."""
+    length = int.from_bytes(start[:8], "little")
+    if len(start) >= 8 and 2 <= length <= MAX_HEADER_BYTES:
+        return length
+    # The kind only explains: a valid length can begin with the same bytes.
+    kind = next(
+        (f" (they begin like {kind})" for magic, kind in MAGIC.items() if bytes(start[:8]).startswith(magic)), ""
+    )
+    what = f"give their header {length:,} bytes" if len(start) >= 8 else f"are {len(start)} bytes"
+    raise ValueError(f"the weights {what}, and no header of 2 to {MAX_HEADER_BYTES:,}{kind}")
+
+
+def strict_json(data: bytes) -> dict:
+    """A JSON object in UTF-8, no name in it twice, its numbers finite and of at most 40 characters."""
+    try:
+        hooks = dict(parse_int=_number, parse_float=_number, parse_constant=_number)
+        value = json.loads(bytes(data).decode(), object_pairs_hook=_unique, **hooks)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} at character {error.pos}") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"not an object, but {shown(value)}")
+    return value
+
+
+def _unique(pairs: list[tuple]) -> dict:
+    if len(result := dict(pairs)) == len(pairs):
+        return result
+    names = set()
+    raise ValueError(f"{shown(next(name for name, _ in pairs if name in names or names.add(name)))} stands there twice")
+
+
+def _number(text: str) -> int | float:
+    if len(text) > 40 or not math.isfinite(float(text)):
+        raise ValueError(f"{shown(text)} is not a finite number of at most 40 characters")
+    return int(text) if text.lstrip("-").isdigit() else float(text)
+
+
+class Entry(NamedTuple):
+    """A tensor in a header; ``begin`` and ``end`` count bytes from the header's end."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def entries(header: bytes, size: int) -> tuple[dict[str, Entry], list[str]]:
+    """The tensors in the first 8 + N bytes of a safetensors file of ``size`` bytes, and why it is not a sound one.
+
+    Without reasons, the tensors cover the rest of the file, each byte once; with some, they are those described.
+    """
+    try:
+        body = size - 8 - header_length(header)
+        if body < 0 or len(header) < size - body:
+            raise ValueError(f"it ends after {min(size, len(header)):,} of {size - body:,} bytes")
+        if header[8:9] != b"{":  # JSON would allow a space here, safetensors does not
+            raise ValueError(f"it begins with {shown(bytes(header[8:9]))}, not with a brace")
+        table = strict_json(header[8 : size - body])
+        if len(table) > MAX_TENSORS + 1:
+            raise ValueError(f"it has {len(table):,} tensors, at most {MAX_TENSORS:,} are allowed")
+    except ValueError as error:
+        text = str(error)
+        return {}, [text if text.startswith("the weights") else f"the header of the weights: {text}"]
+    faults, sound, spans = {}, {}, []
+    metadata = table.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        faults[f"__metadata__ may only hold strings, got {shown(metadata)}"] = []
+    for name, row in table.items():
+        dtype, shape, span = map((row if isinstance(row, dict) else {}).get, ("dtype", "shape", "data_offsets"))
+        reason = None
+        if span_fits := _whole(span, 0, body) and len(span) == 2 and span[0] <= span[1]:
+            spans.append(span)
+        if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
+            reason = f"an entry is a dtype, a shape and data_offsets, got {shown(row)}"
+        elif not span_fits:
+            reason = f"data_offsets={shown(span)} is no range of the {body:,} bytes after the header"
+        elif (
+            not _whole(shape, 1, size) or not 1 <= len(shape) <= 8
+        ):  # few and small ones, so that their product is small, too
+            reason = f"shape={shown(shape)} is not a tensor's in this file"
+        elif not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+            reason = f"dtype={shown(dtype)} is not one of {', '.join(ITEM_BYTES)}"
+        else:
+            sound[name] = Entry(dtype, tuple(shape), *span)
+            if span[1] - span[0] != (expected := math.prod(shape) * ITEM_BYTES[dtype]):
+                reason = f"{dtype} of shape {shape} has {expected:,} bytes, data_offsets={span}"
+        if reason:
+            faults.setdefault(reason, []).append(name)
+    position = 0
+    for begin, end in [*sorted(spans), [body, body]] if len(spans) == len(table) else []:
+        if begin != position:
+            what = "overlap" if begin < position else "leave a gap"
+            faults[f"the tensors {what}: bytes {min(begin, position):,} to {max(begin, position):,} of {body:,}"] = []
+            break
+        position = end
+    return sound, sentences(faults)
+
+
+def _whole(values: object, low: int, high: int) -> bool:
+    return isinstance(values, list) and all(type(value) is int and low <= value <= high for value in values)

@@ -1,0 +1,438 @@
+"""The validator: real PEFT saves pass, everything else is refused with its reasons."""
+
+import dataclasses
+import json
+import os
+import re
+import struct
+import time
+import tracemalloc
+
+import peft
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from safetensors.torch import load_file, save, save_file
+
+from plpkg.backbones import random_backbone
+from plpkg.serving import adapter as adapters
+from plpkg.serving.adapter import (
+    CONFIG,
+    POLICIES,
+    WEIGHTS,
+    Adapter,
+    Factors,
+    InvalidAdapterError,
+    Limits,
+    inspect,
+    read_adapter,
+    targets,
+    validate_adapter,
+)
+from plpkg.serving.merge import merge
+
+from rounding import assert_as_exact
+
+BASE = random_backbone("llama", num_layers=1, hidden=16, num_heads=2, intermediate=24, vocab=32)
+Q, K = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
+IDS = torch.arange(1, 21).view(2, 10)
+
+
+def peft_model(model, seed=0, **options):
+    """A PEFT model whose factors are all random; B is zero otherwise."""
+    options = dict(task_type="CAUSAL_LM", r=4, target_modules="all-linear") | options
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**options))
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in adapted.named_parameters():
+        if "lora_" in name:
+            weight.data = torch.randn(weight.shape, generator=generator) * 0.1
+    return adapted.eval()
+
+
+def plain(**changes):
+    config = dict(peft_type="LORA", task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=["q_proj", "k_proj"])
+    config |= changes
+    return json.dumps({key: value for key, value in config.items() if value is not ...}).encode()
+
+
+def tensors(**changes):
+    """Factors of two modules by short names (``q_A``), changed or dropped."""
+    generator = torch.Generator().manual_seed(1)
+    made = {f"{m}_{s}": torch.randn((4, 16) if s == "A" else (16, 4), generator=generator) for m in "qk" for s in "AB"}
+    made |= changes
+    paths = {"q": Q, "k": K}
+    return {
+        f"base_model.model.{paths[name[0]]}.lora_{name[2]}.weight" if name[0] in paths and name[1:2] == "_" else name: t
+        for name, t in made.items()
+        if t is not None
+    }
+
+
+def weights(**changes):
+    return save(tensors(**changes), {"format": "pt"})
+
+
+def packed(header, body=b"", length=None):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + body
+
+
+def described(**changes):
+    """A good file's header as a dictionary, and its body."""
+    data = weights()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    first = f"base_model.model.{K}.lora_A.weight"
+    header[first] |= changes
+    return header, data[end:]
+
+
+def refused(config, data, limits=None):
+    with pytest.raises(InvalidAdapterError) as error:
+        read_adapter(config, data, BASE, limits)
+    assert str(error.value) == "; ".join(error.value.reasons)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 10_000
+    return str(error.value)
+
+
+SAVED = {
+    "llama": dict(
+        use_rslora=True,
+        rank_pattern={"o_proj": 2, "up_proj": 3},
+        alpha_pattern={"0.mlp.up_proj": 5, "layers.0.mlp.up_proj": 7},
+    ),
+    "gpt2": dict(target_modules=["c_attn", "c_proj"], rank_pattern={"mlp.c_proj": 2}, lora_alpha=3),
+    "phi3": dict(target_modules=["qkv_proj", "down_proj"], layers_to_transform=[1], use_rslora=True),
+    "gemma2": dict(target_modules=["q_proj", "up_proj"], exclude_modules=["layers.0.mlp.up_proj"]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
+@pytest.mark.parametrize("family", SAVED)
+def test_what_peft_saves_is_read_and_computes_the_same(family, tmp_path):
+    adapted = peft_model(random_backbone(family), **SAVED[family])
+    adapted.save_pretrained(tmp_path)
+    (tmp_path / "optimizer.pt").write_bytes(b"\x80not to be read")
+    model = random_backbone(family)
+    adapter = validate_adapter(tmp_path, model)
+    assert load_file(tmp_path / WEIGHTS).keys() == {
+        f"base_model.model.{path}.lora_{side}.weight" for path in adapter.factors for side in "AB"
+    }
+    for path, each in adapter.factors.items():
+        layer = adapted.base_model.model.get_submodule(path)
+        assert each.scale == pytest.approx(layer.scaling["default"], rel=1e-12)
+        assert torch.equal(each.up, layer.lora_B["default"].weight)
+    exact = adapted.double()(IDS).logits
+    merge(model, adapter)
+    assert_as_exact(model(IDS).logits, adapted.merge_and_unload().float()(IDS).logits, exact)
+
+
+def test_an_adapter_made_here_loads_into_peft(tmp_path):
+    generator = torch.Generator().manual_seed(3)
+    factors = {
+        path: Factors(
+            torch.randn(rank, num_in, generator=generator),
+            torch.randn(num_out, rank, generator=generator) * 0.1,
+            6 / rank,
+        )
+        for (path, (num_in, num_out)), rank in zip(targets(BASE).items(), (2, 3, 2, 2, 2, 2, 2), strict=True)
+    }
+    config = json.loads(plain(r=2, lora_alpha=6, rank_pattern={K: 3}, target_modules="all-linear"))
+    made = Adapter.of(config, factors)
+    made.save(tmp_path / "new")
+    read = validate_adapter(tmp_path / "new", BASE)
+    assert (read.digest, read.rank, read.config) == (made.digest, 3, config)
+    assert read.num_bytes == sum(file.stat().st_size for file in (tmp_path / "new").iterdir())
+    assert repr(read) == f"Adapter(7 modules, rank 3, {read.num_bytes:,} bytes, {read.digest[:12]})"
+    base = random_backbone("llama", num_layers=1, hidden=16, num_heads=2, intermediate=24, vocab=32)
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "new")
+    for path, each in factors.items():
+        layer = loaded.base_model.model.get_submodule(path)
+        assert torch.equal(layer.lora_A["default"].weight, each.down)
+        assert layer.scaling["default"] == each.scale
+    with pytest.raises(InvalidAdapterError, match="scale=5"):
+        Adapter.of(config, {Q: Factors(torch.ones(2, 16), torch.ones(16, 2), 5.0)})
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (dict(use_dora=True), "use_dora=True must be empty: more than plain LoRA"),
+        (dict(modules_to_save=["lm_head"], target_modules=["q_proj"]), "modules_to_save=.'lm_head'. must be empty"),
+        (dict(lora_bias=True), "lora_bias=True must be empty"),
+        (dict(bias="all"), "bias='all' must be \"none\""),
+        (dict(target_modules=["embed_tokens", "q_proj"]), "lora_embedding_A.*no lora_A.weight"),
+        (dict(target_modules=["lm_head", "q_proj"]), "lm_head.*the output head is not served"),
+        (dict(target_modules=r".*\.q_proj"), "a regular expression is not evaluated"),
+        (dict(rank_pattern={r".*0.*q_proj": 2}), "rank_pattern=.*not regular expressions"),
+        (dict(trainable_token_indices=[1]), "trainable_token_indices=.1. must be empty"),
+        (dict(init_lora_weights="pissa"), "init_lora_weights='pissa' must be true or"),
+        (dict(init_lora_weights="olora"), "init_lora_weights='olora' must be true or"),
+    ],
+)
+def test_what_is_more_than_plain_lora_is_refused(options, reason, tmp_path):
+    base = random_backbone("llama", num_layers=1, hidden=16, num_heads=2, intermediate=24, vocab=32)
+    peft_model(base, **options).save_pretrained(tmp_path)
+    with pytest.raises(InvalidAdapterError, match=reason):
+        validate_adapter(tmp_path, BASE)
+
+
+def test_every_field_of_peft_is_in_one_part():
+    parts = [*adapters.ALLOWED, *adapters.CHECKED, *adapters.HARMLESS, *adapters.VARIANTS]
+    assert sorted(parts) == sorted([*(field.name for field in dataclasses.fields(peft.LoraConfig)), "model_type"])
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (b"\xff{}", "not UTF-8"),
+        (b"[1]", "not an object"),
+        (b"[" * 60_000, "nested too deeply"),
+        (b" " * 70_000, "70,000 bytes, at most 65,536"),
+        (plain()[:-1] + b', "r": 4}', "'r' stands there twice"),
+        (plain()[:-1] + b', "x": NaN}', "'NaN' is not a finite number"),
+        (plain()[:-1] + b', "x": 1e999}', "not a finite number"),
+        (plain()[:-1] + b', "x": ' + b"9" * 100 + b"}", "not a finite number of at most 40"),
+        (plain(x="y" * 10_000), "x='yyy.*must be empty: it is unknown"),
+        (plain(auto_mapping={"base_model_class": "os"}), "auto_mapping.*must be empty"),
+        (plain(eva_config={"rho": 2.0}), "eva_config.*must be empty"),
+        (plain(megatron_core="os.path"), "megatron_core='os.path' must be"),
+        (plain(peft_type=...), "peft_type, which is absent, must be"),
+        (plain(peft_type="LOHA"), "peft_type='LOHA' must be"),
+        (plain(task_type="SEQ_CLS"), "task_type='SEQ_CLS' must be"),
+        (plain(use_rslora=1), "use_rslora=1 must be false or true"),
+        (plain(fan_in_fan_out=True), "fan_in_fan_out must be False"),
+        (plain(r=True), "r=True must be a whole number"),
+        (plain(r=0), "r=0 must be a whole number"),
+        (plain(r=...), "r, which is absent, must be"),
+        (plain(r=8), "q_proj', '[^:]*k_proj': the rank is 4, but the configuration says 8"),
+        (plain(rank_pattern={"q_proj": 2}), "q_proj': the rank is 4, but the configuration says 2"),
+        (plain(rank_pattern={"q_proj": True}), "rank_pattern"),
+        (plain(rank_pattern={"(a+)+$": 4}), "rank_pattern.*not regular expressions"),
+        (plain(alpha_pattern={"q_proj": "8"}), "alpha_pattern"),
+        *(
+            (plain(lora_alpha=alpha), "lora_alpha=.*finite number greater than 0")
+            for alpha in (0, -0.0, "16", True, None)
+        ),
+        (plain(lora_alpha=1e300), "the scale 2.5e.299 is none in float32"),
+        (plain(lora_alpha=1e-300), "the scale 2.5e-301 is none in float32"),
+        (plain(lora_alpha=1e39), "the scale 2.5e.38 .*|not finite"),
+        (plain(target_modules="(x+x+)+y"), "a regular expression is not evaluated"),
+        (plain(target_modules=...), "target_modules, which is absent, must name"),
+        (plain(target_modules=["q_proj"]), "k_proj': target_modules=.'q_proj'. does not have it adapted"),
+        (plain(exclude_modules=["k_proj"]), "k_proj': exclude_modules="),
+        (plain(exclude_modules="k_proj"), "exclude_modules='k_proj' must be a list"),
+        (plain(layers_to_transform=[1]), "layers_to_transform=.1. does not have it"),
+        (plain(layers_to_transform=[True]), "layers_to_transform=.True. must be"),
+        (plain(layers_to_transform=1), "layers_to_transform=1 does not have it"),
+        (plain(layers_pattern="layers"), "layers_pattern='layers' must be empty"),
+        (plain(model_type="mistral"), "model_type='mistral' must be the base's, 'llama'"),
+    ],
+)
+def test_a_wrong_configuration_is_refused(config, reason):
+    text = refused(config, weights())
+    assert re.search(reason, text), text
+    assert len(text) < 2000
+
+
+NAN, INF = (torch.full((4, 16), value) for value in (float("nan"), float("inf")))
+TRUNCATED = weights()[:-1]
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "are 0 bytes, and no header"),
+        (b"\x80\x02\x8a\x0al\xfc\x9cF\xf9", "begin like a pickle"),
+        (b"PK\x03\x04\x00\x00\x08\x08", "begin like a zip archive"),
+        (packed({}, length=2**62), "4,611,686,018,427,387,904 bytes, and no header"),
+        (packed({}, length=0), "give their header 0 bytes"),
+        (packed({}, length=100), "ends after 10 of 108 bytes"),
+        (packed({}), "adapt no module"),
+        (packed([]), "begins with b'.', not with a brace"),
+        (packed(b'{"a": ' * 5000), "nested too deeply"),
+        (packed({f"t{i}": 0 for i in range(5000)}), "5,000 tensors, at most 4,096"),
+        (packed({"__metadata__": {"a": 1}}), "__metadata__ may only hold strings"),
+        (packed({"a": 1}), "'a': an entry is"),
+        (TRUNCATED, "is no range of the"),
+        (weights() + b"\0", "leave a gap"),
+        (packed(described(data_offsets=[0, 255])[0], described()[1]), "data_offsets=.0, 255.*leave a gap"),
+        (packed(described(data_offsets=[256, 512])[0], described()[1]), "leave a gap|overlap"),
+        (packed(described(data_offsets=[True, 256])[0], described()[1]), "data_offsets=.True, 256. is no range"),
+        (packed(described(dtype="I64")[0], described()[1]), "^[^;]*dtype='I64' is not one of[^;]*$"),
+        (packed(described(dtype=["F32"])[0], described()[1]), "is not one of"),
+        (packed(described(shape=[0, 16], data_offsets=[0, 0])[0], described()[1]), "shape=.0, 16. is not a tensor's"),
+        (packed(described(shape=[-4, -16])[0], described()[1]), "shape=.-4, -16. is not a tensor's"),
+        (packed(described(shape=[2**60, 2**60])[0], described()[1]), "is not a tensor's"),
+        (packed(described(shape=[1] * 100_000)[0], described()[1]), "is not a tensor's"),
+        (weights(**{"../../etc/passwd": torch.ones(1)}), "'../../etc/passwd': no lora_A.weight"),
+        (weights(q_A=torch.ones(4, 15)), "shapes .4, 15. and .16, 4., this base needs"),
+        (weights(q_B=torch.ones(16, 5)), "shapes .4, 16. and .16, 5."),
+        (weights(q_A=torch.ones(64)), "shapes .64."),
+        (weights(q_A=torch.tensor(1.0)), "shape=.. is not a tensor's"),
+        (weights(q_B=None), "q_proj': lora_B is missing"),
+        (weights(q_A=None), "q_proj': lora_A is missing"),
+        (
+            weights(q_A=NAN, k_A=INF),
+            "q_proj.lora_A.weight', '[^:]*k_proj.lora_A.weight': has values that are not finite$",
+        ),
+        (weights(q_A=torch.full((4, 16), 1e300, dtype=torch.float64)), "not finite in torch.float32"),
+        (weights(q_B=torch.full((16, 4), 3e38)), "not finite in torch.float32"),
+    ],
+)
+def test_a_wrong_file_of_weights_is_refused(data, reason):
+    text = refused(plain(), data)
+    assert re.search(reason, text), text
+
+
+def test_values_must_be_finite_in_the_base_s_precision():
+    half = random_backbone(
+        "llama", num_layers=1, hidden=16, num_heads=2, intermediate=24, vocab=32, dtype=torch.float16
+    )
+    for change in (dict(q_A=torch.full((4, 16), 7e4)), dict(q_B=torch.full((16, 4), 4e4))):
+        read_adapter(plain(), weights(**change), BASE)
+        with pytest.raises(InvalidAdapterError, match=r"not finite in torch\.float16, scaled"):
+            read_adapter(plain(), weights(**change), half)
+
+
+def test_five_faults_are_five_reasons():
+    data = weights(q_A=NAN, k_B=torch.ones(17, 4), **{"x.y": torch.ones(1)})
+    text = refused(plain(use_dora=True, r=3), data).split("; ")
+    for part in ("use_dora", "'x.y': no", "[4, 16] and [17, 4]", "the rank is 4, but", "not finite"):
+        assert sum(part in reason for reason in text) == 1, text
+    assert len(text) == 5
+
+
+def test_a_header_may_begin_with_any_bytes():
+    data = weights()
+    end = 8 + int.from_bytes(data[:8], "little")
+    for length in (0x280, 0x4B50):  # as a pickle begins, and as a zip archive begins
+        read_adapter(plain(), packed(data[8:end].ljust(length), data[end:]), BASE)
+    odd = packed(data[8:end] + b" " * ((4 - end) % 4 + 1), data[end:])  # values that are not aligned
+    up = read_adapter(plain(), odd, BASE).factors[Q].up
+    assert up.data_ptr() % 4 == 0
+    assert torch.equal(up, tensors()[f"base_model.model.{Q}.lora_B.weight"])
+
+
+def test_the_tensors_are_views_of_the_files():
+    data = bytearray(weights())
+    adapter = read_adapter(plain(), data, BASE)
+    assert adapter.files[WEIGHTS] is data
+    before = adapter.factors[Q].down.clone()
+    data[-64 * 16 :] = bytes(64 * 16)
+    assert not torch.equal(adapter.factors[Q].down, before)
+
+
+def test_policies():
+    config, size = plain(model_type="llama"), len(weights())
+    end = 8 + int.from_bytes(weights()[:8], "little")
+    header = weights()[:end]
+    for name, limit in POLICIES.items():
+        assert inspect(config, header, size, BASE, name) == []
+        assert any("at most" in r for r in inspect(config, header, limit.max_bytes + 1, BASE, name))
+        assert any("model_type, which is absent" in r for r in inspect(plain(), header, size, BASE, name))
+    assert limit.max_bytes == 299_999_999
+    assert "the rank is 4, at most 3" in refused(plain(), weights(), Limits(max_rank=3))
+    assert "model_type='llama' must be one of gemma" in refused(config, weights(), Limits(model_types=("gemma",)))
+    with pytest.raises(ValueError, match="limits must be one of 'workers_ai_launch'"):
+        inspect(config, header, size, BASE, "workers_ai")
+    assert "lm_head" not in targets(BASE)
+    assert targets(random_backbone("gpt2"))["transformer.h.0.mlp.c_fc"] == (64, 128)
+
+
+def test_the_digest_is_of_every_byte_and_its_place():
+    read = lambda config, data: read_adapter(config, data, BASE).digest  # noqa: E731
+    first = read(plain(), weights())
+    assert first == read(plain(), weights())
+    changed = bytearray(weights())
+    changed[-1] ^= 1
+    assert len({first, read(plain(), changed), read(plain() + b" ", weights())}) == 3
+
+
+def test_no_byte_can_move_between_the_files(monkeypatch):
+    plan = adapters._Plan(b"ab", {}, {}, {}, {}, True, [])
+    moved = plan._replace(config=b"a")
+    assert adapters._adapter(plan, bytearray(b"c")).digest != adapters._adapter(moved, bytearray(b"bc")).digest
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_a_mutated_adapter_is_refused_or_fits(data):
+    config, content = bytearray(plain()), bytearray(weights())
+    end = 8 + int.from_bytes(content[:8], "little")
+    for _ in range(data.draw(st.integers(1, 4))):
+        file, stop = data.draw(st.sampled_from([(config, len(config)), (content, end), (content, len(content))]))
+        file[data.draw(st.integers(0, stop - 1))] = data.draw(st.integers(0, 255))
+    try:
+        adapter = read_adapter(bytes(config), content, BASE)
+    except InvalidAdapterError:
+        return
+    for path, each in adapter.factors.items():
+        assert targets(BASE)[path] == (each.down.shape[1], each.up.shape[0])
+        assert each.down.isfinite().all()
+        assert (each.up * each.scale).isfinite().all()
+
+
+def _fifo(path):
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "reason"),
+    [
+        (WEIGHTS, _fifo, f"{WEIGHTS} is not a regular file"),
+        (CONFIG, _fifo, f"{CONFIG} is not a regular file"),
+        (WEIGHTS, lambda path: path.mkdir(), "is not a regular file"),
+        (CONFIG, lambda path: path.symlink_to("/dev/zero"), "is not a regular file"),
+        (CONFIG, lambda path: path.symlink_to(path), "cannot be opened"),
+        (CONFIG, lambda path: path.write_bytes(b" " * 70_000), "70,000 bytes, at most 65,536"),
+        (CONFIG, lambda path: None, f"{CONFIG} is missing"),
+        (
+            WEIGHTS,
+            lambda path: path.with_name("adapter_model.bin").write_bytes(b"\x80"),
+            "a pickle, which is never read",
+        ),
+    ],
+)
+def test_only_two_regular_files_are_read(name, make, reason, tmp_path):
+    (tmp_path / CONFIG).write_bytes(plain(use_dora=True))
+    save_file(tensors(), tmp_path / WEIGHTS)
+    (tmp_path / name).unlink()
+    make(tmp_path / name)
+    with pytest.raises(InvalidAdapterError, match=reason) as error:
+        validate_adapter(tmp_path, BASE)
+    assert name == CONFIG or "use_dora" in str(error.value)
+
+
+def test_a_link_to_a_regular_file_is_read(tmp_path):
+    Adapter.of(json.loads(plain()), read_adapter(plain(), weights(), BASE).factors).save(tmp_path / "blobs")
+    for name in (CONFIG, WEIGHTS):
+        (tmp_path / name).symlink_to(tmp_path / "blobs" / name)
+    assert validate_adapter(tmp_path, BASE).rank == 4
+
+
+def test_a_refusal_is_cheap(tmp_path):
+    many = {
+        f"base_model.model.m{i}.lora_A.weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+        for i in range(4000)
+    }
+    pattern = {f"n{i}": 1 for i in range(5000)} | {"self_attn.q_proj": 1, "q_proj": 1}
+    for config, data in (
+        (plain(rank_pattern=pattern), packed(many, bytes(50 * 10**6))),
+        (plain(), packed({str(i): 0 for i in range(10**5)})),
+        (plain(), packed({str(i): dict(dtype="F32", shape=[0], data_offsets=[0, 0]) for i in range(400_000)})),
+    ):
+        (tmp_path / CONFIG).write_bytes(config)
+        (tmp_path / WEIGHTS).write_bytes(data)
+        del data
+        tracemalloc.start()
+        begin = time.process_time()
+        with pytest.raises(InvalidAdapterError) as error:
+            validate_adapter(tmp_path, BASE)
+        took, peak = time.process_time() - begin, tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert len(str(error.value)) < 10_000
+        assert peak < 100 * 2**20
+        assert took < 10  # tracemalloc slows it down
