@@ -37,6 +37,38 @@ SLIPS = [
 ]
 
 
+def segments(owners, lengths):
+    runs, end = [], 0
+    for owner, length in zip(owners, lengths, strict=True):
+        if runs and runs[-1][2] == owner:
+            runs[-1] = (runs[-1][0], end + length, owner)
+        else:
+            runs.append((end, end + length, owner))
+        end += length
+    return runs
+
+
+def gradient_of_x(g, downs, ups, scales, segments, scaled=True):
+    dx = g.new_zeros(len(g), downs[0].shape[1])
+    for start, stop, i in segments:
+        if i is not None:
+            dx[start:stop] = (scales[i] if scaled else 1) * g[start:stop] @ ups[i] @ downs[i]
+    return dx
+
+
+def apart(owners, lengths):
+    return [(start, stop, owners[k]) for start, stop, k in segments(range(len(owners)), lengths)]
+
+
+FUNCTIONS = [
+    ("serving.segments", segments, apart, "neighbours of one owner"),
+    ("serving.segments", segments, lambda owners, lengths: segments(owners, [1] * len(owners)), "not requests"),
+    ("serving.gradient_of_x", gradient_of_x, lambda *a: gradient_of_x(*a, scaled=False), "the scale"),
+    ("serving.gradient_of_x", gradient_of_x, lambda g, *a: g, "as many rows and columns"),
+    ("serving.gradient_of_x", gradient_of_x, lambda *a: -gradient_of_x(*a), "rows [0, 1, 3, 4, 5] differ"),
+]
+
+
 def exercises(room):
     return importlib.import_module(f"plpkg.{room}.exercises")
 
@@ -53,6 +85,16 @@ def test_a_checker_tells_right_from_wrong(checker, right, slip, hint):
     assert not check(right * 3)
 
 
+@pytest.mark.parametrize(("checker", "right", "slip", "hint"), FUNCTIONS)
+def test_a_checker_of_functions_tells_right_from_wrong(checker, right, slip, hint):
+    room, _, name = checker.partition(".")
+    check = getattr(exercises(room), name)
+    assert check(right)
+    assert "No answer yet" in repr(check(None))
+    assert not check(slip)
+    assert hint in check(slip).message
+
+
 def test_every_checker_is_tested():
     checkers = {
         f"{room}.{name}"
@@ -60,4 +102,4 @@ def test_every_checker_is_tested():
         for name, _ in inspect.getmembers(exercises(room), inspect.isfunction)
         if inspect.getmodule(getattr(exercises(room), name)) is exercises(room)
     }
-    assert checkers == {checker for checker, *_ in SLIPS}
+    assert checkers == {checker for checker, *_ in SLIPS + FUNCTIONS}

@@ -46,7 +46,7 @@ def test_a_front_door_keeps_its_promises(room):
         ("plpkg.residual.attacks", "grpc google.protobuf plpkg.residual.wire"),
         ("plpkg.clipping.gradients", "opacus plpkg.clipping.training plpkg.clipping.checks plpkg.clipping.memory"),
         ("plpkg.residual.wire.commands", "torch grpc"),
-        ("plpkg.serving.adapter", "transformers peft triton plpkg.serving.engine plpkg.serving.training"),
+        ("plpkg.adapters", "transformers peft triton plpkg.serving.engine plpkg.serving.training"),
     ],
 )
 def test_a_mechanism_loads_no_inner_room(mechanism, left_out):

@@ -38,7 +38,7 @@ def main() -> None:
     for name, adapter in adapters.items():
         half = {m: replace(f, down=f.down.bfloat16(), up=f.up.bfloat16()) for m, f in adapter.factors.items()}
         adapters[name] = Adapter.of(adapter.config, half)
-        adapters[name].save(catalog.data_path("serving") / name)
+        adapters[name].save(catalog.data_path() / "serving" / name)
     rows = [{
         "section": "training", "case": f"{len(names)} writers", "steps": STEPS, "tokens": STEPS * BATCH * SEQ,
         "cpu_s": round(seconds, 1),

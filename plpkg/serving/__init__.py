@@ -3,20 +3,14 @@
 The names a notebook imports; each loads on first use.
 """
 
+from plpkg.adapters import Adapter, Factors, InvalidAdapterError, Limits, targets, validate_adapter
 from plpkg.lazy import on_first_use
+from plpkg.serving.merge import merge, unmerge
+from plpkg.serving.sgmv import sgmv
 
 PLACES = dict(
-    validate_adapter="adapter",
-    InvalidAdapterError="adapter",
-    Limits="adapter",
-    Adapter="adapter",
-    Factors="adapter",
-    targets="adapter",
-    merge="merge",
-    unmerge="merge",
-    sgmv="sgmv",
     Engine="engine",
-    Request="engine",
+    Request="requests",
     train_many="training",
     per_person_gradients="training",
     popularity="popularity",
@@ -25,5 +19,6 @@ PLACES = dict(
     widget="widget",
 )
 
-__all__ = list(PLACES)
+__all__ = ["Adapter", "Factors", "InvalidAdapterError", "Limits", "targets", "validate_adapter"]
+__all__ += ["merge", "sgmv", "unmerge", *PLACES]
 __getattr__ = on_first_use(__name__, **PLACES)

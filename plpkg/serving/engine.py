@@ -6,80 +6,26 @@ backbone's products run once for all of them, adapters through :mod:`plpkg.servi
 :mod:`plpkg.serving.attention`. Who has finished leaves at once, who waits comes in.
 
 Left out: which request should wait for which adapter (a scheduler's), and paged keys and values: each request holds
-room for its prompt and all tokens that it may write. Of a batch's composition only rounding is seen in an answer.
+room for its prompt and all tokens that it may write.
 """
 
 import inspect
 import itertools
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import LogitsProcessorList, PreTrainedModel, TemperatureLogitsWarper, TopPLogitsWarper
+from transformers import PreTrainedModel
 
-from plpkg.serving.adapter import Adapter, InvalidAdapterError, targets, validate_adapter
+from plpkg.adapters import Adapter, require_fit, targets, validate_adapter
 from plpkg.serving.attention import KeyValues, Row, packed
-from plpkg.serving.hooks import Group, Hooks
-from plpkg.serving.pool import Form, Pool, form
 from plpkg.serving.prefixes import Prefixes
+from plpkg.serving.requests import Request, Running
 from plpkg.serving.sgmv import Segments
-from plpkg.validation import number, whole_number
-
-
-@dataclass(frozen=True, eq=False)
-class Request:
-    """What to continue, and how.
-
-    Attributes
-    ----------
-    input_ids
-        The prompt's ids, a list or a tensor of one dimension.
-    adapter
-        The name of a loaded adapter, or None for the backbone alone.
-    max_new_tokens
-        The most tokens to write; the model's own end-of-text token ends it earlier, and is returned.
-    temperature, top_p
-        As in ``generate``; temperature 0 takes the likeliest token.
-    seed
-        Of the samples, which are then the same in every batch; None draws one.
-    stop
-        Strings after which it ends; the tokens that complete one are returned.
-    account
-        Whose request it is: prompts are shared within an account only.
-    """
-
-    input_ids: Sequence[int] | torch.Tensor
-    adapter: str | None = None
-    max_new_tokens: int = 64
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None
-    stop: Sequence[str] = ()
-    account: str = ""
-
-
-@dataclass(eq=False)
-class _Sequence:
-    """A request under way."""
-
-    identity: int
-    request: Request
-    adapter: Adapter | None
-    ids: list[int]  # the prompt, and what was written
-    prompt: int
-    past: KeyValues
-    computed: int = 0  # of the ids, those whose keys and values are there
-    generator: torch.Generator = field(default_factory=torch.Generator)
-
-    @property
-    def new(self) -> list[int]:
-        return self.ids[self.prompt :]
-
-    @property
-    def owner(self) -> tuple[str, str]:
-        return (self.adapter.digest if self.adapter else "", self.request.account)
+from plpkg.serving.slots import Group, Hooks, Pool, form
+from plpkg.validation import whole_number
 
 
 class Engine:
@@ -101,6 +47,8 @@ class Engine:
 
     Attributes
     ----------
+    adapters
+        By name.
     finished
         By id, why a request has ended: ``"stop"``, ``"length"``, or ``"error: …"``. Whoever reads it takes it out.
 
@@ -111,39 +59,33 @@ class Engine:
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer=None,
-        *,
-        max_batch: int = 32,
-        max_step_tokens: int = 512,
-        shared_positions: int = 2**16,
+        self, model: PreTrainedModel, tokenizer=None, *, max_batch=32, max_step_tokens=512, shared_positions=2**16
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.max_batch = whole_number("max_batch", max_batch, 1)
         self.max_step_tokens = whole_number("max_step_tokens", max_step_tokens, self.max_batch)
         self.adapters: dict[str, Adapter] = {}
         self.finished: dict[int, str] = {}
+        self._closed = False
         self._prefixes = Prefixes(whole_number("shared_positions", shared_positions, 0))
-        self._pools: dict[Form, Pool] = {}
-        self._waiting: deque[_Sequence] = deque()
-        self._running: list[_Sequence] = []
+        self._pools: dict[tuple, Pool] = {}
+        self._waiting: deque[Running] = deque()
+        self._running: list[Running] = []
         self._identities = itertools.count()
-        self._positions = _positions(model.config)
-        self._ends = _ends(model)
+        self._vocab, self._positions = model.get_input_embeddings().num_embeddings, _positions(model.config)
+        ends = model.generation_config.eos_token_id
+        self._ends = set(ends) if isinstance(ends, list) else {ends} - {None}
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._try()
         self._hooks = Hooks(model, targets(model))
 
-    # Adapters
-
     def load(self, name: str, adapter: Adapter | str | Path) -> Adapter:
-        """Give an adapter a name; from then on, requests by that name mean this version.
+        """Give an adapter a name; from then on, requests by that name mean it. Those under way end as they began.
 
         Parameters
         ----------
         name
-            What requests call it. A name that is taken is given anew: running requests end as they began.
+            What requests call it; it may be taken.
         adapter
             A folder, which is validated, or an :class:`Adapter`.
 
@@ -155,38 +97,23 @@ class Engine:
         if not isinstance(name, str) or not name:
             raise ValueError(f"an adapter's name must be a string that is not empty, got {name!r}")
         adapter = adapter if isinstance(adapter, Adapter) else validate_adapter(adapter, self.model)
-        shapes = targets(self.model)
-        wrong = [
-            f"{module} takes A and B of {(each.down.shape[0], *shapes.get(module, ()))[:2]}"
-            for module, each in adapter.factors.items()
-            if shapes.get(module) != (each.down.shape[1], each.up.shape[0])
-        ]
-        if wrong:
-            raise InvalidAdapterError(wrong)
+        require_fit(adapter, self.model)
         self.adapters[name] = adapter
         return adapter
 
     def unload(self, name: str) -> None:
-        """Forget a name. Its requests that are under way end as they began, then its weights are let go.
-
-        Raises
-        ------
-        ValueError
-            There is no such adapter.
-        """
+        """Forget a name; its weights go with the last request that uses them. ValueError if there is no such name."""
         self._adapter(name)
         del self.adapters[name]
-        self._drop_unused_pools()
+        self._drop_pools()
 
-    def _drop_unused_pools(self) -> None:
+    def _drop_pools(self) -> None:
         self._pools = {key: pool for key, pool in self._pools.items() if pool.users}
 
     def _adapter(self, name: str) -> Adapter:
         if name not in self.adapters:
             raise ValueError(f"no adapter {name!r} is loaded; there are {', '.join(sorted(self.adapters)) or 'none'}")
         return self.adapters[name]
-
-    # Requests
 
     def add(self, request: Request) -> int:
         """Queue a request; the adapter that its name means now is the one that answers.
@@ -198,66 +125,46 @@ class Engine:
         """
         return self._add(request).identity
 
-    def _add(self, request: Request) -> _Sequence:
-        ids = torch.as_tensor(request.input_ids)
-        if ids.dim() != 1 or not len(ids) or ids.is_floating_point():
-            raise ValueError(
-                f"input_ids must be one text's ids, a list or (tokens,), got {tuple(ids.shape)} {ids.dtype}"
-            )
-        vocab = self.model.get_input_embeddings().num_embeddings
-        if not 0 <= ids.min() <= ids.max() < vocab:
-            raise ValueError(f"ids must be at least 0 and below vocab={vocab}, got {ids.min()} to {ids.max()}")
-        new = whole_number("max_new_tokens", request.max_new_tokens, 1)
-        if len(ids) + new > self._positions:
-            raise ValueError(f"{len(ids)} ids and {new} new ones do not fit the model's {self._positions} positions")
-        number("temperature", request.temperature)
-        number("top_p", request.top_p, 0, 1, open_low=True)
-        if isinstance(request.stop, str) or not all(isinstance(text, str) and text for text in request.stop):
-            raise ValueError(f"stop must be strings that are not empty, in a list, got {request.stop!r}")
-        if request.stop and self.tokenizer is None:
-            raise ValueError(f"stop={request.stop!r} needs the tokenizer: Engine(model, tokenizer)")
+    def _add(self, request: Request) -> Running:
+        if self._closed:
+            raise ValueError("the engine is closed")
+        ids = request.check(self._vocab, self._positions, self.tokenizer)
         adapter = None if request.adapter is None else self._adapter(request.adapter)
-        past = KeyValues(len(ids) + new)
-        sequence = _Sequence(next(self._identities), request, adapter, ids.tolist(), len(ids), past)
-        if request.seed is None:
-            sequence.generator.seed()
-        else:
-            sequence.generator.manual_seed(request.seed)
-        self._waiting.append(sequence)
-        return sequence
+        past = KeyValues(len(ids) + request.max_new_tokens)
+        self._waiting.append(Running(next(self._identities), request, adapter, ids, past))
+        return self._waiting[-1]
 
     def cancel(self, identity: int) -> None:
         """Drop a request, whether it waits or runs; one that has ended or is unknown is no error."""
         self.finished.pop(identity, None)
-        for sequence in [*self._waiting, *self._running]:
-            if sequence.identity == identity:
-                self._leave(sequence)
+        for each in [*self._waiting, *self._running]:
+            if each.identity == identity:
+                self._leave(each)
 
-    def _leave(self, sequence: _Sequence) -> None:
-        if sequence in self._waiting:
-            self._waiting.remove(sequence)
+    def _leave(self, each: Running) -> None:
+        if each in self._waiting:
+            self._waiting.remove(each)
             return
-        self._running.remove(sequence)
-        self._prefixes.keep(sequence.owner, sequence.ids[: sequence.computed], sequence.past)
-        if sequence.adapter:
-            self._pools[form(sequence.adapter)].release(sequence.adapter.digest)
+        self._running.remove(each)
+        self._prefixes.keep(each.owner, each.ids[: each.computed], each.past)
+        if each.adapter:
+            self._pools[form(each.adapter)].release(each.adapter.digest)
+            if each.adapter not in self.adapters.values():
+                self._drop_pools()
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self.max_batch:
-            sequence = self._waiting[0]
-            if sequence.adapter:
-                key = form(sequence.adapter)
-                if key not in self._pools:
-                    self._drop_unused_pools()
+            each = self._waiting[0]
+            if each.adapter:
+                if (key := form(each.adapter)) not in self._pools:
+                    self._drop_pools()
                     self._pools[key] = Pool(next(self.model.parameters()))
-                self._pools[key].lease(sequence.adapter)
-            past, positions = self._prefixes.find(sequence.owner, sequence.ids)
+                self._pools[key].lease(each.adapter)
+            past, positions = self._prefixes.find(each.owner, each.ids)
             if past is not None:
-                sequence.past.copy(past, positions)
-                sequence.computed = positions
+                each.past.copy(past, positions)
+                each.computed = positions
             self._running.append(self._waiting.popleft())
-
-    # Steps
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, int]]:
@@ -273,50 +180,51 @@ class Engine:
             return []
         batch, rows, groups = self._pack()
         with self._hooks.batch(*groups):
-            logits = self._forward([s.ids for s in batch], rows)
-        written = []
-        for sequence, row in zip(batch, rows, strict=True):
-            sequence.computed = row.positions.stop
-        for sequence, scores in zip([s for s in batch if s.computed == len(s.ids)], logits, strict=True):
-            token = self._write(sequence, scores)
-            written += [] if token is None else [(sequence.identity, token)]
+            logits = self._forward([each.ids for each in batch], rows)
+        for each, row in zip(batch, rows, strict=True):
+            each.computed = row.positions.stop
+        written, writers = [], [each for each in batch if each.computed == len(each.ids)]
+        for each, scores in zip(writers, logits, strict=True):
+            if scores.max().isfinite():
+                each.ids.append(each.choose(scores))
+                written.append((each.identity, each.ids[-1]))
+                reason = each.ended(self._ends, self.tokenizer)
+            else:  # an adapter's overflow is its own requests' affair
+                reason = "error: the logits are not finite"
+            if reason:
+                self.finished[each.identity] = reason
+                self._leave(each)
         return written
 
-    def _pack(self) -> tuple[list[_Sequence], list[Row], list[Group]]:
+    def _pack(self) -> tuple[list[Running], list[Row], list[Group]]:
         """Which tokens of whom go into the step: sorted by adapter, those without one last."""
         left, share = self.max_step_tokens, {}
-        for sequence in sorted(
-            self._running, key=lambda s: len(s.ids) - s.computed > 1
-        ):  # who writes is never left out
-            share[sequence] = min(left, len(sequence.ids) - sequence.computed)
-            left -= share[sequence]
-        pools = list(self._pools.values())
-        for pool in pools:
+        for each in sorted(self._running, key=lambda r: len(r.ids) - r.computed > 1):  # who writes is never left out
+            share[each] = min(left, len(each.ids) - each.computed)
+            left -= share[each]
+        pools, slots = list(self._pools.values()), {"": (len(self._pools), 0)}
+        for p, pool in enumerate(pools):
             pool.close_gaps()
-        slots = {digest: (p, slot) for p, pool in enumerate(pools) for slot, digest in enumerate(pool.digests)}
-        groups = [Group(Segments(), pool.factors) for pool in pools]
-        batch = sorted(
-            (s for s in self._running if share[s]),
-            key=lambda s: slots[s.adapter.digest] if s.adapter else (len(pools), 0),
-        )
-        rows, end = [], 0
-        for adapter, members in itertools.groupby(batch, key=lambda s: s.adapter and s.adapter.digest):
+            slots |= {digest: (p, slot) for slot, digest in enumerate(pool.digests) if digest}
+        batch = sorted((each for each in self._running if share[each]), key=lambda r: slots[r.owner[0]])
+        groups, rows, end = [Group(Segments(), pool.factors) for pool in pools], [], 0
+        for digest, members in itertools.groupby(batch, key=lambda r: r.owner[0]):
             first = end
-            for sequence in members:
-                rows.append(Row(slice(end, end + share[sequence]), sequence.computed, sequence.past))
-                end += share[sequence]
-            if adapter:
-                pool, slot = slots[adapter]
+            for each in members:
+                rows.append(Row(slice(end, end + share[each]), each.computed, each.past))
+                end += share[each]
+            if digest:
+                pool, slot = slots[digest]
                 groups[pool].segments.append((first, end, slot))
         return batch, rows, groups
 
     def _forward(self, texts: list[list[int]], rows: list[Row]) -> torch.Tensor:
         """The logits ``(writers, vocab)`` after the last id of each text whose last id is among the step's rows."""
-        device = self.model.device
-        ids = [token for text, row in zip(texts, rows, strict=True) for token in text[row.start : row.positions.stop]]
+        device, pairs = self.model.device, list(zip(texts, rows, strict=True))
+        ids = [token for text, row in pairs for token in text[row.start : row.positions.stop]]
         positions = [position for row in rows for position in row.positions]
-        last = [row.rows.stop - 1 for text, row in zip(texts, rows, strict=True) if row.positions.stop == len(text)]
-        last = torch.tensor(last, dtype=torch.long, device=device)
+        ends = [row.rows.stop - 1 for text, row in pairs if row.positions.stop == len(text)]
+        last = torch.tensor(ends, dtype=torch.long, device=device)
         with packed(self.model, rows):
             logits = self.model(
                 input_ids=torch.tensor([ids], device=device),
@@ -326,39 +234,6 @@ class Engine:
                 **({"logits_to_keep": last} if self._keeps else {}),
             ).logits[0]
         return logits if self._keeps else logits[last]
-
-    def _write(self, sequence: _Sequence, scores: torch.Tensor) -> int | None:
-        """Choose a token from ``(vocab,)`` scores, and let the request leave if that was its last."""
-        request = sequence.request
-        if not scores.max().isfinite():  # an adapter's overflow is its own requests' affair
-            self.finished[sequence.identity] = "error: the logits are not finite"
-            self._leave(sequence)
-            return None
-        if request.temperature == 0:
-            token = int(scores.argmax())
-        else:
-            warpers = LogitsProcessorList([TemperatureLogitsWarper(float(request.temperature))])
-            if request.top_p < 1:
-                warpers.append(TopPLogitsWarper(float(request.top_p)))
-            warped = warpers(torch.tensor([sequence.ids]), scores[None].float().cpu())
-            token = int(torch.multinomial(warped.softmax(-1), 1, generator=sequence.generator))
-        sequence.ids.append(token)
-        if token in self._ends or self._stopped(sequence):
-            self.finished[sequence.identity] = "stop"
-        elif len(sequence.new) == request.max_new_tokens:
-            self.finished[sequence.identity] = "length"
-        if sequence.identity in self.finished:
-            self._leave(sequence)
-        return token
-
-    def _stopped(self, sequence: _Sequence) -> bool:
-        if not sequence.request.stop:
-            return False
-        longest = max(len(text.encode()) for text in sequence.request.stop)  # a token is a byte at least
-        tail = self.tokenizer.decode(sequence.new[-longest - 4 :])  # and may end within a character
-        return any(text in tail for text in sequence.request.stop)
-
-    # Over these
 
     def stream(self, request: Request) -> Iterator[int]:
         """A request's tokens as they are written; whoever stops reading cancels it.
@@ -372,81 +247,76 @@ class Engine:
         """
         yield from self._read(self._add(request))
 
-    def _read(self, sequence: _Sequence) -> Iterator[int]:
+    def _read(self, each: Running) -> Iterator[int]:
         seen = 0
         try:
-            while seen < len(sequence.new) or sequence.identity not in self.finished:
-                if seen == len(sequence.new):
+            while True:
+                if seen < len(each.new):
+                    seen += 1
+                    yield each.new[seen - 1]
+                elif each.identity in self.finished:
+                    break
+                else:
                     self.step()
-                yield from sequence.new[seen:]
-                seen = len(sequence.new)
-            reason = self.finished[sequence.identity]
-            if reason.startswith("error"):
-                raise RuntimeError(f"request {sequence.identity} ended with an {reason}")
+            if (reason := self.finished[each.identity]).startswith("error"):
+                raise RuntimeError(f"request {each.identity} ended with an {reason}")
         finally:
-            self.cancel(sequence.identity)
+            self.cancel(each.identity)
 
     def generate(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Serve requests together.
-
-        Returns
-        -------
-        list of list of int
-            Each request's new ids, in the order of the requests.
+        """Serve requests together: each one's new ids, in the order of the requests.
 
         Raises
         ------
         ValueError, RuntimeError
             As :meth:`stream`; none of the requests is left behind.
         """
-        sequences = []
+        added: list[Running] = []
         try:
-            for request in requests:
-                sequences.append(self._add(request))
-            return [list(self._read(sequence)) for sequence in sequences]
+            added += map(self._add, requests)
+            return [list(self._read(each)) for each in added]
         finally:
-            for sequence in sequences:
-                self.cancel(sequence.identity)
+            for each in added:
+                self.cancel(each.identity)
 
     def close(self) -> None:
-        """Take the hooks off the model."""
+        """Drop every request and adapter, and take the hooks off the model; nothing is answered afterwards."""
+        self._waiting.clear()
+        self._running.clear()
+        self.adapters.clear()
+        self._pools.clear()
         self._hooks.close()
+        self._closed = True
 
     @torch.inference_mode()
     def _try(self) -> None:
-        """Refuse a model that answers otherwise when two requests are packed, be it for a reason nobody foresaw."""
+        """Refuse a model that answers otherwise when requests are packed, be it for a reason that nobody foresaw."""
+        kind = type(self.model).__name__
         if self.model.training:
-            raise ValueError("the model is in training mode: call model.eval() first")
-        vocab, device = self.model.get_input_embeddings().num_embeddings, self.model.device
-        texts = (torch.arange(12) % vocab).view(2, 6)
-        expected = self.model(input_ids=texts.to(device), use_cache=False).logits[:, -1]
-        pasts = KeyValues(6), KeyValues(6)
-        try:  # in two parts, cut at another place in each
-            for (i, j), (k, m) in (((0, 4), (0, 2)), ((4, 6), (2, 6))):
-                rows = [Row(slice(0, j - i), i, pasts[0]), Row(slice(j - i, j - i + m - k), k, pasts[1])]
+            raise ValueError(f"{kind} is in training mode: call model.eval() first")
+        texts, pasts = (torch.arange(12) % self._vocab).view(2, 6), (KeyValues(6), KeyValues(6))
+        expected = self.model(input_ids=texts.to(self.model.device), use_cache=False).logits[:, -1]
+        try:  # in two parts, the two texts cut at different places
+            for first, second in (((0, 4), (0, 2)), ((4, 6), (2, 6))):
+                ends = 0, first[1] - first[0], first[1] - first[0] + second[1] - second[0]
+                rows = [Row(slice(*ends[:2]), first[0], pasts[0]), Row(slice(*ends[1:]), second[0], pasts[1])]
                 logits = self._forward(texts.tolist(), rows)
             error = (logits - expected).abs().max() / expected.abs().max()
         except Exception as reason:
-            raise ValueError(f"{type(self.model).__name__} cannot read packed requests: {reason}") from reason
+            raise ValueError(f"{kind} cannot read packed requests: {reason}") from reason
         if not error <= torch.finfo(expected.dtype).eps ** 0.5:  # half of the digits
-            raise ValueError(
-                f"{type(self.model).__name__} answers otherwise when requests are packed (logits {error:.2g} apart): its "
-                "layers look at neighbours in ways that this engine does not know"
-            )
+            raise ValueError(f"{kind} answers otherwise when requests are packed: its logits are {error:.2g} apart")
 
 
 def _positions(config) -> int:
     """The longest text; where rotary tables grow with the longest of a batch, only as far as they do not."""
     config = config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]  # one for each kind of layer, or one
-    limits = [config.max_position_embeddings]
-    for each in kinds:
+    limits = [getattr(config, "max_position_embeddings", None) or sys.maxsize]
+    for each in (
+        rope,
+        *(kind for kind in rope.values() if isinstance(kind, dict)),
+    ):  # one for each kind of layer, or one
         if each.get("rope_type") in ("dynamic", "longrope"):
-            limits.append(each.get("original_max_position_embeddings") or config.max_position_embeddings)
+            limits.append(each.get("original_max_position_embeddings") or limits[0])
     return min(limits)
-
-
-def _ends(model) -> set[int]:
-    ends = model.generation_config.eos_token_id
-    return set(ends) if isinstance(ends, list) else {ends} - {None}

@@ -5,7 +5,7 @@ W + scale · B A is the model that the adapter makes, at no cost for a token; an
 
 import torch
 
-from plpkg.serving.adapter import Adapter, targets
+from plpkg.adapters import Adapter, require_fit
 
 
 def merge(model: torch.nn.Module, adapter: Adapter) -> None:
@@ -35,16 +35,12 @@ def unmerge(model: torch.nn.Module, adapter: Adapter) -> None:
 
 @torch.no_grad()
 def _add(model: torch.nn.Module, adapter: Adapter, sign: int) -> None:
-    shapes = targets(model)
+    require_fit(adapter, model)
+    modules = {path: model.get_submodule(path) for path in adapter.factors}
+    if quantised := [path for path, module in modules.items() if not module.weight.is_floating_point()]:
+        raise ValueError(f"{adapter} cannot be merged: the weight of {quantised[0]} is quantised")
     for path, each in adapter.factors.items():
-        fits = shapes.get(path) == (each.down.shape[1], each.up.shape[0])
-        if not fits or not model.get_submodule(path).weight.is_floating_point():
-            raise ValueError(f"{adapter} does not fit: {path} is {shapes.get(path)} in this model, or quantised")
-    for path, each in adapter.factors.items():
-        module = model.get_submodule(path)
-        weight = module.weight
+        weight = modules[path].weight
         wide = torch.promote_types(torch.float32, torch.promote_types(weight.dtype, each.up.dtype))
-        delta = each.scale * (each.up.to(weight.device, wide) @ each.down.to(weight.device, wide))  # (out, in)
-        weight += sign * (delta if isinstance(module, torch.nn.Linear) else delta.T).to(
-            weight.dtype
-        )  # Conv1D: (in, out)
+        delta = sign * each.scale * (each.up.to(weight.device, wide) @ each.down.to(weight.device, wide))  # (out, in)
+        weight += (delta if isinstance(modules[path], torch.nn.Linear) else delta.T).to(weight.dtype)  # or a Conv1D's

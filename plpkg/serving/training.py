@@ -22,12 +22,12 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
+from plpkg.adapters import Adapter, Factors, targets
 from plpkg.learning import learn
-from plpkg.serving.adapter import Adapter, Factors, targets
-from plpkg.serving.hooks import Group, Hooks
 from plpkg.serving.sgmv import Segments
+from plpkg.serving.slots import Group, Hooks
 from plpkg.validation import number, whole_number
 
 LOGITS = 2**22
@@ -75,6 +75,8 @@ def train_many(
     """
     whole_number("steps", steps, 1)
     number("lr", lr, open_low=True)
+    if max_grad_norm is not None:
+        number("max_grad_norm", max_grad_norm, open_low=True)
     if isinstance(configs, LoraConfig):
         configs = dict.fromkeys(batches, configs)
     if configs.keys() != batches.keys() or not configs:
@@ -91,7 +93,7 @@ def train_many(
         total = 0.0
         for stack in stacks:
             texts = [next(endless[name]).to(model.device) for name in stack.names]
-            for chosen in _groups(texts, max_tokens):
+            for chosen in _groups(stack.names, texts, max_tokens):
                 with hooks.batch(stack.group(chosen, texts[chosen])):
                     losses, gradients = _gradients(model, texts[chosen], stack.leaves)
                 for name, loss in zip(stack.names[chosen], losses.tolist(), strict=True):
@@ -146,15 +148,23 @@ class _Stack:
 
 def _first(model: PreTrainedModel, config: LoraConfig, name: str, seed: int) -> dict[str, Factors]:
     """The factors that a person begins with, drawn as PEFT draws them: A uniform within 1/√in, B zero."""
-    if config.lora_dropout:
-        raise ValueError(f"lora_dropout must be 0 for many in one batch, got {config.lora_dropout} for {name!r}")
+    if config.lora_dropout or config.init_lora_weights is not True:
+        given = f"lora_dropout={config.lora_dropout} and init_lora_weights={config.init_lora_weights!r}"
+        raise ValueError(f"{name!r} has {given}: only 0 and True are trained here")
     own = hashlib.sha256(f"{seed} {name}".encode()).digest()[:7]
     generator = torch.Generator().manual_seed(int.from_bytes(own))
     scale = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
     like = dict(device=model.device, dtype=torch.promote_types(model.dtype, torch.float32))
-    names, factors = config.target_modules, {}
-    for module, (n_in, n_out) in targets(model).items():
-        if names == "all-linear" or any(f".{module}".endswith(f".{each}") for each in names):
+    shapes, factors, wanted = targets(model), {}, config.target_modules or ()
+    if wanted == "all-linear":
+        wanted = list(shapes)
+    elif isinstance(wanted, str):
+        raise ValueError(f"target_modules of {name!r} is a regular expression, {wanted!r}: give the names in a list")
+    adapted = {module: [each for each in wanted if f".{module}".endswith(f".{each}")] for module in shapes}
+    if absent := sorted(set(wanted) - {each for names in adapted.values() for each in names}):
+        raise ValueError(f"target_modules of {name!r}: {', '.join(absent)} cannot be adapted in this model")
+    for module, (n_in, n_out) in shapes.items():
+        if adapted[module]:
             down = torch.empty(config.r, n_in).uniform_(-(n_in**-0.5), n_in**-0.5, generator=generator)
             factors[module] = Factors(down.to(**like), torch.zeros(n_out, config.r, **like), scale)
     Adapter.of(config, factors)  # what could not be served is not trained
@@ -192,7 +202,7 @@ def per_person_gradients(
         raise ValueError(f"only weights of the body's nn.Linear may be trained here, and {others[0]!r} is")
     parts = {name: [p.new_zeros(0, *p.shape)] for name, p in trained.items()}
     texts = [text.to(model.device) for text in batches.values()]
-    for chosen in _groups(texts, max_tokens):
+    for chosen in _groups(list(batches), texts, max_tokens):
         calls: dict[str, list] = {name: [] for name in trained}
         with contextlib.ExitStack() as stack:
             for name in trained:
@@ -203,7 +213,8 @@ def per_person_gradients(
             people = [zip(x.split(rows), g.split(rows), strict=True) for x, g in seen]  # of each call of the layer
             products = [torch.stack([g.flatten(0, 1).T @ x.flatten(0, 1) for x, g in call]) for call in people]
             parts[name].append(sum(products))  # (people, out, in)
-            if not torch.allclose(parts[name][-1].sum(0), total, rtol=0, atol=1e-3 * float(total.abs().max())):
+            rounding = torch.finfo(total.dtype).eps ** 0.5 * float(parts[name][-1].abs().sum(0).max())
+            if not torch.allclose(parts[name][-1].sum(0), total, rtol=0, atol=rounding):
                 raise ValueError(f"the gradients of {name!r} do not add up: it is used elsewhere than in its layer")
     return {name: torch.cat(each) for name, each in parts.items()}
 
@@ -232,27 +243,29 @@ def _gradients(
     owner, labels = owner.to(ids.device)[predicts], ids[:, 1:][predicts]
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1][predicts]  # (tokens, hidden)
     leaf, losses = hidden.detach().requires_grad_(), hidden.new_zeros(len(texts), dtype=torch.float64)
-    share, size = 1 / torch.bincount(owner), max(1, LOGITS // model.get_output_embeddings().weight.shape[0])
+    share, size = 1 / torch.bincount(owner).double(), max(1, LOGITS // model.get_output_embeddings().weight.shape[0])
     for h, label, k in zip(*(t.split(size) for t in (leaf, labels, owner)), strict=True):
-        loss = cross_entropy(_head(model, h), label, reduction="none") * share[k]
-        losses.index_add_(0, k, loss.detach().double())
+        logits = _head(model, h)
+        loss = cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), label, reduction="none") * share[k]
+        losses.index_add_(0, k, loss.detach())
         loss.sum().backward()
     return losses, torch.autograd.grad(hidden, leaves, leaf.grad)
 
 
 def _head(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     """``(tokens, vocab)`` logits of ``(tokens, hidden)``: what the model's own forward does after its body."""
-    given = BaseModelOutputWithPast(last_hidden_state=hidden[None])
+    given = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden[None])
     with patch.object(model.base_model, "forward", lambda *_, **__: given):
         return model(inputs_embeds=hidden[None], use_cache=False).logits[0]
 
 
-def _groups(texts: list[torch.Tensor], max_tokens: int) -> Iterator[slice]:
+def _groups(names: list[str], texts: list[torch.Tensor], max_tokens: int) -> Iterator[slice]:
     """Runs of people whose texts, padded to the longest, have at most so many tokens; one person at least."""
-    first = 0
-    for k, text in enumerate(texts):
+    first, max_tokens = 0, whole_number("max_tokens", max_tokens, 1)
+    for k, (name, text) in enumerate(zip(names, texts, strict=True)):
         if text.dim() != 2 or not len(text) or text.shape[1] < 2 or text.is_floating_point():
-            raise ValueError(f"a batch must be ids (samples, seq) of at least two tokens, got {tuple(text.shape)}")
+            shape = tuple(text.shape)
+            raise ValueError(f"the batch of {name!r} must be ids (samples, seq) of two tokens or more, got {shape}")
         group = texts[first : k + 1]
         if k > first and sum(map(len, group)) * max(each.shape[1] for each in group) > max_tokens:
             yield slice(first, k)

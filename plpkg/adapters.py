@@ -218,6 +218,15 @@ def targets(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
     return {path: (each.num_in, each.num_out) for path, each in _base(model).modules.items()}
 
 
+def require_fit(adapter: Adapter, model: torch.nn.Module) -> None:
+    """Refuse an adapter that was checked against another base: InvalidAdapterError."""
+    shapes = targets(model)
+    pairs = {path: (each.down.shape[1], each.up.shape[0]) for path, each in adapter.factors.items()}
+    if wrong := [path for path, shape in pairs.items() if shapes.get(path) != shape]:
+        sentences = [f"{path} is {shapes.get(path, 'absent')} here, {pairs[path]} in the adapter" for path in wrong]
+        raise InvalidAdapterError(sentences)
+
+
 class _Module(NamedTuple):
     num_in: int
     num_out: int

@@ -1,0 +1,123 @@
+"""Requests: what to continue, and how its next token is chosen."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
+
+from plpkg.adapters import Adapter
+from plpkg.serving.attention import KeyValues
+from plpkg.validation import number, whole_number
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What to continue, and how.
+
+    Attributes
+    ----------
+    input_ids
+        The prompt's ids, a list or a tensor of one dimension.
+    adapter
+        The name of a loaded adapter, or None for the backbone alone.
+    max_new_tokens
+        The most tokens to write; the model's end-of-text token, which is returned, ends it earlier.
+    temperature, top_p
+        As in ``generate``; temperature 0 takes the likeliest token.
+    seed
+        Of the samples, which are then the same in every batch; None draws one.
+    stop
+        Strings after which it ends; the tokens that complete one are returned.
+    account
+        Whose request it is: what was read is shared within an account only.
+    """
+
+    input_ids: Sequence[int] | torch.Tensor
+    adapter: str | None = None
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    account: str = ""
+
+    def check(self, vocab: int, positions: int, tokenizer) -> list[int]:
+        """The prompt's ids; ValueError if they or a setting are not possible."""
+        ids = torch.as_tensor(self.input_ids)
+        if ids.dim() != 1 or not len(ids) or ids.is_floating_point():
+            raise ValueError(
+                f"input_ids must be one text's ids, a list or (tokens,), got {tuple(ids.shape)} {ids.dtype}"
+            )
+        if not 0 <= ids.min() <= ids.max() < vocab:
+            raise ValueError(f"ids must be at least 0 and below vocab={vocab}, got {ids.min()} to {ids.max()}")
+        new = whole_number("max_new_tokens", self.max_new_tokens, 1)
+        if len(ids) + new > positions:
+            raise ValueError(f"{len(ids)} ids and {new} new ones do not fit the model's {positions} positions")
+        number("temperature", self.temperature)
+        number("top_p", self.top_p, 0, 1, open_low=True)
+        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+            raise ValueError(f"stop must be strings that are not empty, in a list, got {self.stop!r}")
+        if self.stop and tokenizer is None:
+            raise ValueError(f"stop={self.stop!r} needs the tokenizer: Engine(model, tokenizer)")
+        return ids.tolist()
+
+
+@dataclass(eq=False)
+class Running:
+    """A request under way, or waiting.
+
+    Attributes
+    ----------
+    ids
+        The prompt, and what was written.
+    computed
+        How many of them have their keys and values in ``past``.
+    """
+
+    identity: int
+    request: Request
+    adapter: Adapter | None
+    ids: list[int]
+    past: KeyValues
+    computed: int = 0
+
+    def __post_init__(self) -> None:
+        self.prompt, self.generator = len(self.ids), torch.Generator()
+        if self.request.seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(self.request.seed)
+
+    @property
+    def new(self) -> list[int]:
+        """What was written."""
+        return self.ids[self.prompt :]
+
+    @property
+    def owner(self) -> tuple[str, str]:
+        """On what its keys and values depend besides its ids."""
+        return (self.adapter.digest if self.adapter else "", self.request.account)
+
+    def choose(self, scores: torch.Tensor) -> int:
+        """The next token, from the ``(vocab,)`` logits after the last; transformers' own processors warp them."""
+        request = self.request
+        if request.temperature == 0:
+            return int(scores.argmax())
+        warpers = LogitsProcessorList([TemperatureLogitsWarper(float(request.temperature))])
+        if request.top_p < 1:
+            warpers.append(TopPLogitsWarper(float(request.top_p)))
+        scores = (scores - scores.max()).double().cpu()  # so that no temperature makes them infinite
+        warped = warpers(torch.tensor([self.ids]), scores[None])
+        return int(torch.multinomial(warped.softmax(-1), 1, generator=self.generator))
+
+    def ended(self, ends: set[int], tokenizer) -> str | None:
+        """Why its last token was the last, if it was."""
+        if self.ids[-1] in ends or (self.request.stop and self._stopped(tokenizer)):
+            return "stop"
+        return "length" if len(self.new) == self.request.max_new_tokens else None
+
+    def _stopped(self, tokenizer) -> bool:
+        longest = max(len(text.encode()) for text in self.request.stop)  # a token is a byte at least
+        tail = tokenizer.decode(self.new[-longest - 4 :])  # and may begin within a character
+        return any(text in tail for text in self.request.stop)

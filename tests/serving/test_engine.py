@@ -1,0 +1,449 @@
+"""The engine against PEFT's generate, one request at a time; float64, so that a token is never a matter of rounding."""
+
+import dataclasses
+import gc
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from plpkg.adapters import Adapter, Factors, InvalidAdapterError
+from plpkg.backbones import FAMILIES, load_backbone
+from plpkg.serving import engine as engines
+from plpkg.serving.engine import Engine, Request
+from plpkg.serving.prefixes import BLOCK
+
+from rounding import sampling_error
+
+SLIDING = ("mistral", "phi3", "gemma2")
+
+
+@pytest.fixture(scope="module")
+def world(tools):
+    """A model, PEFT's twins of it by name (None is the model), and their adapters."""
+    model = tools.backbone()
+    pairs = {name: tools.adapted(model, rank, seed) for name, rank, seed in (("a", 2, 1), ("b", 4, 2), ("c", 4, 3))}
+    twins = {None: model} | {name: pair[0] for name, pair in pairs.items()}
+    return model, twins, {name: pair[1] for name, pair in pairs.items()}
+
+
+@pytest.fixture
+def make(world):
+    """Makes an engine with the world's adapters; nothing may be left in it."""
+    made = []
+
+    def engine(loaded="abc", model=world[0], **options):
+        made.append(Engine(model, **dict(max_batch=4, max_step_tokens=8) | options))
+        for name in loaded:
+            made[-1].load(name, world[2][name])
+        return made[-1]
+
+    yield engine
+    for each in made:
+        each.close()
+        assert left(each) == ([], [], [], {})
+
+
+def left(engine):
+    users = [pool.users for pool in engine._pools.values() if pool.users]
+    return list(engine._waiting), engine._running, users, engine.finished
+
+
+def run(engine, *identities):
+    """Steps until nothing is left to do; each one's tokens and reason."""
+    tokens = {identity: [] for identity in identities}
+    while engine._waiting or engine._running:
+        for identity, token in engine.step():
+            tokens[identity].append(token)
+    return [(tokens[identity], engine.finished.pop(identity)) for identity in identities]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+def test_a_mixed_batch_writes_what_each_writes_alone(family, tools):
+    model = tools.backbone(family, options=dict(sliding_window=4) if family in SLIDING else {})
+    pairs = {f"{k}": tools.adapted(model, rank, k, use_rslora=bool(k % 2)) for k, rank in enumerate((2, 4, 4, 64))}
+    engine = Engine(model, max_batch=5, max_step_tokens=7)
+    for name, (_, adapter) in pairs.items():
+        engine.load(name, adapter)
+    names = ("0", None, "1", "2", "3", "1", None, "0")
+    ids = tools.texts(3, 11, 1, 9, 12, 2, 5, 20)
+    twins = {None: model} | {name: pair[0] for name, pair in pairs.items()}
+    expected = [tools.alone(twins[name], text, 7) for name, text in zip(names, ids, strict=True)]
+    assert engine.generate([Request(t, n, 7) for n, t in zip(names, ids, strict=True)]) == expected
+    assert left(engine) == ([], [], [], {})
+
+
+def test_each_adapter_and_the_backbone_write_something_else(world, tools):
+    ids = tools.texts(9)[0]
+    assert len({tuple(tools.alone(twin, ids, 8)) for twin in world[1].values()}) == 4
+
+
+@pytest.mark.parametrize("length", [2 * BLOCK + 5, BLOCK - 4])
+def test_prompts_are_shared_within_an_adapter_and_an_account_only(length, world, make, tools):
+    engine, fresh, ids = make(), make(shared_positions=0), tools.texts(length)[0]
+    owners = [(name, account) for name in (None, "a", "b") for account in ("", "x")]
+    for name, account in owners:
+        owner = (world[2][name].digest if name else "", account)
+        assert engine._prefixes.find(owner, ids.tolist()) == (None, 0)
+        request = Request(ids, name, 5, account=account)
+        assert engine.generate([request]) == fresh.generate([request]) == [tools.alone(world[1][name], ids, 5)]
+        assert engine._prefixes.find(owner, ids.tolist())[1] == length // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize(("shared", "again"), [(1000, 5), (60, 5), (30, 37), (0, 37)])
+def test_what_is_shared_is_not_read_again(shared, again, world, make, tools):
+    engine, ids, read = make(shared_positions=shared), tools.texts(2 * BLOCK + 5)[0], []
+    hook = world[0].get_input_embeddings().register_forward_hook(lambda _, args, out: read.append(args[0].numel()))
+    first = engine.generate([Request(ids, "a", 4)])
+    assert sum(read) == len(ids) + 3
+    read.clear()
+    assert engine.generate([Request(ids, "a", 4)]) == first == [tools.alone(world[1]["a"], ids, 4)]
+    hook.remove()
+    assert sum(read) == again + 3
+    assert len(engine._prefixes) <= shared
+
+
+def test_a_name_that_is_given_anew(world, make, tools):
+    engine, ids = make("a"), tools.texts(BLOCK + 3)[0]
+    before = engine.add(Request(ids, "a", 6))
+    engine.step()
+    engine.load("a", world[2]["b"])
+    after = engine.add(Request(ids, "a", 6))
+    expected = [(tools.alone(world[1][name], ids, 6), "length") for name in "ab"]
+    assert run(engine, before, after) == expected
+    assert engine.generate([Request(ids, "a", 6)]) == [expected[1][0]]
+
+
+def test_a_name_that_is_forgotten_while_it_answers(world, make, tools):
+    engine, ids = make("a", max_batch=1), tools.texts(4)[0]
+    wanted = tools.alone(world[1]["a"], ids, 6)
+    running, waiting = (engine.add(Request(ids, "a", 6)) for _ in range(2))
+    assert engine.step() == [(running, wanted[0])]
+    engine.unload("a")
+    with pytest.raises(ValueError, match=r"no adapter 'a' is loaded; there are none"):
+        engine.add(Request(ids, "a"))
+    with pytest.raises(ValueError, match="no adapter 'a'"):
+        engine.unload("a")
+    assert run(engine, running, waiting) == [(wanted[1:], "length"), (wanted, "length")]
+
+
+def test_what_is_unloaded_is_let_go(world, make, tools):
+    engine, adapter = make(""), tools.adapted(world[0], 3)[1]
+    engine.load("new", adapter)
+    engine.generate([Request([1, 2], "new", 2)])
+    references = [weakref.ref(adapter), weakref.ref(next(iter(engine._pools.values())))]
+    engine.unload("new")
+    del adapter
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+
+
+def test_what_is_unloaded_while_it_answers_is_let_go_afterwards(make):
+    engine = make("a")
+    identity = engine.add(Request([1, 2], "a", 3))
+    engine.step()
+    engine.unload("a")
+    run(engine, identity)
+    assert engine._pools == {}
+
+
+def test_a_pool_has_the_scales_as_they_are(world, make, tools):
+    engine, adapter = make(""), tools.adapted(world[0], 3)[1]
+    engine.load("third", adapter)
+    engine.generate([Request([1, 2], "third", 1)])
+    scales = next(iter(next(iter(engine._pools.values())).factors.values()))[2]
+    assert scales[0].item() == 8 / 3
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3, 30])
+def test_cancelled_while_waiting_reading_writing_or_after_the_end(steps, world, make, tools):
+    engine, (long, short) = make(max_batch=2), tools.texts(20, 3)
+    others = [engine.add(Request(short, name, 9)) for name in ("a", None)]
+    gone = [engine.add(Request(long, "b", 4)), engine.add(Request(short, "c", 4))]
+    for _ in range(steps):
+        engine.step()
+    for identity in [*gone, *gone, 99]:
+        engine.cancel(identity)
+    assert not engine.finished.keys() & gone
+    if steps < 30:
+        tokens = {s.identity: s.new for s in [*engine._running, *engine._waiting]}
+        assert tokens.keys() == set(others)
+    while engine._running or engine._waiting:
+        engine.step()
+    assert [engine.finished.pop(identity) for identity in others] == ["length"] * 2
+    assert engine.generate([Request(long, "b", 4)]) == [tools.alone(world[1]["b"], long, 4)]
+
+
+@pytest.mark.parametrize("length", [3, 20])
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_cancelled_while_it_runs(length, steps, world, make, tools):
+    engine, (ids, other) = make(), tools.texts(length, 4)
+    gone, stays = engine.add(Request(ids, "a", 9)), engine.add(Request(other, "a", 9))
+    for _ in range(steps):
+        engine.step()
+    engine.cancel(gone)
+    (sequence,) = engine._running
+    identity, tokens = sequence.identity, sequence.new
+    assert identity == stays
+    ((rest, reason),) = run(engine, stays)
+    assert (tokens + rest, reason) == (tools.alone(world[1]["a"], other, 9), "length")
+    assert engine.generate([Request(ids, "a", 9)]) == [tools.alone(world[1]["a"], ids, 9)]  # what it left to share
+
+
+def test_streams(world, make, tools):
+    engine, ids = make(), tools.texts(11, 4, 6)
+    wanted = [tools.alone(world[1][name], text, 6) for name, text in zip("abc", ids, strict=True)]
+    one, two, closed = (engine.stream(Request(text, name, 6)) for name, text in zip("abc", ids, strict=True))
+    assert next(closed) == wanted[2][0]
+    got = [next(one), next(two), next(two), next(one)]
+    closed.close()
+    assert [*got, *one, *two] == [wanted[0][0], *wanted[1][:2], *wanted[0][1:], *wanted[1][2:]]
+    assert len(engine._running) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(adapter="z"), r"no adapter 'z' is loaded; there are a, b, c"),
+        (dict(input_ids=[]), r"input_ids must be .* got \(0,\)"),
+        (dict(input_ids=[[1]]), r"got \(1, 1\)"),
+        (dict(input_ids=[0.5]), "torch.float32"),
+        (dict(input_ids=[48]), "below vocab=48, got 48 to 48"),
+        (dict(input_ids=[-1, 3]), "got -1 to 3"),
+        (dict(input_ids=[1] * 90, max_new_tokens=7), "90 ids and 7 new ones do not fit the model's 96"),
+        (dict(max_new_tokens=0), "max_new_tokens must be .* got 0"),
+        (dict(temperature=-1), "temperature must be .* got -1"),
+        (dict(temperature=float("nan")), "temperature must be .* got nan"),
+        (dict(top_p=0), "top_p must be .* got 0"),
+        (dict(top_p=1.5), "top_p must be .* got 1.5"),
+        (dict(stop=["x"]), r"stop=\['x'\] needs the tokenizer"),
+        (dict(stop="x"), "stop must be strings .* got 'x'"),
+        (dict(stop=[""]), r"stop must be strings .* got \[''\]"),
+    ],
+)
+def test_one_bad_request_leaves_nothing_behind(change, message, make):
+    engine = make()
+    with pytest.raises(ValueError, match=message):
+        engine.generate([Request([1, 2], "a"), dataclasses.replace(Request([1]), **change)])
+    assert left(engine) == ([], [], [], {})
+
+
+def test_how_a_request_ends(tools):
+    small, tokenizer = load_backbone("plpkg-small")
+    engine, ids = Engine(small, tokenizer), tokenizer("Once there was a dog").input_ids
+    (free,) = engine.generate([Request(ids, None, 24)])
+    text = tokenizer.decode(free)
+    stop = text[7:12]  # neither on a token's border, nor one token
+    want = next(k for k in range(1, 25) if stop in tokenizer.decode(free[:k]))
+    small.generation_config.eos_token_id = [free[5], 3]
+    ends = Engine(small, tokenizer)
+    cases = [(engine, ["§", stop], free[:want], "stop"), (engine, ["§"], free, "length")]
+    for which, stops, tokens, reason in [*cases, (ends, [], free[: free.index(free[5]) + 1], "stop")]:
+        assert run(which, which.add(Request(ids, None, 24, stop=stops))) == [(tokens, reason)]
+
+
+def test_samples_are_the_seed_s_in_every_batch(make, tools):
+    engine, ids = make(), tools.texts(5)[0]
+    request = Request(ids, "a", 12, temperature=1.5, top_p=0.9, seed=7)
+    (first,) = engine.generate([request])
+    others = [Request(text, name, 15, temperature=2.0) for text, name in zip(tools.texts(3, 17), "ac", strict=True)]
+    assert engine.generate([others[0], request, others[1]])[1] == first
+    assert engine.generate([dataclasses.replace(request, seed=8)]) != [first]
+    assert len({tuple(each) for each in engine.generate([dataclasses.replace(request, seed=None)] * 3)}) > 1
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.7, 1.0), (1.0, 0.6), (3.0, 0.8)])
+def test_samples_follow_transformers_probabilities(temperature, top_p, tools):
+    model, draws = tools.backbone(vocab=6), 1500
+    model.get_output_embeddings().weight.data.mul_(20)
+    engine = Engine(model, max_batch=250)
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature), TopPLogitsWarper(top_p)])
+    wanted = warpers(None, model(torch.tensor([[1, 2]])).logits[:, -1].detach())[0].softmax(-1)
+    requests = [Request([1, 2], None, 1, temperature=temperature, top_p=top_p, seed=k) for k in range(draws)]
+    counts = torch.tensor(engine.generate(requests)).flatten().bincount(minlength=6)
+    for share, p in zip((counts / draws).tolist(), wanted.tolist(), strict=True):
+        assert abs(share - p) <= sampling_error(p * (1 - p), draws)
+    assert (wanted > 0).sum() > 1
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 1e-320])
+def test_the_smallest_temperature_takes_the_likeliest(temperature, world, make, tools):
+    engine, ids = make(), tools.texts(5)[0]
+    requests = [Request(ids, "a", 3, temperature=temperature, seed=1), Request(ids, "b", 3)]
+    assert engine.generate(requests) == [tools.alone(world[1][name], ids, 3) for name in "ab"]
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e300])
+def test_an_overflow_ends_its_own_requests_only(value, world, make, tools):
+    engine, ids, good = make(), tools.texts(4)[0], world[2]["b"]
+    factors = {
+        n: Factors(torch.full_like(f.down, value), torch.full_like(f.up, value), 1.0) for n, f in good.factors.items()
+    }
+    engine.load("bad", Adapter(good.config, factors, {}, "bad"))
+    names = ("b", "bad", None, "c", "bad")
+    identities = [engine.add(Request(ids, name, 5)) for name in names]
+    for name, (tokens, reason) in zip(names, run(engine, *identities), strict=True):
+        if name == "bad":
+            assert (tokens, reason) == ([], "error: the logits are not finite")
+        else:
+            assert (tokens, reason) == (tools.alone(world[1][name], ids, 5), "length")
+    with pytest.raises(RuntimeError, match="ended with an error: the logits are not finite"):
+        engine.generate([Request(ids, "b", 5), Request(ids, "bad", 5)])
+
+
+@pytest.mark.parametrize("module", ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "lm_head"])
+def test_an_exception_in_a_step_is_survived(module, world, make, tools, monkeypatch):
+    engine, ids = make(), tools.texts(12, 3)
+    one, two = (engine.add(Request(text, name, 5)) for text, name in zip(ids, "ab", strict=True))
+    tokens = dict.fromkeys((one, two), ())
+    for _ in range(2):
+        tokens |= {identity: (*tokens[identity], token) for identity, token in engine.step()}
+        with monkeypatch.context() as broken:
+            broken.setattr(world[0].get_submodule(module), "forward", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                engine.step()
+    rest = run(engine, one, two)
+    for identity, text, name, (more, reason) in zip((one, two), ids, "ab", rest, strict=True):
+        assert ([*tokens[identity], *more], reason) == (tools.alone(world[1][name], text, 5), "length")
+
+
+def test_the_model_is_as_it_was_between_steps_and_afterwards(world, make, tools):
+    model, (ids,) = world[0], tools.texts(6)
+    state, before = {k: v.clone() for k, v in model.state_dict().items()}, model.config._attn_implementation
+    expected, engine = tools.alone(model, ids, 5), make()
+    identity = engine.add(Request(ids, "a", 5))
+    for _ in range(3):
+        engine.step()
+        assert (model.config._attn_implementation, tools.alone(model, ids, 5)) == (before, expected)
+    run(engine, identity)
+    engine.close()
+    assert not any(module._forward_hooks for module in model.modules())
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_a_closed_engine_answers_nothing_under_an_adapter_s_name(make):
+    engine = make()
+    engine.close()
+    with pytest.raises((ValueError, RuntimeError), match="closed"):
+        engine.generate([Request([1, 2], "a", 2)])
+
+
+def test_a_model_in_training_is_refused(tools):
+    with pytest.raises(ValueError, match="training mode"):
+        Engine(tools.backbone().train())
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("bloom", dict(n_layer=2, n_head=4)),
+        ("mamba", dict(state_size=4)),
+        ("falcon", dict(alibi=True, new_decoder_architecture=False)),
+        ("gpt_oss", dict(num_key_value_heads=2, head_dim=8, intermediate_size=16, num_local_experts=2)),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(kind, options):
+    common = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_experts_per_tok=1)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **common | options)).eval()
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match=f"{type(model).__name__} (answers otherwise|cannot read)"):
+        Engine(model)
+    assert model.config._attn_implementation == before
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("kind", "rope", "limit"),
+    [
+        ("llama", dict(rope_type="default"), 64),
+        ("llama", dict(rope_type="linear", factor=2.0), 64),
+        ("llama", dict(rope_type="dynamic", factor=2.0), 64),
+        ("llama", dict(rope_type="dynamic", factor=2.0, original_max_position_embeddings=32), 32),
+        ("phi3", dict(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8), 16),
+    ],
+)
+def test_texts_are_as_long_as_rotary_tables_stay_the_same(kind, rope, limit):
+    sizes = dict(hidden_size=64, num_attention_heads=4, max_position_embeddings=64, pad_token_id=0)
+    sizes |= dict(original_max_position_embeddings=16) if kind == "phi3" else {}
+    config = AutoConfig.for_model(kind, **sizes, rope_parameters=rope | dict(rope_theta=1e4))
+    assert engines._positions(config) == limit
+
+
+@pytest.mark.parametrize(("name", "error"), [("", ValueError), (3, ValueError), ("x", InvalidAdapterError)])
+def test_what_cannot_be_loaded(name, error, make, tools):
+    other = tools.adapted(tools.backbone(hidden=32), 2)[1]
+    engine = make("")
+    with pytest.raises(error):
+        engine.load(name, other)
+    assert engine.adapters == {}
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_any_order_of_things(world, tools, data):
+    model, twins, adapters = world
+    draw, prompts = data.draw, [text.tolist() for text in tools.texts(1, 4, BLOCK + 2, 2 * BLOCK + 1)]
+    sizes = dict(
+        max_step_tokens=draw(st.sampled_from([3, 8, 64])), shared_positions=draw(st.sampled_from([0, 40, 500]))
+    )
+    engine = Engine(model, max_batch=3, **sizes)
+    versions, tokens, wanted, ended, cancelled = {}, {}, {}, {}, set()
+
+    def step():
+        for identity, token in engine.step():
+            assert identity not in ended.keys() | cancelled
+            tokens[identity].append(token)
+        for identity in list(engine.finished):
+            assert identity not in ended
+            ended[identity] = engine.finished.pop(identity)
+
+    for _ in range(draw(st.integers(1, 25))):
+        action = draw(st.sampled_from(["add", "add", "step", "step", "cancel", "load", "unload"]))
+        if action == "add":
+            name, ids, new = (
+                draw(st.sampled_from([None, *versions])),
+                draw(st.sampled_from(prompts)),
+                draw(st.integers(1, 4)),
+            )
+            identity = engine.add(Request(ids, name, new, account=draw(st.sampled_from("xy"))))
+            tokens[identity], wanted[identity] = [], (versions.get(name), tuple(ids), new)
+        elif action == "load":
+            name, version = draw(st.sampled_from("pq")), draw(st.sampled_from("abc"))
+            engine.load(name, adapters[version])
+            versions[name] = version
+        elif action == "unload" and versions:
+            name = draw(st.sampled_from(sorted(versions)))
+            engine.unload(name)
+            del versions[name]
+        elif action == "cancel" and tokens:
+            identity = draw(st.sampled_from(sorted(tokens)))
+            engine.cancel(identity)
+            if identity not in ended:
+                cancelled.add(identity)
+        else:
+            step()
+    while engine._waiting or engine._running:
+        step()
+    engine.close()
+    assert left(engine) == ([], [], [], {})
+    assert ended == dict.fromkeys(tokens.keys() - cancelled, "length")
+    for identity, (version, ids, new) in wanted.items():
+        key = version, ids
+        if key not in ALONE:
+            ALONE[key] = tools.alone(twins[version], ids, 4)
+        written = tokens[identity]
+        assert written == ALONE[key][: len(written) if identity in cancelled else new]
+
+
+ALONE: dict = {}
