@@ -41,9 +41,9 @@ ALLOWED = dict(
 CHECKED = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules")
 CHECKED += ("layers_to_transform", "model_type")
 HARMLESS = ("base_model_name_or_path", "revision", "peft_version", "inference_mode", "lora_dropout", "runtime_config")
-HARMLESS += ("qalora_group_size", "eva_config")
+HARMLESS += ("qalora_group_size", "eva_config", "auto_mapping")  # the last names classes that PEFT would import
 # … and what is more than plain LoRA, or a regular expression, unless it is empty.
-VARIANTS = ("alora_invocation_tokens", "arrow_config", "auto_mapping", "corda_config", "ensure_weight_tying")
+VARIANTS = ("alora_invocation_tokens", "arrow_config", "corda_config", "ensure_weight_tying")
 VARIANTS += ("kasa_config", "layer_replication", "layers_pattern", "loftq_config", "lora_bias")
 VARIANTS += ("lora_ga_config", "megatron_config", "modules_to_save", "monteclora_config", "target_parameters")
 VARIANTS += ("trainable_token_indices", "use_bdlora", "use_dora", "use_qalora", "velora_config")

@@ -3,9 +3,12 @@
 A caller brings what differs: how a step's gradient is made, the rate of each step, and what a checkpoint holds.
 """
 
+import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from unittest.mock import patch
 
+import torch
 from torch.optim import Optimizer
 from tqdm.auto import tqdm
 
@@ -28,6 +31,44 @@ def rising(step: int, warmup: int) -> float:
 def rising_and_falling(step: int, warmup: int, steps: int) -> float:
     """The share of the highest rate: it rises for ``warmup`` steps, then falls linearly to zero after ``steps``."""
     return min(rising(step, warmup), (steps - step) / max(1, steps - warmup))
+
+
+def endless(what: str, batches: Iterable) -> Iterator:
+    """The batches, begun anew when they have ended; ValueError says what cannot be begun anew, or has none."""
+    while True:
+        count = 0
+        for count, batch in enumerate(batches, 1):  # noqa: B007
+            yield batch
+        if not count:
+            raise ValueError(f"{what} have ended; give a list, which can be begun anew")
+
+
+@contextlib.contextmanager
+def frozen(model: torch.nn.Module) -> Iterator[None]:
+    """Within it, the model's weights have no gradients, and its dropout rests; then it is as it was."""
+    mode, trained = model.training, [p for p in model.parameters() if p.requires_grad]
+    model.eval()
+    for p in trained:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        model.train(mode)
+        for p in trained:
+            p.requires_grad_()
+
+
+def logits_of(model, hidden: torch.Tensor) -> torch.Tensor:
+    """What a causal language model makes of its body's last ``(tokens, hidden)`` states: ``(tokens, vocab)``.
+
+    At least in float32. So that logits need not exist all at a time; a head's scale or soft cap is the model's own.
+    """
+    from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+    given = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden[None])
+    with patch.object(model.base_model, "forward", lambda *_, **__: given):
+        logits = model(inputs_embeds=hidden[None], use_cache=False).logits[0]
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def learn(

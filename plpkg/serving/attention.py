@@ -21,13 +21,7 @@ NAME = "plpkg_packed"
 
 
 class KeyValues:
-    """A request's keys and values in every layer, ``(kv_heads, capacity, head_dim)`` each.
-
-    Attributes
-    ----------
-    capacity
-        Positions that there is room for, from the beginning.
-    """
+    """A request's keys and values in every layer, ``(kv_heads, capacity, head_dim)``: room for all at once."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -63,13 +57,11 @@ class Row:
         return range(self.start, self.start + self.rows.stop - self.rows.start)
 
     def mask(self, visible, groups: int, device) -> torch.Tensor | None:
-        """Which keys each query sees, ``(groups · tokens, past + tokens)``; None if all. Once a step, not a layer."""
+        """Which keys each query sees, ``(groups · tokens, past + tokens)``; None if all. Made once for all layers."""
         if (visible, groups) not in self.masks:
-            queries = torch.tensor(self.positions, device=device)
+            queries = torch.tensor(self.positions, device=device)[:, None]
             keys = torch.arange(self.positions.stop, device=device)
-            zero = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
-            mask = visible(zero, zero, queries.view(1, 1, -1, 1), keys.view(1, 1, 1, -1))
-            mask = mask.expand(1, 1, len(queries), len(keys))[0, 0]
+            mask = visible(0 * keys[:1], 0 * keys[:1], queries, keys).expand(len(queries), -1)
             self.masks[visible, groups] = None if mask.all() else mask.repeat(groups, 1)
         return self.masks[visible, groups]
 
@@ -92,8 +84,7 @@ def packed(model, rows: list[Row]) -> Iterator[None]:
 def _attention(module, query, key, value, attention_mask, scaling=None, softcap=None, **_):
     """One layer's attention over ``(1, heads, tokens, head_dim)``, request by request."""
     output = query.new_empty(query.shape[2], query.shape[1], value.shape[-1])  # (tokens, heads, head_dim)
-    kv_heads = key.shape[1]
-    groups = query.shape[1] // kv_heads
+    kv_heads, groups = key.shape[1], query.shape[1] // key.shape[1]
     for row in _rows.get():
         keys, values = row.past.write(module.layer_idx, row.start, key[0, :, row.rows], value[0, :, row.rows])
         # The queries that share a key head stand one below the other: (kv_heads, groups · tokens, head_dim)
@@ -103,8 +94,7 @@ def _attention(module, query, key, value, attention_mask, scaling=None, softcap=
             heads = scaled_dot_product_attention(queries[None], keys[None], values[None], mask, scale=scaling)[0]
         else:
             scores = softcap * torch.tanh(queries @ keys.mT * scaling / softcap)
-            if mask is not None:
-                scores = scores.masked_fill(~mask, float("-inf"))
+            scores = scores if mask is None else scores.masked_fill(~mask, float("-inf"))
             heads = scores.softmax(-1, dtype=torch.float32).to(values.dtype) @ values
         output[row.rows] = heads.unflatten(1, (groups, -1)).flatten(0, 1).transpose(0, 1)
     return output[None], None

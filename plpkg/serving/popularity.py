@@ -4,8 +4,7 @@ The four popularities are Punica's (arXiv 2310.18547, Section 6). Its skewed one
 each adapter has 1.5 times the requests of the next, 1, 1, 2, 3, 5, 7 …
 
 A step reads the backbone once whatever the batch, an adapter once for all of its requests, and each request's keys
-and values; it takes as long as the slower of reading and computing. Left out: prefill, kernels that reach less than
-the datasheet, and all time that is neither.
+and values; it takes as long as the slower of reading and computing. Left out: prefill, and all other time.
 """
 
 import math
@@ -21,43 +20,27 @@ POPULARITIES = ("distinct", "uniform", "skewed", "identical")
 def adapters(popularity: str, requests: int, tenants: int | None = None) -> list[int]:
     """The adapter of each request of a batch, most popular first.
 
-    Parameters
-    ----------
-    popularity
-        ``distinct``: each its own; ``uniform``: ⌈√requests⌉ adapters, equally popular; ``skewed``: geometric with
-        ratio 1.5; ``identical``: one.
-    requests, tenants
-        How many; with fewer tenants than adapters some of them share one.
+    ``distinct`` gives each its own, ``uniform`` ⌈√requests⌉ adapters equally, ``skewed`` geometrically, ``identical``
+    one to all. With fewer tenants than adapters some of them share one.
     """
     count = whole_number("requests", requests, 1)
-    match one_of("popularity", popularity, POPULARITIES):
-        case "distinct":
-            chosen = list(range(count))
-        case "uniform":
-            groups = math.isqrt(count - 1) + 1  # ⌈√count⌉
-            chosen = [k * groups // count for k in range(count)]
-        case "skewed":
-            sizes: list[int] = []
-            while sum(sizes) < count:
-                sizes.append(min(int(1.5 ** len(sizes)), count - sum(sizes)))
-            chosen = [k for k, size in enumerate(sorted(sizes, reverse=True)) for _ in range(size)]
-        case _:
-            chosen = [0] * count
-    return [k % whole_number("tenants", tenants, 1) for k in chosen] if tenants is not None else chosen
+    one_of("popularity", popularity, POPULARITIES)
+    sizes = {"distinct": [1] * count, "identical": [count], "uniform": [], "skewed": []}[popularity]
+    if popularity == "uniform":
+        groups = math.isqrt(count - 1) + 1
+        sizes = [(k + 1) * count // groups - k * count // groups for k in range(groups)]
+    while sum(sizes) < count:
+        sizes.append(min(int(1.5 ** len(sizes)), count - sum(sizes)))
+    chosen = [k for k, size in enumerate(sorted(sizes, reverse=True)) for _ in range(size)]
+    return [k % (whole_number("tenants", tenants, 1) if tenants is not None else count) for k in chosen]
 
 
 @dataclass(frozen=True)
 class Decoding(Tabular):
-    """Tokens per second of a batch that decodes, by how it is served.
+    """A batch of ``requests`` that decodes with ``distinct`` adapters.
 
-    Attributes
-    ----------
-    requests, distinct
-        Of the batch, and the adapters among them.
-    adapter_bytes, resident
-        Of one adapter, and how many fit beside the backbone and the batch's keys and values.
-    tokens_per_s
-        ``one batch`` (segments), ``switching`` (a batch for each adapter, in turn), ``no adapters``.
+    ``tokens_per_s`` is by how it is served: without adapters, in one batch (segments), or switching, with a batch for
+    each adapter in turn; ``resident`` such adapters fit beside the backbone and the batch's keys and values.
     """
 
     requests: int
@@ -75,23 +58,15 @@ class Decoding(Tabular):
 
 
 def decode(chosen: list[int], rank: int, model="llama-2-7b", device="a100-80gb-sxm", context: int = 1024) -> Decoding:
-    """A decoding step of 16-bit weights, adapters on all projections.
+    """A decoding step of a 16-bit model with adapters of one rank on all projections.
 
-    Parameters
-    ----------
-    chosen
-        Each request's adapter: :func:`adapters`.
-    rank, context
-        Of every adapter; positions of each request.
-    model, device
-        A shape and a processor, or their names in the catalog.
+    ``chosen`` is each request's adapter, ``context`` the positions of each; model and device are the catalog's.
     """
     shape, processor = catalog.model(model), catalog.device(device)
     width, kv_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     sides = 2 * (shape.hidden + width) + 2 * (shape.hidden + kv_width) + 3 * (shape.hidden + shape.intermediate)
     adapter = whole_number("rank", rank, 1) * sides * shape.num_layers
-    embedding = 0 if shape.tied_embeddings else shape.vocab * shape.hidden  # a row of it is read, not all
-    backbone = shape.parameters - embedding
+    backbone = shape.parameters - (0 if shape.tied_embeddings else shape.vocab * shape.hidden)  # it is looked up in
     past = 2 * kv_width * shape.num_layers * context
 
     def seconds(requests: int, distinct: int) -> float:
@@ -99,11 +74,9 @@ def decode(chosen: list[int], rank: int, model="llama-2-7b", device="a100-80gb-s
         operations = 2 * requests * (backbone + bool(distinct) * adapter)
         return max(read / processor.memory_bandwidth_bytes_per_s, operations / processor.flops_per_s)
 
-    n, sizes = len(chosen), [chosen.count(k) for k in sorted(set(chosen))]
-    speeds = {
-        "no adapters": n / seconds(n, 0),
-        "one batch": n / seconds(n, len(sizes)),
-        "switching": n / sum(seconds(size, 1) for size in sizes),
-    }
+    n, sizes = len(chosen), [chosen.count(k) for k in set(chosen)]
+    times = {"no adapters": seconds(n, 0), "one batch": seconds(n, len(sizes))}
+    times["switching"] = sum(seconds(size, 1) for size in sizes)
     free = processor.memory_bytes - 2 * (shape.parameters + n * past)
-    return Decoding(n, len(sizes), 2.0 * adapter, max(0, int(free // (2 * adapter))), speeds)
+    resident = max(0, int(free // (2 * adapter)))
+    return Decoding(n, len(sizes), 2.0 * adapter, resident, {served: n / time for served, time in times.items()})

@@ -9,7 +9,7 @@ have asked. Prompts shorter than a block are never shared.
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from plpkg.serving.attention import KeyValues
 
@@ -18,13 +18,7 @@ BLOCK = 16
 
 
 class Prefixes:
-    """Keys and values of the requests served last.
-
-    Parameters
-    ----------
-    capacity
-        Positions in all; those used longest ago go first. With 0 nothing is kept.
-    """
+    """Keys and values of the requests served last: ``capacity`` positions in all, those used longest ago go first."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -36,7 +30,7 @@ class Prefixes:
         return sum(past.capacity for past in self._kept)
 
     def find(self, owner: tuple[str, str], ids: Sequence[int]) -> tuple[KeyValues | None, int]:
-        """The longest shared beginning of ``ids`` that ends before its last token, and its tokens."""
+        """The longest beginning of ``ids`` that is there and ends before the last token, and its tokens."""
         past, positions = None, 0
         for key in _keys(owner, ids[:-1]):
             if key not in self._blocks:
@@ -48,16 +42,14 @@ class Prefixes:
 
     def keep(self, owner: tuple[str, str], ids: Sequence[int], past: KeyValues) -> None:
         """Offer what was computed of ``ids``; ``owner`` is the adapter's digest and the account."""
-        keys = [key for key in _keys(owner, ids) if self._blocks.setdefault(key, past) is past]
-        if keys:
+        if keys := [key for key in _keys(owner, ids) if self._blocks.setdefault(key, past) is past]:
             self._kept[past] = keys
-            self._kept.move_to_end(past)
         while len(self) > self.capacity:
             for key in self._kept.popitem(last=False)[1]:
                 del self._blocks[key]
 
 
-def _keys(owner: tuple[str, str], ids: Sequence[int]):
+def _keys(owner: tuple[str, str], ids: Sequence[int]) -> Iterator[bytes]:
     """A key for each whole block, which stands for everything up to its end."""
     key = repr(owner).encode()
     for end in range(BLOCK, len(ids) + 1, BLOCK):

@@ -65,15 +65,7 @@ class Request:
 
 @dataclass(eq=False)
 class Running:
-    """A request under way, or waiting.
-
-    Attributes
-    ----------
-    ids
-        The prompt, and what was written.
-    computed
-        How many of them have their keys and values in ``past``.
-    """
+    """A request under way: ``ids`` are its prompt and what was written, of which ``computed`` are in ``past``."""
 
     identity: int
     request: Request
@@ -84,10 +76,7 @@ class Running:
 
     def __post_init__(self) -> None:
         self.prompt, self.generator = len(self.ids), torch.Generator()
-        if self.request.seed is None:
-            self.generator.seed()
-        else:
-            self.generator.manual_seed(self.request.seed)
+        self.generator.seed() if self.request.seed is None else self.generator.manual_seed(self.request.seed)
 
     @property
     def new(self) -> list[int]:
@@ -113,11 +102,8 @@ class Running:
 
     def ended(self, ends: set[int], tokenizer) -> str | None:
         """Why its last token was the last, if it was."""
-        if self.ids[-1] in ends or (self.request.stop and self._stopped(tokenizer)):
+        longest = max((len(text.encode()) for text in self.request.stop), default=0)  # a token is a byte at least
+        tail = tokenizer.decode(self.new[-longest - 4 :]) if longest else ""  # and may begin within a character
+        if self.ids[-1] in ends or any(text in tail for text in self.request.stop):
             return "stop"
         return "length" if len(self.new) == self.request.max_new_tokens else None
-
-    def _stopped(self, tokenizer) -> bool:
-        longest = max(len(text.encode()) for text in self.request.stop)  # a token is a byte at least
-        tail = tokenizer.decode(self.new[-longest - 4 :])  # and may begin within a character
-        return any(text in tail for text in self.request.stop)

@@ -46,9 +46,12 @@ def add_sgmv(
     if x.is_cuda and kernel.AVAILABLE:
         return kernel.add_sgmv(y, x, downs, ups, scales, segments)
     for rows, adapters, length in segments.blocks:
-        v = torch.bmm(x[rows].unflatten(0, (-1, length)), downs[adapters].mT)  # (adapters, length, rank)
-        v *= scales[adapters, None, None]
-        y[rows].unflatten(0, (-1, length)).baddbmm_(v, ups[adapters].mT)
+        if rows.stop - rows.start == length:  # one segment: a product of matrices, which needs no batch
+            v = x[rows] @ downs[adapters.start].T  # (length, rank)
+            y[rows].addmm_(v.mul_(scales[adapters.start]), ups[adapters.start].T)
+        else:
+            v = torch.bmm(x[rows].unflatten(0, (-1, length)), downs[adapters].mT)  # (adapters, length, rank)
+            y[rows].unflatten(0, (-1, length)).baddbmm_(v.mul_(scales[adapters, None, None]), ups[adapters].mT)
     return None
 
 

@@ -14,7 +14,6 @@ import hashlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from unittest.mock import patch
 
 import torch
 from peft import LoraConfig
@@ -22,10 +21,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from plpkg.adapters import Adapter, Factors, targets
-from plpkg.learning import learn
+from plpkg.learning import endless, frozen, learn, logits_of
 from plpkg.serving.sgmv import Segments
 from plpkg.serving.slots import Group, Hooks
 from plpkg.validation import number, whole_number
@@ -86,13 +84,13 @@ def train_many(
         factors = _first(model, config, name, seed)
         forms.setdefault(tuple((m, f.down.shape, f.scale) for m, f in factors.items()), {})[name] = factors
     stacks = [_Stack(people) for people in forms.values()]
-    endless = {name: _endless(name, each) for name, each in batches.items()}
+    coming = {name: endless(f"the batches of {name!r}", each) for name, each in batches.items()}
     hooks = Hooks(model, {module for stack in stacks for module in stack.scales})
 
     def gradient(step: int) -> float:
         total = 0.0
         for stack in stacks:
-            texts = [next(endless[name]).to(model.device) for name in stack.names]
+            texts = [next(coming[name]).to(model.device) for name in stack.names]
             for chosen in _groups(stack.names, texts, max_tokens):
                 with hooks.batch(stack.group(chosen, texts[chosen])):
                     losses, gradients = _gradients(model, texts[chosen], stack.leaves)
@@ -109,7 +107,7 @@ def train_many(
     leaves = [leaf for stack in stacks for leaf in stack.leaves]
     optimizer = torch.optim.AdamW(leaves, lr=lr, weight_decay=0, fused=True)
     bar = tqdm(range(steps), disable=not progress, desc=f"{len(configs)} adapters")
-    with _frozen(model), contextlib.closing(hooks):
+    with frozen(model), contextlib.closing(hooks):
         for _, loss in learn(bar, gradient, [optimizer], lambda step: lr):
             bar.set_postfix(loss=f"{loss:.3f}")
     trained = {name: factors for stack in stacks for name, factors in stack.factors().items()}
@@ -245,18 +243,10 @@ def _gradients(
     leaf, losses = hidden.detach().requires_grad_(), hidden.new_zeros(len(texts), dtype=torch.float64)
     share, size = 1 / torch.bincount(owner).double(), max(1, LOGITS // model.get_output_embeddings().weight.shape[0])
     for h, label, k in zip(*(t.split(size) for t in (leaf, labels, owner)), strict=True):
-        logits = _head(model, h)
-        loss = cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), label, reduction="none") * share[k]
+        loss = cross_entropy(logits_of(model, h), label, reduction="none") * share[k]
         losses.index_add_(0, k, loss.detach())
         loss.sum().backward()
     return losses, torch.autograd.grad(hidden, leaves, leaf.grad)
-
-
-def _head(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
-    """``(tokens, vocab)`` logits of ``(tokens, hidden)``: what the model's own forward does after its body."""
-    given = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden[None])
-    with patch.object(model.base_model, "forward", lambda *_, **__: given):
-        return model(inputs_embeds=hidden[None], use_cache=False).logits[0]
 
 
 def _groups(names: list[str], texts: list[torch.Tensor], max_tokens: int) -> Iterator[slice]:
@@ -272,27 +262,3 @@ def _groups(names: list[str], texts: list[torch.Tensor], max_tokens: int) -> Ite
             first = k
     if texts:
         yield slice(first, len(texts))
-
-
-def _endless(name: str, batches: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    while True:
-        count = 0
-        for count, batch in enumerate(batches, 1):  # noqa: B007
-            yield batch
-        if not count:
-            raise ValueError(f"the batches of {name!r} have ended; give a list, which can be begun anew")
-
-
-@contextlib.contextmanager
-def _frozen(model: torch.nn.Module) -> Iterator[None]:
-    """Without gradients of the backbone's own weights, and without its dropout."""
-    mode, trained = model.training, [p for p in model.parameters() if p.requires_grad]
-    model.eval()
-    for p in trained:
-        p.requires_grad_(False)
-    try:
-        yield
-    finally:
-        model.train(mode)
-        for p in trained:
-            p.requires_grad_()
