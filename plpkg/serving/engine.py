@@ -254,11 +254,11 @@ class Engine:
                 if seen < len(each.new):
                     seen += 1
                     yield each.new[seen - 1]
-                elif each.identity in self.finished:
-                    break
-                else:
+                elif each in self._running or each in self._waiting:
                     self.step()
-            if (reason := self.finished[each.identity]).startswith("error"):
+                else:
+                    break
+            if (reason := self.finished.get(each.identity, "")).startswith("error"):
                 raise RuntimeError(f"request {each.identity} ended with an {reason}")
         finally:
             self.cancel(each.identity)

@@ -42,11 +42,12 @@ class Prefixes:
 
     def keep(self, owner: tuple[str, str], ids: Sequence[int], past: KeyValues) -> None:
         """Offer what was computed of ``ids``; ``owner`` is the adapter's digest and the account."""
-        if keys := [key for key in _keys(owner, ids) if self._blocks.setdefault(key, past) is past]:
+        if keys := list(_keys(owner, ids)):
             self._kept[past] = keys
+            self._blocks |= dict.fromkeys(keys, past)
         while len(self) > self.capacity:
-            for key in self._kept.popitem(last=False)[1]:
-                del self._blocks[key]
+            oldest, _ = self._kept.popitem(last=False)
+            self._blocks = {key: past for key, past in self._blocks.items() if past is not oldest}
 
 
 def _keys(owner: tuple[str, str], ids: Sequence[int]) -> Iterator[bytes]:

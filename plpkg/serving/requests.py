@@ -103,7 +103,11 @@ class Running:
     def ended(self, ends: set[int], tokenizer) -> str | None:
         """Why its last token was the last, if it was."""
         longest = max((len(text.encode()) for text in self.request.stop), default=0)  # a token is a byte at least
-        tail = tokenizer.decode(self.new[-longest - 4 :]) if longest else ""  # and may begin within a character
+        tail = ""
+        if longest:
+            first = max(self.prompt - 1, len(self.ids) - longest - 4)  # within a character, at worst
+            before = tokenizer.decode(self.ids[first : self.prompt])  # some tokenizers drop a text's first space
+            tail = tokenizer.decode(self.ids[first:])[len(before) :]
         if self.ids[-1] in ends or any(text in tail for text in self.request.stop):
             return "stop"
         return "length" if len(self.new) == self.request.max_new_tokens else None

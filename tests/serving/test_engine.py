@@ -467,3 +467,11 @@ def test_private_lora_is_served_as_the_lora_that_it_is(tools, tmp_path):
     assert engine.generate([Request(ids, name, 8) for name in ("private", None)]) == wanted
     assert wanted[0] != wanted[1]
     engine.close()
+
+
+def test_a_stream_ends_when_its_request_is_cancelled(make):
+    engine = make()
+    stream = engine.stream(Request([1, 2], "a", 5))
+    next(stream)
+    engine.cancel(engine._running[0].identity)
+    assert list(stream) == []

@@ -66,3 +66,12 @@ def test_a_copy_has_the_first_positions_and_room_of_its_own():
     assert keys.flatten().tolist() == [1, 2, 3, 4, 5, 0, 0]
     assert values.flatten().tolist() == [-1, -2, -3, -4, -5, 0, 0]
     assert past.layers[0][0][0, 5, 0] == 6
+
+
+def test_a_text_that_went_on_is_found_when_its_beginning_has_gone():
+    prefixes, ids = Prefixes(6 * BLOCK), list(range(4 * BLOCK))
+    first, longer, other = KeyValues(2 * BLOCK), KeyValues(4 * BLOCK), KeyValues(2 * BLOCK)
+    for past, text in ((first, ids[: 2 * BLOCK]), (longer, ids), (other, ids[1 : 2 * BLOCK + 1])):
+        prefixes.keep(("", ""), text, past)
+    assert len(prefixes) == 6 * BLOCK
+    assert prefixes.find(("", ""), [*ids, 0]) == (longer, 4 * BLOCK)
