@@ -5,45 +5,41 @@ from plpkg.serving.popularity import Decoding
 
 
 def batch(segments, names, ax=None):
-    """A layer and a batch: tokens as rows, all through W, each run of them through its own A and B.
+    """A layer and a batch: tokens as rows, all through W, each run of them through its own A and B besides.
 
     ``segments`` are ``(start, stop, i)``, ``names`` those of the adapters.
     """
-    from matplotlib.patches import FancyArrow, Rectangle
+    from matplotlib.patches import Rectangle
 
     ax = theme.axes(ax)
-    fills, tokens = theme.fills(len(names)), max(stop for _, stop, _ in segments)
+    colours, tokens = [fill["color"] for fill in theme.fills(len(names))], max(stop for _, stop, _ in segments)
 
-    def block(x, y, width, height, label, **style):
-        ax.add_patch(Rectangle((x, y), width, height, **{"facecolor": "0.9", "edgecolor": "white"} | style))
-        ax.text(x + width / 2, y + height / 2, label, ha="center", va="center")
+    def block(x, y, width, height, label="", colour="0.8", text="white"):
+        ax.add_patch(Rectangle((x, y + 0.05), width, height - 0.1, facecolor=colour, edgecolor="white"))
+        ax.text(x + width / 2, y + height / 2, label, ha="center", va="center", color=text, fontsize=12)
 
-    def arrow(x, y, length):
-        style = dict(width=0.02, head_width=0.22, head_length=0.12, length_includes_head=True, color="0.35")
-        ax.add_patch(FancyArrow(x, y, length, 0, **style))
+    def arrow(x, y, to):
+        ax.annotate("", (to, y), (x, y), arrowprops={"arrowstyle": "-|>", "color": "0.35", "lw": 1.5})
 
+    block(1.6, 0, 1.6, tokens, "$W x$\n\nread once\nfor all", "0.9", "0.2")
     for start, stop, index in segments:
-        fill = {"facecolor": "0.82"} if index is None else fills[index]
-        middle = (start + stop) / 2
-        for x in (0, 6.6):
-            for token in range(start, stop):
-                block(x, token, 0.9, 0.92, "", **fill)
+        middle, colour = (start + stop) / 2, "0.75" if index is None else colours[index]
+        for token in range(start, stop):
+            block(0, token, 1, 1, colour=colour)
+            block(7, token, 1, 1, colour=colour)
         ax.text(-0.15, middle, "no adapter" if index is None else names[index], ha="right", va="center")
-        arrow(0.95, middle, 0.45)
-        arrow(6.05, middle, 0.5)
+        arrow(1.05, middle, 1.6)
         if index is not None:
-            block(3.6, start + 0.04, 0.5, stop - start - 0.12, f"$A_{index}$", **fill | {"hatch": ""})
-            block(4.5, start + 0.04, 0.9, stop - start - 0.12, f"$B_{index}$", **fill | {"hatch": ""})
-            arrow(4.14, middle, 0.32)
-            ax.text(5.62, middle, "+", ha="center", va="center", fontsize=14)
-    block(1.45, 0, 1.5, tokens - 0.08, "$W$\n\nread once\nfor all\ntokens", facecolor="0.93", edgecolor="0.6")
-    for x, label in ((0.45, "$x$"), (3.85, "rank"), (7.05, "$y$")):
-        ax.text(x, -0.25, label, ha="center", va="bottom")
-    ax.set(xlim=(-1.9, 7.7), ylim=(tokens + 0.1, -0.9))
+            ax.text(3.55, middle, "+", ha="center", va="center", fontsize=16)
+            block(3.9, start, 2.3, stop - start, f"$s_{index}\\,B_{index}\\,A_{index}\\,x$", colour)
+        arrow(3.25 if index is None else 6.25, middle, 6.95)
+    for x, label in ((0.5, "$x$"), (5.05, "read for its own tokens"), (7.5, "$y$")):
+        ax.text(x, -0.2, label, ha="center", va="bottom")
+    ax.set(xlim=(-1.9, 8.1), ylim=(tokens + 0.1, -0.8))
     ax.axis("off")
     parts = "; ".join(f"tokens {a} to {b - 1}: {'none' if i is None else names[i]}" for a, b, i in segments)
     return theme.describe(
-        ax, f"A layer's weight W multiplies all {tokens} tokens at once; to each run is added A, then B: {parts}."
+        ax, f"A layer's weight W multiplies all {tokens} tokens at once; each run adds its adapter's product: {parts}."
     )
 
 
