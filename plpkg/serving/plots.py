@@ -43,21 +43,16 @@ def batch(segments, names, ax=None):
     )
 
 
-def _bars(values, labels, ax, xlabel: str):
-    """Horizontal bars, each with its value."""
-    for k, (value, fill) in enumerate(zip(values, theme.fills(len(labels)), strict=True)):
-        ax.barh(k, value, **fill)
-        ax.text(value, k, f" {value:,.4g}", va="center")
-    ax.set_yticks(range(len(labels)), labels)
-    ax.invert_yaxis()
-    ax.grid(False, axis="y")
-    ax.set(xlabel=xlabel, xlim=(0, 1.15 * max(values)))
-
-
 def decoding(result: Decoding, ax=None):
     """Tokens per second by how a batch is served."""
-    ax = theme.axes(ax)
-    _bars([round(v) for v in result.tokens_per_s.values()], list(result.tokens_per_s), ax, "tokens/s (computed)")
+    ax, speeds = theme.axes(ax), result.tokens_per_s
+    for k, (speed, fill) in enumerate(zip(speeds.values(), theme.fills(len(speeds)), strict=True)):
+        ax.barh(k, speed, **fill)
+        ax.text(speed, k, f" {speed:,.0f}", va="center")
+    ax.set_yticks(range(len(speeds)), speeds)
+    ax.invert_yaxis()
+    ax.grid(False, axis="y")
+    ax.set(xlabel="tokens/s (computed)", xlim=(0, 1.15 * max(speeds.values())))
     return theme.describe(ax, repr(result))
 
 
@@ -69,7 +64,8 @@ def popularity(rows, ax=None):
     for k, (name, fill) in enumerate(zip(table, theme.fills(len(table.columns)), strict=True)):
         ax.bar([x + (k - 2) * width for x in range(len(table))], table[name], width, label=name, **fill)
     counts = rows.groupby("case", sort=False)["adapters"].first()
-    ax.set_xticks(range(len(table)), [f"{case}\n({counts[case]} adapters)" for case in table.index])
+    counts = {case: f"{count} adapter" if count == 1 else f"{count} adapters" for case, count in counts.items()}
+    ax.set_xticks(range(len(table)), [f"{case}\n({counts[case]})" for case in table.index])
     ax.grid(False, axis="x")
     ax.set(ylabel="tokens/s", ylim=(0, 1.35 * table.max().max()))
     ax.legend(ncols=3, loc="upper center")
@@ -102,7 +98,7 @@ def drift(rows, ax=None):
     ax.set(xscale="log", yscale="log", xlabel="swaps (merge, then unmerge)", ylabel="relative distance of the weights")
     ax.legend()
     last = "; ".join(f"{dtype} {each['drift'].iloc[-1]:.1g}" for dtype, each in groups)
-    return theme.describe(ax, f"Weights drift with every swap; after {rows['swaps'].max():,}: {last}.")
+    return theme.describe(ax, f"Weights drift with every swap; after {rows['swaps'].max():,.0f}: {last}.")
 
 
 def writers(rows, ax=None):
@@ -114,8 +110,9 @@ def writers(rows, ax=None):
     ax.imshow(gain, cmap="PuOr", vmin=-size, vmax=size, aspect="auto")
     for i, name in enumerate(gain.index):
         for j, value in enumerate(gain.loc[name]):
-            best = value == gain.loc[name].max()
-            ax.text(j, i, f"{value:+.2f}", ha="center", va="center", fontsize=9, fontweight="bold" if best else None)
+            looks = {"color": "white" if abs(value) > 0.5 * size else "black"}
+            looks["fontweight"] = "bold" if value == gain.loc[name].max() else "normal"
+            ax.text(j, i, f"{value:+.2f}", ha="center", va="center", fontsize=9, **looks)
     ax.set_xticks(range(len(gain.columns)), gain.columns, rotation=35, ha="right")
     ax.set_yticks(range(len(gain)), gain.index)
     ax.grid(False)
