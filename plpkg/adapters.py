@@ -245,7 +245,8 @@ def _base(model: torch.nn.Module) -> _Base:
 
     modules, body, output = {}, set(model.base_model.modules()), model.get_output_embeddings()
     for path, module in model.named_modules():
-        if module in body and module is not output and isinstance(module, torch.nn.Linear | Conv1D):
+        plain = type(module).forward in (torch.nn.Linear.forward, Conv1D.forward)  # some routers are Linear, and more
+        if module in body and module is not output and plain:
             weight, conv1d = module.weight, isinstance(module, Conv1D)
             sizes = weight.shape if conv1d else (module.in_features, module.out_features)
             modules[path] = _Module(*sizes, weight.dtype if weight.is_floating_point() else model.dtype, conv1d)
@@ -315,9 +316,13 @@ def _suffixes(path: str) -> list[str]:
 
 
 def _fitting(pattern: dict | None, path: str, default: float) -> float:
-    """The value of the first name in a pattern that fits, as PEFT takes it."""
-    fitting = [name for name in _suffixes(path) if name in (pattern or ())]
-    return pattern[min(fitting, key=list(pattern).index) if len(fitting) > 1 else fitting[0]] if fitting else default
+    """The value of the first name that fits the end of a path. To PEFT a dot in a name stands for any character."""
+    for name, value in (pattern or {}).items():
+        end = path[-len(name) :]
+        whole = path == end or path[: -len(name)].endswith(".")
+        if whole and len(end) == len(name) and all(n in (".", p) for n, p in zip(name, end, strict=True)):
+            return value
+    return default
 
 
 def _left_out(config: dict, paths: list[str]) -> Iterator[tuple[str, str]]:

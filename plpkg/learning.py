@@ -6,7 +6,7 @@ A caller brings what differs: how a step's gradient is made, the rate of each st
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 from torch.optim import Optimizer
@@ -66,8 +66,11 @@ def logits_of(model, hidden: torch.Tensor) -> torch.Tensor:
     from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
     given = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden[None])
-    with patch.object(model.base_model, "forward", lambda *_, **__: given):
+    given.router_logits = None  # which a mixture of experts asks for
+    with patch.object(model.base_model, "forward", Mock(return_value=given)) as body:
         logits = model(inputs_embeds=hidden[None], use_cache=False).logits[0]
+    if not body.called:
+        raise ValueError(f"{type(model).__name__} does not call its own body: its head cannot be had alone")
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 

@@ -439,3 +439,12 @@ def test_a_refusal_is_cheap(tmp_path):
 def test_what_names_a_module_to_import_is_not_looked_up():
     mapping = {"base_model_class": "Nothing", "parent_library": "no.such.module"}
     assert read_adapter(plain(auto_mapping=mapping), weights(), BASE).config["auto_mapping"] == mapping
+
+
+def test_a_dot_in_a_pattern_is_any_character_as_in_peft(tmp_path):
+    base = random_backbone("llama", num_layers=1, hidden=16, num_heads=2, intermediate=24, vocab=32)
+    adapted = peft_model(base, target_modules=["q_proj", "k_proj"], alpha_pattern={"q.proj": 40})
+    adapted.save_pretrained(tmp_path)
+    scales = {path: each.scale for path, each in validate_adapter(tmp_path, BASE).factors.items()}
+    assert scales == {path: adapted.base_model.model.get_submodule(path).scaling["default"] for path in scales}
+    assert scales[Q] == 10

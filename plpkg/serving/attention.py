@@ -81,8 +81,10 @@ def packed(model, rows: list[Row]) -> Iterator[None]:
         _rows.reset(token)
 
 
-def _attention(module, query, key, value, attention_mask, scaling=None, softcap=None, **_):
+def _attention(module, query, key, value, attention_mask, scaling=None, softcap=None, **others):
     """One layer's attention over ``(1, heads, tokens, head_dim)``, request by request."""
+    if odd := [name for name in ("s_aux", "position_bias", "indices") if others.get(name) is not None]:
+        raise TypeError(f"its attention takes {odd[0]}, which is not known here")
     output = query.new_empty(query.shape[2], query.shape[1], value.shape[-1])  # (tokens, heads, head_dim)
     kv_heads, groups = key.shape[1], query.shape[1] // key.shape[1]
     for row in _rows.get():

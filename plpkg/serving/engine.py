@@ -12,6 +12,7 @@ room for its prompt and all tokens that it may write.
 import inspect
 import itertools
 import sys
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -78,6 +79,7 @@ class Engine:
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._try()
         self._hooks = Hooks(model, targets(model))
+        weakref.finalize(self, self._hooks.close)
 
     def load(self, name: str, adapter: Adapter | str | Path) -> Adapter:
         """Give an adapter, or one in a folder, a name, which may be taken: requests under way end as they began.
@@ -87,6 +89,8 @@ class Engine:
         InvalidAdapterError
             It is not an adapter of this model.
         """
+        if self._closed:
+            raise ValueError("the engine is closed")
         if not isinstance(name, str) or not name:
             raise ValueError(f"an adapter's name must be a string that is not empty, got {name!r}")
         adapter = adapter if isinstance(adapter, Adapter) else validate_adapter(adapter, self.model)
@@ -151,7 +155,7 @@ class Engine:
             if each.adapter:
                 if (key := form(each.adapter)) not in self._pools:
                     self._drop_pools()
-                    self._pools[key] = Pool(next(self.model.parameters()))
+                    self._pools[key] = Pool(self.model)
                 self._pools[key].lease(each.adapter)
             past, positions = self._prefixes.find(each.owner, each.ids)
             if past is not None:
@@ -168,16 +172,23 @@ class Engine:
         batch, rows, groups = self._pack()
         with self._hooks.batch(*groups):
             logits = self._forward([each.ids for each in batch], rows)
+        written, writers = [], []
         for each, row in zip(batch, rows, strict=True):
-            each.computed = row.positions.stop
-        written, writers = [], [each for each in batch if each.computed == len(each.ids)]
+            if row.positions.stop < len(each.ids):
+                each.computed = row.positions.stop
+            else:
+                writers.append(each)
         for each, scores in zip(writers, logits, strict=True):
-            if scores.max().isfinite():
-                each.ids.append(each.choose(scores))
-                written.append((each.identity, each.ids[-1]))
+            try:
+                if not scores.max().isfinite():
+                    raise FloatingPointError("the logits are not finite")
+                token = each.choose(scores)
+                each.computed = len(each.ids)
+                each.ids.append(token)
+                written.append((each.identity, token))
                 reason = each.ended(self._ends, self.tokenizer)
-            else:  # an adapter's overflow is its own requests' affair
-                reason = "error: the logits are not finite"
+            except Exception as error:  # an adapter's overflow, or a tokenizer's, is its own request's affair
+                reason = f"error: {error}"
             if reason:
                 self.finished[each.identity] = reason
                 self._leave(each)
@@ -245,6 +256,8 @@ class Engine:
                     self.step()
                 else:
                     break
+            if self._closed:
+                raise RuntimeError("the engine was closed")
             if (reason := self.finished.get(each.identity, "")).startswith("error"):
                 raise RuntimeError(f"request {each.identity} ended with an {reason}")
         finally:
@@ -272,6 +285,7 @@ class Engine:
         self._running.clear()
         self.adapters.clear()
         self._pools.clear()
+        self._prefixes = Prefixes(0)
         self._hooks.close()
         self._closed = True
 
@@ -281,6 +295,8 @@ class Engine:
         kind = type(self.model).__name__
         if self.model.training:
             raise ValueError(f"{kind} is in training mode: call model.eval() first")
+        if getattr(self.model, "_is_stateful", False):
+            raise ValueError(f"{kind} has recurrent layers, whose state would run from one request into the next")
         texts, pasts = (torch.arange(12) % self._vocab).view(2, 6), (KeyValues(6), KeyValues(6))
         expected = self.model(input_ids=texts.to(self.model.device), use_cache=False).logits[:, -1]
         try:  # in two parts, the two texts cut at different places
@@ -289,6 +305,9 @@ class Engine:
                 rows = [Row(slice(*ends[:2]), first[0], pasts[0]), Row(slice(*ends[1:]), second[0], pasts[1])]
                 logits = self._forward(texts.tolist(), rows)
             error = (logits - expected).abs().max() / expected.abs().max()
+            layers = self.model.config.get_text_config().num_hidden_layers
+            if len(pasts[0].layers) != layers:
+                raise ValueError(f"attention of {len(pasts[0].layers)} layers asks for keys, {layers} there are")
         except Exception as reason:
             raise ValueError(f"{kind} cannot read packed requests: {reason}") from reason
         eps = max(torch.finfo(each).eps for each in (expected.dtype, torch.float32))  # some layers compute in that

@@ -15,31 +15,39 @@ def batch(segments, names, ax=None):
     colours, tokens = [fill["color"] for fill in theme.fills(len(names))], max(stop for _, stop, _ in segments)
 
     def block(x, y, width, height, label="", colour="0.8", text="white"):
-        ax.add_patch(Rectangle((x, y + 0.05), width, height - 0.1, facecolor=colour, edgecolor="white"))
-        ax.text(x + width / 2, y + height / 2, label, ha="center", va="center", color=text, fontsize=12)
+        ax.add_patch(Rectangle((x, y + 0.05), width, height - 0.1, facecolor=colour, edgecolor="white", zorder=2))
+        ax.text(x + width / 2, y + height / 2, label, ha="center", va="center", color=text, fontsize=11)
 
-    def arrow(x, y, to):
-        ax.annotate("", (to, y), (x, y), arrowprops={"arrowstyle": "-|>", "color": "0.35", "lw": 1.5})
+    def arrow(x, y, to, style="-"):
+        line = {"arrowstyle": "-|>", "color": "0.35", "lw": 1.3, "linestyle": style}
+        ax.annotate("", (to, y), (x, y), arrowprops=line, zorder=3)
 
-    block(1.6, 0, 1.6, tokens, "$W x$\n\nread once\nfor all", "0.9", "0.2")
+    block(1.6, 0, 2.4, tokens, "$W$\n\nread once\nfor all", "0.9", "0.2")
     for start, stop, index in segments:
         middle, colour = (start + stop) / 2, "0.75" if index is None else colours[index]
         for token in range(start, stop):
             block(0, token, 1, 1, colour=colour)
-            block(7, token, 1, 1, colour=colour)
+            block(7.2, token, 1, 1, colour=colour)
         ax.text(-0.15, middle, "no adapter" if index is None else names[index], ha="right", va="center")
-        arrow(1.05, middle, 1.6)
-        if index is not None:
-            ax.text(3.55, middle, "+", ha="center", va="center", fontsize=16)
-            block(3.9, start, 2.3, stop - start, f"$s_{index}\\,B_{index}\\,A_{index}\\,x$", colour)
-        arrow(3.25 if index is None else 6.25, middle, 6.95)
-    for x, label in ((0.5, "$x$"), (5.05, "read for its own tokens"), (7.5, "$y$")):
+        above = middle if index is None else start + (stop - start) / 4
+        arrow(1.05, above, 1.6)
+        arrow(4.0, above, 7.15 if index is None else 6.5)
+        if index is not None:  # its own way, past W
+            below = middle + (stop - start) / 4
+            for x, to in ((1.05, 4.6), (5.0, 5.4), (5.8, 6.5)):
+                arrow(x, below, to, "--" if x < 2 else "-")
+            for x, name in ((4.6, "A"), (5.4, "B")):
+                block(x, middle, 0.4, stop - middle, f"${name}_{index}$", colour)
+            ax.text(6.65, middle, "+", ha="center", va="center", fontsize=15)
+            arrow(6.8, middle, 7.15)
+    for x, label in ((0.5, "$x$"), (5.2, "read for its tokens"), (7.7, "$y$")):
         ax.text(x, -0.2, label, ha="center", va="bottom")
-    ax.set(xlim=(-1.9, 8.1), ylim=(tokens + 0.1, -0.8))
+    ax.set(xlim=(-1.9, 8.3), ylim=(tokens + 0.1, -0.8))
     ax.axis("off")
     parts = "; ".join(f"tokens {a} to {b - 1}: {'none' if i is None else names[i]}" for a, b, i in segments)
     return theme.describe(
-        ax, f"A layer's weight W multiplies all {tokens} tokens at once; each run adds its adapter's product: {parts}."
+        ax,
+        f"A layer's weight W multiplies all {tokens} tokens at once; beside it, each run has its own A and B: {parts}.",
     )
 
 

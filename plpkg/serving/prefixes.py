@@ -42,7 +42,7 @@ class Prefixes:
 
     def keep(self, owner: tuple[str, str], ids: Sequence[int], past: KeyValues) -> None:
         """Offer what was computed of ``ids``; ``owner`` is the adapter's digest and the account."""
-        if keys := list(_keys(owner, ids)):
+        if past.capacity <= self.capacity and (keys := list(_keys(owner, ids))):
             self._kept[past] = keys
             self._blocks |= dict.fromkeys(keys, past)
         while len(self) > self.capacity:

@@ -13,7 +13,7 @@ from plpkg.validation import number, whole_number
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What to continue, and how.
+    """What to continue, and how. Of the model's generation config only its end-of-text tokens count.
 
     Attributes
     ----------
@@ -44,11 +44,12 @@ class Request:
 
     def check(self, vocab: int, positions: int, tokenizer) -> list[int]:
         """The prompt's ids; ValueError if they or a setting are not possible."""
-        ids = torch.as_tensor(self.input_ids)
-        if ids.dim() != 1 or not len(ids) or ids.is_floating_point():
-            raise ValueError(
-                f"input_ids must be one text's ids, a list or (tokens,), got {tuple(ids.shape)} {ids.dtype}"
-            )
+        try:
+            ids = torch.as_tensor(self.input_ids)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"input_ids must be one text's ids: {error}") from None
+        if ids.dim() != 1 or not len(ids) or ids.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
+            raise ValueError(f"input_ids must be one text's ids, (tokens,), got {tuple(ids.shape)} {ids.dtype}")
         if not 0 <= ids.min() <= ids.max() < vocab:
             raise ValueError(f"ids must be at least 0 and below vocab={vocab}, got {ids.min()} to {ids.max()}")
         new = whole_number("max_new_tokens", self.max_new_tokens, 1)
@@ -56,7 +57,11 @@ class Request:
             raise ValueError(f"{len(ids)} ids and {new} new ones do not fit the model's {positions} positions")
         number("temperature", self.temperature)
         number("top_p", self.top_p, 0, 1, open_low=True)
-        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+        if self.seed is not None:
+            whole_number("seed", self.seed, 0, 2**63 - 1)
+        if not isinstance(self.adapter, str | None):
+            raise ValueError(f"adapter must be a name or None, got {self.adapter!r}")
+        if not isinstance(self.stop, list | tuple) or not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"stop must be strings that are not empty, in a list, got {self.stop!r}")
         if self.stop and tokenizer is None:
             raise ValueError(f"stop={self.stop!r} needs the tokenizer: Engine(model, tokenizer)")

@@ -66,7 +66,7 @@ def form(adapter: Adapter) -> tuple[tuple[str, int], ...]:
 
 
 class Pool:
-    """Slots for adapters of one form, which is ``like`` in device and type.
+    """Slots for adapters of one form, each module's in the type and on the device of its weight in the model.
 
     Attributes
     ----------
@@ -78,11 +78,11 @@ class Pool:
         By module: ``(slots, rank, in)``, ``(slots, out, rank)`` and ``(slots,)`` scales.
     """
 
-    def __init__(self, like: torch.Tensor) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         self.digests: list[str | None] = []
         self.users: dict[str, int] = {}
         self.factors: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-        self._like = like
+        self._model = model
 
     def lease(self, adapter: Adapter) -> None:
         """Hold an adapter in a slot, for one more request."""
@@ -107,6 +107,7 @@ class Pool:
         used = [slot for slot, digest in enumerate(self.digests) if digest in self.users]
         for gap in sorted(set(range(len(used))) - set(used)):
             last = used.pop()
+            self.digests[gap] = None  # until all of the other is there
             for stack in (stack for stacks in self.factors.values() for stack in stacks):
                 stack[gap].copy_(stack[last])
             self.digests[gap], self.digests[last] = self.digests[last], None
@@ -114,10 +115,12 @@ class Pool:
     def _grow(self, adapter: Adapter) -> int:
         """Twice as many slots; returns the first new one."""
         taken, slots = len(self.digests), max(4, 2 * len(self.digests))
-        wide = self._like.new_empty(0, dtype=torch.promote_types(self._like.dtype, torch.float32))  # for the scales
         for name, each in adapter.factors.items():
-            made = ((self._like, each.down.shape), (self._like, each.up.shape), (wide, ()))
-            stacks = tuple(like.new_empty(slots, *shape) for like, shape in made)
+            weight = self._model.get_submodule(name).weight
+            dtype = weight.dtype if weight.is_floating_point() else self._model.dtype
+            wide = torch.promote_types(dtype, torch.float32)  # for the scales
+            made = ((dtype, each.down.shape), (dtype, each.up.shape), (wide, ()))
+            stacks = tuple(weight.new_empty(slots, *shape, dtype=dtype) for dtype, shape in made)
             for stack, old in zip(stacks, self.factors.get(name, stacks), strict=True):
                 stack[:taken] = old[:taken]
             self.factors[name] = stacks

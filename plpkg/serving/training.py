@@ -236,10 +236,12 @@ def _gradients(
     model: PreTrainedModel, texts: list[torch.Tensor], leaves: list[torch.Tensor]
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """The mean loss of each text ``(samples, seq)``, and the gradient of their sum."""
+    if not torch.is_grad_enabled():
+        raise ValueError("gradients are off: train outside torch.no_grad() and torch.inference_mode()")
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     rows = [(k, row) for k, text in enumerate(texts) for row in text]
     # Padding stands on the right, where causal attention never looks; it needs no attention mask.
-    ids = pad_sequence([row for _, row in rows], batch_first=True)  # (rows, seq)
+    ids = pad_sequence([row for _, row in rows], batch_first=True).long()  # (rows, seq)
     owner = pad_sequence([torch.full((len(row) - 1,), k) for k, row in rows], batch_first=True, padding_value=-1)
     predicts = (owner >= 0).to(ids.device)  # (rows, seq - 1)
     owner, labels = owner.to(ids.device)[predicts], ids[:, 1:][predicts]

@@ -360,7 +360,7 @@ def test_what_cannot_be_packed_is_refused(kind, options):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **common | options)).eval()
     before = model.config._attn_implementation
-    with pytest.raises(ValueError, match=f"{type(model).__name__} (answers otherwise|cannot read)"):
+    with pytest.raises(ValueError, match=f"{type(model).__name__} (answers otherwise|cannot read|has recurrent)"):
         Engine(model)
     assert model.config._attn_implementation == before
     assert not any(module._forward_hooks for module in model.modules())
@@ -475,3 +475,57 @@ def test_a_stream_ends_when_its_request_is_cancelled(make):
     next(stream)
     engine.cancel(engine._running[0].identity)
     assert list(stream) == []
+
+
+def test_a_failing_tokenizer_ends_its_own_request_only(world, make, tools):
+    class Broken:
+        def decode(self, ids):
+            raise IndexError("piece id is out of range")
+
+    engine, ids = make(), tools.texts(4, 5)
+    engine.tokenizer = Broken()
+    bad, good = engine.add(Request(ids[0], "a", 4, stop=["x"])), engine.add(Request(ids[1], "b", 4))
+    written = [token for _ in range(6) for identity, token in engine.step() if identity == good]
+    assert written == tools.alone(world[1]["b"], ids[1], 4)
+    assert (engine.finished.pop(bad), engine.finished.pop(good)) == ("error: piece id is out of range", "length")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("bloom", dict(n_layer=2, n_head=4), "0 layers asks for keys, 2 there are"),
+        (
+            "gpt_oss",
+            dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=4),
+            "s_aux",
+        ),
+        ("mamba", dict(state_size=4, num_hidden_layers=2), "recurrent"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused_in_every_precision(kind, options, message, dtype):
+    config = AutoConfig.for_model(kind, vocab_size=48, hidden_size=32, intermediate_size=24, **options)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    with pytest.raises(ValueError, match=message):
+        Engine(model)
+
+
+def test_layers_of_several_precisions(tools):
+    model = tools.backbone(dtype=torch.float32)
+    adapter = tools.adapted(model, 3)[1]
+    model.model.layers[0].mlp.double()
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        layer = model.model.layers[0].mlp.get_submodule(name)
+        layer.register_forward_pre_hook(lambda _, inputs: (inputs[0].double(),))
+    model.model.layers[0].mlp.register_forward_hook(lambda *arguments: arguments[-1].float())
+    engine = Engine(model)
+    engine.load("a", adapter)
+    assert len(engine.generate([Request([1, 2, 3], "a", 4)])[0]) == 4
+    engine.close()
+
+
+def test_an_engine_that_is_forgotten_leaves_no_hooks(tools):
+    model = tools.backbone()
+    Engine(model)
+    gc.collect()
+    assert not any(module._forward_hooks for module in model.modules())

@@ -48,9 +48,9 @@ def test_values_are_drawn():
     assert [text.get_text() for text in plots.writers(WRITERS).texts] == ["+0.20", "+0.10", "-0.10", "+0.10"]
 
 
-def test_a_batch_has_a_block_for_each_token_twice_one_for_each_adapter_and_one_weight():
+def test_a_batch_has_a_block_for_each_token_twice_two_for_each_adapter_and_one_weight():
     ax = plots.batch([(0, 3, 0), (3, 4, 1), (4, 6, None)], ["ann", "bob"])
-    assert len(ax.patches) == 2 * 6 + 2 + 1
+    assert len(ax.patches) == 2 * 6 + 2 * 2 + 1
     assert "tokens 0 to 2: ann; tokens 3 to 3: bob; tokens 4 to 5: none" in ax.alt_text
 
 
