@@ -14,15 +14,17 @@ def batch(segments, names, ax=None):
     ax = theme.axes(ax)
     colours, tokens = [fill["color"] for fill in theme.fills(len(names))], max(stop for _, stop, _ in segments)
 
-    def block(x, y, width, height, label="", colour="0.8", text="white"):
+    def block(x, y, width, height, label="", colour="0.8", size=11):
         ax.add_patch(Rectangle((x, y + 0.05), width, height - 0.1, facecolor=colour, edgecolor="white", zorder=2))
-        ax.text(x + width / 2, y + height / 2, label, ha="center", va="center", color=text, fontsize=11)
+        ax.text(x + width / 2, y + height / 2, label, ha="center", va="center", color="white", fontsize=size)
 
     def arrow(x, y, to, style="-"):
         line = {"arrowstyle": "-|>", "color": "0.35", "lw": 1.3, "linestyle": style}
         ax.annotate("", (to, y), (x, y), arrowprops=line, zorder=3)
 
-    block(1.6, 0, 2.4, tokens, "$W$\n\nread once\nfor all", "0.9", "0.2")
+    longest = max(segments, key=lambda segment: segment[1] - segment[0])
+    block(1.6, 0, 2.4, tokens, colour="0.9")
+    ax.text(2.8, sum(longest[:2]) / 2, "$W$, read once\nfor all tokens", ha="center", va="center", color="0.2")
     for start, stop, index in segments:
         middle, colour = (start + stop) / 2, "0.75" if index is None else colours[index]
         for token in range(start, stop):
@@ -37,7 +39,7 @@ def batch(segments, names, ax=None):
             for x, to in ((1.05, 4.6), (5.0, 5.4), (5.8, 6.5)):
                 arrow(x, below, to, "--" if x < 2 else "-")
             for x, name in ((4.6, "A"), (5.4, "B")):
-                block(x, middle, 0.4, stop - middle, f"${name}_{index}$", colour)
+                block(x, middle, 0.4, stop - middle, f"${name}_{index}$", colour, min(11, 7 * (stop - start)))
             ax.text(6.65, middle, "+", ha="center", va="center", fontsize=15)
             arrow(6.8, middle, 7.15)
     for x, label in ((0.5, "$x$"), (5.2, "read for its tokens"), (7.7, "$y$")):
