@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save, save_file
 
-from plpkg import adapters
+from plpkg import adapters, lora_config
 from plpkg.adapters import (
     CONFIG,
     POLICIES,
@@ -180,7 +180,7 @@ def test_what_is_more_than_plain_lora_is_refused(options, reason, tmp_path):
 
 
 def test_every_field_of_peft_is_in_one_part():
-    parts = [*adapters.ALLOWED, *adapters.CHECKED, *adapters.HARMLESS, *adapters.VARIANTS]
+    parts = [*lora_config.ALLOWED, *lora_config.CHECKED, *lora_config.HARMLESS, *lora_config.VARIANTS]
     assert sorted(parts) == sorted([*(field.name for field in dataclasses.fields(peft.LoraConfig)), "model_type"])
 
 
