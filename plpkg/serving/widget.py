@@ -15,17 +15,23 @@ def compute(popularity: str, tenants: int, rank: int, requests: int) -> tuple[De
 def read_out(result: tuple[Decoding, int]) -> str:
     """Say the result in words."""
     result, tenants = result
-    speed, fit = result.tokens_per_s, min(result.resident, tenants)
+    speed = result.tokens_per_s
     return (
         f"{result.requests} requests for {result.distinct} adapters of {result.adapter_bytes / 1e6:,.0f} MB: "
         f"{speed['one batch']:,.0f} tokens/s in one batch, {speed['switching']:,.0f} by switching, "
-        f"{speed['no adapters']:,.0f} without adapters. Of {tenants:,} tenants' adapters {fit:,} fit into the memory."
+        f"{speed['no adapters']:,.0f} without adapters. {_memory(result, tenants)}."
     )
 
 
+def _memory(result: Decoding, tenants: int) -> str:
+    return f"Of {tenants:,} tenants' adapters {min(result.resident, tenants):,} fit into the memory"
+
+
 def draw(result: tuple[Decoding, int], ax):
-    """Tokens per second by how the batch is served."""
-    return plots.decoding(result[0], ax=ax)
+    """Tokens per second by how the batch is served; above, whose adapters the memory holds."""
+    ax = plots.decoding(result[0], ax=ax)
+    ax.set_title(_memory(*result))
+    return ax
 
 
 def explorer() -> Explorer:
