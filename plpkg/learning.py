@@ -36,10 +36,11 @@ def rising_and_falling(step: int, warmup: int, steps: int) -> float:
 def endless(what: str, batches: Iterable) -> Iterator:
     """The batches, begun anew when they have ended; ValueError says what cannot be begun anew, or has none."""
     while True:
-        count = 0
-        for count, batch in enumerate(batches, 1):  # noqa: B007
+        ended = True
+        for batch in batches:
+            ended = False
             yield batch
-        if not count:
+        if ended:
             raise ValueError(f"{what} have ended; give a list, which can be begun anew")
 
 

@@ -37,6 +37,7 @@ def open_regular(path: Path):
     try:  # looked at before it is opened, since that alone can make a device do something
         if stat.S_ISREG(os.stat(path).st_mode):
             # What took its place since then must not make this wait, as a fifo without a writer would.
+            # It is returned open, for the caller's with.
             file = open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 return file

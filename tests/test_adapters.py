@@ -108,7 +108,7 @@ SAVED = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")  # PEFT corrects it itself in GPT-2
 @pytest.mark.parametrize("family", SAVED)
 def test_what_peft_saves_is_read_and_computes_the_same(family, tmp_path):
     adapted = peft_model(random_backbone(family), **SAVED[family])
@@ -155,7 +155,7 @@ def test_an_adapter_made_here_loads_into_peft(tmp_path):
         Adapter.of(config, {Q: Factors(torch.ones(2, 16), torch.ones(16, 2), 5.0)})
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")  # of what is refused here
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -341,7 +341,10 @@ def test_policies():
 
 
 def test_the_digest_is_of_every_byte_and_its_place():
-    read = lambda config, data: read_adapter(config, data, BASE).digest  # noqa: E731
+
+    def read(config, data):
+        return read_adapter(config, data, BASE).digest
+
     first = read(plain(), weights())
     assert first == read(plain(), weights())
     changed = bytearray(weights())

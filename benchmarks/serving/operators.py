@@ -32,7 +32,9 @@ def ways(x, weight, downs, ups, chosen: list[int]):
     segments = Segments(zip([0, *ends[:-1]], ends, range(count), strict=True))
     scales, offsets = torch.ones(count, dtype=x.dtype), torch.tensor(ends, dtype=torch.int32)
     mask = torch.nn.functional.one_hot(index, count).to(x.dtype)  # (tokens, adapters)
-    zeros = lambda: torch.zeros(TOKENS, ups.shape[1], dtype=x.dtype)  # noqa: E731 (each way fills its own)
+
+    def zeros():
+        return torch.zeros(TOKENS, ups.shape[1], dtype=x.dtype)
 
     def ours():
         y = zeros()

@@ -169,7 +169,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")  # of what is refused here
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_could_not_be_served_is_not_trained(case, tools):
     options, message = REFUSED[case]
