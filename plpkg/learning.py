@@ -3,6 +3,7 @@
 A caller brings what differs: how a step's gradient is made, the rate of each step, and what a checkpoint holds.
 """
 
+import atexit
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,7 +21,10 @@ def accelerator(cpu: bool):
 
     once = GradientAccumulationPlugin(num_steps=1)
     # Its own mixed precision would copy every logit to float32 once more.
-    return Accelerator(cpu=cpu, mixed_precision="no", dynamo_backend="no", gradient_accumulation_plugin=once)
+    result = Accelerator(cpu=cpu, mixed_precision="no", dynamo_backend="no", gradient_accumulation_plugin=once)
+    if result.num_processes > 1:  # left to the interpreter's end, gloo's threads abort the process now and then
+        atexit.register(result.end_training)
+    return result
 
 
 def rising(step: int, warmup: int) -> float:
