@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 import plpkg
 from plpkg import doctor as doctors
 from plpkg.residual.wire import commands as residual
+from plpkg.serving.service import commands as service
 
 ERRORS = (ValueError, OSError, FloatingPointError, OverflowError)
 """What a command says in one line; anything else is a defect."""
@@ -93,3 +94,4 @@ def pretrain(
 
 
 app.add_typer(residual.app)
+app.add_typer(service.app)

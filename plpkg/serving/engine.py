@@ -122,10 +122,14 @@ class Engine:
         """
         return self._add(request).identity
 
+    def check(self, request: Request) -> list[int]:
+        """The ids of a request's prompt; ValueError as :meth:`add` for all but the adapter."""
+        return request.check(self._vocab, self._positions, self.tokenizer)
+
     def _add(self, request: Request) -> Running:
         if self._closed:
             raise ValueError("the engine is closed")
-        ids = request.check(self._vocab, self._positions, self.tokenizer)
+        ids = self.check(request)
         adapter = None if request.adapter is None else self._adapter(request.adapter)
         past = KeyValues(len(ids) + request.max_new_tokens)
         self._waiting.append(Running(next(self._identities), request, adapter, ids, past))

@@ -1,0 +1,18 @@
+"""Adapters from a store, served over HTTP: tiers of memory, a scheduler, an OpenAI-compatible service.
+
+The names a notebook imports; each loads on first use.
+"""
+
+from plpkg.lazy import on_first_use
+
+PLACES = dict(
+    Store="store",
+    Tiers="tiers",
+    Scheduler="scheduler",
+    Ticket="scheduler",
+    Replica="replica",
+    app="api",
+)
+
+__all__ = [*PLACES]
+__getattr__ = on_first_use(__name__, **PLACES)

@@ -1,0 +1,83 @@
+"""What clients send, in OpenAI's words; a setting that would change the answer and is not served is refused."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Nothing = Annotated[float, Field(ge=0, le=0)]
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class Usage(BaseModel):
+    """Whether the last event of a stream counts tokens."""
+
+    include_usage: bool = False
+
+
+class Settings(BaseModel):
+    """What completions and chats have in common."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = Field(description="The base's name, or NAME or NAME@SHA256 of one of the account's adapters.")
+    lora: Text | None = Field(None, description="Workers AI's way: an adapter, where model is the base's name.")
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1, description="The newer name of max_tokens.")
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    stream: bool = False
+    stream_options: Usage | None = None
+    user: str | None = Field(None, description="Not used.")
+    metadata: dict[str, str] | None = Field(None, description="Not used.")
+    n: Literal[1] = 1
+    presence_penalty: Nothing = 0
+    frequency_penalty: Nothing = 0
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+
+
+class Completion(Settings):
+    """A request to continue one or more texts, or ids."""
+
+    prompt: str | Ids | Annotated[list[str] | list[Ids], Field(min_length=1, max_length=64)]
+    best_of: Literal[1] = 1
+    echo: Literal[False] = False
+    logprobs: None = None
+    suffix: Literal[""] | None = None
+
+
+class Part(BaseModel):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """A turn of a chat."""
+
+    role: Literal["developer", "system", "user", "assistant"]
+    content: str | Annotated[list[Part], Field(min_length=1)]
+    name: str | None = Field(None, description="Not used.")
+
+    @property
+    def text(self) -> str:
+        """Its parts in one."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class Format(BaseModel):
+    """Text, whatever is in it."""
+
+    type: Literal["text"]
+
+
+class Chat(Settings):
+    """A request to answer, through the tokenizer's chat template."""
+
+    messages: list[Message] = Field(min_length=1)
+    logprobs: Literal[False] | None = None
+    top_logprobs: None = None
+    response_format: Format | None = None

@@ -1,0 +1,105 @@
+"""``plpkg serve``; what it needs is loaded when it runs."""
+
+import asyncio
+import contextlib
+import functools
+import os
+import socket
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Option
+
+app = typer.Typer()
+
+LOOPBACK = ("127.0.0.1", "localhost")
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "auto": "auto"}
+
+
+@app.command()
+def serve(
+    model: Annotated[str, Option(help="plpkg-small, a hub name, or a folder.")] = "plpkg-small",
+    store: Annotated[
+        str | None, Option(metavar="DIR|URL", help="Of adapters: a folder, or s3://…; else none lasts.")
+    ] = None,
+    listen: Annotated[str, Option(metavar="HOST:PORT", help="Port 0 takes a free one.")] = "127.0.0.1:8000",
+    adapter: Annotated[list[Path] | None, Option(help="A PEFT folder, which local gets under its name.")] = None,
+    replicas: Annotated[int, Option(min=1, help="Processes that have the model; more than one by Ray Serve.")] = 1,
+    slots: Annotated[int, Option(help="Adapters in use at a time, in each.")] = 16,
+    batch: Annotated[int, Option(help="Requests that run at a time, in each.")] = 32,
+    limits: Annotated[str | None, Option(help="Of adapters: workers_ai_launch or workers_ai_today.")] = None,
+    disk: Annotated[Path | None, Option(help="A folder for downloads; else one that goes with the service.")] = None,
+    dtype: Annotated[str, Option(help="Of the weights: fp16, bf16, fp32, or auto: the checkpoint's own.")] = "fp32",
+    device: Annotated[str, Option(help="cpu or cuda.")] = "cpu",
+) -> None:
+    """Serve a model and many LoRA adapters of it, as OpenAI's clients ask for them.
+
+    PLPKG_KEYS names a file of lines ACCOUNT KEY. Without it, all programs on this machine are the account local.
+    """
+    from plpkg.adapters import validate_adapter
+
+    try:
+        import uvicorn
+
+        from plpkg.serving.service import Store, api
+        from plpkg.serving.service.accounts import LOCAL, Keys
+
+        if replicas > 1:
+            from plpkg.serving.service.fleet import fleet
+    except ModuleNotFoundError as error:
+        extra = "serve,scale" if replicas > 1 else "serve"
+        raise ValueError(f"plpkg serve needs {error.name}: pip install 'plpkg[{extra}]'") from None
+    host, _, port = listen.rpartition(":")
+    keys = Keys.read(os.environ["PLPKG_KEYS"]) if os.environ.get("PLPKG_KEYS") else None
+    if keys is None and host not in LOOPBACK:
+        raise ValueError(f"without PLPKG_KEYS only {' or '.join(LOOPBACK)} may be listened on, got {listen!r}")
+    if not port.isdecimal():
+        raise ValueError(f"listen must be HOST:PORT, got {listen!r}")
+    with contextlib.ExitStack() as stack:
+        listening = stack.enter_context(socket.create_server((host, int(port))))
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="plpkg-adapters-"))
+        location, disk = store or f"{scratch}/store", disk or f"{scratch}/disk"
+        base, tokenizer = loaded(model, dtype, device)
+        kept, options = Store(location), dict(limits=limits, slots=slots, batch=batch)
+        if replicas > 1:
+            build = functools.partial(replica_of, model, dtype, device, location, disk, **options)
+            backend = stack.enter_context(fleet(build, replicas, ongoing=2 * batch))
+            base = base.to("meta")  # its modules and configuration are read here, nothing else
+        else:
+            backend = replica(base, tokenizer, kept, disk, **options)
+        for folder in adapter or []:
+            asyncio.run(kept.put(LOCAL, folder.name, validate_adapter(folder, base, limits)))
+        service = api.app(backend, kept, base, tokenizer, name=model, keys=keys, limits=limits)
+        typer.echo(f"serving {model} on http://{host}:{listening.getsockname()[1]}")
+        config = uvicorn.Config(service, log_level="warning", timeout_graceful_shutdown=5)
+        uvicorn.Server(config).run([listening])
+
+
+def loaded(model: str, dtype: str, device: str):
+    """A model by the names of the command line, and its tokenizer."""
+    import torch
+
+    from plpkg.backbones import load_backbone
+    from plpkg.validation import one_of
+
+    name = DTYPES[one_of("dtype", dtype, tuple(DTYPES))]
+    return load_backbone(model, dtype=name if name == "auto" else getattr(torch, name), device=device)
+
+
+def replica(base, tokenizer, store, disk, *, limits, slots: int, batch: int):
+    """A replica of a model."""
+    from plpkg.serving import Engine
+    from plpkg.serving.service import Replica, Scheduler, Tiers
+    from plpkg.serving.service.tiers import Disk
+
+    engine = Engine(base, tokenizer, max_batch=batch, max_step_tokens=max(512, batch))
+    return Replica(engine, Tiers(store, base, limits=limits, disk=Disk(disk)), Scheduler(slots, batch))
+
+
+def replica_of(model: str, dtype: str, device: str, location: str, disk, **options):
+    """A replica, in a process of its own."""
+    from plpkg.serving.service import Store
+
+    return replica(*loaded(model, dtype, device), Store(location), disk, **options)

@@ -1,0 +1,176 @@
+"""An engine at work: one thread steps it, the event loop fetches adapters meanwhile and talks to clients.
+
+Between two steps the scheduler decides who starts; only then is the engine touched. A request holds its adapter's lease
+from its coming to its end, whichever way it ends: answered, cancelled, or failed.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from plpkg.adapters import Adapter
+from plpkg.serving.engine import Engine
+from plpkg.serving.requests import Request
+from plpkg.serving.service.scheduler import Scheduler, Ticket
+from plpkg.serving.service.tiers import Tiers
+
+
+@dataclass(eq=False)
+class _Job(Ticket):
+    request: Request | None = None
+    weights: Adapter | None = None
+    identity: int | None = None
+    events: asyncio.Queue = field(default_factory=asyncio.Queue)
+
+
+class Replica:
+    """Serves requests with adapters that come when they are needed.
+
+    Parameters
+    ----------
+    engine
+        Used by nobody else.
+    tiers, scheduler
+        Where adapters come from, and who runs when; its ``places`` must not be more than the engine's ``max_batch``.
+    """
+
+    def __init__(self, engine: Engine, tiers: Tiers, scheduler: Scheduler) -> None:
+        if scheduler.places > engine.max_batch:
+            raise ValueError(f"the scheduler has places={scheduler.places}, the engine max_batch={engine.max_batch}")
+        self.engine, self.tiers, self.scheduler = engine, tiers, scheduler
+        tiers.on_drop = self._unload
+        self._jobs: dict[int, _Job] = {}
+        self._leaving: list[_Job] = []
+        self._unloading: set[str] = set()
+        self._wake, self._loop = asyncio.Event(), None
+        self._thread = ThreadPoolExecutor(1, "engine")
+
+    async def stream(self, path: str | None, request: Request) -> AsyncIterator[tuple[int, str | None]]:
+        """A request's tokens as they are written, the last with the reason for its end, ``"stop"`` or ``"length"``.
+
+        ``path`` is the adapter's version in the store, or None for the backbone alone. Who stops reading cancels it.
+
+        Raises
+        ------
+        ValueError
+            The engine could not serve it.
+        OverloadedError, NotFoundError, StoreError, InvalidAdapterError
+            As :meth:`Scheduler.submit` and :meth:`Tiers.lease`.
+        RuntimeError
+            It ended with an error, or the replica was closed.
+        """
+        if self._loop is None:
+            self._loop = asyncio.create_task(self._run())
+            self._loop.add_done_callback(self._ended)
+        positions = len(self.engine.check(request)) + request.max_new_tokens
+        if self._loop.done():
+            raise RuntimeError("the service was closed")
+        job = _Job(path, positions, time.monotonic(), request=dataclasses.replace(request, adapter=path))
+        self.scheduler.submit(job)
+        try:
+            async with self.tiers.lease(path) if path else contextlib.nullcontext() as job.weights:
+                self.scheduler.fetched(job, time.monotonic())
+                self._wake.set()
+                reason = None
+                while reason is None:
+                    token, reason = await job.events.get()
+                    if token is None:
+                        raise RuntimeError(reason)
+                    yield token, reason
+        finally:
+            if job.state == "running":
+                self._leaving.append(job)  # the engine may be in a step
+                self._wake.set()
+            else:
+                self.scheduler.end(job, time.monotonic())
+
+    async def _run(self) -> None:
+        while True:
+            self._between_steps()
+            if not self._jobs:
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            try:
+                written = await asyncio.get_running_loop().run_in_executor(self._thread, self.engine.step)
+            except Exception as error:  # of all, memory say: none of them is lost in silence
+                for job in [*self._jobs.values()]:
+                    self._end(job, None, f"a step failed: {type(error).__name__}: {error}")
+                continue
+            for identity, token in written:
+                if identity not in self.engine.finished:
+                    self._jobs[identity].events.put_nowait((token, None))
+            last = dict(written)
+            for identity, reason in [*self.engine.finished.items()]:
+                self._end(self._jobs[identity], last.get(identity) if reason in ("stop", "length") else None, reason)
+
+    def _ended(self, loop: asyncio.Task) -> None:
+        """No request waits for a loop that is no more."""
+        reason = "the service was closed" if loop.cancelled() else f"the engine's loop failed: {loop.exception()}"
+        for job in [*self.scheduler.running, *self.scheduler.queued]:
+            job.events.put_nowait((None, reason))
+
+    def _between_steps(self) -> None:
+        for job in self._leaving:
+            if job.state != "ended":
+                self._end(job, None, "cancelled")
+        self._leaving.clear()
+        self._unloading = {path for path in self._unloading if not self._emptied(path)}
+        for job, evicted in self.scheduler.decide(time.monotonic()):
+            if evicted:
+                self.engine.unload(evicted)
+            try:
+                if job.adapter and job.adapter not in self.engine.adapters:
+                    self.engine.load(job.adapter, job.weights)
+                job.identity = self.engine.add(job.request)
+                self._jobs[job.identity] = job
+            except Exception as error:  # its own affair
+                self._end(job, None, f"it could not start: {error}")
+
+    def _end(self, job: _Job, token: int | None, reason: str) -> None:
+        job.events.put_nowait((token, reason))
+        self.scheduler.end(job, time.monotonic())
+        if self._jobs.pop(job.identity, None):
+            self.engine.cancel(job.identity)
+
+    def _emptied(self, path: str) -> bool:
+        if gone := self.scheduler.forget(path):
+            with contextlib.suppress(ValueError):  # it had no slot
+                self.engine.unload(path)
+        return gone
+
+    def _unload(self, path: str) -> None:
+        self._unloading.add(path)
+        self._wake.set()
+
+    async def drop(self, prefix: str) -> None:
+        """Forget the adapters of ``ACCOUNT/NAME`` in every tier; who uses one now keeps it to the end."""
+        await self.tiers.drop(prefix)
+
+    async def gauges(self) -> list[dict[tuple, float]]:
+        """What is so now, by the name of a metric and the values of its labels; a list, as several have one each."""
+        levels = {"host": [*self.tiers.host.values()], "slot": [*self.engine.adapters.values()]}
+        loaded: dict[tuple, float] = {}
+        for level, adapters in levels.items():
+            for adapter in adapters:
+                key = ("lora_adapter_loaded", level, str(adapter.rank))
+                loaded[key] = loaded.get(key, 0) + 1
+        counts = {
+            "num_requests_running": len(self.scheduler.running),
+            "num_requests_waiting": len(self.scheduler.queued),
+        }
+        counts["kv_cache_usage_perc"] = self.scheduler.filled / self.scheduler.positions
+        counts["lora_adapter_leases"] = self.tiers.leases.total()
+        return [loaded | {(name,): value for name, value in counts.items()}]
+
+    async def close(self) -> None:
+        """End all requests with an error, and let go of the model."""
+        if self._loop:
+            self._loop.cancel()
+            await asyncio.gather(self._loop, return_exceptions=True)
+        self._thread.shutdown()  # after the step, if it is in one
+        self.engine.close()

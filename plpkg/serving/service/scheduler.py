@@ -1,0 +1,179 @@
+"""Which request runs when: a state machine without engine, threads or clock; the caller passes the time.
+
+Punica (arXiv 2310.18547, Section 5) batches what has its adapter and queues the rest. Here a request whose adapter is
+still on its way stands behind nobody and before nobody. Adapters have slots, which those that nobody uses give up,
+least recently used first. Left to that, requests for popular adapters could pass another one for ever, so waiting is
+bounded, as EASY backfilling bounds it (Lifka 1995): when who has waited longest since its adapter was there has waited
+for ``patience_s``, what it lacks is kept for it: a place in the batch, room for keys and values, and, if no slot is
+idle, one that takes no newcomers until it is. For one request at a time: slots that are emptied for many serve nobody.
+
+Left out: which answer will be short (nobody knows), and taking a running request's place from it.
+"""
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from plpkg.validation import number, whole_number
+
+
+class OverloadedError(RuntimeError):
+    """No room for one more request; there may be after ``retry_after_s`` seconds."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(f"{message}; try again in {retry_after_s} s")
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request, as the scheduler sees it.
+
+    Attributes
+    ----------
+    adapter
+        What it needs in a slot, or None.
+    positions
+        The most positions of keys and values that it fills: its prompt's and those of the tokens that it may write.
+    arrived_s
+        When it came.
+    state
+        ``"fetching"`` until its adapter is in memory, ``"waiting"``, ``"running"``, ``"ended"``.
+    since_s
+        When it came into this state.
+    """
+
+    adapter: str | None
+    positions: int
+    arrived_s: float
+    state: str = "fetching"
+    since_s: float = 0.0
+
+
+class Start(NamedTuple):
+    """A decision: the request runs now, and the adapter, if any, gives up its slot for the request's."""
+
+    ticket: Ticket
+    evicted: str | None
+
+
+class Scheduler:
+    """Decides which requests run.
+
+    A waiting request starts at most ``patience_s + (ahead + 1) * longest`` seconds after its adapter has come, if
+    ``ahead`` others still wait then whose adapters came before, and none runs for more than ``longest`` seconds.
+
+    Parameters
+    ----------
+    slots
+        The most adapters in use at a time.
+    places
+        The most requests that run at a time.
+    positions
+        The most positions that running requests may fill.
+    max_queued
+        The most requests that do not run yet.
+    patience_s
+        After which something is kept for the next; ``math.inf`` leaves it at least recently used.
+
+    Attributes
+    ----------
+    queued, running
+        Tickets, in the order of their coming and of their starting.
+    slots
+        By adapter, how many running requests use it; who was started least recently first.
+    """
+
+    def __init__(self, slots=16, places=32, positions=2**16, max_queued=1024, patience_s=2.0) -> None:
+        self.num_slots, self.places = whole_number("slots", slots, 1), whole_number("places", places, 1)
+        self.positions, self.max_queued = (
+            whole_number("positions", positions, 1),
+            whole_number("max_queued", max_queued, 1),
+        )
+        self.patience_s = patience_s if patience_s == math.inf else number("patience_s", patience_s, 0)
+        self.queued: list[Ticket] = []
+        self.running: list[Ticket] = []
+        self.slots: OrderedDict[str, int] = OrderedDict()
+        self._mean_run_s = 1.0
+
+    @property
+    def filled(self) -> int:
+        """The positions that running requests may fill."""
+        return sum(each.positions for each in self.running)
+
+    def submit(self, ticket: Ticket) -> None:
+        """Queue a request, which is told by :meth:`fetched` when its adapter is there.
+
+        Raises
+        ------
+        ValueError
+            It could never run.
+        OverloadedError
+            The queue is full.
+        """
+        if ticket.positions > self.positions:
+            raise ValueError(f"the request may fill {ticket.positions:,} positions, {self.positions:,} are there")
+        if len(self.queued) >= self.max_queued:
+            after = math.ceil(self._mean_run_s * len(self.queued) / self.places)
+            raise OverloadedError(f"{len(self.queued)} requests are waiting", max(1, after))
+        ticket.state, ticket.since_s = "fetching", ticket.arrived_s
+        self.queued.append(ticket)
+
+    def fetched(self, ticket: Ticket, now_s: float) -> None:
+        """A request's adapter is in memory, or it needs none; for one that has ended meanwhile, no error."""
+        if ticket.state == "fetching":
+            ticket.state, ticket.since_s = "waiting", now_s
+
+    def end(self, ticket: Ticket, now_s: float) -> None:
+        """A request has ended, whatever its state and the reason; once more is no error."""
+        if ticket.state == "running":
+            self.running.remove(ticket)
+            self._mean_run_s += 0.1 * (now_s - ticket.since_s - self._mean_run_s)
+            if ticket.adapter is not None:
+                self.slots[ticket.adapter] -= 1
+        elif ticket.state != "ended":
+            self.queued.remove(ticket)
+        ticket.state = "ended"
+
+    def forget(self, adapter: str) -> bool:
+        """Empty an adapter's slot, unless a running request uses it: whether it has none now."""
+        if not self.slots.get(adapter):
+            self.slots.pop(adapter, None)
+        return adapter not in self.slots
+
+    def decide(self, now_s: float) -> list[Start]:
+        """Start what can run now, who waits longest first."""
+        starts, places, positions = [], self.places - len(self.running), self.positions - self.filled
+        kept, drained = False, ""  # whether something is kept for one already; whose slot takes no newcomers
+        waiting = [each for each in self.queued if each.state == "waiting"]
+        for ticket in sorted(waiting, key=lambda each: each.since_s):
+            if min(places, positions) <= 0:
+                break
+            slot, evicted = self._slot(ticket.adapter)
+            if slot and ticket.positions <= positions and ticket.adapter != drained:
+                starts.append(self._start(ticket, evicted, now_s))
+            elif kept or now_s - ticket.since_s < self.patience_s:
+                continue
+            else:
+                kept, drained = True, "" if slot else next(iter(self.slots))
+            places, positions = places - 1, positions - ticket.positions  # taken, or kept for it
+        return starts
+
+    def _slot(self, adapter: str | None) -> tuple[bool, str | None]:
+        """Whether there is a slot for an adapter, and who would have to leave it."""
+        if adapter is None or adapter in self.slots or len(self.slots) < self.num_slots:
+            return True, None
+        idle = next((each for each, users in self.slots.items() if not users), None)
+        return idle is not None, idle
+
+    def _start(self, ticket: Ticket, evicted: str | None, now_s: float) -> Start:
+        if evicted is not None:
+            del self.slots[evicted]
+        if ticket.adapter is not None:
+            self.slots[ticket.adapter] = self.slots.get(ticket.adapter, 0) + 1
+            self.slots.move_to_end(ticket.adapter)
+        self.queued.remove(ticket)
+        self.running.append(ticket)
+        ticket.state, ticket.since_s = "running", now_s
+        return Start(ticket, evicted)

@@ -1,0 +1,207 @@
+"""Where adapters are kept: an S3-compatible store, a directory, or memory, through obstore; the files are plain PEFT's.
+
+``ACCOUNT/NAME/SHA256/`` holds both files of a version, which is named by its content and never changes: the weights are
+written first, the configuration last. ``ACCOUNT/NAME/current`` names the version that the name alone means; the last
+upload wins. What a write leaves behind when its process dies is not visible: nothing points to it.
+
+Left out: locks between processes. Two that upload under one account at once may pass its limit by one.
+"""
+
+import asyncio
+import contextlib
+import re
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Mapping
+from datetime import timedelta
+from pathlib import Path
+
+import obstore
+import torch
+from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.store import LocalStore, from_url
+
+from plpkg.adapters import (
+    CONFIG,
+    MAX_CONFIG_BYTES,
+    WEIGHTS,
+    Adapter,
+    InvalidAdapterError,
+    Limits,
+    inspect,
+    read_adapter,
+)
+from plpkg.untrusted import header_length
+from plpkg.validation import number, whole_number
+
+NAME, VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"), re.compile("[0-9a-f]{64}")
+START_BYTES = 2**15
+"""Read of the weights at first: the header of most."""
+
+
+class NotFoundError(LookupError):
+    """There is no such adapter, or version of it, in the account."""
+
+
+class AccountFullError(RuntimeError):
+    """The account has as many versions of adapters as it may."""
+
+
+class StoreError(OSError):
+    """The store does not answer, or not as a store does; later it may."""
+
+
+class Store:
+    """Adapters by account and name.
+
+    Parameters
+    ----------
+    location
+        A URL that obstore knows (``s3://bucket/prefix``, ``memory:///``), whose settings come from the environment
+        (``AWS_ENDPOINT_URL``, ``AWS_ACCESS_KEY_ID``, …), a directory, or one of obstore's stores.
+    timeout_s
+        Of a request to the store at a URL, body included. obstore tries it three times, also where a body breaks off.
+    refresh_s
+        For how long it is known which version is current; what this object writes, it knows at once.
+    max_versions
+        Of an account; Workers AI began with 30.
+    """
+
+    def __init__(self, location, *, timeout_s: float = 30.0, refresh_s: float = 5.0, max_versions: int = 30) -> None:
+        number("timeout_s", timeout_s, 0, open_low=True)
+        self.refresh_s = number("refresh_s", refresh_s, 0)
+        self.max_versions = whole_number("max_versions", max_versions, 1)
+        if isinstance(location, str) and "://" in location:
+            retries = {"max_retries": 2, "retry_timeout": timedelta(seconds=3 * timeout_s)}
+            location = from_url(
+                location, retry_config=retries, client_options={"timeout": timedelta(seconds=timeout_s)}
+            )
+        self._objects = LocalStore(location, mkdir=True) if isinstance(location, str | Path) else location
+        self._current: dict[str, tuple[str | None, float]] = {}
+        self._writing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def put(self, account: str, name: str, adapter: Adapter) -> str:
+        """Keep an adapter under a name, which may be taken; its version.
+
+        Raises
+        ------
+        ValueError
+            The name is none.
+        AccountFullError
+            Until one is deleted.
+        StoreError
+            The store does not answer; what was current still is.
+        """
+        place = _place(account, name)
+        async with self._writing[account]:
+            versions = await self.versions(account)
+            if adapter.digest not in versions.get(name, ()) and sum(map(len, versions.values())) >= self.max_versions:
+                raise AccountFullError(
+                    f"account {account!r} has {self.max_versions} versions of adapters, the most it may"
+                )
+            for file in (WEIGHTS, CONFIG):
+                path, content = f"{place}/{adapter.digest}/{file}", bytes(adapter.files[file])
+                with contextlib.suppress(AlreadyExistsError):  # of the same content, which its path says
+                    await _call(obstore.put_async(self._objects, path, content, mode="create"))
+            await _call(obstore.put_async(self._objects, f"{place}/current", adapter.digest.encode()))
+            self._current[place] = adapter.digest, time.monotonic() + self.refresh_s
+        return adapter.digest
+
+    async def current(self, account: str, name: str) -> str:
+        """The version that a name means. NotFoundError if there is no such adapter."""
+        place = _place(account, name)
+        version, until = self._current.get(place, (None, 0.0))
+        if time.monotonic() >= until:
+            self._current = {key: each for key, each in self._current.items() if each[1] > time.monotonic()}
+            try:
+                version = bytes(await self._read(f"{place}/current", 64)).decode("ascii", "replace")
+            except NotFoundError:
+                version = None
+            if version is not None and not VERSION.fullmatch(version):
+                raise StoreError(f"{place}/current names no version, but {version!r}")
+            self._current[place] = version, time.monotonic() + self.refresh_s
+        if version is None:
+            raise NotFoundError(f"account {account!r} has no adapter {name!r}")
+        return version
+
+    async def versions(self, account: str) -> Mapping[str, list[str]]:
+        """All versions that an account has, by name, the oldest first."""
+        listing = obstore.list(self._objects, prefix=_place(account)).collect_async()
+        found: dict[str, list[str]] = {}
+        for each in sorted(await _call(listing), key=lambda each: each["last_modified"]):
+            *_, name, version, file = f"//{each['path']}".split("/")
+            if file == CONFIG and VERSION.fullmatch(version):
+                found.setdefault(name, []).append(version)
+        return found
+
+    async def delete(self, account: str, name: str) -> None:
+        """Remove a name and all its versions. NotFoundError if there is no such adapter."""
+        place = _place(account, name)
+        async with self._writing[account]:
+            self._current.pop(place, None)
+            await self.current(account, name)
+            await _call(obstore.delete_async(self._objects, f"{place}/current"))
+            self._current[place] = None, time.monotonic() + self.refresh_s
+            rest = await _call(obstore.list(self._objects, prefix=place).collect_async())
+            if rest:
+                await _call(obstore.delete_async(self._objects, [each["path"] for each in rest]))
+
+    async def fetch(self, path: str, model: torch.nn.Module, limits: str | Limits | None = None) -> Adapter:
+        """Download a version, ``ACCOUNT/NAME/SHA256``, that fits a model.
+
+        What can be known from the configuration and the weights' header is checked before the rest is read.
+
+        Raises
+        ------
+        NotFoundError, StoreError
+            It is not there; the store does not answer.
+        InvalidAdapterError
+            It is no adapter of this model, or not the one that its path names.
+        """
+        config = await self._read(f"{path}/{CONFIG}", MAX_CONFIG_BYTES)
+        try:
+            size, header = await self._header(f"{path}/{WEIGHTS}")
+        except ValueError as error:
+            raise InvalidAdapterError([str(error)]) from None
+        if reasons := await asyncio.to_thread(inspect, config, header, size, model, limits):
+            raise InvalidAdapterError(reasons)
+        weights = await self._read(f"{path}/{WEIGHTS}", size)
+        adapter = await asyncio.to_thread(read_adapter, config, weights, model, limits)
+        if adapter.digest != path.rpartition("/")[2]:
+            raise InvalidAdapterError([f"its content is {adapter.digest}, not the version that it was stored as"])
+        return adapter
+
+    async def _header(self, path: str) -> tuple[int, bytes]:
+        """The size of the weights, and their first 8 + N bytes."""
+        size, start = await self._range(path, START_BYTES)
+        length = 8 + header_length(start)
+        return size, start[:length] if length <= len(start) else (await self._range(path, length))[1]
+
+    async def _range(self, path: str, end: int) -> tuple[int, bytes]:
+        result = await _call(obstore.get_async(self._objects, path, options={"range": (0, end)}))
+        return result.meta["size"], bytes(await _call(result.bytes_async()))
+
+    async def _read(self, path: str, most: int) -> bytearray:
+        """A whole object, and never more than ``most`` bytes of it."""
+        result = await _call(obstore.get_async(self._objects, path))
+        if (size := result.meta["size"]) > most:
+            raise InvalidAdapterError([f"{Path(path).name} has {size:,} bytes, at most {most:,} are allowed"])
+        return bytearray(await _call(result.bytes_async()))
+
+
+async def _call(operation: Awaitable):
+    try:
+        return await operation
+    except AlreadyExistsError:
+        raise
+    except FileNotFoundError:
+        raise NotFoundError("there is no such version of the adapter") from None
+    except (OSError, BaseError) as error:
+        raise StoreError(f"the store does not answer: {type(error).__name__}: {error}".split("\n")[0]) from error
+
+
+def _place(*parts: str) -> str:
+    for part in parts:
+        if not NAME.fullmatch(part):
+            raise ValueError(f"a name has up to 64 letters, digits, dots, dashes or underscores, got {part!r}")
+    return "/".join(parts)

@@ -1,0 +1,187 @@
+"""Memory for adapters below the store: host memory, and a directory on disk, each with a budget of bytes.
+
+A version's path is its key in every tier, account included: were equal adapters of two accounts kept once, the time of
+an answer would tell one of them what the other has. Who needs an adapter leases it, and what is leased stays. However
+many wait for one, it is downloaded once, and given up when nobody waits any more. What failed is not tried again for
+some seconds, and fails nobody else.
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import time
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import torch
+
+from plpkg.adapters import CONFIG, Adapter, InvalidAdapterError, Limits, validate_adapter
+from plpkg.serving.service.scheduler import OverloadedError
+from plpkg.serving.service.store import NotFoundError, Store, StoreError
+from plpkg.validation import whole_number
+
+
+class Disk:
+    """Adapters in a directory, as PEFT saves them; the least recently used go first.
+
+    What a process that died has left unfinished there is removed. Several processes may share a directory.
+    """
+
+    def __init__(self, folder: str | Path, num_bytes: int = 2**33) -> None:
+        self.folder, self.num_bytes = Path(folder), whole_number("num_bytes", num_bytes, 0)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for version in self.folder.glob("*/*/*"):
+            if not (version / CONFIG).exists():
+                shutil.rmtree(version, ignore_errors=True)
+
+    def read(self, path: str, model: torch.nn.Module, limits: Limits | None) -> Adapter | None:
+        """The adapter of that path, if it is there and still what it was."""
+        folder = self.folder / path
+        with contextlib.suppress(InvalidAdapterError, OSError):
+            adapter = validate_adapter(folder, model, limits)
+            if adapter.digest == folder.name:
+                os.utime(folder)
+                return adapter
+        shutil.rmtree(folder, ignore_errors=True)
+        return None
+
+    def write(self, path: str, adapter: Adapter) -> None:
+        """Keep an adapter, and remove as many others as that takes; a full disk is no error."""
+        with contextlib.suppress(OSError):
+            sizes = {each: sum(file.stat().st_size for file in each.iterdir()) for each in self.folder.glob("*/*/*")}
+            total = sum(sizes.values()) + adapter.num_bytes
+            for oldest in sorted(sizes, key=lambda each: each.stat().st_mtime):
+                if total > self.num_bytes:
+                    shutil.rmtree(oldest, ignore_errors=True)
+                    total -= sizes[oldest]
+            if total <= self.num_bytes:
+                adapter.save(self.folder / path)
+
+    def drop(self, prefix: str) -> None:
+        """Remove what is under a path."""
+        shutil.rmtree(self.folder / prefix, ignore_errors=True)
+
+
+class Tiers:
+    """Leases adapters of a store for one model.
+
+    Parameters
+    ----------
+    limits
+        As of :func:`~plpkg.adapters.validate_adapter`.
+    host_bytes
+        Of adapters in memory.
+    disk
+        None for no such tier.
+    downloads
+        The most at a time.
+    failed_s
+        For how long a failure is remembered.
+
+    Attributes
+    ----------
+    leases
+        By path, how many need it now.
+    on_drop
+        Called with a path when its adapter leaves host memory.
+    """
+
+    def __init__(
+        self, store: Store, model, *, limits=None, host_bytes=2**32, disk: Disk | None = None, downloads=8, failed_s=5.0
+    ) -> None:
+        self.store, self.model, self.limits, self.disk, self.failed_s = store, model, limits, disk, failed_s
+        self.host_bytes = whole_number("host_bytes", host_bytes, 1)
+        self.host: OrderedDict[str, Adapter] = OrderedDict()
+        self.leases: Counter[str] = Counter()
+        self.on_drop: Callable[[str], object] = lambda path: None
+        self._flights: dict[str, asyncio.Task] = {}
+        self._failed: dict[str, tuple[float, Exception]] = {}
+        self._downloads = asyncio.Semaphore(whole_number("downloads", downloads, 1))
+
+    @contextlib.asynccontextmanager
+    async def lease(self, path: str) -> AsyncIterator[Adapter]:
+        """An adapter in host memory, for as long as the context lasts.
+
+        Raises
+        ------
+        NotFoundError, StoreError, InvalidAdapterError
+            As :meth:`Store.fetch`.
+        OverloadedError
+            All of the memory is leased.
+        """
+        self.leases[path] += 1
+        try:
+            adapter = self.host.get(path) or await self._arrival(path)
+            if path in self.host:
+                self.host.move_to_end(path)
+            yield adapter
+        finally:
+            self.leases[path] -= 1
+            if not self.leases[path]:
+                del self.leases[path]
+                if path in self._flights:
+                    self._flights.pop(path).cancel()
+                self._trim()
+
+    async def _arrival(self, path: str) -> Adapter:
+        until, error = self._failed.get(path, (0.0, None))
+        if time.monotonic() < until:
+            raise error.with_traceback(None)
+        if path not in self._flights:
+            self._flights[path] = asyncio.create_task(self._bring(path))
+            self._flights[path].add_done_callback(lambda task: task.cancelled() or task.exception())  # someone may ask
+        flight = self._flights[path]
+        try:
+            return await asyncio.shield(flight)
+        except asyncio.CancelledError:
+            if flight.cancelled() and not asyncio.current_task().cancelling():
+                raise NotFoundError("the adapter was deleted while it was fetched") from None
+            raise
+
+    async def _bring(self, path: str) -> Adapter:
+        try:
+            async with self._downloads:
+                adapter = await asyncio.to_thread(self.disk.read, path, self.model, self.limits) if self.disk else None
+                if adapter is None:
+                    adapter = await self.store.fetch(path, self.model, self.limits)
+                    if self.disk:
+                        await asyncio.to_thread(self.disk.write, path, adapter)
+            if self._trim(adapter.num_bytes) > self.host_bytes:
+                raise OverloadedError(f"adapters in use fill the {self.host_bytes:,} bytes of memory for them", 1)
+            self.host[path] = adapter
+            return adapter
+        except (NotFoundError, StoreError, InvalidAdapterError) as error:
+            now = time.monotonic()
+            self._failed = {key: each for key, each in self._failed.items() if each[0] > now}
+            self._failed[path] = now + self.failed_s, error
+            raise
+        finally:
+            if self._flights.get(path) is asyncio.current_task():
+                del self._flights[path]
+
+    def _trim(self, more: int = 0) -> int:
+        """Drop what nobody leases until there is room for ``more`` bytes; the bytes needed then."""
+        needed = more + sum(each.num_bytes for each in self.host.values())
+        for path in [path for path in self.host if path not in self.leases]:
+            if needed <= self.host_bytes:
+                break
+            needed -= self.host[path].num_bytes
+            self._leave(path)
+        return needed
+
+    def _leave(self, path: str) -> None:
+        del self.host[path]
+        self.on_drop(path)
+
+    async def drop(self, prefix: str) -> None:
+        """Forget all under ``ACCOUNT/NAME``, also on disk and what failed; who leases one keeps it to the end."""
+        inside = f"{prefix}/"
+        self._failed = {path: each for path, each in self._failed.items() if not path.startswith(inside)}
+        for path in [path for path in self._flights if path.startswith(inside)]:
+            self._flights.pop(path).cancel()
+        for path in [path for path in self.host if path.startswith(inside)]:
+            self._leave(path)
+        if self.disk:
+            await asyncio.to_thread(self.disk.drop, prefix)
