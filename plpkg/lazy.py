@@ -13,14 +13,15 @@ def on_first_use(package: str, **places: str) -> Callable[[str], object]:
     package
         Its ``__name__``.
     **places
-        For each name the module within the package that defines it: ``CloudServer="wire.cloud"``. A place that ends
-        in the name is that module itself: ``training="wire.training"``.
+        For each name the module within the package that defines it: ``CloudServer="wire.cloud"``; a dot before it,
+        ``Adapter=".adapters"``, leads out of the package. A place that ends in the name is that module itself:
+        ``training="wire.training"``.
     """
 
     def __getattr__(name: str) -> object:  # noqa: N807 (PEP 562 names it)
         if name not in places:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = import_module(f"{package}.{places[name]}")
+        module = import_module(f".{places[name]}", package)
         return module if module.__name__.endswith(f".{name}") else getattr(module, name)
 
     module = sys.modules[package]

@@ -29,7 +29,7 @@ from plpkg.adapters import (
     validate_adapter,
 )
 from plpkg.backbones import random_backbone
-from plpkg.serving.merge import merge
+from plpkg.serving.merging import merge
 
 from rounding import assert_as_exact
 

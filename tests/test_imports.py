@@ -30,7 +30,9 @@ def test_plots_and_widget_load_on_first_use():
     assert "ipywidgets" in loaded_after("import plpkg.throughput as t; t.widget.explorer")
 
 
-@pytest.mark.parametrize("room", ["clipping", "communication", "residual", "retention", "serving", "throughput"])
+@pytest.mark.parametrize(
+    "room", ["clipping", "communication", "residual", "retention", "serving", "serving.service", "throughput"]
+)
 def test_a_front_door_keeps_its_promises(room):
     room = importlib.import_module(f"plpkg.{room}")
     assert all(getattr(room, name) for name in room.__all__)
@@ -45,7 +47,7 @@ def test_a_front_door_keeps_its_promises(room):
         ("plpkg.residual.adapter", "grpc google.protobuf plpkg.residual.wire plpkg.residual.attacks pandas sklearn"),
         ("plpkg.residual.attacks", "grpc google.protobuf plpkg.residual.wire"),
         ("plpkg.clipping.gradients", "opacus plpkg.clipping.training plpkg.clipping.checks plpkg.clipping.memory"),
-        ("plpkg.residual.wire.commands", "torch grpc"),
+        ("plpkg.cli", "torch grpc fastapi obstore ray"),
         ("plpkg.adapters", "transformers peft triton plpkg.serving.engine plpkg.serving.training"),
     ],
 )

@@ -19,7 +19,7 @@ from torch.nn.functional import grouped_mm
 
 from benchmarks import record
 from plpkg.serving import popularity
-from plpkg.serving.sgmv import Segments, add_sgmv
+from plpkg.serving.segments import Segments, add_sgmv
 
 TOKENS, ROUNDS, CALLS = 32, 15, 20
 SHAPES = ((576, 16), (2048, 16), (2048, 64))

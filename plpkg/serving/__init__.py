@@ -3,14 +3,20 @@
 The names a notebook imports; each loads on first use.
 """
 
-from plpkg.adapters import Adapter, Factors, InvalidAdapterError, Limits, targets, validate_adapter
 from plpkg.lazy import on_first_use
-from plpkg.serving.merge import merge, unmerge
-from plpkg.serving.sgmv import sgmv
 
 PLACES = dict(
+    Adapter=".adapters",
+    Factors=".adapters",
+    InvalidAdapterError=".adapters",
+    Limits=".adapters",
+    targets=".adapters",
+    validate_adapter=".adapters",
     Engine="engine",
     Request="requests",
+    sgmv="segments",
+    merge="merging",
+    unmerge="merging",
     train_many="training",
     per_person_gradients="training",
     popularity="popularity",
@@ -19,6 +25,5 @@ PLACES = dict(
     widget="widget",
 )
 
-__all__ = ["Adapter", "Factors", "InvalidAdapterError", "Limits", "targets", "validate_adapter"]
-__all__ += ["merge", "sgmv", "unmerge", *PLACES]
+__all__ = [*PLACES]
 __getattr__ = on_first_use(__name__, **PLACES)

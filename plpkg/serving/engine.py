@@ -2,7 +2,7 @@
 
 Continuous batching (Orca, OSDI 2022; Punica, arXiv 2310.18547, Section 5): in every step each running request brings
 what it has not read yet, a prompt or the token that it wrote last, packed into one row that is sorted by adapter. The
-backbone's products run once for all of them, adapters through :mod:`plpkg.serving.sgmv`, attention through
+backbone's products run once for all of them, adapters through :mod:`plpkg.serving.segments`, attention through
 :mod:`plpkg.serving.attention`. Who has finished leaves at once, who waits comes in.
 
 Left out: which request should wait for which adapter (a scheduler's), and paged keys and values: each request holds
@@ -24,7 +24,7 @@ from plpkg.adapters import Adapter, require_fit, targets, validate_adapter
 from plpkg.serving.attention import KeyValues, Row, packed
 from plpkg.serving.prefixes import Prefixes
 from plpkg.serving.requests import Request, Running
-from plpkg.serving.sgmv import Segments
+from plpkg.serving.segments import Segments
 from plpkg.serving.slots import Group, Hooks, Pool, form
 from plpkg.validation import whole_number
 

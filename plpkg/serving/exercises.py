@@ -52,7 +52,7 @@ def gradient_of_x(function: object) -> Verdict:
     """``gradient_of_x(g, downs, ups, scales, segments)``: ∂L/∂x from g = ∂L/∂y of a segmented product."""
     import torch
 
-    from plpkg.serving.sgmv import sgmv
+    from plpkg.serving.segments import sgmv
 
     if not callable(function):
         return Verdict(False, "No answer yet: write the function, and give it to the checker.")

@@ -4,7 +4,7 @@ For each segment i of a batch that is sorted by adapter (Punica, arXiv 2310.1854
 *shrinks*, v = scale_i · x A_iᵀ, and the second one *expands*, y += v B_iᵀ. A program makes one tile of the result: some
 tokens of one segment times some columns. A table tells it which tokens and whose factors, so no program is without
 work, and none waits for another. Sums are fp32 (fp64 where the input is), never TF32; v is rounded to the input's
-dtype once, as by the loop in :mod:`plpkg.serving.sgmv`.
+dtype once, as by the loop in :mod:`plpkg.serving.segments`.
 
 Left out are Punica's Split-K, so that one program reads all of A_i, up to rank 64: with n short segments a shrink uses
 n of the GPU's hundred-odd multiprocessors; autotuning; and q, k and v in one launch. It is checked in Triton's
@@ -76,7 +76,7 @@ def _table(segments: list, device: torch.device) -> tuple[torch.Tensor, int]:
 
 
 def add_sgmv(y, x, downs, ups, scales, segments) -> None:
-    """Add to ``y`` ``(tokens, out)`` in place, outside autograd; arguments as in :func:`plpkg.serving.sgmv.sgmv`.
+    """Add to ``y`` ``(tokens, out)`` in place, outside autograd; arguments as in :func:`plpkg.serving.segments.sgmv`.
 
     ``downs`` and ``ups`` are stacked, all tensors of one dtype and any strides. ``scales`` in a list are copied to the
     device at every call, a float32 tensor that is there is not.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from plpkg.adapters import Adapter
-from plpkg.serving.sgmv import Segments, add_sgmv, sgmv
+from plpkg.serving.segments import Segments, add_sgmv, sgmv
 
 
 class Group(NamedTuple):

@@ -1,7 +1,7 @@
 """Many people in one step: each trains an adapter of their own on one backbone, or one that they share.
 
 A person is a segment. In one pass over everybody's tokens, the gradient of a segment's factors sums over that
-person's tokens alone (:mod:`plpkg.serving.sgmv`), so sixteen people cost the backbone's products once, at a batch
+person's tokens alone (:mod:`plpkg.serving.segments`), so sixteen people cost the backbone's products once, at a batch
 that a processor likes. It makes nothing private. Only where people *share* an adapter does clipping each person's
 gradient bound what one of them moves: :func:`per_person_gradients`, then the clipping room's ``clip_dense``, noise,
 and ``check_sensitivity``.
@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from plpkg.adapters import Adapter, Factors, targets
 from plpkg.learning import endless, frozen, learn, logits_of
-from plpkg.serving.sgmv import Segments
+from plpkg.serving.segments import Segments
 from plpkg.serving.slots import Group, Hooks
 from plpkg.validation import number, whole_number
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from plpkg.serving import kernel
-from plpkg.serving.sgmv import Segments, sgmv
+from plpkg.serving.segments import Segments, sgmv
 
 from rounding import assert_close
 

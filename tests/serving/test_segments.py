@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from plpkg.serving.sgmv import Segments, sgmv
+from plpkg.serving.segments import Segments, sgmv
 
 from rounding import assert_close
 

@@ -7,7 +7,7 @@ import torch
 
 from plpkg.adapters import Adapter, Factors, targets
 from plpkg.backbones import random_backbone
-from plpkg.serving.merge import merge, unmerge
+from plpkg.serving.merging import merge, unmerge
 
 from rounding import assert_close
 
