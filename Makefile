@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 NOTEBOOKS ?= $(wildcard notebooks/[0-9]*.ipynb)
 LAB ?=
+SERVE ?=
+STORE ?= .adapters
 DIST ?= dist
 CONSTRAINTS ?= constraints.txt
 PARALLEL ?= -n 2
@@ -12,7 +14,7 @@ NBVAL_OPTIONS = --nbval-current-env --nbval-sanitize-with tests/nbval.cfg --nbva
 EXECUTE = --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.store_widget_state=False
 
 .DEFAULT_GOAL := help
-.PHONY: help install lab test check ui-test lint notebooks bench checksums wheel
+.PHONY: help install lab serve test check ui-test lint notebooks bench checksums wheel
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -21,10 +23,13 @@ install: $(VENV)/installed ## a virtual environment with everything, exactly as 
 
 $(VENV)/installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[notebooks,test]' && touch $@
+	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[notebooks,scale,serve,test]' && touch $@
 
 lab: install ## open JupyterLab on the first notebook
 	$(BIN)/jupyter lab $(LAB) notebooks/00_start_here.ipynb
+
+serve: install ## serve plpkg-small with three of the writers' adapters; STORE=… keeps them elsewhere, SERVE="--replicas 2" adds options
+	$(BIN)/plpkg serve --model plpkg-small --store $(STORE) $(patsubst %,--adapter data/serving/%,numpy pandas torch) $(SERVE)
 
 test: lint check ## lint, unit tests, notebook hygiene, and every notebook re-run and compared
 

@@ -31,7 +31,10 @@ class InvalidAdapterError(ValueError):
 
     def __init__(self, reasons: list[str]) -> None:
         self.reasons = reasons[:20] + [f"and {len(reasons) - 20} more"] * (len(reasons) > 20)
-        super().__init__("; ".join(self.reasons))
+        super().__init__(reasons)
+
+    def __str__(self) -> str:
+        return "; ".join(self.reasons)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
-NOT_ON_CONDA_FORGE = {"optimum-quanto", "playwright"}
+NOT_ON_CONDA_FORGE = {"optimum-quanto": "", "playwright": "", "ray": "[serve]"}  # with the extras that pip is to take
+CONDA_NAMES = {"prometheus-client": "prometheus_client", "torch": "pytorch"}
 FOR_ACCELERATORS = {"gpu"}  # brought by the build of torch that needs them, in the version that it pins
 
 
@@ -20,7 +21,7 @@ def project():
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def requirements(extras=("notebooks", "test")):
+def requirements(extras=("notebooks", "scale", "serve", "test")):
     extra = [line for name in extras for line in project()["optional-dependencies"][name]]
     return [Requirement(line) for line in project()["dependencies"] + extra]
 
@@ -31,9 +32,9 @@ def pins():
     return {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
 
 
-def pinned(requirement, torch="pytorch"):
-    """As a line for conda, whose name for torch is another one than the Python package index's."""
-    name = torch if requirement.name == "torch" else requirement.name
+def pinned(requirement, **names):
+    """As a line for conda, whose names for some packages are others than the Python package index's."""
+    name = (CONDA_NAMES | names).get(requirement.name, requirement.name)
     return f"{name}={pins()[canonicalize_name(requirement.name)]}"
 
 
@@ -57,11 +58,13 @@ def test_conda_takes_the_rest_from_pip():
     *others, editable = pip
     extras = [name for name in project()["optional-dependencies"] if name not in FOR_ACCELERATORS]
     assert editable == f"-e .[{','.join(extras)}]"
-    assert dict(line.split("==") for line in others) == {name: pins()[name] for name in NOT_ON_CONDA_FORGE}
+    assert dict(line.split("==") for line in others) == {
+        name + more: pins()[name] for name, more in NOT_ON_CONDA_FORGE.items()
+    }
 
 
 def test_binder_takes_what_the_notebooks_need_with_torch_for_the_cpu():
-    wanted = {pinned(r, torch="pytorch-cpu") for r in requirements(["notebooks"])}
+    wanted = {pinned(r, torch="pytorch-cpu") for r in requirements(["notebooks", "serve"])}
     assert set(environment("binder/environment.yml")["dependencies"]) == {"python=3.11", "pip"} | wanted
 
 

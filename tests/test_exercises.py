@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 
-ROOMS = ("clipping", "communication", "residual", "retention", "serving", "throughput")
+ROOMS = ("clipping", "communication", "residual", "retention", "serving", "serving.service", "throughput")
 SLIPS = [
     ("clipping.per_sample_gib", 29, 0.0283, "each of the 1,024 examples"),
     ("clipping.per_sample_gib", 28.99, 14.5, "4 bytes"),
@@ -30,6 +30,9 @@ SLIPS = [
     ("serving.adapters_per_backbone", 1607, 803, "two projections"),
     ("serving.adapters_per_backbone", 1607, 51_410, "32 layers"),
     ("serving.adapters_per_backbone", 1607, 500, "too small"),
+    ("serving.service.share_in_slots", 57.5, 8, "asked for alike"),
+    ("serving.service.share_in_slots", 57.5, 42.5, "all the others"),
+    ("serving.service.share_in_slots", 57.5, 99.8, "geometric law"),
     ("throughput.lm_head_share", 16.6, 23.24, "share of the decoder's time"),
     ("throughput.lm_head_share", 16.6, 0.166, "another unit"),
     ("throughput.rtt_for_half", 1.12, 37.0, "1 + 32"),
@@ -60,12 +63,50 @@ def apart(owners, lengths):
     return [(start, stop, owners[k]) for start, stop, k in segments(range(len(owners)), lengths)]
 
 
+def admit(waiting, slots, num_slots, places):
+    slots, started = dict(slots), []
+    for k, name in enumerate(waiting):
+        if len(started) == places:
+            break
+        if name not in slots and len(slots) == num_slots:
+            idle = [each for each, users in slots.items() if not users]
+            if not idle:
+                continue
+            del slots[idle[0]]
+        slots[name] = slots.pop(name, 0) + 1
+        started.append(k)
+    return started
+
+
+def held_up(*arguments):
+    return [k for n, k in enumerate(admit(*arguments)) if n == k]
+
+
+def leak(members, others):
+    pairs = [(a[1] - a[0], b[1] - b[0]) for a in members for b in others]
+    return sum((a > b) + (a == b) / 2 for a, b in pairs) / len(pairs)
+
+
+def uncalibrated(members, others):
+    return leak([(a, 0) for a, _ in members], [(a, 0) for a, _ in others])
+
+
+def strict(members, others):
+    return sum(a[1] - a[0] > b[1] - b[0] for a in members for b in others) / len(members) / len(others)
+
+
 FUNCTIONS = [
     ("serving.segments", segments, apart, "neighbours of one owner"),
     ("serving.segments", segments, lambda owners, lengths: segments(owners, [1] * len(owners)), "not requests"),
     ("serving.gradient_of_x", gradient_of_x, lambda *a: gradient_of_x(*a, scaled=False), "the scale"),
     ("serving.gradient_of_x", gradient_of_x, lambda g, *a: g, "as many rows and columns"),
     ("serving.gradient_of_x", gradient_of_x, lambda *a: -gradient_of_x(*a), "rows [0, 1, 3, 4, 5] differ"),
+    ("serving.service.admit", admit, held_up, "holds up nobody behind"),
+    ("serving.service.admit", admit, lambda w, s, n, p: admit(w, s, n, 99), "may start"),
+    ("serving.service.admit", admit, lambda w, s, n, p: admit(w, dict.fromkeys(s, 0), n, p), "keeps its slot"),
+    ("serving.service.leak", leak, lambda m, o: 1 - leak(m, o), "learned texts fall more"),
+    ("serving.service.leak", leak, uncalibrated, "a hard text stays hard"),
+    ("serving.service.leak", leak, strict, "a half counts"),
 ]
 
 
@@ -75,7 +116,7 @@ def exercises(room):
 
 @pytest.mark.parametrize(("checker", "right", "slip", "hint"), SLIPS)
 def test_a_checker_tells_right_from_wrong(checker, right, slip, hint):
-    room, _, name = checker.partition(".")
+    room, _, name = checker.rpartition(".")
     check = getattr(exercises(room), name)
     assert check(right)
     assert "No answer yet" in repr(check(None))
@@ -87,7 +128,7 @@ def test_a_checker_tells_right_from_wrong(checker, right, slip, hint):
 
 @pytest.mark.parametrize(("checker", "right", "slip", "hint"), FUNCTIONS)
 def test_a_checker_of_functions_tells_right_from_wrong(checker, right, slip, hint):
-    room, _, name = checker.partition(".")
+    room, _, name = checker.rpartition(".")
     check = getattr(exercises(room), name)
     assert check(right)
     assert "No answer yet" in repr(check(None))

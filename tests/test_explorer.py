@@ -49,6 +49,7 @@ def test_five_controls_are_too_many():
         ("residual", {"first_k": 3, "adapter": "PrivateLoRA down r=48, gradient"}),
         ("retention", {"budget": 6, "stabilizers": 4, "scorer": "random"}),
         ("serving", {"requests": 8, "tenants": 4, "rank": 64, "popularity": "uniform"}),
+        ("serving.service", {"popularity": "uniform", "tenants": 400, "slots": 32, "fetch_ms": 500}),
         ("throughput", {"rank": 256, "rtt_ms": 10, "model": "llama-30b", "link": "4g"}),
     ],
 )

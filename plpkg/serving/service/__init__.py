@@ -9,9 +9,13 @@ PLACES = dict(
     Store="store",
     Tiers="tiers",
     Scheduler="scheduler",
-    Ticket="scheduler",
     Replica="replica",
     app="api",
+    arrivals="simulation",
+    simulate="simulation",
+    exercises="exercises",
+    plots="plots",
+    widget="widget",
 )
 
 __all__ = [*PLACES]

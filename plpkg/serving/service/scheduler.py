@@ -23,7 +23,10 @@ class OverloadedError(RuntimeError):
 
     def __init__(self, message: str, retry_after_s: int) -> None:
         self.retry_after_s = retry_after_s
-        super().__init__(f"{message}; try again in {retry_after_s} s")
+        super().__init__(message, retry_after_s)
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}; try again in {self.retry_after_s} s"
 
 
 @dataclass(eq=False)

@@ -1,0 +1,100 @@
+"""The same service over several replicas: Ray Serve starts them and keeps an adapter's requests where it already is.
+
+Each replica is a process with a model, tiers and a scheduler of its own. Requests enter through this process, which
+tells Ray whose adapter each needs (Ray's model multiplexing): it goes to who has had it, else to who has the fewest,
+and to another one where that replica is full.
+
+Left out: more machines (Ray could join them, with a store that all reach), GPUs, waiting that is fair across replicas.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import ray
+import torch
+from ray import serve
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import BackPressureError
+
+from plpkg.serving.requests import Request
+from plpkg.serving.service.replica import Replica
+from plpkg.serving.service.scheduler import OverloadedError
+
+
+class _Process:
+    """A replica in its process, as Ray calls it."""
+
+    def __init__(self, build: Callable[[], Replica], threads: int) -> None:
+        torch.set_num_threads(threads)
+        self._replica = build()
+
+    @serve.multiplexed(max_num_models_per_replica=1024)
+    async def _note(self, path: str) -> str:
+        """Ray counts the adapter among this replica's. It is not loaded in here, where Ray lets one in at a time."""
+        return path
+
+    async def stream(self, path: str | None, request: Request) -> AsyncIterator[tuple[int, str | None]]:
+        if path:
+            await self._note(path)
+        async with contextlib.aclosing(self._replica.stream(path, request)) as tokens:
+            async for each in tokens:
+                yield each
+
+    async def call(self, method: str, *arguments):
+        return await getattr(self._replica, method)(*arguments)
+
+
+class Fleet:
+    """Stands where a :class:`~plpkg.serving.service.replica.Replica` does, with the same methods, for several."""
+
+    def __init__(self, handle) -> None:
+        self._handle = handle
+
+    async def stream(self, path: str | None, request: Request) -> AsyncIterator[tuple[int, str | None]]:
+        call = self._handle.options(stream=True, multiplexed_model_id=path or "").stream.remote(path, request)
+        try:
+            async for each in call:
+                yield each
+        except RayTaskError as error:
+            raise error.cause from None
+        except BackPressureError:
+            raise OverloadedError("all replicas are full", 1) from None
+        except RayError as error:
+            raise RuntimeError(f"a replica's process failed: {error}") from error
+        except (GeneratorExit, asyncio.CancelledError):
+            call.cancel()
+            raise
+
+    async def drop(self, prefix: str) -> None:
+        await self._handle.broadcast("call", "drop", prefix).results_async()
+
+    async def gauges(self) -> list[dict[tuple, float]]:
+        replicas = await self._handle.broadcast("call", "gauges").results_async()
+        return [gauges for each in replicas for gauges in each]
+
+    async def close(self) -> None:
+        """Nothing: with :func:`fleet`'s context the replicas end."""
+
+
+@contextlib.contextmanager
+def fleet(build: Callable[[], Replica], replicas: int, *, ongoing: int = 64) -> Iterator[Fleet]:
+    """Replicas on this machine, which share its cores, until the context ends.
+
+    ``build`` makes one in its process, to which it is pickled. Each has at most ``ongoing`` requests (twice the
+    engine's batch leaves its scheduler a choice); 1,024 more wait for one of them.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init("local", include_dashboard=False, log_to_driver=False, num_cpus=replicas, object_store_memory=2**27)
+    try:
+        serve.start(proxy_location="Disabled")
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)  # or a line for each refused request
+        limits = dict(max_ongoing_requests=ongoing, max_queued_requests=1024)
+        process = serve.deployment(_Process, name="replica", num_replicas=replicas, **limits)
+        threads = max(1, (os.cpu_count() or 1) // replicas)
+        yield Fleet(serve.run(process.bind(build, threads), route_prefix=None))
+    finally:
+        serve.shutdown()
+        ray.shutdown()

@@ -1,0 +1,106 @@
+"""Figures of notebook 07. What takes ``rows`` takes those of a recorded section of that name."""
+
+from itertools import pairwise
+
+from plpkg import theme
+from plpkg.serving.service.simulation import Simulation
+
+
+def service(tenants=("ann", "bob", "cem", "dee", "eva"), ax=None):
+    """Where adapters are and who waits where: each step nearer holds fewer; only what has a slot is in the batch."""
+    from matplotlib.patches import Rectangle
+
+    ax, count = theme.axes(ax), len(tenants)
+    colours = [fill["color"] for fill in theme.fills(count)]
+
+    def block(x, y, width, height, label, owner):
+        ax.add_patch(Rectangle((x, y), width, height, facecolor=colours[owner], edgecolor="white"))
+        ax.text(x + width / 2, y + height / 2, label, ha="center", va="center", color="white", fontsize=9)
+
+    places = {"store": count, "disk": count - 1, "memory": count - 2, "slots": count - 3}
+    for x, (place, held) in enumerate(places.items()):
+        for k in range(held):
+            block(2 * x, k, 1, 0.8, f"{tenants[k]}'s", k)
+        ax.text(2 * x + 0.5, -0.2, place, ha="center", va="bottom")
+        ax.annotate("", (2 * x + 1.95, 0.4), (2 * x + 1.05, 0.4), arrowprops={"arrowstyle": "-|>", "color": "0.35"})
+    for k in range(2 * (count - 3)):
+        block(8, 0.6 * k, 1.6, 0.5, f"{tenants[k // 2]}: next token", k // 2)
+    ax.text(8.8, -0.2, "one batch", ha="center", va="bottom")
+    waits = [f"{tenants[k]} waits\nfor {what}" for k, what in ((-1, "the store"), (-2, "the disk"), (-3, "a slot"))]
+    for k, text in enumerate(waits):
+        ax.text(2 * k + 0.5, count + 0.1, text, ha="center", va="top", color=colours[-1 - k], fontweight="bold")
+    ax.set(xlim=(-0.2, 9.8), ylim=(count + 1, -1))
+    ax.axis("off")
+    held = "; ".join(f"{place}: {', '.join(tenants[:k])}" for place, k in places.items())
+    said = ", ".join(text.replace("\n", " ") for text in waits)
+    return theme.describe(ax, f"Whose adapters are where, {held}. {said}; the others write, in one batch.")
+
+
+def timeline(result: Simulation, ax=None):
+    """A bar for each request: its adapter is fetched, it waits, it runs."""
+    ax, rows = theme.axes(ax), result.rows()
+    moments = pairwise(("arrived_s", "fetched_s", "started_s", "ended_s"))
+    for step, (begin, end), fill in zip(("fetching", "waiting", "running"), moments, theme.fills(3), strict=True):
+        widths = [row[end] - row[begin] for row in rows]
+        ax.barh(range(len(rows)), widths, left=[row[begin] for row in rows], label=step, **fill)
+    ax.set_yticks(range(len(rows)), [row["adapter"] for row in rows])
+    ax.invert_yaxis()
+    ax.grid(False, axis="y")
+    ax.set(xlabel="time (s, simulated)", ylabel="request for the adapter of")
+    ax.legend()
+    said = "; ".join(
+        "{adapter} from {arrived_s:.1f}, runs {started_s:.1f} to {ended_s:.1f}".format(**row) for row in rows
+    )
+    return theme.describe(ax, f"When each of {len(rows)} requests waits and runs (s): {said}.")
+
+
+def first_tokens(result: Simulation, ax=None):
+    """Which share of the requests has its first token by when, by whether the adapter was in a slot."""
+    ax, said = theme.axes(ax), []
+    for hit, name, style in zip(
+        (True, False), ("adapter in a slot", "adapter elsewhere"), theme.styles(2), strict=True
+    ):
+        times = sorted(row["first_token_s"] - row["arrived_s"] for row in result.rows() if row["hit"] is hit)
+        if times:
+            said.append(f"{name}, {len(times)} requests: half within {times[(len(times) - 1) // 2]:.2f} s")
+            shares = [100 * (k + 1) / len(times) for k in range(len(times))]
+            ax.step(times, shares, where="post", label=f"{name} ({len(times)} requests)", **style | {"marker": None})
+    ax.set(xlabel="time to the first token (s, simulated)", ylabel="of the requests (%)", ylim=(0, 102))
+    ax.set_xscale("log")
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.legend(loc="lower right")
+    return theme.describe(ax, f"Time to the first token; {'; '.join(said)}.")
+
+
+def hit_rates(rows, ax=None):
+    """How many find their adapter in a slot, and how long the slowest hundredth waits for a token, by slots."""
+    ax = theme.axes(ax)
+    right, (first, second) = ax.twinx(), theme.styles(2)
+    ax.plot(rows["slots"], 100 * rows["hit_rate"], **first)
+    right.plot(rows["slots"], rows["first_token_p99_s"], **second)
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(rows["slots"], rows["slots"])
+    ax.set(xlabel="slots", ylim=(0, 100))
+    ax.set_ylabel("adapter in a slot (% of requests) ●", color=first["color"])
+    right.set_ylabel("time to the first token, p99 (s) ■", color=second["color"])
+    right.set(ylim=(0, None))
+    right.grid(False)
+    values = zip(rows["slots"], rows["hit_rate"], rows["first_token_p99_s"], strict=True)
+    said = "; ".join(f"{slots} slots: {100 * hit:.0f} %, {p99:.2f} s" for slots, hit, p99 in values)
+    return theme.describe(ax, f"Requests with their adapter in a slot, and p99 of the time to the first token: {said}.")
+
+
+def cold_start(rows, ax=None):
+    """When the tokens came: a row of points for each request, above asynchronous, below blocking."""
+    ax, y, names, said = theme.axes(ax), 0, [], []
+    for (what, each), style in zip(rows.groupby("what", sort=False), theme.styles(2), strict=False):
+        gaps = 0.0
+        for k, (request, times) in enumerate(each.groupby("request", sort=False)["token_s"]):
+            ax.plot(times, [y] * len(times), label=None if k else what, **style | {"linestyle": "", "marker": "|"})
+            names, y, gaps = [*names, request], y + 1, max(gaps, times.diff().max())
+        said.append(f"{what}, the longest pause between two tokens is {1e3 * gaps:.0f} ms")
+    ax.set_yticks(range(y), names)
+    ax.invert_yaxis()
+    ax.set(xlabel="time (s)", ylabel="request")
+    ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    return theme.describe(ax, f"When each request's tokens came: {'; '.join(said)}.")

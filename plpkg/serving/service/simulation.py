@@ -1,0 +1,125 @@
+"""The scheduler on a virtual clock: when each request would start and end, *simulated*.
+
+It is the service's own scheduler that decides; the store, the steps and the requests are numbers. Left out: prompts
+that take several steps, and answers that end before their last token.
+"""
+
+import math
+from collections import Counter, OrderedDict, deque
+from dataclasses import dataclass
+from random import Random
+from typing import NamedTuple
+
+from plpkg.results import Tabular
+from plpkg.serving.popularity import POPULARITIES
+from plpkg.serving.service.scheduler import Scheduler, Ticket
+from plpkg.validation import one_of
+
+
+class Arrival(NamedTuple):
+    """A request to come: when, for whose adapter, and the tokens of its prompt and of its answer."""
+
+    arrived_s: float
+    adapter: str
+    prompt: int
+    new: int
+
+
+def arrivals(count, per_s, tenants, popularity="skewed", *, exponent=1.0, tokens=(8, 128), seed=0) -> list[Arrival]:
+    """Draw ``count`` requests that come at random (Poisson), ``per_s`` in a second on average.
+
+    ``distinct`` takes the tenants in turn, ``uniform`` draws them alike, ``identical`` always takes the first, and
+    ``skewed`` follows S-LoRA's power law (arXiv 2311.03285, Section 7): the k-th has 1/k^exponent of the first's
+    requests. Punica's geometric law would leave most of many tenants without any. Prompts and answers have any length
+    between the two of ``tokens`` alike.
+    """
+    one_of("popularity", popularity, POPULARITIES)
+    random, now, drawn = Random(seed), 0.0, []
+    shares = [k**-exponent if popularity == "skewed" else 1.0 for k in range(1, tenants + 1)]
+    owners = random.choices(range(tenants), shares, k=count)
+    owners = {"distinct": [k % tenants for k in range(count)], "identical": [0] * count}.get(popularity, owners)
+    for k in owners:
+        now += random.expovariate(per_s)
+        drawn.append(Arrival(now, f"tenant-{k}", random.randint(*tokens), random.randint(*tokens)))
+    return drawn
+
+
+@dataclass(frozen=True)
+class Simulation(Tabular):
+    """What became of each request, in seconds; a ``hit``: its adapter was in a slot when it came."""
+
+    table: list[dict]
+
+    def rows(self) -> list[dict]:
+        return self.table
+
+    @property
+    def hit_rate(self) -> float:
+        return sum(row["hit"] for row in self.table) / len(self.table)
+
+    @property
+    def tokens_per_s(self) -> float:
+        first, last = self.table[0]["arrived_s"], max(row["ended_s"] for row in self.table)
+        return sum(row["new"] for row in self.table) / (last - first)
+
+    @property
+    def longest_wait_s(self) -> float:
+        """From an adapter's coming to its request's start."""
+        return max(row["started_s"] - row["fetched_s"] for row in self.table)
+
+    def first_token_s(self, share: float = 0.5) -> float:
+        """The time to the first token that this share of the requests does not exceed."""
+        times = sorted(row["first_token_s"] - row["arrived_s"] for row in self.table)
+        return times[max(0, math.ceil(share * len(times)) - 1)]
+
+    def __repr__(self) -> str:
+        return (
+            f"Simulation({len(self.table)} requests: {100 * self.hit_rate:.0f} % find their adapter in a slot, "
+            f"{self.tokens_per_s:,.0f} tokens/s, {self.first_token_s():.2f} s to the first token, "
+            f"p99 {self.first_token_s(0.99):.2f} s)"
+        )
+
+
+def simulate(
+    arrivals: list[Arrival], scheduler: Scheduler, *, fetch_s=0.25, step_s=0.025, token_s=1e-4, host=0, blocking=False
+) -> Simulation:
+    """Let requests come to a scheduler, in order, until all have ended.
+
+    A step takes ``step_s`` and ``token_s`` for each token that it reads. An adapter is in memory ``fetch_s`` after it
+    was asked for, and stays while it is in a slot or waited for, or among the ``host`` others asked for last. With
+    ``blocking`` no step runs while one is fetched.
+    """
+    now, coming, memory, rows = 0.0, deque(arrivals), OrderedDict(), {}  # memory: since when, by adapter
+    fetching, written, ended = {}, Counter(), []
+    while coming or scheduler.queued or scheduler.running:
+        while coming and coming[0].arrived_s <= now:
+            arrival = coming.popleft()
+            ticket = Ticket(arrival.adapter, arrival.prompt + arrival.new, arrival.arrived_s)
+            scheduler.submit(ticket)
+            asked_s = now if blocking else arrival.arrived_s
+            memory.setdefault(ticket.adapter, asked_s + fetch_s)
+            memory.move_to_end(ticket.adapter)
+            fetching[ticket] = max(asked_s, memory[ticket.adapter])
+            now = max(now, fetching[ticket]) if blocking else now
+            rows[ticket] = arrival._asdict() | dict(hit=ticket.adapter in scheduler.slots, fetched_s=fetching[ticket])
+        fetched = [ticket for ticket, ready_s in fetching.items() if ready_s <= now]
+        for ticket in fetched:
+            scheduler.fetched(ticket, fetching.pop(ticket))
+        if fetched or ended:  # nothing else lets a request start
+            for ticket, _ in scheduler.decide(now):
+                rows[ticket]["started_s"] = now
+            kept = scheduler.slots.keys() | {ticket.adapter for ticket in scheduler.queued}
+            for adapter in [each for each in memory if each not in kept][: -host or None]:
+                del memory[adapter]
+        if not scheduler.running:
+            now = min([*fetching.values(), *(arrival.arrived_s for arrival in list(coming)[:1])])
+            continue
+        now += step_s + token_s * sum(1 if written[t] else rows[t]["prompt"] for t in scheduler.running)
+        written.update(scheduler.running)
+        for ticket in scheduler.running:
+            rows[ticket].setdefault("first_token_s", now)
+        ended = [ticket for ticket in scheduler.running if written[ticket] == rows[ticket]["new"]]
+        for ticket in ended:
+            rows[ticket]["ended_s"] = now
+            scheduler.end(ticket, now)
+    return Simulation(list(rows.values()))

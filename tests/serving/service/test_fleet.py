@@ -1,0 +1,137 @@
+"""Two replicas behind one address: what they answer, where requests go, what reaches a client. 50 s, 2 GB."""
+
+import asyncio
+import contextlib
+import pickle
+import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+import torch
+import uvicorn
+
+from plpkg import catalog
+from plpkg.adapters import CONFIG, InvalidAdapterError
+from plpkg.backbones import load_backbone
+from plpkg.serving.engine import Engine
+from plpkg.serving.requests import Request
+from plpkg.serving.service.api import app
+from plpkg.serving.service.scheduler import OverloadedError
+from plpkg.serving.service.store import NotFoundError, Store, StoreError
+
+pytestmark = pytest.mark.filterwarnings("ignore::pydantic.PydanticDeprecatedSince20")  # on importing ray 2.60
+
+PROMPT, NEW, AGAIN = "def load(path):", 24, 8
+PUSHES_S = 0.1
+"""How often a replica of Ray Serve 2.60 says which models it has."""
+
+
+def replica(folder):
+    """How each process makes its own; pickled by value, as the processes do not have this module."""
+
+    def build():
+        from plpkg.serving.service.replica import Replica
+        from plpkg.serving.service.scheduler import Scheduler
+        from plpkg.serving.service.tiers import Tiers
+
+        model, tokenizer = load_backbone("plpkg-small", dtype=torch.float64)  # so that no batch changes a token
+        return Replica(Engine(model, tokenizer), Tiers(Store(folder), model), Scheduler())
+
+    return build
+
+
+@contextlib.contextmanager
+def listening(api):
+    """The address of a server in a thread."""
+    server = uvicorn.Server(uvicorn.Config(api, port=0, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def until(condition, seconds):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+def test_two_replicas_answer_as_one_and_an_adapter_stays_where_it_is(tmp_path):
+    pytest.importorskip("ray", reason="Ray, of the extra `scale`, is not installed")
+    from plpkg.serving.service.fleet import fleet
+
+    model, tokenizer = load_backbone("plpkg-small", dtype=torch.float64)
+    store, engine = Store(tmp_path), Engine(model, tokenizer)
+    for name in ("numpy", "torch"):
+        adapter = engine.load(name, catalog.data_path() / "serving" / name)
+        asyncio.run(store.put("local", name, adapter))
+    path = "local/broken/" + 64 * "0"
+    shutil.copytree(catalog.data_path() / "serving" / "numpy", tmp_path / path)
+    (tmp_path / path / CONFIG).write_text("{}")
+    (tmp_path / "local/broken/current").write_text(64 * "0")
+    with pytest.raises(InvalidAdapterError) as refusal:
+        asyncio.run(store.fetch(path, model))
+    ids, names = tokenizer(PROMPT)["input_ids"], ("numpy", "torch", None)
+    written = engine.generate([Request(ids, name, max_new_tokens=NEW) for name in names])
+    whole = {name: tokenizer.decode(ids + new) for name, new in zip(names, written, strict=True)}
+    assert len(set(whole.values())) == len(names)
+
+    with contextlib.ExitStack() as stack:
+        backend = stack.enter_context(fleet(replica(tmp_path), 2))
+        address = stack.enter_context(listening(app(backend, store, model, tokenizer, name="plpkg-small")))
+        client = stack.enter_context(httpx.Client(base_url=address, timeout=60))
+
+        def body(name, **settings):
+            return {"json": dict(model=name or "plpkg-small", prompt=PROMPT, max_tokens=NEW, temperature=0) | settings}
+
+        def answered(name):
+            answer = client.post("/v1/completions", **body(name)).raise_for_status().json()
+            return PROMPT + answer["choices"][0]["text"] == whole[name]
+
+        def gauge(*key):
+            return sum(each.get(key, 0) for each in asyncio.run(backend.gauges()))
+
+        assert all(map(answered, names))
+        time.sleep(20 * PUSHES_S)  # until Ray knows who has what, it may send a request elsewhere
+        with ThreadPoolExecutor(AGAIN) as pool:
+            assert all(pool.map(answered, AGAIN * names))
+        # Each adapter is in the memory of one replica; sent at random, both would be by a chance of 2^-2·AGAIN.
+        loaded = "lora_adapter_loaded", "host", str(adapter.rank)
+        assert gauge(*loaded) == 2
+
+        assert client.post("/v1/completions", **body("nobody")).status_code == 404
+        refused = client.post("/v1/completions", **body("broken"))
+        assert refused.status_code == 422
+        assert refused.json()["error"]["reasons"] == refusal.value.reasons
+
+        with client.stream("POST", "/v1/completions", **body("numpy", max_tokens=900, stream=True)) as answer:
+            next(answer.iter_lines())
+            assert gauge("num_requests_running") == 1
+        assert until(lambda: gauge("num_requests_running") == 0, 3), "900 tokens take longer"
+        client.delete("/v1/accounts/local/adapters/numpy").raise_for_status()
+        assert gauge(*loaded) == 1
+
+
+ERRORS = [
+    InvalidAdapterError(["one"] * 30),
+    NotFoundError("none"),
+    OverloadedError("full", 7),
+    StoreError("down"),
+    ValueError("no"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_errors_cross_processes_as_they_are(error):
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))

@@ -1,0 +1,107 @@
+"""Each figure draws what its rows say, and says so in words; the widget says what its simulation gave."""
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import pytest
+
+from plpkg import theme
+from plpkg.serving.service import plots, widget
+from plpkg.serving.service.scheduler import Scheduler
+from plpkg.serving.service.simulation import Arrival, simulate
+
+SLOTS = pd.DataFrame({"slots": [4, 8], "hit_rate": [0.25, 0.5], "first_token_p99_s": [2.0, 0.5]})
+TOKENS = pd.DataFrame(
+    {
+        "what": ["asynchronous"] * 3 + ["blocking"] * 3,
+        "request": ["warm", "warm", "cold"] * 2,
+        "token_s": [0.0, 0.01, 0.3, 0.0, 0.26, 0.3],
+    }
+)
+RESULT = simulate(
+    [Arrival(0, "ann", 1, 4), Arrival(1, "bob", 1, 2), Arrival(3, "ann", 1, 1)],
+    Scheduler(slots=1),
+    fetch_s=2,
+    step_s=1,
+    token_s=0,
+)
+
+
+@pytest.mark.parametrize(
+    ("plot", "data", "said"),
+    [
+        (
+            plots.timeline,
+            RESULT,
+            "ann from 0.0, runs 2.0 to 6.0; bob from 1.0, runs 6.0 to 8.0; ann from 3.0, runs 3.0",
+        ),
+        (
+            plots.first_tokens,
+            RESULT,
+            "adapter in a slot, 1 requests: half within 1.00 s; adapter elsewhere, 2 requests",
+        ),
+        (plots.hit_rates, SLOTS, "4 slots: 25 %, 2.00 s; 8 slots: 50 %, 0.50 s"),
+        (
+            plots.cold_start,
+            TOKENS,
+            "asynchronous, the longest pause between two tokens is 10 ms; blocking, the longest",
+        ),
+    ],
+)
+def test_figures_say_what_they_draw(plot, data, said):
+    ax = plt.subplots()[1]
+    assert plot(data, ax) is ax
+    assert said in theme.alt(ax.figure)
+    plt.close(ax.figure)
+
+
+def test_a_bar_for_each_step_of_each_request():
+    bars = plots.timeline(RESULT).patches
+    assert [bar.get_x() for bar in bars] == [0, 1, 3, 2, 3, 3, 2, 6, 3]
+    assert [bar.get_width() for bar in bars] == [2, 2, 0, 0, 3, 0, 4, 2, 1]
+    assert len({(bar.get_facecolor(), bar.get_hatch()) for bar in bars}) == 3
+
+
+def test_values_are_drawn():
+    ax = plots.hit_rates(SLOTS)
+    right = next(each for each in ax.figure.axes if each is not ax)
+    assert [line.get_ydata().tolist() for line in (*ax.lines, *right.lines)] == [[25, 50], [2, 0.5]]
+    lines = plots.cold_start(TOKENS).lines
+    assert [line.get_xdata().tolist() for line in lines] == [[0, 0.01], [0.3], [0, 0.26], [0.3]]
+    assert [set(line.get_ydata()) for line in lines] == [{0}, {1}, {2}, {3}]
+
+
+def test_only_what_has_a_slot_is_in_the_batch():
+    ax = plots.service(["ann", "bob", "cem", "dee", "eva"])
+    texts = [text.get_text() for text in ax.texts]
+    assert [texts.count(f"{name}'s") for name in ("ann", "bob", "cem", "dee", "eva")] == [4, 4, 3, 2, 1]
+    assert {text for text in texts if "next token" in text} == {"ann: next token", "bob: next token"}
+    assert "slots: ann, bob. eva waits for the store, dee waits for the disk, cem waits for a slot" in ax.alt_text
+
+
+def test_the_widget_says_and_draws_its_simulation():
+    result = widget.compute("skewed", 25, 16, 50)
+    assert f"{100 * result.hit_rate:.1f} % of the requests" in widget.read_out(result)
+    assert f"{1e3 * result.first_token_s(0.99):,.0f} ms for all but one" in widget.read_out(result)
+    ax = widget.draw(result, plt.subplots()[1])
+    assert f"{result.tokens_per_s:,.0f} tokens/s" in ax.get_title()
+    assert [max(line.get_ydata()) for line in ax.lines] == [100, 100]
+    assert sum(len(line.get_ydata()) for line in ax.lines) == len(result.rows())
+
+
+def test_an_arrow_key_on_each_control_changes_words_and_picture():
+    explorer = widget.explorer()
+    words, pictures = {explorer.text}, {explorer._image.value}
+    for name, control in explorer.controls.items():
+        control.value = control.options[control.options.index(control.value) + 1]
+        assert explorer.text not in words, name
+        assert explorer._image.value not in pictures, name
+        words.add(explorer.text)
+        pictures.add(explorer._image.value)
+
+
+def test_more_slots_find_more_adapters_and_popularity_matters():
+    few, many = (widget.compute("skewed", 200, slots, 250) for slots in (8, 32))
+    assert few.hit_rate < many.hit_rate
+    assert few.first_token_s(0.99) > many.first_token_s(0.99)
+    kinds = [widget.compute(kind, 200, 16, 250).tokens_per_s for kind in ("distinct", "uniform", "skewed", "identical")]
+    assert kinds == sorted(kinds)
