@@ -51,7 +51,7 @@ def test_there_are_notebooks_named_in_order():
     assert NOTEBOOKS
     assert all(re.fullmatch(r"\d\d_[a-z_]+\.ipynb", path.name) for path in NOTEBOOKS)
     rooms = {path.stem[3:] for path in NOTEBOOKS} - {"start_here", "private_assistant"}
-    assert all((ROOT / "plpkg" / room / "__init__.py").exists() for room in rooms)
+    assert all(any((ROOT / "plpkg").rglob(f"{room}/__init__.py")) for room in rooms)
 
 
 def executed_in_order(notebook):
@@ -112,7 +112,7 @@ def test_few_outputs_are_ignored_and_each_is_followed_by_a_checked_one(notebook)
 def test_learners_see_only_what_they_can_run(notebook):
     for cell in code_cells(notebook):
         assert not re.search(r"^\s*[!%]", cell.source, flags=re.M), "no shell or magic commands"
-        assert not re.search(r"pip install|filterwarnings|https?://|cuda", cell.source), cell.source
+        assert not re.search(r"pip install|filterwarnings|https?://(?!127\.0\.0\.1)|cuda", cell.source), cell.source
         assert not cell.source.rstrip().endswith(";"), "end a plot with plt.show()"
         assert not re.search(r"[\"'](/|~/|[A-Z]:\\)", cell.source), "no absolute paths"
 

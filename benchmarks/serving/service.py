@@ -15,18 +15,16 @@ import json
 import statistics
 import subprocess
 import sys
-import threading
 import time
 
 import httpx
 import torch
-import uvicorn
 
 from benchmarks import record
 from benchmarks.serving.adapters import random_adapter
 from plpkg.backbones import load_backbone, random_backbone
 from plpkg.serving import Engine, Request, popularity
-from plpkg.serving.service import Replica, Scheduler, Store, Tiers, app
+from plpkg.serving.service import Listener, Replica, Scheduler, Store, Tiers, app
 
 CLIENTS, TENANTS, NEW, RANK, ROUNDS = 200, 16, 32, 16, 5
 SHAPE = dict(num_layers=12, hidden=576, num_heads=9, num_kv_heads=3, intermediate=1536, vocab=8192)
@@ -69,12 +67,7 @@ def rows_of(name: str, model, tokenizer) -> list[dict]:
     for k, adapter in enumerate(adapters):
         asyncio.run(store.put("local", f"a{k}", alone.load(f"a{k}", adapter)))
     replica = Replica(Engine(model, tokenizer), Tiers(store, model), Scheduler(slots=TENANTS))
-    server = uvicorn.Server(uvicorn.Config(app(replica, store, model, tokenizer, name=name), port=0, log_level="error"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.05)
-    address = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    listener = Listener(app(replica, store, model, tokenizer, name=name))
     process = subprocess.Popen(
         [sys.executable, "-c", "from benchmarks.serving.service import clients; clients()"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
@@ -94,7 +87,7 @@ def rows_of(name: str, model, tokenizer) -> list[dict]:
             dict(model=m, prompt=p, max_tokens=NEW, temperature=0, stream=stream)
             for m, p in zip(names, prompts, strict=True)
         ]
-        process.stdin.write(json.dumps([address, bodies]) + "\n")
+        process.stdin.write(json.dumps([listener.address, bodies]) + "\n")
         seconds, texts = json.loads(process.stdout.readline())
         return seconds, texts
 
@@ -108,8 +101,7 @@ def rows_of(name: str, model, tokenizer) -> list[dict]:
                 seconds[system].append(took)
     process.stdin.close()
     process.wait()
-    server.should_exit = True
-    thread.join()
+    listener.close()
     rows = []
     for system, times in seconds.items():
         ratio = statistics.median(a / b for a, b in zip(seconds["engine"], times, strict=True))

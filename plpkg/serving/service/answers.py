@@ -30,9 +30,13 @@ STATUS = {
 async def texts(tokens, request: Request, tokenizer, metrics: Metrics) -> AsyncIterator[tuple[str, str | None]]:
     """What each token adds to the text, and the reason at the end.
 
-    A stop string is left out; what may become one waits until it has or has not.
+    A stop string is left out; what may become one waits until it has or has not. So do the bytes of a character, which
+    is left out too if the last token does not finish it.
     """
-    held, decoder = "", DecodeStream(ids=list(request.input_ids), skip_special_tokens=True)
+    before = list(request.input_ids[-8:])
+    if tokenizer.decode(before, skip_special_tokens=True).endswith("\ufffd"):
+        before = []  # a prompt that ends in half a character would be taken for a part of the answer
+    held, decoder = "", DecodeStream(ids=before, skip_special_tokens=True)
     began = last = time.monotonic()
     async with aclosing(tokens):
         async for token, reason in tokens:

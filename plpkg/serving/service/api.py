@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request as Call
 from fastapi.exceptions import RequestValidationError
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from plpkg.adapters import CONFIG, MAX_CONFIG_BYTES, POLICIES, WEIGHTS, InvalidAdapterError, Limits, read_adapter
 from plpkg.serving.requests import Request
@@ -31,10 +31,12 @@ from plpkg.serving.service.answers import (
 from plpkg.serving.service.door import Door
 from plpkg.serving.service.metrics import Metrics
 from plpkg.serving.service.store import NAME, VERSION, NotFoundError, Store, StoreError
+from plpkg.validation import one_of
 
 COMPLETION_TOKENS, CHAT_TOKENS = 16, 256
 """Written at most where a request does not say."""
 ERRORS = {status: {"description": "An error as OpenAI writes it."} for status in (*STATUS.values(), 401, 403, 411, 413)}
+EVENTS = {200: {"content": {Events.media_type: {}}}}
 UPLOAD = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": {
     "type": "object", "required": [CONFIG, WEIGHTS],
     "properties": {name: {"type": "string", "format": "binary"} for name in (CONFIG, WEIGHTS)},
@@ -63,7 +65,7 @@ def app(backend, store: Store, model, tokenizer, *, name: str, keys: Keys | None
         raise ValueError(f"the service needs a fast tokenizer, got {type(tokenizer).__name__}")
     metrics = Metrics()
     positions, numbers = model.config.get_text_config().max_position_embeddings, itertools.count(1)
-    max_bytes = (POLICIES[limits] if isinstance(limits, str) else limits or Limits()).max_bytes
+    limits = POLICIES[one_of("limits", limits, tuple(POLICIES))] if isinstance(limits, str) else limits or Limits()
 
     @contextlib.asynccontextmanager
     async def lifespan(_):
@@ -71,7 +73,7 @@ def app(backend, store: Store, model, tokenizer, *, name: str, keys: Keys | None
         await backend.close()
 
     api = FastAPI(title="plpkg", lifespan=lifespan, docs_url=None, redoc_url=None, responses=ERRORS)
-    api.add_middleware(Door, keys=keys, max_upload=max_bytes + MAX_CONFIG_BYTES + 2**14)
+    api.add_middleware(Door, keys=keys, max_upload=limits.max_bytes + MAX_CONFIG_BYTES + 2**14)
     for kind in STATUS:
         api.add_exception_handler(kind, refusal)
     api.add_exception_handler(HTTPException, _http_error)
@@ -100,7 +102,7 @@ def app(backend, store: Store, model, tokenizer, *, name: str, keys: Keys | None
         if body.lora is not None and body.model != name:
             raise ValueError(f"lora={body.lora!r} goes with model={name!r}, got {body.model!r}")
         wanted = body.lora or (body.model if body.model != name else None)
-        where = await path(account, wanted) if wanted else None
+        where = None if wanted is None else await path(account, wanted)
         stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
         settings = dict(temperature=body.temperature, top_p=body.top_p, seed=body.seed, stop=stop, account=account)
         requests = [
@@ -115,7 +117,7 @@ def app(backend, store: Store, model, tokenizer, *, name: str, keys: Keys | None
             return Events(written.events(_again(first, pieces), usage))
         return await _unless_gone(call, written.whole(_again(first, pieces)))
 
-    @api.post("/v1/completions")
+    @api.post("/v1/completions", responses=EVENTS)
     async def completions(call: Call, body: bodies.Completion) -> Response:
         one = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
         prompts = [body.prompt] if one else body.prompt
@@ -123,7 +125,7 @@ def app(backend, store: Store, model, tokenizer, *, name: str, keys: Keys | None
             prompts = (await asyncio.to_thread(tokenizer, prompts))["input_ids"]
         return await answer(call, body, prompts, Completion, COMPLETION_TOKENS)
 
-    @api.post("/v1/chat/completions")
+    @api.post("/v1/chat/completions", responses=EVENTS)
     async def chat(call: Call, body: bodies.Chat) -> Response:
         if tokenizer.chat_template is None:
             raise ValueError(f"the tokenizer of {name} has no chat template: use /v1/completions")
@@ -149,7 +151,9 @@ def app(backend, store: Store, model, tokenizer, *, name: str, keys: Keys | None
     async def one_model(call: Call, model_name: str) -> dict:
         if model_name == name:
             return described(name, "plpkg", name)
-        account, _, version = (await path(call.state.account, model_name)).split("/")
+        account, adapter, version = (await path(call.state.account, model_name)).split("/")
+        if version not in (await store.versions(account)).get(adapter, ()):
+            raise NotFoundError("there is no such version of the adapter")
         return described(model_name, account, version, name)
 
     @api.get("/v1/accounts/{account}/adapters")
@@ -179,7 +183,7 @@ def app(backend, store: Store, model, tokenizer, *, name: str, keys: Keys | None
         await backend.drop(f"{account}/{adapter}")
         return {"id": adapter, "deleted": True}
 
-    @api.get("/metrics")
+    @api.get("/metrics", response_class=PlainTextResponse)
     async def measured(call: Call) -> Response:
         if keys is not None and call.state.account != OPERATOR:
             raise NotFoundError(f"metrics are of all accounts: only the account {OPERATOR!r} may read them")

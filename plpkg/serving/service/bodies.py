@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Nothing = Annotated[float, Field(ge=0, le=0)]
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
-Text = Annotated[str, Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1)]  # with a length, pydantic also refuses what UTF-8 cannot hold
 
 
 class Usage(BaseModel):
@@ -41,7 +41,7 @@ class Settings(BaseModel):
 class Completion(Settings):
     """A request to continue one or more texts, or ids."""
 
-    prompt: str | Ids | Annotated[list[str] | list[Ids], Field(min_length=1, max_length=64)]
+    prompt: Text | Ids | Annotated[list[Text] | list[Ids], Field(min_length=1, max_length=64)]
     best_of: Literal[1] = 1
     echo: Literal[False] = False
     logprobs: None = None

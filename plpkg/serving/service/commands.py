@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import signal
 import socket
 import tempfile
 from pathlib import Path
@@ -59,6 +60,8 @@ def serve(
         raise ValueError(f"listen must be HOST:PORT, got {listen!r}")
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(socket.create_server((host, int(port))))
+        stopped = signal.signal(signal.SIGTERM, signal.default_int_handler)  # or the context would not end
+        stack.callback(signal.signal, signal.SIGTERM, stopped)
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="plpkg-adapters-"))
         location, disk = store or f"{scratch}/store", disk or f"{scratch}/disk"
         base, tokenizer = loaded(model, dtype, device)
@@ -74,7 +77,8 @@ def serve(
         service = api.app(backend, kept, base, tokenizer, name=model, keys=keys, limits=limits)
         typer.echo(f"serving {model} on http://{host}:{listening.getsockname()[1]}")
         config = uvicorn.Config(service, log_level="warning", timeout_graceful_shutdown=5)
-        uvicorn.Server(config).run([listening])
+        with contextlib.suppress(KeyboardInterrupt):  # uvicorn has ended well, and hands it on
+            uvicorn.Server(config).run([listening])
 
 
 def loaded(model: str, dtype: str, device: str):

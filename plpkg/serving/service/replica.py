@@ -84,9 +84,9 @@ class Replica:
         finally:
             if job.state == "running":
                 self._leaving.append(job)  # the engine may be in a step
-                self._wake.set()
             else:
                 self.scheduler.end(job, time.monotonic())
+            self._wake.set()
 
     async def _run(self) -> None:
         while True:
@@ -98,8 +98,8 @@ class Replica:
             try:
                 written = await asyncio.get_running_loop().run_in_executor(self._thread, self.engine.step)
             except Exception as error:  # of all, memory say: none of them is lost in silence
-                for job in [*self._jobs.values()]:
-                    self._end(job, None, f"a step failed: {type(error).__name__}: {error}")
+                for identity in [*self._jobs]:
+                    self._end(self._jobs[identity], None, f"a step failed: {type(error).__name__}: {error}")
                 continue
             for identity, token in written:
                 if identity not in self.engine.finished:
@@ -113,6 +113,7 @@ class Replica:
         reason = "the service was closed" if loop.cancelled() else f"the engine's loop failed: {loop.exception()}"
         for job in [*self.scheduler.running, *self.scheduler.queued]:
             job.events.put_nowait((None, reason))
+        self.tiers.close(reason)
 
     def _between_steps(self) -> None:
         for job in self._leaving:
@@ -122,7 +123,7 @@ class Replica:
         self._unloading = {path for path in self._unloading if not self._emptied(path)}
         for job, evicted in self.scheduler.decide(time.monotonic()):
             if evicted:
-                self.engine.unload(evicted)
+                self._empty(evicted)
             try:
                 if job.adapter and job.adapter not in self.engine.adapters:
                     self.engine.load(job.adapter, job.weights)
@@ -138,10 +139,13 @@ class Replica:
             self.engine.cancel(job.identity)
 
     def _emptied(self, path: str) -> bool:
-        if gone := self.scheduler.forget(path):
-            with contextlib.suppress(ValueError):  # it had no slot
-                self.engine.unload(path)
+        if gone := path not in self.tiers.leases and self.scheduler.forget(path):  # or who waits would load it again
+            self._empty(path)
         return gone
+
+    def _empty(self, path: str) -> None:
+        with contextlib.suppress(ValueError):  # it had no slot, or could not be loaded
+            self.engine.unload(path)
 
     def _unload(self, path: str) -> None:
         self._unloading.add(path)

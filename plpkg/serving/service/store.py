@@ -9,6 +9,7 @@ Left out: locks between processes. Two that upload under one account at once may
 
 import asyncio
 import contextlib
+import os
 import re
 import time
 from collections import defaultdict
@@ -73,9 +74,9 @@ class Store:
         self.max_versions = whole_number("max_versions", max_versions, 1)
         if isinstance(location, str) and "://" in location:
             retries = {"max_retries": 2, "retry_timeout": timedelta(seconds=3 * timeout_s)}
-            location = from_url(
-                location, retry_config=retries, client_options={"timeout": timedelta(seconds=timeout_s)}
-            )
+            client = {"timeout": timedelta(seconds=timeout_s)}
+            client["allow_http"] = os.environ.get("AWS_ALLOW_HTTP", "false")  # obstore would forget it
+            location = from_url(location, retry_config=retries, client_options=client)
         self._objects = LocalStore(location, mkdir=True) if isinstance(location, str | Path) else location
         self._current: dict[str, tuple[str | None, float]] = {}
         self._writing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -114,7 +115,7 @@ class Store:
         if time.monotonic() >= until:
             self._current = {key: each for key, each in self._current.items() if each[1] > time.monotonic()}
             try:
-                version = bytes(await self._read(f"{place}/current", 64)).decode("ascii", "replace")
+                version = (await self._range(f"{place}/current", 65))[1].decode("ascii", "replace")
             except NotFoundError:
                 version = None
             if version is not None and not VERSION.fullmatch(version):
@@ -138,13 +139,13 @@ class Store:
         """Remove a name and all its versions. NotFoundError if there is no such adapter."""
         place = _place(account, name)
         async with self._writing[account]:
-            self._current.pop(place, None)
-            await self.current(account, name)
-            await _call(obstore.delete_async(self._objects, f"{place}/current"))
-            self._current[place] = None, time.monotonic() + self.refresh_s
-            rest = await _call(obstore.list(self._objects, prefix=place).collect_async())
-            if rest:
-                await _call(obstore.delete_async(self._objects, [each["path"] for each in rest]))
+            paths = {each["path"] for each in await _call(obstore.list(self._objects, prefix=place).collect_async())}
+            if not paths:
+                raise NotFoundError(f"account {account!r} has no adapter {name!r}")
+            current = {f"{place}/current"} & paths  # it goes first, and what a dead write left goes without it
+            for some in filter(None, (current, paths - current)):
+                await _call(obstore.delete_async(self._objects, sorted(some)))
+                self._current[place] = None, time.monotonic() + self.refresh_s
 
     async def fetch(self, path: str, model: torch.nn.Module, limits: str | Limits | None = None) -> Adapter:
         """Download a version, ``ACCOUNT/NAME/SHA256``, that fits a model.
@@ -158,11 +159,11 @@ class Store:
         InvalidAdapterError
             It is no adapter of this model, or not the one that its path names.
         """
-        config = await self._read(f"{path}/{CONFIG}", MAX_CONFIG_BYTES)
         try:
-            size, header = await self._header(f"{path}/{WEIGHTS}")
+            read = self._read(f"{path}/{CONFIG}", MAX_CONFIG_BYTES), self._header(f"{path}/{WEIGHTS}")
+            config, (size, header) = await asyncio.gather(*read)
         except ValueError as error:
-            raise InvalidAdapterError([str(error)]) from None
+            raise InvalidAdapterError(getattr(error, "reasons", [str(error)])) from None
         if reasons := await asyncio.to_thread(inspect, config, header, size, model, limits):
             raise InvalidAdapterError(reasons)
         weights = await self._read(f"{path}/{WEIGHTS}", size)

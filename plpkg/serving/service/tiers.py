@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import shutil
+import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable
@@ -31,6 +32,7 @@ class Disk:
 
     def __init__(self, folder: str | Path, num_bytes: int = 2**33) -> None:
         self.folder, self.num_bytes = Path(folder), whole_number("num_bytes", num_bytes, 0)
+        self._changing = threading.Lock()  # a write that has begun is dropped when it is done
         self.folder.mkdir(parents=True, exist_ok=True)
         for version in self.folder.glob("*/*/*"):
             if not (version / CONFIG).exists():
@@ -49,7 +51,7 @@ class Disk:
 
     def write(self, path: str, adapter: Adapter) -> None:
         """Keep an adapter, and remove as many others as that takes; a full disk is no error."""
-        with contextlib.suppress(OSError):
+        with self._changing, contextlib.suppress(OSError):
             sizes = {each: sum(file.stat().st_size for file in each.iterdir()) for each in self.folder.glob("*/*/*")}
             total = sum(sizes.values()) + adapter.num_bytes
             for oldest in sorted(sizes, key=lambda each: each.stat().st_mtime):
@@ -61,7 +63,8 @@ class Disk:
 
     def drop(self, prefix: str) -> None:
         """Remove what is under a path."""
-        shutil.rmtree(self.folder / prefix, ignore_errors=True)
+        with self._changing:
+            shutil.rmtree(self.folder / prefix, ignore_errors=True)
 
 
 class Tiers:
@@ -98,7 +101,7 @@ class Tiers:
         self.on_drop: Callable[[str], object] = lambda path: None
         self._flights: dict[str, asyncio.Task] = {}
         self._failed: dict[str, tuple[float, Exception]] = {}
-        self._downloads = asyncio.Semaphore(whole_number("downloads", downloads, 1))
+        self._downloads, self._closed = asyncio.Semaphore(whole_number("downloads", downloads, 1)), ""
 
     @contextlib.asynccontextmanager
     async def lease(self, path: str) -> AsyncIterator[Adapter]:
@@ -123,7 +126,6 @@ class Tiers:
                 del self.leases[path]
                 if path in self._flights:
                     self._flights.pop(path).cancel()
-                self._trim()
 
     async def _arrival(self, path: str) -> Adapter:
         until, error = self._failed.get(path, (0.0, None))
@@ -137,6 +139,8 @@ class Tiers:
             return await asyncio.shield(flight)
         except asyncio.CancelledError:
             if flight.cancelled() and not asyncio.current_task().cancelling():
+                if self._closed:
+                    raise RuntimeError(self._closed) from None
                 raise NotFoundError("the adapter was deleted while it was fetched") from None
             raise
 
@@ -156,12 +160,13 @@ class Tiers:
             now = time.monotonic()
             self._failed = {key: each for key, each in self._failed.items() if each[0] > now}
             self._failed[path] = now + self.failed_s, error
+            error.__traceback__ = None  # its frames hold what was downloaded
             raise
         finally:
             if self._flights.get(path) is asyncio.current_task():
                 del self._flights[path]
 
-    def _trim(self, more: int = 0) -> int:
+    def _trim(self, more: int) -> int:
         """Drop what nobody leases until there is room for ``more`` bytes; the bytes needed then."""
         needed = more + sum(each.num_bytes for each in self.host.values())
         for path in [path for path in self.host if path not in self.leases]:
@@ -185,3 +190,9 @@ class Tiers:
             self._leave(path)
         if self.disk:
             await asyncio.to_thread(self.disk.drop, prefix)
+
+    def close(self, reason: str) -> None:
+        """Give up all downloads; who waits for one gets a RuntimeError with the reason."""
+        self._closed = reason
+        for path in [*self._flights]:
+            self._flights.pop(path).cancel()

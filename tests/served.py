@@ -1,0 +1,84 @@
+"""The HTTP service in a thread of this process, on a real socket; and who is still in it."""
+
+import contextlib
+import threading
+import time
+from dataclasses import dataclass
+
+import httpx
+import openai
+import uvicorn
+
+from plpkg.adapters import CONFIG, WEIGHTS
+from plpkg.serving.engine import Engine
+from plpkg.serving.service.api import app
+from plpkg.serving.service.replica import Replica
+from plpkg.serving.service.scheduler import Scheduler
+from plpkg.serving.service.tiers import Tiers
+
+
+@dataclass
+class Service:
+    """``client`` sends no key; a test waits at most ``patience_s`` for what it then asserts."""
+
+    url: str
+    replica: Replica
+    client: httpx.Client
+    patience_s: float = 20.0
+
+    def openai(self, key="none"):
+        """The official client; close it, or it warns."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+
+    def upload(self, name, adapter, account="local", **options):
+        """The response to an upload."""
+        files = {part: (part, bytes(adapter.files[part])) for part in (CONFIG, WEIGHTS)}
+        return self.client.post(f"/v1/accounts/{account}/adapters/{name}", files=files, **options)
+
+    def complete(self, model, prompt="import", tokens=8, **fields):
+        """The response to a greedy completion."""
+        body = dict(model=model, prompt=prompt, max_tokens=tokens, temperature=0) | fields
+        return self.client.post("/v1/completions", json=body)
+
+    @property
+    def inside(self):
+        """How many requests run, how many wait, and how many adapters are leased."""
+        scheduler = self.replica.scheduler
+        return len(scheduler.running), len(scheduler.queued), self.replica.tiers.leases.total()
+
+    def until(self, condition):
+        """Wait for a condition; whether it came true in time."""
+        end = time.monotonic() + self.patience_s
+        while not (true := condition()) and time.monotonic() < end:
+            time.sleep(0.01)
+        return true
+
+
+@contextlib.contextmanager
+def served(model, tokenizer, store, *, name="base", keys=None, scheduler=None, engine=None, limits=None, **tiers):
+    """A service of one replica, until the context ends; whoever is in it then is put out."""
+    replica = Replica(
+        Engine(model, tokenizer, **engine or {}),
+        Tiers(store, model, limits=limits, **tiers),
+        scheduler or Scheduler(),
+    )
+    api = app(replica, store, model, tokenizer, name=name, keys=keys, limits=limits)
+    with listening(api) as url, httpx.Client(base_url=url, timeout=60) as client:
+        yield Service(url, replica, client)
+
+
+@contextlib.contextmanager
+def listening(api):
+    """The address of an application's server in a thread."""
+    config = uvicorn.Config(api, port=0, log_level="error", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()

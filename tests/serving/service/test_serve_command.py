@@ -1,0 +1,111 @@
+"""``plpkg serve``: what it refuses before it listens, what it says when it does, and that it leaves nothing behind."""
+
+import contextlib
+import signal
+import socket
+
+import httpx
+import openai
+import pytest
+from typer.testing import CliRunner
+
+from plpkg.catalog import data_path
+from plpkg.cli import app
+
+from preloaded import Process
+
+KEYS = "alice " + "a" * 16 + "\n"
+
+
+@contextlib.contextmanager
+def serving(tmp_path, *arguments, keys=""):
+    """A process that serves, its address, and the folder where its temporary files are."""
+    code = "import os, sys, tempfile, torch; torch.set_num_threads(1); os.environ.update(TMPDIR=sys.argv.pop(1))\n"
+    code += "os.environ['PLPKG_KEYS'] = sys.argv.pop(1); from plpkg.cli import app; app()"
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    with Process(code, str(temporary), keys, "serve", "--listen", "127.0.0.1:0", *arguments) as process:
+        line = process.stdout.readline()
+        assert line.startswith("serving plpkg-small on http://127.0.0.1:"), line + process.stdout.read()
+        yield process, line.split()[-1], temporary
+
+
+def test_it_serves_a_folders_adapter_and_ends_on_sigterm(tmp_path):
+    folders = [str(data_path("serving") / name) for name in ("numpy", "torch")]
+    options = [part for folder in folders for part in ("--adapter", folder)]
+    with serving(tmp_path, *options) as (process, url, temporary):
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            assert sorted(each.id for each in client.models.list()) == ["numpy", "plpkg-small", "torch"]
+            answers = [
+                client.completions.create(model=name, prompt="import", max_tokens=8, temperature=0).choices[0].text
+                for name in ("plpkg-small", "numpy", "torch")
+            ]
+            assert len({*answers}) > 1
+        assert [*temporary.glob("plpkg*")]  # where the adapters are
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        assert not [*temporary.glob("plpkg*")]
+        assert process.stdout.read() == ""
+
+
+def test_with_keys_it_ends_on_sigint_in_the_middle_of_a_stream(tmp_path):
+    (tmp_path / "keys").write_text(KEYS)
+    store = tmp_path / "store"
+    with serving(tmp_path, "--store", str(store), keys=str(tmp_path / "keys")) as (process, url, temporary):
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        headers = {"Authorization": f"Bearer {KEYS.split()[1]}"}
+        body = dict(model="plpkg-small", prompt="import", max_tokens=1000, stream=True)
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=60) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(httpx.RemoteProtocolError):
+                for _ in lines:
+                    pass
+        assert process.wait(30) == 0  # uvicorn gives the stream some seconds first
+        assert not [*temporary.glob("plpkg*")]
+
+
+@pytest.fixture
+def refused(monkeypatch):
+    """A call with the command's options, which it must refuse: what it says, in one line."""
+    monkeypatch.delenv("PLPKG_KEYS", raising=False)
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setenv("TERM", "dumb")
+
+    def run(*arguments, keys=None):
+        if keys is not None:
+            monkeypatch.setenv("PLPKG_KEYS", str(keys))
+        result = CliRunner().invoke(app, ["serve", *arguments])
+        assert result.exit_code == 2, result.output
+        assert "Traceback" not in result.output
+        (line,) = [line for line in result.output.splitlines() if "Usage" not in line and set(line) & set("abcdef")][
+            -1:
+        ]
+        return line
+
+    return run
+
+
+def test_what_it_refuses(refused, tmp_path):
+    for listen in ("0.0.0.0:8000", "192.168.1.1:0", ":8000", "8000", "[::]:0", "example.org:80"):
+        assert f"got {listen!r}" in refused("--listen", listen)
+    assert "HOST:PORT" in refused("--listen", "127.0.0.1:http")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = refused("--listen", f"127.0.0.1:{port}")
+        assert "in use" in said
+    assert "workers_ai" in refused("--listen", "127.0.0.1:0", "--limits", "none")
+    assert "dtype" in refused("--listen", "127.0.0.1:0", "--dtype", "int3")
+    assert "no model" in refused("--listen", "127.0.0.1:0", "--model", str(tmp_path))
+    assert "batch" in refused("--listen", "127.0.0.1:0", "--batch", "0")
+    (tmp_path / "keys").write_text("alice secret\n")
+    said = refused(keys=tmp_path / "keys")
+    assert "line 1" in said
+    assert "secret" not in said
+    assert "nowhere" in refused(keys=tmp_path / "nowhere")
+
+
+def test_an_adapter_that_does_not_fit_is_refused_with_its_reasons(refused, tmp_path):
+    said = refused("--listen", "127.0.0.1:0", "--adapter", str(tmp_path))
+    assert "adapter_config.json" in said
