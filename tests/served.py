@@ -1,17 +1,16 @@
 """The HTTP service in a thread of this process, on a real socket; and who is still in it."""
 
 import contextlib
-import threading
 import time
 from dataclasses import dataclass
 
 import httpx
 import openai
-import uvicorn
 
 from plpkg.adapters import CONFIG, WEIGHTS
 from plpkg.serving.engine import Engine
 from plpkg.serving.service.api import app
+from plpkg.serving.service.listener import Listener
 from plpkg.serving.service.replica import Replica
 from plpkg.serving.service.scheduler import Scheduler
 from plpkg.serving.service.tiers import Tiers
@@ -63,22 +62,5 @@ def served(model, tokenizer, store, *, name="base", keys=None, scheduler=None, e
         scheduler or Scheduler(),
     )
     api = app(replica, store, model, tokenizer, name=name, keys=keys, limits=limits)
-    with listening(api) as url, httpx.Client(base_url=url, timeout=60) as client:
-        yield Service(url, replica, client)
-
-
-@contextlib.contextmanager
-def listening(api):
-    """The address of an application's server in a thread."""
-    config = uvicorn.Config(api, port=0, log_level="error", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive()
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
+    with Listener(api) as listener, httpx.Client(base_url=listener.address, timeout=60) as client:
+        yield Service(listener.address, replica, client)

@@ -8,6 +8,7 @@ some seconds, and fails nobody else.
 
 import asyncio
 import contextlib
+import copy
 import os
 import shutil
 import threading
@@ -130,7 +131,7 @@ class Tiers:
     async def _arrival(self, path: str) -> Adapter:
         until, error = self._failed.get(path, (0.0, None))
         if time.monotonic() < until:
-            raise error.with_traceback(None)
+            raise copy.copy(error)  # each waiter's frames would hang on one
         if path not in self._flights:
             self._flights[path] = asyncio.create_task(self._bring(path))
             self._flights[path].add_done_callback(lambda task: task.cancelled() or task.exception())  # someone may ask
@@ -159,7 +160,7 @@ class Tiers:
         except (NotFoundError, StoreError, InvalidAdapterError) as error:
             now = time.monotonic()
             self._failed = {key: each for key, each in self._failed.items() if each[0] > now}
-            self._failed[path] = now + self.failed_s, error
+            self._failed[path] = now + self.failed_s, copy.copy(error)
             error.__traceback__ = None  # its frames hold what was downloaded
             raise
         finally:

@@ -1,12 +1,13 @@
 """Keys, and what one account can learn of another: nothing, not by what is computed or downloaded either."""
 
 import pytest
-from served import served
 
 from plpkg.backbones import random_backbone
 from plpkg.serving.prefixes import BLOCK
 from plpkg.serving.service.accounts import Keys
 from plpkg.serving.service.store import Store
+
+from served import served
 
 ALICE, ALICES_OTHER, BOB, OPERATOR = "alice-" + "a" * 12, "alice-" + "b" * 12, "bob-" + "a" * 14, "operator-" + "a" * 9
 LINES = [f"alice {ALICE}", "", f"  bob\t{BOB}  ", f"alice {ALICES_OTHER}", f"operator {OPERATOR}"]

@@ -11,16 +11,18 @@ import httpx
 import openai
 import pytest
 from hypothesis import given, settings, strategies as st
-from served import listening, served
 
 from plpkg.adapters import CONFIG, WEIGHTS
 from plpkg.serving.engine import Engine
 from plpkg.serving.requests import Request
 from plpkg.serving.service.answers import texts
 from plpkg.serving.service.api import app
+from plpkg.serving.service.listener import Listener
 from plpkg.serving.service.metrics import Metrics
 from plpkg.serving.service.scheduler import Scheduler
 from plpkg.serving.service.store import Store
+
+from served import served
 
 PROMPT, NEW = "import numpy as np\n\n", 12
 CHAT = "{% for each in messages %}{{ each.role }}: {{ each.content }}\n{% endfor %}assistant:"
@@ -255,9 +257,9 @@ def test_a_chat_needs_a_template_and_turns_that_it_has(service, exact, tmp_path)
     refusing = copy.deepcopy(exact[1])
     refusing.chat_template = "{% if messages[0].role != 'user' %}{{ raise_exception('who asks?') }}{% endif %}"
     for tokenizer, said in ((refusing, "who asks?"), (_without_template(exact[1]), "no chat template")):
-        with listening(app(Scripted([]), Store(tmp_path), exact[0], tokenizer, name="base")) as url:
+        with Listener(app(Scripted([]), Store(tmp_path), exact[0], tokenizer, name="base")) as listener:
             body = dict(model="base", messages=[dict(role="system", content="a")])
-            response = httpx.post(f"{url}/v1/chat/completions", json=body)
+            response = httpx.post(f"{listener.address}/v1/chat/completions", json=body)
             assert (response.status_code, said in response.text) == (400, True)
 
 
@@ -499,8 +501,8 @@ def test_characters_that_span_tokens_come_whole_in_a_stream(exact, tmp_path):
     assert len(ids) > len("naïve 🙂🙃 ümlaut 漢字")
     backend = Scripted(ids)
     with (
-        listening(app(backend, Store(tmp_path), model, tokenizer, name="base")) as url,
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        Listener(app(backend, Store(tmp_path), model, tokenizer, name="base")) as listener,
+        openai.OpenAI(base_url=f"{listener.address}/v1", api_key="none", max_retries=0) as client,
     ):
         events = [*client.completions.create(model="base", prompt="a", stream=True)]
     pieces = [each.choices[0].text for each in events]

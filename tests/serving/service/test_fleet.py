@@ -4,14 +4,12 @@ import asyncio
 import contextlib
 import pickle
 import shutil
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 import torch
-import uvicorn
 
 from plpkg import catalog
 from plpkg.adapters import CONFIG, InvalidAdapterError
@@ -19,6 +17,7 @@ from plpkg.backbones import load_backbone
 from plpkg.serving.engine import Engine
 from plpkg.serving.requests import Request
 from plpkg.serving.service.api import app
+from plpkg.serving.service.listener import Listener
 from plpkg.serving.service.scheduler import OverloadedError
 from plpkg.serving.service.store import NotFoundError, Store, StoreError
 
@@ -41,22 +40,6 @@ def replica(folder):
         return Replica(Engine(model, tokenizer), Tiers(Store(folder), model), Scheduler())
 
     return build
-
-
-@contextlib.contextmanager
-def listening(api):
-    """The address of a server in a thread."""
-    server = uvicorn.Server(uvicorn.Config(api, port=0, log_level="error"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive()
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 def until(condition, seconds):
@@ -88,7 +71,7 @@ def test_two_replicas_answer_as_one_and_an_adapter_stays_where_it_is(tmp_path):
 
     with contextlib.ExitStack() as stack:
         backend = stack.enter_context(fleet(replica(tmp_path), 2))
-        address = stack.enter_context(listening(app(backend, store, model, tokenizer, name="plpkg-small")))
+        address = stack.enter_context(Listener(app(backend, store, model, tokenizer, name="plpkg-small"))).address
         client = stack.enter_context(httpx.Client(base_url=address, timeout=60))
 
         def body(name, **settings):

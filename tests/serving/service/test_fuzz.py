@@ -9,10 +9,11 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings, strategies as st
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
-from served import served
 
 from plpkg.backbones import random_backbone
 from plpkg.serving.service.store import Store
+
+from served import served
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 import torch
-from served import served
 
 from plpkg.adapters import Adapter
 from plpkg.backbones import random_backbone
@@ -24,6 +23,8 @@ from plpkg.serving.service.replica import Replica, _Job
 from plpkg.serving.service.scheduler import OverloadedError, Scheduler
 from plpkg.serving.service.store import NotFoundError, Store
 from plpkg.serving.service.tiers import Disk, Tiers
+
+from served import served
 
 NAMES, ABSENT = [f"adapter-{n}" for n in range(6)], f"local/absent/{'0' * 64}"
 KINDS = (Running, KeyValues, Adapter, _Job, asyncio.Task, torch.Tensor)
