@@ -1,6 +1,6 @@
 """The service beside the engine alone: 200 clients at once, over real sockets.
 
-The same 200 requests, sixteen adapters of rank 16 by Punica's skewed popularity and the backbone, 16 new tokens each,
+The same 200 requests, sixteen adapters of rank 16 by Punica's skewed popularity and the backbone, 32 new tokens each,
 greedy; the engine in one thread, clients in a process of their own, two cores. Wall time. ``engine`` has all requests
 in a list; ``stream`` and ``whole`` have them by HTTP. Rounds are interleaved, ratios medians over them; ``lost`` counts
 answers that are missing, late by the client's patience, or not the engine's.
@@ -26,7 +26,7 @@ from plpkg.backbones import load_backbone, random_backbone
 from plpkg.serving import Engine, Request, popularity
 from plpkg.serving.service import Listener, Replica, Scheduler, Store, Tiers, app
 
-CLIENTS, TENANTS, NEW, RANK, ROUNDS = 200, 16, 16, 16, 3
+CLIENTS, TENANTS, NEW, RANK, ROUNDS = 200, 16, 32, 16, 3
 SHAPE = dict(num_layers=12, hidden=576, num_heads=9, num_kv_heads=3, intermediate=1536, vocab=8192)
 
 
