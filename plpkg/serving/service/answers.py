@@ -55,7 +55,8 @@ async def texts(tokens, request: Request, tokenizer, metrics: Metrics) -> AsyncI
 
 def _may_become(text: str, stops) -> int:
     """How many characters at the end of a text may be the beginning of a stop string."""
-    return max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+    longest = [(stop, min(len(stop) - 1, len(text))) for stop in stops]
+    return max((n for stop, most in longest for n in range(1, most + 1) if text.endswith(stop[:n])), default=0)
 
 
 async def merged(streams: list) -> AsyncIterator[tuple[int, object]]:

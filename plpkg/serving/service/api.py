@@ -6,7 +6,9 @@ as absent as one that never was.
 
 import asyncio
 import contextlib
-import itertools
+import secrets
+import sys
+from collections import defaultdict
 
 from fastapi import FastAPI, Request as Call
 from fastapi.exceptions import RequestValidationError
@@ -64,7 +66,9 @@ def app(backend, store: Store, model, tokenizer, *, name: str, keys: Keys | None
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(f"the service needs a fast tokenizer, got {type(tokenizer).__name__}")
     metrics = Metrics()
-    positions, numbers = model.config.get_text_config().max_position_embeddings, itertools.count(1)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    characters = positions * max(map(len, tokenizer.get_vocab()))  # of so many tokens, each the longest
+    in_memory = defaultdict(asyncio.Lock)  # an account's uploads, of up to limits.max_bytes, one at a time
     limits = POLICIES[one_of("limits", limits, tuple(POLICIES))] if isinstance(limits, str) else limits or Limits()
 
     @contextlib.asynccontextmanager
@@ -97,12 +101,17 @@ def app(backend, store: Store, model, tokenizer, *, name: str, keys: Keys | None
         pairs = zip(versions, current, strict=True)
         return [{"id": each, "version": now, "versions": versions[each]} for each, now in pairs if isinstance(now, str)]
 
+    def readable(texts: list[str]) -> None:
+        """Refuse what no tokenizer could make short enough: it would take seconds, and a hundred times its size."""
+        if (longest := max(map(len, texts))) > characters:
+            raise ValueError(f"a text of {longest:,} characters does not fit the model's {positions:,} positions")
+
     async def answer(call: Call, body: bodies.Settings, prompts: list, form, usual: int) -> Response:
         account, most = call.state.account, body.max_completion_tokens or body.max_tokens
         if body.lora is not None and body.model != name:
             raise ValueError(f"lora={body.lora!r} goes with model={name!r}, got {body.model!r}")
         wanted = body.lora or (body.model if body.model != name else None)
-        where = None if wanted is None else await path(account, wanted)
+        where = None if wanted is None else await _unless_gone(call, path(account, wanted))
         stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
         settings = dict(temperature=body.temperature, top_p=body.top_p, seed=body.seed, stop=stop, account=account)
         requests = [
@@ -111,7 +120,7 @@ def app(backend, store: Store, model, tokenizer, *, name: str, keys: Keys | None
         metrics.prompt.inc(prompt_tokens := sum(map(len, prompts)))
         pieces = merged([texts(backend.stream(where, each), each, tokenizer, metrics) for each in requests])
         first = await _unless_gone(call, anext(pieces))  # what fails at once has a status
-        written = form(str(next(numbers)), body.model, prompt_tokens)
+        written = form(secrets.token_hex(12), body.model, prompt_tokens)
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
             return Events(written.events(_again(first, pieces), usage))
@@ -122,6 +131,7 @@ def app(backend, store: Store, model, tokenizer, *, name: str, keys: Keys | None
         one = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
         prompts = [body.prompt] if one else body.prompt
         if isinstance(prompts[0], str):
+            readable(prompts)
             prompts = (await asyncio.to_thread(tokenizer, prompts))["input_ids"]
         return await answer(call, body, prompts, Completion, COMPLETION_TOKENS)
 
@@ -130,6 +140,7 @@ def app(backend, store: Store, model, tokenizer, *, name: str, keys: Keys | None
         if tokenizer.chat_template is None:
             raise ValueError(f"the tokenizer of {name} has no chat template: use /v1/completions")
         turns = [{"role": each.role, "content": each.text} for each in body.messages]
+        readable(["".join(each["content"] for each in turns)])
         try:
             ids = await asyncio.to_thread(
                 tokenizer.apply_chat_template, turns, add_generation_prompt=True, return_dict=False
@@ -165,12 +176,12 @@ def app(backend, store: Store, model, tokenizer, *, name: str, keys: Keys | None
         _theirs(call, account)
         if adapter == name or not NAME.fullmatch(adapter):
             raise ValueError(f"no adapter can have the name {adapter!r}")
-        async with call.form(max_files=2, max_fields=0) as form:
+        async with call.form(max_files=2, max_fields=0) as form, in_memory[account]:  # who sends slowly is on disk
             files = {part: await file.read() for part, file in form.items() if isinstance(file, UploadFile)}
-        if set(files) != {CONFIG, WEIGHTS}:
-            raise InvalidAdapterError([f"an upload has the files {CONFIG} and {WEIGHTS}, got {', '.join(files)}"])
-        made = await asyncio.to_thread(read_adapter, files[CONFIG], files[WEIGHTS], model, limits)
-        version = await store.put(account, adapter, made)
+            if set(files) != {CONFIG, WEIGHTS}:
+                raise InvalidAdapterError([f"an upload has the files {CONFIG} and {WEIGHTS}, got {', '.join(files)}"])
+            made = await asyncio.to_thread(read_adapter, files[CONFIG], files[WEIGHTS], model, limits)
+            version = await store.put(account, adapter, made)
         return {"id": adapter, "version": version, "rank": made.rank, "bytes": made.num_bytes}
 
     @api.get("/v1/accounts/{account}/adapters/{adapter}")

@@ -58,6 +58,10 @@ def serve(
         raise ValueError(f"without PLPKG_KEYS only {' or '.join(LOOPBACK)} may be listened on, got {listen!r}")
     if not port.isdecimal():
         raise ValueError(f"listen must be HOST:PORT, got {listen!r}")
+    if disk and store and Path(store).resolve() == disk.resolve():
+        raise ValueError(f"disk={str(disk)!r} is the store: what is downloaded is removed again, and would be of both")
+    if taken := [str(each) for each in adapter or [] if each.resolve().name == model]:
+        raise ValueError(f"an adapter must not have the model's name, got {', '.join(taken)}")
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(socket.create_server((host, int(port))))
         stopped = signal.signal(signal.SIGTERM, signal.default_int_handler)  # or the context would not end
@@ -73,10 +77,11 @@ def serve(
         else:
             backend = replica(base, tokenizer, kept, disk, **options)
         for folder in adapter or []:
-            asyncio.run(kept.put(LOCAL, folder.name, validate_adapter(folder, base, limits)))
+            asyncio.run(kept.put(LOCAL, folder.resolve().name, validate_adapter(folder, base, limits)))
         service = api.app(backend, kept, base, tokenizer, name=model, keys=keys, limits=limits)
         typer.echo(f"serving {model} on http://{host}:{listening.getsockname()[1]}")
-        config = uvicorn.Config(service, log_level="warning", timeout_graceful_shutdown=5)
+        # httptools, which uvicorn prefers, takes a head of any size from anybody
+        config = uvicorn.Config(service, http="h11", log_level="warning", timeout_graceful_shutdown=5)
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn has ended well, and hands it on
             uvicorn.Server(config).run([listening])
 

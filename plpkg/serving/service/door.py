@@ -35,6 +35,6 @@ class Door:
         length = headers.get("content-length", "" if scope["method"] in ("POST", "PUT", "PATCH") else "0")
         if not length.isdecimal() or "transfer-encoding" in headers:
             return error_response(411, "a body needs its length: Content-Length")
-        if int(length[:20]) > most:
+        if int(length.lstrip("0")[:20] or 0) > most:
             return error_response(413, f"a body may have {most:,} bytes here, this one has {length[:20]}")
         return None

@@ -21,7 +21,7 @@ class Listener:
     """
 
     def __init__(self, application) -> None:
-        config = uvicorn.Config(application, port=0, log_level="warning", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(application, port=0, http="h11", log_level="warning", timeout_graceful_shutdown=1)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()

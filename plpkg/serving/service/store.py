@@ -12,7 +12,7 @@ import contextlib
 import os
 import re
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -76,9 +76,16 @@ class Store:
             retries = {"max_retries": 2, "retry_timeout": timedelta(seconds=3 * timeout_s)}
             client = {"timeout": timedelta(seconds=timeout_s)}
             client["allow_http"] = os.environ.get("AWS_ALLOW_HTTP", "false")  # obstore would forget it
-            location = from_url(location, retry_config=retries, client_options=client)
-        self._objects = LocalStore(location, mkdir=True) if isinstance(location, str | Path) else location
+            try:
+                location = from_url(location, retry_config=retries, client_options=client)
+            except BaseError as error:
+                raise ValueError(f"{location!r} is no store: {error}".split("\n")[0]) from None
+        if isinstance(location, str | Path):
+            Path(location).mkdir(parents=True, exist_ok=True)  # its errors name the folder, obstore's do not
+            location = LocalStore(location)
+        self._objects = location
         self._current: dict[str, tuple[str | None, float]] = {}
+        self._writes: Counter[str] = Counter()  # by account: what was read before one is not what is current
         self._writing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def put(self, account: str, name: str, adapter: Adapter) -> str:
@@ -105,6 +112,7 @@ class Store:
                 with contextlib.suppress(AlreadyExistsError):  # of the same content, which its path says
                     await _call(obstore.put_async(self._objects, path, content, mode="create"))
             await _call(obstore.put_async(self._objects, f"{place}/current", adapter.digest.encode()))
+            self._writes[account] += 1
             self._current[place] = adapter.digest, time.monotonic() + self.refresh_s
         return adapter.digest
 
@@ -113,6 +121,7 @@ class Store:
         place = _place(account, name)
         version, until = self._current.get(place, (None, 0.0))
         if time.monotonic() >= until:
+            writes = self._writes[account]
             self._current = {key: each for key, each in self._current.items() if each[1] > time.monotonic()}
             try:
                 version = (await self._range(f"{place}/current", 65))[1].decode("ascii", "replace")
@@ -120,7 +129,8 @@ class Store:
                 version = None
             if version is not None and not VERSION.fullmatch(version):
                 raise StoreError(f"{place}/current names no version, but {version!r}")
-            self._current[place] = version, time.monotonic() + self.refresh_s
+            if writes == self._writes[account]:
+                self._current[place] = version, time.monotonic() + self.refresh_s
         if version is None:
             raise NotFoundError(f"account {account!r} has no adapter {name!r}")
         return version
@@ -145,6 +155,7 @@ class Store:
             current = {f"{place}/current"} & paths  # it goes first, and what a dead write left goes without it
             for some in filter(None, (current, paths - current)):
                 await _call(obstore.delete_async(self._objects, sorted(some)))
+                self._writes[account] += 1
                 self._current[place] = None, time.monotonic() + self.refresh_s
 
     async def fetch(self, path: str, model: torch.nn.Module, limits: str | Limits | None = None) -> Adapter:

@@ -24,6 +24,9 @@ from plpkg.serving.service.scheduler import OverloadedError
 from plpkg.serving.service.store import NotFoundError, Store, StoreError
 from plpkg.validation import whole_number
 
+ON_DISK = "*/*/" + "[0-9a-f]" * 64
+"""Of a folder only what has a version's path: it may hold more, which is nobody's to remove."""
+
 
 class Disk:
     """Adapters in a directory, as PEFT saves them; the least recently used go first.
@@ -35,7 +38,7 @@ class Disk:
         self.folder, self.num_bytes = Path(folder), whole_number("num_bytes", num_bytes, 0)
         self._changing = threading.Lock()  # a write that has begun is dropped when it is done
         self.folder.mkdir(parents=True, exist_ok=True)
-        for version in self.folder.glob("*/*/*"):
+        for version in self.folder.glob(ON_DISK):
             if not (version / CONFIG).exists():
                 shutil.rmtree(version, ignore_errors=True)
 
@@ -53,7 +56,7 @@ class Disk:
     def write(self, path: str, adapter: Adapter) -> None:
         """Keep an adapter, and remove as many others as that takes; a full disk is no error."""
         with self._changing, contextlib.suppress(OSError):
-            sizes = {each: sum(file.stat().st_size for file in each.iterdir()) for each in self.folder.glob("*/*/*")}
+            sizes = {each: sum(file.stat().st_size for file in each.iterdir()) for each in self.folder.glob(ON_DISK)}
             total = sum(sizes.values()) + adapter.num_bytes
             for oldest in sorted(sizes, key=lambda each: each.stat().st_mtime):
                 if total > self.num_bytes:
