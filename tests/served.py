@@ -9,8 +9,8 @@ import openai
 
 from plpkg.adapters import CONFIG, WEIGHTS
 from plpkg.serving.engine import Engine
-from plpkg.serving.service.api import app
-from plpkg.serving.service.listener import Listener
+from plpkg.serving.service.http.api import app
+from plpkg.serving.service.http.listener import Listener
 from plpkg.serving.service.replica import Replica
 from plpkg.serving.service.scheduler import Scheduler
 from plpkg.serving.service.tiers import Tiers

@@ -44,8 +44,9 @@ def serve(
     try:
         import uvicorn
 
-        from plpkg.serving.service import Store, api
-        from plpkg.serving.service.accounts import LOCAL, Keys
+        from plpkg.serving.service import Store
+        from plpkg.serving.service.http import api
+        from plpkg.serving.service.http.accounts import LOCAL, Keys
 
         if replicas > 1:
             from plpkg.serving.service.fleet import fleet
@@ -104,7 +105,8 @@ def replica(base, tokenizer, store, disk, *, limits, slots: int, batch: int):
     from plpkg.serving.service.tiers import Disk
 
     engine = Engine(base, tokenizer, max_batch=batch, max_step_tokens=max(512, batch))
-    return Replica(engine, Tiers(store, base, limits=limits, disk=Disk(disk)), Scheduler(slots, batch))
+    scheduler = Scheduler(slots, batch, max_queued_each=256 if os.environ.get("PLPKG_KEYS") else None)
+    return Replica(engine, Tiers(store, base, limits=limits, disk=Disk(disk)), scheduler)
 
 
 def replica_of(model: str, dtype: str, device: str, location: str, disk, **options):

@@ -69,7 +69,8 @@ class Replica:
         positions = len(self.engine.check(request)) + request.max_new_tokens
         if self._loop.done():
             raise RuntimeError("the service was closed")
-        job = _Job(path, positions, time.monotonic(), request=dataclasses.replace(request, adapter=path))
+        request = dataclasses.replace(request, adapter=path)
+        job = _Job(path, positions, time.monotonic(), account=request.account, request=request)
         self.scheduler.submit(job)
         try:
             async with self.tiers.lease(path) if path else contextlib.nullcontext() as job.weights:
@@ -156,7 +157,12 @@ class Replica:
         await self.tiers.drop(prefix)
 
     async def gauges(self) -> list[dict[tuple, float]]:
-        """What is so now, by the name of a metric and the values of its labels; a list, as several have one each."""
+        """What is so now, by the name of a metric and the values of its labels; a list, as several have one each.
+
+        RuntimeError if it can serve nobody any more.
+        """
+        if self._loop is not None and self._loop.done():
+            raise RuntimeError("the service was closed, or its loop failed")
         levels = {"host": [*self.tiers.host.values()], "slot": [*self.engine.adapters.values()]}
         loaded: dict[tuple, float] = {}
         for level, adapters in levels.items():

@@ -45,6 +45,8 @@ class Ticket:
         ``"fetching"`` until its adapter is in memory, ``"waiting"``, ``"running"``, ``"ended"``.
     since_s
         When it came into this state.
+    account
+        Whose it is.
     """
 
     adapter: str | None
@@ -52,6 +54,7 @@ class Ticket:
     arrived_s: float
     state: str = "fetching"
     since_s: float = 0.0
+    account: str = ""
 
 
 class Start(NamedTuple):
@@ -77,6 +80,8 @@ class Scheduler:
         The most positions that running requests may fill.
     max_queued
         The most requests that do not run yet.
+    max_queued_each
+        The most of them that are one account's; all by default.
     patience_s
         After which something is kept for the next; ``math.inf`` leaves it at least recently used.
 
@@ -88,12 +93,14 @@ class Scheduler:
         By adapter, how many running requests use it; who was started least recently first.
     """
 
-    def __init__(self, slots=16, places=32, positions=2**16, max_queued=1024, patience_s=2.0) -> None:
+    def __init__(
+        self, slots=16, places=32, positions=2**16, max_queued=1024, max_queued_each=None, patience_s=2.0
+    ) -> None:
         self.num_slots, self.places = whole_number("slots", slots, 1), whole_number("places", places, 1)
-        self.positions, self.max_queued = (
-            whole_number("positions", positions, 1),
-            whole_number("max_queued", max_queued, 1),
-        )
+        self.positions = whole_number("positions", positions, 1)
+        self.max_queued = whole_number("max_queued", max_queued, 1)
+        each = max_queued if max_queued_each is None else max_queued_each
+        self.max_queued_each = whole_number("max_queued_each", each, 1)
         self.patience_s = patience_s if patience_s == math.inf else number("patience_s", patience_s, 0)
         self.queued: list[Ticket] = []
         self.running: list[Ticket] = []
@@ -113,11 +120,12 @@ class Scheduler:
         ValueError
             It could never run.
         OverloadedError
-            The queue is full.
+            The queue is full, or the account's part of it.
         """
         if ticket.positions > self.positions:
             raise ValueError(f"the request may fill {ticket.positions:,} positions, {self.positions:,} are there")
-        if len(self.queued) >= self.max_queued:
+        theirs = sum(each.account == ticket.account for each in self.queued)
+        if len(self.queued) >= self.max_queued or theirs >= self.max_queued_each:
             after = math.ceil(self._mean_run_s * len(self.queued) / self.places)
             raise OverloadedError(f"{len(self.queued)} requests are waiting", max(1, after))
         ticket.state, ticket.since_s = "fetching", ticket.arrived_s

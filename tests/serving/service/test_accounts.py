@@ -4,7 +4,7 @@ import pytest
 
 from plpkg.backbones import random_backbone
 from plpkg.serving.prefixes import BLOCK
-from plpkg.serving.service.accounts import Keys
+from plpkg.serving.service.http.accounts import Keys
 from plpkg.serving.service.store import Store
 
 from served import served

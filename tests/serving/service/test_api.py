@@ -15,10 +15,10 @@ from hypothesis import given, settings, strategies as st
 from plpkg.adapters import CONFIG, WEIGHTS
 from plpkg.serving.engine import Engine
 from plpkg.serving.requests import Request
-from plpkg.serving.service.answers import texts
-from plpkg.serving.service.api import app
-from plpkg.serving.service.listener import Listener
-from plpkg.serving.service.metrics import Metrics
+from plpkg.serving.service.http.answers import texts
+from plpkg.serving.service.http.api import app
+from plpkg.serving.service.http.listener import Listener
+from plpkg.serving.service.http.metrics import Metrics
 from plpkg.serving.service.scheduler import Scheduler
 from plpkg.serving.service.store import Store
 

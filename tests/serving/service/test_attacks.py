@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 
 from plpkg.adapters import read_adapter
 from plpkg.cli import app as cli
-from plpkg.serving.service import api, bodies
-from plpkg.serving.service.answers import _may_become
-from plpkg.serving.service.door import MAX_BODY_BYTES, Door
-from plpkg.serving.service.listener import Listener
+from plpkg.serving.service.http import api, bodies
+from plpkg.serving.service.http.answers import _may_become
+from plpkg.serving.service.http.door import MAX_BODY_BYTES, Door
+from plpkg.serving.service.http.listener import Listener
 from plpkg.serving.service.store import NotFoundError, Store
 from plpkg.serving.service.tiers import Disk
 

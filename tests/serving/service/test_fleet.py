@@ -16,8 +16,8 @@ from plpkg.adapters import CONFIG, InvalidAdapterError
 from plpkg.backbones import load_backbone
 from plpkg.serving.engine import Engine
 from plpkg.serving.requests import Request
-from plpkg.serving.service.api import app
-from plpkg.serving.service.listener import Listener
+from plpkg.serving.service.http.api import app
+from plpkg.serving.service.http.listener import Listener
 from plpkg.serving.service.scheduler import OverloadedError
 from plpkg.serving.service.store import NotFoundError, Store, StoreError
 

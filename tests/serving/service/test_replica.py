@@ -226,6 +226,8 @@ def test_when_the_loop_fails_all_are_told(serve, tools):
             assert "a defect" in str(error)
         with pytest.raises(RuntimeError):
             await asyncio.wait_for(tokens(replica, None, ids), 5)
+        with pytest.raises(RuntimeError):  # and so is whoever asks for its health
+            await replica.gauges()
         assert not replica.tiers.leases
         assert not replica.scheduler.queued
 

@@ -264,8 +264,19 @@ def test_the_queue_is_bounded_and_says_when_to_come_again():
         scheduler.submit(Ticket(None, 1, 0.0))
 
 
+def test_an_account_leaves_places_in_the_queue_to_others():
+    scheduler = Scheduler(max_queued=4, max_queued_each=2)
+    for account in ("a", "a", "b"):
+        scheduler.submit(Ticket(None, 1, 0.0, account=account))
+    with pytest.raises(OverloadedError):
+        scheduler.submit(Ticket(None, 1, 0.0, account="a"))
+    scheduler.submit(Ticket(None, 1, 0.0, account="b"))
+    with pytest.raises(OverloadedError):
+        scheduler.submit(Ticket(None, 1, 0.0, account="c"))
+
+
 @pytest.mark.parametrize(
-    "wrong", [dict(slots=0), dict(places=1.5), dict(positions=True), dict(max_queued=0), dict(patience_s=-1)]
+    "wrong", [dict(slots=0), dict(places=1.5), dict(positions=True), dict(max_queued=0), dict(max_queued_each=0), dict(patience_s=-1)]
 )
 def test_impossible_sizes(wrong):
     name, value = next(iter(wrong.items()))

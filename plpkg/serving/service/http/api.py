@@ -18,9 +18,9 @@ from starlette.responses import PlainTextResponse, Response
 
 from plpkg.adapters import CONFIG, MAX_CONFIG_BYTES, POLICIES, WEIGHTS, InvalidAdapterError, Limits, read_adapter
 from plpkg.serving.requests import Request
-from plpkg.serving.service import bodies
-from plpkg.serving.service.accounts import OPERATOR, Keys
-from plpkg.serving.service.answers import (
+from plpkg.serving.service.http import bodies
+from plpkg.serving.service.http.accounts import OPERATOR, Keys
+from plpkg.serving.service.http.answers import (
     STATUS,
     ChatCompletion,
     Completion,
@@ -30,8 +30,8 @@ from plpkg.serving.service.answers import (
     refusal,
     texts,
 )
-from plpkg.serving.service.door import Door
-from plpkg.serving.service.metrics import Metrics
+from plpkg.serving.service.http.door import Door
+from plpkg.serving.service.http.metrics import Metrics
 from plpkg.serving.service.store import NAME, VERSION, NotFoundError, Store, StoreError
 from plpkg.validation import one_of
 
@@ -202,6 +202,7 @@ def app(backend, store: Store, model, tokenizer, *, name: str, keys: Keys | None
 
     @api.get("/health")
     async def health() -> dict:
+        await backend.gauges()  # or an error
         return {"status": "ok", "model": name}
 
     return api

@@ -12,7 +12,7 @@ from tokenizers.decoders import DecodeStream
 
 from plpkg.adapters import InvalidAdapterError
 from plpkg.serving.requests import Request
-from plpkg.serving.service.metrics import Metrics
+from plpkg.serving.service.http.metrics import Metrics
 from plpkg.serving.service.scheduler import OverloadedError
 from plpkg.serving.service.store import AccountFullError, NotFoundError, StoreError
 

@@ -3,8 +3,8 @@
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
-from plpkg.serving.service.accounts import LOCAL, Keys
-from plpkg.serving.service.answers import error_response
+from plpkg.serving.service.http.accounts import LOCAL, Keys
+from plpkg.serving.service.http.answers import error_response
 
 MAX_BODY_BYTES = 2**22
 
