@@ -61,6 +61,8 @@ def serve(
         raise ValueError(f"listen must be HOST:PORT, got {listen!r}")
     if disk and store and Path(store).resolve() == disk.resolve():
         raise ValueError(f"disk={str(disk)!r} is the store: what is downloaded is removed again, and would be of both")
+    if replicas > 1 and (store or "").startswith("memory:"):
+        raise ValueError(f"store={store!r} is each process's own: several replicas need one that all reach")
     if taken := [str(each) for each in adapter or [] if each.resolve().name == model]:
         raise ValueError(f"an adapter must not have the model's name, got {', '.join(taken)}")
     with contextlib.ExitStack() as stack:

@@ -172,9 +172,9 @@ class Replica:
         counts = {
             "num_requests_running": len(self.scheduler.running),
             "num_requests_waiting": len(self.scheduler.queued),
+            "kv_cache_usage_perc": self.scheduler.filled / self.scheduler.positions,
+            "lora_adapter_leases": self.tiers.leases.total(),
         }
-        counts["kv_cache_usage_perc"] = self.scheduler.filled / self.scheduler.positions
-        counts["lora_adapter_leases"] = self.tiers.leases.total()
         return [loaded | {(name,): value for name, value in counts.items()}]
 
     async def close(self) -> None:
