@@ -9,6 +9,7 @@ PLACES = dict(
     Store="store",
     Tiers="tiers",
     Scheduler="scheduler",
+    Ticket="scheduler",
     Replica="replica",
     app="http.api",
     Listener="http.listener",

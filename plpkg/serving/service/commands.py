@@ -23,15 +23,20 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "auto": "aut
 def serve(
     model: Annotated[str, Option(help="plpkg-small, a hub name, or a folder.")] = "plpkg-small",
     store: Annotated[
-        str | None, Option(metavar="DIR|URL", help="Of adapters: a folder, or s3://…; else none lasts.")
+        str | None,
+        Option(metavar="DIR|URL", help="Where adapters are kept: a folder, s3://…; else they go with the service."),
     ] = None,
     listen: Annotated[str, Option(metavar="HOST:PORT", help="Port 0 takes a free one.")] = "127.0.0.1:8000",
-    adapter: Annotated[list[Path] | None, Option(help="A PEFT folder, which local gets under its name.")] = None,
+    adapter: Annotated[
+        list[Path] | None, Option(help="A PEFT folder to begin with; its name is the adapter's, in account local.")
+    ] = None,
     replicas: Annotated[int, Option(min=1, help="Processes that have the model; more than one by Ray Serve.")] = 1,
     slots: Annotated[int, Option(help="Adapters in use at a time, in each.")] = 16,
     batch: Annotated[int, Option(help="Requests that run at a time, in each.")] = 32,
-    limits: Annotated[str | None, Option(help="Of adapters: workers_ai_launch or workers_ai_today.")] = None,
-    disk: Annotated[Path | None, Option(help="A folder for downloads; else one that goes with the service.")] = None,
+    limits: Annotated[
+        str | None, Option(help="Of adapters: workers_ai_launch, workers_ai_today; else what is safe.")
+    ] = None,
+    disk: Annotated[Path | None, Option(help="A folder for downloads; else they go with the service.")] = None,
     dtype: Annotated[str, Option(help="Of the weights: fp16, bf16, fp32, or auto: the checkpoint's own.")] = "fp32",
     device: Annotated[str, Option(help="cpu or cuda.")] = "cpu",
 ) -> None:

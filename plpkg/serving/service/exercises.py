@@ -54,7 +54,7 @@ def admit(function: object) -> Verdict:
             elif len(used) > num_slots:
                 hint = ": who is in use keeps its slot"
             elif got == expected[: len(got)]:
-                hint = ": who cannot start holds up nobody behind"
+                hint = ": who cannot start holds up nobody behind, and a slot that nobody uses may be taken"
         return Verdict(False, f"Not yet{hint}. For {waiting}, {slots}, {num_slots}, {places}: {expected}, got {got!r}.")
     return Verdict(True, "Right: whoever has an adapter in a slot, or finds one that nobody uses, starts.")
 
@@ -74,9 +74,11 @@ def leak(function: object) -> Verdict:
         pairs = [(a[1] - a[0], b[1] - b[0]) for a in members for b in others]
         more, alike = (sum(test(a, b) for a, b in pairs) / len(pairs) for test in (gt, eq))
         got, expected = function(list(members), list(others)), more + alike / 2
-        if not isinstance(got, int | float):
+        try:
+            got = float(got)
+        except (TypeError, ValueError):
             return Verdict(False, f"Not yet: one number from 0 to 1 is wanted, got {got!r}.")
-        if abs(got - expected) > 1e-9:
+        if not abs(got - expected) <= 1e-9:
             plain = sum((a[0] < b[0]) + (a[0] == b[0]) / 2 for a in members for b in others) / len(pairs)
             hints = {1 - expected: "learned texts fall more", more: "where both fall alike, a half counts"}
             hints[plain] = "a hard text stays hard: compare its two losses"

@@ -80,10 +80,11 @@ def hit_rates(rows, ax=None):
     right.plot(rows["slots"], rows["first_token_p99_s"], **second)
     ax.set_xscale("log", base=2)
     ax.set_xticks(rows["slots"], rows["slots"])
-    ax.set(xlabel="slots", ylim=(0, 100))
+    ax.set(xlabel="slots (simulated)", ylim=(0, 100))
     ax.set_ylabel("adapter in a slot (% of requests) ●", color=first["color"])
     right.set_ylabel("time to the first token, p99 (s) ■", color=second["color"])
-    right.set(ylim=(0, None))
+    right.set_yscale("log")
+    right.yaxis.set_major_formatter("{x:g}")
     right.grid(False)
     values = zip(rows["slots"], rows["hit_rate"], rows["first_token_p99_s"], strict=True)
     said = "; ".join(f"{slots} slots: {100 * hit:.0f} %, {p99:.2f} s" for slots, hit, p99 in values)
@@ -91,16 +92,17 @@ def hit_rates(rows, ax=None):
 
 
 def cold_start(rows, ax=None):
-    """When the tokens came: a row of points for each request, above asynchronous, below blocking."""
-    ax, y, names, said = theme.axes(ax), 0, [], []
-    for (what, each), style in zip(rows.groupby("what", sort=False), theme.styles(2), strict=False):
-        gaps = 0.0
-        for k, (request, times) in enumerate(each.groupby("request", sort=False)["token_s"]):
-            ax.plot(times, [y] * len(times), label=None if k else what, **style | {"linestyle": "", "marker": "|"})
-            names, y, gaps = [*names, request], y + 1, max(gaps, times.diff().max())
-        said.append(f"{what}, the longest pause between two tokens is {1e3 * gaps:.0f} ms")
-    ax.set_yticks(range(y), names)
-    ax.invert_yaxis()
-    ax.set(xlabel="time (s)", ylabel="request")
-    ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    return theme.describe(ax, f"When each request's tokens came: {'; '.join(said)}.")
+    """When the tokens of each request came; a circle where a cold request did."""
+    ax, names = theme.axes(ax), rows["request"].unique()
+    (how,), (style, other) = rows["what"].unique(), theme.styles(2)
+    for y, name in enumerate(names):
+        times = rows["token_s"][rows["request"] == name]
+        if name.startswith("cold"):
+            ax.plot(times[:1], [y], **other | {"marker": "o", "linestyle": ""})
+            times = times[1:]
+        ax.plot(times, [y] * len(times), **style | {"marker": "|", "linestyle": ""})
+    ax.set_yticks(range(len(names)), ["one of the six" if name.startswith("running") else name for name in names])
+    ax.set_ylim(len(names) - 0.5, -0.5)
+    ax.set(xlabel="time (s)", title=how)
+    gap = 1e3 * rows["token_s"][rows["request"] == names[0]].diff().max()
+    return theme.describe(ax, f"When tokens came, {how}: the first request's longest pause is {gap:.0f} ms.")

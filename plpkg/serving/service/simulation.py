@@ -89,6 +89,8 @@ def simulate(
     was asked for, and stays while it is in a slot or waited for, or among the ``host`` others asked for last. With
     ``blocking`` no step runs while one is fetched.
     """
+    if not arrivals:
+        raise ValueError("arrivals must be at least one, got none")
     now, coming, memory, rows = 0.0, deque(arrivals), OrderedDict(), {}  # memory: since when, by adapter
     fetching, written, ended = {}, Counter(), []
     while coming or scheduler.queued or scheduler.running:
@@ -118,7 +120,7 @@ def simulate(
         written.update(scheduler.running)
         for ticket in scheduler.running:
             rows[ticket].setdefault("first_token_s", now)
-        ended = [ticket for ticket in scheduler.running if written[ticket] == rows[ticket]["new"]]
+        ended = [ticket for ticket in scheduler.running if written[ticket] >= rows[ticket]["new"]]
         for ticket in ended:
             rows[ticket]["ended_s"] = now
             scheduler.end(ticket, now)

@@ -11,11 +11,7 @@ from plpkg.serving.service.simulation import Arrival, simulate
 
 SLOTS = pd.DataFrame({"slots": [4, 8], "hit_rate": [0.25, 0.5], "first_token_p99_s": [2.0, 0.5]})
 TOKENS = pd.DataFrame(
-    {
-        "what": ["asynchronous"] * 3 + ["blocking"] * 3,
-        "request": ["warm", "warm", "cold"] * 2,
-        "token_s": [0.0, 0.01, 0.3, 0.0, 0.26, 0.3],
-    }
+    {"what": "blocking", "request": ["running 0"] * 3 + ["cold 0"] * 2, "token_s": [0.0, 0.01, 0.27, 0.1, 0.3]}
 )
 RESULT = simulate(
     [Arrival(0, "ann", 1, 4), Arrival(1, "bob", 1, 2), Arrival(3, "ann", 1, 1)],
@@ -40,11 +36,7 @@ RESULT = simulate(
             "adapter in a slot, 1 requests: half within 1.00 s; adapter elsewhere, 2 requests",
         ),
         (plots.hit_rates, SLOTS, "4 slots: 25 %, 2.00 s; 8 slots: 50 %, 0.50 s"),
-        (
-            plots.cold_start,
-            TOKENS,
-            "asynchronous, the longest pause between two tokens is 10 ms; blocking, the longest",
-        ),
+        (plots.cold_start, TOKENS, "blocking: the first request's longest pause is 260 ms"),
     ],
 )
 def test_figures_say_what_they_draw(plot, data, said):
@@ -66,8 +58,8 @@ def test_values_are_drawn():
     right = next(each for each in ax.figure.axes if each is not ax)
     assert [line.get_ydata().tolist() for line in (*ax.lines, *right.lines)] == [[25, 50], [2, 0.5]]
     lines = plots.cold_start(TOKENS).lines
-    assert [line.get_xdata().tolist() for line in lines] == [[0, 0.01], [0.3], [0, 0.26], [0.3]]
-    assert [set(line.get_ydata()) for line in lines] == [{0}, {1}, {2}, {3}]
+    assert [line.get_xdata().tolist() for line in lines] == [[0, 0.01, 0.27], [0.1], [0.3]]
+    assert [set(line.get_ydata()) for line in lines] == [{0}, {1}, {1}]
 
 
 def test_only_what_has_a_slot_is_in_the_batch():
