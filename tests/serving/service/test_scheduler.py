@@ -276,7 +276,15 @@ def test_an_account_leaves_places_in_the_queue_to_others():
 
 
 @pytest.mark.parametrize(
-    "wrong", [dict(slots=0), dict(places=1.5), dict(positions=True), dict(max_queued=0), dict(max_queued_each=0), dict(patience_s=-1)]
+    "wrong",
+    [
+        dict(slots=0),
+        dict(places=1.5),
+        dict(positions=True),
+        dict(max_queued=0),
+        dict(max_queued_each=0),
+        dict(patience_s=-1),
+    ],
 )
 def test_impossible_sizes(wrong):
     name, value = next(iter(wrong.items()))
