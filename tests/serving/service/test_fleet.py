@@ -24,6 +24,8 @@ from plpkg.serving.service.store import NotFoundError, Store, StoreError
 pytestmark = pytest.mark.filterwarnings("ignore::pydantic.PydanticDeprecatedSince20")  # on importing ray 2.60
 
 PROMPT, NEW, AGAIN = "def load(path):", 24, 8
+STEP_S = 0.02
+"""That a step takes at least, so that 900 tokens take 18 s on any machine."""
 PUSHES_S = 0.1
 """How often a replica of Ray Serve 2.60 says which models it has."""
 
@@ -37,7 +39,10 @@ def replica(folder):
         from plpkg.serving.service.tiers import Tiers
 
         model, tokenizer = load_backbone("plpkg-small", dtype=torch.float64)  # so that no batch changes a token
-        return Replica(Engine(model, tokenizer), Tiers(Store(folder), model), Scheduler())
+        engine = Engine(model, tokenizer)
+        step = engine.step
+        engine.step = lambda: (time.sleep(STEP_S), step())[1]
+        return Replica(engine, Tiers(Store(folder), model), Scheduler())
 
     return build
 
@@ -100,7 +105,7 @@ def test_two_replicas_answer_as_one_and_an_adapter_stays_where_it_is(tmp_path):
         with client.stream("POST", "/v1/completions", **body("numpy", max_tokens=900, stream=True)) as answer:
             next(answer.iter_lines())
             assert gauge("num_requests_running") == 1
-        assert until(lambda: gauge("num_requests_running") == 0, 3), "900 tokens take longer"
+        assert until(lambda: gauge("num_requests_running") == 0, 900 * STEP_S / 2), "it was not cancelled"
         client.delete("/v1/accounts/local/adapters/numpy").raise_for_status()
         assert gauge(*loaded) == 1
 

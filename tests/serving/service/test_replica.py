@@ -459,7 +459,7 @@ class Changing(Gated):
 
     async def _read(self, path, most):
         if path in self.changes:
-            await obstore.put_async(self._objects, path, self.changes[path])
+            obstore.put(self._objects, path, self.changes[path])  # at once: who gives up leaves no write under way
         return await super()._read(path, most)
 
 
@@ -516,6 +516,8 @@ class Service(RuleBasedStateMachine):
             await self.store.delete(*user.split("/"))
             await self.replica.drop(user)
 
+        for path in [path for path in self.store.changes if path.startswith(f"{user}/")]:
+            del self.store.changes[path]  # or a download that goes on could write it back
         if user in self.current:
             self.run(work())
         else:
@@ -525,7 +527,6 @@ class Service(RuleBasedStateMachine):
         for path in [path for path in self.versions if path.startswith(f"{user}/")]:
             del self.versions[path]
             self.spoiled.discard(path)
-            self.store.changes.pop(f"{path}/{WEIGHTS}", None)
             self.excuse(path, NotFoundError)
         assert not any(path.startswith(f"{user}/") for path in self.tiers.host)
 
