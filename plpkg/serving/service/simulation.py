@@ -5,7 +5,7 @@ that take several steps, and answers that end before their last token.
 """
 
 import math
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
@@ -25,17 +25,17 @@ class Arrival(NamedTuple):
     new: int
 
 
-def arrivals(count, per_s, tenants, popularity="skewed", *, exponent=1.0, tokens=(8, 128), seed=0) -> list[Arrival]:
+def arrivals(count, per_s, tenants, popularity="skewed", *, tokens=(8, 128), seed=0) -> list[Arrival]:
     """Draw ``count`` requests that come at random (Poisson), ``per_s`` in a second on average.
 
     ``distinct`` takes the tenants in turn, ``uniform`` draws them alike, ``identical`` always takes the first, and
-    ``skewed`` follows S-LoRA's power law (arXiv 2311.03285, Section 7): the k-th has 1/k^exponent of the first's
-    requests. Punica's geometric law would leave most of many tenants without any. Prompts and answers have any length
-    between the two of ``tokens`` alike.
+    ``skewed`` follows a power law, as S-LoRA's (arXiv 2311.03285, Section 7): the k-th has 1/k of the first's requests.
+    Punica's geometric law would leave most of many tenants without any. Prompts and answers have any length between
+    the two of ``tokens`` alike.
     """
     one_of("popularity", popularity, POPULARITIES)
     random, now, drawn = Random(seed), 0.0, []
-    shares = [k**-exponent if popularity == "skewed" else 1.0 for k in range(1, tenants + 1)]
+    shares = [1 / k if popularity == "skewed" else 1.0 for k in range(1, tenants + 1)]
     owners = random.choices(range(tenants), shares, k=count)
     owners = {"distinct": [k % tenants for k in range(count)], "identical": [0] * count}.get(popularity, owners)
     for k in owners:
@@ -80,29 +80,23 @@ class Simulation(Tabular):
         )
 
 
-def simulate(
-    arrivals: list[Arrival], scheduler: Scheduler, *, fetch_s=0.25, step_s=0.025, token_s=1e-4, host=0, blocking=False
-) -> Simulation:
+def simulate(arrivals: list[Arrival], scheduler: Scheduler, *, fetch_s=0.25, step_s=0.025, token_s=1e-4) -> Simulation:
     """Let requests come to a scheduler, in order, until all have ended.
 
     A step takes ``step_s`` and ``token_s`` for each token that it reads. An adapter is in memory ``fetch_s`` after it
-    was asked for, and stays while it is in a slot or waited for, or among the ``host`` others asked for last. With
-    ``blocking`` no step runs while one is fetched.
+    was asked for, and stays while it is in a slot or waited for.
     """
     if not arrivals:
         raise ValueError("arrivals must be at least one, got none")
-    now, coming, memory, rows = 0.0, deque(arrivals), OrderedDict(), {}  # memory: since when, by adapter
+    now, coming, memory, rows = 0.0, deque(arrivals), {}, {}  # memory: since when, by adapter
     fetching, written, ended = {}, Counter(), []
     while coming or scheduler.queued or scheduler.running:
         while coming and coming[0].arrived_s <= now:
             arrival = coming.popleft()
             ticket = Ticket(arrival.adapter, arrival.prompt + arrival.new, arrival.arrived_s)
             scheduler.submit(ticket)
-            asked_s = now if blocking else arrival.arrived_s
-            memory.setdefault(ticket.adapter, asked_s + fetch_s)
-            memory.move_to_end(ticket.adapter)
-            fetching[ticket] = max(asked_s, memory[ticket.adapter])
-            now = max(now, fetching[ticket]) if blocking else now
+            ready_s = memory.setdefault(ticket.adapter, arrival.arrived_s + fetch_s)
+            fetching[ticket] = max(arrival.arrived_s, ready_s)
             rows[ticket] = arrival._asdict() | dict(hit=ticket.adapter in scheduler.slots, fetched_s=fetching[ticket])
         fetched = [ticket for ticket, ready_s in fetching.items() if ready_s <= now]
         for ticket in fetched:
@@ -111,8 +105,7 @@ def simulate(
             for ticket, _ in scheduler.decide(now):
                 rows[ticket]["started_s"] = now
             kept = scheduler.slots.keys() | {ticket.adapter for ticket in scheduler.queued}
-            for adapter in [each for each in memory if each not in kept][: -host or None]:
-                del memory[adapter]
+            memory = {adapter: since_s for adapter, since_s in memory.items() if adapter in kept}
         if not scheduler.running:
             now = min([*fetching.values(), *(arrival.arrived_s for arrival in list(coming)[:1])])
             continue

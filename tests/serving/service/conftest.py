@@ -39,7 +39,7 @@ def s3():
 
 
 @pytest.fixture
-def url(s3, monkeypatch, _prefixes=itertools.count()):  # noqa: B008
+def url(s3, monkeypatch, _prefixes=itertools.count()):  # noqa: B008 (one for all calls is meant)
     """An S3 URL that no other test uses; the environment is such that ``Store(url)`` finds the server."""
     for name, value in s3.environment.items():
         monkeypatch.setenv(name, value)

@@ -100,7 +100,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if fault.cut is not None:
             self.close_connection = True
 
-    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_one  # noqa: N815
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_one  # noqa: N815 (the standard library names them)
 
 
 @pytest.fixture

@@ -37,24 +37,10 @@ def test_adapters_come_beside_the_steps_and_only_once():
     assert result.hit_rate == 0.25
 
 
-def test_blocking_stops_whoever_runs():
-    coming = [Arrival(0, "a", 1, 40), Arrival(12, "b", 1, 2)]
-    free, blocked = (simulate(coming, Scheduler(), **STEP, blocking=blocking) for blocking in (False, True))
-    assert times(free, "ended") == [(50,), (24,)]
-    assert times(blocked, "ended") == [(60,), (24,)]
-
-
-@pytest.mark.parametrize(("host", "fetched_s"), [(0, 60), (1, 50)])
-def test_who_left_its_slot_comes_from_the_store_unless_memory_keeps_it(host, fetched_s):
+def test_who_left_its_slot_comes_from_the_store_again():
     coming = [Arrival(0, "a", 1, 2), Arrival(20, "b", 1, 2), Arrival(50, "a", 1, 2)]
-    result = simulate(coming, Scheduler(slots=1), **STEP, host=host)
-    assert times(result, "fetched")[-1] == (fetched_s,)
-
-
-def test_memory_keeps_those_asked_for_last():
-    coming = [Arrival(20 * k, name, 1, 2) for k, name in enumerate("abcdcba")]
-    fetched = times(simulate(coming, Scheduler(slots=1), **STEP, host=2), "fetched")
-    assert fetched == [(10,), (30,), (50,), (70,), (80,), (100,), (130,)]
+    result = simulate(coming, Scheduler(slots=1), **STEP)
+    assert times(result, "fetched")[-1] == (60,)
 
 
 @pytest.mark.parametrize(
