@@ -1,0 +1,141 @@
+"""What personal learning on the device is compared with, those that the AutLearn paper left out included.
+
+All begin with the same public model, except who has none. Of each person as many batches are learnt from in every
+scheme: ``steps``. Pooled learning makes a step of that batch for each person's; what has two stages gives half to each.
+
+* ``public_only``: nobody learns. ``local_only``: there is no public model. Both were left out.
+* ``cloud_train``: all people's data in one place, one model. ``cloud_customize``: then each their own; the paper's
+  upper bound.
+* ``fed_avg`` (McMahan et al. 2017): each round, people train a copy and upload it, and the server averages.
+  ``fed_avg_tuned``: then each their own, the baseline that personalised federated learning finds hard to beat.
+* ``counts``: no gradient at all. Back-off counts of a person's own text, mixed with the public model; left out.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from plpkg.autonomy.examples import IGNORED, Examples, Person, evaluate
+from plpkg.autonomy.nets import logits, untrained
+from plpkg.autonomy.scope import personal_copy
+from plpkg.autonomy.transfer import transfer
+from plpkg.counts import Counts
+from plpkg.validation import whole_number
+
+People = Mapping[str, Person]
+Models = dict[str, nn.Module]
+
+
+def public_only(model: nn.Module, people: People) -> Models:
+    """The public model, for everybody."""
+    return dict.fromkeys(people, model)
+
+
+def personal(model: nn.Module, people: People, scope: str = "head", **settings) -> Models:
+    """Each learns alone from the public model: AutLearn; settings are those of :class:`plpkg.autonomy.Task`."""
+    return {name: transfer(model, p.train, p.validation, scope, **settings).model for name, p in people.items()}
+
+
+def local_only(model: nn.Module, people: People, *, seed: int = 0, **settings) -> Models:
+    """Each learns alone, all of a model of the same form, from nothing."""
+    return personal(untrained(model, seed), people, "all", seed=seed, **settings)
+
+
+def cloud_train(model: nn.Module, people: People, *, steps: int = 200, batch: int = 16, **settings) -> Models:
+    """One model for all, of everybody's data, which the cloud then has."""
+    train, validation = _pooled(people)
+    return public_only(
+        transfer(model, train, validation, "all", steps=steps, batch=batch * len(people), **settings).model, people
+    )
+
+
+def cloud_customize(model: nn.Module, people: People, *, steps: int = 200, **settings) -> Models:
+    """As :func:`cloud_train`, then each person's own, all of it."""
+    pooled = cloud_train(model, people, steps=steps - steps // 2, **settings)
+    return _each_own(pooled, people, steps=steps // 2, **settings)
+
+
+def fed_avg(
+    model: nn.Module,
+    people: People,
+    *,
+    scope: str = "all",
+    rounds: int = 5,
+    steps: int = 200,
+    patience: int | None = 5,
+    lora=None,
+    seed: int = 0,
+    **settings,
+) -> Models:
+    """One model for all: the mean, weighted by labels, of what each trains in a round from the last mean.
+
+    Unless ``patience`` is None, the mean counts that was best on everybody's validation data. BatchNorm's statistics
+    stay the public model's. With ``scope="lora"`` A and B are averaged, each on its own, as is usual.
+    """
+    whole_number("rounds", rounds, 1, steps, "steps")
+    state, labels = None, {name: person.train.labels for name, person in people.items()}
+    models = [personal_copy(model, scope, lora, seed)[0]]
+    for k in range(rounds):
+        states = {
+            name: transfer(
+                model, person.train, None, scope, start=state, lora=lora,
+                steps=steps * (k + 1) // rounds - steps * k // rounds, seed=seed, **settings,
+            ).state
+            for name, person in people.items()
+        }  # fmt: skip
+        first, share = next(iter(states.values())), {name: n / sum(labels.values()) for name, n in labels.items()}
+        state = {key: sum(share[name] * states[name][key] for name in people) for key in first}
+        models.append(personal_copy(model, scope, lora, seed, state)[0])
+    if patience is None:
+        return public_only(models[-1], people)
+    loss = lambda candidate: sum(evaluate(candidate, p.validation).loss for p in people.values())  # noqa: E731 (a key)
+    return public_only(min(models, key=loss), people)
+
+
+def fed_avg_tuned(model: nn.Module, people: People, *, steps: int = 200, **settings) -> Models:
+    """As :func:`fed_avg`, then each person's own, all of it."""
+    averaged = fed_avg(model, people, steps=steps - steps // 2, **settings)
+    settings.pop("rounds", None)
+    return _each_own(averaged, people, steps=steps // 2, **settings)
+
+
+class WithCounts(nn.Module):
+    """A language model mixed with back-off counts: ``x (batch, seq)`` to log-probabilities ``(batch, seq, vocab)``."""
+
+    def __init__(self, model: nn.Module, counts: Counts, weight: float) -> None:
+        super().__init__()
+        self.model, self.counts, self.weight = model, counts, weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed = logits(self.model, x).log_softmax(-1)
+        for row, ids in zip(mixed, x, strict=True):
+            for place in range(len(ids)):
+                row[place] = self.counts.mix(ids[: place + 1], row[place], self.weight)
+        return mixed
+
+
+def counts(model: nn.Module, people: People, *, weights: tuple[float, ...] = (10.0, 100.0, 1000.0)) -> Models:
+    """The public model, mixed with counts of each person's own text at the weight that suits the validation data."""
+    mixed = {}
+    for name, person in people.items():
+        table = Counts(_sequences(person.train))
+        choices = [WithCounts(model, table, weight) for weight in weights]
+        mixed[name] = min(choices, key=lambda choice: evaluate(choice, person.validation).loss)
+    return mixed
+
+
+def _sequences(examples: Examples) -> Iterator[torch.Tensor]:
+    """The ids of each sample, its last label included."""
+    for x, y in zip(examples.x, examples.y, strict=True):
+        length = int((y != IGNORED).nonzero().max()) + 1 if (y != IGNORED).any() else 0
+        yield torch.cat([x[:length], y[length - 1 : length]])
+
+
+def _pooled(people: People) -> tuple[Examples, Examples | None]:
+    validation = [person.validation for person in people.values() if person.validation]
+    return Examples.joined(p.train for p in people.values()), Examples.joined(validation) if validation else None
+
+
+def _each_own(models: Models, people: People, **settings) -> Models:
+    return {name: personal(models[name], {name: person}, "all", **settings)[name] for name, person in people.items()}

@@ -1,0 +1,167 @@
+"""The learners: AutLearn's two networks, and how any model is split into a body and a head.
+
+The paper's word predictor is a stacked LSTM over the 10,000 most frequent words, its image classifier a MobileNet
+(Howard et al. 2017: depthwise separable convolutions). Both stand here in the sizes that one core trains in minutes.
+A Hugging Face causal language model is the third learner. Left out: dropout, MobileNet's wider variants.
+"""
+
+import copy
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from plpkg import catalog
+from plpkg.corpora import Vocabulary
+from plpkg.learning import logits_of
+from plpkg.validation import one_of, whole_number
+
+
+class WordLSTM(nn.Module):
+    """Predicts the next word at every place: ids ``(batch, seq)`` to logits ``(batch, seq, vocab)``.
+
+    Two LSTMs of one layer each, not one of two: so each can have its own width, before and after pruning.
+    """
+
+    def __init__(self, vocab: int = 10_000, embedding: int = 64, hidden: tuple[int, int] = (128, 96)) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, embedding)
+        self.lstm1 = nn.LSTM(embedding, hidden[0], batch_first=True)
+        self.lstm2 = nn.LSTM(hidden[0], hidden[1], batch_first=True)
+        self.head = nn.Linear(hidden[1], vocab)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        states, _ = self.lstm1(self.embedding(ids))  # (batch, seq, hidden[0])
+        states, _ = self.lstm2(states)  # (batch, seq, hidden[1])
+        return self.head(states)
+
+
+class MobileNet(nn.Module):
+    """Classifies images: ``(batch, channels, height, width)`` to logits ``(batch, classes)``.
+
+    A convolution, then for each further width a depthwise one, which halves the image, and a pointwise one.
+    """
+
+    def __init__(self, classes: int = 10, channels: int = 1, widths: tuple[int, ...] = (16, 32, 64)) -> None:
+        super().__init__()
+        layers = [*_convolution(channels, widths[0])]
+        for width, wider in pairwise(widths):
+            layers += _convolution(width, width, stride=2, groups=width)
+            layers += _convolution(width, wider, kernel=1)
+        self.body = nn.Sequential(*layers)
+        self.head = nn.Linear(widths[-1], classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(images).mean((2, 3)))
+
+
+def _convolution(n_in: int, n_out: int, kernel: int = 3, stride: int = 1, groups: int = 1) -> Iterator[nn.Module]:
+    yield nn.Conv2d(n_in, n_out, kernel, stride, padding=kernel // 2, groups=groups, bias=False)
+    yield nn.BatchNorm2d(n_out)
+    yield nn.ReLU()
+
+
+def logits(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """What any of the learners makes of ``x``: ``(batch, ..., classes)``."""
+    return model(input_ids=x, use_cache=False).logits if isinstance(model, PreTrainedModel) else model(x)
+
+
+class Split:
+    """A model as a body, which makes features, and a head, which makes logits of them.
+
+    Parameters
+    ----------
+    model
+        A Hugging Face causal language model, or any module whose logits its last ``nn.Linear`` makes.
+
+    Attributes
+    ----------
+    head
+        The ``nn.Linear``.
+    name
+        Its name in the model.
+
+    Raises
+    ------
+    ValueError
+        No ``nn.Linear`` that could be the head.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+        if isinstance(model, PreTrainedModel):
+            linear = {name: m for name, m in linear.items() if m is model.get_output_embeddings()}
+        if not linear:
+            raise ValueError(f"{type(model).__name__} has no nn.Linear that makes its logits")
+        self.name, self.head = linear.popitem()
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        """The head's input ``(batch, ..., features)``."""
+        if isinstance(self.model, PreTrainedModel):
+            return self.model.base_model(input_ids=x, use_cache=False).last_hidden_state
+        parent, _, name = self.name.rpartition(".")
+        parent = self.model.get_submodule(parent)
+        setattr(parent, name, nn.Identity())
+        try:
+            return self.model(x)
+        finally:
+            setattr(parent, name, self.head)
+
+    def logits(self, features: torch.Tensor) -> torch.Tensor:
+        """The logits of features ``(batch, features)``, with a language model's own scale or soft cap."""
+        return logits_of(self.model, features) if isinstance(self.model, PreTrainedModel) else self.head(features)
+
+    @torch.no_grad()
+    def verify(self, x: torch.Tensor) -> None:
+        """Raise ValueError unless head and body together are the model, on ``x (batch, ...)``."""
+        features, whole = self.features(x), logits(self.model, x)
+        if features.shape[:-1] != whole.shape[:-1] or features.shape[-1] != self.head.in_features:
+            raise ValueError(f"{self.name!r} is not what makes the logits of {type(self.model).__name__}")
+        together = self.logits(features.flatten(0, -2)).view_as(whole)
+        # Both sum the same products in another order: of each a part of eps may be lost.
+        sizes = features.abs().amax() * self.head.weight.abs().sum(1).amax() + whole.abs().amax()
+        if (together - whole).abs().amax() > torch.finfo(whole.dtype).eps * features.shape[-1] * sizes:
+            raise ValueError(f"{type(self.model).__name__} does more to its logits than its last layer, {self.name!r}")
+
+
+def untrained(model: nn.Module, seed: int = 0) -> nn.Module:
+    """A copy whose weights are drawn anew, as if nothing had been pre-trained."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(whole_number("seed", seed, 0))
+        if isinstance(model, PreTrainedModel):
+            return type(model)(copy.deepcopy(model.config)).to(model.dtype).train(model.training)
+        fresh = copy.deepcopy(model)
+        for module in fresh.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        return fresh
+
+
+def save(model: nn.Module, path: Path) -> None:
+    """Write the weights in half precision, as a device would download them."""
+    save_file({name: t.half() if t.is_floating_point() else t for name, t in model.state_dict().items()}, path)
+
+
+def pretrained(name: str) -> nn.Module:
+    """A network that comes with the package, trained on public data, in evaluation mode.
+
+    Parameters
+    ----------
+    name
+        ``"words"``: a :class:`WordLSTM` over :func:`vocabulary`, of public text. ``"digits"``: a :class:`MobileNet`,
+        of the writers 0 to 6 of ``corpora.digits()``.
+    """
+    model = {"words": WordLSTM, "digits": MobileNet}[one_of("name", name, ("words", "digits"))]()
+    weights = load_file(catalog.data_path("autonomy", f"{name}.safetensors"))
+    model.load_state_dict({key: t.float() if t.is_floating_point() else t for key, t in weights.items()})
+    return model.eval()
+
+
+def vocabulary() -> Vocabulary:
+    """The 10,000 words that the pre-trained word predictor knows."""
+    return Vocabulary(catalog.data_path("autonomy", "words.txt").read_text(encoding="utf-8").split("\n")[:-1])

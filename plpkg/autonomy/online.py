@@ -1,0 +1,156 @@
+"""Learning from each datum as it comes: predict, hear the answer, learn; the body's work is done once.
+
+A prediction computes the head's input h. It is kept until the label comes, and 16 of them make a step: with the body
+frozen, the gradient of the head W, b on the mean loss of a batch needs nothing else,
+
+    dW = (softmax(W h + b) - onehot(y))^T h / batch,    db = sum(softmax(W h + b) - onehot(y)) / batch.
+
+The AutLearn paper keeps predictions as well, which is exact only if none of the batch was made before the last step;
+here the head's outputs are computed anew, so that labels may come late and in any order.
+
+**The guard.** Learning may do harm: on a stream that changes, or from wrong labels. So public and personal head both
+predict, and a prediction is the personal head's only while that one leads, and only if, were all its open predictions
+wrong, those shown would have at most ``allowance`` errors more than the public model's. Whatever the stream, and
+whenever its labels come, that bound holds. Left out: labels that never come are never forgotten.
+"""
+
+from collections import Counter
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from plpkg.autonomy.nets import Split
+from plpkg.autonomy.scope import personal_copy
+from plpkg.results import Tabular
+from plpkg.validation import number, whole_number
+
+
+class Prediction(NamedTuple):
+    """What is shown: ``ids`` to name each sample by when its label comes, and the ``classes (batch,)``."""
+
+    ids: list[int]
+    classes: torch.Tensor
+
+
+class OnlineLearner(Tabular):
+    """Predicts with a model whose head learns from the labels, and counts how often it is right.
+
+    Parameters
+    ----------
+    model
+        The public model, which stays as it is. Of a sequence model, what follows a sample's last place is predicted.
+    lr, batch
+        Of a step of SGD on the head, made whenever so many labels have come.
+    allowance
+        How many errors more than the public model's may be shown; None shows the personal head's predictions always.
+
+    Raises
+    ------
+    ValueError
+        Dropout in a model that is not in evaluation mode; logits that are not the head's alone.
+    """
+
+    def __init__(self, model: nn.Module, *, lr: float = 0.5, batch: int = 16, allowance: int | None = 10) -> None:
+        if dropping := [name for name, m in model.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd)
+                        and m.training and m.p > 0]:  # fmt: skip
+            raise ValueError(f"{dropping[0]!r} drops at random, and kept features would not be those of a prediction")
+        self.lr, self.batch = number("lr", lr, open_low=True), whole_number("batch", batch, 1)
+        self.allowance = allowance if allowance is None else whole_number("allowance", allowance, 0)
+        self.model, _ = personal_copy(model, "head")
+        self._split, self._verified = Split(self.model), False
+        self.head = self._split.head.requires_grad_(False)
+        self._public = [p.clone() for p in self.head.parameters()]
+        self._frozen = [p for name, p in self.model.state_dict(keep_vars=True).items()
+                        if name.rpartition(".")[0] != self._split.name]  # fmt: skip
+        self._versions = self._moved()
+        self._open: dict[int, tuple[torch.Tensor, int, int, bool]] = {}  # features, public's, personal's, which shown
+        self._ready: list[tuple[torch.Tensor, int]] = []
+        self._next, self.outcomes, self._right = 0, [], Counter()
+
+    def _moved(self) -> list[int]:
+        return [p._version for p in self._frozen]
+
+    @torch.no_grad()
+    def predict(self, x: torch.Tensor) -> Prediction:
+        """Classify samples ``(batch, ...)``."""
+        if not self._verified:
+            self._split.verify(x)
+            self._verified = True
+        self._check()
+        features = self._split.features(x)
+        features = features[:, -1] if features.dim() == 3 else features  # (batch, features)
+        public = nn.functional.linear(features, *self._public).argmax(-1).tolist()
+        personal = self.head(features).argmax(-1).tolist()
+        ids, classes = list(range(self._next, self._next + len(x))), []
+        for i, h, one, other in zip(ids, features, public, personal, strict=True):
+            trusted = one != other and self._trusted()
+            self._open[i] = h.clone(), one, other, trusted
+            classes.append(other if trusted or self.allowance is None else one)
+        self._next += len(ids)
+        return Prediction(ids, torch.tensor(classes))
+
+    def _trusted(self) -> bool:
+        """Whether the personal head's next prediction may be shown where it differs from the public one."""
+        if self.allowance is None:
+            return True
+        right = self._right
+        at_risk = right["public"] - right["shown"] + sum(trusted for *_, trusted in self._open.values())
+        return right["personal"] > right["public"] and at_risk < self.allowance
+
+    @torch.no_grad()
+    def label(self, ids: list[int], y: torch.Tensor) -> None:
+        """Hear the right classes ``(labels,)`` of earlier samples, in any order; learn when there are enough.
+
+        Raises
+        ------
+        ValueError
+            An id that is unknown or was labelled before, a class out of range: nothing is learnt from any of them.
+        RuntimeError
+            The body has changed since the prediction.
+        """
+        self._check()
+        classes = [whole_number("y", value, 0, self.head.out_features - 1, "classes - 1") for value in y.tolist()]
+        if unknown := [i for i in ids if i not in self._open] or [i for i in ids if ids.count(i) > 1]:
+            raise ValueError(f"no prediction {unknown[0]!r} waits for a label")
+        for i, right in zip(ids, classes, strict=True):
+            features, public, personal, trusted = self._open.pop(i)
+            shown = personal if trusted or self.allowance is None else public
+            self.outcomes.append({"shown": shown == right, "public": public == right, "personal": personal == right})
+            self._right.update(self.outcomes[-1])
+            self._ready.append((features, right))
+            if len(self._ready) == self.batch:
+                self._step()
+
+    def _step(self) -> None:
+        features, y = torch.stack([h for h, _ in self._ready]), torch.tensor([label for _, label in self._ready])
+        self._ready = []
+        for p, gradient in zip(self.head.parameters(), head_gradient(self.head, features, y), strict=False):
+            p.sub_(gradient, alpha=self.lr)
+
+    def _check(self) -> None:
+        if self._moved() != self._versions:
+            raise RuntimeError("a parameter of the body has changed: features of open predictions are stale")
+
+    @property
+    def accuracy(self) -> float:
+        """The share of labelled predictions that were right when they were shown (prequential accuracy)."""
+        return self._right["shown"] / max(1, len(self.outcomes))
+
+    def rows(self) -> list[dict]:
+        """For each label in the order of arrival, who was right: what was shown, the public and the personal head."""
+        return self.outcomes
+
+    def __repr__(self) -> str:
+        return f"OnlineLearner(accuracy {self.accuracy:.4f} of {len(self.outcomes):,}, {len(self._open):,} open)"
+
+
+def head_gradient(head: nn.Linear, features: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of the mean cross-entropy: of the weight ``(classes, features)`` and of the bias ``(classes,)``.
+
+    ``features (batch, features)`` are the head's inputs, ``y (batch,)`` the right classes.
+    """
+    error = head(features).softmax(-1)  # (batch, classes)
+    error[torch.arange(len(y)), y] -= 1
+    error /= len(y)
+    return error.T @ features, error.sum(0)

@@ -1,0 +1,83 @@
+"""What of a public model a person's data train: a copy that shares all the rest."""
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from plpkg.autonomy.nets import Split
+from plpkg.validation import one_of
+
+SCOPES = ("head", "bias", "norm", "lora", "all")
+"""The last layer, as in the AutLearn paper; all biases (TinyTL, Cai et al. 2020); what normalisations multiply and
+add; adapters of low rank (Hu et al. 2021); everything."""
+
+
+def personal_copy(
+    model: nn.Module, scope: str, lora=None, seed: int = 0, state: Mapping[str, torch.Tensor] | None = None
+) -> tuple[nn.Module, dict[str, nn.Parameter]]:
+    """A copy with parameters of its own where it is trained; all others share the public model's memory.
+
+    Parameters
+    ----------
+    model
+        The public model, which stays as it is.
+    scope
+        One of :data:`SCOPES`. A head that is tied to the embedding is untied, or its input would change with it.
+    lora, seed
+        A ``peft.LoraConfig``, by default rank 8 on all linear layers; the seed of the first A.
+    state
+        Values with which what is trained begins: what a :class:`~plpkg.autonomy.Transfer` of the same scope kept.
+
+    Returns
+    -------
+    The copy, in evaluation mode, and what is trained in it by name.
+
+    Raises
+    ------
+    ValueError
+        The model has nothing of the scope, or the state is of something else.
+    """
+    one_of("scope", scope, SCOPES)
+    memo = {} if scope == "all" else {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
+    personal = copy.deepcopy(model, memo).eval()
+    if scope == "lora":
+        from peft import LoraConfig, inject_adapter_in_model
+
+        with torch.random.fork_rng(devices=[]):  # PEFT draws A from the global state
+            torch.manual_seed(seed)
+            inject_adapter_in_model(lora or LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"), personal)
+        trained = {name: p for name, p in personal.named_parameters() if p.requires_grad}
+    else:
+        trained = _own(personal, scope)
+    if not trained:
+        raise ValueError(f"{type(model).__name__} has nothing to train of the scope {scope!r}")
+    if state is not None:
+        if {name: p.shape for name, p in trained.items()} != {name: value.shape for name, value in state.items()}:
+            raise ValueError(f"the state has {sorted(state)}, and {scope!r} trains {sorted(trained)}, or other shapes")
+        with torch.no_grad():
+            for name, p in trained.items():
+                p.copy_(state[name])
+    return personal, trained
+
+
+def _own(personal: nn.Module, scope: str) -> dict[str, nn.Parameter]:
+    """Give the model parameters of its own where the scope has them."""
+    head = Split(personal).name if scope == "head" else None
+    norms = {name for name, module in personal.named_modules() if "norm" in type(module).__name__.lower()}
+    chosen = {
+        "head": lambda owner, attribute: owner == head,
+        "bias": lambda owner, attribute: "bias" in attribute,
+        "norm": lambda owner, attribute: owner in norms,
+        "all": lambda owner, attribute: True,
+    }[scope]
+    trained = {}
+    for name, p in list(personal.named_parameters(remove_duplicate=scope != "head")):
+        owner, _, attribute = name.rpartition(".")
+        if chosen(owner, attribute):
+            trained[name] = p if scope == "all" else nn.Parameter(p.detach().clone())
+            setattr(personal.get_submodule(owner), attribute, trained[name].requires_grad_())
+    if head is not None and hasattr(personal, "config"):
+        personal.config.tie_word_embeddings = False
+    return trained

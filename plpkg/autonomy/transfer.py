@@ -1,0 +1,243 @@
+"""Making a public model a person's own, on the device.
+
+The AutLearn paper freezes all layers but the last. Then the last layer's input never changes: it is computed once,
+however often the data are read. (The paper keeps it for online learning only.) A person has little data, and learning
+too long does harm: what counts is the state that was best on the person's own later data, which may be the public
+model itself. BatchNorm keeps the public statistics, and dropout rests.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from tqdm.auto import tqdm
+
+from plpkg.autonomy.examples import IGNORED, Examples, judge
+from plpkg.autonomy.nets import Split, logits
+from plpkg.autonomy.scope import personal_copy
+from plpkg.learning import learn, rising_and_falling
+from plpkg.results import Tabular
+from plpkg.validation import number, whole_number
+
+BATCH_NORM = nn.modules.batchnorm._BatchNorm
+WARMUP = 5
+"""Steps in which the learning rate rises, at most a tenth of all; then it falls linearly to zero."""
+
+
+@dataclass(frozen=True)
+class Transfer(Tabular):
+    """A person's own model.
+
+    Attributes
+    ----------
+    model
+        It shares what was not trained with the public model.
+    state
+        What was trained, by name: all that the device has to keep.
+    log
+        One dict for each evaluation on the validation examples: step, loss, accuracy; step 0 is the public model.
+    step
+        The step that ``state`` is of.
+    """
+
+    model: nn.Module
+    state: dict[str, torch.Tensor]
+    log: list[dict]
+    step: int
+
+    def rows(self) -> list[dict]:
+        return self.log
+
+    def __repr__(self) -> str:
+        values, losses = sum(p.numel() for p in self.state.values()), {row["step"]: row["loss"] for row in self.log}
+        result = f"validation loss {losses[0]:.4f} → {losses[self.step]:.4f} nats at" if self.step in losses else "from"
+        return f"Transfer({values:,} values trained, {result} step {self.step})"
+
+
+class Task:
+    """One person's learning, step by step, so that it can be spread over windows and go on after a kill.
+
+    Parameters
+    ----------
+    model, train, validation
+        The public model, and the person's own data; without validation the last state counts.
+    scope, lora
+        What is trained, as for :func:`personal_copy`.
+    steps, lr, batch
+        Of AdamW without weight decay. The rate rises for :data:`WARMUP` steps, then falls linearly to zero. Gradients
+        are clipped to norm 1.
+    evaluate_every, patience
+        Steps from one evaluation on the validation data to the next, and after how many without a better loss
+        learning stops. ``patience=None``: never, and the last state counts, whatever the validation says.
+    seed
+        Of the order of the samples, and of LoRA's first A.
+    start
+        Values with which what is trained begins, as for :func:`personal_copy`.
+    cache
+        For the head alone: compute each sample's features once, not in each step.
+    batch_norm
+        Let BatchNorm gather its statistics from the batches, as pre-training needs.
+
+    Raises
+    ------
+    ValueError
+        Settings out of range, or a model whose head cannot be trained alone.
+    FloatingPointError
+        In a step, a loss that is not finite.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train: Examples,
+        validation: Examples | None,
+        scope: str = "head",
+        *,
+        steps: int = 200,
+        lr: float = 1e-3,
+        batch: int = 16,
+        evaluate_every: int = 20,
+        patience: int | None = 5,
+        seed: int = 0,
+        lora=None,
+        start: Mapping[str, torch.Tensor] | None = None,
+        cache: bool = True,
+        batch_norm: bool = False,
+    ) -> None:
+        self.steps, self._lr = whole_number("steps", steps, 1), number("lr", lr, open_low=True)
+        self._batch = whole_number("batch", batch, 1)
+        self._every = whole_number("evaluate_every", evaluate_every, 1)
+        self._patience = patience if patience is None else whole_number("patience", patience, 1)
+        self._generator = torch.Generator().manual_seed(whole_number("seed", seed, 0))
+        self.model, self.trained = personal_copy(model, scope, lora, seed, start)
+        self._norms = [m for m in self.model.modules() if batch_norm and isinstance(m, BATCH_NORM)]
+        self._kept = self.trained | (dict(self.model.named_buffers()) if batch_norm else {})
+        self._data, self._split = (train, validation), Split(self.model) if cache and scope == "head" else None
+        if self._split:
+            self._split.verify(train.x[:1])
+        self._features: list[Examples | None] = []
+        self._optimizer = torch.optim.AdamW(self.trained.values(), lr=lr, weight_decay=0.0)
+        self._order: list[torch.Tensor] = []
+        self.log: list[dict] = []
+        self.identity = dict(scope=scope, steps=steps, lr=lr, batch=batch, evaluate_every=evaluate_every)
+        self.identity |= dict(
+            patience=patience, seed=seed, lora=repr(lora), batch_norm=batch_norm, sha256=self._sha256()
+        )
+        self._begin(0, self._copied())
+
+    def _begin(self, made: int, best: dict[str, torch.Tensor]) -> None:
+        self.made, self._best = made, best
+        warmup, bar = min(WARMUP, self.steps // 10), tqdm(range(made, self.steps), total=self.steps, disable=True)
+        rate = lambda step: self._lr * rising_and_falling(step, warmup, self.steps)  # noqa: E731 (an argument)
+        self._updates = learn(bar, self._gradient, [self._optimizer], rate)
+
+    def _sha256(self) -> str:
+        """Of the model and of the data, so that no other task goes on from here."""
+        data = [tensor for part in self._data if part for tensor in (part.x, part.y)]
+        digest = hashlib.sha256()
+        for tensor in [*self.model.state_dict().values(), *data]:
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+    @property
+    def best_step(self) -> int:
+        """The step of the state that counts: the one with the lowest validation loss, or the last."""
+        if self._patience is None or not self.log:
+            return self.made
+        return min(self.log, key=lambda row: row["loss"])["step"]
+
+    @property
+    def done(self) -> bool:
+        """Whether all steps are made, or the last ones have brought nothing."""
+        waited = sum(row["step"] > self.best_step for row in self.log)
+        return self.made == self.steps or (self._patience is not None and waited >= self._patience)
+
+    def step(self) -> float:
+        """Make a step, evaluate if it is time, and return the step's loss in nats; ValueError if it is done."""
+        if self.done:
+            raise ValueError(f"the task is done after {self.made} steps of {self.steps}")
+        if not self.made:
+            self._judge()
+        self.made, loss = next(self._updates)
+        if self.made % self._every == 0 or self.made == self.steps:
+            self._judge()
+        return loss
+
+    def result(self) -> Transfer:
+        """The state that counts, of the steps made so far."""
+        best = self._copied() if self.best_step == self.made else self._best
+        with torch.no_grad():
+            for name, value in best.items():
+                self._kept[name].copy_(value)
+        return Transfer(self.model, {name: best[name] for name in self.trained}, list(self.log), self.best_step)
+
+    @property
+    def _examples(self) -> list[Examples | None] | tuple[Examples, Examples | None]:
+        """The data, or where the head alone is trained what the body makes of them."""
+        if self._split and not self._features:
+            self._features = [part and features(self.model, part) for part in self._data]
+        return self._features or self._data
+
+    def _logits(self, batch: Examples) -> torch.Tensor:
+        """The logits of what has a label: ``(labels, classes)``."""
+        chosen = batch.y != IGNORED
+        return self._split.logits(batch.x[chosen]) if self._split else logits(self.model, batch.x)[chosen]
+
+    def _gradient(self, step: int) -> float:
+        train = self._examples[0]
+        self._order = self._order or train.order(self._batch, self._generator)
+        batch = train[self._order.pop()]
+        for norm in self._norms:
+            norm.train()
+        loss = cross_entropy(self._logits(batch), batch.y[batch.y != IGNORED])
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.trained.values(), 1.0).item()
+        self.model.eval()
+        return loss.item() if math.isfinite(norm) else norm
+
+    @torch.no_grad()
+    def _judge(self) -> None:
+        if validation := self._examples[1]:
+            judged = judge(self._logits, validation)
+            self.log.append({"step": self.made, "loss": judged.loss, "accuracy": judged.accuracy})
+            if self.best_step == self.made:
+                self._best = self._copied()
+
+    def _copied(self) -> dict[str, torch.Tensor]:
+        return {name: value.detach().clone() for name, value in self._kept.items()}
+
+    def state_dict(self) -> dict:
+        """Everything on which the next step depends."""
+        state = dict(made=self.made, kept=self._copied(), best=self._best, log=self.log, order=self._order)
+        return state | dict(optimizer=self._optimizer.state_dict(), generator=self._generator.get_state())
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on from there."""
+        with torch.no_grad():
+            for name, value in state["kept"].items():
+                self._kept[name].copy_(value)
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._generator.set_state(state["generator"])
+        self._order, self.log = list(state["order"]), list(state["log"])
+        self._begin(state["made"], state["best"])
+
+
+@torch.no_grad()
+def features(model: nn.Module, examples: Examples) -> Examples:
+    """What the body makes of each sample, with the same labels: ``(samples, ..., features)``."""
+    split = Split(model)
+    return Examples.joined(Examples(split.features(batch.x), batch.y) for batch in examples.chunks())
+
+
+def transfer(
+    model: nn.Module, train: Examples, validation: Examples | None, scope: str = "head", **settings
+) -> Transfer:
+    """Make a public model a person's own, in one go; the parameters are those of :class:`Task`."""
+    task = Task(model, train, validation, scope, **settings)
+    while not task.done:
+        task.step()
+    return task.result()
