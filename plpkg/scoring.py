@@ -3,11 +3,15 @@
 Bits per byte compare models with different tokenizers, and a compressor; perplexity is per token and does not.
 """
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 
 from plpkg.corpora.documents import Document
 from plpkg.corpora.tokens import Tokens, encode
@@ -32,6 +36,22 @@ class Score(Tabular):
     bits: float
     tokens: int
     num_bytes: int
+
+    @classmethod
+    def of(cls, documents: Sequence[Tokens], bits: float) -> Self:
+        """The score of documents whose scored tokens, but for the first of each, need so many bits altogether.
+
+        Raises
+        ------
+        ValueError
+            Nothing to score, or ``bits`` is not finite.
+        """
+        tokens = sum(int(d.scored[1:].sum()) for d in documents)
+        if not tokens:
+            raise ValueError("nothing to score: no document has an unmasked token after its first")
+        if not math.isfinite(bits):
+            raise ValueError(f"the model's log-probabilities add up to {bits}")
+        return cls(bits, tokens, sum(int(d.num_bytes[1:][d.scored[1:]].sum()) for d in documents))
 
     @property
     def bits_per_byte(self) -> float:
@@ -58,7 +78,6 @@ LOGITS = 2**28
 POSITIONS = "max_position_embeddings"
 
 
-@torch.inference_mode()
 def score(
     model,
     tokenizer,
@@ -93,51 +112,77 @@ def score(
     TypeError
         A single text instead of several.
     """
+    bits, documents = 0.0, _encoded(documents, tokenizer)
+    for logits, targets, _ in _predictions(model, documents, seq, stride, batch):
+        bits += cross_entropy(logits, targets, reduction="sum").item() / math.log(2)
+    return Score.of(documents, bits)
+
+
+def token_log_probs(
+    model,
+    tokenizer,
+    documents: Iterable[Document | str | Tokens],
+    *,
+    seq: int | None = None,
+    stride: int | None = None,
+    batch: int = 16,
+) -> list[torch.Tensor]:
+    """What :func:`score` adds up, with the same arguments: the natural logarithm of each token's probability.
+
+    Returns
+    -------
+    list[torch.Tensor]
+        For each document ``(tokens - 1,)``, float32: no first token is predicted. NaN stands for what is not scored.
+    """
+    documents = _encoded(documents, tokenizer)
+    sizes = list(map(len, documents))
+    log_probs = torch.full((sum(sizes),), math.nan)  # (tokens,) of all documents
+    for logits, targets, places in _predictions(model, documents, seq, stride, batch):
+        log_probs[places] = -cross_entropy(logits, targets, reduction="none").cpu()
+    return [each[1:] for each in log_probs.split(sizes)]
+
+
+def _encoded(documents: Iterable[Document | str | Tokens], tokenizer) -> list[Tokens]:
     if isinstance(documents, str | Document | Tokens):
         raise TypeError(f"documents must be several documents, a list say, got one {type(documents).__name__}")
+    return [d if isinstance(d, Tokens) else encode([d], tokenizer)[0] for d in documents]
+
+
+@torch.inference_mode()
+def _predictions(
+    model, documents: list[Tokens], seq: int | None, stride: int | None, batch: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Batch by batch the logits ``(scored, vocab)``, what followed, and its place among all documents' tokens."""
     positions = getattr(model.config, POSITIONS, None)
     seq = whole_number("seq", min(512, positions or 512) if seq is None else seq, 2, positions, POSITIONS)
     stride = whole_number("stride", seq // 2 if stride is None else stride, 1, seq, "seq")
     batch = min(whole_number("batch", batch, 1), max(1, LOGITS // (seq * model.config.vocab_size)))
-    documents = [d if isinstance(d, Tokens) else encode([d], tokenizer)[0] for d in documents]
-    windows = [window for tokens in documents for window in _windows(tokens, seq, stride)]
+    firsts = itertools.accumulate(map(len, documents), initial=0)
+    windows = [w for first, d in zip(firsts, documents, strict=False) for w in _windows(d, seq, stride, first)]
     windows.sort(key=lambda window: -len(window[0]))  # alike lengths together: little padding
     was_training = model.training
     model.eval()
-    bits, tokens = 0.0, 0
     try:
         for i in range(0, len(windows), batch):
-            ids, scored = zip(*windows[i : i + batch], strict=True)
-            ids = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(model.device)  # (batch, seq + 1)
-            scored = torch.nn.utils.rnn.pad_sequence(scored, batch_first=True).to(model.device)[:, 1:]
+            ids, scored, places = zip(*windows[i : i + batch], strict=True)
+            ids = pad_sequence(ids, batch_first=True).to(model.device)  # (batch, seq + 1)
+            scored = pad_sequence(scored, batch_first=True).to(model.device)[:, 1:]
             # Padding stands on the right, where causal attention never looks; it needs no attention mask.
             logits = model(input_ids=ids[:, :-1], use_cache=False).logits[scored].float()  # (scored, vocab)
-            nats = torch.nn.functional.cross_entropy(logits, ids[:, 1:][scored], reduction="sum")
-            bits += nats.item() / math.log(2)
-            tokens += int(scored.sum())
+            yield logits, ids[:, 1:][scored], torch.cat(places)
     finally:
         model.train(was_training)
-    if not tokens:
-        raise ValueError("nothing to score: no document has an unmasked token after its first")
-    if not math.isfinite(bits):
-        raise ValueError(f"the model's log-probabilities add up to {bits}")
-    return Score(bits, tokens, sum(int(n[s].sum()) for n, s in map(_predicted, documents)))
 
 
-def _predicted(tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes and scored flags of all tokens but the first, which nothing predicts."""
-    return tokens.num_bytes[1:], tokens.scored[1:]
-
-
-def _windows(tokens: Tokens, seq: int, stride: int) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    """Windows of up to ``seq + 1`` ids, and which of them to score, so that each token is scored once."""
+def _windows(tokens: Tokens, seq: int, stride: int, first: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Up to ``seq + 1`` ids, which of them to score, so that each token is scored once, and the places of these."""
     done = 1  # the first token has nothing before it
     for begin in range(0, len(tokens) - 1, stride):
         end = min(begin + seq + 1, len(tokens))
         scored = tokens.scored[begin:end].clone()
         scored[: done - begin] = False
         if scored.any():
-            yield tokens.ids[begin:end], scored
+            yield tokens.ids[begin:end], scored, first + begin + scored.nonzero().flatten()
         done = end
         if end == len(tokens):
             return

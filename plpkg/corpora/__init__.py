@@ -3,10 +3,11 @@
 from plpkg.corpora.diary import Diary, Question, diary
 from plpkg.corpora.documents import SPLITS, Document, Writer
 from plpkg.corpora.folder import text_folder
-from plpkg.corpora.images import Digits, Images, digits
+from plpkg.corpora.images import Digits, Images, digits, printed_digits
 from plpkg.corpora.leaf import leaf_femnist, leaf_shakespeare
 from plpkg.corpora.library import public, versions, writer, writers
 from plpkg.corpora.tokens import Tokens, batches, encode
+from plpkg.corpora.words import Vocabulary, sentences
 
 __all__ = [
     "SPLITS",
@@ -16,6 +17,7 @@ __all__ = [
     "Images",
     "Question",
     "Tokens",
+    "Vocabulary",
     "Writer",
     "batches",
     "diary",
@@ -23,7 +25,9 @@ __all__ = [
     "encode",
     "leaf_femnist",
     "leaf_shakespeare",
+    "printed_digits",
     "public",
+    "sentences",
     "text_folder",
     "versions",
     "writer",

@@ -1,0 +1,114 @@
+"""A language model made personal without a gradient: counts of the n-grams of somebody's own text.
+
+Each order n mixes what followed the last n - 1 tokens before with what the order below says, the lowest with the
+model: with a = ``weight``, c counts, and h' the shorter context (hierarchical Dirichlet smoothing: D. MacKay and
+L. Peto, "A hierarchical Dirichlet language model", 1995)::
+
+    p_n(w | h) = (c(h, w) + a p(w | h')) / (c(h) + a)
+
+A context never seen leaves the order below as it is. A document's contexts do not reach into another. Counts give
+their text away: they are as private as it is.
+
+Left out: discounts (Kneser-Ney, Pitman-Yor), a weight for each order, forgetting.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from plpkg.corpora.tokens import Tokens
+from plpkg.scoring import Score
+from plpkg.validation import number, whole_number
+
+
+class Counts:
+    """What followed each context of a person's text, and how often.
+
+    Parameters
+    ----------
+    sequences
+        Documents, ``(tokens,)`` int64 each; :meth:`add` goes on.
+    orders
+        The lengths n of the n-grams, rising. A context has n - 1 tokens.
+
+    Raises
+    ------
+    ValueError
+        Orders that do not rise from 1 or more, or a document of another form.
+    """
+
+    def __init__(self, sequences: Iterable[torch.Tensor] = (), orders: Sequence[int] = (2, 3, 4, 5)) -> None:
+        self.orders = tuple(whole_number("order", n, 1) for n in orders)
+        if not self.orders or list(self.orders) != sorted(set(self.orders)):
+            raise ValueError(f"orders must rise, and be one at least, got {orders!r}")
+        self._followers: dict[tuple[int, ...], dict[int, int]] = {}  # by context, how often each token followed
+        for ids in sequences:
+            self.add(ids)
+
+    def add(self, ids: torch.Tensor) -> None:
+        """Count one more document, ``(tokens,)`` int64."""
+        ids = _tuple(ids)
+        for n in self.orders:
+            for i in range(max(1, n - 1), len(ids)):  # nothing predicts a document's first token
+                followers = self._followers.setdefault(ids[i - n + 1 : i], {})
+                followers[ids[i]] = followers.get(ids[i], 0) + 1
+
+    def __len__(self) -> int:
+        """How many different n-grams there are, of all orders together; each takes some 200 bytes."""
+        return sum(map(len, self._followers.values()))
+
+    def __repr__(self) -> str:
+        return f"Counts({len(self):,} n-grams of orders {', '.join(map(str, self.orders))})"
+
+    def log_probs(self, ids: torch.Tensor, base: torch.Tensor, weight: float) -> torch.Tensor:
+        """The log-probability of each token but the first of a document ``ids`` ``(tokens,)``, given those before it.
+
+        ``base`` ``(tokens - 1,)`` is the model's, natural; ``weight`` says how many tokens seen in a context are worth
+        as much as the order below. Returns ``(tokens - 1,)``, float64, on the CPU; NaN stays NaN. Raises ValueError
+        for a ``base`` of another length and for a weight that is not positive.
+        """
+        ids, mixed = _tuple(ids), base.to("cpu", torch.float64)
+        if mixed.shape != (max(0, len(ids) - 1),):
+            raise ValueError(f"base must have one number less than the {len(ids)} tokens, got {tuple(base.shape)}")
+        for n in self.orders:
+            seen = [self._seen(ids, i, n) for i in range(1, len(ids))]
+            hits = [followers.get(token, 0) for followers, token in zip(seen, ids[1:], strict=True)]
+            mixed = _mixed(mixed, torch.tensor(hits), torch.tensor([sum(f.values()) for f in seen]), weight)
+        return mixed
+
+    def mix(self, context: torch.Tensor, base: torch.Tensor, weight: float) -> torch.Tensor:
+        """The log-probability of every token after ``context`` ``(tokens,)``: ``(vocab,)``, as :meth:`log_probs`."""
+        context, mixed = _tuple(context), base.to("cpu", torch.float64)
+        for n in self.orders:
+            followers = self._seen(context, len(context), n)
+            hits = torch.zeros(len(base), dtype=torch.int64)  # (vocab,)
+            hits[list(followers)] = torch.tensor(list(followers.values()), dtype=torch.int64)
+            mixed = _mixed(mixed, hits, hits.sum(), weight)
+        return mixed
+
+    def score(self, documents: Sequence[Tokens], base: Sequence[torch.Tensor], weight: float) -> Score:
+        """What :func:`plpkg.scoring.score` gives, with the counts; ``base``: its ``token_log_probs``, by document."""
+        pairs = zip(documents, base, strict=True)
+        nats = -sum(self.log_probs(d.ids, each, weight)[d.scored[1:]].sum().item() for d, each in pairs)
+        return Score.of(documents, nats / math.log(2))
+
+    def best_weight(self, documents: Sequence[Tokens], base: Sequence[torch.Tensor], weights: Sequence[float]) -> float:
+        """The weight of some with the best :meth:`score`, of text that was not counted."""
+        return min(weights, key=lambda weight: self.score(documents, base, weight).bits)
+
+    def _seen(self, ids: tuple[int, ...], i: int, n: int) -> dict[int, int]:
+        """What followed the ``n - 1`` tokens before position ``i``; nothing where there are not so many."""
+        return self._followers.get(ids[i - n + 1 : i], {}) if i >= n - 1 else {}
+
+
+def _mixed(below: torch.Tensor, hits: torch.Tensor, total: torch.Tensor, weight: float) -> torch.Tensor:
+    """(hits + a below) / (total + a) in logarithms: a probability may be too small for a float."""
+    weight = number("weight", weight, open_low=True)
+    return torch.logaddexp(hits.double().log(), below + math.log(weight)) - (total.double() + weight).log()
+
+
+def _tuple(ids: torch.Tensor) -> tuple[int, ...]:
+    if ids.ndim != 1 or ids.is_floating_point():
+        raise ValueError(f"a document must be (tokens,) whole numbers, got {ids.dtype} {tuple(ids.shape)}")
+    return tuple(ids.tolist())
