@@ -1,13 +1,15 @@
 """A language model made personal without a gradient: counts of the n-grams of somebody's own text.
 
 Each order n mixes what followed the last n - 1 tokens before with what the order below says, the lowest with the
-model: with a = ``weight``, c counts, and h' the shorter context (hierarchical Dirichlet smoothing: D. MacKay and
-L. Peto, "A hierarchical Dirichlet language model", 1995)::
+model: with counts c and the shorter context h'::
 
     p_n(w | h) = (c(h, w) + a p(w | h')) / (c(h) + a)
 
-A context never seen leaves the order below as it is. A document's contexts do not reach into another. Counts give
-their text away: they are as private as it is.
+``a`` is one weight for all contexts (hierarchical Dirichlet smoothing: D. MacKay and L. Peto, "A hierarchical
+Dirichlet language model", 1995), or one weight for each different token that followed h (I. Witten and T. Bell, "The
+zero-frequency problem", 1991, where it is 1): where many tokens may come, the order below is asked for longer.
+A context never seen leaves it as it is. A document's contexts do not reach into another. Counts give their text away:
+they are as private as it is.
 
 Left out: discounts (Kneser-Ney, Pitman-Yor), a weight for each order, forgetting.
 """
@@ -19,7 +21,7 @@ import torch
 
 from plpkg.corpora.tokens import Tokens
 from plpkg.scoring import Score
-from plpkg.validation import number, whole_number
+from plpkg.validation import number, one_of, whole_number
 
 
 class Counts:
@@ -31,17 +33,25 @@ class Counts:
         Documents, ``(tokens,)`` int64 each; :meth:`add` goes on.
     orders
         The lengths n of the n-grams, rising. A context has n - 1 tokens.
+    prior
+        ``"dirichlet"`` or ``"witten-bell"``: what a weight is for, a context or each different token that followed.
 
     Raises
     ------
     ValueError
-        Orders that do not rise from 1 or more, or a document of another form.
+        Orders that do not rise from 1 or more, another prior, or a document of another form.
     """
 
-    def __init__(self, sequences: Iterable[torch.Tensor] = (), orders: Sequence[int] = (2, 3, 4, 5)) -> None:
+    def __init__(
+        self,
+        sequences: Iterable[torch.Tensor] = (),
+        orders: Sequence[int] = (3, 4, 5, 6),
+        prior: str = "dirichlet",
+    ) -> None:
         self.orders = tuple(whole_number("order", n, 1) for n in orders)
         if not self.orders or list(self.orders) != sorted(set(self.orders)):
             raise ValueError(f"orders must rise, and be one at least, got {orders!r}")
+        self.prior = one_of("prior", prior, ("dirichlet", "witten-bell"))
         self._followers: dict[tuple[int, ...], dict[int, int]] = {}  # by context, how often each token followed
         for ids in sequences:
             self.add(ids)
@@ -55,7 +65,7 @@ class Counts:
                 followers[ids[i]] = followers.get(ids[i], 0) + 1
 
     def __len__(self) -> int:
-        """How many different n-grams there are, of all orders together; each takes some 200 bytes."""
+        """How many different n-grams there are, of all orders together; each takes some 250 bytes."""
         return sum(map(len, self._followers.values()))
 
     def __repr__(self) -> str:
@@ -64,17 +74,16 @@ class Counts:
     def log_probs(self, ids: torch.Tensor, base: torch.Tensor, weight: float) -> torch.Tensor:
         """The log-probability of each token but the first of a document ``ids`` ``(tokens,)``, given those before it.
 
-        ``base`` ``(tokens - 1,)`` is the model's, natural; ``weight`` says how many tokens seen in a context are worth
-        as much as the order below. Returns ``(tokens - 1,)``, float64, on the CPU; NaN stays NaN. Raises ValueError
-        for a ``base`` of another length and for a weight that is not positive.
+        ``base`` ``(tokens - 1,)`` is the model's, natural. Returns ``(tokens - 1,)``, float64, on the CPU; NaN stays
+        NaN. Raises ValueError for a ``base`` of another length and for a weight that is not positive.
         """
         ids, mixed = _tuple(ids), base.to("cpu", torch.float64)
         if mixed.shape != (max(0, len(ids) - 1),):
             raise ValueError(f"base must have one number less than the {len(ids)} tokens, got {tuple(base.shape)}")
         for n in self.orders:
             seen = [self._seen(ids, i, n) for i in range(1, len(ids))]
-            hits = [followers.get(token, 0) for followers, token in zip(seen, ids[1:], strict=True)]
-            mixed = _mixed(mixed, torch.tensor(hits), torch.tensor([sum(f.values()) for f in seen]), weight)
+            hits = [float(followers.get(token, 0)) for followers, token in zip(seen, ids[1:], strict=True)]
+            mixed = self._mixed(mixed, torch.tensor(hits), seen, weight)
         return mixed
 
     def mix(self, context: torch.Tensor, base: torch.Tensor, weight: float) -> torch.Tensor:
@@ -82,9 +91,9 @@ class Counts:
         context, mixed = _tuple(context), base.to("cpu", torch.float64)
         for n in self.orders:
             followers = self._seen(context, len(context), n)
-            hits = torch.zeros(len(base), dtype=torch.int64)  # (vocab,)
-            hits[list(followers)] = torch.tensor(list(followers.values()), dtype=torch.int64)
-            mixed = _mixed(mixed, hits, hits.sum(), weight)
+            hits = torch.zeros(len(base))  # (vocab,)
+            hits[list(followers)] = torch.tensor(list(followers.values())).float()
+            mixed = self._mixed(mixed, hits, [followers], weight)
         return mixed
 
     def score(self, documents: Sequence[Tokens], base: Sequence[torch.Tensor], weight: float) -> Score:
@@ -101,11 +110,12 @@ class Counts:
         """What followed the ``n - 1`` tokens before position ``i``; nothing where there are not so many."""
         return self._followers.get(ids[i - n + 1 : i], {}) if i >= n - 1 else {}
 
-
-def _mixed(below: torch.Tensor, hits: torch.Tensor, total: torch.Tensor, weight: float) -> torch.Tensor:
-    """(hits + a below) / (total + a) in logarithms: a probability may be too small for a float."""
-    weight = number("weight", weight, open_low=True)
-    return torch.logaddexp(hits.double().log(), below + math.log(weight)) - (total.double() + weight).log()
+    def _mixed(self, below: torch.Tensor, hits: torch.Tensor, seen: list[dict], weight: float) -> torch.Tensor:
+        """(hits + a below) / (total + a) in logarithms: a probability may be too small for a float."""
+        total = torch.tensor([sum(followers.values()) for followers in seen], dtype=torch.float64)
+        kinds = [max(1, len(followers)) if self.prior == "witten-bell" else 1 for followers in seen]
+        a = number("weight", weight, open_low=True) * torch.tensor(kinds, dtype=torch.float64)
+        return torch.logaddexp(hits.double().log(), below + a.log()) - (total + a).log()
 
 
 def _tuple(ids: torch.Tensor) -> tuple[int, ...]:

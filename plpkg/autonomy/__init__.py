@@ -1,38 +1,42 @@
-"""Learning on the device: what a cloud has pre-trained on public data, each device makes its owner's. Nothing leaves.
+"""Learning on the device: what a cloud has pre-trained on public data, each device makes its owner's. Nothing leaves."""
 
-The names a notebook imports; each loads on first use.
-"""
-
+from plpkg.autonomy import availability, nets
+from plpkg.autonomy.augment import augment_images, eda
+from plpkg.autonomy.examples import Evaluation, Examples, Person, evaluate, token_examples, word_examples
+from plpkg.autonomy.nets import MobileNet, Split, WordLSTM, pretrained, vocabulary
+from plpkg.autonomy.online import OnlineLearner
+from plpkg.autonomy.transfer import Task, Transfer, transfer
+from plpkg.autonomy.windows import learn_in_windows
 from plpkg.lazy import on_first_use
 
-PLACES = dict(
-    Evaluation="examples",
-    Examples="examples",
-    Person="examples",
-    evaluate="examples",
-    token_examples="examples",
-    word_examples="examples",
-    MobileNet="nets",
-    WordLSTM="nets",
-    pretrained="nets",
-    vocabulary="nets",
-    nets="nets",
-    Task="transfer",
-    Transfer="transfer",
-    transfer="transfer",
-    OnlineLearner="online",
-    learn_in_windows="windows",
-    availability="availability",
-    eda="augment",
-    augment_images="augment",
-    prune="prune",
-    three_graphs="compile",
+__all__ = [
+    "Evaluation",
+    "Examples",
+    "MobileNet",
+    "OnlineLearner",
+    "Person",
+    "Split",
+    "Task",
+    "Transfer",
+    "WordLSTM",
+    "augment_images",
+    "availability",
+    "eda",
+    "evaluate",
+    "learn_in_windows",
+    "nets",
+    "pretrained",
+    "token_examples",
+    "transfer",
+    "vocabulary",
+    "word_examples",
+]
+
+__getattr__ = on_first_use(
+    __name__,
     baselines="baselines",
-    fleet="fleet",
+    three_graphs="compile",
     exercises="exercises",
     plots="plots",
     widget="widget",
 )
-
-__all__ = [*PLACES]
-__getattr__ = on_first_use(__name__, **PLACES)
