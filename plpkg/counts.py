@@ -7,9 +7,8 @@ model: with counts c and the shorter context h'::
 
 ``a`` is one weight for all contexts (hierarchical Dirichlet smoothing: D. MacKay and L. Peto, "A hierarchical
 Dirichlet language model", 1995), or one weight for each different token that followed h (I. Witten and T. Bell, "The
-zero-frequency problem", 1991, where it is 1): where many tokens may come, the order below is asked for longer.
-A context never seen leaves it as it is. A document's contexts do not reach into another. Counts give their text away:
-they are as private as it is.
+zero-frequency problem", 1991, where it is 1): where many may come, the order below has more to say. A context never
+seen leaves that as it is, and none reaches into another document. Counts tell the text: they are as private.
 
 Left out: discounts (Kneser-Ney, Pitman-Yor), a weight for each order, forgetting.
 """
@@ -43,10 +42,7 @@ class Counts:
     """
 
     def __init__(
-        self,
-        sequences: Iterable[torch.Tensor] = (),
-        orders: Sequence[int] = (3, 4, 5, 6),
-        prior: str = "dirichlet",
+        self, sequences: Iterable[torch.Tensor] = (), orders: Sequence[int] = (3, 4, 5, 6), prior: str = "dirichlet"
     ) -> None:
         self.orders = tuple(whole_number("order", n, 1) for n in orders)
         if not self.orders or list(self.orders) != sorted(set(self.orders)):
@@ -65,7 +61,7 @@ class Counts:
                 followers[ids[i]] = followers.get(ids[i], 0) + 1
 
     def __len__(self) -> int:
-        """How many different n-grams there are, of all orders together; each takes some 250 bytes."""
+        """How many different n-grams there are, of all orders together; each takes some 200 bytes."""
         return sum(map(len, self._followers.values()))
 
     def __repr__(self) -> str:
@@ -74,16 +70,16 @@ class Counts:
     def log_probs(self, ids: torch.Tensor, base: torch.Tensor, weight: float) -> torch.Tensor:
         """The log-probability of each token but the first of a document ``ids`` ``(tokens,)``, given those before it.
 
-        ``base`` ``(tokens - 1,)`` is the model's, natural. Returns ``(tokens - 1,)``, float64, on the CPU; NaN stays
-        NaN. Raises ValueError for a ``base`` of another length and for a weight that is not positive.
+        ``base`` ``(tokens - 1,)`` is the model's, natural, and ``weight`` positive, or ValueError says so. Returns
+        ``(tokens - 1,)``, float64, on the CPU; NaN stays NaN.
         """
         ids, mixed = _tuple(ids), base.to("cpu", torch.float64)
         if mixed.shape != (max(0, len(ids) - 1),):
             raise ValueError(f"base must have one number less than the {len(ids)} tokens, got {tuple(base.shape)}")
         for n in self.orders:
             seen = [self._seen(ids, i, n) for i in range(1, len(ids))]
-            hits = [float(followers.get(token, 0)) for followers, token in zip(seen, ids[1:], strict=True)]
-            mixed = self._mixed(mixed, torch.tensor(hits), seen, weight)
+            hits = [followers.get(token, 0) for followers, token in zip(seen, ids[1:], strict=True)]
+            mixed = self._mixed(mixed, torch.tensor(hits, dtype=torch.float64), seen, weight)
         return mixed
 
     def mix(self, context: torch.Tensor, base: torch.Tensor, weight: float) -> torch.Tensor:
@@ -91,16 +87,15 @@ class Counts:
         context, mixed = _tuple(context), base.to("cpu", torch.float64)
         for n in self.orders:
             followers = self._seen(context, len(context), n)
-            hits = torch.zeros(len(base))  # (vocab,)
-            hits[list(followers)] = torch.tensor(list(followers.values())).float()
+            hits = torch.zeros_like(mixed)  # (vocab,)
+            hits[list(followers)] = torch.tensor(list(followers.values()), dtype=torch.float64)
             mixed = self._mixed(mixed, hits, [followers], weight)
         return mixed
 
     def score(self, documents: Sequence[Tokens], base: Sequence[torch.Tensor], weight: float) -> Score:
         """What :func:`plpkg.scoring.score` gives, with the counts; ``base``: its ``token_log_probs``, by document."""
-        pairs = zip(documents, base, strict=True)
-        nats = -sum(self.log_probs(d.ids, each, weight)[d.scored[1:]].sum().item() for d, each in pairs)
-        return Score.of(documents, nats / math.log(2))
+        mixed = (self.log_probs(d.ids, b, weight)[d.scored[1:]] for d, b in zip(documents, base, strict=True))
+        return Score.of(documents, -sum(each.sum().item() for each in mixed) / math.log(2))
 
     def best_weight(self, documents: Sequence[Tokens], base: Sequence[torch.Tensor], weights: Sequence[float]) -> float:
         """The weight of some with the best :meth:`score`, of text that was not counted."""
@@ -115,7 +110,7 @@ class Counts:
         total = torch.tensor([sum(followers.values()) for followers in seen], dtype=torch.float64)
         kinds = [max(1, len(followers)) if self.prior == "witten-bell" else 1 for followers in seen]
         a = number("weight", weight, open_low=True) * torch.tensor(kinds, dtype=torch.float64)
-        return torch.logaddexp(hits.double().log(), below + a.log()) - (total + a).log()
+        return torch.logaddexp(hits.log(), below + a.log()) - (total + a).log()
 
 
 def _tuple(ids: torch.Tensor) -> tuple[int, ...]:

@@ -1,10 +1,12 @@
-"""Learning on the device: what a cloud has pre-trained on public data, each device makes its owner's. Nothing leaves."""
+"""Learning on the device: what a cloud has pre-trained on public data, each makes its owner's. Nothing leaves it."""
 
 from plpkg.autonomy import availability, nets
 from plpkg.autonomy.augment import augment_images, eda
 from plpkg.autonomy.examples import Evaluation, Examples, Person, evaluate, token_examples, word_examples
+from plpkg.autonomy.fleet import fleet
 from plpkg.autonomy.nets import MobileNet, Split, WordLSTM, pretrained, vocabulary
 from plpkg.autonomy.online import OnlineLearner
+from plpkg.autonomy.prune import prune
 from plpkg.autonomy.transfer import Task, Transfer, transfer
 from plpkg.autonomy.windows import learn_in_windows
 from plpkg.lazy import on_first_use
@@ -21,14 +23,21 @@ __all__ = [
     "WordLSTM",
     "augment_images",
     "availability",
+    "baselines",
     "eda",
     "evaluate",
+    "exercises",
+    "fleet",
     "learn_in_windows",
     "nets",
+    "plots",
     "pretrained",
+    "prune",
+    "three_graphs",
     "token_examples",
     "transfer",
     "vocabulary",
+    "widget",
     "word_examples",
 ]
 

@@ -22,7 +22,7 @@ from plpkg.validation import flag, number, one_of, whole_number
 AUTONOMOUS = ("charging", "screen_off")
 FEDERATED = (*AUTONOMOUS, "unmetered")
 DAY = 86_400  # seconds
-NIGHT_MINUTES, UNMETERED_SHARE = 127.5, 0.625  # the median charge of a night, and of devices: both fitted
+NIGHT_MINUTES, UNMETERED_SHARE = 127.5, 0.632  # the median charge of a night, and of devices: both fitted
 CHANGES = {name: ("unmetered", name == "wifi") for name in ("wifi", "2g", "3g", "4g", "5g", "unknown")}
 CHANGES |= {f"battery_charged_{name}": ("charging", name == "on") for name in ("on", "off")}
 CHANGES |= {f"screen_{name}": ("screen_off", name == "lock") for name in ("lock", "unlock")}

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from plpkg.corpora import SPLITS, Images, digits
+from plpkg.corpora import SPLITS, Images, digits, printed_digits
 from plpkg.corpora.documents import cuts
 from plpkg.corpora.images import _blocks
 
@@ -167,3 +167,46 @@ def test_a_bad_batch_is_named_at_the_call(batch):
 def test_a_bad_seed_is_named_at_the_call(call, seed):
     with pytest.raises(ValueError, match=f"seed must be a whole number of at least 0, got {seed!r}"):
         call(seed)
+
+
+@pytest.fixture(scope="module")
+def printed():
+    return printed_digits()
+
+
+def test_printed_digits_are_sixteenths_of_ink_in_the_form_of_the_handwritten(printed, everything):
+    assert repr(printed) == "Images(1,890 images of 1 × 8 × 8, 10 labels)"
+    assert type(printed) is Images
+    assert printed.images.dtype == torch.float32
+    assert printed.labels.dtype == torch.int64
+    assert printed.labels.bincount().tolist() == [189] * 10
+    assert torch.equal(printed.images * 16, (printed.images * 16).round())
+    assert (printed.images.min(), printed.images.max()) == (0, 1)
+    assert 0.5 < printed.images.mean() / everything.images.mean() < 1  # a pen is broader than a font's strokes
+
+
+def test_a_printed_digit_that_is_moved_keeps_its_ink(printed):
+    ink = printed.images.view(-1, 3, 64).sum(-1)  # (glyphs and heights, places)
+    assert (ink == ink[:, :1]).all()
+    columns = torch.arange(8.0)
+    middle = (printed.images.sum(-2) @ columns / printed.images.sum((-1, -2))).view(-1, 3)
+    left, right = (middle[:, 1] - middle[:, 0]).mean(), (middle[:, 2] - middle[:, 1]).mean()
+    assert (left.item(), right.item()) == pytest.approx((0.5, 0.5), abs=0.1)  # two pixels are half a block
+
+
+def test_what_stands_for_a_printed_digit_is_that_digit(printed):
+    """A font's digits are known by those of the others: no placeholder, no sign of another kind."""
+    from sklearn.neighbors import KNeighborsClassifier
+
+    images, labels = (t.view(21, 90, -1) for t in (printed.images.flatten(1), printed.labels))
+    for font in range(21):
+        others = torch.arange(21) != font
+        known = KNeighborsClassifier(1).fit(images[others].flatten(0, 1), labels[others].flatten())
+        assert known.score(images[font], labels[font].flatten()) > 0.9
+
+
+def test_printed_digits_are_far_from_handwriting_yet_tell_of_it(printed, everything):
+    from sklearn.neighbors import KNeighborsClassifier
+
+    known = KNeighborsClassifier(3).fit(printed.images.flatten(1), printed.labels)
+    assert 0.3 < known.score(everything.images.flatten(1), everything.labels) < 0.9

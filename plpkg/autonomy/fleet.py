@@ -1,0 +1,116 @@
+"""Thousands of devices on one machine: each person's learning runs alone, one after the other or on all cores.
+
+Nothing passes between people: a fleet is a map, and ``learn(name, data)`` one device. A Ray task takes some people, and
+few tasks are ahead of the results, so that memory stays bounded; Ray replaces a process that dies.
+
+Left out: rounds in which devices exchange something, devices that are slow or away, more than one thread a device.
+"""
+
+import hashlib
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from tqdm.auto import tqdm
+
+from plpkg import checkpoints
+from plpkg.validation import one_of, whole_number
+
+
+def fleet(
+    people: Mapping[str, object],
+    learn: Callable[[str, object], dict],
+    *,
+    engine: str = "process",
+    folder: str | Path | None = None,
+    identity: dict | None = None,
+    workers: int | None = None,
+    chunk: int = 8,
+    progress: bool = True,
+) -> dict[str, dict]:
+    """Let every person's device learn; the results come by name, in the order of ``people``.
+
+    Parameters
+    ----------
+    people
+        What each learns from, by name; asked for when its turn comes, so that a mapping may read it from a disk.
+    learn
+        Makes a dict of tensors, numbers, strings and lists, always the same, on one thread; the data stay as they are.
+    engine
+        ``"process"``, this one, or ``"ray"``: one that was started, else one on this machine, until the call ends.
+    folder, identity
+        Where finished chunks are, and the next call goes on if names and ``identity`` (settings, say) are the same.
+    workers, chunk
+        Ray's processes at a time (as many as cores by default), and people in a task.
+
+    Raises
+    ------
+    ValueError
+        Nobody, settings out of range, or a folder with another run.
+    RuntimeError
+        ``learn`` failed, or its process died again and again; the message names the person, or the chunk.
+    ModuleNotFoundError
+        Ray is not installed.
+    """
+    one_of("engine", engine, ("process", "ray"))
+    workers = whole_number("workers", os.cpu_count() if workers is None else workers, 1)
+    whole_number("chunk", chunk, 1)
+    whole_number("len(people)", len(people), 1)
+    names, done = list(people), {}
+    identity = (identity or {}) | {"people": hashlib.sha256(repr(names).encode()).hexdigest()[:16]}
+    if folder is not None:
+        (folder := Path(folder)).mkdir(parents=True, exist_ok=True)
+        for path in sorted(folder.glob("*.pt")):
+            done |= checkpoints.load(path, identity)["results"]
+    left = [name for name in names if name not in done]
+    chunks = ({name: people[name] for name in left[i : i + chunk]} for i in range(0, len(left), chunk))
+    finished = _ray(chunks, learn, workers) if engine == "ray" and left else (_learned(each, learn) for each in chunks)
+    with tqdm(total=len(names), initial=len(done), disable=not progress, desc="people") as bar:
+        for results in finished:
+            if folder is not None:
+                path = folder / f"{names.index(next(iter(results))):06d}.pt"  # nobody is in two files
+                checkpoints.save(path, {"identity": identity, "results": results})
+            done |= results
+            bar.update(len(results))
+    return {name: done[name] for name in names}
+
+
+def _learned(people: dict[str, object], learn: Callable[[str, object], dict]) -> dict[str, dict]:
+    threads, results = torch.get_num_threads(), {}
+    torch.set_num_threads(1)
+    try:
+        for name, data in people.items():
+            results[name] = learn(name, data)
+    except Exception as error:
+        raise RuntimeError(f"the device of {name!r} failed: {error!r}") from error
+    finally:
+        torch.set_num_threads(threads)
+    return results
+
+
+def _ray(chunks: Iterator[dict], learn: Callable[[str, object], dict], workers: int) -> Iterator[dict[str, dict]]:
+    try:
+        import ray
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError("engine='ray' needs Ray: pip install 'plpkg[scale]'") from None
+    if started := not ray.is_initialized():
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init("local", include_dashboard=False, log_to_driver=False, num_cpus=workers, object_store_memory=2**28)
+    try:
+        task, learn, running = ray.remote(max_retries=3)(_learned), ray.put(learn), {}
+        while True:
+            for people in itertools.islice(chunks, 2 * workers - len(running)):  # one for each worker waits
+                running[task.remote(people, learn)] = ", ".join(map(repr, people))
+            if not running:
+                return
+            (ready,), _ = ray.wait(list(running))
+            names = running.pop(ready)
+            try:
+                yield ray.get(ready)
+            except ray.exceptions.WorkerCrashedError as error:
+                raise RuntimeError(f"the process of {names} died again and again") from error
+    finally:
+        if started:
+            ray.shutdown()

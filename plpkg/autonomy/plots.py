@@ -1,0 +1,168 @@
+"""Figures of notebook 08. What takes ``rows`` takes those of a recorded section of that name."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from plpkg import theme
+from plpkg.validation import number
+
+if TYPE_CHECKING:
+    from plpkg.autonomy.online import OnlineLearner
+    from plpkg.autonomy.transfer import Transfer
+
+
+def devices(people: Sequence[str] = ("ann", "bob", "cem"), ax=None):
+    """Who holds what: one public model comes down to all devices; data, labels and what is learnt stay on each."""
+    from matplotlib.patches import FancyBboxPatch
+
+    ax, fills = theme.axes(ax), theme.fills(len(people) + 1)
+
+    def box(x, y, width, height, text, fill):
+        style = dict(boxstyle="round,pad=0.05", facecolor=fill["color"], edgecolor="white")
+        ax.add_patch(FancyBboxPatch((x, y), width, height, **style))
+        ax.text(x + width / 2, y + height / 2, text, ha="center", va="center", color="white", fontsize=9)
+
+    middle = len(people) / 2
+    box(0, middle - 1, 2.2, 2, "cloud\n\npublic data\npre-training\npruning\ncompiling", fills[0])
+    for k, (name, fill) in enumerate(zip(people, fills[1:], strict=True)):
+        box(
+            4.4,
+            k + 0.12,
+            4.4,
+            0.76,
+            f"{name}'s device: {name}'s data and labels,\nfrozen body, {name}'s own head",
+            fill,
+        )
+        ax.annotate("", (4.3, k + 0.5), (2.3, middle), arrowprops={"arrowstyle": "-|>", "color": "0.35"})
+    ax.text(3.2, len(people) + 0.2, "the same model\nfor everybody", ha="center", va="top")
+    ax.text(6.6, len(people) + 0.2, "nothing goes back", ha="center", va="top", fontweight="bold")
+    ax.set(xlim=(-0.2, 9), ylim=(len(people) + 0.6, -0.2))
+    ax.axis("off")
+    said = f"A cloud sends one public model, pruned and compiled, to the devices of {', '.join(people)}."
+    return theme.describe(ax, f"{said} Each keeps data, labels and a head of its own; no arrow leads back.")
+
+
+def pictures(images: Mapping[str, torch.Tensor], ax=None):
+    """Images ``(height, width)`` beside each other, each under its name, each from its least to its largest value."""
+    ax = theme.axes(ax)
+    for k, image in enumerate(images.values()):
+        low, high = image.min(), image.max()
+        ax.imshow(1 - (image - low) / (high - low), cmap="gray", extent=(1.1 * k, 1.1 * k + 1, 0, 1), vmin=0, vmax=1)
+    ax.set_xticks([1.1 * k + 0.5 for k in range(len(images))], images)
+    ax.set(xlim=(-0.05, 1.1 * len(images)), ylim=(-0.02, 1.02), yticks=[])
+    ax.grid(False)
+    return theme.describe(ax, f"Images beside each other: {', '.join(images)}.")
+
+
+def learning(transfers: Mapping[str, "Transfer"], ax=None):
+    """The loss on a person's own later data, step by step; a ring where learning should have stopped."""
+    ax, said = theme.axes(ax), []
+    for (name, transfer), style in zip(transfers.items(), theme.styles(len(transfers)), strict=True):
+        steps, losses = [row["step"] for row in transfer.log], [row["loss"] for row in transfer.log]
+        best = min(range(len(losses)), key=losses.__getitem__)
+        ax.plot(steps, losses, label=name, markersize=4, **style)
+        ax.plot(steps[best], losses[best], "o", markersize=12, fillstyle="none", color=style["color"])
+        said.append(
+            f"{name} from {losses[0]:.2f} to {losses[best]:.2f} at step {steps[best]}, {losses[-1]:.2f} at last"
+        )
+    ax.set(xlabel="steps", ylabel="loss on later data (nats a word)")
+    ax.legend()
+    return theme.describe(ax, f"Loss on the person's later data: {'; '.join(said)}.")
+
+
+def schemes(rows, value: str, label: str, ax=None):
+    """The mean of each scheme with its 95 % interval; ``rows`` have case, ``value`` and half_width."""
+    ax = theme.axes(ax)
+    places = range(len(rows))
+    ax.errorbar(rows[value], places, xerr=rows["half_width"], fmt="o", capsize=4, color=theme.styles(1)[0]["color"])
+    ax.axvline(0, color="0.4", linestyle="--")
+    ax.set_yticks(places, rows["case"])
+    ax.invert_yaxis()
+    ax.set(xlabel=label)
+    said = "; ".join(f"{r['case']} {r[value]:.2f} ± {r['half_width']:.2f}" for _, r in rows.iterrows())
+    return theme.describe(ax, f"{label}: {said}.")
+
+
+def trainable(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], ax=None):
+    """Which share of the device-days has at most so many trainable minutes, by the rules."""
+    ax, said = theme.axes(ax), []
+    for (name, (minutes, share)), style in zip(curves.items(), theme.styles(len(curves)), strict=True):
+        median = minutes[(len(minutes) - 1) // 2]
+        ax.step(minutes, [100 * s for s in share], where="post", label=name, **style | {"marker": None})
+        ax.plot(median, 50, color=style["color"], marker=style["marker"])
+        said.append(f"{name}: half of the days have at most {median:.0f} minutes")
+    ax.set(xlabel="trainable time a day (minutes)", ylabel="of the device-days (%)", xlim=(0, 480), ylim=(0, 102))
+    ax.legend(loc="lower right")
+    return theme.describe(ax, f"Synthetic traces. {'; '.join(said)}.")
+
+
+def stream(learners: Mapping[str, "OnlineLearner"], ax=None):
+    """Along a stream, how many errors fewer than the public model's have been shown."""
+    ax, said = theme.axes(ax), []
+    for (name, learner), style in zip(learners.items(), theme.styles(len(learners)), strict=True):
+        saved = [0]
+        for row in learner.rows():
+            saved.append(saved[-1] + row["shown"] - row["public"])
+        ax.plot(saved, label=name, **style | {"marker": None})
+        said.append(f"{name}: {saved[-1]} at the end, {min(saved)} at the worst")
+    ax.axhline(0, color="0.4", linewidth=1)
+    ax.set(xlabel="labels so far", ylabel="errors fewer than the public model")
+    ax.legend()
+    return theme.describe(ax, f"Errors fewer than the public model's: {'; '.join(said)}.")
+
+
+def pareto(rows, ax=None):
+    """Accuracy by the share of multiplications that is left; each seed a point, the unpruned at 100 %."""
+    ax = theme.axes(ax)
+    for (case, group), style in zip(
+        rows.groupby("case", sort=False), theme.styles(rows["case"].nunique()), strict=True
+    ):
+        ax.plot(100 * group["macs_share"], 100 * group["accuracy"], label=case, **style | {"linestyle": ""})
+    ax.set(xlabel="multiplications left (%)", ylabel="accuracy (%)")
+    ax.legend()
+    means = rows.groupby("case", sort=False)[["macs_share", "accuracy"]].mean()
+    said = "; ".join(
+        f"{case} {100 * r.macs_share:.0f} % of the work, {100 * r.accuracy:.2f} %" for case, r in means.iterrows()
+    )
+    return theme.describe(ax, f"Accuracy by work left, means: {said}.")
+
+
+def joules(cycles: float, ghz: float, static_watts: float, watts_at_1ghz: float = 0.5) -> float:
+    """A model of a processor's energy, E(f) = (P_static + c f³) cycles / f, not a measurement.
+
+    Power that switches grows with the cube of the frequency f (voltage grows with it), and ``watts_at_1ghz`` is c;
+    static power flows as long as the work takes.
+    """
+    ghz = number("ghz", ghz, open_low=True)
+    return (number("static_watts", static_watts) + watts_at_1ghz * ghz**3) * cycles / (1e9 * ghz)
+
+
+def energy(static_watts: Sequence[float] = (0.0, 0.3, 2.0), ax=None):
+    """The energy of the same work at each frequency, against 2 GHz, by static power: a model."""
+    ax, said = theme.axes(ax), []
+    frequencies = [0.2 + 0.1 * k for k in range(19)]
+    for static, style in zip(static_watts, theme.styles(len(static_watts)), strict=True):
+        shares = [100 * joules(1e9, f, static) / joules(1e9, 2.0, static) for f in frequencies]
+        best = min(range(len(shares)), key=shares.__getitem__)
+        ax.plot(frequencies, shares, label=f"{static:g} W static", markevery=3, **style)
+        said.append(f"with {static:g} W least at {frequencies[best]:.1f} GHz, {shares[best]:.0f} %")
+    ax.set(xlabel="frequency (GHz)", ylabel="energy of the same work (% of that at 2 GHz)", ylim=(0, 250))
+    ax.legend()
+    return theme.describe(ax, f"Modelled energy by frequency: {'; '.join(said)}.")
+
+
+def plans(rows: Sequence[Mapping], ax=None):
+    """How long each way to learn takes, and what it spends; ``rows`` have learning, days and joules."""
+    ax, fills = theme.axes(ax), theme.fills(len(rows))
+    for k, (row, fill) in enumerate(zip(rows, fills, strict=True)):
+        ax.barh(k, row["days"], **fill)
+        ax.text(row["days"], k, f" {row['days']:.3g} days, {row['joules'] / 1e3:.3g} kJ", va="center")
+    ax.set_yticks(range(len(rows)), [row["learning"] for row in rows])
+    ax.invert_yaxis()
+    ax.set_xscale("log")
+    ax.margins(x=0.4)
+    ax.set(xlabel="days to a personal model (computed)")
+    said = "; ".join(f"{row['learning']}: {row['days']:.3g} days, {row['joules'] / 1e3:.3g} kJ" for row in rows)
+    return theme.describe(ax, f"Days to a personal model and energy, computed: {said}.")

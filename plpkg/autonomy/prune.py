@@ -1,0 +1,230 @@
+"""Pruning for the device: whole units go, and the tensors really get smaller (:mod:`torch.nn.utils.prune` only masks).
+
+A unit is a filter, a neuron, an LSTM's cell with its four gates, or an embedding's column. In each layer those go whose
+incoming weights have the smallest L2 norm (AutLearn, Xu Mengwei et al.). How many is searched as in NetAdapt (Yang et
+al., arXiv 1804.03230): in a round each layer alone is shrunk until the resource meets the round's target, tuned, and
+scored; the best network stays. Left out: several resources. One may be the largest of Resource_j / Budget_j, for 1.
+
+Networks are chains: each layer feeds the next. Each cut is checked: with random weights, the smaller network must be
+the whole one where the units that go are zero. Residual connections fail that, and activations with f(0) ≠ 0.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.benchmark import Timer
+
+from plpkg.validation import number, one_of, whole_number
+
+
+@dataclass(frozen=True, eq=False)
+class Pruned:
+    """One of a family: the model in eval mode, how many units its layers have, what it takes, and how good it is."""
+
+    model: nn.Module = field(repr=False)
+    keep: dict[str, int]
+    resource: float
+    score: float
+
+
+def prune(
+    model: nn.Module,
+    example: torch.Tensor | tuple,
+    *,
+    keep: Mapping[str, int] | None = None,
+    budgets: Sequence[float] | None = None,
+    score: Callable[[nn.Module], float] | None = None,
+    tune: Callable[[nn.Module], object] | None = None,
+    resource: Callable[[nn.Module], float] | None = None,
+    step: float = 0.1,
+) -> nn.Module | list[Pruned]:
+    """A copy with so many units in each layer, or the best copies within budgets; the model stays as it is.
+
+    Parameters
+    ----------
+    model, example
+        A chain of Conv2d, Linear, Embedding and LSTM layers, which lose units but for the last one, the classes;
+        BatchNorm and depthwise Conv2d follow. Its input, or a tuple of them.
+    keep, budgets
+        By layer, how many units stay; or what the resource may be, decreasing.
+    score, tune, resource
+        The validation accuracy of a model in eval mode; a short training of one, in place; what one takes (None: MACs).
+    step
+        The share of the resource that a round takes; less, where no layer gives as much with half its units.
+
+    Returns
+    -------
+    nn.Module or list of Pruned
+        The copy with the units of ``keep``, or the best one found for each budget.
+
+    Raises
+    ------
+    ValueError
+        The model is not such a chain, has no such layer or number of units, or cannot meet the budget.
+    """
+    example = example if isinstance(example, tuple) else (example,)
+    sites = _sites(model, example)
+    if (keep is None) == (budgets is None):
+        raise ValueError(f"give either keep or budgets, got keep={keep!r} and budgets={budgets!r}")
+    if keep is not None:
+        return _smaller(model, sites, keep, example)
+    budgets, step = [number("a budget", budget) for budget in budgets], number("step", step, high=1, open_low=True)
+    if not budgets or budgets != sorted(set(budgets), reverse=True) or score is None:
+        raise ValueError(f"budgets must decrease and need a score, got budgets={budgets} and score={score}")
+    return list(_family(model, example, sites, budgets, score, tune, resource or partial(macs, example=example), step))
+
+
+def _family(model, example, sites, budgets, score, tune, resource, step) -> Iterator[Pruned]:
+    def member(net: nn.Module) -> Pruned:
+        units = {name: site.units(net) for name, site in sites.items()}
+        return Pruned(net.eval(), units, number("resource", resource(net)), number("score", score(net), -torch.inf))
+
+    def cost(name: str, units: int) -> float:
+        return resource(_smaller(best.model, sites, {name: units}))
+
+    if (least := resource(_smaller(model, sites, dict.fromkeys(sites, 1), example).eval())) > budgets[-1]:
+        raise ValueError(f"a budget of {budgets[-1]:g} cannot be met: with one unit in each layer it is {least:g}")
+    best = member(deepcopy(model))
+    for budget in budgets:
+        while best.resource > budget:
+            halved = min(cost(name, (n + 1) // 2) for name, n in best.keep.items())
+            target = max(budget, best.resource * (1 - step), halved)
+            most = {name: bisect_right(range(1, n), target, key=partial(cost, name)) for name, n in best.keep.items()}
+            trials = [_smaller(best.model, sites, {name: n}, example) for name, n in most.items() if n]
+            if not trials:  # a time measured twice is two times
+                raise ValueError(f"no layer takes the resource from {best.resource:g} to {target:g}: is it exact?")
+            for trial in trials if tune else ():
+                tune(trial.train())
+            best = max(map(member, trials), key=lambda each: each.score)
+        yield deepcopy(best)
+
+
+def macs(model: nn.Module, example: torch.Tensor | tuple) -> int:
+    """The multiplications of a forward pass over the whole example, in Conv2d, Linear and LSTM layers."""
+    count = 0
+    for _, layer, output in _calls(model, example):
+        if isinstance(layer, (nn.Conv2d, nn.Linear, nn.LSTM)):
+            output = output[0] if isinstance(layer, nn.LSTM) else output
+            places = output.numel() // output.shape[1 if isinstance(layer, nn.Conv2d) else -1]
+            count += places * sum(p.numel() for p in layer.parameters() if p.dim() > 1)
+    return count
+
+
+def parameters(model: nn.Module) -> int:
+    """The numbers that a model learns; shared ones count once."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def latency(model: nn.Module, example: torch.Tensor | tuple, seconds: float = 0.2) -> float:
+    """The median time of a forward pass in eval mode on one CPU thread, in seconds, measured for so many seconds."""
+    run = partial(_output, deepcopy(model).eval(), example)
+    return Timer("run()", globals={"run": run}).blocked_autorange(min_run_time=seconds).median
+
+
+class _Site(NamedTuple):  # what has a place for each unit: module, tensor, its dimension, how often all stand there
+    incoming: tuple  # what a unit's norm is taken of; none where the units are those of the layer before
+    others: tuple  # numbers of units, too
+    inputs: tuple = ()  # of the next layer
+
+    def units(self, model: nn.Module) -> int:
+        name, tensor, dim, times = self.incoming[0]
+        return getattr(model.get_submodule(name), tensor).shape[dim] // times
+
+
+def _layout(name: str, layer: nn.Module) -> _Site:
+    def at(*names: str, dim: int = 0, times: int = 1) -> tuple:
+        return tuple((name, each, dim, times) for each in names)
+
+    match layer:
+        case nn.Conv2d(groups=1) | nn.Linear():
+            inputs = at("weight", "in_channels", "in_features", dim=1)
+            return _Site(at("weight"), at("bias", "out_channels", "out_features"), inputs)
+        case nn.Embedding():
+            return _Site(at("weight", dim=1), at("embedding_dim"))
+        case nn.LSTM(num_layers=1, bidirectional=False, proj_size=0):
+            others = at("bias_ih_l0", "bias_hh_l0", times=4) + at("weight_hh_l0", "hidden_size", dim=1)
+            return _Site(at("weight_ih_l0", "weight_hh_l0", times=4), others, at("weight_ih_l0", "input_size", dim=1))
+        case nn.BatchNorm1d() | nn.BatchNorm2d():
+            return _Site((), at("weight", "bias", "running_mean", "running_var", "num_features"))
+        case nn.Conv2d() if layer.groups == layer.in_channels == layer.out_channels:
+            return _Site((), at("weight", "bias", "in_channels", "out_channels", "groups"))
+    raise ValueError(f"{name!r} cannot be cut here; an LSTM can, in modules of one layer and direction: {layer}")
+
+
+def _calls(model: nn.Module, example: torch.Tensor | tuple) -> list[tuple]:
+    model, calls = deepcopy(model).eval(), []
+    for name, layer in model.named_modules():  # those with weights or statistics of their own
+        if isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d)) or [*layer.parameters(recurse=False)]:
+            layer.register_forward_hook(lambda layer, _, output, name=name: calls.append((name, layer, output)))
+    _output(model, example)
+    return calls
+
+
+def _sites(model: nn.Module, example: tuple) -> dict[str, _Site]:
+    sites, seen, last = {}, set(), None
+    for name, layer, _ in _calls(model, example):
+        layout, own = _layout(name, layer), {layer, *layer.parameters(recurse=False)}
+        if own & seen:
+            raise ValueError(f"{name!r} is called twice, or shares its weights: the network is not a chain")
+        seen |= own
+        if last:
+            others, inputs = ((), layout.inputs) if layout.incoming else (layout.others, ())
+            sites[last] = sites[last]._replace(others=sites[last].others + others, inputs=inputs)
+        if layout.incoming:
+            last, sites[name] = name, layout
+    return dict(list(sites.items())[:-1])  # the last layer's units are the classes
+
+
+def _smaller(model, sites: Mapping[str, _Site], keep: Mapping[str, int], example: tuple | None = None) -> nn.Module:
+    smaller = deepcopy(model)
+    for name, count in keep.items():
+        site = sites[one_of("a layer of keep", name, tuple(sites))]
+        units, squares = site.units(model), 0
+        for owner, tensor, dim, times in site.incoming:
+            weight = getattr(model.get_submodule(owner), tensor).detach().double().unflatten(dim, (times, units, -1))
+            squares = squares + weight.movedim(dim + 1, 0).flatten(1).square().sum(1)  # (units,)
+        stay = squares.topk(whole_number(f"keep[{name!r}]", count, 1, units)).indices.sort().values  # (count,)
+        if example is not None and not _same(smaller, site, stay, example):
+            raise ValueError(f"{name!r} cannot lose units: without them, or with zeros, the outputs are not the same")
+        _change(smaller, site, stay)
+    return smaller
+
+
+def _change(model: nn.Module, site: _Site, stay: torch.Tensor, mask: bool = False) -> None:
+    units = site.units(model)
+    for name, attribute, dim, times in site.incoming + site.others + (() if mask else site.inputs):
+        old = getattr(model.get_submodule(name), attribute, None)
+        if torch.is_tensor(old):
+            blocks = old.detach().unflatten(dim, (times, units, -1))  # a unit may have many: a channel's pixels
+            blocks = blocks - blocks.index_fill(dim + 1, stay, 0) if mask else blocks.index_select(dim + 1, stay)
+            old.data, old.grad = blocks.flatten(dim, dim + 2), None
+        elif old and not mask:
+            setattr(model.get_submodule(name), attribute, old // units * len(stay))
+
+
+def _same(model: nn.Module, site: _Site, stay: torch.Tensor, example: tuple) -> bool:
+    """Whether units cut are units zero; with random weights, since zeros among them would hide a difference."""
+    model = deepcopy(model).double().eval()
+    example = tuple(x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in example)
+    for seed, p in enumerate(model.parameters()):
+        p.data.normal_(0, p.shape[1:].numel() ** -0.5, generator=torch.Generator(p.device).manual_seed(seed))
+    try:
+        _change(model, site, stay, mask=True)
+        expected = _output(model, example)
+        _change(model, site, stay)
+        rounding = torch.finfo(expected.dtype).eps ** 0.5 * expected.abs().max().item()
+        return torch.allclose(_output(model, example), expected, rtol=0, atol=rounding)
+    except (AssertionError, IndexError, RuntimeError, ValueError):  # a shape does not fit
+        return False
+
+
+@torch.no_grad()
+def _output(model: nn.Module, example: torch.Tensor | tuple) -> torch.Tensor:
+    output = model(*example) if isinstance(example, tuple) else model(example)
+    return output[0] if isinstance(output, tuple) else getattr(output, "logits", output)

@@ -1,0 +1,90 @@
+"""The explorer of notebook 08: minutes a day, model, what is trained, frequency → days and energy, *computed*."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import ipywidgets
+
+from plpkg.autonomy import availability, plots
+from plpkg.explorer import Explorer
+from plpkg.results import Tabular
+
+
+class Work(NamedTuple):
+    """Multiply-adds of a sample's forward pass: of the body, and of the last layer."""
+
+    body: float
+    head: float
+
+
+MODELS = {
+    "word LSTM": Work(10 * 4 * (64 * 128 + 128 * 128 + 128 * 96 + 96 * 96), 10 * 96 * 10_000),  # ten words
+    "MobileNet": Work(568e6, 1.024e6),  # 224 x 224 pixels: 569 million, as its paper reports
+    "plpkg-small": Work(128 * 5.2e6, 128 * 320 * 8192),  # 128 tokens
+}
+LEARNING = ("all layers", "last layer", "last layer, cached", "last layer, cached, pruned")
+SAMPLES, EPOCHS, KEPT, SKIPPED_S = 10_000, 20, 0.4, 60
+"""Of a person, how many samples are read how often; what pruning leaves of both parts; what each window loses, s."""
+PER_CYCLE = 1.0
+"""Multiply-adds in a processor's cycle: a phone's core without a library tuned for it."""
+
+
+@dataclass(frozen=True)
+class Plan(Tabular):
+    """What each way to learn takes: ``ways`` with learning, hours, days, joules; and which of them is chosen."""
+
+    ways: list[dict]
+    chosen: str
+
+    def rows(self) -> list[dict]:
+        return self.ways
+
+
+def cycles(model: str, learning: str) -> float:
+    """The cycles of all steps. A backward pass takes two of a forward's through what is trained."""
+    body, head = MODELS[model]
+    passes = {LEARNING[0]: 3 * (body + head) * EPOCHS, LEARNING[1]: (body + 3 * head) * EPOCHS}
+    cached = body + 3 * head * EPOCHS
+    return SAMPLES * passes.get(learning, cached * (KEPT if learning == LEARNING[3] else 1)) / PER_CYCLE
+
+
+def compute(minutes: int, model: str, learning: str, ghz: float) -> Plan:
+    """The plan for a device that may learn for so many minutes each night."""
+    ways = []
+    for each in LEARNING:
+        seconds = cycles(model, each) / (ghz * 1e9)
+        nights = int(seconds / (60 * minutes - SKIPPED_S)) + 1
+        windows = [(day * availability.DAY, day * availability.DAY + 60 * minutes) for day in range(nights)]
+        days = availability.days_until(seconds, windows, SKIPPED_S)
+        joules = plots.joules(cycles(model, each), ghz, static_watts=0.3)
+        ways.append({"learning": each, "hours": seconds / 3600, "days": days, "joules": joules})
+    return Plan(ways, learning)
+
+
+def read_out(plan: Plan) -> str:
+    """Say the chosen way in words."""
+    row = next(row for row in plan.ways if row["learning"] == plan.chosen)
+    energy = f"{row['joules'] / 1e3:.3g} kJ ({100 * row['joules'] / 45e3:.2g} % of a battery of 45 kJ)"
+    return (
+        f"Training {plan.chosen} takes {row['hours']:.3g} hours of one core, {row['days']:.3g} days from the first "
+        f"window on, and {energy}; no token leaves the device."
+    )
+
+
+def draw(plan: Plan, ax):
+    """A bar for each way to learn."""
+    ax = plots.plans(plan.ways, ax=ax)
+    ax.set_title(f"chosen: {plan.chosen}")
+    return ax
+
+
+def explorer() -> Explorer:
+    """The widget of the notebook."""
+    slider = ipywidgets.SelectionSlider
+    controls = {
+        "minutes": slider(options=[15, 30, 60, 120, 240], value=60, description="Window (minutes a day)"),
+        "model": slider(options=list(MODELS), value="word LSTM", description="Model"),
+        "learning": slider(options=LEARNING, value=LEARNING[1], description="What is trained"),
+        "ghz": slider(options=[0.5, 1.0, 1.5, 2.0], value=1.0, description="Frequency (GHz)"),
+    }
+    return Explorer(controls, compute, read_out, draw)

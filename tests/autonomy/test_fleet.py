@@ -1,0 +1,187 @@
+"""A fleet's results are those of a loop, whoever computes them and whatever is killed. A minute, most of it Ray's."""
+
+import os
+import re
+import sys
+
+import pytest
+import torch
+
+from plpkg.autonomy.fleet import fleet
+
+from preloaded import Process
+
+pytestmark = pytest.mark.filterwarnings("ignore::pydantic.PydanticDeprecatedSince20")  # on importing ray 2.60
+
+NAMES = ["zoë", "../up", "a/b", "", "CON", "line\nbreak", "b", "a"]
+
+
+@pytest.fixture
+def people():
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(40, 3, generator=generator) for name in NAMES}
+
+
+def device():
+    """What a device does; a function inside, which Ray's processes get by value, as they do not have this module."""
+
+    def learn(name, data):
+        weight = torch.zeros(3, requires_grad=True)
+        for _ in range(20):
+            (gradient,) = torch.autograd.grad((data @ weight - 1).square().mean(), weight)
+            weight = (weight - 0.1 * gradient).detach().requires_grad_()
+        return {"weight": weight.detach(), "name": name, "threads": [torch.get_num_threads()], "pid": os.getpid()}
+
+    return learn
+
+
+def assert_same(results, expected):
+    assert list(results) == list(expected)
+    for name, result in expected.items():
+        assert torch.equal(results[name]["weight"], result["weight"])
+        assert [results[name][key] for key in ("name", "threads")] == [name, [1]]
+
+
+def test_results_are_each_persons_alone_on_one_thread(people):
+    torch.set_num_threads(2)
+    try:
+        results = fleet(people, device(), chunk=3, progress=False)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    assert_same(results, {name: device()(name, data) for name, data in people.items()})
+
+
+class Read(dict):
+    """People whose data are counted when they are read."""
+
+    def __init__(self, people):
+        super().__init__(people)
+        self.read = []
+
+    def __getitem__(self, name):
+        self.read.append(name)
+        return super().__getitem__(name)
+
+
+def test_ray_gives_the_same_bits_survives_a_kill_and_names_who_fails(people, tmp_path, monkeypatch):
+    ray = pytest.importorskip("ray", reason="Ray, of the extra `scale`, is not installed")
+    learn, marker, failures = device(), tmp_path / "killed", tmp_path / "failures"
+
+    def killed_once(name, data):
+        if name == "a/b" and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), 9)
+        return learn(name, data)
+
+    def fails(name, data):
+        if name == "CON":
+            with failures.open("a") as file:
+                file.write("once")
+            raise KeyError("no such text")
+        return learn(name, data)
+
+    def crashes(reference):
+        raise ray.exceptions.WorkerCrashedError
+
+    expected, ends = fleet(people, learn, progress=False), []
+    settings = dict(engine="ray", chunk=1, progress=False)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(ray, "shutdown", lambda: ends.append(ray.is_initialized()))  # starts take half a minute each
+            results = fleet(people, killed_once, workers=2, folder=tmp_path / "run", **settings)
+            assert ends == [True]
+            assert marker.exists()
+            assert_same(results, expected)
+            assert os.getpid() not in {result["pid"] for result in results.values()}
+
+            lazy = Read(people)  # and a Ray that was there before the call is there after it
+            with pytest.raises(RuntimeError, match="the device of 'CON' failed: KeyError"):
+                fleet(lazy, fails, workers=1, **settings)
+            assert failures.read_text() == "once"
+            assert lazy.read == NAMES[: NAMES.index("CON") + 2]  # one is ahead
+            patch.setattr(ray, "get", crashes)
+            with pytest.raises(RuntimeError, match=re.escape("the process of 'zoë', '../up' died again and again")):
+                fleet(people, learn, workers=1, **settings | {"chunk": 2})
+            assert ends == [True]
+    finally:
+        ray.shutdown()
+    assert_same(fleet(people, None, folder=tmp_path / "run", **settings), expected)  # all is there: nothing starts
+    assert not ray.is_initialized()
+
+
+def test_an_error_names_the_person_and_has_its_cause(people):
+    def fails(name, data):
+        return 1 / (name != "line\nbreak")
+
+    with pytest.raises(
+        RuntimeError, match=re.escape(r"the device of 'line\nbreak' failed: ZeroDivisionError")
+    ) as error:
+        fleet(people, fails, progress=False)
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
+
+
+KILLED = """
+import os, sys, torch
+from plpkg.autonomy.fleet import fleet
+
+def learn(name, data):
+    if name == "g":
+        os.kill(os.getpid(), 9)
+    return {"data": data}
+
+people = {name: torch.tensor([ord(name)]) for name in "abcdefghij"}
+fleet(people, learn, folder=sys.argv[1], chunk=2, identity={"lr": 0.1}, progress=False)
+"""
+
+
+def test_a_run_that_was_killed_goes_on_and_learns_nobody_twice(tmp_path):
+    with Process(KILLED, str(tmp_path)) as process:
+        assert process.wait() == -9, process.stdout.read()
+    people, learned = {name: torch.tensor([ord(name)]) for name in "abcdefghij"}, []
+
+    def learn(name, data):
+        learned.append(name)
+        return {"data": data}
+
+    for left in ("ghij", ""):
+        results = fleet(people, learn, folder=tmp_path, chunk=3, identity={"lr": 0.1}, progress=False)
+        assert list(results) == list(people)
+        assert all(torch.equal(results[name]["data"], data) for name, data in people.items())
+        assert "".join(learned) == left
+        learned.clear()
+    (tmp_path / "000002.pt").unlink()  # what is damaged can be removed, and comes anew
+    assert fleet(people, learn, folder=tmp_path, chunk=1, identity={"lr": 0.1}, progress=False) == results
+    assert learned == ["c", "d"]
+    with pytest.raises(ValueError, match=r"holds a run with lr=0\.1, now 0\.2"):
+        fleet(people, learn, folder=tmp_path, identity={"lr": 0.2}, progress=False)
+    with pytest.raises(ValueError, match="holds a run with people="):
+        fleet(people | {"k": 1}, learn, folder=tmp_path, identity={"lr": 0.1}, progress=False)
+    (tmp_path / "000000.pt").write_text("half")
+    with pytest.raises(ValueError, match=r"000000\.pt cannot be read"):
+        fleet(people, learn, folder=tmp_path, identity={"lr": 0.1}, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(people={}), r"len\(people\) must be a whole number of at least 1, got 0"),
+        (dict(engine="thread"), "engine must be one of 'process', 'ray', got 'thread'"),
+        (dict(workers=0), "workers must be a whole number of at least 1, got 0"),
+        (dict(chunk=0.5), "chunk must be a whole number of at least 1, got 0.5"),
+    ],
+)
+def test_bad_settings_are_named(people, settings, message):
+    with pytest.raises(ValueError, match=message):
+        fleet(**dict(people=people, learn=device()) | settings)
+
+
+def test_without_ray_a_sentence_says_what_to_install(people, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ModuleNotFoundError, match=r"engine='ray' needs Ray: pip install 'plpkg\[scale\]'"):
+        fleet(people, device(), engine="ray")
+
+
+def test_a_bar_counts_people(people, capsys):
+    fleet(people, device(), chunk=3)
+    assert "8/8" in capsys.readouterr().err
