@@ -52,7 +52,7 @@ notebooks: install ## re-execute the notebooks in order and write their outputs 
 	$(BIN)/python notebooks/figures/draw.py
 
 bench: install ## measure, and write data/measured
-	for script in communication residual.wire throughput clipping.costs serving.popularity serving.operators serving.merging serving.people serving.scheduling serving.cold serving.service corpora backbones.scores; do $(BIN)/python -m benchmarks.$$script || exit 1; done
+	for script in communication residual.wire throughput clipping.costs serving.popularity serving.operators serving.merging serving.people serving.scheduling serving.cold serving.service autonomy.digits autonomy.online autonomy.pruning autonomy.graphs autonomy.fleet corpora backbones.scores; do $(BIN)/python -m benchmarks.$$script || exit 1; done
 
 checksums: ## rewrite data/SHA256SUMS after data/ has changed
 	cd data && find . -type f ! -name SHA256SUMS | sed 's|^\./||' | LC_ALL=C sort | xargs sha256sum > SHA256SUMS

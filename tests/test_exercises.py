@@ -5,8 +5,21 @@ import inspect
 
 import pytest
 
-ROOMS = ("clipping", "communication", "residual", "retention", "serving", "serving.service", "throughput")
+ROOMS = (
+    "autonomy",
+    "clipping",
+    "communication",
+    "residual",
+    "retention",
+    "serving",
+    "serving.service",
+    "throughput",
+)
 SLIPS = [
+    ("autonomy.cached_share", 53.5, 8.76, "reads twelve words"),
+    ("autonomy.cached_share", 53.5, 43.4, "needs no gradient"),
+    ("autonomy.cached_share", 53.5, 69.7, "needed twice"),
+    ("autonomy.cached_share", 53.5, 30, "too small"),
     ("clipping.per_sample_gib", 29, 0.0283, "each of the 1,024 examples"),
     ("clipping.per_sample_gib", 28.99, 14.5, "4 bytes"),
     ("clipping.per_sample_gib", 29, 7.25, "each has 4 bytes"),
@@ -95,7 +108,30 @@ def strict(members, others):
     return sum(a[1] - a[0] > b[1] - b[0] for a in members for b in others) / len(members) / len(others)
 
 
+def averaged(states, labels):
+    pairs = list(zip(states, labels, strict=True))
+    return {key: sum(n * state[key] for state, n in pairs) / sum(labels) for key in states[0]}
+
+
+def guarded(public, personal, right, allowance):
+    shown, lead, spent = [], 0, 0
+    for one, other, truth in zip(public, personal, right, strict=True):
+        shown.append(other if lead > 0 and spent < allowance else one)
+        lead += (other == truth) - (one == truth)
+        spent += (one == truth) - (shown[-1] == truth)
+    return shown
+
+
+def trusting(public, personal, right, allowance):
+    return guarded(public, personal, right, len(right))
+
+
 FUNCTIONS = [
+    ("autonomy.averaged", averaged, lambda s, n: averaged(s, [1] * len(n)), "more labels counts for more"),
+    ("autonomy.averaged", averaged, lambda s, n: {}, "the keys of the states"),
+    ("autonomy.guarded", guarded, trusting, "Not yet"),
+    ("autonomy.guarded", guarded, lambda public, personal, right, a: personal, "allowed"),
+    ("autonomy.guarded", guarded, lambda public, personal, right, a: None, "a list of"),
     ("serving.segments", segments, apart, "neighbours of one owner"),
     ("serving.segments", segments, lambda owners, lengths: segments(owners, [1] * len(owners)), "not requests"),
     ("serving.gradient_of_x", gradient_of_x, lambda *a: gradient_of_x(*a, scaled=False), "the scale"),

@@ -44,6 +44,7 @@ def test_five_controls_are_too_many():
 @pytest.mark.parametrize(
     ("room", "moves"),
     [
+        ("autonomy", {"minutes": 120, "model": "MobileNet", "learning": "all layers", "ghz": 2.0}),
         ("clipping", {"batch": 64, "seq": 256, "widths": (512, 256, 128), "execution": "fast"}),
         ("communication", {"rank": 128, "link": "wifi", "endpoints": False, "model": "llama-30b"}),
         ("residual", {"first_k": 3, "adapter": "PrivateLoRA down r=48, gradient"}),

@@ -31,7 +31,7 @@ def test_plots_and_widget_load_on_first_use():
 
 
 @pytest.mark.parametrize(
-    "room", ["clipping", "communication", "residual", "retention", "serving", "serving.service", "throughput"]
+    "room", ["autonomy", "clipping", "communication", "residual", "retention", "serving", "serving.service", "throughput"]
 )
 def test_a_front_door_keeps_its_promises(room):
     room = importlib.import_module(f"plpkg.{room}")
@@ -47,6 +47,7 @@ def test_a_front_door_keeps_its_promises(room):
         ("plpkg.residual.adapter", "grpc google.protobuf plpkg.residual.wire plpkg.residual.attacks pandas sklearn"),
         ("plpkg.residual.attacks", "grpc google.protobuf plpkg.residual.wire"),
         ("plpkg.clipping.gradients", "opacus plpkg.clipping.training plpkg.clipping.checks plpkg.clipping.memory"),
+        ("plpkg.autonomy", "ray peft matplotlib ipywidgets"),
         ("plpkg.cli", "torch grpc fastapi obstore ray"),
         ("plpkg.adapters", "transformers peft triton plpkg.serving.engine plpkg.serving.training"),
     ],

@@ -8,7 +8,7 @@ from autograd's, relative to autograd's largest. What is measured is the program
   graph node by node in Python; ``AOTInductor`` compiles it to a library, for which it needs g++. ``build_s`` is the
   CPU time of building, g++'s included, once for each device type; ``operators`` are the loss graph's.
 
-Run: ``python -m benchmarks.autonomy.graphs``, about four minutes.
+Run: ``python -m benchmarks.autonomy.graphs``, about three minutes.
 """
 
 import os

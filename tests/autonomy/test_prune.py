@@ -143,14 +143,14 @@ def test_dead_filters_take_all_their_pixels_with_them(data, channels, hidden):
 
 
 def test_units_of_the_smallest_norm_go():
-    """With all recurrent rows counted, which the columns and biases would decide otherwise."""
+    """Both matrices' rows count: either alone would decide otherwise, and so would columns or biases."""
     model = Words(widths=(3, 4, 2))
     for p in model.parameters():
         nn.init.zeros_(p)
     with torch.no_grad():
-        for unit, norm in enumerate((4.0, 1.0, 3.0, 2.0)):
-            model.lstm1.weight_ih_l0[unit + 4 * unit, 0] = norm / 2**0.5  # another gate for each
-            model.lstm1.weight_hh_l0[unit + 4 * unit, 1] = norm / 2**0.5  # column 1, the weakest unit's
+        for unit, (read, recurrent) in enumerate([(4.0, 0.0), (1.0, 1.0), (0.0, 3.0), (1.5, 0.5)]):
+            model.lstm1.weight_ih_l0[unit + 4 * unit, 0] = read  # another gate for each
+            model.lstm1.weight_hh_l0[unit + 4 * unit, 1] = recurrent  # the column of a weak unit
         model.lstm1.bias_ih_l0[1::4] = 9.0
         model.embedding.weight.copy_(torch.tensor([1.0, 3.0, 2.0]).expand(20, 3))
     small = prune(model, IDS, keep={"lstm1": 2, "embedding": 2})
