@@ -1,7 +1,6 @@
 """Thousands of devices on one machine: each person's learning runs alone, one after the other or on all cores.
 
-Nothing passes between people: a fleet is a map, and ``learn(name, data)`` one device. A Ray task takes some people, and
-few tasks are ahead of the results, so that memory stays bounded; Ray replaces a process that dies.
+Nothing passes between people. Ray's tasks are a few ahead of the results (memory stays bounded), three times retried.
 
 Left out: rounds in which devices exchange something, devices that are slow or away, more than one thread a device.
 """

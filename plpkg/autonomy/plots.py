@@ -48,6 +48,7 @@ def pictures(images: Mapping[str, torch.Tensor], ax=None):
     """Images ``(height, width)`` beside each other, each under its name, each from its least to its largest value."""
     ax = theme.axes(ax)
     for k, image in enumerate(images.values()):
+        image = image.numpy()
         low, high = image.min(), image.max()
         ax.imshow(1 - (image - low) / (high - low), cmap="gray", extent=(1.1 * k, 1.1 * k + 1, 0, 1), vmin=0, vmax=1)
     ax.set_xticks([1.1 * k + 0.5 for k in range(len(images))], images)

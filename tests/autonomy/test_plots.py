@@ -1,0 +1,91 @@
+"""Each figure draws what it is given, and says so in words; the energy model is its formula."""
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import pytest
+import torch
+
+from plpkg.autonomy import OnlineLearner, Transfer, nets, plots
+
+LOG = [{"step": 0, "loss": 5.0, "accuracy": 0.1}, {"step": 20, "loss": 4.5, "accuracy": 0.2},
+       {"step": 40, "loss": 4.75, "accuracy": 0.2}]  # fmt: skip
+SCHEMES = pd.DataFrame({"case": ["FedAvg", "last layer"], "points": [1.5, 2.5], "half_width": [0.5, 0.25]})
+FAMILY = pd.DataFrame(
+    {"case": ["unpruned", "half", "unpruned", "half"], "macs_share": [1.0, 0.5, 1.0, 0.5],
+     "accuracy": [0.2, 0.1, 0.4, 0.3]}
+)  # fmt: skip
+
+
+def test_devices_have_a_box_each_and_no_arrow_back():
+    ax = plots.devices(["ann", "bob"])
+    assert len(ax.patches) == 3
+    arrows = [text for text in ax.texts if getattr(text, "arrow_patch", None)]
+    assert len(arrows) == 2
+    assert all(arrow.xy[0] > arrow.xyann[0] for arrow in arrows)  # from the cloud, on the left
+    assert "the devices of ann, bob" in ax.alt_text
+
+
+def test_pictures_are_drawn_in_their_own_range():
+    image = torch.arange(64.0).view(8, 8) - 30
+    ax = plots.pictures({"first": image, "second": 2 * image})
+    drawn = [each.get_array() for each in ax.images]
+    assert len(drawn) == 2
+    assert all(each.min() == 0 and each.max() == 1 for each in drawn)
+    assert "first, second" in ax.alt_text
+
+
+def test_learning_rings_the_best_step():
+    ax = plots.learning({"slow": Transfer(None, {}, LOG, 40)})
+    assert ax.lines[0].get_ydata().tolist() == [5.0, 4.5, 4.75]
+    assert ax.lines[1].get_xdata().tolist() == [20]
+    assert "slow from 5.00 to 4.50 at step 20, 4.75 at last" in ax.alt_text
+
+
+def test_schemes_have_their_intervals():
+    ax = plots.schemes(SCHEMES, "points", "points gained")
+    bars = ax.containers[0]
+    assert bars.lines[0].get_xdata().tolist() == [1.5, 2.5]
+    assert [segment[:, 0].tolist() for segment in bars.lines[2][0].get_segments()] == [[1.0, 2.0], [2.25, 2.75]]
+    assert "FedAvg 1.50 ± 0.50; last layer 2.50 ± 0.25" in ax.alt_text
+
+
+def test_trainable_marks_the_median():
+    ax = plots.trainable({"autonomous": ([30.0, 120.0, 300.0], [1 / 3, 2 / 3, 1.0])})
+    assert ax.lines[0].get_ydata() == pytest.approx([100 / 3, 200 / 3, 100])
+    assert ax.lines[1].get_xdata().tolist() == [120]
+    assert "half of the days have at most 120 minutes" in ax.alt_text
+
+
+def test_a_stream_counts_errors_against_the_public_model():
+    learner = OnlineLearner(nets.MobileNet().eval())
+    learner.outcomes += [{"shown": s, "public": p, "personal": s} for s, p in ((1, 0), (0, 1), (0, 1), (1, 1))]
+    ax = plots.stream({"learner": learner})
+    assert ax.lines[0].get_ydata().tolist() == [0, 1, 0, -1, -1]
+    assert "learner: -1 at the end, -1 at the worst" in ax.alt_text
+
+
+def test_pareto_draws_every_seed():
+    ax = plots.pareto(FAMILY)
+    assert [line.get_ydata() for line in ax.lines] == [pytest.approx([20, 40]), pytest.approx([10, 30])]
+    assert "unpruned 100 % of the work, 30.00 %; half 50 % of the work, 20.00 %" in ax.alt_text
+
+
+def test_joules_is_power_times_time():
+    assert plots.joules(3e9, 1.5, 0.5, 0.2) == pytest.approx((0.5 + 0.2 * 1.5**3) * 2)
+    with pytest.raises(ValueError, match="ghz must be greater than 0, got 0"):
+        plots.joules(1e9, 0, 0.5)
+
+
+def test_without_static_power_the_slowest_is_the_cheapest_and_with_much_it_is_not():
+    ax = plots.energy([0.0, 2.0])
+    none, much = (list(line.get_ydata()) for line in ax.lines)
+    assert none == sorted(none)
+    assert much.index(min(much)) > 0
+    assert "with 0 W least at 0.2 GHz" in ax.alt_text
+
+
+def test_plans_have_a_bar_each():
+    rows = [{"learning": "all", "days": 2.0, "joules": 5e3}, {"learning": "head", "days": 0.5, "joules": 1e3}]
+    ax = plots.plans(rows, plt.subplots()[1])
+    assert [bar.get_width() for bar in ax.patches] == [2.0, 0.5]
+    assert "all: 2 days, 5 kJ; head: 0.5 days, 1 kJ" in ax.alt_text
