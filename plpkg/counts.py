@@ -5,12 +5,12 @@ model: with counts c and the shorter context h'::
 
     p_n(w | h) = (c(h, w) + a p(w | h')) / (c(h) + a)
 
-``a`` is one weight for all contexts (hierarchical Dirichlet smoothing: D. MacKay and L. Peto, "A hierarchical
-Dirichlet language model", 1995), or one weight for each different token that followed h (I. Witten and T. Bell, "The
-zero-frequency problem", 1991, where it is 1): where many may come, the order below has more to say. A context never
-seen leaves that as it is, and none reaches into another document. Counts tell the text: they are as private.
+``a`` is a weight for each different token that followed h (I. Witten and T. Bell, "The zero-frequency problem", 1991,
+where it is 1): where many may come, the order below has more to say. A context never seen leaves that as it is, and
+none reaches into another document. Counts tell the text: they are as private.
 
-Left out: discounts (Kneser-Ney, Pitman-Yor), a weight for each order, forgetting.
+Left out: one weight for all contexts (Dirichlet smoothing), which lets frequent pairs drown the model; discounts
+(Kneser-Ney, Pitman-Yor), a weight for each order, forgetting.
 """
 
 import math
@@ -20,7 +20,7 @@ import torch
 
 from plpkg.corpora.tokens import Tokens
 from plpkg.scoring import Score
-from plpkg.validation import number, one_of, whole_number
+from plpkg.validation import number, whole_number
 
 
 class Counts:
@@ -32,22 +32,17 @@ class Counts:
         Documents, ``(tokens,)`` int64 each; :meth:`add` goes on.
     orders
         The lengths n of the n-grams, rising. A context has n - 1 tokens.
-    prior
-        ``"dirichlet"`` or ``"witten-bell"``: what a weight is for, a context or each different token that followed.
 
     Raises
     ------
     ValueError
-        Orders that do not rise from 1 or more, another prior, or a document of another form.
+        Orders that do not rise from 1 or more, or a document of another form.
     """
 
-    def __init__(
-        self, sequences: Iterable[torch.Tensor] = (), orders: Sequence[int] = (3, 4, 5, 6), prior: str = "dirichlet"
-    ) -> None:
+    def __init__(self, sequences: Iterable[torch.Tensor] = (), orders: Sequence[int] = (2, 3, 4, 5)) -> None:
         self.orders = tuple(whole_number("order", n, 1) for n in orders)
         if not self.orders or list(self.orders) != sorted(set(self.orders)):
             raise ValueError(f"orders must rise, and be one at least, got {orders!r}")
-        self.prior = one_of("prior", prior, ("dirichlet", "witten-bell"))
         self._followers: dict[tuple[int, ...], dict[int, int]] = {}  # by context, how often each token followed
         for ids in sequences:
             self.add(ids)
@@ -73,23 +68,26 @@ class Counts:
         ``base`` ``(tokens - 1,)`` is the model's, natural, and ``weight`` positive, or ValueError says so. Returns
         ``(tokens - 1,)``, float64, on the CPU; NaN stays NaN.
         """
-        ids, mixed = _tuple(ids), base.to("cpu", torch.float64)
+        ids, mixed, weight = _tuple(ids), base.to("cpu", torch.float64), number("weight", weight, open_low=True)
         if mixed.shape != (max(0, len(ids) - 1),):
             raise ValueError(f"base must have one number less than the {len(ids)} tokens, got {tuple(base.shape)}")
         for n in self.orders:
             seen = [self._seen(ids, i, n) for i in range(1, len(ids))]
             hits = [followers.get(token, 0) for followers, token in zip(seen, ids[1:], strict=True)]
-            mixed = self._mixed(mixed, torch.tensor(hits, dtype=torch.float64), seen, weight)
+            total, a = torch.tensor([_sums(f, weight) for f in seen], dtype=torch.float64).view(-1, 2).T
+            # In logarithms: a probability may be too small for a float.
+            mixed = torch.logaddexp(torch.tensor(hits, dtype=torch.float64).log(), mixed + a.log()) - (total + a).log()
         return mixed
 
     def mix(self, context: torch.Tensor, base: torch.Tensor, weight: float) -> torch.Tensor:
         """The log-probability of every token after ``context`` ``(tokens,)``: ``(vocab,)``, as :meth:`log_probs`."""
-        context, mixed = _tuple(context), base.to("cpu", torch.float64)
+        context, mixed, weight = _tuple(context), base.to("cpu", torch.float64), number("weight", weight, open_low=True)
         for n in self.orders:
-            followers = self._seen(context, len(context), n)
-            hits = torch.zeros_like(mixed)  # (vocab,)
-            hits[list(followers)] = torch.tensor(list(followers.values()), dtype=torch.float64)
-            mixed = self._mixed(mixed, hits, [followers], weight)
+            if followers := self._seen(context, len(context), n):
+                total, a = _sums(followers, weight)
+                seen, hits = list(followers), torch.tensor(list(followers.values()), dtype=torch.float64)
+                mixed = mixed + math.log(a) - math.log(total + a)
+                mixed[seen] = torch.logaddexp(hits.log() - math.log(total + a), mixed[seen])
         return mixed
 
     def score(self, documents: Sequence[Tokens], base: Sequence[torch.Tensor], weight: float) -> Score:
@@ -105,12 +103,10 @@ class Counts:
         """What followed the ``n - 1`` tokens before position ``i``; nothing where there are not so many."""
         return self._followers.get(ids[i - n + 1 : i], {}) if i >= n - 1 else {}
 
-    def _mixed(self, below: torch.Tensor, hits: torch.Tensor, seen: list[dict], weight: float) -> torch.Tensor:
-        """(hits + a below) / (total + a) in logarithms: a probability may be too small for a float."""
-        total = torch.tensor([sum(followers.values()) for followers in seen], dtype=torch.float64)
-        kinds = [max(1, len(followers)) if self.prior == "witten-bell" else 1 for followers in seen]
-        a = number("weight", weight, open_low=True) * torch.tensor(kinds, dtype=torch.float64)
-        return torch.logaddexp(hits.log(), below + a.log()) - (total + a).log()
+
+def _sums(followers: dict[int, int], weight: float) -> tuple[int, float]:
+    """How often a context was seen, and ``a``."""
+    return sum(followers.values()), weight * max(1, len(followers))
 
 
 def _tuple(ids: torch.Tensor) -> tuple[int, ...]:

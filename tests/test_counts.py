@@ -22,7 +22,7 @@ SIZE = 10.0
 EPS = torch.finfo(torch.float64).eps
 
 
-def by_hand(documents, orders, prior, context, token, base, weight):
+def by_hand(documents, orders, context, token, base, weight):
     """p(token | context), a fraction; ``base`` is the model's."""
     p = base
     for n in orders:
@@ -30,33 +30,32 @@ def by_hand(documents, orders, prior, context, token, base, weight):
         if len(before) != n - 1 or len(context) < n - 1:
             continue
         after = [d[i] for d in documents for i in range(max(1, n - 1), len(d)) if tuple(d[i - n + 1 : i]) == before]
-        a = weight * max(1, len(set(after))) if prior == "witten-bell" else weight
+        a = weight * max(1, len(set(after)))
         p = (after.count(token) + a * p) / (len(after) + a)
     return p
 
 
 document = st.lists(st.integers(0, VOCAB - 1), max_size=12)
 orders = st.sets(st.integers(1, 5), min_size=1).map(sorted)
-prior = st.sampled_from(["dirichlet", "witten-bell"])
 weight = st.fractions("1/8", 1000, max_denominator=8)
 
 
-@given(st.lists(document, max_size=4), orders, prior, document, st.integers(0), weight)
-def test_equals_the_recursion_in_fractions(documents, orders, prior, ids, seed, weight):
+@given(st.lists(document, max_size=4), orders, document, st.integers(0), weight)
+def test_equals_the_recursion_in_fractions(documents, orders, ids, seed, weight):
     base = torch.rand(VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(seed % 2**63)) + 0.1
-    counts = Counts(map(torch.tensor, [d for d in documents if d]), orders, prior)
+    counts = Counts(map(torch.tensor, [d for d in documents if d]), orders)
     exact = [Fraction(p) for p in base.tolist()]
-    expected = [by_hand(documents, orders, prior, ids[:i], ids[i], exact[ids[i]], weight) for i in range(1, len(ids))]
+    expected = [by_hand(documents, orders, ids[:i], ids[i], exact[ids[i]], weight) for i in range(1, len(ids))]
     ids = torch.tensor(ids, dtype=torch.long)
     mixed = counts.log_probs(ids, base.log()[ids[1:]], float(weight))
     expected = torch.tensor([math.log(p) for p in expected], dtype=torch.float64)
     assert_close(mixed, expected, ROUNDING * (len(orders) + 1), SIZE)
 
 
-@given(st.lists(document, min_size=1, max_size=4), orders, prior, document, weight)
-def test_the_distribution_sums_to_one_and_is_that_of_each_token(documents, orders, prior, context, weight):
+@given(st.lists(document, min_size=1, max_size=4), orders, document, weight)
+def test_the_distribution_sums_to_one_and_is_that_of_each_token(documents, orders, context, weight):
     base = torch.linspace(-1, 1, VOCAB).log_softmax(0)
-    counts, context = Counts([torch.tensor(d).long() for d in documents], orders, prior), torch.tensor(context).long()
+    counts, context = Counts([torch.tensor(d).long() for d in documents], orders), torch.tensor(context).long()
     mixed = counts.mix(context, base, float(weight))
     assert mixed.exp().sum().item() == pytest.approx(1, rel=relative(VOCAB))  # the base's own sum, in float32
     if len(context):
@@ -101,7 +100,6 @@ def test_no_counts_leave_the_model_as_it_is():
         (lambda: Counts(orders=(3, 2)), r"orders must rise.*\(3, 2\)"),
         (lambda: Counts(orders=(2, 2)), r"orders must rise.*\(2, 2\)"),
         (lambda: Counts(orders=(0,)), "order must be a whole number of at least 1, got 0"),
-        (lambda: Counts(prior="uniform"), "prior must be one of 'dirichlet', 'witten-bell', got 'uniform'"),
         (lambda: Counts(torch.arange(3)), r"document must be \(tokens,\) whole numbers, got torch.int64 \(\)"),
         (lambda: Counts([torch.zeros(3)]), r"whole numbers, got torch.float32 \(3,\)"),
         (lambda: Counts().log_probs(torch.arange(3), torch.zeros(3), 1), r"one number less than the 3 tokens.*\(3,\)"),

@@ -115,7 +115,7 @@ class WithCounts(nn.Module):
         return mixed
 
 
-def counts(model: nn.Module, people: People, *, weights: tuple[float, ...] = (10.0, 100.0, 1000.0)) -> Models:
+def counts(model: nn.Module, people: People, *, weights: tuple[float, ...] = (5.0, 20.0, 80.0)) -> Models:
     """The public model, mixed with counts of each person's own text at the weight that suits the validation data."""
     mixed = {}
     for name, person in people.items():

@@ -1,5 +1,8 @@
 """Examples are compared with loops over single labels, evaluation with one cross-entropy in float64."""
 
+import itertools
+import re
+
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -40,13 +43,13 @@ def lengths(y):
         (torch.ones(2), torch.ones(2, 1, dtype=torch.int64)),
         (torch.ones(0, 3), torch.ones(0, dtype=torch.int64)),
         (torch.ones(2, 3), torch.ones(2)),
+        (torch.ones(()), torch.ones((), dtype=torch.int64)),
         (torch.ones(2, 3), torch.ones(2, dtype=torch.int32)),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(x, y):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=re.escape(f"x {tuple(x.shape)}, y {tuple(y.shape)} of {y.dtype}")):
         Examples(x, y)
-    assert f"x {tuple(x.shape)}, y {tuple(y.shape)} of {y.dtype}" in str(error.value)
 
 
 @given(sequences(), st.data())
@@ -78,7 +81,7 @@ def test_an_epoch_has_each_sample_once(examples, batch, seed):
     long = lengths(examples.y)
     spans = sorted((min(long[i] for i in each), max(long[i] for i in each)) for each in map(torch.Tensor.tolist, order))
     if len(examples) <= batch * POOL:  # all in one pool: no batch reaches into the lengths of the next
-        assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
 
 
 def test_the_order_is_drawn_anew_each_time_and_in_no_order_of_length(tools):
