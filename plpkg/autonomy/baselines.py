@@ -80,24 +80,25 @@ def fed_avg(
         states = {
             name: transfer(
                 model, person.train, None, scope, start=state, lora=lora,
-                steps=steps * (k + 1) // rounds - steps * k // rounds, seed=seed, **settings,
+                steps=steps * (k + 1) // rounds - steps * k // rounds, seed=seed * rounds + k, **settings,
             ).state
             for name, person in people.items()
         }  # fmt: skip
         first, share = next(iter(states.values())), {name: n / sum(labels.values()) for name, n in labels.items()}
         state = {key: sum(share[name] * states[name][key] for name in people) for key in first}
         models.append(personal_copy(model, scope, lora, seed, state)[0])
-    if patience is None:
+    validation = [person.validation for person in people.values() if person.validation]
+    if patience is None or not validation:
         return public_only(models[-1], people)
-    loss = lambda candidate: sum(evaluate(candidate, p.validation).loss for p in people.values())  # noqa: E731 (a key)
+    loss = lambda candidate: sum(evaluate(candidate, each).loss for each in validation)  # noqa: E731 (a key)
     return public_only(min(models, key=loss), people)
 
 
 def fed_avg_tuned(model: nn.Module, people: People, *, steps: int = 200, **settings) -> Models:
     """As :func:`fed_avg`, then each person's own, all of it."""
     averaged = fed_avg(model, people, steps=steps - steps // 2, **settings)
-    settings.pop("rounds", None)
-    return _each_own(averaged, people, steps=steps // 2, **settings)
+    own = {key: value for key, value in settings.items() if key not in ("rounds", "scope", "lora")}
+    return _each_own(averaged, people, steps=steps // 2, **own)
 
 
 class WithCounts(nn.Module):
@@ -107,6 +108,7 @@ class WithCounts(nn.Module):
         super().__init__()
         self.model, self.counts, self.weight = model, counts, weight
 
+    @torch.no_grad()
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mixed = logits(self.model, x).log_softmax(-1)
         for row, ids in zip(mixed, x, strict=True):

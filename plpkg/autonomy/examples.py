@@ -39,7 +39,8 @@ class Examples(Tabular):
     y: torch.Tensor
 
     def __post_init__(self) -> None:
-        if not len(self.y) or self.x.shape[: self.y.dim()] != self.y.shape or self.y.dtype != torch.int64:
+        fits = self.y.dim() in (1, 2) and self.y.numel() and self.x.shape[: self.y.dim()] == self.y.shape
+        if not fits or self.y.dtype != torch.int64:
             shapes = f"x {tuple(self.x.shape)}, y {tuple(self.y.shape)} of {self.y.dtype}"
             raise ValueError(f"examples need a sample, and an int64 label for each sample or place of it, got {shapes}")
 

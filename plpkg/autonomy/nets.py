@@ -5,6 +5,7 @@ The paper's word predictor is a stacked LSTM over the 10,000 most frequent words
 A Hugging Face causal language model is the third learner. Left out: dropout, MobileNet's wider variants.
 """
 
+import contextlib
 import copy
 from collections.abc import Iterator
 from itertools import pairwise
@@ -117,12 +118,14 @@ class Split:
         return logits_of(self.model, features) if isinstance(self.model, PreTrainedModel) else self.head(features)
 
     @torch.no_grad()
-    def verify(self, x: torch.Tensor) -> None:
-        """Raise ValueError unless head and body together are the model, on ``x (batch, ...)``."""
-        features, whole = self.features(x), logits(self.model, x)
-        if features.shape[:-1] != whole.shape[:-1] or features.shape[-1] != self.head.in_features:
+    def verify(self, x: torch.Tensor, bare: bool = False) -> None:
+        """Raise ValueError unless head and body (``bare``: without scale or soft cap) are the model, on ``x``."""
+        whole, features = logits(self.model, x), None
+        with contextlib.suppress(RuntimeError):  # something behind the layer may need what it makes
+            features = self.features(x)
+        if features is None or features.shape != (*whole.shape[:-1], self.head.in_features):
             raise ValueError(f"{self.name!r} is not what makes the logits of {type(self.model).__name__}")
-        together = self.logits(features.flatten(0, -2)).view_as(whole)
+        together = (self.head if bare else self.logits)(features.flatten(0, -2)).view_as(whole)
         # Both sum the same products in another order: of each a part of eps may be lost.
         sizes = features.abs().amax() * self.head.weight.abs().sum(1).amax() + whole.abs().amax()
         if (together - whole).abs().amax() > torch.finfo(whole.dtype).eps * features.shape[-1] * sizes:

@@ -75,7 +75,7 @@ class OnlineLearner(Tabular):
     def predict(self, x: torch.Tensor) -> Prediction:
         """Classify samples ``(batch, ...)``."""
         if not self._verified:
-            self._split.verify(x)
+            self._split.verify(x, bare=True)
             self._verified = True
         self._check()
         features = self._split.features(x)
@@ -111,6 +111,8 @@ class OnlineLearner(Tabular):
         """
         self._check()
         classes = [whole_number("y", value, 0, self.head.out_features - 1, "classes - 1") for value in y.tolist()]
+        if len(ids) != len(classes):
+            raise ValueError(f"each id needs a label, got {len(ids)} ids and {len(classes)} labels")
         if unknown := [i for i in ids if i not in self._open] or [i for i in ids if ids.count(i) > 1]:
             raise ValueError(f"no prediction {unknown[0]!r} waits for a label")
         for i, right in zip(ids, classes, strict=True):

@@ -48,7 +48,9 @@ def personal_copy(
         with torch.random.fork_rng(devices=[]):  # PEFT draws A from the global state
             torch.manual_seed(seed)
             inject_adapter_in_model(lora or LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"), personal)
-        trained = {name: p for name, p in personal.named_parameters() if p.requires_grad}
+        trained = {name: p for name, p in personal.eval().named_parameters() if p.requires_grad}
+        for p in trained.values():
+            p.data = p.data.clone()  # a bias that PEFT trains, too
     else:
         trained = _own(personal, scope)
     if not trained:

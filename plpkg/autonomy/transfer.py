@@ -6,6 +6,7 @@ too long does harm: what counts is the state that was best on the person's own l
 model itself. BatchNorm keeps the public statistics, and dropout rests.
 """
 
+import copy
 import hashlib
 import math
 from collections.abc import Mapping
@@ -125,7 +126,7 @@ class Task:
         self.log: list[dict] = []
         self.identity = dict(scope=scope, steps=steps, lr=lr, batch=batch, evaluate_every=evaluate_every)
         self.identity |= dict(
-            patience=patience, seed=seed, lora=repr(lora), batch_norm=batch_norm, sha256=self._sha256()
+            patience=patience, seed=seed, lora=_ordered(lora), batch_norm=batch_norm, sha256=self._sha256()
         )
         self._begin(0, self._copied())
 
@@ -170,10 +171,9 @@ class Task:
     def result(self) -> Transfer:
         """The state that counts, of the steps made so far."""
         best = self._copied() if self.best_step == self.made else self._best
-        with torch.no_grad():
-            for name, value in best.items():
-                self._kept[name].copy_(value)
-        return Transfer(self.model, {name: best[name] for name in self.trained}, list(self.log), self.best_step)
+        model = copy.deepcopy(self.model, {id(p): p for p in self.model.parameters() if not p.requires_grad})
+        model.load_state_dict(best, strict=False)
+        return Transfer(model, {name: best[name] for name in self.trained}, list(self.log), self.best_step)
 
     @property
     def _examples(self) -> list[Examples | None] | tuple[Examples, Examples | None]:
@@ -193,7 +193,8 @@ class Task:
         batch = train[self._order.pop()]
         for norm in self._norms:
             norm.train()
-        loss = cross_entropy(self._logits(batch), batch.y[batch.y != IGNORED])
+        # not the mean, which no label has
+        loss = cross_entropy(self._logits(batch), batch.y[batch.y != IGNORED], reduction="sum") / max(1, batch.labels)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.trained.values(), 1.0).item()
         self.model.eval()
@@ -212,7 +213,7 @@ class Task:
 
     def state_dict(self) -> dict:
         """Everything on which the next step depends."""
-        state = dict(made=self.made, kept=self._copied(), best=self._best, log=self.log, order=self._order)
+        state = dict(made=self.made, kept=self._copied(), best=self._best, log=list(self.log), order=list(self._order))
         return state | dict(optimizer=self._optimizer.state_dict(), generator=self._generator.get_state())
 
     def load_state_dict(self, state: dict) -> None:
@@ -224,6 +225,12 @@ class Task:
         self._generator.set_state(state["generator"])
         self._order, self.log = list(state["order"]), list(state["log"])
         self._begin(state["made"], state["best"])
+
+
+def _ordered(lora) -> str:
+    """The same for equal configurations; the order of a set is another one in each process."""
+    fields = sorted(vars(lora).items()) if lora else []
+    return repr([(name, sorted(value) if isinstance(value, set) else value) for name, value in fields])
 
 
 @torch.no_grad()

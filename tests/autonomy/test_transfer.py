@@ -195,10 +195,8 @@ def test_a_loss_that_is_not_finite_updates_nothing(scope, tools):
     task = Task(model, train, None, scope, steps=4, batch=4, seed=0)
     task.step()
     kept = {key: p.detach().clone() for key, p in task.trained.items()}
-    for _ in range(2):
-        with pytest.raises(FloatingPointError, match="the loss of step 2 is nan: take a lower lr"):
-            task.step()
-        task._order = [torch.arange(8)]
+    with pytest.raises(FloatingPointError, match="the loss of step 2 is nan: take a lower lr"):
+        task.step()
     assert task.made == 1
     assert all(torch.equal(p, kept[key]) for key, p in task.trained.items())
 
@@ -284,9 +282,10 @@ def test_the_identity_tells_tasks_apart(tools):
         tools.texts(4),
         tools.texts(3),
     )
-    identity = lambda model=model, train=train, validation=validation, scope="lora", **options: (
-        Task(model, train, validation, scope, **IDENTITY | options).identity
-    )  # noqa: E731 (with defaults)
+
+    def identity(model=model, train=train, validation=validation, scope="lora", **options):
+        return Task(model, train, validation, scope, **IDENTITY | options).identity
+
     changes = [dict(model=other), dict(train=validation), dict(validation=train), dict(validation=None), dict(steps=8),
                dict(scope="head"), dict(lr=0.2), dict(batch=3), dict(evaluate_every=4), dict(patience=None),
                dict(seed=2), dict(lora=None), dict(batch_norm=True)]  # fmt: skip
