@@ -18,7 +18,7 @@ class Tabular:
 
     def _repr_html_(self) -> str:
         rows = self.rows()
-        head = "".join(f"<th>{escape(str(key))}</th>" for key in rows[0])
+        head = "".join(f"<th>{escape(str(key))}</th>" for key in next(iter(rows), ()))
         body = "".join("<tr>" + "".join(f"<td>{escape(shown(v))}</td>" for v in row.values()) + "</tr>" for row in rows)
         caption = f"<caption style='text-align: left; white-space: nowrap'>{escape(repr(self))}</caption>"
         return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

@@ -1,7 +1,7 @@
 """A fleet of 1,000 simulated devices, in this process and as Ray tasks. One thread in each process.
 
 Each person has 40 images of one of the private writers (drawn at random, with repetition) and trains the last layer of
-the digits' network for 100 steps. The results have to be the same bits.
+the digits' network for 40 steps. The results have to be the same bits.
 
 * ``engines``: CPU seconds of learning for a person, wall seconds of all, wall seconds of starting Ray.
 
@@ -17,7 +17,7 @@ from plpkg import corpora
 from plpkg.autonomy import Examples, pretrained, transfer
 from plpkg.autonomy.fleet import fleet
 
-PEOPLE, IMAGES, STEPS = 1000, 40, 100
+PEOPLE, IMAGES, STEPS = 1000, 40, 40
 
 
 def main() -> None:

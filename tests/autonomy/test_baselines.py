@@ -146,7 +146,8 @@ def test_the_mean_that_was_best_counts(people, tools):
     best = baselines.fed_avg(model, people, rounds=4, **settings)["a"]
     last = baselines.fed_avg(model, people, rounds=4, patience=None, **settings)["a"]
     assert loss(best) <= min(loss(model), loss(last))
-    guess = {n: Person(p.train, Examples(p.validation.x, logits(model, p.validation.x).argmax(-1)), p.test)
+    guess = {n: logits(model, p.train.x).argmax(-1) for n, p in people.items()}
+    guess = {n: Person(Examples(p.train.x, (guess[n] + 1) % 10), Examples(p.train.x, guess[n]), p.test)
              for n, p in people.items()}  # fmt: skip
     nothing = baselines.fed_avg(model, guess, rounds=1, **settings)
     untouched = values(dict.fromkeys(people, model))
