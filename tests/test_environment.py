@@ -12,7 +12,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
-NOT_ON_CONDA_FORGE = {"optimum-quanto": "", "playwright": "", "ray": "[serve]", "torch-pruning": ""}  # with the extras that pip is to take
+# With the extras that pip is to take.
+NOT_ON_CONDA_FORGE = {"optimum-quanto": "", "playwright": "", "ray": "[serve]", "torch-pruning": ""}
 CONDA_NAMES = {"prometheus-client": "prometheus_client", "torch": "pytorch"}
 FOR_ACCELERATORS = {"gpu"}  # brought by the build of torch that needs them, in the version that it pins
 

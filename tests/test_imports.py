@@ -31,7 +31,8 @@ def test_plots_and_widget_load_on_first_use():
 
 
 @pytest.mark.parametrize(
-    "room", ["autonomy", "clipping", "communication", "residual", "retention", "serving", "serving.service", "throughput"]
+    "room",
+    ["autonomy", "clipping", "communication", "residual", "retention", "serving", "serving.service", "throughput"],
 )
 def test_a_front_door_keeps_its_promises(room):
     room = importlib.import_module(f"plpkg.{room}")

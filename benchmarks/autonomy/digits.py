@@ -20,7 +20,8 @@ import torch
 
 from benchmarks import record
 from plpkg import corpora
-from plpkg.autonomy import Examples, MobileNet, Person, augment_images, baselines, evaluate, nets, transfer
+from plpkg.autonomy import MobileNet, augment_images, baselines, evaluate, nets, transfer
+from plpkg.corpora import Examples, Person
 
 SPLITS, SEEDS = 6, 2
 PRETRAINING = dict(steps=1000, lr=1e-2, batch=32, batch_norm=True, patience=None)

@@ -14,8 +14,9 @@ import torch
 
 from benchmarks import record
 from plpkg import corpora
-from plpkg.autonomy import Examples, pretrained, transfer
+from plpkg.autonomy import pretrained, transfer
 from plpkg.autonomy.fleet import fleet
+from plpkg.corpora import Examples
 
 PEOPLE, IMAGES, STEPS = 1000, 40, 40
 

@@ -17,8 +17,9 @@ import torch
 
 from benchmarks import record
 from plpkg import corpora
-from plpkg.autonomy import Person, baselines, evaluate, token_examples, transfer
+from plpkg.autonomy import baselines, evaluate, transfer
 from plpkg.backbones import load_backbone
+from plpkg.corpora import Person, token_examples
 
 LIMITS = dict(train=15_000, validation=3_000, test=6_000)
 

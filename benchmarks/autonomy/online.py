@@ -20,9 +20,10 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks import record
 from plpkg import corpora
-from plpkg.autonomy import Examples, MobileNet, OnlineLearner, Split, WordLSTM, nets, pretrained, vocabulary
-from plpkg.autonomy.examples import IGNORED, word_examples
+from plpkg.autonomy import MobileNet, OnlineLearner, Split, WordLSTM, nets, pretrained, vocabulary
 from plpkg.autonomy.online import head_gradient
+from plpkg.corpora import Examples, word_examples
+from plpkg.corpora.examples import IGNORED
 
 BATCH, WORDS = 16, 1_500
 CASES = {

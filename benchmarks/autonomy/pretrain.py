@@ -23,14 +23,14 @@ def main() -> None:
     folder = catalog.data_path() / "autonomy"
     folder.mkdir(exist_ok=True)
     vocabulary = corpora.Vocabulary.of(corpora.public("train"))
-    parts = {split: autonomy.word_examples(corpora.public(split), vocabulary) for split in corpora.SPLITS}
+    parts = {split: corpora.word_examples(corpora.public(split), vocabulary) for split in corpora.SPLITS}
     words = autonomy.WordLSTM(len(vocabulary))
     rows = [learn(words, parts, "words", folder, steps=6000, lr=4e-3, batch=64, evaluate_every=500, patience=3)]
     (folder / "words.txt").write_text("\n".join(vocabulary.words) + "\n", encoding="utf-8")
 
     digits = [corpora.digits().block(i).split(shares=(0.8, 0.1, 0.1)) for i in PUBLIC_WRITERS]
     parts = {
-        split: autonomy.Examples.joined(autonomy.Examples(each[split].images, each[split].labels) for each in digits)
+        split: corpora.Examples.joined(corpora.Examples(each[split].images, each[split].labels) for each in digits)
         for split in corpora.SPLITS
     }
     settings = dict(steps=1000, lr=1e-2, batch=32, batch_norm=True, patience=None)

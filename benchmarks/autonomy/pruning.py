@@ -20,9 +20,9 @@ from torch.utils.benchmark import Timer
 
 from benchmarks import record
 from plpkg import corpora
-from plpkg.autonomy import Examples, Split, evaluate, pretrained, transfer, vocabulary
-from plpkg.autonomy.examples import word_examples
+from plpkg.autonomy import Split, evaluate, pretrained, transfer, vocabulary
 from plpkg.autonomy.prune import macs, parameters, prune
+from plpkg.corpora import Examples, word_examples
 
 SEEDS, SEARCH, RETRAINING = 3, 10, 400
 BUDGETS = {"words": (0.6, 0.35), "digits": (0.7, 0.4)}

@@ -22,9 +22,10 @@ import torch
 
 from benchmarks import record
 from plpkg import corpora
-from plpkg.autonomy import Examples, Person, baselines, eda, evaluate, pretrained, vocabulary
+from plpkg.autonomy import baselines, eda, evaluate, pretrained, vocabulary
 from plpkg.autonomy.augment import neighbours
-from plpkg.autonomy.examples import BEGIN, IGNORED, word_examples
+from plpkg.corpora import Examples, Person, word_examples
+from plpkg.corpora.examples import BEGIN, IGNORED
 
 LIMITS = dict(train=15_000, validation=3_000, test=6_000)
 COMMON = dict(steps=200, batch=16, evaluate_every=20, patience=5)

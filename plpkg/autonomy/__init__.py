@@ -2,7 +2,7 @@
 
 from plpkg.autonomy import availability, nets
 from plpkg.autonomy.augment import augment_images, eda
-from plpkg.autonomy.examples import Evaluation, Examples, Person, evaluate, token_examples, word_examples
+from plpkg.autonomy.evaluation import Evaluation, evaluate
 from plpkg.autonomy.fleet import fleet
 from plpkg.autonomy.nets import MobileNet, Split, WordLSTM, pretrained, vocabulary
 from plpkg.autonomy.online import OnlineLearner
@@ -13,10 +13,8 @@ from plpkg.lazy import on_first_use
 
 __all__ = [
     "Evaluation",
-    "Examples",
     "MobileNet",
     "OnlineLearner",
-    "Person",
     "Split",
     "Task",
     "Transfer",
@@ -34,11 +32,9 @@ __all__ = [
     "pretrained",
     "prune",
     "three_graphs",
-    "token_examples",
     "transfer",
     "vocabulary",
     "widget",
-    "word_examples",
 ]
 
 __getattr__ = on_first_use(

@@ -16,10 +16,11 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from plpkg.autonomy.examples import IGNORED, Examples, Person, evaluate
+from plpkg.autonomy.evaluation import evaluate
 from plpkg.autonomy.nets import logits, untrained
 from plpkg.autonomy.scope import personal_copy
 from plpkg.autonomy.transfer import transfer
+from plpkg.corpora.examples import IGNORED, Examples, Person
 from plpkg.counts import Counts
 from plpkg.validation import whole_number
 

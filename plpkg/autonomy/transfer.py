@@ -17,9 +17,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
-from plpkg.autonomy.examples import IGNORED, Examples, judge
+from plpkg.autonomy.evaluation import judge
 from plpkg.autonomy.nets import Split, logits
 from plpkg.autonomy.scope import personal_copy
+from plpkg.corpora.examples import IGNORED, Examples
 from plpkg.learning import learn, rising_and_falling
 from plpkg.results import Tabular
 from plpkg.validation import number, whole_number

@@ -2,6 +2,7 @@
 
 from plpkg.corpora.diary import Diary, Question, diary
 from plpkg.corpora.documents import SPLITS, Document, Writer
+from plpkg.corpora.examples import Examples, Person, token_examples, word_examples
 from plpkg.corpora.folder import text_folder
 from plpkg.corpora.images import Digits, Images, digits, printed_digits
 from plpkg.corpora.leaf import leaf_femnist, leaf_shakespeare
@@ -14,7 +15,9 @@ __all__ = [
     "Diary",
     "Digits",
     "Document",
+    "Examples",
     "Images",
+    "Person",
     "Question",
     "Tokens",
     "Vocabulary",
@@ -29,7 +32,9 @@ __all__ = [
     "public",
     "sentences",
     "text_folder",
+    "token_examples",
     "versions",
+    "word_examples",
     "writer",
     "writers",
 ]

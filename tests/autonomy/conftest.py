@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-from plpkg.autonomy.examples import Examples
 from plpkg.autonomy.nets import MobileNet, WordLSTM
 from plpkg.backbones import random_backbone
+from plpkg.corpora.examples import Examples
 
 VOCAB = 48
 SIZES = dict(num_layers=2, hidden=16, num_heads=2, intermediate=24, vocab=VOCAB, max_positions=96)

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from plpkg.autonomy import baselines
-from plpkg.autonomy.examples import IGNORED, Examples, Person, evaluate
+from plpkg.autonomy.evaluation import evaluate
 from plpkg.autonomy.nets import logits
 from plpkg.autonomy.scope import personal_copy
 from plpkg.autonomy.transfer import transfer
+from plpkg.corpora.examples import IGNORED, Examples, Person
 from plpkg.counts import Counts
 
 from rounding import assert_close

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from plpkg.autonomy.examples import IGNORED, Examples, evaluate
+from plpkg.autonomy.evaluation import evaluate
 from plpkg.autonomy.nets import Split, logits
 from plpkg.autonomy.scope import personal_copy
 from plpkg.autonomy.transfer import WARMUP, Task, features, transfer
+from plpkg.corpora.examples import IGNORED, Examples
 
 from rounding import assert_close
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from plpkg.autonomy import MobileNet, WordLSTM, widget
+from plpkg.autonomy import WordLSTM, widget
 from plpkg.autonomy.prune import macs
 from plpkg.backbones import load_backbone
 

@@ -1,24 +1,30 @@
-"""Examples are compared with loops over single labels, evaluation with one cross-entropy in float64."""
+"""Examples are compared with loops over single labels."""
 
-import itertools
 import re
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from torch.nn.functional import cross_entropy
 
-from plpkg.autonomy.examples import IGNORED, POOL, Examples, evaluate, judge, token_examples, word_examples
-from plpkg.autonomy.nets import logits
-from plpkg.backbones import FAMILIES
 from plpkg.corpora import Document, Tokens, Vocabulary, sentences
+from plpkg.corpora.examples import IGNORED, POOL, Examples, token_examples, word_examples
 from plpkg.corpora.words import BEGIN, UNKNOWN
-
-from rounding import relative
 
 
 def generator(seed=0):
     return torch.Generator().manual_seed(seed)
+
+
+def pictures(count, seed=0):
+    x = torch.rand(count, 1, 8, 8, generator=generator(seed))
+    return Examples(x, torch.randint(10, (count,), generator=generator(seed)))
+
+
+def sentences_of_ids(count, seq=6):
+    """Ids, each row of a length of its own from 1 to ``seq``."""
+    ids = torch.randint(2, 48, (count, seq), generator=generator())
+    padding = torch.arange(seq) >= torch.randint(1, seq + 1, (count, 1), generator=generator())
+    return Examples(ids.masked_fill(padding, 0), ids.masked_fill(padding, IGNORED))
 
 
 @st.composite
@@ -62,8 +68,8 @@ def test_padding_that_no_sample_needs_is_cut_off(examples, data):
     assert some.labels == sum(label != IGNORED for i in which for label in examples.y[i].tolist())
 
 
-def test_images_and_features_are_cut_by_sample_only(tools):
-    images = tools.images(5)
+def test_images_and_features_are_cut_by_sample_only():
+    images = pictures(5)
     assert torch.equal(images[1:3].x, images.x[1:3])
     states = Examples(torch.rand(2, 4, 3), torch.tensor([[1, 2, IGNORED, IGNORED], [1, IGNORED, IGNORED, IGNORED]]))
     assert torch.equal(states[:].x, states.x[:, :2])
@@ -84,8 +90,8 @@ def test_an_epoch_has_each_sample_once(examples, batch, seed):
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
 
 
-def test_the_order_is_drawn_anew_each_time_and_in_no_order_of_length(tools):
-    texts, images, drawn = tools.texts(64), tools.images(64), generator()
+def test_the_order_is_drawn_anew_each_time_and_in_no_order_of_length():
+    texts, images, drawn = sentences_of_ids(64), pictures(64), generator()
     assert len({str(each.order(4, drawn)) for each in (texts, texts, images, images)}) == 4
     long = torch.tensor(lengths(texts.y))
     firsts = [long[texts.order(4, generator(seed))[0]].max().item() for seed in range(20)]
@@ -94,8 +100,8 @@ def test_the_order_is_drawn_anew_each_time_and_in_no_order_of_length(tools):
         texts.order(0, drawn)
 
 
-def test_chunks_are_all_samples_in_their_order(tools):
-    images = tools.images(10)
+def test_chunks_are_all_samples_in_their_order():
+    images = pictures(10)
     chunks = list(images.chunks(4))
     assert [len(chunk) for chunk in chunks] == [4, 4, 2]
     assert torch.equal(torch.cat([chunk.x for chunk in chunks]), images.x)
@@ -116,8 +122,8 @@ def test_joined_keeps_every_sample_and_pads_on_the_right(parts):
     assert row == len(joined)
 
 
-def test_joined_images_and_the_table(tools):
-    one, two = tools.images(3), tools.images(4, seed=1)
+def test_joined_images_and_the_table():
+    one, two = pictures(3), pictures(4, seed=1)
     joined = Examples.joined([one, two])
     assert torch.equal(joined.x, torch.cat([one.x, two.x]))
     assert torch.equal(joined.y, torch.cat([one.y, two.y]))
@@ -125,48 +131,6 @@ def test_joined_images_and_the_table(tools):
     assert repr(joined) == "Examples(7 samples of (1, 8, 8), 7 labels)"
     texts = Examples(torch.ones(1, 3), torch.tensor([[4, IGNORED, 4]]))
     assert texts.rows() == [{"samples": 1, "labels": 2, "classes": 1}]
-
-
-@pytest.mark.parametrize("name", ["lstm", "mobile", *FAMILIES])
-def test_evaluation_is_the_cross_entropy_of_all_labels(name, tools):
-    model, examples = tools.learner(name), tools.samples(name, 150)  # more than one chunk
-    with torch.no_grad():
-        predicted = logits(model, examples.x).double().flatten(0, -2)  # (samples * seq, classes)
-    labels = examples.y.flatten()
-    evaluation = evaluate(model, examples)
-    # judge takes the logits in float32: log-softmax sums the classes, and the loss the labels
-    terms = predicted.shape[1] + examples.labels
-    exact = cross_entropy(predicted, labels, ignore_index=IGNORED).item()
-    assert evaluation.loss == pytest.approx(exact, rel=relative(terms))
-    right = (predicted.argmax(-1) == labels)[labels != IGNORED].double().mean().item()
-    assert evaluation.accuracy == pytest.approx(right)
-    assert evaluation.labels == examples.labels == (labels != IGNORED).sum()
-    assert evaluation.rows() == [{"loss": evaluation.loss, "accuracy": evaluation.accuracy, "labels": len(
-        labels[labels != IGNORED])}]  # fmt: skip
-
-
-@pytest.mark.parametrize("mode", [True, False])
-def test_evaluation_leaves_the_mode_and_the_statistics(mode, tools):
-    model, images = tools.learner("mobile").train(mode), tools.images(5)
-    before = tools.values(model)
-    one, other = evaluate(model, images), evaluate(model.eval(), images)
-    assert one == other
-    model.train(mode)
-    with pytest.raises(RuntimeError):
-        evaluate(model, Examples(images.x[:, :, 0], images.y))
-    assert model.training is mode
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-
-
-def test_a_chunk_without_a_label_counts_nothing_and_no_label_at_all_is_refused():
-    y = torch.full((65, 2), IGNORED)
-    with pytest.raises(ValueError, match=r"no label to evaluate in Examples\(65 samples of \(2,\), 0 labels\)"):
-        judge(lambda batch: torch.zeros(0, 4), Examples(y, y))
-    y[64, 1] = 3
-    certain = torch.tensor([[0.0, 0.0, 0.0, 100.0]])
-    evaluation = judge(lambda batch: certain[: batch.labels], Examples(y, y))
-    assert (evaluation.accuracy, evaluation.labels) == (1.0, 1)
-    assert 0 <= evaluation.loss < 1e-40
 
 
 WORDS = Vocabulary(["<unknown>", "<begin>", *"abcde"])

@@ -1,20 +1,18 @@
-"""What a device learns from: samples with their labels; a person's share of them; how well a model predicts them.
+"""What a model learns from: samples with their labels, and a person's share of them.
 
 A label of -100 is neither learnt nor scored (torch's ``ignore_index``): padding, words that the vocabulary lacks, text
 that stands in somebody's training part too.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import torch
-from torch import nn
-from torch.nn.functional import cross_entropy
 
-from plpkg.autonomy.nets import logits
-from plpkg.corpora import Document, Tokens, Vocabulary, sentences
-from plpkg.corpora.words import BEGIN, UNKNOWN
+from plpkg.corpora.documents import Document
+from plpkg.corpora.tokens import Tokens
+from plpkg.corpora.words import BEGIN, UNKNOWN, Vocabulary, sentences
 from plpkg.results import Tabular
 from plpkg.validation import whole_number
 
@@ -107,54 +105,6 @@ class Person(NamedTuple):
     train: Examples
     validation: Examples | None
     test: Examples
-
-
-@dataclass(frozen=True)
-class Evaluation(Tabular):
-    """How well a model predicts labels.
-
-    Attributes
-    ----------
-    loss
-        The mean of ``-ln p`` of the labels, in nats.
-    accuracy
-        The share of labels that are the model's first choice.
-    labels
-        How many there are.
-    """
-
-    loss: float
-    accuracy: float
-    labels: int
-
-    def rows(self) -> list[dict]:
-        return [vars(self)]
-
-    def __repr__(self) -> str:
-        return f"Evaluation(loss {self.loss:.4f} nats, accuracy {self.accuracy:.4f}, {self.labels:,} labels)"
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, examples: Examples) -> Evaluation:
-    """The loss and accuracy of a model on examples; it is left in the mode in which it was."""
-    mode = model.training
-    model.eval()
-    try:
-        return judge(lambda batch: logits(model, batch.x)[batch.y != IGNORED], examples)
-    finally:
-        model.train(mode)
-
-
-def judge(logits_of_labels: Callable[[Examples], torch.Tensor], examples: Examples) -> Evaluation:
-    """As :func:`evaluate`, of a function that gives the logits ``(labels, classes)`` of a batch; ValueError if none."""
-    loss, right, count = 0.0, 0, examples.labels
-    if not count:
-        raise ValueError(f"no label to evaluate in {examples}")
-    for batch in examples.chunks():
-        predicted, labels = logits_of_labels(batch).float(), batch.y[batch.y != IGNORED]
-        loss += cross_entropy(predicted, labels, reduction="sum").item()
-        right += int((predicted.argmax(-1) == labels).sum())
-    return Evaluation(loss / count, right / count, count)
 
 
 def word_examples(

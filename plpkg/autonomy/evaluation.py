@@ -1,0 +1,60 @@
+"""How well a model predicts labels."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from plpkg.autonomy.nets import logits
+from plpkg.corpora.examples import IGNORED, Examples
+from plpkg.results import Tabular
+
+
+@dataclass(frozen=True)
+class Evaluation(Tabular):
+    """How well a model predicts labels.
+
+    Attributes
+    ----------
+    loss
+        The mean of ``-ln p`` of the labels, in nats.
+    accuracy
+        The share of labels that are the model's first choice.
+    labels
+        How many there are.
+    """
+
+    loss: float
+    accuracy: float
+    labels: int
+
+    def rows(self) -> list[dict]:
+        return [vars(self)]
+
+    def __repr__(self) -> str:
+        return f"Evaluation(loss {self.loss:.4f} nats, accuracy {self.accuracy:.4f}, {self.labels:,} labels)"
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, examples: Examples) -> Evaluation:
+    """The loss and accuracy of a model on examples; it is left in the mode in which it was."""
+    mode = model.training
+    model.eval()
+    try:
+        return judge(lambda batch: logits(model, batch.x)[batch.y != IGNORED], examples)
+    finally:
+        model.train(mode)
+
+
+def judge(logits_of_labels: Callable[[Examples], torch.Tensor], examples: Examples) -> Evaluation:
+    """As :func:`evaluate`, of a function that gives the logits ``(labels, classes)`` of a batch; ValueError if none."""
+    loss, right, count = 0.0, 0, examples.labels
+    if not count:
+        raise ValueError(f"no label to evaluate in {examples}")
+    for batch in examples.chunks():
+        predicted, labels = logits_of_labels(batch).float(), batch.y[batch.y != IGNORED]
+        loss += cross_entropy(predicted, labels, reduction="sum").item()
+        right += int((predicted.argmax(-1) == labels).sum())
+    return Evaluation(loss / count, right / count, count)

@@ -1,0 +1,54 @@
+"""The evaluation is the cross-entropy of all labels, and leaves the model as it was."""
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from plpkg.autonomy.evaluation import evaluate, judge
+from plpkg.autonomy.nets import logits
+from plpkg.backbones import FAMILIES
+from plpkg.corpora.examples import IGNORED, Examples
+
+from rounding import relative
+
+
+@pytest.mark.parametrize("name", ["lstm", "mobile", *FAMILIES])
+def test_evaluation_is_the_cross_entropy_of_all_labels(name, tools):
+    model, examples = tools.learner(name), tools.samples(name, 150)  # more than one chunk
+    with torch.no_grad():
+        predicted = logits(model, examples.x).double().flatten(0, -2)  # (samples * seq, classes)
+    labels = examples.y.flatten()
+    evaluation = evaluate(model, examples)
+    # judge takes the logits in float32: log-softmax sums the classes, and the loss the labels
+    terms = predicted.shape[1] + examples.labels
+    exact = cross_entropy(predicted, labels, ignore_index=IGNORED).item()
+    assert evaluation.loss == pytest.approx(exact, rel=relative(terms))
+    right = (predicted.argmax(-1) == labels)[labels != IGNORED].double().mean().item()
+    assert evaluation.accuracy == pytest.approx(right)
+    assert evaluation.labels == examples.labels == (labels != IGNORED).sum()
+    assert evaluation.rows() == [{"loss": evaluation.loss, "accuracy": evaluation.accuracy, "labels": len(
+        labels[labels != IGNORED])}]  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_evaluation_leaves_the_mode_and_the_statistics(mode, tools):
+    model, images = tools.learner("mobile").train(mode), tools.images(5)
+    before = tools.values(model)
+    one, other = evaluate(model, images), evaluate(model.eval(), images)
+    assert one == other
+    model.train(mode)
+    with pytest.raises(RuntimeError):
+        evaluate(model, Examples(images.x[:, :, 0], images.y))
+    assert model.training is mode
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_a_chunk_without_a_label_counts_nothing_and_no_label_at_all_is_refused():
+    y = torch.full((65, 2), IGNORED)
+    with pytest.raises(ValueError, match=r"no label to evaluate in Examples\(65 samples of \(2,\), 0 labels\)"):
+        judge(lambda batch: torch.zeros(0, 4), Examples(y, y))
+    y[64, 1] = 3
+    certain = torch.tensor([[0.0, 0.0, 0.0, 100.0]])
+    evaluation = judge(lambda batch: certain[: batch.labels], Examples(y, y))
+    assert (evaluation.accuracy, evaluation.labels) == (1.0, 1)
+    assert 0 <= evaluation.loss < 1e-40
