@@ -81,8 +81,8 @@ def augmented(train: Examples, operation: str, near, words) -> Examples:
     """The sentences, and each once more, changed."""
     generator, rows = torch.Generator().manual_seed(0), []
     for x, y in zip(train.x, train.y, strict=True):
-        length = int((y != IGNORED).nonzero().max()) + 1
-        ids = [*x[1:length].tolist(), int(y[length - 1])]
+        length = int(((y != IGNORED) * torch.arange(1, len(y) + 1)).max())
+        ids = [*x[1:length].tolist(), int(y[length - 1])] if length else []
         changed = eda([words.words[i] for i in ids], operation, generator, synonyms=near)
         rows.append(torch.tensor([BEGIN, *words.ids(changed)]))
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)

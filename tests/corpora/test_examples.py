@@ -1,5 +1,6 @@
 """Examples are compared with loops over single labels."""
 
+import itertools
 import re
 
 import pytest
