@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
+        "plpkg.autonomy.windows",
         "plpkg.cli",
         "plpkg.clipping.training.private",
         "plpkg.pretraining",

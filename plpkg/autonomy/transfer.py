@@ -8,6 +8,7 @@ model itself. BatchNorm keeps the public statistics, and dropout rests.
 
 import copy
 import hashlib
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -125,10 +126,10 @@ class Task:
         self._optimizer = torch.optim.AdamW(self.trained.values(), lr=lr, weight_decay=0.0)
         self._order: list[torch.Tensor] = []
         self.log: list[dict] = []
-        self.identity = dict(scope=scope, steps=steps, lr=lr, batch=batch, evaluate_every=evaluate_every)
-        self.identity |= dict(
-            patience=patience, seed=seed, lora=_ordered(lora), batch_norm=batch_norm, sha256=self._sha256()
-        )
+        self.identity = dict(scope=scope, steps=steps, lr=lr, batch=batch, evaluate_every=evaluate_every, seed=seed)
+        self.identity |= dict(patience=patience, batch_norm=batch_norm, sha256=self._sha256())
+        # A set's order is another one in each process.
+        self.identity |= dict(lora=json.dumps(lora and lora.to_dict(), default=sorted, sort_keys=True))
         self._begin(0, self._copied())
 
     def _begin(self, made: int, best: dict[str, torch.Tensor]) -> None:
@@ -226,12 +227,6 @@ class Task:
         self._generator.set_state(state["generator"])
         self._order, self.log = list(state["order"]), list(state["log"])
         self._begin(state["made"], state["best"])
-
-
-def _ordered(lora) -> str:
-    """The same for equal configurations; the order of a set is another one in each process."""
-    fields = sorted(vars(lora).items()) if lora else []
-    return repr([(name, sorted(value) if isinstance(value, set) else value) for name, value in fields])
 
 
 @torch.no_grad()
