@@ -149,7 +149,7 @@ def energy(static_watts: Sequence[float] = (0.0, 0.3, 2.0), ax=None):
         best = min(range(len(shares)), key=shares.__getitem__)
         ax.plot(frequencies, shares, label=f"{static:g} W static", markevery=3, **style)
         said.append(f"with {static:g} W least at {frequencies[best]:.1f} GHz, {shares[best]:.0f} %")
-    ax.set(xlabel="frequency (GHz)", ylabel="energy of the same work (% of that at 2 GHz)", ylim=(0, 250))
+    ax.set(xlabel="frequency (GHz)", ylabel="energy (% of that at 2 GHz)", ylim=(0, 250))
     ax.legend()
     return theme.describe(ax, f"Modelled energy by frequency: {'; '.join(said)}.")
 
