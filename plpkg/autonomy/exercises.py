@@ -20,6 +20,7 @@ def cached_share(answer: object) -> Verdict:
         hints={
             100 * BODY / (BODY + 2 * forward): "the body reads twelve words, the head predicts after the last only.",
             100 * body / (body + 3 * forward): "the head's input needs no gradient: two products, not three.",
+            200 * forward / (body + 2 * forward): "that is the share that stays.",
             100 * body / (body + forward): "the head is needed twice: for its output, and for its gradient.",
         },
         hint="Divide the body's products by the sum of the body's and twice the head's.",
@@ -38,8 +39,8 @@ def averaged(function: object) -> Verdict:
         got = function([dict(state) for state in states], list(labels))
         if not isinstance(got, dict) or set(got) != set(expected):
             return Verdict(False, f"Not yet: a dict with the keys of the states is wanted, got {got!r}.")
-        if any(abs(got[key] - expected[key]) > 1e-9 for key in "ab"):
-            plain = all(abs(got[key] - sum(s[key] for s in states) / len(states)) < 1e-9 for key in "ab")
+        if any(got[key] is None or abs(got[key] - expected[key]) > 1e-5 for key in "ab"):
+            plain = all(got[key] == sum(s[key] for s in states) / len(states) for key in "ab")
             hint = ": who has more labels counts for more" if plain else ""
             return Verdict(False, f"Not yet{hint}. For {states} with {labels} labels: {expected}, got {got}.")
     return Verdict(True, "Right: the mean, weighted by labels.")

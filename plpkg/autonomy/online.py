@@ -73,7 +73,9 @@ class OnlineLearner(Tabular):
 
     @torch.no_grad()
     def predict(self, x: torch.Tensor) -> Prediction:
-        """Classify samples ``(batch, ...)``."""
+        """Classify samples ``(batch, ...)``; ValueError if the batch is missing."""
+        if x.dim() < 2:
+            raise ValueError(f"x must be (batch, ...), got {tuple(x.shape)}")
         if not self._verified:
             self._split.verify(x, bare=True)
             self._verified = True

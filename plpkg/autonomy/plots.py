@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from plpkg import theme
+from plpkg.results import shown
 from plpkg.validation import number
 
 if TYPE_CHECKING:
@@ -149,7 +150,8 @@ def energy(static_watts: Sequence[float] = (0.0, 0.3, 2.0), ax=None):
         best = min(range(len(shares)), key=shares.__getitem__)
         ax.plot(frequencies, shares, label=f"{static:g} W static", markevery=3, **style)
         said.append(f"with {static:g} W least at {frequencies[best]:.1f} GHz, {shares[best]:.0f} %")
-    ax.set(xlabel="frequency (GHz)", ylabel="energy (% of that at 2 GHz)", ylim=(0, 250))
+    ax.set(xlabel="frequency (GHz)", ylabel="energy (% of that at 2 GHz)", yscale="log")
+    ax.yaxis.set_major_formatter("{x:g}")
     ax.legend()
     return theme.describe(ax, f"Modelled energy by frequency: {'; '.join(said)}.")
 
@@ -159,11 +161,11 @@ def plans(rows: Sequence[Mapping], ax=None):
     ax, fills = theme.axes(ax), theme.fills(len(rows))
     for k, (row, fill) in enumerate(zip(rows, fills, strict=True)):
         ax.barh(k, row["days"], **fill)
-        ax.text(row["days"], k, f" {row['days']:.3g} days, {row['joules'] / 1e3:.3g} kJ", va="center")
+        ax.text(row["days"], k, f" {shown(row['days'])} days, {shown(row['joules'] / 1e3)} kJ", va="center")
     ax.set_yticks(range(len(rows)), [row["learning"] for row in rows])
     ax.invert_yaxis()
     ax.set_xscale("log")
-    ax.margins(x=0.4)
-    ax.set(xlabel="days to a personal model (computed)")
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.set(xlabel="days to a personal model (computed)", xlim=(0.003, 100_000))
     said = "; ".join(f"{row['learning']}: {row['days']:.3g} days, {row['joules'] / 1e3:.3g} kJ" for row in rows)
     return theme.describe(ax, f"Days to a personal model and energy, computed: {said}.")

@@ -41,10 +41,10 @@ class Plan(Tabular):
 
 
 def cycles(model: str, learning: str) -> float:
-    """The cycles of all steps. A backward pass takes two of a forward's through what is trained."""
+    """The cycles of all steps: a backward pass takes two of a forward's, or one where the input needs no gradient."""
     body, head = MODELS[model]
-    passes = {LEARNING[0]: 3 * (body + head) * EPOCHS, LEARNING[1]: (body + 3 * head) * EPOCHS}
-    cached = body + 3 * head * EPOCHS
+    passes = {LEARNING[0]: 3 * (body + head) * EPOCHS, LEARNING[1]: (body + 2 * head) * EPOCHS}
+    cached = body + 2 * head * EPOCHS
     return SAMPLES * passes.get(learning, cached * (KEPT if learning == LEARNING[3] else 1)) / PER_CYCLE
 
 
