@@ -1,17 +1,14 @@
 """Figures of notebook 08. What takes ``rows`` takes those of a recorded section of that name."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from plpkg import theme
+from plpkg.autonomy.online import OnlineLearner
+from plpkg.autonomy.transfer import Transfer
 from plpkg.results import shown
 from plpkg.validation import number
-
-if TYPE_CHECKING:
-    from plpkg.autonomy.online import OnlineLearner
-    from plpkg.autonomy.transfer import Transfer
 
 
 def devices(people: Sequence[str] = ("ann", "bob", "cem"), ax=None):
@@ -58,7 +55,7 @@ def pictures(images: Mapping[str, torch.Tensor], ax=None):
     return theme.describe(ax, f"Images beside each other: {', '.join(images)}.")
 
 
-def learning(transfers: Mapping[str, "Transfer"], ax=None):
+def learning(transfers: Mapping[str, Transfer], ax=None):
     """The loss on a person's own later data, step by step; a ring where learning should have stopped."""
     ax, said = theme.axes(ax), []
     for (name, transfer), style in zip(transfers.items(), theme.styles(len(transfers)), strict=True):
@@ -100,7 +97,7 @@ def trainable(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], ax=
     return theme.describe(ax, f"Synthetic traces. {'; '.join(said)}.")
 
 
-def stream(learners: Mapping[str, "OnlineLearner"], ax=None):
+def stream(learners: Mapping[str, OnlineLearner], ax=None):
     """Along a stream, how many errors fewer than the public model's have been shown."""
     ax, said = theme.axes(ax), []
     for (name, learner), style in zip(learners.items(), theme.styles(len(learners)), strict=True):

@@ -309,7 +309,7 @@ def test_networks_that_only_look_like_chains_are_refused():
     with pytest.raises(ValueError, match="'1' cannot be cut here"):
         prune(grouped, IMAGE, keep={"0": 2})
     # A permutation of pixels and channels: as many columns, other ones.
-    steps = lambda m, x: m.b(m.a(x).permute(0, 2, 3, 1).flatten(1))  # noqa: E731
+    steps = lambda m, x: m.b(m.a(x).permute(0, 2, 3, 1).flatten(1))  # noqa: E731 (an argument)
     with pytest.raises(ValueError, match="'a' cannot lose units"):
         prune(Net(steps, a=nn.Conv2d(1, 4, 3), b=nn.Linear(144, 3)), IMAGE, keep={"a": 2})
 
