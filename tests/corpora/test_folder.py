@@ -2,6 +2,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from plpkg.corpora import SPLITS, folder, text_folder
 
@@ -129,3 +130,27 @@ def test_bad_arguments_of_text_folder(tmp_path):
         text_folder(tmp_path, seed=-1)
     with pytest.raises(ValueError, match="shares must be three numbers that add up to 1"):
         text_folder(tmp_path, shares=(0.8, 0.1, 0.2))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # in one folder
+@given(st.lists(st.binary(max_size=30) | st.text(max_size=20).map(str.encode), min_size=3, max_size=6))
+def test_any_bytes_are_the_text_that_they_stand_for_or_a_named_error(tmp_path, files):
+    texts = {f"{i}.md": data for i, data in enumerate(files)}
+    for name in (f"{i}.md" for i in range(6)):  # those of the example before go
+        (tmp_path / name).unlink(missing_ok=True)
+    for name, data in texts.items():
+        (tmp_path / name).write_bytes(data)
+    error, writers = None, []
+    try:
+        writers = text_folder(tmp_path)
+    except ValueError as raised:
+        error = str(raised)
+    bad = [name for name, data in texts.items() if data.decode(errors="replace").encode() != data]
+    if bad:
+        assert any(f"{name} is not UTF-8" in error for name in bad)
+        return
+    # As Python opens a text: any end of a line is a newline, and a byte order mark is none of it.
+    decoded = {n: d.decode().replace("\r\n", "\n").replace("\r", "\n").removeprefix("\ufeff") for n, d in texts.items()}
+    filled = {name: text for name, text in decoded.items() if text.strip()}
+    assert (error is None) == (len(filled) >= 3)
+    assert {d.name: d.text for w in writers for split in SPLITS for d in w.split(split)} == (filled if writers else {})
