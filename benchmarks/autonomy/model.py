@@ -2,6 +2,7 @@
 
 A person has 15,000 tokens for training, 3,000 later ones for validation and 6,000 for the test; 80 steps of 4 windows
 of 128 tokens, and what was best on the validation tokens. The head is untied from the embedding first.
+Rates were not searched.
 
 * ``model``: bits a byte of the test tokens, each window read alone; CPU seconds of learning.
 * ``factors``: LoRA of three people from one start, ‖mean(B) mean(A) - mean(BA)‖ / ‖mean(BA)‖, the mean of all layers.
