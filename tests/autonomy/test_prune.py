@@ -294,7 +294,8 @@ SHUFFLE = [0, 3, 1, 4, 2, 5]
         (three(lambda m, x: m.c(m.r(m.a(x))[0]), r=nn.GRU(6, 6)), {"a": 3}, "'r' cannot be cut here"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")  # torch, of the proj_size that is refused
+# torch warns of the proj_size that is refused.
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
 def test_what_is_no_chain_is_refused(model, keep, message):
     with pytest.raises(ValueError, match=message):
         prune(model, X, keep=keep)
