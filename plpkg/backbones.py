@@ -198,7 +198,7 @@ def random_backbone(
     return model.eval()
 
 
-ADAPTER_PREFIXES = ("privatelora_", "lora_", "modules_to_save.")
+ADAPTER_PREFIXES = ("privatelora_", "ladder_", "lora_", "modules_to_save.")
 
 
 def _ordered(value):

@@ -90,6 +90,17 @@ class Counts:
                 mixed[seen] = torch.logaddexp(hits.log() - math.log(total + a), mixed[seen])
         return mixed
 
+    def likeliest(self, context: Sequence[int]) -> tuple[int, int]:
+        """The longest context that was counted of the last tokens, its length, and what followed it most often.
+
+        ``(0, -1)`` where none was; of several equally frequent ones the one that was counted first.
+        """
+        ids = tuple(context)
+        for n in reversed(self.orders):
+            if followers := self._seen(ids, len(ids), n):
+                return n - 1, max(followers, key=followers.get)
+        return 0, -1
+
     def score(self, documents: Sequence[Tokens], base: Sequence[torch.Tensor], weight: float) -> Score:
         """What :func:`plpkg.scoring.score` gives, with the counts; ``base``: its ``token_log_probs``, by document."""
         mixed = (self.log_probs(d.ids, b, weight)[d.scored[1:]] for d, b in zip(documents, base, strict=True))

@@ -65,6 +65,17 @@ def test_the_distribution_sums_to_one_and_is_that_of_each_token(documents, order
             assert_close(alone, mixed[token], ROUNDING * (len(orders) + 1), SIZE)
 
 
+@given(st.lists(document, max_size=4), orders, document)
+def test_the_likeliest_token_is_the_most_frequent_one_behind_the_longest_context(documents, orders, context):
+    expected = (0, -1)
+    for n in orders:
+        before = tuple(context[len(context) - n + 1 :])
+        after = [d[i] for d in documents for i in range(max(1, n - 1), len(d)) if tuple(d[i - n + 1 : i]) == before]
+        if after and len(context) >= n - 1:
+            expected = n - 1, max(dict.fromkeys(after), key=after.count)
+    assert Counts([torch.tensor(d).long() for d in documents], orders).likeliest(context) == expected
+
+
 @given(st.lists(document, max_size=5), st.integers(0, 5))
 def test_counts_that_go_on_are_those_of_all(documents, at):
     documents = [torch.tensor(d).long() for d in documents]

@@ -12,7 +12,8 @@ from torch.nn import functional
 from plpkg import corpora
 from plpkg.corpora import Document
 from plpkg.residual import PrivateLoraConfig, bases
-from plpkg.residual.adapter import QKV
+from plpkg.residual.adapter import QKV, ProjectionConfig
+from plpkg.residual.ladder import LadderConfig
 
 STEPS, BATCH, SEQ = 60, 4, 256
 TEST_BYTES = 40_000
@@ -24,21 +25,38 @@ class Method:
     """How a model is personalised.
 
     ``model`` is what starts: ``"plpkg-small"``, ``"4 bit"`` or ``"smaller"``; ``config`` an adapter's, ``"head"`` or
-    nothing; ``basis`` whose gradient gives A and B: ``"own"`` or ``"other"``.
+    nothing; ``basis`` whose gradient gives A and B: ``"own"``, ``"other"`` or ``"public"``; ``strongest`` how many
+    layers are adapted, those with the largest of these gradients, instead of all.
     """
 
-    config: PrivateLoraConfig | LoraConfig | str | None = None
+    config: PrivateLoraConfig | LadderConfig | LoraConfig | str | None = None
     lr: float = 0.0
     basis: str | None = None
     model: str = "plpkg-small"
+    strongest: int | None = None
 
 
 def low(rank: int, targets=QKV, **settings) -> PrivateLoraConfig:
     return PrivateLoraConfig(r_c2d=rank, r_d2c=rank, target_modules=list(targets), **settings)
 
 
+def ladder(width: int | None = None, **settings) -> LadderConfig:
+    return LadderConfig(r=96, width=width, **settings)
+
+
 def lora(rank: int, targets=QKV) -> LoraConfig:
     return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(targets))
+
+
+DOWN = low(48, ["down_proj"], init="given")
+WAYS = {
+    "all layers": Method(DOWN, 1e-2, "own"),
+    "two layers": Method(DOWN, basis="own", strongest=2),
+    "one layer late": Method(low(48, ["down_proj"], init="given", late=True), basis="own"),
+    "ladder": Method(ladder(init="given"), basis="public"),
+    "ladder 512": Method(ladder(512, init="given"), basis="public"),
+}
+"""The ways of saving round trips. Their learning rates are each benchmark's own, but for the first."""
 
 
 def prepared(method: Method, start, for_bases: Iterator[torch.Tensor] | None = None, seed: int = 0):
@@ -47,16 +65,21 @@ def prepared(method: Method, start, for_bases: Iterator[torch.Tensor] | None = N
     A and B come from the gradient of the batches ``for_bases``, or from ``seed`` if they are random.
     """
     model = copy.deepcopy(start)
+    first = None if for_bases is None else list(islice(for_bases, 8))
     if method.config == "head":
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # no longer the embedding
     elif method.config is not None:
         torch.manual_seed(0)
         config = copy.deepcopy(method.config)
-        if isinstance(config, PrivateLoraConfig):
+        if isinstance(config, ProjectionConfig):
             config.projection_seed = seed
+        if method.strongest is not None:
+            everywhere = get_peft_model(copy.deepcopy(start), config)
+            norms = bases.from_gradients(everywhere, first)
+            config.layers_to_transform = bases.strongest_layers(norms, method.strongest)
         model = get_peft_model(model, config)
-        if for_bases is not None:
-            bases.from_gradients(model, islice(for_bases, 8))
+        if first is not None:
+            bases.from_gradients(model, first)
     return model
 
 
@@ -87,14 +110,19 @@ def token_accuracy(model, encoded) -> float:
     return 100 * right / total
 
 
-def test_text(name: str) -> list[Document]:
-    """The writer's test documents, the first 40 kB or so."""
+def opening(name: str, split: str) -> list[Document]:
+    """The writer's documents of a split, the first 40 kB or so."""
     chosen, size = [], 0
-    for document in corpora.writer(name).split("test"):
+    for document in corpora.writer(name).split(split):
         if size < TEST_BYTES:
             chosen.append(document)
             size += len(document.text)
     return chosen
+
+
+def test_text(name: str) -> list[Document]:
+    """The writer's test documents, the first 40 kB or so."""
+    return opening(name, "test")
 
 
 def asked(question: str) -> str:

@@ -4,12 +4,13 @@ The names a notebook imports; ``plots``, ``widget`` and ``exercises`` load on fi
 ``count`` imports torch when it is called, so that a calculation needs neither torch nor matplotlib.
 """
 
-from plpkg.communication.formulas import BASELINES, full_activations, layer_cut, low_rank
+from plpkg.communication.formulas import BASELINES, full_activations, ladder, layer_cut, low_rank
 from plpkg.communication.run import PHASES, Run
 from plpkg.communication.schedule import (
     Message,
     count,
     full_activation_messages,
+    ladder_messages,
     layer_cut_messages,
     low_rank_messages,
 )
@@ -26,6 +27,8 @@ __all__ = [
     "exercises",
     "full_activation_messages",
     "full_activations",
+    "ladder",
+    "ladder_messages",
     "layer_cut",
     "layer_cut_messages",
     "low_rank",

@@ -1,10 +1,12 @@
 r"""Closed formulas for the traffic between a device and the cloud that holds the decoder.
 
-Three protocols, after PrivateLoRA (arXiv 2311.14030):
+Four protocols, after PrivateLoRA (arXiv 2311.14030):
 
 * :func:`full_activations`: adapters on the device, activations cross at full width.
 * :func:`low_rank`: low-rank residual transmission. With :math:`\Delta W = A M B` the cloud keeps
   A and B, the device keeps M, and only :math:`r` numbers a projection cross each way.
+* :func:`ladder`: M is on the device, behind all layers (ladder side-tuning, arXiv 2206.06522, at
+  this cut): every layer's :math:`A x` comes down with the final hidden state, nothing goes up.
 * :func:`layer_cut`: no adapter crosses; the device runs the first layers itself.
 
 Per pass over ``n`` positions and ``L`` adapted layers, forward:
@@ -25,9 +27,18 @@ Training adds the gradient of the final hidden state (up), and per layer the gra
 lowest layer's return is counted although nothing needs it when the word
 embedding stays frozen.
 
+Two things make fewer round trips of :func:`low_rank`. ``folded``: the last layer's :math:`B M u` is
+added to the final hidden state, so :math:`u` comes down with that, the device adds it, and ``L - 1``
+exchanges are left. ``late``: what a layer receives, the next one adds, and the last also its own. Layer
+``g`` sends :math:`u_g` before it waits for :math:`v_{g-1}`, so it starts once :math:`v_{g-2}` is there,
+a round trip after layer ``g - 2``. The last of ``n`` exchanges starts after ``⌊(n-1)/2⌋`` round trips
+and takes one more: ``⌈n/2⌉``. A backward pass waits for every answer.
+
 Left out: framing, headers, encryption, compression, and the shape of the cache, which the
 published demo also sends.
 """
+
+from dataclasses import replace
 
 from plpkg.catalog import ModelShape, model as find_model
 from plpkg.communication.run import Run
@@ -94,6 +105,8 @@ def low_rank(
     *,
     r_c2d: int | None = None,
     r_d2c: int | None = None,
+    late: bool = False,
+    folded: bool = False,
     **run,
 ) -> Traffic:
     """Traffic of low-rank residual transmission, per token by default.
@@ -107,6 +120,12 @@ def low_rank(
         the width of keys and values sends more than their whole output.
     r_c2d, r_d2c
         Values a projection sends from cloud to device and back, where they differ.
+    late
+        Each layer adds what the one before it has received: two exchanges are under way at once.
+    folded
+        The last layer's residual input comes down with the final hidden state, for the same positions,
+        and is added to it on the device. Only an adapter of the last layer's last projection
+        (``projections=1``: ``down_proj``) can do that, and ``endpoints`` must count.
 
     Returns
     -------
@@ -116,12 +135,26 @@ def low_rank(
     Raises
     ------
     ValueError
-        An argument is out of range: a rank below 1 or above ``hidden``, say.
+        An argument is out of range: a rank below 1 or above ``hidden``, say; or nothing can be folded.
     """
     model = find_model(model)
     r_c2d, r_d2c = ranks(model, rank, r_c2d, r_d2c)
-    n = len(projection_dims(model, projections))
-    return _traffic(Run(model, **run), n * r_c2d, n * r_d2c, endpoints, bits)
+    n, run = len(projection_dims(model, projections)), Run(model, **run)
+    riding = folded_layers(run, projections, endpoints, folded)
+    return _traffic(run, n * r_c2d, n * r_d2c, endpoints, bits, riding, flag("late", late))
+
+
+def ladder(model: str | ModelShape, rank: int = 96, bits: int = 16, **run) -> Traffic:
+    """Traffic of a ladder, end points included: every adapted layer's ``rank`` numbers come down at the end of a pass.
+
+    One round trip a pass. Nothing on the cloud depends on M, so ``phase="training"`` is a forward
+    pass whose every position comes down. Parameters and errors as in :func:`low_rank`; ``first_k``
+    and ``last_k`` must be 0.
+    """
+    model = find_model(model)
+    rank, _ = ranks(model, rank)
+    run = ladder_run(model, **run)
+    return _traffic(run, rank, 0, True, bits, riding=run.crossing_layers)
 
 
 def layer_cut(model: str | ModelShape, after_layer: int, bits: int = 16, **run) -> Traffic:
@@ -149,21 +182,45 @@ def projection_dims(model: ModelShape, projections: int) -> tuple[int, ...]:
     return model.projection_dims[: one_of("projections", projections, (1, 3))]
 
 
-def _traffic(run: Run, down_values: int, up_values: int, endpoints: bool, bits: int) -> Traffic:
-    """Add up the layers' values (each way, one position, one layer) and the end points."""
+def folded_layers(run: Run, projections: int, endpoints: bool, folded: bool) -> int:
+    """1 if the last layer is folded, else 0: refused where what it adds does not reach a final hidden state."""
+    if flag("folded", folded):
+        whole_number("adapted_layers of a folded split", run.crossing_layers, 1)
+        one_of("last_k of a folded split", run.last_k, (0,))
+        one_of("projections of a folded split", projections, (1,))
+        one_of("endpoints of a folded split", endpoints, (True,))
+    return int(folded)
+
+
+def ladder_run(model: ModelShape, **run) -> Run:
+    """The run of a ladder: all layers on the cloud, and to train no more than a forward pass."""
+    run = Run(model, **run)
+    for name in ("first_k", "last_k"):
+        one_of(f"{name} of a ladder", getattr(run, name), (0,))
+    return replace(run, phase="prefill", final_hidden="all") if run.phase == "training" else run
+
+
+def _traffic(
+    run: Run, down_values: int, up_values: int, endpoints: bool, bits: int, riding: int = 0, late: bool = False
+) -> Traffic:
+    """Add up the layers' values (each way, one position, one layer) and the end points.
+
+    What comes down for ``riding`` of the layers comes with the final hidden state, and nothing goes up for them.
+    """
     bits, endpoints = whole_number("bits", bits, 1, 64), flag("endpoints", endpoints)
-    layers, n, hidden = run.crossing_layers, run.tokens * run.batch, run.model.hidden
-    up, down = layers * n * up_values, layers * n * down_values
+    layers, n, hidden = run.crossing_layers - riding, run.tokens * run.batch, run.model.hidden
     # Layers on the device after the cloud's need every position, to fill their own KV cache.
     last_only = run.phase == "prefill" and run.final_hidden == "last" and run.last_k == 0
+    final = run.batch if last_only else n
+    up, down = layers * n * up_values, (layers * n + riding * final) * down_values
     if endpoints:
         up += n * hidden
-        down += (run.batch if last_only else n) * hidden
-    round_trips = layers + endpoints
+        down += final * hidden
+    round_trips = endpoints + ((layers + 1) // 2 if late else layers)
 
     if run.phase == "training":
         # The backward pass mirrors the forward one: gradients of outputs down, of inputs up.
-        up, down = up + layers * n * down_values, down + layers * n * up_values
+        up, down = up + (layers + riding) * n * down_values, down + layers * n * up_values
         round_trips += layers
         if endpoints:
             up += n * hidden

@@ -30,7 +30,7 @@ def sequence_chart(messages: Iterable[Message], ax=None):
     return theme.describe(
         ax,
         f"Sequence chart of {len(messages)} messages between device and cloud, {directions.count('up')} up and "
-        f"{directions.count('down')} down, each sent only after the one before it has arrived.",
+        f"{directions.count('down')} down, each sent only after what came before it the other way has arrived.",
     )
 
 

@@ -1,15 +1,17 @@
 """The counting twin of :mod:`plpkg.communication.formulas`: walk the protocol, serialise every message.
 
-A schedule lists the messages in the order in which they cross the network. :func:`count` makes a
-tensor for each, turns it into bytes, and adds the bytes up. Nothing here knows a closed formula.
+A schedule lists the messages in the order in which they cross the network; what follows each other in
+one direction is under way at once. :func:`count` makes a tensor for each, turns it into bytes, and adds
+the bytes up. Nothing here knows a closed formula: in which order late residuals cross, a clock says.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 
 from plpkg.catalog import ModelShape, model as find_model
-from plpkg.communication.formulas import BASELINES, projection_dims, ranks
+from plpkg.communication.formulas import BASELINES, folded_layers, ladder_run, projection_dims, ranks
 from plpkg.communication.run import Run
 from plpkg.communication.traffic import Traffic
 from plpkg.validation import flag, one_of, whole_number
@@ -28,7 +30,7 @@ class Message:
     shape
         The tensor's, ``(…, batch, seq, width)``.
     layer
-        The decoder layer it belongs to; ``None`` for the end points.
+        The decoder layer it belongs to; ``None`` for the end points, and for several layers' together.
     """
 
     content: str
@@ -45,6 +47,8 @@ def low_rank_messages(
     *,
     r_c2d: int | None = None,
     r_d2c: int | None = None,
+    late: bool = False,
+    folded: bool = False,
     **run,
 ) -> Iterator[Message]:
     """The messages of low-rank residual transmission; parameters as in :func:`~plpkg.communication.low_rank`.
@@ -53,11 +57,22 @@ def low_rank_messages(
     """
     model = find_model(model)
     r_c2d, r_d2c = ranks(model, rank, r_c2d, r_d2c)
-    n = len(projection_dims(model, projections))
+    n, run = len(projection_dims(model, projections)), Run(model, **run)
     names = ("A x", "M A x", "Bᵀ g", "Mᵀ Bᵀ g")
-    return _walk(
-        Run(model, **run), flag("endpoints", endpoints), lambda b, s: ((n, b, s, r_c2d), (n, b, s, r_d2c)), names
-    )
+    endpoints, late = flag("endpoints", endpoints), flag("late", late)
+    riding = folded_layers(run, projections, endpoints, folded)
+    return _walk(run, endpoints, lambda b, s: ((n, b, s, r_c2d), (n, b, s, r_d2c)), names, riding, late)
+
+
+def ladder_messages(model: str | ModelShape, rank: int = 96, **run) -> Iterator[Message]:
+    """The messages of a ladder; parameters as in :func:`~plpkg.communication.ladder`.
+
+    What the layers send travels in one message a pass, ``(layers, batch, seq, rank)``.
+    """
+    model = find_model(model)
+    (rank, _), run = ranks(model, rank), ladder_run(model, **run)
+    layers = run.crossing_layers
+    return _walk(run, True, lambda b, s: ((layers, b, s, rank), ()), ("A x",), riding=layers)
 
 
 def full_activation_messages(
@@ -85,9 +100,15 @@ def layer_cut_messages(model: str | ModelShape, after_layer: int, **run) -> Iter
     return _walk(Run(model, first_k=after_layer, adapted_layers=0, **run), True, None, ())
 
 
-def _walk(run: Run, endpoints: bool, shapes: Callable | None, names: tuple[str, ...]) -> Iterator[Message]:
-    """Play the protocol: one pass over all positions, or in ``decode`` one pass a token."""
-    layers = range(run.first_k, run.first_k + run.crossing_layers)
+def _walk(
+    run: Run, endpoints: bool, shapes: Callable | None, names: tuple[str, ...], riding: int = 0, late: bool = False
+) -> Iterator[Message]:
+    """Play the protocol: one pass over all positions, or in ``decode`` one pass a token.
+
+    The last ``riding`` layers wait for nothing: what they send goes down with the final hidden state.
+    """
+    layers = range(run.first_k, run.first_k + run.crossing_layers - riding)
+    folded = layers.stop if riding == 1 else None
     passes, seq = (run.tokens, 1) if run.phase == "decode" else (1, run.tokens)
     hidden = (run.batch, seq, run.model.hidden)
     final = hidden
@@ -96,21 +117,37 @@ def _walk(run: Run, endpoints: bool, shapes: Callable | None, names: tuple[str, 
     for _ in range(passes):
         if endpoints:
             yield Message("embedding" if run.first_k == 0 else "hidden at the cut", "up", hidden)
-        for layer in layers:
-            down, up = shapes(run.batch, seq)
-            yield Message(names[0], "down", down, layer)
-            yield Message(names[1], "up", up, layer)
+        for layer, way in _exchanges(layers, late):
+            yield Message(names[way], ("down", "up")[way], shapes(run.batch, seq)[way], layer)
+        if riding:
+            yield Message(names[0], "down", shapes(*final[:2])[0], folded)
         if endpoints:
             yield Message("hidden", "down", final)
         if run.phase == "training":
             if endpoints:
                 yield Message("grad hidden", "up", hidden)
+            if riding:  # the device has the gradient of M's output, so only that of its input crosses
+                yield Message(names[3], "up", shapes(*final[:2])[0], folded)
             for layer in reversed(layers):
                 down, up = shapes(run.batch, seq)
                 yield Message(names[2], "down", up, layer)  # the gradient of an output has its shape
                 yield Message(names[3], "up", down, layer)
             if endpoints and run.first_k > 0:
                 yield Message("grad at the cut", "down", hidden)
+
+
+def _exchanges(layers: range, late: bool) -> list[tuple[int, int]]:
+    """A forward pass's ``(layer, 0 down or 1 up)`` in the order of a clock of half round trips.
+
+    A layer sends when it starts; the next starts once the answers up to its own, if ``late`` only up to
+    the one before, have arrived. Computing takes no time.
+    """
+    clock, answered, sent = 0, [], []
+    for layer in layers:
+        sent += [(clock, layer, 0), (clock + 1, layer, 1)]
+        answered.append(clock + 2)
+        clock = max([clock, *answered[: len(answered) - late]])
+    return [(layer, way) for _, layer, way in sorted(sent, key=itemgetter(0))]
 
 
 def serialise(message: Message, bits: int = 16) -> bytes:

@@ -53,8 +53,9 @@ class Traffic(results.Tabular):
 
         Notes
         -----
-        Serial: a message leaves when the one before it has arrived. Nothing is pipelined, because
-        every message of these protocols depends on the one before it.
+        Serial: a message leaves when the one before it has arrived, for nearly every message of
+        these protocols depends on the one before it. Where two are under way at once
+        (``late``), they share the round trip, and the link sends one after the other.
         """
         link = find_link(link)
         rtt_s = link.rtt_s if rtt_s is None else number("rtt_s", rtt_s)

@@ -7,6 +7,7 @@ from plpkg.lazy import on_first_use
 
 PLACES = dict(
     PrivateLoraConfig="adapter",
+    LadderConfig="ladder",
     convert_to_lora="adapter",
     matrices="adapter",
     attacks="attacks",

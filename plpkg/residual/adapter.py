@@ -15,6 +15,7 @@ A fused projection (Phi-3's ``qkv_proj``, GPT-2's ``c_attn``) is one projection 
 """
 
 import hashlib
+import threading
 import warnings
 from dataclasses import dataclass, field
 
@@ -26,7 +27,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_t
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from plpkg.validation import one_of, whole_number
+from plpkg.validation import flag, one_of, whole_number
 
 PEFT_TYPE = "PRIVATELORA"
 PREFIX = "privatelora_"
@@ -36,15 +37,13 @@ TARGET_MODULES = {"llama": QKV, "mistral": QKV, "qwen2": QKV, "gemma2": QKV, "ph
 
 
 @dataclass
-class PrivateLoraConfig(PeftConfig):
-    """How a model is adapted.
+class ProjectionConfig(PeftConfig):
+    """Where an adapter of this room is, and where its frozen projections come from.
 
     Attributes
     ----------
-    r_c2d, r_d2c
-        Ranks from cloud to device and back: M is ``(r_d2c, r_c2d)``.
     target_modules
-        Names of the linear layers, or a regular expression; by default those of :data:`TARGET_MODULES`.
+        Names of the linear layers, or a regular expression; by default those of the method.
     exclude_modules
         Names, or a regular expression, of layers to leave alone.
     layers_to_transform
@@ -52,47 +51,72 @@ class PrivateLoraConfig(PeftConfig):
     layers_pattern
         The name of the list of layers, where PEFT does not know it.
     init
-        ``"gaussian"``: A and B are random, from ``projection_seed`` and the module's name. ``"svd"``: they are the
-        largest singular vectors of W, B scaled by the singular values. ``"given"``: random until something else sets
-        them (:mod:`plpkg.residual.bases`) or they are loaded.
+        ``"gaussian"``: the projections are random, from ``projection_seed`` and the module's name. ``"given"``: random
+        until something else sets them (:mod:`plpkg.residual.bases`) or they are loaded.
     projection_seed
-        The seed of A and B, together with each module's name.
+        The seed of the projections, together with each module's name.
     save_projection
-        Save A and B beside M. By default unless they are ``"gaussian"``: singular vectors may change sign from one
-        machine to the next, and an M that was learnt for the others would be wrong.
+        Save the projections beside what learns. By default unless they are ``"gaussian"``: singular vectors may change
+        sign from one machine to the next, and what was learnt for the others would be wrong.
     modules_to_save
         Other modules to train and save.
     """
 
-    r_c2d: int = field(default=64, metadata={"help": "Rank from cloud to device."})
-    r_d2c: int = field(default=64, metadata={"help": "Rank from device to cloud."})
     target_modules: list[str] | str | None = field(default=None, metadata={"help": "Linear layers to adapt."})
     exclude_modules: list[str] | str | None = field(default=None, metadata={"help": "Layers to leave alone."})
     layers_to_transform: list[int] | int | None = field(default=None, metadata={"help": "Decoder layers to adapt."})
     layers_pattern: list[str] | str | None = field(default=None, metadata={"help": "Name of the list of layers."})
-    init: str = field(default="gaussian", metadata={"help": "gaussian, svd or given."})
-    projection_seed: int = field(default=0, metadata={"help": "Seed of A and B."})
-    save_projection: bool | None = field(default=None, metadata={"help": "Save A and B beside M."})
+    init: str = field(default="gaussian", metadata={"help": "Where the projections come from."})
+    projection_seed: int = field(default=0, metadata={"help": "Seed of the projections."})
+    save_projection: bool | None = field(default=None, metadata={"help": "Save the projections."})
     modules_to_save: list[str] | None = field(default=None, metadata={"help": "Other modules to train and save."})
+
+    inits = ("gaussian", "given")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("target_modules", "exclude_modules"):
+            if isinstance(getattr(self, name), list):
+                setattr(self, name, set(getattr(self, name)))
+        self.projection_seed = whole_number("projection_seed", self.projection_seed, 0)
+        one_of("init", self.init, self.inits)
+        if self.save_projection is None:
+            self.save_projection = self.init != "gaussian"
+        if self.init != "gaussian" and not self.save_projection:
+            raise ValueError(f"init={self.init!r} needs save_projection=True: nothing else brings the same projections")
+        if self.layers_pattern and self.layers_to_transform is None:
+            raise ValueError(f"layers_pattern={self.layers_pattern!r} needs layers_to_transform")
+
+
+@dataclass
+class PrivateLoraConfig(ProjectionConfig):
+    """How a model is adapted; the other fields are those of :class:`ProjectionConfig`.
+
+    Attributes
+    ----------
+    r_c2d, r_d2c
+        Ranks from cloud to device and back: M is ``(r_d2c, r_c2d)``.
+    init
+        Also ``"svd"``: A and B are the largest singular vectors of W, B scaled by the singular values.
+    late
+        Add what a layer's M answers to the same projection of the next adapted layer, the last one's to its own: so
+        two exchanges can be under way at once. Cannot be merged, nor recomputed by gradient checkpointing.
+    """
+
+    r_c2d: int = field(default=64, metadata={"help": "Rank from cloud to device."})
+    r_d2c: int = field(default=64, metadata={"help": "Rank from device to cloud."})
+    late: bool = field(default=False, metadata={"help": "Add each answer one layer later."})
+
+    inits = ("gaussian", "svd", "given")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.peft_type = PEFT_TYPE
-        for name in ("target_modules", "exclude_modules"):
-            if isinstance(getattr(self, name), list):
-                setattr(self, name, set(getattr(self, name)))
         self.r_c2d = whole_number("r_c2d", self.r_c2d, 1)
         self.r_d2c = whole_number("r_d2c", self.r_d2c, 1)
-        self.projection_seed = whole_number("projection_seed", self.projection_seed, 0)
-        one_of("init", self.init, ("gaussian", "svd", "given"))
+        flag("late", self.late)
         if self.init == "svd" and self.r_c2d != self.r_d2c:
             raise ValueError(f"init='svd' takes one rank for both ways, got r_c2d={self.r_c2d}, r_d2c={self.r_d2c}")
-        if self.save_projection is None:
-            self.save_projection = self.init != "gaussian"
-        if self.init != "gaussian" and not self.save_projection:
-            raise ValueError(f"init={self.init!r} needs save_projection=True: nothing else brings the same A and B")
-        if self.layers_pattern and self.layers_to_transform is None:
-            raise ValueError(f"layers_pattern={self.layers_pattern!r} needs layers_to_transform")
 
 
 def gaussian_projections(
@@ -137,6 +161,41 @@ def svd_projections(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torc
     return vh[:rank].contiguous(), (u[:, :rank] * s[:rank]).contiguous()
 
 
+class PerThread(threading.local):
+    """Attributes that each thread has for itself; a copy, pickled or not, begins anew."""
+
+    def __reduce__(self) -> tuple:
+        return type(self), ()
+
+
+class UnderWay(PerThread):
+    """What the projections of one name add one layer late, on its way from each to the next."""
+
+    def __init__(self) -> None:
+        self.residual: torch.Tensor | None = None
+
+
+def features(module: str, base: nn.Module) -> tuple[int, int]:
+    """``(in_features, out_features)`` of a linear layer, ``nn.Linear`` or GPT-2's ``Conv1D``."""
+    if isinstance(base, nn.Linear):
+        return base.in_features, base.out_features
+    if isinstance(base, Conv1D):
+        return base.nx, base.nf
+    raise ValueError(f"{module} is a {type(base).__name__}: only nn.Linear and Conv1D can be adapted")
+
+
+def keep_projections(module: str, adapter_name: str, config: ProjectionConfig, *projections: tuple) -> None:
+    """Put ``(buffers, value)`` into a layer: all adapters of one are saved with their projections, or none is."""
+    for buffers, value in projections:
+        if len(buffers) and buffers.persistent != config.save_projection:
+            raise ValueError(
+                f"save_projection={config.save_projection} for the adapter {adapter_name!r}, but "
+                f"{buffers.persistent} for those that the model already has in {module}"
+            )
+        buffers.persistent = config.save_projection
+        buffers[adapter_name] = value
+
+
 class PrivateLoraLayer(nn.Module, BaseTunerLayer):
     """A linear layer with one M for each adapter.
 
@@ -158,16 +217,11 @@ class PrivateLoraLayer(nn.Module, BaseTunerLayer):
         super().__init__()
         self.base_layer = base_layer
         self.module = module
-        base = self.get_base_layer()
-        if isinstance(base, nn.Linear):
-            self.in_features, self.out_features = base.in_features, base.out_features
-        elif isinstance(base, Conv1D):
-            self.in_features, self.out_features = base.nx, base.nf
-        else:
-            raise ValueError(f"{module} is a {type(base).__name__}: only nn.Linear and Conv1D can be adapted")
+        self.in_features, self.out_features = features(module, self.get_base_layer())
         self.privatelora_M = nn.ModuleDict()
         self.privatelora_A = BufferDict(persistent=False)
         self.privatelora_B = BufferDict(persistent=False)
+        self.late: dict[str, tuple[UnderWay, bool, bool]] = {}  # of each late adapter: whether first, whether last
         self._disable_adapters = False
         self.merged_adapters = []
 
@@ -179,19 +233,13 @@ class PrivateLoraLayer(nn.Module, BaseTunerLayer):
             a, b = gaussian_projections(
                 config.projection_seed, self.module, self.in_features, self.out_features, config.r_c2d, config.r_d2c
             )
-        projections = (("A", self.privatelora_A, a), ("B", self.privatelora_B, b))
-        for name, buffers, _ in projections:  # every adapter of a layer is saved with its own A and B, or none is
-            if len(buffers) and buffers.persistent != config.save_projection:
-                raise ValueError(
-                    f"save_projection={config.save_projection} for the adapter {adapter_name!r}, but "
-                    f"{buffers.persistent} for those that the model already has ({name} of {self.module})"
-                )
         self.privatelora_M[adapter_name] = nn.Linear(config.r_c2d, config.r_d2c, bias=False)
         nn.init.zeros_(self.privatelora_M[adapter_name].weight)
         self._move_adapter_to_device_of_base_layer(adapter_name)
-        for _, buffers, value in projections:  # after the move, which rounds to the base layer's type
-            buffers.persistent = config.save_projection
-            buffers[adapter_name] = value.to(self.get_base_layer().weight.device)
+        here = self.get_base_layer().weight.device
+        projections = (self.privatelora_A, a.to(here)), (self.privatelora_B, b.to(here))
+        keep_projections(self.module, adapter_name, config, *projections)  # after the move, which rounds
+        self.late.pop(adapter_name, None)
         self.set_adapter(self.active_adapters, inference_mode=inference_mode)
 
     def _base_weight(self) -> torch.Tensor:
@@ -218,11 +266,24 @@ class PrivateLoraLayer(nn.Module, BaseTunerLayer):
         dtype = result.dtype
         for adapter_name in self.active_adapters:
             if adapter_name in self.privatelora_M:
-                result = result + self.residual(x, adapter_name)
+                result = result + self._arriving(self.residual(x, adapter_name), adapter_name)
         return result.to(dtype)
+
+    def _arriving(self, residual: torch.Tensor, adapter_name: str) -> torch.Tensor | int:
+        """What an adapter adds here: its residual; if it is late, that of the layer before."""
+        if adapter_name not in self.late:
+            return residual
+        under_way, first, last = self.late[adapter_name]
+        before = 0 if first else under_way.residual
+        if before is None:
+            raise RuntimeError(f"nothing has reached {self.module}: a late adapter takes no gradient checkpointing")
+        under_way.residual = None if last else residual
+        return before + residual if last else before
 
     def get_delta_weight(self, adapter_name: str) -> torch.Tensor:
         """B·M·A in the shape of the base layer's weight."""
+        if adapter_name in self.late:
+            raise ValueError(f"{adapter_name!r} is late: what {self.module} adds is no part of its own weight")
         m = self.privatelora_M[adapter_name].weight
         delta = self.privatelora_B[adapter_name].to(m.dtype) @ m @ self.privatelora_A[adapter_name].to(m.dtype)
         return delta.T if isinstance(self.get_base_layer(), Conv1D) else delta
@@ -280,6 +341,20 @@ class PrivateLoraModel(BaseTuner):
             layer.requires_grad_(False)
         self._replace_module(parent, target_name, layer, target)
 
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *arguments, **options) -> None:
+        super().inject_adapter(model, adapter_name, *arguments, **options)  # its hooks see only the first adapter
+        if not self.peft_config[adapter_name].late:
+            return
+        by_name: dict[str, list[PrivateLoraLayer]] = {}
+        for layer in layers(model, adapter_name).values():
+            by_name.setdefault(layer.module.rpartition(".")[2], []).append(layer)
+        for name, same in by_name.items():
+            if len(widths := {layer.out_features for layer in same}) > 1:
+                raise ValueError(f"late=True needs one width of every {name}, got {sorted(widths)}")
+            under_way = UnderWay()
+            for layer in same:
+                layer.late[adapter_name] = under_way, layer is same[0], layer is same[-1]
+
 
 def layers(model: nn.Module, adapter_name: str = "default") -> dict[str, PrivateLoraLayer]:
     """The layers that have this PrivateLoRA adapter, by their names in the model; none if there is no such adapter."""
@@ -321,6 +396,8 @@ def convert_to_lora(model: PeftModel, adapter_name: str = "default") -> tuple[Lo
     config = configs.get(adapter_name)
     if not isinstance(config, PrivateLoraConfig):
         raise ValueError(f"{adapter_name!r} is not a PrivateLoRA adapter of this model: {list(configs)}")
+    if config.late:
+        raise ValueError(f"{adapter_name!r} is late: LoRA has no residual that arrives one layer later")
     if config.modules_to_save:
         raise ValueError(f"modules_to_save={sorted(config.modules_to_save)} are no part of LoRA: save them apart")
     rank = min(config.r_c2d, config.r_d2c)

@@ -5,6 +5,7 @@ The cloud computes as agreed, keeps every message, and knows what is public: wei
 - word embeddings are rows of a public table: :func:`recover_tokens`;
 - final hidden states go through a public LM head: their argmax is what a greedy device writes;
 - u = A·x and v = M·u are input and output of the private matrix: :func:`recover_m`;
+- behind a ladder no v crosses, but every token that M has chosen does: :func:`imitate_ladder`;
 - hidden states after the device's own layers still tell the token: :class:`LinearInverter` learns it from public text.
 
 Left out: attacks on the gradients that cross in training (BiSR, arXiv 2409.00960), and a cloud that cheats. Attackers
@@ -108,6 +109,60 @@ def pairs(u: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     if not all(t.isfinite().all() for t in (u, v)):
         raise ValueError("u and v must be finite")
     return tuple(t.detach().cpu().double().flatten(0, -2) for t in (u, v))
+
+
+@torch.enable_grad()
+def imitate_ladder(
+    part: DevicePart, finals: torch.Tensor, tokens: torch.Tensor, *, times: torch.Tensor | None = None,
+    temperature: float = 1.0, lr: float = 3e-3, steps: int = 160, seed: int = 0,
+) -> float:  # fmt: skip
+    """Train a ladder's M by maximum likelihood of what its owner's chose; the best for tokens held out is kept.
+
+    Parameters
+    ----------
+    part
+        The device's part as the cloud can build it, with an M of the owner's shape, which learns in place.
+    finals, tokens
+        ``(n, hidden + numbers)`` and ``(n,)``: what the cloud sent, and what the device chose from it.
+    times
+        ``(n, vocab)``, of a device that samples with the cloud's random numbers (``wire.sampling.race``): each token
+        i then tells that ``logit_i - logit_j >= log time_i - log time_j`` for all j. Logits that are off by δ break
+        such a bound with a probability of the order of δ; what a token without times tells of them is of δ²'s.
+    temperature
+        Of the sampling; low where the logits decide (greedy, or with ``times``), so that only bounds matter.
+    lr, steps, seed
+        Of AdamW, whose rate falls to zero; of what is held out, and of the order.
+
+    Returns
+    -------
+    float
+        Nats a held-out token: to choose the other settings by.
+    """
+    n = len(tokens)
+    if n < 2 or finals.shape != (n, part.width) or not finals.isfinite().all():
+        raise ValueError(f"finals {tuple(finals.shape)} and {n} tokens are not two pairs at least, or not finite")
+    if times is not None and times.shape != (shape := (n, part.embedding.num_embeddings)):
+        raise ValueError(f"times must be of the shape {shape}, got {tuple(times.shape)}")
+    number("temperature", temperature, open_low=True)
+    generator, m = torch.Generator().manual_seed(seed), part.tail.m.requires_grad_()
+    held, seen = torch.randperm(n, generator=generator).tensor_split([min(-(-n // 5), CHUNK)])
+    optimizer, best = torch.optim.AdamW(m.parameters(), weight_decay=0.0), math.inf
+
+    def loss(at: torch.Tensor) -> torch.Tensor:
+        logits = part.logits(finals[at].to(part.lm_head.weight))  # (batch, vocab)
+        scores = logits if times is None else logits - times[at].log()
+        return torch.nn.functional.cross_entropy(scores / temperature, tokens[at])
+
+    for step in range(whole_number("steps", steps, 1) + 1):
+        with torch.no_grad():
+            if step % (steps // 16 + 1) == 0 and (now := loss(held).item()) < best:
+                best, kept = now, copy.deepcopy(m.state_dict())
+        optimizer.zero_grad()
+        loss(seen[torch.randint(len(seen), (256,), generator=generator)]).backward(inputs=list(m.parameters()))
+        optimizer.param_groups[0]["lr"] = lr * min((step + 1) / 10, 1 - step / steps)
+        optimizer.step()
+    m.load_state_dict(kept)
+    return best
 
 
 class LinearInverter:

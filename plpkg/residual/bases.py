@@ -5,16 +5,22 @@ over some text, the largest first step of an M of these ranks is the one along t
 
 .. math:: A = V^T_{:r_{c2d}}, \quad B = U_{:r_{d2c}}, \quad \partial L / \partial M = B^T G A^T = S
 
-(LoRA-SB, arXiv 2411.19557, begins with a gradient as well; it also sets its M from it, here M stays zero.) The cloud
-has to be given A and B: they tell it the directions of that text's gradient. In training over the wire it sees the
-layer's inputs and the gradients of their outputs anyway; a device that only generates gives something away with them,
-unless the gradient is that of other people's text.
+(LoRA-SB, arXiv 2411.19557, begins with a gradient as well; it also sets its M from it, here M stays zero.) The size of
+S tells which layers are worth a round trip: :func:`strongest_layers`. For a ladder, whose M adds to the final hidden
+state h, :math:`G_l = \sum_t \partial L / \partial h_t \, x_{l,t}^T` is that of a matrix from layer l's input to there:
+no backward pass through the layers.
+
+The cloud has to be given A and B: they tell it the directions of that text's gradient. In training over the wire it
+sees the layer's inputs and the gradients of their outputs anyway; a device that only generates gives something away
+with them, unless the gradient is that of other people's text.
 
 Left out: bases that follow the gradient during training.
 """
 
+import contextlib
 import hashlib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 
 import torch
 from peft import PeftModel
@@ -22,19 +28,24 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from plpkg.residual.adapter import PrivateLoraConfig, PrivateLoraLayer, layers
+from plpkg.residual.ladder import LadderConfig, LadderNorm, LadderTap, taps
 from plpkg.validation import whole_number
 
 
 def fingerprint_of_bases(model: nn.Module, adapter_name: str) -> str:
     """What identifies every A and B of an adapter: their signs, which are the same in every precision."""
     digest = hashlib.sha256()
-    for layer in layers(model, adapter_name).values():
-        for buffers in (layer.privatelora_A, layer.privatelora_B):
-            digest.update(torch.signbit(buffers[adapter_name]).cpu().numpy().tobytes())
+    projections = [
+        p for layer in layers(model, adapter_name).values() for p in (layer.privatelora_A, layer.privatelora_B)
+    ]
+    for buffers in (*projections, *(tap.ladder_A for tap in taps(model, adapter_name))):
+        digest.update(torch.signbit(buffers[adapter_name]).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
-def from_gradients(model: PeftModel, batches: Iterable[torch.Tensor], *, adapter_name: str = "default") -> None:
+def from_gradients(
+    model: PeftModel, batches: Iterable[torch.Tensor], *, adapter_name: str = "default"
+) -> dict[str, float]:
     """Set every A and B of an adapter from the gradient of the language model's loss over some text.
 
     They are as large as the Gaussian ones, so that the same learning rate does. The gradients of all adapted weights
@@ -43,11 +54,16 @@ def from_gradients(model: PeftModel, batches: Iterable[torch.Tensor], *, adapter
     Parameters
     ----------
     model
-        Adapted with ``PrivateLoraConfig(init="given")``, every M still zero.
+        Adapted with ``PrivateLoraConfig(init="given")`` or ``LadderConfig(init="given")``, every M still zero.
     batches
         ``(batch, seq)`` ids: some of ``plpkg.corpora.batches``, which has no end (``itertools.islice``).
     adapter_name
         Which adapter.
+
+    Returns
+    -------
+    dict
+        By module the norm of S: of the gradient of its M, or of its part of a ladder's.
 
     Raises
     ------
@@ -55,40 +71,110 @@ def from_gradients(model: PeftModel, batches: Iterable[torch.Tensor], *, adapter
         No such adapter, one that has learnt already, a rank above what a weight has, or no text.
     """
     config = model.peft_config.get(adapter_name)
-    if not isinstance(config, PrivateLoraConfig) or config.init != "given":
-        raise ValueError(f"the model needs an adapter {adapter_name!r} of PrivateLoraConfig(init='given')")
-    adapted = list(layers(model, adapter_name).values())
-    for layer in adapted:
-        if layer.privatelora_M[adapter_name].weight.any():
-            raise ValueError(f"the M of {layer.module} is not zero: it was learnt for other A and B")
-        for name, rank in (("r_c2d", config.r_c2d), ("r_d2c", config.r_d2c)):
-            whole_number(name, rank, 1, min(layer.in_features, layer.out_features), f"the rank of {layer.module}")
-    for layer, gradient in zip(adapted, _gradients(model, adapted, batches), strict=True):
-        u, _, vh = torch.linalg.svd(gradient.float(), full_matrices=False)
-        b = u[:, : config.r_d2c] * (layer.out_features / config.r_d2c) ** 0.5
-        for buffers, value in ((layer.privatelora_A, vh[: config.r_c2d]), (layer.privatelora_B, b)):
+    if not isinstance(config, PrivateLoraConfig | LadderConfig) or config.init != "given":
+        raise ValueError(f"the model needs an adapter {adapter_name!r} with init='given', of this room")
+    if isinstance(config, LadderConfig):
+        (norm,) = (module for module in model.modules() if isinstance(module, LadderNorm))
+        adapted, learnt = taps(model, adapter_name), {"the ladder": norm.ladder_M[adapter_name]}
+        ranks, gradients = {"r": config.r}, _gradients_of_rungs(model, adapted, norm, batches)
+    else:
+        adapted = list(layers(model, adapter_name).values())
+        learnt = {layer.module: layer.privatelora_M[adapter_name] for layer in adapted}
+        ranks, gradients = {"r_c2d": config.r_c2d, "r_d2c": config.r_d2c}, _gradients(model, adapted, batches)
+    for name, m in learnt.items():
+        if (m if isinstance(m, nn.Linear) else m.down).weight.any():
+            raise ValueError(f"the M of {name} is not zero: it was learnt for other A and B")
+    norms = {}
+    for layer, gradient in zip(adapted, gradients, strict=True):
+        for name, rank in ranks.items():
+            whole_number(name, rank, 1, min(gradient.shape), f"the rank of {layer.module}")
+        u, s, vh = torch.linalg.svd(gradient.float(), full_matrices=False)
+        if isinstance(layer, LadderTap):
+            values = {layer.ladder_A: vh[: config.r]}
+        else:
+            b = u[:, : config.r_d2c] * (layer.out_features / config.r_d2c) ** 0.5
+            values = {layer.privatelora_A: vh[: config.r_c2d], layer.privatelora_B: b}
+        for buffers, value in values.items():
             buffers[adapter_name] = value.to(buffers[adapter_name]).contiguous()
+        norms[layer.module] = s[: min(ranks.values())].norm().item()
+    return norms
+
+
+def strongest_layers(norms: dict[str, float], count: int) -> list[int]:
+    """The decoder layers with the largest gradients, for ``layers_to_transform``.
+
+    Parameters
+    ----------
+    norms
+        What :func:`from_gradients` gave for an adapter in every layer.
+    count
+        How many.
+    """
+    squares: dict[int, float] = {}
+    for module, norm in norms.items():
+        layer = int(re.search(r"\.(\d+)\.", module)[1])
+        squares[layer] = squares.get(layer, 0.0) + norm**2
+    whole_number("count", count, 1, len(squares), "the adapted layers")
+    return sorted(sorted(squares, key=squares.get, reverse=True)[:count])
+
+
+@contextlib.contextmanager
+def _frozen(model: PeftModel, learning: Iterable[nn.Parameter] = ()) -> Iterator[None]:
+    """Nothing requires a gradient but ``learning``; afterwards the model is as it was."""
+    before = [(p, p.requires_grad, p.grad) for p in model.parameters()]
+    try:
+        for p, *_ in before:
+            p.requires_grad_(False)
+            p.grad = None
+        for p in learning:
+            p.requires_grad_(True)
+        yield
+    finally:
+        for p, requires_grad, gradient in before:
+            p.requires_grad_(requires_grad)
+            p.grad = gradient
 
 
 def _gradients(model: PeftModel, adapted: list[PrivateLoraLayer], batches: Iterable) -> list[torch.Tensor]:
-    """Of each layer's weight ``(out_features, in_features)``, summed; the model is left as it was."""
-    parameters = list(model.parameters())
-    before = [(p.requires_grad, p.grad) for p in parameters]
+    """Of each layer's weight ``(out_features, in_features)``, summed."""
     weights = [layer.get_base_layer().weight for layer in adapted]
-    try:
-        for p in parameters:
-            p.requires_grad_(False)
-            p.grad = None
-        for weight in weights:
-            weight.requires_grad_(True)
+    with _frozen(model, weights):
         for ids in batches:
             ids = ids.to(model.device)
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        if weights[0].grad is None:
+        if weights and weights[0].grad is None:
             raise ValueError("no batches: there is no gradient")
         conv = [isinstance(layer.get_base_layer(), Conv1D) for layer in adapted]
         return [weight.grad.T if turned else weight.grad for weight, turned in zip(weights, conv, strict=True)]
+
+
+def _gradients_of_rungs(
+    model: PeftModel, adapted: list[LadderTap], norm: LadderNorm, batches: Iterable
+) -> list[torch.Tensor]:
+    """Of a matrix from each layer's input to the final hidden state, ``(hidden, in_features)``, summed."""
+    final: list[torch.Tensor] = []
+    inputs: dict[LadderTap, torch.Tensor] = {}
+
+    def keep(tap: LadderTap, arguments: tuple) -> None:
+        inputs[tap] = arguments[0].detach()
+
+    def begin_here(_, arguments: tuple) -> tuple:
+        final[:] = [arguments[0].detach().requires_grad_()]
+        return tuple(final)
+
+    handles = [tap.register_forward_pre_hook(keep) for tap in adapted] + [norm.register_forward_pre_hook(begin_here)]
+    sums: dict[LadderTap, torch.Tensor] = {}
+    try:
+        with _frozen(model):
+            for ids in batches:
+                ids = ids.to(model.device)
+                model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+                delta = final[0].grad.flatten(0, 1)  # (positions, hidden)
+                for tap, x in inputs.items():
+                    sums[tap] = sums.get(tap, 0) + delta.T @ x.flatten(0, 1)
     finally:
-        for p, (requires_grad, gradient) in zip(parameters, before, strict=True):
-            p.requires_grad_(requires_grad)
-            p.grad = gradient
+        for handle in handles:
+            handle.remove()
+    if not sums:
+        raise ValueError("no batches: there is no gradient")
+    return [sums[tap] for tap in adapted]

@@ -1,13 +1,16 @@
 """The cloud's part of a divided model: decoder layers, frozen, that ask the device at each exchange."""
 
+import contextlib
 import copy
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from plpkg.residual.exchange import Exchange, Here, PerThread, Transport
+from plpkg.residual.adapter import PerThread
+from plpkg.residual.exchange import Exchange, Here, Transport
 
 
 class OwnInEachThread(nn.Module):
@@ -37,18 +40,39 @@ class CloudPart(nn.Module):
         A Hugging Face decoder without embedding, which takes ``inputs_embeds``.
     exchanges
         By their number: layer by layer.
+    riders
+        The widths of what goes down with each final hidden state, which is then the one before the norm.
+    public
+        A device's part without any M, with which the cloud can write by itself; ``None`` where the devices keep
+        layers. It is not among this module's parameters.
     """
 
-    def __init__(self, decoder: nn.Module, exchanges: list[Exchange], here: Here) -> None:
+    def __init__(
+        self, decoder: nn.Module, exchanges: list[Exchange], riders: list[int], here: Here, public: nn.Module | None
+    ) -> None:
         super().__init__()
-        self.decoder, self._here = decoder, here
+        self.decoder, self.riders, self._here, self._public = decoder, riders, here, [public]
         self.exchanges = nn.ModuleList(exchanges)
         self.requires_grad_(False)
+
+    @property
+    def public(self) -> nn.Module | None:
+        return self._public[0]
 
     def connect(self, transport: Transport | None) -> None:
         """Let what this thread computes from now on go through ``transport``: other threads have their own."""
         self._here.transport = transport
-        self._here.outputs.clear()
+        for left in (self._here.outputs, self._here.sent, self._here.riding):  # by a pass that broke off
+            left.clear()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let this thread compute without the device, as if every M were zero."""
+        self._here.alone = True
+        try:
+            yield
+        finally:
+            self._here.alone = False
 
     def new_cache(self) -> DynamicCache:
         """An empty KV cache for these layers.
@@ -58,7 +82,7 @@ class CloudPart(nn.Module):
         ValueError
             Layers whose cache is overwritten in place, such as linear attention's: a step could not be taken back.
         """
-        cache = DynamicCache(config=self.decoder.config)
+        cache = new_cache(self.decoder)
         for layer in cache.layers:
             if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
                 raise ValueError(f"a {type(layer).__name__} cannot be taken back to where it was before a step")
@@ -71,8 +95,38 @@ class CloudPart(nn.Module):
         position_ids: torch.Tensor | None = None,
         cache: DynamicCache | None = None,
     ) -> torch.Tensor:
-        """Run the layers: ``(batch, seq, hidden)`` in and out."""
-        return run_layers(self.decoder, hidden, attention_mask, position_ids, cache)
+        """Run the layers: ``(batch, seq, hidden)`` to ``(batch, seq, hidden + riders)``."""
+        final = run_layers(self.decoder, hidden, attention_mask, position_ids, cache)
+        if not self.riders:
+            return final
+        riding = [self._here.riding.pop(seat).to(final.dtype) for seat in range(len(self.riders))]
+        return torch.cat([final, *riding], dim=-1)
+
+
+def new_cache(decoder: nn.Module) -> DynamicCache:
+    """An empty KV cache, whose windows remember what a step has pushed out until :func:`cut_back` is called."""
+    cache = DynamicCache(config=decoder.config)
+    cache.activate_past_recording()
+    return cache
+
+
+def cut_back(cache: DynamicCache, keep: int) -> None:
+    """Forget all but the first ``keep`` positions: between two steps, also where nothing is to be forgotten.
+
+    Raises
+    ------
+    ValueError
+        There are not so many, or a window has dropped positions that would be needed.
+    """
+    seen = cache.get_seq_length()
+    if not 1 <= keep <= seen:
+        raise ValueError(f"keep must be between 1 and the {seen} positions in the cache, got {keep}")
+    for layer in cache.layers:
+        window = getattr(layer, "sliding_window", None)
+        if window and layer.keys.shape[-2] < seen - keep + min(keep, window - 1):
+            raise ValueError(f"keep={keep} of {seen} positions: a window of {window} has dropped what it would need")
+    for layer in cache.layers:
+        layer.crop(keep - seen)
 
 
 def run_layers(decoder: nn.Module, hidden, attention_mask, position_ids, cache) -> torch.Tensor:

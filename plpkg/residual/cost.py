@@ -22,7 +22,7 @@ class DeviceCost(Tabular):
     flops_per_token
         Two for each weight that a token is multiplied with; attention between tokens comes on top.
     up_bytes_per_token, down_bytes_per_token
-        What crosses for each token: hidden state and every M's output, and every M's input and final hidden state.
+        What crosses for each token: hidden state and every M's output; every M's input and final hidden state.
     """
 
     parameters: int
@@ -45,6 +45,7 @@ def device_cost(device: DevicePart, *, wire_bits: int = 16) -> DeviceCost:
     whole_number("wire_bits", wire_bits, 1)
     adapters = [m for m in device.modules() if isinstance(m, PrivateLoraLayer)]
     projections = [t for m in adapters for part in (m.privatelora_A, m.privatelora_B) for t in part.values()]
+    projections += [] if device.tail is None else device.tail.buffers()
     parameters = sum(t.numel() for t in (*device.parameters(), *projections))
     looked_up = [] if device.positions is None else [device.positions.weight]
     if device.embedding.weight is not device.lm_head.weight:
@@ -54,7 +55,7 @@ def device_cost(device: DevicePart, *, wire_bits: int = 16) -> DeviceCost:
         parameters,
         2 * (parameters - sum(t.numel() for t in looked_up)),
         (hidden + crossing * device.ranks[1]) * wire_bits / 8,
-        (hidden + crossing * device.ranks[0]) * wire_bits / 8,
+        (device.width + crossing * device.ranks[0]) * wire_bits / 8,
     )
 
 

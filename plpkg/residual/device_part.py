@@ -1,5 +1,8 @@
 """The device's part of a divided model: embedding, LM head, every M, and the layers that it keeps.
 
+Where A·x rides down with the final hidden state (a ladder, or a last layer that is folded), the device has the final
+norm as well, and what M makes of it is added before: a :class:`Tail`.
+
 Training crosses the cut as well: the device holds labels and loss, the cloud goes back through its layers and
 asks the device at each exchange, which adds to M's gradient and answers with the gradient of what it received.
 """
@@ -11,7 +14,9 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import DynamicCache
 
-from plpkg.residual.cloud_part import run_layers
+from plpkg.residual.adapter import PrivateLoraLayer
+from plpkg.residual.cloud_part import cut_back, new_cache, run_layers
+from plpkg.residual.ladder import answer
 
 
 class LoraBranches(nn.Module):
@@ -25,6 +30,41 @@ class LoraBranches(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([b(a(x)) * scale for a, b, scale in zip(self.a, self.b, self.scaling, strict=True)], dim=-1)
+
+
+class Folded(nn.Module):
+    """The last layer's B·M, on the device: its residual is added where the layer's own output is."""
+
+    def __init__(self, projection: PrivateLoraLayer, adapter_name: str) -> None:
+        super().__init__()
+        self.m = projection.privatelora_M[adapter_name]
+        self.register_buffer("b", projection.privatelora_B[adapter_name], persistent=False)
+
+    def forward(self, u: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.m(u), self.b.to(self.m.weight.dtype))
+
+
+class Tail(nn.Module):
+    """What stands between the cloud's layers and the LM head: ``norm(h + m(u))``.
+
+    Attributes
+    ----------
+    norm
+        The final norm.
+    m
+        A ladder's M, or a :class:`Folded`; ``None`` adds nothing.
+    hidden, numbers
+        The widths of h and u.
+    """
+
+    def __init__(self, norm: nn.Module, m: nn.Module | None, hidden: int, numbers: int) -> None:
+        super().__init__()
+        self.norm, self.m, self.hidden, self.numbers = norm, m, hidden, numbers
+
+    def forward(self, final: torch.Tensor) -> torch.Tensor:
+        """``(batch, seq, hidden + numbers)`` to ``(batch, seq, hidden)``."""
+        h, u = final.split([self.hidden, self.numbers], dim=-1)
+        return self.norm(h if self.m is None else h + answer(self.m, u).to(h.dtype))
 
 
 @dataclass
@@ -47,6 +87,13 @@ class DeviceCache:
     seen: int = 0
     stacked: tuple[torch.Tensor | None, ...] = ()
 
+    def cut_back(self, keep: int) -> None:
+        """Forget all but the first ``keep`` tokens, at least one."""
+        for cache in (self.first, self.last):
+            if cache is not None:
+                cut_back(cache, keep)
+        self.seen = keep
+
 
 class DevicePart(nn.Module):
     """Embedding, LM head, every M, and the layers that the device keeps.
@@ -61,14 +108,18 @@ class DevicePart(nn.Module):
         For each exchange its M: ``nn.Linear(r_c2d, r_d2c, bias=False)``; or a :class:`LoraBranches`.
     ranks
         ``(r_c2d, r_d2c)``.
+    tail
+        What the final hidden state goes through where A·x rides with it, else ``None``.
     lm_head
         What turns hidden states into logits.
     """
 
     def __init__(
-        self, embedding, positions, first, last, matrices, ranks: tuple[int, int], lm_head, softcap: float | None
-    ) -> None:
+        self, embedding, positions, first, last, matrices, ranks: tuple[int, int], tail: Tail | None, lm_head,
+        softcap: float | None,
+    ) -> None:  # fmt: skip
         super().__init__()
+        self.tail = tail
         self.ranks = ranks
         self.embedding, self.positions = embedding, positions
         self.first, self.last = first, last
@@ -77,9 +128,14 @@ class DevicePart(nn.Module):
         self.softcap = softcap
         self._asked: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
+    @property
+    def width(self) -> int:
+        """Of what comes from the cloud at the end of a pass, each position."""
+        return self.embedding.embedding_dim + (0 if self.tail is None else self.tail.numbers)
+
     def new_cache(self) -> DeviceCache:
         """For a new sequence."""
-        first, last = (part and DynamicCache(config=part.config) for part in (self.first, self.last))
+        first, last = (part and new_cache(part) for part in (self.first, self.last))
         return DeviceCache(first, last, stacked=tuple(_stacked(group) for group in self.matrices))
 
     def embed(
@@ -144,9 +200,11 @@ class DevicePart(nn.Module):
         position_ids: torch.Tensor | None = None,
         cache: DeviceCache | None = None,
     ) -> torch.Tensor:
-        """Logits ``(batch, seq, vocab)`` of what came from the cloud ``(batch, seq, hidden)``."""
+        """Logits ``(batch, seq, vocab)`` of what came from the cloud, ``(batch, seq, width)``."""
         if self.last is not None:
             hidden = run_layers(self.last, hidden, attention_mask, position_ids, cache and cache.last)
+        if self.tail is not None:
+            hidden = self.tail(hidden)
         logits = self.lm_head(hidden)
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 

@@ -1,17 +1,18 @@
 """What passes between the two parts of a divided model: the projections of one input ask the device, once each pass.
 
 Between the two parts there is a :class:`Transport`. The projections of one input (q, k, v) share one message each
-way, and the cloud computes W x for them while the message is under way.
+way, and the cloud computes W x for them while the message is under way. What an adapter adds one layer late is waited
+for there, so that two exchanges are under way at once. A :class:`Rider` asks nothing: its A·x goes down with the final
+hidden state.
 """
 
-import threading
 from typing import Protocol
 
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from plpkg.residual.adapter import PrivateLoraLayer
+from plpkg.residual.adapter import PerThread, PrivateLoraLayer
 
 
 class Transport(Protocol):
@@ -31,19 +32,25 @@ class Transport(Protocol):
         """Send the gradient of what was received, and wait for the gradient of what was sent."""
 
 
-class PerThread(threading.local):
-    """Attributes that each thread has for itself; a copy, pickled or not, begins anew."""
-
-    def __reduce__(self) -> tuple:
-        return type(self), ()
-
-
 class Here(PerThread):
-    """What a thread has under way: each serves another device."""
+    """What a thread has under way: each serves another device.
+
+    Attributes
+    ----------
+    transport
+        The way to the device.
+    alone
+        The layers compute without the device: every M is zero.
+    outputs, sent, riding
+        Of this pass: projections that are not asked for yet, what exchanges have sent, and what riders have.
+    """
 
     def __init__(self) -> None:
         self.transport: Transport | None = None
+        self.alone = False
         self.outputs: dict[int, tuple[torch.Tensor, dict[int, torch.Tensor]]] = {}
+        self.sent: dict[int, torch.Tensor] = {}
+        self.riding: dict[int, torch.Tensor] = {}
 
 
 class Exchange(nn.Module):
@@ -53,12 +60,15 @@ class Exchange(nn.Module):
     ----------
     base_layers
         The projections as they were.
+    added
+        The exchanges whose answers are added here: its own, or of a late adapter that of the layer before.
     """
 
     def __init__(self, group: int, base_layers: list[nn.Module], here: Here) -> None:
         super().__init__()
         self.group, self._here = group, here
         self.base_layers = nn.ModuleList(base_layers)
+        self.added: tuple[Exchange, ...] = (self,)
 
     def outgoing(self, x: torch.Tensor) -> torch.Tensor:
         """What the device gets for ``x`` ``(batch, seq, in_features)``: ``(messages, batch, seq, width)``."""
@@ -79,17 +89,24 @@ class Exchange(nn.Module):
         return result
 
     def _compute(self, x: torch.Tensor) -> list[torch.Tensor]:
-        transport = self._here.transport
-        if transport is None:
+        if self._here.alone:
+            return [layer(x) for layer in self.base_layers]
+        if self._here.transport is None:
             raise RuntimeError(f"exchange {self.group} has no device to ask")
-        u = self.outgoing(x)
-        transport.send(self.group, u.detach())
-        base = [layer(x) for layer in self.base_layers]  # while the message is under way
+        self._here.sent[self.group] = u = self.outgoing(x)
+        self._here.transport.send(self.group, u.detach())
+        result = [layer(x) for layer in self.base_layers]  # while the message is under way
+        for exchange in self.added:
+            v = exchange.received()
+            result = [(y + exchange.residual(v, i)).to(y.dtype) for i, y in enumerate(result)]
+        return result
+
+    def received(self) -> torch.Tensor:
+        """The device's answer to what was sent in this pass."""
+        u, transport = self._here.sent.pop(self.group), self._here.transport
         if torch.is_grad_enabled():
-            v = _Received.apply(u, torch.zeros((), requires_grad=True), transport, self.group)
-        else:
-            v = transport.receive(self.group).to(u)
-        return [(y + self.residual(v, i)).to(y.dtype) for i, y in enumerate(base)]
+            return _Received.apply(u, torch.zeros((), requires_grad=True), transport, self.group)
+        return transport.receive(self.group).to(u)
 
 
 class LowRank(Exchange):
@@ -155,3 +172,28 @@ class Projection(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._exchange[0].output(self.index, x)
+
+
+class Rider(nn.Module):
+    """Stands where a projection stood whose A·x goes down with the final hidden state.
+
+    Attributes
+    ----------
+    base_layer, a
+        The projection as it was, and ``(rank, in_features)``.
+    added
+        The exchanges whose answers are added here: of a late adapter that of the layer before.
+    """
+
+    def __init__(self, seat: int, base_layer: nn.Module, a: torch.Tensor, here: Here) -> None:
+        super().__init__()
+        self.seat, self.base_layer, self._here = seat, base_layer, here
+        self.added: tuple[Exchange, ...] = ()
+        self.register_buffer("a", a, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self._here.riding[self.seat] = nn.functional.linear(x.to(self.a.dtype), self.a)  # (batch, seq, rank)
+        result = self.base_layer(x)
+        for exchange in () if self._here.alone else self.added:
+            result = (result + exchange.residual(exchange.received(), 0)).to(result.dtype)
+        return result

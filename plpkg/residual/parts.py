@@ -1,8 +1,10 @@
 """One model cut in two: the device keeps embedding, LM head and every M, the cloud the decoder layers, A and B.
 
 The device may also keep the first and the last decoder layers whole. What the parts do is in
-:mod:`plpkg.residual.cloud_part` and :mod:`plpkg.residual.device_part`. A model with ordinary LoRA can be cut as well,
-for comparison: then all of LoRA is on the device, and activations cross at full width.
+:mod:`plpkg.residual.cloud_part` and :mod:`plpkg.residual.device_part`. Two things make fewer round trips of a pass: a
+ladder's M is behind all layers; and the last layer's A·x can travel with the final hidden state (``fold``), for what
+its projection adds, it adds to that state. A model with ordinary LoRA can be cut as well, for comparison: then all of
+LoRA is on the device, and activations cross at full width.
 
 Left out: layers whose input is not one hidden state (encoder-decoders).
 """
@@ -15,35 +17,44 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict
 from torch import nn
+from transformers import PretrainedConfig
 
 from plpkg.residual.adapter import PrivateLoraConfig, PrivateLoraLayer
 from plpkg.residual.cloud_part import CloudPart, OwnInEachThread
-from plpkg.residual.device_part import DevicePart, LoraBranches
-from plpkg.residual.exchange import FullActivations, Here, LowRank, Projection
-from plpkg.validation import whole_number
+from plpkg.residual.device_part import DevicePart, Folded, LoraBranches, Tail
+from plpkg.residual.exchange import FullActivations, Here, LowRank, Projection, Rider
+from plpkg.residual.ladder import NORMS, LadderConfig, LadderTap, named
+from plpkg.validation import flag, whole_number
 
 SCALES = ("embedding_multiplier", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """What some families (Granite, Cohere, Falcon-H1) multiply embeddings or logits with, outside of their layers."""
 
 PLAIN_LORA = {"use_dora": False, "lora_dropout": 0, "bias": "none", "lora_bias": False, "alora_invocation_tokens": None}
 
-LAYERS, NORMS = ("layers", "h"), ("norm", "ln_f")
-"""What Hugging Face's decoders call their list of layers and their final norm."""
+LAYERS = ("layers", "h")
+"""What Hugging Face's decoders call their list of layers."""
+
+LAST = ("mlp.down_proj", "mlp.c_proj")
+"""The projections whose output a decoder layer adds to its own, as it is."""
 
 
 def split(
-    model: PeftModel, first_k: int = 0, last_k: int = 0, *, adapter_name: str = "default"
+    model: PeftModel, first_k: int = 0, last_k: int = 0, *, fold: bool = False, adapter_name: str = "default"
 ) -> tuple[DevicePart, CloudPart]:
-    """Cut a model with a PrivateLoRA adapter into the device's part and the cloud's.
+    """Cut a model with an adapter of this room into the device's part and the cloud's.
 
     The parts share the model's tensors; the model itself stays usable, unless :func:`release` is called.
 
     Parameters
     ----------
     model
-        What ``get_peft_model(model, PrivateLoraConfig(...))`` gave; or a ``LoraConfig`` without dropout.
+        What ``get_peft_model(model, PrivateLoraConfig(...))`` gave, or a ``LadderConfig``; or a ``LoraConfig`` without
+        dropout.
     first_k, last_k
         How many decoder layers the device keeps at either end. Adapters in them stay whole on the device.
+    fold
+        Let the last layer's A·x travel with the final hidden state: the same function, one round trip less. The device
+        then holds that layer's B, and the norm.
     adapter_name
         Which adapter.
 
@@ -55,16 +66,20 @@ def split(
     Raises
     ------
     ValueError
-        No such adapter, one merged into the weights, trained weights or nothing left for the cloud, or an architecture
-        that has not the parts of a Hugging Face decoder, or more than them.
+        No such adapter, one merged into the weights, trained weights or nothing left for the cloud, a last layer that
+        cannot be folded, or an architecture that has not the parts of a Hugging Face decoder, or more than them.
     """
     config = getattr(model, "peft_config", {}).get(adapter_name)
-    if not isinstance(config, PrivateLoraConfig | LoraConfig):
+    if not isinstance(config, PrivateLoraConfig | LadderConfig | LoraConfig):
         raise ValueError(f"{type(model).__name__} has no PrivateLoRA adapter {adapter_name!r}")
     if isinstance(config, LoraConfig):
         for field, plain in PLAIN_LORA.items():
             if (value := getattr(config, field, plain)) != plain:
                 raise ValueError(f"{field}={value!r}: only plain LoRA can be cut, with {field}={plain!r}")
+    if isinstance(config, LadderConfig) and (first_k, last_k) != (0, 0):
+        raise ValueError(f"a ladder needs every layer in the cloud, got first_k={first_k}, last_k={last_k}")
+    if flag("fold", fold) and (not isinstance(config, PrivateLoraConfig) or last_k):
+        raise ValueError(f"fold=True needs a PrivateLoRA adapter and last_k=0, got {config.peft_type}, last_k={last_k}")
     if any(isinstance(module, BaseTunerLayer) and module.merged for module in model.modules()):
         raise ValueError("an adapter is merged into the weights: unmerge it first")
     whole = model.get_base_model()
@@ -74,10 +89,11 @@ def split(
         if (scale := getattr(whole.config, field, None)) not in (None, 1):
             raise ValueError(f"{field}={scale!r}: a cut {type(whole).__name__} would leave it out")
     decoder = whole.base_model
-    layers_name, norm_name = (_named(decoder, names) for names in (LAYERS, NORMS))
+    layers_name, norm_name = (named(decoder, names) for names in (LAYERS, NORMS))
     count = len(getattr(decoder, layers_name))
     whole_number("first_k", first_k, 0, count - 1, "num_hidden_layers - 1")
     whole_number("last_k", last_k, 0, count - 1 - first_k, "num_hidden_layers - 1 - first_k")
+    with_norm = last_k == 0 and not fold and not isinstance(config, LadderConfig)
 
     def section(start: int, stop: int, *, norm: bool) -> nn.Module | None:
         if start >= stop:
@@ -88,11 +104,28 @@ def split(
                 module._active_adapter, module._disable_adapters = [adapter_name], False
         return part
 
-    middle = section(first_k, count - last_k, norm=last_k == 0)
-    exchanges, matrices, ranks, here = [], [], {}, Here()
-    for layer in getattr(middle, layers_name):
+    middle = section(first_k, count - last_k, norm=with_norm)
+    here, exchanges, matrices, ranks, riders = Here(), [], [], {}, {}
+    norm, m, before = getattr(decoder, norm_name), None, {}
+    if isinstance(config, LadderConfig):
+        m, order, norm = norm.ladder_M[adapter_name], norm.taps[adapter_name], norm.base_layer
+    for layer in (cloud_layers := getattr(middle, layers_name)):
         for parent, names in _shared_inputs(layer, adapter_name):
             projections = [getattr(parent, name) for name in names]
+            if isinstance(config, LadderConfig):
+                for name, tap in zip(names, projections, strict=True):
+                    seat = order.index(tap.module)
+                    riders[seat] = Rider(seat, tap.base_layer, tap.ladder_A[adapter_name], here)
+                    setattr(parent, name, riders[seat])
+                continue
+            late = getattr(config, "late", False)
+            added = (before[*names],) if late and tuple(names) in before else ()
+            if fold and layer is cloud_layers[-1] and _adds_to_the_state(layer, parent, names, whole.config):
+                (projection,), m = projections, Folded(projections[0], adapter_name)
+                riders[0] = Rider(0, projection.base_layer, projection.privatelora_A[adapter_name], here)
+                riders[0].added = added
+                setattr(parent, names[0], riders[0])
+                continue
             group = len(exchanges)
             if isinstance(config, PrivateLoraConfig):
                 exchange = LowRank(group, projections, adapter_name, here)
@@ -102,52 +135,59 @@ def split(
                 exchange = FullActivations(group, projections, here)
                 matrices.append([LoraBranches(projections, adapter_name)])
                 ranks[projections[0].in_features, sum(exchange.widths)] = group
+            if late:  # the last of them adds its own answer as well
+                last = projections[0].late[adapter_name][2]
+                exchange.added, before[tuple(names)] = (*added, exchange) if last else added, exchange
             exchanges.append(exchange)
             for index, name in enumerate(names):
                 setattr(parent, name, Projection(exchange, index))
+    if fold and not riders:
+        raise ValueError(f"fold=True needs an adapter on the last layer's {' or '.join(LAST)}, and nothing behind it")
     if trained := [name for name, parameter in middle.named_parameters() if parameter.requires_grad]:
         raise ValueError(f"{trained[0]} is trained, but would be in the cloud: keep it on the device, or freeze it")
     if len(ranks) > 1:
         raise ValueError(f"full activations need the same widths in every exchange, got {list(ranks)}")
-    device = DevicePart(
-        decoder.get_input_embeddings(),
-        getattr(decoder, "wpe", None),
-        section(0, first_k, norm=False),
-        section(count - last_k, count, norm=True),
-        matrices,
-        next(iter(ranks), (0, 0)),
-        whole.get_output_embeddings(),
-        getattr(whole.config, "final_logit_softcapping", None),
+    widths = [len(riders[seat].a) for seat in range(len(riders))]
+    ends = dict(
+        embedding=decoder.get_input_embeddings(),
+        positions=getattr(decoder, "wpe", None),
+        lm_head=whole.get_output_embeddings(),
+        softcap=getattr(whole.config, "final_logit_softcapping", None),
     )
-    return device, CloudPart(middle, exchanges, here)
+
+    def tail(m: nn.Module | None) -> Tail | None:
+        return Tail(norm, m, ends["embedding"].embedding_dim, sum(widths)) if riders else None
+
+    device = DevicePart(
+        **ends, first=section(0, first_k, norm=False), last=section(count - last_k, count, norm=True),
+        matrices=matrices, ranks=next(iter(ranks), (0, 0)), tail=tail(m),
+    )  # fmt: skip
+    public = None
+    if (first_k, last_k) == (0, 0):
+        public = DevicePart(**ends, first=None, last=None, matrices=[], ranks=(0, 0), tail=tail(None))
+    return device, CloudPart(middle, exchanges, widths, here, public)
 
 
-def release(model: PeftModel, part: DevicePart | CloudPart, *, adapter_name: str | None = None) -> None:
-    """Free what a model holds beside one of its parts: a process that serves one end needs no more.
+def release(model: PeftModel, *parts: DevicePart | CloudPart, adapter_name: str | None = None) -> None:
+    """Free what a model holds beside its parts: a process that serves one end needs no more.
 
     The model cannot compute afterwards.
 
     Parameters
     ----------
-    model, part
-        What was given to :func:`split`, and one of what it gave.
+    model, parts
+        What was given to :func:`split`, and of what it gave the one that is used; a cloud that writes by itself needs
+        its ``public`` part, too.
     adapter_name
         An adapter that can still be saved and loaded into the model: a device's own.
     """
-    kept = [*part.parameters(), *part.buffers()]
+    kept = [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
     if adapter_name is not None:
         kept += get_peft_model_state_dict(model, adapter_name=adapter_name).values()
     storages = {tensor.untyped_storage().data_ptr() for tensor in kept}
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.untyped_storage().data_ptr() not in storages:
             tensor.data = tensor.new_empty(0)
-
-
-def _named(decoder: nn.Module, names: tuple[str, ...]) -> str:
-    for name in names:
-        if hasattr(decoder, name):
-            return name
-    raise ValueError(f"{type(decoder).__name__} has none of {', '.join(names)}: not a decoder that can be cut here")
 
 
 def _section(decoder: nn.Module, layers_name: str, norm_name: str, layers: range, *, norm: bool) -> nn.Module:
@@ -186,8 +226,17 @@ class _Nothing(nn.Module):
         return torch.zeros((), device=position_ids.device)  # without dimensions, so that it changes no type
 
 
+def _adds_to_the_state(layer: nn.Module, parent: nn.Module, names: list[str], config: PretrainedConfig) -> bool:
+    """Whether a decoder layer adds what this projection gives to its own output, as it is."""
+    ends = [f"mlp.{name}" for name in names] if parent is getattr(layer, "mlp", None) else []
+    as_it_is = not hasattr(layer, "post_feedforward_layernorm") and getattr(config, "residual_multiplier", 1) == 1
+    return as_it_is and len(ends) == 1 and ends[0] in LAST
+
+
 def is_adapted(module: nn.Module, adapter_name: str) -> bool:
-    """Whether a module has this adapter: PrivateLoRA's or LoRA's."""
+    """Whether a module has this adapter: of this room, or LoRA's."""
+    if isinstance(module, LadderTap):
+        return adapter_name in module.ladder_A
     return isinstance(module, PrivateLoraLayer | LoraLayer) and adapter_name in getattr(
         module, module.adapter_layer_names[0]
     )

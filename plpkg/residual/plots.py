@@ -1,7 +1,7 @@
-"""Figures of notebook 02: quality and bytes, the link, and what the cloud recovers.
+"""Figures of notebook 02: quality and bytes, tokens per second against the delay, and what the cloud recovers.
 
-Each takes the ``rows`` of a recorded section: ``quality`` of ``residual_quality``, ``link`` of ``residual_wire``; those
-of ``residual_attacks`` are ``m``, ``inversion``, ``noise`` and ``embedding``.
+Each takes the ``rows`` of a recorded section: ``quality`` of ``residual_quality``, ``speed`` of ``residual_trips``;
+those of ``residual_attacks`` are ``m``, ``inversion``, ``noise`` and ``embedding``.
 """
 
 from plpkg import theme
@@ -67,39 +67,72 @@ def quality(rows, ax=None):
     )
 
 
-def link_times(rows, ax=None):
-    """A token's time on each link over the formula's: by the relay's clock, and beyond its time without limits.
+def against_rtt(rows, ways, ax=None):
+    """Tokens per second against the round-trip time, by way of saving round trips: measured, and computed.
 
-    Lines reach from the first to the third quartile of the blocks of tokens.
+    ``rows`` of ``residual_trips``, of one model at one temperature; ``ways`` are the ``what`` to draw.
     """
+    from matplotlib.ticker import LogLocator, NullLocator
+
     ax = theme.axes(ax)
-    many = rows["batch"].map(lambda batch: f", {batch:.0f} sequences" if batch > 1 else "")
-    names = list(rows["what"] + rows["case"].str.extract("(, RTT .*)")[0] + many)
-    series = {"the relay's clock": "held_ratio", "beyond the time without limits": "ratio"}
-    ax.axvspan(0.9, 1.1, color="0.9", lw=0)
-    limits, described = (0.65, 1.5), []
-    for i, ((label, column), style) in enumerate(zip(series.items(), theme.styles(len(series)), strict=True)):
-        measured = rows.reset_index(drop=True).dropna(subset=column)
-        at = measured.index + 0.25 * (i - 0.5)
-        ax.plot(measured[column].clip(*limits), at, **style | {"linestyle": "none", "label": label, "clip_on": False})
-        if column == "ratio":
-            quartiles = (measured[name].clip(*limits) for name in ("ratio_q1", "ratio_q3"))
-            ax.hlines(at, *quartiles, color=style["color"], lw=1)
-        for ratio, y in zip(measured[column], at, strict=True):
-            if not limits[0] <= ratio <= limits[1]:  # drawn at the edge, with its value
-                side = 1 if ratio < limits[0] else -1
-                ax.annotate(f"{ratio:.1f}", (min(max(ratio, limits[0]), limits[1]), y), (side * 7, -3),
-                            textcoords="offset points", ha="left" if side > 0 else "right", fontsize=8,
-                            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # fmt: skip
-        described.append(f"{label}: {measured[column].between(0.9, 1.1).sum()} of {len(measured)}")
-    ax.set_yticks(range(len(names)), names)
-    ax.invert_yaxis()
-    ax.grid(False, axis="y")
-    ax.set(xlabel="measured over computed (grey: within 10 %)", xlim=limits)
-    ax.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0))
-    ax.figure.set_size_inches(8.6, 5.6)
-    return theme.describe(
-        ax, f"Measured over computed time of a token on the link, within 10 % {'; '.join(described)}."
+    described = []
+    for way, style in zip(ways, theme.styles(len(ways)), strict=True):
+        seen = rows[rows["what"] == way].sort_values("rtt_ms")
+        ax.plot(seen["rtt_ms"], seen["computed"], **style | {"marker": ""})
+        ax.plot(seen["rtt_ms"], seen["tokens_per_s"], **style | {"linestyle": "none"})
+        trips = seen["trips_per_token"].iloc[0]
+        ax.plot([], [], label=f"{way} ({trips:.2g})", **style)
+        at = ", ".join(f"{speed:.0f}" for speed in seen["tokens_per_s"])
+        described.append(f"{way}, {trips:.2g} round trips a token: {at}")
+    ax.set(xlabel="round-trip time (ms)", ylabel="tokens per second", yscale="log")
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.yaxis.set_minor_locator(NullLocator())
+    ax.set_title("markers measured, lines computed; in brackets round trips a token", loc="left", fontsize=10)
+    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)
+    ax.figure.set_size_inches(9.6, 4.4)
+    delays = ", ".join(f"{ms:g}" for ms in sorted(rows["rtt_ms"].unique()))
+    return theme.describe(ax, f"Tokens per second at round-trip times of {delays} ms. {'; '.join(described)}.")
+
+
+def by_way(trips, quality, facts, imitation):
+    """What each way of saving round trips costs and keeps.
+
+    Parameters
+    ----------
+    trips
+        Rows of ``residual_trips``, of one model, temperature and RTT.
+    quality
+        ``quality`` of ``residual_ways``.
+    facts
+        Rows of ``residual_diary``, of the diary's facts.
+    imitation
+        ``imitation`` of ``residual_imitation``.
+
+    Returns
+    -------
+    pandas.DataFrame
+        By way: ``tokens_per_s``; ``trips_per_token`` and ``bytes_per_token``; ``share_of_gain``, of an adapter in all
+        layers, the mean over writers and orders, with ``gain_ci``, the half-width of the 95 % interval over the writers
+        of the difference to it, in bits per byte; ``facts`` of forty; ``trained`` weights on the device;
+        ``m_error``, relative, of the M that the cloud computes from answers, or from a ladder's chosen tokens.
+    """
+    solved = imitation[imitation["what"] == "answers"]["error"].iloc[0]
+    copied = imitation[(imitation["what"] == "sampled") & (imitation["method"] == "ladder")].set_index("tokens")[
+        "error"
+    ]
+    stolen = {"all layers": solved, "ladder": copied[copied.index.max()]}  # the others were not attacked
+    gain = quality.pivot_table(index="method", columns="case", values="gain")
+    mean, trained = gain.mean(axis=1), quality.groupby("method")["trained"].first()
+    difference = (gain - gain.loc["all layers"]).apply(half_width, axis=1)
+    table = trips.set_index("what")[["adapter", "tokens_per_s", "trips_per_token", "bytes_per_token"]]
+    adapter = table.pop("adapter")
+    return table.assign(
+        share_of_gain=adapter.map(mean / mean["all layers"]),
+        gain_ci=adapter.map(difference),
+        facts=adapter.map(facts.set_index("method")["right"]),
+        trained=adapter.map(trained),
+        m_error=adapter.map(stolen),
     )
 
 

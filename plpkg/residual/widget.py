@@ -1,7 +1,7 @@
-"""The explorer of notebook 02: adapter and cut depth → bytes, quality, recovered tokens.
+"""The explorer of notebook 02: way of saving round trips, delay and guesses → tokens per second, bytes, gain.
 
-Quality and recovered tokens are *measured (recorded)*, the bytes *computed*. The layers on the device keep their M,
-so that the cut's depth does not change the quality.
+Time without a delay, round trips, bytes and gain are *measured (recorded)* on plpkg-small; the delay's share of a
+token's time is *computed*.
 """
 
 from dataclasses import dataclass
@@ -10,119 +10,118 @@ from functools import cache
 import ipywidgets
 
 from plpkg import recorded, theme
-from plpkg.backbones import load_backbone
-from plpkg.catalog import ModelShape
 from plpkg.explorer import Explorer
-from plpkg.residual.cost import kept_layers_cost
-from plpkg.residual.plots import LORA, personalisation
+
+REFERENCE = "all layers"
+"""The adapter that the others' gain is a share of."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What an adapter and a cut of plpkg-small come to.
+    """What a way comes to.
 
     Attributes
     ----------
-    adapter, first_k
-        Of the benchmark's methods, and decoder layers on the device.
-    bytes_per_token, share_of_actual
-        Both ways, 16 bit, with end points; and relative to LoRA's full activations without layers on the device.
-    share_of_lora
-        Of LoRA's mean gain in bits per byte.
-    recovered
-        Share of the tokens that the strongest attacker reads, of a device with an adapter of rank 64 whatever is
-        chosen.
-    device_parameters
-        On the device: embedding, every M, and its layers with their A and B.
+    way, rtt_ms, draft_tokens
+        Of the benchmark's ways; the delay; and how many guesses travel at once, 0 where nobody guesses.
+    seconds, trips_per_token
+        A token's time without a delay, and its round trips.
+    tokens_per_pass, bytes_per_token
+        How many tokens a pass yields, and what crosses for each, both ways.
+    share_of_gain
+        Of the gain of an adapter in all layers.
     """
 
-    adapter: str
-    first_k: int
+    way: str
+    rtt_ms: float
+    draft_tokens: int
+    seconds: float
+    trips_per_token: float
+    tokens_per_pass: float
     bytes_per_token: float
-    share_of_actual: float
-    share_of_lora: float
-    recovered: float
-    device_parameters: int
+    share_of_gain: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return 1 / (self.seconds + self.trips_per_token * self.rtt_ms / 1e3)
 
 
 @cache
-def shape() -> ModelShape:
-    """plpkg-small's."""
-    return ModelShape.from_config(load_backbone("plpkg-small")[0].config, "plpkg-small")
+def speeds():
+    """The recorded speeds without a delay, greedy."""
+    rows = recorded.section("residual_trips", "speed")
+    return rows[(rows["case"] == "plpkg-small") & (rows["rtt_ms"] == 0) & (rows["temperature"] == 0)]
 
 
 @cache
-def quality():
-    """The recorded quality by method: :func:`plpkg.residual.plots.personalisation`."""
-    return personalisation(recorded.section("residual_quality", "quality"))
+def share_of_gain():
+    """Each adapter's mean gain over all writers and orders, by its name, as a share of :data:`REFERENCE`'s."""
+    gain = recorded.section("residual_ways", "quality").groupby("method")["gain"].mean()
+    return gain / gain[REFERENCE]
 
 
-@cache
-def strongest_inversion():
-    """The share of tokens that the best attacker recovered, by the number of layers on the device."""
-    return recorded.section("residual_attacks", "inversion").groupby("x")["recovered"].max()
+def ways() -> list[str]:
+    """The benchmark's, in its order."""
+    return list(speeds()["what"].unique())
 
 
-def adapters() -> list[str]:
-    """PrivateLoRA's variants in the benchmark, by the bytes that they send and by what they gain."""
-    table = quality().sort_values(["bytes_per_token", "gain"])
-    return [name for name in table.index if name.startswith("PrivateLoRA")]
-
-
-def compute(adapter: str, first_k: int) -> Choice:
-    """Look quality and attack up; compute the bytes."""
-    row, model = quality().loc[adapter], shape()
-    rank = int(row["rank"])
-    ends = 2 * 2 * model.hidden  # word embedding and final hidden state, 2 bytes a value
-    crossing = (model.num_layers - first_k) / model.num_layers
-    bytes_per_token = ends + (row["bytes_per_token"] - ends) * crossing
+def compute(way: str, rtt_ms: float, draft_tokens: int) -> Choice:
+    """Look a way up; for guesses that were not measured with those that were, none where nobody guesses."""
+    rows = speeds()[speeds()["what"] == way].set_index("draft_tokens")
+    draft_tokens = draft_tokens if draft_tokens in rows.index else rows.index[0]
+    row = rows.loc[draft_tokens]
     return Choice(
-        adapter,
-        first_k,
-        bytes_per_token,
-        row["share_of_actual"] * bytes_per_token / row["bytes_per_token"],
-        row["share_of_lora"],
-        strongest_inversion()[first_k],
-        kept_layers_cost(model, first_k, r_c2d=rank, r_d2c=rank, targets=row["targets"].split()).parameters,
+        way,
+        rtt_ms,
+        draft_tokens,
+        1 / row["tokens_per_s"],
+        row["trips_per_token"],
+        row["tokens_per_pass"],
+        row["bytes_per_token"],
+        share_of_gain()[row["adapter"]],
     )
 
 
 def read_out(choice: Choice) -> str:
     """The result in words."""
+    guesses = (
+        f"{choice.draft_tokens} guesses, {choice.tokens_per_pass:.2f} tokens a pass" if choice.draft_tokens else ""
+    )
     return (
-        f"{choice.adapter}, {choice.first_k} of {shape().num_layers} layers on the device: "
-        f"{choice.bytes_per_token:,.0f} bytes a token, {100 * choice.share_of_actual:.0f} % of full activations; "
-        f"{100 * choice.share_of_lora:.0f} % of the gain of {LORA}; the strongest attacker reads "
-        f"{100 * choice.recovered:.0f} % of the tokens; {choice.device_parameters / 1e6:.1f} million parameters on the "
-        "device."
+        f"{choice.way}{': ' * bool(guesses)}{guesses}. {choice.tokens_per_s:.1f} tokens a second at "
+        f"{choice.rtt_ms:g} ms ({choice.trips_per_token:.2f} round trips and {choice.bytes_per_token:,.0f} bytes a "
+        f"token); {100 * choice.share_of_gain:.0f} % of the gain of an adapter in all layers."
     )
 
 
 def draw(choice: Choice, ax):
-    """Three bars: what is sent, what is gained, what is read."""
-    names = ["bytes sent\n(of full activations)", f"gain\n(of {LORA})", "tokens that the\ncloud reads"]
-    values = [100 * v for v in (choice.share_of_actual, choice.share_of_lora, choice.recovered)]
-    for name, value, fill in zip(names, values, theme.fills(3), strict=True):
-        ax.barh(name, value, **fill)
-        ax.text(max(value, 0), name, f" {value:.0f} %", va="center")
-    ax.invert_yaxis()
-    ax.grid(False, axis="y")
-    ax.set(xlabel="per cent", xlim=(0, 1.2 * max(100, *values)), title=f"{choice.adapter}, first_k={choice.first_k}")
-    bars = ", ".join(f"{name} {value:.0f} %" for name, value in zip(("bytes", "gain", "read"), values, strict=True))
-    return theme.describe(ax, f"Three bars for {choice.adapter} with {choice.first_k} layers on the device: {bars}.")
+    """Tokens per second of every way at this delay, and its gain; the chosen one is filled."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    described, style = [], theme.styles(1)[0]
+    for way in ways():
+        here = choice if way == choice.way else compute(way, choice.rtt_ms, choice.draft_tokens)
+        chosen = way == choice.way
+        fill = style["color"] if chosen else "white"
+        ax.plot(here.tokens_per_s, 100 * here.share_of_gain, "o", ms=9, color=style["color"], mfc=fill)
+        described.append(f"{way} {here.tokens_per_s:.1f} and {100 * here.share_of_gain:.0f} %")
+    ax.set(xlabel=f"tokens per second at {choice.rtt_ms:g} ms", ylabel="share of the gain (%)", title=choice.way)
+    ax.set_xscale("log")
+    ax.set_ylim(0, 1.15 * max(100 * compute(way, 0, 6).share_of_gain for way in ways()))
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.xaxis.set_minor_locator(NullLocator())
+    return theme.describe(
+        ax, f"Tokens per second and share of the gain at {choice.rtt_ms:g} ms: {'; '.join(described)}."
+    )
 
 
 def explorer() -> Explorer:
     """The widget."""
-    names = adapters()
+    guesses = [int(count) for count in sorted(speeds()["draft_tokens"].unique()) if count]
     controls = {
-        "adapter": ipywidgets.SelectionSlider(
-            options=[(name.removeprefix("PrivateLoRA "), name) for name in names],
-            value=names[0],
-            description="PrivateLoRA (adapter)",
-        ),
-        "first_k": ipywidgets.IntSlider(
-            value=0, min=0, max=shape().num_layers - 1, description="On the device (layers)"
-        ),
+        "way": ipywidgets.SelectionSlider(options=ways(), value=ways()[1], description="Way"),
+        "rtt_ms": ipywidgets.IntSlider(value=20, min=0, max=100, description="Round-trip time (ms)"),
+        "draft_tokens": ipywidgets.SelectionSlider(options=guesses, value=guesses[-2], description="Guesses (tokens)"),
     }
     return Explorer(controls, compute, read_out, draw)

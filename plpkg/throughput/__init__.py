@@ -5,8 +5,8 @@ load on first use.
 """
 
 from plpkg.lazy import on_first_use
-from plpkg.throughput.estimate import ACCOUNTINGS, TERMS, Estimate, decode, prefill
-from plpkg.throughput.latency import against_rtt, best_rank, break_even_rtt_s, overlap_rank
+from plpkg.throughput.estimate import ACCOUNTINGS, DRAFTS, TERMS, Estimate, decode, prefill
+from plpkg.throughput.latency import against_rtt, best_rank, break_even_rtt_s, overlap_rank, ways_against_rtt
 from plpkg.throughput.resources import (
     PhoneMemory,
     phone_flops,
@@ -16,10 +16,12 @@ from plpkg.throughput.resources import (
     whole_model_flops,
 )
 from plpkg.throughput.score import score
-from plpkg.throughput.split import Split
+from plpkg.throughput.split import METHODS, Split
 
 __all__ = [
     "ACCOUNTINGS",
+    "DRAFTS",
+    "METHODS",
     "TERMS",
     "Estimate",
     "PhoneMemory",
@@ -37,6 +39,7 @@ __all__ = [
     "prefill",
     "published",
     "score",
+    "ways_against_rtt",
     "whole_model_bytes",
     "whole_model_flops",
     "widget",

@@ -15,7 +15,8 @@ Two accountings:
 * ``literal``: the printed formula, every term, one after the other.
 * ``figure``: what the article's curves were drawn with, recovered from them. Its decoding curves
   leave out M's time on the phone and the downlink of the residuals (as if both hid behind the
-  q, k, v projections); its prefill curves leave out the cloud's decoder.
+  q, k, v projections); its prefill curves leave out the cloud's decoder. It is refused for what
+  the article does not have: a ladder, late or folded residuals.
 
 Left out: reading the KV cache, sampling, framing and software overhead. A mixture of experts is
 taken to read all of them.
@@ -24,11 +25,14 @@ taken to read all of them.
 from dataclasses import dataclass
 
 from plpkg.catalog import Link, ModelShape
+from plpkg.communication import Traffic
 from plpkg.results import Tabular
 from plpkg.throughput.split import Split
 from plpkg.validation import number, one_of, whole_number
 
 ACCOUNTINGS = ("literal", "figure")
+DRAFTS = ("device", "backbone")
+"""Who guesses: the device, for nothing, or the cloud with its own backbone, one token after the other."""
 TERMS = ("decoder", "lm_head", "m", "a_and_b", "endpoints", "uplink", "downlink", "round_trips")
 """The parts of a token's time. ``uplink`` and ``downlink`` carry the residuals, ``endpoints`` the
 embedding and the final hidden state."""
@@ -54,6 +58,8 @@ class Estimate(Tabular):
         The whole model on the cloud's GPU alone: what the split is compared with.
     gpu
         Where that comes from: ``"published"``, ``"roofline"`` or ``"given"``.
+    round_trips_per_token, up_bytes_per_token, down_bytes_per_token
+        What crosses, whatever the accounting omits.
     """
 
     model: str
@@ -65,6 +71,9 @@ class Estimate(Tabular):
     omitted: tuple[str, ...]
     gpu_tokens_per_s: float
     gpu: str
+    round_trips_per_token: float
+    up_bytes_per_token: float
+    down_bytes_per_token: float
 
     @property
     def tokens_per_s(self) -> float:
@@ -105,7 +114,9 @@ def decode(
     gpu: str | float | None = None,
     batch: int = 1,
     draft_tokens: int = 0,
-    acceptance_rate: float = 1.0,
+    acceptance_rate: float | None = None,
+    tokens_per_pass: float | None = None,
+    draft: str = "device",
     **split,
 ) -> Estimate:
     """Estimate the speed of generating tokens one after the other.
@@ -113,8 +124,8 @@ def decode(
     Parameters
     ----------
     model, rank, link, rtt_s, **split
-        Fields of :class:`~plpkg.throughput.Split`: the model and how it is divided, the network,
-        the ``device`` and the ``cloud``.
+        Fields of :class:`~plpkg.throughput.Split`: the model and how it is divided (``method``,
+        ``late``, ``folded`` …), the network, the ``device`` and the ``cloud``.
     accounting
         ``"literal"`` or ``"figure"``: see the module.
     gpu
@@ -126,10 +137,17 @@ def decode(
         multiplied by a larger batch; the roofline is.
     draft_tokens, acceptance_rate
         Speculative or look-ahead decoding: ``draft_tokens`` guesses travel with the last token,
-        each is accepted with probability ``acceptance_rate`` if those before it were. One pass
-        then yields ``1 + a + a² + …`` tokens (arXiv 2211.17192, eq. 1). Making the guesses is
-        free. A published or given GPU speed checks them at the price of one token; the roofline
-        charges their arithmetic. ``gpu_tokens_per_s`` stays the GPU's speed without guesses.
+        each is accepted with probability ``acceptance_rate`` (``None``: always) if those before it
+        were. One pass then yields ``1 + a + a² + …`` tokens (arXiv 2211.17192, eq. 1). A published
+        or given GPU speed checks them at the price of one token; the roofline charges their
+        arithmetic. ``gpu_tokens_per_s`` stays the GPU's speed without guesses.
+    tokens_per_pass
+        What a pass with so many guesses yields for each sequence, if that was measured, instead of
+        the formula.
+    draft
+        One of :data:`~plpkg.throughput.DRAFTS`. The device's guesses are free. The cloud's cost a
+        GPU's token each; their embeddings need not go up, and one pass checks them. Behind a ladder
+        there is no such pass: their states do not depend on M.
 
     Returns
     -------
@@ -138,16 +156,17 @@ def decode(
     Raises
     ------
     ValueError
-        An argument is out of range, ``gpu="published"`` for a model or cloud without one, or
-        guesses in a batch whose GPU speed is not a roofline.
+        An argument is out of range, ``gpu="published"`` for a model or cloud without one,
+        guesses in a batch whose GPU speed is not a roofline, or settings that exclude each other.
     """
     split = Split(model, rank, link, rtt_s, **split)
     batch = whole_number("batch", batch, 1)
     in_flight = 1 + whole_number("draft_tokens", draft_tokens, 0)
-    a = number("acceptance_rate", acceptance_rate, 0, 1)
-    produced = batch * (in_flight if a == 1 else (1 - a**in_flight) / (1 - a))
+    written = in_flight - 1 if one_of("draft", draft, DRAFTS) == "backbone" else 0
+    produced = batch * _tokens_per_pass(in_flight, acceptance_rate, tokens_per_pass)
 
-    pass_s = split.pass_seconds(seq=in_flight, batch=batch, logits="all")
+    one_pass = in_flight, batch, "all", written
+    pass_s, sent = split.pass_seconds(*one_pass), split.traffic(*one_pass)
     gpu_speed, source = split.gpu_tokens_per_s(gpu, batch)
     if source != "roofline" and draft_tokens and batch > 1:
         raise ValueError(
@@ -156,7 +175,8 @@ def decode(
         )
     if source != "roofline":  # the quoted speed includes the LM head, which here runs on the phone
         pass_s["decoder"] = batch / gpu_speed * split.model.decoder_parameters / split.model.computing_parameters
-    return _estimate(split, accounting, FIGURE_OMITS["decode"], pass_s, produced, gpu_speed, source)
+    pass_s["decoder"] += written * batch / gpu_speed
+    return _estimate(split, accounting, FIGURE_OMITS["decode"], pass_s, sent, produced, gpu_speed, source)
 
 
 def prefill(
@@ -184,9 +204,19 @@ def prefill(
     split = Split(model, rank, link, rtt_s, **split)
     tokens = whole_number("tokens", tokens, 1)
     one_of("logits", logits, ("all", "last"))
-    pass_s = split.pass_seconds(seq=tokens, batch=1, logits=logits)
+    pass_s, sent = split.pass_seconds(tokens, 1, logits), split.traffic(tokens, 1, logits)
     gpu_speed, source = split.gpu_tokens_per_s("roofline", tokens)
-    return _estimate(split, accounting, FIGURE_OMITS["prefill"], pass_s, tokens, gpu_speed, source)
+    return _estimate(split, accounting, FIGURE_OMITS["prefill"], pass_s, sent, tokens, gpu_speed, source)
+
+
+def _tokens_per_pass(in_flight: int, acceptance_rate: float | None, measured: float | None) -> float:
+    """How many of ``in_flight`` positions become tokens of a sequence, in the mean."""
+    if measured is None:
+        a = 1.0 if acceptance_rate is None else number("acceptance_rate", acceptance_rate, 0, 1)
+        return in_flight if a == 1 else (1 - a**in_flight) / (1 - a)
+    if acceptance_rate is not None:
+        raise ValueError(f"tokens_per_pass={measured!r} replaces acceptance_rate={acceptance_rate!r}: give only one")
+    return number("tokens_per_pass", measured, 1, in_flight)
 
 
 def _estimate(
@@ -194,12 +224,15 @@ def _estimate(
     accounting: str,
     figure_omits: tuple[str, ...],
     pass_s: dict[str, float],
+    sent: Traffic,
     produced: float,
     gpu_speed: float,
     gpu: str,
 ) -> Estimate:
     """Share one pass among the tokens it ``produced``, without the terms that the accounting omits."""
     omitted = figure_omits if one_of("accounting", accounting, ACCOUNTINGS) == "figure" else ()
+    if omitted and (split.method, split.late, split.folded) != ("low_rank", False, False):
+        raise ValueError(f"accounting={accounting!r} is the article's: no ladder, and nothing late or folded")
     own_rtt = split.rtt_s == split.link.rtt_s
     return Estimate(
         model=split.model.name,
@@ -211,4 +244,7 @@ def _estimate(
         omitted=omitted,
         gpu_tokens_per_s=gpu_speed,
         gpu=gpu,
+        round_trips_per_token=sent.round_trips / produced,
+        up_bytes_per_token=sent.uplink_bits / 8 / produced,
+        down_bytes_per_token=sent.downlink_bits / 8 / produced,
     )

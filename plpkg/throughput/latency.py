@@ -4,7 +4,7 @@ The article's formula has no propagation delay. With one, a token costs ``1 + nu
 trips, and that term soon outweighs all the others.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from plpkg.catalog import Link, ModelShape, model as find_model
 from plpkg.communication.formulas import projection_dims
@@ -25,19 +25,31 @@ def against_rtt(models: Sequence[str | ModelShape], rtts_ms: Sequence[float] = (
         Two models share a name, or the GPU speeds of some are published and of others rooflines:
         such rows cannot be compared.
     """
+    return _speeds("model", {shape.name: settings | {"model": shape} for shape in distinct(models)}, rtts_ms)
+
+
+def ways_against_rtt(ways: Mapping[str, Mapping], rtts_ms: Sequence[float] = (0, 5, 20, 33), **settings):
+    """Tokens per second of each way of running a model (rows) at each round-trip time in milliseconds (columns).
+
+    A way is a name with settings of :func:`~plpkg.throughput.decode`; ``**settings``, the ``model`` among them, hold
+    where a way says nothing else. Returns a ``pandas.DataFrame``; raises as :func:`against_rtt` does.
+    """
+    if not ways:
+        raise ValueError(f"ways must hold at least one way of running a model, got {ways!r}")
+    return _speeds("way", {name: settings | dict(way) for name, way in ways.items()}, rtts_ms)
+
+
+def _speeds(index: str, runs: dict[str, dict], rtts_ms: Sequence[float]):
     import pandas as pd
 
-    _refuse(settings, "rtt_s")
-    shapes = distinct(models)
-    sources = {shape.name: decode(shape, **settings).gpu for shape in shapes}
+    for run in runs.values():
+        _refuse(run, "rtt_s")
+    sources = {name: decode(**run).gpu for name, run in runs.items()}
     if len(set(sources.values())) > 1:
         kinds = ", ".join(f"{name} {source}" for name, source in sources.items())
         raise ValueError(f"these GPU speeds cannot be compared: {kinds}; pass gpu='roofline' or a number")
-    speeds = {
-        shape.name: {rtt: decode(shape, rtt_s=rtt / 1e3, **settings).tokens_per_s for rtt in rtts_ms}
-        for shape in shapes
-    }
-    return pd.DataFrame(speeds).T.rename_axis(index="model", columns="rtt_ms")
+    speeds = {name: {rtt: decode(rtt_s=rtt / 1e3, **run).tokens_per_s for rtt in rtts_ms} for name, run in runs.items()}
+    return pd.DataFrame(speeds).T.rename_axis(index=index, columns="rtt_ms")
 
 
 def break_even_rtt_s(model: str | ModelShape, phone_only_tokens_per_s: float, rank: int = 64, **settings) -> float:
@@ -161,6 +173,7 @@ def overlap_rank(
     """
     one_of("leg", leg, ("downlink", "round_trip"))
     split = Split(model, 1, link, rtt_s, **split)
+    one_of("method", split.method, ("low_rank",))
     model, link = split.model, split.link
     token_s = 1 / split.gpu_tokens_per_s(gpu)[0]
     qkv_s = token_s * model.hidden * sum(model.projection_dims) / model.computing_parameters

@@ -128,6 +128,29 @@ def against_rtt(
     )
 
 
+def ways(ways: Mapping[str, Mapping], rtts_ms: Sequence[float] = (0, 5, 20, 33), ax=None, **settings):
+    """Tokens per second against the round-trip time for several ways of running a model, one curve each.
+
+    Arguments as in :func:`~plpkg.throughput.ways_against_rtt`, the table behind the figure.
+    """
+    from matplotlib.ticker import LogLocator, StrMethodFormatter
+
+    ax = theme.axes(ax)
+    table = latency.ways_against_rtt(ways, rtts_ms, **settings)
+    for (name, speeds), style in zip(table.iterrows(), theme.styles(len(table)), strict=True):
+        ax.plot(table.columns, speeds, label=name, **style)
+    ax.set(yscale="log", xlabel="round-trip time (ms)", ylabel="tokens per second")
+    ax.set_xticks(list(rtts_ms), [f"{rtt:g}" for rtt in rtts_ms])
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    ax.minorticks_off()
+    ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    ax.figure.set_size_inches(9.6, 4.2)
+    shown = ", ".join(f"{rtt:g}" for rtt in rtts_ms)
+    said = "; ".join(f"{name} {', '.join(f'{v:.1f}' for v in speeds)}" for name, speeds in table.iterrows())
+    return theme.describe(ax, f"Tokens per second, logarithmic, at round-trip times of {shown} ms: {said}.")
+
+
 def phone_memory_bars(models: Sequence[str | ModelShape], rank: int = 128, limit_mb: float | None = None, ax=None):
     """Megabytes on the phone: LM head, M, and the word embedding that the publication leaves out."""
     ax = theme.axes(ax)

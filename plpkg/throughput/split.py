@@ -3,7 +3,7 @@
 Every computing term is a roofline: the longer of reading the weights and doing the arithmetic.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plpkg import communication
 from plpkg.catalog import (
@@ -15,8 +15,12 @@ from plpkg.catalog import (
     model as find_model,
     published_gpu_tokens_per_s,
 )
+from plpkg.communication import Traffic
 from plpkg.communication.formulas import projection_dims, ranks
 from plpkg.validation import number, one_of, whole_number
+
+METHODS = ("low_rank", "ladder")
+"""``low_rank``: every layer asks the device. ``ladder``: the device adds what it makes of all layers, at the end."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +32,18 @@ class Split:
     model, link, device, cloud
         Objects of :mod:`plpkg.catalog`, or their names.
     rank, r_c2d, r_d2c, projections, adapted_layers
-        As in :func:`plpkg.communication.low_rank`; ``rank`` fills ``r_c2d`` and ``r_d2c``.
+        As in :func:`plpkg.communication.low_rank`; ``rank`` fills ``r_c2d`` and ``r_d2c``. A ladder's
+        layers send ``r_c2d`` numbers and get none (``r_d2c`` is 0), whatever ``projections`` says.
     rtt_s
         Round-trip time in seconds; ``None`` takes the link's own (0 for ``"5g-published"``).
     bits, phone_bits, cloud_bits
         Bits of a transmitted value, of a weight on the phone, of a weight on the cloud.
+    method
+        One of :data:`~plpkg.throughput.METHODS`.
+    width
+        Of a ladder's M: hidden units of the gated layer beside its matrix; ``None`` is a matrix alone.
+    late, folded
+        As in :func:`plpkg.communication.low_rank`; folded adapters are of ``down_proj``, the last B is on the phone.
 
     Raises
     ------
@@ -53,6 +64,10 @@ class Split:
     cloud_bits: int = 16
     projections: int = 3
     adapted_layers: int | None = None
+    method: str = "low_rank"
+    width: int | None = None
+    late: bool = False
+    folded: bool = False
 
     def __post_init__(self) -> None:
         def settle(**fields) -> None:
@@ -64,48 +79,78 @@ class Split:
             raise ValueError(f"{self.model.name} is an encoder: it does not generate")
         settle(device=find_device(self.device), cloud=find_device(self.cloud))
         settle(rtt_s=self.link.rtt_s if self.rtt_s is None else number("rtt_s", self.rtt_s))
-        r_c2d, r_d2c = ranks(self.model, self.rank, self.r_c2d, self.r_d2c)
-        settle(r_c2d=r_c2d, r_d2c=r_d2c)
+        ladder = one_of("method", self.method, METHODS) == "ladder"
+        for name in ("r_d2c", "late", "folded") if ladder else ("width",):
+            if (value := getattr(self, name)) not in (None, 0):  # 0 is False, too
+                raise ValueError(f"{name}={value!r} is not for method={self.method!r}")
+        r_c2d, r_d2c = ranks(self.model, self.rank, self.r_c2d, None if ladder else self.r_d2c)
+        settle(r_c2d=r_c2d, r_d2c=0 if ladder else r_d2c)
         settle(
             **{name: whole_number(name, getattr(self, name), 1, 64) for name in ("bits", "phone_bits", "cloud_bits")}
         )
         projection_dims(self.model, self.projections)
         settle(adapted_layers=communication.Run(self.model, adapted_layers=self.adapted_layers).crossing_layers)
+        settle(width=None if self.width is None else whole_number("width", self.width, 1))
+        self.traffic()  # refuses what cannot be folded
 
     @property
     def m_parameters(self) -> int:
-        """Weights of all Ms, on the phone."""
-        return self.adapted_layers * self.projections * self.r_c2d * self.r_d2c
+        """Weights of the phone's part of the adapter: all Ms, and the B of a folded layer."""
+        if self.method == "ladder":
+            numbers, hidden = self.adapted_layers * self.r_c2d, self.model.hidden
+            gated = (self.width or 0) * (2 * (numbers + 1) + hidden)  # up and gate with their biases, and down
+            return numbers * hidden + gated
+        return self.adapted_layers * self.projections * self.r_c2d * self.r_d2c + self.folded * self._b_parameters
 
     @property
     def a_and_b_parameters(self) -> int:
         """Weights of all As and Bs, on the cloud."""
-        a = self.projections * self.model.hidden * self.r_c2d
-        b = sum(projection_dims(self.model, self.projections)) * self.r_d2c
-        return self.adapted_layers * (a + b)
+        on_down_proj = self.folded or self.method == "ladder"
+        inputs = self.model.intermediate if on_down_proj else self.projections * self.model.hidden
+        return self.adapted_layers * (inputs * self.r_c2d + self._b_parameters) - self.folded * self._b_parameters
 
-    def pass_seconds(self, seq: int, batch: int, logits: str) -> dict[str, float]:
-        """Seconds of one pass over ``batch · seq`` positions, by term (:data:`~plpkg.throughput.TERMS`).
+    @property
+    def _b_parameters(self) -> int:
+        """Weights of one layer's Bs."""
+        outputs = self.model.hidden if self.folded else sum(projection_dims(self.model, self.projections))
+        return outputs * self.r_d2c
 
-        ``logits`` says which positions meet the LM head: ``"all"``, or the ``"last"`` of each sequence.
+    def traffic(self, seq: int = 1, batch: int = 1, logits: str = "all", written: int = 0) -> Traffic:
+        """What crosses in one pass over ``batch · seq`` positions.
+
+        ``logits`` says which positions meet the LM head: ``"all"``, or the ``"last"`` of each sequence. Of each
+        sequence the cloud has ``written`` positions itself: their embeddings need not go up.
         """
-        model, positions = self.model, batch * seq
+        run = dict(phase="prefill", tokens=seq, batch=batch, final_hidden=logits, adapted_layers=self.adapted_layers)
+        if self.method == "ladder":
+            sent = communication.ladder(self.model, self.r_c2d, self.bits, **run)
+        else:
+            sent = communication.low_rank(
+                self.model, self.rank, self.projections, True, self.bits,
+                r_c2d=self.r_c2d, r_d2c=self.r_d2c, late=self.late, folded=self.folded, **run,
+            )  # fmt: skip
+        return replace(sent, uplink_bits=sent.uplink_bits - batch * written * self.model.hidden * self.bits)
+
+    def pass_seconds(self, seq: int, batch: int, logits: str, written: int = 0) -> dict[str, float]:
+        """Seconds of one pass by term (:data:`~plpkg.throughput.TERMS`); arguments as in :meth:`traffic`.
+
+        Choosing what it writes costs the cloud extra; a ladder's does not read it again.
+        """
+        model, link, positions = self.model, self.link, batch * seq
         head_positions = positions if logits == "all" else batch
-        run = dict(bits=self.bits, phase="prefill", tokens=seq, batch=batch)
-        residuals = communication.low_rank(
-            model, self.rank, self.projections, False,
-            r_c2d=self.r_c2d, r_d2c=self.r_d2c, adapted_layers=self.adapted_layers, **run,
-        ).seconds(self.link, self.rtt_s)  # fmt: skip
-        ends = communication.layer_cut(model, 0, final_hidden=logits, **run).seconds(self.link, self.rtt_s)
+        corrected, steps = (head_positions, 1 + written) if self.method == "ladder" else (positions, 1)
+        read = positions // steps
+        sent = self.traffic(seq, batch, logits, written)
+        up_bits, down_bits = (n * model.hidden * self.bits for n in (positions - batch * written, head_positions))
         return {
-            "decoder": roofline_s(model.decoder_parameters, positions, self.cloud, self.cloud_bits),
+            "decoder": roofline_s(model.decoder_parameters, read, self.cloud, self.cloud_bits),
             "lm_head": roofline_s(model.embedding_parameters, head_positions, self.device, self.phone_bits),
-            "m": roofline_s(self.m_parameters, positions, self.device, self.phone_bits),
-            "a_and_b": roofline_s(self.a_and_b_parameters, positions, self.cloud, self.cloud_bits),
-            "endpoints": ends["uplink"] + ends["downlink"],
-            "uplink": residuals["uplink"],
-            "downlink": residuals["downlink"],
-            "round_trips": residuals["round_trips"] + ends["round_trips"],
+            "m": roofline_s(self.m_parameters, corrected, self.device, self.phone_bits),
+            "a_and_b": steps * roofline_s(self.a_and_b_parameters, read, self.cloud, self.cloud_bits),
+            "endpoints": up_bits / link.uplink_bits_per_s + down_bits / link.downlink_bits_per_s,
+            "uplink": (sent.uplink_bits - up_bits) / link.uplink_bits_per_s,
+            "downlink": (sent.downlink_bits - down_bits) / link.downlink_bits_per_s,
+            "round_trips": sent.round_trips * self.rtt_s,
         }
 
     def gpu_tokens_per_s(self, gpu: str | float | None, positions: int = 1) -> tuple[float, str]:

@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 
 from plpkg import communication
 from plpkg.catalog import ModelShape
-from plpkg.communication import full_activations, layer_cut, low_rank
+from plpkg.communication import full_activations, ladder, layer_cut, low_rank
 
 
 def test_published_arithmetic_to_the_bit():
@@ -84,6 +84,35 @@ def test_a_cut_costs_the_same_wherever_it_is(phase, after_layer, up, down, round
     assert sent == (up * 65_536, down * 65_536, round_trips)
 
 
+@pytest.mark.parametrize(
+    ("adapted", "plain", "late", "folded", "both"),
+    [(1, 2, 2, 1, 1), (2, 3, 2, 2, 2), (5, 6, 4, 5, 3), (12, 13, 7, 12, 7)],
+)
+def test_round_trips_of_a_pass(adapted, plain, late, folded, both):
+    """One for the end points; late, two layers share one; folded, the last layer has none."""
+    run = dict(rank=8, projections=1, adapted_layers=adapted)
+    ways = [dict(late=late, folded=folded) for folded in (False, True) for late in (False, True)]
+    assert [low_rank("gpt2", **run, **way).round_trips for way in ways] == [plain, late, folded, both]
+    back = [low_rank("gpt2", **run, **way, phase="training").round_trips for way in ways]
+    assert back == [plain + adapted, late + adapted, folded + adapted - 1, both + adapted - 1]
+
+
+def test_a_folded_layer_sends_what_the_final_hidden_state_needs():
+    run = dict(projections=1, r_c2d=8, r_d2c=2, tokens=100, phase="prefill")
+    for final_hidden, positions in (("last", 1), ("all", 100)):
+        plain, folded = (low_rank("gpt2", folded=f, final_hidden=final_hidden, **run) for f in (False, True))
+        assert plain.uplink_bits - folded.uplink_bits == 100 * 2 * 16
+        assert plain.downlink_bits - folded.downlink_bits == (100 - positions) * 8 * 16
+
+
+def test_a_ladder_by_hand():
+    token, text = ladder("gpt2", 96), ladder("gpt2", 96, phase="training", tokens=7, batch=2, adapted_layers=3)
+    assert (token.uplink_bits, token.downlink_bits, token.round_trips) == (768 * 16, (768 + 12 * 96) * 16, 1)
+    assert (text.uplink_bits, text.downlink_bits, text.round_trips) == (14 * 768 * 16, 14 * (768 + 3 * 96) * 16, 1)
+    last = ladder("gpt2", 96, phase="prefill", tokens=7, batch=2)
+    assert last.downlink_bits == 2 * token.downlink_bits
+
+
 SMALL = ModelShape("small", "llama", 5, 48, 6, 2, 8, 96, 100, False, 200_000)
 RUNS = [
     dict(phase=phase, tokens=tokens, batch=batch, first_k=first_k, last_k=last_k, adapted_layers=adapted)
@@ -97,8 +126,10 @@ RUNS = [
 @pytest.mark.parametrize(("projections", "endpoints"), list(itertools.product((1, 3), (False, True))))
 def test_formulas_equal_serialised_tensors(run, projections, endpoints):
     ranks, total = dict(r_c2d=6, r_d2c=4), run["tokens"] * run["batch"]
-    messages = communication.low_rank_messages(SMALL, projections=projections, endpoints=endpoints, **ranks, **run)
-    assert low_rank(SMALL, 1, projections, endpoints, **ranks, **run) == communication.count(messages, tokens=total)
+    for late in (False, True):
+        low = dict(projections=projections, endpoints=endpoints, late=late, **ranks, **run)
+        messages = communication.low_rank_messages(SMALL, **low)
+        assert low_rank(SMALL, **low) == communication.count(messages, tokens=total)
     for baseline in communication.BASELINES:
         messages = communication.full_activation_messages(SMALL, projections, endpoints, baseline, **run)
         formula = full_activations(SMALL, projections, endpoints, 32, baseline, **run)
@@ -118,6 +149,34 @@ def test_a_cut_equals_serialised_tensors(after_layer, bits, **run):
     messages = communication.layer_cut_messages(SMALL, after_layer, **run)
     total = run["tokens"] * run["batch"]
     assert layer_cut(SMALL, after_layer, bits, **run) == communication.count(messages, bits, total)
+
+
+PHASES = dict(
+    phase=st.sampled_from(communication.PHASES),
+    tokens=st.integers(1, 6),
+    batch=st.integers(1, 3),
+    final_hidden=st.sampled_from(["last", "all"]),
+    bits=st.sampled_from([8, 16, 32, 64]),
+)
+
+
+@settings(max_examples=150)
+@given(
+    late=st.booleans(), folded=st.booleans(), first_k=st.integers(0, 2), adapted_layers=st.integers(1, 3), **PHASES
+)  # fmt: skip
+def test_late_and_folded_residuals_equal_serialised_tensors(bits, **run):
+    """Whose round trips the twin finds with a clock."""
+    ranks, total = dict(projections=1, r_c2d=6, r_d2c=4), run["tokens"] * run["batch"]
+    messages = communication.low_rank_messages(SMALL, **ranks, **run)
+    assert low_rank(SMALL, bits=bits, **ranks, **run) == communication.count(messages, bits, total)
+
+
+@settings(max_examples=60)
+@given(rank=st.integers(1, 8), adapted_layers=st.none() | st.integers(0, 5), **PHASES)
+def test_a_ladder_equals_serialised_tensors(rank, bits, **run):
+    messages = communication.ladder_messages(SMALL, rank, **run)
+    total = run["tokens"] * run["batch"]
+    assert ladder(SMALL, rank, bits, **run) == communication.count(messages, bits, total)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +203,17 @@ def test_a_cut_equals_serialised_tensors(after_layer, bits, **run):
         (lambda: communication.layer_cut_messages("gpt2", 12), "after_layer must be between 0 and num_layers-1=11"),
         (lambda: low_rank("gpt2", 8, endpoints="no"), "endpoints must be True or False, got 'no'"),
         (lambda: low_rank("gpt2", 8, projections=3.0), "projections must be one of 1, 3, got 3.0"),
+        (lambda: low_rank("gpt2", 8, late=1), "late must be True or False, got 1"),
+        (lambda: low_rank("gpt2", 8, folded="yes"), "folded must be True or False, got 'yes'"),
+        (lambda: low_rank("gpt2", 8, folded=True), "projections of a folded split must be one of 1, got 3"),
+        (lambda: low_rank("gpt2", 8, 1, False, folded=True), "endpoints of a folded .* one of True, got False"),
+        (lambda: low_rank("gpt2", 8, 1, folded=True, last_k=2), "last_k of a folded split must be one of 0, got 2"),
+        (lambda: low_rank("gpt2", 8, 1, folded=True, adapted_layers=0), "adapted_layers of a folded .* least 1, got 0"),
+        (lambda: ladder("gpt2", 0), "rank must be between 1 and hidden=768, got 0"),
+        (lambda: ladder("gpt2", first_k=2), "first_k of a ladder must be one of 0, got 2"),
+        (lambda: communication.low_rank_messages("gpt2", 8, folded=True), "projections of a folded split must be"),
+        (lambda: communication.low_rank_messages("gpt2", 8, late=None), "late must be True or False, got None"),
+        (lambda: communication.ladder_messages("gpt2", last_k=1), "last_k of a ladder must be one of 0, got 1"),
     ],
 )  # fmt: skip
 def test_bad_input_is_named(call, message):
@@ -161,3 +231,5 @@ def test_narrow_integers_do_not_overflow():
 def test_an_unknown_option_is_named():
     with pytest.raises(TypeError, match="unexpected keyword argument 'tokns'"):
         low_rank("gpt2", 8, tokns=3)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'folded'"):
+        ladder("gpt2", folded=True)

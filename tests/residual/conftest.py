@@ -8,18 +8,38 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from plpkg.backbones import random_backbone
-from plpkg.residual import PrivateLoraConfig
+from plpkg.backbones import FAMILIES, random_backbone
+from plpkg.residual import LadderConfig, PrivateLoraConfig
 
 from preloaded import Process
 from rounding import assert_as_exact
 
 IDS = torch.arange(2, 26).reshape(2, 12) % 23 + 1  # never 0, which pads
+FOLDED = ["fold", "late fold", "fold of two"]
+WAYS = ["qkv", "down", "late", *FOLDED, "ladder", "gated ladder"]
+"""How an adapter's residuals can cross."""
+WAYS_OF_FAMILIES = [(f, name) for f in FAMILIES for name in WAYS if f != "gemma2" or name not in FOLDED]
+"""Gemma 2 has a norm between its last projection and the hidden state."""
 CUTS = [(0, 0), (1, 0), (0, 1), (1, 2)]
 
 
 def normal(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def down(family):
+    """The last projection of each layer's MLP."""
+    return ["mlp.c_proj"] if family == "gpt2" else ["down_proj"]
+
+
+def way(name, family="llama"):
+    """What ``adapted_backbone`` and ``split`` take for one of :data:`WAYS`."""
+    config = dict(ladder=dict(r=5, width=16 if name == "gated ladder" else None)) if "ladder" in name else {}
+    if name in ("down", "fold", "late fold", "fold of two"):
+        config["target_modules"] = down(family)
+    if name == "fold of two":
+        config["layers_to_transform"] = [0, 3]
+    return config | (dict(late=True) if "late" in name else {}), dict(fold=True) if "fold" in name else {}
 
 
 def precise(model):
@@ -34,14 +54,19 @@ def backbone(family="llama", **shape):
     return random_backbone(family, **dims | shape)
 
 
-def adapted_backbone(family="llama", m_scale=1.0, options=None, lora=None, **config):
-    """A small model with an adapter (PrivateLoRA's, or LoRA's) that is random, not zero."""
-    adapter = PrivateLoraConfig(**dict(r_c2d=5, r_d2c=3) | config) if lora is None else LoraConfig(**lora)
-    model = get_peft_model(backbone(family, options=options), adapter)
+def adapted_backbone(family="llama", m_scale=1.0, options=None, lora=None, ladder=None, shape=(), **config):
+    """A small model with an adapter (PrivateLoRA's, a ladder, or LoRA's) that is random, not zero."""
+    if ladder is not None:
+        adapter = LadderConfig(**ladder)
+    elif lora is not None:
+        adapter = LoraConfig(**lora)
+    else:
+        adapter = PrivateLoraConfig(**dict(r_c2d=5, r_d2c=3) | config)
+    model = get_peft_model(backbone(family, options=options, **dict(shape)), adapter)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "privatelora_M" in name or "lora_" in name:
+            if any(kind in name for kind in ("privatelora_M", "ladder_M", "lora_")):
                 parameter.copy_(m_scale * torch.randn(parameter.shape, generator=generator))
     return model.eval()
 
@@ -50,7 +75,7 @@ CLOUD = """
 import sys, torch
 torch.set_num_threads(1)
 from peft import get_peft_model
-from plpkg.backbones import random_backbone
+from plpkg.backbones import FAMILIES, random_backbone
 from plpkg.residual import CloudServer, PrivateLoraConfig
 seed = int(sys.argv[2])
 model = random_backbone("llama", num_layers=4, num_kv_heads=2, vocab=64, hidden=32, intermediate=48, seed=seed)

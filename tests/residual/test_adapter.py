@@ -1,5 +1,7 @@
 """The adapter against the formula, PEFT's own operations, and ordinary LoRA, on every architecture family."""
 
+import copy
+import functools
 import subprocess
 import sys
 
@@ -315,3 +317,94 @@ def test_numpys_numbers_are_numbers(tmp_path):
     model = adapted(r_c2d=np.int64(4), r_d2c=np.int64(4), projection_seed=np.int64(2))
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(PeftModel.from_pretrained(backbone(), tmp_path)), logits(model))
+
+
+def late_by_hooks(base, model):
+    """Logits where what each projection's M makes of its input is added to the same projection one layer later."""
+    groups = {}
+    for layer in layers(model):
+        groups.setdefault(layer.module.rpartition(".")[2], []).append(layer)
+    before, handles = {}, []
+
+    def add(name, first, last, layer, _, arguments, output):
+        a, b = gaussian_projections(0, layer.module, layer.in_features, layer.out_features, 5, 3)
+        m = layer.privatelora_M["default"].weight.to(output.dtype)
+        own = arguments[0] @ a.to(m).T @ m.T @ b.to(m).T
+        added = (0 if first else before[name]) + (own if last else 0)
+        before[name] = own
+        return output + added
+
+    for name, same in groups.items():
+        for layer in same:
+            hook = functools.partial(add, name, layer is same[0], layer is same[-1], layer)
+            handles.append(base.get_submodule(layer.module).register_forward_hook(hook))
+    with torch.no_grad():
+        return base(input_ids=IDS).logits
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        *((family, {}) for family in FAMILIES),
+        ("llama", dict(layers_to_transform=[0, 1, 3])),
+        ("llama", dict(layers_to_transform=[2])),
+        ("llama", dict(target_modules=["o_proj", "down_proj"])),
+    ],
+)
+def test_late_each_residual_is_added_one_layer_later(family, config):
+    model = adapted(family, late=True, **config)
+    expected, exact = late_by_hooks(backbone(family), model), late_by_hooks(precise(backbone(family)), model)
+    assert_as_exact(logits(model), expected, exact)
+    if config.get("layers_to_transform") != [2]:  # alone, it is the first and the last
+        with pytest.raises(AssertionError, match="apart"):
+            assert_as_exact(logits(adapted(family, **config)), expected, exact)
+
+
+def test_a_second_late_adapter_is_late_as_well():
+    model, only = adapted(), adapted(late=True)
+    model.add_adapter("other", PrivateLoraConfig(r_c2d=5, r_d2c=3, late=True))
+    with torch.no_grad():
+        for layer, other in zip(layers(model), layers(only), strict=True):
+            layer.privatelora_M["other"].weight.copy_(other.privatelora_M["default"].weight)
+    model.set_adapter("other")
+    assert torch.equal(logits(model), logits(only))
+
+
+def test_a_late_adapter_is_saved_and_loaded_and_left(tmp_path):
+    model = adapted(late=True)
+    model.save_pretrained(tmp_path)
+    before = logits(model)
+    assert torch.equal(logits(PeftModel.from_pretrained(backbone(), tmp_path)), before)
+    handle = model.get_base_model().model.layers[2].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # a residual was on its way
+        logits(model)
+    handle.remove()
+    assert torch.equal(logits(model), before)
+    assert torch.equal(logits(copy.deepcopy(model)), before)
+    with model.disable_adapter():
+        assert torch.equal(logits(model), logits(backbone()))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda model: model.merge_adapter(), "'default' is late: what .*q_proj adds is no part of its own weight"),
+        (lambda model: model.merge_and_unload(), "'default' is late: what .*q_proj adds is no part of its own weight"),
+        (convert_to_lora, "'default' is late: LoRA has no residual that arrives one layer later"),
+        (lambda _: PrivateLoraConfig(late=1), "late must be True or False, got 1"),
+    ],
+)
+def test_what_a_late_adapter_cannot_is_named(call, message):
+    model = adapted(late=True)
+    before = logits(model)
+    with pytest.raises(ValueError, match=message):
+        call(model)
+    assert torch.equal(logits(model), before)
+
+
+def test_a_late_adapter_takes_no_gradient_checkpointing():
+    model = adapted(late=True).train()
+    model.get_base_model().activation_checkpointing_enable()
+    model.enable_input_require_grads()
+    with pytest.raises(RuntimeError, match="a late adapter takes no gradient checkpointing"):
+        model(input_ids=IDS, labels=IDS).loss.backward()

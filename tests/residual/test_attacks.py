@@ -1,5 +1,6 @@
 """The attacks against brute force, against what was really there, and against a model that has learnt."""
 
+import functools
 import statistics
 import textwrap
 from pathlib import Path
@@ -13,12 +14,15 @@ from plpkg.residual import PrivateLoraConfig, split
 from plpkg.residual.attacks import (
     CHUNK,
     LinearInverter,
+    imitate_ladder,
     public_prefix,
     recover_m,
     recover_tokens,
     relative_error,
     token_accuracy,
 )
+from plpkg.residual.ladder import LadderConfig
+from plpkg.residual.wire.sampling import race
 from tests.residual.conftest import backbone, normal
 
 from direct import Direct
@@ -87,6 +91,101 @@ def test_m_is_solved_for_from_what_crosses_in_half_precision():
             assert relative_error(recover_m(u[:1, :2], v[:1, :2]), m) > 0.3
 
 
+NUMBERS = 8
+
+
+@functools.cache
+def ladder_owner(width=None):
+    """A device's part with a random M, and what a cloud might send: ``(n, hidden + numbers)`` seen, and unseen."""
+    device = imitator(width)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in device.tail.m.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5
+    return device, normal(16_000, device.width), normal(2000, device.width, seed=1)
+
+
+def imitator(width=None):
+    """A device's part whose M adds nothing yet, and whose LM head tells tokens apart more than a random one does."""
+    model = backbone()
+    model.lm_head.weight.data = 0.4 * normal(64, 32, seed=2)
+    return split(get_peft_model(model, LadderConfig(r=NUMBERS // 4, width=width)).eval())[0]
+
+
+@torch.no_grad()
+def divergence(owner, part, finals):
+    """KL(owner || part), nats a token."""
+    mine, theirs = (each.logits(finals).double().log_softmax(-1) for each in (owner, part))
+    return (mine.exp() * (mine - theirs)).sum(-1).mean().item()
+
+
+@torch.no_grad()
+def raced(owner, finals):
+    """Tokens that an owner samples, and the times of their races."""
+    times = torch.empty(len(finals), 64).exponential_(generator=torch.Generator().manual_seed(5))
+    return (owner.logits(finals).softmax(-1) / times).argmax(-1), times
+
+
+@pytest.mark.parametrize("width", [None, 6])
+def test_a_ladder_is_imitated_from_the_tokens_that_its_owner_samples(width):
+    owner, seen, unseen = ladder_owner(width)
+    part = imitator(width).requires_grad_()  # nothing but M is to learn all the same
+    before = {name: p.clone() for name, p in part.named_parameters()}
+    none = divergence(owner, part, unseen)
+    imitate_ladder(part, seen.half(), raced(owner, seen)[0], lr=2e-2, steps=300)
+    # With p parameters and n tokens maximum likelihood is p / 2n away, far less than the backbone without M.
+    parameters = sum(p.numel() for p in owner.tail.m.parameters())
+    assert parameters / 2 / len(seen) < none / 25
+    assert divergence(owner, part, unseen) < none / 5
+    learnt = {name for name, p in part.named_parameters() if not torch.equal(p, before[name])}
+    assert learnt == {f"tail.m.{name}" for name, _ in part.tail.m.named_parameters()}
+    assert {name for name, p in part.named_parameters() if p.grad is not None} <= learnt
+
+
+def test_random_numbers_that_the_cloud_knows_tell_it_more():
+    owner, seen, unseen = ladder_owner()
+    chosen, times = raced(owner, seen)
+    logits = owner.logits(seen).detach()
+    bounded = logits - times.log()  # the winner's is the largest
+    assert_close(bounded.max(1).values, bounded.gather(1, chosen[:, None])[:, 0], terms=4)
+    plain, knowing = imitator(), imitator()
+    some = slice(0, 4000)
+    imitate_ladder(plain, seen[some], chosen[some], lr=2e-2, steps=300)
+    imitate_ladder(knowing, seen[some], chosen[some], times=times[some], temperature=0.1, lr=2e-2, steps=300)
+    assert divergence(owner, knowing, unseen) < divergence(owner, plain, unseen) / 2
+
+
+def test_the_times_of_a_race_are_those_of_the_wire():
+    owner, seen, _ = ladder_owner()
+    times = torch.empty(1, 64).exponential_(generator=torch.Generator().manual_seed(7 + 11))
+    logits = owner.logits(seen[:1]).detach()
+    assert race(logits, 7, 11) == (logits - times.log()).argmax()
+
+
+def test_greedy_tokens_tell_which_token_is_likeliest():
+    owner, seen, unseen = ladder_owner()
+    part = imitator()
+    with torch.no_grad():
+        greedy, true = (owner.logits(finals).argmax(-1) for finals in (seen, unseen))
+        before = token_accuracy(part.logits(unseen).argmax(-1), true)
+        imitate_ladder(part, seen, greedy, temperature=0.1, lr=2e-2, steps=300)
+        after = token_accuracy(part.logits(unseen).argmax(-1), true)
+    assert 1 - after < (1 - before) / 2
+
+
+def test_what_is_kept_is_what_was_best_for_tokens_held_out():
+    owner, seen, _ = ladder_owner()
+    chosen, part = raced(owner, seen)[0], imitator()
+    few = dict(finals=seen[:60], tokens=chosen[:60])
+    still = dict(lr=1e-12, steps=1)
+    start = imitate_ladder(part, **few, **still)
+    kept = imitate_ladder(part, **few, lr=1e-1, steps=200)  # it learns them by heart
+    assert kept <= start
+    assert imitate_ladder(part, **few, **still) == pytest.approx(kept, rel=relative(60 * 64))
+    noise = tokens(60, vocab=64, seed=9)
+    again = imitate_ladder(part, seen[:60], noise, lr=1e-1, steps=200)
+    assert again == imitate_ladder(part, seen[:60], noise, **still)
+
+
 def test_a_linear_inverter_reads_embeddings_of_tokens_that_it_never_saw():
     table = normal(300, 16)
     seen, ids = tokens(400, vocab=200), torch.arange(300)
@@ -146,6 +245,11 @@ def test_layers_that_have_learnt_hide_little_from_public_text():
 
 
 ROW, U, IDS = torch.ones(1, 4), torch.ones(5, 3), torch.zeros(5, dtype=torch.int64)
+FINALS = torch.ones(5, 32 + NUMBERS)
+
+
+def imitate(finals=FINALS, chosen=IDS, **settings):
+    return imitate_ladder(imitator(), finals, chosen, **settings)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +268,13 @@ ROW, U, IDS = torch.ones(1, 4), torch.ones(5, 3), torch.zeros(5, dtype=torch.int
         (lambda: LinearInverter(U, IDS[:4], U), r"hidden \(5, 3\) and ids \(4,\) are not pairs"),
         (lambda: LinearInverter(U, IDS, U), "or all alike"),
         (lambda: LinearInverter(U, torch.arange(5), U, ridge=0), "ridge must be greater than 0, got 0"),
+        (lambda: imitate(FINALS[:4]), r"finals \(4, 40\) and 5 tokens are not two pairs at least"),
+        (lambda: imitate(FINALS[:, :9]), r"finals \(5, 9\) and 5 tokens"),
+        (lambda: imitate(FINALS[:1], IDS[:1]), r"finals \(1, 40\) and 1 tokens are not two"),
+        (lambda: imitate(FINALS / 0), "or not finite"),
+        (lambda: imitate(times=torch.ones(5, 3)), r"times must be of the shape \(5, 64\), got \(5, 3\)"),
+        (lambda: imitate(temperature=0), "temperature must be greater than 0, got 0"),
+        (lambda: imitate(steps=0), "steps must be a whole number of at least 1, got 0"),
     ],
 )
 def test_bad_input_is_named(call, message):

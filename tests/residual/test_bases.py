@@ -98,7 +98,7 @@ def test_ends_with_other_bases_do_not_talk(adapted):
     bases.from_gradients(ours, texts())
 
     def terms(model):
-        return terms_of(model, split(model)[0], "default", (0, 0), "fp16")
+        return terms_of(model, split(model)[0], [], "default", (0, 0), "fp16")
 
     assert differences(terms(ours), terms(theirs)).startswith("bases is ")
     bases.from_gradients(theirs, texts())

@@ -10,7 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from plpkg.backbones import FAMILIES
 from plpkg.residual import PrivateLoraConfig, release, split
 from plpkg.residual.adapter import PrivateLoraLayer
-from tests.residual.conftest import CUTS, IDS, backbone, normal, precise
+from plpkg.residual.cloud_part import cut_back
+from plpkg.residual.cost import device_cost
+from tests.residual.conftest import CUTS, IDS, WAYS_OF_FAMILIES, backbone, normal, precise, way
 
 from direct import Direct
 from rounding import assert_as_exact, assert_close
@@ -51,9 +53,9 @@ def cut_logits(model, first_k=0, last_k=0, **options):
     return device.logits(cloud(device.embed(IDS)))
 
 
-def logits_and_gradients(model, first_k=0, last_k=0):
+def logits_and_gradients(model, first_k=0, last_k=0, **options):
     """A training step in two parts: the logits, the gradients by name, and what crossed."""
-    device, cloud, transport = connected(model, first_k, last_k)
+    device, cloud, transport = connected(model, first_k, last_k, **options)
     embedded = device.embed(IDS)
     sent = embedded.detach().requires_grad_(embedded.requires_grad)
     hidden = cloud(sent)
@@ -61,7 +63,8 @@ def logits_and_gradients(model, first_k=0, last_k=0):
     logits = device.logits(returned)
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), IDS[:, 1:].flatten())
     loss.backward()
-    hidden.backward(returned.grad)
+    if hidden.requires_grad:  # not behind a ladder
+        hidden.backward(returned.grad)
     if embedded.requires_grad:
         embedded.backward(sent.grad)
     assert not device._asked
@@ -354,3 +357,122 @@ def test_the_clouds_part_can_be_copied(adapted):
     with torch.no_grad():
         logits = device.logits(copied(device.embed(IDS)))
         assert_as_exact(logits, model(input_ids=IDS).logits, precise(model)(input_ids=IDS).logits)
+
+
+@pytest.mark.parametrize(("family", "name"), WAYS_OF_FAMILIES)
+def test_every_way_of_crossing_is_the_same_function(adapted, same_gradients, family, name):
+    config, cut = way(name, family)
+    model = adapted(family, m_scale=0.1, **config)
+    logits, gradients, crossed = logits_and_gradients(model, **cut)
+    with torch.no_grad():
+        assert_as_exact(logits, model(input_ids=IDS).logits, precise(model)(input_ids=IDS).logits)
+    same_gradients(gradients, model, IDS)
+    if "ladder" in name:
+        assert not crossed
+
+
+def test_two_exchanges_of_a_late_adapter_are_under_way_at_once(adapted):
+    device, cloud, transport = connected(adapted(late=True))
+    with torch.no_grad():
+        cloud(device.embed(IDS))
+    steps = [(kind, group) for kind, group, _ in transport.log]
+    up, down = ([(kind, group) for group in range(4)] for kind in ("up", "down"))
+    assert steps == [up[0], up[1], down[0], up[2], down[1], up[3], down[2], down[3]]
+
+
+def test_the_cloud_alone_is_the_backbone(adapted):
+    for name in ("qkv", "late fold", "ladder"):
+        config, cut = way(name)
+        model = adapted(**config)
+        _, cloud = split(model, **cut)
+        with torch.no_grad(), cloud.alone(), model.disable_adapter():
+            logits = cloud.public.logits(cloud(cloud.public.embed(IDS)))
+            assert_as_exact(logits, model(input_ids=IDS).logits, precise(model)(input_ids=IDS).logits)
+        assert not cloud.public.matrices
+        assert getattr(cloud.public.tail, "m", None) is None
+    assert split(adapted(), 1)[1].public is None
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "cut", "message"),
+    [
+        ("gemma2", dict(target_modules=["down_proj"]), {}, "needs an adapter on the last layer's mlp.down_proj or"),
+        ("llama", {}, {}, "needs an adapter on the last layer's mlp.down_proj or mlp.c_proj, and nothing behind it"),
+        ("llama", dict(target_modules=["up_proj"]), {}, "needs an adapter on the last layer's"),
+        (
+            "llama",
+            dict(target_modules=["down_proj"], layers_to_transform=[1]),
+            {},
+            "needs an adapter on the last layer",
+        ),
+        ("llama", dict(target_modules=["down_proj"]), dict(last_k=1), "needs a PrivateLoRA adapter and last_k=0, got"),
+        ("llama", dict(ladder=dict(r=4)), {}, "fold=True needs a PrivateLoRA adapter and last_k=0, got LADDER"),
+        ("llama", dict(target_modules=["down_proj"]), dict(fold=1), "fold must be True or False, got 1"),
+        ("llama", dict(ladder=dict(r=4)), dict(fold=False, first_k=1), "a ladder needs every layer in the cloud, got"),
+        ("llama", dict(ladder=dict(r=4)), dict(fold=False, last_k=1), "a ladder needs every layer in the cloud, got"),
+    ],
+)
+def test_what_cannot_be_folded_is_named(adapted, family, config, cut, message):
+    model = adapted(family, **config)
+    with pytest.raises(ValueError, match=message):
+        split(model, **dict(fold=True) | cut)
+
+
+@pytest.mark.parametrize(
+    ("name", "m", "others", "up", "down"),
+    [
+        ("late", 12 * 3 * 5, 0, 32 + 12 * 3, 32 + 12 * 5),
+        ("fold", 4 * 3 * 5, 32 * 3 + 32, 32 + 3 * 3, 32 + 4 * 5),  # the last layer's B, and the norm
+        ("fold of two", 2 * 3 * 5, 32 * 3 + 32, 32 + 3, 32 + 2 * 5),
+        ("ladder", 32 * 20, 32, 32, 32 + 20),
+        ("gated ladder", 32 * 20 + 2 * 16 * 21 + 32 * 16, 32, 32, 32 + 20),
+    ],
+)
+def test_what_a_device_holds_and_sends_by_hand(adapted, name, m, others, up, down):
+    config, cut = way(name)
+    cost = device_cost(split(adapted(**config), **cut)[0], wire_bits=32)
+    assert cost.parameters == 2 * 64 * 32 + m + others
+    assert cost.flops_per_token == 2 * (64 * 32 + m + others)
+    assert (cost.up_bytes_per_token, cost.down_bytes_per_token) == (4 * up, 4 * down)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
+def test_a_cache_that_is_cut_back_is_as_if_nothing_had_been_there(adapted, family):
+    """Also beyond a sliding window of 6: as far back as the last step had gone."""
+    options = {"sliding_window": 6} if family in ("mistral", "gemma2") else None
+    model = adapted(family, ladder=dict(r=5), options=options)
+    text = IDS.flatten()[None, :20]
+
+    def run(ends, cache, start, stop):
+        at = torch.arange(start, stop)[None]
+        return ends[1](ends[0].embed(text[:, start:stop], position_ids=at), cache=cache)
+
+    def one_by_one(ends):
+        cache, finals = ends[1].new_cache(), []
+        for i in range(20):
+            finals.append(run(ends, cache, i, i + 1))
+            cut_back(cache, i + 1)
+        return torch.cat(finals, dim=1)
+
+    with torch.no_grad():
+        ends = split(model)
+        expected, exact = one_by_one(ends), one_by_one(split(precise(model)))
+        cache = ends[1].new_cache()
+        run(ends, cache, 0, 9)
+        for keep, stop in ((9, 12), (10, 14), (14, 20), (15, 19)):
+            cut_back(cache, keep)
+            found = run(ends, cache, keep, stop)
+            assert_as_exact(found, expected[:, keep:stop], exact[:, keep:stop])
+        for keep in (0, 20):
+            with pytest.raises(
+                ValueError, match=f"keep must be between 1 and the 19 positions in the cache, got {keep}"
+            ):
+                cut_back(cache, keep)
+        cut_back(cache, 19)
+        if options:
+            with pytest.raises(
+                ValueError, match="keep=12 of 19 positions: a window of 6 has dropped what it would need"
+            ):
+                cut_back(cache, 12)
+        else:
+            cut_back(cache, 12)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from plpkg import recorded, theme
+from plpkg import catalog, recorded, theme
 from plpkg.residual import plots
 
 
@@ -45,18 +45,44 @@ def test_quality(quality_rows):
     assert f"LoRA r=16 (100 %) {table['gain'][plots.LORA]:.3f}" in theme.alt(ax.figure)
 
 
-def test_link_times():
-    rows = recorded.section("residual_wire", "link")
-    ax = plots.link_times(rows)
-    for line, column in zip(ax.lines, ("held_ratio", "ratio"), strict=True):
-        ratios = rows[column].dropna()
-        assert list(line.get_xdata()) == list(ratios.clip(0.65, 1.5))
-        beyond = {f"{ratio:.1f}" for ratio in ratios if not 0.65 <= ratio <= 1.5}
-        assert beyond <= {text.get_text() for text in ax.texts}
-    (lines,) = ax.collections
-    drawn = [list(ends[:, 0]) for ends in lines.get_segments()]
-    assert drawn == [list(ends) for ends in rows[["ratio_q1", "ratio_q3"]].clip(0.65, 1.5).to_numpy()]
-    assert "within 10 %" in theme.alt(ax.figure)
+@pytest.fixture
+def trips():
+    rows = recorded.section("residual_trips", "speed")
+    return rows[(rows["case"] == "plpkg-small") & (rows["temperature"] == 0) & rows["draft_tokens"].isin([0, 6])]
+
+
+def test_against_rtt(trips):
+    ways = ["plain", "ladder"]
+    ax = plots.against_rtt(trips, ways)
+    lines = [line for line in ax.lines if len(line.get_xdata())]  # the others are for the legend
+    for i, way in enumerate(ways):
+        (computed, measured), seen = lines[2 * i : 2 * i + 2], trips[trips["what"] == way].sort_values("rtt_ms")
+        assert list(computed.get_xdata()) == list(measured.get_xdata()) == [0, 5, 20, 33]
+        assert list(computed.get_ydata()) == list(seen["computed"])
+        assert list(measured.get_ydata()) == list(seen["tokens_per_s"])
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["plain (6)", "ladder (1)"]
+    assert "plain, 6 round trips a token: " in theme.alt(ax.figure)
+
+
+def test_each_way_is_compared_with_an_adapter_in_all_layers(trips):
+    quality = recorded.section("residual_ways", "quality")
+    facts = catalog.measured("residual_diary").query("case == 'fact'")
+    imitation = recorded.section("residual_imitation", "imitation")
+    table = plots.by_way(trips.query("rtt_ms == 20"), quality, facts, imitation)
+    means = {
+        method: sum(runs.groupby("case")["gain"].mean()) / runs["case"].nunique()
+        for method, runs in quality.groupby("method")
+    }
+    for way, adapter in (("plain", "all layers"), ("lookup", "all layers"), ("ladder, cloud ahead", "ladder")):
+        row = table.loc[way]
+        assert row["share_of_gain"] == pytest.approx(means[adapter] / means["all layers"])
+        assert row["facts"] == facts.query("method == @adapter")["right"].item()
+        assert row["trained"] == quality.query("method == @adapter")["trained"].iloc[0]
+        assert row["gain_ci"] == 0 if adapter == "all layers" else row["gain_ci"] > 0
+    copied = imitation.query("method == 'ladder' and what == 'sampled' and tokens == tokens.max()")["error"].item()
+    assert table.loc["ladder, cloud ahead", "m_error"] == copied
+    assert table.loc["lookup", "m_error"] == imitation.query("what == 'answers'")["error"].item()
+    assert table.loc[["two layers, folded", "one layer late, folded", "ladder 512"], "m_error"].isna().all()
 
 
 def test_m_recovery():

@@ -1,44 +1,39 @@
-"""The explorer's numbers, against a real cut of the model; its words; its bars."""
+"""The explorer's numbers are the recorded ones, a token's time grows by its round trips; its words; its points."""
 
 import pytest
-from peft import get_peft_model
 
 from plpkg import recorded, theme
-from plpkg.backbones import load_backbone
-from plpkg.residual import PrivateLoraConfig, split, widget
-from plpkg.residual.cost import device_cost
+from plpkg.residual import widget
 
 
-@pytest.mark.parametrize("first_k", [0, 2, 4])
-@pytest.mark.parametrize(
-    ("adapter", "rank", "targets"),
-    [
-        ("PrivateLoRA r=16", 16, None),
-        ("PrivateLoRA r=64", 64, None),
-        ("PrivateLoRA down r=48, gradient", 48, ["down_proj"]),
-    ],
-)
-def test_bytes_and_parameters_are_those_of_the_cut_model(adapter, rank, targets, first_k):
-    model = load_backbone("plpkg-small")[0]
-    model = get_peft_model(model, PrivateLoraConfig(r_c2d=rank, r_d2c=rank, target_modules=targets))
-    cost = device_cost(split(model, first_k)[0])
-    choice = widget.compute(adapter, first_k)
-    assert choice.bytes_per_token == cost.up_bytes_per_token + cost.down_bytes_per_token
-    assert choice.device_parameters == cost.parameters
+@pytest.mark.parametrize(("way", "guesses"), [("plain", 0), ("lookup", 3), ("ladder, cloud ahead", 10)])
+def test_without_delay_it_is_what_was_measured(way, guesses):
+    rows = recorded.section("residual_trips", "speed").query("case == 'plpkg-small' and rtt_ms == 0")
+    row = rows.query("what == @way and draft_tokens == @guesses").iloc[0]
+    choice = widget.compute(way, 0, guesses or 6)  # who makes no guesses sends none
+    assert choice.draft_tokens == guesses
+    assert choice.tokens_per_s == pytest.approx(row["tokens_per_s"])
+    assert (choice.trips_per_token, choice.bytes_per_token) == (row["trips_per_token"], row["bytes_per_token"])
 
 
-def test_quality_and_attack_are_the_recorded_ones():
-    choice = widget.compute("PrivateLoRA r=64", 1)
-    row = widget.quality().loc["PrivateLoRA r=64"]
-    assert choice.share_of_lora == row["share_of_lora"]
-    assert choice.recovered == recorded.section("residual_attacks", "inversion").query("x == 1")["recovered"].max()
-    assert widget.compute("PrivateLoRA r=64", 0).share_of_actual == pytest.approx(row["share_of_actual"], abs=5e-5)
+def test_each_round_trip_takes_the_delay():
+    near, far = (widget.compute("plain", ms, 6) for ms in (0, 50))
+    assert 1 / far.tokens_per_s - 1 / near.tokens_per_s == pytest.approx(6 * 0.05)
 
 
-def test_bars_are_the_choice():
+def test_the_gain_is_a_share_of_that_of_an_adapter_in_all_layers():
+    gain = recorded.section("residual_ways", "quality").groupby("method")["gain"].mean()
+    assert widget.compute("plain", 20, 6).share_of_gain == 1
+    assert widget.compute("ladder", 20, 6).share_of_gain == pytest.approx(gain["ladder"] / gain["all layers"])
+
+
+def test_points_are_the_ways():
     ax = theme.axes()
-    choice = widget.compute("PrivateLoRA r=16", 0)
+    choice = widget.compute("lookup", 20, 6)
     widget.draw(choice, ax)
-    widths = [bar.get_width() for bar in ax.patches]
-    assert widths == pytest.approx([100 * v for v in (choice.share_of_actual, choice.share_of_lora, choice.recovered)])
-    assert "Three bars for PrivateLoRA r=16" in theme.alt(ax.figure)
+    points = [(line.get_xdata()[0], line.get_ydata()[0]) for line in ax.lines]
+    every = [widget.compute(way, 20, 6) for way in widget.ways()]
+    assert points == [(each.tokens_per_s, 100 * each.share_of_gain) for each in every]
+    filled = [line for line in ax.lines if line.get_markerfacecolor() != "white"]
+    assert [line.get_xdata()[0] for line in filled] == [choice.tokens_per_s]
+    assert f"lookup {choice.tokens_per_s:.1f} and 100 %" in theme.alt(ax.figure)

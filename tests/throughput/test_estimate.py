@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 
 from plpkg import catalog, communication
 from plpkg.catalog import Device, Link
-from plpkg.throughput import TERMS, decode, prefill
+from plpkg.throughput import DRAFTS, METHODS, TERMS, decode, prefill
 
 
 @pytest.mark.parametrize(
@@ -105,6 +105,88 @@ def test_every_term_by_hand_with_nothing_alike():
     assert three["a_and_b"] == pytest.approx(5 * (3 * 4096 * 48 + (4096 + 2 * 1024) * 24) * 2 / 900e9)
 
 
+LINK = Link("any", 7e6, 90e6, 0.004)
+PHONE, CLOUD = Device("phone", 50e9, 2e12, 8e9), Device("cloud", 900e9, 100e12, 40e9)
+WHERE = dict(link=LINK, device=PHONE, cloud=CLOUD)
+HEAD, DECODER = 128_256 * 4096, 8_030_261_248 - 2 * 128_256 * 4096
+
+
+def test_a_ladder_by_hand_with_nothing_alike():
+    split = dict(method="ladder", rank=24, width=96, adapted_layers=5, bits=32, phone_bits=8, cloud_bits=4)
+    estimate = decode("llama-3.1-8b", **WHERE, **split, draft_tokens=2, tokens_per_pass=1.6)
+    m = 5 * 24 * 4096 + 2 * (5 * 24 + 1) * 96 + 96 * 4096
+    expected = {
+        "decoder": DECODER * 0.5 / 900e9,
+        "lm_head": HEAD / 50e9,
+        "m": m / 50e9,
+        "a_and_b": 5 * 14336 * 24 * 0.5 / 900e9,
+        "endpoints": 3 * 4096 * 32 * (1 / 7e6 + 1 / 90e6),
+        "uplink": 0,
+        "downlink": 3 * 5 * 24 * 32 / 90e6,
+        "round_trips": 0.004,
+    }
+    assert estimate.breakdown() == pytest.approx({term: seconds / 1.6 for term, seconds in expected.items()})
+    crossing = estimate.round_trips_per_token, estimate.up_bytes_per_token, estimate.down_bytes_per_token
+    assert crossing == pytest.approx([n / 1.6 for n in (1, 3 * 4096 * 4, 3 * (4096 + 5 * 24) * 4)])
+
+    ahead = decode("llama-3.1-8b", **WHERE, **split, draft_tokens=2, tokens_per_pass=1.6, draft="backbone")
+    token_s = (DECODER + HEAD) * 0.5 / 900e9
+    expected["decoder"] += 2 * token_s  # the states of the guesses come with writing them
+    expected["a_and_b"] *= 3
+    expected["endpoints"] -= 2 * 4096 * 32 / 7e6  # the cloud has their embeddings
+    assert ahead.breakdown() == pytest.approx({term: seconds / 1.6 for term, seconds in expected.items()})
+    assert ahead.up_bytes_per_token == pytest.approx(4096 * 4 / 1.6)
+
+
+def test_a_folded_late_split_by_hand_with_nothing_alike():
+    split = dict(r_c2d=48, r_d2c=24, projections=1, adapted_layers=6, late=True, folded=True)
+    estimate = decode("llama-3.1-8b", **WHERE, **split, draft_tokens=3, draft="backbone", gpu=20)
+    expected = {
+        "decoder": DECODER / (DECODER + HEAD) / 20 + 3 / 20,  # one pass that checks what it has written
+        "lm_head": HEAD * 2 / 50e9,
+        "m": (6 * 48 * 24 + 24 * 4096) * 2 / 50e9,
+        "a_and_b": (6 * 48 * 14336 + 5 * 24 * 4096) * 2 / 900e9,
+        "endpoints": 4096 * 16 / 7e6 + 4 * 4096 * 16 / 90e6,
+        "uplink": 4 * 5 * 24 * 16 / 7e6,
+        "downlink": 4 * 6 * 48 * 16 / 90e6,
+        "round_trips": (1 + 3) * 0.004,
+    }
+    assert estimate.breakdown() == pytest.approx({term: seconds / 4 for term, seconds in expected.items()})
+    crossing = estimate.round_trips_per_token, estimate.up_bytes_per_token, estimate.down_bytes_per_token
+    assert crossing == pytest.approx((1, (4096 + 4 * 5 * 24) * 2 / 4, (4096 + 6 * 48) * 2))
+
+
+def test_a_cloud_that_writes_ahead_in_a_large_batch():
+    """Where arithmetic counts: a ladder's A see each position once, whoever guesses."""
+    run = dict(method="ladder", rank=8, gpu="roofline", batch=100_000, draft_tokens=3)
+    device, cloud = (decode("gpt2", draft=draft, **run) for draft in DRAFTS)
+    assert cloud.breakdown()["a_and_b"] == pytest.approx(device.breakdown()["a_and_b"])
+    decoder_s = device.breakdown()["decoder"] / 4 + 3 / 4 / device.gpu_tokens_per_s
+    assert cloud.breakdown()["decoder"] == pytest.approx(decoder_s)
+
+
+def test_a_prompt_before_a_ladder():
+    """M sees what the LM head sees."""
+    every, last = (
+        prefill("llama-3.1-8b", 400, 24, **WHERE, method="ladder", logits=logits, phone_bits=8)
+        for logits in ("all", "last")
+    )
+    assert every.breakdown()["m"] == pytest.approx(2 * 32 * 24 * 4096 / 2e12)  # arithmetic, for each position
+    assert last.breakdown()["m"] == pytest.approx(32 * 24 * 4096 / 50e9 / 400)  # reading, once
+    assert every.down_bytes_per_token == pytest.approx(400 * last.down_bytes_per_token)
+
+
+@settings(max_examples=60)
+@given(draft_tokens=st.integers(0, 8), acceptance_rate=st.floats(0, 1), method=st.sampled_from(METHODS))
+def test_a_measured_yield_takes_the_place_of_the_formula(draft_tokens, acceptance_rate, method):
+    run = dict(model="llama-2-7b", method=method, draft_tokens=draft_tokens)
+    computed, one = decode(acceptance_rate=acceptance_rate, **run), decode(tokens_per_pass=1, **run)
+    tokens = computed.tokens_per_s / one.tokens_per_s
+    assert tokens == pytest.approx(sum(acceptance_rate**i for i in range(draft_tokens + 1)))
+    within = min(max(tokens, 1), 1 + draft_tokens)  # but for rounding
+    assert decode(tokens_per_pass=within, **run).tokens_per_s == pytest.approx(computed.tokens_per_s)
+
+
 def test_batches_by_hand():
     given = decode("gpt2", 8, gpu=50, batch=4).breakdown()
     share = (124_439_808 - 50257 * 768) / 124_439_808
@@ -180,6 +262,17 @@ def test_repr_is_one_stable_line():
         (dict(adapted_layers=99), "adapted_layers must be between 0 and .*12, got 99"),
         (dict(gpu="published"), "no published speed of gpt2 on a100-80gb-pcie at 16 bit"),
         (dict(model="llama-2-7b", draft_tokens=3, batch=2), "draft_tokens=3 with batch=2 needs .*: a published speed"),
+        (dict(draft_tokens=2, tokens_per_pass=3.5), "tokens_per_pass must be at least 1 and at most 3, got 3.5"),
+        (dict(tokens_per_pass=0.5), "tokens_per_pass must be at least 1 and at most 1, got 0.5"),
+        (dict(tokens_per_pass=1, acceptance_rate=1.0), "tokens_per_pass=1 replaces acceptance_rate=1.0: give only one"),
+        (dict(draft="cloud"), "draft must be one of 'device', 'backbone', got 'cloud'"),
+        (dict(method="lora"), "method must be one of 'low_rank', 'ladder', got 'lora'"),
+        (dict(width=512), "width=512 is not for method='low_rank'"),
+        (dict(method="ladder", width=0), "width must be a whole number of at least 1, got 0"),
+        (dict(method="ladder", r_d2c=8), "r_d2c=8 is not for method='ladder'"),
+        (dict(method="ladder", late=True), "late=True is not for method='ladder'"),
+        (dict(folded=True), "projections of a folded split must be one of 1, got 3"),
+        (dict(late=True, accounting="figure"), "accounting='figure' is the article's: no ladder, and nothing late"),
         (dict(model="bert-base", rank=8), "bert-base is an encoder: it does not generate"),
     ],
 )

@@ -33,6 +33,17 @@ def test_against_rtt_starts_at_the_undelayed_speed():
     assert "27.0 at 0 ms" in theme.alt(ax.figure)
 
 
+def test_ways_are_one_curve_each():
+    ways = {"every layer": {}, "two layers": dict(adapted_layers=2), "ladder": dict(method="ladder", width=512)}
+    ax = plots.ways(ways, (0, 20), model="llama-2-7b")
+    assert [line.get_label() for line in ax.lines] == [text.get_text() for text in ax.get_legend().get_texts()]
+    for line, way in zip(ax.lines, ways.values(), strict=True):
+        assert list(line.get_xdata()) == [0, 20]
+        assert line.get_ydata()[1] == pytest.approx(decode("llama-2-7b", rtt_s=0.02, **way).tokens_per_s)
+    assert (ax.get_yscale(), ax.get_xlabel(), ax.get_ylabel()) == ("log", "round-trip time (ms)", "tokens per second")
+    assert "every layer 27.0, 1.4; two layers" in theme.alt(ax.figure)
+
+
 def test_phone_memory_bars():
     ax = plots.phone_memory_bars(["llama-2-7b", "gpt2"], 128, limit_mb=491.9)
     assert sum(bar.get_width() for bar in ax.patches[0::2]) == pytest.approx(527.43, abs=0.01)

@@ -30,6 +30,24 @@ def test_memory_equals_the_bytes_of_real_modules():
     assert phone_memory(model, 16).total_bytes == counted
 
 
+@pytest.mark.parametrize("width", [None, 12])
+def test_a_ladder_on_the_phone_equals_the_bytes_of_real_modules(width):
+    model, on = catalog.model("qwen2.5-0.5b"), dict(dtype=torch.bfloat16, device="meta")
+    numbers = 8 * model.num_layers
+    modules = [torch.nn.Linear(numbers, model.hidden, bias=False, **on)]
+    if width:
+        modules += [torch.nn.Linear(numbers, width, **on) for _ in ("up", "gate")]
+        modules.append(torch.nn.Linear(width, model.hidden, bias=False, **on))
+    counted = sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
+    assert phone_memory(model, 8, method="ladder", width=width).m_bytes == counted
+
+
+def test_a_folded_layer_brings_its_b():
+    """Whose output is hidden numbers wide, one for each of r_d2c."""
+    plain, folded = (phone_memory("gpt2", 8, projections=1, r_d2c=4, folded=f).m_bytes for f in (False, True))
+    assert folded - plain == 768 * 4 * 2
+
+
 def test_a_tied_table_is_held_once():
     assert phone_memory("gpt2", 8, embedding=True).embedding_bytes == 0
 

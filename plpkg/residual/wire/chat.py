@@ -8,12 +8,23 @@ import torch
 from grpc import StatusCode
 from transformers import TextStreamer
 
+from plpkg.residual.drafts import chosen
 from plpkg.residual.wire.connection import RefusedError
 from plpkg.residual.wire.device import DeviceClient
 from plpkg.residual.wire.sampling import warpers
+from plpkg.validation import whole_number
 
 
-def answer_lines(client: DeviceClient, tokenizer, lines: Iterator[str], max_new_tokens: int, **sampling) -> None:
+def answer_lines(
+    client: DeviceClient,
+    tokenizer,
+    lines: Iterator[str],
+    max_new_tokens: int,
+    *,
+    draft: str | None = None,
+    draft_tokens: int = 6,
+    **sampling,
+) -> None:
     """Answer every line, printing as it is written; one that is too long for the cloud is left out.
 
     A tokenizer with a chat template gets the conversation so far; to any other model each line is the beginning of
@@ -27,6 +38,9 @@ def answer_lines(client: DeviceClient, tokenizer, lines: Iterator[str], max_new_
         As in :meth:`DeviceClient.generate`.
     """
     warpers(max_new_tokens, **sampling)
+    whole_number("draft_tokens", draft_tokens, 0)
+    chosen(draft, tokenizer)
+    options = sampling | dict(draft=draft, draft_tokens=draft_tokens, tokenizer=tokenizer)
     talks = tokenizer.chat_template is not None
     conversation = []
     for line in lines:
@@ -41,7 +55,7 @@ def answer_lines(client: DeviceClient, tokenizer, lines: Iterator[str], max_new_
             ids = torch.tensor([start + tokenizer(line, add_special_tokens=False)["input_ids"]])
         streamer = TextStreamer(tokenizer, skip_special_tokens=True)  # prints each word as soon as it is complete
         try:
-            ids_and_answer = client.generate(ids, max_new_tokens, on_token=streamer.put, **sampling)
+            ids_and_answer = client.generate(ids, max_new_tokens, on_token=streamer.put, **options)
         except RefusedError as refused:
             if refused.code is not StatusCode.OUT_OF_RANGE:
                 raise

@@ -41,12 +41,13 @@ class CloudServer:
     Parameters
     ----------
     model
-        What ``get_peft_model(model, PrivateLoraConfig(...))`` gave. Its M, embedding and LM head are not used: the
-        devices have them; :func:`plpkg.residual.parts.release` frees them here.
+        What ``get_peft_model(model, PrivateLoraConfig(...))`` gave, or a ``LadderConfig``. Its M are not used: the
+        devices have them; :func:`plpkg.residual.parts.release` frees them here, and the embedding and LM head, if no
+        device is to ask the cloud to write ahead (``part.public``).
     address
         ``host:port``; port 0 takes a free one. See :attr:`address`.
-    first_k, last_k
-        How many layers the devices keep at either end.
+    first_k, last_k, fold
+        How the model is cut: :func:`plpkg.residual.parts.split`.
     precision
         Of the values on the wire: ``"fp16"``, ``"bf16"`` or ``"fp32"``.
     tls
@@ -82,6 +83,7 @@ class CloudServer:
         *,
         first_k: int = 0,
         last_k: int = 0,
+        fold: bool = False,
         precision: str = "fp16",
         tls: str | Path | None = None,
         token: str | None = None,
@@ -92,10 +94,10 @@ class CloudServer:
             raise ValueError(f"limits must be a Limits, got {limits!r}")
         limits = limits or Limits()
         certificates.require_protection(address, encrypted=tls is not None, token=token)
-        device, self.part = split(model, first_k, last_k, adapter_name=adapter_name)
+        device, self.part = split(model, first_k, last_k, fold=fold, adapter_name=adapter_name)
         self.part.eval()
         self.part.new_cache()  # refuses layers whose cache cannot be taken back
-        self.terms = terms(model, device, adapter_name, (first_k, last_k), precision)
+        self.terms = terms(model, device, self.part.riders, adapter_name, (first_k, last_k), precision)
         self.traffic, self.num_threads = Counter(), torch.get_num_threads()
         self._sessions, self._token = Sessions(self.part, self.terms, limits), token
         self._streams: dict[Stream, threading.Thread] = {}

@@ -12,7 +12,8 @@ from typer import Argument, Option
 app = typer.Typer()
 
 Model = Annotated[str, Option(help="plpkg-small, a hub name, or a folder.")]
-Adapter = Annotated[Path | None, Option(help="A folder with a saved PrivateLoRA adapter; else a new one of --rank.")]
+Adapter = Annotated[Path | None, Option(help="A folder with a saved adapter; else a new one of --rank.")]
+Ladder = Annotated[bool, Option("--ladder", help="A new adapter is a ladder: one round trip a token.")]
 Rank = Annotated[int, Option(help="Of a new adapter, both ways.")]
 Target = Annotated[
     list[str] | None, Option(help="Linear layers of a new adapter, down_proj say; by default q, k and v.")
@@ -20,6 +21,7 @@ Target = Annotated[
 Seed = Annotated[int, Option(help="Of a new adapter's A and B.")]
 FirstK = Annotated[int, Option(help="Layers that the device keeps at the beginning.")]
 LastK = Annotated[int, Option(help="Layers that the device keeps at the end.")]
+Fold = Annotated[bool, Option("--fold", help="The last layer's exchange goes with its final hidden state.")]
 Precision = Annotated[str, Option(help="Of the values on the wire: fp16, bf16 or fp32.")]
 Dtype = Annotated[str, Option(help="Of the weights: fp16, bf16, fp32, or auto: the checkpoint's own.")]
 Token = Annotated[str | None, Option(envvar="PLPKG_TOKEN", help="The bearer token; better through PLPKG_TOKEN.")]
@@ -33,8 +35,10 @@ def cloud(
     rank: Rank = 64,
     target: Target = None,
     seed: Seed = 0,
+    ladder: Ladder = False,
     first_k: FirstK = 0,
     last_k: LastK = 0,
+    fold: Fold = False,
     precision: Precision = "fp16",
     dtype: Dtype = "fp32",
     device: Annotated[str, Option(help="cpu or cuda.")] = "cpu",
@@ -52,12 +56,12 @@ def cloud(
     if init_tls is not None:
         typer.echo(f"{certificates.write(init_tls, host or [])}: give this file to the devices (--ca)")
         return
-    new = dict(r_c2d=rank, r_d2c=rank, target_modules=target or None, projection_seed=seed)
+    new = dict(rank=rank, ladder=ladder, target_modules=target or None, projection_seed=seed)
     adapted, _ = adapted_model(model, adapter, dtype, device, **new)
     limits = Limits(sessions=sessions, tokens=tokens)
-    cut = dict(first_k=first_k, last_k=last_k, precision=precision)
+    cut = dict(first_k=first_k, last_k=last_k, fold=fold, precision=precision)
     server = CloudServer(adapted, listen, tls=tls, token=token, limits=limits, **cut)
-    release(adapted, server.part)
+    release(adapted, *filter(None, (server.part, server.part.public)))
     with server:
         typer.echo(f"listening on {server.address}; end with Ctrl+C")
         try:
@@ -79,16 +83,18 @@ def device(
     rank: Rank = 64,
     target: Target = None,
     seed: Seed = 0,
+    ladder: Ladder = False,
     first_k: FirstK = 0,
     last_k: LastK = 0,
+    fold: Fold = False,
     precision: Precision = "fp16",
     ca: Annotated[Path | None, Option(help="The certificate to trust: the cloud's cert.pem.")] = None,
     token: Token = None,
     link: Annotated[str | None, Option(help="Go through a relay with this link's rates and delay: 5g, say.")] = None,
 ) -> None:
     """Use a model whose decoder layers a cloud has."""
-    new = dict(r_c2d=rank, r_d2c=rank, target_modules=target or None, projection_seed=seed)
-    settings = dict(first_k=first_k, last_k=last_k, precision=precision, ca=ca, token=token, link=link)
+    new = dict(rank=rank, ladder=ladder, target_modules=target or None, projection_seed=seed)
+    settings = dict(first_k=first_k, last_k=last_k, fold=fold, precision=precision, ca=ca, token=token, link=link)
     context.obj = functools.partial(client_of, connect, model, adapter, new, settings)
 
 
@@ -118,11 +124,16 @@ def chat(
     max_new_tokens: Annotated[int, Option(help="At most.")] = 128,
     temperature: Annotated[float, Option(help="0 takes the most probable token.")] = 0.7,
     top_p: Annotated[float, Option(help="Sample among the most probable tokens with this share.")] = 0.95,
+    draft: Annotated[
+        str, Option(help="Who guesses the next tokens, to save round trips: none, lookup, public or backbone.")
+    ] = "none",
+    draft_tokens: Annotated[int, Option(help="At most so many guesses at once.")] = 6,
 ) -> None:
     """Answer every line of standard input."""
     from plpkg.residual.wire.chat import answer_lines, lines_of
 
     sampling = dict(do_sample=temperature != 0, temperature=temperature, top_p=top_p)
+    sampling |= dict(draft=None if draft == "none" else draft, draft_tokens=draft_tokens)
     with context.obj() as (client, _, tokenizer):
         answer_lines(client, tokenizer, lines_of(), max_new_tokens, **sampling)
 

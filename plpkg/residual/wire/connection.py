@@ -90,7 +90,7 @@ class Connection:
         certificates.require_protection(target, encrypted=ca is not None, token=token)
         self.target, self.terms, self.timeout_s, self.retry_s = target, terms, timeout_s, retry_s
         self.traffic = Counter()
-        self.session, self.steps = b"", 0
+        self.session, self.steps, self.max_tokens = b"", 0, 0
         self._metadata = [("authorization", f"Bearer {token}")] if token else []
         options = [
             *OPTIONS,
@@ -173,14 +173,16 @@ class Connection:
                 self.session, self.steps = b"", 0
                 raise SessionLostError(str(refused)) from refused
             raise
-        self.session, self.steps = welcome.session, welcome.steps
+        self.session, self.steps, self.max_tokens = welcome.session, welcome.steps, welcome.tokens
 
     def send(self, **content) -> None:
         """Put a message with this one field on its way."""
         self._messages.send(**content)
 
-    def receive(self, content: str):
+    def receive(self, content: str, *, round_trips: int = 1):
         """The field of the next message, which must be this one: the answer to what was sent last.
+
+        It counts as so many round trips: none where its Final will say.
 
         Raises
         ------
@@ -190,7 +192,7 @@ class Connection:
             The cloud ended the stream with another status, or sent something else.
         """
         value = self._next(content)
-        self.traffic.round_trips += 1
+        self.traffic.round_trips += round_trips
         return value
 
     def _next(self, content: str):

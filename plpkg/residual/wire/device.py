@@ -3,6 +3,10 @@
 Generation and training go on where they were after a connection broke: a step that was not answered is asked for
 again, and what it had added to a gradient is taken back first.
 
+A pass can yield several tokens: guesses travel along (:mod:`plpkg.residual.drafts`), or the cloud writes on, and the
+device takes of them what it would have chosen itself, then one more token of its own. What it writes does not depend
+on the guesses, but for rounding: a pass over several positions sums in another order.
+
 Left out: beam search, and batches of sequences of unequal length (pad on the right and mask the labels to train on
 them).
 """
@@ -20,7 +24,9 @@ import torch
 from peft import PeftModel
 
 from plpkg.catalog import Link
+from plpkg.residual import drafts
 from plpkg.residual.device_part import DeviceCache
+from plpkg.residual.drafts import Draft
 from plpkg.residual.parts import split
 from plpkg.residual.wire import sampling
 from plpkg.residual.wire.certificates import require_protection
@@ -29,7 +35,8 @@ from plpkg.residual.wire.messages import Counter
 from plpkg.residual.wire.relay import Relay
 from plpkg.residual.wire.tensors import PRECISIONS, pack, unpack
 from plpkg.residual.wire.terms import terms
-from plpkg.residual.wire.wire_pb2 import Part, Step
+from plpkg.residual.wire.wire_pb2 import Choice, Part, Step
+from plpkg.residual.wire.writing import Writing
 from plpkg.validation import number, whole_number
 
 Result = TypeVar("Result")
@@ -49,9 +56,9 @@ class DeviceClient:
     target
         The cloud's ``host:port``.
     model
-        What ``get_peft_model(model, PrivateLoraConfig(...))`` gave, with the M to use. Only the device's part of it
-        is used; :func:`plpkg.residual.parts.release` frees the rest.
-    first_k, last_k, precision, adapter_name
+        What ``get_peft_model(model, PrivateLoraConfig(...))`` gave, or a ``LadderConfig``, with the M to use. Only the
+        device's part of it is used; :func:`plpkg.residual.parts.release` frees the rest.
+    first_k, last_k, fold, precision, adapter_name
         As the cloud has them.
     token, ca
         The bearer token, and the certificate to trust (``cert.pem``): both needed but on a loopback address.
@@ -86,6 +93,7 @@ class DeviceClient:
         *,
         first_k: int = 0,
         last_k: int = 0,
+        fold: bool = False,
         precision: str = "fp16",
         adapter_name: str = "default",
         token: str | None = None,
@@ -97,9 +105,9 @@ class DeviceClient:
         number("timeout_s", timeout_s, open_low=True)
         number("retry_s", retry_s)
         require_protection(target, encrypted=ca is not None, token=token)
-        self.part, _ = split(model, first_k, last_k, adapter_name=adapter_name)
+        self.part, cloud = split(model, first_k, last_k, fold=fold, adapter_name=adapter_name)
         self.part.eval()
-        self.terms = terms(model, self.part, adapter_name, (first_k, last_k), precision)
+        self.terms = terms(model, self.part, cloud.riders, adapter_name, (first_k, last_k), precision)
         self.dtype, self.adapter_name = PRECISIONS[precision], adapter_name
         self._model = model.get_base_model()
         self._closed = False
@@ -145,6 +153,9 @@ class DeviceClient:
         generator: torch.Generator | None = None,
         eos_token_id: int | list[int] | None = None,
         on_token: Callable[[torch.Tensor], object] | None = None,
+        draft: str | Draft | None = None,
+        draft_tokens: int = 6,
+        tokenizer=None,
     ) -> torch.Tensor:
         """Continue sequences.
 
@@ -161,6 +172,14 @@ class DeviceClient:
             What ends a sequence; the model's own by default, ``-1`` for none.
         on_token
             Called with each new ``(batch,)`` of tokens as soon as it is there.
+        draft
+            Who guesses what follows, for one sequence: ``"lookup"`` in the text so far; ``"public"``, counts of public
+            text as well, which need the ``tokenizer``; ``"backbone"``, the cloud, which writes on without M; or a
+            function (:data:`plpkg.residual.drafts.Draft`). All guesses reach the cloud. The tokens are the same as
+            without, sampled ones with the same ``generator``, too; but ``"backbone"`` samples with random numbers
+            that the cloud knows: others, of the same distribution.
+        draft_tokens
+            At most so many guesses in a pass.
 
         Returns
         -------
@@ -177,38 +196,41 @@ class DeviceClient:
             It does not want to: a sequence too long, say.
         """
         choice = dict(do_sample=do_sample, temperature=temperature, top_k=top_k, top_p=top_p)
-        warp = sampling.warpers(max_new_tokens, **choice)
-        ids = self._checked(input_ids, more=max_new_tokens - 1)
-        ends = torch.tensor(sampling.ends(self._model, eos_token_id), dtype=torch.long)
+        sampling.warpers(max_new_tokens, **choice)  # refuses what cannot be
+        whole_number("draft_tokens", draft_tokens, 0)
+        ids, ends = self._checked(input_ids, more=max_new_tokens - 1), sampling.ends(self._model, eos_token_id)
+        guess, ahead = drafts.chosen(draft, tokenizer), draft == "backbone"
+        if draft is not None and len(ids) > 1:
+            raise ValueError(f"draft={draft!r} is for one sequence, got {len(ids)}: they would not keep pace")
+        if ahead and (kept := self.terms.first_k + self.terms.last_k):
+            raise ValueError(f"draft={draft!r} needs every layer in the cloud, but {kept} are on the device")
+        text = Writing(ids, max_new_tokens, ends, guess, ahead, generator, **choice)
         limit = sampling.reads_anew_beyond(self._model)
-        done = torch.zeros(len(ids), dtype=torch.bool)
         cache = self.part.new_cache()
 
-        def next_logits() -> torch.Tensor:
+        def next_logits() -> tuple[torch.Tensor, list[int]]:
             nonlocal cache
+            length = text.ids.shape[1]
+            turns = sampling.guesses_before_rope_turns(self._model, length)
+            count = max(0, min(draft_tokens, text.room, self._connection.max_tokens - length, turns))
+            written = count if ahead and (cache.seen or not self.part.matrices) else 0
             try:
-                return self._next_logits(ids[:, cache.seen :], cache)
+                return self._next_logits(text.ids[:, cache.seen :], cache, text.guesses(count), written, text.choice)
             except SessionLostError:  # so the sequence begins anew as well, with all that it has
                 cache = self.part.new_cache()
                 raise
 
         with self._alone():
-            for _ in range(max_new_tokens):
-                if limit is not None and cache.seen <= limit < ids.shape[1]:
+            self._begin_anew(lambda: self._connection.keep_trying(lambda: None))  # it says how long a text may be
+            while not text.over:
+                if limit is not None and cache.seen <= limit < text.ids.shape[1]:
                     cache = self.part.new_cache()
-                scores = warp(ids, self._begin_anew(next_logits).float())
-                if do_sample:
-                    chosen = torch.multinomial(scores.softmax(-1), 1, generator=generator)[:, 0]
-                else:
-                    chosen = scores.argmax(-1)
-                chosen = torch.where(done, ids[:, -1], chosen)
-                ids = torch.cat([ids, chosen[:, None]], dim=1)
-                if on_token is not None:
-                    on_token(chosen)
-                done |= torch.isin(chosen, ends)
-                if done.all():
-                    break
-        return ids
+                for tokens, guessed in text.take(*self._begin_anew(next_logits)):
+                    self._connection.traffic.wrote(len(tokens), accepted=guessed)
+                    if on_token is not None:
+                        on_token(tokens)
+                cache.cut_back(text.ids.shape[1] - 1)
+        return text.ids
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -313,17 +335,21 @@ class DeviceClient:
             ids.shape,
             pack(embedded, self.dtype),
             train=True,
-            all_positions=True,
+            positions=ids.shape[1],
             input_gradient=input_gradient,
         )
         self._exchange(ids.shape)
-        final = self._final((*ids.shape, self.terms.hidden)).requires_grad_()
+        final, _ = self._final(*ids.shape)
+        final.requires_grad_()
         logits = self.part.logits(final)[:, :-1]
         loss = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="sum"
         )
         loss = loss / items
         loss.backward()
+        self._connection.steps += 1
+        if not (self.part.matrices or input_gradient):
+            return loss.item()  # nothing that learns is before the cloud's layers
         # A power of two brings the gradients to where the wire's precision is good; the way back is linear.
         scale = 2.0 ** min(126, -math.frexp(final.grad.abs().max().item())[1])  # float32 has no larger one
         gradient = pack(final.grad * scale, self.dtype)
@@ -340,47 +366,64 @@ class DeviceClient:
         for parameter in self.part.matrices.parameters():
             if parameter.grad is not None:
                 parameter.grad /= scale
-        self._connection.steps += 1
         return loss.item()
 
-    def _next_logits(self, ids: torch.Tensor, cache: DeviceCache) -> torch.Tensor:
-        """Logits ``(batch, vocab)`` of the token that follows ``ids`` ``(batch, seq)``."""
-        begins = cache.seen == 0
+    def _next_logits(
+        self, ids: torch.Tensor, cache: DeviceCache, guesses: list[int], ahead: int, choice: Choice | None
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Logits ``(batch, guesses + 1, vocab)`` of what follows ``ids`` ``(batch, seq)`` and each guess, and these.
+
+        The guesses are the device's, or as many as ``ahead`` of the cloud's.
+        """
+        keep = cache.seen
+        if guesses:
+            ids = torch.cat([ids, torch.tensor([guesses])], dim=1)
         hidden = pack(self.part.embed(ids, cache=cache), self.dtype)
-        everywhere = self.part.last is not None  # its layers have KV caches to fill
-        positions = ids.shape[1] if everywhere else 1
+        cache.seen += ahead
+        positions = ids.shape[1] if self.part.last is not None else len(guesses) + 1  # its KV caches have to be filled
+        read = (len(ids), ids.shape[1] + (ahead if self.part.matrices else 0))  # in the pass that asks for every M
+        extra = dict(ahead=ahead, choice=choice) if ahead else {}
         number = None
 
-        def run() -> torch.Tensor:
+        def run() -> tuple[torch.Tensor, list[int]]:
             nonlocal number
             answered = number is not None and number == self._connection.steps  # but the answer was lost
             if not answered:
                 number = self._connection.steps + 1
-            self._send_step(number, ids.shape, hidden, new_sequence=begins, all_positions=everywhere)
+            begins = dict(keep=keep, new_sequence=keep == 0)
+            self._send_step(number, ids.shape, hidden, positions=positions, **begins, **extra)
             if not answered:
-                self._exchange(ids.shape, cache=cache)
-            return self._final((len(ids), positions, self.terms.hidden))
+                self._exchange(read, cache=cache)
+            return self._final(len(ids), positions, ahead)
 
-        final = self._connection.keep_trying(run)
+        final, written = self._connection.keep_trying(run)
         self._connection.steps = number
-        return self.part.logits(final, cache=cache)[:, -1]
+        self._connection.traffic.drafted_tokens += len(guesses) + len(written)
+        guesses = guesses or written
+        return self.part.logits(final, cache=cache)[:, -len(guesses) - 1 :], guesses
 
-    def _send_step(self, number: int, shape: tuple[int, int], hidden: bytes, **flags: bool) -> None:
-        step = Step(number=number, batch=shape[0], seq=shape[1], hidden=hidden, **flags)
+    def _send_step(self, number: int, shape: tuple[int, int], hidden: bytes, **fields) -> None:
+        step = Step(number=number, batch=shape[0], seq=shape[1], hidden=hidden, **fields)
         self._connection.send(step=step)
 
     def _exchange(self, shape: tuple[int, int], cache: DeviceCache | None = None) -> None:
         """Answer every A·x of a pass over ``(batch, seq)`` with M·A·x; without a ``cache``, to learn from it."""
         due = set(range(len(self.part.matrices)))
         while due:
-            part = self._connection.receive("residual")
+            part = self._connection.receive("residual", round_trips=0)
             u = self._unpack_part(part, due, shape, self.terms.r_c2d)
             data = pack(self.part.residual(part.group, u, train=cache is None, cache=cache), self.dtype)
             self._connection.send(residual=Part(group=part.group, data=data))
 
-    def _final(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """The final hidden state that ends a pass."""
-        return unpack(self._connection.receive("hidden"), shape, self.dtype).to(self.part.lm_head.weight)
+    def _final(self, batch: int, positions: int, ahead: int = 0) -> tuple[torch.Tensor, list[int]]:
+        """What ends a pass: ``(batch, positions + ahead, width)``, and the tokens that the cloud has written."""
+        final = self._connection.receive("final", round_trips=0)
+        self._connection.traffic.round_trips += final.round_trips
+        hidden = unpack(final.hidden, (batch, positions + ahead, self.part.width), self.dtype)
+        written = unpack(final.tokens, (ahead,), torch.int32).tolist()
+        if any(not 0 <= token < self.part.embedding.num_embeddings for token in written):
+            raise ValueError(f"the cloud has written {written}, which are no tokens")
+        return hidden.to(self.part.lm_head.weight), written
 
     def _unpack_part(self, part: Part, due: set[int], shape: tuple[int, int], rank: int) -> torch.Tensor:
         """What came for an exchange that was due, and is no more: each once, in the order of the cloud's layers."""

@@ -1,4 +1,4 @@
-"""A model of one's own with a PrivateLoRA adapter: a new one, or one that was saved."""
+"""A model of one's own with a PrivateLoRA adapter or a ladder: a new one, or one that was saved."""
 
 from pathlib import Path
 
@@ -7,7 +7,8 @@ from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from plpkg.backbones import load_backbone
-from plpkg.residual.adapter import PrivateLoraConfig
+from plpkg.residual.adapter import PrivateLoraConfig, ProjectionConfig
+from plpkg.residual.ladder import LadderConfig
 from plpkg.residual.wire.tensors import PRECISIONS
 from plpkg.validation import one_of
 
@@ -15,20 +16,20 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def adapted_model(
-    name: str, adapter: Path | None, dtype: str, device: str, **config
+    name: str, adapter: Path | None, dtype: str, device: str, *, rank: int, ladder: bool = False, **config
 ) -> tuple[PeftModel, PreTrainedTokenizerBase]:
-    """A model with a PrivateLoRA adapter, and its tokenizer.
+    """A model with an adapter of this room, and its tokenizer.
 
     Parameters
     ----------
     name
         As for :func:`plpkg.backbones.load_backbone`.
     adapter
-        A folder that ``save_pretrained`` wrote, with safetensors; without one a new adapter of ``config``.
+        A folder that ``save_pretrained`` wrote, with safetensors; without one a new adapter.
     dtype, device
         Of the model: one of the wire's precisions or ``"auto"``, the checkpoint's own; and ``"cpu"`` or ``"cuda"``.
-    **config
-        Fields of :class:`PrivateLoraConfig`.
+    rank, ladder, **config
+        Of a new adapter: its rank, both ways; whether it is a ladder; and fields that both configurations have.
 
     Raises
     ------
@@ -38,7 +39,8 @@ def adapted_model(
     dtypes = PRECISIONS | {"auto": "auto"}
     model, tokenizer = load_backbone(name, dtype=dtypes[one_of("dtype", dtype, tuple(dtypes))], device=device)
     if adapter is None:
-        return get_peft_model(model, PrivateLoraConfig(**config)), tokenizer
+        new = LadderConfig(r=rank, **config) if ladder else PrivateLoraConfig(r_c2d=rank, r_d2c=rank, **config)
+        return get_peft_model(model, new), tokenizer
     config = _config(adapter)
     try:
         return PeftModel.from_pretrained(model, adapter, config=config, is_trainable=True), tokenizer
@@ -48,7 +50,7 @@ def adapted_model(
         raise ValueError(f"{adapter / WEIGHTS} is damaged: {error}") from error
 
 
-def _config(adapter: Path) -> PrivateLoraConfig:
+def _config(adapter: Path) -> ProjectionConfig:
     """What a folder says of its adapter, which is there."""
     for name in (CONFIG, WEIGHTS):
         if not (adapter / name).is_file():  # PEFT would ask the hub
@@ -59,6 +61,6 @@ def _config(adapter: Path) -> PrivateLoraConfig:
         raise ValueError(f"{adapter} holds an adapter of a kind that PEFT does not know: {error}") from error
     except (ValueError, TypeError) as error:
         raise ValueError(f"{adapter / CONFIG} is damaged: {error}") from error
-    if not isinstance(config, PrivateLoraConfig):
-        raise ValueError(f"{adapter} holds a {config.peft_type} adapter, not a PrivateLoRA one")
+    if not isinstance(config, ProjectionConfig):
+        raise ValueError(f"{adapter} holds a {config.peft_type} adapter, not a PrivateLoRA one or a ladder")
     return config

@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 from grpc import StatusCode
 
-from plpkg.residual.wire.wire_pb2 import Part, Step
+from plpkg.residual.wire.wire_pb2 import Final, Part, Step
 from plpkg.results import Tabular
 
 METHOD = "/plpkg.residual.v1.Residual/Connect"
@@ -69,7 +69,10 @@ class Counter(Tabular):
     sent_message_bytes, received_message_bytes
         The protobuf messages that carried them, and those of the handshake.
     round_trips
-        How many times the device sent something and waited for the cloud's answer.
+        How many times one side waited for the other's answer before it could go on; two exchanges that are under way
+        at once count as one.
+    tokens, drafted_tokens, accepted_tokens
+        What the device has written; how many guesses travelled; and how many of them it has written.
     """
 
     sent_bytes: int = 0
@@ -77,6 +80,9 @@ class Counter(Tabular):
     sent_message_bytes: int = 0
     received_message_bytes: int = 0
     round_trips: int = 0
+    tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     def sent(self, payload: int, message: int) -> None:
         """Count one message on its way out: the bytes of its tensor, and all of its bytes."""
@@ -90,6 +96,11 @@ class Counter(Tabular):
             self.received_bytes += payload
             self.received_message_bytes += message
 
+    def wrote(self, tokens: int, *, accepted: bool) -> None:
+        """Count what the device has written, and whether it had been guessed."""
+        self.tokens += tokens
+        self.accepted_tokens += accepted
+
     def __sub__(self, earlier: "Counter") -> "Counter":
         """What has crossed since ``earlier``, a copy made then."""
         return Counter(**{name: value - vars(earlier)[name] for name, value in vars(self).items()})
@@ -98,10 +109,15 @@ class Counter(Tabular):
         return [vars(self).copy()]
 
     def __repr__(self) -> str:
-        return (
+        text = (
             f"{self.sent_bytes:,} bytes sent + {self.received_bytes:,} received, {self.round_trips} round trips "
             f"({self.sent_message_bytes:,} + {self.received_message_bytes:,} with protobuf)"
         )
+        if self.tokens:
+            text += f"; {self.tokens} tokens, {self.tokens / self.round_trips:.2f} a round trip"
+        if self.drafted_tokens:
+            text += f"; {self.accepted_tokens} of {self.drafted_tokens} guesses accepted"
+        return text
 
 
 class Messages:
@@ -201,6 +217,8 @@ def _payload_bytes(value: Message | bytes) -> int:
     """The bytes of the tensor in a message's field."""
     if isinstance(value, Step):
         return len(value.hidden)
+    if isinstance(value, Final):
+        return len(value.hidden) + len(value.tokens)
     if isinstance(value, Part):
         return len(value.data)
     return len(value) if isinstance(value, bytes) else 0

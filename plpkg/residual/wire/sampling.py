@@ -1,4 +1,13 @@
-"""Tokens on the device: their check, how the next one is chosen, and what ends a sequence."""
+"""Tokens: their check, how the next one is chosen, and what ends a sequence.
+
+A sampled token is the winner of a race: of exponential times, divided by the probabilities, the shortest. Whoever
+knows the random numbers and a similar distribution will often have the same winner: so the cloud guesses what the
+device will sample, and however wrong its guesses are, what the device samples is distributed as it should be
+(Daliri, Musco, Suresh 2024, arXiv 2408.07978; the rule of Leviathan et al., arXiv 2211.17192, accepts a little more
+often, but needs the cloud's distributions on the device).
+"""
+
+import math
 
 import torch
 from transformers import (
@@ -52,6 +61,19 @@ def warpers(
     return chosen
 
 
+def race(scores: torch.Tensor, seed: int, position: int) -> torch.Tensor:
+    """A token ``(batch,)`` sampled from logits ``(batch, vocab)``: the same in the same random numbers.
+
+    Parameters
+    ----------
+    seed, position
+        Of the sequence, and of the token in it: they give the random numbers.
+    """
+    generator = torch.Generator().manual_seed((seed + position) % 2**63)
+    times = torch.empty(scores.shape).exponential_(generator=generator).to(scores.device)
+    return (scores.float().softmax(-1) / times).argmax(-1)
+
+
 def ends(model: PreTrainedModel, eos_token_id: int | list[int] | None) -> list[int]:
     """The tokens that end a sequence: those asked for, or the model's own; -1 for none.
 
@@ -73,3 +95,18 @@ def reads_anew_beyond(model: PreTrainedModel) -> int | None:
     if model.config.model_type in ("phi3", "phimoe") and rope.get("rope_type") == "longrope":
         return model.config.original_max_position_embeddings
     return None
+
+
+def guesses_before_rope_turns(model: PreTrainedModel, length: int) -> float:
+    """How many guesses may follow ``length`` tokens in one pass: more would be read with another RoPE, and all with it.
+
+    Long RoPE changes once; dynamic RoPE with every token beyond the length that the model was made for.
+    """
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    room = math.inf
+    for each in (rope,) if "rope_type" in rope else rope.values():  # or one for each kind of layer
+        if each["rope_type"] == "longrope" and length <= each["original_max_position_embeddings"]:
+            room = min(room, each["original_max_position_embeddings"] - length)
+        elif "dynamic" in each["rope_type"]:
+            room = min(room, max(0, model.config.max_position_embeddings - 1 - length))
+    return room

@@ -12,7 +12,7 @@ from transformers import Cache
 from plpkg.residual.cloud_part import CloudPart
 from plpkg.residual.wire.messages import Messages, StatusError
 from plpkg.residual.wire.terms import Limits, differences
-from plpkg.residual.wire.wire_pb2 import Hello, Step, Terms
+from plpkg.residual.wire.wire_pb2 import Final, Hello, Step, Terms
 
 
 class Session:
@@ -27,7 +27,7 @@ class Session:
     steps
         How many steps are done.
     answer
-        The last step and the final hidden state that answered it: it may be lost on its way, and asked for again.
+        The last step and what answered it: it may be lost on its way, and asked for again.
     messages
         The stream that the device speaks over; ``None`` while the session waits for the next.
     waits_until
@@ -40,7 +40,7 @@ class Session:
         self.key = secrets.token_bytes(16)
         self.cache: Cache = part.new_cache()
         self.batch = self.steps = 0
-        self.answer: tuple[Step, bytes] | None = None
+        self.answer: tuple[Step, Final] | None = None
         self.messages: Messages | None = None
         self.waits_until = 0.0
         self.free = threading.Lock()

@@ -1,15 +1,23 @@
-"""One device's stream, served by a thread of its own: the transport between the decoder layers and the device."""
+"""One device's stream, served by a thread of its own: the transport between the decoder layers and the device.
+
+A step can ask the cloud to write on by itself (``ahead``), with the public backbone alone. Behind a ladder this is
+final: the layers do not depend on M, and the device corrects what was written. Where M acts inside the layers, what was
+written is taken out of the KV cache again and verified by a pass with M.
+"""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from grpc import StatusCode
+from transformers import DynamicCache
 
+from plpkg.residual.cloud_part import cut_back
+from plpkg.residual.wire import sampling
 from plpkg.residual.wire.messages import BrokenStreamError, Messages, StatusError
 from plpkg.residual.wire.sessions import Session, Sessions
 from plpkg.residual.wire.tensors import PRECISIONS, pack, unpack
-from plpkg.residual.wire.wire_pb2 import Part, Step, Welcome
+from plpkg.residual.wire.wire_pb2 import Choice, Final, Part, Step, Welcome
 
 
 class Stream:
@@ -35,7 +43,8 @@ class Stream:
         self.session: Session | None = None
         self.part, self.terms, self.limits = sessions.part, sessions.terms, sessions.limits
         self.dtype = PRECISIONS[self.terms.precision]
-        self.shape = (0, 0)  # (batch, seq) of the step under way
+        self.shape = (0, 0)  # (batch, seq) of the pass under way
+        self._trips, self._sent = 0, {}  # that followed one another so far, and when each message was sent
 
     def run(self) -> None:
         """Serve the device until it leaves, breaks off, or asks for what it may not."""
@@ -43,7 +52,8 @@ class Stream:
         try:
             hello = self.messages.receive("hello", limit_s=self.limits.answer_s)
             self.session = self.sessions.open(hello, self.messages)
-            self.messages.send(welcome=Welcome(session=self.session.key, steps=self.session.steps))
+            state = dict(session=self.session.key, steps=self.session.steps, tokens=self.limits.tokens)
+            self.messages.send(welcome=Welcome(**state))
             self.part.connect(self)
             while isinstance(step := self.messages.receive("step", "goodbye", limit_s=self.limits.idle_s), Step):
                 self._step(self.session, step)
@@ -65,15 +75,15 @@ class Stream:
 
     def _step(self, session: Session, step: Step) -> None:
         if session.answer is not None and step == session.answer[0]:
-            self.messages.send(hidden=session.answer[1])  # it was lost on its way
+            self.messages.send(final=session.answer[1])  # it was lost on its way
             return
         if step.number != session.steps + 1:
             raise StatusError(
                 StatusCode.FAILED_PRECONDITION, f"step {step.number} on the device, {session.steps} done on the cloud"
             )
         self._check(session, step)
-        self.shape = batch, seq = step.batch, step.seq
-        hidden = unpack(step.hidden, (batch, seq, self.terms.hidden), self.dtype)
+        self._trips = 0
+        hidden = unpack(step.hidden, (step.batch, step.seq, self.terms.hidden), self.dtype)
         hidden = hidden.to(next(self.part.parameters()))  # its type and place
         if step.train:
             self._train(step, hidden)
@@ -81,20 +91,67 @@ class Stream:
             return
         with session.all_or_nothing(), torch.inference_mode():
             if step.new_sequence:
-                session.cache, session.batch = self.part.new_cache(), batch
-            final = self.part(hidden, cache=session.cache)
-        answer = pack(final if step.all_positions else final[:, -1:], self.dtype)
+                session.cache, session.batch = self.part.new_cache(), step.batch
+            else:
+                cut_back(session.cache, step.keep)
+            final, written = self._pass(session, hidden, step)
+        answer = self._final(final[:, -step.positions - step.ahead :], written)
         session.steps, session.answer = step.number, (step, answer)
-        self.messages.send(hidden=answer)
+        self.messages.send(final=answer)
+
+    def _pass(self, session: Session, hidden: torch.Tensor, step: Step) -> tuple[torch.Tensor, list[int]]:
+        """The final hidden states of a step, and the tokens that the cloud has written."""
+        if not step.ahead:
+            return self._read(session.cache, hidden), []
+        cache, seen = session.cache, session.cache.get_seq_length()
+        finals, written, embedded = [], [], hidden
+        with self.part.alone():
+            for _ in range(step.ahead):
+                finals.append(self.part(embedded, cache=cache))
+                logits = self.part.public.logits(finals[-1][:, -1:])[:, -1]
+                position = cache.get_seq_length()
+                written.append(_guess(logits, step.choice, position))
+                ids, at = torch.tensor([[written[-1]], [position]], device=logits.device).split(1)
+                embedded = self.part.public.embed(ids, position_ids=at).to(hidden)
+            if not self.part.exchanges:
+                return torch.cat([*finals, self.part(embedded, cache=cache)], dim=1), written
+        # What M would have made of the layers' states is not there: everything is read again, with the device.
+        if seen:
+            cut_back(cache, seen)
+        else:
+            session.cache = self.part.new_cache()
+        ids = torch.tensor([written], device=hidden.device)
+        at = torch.arange(seen + step.seq, seen + step.seq + step.ahead, device=hidden.device)[None]
+        embedded = self.part.public.embed(ids, position_ids=at).to(hidden)
+        return self._read(session.cache, torch.cat([hidden, embedded], dim=1)), written
+
+    def _read(self, cache: DynamicCache | None, hidden: torch.Tensor) -> torch.Tensor:
+        """One pass through the layers, with the device."""
+        self.shape = tuple(hidden.shape[:2])
+        return self.part(hidden, cache=cache)
+
+    def _final(self, hidden: torch.Tensor, written: Sequence[int] = ()) -> Final:
+        tokens = torch.tensor(written, dtype=torch.int32).numpy().tobytes()
+        return Final(hidden=pack(hidden, self.dtype), tokens=tokens, round_trips=self._trips + 1)
 
     def _check(self, session: Session, step: Step) -> None:
         if not (step.batch and step.seq):
             raise StatusError(StatusCode.INVALID_ARGUMENT, f"a step of batch={step.batch}, seq={step.seq} is empty")
         alone = step.new_sequence or step.train
-        length = step.seq + (0 if alone else session.cache.get_seq_length())
+        length = step.seq + step.ahead + (0 if alone else step.keep)
         for what, asked, limit in (("batch", step.batch, self.limits.batch), ("tokens", length, self.limits.tokens)):
             if asked > limit:
                 raise StatusError(StatusCode.OUT_OF_RANGE, f"{what} would be {asked}, the cloud's limit is {limit}")
+        if not 1 <= step.positions <= step.seq:
+            raise StatusError(
+                StatusCode.INVALID_ARGUMENT, f"positions must be between 1 and seq={step.seq}, got {step.positions}"
+            )
+        if step.ahead and (step.train or step.batch > 1 or self.part.public is None):
+            raise StatusError(
+                StatusCode.INVALID_ARGUMENT,
+                f"ahead={step.ahead}: the cloud writes on only where it has every layer, and for one sequence "
+                f"(batch={step.batch}) that is not learnt from",
+            )
         if not alone and step.batch != session.batch:
             raise StatusError(
                 StatusCode.INVALID_ARGUMENT, f"batch={step.batch}, but the sequence began with {session.batch}"
@@ -103,20 +160,23 @@ class Stream:
     def _train(self, step: Step, hidden: torch.Tensor) -> None:
         with torch.enable_grad():
             hidden.requires_grad_(step.input_gradient)
-            final = self.part(hidden)
-            self.messages.send(hidden=pack(final, self.dtype))
+            final = self._read(None, hidden)
+            self.messages.send(final=self._final(final))
+            if not final.requires_grad:  # nothing that learns is before it
+                return
             data = self.messages.receive("grad_hidden", limit_s=self.limits.answer_s)
-            gradient = unpack(data, tuple(final.shape), self.dtype).to(final)
-            if final.requires_grad:
-                final.backward(gradient)
+            final.backward(unpack(data, tuple(final.shape), self.dtype).to(final))
         if step.input_gradient:
             self.messages.send(grad_hidden=pack(hidden.grad, self.dtype))
 
     def send(self, group: int, u: torch.Tensor) -> None:
+        self._sent[group] = self._trips
         self.messages.send(residual=Part(group=group, data=pack(u, self.dtype)))
 
     def receive(self, group: int) -> torch.Tensor:
-        return self._part("residual", group, self.terms.r_d2c)
+        v = self._part("residual", group, self.terms.r_d2c)
+        self._trips = max(self._trips, self._sent[group] + 1)  # another may have been under way at the same time
+        return v
 
     def backward(self, group: int, grad_v: torch.Tensor) -> torch.Tensor:
         self.messages.send(grad_output=Part(group=group, data=pack(grad_v, self.dtype)))
@@ -127,3 +187,11 @@ class Stream:
         if part.group != group:
             raise StatusError(StatusCode.INVALID_ARGUMENT, f"exchange {group} was answered with {part.group}")
         return unpack(part.data, (self.terms.projections[group], *self.shape, rank), self.dtype)
+
+
+def _guess(logits: torch.Tensor, choice: Choice, position: int) -> int:
+    """What the device may choose at a position, from the cloud's own logits ``(1, vocab)``."""
+    if not choice.temperature:
+        return logits.argmax(-1).item()
+    options = dict(do_sample=True, temperature=choice.temperature, top_k=choice.top_k, top_p=choice.top_p)
+    return sampling.race(sampling.warpers(1, **options)(None, logits.float()), choice.seed, position).item()

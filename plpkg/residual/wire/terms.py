@@ -16,7 +16,7 @@ from plpkg.residual.wire.tensors import PRECISIONS
 from plpkg.residual.wire.wire_pb2 import Terms
 from plpkg.validation import number, one_of, whole_number
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised whenever an older peer would misunderstand."""
 
 
@@ -57,8 +57,15 @@ class Limits:
             number(name, getattr(self, name), open_low=True)
 
 
-def terms(model: PeftModel, device: DevicePart, adapter_name: str, cut: tuple[int, int], precision: str) -> Terms:
-    """What the other side must have as well: the model, the device's part of it, and ``(first_k, last_k)``."""
+def terms(
+    model: PeftModel,
+    device: DevicePart,
+    riders: list[int],
+    adapter_name: str,
+    cut: tuple[int, int],
+    precision: str,
+) -> Terms:
+    """What the other side must have as well: the model, its parts, and ``(first_k, last_k)``."""
     one_of("precision", precision, tuple(PRECISIONS))
     config = model.peft_config[adapter_name]
     adapted = [name for name, module in model.named_modules() if is_adapted(module, adapter_name)]
@@ -78,6 +85,8 @@ def terms(model: PeftModel, device: DevicePart, adapter_name: str, cut: tuple[in
         first_k=cut[0],
         last_k=cut[1],
         bases=fingerprint_of_bases(model, adapter_name),
+        riders=riders,
+        late=getattr(config, "late", False),
     )
 
 

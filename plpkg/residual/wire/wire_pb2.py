@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eplpkg/residual/wire/wire.proto\x12\x11plpkg.residual.v1\"\xe6\x01\n\x05Terms\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06hidden\x18\x03 \x01(\r\x12\x0f\n\x07targets\x18\x04 \x01(\t\x12\x13\n\x0bprojections\x18\x05 \x03(\r\x12\r\n\x05r_c2d\x18\x06 \x01(\r\x12\r\n\x05r_d2c\x18\x07 \x01(\r\x12\x0c\n\x04init\x18\x08 \x01(\t\x12\x17\n\x0fprojection_seed\x18\t \x01(\x04\x12\x11\n\tprecision\x18\n \x01(\t\x12\x0f\n\x07\x66irst_k\x18\x0b \x01(\r\x12\x0e\n\x06last_k\x18\x0c \x01(\r\x12\r\n\x05\x62\x61ses\x18\r \x01(\t\"A\n\x05Hello\x12\'\n\x05terms\x18\x01 \x01(\x0b\x32\x18.plpkg.residual.v1.Terms\x12\x0f\n\x07session\x18\x02 \x01(\x0c\")\n\x07Welcome\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\r\n\x05steps\x18\x02 \x01(\x04\"\x96\x01\n\x04Step\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05\x62\x61tch\x18\x02 \x01(\r\x12\x0b\n\x03seq\x18\x03 \x01(\r\x12\x14\n\x0cnew_sequence\x18\x04 \x01(\x08\x12\r\n\x05train\x18\x05 \x01(\x08\x12\x15\n\rall_positions\x18\x06 \x01(\x08\x12\x16\n\x0einput_gradient\x18\x07 \x01(\x08\x12\x0e\n\x06hidden\x18\x08 \x01(\x0c\"#\n\x04Part\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\t\n\x07Goodbye\"\x8d\x02\n\nFromDevice\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.plpkg.residual.v1.HelloH\x00\x12\'\n\x04step\x18\x02 \x01(\x0b\x32\x17.plpkg.residual.v1.StepH\x00\x12+\n\x08residual\x18\x03 \x01(\x0b\x32\x17.plpkg.residual.v1.PartH\x00\x12\x15\n\x0bgrad_hidden\x18\x04 \x01(\x0cH\x00\x12-\n\ngrad_input\x18\x05 \x01(\x0b\x32\x17.plpkg.residual.v1.PartH\x00\x12-\n\x07goodbye\x18\x06 \x01(\x0b\x32\x1a.plpkg.residual.v1.GoodbyeH\x00\x42\t\n\x07\x63ontent\"\xcb\x01\n\tFromCloud\x12-\n\x07welcome\x18\x01 \x01(\x0b\x32\x1a.plpkg.residual.v1.WelcomeH\x00\x12+\n\x08residual\x18\x02 \x01(\x0b\x32\x17.plpkg.residual.v1.PartH\x00\x12\x10\n\x06hidden\x18\x03 \x01(\x0cH\x00\x12.\n\x0bgrad_output\x18\x04 \x01(\x0b\x32\x17.plpkg.residual.v1.PartH\x00\x12\x15\n\x0bgrad_hidden\x18\x05 \x01(\x0cH\x00\x42\t\n\x07\x63ontent2V\n\x08Residual\x12J\n\x07\x43onnect\x12\x1d.plpkg.residual.v1.FromDevice\x1a\x1c.plpkg.residual.v1.FromCloud(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eplpkg/residual/wire/wire.proto\x12\x11plpkg.residual.v1\"\x84\x02\n\x05Terms\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06hidden\x18\x03 \x01(\r\x12\x0f\n\x07targets\x18\x04 \x01(\t\x12\x13\n\x0bprojections\x18\x05 \x03(\r\x12\r\n\x05r_c2d\x18\x06 \x01(\r\x12\r\n\x05r_d2c\x18\x07 \x01(\r\x12\x0c\n\x04init\x18\x08 \x01(\t\x12\x17\n\x0fprojection_seed\x18\t \x01(\x04\x12\x11\n\tprecision\x18\n \x01(\t\x12\x0f\n\x07\x66irst_k\x18\x0b \x01(\r\x12\x0e\n\x06last_k\x18\x0c \x01(\r\x12\r\n\x05\x62\x61ses\x18\r \x01(\t\x12\x0e\n\x06riders\x18\x0e \x03(\r\x12\x0c\n\x04late\x18\x0f \x01(\x08\"A\n\x05Hello\x12\'\n\x05terms\x18\x01 \x01(\x0b\x32\x18.plpkg.residual.v1.Terms\x12\x0f\n\x07session\x18\x02 \x01(\x0c\"9\n\x07Welcome\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\r\n\x05steps\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x01(\r\"\xda\x01\n\x04Step\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05\x62\x61tch\x18\x02 \x01(\r\x12\x0b\n\x03seq\x18\x03 \x01(\r\x12\x14\n\x0cnew_sequence\x18\x04 \x01(\x08\x12\r\n\x05train\x18\x05 \x01(\x08\x12\x11\n\tpositions\x18\x06 \x01(\r\x12\x16\n\x0einput_gradient\x18\x07 \x01(\x08\x12\x0e\n\x06hidden\x18\x08 \x01(\x0c\x12\x0c\n\x04keep\x18\t \x01(\r\x12\r\n\x05\x61head\x18\n \x01(\r\x12)\n\x06\x63hoice\x18\x0b \x01(\x0b\x32\x19.plpkg.residual.v1.Choice\"I\n\x06\x43hoice\x12\x0c\n\x04seed\x18\x01 \x01(\x04\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05top_p\x18\x04 \x01(\x01\"<\n\x05\x46inal\x12\x0e\n\x06hidden\x18\x01 \x01(\x0c\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x13\n\x0bround_trips\x18\x03 \x01(\r\"#\n\x04Part\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\t\n\x07Goodbye\"\x8d\x02\n\nFromDevice\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.plpkg.residual.v1.HelloH\x00\x12\'\n\x04step\x18\x02 \x01(\x0b\x32\x17.plpkg.residual.v1.StepH\x00\x12+\n\x08residual\x18\x03 \x01(\x0b\x32\x17.plpkg.residual.v1.PartH\x00\x12\x15\n\x0bgrad_hidden\x18\x04 \x01(\x0cH\x00\x12-\n\ngrad_input\x18\x05 \x01(\x0b\x32\x17.plpkg.residual.v1.PartH\x00\x12-\n\x07goodbye\x18\x06 \x01(\x0b\x32\x1a.plpkg.residual.v1.GoodbyeH\x00\x42\t\n\x07\x63ontent\"\xe4\x01\n\tFromCloud\x12-\n\x07welcome\x18\x01 \x01(\x0b\x32\x1a.plpkg.residual.v1.WelcomeH\x00\x12+\n\x08residual\x18\x02 \x01(\x0b\x32\x17.plpkg.residual.v1.PartH\x00\x12)\n\x05\x66inal\x18\x03 \x01(\x0b\x32\x18.plpkg.residual.v1.FinalH\x00\x12.\n\x0bgrad_output\x18\x04 \x01(\x0b\x32\x17.plpkg.residual.v1.PartH\x00\x12\x15\n\x0bgrad_hidden\x18\x05 \x01(\x0cH\x00\x42\t\n\x07\x63ontent2V\n\x08Residual\x12J\n\x07\x43onnect\x12\x1d.plpkg.residual.v1.FromDevice\x1a\x1c.plpkg.residual.v1.FromCloud(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,21 +32,25 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'plpkg.residual.wire.wire_pb
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TERMS']._serialized_start=54
-  _globals['_TERMS']._serialized_end=284
-  _globals['_HELLO']._serialized_start=286
-  _globals['_HELLO']._serialized_end=351
-  _globals['_WELCOME']._serialized_start=353
-  _globals['_WELCOME']._serialized_end=394
-  _globals['_STEP']._serialized_start=397
-  _globals['_STEP']._serialized_end=547
-  _globals['_PART']._serialized_start=549
-  _globals['_PART']._serialized_end=584
-  _globals['_GOODBYE']._serialized_start=586
-  _globals['_GOODBYE']._serialized_end=595
-  _globals['_FROMDEVICE']._serialized_start=598
-  _globals['_FROMDEVICE']._serialized_end=867
-  _globals['_FROMCLOUD']._serialized_start=870
-  _globals['_FROMCLOUD']._serialized_end=1073
-  _globals['_RESIDUAL']._serialized_start=1075
-  _globals['_RESIDUAL']._serialized_end=1161
+  _globals['_TERMS']._serialized_end=314
+  _globals['_HELLO']._serialized_start=316
+  _globals['_HELLO']._serialized_end=381
+  _globals['_WELCOME']._serialized_start=383
+  _globals['_WELCOME']._serialized_end=440
+  _globals['_STEP']._serialized_start=443
+  _globals['_STEP']._serialized_end=661
+  _globals['_CHOICE']._serialized_start=663
+  _globals['_CHOICE']._serialized_end=736
+  _globals['_FINAL']._serialized_start=738
+  _globals['_FINAL']._serialized_end=798
+  _globals['_PART']._serialized_start=800
+  _globals['_PART']._serialized_end=835
+  _globals['_GOODBYE']._serialized_start=837
+  _globals['_GOODBYE']._serialized_end=846
+  _globals['_FROMDEVICE']._serialized_start=849
+  _globals['_FROMDEVICE']._serialized_end=1118
+  _globals['_FROMCLOUD']._serialized_start=1121
+  _globals['_FROMCLOUD']._serialized_end=1349
+  _globals['_RESIDUAL']._serialized_start=1351
+  _globals['_RESIDUAL']._serialized_end=1437
 # @@protoc_insertion_point(module_scope)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen3NextConfig
 
 from plpkg.residual import CloudServer, DeviceClient, Limits, PrivateLoraConfig, RefusedError, certificates
 from plpkg.residual.wire.messages import METHOD, TEXT
-from plpkg.residual.wire.wire_pb2 import FromCloud, FromDevice, Goodbye, Hello, Part, Step
+from plpkg.residual.wire.wire_pb2 import Choice, FromCloud, FromDevice, Goodbye, Hello, Part, Step
 from tests.residual.conftest import wait_until
 
 IDS = torch.arange(1, 9).reshape(1, 8)
@@ -81,7 +81,7 @@ def raw(cloud):
 
 def step(number=1, batch=1, seq=2, size=None, **flags):
     data = bytes(batch * seq * HIDDEN * 4 if size is None else size)
-    return Step(number=number, batch=batch, seq=seq, hidden=data, **({"new_sequence": True} | flags))
+    return Step(number=number, batch=batch, seq=seq, hidden=data, **({"new_sequence": True, "positions": 1} | flags))
 
 
 def still_serves(cloud, adapted):
@@ -104,6 +104,12 @@ def still_serves(cloud, adapted):
         (step(number=0), "FAILED_PRECONDITION", "step 0 on the device, 0 done on the cloud"),
         (step(new_sequence=False), "INVALID_ARGUMENT", "batch=1, but the sequence began with 0"),
         (step(train=True, seq=30), "OUT_OF_RANGE", "tokens would be 30"),
+        (step(positions=0), "INVALID_ARGUMENT", "positions must be between 1 and seq=2, got 0"),
+        (step(positions=3), "INVALID_ARGUMENT", "positions must be between 1 and seq=2, got 3"),
+        (step(ahead=19), "OUT_OF_RANGE", "tokens would be 21, the cloud's limit is 20"),
+        (step(ahead=2**32 - 1), "OUT_OF_RANGE", "tokens would be 4294967297, the cloud's limit is 20"),
+        (step(batch=2, ahead=1), "INVALID_ARGUMENT", r"ahead=1: the cloud writes on only .* one sequence \(batch=2\)"),
+        (step(train=True, ahead=1), "INVALID_ARGUMENT", "ahead=1: the cloud writes on only where it has every layer"),
     ],
 )
 def test_an_impossible_step_is_refused_with_the_reason(raw, cloud, adapted, message, code, details):
@@ -113,6 +119,76 @@ def test_an_impossible_step_is_refused_with_the_reason(raw, cloud, adapted, mess
     assert status.name == code
     assert re.search(details, reason)
     assert still_serves(cloud, adapted)
+
+
+def test_a_cloud_without_every_layer_writes_nothing(adapted, raw):
+    with CloudServer(adapted(), precision="fp32", first_k=1) as server:
+        device = raw(server=server)
+        device.put(step=step(ahead=1))
+        code, details = device.status()
+        assert code is StatusCode.INVALID_ARGUMENT
+        assert "ahead=1: the cloud writes on only where it has every layer" in details
+
+
+@pytest.fixture
+def ladder(adapted):
+    """A cloud that answers each step by itself."""
+    with CloudServer(adapted(ladder=dict(r=4)), precision="fp32", limits=Limits(tokens=20)) as server:
+        yield server
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("fields", "details"),
+    [
+        (dict(keep=0), "keep must be between 1 and the 2 positions in the cache, got 0"),
+        (dict(keep=3), "keep must be between 1 and the 2 positions in the cache, got 3"),
+        (dict(keep=2**32 - 1), "tokens would be 4294967297"),
+        (dict(batch=2), "batch=2, but the sequence began with 1"),
+        (dict(ahead=17), "tokens would be 21, the cloud's limit is 20"),
+        (dict(ahead=2, choice=Choice(temperature=-1, top_p=1)), "temperature must be greater than 0, got -1"),
+        (dict(ahead=2, choice=Choice(temperature=NAN, top_p=1)), "temperature must be greater than 0, got nan"),
+        (
+            dict(ahead=2, choice=Choice(temperature=float("inf"), top_p=1)),
+            "temperature must be greater than 0, got inf",
+        ),
+        (dict(ahead=2, choice=Choice(temperature=1)), "top_p must be greater than 0 and at most 1, got 0"),
+        (dict(ahead=2, choice=Choice(temperature=1, top_p=NAN)), "top_p must be greater than 0 and at most 1, got nan"),
+    ],
+)
+def test_nonsense_in_the_middle_of_a_sequence_leaves_it_as_it_was(raw, ladder, fields, details):
+    def second_answer(device):
+        device.put(step=step(2, new_sequence=False, keep=2, ahead=3))
+        return device.get().final
+
+    devices = [raw(server=ladder) for _ in range(2)]
+    for device in devices:
+        device.put(step=step())
+        device.get()
+    devices[1].put(step=step(2, **dict(new_sequence=False, keep=2) | fields))
+    code, reason = devices[1].status()
+    assert code in (StatusCode.INVALID_ARGUMENT, StatusCode.OUT_OF_RANGE)
+    assert details in reason
+    again = resumed(raw, ladder, devices[1].session)
+    assert again.get().welcome.steps == 1
+    assert second_answer(again) == second_answer(devices[0])
+
+
+def test_an_answer_that_was_lost_is_the_same_again_and_another_question_is_refused(raw, ladder):
+    device, choice = raw(server=ladder), Choice(seed=2**64 - 1, temperature=1e-300, top_k=2**32 - 1, top_p=1e-9)
+    question = step(ahead=18, choice=choice)
+    answers = []
+    for _ in range(2):
+        device.put(step=question)
+        answers.append(device.get().final)
+    assert answers[0] == answers[1]
+    tokens = torch.frombuffer(bytearray(answers[0].tokens), dtype=torch.int32)
+    assert len(tokens) == 18
+    assert 0 <= tokens.min() <= tokens.max() < 64
+    device.put(step=step(ahead=17, choice=choice))
+    assert device.status() == (StatusCode.FAILED_PRECONDITION, "step 1 on the device, 1 done on the cloud")
 
 
 def test_a_sequence_may_not_grow_beyond_the_limit(cloud, adapted):
@@ -158,7 +234,7 @@ def test_every_term_has_to_agree(raw, cloud):
         terms = copy.deepcopy(cloud.terms)
         terms.ClearField(field.name)
         if terms == cloud.terms:  # it is zero
-            setattr(terms, field.name, 1)
+            terms.MergeFrom(type(terms)(**{field.name: [1] if field.is_repeated else 1}))
         code, details = raw(Hello(terms=terms)).status()
         assert code is StatusCode.FAILED_PRECONDITION
         assert details.startswith(f"{field.name} is ")

@@ -28,6 +28,7 @@ from preloaded import Process
 WIDTH = 32
 WORDS = ["<unk>", "<s>", "my", "cat", "is", "called", "felix", "and", "sleeps", "all", "day"]
 TARGETS = ["--target", "v_proj", "--target", "down_proj"]
+PLPKG = "import sys; from plpkg.cli import app; app(sys.argv[1:])"
 DEVICE = ["device", "--connect", "127.0.0.1:1"]
 RUNNER = CliRunner(env={"COLUMNS": "400"})
 WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -89,7 +90,7 @@ def cloud(folder):
     """On loopback, without TLS and without the seconds that imports take."""
 
     def start(command):
-        return Process("import sys; from plpkg.cli import app; app(sys.argv[1:])", *command)
+        return Process(PLPKG, *command)
 
     with serving(start, folder) as address:
         yield address
@@ -138,6 +139,34 @@ def test_cloud_chat_and_train(cloud, folder, tmp_path):
     assert "targets is 'k_proj, q_proj, v_proj of layers 0, 1' on the device and 'down_proj, v_proj" in result.output
 
 
+@pytest.mark.parametrize(
+    ("way", "draft", "trips"),
+    [
+        ((), "lookup", "a round trip"),
+        (("--ladder",), "none", "10 round trips"),
+        (("--ladder",), "backbone", "2 round trips"),  # a new ladder adds nothing: every guess is right
+        (("--fold",), "public", "a round trip"),
+    ],
+)
+def test_chat_with_guesses_says_what_they_saved(folder, monkeypatch, way, draft, trips):
+    """The cloud is a process of its own; the tokens are the same as without guesses."""
+    encoded = [type("Tokens", (), {"ids": torch.arange(2, 11)})]
+    monkeypatch.setattr("plpkg.corpora.public", lambda split: [])
+    monkeypatch.setattr("plpkg.corpora.encode", lambda documents, tokenizer: encoded)
+    with serving(lambda command: Process(PLPKG, *command), folder, *way) as address:
+        device = ["device", "--connect", address, "--model", str(folder), "--rank", "4", *TARGETS, *way]
+        chat = ["chat", "--max-new-tokens", "10", "--temperature", "0"]
+        plain, guessed = (
+            RUNNER.invoke(app, [*device, *chat, "--draft", name], input="my cat\n") for name in ("none", draft)
+        )
+    for result in (plain, guessed):
+        assert result.exit_code == 0, result.output
+        assert "; 10 tokens, " in result.stderr
+    assert guessed.stdout == plain.stdout
+    assert trips in guessed.stderr
+    assert ("guesses accepted" in guessed.stderr) == (draft != "none")
+
+
 @pytest.mark.parametrize("command", ["cloud", "chat", "train"])
 def test_each_process_is_left_with_its_part(folder, tmp_path, monkeypatch, command):
     """Every tensor that the command made and that is alive while it serves, chats or trains."""
@@ -164,7 +193,8 @@ def test_each_process_is_left_with_its_part(folder, tmp_path, monkeypatch, comma
     cloud = ["cloud", *common, "--listen", "127.0.0.1:0"]
     result = RUNNER.invoke(app, cloud if command == "cloud" else [*DEVICE, *common, *rest])
     assert result.exit_code == 0, result.output
-    held = {t.untyped_storage().data_ptr() for t in (*seen["part"].parameters(), *seen["part"].buffers())}
+    parts = filter(None, (seen["part"], getattr(seen["part"], "public", None)))  # with which a cloud writes ahead
+    held = {t.untyped_storage().data_ptr() for part in parts for t in (*part.parameters(), *part.buffers())}
     beside = [t for at, t in seen["alive"].items() if at not in held and at not in before]
     assert sum(t.numel() for t in beside) < WIDTH, [tuple(t.shape) for t in beside]
     assert held <= set(seen["alive"])
@@ -174,7 +204,7 @@ PEAK = """
 import sys, threading
 from plpkg.residual.wire.commands import client_of
 
-new, settings = dict(r_c2d=4, r_d2c=4), dict(first_k=1)
+new, settings = dict(rank=4), dict(first_k=1)
 
 def anonymous():  # what the process holds that is in no file
     status = open("/proc/self/status").read()
@@ -286,6 +316,11 @@ def test_a_certificate_and_then_its_refusal(tmp_path):
         ([*DEVICE, "chat", "--top-p", "2"], "top_p must be greater than 0 and at most 1, got 2.0"),
         ([*DEVICE, "chat", "--top-p", "2", "--temperature", "0"], "top_p must be greater than 0 and at most 1, got"),
         ([*DEVICE, "chat", "--temperature", "-1"], "temperature must be greater than 0, got -1.0"),
+        ([*DEVICE, "chat", "--draft", "guess"], "draft must be one of 'lookup', 'public', 'backbone', got 'guess'"),
+        ([*DEVICE, "chat", "--draft", "lookup", "--draft-tokens", "-1"], "draft_tokens must be a whole number of at"),
+        (["cloud", "--fold"], "fold=True needs an adapter on the last layer's mlp.down_proj or mlp.c_proj"),
+        (["cloud", "--ladder", "--first-k", "1"], "a ladder needs every layer in the cloud, got first_k=1, last_k=0"),
+        ([*DEVICE, "--ladder", "--fold", "chat"], "fold=True needs a PrivateLoRA adapter and last_k=0, got LADDER"),
         ([*DEVICE, "chat", "--max-new-tokens", "-1"], "max_new_tokens must be a whole number of at least 1, got -1"),
     ],
 )
@@ -317,7 +352,7 @@ def test_a_command_names_a_bad_file(folder, tmp_path, monkeypatch, arguments, fi
 def saved(folder, tmp_path_factory):
     """An adapter's folder."""
     path = tmp_path_factory.mktemp("adapter")
-    adapted_model(str(folder), None, "fp32", "cpu", r_c2d=4, r_d2c=4)[0].save_pretrained(path)
+    adapted_model(str(folder), None, "fp32", "cpu", rank=4)[0].save_pretrained(path)
     return path
 
 

@@ -1,6 +1,5 @@
 """The two ends over a real connection, against the uncut model in one process, with everything that can break."""
 
-import contextlib
 import copy
 import random
 import socket
@@ -15,50 +14,16 @@ from plpkg.backbones import FAMILIES
 from plpkg.catalog import ModelShape
 from plpkg.residual import CloudServer, DeviceClient, Limits, PrivateLoraConfig, RefusedError
 from plpkg.residual.wire import sampling
-from plpkg.residual.wire.messages import BrokenStreamError
 from tests.residual.conftest import CUTS, IDS, at_once, cloud_process, wait_until
+from tests.residual.wire.conftest import LENGTHS, LONG_ROPE, SLIDING, cut_at, expected_tokens, in_order
 
 from rounding import relative
 
-SLIDING = {"sliding_window": 8}
 LOSS = relative(64 + IDS[:, 1:].numel())  # a sum over the vocabulary in each token's, then over the tokens
-
-
-@pytest.fixture
-def pair(adapted):
-    """Starts a cloud and a device with models of their own; gives the cloud, the device and the whole model.
-
-    ``config`` is of both models' adapters; ``model`` stands in the place of the device's.
-    """
-    with contextlib.ExitStack() as opened:
-
-        def start(
-            family="llama", first_k=0, last_k=0, *, precision="fp32", m_scale=1.0, options=None,
-            config=(), model=None, cloud=(), **device,
-        ):  # fmt: skip
-            common = dict(first_k=first_k, last_k=last_k, precision=precision)
-            if model is None:
-                model = adapted(family, m_scale=m_scale, options=options, **dict(config))
-            served = adapted(family, m_scale=0.0, options=options, **dict(config))
-            server = opened.enter_context(CloudServer(served, **common, **dict(cloud)))
-            client = opened.enter_context(DeviceClient(server.address, model, **common, **device))
-            return server, client, copy.deepcopy(model)
-
-        yield start
-
-
-def expected_tokens(model, ids=IDS, count=6):
-    return model.generate(input_ids=ids, max_new_tokens=count, do_sample=False, eos_token_id=None)
 
 
 def gradients(model):
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def in_order(client):
-    """Gradients of the device's M in the order of the whole model's parameters: first layers, cloud's, last."""
-    parts = [client.part.first, client.part.matrices, client.part.last]
-    return [p.grad for part in parts if part is not None for p in part.parameters() if p.grad is not None]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -75,12 +40,6 @@ def test_the_same_gradients_as_in_one_process(pair, same_gradients, family, firs
     loss = client.train_step(IDS, IDS)
     assert loss == pytest.approx(whole(input_ids=IDS, labels=IDS).loss.item(), rel=LOSS)
     same_gradients(in_order(client), whole, IDS)
-
-
-LONG_ROPE = {
-    "rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8,
-    "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0],
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -199,28 +158,6 @@ def test_a_sequence_ends_at_its_stop_token_and_the_others_go_on(pair):
     assert torch.equal(torch.stack(streamed, dim=1), alone[:, 12:])
 
 
-def cut_at(client, what, count):
-    """The link breaks at the ``count``-th time that the device does something, and only then."""
-    connection = client._connection
-    owner = connection if what == "receive" else client.part
-    original, seen = getattr(owner, what), []
-
-    def breaking(*arguments, **options):
-        result = original(*arguments, **options)
-        if what == "receive" and arguments != ("hidden",):
-            return result
-        seen.append(1)
-        if len(seen) == count:
-            client.relay.cut()
-            if what == "receive":  # the answer was on its way, and lost
-                connection.reset()
-                raise BrokenStreamError("cut")
-        return result
-
-    setattr(owner, what, breaking)
-    return seen
-
-
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
 @pytest.mark.parametrize(
     ("what", "count"), [("embed", 1), ("embed", 3), ("residual", 2), ("residual", 7), ("receive", 1), ("receive", 4)]
@@ -291,7 +228,7 @@ def test_a_cloud_that_began_anew_gets_the_whole_sequence(adapted):
     servers[-1].stop()
 
 
-@pytest.mark.parametrize("work", ["generate", "train"])
+@pytest.mark.parametrize("work", ["generate", "guess", "train"])
 def test_a_cloud_killed_in_the_middle_and_started_again(adapted, same_gradients, work):
     model = adapted(m_scale=0.1)
     whole = copy.deepcopy(model)
@@ -309,6 +246,9 @@ def test_a_cloud_killed_in_the_middle_and_started_again(adapted, same_gradients,
         client.part.residual = kill
         if work == "generate":
             assert torch.equal(client.generate(IDS, 5, eos_token_id=-1), expected_tokens(whole, count=5))
+        elif work == "guess":
+            tokens = client.generate(IDS[:1], 8, eos_token_id=-1, draft="backbone")
+            assert torch.equal(tokens, expected_tokens(whole, IDS[:1], 8))
         else:
             for _ in range(2):
                 client.train_step(IDS, IDS)
@@ -563,13 +503,6 @@ def test_exchanges_come_in_the_order_in_which_layers_compute(pair, adapted, same
     assert torch.equal(client.generate(IDS, 6, eos_token_id=-1), expected_tokens(whole))
     client.train_step(IDS, IDS)
     same_gradients(gradients(model), whole, IDS)
-
-
-LENGTHS = {
-    "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
-    "longrope": ("llama", {"rope_parameters": LONG_ROPE}),
-    "longrope of Phi-3": ("phi3", {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 8}),
-}
 
 
 @pytest.mark.parametrize("rope", LENGTHS)

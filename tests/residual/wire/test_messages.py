@@ -56,7 +56,7 @@ def test_who_does_not_wait_for_its_turn_is_given_up(cloud):
 
 def test_who_reads_nothing_is_given_up(cloud):
     messages, _, _ = cloud
-    sent = (messages.send(hidden=bytes(4)) for _ in range(1000))
+    sent = (messages.send(grad_hidden=bytes(4)) for _ in range(1000))
     with pytest.raises(StatusError, match="the device reads nothing") as refused:
         list(sent)
     assert refused.value.code is StatusCode.RESOURCE_EXHAUSTED

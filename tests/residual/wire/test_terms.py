@@ -13,12 +13,12 @@ from plpkg.residual.wire.terms import Limits, differences, terms
 def test_every_difference_is_named_with_both_values(adapted):
     model = adapted()
     device, _ = split(model)
-    ours = terms(model, device, "default", (0, 0), "fp16")
+    ours = terms(model, device, [], "default", (0, 0), "fp16")
     assert not differences(ours, ours)
     for field in ours.DESCRIPTOR.fields:
         theirs = copy.deepcopy(ours)
         if field.is_repeated:
-            theirs.projections.append(7)
+            getattr(theirs, field.name).append(7)
         else:
             value = getattr(ours, field.name)
             setattr(theirs, field.name, value + "x" if isinstance(value, str) else value + 1)
@@ -32,7 +32,7 @@ def test_every_difference_is_named_with_both_values(adapted):
 def test_another_layer_or_setting_is_another_model(adapted):
     def of(**changes):
         model = adapted(**changes)
-        return terms(model, split(model)[0], "default", (0, 0), "fp16")
+        return terms(model, split(model)[0], [], "default", (0, 0), "fp16")
 
     assert of(layers_to_transform=[2, 3]).targets == "k_proj, q_proj, v_proj of layers 2, 3"
     assert differences(of(), of(options={"rms_norm_eps": 0.5})).startswith("model is ")
@@ -41,7 +41,7 @@ def test_another_layer_or_setting_is_another_model(adapted):
 def test_an_unknown_precision_is_named(adapted):
     model = adapted()
     with pytest.raises(ValueError, match="precision must be one of 'fp16', 'bf16', 'fp32', got 'int8'"):
-        terms(model, split(model)[0], "default", (0, 0), "int8")
+        terms(model, split(model)[0], [], "default", (0, 0), "int8")
 
 
 @pytest.mark.parametrize(

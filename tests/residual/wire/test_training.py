@@ -7,7 +7,7 @@ from peft.utils import get_peft_model_state_dict
 
 from plpkg.corpora import Document
 from plpkg.pretraining import train_tokenizer
-from plpkg.residual import CloudServer, DeviceClient, PrivateLoraConfig
+from plpkg.residual import CloudServer, DeviceClient, LadderConfig, PrivateLoraConfig
 from plpkg.residual.wire.training import train
 from tests.residual.conftest import backbone
 
@@ -71,6 +71,36 @@ def test_an_interrupted_run_ends_with_the_same_adapter(cloud, tokenizer, tmp_pat
     parts, learnt = run(cloud, tokenizer, tmp_path / "parts", accumulate=2)
     assert same(learnt, expected)
     assert parts == whole
+
+
+@pytest.mark.parametrize("width", [None, 8])
+def test_a_ladder_learns_and_goes_on_where_it_was(tokenizer, tmp_path, monkeypatch, width):
+    """Also through a client that is made when M has learnt: the cloud has another M, and need not know it."""
+
+    def ladder():
+        torch.manual_seed(0)  # a gated M begins with random numbers
+        return get_peft_model(backbone(num_layers=2, vocab=280), LadderConfig(r=6, width=width))
+
+    with CloudServer(ladder(), precision="fp32") as cloud:
+        whole, expected = run(cloud, tokenizer, tmp_path / "whole", ladder(), steps=8)
+        assert whole.losses[-1] < whole.losses[0]
+        step, calls = DeviceClient.train_step, []
+
+        def interrupted(self, *arguments, **options):
+            calls.append(1)
+            if len(calls) == 6:
+                raise ConnectionError("gone")
+            return step(self, *arguments, **options)
+
+        monkeypatch.setattr(DeviceClient, "train_step", interrupted)
+        with pytest.raises(ConnectionError, match="gone"):
+            run(cloud, tokenizer, tmp_path / "parts", ladder(), steps=8)
+        parts, learnt = run(cloud, tokenizer, tmp_path / "parts", ladder(), steps=8)
+        assert same(learnt, expected)
+        assert parts == whole
+        loaded = PeftModel.from_pretrained(backbone(num_layers=2, vocab=280), tmp_path / "parts")
+        with DeviceClient(cloud.address, loaded, precision="fp32") as client:
+            assert client.generate(torch.tensor([[1, 2, 3]]), 2, eos_token_id=-1).shape == (1, 5)
 
 
 def test_passes_that_accumulate_are_one_large_batch(cloud, tokenizer, tmp_path):

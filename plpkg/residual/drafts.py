@@ -1,0 +1,88 @@
+"""Guesses at the next tokens: what they cost is little, and one pass through the cloud verifies all of them.
+
+A draft is any function of the tokens so far and a number; it gives at most so many tokens that may follow.
+:meth:`plpkg.residual.DeviceClient.generate` lets them travel with the last token, and keeps those that it would have
+chosen itself. Here are drafts that need no model: what followed the same words before in this text
+(:func:`lookup`; A. Saxena, "Prompt Lookup Decoding", 2023), and what follows them most often in some other text
+(:func:`counted`). Each guess is sent to the cloud, the wrong ones as well: counts of a person's own text would tell
+it what stands there, so that nobody gets them who does not build them.
+
+Left out: guesses that branch (trees), and a small model on the device.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+from plpkg.counts import Counts
+from plpkg.validation import one_of
+
+Draft = Callable[[Sequence[int], int], Sequence[int]]
+"""``draft(ids, count)``: of a text's tokens so far, at most ``count`` guesses at what follows."""
+
+LONGEST = 3
+"""The most tokens before a guess that :func:`lookup` compares."""
+
+EVERY = 8
+"""Of the public documents, every so-many-th is counted: 0.4 million tokens, a second."""
+
+NAMES = ("lookup", "public", "backbone")
+
+
+def lookup(ids: Sequence[int], count: int) -> list[int]:
+    """What followed the last occurrence of the last three tokens; else of the last two, else of the last one."""
+    return list(_match(ids, count)[1])
+
+
+def _match(ids: Sequence[int], count: int) -> tuple[int, Sequence[int]]:
+    """How many tokens before the guesses are alike, and the guesses."""
+    ids = tuple(ids)
+    for length in range(min(LONGEST, len(ids) - 1), 0, -1):
+        tail = ids[-length:]
+        for i in range(len(ids) - length - 1, -1, -1):
+            if ids[i : i + length] == tail:
+                return length, ids[i + length : i + length + count]
+    return 0, ()
+
+
+def counted(counts: Counts) -> Draft:
+    """:func:`lookup` where the text repeats two tokens; else what most often follows the longest context counted.
+
+    The person's own text can be counted as well; then the cloud reads parts of it in the guesses.
+    """
+
+    def draft(ids: Sequence[int], count: int) -> list[int]:
+        length, guesses = _match(ids, count)
+        if length >= 2:
+            return list(guesses)
+        begin = ids[-max(counts.orders) :]
+        written = list(begin)
+        while len(written) < len(begin) + count and (token := counts.likeliest(written)[1]) >= 0:
+            written.append(token)
+        return written[len(begin) :] or list(guesses)
+
+    return draft
+
+
+@functools.lru_cache(maxsize=4)
+def public(tokenizer) -> Draft:
+    """:func:`counted` for a part of the public text that comes with this package, in a tokenizer's tokens."""
+    from plpkg import corpora  # reading it takes half a minute the first time
+
+    return counted(Counts(tokens.ids for tokens in corpora.encode(corpora.public("train")[::EVERY], tokenizer)))
+
+
+def chosen(draft: str | Draft | None, tokenizer=None) -> Draft | None:
+    """The draft that ``generate`` was asked for; ``None`` where the device makes none.
+
+    Raises
+    ------
+    ValueError
+        No such draft, or ``"public"`` without a tokenizer.
+    """
+    if callable(draft):
+        return draft
+    if draft is None or one_of("draft", draft, NAMES) == "backbone":
+        return None
+    if draft == "public" and tokenizer is None:
+        raise ValueError("draft='public' counts text: give the model's tokenizer as well")
+    return public(tokenizer) if draft == "public" else lookup

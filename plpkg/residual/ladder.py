@@ -1,0 +1,250 @@
+r"""A ladder as a PEFT method: every layer's A·x is added up behind the last one, where M is, and nowhere before.
+
+A linear layer with input x_l (``down_proj`` of every decoder layer) stays as it is; beside it, u_l = A_l x_l of ``r``
+numbers goes past all later layers to the final hidden state h, before the final norm:
+
+.. math:: h' = h + M([u_1, \dots, u_L])
+
+M is one matrix, or has a hidden layer as well (``width``). It starts at zero, so that the model starts as it was. The
+decoder does not depend on M, so learning needs no backward pass through it, and a cloud that runs it can write on
+without the device's answer (:mod:`plpkg.residual.wire`): one round trip a token, and nothing of M or of what it
+answers crosses. The price: M corrects what the model says, not how it reads.
+
+This is ladder side-tuning (arXiv 2206.06522) at PrivateLoRA's cut (arXiv 2311.14030); between a device and a cloud
+its nearest relative is SPA (arXiv 2403.07088). Left out: a ladder with layers of its own, and merging, which cannot be.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners._buffer_dict import BufferDict
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from torch import nn
+
+from plpkg.residual.adapter import PerThread, ProjectionConfig, features, gaussian_projections, keep_projections
+from plpkg.validation import whole_number
+
+PEFT_TYPE = "LADDER"
+PREFIX = "ladder_"
+DOWN = ["down_proj"]
+TARGET_MODULES = dict.fromkeys(("llama", "mistral", "qwen2", "gemma2", "phi3"), DOWN) | {"gpt2": ["mlp.c_proj"]}
+"""The last projection of each architecture family's MLP: its input is the widest that a layer has."""
+NORMS = ("norm", "ln_f")
+"""What Hugging Face's decoders call their final norm."""
+
+
+@dataclass
+class LadderConfig(ProjectionConfig):
+    """How a model gets a ladder; the other fields are those of :class:`plpkg.residual.adapter.ProjectionConfig`.
+
+    Attributes
+    ----------
+    r
+        How many numbers of each layer go to M.
+    width
+        Units of M's hidden layer, beside the matrix; without one M is a matrix alone.
+    """
+
+    r: int = field(default=96, metadata={"help": "Numbers of each layer that go to M."})
+    width: int | None = field(default=None, metadata={"help": "Units of M's hidden layer."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.peft_type = PEFT_TYPE
+        self.r = whole_number("r", self.r, 1)
+        if self.width is not None:
+            self.width = whole_number("width", self.width, 1)
+
+
+class GatedM(nn.Module):
+    """An M with a hidden layer beside its matrix: ``W u + D (silu(G ũ) * (U ũ))``, ũ being u at a mean square of 1.
+
+    Attributes
+    ----------
+    linear, up, gate, down
+        W ``(hidden, numbers)``, zero at first; U and G ``(width, numbers)`` with a bias; D ``(hidden, width)``, zero.
+    """
+
+    def __init__(self, numbers: int, hidden: int, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(numbers, hidden, bias=False)
+        self.up, self.gate = nn.Linear(numbers, width), nn.Linear(numbers, width)
+        self.down = nn.Linear(width, hidden, bias=False)
+
+    def forward(self, u: torch.Tensor) -> torch.Tensor:
+        even = u / (u.square().mean(-1, keepdim=True).sqrt() + 1e-3)  # (…, numbers)
+        return self.linear(u) + self.down(nn.functional.silu(self.gate(even)) * self.up(even))
+
+
+class Rungs(PerThread):
+    """What the layers of this thread's forward pass have sent to the final norm, by adapter and layer."""
+
+    def __init__(self) -> None:
+        self.sent: dict[tuple[str, str], torch.Tensor] = {}
+
+
+class LadderTap(nn.Module, BaseTunerLayer):
+    """A linear layer as it was, that sends A·x of its input to the final norm.
+
+    Attributes
+    ----------
+    base_layer
+        ``nn.Linear``, or GPT-2's ``Conv1D``.
+    ladder_A
+        By adapter ``(r, in_features)``, frozen, float32.
+    """
+
+    adapter_layer_names = ()
+    other_param_names = ("ladder_A",)
+
+    def __init__(self, base_layer: nn.Module, module: str, rungs: Rungs) -> None:
+        super().__init__()
+        self.base_layer, self.module, self.rungs = base_layer, module, rungs
+        self.in_features, self.out_features = features(module, self.get_base_layer())
+        self.ladder_A = BufferDict(persistent=False)
+        self._disable_adapters = False
+        self.merged_adapters = []
+
+    def update_layer(self, adapter_name: str, config: LadderConfig) -> None:
+        """Add an adapter: A as configured."""
+        a, _ = gaussian_projections(config.projection_seed, self.module, self.in_features, 1, config.r, 1)
+        here = self.get_base_layer().weight.device
+        keep_projections(self.module, adapter_name, config, (self.ladder_A, a.to(here)))
+
+    def rung(self, x: torch.Tensor, adapter_name: str) -> torch.Tensor:
+        """u ``(…, r)`` for x ``(…, in_features)``."""
+        a = self.ladder_A[adapter_name]
+        return nn.functional.linear(x.to(a.dtype), a)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.disable_adapters:
+            for adapter_name in self.active_adapters:
+                if adapter_name in self.ladder_A:
+                    self.rungs.sent[adapter_name, self.module] = self.rung(x, adapter_name)
+        return self.base_layer(x)
+
+
+class LadderNorm(nn.Module, BaseTunerLayer):
+    """The final norm, with one M for each adapter before it.
+
+    Attributes
+    ----------
+    base_layer
+        The norm as it was.
+    ladder_M
+        By adapter: ``nn.Linear(layers · r, hidden, bias=False)``, or a :class:`GatedM`.
+    taps
+        By adapter the names of its :class:`LadderTap`, in the order of their layers.
+    """
+
+    adapter_layer_names = ("ladder_M",)
+    other_param_names = ()
+
+    def __init__(self, base_layer: nn.Module, rungs: Rungs) -> None:
+        super().__init__()
+        self.base_layer, self.rungs = base_layer, rungs
+        self.ladder_M = nn.ModuleDict()
+        self.taps: dict[str, list[str]] = {}
+        self._disable_adapters = False
+        self.merged_adapters = []
+
+    def update_layer(self, adapter_name: str, config: LadderConfig, taps: list[LadderTap]) -> None:
+        """Add an adapter: M adds nothing."""
+        self.taps[adapter_name] = [tap.module for tap in taps]
+        numbers, hidden = len(taps) * config.r, self.get_base_layer().weight.numel()
+        if config.width is None:
+            m = last = nn.Linear(numbers, hidden, bias=False)
+        else:
+            m = GatedM(numbers, hidden, config.width)
+            last = m.down
+            nn.init.zeros_(m.linear.weight)
+        nn.init.zeros_(last.weight)
+        self.ladder_M[adapter_name] = m
+        self._move_adapter_to_device_of_base_layer(adapter_name)
+        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if not self.disable_adapters:
+            for adapter_name in self.active_adapters:
+                if adapter_name in self.ladder_M:
+                    sent = [self.rungs.sent.pop((adapter_name, module)) for module in self.taps[adapter_name]]
+                    hidden = hidden + answer(self.ladder_M[adapter_name], torch.cat(sent, -1)).to(hidden.dtype)
+        return self.base_layer(hidden)
+
+
+def answer(m: nn.Module, u: torch.Tensor) -> torch.Tensor:
+    """M(u) ``(…, hidden)`` for u ``(…, layers · r)``, in M's own type."""
+    return m(u.to(next(m.parameters()).dtype))
+
+
+class LadderModel(BaseTuner):
+    """What ``get_peft_model`` builds for a :class:`LadderConfig`."""
+
+    prefix = PREFIX
+    tuner_layer_cls = (LadderTap, LadderNorm)
+    target_module_mapping = TARGET_MODULES
+
+    def _prepare_adapter_config(self, peft_config: LadderConfig, model_config: dict) -> LadderConfig:
+        if peft_config.target_modules is None and model_config.get("model_type") not in TARGET_MODULES:
+            raise ValueError(
+                f"no default target_modules for model_type {model_config.get('model_type')!r} (there are some for "
+                f"{', '.join(TARGET_MODULES)}): name the linear layers whose inputs M is to see"
+            )
+        return super()._prepare_adapter_config(peft_config, model_config)
+
+    def _create_and_replace(
+        self, peft_config: LadderConfig, adapter_name, target, target_name, parent, current_key, **_
+    ) -> None:
+        if isinstance(target, LadderTap):
+            target.update_layer(adapter_name, peft_config)
+            return
+        tap = LadderTap(target, current_key, self.rungs)
+        tap._active_adapter = adapter_name
+        tap.update_layer(adapter_name, peft_config)
+        self._replace_module(parent, target_name, tap, target)
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *arguments, **options) -> None:
+        if not hasattr(self, "rungs"):
+            self.rungs = Rungs()
+        super().inject_adapter(model, adapter_name, *arguments, **options)  # its hooks see only the first adapter
+        decoder, config = model.base_model, self.peft_config[adapter_name]
+        name = named(decoder, NORMS)
+        norm = getattr(decoder, name)
+        if not isinstance(norm, LadderNorm):
+            norm = LadderNorm(norm, self.rungs)
+            norm._active_adapter = adapter_name
+            setattr(decoder, name, norm)
+        norm.update_layer(adapter_name, config, taps(model, adapter_name))
+
+    def _unload_and_optionally_merge(self, merge: bool = True, **options):
+        if merge:
+            raise ValueError(
+                "a ladder cannot be merged: what it adds depends on every layer's input; unload() drops it"
+            )
+        return super()._unload_and_optionally_merge(merge=False, **options)
+
+
+def taps(model: nn.Module, adapter_name: str = "default") -> list[LadderTap]:
+    """The layers that send A·x to this adapter's M, in their order; none if there is no such adapter."""
+    every = [module for module in model.modules() if isinstance(module, LadderTap)]
+    return [tap for tap in every if adapter_name in tap.ladder_A]
+
+
+def named(decoder: nn.Module, names: tuple[str, ...]) -> str:
+    """The first of some names that a decoder has.
+
+    Raises
+    ------
+    ValueError
+        It has none of them.
+    """
+    for name in names:
+        if hasattr(decoder, name):
+            return name
+    raise ValueError(f"{type(decoder).__name__} has none of {', '.join(names)}: not a decoder that can be cut here")
+
+
+PEFT_TYPE_TO_CONFIG_MAPPING[PEFT_TYPE] = LadderConfig
+PEFT_TYPE_TO_TUNER_MAPPING[PEFT_TYPE] = LadderModel
+PEFT_TYPE_TO_PREFIX_MAPPING[PEFT_TYPE] = PREFIX
