@@ -34,7 +34,7 @@ def test_who_reads_not_even_the_end_is_cut_off(adapted):
             stream.messages.outgoing.put(bytes(2**20))
         stream.messages.interrupt(messages.StatusError(StatusCode.INTERNAL, "the end"))
         wait_until(lambda: "plpkg-reader" not in {thread.name for thread in threading.enumerate()})  # at both ends
-        assert not server._streams
+        wait_until(lambda: not server._streams)
         assert generate(server, adapted()).shape == (1, 10)
         device.close()
 
