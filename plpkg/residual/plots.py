@@ -117,11 +117,8 @@ def by_way(trips, quality, facts, imitation):
         of the difference to it, in bits per byte; ``facts`` of forty; ``trained`` weights on the device;
         ``m_error``, relative, of the M that the cloud computes from answers, or from a ladder's chosen tokens.
     """
-    solved = imitation[imitation["what"] == "answers"]["error"].iloc[0]
-    copied = imitation[(imitation["what"] == "sampled") & (imitation["method"] == "ladder")].set_index("tokens")[
-        "error"
-    ]
-    stolen = {"all layers": solved, "ladder": copied[copied.index.max()]}  # the others were not attacked
+    error = imitation.set_index(["what", "method", "tokens"])["error"].sort_index()
+    stolen = error["answers"].droplevel("tokens").to_dict() | {"ladder": error["sampled", "ladder"].iloc[-1]}
     gain = quality.pivot_table(index="method", columns="case", values="gain")
     mean, trained = gain.mean(axis=1), quality.groupby("method")["trained"].first()
     difference = (gain - gain.loc["all layers"]).apply(half_width, axis=1)
