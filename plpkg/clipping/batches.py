@@ -16,16 +16,16 @@ def leaves(batch) -> list[torch.Tensor]:
     return []
 
 
-def examples(batch, index):
-    """The batch of some of its examples: every tensor's first dimension indexed alike."""
+def examples(batch, index, of: int | None = None):
+    """The batch of some of its examples: every tensor's first dimension indexed alike (with ``of``: if so long)."""
     if isinstance(batch, torch.Tensor):
-        return batch[index]
+        return batch[index] if of is None or (batch.ndim and len(batch) == of) else batch
     if isinstance(batch, Mapping):
-        return {key: examples(value, index) for key, value in batch.items()}
+        return {key: examples(value, index, of) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(examples(value, index) for value in batch))
+        return type(batch)(*(examples(value, index, of) for value in batch))
     if isinstance(batch, (tuple, list)):
-        return type(batch)(examples(value, index) for value in batch)
+        return type(batch)(examples(value, index, of) for value in batch)
     return batch
 
 

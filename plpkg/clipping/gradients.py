@@ -10,15 +10,17 @@
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 
 import torch
 
 from plpkg.clipping.batches import batch_size, examples, leaves
 from plpkg.clipping.clip import Clip, check_finite, clip_dense
 from plpkg.clipping.execution import EXECUTIONS, Execution
+from plpkg.clipping.guard import Guard
 from plpkg.clipping.planner import Plan, Watched, cheapest, watch
 from plpkg.clipping.recorder import Recorder
 from plpkg.validation import one_of
@@ -44,7 +46,8 @@ def clipped_gradients(
         Its parameters with ``requires_grad`` are those whose gradients are wanted. Their ``.grad`` stay as they are.
     loss_per_example
         ``loss_per_example(model, batch)`` gives one loss an example, ``(batch,)``; an example's loss depends on that
-        example alone. Of three examples that is checked whenever the function is another object than before.
+        example alone, which is checked in the first steps, at new shapes, and now and then
+        (:mod:`plpkg.clipping.guard`).
     batch
         A tensor, or tensors in tuples, lists and mappings; the first dimension of each is the batch.
     max_grad_norm
@@ -107,7 +110,7 @@ def plan(model: torch.nn.Module, loss_per_example: Callable, batch, *, memory_by
         return cheapest(step.watched()[1], memory_bytes)
 
 
-_VERIFIED: weakref.WeakKeyDictionary[torch.nn.Module, tuple] = weakref.WeakKeyDictionary()
+_GUARDS: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Hashable, Guard]] = weakref.WeakKeyDictionary()
 _PLANS: weakref.WeakKeyDictionary[torch.nn.Module, dict] = weakref.WeakKeyDictionary()
 
 
@@ -143,14 +146,14 @@ class Step:
         if count == 0:  # many models cannot run on no examples
             zeros = {name: zeros_for(p) for name, p in parameters.items()}
             return zeros, next(iter(zeros.values())).new_zeros(0)
-        with self._remembered(), self.recorder.watch(count):
+        with self.recorder.watch(count):
             sums, norms = self.recorder.clipped_sums(self._losses(self.batch, count), self.clip, execution)
         return {key: zeros_for(p) if sums[key] is None else sums[key] for key, p in parameters.items()}, norms
 
     def watched(self) -> tuple[Gradients, Watched]:
         """The gradients as ghost clipping computes them, and what lived when; the rows are verified before."""
         count = batch_size(self.batch)
-        with self._remembered(), self.recorder.watch(count):
+        with self.recorder.watch(count):
             self.recorder.verify(self._losses(self.batch, count))
         return watch(self.recorder.model, self.recorded)
 
@@ -171,31 +174,39 @@ class Step:
         check_losses(losses, count)
         return losses
 
-    @contextmanager
-    def _remembered(self) -> Iterator[None]:
-        """What was verified last with a model, its trainable parameters and a loss is not verified again."""
-        loss, model = self.loss_per_example, self.recorder.model
-        parts = getattr(loss, "__func__", loss), getattr(loss, "__self__", None)
-        try:  # the objects, not their code: two closures of the same code may compute different things
-            references = tuple(part if part is None else weakref.ref(part) for part in parts)
-        except TypeError:  # an object that no weak reference may point to
-            yield
-            return
-        case = tuple(self.recorder.parameters), references
-        self.recorder.verified = _VERIFIED.get(model) == case
-        yield
-        if self.recorder.verified:
-            _VERIFIED[model] = case
-
 
 @contextmanager
 def _watching(model: torch.nn.Module, loss_per_example: Callable, batch, clip: Clip) -> Iterator[Step]:
     """A step whose recorder leaves the model when it is over."""
     recorder = Recorder(model)
+    case = tuple(recorder.parameters), _identity(loss_per_example)
+    known, guard = _GUARDS.get(model, (None, recorder.guard))
+    if known == case:
+        guard.judge(model)
+        recorder.guard = guard
     try:
         yield Step(recorder, loss_per_example, batch, clip)
+        _GUARDS[model] = case, recorder.guard
     finally:
         recorder.remove()
+
+
+def _identity(value: object) -> Hashable:
+    """What is the same as long as a function computes the same.
+
+    A function written in its call is another object each time: what counts is its code, and what that refers to. A
+    tensor may be another one in each step; its shape counts.
+    """
+    if isinstance(value, FunctionType):
+        return value.__code__, *(_identity(cell.cell_contents) for cell in value.__closure__ or ())
+    if isinstance(value, MethodType):
+        return _identity(value.__func__), _identity(value.__self__)
+    if isinstance(value, torch.Tensor):
+        return value.shape[1:], value.dtype
+    try:
+        return weakref.ref(value)
+    except TypeError:  # a number, a text; of containers only their type
+        return value if isinstance(value, Hashable) else type(value)
 
 
 def zeros_for(parameter: torch.Tensor) -> torch.Tensor:

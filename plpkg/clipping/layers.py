@@ -14,10 +14,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 from torch.func import functional_call, vjp, vmap
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.pytorch_utils import Conv1D
 
+from plpkg.clipping.dropout import Kept
 from plpkg.clipping.factors import Outer
+from plpkg.clipping.rows import OWN, Rows, alike, float_tensors
 
 Contributions = dict[str, Outer | torch.Tensor]
 """By the parameter's name in its module: factors, or the gradients themselves, ``(batch, *shape)``."""
@@ -29,17 +31,18 @@ class Call:
 
     module: nn.Module
     wanted: tuple[str, ...]  # the names of its parameters that learn
-    args: tuple  # tensors that carry the batch have it first; 1 in its place is the same for all examples
+    args: tuple
     kwargs: dict
-    gradients: tuple[torch.Tensor, ...]  # the loss's, at each of the float_tensors that it returned
+    gradients: tuple[torch.Tensor, ...]  # the loss's, by example, at each of the float_tensors that it returned
     batch: int
+    rows: Rows = OWN
     outputs: tuple[torch.Tensor, ...] = ()  # what it gave, if it has to be run again to be differentiated
+    masks: tuple[torch.Tensor, ...] = ()  # what it dropped then
 
     @property
     def read(self) -> torch.Tensor:
         """The first argument, ``(batch, …)``."""
-        x = self.args[0] if self.args else next(iter(self.kwargs.values()))
-        return x.expand(self.batch, *x.shape[1:])
+        return self.rows.by_example(self.args[0] if self.args else next(iter(self.kwargs.values())), self.batch)
 
 
 def linear(call: Call) -> Contributions:
@@ -71,6 +74,8 @@ def scaled_embedding(call: Call, factor: float) -> Contributions:
 
 def convolution(call: Call) -> Contributions:
     """A convolution is a linear layer on patches, group by group."""
+    if call.rows.each > 1:
+        return any_layer(call)
     module, x, g = call.module, call.read, call.gradients[0]
     if g.ndim == len(module.kernel_size) + 1:
         raise ValueError(f"an input of shape {tuple(x.shape)} has no batch")
@@ -96,6 +101,8 @@ def norm(call: Call) -> Contributions:
 
 def group_norm(call: Call) -> Contributions:
     """y = x̂·w + b, a weight for each channel (the second dimension)."""
+    if call.rows.each > 1:
+        return any_layer(call)
     module, x = call.module, call.read
     normal = nn.functional.group_norm(x, module.num_groups, eps=module.eps)
     return _affine(call, normal, range(2, normal.ndim))
@@ -105,7 +112,7 @@ def scale(call: Call, offset: int) -> Contributions:
     """A model family's own RMSNorm, y = x̂·(w + o): x̂ is what it gives for w + o = 1."""
     (name,) = call.wanted
     one = torch.full_like(getattr(call.module, name), 1 - offset)
-    normal = functional_call(call.module, {name: one}, call.args, call.kwargs)
+    normal = call.rows.by_example(functional_call(call.module, {name: one}, call.args, call.kwargs), call.batch)
     return _affine(call, normal, range(1, normal.ndim - 1), weight=name)
 
 
@@ -113,37 +120,43 @@ def any_layer(call: Call) -> Contributions:
     """The gradients example by example, as ``torch.func`` builds them: fast gradient clipping's way."""
     parameters = {name: call.module.get_parameter(name).detach() for name in call.wanted}
     leaves, structure = tree_flatten((call.args, call.kwargs))
-    carried = [place for place, leaf in enumerate(leaves) if _carries(leaf, call.batch)]
+    own = [] if call.rows.shared else [i for i, leaf in enumerate(leaves) if _has_rows(leaf, call)]
     if call.batch == 0:
         return {name: p.new_zeros(0, *p.shape) for name, p in parameters.items()}
 
-    def one(gradients, *examples):
+    def alone(x: torch.Tensor) -> torch.Tensor:
+        """An example's part of a tensor, as the layer has it when that is the only example."""
+        return x[None] if call.rows.each == 1 else x
+
+    def one(gradients, masks, *examples):
         filled = list(leaves)
-        for place, example in zip(carried, examples, strict=True):
-            filled[place] = example[None]
+        for place, example in zip(own, examples, strict=True):
+            filled[place] = alone(example)
 
         def forward(parameters):
             args, kwargs = tree_unflatten(filled, structure)
-            return tuple(float_tensors(functional_call(call.module, parameters, args, kwargs)))
+            with Kept(masks):
+                return tuple(float_tensors(functional_call(call.module, parameters, args, kwargs)))
 
         outputs, backward = vjp(forward, parameters)
-        return backward(tuple(g[None] for g in gradients))[0], tuple(output[0] for output in outputs)
+        first = 0 if call.rows.each == 1 else slice(None)
+        return backward(tuple(map(alone, gradients)))[0], tuple(output[first] for output in outputs)
 
-    if isinstance(call.module, nn.RNNBase):
-        raise NotImplementedError("a fused kernel that torch.func cannot differentiate example by example")
     try:
-        gradients, outputs = vmap(one)(call.gradients, *(leaves[place] for place in carried))
+        masks = tuple(mask.unflatten(0, (call.batch, -1)) for mask in call.masks)
+        gradients, outputs = vmap(one)(
+            call.gradients, masks, *(call.rows.by_example(leaves[i], call.batch) for i in own)
+        )
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         raise NotImplementedError(
             f"torch.func cannot differentiate {type(call.module).__name__} example by example ({reason})"
         ) from error
-    for once, again in zip(call.outputs, outputs, strict=False):
-        if not is_fake(once) and not torch.allclose(once, again, rtol=1e-2, atol=1e-2 * once.abs().max().item()):
-            raise NotImplementedError(
-                f"{type(call.module).__name__} gives something else when it is run again for one example at a time "
-                "(it keeps a state, draws random numbers, or reads a tensor as long as the batch that is none)"
-            )
+    if not all(is_fake(once) or alike(once, again) for once, again in zip(call.outputs, outputs, strict=False)):
+        raise NotImplementedError(
+            f"{type(call.module).__name__} gives something else when it is run again for one example at a time "
+            "(it keeps a state, draws random numbers, or reads a tensor as long as the batch that is none)"
+        )
     return gradients
 
 
@@ -168,7 +181,11 @@ def refusal(module: nn.Module) -> str | None:
     """Why a layer's examples cannot be told apart, or depend on each other, or ``None``."""
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         if module.training:
-            return "normalises each example by the others: use GroupNorm or LayerNorm, or freeze it with eval()"
+            return (
+                "normalises each example by the others: replace it by GroupNorm (opacus.validators.ModuleValidator.fix "
+                "does), or fold it into its convolution (torch.nn.utils.fuse_conv_bn_eval); eval() alone is undone by "
+                "the next model.train()"
+            )
     elif isinstance(module, nn.modules.instancenorm._InstanceNorm):
         if module.track_running_stats and module.training:
             return "keeps running statistics of private examples: use track_running_stats=False"
@@ -182,6 +199,9 @@ def refusal(module: nn.Module) -> str | None:
             return "has sparse=True; the noise of DP-SGD is dense: use sparse=False"
     elif reason := REFUSED.get(type(module).__name__):
         return reason if any(p.requires_grad for p in module.parameters()) else None
+    elif isinstance(module, (nn.RNNBase, nn.RNNCellBase)) and any(p.requires_grad for p in module.parameters()):
+        kind = type(module).__name__.removesuffix("Cell")
+        return f"is a fused kernel, which cannot be differentiated example by example: take opacus.layers.DP{kind}"
     elif isinstance(module, nn.MultiheadAttention) and not module.batch_first:
         return "has batch_first=False; the first dimension must be the batch"
     return None
@@ -226,7 +246,7 @@ def embedding_scale(module: nn.Module) -> float | None:
         ids = torch.arange(len(table))[None]
         try:
             rows = functional_call(module, {"weight": table}, (ids,))[0]
-        except (RuntimeError, TypeError, ValueError):
+        except (IndexError, RuntimeError, TypeError, ValueError):  # learned positions may look beyond the table
             return None
         factor = (rows[0, 0] / table[0, 0]).item()
         return factor if torch.allclose(rows, factor * table, rtol=1e-5) else None
@@ -256,13 +276,8 @@ def _wanted(call: Call, **parts: Callable) -> Contributions:
     return {name: parts[name]() for name in call.wanted}
 
 
-def _carries(leaf: object, batch: int) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] == batch
-
-
-def float_tensors(output: object) -> list[torch.Tensor]:
-    """The tensors among what a layer returned that a gradient can come back to."""
-    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+def _has_rows(leaf: object, call: Call) -> bool:
+    return isinstance(leaf, torch.Tensor) and call.rows.fit(leaf, call.batch)
 
 
 RULES: Mapping[type, Callable[[Call], Contributions]] = {

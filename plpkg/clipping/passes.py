@@ -19,22 +19,27 @@ from plpkg.clipping.taps import Site
 
 
 class RowPass:
-    """The loss of one example reaches its own row of every layer, and no other."""
+    """The losses of some examples, ``half`` of ``(batch,)``, reach their own rows of every layer, and no others."""
 
-    def __init__(self, example: int) -> None:
-        self._example = example
+    def __init__(self, half: torch.Tensor) -> None:
+        self._half = half
 
     def wanted(self, site: Site) -> tuple[str, ...]:
         return tuple(site.keys)
 
     def report(self, site: Site, call: Call, precision: torch.autocast) -> None:
         for gradient in call.gradients:
-            reached = gradient.detach().flatten(1).abs().amax(1) if gradient[0].numel() else gradient.new_zeros(0)
-            reached[self._example : self._example + 1] = 0
-            if (reached.isfinite() & (reached > 0)).any():  # what is not finite is refused with its norm
+            others = gradient[~self._half.to(gradient.device)]
+            if not others.any():
+                continue
+            # What is not finite is refused with its norm.
+            reached = (others.isfinite() & (others != 0)).flatten(1).any(1)
+            if reached.any():
+                rows = (~self._half).nonzero().flatten()[reached.cpu()].tolist()
                 raise ValueError(
-                    f"{site}: the loss of example {self._example} depends on row {reached.nonzero()[0].item()} of what "
-                    f"it gave, of shape {tuple(gradient.shape)}: examples are mixed, or the rows are not the examples"
+                    f"{site}: the losses of examples {self._half.nonzero().flatten().tolist()} depend on row {rows[0]} "
+                    f"of what it gave, of shape {tuple(gradient.shape)}: examples are mixed, or the rows are not the "
+                    "examples"
                 )
 
 

@@ -8,28 +8,31 @@ Recording in the backward pass alone is what makes reuse, ties and both kinds of
 right: every node of the graph reports once, however often its forward was run. A parameter that is used past its
 layer (``F.linear(h, embedding.weight)``) gets a gradient from autograd itself; that is noticed, and refused.
 
-Whether a layer's rows are examples cannot be seen from shapes: as many positions as examples fit as well. So before
-the first clipping the losses of three examples go backward alone; they must reach their own row of every layer, and
-no other.
+What a layer's rows are, and that nothing changes silently from step to step, a guard sees to
+(:mod:`plpkg.clipping.guard`).
 
 Left out: what a layer hands on in another way than by returning it (an auxiliary loss that it keeps as an attribute);
-a loss that uses other examples' numbers without a gradient; models in several processes; compiled models.
+a loss that uses other examples' numbers without a gradient; compiled models.
 """
 
 import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from random import SystemRandom
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import is_fake
+from torch.utils._pytree import tree_leaves
 
+from plpkg.clipping.batches import leaves
 from plpkg.clipping.clip import Clip
+from plpkg.clipping.dropout import Kept
 from plpkg.clipping.execution import Execution
-from plpkg.clipping.layers import Call, refusal
+from plpkg.clipping.guard import Guard, buffers
+from plpkg.clipping.layers import Call, any_layer
 from plpkg.clipping.passes import NormPass, RowPass, SumPass
+from plpkg.clipping.rows import Probe, float_tensors
 from plpkg.clipping.taps import Site, sites, tap
 
 _WATCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -42,6 +45,8 @@ class Recorder:
     ----------
     model
         A model; what has ``requires_grad`` learns.
+    guard
+        What former recorders of the model have seen, in the same training.
 
     Attributes
     ----------
@@ -51,8 +56,8 @@ class Recorder:
         The layer of each parameter.
     recording
         Whether layers are watched now; ``batch`` says for how many examples.
-    verified
-        Whether examples have been seen to reach their own rows.
+    guard
+        Sees that nothing changes silently.
 
     Raises
     ------
@@ -62,26 +67,30 @@ class Recorder:
         Another recorder watches the model.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, guard: Guard | None = None) -> None:
         if model in _WATCHED:
             raise RuntimeError("the model is watched already: by make_private, or by a call that is not finished")
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise ValueError("no parameter of the model has requires_grad=True")
-        for name, module in model.named_modules():
-            if reason := refusal(module):
-                raise ValueError(f"{name or 'the model'} ({type(module).__name__}) {reason}")
+        self.guard = guard or Guard()
+        self.guard.judge(model)
         for name, p in self.parameters.items():
             if p._backward_hooks:
                 raise ValueError(f"{name} has a gradient hook, which clipping would leave out: remove it")
         self.model = model
         self.layers: dict[str, str] = {}
         self.batch = 0
-        self.recording = self.verified = False
+        self.recording = False
         self._uses: Counter[str] = Counter()
         self._pass: RowPass | NormPass | SumPass | None = None
-        self._frozen: list[list[tuple[nn.Parameter, bool]]] = []
-        self._hooks = []
+        self._probe, self._probing = Probe(), False
+        self._buffers: dict[str, tuple[int, int]] = {}
+        self._inside: list[tuple[list[tuple[nn.Parameter, bool]], Kept | None]] = []
+        self._hooks = [
+            model.register_forward_pre_hook(self._begin, with_kwargs=True),
+            model.register_forward_hook(self._end),
+        ]
         for site in sites(model, {id(p): name for name, p in self.parameters.items()}):
             for key in site.keys.values():
                 self.layers.setdefault(key, site.name)
@@ -102,8 +111,8 @@ class Recorder:
 
     def forget(self) -> None:
         """Drop what forward passes have announced."""
-        while self._frozen:  # an interrupt may come between a layer's two hooks
-            self._thaw()
+        while self._inside:  # an interrupt may come between a layer's two hooks
+            self._leave()
         self._uses.clear()
 
     @contextmanager
@@ -164,20 +173,34 @@ class Recorder:
             self.forget()
 
     def verify(self, losses: torch.Tensor) -> None:
-        """The losses of the first, the last and a random example, of ``(batch,)``, reach their own rows alone.
+        """Some of the losses, ``(batch,)``, go backward alone where the guard wants it.
 
         Raises
         ------
         ValueError
-            They reach others; the message names the layer.
+            They reach others' rows of a layer, or a parameter that nobody clips; the message names it.
         """
-        if self.verified or len(losses) < 2 or is_fake(losses):
-            return
-        last = len(losses) - 1
-        for example in sorted({0, SystemRandom().randint(min(1, last - 1), max(1, last - 1)), last}):
-            with self._passing(RowPass(example)):
-                losses[example].backward(retain_graph=True)
-        self.verified = True
+        if halves := self.guard.halves(losses):
+            self._check_leaves(losses)
+            for half in halves:
+                with self._passing(RowPass(half)):
+                    losses[half].sum().backward(retain_graph=True)
+            self.guard.verified()
+
+    def _check_leaves(self, losses: torch.Tensor) -> None:
+        """Refuse a graph that ends in a parameter of nobody's, whose gradient some other optimizer might use."""
+        nodes, known = [losses.grad_fn], {None}
+        while nodes:
+            if (node := nodes.pop()) in known:
+                continue
+            known.add(node)
+            nodes += [after for after, _ in node.next_functions]
+            leaf = getattr(node, "variable", None)
+            if isinstance(leaf, nn.Parameter) and not any(leaf is p for p in self.parameters.values()):
+                raise ValueError(
+                    f"the losses depend on a parameter of shape {tuple(leaf.shape)} that is not the model's, whose "
+                    "gradient nobody clips: give it to the model, or freeze it"
+                )
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
@@ -214,28 +237,74 @@ class Recorder:
         finally:
             self.recording = True
 
+    def _begin(self, module, args, kwargs) -> None:
+        """The model is called: look at what may have changed, and for new shapes at whose the rows are."""
+        if not self.recording or module is not self.model:
+            return
+        self.guard.judge(module)
+        inputs = leaves([*args, kwargs])
+        if any(map(is_fake, inputs)):
+            return
+        self._probe, new = self.guard.probe(inputs, self.batch)
+        if new:
+            self._probing = True
+            try:
+                self._probe.run(module.forward, args, kwargs, self.batch)
+            finally:
+                self._probing = False
+        self._buffers = buffers(module)
+
+    def _end(self, module, args, output) -> None:
+        if self.recording and module is self.model and self._buffers:
+            now = buffers(module)
+            if moved := [name for name, known in self._buffers.items() if now.get(name) != known]:
+                raise ValueError(
+                    f"{', '.join(moved)}: the model changes this buffer as it reads examples, and keeps something of "
+                    "them without noise: let it stand still"
+                )
+
     def _before(self, site: Site):
         def hook(module, args):
             if self.recording and module is site.module:  # a copy of the model has copies of the hooks
-                self._frozen.append([(p, p.requires_grad) for p in site.parameters])
-                for p, _ in self._frozen[-1]:
+                kept = Kept() if site.rule is any_layer and not self._probing else None
+                self._inside.append(([(p, p.requires_grad) for p in site.parameters], kept))
+                for p in site.parameters:
                     p.requires_grad_(False)
+                if kept:
+                    kept.__enter__()
 
         return hook
 
     def _after(self, site: Site):
+        label = str(site)
+
         def hook(module, args, kwargs, output):
             if not self.recording or module is not site.module:
                 return None
-            self._thaw()
+            masks = self._leave()
             if output is None:  # an exception passes: checkpointing stops a recomputation with one
                 return None
+            given = float_tensors(output)
+            if self._probing:
+                read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+                return self._probe.see(label, read, output)
+            if not given:
+                raise NotImplementedError(
+                    f"{label} gave a {type(output).__name__} without tensors that can be followed"
+                )
+            rows = self._probe.rows(label, given, self.batch)
             if self._pass is None:  # else the layer is run again for a checkpoint
                 self._uses.update(site.keys.values())
-            return tap(site, self.batch, args, kwargs, output, self._wanted, self._report)
+                self.guard.see(label, given)
+            return tap(site, self.batch, rows, args, kwargs, output, masks, self._wanted, self._report)
 
         return hook
 
-    def _thaw(self) -> None:
-        for p, learns in self._frozen.pop():
+    def _leave(self) -> list[torch.Tensor]:
+        """A layer has been called; gives what it dropped."""
+        frozen, kept = self._inside.pop()
+        if kept:
+            kept.__exit__(None, None, None)
+        for p, learns in frozen:
             p.requires_grad_(learns)
+        return kept.masks if kept else []

@@ -8,13 +8,15 @@ Left out: what a layer hands on in another way than by returning it.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from plpkg.clipping.factors import Outer
-from plpkg.clipping.layers import UNITS, Call, any_layer, float_tensors, rule_for
+from plpkg.clipping.layers import UNITS, Call, any_layer, rule_for
+from plpkg.clipping.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,11 @@ def sites(model: nn.Module, names: Mapping[int, str]) -> list[Site]:
 def tap(
     site: Site,
     batch: int,
+    rows: Rows,
     args: tuple,
     kwargs: dict,
     output,
+    masks: Sequence[torch.Tensor],
     wanted: Callable[[Site], tuple[str, ...]],
     see: Callable[[Site, Call, torch.autocast], None],
 ):
@@ -83,10 +87,10 @@ def tap(
 
     Parameters
     ----------
-    site, args, kwargs, output
-        The layer, what it was called with and what it gave.
-    batch
-        Examples: the first dimension of each tensor of the output, or 1 for all examples alike.
+    site, args, kwargs, output, masks
+        The layer, what it was called with, what it gave, and what it dropped.
+    batch, rows
+        Examples, and which rows of the output are theirs.
     wanted
         Asked in the backward pass which of the site's parameters to report; nothing is reported for none.
     see
@@ -94,33 +98,18 @@ def tap(
 
     Returns
     -------
-    The output with its tensors tapped, each with a row of its own for each example; ``None``, which leaves a hook's
+    The output with its tensors tapped, each with rows of its own for each example; ``None``, which leaves a hook's
     output as it is, where no gradient will come.
-
-    Raises
-    ------
-    ValueError
-        A tensor whose first dimension is not the batch.
-    NotImplementedError
-        An output without a tensor.
     """
-    leaves, structure = tree_flatten((args, kwargs))
-    if not float_tensors(output):
-        raise NotImplementedError(f"{site} gave a {type(output).__name__} without tensors that can be followed")
-    for tensor in float_tensors(output):
-        if tensor.ndim == 0 or tensor.shape[0] not in (1, batch):
-            raise ValueError(
-                f"{site} gave a tensor of shape {tuple(tensor.shape)}, whose first dimension is not "
-                f"the batch of {batch}: give the layer the batch first (or 1 for all examples alike)"
-            )
     if not torch.is_grad_enabled():
         return None
+    leaves, structure = tree_flatten((args, kwargs))
     results, shape = tree_flatten(output)
     places = [i for i, leaf in enumerate(results) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
     # What is the same for all examples gets a gradient of its own for each of them.
-    outputs = [results[i].expand(batch, *results[i].shape[1:]) for i in places]
+    outputs = [rows.given(results[i], batch) for i in places]
     inputs = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    results_too = [tensor.detach() for tensor in outputs] if site.rule is any_layer else []
+    again = [_by_example(rows, tensor.detach(), batch) for tensor in outputs] if site.rule is any_layer else []
     device = outputs[0].device.type
     precision = dict(dtype=torch.get_autocast_dtype(device), enabled=torch.is_autocast_enabled(device))
     others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -131,14 +120,20 @@ def tap(
             rest = iter(saved)
             filled = [next(rest) if known else other for known, other in zip(tensors, others, strict=True)]
             args, kwargs = tree_unflatten(filled, structure)
-            call = Call(site.module, names, args, kwargs, gradients, batch, tuple(rest))
+            gave, dropped = tuple(islice(rest, len(again))), tuple(rest)
+            by_example = tuple(_by_example(rows, gradient, batch) for gradient in gradients)
+            call = Call(site.module, names, args, kwargs, by_example, batch, rows, gave, dropped)
             see(site, call, torch.autocast(device, **precision))
 
     anchor = torch.zeros(0, requires_grad=True)  # so that the first layer's output has a gradient, too
-    tapped = _Tap.apply(report, len(places), anchor, *outputs, *inputs, *results_too)
+    tapped = _Tap.apply(report, len(places), anchor, *outputs, *inputs, *again, *masks)
     for place, tensor in zip(places, tapped, strict=True):
         results[place] = tensor
     return tree_unflatten(results, shape)
+
+
+def _by_example(rows: Rows, given: torch.Tensor, batch: int) -> torch.Tensor:
+    return given if rows.shared else rows.by_example(given, batch)
 
 
 class _Tap(torch.autograd.Function):

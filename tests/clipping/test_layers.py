@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm, Gemma2TextScaledWordEmbedding
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
@@ -57,6 +56,11 @@ def plain(layer, x):
 def seen(layer, x):
     out = layer(x, shift=1.0)
     return out["a"] + out["b"][0].sin()
+
+
+def flattened(layer, x):
+    """As OPT does it: an example's rows one after the other."""
+    return layer(x.flatten(0, 1)).unflatten(0, (len(x), -1))
 
 
 def floats(*shape):
@@ -126,6 +130,27 @@ CASES = {
         lambda: nn.Embedding(5, 6),
         floats(5, 6),
         lambda layer, x: x * layer(torch.arange(5)[None]).sin(),
+    ),
+    "positions without a batch": (
+        lambda: nn.Embedding(5, 6),
+        floats(5, 6),
+        lambda layer, x: x * layer(torch.arange(5)).sin(),
+    ),
+    "positions without a batch, as many as examples": (
+        lambda: nn.Embedding(BATCH, 6),
+        floats(BATCH, 6),
+        lambda layer, x: x * layer(torch.arange(BATCH)).sin(),
+    ),
+    "flattened": (lambda: nn.Linear(6, 3), floats(5, 6), flattened),
+    "flattened, LayerNorm": (lambda: nn.LayerNorm(6), floats(5, 6), flattened),
+    "flattened, Llama's RMSNorm": (lambda: LlamaRMSNorm(6), floats(5, 6), flattened),
+    "flattened, Conv2d": (lambda: nn.Conv2d(4, 6, 3), floats(5, 4, 6, 5), flattened),
+    "flattened, GroupNorm": (lambda: nn.GroupNorm(2, 4), floats(5, 4, 3), flattened),
+    "flattened, PReLU": (lambda: nn.PReLU(6), floats(5, 6), flattened),
+    "flattened, MultiheadAttention": (
+        lambda: nn.MultiheadAttention(6, 2, batch_first=True),
+        floats(2, 5, 6),
+        lambda layer, x: layer(*3 * [x.flatten(0, 1)])[0].unflatten(0, (len(x), -1)),
     ),
 }
 
@@ -202,8 +227,8 @@ def test_layers_that_mix_examples_are_refused_by_name():
     assert "scale_grad_by_freq" in refused(nn.Embedding(6, 4, scale_grad_by_freq=True), ids(9))
     assert "sparse" in refused(nn.Embedding(6, 4, sparse=True), ids(9))
     assert "batch_first" in refused(nn.MultiheadAttention(6, 2), after=lambda layer, x: layer(x, x, x)[0])
-    message = refused(nn.LSTM(6, 6, batch_first=True), after=lambda layer, x: layer(x)[0], error=NotImplementedError)
-    assert "layer (LSTM): a fused kernel" in message
+    assert "take opacus.layers.DPLSTM" in refused(nn.LSTM(6, 6, batch_first=True), after=lambda layer, x: layer(x)[0])
+    assert "take opacus.layers.DPGRU" in refused(nn.GRUCell(6, 6), floats(6))
 
 
 def test_a_batch_norm_that_learns_nothing_and_stands_still_is_not_refused(assert_as_loop):
@@ -211,19 +236,19 @@ def test_a_batch_norm_that_learns_nothing_and_stands_still_is_not_refused(assert
     assert_as_loop(model, loss, floats(5, 6), "book_keeping")
 
 
-def test_dropout_in_a_layer_that_is_run_again_is_refused():
+def test_random_numbers_in_a_layer_that_is_run_again_are_refused():
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()
             self.weight = nn.Parameter(torch.ones(6))
 
         def forward(self, x):
-            return functional.dropout(x * self.weight, 0.5)
+            return x * self.weight * torch.rand_like(x)
 
     assert "layer (Odd): torch.func cannot differentiate" in refused(Odd(), error=NotImplementedError)
 
 
 def test_a_layer_without_the_batch_first_is_refused_by_name():
-    message = refused(nn.Linear(6, 6), after=lambda layer, x: layer(x.flatten(0, 1)).unflatten(0, (BATCH, 5)))
-    assert "layer (Linear) gave a tensor of shape (20, 6)" in message
+    message = refused(nn.Linear(6, 6), after=lambda layer, x: layer(x.transpose(0, 1)).transpose(0, 1))
+    assert "layer (Linear) gave a tensor of shape (5, 4, 6)" in message
     assert "batch of 4" in message

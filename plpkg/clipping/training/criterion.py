@@ -58,9 +58,12 @@ class PrivateCriterion:
             raise ValueError(
                 f"the criterion made losses of shape {tuple(losses.shape)} from {shapes}: it broadcast them"
             )
-        flattened = losses.ndim == 1 and batch and len(losses) % batch == 0
-        if len(losses) != batch and not flattened:
-            raise ValueError(f"the criterion gave losses of shape {tuple(losses.shape)} for {batch} examples")
+        if len(losses) != batch:
+            raise ValueError(
+                f"the criterion gave losses of shape {tuple(losses.shape)} for {batch} examples: whose they are "
+                "cannot be seen; keep an example's together, criterion(logits.transpose(1, 2), targets) for "
+                "logits of (batch, seq, classes)"
+            )
         return losses.reshape(batch, -1) if batch else losses.reshape(0, 1)
 
 
@@ -92,7 +95,11 @@ class PrivateLoss:
             "example; micro-batches need no division, and float(loss) is a number to show"
         )
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = __pow__ = _refuse
+    def __truediv__(self, number: float) -> "PrivateLoss":
+        """Divided by 1 it is what it was: accelerate divides by its gradient accumulation steps."""
+        return self if number == 1 else self._refuse()
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = __pow__ = _refuse
 
     def __repr__(self) -> str:
         return f"PrivateLoss({self.item():.4f} over {len(self.losses)} examples)"

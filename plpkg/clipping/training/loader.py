@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
+from plpkg.clipping.training.processes import Processes
 from plpkg.clipping.training.randomness import Randomness
 
 
@@ -21,14 +22,22 @@ class PoissonSampler(Sampler):
         The number of examples, the probability q of each, and how many samples an epoch has.
     randomness
         Where the samples come from.
+    processes
+        Of each sample this process takes its share.
     max_physical_batch_size
         The most examples of a piece.
     """
 
     def __init__(
-        self, size: int, rate: float, steps: int, randomness: Randomness, max_physical_batch_size: int | None = None
+        self,
+        size: int,
+        rate: float,
+        steps: int,
+        randomness: Randomness,
+        processes: Processes,
+        max_physical_batch_size: int | None = None,
     ) -> None:
-        self.size, self.rate, self.steps = size, rate, steps
+        self.size, self.rate, self.steps, self.processes = size, rate, steps, processes
         self.randomness, self.limit = randomness, max_physical_batch_size or size
         self.drawn = 0  # the number of the next sample, over all epochs
         self.left = steps  # samples that the epoch still has
@@ -46,7 +55,7 @@ class PoissonSampler(Sampler):
         self.pieces.clear()
         first = self.drawn
         for draw in range(first, first + self.left):
-            chosen = self.randomness.sample(self.size, self.rate, draw)
+            chosen = self.processes.share(self.randomness.sample(self.size, self.rate, draw))
             parts = [chosen[start : start + self.limit] for start in range(0, len(chosen), self.limit)] or [[]]
             for place, part in enumerate(parts, 1):
                 self.pieces.append((len(part), place == len(parts)))
@@ -76,7 +85,7 @@ class PoissonLoader(DataLoader):
         super().__init__(
             like.dataset,
             batch_sampler=PoissonSampler(
-                len(like.dataset), rate, len(like), private.randomness, max_physical_batch_size
+                len(like.dataset), rate, len(like), private.randomness, private.processes, max_physical_batch_size
             ),
             collate_fn=_Collate(like.collate_fn),
             num_workers=like.num_workers,
@@ -132,7 +141,8 @@ def check_loader(loader: DataLoader) -> None:
     if not ordinary or len(loader.sampler) != len(loader.dataset):
         raise ValueError(
             f"data_loader samples with a {type(loader.sampler).__name__} of its own; Poisson sampling takes its place, "
-            "from all examples: give a torch.utils.data.Subset for some of them"
+            "from all examples: give a torch.utils.data.Subset for some of them (and to each of several processes the "
+            "whole, of which it takes its share)"
         )
     if loader.batch_size is None:
         raise ValueError("data_loader must have a batch_size, which becomes the expected one")

@@ -9,11 +9,13 @@ clips and adds up, as often as there are micro-batches; ``step`` adds the noise 
 
 import copy
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 
 import torch
 from opacus.accountants import create_accountant
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from plpkg.clipping.batches import leaves
@@ -25,6 +27,7 @@ from plpkg.clipping.recorder import Recorder
 from plpkg.clipping.training.accounting import ACCOUNTANTS, Mechanism, noise_for, spent
 from plpkg.clipping.training.criterion import PrivateCriterion
 from plpkg.clipping.training.loader import PoissonLoader, PoissonSampler, check_loader
+from plpkg.clipping.training.processes import Processes, check_whole
 from plpkg.clipping.training.randomness import Randomness
 from plpkg.validation import number, one_of, whole_number
 
@@ -73,6 +76,7 @@ class Private:
         self.accountant = create_accountant(mechanism.accountant)
         self.steps = 0
         self.progress = Progress()
+        self.processes = Processes()
         self.recorder = Recorder(model)
         self._released: dict[str, tuple[torch.Tensor, int]] = {}
         # Before the recorder's own hooks, and after: the model may be a layer itself. Closures, so that a copy of the
@@ -83,7 +87,9 @@ class Private:
             ),
             model.register_forward_hook(lambda module, args, output: self._after_forward(module), always_call=True),
             optimizer.register_step_pre_hook(self._release),
+            register_optimizer_step_pre_hook(_not_by_others(weakref.ref(self))),
         ]
+        weakref.finalize(self, self._hooks[-1].remove)
 
     def __iter__(self) -> Iterator:
         return iter((self.model, self.optimizer, self.criterion, self.data_loader))
@@ -178,6 +184,26 @@ class Private:
         self.progress.samples += self.progress.last
         self.progress.last, self.progress.left = last, examples
 
+    def check(self) -> None:
+        """See that what learns is what was seen in the beginning.
+
+        Raises
+        ------
+        RuntimeError
+            A parameter learns that was not there, or one is gone; or processes are.
+        """
+        self.processes.check()
+        known = {id(p) for p in self.recorder.parameters.values()}
+        now = {id(p): name for name, p in self.model.named_parameters() if p.requires_grad}
+        if known != now.keys():
+            new = [name for key, name in now.items() if key not in known]
+            gone = [name for name, p in self.recorder.parameters.items() if id(p) not in now]
+            what = f"{new[0]} learns, which was not there" if new else f"{gone[0]} learns no more"
+            raise RuntimeError(
+                f"{what} when make_private was called: freeze, unfreeze and replace layers, and load with assign=True, "
+                "before; or remove(), call make_private again, and go on with load_state_dict(state_dict())"
+            )
+
     def add(self, losses: torch.Tensor) -> None:
         """Clip the gradients of one loss an example, and add them to the sample's.
 
@@ -198,7 +224,8 @@ class Private:
         if self.sampler and recorder.batch > progress.left:
             raise RuntimeError(
                 f"the model was given {recorder.batch} examples where the data_loader's batch has {progress.left} "
-                "left: an example may come once in a step, and the batch must be the first dimension"
+                "left: an example may come once in a step, the batch must be the first dimension, and nothing may read "
+                "ahead of the loop (accelerate's prepare(data_loader) does: iterate over the data_loader itself)"
             )
         try:
             sums, _ = recorder.clipped_sums(losses, self.mechanism.clip, self.execution)
@@ -256,9 +283,9 @@ class Private:
         clipped = self.progress.sums
         sums = {n: clipped[n] if n in clipped else zeros_for(p) for n, p in self.recorder.parameters.items()}
         std = self.noise_multiplier * self.mechanism.clip.sensitivity
-        if not std:
-            return sums
-        return {name: sums[name] + noise for name, noise in self.randomness.noise(sums, std, self.steps).items()}
+        if std and self.processes.rank == 0:
+            self.randomness.add_noise(sums, std, self.steps)
+        return self.processes.sum(sums)
 
     def _before_forward(self, module, args, kwargs) -> None:
         """Record a forward pass in training mode, and see how many examples it has; let others pass."""
@@ -268,7 +295,10 @@ class Private:
         self._recorded = recorder.recording
         if not module.training or not torch.is_grad_enabled():
             recorder.recording = False
+            if not module.training:
+                recorder.guard.flip()
             return
+        self.check()
         counts = {leaf.shape[0] for leaf in leaves([*args, kwargs]) if leaf.ndim}
         if self.progress.left in counts:
             batch = self.progress.left
@@ -319,8 +349,8 @@ def make_private(
         ``sample_rate``, give ``expected_batch_size``, and call :meth:`Private.skip` where nobody was chosen.
     criterion
         A loss module (``reduction`` ``mean`` or ``sum``, ``ignore_index`` as it is), or a function that returns one
-        loss an example. The loss of an example with several targets is their mean (or sum); losses and targets may
-        be flattened as long as each example's stay together. On outputs without a gradient, as in validation, the
+        loss an example, or ``(batch, targets)``. The loss of an example with several targets is their mean (or
+        sum). On outputs without a gradient, as in validation, the
         criterion that comes back does what this one did.
     max_grad_norm
         C.
@@ -352,9 +382,14 @@ def make_private(
 
     Notes
     -----
-    The model carries hooks until :meth:`Private.remove`: save its ``state_dict()``, not the object.
+    The model carries hooks until :meth:`Private.remove`: save its ``state_dict()``, not the object. In each forward
+    pass a guard (:mod:`plpkg.clipping.guard`) sees that nothing has changed under the training that would breach it.
+
+    Several processes (``torchrun``, ``accelerate launch``): give each the model itself and the whole data set. Each
+    takes its share of every sample, and all have the sum of all and the same parameters.
     """
     _check(model, optimizer, criterion)
+    check_whole(model)
     if not isinstance(execution, Plan):
         one_of("execution", execution, tuple(EXECUTIONS))
     one_of("accountant", accountant, ACCOUNTANTS)
@@ -386,7 +421,27 @@ def make_private(
     )
     if data_loader is not None:
         private.data_loader = PoissonLoader(data_loader, private, max_physical_batch_size)
+    examples = None if data_loader is None else len(data_loader.dataset)
+    private.processes.agree(
+        model, asdict(private.mechanism) | {"expected_batch_size": expected_batch_size, "number of examples": examples}
+    )
     return private
+
+
+def _not_by_others(private: weakref.ref) -> Callable:
+    """Before any optimizer's step: refuse one that is not the private training's, but has its parameters."""
+
+    def hook(optimizer, args, kwargs) -> None:
+        training = private()
+        if training is None or optimizer is training.optimizer:
+            return
+        if _learning(optimizer) & {id(p) for p in training.recorder.parameters.values()}:
+            raise RuntimeError(
+                f"a step of another {type(optimizer).__name__} with parameters of a private training, whose gradients "
+                "are for the optimizer that make_private was given: remove(), and make_private again with this one"
+            )
+
+    return hook
 
 
 def _check(model: torch.nn.Module, optimizer: torch.optim.Optimizer, criterion: Callable) -> None:

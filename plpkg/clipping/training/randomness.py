@@ -8,6 +8,7 @@ Philox under a key of 128 bits: PyTorch's CPU generator takes 32 bits of a seed,
 """
 
 import hashlib
+import math
 import secrets
 
 import numpy as np
@@ -15,6 +16,9 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
 from plpkg.validation import whole_number
+
+BLOCK = 2**15
+"""Numbers of noise at a time."""
 
 
 class Randomness:
@@ -40,36 +44,32 @@ class Randomness:
         self._seed = secrets.randbits(128) if seed is None else whole_number("seed", seed, 0)
         self._stream = Cipher(algorithms.ChaCha20(secrets.token_bytes(32), bytes(16)), mode=None).encryptor()
 
-    def noise(self, like: dict[str, torch.Tensor], std: float, draw: int) -> dict[str, torch.Tensor]:
-        """Normal numbers of a standard deviation, in each tensor's shape, at least float32."""
+    def add_noise(self, sums: dict[str, torch.Tensor], std: float, draw: int) -> None:
+        """Add normal numbers of a standard deviation to each tensor, in place; as many at a time as a cache holds."""
         generator = self._generator("noise", draw)
-        noise = {}
-        for name, tensor in like.items():
-            wide = torch.promote_types(tensor.dtype, torch.float32)
-            if self.secure:
-                drawn = self._normal(tensor.shape)
-            else:
-                exact = np.float64 if wide is torch.float64 else np.float32
-                drawn = torch.from_numpy(np.asarray(generator.standard_normal(tuple(tensor.shape), dtype=exact)))
-            noise[name] = (std * drawn).to(tensor.device, wide)
-        return noise
+        for total in sums.values():
+            for part in total.view(-1).split(BLOCK):
+                if self.secure:
+                    part.copy_(self._normal(len(part)).to(part.device).mul_(std).add_(part))
+                else:
+                    exact = np.float64 if part.dtype is torch.float64 else np.float32
+                    part.add_(torch.from_numpy(generator.standard_normal(len(part), dtype=exact)).to(part), alpha=std)
 
     def sample(self, size: int, rate: float, draw: int) -> list[int]:
         """Which of ``size`` are taken, each with probability ``rate``, independently."""
-        uniform = self._uniform(size) if self.secure else self._generator("sample", draw).random(size)
+        uniform = self._uniform(size).numpy() if self.secure else self._generator("sample", draw).random(size)
         return np.flatnonzero(uniform < rate).tolist()
 
     def _generator(self, purpose: str, draw: int) -> np.random.Generator:
         digest = hashlib.sha256(f"{self._seed} {purpose} {draw}".encode()).digest()
         return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
 
-    def _uniform(self, count: int) -> np.ndarray:
-        """Numbers in [0, 1) with 53 bits."""
-        words = np.frombuffer(self._stream.update(bytes(8 * count)), dtype=np.uint64)
-        return (words >> np.uint64(11)) * 2.0**-53
+    def _uniform(self, *shape: int) -> torch.Tensor:
+        """Numbers in [0, 1) with 53 bits, float64."""
+        words = torch.frombuffer(bytearray(self._stream.update(bytes(8 * math.prod(shape)))), dtype=torch.int64)
+        return words.bitwise_and_(2**53 - 1).double().mul_(2.0**-53).view(shape)
 
-    def _normal(self, shape: torch.Size) -> torch.Tensor:
-        count = shape.numel()
-        radius = np.sqrt(-2 * np.log1p(-self._uniform(4 * count)))  # Box and Muller; 1 − u is never 0
-        parts = radius * np.cos(2 * np.pi * self._uniform(4 * count))
-        return torch.from_numpy(parts.reshape(4, count).sum(0) / 2).reshape(shape)
+    def _normal(self, count: int) -> torch.Tensor:
+        """Half the sum of four normal numbers each, by Box and Muller; 1 − u is never 0."""
+        radius = self._uniform(4, count).neg_().log1p_().mul_(-2).sqrt_()
+        return radius.mul_(self._uniform(4, count).mul_(2 * math.pi).cos_()).sum(0).div_(2)
