@@ -67,16 +67,16 @@ class Private:
         expected_batch_size: float,
         execution: Execution,
         randomness: Randomness,
+        processes: Processes,
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self.criterion = PrivateCriterion(criterion, self)
         self.data_loader: PoissonLoader | None = None
         self.mechanism, self.expected_batch_size = mechanism, expected_batch_size
-        self.execution, self.randomness = execution, randomness
+        self.execution, self.randomness, self.processes = execution, randomness, processes
         self.accountant = create_accountant(mechanism.accountant)
         self.steps = 0
         self.progress = Progress()
-        self.processes = Processes()
         self.recorder = Recorder(model)
         self._released: dict[str, tuple[torch.Tensor, int]] = {}
         # Before the recorder's own hooks, and after: the model may be a layer itself. Closures, so that a copy of the
@@ -410,21 +410,21 @@ def make_private(
         sample_rate = 1 / steps
         expected_batch_size = len(data_loader.dataset) * sample_rate
     sigma = _sigma(noise_multiplier, target_epsilon, target_delta, epochs, sample_rate, steps, accountant)
+    mechanism, processes = Mechanism(accountant, sigma, sample_rate, max_grad_norm, clipping), Processes()
+    examples = None if data_loader is None else len(data_loader.dataset)
+    processes.agree(model, asdict(mechanism) | {"number of examples": examples, "batch size": expected_batch_size})
     private = Private(
         model,
         optimizer,
         criterion,
-        Mechanism(accountant, sigma, sample_rate, max_grad_norm, clipping),
+        mechanism,
         expected_batch_size,
         execution.execution if isinstance(execution, Plan) else EXECUTIONS[execution],
         Randomness(seed, secure=secure),
+        processes,
     )
     if data_loader is not None:
         private.data_loader = PoissonLoader(data_loader, private, max_physical_batch_size)
-    examples = None if data_loader is None else len(data_loader.dataset)
-    private.processes.agree(
-        model, asdict(private.mechanism) | {"expected_batch_size": expected_batch_size, "number of examples": examples}
-    )
     return private
 
 
