@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType, MethodType
 
 import torch
@@ -140,14 +141,15 @@ class Step:
                 totals[name] += part
         return totals, torch.cat(norms) if norms else next(iter(totals.values())).new_zeros(0)
 
-    def recorded(self, execution: Execution) -> Gradients:
+    def recorded(self, execution: Execution, *, verify: bool = True) -> Gradients:
         """The gradients by a recorded backward pass."""
         parameters, count = self.recorder.parameters, batch_size(self.batch)
         if count == 0:  # many models cannot run on no examples
             zeros = {name: zeros_for(p) for name, p in parameters.items()}
             return zeros, next(iter(zeros.values())).new_zeros(0)
         with self.recorder.watch(count):
-            sums, norms = self.recorder.clipped_sums(self._losses(self.batch, count), self.clip, execution)
+            losses = self._losses(self.batch, count)
+            sums, norms = self.recorder.clipped_sums(losses, self.clip, execution, verify=verify)
         return {key: zeros_for(p) if sums[key] is None else sums[key] for key, p in parameters.items()}, norms
 
     def watched(self) -> tuple[Gradients, Watched]:
@@ -155,7 +157,7 @@ class Step:
         count = batch_size(self.batch)
         with self.recorder.watch(count):
             self.recorder.verify(self._losses(self.batch, count))
-        return watch(self.recorder.model, self.recorded)
+        return watch(self.recorder.model, partial(self.recorded, verify=False))
 
     def auto(self) -> Gradients:
         """The first step with a model, what learns of it and a batch's shape is watched; the next ones have a plan."""
