@@ -1,9 +1,12 @@
 """Clipping each example's gradient: what it costs beside plain SGD and beside Opacus.
 
 * cost: a decoder (width 256, 4 layers, 128 tokens, batch 16): CPU time, operations and peak of a step's gradients, for
-  SGD, Opacus's hooks and ghost modes, and every execution here. ``plan`` has 1.6 times SGD's peak to spend.
+  SGD, ``torch.func``'s vmap(grad), Opacus's hooks, fast and ghost modes, and every execution here. ``plan`` has 1.6
+  times SGD's peak to spend.
 * lora: the same with LoRA r=8 on all linear layers (width 256, 256 tokens, batch 8), backbone frozen.
 * long: one width, longer and longer sequences: where ghost clipping's T² shows.
+* step: of the same two, a whole step of a training, its optimizer (SGD) and noise included.
+* guard: what the guard of a private training takes in each forward pass, when it looks at rows, and on average.
 * grid: widths, lengths and batches: the plan that has ghost clipping's memory, beside ghost clipping.
 
 Times are CPU seconds of one thread, medians of interleaved runs, every ratio against SGD (or ghost) of the same round.
@@ -33,7 +36,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import record
-from plpkg.clipping import clipped_gradients, plan
+from plpkg.clipping import clipped_gradients, guard, make_private, plan
 from plpkg.clipping.execution import EXECUTIONS
 from plpkg.memory import MIB, MemoryTimeline
 
@@ -96,6 +99,40 @@ def sgd(model: nn.Module, ids: torch.Tensor) -> Callable[[], object]:
     return step
 
 
+def whole(model: nn.Module, ids: torch.Tensor, **private) -> Callable[[], object]:
+    """A training's step; of a private one with ``private``, what :func:`make_private` takes."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    criterion = nn.CrossEntropyLoss()
+    if private:
+        shape = dict(max_grad_norm=MAX_GRAD_NORM, sample_rate=0.01, expected_batch_size=len(ids))
+        criterion = make_private(model, optimizer, None, criterion, **shape, **private).criterion
+
+    def step():
+        optimizer.zero_grad()
+        criterion(model(ids), ids[:, 1:]).backward()
+        optimizer.step()
+
+    return step
+
+
+def vmapped(model: nn.Module, ids: torch.Tensor) -> Callable[[], object]:
+    """Per-sample gradients by torch.func, clipped and added up: all that a reader would have to write."""
+    learning = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+    def loss(parameters, example):
+        logits = torch.func.functional_call(model, parameters, (example[None],))
+        return nn.functional.cross_entropy(logits, example[None, 1:])
+
+    def step():
+        gradients = torch.func.vmap(torch.func.grad(loss), (None, 0))(learning, ids)
+        norms = sum(g.flatten(1).square().sum(1) for g in gradients.values()).sqrt()
+        factors = (MAX_GRAD_NORM / norms).clamp(max=1)
+        return {name: torch.tensordot(factors, g, dims=1) for name, g in gradients.items()}
+
+    return step
+
+
 def opacus(model: nn.Module, ids: torch.Tensor, execution: str) -> Callable[[], object]:
     """A step's gradients in Opacus, up to the noise, which is not taken."""
     model = copy.deepcopy(model)
@@ -105,7 +142,8 @@ def opacus(model: nn.Module, ids: torch.Tensor, execution: str) -> Callable[[], 
     if execution == "hooks":
         model, optimizer = GradSampleModule(model), DPOptimizer(inner, **options)
     else:
-        model = GradSampleModuleFastGradientClipping(model, max_grad_norm=MAX_GRAD_NORM, use_ghost_clipping=True)
+        ghost = execution == "ghost"
+        model = GradSampleModuleFastGradientClipping(model, max_grad_norm=MAX_GRAD_NORM, use_ghost_clipping=ghost)
         optimizer = DPOptimizerFastGradientClipping(inner, **options)
         criterion = DPLossFastGradientClipping(model, optimizer, criterion)
 
@@ -137,9 +175,13 @@ def peak(model: nn.Module, step: Callable[[], object]) -> int:
 
 
 def flops(step: Callable[[], object]) -> int:
-    with FlopCounterMode(display=False) as counter:
-        step()
-    return counter.get_total_flops()
+    """Without what the guard looks at in some of the steps."""
+    counts = []
+    for _ in range(3):
+        with FlopCounterMode(display=False) as counter:
+            step()
+        counts.append(counter.get_total_flops())
+    return min(counts)
 
 
 def cpu_seconds(steps: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
@@ -163,7 +205,8 @@ def tokens(batch: int, seq: int) -> torch.Tensor:
 def compared(section: str, case: str, model: nn.Module, ids: torch.Tensor, *, peers: bool, repeats: int) -> list[dict]:
     steps = {"SGD": sgd(model, ids)}
     if peers:
-        steps |= {f"Opacus, {execution}": opacus(model, ids, execution) for execution in ("hooks", "ghost")}
+        steps["vmap(grad)"] = vmapped(model, ids)
+        steps |= {f"Opacus, {execution}": opacus(model, ids, execution) for execution in ("hooks", "fast", "ghost")}
     steps |= {name: ours(model, ids, name) for name in EXECUTIONS}
     allowed = int(1.6 * peak(model, steps["SGD"]))
     steps["plan, 1.6 × SGD's memory"] = ours(model, ids, plan(model, losses, ids, memory_bytes=allowed))
@@ -195,15 +238,77 @@ def opacus_peak(model: nn.Module, ids: torch.Tensor, name: str) -> int:
     return timeline.peak_bytes
 
 
+CASES = {
+    "decoder, width 256, 4 layers, T=128, B=16": lambda: (decoder(256, 4, 128), tokens(16, 128)),
+    "LoRA r=8, width 256, 4 layers, T=256, B=8": lambda: (decoder(256, 4, 256, lora=True), tokens(8, 256)),
+}
+
+
+def timed(section: str, case: str, what: str, seconds: list[float], base: list[float]) -> dict:
+    ratio = statistics.median(a / b for a, b in zip(seconds, base, strict=True))
+    milliseconds = round(1e3 * statistics.median(seconds), 1)
+    row = {"section": section, "case": case, "what": what, "cpu_ms": milliseconds, "ratio": round(ratio, 3)}
+    print(row, flush=True)
+    return row
+
+
+def rows_of_step(repeats: int) -> list[dict]:
+    rows = []
+    for case, make in CASES.items():
+        model, ids = make()
+        steps = {
+            "plain": whole(model, ids),
+            "private, without noise": whole(model, ids, noise_multiplier=0.0, seed=0),
+            "private": whole(model, ids, noise_multiplier=1.0, seed=0),
+            "private, secure": whole(model, ids, noise_multiplier=1.0, secure=True),
+        }
+        for step in steps.values():
+            for _ in range(guard.FIRST):
+                step()
+        seconds = cpu_seconds(steps, repeats)
+        rows += [timed("step", case, name, seconds[name], seconds["plain"]) for name in steps]
+    return rows
+
+
+def rows_of_guard(repeats: int) -> list[dict]:
+    """With a look at rows in each step, and in none; what is looked at in every forward pass is timed alone."""
+    rows, seldom = [], guard.SELDOM
+    for case, make in CASES.items():
+        model, ids = make()
+        step = whole(model, ids, noise_multiplier=1.0, seed=0)
+
+        def every(look: int, step=step) -> Callable[[], object]:
+            def steps():
+                guard.SELDOM = look
+                step()
+
+            return steps
+
+        for _ in range(guard.FIRST):
+            step()
+        seconds = cpu_seconds({"never": every(10**9), "each": every(1)}, repeats)
+        begun = time.process_time()
+        for _ in range(100):
+            guard.Guard().judge(model)
+            for _ in range(2):
+                guard.buffers(model)
+        checks = [(time.process_time() - begun) / 100] * repeats
+        looks = [a - b for a, b in zip(seconds["each"], seconds["never"], strict=True)]
+        mean = [check + look / seldom for check, look in zip(checks, looks, strict=True)]
+        for what, some in (("a forward pass", checks), ("a look at rows", looks), ("mean of a step", mean)):
+            rows.append(timed("guard", case, what, some, seconds["never"]))
+    guard.SELDOM = seldom
+    return rows
+
+
 def rows_of_cost(repeats: int) -> list[dict]:
-    case = "decoder, width 256, 4 layers, T=128, B=16"
-    return compared("cost", case, decoder(256, 4, 128), tokens(16, 128), peers=True, repeats=repeats)
+    case = next(iter(CASES))
+    return compared("cost", case, *CASES[case](), peers=True, repeats=repeats)
 
 
 def rows_of_lora(repeats: int) -> list[dict]:
-    model = decoder(256, 4, 256, lora=True)
-    case = "LoRA r=8, width 256, 4 layers, T=256, B=8"
-    return compared("lora", case, model, tokens(8, 256), peers=True, repeats=repeats)
+    case = list(CASES)[1]
+    return compared("lora", case, *CASES[case](), peers=True, repeats=repeats)
 
 
 def rows_of_long(repeats: int) -> list[dict]:
@@ -240,7 +345,14 @@ def rows_of_grid(repeats: int) -> list[dict]:
     return rows
 
 
-SECTIONS = {"cost": rows_of_cost, "lora": rows_of_lora, "long": rows_of_long, "grid": rows_of_grid}
+SECTIONS = {
+    "cost": rows_of_cost,
+    "lora": rows_of_lora,
+    "step": rows_of_step,
+    "guard": rows_of_guard,
+    "long": rows_of_long,
+    "grid": rows_of_grid,
+}
 
 
 def main() -> None:
