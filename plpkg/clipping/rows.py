@@ -7,7 +7,7 @@ must not change what the model gives.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,8 +43,8 @@ class Rows:
 
 OWN, EVERYBODYS = Rows(), Rows(shared=True)
 
-_Calls = dict[str, list[tuple[list[int], list[torch.Tensor]]]]
-"""By layer, of each call the first dimensions of what was given, and what was read."""
+_Calls = dict[str, list[tuple[list[torch.Tensor], list[torch.Tensor]]]]
+"""By layer, of each call what was given and what was read."""
 
 
 class Probe:
@@ -53,11 +53,11 @@ class Probe:
     Attributes
     ----------
     found
-        By layer, its rows; ``None`` if they follow from nothing.
+        By layer, the rows of its calls; none if they follow from nothing.
     """
 
     def __init__(self) -> None:
-        self.found: dict[str, Rows | None] = {}
+        self.found: dict[str, set[Rows]] = {}
         self._calls: _Calls = {}
 
     def run(self, forward: Callable, args: tuple, kwargs: dict, batch: int) -> None:
@@ -83,7 +83,7 @@ class Probe:
             return
         found = {name: _rows(one.get(name, []), calls) for name, calls in two.items()}
         self.found = found
-        shared = [name for name, rows in found.items() if rows and rows.shared]
+        shared = [name for name, calls in found.items() if any(rows.shared for rows in calls)]
         if not shared:
             return
         try:
@@ -98,12 +98,10 @@ class Probe:
 
     def see(self, name: str, read: Sequence[torch.Tensor], output):
         """A layer was called. Gives its output, what is shared once for each example if that is known."""
-        counts = [len(tensor) if tensor.ndim else 0 for tensor in float_tensors(output)]
-        self._calls.setdefault(name, []).append((counts, list(read)))
-        rows = self.found.get(name)
-        if rows and rows.shared:
-            return tree_map(lambda leaf: rows.given(leaf, 2) if _is_float(leaf) else leaf, output)
-        return output
+        given = float_tensors(output)
+        self._calls.setdefault(name, []).append((given, list(read)))
+        rows = next((r for r in self.found.get(name, ()) if all(r.fit(tensor, 2) for tensor in given)), OWN)
+        return tree_map(lambda leaf: rows.given(leaf, 2) if _is_float(leaf) else leaf, output)
 
     def rows(self, name: str, given: Sequence[torch.Tensor], batch: int) -> Rows:
         """The rows of what a layer gave for a batch.
@@ -113,30 +111,38 @@ class Probe:
         ValueError
             They are not what was found; or, where nothing was, neither the examples nor one for all of them.
         """
-        for rows in [self.found[name]] if name in self.found else [OWN, EVERYBODYS]:
-            if rows and all(rows.fit(tensor, batch) for tensor in given):
-                return rows
+        known = self.found.get(name, (OWN, EVERYBODYS))
+        fitting = [rows for rows in known if all(rows.fit(tensor, batch) for tensor in given)]
+        if len(fitting) == 1 or (fitting and batch == 1):
+            return fitting[0]
         shapes = " and ".join(str(tuple(tensor.shape)) for tensor in given)
         raise ValueError(
-            f"{name} gave a tensor of shape {shapes}, whose first dimension is not the batch of {batch}, nor a "
-            "multiple of it, nor the same for all examples (tokens routed by what they say?): give the layer "
-            "the batch first"
+            f"{name} gave a tensor of shape {shapes}, whose first dimension is neither the batch of {batch}, once or "
+            "several times, nor the same for all examples (time first, or tokens routed by what they say?): give the "
+            "layer the batch first"
         )
 
 
-def _rows(one: list, two: list) -> Rows | None:
+def _rows(one: list, two: list) -> set[Rows]:
     """The rows of a layer that was called so for one example and for two."""
-    rows = set(_of_each(one, two)) if len(one) == len(two) else set()
-    return rows.pop() if len(rows) == 1 else None
+    rows = {_of_call(*calls) for calls in zip(one, two, strict=False)}
+    return set() if None in rows or len(one) != len(two) else rows
 
 
-def _of_each(one: list, two: list) -> Iterator[Rows | None]:
-    for (counts, read), (doubled, again) in zip(one, two, strict=True):
-        same = counts == doubled and len(read) == len(again) and all(map(torch.equal, read, again))
-        if len(set(counts)) == 1 and all(counts) and (same or doubled == [2 * n for n in counts]):
-            yield Rows(counts[0], shared=same)
-        else:
-            yield None
+def _of_call(one: tuple, two: tuple) -> Rows | None:
+    (given, read), (again, reread) = one, two
+    counts, doubled = ([len(tensor) if tensor.ndim else 0 for tensor in tensors] for tensors in (given, again))
+    if len(set(counts)) != 1 or not all(counts):
+        return None
+    if doubled == [2 * count for count in counts]:
+        return Rows(counts[0])
+    # A gate that is closed gives zeros whatever it reads.
+    alike = _equal(read, reread) or (_equal(given, again) and all(tensor.any() for tensor in given))
+    return Rows(counts[0], shared=True) if alike and counts == doubled else None
+
+
+def _equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return len(some) == len(others) and all(map(torch.equal, some, others))
 
 
 def alike(one: torch.Tensor, other: torch.Tensor) -> bool:

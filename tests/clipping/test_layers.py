@@ -1,7 +1,10 @@
 """Every layer's per-sample gradients against autograd, one example at a time; and what is refused."""
 
+from functools import partial
+
 import pytest
 import torch
+from opacus.layers import DPGRU, DPLSTM, DPRNN, DPMultiheadAttention
 from torch import nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm, Gemma2TextScaledWordEmbedding
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -10,6 +13,8 @@ from transformers.pytorch_utils import Conv1D
 
 from plpkg.clipping import clipped_gradients
 from plpkg.clipping.layers import any_layer, embedding_scale, rule_for, scale, scale_offset
+
+from rounding import assert_as_exact
 
 EXECUTIONS = ("per_sample", "fast", "ghost", "book_keeping")
 BATCH = 4
@@ -63,6 +68,19 @@ def flattened(layer, x):
     return layer(x.flatten(0, 1)).unflatten(0, (len(x), -1))
 
 
+def first(layer, x):
+    return layer(x)[0]
+
+
+def to_itself(layer, x, **options):
+    return layer(x, x, x, **options)[0]
+
+
+def to_others(layer, x, **options):
+    """Three keys and values for each example, made of what it reads."""
+    return layer(x, x[:, :3].cos(), x[:, :3].sin(), **options)[0]
+
+
 def floats(*shape):
     return torch.randn(BATCH, *shape, generator=torch.Generator().manual_seed(1))
 
@@ -92,12 +110,15 @@ CASES = {
         plain,
     ),
     "Conv3d": (lambda: nn.Conv3d(2, 3, 2), floats(2, 3, 4, 3), plain),
+    "ConvTranspose1d": (lambda: nn.ConvTranspose1d(4, 3, 3, stride=2), floats(4, 7), plain),
     "ConvTranspose2d": (lambda: nn.ConvTranspose2d(4, 3, 3), floats(4, 5, 4), plain),
     "Embedding": (lambda: nn.Embedding(6, 4), ids(9), plain),
     "Embedding, a category": (lambda: nn.Embedding(6, 4), ids(), plain),
     "Embedding, 3-D": (lambda: nn.Embedding(6, 4), ids(3, 2), plain),
     "Embedding, padding": (lambda: nn.Embedding(6, 4, padding_idx=2), ids(9), plain),
     "Embedding, scaled": (lambda: Gemma2TextScaledWordEmbedding(6, 4, 2, embed_scale=3.0), ids(9), plain),
+    "EmbeddingBag": (lambda: nn.EmbeddingBag(6, 4), ids(5), plain),
+    "EmbeddingBag, sum, padding": (lambda: nn.EmbeddingBag(6, 4, mode="sum", padding_idx=2), ids(5), plain),
     "LayerNorm": (lambda: nn.LayerNorm(6), floats(5, 6), plain),
     "LayerNorm, 2-D input": (lambda: nn.LayerNorm(6), floats(6), plain),
     "LayerNorm, two dimensions": (lambda: nn.LayerNorm((5, 6), bias=False), floats(3, 5, 6), plain),
@@ -106,15 +127,46 @@ CASES = {
     "Gemma's RMSNorm": (lambda: Gemma2RMSNorm(6), floats(5, 6), plain),
     "T5's norm": (lambda: T5LayerNorm(6), floats(5, 6), plain),
     "GroupNorm": (lambda: nn.GroupNorm(2, 4), floats(4, 5, 3), plain),
+    "InstanceNorm1d": (lambda: nn.InstanceNorm1d(4, affine=True), floats(4, 5), plain),
+    "InstanceNorm2d": (lambda: nn.InstanceNorm2d(4, affine=True), floats(4, 5, 3), plain),
+    "PReLU, one weight": (nn.PReLU, floats(5, 6), plain),
     "PReLU": (lambda: nn.PReLU(5), floats(5, 6), plain),
     "Bilinear": (lambda: nn.Bilinear(6, 6, 3), floats(6), lambda layer, x: layer(x, x.flip(1))),
     "bare parameters": (Bare, floats(5, 6), plain),
     "several outputs": (Several, floats(5, 6), seen),
-    "MultiheadAttention": (
+    "MultiheadAttention": (lambda: nn.MultiheadAttention(6, 2, batch_first=True), floats(5, 6), to_itself),
+    "MultiheadAttention, as many positions as examples": (
+        lambda: nn.MultiheadAttention(6, 2, batch_first=True),
+        floats(BATCH, 6),
+        to_itself,
+    ),
+    "MultiheadAttention, its weights not needed": (
         lambda: nn.MultiheadAttention(6, 2, batch_first=True),
         floats(5, 6),
-        lambda layer, x: layer(x, x, x)[0],
+        partial(to_itself, need_weights=False),
     ),
+    "MultiheadAttention to others": (lambda: nn.MultiheadAttention(6, 2, batch_first=True), floats(5, 6), to_others),
+    "MultiheadAttention to others, its weights not needed": (
+        lambda: nn.MultiheadAttention(6, 2, batch_first=True),
+        floats(5, 6),
+        partial(to_others, need_weights=False),
+    ),
+    "MultiheadAttention, a key and a value for all": (
+        lambda: nn.MultiheadAttention(6, 2, batch_first=True, add_bias_kv=True),
+        floats(5, 6),
+        to_itself,
+    ),
+    "DPMultiheadAttention": (lambda: DPMultiheadAttention(6, 2, batch_first=True), floats(5, 6), to_itself),
+    "DPMultiheadAttention to others": (lambda: DPMultiheadAttention(6, 2, batch_first=True), floats(5, 6), to_others),
+    "DPLSTM": (lambda: DPLSTM(6, 4, batch_first=True), floats(5, 6), first),
+    "DPLSTM, as many steps as examples": (lambda: DPLSTM(6, 4, batch_first=True), floats(BATCH, 6), first),
+    "DPLSTM, two layers, both ways": (
+        lambda: DPLSTM(6, 4, num_layers=2, bidirectional=True, batch_first=True),
+        floats(5, 6),
+        first,
+    ),
+    "DPGRU": (lambda: DPGRU(6, 4, batch_first=True), floats(5, 6), first),
+    "DPRNN": (lambda: DPRNN(6, 4, batch_first=True), floats(5, 6), first),
     "TransformerEncoderLayer": (
         lambda: nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True),
         floats(5, 6),
@@ -226,9 +278,40 @@ def test_layers_that_mix_examples_are_refused_by_name():
     assert "max_norm=1.0" in refused(nn.Embedding(6, 4, max_norm=1.0), ids(9))
     assert "scale_grad_by_freq" in refused(nn.Embedding(6, 4, scale_grad_by_freq=True), ids(9))
     assert "sparse" in refused(nn.Embedding(6, 4, sparse=True), ids(9))
-    assert "batch_first" in refused(nn.MultiheadAttention(6, 2), after=lambda layer, x: layer(x, x, x)[0])
-    assert "take opacus.layers.DPLSTM" in refused(nn.LSTM(6, 6, batch_first=True), after=lambda layer, x: layer(x)[0])
-    assert "take opacus.layers.DPGRU" in refused(nn.GRUCell(6, 6), floats(6))
+    for length in (BATCH, 5):
+        message = refused(nn.MultiheadAttention(6, 2), floats(length, 6), to_itself)
+        assert "layer (MultiheadAttention) has batch_first=False; the first dimension must be the batch" in message
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_fused_recurrent_layers_are_refused_with_what_to_take(kind):
+    name = kind.__name__
+    message = refused(kind(6, 6), floats(6) if "Cell" in name else floats(5, 6), first)
+    assert f"layer ({name}) is a fused kernel" in message
+    assert f"take opacus.layers.DP{name.removesuffix('Cell')}" in message
+
+
+def test_bags_of_any_length_are_refused_by_name():
+    def bags(layer, x):
+        return layer(x.flatten(), 5 * torch.arange(len(x)))
+
+    message = refused(nn.EmbeddingBag(6, 4), ids(5), bags, NotImplementedError)
+    assert "layer (EmbeddingBag): torch.func cannot differentiate EmbeddingBag example by example (offsets" in message
+
+
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
+@pytest.mark.parametrize("rows", [BATCH, 3])
+def test_a_weight_that_is_computed_is_refused_by_name(norm, rows):
+    message = refused(norm(nn.Linear(6, rows)))
+    assert "layer.parametrizations.weight (ParametrizationList) gives the same for all examples" in message
+    assert "freeze the layer, or take execution='loop'" in message
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning", "ignore:.*weight_norm:FutureWarning")
+def test_a_weight_that_a_hook_computes_is_refused_by_name():
+    message = refused(nn.utils.weight_norm(nn.Linear(6, 3)), error=NotImplementedError)
+    assert "layer.weight_g, layer.weight_v: used outside of the layer that owns it" in message
+    assert "layer.weight_u" in refused(nn.utils.spectral_norm(nn.Linear(6, 3)))
 
 
 def test_a_batch_norm_that_learns_nothing_and_stands_still_is_not_refused(assert_as_loop):
@@ -248,7 +331,46 @@ def test_random_numbers_in_a_layer_that_is_run_again_are_refused():
     assert "layer (Odd): torch.func cannot differentiate" in refused(Odd(), error=NotImplementedError)
 
 
-def test_a_layer_without_the_batch_first_is_refused_by_name():
-    message = refused(nn.Linear(6, 6), after=lambda layer, x: layer(x.transpose(0, 1)).transpose(0, 1))
-    assert "layer (Linear) gave a tensor of shape (5, 4, 6)" in message
+@pytest.mark.parametrize("length", [BATCH, 5])
+def test_a_layer_without_the_batch_first_is_refused_by_name(length):
+    def time_first(layer, x):
+        return layer(x.transpose(0, 1)).transpose(0, 1)
+
+    message = refused(nn.Linear(6, 6), floats(length, 6), time_first)
+    assert f"layer (Linear) gave a tensor of shape ({length}, 4, 6)" in message
     assert "batch of 4" in message
+    assert "give the layer the batch first" in message
+
+
+DROPPING = {
+    "MultiheadAttention": (lambda: nn.MultiheadAttention(6, 2, dropout=0.1, batch_first=True), to_itself),
+    "MultiheadAttention, its weights not needed": (
+        lambda: nn.MultiheadAttention(6, 2, dropout=0.1, batch_first=True),
+        partial(to_itself, need_weights=False),
+    ),
+    "MultiheadAttention, flattened": (
+        lambda: nn.MultiheadAttention(6, 2, dropout=0.1, batch_first=True),
+        lambda layer, x: to_itself(layer, x.unflatten(1, (3, 2)).flatten(0, 1)).unflatten(0, (len(x), 3)).flatten(1, 2),
+    ),
+    "TransformerEncoderLayer": (lambda: nn.TransformerEncoderLayer(6, 2, 8, batch_first=True), plain),
+}
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_dropout_inside_a_layer_is_autograd_s(name, flat):
+    """With one seed all draw the same masks; where nothing is clipped, the sum is that of a backward pass."""
+    make, after = DROPPING[name]
+    torch.manual_seed(0)
+    model, x = Apart(make(), after).double().train(), floats(6, 6).double()
+
+    def sums(execution, max_grad_norm, seed=1):
+        torch.manual_seed(seed)
+        return flat(clipped_gradients(model, loss, x, max_grad_norm, execution)[0])
+
+    torch.manual_seed(1)
+    wanted = torch.cat([g.flatten() for g in torch.autograd.grad(loss(model, x).sum(), list(model.parameters()))])
+    clipped = sums("per_sample", 0.5)
+    for execution in EXECUTIONS:
+        assert_as_exact(sums(execution, 1e6), wanted, wanted)
+        assert_as_exact(sums(execution, 0.5), clipped, clipped)
+        assert (sums(execution, 1e6, seed=2) - wanted).norm() > 0.01 * wanted.norm()
