@@ -193,22 +193,23 @@ def _watching(model: torch.nn.Module, loss_per_example: Callable, batch, clip: C
         recorder.remove()
 
 
-def _identity(value: object) -> Hashable:
+def _identity(value: object, *, inside: bool = False) -> Hashable:
     """What is the same as long as a function computes the same.
 
     A function written in its call is another object each time: what counts is its code, and what that refers to. A
     tensor may be another one in each step; its shape counts.
     """
     if isinstance(value, FunctionType):
-        return value.__code__, *(_identity(cell.cell_contents) for cell in value.__closure__ or ())
+        cells = () if inside else value.__closure__ or ()
+        return value.__code__, *(_identity(cell.cell_contents, inside=True) for cell in cells)
     if isinstance(value, MethodType):
         return _identity(value.__func__), _identity(value.__self__)
     if isinstance(value, torch.Tensor):
         return value.shape[1:], value.dtype
     try:
         return weakref.ref(value)
-    except TypeError:  # a number, a text; of containers only their type
-        return value if isinstance(value, Hashable) else type(value)
+    except TypeError:  # a number, a text; of a container its type
+        return value if isinstance(value, (int, float, str)) else type(value)
 
 
 def zeros_for(parameter: torch.Tensor) -> torch.Tensor:
