@@ -7,7 +7,7 @@ model.eval(), every two examples are told apart; at shapes of an example that ar
 random, one half of the examples from the other.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from random import SystemRandom
 
 import torch
@@ -54,12 +54,15 @@ class Guard:
             self._probes.clear()
             self.flip()
 
-    def probe(self, inputs: Iterable[torch.Tensor], batch: int) -> tuple[Probe, bool]:
-        """The probe for inputs of these shapes, and whether it has still to run."""
+    def probe(self, inputs: Iterable[torch.Tensor], batch: int, run: Callable[[Probe], object]) -> Probe:
+        """The probe for inputs of these shapes; ``run`` has it look at the model first if there is none."""
         shapes = tuple(t.shape[1:] if t.ndim and len(t) == batch else t.shape for t in inputs)
         key = (shapes, batch == 1)
-        known = key in self._probes
-        return self._probes.setdefault(key, Probe()), not known
+        if key not in self._probes:
+            probe = Probe()
+            run(probe)  # what it refuses is refused again
+            self._probes[key] = probe
+        return self._probes[key]
 
     def see(self, name: str, given: Iterable[torch.Tensor]) -> None:
         """A layer gave tensors; their shapes may be new."""

@@ -248,13 +248,15 @@ class Recorder:
         inputs = leaves([*args, kwargs])
         if any(map(is_fake, inputs)):
             return
-        self._probe, new = self.guard.probe(inputs, self.batch)
-        if new:
-            self._probing = True
+
+        def look(probe: Probe) -> None:
+            self._probe, self._probing = probe, True
             try:
-                self._probe.run(module.forward, args, kwargs, self.batch)
+                probe.run(module.forward, args, kwargs, self.batch)
             finally:
                 self._probing = False
+
+        self._probe = self.guard.probe(inputs, self.batch, look)
         self._buffers = buffers(module)
 
     def _end(self, module, args, output) -> None:

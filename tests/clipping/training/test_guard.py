@@ -247,6 +247,23 @@ def test_rotary_tables_that_follow_the_length_are_no_such_buffer():
         assert all(gradient.isfinite().all() for gradient in gradients.values())
 
 
+def test_what_is_refused_once_is_refused_again():
+    class Repeated(nn.Module):
+        """Takes what a layer gives for all as one."""
+
+        def __init__(self):
+            super().__init__()
+            self.inner, self.shift = nn.Linear(6, 3), nn.Linear(2, 3)
+
+        def forward(self, x):
+            return self.inner(x) + self.shift(torch.ones(1, 2)).repeat(len(x), 1)
+
+    made = training(Repeated())
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"shift \(Linear\) gives the same for all examples"):
+            made.model(numbers(4, 6))
+
+
 def test_processes_that_come_later(monkeypatch):
     made = training(nn.Linear(6, 3))
     monkeypatch.setattr(processes, "_group", lambda: (0, 2))
