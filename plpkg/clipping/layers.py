@@ -120,7 +120,7 @@ def any_layer(call: Call) -> Contributions:
     """The gradients example by example, as ``torch.func`` builds them: fast gradient clipping's way."""
     parameters = {name: call.module.get_parameter(name).detach() for name in call.wanted}
     leaves, structure = tree_flatten((call.args, call.kwargs))
-    own = [] if call.rows.shared else [i for i, leaf in enumerate(leaves) if _has_rows(leaf, call)]
+    own = _own(leaves, call)
     if call.batch == 0:
         return {name: p.new_zeros(0, *p.shape) for name, p in parameters.items()}
 
@@ -276,8 +276,13 @@ def _wanted(call: Call, **parts: Callable) -> Contributions:
     return {name: parts[name]() for name in call.wanted}
 
 
-def _has_rows(leaf: object, call: Call) -> bool:
-    return isinstance(leaf, torch.Tensor) and call.rows.fit(leaf, call.batch)
+def _own(leaves: list, call: Call) -> list[int]:
+    """The places of the tensors that hold the examples' rows."""
+    rows, places = call.rows, [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    if rows.shared:
+        return []
+    own = rows.own if rows.own is not None else [True] * len(places)  # shapes alone tell
+    return [i for i, grows in zip(places, own, strict=False) if grows and rows.fit(leaves[i], call.batch)]
 
 
 RULES: Mapping[type, Callable[[Call], Contributions]] = {

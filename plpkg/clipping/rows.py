@@ -19,10 +19,14 @@ from plpkg.clipping.dropout import Without
 
 @dataclass(frozen=True)
 class Rows:
-    """How many rows a tensor has for each example; ``shared``: for all examples together."""
+    """How many rows a tensor has for each example; ``shared``: for all examples together.
+
+    ``own`` says of each tensor that the layer read whether it grows with the examples, where that is known.
+    """
 
     each: int = 1
     shared: bool = False
+    own: tuple[bool, ...] | None = None
 
     def fit(self, tensor: torch.Tensor, batch: int) -> bool:
         """Whether a tensor has as many."""
@@ -136,7 +140,8 @@ def _of_call(one: tuple, two: tuple) -> Rows | None:
     if len(set(counts)) != 1 or not all(counts):
         return None
     if doubled == [2 * count for count in counts]:
-        return Rows(counts[0])
+        own = (one.ndim > 0 and len(two) == 2 * len(one) for one, two in zip(read, reread, strict=False))
+        return Rows(counts[0], own=tuple(own))
     # A gate that is closed gives zeros whatever it reads.
     alike = _equal(read, reread) or (_equal(given, again) and all(tensor.any() for tensor in given))
     return Rows(counts[0], shared=True) if alike and counts == doubled else None

@@ -45,6 +45,17 @@ class Several(nn.Module):
         return {"a": x @ self.weight + shift, "b": (x * self.weight.diagonal(), None)}
 
 
+class Shifted(nn.Module):
+    """Its parameter has no effect yet: what it gives does not tell whose the second argument is."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(6))
+
+    def forward(self, x, shift):
+        return x + self.weight * shift
+
+
 class Apart(nn.Module):
     def __init__(self, layer, after):
         super().__init__()
@@ -192,6 +203,16 @@ CASES = {
         lambda: nn.Embedding(BATCH, 6),
         floats(BATCH, 6),
         lambda layer, x: x * layer(torch.arange(BATCH)).sin(),
+    ),
+    "an argument as long as the batch, and for all": (
+        Shifted,
+        floats(BATCH, 6),
+        lambda layer, x: layer(x, torch.linspace(1, 2, x.shape[1])[:, None].to(x.dtype)),
+    ),
+    "MultiheadAttention, a mask as long as the batch": (
+        lambda: nn.MultiheadAttention(6, 2, batch_first=True),
+        floats(BATCH, 6),
+        lambda layer, x: layer(x, x, x, attn_mask=torch.ones(BATCH, BATCH).triu(1).bool())[0],
     ),
     "flattened": (lambda: nn.Linear(6, 3), floats(5, 6), flattened),
     "flattened, LayerNorm": (lambda: nn.LayerNorm(6), floats(5, 6), flattened),
