@@ -328,6 +328,7 @@ def test_a_weight_that_is_computed_is_refused_by_name(norm, rows):
     assert "freeze the layer, or take execution='loop'" in message
 
 
+# The older functions are what is tested; torch.func goes example by example.
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning", "ignore:.*weight_norm:FutureWarning")
 def test_a_weight_that_a_hook_computes_is_refused_by_name():
     message = refused(nn.utils.weight_norm(nn.Linear(6, 3)), error=NotImplementedError)
