@@ -99,7 +99,8 @@ def test_ray_gives_the_same_bits_survives_a_kill_and_names_who_fails(people, tmp
             with pytest.raises(RuntimeError, match="the device of 'CON' failed: KeyError"):
                 fleet(lazy, fails, workers=1, **settings)
             assert failures.read_text() == "once"
-            assert lazy.read == NAMES[: NAMES.index("CON") + 2]  # one is ahead
+            asked = NAMES.index("CON") + 1  # and one that waits, unless the last two end in the other order
+            assert lazy.read in (NAMES[:asked], NAMES[: asked + 1])
             patch.setattr(ray, "get", crashes)
             with pytest.raises(RuntimeError, match=re.escape("the process of 'zoë', '../up' died again and again")):
                 fleet(people, learn, workers=1, **settings | {"chunk": 2})
