@@ -1,6 +1,6 @@
 """Batches: tensors in tuples, lists and mappings, with the examples along the first dimension of each."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 
@@ -43,3 +43,18 @@ def batch_size(batch) -> int:
         given = f"shapes {shapes}" if shapes else f"no tensor in a {type(batch).__name__}"
         raise ValueError(f"the tensors of a batch must have one first dimension in common, got {given}")
     return counts.pop()
+
+
+def numbered(users: torch.Tensor | Sequence[Hashable], count: int) -> torch.Tensor:
+    """Whose each of ``count`` examples is, ``(count,)``: users are numbered as they come first.
+
+    Raises
+    ------
+    ValueError
+        There is not one user for each example.
+    """
+    names = users.tolist() if isinstance(users, torch.Tensor) else list(users)
+    if len(names) != count:
+        raise ValueError(f"users must name whose each of {count} examples is, got {len(names)}")
+    numbers: dict[Hashable, int] = {}
+    return torch.tensor([numbers.setdefault(name, len(numbers)) for name in names], dtype=torch.int64)

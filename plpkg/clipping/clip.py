@@ -2,12 +2,13 @@
 
 * ``flat``: min(1, C/‖g‖) (Abadi et al., arXiv 1607.00133). Sensitivity C.
 * ``automatic``: C/(‖g‖ + γ), AUTO-S (Bu et al., arXiv 2206.07136): every example counts about the same. Below C.
-* ``per_layer``: each of L layers is clipped to C/√L by its own norm (McMahan et al., arXiv 1710.06963). Sensitivity C.
-  Each layer's factor is known as soon as its own gradient is: no second pass, and nothing is kept.
+* ``per_layer``: each of L layers is clipped to C/√L by its own norm (McMahan et al., arXiv 1710.06963), or to a C_l of
+  its own. Sensitivity C, or √ΣC_l². Each layer's factor is known as soon as its own gradient is: no second pass, and
+  nothing is kept.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,22 +29,26 @@ class Clip:
     Attributes
     ----------
     max_grad_norm
-        C.
+        C, or for ``per_layer`` one for each layer.
     kind
         One of :data:`CLIPPINGS`.
 
     Raises
     ------
     ValueError
-        A norm that is not positive, an unknown kind.
+        A norm that is not positive, several for another kind than ``per_layer``, an unknown kind.
     """
 
-    max_grad_norm: float
+    max_grad_norm: float | Sequence[float]
     kind: str = "flat"
 
     def __post_init__(self) -> None:
-        number("max_grad_norm", self.max_grad_norm, open_low=True)
         one_of("clipping", self.kind, CLIPPINGS)
+        several = isinstance(self.max_grad_norm, (list, tuple))
+        if several and not self.local:
+            raise ValueError(f"max_grad_norm={self.max_grad_norm!r}: one for each layer needs clipping='per_layer'")
+        for norm in self.max_grad_norm if several else [self.max_grad_norm]:
+            number("max_grad_norm", norm, open_low=True)
 
     @property
     def local(self) -> bool:
@@ -53,22 +58,38 @@ class Clip:
     @property
     def sensitivity(self) -> float:
         """The most that adding or removing one example moves the sum of the clipped gradients, an L2 norm."""
-        return self.max_grad_norm
+        return math.hypot(*self.max_grad_norm) if isinstance(self.max_grad_norm, Sequence) else self.max_grad_norm
 
-    def factors(self, squares: torch.Tensor, layers: int = 1) -> torch.Tensor:
+    def limits(self, layers: Sequence[str]) -> dict[str, float]:
+        """What the gradients of each group are clipped to: the layers, or ``""`` for all together.
+
+        Raises
+        ------
+        ValueError
+            ``max_grad_norm`` has one for each layer, but of another number of layers.
+        """
+        if not self.local:
+            return {"": self.max_grad_norm}
+        if not isinstance(self.max_grad_norm, Sequence):
+            return dict.fromkeys(layers, self.max_grad_norm / math.sqrt(len(layers)))
+        if len(self.max_grad_norm) != len(layers):
+            names = ", ".join(layers)
+            raise ValueError(f"max_grad_norm has {len(self.max_grad_norm)} norms for {len(layers)} layers: {names}")
+        return dict(zip(layers, self.max_grad_norm, strict=True))
+
+    def factors(self, squares: torch.Tensor, limit: float) -> torch.Tensor:
         """What each example's gradient is multiplied with, ``(batch,)``.
 
         Parameters
         ----------
         squares
             ``(batch,)``: squared norms of the gradients that are scaled together.
-        layers
-            How many groups of parameters are scaled each on its own (``per_layer``).
+        limit
+            What these are clipped to, of :meth:`limits`.
         """
         norms = squares.sqrt()
         if self.kind == "automatic":
-            return self.max_grad_norm / (norms + GAMMA)
-        limit = self.max_grad_norm / math.sqrt(layers) if self.local else self.max_grad_norm
+            return limit / (norms + GAMMA)
         return (limit / norms).clamp(max=1)  # 0 divides to infinity: a gradient of zero stays as it is
 
 
@@ -94,8 +115,8 @@ def clip_dense(gradients: Mapping[str, torch.Tensor], clip: Clip, groups: Mappin
     for name, gradient in gradients.items():
         group = groups[name] if clip.local else ""
         squares[group] = squares[group] + square(gradient) if group in squares else square(gradient)
-    layers = len(set(groups.values()))
-    factors = {group: clip.factors(square, layers) for group, square in squares.items()}
+    limits = clip.limits(list(dict.fromkeys(groups.values())))
+    factors = {group: clip.factors(square, limits[group]) for group, square in squares.items()}
     sums = {
         name: torch.tensordot(factors[groups[name] if clip.local else ""].to(gradient.dtype), gradient, dims=1)
         for name, gradient in gradients.items()

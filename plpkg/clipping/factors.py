@@ -64,6 +64,14 @@ class Outer:
         """The gradients of some of the examples."""
         return replace(self, rows=self.rows[index], cols=self.cols[index])
 
+    def of_users(self, members: torch.Tensor) -> "Outer":
+        """The gradients of users, their examples' positions side by side; ``members`` is of :func:`members_of`."""
+        there = (members >= 0).to(self.cols)[:, :, None, None, None]
+        rows, cols = self.rows[members], self.cols[members] * there  # (users, most, groups, positions, C)
+        # An example that is not there adds nothing, to whatever ids.
+        rows = rows.flatten(1) if self.one_hot else rows.transpose(1, 2).flatten(2, 3)
+        return replace(self, rows=rows, cols=cols.transpose(1, 2).flatten(2, 3))
+
     def norms_squared(self, rule: str) -> torch.Tensor:
         """‖Σ_t rows_t ⊗ cols_t‖² by ``gram`` or ``instantiate``, one-hot rows by their ids; and the sum of the absolute
         values of the terms that were added up for it: ``(2, batch)``."""
@@ -198,6 +206,12 @@ def _in_chunks(norm: Callable[..., torch.Tensor], uses: Sequence[Outer], bytes_p
     starts = range(0, max(1, len(uses[0].cols)), step)
     parts = [norm(*(use.examples(slice(start, start + step)) for use in uses)) for start in starts]
     return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+
+
+def members_of(owners: torch.Tensor) -> torch.Tensor:
+    """The numbers of each user's examples, ``(users, most)``, filled up with -1; ``owners`` is ``(batch,)``."""
+    groups = [(owners == user).nonzero().flatten() for user in range(int(owners.max()) + 1)]
+    return torch.nn.utils.rnn.pad_sequence(groups, batch_first=True, padding_value=-1)
 
 
 def square(gradients: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@
 """
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from types import FunctionType, MethodType
 
 import torch
 
-from plpkg.clipping.batches import batch_size, examples, leaves
+from plpkg.clipping.batches import batch_size, examples, leaves, numbered
 from plpkg.clipping.clip import Clip, check_finite, clip_dense
 from plpkg.clipping.execution import EXECUTIONS, Execution
 from plpkg.clipping.guard import Guard
@@ -27,7 +27,7 @@ from plpkg.clipping.recorder import Recorder
 from plpkg.validation import one_of
 
 Gradients = tuple[dict[str, torch.Tensor], torch.Tensor]
-"""The sums of clipped gradients by parameter, and the norms before clipping, ``(batch,)``."""
+"""The sums of clipped gradients by parameter, and the norms before clipping, ``(batch,)`` or ``(users,)``."""
 
 
 def clipped_gradients(
@@ -38,8 +38,9 @@ def clipped_gradients(
     execution: str | Plan | Execution = "book_keeping",
     *,
     clipping: str = "flat",
+    users: torch.Tensor | Sequence[Hashable] | None = None,
 ) -> Gradients:
-    """Clip each example's gradient and add them up.
+    """Clip each example's gradient, or each user's, and add them up.
 
     Parameters
     ----------
@@ -52,18 +53,20 @@ def clipped_gradients(
     batch
         A tensor, or tensors in tuples, lists and mappings; the first dimension of each is the batch.
     max_grad_norm
-        C, the L2 norm beyond which an example's gradient is scaled down.
+        C, the L2 norm beyond which an example's gradient is scaled down; for ``per_layer`` also one for each layer.
     execution
         A name of the module's list, or a :class:`Plan`. ``auto`` makes a plan for ghost clipping's memory in
         its first step with a batch of this shape, which is slow, and remembers it.
     clipping
         ``flat``, ``automatic`` or ``per_layer``: see :mod:`plpkg.clipping.clip`.
+    users
+        Whose each example is. A user's gradient, which is clipped, is that of the sum of their examples' losses.
 
     Returns
     -------
     (gradients, norms)
         By parameter name the sum over examples of clipped gradients, in the parameter's shape and at least float32;
-        the norms before clipping, ``(batch,)``.
+        the norms before clipping, ``(batch,)``, or ``(users,)`` in the order of each one's first example.
 
     Raises
     ------
@@ -79,7 +82,8 @@ def clipped_gradients(
         execution = execution.execution
     if not isinstance(execution, Execution):
         one_of("execution", execution, ("loop", "auto", *EXECUTIONS))
-    with _watching(model, loss_per_example, batch, clip) as step:
+    owners = None if users is None else numbered(users, batch_size(batch))
+    with _watching(model, loss_per_example, batch, clip, owners) as step:
         if execution == "loop":
             return step.loop()
         if execution == "auto":
@@ -123,15 +127,18 @@ class Step:
     loss_per_example: Callable
     batch: object
     clip: Clip
+    owners: torch.Tensor | None = None
 
     def loop(self) -> Gradients:
-        """The definition: example by example through autograd."""
+        """The definition: example by example, or user by user, through autograd."""
         parameters = self.recorder.parameters
         totals, norms = {name: zeros_for(p) for name, p in parameters.items()}, []
-        count = batch_size(self.batch)
+        owners = torch.arange(batch_size(self.batch)) if self.owners is None else self.owners
+        count = len(owners.unique())
         for place in range(count):
             with self.recorder.set_aside():
-                self._losses(examples(self.batch, slice(place, place + 1)), 1).sum().backward()
+                theirs = (owners == place).nonzero().flatten()
+                self._losses(examples(self.batch, theirs), len(theirs)).sum().backward()
                 gradients = {n: zeros_for(p) if p.grad is None else p.grad for n, p in parameters.items()}
             dense = {name: gradient.to(totals[name].dtype)[None] for name, gradient in gradients.items()}
             sums, norm = clip_dense(dense, self.clip, self.recorder.layers)
@@ -149,7 +156,7 @@ class Step:
             return zeros, next(iter(zeros.values())).new_zeros(0)
         with self.recorder.watch(count):
             losses = self._losses(self.batch, count)
-            sums, norms = self.recorder.clipped_sums(losses, self.clip, execution, verify=verify)
+            sums, norms = self.recorder.clipped_sums(losses, self.clip, execution, owners=self.owners, verify=verify)
         return {key: zeros_for(p) if sums[key] is None else sums[key] for key, p in parameters.items()}, norms
 
     def watched(self) -> tuple[Gradients, Watched]:
@@ -178,7 +185,9 @@ class Step:
 
 
 @contextmanager
-def _watching(model: torch.nn.Module, loss_per_example: Callable, batch, clip: Clip) -> Iterator[Step]:
+def _watching(
+    model: torch.nn.Module, loss_per_example: Callable, batch, clip: Clip, owners: torch.Tensor | None = None
+) -> Iterator[Step]:
     """A step whose recorder leaves the model when it is over."""
     recorder = Recorder(model)
     case = tuple(recorder.parameters), _identity(loss_per_example)
@@ -187,7 +196,7 @@ def _watching(model: torch.nn.Module, loss_per_example: Callable, batch, clip: C
         guard.judge(model)
         recorder.guard = guard
     try:
-        yield Step(recorder, loss_per_example, batch, clip)
+        yield Step(recorder, loss_per_example, batch, clip, owners)
         _GUARDS[model] = case, recorder.guard
     finally:
         recorder.remove()

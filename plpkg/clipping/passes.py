@@ -45,8 +45,9 @@ class RowPass:
 
 @dataclass(eq=False)
 class Group:
-    """Parameters that are scaled by one norm: all of them, or a layer's."""
+    """Parameters that are scaled by one norm, to ``limit``: all of them, or a layer's."""
 
+    limit: float
     waiting: set[str] = field(default_factory=set)  # those whose gradients are not known
     square: torch.Tensor | None = None  # (batch,): the squared norm of the others' gradients
     kept: dict[str, list[Outer] | torch.Tensor] = field(default_factory=dict)  # what their sums are to be made of
@@ -63,6 +64,10 @@ class NormPass:
         How often each parameter's layers were called.
     clip, execution
         What is done with a norm, and what is kept.
+    owners
+        ``(batch,)``: the number of the user to whom each example belongs, if users are clipped and not examples.
+    loss_scale
+        What the losses were multiplied with.
 
     Attributes
     ----------
@@ -70,10 +75,19 @@ class NormPass:
         By parameter, the sums of clipped gradients.
     """
 
-    def __init__(self, layers: Mapping[str, str], uses: Mapping[str, int], clip: Clip, execution: Execution) -> None:
-        self._uses, self._clip, self._execution = uses, clip, execution
-        self._num_layers = len(set(layers.values()))
-        groups = {layer if clip.local else "": Group() for layer in layers.values()}
+    def __init__(
+        self,
+        layers: Mapping[str, str],
+        uses: Mapping[str, int],
+        clip: Clip,
+        execution: Execution,
+        owners: torch.Tensor | None = None,
+        loss_scale: float = 1.0,
+    ) -> None:
+        self._uses, self._clip, self._execution, self._loss_scale = uses, clip, execution, loss_scale
+        self._owners, self._members = owners, None if owners is None else factors.members_of(owners)
+        limits = clip.limits(list(dict.fromkeys(layers.values())))
+        groups = {name: Group(limit) for name, limit in limits.items()}
         self._groups = {key: groups[layer if clip.local else ""] for key, layer in layers.items()}
         for key, group in self._groups.items():
             group.waiting.add(key)
@@ -104,15 +118,16 @@ class NormPass:
         for key in list(self._arrived):
             self._settle(key)
         squares = [group.square for group in (*self._open, *self._closed)]
-        norms = sum(squares[1:], squares[0]).sqrt() if squares else torch.zeros_like(losses.detach())
-        check_finite(norms, 0, len(norms))
+        count = len(losses) if self._members is None else len(self._members)
+        norms = sum(squares[1:], squares[0]).sqrt() if squares else losses.new_zeros(count)
+        check_finite(norms, 0, count)
         for group in list(self._open):
             self._close(group)
         return norms
 
     def _settle(self, key: str) -> None:
         """All uses of a parameter are known: its norm, and what is kept of it."""
-        parts, group = self._arrived.pop(key), self._groups[key]
+        parts, group = [self._of_users(part) for part in self._arrived.pop(key)], self._groups[key]
         outer = [part for part in parts if isinstance(part, Outer)]
         built = [part for part in parts if not isinstance(part, Outer)]
         choice = self._execution.choose(key, outer, sum(part.nbytes for part in built))
@@ -122,6 +137,7 @@ class NormPass:
             square = factors.square(kept)
         else:
             kept, square = outer, factors.norms_squared(outer, choice.norm)
+        square = square / self._loss_scale**2
         if group.square is None:
             group.square = square
             self._open.append(group)
@@ -137,9 +153,16 @@ class NormPass:
         """The norm that a group is scaled by is known: add up what was kept of it."""
         self._open.remove(group)
         self._closed.append(group)
-        scale = self._clip.factors(group.square, self._num_layers)
+        scale = self._clip.factors(group.square, group.limit) / self._loss_scale
         for key in list(group.kept):
             self.sums[key] = _weighted_sum(group.kept.pop(key), scale)
+
+    def _of_users(self, part: Outer | torch.Tensor) -> Outer | torch.Tensor:
+        if self._members is None:
+            return part
+        if isinstance(part, Outer):
+            return part.of_users(self._members)
+        return part.new_zeros(len(self._members), *part.shape[1:]).index_add_(0, self._owners.to(part.device), part)
 
 
 class SumPass:

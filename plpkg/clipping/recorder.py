@@ -127,7 +127,14 @@ class Recorder:
             self.forget()
 
     def clipped_sums(
-        self, losses: torch.Tensor, clip: Clip, execution: Execution, *, verify: bool = True
+        self,
+        losses: torch.Tensor,
+        clip: Clip,
+        execution: Execution,
+        *,
+        owners: torch.Tensor | None = None,
+        loss_scale: float = 1.0,
+        verify: bool = True,
     ) -> tuple[dict[str, torch.Tensor | None], torch.Tensor]:
         """The sum of the clipped gradients, from one loss an example.
 
@@ -137,13 +144,19 @@ class Recorder:
             ``(batch,)``, computed while ``recording``.
         clip, execution
             The clip function, and how its sum is computed.
+        owners
+            ``(batch,)``: the number of the user to whom each example belongs, if users are clipped and not examples.
+        loss_scale
+            What the losses are multiplied with on their way back, against underflow in half precision. Where they
+            overflow they go back once more with a sixteenth of it.
         verify
             Let the guard look, if it wants to.
 
         Returns
         -------
         (sums, norms)
-            By parameter, in its shape, ``None`` where no gradient came; the norms before clipping, ``(batch,)``.
+            By parameter, in its shape, ``None`` where no gradient came; the norms before clipping, ``(batch,)`` or
+            ``(users,)``.
 
         Raises
         ------
@@ -156,21 +169,25 @@ class Recorder:
         try:
             if verify:
                 self.verify(losses)
-            norm_pass = NormPass(self.layers, self._uses, clip, execution)
-            with self._passing(norm_pass):
-                losses.sum().backward(retain_graph=two_passes)
-                if stray := [name for name, p in self.parameters.items() if p.grad is not None]:
-                    raise NotImplementedError(
-                        f"{', '.join(stray)}: used outside of the layer that owns it (through torch.nn.functional, "
-                        "say), where its examples' gradients cannot be told apart; call the layer, or use "
-                        "execution='loop'"
-                    )
-            norms, sums = norm_pass.finish(losses), norm_pass.sums
+            while True:
+                norm_pass = NormPass(self.layers, self._uses, clip, execution, owners, loss_scale)
+                with self._passing(norm_pass):
+                    (losses * loss_scale).sum().backward(retain_graph=two_passes or loss_scale > 1)
+                    self._refuse_stray()
+                try:
+                    norms, sums = norm_pass.finish(losses), norm_pass.sums
+                    break
+                except FloatingPointError:
+                    if loss_scale == 1:
+                        raise
+                    loss_scale = max(1.0, loss_scale / 16)
             if two_passes:
                 # The same gradients again, scaled layer by layer: reweighted losses would round differently from
                 # what the norms were taken of, in half precision by more than an example may move the sum.
-                with self._passing(SumPass(clip.factors(norms.square()), sums, execution.seen)):
-                    losses.sum().backward()
+                scale = clip.factors(norms.square(), clip.sensitivity) / loss_scale
+                scale = scale if owners is None else scale[owners.to(scale.device)]
+                with self._passing(SumPass(scale, sums, execution.seen)):
+                    (losses * loss_scale).sum().backward()
             return {key: sums.get(key) for key in self.parameters}, norms
         finally:
             self.forget()
@@ -189,6 +206,14 @@ class Recorder:
                 with self._passing(RowPass(half)):
                     losses[half].sum().backward(retain_graph=True)
             self.guard.verified()
+
+    def _refuse_stray(self) -> None:
+        """After a backward pass: nothing has come past the layers."""
+        if stray := [name for name, p in self.parameters.items() if p.grad is not None]:
+            raise NotImplementedError(
+                f"{', '.join(stray)}: used outside of the layer that owns it (through torch.nn.functional, say), where "
+                "its examples' gradients cannot be told apart; call the layer, or use execution='loop'"
+            )
 
     def _check_leaves(self, losses: torch.Tensor) -> None:
         """Refuse a graph that ends in a parameter of nobody's, whose gradient some other optimizer might use."""

@@ -2,14 +2,22 @@
 
 The subsampled Gaussian mechanism: in each step every example takes part with probability q, and normal noise of σ times
 the sensitivity is added. ε comes from Opacus's accountants: ``prv`` (Gopi et al., arXiv 2106.02848), tight, or ``rdp``
-(Mironov, arXiv 1702.07476). Neighbouring data sets differ by one example that is there or not.
+(Mironov, arXiv 1702.07476). Neighbouring data sets differ by one example that is there or not, or by one user with all
+that is theirs.
+
+Shuffled batches are not that mechanism. Under an accountant that assumes Poisson samples they leak up to four times the
+ε that it prints (Chua et al., arXiv 2411.10614). What holds for any order: in an epoch an example is in one step, which
+is a Gaussian mechanism without sampling, and an order that does not depend on the data cannot make that worse (there an
+example that is not there is one whose gradient is zero).
 """
 
 import math
 import warnings
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from opacus.accountants import IAccountant, create_accountant
 from opacus.accountants.utils import get_noise_multiplier
@@ -26,17 +34,61 @@ HIGHEST_PRV = 100.0
 class Mechanism:
     """The subsampled Gaussian mechanism: in each step an example takes part with probability ``sample_rate``, is
     clipped to ``max_grad_norm``, C, and noise of ``noise_multiplier``·C is added. The ``accountant`` tells the ε.
+
+    C and σ may be functions of the step's number. ``users`` are sampled and clipped instead of examples if there is a
+    number of them. ``epoch``: batches are not sampled but shuffled, so many for all examples.
     """
 
     accountant: str
-    noise_multiplier: float
+    noise_multiplier: float | Callable[[int], float]
     sample_rate: float
-    max_grad_norm: float
+    max_grad_norm: float | Sequence[float] | Callable[[int], float]
     clipping: str
+    users: int | None = None
+    epoch: int | None = None
+
+    def at(self, step: int) -> "Mechanism":
+        """The mechanism of a step, with numbers for C and σ.
+
+        Raises
+        ------
+        ValueError
+            A function gave something else.
+        """
+        sigma, norm = (f(step) if callable(f) else f for f in (self.noise_multiplier, self.max_grad_norm))
+        return replace(self, noise_multiplier=number("noise_multiplier", sigma), max_grad_norm=norm)
 
     @property
     def clip(self) -> Clip:
         return Clip(self.max_grad_norm, self.clipping)
+
+    def spends(self, step: int) -> tuple[float, float] | None:
+        """The σ and the sampling rate to account for a step; ``None`` where an epoch's first has counted for all."""
+        if self.epoch is None:
+            return self.at(step).noise_multiplier, self.sample_rate
+        return None if step % self.epoch else (self.noise_multiplier, 1.0)
+
+    def steps_within(self, epsilon: float, delta: float) -> int:
+        """How many steps spend no more than ``epsilon``.
+
+        Raises
+        ------
+        ValueError
+            Not even one does.
+        """
+        number("max_epsilon", epsilon, open_low=True)
+
+        def fits(steps: int) -> bool:
+            made, counts = create_accountant(self.accountant), Counter(map(self.spends, range(steps)))
+            made.history = [(*pair, count) for pair, count in counts.items() if pair]
+            return spent(made, delta) <= epsilon
+
+        if not fits(1):
+            raise ValueError(f"max_epsilon={epsilon!r} is less than the first step spends")
+        high = 2
+        while fits(high):
+            high *= 2
+        return bisect_left(range(high), True, lo=high // 2, key=lambda steps: not fits(steps)) - 1
 
 
 def epsilon_of(
@@ -130,8 +182,11 @@ def probability(name: str, value: float) -> float:
 
 @contextmanager
 def _quiet_bounds(accountant: str) -> Iterator[None]:
-    """The tight accountant bounds its grid by a coarse one, whose advice on orders does not concern the result."""
+    """The tight accountant bounds its grid by a coarse one, whose advice on orders does not concern the result.
+    Where all take part it takes log(0), which is right.
+    """
     with warnings.catch_warnings():
         if accountant == "prv":
             warnings.filterwarnings("ignore", message="Optimal order is the", category=UserWarning)
+            warnings.filterwarnings("ignore", message="divide by zero encountered in log", category=RuntimeWarning)
         yield

@@ -1,10 +1,13 @@
 """A criterion of a private training: it gives one loss an example, and their ``backward()`` clips."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch import nn
 
+from plpkg.clipping.batches import examples, leaves
+from plpkg.clipping.dropout import Without
 from plpkg.validation import one_of
 
 
@@ -26,33 +29,46 @@ class PrivateCriterion:
             criterion.reduction = "none"
         self._unreduced = criterion
 
-    def __call__(self, output, target, **options) -> "PrivateLoss | torch.Tensor":
-        """One loss an example, reduced for show; of an output without a gradient, what the criterion gave before.
+    def __call__(self, *args, **options) -> "PrivateLoss | torch.Tensor":
+        """One loss an example, reduced for show; of outputs without a gradient, what the criterion gave before.
+
+        Parameters
+        ----------
+        args, options
+            What the criterion takes: an output and a target, an anchor and what is near and far.
 
         Raises
         ------
         ValueError
             The criterion has mixed the examples.
         """
-        if isinstance(output, torch.Tensor) and not output.requires_grad:
-            return self._plain(output, target, **options)
-        losses = self._unreduced(output, target, **options)
-        parts = self._by_example(losses, output, target)
+        tensors = leaves([*args, options])
+        if tensors and not any(tensor.requires_grad for tensor in tensors):
+            return self._plain(*args, **options)
+        losses = self._unreduced(*args, **options)
+        parts = self._by_example(losses, tensors)
         sums = parts.sum(1)
         if self.averages:
-            counts = torch.full_like(sums, parts.shape[1])
-            if self._ignored is not None and isinstance(target, torch.Tensor) and target.numel() == losses.numel():
-                counts = (target.reshape(parts.shape) != self._ignored).sum(1).clamp(min=1).to(sums)
-            sums = sums / counts
+            sums = sums / self._counts(parts, args, options)
         return PrivateLoss(sums, self._private)
 
-    def _by_example(self, losses, output, target) -> torch.Tensor:
+    def _counts(self, parts: torch.Tensor, args: Sequence, options: Mapping) -> torch.Tensor:
+        """How many targets each example's mean is over, ``(batch,)``."""
+        target = options.get("target", args[1] if len(args) == 2 else None)
+        if isinstance(self._plain, nn.CTCLoss):  # whose mean is over a text's letters
+            counts = torch.as_tensor(options.get("target_lengths", args[-1]))
+        elif self._ignored is not None and isinstance(target, torch.Tensor) and target.numel() == parts.numel():
+            counts = (target.reshape(parts.shape) != self._ignored).sum(1)
+        else:
+            counts = torch.full((len(parts),), parts.shape[1])
+        return counts.clamp(min=1).to(parts)
+
+    def _by_example(self, losses, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The losses as ``(batch, targets of an example)``."""
         batch = self._private.recorder.batch
         if not isinstance(losses, torch.Tensor) or losses.ndim == 0:
             given = "one number" if isinstance(losses, torch.Tensor) else type(losses).__name__
             raise ValueError(f"the criterion gave {given} for {batch} examples: it must not reduce (reduction='none')")
-        tensors = [x for x in (output, target) if isinstance(x, torch.Tensor)]
         if tensors and losses.numel() > max(x.numel() for x in tensors):
             shapes = " and ".join(str(tuple(x.shape)) for x in tensors)
             raise ValueError(
@@ -67,27 +83,87 @@ class PrivateCriterion:
         return losses.reshape(batch, -1) if batch else losses.reshape(0, 1)
 
 
-class PrivateLoss:
-    """The losses of a batch: ``backward()`` clips each example's gradient and adds them up for the next step."""
+class OwnLoss:
+    """The loss that a Hugging Face model computes itself from ``labels``, an example at a time.
 
-    def __init__(self, losses: torch.Tensor, private) -> None:
-        self.losses, self._private = losses, private
+    The model's own is the mean over the tokens of all examples, so that one example's weight depends on the others'
+    lengths. Here each example's is the mean over its own tokens.
+
+    Raises
+    ------
+    ValueError
+        The model has no such loss.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        if not callable(getattr(model, "loss_function", None)):
+            raise ValueError(
+                f"criterion=None takes the model's own loss, and {type(model).__name__} has none: give one"
+            )
+        self._compared = False
+
+    def losses(self, model: nn.Module, output: Mapping, inputs: Mapping, batch: int) -> torch.Tensor:
+        """One loss an example, ``(batch,)``, of what the model gave for ``inputs``.
+
+        Raises
+        ------
+        ValueError
+            There are no labels, or the model's loss is another one.
+        """
+        labels = inputs.get("labels")
+        if not isinstance(labels, torch.Tensor) or "logits" not in output:
+            raise ValueError("criterion=None takes the model's own loss: call the model with labels=…, by name")
+        if not self._compared:
+            self._compare(model, inputs, batch)
+            self._compared = True
+        return torch.stack([_loss(model, output["logits"][i : i + 1], labels[i : i + 1]) for i in range(batch)])
+
+    def _compare(self, model: nn.Module, inputs: Mapping, batch: int) -> None:
+        with torch.random.fork_rng(), torch.no_grad(), Without():
+            alone = {name: value for name, value in inputs.items() if name != "num_items_in_batch"}
+            alone = examples(alone, slice(0, 1), of=batch)
+            output = model.forward(**alone | {"return_dict": True})
+            own, ours = output["loss"].nan_to_num(), _loss(model, output["logits"], alone["labels"])
+        if not torch.allclose(own, ours, rtol=1e-3, atol=1e-6):
+            raise ValueError(
+                f"the loss of {type(model).__name__} for one example is {own.item():.6g}, and not the "
+                f"{ours.item():.6g} of its loss function for logits and labels: give a criterion"
+            )
+
+
+def _loss(model: nn.Module, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A model's loss function of one example; 0 where no label counts, whose mean is 0/0."""
+    sizes = dict(config=model.config, vocab_size=getattr(model.config, "vocab_size", None))
+    loss = model.loss_function(logits=logits, pooled_logits=logits, labels=labels, **sizes)
+    return 0 * logits.sum() if loss.isnan() else loss
+
+
+class PrivateLoss(torch.Tensor):
+    """The losses of a batch: ``backward()`` clips each example's gradient and adds them up for the next step.
+
+    As a tensor it is their mean (or sum), a number to show; 0 for an empty batch. It is not private: do not publish it.
+
+    Attributes
+    ----------
+    losses
+        One an example, ``(batch,)``.
+    scale
+        What they are multiplied with on their way back.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # what is computed of it is an ordinary number
+
+    @staticmethod
+    def __new__(cls, losses: torch.Tensor, private, scale: float = 1.0) -> "PrivateLoss":
+        total = losses.detach().sum()
+        return (total / max(1, len(losses)) if private.criterion.averages else total).as_subclass(cls)
+
+    def __init__(self, losses: torch.Tensor, private, scale: float = 1.0) -> None:
+        self.losses, self.scale, self._private = losses, scale, private
 
     def backward(self) -> None:
         """Clip and add up. Once for each forward pass."""
-        self._private.add(self.losses)
-
-    def item(self) -> float:
-        """The mean (or sum) over the batch; 0 for an empty one. Not private: do not publish it."""
-        total = self.losses.detach().sum().item()
-        return total / max(1, len(self.losses)) if self._private.criterion.averages else total
-
-    def detach(self) -> torch.Tensor:
-        """:meth:`item` as a tensor."""
-        return torch.tensor(self.item())
-
-    def __float__(self) -> float:
-        return self.item()
+        self._private.add(self.losses, self.scale)
 
     def _refuse(self, *_) -> None:
         raise TypeError(
@@ -97,9 +173,20 @@ class PrivateLoss:
 
     def __truediv__(self, number: float) -> "PrivateLoss":
         """Divided by 1 it is what it was: accelerate divides by its gradient accumulation steps."""
-        return self if number == 1 else self._refuse()
+        return self if isinstance(number, (int, float)) and number == 1 else self._refuse()
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = __pow__ = _refuse
+    def __mul__(self, scale: torch.Tensor) -> "PrivateLoss":
+        """Multiplied with a tensor of one number, as ``GradScaler`` does: gradients are computed from losses so scaled,
+        and the scale is taken off before they are clipped.
+        """
+        if not isinstance(scale, torch.Tensor) or scale.numel() != 1 or scale.requires_grad:
+            self._refuse()
+        return PrivateLoss(self.losses, self._private, self.scale * scale.item())
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __rmul__ = __neg__ = __pow__ = _refuse
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec)
 
     def __repr__(self) -> str:
         return f"PrivateLoss({self.item():.4f} over {len(self.losses)} examples)"

@@ -1,11 +1,13 @@
 """Batches by Poisson sampling: each example is in each batch with probability q, independently.
 
 That is what the accountants assume; a shuffled epoch is not. Batches differ in size, and some are empty. One that
-is too large for the memory comes in pieces, and the optimizer waits for the last of them.
+is too large for the memory comes in pieces, and the optimizer waits for the last of them. Users are sampled with all
+that is theirs, and a piece has whole users, or a part of one alone.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
@@ -13,36 +15,52 @@ from plpkg.clipping.training.processes import Processes
 from plpkg.clipping.training.randomness import Randomness
 
 
-class PoissonSampler(Sampler):
+@dataclass(frozen=True)
+class Piece:
+    """A batch: the numbers of its examples and of those whose they are. If it ``goes_on`` it has a part of what is one
+    user's, and the next one has more of it.
+    """
+
+    indices: list[int]
+    owners: list[int]
+    goes_on: bool = False
+
+
+class PrivateSampler(Sampler):
     """Lists of indices: the pieces of one sample after the other.
 
     Parameters
     ----------
-    size, rate, steps
-        The number of examples, the probability q of each, and how many samples an epoch has.
+    members
+        The indices of each user's examples; where examples are protected each is a user.
+    rate, steps
+        The probability q of each, and how many samples an epoch has.
     randomness
         Where the samples come from.
     processes
         Of each sample this process takes its share.
-    max_physical_batch_size
+    limit
         The most examples of a piece.
+    shuffled
+        The users of a sample where samples are not drawn: each is in one of the ``steps`` of an epoch.
     """
 
     def __init__(
         self,
-        size: int,
+        members: list[list[int]],
         rate: float,
         steps: int,
         randomness: Randomness,
         processes: Processes,
-        max_physical_batch_size: int | None = None,
+        limit: int,
+        shuffled: int | None = None,
     ) -> None:
-        self.size, self.rate, self.steps, self.processes = size, rate, steps, processes
-        self.randomness, self.limit = randomness, max_physical_batch_size or size
+        self.members, self.rate, self.steps, self.processes = members, rate, steps, processes
+        self.randomness, self.limit, self.shuffled = randomness, limit, shuffled
         self.drawn = 0  # the number of the next sample, over all epochs
         self.left = steps  # samples that the epoch still has
         self.resumes = False  # whether the next epoch is the rest of one; after a break it is a new one
-        self.pieces: deque[tuple[int, bool]] = deque()  # given, not asked for: the length, and whether it ends a sample
+        self.pieces: deque[tuple[Piece, bool]] = deque()  # asked for, not given; and whether it ends a sample
 
     def resume(self, drawn: int, left: int) -> None:
         """Go on with a sample's number, where an epoch has so many left."""
@@ -55,38 +73,57 @@ class PoissonSampler(Sampler):
         self.pieces.clear()
         first = self.drawn
         for draw in range(first, first + self.left):
-            chosen = self.processes.share(self.randomness.sample(self.size, self.rate, draw))
-            parts = [chosen[start : start + self.limit] for start in range(0, len(chosen), self.limit)] or [[]]
-            for place, part in enumerate(parts, 1):
-                self.pieces.append((len(part), place == len(parts)))
-                yield part
+            pieces = self._pieces(self.processes.share(self._users(draw))) or [Piece([], [])]
+            for piece in pieces:
+                self.pieces.append((piece, piece is pieces[-1]))
+                yield piece.indices
+
+    def _users(self, draw: int) -> list[int]:
+        """Who is in a sample."""
+        if self.shuffled is None:
+            return self.randomness.sample(len(self.members), self.rate, draw)
+        epoch, place = divmod(draw, self.steps)
+        return self.randomness.order(len(self.members), epoch)[place * self.shuffled : (place + 1) * self.shuffled]
+
+    def _pieces(self, users: list[int]) -> list[Piece]:
+        pieces: list[Piece] = []
+        room = 0  # in the last one
+        for user in users:
+            theirs = self.members[user]
+            if len(theirs) <= room:
+                pieces[-1].indices.extend(theirs)
+                pieces[-1].owners.extend([user] * len(theirs))
+                room -= len(theirs)
+                continue
+            for start in range(0, len(theirs), self.limit):
+                part = theirs[start : start + self.limit]
+                pieces.append(Piece(list(part), [user] * len(part), start + self.limit < len(theirs)))
+            room = max(0, self.limit - len(theirs))
+        return pieces
 
 
-class PoissonLoader(DataLoader):
+class PrivateLoader(DataLoader):
     """A data loader like another one, but for how it samples.
 
     An empty sample is a step of noise alone: the loader takes it itself and goes on to the next, because many models
-    cannot run on no examples.
+    cannot run on no examples. When the most steps have been taken it gives nothing more.
 
     Parameters
     ----------
     like
         The other one.
     private
-        The :class:`~plpkg.clipping.training.private.Private` that is told when an epoch begins, and of each batch how
-        many examples it has and whether it ends its sample.
-    max_physical_batch_size
-        The most examples of a batch; by default a sample is one batch.
+        The :class:`~plpkg.clipping.training.private.Private` that is told when an epoch begins, of each batch, and
+        whether it ends its sample.
+    sampler
+        What it samples with.
     """
 
-    def __init__(self, like: DataLoader, private, max_physical_batch_size: int | None = None) -> None:
-        rate = private.mechanism.sample_rate
+    def __init__(self, like: DataLoader, private, sampler: PrivateSampler) -> None:
         workers = dict(prefetch_factor=like.prefetch_factor, persistent_workers=like.persistent_workers)
         super().__init__(
             like.dataset,
-            batch_sampler=PoissonSampler(
-                len(like.dataset), rate, len(like), private.randomness, private.processes, max_physical_batch_size
-            ),
+            batch_sampler=sampler,
             collate_fn=_Collate(like.collate_fn),
             num_workers=like.num_workers,
             pin_memory=like.pin_memory,
@@ -103,16 +140,20 @@ class PoissonLoader(DataLoader):
         if not (sampler.resumes and sampler.left):
             sampler.left = sampler.steps
         sampler.resumes, left = False, sampler.left
+        if private.done:
+            return
         for batch in super().__iter__():
-            examples, last = sampler.pieces.popleft()
+            piece, last = sampler.pieces.popleft()
             if last:
                 left -= 1
                 sampler.drawn, sampler.left = sampler.drawn + 1, left
-            private.begin(examples, last)
+            private.begin(piece, last)
             if batch is None:
                 private.skip()
             else:
                 yield batch
+            if last and private.done:
+                return
 
 
 class _Collate:
@@ -138,6 +179,7 @@ def check_loader(loader: DataLoader) -> None:
     if isinstance(loader.dataset, IterableDataset):
         raise ValueError(f"Poisson sampling needs examples by number, got the iterable {type(loader.dataset).__name__}")
     ordinary = isinstance(loader.sampler, (SequentialSampler, RandomSampler))
+    ordinary &= not getattr(loader.sampler, "replacement", False)
     if not ordinary or len(loader.sampler) != len(loader.dataset):
         raise ValueError(
             f"data_loader samples with a {type(loader.sampler).__name__} of its own; Poisson sampling takes its place, "

@@ -5,12 +5,37 @@ standard deviation σ·C on their sum, divided by the *expected* batch size. ε 
 
 The model and the optimizer stay the objects that they were. The criterion gives one loss an example; its ``backward``
 clips and adds up, as often as there are micro-batches; ``step`` adds the noise once.
+
+Coming from Opacus:
+
+===================================================  ==============================================================
+Opacus                                               here
+===================================================  ==============================================================
+``PrivacyEngine().make_private(module=…, …)``        ``make_private(model, optimizer, data_loader, criterion, …)``
+``make_private_with_epsilon(target_epsilon=…)``      ``make_private(target_epsilon=…, target_delta=…, epochs=…)``
+``privacy_engine.get_epsilon(delta)``                ``private.epsilon(delta)``
+``grad_sample_mode="hooks"``, ``"ghost"``            ``execution="per_sample"``, ``"ghost"``, ``"book_keeping"``
+``BatchMemoryManager``                               ``max_physical_batch_size=…``; a scheduler: ``private.paced``
+``poisson_sampling=False``                           the same; ε is that of shuffled batches, and not of samples
+``clipping="per_layer"``, a list of norms            ``clipping="per_layer"``, ``max_grad_norm=[…]``
+``ExponentialNoise``, ``StepNoise``, ``LambdaNoise``  ``noise_multiplier=lambda step: …``
+``StepGradClip``, ``LambdaGradClip``                 ``max_grad_norm=lambda step: …``
+``ModuleValidator.fix(model)``                       the same, of Opacus's, before ``make_private``
+``secure_mode=True``                                 ``secure=True``
+``model.remove_hooks()``                             ``private.remove()``
+users instead of examples (issue 366)                ``users=…``
+===================================================  ==============================================================
+
+``transformers.Trainer``: ``private = make_private(model, optimizer, DataLoader(…, collate_fn=…), None, …)``, then a
+``Trainer(model, args, optimizers=(optimizer, private.paced(scheduler)))`` whose ``get_train_dataloader`` gives
+``private.data_loader``, with ``max_grad_norm=0`` in ``args``; it counts batches, so leave out
+``max_physical_batch_size``.
 """
 
 import copy
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -18,28 +43,32 @@ from opacus.accountants import create_accountant
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
-from plpkg.clipping.batches import leaves
-from plpkg.clipping.clip import Clip
+from plpkg.clipping.batches import leaves, numbered
+from plpkg.clipping.clip import Clip, clip_dense
 from plpkg.clipping.execution import EXECUTIONS, Execution
 from plpkg.clipping.gradients import check_losses, zeros_for
 from plpkg.clipping.planner import Plan
 from plpkg.clipping.recorder import Recorder
 from plpkg.clipping.training.accounting import ACCOUNTANTS, Mechanism, noise_for, spent
-from plpkg.clipping.training.criterion import PrivateCriterion
-from plpkg.clipping.training.loader import PoissonLoader, PoissonSampler, check_loader
+from plpkg.clipping.training.criterion import OwnLoss, PrivateCriterion, PrivateLoss
+from plpkg.clipping.training.loader import Piece, PrivateLoader, PrivateSampler, check_loader
 from plpkg.clipping.training.processes import Processes, check_whole
 from plpkg.clipping.training.randomness import Randomness
-from plpkg.validation import number, one_of, whole_number
+from plpkg.validation import flag, number, one_of, whole_number
+
+UNCLIPPED = Clip(1e30)
 
 
 @dataclass
 class Progress:
-    """How far the Poisson sample of the next step has come, which may be given in several batches."""
+    """How far the sample of the next step has come, which may be given in several batches."""
 
     sums: dict[str, torch.Tensor] = field(default_factory=dict)  # by parameter, the clipped gradients
+    part: dict[str, torch.Tensor] = field(default_factory=dict)  # the gradient of a user of whom more comes
     samples: int = 0  # that the data loader has begun to give
-    left: int = 0  # examples of the latest batch that have not gone backward
-    last: bool = True  # whether that batch is the sample's last
+    piece: Piece | None = None  # the latest batch
+    left: int = 0  # examples of it that have not gone backward
+    last: bool = True  # whether it is the sample's last
     added: bool = False  # whether anything has gone backward since step() was called
 
 
@@ -54,15 +83,17 @@ class Private:
         Its losses clip when they go backward.
     data_loader
         Gives Poisson samples; ``None`` where you sample yourself.
-    mechanism, accountant, steps
-        What is spent in a step, what has been spent, and in how many steps.
+    mechanism, accountant, steps, max_steps
+        What is spent in a step, what has been spent, in how many steps, and how many are allowed.
     """
+
+    max_steps = math.inf
 
     def __init__(
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        criterion: Callable,
+        criterion: Callable | None,
         mechanism: Mechanism,
         expected_batch_size: float,
         execution: Execution,
@@ -70,8 +101,9 @@ class Private:
         processes: Processes,
     ) -> None:
         self.model, self.optimizer = model, optimizer
+        self._own = OwnLoss(model) if criterion is None else None
         self.criterion = PrivateCriterion(criterion, self)
-        self.data_loader: PoissonLoader | None = None
+        self.data_loader: PrivateLoader | None = None
         self.mechanism, self.expected_batch_size = mechanism, expected_batch_size
         self.execution, self.randomness, self.processes = execution, randomness, processes
         self.accountant = create_accountant(mechanism.accountant)
@@ -85,27 +117,47 @@ class Private:
             model.register_forward_pre_hook(
                 lambda module, args, kwargs: self._before_forward(module, args, kwargs), with_kwargs=True, prepend=True
             ),
-            model.register_forward_hook(lambda module, args, output: self._after_forward(module), always_call=True),
+            model.register_forward_hook(
+                lambda module, args, kwargs, output: self._after_forward(module, kwargs, output),
+                with_kwargs=True,
+                always_call=True,
+            ),
             optimizer.register_step_pre_hook(self._release),
             register_optimizer_step_pre_hook(_not_by_others(weakref.ref(self))),
         ]
         weakref.finalize(self, self._hooks[-1].remove)
 
     def __iter__(self) -> Iterator:
-        return iter((self.model, self.optimizer, self.criterion, self.data_loader))
+        return iter((self.model, self.optimizer, self._own or self.criterion, self.data_loader))
 
     @property
     def noise_multiplier(self) -> float:
-        """The noise multiplier σ, in units of C."""
-        return self.mechanism.noise_multiplier
+        """The noise multiplier σ of the next step, in units of C."""
+        return self.mechanism.at(self.steps).noise_multiplier
 
     @property
-    def sampler(self) -> PoissonSampler | None:
+    def layers(self) -> list[str]:
+        """The layers that learn, in the order of a ``max_grad_norm`` for each."""
+        return list(dict.fromkeys(self.recorder.layers.values()))
+
+    @property
+    def done(self) -> bool:
+        """Whether another step would spend more than ``max_epsilon``."""
+        return self.steps >= self.max_steps
+
+    @property
+    def sampler(self) -> PrivateSampler | None:
         """What the data loader samples with."""
         return None if self.data_loader is None else self.data_loader.batch_sampler
 
+    def paced(self, scheduler) -> "Paced":
+        """A learning-rate scheduler whose ``step()`` goes as far as the training has: not at all after a piece of a
+        sample, and further where samples were empty.
+        """
+        return Paced(scheduler, self)
+
     def epsilon(self, delta: float) -> float:
-        """The ε spent so far, for a δ: adding or removing one example changes no probability by more.
+        """The ε spent so far, for a δ: adding or removing one example, or user, changes no probability by more.
 
         Raises
         ------
@@ -148,7 +200,8 @@ class Private:
             "steps": self.steps,
             "drawn": self.sampler.drawn if self.sampler else 0,
             "left": self.sampler.left if self.sampler else 0,
-            "identity": asdict(self.mechanism),
+            "shuffling": self.randomness.shuffling,
+            "identity": asdict(self.mechanism.at(self.steps)),
         }
 
     def load_state_dict(self, state: dict) -> None:
@@ -160,16 +213,16 @@ class Private:
             The state is of another run.
         """
         try:
-            identity, accountant = state["identity"], state["accountant"]
+            identity, accountant, shuffling = state["identity"], state["accountant"], state["shuffling"]
             steps, drawn, left = (whole_number(key, state[key], 0) for key in ("steps", "drawn", "left"))
         except (KeyError, TypeError) as error:
             raise ValueError(f"not the state of a private training: {error} is missing") from error
-        now = asdict(self.mechanism)
+        now = asdict(self.mechanism.at(steps))
         if identity != now:
             different = "; ".join(f"{k}={identity.get(k)!r}, now {v!r}" for k, v in now.items() if identity.get(k) != v)
             raise ValueError(f"the state is of a training with {different}")
         self.accountant.load_state_dict(copy.deepcopy(accountant))
-        self.steps = steps
+        self.steps, self.randomness.shuffling = steps, shuffling
         self.restart()
         self.recorder.forget()
         if self.sampler:
@@ -179,10 +232,10 @@ class Private:
         """Drop a sample that was not finished: an epoch begins, whose first sample may be the same again."""
         self.progress = Progress()
 
-    def begin(self, examples: int, last: bool) -> None:
-        """The data loader gives a batch of so many examples, perhaps the last of its sample."""
+    def begin(self, piece: Piece, last: bool) -> None:
+        """The data loader gives a batch, perhaps the last of its sample."""
         self.progress.samples += self.progress.last
-        self.progress.last, self.progress.left = last, examples
+        self.progress.piece, self.progress.left, self.progress.last = piece, len(piece.indices), last
 
     def check(self) -> None:
         """See that what learns is what was seen in the beginning.
@@ -204,8 +257,10 @@ class Private:
                 "before; or remove(), call make_private again, and go on with load_state_dict(state_dict())"
             )
 
-    def add(self, losses: torch.Tensor) -> None:
+    def add(self, losses: torch.Tensor, loss_scale: float = 1.0) -> None:
         """Clip the gradients of one loss an example, and add them to the sample's.
+
+        ``loss_scale`` is what the losses are multiplied with on their way back; it is taken off again.
 
         Raises
         ------
@@ -228,20 +283,53 @@ class Private:
                 "ahead of the loop (accelerate's prepare(data_loader) does: iterate over the data_loader itself)"
             )
         try:
-            sums, _ = recorder.clipped_sums(losses, self.mechanism.clip, self.execution)
+            sums = self._clipped(losses, loss_scale)
         finally:
             recorder.recording = False
         for name, part in sums.items():
-            if part is not None:
-                progress.sums[name] = progress.sums[name].add_(part) if name in progress.sums else part
+            progress.sums[name] = progress.sums[name].add_(part) if name in progress.sums else part
         progress.added = True
         progress.left -= recorder.batch
+        if loss_scale != 1:  # GradScaler looks for a gradient, and finds no overflow: none is left
+            p = next(iter(recorder.parameters.values()))
+            p.grad = torch.zeros_like(p)
+
+    def _clipped(self, losses: torch.Tensor, loss_scale: float) -> dict[str, torch.Tensor]:
+        """The sums of the clipped gradients of examples; or of users, as far as all that is theirs has come."""
+
+        def sums(clip: Clip, owners: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+            how = dict(owners=owners, loss_scale=loss_scale)
+            sums, _ = self.recorder.clipped_sums(losses, clip, self.execution, **how)
+            return {name: part for name, part in sums.items() if part is not None}
+
+        clip, progress, piece = self.mechanism.at(self.steps).clip, self.progress, self.progress.piece
+        if self.mechanism.users is None:
+            return sums(clip)
+        if len(losses) != len(piece.owners):
+            raise RuntimeError(
+                f"backward() of {len(losses)} examples where the data_loader gave {len(piece.owners)}: with users take "
+                "its batches whole, and max_physical_batch_size for smaller ones"
+            )
+        owners = numbered(piece.owners, len(losses))
+        if self.criterion.averages:  # a user's loss is the mean over all that is theirs
+            losses = losses / losses.new_tensor([len(self.sampler.members[user]) for user in piece.owners])
+        if not (piece.goes_on or progress.part):
+            return sums(clip, owners)
+        progress.part = progress.part or {name: zeros_for(p) for name, p in self.recorder.parameters.items()}
+        for name, part in sums(UNCLIPPED, owners).items():
+            progress.part[name] += part
+        if piece.goes_on:
+            return {}
+        whole, progress.part = {name: part[None] for name, part in progress.part.items()}, {}
+        return clip_dense(whole, clip, self.recorder.layers)[0]
 
     def _release(self, optimizer, args, kwargs) -> None:
         """Before the optimizer's step: the noisy gradients, or none until the last batch of a sample."""
         if any(a is not None for a in (*args[1:], *kwargs.values())):
             raise RuntimeError("private training takes steps without a closure")
         self._check_step()
+        if self.done:
+            raise RuntimeError(f"a step beyond the {self.max_steps} that max_epsilon allows")
         for p in self.recorder.parameters.values():
             p.grad = None
         if not self.progress.last:
@@ -251,7 +339,8 @@ class Private:
             p = self.recorder.parameters[name]
             p.grad = (total / self.expected_batch_size if self.criterion.averages else total).to(p.dtype)
             self._released[name] = p.grad, p.grad._version
-        self.accountant.step(noise_multiplier=self.noise_multiplier, sample_rate=self.mechanism.sample_rate)
+        if spends := self.mechanism.spends(self.steps):
+            self.accountant.step(noise_multiplier=spends[0], sample_rate=spends[1])
         self.steps += 1
         self.progress = Progress()
         self.recorder.forget()
@@ -282,7 +371,7 @@ class Private:
     def _noisy_sums(self) -> dict[str, torch.Tensor]:
         clipped = self.progress.sums
         sums = {n: clipped[n] if n in clipped else zeros_for(p) for n, p in self.recorder.parameters.items()}
-        std = self.noise_multiplier * self.mechanism.clip.sensitivity
+        std = self.noise_multiplier * self.mechanism.at(self.steps).clip.sensitivity
         if std and self.processes.rank == 0:
             self.randomness.add_noise(sums, std, self.steps)
         return self.processes.sum(sums)
@@ -310,22 +399,52 @@ class Private:
             recorder.forget()
         recorder.recording, recorder.batch = True, batch
 
-    def _after_forward(self, module) -> None:
-        if module is self.recorder.model and not (module.training and torch.is_grad_enabled()):
+    def _after_forward(self, module, kwargs, output):
+        """After a pass that is not recorded the recorder does what it did; with ``criterion=None`` the output of one
+        that is gets its loss.
+        """
+        if module is not self.recorder.model:
+            return None
+        if not (module.training and torch.is_grad_enabled()):
             self.recorder.recording = self._recorded
+        elif self._own and output is not None:
+            self.recorder.recording = False
+            losses = self._own.losses(module, output, kwargs, self.recorder.batch)
+            self.recorder.recording = True
+            output["loss"] = PrivateLoss(losses, self)
+        return output
+
+
+class Paced:
+    """A learning-rate scheduler that goes as far as a private training has; else what it was."""
+
+    def __init__(self, scheduler, private: Private) -> None:
+        self._scheduler, self._private, self._steps = scheduler, private, private.steps
+
+    def step(self, *args) -> None:
+        """Take as many steps as the training has since the last call."""
+        for _ in range(self._private.steps - self._steps):
+            self._scheduler.step(*args)
+        self._steps = self._private.steps
+
+    def __getattr__(self, name: str):
+        return getattr(self._scheduler, name)
 
 
 def make_private(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     data_loader: DataLoader | None,
-    criterion: Callable,
+    criterion: Callable | None,
     *,
-    max_grad_norm: float,
-    noise_multiplier: float | None = None,
+    max_grad_norm: float | Sequence[float] | Callable[[int], float],
+    noise_multiplier: float | Callable[[int], float] | None = None,
     target_epsilon: float | None = None,
     target_delta: float | None = None,
     epochs: int | None = None,
+    max_epsilon: float | None = None,
+    users: Sequence[Hashable] | torch.Tensor | None = None,
+    poisson_sampling: bool = True,
     execution: str | Plan = "book_keeping",
     clipping: str = "flat",
     accountant: str = "prv",
@@ -349,13 +468,24 @@ def make_private(
         ``sample_rate``, give ``expected_batch_size``, and call :meth:`Private.skip` where nobody was chosen.
     criterion
         A loss module (``reduction`` ``mean`` or ``sum``, ``ignore_index`` as it is), or a function that returns one
-        loss an example, or ``(batch, targets)``. The loss of an example with several targets is their mean (or
-        sum). On outputs without a gradient, as in validation, the
-        criterion that comes back does what this one did.
+        loss an example, or ``(batch, targets)``; of as many arguments as it takes. The loss of an example with several
+        targets is their mean (or sum). On outputs without a gradient, as in validation, the criterion that comes back
+        does what this one did. ``None``: the own loss of a Hugging Face model, ``model(**batch).loss``.
     max_grad_norm
-        C.
+        C; for ``per_layer`` also one for each of :attr:`Private.layers`. Or a function of the step's number, counted
+        from 0, which must not look at the data.
     noise_multiplier
-        σ, in units of C. Or ``target_epsilon``, ``target_delta`` and ``epochs``: the smallest σ for these.
+        σ, in units of C, or such a function. Or ``target_epsilon``, ``target_delta`` and ``epochs``: the smallest σ for
+        these.
+    max_epsilon
+        With ``target_delta``: the data loader gives no more batches once another step would spend more. See
+        :attr:`Private.done`.
+    users
+        Whose each example of the data set is. Then users are sampled with all that is theirs, and a user's gradient,
+        that of the mean of their losses, is clipped: ε is about a user who is there or not.
+    poisson_sampling
+        ``False``: shuffled batches. ε is then what holds for any order (:mod:`plpkg.clipping.training.accounting`), far
+        above what an accountant says that takes them for Poisson samples.
     execution
         ``per_sample``, ``fast``, ``ghost``, ``book_keeping``, or what :func:`plpkg.clipping.plan` found.
     clipping
@@ -393,26 +523,41 @@ def make_private(
     if not isinstance(execution, Plan):
         one_of("execution", execution, tuple(EXECUTIONS))
     one_of("accountant", accountant, ACCOUNTANTS)
-    Clip(max_grad_norm, clipping)  # refuses what it cannot clip to
+    flag("poisson_sampling", poisson_sampling)
+    if callable(noise_multiplier) and not poisson_sampling:
+        raise ValueError("poisson_sampling=False takes one noise_multiplier for all steps, got a function")
     if max_physical_batch_size is not None:
         whole_number("max_physical_batch_size", max_physical_batch_size, 1)
     if data_loader is None:
         if sample_rate is None or expected_batch_size is None:
             raise ValueError("without a data_loader, sample_rate and expected_batch_size must be given")
+        if users is not None or not poisson_sampling:
+            raise ValueError("users and poisson_sampling=False need a data_loader, whose examples they are about")
         number("sample_rate", sample_rate, 0, 1, open_low=True)
         number("expected_batch_size", expected_batch_size, open_low=True)
-        steps = math.ceil(1 / sample_rate)
+        steps, epoch, members = math.ceil(1 / sample_rate), None, []
     else:
         if sample_rate is not None or expected_batch_size is not None:
             raise ValueError("sample_rate and expected_batch_size follow from the data_loader: leave them out")
         check_loader(data_loader)
+        members = _members(len(data_loader.dataset), users)
         steps = len(data_loader)
         sample_rate = 1 / steps
-        expected_batch_size = len(data_loader.dataset) * sample_rate
-    sigma = _sigma(noise_multiplier, target_epsilon, target_delta, epochs, sample_rate, steps, accountant)
-    mechanism, processes = Mechanism(accountant, sigma, sample_rate, max_grad_norm, clipping), Processes()
-    examples = None if data_loader is None else len(data_loader.dataset)
-    processes.agree(model, asdict(mechanism) | {"number of examples": examples, "batch size": expected_batch_size})
+        expected_batch_size = len(members) * sample_rate
+        epoch = None if poisson_sampling else steps
+        if epoch:
+            expected_batch_size = data_loader.batch_size if users is None else math.ceil(expected_batch_size)
+    spending = (sample_rate, steps) if epoch is None else (1.0, 1)  # the rate of a step that counts, and how many do
+    sigma = _sigma(noise_multiplier, target_epsilon, target_delta, epochs, *spending, accountant)
+    number_of_users = None if users is None else len(members)
+    mechanism = Mechanism(accountant, sigma, sample_rate, max_grad_norm, clipping, number_of_users, epoch)
+    Clip(mechanism.at(0).max_grad_norm, clipping)  # refuses what it cannot clip to
+    if max_epsilon is not None and target_delta is None:
+        raise ValueError(f"max_epsilon={max_epsilon!r} needs a target_delta")
+    max_steps = math.inf if max_epsilon is None else mechanism.steps_within(max_epsilon, target_delta)
+    processes = Processes()
+    told = {"number of examples": len(members), "batch size": expected_batch_size}
+    processes.agree(model, asdict(mechanism.at(0)) | told)
     private = Private(
         model,
         optimizer,
@@ -423,9 +568,28 @@ def make_private(
         Randomness(seed, secure=secure),
         processes,
     )
+    private.max_steps = max_steps
+    try:
+        mechanism.at(0).clip.limits(private.layers)
+    except ValueError:
+        private.remove()
+        raise
     if data_loader is not None:
-        private.data_loader = PoissonLoader(data_loader, private, max_physical_batch_size)
+        shuffled = None if epoch is None else expected_batch_size
+        limit = max_physical_batch_size or len(data_loader.dataset)
+        samples = sample_rate, steps, private.randomness, processes, limit, shuffled
+        private.data_loader = PrivateLoader(data_loader, private, PrivateSampler(members, *samples))
     return private
+
+
+def _members(count: int, users) -> list[list[int]]:
+    """The indices of each user's examples, in the order of the first ones; without users each example is alone."""
+    if users is None:
+        return [[index] for index in range(count)]
+    members: dict[int, list[int]] = {}
+    for index, user in enumerate(numbered(users, count).tolist()):
+        members.setdefault(user, []).append(index)
+    return list(members.values())
 
 
 def _not_by_others(private: weakref.ref) -> Callable:
@@ -448,7 +612,7 @@ def _check(model: torch.nn.Module, optimizer: torch.optim.Optimizer, criterion: 
     for name, value, kind in (("model", model, torch.nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
-    if not callable(criterion):
+    if criterion is not None and not callable(criterion):
         raise TypeError(f"criterion must be callable, got {type(criterion).__name__}")
     if not model.training:
         raise ValueError("the model is in evaluation mode: call model.train() first")
@@ -472,7 +636,7 @@ def _sigma(noise_multiplier, target_epsilon, target_delta, epochs, sample_rate, 
             f"target_epsilon={target_epsilon!r}"
         )
     if noise_multiplier is not None:
-        return number("noise_multiplier", noise_multiplier)
+        return noise_multiplier if callable(noise_multiplier) else number("noise_multiplier", noise_multiplier)
     number("target_epsilon", target_epsilon, open_low=True)
     if target_delta is None or epochs is None:
         raise ValueError(f"target_epsilon needs target_delta and epochs, got {target_delta!r} and {epochs!r}")

@@ -4,7 +4,8 @@ Everything drawn belongs to a numbered draw, so that a run that was killed goes 
 the seed can take the noise off again: a seed is for experiments, ``secure`` is for releases. Then the numbers come from
 ChaCha20 under a key that is never stored, and each noise value is half the sum of four normal ones, whose last bits do
 not tell the value without noise (Mironov, CCS 2012; Holohan & Braghin, arXiv 2107.10138). Otherwise they come from
-Philox under a key of 128 bits: PyTorch's CPU generator takes 32 bits of a seed, which can be tried out.
+Philox under a key of 128 bits: PyTorch's CPU generator takes 32 bits of a seed, which can be tried out. Orders of
+shuffled epochs come from a seed of their own, which is no secret and is kept with a training's state.
 """
 
 import hashlib
@@ -42,6 +43,7 @@ class Randomness:
             raise ValueError(f"secure=True takes no seed, got seed={seed!r}: noise that can be repeated can be removed")
         self.secure = secure
         self._seed = secrets.randbits(128) if seed is None else whole_number("seed", seed, 0)
+        self.shuffling = secrets.randbits(128) if seed is None else seed  # may be stored
         self._stream = Cipher(algorithms.ChaCha20(secrets.token_bytes(32), bytes(16)), mode=None).encryptor()
 
     def add_noise(self, sums: dict[str, torch.Tensor], std: float, draw: int) -> None:
@@ -60,8 +62,12 @@ class Randomness:
         uniform = self._uniform(size).numpy() if self.secure else self._generator("sample", draw).random(size)
         return np.flatnonzero(uniform < rate).tolist()
 
-    def _generator(self, purpose: str, draw: int) -> np.random.Generator:
-        digest = hashlib.sha256(f"{self._seed} {purpose} {draw}".encode()).digest()
+    def order(self, size: int, epoch: int) -> np.ndarray:
+        """The numbers below ``size``, shuffled for an epoch; no ε depends on it."""
+        return self._generator("order", epoch, self.shuffling).permutation(size)
+
+    def _generator(self, purpose: str, draw: int, seed: int | None = None) -> np.random.Generator:
+        digest = hashlib.sha256(f"{self._seed if seed is None else seed} {purpose} {draw}".encode()).digest()
         return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
 
     def _uniform(self, *shape: int) -> torch.Tensor:

@@ -535,7 +535,7 @@ def test_steps_out_of_order_are_refused():
     [
         (0, "gpt2", "model must be a Module, got str"),
         (1, None, "optimizer must be a Optimizer, got NoneType"),
-        (3, None, "criterion must be callable, got NoneType"),
+        (3, "mean", "criterion must be callable, got str"),
     ],
 )
 def test_what_is_no_model_optimizer_or_criterion(place, value, message):
