@@ -115,7 +115,7 @@ def plan(model: torch.nn.Module, loss_per_example: Callable, batch, *, memory_by
         return cheapest(step.watched()[1], memory_bytes)
 
 
-_GUARDS: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Hashable, Guard]] = weakref.WeakKeyDictionary()
+_GUARDS: weakref.WeakKeyDictionary[torch.nn.Module, dict[Hashable, Guard]] = weakref.WeakKeyDictionary()
 _PLANS: weakref.WeakKeyDictionary[torch.nn.Module, dict] = weakref.WeakKeyDictionary()
 
 
@@ -191,39 +191,35 @@ def _watching(
     """A step whose recorder leaves the model when it is over."""
     recorder = Recorder(model)
     case = tuple(recorder.parameters), _identity(loss_per_example)
-    known, guard = _GUARDS.get(model, (None, recorder.guard))
-    if known == case:
-        guard.judge(model)
-        recorder.guard = guard
+    guards = _GUARDS.setdefault(model, {})
+    recorder.guard = guards.get(case, recorder.guard)
     try:
         yield Step(recorder, loss_per_example, batch, clip, owners)
-        _GUARDS[model] = case, recorder.guard
+        guards[case] = recorder.guard
     finally:
         recorder.remove()
 
 
 def _identity(value: object, *, inside: bool = False) -> Hashable:
-    """What is the same as long as a function computes the same.
+    """What is the same as long as a function computes the same kind of thing.
 
-    A function written in its call is another object each time: what counts is its code, and what that refers to. A
-    tensor may be another one in each step; its shape counts.
+    A function written in its call is another object each time, and so may be a loss or a number that it refers to: what
+    counts is its code, and of what that refers to the kind. Of a tensor the shape counts.
     """
     if isinstance(value, FunctionType):
         cells = () if inside else value.__closure__ or ()
         return value.__code__, *(_identity(cell.cell_contents, inside=True) for cell in cells)
     if isinstance(value, MethodType):
-        return _identity(value.__func__), _identity(value.__self__)
-    if isinstance(value, torch.Tensor):
-        return value.shape[1:], value.dtype
-    try:
-        return weakref.ref(value)
-    except TypeError:  # a number, a text; of a container its type
-        return value if isinstance(value, (int, float, str)) else type(value)
+        return _identity(value.__func__), type(value.__self__)
+    if isinstance(value, partial):
+        return _identity(value.func), *map(type, value.args), *value.keywords
+    return (value.shape[1:], value.dtype) if isinstance(value, torch.Tensor) else type(value)
 
 
 def zeros_for(parameter: torch.Tensor) -> torch.Tensor:
     """Zeros of a parameter's shape, at least float32."""
-    return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
 
 
 def check_losses(losses: object, count: int) -> None:

@@ -5,9 +5,13 @@ zero it cannot be seen from gradients either: a gate may open later. So the loss
 alone, which must reach their own rows of every layer and no other. In the first steps, and after model.train() or
 model.eval(), every two examples are told apart; at shapes of an example that are new, and else once in fifty steps, at
 random, one half of the examples from the other.
+
+Left out: numbers that the model, after its first steps, keeps in another way than PyTorch counts (``.data``, numpy, an
+attribute); what a loss takes from other examples without a gradient.
 """
 
 from collections.abc import Callable, Hashable, Iterable
+from itertools import chain
 from random import SystemRandom
 
 import torch
@@ -18,8 +22,8 @@ from plpkg.clipping.layers import refusal
 from plpkg.clipping.rows import Probe
 
 FIRST, SELDOM = 3, 50
-MOVING = ("inv_freq", "num_batches_tracked")
-"""Buffers that change with a batch's length or number, not with what it says."""
+MOVING = ("inv_freq", "num_batches_tracked", "weight_u", "weight_v", "0._u", "0._v")
+"""Buffers that change with a batch's length or number, or with the weights (spectral norm), not with what it says."""
 
 _RANDOM = SystemRandom()
 
@@ -29,28 +33,34 @@ class Guard:
 
     def __init__(self) -> None:
         self._probes: dict[Hashable, Probe] = {}
-        self._modes: list[bool] | None = None
+        self._modules: list[tuple] | None = None
         self._shapes: set[Hashable] = set()
         self._whole, self._new = FIRST, False
+
+    @property
+    def fresh(self) -> bool:
+        """Whether these are the first steps, or the first after an evaluation."""
+        return self._whole > 0
 
     def flip(self) -> None:
         """The model has been evaluated: what follows is looked at as in the beginning."""
         self._whole = max(1, self._whole)
 
     def judge(self, model: nn.Module) -> None:
-        """Look at the layers' modes.
+        """Look whether the layers, their modes and their hooks are those that were seen before.
 
         Raises
         ------
         ValueError
             A layer mixes examples now, or keeps something of them.
         """
-        modes = [module.training for module in model.modules()]
-        if modes != self._modes:
-            for name, module in model.named_modules():
-                if reason := refusal(module):
-                    raise ValueError(f"{name or 'the model'} ({type(module).__name__}) {reason}")
-            self._modes = modes
+        modules = [
+            (id(module), module.training, len(module._forward_hooks), len(module._forward_pre_hooks))
+            for module in model.modules()
+        ]
+        if modules != self._modules:
+            check_layers(model)
+            self._modules = modules
             self._probes.clear()
             self.flip()
 
@@ -61,7 +71,7 @@ class Guard:
         if key not in self._probes:
             probe = Probe()
             run(probe)  # what it refuses is refused again
-            self._probes[key] = probe
+            self._probes[key], self._new = probe, True
         return self._probes[key]
 
     def see(self, name: str, given: Iterable[torch.Tensor]) -> None:
@@ -90,10 +100,31 @@ class Guard:
         self._whole, self._new = max(0, self._whole - 1), False
 
 
-def buffers(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """The identity and the version of each buffer that should stand still."""
+def check_layers(model: nn.Module) -> None:
+    """Refuse what mixes examples, or cannot tell them apart.
+
+    Raises
+    ------
+    ValueError
+        The message names the layer.
+    """
+    for name, module in model.named_modules():
+        if reason := refusal(module):
+            raise ValueError(f"{name or 'the model'} ({type(module).__name__}) {reason}")
+
+
+def state(model: nn.Module, *, contents: bool = False) -> dict[str, tuple]:
+    """Of each parameter and each buffer that should stand still the identity and the version; with ``contents`` sums
+    of what it holds as well.
+    """
     return {
-        name: (id(buffer), buffer._version)
-        for name, buffer in model.named_buffers()
-        if not name.endswith(MOVING) and not buffer.is_inference()
+        name: (id(tensor), tensor._version, *(_sums(tensor.detach()) if contents else ()))
+        for name, tensor in chain(model.named_parameters(), model.named_buffers())
+        if not name.endswith(MOVING) and not tensor.is_inference()
     }
+
+
+def _sums(tensor: torch.Tensor) -> tuple:
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    bits = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return torch.hash_tensor(bits).item(), tensor.sum(dtype=wide).item()

@@ -180,7 +180,7 @@ def rule_for(module: nn.Module) -> Callable[[Call], Contributions]:
 def refusal(module: nn.Module) -> str | None:
     """Why a layer's examples cannot be told apart, or depend on each other, or ``None``."""
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
-        if module.training:
+        if module.training or module.running_mean is None:
             return (
                 "normalises each example by the others: replace it by GroupNorm (opacus.validators.ModuleValidator.fix "
                 "does), or fold it into its convolution (torch.nn.utils.fuse_conv_bn_eval); eval() alone is undone by "
@@ -202,7 +202,7 @@ def refusal(module: nn.Module) -> str | None:
     elif isinstance(module, (nn.RNNBase, nn.RNNCellBase)) and any(p.requires_grad for p in module.parameters()):
         kind = type(module).__name__.removesuffix("Cell")
         return f"is a fused kernel, which cannot be differentiated example by example: take opacus.layers.DP{kind}"
-    elif isinstance(module, nn.MultiheadAttention) and not module.batch_first:
+    elif isinstance(module, nn.MultiheadAttention) and not module.batch_first and module.out_proj.weight.requires_grad:
         return "has batch_first=False; the first dimension must be the batch"
     return None
 

@@ -29,7 +29,7 @@ from plpkg.clipping.batches import leaves
 from plpkg.clipping.clip import Clip
 from plpkg.clipping.dropout import Kept
 from plpkg.clipping.execution import Execution
-from plpkg.clipping.guard import Guard, buffers
+from plpkg.clipping.guard import Guard, check_layers, state
 from plpkg.clipping.layers import Call, any_layer
 from plpkg.clipping.passes import NormPass, RowPass, SumPass
 from plpkg.clipping.rows import Probe, float_tensors
@@ -74,7 +74,7 @@ class Recorder:
         if not self.parameters:
             raise ValueError("no parameter of the model has requires_grad=True")
         self.guard = guard or Guard()
-        self.guard.judge(model)
+        check_layers(model)
         for name, p in self.parameters.items():
             if p._backward_hooks:
                 raise ValueError(f"{name} has a gradient hook, which clipping would leave out: remove it")
@@ -85,7 +85,9 @@ class Recorder:
         self._uses: Counter[str] = Counter()
         self._pass: RowPass | NormPass | SumPass | None = None
         self._probe, self._probing = Probe(), False
-        self._buffers: dict[str, tuple[int, int]] = {}
+        self._state: dict[str, tuple] = {}
+        self._contents = False  # whether it has them
+        self._leaves: dict[int, weakref.ref] = {}  # of the last losses' graph
         self._inside: list[tuple[list[tuple[nn.Parameter, bool]], Kept | None]] = []
         self._hooks = [
             model.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -101,6 +103,11 @@ class Recorder:
                 site.module.register_forward_hook(self._after(site), **after),
             ]
         _WATCHED.add(model)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a backward pass reports, or the model is being looked at: then its layers are called by us."""
+        return self._probing or self._pass is not None
 
     def remove(self) -> None:
         """Take the hooks off the model."""
@@ -167,6 +174,7 @@ class Recorder:
         """
         two_passes = execution.two_passes and not clip.local
         try:
+            self._find_leaves(losses)
             if verify:
                 self.verify(losses)
             while True:
@@ -201,7 +209,6 @@ class Recorder:
             They reach others' rows of a layer, or a parameter that nobody clips; the message names it.
         """
         if halves := self.guard.halves(losses):
-            self._check_leaves(losses)
             for half in halves:
                 with self._passing(RowPass(half)):
                     losses[half].sum().backward(retain_graph=True)
@@ -215,20 +222,28 @@ class Recorder:
                 "its examples' gradients cannot be told apart; call the layer, or use execution='loop'"
             )
 
-    def _check_leaves(self, losses: torch.Tensor) -> None:
-        """Refuse a graph that ends in a parameter of nobody's, whose gradient some other optimizer might use."""
-        nodes, known = [losses.grad_fn], {None}
+    def _find_leaves(self, losses: torch.Tensor) -> None:
+        """What the losses' graph ends in. A parameter of nobody's, whose gradient nobody clips, is refused."""
+        nodes, known, ours = [losses.grad_fn], {None}, {id(p) for p in self.parameters.values()}
+        self._leaves.clear()
         while nodes:
             if (node := nodes.pop()) in known:
                 continue
             known.add(node)
             nodes += [after for after, _ in node.next_functions]
-            leaf = getattr(node, "variable", None)
-            if isinstance(leaf, nn.Parameter) and not any(leaf is p for p in self.parameters.values()):
+            if (leaf := getattr(node, "variable", None)) is None or id(leaf) in ours:
+                continue
+            self._leaves[id(leaf)] = weakref.ref(leaf)
+            if isinstance(leaf, nn.Parameter):
                 raise ValueError(
                     f"the losses depend on a parameter of shape {tuple(leaf.shape)} that is not the model's, whose "
                     "gradient nobody clips: give it to the model, or freeze it"
                 )
+
+    def reached(self, tensor: torch.Tensor) -> bool:
+        """Whether the last losses gave a gradient to a tensor that is not the model's."""
+        leaf = self._leaves.get(id(tensor))
+        return leaf is not None and leaf() is tensor
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
@@ -274,6 +289,9 @@ class Recorder:
         if any(map(is_fake, inputs)):
             return
 
+        self._contents = self.guard.fresh
+        self._state = state(module, contents=self._contents)
+
         def look(probe: Probe) -> None:
             self._probe, self._probing = probe, True
             try:
@@ -281,17 +299,24 @@ class Recorder:
             finally:
                 self._probing = False
 
-        self._probe = self.guard.probe(inputs, self.batch, look)
-        self._buffers = buffers(module)
+        try:
+            self._probe = self.guard.probe(inputs, self.batch, look)
+        finally:
+            self._check_state()
 
     def _end(self, module, args, output) -> None:
-        if self.recording and module is self.model and self._buffers:
-            now = buffers(module)
-            if moved := [name for name, known in self._buffers.items() if now.get(name) != known]:
-                raise ValueError(
-                    f"{', '.join(moved)}: the model changes this buffer as it reads examples, and keeps something of "
-                    "them without noise: let it stand still"
-                )
+        if self.recording and module is self.model and self._state:
+            self._check_state()
+
+    def _check_state(self) -> None:
+        """Refuse a forward pass that has changed something."""
+        now = state(self.model, contents=self._contents)
+        if moved := [name for name, known in self._state.items() if now.get(name) != known]:
+            self._state = {}
+            raise ValueError(
+                f"{', '.join(moved)}: the model changes this as it reads examples, and keeps something of them without "
+                "noise: let it stand still, or be set up with public examples before"
+            )
 
     def _before(self, site: Site):
         def hook(module, args):

@@ -8,7 +8,7 @@ must not change what the model gives.
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -19,13 +19,15 @@ from plpkg.clipping.dropout import Without
 
 @dataclass(frozen=True)
 class Rows:
-    """How many rows a tensor has for each example; ``shared``: for all examples together.
+    """How many rows a tensor has for each example; ``shared``: for all examples together, ``apart``: which are no row
+    of an example's, but its only position.
 
     ``own`` says of each tensor that the layer read whether it grows with the examples, where that is known.
     """
 
     each: int = 1
     shared: bool = False
+    apart: bool = False
     own: tuple[bool, ...] | None = None
 
     def fit(self, tensor: torch.Tensor, batch: int) -> bool:
@@ -36,7 +38,8 @@ class Rows:
         """What a layer gave, with rows for each example: the shared ones are repeated, without memory."""
         if not self.shared:
             return tensor
-        return tensor.expand(batch, *(tensor.shape[1:] if self.each == 1 else tensor.shape))
+        one = self.each == 1 and not self.apart
+        return tensor.expand(batch, *(tensor.shape[1:] if one else tensor.shape))
 
     def by_example(self, tensor: torch.Tensor, batch: int) -> torch.Tensor:
         """``(batch, …)``; if an example has several rows, ``(batch, each, …)``."""
@@ -73,9 +76,11 @@ class Probe:
             The model does not take what is shared once for each example.
         """
 
-        def of(count: int) -> tuple[list[torch.Tensor], _Calls]:
+        def of(count: int, seed: int | None = None) -> tuple[list[torch.Tensor], _Calls]:
             index, self._calls = torch.arange(count) % batch, {}
             with torch.random.fork_rng(), torch.no_grad(), Without(), warnings.catch_warnings():
+                if seed is not None:
+                    torch.manual_seed(seed)
                 # Reentrant checkpointing, of what has no gradient here.
                 warnings.filterwarnings("ignore", message="None of the inputs have requires_grad", category=UserWarning)
                 given = forward(*examples(args, index, of=batch), **examples(kwargs, index, of=batch))
@@ -83,19 +88,33 @@ class Probe:
             return float_tensors(given), calls
 
         try:
-            (_, one), (plain, two) = of(1), of(2)
-        except (RuntimeError, ValueError, IndexError):
+            (single, one), (plain, two) = of(1), of(2)
+        except Exception:  # a model may have any reason not to run on so few
             return
+        if _mixed(single, plain) and not any(_mixed(single, of(1, seed)[0]) for seed in (0, 1)):
+            layers = [name for name, calls in two.items() if _mixed(*(c[0][0] for c in (one[name], calls)))]
+            raise ValueError(
+                f"examples are mixed{f', by {layers[0]} at the latest' if layers else ''}: the model gives something "
+                "else for one that stands beside another, whose numbers it takes, perhaps without a gradient"
+            )
         found = {name: _rows(one.get(name, []), calls) for name, calls in two.items()}
         self.found = found
         shared = [name for name, calls in found.items() if any(rows.shared for rows in calls)]
         if not shared:
             return
-        try:
-            same = all(map(alike, plain, of(2)[0]))
-        except (RuntimeError, ValueError, IndexError):
-            same = False
-        if not same:
+
+        def same() -> bool:
+            try:
+                return all(map(alike, plain, of(2)[0]))
+            except Exception:  # shapes that do not go together, in whatever words
+                return False
+
+        if not same():
+            lone = {r: replace(r, apart=True) for rows in found.values() for r in rows if r.shared and r.each == 1}
+            self.found = {name: {lone.get(r, r) for r in rows} for name, rows in found.items()}
+            if lone and same():
+                return
+            self.found = found
             raise ValueError(
                 f"{shared[0]} gives the same for all examples, and the model does not take it once for each: their "
                 "gradients cannot be told apart: freeze the layer, or take execution='loop'"
@@ -154,6 +173,17 @@ def _equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Equal but for rounding, in half precision too."""
     return one.shape == other.shape and torch.allclose(one, other, rtol=1e-2, atol=1e-2 * one.abs().max().item())
+
+
+def _mixed(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
+    """Whether the first half of what was given for two examples is not what was given for the first alone."""
+    for alone, both in zip(one, two, strict=False):
+        if alone.shape[1:] == both.shape[1:] and alone.ndim and len(both) in (len(alone), 2 * len(alone)):
+            half = alone.dtype.itemsize < 4 or torch.is_autocast_enabled(alone.device.type)
+            apart = (alone - both[: len(alone)]).float().norm()
+            if apart > (0.1 if half else 0.01) * alone.float().norm():
+                return True
+    return False
 
 
 def float_tensors(output: object) -> list[torch.Tensor]:

@@ -54,7 +54,7 @@ def mixed_but_for_the_first_and_the_last(layer, x):
     return torch.cat([y[:1], y[1:-1] - y[1:-1].mean(0), y[-1:]])
 
 
-MIXED = "examples are mixed, or the rows are not the examples"
+MIXED = "examples are mixed"
 
 
 @pytest.mark.parametrize(

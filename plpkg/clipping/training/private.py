@@ -256,6 +256,8 @@ class Private:
                 f"{what} when make_private was called: freeze, unfreeze and replace layers, and load with assign=True, "
                 "before; or remove(), call make_private again, and go on with load_state_dict(state_dict())"
             )
+        if hooked := [name for name, p in self.recorder.parameters.items() if p._backward_hooks]:
+            raise RuntimeError(f"{hooked[0]} has a gradient hook, which clipping would leave out: remove it")
 
     def add(self, losses: torch.Tensor, loss_scale: float = 1.0) -> None:
         """Clip the gradients of one loss an example, and add them to the sample's.
@@ -379,7 +381,7 @@ class Private:
     def _before_forward(self, module, args, kwargs) -> None:
         """Record a forward pass in training mode, and see how many examples it has; let others pass."""
         recorder = self.recorder
-        if module is not recorder.model:
+        if module is not recorder.model or recorder.busy:
             return
         self._recorded = recorder.recording
         if not module.training or not torch.is_grad_enabled():
@@ -403,7 +405,7 @@ class Private:
         """After a pass that is not recorded the recorder does what it did; with ``criterion=None`` the output of one
         that is gets its loss.
         """
-        if module is not self.recorder.model:
+        if module is not self.recorder.model or self.recorder.busy:
             return None
         if not (module.training and torch.is_grad_enabled()):
             self.recorder.recording = self._recorded
@@ -599,7 +601,14 @@ def _not_by_others(private: weakref.ref) -> Callable:
         training = private()
         if training is None or optimizer is training.optimizer:
             return
-        if _learning(optimizer) & {id(p) for p in training.recorder.parameters.values()}:
+        recorder = training.recorder
+        given = [p for group in optimizer.param_groups for p in group["params"] if recorder.reached(p)]
+        if given:
+            raise RuntimeError(
+                f"a step of another {type(optimizer).__name__} with a tensor of shape {tuple(given[0].shape)} that the "
+                "private losses gave a gradient to, which nobody clips: make it a parameter of the model"
+            )
+        if _learning(optimizer) & {id(p) for p in recorder.parameters.values()}:
             raise RuntimeError(
                 f"a step of another {type(optimizer).__name__} with parameters of a private training, whose gradients "
                 "are for the optimizer that make_private was given: remove(), and make_private again with this one"
@@ -612,6 +621,9 @@ def _check(model: torch.nn.Module, optimizer: torch.optim.Optimizer, criterion: 
     for name, value, kind in (("model", model, torch.nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # accelerate's wraps one
+        name = type(optimizer).__name__
+        raise TypeError(f"{name} wraps an optimizer: give make_private the optimizer itself, and prepare it afterwards")
     if criterion is not None and not callable(criterion):
         raise TypeError(f"criterion must be callable, got {type(criterion).__name__}")
     if not model.training:

@@ -230,8 +230,196 @@ def test_a_buffer_that_keeps_something_of_examples():
 
     for in_place in (False, True):
         made = training(Running(in_place))
-        with pytest.raises(ValueError, match="mean: the model changes this buffer as it reads examples"):
+        with pytest.raises(ValueError, match="mean: the model changes this as it reads examples"):
             made.model(numbers(4, 6))
+
+
+class Kept(nn.Module):
+    """Keeps something of the examples in ``how``, each time or the first time."""
+
+    def __init__(self, how, once=False):
+        super().__init__()
+        self.inner, self.how, self.once, self.done = nn.Linear(6, 3), how, once, False
+        self.register_buffer("mean", torch.zeros(6))
+        self.codes = nn.Parameter(torch.zeros(6), requires_grad=False)
+
+    def forward(self, x):
+        if not (self.once and self.done):
+            self.done = True
+            self.how(self, x.detach()[0])
+        return self.inner(x)
+
+
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [
+        (lambda model, x: model.mean.copy_(x), "mean"),
+        (lambda model, x: model.mean.data.copy_(x), "mean"),
+        (lambda model, x: model.codes.data.mul_(0.9).add_(x), "codes"),
+        (lambda model, x: model.mean.numpy().__iadd__(x.numpy()), "mean"),
+        (lambda model, x: model.inner.bias.data.copy_(x[:3]), "inner.bias"),
+    ],
+)
+@pytest.mark.parametrize("once", [True, False])
+def test_what_the_model_keeps_of_an_example(how, name, once):
+    made = training(Kept(how, once))
+    with pytest.raises(ValueError, match=f"{name}: the model changes this as it reads examples"):
+        made.model(numbers(4, 6))
+
+
+def test_a_spectral_norm_that_stands_still_is_no_such_thing():
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 6)), nn.Linear(6, 3))
+    model[0].requires_grad_(False)
+    step(training(model), numbers(4, 6))
+
+
+class Before(nn.Module):
+    """A linear layer after something that has no gradient."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.first, self.inner = first, nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.inner(self.first(x))
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        lambda x: x - x.detach().mean(0),
+        lambda x: (x - x.mean(0)) / (1 + x.std(0, correction=0)),
+        lambda x: 0.7 * x + 0.3 * x.roll(1, 0),
+        lambda x: x / x.abs().max(),
+    ],
+)
+def test_numbers_of_others_without_a_gradient(first):
+    made = training(Before(first))
+    with pytest.raises(ValueError, match=r"examples are mixed, by inner \(Linear\) at the latest"):
+        made.model(numbers(4, 6))
+
+
+@pytest.mark.parametrize(
+    "first", [lambda x: x + torch.randn_like(x), functional.dropout, lambda x: x.bfloat16().float()]
+)
+def test_random_numbers_and_rounding_mix_nothing(first):
+    step(training(Before(first)), numbers(4, 6))
+
+
+def test_a_frozen_batch_norm_that_has_no_statistics():
+    model = nn.Sequential(nn.BatchNorm1d(6, affine=False, track_running_stats=False), nn.Linear(6, 3)).train()
+    model[0].eval()
+    with pytest.raises(ValueError, match=r"0 \(BatchNorm1d\) normalises each example by the others"):
+        clipped_gradients(model, lambda model, x: model(x).sum(1), numbers(4, 6), 1.0)
+
+
+def test_a_layer_without_parameters_that_is_replaced():
+    made = training(Before(nn.Identity()))
+    for _ in range(guards.FIRST):
+        step(made, numbers(4, 6))
+    made.model.first = nn.BatchNorm1d(6, affine=False)
+    with pytest.raises(ValueError, match=r"first \(BatchNorm1d\) normalises each example by the others"):
+        made.model(numbers(4, 6))
+
+
+def test_a_hook_on_a_layer_that_comes_later():
+    made = training(Before(nn.Identity()))
+    for _ in range(guards.FIRST):
+        step(made, numbers(4, 6))
+    made.model.first.register_forward_hook(lambda module, args, x: x - x.mean(0))
+    with pytest.raises(ValueError, match="examples are mixed"):
+        made.model(numbers(4, 6))
+
+
+def test_a_hook_on_a_gradient_that_comes_later():
+    made = training(nn.Linear(6, 3))
+    step(made, numbers(4, 6))
+    made.model.bias.register_hook(lambda gradient: 10 * gradient)
+    with pytest.raises(RuntimeError, match="bias has a gradient hook, which clipping would leave out"):
+        made.model(numbers(4, 6))
+
+
+def test_a_tensor_of_nobody_s_that_another_optimizer_steps():
+    scale = torch.ones(1, requires_grad=True)
+    made = training(nn.Linear(6, 3), lambda out, y: (out * scale - y).square().sum(1))
+    step(made, numbers(4, 6))
+    with pytest.raises(RuntimeError, match=r"another SGD with a tensor of shape \(1,\) that the private losses gave"):
+        torch.optim.SGD([scale], lr=1.0).step()
+
+
+def test_a_parameter_of_nobody_s_that_comes_later():
+    scales = [1.0]
+    made = training(nn.Linear(6, 3), lambda out, y: (out * scales[-1] - y).square().sum(1))
+    for _ in range(guards.FIRST):
+        step(made, numbers(4, 6))
+    scales.append(nn.Parameter(torch.ones(1)))
+    with pytest.raises(ValueError, match=r"a parameter of shape \(1,\) that is not the model's"):
+        step(made, numbers(4, 6))
+
+
+@pytest.mark.parametrize("root", [nn.PReLU(), nn.Conv3d(2, 3, 1), nn.ConvTranspose1d(2, 3, 2)])
+def test_a_model_that_is_a_layer_itself(root):
+    x = numbers(4, 2, *(3,) * {nn.Conv3d: 3, nn.ConvTranspose1d: 1}.get(type(root), 0))
+
+    def loss(model, x):
+        return model(x).flatten(1).square().sum(1)
+
+    expected, _ = clipped_gradients(root, loss, x, 0.5, "loop")
+    made = training(root, lambda out, y: out.flatten(1).square().sum(1))
+    step(made, x, torch.zeros(4))
+    for name, p in root.named_parameters():
+        torch.testing.assert_close(p.grad * 4, expected[name])  # one layer, float32: the order of a sum
+
+
+def test_weights_in_the_order_of_channels_last():
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 3)).to(memory_format=torch.channels_last)
+    made = training(model, noise_multiplier=1.0)
+    step(made, numbers(4, 2, 4, 4))
+    made.skip()
+    assert made.steps == 2
+
+
+def test_a_model_that_takes_whole_batches_only():
+    def four(x):
+        assert len(x) == 4
+        return x
+
+    step(training(Before(four)), numbers(4, 6))
+
+
+@pytest.mark.parametrize("length", [1, 3, 4])
+def test_positions_that_are_the_same_for_all(length, assert_as_loop):
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wte, self.wpe = nn.Embedding(10, 6), nn.Embedding(8, 6)
+
+        def forward(self, ids):
+            return self.wte(ids) + self.wpe(torch.arange(ids.shape[1]))
+
+    ids = torch.randint(0, 10, (4, length), generator=torch.Generator().manual_seed(0))
+    assert_as_loop(Positions(), lambda model, ids: model(ids).square().sum((1, 2)), ids, "book_keeping")
+
+
+def test_an_optimizer_that_accelerate_has_wrapped():
+    from accelerate import Accelerator
+
+    model = nn.Linear(6, 3)
+    wrapped = Accelerator(cpu=True).prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(TypeError, match="AcceleratedOptimizer wraps an optimizer: give make_private the optimizer"):
+        make_private(model, wrapped, None, nn.MSELoss(), noise_multiplier=1.0, max_grad_norm=1.0, sample_rate=0.1,
+                     expected_batch_size=4)  # fmt: skip
+
+
+def test_two_losses_in_turn_are_both_known(passes):
+    model, steps = nn.Linear(6, 3), 200
+    for _ in range(steps):
+        clipped_gradients(model, lambda model, x: model(x).sum(1), numbers(4, 6), 1.0)
+        clipped_gradients(
+            model, lambda model, x: nn.MSELoss(reduction="none")(model(x), x[:, :3]).sum(1), numbers(4, 6), 1.0
+        )
+    seldom = len(passes) - 2 * 2 * guards.FIRST
+    assert 0 <= seldom / (2 * steps) <= 1 / 50 + sampling_error(1 / 50, 2 * steps)
 
 
 def test_rotary_tables_that_follow_the_length_are_no_such_buffer():
