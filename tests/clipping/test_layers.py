@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from opacus.layers import DPGRU, DPLSTM, DPRNN, DPMultiheadAttention
+from opacus.layers import DPGRU, DPLSTM, DPRNN, DPMultiheadAttention, SequenceBias
 from torch import nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm, Gemma2TextScaledWordEmbedding
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -123,6 +123,7 @@ CASES = {
     "Conv3d": (lambda: nn.Conv3d(2, 3, 2), floats(2, 3, 4, 3), plain),
     "ConvTranspose1d": (lambda: nn.ConvTranspose1d(4, 3, 3, stride=2), floats(4, 7), plain),
     "ConvTranspose2d": (lambda: nn.ConvTranspose2d(4, 3, 3), floats(4, 5, 4), plain),
+    "ConvTranspose3d": (lambda: nn.ConvTranspose3d(2, 3, 2), floats(2, 3, 2, 3), plain),
     "Embedding": (lambda: nn.Embedding(6, 4), ids(9), plain),
     "Embedding, a category": (lambda: nn.Embedding(6, 4), ids(), plain),
     "Embedding, 3-D": (lambda: nn.Embedding(6, 4), ids(3, 2), plain),
@@ -140,6 +141,8 @@ CASES = {
     "GroupNorm": (lambda: nn.GroupNorm(2, 4), floats(4, 5, 3), plain),
     "InstanceNorm1d": (lambda: nn.InstanceNorm1d(4, affine=True), floats(4, 5), plain),
     "InstanceNorm2d": (lambda: nn.InstanceNorm2d(4, affine=True), floats(4, 5, 3), plain),
+    "InstanceNorm3d": (lambda: nn.InstanceNorm3d(4, affine=True), floats(4, 3, 2, 3), plain),
+    "SequenceBias": (lambda: SequenceBias(6, batch_first=True), floats(5, 6), plain),
     "PReLU, one weight": (nn.PReLU, floats(5, 6), plain),
     "PReLU": (lambda: nn.PReLU(5), floats(5, 6), plain),
     "Bilinear": (lambda: nn.Bilinear(6, 6, 3), floats(6), lambda layer, x: layer(x, x.flip(1))),
@@ -302,6 +305,9 @@ def test_layers_that_mix_examples_are_refused_by_name():
     for length in (BATCH, 5):
         message = refused(nn.MultiheadAttention(6, 2), floats(length, 6), to_itself)
         assert "layer (MultiheadAttention) has batch_first=False; the first dimension must be the batch" in message
+        for layer in (DPMultiheadAttention(6, 2), SequenceBias(6)):
+            after = to_itself if isinstance(layer, DPMultiheadAttention) else plain
+            assert "layer" in refused(layer, floats(length, 6), after, (ValueError, NotImplementedError))
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell])
