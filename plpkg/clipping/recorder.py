@@ -85,7 +85,7 @@ class Recorder:
         self._uses: Counter[str] = Counter()
         self._pass: RowPass | NormPass | SumPass | None = None
         self._probe, self._probing = Probe(), False
-        self._state: dict[str, tuple] = {}
+        self._state: list[tuple] = []
         self._contents = False  # whether it has them
         self._leaves: dict[int, weakref.ref] = {}  # of the last losses' graph
         self._inside: list[tuple[list[tuple[nn.Parameter, bool]], Kept | None]] = []
@@ -310,9 +310,10 @@ class Recorder:
 
     def _check_state(self) -> None:
         """Refuse a forward pass that has changed something."""
-        now = state(self.model, contents=self._contents)
-        if moved := [name for name, known in self._state.items() if now.get(name) != known]:
-            self._state = {}
+        known, self._state = self._state, state(self.model, contents=self._contents)
+        if known != self._state:
+            names = {module: name for name, module in self.model.named_modules()}
+            moved = [".".join(filter(None, (names[old[0]], old[1]))) for old in known if old not in self._state]
             raise ValueError(
                 f"{', '.join(moved)}: the model changes this as it reads examples, and keeps something of them without "
                 "noise: let it stand still, or be set up with public examples before"

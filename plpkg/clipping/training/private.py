@@ -47,6 +47,7 @@ from plpkg.clipping.batches import leaves, numbered
 from plpkg.clipping.clip import Clip, clip_dense
 from plpkg.clipping.execution import EXECUTIONS, Execution
 from plpkg.clipping.gradients import check_losses, zeros_for
+from plpkg.clipping.guard import modules_of
 from plpkg.clipping.planner import Plan
 from plpkg.clipping.recorder import Recorder
 from plpkg.clipping.training.accounting import ACCOUNTANTS, Mechanism, noise_for, spent
@@ -247,8 +248,9 @@ class Private:
         """
         self.processes.check()
         known = {id(p) for p in self.recorder.parameters.values()}
-        now = {id(p): name for name, p in self.model.named_parameters() if p.requires_grad}
-        if known != now.keys():
+        there = [p for module in modules_of(self.model) for p in module._parameters.values() if p is not None]
+        if known != {id(p) for p in there if p.requires_grad}:
+            now = {id(p): name for name, p in self.model.named_parameters() if p.requires_grad}
             new = [name for key, name in now.items() if key not in known]
             gone = [name for name, p in self.recorder.parameters.items() if id(p) not in now]
             what = f"{new[0]} learns, which was not there" if new else f"{gone[0]} learns no more"
