@@ -9,19 +9,26 @@
   at random has 1.44 in the mean. The unit of privacy is one fact; the diary's entries, which tell it too, are not
   learnt here, for a secret that is in two examples has twice the ε. ``right`` is how many of the 40 facts the model
   tells when it is asked (greedily); ``bits_per_byte`` here is of public text, which shows what the noise has broken.
+* scale: what noise does to an adapter that has learnt without any, if its factors are scaled against each other, which
+  changes no output: A times s and B by s, for LoRA, where both learn and get the noise, and for PrivateLoRA, where M
+  does between them. The noise is that of ``accuracy``'s σ·C over its expected batch, from 20 steps of SGD at a rate of
+  1: ``noise`` is its Frobenius norm in the product of the factors beside the product's own, a mean over layers and
+  three draws. (arXiv 2606.00944 proves that it grows without bound for LoRA.)
 
 All is ``make_private``: book-keeping, flat clipping, Poisson sampling, the prv accountant, AdamW. Not clipped is a
 bound that no gradient reaches, clipped is no noise. PrivateLoRA's bases are random, or from the gradient of public
 text: never from the private one, whose gradient would be a release of its own.
 
-Run: ``python -m benchmarks.clipping.learning`` (about 50 minutes on one core: rate 7, accuracy 28, exposure 15);
+Run: ``python -m benchmarks.clipping.learning`` (about an hour on one core: rate 7, accuracy 28, exposure 15, scale 8);
 or only some sections, methods and targets. Not part of ``make bench``.
 """
 
 import argparse
 import fcntl
+import itertools
 import math
 import random
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -66,6 +73,7 @@ RATES = {
     "PrivateLoRA r=64": (5e-3, 1e-2),
     "PrivateLoRA r=16, public gradient": (5e-3, 1e-2),
 }
+SCALES, DRAWS = (1, 4, 16, 64), 3
 DIARY_BATCH, DIARY_STEPS = 20, 100
 DIARY_TARGETS = (math.inf, 8.0, 2.0)
 DIARY_METHODS = {
@@ -284,7 +292,59 @@ def rows_of_exposure(chosen, seed: int, targets=()) -> Iterator[dict]:
             yield {"method": label, "case": case, "epsilon_target": target} | measured(model) | spent
 
 
-SECTIONS = {"rate": rows_of_rate, "accuracy": rows_of_accuracy, "exposure": rows_of_exposure}
+def scaled(model, by: float) -> None:
+    """A times ``by``, and B divided: the same function."""
+    with torch.no_grad():
+        for module in model.modules():
+            for name in ("lora", "privatelora"):
+                if hasattr(module, f"{name}_A"):
+                    a, b = getattr(module, f"{name}_A")["default"], getattr(module, f"{name}_B")["default"]
+                    getattr(a, "weight", a).mul_(by)
+                    getattr(b, "weight", b).div_(by)
+
+
+def products(model) -> list[torch.Tensor]:
+    """What each layer's factors add to its weight."""
+    layers = [module for module in model.modules() if hasattr(module, "get_delta_weight")]
+    return [layer.get_delta_weight("default").detach().clone() for layer in layers]
+
+
+def rows_of_scale(chosen, seed: int, targets=()) -> Iterator[dict]:
+    start, tokenizer = backbone()
+    data, test = windows(tokenizer), corpora.encode(test_text(WRITER), tokenizer)
+    rate = 1 / math.ceil(len(data) / BATCH)
+    for label in [m for m in METHODS if not chosen or m in chosen]:
+        model = started(METHODS[label], start, tokenizer)
+        spent = learn(model, data, METHODS[label].lr, BATCH, STEPS, 0.0, NO_BOUND, seed)
+        spent = {key: spent[key] for key in ("examples", "batch", "steps", "lr", "trained")}
+        learning = [p for p in model.parameters() if p.requires_grad]
+        for scale, target in itertools.product(SCALES, targets or [t for t in TARGETS if t < math.inf]):
+            scaled(model, scale)
+            sigma, exact, clean = (
+                sigma_for(target, rate, STEPS),
+                products(model),
+                [p.detach().clone() for p in learning],
+            )
+            std, apart, bits = sigma * MAX_GRAD_NORM / BATCH * STEPS**0.5, [], []
+            for draw in range(DRAWS):
+                generator = torch.Generator().manual_seed(seed + draw)
+                with torch.no_grad():
+                    for p, value in zip(learning, clean, strict=True):
+                        p.copy_(value + std * torch.randn(p.shape, generator=generator))
+                apart += [((a - b).norm() / b.norm()).item() for a, b in zip(products(model), exact, strict=True)]
+                bits.append(score(model, tokenizer, test, seq=256, stride=256).bits_per_byte)
+            with torch.no_grad():
+                for p, value in zip(learning, clean, strict=True):
+                    p.copy_(value)
+            scaled(model, 1 / scale)
+            yield {
+                "method": label, "case": f"scale {scale}", "scale": scale, "epsilon_target": target,
+                "noise_multiplier": round(sigma, 4), "max_grad_norm": MAX_GRAD_NORM, "delta": DELTA,
+                "noise": round(statistics.mean(apart), 4), "bits_per_byte": round(statistics.mean(bits), 4),
+            } | spent  # fmt: skip
+
+
+SECTIONS = {"rate": rows_of_rate, "accuracy": rows_of_accuracy, "exposure": rows_of_exposure, "scale": rows_of_scale}
 
 
 def keep_row(row: dict, seed: int) -> None:
