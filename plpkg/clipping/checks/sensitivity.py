@@ -1,4 +1,4 @@
-"""How far one example moves a training's update: the number that the noise of DP-SGD is scaled by, measured.
+"""How far one example, or one user, moves a training's update: what the noise of DP-SGD is scaled by, measured.
 
 DP-SGD adds noise of standard deviation σ·C to a sum, because nobody's presence moves the sum by more than C
 (Abadi et al., arXiv 1607.00133, Section 3.1). That is a claim about code, and code can be asked: take each example
@@ -8,7 +8,7 @@ neighbouring data sets through an implementation is also what Re:cord-play does,
 Left out: what another batch would show. One batch proves a violation; that there is none, it cannot prove.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,56 +23,65 @@ Update = torch.Tensor | Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Sensitivity(Tabular):
-    """How far each example of a batch moves the update, in units of C.
+    """How far each example of a batch, or each user, moves the update, in units of C.
 
     Attributes
     ----------
     removed
-        By example, ‖step(batch) − step(batch without it)‖ / C.
+        By example (or user), ‖step(batch) − step(batch without it)‖ / C.
     alone
-        By example, ‖step(it alone)‖ / C: how far it moves the update of nobody.
+        By example (or user), ‖step(it alone)‖ / C: how far it moves the update of nobody.
     max_grad_norm
         C.
     tolerance
         How far over C is put down to rounding, in C.
+    users
+        The users' ids, in the order of ``removed``; ``None`` if examples were taken away.
     """
 
     removed: tuple[float, ...]
     alone: tuple[float, ...]
     max_grad_norm: float
     tolerance: float
+    users: tuple | None = None
 
     @property
     def worst(self) -> float:
-        """The farthest that any example moves the update, in C."""
+        """The farthest that any example (or user) moves the update, in C."""
         return max(*self.removed, *self.alone)
 
     @property
     def worst_example(self) -> int:
-        """The place in the batch of the (first) example that moves it so far."""
+        """The place of the (first) example that moves it so far: in the batch, of a user in :attr:`users`."""
         return max(range(len(self.removed)), key=lambda i: max(self.removed[i], self.alone[i]))
 
     @property
     def ok(self) -> bool:
-        """Whether no example moves the update by more than C."""
+        """Whether no example (or user) moves the update by more than C."""
         return self.worst <= 1 + self.tolerance
 
+    @property
+    def unit(self) -> str:
+        """What was taken away."""
+        return "example" if self.users is None else "user"
+
     def rows(self) -> list[dict]:
+        names = range(len(self.removed)) if self.users is None else self.users
         return [
-            {"example": place, "taken away (C)": removed, "alone (C)": alone}
-            for place, (removed, alone) in enumerate(zip(self.removed, self.alone, strict=True))
+            {self.unit: name, "taken away (C)": removed, "alone (C)": alone}
+            for name, removed, alone in zip(names, self.removed, self.alone, strict=True)
         ]
 
     def __repr__(self) -> str:
         verdict = "ok" if self.ok else "violated"
-        examples = f"example {self.worst_example} of {len(self.removed)}"
-        return f"Sensitivity({verdict}: at most {self.worst:.4g} C, C={self.max_grad_norm:g}, by {examples})"
+        worst = f"{self.unit} {self.rows()[self.worst_example][self.unit]} of {len(self.removed)}"
+        return f"Sensitivity({verdict}: at most {self.worst:.4g} C, C={self.max_grad_norm:g}, by {worst})"
 
 
 def check_sensitivity(
-    step: Callable[..., Update], batch, max_grad_norm: float, *, tolerance: float = 1e-4
+    step: Callable[..., Update], batch, max_grad_norm: float, *, users: Sequence | None = None, tolerance: float = 1e-4
 ) -> Sensitivity:
-    """Take each example away from a batch, and take each alone.
+    """Take each example away from a batch, and take each alone; or each user, with all examples of that user.
 
     Parameters
     ----------
@@ -81,17 +90,20 @@ def check_sensitivity(
         of σ·C to. It begins from the same state in every call. Any implementation may be behind it.
     batch
         A tensor, or tensors in tuples, lists and mappings; the first dimension of each is the batch. ``step`` is
-        called ``2·batch + 2`` times, with parts of it.
+        called ``2·batch + 2`` times, with parts of it (``2·users + 2``).
     max_grad_norm
         C.
+    users
+        Whose each example is, ``(batch,)``: ids in a tensor or a sequence. A step that has to know them finds them in
+        its batch.
     tolerance
         In C.
 
     Raises
     ------
     ValueError
-        Bad arguments, an empty batch, an update that is no tensor or changes its shape, a step that gives another
-        update when it is called again.
+        Bad arguments, an empty batch, not one user an example, an update that is no tensor or changes its shape, a
+        step that gives another update when it is called again.
     FloatingPointError
         An update that is not finite.
     """
@@ -107,15 +119,31 @@ def check_sensitivity(
             f"step gives another update when it is called again with the same batch, {gap:.4g} C away: it must begin "
             "from the same state in every call, without noise, dropout and shuffling"
         )
-    alone = [as_vector(step(examples(batch, slice(i, i + 1)))) for i in range(count)]
+    members = members_of(range(count) if users is None else users, count)
+    alone = [as_vector(step(examples(batch, which))) for which in members.values()]
     # Without its only example a batch is empty, and many models cannot run on nothing.
-    rests = (as_vector(step(examples(batch, _all_but(i, count)))) if count > 1 else 0 * whole for i in range(count))
+    rests = (0 * whole if which.all() else as_vector(step(examples(batch, ~which))) for which in members.values())
     return Sensitivity(
         tuple(_distance(whole, rest) / max_grad_norm for rest in rests),
         tuple(_distance(update, 0 * whole) / max_grad_norm for update in alone),
         max_grad_norm,
         tolerance,
+        None if users is None else tuple(members),
     )
+
+
+def members_of(users: Sequence, count: int) -> dict[object, torch.Tensor]:
+    """By user, in the order in which they come: which of ``count`` examples are that user's, ``(batch,)`` of bool.
+
+    Raises
+    ------
+    ValueError
+        Not one user an example.
+    """
+    ids = users.tolist() if isinstance(users, torch.Tensor) else list(users)
+    if len(ids) != count:
+        raise ValueError(f"users must have one id an example, got {len(ids)} for {count} examples")
+    return {user: torch.tensor([user == other for other in ids]) for user in dict.fromkeys(ids)}
 
 
 def as_vector(update: Update) -> torch.Tensor:
@@ -142,7 +170,3 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
     if len(one) != len(other):
         raise ValueError(f"step gave updates of {len(other)} and of {len(one)} numbers: it must give all parameters")
     return torch.linalg.vector_norm(one - other).item()
-
-
-def _all_but(place: int, count: int) -> torch.Tensor:
-    return torch.arange(count) != place

@@ -106,6 +106,32 @@ def test_an_update_may_be_changed_in_place_afterwards():
     assert sensitivity.removed == pytest.approx(CLIPPED, abs=ROUNDING)
 
 
+@pytest.mark.parametrize("ids", [torch.tensor([7, 3, 7, 3]), ["b", "a", "b", "a"]])
+def test_users(ids):
+    """Clipped by themselves, two examples of a user move the sum by up to 2 C; clipped together, by C."""
+    first, second = (7, 3) if isinstance(ids, torch.Tensor) else ("b", "a")
+    by_example = check_sensitivity(clipped_sum, ROWS, C, users=ids)
+    apart = [math.sqrt(0.6**2 + 1.8**2), math.sqrt(1 + 0.2**2)]  # (0.6, 0.8, 0) + (0, 1, 0); (0, 0, 0.2) + (−1, 0, 0)
+    assert by_example.removed == pytest.approx(apart, abs=ROUNDING)
+    assert by_example.alone == pytest.approx(apart, abs=ROUNDING)
+    assert repr(by_example) == f"Sensitivity(violated: at most 1.897 C, C=0.5, by user {first} of 2)"
+    assert [row["user"] for row in by_example.rows()] == [first, second]
+
+    def step(batch):
+        rows, whose = batch
+        return clipped_sum(torch.stack([rows[whose == user].sum(0) for user in whose.unique()]))
+
+    together = check_sensitivity(step, (ROWS, torch.tensor([7, 3, 7, 3])), C, users=ids)
+    assert together.ok
+    assert together.worst == pytest.approx(1, abs=ROUNDING)
+
+
+def test_one_user_is_compared_with_nothing():
+    assert check_sensitivity(clipped_sum, ROWS[:2], C, users=["a", "a"]).removed == pytest.approx(
+        [math.sqrt(1 + 0.2**2)], abs=ROUNDING
+    )
+
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -147,6 +173,7 @@ def restless():
         (clipped_sum, ROWS, {"max_grad_norm": 0.0}, "max_grad_norm must be greater than 0, got 0.0"),
         (clipped_sum, ROWS, {"tolerance": -1.0}, "tolerance must be at least 0, got -1.0"),
         (clipped_sum, ROWS[:0], {}, "at least one example, got 0"),
+        (clipped_sum, ROWS, {"users": "abc"}, "one id an example, got 3 for 4 examples"),
         (clipped_sum, 3, {}, "no tensor in a int"),
         (restless(), ROWS, {}, r"another update .* with the same batch, \d.* C away"),
         (lambda rows: rows.tolist(), ROWS, {}, "a tensor, or a mapping of tensors, got list"),
