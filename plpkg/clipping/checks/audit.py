@@ -7,7 +7,12 @@ part with probability 1/2; the auditor guesses, for as many as he likes, whether
 The bound holds with the stated confidence, and it is loose: far below the true ε even where nothing is left to
 improve in the attack. What it does not contradict, it does not confirm. See :mod:`plpkg.clipping.checks.sensitivity`.
 
-Left out: the tighter bound of f-DP (arXiv 2410.22235), canaries in a real data set, several steps.
+Who knows more assumes more: :func:`gaussian_audit` keeps the scores themselves instead of guesses made of them. With
+normal noise on orthogonal canaries they are normal and independent, and two samples of normal numbers bound how far
+their means are apart exactly, at any number of canaries. (The scores, not guesses, are also what arXiv 2606.12733
+uses, by a limit theorem for their sum over many steps; this bound is not theirs, and needs no limit.)
+
+Left out: the bound of f-DP (arXiv 2410.22235), canaries in a real data set, several steps.
 """
 
 import math
@@ -18,7 +23,7 @@ import numpy as np
 import torch
 from scipy.optimize import brentq
 from scipy.special import log_ndtr
-from scipy.stats import binom
+from scipy.stats import binom, nct
 
 from plpkg.clipping.batches import batch_size, examples
 from plpkg.clipping.checks.sensitivity import Update, as_vector
@@ -145,13 +150,7 @@ def one_run_audit(scores, included, delta: float, confidence: float = 0.95) -> A
     ValueError
         Bad arguments.
     """
-    scores, included = np.asarray(scores, dtype=float), np.asarray(included)
-    if scores.ndim != 1 or len(scores) == 0 or scores.shape != included.shape:
-        raise ValueError(f"scores and included must be one number a canary, got {scores.shape} and {included.shape}")
-    if np.isnan(scores).any():
-        raise ValueError(f"the score of canary {int(np.isnan(scores).argmax())} is not a number")
-    if included.dtype != bool:
-        raise ValueError(f"included must be True or False for each canary, got {included.dtype}")
+    scores, included = _one_number_a_canary(scores, included)
     probability("confidence", confidence)
     count = len(scores)
     ranked = included[np.argsort(-scores, kind="stable")]
@@ -165,6 +164,112 @@ def one_run_audit(scores, included, delta: float, confidence: float = 0.95) -> A
     return Audit(tuple(attempts), count, delta, confidence)
 
 
+@dataclass(frozen=True)
+class GaussianAudit(Tabular):
+    """How far the scores of those who took part are from the others', and what it says.
+
+    Attributes
+    ----------
+    mu
+        The lower bound on the distance of the two means, in standard deviations of the scores.
+    gap, deviation
+        That distance, and the (pooled) standard deviation, as they are in the sample.
+    canaries
+        How many scores there are.
+    delta, confidence
+        δ, and the probability that :attr:`epsilon` is no more than the true ε.
+    """
+
+    mu: float
+    gap: float
+    deviation: float
+    canaries: int
+    delta: float
+    confidence: float
+
+    @property
+    def epsilon(self) -> float:
+        """The lower bound on ε: that of normal noise of 1/``mu`` times what a canary moves."""
+        if self.mu == 0:
+            return 0.0
+        return gaussian_epsilon(1 / self.mu, self.delta) if math.isfinite(self.mu) else math.inf
+
+    def rows(self) -> list[dict]:
+        return [
+            {
+                "canaries": self.canaries,
+                "means apart": self.gap,
+                "standard deviation": self.deviation,
+                "apart at least (standard deviations)": self.mu,
+                "epsilon at least": self.epsilon,
+            }
+        ]
+
+    def __repr__(self) -> str:
+        return (
+            f"GaussianAudit(ε ≥ {self.epsilon:.4g} at δ={self.delta:g} with confidence {self.confidence:.7g}: "
+            f"means {self.gap / self.deviation if self.deviation else math.inf:.3g} standard deviations apart, at "
+            f"least {self.mu:.3g}, {self.canaries} canaries)"
+        )
+
+
+def gaussian_audit(scores, included, delta: float, confidence: float = 0.95) -> GaussianAudit:
+    """Compare the scores of canaries that took part with the others', as two samples of normal numbers.
+
+    Of n canaries that took part and m that did not, the difference of the means over its standard error, with the
+    pooled variance, has the noncentral t distribution of n + m − 2 degrees of freedom around μ/√(1/n + 1/m). The
+    smallest μ that the scores do not contradict is at most the true one with the stated confidence, exactly.
+
+    It assumes that the scores are normal, of one variance, and independent once it is known who took part: so they are
+    if the noise is normal with one variance in all directions, and no canary pulls where another is looked for. If
+    canaries pull unequally, the bound is lower still. Where noise is not normal, it proves nothing.
+
+    Parameters
+    ----------
+    scores, included, delta, confidence
+        What :func:`one_run_audit` takes.
+
+    Raises
+    ------
+    ValueError
+        Bad arguments, or less than two canaries that took part, or that did not.
+    """
+    scores, included = _one_number_a_canary(scores, included)
+    number("delta", delta, 0, 1, open_low=True)
+    probability("confidence", confidence)
+    inside, outside = scores[included], scores[~included]
+    if min(len(inside), len(outside)) < 2:
+        raise ValueError(f"two canaries must take part and two not, got {len(inside)} and {len(outside)}")
+    freedom, gap = len(scores) - 2, float(inside.mean() - outside.mean())
+    deviation = math.sqrt((inside.var() * len(inside) + outside.var() * len(outside)) / freedom)
+    unit = math.sqrt(1 / len(inside) + 1 / len(outside))
+
+    def excess(mu: float) -> float:
+        return nct.sf(gap / deviation / unit, freedom, mu / unit) - (1 - confidence)
+
+    if gap <= 0 or (deviation and excess(0.0) >= 0):
+        mu = 0.0
+    elif deviation == 0:
+        mu = math.inf
+    else:
+        high = gap / deviation
+        while excess(high) < 0:
+            high *= 2
+        mu = float(brentq(excess, 0.0, high))
+    return GaussianAudit(mu, gap, deviation, len(scores), delta, confidence)
+
+
+def _one_number_a_canary(scores, included) -> tuple[np.ndarray, np.ndarray]:
+    scores, included = np.asarray(scores, dtype=float), np.asarray(included)
+    if scores.ndim != 1 or len(scores) == 0 or scores.shape != included.shape:
+        raise ValueError(f"scores and included must be one number a canary, got {scores.shape} and {included.shape}")
+    if np.isnan(scores).any():
+        raise ValueError(f"the score of canary {int(np.isnan(scores).argmax())} is not a number")
+    if included.dtype != bool:
+        raise ValueError(f"included must be True or False for each canary, got {included.dtype}")
+    return scores, included
+
+
 def canary_audit(
     step: Callable[..., Update],
     batch,
@@ -175,7 +280,8 @@ def canary_audit(
     *,
     confidence: float = 0.95,
     direction: Callable[..., Update] | None = None,
-) -> Audit:
+    bound: Callable = one_run_audit,
+) -> Audit | GaussianAudit:
     """Audit one step of a training, as one who sees the noisy update and knows the canaries.
 
     Parameters
@@ -193,6 +299,8 @@ def canary_audit(
     direction
         ``direction(batch)`` gives, for a batch of one canary, where it moves the update; its length does not count.
         By default ``step``. A canary's score is the noisy update's component in that direction.
+    bound
+        What is made of the scores: :func:`one_run_audit`, or :func:`gaussian_audit` for orthogonal canaries.
 
     Raises
     ------
@@ -213,7 +321,7 @@ def canary_audit(
     for place in range(count):
         pull = as_vector((direction or step)(examples(batch, slice(place, place + 1))))
         scores[place] = update @ torch.nn.functional.normalize(pull, dim=0)
-    return one_run_audit(scores, included.numpy(), delta, confidence)
+    return bound(scores, included.numpy(), delta, confidence)
 
 
 def gaussian_epsilon(noise_multiplier: float, delta: float) -> float:

@@ -12,6 +12,7 @@ from plpkg.clipping.checks.audit import (
     HIGHEST_EPSILON,
     canary_audit,
     epsilon_lower_bound,
+    gaussian_audit,
     gaussian_epsilon,
     one_run_audit,
     p_value,
@@ -177,7 +178,7 @@ def test_the_noise_is_sigma_times_c():
     assert silent.epsilon > 3
 
 
-def test_the_noise_is_in_every_coordinate_with_its_deviation(monkeypatch):
+def test_the_noise_is_in_every_coordinate_with_its_deviation():
     """Scored by a coordinate each, canaries that do nothing show the noise."""
     seen, axes = [], iter(torch.eye(500))
 
@@ -185,10 +186,73 @@ def test_the_noise_is_in_every_coordinate_with_its_deviation(monkeypatch):
         seen.extend(scores)
         return one_run_audit(scores, included, *rest)
 
-    monkeypatch.setattr("plpkg.clipping.checks.audit.one_run_audit", spy)
-    canary_audit(lambda rows: torch.zeros(500), torch.eye(500), 0.5, 3.0, DELTA, 0, direction=lambda rows: next(axes))
+    canary_audit(
+        lambda rows: torch.zeros(500), torch.eye(500), 0.5, 3.0, DELTA, 0, direction=lambda rows: next(axes), bound=spy
+    )
     assert np.mean(seen) == pytest.approx(0, abs=sampling_error(1.5**2, 500))
     assert np.std(seen) == pytest.approx(1.5, rel=sampling_error(1 / 2, 500))
+
+
+@pytest.mark.parametrize(("canaries", "pull"), [(20, 0.0), (20, 1.0), (300, 1.0), (300, 3.0)])
+def test_the_gaussian_audit_is_right_as_often_as_it_says(canaries, pull):
+    """Exactly, at any number of canaries: above the true distance in one of twenty runs, neither more nor fewer."""
+    above, runs = 0, 1_000
+    for seed in range(runs):
+        generator = np.random.default_rng(seed)
+        included = generator.permutation(canaries) < canaries // 3
+        audit = gaussian_audit(5 + 2 * (pull * included + generator.normal(size=canaries)), included, DELTA)
+        above += audit.mu > pull
+    assert above / runs == pytest.approx(0.05, abs=sampling_error(0.05 * 0.95, runs))
+
+
+def test_canaries_that_pull_unequally_are_not_overestimated():
+    """The strongest pulls with C, the others with less: the spread among them widens the bound."""
+    above, runs = 0, 200
+    for seed in range(runs):
+        generator = np.random.default_rng(seed)
+        included, pull = generator.random(300) < 0.5, generator.random(300)
+        above += gaussian_audit(pull * included + generator.normal(size=300), included, DELTA).mu > 1
+    assert above == 0
+
+
+def test_scores_tell_what_guesses_do_not():
+    """Three times the sensitivity, under a claim of 4.38."""
+    claimed, missed = gaussian_epsilon(1.0, DELTA), 0
+    for seed in range(10):
+        guesses, scores = (
+            canary_audit(lambda rows: 3 * clipped_sum(rows), torch.eye(400), C, 1.0, DELTA, seed, bound=bound)
+            for bound in (one_run_audit, gaussian_audit)
+        )
+        missed += guesses.epsilon <= claimed
+        assert claimed < scores.epsilon
+        assert scores.gap / scores.deviation == pytest.approx(3, abs=sampling_error(4, 100) * math.sqrt(1 + 9 / 8))
+    assert missed == 10
+
+
+def test_the_gaussian_audit_of_a_correct_step():
+    """200 seeds: above the true ε no more often than one in twenty."""
+    true, runs = gaussian_epsilon(1.0, DELTA), 200
+    bounds = [
+        canary_audit(clipped_sum, torch.eye(100), C, 1.0, DELTA, seed, bound=gaussian_audit).epsilon
+        for seed in range(runs)
+    ]
+    assert np.mean(np.array(bounds) > true) <= 0.05 + sampling_error(0.05 * 0.95, runs)
+    assert np.mean(bounds) > 2
+
+
+def test_the_gaussian_audit_at_its_ends():
+    included = np.arange(10) < 5
+    assert gaussian_audit(included * 1.0, included, DELTA).epsilon == math.inf
+    assert gaussian_audit(1.0 - included, included, DELTA).epsilon == 0
+    assert gaussian_audit(np.zeros(10), included, DELTA).epsilon == 0
+    far = gaussian_audit(included * 1e3 + np.random.default_rng(0).normal(size=10), included, DELTA)
+    assert 400 < far.mu < 1e3
+    assert repr(gaussian_audit(np.arange(10.0), ~included, DELTA, 0.9)) == (
+        "GaussianAudit(ε ≥ 8.752 at δ=1e-05 with confidence 0.9: means 3.16 standard deviations apart, at least 1.79, "
+        "10 canaries)"
+    )
+    with pytest.raises(ValueError, match="two canaries must take part and two not, got 1 and 9"):
+        gaussian_audit(np.zeros(10), np.arange(10) == 0, DELTA)
 
 
 @pytest.mark.parametrize("sigma", [0.3, 1.0, 4.0])
