@@ -24,6 +24,26 @@ class Tabular:
         return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
+class Sentences(Tabular):
+    """A table with sentences in it: its frame, and what is made of that, shows them in full (pandas cuts at 50)."""
+
+    def to_frame(self):
+        import pandas as pd
+
+        class Frame(pd.DataFrame):
+            _constructor = property(lambda self: Frame)
+
+            def __repr__(self) -> str:
+                with pd.option_context("display.max_colwidth", None):
+                    return super().__repr__()
+
+            def _repr_html_(self) -> str:
+                with pd.option_context("display.max_colwidth", None):
+                    return super()._repr_html_()
+
+        return Frame(self.rows())
+
+
 def shown(value: object) -> str:
     """A table cell: numbers with thousands separators, floats with at least four significant digits."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -10,6 +10,7 @@ PLACES = dict(
     accounting="training.accounting",
     make_private="training.private",
     check_sensitivity="checks.sensitivity",
+    conformance="checks.conformance",
     zoo="checks.zoo",
     costs="memory.costs",
     dataflow="memory.dataflow",

@@ -216,8 +216,8 @@ def exposure(rows, ax=None):
 def caught(zoo, ax=None):
     """Which check catches which bug."""
     ax = theme.axes(ax)
-    checks = ("parity", "sensitivity", "audit")
-    bugs = [finding.specimen.bug for finding in zoo.findings]
+    checks = ("parity", "sensitivity", "audit", "Gaussian audit")
+    bugs = [finding.case.name for finding in zoo.findings]
     for row, finding in enumerate(zoo.findings):
         verdicts = dict.fromkeys(checks, "no breach" if finding.sensitivity.ok else "missed")
         verdicts["parity"] = "no reference" if finding.parity is None else "missed"
@@ -229,6 +229,6 @@ def caught(zoo, ax=None):
     ax.grid(visible=False)
     ax.set_xticks(range(len(checks)), checks)
     ax.set_yticks(range(len(bugs)), bugs)
-    ax.set(xlim=(-0.3, 2.7), ylim=(len(bugs) - 0.5, -0.5))
-    said = "; ".join(f"{f.specimen.bug}: {' and '.join(f.caught_by) or 'nothing'}" for f in zoo.findings)
+    ax.set(xlim=(-0.3, len(checks) - 0.3), ylim=(len(bugs) - 0.5, -0.5))
+    said = "; ".join(f"{f.case.name}: {' and '.join(f.caught_by) or 'nothing'}" for f in zoo.findings)
     return theme.describe(ax, f"What catches each bug. {said}.")

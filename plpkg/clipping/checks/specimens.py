@@ -1,66 +1,21 @@
-"""The bugs of the zoo: for each a model, a batch and the script of a user who knows nothing of clipping.
+"""The bugs of the zoo: for each a model, a batch, and the sentence that it teaches.
 
 Each example has a token or a feature of its own, so that gradients are orthogonal: what an auditor would wish for.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from plpkg.clipping.checks.cases import Case
+
 MICRO_BATCH = 16
 WIDTH, PADS = 4, 3  # of an embedding; how many tokens of a text are padding
 TOKENS, LONG_TEXT, GRADIENT_PER_TOKEN = 10, 1_000, 10.0  # the first text is long
 CONTRAST, OUTLIER = 0.5, 2.0**13  # an example's own activation, and one as language models have them in a few channels
 FAR = 1_000.0  # a value that no other example has
-
-
-def one_batch(model, optimizer, criterion, batch) -> None:
-    """The step that everybody writes."""
-    inputs, targets = batch
-    criterion(model(inputs), targets).backward()
-    optimizer.step()
-
-
-def micro_batches(model, optimizer, criterion, batch) -> None:
-    """Gradient accumulation, as it is done without privacy."""
-    for inputs, targets in zip(*(part.split(MICRO_BATCH) for part in batch), strict=True):
-        criterion(model(inputs), targets).backward()
-    optimizer.step()
-
-
-def two_steps(model, optimizer, criterion, batch) -> None:
-    """A step with pictures, then one without."""
-    inputs, targets = batch
-    criterion(model(inputs, inputs), targets).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    one_batch(model, optimizer, criterion, batch)
-
-
-@dataclass(frozen=True)
-class Specimen:
-    """A bug."""
-
-    bug: str
-    model: Callable[[int], nn.Module]  # for a number of examples
-    batch: Callable[[int], tuple[torch.Tensor, torch.Tensor]]  # inputs and targets of so many
-    criterion: Callable = lambda output, target: output[:, 0]  # one loss an example, whose gradient is here the input
-    script: Callable = one_batch  # script(model, optimizer, criterion, batch): from the forward pass to the step
-    expects_actual: bool = False  # whether the user takes the batch's size for the expected one, where he can
-
-    def build(self, count: int) -> nn.Module:
-        """The model for so many examples, the same in each call."""
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)  # torch.manual_seed would write down who called, for CUDA
-            return self.model(count)
-
-    def loss(self, model: nn.Module, batch) -> torch.Tensor:
-        """One loss an example, ``(batch,)``."""
-        return self.criterion(model(batch[0]), batch[1])
 
 
 class _Tied(nn.Module):
@@ -98,8 +53,9 @@ class _TextAndPicture(nn.Module):
         return self.text(text) if picture is None else self.text(text) + self.picture(picture)
 
 
-def _one_hot(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.eye(count), torch.zeros(count)
+def _first_output(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A loss whose gradient is the input."""
+    return output[:, 0]
 
 
 def _texts(count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,42 +72,83 @@ def _far_example(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack([first, torch.zeros_like(first)], 2), sign
 
 
-def _contrasts(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _contrasts(count: int) -> torch.Tensor:
     """Two positions, in which an example's own feature has opposite signs; and an outlier in both."""
     contrast, outlier = CONTRAST * torch.eye(count), torch.full((count, 1), OUTLIER)
-    return torch.stack([torch.cat([side, outlier], 1) for side in (contrast, -contrast)], 1), torch.zeros(count)
+    return torch.stack([torch.cat([side, outlier], 1) for side in (contrast, -contrast)], 1)
 
 
-def specimens() -> tuple[Specimen, ...]:
-    """The bugs of the zoo."""
-    linear = partial(nn.Linear, out_features=1, bias=False)
+def specimens(count: int) -> tuple[Case, ...]:
+    """The bugs of the zoo, with so many examples."""
+    linear, ids, zeros = partial(nn.Linear, out_features=1, bias=False), torch.arange(count), torch.zeros(count)
+    one_hot = (torch.eye(count),), zeros
+    texts, tokens = _texts(count)
+    far, sign = _far_example(count)
     return (
-        # A weight is used past its layer, which nobody watches: half of the gradient is not in the norm.
-        Specimen(
+        Case(
             "functional tie",
-            _Tied,
-            lambda n: (torch.arange(n), torch.arange(n)),
+            lambda: _Tied(count),
+            ((ids,), ids),
             lambda y, ids: -y.gather(1, ids[:, None])[:, 0],
+            lesson="A weight is used past its layer, which nobody watches: half of the gradient is not in the norm.",
         ),
-        # Of several backward() before step() only the last counts, and who is in it depends on the others.
-        Specimen("dropped micro-batches", linear, _one_hot, script=micro_batches),
-        # Each example's loss is divided by how many tokens all of them have.
-        Specimen("loss over the batch's tokens", linear, _texts, lambda y, tokens: y[:, 0] / tokens.sum()),
-        # Each example is normalised by the others.
-        Specimen("BatchNorm", partial(_Normalised, frozen=False), _far_example, lambda y, sign: y[:, 0] * sign),
-        # Its weights do not learn, so nobody looks; in training mode it still normalises by the others.
-        Specimen("BatchNorm, frozen", partial(_Normalised, frozen=True), _far_example, lambda y, sign: y[:, 0] * sign),
-        # The padding's row does not learn, but is in the norm: everybody is clipped too much.
-        Specimen(
+        Case(
+            "dropped micro-batches",
+            lambda: linear(count),
+            one_hot,
+            _first_output,
+            micro_batch=MICRO_BATCH,
+            lesson="Of several backward() before step() only the last counts, and who is in it depends on the others.",
+        ),
+        Case(
+            "loss over the batch's tokens",
+            lambda: linear(count),
+            ((texts,), tokens),
+            lambda y, tokens: y[:, 0] / tokens.sum(),
+            lesson="Each example's loss is divided by how many tokens all of them have.",
+        ),
+        Case(
+            "BatchNorm",
+            lambda: _Normalised(count, frozen=False),
+            ((far,), sign),
+            lambda y, sign: y[:, 0] * sign,
+            lesson="Each example is normalised by the others.",
+        ),
+        Case(
+            "BatchNorm, frozen",
+            lambda: _Normalised(count, frozen=True),
+            ((far,), sign),
+            lambda y, sign: y[:, 0] * sign,
+            lesson="Its weights do not learn, so nobody looks; in training mode it still normalises by the others.",
+        ),
+        Case(
             "padding_idx",
-            lambda n: nn.Embedding(1 + n, WIDTH, padding_idx=0),
-            lambda n: (functional.pad(1 + torch.arange(n)[:, None], (0, PADS)), torch.zeros(n)),
+            lambda: nn.Embedding(1 + count, WIDTH, padding_idx=0),
+            ((functional.pad(1 + ids[:, None], (0, PADS)),), zeros),
             lambda y, _: y.sum((1, 2)),
+            lesson="The padding's row does not learn, but is in the norm: everybody is clipped too much.",
         ),
-        # A layer that this step does not use still has the norms of the step before.
-        Specimen("stale norms", _TextAndPicture, _one_hot, script=two_steps),
-        # Float32 subtracts nearly equal numbers: the norm becomes 0, and nothing is clipped.
-        Specimen("Gram cancellation", lambda n: linear(n + 1), _contrasts, lambda y, _: y[:, 0, 0] - y[:, 1, 0]),
-        # The sum is divided by the size that the batch happens to have, which one example changes for all.
-        Specimen("actual batch size", linear, _one_hot, expects_actual=True),
+        Case(
+            "stale norms",
+            lambda: _TextAndPicture(count),
+            one_hot,
+            _first_output,
+            before=lambda batch: (batch[0] * 2, batch[1]),
+            lesson="A layer that this step does not use still has the norms of the step before.",
+        ),
+        Case(
+            "Gram cancellation",
+            lambda: linear(count + 1),
+            ((_contrasts(count),), zeros),
+            lambda y, _: y[:, 0, 0] - y[:, 1, 0],
+            lesson="Float32 subtracts nearly equal numbers: the norm becomes 0, and nothing is clipped.",
+        ),
+        Case(
+            "actual batch size",
+            lambda: linear(count),
+            one_hot,
+            _first_output,
+            expects_actual=True,
+            lesson="The sum is divided by the size that the batch happens to have, which one example changes for all.",
+        ),
     )

@@ -2,47 +2,53 @@
 
 Each specimen (:mod:`plpkg.clipping.checks.specimens`) runs under the parts that Opacus's
 ``PrivacyEngine(grad_sample_mode="ghost")`` puts together, and under :func:`~plpkg.clipping.make_private`; no noise is
-added. Three checks look at the update that Opacus gives:
+added. Four checks look at the update that Opacus gives:
 
 * parity with the definition, one example at a time (``execution="loop"``): how far the update is off, in C;
 * :func:`~plpkg.clipping.checks.sensitivity.check_sensitivity`: how far one example moves it, in C;
 * :func:`~plpkg.clipping.checks.audit.canary_audit`: the ε that is seen once noise of σ·C is added, beside the
-  ε claimed.
+  ε claimed; from guesses, and from the scores themselves (:func:`~plpkg.clipping.checks.audit.gaussian_audit`).
 """
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 
 import torch
 from opacus.grad_sample import GradSampleModuleFastGradientClipping
 from opacus.optimizers import DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from opacus.validators import ModuleValidator
-from torch import nn
 
-from plpkg.clipping.checks.audit import Audit, canary_audit, gaussian_epsilon
+from plpkg.clipping.checks.audit import (
+    Audit,
+    GaussianAudit,
+    canary_audit,
+    gaussian_audit,
+    gaussian_epsilon,
+    one_run_audit,
+)
+from plpkg.clipping.checks.cases import Case, gradient
+from plpkg.clipping.checks.conformance import DELTA, MAX_GRAD_NORM, NOISE_MULTIPLIER, TAKES_PART, RefusalError, Trial
 from plpkg.clipping.checks.sensitivity import Sensitivity, as_vector, check_sensitivity
-from plpkg.clipping.checks.specimens import MICRO_BATCH, Specimen, specimens
+from plpkg.clipping.checks.specimens import MICRO_BATCH, specimens
+from plpkg.clipping.clip import Clip
 from plpkg.clipping.gradients import clipped_gradients
 from plpkg.clipping.training.private import make_private
-from plpkg.results import Tabular
+from plpkg.results import Sentences
 from plpkg.validation import whole_number
 
-MAX_GRAD_NORM, NOISE_MULTIPLIER, DELTA = 0.1, 1.0, 1e-5  # C, σ and δ
+CLIP = Clip(MAX_GRAD_NORM)
 PARITY = 1e-4  # a deviation of so many C is put down to rounding
 CHECKED, CANARIES = 4 * MICRO_BATCH + 1, 1_000  # of the first two checks, with a last micro-batch of one; of the audit
-TAKES_PART = 0.5  # the probability that a canary is in a batch
 
 
 @dataclass(frozen=True)
-class Finding(Tabular):
+class Finding(Sentences):
     """What a specimen did, and which check notices that Opacus's update is wrong.
 
     Attributes
     ----------
-    specimen
+    case
         The bug.
     opacus
         What it refuses with; ``None`` if it runs. The checks look past a refusal at what would have happened.
@@ -50,18 +56,19 @@ class Finding(Tabular):
         ``exact``, what plpkg refuses with, or what goes wrong because no library can know.
     parity
         ‖Opacus's update − the definition's‖ / C; ``None`` where the definition is refused, too.
-    sensitivity, audit
-        What these two checks say of Opacus's update.
+    sensitivity, audit, gaussian
+        What these checks say of Opacus's update; the last of normal scores.
     claimed
         The ε that σ, δ and C promise.
     """
 
-    specimen: Specimen
+    case: Case
     opacus: str | None
     ours: str
     parity: float | None
     sensitivity: Sensitivity
     audit: Audit
+    gaussian: GaussianAudit
     claimed: float
 
     @property
@@ -71,27 +78,33 @@ class Finding(Tabular):
             "parity": self.parity is not None and self.parity > PARITY,
             "sensitivity": not self.sensitivity.ok,
             "audit": self.audit.epsilon > self.claimed,
+            "Gaussian audit": self.gaussian.epsilon > self.claimed,
         }
-        return tuple(check for check, yes in noticed.items() if yes)
+        return tuple(check for check in CHECKS if noticed[check])
 
     def rows(self) -> list[dict]:
         row = {
-            "bug": self.specimen.bug,
+            "bug": self.case.name,
+            "lesson": self.case.lesson,
             "Opacus": f"refuses: {self.opacus}" if self.opacus else "runs",
             "plpkg": self.ours,
             "parity (C)": "no reference" if self.parity is None else self.parity,
             "one example moves (C)": self.sensitivity.worst,
             f"audited ε (claimed {self.claimed:.2f})": self.audit.epsilon,
+            "audited ε, normal scores": self.gaussian.epsilon,
             "caught by": ", ".join(self.caught_by) or "nothing",
         }
         return [row]
 
     def __repr__(self) -> str:
-        return f"Finding({self.specimen.bug}: caught by {', '.join(self.caught_by) or 'nothing'})"
+        return f"Finding({self.case.name}: caught by {', '.join(self.caught_by) or 'nothing'})"
+
+
+CHECKS = ("parity", "sensitivity", "audit", "Gaussian audit")
 
 
 @dataclass(frozen=True)
-class Zoo(Tabular):
+class Zoo(Sentences):
     """What was found out about every specimen."""
 
     findings: tuple[Finding, ...]
@@ -101,132 +114,116 @@ class Zoo(Tabular):
 
     def __repr__(self) -> str:
         caught = [check for finding in self.findings for check in finding.caught_by]
-        counts = ", ".join(f"{check} {caught.count(check)}" for check in ("parity", "sensitivity", "audit"))
+        counts = ", ".join(f"{check} {caught.count(check)}" for check in CHECKS)
         return f"Zoo({len(self.findings)} bugs; caught by {counts})"
 
 
-def zoo() -> Zoo:
-    """Examine every specimen: 15 seconds on one core."""
-    return Zoo(tuple(examine(specimen) for specimen in specimens()))
-
-
-def examine(specimen: Specimen, *, checked: int = CHECKED, canaries: int = CANARIES, seed: int = 0) -> Finding:
-    """Run a specimen under Opacus and under plpkg, and let the three checks look at Opacus's update.
+def zoo(checked: int = CHECKED, canaries: int = CANARIES) -> Zoo:
+    """Examine every specimen: 15 seconds on one core.
 
     Parameters
     ----------
-    checked, canaries, seed
-        How many examples the first two checks get, and the audit, two at least; the audit's seed.
+    checked, canaries
+        How many examples the first two checks get, two at least, and the audits, four.
     """
     whole_number("checked", checked, 2)
-    whole_number("canaries", canaries, 2)
-    batch, update = specimen.batch(checked), partial(opacus_update, specimen, checked)
+    whole_number("canaries", canaries, 4)
+    both = zip(specimens(checked), specimens(canaries), strict=True)
+    return Zoo(tuple(examine(case, many) for case, many in both))
+
+
+def examine(case: Case, canaries: Case, *, seed: int = 0) -> Finding:
+    """Run a specimen under Opacus and under plpkg, and let the checks look at Opacus's update.
+
+    Parameters
+    ----------
+    case, canaries
+        The specimen, and the same with the examples that the audits get.
+    seed
+        The audits'.
+    """
+    step = Trial(opacus, case, CLIP).step
+    audits = canary_audit(
+        Trial(opacus, canaries, CLIP).step, canaries.batch, MAX_GRAD_NORM, NOISE_MULTIPLIER, DELTA, seed,
+        direction=lambda batch: gradient(canaries, batch),
+        bound=lambda *scores: (one_run_audit(*scores), gaussian_audit(*scores)),
+    )  # fmt: skip
     return Finding(
-        specimen,
-        opacus_refusal(specimen, checked),
-        _verdict(specimen, checked, batch),
-        _deviation(specimen, checked, batch, update(batch)),
-        check_sensitivity(update, batch, MAX_GRAD_NORM),
-        canary_audit(
-            partial(opacus_update, specimen, canaries),
-            specimen.batch(canaries),
-            MAX_GRAD_NORM,
-            NOISE_MULTIPLIER,
-            DELTA,
-            seed,
-            direction=partial(_gradient, specimen, canaries),
-        ),
+        case,
+        opacus_refusal(case),
+        _verdict(case),
+        _deviation(case, step(case.batch)),
+        check_sensitivity(step, case.batch, MAX_GRAD_NORM),
+        *audits,
         gaussian_epsilon(NOISE_MULTIPLIER, DELTA),
     )
 
 
-def opacus_refusal(specimen: Specimen, count: int) -> str | None:
+def opacus_refusal(case: Case) -> str | None:
     """What Opacus says when it is asked whether the model will do (its first sentence), or ``None``."""
-    model = specimen.build(count)
+    model = case.build()
     errors = [*ModuleValidator.validate(model), *GradSampleModuleFastGradientClipping.validate(model)]
     return str(errors[0]).partition(". ")[0] if errors else None
 
 
-def opacus_update(specimen: Specimen, count: int, batch) -> dict[str, torch.Tensor]:
-    """One run of a specimen's script under Opacus, without noise and past its refusals.
-
-    Half of ``count`` examples are expected in a batch, and ``batch`` has those of this one. Returned is, by parameter,
-    the sum of clipped gradients: what the optimizer gets, times the expected batch size.
-    """
-    model = specimen.build(count)
-    private = GradSampleModuleFastGradientClipping(model, max_grad_norm=MAX_GRAD_NORM, strict=False)
+def opacus(model, optimizer, criterion, steps, *, max_grad_norm, noise_multiplier, expected_batch_size) -> None:
+    """A training function: Opacus's ghost clipping, past its refusals, and the loop that everybody writes."""
+    private = GradSampleModuleFastGradientClipping(model, max_grad_norm=max_grad_norm, strict=False)
     optimizer = DPOptimizerFastGradientClipping(
-        torch.optim.SGD(_learning(model).values(), lr=0.0),
-        noise_multiplier=0.0,
-        max_grad_norm=MAX_GRAD_NORM,
-        expected_batch_size=len(batch[0]) if specimen.expects_actual else count * TAKES_PART,
+        optimizer,
+        noise_multiplier=noise_multiplier,
+        max_grad_norm=max_grad_norm,
+        expected_batch_size=expected_batch_size,
     )
-    criterion = DPLossFastGradientClipping(private, optimizer, _Criterion(specimen.criterion))
+    criterion = DPLossFastGradientClipping(private, optimizer, criterion)
     with warnings.catch_warnings():  # the first layer's input needs no gradient
         warnings.filterwarnings("ignore", message="Full backward hook is firing", category=UserWarning)
-        specimen.script(private, optimizer, criterion, batch)
-    return _sums(model, count)
+        loop(private, optimizer, criterion, steps)
 
 
-def our_update(specimen: Specimen, count: int, batch) -> dict[str, torch.Tensor]:
-    """The same script under :func:`~plpkg.clipping.make_private`, which raises what it refuses."""
-    model = specimen.build(count)
+def ours(model, optimizer, criterion, steps, *, max_grad_norm, noise_multiplier, expected_batch_size) -> None:
+    """A training function: :func:`~plpkg.clipping.make_private`, and the same loop."""
     made = make_private(
         model,
-        torch.optim.SGD(_learning(model).values(), lr=0.0),
+        optimizer,
         None,
-        _Criterion(specimen.criterion),
-        max_grad_norm=MAX_GRAD_NORM,
-        noise_multiplier=0.0,
+        criterion,
+        max_grad_norm=max_grad_norm,
+        noise_multiplier=noise_multiplier,
         sample_rate=TAKES_PART,
-        expected_batch_size=count * TAKES_PART,  # once, and not for each batch: expects_actual has no place
+        expected_batch_size=expected_batch_size,
     )
-    specimen.script(made.model, made.optimizer, made.criterion, batch)
-    return _sums(model, count)
+    loop(made.model, made.optimizer, made.criterion, steps)
 
 
-def _gradient(specimen: Specimen, count: int, batch) -> dict[str, torch.Tensor]:
-    """The batch's gradient by autograd: where a canary pulls, in a tenth of the time that Opacus needs."""
-    model = specimen.build(count)
-    learning = _learning(model)
-    loss = specimen.loss(model, batch).sum()
-    return dict(zip(learning, torch.autograd.grad(loss, learning.values(), materialize_grads=True), strict=True))
+def loop(model, optimizer, criterion, steps) -> None:
+    """Gradient accumulation, as it is done without privacy."""
+    for step in steps:
+        for inputs, target in step:
+            criterion(model(*inputs), target).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
-def _deviation(specimen: Specimen, count: int, batch, update) -> float | None:
+def _deviation(case: Case, update) -> float | None:
+    def loss(model, batch) -> torch.Tensor:
+        inputs, target = batch
+        return case.criterion(model(*inputs), target)
+
     try:
-        wanted, _ = clipped_gradients(specimen.build(count), specimen.loss, batch, MAX_GRAD_NORM, "loop")
+        wanted, _ = clipped_gradients(case.build(), loss, case.batch, MAX_GRAD_NORM, "loop")
     except ValueError:  # a layer that mixes examples has no per-example gradient to compare with
         return None
     return torch.linalg.vector_norm(as_vector(update) - as_vector(wanted)).item() / MAX_GRAD_NORM
 
 
-def _verdict(specimen: Specimen, count: int, batch) -> str:
-    update = partial(our_update, specimen, count)
+def _verdict(case: Case) -> str:
+    step = Trial(ours, replace(case, expects_actual=False), CLIP).step  # the size is said once, not for each batch
     try:
-        deviation = _deviation(specimen, count, batch, update(batch))
-    except (ValueError, RuntimeError) as error:
-        return f"refuses: {error}"
-    moved = check_sensitivity(update, batch, MAX_GRAD_NORM)
+        deviation = _deviation(case, step(case.batch))
+    except RefusalError as refusal:
+        return f"refuses: {refusal}"
+    moved = check_sensitivity(step, case.batch, MAX_GRAD_NORM)
     if deviation <= PARITY and moved.ok:
         return "exact"
     return f"cannot know: {deviation:.3g} C off, one example moves {moved.worst:.3g} C"
-
-
-@dataclass
-class _Criterion:
-    """A function of output and target in the shape of a loss module: both libraries set its ``reduction``."""
-
-    losses: Callable
-    reduction: str = "mean"
-
-    def __call__(self, output, target) -> torch.Tensor:
-        return self.losses(output, target)
-
-
-def _learning(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def _sums(model: nn.Module, count: int) -> dict[str, torch.Tensor]:
-    return {name: p.grad * (count * TAKES_PART) for name, p in _learning(model).items()}

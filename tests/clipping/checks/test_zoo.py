@@ -1,7 +1,6 @@
 """The bug zoo: what Opacus does, what plpkg does, what notices; and that nothing notices where nothing is wrong."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -9,9 +8,11 @@ from torch import nn
 
 from plpkg.clipping import clipped_gradients
 from plpkg.clipping.checks.audit import epsilon_lower_bound
+from plpkg.clipping.checks.cases import Case, gradient
+from plpkg.clipping.checks.conformance import DELTA, MAX_GRAD_NORM, Trial
 from plpkg.clipping.checks.sensitivity import check_sensitivity
-from plpkg.clipping.checks.specimens import MICRO_BATCH, Specimen, specimens
-from plpkg.clipping.checks.zoo import DELTA, MAX_GRAD_NORM, Zoo, examine, opacus_update
+from plpkg.clipping.checks.specimens import MICRO_BATCH, specimens
+from plpkg.clipping.checks.zoo import CLIP, examine, opacus, zoo
 
 from rounding import assert_close, relative, sampling_error
 
@@ -27,14 +28,14 @@ WORST = {  # how far one example moves Opacus's update, in C, by hand
     "actual batch size": CHECKED / 2,  # the expected size, divided by one
 }
 CAUGHT = {
-    "functional tie": ("parity", "sensitivity"),
+    "functional tie": ("parity", "sensitivity", "Gaussian audit"),
     "dropped micro-batches": ("parity", "sensitivity"),
     "loss over the batch's tokens": ("parity", "sensitivity"),
     "BatchNorm": ("sensitivity",),
     "BatchNorm, frozen": ("sensitivity",),
     "padding_idx": ("parity",),
     "stale norms": ("parity",),
-    "Gram cancellation": ("parity", "sensitivity"),
+    "Gram cancellation": ("parity", "sensitivity", "Gaussian audit"),
     "actual batch size": ("parity", "sensitivity"),
 }
 OURS = {
@@ -47,62 +48,68 @@ OURS = {
 
 @pytest.fixture(scope="module")
 def whole_zoo():
-    return Zoo(tuple(examine(specimen, checked=CHECKED, canaries=CANARIES) for specimen in specimens()))
+    return zoo(CHECKED, CANARIES)
 
 
 def test_what_notices(whole_zoo):
-    """At 200 canaries the audit notices nothing, not even ten times the sensitivity."""
-    assert {finding.specimen.bug: finding.caught_by for finding in whole_zoo.findings} == CAUGHT
-    assert repr(whole_zoo) == "Zoo(9 bugs; caught by parity 7, sensitivity 7, audit 0)"
+    """At 200 canaries guesses notice nothing, not even ten times the sensitivity; the scores do, and twice of it."""
+    assert {finding.case.name: finding.caught_by for finding in whole_zoo.findings} == CAUGHT
+    assert repr(whole_zoo) == "Zoo(9 bugs; caught by parity 7, sensitivity 7, audit 0, Gaussian audit 2)"
 
 
 def test_how_far_one_example_moves_opacus(whole_zoo):
-    worst = {finding.specimen.bug: finding.sensitivity.worst for finding in whole_zoo.findings}
+    worst = {finding.case.name: finding.sensitivity.worst for finding in whole_zoo.findings}
     assert {bug: worst[bug] for bug in WORST} == pytest.approx(WORST, rel=ADDED / MAX_GRAD_NORM + relative(CHECKED))
     assert min(worst[bug] for bug in worst.keys() - WORST.keys()) > 1.5
 
 
 def test_what_opacus_refuses(whole_zoo):
-    refused = {finding.specimen.bug: finding.opacus for finding in whole_zoo.findings if finding.opacus}
+    refused = {finding.case.name: finding.opacus for finding in whole_zoo.findings if finding.opacus}
     assert refused == {"BatchNorm": "BatchNorm cannot support training with differential privacy"}
 
 
 def test_plpkg_is_exact_or_refuses_or_cannot_know(whole_zoo):
     for finding in whole_zoo.findings:
-        assert finding.ours.startswith(OURS.get(finding.specimen.bug, "exact"))
+        assert finding.ours.startswith(OURS.get(finding.case.name, "exact"))
 
 
 def test_the_definition_gets_the_tie_right():
     """What book-keeping refuses, the loop computes."""
-    tie = specimens()[0]
-    model, batch = tie.build(5), tie.batch(5)
+    tie = specimens(5)[0]
+    model = tie.build()
+
+    def loss(model, batch):
+        return tie.criterion(model(*batch[0]), batch[1])
 
     def step(part):
-        return clipped_gradients(model, tie.loss, part, MAX_GRAD_NORM, "loop")[0]
+        return clipped_gradients(model, loss, part, MAX_GRAD_NORM, "loop")[0]
 
     rounding = relative(2 * model.tokens.weight.numel() + 5)  # two norms, a sum over the batch
-    assert check_sensitivity(step, batch, MAX_GRAD_NORM).worst == pytest.approx(1, rel=rounding)
+    assert check_sensitivity(step, tie.batch, MAX_GRAD_NORM).worst == pytest.approx(1, rel=rounding)
 
 
 def test_nothing_notices_where_nothing_is_wrong():
-    linear = partial(nn.Linear, out_features=1, bias=False)
-    healthy = Specimen("healthy", linear, lambda count: (torch.eye(count), torch.zeros(count)))
-    finding = examine(healthy, checked=CHECKED, canaries=1_000)
+    def healthy(count):
+        batch = (torch.eye(count),), torch.zeros(count)
+        return Case("healthy", lambda: nn.Linear(count, 1, bias=False), batch, lambda y, _: y[:, 0])
+
+    finding = examine(healthy(CHECKED), healthy(1_000))
     assert finding.caught_by == ()
     rounding = ADDED + relative(CHECKED)  # of each gradient, all of length 1, at right angles
     assert finding.parity == pytest.approx(0, abs=rounding * math.sqrt(CHECKED))
     assert finding.sensitivity.worst == pytest.approx(1, rel=rounding)
-    mean, deviation = 1.53, 0.24  # of a thousand audits of such a mechanism
-    assert mean - sampling_error(deviation**2, 1) < finding.audit.epsilon < finding.claimed
     assert finding.claimed == pytest.approx(4.377, abs=5e-4)
+    for audit, mean, deviation in ((finding.audit, 1.53, 0.24), (finding.gaussian, 3.82, 0.35)):
+        # Means and deviations of a thousand audits of such a mechanism.
+        assert mean - sampling_error(deviation**2, 1) < audit.epsilon < finding.claimed
     assert (finding.opacus, finding.ours) == (None, "exact")
     assert repr(finding) == "Finding(healthy: caught by nothing)"
 
 
 def test_sparse_bugs_need_many_canaries_and_strong_ones():
     """The audit's bound grows with the number of canaries; ten times the sensitivity is at the edge with 1,000."""
-    gram = next(specimen for specimen in specimens() if specimen.bug == "Gram cancellation")
-    few, many = (examine(gram, checked=2, canaries=canaries) for canaries in (50, 1_000))
+    two, few, many = (next(case for case in specimens(n) if case.name == "Gram cancellation") for n in (2, 50, 1_000))
+    few, many = (examine(two, canaries) for canaries in (few, many))
     claimed, few, many = few.claimed, few.audit, many.audit
 
     def all_right(guesses, audit):
@@ -116,22 +123,29 @@ def test_sparse_bugs_need_many_canaries_and_strong_ones():
 def test_the_table(whole_zoo):
     frame = whole_zoo.to_frame()
     assert list(frame.columns) == [
-        "bug", "Opacus", "plpkg", "parity (C)", "one example moves (C)", "audited ε (claimed 4.38)", "caught by",
+        "bug", "lesson", "Opacus", "plpkg", "parity (C)", "one example moves (C)", "audited ε (claimed 4.38)",
+        "audited ε, normal scores", "caught by",
     ]  # fmt: skip
-    assert len(frame) == len(specimens()) == 9
+    assert len(frame) == len(specimens(2)) == 9
     assert set(frame["Opacus"]) == {"runs", "refuses: BatchNorm cannot support training with differential privacy"}
     assert "no reference" in whole_zoo._repr_html_()
 
 
+def test_sentences_are_shown_in_full(whole_zoo):
+    lessons = [finding.case.lesson for finding in whole_zoo.findings]
+    assert all(lesson.endswith(".") for lesson in lessons)
+    frame = whole_zoo.to_frame().drop(columns="caught by").round(1)
+    assert all(lesson in shown for lesson in lessons for shown in (repr(frame[["bug", "lesson"]]), frame._repr_html_()))
+    assert "can" + "not be told apart; call the layer, or use execution=" in frame._repr_html_()
+
+
 def test_examples_are_canaries():
     """Each pulls in its own direction: orthogonal, and further than C."""
-    from plpkg.clipping.checks.zoo import _gradient
-
-    for specimen in specimens():
-        if "BatchNorm" in specimen.bug:
+    for case in specimens(6):
+        if "BatchNorm" in case.name:
             continue  # the shared feature is what gives it away
-        batch = specimen.batch(6)
-        rows = [_gradient(specimen, 6, tuple(part[i : i + 1] for part in batch)) for i in range(6)]
+        (inputs,), target = case.batch
+        rows = [gradient(case, ((inputs[i : i + 1],), target[i : i + 1])) for i in range(6)]
         vectors = torch.stack([torch.cat([g.flatten() for g in row.values()]) for row in rows])
         gram = vectors @ vectors.T
         assert (gram.diagonal().sqrt() > MAX_GRAD_NORM).all()
@@ -140,16 +154,14 @@ def test_examples_are_canaries():
 
 def test_the_same_each_time_and_nobody_else_s_random_numbers():
     before = torch.get_rng_state()
-    for specimen in specimens():
-        batch = specimen.batch(4)
-        once, again = (opacus_update(specimen, 4, batch) for _ in range(2))
+    for case in specimens(4):
+        once, again = (Trial(opacus, case, CLIP).step(case.batch) for _ in range(2))
         for name, update in once.items():
             torch.testing.assert_close(update, again[name], rtol=0, atol=0)
     assert torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("options", [{"checked": 1}, {"canaries": 1}])
-def test_too_few_examples(options):
-    ((name, _),) = options.items()
-    with pytest.raises(ValueError, match=f"{name} must be a whole number of at least 2, got 1"):
-        examine(specimens()[0], **options)
+@pytest.mark.parametrize("counts", [(1, 5), (5, 1)])
+def test_too_few_examples(counts):
+    with pytest.raises(ValueError, match=r"a whole number of at least [24], got 1"):
+        zoo(*counts)
