@@ -36,6 +36,9 @@ GUESSED = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 HIGHEST_EPSILON = 64.0
 """Beyond any lower bound: in floating point e^ε/(1 + e^ε) is 1 here, which no guesses contradict."""
 
+HIGHEST_MU = 1_000.0
+"""Means farther apart, in standard deviations, count as so far: SciPy's t distribution does not go on for ever."""
+
 
 @dataclass(frozen=True)
 class Attempt:
@@ -190,9 +193,7 @@ class GaussianAudit(Tabular):
     @property
     def epsilon(self) -> float:
         """The lower bound on ε: that of normal noise of 1/``mu`` times what a canary moves."""
-        if self.mu == 0:
-            return 0.0
-        return gaussian_epsilon(1 / self.mu, self.delta) if math.isfinite(self.mu) else math.inf
+        return gaussian_epsilon(1 / self.mu, self.delta) if self.mu else 0.0
 
     def rows(self) -> list[dict]:
         return [
@@ -243,16 +244,15 @@ def gaussian_audit(scores, included, delta: float, confidence: float = 0.95) -> 
     freedom, gap = len(scores) - 2, float(inside.mean() - outside.mean())
     deviation = math.sqrt((inside.var() * len(inside) + outside.var() * len(outside)) / freedom)
     unit = math.sqrt(1 / len(inside) + 1 / len(outside))
+    apart = gap / deviation if deviation else math.copysign(math.inf, gap) if gap else 0.0
+    statistic = min(apart, HIGHEST_MU) / unit  # a smaller one contradicts less
 
     def excess(mu: float) -> float:
-        return nct.sf(gap / deviation / unit, freedom, mu / unit) - (1 - confidence)
+        return nct.sf(statistic, freedom, mu / unit) - (1 - confidence)
 
-    if gap <= 0 or (deviation and excess(0.0) >= 0):
-        mu = 0.0
-    elif deviation == 0:
-        mu = math.inf
-    else:
-        high = gap / deviation
+    mu = 0.0
+    if excess(0.0) < 0:
+        high = statistic * unit
         while excess(high) < 0:
             high *= 2
         mu = float(brentq(excess, 0.0, high))

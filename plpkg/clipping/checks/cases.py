@@ -34,6 +34,8 @@ class Case:
         ``before(batch)`` gives another such batch, for a step of its own before that of ``batch``.
     users
         ``(batch,)``: whose each example is, if a user's examples are to be clipped together.
+    max_grad_norm
+        C; ``None``: the median norm, so that about half of the gradients are clipped.
     lesson
         What goes wrong here, in a sentence.
     expects_actual
@@ -47,6 +49,7 @@ class Case:
     micro_batch: int | None = None
     before: Callable[[Batch], Batch] | None = None
     users: torch.Tensor | None = None
+    max_grad_norm: float | None = None
     lesson: str = ""
     expects_actual: bool = False
 

@@ -3,6 +3,7 @@
 Each example has a token or a feature of its own, so that gradients are orthogonal: what an auditor would wish for.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional
 from plpkg.clipping.checks.cases import Case
 
 MICRO_BATCH = 16
+MAX_GRAD_NORM = 0.1  # C, below all norms
 WIDTH, PADS = 4, 3  # of an embedding; how many tokens of a text are padding
 TOKENS, LONG_TEXT, GRADIENT_PER_TOKEN = 10, 1_000, 10.0  # the first text is long
 CONTRAST, OUTLIER = 0.5, 2.0**13  # an example's own activation, and one as language models have them in a few channels
@@ -84,7 +86,7 @@ def specimens(count: int) -> tuple[Case, ...]:
     one_hot = (torch.eye(count),), zeros
     texts, tokens = _texts(count)
     far, sign = _far_example(count)
-    return (
+    bugs = (
         Case(
             "functional tie",
             lambda: _Tied(count),
@@ -152,3 +154,4 @@ def specimens(count: int) -> tuple[Case, ...]:
             lesson="The sum is divided by the size that the batch happens to have, which one example changes for all.",
         ),
     )
+    return tuple(replace(bug, max_grad_norm=MAX_GRAD_NORM) for bug in bugs)

@@ -28,16 +28,15 @@ from plpkg.clipping.checks.audit import (
     one_run_audit,
 )
 from plpkg.clipping.checks.cases import Case, gradient
-from plpkg.clipping.checks.conformance import DELTA, MAX_GRAD_NORM, NOISE_MULTIPLIER, TAKES_PART, RefusalError, Trial
+from plpkg.clipping.checks.conformance import DELTA
 from plpkg.clipping.checks.sensitivity import Sensitivity, as_vector, check_sensitivity
-from plpkg.clipping.checks.specimens import MICRO_BATCH, specimens
-from plpkg.clipping.clip import Clip
+from plpkg.clipping.checks.specimens import MAX_GRAD_NORM, MICRO_BATCH, specimens
+from plpkg.clipping.checks.trial import NOISE_MULTIPLIER, TAKES_PART, RefusalError, Trial
 from plpkg.clipping.gradients import clipped_gradients
 from plpkg.clipping.training.private import make_private
 from plpkg.results import Sentences
 from plpkg.validation import whole_number
 
-CLIP = Clip(MAX_GRAD_NORM)
 PARITY = 1e-4  # a deviation of so many C is put down to rounding
 CHECKED, CANARIES = 4 * MICRO_BATCH + 1, 1_000  # of the first two checks, with a last micro-batch of one; of the audit
 
@@ -142,9 +141,9 @@ def examine(case: Case, canaries: Case, *, seed: int = 0) -> Finding:
     seed
         The audits'.
     """
-    step = Trial(opacus, case, CLIP).step
+    step = Trial(opacus, case).step
     audits = canary_audit(
-        Trial(opacus, canaries, CLIP).step, canaries.batch, MAX_GRAD_NORM, NOISE_MULTIPLIER, DELTA, seed,
+        Trial(opacus, canaries).step, canaries.batch, MAX_GRAD_NORM, NOISE_MULTIPLIER, DELTA, seed,
         direction=lambda batch: gradient(canaries, batch),
         bound=lambda *scores: (one_run_audit(*scores), gaussian_audit(*scores)),
     )  # fmt: skip
@@ -218,7 +217,7 @@ def _deviation(case: Case, update) -> float | None:
 
 
 def _verdict(case: Case) -> str:
-    step = Trial(ours, replace(case, expects_actual=False), CLIP).step  # the size is said once, not for each batch
+    step = Trial(ours, replace(case, expects_actual=False)).step  # the size is said once, not for each batch
     try:
         deviation = _deviation(case, step(case.batch))
     except RefusalError as refusal:

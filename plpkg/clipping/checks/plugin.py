@@ -1,0 +1,61 @@
+"""A pytest plugin: ``pytest --dp-conformance my_train.py`` tries the training functions of a file, a test a case.
+
+A training function is called ``train``, or its name begins with ``train_``; what it takes stands in
+:func:`plpkg.clipping.checks.conformance.conformance`. If the file has a function ``cases``, its cases are tried
+instead of the usual ones. A case fails with what is wrong, in a sentence a check, and is skipped with what was refused.
+
+Without the option nothing is collected, and nothing imported.
+"""
+
+import inspect
+
+import pytest
+
+OPTION = "--dp-conformance"
+
+
+class BreachError(Exception):
+    """What is wrong, a sentence a check."""
+
+
+class ConformanceItem(pytest.Item):
+    """One training function, on one case."""
+
+    def __init__(self, *, train, case, **options) -> None:
+        super().__init__(**options)
+        self.train, self.case = train, case
+
+    def runtest(self) -> None:
+        from plpkg.clipping.checks.conformance import conformance
+
+        (outcome,) = conformance(self.train, [self.case]).outcomes
+        if outcome.breaches:
+            lesson = (f"({self.case.lesson})",) if self.case.lesson else ()
+            raise BreachError("\n".join((*outcome.sentences, *lesson)))
+        if outcome.verdict == "refuses":
+            pytest.skip(outcome.sentences[0])
+
+    def repr_failure(self, excinfo, style=None):
+        return str(excinfo.value) if isinstance(excinfo.value, BreachError) else super().repr_failure(excinfo, style)
+
+    def reportinfo(self):
+        return self.path, self.train.__code__.co_firstlineno - 1, self.name
+
+
+def pytest_addoption(parser) -> None:
+    what = "try the functions train and train_* of the given files: does a private training do what its ε claims?"
+    parser.getgroup("differential privacy").addoption(OPTION, action="store_true", help=what)
+
+
+def pytest_pycollect_makeitem(collector, name: str, obj: object):
+    """A test for each case, of a function that is defined in the collected file."""
+    if not collector.config.getoption(OPTION) or not isinstance(collector, pytest.Module):
+        return None
+    if not (name == "train" or name.startswith("train_")) or not inspect.isfunction(obj):
+        return None
+    if obj.__module__ != collector.obj.__name__:
+        return None
+    from plpkg.clipping.checks import conformance
+
+    cases = getattr(collector.obj, "cases", conformance.cases)()
+    return [ConformanceItem.from_parent(collector, name=f"{name}[{case.name}]", train=obj, case=case) for case in cases]

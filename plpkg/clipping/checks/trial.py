@@ -1,0 +1,160 @@
+"""One run of anybody's training function on a case, and what its optimizer gets."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from plpkg.clipping.batches import examples
+from plpkg.clipping.checks.cases import Batch, Case, gradient, learning
+from plpkg.clipping.checks.sensitivity import as_vector, members_of
+from plpkg.clipping.clip import Clip, clip_dense
+
+NOISE_MULTIPLIER = 1.0  # σ
+TAKES_PART = 0.5  # the probability that an example is in a batch: so many of a case's batch are expected
+NOISY_STEPS = 120  # every other one with the example that is looked for
+
+Update = dict[str, torch.Tensor]
+
+
+class RefusalError(Exception):
+    """What a training said instead of a step."""
+
+
+class BrokenError(Exception):
+    """A training stopped without saying what it refuses."""
+
+
+class MissingError(Exception):
+    """A parameter learns that the optimizer does not have."""
+
+
+class MiscountError(Exception):
+    """Not one step of the optimizer for each sample."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A training function, and a case to try it on."""
+
+    train: Callable
+    case: Case
+    clipping: str = "flat"
+
+    def run(self, samples: list[Batch], noise_multiplier: float = 0.0) -> list[Update]:
+        """The updates of some samples: by parameter, what the optimizer gets, times the expected batch size."""
+        case = self.case
+        steps = [[case.before(samples[0])]] if case.before else []
+        steps += [case.pieces(sample) for sample in samples]
+        expected = case.size * TAKES_PART
+        said = max(1, len(samples[0][1])) if case.expects_actual else expected
+        model, criterion = case.build(), case.loss_module()
+        scale = expected if criterion.reduction == "mean" else 1.0
+        optimizer = torch.optim.SGD(learning(model).values(), lr=0.0)
+        given = {id(p) for p in learning(model).values()}
+        updates, missing = [], set()
+
+        def after_step(stepped, args, kwargs) -> None:
+            theirs = {id(p): p for group in stepped.param_groups for p in group["params"]}
+            now = learning(model)
+            if not theirs.keys() & (given | {id(p) for p in now.values()}):
+                return  # of another model
+            missing.update(name for name, p in now.items() if id(p) not in theirs)
+            if all(p.grad is None for p in theirs.values()):
+                return  # a micro-batch that is not the last
+            grads = {name: p.grad if id(p) in theirs else None for name, p in now.items()}
+            updates.append({n: torch.zeros_like(now[n]) if g is None else g.detach() * scale for n, g in grads.items()})
+
+        hook = register_optimizer_step_post_hook(after_step)
+        try:
+            self.train(
+                model, optimizer, criterion, steps, max_grad_norm=self.max_grad_norm,
+                noise_multiplier=noise_multiplier, expected_batch_size=said,
+            )  # fmt: skip
+        except (ValueError, RuntimeError) as error:
+            raise RefusalError(_first_sentence(error)) from error
+        except Exception as error:
+            what = f"{type(error).__name__}: {_first_sentence(error)}"
+            raise BrokenError(f"the training stops with {what}, which is no refusal") from error
+        finally:
+            hook.remove()
+        if missing:
+            raise MissingError(
+                f"{names(missing)} learns, but is not among what the optimizer steps, so no update reaches it: it was "
+                "replaced after the optimizer was made, or left out"
+            )
+        if len(updates) != len(steps):
+            raise MiscountError(
+                f"{len(steps)} samples were given, and {len(updates)} steps of an optimizer change this model by a "
+                "gradient"
+            )
+        return updates[-len(samples) :]
+
+    def step(self, sample: Batch) -> Update:
+        """The update of one sample, without noise."""
+        return self.run([sample])[-1]
+
+    @cached_property
+    def update(self) -> Update:
+        """That of the whole batch."""
+        return self.step(self.case.sample)
+
+    @cached_property
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """By parameter, the gradient of each example (or user), ``(units, *shape)``, each example's computed alone."""
+        case = self.case
+        alone = [gradient(case, examples(case.batch, slice(i, i + 1))) for i in range(case.size)]
+        rows = {name: torch.stack([each[name] for each in alone]).double() for name in alone[0]}
+        units = self.units.values()
+        return {name: torch.stack([row[which].sum(0) for which in units]) for name, row in rows.items()}
+
+    @property
+    def units(self) -> dict[object, torch.Tensor]:
+        """By example (or user), which of the batch's examples it is made of."""
+        return members_of(range(self.case.size) if self.case.users is None else self.case.users, self.case.size)
+
+    @cached_property
+    def max_grad_norm(self) -> float:
+        """C."""
+        norms = clip_dense(self.gradients, Clip(1.0))[1]
+        return self.case.max_grad_norm or norms.median().item() or 1.0
+
+    @cached_property
+    def wanted(self) -> Update:
+        """The sum of the clipped gradients."""
+        layers = {name: name.rpartition(".")[0] for name in self.gradients}
+        return clip_dense(self.gradients, Clip(self.max_grad_norm, self.clipping), layers)[0]
+
+    @cached_property
+    def without(self) -> tuple[str, Batch, Update]:
+        """Who moves the update farthest by leaving, the batch of the others, and its update."""
+        case, best = self.case, None
+        for name, which in self.units.items():
+            rest = examples(case.sample, ~which)
+            update = self.step(rest)
+            far = distance(self.update, update)
+            if best is None or far > best[0]:
+                best = far, f"{'example' if case.users is None else 'user'} {name}", rest, update
+        return best[1:]
+
+    @cached_property
+    def noisy(self) -> list[Update]:
+        """Updates with noise: of the batch, and of it without somebody, by turns."""
+        samples = [self.case.sample, self.without[1]] * (NOISY_STEPS // 2)
+        return self.run(samples, NOISE_MULTIPLIER)
+
+
+def distance(one: Update, other: Update) -> float:
+    return torch.linalg.vector_norm(as_vector(one) - as_vector(other)).item()
+
+
+def names(names: set[str]) -> str:
+    first = sorted(names)
+    return first[0] + (f" (and {len(first) - 1} more)" if len(first) > 1 else "")
+
+
+def _first_sentence(error: Exception) -> str:
+    said = str(error).strip().partition("\n")[0].partition(". ")[0]
+    return said or type(error).__name__

@@ -1,0 +1,143 @@
+"""Training functions for the conformance checks: Opacus's, plpkg's, one by hand with faults, transformers.Trainer's."""
+
+import math
+import warnings
+from contextlib import contextmanager
+
+import torch
+from opacus import PrivacyEngine
+from torch import func, nn
+
+from plpkg.clipping import make_private
+
+
+def opacus(mode: str, clipping: str = "flat"):
+    """A training with Opacus's engine; samples in pieces as its BatchMemoryManager has them."""
+
+    def train(model, optimizer, criterion, steps, *, max_grad_norm, noise_multiplier, expected_batch_size):
+        learning = sum(p.requires_grad for p in model.parameters())
+        limit = max_grad_norm if clipping == "flat" else [max_grad_norm / math.sqrt(learning)] * learning
+        with quiet():
+            made = PrivacyEngine(accountant="rdp").make_private(
+                module=model, optimizer=optimizer, criterion=criterion, data_loader=torch.utils.data.DataLoader([0]),
+                poisson_sampling=False, noise_multiplier=noise_multiplier, max_grad_norm=limit, clipping=clipping,
+                grad_sample_mode=mode,
+            )  # fmt: skip
+            model, optimizer = made[:2]
+            criterion = made[2] if mode == "ghost" else criterion
+            optimizer.expected_batch_size = expected_batch_size
+            for step in steps:
+                for inputs, target in step:
+                    optimizer.signal_skip_step(do_skip=inputs is not step[-1][0])
+                    criterion(model(*inputs), target).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    return train
+
+
+def ours(**options):
+    """A training with make_private."""
+
+    def train(model, optimizer, criterion, steps, *, max_grad_norm, noise_multiplier, expected_batch_size):
+        made = make_private(
+            model, optimizer, None, criterion, max_grad_norm=max_grad_norm, noise_multiplier=noise_multiplier,
+            sample_rate=0.5, expected_batch_size=expected_batch_size, **options,
+        )  # fmt: skip
+        for step in steps:
+            for inputs, target in step:
+                made.criterion(made.model(*inputs), target).backward()
+            made.optimizer.step()
+
+    return train
+
+
+def trainer(model, optimizer, criterion, steps, *, max_grad_norm, noise_multiplier, expected_batch_size):
+    """transformers.Trainer with a step of make_private: the recipe is the class."""
+    from transformers import Trainer, TrainingArguments
+
+    class PrivateTrainer(Trainer):
+        def get_train_dataloader(self):
+            return self.train_dataset  # Poisson samples
+
+        def training_step(self, model, sample, num_items_in_batch=None):
+            loss = made.criterion(model(*sample["inputs"]), sample["labels"])
+            loss.backward()
+            return loss.detach()
+
+    if any(len(step) > 1 for step in steps):
+        raise NotImplementedError("samples come in one piece")
+    made = make_private(
+        model, optimizer, None, criterion, max_grad_norm=max_grad_norm, noise_multiplier=noise_multiplier,
+        sample_rate=0.5, expected_batch_size=expected_batch_size,
+    )  # fmt: skip
+    samples = [{"inputs": inputs, "labels": target} for ((inputs, target),) in steps]
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    arguments = TrainingArguments(
+        max_steps=len(samples), max_grad_norm=0.0, use_cpu=True, report_to=[], save_strategy="no",
+        logging_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    PrivateTrainer(model, arguments, train_dataset=samples, optimizers=(optimizer, schedule)).train()
+
+
+def by_hand(fault: str = ""):
+    """DP-SGD with torch.func; or with a fault."""
+
+    def train(model, optimizer, criterion, steps, *, max_grad_norm, noise_multiplier, expected_batch_size, fault=fault):
+        if fault == "replaced":
+            model[2] = nn.Linear(8, 3)
+        if fault == "forgotten":
+            optimizer.param_groups[0]["params"].pop()
+        if fault == "refuses":
+            raise NotImplementedError("this is not for you. Go away")
+        if fault == "crashes":
+            raise KeyError("a slip")
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        generator = torch.Generator().manual_seed(torch.seed() % 2**32)
+
+        def loss(parameters, inputs, target):
+            output = func.functional_call(model, parameters, tuple(x[None] for x in inputs))
+            return criterion(output, target[None])
+
+        for step in steps:
+            sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
+            for inputs, target, *users in step[-1:] if fault == "drops micro-batches" else step:
+                if len(target):
+                    rows = func.vmap(func.grad(loss), (None, 0, 0))({**parameters}, inputs, target)
+                    if users and fault != "clips examples":
+                        whose = (users[0].unique()[:, None] == users[0]).to(target.device, torch.float32)
+                        rows = {name: torch.tensordot(whose, row, 1) for name, row in rows.items()}
+                    norms = torch.stack([row.flatten(1).norm(dim=1) for row in rows.values()]).norm(dim=0)
+                    factors = (max_grad_norm / norms).clamp(max=1)
+                    for name, row in rows.items():
+                        sums[name] += torch.tensordot(factors, row, 1)
+                if fault == "actual batch size":
+                    expected_batch_size = max(1, len(target))
+            if fault == "same noise":
+                generator.manual_seed(0)
+            for name, p in parameters.items():
+                std = max_grad_norm * noise_multiplier * (0.8 if fault == "little noise" else 1)
+                quiet = fault == "quiet bias" and name.endswith("bias")
+                quiet |= fault == "none for nobody" and not len(step[0][1])
+                noise = std * torch.randn(p.shape, generator=generator) * (not quiet)
+                p.grad = (sums[name] * (3 if fault == "three times" else 1) + noise) / expected_batch_size
+                if fault == "never ready":
+                    p.grad = None
+                if fault == "restless":
+                    p.grad += torch.rand(p.shape, generator=generator)
+                if fault == "not a number":
+                    p.grad *= math.nan
+            if fault == "unlearnt":
+                parameters["0.weight"].grad = None
+            optimizer.step()
+
+    return train
+
+
+@contextmanager
+def quiet():
+    """Without Opacus's warnings: no secure generator, and a first layer whose input needs no gradient."""
+    with warnings.catch_warnings():
+        for message in ("Secure RNG turned off", "Full backward hook is firing", "In CPU autocast"):
+            warnings.filterwarnings("ignore", message=message, category=UserWarning)
+        yield
