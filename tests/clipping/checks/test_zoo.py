@@ -91,10 +91,11 @@ def test_the_definition_gets_the_tie_right():
 
 def test_nothing_notices_where_nothing_is_wrong():
     def healthy(count):
+        def model():
+            return nn.Linear(count, 1, bias=False)
+
         batch = (torch.eye(count),), torch.zeros(count)
-        return Case(
-            "healthy", lambda: nn.Linear(count, 1, bias=False), batch, lambda y, _: y[:, 0], max_grad_norm=MAX_GRAD_NORM
-        )
+        return Case("healthy", model, batch, lambda y, _: y[:, 0], max_grad_norm=MAX_GRAD_NORM)
 
     finding = examine(healthy(CHECKED), healthy(1_000))
     assert finding.caught_by == ()

@@ -1,0 +1,194 @@
+"""Conformance: each fault is found by the check that is for it, nine of nine of the zoo, and what a report shows."""
+
+import pytest
+import torch
+from torch import nn
+
+from plpkg.clipping.checks import conformance as module, zoo
+from plpkg.clipping.checks.cases import Case, Losses, gradient
+from plpkg.clipping.checks.conformance import CHECKS, USERS_OWN, ZOO_EXAMPLES, Report, cases, conformance
+from plpkg.clipping.checks.ordinary import ordinary
+from plpkg.clipping.checks.specimens import specimens
+from plpkg.clipping.checks.trial import NOISE_MULTIPLIER, Trial
+
+from trainings import by_hand
+
+PERCEPTRON, MICRO = ordinary()[:2]
+LATER = CHECKS.keys() - {"learns"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "case", "sentences"),
+    [
+        ("replaced", PERCEPTRON, {"learns": "2.bias (and 1 more) learns, but is not among what the optimizer steps"}),
+        ("forgotten", PERCEPTRON, {"learns": "2.bias learns, but is not among what the optimizer steps"}),
+        ("crashes", PERCEPTRON, {"learns": "the training stops with KeyError: 'a slip', which is no refusal"}),
+        ("never ready", PERCEPTRON, {"sums": "1 samples were given, and 0 steps of an optimizer change this model"}),
+        ("restless", PERCEPTRON, {"sums": "is another when it is run again without noise", "sensitivity": "", "noise": ""}),
+        ("not a number", PERCEPTRON, dict.fromkeys(LATER, "step gave an update that is not finite")),
+        (
+            "unlearnt",
+            PERCEPTRON,
+            {
+                "learns": "0.weight gets no gradient, and the examples' clipped ones add up to",
+                "sums": "farthest in 0.weight",
+                "noise": "the noise of 0.weight has the standard deviation 0 σC instead of σC",
+            },
+        ),
+        (
+            "drops micro-batches",
+            MICRO,
+            {
+                "sums": "; in one batch instead of micro-batches of 2 it is right",
+                "sensitivity": "example 4 moves the update by",
+            },
+        ),
+        (
+            "three times",
+            PERCEPTRON,
+            {"sums": ": it is 3 times that sum", "sensitivity": "moves the update by 3 C", "audit": "took part shows ε ≥ "},
+        ),
+        (
+            "actual batch size",
+            PERCEPTRON,
+            {"sums": ": it is 0.5 times that sum", "sensitivity": "by 2.5 C alone", "noise": "the noise of 0.weight has"},
+        ),
+        ("same noise", PERCEPTRON, {"noise": "one step is correlated with that of the next", "audit": "shows ε ≥ "}),
+        ("little noise", PERCEPTRON, {"noise": "the noise of 0.weight has the standard deviation 0.8"}),
+        ("quiet bias", PERCEPTRON, {"noise": "the noise of 0.bias has the standard deviation 0 σC instead of σC"}),
+        ("none for nobody", PERCEPTRON, {"noise": "the noise of 0.weight of an empty sample has the standard deviation 0"}),
+    ],
+)  # fmt: skip
+def test_each_fault_by_its_check(fault, case, sentences):
+    (outcome,) = conformance(by_hand(fault), [case]).outcomes
+    assert outcome.breaches.keys() == sentences.keys()
+    for check, sentence in sentences.items():
+        assert sentence in outcome.breaches[check]
+
+
+def test_nine_of_nine_of_the_zoo():
+    """Under Opacus's ghost clipping, past its refusals; under plpkg what no library can know, and nothing else."""
+    bugs = specimens(ZOO_EXAMPLES)
+    assert conformance(zoo.opacus, bugs).breached == tuple(case.name for case in bugs)
+    report = conformance(zoo.ours, bugs)
+    assert report.breached == USERS_OWN
+    assert [o.case.name for o in report.outcomes if o.verdict == "refuses"] == [
+        "functional tie", "BatchNorm", "BatchNorm, frozen",
+    ]  # fmt: skip
+
+
+def test_a_step_after_another():
+    """What is stale is named."""
+    stale = next(case for case in specimens(4) if case.name == "stale norms")
+    (outcome,) = conformance(zoo.opacus, [stale], checks=["sums"]).outcomes
+    assert "it is 0.7071 times that sum; without the step before it is right" in outcome.breaches["sums"]
+
+
+def users_case():
+    """Two users of three examples each, and one of one."""
+    rows = torch.randn(7, 4, generator=torch.Generator().manual_seed(0))
+    users = torch.tensor([0, 1, 0, 1, 0, 1, 2])
+    return Case(
+        "users", lambda: nn.Linear(4, 1), ((rows,), torch.ones(7)), lambda y, t: (y[:, 0] - t) ** 2, users=users
+    )
+
+
+def test_users():
+    """Clipped together or each by itself."""
+    assert conformance(by_hand(), [users_case()]).ok
+    (outcome,) = conformance(by_hand("clips examples"), [users_case()]).outcomes
+    assert outcome.breaches.keys() >= {"sums", "sensitivity"}
+    assert outcome.breaches["sensitivity"].startswith("user 1 moves the update by ")
+
+
+def test_refusals_and_what_they_say():
+    (outcome,) = (report := conformance(by_hand("refuses"), [PERCEPTRON])).outcomes
+    assert (outcome.verdict, outcome.refusals) == ("refuses", {"learns": "this is not for you"})
+    assert not report.ok  # nothing was seen to be right
+    assert repr(report) == "Report(1 cases: 0 conform, 1 refused, 0 breached)"
+    assert conformance(by_hand(), [PERCEPTRON, MICRO], checks=["learns"]).ok
+
+
+def test_a_report():
+    lesson = (
+        "It is halved, for this and that reason, and so on, in a sentence that no table of fifty letters could show."
+    )
+    case = Case("mine", PERCEPTRON.model, PERCEPTRON.batch, PERCEPTRON.criterion, lesson=lesson)
+    report = conformance(by_hand("quiet bias"), [PERCEPTRON, case], checks=["noise"])
+    assert repr(report) == "Report(2 cases: 0 conform, 0 refused, 2 breached (perceptron; mine))"
+    assert report.rows()[1] == {
+        "case": "mine",
+        "verdict": "breach",
+        "found by": "noise",
+        "what": "noise: the noise of 0.bias has the standard deviation 0 σC instead of σC",
+        "lesson": lesson,
+    }
+    assert lesson in repr(report.to_frame()[["lesson"]])
+
+
+def test_the_usual_cases():
+    names = [case.name for case in cases()]
+    assert len(names) == len(set(names)) == 14
+    assert not {*USERS_OWN} & {*names}
+
+
+def test_the_definition():
+    """Examples alone, about half of them clipped; a sum stays a sum."""
+    trial = Trial(by_hand(), PERCEPTRON)
+    norms = torch.stack([rows.flatten(1).norm(dim=1) for rows in trial.gradients.values()]).norm(dim=0)
+    assert trial.max_grad_norm == norms.median().item()
+    factors = (trial.max_grad_norm / norms).clamp(max=1)
+    for name, rows in trial.gradients.items():
+        torch.testing.assert_close(trial.wanted[name], (factors.view(-1, *[1] * (rows.ndim - 1)) * rows).sum(0))
+    together = gradient(PERCEPTRON, PERCEPTRON.batch)
+    for name, rows in trial.gradients.items():
+        torch.testing.assert_close(rows.mean(0).float(), together[name])
+    ignored = Case("ignored", PERCEPTRON.model, ((torch.ones(1, 6),), torch.tensor([-100])), nn.CrossEntropyLoss())
+    assert not any(part.any() for part in gradient(ignored, ignored.batch).values())
+
+
+def test_a_criterion_in_the_shape_of_a_loss_module():
+    losses = Losses(lambda output, target: output - target)
+    output, target = torch.tensor([3.0, 5.0]), torch.ones(2)
+    assert losses(output, target) == 3
+    losses.reduction = "sum"
+    assert losses(output, target) == 6
+    losses.reduction = "none"
+    assert losses(output, target).tolist() == [2, 4]
+
+
+def test_a_sum_is_not_divided():
+    def train(model, optimizer, criterion, steps, *, expected_batch_size, **options):
+        by_hand()(model, optimizer, criterion, steps, expected_batch_size=1.0, **options)
+
+    case = Case("sum", PERCEPTRON.model, PERCEPTRON.batch, nn.CrossEntropyLoss(reduction="sum"))
+    assert conformance(train, [case]).ok
+
+
+def test_noise_is_the_optimizer_s():
+    """Seen as it is released, times the expected batch size."""
+    trial = Trial(by_hand(), PERCEPTRON)
+    noisy = trial.run([PERCEPTRON.batch], NOISE_MULTIPLIER)[0]
+    assert all((noisy[name] != update).all() for name, update in trial.update.items())
+
+
+def test_hooks_are_taken_away():
+    from torch.optim.optimizer import _global_optimizer_post_hooks
+
+    before = len(_global_optimizer_post_hooks)
+    conformance(by_hand("crashes"), [PERCEPTRON])
+    assert len(_global_optimizer_post_hooks) == before
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="checks must be of learns, sums, sensitivity, noise, audit, got 'parity'"):
+        conformance(by_hand(), checks=["parity"])
+    with pytest.raises(ValueError, match="clipping must be one of 'flat', 'automatic', 'per_layer', got 'global'"):
+        conformance(by_hand(), clipping="global")
+
+
+def test_the_front_door():
+    from plpkg import clipping
+
+    assert clipping.conformance is module
+    assert isinstance(clipping.conformance.conformance(by_hand(), [PERCEPTRON], checks=["learns"]), Report)
