@@ -83,7 +83,7 @@ def trainer(model, optimizer, criterion, steps, *, max_grad_norm, noise_multipli
 def by_hand(fault: str = ""):
     """DP-SGD with torch.func; or with a fault."""
 
-    def train(model, optimizer, criterion, steps, *, max_grad_norm, noise_multiplier, expected_batch_size, fault=fault):
+    def train(model, optimizer, criterion, steps, *, max_grad_norm, noise_multiplier, expected_batch_size):
         if fault == "replaced":
             model[2] = nn.Linear(8, 3)
         if fault == "forgotten":
@@ -93,14 +93,16 @@ def by_hand(fault: str = ""):
         if fault == "crashes":
             raise KeyError("a slip")
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        generator = torch.Generator().manual_seed(torch.seed() % 2**32)
+        generator = torch.Generator().manual_seed(len(steps))
 
         def loss(parameters, inputs, target):
             output = func.functional_call(model, parameters, tuple(x[None] for x in inputs))
             return criterion(output, target[None])
 
+        sums = {}
         for step in steps:
-            sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
+            if not sums or fault != "never forgets":
+                sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
             for inputs, target, *users in step[-1:] if fault == "drops micro-batches" else step:
                 if len(target):
                     rows = func.vmap(func.grad(loss), (None, 0, 0))({**parameters}, inputs, target)
@@ -120,7 +122,7 @@ def by_hand(fault: str = ""):
                 quiet = fault == "quiet bias" and name.endswith("bias")
                 quiet |= fault == "none for nobody" and not len(step[0][1])
                 noise = std * torch.randn(p.shape, generator=generator) * (not quiet)
-                p.grad = (sums[name] * (3 if fault == "three times" else 1) + noise) / expected_batch_size
+                p.grad = (sums[name] * (5 if fault == "five times" else 1) + noise) / expected_batch_size
                 if fault == "never ready":
                     p.grad = None
                 if fault == "restless":
