@@ -98,10 +98,8 @@ def learning(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def gradient(case: Case, sample: Batch) -> dict[str, torch.Tensor]:
-    """By parameter, the gradient of the criterion's loss of a batch, by autograd; zero if there is no loss at all."""
+    """By parameter, the gradient of the criterion's loss of a batch, by autograd."""
     model = case.build()
     parameters = learning(model)
     loss = case.loss_module()(model(*sample[0]), sample[1])
-    if not loss.isfinite():  # the mean over no targets
-        return {name: torch.zeros_like(p) for name, p in parameters.items()}
     return dict(zip(parameters, torch.autograd.grad(loss, parameters.values(), materialize_grads=True), strict=True))
