@@ -40,6 +40,7 @@ from plpkg.clipping.checks.trial import (
     Trial,
     Update,
     distance,
+    first_sentence,
     names,
 )
 from plpkg.clipping.clip import CLIPPINGS
@@ -168,6 +169,11 @@ def conformance(
 def examine(trial: Trial, checks: Iterable[str]) -> Outcome:
     """Try a training function on one case."""
     case, breaches, refusals = trial.case, {}, {}
+    try:
+        _ = trial.gradients
+    except Exception as error:
+        said = f"one example alone, as a Poisson sample may be, stops the model: {first_sentence(error)}"
+        return Outcome(case, {"learns": said}, {})
     try:
         _ = trial.update
     except RefusalError as refusal:

@@ -1,10 +1,23 @@
 """A pytest plugin: ``pytest --dp-conformance my_train.py`` tries the training functions of a file, a test a case.
 
-A training function is called ``train``, or its name begins with ``train_``; what it takes stands in
-:func:`plpkg.clipping.checks.conformance.conformance`. If the file has a function ``cases``, its cases are tried
-instead of the usual ones. A case fails with what is wrong, in a sentence a check, and is skipped with what was refused.
+A training function is called ``train``, or its name begins with ``train_``; what it is given stands in
+:func:`plpkg.clipping.checks.conformance.conformance`. With Opacus's hooks::
 
-Without the option nothing is collected, and nothing imported.
+    def train(model, optimizer, criterion, steps, *, max_grad_norm, noise_multiplier, expected_batch_size):
+        model, optimizer, _ = PrivacyEngine().make_private(
+            module=model, optimizer=optimizer, data_loader=DataLoader([0]), poisson_sampling=False,
+            noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm,
+        )
+        optimizer.expected_batch_size = expected_batch_size
+        for step in steps:
+            for place, (inputs, target) in enumerate(step, start=1):
+                optimizer.signal_skip_step(do_skip=place < len(step))
+                criterion(model(*inputs), target).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+If the file has a function ``cases``, its cases are tried instead of the usual ones. A case fails with what is wrong, in
+a sentence a check, and is skipped with what was refused. Without the option nothing is collected, and nothing imported.
 """
 
 import inspect

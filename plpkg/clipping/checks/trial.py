@@ -74,9 +74,9 @@ class Trial:
                 noise_multiplier=noise_multiplier, expected_batch_size=said,
             )  # fmt: skip
         except (ValueError, RuntimeError) as error:
-            raise RefusalError(_first_sentence(error)) from error
+            raise RefusalError(first_sentence(error)) from error
         except Exception as error:
-            what = f"{type(error).__name__}: {_first_sentence(error)}"
+            what = f"{type(error).__name__}: {first_sentence(error)}"
             raise BrokenError(f"the training stops with {what}, which is no refusal") from error
         finally:
             hook.remove()
@@ -147,14 +147,17 @@ class Trial:
 
 
 def distance(one: Update, other: Update) -> float:
+    """Of two updates, an L2 norm."""
     return torch.linalg.vector_norm(as_vector(one) - as_vector(other)).item()
 
 
 def names(names: set[str]) -> str:
+    """The first, and how many more."""
     first = sorted(names)
     return first[0] + (f" (and {len(first) - 1} more)" if len(first) > 1 else "")
 
 
-def _first_sentence(error: Exception) -> str:
+def first_sentence(error: Exception) -> str:
+    """What an error says, without what follows."""
     said = str(error).strip().partition("\n")[0].partition(". ")[0]
     return said or type(error).__name__

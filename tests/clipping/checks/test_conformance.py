@@ -99,6 +99,18 @@ def test_users():
     assert outcome.breaches["sensitivity"].startswith("user 0 moves the update by ")
 
 
+def test_an_example_alone():
+    """A squeeze() too much."""
+    case = Case("squeezed", lambda: Squeezed(4, 3), ((torch.ones(2, 4),), torch.tensor([0, 1])), nn.CrossEntropyLoss())
+    (outcome,) = conformance(by_hand(), [case]).outcomes
+    assert outcome.breaches["learns"].startswith("one example alone, as a Poisson sample may be, stops the model: ")
+
+
+class Squeezed(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).squeeze()
+
+
 def test_refusals_and_what_they_say():
     (outcome,) = (report := conformance(by_hand("refuses"), [PERCEPTRON])).outcomes
     assert (outcome.verdict, outcome.refusals) == ("refuses", {"learns": "this is not for you"})
