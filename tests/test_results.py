@@ -2,7 +2,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from plpkg.results import Tabular, bits, shown
+from plpkg.results import Sentences, Tabular, bits, shown
 
 
 @dataclass(frozen=True)
@@ -44,3 +44,18 @@ def test_shown_leaves_words_and_flags_alone():
     assert shown(0.00012345) == "0.0001234"
     assert shown(True) == "True"
     assert shown(None) == "None"
+
+
+def test_sentences_are_shown_in_full():
+    """And those of what is made of the table, while another table is cut as ever."""
+    sentence = "A sentence of more than fifty letters, whose end is what one would like to read."
+
+    class Said(Sentences):
+        def rows(self):
+            return [{"what": sentence, "number": 1.26}]
+
+    frame = Said().to_frame()
+    for shown_in_full in (frame, frame.round(1), frame.drop(columns="number")):
+        assert sentence in repr(shown_in_full)
+        assert sentence in shown_in_full._repr_html_()
+    assert sentence not in repr(Tabular.to_frame(Said()))

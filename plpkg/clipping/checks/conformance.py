@@ -168,18 +168,20 @@ def conformance(
 
 def examine(trial: Trial, checks: Iterable[str]) -> Outcome:
     """Try a training function on one case."""
-    case, breaches, refusals = trial.case, {}, {}
+    case, breaches, refusals, alone = trial.case, {}, {}, ""
     try:
         _ = trial.gradients
     except Exception as error:
-        said = f"one example alone, as a Poisson sample may be, stops the model: {first_sentence(error)}"
-        return Outcome(case, {"learns": said}, {})
+        alone = f"one example alone, as a Poisson sample may be, stops the model: {first_sentence(error)}"
+        trial = replace(trial, case=replace(case, max_grad_norm=1.0))  # whatever C: it may still be refused
     try:
         _ = trial.update
     except RefusalError as refusal:
         return Outcome(case, {}, {"learns": str(refusal)})
     except (BrokenError, MissingError, MiscountError) as error:
         return Outcome(case, {"sums" if isinstance(error, MiscountError) else "learns": str(error)}, {})
+    if alone:
+        return Outcome(case, {"learns": alone}, {})
     for check in checks:
         try:
             if sentence := CHECKS[check](trial):

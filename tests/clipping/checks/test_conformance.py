@@ -104,6 +104,7 @@ def test_an_example_alone():
     case = Case("squeezed", lambda: Squeezed(4, 3), ((torch.ones(2, 4),), torch.tensor([0, 1])), nn.CrossEntropyLoss())
     (outcome,) = conformance(by_hand(), [case]).outcomes
     assert outcome.breaches["learns"].startswith("one example alone, as a Poisson sample may be, stops the model: ")
+    assert conformance(by_hand("refuses"), [case]).outcomes[0].verdict == "refuses"
 
 
 class Squeezed(nn.Linear):
