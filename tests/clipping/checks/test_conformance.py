@@ -11,7 +11,7 @@ from plpkg.clipping.checks.ordinary import ordinary
 from plpkg.clipping.checks.specimens import specimens
 from plpkg.clipping.checks.trial import NOISE_MULTIPLIER, Trial
 
-from trainings import by_hand
+from trainings import by_hand, opacus
 
 PERCEPTRON, MICRO, SECOND = ordinary()[:3]
 LATER = CHECKS.keys() - {"learns"}
@@ -102,7 +102,7 @@ def test_users():
 def test_an_example_alone():
     """A squeeze() too much."""
     case = Case("squeezed", lambda: Squeezed(4, 3), ((torch.ones(2, 4),), torch.tensor([0, 1])), nn.CrossEntropyLoss())
-    (outcome,) = conformance(by_hand(), [case]).outcomes
+    (outcome,) = conformance(opacus("hooks"), [case]).outcomes
     assert outcome.breaches["learns"].startswith("one example alone, as a Poisson sample may be, stops the model: ")
     assert conformance(by_hand("refuses"), [case]).outcomes[0].verdict == "refuses"
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import trainings  # noqa: F401 (pytester forgets what is imported first in a run of its own, and torch cannot load twice)
+
 pytest_plugins = ["pytester"]
 
 ROOT = Path(__file__).parents[3]
