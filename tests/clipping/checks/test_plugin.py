@@ -8,15 +8,11 @@ from pathlib import Path
 
 import pytest
 
-import trainings  # noqa: F401 (pytester forgets what is imported first in a run of its own, and torch cannot load twice)
-
-pytest_plugins = ["pytester"]
-
 ROOT = Path(__file__).parents[3]
 PLUGIN = "plpkg.clipping.checks.plugin"
 
 MY_TRAIN = """
-import torch
+from dataclasses import replace
 
 from trainings import by_hand
 from plpkg.clipping.checks.ordinary import ordinary
@@ -42,85 +38,67 @@ def test_as_ever():
 
 def training():
     raise AssertionError
-"""
-CASES = """
+
 
 def cases():
-    return ordinary()[:1]
+    return [replace(ordinary()[0], name="perceptron of mine", lesson="Each number needs noise.")]
+"""
+USUAL = """
+def train(*arguments, **options):
+    from trainings import by_hand
+
+    by_hand()(*arguments, **options)
 """
 
 
-@pytest.fixture
-def run(pytester):
-    """Runs pytest on a file: what it prints, and its exit status."""
-
-    def on(text, *options):
-        path = pytester.makepyfile(my_train=text)
-        done = pytester.runpytest_inprocess("-p", PLUGIN, "-p", "no:cacheprovider", "-rs", *options, path)
-        return done.stdout.str(), done.ret
-
-    return on
-
-
-def test_a_test_a_case(run):
-    out, status = run(MY_TRAIN + CASES, "--dp-conformance")
-    assert status == 1
-    assert "1 failed, 2 passed, 1 skipped" in out
-    assert "_ train_quietly[perceptron] _" in out
-    failure = out.partition("_ train_quietly[perceptron] _")[2].splitlines()[1]
-    assert failure == "noise: the noise of 0.bias has the standard deviation 0 σC instead of σC"
-    assert "learns: refuses: no Sequential" in out
-    assert "Traceback" not in out
-    assert "conformance.py" not in out
-
-
-def test_one_case_by_name(run):
-    out, status = run(MY_TRAIN + CASES, "--dp-conformance", "-k", "right")
-    assert (status, "1 passed, 3 deselected" in out) == (0, True)
-
-
-def test_the_usual_cases(run):
-    out, status = run(MY_TRAIN, "--dp-conformance", "--collect-only", "-q")
-    assert status == 0
-    assert out.count("::train_right[") == out.count("::train_never[") == 14
-    assert "::train_right[Gram cancellation]" in out
-    assert "::train[" not in out
-
-
-def test_a_lesson_stands_below(run):
-    text = """
-def cases():
-    from plpkg.clipping.checks.specimens import specimens
-
-    return specimens(5)[5:6]
-
-
-def train(model, *arguments, **options):
-    raise KeyError
-"""
-    out, _ = run(text, "--dp-conformance")
-    assert "(The padding's row does not learn, but is in the norm: everybody is clipped too much.)" in out
-
-
-def test_without_the_option_nothing_is_collected(run):
-    out, status = run(MY_TRAIN)
-    assert (status, "1 passed" in out) == (0, True)
-
-
-def test_without_the_option_nothing_is_imported(tmp_path):
-    path = tmp_path / "test_plain.py"
-    path.write_text("def train():\n    raise AssertionError\n\n\ndef test_plain():\n    pass\n")
-    arguments = ["-p", "no:cacheprovider", "-p", PLUGIN, "-q", str(path)]
-    code = (
-        f"import sys, pytest; status = pytest.main({arguments}); "
-        f"print('torch' in sys.modules, {PLUGIN!r} in sys.modules); sys.exit(status)"
-    )
+def run(folder, call):
+    """What a process prints, and its exit status."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, check=False,
+        [sys.executable, "-c", f"import sys, pytest; {call}"],
+        cwd=folder, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "False True"), done.stderr
-    assert "1 passed" in done.stdout
+    return done.stdout + done.stderr, done.returncode
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    """A run of two files, one with cases of its own and one without; of those, what has to do with perceptrons."""
+    folder = tmp_path_factory.mktemp("mine")
+    (folder / "my_train.py").write_text(MY_TRAIN)
+    (folder / "usual.py").write_text(USUAL)
+    options = ["-p", "no:cacheprovider", "-p", PLUGIN, "--dp-conformance", "-v", "-rs", "-k", "perceptron or ever"]
+    out, status = run(folder, f"sys.exit(pytest.main({[*options, 'my_train.py', 'usual.py']}))")
+    assert status == 1, out
+    return out
+
+
+def test_a_test_a_case(printed):
+    assert "my_train.py::train_right[perceptron of mine] PASSED" in printed
+    assert "my_train.py::train_quietly[perceptron of mine] FAILED" in printed
+    assert "my_train.py::train_never[perceptron of mine] SKIPPED" in printed
+    assert "usual.py::train[perceptron] PASSED" in printed
+    assert "my_train.py::test_as_ever PASSED" in printed
+    assert "1 failed, 3 passed, 1 skipped, 13 deselected" in printed  # of the 14 usual cases
+
+
+def test_a_breach_is_a_sentence(printed):
+    said = printed.partition("_ train_quietly[perceptron of mine] _")[2].splitlines()[1:3]
+    assert said == [
+        "noise: the noise of 0.bias has the standard deviation 0 σC instead of σC",
+        "(Each number needs noise.)",
+    ]
+    assert "learns: refuses: no Sequential" in printed
+    assert not any(ours in printed for ours in ("Traceback", "conformance.py", "Error:"))
+
+
+def test_without_the_option_nothing_is_collected_or_imported(tmp_path):
+    (tmp_path / "test_plain.py").write_text("def train():\n    raise AssertionError\n\n\ndef test_plain():\n    pass\n")
+    options = ["-p", "no:cacheprovider", "-p", PLUGIN, "-q", "test_plain.py"]
+    seen = f"'torch' in sys.modules, {PLUGIN!r} in sys.modules"
+    out, status = run(tmp_path, f"status = pytest.main({options}); print({seen}); sys.exit(status)")
+    assert (status, out.splitlines()[-1]) == (0, "False True"), out
+    assert "1 passed" in out
 
 
 def test_pytest_finds_it():
