@@ -101,13 +101,14 @@ def test_users():
 
 def test_an_example_alone():
     """A squeeze() too much."""
-    case = Case("squeezed", lambda: Squeezed(4, 3), ((torch.ones(2, 4),), torch.tensor([0, 1])), nn.CrossEntropyLoss())
+    batch = (torch.ones(2, 4),), torch.tensor([0, 1])
+    case = Case("squeezed", lambda: Squeezed(nn.Linear(4, 3)), batch, nn.CrossEntropyLoss())
     (outcome,) = conformance(opacus("hooks"), [case]).outcomes
     assert outcome.breaches["learns"].startswith("one example alone, as a Poisson sample may be, stops the model: ")
     assert conformance(by_hand("refuses"), [case]).outcomes[0].verdict == "refuses"
 
 
-class Squeezed(nn.Linear):
+class Squeezed(nn.Sequential):
     def forward(self, x):
         return super().forward(x).squeeze()
 
