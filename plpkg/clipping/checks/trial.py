@@ -50,7 +50,7 @@ class Trial:
         steps += [case.pieces(sample) for sample in samples]
         expected = case.size * TAKES_PART
         said = max(1, len(samples[0][1])) if case.expects_actual else expected
-        model, criterion = case.build(), case.loss_module()
+        model, criterion, limit = case.build(), case.loss_module(), self.max_grad_norm
         scale = expected if criterion.reduction == "mean" else 1.0
         optimizer = torch.optim.SGD(learning(model).values(), lr=0.0)
         given = {id(p) for p in learning(model).values()}
@@ -70,7 +70,7 @@ class Trial:
         hook = register_optimizer_step_post_hook(after_step)
         try:
             self.train(
-                model, optimizer, criterion, steps, max_grad_norm=self.max_grad_norm,
+                model, optimizer, criterion, steps, max_grad_norm=limit,
                 noise_multiplier=noise_multiplier, expected_batch_size=said,
             )  # fmt: skip
         except (ValueError, RuntimeError) as error:
@@ -118,8 +118,9 @@ class Trial:
     @cached_property
     def max_grad_norm(self) -> float:
         """C."""
-        norms = clip_dense(self.gradients, Clip(1.0))[1]
-        return self.case.max_grad_norm or norms.median().item() or 1.0
+        if self.case.max_grad_norm is not None:
+            return self.case.max_grad_norm
+        return clip_dense(self.gradients, Clip(1.0))[1].median().item() or 1.0
 
     @cached_property
     def wanted(self) -> Update:
