@@ -13,7 +13,6 @@ from plpkg.clipping.checks.sensitivity import as_vector, members_of
 from plpkg.clipping.clip import Clip, clip_dense
 
 NOISE_MULTIPLIER = 1.0  # σ
-TAKES_PART = 0.5  # the probability that an example is in a batch: so many of a case's batch are expected
 NOISY_STEPS = 120  # every other one with the example that is looked for
 
 Update = dict[str, torch.Tensor]
@@ -48,7 +47,7 @@ class Trial:
         case = self.case
         steps = [[case.before(samples[0])]] if case.before else []
         steps += [case.pieces(sample) for sample in samples]
-        expected = case.size * TAKES_PART
+        expected = max(1, case.size // 2)  # half of those that come: whoever divides by these is seen
         said = max(1, len(samples[0][1])) if case.expects_actual else expected
         model, criterion, limit = case.build(), case.loss_module(), self.max_grad_norm
         scale = expected if criterion.reduction == "mean" else 1.0

@@ -31,12 +31,13 @@ from plpkg.clipping.checks.cases import Case, gradient
 from plpkg.clipping.checks.conformance import DELTA
 from plpkg.clipping.checks.sensitivity import Sensitivity, as_vector, check_sensitivity
 from plpkg.clipping.checks.specimens import MAX_GRAD_NORM, MICRO_BATCH, specimens
-from plpkg.clipping.checks.trial import NOISE_MULTIPLIER, TAKES_PART, RefusalError, Trial
+from plpkg.clipping.checks.trial import NOISE_MULTIPLIER, RefusalError, Trial
 from plpkg.clipping.gradients import clipped_gradients
 from plpkg.clipping.training.private import make_private
 from plpkg.results import Sentences
 from plpkg.validation import whole_number
 
+TAKES_PART = 0.5  # the probability that an example is in a batch
 PARITY = 1e-4  # a deviation of so many C is put down to rounding
 CHECKED, CANARIES = 4 * MICRO_BATCH + 1, 1_000  # of the first two checks, with a last micro-batch of one; of the audit
 

@@ -51,7 +51,7 @@ LATER = CHECKS.keys() - {"learns"}
         (
             "actual batch size",
             PERCEPTRON,
-            {"sums": ": it is 0.5 times that sum", "sensitivity": "by 2.5 C alone", "noise": "of 0.weight has"},
+            {"sums": ": it is 0.4 times that sum", "sensitivity": "by 2 C alone", "noise": "of 0.weight has"},
         ),
         ("same noise", PERCEPTRON, {"noise": "one step is correlated with that of the next", "audit": "shows ε ≥ "}),
         ("little noise", PERCEPTRON, {"noise": "the noise of 0.weight has the standard deviation 0."}),

@@ -26,7 +26,7 @@ WORST = {  # how far one example moves Opacus's update, in C, by hand
     "padding_idx": 1 / math.sqrt(1 + 3**2),  # three pads add up in a row that is not learnt
     "stale norms": 1 / math.sqrt(2),  # two layers' norms, one layer's gradient
     "Gram cancellation": 10.0,  # a gradient of length 1, untouched
-    "actual batch size": CHECKED / 2,  # the expected size, divided by one
+    "actual batch size": CHECKED // 2,  # the expected size, divided by one
 }
 CAUGHT = {
     "functional tie": ("parity", "sensitivity", "Gaussian audit"),
