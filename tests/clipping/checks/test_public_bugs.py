@@ -13,6 +13,8 @@ those of issues and pull requests of meta-pytorch/opacus.
 * Functional ties, hold: the head is the embedding's weight, by way of a function. Hooks miss half of the gradient,
   ghost clipping misses it in the norm.
 * #683, holds: several backward() before a step() of ghost clipping.
+* Without a number, hold: the padding's row learns (hooks, expanded weights) or is in the norm (ghost); a frozen BatchNorm
+  in training mode mixes examples in every mode.
 * #692 (ghost clipping learns less than hooks, also without noise) names no cause; #707 was repaired after it. In 1.6
   both conform on ordinary models (:mod:`test_setups`).
 """
@@ -32,6 +34,7 @@ from torch.nn import functional
 from plpkg.clipping.checks.cases import Case
 from plpkg.clipping.checks.conformance import conformance
 from plpkg.clipping.checks.ordinary import HIDDEN, SEQ, VOCABULARY, next_token_loss, ordinary
+from plpkg.clipping.checks.specimens import specimens
 
 from trainings import by_hand, opacus, ours, quiet
 
@@ -248,3 +251,12 @@ def test_several_backward_before_a_step():
     """#683."""
     found = of(ghost(pieces=False), ORDINARY["micro-batches"])
     assert "in one batch instead of micro-batches of 2 it is right" in found.breaches["sums"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "padding"), [("hooks", "breach"), ("ghost", "breach"), ("ew", "breach"), ("functorch", "conforms")]
+)
+def test_padding_and_frozen_batch_norm(mode, padding):
+    zoo = {case.name: case for case in specimens(5)}
+    assert of(opacus(mode), zoo["padding_idx"], checks=["sums"]).verdict == padding
+    assert {"sums", "sensitivity"} <= of(opacus(mode), zoo["BatchNorm, frozen"]).breaches.keys()
