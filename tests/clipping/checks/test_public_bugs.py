@@ -13,10 +13,10 @@ those of issues and pull requests of meta-pytorch/opacus.
 * Functional ties, hold: the head is the embedding's weight, by way of a function. Hooks miss half of the gradient,
   ghost clipping misses it in the norm.
 * #683, holds: several backward() before a step() of ghost clipping.
-* Without a number, hold: the padding's row learns (hooks, expanded weights) or is in the norm (ghost); a frozen BatchNorm
-  in training mode mixes examples in every mode.
-* #692 (ghost clipping learns less than hooks, also without noise) names no cause; #707 was repaired after it. In 1.6
-  both conform on ordinary models (:mod:`test_setups`).
+* Without a number, hold: the padding's row learns (hooks, expanded weights) or is in the norm (ghost); a frozen
+  BatchNorm in training mode mixes examples in every mode.
+* #692 (ghost clipping learns less than hooks, also without noise): only the symptom is reproduced, by #707, which was
+  repaired after it. In 1.6 both conform on ordinary models (:mod:`test_setups`).
 """
 
 import copy
