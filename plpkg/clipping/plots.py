@@ -104,23 +104,6 @@ def measured(rows, ax=None):
     return theme.describe(ax, f"CPU time at peak memory, as multiples of SGD's. {said}.")
 
 
-def grid(rows, ax=None):
-    """The plan's CPU time beside ghost clipping's, over widths, lengths and batches."""
-    ax = theme.axes(ax)
-    sizes = rows["case"].str.extract(r"width (?P<width>\d+), T=(?P<seq>\d+)").astype(int)
-    by_width = rows.join(sizes).groupby("width")
-    for (width, part), style in zip(by_width, theme.styles(len(by_width)), strict=True):
-        ax.plot(part["seq"], part["ratio"], label=f"width {width}", **{**style, "linestyle": "none"})
-    ax.axhline(1, color="0.4", lw=1)
-    ax.set_xscale("log", base=2)
-    ax.set(xlabel="tokens of an example", ylabel="plan's CPU time / ghost's", ylim=(0, 1.1))
-    ax.legend(loc="lower left")
-    low, high = rows["ratio"].min(), rows["ratio"].max()
-    return theme.describe(
-        ax, f"The plan takes {low:.2f} to {high:.2f} of ghost clipping's time in {len(rows)} settings."
-    )
-
-
 def epsilon_of_noise(examples: int, batch: int, epochs: tuple[int, ...] = (1, 3, 10), delta: float = 1e-5, ax=None):
     """The ε that a training spends, against the noise multiplier (computed by the prv accountant)."""
     ax = theme.axes(ax)
@@ -190,6 +173,27 @@ def epsilon_curve(rows, what: str = "accuracy", ax=None):
     ax.set(xlabel="ε spent (δ = 1e-5)", ylabel=label)
     ax.legend(loc="best", fontsize=8)
     return theme.describe(ax, f"{label} against ε; not fine-tuned {levels[0][1]:.4g}. {'; '.join(said)}.")
+
+
+def noise_by_scale(rows, what: str = "noise", ax=None):
+    """What noise does to adapters whose factors are scaled against each other; ``what``: ``noise``, or
+    ``bits_per_byte``.
+    """
+    labels = {"noise": "noise in ΔW, as a share of ΔW", "bits_per_byte": "bits per byte with the noise"}
+    label = labels[one_of("what", what, tuple(labels))]
+    ax, said = theme.axes(ax), []
+    for (method, some), style in zip(rows.groupby("method"), theme.styles(rows["method"].nunique()), strict=True):
+        ax.plot(some["scale"], some[what], label=method, **style)
+        said.append(f"{method}: {', '.join(f'{value:.3g}' for value in some[what])}")
+    scales = sorted(set(rows["scale"]))
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(scales, [f"{scale:g}" for scale in scales])
+    if what == "noise":
+        ax.set_yscale("log")
+        ax.yaxis.set_major_formatter("{x:g}")
+    ax.set(xlabel="s: A is multiplied with it, and B divided", ylabel=label)
+    ax.legend(fontsize=8)
+    return theme.describe(ax, f"{label} at s = {', '.join(f'{s:g}' for s in scales)}. {'; '.join(said)}.")
 
 
 def exposure(rows, ax=None):

@@ -1,7 +1,5 @@
 """Figures carry the numbers they are drawn from, and say them."""
 
-import re
-
 import matplotlib.pyplot as plt
 import pytest
 
@@ -48,15 +46,23 @@ def test_measured_points_are_the_recorded_ones(section, cases):
         plt.close(ax.figure)
 
 
-def test_the_grid_is_complete():
+def test_a_plan_is_faster_than_ghost_clipping_in_its_memory():
     rows = recorded.section("clipping_costs", "grid")
-    ax = plots.grid(rows)
-    drawn = sorted(y for line in ax.lines[:-1] for y in line.get_ydata())
-    assert drawn == sorted(rows["ratio"])
-    assert max(drawn) < 1  # faster than ghost clipping everywhere,
-    assert (rows["peak_ratio"] <= 1.01).all()  # in its memory
-    low = re.search(r"takes (\d\.\d\d)", theme.alt(ax.figure)).group(1)
-    assert low == f"{rows['ratio'].min():.2f}"
+    assert len(rows) == 17
+    assert rows["ratio"].between(0.4, 0.8).all()  # as notebook 05 says
+    assert (rows["peak_ratio"] <= 1.01).all()
+
+
+@pytest.mark.parametrize("what", ["noise", "bits_per_byte"])
+def test_noise_by_scale_is_the_recorded_one(what):
+    rows = recorded.section("clipping_learning", "scale")
+    ax = plots.noise_by_scale(rows, what)
+    assert [list(line.get_ydata()) for line in ax.lines] == [list(some[what]) for _, some in rows.groupby("method")]
+    assert "LoRA r=8: " in theme.alt(ax.figure)
+    for method, some in rows.groupby("method"):  # as notebook 05 says: M's does not grow
+        assert (some["noise"].nunique() == 1) == method.startswith("PrivateLoRA")
+    with pytest.raises(ValueError, match="what must be one of 'noise', 'bits_per_byte', got 'loss'"):
+        plots.noise_by_scale(rows, "loss")
 
 
 @pytest.mark.parametrize("what", ["accuracy", "bits_per_byte"])
