@@ -1,12 +1,11 @@
 """What the cloud learns of a ladder's M by imitation, and what rejected guesses tell it, on plpkg-small.
 
 * imitation: a writer with a ladder (A from public text), with and without a hidden layer. The cloud has every
-  final state and every u, as fp16, and every chosen token; it trains an M of the same shape on 10^3 to 10^5 tokens
-  (with a hidden layer 10^4).
+  final state and every u, as fp16, and every chosen token; it trains an M of the same shape on 10^3 to 10^5 tokens.
   The owner writes on from validation text, sampling at temperature 1; with random numbers that the cloud knows; or
-  greedily. "typed": the owner's own training text, which the cloud reads where M is trained over the wire. Each copy's
-  settings are those with the least loss on tokens that were held out; for 10^5, and where the logits decide, the
-  learning rate of the sampled ones before. ``kl``: KL(owner || copy), nats a token of test text; ``agreement``: share
+  greedily. "typed": the owner's own training text, which the cloud reads where M is trained over the wire: a part, and
+  as many tokens as the owner has learnt from. Each copy's settings are those with the least loss on tokens that were
+  held out; for more than 10^4, and where the logits decide, the learning rate of the copy before. ``kl``: KL(owner || copy), nats a token of test text; ``agreement``: share
   of the owner's likeliest tokens that are the copy's as well; ``stolen``: the copy's gain on the test text by the
   owner's. ``kl_none`` and ``agreement_none`` are of the backbone without M.
   Beside it PrivateLoRA's M by least squares, from 256 tokens of the test text (``--answers``: only that, once more).
@@ -15,8 +14,8 @@
   training text that the cloud reads where a guess stands in them, and that are not in what was written, per 1,000 new
   tokens; ``only_private``: those of them that the counted public text lacks.
 
-Run: ``python -m benchmarks.residual.imitation`` (about 17 minutes on one idle core). With ``--quick`` a small part, and
-nothing is recorded. Not part of ``make bench``.
+Run: ``python -m benchmarks.residual.imitation`` (about 25 minutes on one idle core, 8 GB). With ``--quick`` a small part,
+and nothing is recorded; ``--copies`` measures the first part alone once more, into what is recorded. Not part of ``make bench``.
 """
 
 import argparse
@@ -43,6 +42,8 @@ from plpkg.residual.adapter import matrices
 WRITERS = ("seaborn",)
 PROMPT, NEW, TOGETHER = 32, 125, 80
 """Tokens read and written, and texts at once: 10,000 tokens a batch."""
+LEARNT = STEPS * BATCH * SEQ
+"""Tokens that an owner has learnt from."""
 RATES, LOW = (1e-3, 3e-3), (0.1, 0.3)
 """Learning rates, and temperatures where the logits decide."""
 GUESSES, GRAM = 6, 4
@@ -157,20 +158,24 @@ def imitation_rows(name: str, width: int | None, public: list[torch.Tensor], ste
     judge = Judge(device, cloud, corpora.encode(test_text(name), TOKENIZER))
     generator, batches, races = torch.Generator().manual_seed(0), [], []
     for _ in range(-(-max(sizes) // (TOGETHER * NEW))):
-        pairs, times = written(device, cloud, openings(texts["validation"], TOGETHER, generator), NEW, generator)
+        pairs, drawn = written(device, cloud, openings(texts["validation"], TOGETHER, generator), NEW, generator)
         batches.append(pairs)
-        races = races or times  # those of one batch take 330 MB
-    sampled = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+        races.append(torch.stack(drawn, 1).flatten(0, 1))  # (tokens, vocab), 330 MB
+    sampled, every = tuple(torch.cat(parts) for parts in zip(*batches, strict=True)), torch.cat(races)
+    del batches, races
     greedy, _ = written(device, cloud, openings(texts["validation"], TOGETHER, generator), NEW, None)
-    own = next(corpora.batches(texts["train"], batch=TOGETHER // 2, seq=2 * NEW + 1, seed=3))
+    own = next(corpora.batches(texts["train"], batch=LEARNT // (2 * NEW), seq=2 * NEW + 1, seed=3))
     with torch.no_grad():
-        typed = cloud(device.embed(own))[:, :-1].flatten(0, 1).half(), own[:, 1:].flatten()
-    some = min(TOGETHER * NEW, max(sizes))
-    cases = [("sampled", sampled, n, (1.0,), None) for n in sizes if n < max(sizes)] + [
-        ("sampled, known times", sampled, some, LOW, torch.stack(races, 1).flatten(0, 1)),  # (tokens, vocab)
+        finals = torch.cat([cloud(device.embed(ids))[:, :-1].flatten(0, 1).half() for ids in own.split(TOGETHER)])
+    typed = finals, own[:, 1:].flatten()
+    some, most = min(TOGETHER * NEW, max(sizes)), max(sizes)
+    cases = [("sampled", sampled, n, (1.0,), None) for n in sizes if n < most] + [
+        ("sampled, known times", sampled, some, LOW, every),
         ("greedy", greedy, some, LOW, None),
-        ("sampled", sampled, max(sizes), (1.0,), None),
+        ("sampled", sampled, most, (1.0,), None),
+        *([("sampled, known times", sampled, most, LOW, every)] if most > some else []),
         ("typed", typed, some, (1.0,), None),
+        *([("typed", typed, len(finals), (1.0,), None)] if most > some else []),
     ]
     rows, lr = [], RATES[0]
     for what, (finals, tokens), n, temperatures, times in cases:
@@ -268,6 +273,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="a small part, and nothing is recorded")
     parser.add_argument("--answers", action="store_true", help="only PrivateLoRA's M, into what is recorded")
+    parser.add_argument("--copies", action="store_true", help="only the copies of ladders, into what is recorded")
     options = parser.parse_args()
     quick = options.quick
     if options.answers:
@@ -281,8 +287,13 @@ if __name__ == "__main__":
     rows = []
     for name in writers:
         for width in widths:
-            rows += imitation_rows(name, width, public, steps, sizes if width is None else sizes[:2])
-        rows += solved_rows(name, steps)
+            rows += imitation_rows(name, width, public, steps, sizes)
+        if not options.copies:
+            rows += solved_rows(name, steps)
+    if options.copies:
+        kept = catalog.measured("residual_imitation").query("what == 'answers' or section == 'drafts'")
+        record.write("residual.imitation", rows, keep=kept)
+        raise SystemExit
     rows += drafts_rows(writers if quick else corpora.writers())
     if not quick:
         record.write("residual.imitation", rows)
