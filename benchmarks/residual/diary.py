@@ -4,7 +4,7 @@ plpkg-small learns the diary's entries and the first wording of each question wi
 these words, and in others (paraphrases). An answer is right if it holds the true one. The adapter of ``KEPT`` goes to
 ``data/diary/adapter``: notebook 02 talks to it.
 
-Beside the methods of the publication, the ways of saving round trips: their bases come from the gradient of the diary,
+Beside the methods of the publication, adapters with fewer round trips: their bases come from the gradient of the diary,
 a ladder's from public text.
 
 Run: ``python -m benchmarks.residual.diary`` (about 20 minutes on two idle cores). With ``--again METHOD ...`` only
@@ -20,7 +20,7 @@ from itertools import repeat
 import torch
 
 from benchmarks import record
-from benchmarks.residual.methods import EVERYWHERE, WAYS, Method, answer, asked, lora, low, personalise, prepared
+from benchmarks.residual.methods import ADAPTERS, EVERYWHERE, Method, answer, asked, lora, low, personalise, prepared
 from plpkg import catalog, corpora
 from plpkg.backbones import load_backbone
 from plpkg.corpora import Document
@@ -33,7 +33,7 @@ METHODS = {
     "LoRA r=16": Method(lora(16), 5e-3),
     "PrivateLoRA r=64": Method(low(64), 1e-2),
     "PrivateLoRA r=64, all 7 projections": Method(low(64, EVERYWHERE), 1e-2),
-    **{name: replace(WAYS[name], lr=lr) for name, lr in RATES.items()},
+    **{name: replace(ADAPTERS[name], lr=lr) for name, lr in RATES.items()},
 }
 KEPT = "PrivateLoRA r=64, all 7 projections"
 

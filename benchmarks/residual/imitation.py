@@ -3,19 +3,21 @@
 * imitation: a writer with a ladder (A from public text), with and without a hidden layer. The cloud has every
   final state and every u, as fp16, and every chosen token; it trains an M of the same shape on 10^3 to 10^5 tokens.
   The owner writes on from validation text, sampling at temperature 1; with random numbers that the cloud knows; or
-  greedily. "typed": the owner's own training text, which the cloud reads where M is trained over the wire: a part, and
-  as many tokens as the owner has learnt from. Each copy's settings are those with the least loss on tokens that were
-  held out; for more than 10^4, and where the logits decide, the learning rate of the copy before. ``kl``: KL(owner || copy), nats a token of test text; ``agreement``: share
-  of the owner's likeliest tokens that are the copy's as well; ``stolen``: the copy's gain on the test text by the
-  owner's. ``kl_none`` and ``agreement_none`` are of the backbone without M.
+  greedily. "typed": the owner's own training text, which the cloud reads where M is trained over the wire: half of
+  it, and the whole. Each copy's settings are those with the least loss on tokens that were
+  held out; for more than 10^4, and where the logits decide, the learning rate of the copy before. ``kl``: KL(owner ||
+  copy), nats a token of test text; ``agreement``: share of the owner's likeliest tokens that are the copy's as well;
+  ``stolen``: the copy's gain on the test text by the owner's. ``kl_none`` and ``agreement_none`` are of the
+  backbone without M.
   Beside it PrivateLoRA's M by least squares, from 256 tokens of the test text (``--answers``: only that, once more).
 * drafts: the nine writers' test text, three prompts each, written on by the backbone without M, greedily and sampled.
   Of six guesses at a time those are rejected that were not chosen. ``private``: different 4-grams of the person's
   training text that the cloud reads where a guess stands in them, and that are not in what was written, per 1,000 new
   tokens; ``only_private``: those of them that the counted public text lacks.
 
-Run: ``python -m benchmarks.residual.imitation`` (about 25 minutes on one idle core, 8 GB). With ``--quick`` a small part,
-and nothing is recorded; ``--copies`` measures the first part alone once more, into what is recorded. Not part of ``make bench``.
+Run: ``python -m benchmarks.residual.imitation`` (about 25 minutes on one idle core, 8 GB). With ``--quick`` a small
+part, and nothing is recorded; ``--copies`` measures the first part alone once more, into what is recorded. Not part of
+``make bench``.
 """
 
 import argparse
@@ -31,19 +33,18 @@ from peft import get_peft_model
 from torch.nn import functional
 
 from benchmarks import record
-from benchmarks.residual.methods import BATCH, SEQ, STEPS, WAYS, Method, ladder, personalise, prepared, test_text
+from benchmarks.residual.methods import ADAPTERS, BATCH, SEQ, STEPS, Method, ladder, personalise, prepared, test_text
 from plpkg import catalog, corpora
 from plpkg.backbones import load_backbone
 from plpkg.corpora.tokens import Tokens
 from plpkg.counts import Counts
 from plpkg.residual import attacks, drafts, migrate, split
 from plpkg.residual.adapter import matrices
+from plpkg.scoring import score
 
 WRITERS = ("seaborn",)
 PROMPT, NEW, TOGETHER = 32, 125, 80
 """Tokens read and written, and texts at once: 10,000 tokens a batch."""
-LEARNT = STEPS * BATCH * SEQ
-"""Tokens that an owner has learnt from."""
 RATES, LOW = (1e-3, 3e-3), (0.1, 0.3)
 """Learning rates, and temperatures where the logits decide."""
 GUESSES, GRAM = 6, 4
@@ -164,9 +165,9 @@ def imitation_rows(name: str, width: int | None, public: list[torch.Tensor], ste
     sampled, every = tuple(torch.cat(parts) for parts in zip(*batches, strict=True)), torch.cat(races)
     del batches, races
     greedy, _ = written(device, cloud, openings(texts["validation"], TOGETHER, generator), NEW, None)
-    own = next(corpora.batches(texts["train"], batch=LEARNT // (2 * NEW), seq=2 * NEW + 1, seed=3))
+    own = next(corpora.batches(texts["train"], batch=TOGETHER, seq=2 * NEW + 1, seed=3))  # nearly all of it
     with torch.no_grad():
-        finals = torch.cat([cloud(device.embed(ids))[:, :-1].flatten(0, 1).half() for ids in own.split(TOGETHER)])
+        finals = cloud(device.embed(own))[:, :-1].flatten(0, 1).half()
     typed = finals, own[:, 1:].flatten()
     some, most = min(TOGETHER * NEW, max(sizes)), max(sizes)
     cases = [("sampled", sampled, n, (1.0,), None) for n in sizes if n < most] + [
@@ -194,24 +195,31 @@ def imitation_rows(name: str, width: int | None, public: list[torch.Tensor], ste
 
 
 def solved_rows(name: str, steps: int) -> list[dict]:
-    """PrivateLoRA's M from 256 tokens, by least squares: the relative error over all exchanges whose answers cross.
+    """PrivateLoRA's M from 256 tokens, by least squares, and the gain of the copy.
 
-    Without guesses or with them it is the same; in two layers and one layer late the last layer is folded.
+    The relative error is over all exchanges whose answers cross. Without guesses or with them it is the same; in two
+    layers and one layer late the last layer is folded, and the copy lacks its M.
     """
-    text = corpora.encode(corpora.writer(name).split("train"), TOKENIZER)
-    ids = next(corpora.batches(corpora.encode(test_text(name), TOKENIZER), batch=1, seq=256, seed=0))
+    text, test = (corpora.encode(part, TOKENIZER) for part in (corpora.writer(name).split("train"), test_text(name)))
+    ids = next(corpora.batches(test, batch=1, seq=256, seed=0))
     rows, last = [], f".{MODEL.config.num_hidden_layers - 1}."
+    none = score(MODEL, TOKENIZER, test, seq=SEQ, stride=SEQ).bits_per_byte
     for label in ("all layers", "two layers", "one layer late"):
         own = list(islice(corpora.batches(text, batch=BATCH, seq=SEQ, seed=1000), 8))
-        model = personal(replace(WAYS[label], lr=1e-2), text, own, steps)
+        model = personal(replace(ADAPTERS[label], lr=1e-2), text, own, steps)
+        owner = none - score(model, TOKENIZER, test, seq=SEQ, stride=SEQ).bits_per_byte
         seen, wrong, size = migrate.exchanges(model, [ids]), 0.0, 0.0
         for module, m in matrices(model).items():
             if label == "all layers" or last not in module:
-                stolen = attacks.recover_m(*(t.half() for t in seen[module]))
-                wrong += (stolen - m.weight.double()).square().sum().item()
+                copied = attacks.recover_m(*(t.half() for t in seen[module]))
+                wrong += (copied - m.weight.double()).square().sum().item()
                 size += m.weight.double().square().sum().item()
-        error = float(f"{(wrong / size) ** 0.5:.3g}")
-        rows.append(row("imitation", name, "answers", method=label, tokens=256, error=error))
+                m.weight.data.copy_(copied)
+            else:
+                m.weight.data.zero_()
+        copied = none - score(model, TOKENIZER, test, seq=SEQ, stride=SEQ).bits_per_byte
+        values = dict(error=float(f"{(wrong / size) ** 0.5:.3g}"), stolen=round(copied / owner, 4))
+        rows.append(row("imitation", name, "answers", method=label, tokens=256, **values))
     return rows
 
 

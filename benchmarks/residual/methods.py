@@ -49,14 +49,14 @@ def lora(rank: int, targets=QKV) -> LoraConfig:
 
 
 DOWN = low(48, ["down_proj"], init="given")
-WAYS = {
+ADAPTERS = {
     "all layers": Method(DOWN, 1e-2, "own"),
     "two layers": Method(DOWN, basis="own", strongest=2),
     "one layer late": Method(low(48, ["down_proj"], init="given", late=True), basis="own"),
     "ladder": Method(ladder(init="given"), basis="public"),
     "ladder 512": Method(ladder(512, init="given"), basis="public"),
 }
-"""The ways of saving round trips. Their learning rates are each benchmark's own, but for the first."""
+"""The first has the usual round trips, the others fewer. But for the first, each benchmark has its learning rates."""
 
 
 def prepared(method: Method, start, for_bases: Iterator[torch.Tensor] | None = None, seed: int = 0):

@@ -1,11 +1,14 @@
-"""Tokens per second against the delay: each way of saving round trips, over the wire.
+"""Tokens per second against the delay: each scheme of saving round trips, over the wire.
 
-plpkg-small, personalised to each of nine writers (``benchmarks.residual.ways --adapters DIR`` has trained them), writes
-on from a text of that writer's that it has not learnt, in two processes of one thread each, through a relay of
-60/100 Mb/s. The ways take turns. Each row is one way at one RTT and one temperature, all writers together:
+plpkg-small, personalised to each of nine writers (``benchmarks.residual.adapters --adapters DIR`` has trained them),
+writes on from a text of that writer's that it has not learnt, in two processes of one thread each, through a relay of
+60/100 Mb/s. The schemes take turns. Each row is one scheme at one RTT and one temperature, all writers together:
 
 * ``tokens_per_s`` measured; ``computed``: the time at RTT 0 and the counted round trips, each of one RTT more.
-* ``trips_per_token``, ``bytes_per_token``, ``tokens_per_pass``, ``accepted`` (of the guesses): counted.
+* ``trips_per_token``, ``tokens_per_pass``, ``rejected_per_token`` (of the guesses): counted. ``bytes_per_token`` and
+  ``up_bytes_per_token``: counted, without those of the prompt but for its last token (:func:`prompt_bytes`), so that
+  they do not depend on its length.
+* ``device_parameters``: weights on the device, embedding and LM head among them.
 * ``identical``: of so many ``texts`` those whose tokens are the same as the same adapter's without guesses.
 
 At most six guesses travel at once; at RTT 0 also 3 and 10. A temperature of 1 is measured at 20 ms alone. 12 x 768
@@ -36,7 +39,8 @@ from benchmarks.residual.processes import MODELS
 from plpkg import catalog, corpora
 from plpkg.backbones import load_backbone, random_backbone
 from plpkg.catalog import Link
-from plpkg.residual import CloudServer, DeviceClient, LadderConfig, PrivateLoraConfig
+from plpkg.residual import CloudServer, DeviceClient, DevicePart, LadderConfig, PrivateLoraConfig
+from plpkg.residual.cost import device_cost
 from plpkg.residual.wire.messages import Counter
 
 GUESSES = 6
@@ -47,30 +51,30 @@ LARGE = "12 x 768"
 
 
 @dataclass(frozen=True)
-class Way:
-    """An adapter of ``benchmarks.residual.ways``, how the model is cut, and who guesses."""
+class Scheme:
+    """An adapter of ``benchmarks.residual.adapters``, how the model is cut, and who guesses."""
 
     adapter: str
     fold: bool = False
     draft: str | None = None
 
 
-WAYS = {
-    "plain": Way("all layers"),
-    "lookup": Way("all layers", draft="lookup"),
-    "lookup and public counts": Way("all layers", draft="public"),
-    "the cloud's backbone guesses": Way("all layers", draft="backbone"),
-    "last layer folded": Way("all layers", fold=True),
-    "one layer late, folded": Way("one layer late", fold=True),
-    "two layers, folded": Way("two layers", fold=True),
-    "two layers, folded, public counts": Way("two layers", fold=True, draft="public"),
-    "ladder": Way("ladder"),
-    "ladder 512": Way("ladder 512"),
-    "ladder, cloud ahead": Way("ladder", draft="backbone"),
-    "ladder 512, cloud ahead": Way("ladder 512", draft="backbone"),
+SCHEMES = {
+    "plain": Scheme("all layers"),
+    "lookup": Scheme("all layers", draft="lookup"),
+    "lookup and public counts": Scheme("all layers", draft="public"),
+    "the cloud's backbone guesses": Scheme("all layers", draft="backbone"),
+    "last layer folded": Scheme("all layers", fold=True),
+    "one layer late, folded": Scheme("one layer late", fold=True),
+    "two layers, folded": Scheme("two layers", fold=True),
+    "two layers, folded, public counts": Scheme("two layers", fold=True, draft="public"),
+    "ladder": Scheme("ladder"),
+    "ladder 512": Scheme("ladder 512"),
+    "ladder, cloud ahead": Scheme("ladder", draft="backbone"),
+    "ladder 512, cloud ahead": Scheme("ladder 512", draft="backbone"),
 }
 
-LARGE_WAYS = {
+LARGE_SCHEMES = {
     "plain": (PrivateLoraConfig(r_c2d=48, r_d2c=48, target_modules=["down_proj"]), False),
     "two layers, folded": (
         PrivateLoraConfig(r_c2d=48, r_d2c=48, target_modules=["down_proj"], layers_to_transform=[0, 11]),
@@ -89,7 +93,7 @@ def model_of(case: str, adapter: str, folder: Path) -> PeftModel:
     torch.set_num_threads(1)
     if case != LARGE:
         return PeftModel.from_pretrained(load_backbone("plpkg-small")[0], folder / case / adapter).eval()
-    model = get_peft_model(random_backbone("llama", **MODELS[LARGE]), LARGE_WAYS[adapter][0])
+    model = get_peft_model(random_backbone("llama", **MODELS[LARGE]), LARGE_SCHEMES[adapter][0])
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -99,8 +103,8 @@ def model_of(case: str, adapter: str, folder: Path) -> PeftModel:
 
 def cuts(cases: list[str]) -> list[tuple[str, str, bool]]:
     """Every case's adapters, and whether the last layer is folded."""
-    small = dict.fromkeys((way.adapter, way.fold) for way in WAYS.values())
-    large = [(name, fold) for name, (_, fold) in LARGE_WAYS.items()]
+    small = dict.fromkeys((scheme.adapter, scheme.fold) for scheme in SCHEMES.values())
+    large = [(name, fold) for name, (_, fold) in LARGE_SCHEMES.items()]
     return [(case, *cut) for case in cases for cut in (large if case == LARGE else small)]
 
 
@@ -142,74 +146,84 @@ def write(client: DeviceClient, ids: torch.Tensor, **options) -> tuple[float, Co
     return time.perf_counter() - began, client.traffic - before, text
 
 
+def prompt_bytes(part: DevicePart, length: int = PROMPT) -> tuple[float, float]:
+    """Up and down for a prompt, but for its last token: no final hidden state comes down for the others."""
+    one, others = device_cost(part), length - 1
+    return others * one.up_bytes_per_token, others * (one.down_bytes_per_token - 2 * part.width)
+
+
 def rows_of(name: str, jobs: dict[str, list[tuple]], at: Sequence[tuple[int, float, int]], tokenizer) -> list[dict]:
-    """Measure ways in turn; ``jobs``: for each way what :func:`write` needs for each text."""
+    """Measure schemes in turn; ``jobs``: for each scheme what :func:`write` needs for each text."""
     measured: dict[tuple, list[tuple]] = {}
     for rtt_ms, temperature, guesses in at:
         link = Link(f"60/100 Mb/s, RTT {rtt_ms} ms", 60e6, 100e6, rtt_ms / 1e3)
         sampling = dict(do_sample=True, temperature=temperature) if temperature else {}
-        for text, way in itertools.product(range(len(next(iter(jobs.values())))), jobs):
-            address, model, ids, fold, draft = jobs[way][text]
+        for text, scheme in itertools.product(range(len(next(iter(jobs.values())))), jobs):
+            address, model, ids, fold, draft = jobs[scheme][text]
             if guesses != GUESSES and draft is None:
                 continue
             with DeviceClient(address, model, fold=fold, link=link) as client:
                 client.generate(ids, 1, eos_token_id=-1, draft=draft, tokenizer=tokenizer)  # the connection, the counts
                 generator = torch.Generator().manual_seed(text)
                 options = dict(draft=draft, draft_tokens=guesses, tokenizer=tokenizer, generator=generator) | sampling
-                measured.setdefault((way, rtt_ms, temperature, guesses), []).append(write(client, ids, **options))
+                run = (*write(client, ids, **options), *prompt_bytes(client.part), device_cost(client.part).parameters)
+                measured.setdefault((scheme, rtt_ms, temperature, guesses), []).append(run)
     rows = []
-    for (way, rtt_ms, temperature, guesses), runs in measured.items():
+    for (scheme, rtt_ms, temperature, guesses), runs in measured.items():
         seconds, traffic = sum(run[0] for run in runs), [run[1] for run in runs]
         total = {key: sum(vars(t)[key] for t in traffic) for key in vars(traffic[0])}
-        still = sum(run[0] for run in measured.get((way, 0, temperature, guesses), [])) or None
-        plain = measured.get((plain_of(way, jobs), rtt_ms, temperature, GUESSES), runs)
+        up, down = total["sent_bytes"] - sum(r[3] for r in runs), total["received_bytes"] - sum(r[4] for r in runs)
+        still = sum(run[0] for run in measured.get((scheme, 0, temperature, guesses), [])) or None
+        plain = measured.get((plain_of(scheme, jobs), rtt_ms, temperature, GUESSES), runs)
         same = sum(torch.equal(run[2], other[2]) for run, other in zip(runs, plain, strict=True))
         reference = sum(run[0] for run in measured["plain", rtt_ms, temperature, GUESSES])
         tokens, trips = total["tokens"], total["round_trips"]
         row = {
-            "section": "speed", "case": name, "what": way, "rtt_ms": rtt_ms, "temperature": temperature,
-            "adapter": WAYS[way].adapter, "draft_tokens": guesses if WAYS[way].draft else 0,
+            "section": "speed", "case": name, "what": scheme, "rtt_ms": rtt_ms, "temperature": temperature,
+            "adapter": SCHEMES[scheme].adapter, "draft_tokens": guesses if SCHEMES[scheme].draft else 0,
             "tokens_per_s": round(tokens / seconds, 2), "ratio": round(reference / seconds, 3),
             "computed": still and round(tokens / (still + trips * rtt_ms / 1e3), 2),
             "trips_per_token": round(trips / tokens, 3),
             "tokens_per_pass": round(tokens / (tokens - total["accepted_tokens"]), 3),
-            "bytes_per_token": round((total["sent_bytes"] + total["received_bytes"]) / tokens),
-            "up_bytes_per_token": round(total["sent_bytes"] / tokens),
+            "bytes_per_token": round((up + down) / tokens), "up_bytes_per_token": round(up / tokens),
+            "device_parameters": runs[0][5],
             "rejected_per_token": round((total["drafted_tokens"] - total["accepted_tokens"]) / tokens, 2),
             "texts": len(runs),
             # who samples with random numbers that the cloud knows, samples other ones
-            "identical": None if temperature and WAYS[way].draft == "backbone" else same,
+            "identical": None if temperature and SCHEMES[scheme].draft == "backbone" else same,
         }  # fmt: skip
         rows.append(row)
         print(row, flush=True)
     return rows
 
 
-def plain_of(way: str, jobs: dict[str, list[tuple]]) -> str:
-    """The way with the same adapter and no guesses."""
-    adapters = {name: WAYS[name].adapter for name in jobs if name in WAYS}
-    return next((name for name in adapters if adapters[name] == adapters.get(way) and not WAYS[name].draft), way)
+def plain_of(scheme: str, jobs: dict[str, list[tuple]]) -> str:
+    """The scheme with the same adapter and no guesses."""
+    adapters = {name: SCHEMES[name].adapter for name in jobs if name in SCHEMES}
+    return next(
+        (name for name in adapters if adapters[name] == adapters.get(scheme) and not SCHEMES[name].draft), scheme
+    )
 
 
 def measure(folder: Path, writers: list[str], at: Sequence[tuple[int, float, int]]) -> list[dict]:
     tokenizer = load_backbone("plpkg-small")[1]
     with clouds(folder, writers) as addresses:
-        adapters = dict.fromkeys(way.adapter for way in WAYS.values())
+        adapters = dict.fromkeys(scheme.adapter for scheme in SCHEMES.values())
         models = {(case, name): model_of(case, name, folder) for case in writers for name in adapters}
         jobs = {
             name: [
-                (addresses[case, way.adapter, way.fold], models[case, way.adapter], beginning(case, tokenizer),
-                 way.fold, way.draft)
+                (addresses[case, scheme.adapter, scheme.fold], models[case, scheme.adapter], beginning(case, tokenizer),
+                 scheme.fold, scheme.draft)
                 for case in writers
             ]
-            for name, way in WAYS.items()
+            for name, scheme in SCHEMES.items()
         }  # fmt: skip
         rows = rows_of("plpkg-small", jobs, at, tokenizer)
     with clouds(folder, [LARGE]) as addresses:
         ids = torch.randint(1, 32_000, (1, PROMPT), generator=torch.Generator().manual_seed(0))
         jobs = {
             name: [(addresses[LARGE, name, fold], model_of(LARGE, name, folder), ids, fold, None)] * 2
-            for name, (_, fold) in LARGE_WAYS.items()
+            for name, (_, fold) in LARGE_SCHEMES.items()
         }
         rows += rows_of(LARGE, jobs, [a for a in at if not a[1]], tokenizer)
     return rows
@@ -229,7 +243,7 @@ def still_again(rows: list[dict]) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("adapters", type=Path, help="what benchmarks.residual.ways has saved")
+    parser.add_argument("adapters", type=Path, help="what benchmarks.residual.adapters has saved")
     parser.add_argument("--writers", nargs="*", help="only these, and nothing is written")
     parser.add_argument("--still", action="store_true", help="only RTT 0, into what is recorded")
     parser.add_argument("--serve", help=argparse.SUPPRESS)

@@ -67,23 +67,23 @@ def quality(rows, ax=None):
     )
 
 
-def against_rtt(rows, ways, ax=None):
-    """Tokens per second against the round-trip time, by way of saving round trips: measured, and computed.
+def against_rtt(rows, schemes, ax=None):
+    """Tokens per second against the round-trip time, by scheme of saving round trips: measured, and computed.
 
-    ``rows`` of ``residual_trips``, of one model at one temperature; ``ways`` are the ``what`` to draw.
+    ``rows`` of ``residual_trips``, of one model at one temperature; ``schemes`` are the ``what`` to draw.
     """
     from matplotlib.ticker import LogLocator, NullLocator
 
     ax = theme.axes(ax)
     described = []
-    for way, style in zip(ways, theme.styles(len(ways)), strict=True):
-        seen = rows[rows["what"] == way].sort_values("rtt_ms")
+    for scheme, style in zip(schemes, theme.styles(len(schemes)), strict=True):
+        seen = rows[rows["what"] == scheme].sort_values("rtt_ms")
         ax.plot(seen["rtt_ms"], seen["computed"], **style | {"marker": ""})
         ax.plot(seen["rtt_ms"], seen["tokens_per_s"], **style | {"linestyle": "none"})
         trips = seen["trips_per_token"].iloc[0]
-        ax.plot([], [], label=f"{way} ({trips:.2g})", **style)
+        ax.plot([], [], label=f"{scheme} ({trips:.2g})", **style)
         at = ", ".join(f"{speed:.0f}" for speed in seen["tokens_per_s"])
-        described.append(f"{way}, {trips:.2g} round trips a token: {at}")
+        described.append(f"{scheme}, {trips:.2g} round trips a token: {at}")
     ax.set(xlabel="round-trip time (ms)", ylabel="tokens per second", yscale="log")
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.yaxis.set_major_formatter("{x:g}")
@@ -95,15 +95,15 @@ def against_rtt(rows, ways, ax=None):
     return theme.describe(ax, f"Tokens per second at round-trip times of {delays} ms. {'; '.join(described)}.")
 
 
-def by_way(trips, quality, facts, imitation):
-    """What each way of saving round trips costs and keeps.
+def by_scheme(trips, quality, facts, imitation):
+    """What each scheme of saving round trips costs and keeps.
 
     Parameters
     ----------
     trips
         Rows of ``residual_trips``, of one model, temperature and RTT.
     quality
-        ``quality`` of ``residual_ways``.
+        ``quality`` of ``residual_adapters``.
     facts
         Rows of ``residual_diary``, of the diary's facts.
     imitation
@@ -112,24 +112,28 @@ def by_way(trips, quality, facts, imitation):
     Returns
     -------
     pandas.DataFrame
-        By way: ``tokens_per_s``; ``trips_per_token`` and ``bytes_per_token``; ``share_of_gain``, of an adapter in all
-        layers, the mean over writers and orders, with ``gain_ci``, the half-width of the 95 % interval over the writers
-        of the difference to it, in bits per byte; ``facts`` of forty; ``trained`` weights on the device;
-        ``m_error``, relative, of the M that the cloud computes from answers, or from a ladder's chosen tokens.
+        By scheme: ``tokens_per_s``; ``trips_per_token`` and ``bytes_per_token``; ``share_of_gain``, of an adapter in
+        all layers, the mean over writers and orders, with ``gain_ci``, the half-width of the 95 % interval over the
+        writers of the difference to it, in bits per byte; ``facts`` of forty; ``device_parameters``, the weights on the
+        device. Of the cloud's copy, from answers or by imitation of as many sampled tokens as were tried, with known
+        times where it writes ahead: ``m_error``, the relative error of every M that it has, if they are matrices;
+        ``stolen``, its gain as a share of the owner's.
     """
-    error = imitation.set_index(["what", "method", "tokens"])["error"].sort_index()
-    stolen = error["answers"].droplevel("tokens").to_dict() | {"ladder": error["sampled", "ladder"].iloc[-1]}
+    copies = imitation.sort_values("tokens").groupby(["what", "method"])[["error", "stolen"]].last()
     gain = quality.pivot_table(index="method", columns="case", values="gain")
-    mean, trained = gain.mean(axis=1), quality.groupby("method")["trained"].first()
-    difference = (gain - gain.loc["all layers"]).apply(half_width, axis=1)
-    table = trips.set_index("what")[["adapter", "tokens_per_s", "trips_per_token", "bytes_per_token"]]
-    adapter = table.pop("adapter")
-    return table.assign(
+    mean, difference = gain.mean(axis=1), (gain - gain.loc["all layers"]).apply(half_width, axis=1)
+    table = trips.set_index("what")
+    adapter, ahead = table["adapter"], table["draft_tokens"] > 0
+    seen = adapter.str.startswith("ladder").map({True: "sampled", False: "answers"})
+    seen = seen.mask(ahead & (seen == "sampled"), "sampled, known times")
+    stolen = copies.reindex(list(zip(seen, adapter, strict=True)))
+    return table[["tokens_per_s", "trips_per_token", "bytes_per_token"]].assign(
         share_of_gain=adapter.map(mean / mean["all layers"]),
         gain_ci=adapter.map(difference),
         facts=adapter.map(facts.set_index("method")["right"]),
-        trained=adapter.map(trained),
-        m_error=adapter.map(stolen),
+        device_parameters=table["device_parameters"],
+        m_error=stolen["error"].to_numpy(),
+        stolen=stolen["stolen"].to_numpy(),
     )
 
 

@@ -1,4 +1,4 @@
-"""The explorer of notebook 02: way of saving round trips, delay and guesses → tokens per second, bytes, gain.
+"""The explorer of notebook 02: scheme of saving round trips, delay and guesses → tokens per second, bytes, gain.
 
 Time without a delay, round trips, bytes and gain are *measured (recorded)* on plpkg-small; the delay's share of a
 token's time is *computed*.
@@ -18,12 +18,12 @@ REFERENCE = "all layers"
 
 @dataclass(frozen=True)
 class Choice:
-    """What a way comes to.
+    """What a scheme comes to.
 
     Attributes
     ----------
-    way, rtt_ms, draft_tokens
-        Of the benchmark's ways; the delay; and how many guesses travel at once, 0 where nobody guesses.
+    scheme, rtt_ms, draft_tokens
+        Of the benchmark's schemes; the delay; and how many guesses travel at once, 0 where nobody guesses.
     seconds, trips_per_token
         A token's time without a delay, and its round trips.
     tokens_per_pass, bytes_per_token
@@ -32,7 +32,7 @@ class Choice:
         Of the gain of an adapter in all layers.
     """
 
-    way: str
+    scheme: str
     rtt_ms: float
     draft_tokens: int
     seconds: float
@@ -56,22 +56,22 @@ def speeds():
 @cache
 def share_of_gain():
     """Each adapter's mean gain over all writers and orders, by its name, as a share of :data:`REFERENCE`'s."""
-    gain = recorded.section("residual_ways", "quality").groupby("method")["gain"].mean()
+    gain = recorded.section("residual_adapters", "quality").groupby("method")["gain"].mean()
     return gain / gain[REFERENCE]
 
 
-def ways() -> list[str]:
+def schemes() -> list[str]:
     """The benchmark's, in its order."""
     return list(speeds()["what"].unique())
 
 
-def compute(way: str, rtt_ms: float, draft_tokens: int) -> Choice:
-    """Look a way up; for guesses that were not measured with those that were, none where nobody guesses."""
-    rows = speeds()[speeds()["what"] == way].set_index("draft_tokens")
+def compute(scheme: str, rtt_ms: float, draft_tokens: int) -> Choice:
+    """Look a scheme up; for guesses that were not measured with those that were, none where nobody guesses."""
+    rows = speeds()[speeds()["what"] == scheme].set_index("draft_tokens")
     draft_tokens = draft_tokens if draft_tokens in rows.index else rows.index[0]
     row = rows.loc[draft_tokens]
     return Choice(
-        way,
+        scheme,
         rtt_ms,
         draft_tokens,
         1 / row["tokens_per_s"],
@@ -88,26 +88,26 @@ def read_out(choice: Choice) -> str:
         f"{choice.draft_tokens} guesses, {choice.tokens_per_pass:.2f} tokens a pass" if choice.draft_tokens else ""
     )
     return (
-        f"{choice.way}{': ' * bool(guesses)}{guesses}. {choice.tokens_per_s:.1f} tokens a second at "
+        f"{choice.scheme}{': ' * bool(guesses)}{guesses}. {choice.tokens_per_s:.1f} tokens a second at "
         f"{choice.rtt_ms:g} ms ({choice.trips_per_token:.2f} round trips and {choice.bytes_per_token:,.0f} bytes a "
         f"token); {100 * choice.share_of_gain:.0f} % of the gain of an adapter in all layers."
     )
 
 
 def draw(choice: Choice, ax):
-    """Tokens per second of every way at this delay, and its gain; the chosen one is filled."""
+    """Tokens per second of every scheme at this delay, and its gain; the chosen one is filled."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     described, style = [], theme.styles(1)[0]
-    for way in ways():
-        here = choice if way == choice.way else compute(way, choice.rtt_ms, choice.draft_tokens)
-        chosen = way == choice.way
+    for scheme in schemes():
+        here = choice if scheme == choice.scheme else compute(scheme, choice.rtt_ms, choice.draft_tokens)
+        chosen = scheme == choice.scheme
         fill = style["color"] if chosen else "white"
         ax.plot(here.tokens_per_s, 100 * here.share_of_gain, "o", ms=9, color=style["color"], mfc=fill)
-        described.append(f"{way} {here.tokens_per_s:.1f} and {100 * here.share_of_gain:.0f} %")
-    ax.set(xlabel=f"tokens per second at {choice.rtt_ms:g} ms", ylabel="share of the gain (%)", title=choice.way)
+        described.append(f"{scheme} {here.tokens_per_s:.1f} and {100 * here.share_of_gain:.0f} %")
+    ax.set(xlabel=f"tokens per second at {choice.rtt_ms:g} ms", ylabel="share of the gain (%)", title=choice.scheme)
     ax.set_xscale("log")
-    ax.set_ylim(0, 1.15 * max(100 * compute(way, 0, 6).share_of_gain for way in ways()))
+    ax.set_ylim(0, 1.15 * max(100 * compute(scheme, 0, 6).share_of_gain for scheme in schemes()))
     ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.xaxis.set_major_formatter("{x:g}")
     ax.xaxis.set_minor_locator(NullLocator())
@@ -120,7 +120,7 @@ def explorer() -> Explorer:
     """The widget."""
     guesses = [int(count) for count in sorted(speeds()["draft_tokens"].unique()) if count]
     controls = {
-        "way": ipywidgets.SelectionSlider(options=ways(), value=ways()[1], description="Way"),
+        "scheme": ipywidgets.SelectionSlider(options=schemes(), value=schemes()[1], description="Scheme"),
         "rtt_ms": ipywidgets.IntSlider(value=20, min=0, max=100, description="Round-trip time (ms)"),
         "draft_tokens": ipywidgets.SelectionSlider(options=guesses, value=guesses[-2], description="Guesses (tokens)"),
     }

@@ -6,7 +6,7 @@ load on first use.
 
 from plpkg.lazy import on_first_use
 from plpkg.throughput.estimate import ACCOUNTINGS, DRAFTS, TERMS, Estimate, decode, prefill
-from plpkg.throughput.latency import against_rtt, best_rank, break_even_rtt_s, overlap_rank, ways_against_rtt
+from plpkg.throughput.latency import against_rtt, best_rank, break_even_rtt_s, overlap_rank, schemes_against_rtt
 from plpkg.throughput.resources import (
     PhoneMemory,
     phone_flops,
@@ -38,8 +38,8 @@ __all__ = [
     "plots",
     "prefill",
     "published",
+    "schemes_against_rtt",
     "score",
-    "ways_against_rtt",
     "whole_model_bytes",
     "whole_model_flops",
     "widget",

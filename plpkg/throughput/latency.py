@@ -28,15 +28,15 @@ def against_rtt(models: Sequence[str | ModelShape], rtts_ms: Sequence[float] = (
     return _speeds("model", {shape.name: settings | {"model": shape} for shape in distinct(models)}, rtts_ms)
 
 
-def ways_against_rtt(ways: Mapping[str, Mapping], rtts_ms: Sequence[float] = (0, 5, 20, 33), **settings):
-    """Tokens per second of each way of running a model (rows) at each round-trip time in milliseconds (columns).
+def schemes_against_rtt(schemes: Mapping[str, Mapping], rtts_ms: Sequence[float] = (0, 5, 20, 33), **settings):
+    """Tokens per second of each scheme of running a model (rows) at each round-trip time in milliseconds (columns).
 
-    A way is a name with settings of :func:`~plpkg.throughput.decode`; ``**settings``, the ``model`` among them, hold
-    where a way says nothing else. Returns a ``pandas.DataFrame``; raises as :func:`against_rtt` does.
+    A scheme is a name with settings of :func:`~plpkg.throughput.decode`; ``**settings``, the ``model`` among them, hold
+    where a scheme says nothing else. Returns a ``pandas.DataFrame``; raises as :func:`against_rtt` does.
     """
-    if not ways:
-        raise ValueError(f"ways must hold at least one way of running a model, got {ways!r}")
-    return _speeds("way", {name: settings | dict(way) for name, way in ways.items()}, rtts_ms)
+    if not schemes:
+        raise ValueError(f"schemes must hold at least one scheme of running a model, got {schemes!r}")
+    return _speeds("scheme", {name: settings | dict(scheme) for name, scheme in schemes.items()}, rtts_ms)
 
 
 def _speeds(index: str, runs: dict[str, dict], rtts_ms: Sequence[float]):

@@ -128,15 +128,15 @@ def against_rtt(
     )
 
 
-def ways(ways: Mapping[str, Mapping], rtts_ms: Sequence[float] = (0, 5, 20, 33), ax=None, **settings):
-    """Tokens per second against the round-trip time for several ways of running a model, one curve each.
+def schemes(schemes: Mapping[str, Mapping], rtts_ms: Sequence[float] = (0, 5, 20, 33), ax=None, **settings):
+    """Tokens per second against the round-trip time for several schemes of running a model, one curve each.
 
-    Arguments as in :func:`~plpkg.throughput.ways_against_rtt`, the table behind the figure.
+    Arguments as in :func:`~plpkg.throughput.schemes_against_rtt`, the table behind the figure.
     """
     from matplotlib.ticker import LogLocator, StrMethodFormatter
 
     ax = theme.axes(ax)
-    table = latency.ways_against_rtt(ways, rtts_ms, **settings)
+    table = latency.schemes_against_rtt(schemes, rtts_ms, **settings)
     for (name, speeds), style in zip(table.iterrows(), theme.styles(len(table)), strict=True):
         ax.plot(table.columns, speeds, label=name, **style)
     ax.set(yscale="log", xlabel="round-trip time (ms)", ylabel="tokens per second")

@@ -16,9 +16,9 @@ from rounding import assert_as_exact
 
 IDS = torch.arange(2, 26).reshape(2, 12) % 23 + 1  # never 0, which pads
 FOLDED = ["fold", "late fold", "fold of two"]
-WAYS = ["qkv", "down", "late", *FOLDED, "ladder", "gated ladder"]
+SCHEMES = ["qkv", "down", "late", *FOLDED, "ladder", "gated ladder"]
 """How an adapter's residuals can cross."""
-WAYS_OF_FAMILIES = [(f, name) for f in FAMILIES for name in WAYS if f != "gemma2" or name not in FOLDED]
+SCHEMES_OF_FAMILIES = [(f, name) for f in FAMILIES for name in SCHEMES if f != "gemma2" or name not in FOLDED]
 """Gemma 2 has a norm between its last projection and the hidden state."""
 CUTS = [(0, 0), (1, 0), (0, 1), (1, 2)]
 
@@ -32,8 +32,8 @@ def down(family):
     return ["mlp.c_proj"] if family == "gpt2" else ["down_proj"]
 
 
-def way(name, family="llama"):
-    """What ``adapted_backbone`` and ``split`` take for one of :data:`WAYS`."""
+def scheme(name, family="llama"):
+    """What ``adapted_backbone`` and ``split`` take for one of :data:`SCHEMES`."""
     config = dict(ladder=dict(r=5, width=16 if name == "gated ladder" else None)) if "ladder" in name else {}
     if name in ("down", "fold", "late fold", "fold of two"):
         config["target_modules"] = down(family)

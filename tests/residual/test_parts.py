@@ -12,7 +12,7 @@ from plpkg.residual import PrivateLoraConfig, release, split
 from plpkg.residual.adapter import PrivateLoraLayer
 from plpkg.residual.cloud_part import cut_back
 from plpkg.residual.cost import device_cost
-from tests.residual.conftest import CUTS, IDS, WAYS_OF_FAMILIES, backbone, normal, precise, way
+from tests.residual.conftest import CUTS, IDS, SCHEMES_OF_FAMILIES, backbone, normal, precise, scheme
 
 from direct import Direct
 from rounding import assert_as_exact, assert_close
@@ -359,9 +359,9 @@ def test_the_clouds_part_can_be_copied(adapted):
         assert_as_exact(logits, model(input_ids=IDS).logits, precise(model)(input_ids=IDS).logits)
 
 
-@pytest.mark.parametrize(("family", "name"), WAYS_OF_FAMILIES)
+@pytest.mark.parametrize(("family", "name"), SCHEMES_OF_FAMILIES)
 def test_every_way_of_crossing_is_the_same_function(adapted, same_gradients, family, name):
-    config, cut = way(name, family)
+    config, cut = scheme(name, family)
     model = adapted(family, m_scale=0.1, **config)
     logits, gradients, crossed = logits_and_gradients(model, **cut)
     with torch.no_grad():
@@ -382,7 +382,7 @@ def test_two_exchanges_of_a_late_adapter_are_under_way_at_once(adapted):
 
 def test_the_cloud_alone_is_the_backbone(adapted):
     for name in ("qkv", "late fold", "ladder"):
-        config, cut = way(name)
+        config, cut = scheme(name)
         model = adapted(**config)
         _, cloud = split(model, **cut)
         with torch.no_grad(), cloud.alone(), model.disable_adapter():
@@ -429,7 +429,7 @@ def test_what_cannot_be_folded_is_named(adapted, family, config, cut, message):
     ],
 )
 def test_what_a_device_holds_and_sends_by_hand(adapted, name, m, others, up, down):
-    config, cut = way(name)
+    config, cut = scheme(name)
     cost = device_cost(split(adapted(**config), **cut)[0], wire_bits=32)
     assert cost.parameters == 2 * 64 * 32 + m + others
     assert cost.flops_per_token == 2 * (64 * 32 + m + others)

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from plpkg.catalog import Link
-from plpkg.throughput import against_rtt, best_rank, break_even_rtt_s, decode, overlap_rank, ways_against_rtt
+from plpkg.throughput import against_rtt, best_rank, break_even_rtt_s, decode, overlap_rank, schemes_against_rtt
 
 MODELS = ("llama-2-7b", "llama-2-13b", "llama-30b")
 
@@ -48,16 +48,21 @@ def test_a_table_of_speeds():
     assert table.loc["llama-30b", 10] == pytest.approx(1.46, abs=0.005)
 
 
-def test_a_table_of_ways():
+def test_a_table_of_schemes():
     """At 20 ms, where the round trips of 33, 9 and 2 exchanges weigh most, and of one."""
-    ways = {"all": {}, "eight": dict(adapted_layers=8), "one": dict(adapted_layers=1), "ladder": dict(method="ladder")}
-    table = ways_against_rtt(ways, (0, 20), model="llama-2-7b", link="5g")
-    assert (table.index.name, table.columns.name) == ("way", "rtt_ms")
-    for name, way in ways.items():
-        slow = 1 / decode("llama-2-7b", link="5g", rtt_s=0, **way).tokens_per_s
+    schemes = {
+        "all": {},
+        "eight": dict(adapted_layers=8),
+        "one": dict(adapted_layers=1),
+        "ladder": dict(method="ladder"),
+    }
+    table = schemes_against_rtt(schemes, (0, 20), model="llama-2-7b", link="5g")
+    assert (table.index.name, table.columns.name) == ("scheme", "rtt_ms")
+    for name, scheme in schemes.items():
+        slow = 1 / decode("llama-2-7b", link="5g", rtt_s=0, **scheme).tokens_per_s
         slow += 0.02 * {"all": 33, "eight": 9, "one": 2, "ladder": 1}[name]
         assert table.loc[name, 20] == pytest.approx(1 / slow)
-    assert ways_against_rtt({"mine": dict(rank=8)}, (0,), model="gpt2", rank=16).loc["mine", 0] == pytest.approx(
+    assert schemes_against_rtt({"mine": dict(rank=8)}, (0,), model="gpt2", rank=16).loc["mine", 0] == pytest.approx(
         decode("gpt2", 8, rtt_s=0).tokens_per_s
     )
 
@@ -108,9 +113,12 @@ def test_nothing_hides_behind_a_real_delay():
         (lambda: break_even_rtt_s("gpt2", 0), "phone_only_tokens_per_s must be greater than 0, got 0"),
         (lambda: against_rtt(["llama-2-7b", "qwen2.5-7b"]), "llama-2-7b published, qwen2.5-7b roofline; pass gpu="),
         (lambda: against_rtt(["gpt2", "gpt2"]), "models must have different names, got gpt2 more than once"),
-        (lambda: ways_against_rtt({}), "ways must hold at least one way of running a model, got {}"),
-        (lambda: ways_against_rtt({"a": dict(rtt_s=0.1)}, model="gpt2"), "rtt_s is what is being varied here"),
-        (lambda: ways_against_rtt({"a": {}, "b": dict(cloud_bits=8)}, model="llama-2-7b"), "a published, b roofline;"),
+        (lambda: schemes_against_rtt({}), "schemes must hold at least one scheme of running a model, got {}"),
+        (lambda: schemes_against_rtt({"a": dict(rtt_s=0.1)}, model="gpt2"), "rtt_s is what is being varied here"),
+        (
+            lambda: schemes_against_rtt({"a": {}, "b": dict(cloud_bits=8)}, model="llama-2-7b"),
+            "a published, b roofline;",
+        ),
         (lambda: overlap_rank("gpt2", method="ladder"), "method must be one of 'low_rank', got 'ladder'"),
         (lambda: against_rtt("gpt2"), "models must be a list of models, got the string 'gpt2'"),
     ],

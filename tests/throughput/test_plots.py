@@ -33,13 +33,13 @@ def test_against_rtt_starts_at_the_undelayed_speed():
     assert "27.0 at 0 ms" in theme.alt(ax.figure)
 
 
-def test_ways_are_one_curve_each():
-    ways = {"every layer": {}, "two layers": dict(adapted_layers=2), "ladder": dict(method="ladder", width=512)}
-    ax = plots.ways(ways, (0, 20), model="llama-2-7b")
+def test_schemes_are_one_curve_each():
+    schemes = {"every layer": {}, "two layers": dict(adapted_layers=2), "ladder": dict(method="ladder", width=512)}
+    ax = plots.schemes(schemes, (0, 20), model="llama-2-7b")
     assert [line.get_label() for line in ax.lines] == [text.get_text() for text in ax.get_legend().get_texts()]
-    for line, way in zip(ax.lines, ways.values(), strict=True):
+    for line, scheme in zip(ax.lines, schemes.values(), strict=True):
         assert list(line.get_xdata()) == [0, 20]
-        assert line.get_ydata()[1] == pytest.approx(decode("llama-2-7b", rtt_s=0.02, **way).tokens_per_s)
+        assert line.get_ydata()[1] == pytest.approx(decode("llama-2-7b", rtt_s=0.02, **scheme).tokens_per_s)
     assert (ax.get_yscale(), ax.get_xlabel(), ax.get_ylabel()) == ("log", "round-trip time (ms)", "tokens per second")
     assert "every layer 27.0, 1.4; two layers" in theme.alt(ax.figure)
 

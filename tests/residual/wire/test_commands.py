@@ -140,7 +140,7 @@ def test_cloud_chat_and_train(cloud, folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("way", "draft", "trips"),
+    ("options", "draft", "trips"),
     [
         ((), "lookup", "a round trip"),
         (("--ladder",), "none", "10 round trips"),
@@ -148,13 +148,13 @@ def test_cloud_chat_and_train(cloud, folder, tmp_path):
         (("--fold",), "public", "a round trip"),
     ],
 )
-def test_chat_with_guesses_says_what_they_saved(folder, monkeypatch, way, draft, trips):
+def test_chat_with_guesses_says_what_they_saved(folder, monkeypatch, options, draft, trips):
     """The cloud is a process of its own; the tokens are the same as without guesses."""
     encoded = [type("Tokens", (), {"ids": torch.arange(2, 11)})]
     monkeypatch.setattr("plpkg.corpora.public", lambda split: [])
     monkeypatch.setattr("plpkg.corpora.encode", lambda documents, tokenizer: encoded)
-    with serving(lambda command: Process(PLPKG, *command), folder, *way) as address:
-        device = ["device", "--connect", address, "--model", str(folder), "--rank", "4", *TARGETS, *way]
+    with serving(lambda command: Process(PLPKG, *command), folder, *options) as address:
+        device = ["device", "--connect", address, "--model", str(folder), "--rank", "4", *TARGETS, *options]
         chat = ["chat", "--max-new-tokens", "10", "--temperature", "0"]
         plain, guessed = (
             RUNNER.invoke(app, [*device, *chat, "--draft", name], input="my cat\n") for name in ("none", draft)

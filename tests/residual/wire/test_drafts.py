@@ -12,7 +12,7 @@ from scipy import stats
 from plpkg.residual import CloudServer, DeviceClient, Limits, RefusedError
 from plpkg.residual.wire import sampling
 from plpkg.residual.wire.stream import Stream
-from tests.residual.conftest import IDS, WAYS, WAYS_OF_FAMILIES, at_once, way
+from tests.residual.conftest import IDS, SCHEMES, SCHEMES_OF_FAMILIES, at_once, scheme
 from tests.residual.wire.conftest import LENGTHS, cut_at, expected_tokens, in_order
 
 from rounding import STANDARD_ERRORS, relative
@@ -42,11 +42,11 @@ SOME = ("late", "late fold", "gated ladder")
 
 
 @pytest.mark.parametrize(
-    ("family", "name"), [case for case in WAYS_OF_FAMILIES if case[0] == "llama" or case[1] in SOME]
+    ("family", "name"), [case for case in SCHEMES_OF_FAMILIES if case[0] == "llama" or case[1] in SOME]
 )
 def test_the_same_tokens_as_in_one_process(pair, family, name):
     """Also beyond a sliding window, where what was guessed is taken out again, with what it had pushed out."""
-    config, cut = way(name, family)
+    config, cut = scheme(name, family)
     _, client, whole = pair(family, config=config, options=WINDOWS.get(family), **cut)
     expected = expected_tokens(whole, TEXT, 10)
     none = wrong(expected)
@@ -81,7 +81,7 @@ def test_any_number_of_any_integers_will_do(pair, given):
 
 @pytest.mark.parametrize("name", ["qkv", "late fold", "gated ladder"])
 def test_what_is_sampled_does_not_depend_on_the_devices_guesses(pair, name):
-    config, cut = way(name)
+    config, cut = scheme(name)
     _, client, _ = pair(config=config, **cut)
     for options in ({}, dict(temperature=0.5, top_k=9), dict(top_p=0.7)):
 
@@ -146,7 +146,7 @@ def test_what_the_backbone_guesses_leaves_the_distribution_as_it_is(adapted, nam
     A cloud whose M acts in the layers guesses once it has read the text, one token later.
     """
     tiny = dict(shape=dict(num_layers=1, vocab=5, hidden=16, num_heads=2, num_kv_heads=1), m_scale=100.0)
-    model, start = adapted(**way(name)[0] | tiny), [1, 2, 3]
+    model, start = adapted(**scheme(name)[0] | tiny), [1, 2, 3]
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(8)
 
@@ -176,11 +176,11 @@ def test_what_the_backbone_guesses_leaves_the_distribution_as_it_is(adapted, nam
 NEW, GUESSES = 8, 3
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("draft", [None, "right", "backbone"])
 def test_the_bytes_are_those_of_a_count_by_hand(pair, name, draft):
     """Every M is zero: so the backbone guesses right, always."""
-    config, cut = way(name)
+    config, cut = scheme(name)
     _, client, whole = pair(config=config, m_scale=0.0, precision="fp16", **cut)
     expected = expected_tokens(whole, TEXT, NEW)
     guess = right(expected) if draft == "right" else draft
@@ -220,7 +220,7 @@ def test_the_bytes_are_those_of_a_count_by_hand(pair, name, draft):
 )
 def test_a_broken_link_changes_no_bit_of_a_guessed_pass(pair, name, draft, what, count):
     """Sampled, so that it shows in which random numbers; with sliding windows."""
-    config, cut = way(name)
+    config, cut = scheme(name)
     common = dict(do_sample=True, eos_token_id=-1, draft=draft)
     _, client, _ = pair("mistral", config=config, options=WINDOWS["mistral"], link="lan", **cut)
     expected, before = client.generate(TEXT, 12, generator=torch.Generator().manual_seed(2), **common), client.traffic
@@ -234,7 +234,7 @@ def test_a_broken_link_changes_no_bit_of_a_guessed_pass(pair, name, draft, what,
 @pytest.mark.parametrize("name", ["qkv", "ladder"])
 @pytest.mark.parametrize("draft", ["lookup", "backbone"])
 def test_a_cloud_that_began_anew_gets_the_whole_sequence(pair, adapted, name, draft):
-    config, _ = way(name)
+    config, _ = scheme(name)
     server, client, whole = pair(config=config)
     servers, written = [server], []
 
@@ -254,7 +254,7 @@ def test_a_cloud_that_began_anew_gets_the_whole_sequence(pair, adapted, name, dr
 
 @pytest.mark.parametrize("name", ["qkv", "ladder"])
 def test_several_devices_write_at_once_each_with_its_own_guesses(adapted, name):
-    config, _ = way(name)
+    config, _ = scheme(name)
     models = [adapted(m_scale=0.5 * i, **config) for i in range(6)]
     expected = [expected_tokens(model, TEXT, 8) for model in models]
     with CloudServer(adapted(m_scale=0.0, **config), precision="fp32") as cloud:
@@ -271,7 +271,7 @@ def test_several_devices_write_at_once_each_with_its_own_guesses(adapted, name):
     ("name", "draft"), [("qkv", "lookup"), ("qkv", "backbone"), ("ladder", off), ("ladder", "backbone")]
 )
 def test_up_to_the_clouds_longest_sequence(pair, name, draft):
-    _, client, whole = pair(config=way(name)[0], cloud=dict(limits=Limits(tokens=20)))
+    _, client, whole = pair(config=scheme(name)[0], cloud=dict(limits=Limits(tokens=20)))
     expected = expected_tokens(whole, TEXT, 12)
     assert torch.equal(client.generate(TEXT, 12, eos_token_id=-1, draft=draft), expected)
     written = []
@@ -305,7 +305,7 @@ def test_a_device_that_was_away_too_long_begins_a_new_session(pair):
 )
 def test_guesses_beyond_the_length_where_rope_changes(pair, rope, name):
     family, options = LENGTHS[rope]
-    config, cut = way(name, family)
+    config, cut = scheme(name, family)
     _, client, whole = pair(family, config=config, options=options | {"max_position_embeddings": 8}, **cut)
     ids = TEXT[:, :5]
     expected = expected_tokens(whole, ids, 12)
@@ -352,7 +352,7 @@ def tokens_of(*tokens):
     ],
 )
 def test_a_cloud_that_writes_nonsense_is_named_and_the_next_text_works(pair, monkeypatch, tokens, message):
-    _, client, whole = pair(config=way("ladder")[0])
+    _, client, whole = pair(config=scheme("ladder")[0])
     original = Stream._final
 
     def foreign(self, hidden, written=()):
@@ -370,7 +370,7 @@ def test_a_cloud_that_writes_nonsense_is_named_and_the_next_text_works(pair, mon
 
 def test_the_cloud_guesses_without_any_m(pair, adapted):
     """Not even with one that it happens to have."""
-    config, _ = way("ladder")
+    config, _ = scheme("ladder")
     model = adapted(**config)
     with CloudServer(model, precision="fp32") as cloud, DeviceClient(cloud.address, model, precision="fp32") as client:
         with model.disable_adapter():
@@ -382,10 +382,10 @@ def test_the_cloud_guesses_without_any_m(pair, adapted):
     assert answered[0][1] == own != expected[0, 9:13].tolist()
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", SCHEMES)
 def test_gradients_are_those_of_one_process(pair, same_gradients, name):
     """A ladder needs no backward pass through the cloud: one round trip, and no gradient crosses."""
-    config, cut = way(name)
+    config, cut = scheme(name)
     _, client, whole = pair(config=config, m_scale=0.1, **cut)
     loss = client.train_step(IDS, IDS)
     assert loss == pytest.approx(whole(input_ids=IDS, labels=IDS).loss.item(), rel=relative(64 + IDS.numel()))
@@ -406,7 +406,7 @@ def test_gradients_are_those_of_one_process(pair, same_gradients, name):
     ],
 )
 def test_another_way_is_refused_with_both_values(adapted, on_device, on_cloud, message):
-    (config, cut), (others, other_cut) = way(on_device), way(on_cloud)
+    (config, cut), (others, other_cut) = scheme(on_device), scheme(on_cloud)
     with (
         CloudServer(adapted(**others), precision="fp32", **other_cut) as cloud,
         DeviceClient(cloud.address, adapted(**config), precision="fp32", **cut) as client,

@@ -1,4 +1,4 @@
-"""What each way of saving round trips keeps of an adapter's gain: every private writer, on plpkg-small.
+"""What adapters with fewer round trips keep of an adapter's gain: every private writer, on plpkg-small.
 
 An adapter in each of the five down_proj takes six round trips a token. In fewer: two layers instead of five, those with
 the largest gradient; every answer added one layer late, so that two exchanges are under way at once; a ladder, whose M
@@ -11,7 +11,7 @@ Bases come from the writer's own text or from public text, the same for everybod
   is the largest ("ladder, own bases" and the like take that of "ladder"). Two seeds: of the order of the text, of the
   text that the bases come from, and of the ladder's random A.
 
-Run: ``python -m benchmarks.residual.ways`` (about 40 minutes on two idle cores, one thread for each writer).
+Run: ``python -m benchmarks.residual.adapters`` (about 40 minutes on two idle cores, one thread for each writer).
 ``--adapters`` keeps what was learnt in the first order, and each row as soon as it is there: a run that was stopped
 goes on. With ``--writers`` or ``--steps`` nothing is recorded. Not part of ``make bench``.
 """
@@ -30,7 +30,7 @@ import pandas as pd
 import torch
 
 from benchmarks import record
-from benchmarks.residual.methods import BATCH, SEQ, STEPS, WAYS, Method, ladder, opening, personalise, prepared
+from benchmarks.residual.methods import ADAPTERS, BATCH, SEQ, STEPS, Method, ladder, opening, personalise, prepared
 from plpkg import corpora
 from plpkg.backbones import load_backbone
 from plpkg.residual.adapter import layers
@@ -41,10 +41,10 @@ SEEDS = (0, 1)
 RATES = (3e-3, 1e-2, 2e-2)
 RATED_ON = ("numpy", "seaborn")
 
-METHODS = WAYS | {
-    "all layers, public bases": replace(WAYS["all layers"], basis="public"),
-    "two layers, public": replace(WAYS["two layers"], basis="public"),
-    "ladder, own bases": replace(WAYS["ladder"], basis="own"),
+METHODS = ADAPTERS | {
+    "all layers, public bases": replace(ADAPTERS["all layers"], basis="public"),
+    "two layers, public": replace(ADAPTERS["two layers"], basis="public"),
+    "ladder, own bases": replace(ADAPTERS["ladder"], basis="own"),
     "ladder, random A": Method(ladder()),
 }
 RATED = ("two layers", "one layer late", "ladder", "ladder 512")
@@ -121,7 +121,7 @@ class Bench:
         """Write a row down, and the adapter if others use it."""
         with open(self.folder / "rows.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
-        if row["section"] == "quality" and row["order"] == 0 and row["method"] in WAYS:
+        if row["section"] == "quality" and row["order"] == 0 and row["method"] in ADAPTERS:
             adapter = self.folder / row["case"] / row["method"]
             model.peft_config["default"].base_model_name_or_path = "plpkg-small"
             model.save_pretrained(adapter, save_embedding_layers=False)
@@ -129,13 +129,13 @@ class Bench:
 
 
 def best_rates(rates: pd.DataFrame) -> dict[str, float]:
-    """Of each way the learning rate with the largest mean gain on validation text."""
+    """Of each adapter the learning rate with the largest mean gain on validation text."""
     means = rates[rates["method"] != "none"].groupby(["method", "lr"])["validation_gain"].mean()
     return {method: float(gains.idxmax()[1]) for method, gains in means.groupby(level="method")}
 
 
 def with_rates(rates: dict[str, float]) -> list[tuple[str, Method]]:
-    """The methods, each with its way's learning rate."""
+    """The methods, each with its adapter's learning rate."""
     return [(label, replace(m, lr=rates.get(label.partition(",")[0], m.lr))) for label, m in METHODS.items()]
 
 
@@ -157,7 +157,7 @@ if __name__ == "__main__":
             under_way = [pool.submit(bench.rows, section, *job) for job in jobs]
             return [row for job in under_way for row in job.result()]
 
-        tried = [(way, replace(METHODS[way], lr=lr)) for way in RATED for lr in RATES]
+        tried = [(name, replace(METHODS[name], lr=lr)) for name in RATED for lr in RATES]
         rates = measured("rates", [(name, 0, tried) for name in options.writers or RATED_ON])
         methods = dict(with_rates(best_rates(pd.DataFrame(rates))))
 
@@ -170,4 +170,4 @@ if __name__ == "__main__":
     if options.writers or options.steps:
         print(pd.DataFrame(rows).to_string(index=False))
     else:
-        record.write("residual.ways", rows)
+        record.write("residual.adapters", rows)
