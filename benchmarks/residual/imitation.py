@@ -165,7 +165,8 @@ def imitation_rows(name: str, width: int | None, public: list[torch.Tensor], ste
     sampled, every = tuple(torch.cat(parts) for parts in zip(*batches, strict=True)), torch.cat(races)
     del batches, races
     greedy, _ = written(device, cloud, openings(texts["validation"], TOGETHER, generator), NEW, None)
-    own = next(corpora.batches(texts["train"], batch=TOGETHER, seq=2 * NEW + 1, seed=3))  # nearly all of it
+    own = torch.cat([text.ids for text in texts["train"]]).split(2 * NEW + 1)[:-1]  # (2 · NEW + 1,) each
+    own = torch.stack(own)[torch.randperm(len(own), generator=generator)]
     with torch.no_grad():
         finals = cloud(device.embed(own))[:, :-1].flatten(0, 1).half()
     typed = finals, own[:, 1:].flatten()
