@@ -12,6 +12,7 @@ PLACES = dict(
     matrices="adapter",
     attacks="attacks",
     bases="bases",
+    drafts="drafts",
     split="parts",
     release="parts",
     CloudPart="cloud_part",

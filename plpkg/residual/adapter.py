@@ -17,19 +17,30 @@ A fused projection (Phi-3's ``qkv_proj``, GPT-2's ``c_attn``) is one projection 
 import hashlib
 import threading
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners._buffer_dict import BufferDict
-from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
+from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from plpkg.residual.rows import RowwiseTuner, rows_of
 from plpkg.validation import flag, one_of, whole_number
 
-PEFT_TYPE = "PRIVATELORA"
+
+class MethodName(str):
+    """A method that is not in PEFT's list, whose entries have a ``value``: PEFT's refusals name it."""
+
+    @property
+    def value(self) -> str:
+        return str(self)
+
+
+PEFT_TYPE = MethodName("PRIVATELORA")
 PREFIX = "privatelora_"
 QKV = ["q_proj", "k_proj", "v_proj"]
 TARGET_MODULES = {"llama": QKV, "mistral": QKV, "qwen2": QKV, "gemma2": QKV, "phi3": ["qkv_proj"], "gpt2": ["c_attn"]}
@@ -257,13 +268,21 @@ class PrivateLoraLayer(nn.Module, BaseTunerLayer):
         v = m(u)  # (..., r_d2c), comes back
         return nn.functional.linear(v, b)
 
-    def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *args, adapter_names: Sequence[str] | None = None, **kwargs) -> torch.Tensor:
         if self.disable_adapters and self.merged:
             self.unmerge()
+        if self.merged and adapter_names is not None:
+            raise ValueError(f"adapter_names: {self.module} has {self.merged_adapters} merged into it, unmerge first")
         result = self.base_layer(x, *args, **kwargs)
         if self.disable_adapters or self.merged:
             return result
         dtype = result.dtype
+        if adapter_names is not None:
+            for adapter_name, rows in rows_of(adapter_names, x).items():
+                if adapter_name in self.privatelora_M:
+                    added = self._arriving(self.residual(x[rows], adapter_name), adapter_name)
+                    result = result.index_copy(0, rows, (result[rows] + added).to(dtype))
+            return result
         for adapter_name in self.active_adapters:
             if adapter_name in self.privatelora_M:
                 result = result + self._arriving(self.residual(x, adapter_name), adapter_name)
@@ -313,7 +332,7 @@ class PrivateLoraLayer(nn.Module, BaseTunerLayer):
         return f"privatelora.{super().__repr__()}"
 
 
-class PrivateLoraModel(BaseTuner):
+class PrivateLoraModel(RowwiseTuner):
     """What ``get_peft_model`` builds for a :class:`PrivateLoraConfig`."""
 
     prefix = PREFIX

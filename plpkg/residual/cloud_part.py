@@ -59,6 +59,11 @@ class CloudPart(nn.Module):
     def public(self) -> nn.Module | None:
         return self._public[0]
 
+    @property
+    def writes(self) -> bool:
+        """Whether there is a ``public`` part, and nobody has freed it."""
+        return self.public is not None and all(tensor.numel() for tensor in self.public.parameters())
+
     def connect(self, transport: Transport | None) -> None:
         """Let what this thread computes from now on go through ``transport``: other threads have their own."""
         self._here.transport = transport

@@ -14,18 +14,27 @@ This is ladder side-tuning (arXiv 2206.06522) at PrivateLoRA's cut (arXiv 2311.1
 its nearest relative is SPA (arXiv 2403.07088). Left out: a ladder with layers of its own, and merging, which cannot be.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners._buffer_dict import BufferDict
-from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from plpkg.residual.adapter import PerThread, ProjectionConfig, features, gaussian_projections, keep_projections
+from plpkg.residual.adapter import (
+    MethodName,
+    PerThread,
+    ProjectionConfig,
+    features,
+    gaussian_projections,
+    keep_projections,
+)
+from plpkg.residual.rows import RowwiseTuner, rows_of
 from plpkg.validation import whole_number
 
-PEFT_TYPE = "LADDER"
+PEFT_TYPE = MethodName("LADDER")
 PREFIX = "ladder_"
 DOWN = ["down_proj"]
 TARGET_MODULES = dict.fromkeys(("llama", "mistral", "qwen2", "gemma2", "phi3"), DOWN) | {"gpt2": ["mlp.c_proj"]}
@@ -41,7 +50,7 @@ class LadderConfig(ProjectionConfig):
     Attributes
     ----------
     r
-        How many numbers of each layer go to M.
+        How many numbers of each layer go to M, at most ``hidden_size``.
     width
         Units of M's hidden layer, beside the matrix; without one M is a matrix alone.
     """
@@ -84,7 +93,17 @@ class Rungs(PerThread):
         self.sent: dict[tuple[str, str], torch.Tensor] = {}
 
 
-class LadderTap(nn.Module, BaseTunerLayer):
+class LadderLayer(nn.Module, BaseTunerLayer):
+    """A part of a ladder."""
+
+    def merge(self, *_, **__) -> None:
+        raise ValueError("a ladder cannot be merged: what it adds depends on every layer's input; unload() drops it")
+
+    def unmerge(self) -> None:
+        """Nothing is merged."""
+
+
+class LadderTap(LadderLayer):
     """A linear layer as it was, that sends A·x of its input to the final norm.
 
     Attributes
@@ -117,15 +136,17 @@ class LadderTap(nn.Module, BaseTunerLayer):
         a = self.ladder_A[adapter_name]
         return nn.functional.linear(x.to(a.dtype), a)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, adapter_names: Sequence[str] | None = None) -> torch.Tensor:
         if not self.disable_adapters:
-            for adapter_name in self.active_adapters:
+            rows = dict.fromkeys(self.active_adapters) if adapter_names is None else rows_of(adapter_names, x)
+            for adapter_name, chosen in rows.items():
                 if adapter_name in self.ladder_A:
-                    self.rungs.sent[adapter_name, self.module] = self.rung(x, adapter_name)
+                    read = x if chosen is None else x[chosen]
+                    self.rungs.sent[adapter_name, self.module] = self.rung(read, adapter_name)
         return self.base_layer(x)
 
 
-class LadderNorm(nn.Module, BaseTunerLayer):
+class LadderNorm(LadderLayer):
     """The final norm, with one M for each adapter before it.
 
     Attributes
@@ -164,13 +185,21 @@ class LadderNorm(nn.Module, BaseTunerLayer):
         self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, adapter_names: Sequence[str] | None = None) -> torch.Tensor:
         if not self.disable_adapters:
-            for adapter_name in self.active_adapters:
+            rows = dict.fromkeys(self.active_adapters) if adapter_names is None else rows_of(adapter_names, hidden)
+            for adapter_name, chosen in rows.items():
                 if adapter_name in self.ladder_M:
-                    sent = [self.rungs.sent.pop((adapter_name, module)) for module in self.taps[adapter_name]]
-                    hidden = hidden + answer(self.ladder_M[adapter_name], torch.cat(sent, -1)).to(hidden.dtype)
+                    added = answer(self.ladder_M[adapter_name], self._sent(adapter_name)).to(hidden.dtype)
+                    hidden = hidden + added if chosen is None else hidden.index_add(0, chosen, added)
         return self.base_layer(hidden)
+
+    def _sent(self, adapter_name: str) -> torch.Tensor:
+        """u ``(…, layers · r)`` of the pass that ends here."""
+        names = [(adapter_name, module) for module in self.taps[adapter_name]]
+        if missing := [module for name, module in names if (name, module) not in self.rungs.sent]:
+            raise RuntimeError(f"nothing has come from {missing[0]}: a ladder's norm is the end of a pass, never alone")
+        return torch.cat([self.rungs.sent.pop(name) for name in names], -1)
 
 
 def answer(m: nn.Module, u: torch.Tensor) -> torch.Tensor:
@@ -178,7 +207,7 @@ def answer(m: nn.Module, u: torch.Tensor) -> torch.Tensor:
     return m(u.to(next(m.parameters()).dtype))
 
 
-class LadderModel(BaseTuner):
+class LadderModel(RowwiseTuner):
     """What ``get_peft_model`` builds for a :class:`LadderConfig`."""
 
     prefix = PREFIX
@@ -191,6 +220,8 @@ class LadderModel(BaseTuner):
                 f"no default target_modules for model_type {model_config.get('model_type')!r} (there are some for "
                 f"{', '.join(TARGET_MODULES)}): name the linear layers whose inputs M is to see"
             )
+        norm = getattr(self.model.base_model, named(self.model.base_model, NORMS))
+        whole_number("r", peft_config.r, 1, norm.weight.numel(), "hidden_size")
         return super()._prepare_adapter_config(peft_config, model_config)
 
     def _create_and_replace(
@@ -219,9 +250,7 @@ class LadderModel(BaseTuner):
 
     def _unload_and_optionally_merge(self, merge: bool = True, **options):
         if merge:
-            raise ValueError(
-                "a ladder cannot be merged: what it adds depends on every layer's input; unload() drops it"
-            )
+            LadderLayer.merge(self)
         return super()._unload_and_optionally_merge(merge=False, **options)
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from plpkg import residual
 from plpkg.counts import Counts
 from plpkg.residual import drafts
 
@@ -62,6 +63,11 @@ def test_counts_of_public_text_are_made_once_for_a_tokenizer(monkeypatch):
         assert drafts.chosen("public", "a tokenizer")([1, 2], 2) == [3, 4]
     assert asked == [(["train"] * 3, "a tokenizer")]
     drafts.public.cache_clear()
+
+
+def test_counts_of_a_persons_own_text_are_made_at_the_front_door():
+    assert residual.drafts is drafts
+    assert residual.drafts.counted(Counts([torch.tensor([1, 2, 3, 4])]))([2], 2) == [3, 4]
 
 
 def test_a_draft_is_a_name_or_a_function():

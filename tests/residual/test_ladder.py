@@ -1,5 +1,6 @@
 """A ladder against a computation by hooks on the model without it, on every architecture family."""
 
+import contextlib
 import copy
 import functools
 import threading
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import OPTConfig, OPTForCausalLM
 
 from plpkg.backbones import FAMILIES
-from plpkg.residual import LadderConfig, bases
+from plpkg.residual import LadderConfig, PrivateLoraConfig, bases
 from plpkg.residual.adapter import gaussian_projections
 from plpkg.residual.ladder import PEFT_TYPE, LadderNorm, LadderTap, answer, taps
 from tests.residual.conftest import IDS, adapted_backbone, at_once, backbone, precise
@@ -169,9 +170,63 @@ def test_several_ladders_of_several_ranks_and_none():
 def test_it_cannot_be_merged():
     model = adapted_backbone(**LINEAR)
     before = logits(model)
-    with pytest.raises(ValueError, match="a ladder cannot be merged: what it adds depends on every layer's input"):
-        model.merge_and_unload()
+    for merge in (model.merge_and_unload, model.merge_adapter):
+        with pytest.raises(ValueError, match="a ladder cannot be merged: what it adds depends on every layer's input"):
+            merge()
+    model.unmerge_adapter()  # there is nothing to do
     assert torch.equal(logits(model), before)
+
+
+def test_its_norm_is_the_end_of_a_pass():
+    inner = adapted_backbone(**LINEAR).get_base_model().model
+    with pytest.raises(RuntimeError, match=r"nothing has come from model.layers.0.mlp.down_proj: a ladder's norm is"):
+        inner.norm(torch.zeros(1, 2, 32))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("config", [LINEAR, GATED, {}, dict(late=True)])
+def test_each_row_of_a_batch_has_its_own_adapter(family, config):
+    model = adapted_backbone(family, **config)
+    other = LadderConfig(r=3) if "ladder" in config else PrivateLoraConfig(r_c2d=2, r_d2c=2, **config)
+    model.add_adapter("other", other)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if ".other." in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator)
+    model.eval()
+    ids, names = IDS[[0, 1, 0, 1]], ["other", "default", "__base__", "other"]
+
+    def alone(model):
+        rows = []
+        for row, name in zip(ids, names, strict=True):
+            model.set_adapter("default" if name == "__base__" else name)
+            with model.disable_adapter() if name == "__base__" else contextlib.nullcontext():
+                rows.append(logits(model, row[None]))
+        model.set_adapter("default")
+        return torch.cat(rows)
+
+    before = logits(model)
+    with torch.no_grad():
+        mixed = model(input_ids=ids, adapter_names=names).logits
+    assert_as_exact(mixed, alone(model), alone(precise(model)))
+    text = model.generate(input_ids=ids, adapter_names=names, max_new_tokens=3, num_beams=2, do_sample=False)
+    assert text.shape == (4, 15)
+    for given, message in (
+        (["default"], r"adapter_names has 1 names for a batch of 4"),
+        (["nobody"] * 4, r"adapter_names must be a list of __base__, default, other, got \['nobody',"),
+        ("default", "adapter_names must be a list of __base__, default, other, got 'default'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(input_ids=ids, adapter_names=given)
+    assert torch.equal(logits(model), before)  # no hook is left
+    with pytest.raises(ValueError, match="adapter_names is for inference"):
+        model.train()(input_ids=ids, adapter_names=names)
+
+
+@pytest.mark.parametrize("config", [LadderConfig(r=4), PrivateLoraConfig()])
+def test_mixed_is_refused_in_a_sentence(config):
+    with pytest.raises(ValueError, match=f"The provided `peft_type` '{config.peft_type}' is not compatible with"):
+        get_peft_model(backbone(), config, mixed=True)
 
 
 @pytest.mark.parametrize("config", [LINEAR, GATED, dict(late=True)])
@@ -265,7 +320,6 @@ def test_impossible_configurations_are_named(config, message):
 def test_bases_that_cannot_be_are_named():
     for config, batches, message in (
         (dict(r=4), [IDS], "init='given'"),
-        (dict(r=33, init="given"), [IDS], r"r must be between 1 and the rank of .*down_proj=32, got 33"),
         (dict(r=4, init="given"), [], "no batches"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -282,8 +336,10 @@ def test_what_cannot_be_adapted_is_named():
         get_peft_model(OPTForCausalLM(config), LadderConfig())
     with pytest.raises(ValueError, match="OPTModel has none of norm, ln_f: not a decoder that can be cut here"):
         get_peft_model(OPTForCausalLM(config), LadderConfig(target_modules=["fc2"]))
+    with pytest.raises(ValueError, match="r must be between 1 and hidden_size=32, got 33"):
+        adapted_backbone(ladder=dict(r=33))
     with pytest.raises(ValueError, match=r"embed_tokens is a Embedding: only nn.Linear and Conv1D can be adapted"):
-        adapted_backbone(ladder=dict(target_modules=["embed_tokens"]))
+        adapted_backbone(ladder=dict(r=4, target_modules=["embed_tokens"]))
 
 
 def test_what_is_relied_on_in_peft_is_there():

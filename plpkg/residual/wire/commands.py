@@ -13,7 +13,9 @@ app = typer.Typer()
 
 Model = Annotated[str, Option(help="plpkg-small, a hub name, or a folder.")]
 Adapter = Annotated[Path | None, Option(help="A folder with a saved adapter; else a new one of --rank.")]
-Ladder = Annotated[bool, Option("--ladder", help="A new adapter is a ladder: one round trip a token.")]
+Ladder = Annotated[
+    bool, Option("--ladder", help="The adapter is a ladder, a new one with a random A: one trip a token.")
+]
 Rank = Annotated[int, Option(help="Of a new adapter, both ways.")]
 Target = Annotated[
     list[str] | None, Option(help="Linear layers of a new adapter, down_proj say; by default q, k and v.")
@@ -125,13 +127,20 @@ def chat(
     temperature: Annotated[float, Option(help="0 takes the most probable token.")] = 0.7,
     top_p: Annotated[float, Option(help="Sample among the most probable tokens with this share.")] = 0.95,
     draft: Annotated[
-        str, Option(help="Who guesses the next tokens, to save round trips: none, lookup, public or backbone.")
+        str,
+        Option(
+            help="Who guesses the next tokens, to save round trips: none, lookup, public or backbone. All guesses "
+            "reach the cloud, and backbone tells it the random numbers that choose among tokens."
+        ),
     ] = "none",
     draft_tokens: Annotated[int, Option(help="At most so many guesses at once.")] = 6,
 ) -> None:
     """Answer every line of standard input."""
+    from plpkg.residual import drafts
     from plpkg.residual.wire.chat import answer_lines, lines_of
+    from plpkg.validation import one_of
 
+    one_of("draft", draft, ("none", *drafts.NAMES))
     sampling = dict(do_sample=temperature != 0, temperature=temperature, top_p=top_p)
     sampling |= dict(draft=None if draft == "none" else draft, draft_tokens=draft_tokens)
     with context.obj() as (client, _, tokenizer):

@@ -175,9 +175,9 @@ class DeviceClient:
         draft
             Who guesses what follows, for one sequence: ``"lookup"`` in the text so far; ``"public"``, counts of public
             text as well, which need the ``tokenizer``; ``"backbone"``, the cloud, which writes on without M; or a
-            function (:data:`plpkg.residual.drafts.Draft`). All guesses reach the cloud. The tokens are the same as
-            without, sampled ones with the same ``generator``, too; but ``"backbone"`` samples with random numbers
-            that the cloud knows: others, of the same distribution.
+            function (:data:`plpkg.residual.drafts.Draft`). All guesses reach the cloud, the wrong ones as well. The
+            tokens are the same as without, sampled ones with the same ``generator``, too; but ``"backbone"`` samples
+            with random numbers that it tells the cloud: another text, of the same distribution.
         draft_tokens
             At most so many guesses in a pass.
 
@@ -204,7 +204,8 @@ class DeviceClient:
             raise ValueError(f"draft={draft!r} is for one sequence, got {len(ids)}: they would not keep pace")
         if ahead and (kept := self.terms.first_k + self.terms.last_k):
             raise ValueError(f"draft={draft!r} needs every layer in the cloud, but {kept} are on the device")
-        text = Writing(ids, max_new_tokens, ends, guess, ahead, generator, **choice)
+        vocab = self.part.embedding.num_embeddings
+        text = Writing(ids, max_new_tokens, ends, guess, vocab, ahead, generator, **choice)
         limit = sampling.reads_anew_beyond(self._model)
         cache = self.part.new_cache()
 

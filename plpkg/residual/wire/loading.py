@@ -29,12 +29,14 @@ def adapted_model(
     dtype, device
         Of the model: one of the wire's precisions or ``"auto"``, the checkpoint's own; and ``"cpu"`` or ``"cuda"``.
     rank, ladder, **config
-        Of a new adapter: its rank, both ways; whether it is a ladder; and fields that both configurations have.
+        Of a new adapter: its rank, both ways; whether it is a ladder (a saved one then has to be); and fields that both
+        configurations have.
 
     Raises
     ------
     ValueError, FileNotFoundError
-        No such model, device or adapter; an adapter that is damaged, of another kind, or for another model.
+        No such model, device or adapter; an adapter that is damaged, of another kind, no ladder where one was asked
+        for, or for another model.
     """
     dtypes = PRECISIONS | {"auto": "auto"}
     model, tokenizer = load_backbone(name, dtype=dtypes[one_of("dtype", dtype, tuple(dtypes))], device=device)
@@ -42,6 +44,10 @@ def adapted_model(
         new = LadderConfig(r=rank, **config) if ladder else PrivateLoraConfig(r_c2d=rank, r_d2c=rank, **config)
         return get_peft_model(model, new), tokenizer
     config = _config(adapter)
+    if ladder and not isinstance(config, LadderConfig):
+        raise ValueError(
+            f"{adapter} holds a {config.peft_type} adapter, but a ladder was asked for: leave --ladder out"
+        )
     try:
         return PeftModel.from_pretrained(model, adapter, config=config, is_trainable=True), tokenizer
     except RuntimeError as error:  # of another shape

@@ -152,6 +152,11 @@ class Stream:
                 f"ahead={step.ahead}: the cloud writes on only where it has every layer, and for one sequence "
                 f"(batch={step.batch}) that is not learnt from",
             )
+        if step.ahead and not self.part.writes:
+            raise StatusError(
+                StatusCode.INVALID_ARGUMENT,
+                f"ahead={step.ahead}: this cloud has released the embedding and the LM head, and cannot write on",
+            )
         if not alone and step.batch != session.batch:
             raise StatusError(
                 StatusCode.INVALID_ARGUMENT, f"batch={step.batch}, but the sequence began with {session.batch}"

@@ -1,6 +1,8 @@
 """A text that is being written: how its next token is chosen, and which of some guesses are."""
 
+import operator
 from collections.abc import Iterator
+from itertools import islice
 
 import torch
 
@@ -18,8 +20,8 @@ class Writing:
         ``(batch, seq)``: how they begin.
     max_new_tokens, ends
         At most so many more; the tokens that end one.
-    guess
-        Who guesses on the device, or ``None``.
+    guess, vocab
+        Who guesses on the device, or ``None``; and how many tokens there are.
     ahead
         The cloud guesses. Then it is told the random numbers with which the device samples.
     generator
@@ -41,11 +43,13 @@ class Writing:
         max_new_tokens: int,
         ends: list[int],
         guess: Draft | None,
+        vocab: int,
         ahead: bool,
         generator: torch.Generator | None,
         **choice,
     ) -> None:
         self.ids, self._stop, self._guess, self._generator = ids, ids.shape[1] + max_new_tokens, guess, generator
+        self._vocab = vocab
         self._warp = sampling.warpers(max_new_tokens, **choice)
         self._ends = torch.tensor(ends, dtype=torch.long)
         self._done = torch.zeros(len(ids), dtype=torch.bool)
@@ -65,10 +69,23 @@ class Writing:
         return self.room < 0 or bool(self._done.all())
 
     def guesses(self, count: int) -> list[int]:
-        """At most ``count`` of the device's own."""
+        """At most ``count`` of the device's own.
+
+        Raises
+        ------
+        ValueError
+            What the draft gave are no tokens.
+        """
         if self._guess is None or count < 1:
             return []
-        return [int(token) for token in self._guess(self.ids[0].tolist(), count)][:count]
+        given = self._guess(self.ids[0].tolist(), count)
+        try:
+            tokens = [operator.index(token) for token in islice(given, count)]
+        except TypeError:
+            tokens = [-1]
+        if any(not 0 <= token < self._vocab for token in tokens):
+            raise ValueError(f"the draft must give tokens from 0 to vocab - 1 = {self._vocab - 1}, got {given!r:.80}")
+        return tokens
 
     def take(self, logits: torch.Tensor, guesses: list[int]) -> Iterator[tuple[torch.Tensor, bool]]:
         """Write the next tokens: as long as the guesses are what is chosen, and one more.

@@ -316,11 +316,17 @@ def test_a_certificate_and_then_its_refusal(tmp_path):
         ([*DEVICE, "chat", "--top-p", "2"], "top_p must be greater than 0 and at most 1, got 2.0"),
         ([*DEVICE, "chat", "--top-p", "2", "--temperature", "0"], "top_p must be greater than 0 and at most 1, got"),
         ([*DEVICE, "chat", "--temperature", "-1"], "temperature must be greater than 0, got -1.0"),
-        ([*DEVICE, "chat", "--draft", "guess"], "draft must be one of 'lookup', 'public', 'backbone', got 'guess'"),
+        ([*DEVICE, "chat", "--draft", "foo"], "draft must be one of 'none', 'lookup', 'public', 'backbone', got 'foo'"),
         ([*DEVICE, "chat", "--draft", "lookup", "--draft-tokens", "-1"], "draft_tokens must be a whole number of at"),
         (["cloud", "--fold"], "fold=True needs an adapter on the last layer's mlp.down_proj or mlp.c_proj"),
-        (["cloud", "--ladder", "--first-k", "1"], "a ladder needs every layer in the cloud, got first_k=1, last_k=0"),
-        ([*DEVICE, "--ladder", "--fold", "chat"], "fold=True needs a PrivateLoRA adapter and last_k=0, got LADDER"),
+        (
+            ["cloud", "--ladder", "--rank", "4", "--first-k", "1"],
+            "a ladder needs every layer in the cloud, got first_k=1, last_k=0",
+        ),
+        (
+            [*DEVICE, "--ladder", "--rank", "4", "--fold", "chat"],
+            "fold=True needs a PrivateLoRA adapter and last_k=0, got LADDER",
+        ),
         ([*DEVICE, "chat", "--max-new-tokens", "-1"], "max_new_tokens must be a whole number of at least 1, got -1"),
     ],
 )
@@ -377,6 +383,22 @@ def test_a_damaged_adapter_is_named(folder, saved, tmp_path, command, file, cont
     (mine / file).unlink() if content is None else (mine / file).write_bytes(content)
     at = 1 if command[0] == "cloud" else 3
     refused(folder, [*command[:at], "--adapter", str(mine), *command[at:]], message)
+
+
+@pytest.mark.parametrize("command", [["cloud"], [*DEVICE, "chat"]])
+def test_a_saved_adapter_that_is_no_ladder_is_not_taken_for_one(folder, saved, tmp_path, command):
+    at = 1 if command[0] == "cloud" else 3
+    asked = [*command[:at], "--ladder", "--adapter", str(saved), *command[at:]]
+    refused(folder, asked, "holds a PRIVATELORA adapter, but a ladder was asked for: leave --ladder out")
+    adapted_model(str(folder), None, "fp32", "cpu", rank=4, ladder=True)[0].save_pretrained(tmp_path)
+    model, _ = adapted_model(str(folder), tmp_path, "fp32", "cpu", rank=4, ladder=True)
+    assert model.peft_config["default"].peft_type == "LADDER"
+
+
+def test_help_says_what_guesses_tell_the_cloud():
+    text = " ".join(RUNNER.invoke(app, ["device", "--connect", "a:1", "chat", "--help"]).output.split())
+    assert "All guesses reach the cloud" in text
+    assert "a new one with a random A" in " ".join(RUNNER.invoke(app, ["cloud", "--help"]).output.split())
 
 
 def test_a_checkpoint_that_is_none_is_named(folder, tmp_path):

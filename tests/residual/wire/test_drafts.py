@@ -4,12 +4,14 @@ import collections
 import functools
 import itertools
 import math
+import re
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
 
-from plpkg.residual import CloudServer, DeviceClient, Limits, RefusedError
+from plpkg.residual import CloudServer, DeviceClient, Limits, RefusedError, release
 from plpkg.residual.wire import sampling
 from plpkg.residual.wire.stream import Stream
 from tests.residual.conftest import IDS, SCHEMES, SCHEMES_OF_FAMILIES, at_once, scheme
@@ -336,6 +338,37 @@ def test_bad_input_is_named_before_anything_is_sent(pair, options, message):
     with pytest.raises(ValueError, match=message):
         client.generate(**dict(input_ids=TEXT, max_new_tokens=2) | options)
     assert client.traffic.sent_message_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "given",
+    [None, 7, [-1], [3, 64], [10**9], [1.5], ["the"], [None], torch.tensor([1.0])],
+    ids=lambda given: repr(given),
+)
+def test_a_draft_that_gives_no_tokens_is_named_and_the_next_text_works(pair, given):
+    _, client, whole = pair()
+    message = re.escape(f"the draft must give tokens from 0 to vocab - 1 = 63, got {given!r}")
+    with pytest.raises(ValueError, match=message):
+        client.generate(TEXT, 4, eos_token_id=-1, draft=lambda ids, count: given)
+    expected = expected_tokens(whole, TEXT, 4)
+    for given in (np.array([1, 2]), torch.tensor([1, 2]), (), itertools.repeat(5)):
+        tokens = client.generate(TEXT, 4, eos_token_id=-1, draft=functools.partial(lambda given, *_: given, given))
+        assert torch.equal(tokens, expected)
+
+
+@pytest.mark.parametrize("name", ["qkv", "fold", "ladder"])
+def test_a_cloud_that_has_freed_its_embedding_refuses_to_write(adapted, name):
+    config, cut = scheme(name)
+    served, model = adapted(m_scale=0.0, **config), adapted(**config)
+    expected = expected_tokens(model, TEXT, 6)
+    with (
+        CloudServer(served, precision="fp32", **cut) as cloud,
+        DeviceClient(cloud.address, model, precision="fp32", **cut) as client,
+    ):
+        release(served, cloud.part)
+        with pytest.raises(RefusedError, match="this cloud has released the embedding and the LM head, and cannot"):
+            client.generate(TEXT, 6, eos_token_id=-1, draft="backbone")
+        assert torch.equal(client.generate(TEXT, 6, eos_token_id=-1, draft="lookup"), expected)
 
 
 def tokens_of(*tokens):
