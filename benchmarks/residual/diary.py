@@ -34,7 +34,7 @@ from plpkg.corpora import Document
 from plpkg.corpora.diary import Question
 
 STEPS, SEARCH_STEPS = 300, 100
-TRIED = (3e-3, 1e-2, 2e-2)
+TRIED = (3e-3, 1e-2, 2e-2, 4e-2)
 RATES = {"all layers": 1e-2, "two layers": 1e-2, "one layer late": 1e-2, "ladder": 2e-2, "ladder 512": 1e-2}
 METHODS = {
     "none": Method(),
@@ -118,7 +118,7 @@ def learn(label: str, keep: bool = False) -> list[dict]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--again", metavar="METHOD", nargs="+", choices=METHODS, help="only these, into what is there")
-    parser.add_argument("--rates", action="store_true", help="only the search, into what is there")
+    parser.add_argument("--rates", action="store_true", help="only the search, as far as it is not there")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
     again = options.again
@@ -126,12 +126,12 @@ if __name__ == "__main__":
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.processes, context, torch.set_num_threads, (1,)) as pool:
         if options.rates:
-            kept = catalog.measured("residual_diary").query("case != 'other facts'")
-            record.write(
-                "residual.diary", list(pool.map(searched, *zip(*product(RATES, TRIED), strict=True))), keep=kept
-            )
+            kept = catalog.measured("residual_diary").convert_dtypes()  # whole numbers stay so beside gaps
+            there = set() if "lr" not in kept else set(zip(kept["method"], kept["lr"], kept["steps"], strict=True))
+            left = [at for at in product(RATES, TRIED) if (*at, SEARCH_STEPS) not in there]
+            record.write("residual.diary", list(pool.map(searched, *zip(*left, strict=True))), keep=kept)
             raise SystemExit
         by_method = list(pool.map(learn, again or METHODS, repeat(not again)))
-    kept = catalog.measured("residual_diary")
+    kept = catalog.measured("residual_diary").convert_dtypes()
     kept = kept.query("case == 'other facts' or method not in @again") if again else kept.query("case == 'other facts'")
     record.write("residual.diary", [row for rows in by_method for row in rows], keep=kept)

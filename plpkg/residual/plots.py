@@ -130,7 +130,7 @@ def by_scheme(trips, quality, facts, imitation):
     return table[["tokens_per_s", "trips_per_token", "bytes_per_token"]].assign(
         share_of_gain=adapter.map(mean / mean["all layers"]),
         gain_ci=adapter.map(difference),
-        facts=adapter.map(facts.set_index("method")["right"]),
+        facts=adapter.map(facts.set_index("method")["right"].astype(int)),
         device_parameters=table["device_parameters"],
         m_error=stolen["error"].to_numpy(),
         stolen=stolen["stolen"].to_numpy(),
