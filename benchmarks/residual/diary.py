@@ -35,7 +35,7 @@ from plpkg.corpora.diary import Question
 
 STEPS, SEARCH_STEPS = 300, 100
 TRIED = (3e-3, 1e-2, 2e-2, 4e-2)
-RATES = {"all layers": 4e-2, "two layers": 4e-2, "one layer late": 4e-2, "ladder": 2e-2, "ladder 512": 2e-2}
+RATES = {"all layers": 4e-2, "two layers": 4e-2, "one layer late": 4e-2, "ladder": 4e-2, "ladder 512": 2e-2}
 METHODS = {
     "none": Method(),
     "LoRA r=16": Method(lora(16), 5e-3),
