@@ -11,7 +11,7 @@ Their learning rates: each tries those of ``TRIED`` for 100 steps on other facts
 other ones, and takes the one with the least loss on these answers (``--rates`` records it as "other facts", in nats a
 token). The methods of the publication have not been searched: LoRA's rate is the usual one.
 
-Run: ``python -m benchmarks.residual.diary`` (about 20 minutes on two idle cores; ``--rates`` 10). With ``--again METHOD
+Run: ``python -m benchmarks.residual.diary`` (about 20 minutes on two idle cores; ``--rates`` 20). With ``--again METHOD
 ...`` only these are measured, their rows put in the place of the recorded ones, and no adapter kept. Not part of
 ``make bench``.
 """
