@@ -298,11 +298,9 @@ class Recorder:
                 probe.run(module.forward, args, kwargs, self.batch)
             finally:
                 self._probing = False
+                self._check_state()
 
-        try:
-            self._probe = self.guard.probe(inputs, self.batch, look)
-        finally:
-            self._check_state()
+        self._probe = self.guard.probe(inputs, self.batch, look)
 
     def _end(self, module, args, output) -> None:
         if self.recording and module is self.model and self._state:
