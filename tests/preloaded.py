@@ -14,7 +14,7 @@ CONTEXT.set_forkserver_preload(
     [
         "plpkg.autonomy.windows",
         "plpkg.cli",
-        "plpkg.clipping.training.private",
+        "plpkg.clipping.training.make",
         "plpkg.pretraining",
         "plpkg.residual.wire.cloud",
         "plpkg.residual.wire.training",

@@ -33,7 +33,7 @@ from plpkg.clipping.checks.sensitivity import Sensitivity, as_vector, check_sens
 from plpkg.clipping.checks.specimens import MAX_GRAD_NORM, MICRO_BATCH, specimens
 from plpkg.clipping.checks.trial import NOISE_MULTIPLIER, RefusalError, Trial
 from plpkg.clipping.gradients import clipped_gradients
-from plpkg.clipping.training.private import make_private
+from plpkg.clipping.training.make import make_private
 from plpkg.results import Sentences
 from plpkg.validation import whole_number
 

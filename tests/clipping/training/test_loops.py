@@ -470,7 +470,7 @@ def test_a_budget_that_makes_no_sense(options, message):
         private(**dict(noise_multiplier=1.0) | options)
 
 
-# transformers.Trainer, as the docstring of private.py says
+# transformers.Trainer, as the docstring of make.py says
 
 
 class PrivateTrainer(Trainer):

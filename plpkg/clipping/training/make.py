@@ -1,0 +1,243 @@
+"""Private training with the loop that it had: ``criterion(output, y).backward(); optimizer.step()``.
+
+The model and the optimizer stay the objects that they were. The criterion gives one loss an example; its ``backward``
+clips and adds up, as often as there are micro-batches; ``step`` adds the noise once.
+
+Coming from Opacus:
+
+===================================================  ==============================================================
+Opacus                                               here
+===================================================  ==============================================================
+``PrivacyEngine().make_private(module=…, …)``        ``make_private(model, optimizer, data_loader, criterion, …)``
+``make_private_with_epsilon(target_epsilon=…)``      ``make_private(target_epsilon=…, target_delta=…, epochs=…)``
+``privacy_engine.get_epsilon(delta)``                ``private.epsilon(delta)``
+``grad_sample_mode="hooks"``, ``"ghost"``            ``execution="per_sample"``, ``"ghost"``, ``"book_keeping"``
+``BatchMemoryManager``                               ``max_physical_batch_size=…``; a scheduler: ``private.paced``
+``poisson_sampling=False``                           the same; ε is that of shuffled batches, and not of samples
+``clipping="per_layer"``, a list of norms            ``clipping="per_layer"``, ``max_grad_norm=[…]``
+``ExponentialNoise``, ``StepNoise``, ``LambdaNoise``  ``noise_multiplier=lambda step: …``
+``StepGradClip``, ``LambdaGradClip``                 ``max_grad_norm=lambda step: …``
+``ModuleValidator.fix(model)``                       the same, of Opacus's, before ``make_private``
+``secure_mode=True``                                 ``secure=True``
+``model.remove_hooks()``                             ``private.remove()``
+users instead of examples (issue 366)                ``users=…``
+===================================================  ==============================================================
+
+``transformers.Trainer``: ``private = make_private(model, optimizer, DataLoader(…, collate_fn=…), None, …)``, then a
+``Trainer(model, args, optimizers=(optimizer, private.paced(scheduler)))`` whose ``get_train_dataloader`` gives
+``private.data_loader``, with ``max_grad_norm=0`` in ``args``; it counts batches, so leave out
+``max_physical_batch_size``.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import asdict
+
+import torch
+from torch.utils.data import DataLoader
+
+from plpkg.clipping.batches import numbered
+from plpkg.clipping.clip import Clip
+from plpkg.clipping.execution import EXECUTIONS
+from plpkg.clipping.planner import Plan
+from plpkg.clipping.training.accounting import ACCOUNTANTS, Mechanism, noise_for
+from plpkg.clipping.training.loader import PrivateLoader, PrivateSampler, check_loader
+from plpkg.clipping.training.private import Private, learned
+from plpkg.clipping.training.processes import Processes, check_whole
+from plpkg.clipping.training.randomness import Randomness
+from plpkg.validation import flag, number, one_of, whole_number
+
+
+def make_private(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data_loader: DataLoader | None,
+    criterion: Callable | None,
+    *,
+    max_grad_norm: float | Sequence[float] | Callable[[int], float],
+    noise_multiplier: float | Callable[[int], float] | None = None,
+    target_epsilon: float | None = None,
+    target_delta: float | None = None,
+    epochs: int | None = None,
+    max_epsilon: float | None = None,
+    users: Sequence[Hashable] | torch.Tensor | None = None,
+    poisson_sampling: bool = True,
+    execution: str | Plan = "book_keeping",
+    clipping: str = "flat",
+    accountant: str = "prv",
+    max_physical_batch_size: int | None = None,
+    sample_rate: float | None = None,
+    expected_batch_size: float | None = None,
+    seed: int | None = None,
+    secure: bool = False,
+) -> Private:
+    """Make a training loop private.
+
+    Parameters
+    ----------
+    model
+        In training mode. Every parameter with ``requires_grad`` belongs to the optimizer, and is clipped.
+    optimizer
+        Any ``torch.optim`` optimizer that steps without a closure.
+    data_loader
+        Its number of batches becomes that of steps in an epoch, and a step expects the examples over that number.
+        After a ``break`` the next loop is a new epoch. ``None``: you sample yourself, each example with probability
+        ``sample_rate``, give ``expected_batch_size``, and call :meth:`Private.skip` where nobody was chosen.
+    criterion
+        A loss module (``reduction`` ``mean`` or ``sum``, ``ignore_index`` as it is), or a function that returns one
+        loss an example, or ``(batch, targets)``; of as many arguments as it takes. The loss of an example with several
+        targets is their mean (or sum). On outputs without a gradient, as in validation, the criterion that comes back
+        does what this one did. ``None``: the own loss of a Hugging Face model, ``model(**batch).loss``.
+    max_grad_norm
+        C; for ``per_layer`` also one for each of :attr:`Private.layers`. Or a function of the step's number, counted
+        from 0, which must not look at the data.
+    noise_multiplier
+        σ, in units of C, or such a function. Or ``target_epsilon``, ``target_delta`` and ``epochs``: the smallest σ for
+        these.
+    max_epsilon
+        With ``target_delta``: the data loader gives no more batches once another step would spend more. See
+        :attr:`Private.done`.
+    users
+        Whose each example of the data set is. Then users are sampled with all that is theirs, and a user's gradient,
+        that of the mean of their losses, is clipped: ε is about a user who is there or not.
+    poisson_sampling
+        ``False``: shuffled batches. ε is then what holds for any order (:mod:`plpkg.clipping.training.accounting`), far
+        above what an accountant says that takes them for Poisson samples.
+    execution
+        ``per_sample``, ``fast``, ``ghost``, ``book_keeping``, or what :func:`plpkg.clipping.plan` found.
+    clipping
+        ``flat``, ``automatic`` or ``per_layer``.
+    accountant
+        ``prv`` (tight) or ``rdp``.
+    max_physical_batch_size
+        Gradient accumulation: samples larger than that come in pieces (micro-batches); ``step`` does nothing until
+        the last. You may also take a batch apart yourself, but not put two of them in a step.
+    seed, secure
+        Where samples and noise come from: see :mod:`plpkg.clipping.training.randomness`.
+
+    Returns
+    -------
+    Private
+        It unpacks into ``model, optimizer, criterion, data_loader``.
+
+    Raises
+    ------
+    TypeError
+        A model, optimizer or criterion that is none.
+    ValueError
+        Bad arguments, a model in evaluation mode, layers that mix examples.
+
+    Notes
+    -----
+    The model carries hooks until :meth:`Private.remove`: save its ``state_dict()``, not the object. In each forward
+    pass a guard (:mod:`plpkg.clipping.guard`) sees that nothing has changed under the training that would breach it.
+
+    Several processes (``torchrun``, ``accelerate launch``): give each the model itself and the whole data set. Each
+    takes its share of every sample, and all have the sum of all and the same parameters.
+    """
+    _check(model, optimizer, criterion)
+    check_whole(model)
+    if not isinstance(execution, Plan):
+        one_of("execution", execution, tuple(EXECUTIONS))
+    one_of("accountant", accountant, ACCOUNTANTS)
+    flag("poisson_sampling", poisson_sampling)
+    if callable(noise_multiplier) and not poisson_sampling:
+        raise ValueError("poisson_sampling=False takes one noise_multiplier for all steps, got a function")
+    if max_physical_batch_size is not None:
+        whole_number("max_physical_batch_size", max_physical_batch_size, 1)
+    if data_loader is None:
+        if sample_rate is None or expected_batch_size is None:
+            raise ValueError("without a data_loader, sample_rate and expected_batch_size must be given")
+        if users is not None or not poisson_sampling:
+            raise ValueError("users and poisson_sampling=False need a data_loader, whose examples they are about")
+        number("sample_rate", sample_rate, 0, 1, open_low=True)
+        number("expected_batch_size", expected_batch_size, open_low=True)
+        steps, epoch, members = math.ceil(1 / sample_rate), None, []
+    else:
+        if sample_rate is not None or expected_batch_size is not None:
+            raise ValueError("sample_rate and expected_batch_size follow from the data_loader: leave them out")
+        check_loader(data_loader)
+        members = _members(len(data_loader.dataset), users)
+        steps = len(data_loader)
+        sample_rate = 1 / steps
+        expected_batch_size = len(members) * sample_rate
+        epoch = None if poisson_sampling else steps
+        if epoch:
+            expected_batch_size = data_loader.batch_size if users is None else math.ceil(expected_batch_size)
+    spending = (sample_rate, steps) if epoch is None else (1.0, 1)  # the rate of a step that counts, and how many do
+    sigma = _sigma(noise_multiplier, target_epsilon, target_delta, epochs, *spending, accountant)
+    number_of_users = None if users is None else len(members)
+    mechanism = Mechanism(accountant, sigma, sample_rate, max_grad_norm, clipping, number_of_users, epoch)
+    Clip(mechanism.at(0).max_grad_norm, clipping)  # refuses what it cannot clip to
+    if max_epsilon is not None and target_delta is None:
+        raise ValueError(f"max_epsilon={max_epsilon!r} needs a target_delta")
+    max_steps = math.inf if max_epsilon is None else mechanism.steps_within(max_epsilon, target_delta)
+    processes = Processes()
+    told = {"number of examples": len(members), "batch size": expected_batch_size}
+    processes.agree(model, asdict(mechanism.at(0)) | told)
+    private = Private(
+        model,
+        optimizer,
+        criterion,
+        mechanism,
+        expected_batch_size,
+        execution.execution if isinstance(execution, Plan) else EXECUTIONS[execution],
+        Randomness(seed, secure=secure),
+        processes,
+    )
+    private.max_steps = max_steps
+    try:
+        mechanism.at(0).clip.limits(private.layers)
+    except ValueError:
+        private.remove()
+        raise
+    if data_loader is not None:
+        shuffled = None if epoch is None else expected_batch_size
+        limit = max_physical_batch_size or len(data_loader.dataset)
+        samples = sample_rate, steps, private.randomness, processes, limit, shuffled
+        private.data_loader = PrivateLoader(data_loader, private, PrivateSampler(members, *samples))
+    return private
+
+
+def _members(count: int, users) -> list[list[int]]:
+    """The indices of each user's examples, in the order of the first ones; without users each example is alone."""
+    if users is None:
+        return [[index] for index in range(count)]
+    members: dict[int, list[int]] = {}
+    for index, user in enumerate(numbered(users, count).tolist()):
+        members.setdefault(user, []).append(index)
+    return list(members.values())
+
+
+def _check(model: torch.nn.Module, optimizer: torch.optim.Optimizer, criterion: Callable) -> None:
+    for name, value, kind in (("model", model, torch.nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # accelerate's wraps one
+        name = type(optimizer).__name__
+        raise TypeError(f"{name} wraps an optimizer: give make_private the optimizer itself, and prepare it afterwards")
+    if criterion is not None and not callable(criterion):
+        raise TypeError(f"criterion must be callable, got {type(criterion).__name__}")
+    if not model.training:
+        raise ValueError("the model is in evaluation mode: call model.train() first")
+    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    learning = learned(optimizer)
+    if missing := [name for key, name in names.items() if key not in learning]:
+        raise ValueError(f"the optimizer lacks {', '.join(missing[:3])}: give it these, or set requires_grad=False")
+    if foreign := learning - set(names):
+        raise ValueError(f"the optimizer has {len(foreign)} parameters that are not the model's")
+
+
+def _sigma(noise_multiplier, target_epsilon, target_delta, epochs, sample_rate, steps, accountant) -> float:
+    if (noise_multiplier is None) == (target_epsilon is None):
+        raise ValueError(
+            f"give noise_multiplier or target_epsilon, got noise_multiplier={noise_multiplier!r} and "
+            f"target_epsilon={target_epsilon!r}"
+        )
+    if noise_multiplier is not None:
+        return noise_multiplier if callable(noise_multiplier) else number("noise_multiplier", noise_multiplier)
+    number("target_epsilon", target_epsilon, open_low=True)
+    if target_delta is None or epochs is None:
+        raise ValueError(f"target_epsilon needs target_delta and epochs, got {target_delta!r} and {epochs!r}")
+    whole_number("epochs", epochs, 1)
+    return noise_for(target_epsilon, target_delta, sample_rate, epochs * steps, accountant=accountant)
