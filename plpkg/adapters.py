@@ -19,11 +19,10 @@ import torch
 from plpkg import untrusted
 from plpkg.checkpoints import replace_file
 from plpkg.lora_config import ALLOWED, CHECKED, fitting, left_out, wrong_fields
-from plpkg.untrusted import Entry, shown
+from plpkg.untrusted import MAX_CONFIG_BYTES, Entry, shown
 from plpkg.validation import one_of
 
-CONFIG, WEIGHTS, MAX_CONFIG_BYTES = "adapter_config.json", "adapter_model.safetensors", 2**16
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 class InvalidAdapterError(ValueError):
@@ -315,13 +314,11 @@ def _adapter(plan: _Plan, weights: bytearray) -> Adapter:
     """The adapter of a plan, now that its values can be looked at."""
     faults, factors = {}, {}
     for path in [path for path in plan.modules if path in plan.pairs and plan.readable]:
-        tensors, dtype = {s: _tensor(weights, each) for s, each in plan.pairs[path].items()}, plan.modules[path].dtype
+        tensors = {side: untrusted.tensor(weights, each) for side, each in plan.pairs[path].items()}
+        dtype = plan.modules[path].dtype
         for side, tensor in tensors.items():
-            low, high = (bound.item() for bound in tensor.aminmax())  # both are NaN if any value is
-            scale = plan.scales.get(path, 1.0) if side == "B" else 1.0
-            bounds = torch.tensor([low, high, low * scale, high * scale], dtype=torch.float64)
-            if not bounds.to(dtype).isfinite().all():
-                scaled = f" in {dtype}, scaled or not" if bounds[:2].isfinite().all() else ""
+            if not untrusted.finite(tensor, dtype, plan.scales.get(path, 1.0) if side == "B" else 1.0):
+                scaled = f" in {dtype}, scaled or not" if untrusted.finite(tensor, torch.float64) else ""
                 faults.setdefault(f"has values that are not finite{scaled}", []).append(f"{path}.lora_{side}.weight")
         if len(tensors) == 2 and path in plan.scales:
             factors[path] = Factors(tensors["A"], tensors["B"], plan.scales[path])
@@ -332,10 +329,3 @@ def _adapter(plan: _Plan, weights: bytearray) -> Adapter:
         digest.update(len(content).to_bytes(8, "little"))
         digest.update(content)
     return Adapter(plan.fields, factors, files, digest.hexdigest())
-
-
-def _tensor(weights: bytearray, entry: Entry) -> torch.Tensor:
-    dtype, begin = DTYPES[entry.dtype], 8 + untrusted.header_length(weights) + entry.begin
-    if begin % dtype.itemsize:  # torch wants its numbers aligned, safetensors does not
-        weights, begin = weights[begin : begin + entry.end - entry.begin], 0
-    return torch.frombuffer(weights, dtype=dtype, count=math.prod(entry.shape), offset=begin).view(entry.shape)

@@ -1,19 +1,24 @@
-"""Files from strangers: regular files only, bounded reads, strict JSON, the header of a safetensors file.
+"""Files from strangers: regular files only, bounded reads, strict JSON, the tensors of a safetensors file.
 
 A safetensors file is 8 bytes with the length N of its header (little-endian), N bytes of JSON, the tensors' bytes; the
-header alone is read here, and a range of a remote file is enough. Stricter than safetensors 0.8, which lets through
+header is read first, and a range of a remote file is enough for it. Stricter than safetensors 0.8, which lets through
 other dtypes, any number of tensors, and tensors without elements. Every refusal is a ValueError with a sentence.
 """
 
+import hashlib
 import json
 import math
 import os
 import reprlib
 import stat
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-MAX_HEADER_BYTES, MAX_TENSORS = 2**20, 4096
+if TYPE_CHECKING:
+    import torch
+
+MAX_HEADER_BYTES, MAX_TENSORS, MAX_CONFIG_BYTES, MAX_BYTES = 2**20, 4096, 2**16, 2**31
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 MAGIC = {b"\x80": "a pickle", b"PK\x03\x04": "a zip archive, as torch.save writes", b"version ": "a Git LFS pointer"}
 _brief = reprlib.Repr()
@@ -174,3 +179,63 @@ def entries(header: bytes, size: int) -> tuple[dict[str, Entry], list[str]]:
 
 def _whole(values: object, low: int, high: int) -> bool:
     return isinstance(values, list) and all(type(value) is int and low <= value <= high for value in values)
+
+
+def read_object(path: Path) -> dict:
+    """Read a configuration: a JSON object of at most 64 KiB."""
+    try:
+        return strict_json(read_file(path, MAX_CONFIG_BYTES))
+    except ValueError as error:
+        raise ValueError(str(error) if str(error).startswith(path.name) else f"{path.name} is {error}") from None
+
+
+def read_tensors(path: Path) -> tuple[dict[str, "torch.Tensor"], str]:
+    """Read a safetensors file of finite numbers: its tensors by name, and the file's SHA-256 in hex."""
+    header, size = read_header(path)
+    found, reasons = entries(header, size)
+    if size > MAX_BYTES:
+        reasons.append(f"{path.name} has {size:,} bytes, at most {MAX_BYTES:,} are allowed")
+    if not reasons:
+        weights = read_file(path, MAX_BYTES)
+        if len(weights) != size or weights[: len(header)] != header:
+            reasons.append(f"{path.name} changed while it was read")
+    if reasons:
+        raise ValueError("; ".join(reasons[:20]))
+    tensors = {name: tensor(weights, entry) for name, entry in found.items()}
+    if wrong := [name for name, values in tensors.items() if not finite(values)]:
+        raise ValueError(sentences({"has values that are not finite in float32": wrong})[0])
+    return tensors, hashlib.sha256(weights).hexdigest()
+
+
+def tensor(weights: bytearray, entry: Entry) -> "torch.Tensor":
+    """A tensor of a safetensors file that is in memory: a view of it, where it is aligned."""
+    import torch
+
+    dtypes = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    dtype, begin = dtypes[entry.dtype], 8 + header_length(weights) + entry.begin
+    if begin % dtype.itemsize:  # torch wants its numbers aligned, safetensors does not
+        weights, begin = weights[begin : begin + entry.end - entry.begin], 0
+    return torch.frombuffer(weights, dtype=dtype, count=math.prod(entry.shape), offset=begin).view(entry.shape)
+
+
+def finite(values: "torch.Tensor", dtype: "torch.dtype | None" = None, scale: float = 1.0) -> bool:
+    """Whether all values are finite, and so in ``dtype`` (float32), multiplied with ``scale`` or not."""
+    import torch
+
+    low, high = (bound.item() for bound in values.aminmax())  # both are NaN if any value is
+    bounds = torch.tensor([low, high, low * scale, high * scale], dtype=torch.float64)
+    return bool(bounds.to(dtype or torch.float32).isfinite().all())
+
+
+def misfits(given: Mapping[str, tuple[int, ...]], needed: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Why tensors of these names and shapes are not exactly those that are needed."""
+    faults: dict[str, list[str]] = {}
+    for name in [name for name in needed if name not in given]:
+        faults.setdefault("is missing", []).append(name)
+    for name, shape in given.items():
+        if name not in needed:
+            faults.setdefault("does not belong here", []).append(name)
+        elif tuple(shape) != tuple(needed[name]):
+            reason = f"has shape {tuple(shape)}, and must have {tuple(needed[name])}"
+            faults.setdefault(reason, []).append(name)
+    return sentences(faults)[:20]

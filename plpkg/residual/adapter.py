@@ -17,8 +17,9 @@ A fused projection (Phi-3's ``qkv_proj``, GPT-2's ``c_attn``) is one projection 
 import hashlib
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel
@@ -28,7 +29,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from plpkg.residual import saved
 from plpkg.residual.rows import RowwiseTuner, rows_of
+from plpkg.untrusted import shown
 from plpkg.validation import flag, one_of, whole_number
 
 
@@ -43,6 +46,8 @@ class MethodName(str):
 PEFT_TYPE = MethodName("PRIVATELORA")
 PREFIX = "privatelora_"
 QKV = ["q_proj", "k_proj", "v_proj"]
+MAX_RANK = 2**14
+"""Above the width of any model: what a file asks for is made before its weights are looked into."""
 TARGET_MODULES = {"llama": QKV, "mistral": QKV, "qwen2": QKV, "gemma2": QKV, "phi3": ["qkv_proj"], "gpt2": ["c_attn"]}
 """The query, key and value projections of each architecture family: what the publication adapts."""
 
@@ -70,7 +75,12 @@ class ProjectionConfig(PeftConfig):
         Save the projections beside what learns. By default unless they are ``"gaussian"``: singular vectors may change
         sign from one machine to the next, and what was learnt for the others would be wrong.
     modules_to_save
-        Other modules to train and save.
+        Other modules to train and save. What is read from a folder has none: they would replace a part of the backbone.
+    backbone
+        :func:`plpkg.backbones.fingerprint` of the model that the adapter is for; by default of the one that it is
+        built on.
+    weights_sha256
+        Of the weights' file beside a saved configuration.
     """
 
     target_modules: list[str] | str | None = field(default=None, metadata={"help": "Linear layers to adapt."})
@@ -81,22 +91,60 @@ class ProjectionConfig(PeftConfig):
     projection_seed: int = field(default=0, metadata={"help": "Seed of the projections."})
     save_projection: bool | None = field(default=None, metadata={"help": "Save the projections."})
     modules_to_save: list[str] | None = field(default=None, metadata={"help": "Other modules to train and save."})
+    backbone: str | None = field(default=None, metadata={"help": "The backbone's fingerprint."})
+    weights_sha256: str | None = field(default=None, metadata={"help": "SHA-256 of the weights' file."})
 
     inits = ("gaussian", "given")
+    shapes = None  # of the tensors that it was read with, by name
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("target_modules", "exclude_modules"):
-            if isinstance(getattr(self, name), list):
-                setattr(self, name, set(getattr(self, name)))
+        for name in ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save"):
+            value = getattr(self, name)
+            listed = isinstance(value, Collection) and all(isinstance(each, str) for each in value)
+            if value is not None and not listed:
+                raise ValueError(f"{name} must be names of modules, got {shown(value)}")
+            if isinstance(value, list) and name in ("target_modules", "exclude_modules"):
+                setattr(self, name, set(value))
+        layers = self.layers_to_transform
+        for layer in layers if isinstance(layers, list | tuple | set) else [] if layers is None else [layers]:
+            whole_number("layers_to_transform", layer, 0)
         self.projection_seed = whole_number("projection_seed", self.projection_seed, 0)
         one_of("init", self.init, self.inits)
+        if self.save_projection is not None:
+            flag("save_projection", self.save_projection)
         if self.save_projection is None:
             self.save_projection = self.init != "gaussian"
         if self.init != "gaussian" and not self.save_projection:
             raise ValueError(f"init={self.init!r} needs save_projection=True: nothing else brings the same projections")
         if self.layers_pattern and self.layers_to_transform is None:
             raise ValueError(f"layers_pattern={self.layers_pattern!r} needs layers_to_transform")
+
+    def save_pretrained(self, save_directory: str | Path, **options) -> None:
+        """As PEFT does it, behind the weights; both files are then their owner's alone."""
+        weights = Path(save_directory, saved.WEIGHTS)
+        self.weights_sha256 = saved.digest(weights) if weights.exists() else None
+        super().save_pretrained(save_directory, **options)
+        for path in (weights, Path(save_directory, saved.CONFIG)):
+            if path.exists():
+                path.chmod(0o600)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, subfolder: str | None = None, **options):
+        """Read a configuration that this method has saved, and look at the weights beside it.
+
+        Raises
+        ------
+        ValueError
+            One of the two files is not what may be read, or they do not belong together.
+        """
+        folder = saved.local_folder(pretrained_model_name_or_path, subfolder, cls._split_kwargs(options)[0])
+        try:
+            config = cls(**saved.fields_of(folder, cls))
+            config.shapes = saved.shapes_of(folder, config.weights_sha256)
+        except ValueError as error:
+            raise ValueError(f"{folder}: {error}") from None
+        return config
 
 
 @dataclass
@@ -123,11 +171,15 @@ class PrivateLoraConfig(ProjectionConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.peft_type = PEFT_TYPE
-        self.r_c2d = whole_number("r_c2d", self.r_c2d, 1)
-        self.r_d2c = whole_number("r_d2c", self.r_d2c, 1)
+        self.r_c2d, self.r_d2c = rank("r_c2d", self.r_c2d), rank("r_d2c", self.r_d2c)
         flag("late", self.late)
         if self.init == "svd" and self.r_c2d != self.r_d2c:
             raise ValueError(f"init='svd' takes one rank for both ways, got r_c2d={self.r_c2d}, r_d2c={self.r_d2c}")
+
+
+def rank(name: str, value: object) -> int:
+    """A rank, or another width of M."""
+    return whole_number(name, whole_number(name, value, 1), 1, MAX_RANK)
 
 
 def gaussian_projections(
@@ -346,6 +398,16 @@ class PrivateLoraModel(RowwiseTuner):
                 f"{', '.join(TARGET_MODULES)}): name the linear layers to adapt"
             )
         return super()._prepare_adapter_config(peft_config, model_config)
+
+    def shapes(self, config: PrivateLoraConfig, modules: dict[str, nn.Module]) -> dict[str, tuple[int, ...]]:
+        tensors = {}
+        for name, module in modules.items():
+            num_in, num_out = features(name, module)
+            tensors[f"{name}.privatelora_M.weight"] = config.r_d2c, config.r_c2d
+            if config.save_projection:
+                tensors[f"{name}.privatelora_A"] = config.r_c2d, num_in
+                tensors[f"{name}.privatelora_B"] = num_out, config.r_d2c
+        return tensors
 
     def _create_and_replace(
         self, peft_config: PrivateLoraConfig, adapter_name, target, target_name, parent, current_key, **_

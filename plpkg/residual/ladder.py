@@ -30,6 +30,7 @@ from plpkg.residual.adapter import (
     features,
     gaussian_projections,
     keep_projections,
+    rank,
 )
 from plpkg.residual.rows import RowwiseTuner, rows_of
 from plpkg.validation import whole_number
@@ -61,9 +62,9 @@ class LadderConfig(ProjectionConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.peft_type = PEFT_TYPE
-        self.r = whole_number("r", self.r, 1)
+        self.r = rank("r", self.r)
         if self.width is not None:
-            self.width = whole_number("width", self.width, 1)
+            self.width = rank("width", self.width)
 
 
 class GatedM(nn.Module):
@@ -84,6 +85,11 @@ class GatedM(nn.Module):
     def forward(self, u: torch.Tensor) -> torch.Tensor:
         even = u / (u.square().mean(-1, keepdim=True).sqrt() + 1e-3)  # (…, numbers)
         return self.linear(u) + self.down(nn.functional.silu(self.gate(even)) * self.up(even))
+
+
+def new_m(numbers: int, hidden: int, width: int | None) -> nn.Linear | GatedM:
+    """An M for ``numbers`` of all layers."""
+    return nn.Linear(numbers, hidden, bias=False) if width is None else GatedM(numbers, hidden, width)
 
 
 class Rungs(PerThread):
@@ -174,13 +180,9 @@ class LadderNorm(LadderLayer):
         """Add an adapter: M adds nothing."""
         self.taps[adapter_name] = [tap.module for tap in taps]
         numbers, hidden = len(taps) * config.r, self.get_base_layer().weight.numel()
-        if config.width is None:
-            m = last = nn.Linear(numbers, hidden, bias=False)
-        else:
-            m = GatedM(numbers, hidden, config.width)
-            last = m.down
-            nn.init.zeros_(m.linear.weight)
-        nn.init.zeros_(last.weight)
+        m = new_m(numbers, hidden, config.width)
+        for zero in (m,) if config.width is None else (m.linear, m.down):
+            nn.init.zeros_(zero.weight)
         self.ladder_M[adapter_name] = m
         self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
@@ -223,6 +225,24 @@ class LadderModel(RowwiseTuner):
         norm = getattr(self.model.base_model, named(self.model.base_model, NORMS))
         whole_number("r", peft_config.r, 1, norm.weight.numel(), "hidden_size")
         return super()._prepare_adapter_config(peft_config, model_config)
+
+    def shapes(self, config: LadderConfig, modules: dict[str, nn.Module]) -> dict[str, tuple[int, ...]]:
+        decoder = self.model.base_model
+        name = named(decoder, NORMS)
+        numbers, hidden = len(modules) * config.r, getattr(decoder, name).weight.numel()
+        tensors = {f"{module}.ladder_A": (config.r, features(module, each)[0]) for module, each in modules.items()}
+        with torch.device("meta"):
+            m = new_m(numbers, hidden, config.width)
+        norm = f"{self.model.base_model_prefix}.{name}.ladder_M"
+        return (tensors if config.save_projection else {}) | {
+            f"{norm}.{key}": tuple(weight.shape) for key, weight in m.state_dict().items()
+        }
+
+    @classmethod
+    def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
+        """PEFT looks for it at the end only, and M may have several tensors."""
+        inside = key.replace(f".ladder_M.{adapter_name}.", ".ladder_M.")
+        return super()._remove_adapter_name_from_key(key, adapter_name) if inside == key else inside
 
     def _create_and_replace(
         self, peft_config: LadderConfig, adapter_name, target, target_name, parent, current_key, **_

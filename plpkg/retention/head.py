@@ -6,21 +6,21 @@ KV head, the causal importance score: ``CIS = W2 · act(W1 · [q, k, v])``, with
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 from transformers.activations import ACT2FN
 
 from plpkg.backbones import fingerprint
 from plpkg.checkpoints import replace_files
 from plpkg.retention.watch import attention_layers
-from plpkg.validation import whole_number
+from plpkg.untrusted import misfits, read_object, read_tensors, shown
+from plpkg.validation import one_of, whole_number
 
-CONFIG, WEIGHTS = "retaining_heads.json", "retaining_heads.safetensors"
+CONFIG, WEIGHTS, MAX_SIZE = "retaining_heads.json", "retaining_heads.safetensors", 2**20
 
 
 @dataclass(frozen=True)
@@ -145,13 +145,23 @@ class RetainingHeads(nn.Module):
         for name in (CONFIG, WEIGHTS):
             if not (folder / name).exists():
                 raise FileNotFoundError(f"no retaining heads in {str(folder)!r}: it lacks {name}")
+        damaged = f"the retaining heads in {str(folder)!r} are damaged"
         try:
-            config = HeadsConfig(**json.loads((folder / CONFIG).read_text(encoding="utf-8")))
-            heads = cls(config)
-            heads.load_state_dict(load_file(folder / WEIGHTS))
-        except (ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
-            raise ValueError(f"the retaining heads in {str(folder)!r} are damaged: {error}") from error
-        heads.check(model)
+            config = _config(read_object(folder / CONFIG))
+            tensors, _ = read_tensors(folder / WEIGHTS)
+        except ValueError as error:
+            raise ValueError(f"{damaged}: {error}") from error
+        _check(config.backbone, model)
+        layers = attention_layers(model)
+        dims = {(len(layers), layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
+        if dims != {(config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim)}:
+            raise ValueError(f"{damaged}: {config} does not have the dimensions of {type(model).__name__}")
+        with torch.device("meta"):
+            needed = {name: tensor.shape for name, tensor in cls(config).state_dict().items()}
+        if reasons := misfits({name: tensor.shape for name, tensor in tensors.items()}, needed):
+            raise ValueError(f"{damaged}: {'; '.join(reasons)}")
+        heads = cls(config)
+        heads.load_state_dict(tensors)
         return heads.to(model.device, model.dtype)
 
     def check(self, model: nn.Module) -> None:
@@ -162,15 +172,30 @@ class RetainingHeads(nn.Module):
         ValueError
             They do not; with both fingerprints.
         """
-        if (actual := fingerprint(model)) != self.config.backbone:
-            raise ValueError(
-                f"these heads belong to a backbone with fingerprint {self.config.backbone[:12]}…, "
-                f"but {type(model).__name__} has {actual[:12]}…"
-            )
+        _check(self.config.backbone, model)
 
     def __repr__(self) -> str:
         c = self.config
         count = sum(p.numel() for p in self.parameters())
         return (
             f"RetainingHeads({c.num_layers} layers × {c.num_kv_heads} KV heads, hidden={c.hidden}, {count:,} weights)"
+        )
+
+
+def _config(given: dict) -> HeadsConfig:
+    """The configuration in a file, every field of which is there and of its type."""
+    kinds = {field.name: field.type for field in fields(HeadsConfig)}
+    if wrong := [name for name in sorted(given.keys() | kinds.keys()) if type(given.get(name)) is not kinds.get(name)]:
+        raise ValueError(f"{CONFIG}: {', '.join(map(shown, wrong[:5]))}: it has {', '.join(kinds)}, and nothing else")
+    for name in [name for name, kind in kinds.items() if kind is int]:
+        whole_number(name, given[name], 1, MAX_SIZE)
+    one_of("activation", given["activation"], tuple(ACT2FN))
+    return HeadsConfig(**given)
+
+
+def _check(backbone: str, model: nn.Module) -> None:
+    if (actual := fingerprint(model)) != backbone:
+        raise ValueError(
+            f"these heads belong to a backbone with fingerprint {shown(backbone)[1:13]}…, "
+            f"but {type(model).__name__} has {actual[:12]}…"
         )

@@ -2,17 +2,18 @@
 
 from pathlib import Path
 
-from peft import PeftConfig, PeftModel, get_peft_model
-from safetensors import SafetensorError
+from peft import PeftModel, get_peft_model
 from transformers import PreTrainedTokenizerBase
 
 from plpkg.backbones import load_backbone
 from plpkg.residual.adapter import PrivateLoraConfig, ProjectionConfig
 from plpkg.residual.ladder import LadderConfig
+from plpkg.residual.saved import CONFIG, WEIGHTS
 from plpkg.residual.wire.tensors import PRECISIONS
+from plpkg.untrusted import read_object
 from plpkg.validation import one_of
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+METHODS = {"PRIVATELORA": PrivateLoraConfig, "LADDER": LadderConfig}
 
 
 def adapted_model(
@@ -50,23 +51,19 @@ def adapted_model(
         )
     try:
         return PeftModel.from_pretrained(model, adapter, config=config, is_trainable=True), tokenizer
-    except RuntimeError as error:  # of another shape
-        raise ValueError(f"{adapter} does not fit {name}: {str(error).splitlines()[-1].strip()}") from error
-    except SafetensorError as error:
-        raise ValueError(f"{adapter / WEIGHTS} is damaged: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{adapter} does not fit {name}: {error}") from error
 
 
 def _config(adapter: Path) -> ProjectionConfig:
     """What a folder says of its adapter, which is there."""
     for name in (CONFIG, WEIGHTS):
-        if not (adapter / name).is_file():  # PEFT would ask the hub
+        if not (adapter / name).exists():  # PEFT would ask the hub
             raise FileNotFoundError(f"{adapter} holds no adapter: it has no {name}")
     try:
-        config = PeftConfig.from_pretrained(adapter)
-    except KeyError as error:
-        raise ValueError(f"{adapter} holds an adapter of a kind that PEFT does not know: {error}") from error
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{adapter / CONFIG} is damaged: {error}") from error
-    if not isinstance(config, ProjectionConfig):
-        raise ValueError(f"{adapter} holds a {config.peft_type} adapter, not a PrivateLoRA one or a ladder")
-    return config
+        method = read_object(adapter / CONFIG).get("peft_type")
+    except ValueError as error:
+        raise ValueError(f"{adapter}: {error}") from error
+    if not isinstance(method, str) or method not in METHODS:
+        raise ValueError(f"{adapter} holds a {str(method)[:40]} adapter, not a PrivateLoRA one or a ladder")
+    return METHODS[method].from_pretrained(adapter)

@@ -366,15 +366,15 @@ def saved(folder, tmp_path_factory):
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("adapter_model.safetensors", b"bad", "adapter_model.safetensors is damaged: "),
-        ("adapter_model.safetensors", b"", "adapter_model.safetensors is damaged: "),
+        ("adapter_model.safetensors", b"bad", "mine: the weights are 3 bytes, and no header"),
+        ("adapter_model.safetensors", b"", "mine: the weights are 0 bytes, and no header"),
         ("adapter_model.safetensors", None, "mine holds no adapter: it has no adapter_model.safetensors"),
         ("adapter_config.json", None, "mine holds no adapter: it has no adapter_config.json"),
-        ("adapter_config.json", b"{bad", "adapter_config.json is damaged: Expecting property name"),
-        ("adapter_config.json", b"\xff", "adapter_config.json is damaged: 'utf-8' codec"),
-        ("adapter_config.json", b"[]", "adapter_config.json is damaged: "),
+        ("adapter_config.json", b"{bad", "mine: adapter_config.json is not JSON: Expecting property name"),
+        ("adapter_config.json", b"\xff", "mine: adapter_config.json is not UTF-8 at byte 0"),
+        ("adapter_config.json", b"[]", "mine: adapter_config.json is not an object, but []"),
         ("adapter_config.json", b"{}", "mine holds a None adapter, not a PrivateLoRA one"),
-        ("adapter_config.json", b'{"peft_type": "NEW"}', "holds an adapter of a kind that PEFT does not know: 'NEW'"),
+        ("adapter_config.json", b'{"peft_type": "NEW"}', "mine holds a NEW adapter, not a PrivateLoRA one"),
         ("adapter_config.json", b'{"peft_type": "LORA"}', "LORA adapter, not a PrivateLoRA one"),
     ],
 )

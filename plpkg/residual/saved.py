@@ -1,0 +1,135 @@
+"""A saved adapter of this room, as a stranger may have written it: read within bounds, and exact or refused.
+
+PEFT builds an adapter before it reads its weights, and loads whatever tensors it finds in them. So the configuration is
+read strictly here, and the weights with it; before anything is built, their names and shapes have to be those that the
+configuration gives on this model (:class:`plpkg.residual.rows.RowwiseTuner`). No pattern of a file is evaluated.
+
+The configuration has two digests: of the backbone, and of the weights' file that was written with it, so that a pair of
+which one file was replaced is refused.
+
+Left out: PEFT itself reads ``adapter_config.json`` once before it asks this room, however long that is.
+"""
+
+import dataclasses
+import hashlib
+import re
+import warnings
+from pathlib import Path
+
+from huggingface_hub import hf_hub_download
+from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
+from torch import nn
+
+from plpkg.backbones import fingerprint
+from plpkg.untrusted import read_object, read_tensors, shown
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MAX_NAMES = 4096
+
+
+def _text(value: object) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _names(value: object) -> bool:
+    names = [] if value is None else value
+    plain = isinstance(names, list) and len(names) <= MAX_NAMES and all(isinstance(name, str) for name in names)
+    return plain and all(re.fullmatch(r"[A-Za-z0-9_.-]+", name) for name in names)
+
+
+PLAIN = "plain module names; a pattern is not evaluated"
+RULES = dict(
+    task_type=(lambda value: value in (None, "CAUSAL_LM"), "absent or CAUSAL_LM"),
+    modules_to_save=(lambda value: value in (None, []), "empty: they would replace a part of the backbone"),
+    target_modules=(_names, f"a list of {PLAIN}"),
+    exclude_modules=(_names, f"a list of {PLAIN}"),
+    layers_pattern=(lambda value: _names([value] if isinstance(value, str) else value), PLAIN),
+    inference_mode=(lambda value: isinstance(value, bool), "true or false"),
+    auto_mapping=(lambda value: value is None or isinstance(value, dict), "an object"),
+    **dict.fromkeys(
+        ("base_model_name_or_path", "revision", "peft_version", "backbone", "weights_sha256"), (_text, "text")
+    ),
+)
+"""What a field of a file has to be; the method's own are checked by the configuration itself."""
+
+
+def local_folder(name: str | Path, subfolder: str | None, options: dict) -> Path:
+    """Where the two files are; those on the hub are fetched."""
+    folder = Path(name, subfolder or "")
+    if folder.is_dir():
+        return folder
+    fetched = [hf_hub_download(str(name), file, subfolder=subfolder, **options) for file in (CONFIG, WEIGHTS)]
+    return Path(fetched[0]).parent
+
+
+def fields_of(folder: Path, kind: type) -> dict:
+    """The fields of a configuration of a ``kind`` in a folder.
+
+    Raises
+    ------
+    ValueError
+        There is none, it is of another kind, or says what no file may say.
+    """
+    fields, known = read_object(folder / CONFIG), {field.name for field in dataclasses.fields(kind)}
+    for name, (fits, rule) in RULES.items():
+        if name in fields and not fits(fields[name]):
+            raise ValueError(f"{CONFIG}: {name}={shown(fields[name])} must be {rule}")
+    for name in sorted(fields.keys() - known):
+        if fields[name] not in (None, False, "", [], {}):
+            raise ValueError(f"{CONFIG}: {shown(name)}={shown(fields[name])} must be empty: it is unknown")
+    return {name: value for name, value in fields.items() if name in known and name != "peft_type"}
+
+
+def digest(path: Path) -> str:
+    """A file's SHA-256 in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def shapes_of(folder: Path, weights_sha256: str | None) -> dict[str, tuple[int, ...]]:
+    """The tensors in a folder's weights, which are sound, finite, and those that the configuration was written with.
+
+    Raises
+    ------
+    ValueError
+        They are not.
+    """
+    tensors, actual = read_tensors(folder / WEIGHTS)
+    if weights_sha256 not in (None, actual):
+        raise ValueError(
+            f"{WEIGHTS} has the SHA-256 {actual[:12]}…, but {CONFIG} was written with {shown(weights_sha256)[1:13]}…: "
+            "one of them is of another adapter, or a run was killed while it wrote them"
+        )
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def require_backbone(config, model: nn.Module) -> None:
+    """Give a new adapter the model's fingerprint; refuse a saved one of another backbone.
+
+    Raises
+    ------
+    ValueError
+        The saved adapter belongs to another backbone.
+    """
+    if any(tensor.is_meta for tensor in model.state_dict().values()):
+        return
+    actual = fingerprint(model)
+    if config.shapes is not None and config.backbone is None:
+        warnings.warn("the adapter names no backbone: whether it belongs to this one cannot be known", stacklevel=2)
+    elif config.shapes is not None and config.backbone != actual:
+        raise ValueError(
+            f"the adapter belongs to a backbone with fingerprint {shown(config.backbone)[1:13]}…, "
+            f"but {type(model).__name__} has {actual[:12]}…"
+        )
+    config.backbone = actual
+
+
+def adapted_modules(model: nn.Module, config) -> dict[str, nn.Module]:
+    """The modules of a model that PEFT adapts for a configuration, by name."""
+    modules = dict(model.named_modules())
+    inside = tuple(f"{name}." for name, module in modules.items() if isinstance(module, BaseTunerLayer))
+    chosen = {}
+    for name, module in modules.items():
+        if name and not name.startswith(inside) and check_target_module_exists(config, name):
+            chosen[name] = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+    return chosen
