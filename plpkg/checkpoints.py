@@ -1,14 +1,20 @@
 """Files that are there whole or not at all, and runs that go on where they stopped."""
 
+import contextlib
+import errno
 import os
+import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
+PARTIAL = ".partial"
+"""How a file's name ends while it is written, and a folder's begins."""
 
-def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+
+def replace_file(path: Path, write: Callable[[Path], object], *, private: bool = False) -> None:
     """Write a file whole or not at all, whenever the process may be killed.
 
     Parameters
@@ -17,20 +23,31 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         The file.
     write
         Gets another path in the same folder, and writes the content there.
+    private
+        The file is its owner's alone, from its first byte on; otherwise it is whose the umask says.
+
+    Raises
+    ------
+    OSError
+        The disk is full, or cannot be written; what was there is as it was.
     """
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(path.name + PARTIAL)
+    partial.unlink(missing_ok=True)
     try:
-        write(partial)
-        with partial.open("rb+") as file:
-            os.fsync(file.fileno())  # or a power cut could leave an empty file under the right name
+        with _room_for(path):
+            mode = _created(partial, private)
+            write(partial)
+            _on_disk(partial, mode)
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
 
 
-def replace_files(folder: Path, write: Callable[[str], object]) -> None:
+def replace_files(folder: Path, write: Callable[[str], object], *, private: bool = False) -> None:
     """Write several files of a folder, none of them half: what ``save_pretrained`` does, say.
+
+    They are replaced one after the other: between two of them, the process may be killed.
 
     Parameters
     ----------
@@ -38,23 +55,67 @@ def replace_files(folder: Path, write: Callable[[str], object]) -> None:
         The folder where they belong.
     write
         Gets another folder, and writes the files there.
+    private
+        As in :func:`replace_file`.
+
+    Raises
+    ------
+    OSError
+        As in :func:`replace_file`.
     """
-    with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        write(temporary)
-        for path in sorted(path for path in Path(temporary).rglob("*") if path.is_file()):
-            path.chmod(0o644)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=f"{PARTIAL}-") as temporary:
+        with _room_for(folder):
+            mode = _created(probe := Path(temporary, "mode"), private)
+            probe.unlink()
+            write(temporary)
+            paths = sorted(path for path in Path(temporary).rglob("*") if path.is_file())
+            for path in paths:
+                _on_disk(path, mode)
+        for path in paths:
             final = folder / path.relative_to(temporary)
-            final.parent.mkdir(parents=True, exist_ok=True)
+            final.parent.mkdir(parents=True, exist_ok=True, mode=0o700 if private else 0o777)
             os.replace(path, final)
 
 
+def _created(path: Path, private: bool) -> int:
+    """The mode of a new file."""
+    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
+    try:
+        return os.fstat(number).st_mode & 0o777
+    finally:
+        os.close(number)
+
+
+def _on_disk(path: Path, mode: int) -> None:
+    path.chmod(mode)  # what wrote it may have made a file of its own
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())  # or a power cut could leave an empty file under the right name
+
+
+@contextlib.contextmanager
+def _room_for(path: Path) -> Iterator[None]:
+    """Say in a sentence that the disk is full, whatever error that is to the library that writes."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, OSError):
+            try:
+                with tempfile.TemporaryFile(dir=path if path.is_dir() else path.parent) as file:
+                    file.write(bytes(2**20))
+            except OSError as reason:
+                error = reason
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+            raise OSError(f"{path} cannot be written, the disk is full: what was there is unchanged") from error
+        raise
+
+
 def save(path: Path, state: dict) -> None:
-    """Write a checkpoint: tensors, numbers, strings, lists and dictionaries."""
-    replace_file(path, lambda partial: torch.save(state, partial))
+    """Write a checkpoint, its owner's alone: tensors, numbers, strings, lists and dictionaries."""
+    replace_file(path, lambda partial: torch.save(state, partial), private=True)
 
 
 def load(path: Path, identity: dict) -> dict | None:
-    """The checkpoint of the run that stopped in this folder, if there is one.
+    """The checkpoint of the run that stopped in this folder, if there is one; what it left half written is removed.
 
     Parameters
     ----------
@@ -68,6 +129,9 @@ def load(path: Path, identity: dict) -> dict | None:
     ValueError
         The file is damaged, or of another run.
     """
+    path.with_name(path.name + PARTIAL).unlink(missing_ok=True)
+    for left in path.parent.glob(f"{PARTIAL}-*"):
+        shutil.rmtree(left, ignore_errors=True)
     if not path.exists():
         return None
     try:

@@ -192,6 +192,8 @@ class DeviceClient:
             Arguments that cannot be.
         ConnectionError
             The cloud cannot be reached.
+        FloatingPointError
+            M or the logits are not finite.
         plpkg.residual.wire.connection.RefusedError
             It does not want to: a sequence too long, say.
         """
@@ -205,6 +207,7 @@ class DeviceClient:
         if ahead and (kept := self.terms.first_k + self.terms.last_k):
             raise ValueError(f"draft={draft!r} needs every layer in the cloud, but {kept} are on the device")
         vocab = self.part.embedding.num_embeddings
+        self._require_finite()
         text = Writing(ids, max_new_tokens, ends, guess, vocab, ahead, generator, **choice)
         limit = sampling.reads_anew_beyond(self._model)
         cache = self.part.new_cache()
@@ -274,8 +277,10 @@ class DeviceClient:
         ------
         ValueError
             Shapes that do not fit, no label to predict, or nothing on the device that learns.
+        FloatingPointError
+            The loss or a gradient is not finite.
         ConnectionError, RefusedError
-            As in :meth:`generate`; the gradients are then as they were before.
+            As in :meth:`generate`. Whatever is raised, the gradients are as they were before.
         """
         ids, labels = self._checked(input_ids), sampling.token_ids("labels", labels)
         if labels.shape != ids.shape:
@@ -291,7 +296,10 @@ class DeviceClient:
         def run() -> float:
             for parameter in trainable:
                 parameter.grad = None
-            return self._pass_both_ways(ids, targets, items)
+            loss = self._pass_both_ways(ids, targets, items)
+            if not all(p.grad.isfinite().all() for p in trainable if p.grad is not None):
+                raise FloatingPointError("the gradient is not finite")
+            return loss
 
         with self._alone(), self._training:
             before = [p.grad for p in trainable]
@@ -321,6 +329,11 @@ class DeviceClient:
             return trainable
         raise ValueError(f"every M of {self.adapter_name!r} is frozen: set_adapter, or load it with is_trainable=True")
 
+    def _require_finite(self) -> None:
+        tail = () if self.part.tail is None or self.part.tail.m is None else self.part.tail.m.parameters()
+        if not all(p.isfinite().all() for p in (*self.part.matrices.parameters(), *tail)):
+            raise FloatingPointError(f"an M of {self.adapter_name!r} is not finite: load the adapter anew")
+
     def _begin_anew(self, run: Callable[[], Result]) -> Result:
         """``run()``, again with a new session where the cloud has forgotten the one before."""
         for _ in range(RESTARTS):
@@ -347,6 +360,8 @@ class DeviceClient:
             logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="sum"
         )
         loss = loss / items
+        if not loss.isfinite():
+            raise FloatingPointError(f"the loss is {loss.item()}")
         loss.backward()
         self._connection.steps += 1
         if not (self.part.matrices or input_gradient):
@@ -401,7 +416,10 @@ class DeviceClient:
         self._connection.steps = number
         self._connection.traffic.drafted_tokens += len(guesses) + len(written)
         guesses = guesses or written
-        return self.part.logits(final, cache=cache)[:, -len(guesses) - 1 :], guesses
+        logits = self.part.logits(final, cache=cache)[:, -len(guesses) - 1 :]
+        if not logits.amax(-1).isfinite().all():
+            raise FloatingPointError("the logits are not finite: the adapter, or the backbone, is damaged or overflows")
+        return logits, guesses
 
     def _send_step(self, number: int, shape: tuple[int, int], hidden: bytes, **fields) -> None:
         step = Step(number=number, batch=shape[0], seq=shape[1], hidden=hidden, **fields)

@@ -1,10 +1,9 @@
 """Tensors as bytes: raw little-endian values.
 
 A tensor's shape follows from what was agreed and from the step that it belongs to, so a payload of any other size is
-refused before it is read.
+refused before it is read. Neither end sends or takes what is not a finite number.
 """
 
-import numpy as np
 import torch
 
 PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -17,15 +16,17 @@ def pack(tensor: torch.Tensor, dtype: torch.dtype) -> bytes:
     Raises
     ------
     OverflowError
-        A finite value is too large for float16.
+        A finite value is too large for this type.
+    FloatingPointError
+        A value is not finite.
     """
     narrowed = tensor.detach().to("cpu", dtype)
-    if dtype == torch.bfloat16:  # NumPy has none
-        return narrowed.contiguous().view(torch.int16).numpy().tobytes()
-    values = narrowed.numpy()
-    if dtype == torch.float16 and not np.isfinite(values).all() and torch.isfinite(tensor).all():
-        raise OverflowError(f"a value of {tensor.abs().max().item():g} is too large for fp16: take bf16 or fp32")
-    return values.tobytes()
+    if not torch.isfinite(narrowed).all():
+        if not torch.isfinite(tensor).all():
+            raise FloatingPointError(f"what was to be sent, of shape {tuple(tensor.shape)}, is not finite")
+        name = next(name for name, each in PRECISIONS.items() if each == dtype)
+        raise OverflowError(f"a value of {tensor.abs().max().item():g} is too large for {name}: take bf16 or fp32")
+    return narrowed.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def unpack(data: bytes, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -34,11 +35,14 @@ def unpack(data: bytes, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Ten
     Raises
     ------
     ValueError
-        The bytes are not as many as the shape needs.
+        The bytes are not as many as the shape needs, or no finite numbers.
     """
     expected = torch.Size(shape).numel() * dtype.itemsize
     if len(data) != expected:
         raise ValueError(f"a tensor of shape {tuple(shape)} has {expected} bytes, got {len(data)}")
     if not data:
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
+    values = torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
+    if dtype.is_floating_point and not torch.isfinite(values).all():
+        raise ValueError(f"what has come, of shape {tuple(shape)}, is not finite")
+    return values

@@ -24,7 +24,7 @@ from plpkg.residual.wire.tensors import pack
 from plpkg.results import Tabular
 from plpkg.validation import number, whole_number
 
-CHECKPOINT = "checkpoint.pt"
+CHECKPOINT, REMEDY = "checkpoint.pt", "take another folder and a lower lr"
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ def train(
     documents
         What to learn; it does not leave the device.
     out
-        A folder: gets ``checkpoint.pt``, and at the end the adapter as ``save_pretrained`` writes it.
+        A folder: gets ``checkpoint.pt``, and at the end the adapter as ``save_pretrained`` writes it. The files are
+        their owner's alone, and so is the folder if it is new.
     steps, batch, seq, accumulate
         Updates; windows in a pass, and tokens in a window; passes in an update.
     lr, warmup
@@ -110,7 +111,9 @@ def train(
     ValueError
         The folder holds another run, or there is too little text.
     FloatingPointError
-        The loss is not finite any more.
+        A loss or a gradient is not finite: nothing is learnt from it, or saved.
+    OSError
+        The disk is full: the files are as they were.
     ConnectionError
         The cloud cannot be reached; the last checkpoint is there.
     """
@@ -142,15 +145,20 @@ def train(
         set_peft_model_state_dict(model, state["adapter"], adapter_name=client.adapter_name)
         optimizer.load_state_dict(state["optimizer"])
 
-    out.mkdir(parents=True, exist_ok=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.mkdir(mode=0o700, exist_ok=True)
     items = accumulate * batch * (seq - 1)
     bar = tqdm(range(len(losses), steps), "personalising", initial=len(losses), total=steps, disable=not progress)
 
     def gradient(step: int) -> float:
         loss = 0.0
-        for ids in itertools.islice(stream, accumulate):
-            loss += client.train_step(ids, ids, num_items=items)
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        try:
+            for ids in itertools.islice(stream, accumulate):
+                loss += client.train_step(ids, ids, num_items=items)
+            if not (norm := torch.nn.utils.clip_grad_norm_(parameters, 1.0)).isfinite():
+                raise FloatingPointError(f"the gradient's norm is {norm.item()}")
+        except FloatingPointError as error:
+            raise FloatingPointError(f"in step {step + 1}, {error}: {REMEDY}") from error
         return loss
 
     def save(done: int) -> None:
@@ -161,11 +169,10 @@ def train(
     optimizer.zero_grad()
     for _, loss in learn(
         bar, gradient, [optimizer], lambda step: lr * rising(step, warmup), save=save,
-        checkpoint_every=checkpoint_every, remedy=": take another folder and a lower lr",
+        checkpoint_every=checkpoint_every, remedy=f": {REMEDY}",
     ):  # fmt: skip
         losses.append(loss)
         bar.set_postfix(loss=f"{loss:.3f}")
-    checkpoints.replace_files(
-        out, lambda folder: model.save_pretrained(folder, selected_adapters=[client.adapter_name])
-    )
+    adapter = dict(selected_adapters=[client.adapter_name])
+    checkpoints.replace_files(out, lambda folder: model.save_pretrained(folder, **adapter), private=True)
     return Training(tuple(losses))

@@ -35,4 +35,16 @@ def test_a_value_too_large_for_the_wire_is_named():
     with pytest.raises(OverflowError, match="a value of 70000 is too large for fp16: take bf16 or fp32"):
         pack(torch.tensor([1.0, -70000.0]), torch.float16)
     pack(torch.tensor([1.0, -70000.0]), torch.bfloat16)
-    assert unpack(pack(torch.tensor([float("inf")]), torch.float16), (1,), torch.float16).isinf()  # it was so before
+    with pytest.raises(OverflowError, match=r"a value of 1e\+39 is too large for fp32"):
+        pack(torch.tensor([1e39], dtype=torch.float64), torch.float32)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_neither_sent_nor_taken(value, precision):
+    dtype = PRECISIONS[precision]
+    with pytest.raises(FloatingPointError, match=r"what was to be sent, of shape \(2,\), is not finite"):
+        pack(torch.tensor([1.0, value]), dtype)
+    data = torch.tensor([1.0, value], dtype=dtype).view(torch.uint8).numpy().tobytes()
+    with pytest.raises(ValueError, match=r"what has come, of shape \(2,\), is not finite"):
+        unpack(data, (2,), dtype)

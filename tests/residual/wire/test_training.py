@@ -155,6 +155,6 @@ def test_a_run_that_diverges_says_so(cloud, tokenizer, tmp_path, monkeypatch):
         adapted.get_output_embeddings().weight.fill_(float("nan"))
     cloud.terms.model = ""  # the broken model has another fingerprint
     monkeypatch.setattr("plpkg.residual.wire.terms.fingerprint", lambda _: "")
-    with pytest.raises(FloatingPointError, match="the loss of step 1 is nan"):
+    with pytest.raises(FloatingPointError, match="in step 1, the loss is nan: take another folder"):
         run(cloud, tokenizer, tmp_path / "out", adapted=adapted)
     assert not (tmp_path / "out" / "adapter_model.safetensors").exists()
