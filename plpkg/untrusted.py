@@ -186,7 +186,7 @@ def read_object(path: Path) -> dict:
     try:
         return strict_json(read_file(path, MAX_CONFIG_BYTES))
     except ValueError as error:
-        raise ValueError(str(error) if str(error).startswith(path.name) else f"{path.name} is {error}") from None
+        raise ValueError(str(error) if str(error).startswith(path.name) else f"{path.name}: {error}") from None
 
 
 def read_tensors(path: Path) -> tuple[dict[str, "torch.Tensor"], str]:

@@ -143,7 +143,7 @@ class ProjectionConfig(PeftConfig):
             config = cls(**saved.fields_of(folder, cls))
             config.shapes = saved.shapes_of(folder, config.weights_sha256)
         except ValueError as error:
-            raise ValueError(f"{folder}: {error}") from None
+            raise ValueError(f"{folder}: {str(error)[:1000]}") from None
         return config
 
 

@@ -150,7 +150,7 @@ class RetainingHeads(nn.Module):
             config = _config(read_object(folder / CONFIG))
             tensors, _ = read_tensors(folder / WEIGHTS)
         except ValueError as error:
-            raise ValueError(f"{damaged}: {error}") from error
+            raise ValueError(f"{damaged}: {str(error)[:1000]}") from error
         _check(config.backbone, model)
         layers = attention_layers(model)
         dims = {(len(layers), layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}

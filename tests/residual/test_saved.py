@@ -1,0 +1,542 @@
+"""What a stranger's folder can do to a reader: nothing, within 100 MiB and two seconds, and a sentence says why."""
+
+import json
+import os
+import shutil
+import struct
+
+import pytest
+import torch
+from peft import PeftModel, get_peft_model, set_peft_model_state_dict
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from plpkg.backbones import fingerprint
+from plpkg.residual import LadderConfig, PrivateLoraConfig, saved
+from plpkg.residual.saved import CONFIG, WEIGHTS
+from plpkg.retention import RetainingHeads
+from tests.residual.conftest import IDS, adapted_backbone, backbone
+
+from preloaded import Process
+
+MIB, LARGE = 2**20, 50 * 10**6
+HEADS_CONFIG, HEADS_WEIGHTS = "retaining_heads.json", "retaining_heads.safetensors"
+M = "base_model.model.model.layers.0.self_attn.q_proj.privatelora_M.weight"
+BOMB = "(a|a?)+" * 12 + "(.*.*)*b"
+
+
+def config(changes, *, removed=(), file=CONFIG):
+    """Changes fields of a configuration; a function gets the whole."""
+
+    def craft(folder):
+        fields = json.loads((folder / file).read_text()) | changes
+        (folder / file).write_text(json.dumps({key: value for key, value in fields.items() if key not in removed}))
+
+    return craft
+
+
+def tensors(change, file=WEIGHTS, name=CONFIG):
+    """Changes the tensors; the configuration's digest is of the result."""
+
+    def craft(folder):
+        given = load_file(folder / file)
+        change(given)
+        save_file(given, folder / file)
+        if file == WEIGHTS:
+            config({"weights_sha256": saved.digest(folder / file)}, file=name)(folder)
+
+    return craft
+
+
+def content(file, data):
+    return lambda folder: (folder / file).write_bytes(data)
+
+
+def special(file, make):
+    def craft(folder):
+        (folder / file).unlink()
+        make(folder / file)
+
+    return craft
+
+
+def packed(header, body=b"", length=None):
+    header = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(header) if length is None else length) + header + body
+
+
+def entry(dtype, shape, begin, end):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def value(number, dtype=torch.float32):
+    return tensors(lambda given: given.update({M: given[M].to(dtype).index_fill(0, torch.tensor([1]), number)}))
+
+
+def large(folder):
+    """50 MB, sparse: nearly all of it is one tensor that has no place in the model."""
+    header, body = (folder / WEIGHTS).read_bytes(), LARGE
+    size = struct.unpack("<Q", header[:8])[0]
+    table, data = json.loads(header[8 : 8 + size]), header[8 + size :]
+    table["base_model.model.lm_head.weight"] = entry("F32", [body // 4], len(data), len(data) + body)
+    (folder / WEIGHTS).write_bytes(packed(table, data))
+    os.truncate(folder / WEIGHTS, (folder / WEIGHTS).stat().st_size + body)
+    config({"weights_sha256": None})(folder)
+
+
+def large_nan(folder):
+    header = packed({M: entry("F32", [LARGE // 4], 0, LARGE)})
+    (folder / WEIGHTS).write_bytes(header)
+    os.truncate(folder / WEIGHTS, len(header) + LARGE - 4)
+    with (folder / WEIGHTS).open("ab") as file:
+        file.write(struct.pack("<f", float("nan")))
+
+
+def sparse(file):
+    def craft(folder):
+        (folder / file).write_bytes(b"{")
+        os.truncate(folder / file, LARGE)
+
+    return craft
+
+
+def pickled(folder):
+    torch.save(load_file(folder / WEIGHTS), folder / "adapter_model.bin")
+    (folder / WEIGHTS).unlink()
+
+
+def many(folder):
+    """As many objects as fit into a header."""
+    (folder / WEIGHTS).write_bytes(packed(b'{"a":[' + b",".join([b'{"":0}'] * ((MIB - 20) // 7)) + b"]}"))
+
+
+KINDS = {  # of adapter, and for each what is done to its folder, and what is said
+    "privatelora": {
+        "an lm_head beside it": (
+            tensors(lambda t: t.update({"base_model.model.lm_head.weight": torch.zeros(64, 32)})),
+            "'base_model.model.lm_head.weight': does not belong here",
+        ),
+        "a q_proj beside it": (
+            tensors(lambda t: t.update({M.replace("privatelora_M", "base_layer"): torch.zeros(32, 32)})),
+            "q_proj.base_layer.weight': does not belong here",
+        ),
+        "an embedding in its place": (
+            tensors(lambda t: (t.clear(), t.update({"model.embed_tokens.weight": torch.zeros(64, 32)}))),
+            "is missing",
+        ),
+        "another adapter's name in it": (
+            tensors(lambda t: t.update({M.replace("M.w", "M.other.w"): torch.zeros(3, 5)})),
+            "does not belong here",
+        ),
+        "no M of one projection": (tensors(lambda t: t.pop(M)), "privatelora_M.weight': is missing"),
+        "an M transposed": (
+            tensors(lambda t: t.update({M: t[M].T.contiguous()})),
+            "has shape (5, 3), and must have (3, 5)",
+        ),
+        "an M flattened": (tensors(lambda t: t.update({M: t[M].flatten()})), "has shape (15,), and must have (3, 5)"),
+        "a projection nobody asked for": (
+            tensors(lambda t: t.update({M.replace("M.weight", "A"): torch.zeros(5, 32)})),
+            "privatelora_A': does not belong here",
+        ),
+        "a name in Cyrillic": (
+            tensors(lambda t: t.update({M.replace("q_proj", "q_pr\u043ej"): t.pop(M)})),
+            "is missing",
+        ),
+        "NaN": (value(float("nan")), "has values that are not finite"),
+        "inf": (value(float("inf")), "has values that are not finite"),
+        "-inf in bfloat16": (value(-float("inf"), torch.bfloat16), "has values that are not finite"),
+        "float64 beyond float32": (value(1e300, torch.float64), "has values that are not finite"),
+        "int8": (value(3, torch.int8), "dtype='I8' is not one of"),
+        "bool": (value(1, torch.bool), "dtype='BOOL' is not one of"),
+        "complex": (value(1, torch.complex64), "dtype='C64' is not one of"),
+        "half the weights": (lambda f: os.truncate(f / WEIGHTS, (f / WEIGHTS).stat().st_size - 20), "data_offsets="),
+        "half the header": (lambda f: os.truncate(f / WEIGHTS, 40), "it ends after"),
+        "no bytes": (content(WEIGHTS, b""), "the weights are 0 bytes"),
+        "a header of 2^63 bytes": (
+            content(WEIGHTS, packed(b"{}", length=2**63)),
+            "give their header 9,223,372,036,854,775,808",
+        ),
+        "a header beyond the file": (content(WEIGHTS, packed(b"{}", length=2**19)), "it ends after"),
+        "a header of no length": (content(WEIGHTS, packed(b"{}", length=0)), "give their header 0 bytes"),
+        "one name twice": (content(WEIGHTS, packed(b'{"a":1,"a":2}')), "'a' stands there twice"),
+        "tensors that overlap": (
+            content(WEIGHTS, packed({"a": entry("F32", [2], 0, 8), "b": entry("F32", [1], 4, 8)}, bytes(8))),
+            "the tensors overlap",
+        ),
+        "tensors with a gap": (
+            content(WEIGHTS, packed({"a": entry("F32", [1], 4, 8)}, bytes(8))),
+            "the tensors leave a gap",
+        ),
+        "a shape of 2^62": (
+            content(WEIGHTS, packed({M: entry("F32", [2**31, 2**31], 0, 8)}, bytes(8))),
+            "is not a tensor's in this file",
+        ),
+        "a tensor without elements": (
+            content(WEIGHTS, packed({M: entry("F32", [0], 0, 0)})),
+            "is not a tensor's in this file",
+        ),
+        "100,000 tensors": (
+            content(WEIGHTS, packed({f"t{i}": entry("F32", [0], 0, 0) for i in range(100_000)})),
+            "no header of 2 to 1,048,576",
+        ),
+        "a deep header": (content(WEIGHTS, packed(b'{"a":' + b"[" * (MIB - 10))), "nested too deeply"),
+        "a header of many objects": (many, "an entry is a dtype, a shape and data_offsets"),
+        "a pickle": (lambda f: torch.save({}, f / WEIGHTS), "a zip archive, as torch.save writes"),
+        "a pickle beside it": (pickled, f"no {WEIGHTS}"),
+        "weights that are a fifo": (special(WEIGHTS, os.mkfifo), "is not a regular file"),
+        "weights that are /dev/zero": (special(WEIGHTS, lambda p: p.symlink_to("/dev/zero")), "is not a regular file"),
+        "weights that are a folder": (special(WEIGHTS, lambda p: p.mkdir()), "is not a regular file"),
+        "a link to nothing": (special(WEIGHTS, lambda p: p.symlink_to("nothing")), f"no {WEIGHTS}"),
+        "a link to itself": (special(WEIGHTS, lambda p: p.symlink_to(p)), ""),
+        "50 MB that do not belong": (large, "'base_model.model.lm_head.weight': does not belong here"),
+        "50 MB with a NaN": (large_nan, "has values that are not finite"),
+        "50 MB of nothing": (sparse(WEIGHTS), "not with a brace"),
+        "a configuration that is a fifo": (special(CONFIG, os.mkfifo), "is not a regular file"),
+        "a configuration that is /dev/zero": (
+            special(CONFIG, lambda p: p.symlink_to("/dev/zero")),
+            "is not a regular file",
+        ),
+        "a configuration of 50 MB": (sparse(CONFIG), "has 50,000,000 bytes, at most 65,536 are allowed"),
+        "a deep configuration": (
+            content(CONFIG, b'{"peft_type":"PRIVATELORA","a":' + b"[" * 60_000),
+            "nested too deeply",
+        ),
+        "a configuration that is a list": (content(CONFIG, b"[]"), "not an object, but []"),
+        "a rank twice": (
+            content(CONFIG, b'{"peft_type":"PRIVATELORA","r_c2d":4,"r_c2d":5}'),
+            "'r_c2d' stands there twice",
+        ),
+        "a rank of 2^24": (config({"r_c2d": 2**24, "r_d2c": 2**24}), "r_c2d must be between 1 and 16384, got 16777216"),
+        "ranks of 2^14": (config({"r_c2d": 2**14, "r_d2c": 2**14}), "and must have (16384, 16384)"),
+        "a rank of 400 digits": (config({"r_c2d": 10**400}), "is not a finite number of at most 40 characters"),
+        "a rank of 38 digits": (config({"r_c2d": 10**38}), "r_c2d must be between 1 and 16384"),
+        "a rank that is text": (config({"r_c2d": "64"}), "r_c2d must be a whole number of at least 1, got '64'"),
+        "a rank that is true": (config({"r_d2c": True}), "r_d2c must be a whole number of at least 1, got True"),
+        "a rank that is NaN": (content(CONFIG, b'{"peft_type":"PRIVATELORA","r_c2d":NaN}'), "is not a finite number"),
+        "a rank that is endless": (config({"r_c2d": 1e308 * 10}), "is not a finite number"),
+        "a pattern that backtracks": (config({"target_modules": BOMB}), "a pattern is not evaluated"),
+        "one in the list": (config({"target_modules": [BOMB]}), "a pattern is not evaluated"),
+        "one of layers": (config({"layers_pattern": BOMB, "layers_to_transform": [0]}), "a pattern is not evaluated"),
+        "one to leave out": (config({"exclude_modules": BOMB}), "a pattern is not evaluated"),
+        "a pattern that is none": (config({"target_modules": "(("}), "a pattern is not evaluated"),
+        "a number for a target": (
+            config({"target_modules": 7}),
+            "target_modules=7 must be a list of plain module names",
+        ),
+        "numbers for targets": (
+            config({"target_modules": [1]}),
+            "target_modules=[1] must be a list of plain module names",
+        ),
+        "a target that is not there": (config({"target_modules": ["nothing"]}), "does not belong here"),
+        "targets that are no layers": (
+            config({"target_modules": ["norm"]}),
+            "only nn.Linear and Conv1D can be adapted",
+        ),
+        "targets in Cyrillic": (config({"target_modules": ["q_pr\u043ej"]}), "must be a list of plain module names"),
+        "7,000 targets": (
+            config({"target_modules": [f"t{i}" for i in range(7000)]}),
+            "must be a list of plain module names",
+        ),
+        "layers that are text": (
+            config({"layers_to_transform": "0"}),
+            "layers_to_transform must be a whole number of at least 0, got '0'",
+        ),
+        "another layer": (config({"layers_to_transform": [1]}), "does not belong here"),
+        "a part of the backbone": (
+            config({"modules_to_save": ["lm_head"]}),
+            "modules_to_save=['lm_head'] must be empty",
+        ),
+        "a task with a head of its own": (
+            config({"task_type": "SEQ_CLS"}),
+            "task_type='SEQ_CLS' must be absent or CAUSAL_LM",
+        ),
+        "60,000 letters": (config({"init": "x" * 60_000}), "init must be one of 'gaussian', 'svd', 'given', got 'xxx"),
+        "a flag that is text": (config({"save_projection": "no"}), "save_projection must be True or False, got 'no'"),
+        "a field that is unknown": (config({"scale": 3}), "'scale'=3 must be empty: it is unknown"),
+        "another method": (config({"peft_type": "LORA"}), "holds a LORA adapter"),
+        "a method that is a list": (config({"peft_type": ["LORA"]}), "holds a ['LORA'] adapter"),
+        "another backbone's": (config({"backbone": "0" * 64}), "belongs to a backbone with fingerprint 000000000000"),
+        "a backbone that is a number": (config({"backbone": 7}), "backbone=7 must be text"),
+        "weights of another run": (
+            lambda f: save_file(load_file(f / WEIGHTS), f / WEIGHTS, {"format": "pt", "run": "2"}),
+            "one of them is of another adapter",
+        ),
+        "a digest that is a list": (config({"weights_sha256": []}), "weights_sha256=[] must be text"),
+    },
+    "ladder": {
+        "a rank of 2^24": (config({"r": 2**24}), "r must be between 1 and 16384, got 16777216"),
+        "a width of 2^30": (config({"width": 2**30}), "width must be between 1 and 16384"),
+        "a width of 2^14": (config({"width": 2**14}), "and must have (16384, 20)"),
+        "an lm_head beside it": (
+            tensors(lambda t: t.update({"base_model.model.lm_head.weight": torch.zeros(64, 32)})),
+            "'base_model.model.lm_head.weight': does not belong here",
+        ),
+        "a part of M missing": (tensors(lambda t: t.pop("base_model.model.model.norm.ladder_M.up.bias")), "is missing"),
+    },
+    "heads": {
+        "2^40 layers": (config({"num_layers": 2**40}, file=HEADS_CONFIG), "num_layers must be between 1 and 1048576"),
+        "2^20 layers": (
+            config({"num_layers": 2**20}, file=HEADS_CONFIG),
+            "does not have the dimensions of LlamaForCausalLM",
+        ),
+        "a hidden layer of 2^20": (config({"hidden": 2**20}, file=HEADS_CONFIG), "and must have (1048576,"),
+        "layers that are true": (config({"num_layers": True}, file=HEADS_CONFIG), "'num_layers': it has backbone"),
+        "a configuration that is a fifo": (special(HEADS_CONFIG, os.mkfifo), "is not a regular file"),
+        "a configuration that is /dev/zero": (
+            special(HEADS_CONFIG, lambda p: p.symlink_to("/dev/zero")),
+            "is not a regular file",
+        ),
+        "a configuration of 50 MB": (sparse(HEADS_CONFIG), "has 50,000,000 bytes"),
+        "weights that are /dev/zero": (
+            special(HEADS_WEIGHTS, lambda p: p.symlink_to("/dev/zero")),
+            "is not a regular file",
+        ),
+        "a backbone that is a number": (config({"backbone": 7}, file=HEADS_CONFIG), "'backbone': it has backbone"),
+        "a backbone of 60,000 letters": (
+            config({"backbone": "x" * 60_000}, file=HEADS_CONFIG),
+            "belong to a backbone with fingerprint xxx",
+        ),
+        "a function of 60,000 letters": (
+            config({"activation": "x" * 60_000}, file=HEADS_CONFIG),
+            "activation must be one of",
+        ),
+        "NaN": (
+            tensors(lambda t: t.update({"layers.0.0.weight": t["layers.0.0.weight"] * float("nan")}), HEADS_WEIGHTS),
+            "has values that are not finite",
+        ),
+        "one tensor more": (
+            tensors(lambda t: t.update(more=torch.zeros(1)), HEADS_WEIGHTS),
+            "'more': does not belong here",
+        ),
+        "50 MB of nothing": (sparse(HEADS_WEIGHTS), "not with a brace"),
+    },
+}
+CASES = [(kind, name) for kind, cases in KINDS.items() for name in cases]
+PEFT_READS_FIRST = (
+    "a configuration of",
+    "a deep configuration",
+    "a configuration that is",
+    "another method",
+    "a method",
+)
+"""What PEFT has read, or refused, before it asks this room; a number too long for Python is among it."""
+
+READER = """
+import json, sys, time, warnings
+from pathlib import Path
+import torch
+from peft import PeftModel
+from plpkg.backbones import random_backbone
+from plpkg.residual.wire.loading import adapted_model
+from plpkg.retention import RetainingHeads
+torch.set_num_threads(1)
+warnings.simplefilter("ignore")
+root = Path(sys.argv[1])
+
+def memory(name):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name)) * 1024
+
+def model():
+    shape = dict(num_layers=4, num_kv_heads=2, vocab=64, hidden=32, intermediate=48)
+    return random_backbone("llama", **shape)
+
+def command(folder):
+    adapted_model(str(root / "model"), folder, "fp32", "cpu", rank=4)
+
+def peft(folder):
+    PeftModel.from_pretrained(base, folder)
+
+def heads(folder):
+    RetainingHeads.from_pretrained(folder, base)
+
+def refusal(read, folder):
+    global base
+    base = model()
+    open("/proc/self/clear_refs", "w").write("5")  # the peak is counted anew
+    before, began = memory("VmRSS"), time.process_time()
+    try:
+        read(folder)
+        said = None
+    except (ValueError, OSError) as error:
+        said = str(error)
+    except BaseException as error:
+        said = f"!{type(error).__name__}: {error}"
+    return said, memory("VmHWM") - before, time.process_time() - began
+
+for good, reads in (("privatelora", (command, peft)), ("ladder", (command, peft)), ("heads", (heads,))):
+    for read in reads:
+        said = refusal(read, root / good)
+        assert said[0] is None, said
+for kind, name, directly in json.loads((root / "cases.json").read_text()):
+    reads = [heads] if kind == "heads" else [command, peft] if directly else [command]
+    for read in reads:
+        print(json.dumps([kind, name, read.__name__, *refusal(read, root / f"{kind}, {name}".replace("/", "_"))]))
+"""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A model, a sound folder of each kind, and one for each case."""
+    root = tmp_path_factory.mktemp("saved")
+    base = backbone()
+    base.save_pretrained(root / "model")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a"))).save_pretrained(root / "model")
+    adapted_backbone().save_pretrained(root / "privatelora")
+    adapted_backbone(ladder=dict(r=5, width=16)).save_pretrained(root / "ladder")
+    RetainingHeads.attach(base, 24).save_pretrained(root / "heads")
+    for kind, name in CASES:
+        folder = shutil.copytree(root / kind, root / f"{kind}, {name}".replace("/", "_"))
+        KINDS[kind][name][0](folder)
+    directly = [(kind, name, not name.startswith(PEFT_READS_FIRST)) for kind, name in CASES]
+    (root / "cases.json").write_text(json.dumps(directly))
+    return root
+
+
+@pytest.fixture(scope="module")
+def refusals(folders):
+    """What is said, and the bytes and CPU seconds until then, by case and by who reads."""
+    result = {}
+    with Process(READER, str(folders)) as process:
+        for line in process.stdout:
+            assert line.startswith("["), line + process.stdout.read()
+            kind, name, reader, *measured = json.loads(line)
+            result.setdefault((kind, name), {})[reader] = measured
+        assert process.wait() == 0
+    return result
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_a_crafted_folder_is_refused_cheaply_and_in_a_sentence(refusals, kind, name):
+    for reader, (said, more_bytes, cpu_s) in refusals[kind, name].items():
+        assert said is not None, f"{reader} reads it"
+        assert not said.startswith("!"), (reader, said)
+        expected = KINDS[kind][name][1]
+        if reader == "command" or kind == "heads" or not expected.startswith("no "):
+            assert expected in said, (reader, said)
+        assert len(said) < 1500
+        assert "\n" not in said
+        print(f"{more_bytes / MIB:.0f} MiB, {cpu_s:.2f} s of {reader}: {said}")
+        assert more_bytes < 100 * MIB, (reader, more_bytes / MIB)
+        assert cpu_s < 2, (reader, cpu_s)
+
+
+@torch.no_grad()
+def logits(model):
+    return model(input_ids=IDS).logits
+
+
+def test_a_saved_adapter_knows_its_backbone_and_its_weights(tmp_path):
+    config, model = PrivateLoraConfig(r_c2d=5, r_d2c=3), backbone()
+    mine = get_peft_model(model, config)
+    get_peft_model(backbone(seed=1), config)  # the same object for another model
+    mine.save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / CONFIG).read_text())
+    assert fields["backbone"] == fingerprint(mine) == fingerprint(backbone())
+    assert fields["weights_sha256"] == saved.digest(tmp_path / WEIGHTS)
+    for file in (CONFIG, WEIGHTS):
+        assert (tmp_path / file).stat().st_mode & 0o777 == 0o600
+    PeftModel.from_pretrained(backbone(dtype=torch.bfloat16), tmp_path)
+    with pytest.raises(ValueError, match="belongs to a backbone with fingerprint"):
+        PeftModel.from_pretrained(backbone(seed=1), tmp_path)
+
+
+def test_an_adapter_without_a_backbone_loads_with_a_warning_and_then_has_one(tmp_path):
+    model = adapted_backbone()
+    model.save_pretrained(tmp_path)
+    config({}, removed=("backbone", "weights_sha256"))(tmp_path)
+    with pytest.warns(UserWarning, match="the adapter names no backbone"):
+        loaded = PeftModel.from_pretrained(backbone(), tmp_path)
+    assert torch.equal(logits(loaded), logits(model))
+    loaded.save_pretrained(tmp_path)
+    PeftModel.from_pretrained(backbone(), tmp_path)
+
+
+def test_tensors_are_looked_at_again_where_peft_loads_them(tmp_path):
+    """Also into an adapter that is there already, for which PEFT reads no configuration."""
+    model = adapted_backbone()
+    before = logits(model)
+    given = get_peft_model_state_dict(model)
+    name = next(iter(given))
+    crafted = [
+        (given | {"base_model.model.lm_head.weight": torch.zeros(64, 32)}, "does not belong here"),
+        ({key: each for key, each in given.items() if key != name}, "is missing"),
+        (given | {name: given[name].T}, "has shape"),
+        (given | {name: given[name] / 0}, "has values that are not finite numbers here"),
+        (given | {name: given[name].char()}, "has values that are not finite numbers here"),
+    ]
+    for tensors, message in crafted:
+        with pytest.raises(ValueError, match=message):
+            set_peft_model_state_dict(model, tensors)
+        model.save_pretrained(tmp_path)
+        save_file({key: each.contiguous() for key, each in tensors.items()}, tmp_path / WEIGHTS)
+        with pytest.raises(ValueError, match=message):
+            model.load_adapter(tmp_path, "default")
+        assert torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(target_modules=r".*\.0\..*o_proj"),
+        dict(exclude_modules=r".*k_proj"),
+        dict(target_modules="all-linear"),
+        dict(target_modules=["q_proj", "down_proj"], layers_to_transform=[1], layers_pattern="layers"),
+    ],
+)
+def test_a_pattern_is_saved_as_the_names_that_it_chose(options, tmp_path):
+    model = adapted_backbone(**options)
+    model.save_pretrained(tmp_path)
+    assert isinstance(json.loads((tmp_path / CONFIG).read_text())["target_modules"], list)
+    assert torch.equal(logits(PeftModel.from_pretrained(backbone(), tmp_path)), logits(model))
+
+
+def test_a_part_of_the_backbone_comes_back_for_who_asks_for_it(tmp_path):
+    model = adapted_backbone(modules_to_save=["lm_head"])
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(2)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"modules_to_save=\['lm_head'\] must be empty"):
+        PeftModel.from_pretrained(backbone(), tmp_path)
+    asked = PrivateLoraConfig(r_c2d=5, r_d2c=3, modules_to_save=["lm_head"])
+    assert torch.equal(logits(PeftModel.from_pretrained(backbone(), tmp_path, config=asked)), logits(model))
+
+
+def test_a_gated_ladder_is_saved_under_one_name_and_loaded_under_another(tmp_path):
+    model = adapted_backbone(ladder=dict(r=5, width=16))
+    model.save_pretrained(tmp_path)
+    assert not any("default" in name for name in load_file(tmp_path / WEIGHTS))
+    loaded = PeftModel.from_pretrained(backbone(), tmp_path, adapter_name="other")
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_a_second_adapter_is_as_exact(tmp_path):
+    model = adapted_backbone()
+    model.save_pretrained(tmp_path)
+    model.load_adapter(tmp_path, "other")
+    first = logits(model)
+    model.set_adapter("other")
+    assert torch.equal(logits(model), first)
+    tensors(lambda given: given.update({"base_model.model.lm_head.weight": torch.zeros(64, 32)}))(tmp_path)
+    with pytest.raises(ValueError, match="does not belong here"):
+        model.load_adapter(tmp_path, "third")
+
+
+def test_an_adapter_of_the_hub_is_read_alike(tmp_path, monkeypatch):
+    model = adapted_backbone()
+    model.save_pretrained(tmp_path)
+    asked = []
+    monkeypatch.setattr(saved, "hf_hub_download", lambda name, file, **_: asked.append((name, file)) or tmp_path / file)
+    assert PrivateLoraConfig.from_pretrained("ann/mine").r_c2d == 5
+    assert asked == [("ann/mine", CONFIG), ("ann/mine", WEIGHTS)]
+
+
+@pytest.mark.parametrize("kind", [PrivateLoraConfig, LadderConfig])
+def test_ranks_and_names_are_bounded_in_the_configuration(kind):
+    rank = "r" if kind is LadderConfig else "r_c2d"
+    with pytest.raises(ValueError, match=f"{rank} must be between 1 and 16384, got 16385"):
+        kind(**{rank: 2**14 + 1})
+    for field in ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save"):
+        with pytest.raises(ValueError, match=rf"{field} must be names of modules, got \[1\]"):
+            kind(**{field: [1]})
