@@ -51,7 +51,7 @@ def cloud(
     init_tls: Annotated[Path | None, Option(metavar="DIR", help="Write a self-signed certificate, and end.")] = None,
     host: Annotated[list[str] | None, Option(help="With --init-tls: a name or address of the cloud.")] = None,
 ) -> None:
-    """Serve a model's decoder layers to devices that keep embedding, LM head and their private M."""
+    """Serve a model's decoder layers to devices that keep embedding, LM head and their M."""
     from plpkg.residual import CloudServer, Limits, certificates, release
     from plpkg.residual.wire.loading import adapted_model
 
@@ -158,7 +158,10 @@ def train(
     accumulate: Annotated[int, Option(help="Passes in an update.")] = 1,
     lr: Annotated[float, Option(help="Learning rate.")] = 5e-3,
 ) -> None:
-    """Personalise: the text, the labels and M stay here."""
+    """Personalise M. Text, labels and M are not sent; embeddings, M's answers and gradients are.
+
+    From these a cloud can read the text, and compute M.
+    """
     from plpkg.residual import training
 
     documents = training.texts(text)

@@ -60,7 +60,7 @@ class Stream:
             left = True
         except StatusError as refusal:
             status = refusal
-        except (ValueError, ArithmeticError) as error:  # not finite, or too large for the wire
+        except (ValueError, OverflowError, FloatingPointError) as error:
             status = StatusError(StatusCode.INVALID_ARGUMENT, str(error))
         except BrokenStreamError as end:  # the session waits
             status = StatusError(StatusCode.ABORTED, str(end))

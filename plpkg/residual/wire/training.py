@@ -1,4 +1,7 @@
-"""Personalising over the wire: the text, the labels and every M stay on the device.
+"""Personalising over the wire: the device holds the text, the labels, the loss and every M.
+
+What crosses tells of them nonetheless: the rows of the embedding, off which the text can be read; what each M answers,
+from which M can be solved for (:mod:`plpkg.residual.attacks`); and the gradients of both.
 
 The publication's settings: AdamW, a short warm-up and then a constant rate, gradients clipped at 1. The batch of a
 step depends on the seed and the step alone, so that a run that was stopped goes on with the same batches.
@@ -91,7 +94,7 @@ def train(
     tokenizer
         Its tokenizer.
     documents
-        What to learn; it does not leave the device.
+        What to learn. It is not sent as such; the rows of the embedding are, off which it can be read.
     out
         A folder: gets ``checkpoint.pt``, and at the end the adapter as ``save_pretrained`` writes it. The files are
         their owner's alone, and so is the folder if it is new.

@@ -395,9 +395,12 @@ def test_a_saved_adapter_that_is_no_ladder_is_not_taken_for_one(folder, saved, t
     assert model.peft_config["default"].peft_type == "LADDER"
 
 
-def test_help_says_what_guesses_tell_the_cloud():
+def test_help_says_what_the_cloud_is_told():
     text = " ".join(RUNNER.invoke(app, ["device", "--connect", "a:1", "chat", "--help"]).output.split())
     assert "All guesses reach the cloud" in text
+    text = " ".join(RUNNER.invoke(app, ["device", "--connect", "a:1", "train", "--help"]).output.split())
+    assert "embeddings, M's answers and gradients are. From these a cloud can read the text, and compute M." in text
+    assert "stay" not in text
     assert "a new one with a random A" in " ".join(RUNNER.invoke(app, ["cloud", "--help"]).output.split())
 
 

@@ -1,5 +1,8 @@
 """Personalising over the wire: what it learns, and what an interruption changes (nothing)."""
 
+import os
+import shutil
+
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
@@ -8,7 +11,10 @@ from peft.utils import get_peft_model_state_dict
 from plpkg.corpora import Document
 from plpkg.pretraining import train_tokenizer
 from plpkg.residual import CloudServer, DeviceClient, LadderConfig, PrivateLoraConfig
+from plpkg.residual.wire.connection import RefusedError
+from plpkg.residual.wire.messages import Messages
 from plpkg.residual.wire.training import train
+from plpkg.residual.wire.wire_pb2 import FromCloud, FromDevice, Part
 from tests.residual.conftest import backbone
 
 from rounding import relative
@@ -158,3 +164,119 @@ def test_a_run_that_diverges_says_so(cloud, tokenizer, tmp_path, monkeypatch):
     with pytest.raises(FloatingPointError, match="in step 1, the loss is nan: take another folder"):
         run(cloud, tokenizer, tmp_path / "out", adapted=adapted)
     assert not (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize(
+    ("end", "content", "message"),
+    [
+        (FromDevice, "step", "INVALID_ARGUMENT: what has come, of shape .* is not finite"),
+        (FromDevice, "residual", "INVALID_ARGUMENT: what has come, of shape .* is not finite"),
+        (FromDevice, "grad_hidden", "INVALID_ARGUMENT: what has come, of shape .* is not finite"),
+        (FromDevice, "grad_input", "INVALID_ARGUMENT: what has come, of shape .* is not finite"),
+        (FromCloud, "residual", "what has come, of shape .* is not finite"),
+        (FromCloud, "final", "what has come, of shape .* is not finite"),
+        (FromCloud, "grad_output", "what has come, of shape .* is not finite"),
+    ],
+)
+def test_what_is_not_finite_is_learnt_from_at_neither_end(
+    cloud, tokenizer, tmp_path, monkeypatch, end, content, message, at
+):
+    """An end that does not look at what it sends, in one message of the step ``at``."""
+    send, seen, adapted = Messages.send, [], model()
+    a_step = 1 if content in ("step", "final", "grad_hidden") else 2  # layers
+
+    def unchecked(self, **fields):
+        if self._sends is end and content in fields:
+            seen.append(1)
+            if len(seen) == at * a_step + 1:
+                given = fields[content]
+                if isinstance(given, bytes):
+                    fields[content] = poisoned(given)
+                else:
+                    name = "data" if isinstance(given, Part) else "hidden"
+                    setattr(given, name, poisoned(getattr(given, name)))
+        send(self, **fields)
+
+    def poisoned(data):
+        return data[:-4] + torch.tensor(float("nan")).numpy().tobytes()
+
+    monkeypatch.setattr(Messages, "send", unchecked)
+    with pytest.raises((ValueError, RefusedError), match=message):
+        run(cloud, tokenizer, tmp_path / "out", adapted, checkpoint_every=1, steps=2)
+    assert all(t.isfinite().all() for t in get_peft_model_state_dict(adapted).values())
+    assert not (tmp_path / "out" / "adapter_model.safetensors").exists()
+    monkeypatch.undo()
+    _, learnt = run(cloud, tokenizer, tmp_path / "out", checkpoint_every=1, steps=2)
+    assert same(learnt, run(cloud, tokenizer, tmp_path / "whole", steps=2)[1])
+
+
+def test_a_gradient_that_overflows_is_not_learnt_from(cloud):
+    adapted = model()
+    m = next(p for p in adapted.parameters() if p.requires_grad)
+    hook = m.register_hook(lambda gradient: torch.full_like(gradient, 3e38) * 10)
+    ids = torch.arange(32).reshape(2, 16)
+    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=0.1)
+    with DeviceClient(cloud.address, adapted, precision="fp32") as client:
+        with pytest.raises(FloatingPointError, match="the gradient is not finite"):
+            client.train_step(ids, ids, optimizer=optimizer)
+        assert m.grad is None
+        assert not m.any()
+        hook.remove()
+        client.train_step(ids, ids, optimizer=optimizer)
+        assert m.any()
+
+
+def test_what_training_writes_is_its_owners_alone(cloud, tokenizer, tmp_path):
+    before = os.umask(0)
+    try:
+        run(cloud, tokenizer, tmp_path / "new" / "out", steps=2)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "new" / "out").stat().st_mode & 0o777 == 0o700
+    files = list((tmp_path / "new" / "out").iterdir())
+    assert len(files) == 4
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+
+
+def test_a_run_killed_between_its_two_files_leaves_no_mixed_adapter(cloud, tokenizer, tmp_path, monkeypatch):
+    out, other = tmp_path / "out", tmp_path / "other"
+    run(cloud, tokenizer, out, steps=2)
+    shutil.copytree(out, other)
+    (other / "checkpoint.pt").unlink()
+    replace = os.replace
+
+    def killed(source, target):
+        if str(target).endswith(".safetensors"):
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(cloud, tokenizer, other, steps=2, seed=1)
+    with pytest.raises(ValueError, match="one of them is of another adapter, or a run was killed"):
+        PeftModel.from_pretrained(backbone(num_layers=2, vocab=280), other)
+    _, learnt = run(cloud, tokenizer, other, steps=2, seed=1)
+    loaded = PeftModel.from_pretrained(backbone(num_layers=2, vocab=280), other)
+    assert same(get_peft_model_state_dict(loaded), learnt)
+
+
+@pytest.mark.parametrize("config", [PrivateLoraConfig(r_c2d=6, r_d2c=6), LadderConfig(r=6)])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_an_m_that_is_not_finite_says_so_before_it_writes(config, do_sample):
+    adapted = get_peft_model(backbone(num_layers=2, vocab=280), config)
+    with (
+        CloudServer(adapted, precision="fp32") as cloud,
+        DeviceClient(cloud.address, adapted, precision="fp32") as client,
+    ):
+        m = next(p for p in adapted.parameters() if p.requires_grad)
+        with torch.no_grad():
+            m[0, 0] = float("nan")
+        with pytest.raises(FloatingPointError, match="an M of 'default' is not finite: load the adapter anew"):
+            client.generate(torch.tensor([[1, 2]]), 3, do_sample=do_sample)
+        with torch.no_grad():
+            m[0, 0] = 0
+            adapted.get_output_embeddings().weight[3, 3] = float("nan")
+        with pytest.raises(FloatingPointError, match="the logits are not finite"):
+            client.generate(torch.tensor([[1, 2]]), 3, do_sample=do_sample)
