@@ -63,14 +63,13 @@ def replace_files(folder: Path, write: Callable[[str], object], *, private: bool
     OSError
         As in :func:`replace_file`.
     """
-    with tempfile.TemporaryDirectory(dir=folder, prefix=f"{PARTIAL}-") as temporary:
-        with _room_for(folder):
-            mode = _created(probe := Path(temporary, "mode"), private)
-            probe.unlink()
-            write(temporary)
-            paths = sorted(path for path in Path(temporary).rglob("*") if path.is_file())
-            for path in paths:
-                _on_disk(path, mode)
+    with _room_for(folder), tempfile.TemporaryDirectory(dir=folder, prefix=f"{PARTIAL}-") as temporary:
+        mode = _created(probe := Path(temporary, "mode"), private)
+        probe.unlink()
+        write(temporary)
+        paths = sorted(path for path in Path(temporary).rglob("*") if path.is_file())
+        for path in paths:
+            _on_disk(path, mode)
         for path in paths:
             final = folder / path.relative_to(temporary)
             final.parent.mkdir(parents=True, exist_ok=True, mode=0o700 if private else 0o777)

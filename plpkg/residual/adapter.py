@@ -47,7 +47,7 @@ PEFT_TYPE = MethodName("PRIVATELORA")
 PREFIX = "privatelora_"
 QKV = ["q_proj", "k_proj", "v_proj"]
 MAX_RANK = 2**14
-"""Above the width of any model: what a file asks for is made before its weights are looked into."""
+"""At least the width of any model; on a model, a saved adapter's ranks are bounded by its widths."""
 TARGET_MODULES = {"llama": QKV, "mistral": QKV, "qwen2": QKV, "gemma2": QKV, "phi3": ["qkv_proj"], "gpt2": ["c_attn"]}
 """The query, key and value projections of each architecture family: what the publication adapts."""
 
@@ -95,7 +95,7 @@ class ProjectionConfig(PeftConfig):
     weights_sha256: str | None = field(default=None, metadata={"help": "SHA-256 of the weights' file."})
 
     inits = ("gaussian", "given")
-    shapes = None  # of the tensors that it was read with, by name
+    read, shapes = False, None  # from a folder, and with which tensors: their shapes by name
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,8 +106,8 @@ class ProjectionConfig(PeftConfig):
                 raise ValueError(f"{name} must be names of modules, got {shown(value)}")
             if isinstance(value, list) and name in ("target_modules", "exclude_modules"):
                 setattr(self, name, set(value))
-        layers = self.layers_to_transform
-        for layer in layers if isinstance(layers, list | tuple | set) else [] if layers is None else [layers]:
+        layers = [] if self.layers_to_transform is None else self.layers_to_transform
+        for layer in layers if isinstance(layers, list | tuple | set | range) else [layers]:
             whole_number("layers_to_transform", layer, 0)
         self.projection_seed = whole_number("projection_seed", self.projection_seed, 0)
         one_of("init", self.init, self.inits)
@@ -131,7 +131,7 @@ class ProjectionConfig(PeftConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, subfolder: str | None = None, **options):
-        """Read a configuration that this method has saved, and look at the weights beside it.
+        """Read a configuration that this method has saved, and look at the weights beside it, if there are any.
 
         Raises
         ------
@@ -141,6 +141,7 @@ class ProjectionConfig(PeftConfig):
         folder = saved.local_folder(pretrained_model_name_or_path, subfolder, cls._split_kwargs(options)[0])
         try:
             config = cls(**saved.fields_of(folder, cls))
+            config.read = True
             config.shapes = saved.shapes_of(folder, config.weights_sha256)
         except ValueError as error:
             raise ValueError(f"{folder}: {str(error)[:1000]}") from None
@@ -403,6 +404,8 @@ class PrivateLoraModel(RowwiseTuner):
         tensors = {}
         for name, module in modules.items():
             num_in, num_out = features(name, module)
+            for side in ("r_c2d", "r_d2c"):  # A and B are drawn, however small M's file is
+                whole_number(side, getattr(config, side), 1, 4 * max(num_in, num_out), f"4 times the width of {name}")
             tensors[f"{name}.privatelora_M.weight"] = config.r_d2c, config.r_c2d
             if config.save_projection:
                 tensors[f"{name}.privatelora_A"] = config.r_c2d, num_in

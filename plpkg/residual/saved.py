@@ -12,6 +12,7 @@ Left out: PEFT itself reads ``adapter_config.json`` once before it asks this roo
 
 import dataclasses
 import hashlib
+import os
 import re
 import warnings
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch import nn
 from plpkg.backbones import fingerprint
 from plpkg.untrusted import read_object, read_tensors, shown
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 MAX_NAMES = 4096
 
 
@@ -31,9 +32,9 @@ def _text(value: object) -> bool:
     return value is None or isinstance(value, str)
 
 
-def _names(value: object) -> bool:
+def _names(value: object, most: int = MAX_NAMES) -> bool:
     names = [] if value is None else value
-    plain = isinstance(names, list) and len(names) <= MAX_NAMES and all(isinstance(name, str) for name in names)
+    plain = isinstance(names, list) and len(names) <= most and all(isinstance(name, str) for name in names)
     return plain and all(re.fullmatch(r"[A-Za-z0-9_.-]+", name) for name in names)
 
 
@@ -43,9 +44,12 @@ RULES = dict(
     modules_to_save=(lambda value: value in (None, []), "empty: they would replace a part of the backbone"),
     target_modules=(_names, f"a list of {PLAIN}"),
     exclude_modules=(_names, f"a list of {PLAIN}"),
-    layers_pattern=(lambda value: _names([value] if isinstance(value, str) else value), PLAIN),
+    layers_pattern=(lambda value: _names([value] if isinstance(value, str) else value, 8), PLAIN),  # PEFT compiles each
     inference_mode=(lambda value: isinstance(value, bool), "true or false"),
-    auto_mapping=(lambda value: value is None or isinstance(value, dict), "an object"),
+    auto_mapping=(
+        lambda value: value is None or (isinstance(value, dict) and all(map(_text, value.values()))),
+        "an object of text",
+    ),
     **dict.fromkeys(
         ("base_model_name_or_path", "revision", "peft_version", "backbone", "weights_sha256"), (_text, "text")
     ),
@@ -86,14 +90,20 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def shapes_of(folder: Path, weights_sha256: str | None) -> dict[str, tuple[int, ...]]:
+def shapes_of(folder: Path, weights_sha256: str | None) -> dict[str, tuple[int, ...]] | None:
     """The tensors in a folder's weights, which are sound, finite, and those that the configuration was written with.
+
+    ``None`` where there are no weights: a cloud needs the configuration alone.
 
     Raises
     ------
     ValueError
-        They are not.
+        They are not so, or a pickle, which PEFT would take.
     """
+    if not os.path.lexists(folder / WEIGHTS):
+        if os.path.lexists(folder / PICKLE):
+            raise ValueError(f"{PICKLE} is a pickle, which is never read: save it as safetensors")
+        return None
     tensors, actual = read_tensors(folder / WEIGHTS)
     if weights_sha256 not in (None, actual):
         raise ValueError(
@@ -111,12 +121,12 @@ def require_backbone(config, model: nn.Module) -> None:
     ValueError
         The saved adapter belongs to another backbone.
     """
-    if any(tensor.is_meta for tensor in model.state_dict().values()):
-        return
+    if not hasattr(model, "config") or any(tensor.is_meta for tensor in model.state_dict().values()):
+        return  # no language model, or nothing in it
     actual = fingerprint(model)
-    if config.shapes is not None and config.backbone is None:
+    if config.read and config.backbone is None:
         warnings.warn("the adapter names no backbone: whether it belongs to this one cannot be known", stacklevel=2)
-    elif config.shapes is not None and config.backbone != actual:
+    elif config.read and config.backbone != actual:
         raise ValueError(
             f"the adapter belongs to a backbone with fingerprint {shown(config.backbone)[1:13]}…, "
             f"but {type(model).__name__} has {actual[:12]}…"

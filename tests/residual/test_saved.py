@@ -209,7 +209,7 @@ KINDS = {  # of adapter, and for each what is done to its folder, and what is sa
             "'r_c2d' stands there twice",
         ),
         "a rank of 2^24": (config({"r_c2d": 2**24, "r_d2c": 2**24}), "r_c2d must be between 1 and 16384, got 16777216"),
-        "ranks of 2^14": (config({"r_c2d": 2**14, "r_d2c": 2**14}), "and must have (16384, 16384)"),
+        "ranks of 2^7": (config({"r_c2d": 128, "r_d2c": 128}), "and must have (128, 128)"),
         "a rank of 400 digits": (config({"r_c2d": 10**400}), "is not a finite number of at most 40 characters"),
         "a rank of 38 digits": (config({"r_c2d": 10**38}), "r_c2d must be between 1 and 16384"),
         "a rank that is text": (config({"r_c2d": "64"}), "r_c2d must be a whole number of at least 1, got '64'"),
@@ -219,6 +219,23 @@ KINDS = {  # of adapter, and for each what is done to its folder, and what is sa
         "a pattern that backtracks": (config({"target_modules": BOMB}), "a pattern is not evaluated"),
         "one in the list": (config({"target_modules": [BOMB]}), "a pattern is not evaluated"),
         "one of layers": (config({"layers_pattern": BOMB, "layers_to_transform": [0]}), "a pattern is not evaluated"),
+        "4,000 names of lists of layers": (
+            config({"layers_pattern": [f"layer{i}" for i in range(4000)], "layers_to_transform": [0]}),
+            "must be plain module names",
+        ),
+        "an auto_mapping that is deep": (
+            config({"auto_mapping": {"a": json.loads("[" * 400 + "]" * 400)}}),
+            "must be an object of text",
+        ),
+        "ranks far above the model": (
+            (
+                lambda f: (
+                    tensors(lambda t: [t.update({n: torch.ones(1, 2**14)}) for n in t])(f),
+                    config({"r_c2d": 2**14, "r_d2c": 1})(f),
+                )
+            ),
+            "r_c2d must be between 1 and 4 times the width of model.layers.0.self_attn.q_proj=128, got 16384",
+        ),
         "one to leave out": (config({"exclude_modules": BOMB}), "a pattern is not evaluated"),
         "a pattern that is none": (config({"target_modules": "(("}), "a pattern is not evaluated"),
         "a number for a target": (
@@ -521,6 +538,18 @@ def test_a_second_adapter_is_as_exact(tmp_path):
     tensors(lambda given: given.update({"base_model.model.lm_head.weight": torch.zeros(64, 32)}))(tmp_path)
     with pytest.raises(ValueError, match="does not belong here"):
         model.load_adapter(tmp_path, "third")
+
+
+def test_a_configuration_alone_can_be_had_by_a_cloud(tmp_path):
+    adapted_backbone().save_pretrained(tmp_path)
+    os.rename(tmp_path / WEIGHTS, tmp_path / "adapter_model.bin")
+    with pytest.raises(ValueError, match=r"adapter_model\.bin is a pickle, which is never read"):
+        PrivateLoraConfig.from_pretrained(tmp_path)
+    (tmp_path / "adapter_model.bin").unlink()
+    config = PrivateLoraConfig.from_pretrained(tmp_path)
+    assert get_peft_model(backbone(), config).peft_config["default"].r_c2d == 5
+    with pytest.raises(ValueError, match="belongs to a backbone with fingerprint"):
+        get_peft_model(backbone(seed=1), config)
 
 
 def test_an_adapter_of_the_hub_is_read_alike(tmp_path, monkeypatch):
