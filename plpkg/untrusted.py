@@ -190,9 +190,12 @@ def read_object(path: Path) -> dict:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, "torch.Tensor"], str]:
-    """Read a safetensors file of finite numbers: its tensors by name, and the file's SHA-256 in hex."""
+    """Read a safetensors file of finite numbers: its tensors by name, views of it, and its SHA-256 in hex."""
     header, size = read_header(path)
     found, reasons = entries(header, size)
+    odd = [name for name, each in found.items() if (len(header) + each.begin) % ITEM_BYTES[each.dtype]]
+    if odd:  # a view could not be had, and a copy would double the memory
+        reasons += sentences({"is not aligned as safetensors writes it": odd})
     if size > MAX_BYTES:
         reasons.append(f"{path.name} has {size:,} bytes, at most {MAX_BYTES:,} are allowed")
     if not reasons:

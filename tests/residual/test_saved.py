@@ -64,6 +64,7 @@ def special(file, make):
 
 def packed(header, body=b"", length=None):
     header = header if isinstance(header, bytes) else json.dumps(header).encode()
+    header += b" " * (-len(header) % 8)
     return struct.pack("<Q", len(header) if length is None else length) + header + body
 
 
@@ -164,6 +165,10 @@ KINDS = {  # of adapter, and for each what is done to its folder, and what is sa
         "tensors that overlap": (
             content(WEIGHTS, packed({"a": entry("F32", [2], 0, 8), "b": entry("F32", [1], 4, 8)}, bytes(8))),
             "the tensors overlap",
+        ),
+        "tensors that are not aligned": (
+            content(WEIGHTS, packed({"a": entry("F16", [1], 0, 2), "b": entry("F32", [1], 2, 6)}, bytes(6))),
+            "'b': is not aligned as safetensors writes it",
         ),
         "tensors with a gap": (
             content(WEIGHTS, packed({"a": entry("F32", [1], 4, 8)}, bytes(8))),
