@@ -16,5 +16,5 @@ class Direct:
     def receive(self, group: int) -> torch.Tensor:
         return self._answers.pop(group)
 
-    def backward(self, group: int, grad_v: torch.Tensor) -> torch.Tensor:
+    def backward(self, group: int, grad_v: torch.Tensor, wanted: bool) -> torch.Tensor:
         return self.device.residual_backward(group, grad_v)

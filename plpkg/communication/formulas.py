@@ -23,9 +23,9 @@ final hidden, down    ``hidden`` for the last position; for all positions in tra
 
 Training adds the gradient of the final hidden state (up), and per layer the gradient
 :math:`B^\top \partial L/\partial y` (down, ``r_d2c``) and its image under :math:`M^\top`
-(up, ``r_c2d``), and for layers on the device (``first_k``) the gradient at the cut (down). The
-lowest layer's return is counted although nothing needs it when the word
-embedding stays frozen.
+(up, ``r_c2d``), and for layers on the device (``first_k``) the gradient at the cut (down). Without such
+layers, nothing that learns is before the lowest layer, the word embedding being frozen: its gradient does not
+go up; ``late``, that of the layer above neither, whose input has no residual yet.
 
 Two things make fewer round trips of :func:`low_rank`. ``folded``: the last layer's :math:`B M u` is
 added to the final hidden state, so :math:`u` comes down with that, the device adds it, and ``L - 1``
@@ -218,15 +218,18 @@ def _traffic(
         down += final * hidden
     round_trips = endpoints + ((layers + 1) // 2 if late else layers)
 
-    if run.phase == "training":
+    if run.phase == "training" and (layers or run.first_k):
         # The backward pass mirrors the forward one: gradients of outputs down, of inputs up.
-        up, down = up + (layers + riding) * n * down_values, down + layers * n * up_values
-        round_trips += layers
+        unanswered = 0 if run.first_k else min(layers, 1 + late)
+        up, down = up + (layers - unanswered + riding) * n * down_values, down + layers * n * up_values
+        round_trips += layers - max(0, unanswered - 1)  # those of late layers come down together
         if endpoints:
             up += n * hidden
             if run.first_k > 0:  # the device's own layers need the gradient at the cut
                 down += n * hidden
                 round_trips += 1
+        elif unanswered:
+            round_trips -= 1  # the cloud waits for no answer to the last message
     elif run.phase == "decode":
         round_trips *= run.tokens
     return Traffic(up * bits, down * bits, round_trips, n)

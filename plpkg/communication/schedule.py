@@ -123,7 +123,7 @@ def _walk(
             yield Message(names[0], "down", shapes(*final[:2])[0], folded)
         if endpoints:
             yield Message("hidden", "down", final)
-        if run.phase == "training":
+        if run.phase == "training" and (layers or run.first_k):
             if endpoints:
                 yield Message("grad hidden", "up", hidden)
             if riding:  # the device has the gradient of M's output, so only that of its input crosses
@@ -131,7 +131,8 @@ def _walk(
             for layer in reversed(layers):
                 down, up = shapes(run.batch, seq)
                 yield Message(names[2], "down", up, layer)  # the gradient of an output has its shape
-                yield Message(names[3], "up", down, layer)
+                if run.first_k or layer - late > layers.start:  # else nothing that learns has made its input
+                    yield Message(names[3], "up", down, layer)
             if endpoints and run.first_k > 0:
                 yield Message("grad at the cut", "down", hidden)
 

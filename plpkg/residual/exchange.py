@@ -28,8 +28,8 @@ class Transport(Protocol):
     def receive(self, group: int) -> torch.Tensor:
         """Wait for M·(A·x)."""
 
-    def backward(self, group: int, grad_v: torch.Tensor) -> torch.Tensor:
-        """Send the gradient of what was received, and wait for the gradient of what was sent."""
+    def backward(self, group: int, grad_v: torch.Tensor, wanted: bool) -> torch.Tensor | None:
+        """Send the gradient of what was received; where it is ``wanted``, wait for the gradient of what was sent."""
 
 
 class Here(PerThread):
@@ -149,7 +149,8 @@ class FullActivations(Exchange):
 class _Received(torch.autograd.Function):
     """Receives v for u, and in the backward pass hands v's gradient over for u's.
 
-    The second input is there to require a gradient: M learns even where nothing before it does.
+    The second input is there to require a gradient: M learns even where nothing before it does, and asks for u's
+    gradient, as in the lowest layer.
     """
 
     @staticmethod
@@ -159,7 +160,9 @@ class _Received(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_v):
-        return ctx.transport.backward(ctx.group, grad_v).to(grad_v), None, None, None
+        wanted = ctx.needs_input_grad[0]
+        grad_u = ctx.transport.backward(ctx.group, grad_v, wanted)
+        return grad_u.to(grad_v) if wanted else None, None, None, None
 
 
 class Projection(nn.Module):

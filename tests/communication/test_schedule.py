@@ -24,6 +24,8 @@ def test_training_walks_back_through_the_layers():
     messages = list(communication.low_rank_messages("gpt2", 8, phase="training", first_k=10))
     assert [m.layer for m in messages] == [None, 10, 10, 11, 11, None, None, 11, 11, 10, 10, None]
     assert messages[-1].content == "grad at the cut"
+    whole = list(communication.low_rank_messages("gpt2", 8, phase="training"))
+    assert [(m.content, m.layer) for m in whole[-3:]] == [("Bᵀ g", 1), ("Mᵀ Bᵀ g", 1), ("Bᵀ g", 0)]
 
 
 def test_late_residuals_are_under_way_two_at_a_time():

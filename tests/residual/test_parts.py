@@ -35,9 +35,10 @@ class Counted(Direct):
         self.log.append(("down", group, tuple(v.shape)))
         return v
 
-    def backward(self, group, grad_v):
-        self.log.append(("gradient", group, tuple(grad_v.shape)))
-        return super().backward(group, grad_v)
+    def backward(self, group, grad_v, wanted):
+        self.log.append(("gradient" if wanted else "last gradient", group, tuple(grad_v.shape)))
+        grad_u = super().backward(group, grad_v, wanted)
+        return grad_u if wanted else None
 
 
 def connected(model, first_k=0, last_k=0, **options):
@@ -145,7 +146,8 @@ def test_q_k_v_are_computed_while_the_message_is_under_way(adapted):
         expected += [("up", group, (3, 2, 12, 5)), *3 * [("computed", group)], ("down", group, (3, 2, 12, 3))]
     assert transport.log == expected
     hidden.sum().backward()
-    assert transport.log[len(expected) :] == [("gradient", group, (3, 2, 12, 3)) for group in (3, 2, 1, 0)]
+    back = [("gradient", group, (3, 2, 12, 3)) for group in (3, 2, 1)]
+    assert transport.log[len(expected) :] == [*back, ("last gradient", 0, (3, 2, 12, 3))]
 
 
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

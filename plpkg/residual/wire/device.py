@@ -370,12 +370,12 @@ class DeviceClient:
         scale = 2.0 ** min(126, -math.frexp(final.grad.abs().max().item())[1])  # float32 has no larger one
         gradient = pack(final.grad * scale, self.dtype)
         self._connection.send(grad_hidden=gradient)
-        due = set(range(len(self.part.matrices)))
+        due, sent = set(range(len(self.part.matrices))), True
         while due:
-            part = self._connection.receive("grad_output")
-            grad_v = self._unpack_part(part, due, ids.shape, self.terms.r_d2c)
-            data = pack(self.part.residual_backward(part.group, grad_v), self.dtype)
-            self._connection.send(grad_input=Part(group=part.group, data=data))
+            part = self._connection.receive("grad_output", round_trips=int(sent))
+            grad_u = self.part.residual_backward(part.group, self._unpack_part(part, due, ids.shape, self.terms.r_d2c))
+            if sent := not part.unanswered:
+                self._connection.send(grad_input=Part(group=part.group, data=pack(grad_u, self.dtype)))
         if input_gradient:
             data = self._connection.receive("grad_hidden")
             embedded.backward(unpack(data, tuple(embedded.shape), self.dtype).to(embedded) / scale)

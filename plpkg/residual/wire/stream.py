@@ -183,9 +183,9 @@ class Stream:
         self._trips = max(self._trips, self._sent[group] + 1)  # another may have been under way at the same time
         return v
 
-    def backward(self, group: int, grad_v: torch.Tensor) -> torch.Tensor:
-        self.messages.send(grad_output=Part(group=group, data=pack(grad_v, self.dtype)))
-        return self._part("grad_input", group, self.terms.r_c2d)
+    def backward(self, group: int, grad_v: torch.Tensor, wanted: bool) -> torch.Tensor | None:
+        self.messages.send(grad_output=Part(group=group, data=pack(grad_v, self.dtype), unanswered=not wanted))
+        return self._part("grad_input", group, self.terms.r_c2d) if wanted else None
 
     def _part(self, content: str, group: int, rank: int) -> torch.Tensor:
         part = self.messages.receive(content, limit_s=self.limits.answer_s)

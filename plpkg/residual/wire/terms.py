@@ -16,7 +16,7 @@ from plpkg.residual.wire.tensors import PRECISIONS
 from plpkg.residual.wire.wire_pb2 import Terms
 from plpkg.validation import number, one_of, whole_number
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised whenever an older peer would misunderstand."""
 
 

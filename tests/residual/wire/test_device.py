@@ -123,6 +123,31 @@ def test_the_bytes_are_those_of_the_formula(pair, precision, first_k, last_k):
     assert sent.received_message_bytes == received.sent_message_bytes
 
 
+@pytest.mark.parametrize(
+    ("config", "formula", "lowest"),
+    [
+        ({}, dict(projections=3), 3),
+        (dict(target_modules=["down_proj"]), dict(projections=1), 1),
+        (dict(late=True), dict(projections=3, late=True), 6),
+        (dict(target_modules=["down_proj"], layers_to_transform=[2]), dict(projections=1, adapted_layers=1), 1),
+    ],
+)
+def test_the_lowest_layers_gradient_stays_where_it_is(pair, same_gradients, config, formula, lowest):
+    """Nothing that learns has made its input. Without that, ``lowest`` projections' numbers less go up."""
+    _, client, whole = pair(precision="fp32", m_scale=0.1, config=config)
+    shape = ModelShape.from_config(whole.get_base_model().config, "tiny")
+    before = client.traffic
+    client.train_step(IDS, IDS)
+    crossed = client.traffic - before
+    same_gradients(in_order(client), whole, IDS)
+    same_bytes(
+        crossed,
+        communication.low_rank(shape, r_c2d=5, r_d2c=3, phase="training", tokens=12, batch=2, bits=32, **formula),
+    )
+    projections = sum(client.terms.projections)
+    assert crossed.sent_bytes == 4 * 24 * (2 * 32 + projections * 3 + (projections - lowest) * 5)
+
+
 def test_full_activations_cross_as_the_formula_says(pair):
     lora = dict(r=2, target_modules=["q_proj", "k_proj", "v_proj"])
     _, client, whole = pair(precision="fp16", m_scale=0.2, config=dict(lora=lora))
