@@ -48,8 +48,8 @@ PREFIX = "privatelora_"
 QKV = ["q_proj", "k_proj", "v_proj"]
 MAX_RANK = 2**14
 """At least the width of any model; on a model, a saved adapter's ranks are bounded by its widths."""
-TARGET_MODULES = {"llama": QKV, "mistral": QKV, "qwen2": QKV, "gemma2": QKV, "phi3": ["qkv_proj"], "gpt2": ["c_attn"]}
-"""The query, key and value projections of each architecture family: what the publication adapts."""
+TARGET_MODULES = (QKV, ["qkv_proj"], ["c_attn"])
+"""The query, key and value projections, apart or fused as Phi-3's and GPT-2's: what the publication adapts."""
 
 
 @dataclass
@@ -390,14 +390,10 @@ class PrivateLoraModel(RowwiseTuner):
 
     prefix = PREFIX
     tuner_layer_cls = PrivateLoraLayer
-    target_module_mapping = TARGET_MODULES
 
     def _prepare_adapter_config(self, peft_config: PrivateLoraConfig, model_config: dict) -> PrivateLoraConfig:
-        if peft_config.target_modules is None and model_config.get("model_type") not in TARGET_MODULES:
-            raise ValueError(
-                f"no default target_modules for model_type {model_config.get('model_type')!r} (there are some for "
-                f"{', '.join(TARGET_MODULES)}): name the linear layers to adapt"
-            )
+        if peft_config.target_modules is None:
+            peft_config.target_modules = default_targets(self.model, TARGET_MODULES)
         return super()._prepare_adapter_config(peft_config, model_config)
 
     def shapes(self, config: PrivateLoraConfig, modules: dict[str, nn.Module]) -> dict[str, tuple[int, ...]]:
@@ -438,6 +434,24 @@ class PrivateLoraModel(RowwiseTuner):
             under_way = UnderWay()
             for layer in same:
                 layer.late[adapter_name] = under_way, layer is same[0], layer is same[-1]
+
+
+def default_targets(model: nn.Module, candidates: Sequence[list[str]]) -> set[str]:
+    """The first of some lists whose every name a model has, whatever its architecture.
+
+    Raises
+    ------
+    ValueError
+        It has all names of none.
+    """
+    modules = [f".{name}" for name, _ in model.named_modules()]
+    for names in candidates:
+        if all(any(module.endswith(f".{name}") for module in modules) for name in names):
+            return set(names)
+    raise ValueError(
+        f"no default target_modules for {type(model).__name__}, which has none of "
+        f"{'; '.join(', '.join(names) for names in candidates)}: name its linear layers"
+    )
 
 
 def layers(model: nn.Module, adapter_name: str = "default") -> dict[str, PrivateLoraLayer]:

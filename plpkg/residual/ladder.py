@@ -27,6 +27,7 @@ from plpkg.residual.adapter import (
     MethodName,
     PerThread,
     ProjectionConfig,
+    default_targets,
     features,
     gaussian_projections,
     keep_projections,
@@ -37,9 +38,8 @@ from plpkg.validation import whole_number
 
 PEFT_TYPE = MethodName("LADDER")
 PREFIX = "ladder_"
-DOWN = ["down_proj"]
-TARGET_MODULES = dict.fromkeys(("llama", "mistral", "qwen2", "gemma2", "phi3"), DOWN) | {"gpt2": ["mlp.c_proj"]}
-"""The last projection of each architecture family's MLP: its input is the widest that a layer has."""
+TARGET_MODULES = (["down_proj"], ["mlp.c_proj"])
+"""The last projection of the MLP, also as GPT-2 calls it: its input is the widest that a layer has."""
 NORMS = ("norm", "ln_f")
 """What Hugging Face's decoders call their final norm."""
 
@@ -214,14 +214,10 @@ class LadderModel(RowwiseTuner):
 
     prefix = PREFIX
     tuner_layer_cls = (LadderTap, LadderNorm)
-    target_module_mapping = TARGET_MODULES
 
     def _prepare_adapter_config(self, peft_config: LadderConfig, model_config: dict) -> LadderConfig:
-        if peft_config.target_modules is None and model_config.get("model_type") not in TARGET_MODULES:
-            raise ValueError(
-                f"no default target_modules for model_type {model_config.get('model_type')!r} (there are some for "
-                f"{', '.join(TARGET_MODULES)}): name the linear layers whose inputs M is to see"
-            )
+        if peft_config.target_modules is None:
+            peft_config.target_modules = default_targets(self.model, TARGET_MODULES)
         norm = getattr(self.model.base_model, named(self.model.base_model, NORMS))
         whole_number("r", peft_config.r, 1, norm.weight.numel(), "hidden_size")
         return super()._prepare_adapter_config(peft_config, model_config)

@@ -83,7 +83,9 @@ class RowwiseTuner(BaseTuner):
         return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
 
     @contextlib.contextmanager
-    def _enable_peft_forward_hooks(self, *_, adapter_names=None, num_beams=None, **__) -> Iterator[None]:
+    def _enable_peft_forward_hooks(
+        self, *_, adapter_names=None, num_beams=None, num_return_sequences=None, **__
+    ) -> Iterator[None]:
         """PEFT enters this around each forward pass and ``generate``, with their arguments."""
         if adapter_names is None:
             yield
@@ -93,11 +95,13 @@ class RowwiseTuner(BaseTuner):
         known = {NO_ADAPTER, *self.peft_config}
         if isinstance(adapter_names, str) or not known.issuperset(adapter_names):
             raise ValueError(f"adapter_names must be a list of {', '.join(sorted(known))}, got {adapter_names!r}")
-        names = [name for name in adapter_names for _ in range(num_beams or 1)]
+        texts = max(num_beams or 1, num_return_sequences or 1)  # of each row, as generate makes them
+        names = [name for name in adapter_names for _ in range(texts)]
         layers = self.tuner_layer_cls if isinstance(self.tuner_layer_cls, tuple) else (self.tuner_layer_cls,)
         handles = [
             module.register_forward_pre_hook(
-                lambda _, arguments, options: (arguments, options | {"adapter_names": names}), with_kwargs=True
+                lambda module, arguments, options: (arguments, options | {"adapter_names": _known_to(module, names)}),
+                with_kwargs=True,
             )
             for module in self.modules()
             if isinstance(module, (*layers, AuxiliaryTrainingWrapper))
@@ -111,3 +115,10 @@ class RowwiseTuner(BaseTuner):
 
 def _fits(values: torch.Tensor, dtype: torch.dtype) -> bool:
     return values.is_floating_point() and values.numel() > 0 and finite(values, dtype)
+
+
+def _known_to(module: torch.nn.Module, names: list[str]) -> list[str]:
+    """The names, without those of adapters that have not trained this module as well: PEFT would look them up."""
+    if not isinstance(module, AuxiliaryTrainingWrapper):
+        return names
+    return [name if name in module._adapters else NO_ADAPTER for name in names]

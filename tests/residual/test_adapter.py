@@ -11,11 +11,11 @@ import torch
 from peft import PeftModel, convert_to_lora as peft_convert_to_lora, get_peft_model, set_peft_model_state_dict
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from safetensors.torch import load_file
-from transformers import OPTConfig, OPTForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from plpkg.backbones import FAMILIES
-from plpkg.residual import PrivateLoraConfig, convert_to_lora
+from plpkg.residual import LadderConfig, PrivateLoraConfig, convert_to_lora
 from plpkg.residual.adapter import PEFT_TYPE, PrivateLoraLayer, gaussian_projections, svd_projections
 from tests.residual.conftest import IDS, adapted_backbone as adapted, backbone, normal, precise
 
@@ -295,12 +295,31 @@ def test_impossible_configurations_are_named(config, message):
 def test_what_cannot_be_adapted_is_named():
     with pytest.raises(ValueError, match=r"embed_tokens is a Embedding: only nn.Linear and Conv1D can be adapted"):
         adapted(target_modules=["embed_tokens"])
-    opt = OPTForCausalLM(
-        OPTConfig(hidden_size=16, ffn_dim=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=9)
+    neox = GPTNeoXForCausalLM(
+        GPTNeoXConfig(hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=9)
     )
-    with pytest.raises(ValueError, match="no default target_modules for model_type 'opt'"):
-        get_peft_model(opt, PrivateLoraConfig())
-    assert layers(get_peft_model(opt, PrivateLoraConfig(target_modules=["q_proj"])))
+    named = "no default target_modules for GPTNeoXForCausalLM, which has none of q_proj, k_proj, v_proj; qkv_proj; c_at"
+    with pytest.raises(ValueError, match=named):
+        get_peft_model(neox, PrivateLoraConfig())
+    assert layers(get_peft_model(neox, PrivateLoraConfig(target_modules=["query_key_value"])))
+
+
+TINY = dict(
+    hidden_size=16, intermediate_size=16, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2,
+    vocab_size=9, head_dim=8, pad_token_id=0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "olmo2", "cohere2", "granite", "starcoder2", "smollm3"])
+def test_every_architecture_with_these_names_has_them_as_default(kind):
+    """None of them is among the six families."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **TINY))
+    adapted = get_peft_model(copy.deepcopy(model), PrivateLoraConfig(r_c2d=2, r_d2c=2))
+    assert adapted.peft_config["default"].target_modules == {"q_proj", "k_proj", "v_proj"}
+    assert len(layers(adapted)) == 6
+    if kind != "starcoder2":  # whose MLP is GPT-2's in other words
+        ladder = get_peft_model(model, LadderConfig(r=2))
+        assert ladder.peft_config["default"].target_modules == {"down_proj"}
 
 
 def test_what_is_relied_on_in_peft_is_there():

@@ -196,21 +196,24 @@ def test_each_row_of_a_batch_has_its_own_adapter(family, config):
     model.eval()
     ids, names = IDS[[0, 1, 0, 1]], ["other", "default", "__base__", "other"]
 
-    def alone(model):
-        rows = []
+    def each_alone(model=model):
         for row, name in zip(ids, names, strict=True):
             model.set_adapter("default" if name == "__base__" else name)
             with model.disable_adapter() if name == "__base__" else contextlib.nullcontext():
-                rows.append(logits(model, row[None]))
+                yield row[None]
         model.set_adapter("default")
-        return torch.cat(rows)
+
+    def alone(model):
+        return torch.cat([logits(model, row) for row in each_alone(model)])
 
     before = logits(model)
     with torch.no_grad():
         mixed = model(input_ids=ids, adapter_names=names).logits
     assert_as_exact(mixed, alone(model), alone(precise(model)))
-    text = model.generate(input_ids=ids, adapter_names=names, max_new_tokens=3, num_beams=2, do_sample=False)
-    assert text.shape == (4, 15)
+    for options in (dict(num_beams=2, do_sample=False), dict(num_return_sequences=2, do_sample=True, top_k=1)):
+        written = functools.partial(model.generate, max_new_tokens=3, eos_token_id=None, **options)
+        expected = torch.cat([written(input_ids=row) for row in each_alone()])
+        assert torch.equal(written(input_ids=ids, adapter_names=names), expected)
     for given, message in (
         (["default"], r"adapter_names has 1 names for a batch of 4"),
         (["nobody"] * 4, r"adapter_names must be a list of __base__, default, other, got \['nobody',"),
@@ -221,6 +224,26 @@ def test_each_row_of_a_batch_has_its_own_adapter(family, config):
     assert torch.equal(logits(model), before)  # no hook is left
     with pytest.raises(ValueError, match="adapter_names is for inference"):
         model.train()(input_ids=ids, adapter_names=names)
+
+
+def test_a_row_has_the_modules_that_its_adapter_has_trained():
+    """The other adapter has trained none."""
+    model = adapted_backbone()
+    model.add_adapter("other", PrivateLoraConfig(r_c2d=2, r_d2c=2, modules_to_save=["lm_head"]))
+    for name, parameter in model.named_parameters():
+        if "lm_head.modules_to_save.other" in name:
+            parameter.data = 2 * parameter.data
+
+    def alone(model):
+        rows = []
+        for row, name in zip(IDS, ("other", "default"), strict=True):
+            model.set_adapter(name)
+            rows.append(logits(model, row[None]))
+        return torch.cat(rows)
+
+    with torch.no_grad():
+        mixed = model(input_ids=IDS, adapter_names=["other", "default"]).logits
+    assert_as_exact(mixed, alone(model), alone(precise(model)))
 
 
 @pytest.mark.parametrize("config", [LadderConfig(r=4), PrivateLoraConfig()])
@@ -332,7 +355,8 @@ def test_bases_that_cannot_be_are_named():
 
 def test_what_cannot_be_adapted_is_named():
     config = OPTConfig(hidden_size=16, ffn_dim=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=9)
-    with pytest.raises(ValueError, match=r"no default target_modules for model_type 'opt'.*whose inputs M is to see"):
+    named = r"no default target_modules for OPTForCausalLM, which has none of down_proj; mlp.c_proj: name its linear"
+    with pytest.raises(ValueError, match=named):
         get_peft_model(OPTForCausalLM(config), LadderConfig())
     with pytest.raises(ValueError, match="OPTModel has none of norm, ln_f: not a decoder that can be cut here"):
         get_peft_model(OPTForCausalLM(config), LadderConfig(target_modules=["fc2"]))
