@@ -20,11 +20,17 @@ ERRORS = (ValueError, OSError, FloatingPointError, OverflowError)
 
 
 class OneLineErrors(TyperGroup):
-    """Commands that fail with one of :data:`ERRORS` say so in one line, and exit with 2."""
+    """Commands that fail with one of :data:`ERRORS` say so in one line, and exit with 2.
+
+    What another machine says is no fault of the arguments, and has none of their help.
+    """
 
     def invoke(self, context: typer.Context) -> object:
         try:
             return super().invoke(context)
+        except ConnectionError as error:
+            typer.echo("; ".join(["Error: " + str(error), *getattr(error, "__notes__", ())]), err=True)
+            raise typer.Exit(2) from error
         except ERRORS as error:
             raise typer.BadParameter(str(error)) from error
 

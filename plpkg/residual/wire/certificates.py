@@ -128,8 +128,8 @@ def is_loopback(address: str) -> bool:
         return host == "localhost"
 
 
-def require_protection(address: str, *, encrypted: bool, token: str | None) -> None:
-    """Refuse to talk in the clear, or to anybody, across a network.
+def require_protection(address: str, *, encrypted: bool, token: str | None, option: str) -> None:
+    """Refuse to talk in the clear, or to anybody, across a network; ``option`` switches TLS on at this end.
 
     Raises
     ------
@@ -140,6 +140,8 @@ def require_protection(address: str, *, encrypted: bool, token: str | None) -> N
         raise ValueError("the token must be printable ASCII, not empty")
     if is_loopback(address):
         return
-    missing = [what for what, given in (("TLS", encrypted), ("a token", token is not None)) if not given]
-    if missing:
-        raise ValueError(f"{address} is not on this machine: {' and '.join(missing)} needed")
+    needed = ((f"TLS ({option})", encrypted), ("a token (PLPKG_TOKEN)", token is not None))
+    if missing := [what for what, given in needed if not given]:
+        raise ValueError(
+            f"{address} is not a loopback address, which never leaves a machine: {' and '.join(missing)} needed"
+        )

@@ -93,7 +93,7 @@ class CloudServer:
         if not isinstance(limits, Limits | None):
             raise ValueError(f"limits must be a Limits, got {limits!r}")
         limits = limits or Limits()
-        certificates.require_protection(address, encrypted=tls is not None, token=token)
+        certificates.require_protection(address, encrypted=tls is not None, token=token, option="--tls")
         device, self.part = split(model, first_k, last_k, fold=fold, adapter_name=adapter_name)
         self.part.eval()
         self.part.new_cache()  # refuses layers whose cache cannot be taken back

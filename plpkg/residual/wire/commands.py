@@ -33,6 +33,10 @@ Token = Annotated[str | None, Option(envvar="PLPKG_TOKEN", help="The bearer toke
 def cloud(
     model: Model = "plpkg-small",
     listen: Annotated[str, Option(metavar="HOST:PORT", help="Port 0 takes a free one.")] = "127.0.0.1:7070",
+    like: Annotated[
+        Path | None,
+        Option(metavar="FOLDER", help="Targets, ranks and seed of this saved adapter; its M is not read."),
+    ] = None,
     adapter: Adapter = None,
     rank: Rank = 64,
     target: Target = None,
@@ -58,7 +62,7 @@ def cloud(
     if init_tls is not None:
         typer.echo(f"{certificates.write(init_tls, host or [])}: give this file to the devices (--ca)")
         return
-    new = dict(rank=rank, ladder=ladder, target_modules=target or None, projection_seed=seed)
+    new = dict(rank=rank, ladder=ladder, like=like, target_modules=target or None, projection_seed=seed)
     adapted, _ = adapted_model(model, adapter, dtype, device, **new)
     limits = Limits(sessions=sessions, tokens=tokens)
     cut = dict(first_k=first_k, last_k=last_k, fold=fold, precision=precision)
@@ -93,10 +97,12 @@ def device(
     ca: Annotated[Path | None, Option(help="The certificate to trust: the cloud's cert.pem.")] = None,
     token: Token = None,
     link: Annotated[str | None, Option(help="Go through a relay with this link's rates and delay: 5g, say.")] = None,
+    retry: Annotated[float, Option(metavar="SECONDS", help="How long to try to reach a cloud that was lost.")] = 30.0,
 ) -> None:
     """Use a model whose decoder layers a cloud has."""
     new = dict(rank=rank, ladder=ladder, target_modules=target or None, projection_seed=seed)
     settings = dict(first_k=first_k, last_k=last_k, fold=fold, precision=precision, ca=ca, token=token, link=link)
+    settings |= dict(retry_s=retry)
     context.obj = functools.partial(client_of, connect, model, adapter, new, settings)
 
 
@@ -113,10 +119,17 @@ def client_of(connect: str, name: str, adapter: Path | None, new: dict, settings
     with DeviceClient(connect, model, **settings) as client:
         release(model, client.part, adapter_name=client.adapter_name)
         client.part.float()
+        client.on_silence = lambda sentence: typer.echo(f"\n{sentence}", err=True)
         try:
             yield client, model, tokenizer
         except RefusedError as refused:
-            raise typer.BadParameter(str(refused)) from refused
+            error = ConnectionError(f"{connect} refuses: {refused.details}")
+            for note in getattr(refused, "__notes__", ()):
+                error.add_note(note)
+            raise error from refused
+        except KeyboardInterrupt as stop:
+            typer.echo("\n" + "\n".join(getattr(stop, "__notes__", ())), err=True)
+            raise
         typer.echo(repr(client.traffic), err=True)
 
 
@@ -164,7 +177,7 @@ def train(
     """
     from plpkg.residual import training
 
-    documents = training.texts(text)
+    documents, held_out = training.texts(text), training.texts(text, "validation")
     with context.obj() as (client, model, tokenizer):
-        options = dict(steps=steps, batch=batch, seq=seq, accumulate=accumulate, lr=lr)
+        options = dict(held_out=held_out, steps=steps, batch=batch, seq=seq, accumulate=accumulate, lr=lr)
         typer.echo(repr(training.train(client, model, tokenizer, documents, out, **options)))

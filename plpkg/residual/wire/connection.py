@@ -1,5 +1,6 @@
 """The device's end of the connection: one stream, deadlines on every wait, and coming back after it broke."""
 
+import socket
 import time
 import weakref
 from collections.abc import Callable
@@ -29,6 +30,10 @@ CROWDED = "Concurrent RPC limit"
 """What gRPC says where more streams come at once than the cloud can even refuse: it passes."""
 
 
+SILENCE_S = 3.0
+"""Without an answer, this is said so often."""
+
+
 class SessionLostError(ConnectionError):
     """The cloud does not know the session any more."""
 
@@ -38,13 +43,13 @@ class RefusedError(RuntimeError):
 
     Attributes
     ----------
-    code
-        The gRPC status.
+    code, details
+        The gRPC status, and what the cloud says.
     """
 
     def __init__(self, failure: StatusError) -> None:
         super().__init__(f"{failure.code.name}: {failure.details}")
-        self.code = failure.code
+        self.code, self.details = failure.code, failure.details
 
 
 class Connection:
@@ -67,10 +72,15 @@ class Connection:
     max_message_bytes
         The longest message that the cloud may send.
 
+    Attributes
+    ----------
+    on_silence
+        Called with a sentence after every :data:`SILENCE_S` seconds without an answer.
+
     Raises
     ------
     ValueError
-        The target is not on this machine, and TLS or the token is missing.
+        The target is not a loopback address, and TLS or the token is missing.
     OSError
         ``ca`` cannot be read.
     """
@@ -87,10 +97,12 @@ class Connection:
         retry_s: float = 30.0,
         max_message_bytes: int = 256 * 2**20,
     ) -> None:
-        certificates.require_protection(target, encrypted=ca is not None, token=token)
+        certificates.require_protection(target, encrypted=ca is not None, token=token, option="--ca")
         self.target, self.terms, self.timeout_s, self.retry_s = target, terms, timeout_s, retry_s
         self.traffic = Counter()
         self.session, self.steps, self.max_tokens = b"", 0, 0
+        self.on_silence: Callable[[str], object] | None = None
+        self._met, self._silent_since, self._say_at, self._give_up = False, None, 0.0, None
         self._metadata = [("authorization", f"Bearer {token}")] if token else []
         options = [
             *OPTIONS,
@@ -131,21 +143,25 @@ class Connection:
         Raises
         ------
         ConnectionError
-            It did not work for ``retry_s``, or the other side shows a certificate that is not trusted;
-            :class:`SessionLostError` if the cloud has forgotten the session.
+            It did not work for ``retry_s``; nobody listens where the cloud has never been met; or the other side shows
+            a certificate that is not trusted. :class:`SessionLostError` if the cloud has forgotten the session.
         RefusedError
             The cloud does not want to.
         """
-        give_up, pause = None, 0.05
+        self._give_up, self._silent_since, pause = None, None, 0.05
         while True:
             try:
                 if self._call is None:
                     self._open()
                 return run()
             except BrokenStreamError as error:
-                give_up = time.monotonic() + self.retry_s if give_up is None else give_up
-                if time.monotonic() + pause > give_up:
+                if not self._met and (refusal := self._refusal()):
+                    raise ConnectionError(f"no connection to {self.target}: {refusal}") from error
+                if self._give_up is None:
+                    self._give_up = time.monotonic() + self.retry_s
+                if time.monotonic() + pause > self._give_up:
                     raise ConnectionError(f"no connection to {self.target}: {error}") from error
+                self._say(0.0)
             except BaseException as error:
                 self.reset()  # in the middle of a step: the next one begins with a new stream
                 if self._closed:
@@ -174,6 +190,26 @@ class Connection:
                 raise SessionLostError(str(refused)) from refused
             raise
         self.session, self.steps, self.max_tokens = welcome.session, welcome.steps, welcome.tokens
+        self._met = True
+
+    def _refusal(self) -> str | None:
+        """Why nobody can be reached where the cloud should be, if it is certain: a relay in between would hide it."""
+        try:
+            socket.create_connection(host_and_port(self.target), self.timeout_s).close()
+        except (ConnectionRefusedError, socket.gaierror) as error:
+            return f"{error.strerror}: no cloud is there"
+        except OSError:
+            pass
+        return None
+
+    def _say(self, wait_s: float) -> None:
+        """From time to time, how long nothing has come; what is waited for may still take ``wait_s``."""
+        now = time.monotonic()
+        if self.on_silence is None or now < self._say_at:
+            return
+        left = wait_s + self.retry_s if self._give_up is None else max(wait_s, self._give_up - now)
+        self.on_silence(f"no answer for {now - self._silent_since:.0f} s, trying for {left:.0f} more")
+        self._say_at = now + SILENCE_S
 
     def send(self, **content) -> None:
         """Put a message with this one field on its way."""
@@ -196,8 +232,13 @@ class Connection:
         return value
 
     def _next(self, content: str):
+        if self._silent_since is None:
+            self._silent_since = time.monotonic()
+            self._say_at = self._silent_since + SILENCE_S
         try:
-            return self._messages.receive(content, limit_s=self.timeout_s)
+            value = self._messages.receive(content, limit_s=self.timeout_s, meanwhile=self._say)
+            self._silent_since = None
+            return value
         except BrokenStreamError:
             self.reset()
             raise

@@ -67,7 +67,7 @@ class DeviceClient:
     timeout_s
         The longest wait for an answer.
     retry_s
-        How long to try to come back after the connection broke.
+        How long to try to come back after the connection broke. A first connection that is refused is not tried again.
 
     Attributes
     ----------
@@ -104,7 +104,7 @@ class DeviceClient:
     ) -> None:
         number("timeout_s", timeout_s, open_low=True)
         number("retry_s", retry_s)
-        require_protection(target, encrypted=ca is not None, token=token)
+        require_protection(target, encrypted=ca is not None, token=token, option="--ca")
         self.part, cloud = split(model, first_k, last_k, fold=fold, adapter_name=adapter_name)
         self.part.eval()
         self.terms = terms(model, self.part, cloud.riders, adapter_name, (first_k, last_k), precision)
@@ -134,6 +134,15 @@ class DeviceClient:
         self._connection.close(leave=self._in_use.acquire(blocking=False))  # and nothing begins any more
         if self.relay is not None:
             self.relay.close()
+
+    @property
+    def on_silence(self) -> Callable[[str], object] | None:
+        """Called with a sentence every few seconds while the cloud does not answer."""
+        return self._connection.on_silence
+
+    @on_silence.setter
+    def on_silence(self, say: Callable[[str], object] | None) -> None:
+        self._connection.on_silence = say
 
     @property
     def traffic(self) -> Counter:
@@ -235,6 +244,23 @@ class DeviceClient:
                         on_token(tokens)
                 cache.cut_back(text.ids.shape[1] - 1)
         return text.ids
+
+    @torch.no_grad()
+    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Logits ``(batch, seq, vocab)`` of what follows each token of ``(batch, seq)``: to score a text.
+
+        Raises
+        ------
+        ValueError, ConnectionError, RefusedError
+            As in :meth:`generate`.
+        """
+        ids = self._checked(input_ids)
+
+        def run() -> torch.Tensor:
+            return self._next_logits(ids, self.part.new_cache(), [], 0, None, every=True)[0]
+
+        with self._alone():
+            return self._begin_anew(run)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -385,18 +411,27 @@ class DeviceClient:
         return loss.item()
 
     def _next_logits(
-        self, ids: torch.Tensor, cache: DeviceCache, guesses: list[int], ahead: int, choice: Choice | None
+        self,
+        ids: torch.Tensor,
+        cache: DeviceCache,
+        guesses: list[int],
+        ahead: int,
+        choice: Choice | None,
+        *,
+        every: bool = False,
     ) -> tuple[torch.Tensor, list[int]]:
         """Logits ``(batch, guesses + 1, vocab)`` of what follows ``ids`` ``(batch, seq)`` and each guess, and these.
 
-        The guesses are the device's, or as many as ``ahead`` of the cloud's.
+        The guesses are the device's, or as many as ``ahead`` of the cloud's. With ``every`` the logits are those of
+        every position.
         """
         keep = cache.seen
         if guesses:
             ids = torch.cat([ids, torch.tensor([guesses])], dim=1)
         hidden = pack(self.part.embed(ids, cache=cache), self.dtype)
         cache.seen += ahead
-        positions = ids.shape[1] if self.part.last is not None else len(guesses) + 1  # its KV caches have to be filled
+        wanted = ids.shape[1] if every else len(guesses) + 1
+        positions = wanted if self.part.last is None else ids.shape[1]  # its KV caches have to be filled
         read = (len(ids), ids.shape[1] + (ahead if self.part.matrices else 0))  # in the pass that asks for every M
         extra = dict(ahead=ahead, choice=choice) if ahead else {}
         number = None
@@ -416,7 +451,7 @@ class DeviceClient:
         self._connection.steps = number
         self._connection.traffic.drafted_tokens += len(guesses) + len(written)
         guesses = guesses or written
-        logits = self.part.logits(final, cache=cache)[:, -len(guesses) - 1 :]
+        logits = self.part.logits(final, cache=cache)[:, -max(wanted, len(guesses) + 1) :]
         if not logits.amax(-1).isfinite().all():
             raise FloatingPointError("the logits are not finite: the adapter, or the backbone, is damaged or overflows")
         return logits, guesses

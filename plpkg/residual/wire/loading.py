@@ -17,7 +17,15 @@ METHODS = {"PRIVATELORA": PrivateLoraConfig, "LADDER": LadderConfig}
 
 
 def adapted_model(
-    name: str, adapter: Path | None, dtype: str, device: str, *, rank: int, ladder: bool = False, **config
+    name: str,
+    adapter: Path | None,
+    dtype: str,
+    device: str,
+    *,
+    rank: int,
+    ladder: bool = False,
+    like: Path | None = None,
+    **config,
 ) -> tuple[PeftModel, PreTrainedTokenizerBase]:
     """A model with an adapter of this room, and its tokenizer.
 
@@ -32,6 +40,8 @@ def adapted_model(
     rank, ladder, **config
         Of a new adapter: its rank, both ways; whether it is a ladder (a saved one then has to be); and fields that both
         configurations have.
+    like
+        A folder with a saved adapter whose configuration the new one has instead. Nothing else is read of it: no M.
 
     Raises
     ------
@@ -41,23 +51,34 @@ def adapted_model(
     """
     dtypes = PRECISIONS | {"auto": "auto"}
     model, tokenizer = load_backbone(name, dtype=dtypes[one_of("dtype", dtype, tuple(dtypes))], device=device)
+    if like is not None:
+        return get_peft_model(model, _public_config(like, adapter, ladder)), tokenizer
     if adapter is None:
         new = LadderConfig(r=rank, **config) if ladder else PrivateLoraConfig(r_c2d=rank, r_d2c=rank, **config)
         return get_peft_model(model, new), tokenizer
-    config = _config(adapter)
-    if ladder and not isinstance(config, LadderConfig):
-        raise ValueError(
-            f"{adapter} holds a {config.peft_type} adapter, but a ladder was asked for: leave --ladder out"
-        )
+    config = _config(adapter, ladder, CONFIG, WEIGHTS)
     try:
         return PeftModel.from_pretrained(model, adapter, config=config, is_trainable=True), tokenizer
     except ValueError as error:
         raise ValueError(f"{adapter} does not fit {name}: {error}") from error
 
 
-def _config(adapter: Path) -> ProjectionConfig:
-    """What a folder says of its adapter, which is there."""
-    for name in (CONFIG, WEIGHTS):
+def _public_config(like: Path, adapter: Path | None, ladder: bool) -> ProjectionConfig:
+    """The configuration of a new adapter with the A and B of one that was saved."""
+    if adapter is not None:
+        raise ValueError(f"--like {like} and --adapter {adapter}: take one of them")
+    config = _config(like, ladder, CONFIG)
+    if config.init == "given":
+        raise ValueError(
+            f"{like} has an A and a B that its configuration does not tell (init='given'): --adapter reads them, and M"
+        )
+    config.base_model_name_or_path, config.inference_mode = None, False
+    return config
+
+
+def _config(adapter: Path, ladder: bool, *needed: str) -> ProjectionConfig:
+    """What a folder says of its adapter, where the files that are needed are there."""
+    for name in needed:
         if not (adapter / name).exists():  # PEFT would ask the hub
             raise FileNotFoundError(f"{adapter} holds no adapter: it has no {name}")
     try:
@@ -66,4 +87,6 @@ def _config(adapter: Path) -> ProjectionConfig:
         raise ValueError(f"{adapter}: {error}") from error
     if not isinstance(method, str) or method not in METHODS:
         raise ValueError(f"{adapter} holds a {str(method)[:40]} adapter, not a PrivateLoRA one or a ladder")
+    if ladder and METHODS[method] is not LadderConfig:
+        raise ValueError(f"{adapter} holds a {method} adapter, but a ladder was asked for: leave --ladder out")
     return METHODS[method].from_pretrained(adapter)

@@ -7,7 +7,7 @@ message, or reads none, is given up, and holds no more than :data:`BACKLOG` of t
 
 import queue
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import grpc
@@ -28,6 +28,9 @@ OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 )
 """What both ends ask of gRPC."""
+
+TICK_S = 1.0
+"""How often whoever waits for a message is told that there is none yet."""
 
 BACKLOG = 8
 """Messages that may wait to be sent, or to be read."""
@@ -182,8 +185,10 @@ class Messages:
         self._traffic.sent(_payload_bytes(value), len(data))
         self.outgoing.put(data)
 
-    def receive(self, *contents: str, limit_s: float):
+    def receive(self, *contents: str, limit_s: float, meanwhile: Callable[[float], object] | None = None):
         """The field of the next message, which must be one of ``contents``.
+
+        ``meanwhile`` is told every :data:`TICK_S` for how many seconds more it may still come.
 
         Raises
         ------
@@ -193,11 +198,17 @@ class Messages:
             The other side ended the stream, or is gone.
         """
         due = " or a ".join(contents)
-        try:
-            data = self._inbox.get(timeout=limit_s)
-        except queue.Empty:
-            details = f"{self._peer} said nothing for {limit_s:g} s, a {due} was due"
-            raise StatusError(StatusCode.DEADLINE_EXCEEDED, details) from None
+        data, left = None, limit_s
+        while data is None:
+            wait = left if meanwhile is None else min(left, TICK_S)
+            try:
+                data = self._inbox.get(timeout=wait)
+            except queue.Empty:
+                left -= wait
+                if left <= 0:
+                    details = f"{self._peer} said nothing for {limit_s:g} s, a {due} was due"
+                    raise StatusError(StatusCode.DEADLINE_EXCEEDED, details) from None
+                meanwhile(left)
         if isinstance(data, Exception):
             self.interrupt(data)
             raise data

@@ -16,6 +16,12 @@ from plpkg.residual.wire.tensors import PRECISIONS
 from plpkg.residual.wire.wire_pb2 import Terms
 from plpkg.validation import number, one_of, whole_number
 
+OPTIONS = dict(
+    model="--model", targets="--target", r_c2d="--rank", r_d2c="--rank", projection_seed="--seed", late="late",
+    precision="--precision", first_k="--first-k", last_k="--last-k", riders="--fold or --ladder", bases="A and B",
+)  # fmt: skip
+"""What a reader of a refusal can change; the other fields have their own names."""
+
 PROTOCOL = 3
 """Raised whenever an older peer would misunderstand."""
 
@@ -91,11 +97,12 @@ def terms(
 
 
 def differences(device: Terms, cloud: Terms) -> str:
-    """A sentence for each field in which the two differ, both values in it; empty if they agree."""
+    """A sentence for each field in which the two differ, both values in it, for the device; empty if they agree."""
     sentences = []
     for field in Terms.DESCRIPTOR.fields:
         values = getattr(device, field.name), getattr(cloud, field.name)
         if values[0] != values[1] and not (field.name == "bases" and sentences):  # they follow from all the others
             shown = (list(value[:50]) if field.is_repeated else value for value in values)  # it may be endless
-            sentences.append("{} is {!r} on the device and {!r} on the cloud".format(field.name, *shown))
-    return "; ".join(sentences)
+            shown = (value if isinstance(value, str) else repr(value) for value in shown)
+            sentences.append("{} {} here, {} on the cloud".format(OPTIONS.get(field.name, field.name), *shown))
+    return "; ".join(dict.fromkeys(sentences))  # one rank is two fields

@@ -7,8 +7,10 @@ The publication's settings: AdamW, a short warm-up and then a constant rate, gra
 step depends on the seed and the step alone, so that a run that was stopped goes on with the same batches.
 """
 
+import functools
 import hashlib
 import itertools
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +23,20 @@ from tqdm.auto import tqdm
 from plpkg import checkpoints, corpora
 from plpkg.corpora import Document, Writer
 from plpkg.corpora.folder import read_utf8
+from plpkg.corpora.tokens import Tokens
 from plpkg.learning import learn, rising
+from plpkg.residual.wire.connection import RefusedError
 from plpkg.residual.wire.device import DeviceClient
 from plpkg.residual.wire.tensors import pack
 from plpkg.results import Tabular
-from plpkg.validation import number, whole_number
+from plpkg.scoring import Score, score
+from plpkg.validation import number, one_of, whole_number
 
 CHECKPOINT, REMEDY = "checkpoint.pt", "take another folder and a lower lr"
+HELD_OUT_TOKENS = 2**15
+"""At most so many tokens are scored: they cross the network as well."""
+STOPS = (ConnectionError, RefusedError, KeyboardInterrupt)
+"""What ends a run that can go on later."""
 
 
 @dataclass(frozen=True)
@@ -38,19 +47,30 @@ class Training(Tabular):
     ----------
     losses
         The loss of each step, in nats per token.
+    before, after
+        Bits per byte of what was held out, before the first step and after the last; ``None`` without such text.
     """
 
     losses: tuple[float, ...]
+    before: float | None = None
+    after: float | None = None
 
     def rows(self) -> list[dict]:
         return [{"step": i + 1, "loss": loss} for i, loss in enumerate(self.losses)]
 
     def __repr__(self) -> str:
-        return f"Training({len(self.losses)} steps, loss {self.losses[0]:.3f} to {self.losses[-1]:.3f} nats per token)"
+        if self.after is None:
+            learnt = f"loss {self.losses[0]:.3f} to {self.losses[-1]:.3f} nats per token"
+        else:
+            learnt = f"held out {self.before:.3f} to {self.after:.3f} bits per byte"
+        return f"Training({len(self.losses)} steps, {learnt})"
 
 
-def texts(source: str) -> list[Document]:
-    """The training text of a writer (``writer:numpy``), of a folder of text files, or one file.
+def texts(source: str, split: str = "train") -> list[Document]:
+    """The text to learn of a writer (``writer:numpy``), of a folder of text files, or one file.
+
+    With ``"validation"`` as ``split`` what is held out: of one file the last tenth, from a paragraph's, a line's, or a
+    word's beginning on; of too short a one nothing.
 
     Raises
     ------
@@ -59,11 +79,52 @@ def texts(source: str) -> list[Document]:
     """
     kind, _, name = source.partition(":")
     if kind == "writer":
-        return corpora.writer(name).split("train")
+        return corpora.writer(name).split(split)
     path = Path(source)
     if path.is_dir():
-        return [document for writer in corpora.text_folder(path) for document in writer.split("train")]
-    return [Document(path.name, read_utf8(path))]
+        return [document for writer in corpora.text_folder(path) for document in writer.split(split)]
+    text = read_utf8(path)
+    begins = (text.rfind(end, len(text) // 2, len(text) * 9 // 10) for end in ("\n\n", "\n", " "))
+    cut = next((place for place in begins if place >= 0), len(text))
+    part = text[:cut] if one_of("split", split, ("train", "validation")) == "train" else text[cut:]
+    return [Document(path.name, part)] if part else []
+
+
+def score_of(client: DeviceClient, config, documents: Sequence[Tokens], *, batch: int = 4, seq: int = 256) -> Score:
+    """The score of a text over the wire, every M as it is now.
+
+    Parameters
+    ----------
+    client, config
+        A connected device, and its model's configuration.
+    documents
+        The text: its first :data:`HELD_OUT_TOKENS`.
+    batch, seq
+        Windows in a pass, and tokens in a window.
+
+    Raises
+    ------
+    ValueError
+        There is nothing to score.
+    ConnectionError, RefusedError
+        As in :meth:`DeviceClient.logits`.
+    """
+    left, firsts = HELD_OUT_TOKENS, []
+    for tokens in documents:
+        firsts.append(Tokens(**{name: values[:left] for name, values in vars(tokens).items()}))
+        left -= len(firsts[-1])
+    return score(_OverTheWire(client, config), None, firsts, batch=batch, seq=seq, stride=seq)
+
+
+class _OverTheWire(torch.nn.Module):
+    """What :func:`plpkg.scoring.score` asks of a model."""
+
+    def __init__(self, client: DeviceClient, config) -> None:
+        super().__init__()
+        self.client, self.config, self.device = client, config, "cpu"
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> types.SimpleNamespace:
+        return types.SimpleNamespace(logits=self.client.logits(input_ids))
 
 
 def train(
@@ -73,6 +134,7 @@ def train(
     documents: Sequence[Document | str],
     out: str | Path,
     *,
+    held_out: Sequence[Document] = (),
     steps: int = 200,
     batch: int = 4,
     seq: int = 256,
@@ -98,6 +160,8 @@ def train(
     out
         A folder: gets ``checkpoint.pt``, and at the end the adapter as ``save_pretrained`` writes it. The files are
         their owner's alone, and so is the folder if it is new.
+    held_out
+        What is not learnt, but scored before and after: it crosses the network as well.
     steps, batch, seq, accumulate
         Updates; windows in a pass, and tokens in a window; passes in an update.
     lr, warmup
@@ -117,8 +181,9 @@ def train(
         A loss or a gradient is not finite: nothing is learnt from it, or saved.
     OSError
         The disk is full: the files are as they were.
-    ConnectionError
-        The cloud cannot be reached; the last checkpoint is there.
+    ConnectionError, RefusedError
+        The cloud cannot be reached, or does not want to. As after a KeyboardInterrupt, the checkpoint has every step
+        that was done, and a note of the exception says where it is.
     """
     for name, value in dict(steps=steps, accumulate=accumulate, checkpoint_every=checkpoint_every).items():
         whole_number(name, value, 1)
@@ -138,7 +203,8 @@ def train(
         "steps": steps, "batch": batch, "seq": seq, "accumulate": accumulate, "lr": lr, "warmup": warmup, "seed": seed,
     }  # fmt: skip
     state = checkpoints.load(out / CHECKPOINT, identity)
-    losses = state["losses"] if state else []
+    losses, before = (state["losses"], state.get("before")) if state else ([], None)
+    scored = [tokens for tokens in corpora.encode(held_out, tokenizer) if tokens.scored[1:].any()]
     encoded = corpora.encode(documents, tokenizer)
     stream = corpora.batches(encoded, batch=batch, seq=seq, seed=seed, start=len(losses) * accumulate)
     here = {id(p) for p in client.trainable()}
@@ -153,6 +219,8 @@ def train(
     items = accumulate * batch * (seq - 1)
     bar = tqdm(range(len(losses), steps), "personalising", initial=len(losses), total=steps, disable=not progress)
 
+    saved = len(losses)
+
     def gradient(step: int) -> float:
         loss = 0.0
         try:
@@ -162,20 +230,42 @@ def train(
                 raise FloatingPointError(f"the gradient's norm is {norm.item()}")
         except FloatingPointError as error:
             raise FloatingPointError(f"in step {step + 1}, {error}: {REMEDY}") from error
+        except STOPS:  # nothing of this step is in M yet
+            if step > saved:
+                save(step)
+            raise
         return loss
 
     def save(done: int) -> None:
+        nonlocal saved
         learnt = get_peft_model_state_dict(model, adapter_name=client.adapter_name)
-        state = {"identity": identity, "losses": losses, "optimizer": optimizer.state_dict(), "adapter": learnt}
+        state = {"identity": identity, "losses": losses, "before": before}
+        state |= {"optimizer": optimizer.state_dict(), "adapter": learnt}
         checkpoints.save(out / CHECKPOINT, state)
+        saved = done
 
     optimizer.zero_grad()
-    for _, loss in learn(
-        bar, gradient, [optimizer], lambda step: lr * rising(step, warmup), save=save,
-        checkpoint_every=checkpoint_every, remedy=f": {REMEDY}",
-    ):  # fmt: skip
-        losses.append(loss)
-        bar.set_postfix(loss=f"{loss:.3f}")
-    adapter = dict(selected_adapters=[client.adapter_name])
-    checkpoints.replace_files(out, lambda folder: model.save_pretrained(folder, **adapter), private=True)
-    return Training(tuple(losses))
+    bits = functools.partial(score_of, client, model.config, scored, batch=batch, seq=seq)
+    client.on_silence, say = bar.set_postfix_str, client.on_silence
+    after = None
+    try:
+        if scored and not losses:
+            before = bits().bits_per_byte
+        for _, loss in learn(
+            bar, gradient, [optimizer], lambda step: lr * rising(step, warmup), save=save,
+            checkpoint_every=checkpoint_every, remedy=f": {REMEDY}",
+        ):  # fmt: skip
+            losses.append(loss)
+            bar.set_postfix(loss=f"{loss:.3f}")
+        adapter = dict(selected_adapters=[client.adapter_name])
+        checkpoints.replace_files(out, lambda folder: model.save_pretrained(folder, **adapter), private=True)
+        if before is not None:
+            after = bits().bits_per_byte
+    except STOPS as stop:
+        kept = f"{out / CHECKPOINT} has {saved} of {steps} steps: the same command goes on from there"
+        stop.add_note(kept if saved else f"nothing was learnt, and {out} has no checkpoint")
+        raise
+    finally:
+        client.on_silence = say
+        bar.close()
+    return Training(tuple(losses), before, after)

@@ -1,3 +1,4 @@
+import re
 import stat
 
 import pytest
@@ -85,14 +86,16 @@ def test_what_is_no_certificate_is_named(tmp_path):
 def test_what_never_leaves_the_machine(address, local):
     assert certificates.is_loopback(address) is local
     if local:
-        certificates.require_protection(address, encrypted=False, token=None)
+        certificates.require_protection(address, encrypted=False, token=None, option="--ca")
     else:
         for encrypted, token, missing in (
-            (False, None, "TLS and a token"), (False, "t", "TLS"), (True, None, "a token"),
+            (False, None, "TLS (--ca) and a token (PLPKG_TOKEN)"), (False, "t", "TLS (--ca)"),
+            (True, None, "a token (PLPKG_TOKEN)"),
         ):  # fmt: skip
-            with pytest.raises(ValueError, match=f"is not on this machine: {missing} needed"):
-                certificates.require_protection(address, encrypted=encrypted, token=token)
-        certificates.require_protection(address, encrypted=True, token="t")
+            said = f"{address} is not a loopback address, which never leaves a machine: {missing} needed"
+            with pytest.raises(ValueError, match=re.escape(said)):
+                certificates.require_protection(address, encrypted=encrypted, token=token, option="--ca")
+        certificates.require_protection(address, encrypted=True, token="t", option="--ca")
 
 
 @pytest.mark.parametrize(
@@ -106,4 +109,4 @@ def test_an_address_has_a_host_and_a_port(address):
 @pytest.mark.parametrize("token", ["", " ", "a\nb", "ü"])
 def test_an_impossible_token_is_refused(token):
     with pytest.raises(ValueError, match="the token must be printable ASCII"):
-        certificates.require_protection("localhost:1", encrypted=True, token=token)
+        certificates.require_protection("localhost:1", encrypted=True, token=token, option="--ca")

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import io
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -123,20 +124,59 @@ def test_cloud_chat_and_train(cloud, folder, tmp_path):
     device = ["device", "--connect", cloud, "--model", str(folder)]
     text = tmp_path / "diary.txt"
     text.write_text("my cat is called felix and sleeps all day " * 20)
-    options = ["--steps", "3", "--batch", "2", "--seq", "8"]
+    options = ["--steps", "3", "--batch", "2", "--seq", "8", "--lr", "0.5"]
     result = RUNNER.invoke(
         app, [*device, "--rank", "4", *TARGETS, "train", str(text), str(tmp_path / "mine"), *options]
     )
     assert result.exit_code == 0, result.output
-    assert "Training(3 steps" in result.output
+    pattern = r"Training\(3 steps, held out (\d\.\d{3}) to (\d\.\d{3}) bits per byte\)"
+    before, after = re.fullmatch(pattern, result.stdout.strip()).groups()
+    assert float(before) > float(after)
     chat = ["chat", "--max-new-tokens", "5", "--temperature", "0"]
     result = RUNNER.invoke(app, [*device, "--adapter", str(tmp_path / "mine"), *chat], input="my cat\n\nis called\n")
     assert result.exit_code == 0, result.output
     assert len(result.stdout.strip().splitlines()) == 2
     result = RUNNER.invoke(app, [*device, "--rank", "5", *chat], input="my cat\n")
     assert result.exit_code == 2
-    assert "r_c2d is 5 on the device and 4 on the cloud" in result.output
-    assert "targets is 'k_proj, q_proj, v_proj of layers 0, 1' on the device and 'down_proj, v_proj" in result.output
+    assert f"Error: {cloud} refuses: " in result.output
+    assert "--rank 5 here, 4 on the cloud" in result.output
+    assert (
+        "--target k_proj, q_proj, v_proj of layers 0, 1 here, down_proj, v_proj of layers 0, 1 on the" in result.output
+    )
+    assert "Usage" not in result.output
+
+
+def test_a_cloud_like_an_adapter_needs_no_list_of_targets(folder, tmp_path):
+    """Its M stays where it is: the cloud has the configuration alone."""
+    config = dict(rank=5, ladder=False, target_modules=["o_proj", "up_proj"], projection_seed=3)
+    adapted_model(str(folder), None, "fp32", "cpu", **config)[0].save_pretrained(tmp_path / "mine")
+    (tmp_path / "public").mkdir()
+    shutil.copy(tmp_path / "mine" / "adapter_config.json", tmp_path / "public")
+    command = ["cloud", "--model", str(folder), "--like", str(tmp_path / "public"), "--listen", "127.0.0.1:0"]
+    with Process(PLPKG, *command) as process:
+        address = process.stdout.readline().split()[2].rstrip(";")
+        device = ["device", "--connect", address, "--model", str(folder), "--adapter", str(tmp_path / "mine")]
+        chat = ["chat", "--max-new-tokens", "5", "--temperature", "0"]
+        result = RUNNER.invoke(app, [*device, *chat], input="my cat\n")
+    assert result.exit_code == 0, result.output
+    assert len(result.stdout.strip().splitlines()) == 1
+
+
+def test_training_that_is_interrupted_says_how_it_goes_on(cloud, folder, tmp_path):
+    """Ctrl+C, in a process of its own, as soon as a step is done."""
+    text, out = tmp_path / "diary.txt", tmp_path / "mine"
+    text.write_text("my cat is called felix and sleeps all day " * 20)
+    device = ["device", "--connect", cloud, "--model", str(folder), "--rank", "4", *TARGETS]
+    with Process(PLPKG, *device, "train", str(text), str(out), "--steps", "100000", "--seq", "8") as process:
+        shown = ""
+        while not re.search(r"[1-9]\d*/100000", shown):
+            shown += process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        shown = process.stdout.read()
+        assert process.wait(60) == 130
+    assert "Traceback" not in shown
+    steps = int(re.search(rf"{out / 'checkpoint.pt'} has (\d+) of 100000 steps: the same command goes on", shown)[1])
+    assert len(torch.load(out / "checkpoint.pt")["losses"]) == steps >= 1
 
 
 @pytest.mark.parametrize(
@@ -275,7 +315,7 @@ def test_a_line_that_is_too_long_or_no_text_ends_nothing(secured, folder, tls):
 def refused(folder, arguments, message):
     """A command ends with 2 and one message; ``--model`` stands where its options do."""
     at = 1 if arguments[0] == "cloud" else 3
-    result = RUNNER.invoke(app, [*arguments[:at], "--model", str(folder), *arguments[at:]])
+    result = RUNNER.invoke(app, [*arguments[:at], "--model", str(folder), *arguments[at:]], input="my cat\n")
     assert result.exit_code == 2, result.output
     assert message in result.output
 
@@ -292,14 +332,21 @@ def test_a_certificate_and_then_its_refusal(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["cloud", "--listen", "0.0.0.0:0"], "0.0.0.0:0 is not on this machine: TLS and a token needed"),
-        (["cloud", "--listen", "[::]:0"], "[::]:0 is not on this machine: TLS and a token needed"),
+        (
+            ["cloud", "--listen", "0.0.0.0:0"],
+            "0.0.0.0:0 is not a loopback address, which never leaves a machine: TLS (--",
+        ),
+        (["cloud", "--listen", "[::]:0"], "leaves a machine: TLS (--tls) and a token (PLPKG_TOKEN) needed"),
         (["cloud", "--listen", "here"], "an address must be host:port, got 'here'"),
         (["cloud", "--rank", "0"], "r_c2d must be"),
         (["cloud", "--dtype", "int4"], "dtype must be one of 'fp16', 'bf16', 'fp32', 'auto', got 'int4'"),
         (["cloud", "--first-k", "2"], "first_k must be between 0 and num_hidden_layers - 1=1"),
         (["cloud", "--sessions", "0"], "sessions must be"),
-        (["device", "--connect", "example.org:1", "chat"], "example.org:1 is not on this machine: TLS and a token"),
+        (["device", "--connect", "example.org:1", "chat"], "leaves a machine: TLS (--ca) and a token (PLPKG_"),
+        ([*DEVICE, "chat"], "Error: no connection to 127.0.0.1:1: Connection refused: no cloud is there"),
+        ([*DEVICE, "--retry", "-1", "chat"], "retry_s must be at least 0, got -1.0"),
+        (["cloud", "--like", "mine", "--adapter", "other"], "--like mine and --adapter other: take one of them"),
+        (["cloud", "--like", "/no/such"], "/no/such holds no adapter: it has no adapter_config.json"),
         (["device", "--connect", "127.0.0.1:1", "--link", "pigeon", "chat"], "pigeon"),
         (["device", "--connect", "127.0.0.1:1", "train", "/no/such/file", "out"], "/no/such/file"),
         (["device", "--connect", "127.0.0.1:1", "train", "writer:nobody", "out"], "writer must be one of"),
@@ -415,9 +462,26 @@ def test_a_checkpoint_that_is_none_is_named(folder, tmp_path):
 def test_training_text_comes_from_files_folders_and_writers(tmp_path):
     for i in range(4):
         (tmp_path / f"{i}.txt").write_text(f"entry {i}")
-    assert [d.text for d in texts(str(tmp_path / "1.txt"))] == ["entry 1"]
     assert len(texts(str(tmp_path))) == 2
-    assert texts("writer:seaborn")
+    assert len(texts(str(tmp_path), "validation")) == 1
+    assert {d.name for d in texts("writer:seaborn")}.isdisjoint(d.name for d in texts("writer:seaborn", "validation"))
+
+
+@pytest.mark.parametrize(
+    ("text", "learnt"),
+    [
+        ("one. " * 10 + "\n\n" + "two. " * 10 + "\n\n" + "three. " * 2, "one. " * 10 + "\n\n" + "two. " * 10),
+        ("a\n" * 50, "a\n" * 44 + "a"),
+        ("a " * 50, "a " * 44 + "a"),
+        ("word", "word"),
+    ],
+)
+def test_the_end_of_one_file_is_held_out(tmp_path, text, learnt):
+    """From a paragraph's beginning on, a line's, or a word's."""
+    file = tmp_path / "diary.md"
+    file.write_text(text)
+    assert [d.text for d in texts(str(file))] == [learnt]
+    assert "".join(d.text for d in texts(str(file), "validation")) == text.removeprefix(learnt)
 
 
 def test_lines_are_asked_for_on_a_terminal_only(capsys):

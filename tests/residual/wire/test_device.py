@@ -1,7 +1,9 @@
 """The two ends over a real connection, against the uncut model in one process, with everything that can break."""
 
 import copy
+import itertools
 import random
+import re
 import socket
 import threading
 import time
@@ -13,11 +15,11 @@ from plpkg import communication
 from plpkg.backbones import FAMILIES
 from plpkg.catalog import ModelShape
 from plpkg.residual import CloudServer, DeviceClient, Limits, PrivateLoraConfig, RefusedError
-from plpkg.residual.wire import sampling
-from tests.residual.conftest import CUTS, IDS, at_once, cloud_process, wait_until
+from plpkg.residual.wire import connection, messages, sampling
+from tests.residual.conftest import CUTS, IDS, at_once, cloud_process, precise, wait_until
 from tests.residual.wire.conftest import LENGTHS, LONG_ROPE, SLIDING, cut_at, expected_tokens, in_order
 
-from rounding import relative
+from rounding import assert_as_exact, relative
 
 LOSS = relative(64 + IDS[:, 1:].numel())  # a sum over the vocabulary in each token's, then over the tokens
 
@@ -449,6 +451,98 @@ def test_nobody_there_is_one_sentence(adapted, listening):
     assert (parameters[0].grad == 1).all()
 
 
+@pytest.mark.parametrize("link", [None, "lan"])
+def test_a_first_connection_that_is_refused_is_not_tried_again(adapted, monkeypatch, link):
+    """A relay in between would accept it."""
+    slept = []
+    monkeypatch.setattr(connection.time, "sleep", slept.append)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    with DeviceClient(address, adapted(), link=link) as client:
+        with pytest.raises(
+            ConnectionError, match=f"^no connection to {address}: Connection refused: no cloud is there"
+        ):
+            client.generate(IDS, 1)
+        assert not slept
+        assert client.traffic.tokens == 0
+
+
+class Clock:
+    """Time that passes only where somebody sleeps."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+def test_a_cloud_that_is_lost_is_said_as_long_as_it_lasts(adapted, monkeypatch):
+    process, address = cloud_process()
+    said = []
+    with process, DeviceClient(address, adapted(), precision="fp32", retry_s=10) as client:
+        client.on_silence = said.append
+        client.generate(IDS, 2)
+        assert not said
+        process.kill()
+        monkeypatch.setattr(connection, "time", Clock())
+        with pytest.raises(ConnectionError, match=f"no connection to {address}"):
+            client.generate(IDS, 2)
+    seconds = [list(map(int, re.fullmatch(r"no answer for (\d+) s, trying for (\d+) more", s).groups())) for s in said]
+    assert [sum(each) in (9, 10, 11) for each in seconds] == [True] * len(seconds)  # of rounded numbers
+    silences = [silence for silence, _ in seconds]
+    assert 3 <= silences[0] <= 5
+    assert silences[-1] >= 6
+    assert all(3 <= later - earlier <= 5 for earlier, later in itertools.pairwise(silences))
+
+
+def test_silence_within_a_wait_is_said_and_is_not_the_end(pair, monkeypatch):
+    """The cloud computes for long, and then it answers."""
+    monkeypatch.setattr(messages, "TICK_S", 0.01)
+    monkeypatch.setattr(connection, "SILENCE_S", 0.0)
+    server, client, whole = pair()
+    said, computed = [], threading.Event()
+
+    def say(sentence):
+        said.append(sentence)
+        if len(said) == 3:
+            computed.set()
+
+    original = server.part.forward
+    server.part.forward = lambda *arguments, **options: (computed.wait(60), original(*arguments, **options))[1]
+    client.on_silence = say
+    assert torch.equal(client.generate(IDS, 3, eos_token_id=-1), expected_tokens(whole, count=3))
+    assert len(said) >= 3
+    assert all(re.fullmatch(r"no answer for \d+ s, trying for \d+ more", sentence) for sentence in said)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("first_k", "last_k"), [(0, 0), (1, 1)])
+def test_logits_are_those_of_the_whole_model(pair, family, first_k, last_k):
+    _, client, whole = pair(family, first_k, last_k)
+    before = client.traffic
+    logits = client.logits(IDS)
+    assert_as_exact(logits, whole(input_ids=IDS).logits, precise(whole)(input_ids=IDS).logits)
+    shape = ModelShape.from_config(whole.get_base_model().config, "tiny")
+    if whole.config.model_type == "llama":
+        run = dict(phase="prefill", tokens=12, batch=2, bits=32, final_hidden="all", first_k=first_k, last_k=last_k)
+        same_bytes(client.traffic - before, communication.low_rank(shape, r_c2d=5, r_d2c=3, **run))
+    assert torch.equal(client.generate(IDS, 3, eos_token_id=-1), expected_tokens(whole, count=3))  # all is as it was
+
+
+@pytest.mark.parametrize("what", ["embed", "residual", "receive"])
+def test_a_broken_link_loses_nothing_of_the_logits(pair, what):
+    _, client, _ = pair(link="lan")
+    expected = client.logits(IDS)
+    seen = cut_at(client, what, 1)
+    assert torch.equal(client.logits(IDS), expected)
+    assert seen
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -488,10 +582,10 @@ def test_bad_input_is_named_before_anything_is_sent(pair, call, message):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (dict(r_c2d=6), "r_c2d is 6 on the device and 5 on the cloud"),
-        (dict(projection_seed=1), "projection_seed is 1 on the device and 0 on the cloud"),
-        (dict(family="mistral"), "model is '.*' on the device and '.*' on the cloud"),
-        (dict(target_modules=["q_proj"]), r"targets is 'q_proj of .*' on the device and 'k_proj, q_proj, v_proj of"),
+        (dict(r_c2d=6), "--rank 6 here, 5 on the cloud"),
+        (dict(projection_seed=1), "--seed 1 here, 0 on the cloud"),
+        (dict(family="mistral"), "--model .* here, .* on the cloud"),
+        (dict(target_modules=["q_proj"]), "--target q_proj of .* here, k_proj, q_proj, v_proj of"),
     ],
 )
 def test_another_model_or_adapter_is_refused_with_both_values(pair, adapted, config, message):

@@ -76,7 +76,7 @@ def test_an_endless_hello_is_named_in_part(adapted):
         device = type(server.terms)()
         device.CopyFrom(server.terms)
         device.projections.extend([3] * 10**6)
-        assert differences(device, server.terms).startswith("projections is [3, 3, 3, 3, 3")
+        assert differences(device, server.terms).startswith("projections [3, 3, 3, 3, 3")
         assert len(differences(device, server.terms)) < 1000
 
 

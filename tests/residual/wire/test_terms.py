@@ -7,7 +7,7 @@ import pytest
 
 import plpkg
 from plpkg.residual import split
-from plpkg.residual.wire.terms import Limits, differences, terms
+from plpkg.residual.wire.terms import OPTIONS, Limits, differences, terms
 
 
 def test_every_difference_is_named_with_both_values(adapted):
@@ -23,10 +23,28 @@ def test_every_difference_is_named_with_both_values(adapted):
             value = getattr(ours, field.name)
             setattr(theirs, field.name, value + "x" if isinstance(value, str) else value + 1)
         shown = (list(getattr(t, field.name)) if field.is_repeated else getattr(t, field.name) for t in (ours, theirs))
-        expected = "{} is {!r} on the device and {!r} on the cloud".format(field.name, *shown)
+        shown = (value if isinstance(value, str) else repr(value) for value in shown)
+        expected = "{} {} here, {} on the cloud".format(OPTIONS.get(field.name, field.name), *shown)
         assert differences(ours, theirs) == expected
     assert ours.projections == [3, 3, 3, 3]
     assert ours.targets == "k_proj, q_proj, v_proj of layers 0, 1, 2, 3"
+
+
+def test_a_refusal_names_the_options_of_the_command(adapted):
+    def of(cut=(0, 0), precision="fp16", **changes):
+        model = adapted(**changes)
+        return terms(model, split(model)[0], [], "default", cut, precision)
+
+    said = differences(of(r_c2d=32, r_d2c=32), of(r_c2d=30, r_d2c=30, target_modules=["o_proj"]))
+    assert said.startswith(
+        "--target k_proj, q_proj, v_proj of layers 0, 1, 2, 3 here, o_proj of layers 0, 1, 2, 3 on the"
+    )
+    assert said.endswith("; --rank 32 here, 30 on the cloud")  # once: the two ranks differ alike
+    said = differences(of(projection_seed=1), of((1, 2), "fp32"))
+    assert said == (
+        "--seed 1 here, 0 on the cloud; --precision fp16 here, fp32 on the cloud; --first-k 0 here, 1 on the cloud; "
+        "--last-k 0 here, 2 on the cloud"
+    )
 
 
 def test_another_layer_or_setting_is_another_model(adapted):
@@ -35,7 +53,7 @@ def test_another_layer_or_setting_is_another_model(adapted):
         return terms(model, split(model)[0], [], "default", (0, 0), "fp16")
 
     assert of(layers_to_transform=[2, 3]).targets == "k_proj, q_proj, v_proj of layers 2, 3"
-    assert differences(of(), of(options={"rms_norm_eps": 0.5})).startswith("model is ")
+    assert differences(of(), of(options={"rms_norm_eps": 0.5})).startswith("--model ")
 
 
 def test_an_unknown_precision_is_named(adapted):

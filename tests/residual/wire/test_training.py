@@ -5,21 +5,24 @@ import shutil
 
 import pytest
 import torch
+from grpc import StatusCode
 from peft import PeftModel, get_peft_model
 from peft.utils import get_peft_model_state_dict
 
-from plpkg.corpora import Document
+from plpkg.corpora import Document, encode
 from plpkg.pretraining import train_tokenizer
-from plpkg.residual import CloudServer, DeviceClient, LadderConfig, PrivateLoraConfig
-from plpkg.residual.wire.connection import RefusedError
-from plpkg.residual.wire.messages import Messages
-from plpkg.residual.wire.training import train
+from plpkg.residual import CloudServer, DeviceClient, LadderConfig, PrivateLoraConfig, RefusedError
+from plpkg.residual.wire import training
+from plpkg.residual.wire.messages import Messages, StatusError
+from plpkg.residual.wire.training import score_of, train
 from plpkg.residual.wire.wire_pb2 import FromCloud, FromDevice, Part
+from plpkg.scoring import Score, score
 from tests.residual.conftest import backbone
 
 from rounding import relative
 
 TEXT = [Document(str(i), f"The secret of day {i} is kept on the device, never in the cloud. " * 3) for i in range(12)]
+REFUSED = RefusedError(StatusError(StatusCode.FAILED_PRECONDITION, "another model"))
 TINY = dict(steps=6, batch=2, seq=16, warmup=2, lr=0.02, checkpoint_every=2, progress=False)
 
 
@@ -107,6 +110,100 @@ def test_a_ladder_learns_and_goes_on_where_it_was(tokenizer, tmp_path, monkeypat
         loaded = PeftModel.from_pretrained(backbone(num_layers=2, vocab=280), tmp_path / "parts")
         with DeviceClient(cloud.address, loaded, precision="fp32") as client:
             assert client.generate(torch.tensor([[1, 2, 3]]), 2, eos_token_id=-1).shape == (1, 5)
+
+
+@pytest.mark.parametrize("error", [ConnectionError("gone"), REFUSED, KeyboardInterrupt()])
+def test_what_was_done_is_saved_before_a_run_ends(cloud, tokenizer, tmp_path, monkeypatch, error):
+    """Not only what the last regular checkpoint has."""
+    whole, expected = run(cloud, tokenizer, tmp_path / "whole", accumulate=2)
+    step, calls = DeviceClient.train_step, []
+
+    def interrupted(self, *arguments, **options):
+        calls.append(1)
+        if len(calls) in (1, 9):  # at once; then in the middle of the fourth step
+            raise error
+        return step(self, *arguments, **options)
+
+    monkeypatch.setattr(DeviceClient, "train_step", interrupted)
+    out = tmp_path / "parts"
+    changes = dict(accumulate=2, checkpoint_every=100)
+    for note in (
+        f"nothing was learnt, and {out} has no",
+        f"{out / 'checkpoint.pt'} has 3 of 6 steps: the same command",
+    ):
+        with pytest.raises(type(error)) as stopped:
+            run(cloud, tokenizer, out, **changes)
+        assert stopped.value.__notes__[-1].startswith(note)
+    assert len(torch.load(out / "checkpoint.pt")["losses"]) == 3
+    parts, learnt = run(cloud, tokenizer, out, **changes)
+    assert len(calls) == 15  # the steps that were done are not done again
+    assert same(learnt, expected)
+    assert parts == whole
+
+
+def test_the_bar_says_that_the_cloud_is_silent(cloud, tokenizer, tmp_path, monkeypatch, capsys):
+    step = DeviceClient.train_step
+
+    def silent(self, *arguments, **options):
+        self.on_silence("no answer for 12 s, trying for 18 more")
+        return step(self, *arguments, **options)
+
+    monkeypatch.setattr(DeviceClient, "train_step", silent)
+    adapted, said = model(), []
+    with DeviceClient(cloud.address, adapted, precision="fp32") as client:
+        client.on_silence = said.append
+        train(client, adapted, tokenizer, TEXT, tmp_path, **TINY | dict(progress=True))
+        assert client.on_silence == said.append
+    assert "no answer for 12 s, trying for 18 more]" in capsys.readouterr().err
+    assert not said
+
+
+def test_held_out_text_is_scored_over_the_wire(cloud, tokenizer, monkeypatch):
+    adapted, windows = model(), dict(batch=3, seq=16)
+    torch.nn.init.normal_(next(p for p in adapted.parameters() if p.requires_grad))
+    expected = score(adapted, tokenizer, TEXT[:3], stride=16, **windows)
+    with DeviceClient(cloud.address, adapted, precision="fp32") as client:
+        encoded = encode(TEXT, tokenizer)
+        bits = score_of(client, adapted.config, encoded[:3], **windows).bits
+        assert bits == pytest.approx(expected.bits, rel=relative(280 + expected.tokens))  # vocabulary, then tokens
+        monkeypatch.setattr("plpkg.residual.wire.training.HELD_OUT_TOKENS", len(encoded[0]) + 5)
+        first = score_of(client, adapted.config, encoded, **windows)
+    assert first.tokens == len(encoded[0]) - 1 + 4  # the first of each is not predicted
+
+
+@pytest.mark.parametrize(
+    "held_out", [TEXT[:2], [Document("a", "shared", ((0, 6),))], []], ids=["some", "all is masked", "none"]
+)
+def test_what_is_held_out_is_scored_before_and_after(cloud, tokenizer, tmp_path, monkeypatch, held_out):
+    """Once each, and an interrupted run knows what was before."""
+    adapted, text = model(), dict(text=TEXT[2:], held_out=held_out)
+    before = score(adapted, tokenizer, TEXT[:2], seq=16, stride=16).bits_per_byte
+    whole, _ = run(cloud, tokenizer, tmp_path / "whole", adapted, **text)
+    if held_out != TEXT[:2]:
+        assert (whole.before, whole.after) == (None, None)
+        assert repr(whole).startswith("Training(6 steps, loss 5.")
+        return
+    after = score(adapted, tokenizer, TEXT[:2], seq=16, stride=16).bits_per_byte
+    near = dict(rel=relative(280 + 2 * 60))
+    assert whole.before == pytest.approx(before, **near)
+    assert whole.after == pytest.approx(after, **near)
+    assert whole.after < whole.before
+    assert repr(whole) == f"Training(6 steps, held out {whole.before:.3f} to {whole.after:.3f} bits per byte)"
+    step, calls = DeviceClient.train_step, []
+
+    def interrupted(self, *arguments, **options):
+        calls.append(1)
+        if len(calls) == 4:
+            raise ConnectionError("gone")
+        return step(self, *arguments, **options)
+
+    monkeypatch.setattr(DeviceClient, "train_step", interrupted)
+    with pytest.raises(ConnectionError):
+        run(cloud, tokenizer, tmp_path / "parts", **text)
+    scored = []
+    monkeypatch.setattr(training, "score_of", lambda *_, **__: scored.append(1) or Score(1.0, 1, 1))
+    assert run(cloud, tokenizer, tmp_path / "parts", **text)[0].before == whole.before
+    assert len(scored) == 1  # after the last step
 
 
 def test_passes_that_accumulate_are_one_large_batch(cloud, tokenizer, tmp_path):
