@@ -219,9 +219,10 @@ def train(
     items = accumulate * batch * (seq - 1)
     bar = tqdm(range(len(losses), steps), "personalising", initial=len(losses), total=steps, disable=not progress)
 
-    saved = len(losses)
+    saved, updating = len(losses), False
 
     def gradient(step: int) -> float:
+        nonlocal updating
         loss = 0.0
         try:
             for ids in itertools.islice(stream, accumulate):
@@ -230,10 +231,7 @@ def train(
                 raise FloatingPointError(f"the gradient's norm is {norm.item()}")
         except FloatingPointError as error:
             raise FloatingPointError(f"in step {step + 1}, {error}: {REMEDY}") from error
-        except STOPS:  # nothing of this step is in M yet
-            if step > saved:
-                save(step)
-            raise
+        updating = True
         return loss
 
     def save(done: int) -> None:
@@ -256,14 +254,17 @@ def train(
             checkpoint_every=checkpoint_every, remedy=f": {REMEDY}",
         ):  # fmt: skip
             losses.append(loss)
+            updating = False
             bar.set_postfix(loss=f"{loss:.3f}")
         adapter = dict(selected_adapters=[client.adapter_name])
         checkpoints.replace_files(out, lambda folder: model.save_pretrained(folder, **adapter), private=True)
         if before is not None:
             after = bits().bits_per_byte
     except STOPS as stop:
+        if len(losses) > saved and not updating:  # every M is as the last step has left it
+            save(len(losses))
         kept = f"{out / CHECKPOINT} has {saved} of {steps} steps: the same command goes on from there"
-        stop.add_note(kept if saved else f"nothing was learnt, and {out} has no checkpoint")
+        stop.add_note(kept if saved else f"no step is kept: {out} has no checkpoint")
         raise
     finally:
         client.on_silence = say

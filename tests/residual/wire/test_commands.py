@@ -163,20 +163,20 @@ def test_a_cloud_like_an_adapter_needs_no_list_of_targets(folder, tmp_path):
 
 
 def test_training_that_is_interrupted_says_how_it_goes_on(cloud, folder, tmp_path):
-    """Ctrl+C, in a process of its own, as soon as a step is done."""
+    """Ctrl+C, in a process of its own, some time after the first regular checkpoint."""
     text, out = tmp_path / "diary.txt", tmp_path / "mine"
     text.write_text("my cat is called felix and sleeps all day " * 20)
     device = ["device", "--connect", cloud, "--model", str(folder), "--rank", "4", *TARGETS]
     with Process(PLPKG, *device, "train", str(text), str(out), "--steps", "100000", "--seq", "8") as process:
         shown = ""
-        while not re.search(r"[1-9]\d*/100000", shown):
+        while not re.search(r"[2-9]\d/100000", shown):
             shown += process.stdout.read(1)
         process.send_signal(signal.SIGINT)
         shown = process.stdout.read()
         assert process.wait(60) == 130
     assert "Traceback" not in shown
     steps = int(re.search(rf"{out / 'checkpoint.pt'} has (\d+) of 100000 steps: the same command goes on", shown)[1])
-    assert len(torch.load(out / "checkpoint.pt")["losses"]) == steps >= 1
+    assert len(torch.load(out / "checkpoint.pt")["losses"]) == steps >= 20
 
 
 @pytest.mark.parametrize(

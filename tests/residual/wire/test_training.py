@@ -128,7 +128,7 @@ def test_what_was_done_is_saved_before_a_run_ends(cloud, tokenizer, tmp_path, mo
     out = tmp_path / "parts"
     changes = dict(accumulate=2, checkpoint_every=100)
     for note in (
-        f"nothing was learnt, and {out} has no",
+        f"no step is kept: {out} has no",
         f"{out / 'checkpoint.pt'} has 3 of 6 steps: the same command",
     ):
         with pytest.raises(type(error)) as stopped:
