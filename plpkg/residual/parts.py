@@ -183,7 +183,7 @@ def release(model: PeftModel, *parts: DevicePart | CloudPart, adapter_name: str 
     """
     kept = [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
     if adapter_name is not None:
-        kept += get_peft_model_state_dict(model, adapter_name=adapter_name).values()
+        kept += get_peft_model_state_dict(model, adapter_name=adapter_name, save_embedding_layers=False).values()
     storages = {tensor.untyped_storage().data_ptr() for tensor in kept}
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.untyped_storage().data_ptr() not in storages:

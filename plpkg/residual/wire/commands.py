@@ -12,6 +12,12 @@ from typer import Argument, Option
 app = typer.Typer()
 
 Model = Annotated[str, Option(help="plpkg-small, a hub name, or a folder.")]
+Like = Annotated[
+    Path | None,
+    Option(
+        metavar="FOLDER", help="A new adapter with targets, ranks and seed of the one saved there, whose M is not read."
+    ),
+]
 Adapter = Annotated[Path | None, Option(help="A folder with a saved adapter; else a new one of --rank.")]
 Ladder = Annotated[
     bool, Option("--ladder", help="The adapter is a ladder, a new one with a random A: one trip a token.")
@@ -33,10 +39,7 @@ Token = Annotated[str | None, Option(envvar="PLPKG_TOKEN", help="The bearer toke
 def cloud(
     model: Model = "plpkg-small",
     listen: Annotated[str, Option(metavar="HOST:PORT", help="Port 0 takes a free one.")] = "127.0.0.1:7070",
-    like: Annotated[
-        Path | None,
-        Option(metavar="FOLDER", help="Targets, ranks and seed of this saved adapter; its M is not read."),
-    ] = None,
+    like: Like = None,
     adapter: Adapter = None,
     rank: Rank = 64,
     target: Target = None,
@@ -85,6 +88,7 @@ def device(
     context: typer.Context,
     connect: Annotated[str, Option(metavar="HOST:PORT", help="The cloud.")],
     model: Model = "plpkg-small",
+    like: Like = None,
     adapter: Adapter = None,
     rank: Rank = 64,
     target: Target = None,
@@ -100,7 +104,7 @@ def device(
     retry: Annotated[float, Option(metavar="SECONDS", help="How long to try to reach a cloud that was lost.")] = 30.0,
 ) -> None:
     """Use a model whose decoder layers a cloud has."""
-    new = dict(rank=rank, ladder=ladder, target_modules=target or None, projection_seed=seed)
+    new = dict(rank=rank, ladder=ladder, like=like, target_modules=target or None, projection_seed=seed)
     settings = dict(first_k=first_k, last_k=last_k, fold=fold, precision=precision, ca=ca, token=token, link=link)
     settings |= dict(retry_s=retry)
     context.obj = functools.partial(client_of, connect, model, adapter, new, settings)

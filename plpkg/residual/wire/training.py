@@ -195,7 +195,10 @@ def train(
     if isinstance(documents, str):
         raise ValueError(f"documents must be a list of texts, got one of {len(documents)} characters")
     documents = tuple(d if isinstance(d, Document) else Document(str(i), d) for i, d in enumerate(documents))
-    start = get_peft_model_state_dict(model, adapter_name=client.adapter_name)
+    learnt = functools.partial(  # PEFT would ask the hub whether the vocabulary has grown
+        get_peft_model_state_dict, model, adapter_name=client.adapter_name, save_embedding_layers=False
+    )
+    start = learnt()
     terms = {field.name: value for field, value in client.terms.ListFields() if not field.is_repeated}
     identity = terms | {
         "start": hashlib.sha256(b"".join(pack(start[name], torch.float32) for name in sorted(start))).hexdigest(),
@@ -236,9 +239,8 @@ def train(
 
     def save(done: int) -> None:
         nonlocal saved
-        learnt = get_peft_model_state_dict(model, adapter_name=client.adapter_name)
         state = {"identity": identity, "losses": losses, "before": before}
-        state |= {"optimizer": optimizer.state_dict(), "adapter": learnt}
+        state |= {"optimizer": optimizer.state_dict(), "adapter": learnt()}
         checkpoints.save(out / CHECKPOINT, state)
         saved = done
 
@@ -256,8 +258,8 @@ def train(
             losses.append(loss)
             updating = False
             bar.set_postfix(loss=f"{loss:.3f}")
-        adapter = dict(selected_adapters=[client.adapter_name])
-        checkpoints.replace_files(out, lambda folder: model.save_pretrained(folder, **adapter), private=True)
+        saving = dict(selected_adapters=[client.adapter_name], save_embedding_layers=False)
+        checkpoints.replace_files(out, lambda folder: model.save_pretrained(folder, **saving), private=True)
         if before is not None:
             after = bits().bits_per_byte
     except STOPS as stop:
