@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen3NextConfig
 
 from plpkg.residual import CloudServer, DeviceClient, Limits, PrivateLoraConfig, RefusedError, certificates
 from plpkg.residual.wire.messages import METHOD, TEXT
+from plpkg.residual.wire.terms import OPTIONS as WORDS
 from plpkg.residual.wire.wire_pb2 import Choice, FromCloud, FromDevice, Goodbye, Hello, Part, Step
 from tests.residual.conftest import wait_until
 
@@ -237,7 +238,7 @@ def test_every_term_has_to_agree(raw, cloud):
             terms.MergeFrom(type(terms)(**{field.name: [1] if field.is_repeated else 1}))
         code, details = raw(Hello(terms=terms)).status()
         assert code is StatusCode.FAILED_PRECONDITION
-        assert details.startswith(f"{field.name} is ")
+        assert details.startswith(f"{WORDS.get(field.name, field.name)} ")
 
 
 @pytest.mark.parametrize(
@@ -307,7 +308,7 @@ def test_a_text_is_sent_back_in_part(raw, cloud):
     terms.model = "x" * 2**20
     code, details = raw(Hello(terms=terms)).status()
     assert code is StatusCode.FAILED_PRECONDITION
-    assert details.startswith("model is 'xxx")
+    assert details.startswith("--model xxx")
     assert len(details) == TEXT
 
 
