@@ -162,6 +162,30 @@ def test_a_cloud_like_an_adapter_needs_no_list_of_targets(folder, tmp_path):
     assert len(result.stdout.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize("end", ["cloud", "device"])
+def test_only_what_a_configuration_tells_can_be_alike(folder, tmp_path, end):
+    adapted_model(str(folder), None, "fp32", "cpu", rank=4, init="given")[0].save_pretrained(tmp_path)
+    like = ["--like", str(tmp_path)]
+    message = "has an A and a B that its configuration does not tell (init='given'): --adapter reads them, and M"
+    refused(folder, ["cloud", *like] if end == "cloud" else [*DEVICE, *like, "chat"], message)
+    (tmp_path / "ladder").mkdir()
+    adapted_model(str(folder), None, "fp32", "cpu", rank=3, ladder=True)[0].save_pretrained(tmp_path / "ladder")
+    alike, _ = adapted_model(str(folder), None, "fp32", "cpu", rank=4, like=tmp_path / "ladder")
+    assert (alike.peft_config["default"].peft_type, alike.peft_config["default"].r) == ("LADDER", 3)
+    assert any(p.requires_grad for p in alike.parameters())  # a device may train it
+
+
+def test_a_chat_says_that_the_cloud_is_silent_and_ends_with_a_line(folder, monkeypatch):
+    def silent(client, *_, **__):
+        client.on_silence(f"no answer for 12 s, trying for {client._connection.retry_s:.0f} more")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("plpkg.residual.wire.chat.answer_lines", silent)
+    result = RUNNER.invoke(app, [*DEVICE, "--model", str(folder), "--retry", "18", "chat"])
+    assert result.exit_code == 130
+    assert result.stderr == "\nno answer for 12 s, trying for 18 more\n\n\n"
+
+
 def test_training_that_is_interrupted_says_how_it_goes_on(cloud, folder, tmp_path):
     """Ctrl+C, in a process of its own, some time after the first regular checkpoint."""
     text, out = tmp_path / "diary.txt", tmp_path / "mine"
