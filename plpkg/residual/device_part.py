@@ -4,7 +4,8 @@ Where A·x rides down with the final hidden state (a ladder, or a last layer tha
 norm as well, and what M makes of it is added before: a :class:`Tail`.
 
 Training crosses the cut as well: the device holds labels and loss, the cloud goes back through its layers and
-asks the device at each exchange, which adds to M's gradient and answers with the gradient of what it received.
+asks the device at each exchange, which adds to M's gradient and answers with the gradient of what it received, but in
+the lowest layer, where nothing needs it.
 """
 
 from dataclasses import dataclass

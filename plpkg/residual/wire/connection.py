@@ -29,7 +29,6 @@ UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed")
 CROWDED = "Concurrent RPC limit"
 """What gRPC says where more streams come at once than the cloud can even refuse: it passes."""
 
-
 SILENCE_S = 3.0
 """Without an answer, this is said so often."""
 
@@ -205,7 +204,7 @@ class Connection:
     def _say(self, wait_s: float) -> None:
         """From time to time, how long nothing has come; what is waited for may still take ``wait_s``."""
         now = time.monotonic()
-        if self.on_silence is None or now < self._say_at:
+        if self.on_silence is None or self._silent_since is None or now < self._say_at:
             return
         left = wait_s + self.retry_s if self._give_up is None else max(wait_s, self._give_up - now)
         self.on_silence(f"no answer for {now - self._silent_since:.0f} s, trying for {left:.0f} more")

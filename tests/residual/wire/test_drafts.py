@@ -434,7 +434,7 @@ def test_gradients_are_those_of_one_process(pair, same_gradients, name):
     ("on_device", "on_cloud", "message"),
     [
         ("qkv", "late", "late False here, True on the cloud"),
-        ("down", "fold", r"projections .*--fold or --ladder \[\] here, \[5\] on the cloud"),
+        ("down", "fold", r"projections .*--ladder, --fold or --rank \[\] here, \[5\] on the cloud"),
         ("down", "ladder", r"projections \[1, 1, 1, 1\] here, \[\] on the cloud"),
     ],
 )
