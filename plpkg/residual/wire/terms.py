@@ -18,7 +18,8 @@ from plpkg.validation import number, one_of, whole_number
 
 OPTIONS = dict(
     model="--model", targets="--target", r_c2d="--rank", r_d2c="--rank", projection_seed="--seed",
-    precision="--precision", first_k="--first-k", last_k="--last-k", riders="--ladder, --fold or --rank", bases="A and B",
+    precision="--precision", first_k="--first-k", last_k="--last-k", riders="--ladder, --fold or --rank",
+    bases="A and B",
 )  # fmt: skip
 """What a reader of a refusal can change; the other fields have their own names."""
 
