@@ -4,8 +4,8 @@ Everything is read from ``data/`` (CSV, one source a row). Functions elsewhere t
 of this module or their catalog names.
 
 Left out: anything that a configuration does not say. A :class:`ModelShape` describes a decoder
-(or an encoder such as BERT) with one attention block a layer; mixtures of experts count as
-their total parameters.
+(or an encoder such as BERT) with one attention block a layer. Of a mixture of experts it knows how
+many weights the routed experts have, not which of them a text meets: a router is taken to choose evenly.
 """
 
 import csv
@@ -39,6 +39,9 @@ class ModelShape(Tabular):
         Whether it is an encoder such as BERT: it reads, but does not generate.
     source
         Where the numbers come from.
+    expert_parameters, num_experts, num_experts_per_tok
+        Of a mixture of experts: the weights of all routed experts together, how many there are in a
+        layer, and how many of them a token meets. Shared experts are not routed: each token meets them.
     """
 
     name: str
@@ -54,6 +57,9 @@ class ModelShape(Tabular):
     parameters: int
     encoder: bool = False
     source: str = "given by the user"
+    expert_parameters: int = 0
+    num_experts: int = 1
+    num_experts_per_tok: int = 1
 
     def __post_init__(self) -> None:
         flag("tied_embeddings", self.tied_embeddings)
@@ -66,6 +72,9 @@ class ModelShape(Tabular):
                 f"parameters={self.parameters} of {self.name} leave nothing for the decoder beside "
                 f"vocab·hidden={self.embedding_parameters}"
             )
+        whole_number("expert_parameters", self.expert_parameters, 0, self.decoder_parameters, "decoder_parameters")
+        whole_number("num_experts", self.num_experts, 1)
+        whole_number("num_experts_per_tok", self.num_experts_per_tok, 1, self.num_experts, "num_experts")
 
     @property
     def query_dim(self) -> int:
@@ -97,6 +106,15 @@ class ModelShape(Tabular):
         """Weights that a forward pass multiplies with: decoder and LM head, no embedding look-up."""
         return self.decoder_parameters + self.embedding_parameters
 
+    @property
+    def active_parameters(self) -> int:
+        """Every weight but those of the experts that one token does not meet; of a dense model all ``parameters``."""
+        return self.parameters - round(self.unread_parameters())
+
+    def unread_parameters(self, positions: int = 1) -> float:
+        """Weights of the experts that none of ``positions`` tokens meets, in the mean over even choices."""
+        return self.expert_parameters * (1 - self.num_experts_per_tok / self.num_experts) ** positions
+
     def rows(self) -> list[dict]:
         qkv = self.num_layers * self.hidden * sum(self.projection_dims)
         out = self.num_layers * self.query_dim * self.hidden
@@ -105,8 +123,10 @@ class ModelShape(Tabular):
             "LM head": 0 if self.tied_embeddings else self.embedding_parameters,
             "q, k, v projections": qkv,
             "attention output": out,
-            "feed-forward, norms, biases": self.decoder_parameters - qkv - out,
+            "feed-forward, norms, biases": self.decoder_parameters - qkv - out - self.expert_parameters,
         }
+        if self.expert_parameters:
+            parts["routed experts"] = self.expert_parameters
         return [
             {"part": part, "parameters": n, "share_percent": 100 * n / self.parameters} for part, n in parts.items()
         ]
@@ -118,6 +138,7 @@ class ModelShape(Tabular):
         return (
             f"{self.name}: {self.num_layers} layers × {self.hidden}, {heads} of {self.head_dim}, "
             f"vocabulary {self.vocab}{' tied' if self.tied_embeddings else ''}, {self.parameters:,} parameters"
+            f"{f', {self.active_parameters:,} of them active' if self.expert_parameters else ''}"
         )
 
     @classmethod
@@ -138,8 +159,8 @@ class ModelShape(Tabular):
         -------
         ModelShape
             Counted on the meta device: the model is instantiated without storage, so tied
-            tensors, fused projections and biases are counted as they are. Of a multimodal model
-            only the language model.
+            tensors, fused projections and biases are counted as they are, and so are a mixture's
+            experts. Of a multimodal model only the language model.
 
         Raises
         ------
@@ -147,7 +168,8 @@ class ModelShape(Tabular):
             The name is neither a readable folder nor to be had from the hub.
         ValueError
             An encoder-decoder, or layers that are not one attention block each: mixtures of
-            attention and other layers, latent attention, shared layers.
+            attention and other layers, latent attention, shared layers. Or experts whose number the
+            configuration does not say.
         TypeError
             Something else than a name or a configuration.
         """

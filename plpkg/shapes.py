@@ -13,6 +13,8 @@ ATTENTION_PROJECTIONS = {
     *("query", "key", "value", "Wq", "Wk", "Wv"),  # BERT, CTRL
 }
 
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # Mixtral; Qwen3-MoE; DeepSeek and GLM
+
 
 def dimensions(config, name: str | None, local_files_only: bool) -> dict:
     """The fields of a model shape; arguments and errors as in ``ModelShape.from_config``."""
@@ -32,7 +34,8 @@ def dimensions(config, name: str | None, local_files_only: bool) -> dict:
     try:
         text = config.get_text_config(decoder=True)
         sizes = _dimensions(text)
-        counted = _count_on_meta(text, whole=config)
+        experts = _experts(text)
+        counted = _count_on_meta(text, config, experts["num_experts"])
     except Exception as error:  # a configuration class can raise anything when its model is built
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"cannot describe {name} ({type(config).__name__}): {reason}") from error
@@ -50,7 +53,7 @@ def dimensions(config, name: str | None, local_files_only: bool) -> dict:
             f"vocab={sizes['vocab']} × hidden={sizes['hidden']}"
         )
     source = f"{type(config).__name__}, counted on the meta device"
-    return dict(name=name, family=config.model_type, source=source, **sizes, **counted)
+    return dict(name=name, family=config.model_type, source=source, **sizes, **experts, **counted)
 
 
 def _read(name: str, local_files_only: bool):
@@ -94,7 +97,17 @@ def _dimensions(config) -> dict:
     )
 
 
-def _count_on_meta(config, whole) -> dict:
+def _experts(config) -> dict:
+    total = next((value for key in EXPERTS if (value := getattr(config, key, None))), 1)
+    chosen = getattr(config, "num_experts_per_tok", None) or (1 if total == 1 else None)
+    if not isinstance(total, int) or not isinstance(chosen, int):
+        raise ValueError(
+            f"it has no single number of experts and of those that a token meets, but {total!r}, {chosen!r}"
+        )
+    return dict(num_experts=total, num_experts_per_tok=chosen)
+
+
+def _count_on_meta(config, whole, num_experts: int) -> dict:
     import torch
     from transformers import AutoModel, AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import (
@@ -110,6 +123,14 @@ def _count_on_meta(config, whole) -> dict:
 
     embedding = model.get_input_embeddings().weight  # (vocab, hidden)
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    # All experts of a layer lie in one tensor, (num_experts, …), or each in its own module.
+    routed = sum(
+        parameter.numel()
+        for path, parameter in model.named_parameters()
+        if "experts" in path.split(".") or (num_experts > 1 and parameter.ndim == 3 and len(parameter) == num_experts)
+    )
+    if bool(routed) != (num_experts > 1):
+        raise ValueError(f"its configuration says {num_experts} experts a layer, and {routed} weights are theirs")
     if causal:
         tied = model.get_output_embeddings().weight is embedding
     elif encoder:
@@ -128,6 +149,7 @@ def _count_on_meta(config, whole) -> dict:
         tied_embeddings=tied,
         encoder=encoder,
         parameters=parameters,
+        expert_parameters=routed,
         attention_width=sum(widths),
         embedding_shape=tuple(embedding.shape),
     )

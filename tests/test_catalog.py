@@ -105,6 +105,76 @@ def test_from_config_counts_as_the_closed_form_and_as_a_real_instance(case):
     assert len(widths) == 1 or tuple(widths) == shape.projection_dims
 
 
+# As published: Mixtral 8x7B "46.7B total, 12.9B active", Qwen3-30B-A3B "30.5B, 3.3B", gpt-oss-120b "116.83B, 5.13B"
+# (its embedding not counted), Llama 4 Scout "17B active" of its language model's 107.8B; Qwen1.5-MoE "14.3B, 2.7B".
+MIXTURES = {
+    "mixtral": (transformers.MixtralConfig(), 46.7, 12.9),
+    "qwen3_moe": (typed("qwen3_moe", 48, 2048, 32, 4, 128, 6144, 151936, num_experts=128), 30.5, 3.3),
+    "gpt_oss": (transformers.GptOssConfig(), 116.83, 5.13 + 201_088 * 2880 / 1e9),
+    "llama4_text": (transformers.Llama4TextConfig(), 107.8, 17),
+    "qwen2_moe": (transformers.Qwen2MoeConfig(), 14.3, 2.7),
+}
+
+
+@pytest.mark.parametrize("family", list(MIXTURES))
+def test_a_mixture_has_the_published_total_and_active_weights(family):
+    config, total, active = MIXTURES[family]
+    shape = ModelShape.from_config(config, family)
+    assert shape.parameters / 1e9 == pytest.approx(total, rel=0.004)
+    assert shape.active_parameters / 1e9 == pytest.approx(active, rel=0.02)
+    assert repr(shape).endswith(f"{shape.parameters:,} parameters, {shape.active_parameters:,} of them active")
+    assert sum(row["parameters"] for row in shape.rows()) == shape.parameters
+
+
+@pytest.mark.parametrize(
+    ("family", "extra", "expected"),
+    [
+        ("mixtral", dict(num_local_experts=6, num_experts_per_tok=2), L * 3 * D * FF),
+        ("qwen3_moe", dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=40), L * 3 * D * 40),
+        (
+            "qwen3_moe",
+            dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=40, mlp_only_layers=[1]),
+            (L - 1) * 3 * D * 40,
+        ),
+        (
+            "qwen2_moe",
+            dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=40, shared_expert_intermediate_size=48),
+            L * 3 * D * 40,
+        ),
+        ("granitemoe", dict(num_local_experts=6, num_experts_per_tok=2), L * 3 * D * FF),
+    ],
+)
+def test_only_routed_experts_lie_idle(family, extra, expected):
+    """Every token meets the shared expert, the router and a dense layer's block; ``expected`` is one expert a layer."""
+    config = AutoConfig.for_model(family, **TINY, num_key_value_heads=2, **extra)
+    shape = ModelShape.from_config(config)
+    with torch.device("meta"):
+        instance = AutoModelForCausalLM.from_config(config)
+    assert shape.parameters == sum(p.numel() for p in instance.parameters())
+    assert (shape.num_experts, shape.num_experts_per_tok, shape.expert_parameters) == (6, 2, 6 * expected)
+    assert shape.active_parameters == shape.parameters - 4 * expected
+
+
+def test_experts_that_a_text_leaves_out():
+    """Against drawing two of six experts for each token, which is the mean that the formula gives."""
+    shape = replace(catalog.model("gpt2"), expert_parameters=6_000_000, num_experts=6, num_experts_per_tok=2)
+    drawn, texts = torch.Generator().manual_seed(0), 4000
+    for positions in (1, 2, 5):
+        choices = torch.rand(texts, positions, 6, generator=drawn).argsort(-1)[..., :2].flatten(1)
+        met = torch.stack([(choices == expert).any(-1) for expert in range(6)], -1)
+        unread = 1_000_000 * (~met).sum(-1).double()
+        error = unread.std() / texts**0.5
+        assert abs(shape.unread_parameters(positions) - unread.mean()) <= 4 * error + 1e-6
+
+
+def test_experts_that_the_configuration_does_not_count_are_refused():
+    with pytest.raises(ValueError, match="no single number of experts and of those that a token meets, but 64, None"):
+        ModelShape.from_config(transformers.DeepseekV2Config())
+    config = transformers.LlamaConfig(**TINY, num_experts=4, num_experts_per_tok=2)
+    with pytest.raises(ValueError, match="its configuration says 4 experts a layer, and 0 weights are theirs"):
+        ModelShape.from_config(config)
+
+
 def test_multi_query_models_have_one_kv_head():
     falcon = transformers.FalconConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=4, vocab_size=32)
     assert ModelShape.from_config(falcon).num_kv_heads == 1
@@ -199,6 +269,12 @@ def test_parts_add_up():
     [
         (ModelShape, dict(num_kv_heads=13), "num_kv_heads must be between 1 and num_heads=12, got 13"),
         (ModelShape, dict(parameters=1000), "leave nothing for the decoder"),
+        (ModelShape, dict(expert_parameters=10**9), "expert_parameters must be between 0 and decoder_parameters=85842"),
+        (
+            ModelShape,
+            dict(num_experts=4, num_experts_per_tok=5),
+            "num_experts_per_tok must be between 1 and num_exp.*=4",
+        ),
         (Device, dict(memory_bandwidth_bytes_per_s=-1), "memory_bandwidth_bytes_per_s must be greater than 0, got -1"),
         (Link, dict(uplink_bits_per_s=-1), "uplink_bits_per_s must be greater than 0, got -1"),
         (Link, dict(downlink_bits_per_s=0), "downlink_bits_per_s must be greater than 0, got 0"),
