@@ -4,11 +4,13 @@ r"""Tokens per second of a split model, as a sum of times (PrivateLoRA article, 
 
     \frac{1}{TPS} = \underbrace{\frac{1}{TPS_C^{Decoder}}}_{\text{decoder}}
     + \underbrace{\frac{T_D^{PL} + T_C^{PL}}{bs \cdot seq}}_{\text{m, a\_and\_b}}
-    + \underbrace{\frac{1}{TPS_D^{LM\ Head}}}_{\text{lm\_head}} + t
+    + \underbrace{\frac{1}{TPS_D^{LM\ Head}}}_{\text{lm\_head}} + t + \text{kv\_cache}
 
 Every computing term is a roofline: the longer of reading the weights and doing the arithmetic,
 ``max(bytes / bandwidth, 2 · parameters · positions / FLOPS)``. The network time ``t`` comes from
 :mod:`plpkg.communication`: end points, uplink, downlink and (absent in the article) round trips.
+Absent there, too: the KV cache, which a pass reads once for each sequence. With ``context`` positions
+in it these are ``2 · layers · kv_heads · head_dim · context`` numbers; by default there are none.
 
 Two accountings:
 
@@ -16,10 +18,13 @@ Two accountings:
 * ``figure``: what the article's curves were drawn with, recovered from them. Its decoding curves
   leave out M's time on the phone and the downlink of the residuals (as if both hid behind the
   q, k, v projections); its prefill curves leave out the cloud's decoder. It is refused for what
-  the article does not have: a ladder, late or folded residuals.
+  the article does not have: a ladder, late or folded residuals, a KV cache.
 
-Left out: reading the KV cache, sampling, framing and software overhead. A mixture of experts is
-taken to read all of them.
+A token of a mixture of experts computes with the experts that it meets, and a pass reads each that
+one of its positions meets, under even and independent choices.
+
+Left out: attention among a prompt's own positions, windows that see less than the context, sampling,
+framing and software overhead.
 """
 
 from dataclasses import dataclass
@@ -33,9 +38,9 @@ from plpkg.validation import number, one_of, whole_number
 ACCOUNTINGS = ("literal", "figure")
 DRAFTS = ("device", "backbone")
 """Who guesses: the device, for nothing, or the cloud with its own backbone, one token after the other."""
-TERMS = ("decoder", "lm_head", "m", "a_and_b", "endpoints", "uplink", "downlink", "round_trips")
+TERMS = ("decoder", "lm_head", "m", "a_and_b", "endpoints", "uplink", "downlink", "round_trips", "kv_cache")
 """The parts of a token's time. ``uplink`` and ``downlink`` carry the residuals, ``endpoints`` the
-embedding and the final hidden state."""
+embedding and the final hidden state; ``kv_cache`` is read on the cloud."""
 
 FIGURE_OMITS = {"decode": ("m", "downlink"), "prefill": ("decoder",)}
 
@@ -60,6 +65,10 @@ class Estimate(Tabular):
         Where that comes from: ``"published"``, ``"roofline"`` or ``"given"``.
     round_trips_per_token, up_bytes_per_token, down_bytes_per_token
         What crosses, whatever the accounting omits.
+    unfit
+        A sentence for each device whose memory does not hold its part: the speed is what it would be if it did.
+    context
+        Positions in the KV cache. The GPU's speed has their reading in it, too.
     """
 
     model: str
@@ -74,6 +83,8 @@ class Estimate(Tabular):
     round_trips_per_token: float
     up_bytes_per_token: float
     down_bytes_per_token: float
+    unfit: tuple[str, ...] = ()
+    context: int = 0
 
     @property
     def tokens_per_s(self) -> float:
@@ -98,9 +109,11 @@ class Estimate(Tabular):
 
     def __repr__(self) -> str:
         rank = f"rank {self.r_c2d}" if self.r_c2d == self.r_d2c else f"ranks {self.r_c2d} down, {self.r_d2c} up"
+        context = f", context {self.context:,}" if self.context else ""
         return (
-            f"{self.model}, {rank}, {self.link}, {self.accounting}: {self.tokens_per_s:.2f} tokens/s, "
+            f"{self.model}, {rank}, {self.link}, {self.accounting}{context}: {self.tokens_per_s:.2f} tokens/s, "
             f"{100 * self.gpu_fraction:.1f} % of the GPU's {self.gpu_tokens_per_s:.1f} ({self.gpu})"
+            + "".join(f"; {sentence}" for sentence in self.unfit)
         )
 
 
@@ -113,6 +126,7 @@ def decode(
     *,
     gpu: str | float | None = None,
     batch: int = 1,
+    context: int = 0,
     draft_tokens: int = 0,
     acceptance_rate: float | None = None,
     tokens_per_pass: float | None = None,
@@ -135,6 +149,9 @@ def decode(
     batch
         Sequences decoded together. As in the article, a published or given speed is not
         multiplied by a larger batch; the roofline is.
+    context
+        Positions of each sequence in the cloud's KV cache, which a pass reads. A published or given
+        ``gpu`` is taken as the speed without them: their reading is added to the GPU's time as well.
     draft_tokens, acceptance_rate
         Speculative or look-ahead decoding: ``draft_tokens`` guesses travel with the last token,
         each is accepted with probability ``acceptance_rate`` (``None``: always) if those before it
@@ -160,13 +177,13 @@ def decode(
         guesses in a batch whose GPU speed is not a roofline, or settings that exclude each other.
     """
     split = Split(model, rank, link, rtt_s, **split)
-    batch = whole_number("batch", batch, 1)
+    batch, context = whole_number("batch", batch, 1), whole_number("context", context, 0)
     in_flight = 1 + whole_number("draft_tokens", draft_tokens, 0)
     written = in_flight - 1 if one_of("draft", draft, DRAFTS) == "backbone" else 0
     produced = batch * _tokens_per_pass(in_flight, acceptance_rate, tokens_per_pass)
 
     one_pass = in_flight, batch, "all", written
-    pass_s, sent = split.pass_seconds(*one_pass), split.traffic(*one_pass)
+    pass_s, sent = split.pass_seconds(*one_pass, context), split.traffic(*one_pass)
     gpu_speed, source = split.gpu_tokens_per_s(gpu, batch)
     if source != "roofline" and draft_tokens and batch > 1:
         raise ValueError(
@@ -174,9 +191,13 @@ def decode(
             "what a batch saves nor what checking guesses costs"
         )
     if source != "roofline":  # the quoted speed includes the LM head, which here runs on the phone
-        pass_s["decoder"] = batch / gpu_speed * split.model.decoder_parameters / split.model.computing_parameters
+        model = split.model
+        head_share = model.embedding_parameters / (model.computing_parameters - model.unread_parameters())
+        pass_s["decoder"] = batch / gpu_speed * (1 - head_share)
+    gpu_speed = batch / (batch / gpu_speed + split.cache_s(context, batch, batch)) if context else gpu_speed
     pass_s["decoder"] += written * batch / gpu_speed
-    return _estimate(split, accounting, FIGURE_OMITS["decode"], pass_s, sent, produced, gpu_speed, source)
+    cache = context, split.cache_bytes(context, batch)
+    return _estimate(split, accounting, FIGURE_OMITS["decode"], pass_s, sent, produced, gpu_speed, source, *cache)
 
 
 def prefill(
@@ -228,11 +249,13 @@ def _estimate(
     produced: float,
     gpu_speed: float,
     gpu: str,
+    context: int = 0,
+    cache_bytes: float = 0.0,
 ) -> Estimate:
     """Share one pass among the tokens it ``produced``, without the terms that the accounting omits."""
     omitted = figure_omits if one_of("accounting", accounting, ACCOUNTINGS) == "figure" else ()
-    if omitted and (split.method, split.late, split.folded) != ("low_rank", False, False):
-        raise ValueError(f"accounting={accounting!r} is the article's: no ladder, and nothing late or folded")
+    if omitted and (split.method, split.late, split.folded, context) != ("low_rank", False, False, 0):
+        raise ValueError(f"accounting={accounting!r} is the article's: no ladder, nothing late or folded, no context")
     own_rtt = split.rtt_s == split.link.rtt_s
     return Estimate(
         model=split.model.name,
@@ -247,4 +270,6 @@ def _estimate(
         round_trips_per_token=sent.round_trips / produced,
         up_bytes_per_token=sent.uplink_bits / 8 / produced,
         down_bytes_per_token=sent.downlink_bits / 8 / produced,
+        unfit=split.unfit(cache_bytes),
+        context=context,
     )

@@ -176,7 +176,8 @@ def overlap_rank(
     one_of("method", split.method, ("low_rank",))
     model, link = split.model, split.link
     token_s = 1 / split.gpu_tokens_per_s(gpu)[0]
-    qkv_s = token_s * model.hidden * sum(model.projection_dims) / model.computing_parameters
+    active = model.computing_parameters - model.unread_parameters()
+    qkv_s = token_s * model.hidden * sum(model.projection_dims) / active
     time_left_s = qkv_s - (split.rtt_s / 2 if leg == "downlink" else split.rtt_s)
     s_per_rank = split.projections * split.bits / link.downlink_bits_per_s
     if leg == "round_trip":

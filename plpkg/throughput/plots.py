@@ -17,6 +17,7 @@ TERM_LABELS = {
     "uplink": "residuals up",
     "downlink": "residuals down",
     "round_trips": "round trips",
+    "kv_cache": "KV cache (cloud)",
 }
 
 

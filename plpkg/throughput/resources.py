@@ -5,11 +5,12 @@ The published rows count, exactly: for PrivateLoRA the LM head and the Ms, decim
 weights that compute, again without the input embedding.
 """
 
+import warnings
 from dataclasses import dataclass
 
 from plpkg.catalog import Device, ModelShape, device as find_device, model as find_model
 from plpkg.results import Tabular
-from plpkg.throughput.split import Split
+from plpkg.throughput.split import Split, does_not_fit
 from plpkg.validation import flag, whole_number
 
 
@@ -89,20 +90,29 @@ def phone_flops(model: str | ModelShape, rank: int = 128, **split) -> int:
 
 
 def whole_model_bytes(model: str | ModelShape, bits: int = 16) -> float:
-    """Bytes of a whole model's computing weights at ``bits`` a weight, the input embedding left out."""
+    """Bytes of a whole model's computing weights at ``bits`` a weight, the input embedding left out.
+
+    All experts of a mixture have to be held, though a token reads only those that it meets.
+    """
     return find_model(model).computing_parameters * whole_number("bits", bits, 1, 64) / 8
 
 
 def whole_model_flops(model: str | ModelShape) -> int:
-    """Floating-point operations of one token through the whole model: two for each computing weight."""
-    return 2 * find_model(model).computing_parameters
+    """Floating-point operations of one token through the whole model: two for each weight that it computes with."""
+    model = find_model(model)
+    return 2 * round(model.computing_parameters - model.unread_parameters())
 
 
 def phone_only_tokens_per_s(
     model: str | ModelShape, bits: int = 4, device: str | Device = "iphone-13-pro-max"
 ) -> float:
-    """Roofline of decoding the whole model on the phone: its weights are read once a token.
+    """Roofline of decoding the whole model on the phone: its weights (of experts, the active) are read once a token.
 
-    An upper bound: the article reports 5.7 and 8.1 tokens/s where this gives 12.9.
+    An upper bound: the article reports 5.7 and 8.1 tokens/s where this gives 12.9. Warns of weights
+    that the phone's memory does not hold.
     """
-    return find_device(device).memory_bandwidth_bytes_per_s / whole_model_bytes(model, bits)
+    model, device = find_model(model), find_device(device)
+    held = whole_model_bytes(model, bits)
+    for sentence in does_not_fit(held, device):
+        warnings.warn(f"{model.name}: {sentence}", stacklevel=2)
+    return device.memory_bandwidth_bytes_per_s / (held - model.unread_parameters() * bits / 8)

@@ -36,8 +36,8 @@ class Split:
         layers send ``r_c2d`` numbers and get none (``r_d2c`` is 0), whatever ``projections`` says.
     rtt_s
         Round-trip time in seconds; ``None`` takes the link's own (0 for ``"5g-published"``).
-    bits, phone_bits, cloud_bits
-        Bits of a transmitted value, of a weight on the phone, of a weight on the cloud.
+    bits, phone_bits, cloud_bits, cache_bits
+        Bits of a transmitted value, of a weight on the phone, of a weight on the cloud, of a value in its KV cache.
     method
         One of :data:`~plpkg.throughput.METHODS`.
     width
@@ -48,7 +48,8 @@ class Split:
     Raises
     ------
     ValueError
-        A value is out of range, a name unknown, or the model an encoder.
+        A value is out of range, a name unknown, or the model an encoder. Or experts stand where a ladder's and a
+        folded adapter's one ``down_proj`` a layer would be.
     """
 
     model: str | ModelShape
@@ -62,6 +63,7 @@ class Split:
     bits: int = 16
     phone_bits: int = 16
     cloud_bits: int = 16
+    cache_bits: int = 16
     projections: int = 3
     adapted_layers: int | None = None
     method: str = "low_rank"
@@ -83,11 +85,12 @@ class Split:
         for name in ("r_d2c", "late", "folded") if ladder else ("width",):
             if (value := getattr(self, name)) not in (None, 0):  # 0 is False, too
                 raise ValueError(f"{name}={value!r} is not for method={self.method!r}")
+        if (ladder or self.folded) and self.model.expert_parameters:
+            raise ValueError(f"{self.model.name} has experts, not one down_proj a layer: no ladder, and nothing folded")
         r_c2d, r_d2c = ranks(self.model, self.rank, self.r_c2d, None if ladder else self.r_d2c)
         settle(r_c2d=r_c2d, r_d2c=0 if ladder else r_d2c)
-        settle(
-            **{name: whole_number(name, getattr(self, name), 1, 64) for name in ("bits", "phone_bits", "cloud_bits")}
-        )
+        for name in ("bits", "phone_bits", "cloud_bits", "cache_bits"):
+            settle(**{name: whole_number(name, getattr(self, name), 1, 64)})
         projection_dims(self.model, self.projections)
         settle(adapted_layers=communication.Run(self.model, adapted_layers=self.adapted_layers).crossing_layers)
         settle(width=None if self.width is None else whole_number("width", self.width, 1))
@@ -131,8 +134,10 @@ class Split:
             )  # fmt: skip
         return replace(sent, uplink_bits=sent.uplink_bits - batch * written * self.model.hidden * self.bits)
 
-    def pass_seconds(self, seq: int, batch: int, logits: str, written: int = 0) -> dict[str, float]:
+    def pass_seconds(self, seq: int, batch: int, logits: str, written: int = 0, context: int = 0) -> dict[str, float]:
         """Seconds of one pass by term (:data:`~plpkg.throughput.TERMS`); arguments as in :meth:`traffic`.
+
+        Each sequence has ``context`` positions in the cloud's KV cache.
 
         Choosing what it writes costs the cloud extra; a ladder's does not read it again.
         """
@@ -143,7 +148,7 @@ class Split:
         sent = self.traffic(seq, batch, logits, written)
         up_bits, down_bits = (n * model.hidden * self.bits for n in (positions - batch * written, head_positions))
         return {
-            "decoder": roofline_s(model.decoder_parameters, read, self.cloud, self.cloud_bits),
+            "decoder": self._cloud_s(model.decoder_parameters, read),
             "lm_head": roofline_s(model.embedding_parameters, head_positions, self.device, self.phone_bits),
             "m": roofline_s(self.m_parameters, corrected, self.device, self.phone_bits),
             "a_and_b": steps * roofline_s(self.a_and_b_parameters, read, self.cloud, self.cloud_bits),
@@ -151,7 +156,21 @@ class Split:
             "uplink": (sent.uplink_bits - up_bits) / link.uplink_bits_per_s,
             "downlink": (sent.downlink_bits - down_bits) / link.downlink_bits_per_s,
             "round_trips": sent.round_trips * self.rtt_s,
+            "kv_cache": self.cache_s(context, read, batch),
         }
+
+    def cache_bytes(self, context: int, batch: int = 1) -> float:
+        """Bytes of the keys and values of ``context`` positions of each sequence."""
+        return 2 * self.model.num_layers * self.model.kv_dim * context * batch * self.cache_bits / 8
+
+    def cache_s(self, context: int, positions: int = 1, batch: int = 1) -> float:
+        """Seconds of the cloud for one pass's look at the cache: reading it once, or ``positions``' arithmetic with it.
+
+        Each query meets each key and weighs each value, four operations for each of its numbers.
+        """
+        operations = 4 * self.model.num_layers * self.model.query_dim * context * positions
+        read_s = self.cache_bytes(context, batch) / self.cloud.memory_bandwidth_bytes_per_s
+        return max(read_s, operations / self.cloud.flops_per_s)
 
     def gpu_tokens_per_s(self, gpu: str | float | None, positions: int = 1) -> tuple[float, str]:
         """The whole model's tokens per second on the cloud alone, and where that figure comes from.
@@ -172,10 +191,34 @@ class Split:
             one_of("gpu", gpu, ("published", "roofline"))
         else:
             return number("gpu", gpu, open_low=True), "given"
-        return positions / roofline_s(model.computing_parameters, positions, cloud, self.cloud_bits), "roofline"
+        return positions / self._cloud_s(model.computing_parameters, positions), "roofline"
+
+    def _cloud_s(self, parameters: int, positions: int) -> float:
+        """Seconds of the cloud for ``parameters`` weights with all experts: each position computes with its own
+        choice of them, and those that any position chose are read once."""
+        active, read = (parameters - self.model.unread_parameters(n) for n in (1, positions))
+        return roofline_s(active, positions, self.cloud, self.cloud_bits, read)
+
+    def unfit(self, cache_bytes: float = 0.0) -> tuple[str, ...]:
+        """A sentence for each side whose memory does not hold its part: layers and cache here, tables and Ms there."""
+        model = self.model
+        tables = model.embedding_parameters * (1 if model.tied_embeddings else 2)
+        on_cloud = (model.decoder_parameters + self.a_and_b_parameters) * self.cloud_bits / 8 + cache_bytes
+        on_phone = (tables + self.m_parameters) * self.phone_bits / 8
+        return (*does_not_fit(on_cloud, self.cloud), *does_not_fit(on_phone, self.device))
 
 
-def roofline_s(parameters: int, positions: int, device: Device, bits: int) -> float:
-    """Seconds to multiply ``parameters`` weights with ``positions`` positions: reading or arithmetic, the longer."""
-    read_s = parameters * bits / 8 / device.memory_bandwidth_bytes_per_s
+def roofline_s(parameters: float, positions: int, device: Device, bits: int, read: float | None = None) -> float:
+    """Seconds to multiply ``parameters`` weights with ``positions`` positions: reading or arithmetic, the longer.
+
+    ``read`` weights are read once for all positions, where these are not the weights that each computes with.
+    """
+    read_s = (parameters if read is None else read) * bits / 8 / device.memory_bandwidth_bytes_per_s
     return max(read_s, 2 * parameters * positions / device.flops_per_s)
+
+
+def does_not_fit(num_bytes: float, device: Device) -> tuple[str, ...]:
+    """A sentence if ``num_bytes`` are more than the device's memory, else none."""
+    if num_bytes <= device.memory_bytes:
+        return ()
+    return (f"{num_bytes / 1e9:.3g} GB do not fit the {device.memory_bytes / 1e9:g} GB of {device.name}",)

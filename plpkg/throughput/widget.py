@@ -1,5 +1,6 @@
 """The explorer of notebook 03: model, rank, link and round-trip time → tokens per second."""
 
+import warnings
 from dataclasses import dataclass
 
 import ipywidgets
@@ -9,7 +10,8 @@ from plpkg.communication.plots import RANKS
 from plpkg.explorer import Explorer
 from plpkg.throughput import plots
 from plpkg.throughput.estimate import Estimate, decode
-from plpkg.throughput.resources import phone_only_tokens_per_s
+from plpkg.throughput.resources import phone_only_tokens_per_s, whole_model_bytes
+from plpkg.throughput.split import does_not_fit
 
 
 @dataclass(frozen=True)
@@ -18,11 +20,16 @@ class Speeds:
 
     split: Estimate
     phone_only_tokens_per_s: float
+    phone_only_unfit: tuple[str, ...]
 
 
 def compute(model: str, rank: int, link: str, rtt_ms: float) -> Speeds:
     """Estimate with the ``literal`` accounting; the phone alone runs 4-bit weights at its roofline."""
-    return Speeds(decode(model, rank, link=link, rtt_s=rtt_ms / 1e3), phone_only_tokens_per_s(model, bits=4))
+    phone = catalog.device("iphone-13-pro-max")
+    with warnings.catch_warnings(action="ignore"):  # the read-out says it
+        alone = phone_only_tokens_per_s(model, 4, phone)
+    unfit = does_not_fit(whole_model_bytes(model, 4), phone)
+    return Speeds(decode(model, rank, link=link, rtt_s=rtt_ms / 1e3), alone, unfit)
 
 
 def read_out(result: Speeds) -> str:
@@ -34,6 +41,7 @@ def read_out(result: Speeds) -> str:
         f"{100 * split.gpu_fraction:.1f} % of the GPU's {split.gpu_tokens_per_s:.1f} ({split.gpu}). "
         f"Largest term: {plots.TERM_LABELS[term]}, {1e3 * seconds:.1f} ms of {1e3 / split.tokens_per_s:.1f}. "
         f"The phone alone, 4 bit, roofline: {result.phone_only_tokens_per_s:.2f} tokens/s."
+        + "".join(f" But {sentence}." for sentence in (*split.unfit, *result.phone_only_unfit))
     )
 
 

@@ -3,11 +3,13 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from plpkg import catalog, communication
-from plpkg.catalog import Device, Link
-from plpkg.throughput import DRAFTS, METHODS, TERMS, decode, prefill
+from plpkg.catalog import Device, Link, ModelShape
+from plpkg.throughput import DRAFTS, METHODS, TERMS, Split, decode, prefill
 
 
 @pytest.mark.parametrize(
@@ -85,7 +87,7 @@ def test_every_term_by_hand_with_nothing_alike():
     phone, cloud = Device("phone", 50e9, 2e12, 8e9), Device("cloud", 900e9, 100e12, 40e9)
     estimate = decode(
         "llama-3.1-8b", link=link, r_c2d=48, r_d2c=24, device=phone, cloud=cloud, bits=32, phone_bits=8, cloud_bits=4,
-        projections=1, adapted_layers=5, draft_tokens=2, acceptance_rate=0.5,
+        cache_bits=12, projections=1, adapted_layers=5, draft_tokens=2, acceptance_rate=0.5, context=1000,
     )  # fmt: skip
     head, decoder = 128_256 * 4096, 8_030_261_248 - 2 * 128_256 * 4096
     positions, produced = 3, 1.75
@@ -98,11 +100,63 @@ def test_every_term_by_hand_with_nothing_alike():
         "uplink": positions * 5 * 24 * 32 / 7e6,
         "downlink": positions * 5 * 48 * 32 / 90e6,
         "round_trips": 6 * 0.004,
+        "kv_cache": 2 * 32 * 1024 * 1000 * 1.5 / 900e9,
     }
     assert estimate.breakdown() == pytest.approx({term: seconds / produced for term, seconds in expected.items()})
-    assert estimate.gpu_tokens_per_s == pytest.approx(900e9 / ((decoder + head) * 0.5))
+    assert estimate.gpu_tokens_per_s == pytest.approx(900e9 / ((decoder + head) * 0.5 + 2 * 32 * 1024 * 1000 * 1.5))
     three = decode("llama-3.1-8b", link=link, r_c2d=48, r_d2c=24, cloud=cloud, adapted_layers=5).breakdown()
     assert three["a_and_b"] == pytest.approx(5 * (3 * 4096 * 48 + (4096 + 2 * 1024) * 24) * 2 / 900e9)
+
+
+MIXTRAL = ModelShape(
+    "mixtral-8x7b", "mixtral", 32, 4096, 32, 8, 128, 14336, 32000, False, 46_702_792_704,
+    expert_parameters=8 * 32 * 3 * 4096 * 14336, num_experts=8, num_experts_per_tok=2,
+)  # fmt: skip
+
+
+def test_a_mixture_of_experts_reads_what_its_tokens_meet():
+    """Of 46.7 billion weights a token meets 12.9: 76 tokens/s at the roofline, 21 if it read them all."""
+    estimate = decode(MIXTRAL)
+    active = MIXTRAL.active_parameters - 32000 * 4096
+    assert active == 12_879_925_248 - 32000 * 4096
+    assert estimate.gpu_tokens_per_s == pytest.approx(1935e9 / (2 * active)) == pytest.approx(75.9, abs=0.05)
+    assert estimate.breakdown()["decoder"] == pytest.approx(2 * (active - 32000 * 4096) / 1935e9)
+    drafts = decode(MIXTRAL, draft_tokens=2, tokens_per_pass=1).breakdown()["decoder"]
+    experts = MIXTRAL.expert_parameters
+    assert drafts - estimate.breakdown()["decoder"] == pytest.approx(2 * experts * (0.75 - 0.75**3) / 1935e9)
+    share = 32000 * 4096 / active
+    assert decode(MIXTRAL, gpu=50).breakdown()["decoder"] == pytest.approx((1 - share) / 50)
+
+
+def test_a_large_batch_reads_every_expert_and_computes_with_few():
+    shape = replace(MIXTRAL, num_experts=64, num_experts_per_tok=2)
+    active = shape.active_parameters - 2 * 32000 * 4096
+    long = prefill(shape, 10_000).breakdown()
+    assert long["decoder"] == pytest.approx(2 * active / 312e12)
+    few = prefill(shape, 1_000, cloud=Device("cloud", 1e9, 1e18, 200e9)).breakdown()
+    assert few["decoder"] == pytest.approx(2 * shape.decoder_parameters / 1e9 / 1_000)
+
+
+@pytest.mark.parametrize(
+    ("model", "split", "sentences"),
+    [
+        (MIXTRAL, {}, ("93 GB do not fit the 80 GB of a100-80gb-pcie",)),
+        (MIXTRAL, dict(cloud_bits=8), ()),
+        ("llama-2-7b", dict(cloud="rtx-4090"), ()),
+        ("llama-2-13b", dict(cloud="rtx-4090", rank=1), ("25.4 GB do not fit the 24 GB of rtx-4090",)),
+        ("llama-2-7b", dict(device=Device("watch", 1e9, 1e9, 0.5e9)), ("0.525 GB do not fit the 0.5 GB of watch",)),
+    ],
+)
+def test_weights_that_do_not_fit_are_said(model, split, sentences):
+    for estimate in (decode(model, **split), prefill(model, **split)):
+        assert estimate.unfit == sentences
+        assert repr(estimate).endswith("".join(f"; {sentence}" for sentence in sentences) or ")")
+
+
+@pytest.mark.parametrize("way", [dict(method="ladder"), dict(folded=True, projections=1)])
+def test_experts_have_no_down_proj_to_adapt(way):
+    with pytest.raises(ValueError, match="mixtral-8x7b has experts, not one down_proj a layer"):
+        decode(MIXTRAL, **way)
 
 
 LINK = Link("any", 7e6, 90e6, 0.004)
@@ -113,7 +167,8 @@ HEAD, DECODER = 128_256 * 4096, 8_030_261_248 - 2 * 128_256 * 4096
 
 def test_a_ladder_by_hand_with_nothing_alike():
     split = dict(method="ladder", rank=24, width=96, adapted_layers=5, bits=32, phone_bits=8, cloud_bits=4)
-    estimate = decode("llama-3.1-8b", **WHERE, **split, draft_tokens=2, tokens_per_pass=1.6)
+    run = dict(WHERE, **split, draft_tokens=2, tokens_per_pass=1.6, context=300)
+    estimate = decode("llama-3.1-8b", **run)
     m = 5 * 24 * 4096 + 2 * (5 * 24 + 1) * 96 + 96 * 4096
     expected = {
         "decoder": DECODER * 0.5 / 900e9,
@@ -124,13 +179,14 @@ def test_a_ladder_by_hand_with_nothing_alike():
         "uplink": 0,
         "downlink": 3 * 5 * 24 * 32 / 90e6,
         "round_trips": 0.004,
+        "kv_cache": 2 * 32 * 1024 * 300 * 2 / 900e9,
     }
     assert estimate.breakdown() == pytest.approx({term: seconds / 1.6 for term, seconds in expected.items()})
     crossing = estimate.round_trips_per_token, estimate.up_bytes_per_token, estimate.down_bytes_per_token
     assert crossing == pytest.approx([n / 1.6 for n in (1, 3 * 4096 * 4, 3 * (4096 + 5 * 24) * 4)])
 
-    ahead = decode("llama-3.1-8b", **WHERE, **split, draft_tokens=2, tokens_per_pass=1.6, draft="backbone")
-    token_s = (DECODER + HEAD) * 0.5 / 900e9
+    ahead = decode("llama-3.1-8b", **run, draft="backbone")
+    token_s = (DECODER + HEAD) * 0.5 / 900e9 + expected["kv_cache"]
     expected["decoder"] += 2 * token_s  # the states of the guesses come with writing them
     expected["a_and_b"] *= 3
     expected["endpoints"] -= 2 * 4096 * 32 / 7e6  # the cloud has their embeddings
@@ -150,6 +206,7 @@ def test_a_folded_late_split_by_hand_with_nothing_alike():
         "uplink": 4 * 5 * 24 * 16 / 7e6,
         "downlink": 4 * 6 * 48 * 16 / 90e6,
         "round_trips": (1 + 3) * 0.004,
+        "kv_cache": 0,
     }
     assert estimate.breakdown() == pytest.approx({term: seconds / 4 for term, seconds in expected.items()})
     crossing = estimate.round_trips_per_token, estimate.up_bytes_per_token, estimate.down_bytes_per_token
@@ -233,6 +290,41 @@ def test_prefill_of_the_last_position_saves_the_rest():
     assert full["endpoints"] - last["endpoints"] == pytest.approx(down * 4095 / 4096)
 
 
+def test_a_cache_weighs_what_the_formula_says():
+    """Against the storages of a real one, with grouped queries."""
+    config = LlamaConfig(
+        hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
+        vocab_size=50,
+    )  # fmt: skip
+    with torch.no_grad():
+        cache = LlamaForCausalLM(config)(torch.zeros(2, 7, dtype=torch.int64), use_cache=True).past_key_values
+    storages = [tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    assert Split(ModelShape.from_config(config), 8, cache_bits=32).cache_bytes(7, batch=2) == sum(storages)
+
+
+@settings(max_examples=60)
+@given(context=st.integers(1, 10**6), batch=st.integers(1, 64), gpu=st.sampled_from(["roofline", 50.0]))
+def test_a_context_costs_both_the_same_reading(context, batch, gpu):
+    empty, full = (decode("llama-3.1-8b", gpu=gpu, batch=batch, context=n) for n in (0, context))
+    read_s = 2 * 2 * 32 * 1024 * context / 1935e9
+    assert empty.breakdown()["kv_cache"] == 0
+    assert full.breakdown() == pytest.approx(empty.breakdown() | {"kv_cache": read_s})
+    assert batch / full.gpu_tokens_per_s == pytest.approx(batch / empty.gpu_tokens_per_s + batch * read_s)
+
+
+def test_many_guesses_compute_with_the_cache_longer_than_it_is_read():
+    run = dict(model="llama-3.1-8b", context=1000, tokens_per_pass=1)
+    assert decode(**run, draft_tokens=999).breakdown()["kv_cache"] == pytest.approx(4 * 32 * 4096 * 10**6 / 312e12)
+
+
+def test_a_cache_that_does_not_fit_is_said():
+    """65,536 numbers a position, two bytes each: half a million of them are 66 GB beside 14 GB of weights."""
+    assert decode("llama-3.1-8b", context=495_000).unfit == ()
+    estimate = decode("llama-3.1-8b", context=5_000, batch=101)
+    assert repr(estimate).startswith("llama-3.1-8b, rank 64, 5g-published, literal, context 5,000: ")
+    assert estimate.unfit == ("80.2 GB do not fit the 80 GB of a100-80gb-pcie",)
+
+
 def test_repr_is_one_stable_line():
     assert repr(decode("llama-2-7b", accounting="figure")) == (
         "llama-2-7b, rank 64, 5g-published, figure: 27.78 tokens/s, 74.9 % of the GPU's 37.1 (published)"
@@ -272,7 +364,10 @@ def test_repr_is_one_stable_line():
         (dict(method="ladder", r_d2c=8), "r_d2c=8 is not for method='ladder'"),
         (dict(method="ladder", late=True), "late=True is not for method='ladder'"),
         (dict(folded=True), "projections of a folded split must be one of 1, got 3"),
-        (dict(late=True, accounting="figure"), "accounting='figure' is the article's: no ladder, and nothing late"),
+        (dict(late=True, accounting="figure"), "accounting='figure' is the article's: no ladder, nothing late"),
+        (dict(context=9, accounting="figure"), "accounting='figure' is the article's: .* no context"),
+        (dict(context=-1), "context must be a whole number of at least 0, got -1"),
+        (dict(cache_bits=0), "cache_bits must be between 1 and 64, got 0"),
         (dict(model="bert-base", rank=8), "bert-base is an encoder: it does not generate"),
     ],
 )

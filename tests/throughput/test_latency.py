@@ -1,6 +1,9 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from plpkg import catalog
 from plpkg.catalog import Link
 from plpkg.throughput import against_rtt, best_rank, break_even_rtt_s, decode, overlap_rank, schemes_against_rtt
 
@@ -94,6 +97,13 @@ def test_overlap_by_hand_with_nothing_alike():
     assert overlap_rank("llama-3.1-8b", link, leg="round_trip", **run) == int(both)
     assert overlap_rank("llama-3.1-8b", link, rtt_s=0, **run) == int(qkv_s / (8 / 5e9))
     assert overlap_rank("gpt2", Link("bus", 1e12, 1e12, 0)) == 768
+
+
+def test_less_hides_behind_a_layer_than_experts_leave():
+    """A token's time falls with the experts that it does not read; the projections' part of it stays."""
+    idle = replace(catalog.model("llama-3.1-8b"), expert_parameters=4 * 10**9, num_experts=8, num_experts_per_tok=2)
+    assert overlap_rank(idle) == overlap_rank("llama-3.1-8b")
+    assert overlap_rank(idle, gpu=100) > overlap_rank("llama-3.1-8b", gpu=100)
 
 
 def test_nothing_hides_behind_a_real_delay():

@@ -17,7 +17,7 @@ def test_published_curves(stage, ranks, points):
 
 
 def test_breakdown_bars_are_the_terms():
-    estimate = decode("llama-2-7b", link="5g")
+    estimate = decode("llama-2-7b", link="5g", context=1000)
     ax = plots.breakdown({"split": estimate}, {"phone": 8.0})
     widths = [bar.get_width() for bar in ax.patches]
     assert widths == pytest.approx([*(1e3 * s for s in estimate.breakdown().values()), 125.0])

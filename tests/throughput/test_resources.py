@@ -1,5 +1,7 @@
 """The published memory and FLOPs, and what a real phone part weighs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -70,6 +72,18 @@ def test_phone_alone_is_a_bound_above_the_reported_speeds():
     assert roofline == pytest.approx(12.93, abs=0.005)
     claims = catalog.published("private_lora_claims").set_index("claim")["value"]
     assert claims["phone_only_decode_text"] < claims["phone_only_decode_figure"] < roofline
+
+
+def test_a_phone_too_small_is_said():
+    with pytest.warns(UserWarning, match="llama-2-13b: 6.43 GB do not fit the 6 GB of iphone-13-pro-max"):
+        phone_only_tokens_per_s("llama-2-13b")
+
+
+def test_experts_are_held_all_and_read_few():
+    idle = replace(catalog.model("gpt2"), expert_parameters=6_000_000, num_experts=6, num_experts_per_tok=2)
+    assert whole_model_bytes(idle) == whole_model_bytes("gpt2")
+    assert whole_model_flops("gpt2") - whole_model_flops(idle) == 2 * 4_000_000
+    assert phone_only_tokens_per_s(idle, 16) == pytest.approx(42.7e9 / (2 * (124_439_808 - 4_000_000)))
 
 
 def test_bad_input_is_named():
