@@ -154,9 +154,9 @@ def decode(
         ``gpu`` is taken as the speed without them: their reading is added to the GPU's time as well.
     draft_tokens, acceptance_rate
         Speculative or look-ahead decoding: ``draft_tokens`` guesses travel with the last token,
-        each is accepted with probability ``acceptance_rate`` (``None``: always) if those before it
-        were. One pass then yields ``1 + a + a² + …`` tokens (arXiv 2211.17192, eq. 1). A published
-        or given GPU speed checks them at the price of one token; the roofline charges their
+        each is accepted with probability ``acceptance_rate`` if those before it were. Guesses need
+        it, or ``tokens_per_pass``. One pass then yields ``1 + a + a² + …`` tokens (arXiv 2211.17192,
+        eq. 1). A published or given GPU speed checks them at the price of one token; the roofline charges their
         arithmetic. ``gpu_tokens_per_s`` stays the GPU's speed without guesses.
     tokens_per_pass
         What a pass with so many guesses yields for each sequence, if that was measured, instead of
@@ -174,7 +174,8 @@ def decode(
     ------
     ValueError
         An argument is out of range, ``gpu="published"`` for a model or cloud without one,
-        guesses in a batch whose GPU speed is not a roofline, or settings that exclude each other.
+        guesses without an acceptance or in a batch whose GPU speed is not a roofline, or settings
+        that exclude each other.
     """
     split = Split(model, rank, link, rtt_s, **split)
     batch, context = whole_number("batch", batch, 1), whole_number("context", context, 0)
@@ -232,8 +233,15 @@ def prefill(
 
 def _tokens_per_pass(in_flight: int, acceptance_rate: float | None, measured: float | None) -> float:
     """How many of ``in_flight`` positions become tokens of a sequence, in the mean."""
+    if measured is None and acceptance_rate is None:
+        if in_flight > 1:
+            raise ValueError(
+                f"draft_tokens={in_flight - 1} needs acceptance_rate, the share of guesses that are accepted, "
+                "or tokens_per_pass as measured"
+            )
+        return 1
     if measured is None:
-        a = 1.0 if acceptance_rate is None else number("acceptance_rate", acceptance_rate, 0, 1)
+        a = number("acceptance_rate", acceptance_rate, 0, 1)
         return in_flight if a == 1 else (1 - a**in_flight) / (1 - a)
     if acceptance_rate is not None:
         raise ValueError(f"tokens_per_pass={measured!r} replaces acceptance_rate={acceptance_rate!r}: give only one")

@@ -196,7 +196,7 @@ def test_a_ladder_by_hand_with_nothing_alike():
 
 def test_a_folded_late_split_by_hand_with_nothing_alike():
     split = dict(r_c2d=48, r_d2c=24, projections=1, adapted_layers=6, late=True, folded=True)
-    estimate = decode("llama-3.1-8b", **WHERE, **split, draft_tokens=3, draft="backbone", gpu=20)
+    estimate = decode("llama-3.1-8b", **WHERE, **split, draft_tokens=3, acceptance_rate=1, draft="backbone", gpu=20)
     expected = {
         "decoder": DECODER / (DECODER + HEAD) / 20 + 3 / 20,  # one pass that checks what it has written
         "lm_head": HEAD * 2 / 50e9,
@@ -215,7 +215,7 @@ def test_a_folded_late_split_by_hand_with_nothing_alike():
 
 def test_a_cloud_that_writes_ahead_in_a_large_batch():
     """Where arithmetic counts: a ladder's A see each position once, whoever guesses."""
-    run = dict(method="ladder", rank=8, gpu="roofline", batch=100_000, draft_tokens=3)
+    run = dict(method="ladder", rank=8, gpu="roofline", batch=100_000, draft_tokens=3, acceptance_rate=1)
     device, cloud = (decode("gpt2", draft=draft, **run) for draft in DRAFTS)
     assert cloud.breakdown()["a_and_b"] == pytest.approx(device.breakdown()["a_and_b"])
     decoder_s = device.breakdown()["decoder"] / 4 + 3 / 4 / device.gpu_tokens_per_s
@@ -353,7 +353,11 @@ def test_repr_is_one_stable_line():
         (dict(phone_bits=128), "phone_bits must be between 1 and 64, got 128"),
         (dict(adapted_layers=99), "adapted_layers must be between 0 and .*12, got 99"),
         (dict(gpu="published"), "no published speed of gpt2 on a100-80gb-pcie at 16 bit"),
-        (dict(model="llama-2-7b", draft_tokens=3, batch=2), "draft_tokens=3 with batch=2 needs .*: a published speed"),
+        (dict(draft_tokens=4), "draft_tokens=4 needs acceptance_rate, the share .*, or tokens_per_pass as measured"),
+        (
+            dict(model="llama-2-7b", draft_tokens=3, acceptance_rate=0.5, batch=2),
+            "draft_tokens=3 with batch=2 needs .*: a published speed",
+        ),
         (dict(draft_tokens=2, tokens_per_pass=3.5), "tokens_per_pass must be at least 1 and at most 3, got 3.5"),
         (dict(tokens_per_pass=0.5), "tokens_per_pass must be at least 1 and at most 1, got 0.5"),
         (dict(tokens_per_pass=1, acceptance_rate=1.0), "tokens_per_pass=1 replaces acceptance_rate=1.0: give only one"),
