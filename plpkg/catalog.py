@@ -280,9 +280,13 @@ def _look_up(kind: str, cls, known: dict, name):
     if isinstance(name, cls):
         return name
     if not isinstance(name, str):
-        raise TypeError(f"a {kind} is a {cls.__name__} or a catalog name, got {name!r}")
+        configured = cls is ModelShape and (hasattr(name, "model_type") or isinstance(name, Path))
+        got = f"a {type(name).__name__}: read its shape with ModelShape.from_config" if configured else repr(name)
+        raise TypeError(f"a {kind} is a {cls.__name__} or a catalog name, got {got}")
     if name in known:
         return known[name]
+    if cls is ModelShape and "/" in name:
+        raise ValueError(f"unknown {kind} {name!r}: for a hub's name or a folder, ModelShape.from_config({name!r})")
     near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4)
     hint = f"near: {', '.join(near)}; " if near else ""
     raise ValueError(f"unknown {kind} {name!r}; {hint}all {len(known)}: {', '.join(known)}")
@@ -295,7 +299,9 @@ def model(name: str | ModelShape) -> ModelShape:
     ------
     ValueError
         Unknown name; the message lists the near ones. For a model outside the catalog use
-        :meth:`ModelShape.from_config`.
+        :meth:`ModelShape.from_config`: a hub's name gets that for an answer.
+    TypeError
+        Something else; a Hugging Face configuration gets that answer, too.
     """
     return _look_up("model", ModelShape, models(), name)
 

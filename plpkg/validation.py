@@ -1,6 +1,10 @@
-"""Checks of arguments: a wrong value gets a sentence that names it."""
+"""Checks of arguments: a wrong value gets a sentence that names it, a mistyped name the one that was meant."""
 
+import difflib
+import inspect
 import math
+from collections.abc import Callable
+from functools import wraps
 
 
 def whole_number(name: str, value: object, low: int, high: int | None = None, limit: str = "") -> int:
@@ -94,3 +98,42 @@ def host_and_port(address: str) -> tuple[str, int]:
     if not bare or (":" in bare and bare == host) or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
         raise ValueError(f"an address must be host:port, got {address!r}")
     return bare, int(port)
+
+
+def keywords(*takers: Callable, without: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
+    """Decorate a function so that its signature has every keyword, and a mistyped one names the near one.
+
+    Parameters
+    ----------
+    takers
+        What the function passes its ``**`` on to; their parameters become the signature's last.
+    without
+        Those of them that the function sets itself.
+
+    Raises
+    ------
+    TypeError
+        By the decorated function, for a keyword that neither it nor a taker has.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        signature = inspect.signature(function)
+        known = {name: p for name, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD}
+        for taker in takers:
+            for name, p in inspect.signature(taker).parameters.items():
+                if name not in known and name not in without:
+                    known[name] = p.replace(kind=p.KEYWORD_ONLY)
+
+        @wraps(function)
+        def checked(*args, **given):
+            for name in given:
+                if name not in known:
+                    near = difflib.get_close_matches(name, known, n=1)
+                    hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
+                    raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}: {hint}")
+            return function(*args, **given)
+
+        checked.__signature__ = signature.replace(parameters=list(known.values()))
+        return checked
+
+    return decorate

@@ -1,6 +1,7 @@
 """The catalog against transformers itself: every shape is rebuilt without storage and counted."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -306,6 +307,19 @@ def test_objects_pass_through_and_others_do_not():
     assert catalog.link(link) is link
     with pytest.raises(TypeError, match=r"a model is a ModelShape or a catalog name, got 7"):
         catalog.model(7)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("Qwen/Qwen2.5-7B", ValueError, r"unknown model 'Qwen/.*, ModelShape\.from_config\('Qwen/Qwen2\.5-7B'\)$"),
+        (transformers.Qwen2Config(), TypeError, r"got a Qwen2Config: read its shape with ModelShape\.from_config$"),
+        (Path("models/mine"), TypeError, r"got a \w+Path: read its shape with ModelShape\.from_config$"),
+    ],
+)
+def test_what_from_config_reads_is_sent_there(name, error, message):
+    with pytest.raises(error, match=message):
+        catalog.model(name)
 
 
 def test_every_fact_has_a_source():

@@ -1,6 +1,7 @@
 """Calculating needs no torch: what the rooms' front doors load is checked in a fresh interpreter."""
 
 import importlib
+import inspect
 import subprocess
 import sys
 
@@ -40,6 +41,18 @@ def test_a_front_door_keeps_its_promises(room):
     assert set(room.__all__) <= set(dir(room))
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         room.__getattr__("nothing")
+
+
+@pytest.mark.parametrize("room", ["communication", "throughput"])
+def test_a_calculator_names_the_keyword_that_was_meant(room):
+    room = importlib.import_module(f"plpkg.{room}")
+    calculators = [c for name in room.__all__ if inspect.isfunction(c := getattr(room, name))]
+    assert len(calculators) >= 9
+    for calculate in calculators:
+        for name, parameter in inspect.signature(calculate).parameters.items():
+            assert parameter.kind is not parameter.VAR_KEYWORD, calculate
+            with pytest.raises(TypeError, match=f"'{name}_': did you mean '{name}'"):
+                calculate(**{f"{name}_": 1})
 
 
 @pytest.mark.parametrize(

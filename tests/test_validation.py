@@ -1,7 +1,9 @@
+import inspect
+
 import numpy as np
 import pytest
 
-from plpkg.validation import flag, number, one_of, whole_number
+from plpkg.validation import flag, keywords, number, one_of, whole_number
 
 
 @pytest.mark.parametrize("value", [1, 768, np.int64(5)])
@@ -46,3 +48,19 @@ def test_one_of_tells_types_apart(value):
     assert one_of("projections", 3, (1, 3)) == 3
     with pytest.raises(ValueError, match=rf"^projections must be one of 1, 3, got {value!r}$"):
         one_of("projections", value, (1, 3))
+
+
+def test_keywords_are_those_of_what_takes_them():
+    def taker(first: int, rank: int = 3, bits: int = 16) -> None: ...
+
+    @keywords(taker, without=("first",))
+    def calculate(model: str, rank: int = 8, **others) -> tuple:
+        """What it does."""
+        return model, rank, others
+
+    assert str(inspect.signature(calculate)) == "(model: str, rank: int = 8, *, bits: int = 16) -> tuple"
+    assert (calculate.__name__, calculate.__doc__) == ("calculate", "What it does.")
+    assert calculate("gpt2", bits=4) == ("gpt2", 8, {"bits": 4})
+    for name, hint in {"ranks": r"did you mean 'rank'\?", "first": "it takes model, rank, bits"}.items():
+        with pytest.raises(TypeError, match=rf"^calculate\(\) got an unexpected keyword argument '{name}': {hint}$"):
+            calculate("gpt2", **{name: 1})

@@ -43,12 +43,13 @@ from dataclasses import replace
 from plpkg.catalog import ModelShape, model as find_model
 from plpkg.communication.run import Run
 from plpkg.communication.traffic import Traffic
-from plpkg.validation import flag, one_of, whole_number
+from plpkg.validation import flag, keywords, one_of, whole_number
 
 BASELINES = ("published", "actual")
 """``published``: ``hidden`` down and up for each projection. ``actual``: the shared input down, each output up."""
 
 
+@keywords(Run)
 def full_activations(
     model: str | ModelShape,
     projections: int = 1,
@@ -96,6 +97,7 @@ def full_activations(
     return _traffic(Run(model, **run), down, up, endpoints, bits)
 
 
+@keywords(Run)
 def low_rank(
     model: str | ModelShape,
     rank: int = 32,
@@ -144,6 +146,7 @@ def low_rank(
     return _traffic(run, n * r_c2d, n * r_d2c, endpoints, bits, riding, flag("late", late))
 
 
+@keywords(Run)
 def ladder(model: str | ModelShape, rank: int = 96, bits: int = 16, **run) -> Traffic:
     """Traffic of a ladder, end points included: every adapted layer's ``rank`` numbers come down at the end of a pass.
 
@@ -157,6 +160,7 @@ def ladder(model: str | ModelShape, rank: int = 96, bits: int = 16, **run) -> Tr
     return _traffic(run, rank, 0, True, bits, riding=run.crossing_layers)
 
 
+@keywords(Run, without=("first_k", "adapted_layers"))
 def layer_cut(model: str | ModelShape, after_layer: int, bits: int = 16, **run) -> Traffic:
     """Traffic of a plain split: the device runs the first ``after_layer`` layers and the LM head.
 

@@ -14,7 +14,7 @@ from plpkg.catalog import ModelShape, model as find_model
 from plpkg.communication.formulas import BASELINES, folded_layers, ladder_run, projection_dims, ranks
 from plpkg.communication.run import Run
 from plpkg.communication.traffic import Traffic
-from plpkg.validation import flag, one_of, whole_number
+from plpkg.validation import flag, keywords, one_of, whole_number
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Message:
     layer: int | None = None
 
 
+@keywords(Run)
 def low_rank_messages(
     model: str | ModelShape,
     rank: int = 32,
@@ -64,6 +65,7 @@ def low_rank_messages(
     return _walk(run, endpoints, lambda b, s: ((n, b, s, r_c2d), (n, b, s, r_d2c)), names, riding, late)
 
 
+@keywords(Run)
 def ladder_messages(model: str | ModelShape, rank: int = 96, **run) -> Iterator[Message]:
     """The messages of a ladder; parameters as in :func:`~plpkg.communication.ladder`.
 
@@ -75,6 +77,7 @@ def ladder_messages(model: str | ModelShape, rank: int = 96, **run) -> Iterator[
     return _walk(run, True, lambda b, s: ((layers, b, s, rank), ()), ("A x",), riding=layers)
 
 
+@keywords(Run)
 def full_activation_messages(
     model: str | ModelShape, projections: int = 1, endpoints: bool = False, baseline: str = "published", **run
 ) -> Iterator[Message]:
@@ -93,6 +96,7 @@ def full_activation_messages(
     )
 
 
+@keywords(Run, without=("first_k", "adapted_layers"))
 def layer_cut_messages(model: str | ModelShape, after_layer: int, **run) -> Iterator[Message]:
     """The messages of a plain split; parameters as in :func:`~plpkg.communication.layer_cut`."""
     model = find_model(model)
@@ -161,6 +165,7 @@ def serialise(message: Message, bits: int = 16) -> bytes:
     return torch.zeros(message.shape, dtype=dtypes[bits]).numpy().tobytes()
 
 
+@keywords()
 def count(messages: Iterable[Message], bits: int = 16, tokens: int = 1) -> Traffic:
     """Serialise every message and add up the bytes each way; count round trips by the turns of direction.
 

@@ -33,7 +33,7 @@ from plpkg.catalog import Link, ModelShape
 from plpkg.communication import Traffic
 from plpkg.results import Tabular
 from plpkg.throughput.split import Split
-from plpkg.validation import number, one_of, whole_number
+from plpkg.validation import keywords, number, one_of, whole_number
 
 ACCOUNTINGS = ("literal", "figure")
 DRAFTS = ("device", "backbone")
@@ -117,6 +117,7 @@ class Estimate(Tabular):
         )
 
 
+@keywords(Split)
 def decode(
     model: str | ModelShape,
     rank: int = 64,
@@ -201,6 +202,7 @@ def decode(
     return _estimate(split, accounting, FIGURE_OMITS["decode"], pass_s, sent, produced, gpu_speed, source, *cache)
 
 
+@keywords(Split)
 def prefill(
     model: str | ModelShape,
     tokens: int = 256,

@@ -10,9 +10,10 @@ from plpkg.catalog import Link, ModelShape, model as find_model
 from plpkg.communication.formulas import projection_dims
 from plpkg.throughput.estimate import decode
 from plpkg.throughput.split import Split
-from plpkg.validation import number, one_of
+from plpkg.validation import keywords, number, one_of
 
 
+@keywords(decode, without=("model",))
 def against_rtt(models: Sequence[str | ModelShape], rtts_ms: Sequence[float] = (0, 1, 5, 10, 20, 33), **settings):
     """Tokens per second of each model (rows) at each round-trip time in milliseconds (columns).
 
@@ -28,6 +29,7 @@ def against_rtt(models: Sequence[str | ModelShape], rtts_ms: Sequence[float] = (
     return _speeds("model", {shape.name: settings | {"model": shape} for shape in distinct(models)}, rtts_ms)
 
 
+@keywords(decode)
 def schemes_against_rtt(schemes: Mapping[str, Mapping], rtts_ms: Sequence[float] = (0, 5, 20, 33), **settings):
     """Tokens per second of each scheme of running a model (rows) at each round-trip time in milliseconds (columns).
 
@@ -52,6 +54,7 @@ def _speeds(index: str, runs: dict[str, dict], rtts_ms: Sequence[float]):
     return pd.DataFrame(speeds).T.rename_axis(index=index, columns="rtt_ms")
 
 
+@keywords(decode)
 def break_even_rtt_s(model: str | ModelShape, phone_only_tokens_per_s: float, rank: int = 64, **settings) -> float:
     """The round-trip time at which splitting is no faster than the phone alone.
 
@@ -77,6 +80,7 @@ def break_even_rtt_s(model: str | ModelShape, phone_only_tokens_per_s: float, ra
     return (1 / phone_only_tokens_per_s - 1 / without.tokens_per_s) / round_trips_per_token
 
 
+@keywords(decode)
 def best_rank(model: str | ModelShape, tokens_per_s: float, **settings) -> int:
     """The largest rank that still reaches a target speed, up to the width of the narrowest projection.
 
@@ -136,6 +140,7 @@ def _refuse(settings: dict, *names: str) -> None:
             raise ValueError(f"{name} is what is being varied here; it cannot be set as well (got {settings[name]!r})")
 
 
+@keywords(Split, without=("rank", "r_c2d", "r_d2c"))
 def overlap_rank(
     model: str | ModelShape,
     link: str | Link = "5g-published",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from plpkg.catalog import Device, ModelShape, device as find_device, model as find_model
 from plpkg.results import Tabular
 from plpkg.throughput.split import Split, does_not_fit
-from plpkg.validation import flag, whole_number
+from plpkg.validation import flag, keywords, whole_number
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class PhoneMemory(Tabular):
         )
 
 
+@keywords(Split, without=("phone_bits",))
 def phone_memory(
     model: str | ModelShape,
     rank: int = 128,
@@ -79,6 +80,7 @@ def phone_memory(
     return PhoneMemory(model.embedding_parameters * bits / 8, m * bits / 8, second_table * bits / 8)
 
 
+@keywords(Split)
 def phone_flops(model: str | ModelShape, rank: int = 128, **split) -> int:
     """Floating-point operations the phone does for one token: twice its LM head and Ms.
 
@@ -89,6 +91,7 @@ def phone_flops(model: str | ModelShape, rank: int = 128, **split) -> int:
     return 2 * (model.embedding_parameters + m)
 
 
+@keywords()
 def whole_model_bytes(model: str | ModelShape, bits: int = 16) -> float:
     """Bytes of a whole model's computing weights at ``bits`` a weight, the input embedding left out.
 
@@ -97,12 +100,14 @@ def whole_model_bytes(model: str | ModelShape, bits: int = 16) -> float:
     return find_model(model).computing_parameters * whole_number("bits", bits, 1, 64) / 8
 
 
+@keywords()
 def whole_model_flops(model: str | ModelShape) -> int:
     """Floating-point operations of one token through the whole model: two for each weight that it computes with."""
     model = find_model(model)
     return 2 * round(model.computing_parameters - model.unread_parameters())
 
 
+@keywords()
 def phone_only_tokens_per_s(
     model: str | ModelShape, bits: int = 4, device: str | Device = "iphone-13-pro-max"
 ) -> float:
@@ -114,5 +119,5 @@ def phone_only_tokens_per_s(
     model, device = find_model(model), find_device(device)
     held = whole_model_bytes(model, bits)
     for sentence in does_not_fit(held, device):
-        warnings.warn(f"{model.name}: {sentence}", stacklevel=2)
+        warnings.warn(f"{model.name}: {sentence}", stacklevel=3)  # the caller of what keywords() returns
     return device.memory_bandwidth_bytes_per_s / (held - model.unread_parameters() * bits / 8)

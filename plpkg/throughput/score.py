@@ -6,9 +6,10 @@ r"""The score that weighs quality by speed (PrivateLoRA article).
 from collections.abc import Sequence
 from statistics import fmean
 
-from plpkg.validation import number
+from plpkg.validation import keywords, number
 
 
+@keywords()
 def score(
     tokens_per_s: float,
     gpu_tokens_per_s: float,
