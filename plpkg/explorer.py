@@ -44,6 +44,7 @@ class Explorer(ipywidgets.VBox):
         if len(controls) > 4:
             raise ValueError(f"an explorer has at most 4 controls, got {len(controls)}: {', '.join(controls)}")
         self._functions = compute, read_out, draw
+        self._drawn = None
         self.controls = controls
         self._sentence = ipywidgets.HTML()
         self._sentence.add_class("plpkg-read-out")
@@ -70,8 +71,11 @@ class Explorer(ipywidgets.VBox):
     def _update(self, change=None) -> None:
         import matplotlib.pyplot as plt
 
+        values = self.values
+        if values == self._drawn:  # one control has moved another, which drew both
+            return
         compute, read_out, draw = self._functions
-        self.result = compute(**self.values)
+        self.result = compute(**values)
         self.text = read_out(self.result)
         figure, ax = plt.subplots()
         try:
@@ -80,6 +84,7 @@ class Explorer(ipywidgets.VBox):
         finally:
             plt.close(figure)
         self._sentence.value = f"<p role='status' aria-live='polite'>{escape(self.text)}</p>"
+        self._drawn = values
 
     def _repr_mimebundle_(self, **kwargs) -> dict:
         # ipywidgets cuts the text at 110 characters; it is all that a reader without a kernel sees.

@@ -64,8 +64,7 @@ def explorer() -> Explorer:
         ),
         "rtt_ms": ipywidgets.FloatSlider(value=0, min=0, max=60, step=0.5, description="RTT (ms)"),
     }
-    explorer = Explorer(controls, compute, read_out, draw)
-    controls["link"].observe(
+    controls["link"].observe(  # before the explorer observes it, and draws
         lambda change: setattr(controls["rtt_ms"], "value", 1e3 * catalog.link(change["new"]).rtt_s), "value"
     )
-    return explorer
+    return Explorer(controls, compute, read_out, draw)
