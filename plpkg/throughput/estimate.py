@@ -105,6 +105,7 @@ class Estimate(Tabular):
         return [
             {"term": term, "ms_per_token": 1e3 * seconds, "share_percent": 100 * seconds / total}
             for term, seconds in self.breakdown().items()
+            if self.context or term != "kv_cache"
         ]
 
     def __repr__(self) -> str:

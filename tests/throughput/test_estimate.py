@@ -308,6 +308,8 @@ def test_a_context_costs_both_the_same_reading(context, batch, gpu):
     empty, full = (decode("llama-3.1-8b", gpu=gpu, batch=batch, context=n) for n in (0, context))
     read_s = 2 * 2 * 32 * 1024 * context / 1935e9
     assert empty.breakdown()["kv_cache"] == 0
+    assert [row["term"] for row in empty.rows()] == list(TERMS[:-1])  # the article's, and the round trips
+    assert [row["term"] for row in full.rows()] == list(TERMS)
     assert full.breakdown() == pytest.approx(empty.breakdown() | {"kv_cache": read_s})
     assert batch / full.gpu_tokens_per_s == pytest.approx(batch / empty.gpu_tokens_per_s + batch * read_s)
 
