@@ -52,8 +52,8 @@ BASELINES = ("published", "actual")
 @keywords(Run)
 def full_activations(
     model: str | ModelShape,
-    projections: int = 1,
-    endpoints: bool = False,
+    projections: int = 3,
+    endpoints: bool = True,
     bits: int = 16,
     baseline: str = "published",
     **run,
@@ -71,7 +71,8 @@ def full_activations(
     bits
         Bits of one transmitted value.
     baseline
-        ``"published"``: the article's count, ``2·hidden`` values for each projection.
+        ``"published"``: the article's count, ``2·hidden`` values for each projection; its own
+        figures are of ``projections=1`` without ``endpoints``.
         ``"actual"``: what a split LoRA has to send: the input that the projections share goes
         down once, each projection's output comes up (narrower keys and values under
         grouped-query attention).
@@ -100,7 +101,7 @@ def full_activations(
 @keywords(Run)
 def low_rank(
     model: str | ModelShape,
-    rank: int = 32,
+    rank: int = 64,
     projections: int = 3,
     endpoints: bool = True,
     bits: int = 16,
@@ -175,10 +176,12 @@ def layer_cut(model: str | ModelShape, after_layer: int, bits: int = 16, **run) 
 
 
 def ranks(model: ModelShape, rank: int, r_c2d: int | None = None, r_d2c: int | None = None) -> tuple[int, int]:
-    """``(r_c2d, r_d2c)``, each taken from ``rank`` where it is not given, both checked against ``hidden``."""
-    given = {"rank": rank, "r_c2d": rank if r_c2d is None else r_c2d, "r_d2c": rank if r_d2c is None else r_d2c}
-    checked = [whole_number(name, value, 1, model.hidden, "hidden") for name, value in given.items()]
-    return checked[1], checked[2]
+    """``(r_c2d, r_d2c)``, each taken from ``rank`` where it is not given, what is taken checked against ``hidden``."""
+    high = None if r_c2d is not None and r_d2c is not None else model.hidden
+    rank = whole_number("rank", rank, 1, high, "hidden")
+    given = {"r_c2d": rank if r_c2d is None else r_c2d, "r_d2c": rank if r_d2c is None else r_d2c}
+    r_c2d, r_d2c = (whole_number(name, value, 1, model.hidden, "hidden") for name, value in given.items())
+    return r_c2d, r_d2c
 
 
 def projection_dims(model: ModelShape, projections: int) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ class Message:
 @keywords(Run)
 def low_rank_messages(
     model: str | ModelShape,
-    rank: int = 32,
+    rank: int = 64,
     projections: int = 3,
     endpoints: bool = True,
     *,
@@ -79,7 +79,7 @@ def ladder_messages(model: str | ModelShape, rank: int = 96, **run) -> Iterator[
 
 @keywords(Run)
 def full_activation_messages(
-    model: str | ModelShape, projections: int = 1, endpoints: bool = False, baseline: str = "published", **run
+    model: str | ModelShape, projections: int = 3, endpoints: bool = True, baseline: str = "published", **run
 ) -> Iterator[Message]:
     """The messages at full width; parameters as in :func:`~plpkg.communication.full_activations`."""
     model = find_model(model)

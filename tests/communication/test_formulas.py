@@ -1,18 +1,19 @@
 """The closed formulas: the article's figures to the bit, and every formula against its counting twin."""
 
+import inspect
 import itertools
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from plpkg import communication
+from plpkg import communication, throughput
 from plpkg.catalog import ModelShape
 from plpkg.communication import full_activations, ladder, layer_cut, low_rank
 
 
 def test_published_arithmetic_to_the_bit():
-    assert full_activations("llama-7b").total_bits == 4_194_304
-    assert full_activations("llama-7b", tokens=250).total_bits == 1_048_576_000
+    assert full_activations("llama-7b", 1, False).total_bits == 4_194_304
+    assert full_activations("llama-7b", 1, False, tokens=250).total_bits == 1_048_576_000
     assert low_rank("llama-7b", 32, projections=1, endpoints=False).total_bits == 32_768
     # What it leaves out: two projections of three, and the end points.
     assert low_rank("llama-7b", 32, endpoints=False).total_bits == 98_304
@@ -27,11 +28,31 @@ def test_published_arithmetic_to_the_bit():
 def test_reduction_per_baseline(rank, one_projection, actual, three_projections):
     token = low_rank("llama-7b", rank)
     shares = [
-        100 * token.share_of(full_activations("llama-7b")),
+        100 * token.share_of(full_activations("llama-7b", 1, False)),
         100 * token.share_of(full_activations("llama-7b", 3, True, baseline="actual")),
         100 * token.share_of(full_activations("llama-7b", 3, True)),
     ]
     assert shares == pytest.approx([one_projection, actual, three_projections], abs=0.005)
+
+
+def test_what_is_compared_counts_the_same_by_default():
+    """Rank 64, q, k and v of every layer, end points, 16 bit: of this room's functions and of the speed's."""
+    common = {"rank", "projections", "endpoints", "bits", "adapted_layers"}
+    functions = (
+        low_rank, full_activations, communication.low_rank_messages, communication.full_activation_messages,
+        throughput.decode, throughput.prefill,
+    )  # fmt: skip
+    defaults = {name: {} for name in common}
+    for function in functions:
+        for name, parameter in inspect.signature(function).parameters.items():
+            if name in common:
+                defaults[name][function.__name__] = parameter.default
+    assert {name: set(found.values()) for name, found in defaults.items()} == {
+        "rank": {64}, "projections": {3}, "endpoints": {True}, "bits": {16}, "adapted_layers": {None},
+    }  # fmt: skip
+    token, estimate = low_rank("llama-7b"), throughput.decode("llama-7b")
+    assert token.total_bits / 8 == estimate.up_bytes_per_token + estimate.down_bytes_per_token
+    assert 100 * token.share_of(full_activations("llama-7b")) == pytest.approx(2.58, abs=0.005)  # rank 64 above
 
 
 @pytest.mark.parametrize(
@@ -44,10 +65,10 @@ def test_training_traffic_of_the_derived_protocol(model, rank, up_kbit, down_kbi
 
 
 def test_grouped_query_attention_narrows_what_comes_up():
-    shape = full_activations("llama-3.1-8b", 3, baseline="actual")
+    shape = full_activations("llama-3.1-8b", endpoints=False, baseline="actual")
     assert shape.downlink_bits == 4096 * 32 * 16
     assert shape.uplink_bits == (4096 + 1024 + 1024) * 32 * 16
-    assert full_activations("llama-3.1-8b", 3).uplink_bits == 3 * 4096 * 32 * 16
+    assert full_activations("llama-3.1-8b", endpoints=False).uplink_bits == 3 * 4096 * 32 * 16
 
 
 def test_asymmetric_ranks_swap_in_the_backward_pass():
@@ -60,10 +81,10 @@ def test_asymmetric_ranks_swap_in_the_backward_pass():
 
 def test_prefill_sends_one_final_hidden_unless_layers_follow_on_the_device():
     hidden = 4096 * 16
-    last = low_rank("llama-7b", tokens=100, phase="prefill")
-    every = low_rank("llama-7b", tokens=100, phase="prefill", final_hidden="all")
+    last = low_rank("llama-7b", 32, tokens=100, phase="prefill")
+    every = low_rank("llama-7b", 32, tokens=100, phase="prefill", final_hidden="all")
     assert every.total_bits == last.total_bits + 99 * hidden
-    with_tail = low_rank("llama-7b", tokens=100, phase="prefill", last_k=1)
+    with_tail = low_rank("llama-7b", 32, tokens=100, phase="prefill", last_k=1)
     one_layer = 100 * 2 * 3 * 32 * 16
     assert with_tail.total_bits == last.total_bits + 99 * hidden - one_layer
     assert last.round_trips == 33

@@ -35,7 +35,7 @@ def test_by_model_stacks_residuals_and_end_points():
 
 
 def test_link_time_stacks_the_seconds_of_the_link():
-    traffic = communication.full_activations("llama-3.1-8b", 3, baseline="actual")
+    traffic = communication.full_activations("llama-3.1-8b", endpoints=False, baseline="actual")
     ax = plots.link_time({"split": traffic}, "5g")
     assert [bar.get_width() for bar in ax.patches] == pytest.approx([1e3 * s for s in traffic.seconds("5g").values()])
     assert ax.get_xlabel() == "milliseconds per token on 5g"
