@@ -128,7 +128,7 @@ def keywords(*takers: Callable, without: tuple[str, ...] = ()) -> Callable[[Call
         def checked(*args, **given):
             for name in given:
                 if name not in known:
-                    near = difflib.get_close_matches(name, known, n=1)
+                    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
                     hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
                     raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}: {hint}")
             return function(*args, **given)

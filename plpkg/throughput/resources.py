@@ -43,7 +43,7 @@ class PhoneMemory(Tabular):
         )
 
 
-@keywords(Split, without=("phone_bits",))
+@keywords(Split, without=("phone_bits", "cloud_bits", "cache_bits"))
 def phone_memory(
     model: str | ModelShape,
     rank: int = 128,

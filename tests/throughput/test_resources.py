@@ -91,3 +91,5 @@ def test_bad_input_is_named():
         phone_memory("gpt2", 0)
     with pytest.raises(ValueError, match="bits must be between 1 and 64, got 0"):
         whole_model_bytes("gpt2", 0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'phone_bits': did you mean 'bits'"):
+        phone_memory("gpt2", 8, phone_bits=4)  # which changed nothing
