@@ -19,7 +19,9 @@ from tqdm.auto import tqdm
 
 from plpkg.learning import learn
 from plpkg.retention.cache import EvictingCache, ReassignedPositions, Rotary, gather
-from plpkg.retention.prefill import Eviction, PrefillResult, read_chunks
+from plpkg.retention.eviction import Eviction
+from plpkg.retention.prefill import read_chunks
+from plpkg.retention.reading import PrefillResult
 from plpkg.retention.scorers import Scorer
 from plpkg.retention.watch import attention_layers
 

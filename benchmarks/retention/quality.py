@@ -41,8 +41,8 @@ from plpkg.backbones import load_backbone, random_backbone
 from plpkg.memory import MemoryTimeline
 from plpkg.retention import RetainingHeads, chunked_prefill, cis_labels, scorers, text, tiny
 from plpkg.retention.cache import Rotary
+from plpkg.retention.eviction import Eviction
 from plpkg.retention.head import HeadsConfig
-from plpkg.retention.prefill import Eviction
 from plpkg.retention.quantize import quantized
 from plpkg.retention.scorers import H2O, KeyNorm, Locret, Random, SinkRecent, SirLlm, SnapKv
 from plpkg.retention.tasks import lookup, pairs_in_noise

@@ -13,20 +13,25 @@ frequencies with the length (LongRoPE, dynamic NTK), chunks differ from the whol
 Left out: ``crop``, linear-attention layers.
 """
 
-import sys
 from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
+from plpkg.retention.rotary import Rotary
 from plpkg.validation import one_of, whole_number
 
 
 def keep_indices(
-    scores: torch.Tensor, budget: int, *, first: int = 0, last: int = 0, stabilizers: int = 0
+    scores: torch.Tensor,
+    budget: int,
+    *,
+    first: int = 0,
+    last: int = 0,
+    stabilizers: int = 0,
+    also: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Which units stay: the ``budget`` highest scores of each head, in their order of time.
 
@@ -38,6 +43,8 @@ def keep_indices(
         How many stay; all, if there are no more. NaN is the lowest score.
     first, last, stabilizers
         The first units and the last ones that stay whatever their score; the larger of ``last`` and ``stabilizers``.
+    also
+        ``(batch, num_kv_heads, n)`` whether a unit stays whatever its score.
 
     Returns
     -------
@@ -62,6 +69,10 @@ def keep_indices(
         scores[..., :first] = float("inf")
     if last:
         scores[..., n - last :] = float("inf")
+    if also is not None:
+        scores = scores.masked_fill(also, float("inf"))
+        if (most := int(scores.isposinf().sum(dim=-1).max())) > budget:
+            raise ValueError(f"{most} units of a head are protected, more than budget={budget}")
     # Two sorts would say the same in four times the time.
     least = scores.topk(budget, sorted=False).values.amin(dim=-1, keepdim=True)  # the lowest score that stays
     above, equal = scores > least, scores == least
@@ -71,73 +82,6 @@ def keep_indices(
     indices = torch.empty(*scores.shape[:-1], budget + 1, dtype=torch.long, device=scores.device)
     indices.scatter_(-1, slot, torch.arange(n, device=scores.device).expand_as(slot))
     return indices[..., :budget]
-
-
-class Rotary:
-    """A model's own rotary positions, forwards and backwards, for keys ``(batch, num_kv_heads, n, head_dim)``.
-
-    Raises
-    ------
-    ValueError
-        The model has no rotary positions, or another one for each kind of layer.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        decoder = model.get_decoder()
-        self._angles = getattr(decoder, "rotary_emb", None)
-        self._rotate = getattr(sys.modules[type(decoder).__module__], "apply_rotary_pos_emb", None)
-        if self._angles is None or self._rotate is None or hasattr(self._angles, "layer_types"):
-            raise ValueError(
-                "positions='reassigned' needs one set of rotary positions, which "
-                f"{type(decoder).__name__} does not have: take positions='original'"
-            )
-        # Where the frequencies depend on the longest text so far, positions alone do not give the angles.
-        self._steady = getattr(self._angles, "rope_type", "default") not in ("dynamic", "longrope")
-        self._last: dict[bool, tuple] = {}  # by direction: what every layer of a forward pass asks for
-        self._halves = self._turns_halves()
-
-    def apply(self, keys: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """Rotate keys to positions ``start``, ``start + 1``, …"""
-        return self._turn(keys, *self._cos_sin(keys, start, back=False))
-
-    def undo(self, keys: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """The keys as they were before :meth:`apply`."""
-        return self._turn(keys, *self._cos_sin(keys, start, back=True))
-
-    def _cos_sin(self, keys: torch.Tensor, start: int, *, back: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        asked = start, keys.shape[-2], keys.dtype, keys.device
-        if not self._steady or self._last.get(back, (None,))[0] != asked:
-            positions = torch.arange(start, start + keys.shape[-2], device=keys.device)[None]
-            cos, sin = (t.float() for t in self._angles(keys, positions))  # in the keys' precision, as in the model
-            if back:
-                square = cos.square() + sin.square()  # 1, but for rounding and variants that scale (YaRN, LongRoPE)
-                cos, sin = cos / square, -sin / square
-            self._last[back] = asked, cos, sin
-        return self._last[back][1:]
-
-    def _turn(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        width = cos.shape[-1]  # some models rotate a part of each head only
-        wide = keys[..., :width].float()
-        # For halves the same in a quarter of the time.
-        turned = _turn_halves(wide, cos, sin) if self._halves else self._rotate(wide[:, :1], wide, cos, sin)[1]
-        turned = turned.to(keys.dtype)
-        return turned if width == keys.shape[-1] else torch.cat([turned, keys[..., width:]], dim=-1)
-
-    def _turns_halves(self) -> bool:
-        """Whether the model's function pairs each number of a head's first half with one of the second, as Llama's."""
-        with unset_fake_temporarily():  # numbers are needed, also where the cache itself is measured with fake ones
-            keys, (cos, sin) = torch.arange(8.0).view(1, 1, 2, 4), torch.arange(1.0, 17.0).view(2, 1, 2, 4)
-            expected = self._rotate(keys, keys, cos, sin)[1]
-            return torch.equal(_turn_halves(keys, cos, sin), expected)
-
-
-def _turn_halves(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """A head's halves (a, b) become (a cos − b sin, b cos + a sin)."""
-    cos, sin, half = cos[:, None], sin[:, None], keys.shape[-1] // 2
-    turned = keys * cos
-    turned[..., :half].addcmul_(keys[..., half:], sin[..., :half], value=-1)
-    turned[..., half:].addcmul_(keys[..., :half], sin[..., half:])
-    return turned
 
 
 class Store:
@@ -172,6 +116,14 @@ class Store:
         """Apply ``function`` to every tensor: its first dimension is the batch."""
         if self.keys is not None:
             self.keys, self.values = function(self.keys), function(self.values)
+
+    def mark(self) -> object:
+        """What :meth:`rewind` needs to forget the units that come after now."""
+        return len(self)
+
+    def rewind(self, mark: object, repeats: int = 1) -> None:
+        """Forget the units that came after ``mark``, and the copies if the batch was repeated since."""
+        self.change(lambda tensor: tensor[::repeats, :, :mark].clone())  # a view would hold all of it
 
 
 def gather(states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
@@ -218,6 +170,11 @@ class EvictingLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         n = key_states.shape[-2]
+        if len(key_states) != len(self.positions):
+            raise ValueError(
+                f"this cache is for a batch of {len(self.positions)}, got {len(key_states)} sequences: for num_beams "
+                "or num_return_sequences take inputs(repeats=…) with their number, or ask"
+            )
         new = torch.arange(self.seen, self.seen + n, dtype=torch.int32, device=self.device)
         self.positions = torch.cat([self.positions, new.expand(*key_states.shape[:2], n)], dim=-1)
         self.seen += n
@@ -260,6 +217,18 @@ class EvictingLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self._change(lambda tensor: tensor[indices])
+
+    def mark(self) -> tuple:
+        """What :meth:`rewind` needs to forget the units that come after now, if none is evicted until then."""
+        return self.seen, self.positions.shape, self.store.mark()
+
+    def rewind(self, mark: tuple) -> None:
+        """Forget what came after ``mark``. Beams were reordered within a prompt only, whose units are alike."""
+        self.seen, (batch, _, kept), in_store = mark
+        repeats = len(self.positions) // batch
+        self.store.rewind(in_store, repeats)
+        self.positions = self.positions[::repeats, :, :kept].clone()
+        self.scores = None if self.scores is None else self.scores[::repeats, :, :kept].clone()
 
     def _change(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.is_initialized:
@@ -343,6 +312,7 @@ class EvictingCache(Cache):
             else:
                 layers.append(layer)
         super().__init__(layers=layers)
+        self._expected: int | None = None
         if not self.evicting:
             raise ValueError(f"every layer of {name} has a sliding window: its cache is bounded already")
 
@@ -360,3 +330,40 @@ class EvictingCache(Cache):
     def kept(self) -> int:
         """Units that each head of each evicting layer holds."""
         return len(next(iter(self.evicting.values())).store)
+
+    def mark(self) -> list[tuple]:
+        """What :meth:`rewind` needs to forget the units that come after now, if none is evicted until then."""
+        sliding = ("keys", "values", "cumulative_length")  # new tensors come with each token
+        return [
+            layer.mark() if isinstance(layer, EvictingLayer) else tuple(getattr(layer, name) for name in sliding)
+            for layer in self.layers
+        ]
+
+    def rewind(self, mark: list[tuple]) -> None:
+        """Forget what came after ``mark``, also if the batch was repeated since."""
+        for layer, state in zip(self.layers, mark, strict=True):
+            if isinstance(layer, EvictingLayer):
+                layer.rewind(state)
+            else:
+                layer.keys, layer.values, layer.cumulative_length = state
+        self._expected = None
+
+    def expect_generate(self) -> None:
+        """Let ``generate`` go on from here, once: what it is given was made for this length."""
+        self._expected = self.get_seq_length()
+
+    @property
+    def _is_user_defined(self) -> bool:
+        return True
+
+    @_is_user_defined.setter
+    def _is_user_defined(self, value: bool) -> None:
+        """transformers sets this where ``generate`` begins; it would take our length for that of a part of its ids."""
+        expected, self._expected = self._expected, None
+        length = self.get_seq_length()
+        if length and expected != length:
+            raise ValueError(
+                f"this cache holds {self.kept} units of the tokens that were read, and generate cannot know which: it "
+                "would read some twice, or none. Take model.generate(**read.inputs(new_ids)), anew for each call, or "
+                "read.ask(model, new_ids)"
+            )

@@ -92,6 +92,12 @@ class ByToken:
         if self.packed is not None:
             self.packed.change(function)
 
+    def mark(self) -> int:
+        return len(self)
+
+    def rewind(self, mark: int, repeats: int) -> None:
+        self.change(lambda t: t[::repeats, :, :mark].clone())
+
 
 class ByChannel:
     """Units ``(batch, heads, n, head_dim)`` in groups of consecutive units, channel by channel, and a rest."""
@@ -129,6 +135,16 @@ class ByChannel:
             part.change(function)
         self.rest = None if self.rest is None else function(self.rest)
 
+    def mark(self) -> tuple[int, torch.Tensor | None]:
+        return len(self.packed), self.rest  # the rest may fill a group, and be rounded
+
+    def rewind(self, mark: tuple[int, torch.Tensor | None], repeats: int) -> None:
+        count, rest = mark
+        del self.packed[count:]
+        if repeats > 1:
+            self.change(lambda t: t[::repeats].clone())
+        self.rest = rest
+
 
 class QuantizedStore(Store):
     """A layer's keys and values, packed."""
@@ -158,6 +174,13 @@ class QuantizedStore(Store):
     def change(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.keys.change(function)
         self.values.change(function)
+
+    def mark(self) -> tuple:
+        return self.keys.mark(), self.values.mark()
+
+    def rewind(self, mark: tuple, repeats: int = 1) -> None:
+        self.keys.rewind(mark[0], repeats)
+        self.values.rewind(mark[1], repeats)
 
 
 def quantized(bits: int = 4, scheme: str = "token", group: int = 32) -> Callable[[], QuantizedStore]:

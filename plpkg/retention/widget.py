@@ -10,8 +10,9 @@ import torch
 from plpkg import theme
 from plpkg.explorer import Explorer
 from plpkg.retention import scorers, tiny
+from plpkg.retention.eviction import Log
 from plpkg.retention.labels import cis_labels
-from plpkg.retention.prefill import Log, chunked_prefill
+from plpkg.retention.prefill import chunked_prefill
 from plpkg.retention.tasks import FIRST_KEY, FIRST_VALUE, Pairs, pairs_in_noise
 
 LENGTH, CHUNK = 96, 16

@@ -1,0 +1,183 @@
+"""A scorer at work on a cache: what it is shown of each forward pass, each cut, and the log of both."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from plpkg.results import Tabular
+from plpkg.retention.cache import EvictingCache, keep_indices
+from plpkg.retention.scorers import Scorer
+from plpkg.retention.watch import Units, Watch, watching
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward pass and its cut.
+
+    Attributes
+    ----------
+    start, stop
+        The tokens that ran.
+    before, after
+        Units in each head before the cut and after it.
+    kept
+        ``(layers, batch, num_kv_heads, after)`` original positions of what stayed, int32; ``None`` if not logged.
+    """
+
+    start: int
+    stop: int
+    before: int
+    after: int
+    kept: torch.Tensor | None = field(repr=False)
+
+
+class Log(list, Tabular):
+    """The :class:`Step` of every forward pass, in order."""
+
+    @property
+    def peak(self) -> int:
+        """The most units that a head held."""
+        return max(step.before for step in self)
+
+    def rows(self) -> list[dict]:
+        return [{name: getattr(step, name) for name in ("start", "stop", "before", "after")} for step in self]
+
+    def __repr__(self) -> str:
+        return f"Log: {len(self)} forward passes, at most {self.peak} units a head, {self[-1].after} at the end"
+
+
+class Eviction:
+    """A scorer at work on a cache: it sees every forward pass and decides each cut."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cache: EvictingCache,
+        scorer: Scorer,
+        budget: int,
+        stabilizers: int,
+        log_positions: bool,
+        keep: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        self.model, self.cache, self.scorer, self.keep = model, cache, scorer, keep
+        self.budget, self.stabilizers, self.log_positions = budget, stabilizers, log_positions
+        self.decoding = False
+        self.log = Log()
+        self._last_logits: torch.Tensor | None = None  # (batch, 1, vocab): they predict the next chunk's first token
+        self._watch = Watch(self._show)
+
+    def _show(self, units: Units) -> None:
+        if units.layer in self.cache.evicting and not self.scorer.needs_logits:
+            self._store(units)
+
+    def __deepcopy__(self, memo: dict) -> "Eviction":
+        """The same model, and a cache and a log of its own."""
+        other = copy.copy(self)
+        other.scorer, other.cache = copy.copy(self.scorer), copy.deepcopy(self.cache, memo)
+        other.log = copy.deepcopy(self.log, memo)
+        other._watch = Watch(other._show)
+        return other
+
+    def repeat(self, repeats: int) -> None:
+        """Follow a cache whose batch was repeated."""
+        if self._last_logits is not None:
+            self._last_logits = self._last_logits.repeat_interleave(repeats, dim=0)
+
+    def _store(self, units: Units) -> None:
+        layer = self.cache.evicting[units.layer]
+        known = 0 if layer.scores is None else layer.scores.shape[-1]
+        unknown = layer.positions.shape[-1] - len(units.positions) - known
+        if unknown:
+            raise ValueError(
+                f"{unknown} units of the cache have no score: they came while nobody watched. Run every forward pass "
+                "after the prefill within evicting(), or none"
+            )
+        layer.scores = self.scorer.update(units, layer.scores).expand(layer.positions.shape)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Run tokens ``(batch, n)`` through the model; the logits after the last one."""
+        start = self._prepare(ids)
+        every = self.scorer.needs_logits
+        logits = self.model(
+            input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=0 if every else 1
+        ).logits
+        self._after(ids, start, logits)
+        return logits[:, -1]
+
+    def _prepare(self, ids: torch.Tensor) -> int:
+        start = next(iter(self.cache.evicting.values())).seen
+        self._watch.ids = ids
+        self._watch.positions = torch.arange(start, start + ids.shape[-1], device=ids.device)
+        return start
+
+    def _after(self, ids: torch.Tensor, start: int, logits: torch.Tensor) -> None:
+        if not self.scorer.needs_logits:
+            return
+        before = logits[:, :1] if self._last_logits is None else self._last_logits
+        log_p = torch.cat([before, logits[:, :-1]], dim=1).float().log_softmax(-1)  # (batch, n, vocab)
+        tokens = ids % logits.shape[-1]  # the ids themselves; plpkg.retention.tiny packs more into them
+        surprisal = -log_p.gather(-1, tokens[..., None]).squeeze(-1)
+        if start == 0:
+            surprisal[:, 0] = 0.0  # nothing predicts the first token
+        self._last_logits = logits[:, -1:]
+        for i in self.cache.evicting:
+            self._store(Units(i, self._watch.positions, ids, surprisal=surprisal))
+
+    def cut(self, start: int, stop: int, *, stabilizers: int = 0, budget: int | None = None) -> None:
+        """Let every head keep its best units, and log it."""
+        before = self.cache.kept
+        for layer in self.cache.evicting.values():
+            if budget is not None and before > budget:
+                first, last, spans = self.scorer.sink, self.scorer.recent, self._spans(layer.positions)
+                layer.keep(
+                    keep_indices(layer.scores, budget, first=first, last=last, stabilizers=stabilizers, also=spans)
+                )
+        kept = None
+        if self.log_positions:
+            kept = torch.stack([layer.positions.cpu() for layer in self.cache.evicting.values()])
+        self.log.append(Step(start, stop, before, self.cache.kept, kept))
+
+    def _spans(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """Which units ``(batch, num_kv_heads, n)`` lie in a span that is kept."""
+        if not self.keep:
+            return None
+        return sum((positions >= start) & (positions < stop) for start, stop in self.keep).bool()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Show the model's forward passes to the scorer."""
+        with watching(self.model, self._watch):
+            yield
+
+    @contextmanager
+    def while_decoding(self) -> Iterator[None]:
+        """Follow forward passes that somebody else starts, ``generate`` say, and cut after each."""
+
+        def before(_module, args, kwargs):
+            if self.scorer.needs_logits:
+                kwargs["logits_to_keep"] = 0
+            ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+            self._prepare(ids)
+            return args, kwargs
+
+        def after(_module, _args, output):
+            start = int(self._watch.positions[0])
+            self._after(self._watch.ids, start, output.logits)
+            stop = start + self._watch.ids.shape[-1]
+            self.cut(start, stop, stabilizers=self.stabilizers, budget=self.budget)
+
+        # PEFT's generate calls the model inside its wrapper.
+        inner = getattr(self.model, "get_base_model", lambda: self.model)()
+        hooks = [inner.register_forward_pre_hook(before, with_kwargs=True), inner.register_forward_hook(after)]
+        self.decoding = True
+        try:
+            with self.watching():
+                yield
+        finally:
+            self.decoding = False
+            for hook in hooks:
+                hook.remove()

@@ -1,0 +1,133 @@
+"""A prompt that was read, and what is kept of it: it answers questions, and outlives the process.
+
+Reading is the dear part. :meth:`PrefillResult.ask` puts any number of questions to what was read once: decoding only
+appends units, so the cache is cut back to where it was, and no copy of it is made.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from plpkg.backbones import fingerprint
+from plpkg.retention.cache import EvictingCache
+from plpkg.retention.eviction import Eviction, Log
+from plpkg.validation import whole_number
+
+OURS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache")
+"""Arguments of ``generate`` that follow from the cache."""
+
+
+@dataclass(frozen=True)
+class PrefillResult:
+    """A prompt that was read.
+
+    Attributes
+    ----------
+    cache
+        What is kept of it, ready for ``generate``: see :meth:`inputs`.
+    logits
+        ``(batch, vocab)`` after the last token.
+    log
+        Every forward pass with its cut.
+    """
+
+    cache: EvictingCache
+    logits: torch.Tensor
+    log: Log
+    _eviction: Eviction = field(repr=False)
+
+    def inputs(self, input_ids: torch.Tensor | None = None, *, repeats: int = 1) -> dict:
+        """Keyword arguments for ``model.generate``, which goes on from here.
+
+        Parameters
+        ----------
+        input_ids
+            ``(batch, n)`` new tokens; by default the likeliest one. ``generate`` returns them before its own.
+        repeats
+            The ``num_beams`` or ``num_return_sequences`` of ``generate``: the cache is repeated that often, for good.
+
+        Notes
+        -----
+        ``generate`` writes to the cache, and a second one goes on after the first: each needs ``inputs`` of its own.
+        For several answers to one prompt there is :meth:`ask`. What looks back at the text (``repetition_penalty``,
+        ``no_repeat_ngram_size``) sees ``input_ids`` and the answer, never the prompt, whose tokens the cache has not.
+        """
+        ids = self.logits.argmax(-1, keepdim=True) if input_ids is None else input_ids
+        whole_number("the number of new tokens", ids.shape[-1], 1)
+        if whole_number("repeats", repeats, 1) > 1:
+            self.cache.batch_repeat_interleave(repeats)
+            self._eviction.repeat(repeats)
+        length = self.cache.get_seq_length() + ids.shape[-1]
+        mask = torch.ones(len(ids), length, dtype=torch.long, device=ids.device)
+        self.cache.expect_generate()
+        return {"input_ids": ids, "attention_mask": mask, "past_key_values": self.cache}
+
+    def ask(self, model: nn.Module, ids: torch.Tensor, **generate) -> torch.Tensor:
+        """The answer to a question about what was read, which stays as it was: read once, ask many times.
+
+        Parameters
+        ----------
+        model
+            The model that has read, or the same backbone with another adapter.
+        ids
+            The question's tokens ``(batch, n)``, of one length; one row is put to every prompt of the batch.
+        **generate
+            Arguments of ``model.generate``: beams, samples, a streamer, the length.
+
+        Returns
+        -------
+        torch.Tensor
+            ``(batch · num_return_sequences, new)`` tokens of the answers, without the question. With
+            ``return_dict_in_generate`` what ``generate`` returns, its ``sequences`` without the question.
+
+        Raises
+        ------
+        ValueError
+            Another backbone, arguments that follow from the cache, or a call within :meth:`evicting`.
+
+        Notes
+        -----
+        With beams or several sequences the cache is repeated while they run, as ``generate`` needs it. For
+        ``repetition_penalty`` and the like see :meth:`inputs`.
+        """
+        if given := [name for name in OURS if name in generate]:
+            raise ValueError(f"ask sets {', '.join(given)} itself: give the question as ids, and nothing of the prompt")
+        if self._eviction.decoding:
+            raise ValueError("an answer within evicting() would evict what the next question needs: ask outside it")
+        if model is not self._eviction.model:
+            actual, read_by = fingerprint(model), fingerprint(self._eviction.model)
+            if actual != read_by:
+                raise ValueError(
+                    f"this prompt was read by a backbone with fingerprint {read_by[:12]}…, "
+                    f"but {type(model).__name__} has {actual[:12]}…"
+                )
+        batch = len(self.logits)
+        if ids.ndim != 2 or len(ids) not in (1, batch) or not ids.shape[-1]:
+            raise ValueError(f"ids must be (1, n) or ({batch}, n) with at least one token, got {tuple(ids.shape)}")
+        config = generate.get("generation_config") or model.generation_config
+        names = ("num_beams", "num_return_sequences")
+        repeats = max(generate.get(name) or getattr(config, name, None) or 1 for name in names)
+        mark = self.cache.mark()
+        try:
+            if repeats > 1:
+                self.cache.batch_repeat_interleave(repeats)
+            answer = model.generate(**self.inputs(ids.expand(batch, -1)), **generate)
+        finally:
+            self.cache.rewind(mark)
+        if isinstance(answer, torch.Tensor):
+            return answer[:, ids.shape[-1] :]
+        answer.sequences = answer.sequences[:, ids.shape[-1] :]
+        return answer
+
+    @contextmanager
+    def evicting(self) -> Iterator[None]:
+        """Cut after every forward pass of the model while the block runs, so that decoding stays within the budget.
+
+        The last ``stabilizers`` units are safe from each cut. The first cut includes what ``local_len`` left whole.
+        Every forward pass after the prefill has to run in such a block, or its units have no score.
+        """
+        with self._eviction.while_decoding():
+            yield

@@ -1,0 +1,74 @@
+"""Rotary positions, forwards and backwards: keys that wait unrotated can take new places."""
+
+import sys
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+
+class Rotary:
+    """A model's own rotary positions, forwards and backwards, for keys ``(batch, num_kv_heads, n, head_dim)``.
+
+    Raises
+    ------
+    ValueError
+        The model has no rotary positions, or another one for each kind of layer.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        decoder = model.get_decoder()
+        self._angles = getattr(decoder, "rotary_emb", None)
+        self._rotate = getattr(sys.modules[type(decoder).__module__], "apply_rotary_pos_emb", None)
+        if self._angles is None or self._rotate is None or hasattr(self._angles, "layer_types"):
+            raise ValueError(
+                "positions='reassigned' needs one set of rotary positions, which "
+                f"{type(decoder).__name__} does not have: take positions='original'"
+            )
+        # Where the frequencies depend on the longest text so far, positions alone do not give the angles.
+        self._steady = getattr(self._angles, "rope_type", "default") not in ("dynamic", "longrope")
+        self._last: dict[bool, tuple] = {}  # by direction: what every layer of a forward pass asks for
+        self._halves = self._turns_halves()
+
+    def apply(self, keys: torch.Tensor, start: int = 0) -> torch.Tensor:
+        """Rotate keys to positions ``start``, ``start + 1``, …"""
+        return self._turn(keys, *self._cos_sin(keys, start, back=False))
+
+    def undo(self, keys: torch.Tensor, start: int = 0) -> torch.Tensor:
+        """The keys as they were before :meth:`apply`."""
+        return self._turn(keys, *self._cos_sin(keys, start, back=True))
+
+    def _cos_sin(self, keys: torch.Tensor, start: int, *, back: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        asked = start, keys.shape[-2], keys.dtype, keys.device
+        if not self._steady or self._last.get(back, (None,))[0] != asked:
+            positions = torch.arange(start, start + keys.shape[-2], device=keys.device)[None]
+            cos, sin = (t.float() for t in self._angles(keys, positions))  # in the keys' precision, as in the model
+            if back:
+                square = cos.square() + sin.square()  # 1, but for rounding and variants that scale (YaRN, LongRoPE)
+                cos, sin = cos / square, -sin / square
+            self._last[back] = asked, cos, sin
+        return self._last[back][1:]
+
+    def _turn(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        width = cos.shape[-1]  # some models rotate a part of each head only
+        wide = keys[..., :width].float()
+        # For halves the same in a quarter of the time.
+        turned = _turn_halves(wide, cos, sin) if self._halves else self._rotate(wide[:, :1], wide, cos, sin)[1]
+        turned = turned.to(keys.dtype)
+        return turned if width == keys.shape[-1] else torch.cat([turned, keys[..., width:]], dim=-1)
+
+    def _turns_halves(self) -> bool:
+        """Whether the model's function pairs each number of a head's first half with one of the second, as Llama's."""
+        with unset_fake_temporarily():  # numbers are needed, also where the cache itself is measured with fake ones
+            keys, (cos, sin) = torch.arange(8.0).view(1, 1, 2, 4), torch.arange(1.0, 17.0).view(2, 1, 2, 4)
+            expected = self._rotate(keys, keys, cos, sin)[1]
+            return torch.equal(_turn_halves(keys, cos, sin), expected)
+
+
+def _turn_halves(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """A head's halves (a, b) become (a cos − b sin, b cos + a sin)."""
+    cos, sin, half = cos[:, None], sin[:, None], keys.shape[-1] // 2
+    turned = keys * cos
+    turned[..., :half].addcmul_(keys[..., half:], sin[..., :half], value=-1)
+    turned[..., half:].addcmul_(keys[..., :half], sin[..., half:])
+    return turned

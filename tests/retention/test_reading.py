@@ -1,0 +1,222 @@
+"""Read once, ask many: each answer is that of a fresh copy, and what was read stays as it was."""
+
+import copy
+import weakref
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import GenerationConfig
+
+from plpkg.backbones import random_backbone
+from plpkg.retention import chunked_prefill
+from plpkg.retention.quantize import quantized
+from plpkg.retention.scorers import H2O, KeyNorm, Random, SinkRecent
+from tests.retention.conftest import ATTENTION, ROTARY
+
+SEQ = 29
+CONTRACTS = [("original", *each) for each in ATTENTION] + [("reassigned", *each) for each in ROTARY]
+QUESTIONS = [torch.tensor([[5, 6, 7]]), torch.tensor([[40], [2]])]
+WAYS = {
+    "greedy": dict(do_sample=False),
+    "beams": dict(num_beams=3, num_return_sequences=2, do_sample=False),
+    "samples": dict(num_return_sequences=4, do_sample=True),
+    "beams that sample": dict(num_beams=2, do_sample=True),
+    "a configuration": dict(generation_config=GenerationConfig(num_beams=2, max_new_tokens=5, pad_token_id=0)),
+}
+
+
+def tensors_of(cache):
+    """All that the cache holds, layer by layer."""
+    held = []
+    for layer in cache.layers:
+        for owner in (layer, getattr(layer, "store", None)):
+            held += [t.clone() for t in getattr(owner, "__dict__", {}).values() if isinstance(t, torch.Tensor)]
+        if hasattr(layer, "store"):
+            held += layer.store.read()
+            held.append(torch.tensor([layer.seen, len(layer.store), layer.store.num_bytes]))
+    return held
+
+
+def same(one, other):
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(("positions", "family", "attention"), CONTRACTS)
+def test_with_room_for_all_it_is_generate_on_the_whole_text(backbone, ids, positions, family, attention):
+    model = backbone(family, attention)
+    read = chunked_prefill(model, ids, SinkRecent(), 40, 5, positions=positions)
+    for question in (*QUESTIONS, QUESTIONS[0]):
+        whole = torch.cat([ids, question.expand(2, -1)], dim=1)
+        for way in ("greedy", "beams"):
+            expected = model.generate(
+                whole, attention_mask=torch.ones_like(whole), max_new_tokens=5, pad_token_id=0, **WAYS[way]
+            )
+            answer = read.ask(model, question, max_new_tokens=5, pad_token_id=0, **WAYS[way])
+            assert torch.equal(answer, expected[:, whole.shape[1] :])
+
+
+@pytest.mark.parametrize("store", [None, quantized(4, "token", 16), quantized(2, "kivi", 4)], ids=["", "token", "kivi"])
+@pytest.mark.parametrize("positions", ["original", "reassigned"])
+def test_each_answer_is_a_fresh_copys_and_leaves_no_trace(backbone, ids, positions, store):
+    model = backbone()
+    options = {} if store is None else {"store": store}
+    read = chunked_prefill(model, ids, KeyNorm(), 10, 4, positions=positions, local_len=3, **options)
+    before, spare = tensors_of(read.cache), copy.deepcopy(read)
+    for question in QUESTIONS:
+        for name, way in WAYS.items():
+            fresh, chosen = copy.deepcopy(spare), {"max_new_tokens": 5, "pad_token_id": 0} | way
+            repeats = {"greedy": 1, "beams": 3, "samples": 4}.get(name, 2)
+            torch.manual_seed(0)
+            expected = model.generate(**fresh.inputs(question.expand(2, -1), repeats=repeats), **chosen)
+            torch.manual_seed(0)
+            answer = read.ask(model, question, **chosen)
+            assert torch.equal(answer, expected[:, question.shape[1] :])
+            assert same(tensors_of(read.cache), before)
+
+
+def test_sliding_windows_come_back_as_well():
+    model = random_backbone("gemma2", num_kv_heads=2, options={"sliding_window": 4})
+    ids = torch.arange(1, 20)[None]
+    read = chunked_prefill(model, ids, KeyNorm(), 30, 5, positions="original")
+    before = tensors_of(read.cache)
+    whole = torch.cat([ids, QUESTIONS[0]], dim=1)
+    for _ in range(2):
+        expected = model.generate(whole, attention_mask=torch.ones_like(whole), max_new_tokens=6, num_beams=2)
+        answer = read.ask(model, QUESTIONS[0], max_new_tokens=6, num_beams=2)
+        assert torch.equal(answer, expected[:, whole.shape[1] :])
+        assert same(tensors_of(read.cache), before)
+
+
+def test_no_second_copy_lives_while_it_answers(backbone, ids):
+    model = backbone()
+    read = chunked_prefill(model, ids, KeyNorm(), 10, 4)
+    first = [weakref.ref(layer.store.keys) for layer in read.cache.layers]
+    alive = []
+
+    class Streamer:
+        def put(self, value):
+            alive.append(any(ref() is not None for ref in first))
+
+        def end(self):
+            pass
+
+    read.ask(model, QUESTIONS[0].expand(2, -1), max_new_tokens=3, do_sample=False, streamer=Streamer())
+    assert alive == [True, False, False, False]  # the question comes first, before anything has run
+    assert read.cache.layers[0].store.keys.untyped_storage().nbytes() == read.cache.layers[0].store.keys.nbytes
+
+
+def test_an_answer_that_breaks_leaves_what_was_read(backbone, ids):
+    model = backbone()
+    read = chunked_prefill(model, ids, KeyNorm(), 10, 4)
+    before = tensors_of(read.cache)
+
+    class Streamer:
+        def put(self, value):
+            if value.ndim == 1:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        read.ask(model, QUESTIONS[0].expand(2, -1), max_new_tokens=3, do_sample=False, streamer=Streamer())
+    assert same(tensors_of(read.cache), before)
+
+
+def test_eviction_goes_on_after_questions(backbone, ids):
+    model = backbone()
+    asked, plain = (chunked_prefill(model, ids, H2O(), 12, 4) for _ in range(2))
+    asked.ask(model, QUESTIONS[0], max_new_tokens=3, num_beams=2)
+    for read in (asked, plain):
+        with read.evicting():
+            model.generate(**read.inputs(), max_new_tokens=5, do_sample=False)
+    assert same(tensors_of(asked.cache), tensors_of(plain.cache))
+
+
+def test_other_adapters_may_answer(backbone, ids):
+    model = backbone()
+    read = chunked_prefill(model, ids, KeyNorm(), 12, 4)
+    adapted = get_peft_model(backbone(), LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
+    assert read.ask(adapted, QUESTIONS[0], max_new_tokens=3, do_sample=False).shape == (2, 3)
+    with pytest.raises(ValueError, match=r"was read by a backbone with fingerprint .*but LlamaForCausalLM has"):
+        read.ask(backbone(seed=1), QUESTIONS[0])
+
+
+def test_what_generate_returns_as_a_dictionary(backbone, ids):
+    model = backbone()
+    read = chunked_prefill(model, ids, KeyNorm(), 12, 4)
+    options = dict(max_new_tokens=3, do_sample=False)
+    output = read.ask(model, QUESTIONS[0], return_dict_in_generate=True, output_scores=True, **options)
+    assert torch.equal(output.sequences, read.ask(model, QUESTIONS[0], **options))
+    assert len(output.scores) == 3
+
+
+# Bad input gets a sentence.
+
+
+def test_questions_that_cannot_be_asked(backbone, ids):
+    model = backbone()
+    read = chunked_prefill(model, ids, KeyNorm(), 12, 4)
+    with pytest.raises(ValueError, match=r"ids must be \(1, n\) or \(2, n\) with at least one token, got \(3, 4\)"):
+        read.ask(model, torch.zeros(3, 4, dtype=torch.long))
+    with pytest.raises(ValueError, match="ask sets attention_mask, past_key_values itself"):
+        read.ask(model, QUESTIONS[0], past_key_values=read.cache, attention_mask=None)
+    with read.evicting(), pytest.raises(ValueError, match=r"within evicting\(\) would evict what the next question"):
+        read.ask(model, QUESTIONS[0])
+
+
+@pytest.mark.parametrize("positions", ["original", "reassigned"])
+def test_generate_on_the_whole_text_is_caught(backbone, ids, positions):
+    """transformers would take the cache's length for a part of the ids, and read tokens twice without a word."""
+    model = backbone()
+    read = chunked_prefill(model, ids, KeyNorm(), 10, 4, positions=positions)
+    before = tensors_of(read.cache)
+    with pytest.raises(ValueError, match=r"holds 10 units .* read some twice, or none. Take model.generate\(\*\*read"):
+        model.generate(ids, past_key_values=read.cache, max_new_tokens=3)
+    assert same(tensors_of(read.cache), before)
+    model.generate(**read.inputs(), max_new_tokens=3)
+    with pytest.raises(ValueError, match="holds 13 units"):  # once for each call
+        model.generate(ids, past_key_values=read.cache, max_new_tokens=3)
+    stale = read.inputs()
+    model(ids[:, :2], past_key_values=read.cache)
+    with pytest.raises(ValueError, match="holds 15 units"):
+        model.generate(**stale, max_new_tokens=3)
+
+
+def test_beams_without_repeats_are_told_so(backbone, ids):
+    model = backbone()
+    read = chunked_prefill(model, ids, KeyNorm(), 10, 4)
+    with pytest.raises(ValueError, match="this cache is for a batch of 2, got 6 sequences: for num_beams or"):
+        model.generate(**read.inputs(), num_beams=3, max_new_tokens=3)
+
+
+# Spans that are kept.
+
+
+@pytest.mark.parametrize("positions", ["original", "reassigned"])
+def test_spans_stay_whatever_their_scores(backbone, ids, positions):
+    model = backbone()
+    spans = [(1, 4), (3, 6), (17, 18)]
+    read = chunked_prefill(
+        model, ids, Random(), 12, 4, stabilizers=2, positions=positions, keep=spans, log_positions=True
+    )
+    kept = read.log[-1].kept.flatten(0, 2).tolist()
+    assert all({1, 2, 3, 4, 5, 17} <= set(row) and len(row) == 12 for row in kept)
+    with read.evicting():
+        model.generate(**read.inputs(), max_new_tokens=30, do_sample=False)
+    assert all({1, 2, 3, 4, 5, 17} <= set(row) and len(row) == 12 for row in read.log[-1].kept.flatten(0, 2).tolist())
+    free = chunked_prefill(model, ids, Random(), 12, 4, log_positions=True).log[-1].kept.flatten(0, 2).tolist()
+    assert not all({1, 2, 3, 4, 5, 17} <= set(row) for row in free)
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        ([(0, 9), (6, 13)], r"sink=2 .* and 11 more in keep=\[\(0, 9\), \(6, 13\)\] that is 13, more than budget=12"),
+        ([(3, 3)], r"keep must be spans \(start, stop\) within the 29 tokens of the prompt, got \(3, 3\)"),
+        ([(20, 30)], r"got \(20, 30\)"),
+        ([(-2, 3)], r"got \(-2, 3\)"),
+        ([(1, 2, 3)], r"got \(1, 2, 3\)"),
+    ],
+)
+def test_spans_that_cannot_be_kept(backbone, ids, keep, message):
+    with pytest.raises(ValueError, match=message):
+        chunked_prefill(backbone(), ids, Random(sink=2), 12, 4, keep=keep)
