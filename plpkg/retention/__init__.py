@@ -5,6 +5,7 @@ from plpkg.retention import quantize, scorers, tasks, text, tiny
 from plpkg.retention.head import RetainingHeads
 from plpkg.retention.labels import cis_labels
 from plpkg.retention.prefill import chunked_prefill
+from plpkg.retention.reading import load
 from plpkg.retention.train import train_heads
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "chunked_prefill",
     "cis_labels",
     "exercises",
+    "load",
     "plots",
     "quantize",
     "scorers",

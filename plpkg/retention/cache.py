@@ -117,6 +117,21 @@ class Store:
         if self.keys is not None:
             self.keys, self.values = function(self.keys), function(self.values)
 
+    @property
+    def kind(self) -> dict | None:
+        """What makes another of its kind, for :func:`plpkg.retention.load`; ``None`` for two tensors."""
+        if type(self) is not Store:
+            raise ValueError(f"a {type(self).__name__} does not say what makes another: it cannot be saved")
+        return None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that it holds, by name."""
+        return {"keys": self.keys, "values": self.values}
+
+    def restore(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Hold what :meth:`tensors` gave."""
+        self.keys, self.values = tensors["keys"], tensors["values"]
+
     def mark(self) -> object:
         """What :meth:`rewind` needs to forget the units that come after now."""
         return len(self)
@@ -230,6 +245,17 @@ class EvictingLayer(CacheLayerMixin):
         self.positions = self.positions[::repeats, :, :kept].clone()
         self.scores = None if self.scores is None else self.scores[::repeats, :, :kept].clone()
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that it holds, by name."""
+        own = {"positions": self.positions} | ({} if self.scores is None else {"scores": self.scores})
+        return own | {f"store.{name}": tensor for name, tensor in self.store.tensors().items()}
+
+    def restore(self, tensors: dict[str, torch.Tensor], seen: int) -> None:
+        """Hold what :meth:`tensors` gave, of ``seen`` tokens."""
+        self.store.restore({name[6:]: tensor for name, tensor in tensors.items() if name.startswith("store.")})
+        self.lazy_initialization(*self.store.read())
+        self.positions, self.scores, self.seen = tensors["positions"], tensors.get("scores"), seen
+
     def _change(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.is_initialized:
             self.store.change(function)
@@ -330,6 +356,30 @@ class EvictingCache(Cache):
     def kept(self) -> int:
         """Units that each head of each evicting layer holds."""
         return len(next(iter(self.evicting.values())).store)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that it holds: ``layer.name`` → tensor."""
+        held = {}
+        for i, layer in enumerate(self.layers):
+            evicts = isinstance(layer, EvictingLayer)
+            own = layer.tensors() if evicts else {"keys": layer.keys, "values": layer.values}
+            held |= {f"{i}.{name}": tensor for name, tensor in own.items()}
+        return held
+
+    def restore(self, tensors: dict[str, torch.Tensor], seen: int) -> None:
+        """Hold what :meth:`tensors` gave, of ``seen`` tokens."""
+        for i, layer in enumerate(self.layers):
+            own = {name.partition(".")[2]: t for name, t in tensors.items() if name.partition(".")[0] == str(i)}
+            if isinstance(layer, EvictingLayer):
+                layer.restore(own, seen)
+            else:
+                layer.lazy_initialization(own["keys"], own["values"])
+                layer.keys, layer.values, layer.cumulative_length = own["keys"], own["values"], seen
+
+    @property
+    def seen(self) -> int:
+        """Tokens that were read."""
+        return next(iter(self.evicting.values())).seen
 
     def mark(self) -> list[tuple]:
         """What :meth:`rewind` needs to forget the units that come after now, if none is evicted until then."""

@@ -57,7 +57,7 @@ class Eviction:
         self,
         model: nn.Module,
         cache: EvictingCache,
-        scorer: Scorer,
+        scorer: Scorer | None,
         budget: int,
         stabilizers: int,
         log_positions: bool,
@@ -156,6 +156,8 @@ class Eviction:
     @contextmanager
     def while_decoding(self) -> Iterator[None]:
         """Follow forward passes that somebody else starts, ``generate`` say, and cut after each."""
+        if self.scorer is None:
+            raise ValueError("what was loaded has no scorer: it answers, and evicts nothing more")
 
         def before(_module, args, kwargs):
             if self.scorer.needs_logits:

@@ -18,6 +18,8 @@ import torch
 from plpkg.retention.cache import Store, gather
 from plpkg.validation import one_of, whole_number
 
+PACKED = ("codes", "scale", "least")
+
 
 class Packed:
     """Numbers in ``bits`` each, in groups along the last dimension.
@@ -46,6 +48,18 @@ class Packed:
         shifts = torch.arange(0, 8, self.bits, dtype=torch.uint8, device=self.codes.device)
         codes = ((self.codes[..., None] >> shifts) & (2**self.bits - 1)).flatten(-2)  # (…, groups, group)
         return (self.least.float() + self.scale.float() * codes).flatten(-2).to(self.dtype)
+
+    @classmethod
+    def restored(cls, tensors: dict[str, torch.Tensor], bits: int) -> "Packed":
+        """What :meth:`tensors` gave."""
+        packed = cls.__new__(cls)
+        packed.codes, packed.scale, packed.least = (tensors[name] for name in PACKED)
+        packed.bits, packed.dtype = bits, packed.scale.dtype
+        return packed
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Codes, scales and offsets, by name."""
+        return {name: getattr(self, name) for name in PACKED}
 
     @property
     def num_bytes(self) -> int:
@@ -79,7 +93,7 @@ class ByToken:
         if self.packed is None:
             self.packed = new
         else:
-            parts = [(getattr(self.packed, name), getattr(new, name)) for name in ("codes", "scale", "least")]
+            parts = [(getattr(self.packed, name), getattr(new, name)) for name in PACKED]
             self.packed.codes, self.packed.scale, self.packed.least = (torch.cat(pair, dim=2) for pair in parts)
 
     def read(self) -> torch.Tensor:
@@ -91,6 +105,12 @@ class ByToken:
     def change(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.packed is not None:
             self.packed.change(function)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return self.packed.tensors()
+
+    def restore(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.packed = Packed.restored(tensors, self.bits)
 
     def mark(self) -> int:
         return len(self)
@@ -135,6 +155,15 @@ class ByChannel:
             part.change(function)
         self.rest = None if self.rest is None else function(self.rest)
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        parts = {f"{i}.{name}": t for i, part in enumerate(self.packed) for name, t in part.tensors().items()}
+        return parts | {"rest": self.rest}
+
+    def restore(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.rest, count = tensors["rest"], (len(tensors) - 1) // len(PACKED)
+        parts = [{name: tensors[f"{i}.{name}"] for name in PACKED} for i in range(count)]
+        self.packed = [Packed.restored(part, self.bits) for part in parts]
+
     def mark(self) -> tuple[int, torch.Tensor | None]:
         return len(self.packed), self.rest  # the rest may fill a group, and be rounded
 
@@ -150,8 +179,13 @@ class QuantizedStore(Store):
     """A layer's keys and values, packed."""
 
     def __init__(self, bits: int, scheme: str, group: int) -> None:
+        self._kind = {"bits": bits, "scheme": scheme, "group": group}
         self.keys = (ByToken if scheme == "token" else ByChannel)(bits, group)
         self.values = ByToken(bits, group)
+
+    @property
+    def kind(self) -> dict:
+        return self._kind
 
     def __len__(self) -> int:
         return len(self.values)
@@ -174,6 +208,14 @@ class QuantizedStore(Store):
     def change(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.keys.change(function)
         self.values.change(function)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        halves = (("keys", self.keys), ("values", self.values))
+        return {f"{half}.{name}": t for half, side in halves for name, t in side.tensors().items()}
+
+    def restore(self, tensors: dict[str, torch.Tensor]) -> None:
+        for half, side in (("keys.", self.keys), ("values.", self.values)):
+            side.restore({name.removeprefix(half): t for name, t in tensors.items() if name.startswith(half)})
 
     def mark(self) -> tuple:
         return self.keys.mark(), self.values.mark()

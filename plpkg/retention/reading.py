@@ -4,17 +4,26 @@ Reading is the dear part. :meth:`PrefillResult.ask` puts any number of questions
 appends units, so the cache is cut back to where it was, and no copy of it is made.
 """
 
+import hashlib
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import nn
 
 from plpkg.backbones import fingerprint
-from plpkg.retention.cache import EvictingCache
-from plpkg.retention.eviction import Eviction, Log
+from plpkg.checkpoints import replace_files
+from plpkg.retention.cache import EvictingCache, Store
+from plpkg.retention.eviction import Eviction, Log, Step
+from plpkg.retention.quantize import quantized
 from plpkg.validation import whole_number
+
+CONFIG, UNITS = "reading.json", "reading.safetensors"
 
 OURS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache")
 """Arguments of ``generate`` that follow from the cache."""
@@ -122,6 +131,36 @@ class PrefillResult:
         answer.sequences = answer.sequences[:, ids.shape[-1] :]
         return answer
 
+    def save(self, folder: str | Path) -> None:
+        """Write what was read, for :func:`load`: ``reading.json`` and ``reading.safetensors``, whole or not at all.
+
+        The scorer is not written, nor which units each cut has kept.
+
+        Raises
+        ------
+        ValueError
+            The cache's stores are of a kind that is not this package's.
+        """
+        folder, model = Path(folder), self._eviction.model
+        config = {
+            "backbone": fingerprint(model),
+            "dtype": str(model.dtype),
+            "positions": self.cache.contract,
+            "store": next(iter(self.cache.evicting.values())).store.kind,
+            "seen": self.cache.seen,
+            "log": self.log.rows(),
+        }
+        text = json.dumps(config, indent=2) + "\n"
+        held = {"logits": self.logits} | {f"layers.{name}": tensor for name, tensor in self.cache.tensors().items()}
+        state = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in held.items()}
+        folder.mkdir(parents=True, exist_ok=True)
+
+        def write(path: str) -> None:
+            Path(path, CONFIG).write_text(text, encoding="utf-8")
+            save_file(state, Path(path, UNITS), metadata={"config": hashlib.sha256(text.encode()).hexdigest()})
+
+        replace_files(folder, write)
+
     @contextmanager
     def evicting(self) -> Iterator[None]:
         """Cut after every forward pass of the model while the block runs, so that decoding stays within the budget.
@@ -131,3 +170,48 @@ class PrefillResult:
         """
         with self._eviction.while_decoding():
             yield
+
+
+def load(folder: str | Path, model: nn.Module) -> PrefillResult:
+    """What :meth:`PrefillResult.save` wrote, where the model is: it answers as before, to the bit.
+
+    Parameters
+    ----------
+    folder
+        The folder.
+    model
+        The backbone that has read, in the same precision; its adapters are not compared.
+
+    Raises
+    ------
+    FileNotFoundError
+        The folder lacks a file.
+    ValueError
+        A file is damaged, or another model has read.
+    """
+    folder = Path(folder)
+    for name in (CONFIG, UNITS):
+        if not (folder / name).exists():
+            raise FileNotFoundError(f"nothing that was read in {str(folder)!r}: it lacks {name}")
+    try:
+        text = (folder / CONFIG).read_bytes()
+        config = json.loads(text)
+        with safe_open(folder / UNITS, "pt", device=str(model.device)) as file:
+            if (file.metadata() or {}).get("config") != hashlib.sha256(text).hexdigest():
+                raise ValueError(f"{CONFIG} and {UNITS} are not of one writing")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dictionary
+        backbone, dtype, log = config["backbone"], config["dtype"], Log(Step(**row, kept=None) for row in config["log"])
+        positions, kind, seen, logits = config["positions"], config["store"], config["seen"], tensors.pop("logits")
+    except (ValueError, TypeError, KeyError, SafetensorError) as error:
+        raise ValueError(f"what was read in {str(folder)!r} is damaged: {error}") from error
+    actual = fingerprint(model)
+    if (actual, str(model.dtype)) != (backbone, dtype):
+        raise ValueError(
+            f"this was read by a backbone with fingerprint {backbone[:12]}… in {dtype}, "
+            f"but {type(model).__name__} has {actual[:12]}… in {model.dtype}"
+        )
+    cache = EvictingCache(model, positions, Store if kind is None else quantized(**kind))
+    cache.restore({name.removeprefix("layers."): tensor for name, tensor in tensors.items()}, seen)
+    eviction = Eviction(model, cache, None, log[-1].after, 0, log_positions=False)
+    eviction.log = log
+    return PrefillResult(cache, logits, log, eviction)

@@ -8,10 +8,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import GenerationConfig
 
+from plpkg import retention
 from plpkg.backbones import random_backbone
 from plpkg.retention import chunked_prefill
+from plpkg.retention.cache import Store
 from plpkg.retention.quantize import quantized
-from plpkg.retention.scorers import H2O, KeyNorm, Random, SinkRecent
+from plpkg.retention.scorers import H2O, KeyNorm, Random, SinkRecent, SirLlm
 from tests.retention.conftest import ATTENTION, ROTARY
 
 SEQ = 29
@@ -220,3 +222,84 @@ def test_spans_stay_whatever_their_scores(backbone, ids, positions):
 def test_spans_that_cannot_be_kept(backbone, ids, keep, message):
     with pytest.raises(ValueError, match=message):
         chunked_prefill(backbone(), ids, Random(sink=2), 12, 4, keep=keep)
+
+
+# What was read outlives the process.
+
+STORES = {"": {}, "token": {"store": quantized(4, "token", 16)}, "kivi": {"store": quantized(2, "kivi", 4)}}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("store", STORES.values(), ids=STORES)
+@pytest.mark.parametrize("positions", ["original", "reassigned"])
+def test_loaded_it_answers_to_the_bit(backbone, ids, tmp_path, positions, store, dtype):
+    model = backbone().to(dtype)
+    read = chunked_prefill(model, ids, SirLlm(), 10, 4, positions=positions, local_len=3, **store)
+    read.ask(model, QUESTIONS[0], max_new_tokens=3)
+    read.save(tmp_path / "folder")
+    again = retention.load(tmp_path / "folder", copy.deepcopy(model))
+    assert same(tensors_of(again.cache), tensors_of(read.cache))
+    assert torch.equal(again.logits, read.logits)
+    assert again.log.rows() == read.log.rows()
+    options = dict(max_new_tokens=5, return_dict_in_generate=True, output_scores=True)
+    for question in QUESTIONS:
+        for way in (dict(do_sample=False), dict(num_beams=3, do_sample=False)):
+            one, other = (each.ask(model, question, **options, **way) for each in (read, again))
+            assert torch.equal(one.sequences, other.sequences)
+            assert same(one.scores, other.scores)
+    one, other = (model.generate(**each.inputs(), **options) for each in (read, again))
+    assert same(one.scores, other.scores)
+    with pytest.raises(ValueError, match="what was loaded has no scorer"), again.evicting():
+        pass
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2"])
+def test_other_families_are_saved(tmp_path, name):
+    options = {"sliding_window": 4} if name == "gemma2" else {}
+    model = random_backbone(name, options=options)
+    read = chunked_prefill(model, torch.arange(1, 20)[None], KeyNorm(), 9, 5, positions="original")
+    read.save(tmp_path)
+    again = retention.load(tmp_path, model)
+    assert same(tensors_of(again.cache), tensors_of(read.cache))
+    assert torch.equal(*(each.ask(model, QUESTIONS[0], max_new_tokens=4) for each in (read, again)))
+
+
+def test_only_the_model_that_has_read_may_load(backbone, ids, tmp_path):
+    chunked_prefill(backbone(), ids, KeyNorm(), 10, 4).save(tmp_path)
+    with pytest.raises(ValueError, match=r"was read by a backbone with fingerprint .* but LlamaForCausalLM has"):
+        retention.load(tmp_path, backbone(seed=1))
+    with pytest.raises(ValueError, match=r"in torch.float32, but LlamaForCausalLM has .* in torch.bfloat16"):
+        retention.load(tmp_path, backbone().bfloat16())
+
+
+def test_damaged_files_are_named(backbone, ids, tmp_path):
+    model = backbone()
+    one, other = tmp_path / "one", tmp_path / "other"
+    chunked_prefill(model, ids, KeyNorm(), 10, 4).save(one)
+    chunked_prefill(model, ids, KeyNorm(), 12, 4).save(other)
+    assert sorted(path.name for path in one.iterdir()) == ["reading.json", "reading.safetensors"]
+    whole = (one / "reading.json").read_text()
+    (one / "reading.json").write_text((other / "reading.json").read_text())
+    with pytest.raises(ValueError, match=r"is damaged: reading.json and reading.safetensors are not of one writing"):
+        retention.load(one, model)
+    (one / "reading.json").write_text(whole[:-20])
+    with pytest.raises(ValueError, match="is damaged"):
+        retention.load(one, model)
+    (one / "reading.json").write_text(whole)
+    units = (one / "reading.safetensors").read_bytes()
+    (one / "reading.safetensors").write_bytes(units[:-4])
+    with pytest.raises(ValueError, match="is damaged"):
+        retention.load(one, model)
+    (one / "reading.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"it lacks reading.safetensors"):
+        retention.load(one, model)
+
+
+def test_a_store_of_ones_own_is_not_saved(backbone, ids, tmp_path):
+    class Mine(Store):
+        pass
+
+    read = chunked_prefill(backbone(), ids, KeyNorm(), 10, 4, store=Mine)
+    with pytest.raises(ValueError, match="a Mine does not say what makes another"):
+        read.save(tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
