@@ -9,7 +9,6 @@ Keys are mixed before rotary positions, so positions are reassigned. The convolu
 its KV heads. As in Locret's combination of both (appendix H.2): a window of 21, 200 steps of training.
 """
 
-import copy
 from collections.abc import Iterable
 
 import torch
@@ -104,8 +103,7 @@ def merging_prefill(
     model: nn.Module, input_ids: torch.Tensor, scorer: Scorer, budget: int, chunk_size: int, merger: Merger
 ) -> PrefillResult:
     """Read a prompt ``(batch, seq)`` as :func:`plpkg.retention.chunked_prefill` does, merging what is evicted."""
-    scorer = copy.copy(scorer)
-    scorer.begin(input_ids, budget)
+    scorer = scorer.started(input_ids, budget)
     cache = EvictingCache(model)
     for i, layer in cache.evicting.items():
         cache.layers[i] = MergingLayer(layer.rotary, merger, i, scorer.sink, scorer.recent)

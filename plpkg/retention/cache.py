@@ -10,6 +10,9 @@ After a cut, where do the kept units stand? There are two consistent answers, tw
 Every layer and KV head may keep other units, but as many of them: one mask serves all. Where a model changes its
 frequencies with the length (LongRoPE, dynamic NTK), chunks differ from the whole with transformers' own cache, too.
 
+In half precision ``ReassignedPositions`` keeps what was projected, where a prefill shows it, and rounds keys once at
+each reading; elsewhere (a norm between projection and rotation, tokens that nobody watches) it undoes the rotation.
+
 Left out: ``crop``, linear-attention layers.
 """
 
@@ -17,6 +20,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -281,14 +285,36 @@ class OriginalPositions(EvictingLayer):
 
 
 class ReassignedPositions(EvictingLayer):
-    """Kept units close ranks, from position 0 on; ``store`` has their keys before rotation."""
+    """Kept units close ranks, from position 0 on; ``store`` has their keys before rotation.
+
+    Attributes
+    ----------
+    rotary
+        The model's rotation.
+    projected
+        Gives the keys ``(batch, num_kv_heads, n, head_dim)`` that the layer projects now, while somebody watches.
+    """
 
     def __init__(self, rotary: Rotary, make_store: Callable[[], Store] = Store) -> None:
         super().__init__(make_store)
         self.rotary = rotary
+        self.projected: Callable[[], torch.Tensor] | None = None
+        self._projects: bool | None = None
+
+    def _before_rotation(self, keys: torch.Tensor) -> torch.Tensor:
+        """What the projection gave, if rotating it gives these very keys, or else the keys turned back."""
+        start = len(self.store)
+        exact = keys.dtype in (torch.float32, torch.float64)
+        if self.projected is not None and not exact and not isinstance(keys, FakeTensor):
+            raw = self.projected()
+            if self._projects is None:  # it holds for all chunks or for none
+                self._projects = raw.shape == keys.shape and torch.equal(self.rotary.apply(raw, start), keys)
+            if self._projects:
+                return raw.contiguous()  # a view would hold the whole projection
+        return self.rotary.undo(keys, start)
 
     def _update(self, keys, values):
-        self.store.append(self.rotary.undo(keys, len(self.store)), values)
+        self.store.append(self._before_rotation(keys), values)
         keys, values = self.store.read()
         return self.rotary.apply(keys), values
 

@@ -4,14 +4,15 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
 
 from plpkg.results import Tabular
-from plpkg.retention.cache import EvictingCache, keep_indices
+from plpkg.retention.cache import EvictingCache, ReassignedPositions, keep_indices
 from plpkg.retention.scorers import Scorer
-from plpkg.retention.watch import Units, Watch, watching
+from plpkg.retention.watch import Units, Watch, attention_layers, watching
 
 
 @dataclass(frozen=True)
@@ -149,9 +150,17 @@ class Eviction:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Show the model's forward passes to the scorer."""
+        """Show the model's forward passes to the scorer, and its projections to a cache that rotates."""
+        turning = {i: layer for i, layer in self.cache.evicting.items() if isinstance(layer, ReassignedPositions)}
+        watched = attention_layers(self.model)
         with watching(self.model, self._watch):
-            yield
+            try:
+                for i, layer in turning.items():
+                    layer.projected = partial(self._watch.keys_of, i, watched[i])
+                yield
+            finally:
+                for layer in turning.values():
+                    layer.projected = None
 
     @contextmanager
     def while_decoding(self) -> Iterator[None]:

@@ -140,6 +140,8 @@ def kept(log, layer: int = 0, head: int = 0, row: int = 0, marked=(), ax=None):
     marked
         Positions to mark with a line.
     """
+    if any(step.kept is None for step in log):
+        raise ValueError("this log has no positions: read with chunked_prefill(…, log_positions=True)")
     ax = theme.axes(ax)
     for position in marked:
         ax.axvline(int(position), color="0.6", lw=0.8, zorder=0.5)

@@ -9,7 +9,7 @@ scores: an instruction that eviction would take apart (arXiv 2510.00231).
 The publication does not evict while decoding; here it is optional (:meth:`PrefillResult.evicting`).
 """
 
-import copy
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 from plpkg.retention.cache import EvictingCache, Store
 from plpkg.retention.eviction import Eviction
 from plpkg.retention.reading import PrefillResult
+from plpkg.retention.rotary import changes_beyond
 from plpkg.retention.scorers import Scorer
 from plpkg.retention.watch import evaluating
 from plpkg.validation import whole_number
@@ -37,7 +38,7 @@ def chunked_prefill(
     keep: Sequence[tuple[int, int]] = (),
     attention_mask: torch.Tensor | None = None,
     store: Callable[[], Store] = Store,
-    log_positions: bool = True,
+    log_positions: bool = False,
     progress: bool = False,
 ) -> PrefillResult:
     """Read a prompt chunk by chunk, keeping at most ``budget`` units a head after each.
@@ -66,9 +67,15 @@ def chunked_prefill(
     store
         Makes each layer's store: :func:`plpkg.retention.quantize.quantized`, say.
     log_positions
-        Log what each head kept. It is ``layers · num_kv_heads · budget`` integers a chunk: leave it out for long texts.
+        Log what each head kept: ``layers · num_kv_heads · budget`` integers a chunk, as much as the whole cache after
+        128K tokens.
     progress
         Show a bar.
+
+    Warns
+    -----
+    UserWarning
+        The model's frequencies change with the length (LongRoPE, dynamic NTK), and do so within this prompt.
 
     Raises
     ------
@@ -88,9 +95,13 @@ def chunked_prefill(
     whole_number("chunk_size", chunk_size, 1)
     whole_number("stabilizers", stabilizers, 0, budget - 1, "budget - 1")
     whole_number("local_len", local_len, 0)
+    if local_len >= input_ids.shape[-1] > budget:
+        raise ValueError(
+            f"local_len={local_len} covers all {input_ids.shape[-1]} tokens of the prompt: nothing would be cut to "
+            f"budget={budget}"
+        )
     scorer.check(model)
-    scorer = copy.copy(scorer)  # what it learns of this prompt is not the caller's
-    scorer.begin(input_ids, budget)
+    scorer = scorer.started(input_ids, budget)
     keep = _checked_spans(keep, input_ids.shape[-1])
     spans = len({position for start, stop in keep for position in range(max(start, scorer.sink), stop)})
     protected = scorer.sink + max(scorer.recent, stabilizers) + spans
@@ -104,10 +115,27 @@ def chunked_prefill(
     longest = getattr(model.config, "n_positions", None)  # learnt positions, GPT-2's: there are no more
     if longest and input_ids.shape[-1] > longest:
         raise ValueError(f"{type(model).__name__} has n_positions={longest}, got {input_ids.shape[-1]} tokens")
+    _warn_of_frequencies(model, input_ids.shape[-1], budget, chunk_size, local_len, positions)
     eviction = Eviction(model, cache, scorer, budget, stabilizers, log_positions, keep)
     with torch.no_grad(), evaluating(model):
         logits = read_chunks(eviction, input_ids, chunk_size, local_len, progress=progress)
     return PrefillResult(cache, logits, eviction.log, eviction)
+
+
+def _warn_of_frequencies(model, seq: int, budget: int, chunk_size: int, local_len: int, positions: str) -> None:
+    """Say so if the chunks of one prompt are computed with different frequencies."""
+    changing, first = changes_beyond(model), min(chunk_size, max(0, seq - local_len) or seq)
+    if changing is None or first == seq:
+        return
+    kind, limit = changing
+    reach = seq if positions == "original" else min(seq, budget + max(chunk_size, local_len))
+    if reach > limit and not (kind == "longrope" and positions == "original" and first > limit):
+        warnings.warn(
+            f"{type(model).__name__} changes its frequencies beyond {limit} positions ({kind}), and this prompt "
+            f"reaches {reach}: chunks before and after are computed with different ones, which no whole prompt is. "
+            f"Keep the reach (budget + chunk_size with positions='reassigned') within {limit}",
+            stacklevel=3,
+        )
 
 
 def _checked_spans(keep: Sequence[tuple[int, int]], seq: int) -> tuple[tuple[int, int], ...]:

@@ -1,4 +1,7 @@
-"""Rotary positions, forwards and backwards: keys that wait unrotated can take new places."""
+"""Rotary positions, forwards and backwards: keys that wait unrotated can take new places.
+
+In half precision keys are rotated by the model's own arithmetic: units that were never moved give what it gives.
+"""
 
 import sys
 
@@ -28,7 +31,13 @@ class Rotary:
         # Where the frequencies depend on the longest text so far, positions alone do not give the angles.
         self._steady = getattr(self._angles, "rope_type", "default") not in ("dynamic", "longrope")
         self._last: dict[bool, tuple] = {}  # by direction: what every layer of a forward pass asks for
-        self._halves = self._turns_halves()
+        try:
+            self._halves = self._turns_halves()
+        except RuntimeError as error:
+            raise ValueError(
+                f"positions='reassigned' needs one cosine for each number of a head that is rotated, which "
+                f"{type(decoder).__name__} does not have: take positions='original'"
+            ) from error
 
     def apply(self, keys: torch.Tensor, start: int = 0) -> torch.Tensor:
         """Rotate keys to positions ``start``, ``start + 1``, …"""
@@ -42,8 +51,9 @@ class Rotary:
         asked = start, keys.shape[-2], keys.dtype, keys.device
         if not self._steady or self._last.get(back, (None,))[0] != asked:
             positions = torch.arange(start, start + keys.shape[-2], device=keys.device)[None]
-            cos, sin = (t.float() for t in self._angles(keys, positions))  # in the keys' precision, as in the model
+            cos, sin = self._angles(keys, positions)  # in the keys' precision, as in the model
             if back:
+                cos, sin = cos.float(), sin.float()
                 square = cos.square() + sin.square()  # 1, but for rounding and variants that scale (YaRN, LongRoPE)
                 cos, sin = cos / square, -sin / square
             self._last[back] = asked, cos, sin
@@ -51,9 +61,10 @@ class Rotary:
 
     def _turn(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         width = cos.shape[-1]  # some models rotate a part of each head only
-        wide = keys[..., :width].float()
-        # For halves the same in a quarter of the time.
-        turned = _turn_halves(wide, cos, sin) if self._halves else self._rotate(wide[:, :1], wide, cos, sin)[1]
+        wide = keys[..., :width].to(cos.dtype)
+        # For halves the same in a quarter of the time, but for the last bit.
+        halves = self._halves and cos.dtype not in (torch.bfloat16, torch.float16)
+        turned = _turn_halves(wide, cos, sin) if halves else self._rotate(wide[:, :1], wide, cos, sin)[1]
         turned = turned.to(keys.dtype)
         return turned if width == keys.shape[-1] else torch.cat([turned, keys[..., width:]], dim=-1)
 
@@ -72,3 +83,12 @@ def _turn_halves(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> to
     turned[..., :half].addcmul_(keys[..., half:], sin[..., :half], value=-1)
     turned[..., half:].addcmul_(keys[..., :half], sin[..., half:])
     return turned
+
+
+def changes_beyond(model: nn.Module) -> tuple[str, int] | None:
+    """The kind of rotary positions, and the length beyond which a model's frequencies are others; most never change."""
+    angles = getattr(model.get_decoder(), "rotary_emb", None)
+    kind = getattr(angles, "rope_type", None)
+    if kind == "longrope":
+        return kind, angles.config.rope_parameters["original_max_position_embeddings"]
+    return (kind, angles.original_max_seq_len) if kind == "dynamic" else None

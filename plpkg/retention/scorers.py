@@ -5,9 +5,12 @@ Then keeping the best of each chunk is keeping the best of all, whatever the chu
 An :class:`AttentionScorer` judges all units anew by the attention that later queries pay them. That works for a
 prompt that is read whole; under chunked prefill the queries that matter come after the cut.
 
-Every scorer can protect the first units of the sequence (``sink``) and the last ones before each cut (``recent``).
+Every scorer can protect the first units of the sequence (``sink``) and the last ones before each cut. How many last
+ones is a part of each published method, its recency rule, and on text it decides more than the scores do: a number as
+``recent`` sets one rule for all of them.
 """
 
+import copy
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -26,25 +29,40 @@ class Scorer:
 
     Attributes
     ----------
-    sink, recent
-        Units at the beginning of the sequence and at the end of what is cut that always stay.
+    sink
+        Units at the beginning of the sequence that always stay.
+    recent
+        Units at the end of what is cut that always stay; by default as many as the method's own rule says.
     needs_logits
         The scorer is called after the model's forward pass, with ``units.surprisal`` and without tensors of a layer.
     """
 
     sink: int = field(default=0, kw_only=True)
-    recent: int = field(default=0, kw_only=True)
+    recent: int | None = field(default=None, kw_only=True)
     needs_logits = False
 
     def __post_init__(self) -> None:
         whole_number("sink", self.sink, 0)
-        whole_number("recent", self.recent, 0)
+        if self.recent is not None:
+            whole_number("recent", self.recent, 0)
 
     def check(self, model: nn.Module) -> None:
         """Raise a ``ValueError`` if this scorer does not go with the model."""
 
+    def recency(self, budget: int) -> int:
+        """The method's own rule: how many of the latest units it protects. None, if it does not say."""
+        return 0
+
     def begin(self, ids: torch.Tensor, budget: int) -> None:
         """Called on a copy of the scorer before the first chunk of a sequence ``(batch, seq)``."""
+
+    def started(self, ids: torch.Tensor, budget: int) -> "Scorer":
+        """A copy for one sequence, with its recency rule applied: what it learns of this prompt is not the caller's."""
+        scorer = copy.copy(self)
+        scorer.begin(ids, budget)
+        if scorer.recent is None:
+            scorer.recent = scorer.recency(budget)
+        return scorer
 
     def update(self, units: Units, stored: torch.Tensor | None) -> torch.Tensor:
         """All scores ``(batch, num_kv_heads, kept + n)`` from those stored ``(batch, num_kv_heads, kept)``."""
@@ -84,11 +102,19 @@ _CHECKED: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 @dataclass
 class Locret(CausalScorer):
-    """What trained retaining heads predict: the causal importance score (CIS) of arXiv 2410.01805."""
+    """What trained retaining heads predict: the causal importance score (CIS) of arXiv 2410.01805.
+
+    Recency: none of its own; the prefill's stabilizers and local tail are the publication's.
+    """
 
     heads: RetainingHeads
 
     def check(self, model: nn.Module) -> None:
+        dtype = self.heads.layers[0][0].weight.dtype
+        if dtype != model.dtype:
+            raise ValueError(
+                f"these heads are in {dtype}, {type(model).__name__} in {model.dtype}: take heads.to(model.dtype)"
+            )
         if _CHECKED.get(model) != self.heads.config.backbone:
             self.heads.check(model)
             _CHECKED[model] = self.heads.config.backbone
@@ -99,7 +125,10 @@ class Locret(CausalScorer):
 
 @dataclass
 class Static(CausalScorer):
-    """Scores that are given: ``(layers, batch, num_kv_heads, seq)``. An oracle, if they are the labels."""
+    """Scores that are given: ``(layers, batch, num_kv_heads, seq)``. An oracle, if they are the labels.
+
+    Recency: none.
+    """
 
     scores: torch.Tensor
 
@@ -127,7 +156,7 @@ class Static(CausalScorer):
 
 @dataclass
 class Random(CausalScorer):
-    """A random number for each unit and head."""
+    """A random number for each unit and head. Recency: none."""
 
     seed: int = 0
 
@@ -142,9 +171,15 @@ class Random(CausalScorer):
 
 @dataclass
 class SinkRecent(CausalScorer):
-    """The first four units and the latest: StreamingLLM (Xiao et al. 2023, arXiv 2309.17453)."""
+    """The first four units and the latest: StreamingLLM (Xiao et al. 2023, arXiv 2309.17453).
+
+    Recency: all that the sink leaves.
+    """
 
     sink: int = field(default=4, kw_only=True)
+
+    def recency(self, budget: int) -> int:
+        return 0  # its scores are the rule, which leave room for stabilizers and spans
 
     def score(self, units: Units) -> torch.Tensor:
         return units.positions[None, None]
@@ -152,7 +187,7 @@ class SinkRecent(CausalScorer):
 
 @dataclass
 class KeyNorm(CausalScorer):
-    """Short keys stay: attention likes them (Devoto et al. 2024, arXiv 2406.11430)."""
+    """Short keys stay: attention likes them (Devoto et al. 2024, arXiv 2406.11430). Recency: none."""
 
     def score(self, units: Units) -> torch.Tensor:
         return -units.keys[..., -len(units.positions) :, :].float().norm(dim=-1)
@@ -160,10 +195,16 @@ class KeyNorm(CausalScorer):
 
 @dataclass
 class SirLlm(CausalScorer):
-    """Surprising tokens stay, the same in every layer and head: SirLLM (Yao et al. 2024, arXiv 2405.12528)."""
+    """Surprising tokens stay, the same in every layer and head: SirLLM (Yao et al. 2024, arXiv 2405.12528).
+
+    Recency: the last 1,000 units, as its code has it (``recent_size``), and no more than half of what the sink leaves.
+    """
 
     sink: int = field(default=4, kw_only=True)
     needs_logits = True
+
+    def recency(self, budget: int) -> int:
+        return min(1000, max(0, budget - self.sink) // 2)
 
     def score(self, units: Units) -> torch.Tensor:
         return units.surprisal[:, None]
@@ -173,10 +214,12 @@ class SirLlm(CausalScorer):
 class H2O(AttentionScorer):
     """The sum of all attention that a unit ever got: heavy hitters (Zhang et al. 2023, arXiv 2306.14048).
 
+    Recency: half of what the sink leaves, as published.
+
     Attributes
     ----------
     recent_share
-        The share of the budget that is for the latest units.
+        The share of the budget that is for the latest units, where ``recent`` does not say how many.
     """
 
     recent_share: float = 0.5
@@ -185,8 +228,8 @@ class H2O(AttentionScorer):
         super().__post_init__()
         number("recent_share", self.recent_share, 0, 1)
 
-    def begin(self, ids: torch.Tensor, budget: int) -> None:
-        self.recent = max(self.recent, int(self.recent_share * (budget - self.sink)))
+    def recency(self, budget: int) -> int:
+        return int(self.recent_share * max(0, budget - self.sink))
 
     def rescore(self, units: Units, stored: torch.Tensor) -> torch.Tensor:
         return stored + sum(logits.softmax(-1).sum(dim=(2, 3)) for logits in units.logits())
@@ -196,12 +239,15 @@ class H2O(AttentionScorer):
 class SnapKv(AttentionScorer):
     """The attention of the latest queries, pooled over neighbours: SnapKV (Li et al. 2024, arXiv 2404.14469).
 
+    Recency: the window's own units, and no more than half of what the sink leaves.
+
     Attributes
     ----------
     window
-        How many queries. Their own units stay, as far as they fill no more than half of the budget.
+        How many queries.
     kernel
-        Units over which attention is averaged, an odd number.
+        Units over which attention is averaged, an odd number: of those before the window, whose own attention would
+        otherwise leak to their neighbours.
     """
 
     window: int = 16
@@ -213,10 +259,14 @@ class SnapKv(AttentionScorer):
         if whole_number("kernel", self.kernel, 1) % 2 == 0:
             raise ValueError(f"kernel must be odd, got {self.kernel}")
 
-    def begin(self, ids: torch.Tensor, budget: int) -> None:
-        self.recent = max(self.recent, min(self.window, (budget - self.sink) // 2))
+    def recency(self, budget: int) -> int:
+        return min(self.window, max(0, budget - self.sink) // 2)
 
     def rescore(self, units: Units, stored: torch.Tensor) -> torch.Tensor:
         first = max(0, len(units.positions) - self.window)
         paid = sum(logits.softmax(-1).sum(dim=3).mean(dim=2) for logits in units.logits(first))
-        return functional.avg_pool1d(paid, self.kernel, stride=1, padding=self.kernel // 2)
+        prefix = paid.shape[-1] - (len(units.positions) - first)  # the window stands behind it
+        if not prefix:
+            return paid
+        pooled = functional.avg_pool1d(paid[..., :prefix], self.kernel, stride=1, padding=self.kernel // 2)
+        return torch.cat([pooled, paid[..., prefix:]], dim=-1)

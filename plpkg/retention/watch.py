@@ -123,9 +123,9 @@ def attention_layers(model: nn.Module) -> list[Layer]:
     for module in model.modules():
         if not hasattr(module, "layer_idx"):
             continue
-        fused = [getattr(module, name) for name in FUSED if hasattr(module, name)]
-        projections = fused or [getattr(module, name) for name in SEPARATE if hasattr(module, name)]
-        if len(projections) not in (1, 3):
+        fused, separate = ([getattr(module, n) for n in names if hasattr(module, n)] for names in (FUSED, SEPARATE))
+        projections = fused if len(fused) == 1 else separate
+        if not hasattr(module, "head_dim") or (projections is separate and len(separate) < len(SEPARATE)):
             continue
         config = module.config
         heads = config.num_attention_heads
@@ -156,6 +156,13 @@ class Watch:
     positions: torch.Tensor | None = None
     ids: torch.Tensor | None = None
     projected: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+
+    def keys_of(self, number: int, layer: Layer) -> torch.Tensor:
+        """What a layer's key projection has just given: ``(batch, num_kv_heads, n, head_dim)``."""
+        outputs, width = self.projected[number], layer.num_kv_heads * layer.head_dim
+        first = layer.num_heads * layer.head_dim
+        keys = outputs[1] if len(outputs) == 3 else outputs[0][..., first : first + width]
+        return keys.unflatten(-1, (layer.num_kv_heads, layer.head_dim)).transpose(1, 2)
 
     def attended(self, units: Units, mask: torch.Tensor | None) -> tuple:
         """Show a layer's units; the keys, values and mask that its attention uses: here the model's own."""

@@ -77,7 +77,7 @@ def compute(scorer: str, budget: int, stabilizers: int) -> Kept:
     chosen = _scorer(scorer)
     stabilizers = min(stabilizers, budget - max(1, chosen.sink))
     ids, prompt_len = tiny.packed(task.ids), task.prompt.shape[1]
-    read = chunked_prefill(model, ids[:, :prompt_len], chosen, budget, CHUNK, stabilizers)
+    read = chunked_prefill(model, ids[:, :prompt_len], chosen, budget, CHUNK, stabilizers, log_positions=True)
     logits = model(ids[:, prompt_len:], past_key_values=read.cache).logits
     asked = task.answer[:, 2::2].numel()
     return Kept(scorer, budget, stabilizers, read.log, round(task.accuracy(logits) * asked), asked)

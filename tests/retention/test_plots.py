@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from plpkg import theme
+from plpkg.backbones import random_backbone
 from plpkg.retention import chunked_prefill, plots, scorers, tasks, tiny
 
 ROWS = pd.DataFrame(
@@ -65,7 +66,7 @@ def test_labels_and_scores_marks_the_values():
 
 def test_kept_shows_each_chunks_units():
     model, ids = tiny.untrained(), tiny.packed(torch.arange(20)[None])
-    log = chunked_prefill(model, ids, scorers.SinkRecent(), 6, 5).log
+    log = chunked_prefill(model, ids, scorers.SinkRecent(), 6, 5, log_positions=True).log
     ax = plots.kept(log, layer=1, head=1)
     assert [list(line.get_xdata()) for line in ax.lines] == [
         [0, 1, 2, 3, 4], [0, 1, 2, 3, 8, 9], [0, 1, 2, 3, 13, 14], [0, 1, 2, 3, 18, 19],
@@ -73,3 +74,10 @@ def test_kept_shows_each_chunks_units():
     assert "at the end [0, 1, 2, 3, 18, 19]" in theme.alt(ax.figure)
     marked = plots.kept(log, marked=[3, 8])
     assert [list(line.get_xdata()) for line in marked.lines[:2]] == [[3, 3], [8, 8]]
+
+
+def test_a_log_without_positions_is_told_so():
+    log = chunked_prefill(random_backbone("llama"), torch.zeros(1, 9, dtype=torch.long), scorers.SinkRecent(), 6, 5).log
+    assert log[0].kept is None  # a log of a long text would take as much as its cache
+    with pytest.raises(ValueError, match=r"this log has no positions: read with .* log_positions=True"):
+        plots.kept(log)

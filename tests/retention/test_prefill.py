@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from peft import LoraConfig, get_peft_model
-from transformers import DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from plpkg.backbones import random_backbone
 from plpkg.retention import RetainingHeads, chunked_prefill, scorers
@@ -87,7 +87,7 @@ def test_eviction_is_attention_with_those_units_masked(backbone, ids, family, at
     model = backbone(family, attention)
     scores = given_scores(model)
     sizes = dict(budget=9, chunk_size=4, stabilizers=2, local_len=3)
-    read = chunked_prefill(model, ids, scorers.Static(scores), positions="original", **sizes)
+    read = chunked_prefill(model, ids, scorers.Static(scores), positions="original", log_positions=True, **sizes)
     logits, kept = dense(model, ids, scores, **sizes)
     assert_as_exact(read.logits, logits, dense(in_double(model), ids, scores, **sizes)[0])
     assert read.log[-1].kept.tolist() == kept
@@ -154,9 +154,12 @@ def test_sizes_are_bounded_and_nothing_returns(seq, budget, chunk_size, local_le
     stabilizers = int(share * budget)
     ids = torch.randint(0, 64, (1, seq), generator=torch.Generator().manual_seed(seq))
     scores = given_scores(LLAMA, 1, seq, seed=data.draw(st.integers(0, 99))).mul(4).round()  # many equal ones
-    read = chunked_prefill(
-        LLAMA, ids, scorers.Static(scores), budget, chunk_size, stabilizers, local_len, positions=positions
-    )
+    options = dict(stabilizers=stabilizers, local_len=local_len, positions=positions, log_positions=True)
+    if local_len >= seq > budget:
+        with pytest.raises(ValueError, match=f"local_len={local_len} covers all {seq} tokens of the prompt: nothing"):
+            chunked_prefill(LLAMA, ids, scorers.Static(scores), budget, chunk_size, **options)
+        return
+    read = chunked_prefill(LLAMA, ids, scorers.Static(scores), budget, chunk_size, **options)
     assert read.log.peak <= budget + max(chunk_size, local_len)
     cut = [step for step in read.log if step.stop <= max(0, seq - local_len)]
     assert all(step.after == min(step.before, budget) for step in cut)
@@ -182,7 +185,7 @@ def test_streaming_the_best_is_keeping_the_best_of_all(seq, budget, chunk_size, 
     """Theorem N.4: with scores that do not change and no stabilizers, the chunks do not matter."""
     ids = torch.zeros(1, seq, dtype=torch.long)
     scores = given_scores(LLAMA, 1, seq, seed).mul(5).round()
-    read = chunked_prefill(LLAMA, ids, scorers.Static(scores), budget, chunk_size)
+    read = chunked_prefill(LLAMA, ids, scorers.Static(scores), budget, chunk_size, log_positions=True)
     expected = scores.sort(dim=-1, descending=True, stable=True).indices[..., :budget].sort(dim=-1).values
     assert torch.equal(read.log[-1].kept.long(), expected)
 
@@ -194,12 +197,12 @@ def test_streaming_the_best_is_keeping_the_best_of_all(seq, budget, chunk_size, 
 )
 @pytest.mark.parametrize("positions", ["original", "reassigned"])
 def test_every_scorer_keeps_its_budget_and_what_it_protects(backbone, ids, scorer, positions):
-    read = chunked_prefill(backbone(), ids, scorer, 10, 4, stabilizers=3, positions=positions)
+    read = chunked_prefill(backbone(), ids, scorer, 10, 4, stabilizers=3, positions=positions, log_positions=True)
     assert [step.after for step in read.log] == [4, 8, *[10] * 6]
     kept = read.log[-1].kept.flatten(0, 2).tolist()
     assert all(row[: scorer.sink] == list(range(scorer.sink)) for row in kept)
-    if scorer.recent:
-        assert all(row[-scorer.recent :] == list(range(SEQ - scorer.recent, SEQ)) for row in kept)
+    if recent := scorer.started(ids, 10).recent:
+        assert all(row[-recent:] == list(range(SEQ - recent, SEQ)) for row in kept)
 
 
 # Generation goes on from the cache.
@@ -236,7 +239,7 @@ def test_generate_after_eviction_is_a_loop_over_the_model(backbone, ids, positio
 @pytest.mark.parametrize("positions", ["original", "reassigned"])
 def test_decoding_can_stay_within_the_budget(backbone, ids, scorer, positions):
     model = backbone()
-    read = chunked_prefill(model, ids, scorer, 12, 4, stabilizers=3, positions=positions)
+    read = chunked_prefill(model, ids, scorer, 12, 4, stabilizers=3, positions=positions, log_positions=True)
     with read.evicting():
         model.generate(**read.inputs(), max_new_tokens=6, do_sample=False)
     decoded = read.log[8:]
@@ -248,10 +251,10 @@ def test_decoding_can_stay_within_the_budget(backbone, ids, scorer, positions):
 def test_decoding_with_eviction_is_prefilling_in_chunks_of_one(backbone, ids):
     model = backbone()
     scores = given_scores(model)
-    read = chunked_prefill(model, ids[:, :20], scorers.Static(scores), 8, 4)
+    read = chunked_prefill(model, ids[:, :20], scorers.Static(scores), 8, 4, log_positions=True)
     with read.evicting():
         logits = [model(ids[:, i : i + 1], past_key_values=read.cache).logits[:, -1] for i in range(20, SEQ)][-1]
-    other = chunked_prefill(model, ids[:, :20], scorers.Static(scores), 8, 4)
+    other = chunked_prefill(model, ids[:, :20], scorers.Static(scores), 8, 4, log_positions=True)
     for i in range(20, SEQ):
         with torch.no_grad(), other._eviction.watching():
             expected = other._eviction.forward(ids[:, i : i + 1])
@@ -285,7 +288,7 @@ def test_beams_and_samples_go_on_from_a_repeated_cache(backbone, ids, positions)
 
 def test_a_copy_decodes_for_itself(backbone, ids):
     model = backbone()
-    read = chunked_prefill(model, ids, SirLlm(), 12, 4)
+    read = chunked_prefill(model, ids, SirLlm(), 12, 4, log_positions=True)
     other = copy.deepcopy(read)
     with other.evicting():
         model.generate(**other.inputs(), max_new_tokens=3, do_sample=False)
@@ -325,7 +328,95 @@ def test_dropout_is_off(backbone, ids):
     assert model.training
 
 
+# Half precision, and frequencies that change.
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "phi3"])
+def test_in_half_precision_chunks_are_transformers_own(backbone, ids, family, dtype):
+    """Without eviction nothing may be rounded otherwise: reassigned keys are the model's, to the bit."""
+    model = backbone(family).to(dtype)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        for chunk in ids.split(5, dim=1):
+            expected = model(chunk, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+    assert torch.equal(chunked_prefill(model, ids, KeyNorm(), 40, 5).logits, expected)
+
+
+def test_in_half_precision_what_was_projected_is_kept(backbone, ids):
+    model, given = backbone().bfloat16(), []
+    hook = model.model.layers[0].self_attn.k_proj.register_forward_hook(lambda *args: given.append(args[2]))
+    read = chunked_prefill(model, ids, KeyNorm(), 8, 5)
+    hook.remove()
+    layer = read.cache.layers[0]
+    keys = torch.cat(given, dim=1).unflatten(-1, (2, 16)).transpose(1, 2)  # (batch, kv_heads, seq, head_dim)
+    index = layer.positions.long()[..., None].expand(-1, -1, -1, 16)
+    assert torch.equal(layer.store.keys, keys.gather(2, index))
+    assert layer.projected is None
+
+
+def test_a_norm_before_rotation_is_in_what_is_kept():
+    config = AutoConfig.for_model("qwen3", hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+                                  intermediate_size=64, vocab_size=64, num_hidden_layers=2)  # fmt: skip
+    torch.manual_seed(0)
+    model, ids = AutoModelForCausalLM.from_config(config).eval(), torch.randint(1, 64, (1, 20))
+    for layer in model.model.layers:
+        torch.nn.init.uniform_(layer.self_attn.k_norm.weight, 1, 3)
+    with torch.no_grad():
+        exact = model(ids).logits[:, -1]
+    half = chunked_prefill(model.bfloat16(), ids, KeyNorm(), 99, 6).logits
+    assert (half - exact).norm() < 0.05 * exact.norm()
+
+
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+NTK = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "limit"),
+    [
+        ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 20}, 20),
+        ("llama", {"rope_parameters": NTK, "max_position_embeddings": 16}, 16),
+    ],
+    ids=["longrope", "dynamic"],
+)
+def test_frequencies_that_change_on_the_way_are_said(backbone, ids, family, options, limit):
+    model = backbone(family, options=options)
+    told = f"changes its frequencies beyond {limit} positions .* and this prompt reaches {SEQ}"
+    with pytest.warns(UserWarning, match=told):
+        chunked_prefill(model, ids, KeyNorm(), 6, 4, positions="original")
+    with pytest.warns(UserWarning, match=told):
+        chunked_prefill(model, ids, KeyNorm(), 40, 4)
+    chunked_prefill(model, ids, KeyNorm(), 6, 4)  # never more than ten: a warning would be an error
+    chunked_prefill(model, ids, KeyNorm(), 6, SEQ, positions="original")
+    chunked_prefill(model, ids[:, :limit], KeyNorm(), 6, 4, positions="original")
+    chunked_prefill(backbone(), ids, KeyNorm(), 6, 4, positions="original")
+
+
 # Bad input gets a sentence.
+
+
+def test_other_attention_is_named():
+    sizes = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=4, intermediate_size=64, vocab_size=64,
+                 num_hidden_layers=2, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, head_dim=16,
+                 first_k_dense_replace=2, num_local_experts=4)  # fmt: skip
+    ids = torch.zeros(1, 9, dtype=torch.long)
+    for lora in (None, 16):
+        latent = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v3", q_lora_rank=lora, **sizes))
+        with pytest.raises(ValueError, match=r"DeepseekV3ForCausalLM has query, key and value .* in 0 of its 2 layers"):
+            chunked_prefill(latent, ids, KeyNorm(), 4, 4, positions="original")
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_oss", **sizes))
+    with pytest.raises(ValueError, match=r"which GptOssModel does not have: take positions='original'"):
+        chunked_prefill(model, ids, KeyNorm(), 4, 4)
+
+
+def test_heads_in_another_precision_are_told_so(backbone, ids):
+    model = backbone()
+    heads = RetainingHeads.attach(model, 8)
+    model.bfloat16()
+    with pytest.raises(ValueError, match=r"heads are in torch.float32, LlamaForCausalLM in torch.bfloat16: take heads"):
+        chunked_prefill(model, ids, Locret(heads), 12, 4)
+    chunked_prefill(model, ids, Locret(heads.to(model.dtype)), 12, 4)
 
 
 def test_units_that_nobody_scored_are_refused(backbone, ids):
@@ -400,7 +491,7 @@ def test_scores_must_be_numbers():
 
 
 def test_the_log_is_a_table(backbone, ids):
-    read = chunked_prefill(backbone(), ids, Random(), 8, 10, local_len=4, log_positions=False)
+    read = chunked_prefill(backbone(), ids, Random(), 8, 10, local_len=4)
     assert repr(read.log) == "Log: 4 forward passes, at most 18 units a head, 12 at the end"
     assert read.log.rows()[1] == {"start": 10, "stop": 20, "before": 18, "after": 8}
     assert read.log[0].kept is None

@@ -80,7 +80,7 @@ def test_channels_are_rounded_in_groups_of_units_and_the_rest_waits():
 def test_a_quantised_cache_evicts_and_generates(backbone, ids, scheme, positions):
     model = backbone()
     scores = torch.rand(2, 2, 2, SEQ, generator=torch.Generator().manual_seed(0))
-    sizes = dict(budget=12, chunk_size=5, positions=positions)
+    sizes = dict(budget=12, chunk_size=5, positions=positions, log_positions=True)
     plain = chunked_prefill(model, ids, scorers.Static(scores), **sizes)
     packed = chunked_prefill(model, ids, scorers.Static(scores), store=quantized(4, scheme, 8), **sizes)
     assert torch.equal(packed.log[-1].kept, plain.log[-1].kept)

@@ -37,11 +37,11 @@ def test_h2o_is_all_attention_that_a_unit_ever_got(model, ids, attentions):
 
 def test_h2o_shares_its_budget_with_recent_units(model, ids):
     scorer = H2O(sink=2)
-    read = chunked_prefill(model, ids, scorer, 12, 5)
-    assert scorer.recent == 0  # the caller's is left as it was
+    read = chunked_prefill(model, ids, scorer, 12, 5, log_positions=True)
+    assert scorer.recent is None  # the caller's is left as it was
     assert (read.log[-1].kept[..., -5:] == torch.arange(SEQ - 5, SEQ)).all()
     assert (read.log[-1].kept[..., :2] == torch.arange(2)).all()
-    more = chunked_prefill(model, ids, H2O(recent=8, recent_share=0.1), 12, 5)
+    more = chunked_prefill(model, ids, H2O(recent=8, recent_share=0.1), 12, 5, log_positions=True)
     assert (more.log[-1].kept[..., -8:] == torch.arange(SEQ - 8, SEQ)).all()
     with pytest.raises(ValueError, match=r"recent_share must be at least 0 and at most 1, got 1.5"):
         H2O(recent_share=1.5)
@@ -49,7 +49,7 @@ def test_h2o_shares_its_budget_with_recent_units(model, ids):
 
 def test_one_scorer_for_two_prompts(model, ids):
     scorer = H2O()
-    first = chunked_prefill(model, ids, scorer, 12, 5)
+    first = chunked_prefill(model, ids, scorer, 12, 5, log_positions=True)
     chunked_prefill(model, ids, scorer, 200, 5)
     with first.evicting():
         model.generate(**first.inputs(), max_new_tokens=5, do_sample=False)
@@ -60,14 +60,75 @@ def test_sirllm_and_sink_recent_protect_the_first_four():
     assert SirLlm().sink == SinkRecent().sink == 4
 
 
-def test_snapkv_is_the_last_queries_attention_pooled(model, ids, attentions):
+RULES = {
+    "Locret": (lambda: object.__new__(scorers.Locret), 0, 0),
+    "Static": (lambda: scorers.Static(torch.zeros(2, 2, 2, SEQ)), 0, 0),
+    "Random": (Random, 0, 0),
+    "KeyNorm": (KeyNorm, 0, 0),
+    "SinkRecent": (SinkRecent, 0, 0),  # its scores are positions
+    "SirLlm": (SirLlm, 10, 1000),
+    "H2O": (H2O, 12, 4096),
+    "SnapKv": (SnapKv, 12, 16),
+}
+
+
+@pytest.mark.parametrize(("make", "of_24", "of_8192"), RULES.values(), ids=RULES)
+def test_every_method_says_how_many_recent_units_it_protects(make, of_24, of_8192):
+    assert make().recency(24) == of_24
+    assert make().recency(8192) == of_8192
+    assert make().recency(1) == 0
+    assert "Recency: " in make().__doc__
+
+
+@pytest.mark.parametrize("recent", [0, 7])
+def test_one_rule_for_all(model, ids, recent):
+    given = torch.arange(SEQ, 0, -1.0).expand(2, 2, 2, SEQ)  # the older, the better
+    for scorer in (
+        scorers.Static(given, recent=recent),
+        H2O(recent=recent),
+        SnapKv(recent=recent),
+        SirLlm(recent=recent),
+    ):
+        started = scorer.started(ids, 12)
+        assert started.recent == recent
+        assert scorer.recent == recent
+    kept = chunked_prefill(model, ids, scorers.Static(given, recent=recent), 12, 5, log_positions=True).log[-1].kept
+    assert (kept == torch.tensor([*range(12 - recent), *range(SEQ - recent, SEQ)])).all()
+
+
+def test_sirllm_keeps_recent_units(model, ids):
+    kept = chunked_prefill(model, ids, SirLlm(), 12, 5, log_positions=True).log[-1].kept
+    assert (kept[..., -4:] == torch.arange(SEQ - 4, SEQ)).all()
+
+
+def test_snapkv_is_the_last_queries_attention_pooled_before_the_window(model, ids, attentions):
     """The last chunk has nine tokens, so the window of four lies in it."""
 
     def pooled(attention):
         paid = attention[..., -4:, :].sum(dim=4).mean(dim=3)  # (layers, batch, kv_heads, seq)
-        return torch.stack([paid[..., max(0, i - 2) : i + 3].sum(-1) / 5 for i in range(SEQ)], dim=-1)
+        before = paid[..., :-4]
+        near = [before[..., max(0, i - 2) : i + 3].sum(-1) / 5 for i in range(SEQ - 4)]
+        return torch.cat([torch.stack(near, dim=-1), paid[..., -4:]], dim=-1)
 
     assert_as_exact(scores_of(model, ids, SnapKv(window=4)), *map(pooled, attentions))
+
+
+@pytest.mark.parametrize("kernel", [1, 5, 7])
+def test_snapkv_chooses_as_published(model, ids, attentions, kernel):
+    """The vote of the window's queries for the units before it, pooled by convolution; the window itself stays."""
+    window, budget = 4, 12
+    vote = attentions[1][..., -window:, :-window].mean(dim=4)  # (layers, batch, kv_heads, group, before), in float64
+    ones = torch.ones(1, 1, kernel, dtype=vote.dtype) / kernel
+    pooled = torch.conv1d(vote.reshape(-1, 1, SEQ - window), ones, padding=kernel // 2).view(vote.shape).mean(dim=3)
+    best = pooled.topk(budget - window).indices.sort().values
+    read = chunked_prefill(model, ids, SnapKv(window, kernel), budget, SEQ, log_positions=True)
+    assert torch.equal(read.log[-1].kept[..., : budget - window].long(), best)
+    assert (read.log[-1].kept[..., budget - window :] == torch.arange(SEQ - window, SEQ)).all()
+
+
+def test_snapkv_where_the_window_is_all(model, ids):
+    read = chunked_prefill(model, ids[:, :3], SnapKv(window=4), 64, 3)
+    assert read.cache.kept == 3
 
 
 def test_snapkv_with_fewer_queries_than_its_window(model, ids):
@@ -114,7 +175,7 @@ def test_the_oracle_keeps_what_the_answer_looks_at(model, ids):
     from plpkg.retention import cis_labels
 
     labels = cis_labels(model, ids, 20)
-    read = chunked_prefill(model, ids[:, :20], scorers.Static(labels), 5, 4)
+    read = chunked_prefill(model, ids[:, :20], scorers.Static(labels), 5, 4, log_positions=True)
     assert torch.equal(read.log[-1].kept.long(), labels.topk(5).indices.sort().values)
 
 

@@ -13,7 +13,9 @@ def test_the_result_is_a_prefill_and_an_answer():
     kept = widget.compute("Locret", 12, 4)
     ids, prompt_len = tiny.packed(task.ids), task.prompt.shape[1]
     with torch.no_grad():
-        read = chunked_prefill(model, ids[:, :prompt_len], scorers.Locret(heads["pairs"]), 12, widget.CHUNK, 4)
+        read = chunked_prefill(
+            model, ids[:, :prompt_len], scorers.Locret(heads["pairs"]), 12, widget.CHUNK, 4, log_positions=True
+        )
         logits = model(ids[:, prompt_len:], past_key_values=read.cache).logits
     assert kept.right == round(6 * task.accuracy(logits))
     assert torch.equal(kept.log[-1].kept, read.log[-1].kept)
