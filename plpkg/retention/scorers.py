@@ -270,3 +270,82 @@ class SnapKv(AttentionScorer):
             return paid
         pooled = functional.avg_pool1d(paid[..., :prefix], self.kernel, stride=1, padding=self.kernel // 2)
         return torch.cat([pooled, paid[..., prefix:]], dim=-1)
+
+
+@dataclass
+class Press(Scorer):
+    """Scores of another library's method, which judges all units anew at each chunk: see :func:`from_press`.
+
+    Recency: what its scores say.
+
+    Attributes
+    ----------
+    press
+        The method.
+    attentions
+        Whether it is given the new units' attention ``(batch, num_heads, n, kept + n)``.
+    """
+
+    press: object
+    attentions: bool = False
+
+    def check(self, model: nn.Module) -> None:
+        if hasattr(self.press, "post_init_from_model"):
+            self.press.post_init_from_model(model)
+        self._rotary = getattr(model.get_decoder(), "rotary_emb", None)
+
+    def update(self, units: Units, stored: torch.Tensor | None) -> torch.Tensor:
+        attention, module = None, units.module
+        if self.attentions:
+            rows = [logits.softmax(-1) for logits in units.logits()]
+            attention = torch.cat(rows, dim=3).flatten(1, 2).to(units.query.dtype)  # (batch, heads, n, kept + n)
+        lent = self._rotary is not None and not hasattr(module, "rotary_emb")
+        if lent:
+            module.__dict__["rotary_emb"] = self._rotary  # presses look for it there; it is no part of the module
+        try:
+            hidden = units.inputs["hidden_states"]
+            scores = self.press.score(module, hidden, units.keys, units.values, attention, units.inputs)
+        except AssertionError as error:
+            n, width = len(units.positions), units.keys.shape[2]
+            raise ValueError(
+                f"{type(self.press).__name__} does not score a chunk of {n} tokens that sees {width} units: {error}"
+            ) from error
+        finally:
+            if lent:
+                del module.__dict__["rotary_emb"]
+        if scores.shape != units.keys.shape[:3]:
+            raise ValueError(
+                f"{type(self.press).__name__} must score (batch, num_kv_heads, kept + n) = "
+                f"{tuple(units.keys.shape[:3])} units, got {tuple(scores.shape)}"
+            )
+        return scores.float()
+
+
+def from_press(press: object, *, attentions: bool = False, **protection: int) -> Press:
+    """A press of kvpress (https://github.com/NVIDIA/kvpress) as a scorer: its scores, under this room's budget.
+
+    kvpress reads a prompt whole and cuts once; here its method runs chunk by chunk, beside what is kept. Nothing of it
+    is imported: any object with its ``score`` will do, and its ``compression_ratio`` is not read.
+
+    Parameters
+    ----------
+    press
+        Has ``score(module, hidden_states, keys, values, attentions, kwargs)``, which returns
+        ``(batch, num_kv_heads, kept + n)``; ``hidden_states`` ``(batch, n, hidden)`` are the chunk's, keys and values
+        those of all units that it sees, rotated.
+    attentions
+        Whether the press needs attention weights, as kvpress gives them with eager attention.
+    **protection
+        ``sink`` and ``recent``, as for every scorer.
+
+    Raises
+    ------
+    ValueError
+        No such method: a press that wraps another, say, or evicts without scores.
+    """
+    if not callable(getattr(press, "score", None)):
+        raise ValueError(
+            "a press must have score(module, hidden_states, keys, values, attentions, kwargs), which "
+            f"{type(press).__name__} has not: it cannot choose under a budget"
+        )
+    return Press(press, attentions, **protection)

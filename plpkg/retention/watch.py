@@ -49,6 +49,10 @@ class Units:
         What made the attention logits; ``softcap`` is Gemma-2's, else ``None``.
     surprisal
         ``(batch, n)``, ``-log p`` of each token in nats, where a scorer asked for it.
+    module
+        The attention module.
+    inputs
+        What it was called with, by name: ``hidden_states`` ``(batch, n, hidden)``, ``position_embeddings`` and others.
     """
 
     layer: int
@@ -61,6 +65,8 @@ class Units:
     scaling: float = 1.0
     softcap: float | None = None
     surprisal: torch.Tensor | None = None
+    module: nn.Module | None = None
+    inputs: dict | None = None
 
     def logits(self, first: int = 0) -> Iterator[torch.Tensor]:
         """Attention logits of the new units from ``first`` on, some rows at a time, never all at once.
@@ -156,6 +162,7 @@ class Watch:
     positions: torch.Tensor | None = None
     ids: torch.Tensor | None = None
     projected: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    inputs: dict[int, dict] = field(default_factory=dict)
 
     def keys_of(self, number: int, layer: Layer) -> torch.Tensor:
         """What a layer's key projection has just given: ``(batch, num_kv_heads, n, head_dim)``."""
@@ -198,6 +205,12 @@ def watching(model: nn.Module, watch: Watch) -> Iterator[Watch]:
         for i, layer in enumerate(layers)
         for projection in layer.projections
     ]
+    hooks += [
+        layer.module.register_forward_pre_hook(
+            lambda _module, args, kwargs, i=i: watch.inputs.update({i: _named(args) | kwargs}), with_kwargs=True
+        )
+        for i, layer in enumerate(layers)
+    ]
     _WATCHES.update((layer.module, watch) for layer in layers)
     try:
         for config in configs.values():
@@ -211,6 +224,7 @@ def watching(model: nn.Module, watch: Watch) -> Iterator[Watch]:
         for hook in hooks:
             hook.remove()
         watch.projected.clear()
+        watch.inputs.clear()
 
 
 @contextmanager
@@ -233,7 +247,7 @@ def _wrapped(base: str) -> str:
     name = PREFIX + re.sub(r"\W", "_", base)
     if name not in ALL_ATTENTION_FUNCTIONS:
 
-        def attention(module, query, key, value, attention_mask, **options):
+        def attention(module, query, key, value, attention_mask, dropout=0.0, **options):
             attend = ALL_ATTENTION_FUNCTIONS[base] if base != "eager" else _eager(module)
             watch = _WATCHES[module]
             units = Units(
@@ -246,12 +260,21 @@ def _wrapped(base: str) -> str:
                 values=value,
                 scaling=options.get("scaling") or query.shape[-1] ** -0.5,
                 softcap=options.get("softcap"),
+                module=module,
+                inputs=watch.inputs.pop(module.layer_idx),
             )
-            return attend(module, query, *watch.attended(units, attention_mask), **options)
+            attended = watch.attended(units, attention_mask)
+            watch.projected.pop(module.layer_idx, None)  # a scorer may have asked the module's projections again
+            return attend(module, query, *attended, dropout=dropout, **options)
 
         AttentionInterface.register(name, attention)
         AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
     return name
+
+
+def _named(args: tuple) -> dict:
+    """The hidden states, which some models give an attention module without a name."""
+    return {"hidden_states": args[0]} if args else {}
 
 
 def _eager(module: nn.Module) -> Callable:
