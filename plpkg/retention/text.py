@@ -70,7 +70,7 @@ def perplexity(
         if scorer is None:
             logits = model(torch.cat([prompt, answer], dim=1), use_cache=False).logits[:, prompt.shape[1] - 1 : -1]
         else:
-            read = chunked_prefill(model, prompt, scorer, budget, chunk_size, log_positions=False, **options)
+            read = chunked_prefill(model, prompt, scorer, budget, chunk_size, **options)
             logits = read.logits[:, None]
             if answer.shape[1] > 1:
                 after = model(answer[:, :-1], past_key_values=read.cache).logits

@@ -205,5 +205,5 @@ def accuracy(model, task: Pairs | Lookup, scorer: Scorer | None, budget: int, ch
     ids, prompt_len = packed(task.ids), task.prompt.shape[1]
     if scorer is None:
         return task.accuracy(model(ids, use_cache=False).logits[:, prompt_len:])
-    read = chunked_prefill(model, ids[:, :prompt_len], scorer, budget, chunk_size, log_positions=False, **options)
+    read = chunked_prefill(model, ids[:, :prompt_len], scorer, budget, chunk_size, **options)
     return task.accuracy(model(ids[:, prompt_len:], past_key_values=read.cache).logits)
