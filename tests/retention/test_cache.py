@@ -49,6 +49,18 @@ def test_the_best_units_stay_in_their_order(scores, budget, first, last):
     assert kept[0, 0].tolist() == by_hand(scores, budget, first, last)
 
 
+@given(data=st.data(), budget=st.integers(1, 12), first=st.integers(0, 2), last=st.integers(0, 2))
+def test_marked_units_stay(data, budget, first, last):
+    scores = data.draw(st.lists(st.sampled_from([-1.0, 0.0, float("inf")]), min_size=1, max_size=12))
+    marked = data.draw(st.sets(st.integers(0, len(scores) - 1), max_size=4))
+    if first + last + len(marked) > budget:
+        return
+    also = torch.tensor([i in marked for i in range(len(scores))])[None, None]
+    kept = keep_indices(torch.tensor(scores)[None, None], budget, first=first, last=last, also=also)
+    raised = [float("inf") if i in marked else min(score, 1e9) for i, score in enumerate(scores)]
+    assert kept[0, 0].tolist() == by_hand(raised, budget, first, last)
+
+
 def test_each_head_keeps_its_own():
     scores = torch.tensor([[[3.0, 1.0, 2.0], [1.0, 2.0, 3.0]]])
     assert keep_indices(scores, 2).tolist() == [[[0, 2], [1, 2]]]
