@@ -13,10 +13,7 @@ import reprlib
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    import torch
+from typing import NamedTuple
 
 MAX_HEADER_BYTES, MAX_TENSORS, MAX_CONFIG_BYTES, MAX_BYTES = 2**20, 4096, 2**16, 2**31
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -189,7 +186,7 @@ def read_object(path: Path) -> dict:
         raise ValueError(str(error) if str(error).startswith(path.name) else f"{path.name}: {error}") from None
 
 
-def read_tensors(path: Path) -> tuple[dict[str, "torch.Tensor"], str]:
+def read_tensors(path: Path) -> tuple[dict, str]:
     """Read a safetensors file of finite numbers: its tensors by name, views of it, and its SHA-256 in hex."""
     header, size = read_header(path)
     found, reasons = entries(header, size)
@@ -210,7 +207,7 @@ def read_tensors(path: Path) -> tuple[dict[str, "torch.Tensor"], str]:
     return tensors, hashlib.sha256(weights).hexdigest()
 
 
-def tensor(weights: bytearray, entry: Entry) -> "torch.Tensor":
+def tensor(weights: bytearray, entry: Entry):
     """A tensor of a safetensors file that is in memory: a view of it, where it is aligned."""
     import torch
 
@@ -221,7 +218,7 @@ def tensor(weights: bytearray, entry: Entry) -> "torch.Tensor":
     return torch.frombuffer(weights, dtype=dtype, count=math.prod(entry.shape), offset=begin).view(entry.shape)
 
 
-def finite(values: "torch.Tensor", dtype: "torch.dtype | None" = None, scale: float = 1.0) -> bool:
+def finite(values, dtype=None, scale: float = 1.0) -> bool:
     """Whether all values are finite, and so in ``dtype`` (float32), multiplied with ``scale`` or not."""
     import torch
 
