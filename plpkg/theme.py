@@ -79,13 +79,13 @@ def png(figure) -> bytes:
     return buffer.getvalue()
 
 
-def axes(ax=None):
-    """``ax``, or the axes of a new figure."""
+def axes(ax=None, **figure):
+    """``ax``, or the axes of a new figure, which matplotlib makes with the other arguments."""
     if ax is not None:
         return ax
     import matplotlib.pyplot as plt
 
-    return plt.subplots()[1]
+    return plt.subplots(**figure)[1]
 
 
 def styles(count: int) -> list[dict]:
