@@ -178,10 +178,10 @@ def _whole(values: object, low: int, high: int) -> bool:
     return isinstance(values, list) and all(type(value) is int and low <= value <= high for value in values)
 
 
-def read_object(path: Path) -> dict:
-    """Read a configuration: a JSON object of at most 64 KiB."""
+def read_object(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict:
+    """Read a configuration: a JSON object of at most ``limit`` bytes, 64 KiB by default."""
     try:
-        return strict_json(read_file(path, MAX_CONFIG_BYTES))
+        return strict_json(read_file(path, limit))
     except ValueError as error:
         raise ValueError(str(error) if str(error).startswith(path.name) else f"{path.name}: {error}") from None
 

@@ -8,7 +8,7 @@ is M and a few numbers. (Wang et al. 2023, arXiv 2311.14030; ``init="svd"`` is L
 
 Importing this module makes PEFT know the method: ``get_peft_model(model, PrivateLoraConfig(...))`` and
 ``PeftModel.from_pretrained`` then work as with any other. PEFT's list of methods is closed, so three of its
-dictionaries are written to; a test pins what this relies on.
+dictionaries are written to, and its reader of configurations is bounded (``saved.py``); tests pin what this relies on.
 
 Left out: quantised base layers, dropout, and LoRA's scaling ``alpha / r``, which the publication does not have.
 A fused projection (Phi-3's ``qkv_proj``, GPT-2's ``c_attn``) is one projection with one M.
