@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from plpkg import theme
+from plpkg import drawing, theme
+from plpkg.autonomy import availability
+from plpkg.autonomy.availability import DAY, FEDERATED, Trace
 from plpkg.autonomy.online import OnlineLearner
 from plpkg.autonomy.transfer import Transfer
 from plpkg.results import shown
@@ -13,31 +15,15 @@ from plpkg.validation import number
 
 def devices(people: Sequence[str] = ("ann", "bob", "cem"), ax=None):
     """Who holds what: one public model comes down to all devices; data, labels and what is learnt stay on each."""
-    from matplotlib.patches import FancyBboxPatch
-
-    ax, fills = theme.axes(ax), theme.fills(len(people) + 1)
-
-    def box(x, y, width, height, text, fill):
-        style = dict(boxstyle="round,pad=0.05", facecolor=fill["color"], edgecolor="white")
-        ax.add_patch(FancyBboxPatch((x, y), width, height, **style))
-        ax.text(x + width / 2, y + height / 2, text, ha="center", va="center", color="white", fontsize=9)
-
+    ax, (public, *own) = drawing.canvas(9, len(people) + 0.6, ax), drawing.colours(len(people) + 1)
     middle = len(people) / 2
-    box(0, middle - 1, 2.2, 2, "cloud\n\npublic data\npre-training\npruning\ncompiling", fills[0])
-    for k, (name, fill) in enumerate(zip(people, fills[1:], strict=True)):
-        box(
-            4.4,
-            k + 0.12,
-            4.4,
-            0.76,
-            f"{name}'s device: {name}'s data and labels,\nfrozen body, {name}'s own head",
-            fill,
-        )
-        ax.annotate("", (4.3, k + 0.5), (2.3, middle), arrowprops={"arrowstyle": "-|>", "color": "0.35"})
-    ax.text(3.2, len(people) + 0.2, "the same model\nfor everybody", ha="center", va="top")
-    ax.text(6.6, len(people) + 0.2, "nothing goes back", ha="center", va="top", fontweight="bold")
-    ax.set(xlim=(-0.2, 9), ylim=(len(people) + 0.6, -0.2))
-    ax.axis("off")
+    drawing.box(ax, 0, middle - 1, 2.3, 2, "cloud\n\npublic data\npre-training\npruning\ncompiling", public)
+    for k, (name, colour) in enumerate(zip(people, own, strict=True)):
+        text = f"{name}'s device: {name}'s data and labels,\nfrozen body, {name}'s own head"
+        drawing.box(ax, 4.4, k + 0.08, 4.5, 0.84, text, colour)
+        drawing.arrow(ax, (2.35, middle), (4.35, k + 0.5))
+    drawing.note(ax, 3.3, len(people), "the same model\nfor everybody", va="top")
+    drawing.note(ax, 6.65, len(people), "nothing goes back", size=11, va="top", fontweight="bold")
     said = f"A cloud sends one public model, pruned and compiled, to the devices of {', '.join(people)}."
     return theme.describe(ax, f"{said} Each keeps data, labels and a head of its own; no arrow leads back.")
 
@@ -82,6 +68,24 @@ def schemes(rows, value: str, label: str, ax=None):
     ax.set(xlabel=label)
     said = "; ".join(f"{r['case']} {r[value]:.2f} ± {r['half_width']:.2f}" for _, r in rows.iterrows())
     return theme.describe(ax, f"{label}: {said}.")
+
+
+def day(trace: Trace, day: int = 0, ax=None):
+    """One device's day from noon to noon: what holds when, and the windows in which it may learn."""
+    ax, start = theme.axes(ax, figsize=(7.2, 2.4)), day * DAY
+    spans = {rule.replace("_", " "): availability.trainable(trace, [rule]) for rule in FEDERATED}
+    spans |= {"may learn": availability.trainable(trace), "may upload, too": availability.trainable(trace, FEDERATED)}
+    said = []
+    for k, ((name, windows), fill) in enumerate(zip(spans.items(), theme.fills(len(spans)), strict=True)):
+        parts = [(max(0, begin - start), min(DAY, end - start)) for begin, end in windows]
+        hours = [(begin / 3600, (end - begin) / 3600) for begin, end in parts if begin < end]
+        ax.broken_barh(hours, (k - 0.4, 0.8), **fill | {"edgecolor": "none"})
+        said.append(f"{name} {sum(width for _, width in hours):.1f} hours")
+    ax.set_yticks(range(len(spans)), spans)
+    ax.set_xticks(range(0, 25, 6), ["noon", "18:00", "midnight", "6:00", "noon"])
+    ax.set(xlim=(0, 24), ylim=(len(spans) - 0.5, -0.5))
+    ax.grid(False, axis="y")
+    return theme.describe(ax, f"A synthetic device's day from noon to noon: {', '.join(said)}.")
 
 
 def trainable(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], ax=None):

@@ -1,6 +1,6 @@
 """Figures of notebook 06. What takes ``rows`` takes those of a recorded section of that name."""
 
-from plpkg import theme
+from plpkg import drawing, theme
 from plpkg.serving.popularity import Decoding
 
 
@@ -9,18 +9,14 @@ def batch(segments, names, ax=None):
 
     ``segments`` are ``(start, stop, i)``, ``names`` those of the adapters.
     """
-    from matplotlib.patches import Rectangle
-
-    ax = theme.axes(ax)
-    colours, tokens = [fill["color"] for fill in theme.fills(len(names))], max(stop for _, stop, _ in segments)
+    ax, tokens = theme.axes(ax), max(stop for _, stop, _ in segments)
+    colours = drawing.colours(len(names))
 
     def block(x, y, width, height, label="", colour="0.8", size=11):
-        ax.add_patch(Rectangle((x, y + 0.05), width, height - 0.1, facecolor=colour, edgecolor="white", zorder=2))
-        ax.text(x + width / 2, y + height / 2, label, ha="center", va="center", color="white", fontsize=size)
+        drawing.box(ax, x, y + 0.05, width, height - 0.1, label, colour, size)
 
-    def arrow(x, y, to, style="-"):
-        line = {"arrowstyle": "-|>", "color": "0.35", "lw": 1.3, "linestyle": style}
-        ax.annotate("", (to, y), (x, y), arrowprops=line, zorder=3)
+    def arrow(x, y, to, dashed=False):
+        drawing.arrow(ax, (x, y), (to, y), dashed=dashed)
 
     longest = max(segments, key=lambda segment: segment[1] - segment[0])
     block(1.6, 0, 2.4, tokens, colour="0.9")
@@ -37,7 +33,7 @@ def batch(segments, names, ax=None):
         if index is not None:  # its own way, past W
             below = middle + (stop - start) / 4
             for x, to in ((1.05, 4.6), (5.0, 5.4), (5.8, 6.5)):
-                arrow(x, below, to, "--" if x < 2 else "-")
+                arrow(x, below, to, dashed=x < 2)
             for x, name in ((4.6, "A"), (5.4, "B")):
                 block(x, middle, 0.4, stop - middle, f"${name}_{index}$", colour, min(11, 7 * (stop - start)))
             ax.text(6.65, middle, "+", ha="center", va="center", fontsize=15)

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 import torch
 
-from plpkg.autonomy import OnlineLearner, Transfer, nets, plots
+from plpkg.autonomy import OnlineLearner, Transfer, availability, nets, plots
 
 LOG = [{"step": 0, "loss": 5.0, "accuracy": 0.1}, {"step": 20, "loss": 4.5, "accuracy": 0.2},
        {"step": 40, "loss": 4.75, "accuracy": 0.2}]  # fmt: skip
@@ -23,6 +23,20 @@ def test_devices_have_a_box_each_and_no_arrow_back():
     assert len(arrows) == 2
     assert all(arrow.xy[0] > arrow.xyann[0] for arrow in arrows)  # from the cloud, on the left
     assert "the devices of ann, bob" in ax.alt_text
+
+
+def test_a_day_shows_when_all_conditions_hold():
+    state = availability.State
+    states = state(screen_off=True), state(True, True), state(True, True, True), state(False, True, True)
+    trace = availability.Trace("ann", (0, 3600, 3 * 3600, 4 * 3600, 30 * 3600), states)
+    ax = plots.day(trace)
+    (learn,) = ax.collections[3].get_paths()
+    assert (learn.vertices[:, 0].min(), learn.vertices[:, 0].max()) == (1, 4)
+    assert [text.get_text() for text in ax.get_yticklabels()][-2:] == ["may learn", "may upload, too"]
+    assert (
+        "charging 3.0 hours, screen off 24.0 hours, unmetered 21.0 hours, may learn 3.0 hours, may upload, too 1.0"
+        in (ax.alt_text)
+    )
 
 
 def test_pictures_are_drawn_in_their_own_range():

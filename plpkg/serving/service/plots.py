@@ -2,35 +2,26 @@
 
 from itertools import pairwise
 
-from plpkg import theme
+from plpkg import drawing, theme
 from plpkg.serving.service.simulation import Simulation
 
 
 def service(tenants=("ann", "bob", "cem", "dee", "eva"), ax=None):
     """Where adapters are and who waits where: each step nearer holds fewer; only what has a slot is in the batch."""
-    from matplotlib.patches import Rectangle
-
-    ax, count = theme.axes(ax), len(tenants)
-    colours = [fill["color"] for fill in theme.fills(count)]
-
-    def block(x, y, width, height, label, owner):
-        ax.add_patch(Rectangle((x, y), width, height, facecolor=colours[owner], edgecolor="white"))
-        ax.text(x + width / 2, y + height / 2, label, ha="center", va="center", color="white", fontsize=9)
-
+    count = len(tenants)
+    ax, colours = drawing.canvas(10, count + 2, ax), drawing.colours(count)
     places = {"store": count, "disk": count - 1, "memory": count - 2, "slots": count - 3}
-    for x, (place, held) in enumerate(places.items()):
-        for k in range(held):
-            block(2 * x, k, 1, 0.8, f"{tenants[k]}'s", k)
-        ax.text(2 * x + 0.5, -0.2, place, ha="center", va="bottom")
-        ax.annotate("", (2 * x + 1.95, 0.4), (2 * x + 1.05, 0.4), arrowprops={"arrowstyle": "-|>", "color": "0.35"})
     for k in range(2 * (count - 3)):
-        block(8, 0.6 * k, 1.6, 0.5, f"{tenants[k // 2]}: next token", k // 2)
-    ax.text(8.8, -0.2, "one batch", ha="center", va="bottom")
+        drawing.box(ax, 8.2, 1 + 0.6 * k, 1.8, 0.5, f"{tenants[k // 2]}: next token", colours[k // 2], 9)
+    for x, held in enumerate(places.values()):
+        for k in range(held):
+            drawing.box(ax, 2 * x + 0.1, 1 + k, 1.1, 0.8, f"{tenants[k]}'s", colours[k], 9)
+        drawing.arrow(ax, (2 * x + 1.25, 1.4), (2 * x + (2.05 if x < 3 else 2.15), 1.4))
+    for x, place in enumerate((*places, "one batch")):
+        drawing.note(ax, 2 * x + (0.65 if x < 4 else 1.1), 0.8, place, size=11, va="bottom")
     waits = [f"{tenants[k]} waits\nfor {what}" for k, what in ((-1, "the store"), (-2, "the disk"), (-3, "a slot"))]
     for k, text in enumerate(waits):
-        ax.text(2 * k + 0.5, count + 0.1, text, ha="center", va="top", color=colours[-1 - k], fontweight="bold")
-    ax.set(xlim=(-0.2, 9.8), ylim=(count + 1, -1))
-    ax.axis("off")
+        drawing.note(ax, 2 * k + 0.65, count + 1, text, va="top", color=colours[-1 - k], fontweight="bold")
     held = "; ".join(f"{place}: {', '.join(tenants[:k])}" for place, k in places.items())
     said = ", ".join(text.replace("\n", " ") for text in waits)
     return theme.describe(ax, f"Whose adapters are where, {held}. {said}; the others write, in one batch.")
