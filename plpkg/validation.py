@@ -27,14 +27,15 @@ def whole_number(name: str, value: object, low: int, high: int | None = None, li
         The value is out of range or not whole.
     """
     # bool is an int in Python, and True is nobody's rank; NumPy integers pass through __index__.
-    if hasattr(value, "__index__") and not isinstance(value, bool):
+    if whole := hasattr(value, "__index__") and not isinstance(value, bool):
         count = value.__index__()
         if count >= low and (high is None or count <= high):
             return count
     if high is None:
         expected = f"a whole number of at least {low}"
     else:
-        expected = f"between {low} and {limit + '=' if limit else ''}{high}"
+        kind = "" if whole else "a whole number "
+        expected = f"{kind}between {low} and {limit + '=' if limit else ''}{high}"
     raise ValueError(f"{name} must be {expected}, got {value!r}")
 
 

@@ -15,7 +15,8 @@ def test_whole_number_accepts(value):
 
 @pytest.mark.parametrize("value", [0, -1, 769, 1.0, "8", None, True])
 def test_whole_number_names_the_value(value):
-    with pytest.raises(ValueError, match=rf"^rank must be between 1 and hidden=768, got {value!r}$"):
+    kind = "" if type(value) is int else "a whole number "
+    with pytest.raises(ValueError, match=rf"^rank must be {kind}between 1 and hidden=768, got {value!r}$"):
         whole_number("rank", value, 1, 768, "hidden")
 
 

@@ -318,7 +318,7 @@ def test_noise_has_its_deviation_and_is_clamped():
         (dict(degrees=181), "degrees must be at least 0 and at most 180, got 181"),
         (dict(scale=1), "scale must be at least 0 and at most 0.9, got 1"),
         (dict(translate=10), "translate must be between 0 and 9, got 10"),
-        (dict(translate=0.5), "translate must be between 0 and 9, got 0.5"),
+        (dict(translate=0.5), "translate must be a whole number between 0 and 9, got 0.5"),
         (dict(crop=9), "crop must be between 0 and 8, got 9"),
         (dict(noise=-1), "noise must be at least 0, got -1"),
         (dict(images=pictures()[0]), r"images must be floats from 0 to 1, .*, got torch.float64 \(2, 9, 13\)"),

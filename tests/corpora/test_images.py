@@ -161,7 +161,7 @@ def test_batches_are_the_same_for_the_same_seed():
 
 @pytest.mark.parametrize("batch", [0, 11, 2.5, True])
 def test_a_bad_batch_is_named_at_the_call(batch):
-    with pytest.raises(ValueError, match=f"batch must be between 1 and images=10, got {batch!r}"):
+    with pytest.raises(ValueError, match=f"batch must be .*between 1 and images=10, got {batch!r}"):
         numbered(10).batches(batch)
 
 
