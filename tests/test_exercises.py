@@ -109,6 +109,15 @@ def strict(members, others):
     return sum(a[1] - a[0] > b[1] - b[0] for a in members for b in others) / len(members) / len(others)
 
 
+def gram_norm(a, g, bias=1):
+    return ((g @ g.mT) * (a @ a.mT + bias)).sum((1, 2))
+
+
+def clipped_sum(a, g, norms, C, most=1.0):
+    factors = (C / norms).clamp(max=most)
+    return (factors[:, None, None] * g).flatten(0, 1).T @ a.flatten(0, 1)
+
+
 def averaged(states, labels):
     pairs = list(zip(states, labels, strict=True))
     return {key: sum(n * state[key] for state, n in pairs) / sum(labels) for key in states[0]}
@@ -133,6 +142,19 @@ FUNCTIONS = [
     ("autonomy.guarded", guarded, trusting, "Not yet"),
     ("autonomy.guarded", guarded, lambda public, personal, right, a: personal, "allowed"),
     ("autonomy.guarded", guarded, lambda public, personal, right, a: None, "a list of"),
+    ("clipping.gram_norm", gram_norm, lambda a, g: gram_norm(a, g).sqrt(), "their squares"),
+    ("clipping.gram_norm", gram_norm, lambda a, g: gram_norm(a, g, bias=0), "a bias is a weight"),
+    ("clipping.gram_norm", gram_norm, lambda a, g: (a.square().sum(2) * g.square().sum(2)).sum(1), "T × T products"),
+    ("clipping.gram_norm", gram_norm, lambda a, g: gram_norm(a, g).sum(), "It gives a tensor ()"),
+    ("clipping.clipped_sum", clipped_sum, lambda *a: clipped_sum(*a, most=9.0), "is at most 1"),
+    ("clipping.clipped_sum", clipped_sum, lambda a, g, n, C: clipped_sum(a, g, n / n, C), "nothing is clipped"),
+    ("clipping.clipped_sum", clipped_sum, lambda a, g, n, C: clipped_sum(a, g, n, C) / len(a), "a sum is asked for"),
+    (
+        "clipping.clipped_sum",
+        clipped_sum,
+        lambda a, g, n, C: clipped_sum(a, n[:, None, None] * g, n / n, C),
+        "not with",
+    ),
     ("serving.segments", segments, apart, "neighbours of one owner"),
     ("serving.segments", segments, lambda owners, lengths: segments(owners, [1] * len(owners)), "not requests"),
     ("serving.gradient_of_x", gradient_of_x, lambda *a: gradient_of_x(*a, scaled=False), "the scale"),

@@ -1,6 +1,21 @@
 """The checkers of notebook 05's exercises."""
 
-from plpkg.exercise import Verdict, check_number
+from functools import partial
+
+import torch
+
+from plpkg.clipping.factors import Outer, norms_squared
+from plpkg.exercise import Verdict, check_function, check_number
+
+WIDTHS, POSITIONS = (5, 2), 3
+FACTORS = [
+    tuple(
+        torch.randn(batch, POSITIONS, width, generator=torch.Generator().manual_seed(batch * width)) for width in WIDTHS
+    )
+    for batch in (4, 5, 6)
+]
+"""What a layer read, and its output's gradients: ``(batch, positions, d)`` and ``(batch, positions, p)``."""
+close = partial(torch.allclose, rtol=1e-4, atol=1e-6)
 
 
 def per_sample_gib(answer: object) -> Verdict:
@@ -35,3 +50,56 @@ def crossover_positions(answer: object) -> Verdict:
         },
         hint="Set T²·(p + d) equal to T·p·d.",
     )
+
+
+def gram_norm(function: object) -> Verdict:
+    """``function(a, g)``: squared norms, ``(batch,)``, of a linear layer's gradient, that of weight and bias together.
+
+    ``a`` ``(batch, positions, d)`` is what the layer read, ``g`` ``(batch, positions, p)`` its output's gradient.
+    """
+
+    def squared(a, g, bias: bool = True, crossed: bool = True):
+        read = torch.cat([a, torch.ones_like(a[..., :1])], 2) if bias else a  # a bias reads 1 at every position
+        if not crossed:
+            return (read.square().sum(2) * g.square().sum(2)).sum(1)
+        size = torch.Size((g.shape[2], read.shape[2]))
+        return norms_squared([Outer(g[:, None], read[:, None], size)], "gram")
+
+    def hint(got, a, g) -> str:
+        if close(got, squared(a, g).sqrt()):
+            return "these are the norms, and their squares are asked for"
+        if close(got, squared(a, g, bias=False)):
+            return "that is the weight alone; a bias is a weight that reads 1 at every position"
+        if any(close(got, squared(a, g, bias, crossed=False)) for bias in (True, False)):
+            return "every position meets every other one: T × T products, not T"
+        return ""
+
+    cases = [(factors, squared(*factors)) for factors in FACTORS]
+    explanation = "the Gram matrix of g, times that of a and 1, summed: B·T² numbers, and no gradient."
+    return check_function(function, cases, explanation, hint)
+
+
+def clipped_sum(function: object) -> Verdict:
+    """``function(a, g, norms, C)``: a weight's sum of clipped gradients, ``(p, d)``; ``norms`` are the examples'."""
+
+    def total(a, g, norms, C, weights=None):
+        weights = (C / norms).clamp(max=1) if weights is None else weights
+        return Outer(g[:, None], a[:, None], torch.Size((g.shape[2], a.shape[2]))).weighted_sum(weights)
+
+    def hint(got, a, g, norms, C) -> str:
+        if close(got, total(a, g, norms, C, C / norms)):
+            return "a gradient whose norm is below C stays as it is: c is at most 1"
+        if close(got, total(a, g, norms, C, torch.ones(len(a)))):
+            return "nothing is clipped"
+        if close(got * len(a), total(a, g, norms, C)):
+            return "a sum is asked for; what divides it is the expected size of a batch, afterwards"
+        if close(got, total(a, g, norms, C, norms)):
+            return "gradients are multiplied with c, and not with their norms"
+        return ""
+
+    cases = []
+    for a, g in FACTORS:
+        norms = torch.linspace(0.5, 4.0, len(a))
+        cases.append(((a, g, norms, 1.0), total(a, g, norms, 1.0)))
+    explanation = "scale each example's g by its c, and one matrix product adds up: no second pass."
+    return check_function(function, cases, explanation, hint)

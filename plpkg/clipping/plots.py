@@ -1,12 +1,14 @@
 """Figures of notebook 05.
 
-What was measured comes as ``rows``: a case, or the section ``grid``, of ``benchmarks/clipping/costs.py``; the sections
-``accuracy`` and ``exposure`` of ``benchmarks/clipping/learning.py``.
+What was measured comes as ``rows``: a case of ``benchmarks/clipping/costs.py``; the sections ``accuracy``
+and ``exposure`` of ``benchmarks/clipping/learning.py``.
 """
 
 import math
+import textwrap
 
-from plpkg import theme
+from plpkg import drawing, theme
+from plpkg.clipping.checks.zoo import CHECKS
 from plpkg.clipping.memory.costs import Costs
 from plpkg.clipping.memory.dataflow import StepMemory
 from plpkg.clipping.training.accounting import epsilon_of
@@ -17,6 +19,56 @@ SMALL = 0.002
 """Parts below this share of a phase are drawn as one."""
 
 
+def layer(batch: int, seq: int, read: int, written: int, ax=None):
+    """A drawing: a linear layer's activations and output gradients, and what each execution makes of them and keeps.
+
+    ``read`` and ``written`` are the layer's widths, d and p.
+    """
+    sizes = {
+        "a": batch * seq * read,
+        "g": batch * seq * written,
+        "G": batch * written * read,
+        "grams": 2 * batch * seq**2,
+    }
+    mib = {name: f"{4 * count / MIB:,.3g} MiB" for name, count in sizes.items()}
+    ax = drawing.canvas(16, 9.2, ax)
+    blue, orange, green, _, purple = drawing.colours(5)
+    drawing.lane(ax, 0, 0, 4.5, 9.2, "one linear layer")
+    drawing.box(ax, 0.4, 1.5, 3.7, 1.3, f"$a$: what it read\n$B × T × d$, {mib['a']}", blue, 9)
+    drawing.box(ax, 0.4, 4.0, 3.7, 1.3, "weight\n$p × d$", "0.55", 9)
+    drawing.box(ax, 0.4, 6.5, 3.7, 1.3, f"$g$: its output's gradient\n$B × T × p$, {mib['g']}", orange, 9)
+    drawing.arrow(ax, (2.25, 2.85), (2.25, 3.95))
+    drawing.arrow(ax, (2.25, 6.45), (2.25, 5.35), dashed=True)
+    drawing.note(ax, 2.4, 3.3, "forward", ha="left", size=8)
+    drawing.note(ax, 2.4, 5.9, "backward", ha="left", size=8)
+    for x, text in ((7.1, "builds, for norms"), (11.2, "keeps"), (14.45, "adds up by")):
+        drawing.note(ax, x, 0.45, text, fontweight="bold")
+    gradients, grams = f"gradients $G_i$\n$B×p×d$, {mib['G']}", f"Gram matrices\n$2 B\\, T^2$, {mib['grams']}"
+    second, nothing = ("second\nbackward pass", "0.45"), ("nothing", "0.6")
+    rows = {
+        "per_sample": ((gradients, green), ("all $G_i$\n" + mib["G"], green), (r"$\sum_i c_i G_i$", green)),
+        "fast": ((gradients, green), nothing, second),
+        "ghost": ((grams, purple), nothing, second),
+        "book_keeping": (
+            (grams, purple), (f"$a$ and $g$\n$g$: {mib['g']} more", orange), (r"$\sum_i c_i\, g_i^⊤ a_i$", orange)
+        ),
+    }  # fmt: skip
+    for row, (name, (norms, kept, total)) in enumerate(rows.items()):
+        y = 0.9 + 2.1 * row
+        drawing.note(ax, 4.9, y + 0.18, name, ha="left", fontweight="bold")
+        drawing.box(ax, 4.9, y + 0.5, 4.4, 1.3, *norms, 9.5)
+        drawing.arrow(ax, (9.35, y + 1.15), (9.85, y + 1.15))
+        drawing.box(ax, 9.9, y + 0.5, 2.6, 1.3, *kept, 9.5)
+        drawing.arrow(ax, (12.55, y + 1.15), (13.05, y + 1.15))
+        drawing.box(ax, 13.1, y + 0.5, 2.7, 1.3, *total, 9.5)
+    return theme.describe(
+        ax, f"A linear layer reads a ({mib['a']}) and gets g ({mib['g']}) on the way back. per_sample builds all "
+        f"examples' gradients ({mib['G']}), keeps them, and adds them up. fast builds the same and keeps nothing; a "
+        f"second backward pass adds up. ghost builds Gram matrices ({mib['grams']}), keeps nothing, and needs that "
+        f"pass too. book_keeping builds these, keeps a and g, and adds up with one product.",
+    )  # fmt: skip
+
+
 def parts(memory: StepMemory, phase: str, ax=None):
     """The tensors that a phase adds up to, largest first, as one bar each."""
     ax = theme.axes(ax)
@@ -24,7 +76,7 @@ def parts(memory: StepMemory, phase: str, ax=None):
     sizes = sorted(((size / MIB, name) for name, size in memory.parts_bytes[phase].items() if size), reverse=True)
     named = [(name, size) for size, name in sizes if abs(size) >= SMALL * total]
     if rest := sizes[len(named) :]:
-        named.append((f"{len(rest)} small ones", sum(size for size, _ in rest)))
+        named.append((f"{len(rest)} others, together", sum(size for size, _ in rest)))
     fill = theme.fills(1)[0]
     ax.barh([name for name, _ in named], [size for _, size in named], color=fill["color"])
     for place, (_, size) in enumerate(named):
@@ -59,33 +111,27 @@ def costs(costs: Costs, chosen: str | None = None, ax=None):
     return theme.describe(ax, f"Peak memory and operations as multiples of plain SGD's: {said}.")
 
 
-def gram_or_gradient(rows: int, cols: int, ax=None):
-    """Operations and bytes of a norm by Gram matrices and by the gradient, against the number of positions."""
-    ax = theme.axes(ax)
-    lengths = [2**k for k in range(13)]
-    lines = {
-        "Gram matrices, MFLOP": [2 * t * t * (rows + cols) / 1e6 for t in lengths],
-        "gradient, MFLOP": [2 * t * rows * cols / 1e6 for t in lengths],
-        "Gram matrices, MB": [8 * t * t / 1e6 for t in lengths],
-        "gradient, MB": [4 * rows * cols / 1e6 for _ in lengths],
-    }
-    for (label, values), style in zip(lines.items(), theme.styles(len(lines)), strict=True):
-        ax.plot(lengths, values, label=label, markersize=4, **style)
-    flop, byte = rows * cols / (rows + cols), math.sqrt(rows * cols / 2)
-    for place, what, side in ((flop, "operations equal", "right"), (byte, "bytes equal", "left")):
-        ax.axvline(place, color="0.4", lw=1, linestyle=":")
-        ax.annotate(
-            what, (place, 0.02), (4 if side == "left" else -4, 0), xycoords=("data", "axes fraction"),
-            textcoords="offset points", rotation=90, ha=side, va="bottom", fontsize=8,
-        )  # fmt: skip
+def by_length(steps: list[Costs], what: str = "flops", ax=None):
+    """``flops`` or ``peak_bytes`` of steps that differ in their length, as multiples of SGD's; all layers are alike.
+
+    The length from which Gram matrices take more operations than gradients is marked.
+    """
+    labels = {"flops": "operations, times SGD's", "peak_bytes": "peak memory, times SGD's"}
+    label = labels[one_of("what", what, tuple(labels))]
+    ax, said = theme.axes(ax), []
+    lengths, width = [step.seq for step in steps], steps[0].widths[0]
+    names = [name for name in steps[0].by_execution if name != "sgd"]
+    for name, style in zip(names, theme.styles(len(names)), strict=True):
+        costs = [(step.by_execution[name], step.by_execution["sgd"]) for step in steps]
+        ratios = [getattr(cost, what) / getattr(base, what) for cost, base in costs]
+        ax.plot(lengths, ratios, label=name, **style)
+        said.append(f"{name}: {', '.join(f'{ratio:.3g}' for ratio in ratios)}")
+    ax.axvline(width / 2, color="0.4", lw=1, linestyle=":")
     ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
-    ax.set(xlabel="positions T", ylabel="for each example", title=f"One layer, {cols:,} → {rows:,}")
-    ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
-    return theme.describe(
-        ax, f"A norm's operations and bytes against T for {cols} → {rows}. Gram matrices take more operations from "
-        f"T = {flop:.0f} on, and more bytes from T = {math.ceil(byte)} on.",
-    )  # fmt: skip
+    ax.set_xticks(lengths, [f"{seq:,}" for seq in lengths])
+    ax.set(xlabel="positions T", ylabel=label, title=f"{' → '.join(map(str, steps[0].widths))}, batch {steps[0].batch}")
+    ax.legend()
+    return theme.describe(ax, f"{label}, at T = {', '.join(map(str, lengths))}. {'; '.join(said)}.")
 
 
 def measured(rows, ax=None):
@@ -99,7 +145,6 @@ def measured(rows, ax=None):
     ax.axhline(1, color="0.6", lw=0.8)
     ax.axvline(1, color="0.6", lw=0.8)
     ax.set(xlabel="peak memory, times SGD's", ylabel="CPU time, times SGD's", title=rows["case"].iloc[0])
-    ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     said = "; ".join(f"{row.what} {row.ratio:.2f} at {row.peak_ratio:.2f}" for row in rows.itertuples())
     return theme.describe(ax, f"CPU time at peak memory, as multiples of SGD's. {said}.")
 
@@ -125,11 +170,8 @@ def epsilon_of_noise(examples: int, batch: int, epochs: tuple[int, ...] = (1, 3,
     return theme.describe(ax, f"ε at σ = {sizes}, for {examples:,} examples and {batch} in a step. {'; '.join(said)}.")
 
 
-def by_epsilon(rows, columns: list[str]):
-    """Means over the seeds of what was learnt: the untuned model first, then each method's cases by ε.
-
-    The ``columns`` are averaged; ``runs``, how many seeds there are, is added.
-    """
+def by_epsilon(rows):
+    """Means over the runs of what a diary left in a model: the untuned one first, then each method's cases by ε."""
     import pandas as pd
 
     methods = ["none", *sorted(set(rows["method"]) - {"none"})]
@@ -138,101 +180,86 @@ def by_epsilon(rows, columns: list[str]):
         case=pd.Categorical(rows["case"], ["untuned", "private", "clipped", "not clipped"]),
         epsilon=rows["epsilon"].round(1),
     )
-    groups = rows.groupby(["method", "case", "epsilon"], observed=True)[columns]
-    return groups.mean().assign(runs=groups.size())
+    columns = ["mean_exposure", "max_exposure", "right", "bits_per_byte"]
+    return rows.groupby(["method", "case", "epsilon"], observed=True)[columns].mean()
 
 
-def epsilon_curve(rows, what: str = "accuracy", ax=None):
-    """What held-out text says of private fine-tuning, against ε; a small point is a run.
-
-    ``what`` is ``accuracy``, of the next token, in percent, or ``bits_per_byte``.
-    """
-    labels = {"accuracy": "next tokens right, %", "bits_per_byte": "bits per byte"}
-    label = labels[one_of("what", what, tuple(labels))]
+def epsilon_curve(rows, ax=None):
+    """Bits per byte of held-out text against the ε of private fine-tuning; a small point is a run, ∞ is no privacy."""
     ax = theme.axes(ax)
-    tuned = rows[rows["method"] != "none"]
-    levels = [("not fine-tuned", rows[rows["method"] == "none"][what].mean(), {"color": "0.3", "linestyle": "--"})]
-    said = []
+    tuned = rows[(rows["method"] != "none") & (rows["case"] != "clipped")]
+    before = rows[rows["method"] == "none"]["bits_per_byte"].mean()
+    levels, said = sorted(set(tuned["epsilon"].round(1))), []
     for (method, runs), style in zip(tuned.groupby("method"), theme.styles(tuned["method"].nunique()), strict=True):
-        private = runs[runs["case"] == "private"]
-        curve = private.groupby(private["epsilon"].round(1))[what].mean()
-        ax.plot(curve.index, curve, label=method, **style)
-        ax.plot(private["epsilon"], private[what], ".", color=style["color"], markersize=4)
-        free = runs[runs["case"] == "not clipped"][what].mean()
-        levels.append(("without privacy", free, {"color": style["color"], "linestyle": style["linestyle"]}))
-        points = ", ".join(f"{value:.4g} at ε {epsilon:g}" for epsilon, value in curve.items())
-        said.append(f"{method}: {points}, without privacy {free:.4g}")
-    for text, level, style in levels:
-        ax.axhline(level, lw=1, alpha=0.7, **style)
-        ax.annotate(
-            text, (0, level), (4, 2), xycoords=("axes fraction", "data"), textcoords="offset points", fontsize=8,
-            color=style["color"],
-        )  # fmt: skip
-    ax.set_xscale("log", base=2)
-    ax.xaxis.set_major_formatter("{x:g}")
-    ax.set(xlabel="ε spent (δ = 1e-5)", ylabel=label)
-    ax.legend(loc="best", fontsize=8)
-    return theme.describe(ax, f"{label} against ε; not fine-tuned {levels[0][1]:.4g}. {'; '.join(said)}.")
-
-
-def noise_by_scale(rows, what: str = "noise", ax=None):
-    """What noise does to adapters whose factors are scaled against each other; ``what``: ``noise``, or
-    ``bits_per_byte``.
-    """
-    labels = {"noise": "noise in ΔW, as a share of ΔW", "bits_per_byte": "bits per byte with the noise"}
-    label = labels[one_of("what", what, tuple(labels))]
-    ax, said = theme.axes(ax), []
-    for (method, some), style in zip(rows.groupby("method"), theme.styles(rows["method"].nunique()), strict=True):
-        ax.plot(some["scale"], some[what], label=method, **style)
-        said.append(f"{method}: {', '.join(f'{value:.3g}' for value in some[what])}")
-    scales = sorted(set(rows["scale"]))
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(scales, [f"{scale:g}" for scale in scales])
-    if what == "noise":
-        ax.set_yscale("log")
-        ax.yaxis.set_major_formatter("{x:g}")
-    ax.set(xlabel="s: A is multiplied with it, and B divided", ylabel=label)
-    ax.legend(fontsize=8)
-    return theme.describe(ax, f"{label} at s = {', '.join(f'{s:g}' for s in scales)}. {'; '.join(said)}.")
+        curve = runs.groupby(runs["epsilon"].round(1))["bits_per_byte"].mean()
+        ax.plot(range(len(curve)), curve, label=method, **style)
+        places = [levels.index(epsilon) for epsilon in runs["epsilon"].round(1)]
+        ax.plot(places, runs["bits_per_byte"], ".", color=style["color"], markersize=4)
+        said.append(f"{method}: {', '.join(f'{value:.4g}' for value in curve)}")
+    ax.axhline(before, lw=1, color="0.3", linestyle="--")
+    ax.annotate(
+        "not fine-tuned", (0, before), (4, -3), xycoords=("axes fraction", "data"), textcoords="offset points",
+        fontsize=8, va="top", color="0.3",
+    )  # fmt: skip
+    names = [f"{epsilon:g}" if math.isfinite(epsilon) else "∞" for epsilon in levels]
+    ax.set_xticks(range(len(levels)), names)
+    ax.set(xlabel="ε spent (δ = 1e-5); ∞: without privacy", ylabel="bits per byte", title="What it costs")
+    ax.legend(loc="lower left", fontsize=8)
+    return theme.describe(
+        ax, f"Bits per byte at ε = {', '.join(names)}; not fine-tuned {before:.4g}. {'; '.join(said)}."
+    )
 
 
 def exposure(rows, ax=None):
-    """The mean exposure of the diary's secrets before learning, after it, and with privacy."""
+    """The mean exposure of the diary's secrets before learning, after it, and with privacy; a point is a run."""
     ax = theme.axes(ax)
-    means = by_epsilon(rows, ["mean_exposure", "rank_1"])
+    means = by_epsilon(rows)
+    runs = rows.set_index(["method", "case", rows["epsilon"].round(1)])["mean_exposure"]
     labels = [
         ("" if method == "none" else f"{method.partition(',')[0]}, ")
         + (f"ε = {epsilon:.2g}" if case == "private" else case)
         for method, case, epsilon in means.index
     ]
     ax.barh(range(len(means)), means["mean_exposure"], color=theme.fills(1)[0]["color"])
-    for place, (bits, first) in enumerate(zip(means["mean_exposure"], means["rank_1"], strict=True)):
-        ax.text(bits, place, f" {bits:.1f}, {first:.2g} first", va="center", fontsize=8)
+    for place, group in enumerate(means.index):
+        each = runs.loc[[group]]
+        ax.plot(each, [place] * len(each), "o", color="black", markersize=4)
+        ax.text(max(each) + 0.15, place, f"{each.mean():.1f}", va="center", fontsize=8)
     ax.set_yticks(range(len(means)), labels)
     ax.invert_yaxis()
     ax.grid(visible=False, axis="y")
     ax.axvline(1 / math.log(2), color="0.4", lw=1, linestyle="--")
-    ax.set(xlabel="mean exposure, bits (dashed: by guessing)", xlim=(0, 11))
+    ax.set(xlabel="mean exposure, bits (dashed: by guessing)", xlim=(0, 10), title="What it buys")
     said = "; ".join(f"{label} {bits:.1f}" for label, bits in zip(labels, means["mean_exposure"], strict=True))
     return theme.describe(ax, f"Mean exposure of the diary's secrets in bits: {said}; by guessing 1.4.")
 
 
 def caught(zoo, ax=None):
-    """Which check catches which bug."""
-    ax = theme.axes(ax)
-    checks = ("parity", "sensitivity", "audit", "Gaussian audit")
-    bugs = [finding.case.name for finding in zoo.findings]
+    """Every bug of a zoo with its lesson, which check catches it, and what this package does about it."""
+    ax = theme.axes(ax, figsize=(10.5, 6.6))
+    said = []
     for row, finding in enumerate(zoo.findings):
-        verdicts = dict.fromkeys(checks, "no breach" if finding.sensitivity.ok else "missed")
+        verdicts = dict.fromkeys(CHECKS, "no breach" if finding.sensitivity.ok else "missed")
         verdicts["parity"] = "no reference" if finding.parity is None else "missed"
         verdicts |= dict.fromkeys(finding.caught_by, "caught")
         for column, verdict in enumerate(verdicts.values()):
-            caught = verdict == "caught"
-            ax.plot(column, row, marker="s" if caught else "o", markersize=13, color="C2" if caught else "0.85")
-            ax.text(column + 0.14, row, verdict, va="center", color="k" if caught else "0.5")
+            seen = verdict == "caught"
+            ax.plot(column, row, marker="s" if seen else "o", markersize=11, color="C2" if seen else "0.85")
+            ax.text(
+                column + 0.16, row, verdict.replace(" ", "\n"), va="center", fontsize=9, color="k" if seen else "0.4"
+            )
+        ours = finding.ours.partition(":")[0]
+        ax.text(len(CHECKS) - 0.05, row, ours, va="center", fontsize=9, fontweight="bold")
+        lesson = textwrap.fill(finding.case.lesson, 52)
+        ax.text(-0.3, row - 0.28, finding.case.name, va="center", ha="right", fontsize=10, fontweight="bold")
+        ax.text(-0.3, row + 0.12, lesson, va="center", ha="right", fontsize=9, color="0.25", linespacing=1.0)
+        said.append(
+            f"{finding.case.name} ({finding.case.lesson[:-1]}): {' and '.join(finding.caught_by) or 'nothing'}; {ours}"
+        )
     ax.grid(visible=False)
-    ax.set_xticks(range(len(checks)), checks)
-    ax.set_yticks(range(len(bugs)), bugs)
-    ax.set(xlim=(-0.3, len(checks) - 0.3), ylim=(len(bugs) - 0.5, -0.5))
-    said = "; ".join(f"{f.case.name}: {' and '.join(f.caught_by) or 'nothing'}" for f in zoo.findings)
-    return theme.describe(ax, f"What catches each bug. {said}.")
+    heads = [*(check.replace(" ", "\n") for check in CHECKS), "plpkg"]
+    for column, head in enumerate(heads):
+        ax.text(column, -0.75, head, va="bottom", ha="left" if head == "plpkg" else "center", fontsize=10)
+    ax.set_axis_off()
+    ax.set(xlim=(-4.4, len(heads) - 0.1), ylim=(len(zoo.findings) - 0.5, -1.2))
+    return theme.describe(ax, f"What catches each bug, and what this package does. {'. '.join(said)}.")

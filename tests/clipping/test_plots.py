@@ -1,7 +1,10 @@
 """Figures carry the numbers they are drawn from, and say them."""
 
+from types import SimpleNamespace
+
 import matplotlib.pyplot as plt
 import pytest
+import torch
 
 from plpkg import recorded, theme
 from plpkg.clipping import costs, dataflow, plots
@@ -24,15 +27,44 @@ def test_costs_are_relative_to_sgd():
     assert heights == pytest.approx([row["of SGD's peak"] for row in rows] + [row["of SGD's"] for row in rows])
 
 
-def test_the_crossing_is_marked():
-    ax = plots.gram_or_gradient(768, 768)
-    lines = {line.get_label(): line.get_ydata() for line in ax.lines}
-    lengths = list(ax.lines[0].get_xdata())
-    cheaper = [
-        t for t, a, b in zip(lengths, lines["Gram matrices, MFLOP"], lines["gradient, MFLOP"], strict=True) if a > b
-    ]
-    assert min(cheaper) == 512
-    assert "T = 384" in theme.alt(ax.figure)
+def test_the_layer_has_the_sizes_of_its_tensors():
+    batch, seq, read, written = 2, 256, 512, 1024
+    alt = theme.alt(plots.layer(batch, seq, read, written).figure)
+    a, g = torch.zeros(batch, seq, read), torch.zeros(batch, seq, written)
+    assert f"a ({a.nbytes / MIB:g} MiB) and gets g ({g.nbytes / MIB:g} MiB)" in alt
+    assert f"all examples' gradients ({(g.mT @ a).nbytes / MIB:g} MiB)" in alt
+    assert f"Gram matrices ({((a @ a.mT).nbytes + (g @ g.mT).nbytes) / MIB:g} MiB)" in alt
+
+
+def test_ghost_and_fast_cross_where_they_are_said_to():
+    steps = [costs.stack_costs(2, seq, (64, 64, 64)) for seq in (16, 32, 64)]
+    ax = plots.by_length(steps)
+    lines = {line.get_label(): list(line.get_ydata()) for line in ax.lines}
+    below, at, above = (f - g for f, g in zip(lines["fast"], lines["ghost"], strict=True))
+    assert below > 0 == at > above
+    assert ax.lines[-1].get_xdata()[0] == 32
+    peaks = plots.by_length(steps, "peak_bytes").lines[0].get_ydata()
+    assert list(peaks) == [step.rows()[1]["of SGD's peak"] for step in steps]
+    with pytest.raises(ValueError, match="what must be one of 'flops', 'peak_bytes', got 'time'"):
+        plots.by_length(steps, "time")
+
+
+def test_every_bug_stands_with_its_lesson():
+    zoo = SimpleNamespace(findings=[finding("tie", ("parity", "audit"), True), finding("mix", (), False)])
+    ax = plots.caught(zoo)
+    texts = [text.get_text().replace("\n", " ") for text in ax.texts]
+    assert texts.count("caught") == 2
+    assert texts.count("no reference") == 1
+    assert texts.count("A lesson of tie.") == 1
+    assert "tie (A lesson of tie): parity and audit; refuses. mix (A lesson of mix): nothing" in theme.alt(ax.figure)
+
+
+def finding(name, caught_by, compared):
+    case = SimpleNamespace(name=name, lesson=f"A lesson of {name}.")
+    parity = 1.0 if compared else None
+    return SimpleNamespace(
+        case=case, caught_by=caught_by, parity=parity, ours="refuses: it", sensitivity=SimpleNamespace(ok=False)
+    )
 
 
 @pytest.mark.parametrize(("section", "cases"), [("cost", 1), ("lora", 1), ("long", 3)])
@@ -53,30 +85,22 @@ def test_a_plan_is_faster_than_ghost_clipping_in_its_memory():
     assert (rows["peak_ratio"] <= 1.01).all()
 
 
-@pytest.mark.parametrize("what", ["noise", "bits_per_byte"])
-def test_noise_by_scale_is_the_recorded_one(what):
+def test_noise_grows_with_the_scale_of_factors_and_not_of_m():
     rows = recorded.section("clipping_learning", "scale")
-    ax = plots.noise_by_scale(rows, what)
-    assert [list(line.get_ydata()) for line in ax.lines] == [list(some[what]) for _, some in rows.groupby("method")]
-    assert "LoRA r=8: " in theme.alt(ax.figure)
-    for method, some in rows.groupby("method"):  # as notebook 05 says: M's does not grow
+    for method, some in rows.groupby("method"):  # as notebook 05 says
         assert (some["noise"].nunique() == 1) == method.startswith("PrivateLoRA")
-    with pytest.raises(ValueError, match="what must be one of 'noise', 'bits_per_byte', got 'loss'"):
-        plots.noise_by_scale(rows, "loss")
 
 
-@pytest.mark.parametrize("what", ["accuracy", "bits_per_byte"])
-def test_the_epsilon_curve_is_the_recorded_one(what):
+def test_the_epsilon_curve_is_the_recorded_one():
     rows = recorded.section("clipping_learning", "accuracy")
-    ax = plots.epsilon_curve(rows, what)
-    private = rows[rows["case"] == "private"]
-    assert ax.get_legend_handles_labels()[1] == sorted(private["method"].unique())
+    ax = plots.epsilon_curve(rows)
+    tuned = rows[(rows["method"] != "none") & (rows["case"] != "clipped")]
+    assert ax.get_legend_handles_labels()[1] == sorted(tuned["method"].unique())
     runs = [line for line in ax.lines if line.get_marker() == "."]
-    assert sorted(y for line in runs for y in line.get_ydata()) == sorted(private[what])
-    untuned = rows[rows["method"] == "none"][what].mean()
+    assert sorted(y for line in runs for y in line.get_ydata()) == sorted(tuned["bits_per_byte"])
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["1", "4", "16", "∞"]
+    untuned = rows[rows["method"] == "none"]["bits_per_byte"].mean()
     assert f"not fine-tuned {untuned:.4g}" in theme.alt(ax.figure)
-    with pytest.raises(ValueError, match="what must be one of 'accuracy', 'bits_per_byte', got 'loss'"):
-        plots.epsilon_curve(rows, "loss")
 
 
 def test_exposures_are_the_recorded_ones():
@@ -84,5 +108,7 @@ def test_exposures_are_the_recorded_ones():
     ax = plots.exposure(rows)
     means = rows.groupby(["method", "case", rows["epsilon"].round(1)])["mean_exposure"].mean()
     assert sorted(patch.get_width() for patch in ax.patches) == pytest.approx(sorted(means))
+    points = [x for line in ax.lines if line.get_marker() == "o" for x in line.get_xdata()]
+    assert sorted(points) == sorted(rows["mean_exposure"])
     assert "LoRA r=16, not clipped 9.0" in theme.alt(ax.figure)
     assert ax.get_yticklabels()[0].get_text() == "untuned"
