@@ -1,4 +1,4 @@
-"""The frame of every widget: labelled controls, a read-out in words, a figure.
+"""The frame of every widget: labelled controls, a read-out in words, a figure; without a kernel the same as a page.
 
 A room supplies three functions, each testable without a browser: ``compute(**values)`` gives a
 result, ``read_out(result)`` puts it in a sentence, ``draw(result, ax)`` draws it.
@@ -7,6 +7,7 @@ Choices are sliders, not drop-down lists: JupyterLab takes the arrow keys from a
 (they move its cell cursor), but leaves them to a slider.
 """
 
+from base64 import b64encode
 from collections.abc import Callable
 from html import escape
 
@@ -49,9 +50,7 @@ class Explorer(ipywidgets.VBox):
         self._sentence = ipywidgets.HTML()
         self._sentence.add_class("plpkg-read-out")
         # A fixed height keeps the page from jumping while the figure is redrawn.
-        self._image = ipywidgets.Image(
-            format="png", layout={"height": "380px", "width": "auto", "object_fit": "contain"}
-        )
+        self._image = ipywidgets.HTML(layout={"height": "390px"})
         for control in controls.values():
             control.style.description_width = "12em"
             control.layout.width = "44em"
@@ -80,15 +79,34 @@ class Explorer(ipywidgets.VBox):
         figure, ax = plt.subplots()
         try:
             draw(self.result, ax)
-            self._image.value = theme.png(figure)
+            # ipywidgets' own image takes no alternative text.
+            picture = f"data:image/png;base64,{b64encode(theme.png(figure)).decode()}"
+            style = "height: 380px; max-width: 100%; object-fit: contain"
+            self._image.value = f'<img alt="{escape(theme.alt(figure))}" style="{style}" src="{picture}">'
         finally:
             plt.close(figure)
         self._sentence.value = f"<p role='status' aria-live='polite'>{escape(self.text)}</p>"
         self._drawn = values
 
     def _repr_mimebundle_(self, **kwargs) -> dict:
-        # ipywidgets cuts the text at 110 characters; it is all that a reader without a kernel sees.
-        return super()._repr_mimebundle_(**kwargs) | {"text/plain": repr(self)}
+        # A reader without a kernel sees the last of these that can be shown; ipywidgets cuts the text at 110 characters.
+        still = {"text/plain": repr(self), "text/html": self._still()}
+        return super()._repr_mimebundle_(**kwargs) | still
+
+    def _still(self) -> str:
+        """The page's stand-in for the widget: where its controls are, what it says, its picture."""
+        positions = {control.description: self._shown(control) for control in self.controls.values()}
+        head, row = (
+            "".join(f"<{tag}>{escape(text)}</{tag}>" for text in texts)
+            for tag, texts in (("th", positions), ("td", positions.values()))
+        )
+        table = f"<table><thead><tr>{head}</tr></thead><tbody><tr>{row}</tr></tbody></table>"
+        return f"{table}<p>{escape(self.text)}</p>{self._image.value}"
+
+    @staticmethod
+    def _shown(control: ipywidgets.Widget) -> str:
+        """What a control shows beside it: its option's label, or its value."""
+        return str(getattr(control, "label", None) or control.value)
 
     def __repr__(self) -> str:
         values = ", ".join(f"{name}={value!r}" for name, value in self.values.items())

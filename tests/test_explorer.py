@@ -1,8 +1,11 @@
 import importlib
+import re
+from base64 import b64decode
 
 import ipywidgets
 import pytest
 
+from plpkg import theme
 from plpkg.explorer import Explorer
 
 
@@ -11,7 +14,7 @@ def build(**controls):
         controls or {"n": ipywidgets.IntSlider(value=3, min=0, max=9, description="n (items)")},
         compute=lambda n: 10 // n,
         read_out=lambda result: f"{result} <each>",
-        draw=lambda result, ax: ax.bar([0], [result]),
+        draw=lambda result, ax: theme.describe(ax.bar([0], [result])[0].axes, f"A bar of {result}."),
     )
 
 
@@ -22,8 +25,21 @@ def test_a_moved_control_recomputes_words_and_figure():
     assert explorer.result == 2
     assert "2 &lt;each&gt;" in explorer._sentence.value
     assert explorer._image.value != before
-    assert bytes(explorer._image.value).startswith(b"\x89PNG")
+    assert explorer._image.value.startswith('<img alt="A bar of 2." ')
     assert repr(explorer) == explorer._repr_mimebundle_()["text/plain"] == "Explorer(n=5): 2 <each>"
+
+
+def test_a_page_without_a_kernel_has_positions_sentence_and_picture():
+    links = ipywidgets.SelectionSlider(options=[("5g: 33 ms", 33), ("lan: <1 ms", 1)], value=1, description="Link")
+    explorer = build(n=ipywidgets.IntSlider(value=3, min=0, max=9, description="n (items)"))
+    explorer.controls["link"] = links
+    html = explorer._repr_mimebundle_()["text/html"]
+    assert "<th>n (items)</th><th>Link</th>" in html
+    assert "<td>3</td><td>lan: &lt;1 ms</td>" in html
+    assert "<p>3 &lt;each&gt;</p>" in html
+    alt, picture = re.search('<img alt="(.*)" style=.* src="data:image/png;base64,(.*)">', html).groups()
+    assert alt == "A bar of 3."
+    assert b64decode(picture).startswith(b"\x89PNG")
 
 
 def test_an_error_is_not_swallowed():
