@@ -9,13 +9,16 @@ Run: ``python -m benchmarks.backbones.scores`` (about 3 minutes).
 
 import lzma
 
+import numpy as np
 import torch
 
 from benchmarks import record
 from plpkg import corpora
 from plpkg.backbones import load_backbone
-from plpkg.scoring import Score, score
+from plpkg.scoring import Score, token_log_probs
 
+DRAWS = 10_000
+"""Of a text's documents, for the interval of its bits per byte."""
 XZ_DICTIONARY = 2**26
 """Bytes in which ``xz -9e`` finds repetitions: its dictionary of 64 MiB."""
 
@@ -44,25 +47,42 @@ def xz() -> tuple[float, int]:
     return xz_bits(train, test) / len(test), len(test)
 
 
-def row(text: str, model: str, judged: Score) -> dict:
+def interval(bits: np.ndarray, num_bytes: np.ndarray) -> np.ndarray:
+    """The 95 % interval of a text's bits per byte, from documents drawn with replacement; arguments ``(documents,)``."""
+    drawn = np.random.default_rng(0).integers(len(bits), size=(DRAWS, len(bits)))
+    return np.quantile(bits[drawn].sum(1) / num_bytes[drawn].sum(1), (0.025, 0.975)).round(4)
+
+
+def row(text: str, model, tokenizer) -> dict:
+    writer = corpora.writer(text)
+    encoded = corpora.encode(writer.split("test"), tokenizer)
+    log_probs = token_log_probs(model, tokenizer, encoded)
+    judged = [
+        Score.of([document], -float(of_tokens.double().nansum()) / np.log(2))
+        for document, of_tokens in zip(encoded, log_probs, strict=True)
+        if document.scored[1:].any()
+    ]
+    bits, num_bytes = (np.array([getattr(each, name) for each in judged]) for name in ("bits", "num_bytes"))
+    whole = Score(bits.sum(), sum(each.tokens for each in judged), int(num_bytes.sum()))
+    low, high = interval(bits, num_bytes)
     return {
         "text": text,
-        "model": model,
-        "bits_per_byte": round(judged.bits_per_byte, 4),
-        "perplexity": round(judged.perplexity, 3),
-        "tokens": judged.tokens,
-        "bytes": judged.num_bytes,
-        "masked_share": round(corpora.writer(text).masked_share("test"), 4),
+        "model": "plpkg-small",
+        "bits_per_byte": round(whole.bits_per_byte, 4),
+        "low": low,
+        "high": high,
+        "perplexity": round(whole.perplexity, 3),
+        "documents": len(judged),
+        "tokens": whole.tokens,
+        "bytes": whole.num_bytes,
+        "masked_share": round(writer.masked_share("test"), 4),
     }
 
 
 if __name__ == "__main__":
     torch.set_num_threads(2)
     model, tokenizer = load_backbone("plpkg-small")
-    rows = [
-        row(name, "plpkg-small", score(model, tokenizer, corpora.writer(name).split("test")))
-        for name in ("public", *corpora.writers())
-    ]
+    rows = [row(name, model, tokenizer) for name in ("public", *corpora.writers())]
     bits_per_byte, num_bytes = xz()
     rows.append({"text": "public", "model": "xz -9e", "bits_per_byte": round(bits_per_byte, 4), "bytes": num_bytes})
     record.write("backbones.scores", rows)

@@ -2,13 +2,124 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from plpkg import results, theme
+from plpkg import drawing, results, theme
 from plpkg.catalog import Link, ModelShape, link as find_link, model as find_model
 from plpkg.communication.formulas import full_activations, low_rank
 from plpkg.communication.schedule import Message
 from plpkg.communication.traffic import Traffic
 
 RANKS = (8, 16, 32, 64, 128, 256, 512)
+
+
+def split(ax=None):
+    """Draw one token's way through PrivateLoRA: who holds what, and the four messages that cross."""
+    ax = drawing.canvas(14.4, 8.6, ax)
+    table, personal, frozen, memory = drawing.colours(4)
+    drawing.lane(ax, 0, 0, 4.6, 8.6, "phone")
+    drawing.lane(ax, 4.8, 0, 3.4, 8.6, "network", "0.98")
+    drawing.lane(ax, 8.4, 0, 6, 8.6, "cloud")
+    drawing.lane(ax, 8.6, 0.9, 5.6, 6.0, "each of the L layers", "0.85")
+    drawing.box(ax, 0.9, 1.0, 3.3, 1, "embedding", table)
+    drawing.box(ax, 1.5, 2.8, 2.7, 2.8, "M\nof q, k and v\nin each layer\n(learns)", personal)
+    drawing.box(ax, 0.9, 7.2, 3.3, 1, "LM head", table)
+    drawing.box(ax, 9.0, 2.8, 1.4, 1, "A", frozen)
+    drawing.box(ax, 9.0, 4.6, 1.4, 1, "B", frozen)
+    drawing.box(ax, 11.0, 2.8, 2.9, 2.8, "frozen weights\nW of q, k, v", frozen)
+    drawing.box(ax, 9.0, 5.9, 4.9, 0.8, "attention and KV cache", memory)
+    drawing.box(ax, 9.0, 7.2, 4.9, 1, "final norm", frozen)
+    across = [
+        ((4.2, 1.5), (8.6, 1.5), "1  x: d numbers"),
+        ((9.0, 3.3), (4.2, 3.3), "2  A x: 3 r numbers"),
+        ((4.2, 5.1), (9.0, 5.1), "3  M A x: 3 r numbers"),
+        ((9.0, 7.7), (4.2, 7.7), "4  h: d numbers"),
+    ]
+    for start, stop, text in across:
+        drawing.arrow(ax, start, stop, text)
+    drawing.note(ax, 6.5, 4.2, "2 and 3 in each layer,\none after the other", style="italic")
+    drawing.note(ax, 9.95, 2.35, "x")
+    drawing.note(ax, 12.7, 2.35, "x")
+    for x, top, bottom in ((9.7, 2.0, 2.8), (12.45, 2.0, 2.8), (12.45, 5.6, 5.9), (12.45, 6.7, 7.2)):
+        drawing.arrow(ax, (x, top), (x, bottom))
+    drawing.arrow(ax, (10.4, 5.1), (11.0, 5.1), "+")
+    drawing.arrow(ax, (1.2, 7.2), (1.2, 2.0), dashed=True)
+    drawing.note(ax, 0.85, 4.6, "the next word", rotation=90)
+    return theme.describe(
+        ax,
+        "Three areas side by side. The phone holds the embedding, an M for q, k and v of each layer, and the LM head; "
+        "the cloud holds W, A, B and the KV cache of each layer. One token: 1, its embedding x goes up, d numbers; in "
+        "each of the L layers 2, A x comes down and 3, M A x goes up, 3 r numbers each; 4, the last hidden state h "
+        "comes down, d numbers, and the LM head chooses the next word.",
+    )
+
+
+def systems(ax=None):
+    """Draw the four other systems: two sides each, with what is yours, what learns or is personal, and the rest."""
+    ax = drawing.canvas(14.4, 8.0, ax)
+    rest, personal, yours = drawing.colours(3)
+    panels = (  # the two sides; boxes by (column, row); arrows from one to another
+        (
+            "Locret",
+            "device",
+            "nobody else",
+            {(0, 0): ("your long text", yours), (0, 1): ("KV cache:\na budget of units", personal)},
+            (((0, 0), (0, 1)),),
+        ),
+        (
+            "Ghost clipping",
+            "where it trains",
+            "who uses it",
+            {
+                (0, 0): ("your text", yours),
+                (0, 1): ("gradients, clipped\nto C, and noise", personal),
+                (1, 1): ("weights", rest),
+            },
+            (((0, 0), (0, 1)), ((0, 1), (1, 1))),
+        ),
+        (
+            "Multi-tenant LoRA",
+            "device",
+            "cloud",
+            {
+                (0, 0): ("your prompt", yours),
+                (0, 1): ("the answer", yours),
+                (1, 0): ("one backbone", rest),
+                (1, 1): ("your adapter,\nbeside others'", personal),
+            },
+            (((0, 0), (1, 0)), ((1, 0), (1, 1)), ((1, 1), (0, 1))),
+        ),
+        (
+            "AutLearn",
+            "device",
+            "cloud",
+            {
+                (0, 0): ("your data", yours),
+                (0, 1): ("the last layer\nlearns", personal),
+                (1, 1): ("a model of\npublic data", rest),
+            },
+            (((0, 0), (0, 1)), ((1, 1), (0, 1))),
+        ),
+    )
+    for place, (name, left, right, boxes, arrows) in enumerate(panels):
+        x, y = 7.3 * (place % 2), 4.05 * (place // 2)
+        drawing.note(ax, x + 3.5, y + 0.3, name, 10, fontweight="bold")
+        drawing.lane(ax, x, y + 0.55, 3.5, 3.3, left)
+        drawing.lane(ax, x + 3.6, y + 0.55, 3.5, 3.3, right)
+        for (column, row), (text, colour) in boxes.items():
+            drawing.box(ax, x + 0.2 + 3.6 * column, y + 1.35 + 1.3 * row, 3.1, 0.95, text, colour, 9)
+        for (start, row), (stop, _) in arrows:
+            if start == stop:
+                middle = x + 1.75 + 3.6 * start
+                drawing.arrow(ax, (middle, y + 2.3), (middle, y + 2.65))
+            else:
+                height, ends = y + 1.82 + 1.3 * row, (x + 3.3, x + 3.8)
+                drawing.arrow(ax, (ends[start], height), (ends[stop], height))
+    return theme.describe(
+        ax,
+        "Four small drawings. Locret: text and a bounded KV cache on one device. Ghost clipping: your text becomes "
+        "clipped gradients with noise where it trains, and only weights leave. Multi-tenant LoRA: your prompt goes to "
+        "the cloud, where one backbone and your adapter answer it. AutLearn: a model of public data comes down, and "
+        "its last layer learns from your data on the device.",
+    )
 
 
 def sequence_chart(messages: Iterable[Message], ax=None):
