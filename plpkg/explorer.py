@@ -89,7 +89,7 @@ class Explorer(ipywidgets.VBox):
         self._drawn = values
 
     def _repr_mimebundle_(self, **kwargs) -> dict:
-        # A reader without a kernel sees the last of these that can be shown; ipywidgets cuts the text at 110 characters.
+        # What a reader without a kernel sees; ipywidgets itself would cut the text at 110 characters.
         still = {"text/plain": repr(self), "text/html": self._still()}
         return super()._repr_mimebundle_(**kwargs) | still
 

@@ -48,7 +48,7 @@ def xz() -> tuple[float, int]:
 
 
 def interval(bits: np.ndarray, num_bytes: np.ndarray) -> np.ndarray:
-    """The 95 % interval of a text's bits per byte, from documents drawn with replacement; arguments ``(documents,)``."""
+    """The 95 % interval of a text's bits per byte, from documents drawn anew; arguments ``(documents,)``."""
     drawn = np.random.default_rng(0).integers(len(bits), size=(DRAWS, len(bits)))
     return np.quantile(bits[drawn].sum(1) / num_bytes[drawn].sum(1), (0.025, 0.975)).round(4)
 
