@@ -2,6 +2,8 @@
 
 import importlib
 import inspect
+import itertools
+import math
 
 import pytest
 
@@ -31,7 +33,8 @@ SLIPS = [
     ("clipping.crossover_positions", 384, 100, "too small"),
     ("communication.kv_heads", 3145.728, 6291.456, "keys and values have only 8 heads"),
     ("communication.half_from_endpoints", 42.7, 128, "counts one projection"),
-    ("communication.round_trips", 41, 40, "before the first layer"),
+    ("communication.round_trips", 820, 41, "one pass"),
+    ("communication.round_trips", 820, 861, "already gives the first"),
     ("residual.tokens_until_m", 64, 4096, "how many entries"),
     ("residual.tokens_until_m", 64, 63, "one direction open"),
     ("residual.tokens_until_m", 64, 1, "a single u"),
@@ -136,7 +139,62 @@ def trusting(public, personal, right, allowance):
     return guarded(public, personal, right, len(right))
 
 
+def bits_per_byte(log_probs, scored, num_bytes, nat=1.0):
+    kept = [i for i, counts in enumerate(scored) if counts]
+    return -nat * sum(log_probs[i] for i in kept) / math.log(2) / sum(num_bytes[i] for i in kept)
+
+
+def write_on(scores, first, n):
+    written = [first]
+    for _ in range(n):
+        after = scores[written[-1]]
+        written.append(after.index(max(after)))
+    return written[1:]
+
+
+def token_bytes(hidden, num_layers, rank, bits, projections=3):
+    return ((hidden + projections * num_layers * rank) * bits / 8,) * 2
+
+
+def turns(directions):
+    return sum(a != b for a, b in itertools.pairwise(["", *directions])) // 2
+
+
+def roofline(parameters, positions, bits, bytes_per_s, flops_per_s, of=max):
+    return of((parameters * bits / 8 / bytes_per_s, 2 * parameters * positions / flops_per_s))
+
+
+def break_even(tokens_per_s, num_layers, phone_tokens_per_s):
+    return (1 / phone_tokens_per_s - 1 / tokens_per_s) / (1 + num_layers)
+
+
 FUNCTIONS = [
+    ("communication.bits_per_byte", bits_per_byte, lambda *a: bits_per_byte(*a, nat=math.log(2)), "natural logarithms"),
+    ("communication.bits_per_byte", bits_per_byte, lambda *a: -bits_per_byte(*a), "bits are positive"),
+    (
+        "communication.bits_per_byte",
+        bits_per_byte,
+        lambda p, s, n: bits_per_byte(p, [True] * len(s), n),
+        "neither bits nor bytes",
+    ),
+    (
+        "communication.bits_per_byte",
+        bits_per_byte,
+        lambda p, s, n: bits_per_byte(p, s, [1] * len(n)),
+        "divide by the bytes",
+    ),
+    ("communication.write_on", write_on, lambda s, f, n: [f, *write_on(s, f, n)][:n], "not the first"),
+    ("communication.write_on", write_on, lambda s, f, n: write_on(s, f, 1) * n, "the token before it"),
+    ("communication.token_bytes", token_bytes, lambda h, *a: token_bytes(0, *a), "the embedding goes up"),
+    ("communication.token_bytes", token_bytes, lambda *a: token_bytes(*a, projections=1), "each have a residual"),
+    ("communication.token_bytes", token_bytes, lambda h, n, r, b: token_bytes(h, n, r, 8 * b), "those are bits"),
+    ("communication.turns", turns, lambda d: d.count("up"), "wait only once"),
+    ("communication.turns", turns, lambda d: 2 * turns(d), "one round trip"),
+    ("throughput.roofline", roofline, lambda *a: roofline(*a, of=min), "not the shorter"),
+    ("throughput.roofline", roofline, lambda *a: roofline(*a, of=sum), "not the sum"),
+    ("throughput.roofline", roofline, lambda p, n, b, *a: roofline(p, n, 8 * b, *a), "8 bits"),
+    ("throughput.break_even", break_even, lambda t, n, p: break_even(t, n - 1, p), "one more round trip"),
+    ("throughput.break_even", break_even, lambda *a: 1e3 * break_even(*a), "not milliseconds"),
     ("autonomy.averaged", averaged, lambda s, n: averaged(s, [1] * len(n)), "more labels counts for more"),
     ("autonomy.averaged", averaged, lambda s, n: {}, "the keys of the states"),
     ("autonomy.guarded", guarded, trusting, "Not yet"),

@@ -1,7 +1,12 @@
-"""Checkers of notebook 01's exercises."""
+"""Checkers of the exercises of notebooks 00 and 01."""
 
+import math
+import random
+
+from plpkg import catalog
 from plpkg.communication.formulas import low_rank
-from plpkg.exercise import Verdict, check_number
+from plpkg.communication.schedule import Message, count, low_rank_messages
+from plpkg.exercise import Verdict, check_function, check_number
 
 
 def kv_heads(answer: object) -> Verdict:
@@ -38,17 +43,120 @@ def half_from_endpoints(answer: object) -> Verdict:
 
 
 def round_trips(answer: object) -> Verdict:
-    """How many round trips does one decoded token of LLaMA-13B (40 layers) need, end points included?"""
+    """How many round trips until LLaMA-13B (40 layers) has read a prompt in one pass and written 20 tokens?"""
     return check_number(
         answer,
-        expected=low_rank("llama-13b", 64).round_trips,
+        expected=low_rank("llama-13b", 64, tokens=20).round_trips,
         unit="round trips",
         tolerance=0,
-        explanation="one for the end points and one for each of the 40 layers.",
+        explanation="20 passes, the first of which reads the prompt, of 40 + 1 round trips each.",
         hints={
-            40: "one for each layer; and the embedding has to go up before the first layer can answer.",
-            33: "that is LLaMA-7B, with 32 layers.",
-            80: "down and up again is one round trip.",
+            41: "that is one pass.",
+            800: "each pass has one more: the embedding up, the last hidden state down.",
+            861: "the pass that reads the prompt already gives the first new token.",
+            840: "the pass that reads the prompt already gives the first new token, and messages 1 and 4 are missing.",
+            4920: "the prompt crosses in one pass, however long it is.",
+            1640: "down and up again is one round trip.",
         },
-        hint="One for the end points, and one for each layer.",
+        hint="How many passes are there, and how often does one side of the drawing wait for the other in each?",
     )
+
+
+def bits_per_byte(function: object) -> Verdict:
+    """``function(log_probs, scored, num_bytes)``: a text's bits per byte from its tokens, lists of equal length.
+
+    ``log_probs`` are natural logarithms, ``scored`` says which tokens count, and ``num_bytes`` how long each is.
+    """
+    from plpkg.scoring import Score
+
+    drawn, cases = random.Random(0), []
+    for tokens in (1, 5, 40):
+        log_probs = [math.log(drawn.random()) for _ in range(tokens)]
+        scored = [True, *(drawn.random() < 0.7 for _ in range(tokens - 1))]
+        num_bytes = [drawn.randint(1, 9) for _ in range(tokens)]
+        kept = [(p, n) for p, n, counts in zip(log_probs, num_bytes, scored, strict=True) if counts]
+        judged = Score(-sum(p for p, _ in kept) / math.log(2), len(kept), sum(n for _, n in kept))
+        cases.append(((log_probs, scored, num_bytes), judged.bits_per_byte))
+    expected = {tuple(arguments[0]): value for arguments, value in cases}
+
+    def hint(got, log_probs, scored, num_bytes) -> str:
+        right = expected[tuple(log_probs)]
+        if math.isclose(got, -right, rel_tol=1e-4):
+            return "a probability below 1 has a negative logarithm; bits are positive"
+        if math.isclose(got, right * math.log(2), rel_tol=1e-4):
+            return "these are natural logarithms; a bit is ln 2 of them"
+        if math.isclose(got, right * sum(num_bytes[i] for i, s in enumerate(scored) if s) / sum(scored), rel_tol=1e-4):
+            return "that is per token; divide by the bytes"
+        return "" if all(scored) else "a token that does not count gives neither bits nor bytes"
+
+    return check_function(function, cases, "bits and bytes of the same tokens, so tokenizers can be compared.", hint)
+
+
+def write_on(function: object) -> Verdict:
+    """``function(scores, first, n)``: the ``n`` tokens that greedy decoding writes after ``first``, as a list.
+
+    ``scores[i]`` holds the next token's score for each token of the vocabulary, after token ``i``.
+    """
+    drawn, cases = random.Random(0), []
+    for size, n in ((3, 1), (6, 4), (9, 12)):
+        scores = [[drawn.gauss(0, 1) for _ in range(size)] for _ in range(size)]
+        written, last = [], drawn.randrange(size)
+        arguments = scores, last, n
+        for _ in range(n):
+            last = max(range(size), key=scores[last].__getitem__)
+            written.append(last)
+        cases.append((arguments, written))
+
+    def hint(got, scores, first, n) -> str:
+        if got[0] == first != max(range(len(scores)), key=scores[first].__getitem__):
+            return "the list holds the new tokens, not the first"
+        return "each token is chosen by the scores that stand after the token before it"
+
+    return check_function(function, cases, "that is how every notebook decodes, one pass a token.", hint)
+
+
+def token_bytes(function: object) -> Verdict:
+    """``function(hidden, num_layers, rank, bits)``: a decoded token's bytes ``(up, down)`` by low-rank residuals.
+
+    With end points, and q, k and v in every layer.
+    """
+    cases = []
+    for name, rank, bits in (("llama-7b", 16, 16), ("llama-3.1-8b", 8, 32), ("gemma-2-2b", 48, 8), ("gpt2", 1, 16)):
+        model, traffic = catalog.model(name), low_rank(name, rank, bits=bits)
+        arguments = model.hidden, model.num_layers, rank, bits
+        cases.append((arguments, (traffic.uplink_bits / 8, traffic.downlink_bits / 8)))
+
+    def hint(got, hidden, num_layers, rank, bits) -> str:
+        residuals = num_layers * rank * bits / 8
+        known = {
+            3 * residuals: "the embedding goes up and the last hidden state comes down, too",
+            residuals + hidden * bits / 8: "q, k and v each have a residual",
+            8 * (3 * residuals + hidden * bits / 8): "those are bits",
+            6 * residuals + 2 * hidden * bits / 8: "that is both directions together",
+        }
+        return known.get(got[0], "")
+
+    return check_function(function, cases, "hidden + 3 · layers · rank values each way, bits/8 bytes each.", hint)
+
+
+def turns(function: object) -> Verdict:
+    """``function(directions)``: the round trips of messages ``"up"`` and ``"down"``, in the order of their sending.
+
+    What follows each other in one direction is under way at once.
+    """
+    schedules = (
+        low_rank_messages("gpt2", 8, adapted_layers=3),
+        low_rank_messages("gpt2", 8, adapted_layers=5, late=True),
+        low_rank_messages("gpt2", 8, adapted_layers=2, phase="training"),
+        (Message("", direction, (1,)) for direction in ("up", "up", "down", "down", "up", "down")),
+    )
+    cases = []
+    for messages in map(list, schedules):
+        cases.append((([message.direction for message in messages],), count(messages).round_trips))
+
+    def hint(got, directions) -> str:
+        if got == directions.count("up") or got == directions.count("down"):
+            return "two messages that follow each other in one direction wait only once"
+        return "one turn and the turn back are one round trip" if got > len(directions) // 2 else ""
+
+    return check_function(function, cases, "the package's count does the same.", hint)

@@ -1,8 +1,12 @@
 """Checkers of notebook 03's exercises."""
 
-from plpkg.exercise import Verdict, check_number
+import math
+
+from plpkg import catalog
+from plpkg.exercise import Verdict, check_function, check_number
 from plpkg.throughput.estimate import decode
 from plpkg.throughput.latency import break_even_rtt_s
+from plpkg.throughput.split import roofline_s
 
 
 def lm_head_share(answer: object) -> Verdict:
@@ -41,4 +45,56 @@ def rtt_for_half(answer: object) -> Verdict:
             1.0: "close; now compute it.",
         },
         hint="The speed halves when the round trips take as long as everything else together.",
+    )
+
+
+def roofline(function: object) -> Verdict:
+    """``function(parameters, positions, bits, bytes_per_s, flops_per_s)``: seconds that all positions take."""
+    cases = []
+    for name, parameters, positions, bits in (
+        ("a100-80gb-pcie", 7e9, 1, 16),
+        ("a100-80gb-pcie", 7e9, 4096, 16),
+        ("iphone-13-pro-max", 131e6, 8, 4),
+        ("iphone-13-pro-max", 131e6, 500, 4),
+    ):
+        device = catalog.device(name)
+        speeds = device.memory_bandwidth_bytes_per_s, device.flops_per_s
+        cases.append(((parameters, positions, bits, *speeds), roofline_s(parameters, positions, device, bits)))
+
+    def hint(got, parameters, positions, bits, bytes_per_s, flops_per_s) -> str:
+        read, computed = parameters * bits / 8 / bytes_per_s, 2 * parameters * positions / flops_per_s
+        known = {
+            min(read, computed): "the longer of the two is the time, not the shorter",
+            read + computed: "reading and computing go on at the same time: the longer counts, not the sum",
+            8 * read: "a byte has 8 bits",
+            positions * read: "the weights are read once for all positions",
+            computed / 2: "a weight is multiplied and added: two operations for each position",
+        }
+        return next((said for value, said in known.items() if math.isclose(got, value, rel_tol=1e-4)), "")
+
+    return check_function(function, cases, "reading, until the positions are many; then arithmetic.", hint)
+
+
+def break_even(function: object) -> Verdict:
+    """``function(tokens_per_s, num_layers, phone_tokens_per_s)``: the round-trip time, in s, that makes both as fast.
+
+    ``tokens_per_s`` is the split's speed without delay, with one round trip a layer and one for the end points.
+    """
+    cases = []
+    for name, phone in (("llama-2-7b", 8.1), ("llama-2-7b", 5.7), ("llama-30b", 2.0)):
+        arguments = decode(name).tokens_per_s, catalog.model(name).num_layers, phone
+        cases.append((arguments, break_even_rtt_s(name, phone)))
+
+    def hint(got, tokens_per_s, num_layers, phone_tokens_per_s) -> str:
+        left = 1 / phone_tokens_per_s - 1 / tokens_per_s
+        known = {
+            left / num_layers: "the end points make one more round trip",
+            left: "that is for one round trip a token",
+            1e3 * left / (1 + num_layers): "seconds are wanted, not milliseconds",
+            1 / phone_tokens_per_s / (1 + num_layers): "the split needs its own time as well",
+        }
+        return next((said for value, said in known.items() if math.isclose(got, value, rel_tol=1e-4)), "")
+
+    return check_function(
+        function, cases, "what the phone's token takes longer is what the round trips may cost.", hint
     )
