@@ -50,7 +50,8 @@ def read_out(result: Comparison) -> str:
     )
     return (
         f"{result.model}, rank {result.rank}: {results.bits(low.total_bits)} per token ({shares}). "
-        f"On {link.name} a token spends {result.milliseconds('low rank'):.1f} ms on the link: "
+        f"On {link.name} ({link.uplink_bits_per_s / 1e6:g} Mb/s up, {link.downlink_bits_per_s / 1e6:g} down, "
+        f"RTT {1e3 * link.rtt_s:g} ms) a token spends {result.milliseconds('low rank'):.1f} ms on the link: "
         f"{1e3 * seconds['uplink']:.1f} up, {1e3 * seconds['downlink']:.1f} down, "
         f"{1e3 * seconds['round_trips']:.1f} for {low.round_trips} round trips; "
         f"full activations (actual) would spend {result.milliseconds('actual, q k v'):.0f} ms."
@@ -62,14 +63,18 @@ def draw(result: Comparison, ax):
     return plots.link_time(result.traffics, result.link, ax=ax)
 
 
+def links() -> ipywidgets.SelectionSlider:
+    """A choice of the catalog's links, each shown with its round-trip time."""
+    options = [(f"{link.name} ({1e3 * link.rtt_s:g} ms)", name) for name, link in catalog.links().items()]
+    return ipywidgets.SelectionSlider(options=options, value="5g-published", description="Link (its RTT)")
+
+
 def explorer() -> Explorer:
     """The widget: choose a model, a rank, a link, and whether the end points count."""
     controls = {
         "model": ipywidgets.SelectionSlider(options=catalog.decoders(), value="llama-7b", description="Model"),
         "rank": ipywidgets.SelectionSlider(options=plots.RANKS, value=32, description="Rank (values)"),
-        "link": ipywidgets.SelectionSlider(
-            options=list(catalog.links()), value="5g-published", description="Link (Mb/s, RTT)"
-        ),
+        "link": links(),
         "endpoints": ipywidgets.Checkbox(value=True, description="Count the end points"),
     }
     return Explorer(controls, compute, read_out, draw)

@@ -7,6 +7,7 @@ import ipywidgets
 
 from plpkg import catalog
 from plpkg.communication.plots import RANKS
+from plpkg.communication.widget import links
 from plpkg.explorer import Explorer
 from plpkg.throughput import plots
 from plpkg.throughput.estimate import Estimate, decode
@@ -59,9 +60,7 @@ def explorer() -> Explorer:
     controls = {
         "model": ipywidgets.SelectionSlider(options=catalog.decoders(), value="llama-2-7b", description="Model"),
         "rank": ipywidgets.SelectionSlider(options=RANKS, value=64, description="Rank (values)"),
-        "link": ipywidgets.SelectionSlider(
-            options=list(catalog.links()), value="5g-published", description="Link (Mb/s, RTT)"
-        ),
+        "link": links(),
         "rtt_ms": ipywidgets.FloatSlider(value=0, min=0, max=60, step=0.5, description="RTT (ms)"),
     }
     controls["link"].observe(  # before the explorer observes it, and draws

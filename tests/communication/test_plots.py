@@ -6,6 +6,30 @@ from plpkg import communication, theme
 from plpkg.communication import plots
 
 
+def test_the_split_names_what_each_side_holds_and_what_crosses():
+    ax = plots.split()
+    said = [text.get_text() for text in ax.texts]
+    for name in ("phone", "network", "cloud", "embedding", "LM head", "A", "B", "attention and KV cache"):
+        assert name in said
+    assert [text[0] for text in said if text[1:3] == "  "] == ["1", "2", "3", "4"]
+    assert "A x comes down" in theme.alt(ax.figure)
+
+
+def test_the_other_systems_are_four():
+    ax = plots.systems()
+    said = [text.get_text() for text in ax.texts]
+    for name in ("Locret", "Ghost clipping", "Multi-tenant LoRA", "AutLearn"):
+        assert name in said
+        assert name in theme.alt(ax.figure)
+    assert said.count("device") == 3
+
+
+def test_vectors_are_as_long_as_they_have_numbers():
+    ax = plots.vectors({"x": range(320), "A x": range(64)})
+    assert [image.get_extent()[1] for image in ax.images] == [320, 64]
+    assert theme.alt(ax.figure).endswith("x of 320, A x of 64.")
+
+
 def test_sequence_chart_draws_every_message():
     messages = list(communication.low_rank_messages("gpt2", 8, adapted_layers=2))
     ax = plots.sequence_chart(messages)

@@ -9,7 +9,12 @@ def test_compute_and_read_out():
     assert result.low_rank == communication.low_rank("llama-7b", 32)
     text = widget.read_out(result)
     assert "229.4 kbit per token" in text
+    assert "On 5g (60 Mb/s up, 100 down, RTT 33 ms) a token spends" in text
     assert "1089.0 for 33 round trips" in text
+
+
+def test_a_link_shows_its_round_trip_time():
+    assert ("wifi (1 ms)", "wifi") in widget.links().options
 
 
 @pytest.mark.parametrize("rank", plots.RANKS)

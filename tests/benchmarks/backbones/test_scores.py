@@ -3,6 +3,7 @@ import random
 import shutil
 import subprocess
 
+import numpy as np
 import pytest
 
 from benchmarks.backbones import scores
@@ -41,3 +42,10 @@ def test_xz_command_line():
 def test_xz_beyond_its_window_is_refused():
     with pytest.raises(ValueError, match=r"looks back 67108864 bytes, got 67108860 \+ 5 of train and test"):
         scores.xz_bits(bytes(2**26 - 4), b"tests")
+
+
+def test_the_interval_is_that_of_a_mean_and_nothing_for_one_document():
+    bits = np.random.default_rng(0).normal(2, 0.5, 400)
+    low, high = scores.interval(bits, np.ones(400))
+    assert (high - low) / 2 == pytest.approx(1.96 * bits.std() / 20, rel=0.05)  # 10,000 draws: 2 % of a quantile
+    assert tuple(scores.interval(np.array([3.0]), np.array([2.0]))) == (1.5, 1.5)
