@@ -184,9 +184,9 @@ def by_rank(
         ax.plot(list(counted), points, "o", color="black", mfc="none", ms=9, label="the same, counted from tensors")
     ends = low_rank(model, 1).total_bits - low_rank(model, 1, endpoints=False).total_bits
     lines = {
-        "published count, 1 projection": full_activations(model, 1, False),
-        "actual, 3 projections and end points": full_activations(model, 3, True, baseline="actual"),
-        "published count, 3 projections and end points": full_activations(model, 3, True),
+        "the article's count, 1 projection": full_activations(model, 1, False),
+        "split LoRA, 3 projections and end points": full_activations(model, 3, True, baseline="actual"),
+        "the article's count, 3 projections, end points": full_activations(model, 3, True),
     }
     for (label, traffic), line in zip(lines.items(), baselines, strict=True):
         ax.axhline(traffic.total_bits / 1e3, label=label, color=line["color"], linestyle=line["linestyle"])

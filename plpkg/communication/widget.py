@@ -34,9 +34,9 @@ def compute(model: str, rank: int, link: str, endpoints: bool) -> Comparison:
     """Compare the traffic of one decoded token; arguments as in :func:`~plpkg.communication.low_rank`."""
     traffics = {
         "low rank": low_rank(model, rank, endpoints=endpoints),
-        "published count × 1": full_activations(model, 1, endpoints),
-        "actual, q k v": full_activations(model, 3, endpoints, baseline="actual"),
-        "published count × 3": full_activations(model, 3, endpoints),
+        "the article's count": full_activations(model, 1, endpoints),
+        "split LoRA": full_activations(model, 3, endpoints, baseline="actual"),
+        "the article's count × 3": full_activations(model, 3, endpoints),
     }
     return Comparison(model, rank, link, traffics)
 
@@ -54,7 +54,7 @@ def read_out(result: Comparison) -> str:
         f"RTT {1e3 * link.rtt_s:g} ms) a token spends {result.milliseconds('low rank'):.1f} ms on the link: "
         f"{1e3 * seconds['uplink']:.1f} up, {1e3 * seconds['downlink']:.1f} down, "
         f"{1e3 * seconds['round_trips']:.1f} for {low.round_trips} round trips; "
-        f"full activations (actual) would spend {result.milliseconds('actual, q k v'):.0f} ms."
+        f"a split LoRA would spend {result.milliseconds('split LoRA'):.0f} ms."
     )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from plpkg import theme
-from plpkg.catalog import Link, ModelShape, link as find_link
+from plpkg.catalog import Link, ModelShape, device as find_device, link as find_link
 from plpkg.throughput import latency, published
 from plpkg.throughput.estimate import TERMS, Estimate, decode, prefill
 from plpkg.throughput.resources import phone_memory
@@ -19,6 +19,60 @@ TERM_LABELS = {
     "round_trips": "round trips",
     "kv_cache": "KV cache (cloud)",
 }
+
+
+def roofline(measured, models: Sequence[str] = ("llama-2-7b", "llama-2-13b", "llama-30b"), ax=None):
+    """The bound of reading and computing, with what was measured of an LM head and reported of a GPU and a phone.
+
+    Both axes are relative, so that one line holds for every machine: positions, over those at which computing takes as
+    long as reading; time, over that of reading the weights once.
+
+    Parameters
+    ----------
+    measured
+        The table ``throughput``: an LM head of 32-bit weights, and the machine's own bandwidth and arithmetic.
+    models
+        Whose reported speed on the cloud's GPU, one token at a time, is marked.
+    """
+    ax = theme.axes(ax)
+    xs = [10 ** (i / 20) for i in range(-60, 45)]
+    here, cloud, phone = theme.styles(4)[1:]
+    ax.plot(xs, [max(1, x) for x in xs], color="0.2", lw=2, label="the bound, for any machine")
+    ax.plot(xs, [1] * len(xs), color="0.6", lw=1, linestyle=":")
+    ax.plot(xs[50:], xs[50:], color="0.6", lw=1, linestyle=":")
+    machine = measured.iloc[0]
+    turn = _turn(1e9 * machine["gflops_per_s"], 1e9 * machine["bandwidth_gb_per_s"], 32)
+    times = measured["measured_ms"] / measured["roofline_ms"].min()
+    ax.plot(measured["positions"] / turn, times, here["marker"], color=here["color"], ms=7, label="LM head, measured")
+    gpu, handset = find_device("a100-80gb-pcie"), find_device("iphone-13-pro-max")
+    above = [decode(m, gpu="roofline").gpu_tokens_per_s / decode(m).gpu_tokens_per_s for m in models]
+    at = [1 / _turn(gpu.flops_per_s, gpu.memory_bandwidth_bytes_per_s, 16)] * len(models)
+    ax.plot(at, above, cloud["marker"], color=cloud["color"], ms=7, label="A100, batch 1, reported")
+    for model, x, y in zip(models, at, above, strict=True):
+        ax.text(1.2 * x, y, model, va="center", fontsize=9)
+    turn = _turn(handset.flops_per_s, handset.memory_bandwidth_bytes_per_s, 16)
+    ax.plot([1 / turn], [1], phone["marker"], color=phone["color"], ms=7, label="phone's LM head, as in the curves")
+    ax.text(0.02, 0.75, "reading", fontsize=9, color="0.4")
+    ax.text(16, 9, "computing", fontsize=9, color="0.4", rotation=42)
+    ax.set(xscale="log", yscale="log", xlim=(1e-3, 200), ylim=(0.5, 200))
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter("{x:g}")
+    ax.set_xlabel("positions at once, over those where computing takes as long as reading")
+    ax.set_ylabel("time, over reading all weights once")
+    ax.legend(loc="upper left")
+    said = "; ".join(f"{model} {y:.1f}" for model, y in zip(models, above, strict=True))
+    return theme.describe(
+        ax,
+        "Time against positions, both relative and logarithmic: a flat bound of reading that turns into a rising one "
+        f"of computing. The measured LM head takes {measured['ratio'].iloc[0]:.1f} times the bound at one position and "
+        f"{measured['ratio'].iloc[-1]:.1f} times at {measured['positions'].iloc[-1]}. "
+        f"The A100's reported speeds are above it by {said}; the phone's LM head is on it.",
+    )
+
+
+def _turn(flops_per_s: float, bytes_per_s: float, bits: int) -> float:
+    """Positions at which a machine computes for as long as it reads: two operations a weight and position."""
+    return flops_per_s / 2 / (8 * bytes_per_s / bits)
 
 
 def published_curves(model: str = "llama-2-7b", stage: str = "decode", ax=None):

@@ -16,6 +16,18 @@ def test_published_curves(stage, ranks, points):
     assert f"{points} digitised points" in theme.alt(ax.figure)
 
 
+def test_the_roofline_holds_for_every_machine():
+    measured = catalog.measured("throughput")
+    ax = plots.roofline(measured)
+    bound, *_, here, cloud, phone = ax.lines
+    assert all(y == max(1, x) for x, y in zip(*bound.get_data(), strict=True))
+    computed = [max(1, x) for x in here.get_xdata()]
+    assert list(here.get_ydata() / computed) == pytest.approx(list(measured["ratio"]), abs=0.006)
+    assert cloud.get_ydata()[0] == pytest.approx(146.4 / 37.1, rel=1e-3)
+    assert (*phone.get_xdata(), *phone.get_ydata()) == pytest.approx((42.7e9 / 18.5e12, 1))
+    assert "llama-2-7b 3.9" in theme.alt(ax.figure)
+
+
 def test_breakdown_bars_are_the_terms():
     estimate = decode("llama-2-7b", link="5g", context=1000)
     ax = plots.breakdown({"split": estimate}, {"phone": 8.0})
