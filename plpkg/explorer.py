@@ -105,8 +105,11 @@ class Explorer(ipywidgets.VBox):
 
     @staticmethod
     def _shown(control: ipywidgets.Widget) -> str:
-        """What a control shows beside it: its option's label, or its value."""
-        return str(getattr(control, "label", None) or control.value)
+        """What a control shows beside it: its option's label where it has one, or its value."""
+        value = control.value
+        option = control.options[control.index] if hasattr(control, "options") else value
+        labelled = isinstance(option, tuple) and len(option) == 2 and option[1] == value
+        return str(option[0] if labelled else value)
 
     def __repr__(self) -> str:
         values = ", ".join(f"{name}={value!r}" for name, value in self.values.items())

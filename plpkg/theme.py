@@ -75,7 +75,9 @@ def png(figure) -> bytes:
     drawn, buffer = BytesIO(), BytesIO()
     figure.savefig(drawn, format="png")
     with Image.open(drawn) as image:
-        image.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(buffer, format="png", optimize=True)
+        # Maximum coverage keeps the colour of a thin bar and its legend, which the median cut mixes with others.
+        palette = image.convert("RGB").quantize(128, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        palette.save(buffer, format="png", optimize=True)
     return buffer.getvalue()
 
 

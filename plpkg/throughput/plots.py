@@ -38,8 +38,8 @@ def roofline(measured, models: Sequence[str] = ("llama-2-7b", "llama-2-13b", "ll
     xs = [10 ** (i / 20) for i in range(-60, 45)]
     here, cloud, phone = theme.styles(4)[1:]
     ax.plot(xs, [max(1, x) for x in xs], color="0.2", lw=2, label="the bound, for any machine")
-    ax.plot(xs, [1] * len(xs), color="0.6", lw=1, linestyle=":")
-    ax.plot(xs[50:], xs[50:], color="0.6", lw=1, linestyle=":")
+    ax.plot([1, xs[-1]], [1, 1], color="0.6", lw=1, linestyle=":")
+    ax.plot([0.1, 1], [0.1, 1], color="0.6", lw=1, linestyle=":")
     machine = measured.iloc[0]
     turn = _turn(1e9 * machine["gflops_per_s"], 1e9 * machine["bandwidth_gb_per_s"], 32)
     times = measured["measured_ms"] / measured["roofline_ms"].min()
