@@ -14,7 +14,7 @@ NBVAL_OPTIONS = --nbval-current-env --nbval-sanitize-with tests/nbval.cfg --nbva
 EXECUTE = --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.store_widget_state=False
 
 .DEFAULT_GOAL := help
-.PHONY: help install lab serve test check ui-test lint notebooks bench checksums wheel
+.PHONY: help install lab serve test check ui-test lint notebooks bench claims checksums wheel
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -53,6 +53,9 @@ notebooks: install ## re-execute the notebooks in order and write their outputs 
 
 bench: install ## measure, and write data/measured
 	for script in communication residual.wire throughput clipping.costs serving.popularity serving.operators serving.merging serving.people serving.scheduling serving.cold serving.service autonomy.digits autonomy.online autonomy.pruning autonomy.graphs autonomy.fleet corpora backbones.scores; do $(BIN)/python -m benchmarks.$$script || exit 1; done
+
+claims: install ## compute every figure of data/claims.csv again, and say which recorded run has the others
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.claims
 
 checksums: ## rewrite data/SHA256SUMS after data/ has changed
 	cd data && find . -type f ! -name SHA256SUMS | sed 's|^\./||' | LC_ALL=C sort | xargs sha256sum > SHA256SUMS

@@ -343,7 +343,7 @@ def _table(folder: str, name: str):
     import pandas as pd
 
     tables = {path.stem: path for path in sorted(data_path(folder).glob("*.csv"))}
-    return pd.read_csv(_look_up(f"{folder} table", Path, tables, name))
+    return pd.read_csv(_look_up(f"{folder} table", Path, tables, name), dtype={"commit": str})  # 85199e1 is no number
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The command line: ``plpkg doctor``, ``plpkg pretrain``, and the commands that the rooms bring."""
+"""The command line: ``plpkg doctor``, ``claims``, ``pretrain``, and the commands that the rooms bring."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +11,7 @@ from typer import Argument, Option
 from typer.core import TyperGroup
 
 import plpkg
-from plpkg import doctor as doctors
+from plpkg import claims as court, doctor as doctors
 from plpkg.residual.wire import commands as residual
 from plpkg.serving.service import commands as service
 
@@ -38,6 +38,7 @@ class OneLineErrors(TyperGroup):
 app = typer.Typer(cls=OneLineErrors, no_args_is_help=True, add_completion=False, help=plpkg.__doc__.splitlines()[0])
 
 COLOURS = {"OK": "green", "NOTE": "cyan", "SKIP": "yellow", "FAIL": "bold red"}
+OF_VERDICTS = {"holds": "green", "fails": "bold red", "undecided": "yellow", "not": "dim"}
 
 
 def _version(wanted: bool) -> None:
@@ -67,6 +68,29 @@ def doctor() -> None:
     console.print(table)
     console.print(repr(report))
     raise typer.Exit(0 if report.ok else 1)
+
+
+@app.command()
+def claims(
+    system: Annotated[str | None, Argument(help=f"Those about one system: {', '.join(court.SYSTEMS)}.")] = None,
+) -> None:
+    """What was claimed elsewhere, as reported and as found here: each claim with its source and the verdict.
+
+    Where a source prints no figure, or one for other models, what would hold is in brackets; so is an interval.
+    """
+    rows, console = court.table(system), Console()
+    for name, some in rows.groupby("system", sort=False):
+        table = Table(title=f"{name} (notebook {court.SYSTEMS[name]})", title_justify="left", box=None, pad_edge=False)
+        for column, width in (("claim", None), ("reported", 11), ("ours", 11), ("verdict", 12)):
+            table.add_column(column, overflow="fold", width=width, ratio=None if width else 1)
+        for row in some.to_dict("records"):
+            claim = f"{escape(row['claim'])}\n[dim]{escape(row['source'])}. {escape(row['why'])}[/]\n"
+            reported = row["reported"] + (f" ({row['holds_if']})" if row["holds_if"] else "")
+            colour = OF_VERDICTS[row["verdict"].split()[0]]
+            table.add_row(claim, escape(reported), escape(court.shown(row)), f"[{colour}]{row['verdict']}[/]")
+        console.print(table)
+    for verdict, count in court.verdicts().loc[list(rows["system"].unique())].sum().items():
+        console.print(f"{count:4} {verdict}", highlight=False)
 
 
 @app.command()
