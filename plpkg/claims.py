@@ -1,7 +1,8 @@
 """What was claimed elsewhere, and what became of it here: ``data/claims.csv``, a row for each claim.
 
 A row has the claim, its source with the place, the reported figure, what has this project's figure (``from``), that
-figure with its interval of 95 % where it was sampled, and a verdict, which :func:`judge` gives by one rule.
+figure with its interval of 95 % (none where it is exact, or was measured once), and a verdict, which :func:`judge`
+gives by one rule.
 ``benchmarks/claims.py`` computes the figures again. Everything called *reported* is somebody else's.
 """
 
