@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 
 from plpkg import catalog
+from plpkg.results import Sentences
 from plpkg.validation import one_of
 
 SYSTEMS = {
@@ -57,6 +58,25 @@ def table(system: str | None = None):
     if system is None:
         return rows
     return rows[rows["system"] == one_of("system", system, tuple(SYSTEMS))].reset_index(drop=True)
+
+
+class Part(Sentences):
+    """Some claims by their ``ids``, as a notebook shows them: what is reported, what was found here, the verdict."""
+
+    def __init__(self, *ids: str) -> None:
+        rows = table().set_index("id")
+        self._rows = [rows.loc[one_of("id", name, tuple(rows.index))] for name in ids]
+
+    def rows(self) -> list[dict]:
+        return [
+            {
+                "claim": row["claim"],
+                "reported": f"{row['reported']} {row['unit']}" if is_figure(row["reported"]) else row["reported"],
+                "here": shown(row),
+                "verdict": row["verdict"],
+            }
+            for row in self._rows
+        ]
 
 
 def verdicts():

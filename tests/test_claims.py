@@ -229,3 +229,14 @@ def test_the_command_fits_eighty_columns(monkeypatch):
     unknown = CliRunner().invoke(app, ["claims", "chat"])
     assert unknown.exit_code == 2
     assert "system must be one of" in unknown.output
+
+
+def test_a_part_shows_claims_in_full_with_units():
+    frame = claims.Part("full-width-token", "quadratic-space").to_frame()
+    assert list(frame.columns) == ["claim", "reported", "here", "verdict"]
+    claim = "Full activations of a 7B model take 4.19 Mbit a token."
+    assert frame.loc[0].tolist() == [claim, "4.19 Mbit", "4.194 Mbit", "holds"]
+    assert frame["reported"][1] == "none"
+    assert frame["claim"][1] in frame._repr_html_()
+    with pytest.raises(ValueError, match=r"id must be .* got 'full'"):
+        claims.Part("full")
