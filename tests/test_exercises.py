@@ -167,6 +167,30 @@ def break_even(tokens_per_s, num_layers, phone_tokens_per_s):
     return (1 / phone_tokens_per_s - 1 / tokens_per_s) / (1 + num_layers)
 
 
+def best_units(scores, budget, stabilizers, in_order=True):
+    n = scores.shape[1]
+    raised = scores.clone()
+    raised[:, n - stabilizers :] = 2
+    best = raised.topk(min(n, budget)).indices
+    return best.sort().values if in_order else best
+
+
+def everything(scores, budget, stabilizers):  # as -0 selects it
+    return best_units(scores, budget, stabilizers or scores.shape[1])
+
+
+def unprotected(scores, budget, stabilizers):
+    return best_units(scores, budget, 0)
+
+
+def labels(q, k, scale=True, how="amax", interleaved=False):
+    group = len(q) // len(k)
+    keys = k.repeat(group, 1, 1) if interleaved else k.repeat_interleave(group, dim=0)
+    logits = q @ keys.transpose(1, 2) / (q.shape[-1] ** 0.5 if scale else 1)
+    logits = logits.unflatten(0, (group, -1)).transpose(0, 1) if interleaved else logits.unflatten(0, (-1, group))
+    return getattr(logits, how)(dim=(1, 2))
+
+
 FUNCTIONS = [
     ("communication.bits_per_byte", bits_per_byte, lambda *a: bits_per_byte(*a, nat=math.log(2)), "natural logarithms"),
     ("communication.bits_per_byte", bits_per_byte, lambda *a: -bits_per_byte(*a), "bits are positive"),
@@ -212,6 +236,14 @@ FUNCTIONS = [
         lambda a, g, n, C: clipped_sum(a, n[:, None, None] * g, n / n, C),
         "not with",
     ),
+    ("retention.best_units", best_units, everything, "[:, -0:] is all of them"),
+    ("retention.best_units", best_units, unprotected, "whatever their score"),
+    ("retention.best_units", best_units, lambda *a: best_units(*a, in_order=False), "their order of time"),
+    ("retention.best_units", best_units, lambda scores, budget, stabilizers: scores[:, :budget], "Not yet"),
+    ("retention.labels", labels, lambda q, k: labels(q, k, scale=False), "the root of d"),
+    ("retention.labels", labels, lambda q, k: labels(q, k, how="mean"), "not the mean"),
+    ("retention.labels", labels, lambda q, k: labels(q, k, interleaved=True), "neighbouring query heads"),
+    ("retention.labels", labels, lambda q, k: q, "Not yet"),
     ("serving.segments", segments, apart, "neighbours of one owner"),
     ("serving.segments", segments, lambda owners, lengths: segments(owners, [1] * len(owners)), "not requests"),
     ("serving.gradient_of_x", gradient_of_x, lambda *a: gradient_of_x(*a, scaled=False), "the scale"),

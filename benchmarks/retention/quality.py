@@ -22,6 +22,7 @@ writes ``data/retention``: the lookup model with its heads, and plpkg-small's he
 import argparse
 import contextlib
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -38,13 +39,14 @@ from benchmarks.retention.sparse import VerticalSlash
 from plpkg import catalog
 from plpkg.backbones import load_backbone, random_backbone
 from plpkg.memory import MemoryTimeline
+from plpkg.recorded import half_width
 from plpkg.retention import RetainingHeads, chunked_prefill, cis_labels, scorers, text, tiny
 from plpkg.retention.cache import Rotary
 from plpkg.retention.eviction import Eviction
 from plpkg.retention.head import HeadsConfig
 from plpkg.retention.quantize import quantized
 from plpkg.retention.scorers import H2O, KeyNorm, Locret, Random, SinkRecent, SirLlm, SnapKv
-from plpkg.retention.tasks import Lookup, lookup, pairs_in_noise
+from plpkg.retention.tasks import lookup, pairs_in_noise
 from plpkg.retention.train import train_heads
 
 SEEDS = 5
@@ -122,9 +124,7 @@ def rows_of_chunk() -> Iterator[dict]:
 def rows_of_asked() -> Iterator[dict]:
     """Pairs in noise, then the question, all of it cut; the question is asked again: what SnapKV is made for."""
     model, heads = shipped_pairs()
-    task = pairs_in_noise(256, LENGTH, seed=50_000)
-    question = task.answer[:, :2]
-    task = Lookup(torch.cat([task.prompt, question], dim=1), question, task.answer[:, 2])
+    task = pairs_in_noise(256, LENGTH, seed=50_000).asked_twice
     labels = labels_of(model, task)
     yield dict(case="full cache", accuracy=tiny.accuracy(model, task, None, 0))
     for chunk_size in (8, 16, 32, 64, task.prompt.shape[1]):
@@ -343,24 +343,32 @@ def rows_of_text_heads() -> Iterator[dict]:
 
 
 def rows_of_text(equal: bool = True) -> Iterator[dict]:
-    """Half of the budget for the latest units, or what each method protects by itself; no local tail."""
+    """Half of the budget for the latest units, or what each method protects by itself; no local tail.
+
+    ``over_random`` is the mean over prompts of the difference to random scores, in nats a token, with its interval.
+    """
     model, tokenizer = load_backbone("plpkg-small")
     heads = RetainingHeads.from_pretrained(SHIPPED / "plpkg-small", model)
     held_out = list(text.continuations(tokenizer, "test", 32))
     yield dict(case="full cache", perplexity=text.perplexity(model, held_out, None, 0))
     for budget in (16, 64, 256):
+        nats = {}
         for name, (scorer, *arguments) in {
+            "random": (Random,),
             "Locret": (Locret, heads),
             "SnapKV": (SnapKv,),
             "H2O": (H2O,),
             "SirLLM": (SirLlm,),
-            "random": (Random,),
             "sink + recent": (SinkRecent,),
             "key norm": (KeyNorm,),
         }.items():
-            options = {"recent": budget // 2} if equal else {}
-            perplexity = text.perplexity(model, held_out, scorer(*arguments, **options), budget)
-            yield dict(case=name, x=budget, perplexity=perplexity)
+            chosen = scorer(*arguments, recent=budget // 2 if equal else None)
+            nats[name] = pd.Series([math.log(text.perplexity(model, [one], chosen, budget)) for one in held_out])
+            over = nats[name] - nats["random"]
+            yield dict(
+                case=name, x=budget, perplexity=math.exp(nats[name].mean()), over_random=over.mean(),
+                half_width=half_width(over),
+            )  # fmt: skip
 
 
 @torch.no_grad()
@@ -487,7 +495,7 @@ def rows_of_speed() -> Iterator[dict]:
 def rows_of_space() -> Iterator[dict]:
     """Eager attention, for the first class is what its matrix costs."""
     for length in (256, 512, 1024, 2048, 4096):
-        for name in ("O(n²): whole prompt", "O(c·n): chunks of 64", "O(n/c): chunks, 2 bit", "O(1): chunks, 128 units"):
+        for name in ("O(n²): whole prompt", "O(B·n): chunks of 64", "O(n/c): chunks, 2 bit", "O(1): chunks, 128 units"):
             model = random_backbone("llama", num_layers=4, hidden=128, num_heads=8, num_kv_heads=8, intermediate=256,
                                     max_positions=8192, options={"attn_implementation": "eager"})  # fmt: skip
             ids = torch.zeros(1, length, dtype=torch.long)

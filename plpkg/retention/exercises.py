@@ -1,6 +1,12 @@
-"""The checker of notebook 04's exercise."""
+"""The checkers of notebook 04's exercises."""
 
-from plpkg.exercise import Verdict, check_number
+from collections.abc import Iterator
+
+import torch
+
+from plpkg.exercise import Verdict, check_function, check_number
+from plpkg.retention.cache import keep_indices
+from plpkg.retention.watch import Units
 
 
 def peak_units(answer: object) -> Verdict:
@@ -20,4 +26,64 @@ def peak_units(answer: object) -> Verdict:
             19_908: "the stabilizers are among the units that are kept, not beside them.",
         },
         hint="A chunk first attends to what is kept and to itself; only then is the cache cut.",
+    )
+
+
+def best_units(function: object) -> Verdict:
+    """``best_units(scores, budget, stabilizers)``: the places ``(heads, kept)`` that stay of ``(heads, n)`` scores."""
+    generator = torch.Generator().manual_seed(0)
+
+    def cases() -> Iterator[tuple]:
+        for n, budget, stabilizers in ((9, 4, 2), (12, 5, 0), (7, 3, 1), (4, 6, 1)):
+            scores = torch.rand(3, n, generator=generator)
+            yield (scores, budget, stabilizers), keep_indices(scores[None], budget, stabilizers=stabilizers)[0]
+
+    def hint(got: torch.Tensor, scores: torch.Tensor, budget: int, stabilizers: int) -> str:
+        expected = keep_indices(scores[None], budget, stabilizers=stabilizers)[0]
+        if torch.equal(got.sort(-1).values, expected):
+            return "the right units, but they stay in their order of time"
+        if not stabilizers:
+            return "without stabilizers only the scores count; scores[:, -0:] is all of them"
+        if torch.equal(got.sort(-1).values, keep_indices(scores[None], budget)[0]):
+            return "the last units of a head stay whatever their score"
+        return ""
+
+    return check_function(
+        function, cases(), "the best of each head, the last ones among them, in their order of time.", hint
+    )
+
+
+def labels(function: object) -> Verdict:
+    """``labels(q, k)``: ``(kv_heads, prompt)`` from ``(heads, answer, d)`` and ``(kv_heads, prompt, d)``."""
+    generator = torch.Generator().manual_seed(0)
+
+    def logits(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:  # (kv_heads, group, answer, prompt)
+        answer, prompt = q.shape[1], k.shape[1]
+        keys = torch.cat([k, k[:, :1].expand(-1, answer, -1)], dim=1)  # the answer's own units, which have no label
+        units = Units(0, torch.arange(answer), None, query=q[None], keys=keys[None], scaling=q.shape[-1] ** -0.5)
+        return torch.cat(list(units.logits()), dim=3)[0, ..., :prompt]
+
+    def cases() -> Iterator[tuple]:
+        for heads, kv_heads, answer, prompt, d in ((4, 2, 3, 5, 4), (6, 2, 2, 7, 16)):
+            q, k = (
+                torch.randn(heads, answer, d, generator=generator),
+                torch.randn(kv_heads, prompt, d, generator=generator),
+            )
+            yield (q, k), logits(q, k).amax(dim=(1, 2))
+
+    def hint(got: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> str:
+        paid = logits(q, k)
+        interleaved = logits(q.unflatten(0, (-1, len(k))).transpose(0, 1).flatten(0, 1), k)
+        known = {
+            "the logits are scaled by one over the root of d": paid.amax(dim=(1, 2)) * q.shape[-1] ** 0.5,
+            "the highest logit is wanted, not the mean": paid.mean(dim=(1, 2)),
+            "a KV head serves neighbouring query heads: 0 and 1, say, then 2 and 3": interleaved.amax(dim=(1, 2)),
+        }
+        return next((reason for reason, wrong in known.items() if torch.allclose(got, wrong, atol=1e-4)), "")
+
+    return check_function(
+        function,
+        cases(),
+        "the highest logit over the answer's tokens and the query heads that share the KV head.",
+        hint,
     )

@@ -39,6 +39,12 @@ class Pairs:
         """``(batch, seq)``: prompt and answer."""
         return torch.cat([self.prompt, self.answer], dim=1)
 
+    @property
+    def asked_twice(self) -> "Lookup":
+        """The prompt ends with the question for the first of the pairs, which is then asked again."""
+        question = self.answer[:, :2]
+        return Lookup(torch.cat([self.prompt, question], dim=1), question, self.answer[:, 2])
+
     def accuracy(self, logits: torch.Tensor) -> float:
         """The share of values that ``(batch, answer, vocab)``, the logits after each token of the answer, get right."""
         return (logits[:, 1::2].argmax(-1) == self.answer[:, 2::2]).float().mean().item()

@@ -7,6 +7,7 @@ import torch
 from plpkg import theme
 from plpkg.backbones import random_backbone
 from plpkg.retention import chunked_prefill, plots, scorers, tasks, tiny
+from plpkg.retention.cache import keep_indices
 
 ROWS = pd.DataFrame(
     [dict(case="full cache", value=3.0)]
@@ -15,9 +16,6 @@ ROWS = pd.DataFrame(
 LINES = [
     (plots.space, "live_kib", 1 / 1024),
     (plots.asked, "accuracy", 100),
-    (plots.positions, "accuracy", 100),
-    (plots.lengths, "accuracy", 100),
-    (plots.text, "perplexity", 1),
     (plots.speed, "tokens_per_s", 1),
 ]
 
@@ -32,6 +30,42 @@ def test_lines_are_the_rows(plot, column, factor):
         assert list(drawn[case].get_ydata()) == pytest.approx([factor * (2 + i), factor * (8 + i)])
     assert len(theme.alt(ax.figure)) > 40
     assert plot(rows, ax) is ax
+
+
+def test_lengths_have_the_line_of_original_positions():
+    rows = ROWS.rename(columns={"value": "accuracy"})
+    contracts = pd.DataFrame([dict(case=c, x=x, accuracy=x / 64) for c in ("reassigned", "original") for x in (16, 32)])
+    drawn = {line.get_label(): line for line in plots.lengths(rows, contracts).lines}
+    assert list(drawn) == ["zero", "one", "Locret, 32 units, original positions"]
+    assert list(drawn["Locret, 32 units, original positions"].get_xdata()) == [16, 32]
+    assert list(drawn["Locret, 32 units, original positions"].get_ydata()) == [25, 50]
+    assert list(drawn["one"].get_xdata()) == [16, 64]
+
+
+def test_text_shows_what_is_told_from_chance():
+    rows = pd.DataFrame(
+        [dict(case="full cache")]
+        + [
+            dict(case=case, x=x, over_random=over, half_width=0.01)
+            for x in (16.0, 64.0)
+            for case, over in (("random", 0.0), ("one", -0.05 if x == 16 else 0.0), ("other", 0.005))
+        ]
+    )
+    ax = plots.text(rows)
+    assert [container.get_label() for container in ax.containers] == ["one", "other"]
+    line, _, (bars,) = ax.containers[0].lines
+    assert list(line.get_ydata()) == pytest.approx([-4.88, 0], abs=0.01)
+    assert list(bars.get_segments()[0][:, 1]) == pytest.approx([-5.82, -3.92], abs=0.01)
+    assert theme.alt(ax.figure).endswith("Apart from 0: one with 16 units (-4.9 %).")
+
+
+def test_the_mechanism_cuts_by_the_scores_that_it_shows():
+    for scores, best in plots.CUT:
+        kept = keep_indices(torch.tensor(scores, dtype=torch.float)[None, None], 6, stabilizers=1)
+        assert kept.flatten().tolist() == list(best)
+    ax = plots.mechanism()
+    assert {"head 0", "head 1", "retaining head"} <= {text.get_text() for text in ax.texts}
+    assert "a stabilizer, whatever its score" in theme.alt(ax.figure)
 
 
 def test_a_table_keeps_the_order_of_its_cases():

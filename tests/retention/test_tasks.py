@@ -54,6 +54,14 @@ def test_places_and_order_are_random():
     assert share == pytest.approx(1 / 2, abs=sampling_error(1 / 4, 4000))
 
 
+def test_asked_twice_ends_with_the_question_that_follows():
+    task = pairs_in_noise(3, 20, pairs=3)
+    twice = task.asked_twice
+    assert torch.equal(twice.prompt[:, :-2], task.prompt)
+    assert torch.equal(twice.prompt[:, -2:], twice.answer)
+    assert torch.equal(torch.cat([twice.answer, twice.values[:, None]], dim=1), task.answer[:, :3])
+
+
 def test_accuracy_counts_the_values_alone():
     task = pairs_in_noise(2, 20, pairs=3)
     logits = torch.nn.functional.one_hot(task.answer.roll(-1, dims=1), VOCAB).float()
