@@ -6,6 +6,7 @@ import itertools
 import math
 
 import pytest
+import torch
 
 ROOMS = (
     "autonomy",
@@ -189,6 +190,20 @@ def labels(q, k, scale=True, how="amax", interleaved=False):
     logits = q @ keys.transpose(1, 2) / (q.shape[-1] ** 0.5 if scale else 1)
     logits = logits.unflatten(0, (group, -1)).transpose(0, 1) if interleaved else logits.unflatten(0, (-1, group))
     return getattr(logits, how)(dim=(1, 2))
+def steal(u, v):
+    return torch.linalg.lstsq(u, v).solution.T
+
+
+def accept(guesses, choices):
+    for k, guess in enumerate(guesses):
+        if choices[k] != guess:
+            return choices[: k + 1]
+    return choices
+
+
+def keeps_the_guess(guesses, choices):
+    written = accept(guesses, choices)
+    return [*written[:-1], guesses[len(written) - 1]] if len(written) <= len(guesses) else written
 
 
 FUNCTIONS = [
@@ -244,6 +259,10 @@ FUNCTIONS = [
     ("retention.labels", labels, lambda q, k: labels(q, k, how="mean"), "not the mean"),
     ("retention.labels", labels, lambda q, k: labels(q, k, interleaved=True), "neighbouring query heads"),
     ("retention.labels", labels, lambda q, k: q, "Not yet"),
+    ("residual.accept", accept, keeps_the_guess, "device's own choice"),
+    ("residual.accept", accept, lambda guesses, choices: choices, "Not yet. It gives"),
+    ("residual.steal", steal, lambda u, v: steal(u, v).T, "M transposed"),
+    ("residual.steal", steal, lambda u, v: steal(u[: u.shape[1]], v[: u.shape[1]]), "all tokens count"),
     ("serving.segments", segments, apart, "neighbours of one owner"),
     ("serving.segments", segments, lambda owners, lengths: segments(owners, [1] * len(owners)), "not requests"),
     ("serving.gradient_of_x", gradient_of_x, lambda *a: gradient_of_x(*a, scaled=False), "the scale"),

@@ -2,6 +2,7 @@
 
 The cloud computes as agreed, keeps every message, and knows what is public: weights, the cut, and text of its own.
 
+- a running cloud reads along where its own layers ask the device: :func:`listen`;
 - word embeddings are rows of a public table: :func:`recover_tokens`;
 - final hidden states go through a public LM head: their argmax is what a greedy device writes;
 - u = A·x and v = M·u are input and output of the private matrix: :func:`recover_m`;
@@ -19,12 +20,56 @@ import torch
 from peft import get_peft_model
 
 from plpkg.residual.adapter import PrivateLoraConfig
+from plpkg.residual.cloud_part import CloudPart
 from plpkg.residual.device_part import DevicePart
+from plpkg.residual.exchange import Transport
 from plpkg.residual.parts import split
 from plpkg.validation import number, whole_number
 
 CHUNK = 2048
 """Positions, and rows of a table, that are compared at a time: their scores take 32 MiB in float64."""
+
+
+class Heard:
+    """What a listening cloud has received and sent, all devices together.
+
+    Attributes
+    ----------
+    hidden
+        What came for each pass through the layers, ``(batch, seq, hidden)``.
+    u, v
+        What each exchange sent, before it is rounded for the wire, and received, by its number: ``(projections, batch,
+        seq, rank)``.
+    """
+
+    def __init__(self) -> None:
+        self.hidden: list[torch.Tensor] = []
+        self.u: dict[int, list[torch.Tensor]] = {}
+        self.v: dict[int, list[torch.Tensor]] = {}
+
+
+class _Tapped:
+    """A transport that is listened to; its backward pass is not."""
+
+    def __init__(self, transport: Transport, heard: Heard) -> None:
+        self._transport, self._heard, self.backward = transport, heard, transport.backward
+
+    def send(self, group: int, u: torch.Tensor) -> None:
+        self._heard.u.setdefault(group, []).append(u)
+        self._transport.send(group, u)
+
+    def receive(self, group: int) -> torch.Tensor:
+        v = self._transport.receive(group)
+        self._heard.v.setdefault(group, []).append(v)
+        return v
+
+
+def listen(part: CloudPart) -> Heard:
+    """Keep all that a cloud's part gets and sends from now on: ``CloudServer.part``, before a device connects."""
+    heard, connect = Heard(), part.connect
+    part.connect = lambda transport: connect(transport and _Tapped(transport, heard))
+    part.register_forward_pre_hook(lambda _, given: heard.hidden.append(given[0].detach()))
+    return heard
 
 
 def token_accuracy(recovered: torch.Tensor, true: torch.Tensor) -> float:

@@ -1,98 +1,111 @@
-"""Figures of notebook 02: quality and bytes, tokens per second against the delay, and what the cloud recovers.
+"""Figures of notebook 02: a layer's way between device and cloud, and what saving round trips costs and keeps.
 
-Each takes the ``rows`` of a recorded section: ``quality`` of ``residual_quality``, ``speed`` of ``residual_trips``;
-those of ``residual_attacks`` are ``m``, ``inversion``, ``noise`` and ``embedding``.
+What takes ``rows`` takes those of a recorded section; :func:`by_scheme` and :func:`defences` are tables of several.
 """
 
-from plpkg import theme
+from collections.abc import Sequence
+
+from plpkg import drawing, theme
 from plpkg.recorded import half_width
 
-LORA = "LoRA r=16"
-"""What everything is compared with: LoRA on q, k and v, cut so that full activations cross."""
+SCHEMES = (
+    "plain",
+    "lookup and public counts",
+    "the cloud's backbone guesses",
+    "one layer late, folded",
+    "two layers, folded, public counts",
+    "ladder",
+    "ladder, cloud ahead",
+)
+"""Those of ``residual_trips`` that are compared: M in all layers, and each way out."""
+
+PAIRS = (
+    ("M r=64 at q, k, v", "LoRA at q, k, v"),
+    ("M r=48 at down", "LoRA at down"),
+    ("ladder", "LoRA at down"),
+    ("ladder 512", "LoRA at down"),
+    ("LoRA at down", "LoRA at q, k, v"),
+    ("counts", "LoRA at down"),
+)
+"""Whose gains are compared; LoRA has rank 16."""
+
+NAMES = {
+    "LoRA q k v r=16": "LoRA at q, k, v",
+    "LoRA down r=16": "LoRA at down",
+    "PrivateLoRA q k v r=64": "M r=64 at q, k, v",
+    "PrivateLoRA down r=48, gradient": "M r=48 at down",
+}
 
 
-def gains(rows):
-    """Bits per byte below the untuned model, means over the seeds.
-
-    Returns
-    -------
-    pandas.DataFrame
-        By method (rows) and writer (columns).
-    """
-    return rows.pivot_table(index="method", columns="case", values="gain", sort=False)
-
-
-def personalisation(rows):
-    """Each method's mean over writers, whose seeds are averaged.
-
-    Returns
-    -------
-    pandas.DataFrame
-        By method: ``bits_per_byte`` of held-out text; ``gain`` over the untuned model, with its interval's half-width
-        ``gain_ci``; ``share_of_lora``, of :data:`LORA`'s mean gain; ``tokens_per_s`` at 60/100 Mb/s without delay and
-        ``m_s``; the adapter's ``rank`` and ``targets``; ``trained`` parameters; ``bytes_per_token`` on the wire with
-        both end points, and ``share_of_actual``: of LoRA's full activations; ``device_mb``, the weights on the device.
-    """
-    by_method, by_writer = rows.groupby("method", sort=False), gains(rows)
-    gain = by_writer.mean(axis=1)
-    table = by_method[["bits_per_byte", "tokens_per_s", "m_s"]].mean()  # as many seeds for each writer
-    table = table.assign(gain=gain, gain_ci=by_writer.apply(half_width, axis=1), share_of_lora=gain / gain[LORA])
-    return table.join(
-        by_method[["rank", "targets", "trained", "bytes_per_token", "share_of_actual", "device_mb"]].first()
-    )
-
-
-def quality(rows, ax=None):
-    """Each split method's gain in bits per byte, by writer and in the mean, with its share of LoRA's bytes."""
-    ax = theme.axes(ax)
-    table = personalisation(rows).query("bytes_per_token > 0").sort_values("gain")
-    names = [f"{method} ({100 * row.share_of_actual:.0f} %)" for method, row in table.iterrows()]
-    writers, at = gains(rows).loc[table.index], range(len(names))
-    for writer, style in zip(writers, theme.styles(len(writers.columns) + 1)[1:], strict=True):
-        faint = {"color": "0.5", "marker": style["marker"], "linestyle": "none", "mfc": "none", "ms": 6}
-        ax.plot(writers[writer], at, label=writer, **faint)
-    colour, few = theme.styles(1)[0]["color"], table["share_of_actual"] <= 0.25
-    for chosen, fill, label in ((few, colour, "mean, at most a quarter of the bytes"), (~few, "white", "mean, more")):
-        heights = [y for y, drawn in zip(at, chosen, strict=True) if drawn]
-        ax.plot(table["gain"][chosen], heights, "o", ms=8, color=colour, mfc=fill, label=label)
-    ax.axvline(0.8 * table["gain"][LORA], color="0.4", linestyle="--", lw=1)
-    ax.set_yticks(at, names)
-    ax.grid(False, axis="y")
-    ax.set(xlabel=f"gain, bits per byte (dashed: 80 % of {LORA}'s)")
-    ax.legend(loc="lower right", fontsize=9)
-    ax.figure.set_size_inches(8.6, 5.2)
-    described = "; ".join(f"{name} {gain:.3f}" for name, gain in zip(names, table["gain"], strict=True))
+def layer(ax=None):
+    """One token's way through one layer: what each end holds, and what crosses."""
+    ax = drawing.canvas(11, 6, ax)
+    private, public = drawing.colours(2)
+    for x, width, title, colour in ((0, 2.5, "device", drawing.PALE), (2.6, 2.9, "network", "white")):
+        drawing.lane(ax, x, 0, width, 6, title, colour)
+    drawing.lane(ax, 5.6, 0, 5.4, 6, "cloud")
+    drawing.lane(ax, 6.0, 1.55, 4.7, 2.95, "", "0.86")
+    drawing.note(ax, 7.1, 1.85, "each of L layers", fontweight="bold")
+    drawing.box(ax, 0.6, 0.8, 1.6, 0.75, "embedding")
+    drawing.box(ax, 0.95, 2.3, 0.9, 1.95, "$M$", private, size=15)
+    drawing.box(ax, 0.6, 4.85, 1.6, 0.75, "LM head")
+    drawing.box(ax, 6.3, 2.3, 0.9, 0.75, "$A$", public, size=13)
+    drawing.box(ax, 6.3, 3.5, 0.9, 0.75, "$B$", public, size=13)
+    drawing.box(ax, 8.1, 2.95, 0.8, 0.6, "$W$", size=13)
+    drawing.box(ax, 9.2, 2.3, 1.4, 0.75, "KV cache", "0.5", size=9)
+    drawing.box(ax, 7.8, 4.85, 1.4, 0.75, "norm")
+    drawing.arrow(ax, (2.2, 1.175), (8.5, 1.175), "word embedding: d numbers")
+    drawing.arrow(ax, (8.5, 2.68), (7.2, 2.68))
+    drawing.arrow(ax, (6.3, 2.68), (1.85, 2.68), "$u = A\\,x$: r numbers", colour=private)
+    drawing.arrow(ax, (1.85, 3.88), (6.3, 3.88), "$v = M\\,u$: r numbers", colour=private)
+    drawing.arrow(ax, (7.2, 3.88), (8.3, 3.88))
+    drawing.arrow(ax, (8.5, 1.175), (8.5, 2.95))
+    drawing.arrow(ax, (8.5, 3.55), (8.5, 3.75))
+    drawing.arrow(ax, (8.5, 4.05), (8.5, 4.85))
+    drawing.arrow(ax, (7.8, 5.225), (2.2, 5.225), "final hidden state: d numbers")
+    drawing.arrow(ax, (0.35, 5.2), (0.35, 1.2), dashed=True)
+    drawing.note(ax, 0.2, 3.2, "next token", rotation=90)
+    drawing.note(ax, 8.68, 2.5, "$x$", size=11)
+    drawing.note(ax, 8.5, 3.89, "+", size=14)
     return theme.describe(
-        ax, f"Gain in bits per byte in the mean, by method and its share of LoRA's bytes a token: {described}."
+        ax,
+        "One token's way: the device sends its word embedding; in each layer the cloud sends u = A x, the device "
+        "answers v = M u, and the cloud adds B v to W x; the final hidden state goes down to the device's LM head. KV cache, "
+        "W, A, B and norm are in the cloud; embedding, M and LM head on the device.",
     )
 
 
-def against_rtt(rows, schemes, ax=None):
-    """Tokens per second against the round-trip time, by scheme of saving round trips: measured, and computed.
-
-    ``rows`` of ``residual_trips``, of one model at one temperature; ``schemes`` are the ``what`` to draw.
-    """
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    ax = theme.axes(ax)
-    described = []
-    for scheme, style in zip(schemes, theme.styles(len(schemes)), strict=True):
-        seen = rows[rows["what"] == scheme].sort_values("rtt_ms")
-        ax.plot(seen["rtt_ms"], seen["computed"], **style | {"marker": ""})
-        ax.plot(seen["rtt_ms"], seen["tokens_per_s"], **style | {"linestyle": "none"})
-        trips = seen["trips_per_token"].iloc[0]
-        ax.plot([], [], label=f"{scheme} ({trips:.2g})", **style)
-        at = ", ".join(f"{speed:.0f}" for speed in seen["tokens_per_s"])
-        described.append(f"{scheme}, {trips:.2g} round trips a token: {at}")
-    ax.set(xlabel="round-trip time (ms)", ylabel="tokens per second", yscale="log")
-    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    ax.yaxis.set_major_formatter("{x:g}")
-    ax.yaxis.set_minor_locator(NullLocator())
-    ax.set_title("markers measured, lines computed; in brackets round trips a token", loc="left", fontsize=10)
-    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)
-    ax.figure.set_size_inches(9.6, 4.4)
-    delays = ", ".join(f"{ms:g}" for ms in sorted(rows["rtt_ms"].unique()))
-    return theme.describe(ax, f"Tokens per second at round-trip times of {delays} ms. {'; '.join(described)}.")
+def ladder(ax=None):
+    """One token's way where M is behind all layers: one round trip."""
+    ax = drawing.canvas(8.4, 6, theme.axes(ax, figsize=(5.4, 3.9)))
+    private, public = drawing.colours(2)
+    for x, width, title, colour in ((0, 2.5, "device", drawing.PALE), (2.6, 2.5, "network", "white")):
+        drawing.lane(ax, x, 0, width, 6, title, colour)
+    drawing.lane(ax, 5.2, 0, 3.2, 6, "cloud")
+    drawing.box(ax, 0.6, 0.8, 1.6, 0.75, "embedding")
+    drawing.box(ax, 0.95, 3.2, 0.9, 0.85, "$M$", private, size=15)
+    drawing.box(ax, 0.6, 4.85, 1.6, 0.75, "norm,\nLM head", size=9)
+    drawing.arrow(ax, (2.2, 1.175), (7.4, 1.175), "word embedding")
+    drawing.arrow(ax, (7.4, 1.175), (7.4, 1.65))
+    for y, name in ((1.65, "1"), (2.65, "2"), (3.65, "L")):
+        drawing.box(ax, 6.65, y, 1.5, 0.7, f"layer {name}")
+        drawing.box(ax, 5.6, y, 0.75, 0.7, f"$A_{name}$", public)
+        drawing.arrow(ax, (6.65, y + 0.35), (6.35, y + 0.35))
+    for y, stop, dashed in ((2.35, 2.65, False), (3.35, 3.65, True), (4.35, 5.4, False)):
+        drawing.arrow(ax, (7.4, y), (7.4, stop), dashed=dashed)
+    drawing.arrow(ax, (7.4, 5.4), (2.2, 5.4), "h: d numbers", above=False)
+    for start, stop in ((2.0, 3.45), (3.0, 3.62), (4.0, 3.8)):
+        drawing.arrow(ax, (5.6, start), (1.85, stop), colour=private)
+    drawing.note(ax, 3.6, 2.1, "$A_1x_1, \\dots, A_Lx_L$")
+    drawing.arrow(ax, (1.4, 4.05), (1.4, 4.85), colour=private)
+    drawing.arrow(ax, (0.35, 5.2), (0.35, 1.2), dashed=True)
+    drawing.note(ax, 0.2, 3.2, "next token", rotation=90)
+    return theme.describe(
+        ax,
+        "A ladder: the cloud runs all layers; what each gives through its A goes down with the final hidden state h in "
+        "one message, and the device adds M times it to h before the norm and the LM head. Nothing goes up but the "
+        "next word embedding.",
+    )
 
 
 def by_scheme(trips, quality, facts, imitation):
@@ -112,86 +125,152 @@ def by_scheme(trips, quality, facts, imitation):
     Returns
     -------
     pandas.DataFrame
-        By scheme: ``tokens_per_s``; ``trips_per_token`` and ``bytes_per_token``; ``share_of_gain``, of an adapter in
-        all layers, the mean over writers and orders, with ``gain_ci``, the half-width of the 95 % interval over the
-        writers of the difference to it, in bits per byte; ``facts`` of forty; ``device_parameters``, the weights on the
-        device. Of the cloud's copy, from answers or by imitation of as many sampled tokens as were tried, with known
-        times where it writes ahead: ``m_error``, the relative error of every M that it has, if they are matrices;
-        ``stolen``, its gain as a share of the owner's.
+        By scheme, of :data:`SCHEMES`: ``tokens_per_s``; ``round_trips`` and ``bytes`` of a token; ``gain``, as a share
+        of that of an adapter in all layers, means over writers and orders, with ``gain_ci``, the half-width of the
+        95 % interval over the writers of the difference to it, as such a share; ``facts`` of forty;
+        ``device_parameters``, the weights on the device; ``stolen``, the gain of the cloud's copy as a share of the
+        owner's: from answers, or by imitation of as many sampled tokens as were tried, with known times where the
+        cloud writes ahead.
     """
-    copies = imitation.sort_values("tokens").groupby(["what", "method"])[["error", "stolen"]].last()
+    copies = imitation.sort_values("tokens").groupby(["what", "method"])["stolen"].last()
     gain = quality.pivot_table(index="method", columns="case", values="gain")
     mean, difference = gain.mean(axis=1), (gain - gain.loc["all layers"]).apply(half_width, axis=1)
-    table = trips.set_index("what")
+    table = trips.set_index("what").loc[list(SCHEMES)]
     adapter, ahead = table["adapter"], table["draft_tokens"] > 0
     seen = adapter.str.startswith("ladder").map({True: "sampled", False: "answers"})
     seen = seen.mask(ahead & (seen == "sampled"), "sampled, known times")
-    stolen = copies.reindex(list(zip(seen, adapter, strict=True)))
-    return table[["tokens_per_s", "trips_per_token", "bytes_per_token"]].assign(
-        share_of_gain=adapter.map(mean / mean["all layers"]),
-        gain_ci=adapter.map(difference),
-        facts=adapter.map(facts.set_index("method")["right"].astype(int)),
-        device_parameters=table["device_parameters"],
-        m_error=stolen["error"].to_numpy(),
-        stolen=stolen["stolen"].to_numpy(),
+    columns = {"trips_per_token": "round_trips", "bytes_per_token": "bytes"}
+    return (
+        table[["tokens_per_s", *columns, "device_parameters"]]
+        .rename(columns=columns)
+        .assign(
+            gain=adapter.map(mean / mean["all layers"]),
+            gain_ci=adapter.map(difference / mean["all layers"]),
+            facts=adapter.map(facts.set_index("method")["right"].astype(int)),
+            stolen=copies.reindex(list(zip(seen, adapter, strict=True))).to_numpy(),
+        )
     )
 
 
-def m_recovery(rows, ax=None):
-    """The error of the M that the cloud computes, against the different tokens that it has seen."""
-    ax = theme.axes(ax)
-    groups = list(rows.groupby("case", sort=False))
-    for (case, seen), style in zip(groups, theme.styles(len(groups)), strict=True):
-        ax.plot(seen["x"], seen["error"], label=f"M with {case}", **style)
-    ax.set(xscale="log", yscale="log", xlabel="different tokens seen", ylabel="relative error of M", ylim=(None, 2))
-    ax.set_xscale("log", base=2)
-    ax.set_title("M by least squares, messages in fp16")
-    ax.legend()
-    least = "; ".join(f"{case}: {seen['error'].min():.1g} after {seen['x'].max():.0f} tokens" for case, seen in groups)
-    return theme.describe(
-        ax, f"The error of the recovered M falls steeply once as many different tokens as ranks are seen: {least}."
-    )
+def schemes(near, far, rtt_ms: float, axes=None):
+    """Three panels: tokens per second without and with a delay, the gain, and how much of it the cloud's copy has.
 
-
-def inversion(rows, ax=None):
-    """The share of tokens that each attacker recovers, against the layers on the device."""
-    ax = _recovered(rows, "decoder layers on the device", ax)
-    ax.set_xticks(range(int(rows["x"].max()) + 1))
-    return ax
-
-
-def noise(rows, untuned: float, ax=None):
-    """The share of tokens that each attacker recovers, against the noise on the embeddings.
-
-    ``untuned`` is in bits per byte, without M and without noise.
+    ``near`` and ``far`` are :func:`by_scheme` without a delay and with ``rtt_ms``; three ``axes`` in a row.
     """
-    ax = _recovered(rows, "standard deviation of the noise, in units of the embedding's own", ax)
-    for x, bits in rows.groupby("x")["bits_per_byte"].first().items():
-        ax.text(x, 104, f"{bits:.2f}", ha="center", fontsize=9, color="0.3")
-    ax.set_title(f"above: bits per byte (without M and noise {untuned:.2f})", loc="left", pad=18)
-    return ax
+    import matplotlib.pyplot as plt
+
+    if axes is None:
+        axes = plt.subplots(1, 3, figsize=(9.6, 3.9), sharey=True, width_ratios=[5, 4, 4])[1]
+    speed, quality, stolen = axes
+    at, (first, second, third) = range(len(far)), theme.fills(3)
+    names = [f"{name} ({trips:.2g})" for name, trips in far["round_trips"].items()]
+    speed.hlines(at, far["tokens_per_s"], near["tokens_per_s"], color="0.7", lw=1.5, zorder=1)
+    speed.plot(near["tokens_per_s"], at, "o", color=first["color"], mfc="white", label="no delay")
+    speed.plot(far["tokens_per_s"], at, "o", color=first["color"], label=f"{rtt_ms:g} ms")
+    speed.set(xlabel="tokens per second", xscale="log", title="speed")
+    speed.set_xticks([5, 10, 20, 50, 100], [5, 10, 20, 50, 100], minor=False)
+    speed.minorticks_off()
+    speed.legend(loc="lower left")
+    quality.barh(at, 100 * far["gain"], xerr=100 * far["gain_ci"], **second)
+    quality.set(xlabel="% of M in all layers", title="gain")
+    stolen.barh(at, 100 * far["stolen"], **third)
+    stolen.set(xlabel="% of the owner's", title="gain of the cloud's copy")
+    speed.set_yticks(at, names)
+    speed.set_ylim(len(far) - 0.4, -0.6)
+    for ax in axes:
+        ax.grid(False, axis="y")
+    described = "; ".join(
+        f"{name}: {near['tokens_per_s'][name]:.0f} and {row.tokens_per_s:.0f} tokens/s, {100 * row.gain:.0f} % of the "
+        f"gain, {100 * row.stolen:.0f} % of it in the cloud's copy"
+        for name, row in far.iterrows()
+    )
+    theme.describe(speed, f"Each scheme without a delay and at {rtt_ms:g} ms. {described}.")
+    return axes
 
 
-def by_attacker(rows):
-    """What each attacker recovers of each secret embedding, beside its quality and its costs.
+def gains(baselines, adapters):
+    """Bits per byte gained over the backbone alone, by method (rows) and writer (columns).
+
+    ``gain`` of ``residual_baselines``, whose methods get their names in :data:`PAIRS`, and the ladders of ``quality`` of
+    ``residual_adapters``; means over the orders.
+    """
+    import pandas as pd
+
+    tables = [rows.pivot_table(index="method", columns="case", values="gain") for rows in (baselines, adapters)]
+    return pd.concat([tables[0].rename(index=NAMES), tables[1].loc[["ladder", "ladder 512"]]])
+
+
+def differences(gain, pairs: Sequence[tuple[str, str]] = PAIRS, ax=None):
+    """Paired differences of gains over the writers, each mean with its 95 % interval.
+
+    Parameters
+    ----------
+    gain
+        As from :func:`gains`.
+    pairs
+        ``(method, other)``: the first's gain minus the second's.
+    """
+    ax = theme.axes(ax, figsize=(8.6, 3.6))
+    colour, described = theme.styles(1)[0]["color"], []
+    for y, (method, other) in enumerate(pairs):
+        difference = gain.loc[method] - gain.loc[other]
+        mean, half = difference.mean(), half_width(difference)
+        told = abs(mean) > half
+        ax.plot(difference, [y] * len(difference), "o", color="0.6", mfc="none", ms=5)
+        ax.errorbar(mean, y, xerr=half, fmt="D", ms=8, color=colour, mfc=colour if told else "white", capsize=4)
+        described.append(f"{method} minus {other}: {mean:+.3f} ± {half:.3f}{'' if told else ', not distinguishable'}")
+    ax.axvline(0, color="0.4", lw=1)
+    ax.set_yticks(range(len(pairs)), [f"{method}\nminus {other}" for method, other in pairs], fontsize=9)
+    ax.set_ylim(len(pairs) - 0.4, -0.6)
+    ax.grid(False, axis="y")
+    ax.set(xlabel="difference of gains (bits per byte)")
+    return theme.describe(
+        ax, f"Paired differences in bits per byte over {gain.shape[1]} writers. {'; '.join(described)}."
+    )
+
+
+def defences(seen, schemes):
+    """One row for each defence: what it costs, what the cloud reads all the same, and a verdict.
+
+    Parameters
+    ----------
+    seen
+        ``inversion``, ``noise``, ``embedding``, ``answers`` and ``nonlinear`` of ``residual_attacks``, by their names.
+    schemes
+        Of :func:`by_scheme`.
 
     Returns
     -------
     pandas.DataFrame
-        By case, bits per byte, and what the device holds, computes and sends; a column for each attacker.
+        By defence: bits per byte lost; tokens read by the best attacker who knows no text in clear, in per cent; what
+        the cloud has of M; the device's weights, as a multiple of those without; a verdict.
     """
-    index = ["case", "bits_per_byte", "device_parameters", "flops_per_token", "bytes_per_token"]
-    return rows.pivot_table(index=index, columns="attacker", values="recovered", sort=False)
+    import pandas as pd
 
+    plain = seen["noise"].query("x == 0").iloc[0]
 
-def _recovered(rows, xlabel: str, ax):
-    ax = theme.axes(ax)
-    shares = {attacker: (seen["x"], 100 * seen["recovered"]) for attacker, seen in rows.groupby("case", sort=False)}
-    for (attacker, (x, share)), style in zip(shares.items(), theme.styles(len(shares)), strict=True):
-        ax.plot(x, share, label=attacker, **style)
-    ax.set(xlabel=xlabel, ylabel="tokens recovered (%)", ylim=(0, 103))
-    ax.legend()
-    described = "; ".join(
-        f"{attacker} from {share.iloc[0]:.0f} to {share.iloc[-1]:.0f} %" for attacker, (_, share) in shares.items()
-    )
-    return theme.describe(ax, f"Tokens recovered against {xlabel}: {described}.")
+    def row(rows, m, verdict, beside=plain):
+        lost = rows["bits_per_byte"].min() - beside["bits_per_byte"] if "bits_per_byte" in rows else 0
+        tokens = 100 * rows["recovered"].max() if "recovered" in rows else 100
+        weights = rows["device_parameters"].iloc[0] / beside["device_parameters"] if "device_parameters" in rows else 1
+        return round(lost, 2), round(tokens), m, round(weights, 2), verdict
+
+    def from_tokens(rows, tokens):
+        return f"error {rows['error'].iloc[0]:.2g} from {tokens:,} tokens"
+
+    secret, units = seen["embedding"].query("attacker != '5 % known pairs'"), seen["nonlinear"]
+    answers = {x: seen["answers"].query("x == @x and tokens == @n") for x, n in ((0, 256), (1, 16384))}
+    stolen = 100 * schemes.loc["ladder", "stolen"]
+    ladder = schemes.loc[["ladder"], ["device_parameters"]]
+    rows = {
+        "none": row(answers[0], from_tokens(answers[0], 256), "-"),
+        "4 of 5 layers on the device": row(seen["inversion"].query("x == 4"), "of layer 5: as above", "hides nothing"),
+        "noise, 3 × the embedding": row(seen["noise"].query("x == 3"), "as above", "ruins the text first"),
+        "noise, 1 × the answers": row(answers[1], from_tokens(answers[1], 16384), "averaged away"),
+        "secret embedding, perturbed": row(secret[secret["case"].str.contains("pert")], "as above", "a weak cipher"),
+        "secret embedding, rotated": row(secret[secret["case"].str.contains("rot")], "as above", "5 % known: 100 %"),
+        "256 hidden units for M": row(units[-1:], from_tokens(units[-1:], 8192), "copied like M", units.iloc[0]),
+        "ladder": row(ladder, f"{stolen:.0f} % of its gain, 100,000", "slows the theft of M", schemes.loc["plain"]),
+    }
+    columns = ["bits per byte lost", "tokens read (%)", "the cloud's M", "weights (×)", "verdict"]
+    return pd.DataFrame.from_dict(rows, orient="index", columns=columns)

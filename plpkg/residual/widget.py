@@ -1,127 +1,117 @@
-"""The explorer of notebook 02: scheme of saving round trips, delay and guesses → tokens per second, bytes, gain.
+"""The explorer of notebook 02: rank, layer, tokens seen and noise → the error of the M that the cloud solves for.
 
-Time without a delay, round trips, bytes and gain are *measured (recorded)* on plpkg-small; the delay's share of a
-token's time is *computed*.
+*Simulated*: u is A·x of plpkg-small on public text, with A and M drawn at random; messages are rounded to fp16.
 """
 
 from dataclasses import dataclass
 from functools import cache
 
 import ipywidgets
+import torch
 
-from plpkg import recorded, theme
+from plpkg import corpora, theme
+from plpkg.backbones import load_backbone
 from plpkg.explorer import Explorer
+from plpkg.residual.attacks import recover_m, relative_error
 
-REFERENCE = "all layers"
-"""The adapter that the others' gain is a share of."""
+RANKS, TOKENS, NOISES = (
+    (4, 8, 16, 32, 64, 128),
+    (8, 16, 32, 48, 64, 96, 128, 256, 512, 1024, 2048),
+    (0.0, 0.1, 0.3, 1.0),
+)
+
+GOOD = 0.16
+"""With an error of this size a copy was as good as its original (*measured, recorded*: ``residual_attacks.csv``)."""
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What a scheme comes to.
+class Theft:
+    """What a cloud has of M.
 
     Attributes
     ----------
-    scheme, rtt_ms, draft_tokens
-        Of the benchmark's schemes; the delay; and how many guesses travel at once, 0 where nobody guesses.
-    seconds, trips_per_token
-        A token's time without a delay, and its round trips.
-    tokens_per_pass, bytes_per_token
-        How many tokens a pass yields, and what crosses for each, both ways.
-    share_of_gain
-        Of the gain of an adapter in all layers.
+    rank, layer, tokens, noise
+        Of M; which layer's; how many tokens have passed; noise on the answers, as a multiple of their size.
+    errors
+        Relative, Frobenius, by the number of tokens.
     """
 
-    scheme: str
-    rtt_ms: float
-    draft_tokens: int
-    seconds: float
-    trips_per_token: float
-    tokens_per_pass: float
-    bytes_per_token: float
-    share_of_gain: float
+    rank: int
+    layer: int
+    tokens: int
+    noise: float
+    errors: dict[int, float]
 
     @property
-    def tokens_per_s(self) -> float:
-        return 1 / (self.seconds + self.trips_per_token * self.rtt_ms / 1e3)
+    def error(self) -> float:
+        """After ``tokens``."""
+        return self.errors[self.tokens]
 
 
 @cache
-def speeds():
-    """The recorded speeds without a delay, greedy."""
-    rows = recorded.section("residual_trips", "speed")
-    return rows[(rows["case"] == "plpkg-small") & (rows["rtt_ms"] == 0) & (rows["temperature"] == 0)]
+def inputs() -> tuple[torch.Tensor, ...]:
+    """What q_proj of each layer reads in the first public test texts: ``(tokens, hidden)``."""
+    model, tokenizer = load_backbone("plpkg-small")
+    ids = next(corpora.batches(corpora.encode(corpora.public("test"), tokenizer), batch=8, seq=256, seed=0))
+    reads, handles = [], []
+    for layer in model.model.layers:
+        hook = layer.self_attn.q_proj.register_forward_pre_hook(lambda _, given: reads.append(given[0].flatten(0, 1)))
+        handles.append(hook)
+    with torch.no_grad():
+        model.model(ids, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return tuple(reads)
 
 
 @cache
-def share_of_gain():
-    """Each adapter's mean gain over all writers and orders, by its name, as a share of :data:`REFERENCE`'s."""
-    gain = recorded.section("residual_adapters", "quality").groupby("method")["gain"].mean()
-    return gain / gain[REFERENCE]
+def compute(rank: int, layer: int, tokens: int, noise: float) -> Theft:
+    """Draw A and M, let the text pass, and solve for M."""
+    x, generator = inputs()[layer], torch.Generator().manual_seed(rank)
+    a, m = (torch.randn(*size, generator=generator) for size in ((rank, x.shape[1]), (rank, rank)))
+    u = (x @ a.T / x.shape[1] ** 0.5).half()
+    v = u.float() @ m.T
+    v = (v + noise * v.std() * torch.randn(v.shape, generator=generator)).half()
+    errors = {n: relative_error(recover_m(u[:n], v[:n]), m) for n in TOKENS}
+    return Theft(rank, layer, tokens, noise, errors)
 
 
-def schemes() -> list[str]:
-    """The benchmark's, in its order."""
-    return list(speeds()["what"].unique())
-
-
-def compute(scheme: str, rtt_ms: float, draft_tokens: int) -> Choice:
-    """Look a scheme up; for guesses that were not measured with those that were, none where nobody guesses."""
-    rows = speeds()[speeds()["what"] == scheme].set_index("draft_tokens")
-    draft_tokens = draft_tokens if draft_tokens in rows.index else rows.index[0]
-    row = rows.loc[draft_tokens]
-    return Choice(
-        scheme,
-        rtt_ms,
-        draft_tokens,
-        1 / row["tokens_per_s"],
-        row["trips_per_token"],
-        row["tokens_per_pass"],
-        row["bytes_per_token"],
-        share_of_gain()[row["adapter"]],
-    )
-
-
-def read_out(choice: Choice) -> str:
+def read_out(theft: Theft) -> str:
     """The result in words."""
-    guesses = (
-        f"{choice.draft_tokens} guesses, {choice.tokens_per_pass:.2f} tokens a pass" if choice.draft_tokens else ""
-    )
+    verdict = "a copy as good as the original" if theft.error <= GOOD else "no good copy yet"
+    noisy = f" and noise of {theft.noise:g} times the answers" * bool(theft.noise)
     return (
-        f"{choice.scheme}{': ' * bool(guesses)}{guesses}. {choice.tokens_per_s:.1f} tokens a second at "
-        f"{choice.rtt_ms:g} ms ({choice.trips_per_token:.2f} round trips and {choice.bytes_per_token:,.0f} bytes a "
-        f"token); {100 * choice.share_of_gain:.0f} % of the gain of an adapter in all layers."
+        f"From {theft.tokens:,} tokens{noisy} the cloud has layer {theft.layer}'s M of rank {theft.rank} with a "
+        f"relative error of {theft.error:.2g}: {verdict}."
     )
 
 
-def draw(choice: Choice, ax):
-    """Tokens per second of every scheme at this delay, and its gain; the chosen one is filled."""
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    described, style = [], theme.styles(1)[0]
-    for scheme in schemes():
-        here = choice if scheme == choice.scheme else compute(scheme, choice.rtt_ms, choice.draft_tokens)
-        chosen = scheme == choice.scheme
-        fill = style["color"] if chosen else "white"
-        ax.plot(here.tokens_per_s, 100 * here.share_of_gain, "o", ms=9, color=style["color"], mfc=fill)
-        described.append(f"{scheme} {here.tokens_per_s:.1f} and {100 * here.share_of_gain:.0f} %")
-    ax.set(xlabel=f"tokens per second at {choice.rtt_ms:g} ms", ylabel="share of the gain (%)", title=choice.scheme)
-    ax.set_xscale("log")
-    ax.set_ylim(0, 1.15 * max(100 * compute(scheme, 0, 6).share_of_gain for scheme in schemes()))
-    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    ax.xaxis.set_major_formatter("{x:g}")
-    ax.xaxis.set_minor_locator(NullLocator())
+def draw(theft: Theft, ax):
+    """The error against the tokens that have passed; the chosen number is filled."""
+    colour = theme.styles(1)[0]["color"]
+    ax.plot(list(theft.errors), list(theft.errors.values()), "o-", color=colour, mfc="white")
+    ax.plot(theft.tokens, theft.error, "o", color=colour, ms=10)
+    ax.axhline(GOOD, color="0.4", lw=1, ls="--")
+    ax.axvline(theft.rank, color="0.4", lw=1, ls=":")
+    ax.text(TOKENS[-1], GOOD, "below: as good as the original", ha="right", va="bottom", fontsize=9, color="0.3")
+    ax.text(theft.rank, 2e-5, " tokens = rank", fontsize=9, color="0.3")
+    ax.set(xlabel="tokens that have passed", ylabel="relative error of the cloud's M", yscale="log", ylim=(1e-5, 200))
+    ax.set_xscale("log", base=2)
+    ax.set_title(f"M of rank {theft.rank} in layer {theft.layer}, noise {theft.noise:g} (simulated)")
+    points = ", ".join(f"{error:.2g} from {tokens:,}" for tokens, error in theft.errors.items())
     return theme.describe(
-        ax, f"Tokens per second and share of the gain at {choice.rtt_ms:g} ms: {'; '.join(described)}."
+        ax, f"Error of an M of rank {theft.rank}, layer {theft.layer}, noise {theft.noise:g}: {points}."
     )
 
 
 def explorer() -> Explorer:
     """The widget."""
-    guesses = [int(count) for count in sorted(speeds()["draft_tokens"].unique()) if count]
+    layers = [(f"layer {i}", i) for i in range(len(inputs()))]
+    noises = [("none", 0.0), *((f"{noise:g} × the answers", noise) for noise in NOISES[1:])]
     controls = {
-        "scheme": ipywidgets.SelectionSlider(options=schemes(), value=schemes()[1], description="Scheme"),
-        "rtt_ms": ipywidgets.IntSlider(value=20, min=0, max=100, description="Round-trip time (ms)"),
-        "draft_tokens": ipywidgets.SelectionSlider(options=guesses, value=guesses[-2], description="Guesses (tokens)"),
+        "rank": ipywidgets.SelectionSlider(options=RANKS, value=32, description="Rank of M"),
+        "layer": ipywidgets.SelectionSlider(options=layers, value=2, description="Layer"),
+        "tokens": ipywidgets.SelectionSlider(options=TOKENS, value=48, description="Tokens seen"),
+        "noise": ipywidgets.SelectionSlider(options=noises, value=0.0, description="Noise on the answers"),
     }
     return Explorer(controls, compute, read_out, draw)

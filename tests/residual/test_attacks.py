@@ -10,12 +10,14 @@ import torch
 from peft import get_peft_model
 
 from plpkg.backbones import load_backbone
-from plpkg.residual import PrivateLoraConfig, split
+from plpkg.residual import CloudServer, DeviceClient, PrivateLoraConfig, matrices, split
 from plpkg.residual.attacks import (
     CHUNK,
     LinearInverter,
     imitate_ladder,
+    listen,
     public_prefix,
+    public_table,
     recover_m,
     recover_tokens,
     relative_error,
@@ -31,6 +33,25 @@ from rounding import assert_close, relative, sampling_error
 
 def tokens(*shape, vocab, seed=0):
     return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_cloud_hears_what_its_devices_say():
+    """Over a real connection: what it has kept are the embeddings, A·x, and M times it; two devices in turn."""
+    model = get_peft_model(backbone("llama"), PrivateLoraConfig(r_c2d=4, r_d2c=4))
+    ids = tokens(1, 9, vocab=model.config.vocab_size)
+    cloud = CloudServer(model, precision="fp32")
+    heard = listen(cloud.part)
+    with cloud:
+        for seed in (0, 1):
+            for i, m in enumerate(matrices(model).values()):
+                torch.nn.init.normal_(m.weight, generator=torch.Generator().manual_seed(10 * seed + i))
+            with DeviceClient(cloud.address, model, precision="fp32") as device:
+                device.logits(ids)
+            assert torch.equal(recover_tokens(heard.hidden[seed], public_table(model)), ids)
+            for group, ms in enumerate(device.part.matrices):
+                for u, v, m in zip(heard.u[group][seed], heard.v[group][seed], ms, strict=True):
+                    assert_close(v, u @ m.weight.detach().T, terms=4)
+    assert len(heard.hidden) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
