@@ -70,8 +70,8 @@ def layer(ax=None):
     return theme.describe(
         ax,
         "One token's way: the device sends its word embedding; in each layer the cloud sends u = A x, the device "
-        "answers v = M u, and the cloud adds B v to W x; the final hidden state goes down to the device's LM head. KV cache, "
-        "W, A, B and norm are in the cloud; embedding, M and LM head on the device.",
+        "answers v = M u, and the cloud adds B v to W x; the final hidden state goes down to the device's LM head. KV "
+        "cache, W, A, B and norm are in the cloud; embedding, M and LM head on the device.",
     )
 
 
@@ -191,8 +191,8 @@ def schemes(near, far, rtt_ms: float, axes=None):
 def gains(baselines, adapters):
     """Bits per byte gained over the backbone alone, by method (rows) and writer (columns).
 
-    ``gain`` of ``residual_baselines``, whose methods get their names in :data:`PAIRS`, and the ladders of ``quality`` of
-    ``residual_adapters``; means over the orders.
+    ``gain`` of ``residual_baselines``, whose methods get their names in :data:`PAIRS`, and the ladders of ``quality``
+    of ``residual_adapters``; means over the orders.
     """
     import pandas as pd
 
@@ -229,13 +229,13 @@ def differences(gain, pairs: Sequence[tuple[str, str]] = PAIRS, ax=None):
     )
 
 
-def defences(seen, schemes):
+def defences(rows, schemes):
     """One row for each defence: what it costs, what the cloud reads all the same, and a verdict.
 
     Parameters
     ----------
-    seen
-        ``inversion``, ``noise``, ``embedding``, ``answers`` and ``nonlinear`` of ``residual_attacks``, by their names.
+    rows
+        All of ``residual_attacks``.
     schemes
         Of :func:`by_scheme`.
 
@@ -247,6 +247,7 @@ def defences(seen, schemes):
     """
     import pandas as pd
 
+    seen = {name: section.dropna(axis=1, how="all") for name, section in rows.groupby("section")}
     plain = seen["noise"].query("x == 0").iloc[0]
 
     def row(rows, m, verdict, beside=plain):

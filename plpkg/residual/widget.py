@@ -82,7 +82,7 @@ def read_out(theft: Theft) -> str:
     noisy = f" and noise of {theft.noise:g} times the answers" * bool(theft.noise)
     return (
         f"From {theft.tokens:,} tokens{noisy} the cloud has layer {theft.layer}'s M of rank {theft.rank} with a "
-        f"relative error of {theft.error:.2g}: {verdict}."
+        f"relative error of {theft.error:.1g}: {verdict}."
     )
 
 

@@ -104,8 +104,7 @@ def test_a_difference_is_told_by_its_interval():
 
 
 def test_defences_are_the_recorded_ones(tables):
-    names = "inversion", "noise", "embedding", "answers", "nonlinear"
-    table = plots.defences({name: recorded.section("residual_attacks", name) for name in names}, tables[1])
+    table = plots.defences(catalog.measured("residual_attacks"), tables[1])
     assert len(table) == 8
     lost, read, weights = (table[name] for name in ("bits per byte lost", "tokens read (%)", "weights (×)"))
     assert lost["noise, 3 × the embedding"] == round(2.7434 - 1.4930, 2)
