@@ -190,6 +190,8 @@ def labels(q, k, scale=True, how="amax", interleaved=False):
     logits = q @ keys.transpose(1, 2) / (q.shape[-1] ** 0.5 if scale else 1)
     logits = logits.unflatten(0, (group, -1)).transpose(0, 1) if interleaved else logits.unflatten(0, (-1, group))
     return getattr(logits, how)(dim=(1, 2))
+
+
 def steal(u, v):
     return torch.linalg.lstsq(u, v).solution.T
 
