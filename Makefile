@@ -14,7 +14,7 @@ NBVAL_OPTIONS = --nbval-current-env --nbval-sanitize-with tests/nbval.cfg --nbva
 EXECUTE = --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.store_widget_state=False
 
 .DEFAULT_GOAL := help
-.PHONY: help install lab serve test check ui-test lint notebooks bench claims checksums wheel
+.PHONY: help install lab serve test check ui-test lint notebooks docs student bench claims checksums wheel
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -23,7 +23,7 @@ install: $(VENV)/installed ## a virtual environment with everything, exactly as 
 
 $(VENV)/installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[notebooks,scale,serve,test]' && touch $@
+	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[docs,notebooks,scale,serve,test]' && touch $@
 
 lab: install ## open JupyterLab on the first notebook
 	$(BIN)/jupyter lab $(LAB) notebooks/00_start_here.ipynb
@@ -50,6 +50,13 @@ lint: install ## ruff (code and notebooks) and the import contract
 notebooks: install ## re-execute the notebooks in order and write their outputs back
 	$(BIN)/jupyter nbconvert $(EXECUTE) $(NOTEBOOKS)
 	$(BIN)/python notebooks/figures/draw.py
+
+docs: install ## the documentation site, offline, into docs/_build/html
+	rm -rf docs/_build && mkdir -p docs/_build/source
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky --quiet --jobs 2 -c docs docs/_build/source docs/_build/html
+
+student: install ## the notebooks without outputs and solutions, for a class, into student/
+	$(BIN)/python notebooks/student.py student $(NOTEBOOKS)
 
 bench: install ## measure, and write data/measured
 	for script in communication residual.wire throughput clipping.costs serving.popularity serving.operators serving.merging serving.people serving.scheduling serving.cold serving.service autonomy.digits autonomy.online autonomy.pruning autonomy.graphs autonomy.fleet corpora backbones.scores; do $(BIN)/python -m benchmarks.$$script || exit 1; done

@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 # With the extras that pip is to take.
-NOT_ON_CONDA_FORGE = {"optimum-quanto": "", "playwright": "", "ray": "[serve]", "torch-pruning": ""}
+NOT_ON_CONDA_FORGE = {"math-core": "", "optimum-quanto": "", "playwright": "", "ray": "[serve]", "torch-pruning": ""}
 CONDA_NAMES = {"prometheus-client": "prometheus_client", "torch": "pytorch"}
 FOR_ACCELERATORS = {"gpu"}  # brought by the build of torch that needs them, in the version that it pins
 
@@ -22,7 +22,7 @@ def project():
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def requirements(extras=("notebooks", "scale", "serve", "test")):
+def requirements(extras=("docs", "notebooks", "scale", "serve", "test")):
     extra = [line for name in extras for line in project()["optional-dependencies"][name]]
     return [Requirement(line) for line in project()["dependencies"] + extra]
 

@@ -9,6 +9,7 @@ from plpkg.results import Tabular
 from plpkg.validation import number, one_of
 
 SPLITS = ("train", "validation", "test")
+"""The parts of a writer's documents."""
 
 
 @dataclass(frozen=True)

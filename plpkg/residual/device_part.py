@@ -21,7 +21,7 @@ from plpkg.residual.ladder import answer
 
 
 class LoraBranches(nn.Module):
-    """The device's side of :class:`FullActivations`: every projection's B·A·x, side by side."""
+    """The device's side of :class:`.FullActivations`: every projection's B·A·x, side by side."""
 
     def __init__(self, projections: list[LoraLayer], adapter_name: str) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 The cloud has updated its weights. The device still knows what its M added on texts of its own, or on public anchors:
 for each token the pair of u = A·x, which it received, and v = M·u. On the updated backbone the same text brings
-other u. The M that gives the same v for them, in the sense of least squares, has a closed form:
+other u. The M that gives the same v for them, in the sense of least squares, has a closed form::
 
     M' = argmin Σ |M' u' - v|² + λ |M' - M|²   with the u' of the updated backbone,
 

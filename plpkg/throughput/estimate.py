@@ -36,6 +36,7 @@ from plpkg.throughput.split import Split
 from plpkg.validation import keywords, number, one_of, whole_number
 
 ACCOUNTINGS = ("literal", "figure")
+"""``literal``: every term of the formula. ``figure``: the terms that reproduce the published curves."""
 DRAFTS = ("device", "backbone")
 """Who guesses: the device, for nothing, or the cloud with its own backbone, one token after the other."""
 TERMS = ("decoder", "lm_head", "m", "a_and_b", "endpoints", "uplink", "downlink", "round_trips", "kv_cache")

@@ -5,23 +5,23 @@ clips and adds up, as often as there are micro-batches; ``step`` adds the noise 
 
 Coming from Opacus:
 
-===================================================  ==============================================================
-Opacus                                               here
-===================================================  ==============================================================
-``PrivacyEngine().make_private(module=…, …)``        ``make_private(model, optimizer, data_loader, criterion, …)``
-``make_private_with_epsilon(target_epsilon=…)``      ``make_private(target_epsilon=…, target_delta=…, epochs=…)``
-``privacy_engine.get_epsilon(delta)``                ``private.epsilon(delta)``
-``grad_sample_mode="hooks"``, ``"ghost"``            ``execution="per_sample"``, ``"ghost"``, ``"book_keeping"``
-``BatchMemoryManager``                               ``max_physical_batch_size=…``; a scheduler: ``private.paced``
-``poisson_sampling=False``                           the same; ε is that of shuffled batches, and not of samples
-``clipping="per_layer"``, a list of norms            ``clipping="per_layer"``, ``max_grad_norm=[…]``
+====================================================  ==============================================================
+Opacus                                                here
+====================================================  ==============================================================
+``PrivacyEngine().make_private(module=…, …)``         ``make_private(model, optimizer, data_loader, criterion, …)``
+``make_private_with_epsilon(target_epsilon=…)``       ``make_private(target_epsilon=…, target_delta=…, epochs=…)``
+``privacy_engine.get_epsilon(delta)``                 ``private.epsilon(delta)``
+``grad_sample_mode="hooks"``, ``"ghost"``             ``execution="per_sample"``, ``"ghost"``, ``"book_keeping"``
+``BatchMemoryManager``                                ``max_physical_batch_size=…``; a scheduler: ``private.paced``
+``poisson_sampling=False``                            the same; ε is that of shuffled batches, and not of samples
+``clipping="per_layer"``, a list of norms             ``clipping="per_layer"``, ``max_grad_norm=[…]``
 ``ExponentialNoise``, ``StepNoise``, ``LambdaNoise``  ``noise_multiplier=lambda step: …``
-``StepGradClip``, ``LambdaGradClip``                 ``max_grad_norm=lambda step: …``
-``ModuleValidator.fix(model)``                       the same, of Opacus's, before ``make_private``
-``secure_mode=True``                                 ``secure=True``
-``model.remove_hooks()``                             ``private.remove()``
-users instead of examples (issue 366)                ``users=…``
-===================================================  ==============================================================
+``StepGradClip``, ``LambdaGradClip``                  ``max_grad_norm=lambda step: …``
+``ModuleValidator.fix(model)``                        the same, of Opacus's, before ``make_private``
+``secure_mode=True``                                  ``secure=True``
+``model.remove_hooks()``                              ``private.remove()``
+users instead of examples (issue 366)                 ``users=…``
+====================================================  ==============================================================
 
 ``transformers.Trainer``: ``private = make_private(model, optimizer, DataLoader(…, collate_fn=…), None, …)``, then a
 ``Trainer(model, args, optimizers=(optimizer, private.paced(scheduler)))`` whose ``get_train_dataloader`` gives

@@ -1,4 +1,4 @@
-"""The device's end: embedding, LM head and every M here, the decoder layers in a :class:`CloudServer` elsewhere.
+"""The device's end: embedding, LM head and every M here, the decoder layers in a :class:`.CloudServer` elsewhere.
 
 Generation and training go on where they were after a connection broke: a step that was not answered is asked for
 again, and what it had added to a gradient is taken back first.

@@ -1,6 +1,6 @@
 """What the two ends agree on before they begin, and what a cloud allows.
 
-The messages are in ``wire.proto``. A device says its :class:`Terms` first; a difference is refused with both values.
+The messages are in ``wire.proto``. A device says its ``Terms`` first; a difference is refused with both values.
 """
 
 import re

@@ -1,0 +1,68 @@
+"""The documentation site: ``make docs``. Sphinx reads what ``pages.py`` lays out in ``_build/source``."""
+
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).parent
+
+project = "plpkg"
+extensions = ["myst_nb", "sphinx.ext.autodoc", "numpydoc"]
+html_theme = "furo"
+html_title = "plpkg"
+html_static_path = [str(DOCS / "static")]
+html_css_files = ["plpkg.css"]
+html_copy_source = False
+html_show_copyright = False
+html_math_renderer = "mathml"
+
+exclude_patterns = ["README.md"]  # index.md includes it
+myst_enable_extensions = ["dollarmath"]
+nb_execution_mode = "off"  # the outputs are committed
+nb_mime_priority_overrides = [("*", "application/vnd.jupyter.widget-view+json", None)]  # there is no kernel
+
+add_module_names = False  # each page has its module as its title
+autodoc_inherit_docstrings = False  # a docstring of pytest's or torch's links to their pages
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+maximum_signature_line_length = 88
+numpydoc_show_class_members = False  # autodoc describes them
+toc_object_entries_show_parents = "hide"
+
+OTHERS = """annotated_types collections fastapi google grpc numpy opacus packaging pandas pathlib peft prometheus_client
+pydantic starlette time torch tqdm transformers types"""
+# Every name in a docstring or a signature leads somewhere, but for
+nitpick_ignore_regex = [
+    # what others define: offline there is no inventory of their pages
+    ("py:.*", rf"({'|'.join(OTHERS.split())})\..*"),
+    # protobuf's messages, a type variable, and what has no docstring of its own
+    ("py:class", r"plpkg\.residual\.wire\.(wire_pb2\..*|connection\.Result)"),
+    ("py:data", r"(.*\.)?[A-Z_]+"),
+    ("py:attr", r"address|users"),
+    # pieces of signatures that are no Python, for the default values that pydantic and PEFT give
+    ("py:class", r"(Min|Max)Len|[GL][et]|FailFast|FieldInfo|NoneType|PeftType|TaskType|dict\[str|t\.Any"),
+]
+
+
+def mathml(display: bool):
+    """What renders a formula: as MathML, which browsers show without a script; TeX that it cannot read is an error."""
+    from docutils import nodes
+    from math_core import LatexToMathML
+
+    convert = LatexToMathML(fancy_error=False).convert_with_local_state
+
+    def visit(translator, node):
+        translator.body.append(convert(node.astext(), displaystyle=display))
+        raise nodes.SkipNode
+
+    return visit, None
+
+
+def setup(app) -> None:
+    sys.path.insert(0, str(DOCS))
+    import pages
+
+    pages.write(Path(app.srcdir))
+    app.add_html_math_renderer("mathml", mathml(display=False), mathml(display=True))
+    app.connect("autodoc-process-docstring", pages.add_notebooks, priority=900)  # after numpydoc
+    app.connect("autodoc-skip-member", pages.skip_alias)
+    app.connect("missing-reference", pages.find_elsewhere)
