@@ -53,7 +53,7 @@ notebooks: install ## re-execute the notebooks in order and write their outputs 
 
 docs: install ## the documentation site, offline, into docs/_build/html
 	rm -rf docs/_build && mkdir -p docs/_build/source
-	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky --quiet --jobs 2 -c docs docs/_build/source docs/_build/html
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky --quiet --jobs 2 -c docs -d docs/_build/doctrees docs/_build/source docs/_build/html
 
 student: install ## the notebooks without outputs and solutions, for a class, into student/
 	$(BIN)/python notebooks/student.py student $(NOTEBOOKS)

@@ -44,14 +44,18 @@ nitpick_ignore_regex = [
 
 
 def mathml(display: bool):
-    """What renders a formula: as MathML, which browsers show without a script; TeX that it cannot read is an error."""
+    """What renders a formula: as MathML, which browsers show without a script."""
     from docutils import nodes
-    from math_core import LatexToMathML
+    from math_core import LatexError, LatexToMathML
+    from sphinx.util import logging
 
     convert = LatexToMathML(fancy_error=False).convert_with_local_state
 
     def visit(translator, node):
-        translator.body.append(convert(node.astext(), displaystyle=display))
+        try:
+            translator.body.append(convert(node.astext(), displaystyle=display))
+        except LatexError as error:
+            logging.getLogger(__name__).warning("%s in %s", error, node.astext(), location=node)
         raise nodes.SkipNode
 
     return visit, None
