@@ -1,6 +1,8 @@
 """The documentation site: ``make docs``. Sphinx reads what ``pages.py`` lays out in ``_build/source``."""
 
+import re
 import sys
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 DOCS = Path(__file__).parent
@@ -28,12 +30,11 @@ maximum_signature_line_length = 88
 numpydoc_show_class_members = False  # autodoc describes them
 toc_object_entries_show_parents = "hide"
 
-OTHERS = """annotated_types collections fastapi google grpc numpy opacus packaging pandas pathlib peft prometheus_client
-pydantic starlette time torch tqdm transformers types"""
+OTHERS = sorted({*sys.stdlib_module_names, *packages_distributions()} - {"plpkg"})
 # Every name in a docstring or a signature leads somewhere, but for
 nitpick_ignore_regex = [
     # what others define: offline there is no inventory of their pages
-    ("py:.*", rf"({'|'.join(OTHERS.split())})\..*"),
+    ("py:.*", rf"({'|'.join(map(re.escape, OTHERS))})\..*"),
     # protobuf's messages, a type variable, and what has no docstring of its own
     ("py:class", r"plpkg\.residual\.wire\.(wire_pb2\..*|connection\.Result)"),
     ("py:data", r"(.*\.)?[A-Z_]+"),
