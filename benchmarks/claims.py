@@ -8,8 +8,8 @@ By ``how`` and ``from`` of a row:
   table and section, or the table alone, for all of it; a query, or ``every row``; a column, or an expression in
   columns; then, in any order: ``by``, what the samples are (the rest, such as seeds, is averaged within each; the
   interval is Student's over them, of a ratio that of its linearisation); ``over`` or ``minus`` other rows of the table,
-  sample by sample; ``largest`` or ``smallest``, where several rows are chosen and are not samples; ``saved``, one minus
-  that; ``times`` a number. The column ``published`` says in the same words where in ``data/published`` the reported
+  sample by sample; ``within``, a column that has the half width of the interval; ``largest`` or ``smallest``, where
+  several rows are chosen and are not samples; ``saved``, one minus that; ``times`` a number. The column ``published`` says in the same words where in ``data/published`` the reported
   figure is.
 * ``tested``: a test of ``make check``; it is not run here.
 
@@ -481,7 +481,7 @@ def selected(source: str, read: Callable = MEASURED) -> Figure:
     """The figure that such words say, of a table in ``data/measured``."""
     rows, (query, column, *options) = chosen(source, read)
     asked = dict(option.partition(" ")[::2] for option in options)
-    unknown = set(asked) - {"by", "over", "minus", "largest", "smallest", "saved", "times"}
+    unknown = set(asked) - {"by", "over", "minus", "within", "largest", "smallest", "saved", "times"}
     if unknown or {"over", "minus"} <= set(asked):
         raise ValueError(f"cannot make that of rows: {source!r}")
 
@@ -506,6 +506,8 @@ def selected(source: str, read: Callable = MEASURED) -> Figure:
         other = values(asked["over"])
         figure = ours.mean() / other.mean()
         half = recorded.half_width(ours - figure * other) / abs(other.mean())
+    if "within" in asked:
+        half = rows.query(query)[asked["within"]].item()
     if "saved" in asked:
         figure = 1 - figure
     scale = float(asked.get("times", 1))
