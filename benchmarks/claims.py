@@ -9,8 +9,8 @@ By ``how`` and ``from`` of a row:
   columns; then, in any order: ``by``, what the samples are (the rest, such as seeds, is averaged within each; the
   interval is Student's over them, of a ratio that of its linearisation); ``over`` or ``minus`` other rows of the table,
   sample by sample; ``within``, a column that has the half width of the interval; ``largest`` or ``smallest``, where
-  several rows are chosen and are not samples; ``saved``, one minus that; ``times`` a number. The column ``published`` says in the same words where in ``data/published`` the reported
-  figure is.
+  several rows are chosen and are not samples; ``saved``, one minus that; ``times`` a number. The column ``published``
+  says in the same words where in ``data/published`` the reported figure is.
 * ``tested``: a test of ``make check``; it is not run here.
 
 Shares come out as per cent or points where that is the row's unit. A figure that differs from the file's by more
