@@ -18,9 +18,10 @@ def batch(segments, names, ax=None):
     def arrow(x, y, to, dashed=False):
         drawing.arrow(ax, (x, y), (to, y), dashed=dashed)
 
+    centred = {"ha": "center", "va": "center"}
     longest = max(segments, key=lambda segment: segment[1] - segment[0])
     block(1.6, 0, 2.4, tokens, colour="0.9")
-    ax.text(2.8, sum(longest[:2]) / 2, "$W$, read once\nfor all tokens", ha="center", va="center", color="0.2")
+    ax.text(2.8, sum(longest[:2]) / 2, "$W$, read once\nfor all tokens\n(dashed: past it)", **centred, color="0.2")
     for start, stop, index in segments:
         middle, colour = (start + stop) / 2, "0.75" if index is None else colours[index]
         for token in range(start, stop):
@@ -32,11 +33,11 @@ def batch(segments, names, ax=None):
         arrow(4.0, above, 7.15 if index is None else 6.5)
         if index is not None:  # its own way, past W
             below = middle + (stop - start) / 4
-            for x, to in ((1.05, 4.6), (5.0, 5.4), (5.8, 6.5)):
+            for x, to in ((1.05, 4.5), (5.1, 5.4), (6.0, 6.5)):
                 arrow(x, below, to, dashed=x < 2)
-            for x, name in ((4.6, "A"), (5.4, "B")):
-                block(x, middle, 0.4, stop - middle, f"${name}_{index}$", colour, min(11, 7 * (stop - start)))
-            ax.text(6.65, middle, "+", ha="center", va="center", fontsize=15)
+            for x, name in ((4.5, "A"), (5.4, "B")):  # all alike, as their ranks are
+                block(x, below - 0.3, 0.6, 0.6, f"${name}_{index}$", colour, 9)
+            ax.text(6.65, middle, "+", **centred, fontsize=15)
             arrow(6.8, middle, 7.15)
     for x, label in ((0.5, "$x$"), (5.2, "read for its tokens"), (7.7, "$y$")):
         ax.text(x, -0.2, label, ha="center", va="bottom")
@@ -73,8 +74,8 @@ def popularity(rows, ax=None):
     counts = {case: f"{count} adapter" if count == 1 else f"{count} adapters" for case, count in counts.items()}
     ax.set_xticks(range(len(table)), [f"{case}\n({counts[case]})" for case in table.index])
     ax.grid(False, axis="x")
-    ax.set(ylabel="tokens/s", ylim=(0, 1.35 * table.max().max()))
-    ax.legend(ncols=3, loc="upper center")
+    ax.set(ylabel="tokens/s")
+    ax.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
     return theme.describe(ax, "Tokens per second by popularity. " + "; ".join(
         f"{name}: {', '.join(f'{case} {value:.0f}' for case, value in table[name].items())}" for name in table
     ) + ".")  # fmt: skip
@@ -118,11 +119,12 @@ def writers(rows, ax=None):
         for j, value in enumerate(gain.loc[name]):
             looks = {"color": "white" if abs(value) > 0.5 * size else "black"}
             looks["fontweight"] = "bold" if value == gain.loc[name].max() else "normal"
-            ax.text(j, i, f"{value:+.2f}", ha="center", va="center", fontsize=9, **looks)
+            said = f"{value:+.2f}" if abs(value) >= 0.005 else "0.00"
+            ax.text(j, i, said, ha="center", va="center", fontsize=9, **looks)
     ax.set_xticks(range(len(gain.columns)), gain.columns, rotation=35, ha="right")
     ax.set_yticks(range(len(gain)), gain.index)
     ax.grid(False)
-    ax.set(xlabel="adapter of", ylabel="text of")
+    ax.set(xlabel="adapter of", ylabel="text of", title="bits per byte fewer than without (bold: the row's best)")
     right = sum(gain.loc[name].idxmax() == name for name in gain.index)
     return theme.describe(
         ax, f"Bits per byte below the backbone alone; for {right} of {len(gain)} writers their own adapter is the best."
