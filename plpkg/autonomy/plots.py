@@ -38,11 +38,12 @@ def pictures(images: Mapping[str, torch.Tensor], ax=None):
     ax.set_xticks([1.1 * k + 0.5 for k in range(len(images))], images)
     ax.set(xlim=(-0.05, 1.1 * len(images)), ylim=(-0.02, 1.02), yticks=[])
     ax.grid(False)
+    ax.spines[:].set_visible(False)
     return theme.describe(ax, f"Images beside each other: {', '.join(images)}.")
 
 
 def learning(transfers: Mapping[str, Transfer], ax=None):
-    """The loss on a person's own later data, step by step; a ring where learning should have stopped."""
+    """The loss on a person's own validation data, step by step; a ring where learning should have stopped."""
     ax, said = theme.axes(ax), []
     for (name, transfer), style in zip(transfers.items(), theme.styles(len(transfers)), strict=True):
         steps, losses = [row["step"] for row in transfer.log], [row["loss"] for row in transfer.log]
@@ -52,9 +53,9 @@ def learning(transfers: Mapping[str, Transfer], ax=None):
         said.append(
             f"{name} from {losses[0]:.2f} to {losses[best]:.2f} at step {steps[best]}, {losses[-1]:.2f} at last"
         )
-    ax.set(xlabel="steps", ylabel="loss on later data (nats a word)")
+    ax.set(xlabel="steps", ylabel="loss on validation text (nats a word)")
     ax.legend()
-    return theme.describe(ax, f"Loss on the person's later data: {'; '.join(said)}.")
+    return theme.describe(ax, f"Loss on the person's validation text: {'; '.join(said)}.")
 
 
 def schemes(rows, value: str, label: str, ax=None):
