@@ -5,7 +5,7 @@ from pathlib import Path
 from plpkg import theme, throughput
 
 theme.use()
-phone_alone = {"7B on the phone (reported, figure)": 8.1, "7B on the phone (reported, text)": 5.7}
+phone_alone = {"7B on the phone (reported, image)": 8.1, "7B on the phone (reported, text)": 5.7}
 ax = throughput.plots.against_rtt(("llama-2-7b", "llama-2-13b", "llama-30b"), phone_alone, accounting="figure")
 ax.set_title("Speed of a split model (computed)")
 path = Path(__file__).with_name("speed_against_rtt.png")

@@ -53,15 +53,15 @@ def split(ax=None):
 
 
 def systems(ax=None):
-    """Draw the four other systems: two sides each, with what is yours, what learns or is personal, and the rest."""
+    """Draw the four other systems: two sides each, with what is yours, what is made of it, and what others hold."""
     ax = drawing.canvas(14.4, 8.0, ax)
-    rest, personal, yours = drawing.colours(3)
+    others, made, yours = drawing.colours(3)
     panels = (  # the two sides; boxes by (column, row); arrows from one to another
         (
             "Locret",
             "device",
             "nobody else",
-            {(0, 0): ("your long text", yours), (0, 1): ("KV cache:\na budget of units", personal)},
+            {(0, 0): ("your long text", yours), (0, 1): ("KV cache:\na budget of units", made)},
             (((0, 0), (0, 1)),),
         ),
         (
@@ -70,8 +70,8 @@ def systems(ax=None):
             "who uses it",
             {
                 (0, 0): ("your text", yours),
-                (0, 1): ("gradients, clipped\nto C, and noise", personal),
-                (1, 1): ("weights", rest),
+                (0, 1): ("gradients, clipped\nto C, and noise", made),
+                (1, 1): ("weights", others),
             },
             (((0, 0), (0, 1)), ((0, 1), (1, 1))),
         ),
@@ -82,8 +82,8 @@ def systems(ax=None):
             {
                 (0, 0): ("your prompt", yours),
                 (0, 1): ("the answer", yours),
-                (1, 0): ("one backbone", rest),
-                (1, 1): ("your adapter,\nbeside others'", personal),
+                (1, 0): ("one backbone", others),
+                (1, 1): ("your adapter,\nbeside others'", made),
             },
             (((0, 0), (1, 0)), ((1, 0), (1, 1)), ((1, 1), (0, 1))),
         ),
@@ -93,8 +93,8 @@ def systems(ax=None):
             "cloud",
             {
                 (0, 0): ("your data", yours),
-                (0, 1): ("the last layer\nlearns", personal),
-                (1, 1): ("a model of\npublic data", rest),
+                (0, 1): ("the last layer\nlearns", made),
+                (1, 1): ("a model of\npublic data", others),
             },
             (((0, 0), (0, 1)), ((1, 1), (0, 1))),
         ),
@@ -130,13 +130,14 @@ def sequence_chart(messages: Iterable[Message], ax=None):
     for position, message in enumerate(messages):
         start, end, style = (0, 1, up) if message.direction == "up" else (1, 0, down)
         arrow = dict(arrowstyle="-|>", color=style["color"], linestyle=style["linestyle"], lw=1.6)
-        ax.annotate("", xy=(end, position + 0.25), xytext=(start, position - 0.25), arrowprops=arrow)
+        ax.annotate("", xy=(end, position + 0.15), xytext=(start, position - 0.15), arrowprops=arrow)
         where = "" if message.layer is None else f"layer {message.layer}: "
         shape = " × ".join(map(str, message.shape))
-        ax.text(0.5, position - 0.12, f"{where}{message.content}  ({shape})", ha="center", va="bottom", fontsize=9)
+        ax.text(0.5, position - 0.14, f"{where}{message.content}  ({shape})", ha="center", va="bottom", fontsize=11)
     ax.set(xlim=(-0.05, 1.05), ylim=(len(messages) - 0.3, -0.8), xticks=[0, 1], yticks=[])
     ax.set_xticklabels(["device", "cloud"], fontweight="bold")
     ax.set_ylabel("← time", labelpad=10)  # rotated, it points down
+    ax.figure.set_size_inches(7.2, 0.6 + 0.55 * len(messages))
     directions = [m.direction for m in messages]
     return theme.describe(
         ax,
@@ -184,9 +185,9 @@ def by_rank(
         ax.plot(list(counted), points, "o", color="black", mfc="none", ms=9, label="the same, counted from tensors")
     ends = low_rank(model, 1).total_bits - low_rank(model, 1, endpoints=False).total_bits
     lines = {
-        "the article's count, 1 projection": full_activations(model, 1, False),
+        "1 projection, as the article counts": full_activations(model, 1, False),
         "split LoRA, 3 projections and end points": full_activations(model, 3, True, baseline="actual"),
-        "the article's count, 3 projections, end points": full_activations(model, 3, True),
+        "3 projections down and up, end points": full_activations(model, 3, True),
     }
     for (label, traffic), line in zip(lines.items(), baselines, strict=True):
         ax.axhline(traffic.total_bits / 1e3, label=label, color=line["color"], linestyle=line["linestyle"])
@@ -241,7 +242,8 @@ def link_time(traffics: Mapping[str, Traffic], link: str | Link, ax=None):
     labels = {"uplink": "uplink", "downlink": "downlink", "round_trips": "round trips"}
     for (part, label), fill in zip(labels.items(), theme.fills(3), strict=True):
         ms = [1e3 * s[part] / traffic.tokens for s, traffic in zip(seconds, traffics.values(), strict=True)]
-        ax.barh(names, ms, left=left, label=label, **fill)
+        if any(ms):
+            ax.barh(names, ms, left=left, label=label, **fill)
         left = [a + b for a, b in zip(left, ms, strict=True)]
     for row, total in enumerate(left):
         ax.text(total, row, f" {total:.1f} ms", va="center")

@@ -67,10 +67,10 @@ class Traffic(results.Tabular):
 
     def rows(self) -> list[dict]:
         directions = {"uplink": self.uplink_bits, "downlink": self.downlink_bits, "total": self.total_bits}
-        return [
-            {"direction": name, "bits": n, "bytes": n / 8, "bits_per_token": n / self.tokens}
-            for name, n in directions.items()
-        ]
+        rows = [{"direction": name, "bits": n, "bytes": n / 8} for name, n in directions.items()]
+        if self.tokens != 1:
+            rows = [row | {"bits_per_token": row["bits"] / self.tokens} for row in rows]
+        return rows
 
     def __repr__(self) -> str:
         tokens = f" for {self.tokens} tokens" if self.tokens != 1 else ""

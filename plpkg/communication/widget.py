@@ -32,11 +32,12 @@ class Comparison:
 
 def compute(model: str, rank: int, link: str, endpoints: bool) -> Comparison:
     """Compare the traffic of one decoded token; arguments as in :func:`~plpkg.communication.low_rank`."""
+    ends = ", end points" if endpoints else ""
     traffics = {
         "low rank": low_rank(model, rank, endpoints=endpoints),
-        "the article's count": full_activations(model, 1, endpoints),
+        f"1 projection{ends}": full_activations(model, 1, endpoints),
         "split LoRA": full_activations(model, 3, endpoints, baseline="actual"),
-        "the article's count × 3": full_activations(model, 3, endpoints),
+        f"3 projections down and up{ends}": full_activations(model, 3, endpoints),
     }
     return Comparison(model, rank, link, traffics)
 
@@ -63,10 +64,10 @@ def draw(result: Comparison, ax):
     return plots.link_time(result.traffics, result.link, ax=ax)
 
 
-def links() -> ipywidgets.SelectionSlider:
+def links(value: str = "5g-published") -> ipywidgets.SelectionSlider:
     """A choice of the catalog's links, each shown with its round-trip time."""
     options = [(f"{link.name} ({1e3 * link.rtt_s:g} ms)", name) for name, link in catalog.links().items()]
-    return ipywidgets.SelectionSlider(options=options, value="5g-published", description="Link (its RTT)")
+    return ipywidgets.SelectionSlider(options=options, value=value, description="Link (its RTT)")
 
 
 def explorer() -> Explorer:
@@ -74,7 +75,7 @@ def explorer() -> Explorer:
     controls = {
         "model": ipywidgets.SelectionSlider(options=catalog.decoders(), value="llama-7b", description="Model"),
         "rank": ipywidgets.SelectionSlider(options=plots.RANKS, value=32, description="Rank (values)"),
-        "link": links(),
+        "link": links("5g"),
         "endpoints": ipywidgets.Checkbox(value=True, description="Count the end points"),
     }
     return Explorer(controls, compute, read_out, draw)

@@ -57,9 +57,9 @@ def roofline(measured, models: Sequence[str] = ("llama-2-7b", "llama-2-13b", "ll
     ax.set(xscale="log", yscale="log", xlim=(1e-3, 200), ylim=(0.5, 200))
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter("{x:g}")
-    ax.set_xlabel("positions at once, over those where computing takes as long as reading")
-    ax.set_ylabel("time, over reading all weights once")
-    ax.legend(loc="upper left")
+    ax.set_xlabel("positions (1 = where reading and computing take equally long)")
+    ax.set_ylabel("time (1 = reading the weights once)")
+    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
     said = "; ".join(f"{model} {y:.1f}" for model, y in zip(models, above, strict=True))
     return theme.describe(
         ax,
@@ -117,18 +117,18 @@ def breakdown(estimates: Mapping[str, Estimate], others: Mapping[str, float] | N
     ax = theme.axes(ax)
     names = list(estimates)
     others = others or {}
+    longest = max(1e3 / speed for speed in [*(e.tokens_per_s for e in estimates.values()), *others.values()])
     left = [0.0] * len(names)
     for term, fill in zip(TERMS, theme.fills(len(TERMS)), strict=True):
         ms = [1e3 * estimate.breakdown()[term] for estimate in estimates.values()]
         if any(ms):
-            ax.barh(names, ms, left=left, label=TERM_LABELS[term], **fill)
+            ax.barh(names, ms, left=left, label=_named(TERM_LABELS[term], ms, longest), **fill)
         left = [a + b for a, b in zip(left, ms, strict=True)]
     for row, (total, estimate) in enumerate(zip(left, estimates.values(), strict=True)):
         ax.text(total, row, f" {estimate.tokens_per_s:.1f} tokens/s", va="center")
     ax.barh(list(others), [1e3 / speed for speed in others.values()], color="0.6")
     for row, speed in enumerate(others.values(), start=len(names)):
         ax.text(1e3 / speed, row, f" {speed:.1f} tokens/s", va="center")
-    longest = max([*left, *(1e3 / speed for speed in others.values())])
     ax.invert_yaxis()
     ax.grid(False, axis="y")
     ax.set(xlabel="milliseconds per token", xlim=(0, 1.25 * longest))
@@ -141,10 +141,15 @@ def breakdown(estimates: Mapping[str, Estimate], others: Mapping[str, float] | N
     return theme.describe(ax, f"Stacked bars of the milliseconds of a token: {said}.")
 
 
+def _named(label: str, lengths: Sequence[float], longest: float) -> str:
+    """A bar's label in the legend; it says so where the bar is too thin to see."""
+    return label if max(lengths) > 0.005 * longest else f"{label}, too thin to see"
+
+
 def against_rtt(
     models: Sequence[str | ModelShape] = ("llama-2-7b", "llama-2-13b", "llama-30b"),
     phone_only: Mapping[str, float] | None = None,
-    marks: Sequence[str | Link] = ("lan", "wifi", "5g", "5g-us-2024"),
+    marks: Sequence[str | Link] = ("lan", "wifi", "5g", "5g-us-2024", "4g"),
     ax=None,
     **settings,
 ):
@@ -173,8 +178,8 @@ def against_rtt(
         ax.text(1e3 * link.rtt_s, top, f" {link.name}", rotation=90, va="top", ha="right", fontsize=9, color="0.3")
     ax.set(xscale="log", xlabel="round-trip time (ms)", ylabel="tokens per second", ylim=(0, top), xlim=(0.1, 100))
     ax.set_xticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
-    ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
-    ax.figure.set_size_inches(9.6, 4.2)
+    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
+    ax.figure.set_size_inches(7.2, 4.6)
     first = latency.against_rtt(models[:1], (0, 1, 33), **settings).iloc[0]
     return theme.describe(
         ax,
@@ -212,7 +217,7 @@ def phone_memory_bars(models: Sequence[str | ModelShape], rank: int = 128, limit
     shapes = latency.distinct(models)
     parts = [phone_memory(shape, rank, embedding=True) for shape in shapes]
     names = [shape.name for shape in shapes]
-    left = [0.0] * len(shapes)
+    left, longest = [0.0] * len(shapes), max(part.total_mb for part in parts)
     labels = {
         "lm_head_bytes": "LM head",
         "m_bytes": "M",
@@ -220,7 +225,7 @@ def phone_memory_bars(models: Sequence[str | ModelShape], rank: int = 128, limit
     }
     for (field, label), fill in zip(labels.items(), theme.fills(3), strict=True):
         mb = [getattr(part, field) / 1e6 for part in parts]
-        ax.barh(names, mb, left=left, label=label, **fill)
+        ax.barh(names, mb, left=left, label=_named(label, mb, longest), **fill)
         left = [a + b for a, b in zip(left, mb, strict=True)]
     for row, total in enumerate(left):
         ax.text(total, row, f" {total:.0f}", va="center")

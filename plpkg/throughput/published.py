@@ -3,10 +3,8 @@
 Source: the PrivateLoRA article and its images, in ``data/published/``.
 """
 
-import pandas as pd
-
 from plpkg import catalog
-from plpkg.throughput.estimate import ACCOUNTINGS, decode, prefill
+from plpkg.throughput.estimate import decode, prefill
 from plpkg.throughput.resources import phone_flops, phone_memory, whole_model_bytes, whole_model_flops
 from plpkg.throughput.score import score
 
@@ -26,23 +24,6 @@ def curves(stage: str):
     points["computed"] = [run.tokens_per_s for run in runs]
     points["difference_percent"] = 100 * (points["computed"] / points["tokens_per_s"] - 1).abs()
     return points
-
-
-def headline_speeds():
-    """Decoding as article, abstract and demo report it, beside both accountings: tokens per second, or a share."""
-    claims = catalog.published("private_lora_claims").set_index(["claim", "model"])["value"]
-    rows = {}
-
-    def add(what: str, claim: str, model: str, rank: int, quantity: str) -> None:
-        computed = {name: getattr(decode(model, rank, name), quantity) for name in ACCOUNTINGS}
-        rows[what] = {"reported": claims[claim, model]} | computed
-
-    for model in claims["decode_tokens_per_s"].index:
-        add(f"{model}, tokens/s", "decode_tokens_per_s", model, 64, "tokens_per_s")
-    for rank in (64, 32):
-        add(f"over 80 % of an A100, 33B: rank {rank}", "gpu_fraction_above", "llama-30b", rank, "gpu_fraction")
-    add("demo, 7B, loopback, tokens/s", "demo_tokens_per_s", "llama-2-7b", 128, "tokens_per_s")
-    return pd.DataFrame(rows).T
 
 
 def resources():

@@ -64,6 +64,8 @@ def test_link_time_stacks_the_seconds_of_the_link():
     assert [bar.get_width() for bar in ax.patches] == pytest.approx([1e3 * s for s in traffic.seconds("5g").values()])
     assert ax.get_xlabel() == "milliseconds per token on 5g"
     assert "split 1129.4 ms" in theme.alt(ax.figure)
+    without = plots.link_time({"split": traffic}, "5g-published")
+    assert [text.get_text() for text in without.get_legend().get_texts()] == ["uplink", "downlink"]
 
 
 def test_an_existing_axes_is_used():

@@ -26,3 +26,5 @@ def test_negative_delay_is_refused():
 def test_repr_and_table():
     assert repr(TRAFFIC) == "Traffic: 6 kbit up + 1 kbit down = 7 kbit, 3 round trips for 2 tokens"
     assert TRAFFIC.to_frame()["bits"].tolist() == [6_000, 1_000, 7_000]
+    assert TRAFFIC.to_frame()["bits_per_token"].tolist() == [3_000, 500, 3_500]
+    assert "bits_per_token" not in Traffic(6_000, 1_000, 3).to_frame()

@@ -13,6 +13,17 @@ def test_compute_and_read_out():
     assert "1089.0 for 33 round trips" in text
 
 
+def test_a_baseline_says_whether_it_has_the_end_points():
+    bare, whole = (widget.compute("llama-7b", 32, "5g", endpoints).traffics for endpoints in (False, True))
+    assert list(bare) == ["low rank", "1 projection", "split LoRA", "3 projections down and up"]
+    assert bare["1 projection"].total_bits == 4_194_304
+    assert whole["1 projection, end points"].total_bits == 4_194_304 + 131_072
+
+
+def test_it_starts_where_round_trips_take_time():
+    assert widget.explorer().result.milliseconds("low rank") > 1000
+
+
 def test_a_link_shows_its_round_trip_time():
     assert ("wifi (1 ms)", "wifi") in widget.links().options
 

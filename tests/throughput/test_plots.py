@@ -60,3 +60,8 @@ def test_phone_memory_bars():
     ax = plots.phone_memory_bars(["llama-2-7b", "gpt2"], 128, limit_mb=491.9)
     assert sum(bar.get_width() for bar in ax.patches[0::2]) == pytest.approx(527.43, abs=0.01)
     assert "llama-2-7b 527" in theme.alt(ax.figure)
+    said = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert [label.endswith(", too thin to see") for label in said] == [False, False, False]
+    assert "M, too thin to see" in [
+        text.get_text() for text in plots.phone_memory_bars(["llama-3.1-8b"]).get_legend().get_texts()
+    ]
