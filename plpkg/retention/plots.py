@@ -6,15 +6,41 @@ from plpkg import drawing, theme
 from plpkg.recorded import half_width
 from plpkg.retention.tasks import FIRST_KEY, FIRST_VALUE
 
+METHODS = ("Locret", "SnapKV", "H2O", "oracle", "SirLLM", "sink + recent", "key norm", "random")
+STYLES = dict(zip(METHODS, theme.styles(len(METHODS)), strict=True))
+STYLES["full"] = {"color": "0", "linestyle": "-", "marker": "x"}
+"""One style for a method in every figure: a case has that of the method in its name, or else the full cache's."""
+
+VARIANTS = ({}, {"linestyle": "--", "markerfacecolor": "white"}, {"linestyle": ":", "fillstyle": "left"})
+"""What tells a method's second and third line in one figure from its first."""
+
 LOOKUPS = {
-    "asked last, Locret": "asked last: Locret",
-    "asked last, random": "asked last: random",
-    "asked first, Locret": "asked first: Locret",
-    "asked first, Locret, protected": "asked first, question protected: Locret",
-    "asked first, random, protected": "asked first, question protected: random",
-    "asked last, oracle": "asked last: an oracle that knows the question",
+    "asked last, Locret": "Locret, asked last",
+    "asked first, Locret, protected": "Locret, asked first, protected",
+    "asked first, Locret": "Locret, asked first",
+    "asked last, random": "random, asked last",
+    "asked first, random, protected": "random, asked first, protected",
+    "asked last, oracle": "oracle, asked last",
 }
 """The cases of the section "lookup" that are drawn, and what the legend calls them."""
+
+SPACES = {
+    "O(n²): whole prompt": "full cache, whole prompt: O(n²)",
+    "O(B·n): chunks of 64": "full cache, chunks of 64: O(B·n)",
+    "O(n/c): chunks, 2 bit": "full cache, chunks of 64, 2 bit: O(B·n + n/c)",
+    "O(1): chunks, 128 units": "sink + recent, chunks of 64, 128 units: O(1)",
+}
+"""The cases of the section "space", and what the legend calls them."""
+
+
+def styles(cases) -> dict[str, dict]:
+    """The line style of each case: its method's, and a variant of it where the figure has several of one method."""
+    found, seen = {}, []
+    for case in cases:
+        method = next((name for name in STYLES if name in case), "full")
+        found[case] = STYLES[method] | VARIANTS[seen.count(method)]
+        seen.append(method)
+    return found
 
 
 def mechanism(ax=None):
@@ -32,32 +58,33 @@ def mechanism(ax=None):
         drawing.arrow(ax, (8.9, y), (9.6, y))
         drawing.note(ax, 9.7, y, goal, 10, ha="left")
     drawing.arrow(ax, (6.5, 2.95), (6.5, 2.5))
-    drawing.lane(ax, 0, 2.95, 6.9, 3.5, "b kept units, and the chunk's")
+    drawing.lane(ax, 0, 2.95, 6.9, 3.5, "b kept units | the chunk's")
     drawing.lane(ax, 7.9, 2.95, 4.1, 3.5, "the best b")
     for row, (scores, best) in enumerate(CUT):
         y = 3.75 + 0.9 * row
-        drawing.note(ax, 0.6, y + 0.35, f"head {row}", 9)
+        drawing.note(ax, 0.65, y + 0.35, f"KV head {row}", 9)
         for i, score in enumerate(scores):
-            x, colour = 1.2 + 0.56 * i, kept if i < 6 else chunk
+            x, colour = (1.3 + 0.52 * i, kept) if i < 6 else (1.6 + 0.52 * i, chunk)
             if i in best:
-                drawing.box(ax, x, y, 0.55, 0.7, str(score), colour)
+                drawing.box(ax, x, y, 0.51, 0.7, str(score), colour)
             else:
-                drawing.box(ax, x, y, 0.55, 0.7, colour="0.82")
-                drawing.note(ax, x + 0.28, y + 0.35, str(score), 10)
+                drawing.box(ax, x, y, 0.51, 0.7, colour="0.82")
+                drawing.note(ax, x + 0.26, y + 0.35, str(score), 10)
         for place, i in enumerate(best):
             drawing.box(ax, 8.3 + 0.56 * place, y, 0.55, 0.7, str(scores[i]), kept if i < 6 else chunk)
+    ax.plot([4.56, 4.56], [3.65, 5.45], color="0.25", lw=1.2, linestyle="--")
     drawing.arrow(ax, (6.9, 4.55), (7.9, 4.55), "cut")
-    drawing.arrow(ax, (6.5, 5.95), (6.5, 5.4))
-    drawing.note(ax, 6.35, 5.95, "stabilizer: stays, whatever its score", ha="right")
+    drawing.arrow(ax, (6.53, 5.95), (6.53, 5.4))
+    drawing.note(ax, 6.38, 5.95, "stabilizer: stays, whatever its score", ha="right")
     drawing.note(ax, 9.95, 5.85, "the next chunk\ncomes behind these")
-    drawing.note(ax, 6, 6.78, "Numbers are scores, grey units go. Each head has its own scores and its own units.")
-    drawing.note(ax, 6, 7.2, "A local tail: the prompt's last tokens run after the last cut, and stay whole.")
+    drawing.note(ax, 6, 6.78, "Numbers are scores, grey units go. Each KV head has its own scores and units.")
+    drawing.note(ax, 6, 7.2, "A local tail: the prompt's last tokens run after the last cut, and are not cut.")
     after = " and ".join(str([scores[i] for i in best]) for scores, best in CUT)
     return theme.describe(
         ax,
         "A chunk gives queries, keys and values. Attention takes them, with the cache's units, to the next layer; a "
-        "retaining head beside it gives each unit a score. Two heads hold six kept units and four of the chunk, with a "
-        f"score each. The cut leaves six, {after}: the best, and the last one, a stabilizer, whatever its score.",
+        "retaining head beside it gives each unit a score. Two KV heads hold six kept units and four of a chunk, each "
+        f"with a score. The cut leaves six, {after}: the best, and the last one, a stabilizer, whatever its score.",
     )
 
 
@@ -91,21 +118,22 @@ def by_case(rows, value: str = "accuracy"):
 
 def space(rows, ax=None):
     """The peak of live memory while a prompt is read, by class of method: the section "space"."""
-    table, title = by_case(rows, "live_kib") / 1024, "4 layers of width 128, eager attention"
-    return _lines(table, ax, "tokens of the prompt", "peak beside the weights (MiB)", title, log="xy")
+    table, title = by_case(rows, "live_kib").rename(index=SPACES) / 1024, "4 layers of width 128, eager attention"
+    return _lines(table, ax, "tokens of the prompt", "peak without the weights (MiB)", title, log="xy")
 
 
 def budget(rows, ax=None):
     """Accuracy by budget and scorer, with 95 % intervals over models: the section "budget"."""
     ax = theme.axes(ax)
     shares = 100 * rows.dropna(subset="x").groupby(["case", "x"], sort=False)["of_full"].agg(["mean", half_width])
-    cases = list(shares.index.unique("case"))
-    for case, style in zip(cases, theme.styles(len(cases)), strict=True):
+    cases = styles(shares.index.unique("case"))
+    for case, style in cases.items():
         points = shares.loc[case]
         ax.errorbar(points.index, points["mean"], yerr=points["half_width"], label=case, capsize=2, **style)
     _powers_of_two(ax, sorted(shares.index.unique("x")))
-    ax.set(xlabel="units that each head keeps, of 129", ylabel="% of the full cache's accuracy", ylim=(0, 108))
-    ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    ax.set(xlabel="units that each KV head keeps, of 129", ylabel="% of the full cache's accuracy", ylim=(0, 108))
+    ax.set_title("pairs in noise, chunks of 32; bars: 95 % over five models")
+    _legend_below(ax, 4)
     with_16 = shares["mean"].xs(16, level="x")
     said = "; ".join(f"{case} {value:.0f} %" for case, value in with_16.items())
     return theme.describe(ax, f"Accuracy against budget for {len(cases)} scorers. With 16 units: {said}.")
@@ -116,13 +144,12 @@ def asked(rows, ax=None):
     table = 100 * by_case(rows)
     xlabel = f"tokens of a chunk ({table.columns[-1]}: the prompt at once)"
     title = f"pairs in noise, then a question: 16 units of {table.columns[-1]}"
-    ax, level = (
-        _lines(table, ax, xlabel, "accuracy (%)", title, log="x"),
-        100 * rows["accuracy"][rows["x"].isna()].item(),
-    )
-    ax.axhline(level, color="0.4", lw=1, linestyle="--")
-    ax.text(ax.get_xlim()[0], level, " full cache", va="bottom", fontsize=9)
-    return theme.describe(ax, f"{ax.alt_text} Dashed, the full cache: {level:.3g}.")
+    ax = _lines(table, ax, xlabel, "accuracy (%)", title, log="x")
+    level = 100 * rows["accuracy"][rows["x"].isna()].item()
+    ax.axhline(level, color=STYLES["full"]["color"], lw=1, zorder=1)
+    ax.text(table.columns[1], level, "full cache", ha="center", va="top", fontsize=9)
+    ax.set_ylim(0, 100)
+    return theme.describe(ax, f"{ax.alt_text} A line across, the full cache: {level:.3g}.")
 
 
 def lengths(rows, contracts, ax=None):
@@ -136,8 +163,8 @@ def lengths(rows, contracts, ax=None):
 def text(rows, ax=None):
     """How much better or worse than chance each method goes on with a text, with 95 % intervals: the section "text"."""
     ax, rows = theme.axes(ax), rows[rows["x"].notna() & (rows["case"] != "random")]
-    cases, budgets = list(rows["case"].unique()), sorted(rows["x"].unique())
-    for k, (case, style) in enumerate(zip(cases, theme.styles(len(cases)), strict=True)):
+    cases, budgets = styles(rows["case"].unique()), sorted(rows["x"].unique())
+    for k, (case, style) in enumerate(cases.items()):
         points = rows[rows["case"] == case].set_index("x").loc[budgets]
         places = [i + (k - (len(cases) - 1) / 2) / (len(cases) + 2) for i in range(len(budgets))]
         nats, half = points["over_random"], points["half_width"]
@@ -147,9 +174,9 @@ def text(rows, ax=None):
     ax.axhline(0, color="0.4", lw=1, linestyle="--")
     ax.set_xticks(range(len(budgets)), [f"{budget:.0f}" for budget in budgets])
     ax.grid(False, axis="x")
-    ax.set(xlabel="units that each head keeps, of 384", ylabel="perplexity over that of random scores (%)")
-    ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
-    ax.figure.set_size_inches(8.6, 4.2)
+    ax.set(xlabel="units that each KV head keeps, of 384", ylabel="change of perplexity\nagainst random scores (%)")
+    ax.set_title("plpkg-small goes on with 32 texts; bars: 95 %")
+    _legend_below(ax, 6)
     apart = rows[rows["over_random"].abs() > rows["half_width"]]
     told = "; ".join(
         f"{e.case} with {e.x:.0f} units ({100 * np.expm1(e.over_random):.1f} %)" for e in apart.itertuples()
@@ -161,14 +188,16 @@ def text(rows, ax=None):
 def speed(rows, ax=None):
     """Tokens per second by length, full attention and Locret: the section "speed"."""
     table, title = by_case(rows, "tokens_per_s"), "12 layers × 768, 2,048 units, one thread"
-    return _lines(table, ax, "tokens of the prompt", "tokens per CPU second", title, log="x")
+    ax = _lines(table, ax, "tokens of the prompt", "tokens per CPU second", title, log="x")
+    ax.set_ylim(bottom=0)
+    return ax
 
 
 def lookup(rows, ax=None):
     """Accuracy by budget, for the question after the text and before it: the section "lookup"."""
     table, xlabel = (
         100 * by_case(rows).loc[list(LOOKUPS)].rename(index=LOOKUPS),
-        "units that each head keeps, of 33 or 35",
+        "units that each KV head keeps, of 33 or 35",
     )
     return _lines(table, ax, xlabel, "accuracy (%)", "16 pairs, one asked for")
 
@@ -187,10 +216,10 @@ def labels_and_scores(labels, predicted, ids, ax=None):
     ids, labels, predicted = (np.asarray(x) for x in (ids, labels, predicted))
     keys = (ids >= FIRST_KEY) & (ids < FIRST_VALUE)
     values = np.roll(keys, 1)
-    styles = theme.styles(2)
-    for name, shown, style in (("label", labels, styles[0]), ("predicted", predicted, styles[1])):
-        ax.plot(shown, label=name, color=style["color"], linestyle=style["linestyle"], lw=1)
-    ax.plot(np.flatnonzero(values), labels[values], "o", color=styles[0]["color"], mfc="none", label="value of a pair")
+    label, score = STYLES["oracle"]["color"], STYLES["Locret"]["color"]
+    ax.plot(labels, label="label", color=label, lw=1)
+    ax.plot(predicted, label="predicted", color=score, linestyle="--", lw=1)
+    ax.plot(np.flatnonzero(values), labels[values], "o", color=label, mfc="none", label="value of a pair")
     ax.set(xlabel="position", ylabel="attention logit", title="layer 0, KV head 0, one prompt")
     ax.legend()
     gap = labels[values].mean() - labels[~values].mean()
@@ -211,19 +240,19 @@ def kept(log, layer: int = 0, head: int = 0, row: int = 0, marked=(), ax=None):
     layer, head, row
         Which; ``row`` of the batch.
     marked
-        Positions to mark with a line.
+        Positions to mark in grey.
     """
     if any(step.kept is None for step in log):
         raise ValueError("this log has no positions: read with chunked_prefill(…, log_positions=True)")
     ax = theme.axes(ax)
     for position in marked:
-        ax.axvline(int(position), color="0.6", lw=0.8, zorder=0.5)
-    colour = theme.styles(1)[0]["color"]
+        ax.axvspan(int(position) - 0.5, int(position) + 0.5, color="0.85")
+    colour = STYLES["Locret"]["color"]
     for number, step in enumerate(log, start=1):
-        ax.barh(number, step.stop, left=0, height=0.9, color="0.92", zorder=0.2)
+        ax.hlines(number, 0, step.stop - 1, color="0.6", lw=0.8, zorder=0.5)
         ax.plot(step.kept[layer, row, head], np.full(step.after, number), "s", ms=3, color=colour)
-    ax.set(xlabel="position in the text (grey: read so far)", ylabel="after chunk", ylim=(len(log) + 0.6, 0.4))
-    ax.set_title(f"layer {layer}, head {head}")
+    ax.set(xlabel="position (grey: the values; line: read so far)", ylabel="after chunk", ylim=(len(log) + 0.6, 0.4))
+    ax.set_title(f"layer {layer}, KV head {head}")
     ax.set_yticks(range(1, len(log) + 1))
     ax.grid(False)
     last = sorted(int(p) for p in log[-1].kept[layer, row, head])
@@ -239,10 +268,14 @@ def _powers_of_two(ax, values) -> None:
     ax.minorticks_off()
 
 
+def _legend_below(ax, columns: int) -> None:
+    ax.figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=columns)
+
+
 def _lines(table, ax, xlabel: str, ylabel: str, title: str = "", log: str = ""):
     ax = theme.axes(ax)
-    for (case, row), style in zip(table.iterrows(), theme.styles(len(table)), strict=True):
-        points = row.dropna()
+    for case, style in styles(table.index).items():
+        points = table.loc[case].dropna()
         ax.plot(points.index, points.values, label=case, **style)
     if "x" in log:
         _powers_of_two(ax, table.columns)
@@ -250,8 +283,7 @@ def _lines(table, ax, xlabel: str, ylabel: str, title: str = "", log: str = ""):
         ax.set_yscale("log")
     ax.set(xlabel=xlabel, ylabel=ylabel, title=title)
     if len(table) > 4:
-        ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
-        ax.figure.set_size_inches(8.6, 4.2)
+        _legend_below(ax, 3)
     else:
         ax.legend()
     said = "; ".join(

@@ -9,7 +9,7 @@ import torch
 
 from plpkg import theme
 from plpkg.explorer import Explorer
-from plpkg.retention import scorers, tiny
+from plpkg.retention import plots, scorers, tiny
 from plpkg.retention.eviction import Log
 from plpkg.retention.labels import cis_labels
 from plpkg.retention.prefill import chunked_prefill
@@ -87,7 +87,7 @@ def read_out(kept: Kept) -> str:
     """The result in words."""
     return (
         f"{kept.scorer}, {kept.budget} units, {kept.stabilizers} stabilizers: {kept.right} of {kept.asked} values "
-        f"found; at most {kept.log.peak} units in a head, {kept.log[-1].after} of {LENGTH + 1} tokens at the end."
+        f"found; at most {kept.log.peak} units in a KV head, {kept.log[-1].after} of {LENGTH + 1} tokens at the end."
     )
 
 
@@ -96,18 +96,16 @@ def draw(kept: Kept, ax):
     by_layer = kept.log[-1].kept[:, 0]  # (layers, kv_heads, kept)
     prompt = example().prompt[0].numpy()
     values = np.flatnonzero(np.roll((prompt >= FIRST_KEY) & (prompt < FIRST_VALUE), 1))
-    colour = theme.styles(1)[0]["color"]
+    colour = plots.STYLES[kept.scorer]["color"]
     for value in values:
         ax.axvspan(value - 0.5, value + 0.5, color="0.85")
     names = []
     for layer, heads in enumerate(by_layer):
         for head, units in enumerate(heads):
             ax.plot(units, np.full(len(units), len(names)), "s", ms=4, color=colour)
-            names.append(f"layer {layer}, head {head}")
+            names.append(f"layer {layer}, KV head {head}")
     ax.set_yticks(range(len(names)), names)
-    ax.set(
-        xlim=(-1, LENGTH + 1), ylim=(len(names) - 0.5, -0.5), xlabel="position (grey: the values that are asked for)"
-    )
+    ax.set(xlim=(-1, LENGTH + 1), ylim=(len(names) - 0.5, -0.5), xlabel="position (grey: the values)")
     ax.grid(False)
     chosen = f"{kept.scorer}, {kept.budget} units, {kept.stabilizers} stabilizers"
     ax.set_title(f"{chosen}: {kept.right} of {kept.asked} found")
@@ -115,7 +113,7 @@ def draw(kept: Kept, ax):
         name: len(set(values) & set(units.tolist())) for name, units in zip(names, by_layer.flatten(0, 1), strict=True)
     }
     said = ", ".join(f"{name} {count}" for name, count in held.items())
-    return theme.describe(ax, f"The units that each head kept; of the {len(values)} values: {said}.")
+    return theme.describe(ax, f"The units that each KV head kept; of the {len(values)} values: {said}.")
 
 
 def explorer() -> Explorer:

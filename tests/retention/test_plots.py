@@ -32,6 +32,15 @@ def test_lines_are_the_rows(plot, column, factor):
     assert plot(rows, ax) is ax
 
 
+def test_a_method_looks_the_same_in_every_figure():
+    looks = plots.styles(["full cache", "Locret, 16 units", "Locret, 32 units", "H2O, a quarter recent"])
+    assert looks["Locret, 16 units"] == plots.styles(["random", "Locret"])["Locret"] == plots.STYLES["Locret"]
+    assert looks["Locret, 32 units"]["color"] == looks["Locret, 16 units"]["color"]
+    assert looks["Locret, 32 units"] != looks["Locret, 16 units"]
+    assert looks["H2O, a quarter recent"] == plots.STYLES["H2O"]
+    assert looks["full cache"] == plots.styles(["full attention"])["full attention"] == plots.STYLES["full"]
+
+
 def test_lengths_have_the_line_of_original_positions():
     rows = ROWS.rename(columns={"value": "accuracy"})
     contracts = pd.DataFrame([dict(case=c, x=x, accuracy=x / 64) for c in ("reassigned", "original") for x in (16, 32)])
@@ -64,7 +73,7 @@ def test_the_mechanism_cuts_by_the_scores_that_it_shows():
         kept = keep_indices(torch.tensor(scores, dtype=torch.float)[None, None], 6, stabilizers=1)
         assert kept.flatten().tolist() == list(best)
     ax = plots.mechanism()
-    assert {"head 0", "head 1", "retaining head"} <= {text.get_text() for text in ax.texts}
+    assert {"KV head 0", "KV head 1", "retaining head"} <= {text.get_text() for text in ax.texts}
     assert "a stabilizer, whatever its score" in theme.alt(ax.figure)
 
 
@@ -88,7 +97,7 @@ def test_budget_has_the_intervals_of_its_models():
 def test_lookup_shows_its_cases():
     rows = pd.DataFrame([dict(case=case, x=8, accuracy=i / 8) for i, case in enumerate(plots.LOOKUPS)])
     drawn = {line.get_label(): list(line.get_ydata()) for line in plots.lookup(rows).lines}
-    assert drawn["asked first, question protected: Locret"] == [37.5]
+    assert drawn["Locret, asked first, protected"] == [12.5]
 
 
 def test_labels_and_scores_marks_the_values():
@@ -107,7 +116,7 @@ def test_kept_shows_each_chunks_units():
     ]  # fmt: skip
     assert "at the end [0, 1, 2, 3, 18, 19]" in theme.alt(ax.figure)
     marked = plots.kept(log, marked=[3, 8])
-    assert [list(line.get_xdata()) for line in marked.lines[:2]] == [[3, 3], [8, 8]]
+    assert [patch.get_x() for patch in marked.patches] == [2.5, 7.5]
 
 
 def test_a_log_without_positions_is_told_so():

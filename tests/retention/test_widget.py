@@ -42,4 +42,4 @@ def test_the_figure_shows_every_head():
     widget.draw(kept, ax)
     assert [line.get_xdata().tolist() for line in ax.lines] == kept.log[-1].kept.flatten(0, 2).tolist()
     assert len(ax.patches) == 6
-    assert "layer 1, head 1" in theme.alt(ax.figure)
+    assert "layer 1, KV head 1" in theme.alt(ax.figure)
