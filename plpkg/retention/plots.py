@@ -132,7 +132,7 @@ def budget(rows, ax=None):
         ax.errorbar(points.index, points["mean"], yerr=points["half_width"], label=case, capsize=2, **style)
     _powers_of_two(ax, sorted(shares.index.unique("x")))
     ax.set(xlabel="units that each KV head keeps, of 129", ylabel="% of the full cache's accuracy", ylim=(0, 108))
-    ax.set_title("pairs in noise, chunks of 32; bars: 95 % over five models")
+    ax.set_title("128 prompts, chunks of 32; bars: 95 % over five models")
     _legend_below(ax, 4)
     with_16 = shares["mean"].xs(16, level="x")
     said = "; ".join(f"{case} {value:.0f} %" for case, value in with_16.items())
