@@ -7,34 +7,55 @@ from collections.abc import Sequence
 
 from plpkg import drawing, theme
 from plpkg.recorded import half_width
+from plpkg.residual.cost import device_cost
+from plpkg.residual.parts import split
 
-SCHEMES = (
-    "plain",
-    "lookup and public counts",
-    "the cloud's backbone guesses",
-    "one layer late, folded",
-    "two layers, folded, public counts",
-    "ladder",
-    "ladder, cloud ahead",
-)
-"""Those of ``residual_trips`` that are compared: M in all layers, and each way out."""
+SCHEMES = {
+    "plain": "M r=48 at down",
+    "lookup and public counts": "M, drafts from public counts",
+    "the cloud's backbone guesses": "M, drafts from the backbone",
+    "one layer late, folded": "M one layer late, folded",
+    "two layers, folded, public counts": "M in two layers, folded, drafts",
+    "ladder": "ladder",
+    "ladder, cloud ahead": "ladder, drafts from the backbone",
+}
+"""Those of ``residual_trips`` that are compared, and what they are called: M in all layers, and each way out."""
+
+FORMS = {
+    "no adapter": "-",
+    "LoRA r=16 at down": "learned",
+    "M r=64 at q, k, v": "a seed",
+    "M r=48 at down": "own text",
+    "M r=64 at all seven": "a seed",
+    "ladder": "public text",
+    "ladder, 512 units": "public text",
+    "own counts": "-",
+}
+"""What can be personal, and where its A and B come from."""
 
 PAIRS = (
-    ("M r=64 at q, k, v", "LoRA at q, k, v"),
-    ("M r=48 at down", "LoRA at down"),
-    ("ladder", "LoRA at down"),
-    ("ladder 512", "LoRA at down"),
-    ("LoRA at down", "LoRA at q, k, v"),
-    ("counts", "LoRA at down"),
+    ("M r=64 at q, k, v", "LoRA r=16 at q, k, v"),
+    ("M r=48 at down", "LoRA r=16 at down"),
+    ("ladder", "LoRA r=16 at down"),
+    ("ladder, 512 units", "LoRA r=16 at down"),
+    ("LoRA r=16 at down", "LoRA r=16 at q, k, v"),
+    ("own counts", "LoRA r=16 at down"),
 )
-"""Whose gains are compared; LoRA has rank 16."""
+"""Whose gains are compared."""
 
 NAMES = {
-    "LoRA q k v r=16": "LoRA at q, k, v",
-    "LoRA down r=16": "LoRA at down",
+    "none": "no adapter",
+    "LoRA q k v r=16": "LoRA r=16 at q, k, v",
+    "LoRA down r=16": "LoRA r=16 at down",
     "PrivateLoRA q k v r=64": "M r=64 at q, k, v",
+    "PrivateLoRA r=64": "M r=64 at q, k, v",
     "PrivateLoRA down r=48, gradient": "M r=48 at down",
+    "all layers": "M r=48 at down",
+    "PrivateLoRA r=64, all 7 projections": "M r=64 at all seven",
+    "ladder 512": "ladder, 512 units",
+    "counts": "own counts",
 }
+"""The forms' names in the recorded tables."""
 
 
 def layer(ax=None):
@@ -56,8 +77,8 @@ def layer(ax=None):
     drawing.box(ax, 7.8, 4.85, 1.4, 0.75, "norm")
     drawing.arrow(ax, (2.2, 1.175), (8.5, 1.175), "word embedding: d numbers")
     drawing.arrow(ax, (8.5, 2.68), (7.2, 2.68))
-    drawing.arrow(ax, (6.3, 2.68), (1.85, 2.68), "$u = A\\,x$: r numbers", colour=private)
-    drawing.arrow(ax, (1.85, 3.88), (6.3, 3.88), "$v = M\\,u$: r numbers", colour=private)
+    drawing.arrow(ax, (6.3, 2.68), (1.85, 2.68), "$u = A\\,x$: r numbers each for q, k, v", colour=private)
+    drawing.arrow(ax, (1.85, 3.88), (6.3, 3.88), "$v = M\\,u$: r numbers each for q, k, v", colour=private)
     drawing.arrow(ax, (7.2, 3.88), (8.3, 3.88))
     drawing.arrow(ax, (8.5, 1.175), (8.5, 2.95))
     drawing.arrow(ax, (8.5, 3.55), (8.5, 3.75))
@@ -69,9 +90,9 @@ def layer(ax=None):
     drawing.note(ax, 8.5, 3.89, "+", size=14)
     return theme.describe(
         ax,
-        "One token's way: the device sends its word embedding; in each layer the cloud sends u = A x, the device "
-        "answers v = M u, and the cloud adds B v to W x; the final hidden state goes down to the device's LM head. KV "
-        "cache, W, A, B and norm are in the cloud; embedding, M and LM head on the device.",
+        "One token's way: the device sends its word embedding; in each layer the cloud sends u = A x, r numbers each for "
+        "q, k and v, the device answers v = M u, and the cloud adds B v to W x; the final hidden state goes down to the "
+        "device's LM head. KV cache, W, A, B and norm are in the cloud; embedding, M and LM head on the device.",
     )
 
 
@@ -125,7 +146,7 @@ def by_scheme(trips, quality, facts, imitation):
     Returns
     -------
     pandas.DataFrame
-        By scheme, of :data:`SCHEMES`: ``tokens_per_s``; ``round_trips`` and ``bytes`` of a token; ``gain``, as a share
+        By scheme, of :data:`SCHEMES`: ``tokens_per_s``; ``round_trips`` of a token; ``gain``, as a share
         of that of an adapter in all layers, means over writers and orders, with ``gain_ci``, the half-width of the
         95 % interval over the writers of the difference to it, as such a share; ``facts`` of forty;
         ``device_parameters``, the weights on the device; ``stolen``, the gain of the cloud's copy as a share of the
@@ -139,49 +160,53 @@ def by_scheme(trips, quality, facts, imitation):
     adapter, ahead = table["adapter"], table["draft_tokens"] > 0
     seen = adapter.str.startswith("ladder").map({True: "sampled", False: "answers"})
     seen = seen.mask(ahead & (seen == "sampled"), "sampled, known times")
-    columns = {"trips_per_token": "round_trips", "bytes_per_token": "bytes"}
     return (
-        table[["tokens_per_s", *columns, "device_parameters"]]
-        .rename(columns=columns)
+        table[["tokens_per_s", "trips_per_token", "device_parameters"]]
+        .rename(columns={"trips_per_token": "round_trips"}, index=SCHEMES)
         .assign(
-            gain=adapter.map(mean / mean["all layers"]),
-            gain_ci=adapter.map(difference / mean["all layers"]),
-            facts=adapter.map(facts.set_index("method")["right"].astype(int)),
+            gain=adapter.map(mean / mean["all layers"]).to_numpy(),
+            gain_ci=adapter.map(difference / mean["all layers"]).to_numpy(),
+            facts=adapter.map(facts.set_index("method")["right"].astype(int)).to_numpy(),
             stolen=copies.reindex(list(zip(seen, adapter, strict=True))).to_numpy(),
         )
     )
 
 
 def schemes(near, far, rtt_ms: float, axes=None):
-    """Three panels: tokens per second without and with a delay, the gain, and how much of it the cloud's copy has.
+    """Four panels: tokens per second without and with a delay, the gain, the facts, and how much the cloud's copy has.
 
-    ``near`` and ``far`` are :func:`by_scheme` without a delay and with ``rtt_ms``; three ``axes`` in a row.
+    ``near`` and ``far`` are :func:`by_scheme` without a delay and with ``rtt_ms``; four ``axes`` in a row.
     """
     import matplotlib.pyplot as plt
 
     if axes is None:
-        axes = plt.subplots(1, 3, figsize=(9.6, 3.9), sharey=True, width_ratios=[5, 4, 4])[1]
-    speed, quality, stolen = axes
-    at, (first, second, third) = range(len(far)), theme.fills(3)
+        axes = plt.subplots(1, 4, figsize=(10.4, 4.1), sharey=True, width_ratios=[5, 4, 4, 4])[1]
+    speed, *shares = axes
+    at, (first, *others) = range(len(far)), theme.fills(4)
     names = [f"{name} ({trips:.2g})" for name, trips in far["round_trips"].items()]
     speed.hlines(at, far["tokens_per_s"], near["tokens_per_s"], color="0.7", lw=1.5, zorder=1)
     speed.plot(near["tokens_per_s"], at, "o", color=first["color"], mfc="white", label="no delay")
     speed.plot(far["tokens_per_s"], at, "o", color=first["color"], label=f"{rtt_ms:g} ms")
-    speed.set(xlabel="tokens per second", xscale="log", title="speed")
+    speed.set(xlabel="tokens per second", xscale="log", title="speed", xlim=(2, 150))
     speed.set_xticks([5, 10, 20, 50, 100], [5, 10, 20, 50, 100], minor=False)
     speed.minorticks_off()
     speed.legend(loc="lower left")
-    quality.barh(at, 100 * far["gain"], xerr=100 * far["gain_ci"], **second)
-    quality.set(xlabel="% of M in all layers", title="gain")
-    stolen.barh(at, 100 * far["stolen"], **third)
-    stolen.set(xlabel="% of the owner's", title="gain of the cloud's copy")
+    panels = {
+        "gain": (100 * far["gain"], 100 * far["gain_ci"], "% of the first row's\n(9 writers, 95 %)"),
+        "facts": (far["facts"], None, "of a diary's 40\n(one run)"),
+        "cloud's copy": (100 * far["stolen"], None, "% of the owner's\n(1 writer, one run)"),
+    }
+    for ax, fill, (title, (widths, half, label)) in zip(shares, others, panels.items(), strict=True):
+        ax.barh(at, widths, xerr=half, **fill)
+        ax.set(title=title, xlabel=label)
+    shares[1].set_xlim(0, 40)
     speed.set_yticks(at, names)
     speed.set_ylim(len(far) - 0.4, -0.6)
     for ax in axes:
         ax.grid(False, axis="y")
     described = "; ".join(
         f"{name}: {near['tokens_per_s'][name]:.0f} and {row.tokens_per_s:.0f} tokens/s, {100 * row.gain:.0f} % of the "
-        f"gain, {100 * row.stolen:.0f} % of it in the cloud's copy"
+        f"gain, {row.facts:.0f} facts, {100 * row.stolen:.0f} % of the gain in the cloud's copy"
         for name, row in far.iterrows()
     )
     theme.describe(speed, f"Each scheme without a delay and at {rtt_ms:g} ms. {described}.")
@@ -191,13 +216,47 @@ def schemes(near, far, rtt_ms: float, axes=None):
 def gains(baselines, adapters):
     """Bits per byte gained over the backbone alone, by method (rows) and writer (columns).
 
-    ``gain`` of ``residual_baselines``, whose methods get their names in :data:`PAIRS`, and the ladders of ``quality``
-    of ``residual_adapters``; means over the orders.
+    ``gain`` of ``residual_baselines``, and the ladders of ``quality`` of ``residual_adapters``, by :data:`NAMES`; means
+    over the orders.
     """
     import pandas as pd
 
     tables = [rows.pivot_table(index="method", columns="case", values="gain") for rows in (baselines, adapters)]
-    return pd.concat([tables[0].rename(index=NAMES), tables[1].loc[["ladder", "ladder 512"]]])
+    return pd.concat([tables[0], tables[1].loc[["ladder", "ladder 512"]]]).rename(index=NAMES)
+
+
+def forms(adapted, gain, facts, imitation):
+    """One row for each of :data:`FORMS`: what a token and the learning cost, what is gained, and what the cloud gets.
+
+    Parameters
+    ----------
+    adapted
+        Models with these adapters, by form; round trips, bytes and learned numbers are counted on them.
+    gain, facts, imitation
+        As from :func:`gains`; as for :func:`by_scheme`.
+    """
+    import pandas as pd
+
+    counted = {}
+    for name, model in adapted.items():
+        device, _ = split(model)
+        sent = device_cost(device)
+        learned = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        crossing = int(sent.up_bytes_per_token + sent.down_bytes_per_token)
+        counted[name] = len(device.matrices) + 1, crossing, learned
+        counted["no adapter"] = counted["own counts"] = 1, 2 * 2 * device.embedding.embedding_dim, 0  # the end points
+    copies = imitation.query("what == 'sampled'").sort_values("tokens").groupby("method")["stolen"].last().rename(NAMES)
+    gets = {name: "M" for name in FORMS if name.startswith("M")} | {"LoRA r=16 at down": "not measured"}
+    gets |= {name: f"{100 * share:.0f} % of its gain" for name, share in copies.items()}
+    right = facts.set_index(facts["method"].replace(NAMES))["right"]
+    columns = {
+        "A and B from": pd.Series(FORMS),
+        **pd.DataFrame(counted, index=["round trips", "bytes a token", "numbers learned"]).T,
+        "gain, bits per byte": gain.mean(axis=1).map("{:.3f}".format),
+        "facts of 40": right.map("{:.0f}".format),
+        "the cloud gets, beside the text": pd.Series(gets),
+    }
+    return pd.DataFrame({name: column.reindex(list(FORMS)) for name, column in columns.items()}).fillna("-")
 
 
 def differences(gain, pairs: Sequence[tuple[str, str]] = PAIRS, ax=None):
@@ -210,17 +269,21 @@ def differences(gain, pairs: Sequence[tuple[str, str]] = PAIRS, ax=None):
     pairs
         ``(method, other)``: the first's gain minus the second's.
     """
-    ax = theme.axes(ax, figsize=(8.6, 3.6))
+    ax = theme.axes(ax, figsize=(8.6, 4.2))
     colour, described = theme.styles(1)[0]["color"], []
     for y, (method, other) in enumerate(pairs):
         difference = gain.loc[method] - gain.loc[other]
         mean, half = difference.mean(), half_width(difference)
         told = abs(mean) > half
-        ax.plot(difference, [y] * len(difference), "o", color="0.6", mfc="none", ms=5)
+        ax.plot(difference, [y + 0.25] * len(difference), "|", color="0.45", ms=9, mew=1.5)
         ax.errorbar(mean, y, xerr=half, fmt="D", ms=8, color=colour, mfc=colour if told else "white", capsize=4)
         described.append(f"{method} minus {other}: {mean:+.3f} ± {half:.3f}{'' if told else ', not distinguishable'}")
     ax.axvline(0, color="0.4", lw=1)
-    ax.set_yticks(range(len(pairs)), [f"{method}\nminus {other}" for method, other in pairs], fontsize=9)
+    ax.plot([], [], "|", color="0.45", ms=9, mew=1.5, label="one writer")
+    ax.plot([], [], "D", ms=8, color=colour, label="mean, 95 % interval")
+    ax.plot([], [], "D", ms=8, color=colour, mfc="white", label="the same, with 0 in it")
+    ax.legend(loc="upper right")
+    ax.set_yticks(range(len(pairs)), [f"{method}\nminus {other}" for method, other in pairs], fontsize=10)
     ax.set_ylim(len(pairs) - 0.4, -0.6)
     ax.grid(False, axis="y")
     ax.set(xlabel="difference of gains (bits per byte)")
@@ -261,17 +324,19 @@ def defences(rows, schemes):
 
     secret, units = seen["embedding"].query("attacker != '5 % known pairs'"), seen["nonlinear"]
     answers = {x: seen["answers"].query("x == @x and tokens == @n") for x, n in ((0, 256), (1, 16384))}
-    stolen = 100 * schemes.loc["ladder", "stolen"]
+    stolen, same = 100 * schemes.loc["ladder", "stolen"], "as without a defence"
     ladder = schemes.loc[["ladder"], ["device_parameters"]]
     rows = {
         "none": row(answers[0], from_tokens(answers[0], 256), "-"),
-        "4 of 5 layers on the device": row(seen["inversion"].query("x == 4"), "of layer 5: as above", "hides nothing"),
-        "noise, 3 × the embedding": row(seen["noise"].query("x == 3"), "as above", "ruins the text first"),
+        "4 of 5 layers on the device": row(
+            seen["inversion"].query("x == 4"), "of the last layer, as without", "hides nothing"
+        ),
+        "noise, 3 × the embedding": row(seen["noise"].query("x == 3"), same, "ruins the text first"),
         "noise, 1 × the answers": row(answers[1], from_tokens(answers[1], 16384), "averaged away"),
-        "secret embedding, perturbed": row(secret[secret["case"].str.contains("pert")], "as above", "a weak cipher"),
-        "secret embedding, rotated": row(secret[secret["case"].str.contains("rot")], "as above", "5 % known: 100 %"),
+        "secret embedding, perturbed": row(secret[secret["case"].str.contains("pert")], same, "a weak cipher"),
+        "secret embedding, rotated": row(secret[secret["case"].str.contains("rot")], same, "5 % known: 100 %"),
         "256 hidden units for M": row(units[-1:], from_tokens(units[-1:], 8192), "copied like M", units.iloc[0]),
-        "ladder": row(ladder, f"{stolen:.0f} % of its gain, 100,000", "slows the theft of M", schemes.loc["plain"]),
+        "ladder": row(ladder, f"{stolen:.0f} % of its gain from 100,000 tokens", "slows the theft", schemes.iloc[0]),
     }
     columns = ["bits per byte lost", "tokens read (%)", "the cloud's M", "weights (×)", "verdict"]
     return pd.DataFrame.from_dict(rows, orient="index", columns=columns)

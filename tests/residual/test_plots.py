@@ -2,10 +2,11 @@
 
 import pandas as pd
 import pytest
+from peft import LoraConfig, get_peft_model
 
 from plpkg import catalog, communication, recorded, theme
 from plpkg.backbones import load_backbone
-from plpkg.residual import plots
+from plpkg.residual import LadderConfig, PrivateLoraConfig, plots
 
 
 def test_m_s_is_recomputed_from_its_parts():
@@ -44,8 +45,8 @@ def test_each_scheme_is_compared_with_an_adapter_in_all_layers(tables):
         for method, runs in quality.groupby("method")
     }
     for scheme, adapter in (
-        ("plain", "all layers"),
-        ("one layer late, folded", "one layer late"),
+        ("M r=48 at down", "all layers"),
+        ("M one layer late, folded", "one layer late"),
         ("ladder", "ladder"),
     ):
         row = tables[1].loc[scheme]
@@ -58,9 +59,13 @@ def test_each_scheme_is_compared_with_an_adapter_in_all_layers(tables):
     ("scheme", "what", "method"),
     [
         ("ladder", "sampled", "ladder"),
-        ("ladder, cloud ahead", "sampled, known times", "ladder"),  # the cloud writes ahead with times of its own
-        ("plain", "answers", "all layers"),
-        ("two layers, folded, public counts", "answers", "two layers"),
+        (
+            "ladder, drafts from the backbone",
+            "sampled, known times",
+            "ladder",
+        ),  # the cloud writes ahead with times of its own
+        ("M r=48 at down", "answers", "all layers"),
+        ("M in two layers, folded, drafts", "answers", "two layers"),
     ],
 )
 def test_what_is_stolen_is_what_the_cloud_knows_in_that_scheme(tables, scheme, what, method):
@@ -71,15 +76,15 @@ def test_what_is_stolen_is_what_the_cloud_knows_in_that_scheme(tables, scheme, w
 
 
 def test_schemes_are_drawn_as_they_are(tables):
-    near, far = (table.loc[["plain", "ladder"]] for table in tables)
-    speed, quality, stolen = plots.schemes(near, far, 20)
+    near, far = (table.loc[["M r=48 at down", "ladder"]] for table in tables)
+    speed, quality, facts, stolen = plots.schemes(near, far, 20)
     for line, table in zip(speed.lines, (near, far), strict=True):
         assert list(line.get_xdata()) == list(table["tokens_per_s"])
-    for ax, column in ((quality, "gain"), (stolen, "stolen")):
+    for ax, column, unit in ((quality, "gain", 100), (facts, "facts", 1), (stolen, "stolen", 100)):
         bars = [patch.get_width() for patch in ax.patches]
-        assert bars == pytest.approx(list(100 * far[column]))
-    assert [text.get_text() for text in speed.get_yticklabels()] == ["plain (6)", "ladder (1)"]
-    assert "ladder: 97 and 30 tokens/s" in theme.alt(speed.figure)
+        assert bars == pytest.approx(list(unit * far[column]))
+    assert [text.get_text() for text in speed.get_yticklabels()] == ["M r=48 at down (6)", "ladder (1)"]
+    assert "ladder: 97 and 30 tokens/s, 109 % of the gain, 28 facts" in theme.alt(speed.figure)
 
 
 def test_gains_are_compared_where_the_adapters_are_in_the_same_places():
@@ -88,10 +93,40 @@ def test_gains_are_compared_where_the_adapters_are_in_the_same_places():
     assert gain.shape[1] == 9
     assert not gain.loc[list({name for pair in plots.PAIRS for name in pair})].isna().any(axis=None)
     down = baselines.query("method == 'LoRA down r=16' and case == 'scipy'")["gain"].mean()
-    assert gain.loc["LoRA at down", "scipy"] == pytest.approx(down)
+    assert gain.loc["LoRA r=16 at down", "scipy"] == pytest.approx(down)
     kept = recorded.section("residual_baselines", "difference").query("other == 'PrivateLoRA down r=48, gradient'")
-    mean = (gain.loc["LoRA at down"] - gain.loc["M r=48 at down"]).mean()
+    mean = (gain.loc["LoRA r=16 at down"] - gain.loc["M r=48 at down"]).mean()
     assert mean == pytest.approx(kept.query("method == 'LoRA down r=16'")["gain"].item(), abs=1e-4)
+
+
+def test_a_form_has_what_a_token_costs_and_what_was_recorded():
+    configs = {
+        "M r=48 at down": PrivateLoraConfig(r_c2d=48, r_d2c=48, target_modules=["down_proj"]),
+        "M r=64 at all seven": PrivateLoraConfig(target_modules="all-linear"),
+        "LoRA r=16 at down": LoraConfig(r=16, target_modules=["down_proj"]),
+        "ladder": LadderConfig(r=96),
+        "M r=64 at q, k, v": PrivateLoraConfig(),
+        "ladder, 512 units": LadderConfig(r=96, width=512),
+    }
+    adapted = {name: get_peft_model(load_backbone("plpkg-small")[0], config) for name, config in configs.items()}
+    quality = recorded.section("residual_adapters", "quality")
+    table = plots.forms(
+        adapted,
+        plots.gains(recorded.section("residual_baselines", "gain"), quality),
+        catalog.measured("residual_diary").query("case == 'fact'"),
+        recorded.section("residual_imitation", "imitation"),
+    )
+    assert list(table.index) == list(plots.FORMS)
+    assert table["round trips"][list(configs)].tolist() == [6, 21, 6, 1, 6, 1]
+    assert table["bytes a token"][list(configs)].tolist() == [2240, 10240, 12800, 2240, 5120, 2240]
+    assert table["numbers learned"][list(configs)].tolist() == [11520, 143360, 92160, 153600, 61440, 809984]
+    assert table.loc["own counts", ["round trips", "bytes a token", "gain, bits per byte"]].tolist() == [
+        1,
+        1280,
+        "0.195",
+    ]
+    assert table.loc[["M r=48 at down", "ladder, 512 units", "own counts"], "facts of 40"].tolist() == ["28", "39", "-"]
+    assert table.loc["ladder", "the cloud gets, beside the text"] == "55 % of its gain"
 
 
 def test_a_difference_is_told_by_its_interval():
