@@ -132,7 +132,7 @@ def test_a_form_has_what_a_token_costs_and_what_was_recorded():
 def test_a_difference_is_told_by_its_interval():
     gain = pd.DataFrame({"none": [0, 0, 0], "good": [1, 1.1, 0.9], "chance": [-1, 1, 0.2]}).T
     ax = plots.differences(gain, [("good", "none"), ("chance", "none")])
-    faces = [line.get_markerfacecolor() for line in ax.lines if line.get_marker() == "D"]
+    faces = [line.get_markerfacecolor() for line in ax.lines if line.get_marker() == "D" and len(line.get_xdata())]
     assert [face == "white" for face in faces] == [False, True]
     assert "good minus none: +1.000 ± 0.248; chance minus none" in theme.alt(ax.figure)
     assert theme.alt(ax.figure).endswith("not distinguishable.")
