@@ -91,8 +91,8 @@ def layer(ax=None):
     return theme.describe(
         ax,
         "One token's way: the device sends its word embedding; in each layer the cloud sends u = A x, r numbers each "
-        "for q, k and v, the device answers v = M u, and the cloud adds B v to W x; the final hidden state goes down to "
-        "the device's LM head. KV cache, W, A, B and norm are in the cloud; embedding, M and LM head on the device.",
+        "for q, k and v, the device answers v = M u, and the cloud adds B v to W x; the final hidden state goes down "
+        "to the device's LM head. KV cache, W, A, B and norm are in the cloud; embedding, M and LM head on the device.",
     )
 
 
