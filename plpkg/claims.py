@@ -8,10 +8,11 @@ gives by one rule.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 
 from plpkg import catalog
-from plpkg.results import Sentences
+from plpkg.results import Tabular
 from plpkg.validation import one_of
 
 SYSTEMS = {
@@ -60,7 +61,7 @@ def table(system: str | None = None):
     return rows[rows["system"] == one_of("system", system, tuple(SYSTEMS))].reset_index(drop=True)
 
 
-class Part(Sentences):
+class Part(Tabular):
     """Some claims by their ``ids``, as a notebook shows them: what is reported, what was found here, the verdict."""
 
     def __init__(self, *ids: str) -> None:
@@ -77,6 +78,10 @@ class Part(Sentences):
             }
             for row in self._rows
         ]
+
+    def __repr__(self) -> str:
+        counts = Counter(row["verdict"] for row in self._rows)
+        return f"{len(self._rows)} claims: {', '.join(f'{count} {verdict}' for verdict, count in counts.items())}"
 
 
 def verdicts():

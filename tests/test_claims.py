@@ -232,11 +232,12 @@ def test_the_command_fits_eighty_columns(monkeypatch):
 
 
 def test_a_part_shows_claims_in_full_with_units():
-    frame = claims.Part("full-width-token", "quadratic-space").to_frame()
-    assert list(frame.columns) == ["claim", "reported", "here", "verdict"]
+    part = claims.Part("full-width-token", "quadratic-space")
+    first, second = part.rows()
     claim = "Full activations of a 7B model take 4.19 Mbit a token."
-    assert frame.loc[0].tolist() == [claim, "4.19 Mbit", "4.194 Mbit", "holds"]
-    assert frame["reported"][1] == "none"
-    assert frame["claim"][1] in frame._repr_html_()
+    assert first == {"claim": claim, "reported": "4.19 Mbit", "here": "4.194 Mbit", "verdict": "holds"}
+    assert second["reported"] == "none"
+    assert second["claim"] in part._repr_html_()
+    assert repr(part) == "2 claims: 1 holds, 1 holds within 3 %"
     with pytest.raises(ValueError, match=r"id must be .* got 'full'"):
         claims.Part("full")
