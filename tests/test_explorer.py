@@ -63,7 +63,7 @@ def test_five_controls_are_too_many():
         ("autonomy", {"minutes": 120, "model": "MobileNet", "learning": "all layers", "ghz": 2.0}),
         ("clipping", {"batch": 64, "seq": 256, "widths": (512, 256, 128), "execution": "fast"}),
         ("communication", {"rank": 128, "link": "wifi", "endpoints": False, "model": "llama-30b"}),
-        ("residual", {"rank": 32, "layer": 2, "tokens": 256, "noise": 0.3}),
+        ("residual", {"rank": 64, "layer": 0, "tokens": 256, "noise": 0.3}),
         ("retention", {"budget": 6, "stabilizers": 4, "scorer": "random"}),
         ("serving", {"requests": 8, "tenants": 4, "rank": 64, "popularity": "uniform"}),
         ("serving.service", {"popularity": "uniform", "tenants": 400, "slots": 32, "fetch_ms": 500}),
