@@ -118,7 +118,7 @@ class Report(Sentences):
         verdicts = [outcome.verdict for outcome in self.outcomes]
         names = f" ({'; '.join(self.breached)})" if self.breached else ""
         counts = f"{verdicts.count('conforms')} conform, {verdicts.count('refuses')} refused"
-        return f"Report({len(verdicts)} cases: {counts}, {len(self.breached)} breached{names})"
+        return f"Report({len(verdicts)} cases: {counts}, {len(self.breached)} fail{names})"
 
 
 def cases() -> tuple[Case, ...]:

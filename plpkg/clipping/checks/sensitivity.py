@@ -5,7 +5,9 @@ DP-SGD adds noise of standard deviation σ·C to a sum, because nobody's presenc
 away, and look. No noise, no statistics, no attack; a violation is seen however small it is beside the noise. (Running
 neighbouring data sets through an implementation is also what Re:cord-play does, arXiv 2602.17454.)
 
-Left out: what another batch would show. One batch proves a violation; that there is none, it cannot prove.
+Left out: what another batch or another C would show. One batch proves a violation; that there is none, it cannot prove.
+A loss that the other examples scale down shows only where C is near the norms: where all are clipped, nobody's length is
+left, and where C is far above all of them, what moves is far below C. So take several C.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -61,6 +63,11 @@ class Sensitivity(Tabular):
         return self.worst <= 1 + self.tolerance
 
     @property
+    def all_clipped(self) -> bool:
+        """Whether each alone moves it by just C: then no scale of a loss shows, and a larger C is to be tried as well."""
+        return all(abs(moved - 1) <= self.tolerance for moved in self.alone)
+
+    @property
     def unit(self) -> str:
         """What was taken away."""
         return "example" if self.users is None else "user"
@@ -74,8 +81,9 @@ class Sensitivity(Tabular):
 
     def __repr__(self) -> str:
         verdict = "ok" if self.ok else "violated"
-        worst = f"{self.unit} {self.rows()[self.worst_example][self.unit]} of {len(self.removed)}"
-        return f"Sensitivity({verdict}: at most {self.worst:.4g} C, C={self.max_grad_norm:g}, by {worst})"
+        worst = f"{self.worst:.4g} C, by {self.unit} {self.rows()[self.worst_example][self.unit]}"
+        more = "; all are clipped: try a larger C, too" if self.ok and self.all_clipped else ""
+        return f"Sensitivity({verdict}: at most {worst}; C={self.max_grad_norm:g}{more})"
 
 
 def check_sensitivity(

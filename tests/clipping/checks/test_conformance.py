@@ -117,7 +117,7 @@ def test_refusals_and_what_they_say():
     (outcome,) = (report := conformance(by_hand("refuses"), [PERCEPTRON])).outcomes
     assert (outcome.verdict, outcome.refusals) == ("refuses", {"learns": "this is not for you"})
     assert not report.ok  # nothing was seen to be right
-    assert repr(report) == "Report(1 cases: 0 conform, 1 refused, 0 breached)"
+    assert repr(report) == "Report(1 cases: 0 conform, 1 refused, 0 fail)"
     assert conformance(by_hand(), [PERCEPTRON, MICRO], checks=["learns"]).ok
 
 
@@ -127,7 +127,7 @@ def test_a_report():
     )
     case = Case("mine", PERCEPTRON.model, PERCEPTRON.batch, PERCEPTRON.criterion, lesson=lesson)
     report = conformance(by_hand("quiet bias"), [PERCEPTRON, case], checks=["noise"])
-    assert repr(report) == "Report(2 cases: 0 conform, 0 refused, 2 breached (perceptron; mine))"
+    assert repr(report) == "Report(2 cases: 0 conform, 0 refused, 2 fail (perceptron; mine))"
     assert report.rows()[1] == {
         "case": "mine",
         "verdict": "breach",

@@ -37,16 +37,33 @@ def test_a_sum_that_is_not_clipped():
     assert not sensitivity.ok
     assert sensitivity.worst == pytest.approx(10)
     assert sensitivity.worst_example == 0
-    assert repr(sensitivity) == "Sensitivity(violated: at most 10 C, C=0.5, by example 0 of 4)"
+    assert repr(sensitivity) == "Sensitivity(violated: at most 10 C, by example 0; C=0.5)"
     assert sensitivity.rows()[1] == {
         "example": 1,
         "taken away (C)": sensitivity.removed[1],
         "alone (C)": sensitivity.alone[1],
     }
     assert "violated" in sensitivity._repr_html_()
-    assert (
-        repr(check_sensitivity(clipped_sum, ROWS[1:2], C)) == "Sensitivity(ok: at most 0.2 C, C=0.5, by example 0 of 1)"
-    )
+    assert repr(check_sensitivity(clipped_sum, ROWS[1:2], C)) == "Sensitivity(ok: at most 0.2 C, by example 0; C=0.5)"
+
+
+def test_a_scale_shows_only_where_not_all_are_clipped():
+    """A loss divided by something of the whole batch: clipped to a small C, that is gone."""
+    rows = torch.eye(5) * torch.tensor([1.0, 2.0, 2.0, 2.0, 2.0])
+
+    def step(max_grad_norm):
+        def shared(part):
+            part = part / part.norm(dim=1).sum()
+            return (part * (max_grad_norm / part.norm(dim=1, keepdim=True)).clamp(max=1)).sum(0)
+
+        return shared
+
+    small, near, large = (check_sensitivity(step(C), rows, C) for C in (0.01, 0.25, 10.0))
+    assert (small.ok, near.ok, large.ok) == (True, False, True)
+    assert small.all_clipped
+    assert not large.all_clipped
+    assert repr(small).endswith("C=0.01; all are clipped: try a larger C, too)")
+    assert "try" not in repr(near) + repr(large)
 
 
 def test_an_example_that_changes_what_others_count():
@@ -114,7 +131,7 @@ def test_users(ids):
     apart = [math.sqrt(0.6**2 + 1.8**2), math.sqrt(1 + 0.2**2)]  # (0.6, 0.8, 0) + (0, 1, 0); (0, 0, 0.2) + (−1, 0, 0)
     assert by_example.removed == pytest.approx(apart, abs=ROUNDING)
     assert by_example.alone == pytest.approx(apart, abs=ROUNDING)
-    assert repr(by_example) == f"Sensitivity(violated: at most 1.897 C, C=0.5, by user {first} of 2)"
+    assert repr(by_example) == f"Sensitivity(violated: at most 1.897 C, by user {first}; C=0.5)"
     assert [row["user"] for row in by_example.rows()] == [first, second]
 
     def step(batch):
