@@ -6,6 +6,7 @@ and ``exposure`` of ``benchmarks/clipping/learning.py``.
 
 import math
 import textwrap
+from collections.abc import Mapping
 
 from plpkg import drawing, theme
 from plpkg.clipping.checks.zoo import CHECKS
@@ -44,7 +45,7 @@ def layer(batch: int, seq: int, read: int, written: int, ax=None):
     for x, text in ((7.1, "builds, for norms"), (11.2, "keeps"), (14.45, "adds up by")):
         drawing.note(ax, x, 0.45, text, fontweight="bold")
     gradients, grams = f"gradients $G_i$\n$B×p×d$, {mib['G']}", f"Gram matrices\n$2 B\\, T^2$, {mib['grams']}"
-    second, nothing = ("second\nbackward pass", "0.45"), ("nothing", "0.6")
+    second, nothing = ("second\nbackward pass", "0.45"), ("nothing more", "0.6")
     rows = {
         "per_sample": ((gradients, green), ("all $G_i$\n" + mib["G"], green), (r"$\sum_i c_i G_i$", green)),
         "fast": ((gradients, green), nothing, second),
@@ -63,8 +64,8 @@ def layer(batch: int, seq: int, read: int, written: int, ax=None):
         drawing.box(ax, 13.1, y + 0.5, 2.7, 1.3, *total, 9.5)
     return theme.describe(
         ax, f"A linear layer reads a ({mib['a']}) and gets g ({mib['g']}) on the way back. per_sample builds all "
-        f"examples' gradients ({mib['G']}), keeps them, and adds them up. fast builds the same and keeps nothing; a "
-        f"second backward pass adds up. ghost builds Gram matrices ({mib['grams']}), keeps nothing, and needs that "
+        f"examples' gradients ({mib['G']}), keeps them, and adds them up. fast builds the same and keeps nothing more; a "
+        f"second backward pass adds up. ghost builds Gram matrices ({mib['grams']}), keeps nothing more, and needs that "
         f"pass too. book_keeping builds these, keeps a and g, and adds up with one product.",
     )  # fmt: skip
 
@@ -77,10 +78,12 @@ def parts(memory: StepMemory, phase: str, ax=None):
     named = [(name, size) for size, name in sizes if abs(size) >= SMALL * total]
     if rest := sizes[len(named) :]:
         named.append((f"{len(rest)} others, together", sum(size for size, _ in rest)))
+    named = [(name.replace("gradient ", "stored dL/dW"), size) for name, size in named]
     fill = theme.fills(1)[0]
     ax.barh([name for name, _ in named], [size for _, size in named], color=fill["color"])
     for place, (_, size) in enumerate(named):
-        ax.text(max(size, 0), place, f" {size:,.4g}", va="center", fontsize=9)
+        ax.text(max(size, 0), place, f" {size:,.4g}", va="center", fontsize=10)
+    ax.grid(visible=False)
     ax.invert_yaxis()
     ax.set(xlabel="MiB", title=f"{memory.execution}, {phase}: {total:,.2f} MiB", xlim=(0, 1.2 * named[0][1]))
     said = "; ".join(f"{name} {size:,.4g}" for name, size in named)
@@ -116,7 +119,7 @@ def by_length(steps: list[Costs], what: str = "flops", ax=None):
 
     The length from which Gram matrices take more operations than gradients is marked.
     """
-    labels = {"flops": "operations, times SGD's", "peak_bytes": "peak memory, times SGD's"}
+    labels = {"flops": "operations", "peak_bytes": "peak memory"}
     label = labels[one_of("what", what, tuple(labels))]
     ax, said = theme.axes(ax), []
     lengths, width = [step.seq for step in steps], steps[0].widths[0]
@@ -129,9 +132,10 @@ def by_length(steps: list[Costs], what: str = "flops", ax=None):
     ax.axvline(width / 2, color="0.4", lw=1, linestyle=":")
     ax.set_xscale("log", base=2)
     ax.set_xticks(lengths, [f"{seq:,}" for seq in lengths])
-    ax.set(xlabel="positions T", ylabel=label, title=f"{' → '.join(map(str, steps[0].widths))}, batch {steps[0].batch}")
+    widths = " → ".join(map(str, steps[0].widths))
+    ax.set(xlabel="positions T", ylabel="times SGD's", title=f"{label}, {widths}, batch {steps[0].batch}")
     ax.legend()
-    return theme.describe(ax, f"{label}, at T = {', '.join(map(str, lengths))}. {'; '.join(said)}.")
+    return theme.describe(ax, f"{label} over SGD's, at T = {', '.join(map(str, lengths))}. {'; '.join(said)}.")
 
 
 def measured(rows, ax=None):
@@ -149,21 +153,38 @@ def measured(rows, ax=None):
     return theme.describe(ax, f"CPU time at peak memory, as multiples of SGD's. {said}.")
 
 
-def epsilon_of_noise(examples: int, batch: int, epochs: tuple[int, ...] = (1, 3, 10), delta: float = 1e-5, ax=None):
-    """The ε that a training spends, against the noise multiplier (computed by the prv accountant)."""
+def epsilon_of_noise(
+    examples: int,
+    batch: int,
+    marked: Mapping[float, float],
+    epochs: tuple[int, ...] = (1, 3, 10),
+    delta: float = 1e-5,
+    ax=None,
+):
+    """The ε that a training spends, against the noise multiplier (computed by the prv accountant).
+
+    ``marked``: by ε, the noise multipliers to point out.
+    """
     ax = theme.axes(ax)
-    sigmas = (0.5, 0.7, 1.0, 1.5, 2.0, 3.0)
+    sigmas = (0.4, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0)
     steps = math.ceil(examples / batch)
     said = []
     for count, style in zip(epochs, theme.styles(len(epochs)), strict=True):
         curve = [epsilon_of(sigma, 1 / steps, count * steps, delta) for sigma in sigmas]
         ax.plot(sigmas, curve, label=f"{count} epoch{'s' if count > 1 else ''}", **style)
         said.append(f"{count} epochs: {', '.join(f'{e:.3g}' for e in curve)}")
+    for epsilon, sigma in marked.items():
+        ax.plot(sigma, epsilon, "o", markersize=13, markerfacecolor="none", markeredgecolor="black")
+        ax.annotate(
+            f"σ = {sigma:.2f}", (sigma, epsilon), (12, 6), textcoords="offset points", fontsize=10,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+        )  # fmt: skip
     ax.set_xscale("log")
     ax.set_yscale("log")
-    ax.set_xticks(sigmas, [f"{sigma:g}" for sigma in sigmas], minor=False)
-    ax.xaxis.set_minor_formatter("")
-    ax.yaxis.set_major_formatter("{x:g}")
+    levels = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+    for axis, ticks in ((ax.xaxis, sigmas), (ax.yaxis, levels)):
+        axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.set_minor_formatter("")
     ax.set(xlabel="noise multiplier σ", ylabel=f"ε at δ = {delta:g}", title=f"{examples:,} examples, {batch} in a step")
     ax.legend()
     sizes = ", ".join(map(str, sigmas))
@@ -203,7 +224,7 @@ def epsilon_curve(rows, ax=None):
     )  # fmt: skip
     names = [f"{epsilon:g}" if math.isfinite(epsilon) else "∞" for epsilon in levels]
     ax.set_xticks(range(len(levels)), names)
-    ax.set(xlabel="ε spent (δ = 1e-5); ∞: without privacy", ylabel="bits per byte", title="What it costs")
+    ax.set(xlabel="ε spent (δ = 1e-5); ∞: without privacy", ylabel="bits per byte", title="What it costs (small dots: single runs)")
     ax.legend(loc="lower left", fontsize=8)
     return theme.describe(
         ax, f"Bits per byte at ε = {', '.join(names)}; not fine-tuned {before:.4g}. {'; '.join(said)}."
@@ -229,37 +250,42 @@ def exposure(rows, ax=None):
     ax.invert_yaxis()
     ax.grid(visible=False, axis="y")
     ax.axvline(1 / math.log(2), color="0.4", lw=1, linestyle="--")
-    ax.set(xlabel="mean exposure, bits (dashed: by guessing)", xlim=(0, 10), title="What it buys")
+    ax.set(xlabel="mean exposure, bits (dashed: by guessing)", xlim=(0, 10), title="What it buys (dots: single runs)")
     said = "; ".join(f"{label} {bits:.1f}" for label, bits in zip(labels, means["mean_exposure"], strict=True))
     return theme.describe(ax, f"Mean exposure of the diary's secrets in bits: {said}; by guessing 1.4.")
 
 
 def caught(zoo, ax=None):
     """Every bug of a zoo with its lesson, which check catches it, and what this package does about it."""
-    ax = theme.axes(ax, figsize=(10.5, 6.6))
+    ax = theme.axes(ax, figsize=(10.6, 8.4))
+    green, grey = "C2", "0.45"
+    marks = {
+        "caught": dict(marker="s", markersize=15, color=green),
+        "missed": dict(marker="o", markersize=13, markerfacecolor="none", markeredgecolor=grey, markeredgewidth=1.8),
+        "no breach of privacy to find": dict(marker="_", markersize=13, markeredgewidth=1.8, color=grey),
+        "no reference: the loop refuses, too": dict(marker="$?$", markersize=13, color=grey),
+    }
+    caught, missed, nothing, unknown = marks
     said = []
     for row, finding in enumerate(zoo.findings):
-        verdicts = dict.fromkeys(CHECKS, "no breach" if finding.sensitivity.ok else "missed")
-        verdicts["parity"] = "no reference" if finding.parity is None else "missed"
-        verdicts |= dict.fromkeys(finding.caught_by, "caught")
+        verdicts = dict.fromkeys(CHECKS, nothing if finding.sensitivity.ok else missed)
+        verdicts["parity"] = unknown if finding.parity is None else missed
+        verdicts |= dict.fromkeys(finding.caught_by, caught)
         for column, verdict in enumerate(verdicts.values()):
-            seen = verdict == "caught"
-            ax.plot(column, row, marker="s" if seen else "o", markersize=11, color="C2" if seen else "0.85")
-            ax.text(
-                column + 0.16, row, verdict.replace(" ", "\n"), va="center", fontsize=9, color="k" if seen else "0.4"
-            )
-        ours = finding.ours.partition(":")[0]
-        ax.text(len(CHECKS) - 0.05, row, ours, va="center", fontsize=9, fontweight="bold")
-        lesson = textwrap.fill(finding.case.lesson, 52)
-        ax.text(-0.3, row - 0.28, finding.case.name, va="center", ha="right", fontsize=10, fontweight="bold")
-        ax.text(-0.3, row + 0.12, lesson, va="center", ha="right", fontsize=9, color="0.25", linespacing=1.0)
+            ax.plot(column, row, linestyle="none", **marks[verdict])
+        ours = finding.ours.partition(":")[0].replace(" ", "\n")
+        ax.text(len(CHECKS), row, ours, va="center", ha="center", fontsize=13, linespacing=0.95)
+        lesson = textwrap.fill(finding.case.lesson, 56)
+        ax.text(-0.5, row - 0.12, finding.case.name, va="bottom", ha="right", fontsize=15, fontweight="bold")
+        ax.text(-0.5, row - 0.07, lesson, va="top", ha="right", fontsize=13, color="0.25", linespacing=0.95)
         said.append(
-            f"{finding.case.name} ({finding.case.lesson[:-1]}): {' and '.join(finding.caught_by) or 'nothing'}; {ours}"
+            f"{finding.case.name} ({finding.case.lesson[:-1]}): {' and '.join(finding.caught_by) or 'nothing'}; "
+            f"{finding.ours.partition(':')[0]}"
         )
-    ax.grid(visible=False)
-    heads = [*(check.replace(" ", "\n") for check in CHECKS), "plpkg"]
-    for column, head in enumerate(heads):
-        ax.text(column, -0.75, head, va="bottom", ha="left" if head == "plpkg" else "center", fontsize=10)
+    for column, head in enumerate((*CHECKS, "plpkg")):
+        ax.text(column, -0.75, head.replace(" ", "\n"), va="bottom", ha="center", fontsize=13)
     ax.set_axis_off()
-    ax.set(xlim=(-4.4, len(heads) - 0.1), ylim=(len(zoo.findings) - 0.5, -1.2))
+    ax.set(xlim=(-7, len(CHECKS) + 0.6), ylim=(len(zoo.findings) - 0.4, -1.5))
+    lines = [ax.plot([], [], linestyle="none", label=verdict, **mark)[0] for verdict, mark in marks.items()]
+    ax.legend(handles=lines, loc="upper center", bbox_to_anchor=(0.5, 0), ncol=4, frameon=False, fontsize=12)
     return theme.describe(ax, f"What catches each bug, and what this package does. {'. '.join(said)}.")
