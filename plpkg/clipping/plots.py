@@ -64,9 +64,9 @@ def layer(batch: int, seq: int, read: int, written: int, ax=None):
         drawing.box(ax, 13.1, y + 0.5, 2.7, 1.3, *total, 9.5)
     return theme.describe(
         ax, f"A linear layer reads a ({mib['a']}) and gets g ({mib['g']}) on the way back. per_sample builds all "
-        f"examples' gradients ({mib['G']}), keeps them, and adds them up. fast builds the same and keeps nothing more; a "
-        f"second backward pass adds up. ghost builds Gram matrices ({mib['grams']}), keeps nothing more, and needs that "
-        f"pass too. book_keeping builds these, keeps a and g, and adds up with one product.",
+        f"examples' gradients ({mib['G']}), keeps them, and adds them up. fast builds the same and keeps nothing more; "
+        f"a second backward pass adds up. ghost builds Gram matrices ({mib['grams']}), keeps nothing more, and needs "
+        f"that pass too. book_keeping builds these, keeps a and g, and adds up with one product.",
     )  # fmt: skip
 
 
@@ -201,8 +201,14 @@ def by_epsilon(rows):
         case=pd.Categorical(rows["case"], ["untuned", "private", "clipped", "not clipped"]),
         epsilon=rows["epsilon"].round(1),
     )
-    columns = ["mean_exposure", "max_exposure", "right", "bits_per_byte"]
-    return rows.groupby(["method", "case", "epsilon"], observed=True)[columns].mean()
+    columns = {
+        "mean_exposure": "mean exposure, bits",
+        "max_exposure": "largest",
+        "right": "facts told, of 40",
+        "bits_per_byte": "public text, bits per byte",
+    }
+    means = rows.groupby(["method", "case", "epsilon"], observed=True)[list(columns)].mean()
+    return means.rename(columns=columns)
 
 
 def epsilon_curve(rows, ax=None):
@@ -213,7 +219,8 @@ def epsilon_curve(rows, ax=None):
     levels, said = sorted(set(tuned["epsilon"].round(1))), []
     for (method, runs), style in zip(tuned.groupby("method"), theme.styles(tuned["method"].nunique()), strict=True):
         curve = runs.groupby(runs["epsilon"].round(1))["bits_per_byte"].mean()
-        ax.plot(range(len(curve)), curve, label=method, **style)
+        label = method.replace("public gradient", "A and B from public text")
+        ax.plot(range(len(curve)), curve, label=label, **style)
         places = [levels.index(epsilon) for epsilon in runs["epsilon"].round(1)]
         ax.plot(places, runs["bits_per_byte"], ".", color=style["color"], markersize=4)
         said.append(f"{method}: {', '.join(f'{value:.4g}' for value in curve)}")
@@ -224,7 +231,11 @@ def epsilon_curve(rows, ax=None):
     )  # fmt: skip
     names = [f"{epsilon:g}" if math.isfinite(epsilon) else "∞" for epsilon in levels]
     ax.set_xticks(range(len(levels)), names)
-    ax.set(xlabel="ε spent (δ = 1e-5); ∞: without privacy", ylabel="bits per byte", title="What it costs (small dots: single runs)")
+    ax.set(
+        xlabel="ε spent (δ = 1e-5); ∞: without privacy",
+        ylabel="bits per byte",
+        title="What it costs (small dots: single runs)",
+    )
     ax.legend(loc="lower left", fontsize=8)
     return theme.describe(
         ax, f"Bits per byte at ε = {', '.join(names)}; not fine-tuned {before:.4g}. {'; '.join(said)}."
@@ -234,14 +245,14 @@ def epsilon_curve(rows, ax=None):
 def exposure(rows, ax=None):
     """The mean exposure of the diary's secrets before learning, after it, and with privacy; a point is a run."""
     ax = theme.axes(ax)
-    means = by_epsilon(rows)
+    means = by_epsilon(rows)["mean exposure, bits"]
     runs = rows.set_index(["method", "case", rows["epsilon"].round(1)])["mean_exposure"]
     labels = [
         ("" if method == "none" else f"{method.partition(',')[0]}, ")
         + (f"ε = {epsilon:.2g}" if case == "private" else case)
         for method, case, epsilon in means.index
     ]
-    ax.barh(range(len(means)), means["mean_exposure"], color=theme.fills(1)[0]["color"])
+    ax.barh(range(len(means)), means, color=theme.fills(1)[0]["color"])
     for place, group in enumerate(means.index):
         each = runs.loc[[group]]
         ax.plot(each, [place] * len(each), "o", color="black", markersize=4)
@@ -251,7 +262,7 @@ def exposure(rows, ax=None):
     ax.grid(visible=False, axis="y")
     ax.axvline(1 / math.log(2), color="0.4", lw=1, linestyle="--")
     ax.set(xlabel="mean exposure, bits (dashed: by guessing)", xlim=(0, 10), title="What it buys (dots: single runs)")
-    said = "; ".join(f"{label} {bits:.1f}" for label, bits in zip(labels, means["mean_exposure"], strict=True))
+    said = "; ".join(f"{label} {bits:.1f}" for label, bits in zip(labels, means, strict=True))
     return theme.describe(ax, f"Mean exposure of the diary's secrets in bits: {said}; by guessing 1.4.")
 
 

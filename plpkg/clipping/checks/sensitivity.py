@@ -5,9 +5,9 @@ DP-SGD adds noise of standard deviation σ·C to a sum, because nobody's presenc
 away, and look. No noise, no statistics, no attack; a violation is seen however small it is beside the noise. (Running
 neighbouring data sets through an implementation is also what Re:cord-play does, arXiv 2602.17454.)
 
-Left out: what another batch or another C would show. One batch proves a violation; that there is none, it cannot prove.
-A loss that the other examples scale down shows only where C is near the norms: where all are clipped, nobody's length is
-left, and where C is far above all of them, what moves is far below C. So take several C.
+Left out: what another batch or another C would show. One batch proves a violation; that there is none, it cannot
+prove. A loss that is scaled by the other examples shows only where C is near the norms: where all are clipped, no scale
+is left, and where C is far above all norms, what moves is far below C. So take several C.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -64,7 +64,7 @@ class Sensitivity(Tabular):
 
     @property
     def all_clipped(self) -> bool:
-        """Whether each alone moves it by just C: then no scale of a loss shows, and a larger C is to be tried as well."""
+        """Whether each alone moves it by just C: then no scale of a loss shows, and a larger C should be tried, too."""
         return all(abs(moved - 1) <= self.tolerance for moved in self.alone)
 
     @property
