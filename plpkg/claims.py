@@ -72,7 +72,9 @@ class Part(Tabular):
         return [
             {
                 "claim": row["claim"],
-                "reported": f"{row['reported']} {row['unit']}" if is_figure(row["reported"]) else row["reported"],
+                "reported": f"{row['reported']} {_unit(row)}".rstrip()
+                if is_figure(row["reported"])
+                else row["reported"],
                 "here": shown(row),
                 "verdict": row["verdict"],
             }
@@ -135,7 +137,11 @@ def shown(row: Mapping) -> str:
     """Ours in words: four digits, the unit, and the interval."""
     numbers = [f"{float(f'{row[key]:.4g}'):,.10g}" for key in ("ours", "low", "high") if row[key] == row[key]]
     interval = [f"[{', '.join(numbers[1:])}]"] if numbers[1:] else []
-    return " ".join([*numbers[:1], *interval, row["unit"]]) if numbers else ""
+    return " ".join([*numbers[:1], *interval]) + _unit(row) if numbers else ""
+
+
+def _unit(row: Mapping) -> str:
+    return "" if row["unit"] == "ratio" else f" {row['unit']}"
 
 
 NUMBER = r"-?\d[\d,]*\.?\d*"

@@ -1,4 +1,4 @@
-"""Figures of notebook 02: a layer's way between device and cloud, and what saving round trips costs and keeps.
+"""Figures of notebook 02: the ladder, and what saving round trips costs and keeps.
 
 What takes ``rows`` takes those of a recorded section; :func:`by_scheme` and :func:`defences` are tables of several.
 """
@@ -58,59 +58,21 @@ NAMES = {
 """The forms' names in the recorded tables."""
 
 
-def layer(ax=None):
-    """One token's way through one layer: what each end holds, and what crosses."""
-    ax = drawing.canvas(11, 6, ax)
-    private, public = drawing.colours(2)
-    for x, width, title, colour in ((0, 2.5, "device", drawing.PALE), (2.6, 2.9, "network", "white")):
-        drawing.lane(ax, x, 0, width, 6, title, colour)
-    drawing.lane(ax, 5.6, 0, 5.4, 6, "cloud")
-    drawing.lane(ax, 6.0, 1.55, 4.7, 2.95, "", "0.86")
-    drawing.note(ax, 7.1, 1.85, "each of L layers", fontweight="bold")
-    drawing.box(ax, 0.6, 0.8, 1.6, 0.75, "embedding")
-    drawing.box(ax, 0.95, 2.3, 0.9, 1.95, "$M$", private, size=15)
-    drawing.box(ax, 0.6, 4.85, 1.6, 0.75, "LM head")
-    drawing.box(ax, 6.3, 2.3, 0.9, 0.75, "$A$", public, size=13)
-    drawing.box(ax, 6.3, 3.5, 0.9, 0.75, "$B$", public, size=13)
-    drawing.box(ax, 8.1, 2.95, 0.8, 0.6, "$W$", size=13)
-    drawing.box(ax, 9.2, 2.3, 1.4, 0.75, "KV cache", "0.5", size=9)
-    drawing.box(ax, 7.8, 4.85, 1.4, 0.75, "norm")
-    drawing.arrow(ax, (2.2, 1.175), (8.5, 1.175), "word embedding: d numbers")
-    drawing.arrow(ax, (8.5, 2.68), (7.2, 2.68))
-    drawing.arrow(ax, (6.3, 2.68), (1.85, 2.68), "$u = A\\,x$: r numbers each for q, k, v", colour=private)
-    drawing.arrow(ax, (1.85, 3.88), (6.3, 3.88), "$v = M\\,u$: r numbers each for q, k, v", colour=private)
-    drawing.arrow(ax, (7.2, 3.88), (8.3, 3.88))
-    drawing.arrow(ax, (8.5, 1.175), (8.5, 2.95))
-    drawing.arrow(ax, (8.5, 3.55), (8.5, 3.75))
-    drawing.arrow(ax, (8.5, 4.05), (8.5, 4.85))
-    drawing.arrow(ax, (7.8, 5.225), (2.2, 5.225), "final hidden state: d numbers")
-    drawing.arrow(ax, (0.35, 5.2), (0.35, 1.2), dashed=True)
-    drawing.note(ax, 0.2, 3.2, "next token", rotation=90)
-    drawing.note(ax, 8.68, 2.5, "$x$", size=11)
-    drawing.note(ax, 8.5, 3.89, "+", size=14)
-    return theme.describe(
-        ax,
-        "One token's way: the device sends its word embedding; in each layer the cloud sends u = A x, r numbers each "
-        "for q, k and v, the device answers v = M u, and the cloud adds B v to W x; the final hidden state goes down "
-        "to the device's LM head. KV cache, W, A, B and norm are in the cloud; embedding, M and LM head on the device.",
-    )
-
-
 def ladder(ax=None):
     """One token's way where M is behind all layers: one round trip."""
     ax = drawing.canvas(8.4, 6, theme.axes(ax, figsize=(5.4, 3.9)))
-    private, public = drawing.colours(2)
+    table, private, frozen = drawing.colours(3)  # as notebook 01 has them
     for x, width, title, colour in ((0, 2.5, "device", drawing.PALE), (2.6, 2.5, "network", "white")):
         drawing.lane(ax, x, 0, width, 6, title, colour)
     drawing.lane(ax, 5.2, 0, 3.2, 6, "cloud")
-    drawing.box(ax, 0.6, 0.8, 1.6, 0.75, "embedding")
+    drawing.box(ax, 0.6, 0.8, 1.6, 0.75, "embedding", table)
     drawing.box(ax, 0.95, 3.2, 0.9, 0.85, "$M$", private, size=15)
-    drawing.box(ax, 0.6, 4.85, 1.6, 0.75, "norm,\nLM head", size=9)
+    drawing.box(ax, 0.6, 4.85, 1.6, 0.75, "norm,\nLM head", table, size=9)
     drawing.arrow(ax, (2.2, 1.175), (7.4, 1.175), "word embedding")
     drawing.arrow(ax, (7.4, 1.175), (7.4, 1.65))
     for y, name in ((1.65, "1"), (2.65, "2"), (3.65, "L")):
-        drawing.box(ax, 6.65, y, 1.5, 0.7, f"layer {name}")
-        drawing.box(ax, 5.6, y, 0.75, 0.7, f"$A_{name}$", public)
+        drawing.box(ax, 6.65, y, 1.5, 0.7, f"layer {name}", frozen)
+        drawing.box(ax, 5.6, y, 0.75, 0.7, f"$A_{name}$", frozen)
         drawing.arrow(ax, (6.65, y + 0.35), (6.35, y + 0.35))
     for y, stop, dashed in ((2.35, 2.65, False), (3.35, 3.65, True), (4.35, 5.4, False)):
         drawing.arrow(ax, (7.4, y), (7.4, stop), dashed=dashed)
