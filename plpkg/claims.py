@@ -72,9 +72,7 @@ class Part(Tabular):
         return [
             {
                 "claim": row["claim"],
-                "reported": f"{row['reported']} {_unit(row)}".rstrip()
-                if is_figure(row["reported"])
-                else row["reported"],
+                "reported": row["reported"] + _unit(row) * is_figure(row["reported"]),
                 "here": shown(row),
                 "verdict": row["verdict"],
             }
