@@ -22,7 +22,15 @@ import plpkg
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
-TEXTS = ["README.md", "CONTRIBUTING.md", "LICENSE", "CITATION.cff", "data/README.md", "data/measured/README.md"]
+TEXTS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "CITATION.cff",
+    "data/README.md",
+    "data/measured/README.md",
+    "data/claims.csv",
+]
 
 
 def last(name: str) -> str:
