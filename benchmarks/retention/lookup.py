@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 
 from plpkg.retention import tiny
-from plpkg.retention.tasks import lookup
+from plpkg.retention.trials.tasks import lookup
 
 
 def train_lookup(*, steps: int = 1500, lr: float = 5e-3, pairs: int = 16, seed: int = 0, progress: bool = True):
@@ -21,7 +21,7 @@ def train_lookup(*, steps: int = 1500, lr: float = 5e-3, pairs: int = 16, seed: 
     Parameters
     ----------
     steps, lr, seed, progress
-        The arguments of :func:`plpkg.retention.tiny.train`; half of each step's examples have the question last.
+        The arguments of :func:`plpkg.retention.trials.tiny.train`; half of each step's examples have the question last.
     pairs
         The most; each step draws a number from 2 up to a limit that grows in the first half.
     """

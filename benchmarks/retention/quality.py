@@ -46,8 +46,8 @@ from plpkg.retention.eviction import Eviction
 from plpkg.retention.head import HeadsConfig
 from plpkg.retention.quantize import quantized
 from plpkg.retention.scorers import H2O, KeyNorm, Locret, Random, SinkRecent, SirLlm, SnapKv
-from plpkg.retention.tasks import lookup, pairs_in_noise
 from plpkg.retention.train import train_heads
+from plpkg.retention.trials.tasks import lookup, pairs_in_noise
 
 SEEDS = 5
 SHIPPED = record.DATA.parent / "retention"

@@ -1,12 +1,13 @@
 """Locret: heads that learn which KV-cache units to keep, and eviction under a fixed budget (arXiv 2410.01805)."""
 
 from plpkg.lazy import on_first_use
-from plpkg.retention import quantize, scorers, tasks, text, tiny
+from plpkg.retention import quantize, scorers
 from plpkg.retention.head import RetainingHeads
 from plpkg.retention.labels import cis_labels
 from plpkg.retention.prefill import chunked_prefill
 from plpkg.retention.reading import load
 from plpkg.retention.train import train_heads
+from plpkg.retention.trials import tasks, text, tiny
 
 __all__ = [
     "RetainingHeads",

@@ -120,7 +120,7 @@ class Eviction:
             return
         before = logits[:, :1] if self._last_logits is None else self._last_logits
         log_p = torch.cat([before, logits[:, :-1]], dim=1).float().log_softmax(-1)  # (batch, n, vocab)
-        tokens = ids % logits.shape[-1]  # the ids themselves; plpkg.retention.tiny packs more into them
+        tokens = ids % logits.shape[-1]  # the ids themselves; plpkg.retention.trials.tiny packs more into them
         surprisal = -log_p.gather(-1, tokens[..., None]).squeeze(-1)
         if start == 0:
             surprisal[:, 0] = 0.0  # nothing predicts the first token

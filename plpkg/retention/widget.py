@@ -13,7 +13,7 @@ from plpkg.retention import plots, scorers, tiny
 from plpkg.retention.eviction import Log
 from plpkg.retention.labels import cis_labels
 from plpkg.retention.prefill import chunked_prefill
-from plpkg.retention.tasks import FIRST_KEY, FIRST_VALUE, Pairs, pairs_in_noise
+from plpkg.retention.trials.tasks import FIRST_KEY, FIRST_VALUE, Pairs, pairs_in_noise
 
 LENGTH, CHUNK = 96, 16
 SCORERS = ("Locret", "oracle", "SnapKV", "H2O", "SirLLM", "random", "sink + recent", "key norm")

@@ -2,7 +2,7 @@ import torch
 
 from benchmarks.retention.lookup import train_lookup
 from plpkg.retention import tiny
-from plpkg.retention.tasks import lookup
+from plpkg.retention.trials.tasks import lookup
 
 from rounding import sampling_error
 

@@ -5,8 +5,8 @@ import torch
 
 from plpkg.retention import RetainingHeads, tiny
 from plpkg.retention.scorers import Locret, SinkRecent
-from plpkg.retention.tasks import pairs_in_noise
 from plpkg.retention.train import train_heads
+from plpkg.retention.trials.tasks import pairs_in_noise
 
 from rounding import sampling_error
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from plpkg.backbones import load_backbone
-from plpkg.retention.tasks import (
+from plpkg.retention.trials.tasks import (
     BLANK,
     BOS,
     FIRST_KEY,

@@ -23,7 +23,7 @@ from plpkg.learning import learn
 from plpkg.retention.head import RetainingHeads
 from plpkg.retention.prefill import chunked_prefill
 from plpkg.retention.scorers import Scorer
-from plpkg.retention.tasks import VOCAB, Lookup, Pairs, pairs_in_noise
+from plpkg.retention.trials.tasks import VOCAB, Lookup, Pairs, pairs_in_noise
 from plpkg.validation import one_of
 
 
