@@ -7,16 +7,21 @@ from plpkg.corpora.folder import text_folder
 from plpkg.corpora.images import Digits, Images, digits, printed_digits
 from plpkg.corpora.leaf import leaf_femnist, leaf_shakespeare
 from plpkg.corpora.library import public, versions, writer, writers
+from plpkg.corpora.notes import ABSENT, Asked, Notes, Passage, notes, reading
 from plpkg.corpora.tokens import Tokens, batches, encode
 from plpkg.corpora.words import Vocabulary, sentences
 
 __all__ = [
+    "ABSENT",
     "SPLITS",
+    "Asked",
     "Diary",
     "Digits",
     "Document",
     "Examples",
     "Images",
+    "Notes",
+    "Passage",
     "Person",
     "Question",
     "Tokens",
@@ -28,8 +33,10 @@ __all__ = [
     "encode",
     "leaf_femnist",
     "leaf_shakespeare",
+    "notes",
     "printed_digits",
     "public",
+    "reading",
     "sentences",
     "text_folder",
     "token_examples",

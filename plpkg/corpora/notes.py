@@ -1,0 +1,360 @@
+"""Notes of invented people, with questions whose answers stand in them: synthetic reading matter.
+
+A text is made of facts (an entity, a relation, a value: "my sister is allergic to walnuts") and events (who did what,
+where, when), told in one of several voices, with sentences between them that say nothing. A question asks for one value.
+Near it stand facts that could be mistaken for it: another value of the same entity, the same relation of another
+entity, if possible one with the same noun ("my brother's bike"). By construction exactly one answer is right.
+
+The wordings are data (``data/notes/``). An eighth of the entities, of the relations and of the wordings, told by a hash
+of their text, is never trained on. Left out: arithmetic, common sense, questions that need more than two notes.
+"""
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from plpkg.corpora.documents import Document
+from plpkg.corpora.pages import ABSENT, Page, Unit
+from plpkg.corpora.wordings import ME, YOU, capital, words
+from plpkg.results import Tabular
+from plpkg.validation import number, one_of, whole_number
+
+SIDES = ("train", "entities", "relations", "wordings")
+"""Training's side, or what a question must have that training never sees."""
+
+KINDS = {"fact": 36, "pronoun": 12, "bridge": 10, "absent": 14, "event": 20, "text": 8}
+"""The kinds of questions, and how often each is asked; ``text`` asks for a span of documentation."""
+
+CHARACTERS_PER_TOKEN = 3.0
+"""Of such notes, with plpkg-small's tokenizer."""
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A text, a question about it, the answer (a span of the text, or :data:`ABSENT`), and the question's kind."""
+
+    text: str
+    question: str
+    answer: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question about somebody's notes.
+
+    Attributes
+    ----------
+    question, answer
+        The answer stands verbatim in the notes, or is :data:`ABSENT`.
+    notes
+        The names of the notes that have to be read for it: one, two for a bridge, and those of what is near it if
+        the answer is absent.
+    kind
+        One of :data:`KINDS`.
+    """
+
+    question: str
+    answer: str
+    notes: tuple[str, ...]
+    kind: str
+
+
+@dataclass(frozen=True)
+class Notes(Tabular):
+    """The notes of one invented ``person``: ``entries`` in their order, and ``questions`` about them."""
+
+    person: str
+    entries: tuple[Document, ...]
+    questions: tuple[Asked, ...]
+
+    def rows(self) -> list[dict]:
+        return [vars(question) | {"notes": ", ".join(question.notes)} for question in self.questions]
+
+    def __repr__(self) -> str:
+        return f"Notes({self.person!r}, {len(self.entries)} entries, {len(self.questions)} questions)"
+
+
+def reading(
+    rng: random.Random,
+    *,
+    facts: int | None = None,
+    tokens: int | None = None,
+    kinds: Sequence[str] | None = None,
+    voice: str | None = None,
+    near: int = 2,
+    idle: float | None = None,
+    side: str = "train",
+    documents: Sequence[Document] = (),
+) -> Passage:
+    """Draw one text with a question about it.
+
+    ``reading(rng, facts=5, kinds=("fact",), voice="prose", near=0, idle=0)`` asks for one of five plain facts.
+
+    Parameters
+    ----------
+    rng
+        The only source of chance: the same state gives the same passage in every process.
+    facts
+        Facts and events in the text; without it, as many as ``tokens`` have room for. A question that needs
+        more than one brings them all the same.
+    tokens
+        About how long the text is, by :data:`CHARACTERS_PER_TOKEN`. Without it and without ``facts``: from 50 to 900,
+        short and long ones alike often.
+    kinds
+        Some of :data:`KINDS`; without it all of them, ``text`` only if there are documents.
+    voice
+        One of :data:`VOICES`; without it any of them.
+    near
+        Up to how many facts of each sort that could be mistaken for the right one.
+    idle
+        The share of sentences that say nothing, from 0 to 0.9; without it, 0 to 0.5.
+    side
+        One of :data:`SIDES`.
+    documents
+        Documentation to ask about, such as ``corpora.public("train")``.
+
+    Raises
+    ------
+    ValueError
+        An argument that is not so.
+    """
+    one_of("side", side, SIDES)
+    whole_number("near", near, 0)
+    facts = facts if facts is None else whole_number("facts", facts, 1)
+    tokens = tokens if tokens is None else whole_number("tokens", tokens, 20)
+    kinds = tuple(one_of("kind", kind, tuple(KINDS)) for kind in (kinds or KINDS))
+    kinds = tuple(kind for kind in kinds if kind != "text" or (documents and side == "train"))
+    if not kinds:
+        raise ValueError("questions of the kind 'text' need documents, and the side 'train'")
+    kind = rng.choices(kinds, [KINDS[kind] for kind in kinds])[0]
+    voice = one_of("voice", voice, tuple(VOICES)) if voice else rng.choices(list(VOICES), [v[0] for v in VOICES.values()])[0]
+    if tokens is None and facts is None:
+        tokens = round(50 * 18 ** rng.random())
+    if kind == "text":
+        return _span(rng, documents, tokens or 30 * facts)
+    idle = rng.random() / 2 if idle is None else number("idle", idle, 0, 0.9)
+    page, signed = _page(rng, side, voice)
+    asked = page.ask(kind, near if facts is None else min(near, facts - 1))
+    page.units[len(asked.units) :] = page.units[len(asked.units) : facts]
+    _fill(page, facts, None if tokens is None else tokens * CHARACTERS_PER_TOKEN, idle)
+    rng.shuffle(page.units)
+    text = VOICES[voice][1](page, page.units, signed)
+    return Passage(text, asked.text, asked.answer, asked.kind)
+
+
+def notes(seed: int, *, entries: int = 12, questions: int = 24, side: str = "train") -> Notes:
+    """The notes of one invented person, with questions about them.
+
+    Parameters
+    ----------
+    seed
+        Which person.
+    entries
+        The number of notes.
+    questions
+        The number of questions.
+    side
+        One of :data:`SIDES`.
+
+    Raises
+    ------
+    ValueError
+        An argument that is not so.
+    """
+    rng = random.Random(f"notes {whole_number('seed', seed, 0)}")
+    whole_number("entries", entries, 1)
+    whole_number("questions", questions, 1)
+    page = Page(rng, one_of("side", side, SIDES), [ME], YOU)
+    kinds = [kind for kind in KINDS if kind != "text"]
+    chosen = rng.choices(kinds, [KINDS[kind] for kind in kinds], k=questions)
+    asked = [page.ask(kind, near=1) for kind in chosen]
+    while len(page.units) < 2 * entries:
+        page.add()
+    units = page.units[:]
+    rng.shuffle(units)
+    ends = [round(i * len(units) / entries) for i in range(entries + 1)]
+    written, where = [], {}
+    for i in range(entries):
+        name, part = f"{2031}-{1 + i % 12:02}-{rng.randint(1, 28):02}", units[ends[i] : ends[i + 1]]
+        where |= {id(unit): name for unit in part}
+        part = part + [Unit(page.words.draw(rng, "filler")) for _ in range(rng.randint(0, 2))]
+        rng.shuffle(part)
+        voice = rng.choice(("prose", "prose", "lines", "bullets"))
+        written.append(Document(name, VOICES[voice][1](page, part, "")))
+    person = page.words.draw(rng, "name")
+    return Notes(person, tuple(written), tuple(
+        Asked(q.text, q.answer, tuple(sorted({where[id(unit)] for unit in q.units})), q.kind) for q in asked
+    ))
+
+
+def _page(rng: random.Random, side: str, voice: str) -> tuple[Page, str]:
+    """An empty page, and who signs it."""
+    draw = words().draw
+    if voice == "dialogue":
+        names: list[str] = []
+        while len(names) < rng.choice((2, 2, 3)):
+            name = draw(rng, "first")
+            names += [] if name in names else [name]
+        return Page(rng, side, names, ""), ""
+    signed = draw(rng, "first")
+    if voice == "letter":
+        return Page(rng, side, [signed], rng.choice((YOU, ME, ""))), signed
+    if voice != "todo" and rng.random() < 0.2:
+        return Page(rng, side, [signed], "", third=True), signed
+    return Page(rng, side, [ME], rng.choice((YOU, YOU, ME))), signed
+
+
+def _fill(page: Page, facts: int | None, characters: float | None, idle: float) -> None:
+    """Add facts and sentences that say nothing until there are so many facts, and so many characters."""
+    rng, size = page.rng, sum(len(unit.text) for unit in page.units)
+    idle_sentences = page.words.lists["filler"]
+    while facts is not None and len(page.units) < facts:
+        page.add()
+    fillers: list[str] = []
+    more = facts is None
+    if characters is None:
+        for _ in range(round(len(page.units) * idle / (1 - idle))):
+            page.units.append(Unit(page.words.draw(rng, "filler"), speaker=rng.choice(page.speakers)))
+        return
+    size = sum(len(unit.text) + 1 for unit in page.units)
+    while size < characters - 30:
+        count = len(page.units)
+        if more and rng.random() >= idle:
+            page.add()
+        else:
+            fillers = fillers or rng.sample(range(len(idle_sentences)), len(idle_sentences))
+            text = page.words.wordings["filler"][fillers.pop()].fill(rng, page.words, {})
+            page.units.append(Unit(text, speaker=rng.choice(page.speakers)))
+        size += sum(len(unit.text) + 1 for unit in page.units[count:])
+
+
+# Voices: each makes a text of units
+
+
+def _prose(page: Page, units: Sequence[Unit], signed: str = "") -> str:
+    texts = [unit.text for unit in units]
+    step = page.rng.choice((3, 5, 8, 100))
+    return "\n\n".join(" ".join(texts[i : i + step]) for i in range(0, len(texts), step))
+
+
+def _lines(page: Page, units: Sequence[Unit], signed: str = "", mark: str = "") -> str:
+    bare = page.rng.random() < 0.3
+    return "\n".join(mark + (unit.text.removesuffix(".") if bare else unit.text) for unit in units)
+
+
+def _bullets(page: Page, units: Sequence[Unit], signed: str = "") -> str:
+    head = page.words.draw(page.rng, "heading") + ":\n" if page.rng.random() < 0.5 else ""
+    return head + _lines(page, units, mark=page.rng.choice(("- ", "- ", "* ", "+ ")))
+
+
+def _diary(page: Page, units: Sequence[Unit], signed: str = "") -> str:
+    rng, entries, start = page.rng, [], 0
+    form = rng.choice(("{1-28} {month}\n", "{day}: ", "{1-28} {month}: ", "{day}, {1-28} {month}\n", "{month} {1-28}. "))
+    while start < len(units):
+        end = start + rng.randint(1, 4)
+        entries.append(page.words.value(rng, form) + " ".join(unit.text for unit in units[start:end]))
+        start = end
+    return "\n\n".join(entries)
+
+
+def _letter(page: Page, units: Sequence[Unit], signed: str = "") -> str:
+    draw = page.words.draw
+    greeting = f"{draw(page.rng, 'greeting')}\n\n{draw(page.rng, 'opening')} "
+    return f"{greeting}{_prose(page, units)}\n\n{draw(page.rng, 'closing')}\n{signed}"
+
+
+def _dialogue(page: Page, units: Sequence[Unit], signed: str = "") -> str:
+    rng, lines = page.rng, []
+    for unit in units:
+        lines.append(f"{unit.speaker}: {unit.text}")
+        if rng.random() < 0.15:
+            other = rng.choice([name for name in page.speakers if name != unit.speaker])
+            lines.append(f"{other}: {page.words.draw(rng, 'reply')}")
+    return "\n".join(lines)
+
+
+def _rows(page: Page, units: Sequence[Unit], mark: str) -> str:
+    """What has a row as a row, the rest as prose below or above."""
+    rows = [unit.row.replace(": ", mark, 1) for unit in units if unit.row]
+    rest = [unit for unit in units if not unit.row]
+    parts = ["\n".join(rows)] * bool(rows) + [_prose(page, rest)] * bool(rest)
+    page.rng.shuffle(parts)
+    return "\n\n".join(parts)
+
+
+def _table(page: Page, units: Sequence[Unit], signed: str = "") -> str:
+    head = page.rng.choice(("what | note\n", "thing | value\n", ""))
+    return head + _rows(page, units, " | ")
+
+
+def _keys(page: Page, units: Sequence[Unit], signed: str = "") -> str:
+    return _rows(page, units, page.rng.choice((": ", ": ", " = ", " - ")))
+
+
+def _todo(page: Page, units: Sequence[Unit], signed: str = "") -> str:
+    rng, lines = page.rng, []
+    mark = rng.choice(("[ ] ", "- ", "* "))
+    for unit in units:
+        idle = unit.text in page.words.lists["filler"]
+        text = page.words.draw(rng, "chore") if idle else unit.text
+        lines.append(mark + (f"{page.words.draw(rng, 'todo')}: {text}" if rng.random() < 0.5 and not idle else capital(text)))
+    return "\n".join(lines)
+
+
+def _mixed(page: Page, units: Sequence[Unit], signed: str = "") -> str:
+    rng, parts = page.rng, []
+    half = rng.randint(0, len(units))
+    for part in (units[:half], units[half:]):
+        voice = rng.choice((_prose, _lines, _bullets, _keys))
+        parts += [f"{page.words.draw(rng, 'heading')}\n{voice(page, part)}"] * bool(part)
+    return "\n\n".join(parts)
+
+
+VOICES: dict[str, tuple[int, Callable[[Page, Sequence[Unit], str], str]]] = {
+    "prose": (24, _prose), "lines": (14, _lines), "bullets": (10, _bullets), "diary": (12, _diary),
+    "letter": (10, _letter), "dialogue": (12, _dialogue), "table": (6, _table), "keys": (6, _keys),
+    "todo": (5, _todo), "mixed": (6, _mixed),
+}  # fmt: skip
+"""How a text is laid out: how often each is drawn, and the function that does it."""
+
+
+# Documentation
+
+
+_DEFAULT = re.compile(r"\b[Tt]he default(?: value)? (?:of|for) [`'\"]*(\w[\w.]*)[`'\"]* is [`'\"]*([^\s`'\",;]*[^\s`'\",;.])")
+_DOES = re.compile(r"(?:^|(?<=[.] ))((?:The|This|A|An) [a-z_ ]{3,40}?) (returns|contains|has|requires|uses|takes|raises|creates) ([^.;:()\n]{6,60})\.")
+
+
+def _span(rng: random.Random, documents: Sequence[Document], tokens: int) -> Passage:
+    """A passage of documentation, and a question for a span of it."""
+    lists = words()
+    while True:
+        text = re.sub(r"[ \t]+", " ", rng.choice(documents).text)
+        start = rng.randrange(max(1, len(text) - int(tokens * CHARACTERS_PER_TOKEN)))
+        start = max(text.rfind("\n\n", 0, start + 1) + 2, 0) if start else 0
+        text = text[start : start + int(tokens * CHARACTERS_PER_TOKEN)].rpartition("\n")[0].strip()
+        found = [("default", {"name": m[1]}, m[2]) for m in _DEFAULT.finditer(text)]
+        found += [("does", {"subject": m[1].lower(), "verb": m[2]}, m[3]) for m in _DOES.finditer(text)]
+        if not found or rng.random() < 0.5:
+            found = _cues(rng, text)
+        if found:
+            form, slots, answer = rng.choice(found)
+            question = capital(rng.choice(lists.wordings[f"ask.{form}"]).fill(rng, lists, slots))
+            return Passage(text, question, answer, "text")
+
+
+def _cues(rng: random.Random, text: str) -> list[tuple[str, dict[str, str], str]]:
+    """Words of the text that occur once, and the few that follow them up to a mark or the line's end."""
+    found = []
+    for line in text.split("\n"):
+        tokens = line.split()
+        if len(tokens) < 7:
+            continue
+        first = rng.randrange(len(tokens) - 5)
+        cue, rest = " ".join(tokens[first : first + 3]), tokens[first + 3 : first + 3 + rng.randint(2, 6)]
+        answer = re.split(r"[.,;:()](?:\s|$)", " ".join(rest))[0].strip()
+        if text.count(cue) == 1 and len(answer) > 2 and f"{cue} {answer}" in text and '"' not in cue:
+            found.append(("next", {"cue": cue}, answer))
+    return found

@@ -1,0 +1,481 @@
+"""One page of notes in the making: facts and events that nobody can mistake for another, and questions about them."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from plpkg.corpora.wordings import (
+    ME,
+    PERSON,
+    YOU,
+    Bridge,
+    Entity,
+    Relation,
+    Wording,
+    addressed,
+    capital,
+    held_out,
+    words,
+)
+
+ABSENT = "the notes do not say"
+"""The answer to a question that the notes leave open."""
+
+TRIES = 80
+
+
+@dataclass(eq=False)
+class Unit:
+    """What stands together: a sentence or two, the same as a row of a table (if it has one), and who says it."""
+
+    text: str
+    row: str = ""
+    speaker: str = ME
+
+
+@dataclass
+class Question:
+    """A question, its answer, its kind, and the units that one has to read for it."""
+
+    text: str
+    answer: str
+    kind: str
+    units: list[Unit] = field(default_factory=list)
+
+
+@dataclass
+class Fact:
+    """A relation of an entity with its value; ``old`` is another value, ``speaker`` who tells it."""
+
+    relation: Relation
+    entity: Entity
+    value: str
+    old: str
+
+    @property
+    def speaker(self) -> str:
+        return self.entity.speaker
+
+
+class Page:
+    """The facts and events of one text.
+
+    Parameters
+    ----------
+    rng
+        The only source of chance.
+    side
+        ``"train"``, or what the question must have that training never sees: ``"entities"``, ``"relations"``,
+        ``"wordings"``. What stands around it is training's.
+    speakers
+        Who says "I": ``["I"]``, the people of a dialogue, or the one name of a text in the third person.
+    view
+        How a question calls the speaker: ``"I"``, ``"you"``, or ``""`` for the name.
+    third
+        Whether the text is about the speaker in the third person.
+    """
+
+    def __init__(self, rng: random.Random, side: str, speakers: Sequence[str], view: str, third: bool = False) -> None:
+        self.rng, self.side, self.speakers, self.view, self.third = rng, side, list(speakers), view, third
+        self.words = words()
+        self.units: list[Unit] = []
+        self.entities: list[Entity] = []
+        self.taken: set = set()
+        self.values: set[str] = set()
+
+    # Entities and facts
+
+    def entity(self, about: Sequence[str], held: bool = False, like: Entity | None = None) -> Entity | None:
+        """A new entity of one of these classes, told apart from all others, or None after many tries."""
+        for _ in range(TRIES):
+            new = self._drawn(self.rng.choice(about), held, like)
+            for old in self.entities:
+                if new.text == "I" and old.text == "I" and new.speaker == old.speaker and like is None:
+                    return old
+                if not _apart(new, old, like):
+                    break
+            else:
+                self.entities.append(new)
+                return new
+        return None
+
+    def _drawn(self, kind: str, held: bool, like: Entity | None = None) -> Entity:
+        rng, lists, speaker = self.rng, self.words, self.rng.choice(self.speakers)
+        gender = "she" if kind == "woman" or rng.random() < 0.5 else "he"
+        if kind in ("person", "other", "woman"):
+            options = ("self", "role", "role", "named") if kind == "person" else ("role", "named")
+            kind = "role" if held else like.kind if like is not None else rng.choice(options)
+        if kind == "self":
+            return Entity("I", "self", "I", pronoun=gender, speaker=speaker)
+        if kind == "named":
+            title = like is None and rng.random() < 0.2
+            first = ("Mrs" if gender == "she" else "Mr") if title else lists.draw(rng, rng.choice((gender, "inv")))
+            if like is not None:
+                name = f"{first} {like.text.split()[-1]}" if " " in like.text else first
+            else:
+                name = f"{first} {lists.draw(rng, 'surname')}" if title or rng.random() < 0.6 else first
+            return Entity(name, kind, name, pronoun=gender, speaker=speaker)
+        source = f"head.{kind}"
+        if kind == "role":
+            source = "head.person." + (gender if rng.random() < 0.7 else "any")
+        if kind == "role" and like is not None and rng.random() < 0.5:
+            like = None
+        heads = lists.heads(source, held)
+        head = like.head if like is not None and like.kind == kind else rng.choice(heads)
+        noun = lists.value(rng, head)
+        gendered = kind in ("role", "helper", "pet")
+        pronoun = "they" if kind == "garments" else gender if gendered else "it"
+        if like is not None and gendered and like.kind == kind:
+            pronoun = like.pronoun
+        np = rng.choice(lists.wordings[f"np.{'person' if kind == 'role' else kind}"])
+        phrase = np.fill(rng, lists, {"h": "\0", "n": lists.draw(rng, pronoun if gendered else "first")})
+        before, _, after = phrase.partition("\0")
+        owner, _, rest = before.rpartition("'s ") if "'s " in before else before.partition(" ")
+        modifier = f"{rest}{after}".strip() + (noun if "{" in head else "")
+        return Entity(phrase.replace("\0", noun), kind, head, owner, modifier, pronoun, speaker)
+
+    def fact(self, relation: Relation, entity: Entity | None) -> Fact | None:
+        """A fact with a fresh value, or None where the entity has one that could be mistaken for it."""
+        if entity is None or not self._statements(relation, entity):
+            return None
+        if relation.group == "name" and entity.kind == "role" and entity.modifier:  # "my sister Ola is called"
+            return None
+        mine = entity.text == "I" or entity.text.startswith(("my ", "our "))
+        key = (entity.speaker if mine else "", entity.text, relation.group)
+        if key in self.taken or self._clash(relation, entity):
+            return None
+        self.taken.add(key)
+        return Fact(relation, entity, self._fresh(relation), self._fresh(relation))
+
+    def _clash(self, relation: Relation, entity: Entity) -> bool:
+        """Whether "my dentist" is an entity here and somebody's dentist a value too."""
+        if relation.id.endswith("0"):
+            self.taken.add(relation.id[:-1])
+            return any(other.head.endswith(relation.id[:-1]) for other in self.entities)
+        return entity.head.rpartition(" ")[2] in self.taken
+
+    def _fresh(self, relation: Relation) -> str:
+        for _ in range(TRIES):  # short lists run out
+            value = self.words.value(self.rng, relation.value)
+            if value.casefold() not in self.values:
+                break
+        self.values.add(value.casefold())
+        return value
+
+    # Wordings
+
+    def _statements(self, relation: Relation, entity: Entity) -> list[Wording]:
+        """The wordings that fit: "I paid me" does not."""
+        bare = self.third or entity.text == "I"
+        return [w for w in relation.statements if not (bare and w.narrator)]
+
+    def _choose(self, wordings: Sequence[Wording], asked: bool = False) -> Wording | None:
+        """One of training's wordings; for what is asked on the side of the wordings, one that is held out."""
+        held = asked and self.side == "wordings"
+        pool = [w for w in wordings if w.held_out == held]
+        return self.rng.choice(pool) if pool else None
+
+    def _slots(self, entity: Entity, view: str, pronoun: bool = False) -> dict[str, str]:
+        pronouns = entity.pronouns(view)
+        cases = pronouns if pronoun else entity.cases(view)
+        he = dict(zip(("he", "his", "him"), pronouns, strict=True))
+        return dict(zip(("e", "e's", "o"), cases, strict=True)) | he | {"narrator": entity.speaker}
+
+    def told(self, fact: Fact, asked: bool = False, pronoun: bool = False) -> Unit | None:
+        """The fact in words; with ``pronoun`` a sentence before it names the entity."""
+        rng, relation, entity = self.rng, fact.relation, fact.entity
+        view = entity.speaker if self.third else ME
+        named = not relation.label.startswith(":")
+        own = entity.text == "I"
+        wordings = self._statements(relation, entity)
+        if pronoun:
+            wordings = [w for w in wordings if w.text.startswith(("{e} ", "{e's} "))]
+        elif named and rng.random() < 0.15:
+            frames = self.words.wordings[rng.choice(("frame.plain", "frame.plain", "frame.changed"))]
+            wordings = [w for w in frames if not (own and "{o}" in w.text)]
+        wording = self._choose(wordings, asked)
+        if wording is None:
+            return None
+        slots = self._slots(entity, view) | {"v": fact.value, "old": fact.old, "l": relation.label.lstrip(":")}
+        key = rng.choice(self.words.wordings["key.self" if own and not self.third else "key.label" if named else "key.note"])
+        row = capital(key.fill(rng, self.words, slots))
+        if pronoun:
+            name = entity.kind if entity.kind in ("helper", "pet") else "person" if entity.kind in PERSON else "thing"
+            intros = [w for w in self.words.wordings[f"intro.{name}"] if not (self.third and w.narrator)]
+            opening = sentence(rng.choice(intros).fill(rng, self.words, slots, entity.person(view)))
+            text = wording.fill(rng, self.words, slots | self._slots(entity, view, True), entity.person(view))
+            return Unit(f"{opening} {sentence(text)}", row, entity.speaker)
+        if self._bare(entity) and rng.random() < 0.25:
+            slots |= {"e": f"the {entity.head}", "e's": f"the {entity.head}'s", "o": f"the {entity.head}"}
+        text = wording.fill(rng, self.words, slots, entity.person(view))
+        if rng.random() < 0.2 and not any(mark in text for mark in (". ", "? ", ": ")):
+            if rng.random() < 0.5:
+                text = f"{self.words.draw(rng, 'before')} {text}"
+            else:
+                text += self.words.draw(rng, "after")
+        return Unit(sentence(text), row, entity.speaker)
+
+    def _bare(self, entity: Entity) -> bool:
+        """Whether "the car" is enough for "my car"."""
+        alone = sum(other.head == entity.head for other in self.entities) == 1
+        mine = entity.owner in ("my", "our") and not entity.modifier and not self.third
+        return alone and mine and entity.kind not in (*PERSON, "garments") and "{" not in entity.head
+
+    def question(self, fact: Fact, described: str = "") -> tuple[str, bool] | None:
+        """A question for the fact's value, and whether it asks for the entity instead; None if no wording fits."""
+        rng, relation, entity = self.rng, fact.relation, fact.entity
+        view = self.view or entity.speaker
+        inverse = bool(relation.inverse and not described and entity.kind in ("named", "role") and rng.random() < 0.2)
+        pool = relation.inverse if inverse else relation.questions
+        if not inverse and not relation.label.startswith(":") and rng.random() < 0.12:
+            pool = [w for w in self.words.wordings["ask.label"] if not (entity.text == "I" and "{o}" in w.text)]
+        pool = [w for w in pool if not (described and "{e's}" in w.text) and not (self.third and w.narrator)]
+        wording = self._choose(pool, asked=True)
+        if wording is None:
+            return None
+        slots = self._slots(entity, view) | {"v": fact.value, "l": relation.label}
+        slots |= {"e": described, "o": described} if described else {}
+        text = self._addressed(wording, view).fill(rng, self.words, slots, entity.person(view))
+        return None if text.casefold() in self.words.kept_back else (capital(text), inverse)
+
+    @staticmethod
+    def _addressed(wording: Wording, view: str) -> Wording:
+        return addressed(wording.text, view if view in (ME, YOU) else "{narrator}")
+
+    # What is asked
+
+    def ask(self, kind: str, near: int = 2) -> Question:
+        """Add what a question of this kind needs, and up to ``near`` facts of each sort to mistake it for."""
+        for _ in range(TRIES):
+            asked = getattr(self, f"_ask_{kind}")(near)
+            if asked is not None:
+                return asked
+        raise RuntimeError(f"no question of the kind {kind!r} fits on this page any more")
+
+    def _subject(self) -> Fact | None:
+        relation = self.rng.choice(self.words.sides[self.side == "relations"])
+        held = self.side == "entities"
+        about = [kind for kind in relation.about if not (held and kind in ("named", "self"))]
+        return self.fact(relation, self.entity(about, held)) if about else None
+
+    def _ask_fact(self, near: int, pronoun: bool = False) -> Question | None:
+        fact = self._subject()
+        if fact is None or (pronoun and fact.entity.text == "I"):
+            return None
+        question = self.question(fact)
+        others = self.near(fact, near) if question else []
+        unit = self.told(fact, True, pronoun) if question else None
+        if unit is None:
+            return None
+        self.units += [unit, *others]
+        answer = fact.value
+        if question[1]:
+            answer = fact.entity.cases(fact.speaker if self.third else ME)[0]
+        return Question(question[0], _as_written(answer, unit.text), "pronoun" if pronoun else "fact", [unit])
+
+    def _ask_pronoun(self, near: int) -> Question | None:
+        return self._ask_fact(near, pronoun=True)
+
+    def _ask_absent(self, near: int) -> Question | None:
+        if self.rng.random() < 0.2:
+            return self._ask_event(near, absent=True)
+        fact = self._subject()  # the key is taken now, so that nothing else on the page says it
+        question = fact and self.question(fact)
+        if not question or question[1]:
+            return None
+        same_entity, same_relation = self._other(fact.entity), self._another(fact)
+        if same_entity is None or same_relation is None:
+            return None
+        units = [self.told(each) for each in (same_entity, same_relation, *self._near(fact, near - 1))]
+        if None in units[:2]:
+            return None
+        self.units += [unit for unit in units if unit is not None]
+        return Question(question[0], ABSENT, "absent", units[:2])
+
+    def near(self, fact: Fact, near: int) -> list[Unit]:
+        """Facts that could be mistaken for this one: the same entity, or the same relation."""
+        return [unit for unit in map(self.told, self._near(fact, near)) if unit is not None]
+
+    def _near(self, fact: Fact, near: int) -> list[Fact]:
+        most = max(0, near)
+        facts = [self._other(fact.entity) for _ in range(self.rng.randint(0, most))]
+        facts += [self._another(fact) for _ in range(self.rng.randint(0, most))]
+        return [each for each in facts if each is not None]
+
+    def _other(self, entity: Entity) -> Fact | None:
+        """Another fact of the same entity."""
+        pool = self.words.relations_of(entity.kind, entity.pronoun == "she", False)
+        tries = (self.fact(self.rng.choice(pool), entity) for _ in range(8))
+        return next((fact for fact in tries if fact is not None), None)
+
+    def _another(self, fact: Fact) -> Fact | None:
+        """The same relation of another entity, if possible of one that is called the same."""
+        entity = None
+        if self.rng.random() < 0.65 and fact.entity.text != "I":
+            entity = self.entity((fact.entity.kind,), like=fact.entity)
+        return self.fact(fact.relation, entity or self.entity(fact.relation.about))
+
+    def _ask_bridge(self, near: int) -> Question | None:
+        rng, bridge = self.rng, self.rng.choice(self.words.bridges)
+        first = self.entity(("person",), self.side == "entities")
+        if first is None or bridge.id in self.taken:
+            return None
+        fact = self._middle(bridge, self.side == "entities" and bridge.about != "named")
+        if fact is None:
+            return None
+        view = self.view or first.speaker
+        described = self._addressed(bridge.description, view)
+        described = described.fill(rng, self.words, self._slots(first, view), first.person(view))
+        question, unit = self.question(fact, described), self.told(fact, asked=True)
+        if question is None or unit is None:
+            return None
+        self.taken.add(bridge.id)
+        units = [self._bridged(bridge, first, fact.entity), unit]
+        self.units += units
+        if near and rng.random() < 0.8:  # somebody else, another place, the same relation
+            second, other = self.entity(("person",)), self._middle(bridge, False, fact.relation)
+            told = self.told(other) if other is not None else None
+            if told is not None and second not in (None, first):
+                self.units += [self._bridged(bridge, second, other.entity), told]
+        self.units += self.near(fact, near)
+        return Question(question[0], _as_written(fact.value, unit.text), "bridge", units)
+
+    def _middle(self, bridge: Bridge, held: bool, relation: Relation | None = None) -> Fact | None:
+        """A fact about what stands between the two notes."""
+        for _ in range(TRIES):
+            middle = self._drawn(bridge.about, held)
+            if middle.owner not in ("the", "") or not all(_apart(middle, other) for other in self.entities):
+                continue
+            pool = self.words.relations_of(middle.kind, middle.pronoun == "she", self.side == "relations")
+            chosen = relation or (self.rng.choice(pool) if pool else None)
+            fact = chosen and chosen.group not in ("name", "owner", "from", "madeby") and self.fact(chosen, middle)
+            if fact:
+                self.entities.append(middle)
+                return fact
+        return None
+
+    def _bridged(self, bridge: Bridge, first: Entity, middle: Entity) -> Unit:
+        view = first.speaker if self.third else ME
+        slots = self._slots(first, view) | {"m": middle.text}
+        text = self.rng.choice(bridge.statements).fill(self.rng, self.words, slots, first.person(view))
+        return Unit(sentence(text), "", first.speaker)
+
+    # Events
+
+    def event(self, asked: bool = False, **given: object) -> dict[str, object] | None:
+        """Who did what, where, when: slots of the frames ``event.*``; ``given`` fixes some of them."""
+        rng, lists = self.rng, self.words
+        shape = given.get("shape") or rng.choice(("where", "when", "both", "both", "cost", "whom", "why", "with"))
+        verbs = {"cost": "verb.trade", "whom": "verb.give"}.get(shape, "verb")
+        held = asked and self.side
+        verb = given.get("verb") or rng.choice(lists.heads(verbs, held == "relations") or lists.heads("verb", True))
+        noun = given.get("noun") or rng.choice(lists.heads("noun", held == "entities"))
+        adjective = lists.draw(rng, "adj") if "noun" in given or rng.random() < 0.6 else ""
+        who = given.get("who") or self._actor()
+        base, past = verb.split("/")
+        done = {(who.speaker if who.text == "I" else "", who.text, base), (past, noun)}
+        others = [key[2] for key in self.taken if isinstance(key, tuple) and key[:2] == ("noun", noun)]
+        if (others and not (adjective and all(others))) or adjective in others:
+            return None
+        keys = done | {("noun", noun, adjective)}
+        keys.discard((past, noun))
+        if keys & self.taken or ((past, noun) in self.taken and "noun" not in given):
+            return None
+        frame = self._choose(lists.wordings[f"event.{shape}"], asked) or self._choose(lists.wordings[f"event.{shape}"])
+        self.taken |= keys | {(past, noun)}
+        what = f"{adjective} {noun}".strip()
+        view = who.speaker if self.third else ME
+        slots = {"base": base, "past": past, "what": what, "who": who.cases(view)[0]}
+        for name, source in (("where", "wherex"), ("when", "whenx"), ("cost", "price"), ("why", "whyx")):
+            slots[name] = lists.draw(rng, source)
+        slots["whom"], slots["mate"] = self._actor(other=who).cases(view)[2], self._actor(other=who).cases(view)[2]
+        text = frame.fill(rng, lists, slots)
+        if rng.random() < 0.15:
+            text += lists.draw(rng, "aside")
+        told = {name for name in ("where", "when", "cost", "why", "whom", "mate") if f"{{{name}}}" in frame.text}
+        slots |= {"unit": Unit(sentence(text), "", who.speaker), "actor": who, "told": told, "noun": noun, "verb": verb}
+        return slots | {"adjective": adjective, "shape": shape}
+
+    def _actor(self, other: Entity | None = None) -> Entity:
+        """Somebody who does something; not the one given."""
+        speaker = other.speaker if other is not None else self.rng.choice(self.speakers)
+        text = "I" if other is None and self.rng.random() < 0.2 else ""
+        while not text or (other is not None and text == other.text):
+            text = self.words.draw(self.rng, "whox")
+        return Entity(text, "self" if text == "I" else "actor", text, pronoun="he", speaker=speaker)
+
+    def _ask_event(self, near: int, absent: bool = False) -> Question | None:
+        rng = self.rng
+        event = self.event(True, **({"shape": "plain"} if absent else {}))
+        if event is None:
+            return None
+        who, view = event["actor"], self.view or event["actor"].speaker
+        options = [] if who.text == "I" else ["who"]
+        slot = rng.choice(("where", "why", "mate")) if absent else rng.choice([*sorted(event["told"]) * 2, "what", *options])
+        wording = self._choose(self.words.wordings[f"ask.{slot}"], asked=True)
+        wording = wording or self._choose(self.words.wordings[f"ask.{slot}"])
+        cases = who.cases(view)
+        text = wording.fill(rng, self.words, {k: v for k, v in event.items() if isinstance(v, str)} | {"who": cases[0], "whoo": cases[2]})
+        given = [{"who": who}, {"verb": event["verb"], "shape": event["shape"]}, {"noun": event["noun"]}]
+        if event["adjective"]:
+            given[1]["noun"] = event["noun"]
+        elif len(given) == 3:
+            given.pop()
+        others = []
+        if absent:
+            shape = {"where": "where", "why": "why", "mate": "with"}[slot]
+            others = [self.event(who=who, shape=shape), self.event(shape=shape)]
+            if None in others:
+                return None
+        else:
+            others = [self.event(**rng.choice(given)) for _ in range(rng.randint(0, 2 * near))]
+        self.units += [event["unit"], *(other["unit"] for other in others if other is not None)]
+        if absent:
+            return Question(capital(text), ABSENT, "absent", self.units[-3:])
+        answer = str(event[slot])
+        if slot == "when" and answer.startswith(("at ", "on ", "in ")):
+            answer = answer[3:]
+        return Question(capital(text), _as_written(answer, event["unit"].text), "event", [event["unit"]])
+
+    # What else is there
+
+    def add(self) -> None:
+        """One more fact or event, which nobody asks for."""
+        rng = self.rng
+        if rng.random() < 0.3:
+            event = self.event()
+            self.units += [event["unit"]] if event else []
+            return
+        if self.entities and rng.random() < 0.35:
+            entity = rng.choice(self.entities)
+            fact = self._other(entity) if self.words.relations_of(entity.kind, False, False) else None
+        else:
+            relation = rng.choice(self.words.sides[False])
+            fact = self.fact(relation, self.entity(relation.about))
+        unit = fact and self.told(fact, pronoun=fact.entity.text != "I" and rng.random() < 0.12)
+        self.units += [unit] if unit else []
+
+
+def _apart(new: Entity, old: Entity, like: Entity | None = None) -> bool:
+    """Whether nobody can take one entity for the other."""
+    if new.kind == old.kind == "named":
+        common = set(new.text.split()) & set(old.text.split()) - {"Mr", "Mrs"}
+        return not common or (old is like and new.text != old.text and " " in old.text)
+    if new.kind != old.kind or new.head != old.head:
+        return True
+    own = ("my", "our", "")
+    if new.speaker != old.speaker and new.owner in own and old.owner in own:
+        return True
+    if new.owner != old.owner:
+        return "the" not in (new.owner, old.owner) and {new.owner, old.owner} != {"my", "our"}
+    return bool(new.modifier and old.modifier) and new.modifier != old.modifier
+
+
+def sentence(text: str) -> str:
+    """The text with a capital and a full stop."""
+    return capital(text) + ("" if text[-1] in ".!?" else ".")
+
+
+def _as_written(answer: str, text: str) -> str:
+    """The answer as it stands in the text: at its beginning it has a capital."""
+    return answer if answer in text else capital(answer)
