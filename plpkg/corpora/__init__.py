@@ -7,7 +7,8 @@ from plpkg.corpora.folder import text_folder
 from plpkg.corpora.images import Digits, Images, digits, printed_digits
 from plpkg.corpora.leaf import leaf_femnist, leaf_shakespeare
 from plpkg.corpora.library import public, versions, writer, writers
-from plpkg.corpora.notes import ABSENT, Asked, Notes, Passage, notes, reading
+from plpkg.corpora.notes import Asked, Notes, Passage, notes, reading
+from plpkg.corpora.pages import ABSENT
 from plpkg.corpora.tokens import Tokens, batches, encode
 from plpkg.corpora.words import Vocabulary, sentences
 

@@ -1,8 +1,8 @@
 """Notes of invented people, with questions whose answers stand in them: synthetic reading matter.
 
 A text is made of facts (an entity, a relation, a value: "my sister is allergic to walnuts") and events (who did what,
-where, when), told in one of several voices, with sentences between them that say nothing. A question asks for one value.
-Near it stand facts that could be mistaken for it: another value of the same entity, the same relation of another
+where, when), told in one of several voices, with sentences between them that say nothing. A question asks for one
+value. Near it stand facts that could be mistaken for it: another value of the same entity, the same relation of another
 entity, if possible one with the same noun ("my brother's bike"). By construction exactly one answer is right.
 
 The wordings are data (``data/notes/``). An eighth of the entities, of the relations and of the wordings, told by a hash
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from plpkg.corpora.documents import Document
-from plpkg.corpora.pages import ABSENT, Page, Unit
+from plpkg.corpora.pages import Page, Unit, as_written
 from plpkg.corpora.wordings import ME, YOU, capital, words
 from plpkg.results import Tabular
 from plpkg.validation import number, one_of, whole_number
@@ -26,13 +26,13 @@ SIDES = ("train", "entities", "relations", "wordings")
 KINDS = {"fact": 36, "pronoun": 12, "bridge": 10, "absent": 14, "event": 20, "text": 8}
 """The kinds of questions, and how often each is asked; ``text`` asks for a span of documentation."""
 
-CHARACTERS_PER_TOKEN = 3.0
+CHARACTERS_PER_TOKEN = 2.6
 """Of such notes, with plpkg-small's tokenizer."""
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A text, a question about it, the answer (a span of the text, or :data:`ABSENT`), and the question's kind."""
+    """A text, a question about it, the answer (a span of the text, or ``ABSENT``), and the question's kind."""
 
     text: str
     question: str
@@ -47,7 +47,7 @@ class Asked:
     Attributes
     ----------
     question, answer
-        The answer stands verbatim in the notes, or is :data:`ABSENT`.
+        The answer stands verbatim in the notes, or is ``ABSENT``.
     notes
         The names of the notes that have to be read for it: one, two for a bridge, and those of what is near it if
         the answer is absent.
@@ -83,7 +83,7 @@ def reading(
     tokens: int | None = None,
     kinds: Sequence[str] | None = None,
     voice: str | None = None,
-    near: int = 2,
+    near: int | None = None,
     idle: float | None = None,
     side: str = "train",
     documents: Sequence[Document] = (),
@@ -100,14 +100,15 @@ def reading(
         Facts and events in the text; without it, as many as ``tokens`` have room for. A question that needs
         more than one brings them all the same.
     tokens
-        About how long the text is, by :data:`CHARACTERS_PER_TOKEN`. Without it and without ``facts``: from 50 to 900,
-        short and long ones alike often.
+        About how long the text is, by :data:`CHARACTERS_PER_TOKEN`. Without it and without ``facts``: from 20 (one
+        note) to 900, short and long ones alike often.
     kinds
         Some of :data:`KINDS`; without it all of them, ``text`` only if there are documents.
     voice
         One of :data:`VOICES`; without it any of them.
     near
-        Up to how many facts of each sort that could be mistaken for the right one.
+        Up to how many facts of each sort that could be mistaken for the right one; 0 keeps all sentences plain.
+        Without it 0 to 2, fewer in short texts.
     idle
         The share of sentences that say nothing, from 0 to 0.9; without it, 0 to 0.5.
     side
@@ -121,7 +122,7 @@ def reading(
         An argument that is not so.
     """
     one_of("side", side, SIDES)
-    whole_number("near", near, 0)
+    plain = near is not None and whole_number("near", near, 0) == 0
     facts = facts if facts is None else whole_number("facts", facts, 1)
     tokens = tokens if tokens is None else whole_number("tokens", tokens, 20)
     kinds = tuple(one_of("kind", kind, tuple(KINDS)) for kind in (kinds or KINDS))
@@ -129,19 +130,24 @@ def reading(
     if not kinds:
         raise ValueError("questions of the kind 'text' need documents, and the side 'train'")
     kind = rng.choices(kinds, [KINDS[kind] for kind in kinds])[0]
-    voice = one_of("voice", voice, tuple(VOICES)) if voice else rng.choices(list(VOICES), [v[0] for v in VOICES.values()])[0]
+    if voice is None:
+        voice = rng.choices(list(VOICES), [weight for weight, _ in VOICES.values()])[0]
+    layout = VOICES[one_of("voice", voice, tuple(VOICES))][1]
     if tokens is None and facts is None:
-        tokens = round(50 * 18 ** rng.random())
+        tokens = round(20 * 45 ** rng.random())
     if kind == "text":
         return _span(rng, documents, tokens or 30 * facts)
     idle = rng.random() / 2 if idle is None else number("idle", idle, 0, 0.9)
-    page, signed = _page(rng, side, voice)
-    asked = page.ask(kind, near if facts is None else min(near, facts - 1))
+    near = rng.randint(0, 2) if near is None else near
+    room = min(facts - 1 if facts else near, tokens // 60 if tokens else near)
+    page, signed = _page(rng, side, voice, min(near, room))
+    page.plain = plain
+    asked = page.ask(kind)
     page.units[len(asked.units) :] = page.units[len(asked.units) : facts]
     _fill(page, facts, None if tokens is None else tokens * CHARACTERS_PER_TOKEN, idle)
     rng.shuffle(page.units)
-    text = VOICES[voice][1](page, page.units, signed)
-    return Passage(text, asked.text, asked.answer, asked.kind)
+    text = layout(page, page.units, signed)
+    return Passage(text, asked.text, as_written(asked.answer, text), asked.kind)
 
 
 def notes(seed: int, *, entries: int = 12, questions: int = 24, side: str = "train") -> Notes:
@@ -166,10 +172,10 @@ def notes(seed: int, *, entries: int = 12, questions: int = 24, side: str = "tra
     rng = random.Random(f"notes {whole_number('seed', seed, 0)}")
     whole_number("entries", entries, 1)
     whole_number("questions", questions, 1)
-    page = Page(rng, one_of("side", side, SIDES), [ME], YOU)
+    page = Page(rng, one_of("side", side, SIDES), [ME], YOU, near=1)
     kinds = [kind for kind in KINDS if kind != "text"]
     chosen = rng.choices(kinds, [KINDS[kind] for kind in kinds], k=questions)
-    asked = [page.ask(kind, near=1) for kind in chosen]
+    asked = [page.ask(kind) for kind in chosen]
     while len(page.units) < 2 * entries:
         page.add()
     units = page.units[:]
@@ -183,13 +189,19 @@ def notes(seed: int, *, entries: int = 12, questions: int = 24, side: str = "tra
         rng.shuffle(part)
         voice = rng.choice(("prose", "prose", "lines", "bullets"))
         written.append(Document(name, VOICES[voice][1](page, part, "")))
+    text = "\n".join(document.text for document in written)
     person = page.words.draw(rng, "name")
-    return Notes(person, tuple(written), tuple(
-        Asked(q.text, q.answer, tuple(sorted({where[id(unit)] for unit in q.units})), q.kind) for q in asked
-    ))
+    return Notes(
+        person,
+        tuple(written),
+        tuple(
+            Asked(q.text, as_written(q.answer, text), tuple(sorted({where[id(unit)] for unit in q.units})), q.kind)
+            for q in asked
+        ),
+    )
 
 
-def _page(rng: random.Random, side: str, voice: str) -> tuple[Page, str]:
+def _page(rng: random.Random, side: str, voice: str, near: int) -> tuple[Page, str]:
     """An empty page, and who signs it."""
     draw = words().draw
     if voice == "dialogue":
@@ -197,13 +209,13 @@ def _page(rng: random.Random, side: str, voice: str) -> tuple[Page, str]:
         while len(names) < rng.choice((2, 2, 3)):
             name = draw(rng, "first")
             names += [] if name in names else [name]
-        return Page(rng, side, names, ""), ""
+        return Page(rng, side, names, "", near=near), ""
     signed = draw(rng, "first")
     if voice == "letter":
-        return Page(rng, side, [signed], rng.choice((YOU, ME, ""))), signed
+        return Page(rng, side, [signed], rng.choice((YOU, ME, "")), near=near), signed
     if voice != "todo" and rng.random() < 0.2:
-        return Page(rng, side, [signed], "", third=True), signed
-    return Page(rng, side, [ME], rng.choice((YOU, YOU, ME))), signed
+        return Page(rng, side, [signed], "", third=True, near=near), signed
+    return Page(rng, side, [ME], rng.choice((YOU, YOU, ME)), near=near), signed
 
 
 def _fill(page: Page, facts: int | None, characters: float | None, idle: float) -> None:
@@ -251,11 +263,14 @@ def _bullets(page: Page, units: Sequence[Unit], signed: str = "") -> str:
 
 def _diary(page: Page, units: Sequence[Unit], signed: str = "") -> str:
     rng, entries, start = page.rng, [], 0
-    form = rng.choice(("{1-28} {month}\n", "{day}: ", "{1-28} {month}: ", "{day}, {1-28} {month}\n", "{month} {1-28}. "))
+    form = rng.choice(("{d} {m}\n", "{w}: ", "{d} {m}: ", "{w}, {d} {m}\n", "{m} {d}. "))
+    days = page.words.lists["day"], page.words.lists["month"]
+    day = rng.randrange(300)
     while start < len(units):
         end = start + rng.randint(1, 4)
-        entries.append(page.words.value(rng, form) + " ".join(unit.text for unit in units[start:end]))
-        start = end
+        date = form.format(w=days[0][day % 7], m=days[1][day // 28 % 12], d=day % 28 + 1)
+        entries.append(date + " ".join(unit.text for unit in units[start:end]))
+        start, day = end, day + rng.randint(1, 9)
     return "\n\n".join(entries)
 
 
@@ -299,7 +314,8 @@ def _todo(page: Page, units: Sequence[Unit], signed: str = "") -> str:
     for unit in units:
         idle = unit.text in page.words.lists["filler"]
         text = page.words.draw(rng, "chore") if idle else unit.text
-        lines.append(mark + (f"{page.words.draw(rng, 'todo')}: {text}" if rng.random() < 0.5 and not idle else capital(text)))
+        head = f"{page.words.draw(rng, 'todo')}: " if rng.random() < 0.5 and not idle else ""
+        lines.append(mark + capital(head + text))
     return "\n".join(lines)
 
 
@@ -322,39 +338,43 @@ VOICES: dict[str, tuple[int, Callable[[Page, Sequence[Unit], str], str]]] = {
 
 # Documentation
 
+_SPANS = {
+    "default": r"^ *[-*]* *`*(?P<name>\w+)`* *[(:].*?\bdefaults? (?:to|is|=) `*(?P<answer>[^\s`,;()\[]*[^\s`,;().\[])",
+    "type": r"^ *[-*]* *`*(?P<name>\w+)`* *\(`(?P<answer>[^`\n]{2,40})`",
+    "means": r"^ *[-*]* *`*(?P<name>\w{3,})`* ?: (?P<answer>[A-Z][^.;:\n`]{8,70})[.\n]",
+    "is": r"(?:^|(?<=[.] ))(?P<name>(?:The |An? )?(?!This|That|There|It)[\w.`]{3,}(?: \w+)?) is "
+    r"(?P<answer>(?:a|an|the) [^.,;:()\n]{6,60})[.,;]",
+    "does": r"(?:^|(?<=[.] ))(?P<name>(?:The|A|An|This) [a-z_ ]{3,40}?) "
+    r"(?P<verb>returns|contains|has|requires|uses|raises) (?P<answer>[^.;:()\n]{6,60})[.;]",
+}  # fmt: skip
+"""What documentation says in set forms, each for the questions ``ask.<form>``."""
 
-_DEFAULT = re.compile(r"\b[Tt]he default(?: value)? (?:of|for) [`'\"]*(\w[\w.]*)[`'\"]* is [`'\"]*([^\s`'\",;]*[^\s`'\",;.])")
-_DOES = re.compile(r"(?:^|(?<=[.] ))((?:The|This|A|An) [a-z_ ]{3,40}?) (returns|contains|has|requires|uses|takes|raises|creates) ([^.;:()\n]{6,60})\.")
+_PATTERNS = {form: re.compile(pattern, re.MULTILINE) for form, pattern in _SPANS.items()}
 
 
 def _span(rng: random.Random, documents: Sequence[Document], tokens: int) -> Passage:
     """A passage of documentation, and a question for a span of it."""
-    lists = words()
+    size = round(tokens * CHARACTERS_PER_TOKEN)
     while True:
-        text = re.sub(r"[ \t]+", " ", rng.choice(documents).text)
-        start = rng.randrange(max(1, len(text) - int(tokens * CHARACTERS_PER_TOKEN)))
-        start = max(text.rfind("\n\n", 0, start + 1) + 2, 0) if start else 0
-        text = text[start : start + int(tokens * CHARACTERS_PER_TOKEN)].rpartition("\n")[0].strip()
-        found = [("default", {"name": m[1]}, m[2]) for m in _DEFAULT.finditer(text)]
-        found += [("does", {"subject": m[1].lower(), "verb": m[2]}, m[3]) for m in _DOES.finditer(text)]
-        if not found or rng.random() < 0.5:
-            found = _cues(rng, text)
+        text = rng.choice(documents).text
+        start = text.find("\n", rng.randrange(max(1, len(text) - size))) + 1
+        text = text[start : start + size].rpartition("\n")[0].strip("\n")
+        found = [(form, m.groupdict()) for form, pattern in _PATTERNS.items() for m in pattern.finditer(text)]
+        found = [(form, slots) for form, slots in found if text.count(slots["name"]) < 4]
+        found = found if found and rng.random() < 0.7 else _cues(text)
         if found:
-            form, slots, answer = rng.choice(found)
-            question = capital(rng.choice(lists.wordings[f"ask.{form}"]).fill(rng, lists, slots))
-            return Passage(text, question, answer, "text")
+            form = rng.choice(sorted({form for form, _ in found}))
+            slots = rng.choice([slots for each, slots in found if each == form])
+            slots["name"] = slots.get("name", "").replace("The ", "the ").replace("This ", "this ")
+            question = rng.choice(words().wordings[f"ask.{form}"]).fill(rng, words(), slots)
+            return Passage(text, capital(question), slots["answer"].strip(), "text")
 
 
-def _cues(rng: random.Random, text: str) -> list[tuple[str, dict[str, str], str]]:
-    """Words of the text that occur once, and the few that follow them up to a mark or the line's end."""
+def _cues(text: str) -> list[tuple[str, dict[str, str]]]:
+    """Three words that occur once, and the two to seven that follow them up to a mark or the end of the line."""
     found = []
-    for line in text.split("\n"):
-        tokens = line.split()
-        if len(tokens) < 7:
-            continue
-        first = rng.randrange(len(tokens) - 5)
-        cue, rest = " ".join(tokens[first : first + 3]), tokens[first + 3 : first + 3 + rng.randint(2, 6)]
-        answer = re.split(r"[.,;:()](?:\s|$)", " ".join(rest))[0].strip()
-        if text.count(cue) == 1 and len(answer) > 2 and f"{cue} {answer}" in text and '"' not in cue:
-            found.append(("next", {"cue": cue}, answer))
+    for match in re.finditer(r"((?:[\w'-]+ ){3})((?:[\w'-]+ ){1,6}[\w'-]+)(?=[.,;:]?$|[.,;:] )", text, re.MULTILINE):
+        cue, answer = match[1].strip(), match[2]
+        if text.count(cue) == 1 and cue + " " + answer in text:
+            found.append(("next", {"cue": cue, "answer": answer}))
     return found

@@ -1,6 +1,7 @@
 """One page of notes in the making: facts and events that nobody can mistake for another, and questions about them."""
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +15,6 @@ from plpkg.corpora.wordings import (
     Wording,
     addressed,
     capital,
-    held_out,
     words,
 )
 
@@ -73,10 +73,20 @@ class Page:
         How a question calls the speaker: ``"I"``, ``"you"``, or ``""`` for the name.
     third
         Whether the text is about the speaker in the third person.
+    near
+        Up to how many facts of each sort that could be mistaken for the one asked for.
+
+    Attributes
+    ----------
+    plain
+        Whether nothing stands around a fact's own words: no aside, no second fact in its sentence.
     """
 
-    def __init__(self, rng: random.Random, side: str, speakers: Sequence[str], view: str, third: bool = False) -> None:
+    def __init__(
+        self, rng: random.Random, side: str, speakers: Sequence[str], view: str, third: bool = False, near: int = 2
+    ) -> None:
         self.rng, self.side, self.speakers, self.view, self.third = rng, side, list(speakers), view, third
+        self.near, self.plain = near, False
         self.words = words()
         self.units: list[Unit] = []
         self.entities: list[Entity] = []
@@ -138,7 +148,8 @@ class Page:
         """A fact with a fresh value, or None where the entity has one that could be mistaken for it."""
         if entity is None or not self._statements(relation, entity):
             return None
-        if relation.group == "name" and entity.kind == "role" and entity.modifier:  # "my sister Ola is called"
+        said = ("name",) if entity.kind == "role" else ("colour", "material")
+        if entity.modifier and relation.group in said:  # "my sister Ola is called", "the red boat is blue"
             return None
         mine = entity.text == "I" or entity.text.startswith(("my ", "our "))
         key = (entity.speaker if mine else "", entity.text, relation.group)
@@ -165,9 +176,12 @@ class Page:
     # Wordings
 
     def _statements(self, relation: Relation, entity: Entity) -> list[Wording]:
-        """The wordings that fit: "I paid me" does not."""
-        bare = self.third or entity.text == "I"
-        return [w for w in relation.statements if not (bare and w.narrator)]
+        return self._fit(relation.statements, entity, self.third or entity.text == "I")
+
+    def _fit(self, wordings: Sequence[Wording], entity: Entity, no_narrator: bool) -> list[Wording]:
+        """The wordings that suit an entity: neither "I paid me" nor "the age of me"."""
+        own = entity.text == "I"
+        return [w for w in wordings if not (no_narrator and w.narrator) and not (own and " of {o}" in w.text)]
 
     def _choose(self, wordings: Sequence[Wording], asked: bool = False) -> Wording | None:
         """One of training's wordings; for what is asked on the side of the wordings, one that is held out."""
@@ -192,23 +206,23 @@ class Page:
             wordings = [w for w in wordings if w.text.startswith(("{e} ", "{e's} "))]
         elif named and rng.random() < 0.15:
             frames = self.words.wordings[rng.choice(("frame.plain", "frame.plain", "frame.changed"))]
-            wordings = [w for w in frames if not (own and "{o}" in w.text)]
+            wordings = self._fit(frames, entity, own)
         wording = self._choose(wordings, asked)
         if wording is None:
             return None
         slots = self._slots(entity, view) | {"v": fact.value, "old": fact.old, "l": relation.label.lstrip(":")}
-        key = rng.choice(self.words.wordings["key.self" if own and not self.third else "key.label" if named else "key.note"])
-        row = capital(key.fill(rng, self.words, slots))
+        keys = "key.self" if own and not self.third else "key.label" if named else "key.note"
+        row = capital(rng.choice(self.words.wordings[keys]).fill(rng, self.words, slots))
         if pronoun:
             name = entity.kind if entity.kind in ("helper", "pet") else "person" if entity.kind in PERSON else "thing"
             intros = [w for w in self.words.wordings[f"intro.{name}"] if not (self.third and w.narrator)]
             opening = sentence(rng.choice(intros).fill(rng, self.words, slots, entity.person(view)))
             text = wording.fill(rng, self.words, slots | self._slots(entity, view, True), entity.person(view))
             return Unit(f"{opening} {sentence(text)}", row, entity.speaker)
-        if self._bare(entity) and rng.random() < 0.25:
+        if not self.plain and self._bare(entity) and rng.random() < 0.25:
             slots |= {"e": f"the {entity.head}", "e's": f"the {entity.head}'s", "o": f"the {entity.head}"}
         text = wording.fill(rng, self.words, slots, entity.person(view))
-        if rng.random() < 0.2 and not any(mark in text for mark in (". ", "? ", ": ")):
+        if not self.plain and rng.random() < 0.2 and not any(mark in text for mark in (". ", "? ", ": ")):
             if rng.random() < 0.5:
                 text = f"{self.words.draw(rng, 'before')} {text}"
             else:
@@ -228,8 +242,8 @@ class Page:
         inverse = bool(relation.inverse and not described and entity.kind in ("named", "role") and rng.random() < 0.2)
         pool = relation.inverse if inverse else relation.questions
         if not inverse and not relation.label.startswith(":") and rng.random() < 0.12:
-            pool = [w for w in self.words.wordings["ask.label"] if not (entity.text == "I" and "{o}" in w.text)]
-        pool = [w for w in pool if not (described and "{e's}" in w.text) and not (self.third and w.narrator)]
+            pool = self.words.wordings["ask.label"]
+        pool = [w for w in self._fit(pool, entity, self.third) if not (described and "{e's}" in w.text)]
         wording = self._choose(pool, asked=True)
         if wording is None:
             return None
@@ -244,10 +258,10 @@ class Page:
 
     # What is asked
 
-    def ask(self, kind: str, near: int = 2) -> Question:
-        """Add what a question of this kind needs, and up to ``near`` facts of each sort to mistake it for."""
+    def ask(self, kind: str) -> Question:
+        """Add what a question of this kind needs, and what could be mistaken for it."""
         for _ in range(TRIES):
-            asked = getattr(self, f"_ask_{kind}")(near)
+            asked = getattr(self, f"_ask_{kind}")()
             if asked is not None:
                 return asked
         raise RuntimeError(f"no question of the kind {kind!r} fits on this page any more")
@@ -258,27 +272,28 @@ class Page:
         about = [kind for kind in relation.about if not (held and kind in ("named", "self"))]
         return self.fact(relation, self.entity(about, held)) if about else None
 
-    def _ask_fact(self, near: int, pronoun: bool = False) -> Question | None:
+    def _ask_fact(self, pronoun: bool = False) -> Question | None:
         fact = self._subject()
         if fact is None or (pronoun and fact.entity.text == "I"):
             return None
-        question = self.question(fact)
-        others = self.near(fact, near) if question else []
-        unit = self.told(fact, True, pronoun) if question else None
+        text, inverse = self.question(fact) or ("", False)
+        answer = fact.entity.cases(fact.speaker if self.third else ME)[0] if inverse else fact.value
+        if not text or _gives_away(text, answer):
+            return None
+        others = self._near(fact)
+        joined = others and others[0].entity is fact.entity and not pronoun and self.rng.random() < 0.5
+        unit = self._joined(fact, others.pop(0)) if joined else self.told(fact, True, pronoun)
         if unit is None:
             return None
-        self.units += [unit, *others]
-        answer = fact.value
-        if question[1]:
-            answer = fact.entity.cases(fact.speaker if self.third else ME)[0]
-        return Question(question[0], _as_written(answer, unit.text), "pronoun" if pronoun else "fact", [unit])
+        self.units += [unit, *self._all_told(others)]
+        return Question(text, answer, "pronoun" if pronoun else "fact", [unit])
 
-    def _ask_pronoun(self, near: int) -> Question | None:
-        return self._ask_fact(near, pronoun=True)
+    def _ask_pronoun(self) -> Question | None:
+        return self._ask_fact(pronoun=True)
 
-    def _ask_absent(self, near: int) -> Question | None:
+    def _ask_absent(self) -> Question | None:
         if self.rng.random() < 0.2:
-            return self._ask_event(near, absent=True)
+            return self._ask_event(absent=True)
         fact = self._subject()  # the key is taken now, so that nothing else on the page says it
         question = fact and self.question(fact)
         if not question or question[1]:
@@ -286,21 +301,43 @@ class Page:
         same_entity, same_relation = self._other(fact.entity), self._another(fact)
         if same_entity is None or same_relation is None:
             return None
-        units = [self.told(each) for each in (same_entity, same_relation, *self._near(fact, near - 1))]
-        if None in units[:2]:
+        units = [self.told(same_entity), self.told(same_relation)]
+        if None in units:
             return None
-        self.units += [unit for unit in units if unit is not None]
-        return Question(question[0], ABSENT, "absent", units[:2])
+        self.units += units + self._all_told(self._near(fact) if self.near > 1 else [])
+        return Question(question[0], ABSENT, "absent", units)
 
-    def near(self, fact: Fact, near: int) -> list[Unit]:
+    def _near(self, fact: Fact) -> list[Fact]:
         """Facts that could be mistaken for this one: the same entity, or the same relation."""
-        return [unit for unit in map(self.told, self._near(fact, near)) if unit is not None]
-
-    def _near(self, fact: Fact, near: int) -> list[Fact]:
-        most = max(0, near)
-        facts = [self._other(fact.entity) for _ in range(self.rng.randint(0, most))]
-        facts += [self._another(fact) for _ in range(self.rng.randint(0, most))]
+        facts = [self._other(fact.entity) for _ in range(self.rng.randint(0, self.near))]
+        facts += [self._another(fact) for _ in range(self.rng.randint(0, self.near))]
         return [each for each in facts if each is not None]
+
+    def _all_told(self, facts: Sequence[Fact]) -> list[Unit]:
+        return [unit for unit in map(self.told, facts) if unit is not None]
+
+    def _joined(self, fact: Fact, other: Fact) -> Unit | None:
+        """Two facts of one entity in one sentence: "my sister, who lives in Orby, plays the lute"."""
+        rng, entity = self.rng, fact.entity
+        view = entity.speaker if self.third else ME
+        halves = []
+        for each in (fact, other):
+            wordings = [w for w in self._statements(each.relation, entity) if w.text.startswith("{e} ")]
+            wordings = [w for w in wordings if not any(mark in w.text for mark in ".,:?")]
+            wording = self._choose(wordings, asked=each is fact)
+            if wording is None:
+                return self.told(fact, True)
+            slots = self._slots(entity, view) | {"v": each.value, "old": each.old, "e": ""}
+            halves.append(wording.fill(rng, self.words, slots, entity.person(view)))
+        if rng.random() < 0.5:
+            halves.reverse()
+        subject = entity.cases(view)[0]
+        form = rng.choice(("{e}{a} and{b}", "{e}{a}, and {he}{b}", "{e}{a} but{b}", "{e}, {who}{a},{b}"))
+        if entity.text == "I":
+            form = form.replace(", {who}{a},{b}", "{a}, and I{b}")
+        who = "who" if entity.kind in (*PERSON, "helper") else "which"
+        text = form.format(e=subject, a=halves[0], b=halves[1], he=entity.pronouns(view)[0], who=who)
+        return Unit(sentence(text), self.told(fact).row, entity.speaker)
 
     def _other(self, entity: Entity) -> Fact | None:
         """Another fact of the same entity."""
@@ -315,7 +352,7 @@ class Page:
             entity = self.entity((fact.entity.kind,), like=fact.entity)
         return self.fact(fact.relation, entity or self.entity(fact.relation.about))
 
-    def _ask_bridge(self, near: int) -> Question | None:
+    def _ask_bridge(self) -> Question | None:
         rng, bridge = self.rng, self.rng.choice(self.words.bridges)
         first = self.entity(("person",), self.side == "entities")
         if first is None or bridge.id in self.taken:
@@ -327,18 +364,18 @@ class Page:
         described = self._addressed(bridge.description, view)
         described = described.fill(rng, self.words, self._slots(first, view), first.person(view))
         question, unit = self.question(fact, described), self.told(fact, asked=True)
-        if question is None or unit is None:
+        if question is None or unit is None or _gives_away(question[0], fact.value):
             return None
         self.taken.add(bridge.id)
         units = [self._bridged(bridge, first, fact.entity), unit]
         self.units += units
-        if near and rng.random() < 0.8:  # somebody else, another place, the same relation
+        if self.near and rng.random() < 0.8:  # somebody else, another place, the same relation
             second, other = self.entity(("person",)), self._middle(bridge, False, fact.relation)
             told = self.told(other) if other is not None else None
             if told is not None and second not in (None, first):
                 self.units += [self._bridged(bridge, second, other.entity), told]
-        self.units += self.near(fact, near)
-        return Question(question[0], _as_written(fact.value, unit.text), "bridge", units)
+        self.units += self._all_told(self._near(fact))
+        return Question(question[0], fact.value, "bridge", units)
 
     def _middle(self, bridge: Bridge, held: bool, relation: Relation | None = None) -> Fact | None:
         """A fact about what stands between the two notes."""
@@ -357,7 +394,7 @@ class Page:
     def _bridged(self, bridge: Bridge, first: Entity, middle: Entity) -> Unit:
         view = first.speaker if self.third else ME
         slots = self._slots(first, view) | {"m": middle.text}
-        text = self.rng.choice(bridge.statements).fill(self.rng, self.words, slots, first.person(view))
+        text = self._choose(bridge.statements).fill(self.rng, self.words, slots, first.person(view))
         return Unit(sentence(text), "", first.speaker)
 
     # Events
@@ -381,7 +418,7 @@ class Page:
         keys.discard((past, noun))
         if keys & self.taken or ((past, noun) in self.taken and "noun" not in given):
             return None
-        frame = self._choose(lists.wordings[f"event.{shape}"], asked) or self._choose(lists.wordings[f"event.{shape}"])
+        frame = self._choose(lists.wordings[f"event.{shape}"], asked) or rng.choice(lists.wordings[f"event.{shape}"])
         self.taken |= keys | {(past, noun)}
         what = f"{adjective} {noun}".strip()
         view = who.speaker if self.third else ME
@@ -394,7 +431,7 @@ class Page:
             text += lists.draw(rng, "aside")
         told = {name for name in ("where", "when", "cost", "why", "whom", "mate") if f"{{{name}}}" in frame.text}
         slots |= {"unit": Unit(sentence(text), "", who.speaker), "actor": who, "told": told, "noun": noun, "verb": verb}
-        return slots | {"adjective": adjective, "shape": shape}
+        return slots | {"adjective": adjective, "shape": shape, "held": frame.held_out}
 
     def _actor(self, other: Entity | None = None) -> Entity:
         """Somebody who does something; not the one given."""
@@ -404,23 +441,35 @@ class Page:
             text = self.words.draw(self.rng, "whox")
         return Entity(text, "self" if text == "I" else "actor", text, pronoun="he", speaker=speaker)
 
-    def _ask_event(self, near: int, absent: bool = False) -> Question | None:
+    def _ask_event(self, absent: bool = False) -> Question | None:
         rng = self.rng
         event = self.event(True, **({"shape": "plain"} if absent else {}))
         if event is None:
             return None
         who, view = event["actor"], self.view or event["actor"].speaker
         options = [] if who.text == "I" else ["who"]
-        slot = rng.choice(("where", "why", "mate")) if absent else rng.choice([*sorted(event["told"]) * 2, "what", *options])
+        slot = (
+            rng.choice(("where", "why", "mate"))
+            if absent
+            else rng.choice([*sorted(event["told"]) * 2, "what", *options])
+        )
         wording = self._choose(self.words.wordings[f"ask.{slot}"], asked=True)
-        wording = wording or self._choose(self.words.wordings[f"ask.{slot}"])
+        if wording is None and (self.side != "wordings" or not event["held"]):
+            return None
+        wording = wording or self.rng.choice(self.words.wordings[f"ask.{slot}"])
         cases = who.cases(view)
-        text = wording.fill(rng, self.words, {k: v for k, v in event.items() if isinstance(v, str)} | {"who": cases[0], "whoo": cases[2]})
+        text = wording.fill(
+            rng,
+            self.words,
+            {k: v for k, v in event.items() if isinstance(v, str)} | {"who": cases[0], "whoo": cases[2]},
+        )
         given = [{"who": who}, {"verb": event["verb"], "shape": event["shape"]}, {"noun": event["noun"]}]
         if event["adjective"]:
             given[1]["noun"] = event["noun"]
         elif len(given) == 3:
             given.pop()
+        if not absent and _gives_away(text, str(event[slot])):
+            return None
         others = []
         if absent:
             shape = {"where": "where", "why": "why", "mate": "with"}[slot]
@@ -428,14 +477,14 @@ class Page:
             if None in others:
                 return None
         else:
-            others = [self.event(**rng.choice(given)) for _ in range(rng.randint(0, 2 * near))]
+            others = [self.event(**rng.choice(given)) for _ in range(rng.randint(0, 2 * self.near))]
         self.units += [event["unit"], *(other["unit"] for other in others if other is not None)]
         if absent:
             return Question(capital(text), ABSENT, "absent", self.units[-3:])
         answer = str(event[slot])
         if slot == "when" and answer.startswith(("at ", "on ", "in ")):
             answer = answer[3:]
-        return Question(capital(text), _as_written(answer, event["unit"].text), "event", [event["unit"]])
+        return Question(capital(text), answer, "event", [event["unit"]])
 
     # What else is there
 
@@ -452,7 +501,11 @@ class Page:
         else:
             relation = rng.choice(self.words.sides[False])
             fact = self.fact(relation, self.entity(relation.about))
-        unit = fact and self.told(fact, pronoun=fact.entity.text != "I" and rng.random() < 0.12)
+        if fact is None:
+            return
+        other = self._other(fact.entity) if not self.plain and rng.random() < 0.2 else None
+        pronoun = not self.plain and fact.entity.text != "I" and rng.random() < 0.12
+        unit = self._joined(fact, other) if other is not None else self.told(fact, pronoun=pronoun)
         self.units += [unit] if unit else []
 
 
@@ -476,6 +529,11 @@ def sentence(text: str) -> str:
     return capital(text) + ("" if text[-1] in ".!?" else ".")
 
 
-def _as_written(answer: str, text: str) -> str:
+def _gives_away(question: str, answer: str) -> bool:
+    """Whether the question has the answer in it."""
+    return re.search(rf"\b{re.escape(answer.casefold())}(?!\w)", question.casefold()) is not None
+
+
+def as_written(answer: str, text: str) -> str:
     """The answer as it stands in the text: at its beginning it has a capital."""
-    return answer if answer in text else capital(answer)
+    return answer if answer in text or answer == ABSENT else capital(answer)

@@ -1,0 +1,360 @@
+import csv
+import hashlib
+import random
+import re
+import subprocess
+import sys
+
+import pytest
+
+from plpkg import catalog, corpora
+from plpkg.backbones import load_backbone
+from plpkg.corpora import ABSENT, Document, Notes, pages
+from plpkg.corpora.notes import KINDS, SIDES, VOICES
+from plpkg.corpora.wordings import Wording, addressed, held_out, with_article, words
+
+ASKED = [kind for kind in KINDS if kind != "text"]
+
+
+def drawn(seed, count, **arguments):
+    rng = random.Random(seed)
+    for _ in range(count):
+        yield corpora.reading(rng, **arguments)
+
+
+def handwritten():
+    with catalog.data_path("notes/handwritten.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def kept_back():
+    """Sentences, questions and answers of the two sets that no generator made."""
+    rows, diary = handwritten(), corpora.diary()
+    sentences = [row["note"] for row in rows] + [row["question"] for row in rows]
+    sentences += [question.question for question in diary.questions]
+    for entry in diary.entries:
+        sentences += re.split(r"(?<=[.!?])\s+", entry.text)
+    answers = [row["answer"] for row in rows] + [question.answer for question in diary.questions]
+    return {s.casefold().rstrip(".?! ") for s in sentences}, {answer.casefold() for answer in answers}
+
+
+# Passages
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("kind", ASKED)
+def test_the_answer_is_a_span_of_the_text(kind, side):
+    for passage in drawn(1, 25, kinds=(kind,), side=side, tokens=90):
+        assert passage.kind == kind
+        assert (passage.answer == ABSENT) if kind == "absent" else (passage.answer in passage.text), passage
+        assert not re.search(rf"\b{re.escape(passage.answer)}(?!\w)", passage.question), passage
+        assert not re.search(r"[{}\[\]|]", passage.question + passage.answer.replace("[ ]", "")), passage
+        assert "{" not in passage.text
+
+
+@pytest.mark.parametrize("voice", VOICES)
+def test_each_voice_keeps_the_answer(voice):
+    for passage in drawn(2, 30, voice=voice, kinds=("fact", "pronoun", "bridge", "event")):
+        assert passage.answer in passage.text, passage
+
+
+def test_the_same_seed_gives_the_same_passages_in_every_process():
+    script = (
+        "import hashlib, random; from plpkg import corpora; rng = random.Random(5);"
+        "texts = repr([corpora.reading(rng) for _ in range(40)] + [corpora.notes(3)]);"
+        "print(hashlib.sha256(texts.encode()).hexdigest())"
+    )
+    here = hashlib.sha256(repr([*drawn(5, 40), corpora.notes(3)]).encode()).hexdigest()
+    there = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert there.stdout.strip() == here
+    assert list(drawn(6, 3)) != list(drawn(7, 3))
+
+
+def test_no_two_facts_can_be_mistaken_for_each_other(monkeypatch):
+    facts, real = [], pages.Page.fact
+
+    def logged(self, relation, entity):
+        fact = real(self, relation, entity)
+        facts.extend([fact] if fact else [])
+        return fact
+
+    monkeypatch.setattr(pages.Page, "fact", logged)
+    for passage in drawn(3, 60, tokens=400, kinds=("fact", "pronoun", "absent")):
+        keys = [(f.entity.speaker if f.entity.text[:3] in ("I", "my ", "our") else "", f.entity.text, f.relation.group)
+                for f in facts]  # fmt: skip
+        assert len(keys) == len(set(keys)), passage
+        entities = list({id(fact.entity): fact.entity for fact in facts}.values())
+        for i, one in enumerate(entities):
+            assert all(one.text == "I" or one.text != two.text or one.speaker != two.speaker for two in entities[:i])
+            bare = [two for two in entities[:i] if two.head == one.head and "the" in (one.owner, two.owner)]
+            assert all(one.modifier and two.modifier for two in bare), (one, bare)
+        facts.clear()
+
+
+def test_what_is_absent_has_its_two_neighbours(monkeypatch):
+    told, real = [], pages.Page.told
+
+    def logged(self, fact, *arguments, **keywords):
+        told.append(fact)
+        return real(self, fact, *arguments, **keywords)
+
+    monkeypatch.setattr(pages.Page, "told", logged)
+    subjects, subject = [], pages.Page._subject
+    event = pages.Page._ask_event
+
+    def of_event(self, **keywords):
+        subjects.clear()
+        return event(self, **keywords)
+
+    monkeypatch.setattr(pages.Page, "_ask_event", of_event)
+    monkeypatch.setattr(pages.Page, "_subject", lambda self: subjects.append(subject(self)) or subjects[-1])
+    seen = 0
+    for passage in drawn(4, 40, kinds=("absent",), tokens=150):
+        asked = subjects[-1] if subjects else None
+        if asked is not None:  # else it asks for what an event leaves open
+            seen += 1
+            others = [fact for fact in told if fact is not asked]
+            assert any(fact.entity is asked.entity and fact.relation is not asked.relation for fact in others), passage
+            assert any(fact.relation is asked.relation and fact.entity is not asked.entity for fact in others), passage
+            assert all((f.entity, f.relation) != (asked.entity, asked.relation) for f in others)
+        told.clear()
+        subjects.clear()
+    assert seen > 20
+
+
+def test_one_plain_fact_of_so_many():
+    for facts in (1, 2, 5, 9, 14):
+        for passage in drawn(facts, 20, facts=facts, kinds=("fact",), voice="lines", near=0, idle=0):
+            assert passage.text.count("\n") == facts - 1, passage
+
+
+def test_lengths_reach_from_a_note_to_nine_hundred_tokens():
+    _, tokenizer = load_backbone("plpkg-small")
+
+    def median(**arguments):
+        passages = drawn(8, 31, **arguments)
+        return sorted(len(tokenizer(p.text, add_special_tokens=False)["input_ids"]) for p in passages)
+
+    assert 40 <= median(tokens=50)[15] <= 75
+    assert 800 <= median(tokens=900)[15] <= 1000
+    free = median()
+    assert free[0] < 80
+    assert free[-1] > 400
+
+
+def test_near_facts_share_the_noun():
+    passages = drawn(9, 200, kinds=("fact",), tokens=150, near=2, voice="lines")
+    heads = [h for name, items in words().lists.items() if name.startswith("head.") for h in items if "{" not in h]
+    shared = 0
+    for passage in passages:
+        head = next((h for h in heads if re.search(rf"\b{re.escape(h)}\b", passage.question)), None)
+        shared += head is not None and len(re.findall(rf"\b{re.escape(head)}\b", passage.text)) > 1
+    assert shared > 80
+
+
+# Documentation
+
+
+def test_documentation_is_asked_about():
+    document = Document(
+        "x", "\n".join(f"    rate{i} (`float`, *optional*, defaults to 0.{i}7):\n        The share of words number {i} "
+                       "that a long sentence of the documentation goes on to explain." for i in range(40))
+    )  # fmt: skip
+    passages = list(drawn(10, 60, kinds=("text",), documents=[document], tokens=120))
+    assert all(passage.kind == "text" and passage.answer in passage.text for passage in passages)
+    defaults = [p for p in passages if "default" in p.question and '"' not in p.question]
+    assert defaults
+    for passage in defaults:
+        name = re.search(r"rate(\d+)", passage.question)
+        assert passage.answer == f"0.{name[1]}7"
+
+
+# Held out
+
+
+def test_training_never_sees_what_is_held_out(monkeypatch):
+    relations, wordings, heads = [], [], []
+    fact, choose, entity = pages.Page.fact, pages.Page._choose, pages.Page._drawn
+
+    def logged_fact(self, relation, entity):
+        relations.append(relation.id)
+        return fact(self, relation, entity)
+
+    def logged_choice(self, *arguments, **keywords):
+        wordings.append(choose(self, *arguments, **keywords))
+        return wordings[-1]
+
+    def logged_entity(self, *arguments):
+        new = entity(self, *arguments)
+        heads.extend([] if new.kind in ("named", "self") else [new.head])
+        return new
+
+    monkeypatch.setattr(pages.Page, "fact", logged_fact)
+    monkeypatch.setattr(pages.Page, "_choose", logged_choice)
+    monkeypatch.setattr(pages.Page, "_drawn", logged_entity)
+    assert len(list(drawn(11, 400, tokens=200))) == 400
+    assert len(heads) > 1000
+    assert not any(map(held_out, relations))
+    assert not any(map(held_out, heads))
+    assert not any(wording.held_out for wording in wordings if wording is not None)
+    for side, seen in (("relations", relations), ("entities", heads)):
+        for passage in drawn(12, 40, tokens=80, side=side, kinds=("fact", "pronoun", "absent")):
+            if passage.kind != "absent":
+                assert any(map(held_out, seen)), passage
+            seen.clear()
+    for _ in drawn(13, 40, tokens=80, side="wordings", kinds=("fact",)):
+        assert sum(wording.held_out for wording in wordings if wording is not None) >= 2
+        wordings.clear()
+
+
+def test_about_an_eighth_is_held_out():
+    lists = words()
+    heads = [h for name, items in lists.lists.items() if name.startswith("head.") for h in items]
+    statements = [w.text for relation in lists.relations for w in relation.statements]
+    questions = [w.text for relation in lists.relations for w in relation.questions]
+    for texts in (heads, [relation.id for relation in lists.relations], statements, questions):
+        assert 0.09 < sum(map(held_out, texts)) / len(texts) < 0.17
+    for name in lists.lists:
+        if name.startswith("head."):
+            assert lists.heads(name, False)
+            assert lists.heads(name, True)
+            assert not set(lists.heads(name, False)) & set(lists.heads(name, True))
+
+
+# The data
+
+
+def test_there_are_enough_relations_and_wordings():
+    lists = words()
+    assert len(lists.relations) >= 240
+    assert len({relation.id for relation in lists.relations}) == len(lists.relations)
+    for relation in lists.relations:
+        assert len(relation.statements) >= 4, relation.id
+        assert len(relation.questions) >= 3, relation.id
+        assert len({w.text for w in relation.statements + relation.questions}) >= 7
+        assert sum(not w.held_out for w in relation.statements) >= 2, relation.id
+        assert sum(not w.held_out for w in relation.questions) >= 2, relation.id
+        assert all(re.search(r"\{(?:a )?v\}", w.text) for w in relation.statements), relation.id
+        assert all(re.search(r"\{(?:e|e's|o)\}", w.text) for w in relation.statements + relation.questions), relation.id
+        assert not any("{v}" in w.text or "{a v}" in w.text for w in relation.questions), relation.id
+    assert len(lists.lists["verb"] + lists.lists["verb.trade"] + lists.lists["verb.give"]) >= 120
+    assert len(lists.lists["noun"]) >= 200
+    assert len(lists.lists["filler"]) >= 80
+    assert len(lists.lists["she"]) + len(lists.lists["he"]) >= 150
+    assert len(lists.lists["last"]) >= 150
+
+
+def test_every_slot_has_a_list():
+    lists = words()
+    grammar = {"e", "e's", "o", "he", "his", "him", "v", "old", "l", "m", "h", "n", "narrator", "who", "what", "where"}
+    grammar |= {"when", "cost", "why", "whom", "mate", "base", "past", "name", "verb", "cue"}
+    wordings = [w for relation in lists.relations for w in (*relation.statements, *relation.questions)]
+    wordings += [Wording(item) for items in lists.lists.values() for item in items]
+    wordings += [Wording(relation.value) for relation in lists.relations]
+    wordings += [w for bridge in lists.bridges for w in (*bridge.statements, bridge.description)]
+    for wording in wordings:
+        for slot in re.findall(r"\{([^}]+)\}", wording.text):
+            slot = slot.removeprefix("a ")
+            assert slot in grammar or slot in lists.lists or re.fullmatch(r"\d+-\d+", slot), wording.text
+
+
+def test_nothing_of_the_test_sets_is_in_the_data():
+    sentences, answers = kept_back()
+    lists = words()
+    for relation in lists.relations:
+        for wording in (*relation.statements, *relation.questions, *relation.inverse):
+            assert wording.text.casefold().rstrip(".?! ") not in sentences, wording.text
+    for name, items in lists.lists.items():
+        for item in items:
+            assert item.casefold() not in answers, (name, item)
+            assert item.casefold().rstrip(".?! ") not in sentences, (name, item)
+
+
+def test_no_question_of_the_test_sets_is_ever_asked():
+    sentences, _ = kept_back()
+    question = "What is your blood group?"
+    assert question.casefold().rstrip("?") in sentences
+    asked = {p.question for p in drawn(14, 1500, tokens=30)} | {q.question for q in corpora.notes(1).questions}
+    assert not {text.casefold().rstrip("?") for text in asked} & sentences
+
+
+def test_the_handwritten_set():
+    rows = handwritten()
+    assert len(rows) == 30
+    for row in rows:
+        assert row["answer"] in row["note"]
+        assert row["answer"] not in row["question"]
+
+
+# Grammar
+
+
+def test_wordings_are_addressed():
+    wording = "when do I meet my vet, and who is waiting for me?"
+    assert addressed(wording, "I").text == wording
+    assert addressed(wording, "you").text == "when do you meet your vet, and who is waiting for you?"
+    named = addressed(wording, "{narrator}").fill(random.Random(0), words(), {"narrator": "Ola"})
+    assert named == "when does Ola meet Ola's vet, and who is waiting for Ola?"
+    assert addressed("how late am I, and what have we got?", "you").text == "how late are you, and what have you got?"
+
+
+@pytest.mark.parametrize(
+    ("noun", "phrase"),
+    [("lamp", "a lamp"), ("umbrella", "an umbrella"), ("uniform", "a uniform"), ("Icelandic", "an Icelandic"),
+     ("hourglass", "an hourglass")],
+)  # fmt: skip
+def test_articles(noun, phrase):
+    assert with_article(noun) == phrase
+
+
+# Somebody's notes
+
+
+def test_notes_of_one_person():
+    notes = corpora.notes(1)
+    assert isinstance(notes, Notes)
+    assert repr(notes) == f"Notes({notes.person!r}, 12 entries, 24 questions)"
+    texts = {entry.name: entry.text for entry in notes.entries}
+    assert len(texts) == 12
+    for question in notes.questions:
+        assert set(question.notes) <= set(texts)
+        if question.kind == "absent":
+            assert question.answer == ABSENT
+        else:
+            assert any(question.answer in texts[name] for name in question.notes), question
+            assert len(question.notes) <= (2 if question.kind == "bridge" else 1)
+    assert list(notes.to_frame().columns) == ["question", "answer", "notes", "kind"]
+    assert len(notes.to_frame()) == 24
+    assert notes == corpora.notes(1) != corpora.notes(2)
+    assert {question.kind for seed in range(4) for question in corpora.notes(seed).questions} == set(ASKED)
+    assert len(corpora.notes(3, entries=5, questions=4).entries) == 5
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"side": "test"}, "side must be one of 'train', 'entities', 'relations', 'wordings', got 'test'"),
+        ({"voice": "song"}, "voice must be one of .* got 'song'"),
+        ({"kinds": ("riddle",)}, "kind must be one of .* got 'riddle'"),
+        ({"facts": 0}, "facts must be a whole number of at least 1, got 0"),
+        ({"tokens": 3}, "tokens must be a whole number of at least 20, got 3"),
+        ({"near": -1}, "near must be a whole number of at least 0, got -1"),
+        ({"idle": 0.95}, "idle must be at least 0 and at most 0.9, got 0.95"),
+        ({"kinds": ("text",)}, "questions of the kind 'text' need documents"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        corpora.reading(random.Random(0), **arguments)
+
+
+def test_wrong_arguments_of_notes():
+    with pytest.raises(ValueError, match="seed must be a whole number of at least 0, got -1"):
+        corpora.notes(-1)
+    with pytest.raises(ValueError, match="entries must be a whole number of at least 1, got 0"):
+        corpora.notes(1, entries=0)
+    with pytest.raises(ValueError, match=r"side must be one of .* got 'x'"):
+        corpora.notes(1, side="x")
