@@ -359,12 +359,12 @@ def _span(rng: random.Random, documents: Sequence[Document], tokens: int) -> Pas
         text = rng.choice(documents).text
         start = text.find("\n", rng.randrange(max(1, len(text) - size))) + 1
         text = text[start : start + size].rpartition("\n")[0].strip("\n")
-        found = [(form, m.groupdict()) for form, pattern in _PATTERNS.items() for m in pattern.finditer(text)]
-        found = [(form, slots) for form, slots in found if text.count(slots["name"]) < 4]
-        found = found if found and rng.random() < 0.7 else _cues(text)
-        if found:
-            form = rng.choice(sorted({form for form, _ in found}))
-            slots = rng.choice([slots for each, slots in found if each == form])
+        spans = [(form, m.groupdict()) for form, pattern in _PATTERNS.items() for m in pattern.finditer(text)]
+        spans = [(form, slots) for form, slots in spans if text.count(slots["name"]) < 4]
+        spans = spans if spans and rng.random() < 0.7 else _cues(text)
+        if spans:
+            form = rng.choice(sorted({form for form, _ in spans}))
+            slots = rng.choice([slots for each, slots in spans if each == form])
             slots["name"] = slots.get("name", "").replace("The ", "the ").replace("This ", "this ")
             question = rng.choice(words().wordings[f"ask.{form}"]).fill(rng, words(), slots)
             return Passage(text, capital(question), slots["answer"].strip(), "text")
@@ -372,9 +372,9 @@ def _span(rng: random.Random, documents: Sequence[Document], tokens: int) -> Pas
 
 def _cues(text: str) -> list[tuple[str, dict[str, str]]]:
     """Three words that occur once, and the two to seven that follow them up to a mark or the end of the line."""
-    found = []
+    spans = []
     for match in re.finditer(r"((?:[\w'-]+ ){3})((?:[\w'-]+ ){1,6}[\w'-]+)(?=[.,;:]?$|[.,;:] )", text, re.MULTILINE):
         cue, answer = match[1].strip(), match[2]
         if text.count(cue) == 1 and cue + " " + answer in text:
-            found.append(("next", {"cue": cue, "answer": answer}))
-    return found
+            spans.append(("next", {"cue": cue, "answer": answer}))
+    return spans

@@ -79,7 +79,7 @@ class Page:
     Attributes
     ----------
     plain
-        Whether nothing stands around a fact's own words: no aside, no second fact in its sentence.
+        Whether sentences have nothing but the words of their fact: no aside, no second fact in its sentence.
     """
 
     def __init__(
@@ -180,8 +180,8 @@ class Page:
 
     def _fit(self, wordings: Sequence[Wording], entity: Entity, no_narrator: bool) -> list[Wording]:
         """The wordings that suit an entity: neither "I paid me" nor "the age of me"."""
-        own = entity.text == "I"
-        return [w for w in wordings if not (no_narrator and w.narrator) and not (own and " of {o}" in w.text)]
+        is_self = entity.text == "I"
+        return [w for w in wordings if not (no_narrator and w.narrator) and not (is_self and " of {o}" in w.text)]
 
     def _choose(self, wordings: Sequence[Wording], asked: bool = False) -> Wording | None:
         """One of training's wordings; for what is asked on the side of the wordings, one that is held out."""
@@ -200,18 +200,18 @@ class Page:
         rng, relation, entity = self.rng, fact.relation, fact.entity
         view = entity.speaker if self.third else ME
         named = not relation.label.startswith(":")
-        own = entity.text == "I"
+        is_self = entity.text == "I"
         wordings = self._statements(relation, entity)
         if pronoun:
             wordings = [w for w in wordings if w.text.startswith(("{e} ", "{e's} "))]
         elif named and rng.random() < 0.15:
             frames = self.words.wordings[rng.choice(("frame.plain", "frame.plain", "frame.changed"))]
-            wordings = self._fit(frames, entity, own)
+            wordings = self._fit(frames, entity, is_self)
         wording = self._choose(wordings, asked)
         if wording is None:
             return None
         slots = self._slots(entity, view) | {"v": fact.value, "old": fact.old, "l": relation.label.lstrip(":")}
-        keys = "key.self" if own and not self.third else "key.label" if named else "key.note"
+        keys = "key.self" if is_self and not self.third else "key.label" if named else "key.note"
         row = capital(rng.choice(self.words.wordings[keys]).fill(rng, self.words, slots))
         if pronoun:
             name = entity.kind if entity.kind in ("helper", "pet") else "person" if entity.kind in PERSON else "thing"
@@ -516,8 +516,8 @@ def _apart(new: Entity, old: Entity, like: Entity | None = None) -> bool:
         return not common or (old is like and new.text != old.text and " " in old.text)
     if new.kind != old.kind or new.head != old.head:
         return True
-    own = ("my", "our", "")
-    if new.speaker != old.speaker and new.owner in own and old.owner in own:
+    narrators = ("my", "our", "")
+    if new.speaker != old.speaker and new.owner in narrators and old.owner in narrators:
         return True
     if new.owner != old.owner:
         return "the" not in (new.owner, old.owner) and {new.owner, old.owner} != {"my", "our"}
