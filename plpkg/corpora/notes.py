@@ -9,6 +9,7 @@ The wordings are data (``data/notes/``). An eighth of the entities, of the relat
 of their text, is never trained on. Left out: arithmetic, common sense, questions that need more than two notes.
 """
 
+import datetime
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -178,27 +179,21 @@ def notes(seed: int, *, entries: int = 12, questions: int = 24, side: str = "tra
     asked = [page.ask(kind) for kind in chosen]
     while len(page.units) < 2 * entries:
         page.add()
-    units = page.units[:]
-    rng.shuffle(units)
-    ends = [round(i * len(units) / entries) for i in range(entries + 1)]
-    written, where = [], {}
+    units, written, where = rng.sample(page.units, len(page.units)), [], {}
+    day = datetime.date(2024, 1, rng.randint(1, 28))
     for i in range(entries):
-        name, part = f"{2031}-{1 + i % 12:02}-{rng.randint(1, 28):02}", units[ends[i] : ends[i + 1]]
-        where |= {id(unit): name for unit in part}
+        part = units[i::entries]
+        where |= {id(unit): str(day) for unit in part}
         part = part + [Unit(page.words.draw(rng, "filler")) for _ in range(rng.randint(0, 2))]
-        rng.shuffle(part)
-        voice = rng.choice(("prose", "prose", "lines", "bullets"))
-        written.append(Document(name, VOICES[voice][1](page, part, "")))
+        layout = rng.choice((_prose, _prose, _lines, _bullets))
+        written.append(Document(str(day), layout(page, rng.sample(part, len(part)))))
+        day += datetime.timedelta(rng.randint(1, 20))
     text = "\n".join(document.text for document in written)
-    person = page.words.draw(rng, "name")
-    return Notes(
-        person,
-        tuple(written),
-        tuple(
-            Asked(q.text, as_written(q.answer, text), tuple(sorted({where[id(unit)] for unit in q.units})), q.kind)
-            for q in asked
-        ),
-    )
+    answered = [
+        Asked(q.text, as_written(q.answer, text), tuple(sorted({where[id(unit)] for unit in q.units})), q.kind)
+        for q in asked
+    ]
+    return Notes(page.words.draw(rng, "name"), tuple(written), tuple(answered))
 
 
 def _page(rng: random.Random, side: str, voice: str, near: int) -> tuple[Page, str]:
@@ -220,26 +215,18 @@ def _page(rng: random.Random, side: str, voice: str, near: int) -> tuple[Page, s
 
 def _fill(page: Page, facts: int | None, characters: float | None, idle: float) -> None:
     """Add facts and sentences that say nothing until there are so many facts, and so many characters."""
-    rng, size = page.rng, sum(len(unit.text) for unit in page.units)
-    idle_sentences = page.words.lists["filler"]
+    rng, fillers = page.rng, page.words.wordings["filler"]
     while facts is not None and len(page.units) < facts:
         page.add()
-    fillers: list[str] = []
-    more = facts is None
-    if characters is None:
-        for _ in range(round(len(page.units) * idle / (1 - idle))):
-            page.units.append(Unit(page.words.draw(rng, "filler"), speaker=rng.choice(page.speakers)))
-        return
-    size = sum(len(unit.text) + 1 for unit in page.units)
-    while size < characters - 30:
-        count = len(page.units)
-        if more and rng.random() >= idle:
+    some = round(len(page.units) * idle / (1 - idle)) if characters is None else None
+    order: list[int] = []
+    while some if characters is None else sum(len(unit.text) + 1 for unit in page.units) < characters - 30:
+        if facts is None and rng.random() >= idle:
             page.add()
-        else:
-            fillers = fillers or rng.sample(range(len(idle_sentences)), len(idle_sentences))
-            text = page.words.wordings["filler"][fillers.pop()].fill(rng, page.words, {})
-            page.units.append(Unit(text, speaker=rng.choice(page.speakers)))
-        size += sum(len(unit.text) + 1 for unit in page.units[count:])
+            continue
+        order = order or rng.sample(range(len(fillers)), len(fillers))
+        page.units.append(Unit(fillers[order.pop()].fill(rng, page.words, {}), speaker=rng.choice(page.speakers)))
+        some = some and some - 1
 
 
 # Voices: each makes a text of units
@@ -290,8 +277,11 @@ def _dialogue(page: Page, units: Sequence[Unit], signed: str = "") -> str:
     return "\n".join(lines)
 
 
-def _rows(page: Page, units: Sequence[Unit], mark: str) -> str:
+def _keys(
+    page: Page, units: Sequence[Unit], signed: str = "", marks: Sequence[str] = (": ", ": ", " = ", " - ")
+) -> str:
     """What has a row as a row, the rest as prose below or above."""
+    mark = page.rng.choice(marks)
     rows = [unit.row.replace(": ", mark, 1) for unit in units if unit.row]
     rest = [unit for unit in units if not unit.row]
     parts = ["\n".join(rows)] * bool(rows) + [_prose(page, rest)] * bool(rest)
@@ -300,12 +290,7 @@ def _rows(page: Page, units: Sequence[Unit], mark: str) -> str:
 
 
 def _table(page: Page, units: Sequence[Unit], signed: str = "") -> str:
-    head = page.rng.choice(("what | note\n", "thing | value\n", ""))
-    return head + _rows(page, units, " | ")
-
-
-def _keys(page: Page, units: Sequence[Unit], signed: str = "") -> str:
-    return _rows(page, units, page.rng.choice((": ", ": ", " = ", " - ")))
+    return page.rng.choice(("what | note\n", "thing | value\n", "")) + _keys(page, units, marks=(" | ",))
 
 
 def _todo(page: Page, units: Sequence[Unit], signed: str = "") -> str:

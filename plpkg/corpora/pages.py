@@ -90,7 +90,7 @@ class Page:
         self.words = words()
         self.units: list[Unit] = []
         self.entities: list[Entity] = []
-        self.taken: set = set()
+        self.taken: set[tuple[str, ...]] = set()
         self.values: set[str] = set()
 
     # Entities and facts
@@ -99,12 +99,10 @@ class Page:
         """A new entity of one of these classes, told apart from all others, or None after many tries."""
         for _ in range(TRIES):
             new = self._drawn(self.rng.choice(about), held, like)
-            for old in self.entities:
-                if new.text == "I" and old.text == "I" and new.speaker == old.speaker and like is None:
-                    return old
-                if not _apart(new, old, like):
-                    break
-            else:
+            same = [old for old in self.entities if new.text == old.text == "I" and new.speaker == old.speaker]
+            if same and like is None:
+                return same[0]
+            if ("bare", new.head) not in self.taken and all(_apart(new, old, like) for old in self.entities):
                 self.entities.append(new)
                 return new
         return None
@@ -161,9 +159,9 @@ class Page:
     def _clash(self, relation: Relation, entity: Entity) -> bool:
         """Whether "my dentist" is an entity here and somebody's dentist a value too."""
         if relation.id.endswith("0"):
-            self.taken.add(relation.id[:-1])
+            self.taken.add(("role", relation.id[:-1]))
             return any(other.head.endswith(relation.id[:-1]) for other in self.entities)
-        return entity.head.rpartition(" ")[2] in self.taken
+        return ("role", entity.head.rpartition(" ")[2]) in self.taken
 
     def _fresh(self, relation: Relation) -> str:
         for _ in range(TRIES):  # short lists run out
@@ -220,6 +218,7 @@ class Page:
             text = wording.fill(rng, self.words, slots | self._slots(entity, view, True), entity.person(view))
             return Unit(f"{opening} {sentence(text)}", row, entity.speaker)
         if not self.plain and self._bare(entity) and rng.random() < 0.25:
+            self.taken.add(("bare", entity.head))
             slots |= {"e": f"the {entity.head}", "e's": f"the {entity.head}'s", "o": f"the {entity.head}"}
         text = wording.fill(rng, self.words, slots, entity.person(view))
         if not self.plain and rng.random() < 0.2 and not any(mark in text for mark in (". ", "? ", ": ")):
@@ -355,7 +354,7 @@ class Page:
     def _ask_bridge(self) -> Question | None:
         rng, bridge = self.rng, self.rng.choice(self.words.bridges)
         first = self.entity(("person",), self.side == "entities")
-        if first is None or bridge.id in self.taken:
+        if first is None or ("bridge", bridge.id) in self.taken:
             return None
         fact = self._middle(bridge, self.side == "entities" and bridge.about != "named")
         if fact is None:
@@ -366,7 +365,7 @@ class Page:
         question, unit = self.question(fact, described), self.told(fact, asked=True)
         if question is None or unit is None or _gives_away(question[0], fact.value):
             return None
-        self.taken.add(bridge.id)
+        self.taken.add(("bridge", bridge.id))
         units = [self._bridged(bridge, first, fact.entity), unit]
         self.units += units
         if self.near and rng.random() < 0.8:  # somebody else, another place, the same relation
@@ -401,37 +400,31 @@ class Page:
 
     def event(self, asked: bool = False, **given: object) -> dict[str, object] | None:
         """Who did what, where, when: slots of the frames ``event.*``; ``given`` fixes some of them."""
-        rng, lists = self.rng, self.words
+        rng, lists, held = self.rng, self.words, self.side if asked else ""
         shape = given.get("shape") or rng.choice(("where", "when", "both", "both", "cost", "whom", "why", "with"))
         verbs = {"cost": "verb.trade", "whom": "verb.give"}.get(shape, "verb")
-        held = asked and self.side
         verb = given.get("verb") or rng.choice(lists.heads(verbs, held == "relations") or lists.heads("verb", True))
         noun = given.get("noun") or rng.choice(lists.heads("noun", held == "entities"))
         adjective = lists.draw(rng, "adj") if "noun" in given or rng.random() < 0.6 else ""
         who = given.get("who") or self._actor()
         base, past = verb.split("/")
-        done = {(who.speaker if who.text == "I" else "", who.text, base), (past, noun)}
-        others = [key[2] for key in self.taken if isinstance(key, tuple) and key[:2] == ("noun", noun)]
-        if (others and not (adjective and all(others))) or adjective in others:
+        did, done = ("did", who.speaker if who.text == "I" else "", who.text, base), ("done", past, noun)
+        others = [key[2] for key in self.taken if key[:2] == ("noun", noun)]
+        alike = others and not (adjective and all(others) and adjective not in others)
+        if alike or did in self.taken or (done in self.taken and "noun" not in given):
             return None
-        keys = done | {("noun", noun, adjective)}
-        keys.discard((past, noun))
-        if keys & self.taken or ((past, noun) in self.taken and "noun" not in given):
-            return None
-        frame = self._choose(lists.wordings[f"event.{shape}"], asked) or rng.choice(lists.wordings[f"event.{shape}"])
-        self.taken |= keys | {(past, noun)}
-        what = f"{adjective} {noun}".strip()
+        frames = lists.wordings[f"event.{shape}"]
+        frame = self._choose(frames, asked) or rng.choice(frames)
+        self.taken |= {did, done, ("noun", noun, adjective)}
         view = who.speaker if self.third else ME
-        slots = {"base": base, "past": past, "what": what, "who": who.cases(view)[0]}
-        for name, source in (("where", "wherex"), ("when", "whenx"), ("cost", "price"), ("why", "whyx")):
-            slots[name] = lists.draw(rng, source)
-        slots["whom"], slots["mate"] = self._actor(other=who).cases(view)[2], self._actor(other=who).cases(view)[2]
-        text = frame.fill(rng, lists, slots)
-        if rng.random() < 0.15:
-            text += lists.draw(rng, "aside")
-        told = {name for name in ("where", "when", "cost", "why", "whom", "mate") if f"{{{name}}}" in frame.text}
-        slots |= {"unit": Unit(sentence(text), "", who.speaker), "actor": who, "told": told, "noun": noun, "verb": verb}
-        return slots | {"adjective": adjective, "shape": shape, "held": frame.held_out}
+        slots = {"base": base, "past": past, "what": f"{adjective} {noun}".strip(), "who": who.cases(view)[0]}
+        slots |= {name: lists.draw(rng, f"{name}x") for name in ("where", "when", "why")}
+        slots |= {name: self._actor(other=who).cases(view)[2] for name in ("whom", "mate")}
+        slots["cost"] = lists.draw(rng, "price")
+        text = frame.fill(rng, lists, slots) + (lists.draw(rng, "aside") if rng.random() < 0.15 else "")
+        told = [name for name in ("where", "when", "cost", "why", "whom", "mate") if f"{{{name}}}" in frame.text]
+        rest = {"actor": who, "told": told, "noun": noun, "verb": verb, "shape": shape, "held": frame.held_out}
+        return slots | rest | {"unit": Unit(sentence(text), "", who.speaker), "adjective": adjective}
 
     def _actor(self, other: Entity | None = None) -> Entity:
         """Somebody who does something; not the one given."""
@@ -446,45 +439,37 @@ class Page:
         event = self.event(True, **({"shape": "plain"} if absent else {}))
         if event is None:
             return None
-        who, view = event["actor"], self.view or event["actor"].speaker
-        options = [] if who.text == "I" else ["who"]
-        slot = (
-            rng.choice(("where", "why", "mate"))
-            if absent
-            else rng.choice([*sorted(event["told"]) * 2, "what", *options])
-        )
-        wording = self._choose(self.words.wordings[f"ask.{slot}"], asked=True)
+        who = event["actor"]
+        open_slots = ("where", "why", "mate")
+        told = [*event["told"], *event["told"], "what"] + ["who"] * (who.text != "I")
+        slot = rng.choice(open_slots if absent else told)
+        wordings = self.words.wordings[f"ask.{slot}"]
+        wording = self._choose(wordings, asked=True)
         if wording is None and (self.side != "wordings" or not event["held"]):
             return None
-        wording = wording or self.rng.choice(self.words.wordings[f"ask.{slot}"])
-        cases = who.cases(view)
-        text = wording.fill(
-            rng,
-            self.words,
-            {k: v for k, v in event.items() if isinstance(v, str)} | {"who": cases[0], "whoo": cases[2]},
-        )
-        given = [{"who": who}, {"verb": event["verb"], "shape": event["shape"]}, {"noun": event["noun"]}]
-        if event["adjective"]:
-            given[1]["noun"] = event["noun"]
-        elif len(given) == 3:
-            given.pop()
-        if not absent and _gives_away(text, str(event[slot])):
-            return None
-        others = []
+        slots = {name: value for name, value in event.items() if isinstance(value, str)}
+        slots["who"] = who.cases(self.view or who.speaker)[0]
+        text = capital((wording or rng.choice(wordings)).fill(rng, self.words, slots))
+        answer = slots[slot] if slot != "who" else event["who"]
         if absent:
-            shape = {"where": "where", "why": "why", "mate": "with"}[slot]
+            shape = "with" if slot == "mate" else slot
             others = [self.event(who=who, shape=shape), self.event(shape=shape)]
             if None in others:
                 return None
+        elif _gives_away(text, answer):
+            return None
         else:
-            others = [self.event(**rng.choice(given)) for _ in range(rng.randint(0, 2 * self.near))]
-        self.units += [event["unit"], *(other["unit"] for other in others if other is not None)]
+            twins = [{"who": who}, {"verb": event["verb"], "shape": event["shape"]}]
+            if event["adjective"]:
+                twins = [twins[0], twins[1] | {"noun": event["noun"]}, {"noun": event["noun"]}]
+            others = [self.event(**rng.choice(twins)) for _ in range(rng.randint(0, 2 * self.near))]
+        units = [event["unit"], *(other["unit"] for other in others if other is not None)]
+        self.units += units
         if absent:
-            return Question(capital(text), ABSENT, "absent", self.units[-3:])
-        answer = str(event[slot])
-        if slot == "when" and answer.startswith(("at ", "on ", "in ")):
-            answer = answer[3:]
-        return Question(capital(text), answer, "event", [event["unit"]])
+            return Question(text, ABSENT, "absent", units)
+        if slot == "when":
+            answer = re.sub("^(at|on|in) ", "", answer)
+        return Question(text, answer, "event", units[:1])
 
     # What else is there
 
@@ -531,7 +516,7 @@ def sentence(text: str) -> str:
 
 def _gives_away(question: str, answer: str) -> bool:
     """Whether the question has the answer in it."""
-    return re.search(rf"\b{re.escape(answer.casefold())}(?!\w)", question.casefold()) is not None
+    return re.search(rf"(?<!\w){re.escape(answer.casefold())}(?!\w)", question.casefold()) is not None
 
 
 def as_written(answer: str, text: str) -> str:

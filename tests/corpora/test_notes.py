@@ -311,6 +311,12 @@ def test_articles(noun, phrase):
     assert with_article(noun) == phrase
 
 
+def test_a_question_must_not_have_its_answer_in_it():
+    assert pages._gives_away("Who lives at 7 Mill Lane?", "7 mill lane")
+    assert not pages._gives_away("Which mark did they give?", "A")
+    assert pages._gives_away("Was it £5?", "£5")
+
+
 # Somebody's notes
 
 
