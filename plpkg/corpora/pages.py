@@ -209,7 +209,7 @@ class Page:
         if wording is None:
             return None
         slots = self._slots(entity, view) | {"v": fact.value, "old": fact.old, "l": relation.label.lstrip(":")}
-        keys = "key.self" if is_self and not self.third else "key.label" if named else "key.note"
+        keys = ("key.self" if is_self and not self.third else "key.label" if named else "key.") + "note" * (not named)
         row = capital(rng.choice(self.words.wordings[keys]).fill(rng, self.words, slots))
         if pronoun:
             name = entity.kind if entity.kind in ("helper", "pet") else "person" if entity.kind in PERSON else "thing"
