@@ -2,10 +2,10 @@
 
 import importlib
 import inspect
-import subprocess
-import sys
 
 import pytest
+
+from waiting import interpreter
 
 HEAVY = ("torch", "transformers", "pandas", "numpy", "matplotlib", "seaborn", "ipywidgets", "IPython")
 
@@ -13,8 +13,7 @@ HEAVY = ("torch", "transformers", "pandas", "numpy", "matplotlib", "seaborn", "i
 def loaded_after(code: str, modules=HEAVY) -> set[str]:
     """Those of the modules that a fresh interpreter has loaded after the code."""
     script = f"import sys\n{code}\nprint(*[name for name in {modules!r} if name in sys.modules])"
-    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    return set(output.split())
+    return set(interpreter(script).split())
 
 
 def test_calculators_load_nothing_heavy():

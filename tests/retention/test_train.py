@@ -17,6 +17,7 @@ from plpkg.retention.train import losses, overlap, train_heads
 from tests.retention.conftest import in_double
 
 from rounding import TIMES, assert_as_exact, assert_close, relative
+from waiting import PATIENCE_S
 
 OPTIONS = dict(steps=8, lr=5e-3, warmup=2, progress=False)
 
@@ -163,7 +164,7 @@ def test_two_processes_are_one(backbone, tmp_path):
     root = os.fspath(Path(__file__).parents[2])
     done = subprocess.run(
         [*command, str(script), str(tmp_path / "out"), root, os.path.join(root, "tests")],
-        capture_output=True, text=True, timeout=300, env=os.environ | {"ACCELERATE_USE_CPU": "true"},
+        capture_output=True, text=True, timeout=PATIENCE_S, env=os.environ | {"ACCELERATE_USE_CPU": "true"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     two = RetainingHeads.from_pretrained(tmp_path / "out", model)

@@ -1,0 +1,49 @@
+"""Waiting for a condition, to an end that only a test that hangs reaches: a busy machine is slow, and no defect.
+
+And helper processes: what they print on standard output and error is part of the message when they fail.
+"""
+
+import asyncio
+import re
+import subprocess
+import sys
+import time
+
+PATIENCE_S = 300
+"""How long a test waits for what has to come: ten times what anything here takes beside eight busy processes."""
+
+
+def wait_until(condition):
+    """Ask again and again. What the condition gave when it was true, or AssertionError."""
+    end = time.monotonic() + PATIENCE_S
+    while not (result := condition()):
+        assert time.monotonic() < end, f"it has not come in {PATIENCE_S} s"
+        time.sleep(0.01)
+    return result
+
+
+async def until(condition):
+    """The same, while other tasks run."""
+    end = time.monotonic() + PATIENCE_S
+    while not (result := condition()):
+        assert time.monotonic() < end, f"it has not come in {PATIENCE_S} s"
+        await asyncio.sleep(0.001)
+    return result
+
+
+def line_of(output, pattern):
+    """The match in the first line of a process's output that has one; all that it printed, if it ends without."""
+    lines = []
+    for line in output:
+        if match := re.search(pattern, line):
+            return match
+        lines.append(line)
+    raise AssertionError(f"no line has {pattern!r}:\n{''.join(lines)}")
+
+
+def interpreter(code, *arguments, **options):
+    """What a fresh interpreter prints that runs some code, and has to end well; ``options`` are subprocess's."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
