@@ -5,6 +5,8 @@ import inspect
 
 import pytest
 
+from plpkg import ROOMS
+
 from waiting import interpreter
 
 HEAVY = ("torch", "transformers", "pandas", "numpy", "matplotlib", "seaborn", "ipywidgets", "IPython")
@@ -30,10 +32,7 @@ def test_plots_and_widget_load_on_first_use():
     assert "ipywidgets" in loaded_after("import plpkg.throughput as t; t.widget.explorer")
 
 
-@pytest.mark.parametrize(
-    "room",
-    ["autonomy", "clipping", "communication", "residual", "retention", "serving", "serving.service", "throughput"],
-)
+@pytest.mark.parametrize("room", ROOMS)
 def test_a_front_door_keeps_its_promises(room):
     room = importlib.import_module(f"plpkg.{room}")
     assert all(getattr(room, name) for name in room.__all__)

@@ -4,10 +4,13 @@ And helper processes: what they print on standard output and error is part of th
 """
 
 import asyncio
+import contextlib
 import re
 import subprocess
 import sys
 import time
+
+import pytest
 
 PATIENCE_S = 300
 """How long a test waits for what has to come: ten times what anything here takes beside eight busy processes."""
@@ -47,3 +50,23 @@ def interpreter(code, *arguments, **options):
     done = subprocess.run(command, capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def patient_ray(monkeypatch):
+    """Ray, or a skip. It gives its own start 30 s and a try or two, too little on a busy machine."""
+    ray = pytest.importorskip("ray", reason="Ray, of the extra `scale`, is not installed")
+    from ray._private import services
+
+    get_node = services.get_node
+
+    def until_it_is_there(*arguments):
+        def node():
+            with contextlib.suppress(RuntimeError):
+                return get_node(*arguments)
+
+        return wait_until(node)
+
+    monkeypatch.setattr(services, "get_node", until_it_is_there)
+    for limit in ("gcs_server_port_wait_time_s", "worker_register_timeout_seconds"):
+        monkeypatch.setenv(f"RAY_{limit}", str(PATIENCE_S))
+    return ray
