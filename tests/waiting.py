@@ -6,6 +6,7 @@ And helper processes: what they print on standard output and error is part of th
 import asyncio
 import contextlib
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -53,11 +54,21 @@ def interpreter(code, *arguments, **options):
 
 
 def patient_ray(monkeypatch):
-    """Ray, or a skip. It gives its own start 30 s and a try or two, too little on a busy machine."""
-    ray = pytest.importorskip("ray", reason="Ray, of the extra `scale`, is not installed")
-    from ray._private import services
+    """Ray, or a skip. Ray 2.60 gives its own processes 15 s to import and 30 s to start, too little on a busy machine.
 
-    get_node = services.get_node
+    It waits for the ports that they choose, so here they are told which; then it asks whether the node is there.
+    """
+    ray = pytest.importorskip("ray", reason="Ray, of the extra `scale`, is not installed")
+    from ray._private import parameter, services
+
+    init, get_node = parameter.RayParams.__init__, services.get_node
+
+    def with_ports(params, *arguments, **options):
+        init(params, *arguments, **options)
+        with contextlib.ExitStack() as stack:
+            free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(4)]
+        agents = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
+        params.update_if_absent(**dict(zip(agents, free, strict=True)))
 
     def until_it_is_there(*arguments):
         def node():
@@ -66,7 +77,9 @@ def patient_ray(monkeypatch):
 
         return wait_until(node)
 
+    monkeypatch.setattr(parameter.RayParams, "__init__", with_ports)
     monkeypatch.setattr(services, "get_node", until_it_is_there)
     for limit in ("gcs_server_port_wait_time_s", "worker_register_timeout_seconds"):
         monkeypatch.setenv(f"RAY_{limit}", str(PATIENCE_S))
+    monkeypatch.setenv("RAY_agent_register_timeout_ms", str(1000 * PATIENCE_S))
     return ray

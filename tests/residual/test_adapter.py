@@ -17,6 +17,7 @@ from plpkg.residual import LadderConfig, PrivateLoraConfig, convert_to_lora
 from plpkg.residual.adapter import PEFT_TYPE, PrivateLoraLayer, gaussian_projections, svd_projections
 from tests.residual.conftest import IDS, adapted_backbone as adapted, backbone, normal, precise
 
+from preloaded import Process
 from rounding import assert_as_exact, assert_close, sampling_error
 from waiting import interpreter
 
@@ -119,7 +120,8 @@ def test_a_fresh_process_draws_the_same_projections():
         "from plpkg.residual.adapter import gaussian_projections as g\n"
         f"a, b = g(*{arguments!r})\nprint([x.hex() for x in (*a.flatten().tolist(), *b.flatten().tolist())])"
     )
-    output = interpreter(code)
+    with Process(code) as process:
+        output = process.stdout.read()
     drawn = [x.hex() for p in gaussian_projections(*arguments) for x in p.flatten().tolist()]
     assert output.strip() == str(drawn)
 

@@ -4,10 +4,8 @@ import asyncio
 import contextlib
 import http.client
 import http.server
+import json
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +20,7 @@ from plpkg.adapters import CONFIG, WEIGHTS, InvalidAdapterError, Limits, validat
 from plpkg.serving.service.store import START_BYTES, NotFoundError, Store, StoreError
 from plpkg.serving.service.tiers import Disk, Tiers
 
+from preloaded import Process
 from waiting import PATIENCE_S, line_of, wait_until
 
 TIMEOUT_S = 0.5
@@ -309,17 +308,13 @@ def test_an_upload_to_a_server_that_freezes(text, stores, proxy, gate, writers):
 @contextlib.contextmanager
 def service(url, disk, keys):
     """A real ``plpkg serve``, and its address."""
-    command = [sys.executable, "-m", "plpkg", "serve", "--store", url, "--disk", str(disk), "--listen", "127.0.0.1:0"]
-    environment = os.environ | {"PLPKG_KEYS": str(keys), "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
+    code = "import json, os, sys; os.environ |= json.loads(sys.argv.pop(1)); from plpkg.cli import app; app()"
+    environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    environment = json.dumps(environment | {"PLPKG_KEYS": str(keys)})  # the server that forks it has another
+    with Process(code, environment, "serve", "--store", url, "--disk", str(disk), "--listen", "127.0.0.1:0") as process:
         address = line_of(process.stdout, r"on (http://127\.0\.0\.1:\d+)$")[1]
         httpx.get(f"{address}/health", timeout=PATIENCE_S).raise_for_status()
         yield process, address
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
 
 
 def test_a_service_that_is_killed(stores, proxy, url, base, writers, tmp_path):
@@ -362,8 +357,7 @@ def test_a_service_that_is_killed(stores, proxy, url, base, writers, tmp_path):
         calls += [pool.submit(complete, address, "dave", "good", max_tokens=400)]
         wait_until(lambda: len(held) >= 4 or process.poll() is not None)
         assert process.poll() is None, process.stdout.read()
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
         for call in calls[:4]:
             assert isinstance(call.exception(), httpx.TransportError)
     event.set()
