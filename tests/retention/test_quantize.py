@@ -99,10 +99,11 @@ def test_a_quantised_cache_evicts_and_generates(backbone, ids, scheme, positions
 def test_rounding_is_no_worse_than_transformers_own(bits, monkeypatch):
     """Real weights and text, nothing evicted; transformers' cache keeps its latest units whole and rounds fewer."""
     from optimum.quanto.library.extensions import get_extension
-    from optimum.quanto.library.unpack import unpack
     from transformers import QuantizedCache
 
-    # quanto would compile a kernel first, for a minute, that does the same as its function in Python.
+    def unpack(packed, bits):  # as quanto's kernel does, which it would first compile for a minute
+        return torch.cat([packed >> shift & 2**bits - 1 for shift in range(0, 8, bits)])
+
     monkeypatch.setattr(get_extension("quanto_cpp"), "_lib", SimpleNamespace(unpack=unpack))
     model, tokenizer = load_backbone("plpkg-small")
     ids = tokenizer(

@@ -25,7 +25,7 @@ from waiting import PATIENCE_S, patient_ray, wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore::pydantic.PydanticDeprecatedSince20")  # on importing ray 2.60
 
-PROMPT, NEW, AGAIN = "def load(path):", 24, 8
+PROMPT, NEW, AGAIN = "def load(path):", 12, 8
 STEP_S = 0.02
 """That a step takes at least, so that a request is seen under way. Ray Serve 2.60 says each 0.1 s who has what."""
 LONG = 900
