@@ -17,7 +17,7 @@ Shares come out as per cent or points where that is the row's unit. A figure tha
 than its tolerance is printed; then the exit status is 1. With ``--write`` figures and verdicts are written instead.
 
 Run: ``make claims``, which is ``python -m benchmarks.claims`` (half a minute on one idle core; another half where no
-text has been read yet). ``make checksums`` follows ``--write``.
+text has been read yet). ``make checksums`` follows ``--write``. Not part of ``make bench``.
 """
 
 import argparse

@@ -25,6 +25,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
 TEXTS = [
     "README.md",
     "CONTRIBUTING.md",
+    "CHANGELOG.md",
     "LICENSE",
     "CITATION.cff",
     "data/README.md",
@@ -119,8 +120,8 @@ def notebooks_of(place: str) -> str:
     """Links to the notebooks that use what has this home; if none does and it is public, to its room's."""
     stems = uses().get(place, [])
     if not stems and place in doors():
-        rooms = {path.stem[3:]: path.stem for path in NOTEBOOKS}
-        stems = [rooms[part] for part in reversed(doors()[place].split(".")) if part in rooms][:1]
+        rooms = [room for room in plpkg.ROOMS if doors()[place].startswith(f"plpkg.{room}.")]
+        stems = [f"{plpkg.ROOMS[room][0]}_{last(room)}" for room in sorted(rooms, key=len)[-1:]]
     return ", ".join(f":doc:`{stem.replace('_', ' ')} </notebooks/{stem}>`" for stem in stems)
 
 

@@ -11,20 +11,11 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 
-from plpkg import catalog
+from plpkg import ROOMS, catalog
 from plpkg.results import Tabular
 from plpkg.validation import one_of
 
-SYSTEMS = {
-    "communication": "01",
-    "residual": "02",
-    "throughput": "03",
-    "retention": "04",
-    "clipping": "05",
-    "serving": "06",
-    "service": "07",
-    "autonomy": "08",
-}
+SYSTEMS = {room.rpartition(".")[2]: number for room, (number, _) in ROOMS.items()}
 """What a claim is about, and the notebook of it."""
 
 VERDICTS = ("holds", "holds within 10 %", "holds in direction", "fails", "undecided here", "not testable here")

@@ -9,6 +9,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
 os.environ["OMP_NUM_THREADS"] = os.environ.get("PLPKG_TEST_THREADS", "1")  # two wait for each other on a busy machine
 
+import gc
 import random
 
 import hypothesis
@@ -45,6 +46,12 @@ if SHIFT:  # here, so that what test modules make while they are collected begin
     torch.Generator, random.Random = _Generator, _Random
     torch.manual_seed = lambda seed: _manual_seed(_shifted(seed))
     np.random.default_rng = lambda seed=None: _default_rng(_shifted(seed))
+
+
+def pytest_collection_finish():
+    """What the imports have made stays: the garbage collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,8 @@ import signal
 import sys
 from multiprocessing.connection import Connection
 
+from waiting import PATIENCE_S
+
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
@@ -59,10 +61,10 @@ class Process:
     def poll(self) -> int | None:
         return self._process.exitcode
 
-    def wait(self, timeout: float = 300) -> int:
-        """Its exit status, as :mod:`subprocess` has it; it has to end within ``timeout`` seconds."""
-        self._process.join(timeout)
-        assert self._process.exitcode is not None, f"still running after {timeout} s"
+    def wait(self) -> int:
+        """Its exit status, as :mod:`subprocess` has it; it has to end."""
+        self._process.join(PATIENCE_S)
+        assert self._process.exitcode is not None, f"still running after {PATIENCE_S} s"
         return self._process.exitcode
 
 

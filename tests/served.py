@@ -1,7 +1,6 @@
 """The HTTP service in a thread of this process, on a real socket; and who is still in it."""
 
 import contextlib
-import time
 from dataclasses import dataclass
 
 import httpx
@@ -15,15 +14,16 @@ from plpkg.serving.service.replica import Replica
 from plpkg.serving.service.scheduler import Scheduler
 from plpkg.serving.service.tiers import Tiers
 
+from waiting import PATIENCE_S
+
 
 @dataclass
 class Service:
-    """``client`` sends no key; a test waits at most ``patience_s`` for what it then asserts."""
+    """``client`` sends no key."""
 
     url: str
     replica: Replica
     client: httpx.Client
-    patience_s: float = 20.0
 
     def openai(self, key="none"):
         """The official client; close it, or it warns."""
@@ -45,13 +45,6 @@ class Service:
         scheduler = self.replica.scheduler
         return len(scheduler.running), len(scheduler.queued), self.replica.tiers.leases.total()
 
-    def until(self, condition):
-        """Wait for a condition; whether it came true in time."""
-        end = time.monotonic() + self.patience_s
-        while not (true := condition()) and time.monotonic() < end:
-            time.sleep(0.01)
-        return true
-
 
 @contextlib.contextmanager
 def served(model, tokenizer, store, *, name="base", keys=None, scheduler=None, engine=None, limits=None, **tiers):
@@ -62,5 +55,5 @@ def served(model, tokenizer, store, *, name="base", keys=None, scheduler=None, e
         scheduler or Scheduler(),
     )
     api = app(replica, store, model, tokenizer, name=name, keys=keys, limits=limits)
-    with Listener(api) as listener, httpx.Client(base_url=listener.address, timeout=60) as client:
+    with Listener(api) as listener, httpx.Client(base_url=listener.address, timeout=PATIENCE_S) as client:
         yield Service(listener.address, replica, client)

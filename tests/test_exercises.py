@@ -8,16 +8,8 @@ import math
 import pytest
 import torch
 
-ROOMS = (
-    "autonomy",
-    "clipping",
-    "communication",
-    "residual",
-    "retention",
-    "serving",
-    "serving.service",
-    "throughput",
-)
+from plpkg import ROOMS
+
 SLIPS = [
     ("autonomy.cached_share", 53.5, 8.76, "reads twelve words"),
     ("autonomy.cached_share", 53.5, 43.4, "needs no gradient"),

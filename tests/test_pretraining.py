@@ -35,6 +35,7 @@ from plpkg.scoring import score
 
 from preloaded import Process
 from rounding import assert_as_exact, relative
+from waiting import PATIENCE_S
 
 TINY = Recipe(
     num_layers=2, hidden=32, num_heads=4, num_kv_heads=2, intermediate=48, vocab=300, max_positions=64,
@@ -273,7 +274,7 @@ def test_two_processes_make_the_gradient_of_one(tmp_path, monkeypatch):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command += [script, written(tmp_path, recipe, options)]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=300)
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     one, two = (checkpoint(tmp_path / name) for name in ("one", "out"))
     assert (one["processes"], two["processes"]) == (1, 2)

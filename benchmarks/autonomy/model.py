@@ -7,7 +7,7 @@ Rates were not searched.
 * ``model``: bits a byte of the test tokens, each window read alone; CPU seconds of learning.
 * ``factors``: LoRA of three people from one start, ‖mean(B) mean(A) - mean(BA)‖ / ‖mean(BA)‖, the mean of all layers.
 
-Run: ``python -m benchmarks.autonomy.model``, about twelve minutes.
+Run: ``python -m benchmarks.autonomy.model``, about twelve minutes. Not part of ``make bench``.
 """
 
 import math

@@ -5,7 +5,8 @@ public text; the digits' network (``digits.safetensors``), of the writers 0 to 6
 
 * ``training``: labels, steps, CPU seconds, and how well each does on public data that it has not seen.
 
-Run: ``python -m benchmarks.autonomy.pretrain``, about a quarter of an hour; then ``make checksums``.
+Run: ``python -m benchmarks.autonomy.pretrain``, about a quarter of an hour; then ``make checksums``. Not part of
+``make bench``.
 """
 
 import time

@@ -12,7 +12,7 @@ the validation words. Loss in nats a word and accuracy, of words that the vocabu
 Rates of the last layer, of biases and of all layers are those of three each with the least validation loss of seaborn,
 opacus and sklearn together; schemes that train all layers share theirs, local learning's was not searched.
 
-Run: ``python -m benchmarks.autonomy.text``, about fifteen minutes.
+Run: ``python -m benchmarks.autonomy.text``, about fifteen minutes. Not part of ``make bench``.
 """
 
 import sys

@@ -16,7 +16,7 @@
 * fake: Llama-3.1-8B and Phi-3-mini at 128K with the published sizes, on fake tensors.
 
 Run: ``python -m benchmarks.retention.quality`` (about an hour on one idle core), or some sections by name. It also
-writes ``data/retention``: the lookup model with its heads, and plpkg-small's heads.
+writes ``data/retention``: the lookup model with its heads, and plpkg-small's heads. Not part of ``make bench``.
 """
 
 import argparse

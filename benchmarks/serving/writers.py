@@ -5,7 +5,8 @@ plpkg-small, LoRA of rank 8 on q, k, v and o, in float32; written to ``data/serv
 * ``training``: tokens of each writer, CPU seconds of the whole run.
 * ``writers``: bits per byte of each writer's test text (row) under each writer's adapter, and under none.
 
-Run: ``python -m benchmarks.serving.writers``, about fifteen minutes; then ``make checksums``.
+Run: ``python -m benchmarks.serving.writers``, about fifteen minutes; then ``make checksums``. Not part of
+``make bench``.
 """
 
 import itertools

@@ -2,8 +2,6 @@ import ast
 import itertools
 import math
 import os
-import subprocess
-import sys
 from collections import Counter
 
 import numpy as np
@@ -15,6 +13,7 @@ from scipy import ndimage
 from plpkg.autonomy.augment import OPERATIONS, STOP_WORDS, augment_images, eda, neighbours
 
 from rounding import assert_close, sampling_error
+from waiting import interpreter
 
 SENTENCE = ["The", "quick", "fox", "is", "in", "the", "big", "Garden"]
 THESAURUS = {
@@ -122,8 +121,7 @@ def test_the_generator_decides_in_any_process():
     )
     there = f"import torch; from plpkg.autonomy.augment import OPERATIONS, eda; print({code})"
     other = os.environ | {"PYTHONHASHSEED": "1"}  # another order of a set of strings
-    run = subprocess.run([sys.executable, "-c", there], env=other, capture_output=True, text=True, check=True)
-    assert ast.literal_eval(run.stdout) == eval(code)
+    assert ast.literal_eval(interpreter(there, env=other)) == eval(code)
 
 
 @pytest.mark.parametrize(

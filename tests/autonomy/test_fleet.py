@@ -11,6 +11,7 @@ import torch
 from plpkg.autonomy.fleet import fleet
 
 from preloaded import Process
+from waiting import patient_ray
 
 pytestmark = pytest.mark.filterwarnings("ignore::pydantic.PydanticDeprecatedSince20")  # on importing ray 2.60
 
@@ -66,7 +67,7 @@ class Read(dict):
 
 
 def test_ray_gives_the_same_bits_survives_a_kill_and_names_who_fails(people, tmp_path, monkeypatch):
-    ray = pytest.importorskip("ray", reason="Ray, of the extra `scale`, is not installed")
+    ray = patient_ray(monkeypatch)
     learn, marker, failures, over = device(), tmp_path / "killed", tmp_path / "failures", tmp_path / "over"
 
     def killed_once(name, data):

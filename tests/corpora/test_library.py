@@ -2,14 +2,14 @@
 
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 from plpkg import catalog, corpora
 from plpkg.corpora import SPLITS, library
 from plpkg.corpora.overlap import SPAN
+
+from waiting import interpreter
 
 SMALL = (("topics", "jinja2"), ("opacus", "seaborn"))
 
@@ -81,8 +81,7 @@ def test_building_again_in_another_process_gives_the_same(tmp_path):
     )
 
     def hashes(seed):
-        environment = os.environ | {"PYTHONHASHSEED": seed}
-        return subprocess.check_output([sys.executable, "-c", code], text=True, env=environment).split()
+        return interpreter(code, env=os.environ | {"PYTHONHASHSEED": seed}).split()
 
     first = hashes("1")
     assert first == hashes("2")

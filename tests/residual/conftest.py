@@ -1,7 +1,6 @@
 """What the tests of this room share, with those of its benchmarks."""
 
 import copy
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,6 +12,7 @@ from plpkg.residual import LadderConfig, PrivateLoraConfig
 
 from preloaded import Process
 from rounding import assert_as_exact
+from waiting import PATIENCE_S, line_of
 
 IDS = torch.arange(2, 26).reshape(2, 12) % 23 + 1  # never 0, which pads
 FOLDED = ["fold", "late fold", "fold of two"]
@@ -88,22 +88,14 @@ with CloudServer(get_peft_model(model, PrivateLoraConfig(r_c2d=5, r_d2c=3)), sys
 def cloud_process(address="127.0.0.1:0"):
     """A cloud in a process of its own, for the model of ``adapted()``; the process, and the cloud's address."""
     process = Process(CLOUD, address, str(torch.Generator().manual_seed(0).initial_seed()))
-    return process, process.stdout.readline().strip()
-
-
-def wait_until(condition):
-    """Asks again and again, for at most a minute."""
-    deadline = time.perf_counter() + 60
-    while not condition():
-        assert time.perf_counter() < deadline
-        time.sleep(0.02)
+    return process, line_of(process.stdout, r"^127\.0\.0\.1:\d+$").group()
 
 
 def at_once(work, arguments):
-    """What ``work`` gives for each argument, each in a thread of its own, all within two minutes."""
+    """What ``work`` gives for each argument, each in a thread of its own."""
     threads = ThreadPoolExecutor(len(arguments))
     try:
-        return list(threads.map(work, arguments, timeout=120))
+        return list(threads.map(work, arguments, timeout=PATIENCE_S))
     finally:
         threads.shutdown(wait=False)
 

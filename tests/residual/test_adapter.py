@@ -2,8 +2,6 @@
 
 import copy
 import functools
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -19,7 +17,9 @@ from plpkg.residual import LadderConfig, PrivateLoraConfig, convert_to_lora
 from plpkg.residual.adapter import PEFT_TYPE, PrivateLoraLayer, gaussian_projections, svd_projections
 from tests.residual.conftest import IDS, adapted_backbone as adapted, backbone, normal, precise
 
+from preloaded import Process
 from rounding import assert_as_exact, assert_close, sampling_error
+from waiting import interpreter
 
 
 def layers(model):
@@ -120,7 +120,8 @@ def test_a_fresh_process_draws_the_same_projections():
         "from plpkg.residual.adapter import gaussian_projections as g\n"
         f"a, b = g(*{arguments!r})\nprint([x.hex() for x in (*a.flatten().tolist(), *b.flatten().tolist())])"
     )
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    with Process(code) as process:
+        output = process.stdout.read()
     drawn = [x.hex() for p in gaussian_projections(*arguments) for x in p.flatten().tolist()]
     assert output.strip() == str(drawn)
 
@@ -328,7 +329,7 @@ def test_what_is_relied_on_in_peft_is_there():
     assert PEFT_TYPE_TO_TUNER_MAPPING[PEFT_TYPE].tuner_layer_cls is PrivateLoraLayer
     assert PEFT_TYPE_TO_PREFIX_MAPPING[PEFT_TYPE] == "privatelora_"
     code = "from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING as m; print('PRIVATELORA' in m)"
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    output = interpreter(code)
     assert output == "False\n"  # if PEFT gets one of this name, ours must not replace it
 
 

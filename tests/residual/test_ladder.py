@@ -19,6 +19,7 @@ from plpkg.residual.ladder import PEFT_TYPE, LadderNorm, LadderTap, answer, taps
 from tests.residual.conftest import IDS, adapted_backbone, at_once, backbone, precise
 
 from rounding import assert_as_exact, assert_close
+from waiting import PATIENCE_S
 
 WIDTHS = [None, 16]
 LINEAR, GATED = ({"ladder": dict(r=5, width=width)} for width in WIDTHS)
@@ -269,7 +270,7 @@ def test_threads_that_compute_at_once_have_their_own_residuals(config):
     model = adapted_backbone(**config)
     texts = [IDS[:1], IDS.flip(1)[:1, :7]]
     expected = [logits(model, ids) for ids in texts]
-    both = threading.Barrier(2, timeout=60)
+    both = threading.Barrier(2, timeout=PATIENCE_S)
     for layer in model.get_base_model().model.layers:  # between any two layers each waits for the other
         layer.register_forward_hook(lambda *_: both.wait() > 1 or None)
     for right, computed in zip(expected, at_once(lambda ids: logits(model, ids), texts), strict=True):

@@ -3,10 +3,7 @@
 Not run in CI: more than one GPU. Two processes on the CPU (gloo) stand in for them.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -16,6 +13,7 @@ from plpkg.retention import RetainingHeads, cis_labels
 from plpkg.retention.train import losses, overlap, train_heads
 from tests.retention.conftest import in_double
 
+from preloaded import Process
 from rounding import TIMES, assert_as_exact, assert_close, relative
 
 OPTIONS = dict(steps=8, lr=5e-3, warmup=2, progress=False)
@@ -140,15 +138,19 @@ def test_stopped_and_resumed_it_ends_the_same(backbone, tmp_path):
 
 
 SCRIPT = """
-import sys, torch
-sys.path[:0] = sys.argv[2:]
+import os, sys
+out, rank = sys.argv[1:]
+os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # accelerate asks for them; they are not used
+from torch import distributed
+distributed.init_process_group("gloo", init_method=f"file://{out}.group", rank=int(rank), world_size=2)
 from plpkg.backbones import random_backbone
 from plpkg.retention import RetainingHeads
 from plpkg.retention.train import train_heads
 from tests.retention.test_train import OPTIONS, examples
 model = random_backbone("llama", num_kv_heads=2, vocab=64, seed=1000)
 heads = RetainingHeads.attach(model, 8, seed=1001)
-train_heads(model, heads, examples, **OPTIONS, examples_per_step=2, out=sys.argv[1])
+train_heads(model, heads, examples, **OPTIONS, examples_per_step=2, out=out)
 """
 
 
@@ -157,15 +159,10 @@ def test_two_processes_are_one(backbone, tmp_path):
     one, exact = (RetainingHeads.attach(m, 8, seed=1001) for m in (model, in_double(model)))
     train_heads(model, one, examples, **OPTIONS, examples_per_step=2)
     train_heads(in_double(model), exact, examples, **OPTIONS, examples_per_step=2)
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--standalone"]
-    root = os.fspath(Path(__file__).parents[2])
-    done = subprocess.run(
-        [*command, str(script), str(tmp_path / "out"), root, os.path.join(root, "tests")],
-        capture_output=True, text=True, timeout=300, env=os.environ | {"ACCELERATE_USE_CPU": "true"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    with ExitStack() as stack:
+        pair = [stack.enter_context(Process(SCRIPT, str(tmp_path / "out"), str(rank))) for rank in range(2)]
+        for process in pair:
+            assert process.wait() == 0, process.stdout.read()
     two = RetainingHeads.from_pretrained(tmp_path / "out", model)
     assert_as_exact(weights(two), weights(one), weights(exact))  # heads learn in float32, from exact states
 

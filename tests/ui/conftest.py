@@ -1,18 +1,19 @@
 """A real JupyterLab and a real Chromium for the browser tests (``make ui-test``)."""
 
+import contextlib
 import os
 import shutil
 import socket
 import subprocess
 import sys
-import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 
 import nbformat
 import pytest
-from playwright.sync_api import Error, sync_playwright
+from playwright.sync_api import Error, expect, sync_playwright
+
+from waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "test-results"
@@ -67,7 +68,8 @@ def browser():
 def page(browser, request):
     """A page that leaves a screenshot in ``test-results/`` when its test fails."""
     page = browser.new_page(viewport={"width": 1400, "height": 1000})
-    page.set_default_timeout(60_000)
+    page.set_default_timeout(1000 * PATIENCE_S)
+    expect.set_options(timeout=1000 * PATIENCE_S)
     yield page
     if request.node.stash.get(FAILED, False):
         RESULTS.mkdir(exist_ok=True)
@@ -125,19 +127,18 @@ def lab(tmp_path_factory):
     with (home / "lab.log").open("w") as log:
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     try:
-        for _ in range(120):
+
+        def answers():
             assert server.poll() is None, (home / "lab.log").read_text()
-            try:
-                urllib.request.urlopen(f"{address}/api", timeout=5).close()
-                break
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.5)
-        else:
-            pytest.fail(f"JupyterLab did not answer within a minute\n{(home / 'lab.log').read_text()}")
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"{address}/api", timeout=PATIENCE_S).close()
+                return True
+
+        wait_until(answers)
         yield address
     finally:
         server.terminate()
-        server.wait(20)
+        server.wait(PATIENCE_S)
 
 
 def cut_to_widget(path: Path):

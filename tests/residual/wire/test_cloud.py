@@ -20,7 +20,8 @@ from plpkg.residual import CloudServer, DeviceClient, Limits, PrivateLoraConfig,
 from plpkg.residual.wire.messages import METHOD, TEXT
 from plpkg.residual.wire.terms import OPTIONS as WORDS
 from plpkg.residual.wire.wire_pb2 import Choice, FromCloud, FromDevice, Goodbye, Hello, Part, Step
-from tests.residual.conftest import wait_until
+
+from waiting import PATIENCE_S, wait_until
 
 IDS = torch.arange(1, 9).reshape(1, 8)
 HIDDEN = 32
@@ -33,7 +34,7 @@ class Raw:
         self.channel = grpc.insecure_channel(cloud.address, [("grpc.use_local_subchannel_pool", 1)])
         self.outgoing = queue.SimpleQueue()
         connect = self.channel.stream_stream(METHOD, serialize, FromCloud.FromString)
-        self.call = connect(iter(self.outgoing.get, None), metadata=metadata, timeout=60)
+        self.call = connect(iter(self.outgoing.get, None), metadata=metadata, timeout=PATIENCE_S)
 
     def put(self, **content):
         self.outgoing.put(FromDevice(**content))

@@ -25,10 +25,12 @@ from plpkg.residual.wire.loading import adapted_model
 from plpkg.residual.wire.training import texts
 
 from preloaded import Process
+from waiting import line_of
 
 WIDTH = 32
 WORDS = ["<unk>", "<s>", "my", "cat", "is", "called", "felix", "and", "sleeps", "all", "day"]
 TARGETS = ["--target", "v_proj", "--target", "down_proj"]
+LISTENING = r"^listening on (127\.0\.0\.1:\d+)"
 PLPKG = "import sys; from plpkg.cli import app; app(sys.argv[1:])"
 DEVICE = ["device", "--connect", "127.0.0.1:1"]
 RUNNER = CliRunner(env={"COLUMNS": "400"})
@@ -57,14 +59,13 @@ def serving(start, folder, *options):
     """A cloud that ``start`` runs with these arguments of ``plpkg``; gives its address, and ends it as Ctrl+C does."""
     command = ["cloud", "--model", str(folder), "--rank", "4", *TARGETS, "--listen", "127.0.0.1:0", *options]
     with start(command) as process:
-        line = process.stdout.readline()
-        assert line.startswith("listening on 127.0.0.1:"), line
+        address = line_of(process.stdout, LISTENING)[1]
         try:
-            yield line.split()[2].rstrip(";")
+            yield address
         finally:
             process.send_signal(signal.SIGINT)
             rest = process.stdout.read()
-            assert process.wait(60) == 0
+            assert process.wait() == 0, rest
         assert "round trips" in rest
 
 
@@ -77,6 +78,7 @@ def secured(folder, tls):
         return subprocess.Popen(
             [sys.executable, "-m", "plpkg", *command],
             stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
             env=environment,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
@@ -154,7 +156,7 @@ def test_a_cloud_like_an_adapter_needs_no_list_of_targets(folder, tmp_path):
     shutil.copy(tmp_path / "mine" / "adapter_config.json", tmp_path / "public")
     command = ["cloud", "--model", str(folder), "--like", str(tmp_path / "public"), "--listen", "127.0.0.1:0"]
     with Process(PLPKG, *command) as process:
-        address = process.stdout.readline().split()[2].rstrip(";")
+        address = line_of(process.stdout, LISTENING)[1]
         device = ["device", "--connect", address, "--model", str(folder), "--adapter", str(tmp_path / "mine")]
         chat = ["chat", "--max-new-tokens", "5", "--temperature", "0"]
         result = RUNNER.invoke(app, [*device, *chat], input="my cat\n")
@@ -197,7 +199,7 @@ def test_training_that_is_interrupted_says_how_it_goes_on(cloud, folder, tmp_pat
             shown += process.stdout.read(1)
         process.send_signal(signal.SIGINT)
         shown = process.stdout.read()
-        assert process.wait(60) == 130
+        assert process.wait() == 130, shown
     assert "Traceback" not in shown
     steps = int(re.search(rf"{out / 'checkpoint.pt'} has (\d+) of 100000 steps: the same command goes on", shown)[1])
     assert len(torch.load(out / "checkpoint.pt")["losses"]) == steps >= 20
@@ -301,7 +303,7 @@ def test_a_device_never_holds_the_layers_of_the_cloud(folder, tmp_path):
     size = (large / "model.safetensors").stat().st_size
     assert size > 1e8
     with Process(PEAK, str(folder), str(large)) as process:
-        peak, dtype = process.stdout.read().splitlines()[-1].split()
+        peak, dtype = line_of(process.stdout, r"^(\d+) (\S+)$").groups()
     assert dtype == "torch.float32"
     assert int(peak) < size / 2, f"{int(peak):,} bytes beside the file of {size:,}"
 

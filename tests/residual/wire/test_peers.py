@@ -13,7 +13,9 @@ from grpc import StatusCode
 from plpkg.residual import CloudServer, DeviceClient, Limits
 from plpkg.residual.wire import connection, messages
 from plpkg.residual.wire.terms import differences
-from tests.residual.conftest import cloud_process, wait_until
+from tests.residual.conftest import cloud_process
+
+from waiting import PATIENCE_S, wait_until
 
 IDS = torch.arange(1, 9).reshape(1, 8)
 CROWD = "maximum_concurrent_rpcs"
@@ -45,13 +47,13 @@ def test_a_cloud_that_has_stopped_is_noticed_by_its_silence(adapted, monkeypatch
     options = [(name, quick.get(name, value)) for name, value in connection.OPTIONS]
     monkeypatch.setattr(connection, "OPTIONS", options)
     process, address = cloud_process()
-    with process, DeviceClient(address, adapted(), precision="fp32", timeout_s=300, retry_s=0) as device:
+    with process, DeviceClient(address, adapted(), precision="fp32", timeout_s=100 * PATIENCE_S, retry_s=0) as device:
         device.generate(IDS, 1)
         process.send_signal(signal.SIGSTOP)
         began = time.monotonic()
         with pytest.raises(ConnectionError, match="no connection to"):
             device.generate(IDS, 1)
-        assert time.monotonic() - began < 60
+        assert time.monotonic() - began < PATIENCE_S
 
 
 def test_who_meets_a_crowd_comes_back(adapted, monkeypatch):
@@ -67,7 +69,7 @@ def test_who_meets_a_crowd_comes_back(adapted, monkeypatch):
             second.generate(IDS, 1)
         leaving = threading.Timer(0.5, first.close)
         leaving.start()
-        assert generate(server, adapted(), retry_s=60).shape == (1, 10)
+        assert generate(server, adapted(), retry_s=PATIENCE_S).shape == (1, 10)
         leaving.join()
 
 
@@ -121,7 +123,7 @@ def test_closing_from_another_thread_ends_what_is_under_way(adapted):
         def close_elsewhere(_):
             thread = threading.Thread(target=device.close)
             thread.start()
-            thread.join(60)
+            thread.join(PATIENCE_S)
 
         with pytest.raises(RuntimeError, match="this client is closed"):
             device.generate(IDS, 4, eos_token_id=-1, on_token=close_elsewhere)

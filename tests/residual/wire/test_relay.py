@@ -1,7 +1,5 @@
 import gc
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -10,7 +8,9 @@ import pytest
 
 from plpkg.catalog import Link
 from plpkg.residual.wire.relay import Relay
-from tests.residual.conftest import at_once, wait_until
+from tests.residual.conftest import at_once
+
+from waiting import PATIENCE_S, interpreter, wait_until
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def echo():
 
 def connect(address):
     host, port = address.split(":")
-    connection = socket.create_connection((host, int(port)), timeout=60)
+    connection = socket.create_connection((host, int(port)), timeout=PATIENCE_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
 
@@ -128,7 +128,7 @@ def test_what_the_other_end_does_not_read_yet_waits(echo):
 
 def test_it_ends_with_its_owner():
     code = "import os; from plpkg.residual import Relay; r = Relay('127.0.0.1:1'); print(r._process.pid); os._exit(0)"
-    pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    pid = int(interpreter(code))
     wait_until(lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2])
 
 

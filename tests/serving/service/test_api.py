@@ -23,6 +23,7 @@ from plpkg.serving.service.scheduler import Scheduler
 from plpkg.serving.service.store import Store
 
 from served import served
+from waiting import wait_until
 
 PROMPT, NEW = "import numpy as np\n\n", 12
 CHAT = "{% for each in messages %}{{ each.role }}: {{ each.content }}\n{% endfor %}assistant:"
@@ -244,13 +245,13 @@ def test_a_refusal_has_its_status_and_says_what(service, fields, status, said, s
     assert said in error["message"]
     assert error["code"] == status
     assert error["type"] == "invalid_request_error"
-    assert service.until(lambda: service.inside == (0, 0, 0))
+    wait_until(lambda: service.inside == (0, 0, 0))
 
 
 def test_a_prompt_that_cannot_be_served_ends_those_beside_it(service):
     response = service.client.post("/v1/completions", json=dict(model="numpy", prompt=[[9], [9999999]], max_tokens=500))
     assert response.status_code == 400
-    assert service.until(lambda: service.inside == (0, 0, 0))
+    wait_until(lambda: service.inside == (0, 0, 0))
 
 
 def test_a_chat_needs_a_template_and_turns_that_it_has(service, exact, tmp_path):
@@ -280,7 +281,7 @@ def test_a_full_account_and_an_overloaded_service_say_so(exact, writers, tmp_pat
         assert (full.status_code, "1 versions" in full.text) == (409, True)
         with service.client.stream("POST", "/v1/completions", json=_long("base")):
             waiting = pool.submit(service.complete, "base", tokens=2)
-            assert service.until(lambda: service.inside[:2] == (1, 1))
+            wait_until(lambda: service.inside[:2] == (1, 1))
             overloaded = service.complete("numpy")
             assert overloaded.status_code == 429
             assert int(overloaded.headers["Retry-After"]) >= 1
@@ -397,13 +398,13 @@ def test_no_adapters_name_ever_gets_the_bases_answer(exact, writers, text, tmp_p
         for name, adapter in writers.items():
             assert service.upload(name, adapter).status_code == 201
         fetched = pool.submit(service.complete, "peft", PROMPT, NEW)
-        assert service.until(lambda: store.asked == 1)
+        wait_until(lambda: store.asked == 1)
         assert service.client.delete("/v1/accounts/local/adapters/peft").status_code == 200
         assert fetched.result().status_code == 404
         store.gate.set()
         with service.client.stream("POST", "/v1/completions", json=_long("base")):
             waits = pool.submit(service.complete, "pandas", PROMPT, NEW)
-            assert service.until(lambda: [each.state for each in scheduler.queued] == ["waiting"])
+            wait_until(lambda: [each.state for each in scheduler.queued] == ["waiting"])
             assert service.client.delete("/v1/accounts/local/adapters/pandas").status_code == 200
         assert waits.result().json()["choices"][0]["text"] == text(PROMPT, "pandas")
         with service.client.stream("POST", "/v1/completions", json=_long("scipy", prompt=PROMPT)) as running:
@@ -412,11 +413,11 @@ def test_no_adapters_name_ever_gets_the_bases_answer(exact, writers, text, tmp_p
             assert service.client.delete("/v1/accounts/local/adapters/scipy").status_code == 200
             pieces += [_piece(next(lines), next(lines)) for _ in range(NEW - 1)]
         assert text(PROMPT, "scipy").startswith("".join(pieces)[: len(text(PROMPT, "scipy"))])
-        assert service.until(lambda: service.inside == (0, 0, 0))
+        wait_until(lambda: service.inside == (0, 0, 0))
         names = ["numpy", "torch", "base"] * 4
         answers = pool.map(lambda name: service.complete(name, PROMPT, NEW).json()["choices"][0]["text"], names)
         assert [*answers] == [text(PROMPT, None if name == "base" else name) for name in names]
-        assert service.until(
+        wait_until(
             lambda: not {*service.replica.engine.adapters} - {_path(name, writers) for name in ("numpy", "torch")}
         )
 
@@ -446,8 +447,8 @@ def test_a_client_that_goes_leaves_nothing_behind(exact, writers, tmp_path, mome
             if moment == "in a stream":
                 assert connection.recv(4096).startswith(b"HTTP/1.1 200")
             inside = (0, 2, 2) if moment == "before the first token" else (2, 0, 2)
-            assert service.until(lambda: service.inside == inside)
-        assert service.until(lambda: service.inside == (0, 0, 0))
+            wait_until(lambda: service.inside == inside)
+        wait_until(lambda: service.inside == (0, 0, 0))
         assert not service.replica._jobs
         assert not service.replica.engine._running
         assert "vllm:request_success_total{" not in service.client.get("/metrics").text  # none has come to its end

@@ -24,6 +24,7 @@ from plpkg.serving.service.store import NotFoundError, Store
 from plpkg.serving.service.tiers import Disk
 
 from served import served
+from waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +237,7 @@ def test_who_goes_while_the_store_hangs_leaves_no_question(base, tmp_path):
     with served(*base, store) as service:
         with pytest.raises(httpx.ReadTimeout):
             service.client.post("/v1/completions", json=dict(model="mine", prompt="a"), timeout=0.5)
-        assert service.until(lambda: not store.reading)
+        wait_until(lambda: not store.reading)
 
 
 def test_a_text_that_cannot_fit_is_not_split_into_tokens(base, tmp_path, monkeypatch):

@@ -4,12 +4,8 @@ import asyncio
 import contextlib
 import http.client
 import http.server
-import itertools
+import json
 import os
-import re
-import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +19,9 @@ import pytest
 from plpkg.adapters import CONFIG, WEIGHTS, InvalidAdapterError, Limits, validate_adapter
 from plpkg.serving.service.store import START_BYTES, NotFoundError, Store, StoreError
 from plpkg.serving.service.tiers import Disk, Tiers
+
+from preloaded import Process
+from waiting import PATIENCE_S, line_of, wait_until
 
 TIMEOUT_S = 0.5
 
@@ -83,7 +82,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
-        upstream = http.client.HTTPConnection(self.server.upstream, timeout=20)
+        upstream = http.client.HTTPConnection(self.server.upstream, timeout=PATIENCE_S)
         upstream.request(self.command, self.path, body, dict(self.headers) | {"Connection": "close"})
         answer = upstream.getresponse()
         content = answer.read()[: fault.cut]
@@ -129,7 +128,7 @@ def gate():
 
     def wait():
         passed.append(True)
-        event.wait(60)
+        event.wait(PATIENCE_S)
         raise ConnectionAbortedError
 
     wait.passed, wait.open = passed, event.set
@@ -192,7 +191,7 @@ def test_a_download_that_fails(name, stores, proxy, base, writers, tmp_path):
         began = time.monotonic()
         calls = [asyncio.create_task(take(tiers, path)) for path in (bad, good, bad)]
         results = await asyncio.gather(*calls, return_exceptions=True)
-        assert time.monotonic() - began < 3 * TIMEOUT_S + 5  # three tries; and a busy machine
+        assert time.monotonic() - began < PATIENCE_S
         assert results[1].files == writers["torch"].files
         for error in (results[0], results[2]):
             assert type(error) is kind
@@ -233,7 +232,7 @@ def test_a_server_that_freezes(ranged, stores, proxy, gate, base, writers, tmp_p
         assert not frozen.done()
         with pytest.raises(StoreError, match="does not answer"):
             await frozen
-        assert TIMEOUT_S <= time.monotonic() - began < 3 * TIMEOUT_S + 5
+        assert TIMEOUT_S <= time.monotonic() - began < PATIENCE_S
         finished(tiers, disk, bad)
         assert len(gate.passed) <= 3
 
@@ -296,7 +295,7 @@ def test_an_upload_to_a_server_that_freezes(text, stores, proxy, gate, writers):
         began = time.monotonic()
         with pytest.raises(StoreError, match="does not answer"):
             await store.put("alice", "mine", writers["torch"])
-        assert time.monotonic() - began < 3 * TIMEOUT_S + 5
+        assert time.monotonic() - began < PATIENCE_S
         assert gate.passed
         proxy.faults.clear()
         assert await store.current("alice", "mine") == writers["numpy"].digest
@@ -309,26 +308,13 @@ def test_an_upload_to_a_server_that_freezes(text, stores, proxy, gate, writers):
 @contextlib.contextmanager
 def service(url, disk, keys):
     """A real ``plpkg serve``, and its address."""
-    command = [sys.executable, "-m", "plpkg", "serve", "--store", url, "--disk", str(disk), "--listen", "127.0.0.1:0"]
-    environment = os.environ | {"PLPKG_KEYS": str(keys), "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if address := re.search(r"on (http://127\.0\.0\.1:\d+)$", line.strip()):
-                break
-        else:
-            pytest.fail("the service has not started: " + "".join(lines))
-        while True:  # it listens from the beginning, and answers when it can
-            with contextlib.suppress(httpx.TransportError):
-                httpx.get(f"{address[1]}/health", timeout=30).raise_for_status()
-                break
-        yield process, address[1]
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+    code = "import json, os, sys; os.environ |= json.loads(sys.argv.pop(1)); from plpkg.cli import app; app()"
+    environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    environment = json.dumps(environment | {"PLPKG_KEYS": str(keys)})  # the server that forks it has another
+    with Process(code, environment, "serve", "--store", url, "--disk", str(disk), "--listen", "127.0.0.1:0") as process:
+        address = line_of(process.stdout, r"on (http://127\.0\.0\.1:\d+)$")[1]
+        httpx.get(f"{address}/health", timeout=PATIENCE_S).raise_for_status()
+        yield process, address
 
 
 def test_a_service_that_is_killed(stores, proxy, url, base, writers, tmp_path):
@@ -342,7 +328,7 @@ def test_a_service_that_is_killed(stores, proxy, url, base, writers, tmp_path):
 
     def hold():
         held.append(True)
-        event.wait(120)
+        event.wait(PATIENCE_S)
         raise ConnectionAbortedError
 
     writes = [Fault("PUT", f"{account}/mine/{text}", before=hold) for account, text in (
@@ -352,7 +338,7 @@ def test_a_service_that_is_killed(stores, proxy, url, base, writers, tmp_path):
     files = {name: (name, bytes(new.files[name])) for name in (CONFIG, WEIGHTS)}
 
     def client(address, account):
-        return httpx.Client(base_url=address, headers={"Authorization": f"Bearer {account * 8}"}, timeout=60)
+        return httpx.Client(base_url=address, headers={"Authorization": f"Bearer {account * 8}"}, timeout=PATIENCE_S)
 
     def upload(address, account):
         with client(address, account) as http:
@@ -369,14 +355,9 @@ def test_a_service_that_is_killed(stores, proxy, url, base, writers, tmp_path):
         calls = [pool.submit(upload, address, account) for account in accounts[:3]]
         calls += [pool.submit(complete, address, "dave", "slow")]
         calls += [pool.submit(complete, address, "dave", "good", max_tokens=400)]
-        for _ in itertools.count():
-            if len(held) >= 4:
-                break
-            assert process.poll() is None
-            assert _ < 3000, f"{len(held)} of 4 came"
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        wait_until(lambda: len(held) >= 4 or process.poll() is not None)
+        assert process.poll() is None, process.stdout.read()
+        process.kill()
         for call in calls[:4]:
             assert isinstance(call.exception(), httpx.TransportError)
     event.set()

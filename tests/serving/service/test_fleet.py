@@ -21,16 +21,17 @@ from plpkg.serving.service.http.listener import Listener
 from plpkg.serving.service.scheduler import OverloadedError
 from plpkg.serving.service.store import NotFoundError, Store, StoreError
 
+from waiting import PATIENCE_S, patient_ray, wait_until
+
 pytestmark = pytest.mark.filterwarnings("ignore::pydantic.PydanticDeprecatedSince20")  # on importing ray 2.60
 
-PROMPT, NEW, AGAIN = "def load(path):", 24, 8
+PROMPT, NEW, AGAIN = "def load(path):", 12, 8
 STEP_S = 0.02
-"""That a step takes at least, so that 900 tokens take 18 s on any machine."""
-PUSHES_S = 0.1
-"""How often a replica of Ray Serve 2.60 says which models it has."""
+"""That a step takes at least, so that a request is seen under way. Ray Serve 2.60 says each 0.1 s who has what."""
+LONG = 900
 
 
-def replica(folder):
+def replica(folder, steps):
     """How each process makes its own; pickled by value, as the processes do not have this module."""
 
     def build():
@@ -41,32 +42,33 @@ def replica(folder):
         model, tokenizer = load_backbone("plpkg-small", dtype=torch.float64)  # so that no batch changes a token
         engine = Engine(model, tokenizer)
         step = engine.step
-        engine.step = lambda: (time.sleep(STEP_S), step())[1]
+
+        def counted():
+            time.sleep(STEP_S)
+            with steps.open("a") as file:
+                file.write(".")
+            return step()
+
+        engine.step = counted
         return Replica(engine, Tiers(Store(folder), model), Scheduler())
 
     return build
 
 
-def until(condition, seconds):
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
-
-
-def test_two_replicas_answer_as_one_and_an_adapter_stays_where_it_is(tmp_path):
-    pytest.importorskip("ray", reason="Ray, of the extra `scale`, is not installed")
+def test_two_replicas_answer_as_one_and_an_adapter_stays_where_it_is(tmp_path, monkeypatch):
+    patient_ray(monkeypatch)
     from plpkg.serving.service.fleet import fleet
 
     model, tokenizer = load_backbone("plpkg-small", dtype=torch.float64)
-    store, engine = Store(tmp_path), Engine(model, tokenizer)
+    store_path, steps = tmp_path / "store", tmp_path / "steps"
+    store, engine = Store(store_path), Engine(model, tokenizer)
     for name in ("numpy", "torch"):
         adapter = engine.load(name, catalog.data_path() / "serving" / name)
         asyncio.run(store.put("local", name, adapter))
     path = "local/broken/" + 64 * "0"
-    shutil.copytree(catalog.data_path() / "serving" / "numpy", tmp_path / path)
-    (tmp_path / path / CONFIG).write_text("{}")
-    (tmp_path / "local/broken/current").write_text(64 * "0")
+    shutil.copytree(catalog.data_path() / "serving" / "numpy", store_path / path)
+    (store_path / path / CONFIG).write_text("{}")
+    (store_path / "local/broken/current").write_text(64 * "0")
     with pytest.raises(InvalidAdapterError) as refusal:
         asyncio.run(store.fetch(path, model))
     ids, names = tokenizer(PROMPT)["input_ids"], ("numpy", "torch", None)
@@ -75,9 +77,9 @@ def test_two_replicas_answer_as_one_and_an_adapter_stays_where_it_is(tmp_path):
     assert len(set(whole.values())) == len(names)
 
     with contextlib.ExitStack() as stack:
-        backend = stack.enter_context(fleet(replica(tmp_path), 2))
+        backend = stack.enter_context(fleet(replica(store_path, steps), 2))
         address = stack.enter_context(Listener(app(backend, store, model, tokenizer, name="plpkg-small"))).address
-        client = stack.enter_context(httpx.Client(base_url=address, timeout=60))
+        client = stack.enter_context(httpx.Client(base_url=address, timeout=PATIENCE_S))
 
         def body(name, **settings):
             return {"json": dict(model=name or "plpkg-small", prompt=PROMPT, max_tokens=NEW, temperature=0) | settings}
@@ -90,7 +92,7 @@ def test_two_replicas_answer_as_one_and_an_adapter_stays_where_it_is(tmp_path):
             return sum(each.get(key, 0) for each in asyncio.run(backend.gauges()))
 
         assert all(map(answered, names))
-        time.sleep(20 * PUSHES_S)  # until Ray knows who has what, it may send a request elsewhere
+        assert all(map(answered, 4 * [None]))  # meanwhile Ray hears who has what; before, it may send one elsewhere
         with ThreadPoolExecutor(AGAIN) as pool:
             assert all(pool.map(answered, AGAIN * names))
         # Each adapter is in the memory of one replica; sent at random, both would be by a chance of 2^-2·AGAIN.
@@ -102,10 +104,12 @@ def test_two_replicas_answer_as_one_and_an_adapter_stays_where_it_is(tmp_path):
         assert refused.status_code == 422
         assert refused.json()["error"]["reasons"] == refusal.value.reasons
 
-        with client.stream("POST", "/v1/completions", **body("numpy", max_tokens=900, stream=True)) as answer:
+        with client.stream("POST", "/v1/completions", **body("numpy", max_tokens=LONG, stream=True)) as answer:
             next(answer.iter_lines())
+            before = steps.stat().st_size
             assert gauge("num_requests_running") == 1
-        assert until(lambda: gauge("num_requests_running") == 0, 900 * STEP_S / 2), "it was not cancelled"
+        wait_until(lambda: gauge("num_requests_running") == 0)
+        assert steps.stat().st_size - before < LONG / 2, "it was not cancelled"
         client.delete("/v1/accounts/local/adapters/numpy").raise_for_status()
         assert gauge(*loaded) == 1
 

@@ -14,6 +14,7 @@ from plpkg.backbones import random_backbone
 from plpkg.serving.service.store import Store
 
 from served import served
+from waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,7 @@ def test_whatever_is_sent(service, described, method, path, mode):
         case.call_and_validate(timeout=20, excluded_checks=[positive_data_acceptance])
 
     check()
-    assert service.until(lambda: service.inside == (0, 0, 0))
+    wait_until(lambda: service.inside == (0, 0, 0))
 
 
 @pytest.mark.parametrize(

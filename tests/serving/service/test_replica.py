@@ -19,6 +19,8 @@ from plpkg.serving.service.scheduler import OverloadedError, Scheduler
 from plpkg.serving.service.store import AccountFullError, NotFoundError, Store, StoreError
 from plpkg.serving.service.tiers import Tiers
 
+from waiting import until
+
 NAMES = "abcde"
 
 
@@ -66,13 +68,6 @@ def serve(world):
     return run
 
 
-async def until(condition, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came"
-        await asyncio.sleep(0.001)
-
-
 def left(replica):
     engine, scheduler = replica.engine, replica.scheduler
     used = [users for users in scheduler.slots.values() if users]
@@ -83,7 +78,7 @@ def left(replica):
 
 async def at_rest(replica):
     with contextlib.suppress(AssertionError):
-        await until(lambda: not left(replica), 5)
+        await until(lambda: not left(replica))
     assert left(replica) == []
     assert set(replica.engine.adapters) == set(replica.scheduler.slots)
 
@@ -176,7 +171,7 @@ def test_a_step_that_raises_fails_those_in_it_only(world, serve, tools):
         assert await tokens(replica, paths["a"], ids) == expected
         held = weakref.ref(replica.tiers.host[paths["a"]])
         await replica.drop("alice/a")
-        await until(lambda: gc.collect() >= 0 and held() is None, 5)  # what failed holds it no more
+        await until(lambda: gc.collect() >= 0 and held() is None)  # what failed holds it no more
 
     engine = Engine(world[0])
     engine.load("a", world[1]["a"])
@@ -288,7 +283,7 @@ def test_who_waits_with_a_dropped_adapter_leaves_it_in_no_slot(serve, tools):
         await replica.drop("alice/a")
         await running
         assert await waiting == expected
-        await until(lambda: paths["a"] not in replica.engine.adapters, 5)
+        await until(lambda: paths["a"] not in replica.engine.adapters)
 
     serve(test, batch=1)
 
@@ -628,10 +623,10 @@ class Service(RuleBasedStateMachine):
     def teardown(self):
         async def end():
             await asyncio.gather(*(call["task"] for call in self.calls), return_exceptions=True)
-            await until(lambda: not left(self.replica), 10)
+            await until(lambda: not left(self.replica))
             for user in {path.rpartition("/")[0] for path in [*self.tiers.host]}:
                 await self.replica.drop(user)
-            await until(lambda: not self.engine.adapters, 10)
+            await until(lambda: not self.engine.adapters)
             assert not self.tiers.host
             assert await self.replica.gauges() == [gauges]
             await self.replica.close()

@@ -13,6 +13,7 @@ from plpkg.catalog import data_path
 from plpkg.cli import app
 
 from preloaded import Process
+from waiting import PATIENCE_S, line_of
 
 KEYS = "alice " + "a" * 16 + "\n"
 
@@ -25,9 +26,7 @@ def serving(tmp_path, *arguments, keys=""):
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     with Process(code, str(temporary), keys, "serve", "--listen", "127.0.0.1:0", *arguments) as process:
-        line = process.stdout.readline()
-        assert line.startswith("serving plpkg-small on http://127.0.0.1:"), line + process.stdout.read()
-        yield process, line.split()[-1], temporary
+        yield process, line_of(process.stdout, r"^serving plpkg-small on (http://127\.0\.0\.1:\d+)$")[1], temporary
 
 
 def test_it_serves_a_folders_adapter_and_ends_on_sigterm(tmp_path):
@@ -43,7 +42,7 @@ def test_it_serves_a_folders_adapter_and_ends_on_sigterm(tmp_path):
             assert len({*answers}) > 1
         assert [*temporary.glob("plpkg*")]  # where the adapters are
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait() == 0
         assert not [*temporary.glob("plpkg*")]
         assert process.stdout.read() == ""
 
@@ -55,14 +54,14 @@ def test_with_keys_it_ends_on_sigint_in_the_middle_of_a_stream(tmp_path):
         assert httpx.get(f"{url}/v1/models").status_code == 401
         headers = {"Authorization": f"Bearer {KEYS.split()[1]}"}
         body = dict(model="plpkg-small", prompt="import", max_tokens=1000, stream=True)
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=60) as response:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=PATIENCE_S) as response:
             lines = response.iter_lines()
             assert next(lines).startswith("data: ")
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(httpx.RemoteProtocolError):
                 for _ in lines:
                     pass
-        assert process.wait(30) == 0  # uvicorn gives the stream some seconds first
+        assert process.wait() == 0  # uvicorn gives the stream some seconds first
         assert not [*temporary.glob("plpkg*")]
 
 

@@ -25,6 +25,7 @@ from plpkg.serving.service.store import NotFoundError, Store
 from plpkg.serving.service.tiers import Disk, Tiers
 
 from served import served
+from waiting import wait_until
 
 NAMES, ABSENT = [f"adapter-{n}" for n in range(6)], f"local/absent/{'0' * 64}"
 KINDS = (Running, KeyValues, Adapter, _Job, asyncio.Task, torch.Tensor)
@@ -157,7 +158,7 @@ def test_hundreds_of_clients_that_come_and_go(base, model, adapters, tmp_path):
                     return service.client.post("/v1/completions", json=body).status_code
 
         statuses.update(pool.map(one, range(300)))
-        assert service.until(lambda: service.inside == (0, 0, 0))
+        wait_until(lambda: service.inside == (0, 0, 0))
         assert not service.replica._jobs
         assert not service.replica.tiers._flights
         assert service.complete("base").status_code == 200

@@ -14,6 +14,8 @@ from plpkg.serving.service.scheduler import OverloadedError
 from plpkg.serving.service.store import NotFoundError, Store, StoreError
 from plpkg.serving.service.tiers import Disk, Tiers
 
+from waiting import until
+
 
 class Shelf:
     """A store in a dict, which answers while ``open`` is set, counts what it is asked for, and can fail."""
@@ -36,14 +38,6 @@ class Shelf:
         if path not in self.adapters:
             raise NotFoundError("there is no such version of the adapter")
         return self.adapters[path]
-
-
-async def until(condition, seconds=10.0):
-    """Wait for something that other tasks do."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came"
-        await asyncio.sleep(0.001)
 
 
 async def take(tiers, path):

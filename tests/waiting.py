@@ -1,0 +1,85 @@
+"""Waiting for a condition, to an end that only a test that hangs reaches: a busy machine is slow, and no defect.
+
+And helper processes: what they print on standard output and error is part of the message when they fail.
+"""
+
+import asyncio
+import contextlib
+import re
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+PATIENCE_S = 300
+"""How long a test waits for what has to come: ten times what anything here takes beside eight busy processes."""
+
+
+def wait_until(condition):
+    """Ask again and again. What the condition gave when it was true, or AssertionError."""
+    end = time.monotonic() + PATIENCE_S
+    while not (result := condition()):
+        assert time.monotonic() < end, f"it has not come in {PATIENCE_S} s"
+        time.sleep(0.01)
+    return result
+
+
+async def until(condition):
+    """The same, while other tasks run."""
+    end = time.monotonic() + PATIENCE_S
+    while not (result := condition()):
+        assert time.monotonic() < end, f"it has not come in {PATIENCE_S} s"
+        await asyncio.sleep(0.001)
+    return result
+
+
+def line_of(output, pattern):
+    """The match in the first line of a process's output that has one; all that it printed, if it ends without."""
+    lines = []
+    for line in output:
+        if match := re.search(pattern, line):
+            return match
+        lines.append(line)
+    raise AssertionError(f"no line has {pattern!r}:\n{''.join(lines)}")
+
+
+def interpreter(code, *arguments, **options):
+    """What a fresh interpreter prints that runs some code, and has to end well; ``options`` are subprocess's."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def patient_ray(monkeypatch):
+    """Ray, or a skip. Ray 2.60 gives its own processes 15 s to import and 30 s to start, too little on a busy machine.
+
+    It waits for the ports that they choose, so here they are told which; then it asks whether the node is there.
+    """
+    ray = pytest.importorskip("ray", reason="Ray, of the extra `scale`, is not installed")
+    from ray._private import parameter, services
+
+    init, get_node = parameter.RayParams.__init__, services.get_node
+
+    def with_ports(params, *arguments, **options):
+        init(params, *arguments, **options)
+        with contextlib.ExitStack() as stack:
+            free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(4)]
+        agents = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
+        params.update_if_absent(**dict(zip(agents, free, strict=True)))
+
+    def until_it_is_there(*arguments):
+        def node():
+            with contextlib.suppress(RuntimeError):
+                return get_node(*arguments)
+
+        return wait_until(node)
+
+    monkeypatch.setattr(parameter.RayParams, "__init__", with_ports)
+    monkeypatch.setattr(services, "get_node", until_it_is_there)
+    for limit in ("gcs_server_port_wait_time_s", "worker_register_timeout_seconds"):
+        monkeypatch.setenv(f"RAY_{limit}", str(PATIENCE_S))
+    monkeypatch.setenv("RAY_agent_register_timeout_ms", str(1000 * PATIENCE_S))
+    return ray
