@@ -7,7 +7,7 @@ from plpkg.corpora.folder import text_folder
 from plpkg.corpora.images import Digits, Images, digits, printed_digits
 from plpkg.corpora.leaf import leaf_femnist, leaf_shakespeare
 from plpkg.corpora.library import public, versions, writer, writers
-from plpkg.corpora.notes import Asked, Notes, Passage, notes, reading
+from plpkg.corpora.notes import Asked, Notes, Passage, notes, reading, readings
 from plpkg.corpora.pages import ABSENT
 from plpkg.corpora.tokens import Tokens, batches, encode
 from plpkg.corpora.words import Vocabulary, sentences
@@ -38,6 +38,7 @@ __all__ = [
     "printed_digits",
     "public",
     "reading",
+    "readings",
     "sentences",
     "text_folder",
     "token_examples",

@@ -77,8 +77,17 @@ class Notes(Tabular):
         return f"Notes({self.person!r}, {len(self.entries)} entries, {len(self.questions)} questions)"
 
 
-def reading(
+def reading(rng: random.Random, **options) -> Passage:
+    """Draw one text with a question about it; the options are those of :func:`readings`.
+
+    ``reading(rng, facts=5, kinds=("fact",), voice="prose", near=0, idle=0)`` asks for one of five plain facts.
+    """
+    return readings(rng, 1, **options)[0]
+
+
+def readings(
     rng: random.Random,
+    questions: int,
     *,
     facts: int | None = None,
     tokens: int | None = None,
@@ -88,15 +97,15 @@ def reading(
     idle: float | None = None,
     side: str = "train",
     documents: Sequence[Document] = (),
-) -> Passage:
-    """Draw one text with a question about it.
-
-    ``reading(rng, facts=5, kinds=("fact",), voice="prose", near=0, idle=0)`` asks for one of five plain facts.
+) -> list[Passage]:
+    """Draw one text with several questions about it, a passage each. Documentation gets one question.
 
     Parameters
     ----------
     rng
         The only source of chance: the same state gives the same passage in every process.
+    questions
+        The number of questions; fewer if the page has no room for what they need.
     facts
         Facts and events in the text; without it, as many as ``tokens`` have room for. A question that needs
         more than one brings them all the same.
@@ -130,25 +139,32 @@ def reading(
     kinds = tuple(kind for kind in kinds if kind != "text" or (documents and side == "train"))
     if not kinds:
         raise ValueError("questions of the kind 'text' need documents, and the side 'train'")
-    kind = rng.choices(kinds, [KINDS[kind] for kind in kinds])[0]
+    first, *more = rng.choices(kinds, [KINDS[kind] for kind in kinds], k=whole_number("questions", questions, 1))
     if voice is None:
         voice = rng.choices(list(VOICES), [weight for weight, _ in VOICES.values()])[0]
     layout = VOICES[one_of("voice", voice, tuple(VOICES))][1]
     if tokens is None and facts is None:
         tokens = round(20 * 45 ** rng.random())
-    if kind == "text":
-        return _span(rng, documents, tokens or 30 * facts)
+    if first == "text":
+        return [_span(rng, documents, tokens or 30 * facts)]
     idle = rng.random() / 2 if idle is None else number("idle", idle, 0, 0.9)
     near = rng.randint(0, 2) if near is None else near
     room = min(facts - 1 if facts else near, tokens // 60 if tokens else near)
     page, signed = _page(rng, side, voice, min(near, room))
     page.plain = plain
-    asked = page.ask(kind)
-    page.units[len(asked.units) :] = page.units[len(asked.units) : facts]
+    asked = [page.ask(first)]
+    page.units[len(asked[0].units) :] = page.units[len(asked[0].units) : facts]
+    for kind in more:
+        if kind != "text" and _size(page) + 200 < (tokens or 0) * CHARACTERS_PER_TOKEN:
+            asked.append(page.ask(kind))
     _fill(page, facts, None if tokens is None else tokens * CHARACTERS_PER_TOKEN, idle)
     rng.shuffle(page.units)
     text = layout(page, page.units, signed)
-    return Passage(text, asked.text, as_written(asked.answer, text), asked.kind)
+    return [Passage(text, each.text, as_written(each.answer, text), each.kind) for each in asked]
+
+
+def _size(page: Page) -> int:
+    return sum(len(unit.text) + 1 for unit in page.units)
 
 
 def notes(seed: int, *, entries: int = 12, questions: int = 24, side: str = "train") -> Notes:
@@ -220,7 +236,7 @@ def _fill(page: Page, facts: int | None, characters: float | None, idle: float) 
         page.add()
     some = round(len(page.units) * idle / (1 - idle)) if characters is None else None
     order: list[int] = []
-    while some if characters is None else sum(len(unit.text) + 1 for unit in page.units) < characters - 30:
+    while some if characters is None else _size(page) < characters - 30:
         if facts is None and rng.random() >= idle:
             page.add()
             continue

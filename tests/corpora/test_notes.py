@@ -2,8 +2,6 @@ import csv
 import hashlib
 import random
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -12,6 +10,8 @@ from plpkg.backbones import load_backbone
 from plpkg.corpora import ABSENT, Document, Notes, pages
 from plpkg.corpora.notes import KINDS, SIDES, VOICES
 from plpkg.corpora.wordings import Wording, addressed, held_out, with_article, words
+
+from waiting import interpreter
 
 ASKED = [kind for kind in KINDS if kind != "text"]
 
@@ -52,6 +52,17 @@ def test_the_answer_is_a_span_of_the_text(kind, side):
         assert "{" not in passage.text
 
 
+def test_one_text_can_be_asked_several_things():
+    for seed in range(20):
+        passages = corpora.readings(random.Random(seed), 6, tokens=400)
+        assert len({passage.text for passage in passages}) == 1
+        assert 1 < len({passage.question for passage in passages}) == len(passages) <= 6
+        assert all(passage.answer == ABSENT or passage.answer in passage.text for passage in passages)
+    assert len(corpora.readings(random.Random(0), 6, tokens=20)) == 1  # there is no room for more
+    with pytest.raises(ValueError, match="questions must be a whole number of at least 1, got 0"):
+        corpora.readings(random.Random(0), 0)
+
+
 @pytest.mark.parametrize("voice", VOICES)
 def test_each_voice_keeps_the_answer(voice):
     for passage in drawn(2, 30, voice=voice, kinds=("fact", "pronoun", "bridge", "event")):
@@ -65,8 +76,7 @@ def test_the_same_seed_gives_the_same_passages_in_every_process():
         "print(hashlib.sha256(texts.encode()).hexdigest())"
     )
     here = hashlib.sha256(repr([*drawn(5, 40), corpora.notes(3)]).encode()).hexdigest()
-    there = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert there.stdout.strip() == here
+    assert interpreter(script).strip() == here
     assert list(drawn(6, 3)) != list(drawn(7, 3))
 
 
