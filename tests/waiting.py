@@ -68,7 +68,8 @@ def patient_ray(monkeypatch):
         with contextlib.ExitStack() as stack:
             free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(4)]
         agents = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
-        params.update_if_absent(**dict(zip(agents, free, strict=True)))
+        for agent, port in zip(agents, free, strict=True):
+            setattr(params, agent, getattr(params, agent) or port)
 
     def until_it_is_there(*arguments):
         def node():
