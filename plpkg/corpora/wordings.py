@@ -210,7 +210,7 @@ class Words:
             return [] if held else self.lists[name]
         return [item for item in self.lists[name] if held_out(item) == held]
 
-    @cache  # noqa: B019
+    @cache  # noqa: B019 - as above
     def relations_of(self, kind: str, woman: bool, held: bool) -> list[Relation]:
         """The relations that a class of entities has, of training's or of those held out."""
         names = {kind} | ({"person"} if kind in PERSON else set()) | ({"other"} if kind in ("role", "named") else set())
