@@ -36,7 +36,7 @@ test: lint check ## lint, unit tests, notebook hygiene, and every notebook re-ru
 check: export OMP_NUM_THREADS = $(or $(PLPKG_TEST_THREADS),1)
 check: install # the notebooks run also where a unit test failed; the corpora are read first, not by two at once
 	@$(BIN)/python -c 'from plpkg import corpora; corpora.public("test")'
-	@$(BIN)/python -m pytest $(PARALLEL) --dist loadfile -m 'not browser'; tests=$$?; \
+	@$(BIN)/python -m pytest $(PARALLEL) --dist loadfile -p no:nbval -m 'not browser'; tests=$$?; \
 	PYTHONPATH=tests $(BIN)/python -m pytest $(PARALLEL) --dist loadscope $(NBVAL) $(NBVAL_OPTIONS) notebooks; notebooks=$$?; \
 	echo "exit status: $$tests of the unit tests, $$notebooks of the notebooks"; \
 	exit $$((tests > notebooks ? tests : notebooks))

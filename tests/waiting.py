@@ -61,15 +61,22 @@ def patient_ray(monkeypatch):
     ray = pytest.importorskip("ray", reason="Ray, of the extra `scale`, is not installed")
     from ray._private import parameter, services
 
-    init, get_node = parameter.RayParams.__init__, services.get_node
+    init, start, get_node = parameter.RayParams.__init__, services.start_ray_process, services.get_node
+    listen = "dashboard_agent_listen_port"  # this one Ray tells the agent, and not the process that waits for it
+    ports = {}
 
     def with_ports(params, *arguments, **options):
         init(params, *arguments, **options)
         with contextlib.ExitStack() as stack:
             free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(4)]
-        agents = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
+        agents = ("metrics_agent_port", "metrics_export_port", "runtime_env_agent_port", listen)
         for agent, port in zip(agents, free, strict=True):
-            setattr(params, agent, getattr(params, agent) or port)
+            ports[agent] = getattr(params, agent) or port
+            setattr(params, agent, ports[agent])
+
+    def with_listen_port(command, process_type, *arguments, **options):
+        node = [f"--{listen}={ports[listen]}"] if process_type == "raylet" else []
+        return start([*command, *node], process_type, *arguments, **options)
 
     def until_it_is_there(*arguments):
         def node():
@@ -79,8 +86,10 @@ def patient_ray(monkeypatch):
         return wait_until(node)
 
     monkeypatch.setattr(parameter.RayParams, "__init__", with_ports)
+    monkeypatch.setattr(services, "start_ray_process", with_listen_port)
     monkeypatch.setattr(services, "get_node", until_it_is_there)
     for limit in ("gcs_server_port_wait_time_s", "worker_register_timeout_seconds"):
         monkeypatch.setenv(f"RAY_{limit}", str(PATIENCE_S))
     monkeypatch.setenv("RAY_agent_register_timeout_ms", str(1000 * PATIENCE_S))
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # Ray's 15 leaves its workers a hundredth of a busy core
     return ray
