@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import tempfile
 import warnings
 from contextlib import contextmanager
 
@@ -76,11 +77,12 @@ def trainer(model, optimizer, criterion, steps, *, max_grad_norm, noise_multipli
     )  # fmt: skip
     samples = [{"inputs": inputs, "labels": target} for ((inputs, target),) in steps]
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    arguments = TrainingArguments(
-        max_steps=len(samples), max_grad_norm=0.0, use_cpu=True, report_to=[], save_strategy="no",
-        logging_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
-    PrivateTrainer(model, arguments, train_dataset=samples, optimizers=(optimizer, schedule)).train()
+    with tempfile.TemporaryDirectory() as folder:  # it makes one, though nothing is saved
+        arguments = TrainingArguments(
+            folder, max_steps=len(samples), max_grad_norm=0.0, use_cpu=True, report_to=[], save_strategy="no",
+            logging_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        PrivateTrainer(model, arguments, train_dataset=samples, optimizers=(optimizer, schedule)).train()
 
 
 def by_hand(fault: str = ""):
