@@ -2,15 +2,17 @@
 
 LoRA of rank 32 on every linear layer, trained on invented people's notes (``plpkg.corpora.readings``) and, so that it
 forgets little, on the public training text. A sequence is a text and several questions, each with its answer; the loss
-is that of the answers, plus a tenth of that of the text, plus half of that of the public text.
+is that of the answers, plus a tenth of that of the text, plus half of that of the public text. Logits are most of the
+work of so small a model: those of the text are made for a quarter of its tokens only.
 
 The passages of a step depend on the seed and the step alone: a run that was stopped goes on as if it had not been.
 
-Run: ``python -m benchmarks.backbones.reader DIR`` (six CPU hours, reckoned from six steps of 6 s); ``--steps``
-ends it earlier, and the same command goes on. Not part of ``make bench``.
+Run: ``python -m benchmarks.backbones.reader DIR``; ``--steps`` ends it earlier, and the same command goes on. DIR gets
+the adapter, ``log.csv`` with the losses and ``curve.csv`` with what it answers meanwhile. Not part of ``make bench``.
 """
 
 import argparse
+import csv
 import random
 import time
 from collections.abc import Iterator
@@ -22,119 +24,125 @@ from peft import LoraConfig, get_peft_model
 from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
-from plpkg import checkpoints, corpora, learning
+from benchmarks.backbones import reading
+from plpkg import checkpoints, corpora, learning, questions
 from plpkg.backbones import load_backbone
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-UNSCORED = -100
 CHECKPOINT = "checkpoint.pt"
+PADDING, TEXT, ANSWER = 0, 1, 2
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """``tokens`` are those of a step's passages; texts have 20 to ``longest`` of them, at first no more than 200."""
+    """``tokens`` are those of a step's passages. Texts have 20 tokens to the third of ``longest`` that the step is in."""
 
     rank: int = 32
+    alpha: int = 32
     lr: float = 2e-3
     warmup: int = 100
-    steps: int = 3500
+    steps: int = 7000
     tokens: int = 4096
-    longest: int = 900
-    questions: int = 8
+    longest: tuple[int, int, int] = (200, 900, 2500)
+    questions: int = 16
     public: int = 512
     seed: int = 0
-
-
-def prompt(text: str, question: str) -> str:
-    """How a text and a question are put to the model. It writes a space, the answer, and a newline."""
-    return f"{text}\n\nQuestion: {question}\nAnswer:"
 
 
 def passages(recipe: Recipe, step: int, documents) -> Iterator[list]:
     """The readings of a step, all of about one length, which is drawn so that each octave comes alike often."""
     rng = random.Random(f"{recipe.seed} {step}")
-    longest = 200 if step < 0.2 * recipe.steps else recipe.longest
+    longest = recipe.longest[3 * step // recipe.steps]
     length = round(20 * (longest / 20) ** rng.random())
     for _ in range(max(1, recipe.tokens // (length + 60))):
-        yield corpora.readings(rng, 1 + min(recipe.questions - 1, length // 80), tokens=length, documents=documents)
+        yield corpora.readings(rng, 1 + min(recipe.questions - 1, length // 50), tokens=length, documents=documents)
 
 
 def batch(readings: list[list], tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and, of the same shape ``(passages, seq)``, which of them belong to an answer."""
+    """Token ids and, of the same shape ``(passages, seq)``, whether each is of the text, of an answer, or padding."""
     rows = []
-    for reading in readings:
-        pieces, answers = [reading[0].text], []
-        for each in reading:
-            pieces[-1] += prompt("", each.question)
-            answers.append(f" {each.answer}\n")
-            pieces += [answers[-1], ""]
-        encoded = tokenizer([piece for piece in pieces if piece], add_special_tokens=False)["input_ids"]
+    for each in readings:
+        pieces = []
+        for i, passage in enumerate(each):
+            pieces.append(questions.prompt("" if i else passage.text, passage.question))
+            pieces.append(f" {passage.answer}\n")
+        encoded = tokenizer(pieces, add_special_tokens=False)["input_ids"]
         ids = [tokenizer.bos_token_id, *(token for piece in encoded for token in piece)]
-        marks = [False, *(i % 2 == 1 for i, piece in enumerate(encoded) for _ in piece)]
-        rows.append((ids, marks))
+        roles = [TEXT, *(ANSWER if i % 2 else TEXT for i, piece in enumerate(encoded) for _ in piece)]
+        rows.append((ids, roles))
     seq = max(len(ids) for ids, _ in rows)
-    ids = torch.full((len(rows), seq), UNSCORED)
-    marks = torch.zeros(len(rows), seq, dtype=torch.bool)
-    for i, (row, marked) in enumerate(rows):
-        ids[i, : len(row)] = torch.tensor(row)
-        marks[i, : len(row)] = torch.tensor(marked)
-    return ids, marks
+    ids, roles = (torch.zeros(len(rows), seq, dtype=torch.long) for _ in range(2))
+    for i, (row, role) in enumerate(rows):
+        ids[i, : len(row)], roles[i, : len(row)] = torch.tensor(row), torch.tensor(role)
+    return ids, roles
 
 
-def loss_of(model, ids: torch.Tensor, marks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean loss of the marked tokens, and that of all others, in nats a token."""
+def losses(model, ids: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Nats of the chosen tokens, a mask of the shape of ``ids``; a first token has nothing before it."""
     base = model.get_base_model()
-    logits = base(input_ids=ids.clamp(min=0), use_cache=False).logits[:, :-1]  # (batch, seq - 1, vocab)
-    truth, marks = ids[:, 1:].flatten(), marks[:, 1:].flatten()
-    nats = cross_entropy(logits.flatten(0, 1), truth, reduction="none", ignore_index=UNSCORED)
-    return nats[marks].mean(), nats[(truth != UNSCORED) & ~marks].mean()
+    hidden = base.model(input_ids=ids, use_cache=False).last_hidden_state  # (batch, seq, hidden)
+    return cross_entropy(base.lm_head(hidden[:, :-1][chosen[:, 1:]]), ids[:, 1:][chosen[:, 1:]], reduction="none")
 
 
 def train(recipe: Recipe, out: Path, until: int) -> None:
-    """Up to ``until`` steps of the recipe; the adapter and the log are in ``out`` after each checkpoint."""
+    """Up to ``until`` steps of the recipe; the adapter and the logs are in ``out`` after each checkpoint."""
     model, tokenizer = load_backbone("plpkg-small")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        config = LoraConfig(r=recipe.rank, lora_alpha=recipe.rank, target_modules=LINEAR, task_type="CAUSAL_LM")
+        config = LoraConfig(r=recipe.rank, lora_alpha=recipe.alpha, target_modules=LINEAR, task_type="CAUSAL_LM")
         model = get_peft_model(model, config).train()
     documents = corpora.public("train")
-    encoded = corpora.encode(documents, tokenizer)
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.01)
-    state = checkpoints.load(out / CHECKPOINT, asdict(recipe)) or {"step": 0, "log": [], "seconds": 0.0}
+    state = checkpoints.load(out / CHECKPOINT, asdict(recipe))
+    state = state or {"step": 0, "log": [], "curve": [], "seconds": 0.0}
     if state["step"]:
         with torch.no_grad():
             for weight, saved in zip(weights, state["weights"], strict=True):
                 weight.copy_(saved)
         optimizer.load_state_dict(state["optimizer"])
+    encoded = corpora.encode(documents, tokenizer)
     public = corpora.batches(encoded, batch=2, seq=recipe.public // 2, seed=recipe.seed, start=state["step"])
-    began, log = time.process_time() - state["seconds"], state["log"]
+    began, log, curve = time.process_time() - state["seconds"], state["log"], state["curve"]
     out.mkdir(parents=True, exist_ok=True)
 
     def gradient(step: int) -> float:
-        ids, marks = batch(list(passages(recipe, step, documents)), tokenizer)
-        answers, text = loss_of(model, ids, marks)
+        ids, roles = batch(list(passages(recipe, step, documents)), tokenizer)
+        drawn = torch.rand(ids.shape, generator=torch.Generator().manual_seed(step)) < 0.25
+        chosen = (roles == ANSWER) | ((roles == TEXT) & drawn)
+        nats, answered = losses(model, ids, chosen), (roles == ANSWER)[:, 1:][chosen[:, 1:]]
         plain = next(public)
-        forgotten = loss_of(model, plain, torch.zeros_like(plain, dtype=torch.bool))[1]
-        (answers + 0.1 * text + 0.5 * forgotten).backward()
+        parts = {"answers": nats[answered].mean(), "text": nats[~answered].mean()}
+        parts["public"] = losses(model, plain, torch.ones_like(plain, dtype=torch.bool)).mean()
+        (parts["answers"] + 0.1 * parts["text"] + 0.5 * parts["public"]).backward()
         norm = torch.nn.utils.clip_grad_norm_(weights, 1.0)
-        log.append({"step": step + 1, "answers": answers.item(), "text": text.item(), "public": forgotten.item()})
-        return answers.item() if torch.isfinite(norm) else norm.item()
+        log.append({"step": step + 1} | {name: round(part.item(), 5) for name, part in parts.items()})
+        return log[-1]["answers"] if torch.isfinite(norm) else norm.item()
 
     def save(done: int) -> None:
-        state = {"identity": asdict(recipe), "step": done, "log": log, "seconds": time.process_time() - began}
+        seconds = time.process_time() - began
+        state = {"identity": asdict(recipe), "step": done, "log": log, "curve": curve, "seconds": seconds}
         state |= {"weights": [weight.detach() for weight in weights], "optimizer": optimizer.state_dict()}
         checkpoints.save(out / CHECKPOINT, state)
         checkpoints.replace_files(out, model.save_pretrained)
+        for name, rows in (("log.csv", log), ("curve.csv", curve)):
+            with (out / name).open("w", encoding="utf-8", newline="") as file:
+                writer = csv.DictWriter(file, rows[0] if rows else [], lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(rows)
 
     steps = tqdm(range(state["step"], min(until, recipe.steps)), initial=state["step"], total=min(until, recipe.steps))
 
     def rate(step: int) -> float:
         return recipe.lr * learning.rising_and_falling(step, recipe.warmup, recipe.steps)
 
-    for _ in learning.learn(steps, gradient, [optimizer], rate, save=save, checkpoint_every=50):
+    for done, _ in learning.learn(steps, gradient, [optimizer], rate, save=save, checkpoint_every=50):
         last = log[-100:]
         steps.set_postfix(answers=f"{sum(row['answers'] for row in last) / len(last):.3f}")
+        if done % 500 == 0 or done == recipe.steps:
+            cpu_hours = round((time.process_time() - began) / 3600, 2)
+            curve.append({"step": done, "cpu_hours": cpu_hours} | reading.shares(model, tokenizer, questions_a_set=50))
+            steps.write(str(curve[-1]))
 
 
 if __name__ == "__main__":

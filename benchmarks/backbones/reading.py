@@ -1,0 +1,126 @@
+"""How well plpkg-small and plpkg-reader answer questions about a text in their prompt, and predict other text.
+
+* Exact match by set of questions: the generator's, with what training held out, and two that no generator made.
+* The reader's by length of the text and by how much in it could be mistaken for the answer.
+* Bits per byte on the public test text and each writer's.
+
+Run: ``python -m benchmarks.backbones.reading`` (about 20 minutes).
+"""
+
+import csv
+import random
+from collections.abc import Callable, Iterator
+
+from benchmarks import record
+from plpkg import catalog, corpora
+from plpkg.backbones import load_backbone
+from plpkg.corpora import Passage
+from plpkg.corpora.notes import SIDES
+from plpkg.questions import Answered, ask
+from plpkg.scoring import score
+
+QUESTIONS = 400
+"""Of each set that the generator makes: an interval of at most ± 5 percentage points."""
+
+PLAIN = dict(kinds=("fact",), voice="prose", near=0, idle=0.0)
+
+
+def handwritten() -> list[Passage]:
+    """Thirty notes that no generator made, each alone with its question."""
+    with catalog.data_path("notes/handwritten.csv").open(encoding="utf-8", newline="") as file:
+        return [Passage(row["note"], row["question"], row["answer"], "handwritten") for row in csv.DictReader(file)]
+
+
+def diary() -> list[Passage]:
+    """The questions of the diary, each with its entry alone."""
+    entries = {entry.name: entry.text for entry in corpora.diary().entries}
+    return [Passage(entries[q.date], q.question, q.answer, "diary") for q in corpora.diary().questions]
+
+
+def among(passages: list[Passage], texts: int, apart: str) -> list[Passage]:
+    """Each text at a random place among others of the set, ``texts`` of them altogether."""
+    rng, result = random.Random(3), []
+    for passage in passages:
+        others = rng.sample(sorted({each.text for each in passages} - {passage.text}), texts - 1)
+        together = rng.sample([*others, passage.text], texts)
+        result.append(Passage(apart.join(together), passage.question, passage.answer, passage.kind))
+    return result
+
+
+def absent(passages: list[Passage], texts: int, apart: str) -> list[Passage]:
+    """Each question with other texts of the set, where no answer stands."""
+    rng, result = random.Random(4), []
+    for passage in passages:
+        others = sorted({each.text for each in passages if passage.answer.casefold() not in each.text.casefold()})
+        together = apart.join(rng.sample([text for text in others if text != passage.text], texts))
+        result.append(Passage(together, passage.question, corpora.ABSENT, "absent"))
+    return result
+
+
+def drawn(count: int, **options) -> Callable[[], list[Passage]]:
+    """So many passages of the generator, none of which training has seen."""
+
+    def draw() -> list[Passage]:
+        rng = random.Random(f"test {options}")
+        return [corpora.reading(rng, **options) for _ in range(count)]
+
+    return draw
+
+
+def sets(count: int) -> dict[str, Callable[[], list[Passage]]]:
+    """Every set of questions; ``count`` for each that the generator makes."""
+    made = {f"one plain fact of {n}": drawn(count, facts=n, **PLAIN) for n in (2, 5, 9, 14)}
+    made |= {f"unseen {side}, of 5": drawn(count, facts=5, side=side, **PLAIN) for side in SIDES[1:]}
+    made |= {"all kinds, of 5": drawn(count, facts=5)}
+    made |= {f"{kind}, of 5": drawn(count, facts=5, kinds=(kind,)) for kind in ("pronoun", "bridge", "event", "absent")}
+    return made | {
+        "handwritten, alone": handwritten,
+        "handwritten, among 5": lambda: among(handwritten(), 5, " "),
+        "handwritten, absent from 5": lambda: absent(handwritten(), 5, " "),
+        "diary, alone": diary,
+        "diary, among 10": lambda: among(diary(), 10, "\n\n"),
+    }
+
+
+def shares(model, tokenizer, questions_a_set: int) -> dict[str, float]:
+    """The share of right answers in each set."""
+    return {name: round(ask(model, tokenizer, make()).share, 3) for name, make in sets(questions_a_set).items()}
+
+
+def rows_of_sets(name: str, model, tokenizer) -> Iterator[dict]:
+    for each, make in sets(QUESTIONS).items():
+        yield row(name, each, ask(model, tokenizer, make()))
+
+
+def row(name: str, case: str, judged: Answered) -> dict:
+    low, high = judged.interval
+    return dict(model=name, case=case, questions=len(judged.right), right=judged.share, low=low, high=high)
+
+
+def rows_of_lengths(name: str, model, tokenizer) -> Iterator[dict]:
+    for tokens in (50, 100, 200, 450, 900, 1800):
+        for near in (0, 1, 2):
+            kinds = ("fact", "pronoun", "bridge", "event")
+            passages = drawn(QUESTIONS // 2, tokens=tokens, near=near, kinds=kinds)()
+            yield row(name, "by length", ask(model, tokenizer, passages)) | dict(tokens=tokens, near=near)
+
+
+def rows_of_text(name: str, model, tokenizer) -> Iterator[dict]:
+    texts = {"public": corpora.public("test")}
+    texts |= {writer: corpora.writer(writer).split("test") for writer in corpora.writers()}
+    for text, documents in texts.items():
+        yield dict(model=name, case=f"text, {text}", bits_per_byte=score(model, tokenizer, documents).bits_per_byte)
+
+
+def main() -> None:
+    rows = []
+    for name in ("plpkg-small", "plpkg-reader"):
+        model = load_backbone(name)
+        rows += rows_of_text(name, *model)
+        rows += rows_of_sets(name, *model)
+    rows += rows_of_lengths(name, *model)
+    record.write("backbones.reading", rows)
+
+
+if __name__ == "__main__":
+    main()

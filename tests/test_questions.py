@@ -1,0 +1,98 @@
+"""Answers are compared with a loop that takes the likeliest token, one question at a time."""
+
+import pytest
+import torch
+
+from plpkg import questions
+from plpkg.backbones import load_backbone, random_backbone
+from plpkg.corpora import ABSENT, Passage
+
+TEXTS = ["The Skoda is on level 3.", "Our cat Biscuit weighs 4.2 kg and must eat less. " * 12, "Nothing."]
+ASKED = [(text, question) for text in TEXTS for question in ("Where is the Skoda?", "What is the name of the cat?")]
+
+
+@pytest.fixture(scope="module")
+def small():
+    return load_backbone("plpkg-small")
+
+
+@pytest.fixture(scope="module")
+def random(small):
+    """It never ends a line; in float64, no two tokens are alike likely but for rounding."""
+    options = dict(vocab=8192, max_positions=512, dtype=torch.float64)
+    return random_backbone("llama", **options), small[1]
+
+
+@torch.no_grad()
+def by_hand(model, tokenizer, text, question):
+    ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer(questions.prompt(text, question))["input_ids"]]])
+    written = ""
+    for _ in range(questions.LONGEST):
+        ids = torch.cat([ids, model(ids).logits[:, -1].argmax(-1, keepdim=True)], 1)
+        if ids[0, -1] == tokenizer.eos_token_id:
+            break
+        written += tokenizer.decode(ids[0, -1:])
+        if "\n" in written:
+            break
+    return written.lstrip(" ").partition("\n")[0].strip()
+
+
+def test_in_batches_as_one_at_a_time(random):
+    expected = [by_hand(*random, *pair) for pair in ASKED]
+    assert len(set(expected)) == len(ASKED)
+    for batch in (1, 4, 16):
+        assert questions.answers(*random, ASKED, batch=batch) == expected
+    assert questions.answer(*random, *ASKED[2]) == expected[2]
+
+
+def test_the_models_mode_stays(small):
+    model, tokenizer = small
+    model.train()
+    try:
+        assert isinstance(questions.answer(model, tokenizer, *ASKED[0]), str)
+        assert model.training
+    finally:
+        model.eval()
+
+
+def test_a_prompt_without_room_for_an_answer_is_refused(small):
+    model, tokenizer = small
+    with pytest.raises(ValueError, match="a prompt has 12.. tokens, of which the model takes 992 before an answer"):
+        questions.answers(model, tokenizer, [ASKED[0], ("word " * 1200, "Which?")])
+    with pytest.raises(ValueError, match="batch must be a whole number of at least 1, got 0"):
+        questions.answers(model, tokenizer, ASKED, batch=0)
+    assert questions.answers(model, tokenizer, []) == []
+
+
+def answered(*pairs):
+    passages = tuple(Passage("", "?", expected, "fact") for expected, _ in pairs)
+    return questions.Answered(passages, tuple(given for _, given in pairs))
+
+
+def test_right_is_the_same_but_for_capitals_and_a_full_stop():
+    judged = answered(("level 3", "Level 3."), ("level 3", "level 33"), ("level 3", "on level 3"), (ABSENT, ABSENT))
+    assert judged.right == [True, False, False, True]
+    assert judged.share == 0.5
+    assert repr(judged) == "Answered(2 of 4 right: 50%, 95 % interval 15% to 85%)"
+    assert judged.to_frame().answer.tolist()[1] == "level 33"
+
+
+@pytest.mark.parametrize(
+    ("right", "total", "low", "high"),
+    [(0, 10, 0, 0.2775), (5, 10, 0.2366, 0.7634), (10, 10, 0.7225, 1), (81, 263, 0.2553, 0.3662)],
+)
+def test_the_interval_is_wilsons(right, total, low, high):  # the last is example in Newcombe (1998), table I
+    judged = answered(*[("a", "a")] * right, *[("a", "b")] * (total - right))
+    assert judged.interval == pytest.approx((low, high), abs=5e-5)
+
+
+def test_nothing_to_ask(small):
+    with pytest.raises(ValueError, match="there are no passages to ask about"):
+        questions.ask(*small, [])
+
+
+def test_a_models_answers_are_judged(small):
+    passages = [Passage(*pair, "level 3", "fact") for pair in ASKED]
+    judged = questions.ask(*small, passages)
+    assert judged.given == tuple(questions.answers(*small, ASKED))
+    assert len(judged.right) == len(ASKED)
