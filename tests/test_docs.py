@@ -66,7 +66,7 @@ def test_a_public_name_that_no_notebook_uses_links_to_that_of_its_room(pages, mo
 
 def test_every_notebook_is_linked_from_a_name_that_it_uses(pages):
     assert {stem for stems in pages.uses().values() for stem in stems} == {path.stem for path in pages.NOTEBOOKS}
-    assert "02_residual" in pages.uses()["plpkg.residual.adapter.PrivateLoraConfig"]
+    assert "02_residual" in pages.uses()["plpkg.residual.config.PrivateLoraConfig"]
 
 
 def test_the_pages_are_the_notebooks_the_texts_and_a_page_a_module(pages, tmp_path):

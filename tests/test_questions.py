@@ -57,7 +57,7 @@ def test_the_models_mode_stays(small):
 
 def test_a_prompt_without_room_for_an_answer_is_refused(small):
     model, tokenizer = small
-    with pytest.raises(ValueError, match="a prompt has 12.. tokens, of which the model takes 992 before an answer"):
+    with pytest.raises(ValueError, match=r"a prompt has 12\d\d tokens, of which the model takes 992 before an answer"):
         questions.answers(model, tokenizer, [ASKED[0], ("word " * 1200, "Which?")])
     with pytest.raises(ValueError, match="batch must be a whole number of at least 1, got 0"):
         questions.answers(model, tokenizer, ASKED, batch=0)

@@ -35,7 +35,7 @@ PADDING, TEXT, ANSWER = 0, 1, 2
 
 @dataclass(frozen=True)
 class Recipe:
-    """``tokens`` are those of a step's passages. Texts have 20 tokens to the third of ``longest`` that the step is in."""
+    """``tokens`` are those of a step's passages; texts have 20 to ``longest`` of them, in each third of the steps."""
 
     rank: int = 32
     alpha: int = 32

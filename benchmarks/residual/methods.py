@@ -12,8 +12,8 @@ from torch.nn import functional
 from plpkg import corpora
 from plpkg.corpora import Document
 from plpkg.residual import PrivateLoraConfig, bases
-from plpkg.residual.adapter import QKV, ProjectionConfig
-from plpkg.residual.ladder import LadderConfig
+from plpkg.residual.config import LadderConfig, ProjectionConfig
+from plpkg.residual.methods import QKV
 
 STEPS, BATCH, SEQ = 60, 4, 256
 TEST_BYTES = 40_000

@@ -117,7 +117,9 @@ def rows_of_words(count: int = 25) -> Iterator[dict]:
             given = [a for each in drawn for a in answers(model, tokenizer, heads, name, budget, each, when)]
             judged = Answered(passages, tuple(given))
             low, high = judged.interval
-            yield dict(case=name, when=when, budget=budget, questions=len(given), right=judged.share, low=low, high=high)
+            yield dict(
+                case=name, when=when, budget=budget, questions=len(given), right=judged.share, low=low, high=high
+            )
 
 
 SECTIONS = {"heads": rows_of_heads, "words": rows_of_words}

@@ -6,9 +6,10 @@ The names a notebook imports; each loads on first use, so that a mechanism needs
 from plpkg.lazy import on_first_use
 
 PLACES = dict(
-    PrivateLoraConfig="adapter",
-    LadderConfig="ladder",
-    convert_to_lora="adapter",
+    PrivateLoraConfig="methods",
+    LadderConfig="methods",
+    convert_to_lora="methods",
+    load="methods",
     matrices="adapter",
     attacks="attacks",
     bases="bases",

@@ -19,10 +19,10 @@ import math
 import torch
 from peft import get_peft_model
 
-from plpkg.residual.adapter import PrivateLoraConfig
 from plpkg.residual.cloud_part import CloudPart
 from plpkg.residual.device_part import DevicePart
 from plpkg.residual.exchange import Transport
+from plpkg.residual.methods import PrivateLoraConfig
 from plpkg.residual.parts import split
 from plpkg.validation import number, whole_number
 

@@ -27,8 +27,9 @@ from peft import PeftModel
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from plpkg.residual.adapter import PrivateLoraConfig, PrivateLoraLayer, layers
-from plpkg.residual.ladder import LadderConfig, LadderNorm, LadderTap, taps
+from plpkg.residual.adapter import PrivateLoraLayer, layers
+from plpkg.residual.config import LadderConfig, PrivateLoraConfig
+from plpkg.residual.ladder import LadderNorm, LadderTap, taps
 from plpkg.validation import whole_number
 
 

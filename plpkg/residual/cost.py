@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from plpkg import catalog
 from plpkg.catalog import ModelShape
-from plpkg.residual.adapter import QKV, PrivateLoraLayer
+from plpkg.residual.adapter import PrivateLoraLayer
 from plpkg.residual.device_part import DevicePart
+from plpkg.residual.methods import QKV
 from plpkg.results import Tabular
 from plpkg.validation import one_of, whole_number
 

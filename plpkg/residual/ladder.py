@@ -1,4 +1,4 @@
-r"""A ladder as a PEFT method: every layer's A·x is added up behind the last one, where M is, and nowhere before.
+r"""A ladder: every layer's A·x is added up behind the last one, where M is, and nowhere before.
 
 A linear layer with input x_l (``down_proj`` of every decoder layer) stays as it is; beside it, u_l = A_l x_l of ``r``
 numbers goes past all later layers to the final hidden state h, before the final norm:
@@ -15,56 +15,17 @@ its nearest relative is SPA (arXiv 2403.07088). Left out: a ladder with layers o
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
-from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from plpkg.residual.adapter import (
-    MethodName,
-    PerThread,
-    ProjectionConfig,
-    default_targets,
-    features,
-    gaussian_projections,
-    keep_projections,
-    rank,
-)
-from plpkg.residual.rows import RowwiseTuner, rows_of
-from plpkg.validation import whole_number
+from plpkg.residual.adapter import PerThread, features, gaussian_projections, keep_projections, rows_of
+from plpkg.residual.config import LadderConfig
 
-PEFT_TYPE = MethodName("LADDER")
-PREFIX = "ladder_"
-TARGET_MODULES = (["down_proj"], ["mlp.c_proj"])
-"""The last projection of the MLP, also as GPT-2 calls it: its input is the widest that a layer has."""
 NORMS = ("norm", "ln_f")
 """What Hugging Face's decoders call their final norm."""
-
-
-@dataclass
-class LadderConfig(ProjectionConfig):
-    """How a model gets a ladder; the other fields are those of :class:`plpkg.residual.adapter.ProjectionConfig`.
-
-    Attributes
-    ----------
-    r
-        How many numbers of each layer go to M, at most ``hidden_size``.
-    width
-        Units of M's hidden layer, beside the matrix; without one M is a matrix alone.
-    """
-
-    r: int = field(default=96, metadata={"help": "Numbers of each layer that go to M."})
-    width: int | None = field(default=None, metadata={"help": "Units of M's hidden layer."})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.peft_type = PEFT_TYPE
-        self.r = rank("r", self.r)
-        if self.width is not None:
-            self.width = rank("width", self.width)
 
 
 class GatedM(nn.Module):
@@ -209,67 +170,6 @@ def answer(m: nn.Module, u: torch.Tensor) -> torch.Tensor:
     return m(u.to(next(m.parameters()).dtype))
 
 
-class LadderModel(RowwiseTuner):
-    """What ``get_peft_model`` builds for a :class:`LadderConfig`."""
-
-    prefix = PREFIX
-    tuner_layer_cls = (LadderTap, LadderNorm)
-
-    def _prepare_adapter_config(self, peft_config: LadderConfig, model_config: dict) -> LadderConfig:
-        if peft_config.target_modules is None:
-            peft_config.target_modules = default_targets(self.model, TARGET_MODULES)
-        norm = getattr(self.model.base_model, named(self.model.base_model, NORMS))
-        whole_number("r", peft_config.r, 1, norm.weight.numel(), "hidden_size")
-        return super()._prepare_adapter_config(peft_config, model_config)
-
-    def shapes(self, config: LadderConfig, modules: dict[str, nn.Module]) -> dict[str, tuple[int, ...]]:
-        decoder = self.model.base_model
-        name = named(decoder, NORMS)
-        numbers, hidden = len(modules) * config.r, getattr(decoder, name).weight.numel()
-        tensors = {f"{module}.ladder_A": (config.r, features(module, each)[0]) for module, each in modules.items()}
-        with torch.device("meta"):
-            m = new_m(numbers, hidden, config.width)
-        norm = f"{self.model.base_model_prefix}.{name}.ladder_M"
-        return (tensors if config.save_projection else {}) | {
-            f"{norm}.{key}": tuple(weight.shape) for key, weight in m.state_dict().items()
-        }
-
-    @classmethod
-    def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
-        """PEFT looks for it at the end only, and M may have several tensors."""
-        inside = key.replace(f".ladder_M.{adapter_name}.", ".ladder_M.")
-        return super()._remove_adapter_name_from_key(key, adapter_name) if inside == key else inside
-
-    def _create_and_replace(
-        self, peft_config: LadderConfig, adapter_name, target, target_name, parent, current_key, **_
-    ) -> None:
-        if isinstance(target, LadderTap):
-            target.update_layer(adapter_name, peft_config)
-            return
-        tap = LadderTap(target, current_key, self.rungs)
-        tap._active_adapter = adapter_name
-        tap.update_layer(adapter_name, peft_config)
-        self._replace_module(parent, target_name, tap, target)
-
-    def inject_adapter(self, model: nn.Module, adapter_name: str, *arguments, **options) -> None:
-        if not hasattr(self, "rungs"):
-            self.rungs = Rungs()
-        super().inject_adapter(model, adapter_name, *arguments, **options)  # its hooks see only the first adapter
-        decoder, config = model.base_model, self.peft_config[adapter_name]
-        name = named(decoder, NORMS)
-        norm = getattr(decoder, name)
-        if not isinstance(norm, LadderNorm):
-            norm = LadderNorm(norm, self.rungs)
-            norm._active_adapter = adapter_name
-            setattr(decoder, name, norm)
-        norm.update_layer(adapter_name, config, taps(model, adapter_name))
-
-    def _unload_and_optionally_merge(self, merge: bool = True, **options):
-        if merge:
-            LadderLayer.merge(self)
-        return super()._unload_and_optionally_merge(merge=False, **options)
-
-
 def taps(model: nn.Module, adapter_name: str = "default") -> list[LadderTap]:
     """The layers that send A·x to this adapter's M, in their order; none if there is no such adapter."""
     every = [module for module in model.modules() if isinstance(module, LadderTap)]
@@ -288,8 +188,3 @@ def named(decoder: nn.Module, names: tuple[str, ...]) -> str:
         if hasattr(decoder, name):
             return name
     raise ValueError(f"{type(decoder).__name__} has none of {', '.join(names)}: not a decoder that can be cut here")
-
-
-PEFT_TYPE_TO_CONFIG_MAPPING[PEFT_TYPE] = LadderConfig
-PEFT_TYPE_TO_TUNER_MAPPING[PEFT_TYPE] = LadderModel
-PEFT_TYPE_TO_PREFIX_MAPPING[PEFT_TYPE] = PREFIX

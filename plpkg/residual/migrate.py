@@ -19,8 +19,9 @@ from collections.abc import Iterable
 import torch
 from peft import PeftModel
 
-from plpkg.residual.adapter import PrivateLoraConfig, matrices
+from plpkg.residual.adapter import matrices
 from plpkg.residual.bases import fingerprint_of_bases
+from plpkg.residual.config import PrivateLoraConfig
 from plpkg.validation import number, whole_number
 
 

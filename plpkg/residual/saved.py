@@ -2,13 +2,13 @@
 
 PEFT builds an adapter before it reads its weights, and loads whatever tensors it finds in them. So the configuration is
 read strictly here, and the weights with it; before anything is built, their names and shapes have to be those that the
-configuration gives on this model (:class:`plpkg.residual.rows.RowwiseTuner`). No pattern of a file is evaluated.
+configuration gives on this model (:class:`plpkg.residual.methods.RowwiseTuner`). No pattern of a file is evaluated.
+
+:func:`plpkg.residual.load` judges a folder before PEFT sees it. PEFT's own door, ``PeftModel.from_pretrained``, reads
+``adapter_config.json`` without bounds to find the method, and then asks this module.
 
 The configuration has two digests: of the backbone, and of the weights' file that was written with it, so that a pair of
 which one file was replaced is refused.
-
-PEFT itself reads ``adapter_config.json`` before it asks this room, since its method stands there. Importing this module
-bounds that reading as well, of every method's: :func:`method_of_file` takes the place of PEFT's own.
 """
 
 import dataclasses
@@ -19,8 +19,6 @@ import warnings
 from pathlib import Path
 
 from huggingface_hub import hf_hub_download
-from peft.config import PeftConfigMixin
-from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from torch import nn
 
@@ -85,25 +83,6 @@ def fields_of(folder: Path, kind: type) -> dict:
         if fields[name] not in (None, False, "", [], {}):
             raise ValueError(f"{CONFIG}: {shown(name)}={shown(fields[name])} must be empty: it is unknown")
     return {name: value for name, value in fields.items() if name in known and name != "peft_type"}
-
-
-def method_of_file(cls: type, path_json_file: str, **options) -> dict:
-    """What PEFT's ``from_json_file`` gives, of a file of at most 1 MiB: other methods' may list thousands of modules.
-
-    Raises
-    ------
-    ValueError
-        It is no such file, or of no method that PEFT knows.
-    """
-    fields = read_object(path := Path(path_json_file), 2**20)
-    method = fields.get("peft_type")
-    if not isinstance(method, str) or method not in PEFT_TYPE_TO_CONFIG_MAPPING:
-        raise ValueError(f"{path}: peft_type={shown(method)} is no method that PEFT knows")
-    fields.pop("runtime_config", None)  # as PEFT does: it is for one run
-    return fields
-
-
-PeftConfigMixin.from_json_file = classmethod(method_of_file)
 
 
 def digest(path: Path) -> str:

@@ -14,7 +14,8 @@ from transformers.pytorch_utils import Conv1D
 
 from plpkg.backbones import FAMILIES
 from plpkg.residual import LadderConfig, PrivateLoraConfig, convert_to_lora
-from plpkg.residual.adapter import PEFT_TYPE, PrivateLoraLayer, gaussian_projections, svd_projections
+from plpkg.residual.adapter import PrivateLoraLayer, gaussian_projections, svd_projections
+from plpkg.residual.config import PRIVATE_LORA
 from tests.residual.conftest import IDS, adapted_backbone as adapted, backbone, normal, precise
 
 from preloaded import Process
@@ -325,9 +326,9 @@ def test_every_architecture_with_these_names_has_them_as_default(kind):
 
 def test_what_is_relied_on_in_peft_is_there():
     """PEFT has no public way to register a method; these are the three dictionaries it looks into."""
-    assert PEFT_TYPE_TO_CONFIG_MAPPING[PEFT_TYPE] is PrivateLoraConfig
-    assert PEFT_TYPE_TO_TUNER_MAPPING[PEFT_TYPE].tuner_layer_cls is PrivateLoraLayer
-    assert PEFT_TYPE_TO_PREFIX_MAPPING[PEFT_TYPE] == "privatelora_"
+    assert PEFT_TYPE_TO_CONFIG_MAPPING[PRIVATE_LORA] is PrivateLoraConfig
+    assert PEFT_TYPE_TO_TUNER_MAPPING[PRIVATE_LORA].tuner_layer_cls is PrivateLoraLayer
+    assert PEFT_TYPE_TO_PREFIX_MAPPING[PRIVATE_LORA] == "privatelora_"
     code = "from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING as m; print('PRIVATELORA' in m)"
     output = interpreter(code)
     assert output == "False\n"  # if PEFT gets one of this name, ours must not replace it

@@ -15,7 +15,8 @@ from transformers import OPTConfig, OPTForCausalLM
 from plpkg.backbones import FAMILIES
 from plpkg.residual import LadderConfig, PrivateLoraConfig, bases
 from plpkg.residual.adapter import gaussian_projections
-from plpkg.residual.ladder import PEFT_TYPE, LadderNorm, LadderTap, answer, taps
+from plpkg.residual.config import LADDER
+from plpkg.residual.ladder import LadderNorm, LadderTap, answer, taps
 from tests.residual.conftest import IDS, adapted_backbone, at_once, backbone, precise
 
 from rounding import assert_as_exact, assert_close
@@ -369,5 +370,5 @@ def test_what_cannot_be_adapted_is_named():
 
 def test_what_is_relied_on_in_peft_is_there():
     model = adapted_backbone(**LINEAR)
-    assert isinstance(model.base_model, PEFT_TYPE_TO_TUNER_MAPPING[PEFT_TYPE])
+    assert isinstance(model.base_model, PEFT_TYPE_TO_TUNER_MAPPING[LADDER])
     assert answer(m_of(model), torch.zeros(2, 20)).shape == (2, 32)

@@ -6,14 +6,10 @@ from peft import PeftModel, get_peft_model
 from transformers import PreTrainedTokenizerBase
 
 from plpkg.backbones import load_backbone
-from plpkg.residual.adapter import PrivateLoraConfig, ProjectionConfig
-from plpkg.residual.ladder import LadderConfig
-from plpkg.residual.saved import CONFIG, WEIGHTS
+from plpkg.residual.config import LadderConfig, PrivateLoraConfig, ProjectionConfig
+from plpkg.residual.methods import load, saved_config
 from plpkg.residual.wire.tensors import PRECISIONS
-from plpkg.untrusted import read_object
 from plpkg.validation import one_of
-
-METHODS = {"PRIVATELORA": PrivateLoraConfig, "LADDER": LadderConfig}
 
 
 def adapted_model(
@@ -56,9 +52,9 @@ def adapted_model(
     if adapter is None:
         new = LadderConfig(r=rank, **config) if ladder else PrivateLoraConfig(r_c2d=rank, r_d2c=rank, **config)
         return get_peft_model(model, new), tokenizer
-    config = _config(adapter, ladder, CONFIG, WEIGHTS)
+    _config(adapter, ladder)
     try:
-        return PeftModel.from_pretrained(model, adapter, config=config, is_trainable=True), tokenizer
+        return load(model, adapter, trainable=True), tokenizer
     except ValueError as error:
         raise ValueError(f"{adapter} does not fit {name}: {error}") from error
 
@@ -67,7 +63,7 @@ def _public_config(like: Path, adapter: Path | None, ladder: bool) -> Projection
     """The configuration of a new adapter with the A and B of one that was saved."""
     if adapter is not None:
         raise ValueError(f"--like {like} and --adapter {adapter}: take one of them")
-    config = _config(like, ladder, CONFIG)
+    config = _config(like, ladder)
     if config.init == "given":
         raise ValueError(
             f"{like} has an A and a B that its configuration does not tell (init='given'): --adapter reads them, and M"
@@ -76,17 +72,10 @@ def _public_config(like: Path, adapter: Path | None, ladder: bool) -> Projection
     return config
 
 
-def _config(adapter: Path, ladder: bool, *needed: str) -> ProjectionConfig:
-    """What a folder says of its adapter, where the files that are needed are there."""
-    for name in needed:
-        if not (adapter / name).exists():  # PEFT would ask the hub
-            raise FileNotFoundError(f"{adapter} holds no adapter: it has no {name}")
-    try:
-        method = read_object(adapter / CONFIG).get("peft_type")
-    except ValueError as error:
-        raise ValueError(f"{adapter}: {error}") from error
-    if not isinstance(method, str) or method not in METHODS:
-        raise ValueError(f"{adapter} holds a {str(method)[:40]} adapter, not a PrivateLoRA one or a ladder")
-    if ladder and METHODS[method] is not LadderConfig:
-        raise ValueError(f"{adapter} holds a {method} adapter, but a ladder was asked for: leave --ladder out")
-    return METHODS[method].from_pretrained(adapter)
+def _config(adapter: Path, ladder: bool) -> ProjectionConfig:
+    config = saved_config(adapter)
+    if ladder and not isinstance(config, LadderConfig):
+        raise ValueError(
+            f"{adapter} holds a {config.peft_type} adapter, but a ladder was asked for: leave --ladder out"
+        )
+    return config

@@ -1,0 +1,178 @@
+"""The settings of this room's two adapters, PrivateLoRA's and the ladder, as PEFT keeps them in a file."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from peft import PeftConfig
+
+from plpkg.residual import saved
+from plpkg.untrusted import shown
+from plpkg.validation import flag, one_of, whole_number
+
+
+class MethodName(str):
+    """A method that is not in PEFT's list, whose entries have a ``value``: PEFT's refusals name it."""
+
+    @property
+    def value(self) -> str:
+        return str(self)
+
+
+PRIVATE_LORA, LADDER = MethodName("PRIVATELORA"), MethodName("LADDER")
+MAX_RANK = 2**14
+"""At least the width of any model; on a model, a saved adapter's ranks are bounded by its widths."""
+
+
+@dataclass
+class ProjectionConfig(PeftConfig):
+    """Where an adapter of this room is, and where its frozen projections come from.
+
+    Attributes
+    ----------
+    target_modules
+        Names of the linear layers, or a regular expression; by default those of the method.
+    exclude_modules
+        Names, or a regular expression, of layers to leave alone.
+    layers_to_transform
+        Numbers of the decoder layers; all by default.
+    layers_pattern
+        The name of the list of layers, where PEFT does not know it.
+    init
+        ``"gaussian"``: the projections are random, from ``projection_seed`` and the module's name. ``"given"``: random
+        until something else sets them (:mod:`plpkg.residual.bases`) or they are loaded.
+    projection_seed
+        The seed of the projections, together with each module's name.
+    save_projection
+        Save the projections beside what learns. By default unless they are ``"gaussian"``: singular vectors may change
+        sign from one machine to the next, and what was learnt for the others would be wrong.
+    modules_to_save
+        Other modules to train and save. What is read from a folder has none: they would replace a part of the backbone.
+    backbone
+        :func:`plpkg.backbones.fingerprint` of the model that the adapter is for; by default of the one that it is
+        built on.
+    weights_sha256
+        Of the weights' file beside a saved configuration.
+    """
+
+    target_modules: list[str] | str | None = field(default=None, metadata={"help": "Linear layers to adapt."})
+    exclude_modules: list[str] | str | None = field(default=None, metadata={"help": "Layers to leave alone."})
+    layers_to_transform: list[int] | int | None = field(default=None, metadata={"help": "Decoder layers to adapt."})
+    layers_pattern: list[str] | str | None = field(default=None, metadata={"help": "Name of the list of layers."})
+    init: str = field(default="gaussian", metadata={"help": "Where the projections come from."})
+    projection_seed: int = field(default=0, metadata={"help": "Seed of the projections."})
+    save_projection: bool | None = field(default=None, metadata={"help": "Save the projections."})
+    modules_to_save: list[str] | None = field(default=None, metadata={"help": "Other modules to train and save."})
+    backbone: str | None = field(default=None, metadata={"help": "The backbone's fingerprint."})
+    weights_sha256: str | None = field(default=None, metadata={"help": "SHA-256 of the weights' file."})
+
+    inits = ("gaussian", "given")
+    read, shapes = False, None  # from a folder, and with which tensors: their shapes by name
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save"):
+            value = getattr(self, name)
+            listed = isinstance(value, Collection) and all(isinstance(each, str) for each in value)
+            if value is not None and not listed:
+                raise ValueError(f"{name} must be names of modules, got {shown(value)}")
+            if isinstance(value, list) and name in ("target_modules", "exclude_modules"):
+                setattr(self, name, set(value))
+        layers = [] if self.layers_to_transform is None else self.layers_to_transform
+        for layer in layers if isinstance(layers, list | tuple | set | range) else [layers]:
+            whole_number("layers_to_transform", layer, 0)
+        self.projection_seed = whole_number("projection_seed", self.projection_seed, 0)
+        one_of("init", self.init, self.inits)
+        if self.save_projection is not None:
+            flag("save_projection", self.save_projection)
+        if self.save_projection is None:
+            self.save_projection = self.init != "gaussian"
+        if self.init != "gaussian" and not self.save_projection:
+            raise ValueError(f"init={self.init!r} needs save_projection=True: nothing else brings the same projections")
+        if self.layers_pattern and self.layers_to_transform is None:
+            raise ValueError(f"layers_pattern={self.layers_pattern!r} needs layers_to_transform")
+
+    def save_pretrained(self, save_directory: str | Path, **options) -> None:
+        """As PEFT does it, behind the weights; both files are then their owner's alone."""
+        weights = Path(save_directory, saved.WEIGHTS)
+        self.weights_sha256 = saved.digest(weights) if weights.exists() else None
+        super().save_pretrained(save_directory, **options)
+        for path in (weights, Path(save_directory, saved.CONFIG)):
+            if path.exists():
+                path.chmod(0o600)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, subfolder: str | None = None, **options):
+        """Read a configuration that this method has saved, and look at the weights beside it, if there are any.
+
+        Raises
+        ------
+        ValueError
+            One of the two files is not what may be read, or they do not belong together.
+        """
+        folder = saved.local_folder(pretrained_model_name_or_path, subfolder, cls._split_kwargs(options)[0])
+        try:
+            config = cls(**saved.fields_of(folder, cls))
+            config.read = True
+            config.shapes = saved.shapes_of(folder, config.weights_sha256)
+        except ValueError as error:
+            raise ValueError(f"{folder}: {str(error)[:1000]}") from None
+        return config
+
+
+@dataclass
+class PrivateLoraConfig(ProjectionConfig):
+    """How a model is adapted; the other fields are those of :class:`ProjectionConfig`.
+
+    Attributes
+    ----------
+    r_c2d, r_d2c
+        Ranks from cloud to device and back: M is ``(r_d2c, r_c2d)``.
+    init
+        Also ``"svd"``: A and B are the largest singular vectors of W, B scaled by the singular values.
+    late
+        Add what a layer's M answers to the same projection of the next adapted layer, the last one's to its own: so
+        two exchanges can be under way at once. Cannot be merged, nor recomputed by gradient checkpointing.
+    """
+
+    r_c2d: int = field(default=64, metadata={"help": "Rank from cloud to device."})
+    r_d2c: int = field(default=64, metadata={"help": "Rank from device to cloud."})
+    late: bool = field(default=False, metadata={"help": "Add each answer one layer later."})
+
+    inits = ("gaussian", "svd", "given")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.peft_type = PRIVATE_LORA
+        self.r_c2d, self.r_d2c = rank("r_c2d", self.r_c2d), rank("r_d2c", self.r_d2c)
+        flag("late", self.late)
+        if self.init == "svd" and self.r_c2d != self.r_d2c:
+            raise ValueError(f"init='svd' takes one rank for both ways, got r_c2d={self.r_c2d}, r_d2c={self.r_d2c}")
+
+
+@dataclass
+class LadderConfig(ProjectionConfig):
+    """How a model gets a ladder; the other fields are those of :class:`ProjectionConfig`.
+
+    Attributes
+    ----------
+    r
+        How many numbers of each layer go to M, at most ``hidden_size``.
+    width
+        Units of M's hidden layer, beside the matrix; without one M is a matrix alone.
+    """
+
+    r: int = field(default=96, metadata={"help": "Numbers of each layer that go to M."})
+    width: int | None = field(default=None, metadata={"help": "Units of M's hidden layer."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.peft_type = LADDER
+        self.r = rank("r", self.r)
+        if self.width is not None:
+            self.width = rank("width", self.width)
+
+
+def rank(name: str, value: object) -> int:
+    """A rank, or another width of M."""
+    return whole_number(name, whole_number(name, value, 1), 1, MAX_RANK)

@@ -1,0 +1,366 @@
+"""Both adapters of this room as methods of PEFT: where their layers go, and what may be loaded.
+
+Importing this module makes PEFT know them: ``get_peft_model(model, PrivateLoraConfig(...))`` and
+``PeftModel.from_pretrained`` then work as with any other. PEFT's list of methods is closed, so three of its
+dictionaries are written to; tests pin what this relies on.
+
+``model(…, adapter_names=["ann", "bob"])`` is PEFT's, at inference. A saved adapter is exact, or refused: before PEFT
+builds it, and again when PEFT loads the tensors that it has read.
+"""
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners.tuners_utils import BaseTuner
+from peft.utils import AuxiliaryTrainingWrapper, get_peft_model_state_dict
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from plpkg.residual import saved
+from plpkg.residual.adapter import NO_ADAPTER, PrivateLoraLayer, UnderWay, features, layers
+from plpkg.residual.config import LADDER, PRIVATE_LORA, LadderConfig, PrivateLoraConfig, ProjectionConfig
+from plpkg.residual.ladder import NORMS, LadderLayer, LadderNorm, LadderTap, Rungs, named, new_m, taps
+from plpkg.untrusted import finite, misfits, read_object, sentences
+from plpkg.validation import whole_number
+
+QKV = ["q_proj", "k_proj", "v_proj"]
+PRIVATE_LORA_TARGETS = (QKV, ["qkv_proj"], ["c_attn"])
+"""The query, key and value projections, apart or fused as Phi-3's and GPT-2's: what the publication adapts."""
+LADDER_TARGETS = (["down_proj"], ["mlp.c_proj"])
+"""The last projection of the MLP, also as GPT-2 calls it: its input is the widest that a layer has."""
+
+
+class RowwiseTuner(BaseTuner):
+    """A PEFT method of this room, each row of whose batches can have an adapter of its own."""
+
+    def shapes(self, config, modules: dict[str, nn.Module]) -> dict[str, tuple[int, ...]]:
+        """The tensors of a saved adapter of these modules, by their names in the model."""
+        raise NotImplementedError
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *arguments, **options) -> None:
+        config = self.peft_config[adapter_name] = copy.copy(self.peft_config[adapter_name])  # one for each model
+        saved.require_backbone(config, model)
+        super().inject_adapter(model, adapter_name, *arguments, **options)
+
+    def _prepare_adapter_config(self, peft_config, model_config: dict):
+        """PEFT calls this before it builds the adapter.
+
+        Raises
+        ------
+        ValueError
+            The weights that the configuration was read with are not those of such an adapter.
+        """
+        config = super()._prepare_adapter_config(peft_config, model_config)
+        if config.target_modules == "all-linear":
+            return config
+        if config.shapes is None and not any(
+            isinstance(n, str) for n in (config.target_modules, config.exclude_modules)
+        ):
+            return config
+        modules = saved.adapted_modules(self.model, config)
+        if config.shapes is not None:
+            needed = {f"base_model.model.{name}": shape for name, shape in self.shapes(config, modules).items()}
+            if reasons := misfits(config.shapes, needed):
+                raise ValueError("; ".join(f"{saved.WEIGHTS}: {reason}" for reason in reasons))
+        elif modules:  # a saved adapter has names, never a pattern
+            config.target_modules, config.exclude_modules = set(modules), None
+        return config
+
+    @classmethod
+    def _remap_adapter_state_dict_for_load(cls, model, config, adapter_name: str, state_dict: dict) -> dict:
+        """PEFT calls this with the tensors that it has read.
+
+        Raises
+        ------
+        ValueError
+            They are not exactly the adapter's, or not finite numbers.
+        """
+        needed = get_peft_model_state_dict(model, adapter_name=adapter_name, save_embedding_layers=False)
+        given = {name.replace(f".modules_to_save.{adapter_name}", ""): each for name, each in state_dict.items()}
+        reasons = misfits(*({name: each.shape for name, each in tensors.items()} for tensors in (given, needed)))
+        wrong = [name for name, each in given.items() if name in needed and not _fits(each, needed[name].dtype)]
+        reasons += sentences({"has values that are not finite numbers here": wrong}) if wrong else []
+        if reasons:
+            raise ValueError("; ".join(reasons))
+        return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
+
+    @contextlib.contextmanager
+    def _enable_peft_forward_hooks(
+        self, *_, adapter_names=None, num_beams=None, num_return_sequences=None, **__
+    ) -> Iterator[None]:
+        """PEFT enters this around each forward pass and ``generate``, with their arguments."""
+        if adapter_names is None:
+            yield
+            return
+        if self.training:
+            raise ValueError("adapter_names is for inference: call eval() first")
+        known = {NO_ADAPTER, *self.peft_config}
+        if isinstance(adapter_names, str) or not known.issuperset(adapter_names):
+            raise ValueError(f"adapter_names must be a list of {', '.join(sorted(known))}, got {adapter_names!r}")
+        texts = max(num_beams or 1, num_return_sequences or 1)  # of each row, as generate makes them
+        names = [name for name in adapter_names for _ in range(texts)]
+        layers = self.tuner_layer_cls if isinstance(self.tuner_layer_cls, tuple) else (self.tuner_layer_cls,)
+        handles = [
+            module.register_forward_pre_hook(
+                lambda module, arguments, options: (arguments, options | {"adapter_names": _known_to(module, names)}),
+                with_kwargs=True,
+            )
+            for module in self.modules()
+            if isinstance(module, (*layers, AuxiliaryTrainingWrapper))
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _fits(values: torch.Tensor, dtype: torch.dtype) -> bool:
+    return values.is_floating_point() and values.numel() > 0 and finite(values, dtype)
+
+
+def _known_to(module: nn.Module, names: list[str]) -> list[str]:
+    """The names, without those of adapters that have not trained this module as well: PEFT would look them up."""
+    if not isinstance(module, AuxiliaryTrainingWrapper):
+        return names
+    return [name if name in module._adapters else NO_ADAPTER for name in names]
+
+
+class PrivateLoraModel(RowwiseTuner):
+    """What ``get_peft_model`` builds for a :class:`PrivateLoraConfig`."""
+
+    prefix = "privatelora_"
+    tuner_layer_cls = PrivateLoraLayer
+
+    def _prepare_adapter_config(self, peft_config: PrivateLoraConfig, model_config: dict) -> PrivateLoraConfig:
+        if peft_config.target_modules is None:
+            peft_config.target_modules = default_targets(self.model, PRIVATE_LORA_TARGETS)
+        return super()._prepare_adapter_config(peft_config, model_config)
+
+    def shapes(self, config: PrivateLoraConfig, modules: dict[str, nn.Module]) -> dict[str, tuple[int, ...]]:
+        tensors = {}
+        for name, module in modules.items():
+            num_in, num_out = features(name, module)
+            for side in ("r_c2d", "r_d2c"):  # A and B are drawn, however small M's file is
+                whole_number(side, getattr(config, side), 1, 4 * max(num_in, num_out), f"4 times the width of {name}")
+            tensors[f"{name}.privatelora_M.weight"] = config.r_d2c, config.r_c2d
+            if config.save_projection:
+                tensors[f"{name}.privatelora_A"] = config.r_c2d, num_in
+                tensors[f"{name}.privatelora_B"] = num_out, config.r_d2c
+        return tensors
+
+    def _create_and_replace(
+        self, peft_config: PrivateLoraConfig, adapter_name, target, target_name, parent, current_key, **_
+    ) -> None:
+        if isinstance(target, PrivateLoraLayer):
+            target.update_layer(adapter_name, peft_config, inference_mode=peft_config.inference_mode)
+            return
+        layer = PrivateLoraLayer(target, current_key)
+        layer._active_adapter = adapter_name
+        layer.update_layer(adapter_name, peft_config, inference_mode=peft_config.inference_mode)
+        if adapter_name not in self.active_adapters:
+            layer.requires_grad_(False)
+        self._replace_module(parent, target_name, layer, target)
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *arguments, **options) -> None:
+        super().inject_adapter(model, adapter_name, *arguments, **options)  # its hooks see only the first adapter
+        if not self.peft_config[adapter_name].late:
+            return
+        by_name: dict[str, list[PrivateLoraLayer]] = {}
+        for layer in layers(model, adapter_name).values():
+            by_name.setdefault(layer.module.rpartition(".")[2], []).append(layer)
+        for name, same in by_name.items():
+            if len(widths := {layer.out_features for layer in same}) > 1:
+                raise ValueError(f"late=True needs one width of every {name}, got {sorted(widths)}")
+            under_way = UnderWay()
+            for layer in same:
+                layer.late[adapter_name] = under_way, layer is same[0], layer is same[-1]
+
+
+class LadderModel(RowwiseTuner):
+    """What ``get_peft_model`` builds for a :class:`LadderConfig`."""
+
+    prefix = "ladder_"
+    tuner_layer_cls = (LadderTap, LadderNorm)
+
+    def _prepare_adapter_config(self, peft_config: LadderConfig, model_config: dict) -> LadderConfig:
+        if peft_config.target_modules is None:
+            peft_config.target_modules = default_targets(self.model, LADDER_TARGETS)
+        norm = getattr(self.model.base_model, named(self.model.base_model, NORMS))
+        whole_number("r", peft_config.r, 1, norm.weight.numel(), "hidden_size")
+        return super()._prepare_adapter_config(peft_config, model_config)
+
+    def shapes(self, config: LadderConfig, modules: dict[str, nn.Module]) -> dict[str, tuple[int, ...]]:
+        decoder = self.model.base_model
+        name = named(decoder, NORMS)
+        numbers, hidden = len(modules) * config.r, getattr(decoder, name).weight.numel()
+        tensors = {f"{module}.ladder_A": (config.r, features(module, each)[0]) for module, each in modules.items()}
+        with torch.device("meta"):
+            m = new_m(numbers, hidden, config.width)
+        norm = f"{self.model.base_model_prefix}.{name}.ladder_M"
+        return (tensors if config.save_projection else {}) | {
+            f"{norm}.{key}": tuple(weight.shape) for key, weight in m.state_dict().items()
+        }
+
+    @classmethod
+    def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
+        """PEFT looks for it at the end only, and M may have several tensors."""
+        inside = key.replace(f".ladder_M.{adapter_name}.", ".ladder_M.")
+        return super()._remove_adapter_name_from_key(key, adapter_name) if inside == key else inside
+
+    def _create_and_replace(
+        self, peft_config: LadderConfig, adapter_name, target, target_name, parent, current_key, **_
+    ) -> None:
+        if isinstance(target, LadderTap):
+            target.update_layer(adapter_name, peft_config)
+            return
+        tap = LadderTap(target, current_key, self.rungs)
+        tap._active_adapter = adapter_name
+        tap.update_layer(adapter_name, peft_config)
+        self._replace_module(parent, target_name, tap, target)
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *arguments, **options) -> None:
+        if not hasattr(self, "rungs"):
+            self.rungs = Rungs()
+        super().inject_adapter(model, adapter_name, *arguments, **options)  # its hooks see only the first adapter
+        decoder, config = model.base_model, self.peft_config[adapter_name]
+        name = named(decoder, NORMS)
+        norm = getattr(decoder, name)
+        if not isinstance(norm, LadderNorm):
+            norm = LadderNorm(norm, self.rungs)
+            norm._active_adapter = adapter_name
+            setattr(decoder, name, norm)
+        norm.update_layer(adapter_name, config, taps(model, adapter_name))
+
+    def _unload_and_optionally_merge(self, merge: bool = True, **options):
+        if merge:
+            LadderLayer.merge(self)
+        return super()._unload_and_optionally_merge(merge=False, **options)
+
+
+def default_targets(model: nn.Module, candidates: Sequence[list[str]]) -> set[str]:
+    """The first of some lists whose every name a model has, whatever its architecture.
+
+    Raises
+    ------
+    ValueError
+        It has all names of none.
+    """
+    modules = [f".{name}" for name, _ in model.named_modules()]
+    for names in candidates:
+        if all(any(module.endswith(f".{name}") for module in modules) for name in names):
+            return set(names)
+    raise ValueError(
+        f"no default target_modules for {type(model).__name__}, which has none of "
+        f"{'; '.join(', '.join(names) for names in candidates)}: name its linear layers"
+    )
+
+
+def convert_to_lora(model: PeftModel, adapter_name: str = "default") -> tuple[LoraConfig, dict[str, torch.Tensor]]:
+    """The same adapter as ordinary LoRA, exactly: for servers that know only that.
+
+    With ``r_c2d`` the smaller rank LoRA's A is A and its B is B·M, else they are M·A and B; LoRA's rank is the
+    smaller of both.
+
+    Returns
+    -------
+    config, state_dict
+        What ``peft.set_peft_model_state_dict`` and ``LoraConfig`` users load; scaling is 1.
+
+    Raises
+    ------
+    ValueError
+        The adapter is not there, not a PrivateLoRA one, or has trained other modules as well.
+    """
+    configs = getattr(model, "peft_config", {})
+    config = configs.get(adapter_name)
+    if not isinstance(config, PrivateLoraConfig):
+        raise ValueError(f"{adapter_name!r} is not a PrivateLoRA adapter of this model: {list(configs)}")
+    if config.late:
+        raise ValueError(f"{adapter_name!r} is late: LoRA has no residual that arrives one layer later")
+    if config.modules_to_save:
+        raise ValueError(f"modules_to_save={sorted(config.modules_to_save)} are no part of LoRA: save them apart")
+    rank = min(config.r_c2d, config.r_d2c)
+    state, targets, transposed = {}, [], False
+    for name, layer in layers(model, adapter_name).items():
+        m = layer.privatelora_M[adapter_name].weight.detach()
+        a, b = (p[adapter_name].to(m.dtype) for p in (layer.privatelora_A, layer.privatelora_B))
+        lora_a, lora_b = (a, b @ m) if config.r_c2d <= config.r_d2c else (m @ a, b)
+        state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"] = lora_a.contiguous(), lora_b.contiguous()
+        targets.append(layer.module)
+        transposed |= isinstance(layer.get_base_layer(), Conv1D)
+    lora = LoraConfig(
+        r=rank, lora_alpha=rank, target_modules=targets, fan_in_fan_out=transposed, task_type=config.task_type
+    )
+    return lora, state
+
+
+def saved_config(folder: str | Path) -> ProjectionConfig:
+    """The configuration of an adapter of this room in a folder, judged with the weights beside it, if there are any.
+
+    Raises
+    ------
+    FileNotFoundError
+        The folder has no ``adapter_config.json``.
+    ValueError
+        It is no adapter of this room, or not what may be read.
+    """
+    if not Path(folder, saved.CONFIG).exists():  # PEFT would ask the hub
+        raise FileNotFoundError(f"{folder} holds no adapter: it has no {saved.CONFIG}")
+    try:
+        method = read_object(Path(folder, saved.CONFIG)).get("peft_type")
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    if not isinstance(method, str) or method not in METHODS:
+        raise ValueError(f"{folder} holds a {str(method)[:40]} adapter, not a PrivateLoRA one or a ladder")
+    return METHODS[method][0].from_pretrained(folder)
+
+
+def load(
+    model: PreTrainedModel | PeftModel, folder: str | Path, adapter_name: str = "default", *, trainable: bool = False
+) -> PeftModel:
+    """Give a model an adapter of this room that was saved: judged first, then loaded by PEFT.
+
+    Parameters
+    ----------
+    model
+        The backbone, or what ``load`` has given for another adapter.
+    folder
+        What ``save_pretrained`` wrote, with safetensors.
+    adapter_name
+        The name that the adapter gets in the model.
+    trainable
+        The adapter is to be trained on.
+
+    Raises
+    ------
+    FileNotFoundError
+        The folder lacks one of the two files.
+    ValueError
+        It is no adapter of this room, is damaged, or belongs to another backbone.
+    """
+    config = saved_config(folder)
+    if not Path(folder, saved.WEIGHTS).exists():
+        raise FileNotFoundError(f"{folder} holds no adapter: it has no {saved.WEIGHTS}")
+    if not isinstance(model, PeftModel):
+        return PeftModel.from_pretrained(model, folder, adapter_name, is_trainable=trainable, config=config)
+    if adapter_name in model.peft_config:
+        raise ValueError(f"the model has an adapter {adapter_name!r} already: {', '.join(model.peft_config)}")
+    model.load_adapter(folder, adapter_name, is_trainable=trainable)
+    return model
+
+
+# peft 0.21 asks transformers 5.23 for an attribute that is going away, at each get_peft_model: no user can help it.
+warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+
+METHODS = {PRIVATE_LORA: (PrivateLoraConfig, PrivateLoraModel), LADDER: (LadderConfig, LadderModel)}
+for name, (config, tuner) in METHODS.items():
+    PEFT_TYPE_TO_CONFIG_MAPPING[name], PEFT_TYPE_TO_TUNER_MAPPING[name] = config, tuner
+    PEFT_TYPE_TO_PREFIX_MAPPING[name] = tuner.prefix
