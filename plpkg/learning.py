@@ -5,9 +5,9 @@ A caller brings what differs: how a step's gradient is made, the rate of each st
 
 import atexit
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from unittest.mock import Mock, patch
 
 import torch
 from torch.optim import Optimizer
@@ -63,17 +63,31 @@ def frozen(model: torch.nn.Module) -> Iterator[None]:
             p.requires_grad_()
 
 
+class _Given(torch.nn.Module):
+    """In the place of a model's body: it returns the states that were given."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self.hidden, self.called = hidden, False
+
+    def forward(self, *_, **__):
+        from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+        self.called = True
+        output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.hidden)
+        output.router_logits = None  # which a mixture of experts asks for
+        return output
+
+
 def logits_of(model, hidden: torch.Tensor) -> torch.Tensor:
     """What a causal language model makes of its body's last ``(tokens, hidden)`` states: ``(tokens, vocab)``.
 
     At least in float32. So that logits need not exist all at a time; a head's scale or soft cap is the model's own.
     """
-    from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
-
-    given = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden[None])
-    given.router_logits = None  # which a mixture of experts asks for
-    with patch.object(model.base_model, "forward", Mock(return_value=given)) as body:
-        logits = model(inputs_embeds=hidden[None], use_cache=False).logits[0]
+    body = _Given(hidden[None])
+    head = copy.copy(model)  # shares every tensor; the model itself is not touched, whatever thread uses it meanwhile
+    head._modules = model._modules | {model.base_model_prefix: body}
+    logits = head(inputs_embeds=hidden[None], use_cache=False).logits[0]
     if not body.called:
         raise ValueError(f"{type(model).__name__} does not call its own body: its head cannot be had alone")
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
