@@ -5,7 +5,9 @@ Code that comes with a model is never run.
 
 import contextlib
 import hashlib
+import itertools
 import re
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -244,3 +246,64 @@ def fingerprint(model: torch.nn.Module) -> str:
         sample = tensor[:: max(1, tensor.numel() // 1024)][:1024].cpu().bfloat16().contiguous()
         digest.update(f"{name} {tuple(state[name].shape)}".encode() + sample.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter and buffer by name, adapters' and those that are not saved included."""
+    return itertools.chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+
+
+def _adapters(model: torch.nn.Module) -> list[tuple]:
+    """Of every adapted layer, which adapters work in it, and how strongly: no tensor says so."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [
+        (name, *layer.active_adapters, layer.disable_adapters, *layer.merged_adapters, *sorted(scaling.items()))
+        for name, layer in model.named_modules()
+        if isinstance(layer, BaseTunerLayer)
+        for scaling in [getattr(layer, "scaling", {})]
+    ]
+
+
+class Stamp:
+    """What :func:`stamp` has seen. Tensors are known by themselves, not by their addresses, which are used again."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        tensors = list(_tensors(model))
+        self._refs = [weakref.ref(tensor) for _, tensor in tensors]
+        self._seen = (
+            _adapters(model),
+            [
+                (name, t.data_ptr(), t.dtype, tuple(t.shape), 0 if t.is_inference() else t._version)
+                for name, t in tensors
+            ],
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Stamp) or self._seen != other._seen:
+            return False
+        return all((mine := a()) is not None and mine is b() for a, b in zip(self._refs, other._refs, strict=True))
+
+    __hash__ = None
+
+
+def stamp(model: torch.nn.Module) -> Stamp:
+    """Whether anything changed that changes the logits: the stamps of then and now are equal, or something did.
+
+    Cheap, whatever the model's size: it reads where each tensor is and how often it was written to, not what it holds.
+    It is for this process; :func:`digest` is for files. Not seen is what is written through ``tensor.data`` or within
+    ``torch.inference_mode()``, since torch does not count that, nor what hooks and the configuration say.
+    """
+    return Stamp(model)
+
+
+def digest(model: torch.nn.Module) -> str:
+    """The SHA-256 of every tensor, adapters' included, and of which adapters work: what :func:`stamp` is for files.
+
+    It reads the whole model. :func:`fingerprint` is the backbone's alone.
+    """
+    result = hashlib.sha256(repr(_adapters(model)).encode())
+    for name, tensor in sorted(_tensors(model), key=lambda item: item[0]):
+        result.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        result.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return result.hexdigest()

@@ -1,4 +1,5 @@
 import copy
+import gc
 import json
 import os
 
@@ -10,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 from plpkg import catalog, corpora
-from plpkg.backbones import FAMILIES, fingerprint, load_backbone, random_backbone
+from plpkg.backbones import FAMILIES, digest, fingerprint, load_backbone, random_backbone, stamp
 from plpkg.catalog import ModelShape
 from plpkg.pretraining import Recipe
 from plpkg.scoring import score
@@ -222,3 +223,74 @@ def test_what_an_adapter_trains_besides_does_not_count():
     with torch.no_grad():
         adapted.get_output_embeddings().weight.add_(1)
     assert fingerprint(adapted.get_base_model()) == before
+
+
+def with_lora(seed=0):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+        return get_peft_model(random_backbone("llama"), config)
+
+
+def weight(model):
+    return model.get_base_model().model.layers[0].mlp.up_proj.weight
+
+
+def scaled(model):
+    for module in model.modules():
+        if isinstance(getattr(module, "scaling", None), dict):
+            module.scaling["default"] *= 2
+
+
+def replaced(model):
+    """Freed before the next is made, which may then have its address."""
+    layer = model.get_base_model().model.layers[1].mlp.down_proj
+    shape = layer.weight.shape
+    del layer.weight
+    layer.weight = torch.nn.Parameter(torch.zeros(shape))
+
+
+@torch.no_grad()
+def stepped(model):
+    for p in model.parameters():
+        if p.requires_grad:
+            p.add_(0.5)
+
+
+CHANGES = {
+    "an optimizer's step": stepped,
+    "one number of the base": lambda model: weight(model).detach().view(-1)[3:4].add_(1),
+    "other weights are loaded": lambda model: model.load_state_dict(with_lora(1).state_dict()),
+    "another type": lambda model: model.bfloat16(),
+    "another tensor": replaced,
+    "a buffer": lambda model: model.get_base_model().model.rotary_emb.inv_freq.mul_(2),
+    "merged": lambda model: model.merge_adapter(),
+    "another adapter": lambda model: model.add_adapter("other", LoraConfig(r=2, target_modules=["v_proj"])),
+    "switched off": lambda model: model.base_model.disable_adapter_layers(),
+    "scaled": scaled,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_changes_the_logits_changes_stamp_and_digest(change):
+    model = with_lora()
+    before, content = stamp(model), digest(model)
+    with torch.no_grad():
+        model(input_ids=IDS)
+    model.train()
+    model.eval()
+    assert stamp(model) == before
+    assert digest(model) == content == digest(with_lora())
+    change(model)
+    assert stamp(model) != before
+    assert digest(model) != content
+
+
+def test_a_stamp_is_of_one_model_and_keeps_no_tensor():
+    model = with_lora()
+    seen = stamp(model)
+    assert stamp(copy.deepcopy(model)) != seen
+    reference = seen._refs[0]
+    del model
+    gc.collect()
+    assert reference() is None
