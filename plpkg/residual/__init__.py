@@ -26,7 +26,6 @@ PLACES = dict(
     Counter="wire.messages",
     Limits="wire.terms",
     Relay="wire.relay",
-    certificates="wire.certificates",
     training="wire.training",
     exercises="exercises",
     plots="plots",

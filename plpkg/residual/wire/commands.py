@@ -51,20 +51,15 @@ def cloud(
     precision: Precision = "fp16",
     dtype: Dtype = "fp32",
     device: Annotated[str, Option(help="cpu or cuda.")] = "cpu",
-    tls: Annotated[Path | None, Option(help="A folder with cert.pem and key.pem.")] = None,
+    tls: Annotated[Path | None, Option(help="A folder with cert.pem and key.pem: see the README.")] = None,
     token: Token = None,
     sessions: Annotated[int, Option(help="Devices at the same time.")] = 16,
     tokens: Annotated[int, Option(help="The longest sequence.")] = 4096,
-    init_tls: Annotated[Path | None, Option(metavar="DIR", help="Write a self-signed certificate, and end.")] = None,
-    host: Annotated[list[str] | None, Option(help="With --init-tls: a name or address of the cloud.")] = None,
 ) -> None:
     """Serve a model's decoder layers to devices that keep embedding, LM head and their M."""
-    from plpkg.residual import CloudServer, Limits, certificates, release
+    from plpkg.residual import CloudServer, Limits, release
     from plpkg.residual.wire.loading import adapted_model
 
-    if init_tls is not None:
-        typer.echo(f"{certificates.write(init_tls, host or [])}: give this file to the devices (--ca)")
-        return
     new = dict(rank=rank, ladder=ladder, like=like, target_modules=target or None, projection_seed=seed)
     adapted, _ = adapted_model(model, adapter, dtype, device, **new)
     limits = Limits(sessions=sessions, tokens=tokens)

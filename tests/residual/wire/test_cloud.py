@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 
+import certificate
 import grpc
 import pytest
 import torch
@@ -16,7 +17,7 @@ from hypothesis import given, settings, strategies as st
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, Qwen3NextConfig
 
-from plpkg.residual import CloudServer, DeviceClient, Limits, PrivateLoraConfig, RefusedError, certificates
+from plpkg.residual import CloudServer, DeviceClient, Limits, PrivateLoraConfig, RefusedError
 from plpkg.residual.wire.messages import METHOD, TEXT
 from plpkg.residual.wire.terms import OPTIONS as WORDS
 from plpkg.residual.wire.wire_pb2 import Choice, FromCloud, FromDevice, Goodbye, Hello, Part, Step
@@ -331,7 +332,7 @@ def test_no_more_threads_is_not_the_end(adapted, monkeypatch):
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6")
 def test_every_address_is_ipv4s_too(adapted, tmp_path):
-    certificates.write(tmp_path / "tls")
+    certificate.written(tmp_path / "tls")
     with CloudServer(adapted(), "[::]:0", tls=tmp_path / "tls", token="t") as server:
         port = int(server.address.rpartition(":")[2])
         for host in ("127.0.0.1", "::1"):
