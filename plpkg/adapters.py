@@ -37,7 +37,7 @@ class InvalidAdapterError(ValueError):
 
 
 @dataclass(frozen=True)
-class Limits:
+class AdapterLimits:
     """The largest rank of a module, the most bytes of the weights' file, and what ``model_type`` must be one of, if so.
 
     PEFT does not write ``model_type`` into a configuration: with ``None`` it may be absent.
@@ -50,8 +50,8 @@ class Limits:
 
 # Cloudflare Workers AI, as reported: its announcement of April 2024, and its documentation of 2026.
 POLICIES = {
-    "workers_ai_launch": Limits(8, 100 * 10**6 - 1, ("mistral", "gemma", "llama")),
-    "workers_ai_today": Limits(32, 300 * 10**6 - 1, ("mistral", "gemma", "llama")),
+    "workers_ai_launch": AdapterLimits(8, 100 * 10**6 - 1, ("mistral", "gemma", "llama")),
+    "workers_ai_today": AdapterLimits(32, 300 * 10**6 - 1, ("mistral", "gemma", "llama")),
 }
 
 
@@ -119,7 +119,7 @@ class Adapter:
                 tensors[f"base_model.model.{path}.lora_{side}.weight"] = copy
         text = json.dumps(config, indent=2, sort_keys=True, default=sorted).encode()  # PEFT keeps names in sets
         weights = bytearray(save(tensors, {"format": "pt"}))
-        adapter = _read(text, weights, _Base(modules, config.get("model_type"), None), Limits())
+        adapter = _read(text, weights, _Base(modules, config.get("model_type"), None), AdapterLimits())
         for path, each in adapter.factors.items():
             if not math.isclose(each.scale, factors[path].scale, rel_tol=1e-6):
                 raise InvalidAdapterError([f"{path}: scale={factors[path].scale}, but config makes it {each.scale}"])
@@ -132,7 +132,7 @@ class Adapter:
             replace_file(Path(folder, name), lambda partial, content=self.files[name]: partial.write_bytes(content))
 
 
-def validate_adapter(path: str | Path, model: torch.nn.Module, limits: str | Limits | None = None) -> Adapter:
+def validate_adapter(path: str | Path, model: torch.nn.Module, limits: str | AdapterLimits | None = None) -> Adapter:
     """Read the adapter in a folder, and check it against this base.
 
     Parameters
@@ -173,7 +173,9 @@ def validate_adapter(path: str | Path, model: torch.nn.Module, limits: str | Lim
     return _adapter(plan, weights)
 
 
-def read_adapter(config: bytes, weights: bytes, model: torch.nn.Module, limits: str | Limits | None = None) -> Adapter:
+def read_adapter(
+    config: bytes, weights: bytes, model: torch.nn.Module, limits: str | AdapterLimits | None = None
+) -> Adapter:
     """Check an adapter from the bytes of its two files, as :func:`validate_adapter` does.
 
     A ``bytearray`` becomes the adapter's own, anything else is copied.
@@ -182,7 +184,7 @@ def read_adapter(config: bytes, weights: bytes, model: torch.nn.Module, limits: 
 
 
 def inspect(
-    config: bytes, header: bytes, size: int, model: torch.nn.Module, limits: str | Limits | None = None
+    config: bytes, header: bytes, size: int, model: torch.nn.Module, limits: str | AdapterLimits | None = None
 ) -> list[str]:
     """Every reason against an adapter that can be known before its values are there.
 
@@ -233,9 +235,9 @@ def _base(model: torch.nn.Module) -> _Base:
     return _Base(modules, model.config.model_type, head)
 
 
-def _limits(limits: str | Limits | None) -> Limits:
-    if limits is None or isinstance(limits, Limits):
-        return limits or Limits()
+def _limits(limits: str | AdapterLimits | None) -> AdapterLimits:
+    if limits is None or isinstance(limits, AdapterLimits):
+        return limits or AdapterLimits()
     return POLICIES[one_of("limits", limits, tuple(POLICIES))]
 
 
@@ -251,7 +253,9 @@ class _Plan(NamedTuple):
     reasons: list[str]
 
 
-def _plan(config: bytes | None, header: bytes | None, size: int, base: _Base, limits: Limits, reasons=()) -> _Plan:
+def _plan(
+    config: bytes | None, header: bytes | None, size: int, base: _Base, limits: AdapterLimits, reasons=()
+) -> _Plan:
     reasons, fields, wrong, found, unsound = list(reasons), {}, dict.fromkeys((*ALLOWED, *CHECKED)), {}, ["absent"]
     if config is not None:
         try:
@@ -305,7 +309,7 @@ def _plan(config: bytes | None, header: bytes | None, size: int, base: _Base, li
     return _Plan(config, fields, base.modules, pairs, scales, not unsound, reasons + untrusted.sentences(faults))
 
 
-def _read(config: bytes, weights: bytes, base: _Base, limits: Limits) -> Adapter:
+def _read(config: bytes, weights: bytes, base: _Base, limits: AdapterLimits) -> Adapter:
     weights = weights if isinstance(weights, bytearray) else bytearray(weights)
     return _adapter(_plan(config, weights[: 8 + untrusted.MAX_HEADER_BYTES], len(weights), base, limits), weights)
 

@@ -28,7 +28,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Report(Tabular):
+class Diagnosis(Tabular):
     """All checks of one run."""
 
     checks: tuple[Check, ...]
@@ -48,10 +48,10 @@ class Report(Tabular):
         return "plpkg doctor: " + ", ".join(f"{n} {status}" for status, n in tally.items())
 
 
-def examine() -> Report:
+def examine() -> Diagnosis:
     """Check Python, dependencies and what may break them, the processor, the data files, the corpora and the kernel."""
     packages = check_python(), *check_dependencies(), check_torchvision()
-    return Report((*packages, *check_processors(), *check_data(), check_corpora(), check_kernel()))
+    return Diagnosis((*packages, *check_processors(), *check_data(), check_corpora(), check_kernel()))
 
 
 def check_python(version: str = ".".join(map(str, sys.version_info[:3]))) -> Check:

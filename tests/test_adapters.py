@@ -20,9 +20,9 @@ from plpkg.adapters import (
     POLICIES,
     WEIGHTS,
     Adapter,
+    AdapterLimits,
     Factors,
     InvalidAdapterError,
-    Limits,
     inspect,
     read_adapter,
     targets,
@@ -332,8 +332,10 @@ def test_policies():
         assert any("at most" in r for r in inspect(config, header, limit.max_bytes + 1, BASE, name))
         assert any("model_type, which is absent" in r for r in inspect(plain(), header, size, BASE, name))
     assert limit.max_bytes == 299_999_999
-    assert "the rank is 4, at most 3" in refused(plain(), weights(), Limits(max_rank=3))
-    assert "model_type='llama' must be one of gemma" in refused(config, weights(), Limits(model_types=("gemma",)))
+    assert "the rank is 4, at most 3" in refused(plain(), weights(), AdapterLimits(max_rank=3))
+    assert "model_type='llama' must be one of gemma" in refused(
+        config, weights(), AdapterLimits(model_types=("gemma",))
+    )
     with pytest.raises(ValueError, match="limits must be one of 'workers_ai_launch'"):
         inspect(config, header, size, BASE, "workers_ai")
     assert "lm_head" not in targets(BASE)

@@ -165,7 +165,7 @@ def test_command_prints_a_line_each_and_exits_by_the_worst(monkeypatch):
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 0
     assert "0 FAIL" in result.output
-    broken = doctor.Report((doctor.Check("torch", "FAIL", "1.0, supported >=2", "pip install 'torch>=2'"),))
+    broken = doctor.Diagnosis((doctor.Check("torch", "FAIL", "1.0, supported >=2", "pip install 'torch>=2'"),))
     monkeypatch.setattr(doctor, "examine", lambda: broken)
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1

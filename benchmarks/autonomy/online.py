@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks import record
 from plpkg import corpora
-from plpkg.autonomy import MobileNet, OnlineLearner, Split, WordLSTM, nets, pretrained, vocabulary
+from plpkg.autonomy import HeadSplit, MobileNet, OnlineLearner, WordLSTM, nets, pretrained, vocabulary
 from plpkg.autonomy.online import head_gradient
 from plpkg.corpora import Examples, word_examples
 from plpkg.corpora.examples import IGNORED
@@ -50,7 +50,7 @@ def cache(case: str) -> list[dict]:
     build, shape, classes = CASES[case]
     torch.manual_seed(0)
     model = nets.untrained(build()).eval().requires_grad_(False)
-    split = Split(model)
+    split = HeadSplit(model)
     head = split.head.requires_grad_()
     x = torch.randint(2, classes, shape) if len(shape) == 2 else torch.rand(shape)
     y = torch.randint(classes, (BATCH,))

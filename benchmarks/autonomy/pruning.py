@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks import record
 from plpkg import corpora
-from plpkg.autonomy import Split, evaluate, pretrained, transfer, vocabulary
+from plpkg.autonomy import HeadSplit, evaluate, pretrained, transfer, vocabulary
 from plpkg.autonomy.prune import macs, parameters, prune
 from plpkg.corpora import Examples, word_examples
 
@@ -93,7 +93,7 @@ def pruned(case: str, seed: int, train, validation, test, example) -> list[dict]
 
 def work(model: torch.nn.Module, example: torch.Tensor) -> int:
     """The multiplications of a prediction for each sample: of words, after the last one only."""
-    head = Split(model).head.weight.numel() if example.dim() == 2 else 0
+    head = HeadSplit(model).head.weight.numel() if example.dim() == 2 else 0
     return macs(model, example) - (example.numel() - len(example)) * head
 
 
@@ -103,7 +103,7 @@ def steps(case: str, models: dict[str, torch.nn.Module], x: torch.Tensor) -> lis
     taken: dict[tuple[str, str], list[float]] = {}
     for _ in range(ROUNDS):  # one after the other, so that a noisy machine is noisy for all
         for name, model in models.items():
-            split = Split(model.eval())
+            split = HeadSplit(model.eval())
             for what, trained in (("all_ms", model), ("last_ms", split.head)):
                 model.requires_grad_(False)
                 trained.requires_grad_()

@@ -4,7 +4,7 @@ from plpkg.autonomy import availability, nets
 from plpkg.autonomy.augment import augment_images, eda
 from plpkg.autonomy.evaluation import Evaluation, evaluate
 from plpkg.autonomy.fleet import fleet
-from plpkg.autonomy.nets import MobileNet, Split, WordLSTM, pretrained, vocabulary
+from plpkg.autonomy.nets import HeadSplit, MobileNet, WordLSTM, pretrained, vocabulary
 from plpkg.autonomy.online import OnlineLearner
 from plpkg.autonomy.prune import prune
 from plpkg.autonomy.transfer import Task, Transfer, transfer
@@ -13,9 +13,9 @@ from plpkg.lazy import on_first_use
 
 __all__ = [
     "Evaluation",
+    "HeadSplit",
     "MobileNet",
     "OnlineLearner",
-    "Split",
     "Task",
     "Transfer",
     "WordLSTM",

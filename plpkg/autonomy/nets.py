@@ -71,7 +71,7 @@ def logits(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(input_ids=x, use_cache=False).logits if isinstance(model, PreTrainedModel) else model(x)
 
 
-class Split:
+class HeadSplit:
     """A model as a body, which makes features, and a head, which makes logits of them.
 
     Parameters

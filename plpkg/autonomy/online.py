@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from plpkg.autonomy.nets import Split
+from plpkg.autonomy.nets import HeadSplit
 from plpkg.autonomy.scope import personal_copy
 from plpkg.results import Tabular
 from plpkg.validation import number, whole_number
@@ -58,7 +58,7 @@ class OnlineLearner(Tabular):
         self.lr, self.batch = number("lr", lr, open_low=True), whole_number("batch", batch, 1)
         self.allowance = allowance if allowance is None else whole_number("allowance", allowance, 0)
         self.model, _ = personal_copy(model, "head")
-        self._split, self._verified = Split(self.model), False
+        self._split, self._verified = HeadSplit(self.model), False
         self.head = self._split.head.requires_grad_(False)
         self._public = [p.clone() for p in self.head.parameters()]
         self._frozen = [p for name, p in self.model.state_dict(keep_vars=True).items()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from plpkg.autonomy.nets import Split
+from plpkg.autonomy.nets import HeadSplit
 from plpkg.validation import one_of
 
 SCOPES = ("head", "bias", "norm", "lora", "all")
@@ -66,7 +66,7 @@ def personal_copy(
 
 def _own(personal: nn.Module, scope: str) -> dict[str, nn.Parameter]:
     """Give the model parameters of its own where the scope has them."""
-    head = Split(personal).name if scope == "head" else None
+    head = HeadSplit(personal).name if scope == "head" else None
     norms = {name for name, module in personal.named_modules() if "norm" in type(module).__name__.lower()}
     chosen = {
         "head": lambda owner, attribute: owner == head,

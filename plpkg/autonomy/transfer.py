@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
 from plpkg.autonomy.evaluation import judge
-from plpkg.autonomy.nets import Split, logits
+from plpkg.autonomy.nets import HeadSplit, logits
 from plpkg.autonomy.scope import personal_copy
 from plpkg.corpora.examples import IGNORED, Examples
 from plpkg.learning import learn, rising_and_falling
@@ -119,7 +119,7 @@ class Task:
         self.model, self.trained = personal_copy(model, scope, lora, seed, start)
         self._norms = [m for m in self.model.modules() if batch_norm and isinstance(m, BATCH_NORM)]
         self._kept = self.trained | (dict(self.model.named_buffers()) if batch_norm else {})
-        self._data, self._split = (train, validation), Split(self.model) if cache and scope == "head" else None
+        self._data, self._split = (train, validation), HeadSplit(self.model) if cache and scope == "head" else None
         if self._split:
             self._split.verify(train.x[:1])
         self._features: list[Examples | None] = []
@@ -232,7 +232,7 @@ class Task:
 @torch.no_grad()
 def features(model: nn.Module, examples: Examples) -> Examples:
     """What the body makes of each sample, with the same labels: ``(samples, ..., features)``."""
-    split = Split(model)
+    split = HeadSplit(model)
     return Examples.joined(Examples(split.features(batch.x), batch.y) for batch in examples.chunks())
 
 

@@ -44,7 +44,7 @@ class RowPass:
 
 
 @dataclass(eq=False)
-class Group:
+class ClipGroup:
     """Parameters that are scaled by one norm, to ``limit``: all of them, or a layer's."""
 
     limit: float
@@ -87,13 +87,13 @@ class NormPass:
         self._uses, self._clip, self._execution, self._loss_scale = uses, clip, execution, loss_scale
         self._owners, self._members = owners, None if owners is None else factors.members_of(owners)
         limits = clip.limits(list(dict.fromkeys(layers.values())))
-        groups = {name: Group(limit) for name, limit in limits.items()}
+        groups = {name: ClipGroup(limit) for name, limit in limits.items()}
         self._groups = {key: groups[layer if clip.local else ""] for key, layer in layers.items()}
         for key, group in self._groups.items():
             group.waiting.add(key)
         self._arrived: dict[str, list[Outer | torch.Tensor]] = {}
-        self._open: list[Group] = []  # those with a norm that is not complete
-        self._closed: list[Group] = []
+        self._open: list[ClipGroup] = []  # those with a norm that is not complete
+        self._closed: list[ClipGroup] = []
         self.sums: dict[str, torch.Tensor] = {}
 
     def wanted(self, site: Site) -> tuple[str, ...]:
@@ -149,7 +149,7 @@ class NormPass:
         if self._clip.local and not group.waiting:
             self._close(group)
 
-    def _close(self, group: Group) -> None:
+    def _close(self, group: ClipGroup) -> None:
         """The norm that a group is scaled by is known: add up what was kept of it."""
         self._open.remove(group)
         self._closed.append(group)

@@ -34,7 +34,7 @@ class Unit:
 
 
 @dataclass
-class Question:
+class PosedQuestion:
     """A question, its answer, its kind, and the units that one has to read for it."""
 
     text: str
@@ -257,7 +257,7 @@ class Page:
 
     # What is asked
 
-    def ask(self, kind: str) -> Question:
+    def ask(self, kind: str) -> PosedQuestion:
         """Add what a question of this kind needs, and what could be mistaken for it."""
         for _ in range(TRIES):
             asked = getattr(self, f"_ask_{kind}")()
@@ -271,7 +271,7 @@ class Page:
         about = [kind for kind in relation.about if not (held and kind in ("named", "self"))]
         return self.fact(relation, self.entity(about, held)) if about else None
 
-    def _ask_fact(self, pronoun: bool = False) -> Question | None:
+    def _ask_fact(self, pronoun: bool = False) -> PosedQuestion | None:
         fact = self._subject()
         if fact is None or (pronoun and fact.entity.text == "I"):
             return None
@@ -285,12 +285,12 @@ class Page:
         if unit is None:
             return None
         self.units += [unit, *self._all_told(others)]
-        return Question(text, answer, "pronoun" if pronoun else "fact", [unit])
+        return PosedQuestion(text, answer, "pronoun" if pronoun else "fact", [unit])
 
-    def _ask_pronoun(self) -> Question | None:
+    def _ask_pronoun(self) -> PosedQuestion | None:
         return self._ask_fact(pronoun=True)
 
-    def _ask_absent(self) -> Question | None:
+    def _ask_absent(self) -> PosedQuestion | None:
         if self.rng.random() < 0.2:
             return self._ask_event(absent=True)
         fact = self._subject()  # the key is taken now, so that nothing else on the page says it
@@ -304,7 +304,7 @@ class Page:
         if None in units:
             return None
         self.units += units + self._all_told(self._near(fact) if self.near > 1 else [])
-        return Question(question[0], ABSENT, "absent", units)
+        return PosedQuestion(question[0], ABSENT, "absent", units)
 
     def _near(self, fact: Fact) -> list[Fact]:
         """Facts that could be mistaken for this one: the same entity, or the same relation."""
@@ -351,7 +351,7 @@ class Page:
             entity = self.entity((fact.entity.kind,), like=fact.entity)
         return self.fact(fact.relation, entity or self.entity(fact.relation.about))
 
-    def _ask_bridge(self) -> Question | None:
+    def _ask_bridge(self) -> PosedQuestion | None:
         rng, bridge = self.rng, self.rng.choice(self.words.bridges)
         first = self.entity(("person",), self.side == "entities")
         if first is None or ("bridge", bridge.id) in self.taken:
@@ -374,7 +374,7 @@ class Page:
             if told is not None and second not in (None, first):
                 self.units += [self._bridged(bridge, second, other.entity), told]
         self.units += self._all_told(self._near(fact))
-        return Question(question[0], fact.value, "bridge", units)
+        return PosedQuestion(question[0], fact.value, "bridge", units)
 
     def _middle(self, bridge: Bridge, held: bool, relation: Relation | None = None) -> Fact | None:
         """A fact about what stands between the two notes."""
@@ -434,7 +434,7 @@ class Page:
             text = self.words.draw(self.rng, "whox")
         return Entity(text, "self" if text == "I" else "actor", text, pronoun="he", speaker=speaker)
 
-    def _ask_event(self, absent: bool = False) -> Question | None:
+    def _ask_event(self, absent: bool = False) -> PosedQuestion | None:
         rng = self.rng
         event = self.event(True, **({"shape": "plain"} if absent else {}))
         if event is None:
@@ -466,10 +466,10 @@ class Page:
         units = [event["unit"], *(other["unit"] for other in others if other is not None)]
         self.units += units
         if absent:
-            return Question(text, ABSENT, "absent", units)
+            return PosedQuestion(text, ABSENT, "absent", units)
         if slot == "when":
             answer = re.sub("^(at|on|in) ", "", answer)
-        return Question(text, answer, "event", units[:1])
+        return PosedQuestion(text, answer, "event", units[:1])
 
     # What else is there
 

@@ -87,7 +87,7 @@ def keep_indices(
     return indices[..., :budget]
 
 
-class Store:
+class UnitStore:
     """Where a layer's keys and values are: two tensors. :mod:`plpkg.retention.quantize` has another kind."""
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class Store:
     @property
     def kind(self) -> dict | None:
         """What makes another of its kind, for :func:`plpkg.retention.load`; ``None`` for two tensors."""
-        if type(self) is not Store:
+        if type(self) is not UnitStore:
             raise ValueError(f"a {type(self).__name__} does not say what makes another: it cannot be saved")
         return None
 
@@ -169,7 +169,7 @@ class EvictingLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, make_store: Callable[[], Store] = Store) -> None:
+    def __init__(self, make_store: Callable[[], UnitStore] = UnitStore) -> None:
         super().__init__()
         self._make_store = make_store
         self.store = make_store()
@@ -294,7 +294,7 @@ class ReassignedPositions(EvictingLayer):
         Gives the keys ``(batch, num_kv_heads, n, head_dim)`` that the layer projects now, while somebody watches.
     """
 
-    def __init__(self, rotary: Rotary, make_store: Callable[[], Store] = Store) -> None:
+    def __init__(self, rotary: Rotary, make_store: Callable[[], UnitStore] = UnitStore) -> None:
         super().__init__(make_store)
         self.rotary = rotary
         self.projected: Callable[[], torch.Tensor] | None = None
@@ -344,7 +344,9 @@ class EvictingCache(Cache):
         The model's kinds of layers or of positions do not go with this.
     """
 
-    def __init__(self, model: nn.Module, positions: str = "reassigned", store: Callable[[], Store] = Store) -> None:
+    def __init__(
+        self, model: nn.Module, positions: str = "reassigned", store: Callable[[], UnitStore] = UnitStore
+    ) -> None:
         one_of("positions", positions, ("reassigned", "original"))
         self.contract = positions
         rotary = Rotary(model) if positions == "reassigned" else None

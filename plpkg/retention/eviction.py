@@ -16,7 +16,7 @@ from plpkg.retention.watch import Units, Watch, attention_layers, watching
 
 
 @dataclass(frozen=True)
-class Step:
+class ChunkStep:
     """One forward pass and its cut.
 
     Attributes
@@ -37,7 +37,7 @@ class Step:
 
 
 class Log(list, Tabular):
-    """The :class:`Step` of every forward pass, in order."""
+    """The :class:`ChunkStep` of every forward pass, in order."""
 
     @property
     def peak(self) -> int:
@@ -140,7 +140,7 @@ class Eviction:
         kept = None
         if self.log_positions:
             kept = torch.stack([layer.positions.cpu() for layer in self.cache.evicting.values()])
-        self.log.append(Step(start, stop, before, self.cache.kept, kept))
+        self.log.append(ChunkStep(start, stop, before, self.cache.kept, kept))
 
     def _spans(self, positions: torch.Tensor) -> torch.Tensor | None:
         """Which units ``(batch, num_kv_heads, n)`` lie in a span that is kept."""

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from plpkg.retention.cache import EvictingCache, Store
+from plpkg.retention.cache import EvictingCache, UnitStore
 from plpkg.retention.eviction import Eviction
 from plpkg.retention.reading import PrefillResult
 from plpkg.retention.rotary import changes_beyond
@@ -37,7 +37,7 @@ def chunked_prefill(
     *,
     keep: Sequence[tuple[int, int]] = (),
     attention_mask: torch.Tensor | None = None,
-    store: Callable[[], Store] = Store,
+    store: Callable[[], UnitStore] = UnitStore,
     log_positions: bool = False,
     progress: bool = False,
 ) -> PrefillResult:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from plpkg.retention.cache import Store, gather
+from plpkg.retention.cache import UnitStore, gather
 from plpkg.validation import one_of, whole_number
 
 PACKED = ("codes", "scale", "least")
@@ -175,7 +175,7 @@ class ByChannel:
         self.rest = rest
 
 
-class QuantizedStore(Store):
+class QuantizedStore(UnitStore):
     """A layer's keys and values, packed."""
 
     def __init__(self, bits: int, scheme: str, group: int) -> None:

@@ -18,8 +18,8 @@ from torch import nn
 
 from plpkg.backbones import fingerprint
 from plpkg.checkpoints import replace_files
-from plpkg.retention.cache import EvictingCache, Store
-from plpkg.retention.eviction import Eviction, Log, Step
+from plpkg.retention.cache import EvictingCache, UnitStore
+from plpkg.retention.eviction import ChunkStep, Eviction, Log
 from plpkg.retention.quantize import quantized
 from plpkg.validation import whole_number
 
@@ -200,7 +200,11 @@ def load(folder: str | Path, model: nn.Module) -> PrefillResult:
             if (file.metadata() or {}).get("config") != hashlib.sha256(text).hexdigest():
                 raise ValueError(f"{CONFIG} and {UNITS} are not of one writing")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dictionary
-        backbone, dtype, log = config["backbone"], config["dtype"], Log(Step(**row, kept=None) for row in config["log"])
+        backbone, dtype, log = (
+            config["backbone"],
+            config["dtype"],
+            Log(ChunkStep(**row, kept=None) for row in config["log"]),
+        )
         positions, kind, seen, logits = config["positions"], config["store"], config["seen"], tensors.pop("logits")
     except (ValueError, TypeError, KeyError, SafetensorError) as error:
         raise ValueError(f"what was read in {str(folder)!r} is damaged: {error}") from error
@@ -210,7 +214,7 @@ def load(folder: str | Path, model: nn.Module) -> PrefillResult:
             f"this was read by a backbone with fingerprint {backbone[:12]}… in {dtype}, "
             f"but {type(model).__name__} has {actual[:12]}… in {model.dtype}"
         )
-    cache = EvictingCache(model, positions, Store if kind is None else quantized(**kind))
+    cache = EvictingCache(model, positions, UnitStore if kind is None else quantized(**kind))
     cache.restore({name.removeprefix("layers."): tensor for name, tensor in tensors.items()}, seen)
     eviction = Eviction(model, cache, None, log[-1].after, 0, log_positions=False)
     eviction.log = log

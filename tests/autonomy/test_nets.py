@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from plpkg import catalog
-from plpkg.autonomy.nets import MobileNet, Split, WordLSTM, logits, pretrained, save, untrained, vocabulary
+from plpkg.autonomy.nets import HeadSplit, MobileNet, WordLSTM, logits, pretrained, save, untrained, vocabulary
 from plpkg.backbones import FAMILIES, random_backbone
 
 from rounding import assert_close
@@ -15,7 +15,7 @@ LEARNERS = ["lstm", "mobile", *FAMILIES]
 
 def assert_whole(model, x):
     """The head's logits of the body's features are the model's, but for the order of the head's sums."""
-    split = Split(model)
+    split = HeadSplit(model)
     features, whole = split.features(x), logits(model, x)
     together = split.logits(features.flatten(0, -2)).view_as(whole)
     size = features.abs().max() * split.head.weight.abs().sum(1).max() + whole.abs().max()
@@ -28,7 +28,7 @@ def test_head_and_body_are_the_model(name, dtype, tools):
     model, x = tools.learner(name, dtype), tools.samples(name, 5, dtype=dtype).x
     names, state = list(dict(model.named_modules())), tools.values(model)
     assert_whole(model, x)
-    Split(model).verify(x)
+    HeadSplit(model).verify(x)
     assert list(dict(model.named_modules())) == names
     assert list(model.state_dict()) == list(state)
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
@@ -38,7 +38,7 @@ def test_a_soft_cap_is_the_head_s(tools):
     model = random_backbone("gemma2", dtype=torch.float64, **tools.SIZES, options=dict(final_logit_softcapping=0.01))
     x = tools.texts(3).x
     assert_whole(model, x)
-    split = Split(model)
+    split = HeadSplit(model)
     capped, bare = split.logits(split.features(x).flatten(0, 1)), split.head(split.features(x).flatten(0, 1))
     assert capped.abs().max() <= 0.01 < bare.abs().max()
     assert_close(capped, 0.01 * torch.tanh(bare / 0.01), tools.SIZES["hidden"] + 9, bare.abs().max().item())
@@ -47,8 +47,8 @@ def test_a_soft_cap_is_the_head_s(tools):
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_head_of_a_language_model_is_its_own(tied, tools):
     model = random_backbone("llama", **tools.SIZES, options=dict(tie_word_embeddings=tied))
-    assert Split(model).head is model.lm_head
-    assert Split(model).name == "lm_head"
+    assert HeadSplit(model).head is model.lm_head
+    assert HeadSplit(model).name == "lm_head"
 
 
 class Twice(nn.Module):
@@ -95,18 +95,18 @@ WRONG = {
 def test_a_last_layer_that_is_not_the_head_is_refused(case):
     model, message = WRONG[case]
     with pytest.raises(ValueError, match=message):
-        Split(model).verify(torch.linspace(-1, 2, 24).view(2, 3, 4))
+        HeadSplit(model).verify(torch.linspace(-1, 2, 24).view(2, 3, 4))
 
 
 def test_a_model_without_a_linear_layer_is_refused():
     with pytest.raises(ValueError, match=r"Sequential has no nn\.Linear that makes its logits"):
-        Split(nn.Sequential(nn.Conv2d(1, 3, 8), nn.Flatten()))
+        HeadSplit(nn.Sequential(nn.Conv2d(1, 3, 8), nn.Flatten()))
 
 
 @pytest.mark.parametrize("name", ["lstm", "mobile", "gemma2"])
 def test_a_forward_pass_that_fails_leaves_the_head(name, tools):
     model, examples = tools.learner(name), tools.samples(name, 3)
-    split, head = Split(model), model.get_submodule(Split(model).name)
+    split, head = HeadSplit(model), model.get_submodule(HeadSplit(model).name)
     before = logits(model, examples.x)
     with pytest.raises((RuntimeError, IndexError, ValueError)):
         split.features(examples.x[:, 0] if name == "mobile" else examples.x + 10_000)
@@ -116,7 +116,7 @@ def test_a_forward_pass_that_fails_leaves_the_head(name, tools):
 
 def test_gradients_reach_the_body(tools):
     model, images = tools.learner("mobile"), tools.images(3)
-    split = Split(model)
+    split = HeadSplit(model)
     split.logits(split.features(images.x)).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
 
@@ -188,8 +188,8 @@ def test_the_networks_that_come_with_the_package(tools):
     words, digits, known = pretrained("words"), pretrained("digits"), vocabulary()
     assert len(known) == words.head.out_features == words.embedding.num_embeddings == 10_000
     assert known.words[:2] == ("<unknown>", "<begin>")
-    Split(words).verify(torch.arange(12).view(2, 6))
-    Split(digits).verify(tools.images(3, dtype=torch.float32).x)
+    HeadSplit(words).verify(torch.arange(12).view(2, 6))
+    HeadSplit(digits).verify(tools.images(3, dtype=torch.float32).x)
     assert not words.training
     assert all(value.isfinite().all() for m in (words, digits) for value in m.state_dict().values())
 

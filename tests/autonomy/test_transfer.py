@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from plpkg.autonomy.evaluation import evaluate
-from plpkg.autonomy.nets import Split, logits
+from plpkg.autonomy.nets import HeadSplit, logits
 from plpkg.autonomy.scope import personal_copy
 from plpkg.autonomy.transfer import WARMUP, Task, features, transfer
 from plpkg.corpora.examples import IGNORED, Examples
@@ -94,13 +94,13 @@ def test_with_and_without_the_cache(name, tools):
 
 
 def test_the_body_reads_each_sample_once(tools, monkeypatch):
-    read, passed = [], Split.features
+    read, passed = [], HeadSplit.features
 
     def counted(split, x):
         read.append(len(x))
         return passed(split, x)
 
-    monkeypatch.setattr(Split, "features", counted)
+    monkeypatch.setattr(HeadSplit, "features", counted)
     model, train, validation = tools.learner("mobile"), tools.images(100), tools.images(30)
     transfer(model, train, validation, steps=60, batch=8, evaluate_every=4, patience=None)
     assert sum(read) == 100 + 30 + 1  # one more to see that the head is the head
@@ -110,7 +110,7 @@ def test_the_body_reads_each_sample_once(tools, monkeypatch):
 def test_features_are_the_head_s_inputs_with_the_same_labels(name, tools):
     model, examples = tools.learner(name), tools.samples(name, 70)
     made, heard = features(model, examples), []
-    handle = Split(model).head.register_forward_pre_hook(lambda module, given: heard.append(given[0].detach()))
+    handle = HeadSplit(model).head.register_forward_pre_hook(lambda module, given: heard.append(given[0].detach()))
     logits(model, examples.x)
     handle.remove()
     assert torch.equal(made.y, examples.y)

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from plpkg import retention
 from plpkg.backbones import random_backbone
 from plpkg.retention import chunked_prefill
-from plpkg.retention.cache import Store
+from plpkg.retention.cache import UnitStore
 from plpkg.retention.quantize import quantized
 from plpkg.retention.scorers import H2O, KeyNorm, Random, SinkRecent, SirLlm
 from tests.retention.conftest import ATTENTION, ROTARY
@@ -296,7 +296,7 @@ def test_damaged_files_are_named(backbone, ids, tmp_path):
 
 
 def test_a_store_of_ones_own_is_not_saved(backbone, ids, tmp_path):
-    class Mine(Store):
+    class Mine(UnitStore):
         pass
 
     read = chunked_prefill(backbone(), ids, KeyNorm(), 10, 4, store=Mine)

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from plpkg.clipping.execution import EXECUTIONS
 from plpkg.clipping.gradients import clipped_gradients
 from plpkg.clipping.memory.dataflow import measure
-from plpkg.clipping.memory.published import PUBLISHED, Task, opacus_step, two_layer_task
+from plpkg.clipping.memory.published import PUBLISHED, PublishedTask, opacus_step, two_layer_task
 from plpkg.memory import MIB, MemoryTimeline
 from plpkg.results import Tabular
 from plpkg.validation import whole_number
@@ -117,7 +117,7 @@ def _cost(build, loss, shape: tuple[int, ...], execution: str) -> Cost:
     return Cost(counter.get_total_flops(), timeline.peak_bytes)
 
 
-def our_step(task: Task, execution: str = "book_keeping"):
+def our_step(task: PublishedTask, execution: str = "book_keeping"):
     """A step of this package in a published setting, to be measured beside Opacus's.
 
     Parameters

@@ -95,7 +95,7 @@ def _with_numbers(table):
 
 
 @dataclass(frozen=True)
-class Task:
+class PublishedTask:
     """A model to train on one batch, built inside the measurement.
 
     Attributes
@@ -124,7 +124,7 @@ class _SquaredError:
         return loss.mean() if self.reduction == "mean" else loss
 
 
-def two_layer_task(batch: int, widths: tuple[int, ...] = WIDTHS) -> Task:
+def two_layer_task(batch: int, widths: tuple[int, ...] = WIDTHS) -> PublishedTask:
     """The article's synthetic network as modules, with the loss of :func:`~plpkg.clipping.memory.dataflow.emulate`."""
     batch, widths = whole_number("batch", batch, 1), checked_widths(widths)
 
@@ -133,7 +133,9 @@ def two_layer_task(batch: int, widths: tuple[int, ...] = WIDTHS) -> Task:
             *(torch.nn.Linear(read, out, bias=False) for read, out in itertools.pairwise(widths))
         )
 
-    return Task(build, lambda: (torch.randn(batch, widths[0]), torch.randn(batch, widths[-1])), _SquaredError())
+    return PublishedTask(
+        build, lambda: (torch.randn(batch, widths[0]), torch.randn(batch, widths[-1])), _SquaredError()
+    )
 
 
 class _Classifier(torch.nn.Module):
@@ -152,7 +154,7 @@ class _Classifier(torch.nn.Module):
         return self.bert(input_ids=ids).logits
 
 
-def bert_task(batch: int, seq: int) -> Task:
+def bert_task(batch: int, seq: int) -> PublishedTask:
     """BERT-base with its last layer, pooler and classifier trainable (7.7 million of 109), as in the article.
 
     Parameters
@@ -166,10 +168,10 @@ def bert_task(batch: int, seq: int) -> Task:
     def data() -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros(batch, seq, dtype=torch.long), torch.zeros(batch, dtype=torch.long)
 
-    return Task(lambda: _Classifier().train(), data, torch.nn.CrossEntropyLoss())
+    return PublishedTask(lambda: _Classifier().train(), data, torch.nn.CrossEntropyLoss())
 
 
-def opacus_step(task: Task, execution: str) -> Callable[[MemoryTimeline], None]:
+def opacus_step(task: PublishedTask, execution: str) -> Callable[[MemoryTimeline], None]:
     """One training step of the installed Opacus, for :func:`measure`.
 
     Its phases are those of :data:`plpkg.clipping.memory.dataflow.PHASES` that the execution has, and then

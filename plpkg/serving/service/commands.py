@@ -54,7 +54,7 @@ def serve(
         from plpkg.serving.service.http.accounts import LOCAL, Keys
 
         if replicas > 1:
-            from plpkg.serving.service.fleet import fleet
+            from plpkg.serving.service.replicas import replicated
     except ModuleNotFoundError as error:
         extra = "serve,scale" if replicas > 1 else "serve"
         raise ValueError(f"plpkg serve needs {error.name}: pip install 'plpkg[{extra}]'") from None
@@ -80,7 +80,7 @@ def serve(
         kept, options = Store(location), dict(limits=limits, slots=slots, batch=batch)
         if replicas > 1:
             build = functools.partial(replica_of, model, dtype, device, location, disk, **options)
-            backend = stack.enter_context(fleet(build, replicas, ongoing=2 * batch))
+            backend = stack.enter_context(replicated(build, replicas, ongoing=2 * batch))
             base = base.to("meta")  # its modules and configuration are read here, nothing else
         else:
             backend = replica(base, tokenizer, kept, disk, **options)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from plpkg.adapters import CONFIG, Adapter, InvalidAdapterError, Limits, validate_adapter
+from plpkg.adapters import CONFIG, Adapter, AdapterLimits, InvalidAdapterError, validate_adapter
 from plpkg.serving.service.scheduler import OverloadedError
 from plpkg.serving.service.store import NotFoundError, Store, StoreError
 from plpkg.validation import whole_number
@@ -42,7 +42,7 @@ class Disk:
             if not (version / CONFIG).exists():
                 shutil.rmtree(version, ignore_errors=True)
 
-    def read(self, path: str, model: torch.nn.Module, limits: Limits | None) -> Adapter | None:
+    def read(self, path: str, model: torch.nn.Module, limits: AdapterLimits | None) -> Adapter | None:
         """The adapter of that path, if it is there and still what it was."""
         folder = self.folder / path
         with contextlib.suppress(InvalidAdapterError, OSError):

@@ -16,7 +16,7 @@ import httpx
 import obstore
 import pytest
 
-from plpkg.adapters import CONFIG, WEIGHTS, InvalidAdapterError, Limits, validate_adapter
+from plpkg.adapters import CONFIG, WEIGHTS, AdapterLimits, InvalidAdapterError, validate_adapter
 from plpkg.serving.service.store import START_BYTES, NotFoundError, Store, StoreError
 from plpkg.serving.service.tiers import Disk, Tiers
 
@@ -187,7 +187,7 @@ def test_a_download_that_fails(name, stores, proxy, base, writers, tmp_path):
         stored(direct, bad, writers["numpy"], model=change(old) if change else old)
         stored(direct, good, writers["torch"])
         proxy.faults = [Fault(**vars(each) | dict(text=f"bad/{bad[-64:]}/{each.text}")) for each in faults]
-        tiers = Tiers(store, base[0], limits=Limits(max_bytes=300_000), disk=(disk := Disk(tmp_path)))
+        tiers = Tiers(store, base[0], limits=AdapterLimits(max_bytes=300_000), disk=(disk := Disk(tmp_path)))
         began = time.monotonic()
         calls = [asyncio.create_task(take(tiers, path)) for path in (bad, good, bad)]
         results = await asyncio.gather(*calls, return_exceptions=True)
@@ -278,7 +278,7 @@ def test_what_is_wrong_in_the_header_is_not_downloaded(name, change, stores, pro
         assert change(content) != content
         stored(direct, path, writers["numpy"], **{name.split("_")[1][:5]: change(content)})
         with pytest.raises(InvalidAdapterError):
-            await store.fetch(path, base[0], Limits(max_bytes=300_000))
+            await store.fetch(path, base[0], AdapterLimits(max_bytes=300_000))
         sent = [count for method, where, count in proxy.sent if where.endswith(WEIGHTS)]
         assert sum(sent) <= START_BYTES < len(writers["numpy"].files[WEIGHTS])
         assert sum(count for *_, count in proxy.sent) > 0

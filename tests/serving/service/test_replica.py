@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from plpkg.adapters import WEIGHTS, InvalidAdapterError, Limits
+from plpkg.adapters import WEIGHTS, AdapterLimits, InvalidAdapterError
 from plpkg.serving.engine import Engine, Request
 from plpkg.serving.service.replica import Replica
 from plpkg.serving.service.scheduler import OverloadedError, Scheduler
@@ -477,7 +477,7 @@ class Service(RuleBasedStateMachine):
         (self.model, self.adapters), self.runner = self.world, asyncio.Runner()
         self.store, self.engine = Changing(max_versions=4), Typewriter()
         budget = 2 * max(each.num_bytes for each in self.adapters.values())
-        limits = Limits(max_bytes=2**19)
+        limits = AdapterLimits(max_bytes=2**19)
         self.tiers = Tiers(self.store, self.model, limits=limits, host_bytes=budget, downloads=2, failed_s=0)
         scheduler = Scheduler(slots=2, places=3, positions=100, max_queued=8, patience_s=0.01)
         self.replica = Replica(self.engine, self.tiers, scheduler)

@@ -16,7 +16,7 @@ from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response
 
-from plpkg.adapters import CONFIG, MAX_CONFIG_BYTES, POLICIES, WEIGHTS, InvalidAdapterError, Limits, read_adapter
+from plpkg.adapters import CONFIG, MAX_CONFIG_BYTES, POLICIES, WEIGHTS, AdapterLimits, InvalidAdapterError, read_adapter
 from plpkg.serving.requests import Request
 from plpkg.serving.service.http import bodies
 from plpkg.serving.service.http.accounts import OPERATOR, Keys
@@ -69,7 +69,9 @@ def app(backend, store: Store, model, tokenizer, *, name: str, keys: Keys | None
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     characters = positions * max(map(len, tokenizer.get_vocab()))  # of so many tokens, each the longest
     in_memory = defaultdict(asyncio.Lock)  # an account's uploads, of up to limits.max_bytes, one at a time
-    limits = POLICIES[one_of("limits", limits, tuple(POLICIES))] if isinstance(limits, str) else limits or Limits()
+    limits = (
+        POLICIES[one_of("limits", limits, tuple(POLICIES))] if isinstance(limits, str) else limits or AdapterLimits()
+    )
 
     @contextlib.asynccontextmanager
     async def lifespan(_):

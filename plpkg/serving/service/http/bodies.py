@@ -62,18 +62,18 @@ class Completion(Settings):
     suffix: Literal[""] | None = None
 
 
-class Part(BaseModel):
+class ContentPart(BaseModel):
     """A part of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel):
+class ChatMessage(BaseModel):
     """A turn of a chat."""
 
     role: Literal["developer", "system", "user", "assistant"]
-    content: str | Annotated[list[Part], Field(min_length=1, fail_fast=True)]
+    content: str | Annotated[list[ContentPart], Field(min_length=1, fail_fast=True)]
     name: str | None = Field(None, description="Not used.")
 
     @property
@@ -91,7 +91,7 @@ class Format(BaseModel):
 class Chat(Settings):
     """A request to answer, through the tokenizer's chat template."""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     logprobs: Literal[False] | None = None
     top_logprobs: None = None
     response_format: Format | None = None

@@ -57,7 +57,7 @@ def replica(folder, steps):
 
 def test_two_replicas_answer_as_one_and_an_adapter_stays_where_it_is(tmp_path, monkeypatch):
     patient_ray(monkeypatch)
-    from plpkg.serving.service.fleet import fleet
+    from plpkg.serving.service.replicas import replicated
 
     model, tokenizer = load_backbone("plpkg-small", dtype=torch.float64)
     store_path, steps = tmp_path / "store", tmp_path / "steps"
@@ -77,7 +77,7 @@ def test_two_replicas_answer_as_one_and_an_adapter_stays_where_it_is(tmp_path, m
     assert len(set(whole.values())) == len(names)
 
     with contextlib.ExitStack() as stack:
-        backend = stack.enter_context(fleet(replica(store_path, steps), 2))
+        backend = stack.enter_context(replicated(replica(store_path, steps), 2))
         address = stack.enter_context(Listener(app(backend, store, model, tokenizer, name="plpkg-small"))).address
         client = stack.enter_context(httpx.Client(base_url=address, timeout=PATIENCE_S))
 

@@ -47,7 +47,7 @@ class _Process:
         return await getattr(self._replica, method)(*arguments)
 
 
-class Fleet:
+class Replicas:
     """Stands where a :class:`~plpkg.serving.service.replica.Replica` does, with the same methods, for several."""
 
     def __init__(self, handle) -> None:
@@ -76,11 +76,11 @@ class Fleet:
         return [gauges for each in replicas for gauges in each]
 
     async def close(self) -> None:
-        """Nothing: with :func:`fleet`'s context the replicas end."""
+        """Nothing: with :func:`replicated`'s context the replicas end."""
 
 
 @contextlib.contextmanager
-def fleet(build: Callable[[], Replica], replicas: int, *, ongoing: int = 64) -> Iterator[Fleet]:
+def replicated(build: Callable[[], Replica], replicas: int, *, ongoing: int = 64) -> Iterator[Replicas]:
     """Replicas on this machine, which share its cores, until the context ends.
 
     ``build`` makes one in its process, to which it is pickled. Each has at most ``ongoing`` requests (twice the
@@ -94,7 +94,7 @@ def fleet(build: Callable[[], Replica], replicas: int, *, ongoing: int = 64) -> 
         limits = dict(max_ongoing_requests=ongoing, max_queued_requests=1024)
         process = serve.deployment(_Process, name="replica", num_replicas=replicas, **limits)
         threads = max(1, (os.cpu_count() or 1) // replicas)
-        yield Fleet(serve.run(process.bind(build, threads), route_prefix=None))
+        yield Replicas(serve.run(process.bind(build, threads), route_prefix=None))
     finally:
         serve.shutdown()
         ray.shutdown()
