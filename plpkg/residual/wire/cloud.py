@@ -22,9 +22,8 @@ from peft import PeftModel
 
 from plpkg.residual.parts import split
 from plpkg.residual.wire import certificates
-from plpkg.residual.wire.messages import METHOD, OPTIONS, Counter, Messages, StatusError
-from plpkg.residual.wire.sessions import Sessions
-from plpkg.residual.wire.stream import Stream
+from plpkg.residual.wire.connection import METHOD, OPTIONS, Counter, Messages, StatusError
+from plpkg.residual.wire.stream import Sessions, Stream
 from plpkg.residual.wire.terms import Limits, terms
 from plpkg.residual.wire.wire_pb2 import FromCloud, FromDevice
 

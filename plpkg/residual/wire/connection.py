@@ -1,19 +1,246 @@
-"""The device's end of the connection: one stream, deadlines on every wait, and coming back after it broke."""
+"""Typed messages over a gRPC stream, and the device's end of it: deadlines on every wait, and coming back.
 
+A stream of gRPC's own has one deadline for all of it, and whoever reads from it waits without one. So a thread reads,
+and whoever wants the next message waits for that thread. Both sides take turns: a peer that sends message after
+message, or reads none, is given up, and holds no more than :data:`BACKLOG` of them in memory.
+"""
+
+import queue
 import socket
+import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError, Message
 from grpc import StatusCode
 
 from plpkg.residual.wire import certificates
-from plpkg.residual.wire.messages import METHOD, OPTIONS, BrokenStreamError, Counter, Messages, StatusError
-from plpkg.residual.wire.wire_pb2 import FromCloud, FromDevice, Goodbye, Hello, Terms
+from plpkg.residual.wire.wire_pb2 import Final, FromCloud, FromDevice, Goodbye, Hello, Part, Step, Terms
+from plpkg.results import Tabular
 from plpkg.validation import host_and_port
+
+METHOD = "/plpkg.residual.v1.Residual/Connect"
+
+OPTIONS = (
+    ("grpc.enable_http_proxy", 0),  # or what is meant to stay on this machine could take the way through a proxy
+    ("grpc.http2.bdp_probe", 0),  # its pings would be counted as traffic
+    ("grpc.max_send_message_length", -1),
+    ("grpc.keepalive_time_ms", 20_000),  # a peer that has vanished is noticed within a minute
+    ("grpc.http2.ping_timeout_ms", 20_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+)
+"""What both ends ask of gRPC."""
+
+TICK_S = 1.0
+"""How often whoever waits for a message is told that there is none yet."""
+
+BACKLOG = 8
+"""Messages that may wait to be sent, or to be read."""
+
+TEXT = 1000
+"""Characters of a status's details: those that come from a peer are no longer when they are shown, or sent back."""
+
+
+class StatusError(Exception):
+    """A stream ends with a gRPC status.
+
+    Attributes
+    ----------
+    code, details
+        The status; the details are cut off after :data:`TEXT` characters.
+    """
+
+    def __init__(self, code: StatusCode, details: str) -> None:
+        self.code = code
+        self.details = details if len(details) <= TEXT else f"{details[: TEXT - 1]}…"
+        super().__init__(self.details)
+
+
+class BrokenStreamError(ConnectionError):
+    """The other side broke the stream off, or is gone."""
+
+
+_COUNTING = threading.Lock()  # the cloud's sessions count in one counter
+
+
+@dataclass
+class Counter(Tabular):
+    """What has crossed so far, seen from the side that counts.
+
+    Attributes
+    ----------
+    sent_bytes, received_bytes
+        Payload: the tensors' bytes.
+    sent_message_bytes, received_message_bytes
+        The protobuf messages that carried them, and those of the handshake.
+    round_trips
+        How many times one side waited for the other's answer before it could go on; two exchanges that are under way
+        at once count as one.
+    tokens, drafted_tokens, accepted_tokens
+        What the device has written; how many guesses travelled; and how many of them it has written.
+    """
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    sent_message_bytes: int = 0
+    received_message_bytes: int = 0
+    round_trips: int = 0
+    tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+    def sent(self, payload: int, message: int) -> None:
+        """Count one message on its way out: the bytes of its tensor, and all of its bytes."""
+        with _COUNTING:
+            self.sent_bytes += payload
+            self.sent_message_bytes += message
+
+    def received(self, payload: int, message: int) -> None:
+        """Count one message that came in."""
+        with _COUNTING:
+            self.received_bytes += payload
+            self.received_message_bytes += message
+
+    def wrote(self, tokens: int, *, accepted: bool) -> None:
+        """Count what the device has written, and whether it had been guessed."""
+        self.tokens += tokens
+        self.accepted_tokens += accepted
+
+    def __sub__(self, earlier: "Counter") -> "Counter":
+        """What has crossed since ``earlier``, a copy made then."""
+        return Counter(**{name: value - vars(earlier)[name] for name, value in vars(self).items()})
+
+    def rows(self) -> list[dict]:
+        return [vars(self).copy()]
+
+    def __repr__(self) -> str:
+        text = (
+            f"{self.sent_bytes:,} bytes sent + {self.received_bytes:,} received, {self.round_trips} round trips "
+            f"({self.sent_message_bytes:,} + {self.received_message_bytes:,} with protobuf)"
+        )
+        if self.tokens:
+            text += f"; {self.tokens} tokens, {self.tokens / self.round_trips:.2f} a round trip"
+        if self.drafted_tokens:
+            text += f"; {self.accepted_tokens} of {self.drafted_tokens} guesses accepted"
+        return text
+
+
+class Messages:
+    """One stream, seen from one end.
+
+    Parameters
+    ----------
+    sends, receives
+        ``FromDevice`` or ``FromCloud``: what goes out and what comes in.
+    peer
+        The other side, in the words of an error.
+    traffic
+        Counts what crosses.
+
+    Attributes
+    ----------
+    outgoing
+        What gRPC sends: serialized messages, and ``None`` after the last. At the serving end a :class:`StatusError`
+        ends the stream with its status.
+    """
+
+    def __init__(self, sends: type[Message], receives: type[Message], peer: str, traffic: Counter) -> None:
+        self._sends, self._receives, self._peer, self._traffic = sends, receives, peer, traffic
+        self.outgoing: queue.SimpleQueue[bytes | StatusError | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+
+    def listen(self, incoming: Iterable[bytes]) -> None:
+        """Read what gRPC receives, in a thread of its own, until the stream ends or breaks."""
+        threading.Thread(target=self._read, args=(incoming,), daemon=True, name="plpkg-reader").start()
+
+    def _read(self, incoming: Iterable[bytes]) -> None:
+        end: Exception = BrokenStreamError(f"{self._peer} ended the stream")
+        try:
+            for data in incoming:
+                if self._inbox.qsize() >= BACKLOG:
+                    end = StatusError(StatusCode.RESOURCE_EXHAUSTED, f"{self._peer} does not wait for its turn")
+                    break
+                self._inbox.put(data)
+        except grpc.RpcError as error:
+            if isinstance(error, grpc.Call):  # at the calling end
+                end = StatusError(error.code(), error.details() or "")
+            else:
+                end = BrokenStreamError(f"{self._peer} broke the stream off")
+        self.interrupt(end)
+
+    def interrupt(self, error: Exception) -> None:
+        """Let whoever waits for a message, now or later, raise this error."""
+        self._inbox.put(error)
+
+    def send(self, **content) -> None:
+        """Put a message with this one field on its way.
+
+        Raises
+        ------
+        StatusError
+            The other side reads nothing.
+        """
+        if self.outgoing.qsize() >= BACKLOG:
+            raise StatusError(StatusCode.RESOURCE_EXHAUSTED, f"{self._peer} reads nothing")
+        (value,) = content.values()
+        data = self._sends(**content).SerializeToString()
+        self._traffic.sent(_payload_bytes(value), len(data))
+        self.outgoing.put(data)
+
+    def receive(self, *contents: str, limit_s: float, meanwhile: Callable[[float], object] | None = None):
+        """The field of the next message, which must be one of ``contents``.
+
+        ``meanwhile`` is told every :data:`TICK_S` for how many seconds more it may still come.
+
+        Raises
+        ------
+        StatusError
+            Nothing came for ``limit_s`` seconds, or something else; or the other side ended the stream with a status.
+        BrokenStreamError
+            The other side ended the stream, or is gone.
+        """
+        due = " or a ".join(contents)
+        data, left = None, limit_s
+        while data is None:
+            wait = left if meanwhile is None else min(left, TICK_S)
+            try:
+                data = self._inbox.get(timeout=wait)
+            except queue.Empty:
+                left -= wait
+                if left <= 0:
+                    details = f"{self._peer} said nothing for {limit_s:g} s, a {due} was due"
+                    raise StatusError(StatusCode.DEADLINE_EXCEEDED, details) from None
+                meanwhile(left)
+        if isinstance(data, Exception):
+            self.interrupt(data)
+            raise data
+        try:
+            message = self._receives.FromString(data)
+        except DecodeError as error:
+            raise StatusError(StatusCode.INVALID_ARGUMENT, f"{self._peer} sent no message: {error}") from None
+        content = message.WhichOneof("content")
+        if content not in contents:
+            raise StatusError(StatusCode.INVALID_ARGUMENT, f"a {due} was due, {self._peer} sent {content or 'nothing'}")
+        value = getattr(message, content)
+        self._traffic.received(_payload_bytes(value), len(data))
+        return value
+
+
+def _payload_bytes(value: Message | bytes) -> int:
+    """The bytes of the tensor in a message's field."""
+    if isinstance(value, Step):
+        return len(value.hidden)
+    if isinstance(value, Final):
+        return len(value.hidden) + len(value.tokens)
+    if isinstance(value, Part):
+        return len(value.data)
+    return len(value) if isinstance(value, bytes) else 0
+
 
 Result = TypeVar("Result")
 

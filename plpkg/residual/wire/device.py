@@ -30,8 +30,7 @@ from plpkg.residual.drafts import Draft
 from plpkg.residual.parts import split
 from plpkg.residual.wire import sampling
 from plpkg.residual.wire.certificates import require_protection
-from plpkg.residual.wire.connection import Connection, SessionLostError
-from plpkg.residual.wire.messages import Counter
+from plpkg.residual.wire.connection import Connection, Counter, SessionLostError
 from plpkg.residual.wire.relay import Relay
 from plpkg.residual.wire.tensors import PRECISIONS, pack, unpack
 from plpkg.residual.wire.terms import terms

@@ -6,7 +6,7 @@ import copy
 import pytest
 
 from plpkg.residual import CloudServer, DeviceClient
-from plpkg.residual.wire.messages import BrokenStreamError
+from plpkg.residual.wire.connection import BrokenStreamError
 from tests.residual.conftest import IDS
 
 SLIDING = {"sliding_window": 8}

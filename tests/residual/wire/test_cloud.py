@@ -18,7 +18,7 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, Qwen3NextConfig
 
 from plpkg.residual import CloudServer, DeviceClient, Limits, PrivateLoraConfig, RefusedError
-from plpkg.residual.wire.messages import METHOD, TEXT
+from plpkg.residual.wire.connection import METHOD, TEXT
 from plpkg.residual.wire.terms import OPTIONS as WORDS
 from plpkg.residual.wire.wire_pb2 import Choice, FromCloud, FromDevice, Goodbye, Hello, Part, Step
 
@@ -393,7 +393,7 @@ def test_a_session_waits_for_its_device_and_is_then_forgotten(adapted, raw, monk
         again.call.cancel()
         wait_until(lambda: all(session.messages is None for session in server._sessions._by_key.values()))
         clock = time.monotonic
-        monkeypatch.setattr("plpkg.residual.wire.sessions.time.monotonic", lambda: clock() + 60)
+        monkeypatch.setattr("plpkg.residual.wire.stream.time.monotonic", lambda: clock() + 60)
         assert resumed(raw, server, first.session).status()[0] is StatusCode.NOT_FOUND
         assert server.sessions == 0
 

@@ -15,7 +15,7 @@ from plpkg import communication
 from plpkg.backbones import FAMILIES
 from plpkg.catalog import ModelShape
 from plpkg.residual import CloudServer, DeviceClient, Limits, PrivateLoraConfig, RefusedError
-from plpkg.residual.wire import connection, messages, sampling
+from plpkg.residual.wire import connection, sampling
 from tests.residual.conftest import CUTS, IDS, at_once, cloud_process, precise
 from tests.residual.wire.conftest import LENGTHS, LONG_ROPE, SLIDING, cut_at, expected_tokens, in_order
 
@@ -500,7 +500,7 @@ def test_a_cloud_that_is_lost_is_said_as_long_as_it_lasts(adapted, monkeypatch):
 
 def test_silence_within_a_wait_is_said_and_is_not_the_end(pair, monkeypatch):
     """The cloud computes for long, and then it answers."""
-    monkeypatch.setattr(messages, "TICK_S", 0.01)
+    monkeypatch.setattr(connection, "TICK_S", 0.01)
     monkeypatch.setattr(connection, "SILENCE_S", 0.0)
     server, client, whole = pair()
     said, computed = [], threading.Event()

@@ -11,7 +11,7 @@ import torch
 from grpc import StatusCode
 
 from plpkg.residual import CloudServer, DeviceClient, Limits
-from plpkg.residual.wire import connection, messages
+from plpkg.residual.wire import connection
 from plpkg.residual.wire.terms import differences
 from tests.residual.conftest import cloud_process
 
@@ -32,9 +32,9 @@ def test_who_reads_not_even_the_end_is_cut_off(adapted):
         device = DeviceClient(server.address, adapted(), precision="fp32")
         device.generate(IDS, 1)
         (stream,) = server._streams
-        for _ in range(5 * messages.BACKLOG):  # the device reads the first, and no more than it has asked for
+        for _ in range(5 * connection.BACKLOG):  # the device reads the first, and no more than it has asked for
             stream.messages.outgoing.put(bytes(2**20))
-        stream.messages.interrupt(messages.StatusError(StatusCode.INTERNAL, "the end"))
+        stream.messages.interrupt(connection.StatusError(StatusCode.INTERNAL, "the end"))
         wait_until(lambda: "plpkg-reader" not in {thread.name for thread in threading.enumerate()})  # at both ends
         wait_until(lambda: not server._streams)
         assert generate(server, adapted()).shape == (1, 10)
