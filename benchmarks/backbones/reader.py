@@ -39,9 +39,9 @@ class Recipe:
 
     rank: int = 32
     alpha: int = 32
-    lr: float = 2e-3
+    lr: float = 1e-2
     warmup: int = 100
-    steps: int = 7000
+    steps: int = 4500
     tokens: int = 4096
     longest: tuple[int, int, int] = (200, 900, 2500)
     questions: int = 16
