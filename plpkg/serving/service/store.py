@@ -27,8 +27,8 @@ from plpkg.adapters import (
     MAX_CONFIG_BYTES,
     WEIGHTS,
     Adapter,
+    AdapterLimits,
     InvalidAdapterError,
-    Limits,
     inspect,
     read_adapter,
 )
@@ -158,7 +158,7 @@ class Store:
                 self._writes[account] += 1
                 self._current[place] = None, time.monotonic() + self.refresh_s
 
-    async def fetch(self, path: str, model: torch.nn.Module, limits: str | Limits | None = None) -> Adapter:
+    async def fetch(self, path: str, model: torch.nn.Module, limits: str | AdapterLimits | None = None) -> Adapter:
         """Download a version, ``ACCOUNT/NAME/SHA256``, that fits a model.
 
         What can be known from the configuration and the weights' header is checked before the rest is read.
