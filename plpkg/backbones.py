@@ -34,8 +34,7 @@ def load_backbone(
     ----------
     name_or_path
         ``"plpkg-small"``, the model that comes with this package (``data/README.md`` says from what it
-        has learnt), ``"plpkg-reader"``, the same with an adapter merged that answers questions about a text
-        (:mod:`plpkg.questions`), a hub name, or a folder that ``save_pretrained`` wrote.
+        has learnt), a hub name, or a folder that ``save_pretrained`` wrote.
     dtype
         The precision of the weights, ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``; ``"auto"`` keeps the
         checkpoint's. On the CPU, its safetensors are then mapped from their file and read as they are used.
@@ -61,8 +60,6 @@ def load_backbone(
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     _require_device(device)
-    if name_or_path == "plpkg-reader":
-        return _reader(dtype, device, options)
     name = str(catalog.data_path("backbone") if name_or_path == "plpkg-small" else name_or_path)
     if Path(name).is_dir() and not Path(name, "config.json").exists():
         raise FileNotFoundError(f"no model {name!r}: the folder lacks a config.json")
@@ -91,16 +88,6 @@ def load_backbone(
     except (OSError, ValueError) as error:
         raise FileNotFoundError(f"no tokenizer for {name!r}: {_reason(name, 'tokenizer files')}") from error
     return model.to(device).eval(), tokenizer
-
-
-def _reader(dtype: torch.dtype | str, device: str | torch.device, options: dict):
-    """plpkg-small with ``data/reader`` merged, in float32 whatever the precision wanted."""
-    from peft import PeftModel
-
-    model, tokenizer = load_backbone("plpkg-small", **options)
-    model = PeftModel.from_pretrained(model, catalog.data_path("reader")).merge_and_unload()
-    model.config.max_position_embeddings = 3072  # it has been trained on texts as long as that
-    return model.to(device, torch.bfloat16 if dtype == "auto" else dtype).eval(), tokenizer
 
 
 def _require_device(device: str | torch.device) -> None:

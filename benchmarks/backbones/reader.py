@@ -30,6 +30,8 @@ from plpkg.backbones import load_backbone
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CHECKPOINT = "checkpoint.pt"
+POSITIONS = 3072
+"""Of plpkg-reader: its longest texts, with questions. RoPE needs no table, but has to learn positions beyond 1,024."""
 PADDING, TEXT, ANSWER = 0, 1, 2
 
 
@@ -87,6 +89,7 @@ def losses(model, ids: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 def train(recipe: Recipe, out: Path, until: int) -> None:
     """Up to ``until`` steps of the recipe; the adapter and the logs are in ``out`` after each checkpoint."""
     model, tokenizer = load_backbone("plpkg-small")
+    model.config.max_position_embeddings = POSITIONS
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         config = LoraConfig(r=recipe.rank, lora_alpha=recipe.alpha, target_modules=LINEAR, task_type="CAUSAL_LM")

@@ -1,26 +1,13 @@
-"""How well plpkg-small and plpkg-reader answer questions about a text in their prompt, and predict other text.
-
-* Exact match by set of questions: the generator's, with what training held out, and two that no generator made.
-* The reader's by length of the text and by how much in it could be mistaken for the answer.
-* Bits per byte on the public test text and each writer's.
-
-Run: ``python -m benchmarks.backbones.reading`` (about 20 minutes).
-"""
+"""Sets of questions about texts: the generator's, with what training held out, and two that no generator made."""
 
 import csv
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from benchmarks import record
 from plpkg import catalog, corpora
-from plpkg.backbones import load_backbone
 from plpkg.corpora import Passage
 from plpkg.corpora.notes import SIDES
-from plpkg.questions import Answered, ask
-from plpkg.scoring import score
-
-QUESTIONS = 400
-"""Of each set that the generator makes: an interval of at most ± 5 percentage points."""
+from plpkg.questions import ask
 
 PLAIN = dict(kinds=("fact",), voice="prose", near=0, idle=0.0)
 
@@ -85,42 +72,3 @@ def sets(count: int) -> dict[str, Callable[[], list[Passage]]]:
 def shares(model, tokenizer, questions_a_set: int) -> dict[str, float]:
     """The share of right answers in each set."""
     return {name: round(ask(model, tokenizer, make()).share, 3) for name, make in sets(questions_a_set).items()}
-
-
-def rows_of_sets(name: str, model, tokenizer) -> Iterator[dict]:
-    for each, make in sets(QUESTIONS).items():
-        yield row(name, each, ask(model, tokenizer, make()))
-
-
-def row(name: str, case: str, judged: Answered) -> dict:
-    low, high = judged.interval
-    return dict(model=name, case=case, questions=len(judged.right), right=judged.share, low=low, high=high)
-
-
-def rows_of_lengths(name: str, model, tokenizer) -> Iterator[dict]:
-    for tokens in (50, 100, 200, 450, 900, 1800):
-        for near in (0, 1, 2):
-            kinds = ("fact", "pronoun", "bridge", "event")
-            passages = drawn(QUESTIONS // 2, tokens=tokens, near=near, kinds=kinds)()
-            yield row(name, "by length", ask(model, tokenizer, passages)) | dict(tokens=tokens, near=near)
-
-
-def rows_of_text(name: str, model, tokenizer) -> Iterator[dict]:
-    texts = {"public": corpora.public("test")}
-    texts |= {writer: corpora.writer(writer).split("test") for writer in corpora.writers()}
-    for text, documents in texts.items():
-        yield dict(model=name, case=f"text, {text}", bits_per_byte=score(model, tokenizer, documents).bits_per_byte)
-
-
-def main() -> None:
-    rows = []
-    for name in ("plpkg-small", "plpkg-reader"):
-        model = load_backbone(name)
-        rows += rows_of_text(name, *model)
-        rows += rows_of_sets(name, *model)
-    rows += rows_of_lengths(name, *model)
-    record.write("backbones.reading", rows)
-
-
-if __name__ == "__main__":
-    main()
