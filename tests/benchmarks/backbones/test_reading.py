@@ -1,0 +1,77 @@
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
+
+from benchmarks.backbones import reader, reading
+from plpkg import corpora, questions
+from plpkg.backbones import load_backbone
+from plpkg.corpora import ABSENT
+
+
+@pytest.mark.parametrize("made", [reading.handwritten, reading.diary])
+def test_a_text_among_others_and_without_its_own(made):
+    alone = made()
+    texts = {passage.text for passage in alone}
+    for passage, among, absent in zip(
+        alone, reading.among(alone, 4, "\n\n"), reading.absent(alone, 4, "\n\n"), strict=True
+    ):
+        assert passage.answer in passage.text
+        assert sum(text in among.text for text in texts) == 4
+        assert passage.text in among.text
+        assert (among.question, among.answer) == (passage.question, passage.answer)
+        assert absent.answer == ABSENT
+        assert sum(text in absent.text for text in texts) == 4
+        assert passage.answer.casefold() not in absent.text.casefold()
+
+
+def test_the_sets_are_the_same_each_time_and_none_of_them_empty():
+    first, again = reading.sets(3), reading.sets(3)
+    for name, make in first.items():
+        assert len(passages := make()) >= 3
+        assert passages == again[name]()
+
+
+RECIPE = reader.Recipe(steps=4, tokens=200, longest=(30, 40, 60), questions=3, public=64)
+
+
+def test_the_losses_are_those_of_the_answers_and_of_the_text():
+    model, tokenizer = load_backbone("plpkg-small")
+    rng = random.Random(0)
+    readings = [corpora.readings(rng, count, tokens=60) for count in (1, 3)]
+    ids, roles = reader.batch(readings, tokenizer)
+    for row, role, each in zip(ids, roles, readings, strict=True):
+        whole = "".join(
+            questions.prompt("" if i else p.text, p.question) + f" {p.answer}\n" for i, p in enumerate(each)
+        )
+        assert tokenizer.decode(row[role != reader.PADDING][1:]) == whole
+        assert tokenizer.decode(row[role == reader.ANSWER]) == "".join(f" {p.answer}\n" for p in each)
+
+    class Plain:
+        def get_base_model(self):
+            return model
+
+    with torch.no_grad():
+        nats = reader.losses(Plain(), ids, roles == reader.ANSWER)
+        logits = model(ids).logits[:, :-1]
+    expected = cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    torch.testing.assert_close(nats, expected[(roles == reader.ANSWER)[:, 1:].flatten()])
+
+
+def test_a_stopped_training_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch):
+    few = corpora.public("train")[:20]  # all of them would be encoded at each start
+    monkeypatch.setattr(corpora, "public", lambda split: few)
+    monkeypatch.setattr(reading, "shares", lambda *_, **__: {"all": 0.5})
+    reader.train(RECIPE, tmp_path / "whole", 4)
+    reader.train(RECIPE, tmp_path / "stopped", 2)
+    reader.train(RECIPE, tmp_path / "stopped", 4)
+    whole, stopped = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("whole", "stopped"))
+    assert all(torch.equal(whole[name], stopped[name]) for name in whole | stopped)
+    assert (tmp_path / "whole" / "log.csv").read_text() == (tmp_path / "stopped" / "log.csv").read_text()
+    assert len((tmp_path / "whole" / "log.csv").read_text().splitlines()) == 5
+    with pytest.raises(ValueError, match="holds a run with seed=0, now 1"):
+        reader.train(
+            reader.Recipe(seed=1, **{k: v for k, v in vars(RECIPE).items() if k != "seed"}), tmp_path / "whole", 4
+        )
