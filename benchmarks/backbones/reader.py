@@ -41,7 +41,7 @@ class Recipe:
 
     rank: int = 32
     alpha: int = 32
-    lr: float = 1e-2
+    lr: float = 2e-3
     warmup: int = 100
     steps: int = 4500
     tokens: int = 4096
