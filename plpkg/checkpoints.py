@@ -24,7 +24,7 @@ def replace_file(path: Path, write: Callable[[Path], object], *, private: bool =
     write
         Gets another path in the same folder, and writes the content there.
     private
-        The file is its owner's alone, from its first byte on; otherwise it is whose the umask says.
+        Only the owner can read the file, from its first byte on; otherwise it has the default permissions.
 
     Raises
     ------

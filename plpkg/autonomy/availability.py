@@ -96,7 +96,7 @@ def days_until(seconds: float, windows: Iterable[tuple[float, float]], checkpoin
 
 
 def leave(seconds: float) -> Iterator[None]:
-    """A window: leave for one step after another until ``seconds`` have passed; any such generator will do."""
+    """A step budget: yields once for each step that may begin, until ``seconds`` have passed. Any generator will do."""
     end = time.monotonic() + number("seconds", seconds)
     while time.monotonic() < end:
         yield

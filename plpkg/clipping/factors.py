@@ -138,7 +138,7 @@ class Outer:
         cols = cols.gather(1, order[:, :, None].expand_as(cols))  # (batch, positions, C), equal ids side by side
         first = torch.ones_like(ids)
         first[:, 1:] = ids[:, 1:] != ids[:, :-1]
-        place = first.cumsum(1) - 1  # (batch, positions): the how-manieth id of its example
+        place = first.cumsum(1) - 1  # (batch, positions): the rank of the id within its example
         sums = torch.zeros_like(cols).scatter_add_(1, place[:, :, None].expand_as(cols), cols)
         return square(sums).expand(2, -1)
 

@@ -281,7 +281,7 @@ class Recorder:
             self.recording = True
 
     def _begin(self, module, args, kwargs) -> None:
-        """The model is called: look at what may have changed, and for new shapes at whose the rows are."""
+        """The model is called: look for changes and, for new shapes, find which example owns each row."""
         if not self.recording or module is not self.model:
             return
         self.guard.judge(module)

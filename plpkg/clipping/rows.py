@@ -1,4 +1,4 @@
-"""Whose the rows of a layer's output are: an example's, one or several each, or everybody's.
+"""Which example each row of a layer's output belongs to: one example has one row or several, or all share it.
 
 Shapes do not tell: there may be as many positions as examples. So the model is run on one example and on two, without
 gradients and without dropout. What grows from one to two belongs to the examples; what stays, made of the same input,
@@ -19,10 +19,10 @@ from plpkg.clipping.dropout import Without
 
 @dataclass(frozen=True)
 class Rows:
-    """How many rows a tensor has for each example; ``shared``: for all examples together, ``apart``: which are no row
-    of an example's, but its only position.
+    """How many rows a tensor has for each example.
 
-    ``own`` says of each tensor that the layer read whether it grows with the examples, where that is known.
+    ``shared``: for all examples together. ``apart``: the tensor has no batch dimension; its one row is a position.
+    ``own`` says, where it is known, which of the tensors that the layer read grow with the examples.
     """
 
     each: int = 1

@@ -131,8 +131,9 @@ class PrivateLoraConfig(ProjectionConfig):
     init
         Also ``"svd"``: A and B are the largest singular vectors of W, B scaled by the singular values.
     late
-        Add what a layer's M answers to the same projection of the next adapted layer, the last one's to its own: so
-        two exchanges can be under way at once. Cannot be merged, nor recomputed by gradient checkpointing.
+        Each layer's answer is added one adapted layer later, at the same projection; the last layer adds two, the
+        previous layer's and its own. So two exchanges can be under way at once. A late adapter cannot be merged, and
+        gradient checkpointing cannot recompute it.
     """
 
     r_c2d: int = field(default=64, metadata={"help": "Rank from cloud to device."})

@@ -147,7 +147,7 @@ class FullActivations(Exchange):
 
 
 class _Received(torch.autograd.Function):
-    """Receives v for u, and in the backward pass hands v's gradient over for u's.
+    """Forward: send u, receive v. Backward: send the gradient of v, receive the gradient of u.
 
     The second input is there to require a gradient: M learns even where nothing before it does, and asks for u's
     gradient, as in the lowest layer.

@@ -48,8 +48,8 @@ def keep_indices(
     first, last, stabilizers
         The first units and the last ones that stay whatever their score; the larger of ``last`` and ``stabilizers``.
     also
-        ``(batch, num_kv_heads, n)`` whether a unit stays whatever its score. Who asks sees to it that all such units
-        fit in the budget: to count them here would wait for the device at every cut.
+        ``(batch, num_kv_heads, n)`` whether a unit stays whatever its score. The caller must ensure that these units
+        fit in the budget: checking here would synchronise with the device at every cut.
 
     Returns
     -------

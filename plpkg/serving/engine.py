@@ -199,7 +199,7 @@ class Engine:
         return written
 
     def _pack(self) -> tuple[list[Running], list[Row], list[Group]]:
-        """Which tokens of whom go into the step: sorted by adapter, those without one last."""
+        """Choose this step's tokens of each request, sorted by adapter; requests without one come last."""
         left, share = self.max_step_tokens, {}
         for each in sorted(self._running, key=lambda r: len(r.ids) - r.computed > 1):  # who writes is never left out
             share[each] = min(left, len(each.ids) - each.computed)

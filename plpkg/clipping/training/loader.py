@@ -17,8 +17,9 @@ from plpkg.clipping.training.randomness import Randomness
 
 @dataclass(frozen=True)
 class Piece:
-    """A batch: the numbers of its examples and of those whose they are. If it ``goes_on`` it has a part of what is one
-    user's, and the next one has more of it.
+    """A batch: the indices of its examples, and who owns each.
+
+    If it ``goes_on``, its last user's examples continue in the next batch.
     """
 
     indices: list[int]

@@ -36,7 +36,7 @@ class Progress:
     """How far the sample of the next step has come, which may be given in several batches."""
 
     sums: dict[str, torch.Tensor] = field(default_factory=dict)  # by parameter, the clipped gradients
-    part: dict[str, torch.Tensor] = field(default_factory=dict)  # the gradient of a user of whom more comes
+    part: dict[str, torch.Tensor] = field(default_factory=dict)  # of a user whose examples are split across batches
     samples: int = 0  # that the data loader has begun to give
     piece: Piece | None = None  # the latest batch
     left: int = 0  # examples of it that have not gone backward

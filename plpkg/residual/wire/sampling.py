@@ -1,8 +1,8 @@
 """Tokens: their check, how the next one is chosen, and what ends a sequence.
 
-A sampled token is the winner of a race: of exponential times, divided by the probabilities, the shortest. Whoever
-knows the random numbers and a similar distribution will often have the same winner: so the cloud guesses what the
-device will sample, and however wrong its guesses are, what the device samples is distributed as it should be
+A sampled token is the argmin of E / p, where E are exponential random numbers and p the probabilities. Whoever knows
+E and a similar p often finds the same token: so the cloud guesses what the device will sample, and however wrong its
+guesses are, what the device samples is distributed as it should be
 (Daliri, Musco, Suresh 2024, arXiv 2408.07978; the rule of Leviathan et al., arXiv 2211.17192, accepts a little more
 often, but needs the cloud's distributions on the device).
 """
@@ -98,7 +98,7 @@ def reads_anew_beyond(model: PreTrainedModel) -> int | None:
 
 
 def guesses_before_rope_turns(model: PreTrainedModel, length: int) -> float:
-    """How many guesses may follow ``length`` tokens in one pass: more would be read with another RoPE, and all with it.
+    """How many guesses may follow ``length`` tokens in one pass: with more, RoPE changes for the whole sequence.
 
     Long RoPE changes once; dynamic RoPE with every token beyond the length that the model was made for.
     """

@@ -3,9 +3,9 @@
 Punica (arXiv 2310.18547, Section 5) batches what has its adapter and queues the rest. Here a request whose adapter is
 still on its way stands behind nobody and before nobody. Adapters have slots, which those that nobody uses give up,
 least recently used first. Left to that, requests for popular adapters could pass another one for ever, so waiting is
-bounded, as EASY backfilling bounds it (Lifka 1995): when who has waited longest since its adapter was there has waited
-for ``patience_s``, what it lacks is kept for it: a place in the batch, room for keys and values, and, if no slot is
-idle, one that takes no newcomers until it is. For one request at a time: slots that are emptied for many serve nobody.
+bounded, as EASY backfilling bounds it (Lifka 1995): once the oldest ready request has waited for ``patience_s``, what
+it lacks is reserved for it: a place in the batch, room for keys and values, and, if no slot is idle, one slot that
+takes no newcomers until it is idle. One request at a time has a reservation: slots emptied for many would serve nobody.
 
 Left out: which answer will be short (nobody knows), and taking a running request's place from it.
 """
