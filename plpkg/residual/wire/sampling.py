@@ -1,6 +1,6 @@
 """Tokens: their check, how the next one is chosen, and what ends a sequence.
 
-A sampled token is the argmin of E / p, where E are exponential random numbers and p the probabilities. Whoever knows
+A sampled token is the argmax of p / E, where p are the probabilities and E exponential random numbers. Whoever knows
 E and a similar p often finds the same token: so the cloud guesses what the device will sample, and however wrong its
 guesses are, what the device samples is distributed as it should be
 (Daliri, Musco, Suresh 2024, arXiv 2408.07978; the rule of Leviathan et al., arXiv 2211.17192, accepts a little more
