@@ -252,19 +252,28 @@ def _adapters(model: torch.nn.Module) -> list[tuple]:
     ]
 
 
+def _samples(tensors: list[tuple[str, torch.Tensor]]) -> list[bytes]:
+    """Sixteen values of each tensor, evenly spaced; those of a device are fetched at once."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for _, tensor in tensors:
+        if tensor.numel() and not tensor.is_meta:
+            tensor = tensor.detach() if tensor.ndim else tensor.detach()[None]
+            places = torch.linspace(0, tensor.numel() - 1, 16, dtype=torch.float64, device=tensor.device).long()
+            values = tensor[torch.unravel_index(places, tensor.shape)]  # a transposed tensor is not copied for it
+            by_device.setdefault(tensor.device, []).append(values.view(torch.uint8))
+    return [torch.cat(values).cpu().numpy().tobytes() for values in by_device.values()]
+
+
 class Stamp:
     """What :func:`stamp` has seen. Tensors are known by themselves, not by their addresses, which are used again."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         tensors = list(_tensors(model))
         self._refs = [weakref.ref(tensor) for _, tensor in tensors]
-        self._seen = (
-            _adapters(model),
-            [
-                (name, t.data_ptr(), t.dtype, tuple(t.shape), 0 if t.is_inference() else t._version)
-                for name, t in tensors
-            ],
-        )
+        written = [0 if tensor.is_inference() else tensor._version for _, tensor in tensors]
+        places = [(name, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]
+        # Fused optimizers, the default of transformers' Trainer, write without torch's counting it.
+        self._seen = _adapters(model), places, written, _samples(tensors)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Stamp) or self._seen != other._seen:
@@ -277,9 +286,10 @@ class Stamp:
 def stamp(model: torch.nn.Module) -> Stamp:
     """Whether anything changed that changes the logits: the stamps of then and now are equal, or something did.
 
-    Cheap, whatever the model's size: it reads where each tensor is and how often it was written to, not what it holds.
-    It is for this process; :func:`digest` is for files. Not seen is what is written through ``tensor.data`` or within
-    ``torch.inference_mode()``, since torch does not count that, nor what hooks and the configuration say.
+    Cheap, whatever the model's size: it reads where each tensor is, how often it was written to, and sixteen of its
+    values. It is for this process; :func:`digest` is for files. Writes that torch does not count, those of a fused
+    optimizer, through ``tensor.data`` or within ``torch.inference_mode()``, are seen only if they change one of the
+    sixteen; what hooks and the configuration say is not seen.
     """
     return Stamp(model)
 

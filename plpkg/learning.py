@@ -87,7 +87,8 @@ def logits_of(model, hidden: torch.Tensor) -> torch.Tensor:
     body = _Given(hidden[None])
     head = copy.copy(model)  # shares every tensor; the model itself is not touched, whatever thread uses it meanwhile
     head._modules = model._modules | {model.base_model_prefix: body}
-    logits = head(inputs_embeds=hidden[None], use_cache=False).logits[0]
+    # The class's own forward: what others put around this model's (accelerate, torch.compile) would run the model.
+    logits = type(model).forward(head, inputs_embeds=hidden[None], use_cache=False).logits[0]
     if not body.called:
         raise ValueError(f"{type(model).__name__} does not call its own body: its head cannot be had alone")
     return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -15,7 +15,7 @@ LONGEST = 32
 
 
 def prompt(text: str, question: str) -> str:
-    """What the model reads, and goes on with a space, its answer, and the end of the line."""
+    """The prompt for a question. A model that has learnt this form continues with a space, its answer and a newline."""
     return f"{text}\n\nQuestion: {question}\nAnswer:"
 
 

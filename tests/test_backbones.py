@@ -257,7 +257,33 @@ def stepped(model):
             p.add_(0.5)
 
 
+def optimized(**options):
+    def step(model):
+        learning = [p for p in model.parameters() if p.requires_grad]
+        for p in learning:
+            p.grad = torch.ones_like(p)
+        torch.optim.AdamW(learning, lr=0.1, **options).step()
+
+    return step
+
+
+def assigned(model):
+    weight(model).data = weight(model).data + 1
+
+
+def flattened(model):
+    learning = [p for p in model.parameters() if p.requires_grad]
+    torch.nn.utils.vector_to_parameters(torch.nn.utils.parameters_to_vector(learning) + 1, learning)
+
+
 CHANGES = {
+    "AdamW": optimized(),
+    "AdamW, foreach": optimized(foreach=True),
+    "AdamW, fused": optimized(fused=True),
+    "within inference mode": torch.inference_mode()(stepped),
+    "through data": lambda model: weight(model).data.mul_(2),
+    "other data": assigned,
+    "a vector of all parameters": flattened,
     "an optimizer's step": stepped,
     "one number of the base": lambda model: weight(model).detach().view(-1)[3:4].add_(1),
     "other weights are loaded": lambda model: model.load_state_dict(with_lora(1).state_dict()),

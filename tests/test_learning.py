@@ -4,9 +4,11 @@ import math
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from tqdm import tqdm
 
-from plpkg.learning import learn, rising, rising_and_falling
+from plpkg.backbones import random_backbone
+from plpkg.learning import learn, logits_of, rising, rising_and_falling
 
 
 def steps(first=0, total=7):
@@ -52,3 +54,31 @@ def test_a_loss_that_is_not_finite_updates_nothing(loss):
     with pytest.raises(FloatingPointError, match=f"the loss of step 3 is {loss}: take a lower lr"):
         list(learn(steps(), gradient, [optimizer], lambda step: 1.0, save=saved.append))
     assert (weight.item(), saved) == (-2.0, [1, 2])
+
+
+def around(model):
+    """What accelerate puts around a model that it places: a forward of the instance's own."""
+    return add_hook_to_module(model, ModelHook())
+
+
+def compiled(model):
+    model.compile(backend="eager")
+    return model
+
+
+def hooked(model):
+    model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
+    return model
+
+
+@pytest.mark.parametrize("wrap", [around, compiled, hooked])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@torch.no_grad()
+def test_the_logits_of_states_are_the_heads_alone_whatever_is_around_the_model(family, wrap):
+    options = {"final_logit_softcapping": 0.5} if family == "gemma2" else {}
+    model, ids = random_backbone(family, options=options), torch.arange(6)[None]
+    expected, hidden = model(ids).logits[0], model.base_model(ids).last_hidden_state[0]
+    body, names = model.base_model, list(model._modules)
+    assert torch.equal(logits_of(wrap(model), hidden), expected)
+    assert model.base_model is body
+    assert list(model._modules) == names

@@ -5,6 +5,9 @@ forgets little, on the public training text. A sequence is a text and several qu
 is that of the answers, plus a tenth of that of the text, plus half of that of the public text. Logits are most of the
 work of so small a model: those of the text are made for a quarter of its tokens only.
 
+Unfinished. After 1,500 steps of this recipe (1.5 CPU hours) the model names a value of the right kind, but seldom the
+one that was asked for: 46 % of 50 questions for one of two plain facts, 14 % for one of five.
+
 The passages of a step depend on the seed and the step alone: a run that was stopped goes on as if it had not been.
 
 Run: ``python -m benchmarks.backbones.reader DIR``; ``--steps`` ends it earlier, and the same command goes on. DIR gets

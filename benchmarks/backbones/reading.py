@@ -45,7 +45,7 @@ def absent(passages: list[Passage], texts: int, apart: str) -> list[Passage]:
 
 
 def drawn(count: int, **options) -> Callable[[], list[Passage]]:
-    """So many passages of the generator, none of which training has seen."""
+    """So many passages of the generator, from other seeds than training's: the values are drawn anew."""
 
     def draw() -> list[Passage]:
         rng = random.Random(f"test {options}")

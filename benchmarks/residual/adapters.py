@@ -34,8 +34,8 @@ from benchmarks.residual.methods import ADAPTERS, BATCH, SEQ, STEPS, Method, lad
 from plpkg import corpora
 from plpkg.backbones import load_backbone
 from plpkg.residual.adapter import layers
-from plpkg.residual.config import LadderConfig
 from plpkg.residual.ladder import taps
+from plpkg.residual.methods import LadderConfig
 from plpkg.scoring import score
 
 SEEDS = (0, 1)

@@ -12,8 +12,8 @@ from torch.nn import functional
 from plpkg import corpora
 from plpkg.corpora import Document
 from plpkg.residual import PrivateLoraConfig, bases
-from plpkg.residual.config import LadderConfig, ProjectionConfig
-from plpkg.residual.methods import QKV
+from plpkg.residual.config import ProjectionConfig
+from plpkg.residual.methods import QKV, LadderConfig
 
 STEPS, BATCH, SEQ = 60, 4, 256
 TEST_BYTES = 40_000

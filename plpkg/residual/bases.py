@@ -28,8 +28,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from plpkg.residual.adapter import PrivateLoraLayer, layers
-from plpkg.residual.config import LadderConfig, PrivateLoraConfig
 from plpkg.residual.ladder import LadderNorm, LadderTap, taps
+from plpkg.residual.methods import LadderConfig, PrivateLoraConfig
 from plpkg.validation import whole_number
 
 

@@ -24,11 +24,14 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from plpkg.residual import saved
-from plpkg.residual.adapter import NO_ADAPTER, PrivateLoraLayer, UnderWay, features, layers
+from plpkg.residual.adapter import NO_ADAPTER, PrivateLoraLayer, UnderWay, features, layers, matrices
 from plpkg.residual.config import LADDER, PRIVATE_LORA, LadderConfig, PrivateLoraConfig, ProjectionConfig
 from plpkg.residual.ladder import NORMS, LadderLayer, LadderNorm, LadderTap, Rungs, named, new_m, taps
 from plpkg.untrusted import finite, misfits, read_object, sentences
 from plpkg.validation import whole_number
+
+__all__ = ["LadderConfig", "PrivateLoraConfig", "convert_to_lora", "load", "matrices"]
+"""Whoever takes these from here can give PEFT an adapter of this room."""
 
 QKV = ["q_proj", "k_proj", "v_proj"]
 PRIVATE_LORA_TARGETS = (QKV, ["qkv_proj"], ["c_attn"])
@@ -361,6 +364,6 @@ def load(
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 
 METHODS = {PRIVATE_LORA: (PrivateLoraConfig, PrivateLoraModel), LADDER: (LadderConfig, LadderModel)}
-for name, (config, tuner) in METHODS.items():
-    PEFT_TYPE_TO_CONFIG_MAPPING[name], PEFT_TYPE_TO_TUNER_MAPPING[name] = config, tuner
-    PEFT_TYPE_TO_PREFIX_MAPPING[name] = tuner.prefix
+for _method, (_config, _tuner) in METHODS.items():
+    PEFT_TYPE_TO_CONFIG_MAPPING[_method], PEFT_TYPE_TO_TUNER_MAPPING[_method] = _config, _tuner
+    PEFT_TYPE_TO_PREFIX_MAPPING[_method] = _tuner.prefix

@@ -21,7 +21,7 @@ from peft import PeftModel
 
 from plpkg.residual.adapter import matrices
 from plpkg.residual.bases import fingerprint_of_bases
-from plpkg.residual.config import PrivateLoraConfig
+from plpkg.residual.methods import PrivateLoraConfig
 from plpkg.validation import number, whole_number
 
 

@@ -21,10 +21,10 @@ from transformers import PretrainedConfig
 
 from plpkg.residual.adapter import PrivateLoraLayer
 from plpkg.residual.cloud_part import CloudPart, OwnInEachThread
-from plpkg.residual.config import LadderConfig, PrivateLoraConfig
 from plpkg.residual.device_part import DevicePart, Folded, LoraBranches, Tail
 from plpkg.residual.exchange import FullActivations, Here, LowRank, Projection, Rider
 from plpkg.residual.ladder import NORMS, LadderTap, named
+from plpkg.residual.methods import LadderConfig, PrivateLoraConfig
 from plpkg.validation import flag, whole_number
 
 SCALES = ("embedding_multiplier", "logit_scale", "logits_scaling", "lm_head_multiplier")

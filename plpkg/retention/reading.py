@@ -200,11 +200,8 @@ def load(folder: str | Path, model: nn.Module) -> PrefillResult:
             if (file.metadata() or {}).get("config") != hashlib.sha256(text).hexdigest():
                 raise ValueError(f"{CONFIG} and {UNITS} are not of one writing")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dictionary
-        backbone, dtype, log = (
-            config["backbone"],
-            config["dtype"],
-            Log(ChunkStep(**row, kept=None) for row in config["log"]),
-        )
+        backbone, dtype = config["backbone"], config["dtype"]
+        log = Log(ChunkStep(**row, kept=None) for row in config["log"])
         positions, kind, seen, logits = config["positions"], config["store"], config["seen"], tensors.pop("logits")
     except (ValueError, TypeError, KeyError, SafetensorError) as error:
         raise ValueError(f"what was read in {str(folder)!r} is damaged: {error}") from error

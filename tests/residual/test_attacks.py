@@ -23,7 +23,7 @@ from plpkg.residual.attacks import (
     relative_error,
     token_accuracy,
 )
-from plpkg.residual.config import LadderConfig
+from plpkg.residual.methods import LadderConfig
 from plpkg.residual.wire.sampling import race
 from tests.residual.conftest import backbone, normal
 

@@ -133,9 +133,10 @@ def two_layer_task(batch: int, widths: tuple[int, ...] = WIDTHS) -> PublishedTas
             *(torch.nn.Linear(read, out, bias=False) for read, out in itertools.pairwise(widths))
         )
 
-    return PublishedTask(
-        build, lambda: (torch.randn(batch, widths[0]), torch.randn(batch, widths[-1])), _SquaredError()
-    )
+    def data() -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(batch, widths[0]), torch.randn(batch, widths[-1])
+
+    return PublishedTask(build, data, _SquaredError())
 
 
 class _Classifier(torch.nn.Module):

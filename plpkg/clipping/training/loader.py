@@ -19,7 +19,7 @@ from plpkg.clipping.training.randomness import Randomness
 class Piece:
     """A batch: the indices of its examples, and who owns each.
 
-    If it ``goes_on``, its last user's examples continue in the next batch.
+    If it ``goes_on``, all its examples are one user's, and the next batch has more of them.
     """
 
     indices: list[int]

@@ -6,8 +6,8 @@ from peft import PeftModel, get_peft_model
 from transformers import PreTrainedTokenizerBase
 
 from plpkg.backbones import load_backbone
-from plpkg.residual.config import LadderConfig, PrivateLoraConfig, ProjectionConfig
-from plpkg.residual.methods import load, saved_config
+from plpkg.residual.config import ProjectionConfig
+from plpkg.residual.methods import LadderConfig, PrivateLoraConfig, load, saved_config
 from plpkg.residual.wire.tensors import PRECISIONS
 from plpkg.validation import one_of
 
@@ -73,6 +73,7 @@ def _public_config(like: Path, adapter: Path | None, ladder: bool) -> Projection
 
 
 def _config(adapter: Path, ladder: bool) -> ProjectionConfig:
+    """What a folder says of its adapter, which is a ladder if one was asked for."""
     config = saved_config(adapter)
     if ladder and not isinstance(config, LadderConfig):
         raise ValueError(

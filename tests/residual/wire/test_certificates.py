@@ -1,4 +1,5 @@
 import re
+import stat
 
 import certificate
 import pytest
@@ -21,6 +22,10 @@ def test_a_device_talks_to_the_cloud_that_it_trusts_and_to_no_other(tmp_path, ad
                 pytest.raises(ConnectionError, match="no connection to"),
             ):
                 device.generate(ids, 2)
+
+
+def test_the_readmes_line_keeps_the_key_to_its_owner(tmp_path):
+    assert stat.S_IMODE(certificate.written(tmp_path / "tls").with_name("key.pem").stat().st_mode) == 0o600
 
 
 def test_what_is_no_certificate_is_named(tmp_path):
