@@ -1,9 +1,11 @@
 """How a benchmark keeps its results: ``data/measured/<room>_<script>.csv``, every row with what produced it."""
 
+import argparse
 import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 
@@ -51,3 +53,20 @@ def write(name: str, rows: list[dict], *, device: str = "cpu", seed: int = 0, ke
     file = DATA / f"{name.replace('.', '_')}.csv"
     frame.to_csv(file, index=False, lineterminator="\n")
     print(f"written to data/measured/{file.name} ({origin['machine']}); run `make checksums` before committing it")
+
+
+def sections(name: str, all_of_them: Mapping[str, Callable[[], Iterable[dict]]], description: str) -> None:
+    """Run those sections of a script that its command line names, or all; each replaces its rows of the last run.
+
+    They are written one by one, so that a stop loses one at the most.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("section", nargs="*", metavar="|".join(all_of_them), help="only these; all by default")
+    for section in parser.parse_args().section or all_of_them:
+        rows = []
+        for row in all_of_them[section]():
+            rows.append({"section": section} | row)
+            print(rows[-1], flush=True)
+        path = DATA / f"{name.replace('.', '_')}.csv"
+        before = pd.read_csv(path) if path.exists() else None
+        write(name, rows, keep=None if before is None else before[before["section"] != section])

@@ -19,6 +19,9 @@ from plpkg.validation import one_of, whole_number
 FAMILIES = ("llama", "mistral", "qwen2", "phi3", "gemma2", "gpt2")
 """The architecture families that the package is tested on; any other causal model loads as well."""
 
+READER_POSITIONS = 3072
+"""Of plpkg-reader, which has learnt from longer texts than plpkg-small."""
+
 
 def load_backbone(
     name_or_path: str | Path,

@@ -19,7 +19,6 @@ Run: ``python -m benchmarks.retention.quality`` (about an hour on one idle core)
 writes ``data/retention``: the lookup model with its heads, and plpkg-small's heads. Not part of ``make bench``.
 """
 
-import argparse
 import contextlib
 import functools
 import math
@@ -575,21 +574,6 @@ SECTIONS = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("section", nargs="*", metavar="|".join(SECTIONS), help="only these; all by default")
-    chosen = parser.parse_args().section or list(SECTIONS)
-    torch.set_num_threads(1)
-    for name in chosen:
-        rows = []
-        for row in SECTIONS[name]():
-            rows.append({"section": name} | row)
-            print(rows[-1], flush=True)
-        path = record.DATA / "retention_quality.csv"
-        before = pd.read_csv(path) if path.exists() else None
-        keep = None if before is None else before[before["section"] != name]
-        record.write("retention.quality", rows, keep=keep)  # after each section: a stop loses one at the most
-
-
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    record.sections("retention.quality", SECTIONS, __doc__)

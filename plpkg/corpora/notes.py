@@ -95,6 +95,7 @@ def readings(
     voice: str | None = None,
     near: int | None = None,
     idle: float | None = None,
+    relations: int | None = None,
     side: str = "train",
     documents: Sequence[Document] = (),
 ) -> list[Passage]:
@@ -121,6 +122,8 @@ def readings(
         Without it 0 to 2, fewer in short texts.
     idle
         The share of sentences that say nothing, from 0 to 0.9; without it, 0 to 0.5.
+    relations
+        Take the first so many relations only. They are sorted: names, addresses, codes and prices come first.
     side
         One of :data:`SIDES`.
     documents
@@ -150,12 +153,15 @@ def readings(
     idle = rng.random() / 2 if idle is None else number("idle", idle, 0, 0.9)
     near = rng.randint(0, 2) if near is None else near
     room = min(facts - 1 if facts else near, tokens // 60 if tokens else near)
-    page, signed = _page(rng, side, voice, min(near, room))
+    relations = relations if relations is None else whole_number("relations", relations, 1)
+    page, signed = _page(rng, side, voice, near=min(near, room), relations=relations)
     page.plain = plain
     asked = [page.ask(first)]
     page.units[len(asked[0].units) :] = page.units[len(asked[0].units) : facts]
+    reserve = 60 if plain else 200  # the characters that a question's facts and what is near them may need
     for kind in more:
-        if kind != "text" and _size(page) + 200 < (tokens or 0) * CHARACTERS_PER_TOKEN:
+        full = len(page.units) >= facts if facts else _size(page) + reserve > (tokens or 0) * CHARACTERS_PER_TOKEN
+        if kind != "text" and not full:
             asked.append(page.ask(kind))
     _fill(page, facts, None if tokens is None else tokens * CHARACTERS_PER_TOKEN, idle)
     rng.shuffle(page.units)
@@ -212,7 +218,7 @@ def notes(seed: int, *, entries: int = 12, questions: int = 24, side: str = "tra
     return Notes(page.words.draw(rng, "name"), tuple(written), tuple(answered))
 
 
-def _page(rng: random.Random, side: str, voice: str, near: int) -> tuple[Page, str]:
+def _page(rng: random.Random, side: str, voice: str, **options) -> tuple[Page, str]:
     """An empty page, and who signs it."""
     draw = words().draw
     if voice == "dialogue":
@@ -220,13 +226,13 @@ def _page(rng: random.Random, side: str, voice: str, near: int) -> tuple[Page, s
         while len(names) < rng.choice((2, 2, 3)):
             name = draw(rng, "first")
             names += [] if name in names else [name]
-        return Page(rng, side, names, "", near=near), ""
+        return Page(rng, side, names, "", **options), ""
     signed = draw(rng, "first")
     if voice == "letter":
-        return Page(rng, side, [signed], rng.choice((YOU, ME, "")), near=near), signed
+        return Page(rng, side, [signed], rng.choice((YOU, ME, "")), **options), signed
     if voice != "todo" and rng.random() < 0.2:
-        return Page(rng, side, [signed], "", third=True, near=near), signed
-    return Page(rng, side, [ME], rng.choice((YOU, YOU, ME)), near=near), signed
+        return Page(rng, side, [signed], "", third=True, **options), signed
+    return Page(rng, side, [ME], rng.choice((YOU, YOU, ME)), **options), signed
 
 
 def _fill(page: Page, facts: int | None, characters: float | None, idle: float) -> None:

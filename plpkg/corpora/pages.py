@@ -75,6 +75,8 @@ class Page:
         Whether the text is about the speaker in the third person.
     near
         Up to how many facts of each sort that could be mistaken for the one asked for.
+    relations
+        Of training's relations the first so many; without it all.
 
     Attributes
     ----------
@@ -83,11 +85,21 @@ class Page:
     """
 
     def __init__(
-        self, rng: random.Random, side: str, speakers: Sequence[str], view: str, third: bool = False, near: int = 2
+        self,
+        rng: random.Random,
+        side: str,
+        speakers: Sequence[str],
+        view: str,
+        third: bool = False,
+        near: int = 2,
+        relations: int | None = None,
     ) -> None:
         self.rng, self.side, self.speakers, self.view, self.third = rng, side, list(speakers), view, third
         self.near, self.plain = near, False
         self.words = words()
+        self.relations = self.words.sides[False][:relations]
+        self.known = {relation.id for relation in self.relations}
+        self.asked_relations = self.words.sides[True] if side == "relations" else self.relations
         self.units: list[Unit] = []
         self.entities: list[Entity] = []
         self.taken: set[tuple[str, ...]] = set()
@@ -266,7 +278,7 @@ class Page:
         raise RuntimeError(f"no question of the kind {kind!r} fits on this page any more")
 
     def _subject(self) -> Fact | None:
-        relation = self.rng.choice(self.words.sides[self.side == "relations"])
+        relation = self.rng.choice(self.asked_relations)
         held = self.side == "entities"
         about = [kind for kind in relation.about if not (held and kind in ("named", "self"))]
         return self.fact(relation, self.entity(about, held)) if about else None
@@ -340,8 +352,9 @@ class Page:
 
     def _other(self, entity: Entity) -> Fact | None:
         """Another fact of the same entity."""
-        pool = self.words.relations_of(entity.kind, entity.pronoun == "she", False)
-        tries = (self.fact(self.rng.choice(pool), entity) for _ in range(8))
+        pool, known = self.words.relations_of(entity.kind, entity.pronoun == "she", False), self.known
+        pool = [relation for relation in pool if relation.id in known]
+        tries = (self.fact(self.rng.choice(pool), entity) for _ in range(8 if pool else 0))
         return next((fact for fact in tries if fact is not None), None)
 
     def _another(self, fact: Fact) -> Fact | None:
@@ -482,9 +495,9 @@ class Page:
             return
         if self.entities and rng.random() < 0.35:
             entity = rng.choice(self.entities)
-            fact = self._other(entity) if self.words.relations_of(entity.kind, False, False) else None
+            fact = self._other(entity)
         else:
-            relation = rng.choice(self.words.sides[False])
+            relation = rng.choice(self.relations)
             fact = self.fact(relation, self.entity(relation.about))
         if fact is None:
             return

@@ -9,6 +9,7 @@ from plpkg import catalog, corpora
 from plpkg.backbones import load_backbone
 from plpkg.corpora import ABSENT, Document, Notes, pages
 from plpkg.corpora.notes import KINDS, SIDES, VOICES
+from plpkg.corpora.pages import Page
 from plpkg.corpora.wordings import Wording, addressed, held_out, with_article, words
 
 from waiting import interpreter
@@ -61,6 +62,21 @@ def test_one_text_can_be_asked_several_things():
     assert len(corpora.readings(random.Random(0), 6, tokens=20)) == 1  # there is no room for more
     with pytest.raises(ValueError, match="questions must be a whole number of at least 1, got 0"):
         corpora.readings(random.Random(0), 0)
+
+
+def test_texts_of_few_relations_have_no_others():
+    rng, few = random.Random(3), words().sides[False][:5]
+    for _ in range(40):
+        page = Page(rng, "train", ["I"], "you", near=2, relations=5)
+        page.ask("fact")
+        while len(page.units) < 8:
+            page.add()
+        known = {key[2] for key in page.taken if len(key) == 3 and key[0] not in ("did", "done", "noun")}
+        assert known <= {relation.group for relation in few}
+    asked = corpora.readings(rng, 4, facts=4, relations=5, kinds=("fact",), voice="prose", near=0, idle=0)
+    assert len(asked) == 4  # each fact of its text
+    with pytest.raises(ValueError, match="relations must be a whole number of at least 1, got 0"):
+        corpora.reading(rng, relations=0)
 
 
 @pytest.mark.parametrize("voice", VOICES)

@@ -3,12 +3,14 @@ import random
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.nn.functional import cross_entropy
 
 from benchmarks.backbones import reader, reading
 from plpkg import corpora, questions
 from plpkg.backbones import load_backbone
 from plpkg.corpora import ABSENT
+from plpkg.corpora.notes import CHARACTERS_PER_TOKEN, KINDS
+
+from rounding import assert_close
 
 
 @pytest.mark.parametrize("made", [reading.handwritten, reading.diary])
@@ -34,7 +36,7 @@ def test_the_sets_are_the_same_each_time_and_none_of_them_empty():
         assert passages == again[name]()
 
 
-RECIPE = reader.Recipe(steps=4, tokens=200, longest=(30, 40, 60), questions=3, public=64)
+RECIPE = reader.Recipe(rank=4, steps=4, tokens=200, questions=3, public=64)
 
 
 def test_the_losses_are_those_of_the_answers_and_of_the_text():
@@ -49,15 +51,24 @@ def test_the_losses_are_those_of_the_answers_and_of_the_text():
         assert tokenizer.decode(row[role != reader.PADDING][1:]) == whole
         assert tokenizer.decode(row[role == reader.ANSWER]) == "".join(f" {p.answer}\n" for p in each)
 
-    class Plain:
-        def get_base_model(self):
-            return model
-
+    chosen = roles == reader.ANSWER
     with torch.no_grad():
-        nats = reader.losses(Plain(), ids, roles == reader.ANSWER)
-        logits = model(ids).logits[:, :-1]
-    expected = cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-    torch.testing.assert_close(nats, expected[(roles == reader.ANSWER)[:, 1:].flatten()])
+        found = reader.logits(model, ids, chosen)
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = model(ids).logits[:, :-1][chosen[:, 1:]]
+    assert_close(found, expected, 2, expected.abs().max())  # one sum, rounded once to bfloat16
+
+
+def test_it_begins_with_few_relations_and_short_texts():
+    recipe, documents = reader.Recipe(), corpora.public("train")[:20]
+    drawn = [
+        [each for step in steps for each in reader.passages(recipe, step, documents)]
+        for steps in (range(30), range(recipe.steps - 30, recipe.steps))
+    ]
+    first, last = ({passage.kind for each in readings for passage in each} for readings in drawn)
+    assert (first, last) == ({"fact"}, set(KINDS))
+    shortest, longest = (max(len(each[0].text) for each in readings) for readings in drawn)
+    assert shortest < 200 * CHARACTERS_PER_TOKEN < 900 * CHARACTERS_PER_TOKEN < longest
 
 
 def test_a_stopped_training_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch):
