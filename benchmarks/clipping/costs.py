@@ -38,7 +38,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import record
-from plpkg.clipping import clipped_gradients, guard, make_private, plan, recorder
+from plpkg.clipping import clipped_gradients, make_private, mixing, plan, recorder
 from plpkg.clipping.execution import EXECUTIONS
 from plpkg.clipping.training.private import Private
 from plpkg.memory import MIB, MemoryTimeline
@@ -266,7 +266,7 @@ def rows_of_step(repeats: int) -> list[dict]:
             "private, secure": whole(model, ids, noise_multiplier=1.0, secure=True),
         }
         for step in steps.values():
-            for _ in range(guard.FIRST):
+            for _ in range(mixing.FIRST):
                 step()
         seconds = cpu_seconds(steps, repeats)
         rows += [timed("step", case, name, seconds[name], seconds["plain"]) for name in steps]
@@ -278,7 +278,7 @@ def rows_of_guard(repeats: int) -> list[dict]:
 
     After the first three steps, at shapes that are known. The mean is over fifty steps, of which one looks at rows.
     """
-    rows, seldom, spent = [], guard.SELDOM, [0.0]
+    rows, seldom, spent = [], mixing.SELDOM, [0.0]
 
     def timing(function: Callable) -> Callable:
         def timed(*args, **kwargs):
@@ -290,19 +290,19 @@ def rows_of_guard(repeats: int) -> list[dict]:
 
         return timed
 
-    checks = ((guard.Guard, "judge"), (recorder, "state"), (recorder.Recorder, "_find_leaves"), (Private, "check"))
+    checks = ((mixing.Guard, "_judge"), (mixing, "state"), (recorder.Recorder, "_find_leaves"), (Private, "check"))
     for case, make in CASES.items():
         model, ids = make()
         step = whole(model, ids, noise_multiplier=1.0, seed=0)
 
         def every(look: int, step=step) -> Callable[[], object]:
             def steps():
-                guard.SELDOM = look
+                mixing.SELDOM = look
                 step()
 
             return steps
 
-        for _ in range(guard.FIRST):
+        for _ in range(mixing.FIRST):
             step()
         seconds = cpu_seconds({"never": every(10**9), "each": every(1)}, repeats)
         with contextlib.ExitStack() as stack:
@@ -316,7 +316,7 @@ def rows_of_guard(repeats: int) -> list[dict]:
         mean = [check + look / seldom for check, look in zip(each, looks, strict=True)]
         for what, some in (("in each step", each), ("a look at rows", looks), ("mean of a step", mean)):
             rows.append(timed("guard", case, what, some, seconds["never"]))
-    guard.SELDOM = seldom
+    mixing.SELDOM = seldom
     return rows
 
 

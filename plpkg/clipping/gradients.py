@@ -21,7 +21,7 @@ import torch
 from plpkg.clipping.batches import batch_size, examples, leaves, numbered
 from plpkg.clipping.clip import Clip, check_finite, clip_dense
 from plpkg.clipping.execution import EXECUTIONS, Execution
-from plpkg.clipping.guard import Guard
+from plpkg.clipping.mixing import Guard
 from plpkg.clipping.planner import Plan, Watched, cheapest, watch
 from plpkg.clipping.recorder import Recorder
 from plpkg.validation import one_of
@@ -49,7 +49,7 @@ def clipped_gradients(
     loss_per_example
         ``loss_per_example(model, batch)`` gives one loss an example, ``(batch,)``; an example's loss depends on that
         example alone, which is checked in the first steps, at new shapes, and now and then
-        (:mod:`plpkg.clipping.guard`).
+        (:mod:`plpkg.clipping.mixing`).
     batch
         A tensor, or tensors in tuples, lists and mappings; the first dimension of each is the batch.
     max_grad_norm
@@ -163,7 +163,7 @@ class Step:
         """The gradients as ghost clipping computes them, and what lived when; the rows are verified before."""
         count = batch_size(self.batch)
         with self.recorder.watch(count):
-            self.recorder.verify(self._losses(self.batch, count))
+            self.recorder.guard.verify(self._losses(self.batch, count), self.recorder.passing)
         return watch(self.recorder.model, partial(self.recorded, verify=False))
 
     def auto(self) -> Gradients:

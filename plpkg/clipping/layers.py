@@ -6,7 +6,7 @@ mixes examples, or depends on them in another way than through its gradient, is 
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,15 +14,48 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 from torch.func import functional_call, vjp, vmap
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers.pytorch_utils import Conv1D
 
 from plpkg.clipping.dropout import Kept
 from plpkg.clipping.factors import Outer
-from plpkg.clipping.rows import OWN, Rows, alike, float_tensors
 
 Contributions = dict[str, Outer | torch.Tensor]
 """By the parameter's name in its module: factors, or the gradients themselves, ``(batch, *shape)``."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How many rows a tensor has for each example.
+
+    ``shared``: for all examples together. ``apart``: the tensor has no batch dimension; its one row is a position.
+    ``own`` says, where it is known, which of the tensors that the layer read grow with the examples.
+    """
+
+    each: int = 1
+    shared: bool = False
+    apart: bool = False
+    own: tuple[bool, ...] | None = None
+
+    def fit(self, tensor: torch.Tensor, batch: int) -> bool:
+        """Whether a tensor has as many."""
+        return tensor.ndim > 0 and len(tensor) == (self.each if self.shared else batch * self.each)
+
+    def given(self, tensor: torch.Tensor, batch: int) -> torch.Tensor:
+        """What a layer gave, with rows for each example: the shared ones are repeated, without memory."""
+        if not self.shared:
+            return tensor
+        one = self.each == 1 and not self.apart
+        return tensor.expand(batch, *(tensor.shape[1:] if one else tensor.shape))
+
+    def by_example(self, tensor: torch.Tensor, batch: int) -> torch.Tensor:
+        """``(batch, …)``; if an example has several rows, ``(batch, each, …)``."""
+        if self.shared or len(tensor) == self.each == 1:
+            return Rows(self.each, shared=True).given(tensor, batch)
+        return tensor if self.each == 1 else tensor.unflatten(0, (batch, self.each))
+
+
+OWN, EVERYBODYS = Rows(), Rows(shared=True)
 
 
 @dataclass(frozen=True)
@@ -177,6 +210,59 @@ def rule_for(module: nn.Module) -> Callable[[Call], Contributions]:
     return any_layer
 
 
+@dataclass(frozen=True)
+class Site:
+    """A layer with parameters that learn: ``keys`` maps their names in the layer to their names in the model."""
+
+    name: str
+    module: nn.Module
+    rule: Callable
+    keys: dict[str, str]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [self.module.get_parameter(name) for name in self.keys]
+
+    def contributions(self, call: Call, precision: torch.autocast) -> Iterator[tuple[str, Outer | torch.Tensor]]:
+        """What a call adds to each parameter's per-sample gradients, by the parameter's name in the model."""
+        try:
+            with precision:  # a rule may run the layer; sums and norms are not for autocast to round
+                parts = self.rule(call)
+        except (NotImplementedError, ValueError) as error:
+            raise type(error)(f"{self}: {error}") from error
+        for name, part in parts.items():
+            if isinstance(part, torch.Tensor):
+                part = part.to(torch.promote_types(part.dtype, torch.float32))
+            yield self.keys[name], part
+
+    def __str__(self) -> str:
+        return f"{self.name or 'the model'} ({type(self.module).__name__})"
+
+
+def sites(model: nn.Module, names: Mapping[int, str]) -> list[Site]:
+    """The layers that own the parameters that learn, in the model's order.
+
+    Parameters
+    ----------
+    names
+        The learning parameters' names by their ``id``.
+    """
+    learning, covered = [], set()
+    for name, module in model.named_modules():
+        if module in covered:
+            continue
+        unit = isinstance(module, UNITS)
+        keys = {n: names[id(p)] for n, p in module.named_parameters(recurse=unit) if id(p) in names}
+        if unit:
+            covered |= set(module.modules())
+        else:  # what a layer below owns as well is counted there
+            below = {id(p) for child in module.children() for p in child.parameters()}
+            keys = {n: key for n, key in keys.items() if id(module._parameters[n]) not in below}
+        if keys:
+            learning.append(Site(name, module, any_layer if unit else rule_for(module), keys))
+    return learning
+
+
 def refusal(module: nn.Module) -> str | None:
     """Why a layer's examples cannot be told apart, or depend on each other, or ``None``."""
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -205,6 +291,19 @@ def refusal(module: nn.Module) -> str | None:
     elif isinstance(module, nn.MultiheadAttention) and not module.batch_first and module.out_proj.weight.requires_grad:
         return "has batch_first=False; the first dimension must be the batch"
     return None
+
+
+def check_layers(model: nn.Module) -> None:
+    """Refuse what mixes examples, or cannot tell them apart.
+
+    Raises
+    ------
+    ValueError
+        The message names the layer.
+    """
+    for name, module in model.named_modules():
+        if reason := refusal(module):
+            raise ValueError(f"{name or 'the model'} ({type(module).__name__}) {reason}")
 
 
 def scale_offset(module: nn.Module) -> int | None:
@@ -305,3 +404,17 @@ REFUSED: Mapping[str, str] = {
 """PEFT's layers by name, which need not be loaded."""
 UNITS = (nn.MultiheadAttention,)
 """Layers that use their children's parameters without calling the children."""
+
+
+def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal but for rounding, in half precision too."""
+    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-2, atol=1e-2 * one.abs().max().item())
+
+
+def float_tensors(output: object) -> list[torch.Tensor]:
+    """The tensors among what a layer returned that a gradient can come back to."""
+    return [leaf for leaf in tree_leaves(output) if is_float(leaf)]
+
+
+def is_float(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()

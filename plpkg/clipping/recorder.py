@@ -1,15 +1,15 @@
-"""Watching a model's layers during a backward pass, and clipping with what was seen.
+"""One backward pass gives every example's gradient: layers are watched, clipped, and added up.
 
-Each layer with parameters that learn is called with its parameters frozen, and its output goes through a *tap*
-(:mod:`plpkg.clipping.taps`). So autograd computes no weight gradient at all; what the taps report goes to
-the backward pass that is under way (:mod:`plpkg.clipping.passes`): norms from the factors, and later the one sum.
+A layer with parameters that learn is called with them frozen, so that autograd computes no weight gradient at all. Its
+output goes through a *tap*: an identity whose backward hands on what the layer read, and its output's gradient. From
+the two follow the per-sample gradients (:mod:`plpkg.clipping.layers`), as factors where they are matrices. A *pass*
+takes them: :class:`NormPass` the norms, and the sums of what is kept until the norms are known; :class:`SumPass`, a
+second backward pass, the sums that nothing was kept for. :class:`Recorder` puts taps behind a model's layers and runs
+the passes; a guard sees to it that examples stay apart (:mod:`plpkg.clipping.mixing`).
 
-Recording in the backward pass alone is what makes reuse, ties and both kinds of gradient checkpointing come out
-right: every node of the graph reports once, however often its forward was run. A parameter that is used past its
-layer (``F.linear(h, embedding.weight)``) gets a gradient from autograd itself; that is noticed, and refused.
-
-What a layer's rows are, and that nothing changes silently from step to step, a guard sees to
-(:mod:`plpkg.clipping.guard`).
+Each node of the graph reports once, however often its forward was run: so reuse, ties and both kinds of gradient
+checkpointing come out right. A parameter that is used past its layer (``F.linear(h, embedding.weight)``) gets a
+gradient from autograd itself; that is noticed, and refused.
 
 Left out: what a layer hands on in another way than by returning it (an auxiliary loss that it keeps as an attribute);
 a loss that uses other examples' numbers without a gradient; compiled models.
@@ -17,23 +17,255 @@ a loss that uses other examples' numbers without a gradient; compiled models.
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import is_fake
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from plpkg.clipping.batches import leaves
-from plpkg.clipping.clip import Clip
+from plpkg.clipping import factors
+from plpkg.clipping.clip import Clip, check_finite
 from plpkg.clipping.dropout import Kept
 from plpkg.clipping.execution import Execution
-from plpkg.clipping.guard import Guard, check_layers, state
-from plpkg.clipping.layers import Call, any_layer
-from plpkg.clipping.passes import NormPass, RowPass, SumPass
-from plpkg.clipping.rows import Probe, float_tensors
-from plpkg.clipping.taps import Site, sites, tap
+from plpkg.clipping.factors import Outer
+from plpkg.clipping.layers import Call, Rows, Site, any_layer, check_layers, float_tensors, sites
+from plpkg.clipping.mixing import Guard, Probe, RowPass
+
+# Taps
+
+
+class _Tap(torch.autograd.Function):
+    """Hands on the first ``count`` tensors as they are, and reports in the backward pass. The others are saved."""
+
+    @staticmethod
+    def forward(ctx, report, count, anchor, *tensors):
+        ctx.report, ctx.others = report, len(tensors) - count
+        ctx.save_for_backward(*tensors[count:])  # lets checkpointing recompute them
+        return tuple(tensor.detach() for tensor in tensors[:count])
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        ctx.report(ctx.saved_tensors, gradients)
+        return None, None, None, *gradients, *[None] * ctx.others
+
+
+def tap(
+    site: Site,
+    batch: int,
+    rows: Rows,
+    args: tuple,
+    kwargs: dict,
+    output,
+    masks: Sequence[torch.Tensor],
+    wanted: Callable[[Site], tuple[str, ...]],
+    see: Callable[[Site, Call, torch.autocast], None],
+):
+    """Let a layer's output through; its backward tells what the layer read and what gradient came.
+
+    Parameters
+    ----------
+    site, args, kwargs, output, masks
+        The layer, what it was called with, what it gave, and what it dropped.
+    batch, rows
+        Examples, and which rows of the output are theirs.
+    wanted
+        Asked in the backward pass which of the site's parameters to report; nothing is reported for none.
+    see
+        Told then: the site, the call, and the precision that the forward pass ran in.
+
+    Returns
+    -------
+    The output with its tensors tapped, each with rows of its own for each example; ``None``, which leaves a hook's
+    output as it is, where no gradient will come.
+    """
+    if not torch.is_grad_enabled():
+        return None
+    leaves, structure = tree_flatten((args, kwargs))
+    results, shape = tree_flatten(output)
+    places = [i for i, leaf in enumerate(results) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    # What is the same for all examples gets a gradient of its own for each of them.
+    outputs = [rows.given(results[i], batch) for i in places]
+    inputs = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    again = [_by_example(rows, tensor.detach(), batch) for tensor in outputs] if site.rule is any_layer else []
+    device = outputs[0].device.type
+    precision = dict(dtype=torch.get_autocast_dtype(device), enabled=torch.is_autocast_enabled(device))
+    others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+
+    def report(saved: Sequence[torch.Tensor], gradients: tuple[torch.Tensor, ...]) -> None:
+        if names := wanted(site):
+            rest = iter(saved)
+            filled = [next(rest) if known else other for known, other in zip(tensors, others, strict=True)]
+            args, kwargs = tree_unflatten(filled, structure)
+            gave, dropped = tuple(islice(rest, len(again))), tuple(rest)
+            by_example = tuple(_by_example(rows, gradient, batch) for gradient in gradients)
+            call = Call(site.module, names, args, kwargs, by_example, batch, rows, gave, dropped)
+            see(site, call, torch.autocast(device, **precision))
+
+    anchor = torch.zeros(0, requires_grad=True)  # so that the first layer's output has a gradient, too
+    tapped = _Tap.apply(report, len(places), anchor, *outputs, *inputs, *again, *masks)
+    for place, tensor in zip(places, tapped, strict=True):
+        results[place] = tensor
+    return tree_unflatten(results, shape)
+
+
+def _by_example(rows: Rows, given: torch.Tensor, batch: int) -> torch.Tensor:
+    return given if rows.shared else rows.by_example(given, batch)
+
+
+# Passes
+
+
+@dataclass(eq=False)
+class ClipGroup:
+    """Parameters that are scaled by one norm, to ``limit``: all of them, or a layer's."""
+
+    limit: float
+    waiting: set[str] = field(default_factory=set)  # those whose gradients are not known
+    square: torch.Tensor | None = None  # (batch,): the squared norm of the others' gradients
+    kept: dict[str, list[Outer] | torch.Tensor] = field(default_factory=dict)  # what their sums are to be made of
+
+
+class NormPass:
+    """The norm of each example's gradient, and the sums of what is kept.
+
+    Parameters
+    ----------
+    layers
+        The layer of each parameter; ``per_layer`` scales by it.
+    uses
+        How often each parameter's layers were called.
+    clip, execution
+        What is done with a norm, and what is kept.
+    owners
+        ``(batch,)``: the number of the user to whom each example belongs, if users are clipped and not examples.
+    loss_scale
+        What the losses were multiplied with.
+
+    Attributes
+    ----------
+    sums
+        By parameter, the sums of clipped gradients.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, str],
+        uses: Mapping[str, int],
+        clip: Clip,
+        execution: Execution,
+        owners: torch.Tensor | None = None,
+        loss_scale: float = 1.0,
+    ) -> None:
+        self._uses, self._clip, self._execution, self._loss_scale = uses, clip, execution, loss_scale
+        self._owners, self._members = owners, None if owners is None else factors.members_of(owners)
+        limits = clip.limits(list(dict.fromkeys(layers.values())))
+        groups = {name: ClipGroup(limit) for name, limit in limits.items()}
+        self._groups = {key: groups[layer if clip.local else ""] for key, layer in layers.items()}
+        for key, group in self._groups.items():
+            group.waiting.add(key)
+        self._arrived: dict[str, list[Outer | torch.Tensor]] = {}
+        self._open: list[ClipGroup] = []  # those with a norm that is not complete
+        self._closed: list[ClipGroup] = []
+        self.sums: dict[str, torch.Tensor] = {}
+
+    def wanted(self, site: Site) -> tuple[str, ...]:
+        return tuple(site.keys)
+
+    def report(self, site: Site, call: Call, precision: torch.autocast) -> None:
+        for key, part in site.contributions(call, precision):
+            if key not in self._groups[key].waiting:
+                raise RuntimeError(f"{key} was used more often in the backward pass than its layers were called")
+            self._arrived.setdefault(key, []).append(part)
+            if len(self._arrived[key]) == self._uses[key]:
+                self._settle(key)
+
+    def finish(self, losses: torch.Tensor) -> torch.Tensor:
+        """After the pass: what has not arrived will not. Gives the norms before clipping, ``(batch,)``.
+
+        Raises
+        ------
+        FloatingPointError
+            An example's gradient is not finite.
+        """
+        for key in list(self._arrived):
+            self._settle(key)
+        squares = [group.square for group in (*self._open, *self._closed)]
+        count = len(losses) if self._members is None else len(self._members)
+        norms = sum(squares[1:], squares[0]).sqrt() if squares else losses.new_zeros(count)
+        check_finite(norms, 0, count)
+        for group in list(self._open):
+            self._close(group)
+        return norms
+
+    def _settle(self, key: str) -> None:
+        """All uses of a parameter are known: its norm, and what is kept of it."""
+        parts, group = [self._of_users(part) for part in self._arrived.pop(key)], self._groups[key]
+        outer = [part for part in parts if isinstance(part, Outer)]
+        built = [part for part in parts if not isinstance(part, Outer)]
+        choice = self._execution.choose(key, outer, sum(part.nbytes for part in built))
+        if built or choice.keep == "gradient":
+            built += [factors.instantiate(outer)] if outer else []
+            kept = sum(built[1:], built[0])
+            square = factors.square(kept)
+        else:
+            kept, square = outer, factors.norms_squared(outer, choice.norm)
+        square = square / self._loss_scale**2
+        if group.square is None:
+            group.square = square
+            self._open.append(group)
+        else:
+            group.square = group.square + square
+        group.waiting.remove(key)
+        if self._clip.local or choice.keep != "nothing":
+            group.kept[key] = kept
+        if self._clip.local and not group.waiting:
+            self._close(group)
+
+    def _close(self, group: ClipGroup) -> None:
+        """The norm that a group is scaled by is known: add up what was kept of it."""
+        self._open.remove(group)
+        self._closed.append(group)
+        scale = self._clip.factors(group.square, group.limit) / self._loss_scale
+        for key in list(group.kept):
+            self.sums[key] = _weighted_sum(group.kept.pop(key), scale)
+
+    def _of_users(self, part: Outer | torch.Tensor) -> Outer | torch.Tensor:
+        if self._members is None:
+            return part
+        if isinstance(part, Outer):
+            return part.of_users(self._members)
+        return part.new_zeros(len(self._members), *part.shape[1:]).index_add_(0, self._owners.to(part.device), part)
+
+
+class SumPass:
+    """Adds to ``sums`` the gradients of the parameters that it lacks, an example's scaled by its factor."""
+
+    def __init__(self, scale: torch.Tensor, sums: dict[str, torch.Tensor], seen: Callable | None) -> None:
+        self._scale, self._sums, self._done, self._seen = scale, sums, set(sums), seen
+
+    def wanted(self, site: Site) -> tuple[str, ...]:
+        return tuple(name for name, key in site.keys.items() if key not in self._done)
+
+    def report(self, site: Site, call: Call, precision: torch.autocast) -> None:
+        for key, part in site.contributions(call, precision):
+            if self._seen:
+                self._seen(key)
+            part = _weighted_sum([part] if isinstance(part, Outer) else part, self._scale)
+            self._sums[key] = self._sums[key].add_(part) if key in self._sums else part
+
+
+def _weighted_sum(kept: list[Outer] | torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    if isinstance(kept, torch.Tensor):
+        return torch.tensordot(weights.to(kept.dtype), kept, dims=1)
+    first, *others = [use.weighted_sum(weights) for use in kept]
+    return sum(others, first)
+
+
+# The recorder
 
 _WATCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -84,9 +316,7 @@ class Recorder:
         self.recording = False
         self._uses: Counter[str] = Counter()
         self._pass: RowPass | NormPass | SumPass | None = None
-        self._probe, self._probing = Probe(), False
-        self._state: list[tuple] = []
-        self._contents = False  # whether it has them
+        self._probe: Probe | None = None  # which looks at the model now
         self._leaves: dict[int, weakref.ref] = {}  # of the last losses' graph
         self._inside: list[tuple[list[tuple[nn.Parameter, bool]], Kept | None]] = []
         self._hooks = [
@@ -107,7 +337,7 @@ class Recorder:
     @property
     def busy(self) -> bool:
         """Whether a backward pass reports, or the model is being looked at: then its layers are called by us."""
-        return self._probing or self._pass is not None
+        return self._probe is not None or self._pass is not None
 
     def remove(self) -> None:
         """Take the hooks off the model."""
@@ -176,10 +406,10 @@ class Recorder:
         try:
             self._find_leaves(losses)
             if verify:
-                self.verify(losses)
+                self.guard.verify(losses, self.passing)
             while True:
                 norm_pass = NormPass(self.layers, self._uses, clip, execution, owners, loss_scale)
-                with self._passing(norm_pass):
+                with self.passing(norm_pass):
                     (losses * loss_scale).sum().backward(retain_graph=two_passes or loss_scale > 1)
                     self._refuse_stray()
                 try:
@@ -194,25 +424,11 @@ class Recorder:
                 # what the norms were taken of, in half precision by more than an example may move the sum.
                 scale = clip.factors(norms.square(), clip.sensitivity) / loss_scale
                 scale = scale if owners is None else scale[owners.to(scale.device)]
-                with self._passing(SumPass(scale, sums, execution.seen)):
+                with self.passing(SumPass(scale, sums, execution.seen)):
                     (losses * loss_scale).sum().backward()
             return {key: sums.get(key) for key in self.parameters}, norms
         finally:
             self.forget()
-
-    def verify(self, losses: torch.Tensor) -> None:
-        """Some of the losses, ``(batch,)``, go backward alone where the guard wants it.
-
-        Raises
-        ------
-        ValueError
-            They reach others' rows of a layer, or a parameter that nobody clips; the message names it.
-        """
-        if halves := self.guard.halves(losses):
-            for half in halves:
-                with self._passing(RowPass(half)):
-                    losses[half].sum().backward(retain_graph=True)
-            self.guard.verified()
 
     def _refuse_stray(self) -> None:
         """After a backward pass: nothing has come past the layers."""
@@ -258,7 +474,7 @@ class Recorder:
                 p.grad = gradient
 
     @contextmanager
-    def _passing(self, backward_pass: RowPass | NormPass | SumPass) -> Iterator[None]:
+    def passing(self, backward_pass: RowPass | NormPass | SumPass) -> Iterator[None]:
         """What the layers report goes to this pass."""
         self._pass = backward_pass
         try:
@@ -284,43 +500,24 @@ class Recorder:
         """The model is called: look for changes and, for new shapes, find which example owns each row."""
         if not self.recording or module is not self.model:
             return
-        self.guard.judge(module)
-        inputs = leaves([*args, kwargs])
-        if any(map(is_fake, inputs)):
-            return
 
-        self._contents = self.guard.fresh
-        self._state = state(module, contents=self._contents)
-
-        def look(probe: Probe) -> None:
-            self._probe, self._probing = probe, True
+        def run(probe: Probe) -> None:
+            self._probe = probe
             try:
                 probe.run(module.forward, args, kwargs, self.batch)
             finally:
-                self._probing = False
-                self._check_state()
+                self._probe = None
 
-        self._probe = self.guard.probe(inputs, self.batch, look)
+        self.guard.begin(module, args, kwargs, self.batch, run)
 
     def _end(self, module, args, output) -> None:
-        if self.recording and module is self.model and self._state:
-            self._check_state()
-
-    def _check_state(self) -> None:
-        """Refuse a forward pass that has changed something."""
-        known, self._state = self._state, state(self.model, contents=self._contents)
-        if known != self._state:
-            names = {module: name for name, module in self.model.named_modules()}
-            moved = [".".join(filter(None, (names[old[0]], old[1]))) for old in known if old not in self._state]
-            raise ValueError(
-                f"{', '.join(moved)}: the model changes this as it reads examples, and keeps something of them without "
-                "noise: let it stand still, or be set up with public examples before"
-            )
+        if self.recording and module is self.model:
+            self.guard.still(module)
 
     def _before(self, site: Site):
         def hook(module, args):
             if self.recording and module is site.module:  # a copy of the model has copies of the hooks
-                kept = Kept() if site.rule is any_layer and not self._probing else None
+                kept = Kept() if site.rule is any_layer and not self._probe else None
                 self._inside.append(([(p, p.requires_grad) for p in site.parameters], kept))
                 for p in site.parameters:
                     p.requires_grad_(False)
@@ -339,14 +536,14 @@ class Recorder:
             if output is None:  # an exception passes: checkpointing stops a recomputation with one
                 return None
             given = float_tensors(output)
-            if self._probing:
+            if self._probe:
                 read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
                 return self._probe.see(label, read, output)
             if not given:
                 raise NotImplementedError(
                     f"{label} gave a {type(output).__name__} without tensors that can be followed"
                 )
-            rows = self._probe.rows(label, given, self.batch)
+            rows = self.guard.rows(label, given, self.batch)
             if self._pass is None:  # else the layer is run again for a checkpoint
                 self._uses.update(site.keys.values())
                 self.guard.see(label, given)

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from plpkg.backbones import random_backbone
-from plpkg.clipping import clipped_gradients, factors, guard, plan
+from plpkg.clipping import clipped_gradients, factors, mixing, plan
 from plpkg.clipping.clip import Clip
 from plpkg.clipping.factors import Outer
 from plpkg.clipping.gradients import _watching
@@ -94,7 +94,7 @@ def loss(model, ids):
 
 
 def peak(model, ids, execution):
-    for _ in range(guard.FIRST):  # in which the guard holds the graph
+    for _ in range(mixing.FIRST):  # in which the guard holds the graph
         clipped_gradients(model, loss, ids, 1.0, execution)
     with MemoryTimeline() as timeline:
         timeline.track(model)
@@ -104,7 +104,7 @@ def peak(model, ids, execution):
 
 @pytest.fixture
 def unguarded(monkeypatch):
-    monkeypatch.setattr(guard, "SELDOM", 10**9)  # nor does it look by chance
+    monkeypatch.setattr(mixing, "SELDOM", 10**9)  # nor does it look by chance
 
 
 @pytest.mark.usefixtures("unguarded")

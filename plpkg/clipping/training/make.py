@@ -130,7 +130,7 @@ def make_private(
     Notes
     -----
     The model carries hooks until :meth:`Private.remove`: save its ``state_dict()``, not the object. In each forward
-    pass a guard (:mod:`plpkg.clipping.guard`) sees that nothing has changed under the training that would breach it.
+    pass a guard (:mod:`plpkg.clipping.mixing`) sees that nothing has changed under the training that would breach it.
 
     Several processes (``torchrun``, ``accelerate launch``): give each the model itself and the whole data set. Each
     takes its share of every sample, and all have the sum of all and the same parameters.

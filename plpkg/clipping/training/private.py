@@ -18,7 +18,7 @@ from plpkg.clipping.batches import leaves, numbered
 from plpkg.clipping.clip import Clip, clip_dense
 from plpkg.clipping.execution import Execution
 from plpkg.clipping.gradients import check_losses, zeros_for
-from plpkg.clipping.guard import modules_of
+from plpkg.clipping.mixing import modules_of
 from plpkg.clipping.recorder import Recorder
 from plpkg.clipping.training.accounting import Mechanism, spent
 from plpkg.clipping.training.criterion import OwnLoss, PrivateCriterion, PrivateLoss

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from plpkg.clipping import clipped_gradients, dataflow, guard, published
+from plpkg.clipping import clipped_gradients, dataflow, mixing, published
 from plpkg.clipping.memory.costs import COMPARED, our_step, stack_costs, two_layer_table
 from plpkg.memory import MIB, MemoryTimeline
 
@@ -21,7 +21,7 @@ def small_stack():
 
 @pytest.mark.parametrize("execution", COMPARED)
 def test_fake_and_real_agree(execution, monkeypatch):
-    monkeypatch.setattr(guard, "SELDOM", 10**9)  # the guard's own backward passes are not counted
+    monkeypatch.setattr(mixing, "SELDOM", 10**9)  # the guard's own backward passes are not counted
     cost = small_stack().by_execution[execution]
     model = nn.Sequential(nn.Linear(40, 30, bias=False), nn.Linear(30, 20, bias=False))
     x = torch.randn(B, T, 40)
@@ -29,7 +29,7 @@ def test_fake_and_real_agree(execution, monkeypatch):
     def loss(model, x):
         return model(x).square().mean((1, 2))
 
-    for _ in range(guard.FIRST if execution != "sgd" else 0):
+    for _ in range(mixing.FIRST if execution != "sgd" else 0):
         clipped_gradients(model, loss, x, 1.0, execution)
     with FlopCounterMode(display=False) as counter, MemoryTimeline(label_saved=False) as timeline:
         timeline.track(model, x)

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
@@ -11,9 +11,9 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from plpkg.backbones import random_backbone
-from plpkg.clipping import clipped_gradients, guard as guards, make_private
-from plpkg.clipping.guard import Guard
-from plpkg.clipping.passes import RowPass
+from plpkg.clipping import clipped_gradients, make_private, mixing as guards
+from plpkg.clipping.mixing import Guard
+from plpkg.clipping.recorder import RowPass
 from plpkg.clipping.training import processes
 
 from preloaded import Process
@@ -91,16 +91,25 @@ def test_a_gate_that_opens_later_is_seen_at_random(monkeypatch):
 
 
 def test_one_step_in_fifty_is_looked_at():
-    guard, losses, draws = Guard(), torch.zeros(6), 20_000
+    guard, losses, draws, seen = Guard(), torch.zeros(6, requires_grad=True), 20_000, []
+
+    def passing(row_pass):
+        seen.append(row_pass._half)
+        return nullcontext()
+
     for _ in range(guards.FIRST):
-        halves = guard.halves(losses)
-        together = torch.stack(halves)
+        seen.clear()
+        guard.verify(losses, passing)
+        together = torch.stack(seen)
         assert all((together[:, i] != together[:, j]).any() for i in range(6) for j in range(i))  # all are told apart
-        guard.verified()
-    seen = [half for _ in range(draws) for half in guard.halves(losses)]
+    seen.clear()
+    for _ in range(draws):
+        guard.verify(losses, passing)
     assert len(seen) / draws == pytest.approx(1 / 50, abs=sampling_error(1 / 50 * 49 / 50, draws))
     assert {half.sum().item() for half in seen} == {3}
-    assert guard.halves(losses[:1]) == []
+    seen.clear()
+    Guard().verify(losses[:1], passing)
+    assert not seen
 
 
 def test_what_is_looked_at_again(passes):
