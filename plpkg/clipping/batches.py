@@ -58,3 +58,20 @@ def numbered(users: torch.Tensor | Sequence[Hashable], count: int) -> torch.Tens
         raise ValueError(f"users must name whose each of {count} examples is, got {len(names)}")
     numbers: dict[Hashable, int] = {}
     return torch.tensor([numbers.setdefault(name, len(numbers)) for name in names], dtype=torch.int64)
+
+
+def check_losses(losses: object, count: int) -> None:
+    """One loss an example, or a sentence.
+
+    Raises
+    ------
+    ValueError
+        Another shape, no gradient, or not a tensor.
+    """
+    if not isinstance(losses, torch.Tensor):
+        raise ValueError(f"the losses must be a tensor with one loss an example, got {type(losses).__name__}")
+    if losses.shape != (count,):
+        hint = " (a reduced loss? take reduction='none' and each example's own mean)" if losses.ndim == 0 else ""
+        raise ValueError(f"the losses must be one an example, of shape ({count},), got {tuple(losses.shape)}{hint}")
+    if not losses.requires_grad:
+        raise ValueError("the losses do not depend on any parameter that learns")

@@ -135,3 +135,9 @@ def check_finite(norms: torch.Tensor, first: int, batch: int) -> None:
     if not is_fake(norms) and not norms.isfinite().all():
         bad = (~norms.isfinite()).nonzero().flatten().tolist()
         raise FloatingPointError(f"the gradient of example {first + bad[0]} of {batch} is not finite")
+
+
+def zeros_for(parameter: torch.Tensor) -> torch.Tensor:
+    """Zeros of a parameter's shape, at least float32."""
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)

@@ -18,8 +18,8 @@ from types import FunctionType, MethodType
 
 import torch
 
-from plpkg.clipping.batches import batch_size, examples, leaves, numbered
-from plpkg.clipping.clip import Clip, check_finite, clip_dense
+from plpkg.clipping.batches import batch_size, check_losses, examples, leaves, numbered
+from plpkg.clipping.clip import Clip, check_finite, clip_dense, zeros_for
 from plpkg.clipping.execution import EXECUTIONS, Execution
 from plpkg.clipping.mixing import Guard
 from plpkg.clipping.planner import Plan, Watched, cheapest, watch
@@ -214,26 +214,3 @@ def _identity(value: object, *, inside: bool = False) -> Hashable:
     if isinstance(value, partial):
         return _identity(value.func), *map(type, value.args), *value.keywords
     return (value.shape[1:], value.dtype) if isinstance(value, torch.Tensor) else type(value)
-
-
-def zeros_for(parameter: torch.Tensor) -> torch.Tensor:
-    """Zeros of a parameter's shape, at least float32."""
-    dtype = torch.promote_types(parameter.dtype, torch.float32)
-    return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
-
-
-def check_losses(losses: object, count: int) -> None:
-    """One loss an example, or a sentence.
-
-    Raises
-    ------
-    ValueError
-        Another shape, no gradient, or not a tensor.
-    """
-    if not isinstance(losses, torch.Tensor):
-        raise ValueError(f"the losses must be a tensor with one loss an example, got {type(losses).__name__}")
-    if losses.shape != (count,):
-        hint = " (a reduced loss? take reduction='none' and each example's own mean)" if losses.ndim == 0 else ""
-        raise ValueError(f"the losses must be one an example, of shape ({count},), got {tuple(losses.shape)}{hint}")
-    if not losses.requires_grad:
-        raise ValueError("the losses do not depend on any parameter that learns")

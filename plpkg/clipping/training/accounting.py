@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from opacus.accountants import IAccountant, create_accountant
 from opacus.accountants.utils import get_noise_multiplier
@@ -47,6 +48,10 @@ class Mechanism:
     users: int | None = None
     epoch: int | None = None
 
+    def __post_init__(self) -> None:
+        if not callable(self.noise_multiplier):
+            number("noise_multiplier", self.noise_multiplier)
+
     def at(self, step: int) -> "Mechanism":
         """The mechanism of a step, with numbers for C and σ.
 
@@ -55,10 +60,12 @@ class Mechanism:
         ValueError
             A function gave something else.
         """
+        if not callable(self.noise_multiplier) and not callable(self.max_grad_norm):
+            return self
         sigma, norm = (f(step) if callable(f) else f for f in (self.noise_multiplier, self.max_grad_norm))
-        return replace(self, noise_multiplier=number("noise_multiplier", sigma), max_grad_norm=norm)
+        return replace(self, noise_multiplier=sigma, max_grad_norm=norm)
 
-    @property
+    @cached_property
     def clip(self) -> Clip:
         return Clip(self.max_grad_norm, self.clipping)
 

@@ -14,10 +14,9 @@ import torch
 from opacus.accountants import create_accountant
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from plpkg.clipping.batches import leaves, numbered
-from plpkg.clipping.clip import Clip, clip_dense
+from plpkg.clipping.batches import check_losses, leaves, numbered
+from plpkg.clipping.clip import Clip, clip_dense, zeros_for
 from plpkg.clipping.execution import Execution
-from plpkg.clipping.gradients import check_losses, zeros_for
 from plpkg.clipping.mixing import modules_of
 from plpkg.clipping.recorder import Recorder
 from plpkg.clipping.training.accounting import Mechanism, spent
