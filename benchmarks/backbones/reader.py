@@ -36,7 +36,7 @@ from plpkg.backbones import READER_POSITIONS, load_backbone
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CHECKPOINT = "checkpoint.pt"
 PADDING, TEXT, ANSWER = 0, 1, 2
-WEIGHTS = {"answers": 1.0, "first": 1.0, "text": 0.3, "divergence": 2.0}
+WEIGHTS = {"answers": 1.0, "first": 1.0, "text": 0.3}
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,8 @@ def train(recipe: Recipe, out: Path, until: int) -> None:
             expected = logits(small, plain, everywhere).log_softmax(-1)
         found = logits(base, plain, everywhere).log_softmax(-1)
         parts["divergence"] = kl_div(found, expected, log_target=True, reduction="batchmean")
-        sum(WEIGHTS[name] * part for name, part in parts.items()).backward()
+        held = max(2.0, 6 * step / recipe.steps)  # first it learns to read, then it is held the closer
+        sum((WEIGHTS | {"divergence": held})[name] * part for name, part in parts.items()).backward()
         norm = torch.nn.utils.clip_grad_norm_(weights, 1.0)
         log.append({"step": step + 1} | {name: round(part.item(), 5) for name, part in parts.items()})
         return log[-1]["answers"] if torch.isfinite(norm) else norm.item()

@@ -170,7 +170,7 @@ def imitate_ladder(
     finals, tokens
         ``(n, hidden + numbers)`` and ``(n,)``: what the cloud sent, and what the device chose from it.
     times
-        ``(n, vocab)``, of a device that samples with the cloud's random numbers (``wire.sampling.race``): each token
+        ``(n, vocab)``, of a device that samples with the cloud's random numbers (``wire.writing.race``): each token
         i then tells that ``logit_i - logit_j >= log time_i - log time_j`` for all j. Logits that are off by δ break
         such a bound with a probability of the order of δ; what a token without times tells of them is of δ²'s.
     temperature

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from plpkg.decoding import rope_changes
 from plpkg.retention.cache import EvictingCache, UnitStore
 from plpkg.retention.eviction import Eviction
 from plpkg.retention.reading import PrefillResult
-from plpkg.retention.rotary import changes_beyond
 from plpkg.retention.scorers import Scorer
 from plpkg.retention.watch import evaluating
 from plpkg.validation import whole_number
@@ -124,10 +124,10 @@ def chunked_prefill(
 
 def _warn_of_frequencies(model, seq: int, budget: int, chunk_size: int, local_len: int, positions: str) -> None:
     """Say so if the chunks of one prompt are computed with different frequencies."""
-    changing, first = changes_beyond(model), min(chunk_size, max(0, seq - local_len) or seq)
-    if changing is None or first == seq:
+    changes, first = rope_changes(model.config), min(chunk_size, max(0, seq - local_len) or seq)
+    if not changes or first == seq:
         return
-    kind, limit = changing
+    kind, limit = min(changes, key=lambda change: change[1])
     reach = seq if positions == "original" else min(seq, budget + max(chunk_size, local_len))
     if reach > limit and not (kind == "longrope" and positions == "original" and first > limit):
         warnings.warn(

@@ -83,12 +83,3 @@ def _turn_halves(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> to
     turned[..., :half].addcmul_(keys[..., half:], sin[..., :half], value=-1)
     turned[..., half:].addcmul_(keys[..., :half], sin[..., half:])
     return turned
-
-
-def changes_beyond(model: nn.Module) -> tuple[str, int] | None:
-    """The kind of rotary positions, and the length beyond which a model's frequencies are others; most never change."""
-    angles = getattr(model.get_decoder(), "rotary_emb", None)
-    kind = getattr(angles, "rope_type", None)
-    if kind == "longrope":
-        return kind, angles.config.rope_parameters["original_max_position_embeddings"]
-    return (kind, angles.original_max_seq_len) if kind == "dynamic" else None

@@ -21,6 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from plpkg.adapters import Adapter, require_fit, targets, validate_adapter
+from plpkg.decoding import rope_changes
 from plpkg.serving.attention import KeyValues, Row, packed
 from plpkg.serving.prefixes import Prefixes
 from plpkg.serving.requests import Request, Running
@@ -321,13 +322,5 @@ class Engine:
 
 def _positions(config) -> int:
     """The longest text; where rotary tables grow with the longest of a batch, only as far as they do not."""
-    config = config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    limits = [getattr(config, "max_position_embeddings", None) or sys.maxsize]
-    for each in (
-        rope,
-        *(kind for kind in rope.values() if isinstance(kind, dict)),
-    ):  # one for each kind of layer, or one
-        if each.get("rope_type") in ("dynamic", "longrope"):
-            limits.append(each.get("original_max_position_embeddings") or limits[0])
-    return min(limits)
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    return min([longest, *(length for _, length in rope_changes(config))])

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
 from plpkg.adapters import Adapter
+from plpkg.decoding import warpers
 from plpkg.serving.attention import KeyValues
 from plpkg.validation import number, whole_number
 
@@ -98,11 +98,9 @@ class Running:
         request = self.request
         if request.temperature == 0:
             return int(scores.argmax())
-        warpers = LogitsProcessorList([TemperatureLogitsWarper(float(request.temperature))])
-        if request.top_p < 1:
-            warpers.append(TopPLogitsWarper(float(request.top_p)))
+        warp = warpers(temperature=request.temperature, top_p=request.top_p)
         scores = (scores - scores.max()).double().cpu()  # so that no temperature makes them infinite
-        warped = warpers(torch.tensor([self.ids]), scores[None])
+        warped = warp(torch.tensor([self.ids]), scores[None])
         return int(torch.multinomial(warped.softmax(-1), 1, generator=self.generator))
 
     def ended(self, ends: set[int], tokenizer) -> str | None:

@@ -24,7 +24,7 @@ from plpkg.residual.attacks import (
     token_accuracy,
 )
 from plpkg.residual.methods import LadderConfig
-from plpkg.residual.wire.sampling import race
+from plpkg.residual.wire.writing import race
 from tests.residual.conftest import backbone, normal
 
 from direct import Direct

@@ -11,7 +11,7 @@ from transformers import TextStreamer
 from plpkg.residual.drafts import chosen
 from plpkg.residual.wire.connection import RefusedError
 from plpkg.residual.wire.device import DeviceClient
-from plpkg.residual.wire.sampling import warpers
+from plpkg.residual.wire.writing import warpers
 from plpkg.validation import whole_number
 
 

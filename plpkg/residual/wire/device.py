@@ -24,11 +24,12 @@ import torch
 from peft import PeftModel
 
 from plpkg.catalog import Link
+from plpkg.decoding import rope_changes
 from plpkg.residual import drafts
 from plpkg.residual.device_part import DeviceCache
 from plpkg.residual.drafts import Draft
 from plpkg.residual.parts import split
-from plpkg.residual.wire import sampling
+from plpkg.residual.wire import writing
 from plpkg.residual.wire.certificates import require_protection
 from plpkg.residual.wire.connection import Connection, Counter, SessionLostError
 from plpkg.residual.wire.relay import Relay
@@ -206,9 +207,9 @@ class DeviceClient:
             It does not want to: a sequence too long, say.
         """
         choice = dict(do_sample=do_sample, temperature=temperature, top_k=top_k, top_p=top_p)
-        sampling.warpers(max_new_tokens, **choice)  # refuses what cannot be
+        writing.warpers(max_new_tokens, **choice)  # refuses what cannot be
         whole_number("draft_tokens", draft_tokens, 0)
-        ids, ends = self._checked(input_ids, more=max_new_tokens - 1), sampling.ends(self._model, eos_token_id)
+        ids, ends = self._checked(input_ids, more=max_new_tokens - 1), writing.ends(self._model, eos_token_id)
         guess, ahead = drafts.chosen(draft, tokenizer), draft == "backbone"
         if draft is not None and len(ids) > 1:
             raise ValueError(f"draft={draft!r} is for one sequence, got {len(ids)}: they would not keep pace")
@@ -217,13 +218,13 @@ class DeviceClient:
         vocab = self.part.embedding.num_embeddings
         self._require_finite()
         text = Writing(ids, max_new_tokens, ends, guess, vocab, ahead, generator, **choice)
-        limit = sampling.reads_anew_beyond(self._model)
+        limit, changes = writing.reads_anew_beyond(self._model), rope_changes(self._model.config)
         cache = self.part.new_cache()
 
         def next_logits() -> tuple[torch.Tensor, list[int]]:
             nonlocal cache
             length = text.ids.shape[1]
-            turns = sampling.guesses_before_rope_turns(self._model, length)
+            turns = writing.guesses_before_rope_turns(changes, length)
             count = max(0, min(draft_tokens, text.room, self._connection.max_tokens - length, turns))
             written = count if ahead and (cache.seen or not self.part.matrices) else 0
             try:
@@ -307,7 +308,7 @@ class DeviceClient:
         ConnectionError, RefusedError
             As in :meth:`generate`. Whatever is raised, the gradients are as they were before.
         """
-        ids, labels = self._checked(input_ids), sampling.token_ids("labels", labels)
+        ids, labels = self._checked(input_ids), writing.token_ids("labels", labels)
         if labels.shape != ids.shape:
             raise ValueError(f"labels of shape {tuple(labels.shape)} for input_ids of shape {tuple(ids.shape)}")
         self._checked(torch.where(labels == -100, 0, labels), "labels")
@@ -486,7 +487,7 @@ class DeviceClient:
         return unpack(part.data, (self.terms.projections[part.group], *shape, rank), self.dtype)
 
     def _checked(self, ids: torch.Tensor, name: str = "input_ids", *, more: int = 0) -> torch.Tensor:
-        ids = sampling.token_ids(name, ids)
+        ids = writing.token_ids(name, ids)
         vocab, low, high = self.part.embedding.num_embeddings, ids.min().item(), ids.max().item()
         if low < 0 or high >= vocab:
             raise ValueError(f"{name} must be between 0 and vocab - 1 = {vocab - 1}, got {low if low < 0 else high}")

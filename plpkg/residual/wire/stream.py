@@ -17,11 +17,11 @@ from grpc import StatusCode
 from transformers import Cache, DynamicCache
 
 from plpkg.residual.cloud_part import CloudPart, cut_back
-from plpkg.residual.wire import sampling
 from plpkg.residual.wire.connection import BrokenStreamError, Messages, StatusError
 from plpkg.residual.wire.tensors import PRECISIONS, pack, unpack
 from plpkg.residual.wire.terms import Limits, differences
 from plpkg.residual.wire.wire_pb2 import Choice, Final, Hello, Part, Step, Terms, Welcome
+from plpkg.residual.wire.writing import race, warpers
 
 
 class Session:
@@ -325,4 +325,4 @@ def _guess(logits: torch.Tensor, choice: Choice, position: int) -> int:
     if not choice.temperature:
         return logits.argmax(-1).item()
     options = dict(do_sample=True, temperature=choice.temperature, top_k=choice.top_k, top_p=choice.top_p)
-    return sampling.race(sampling.warpers(1, **options)(None, logits.float()), choice.seed, position).item()
+    return race(warpers(1, **options)(None, logits.float()), choice.seed, position).item()

@@ -1,14 +1,25 @@
-"""A text that is being written: how its next token is chosen, and which of some guesses are."""
+"""A text that is being written: how its next token is chosen, which of some guesses are, and what ends it.
 
+A sampled token is the argmax of p / E, where p are the probabilities and E exponential random numbers. Whoever knows
+E and a similar p often finds the same token: so the cloud guesses what the device will sample, and however wrong its
+guesses are, what the device samples is distributed as it should be
+(Daliri, Musco, Suresh 2024, arXiv 2408.07978; the rule of Leviathan et al., arXiv 2211.17192, accepts a little more
+often, but needs the cloud's distributions on the device).
+"""
+
+import math
 import operator
 from collections.abc import Iterator
 from itertools import islice
 
 import torch
+from transformers import LogitsProcessorList, PreTrainedModel
 
+from plpkg import decoding
+from plpkg.decoding import rope_changes
 from plpkg.residual.drafts import Draft
-from plpkg.residual.wire import sampling
 from plpkg.residual.wire.wire_pb2 import Choice
+from plpkg.validation import flag, number, whole_number
 
 
 class Writing:
@@ -27,7 +38,7 @@ class Writing:
     generator
         Of what is sampled.
     **choice
-        As :func:`plpkg.residual.wire.sampling.warpers` takes it.
+        As :func:`warpers` takes it.
 
     Attributes
     ----------
@@ -50,7 +61,7 @@ class Writing:
     ) -> None:
         self.ids, self._stop, self._guess, self._generator = ids, ids.shape[1] + max_new_tokens, guess, generator
         self._vocab = vocab
-        self._warp = sampling.warpers(max_new_tokens, **choice)
+        self._warp = warpers(max_new_tokens, **choice)
         self._ends = torch.tensor(ends, dtype=torch.long)
         self._done = torch.zeros(len(ids), dtype=torch.bool)
         self._sampled = choice.pop("do_sample")
@@ -114,7 +125,89 @@ class Writing:
     def _chosen(self, logits: torch.Tensor) -> torch.Tensor:
         scores = self._warp(self.ids, logits)
         if self.choice is not None:
-            return sampling.race(scores, self.choice.seed, self.ids.shape[1])
+            return race(scores, self.choice.seed, self.ids.shape[1])
         if self._sampled:
             return torch.multinomial(scores.softmax(-1), 1, generator=self._generator)[:, 0]
         return scores.argmax(-1)
+
+
+def warpers(
+    max_new_tokens: int, *, do_sample: bool = False, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+) -> LogitsProcessorList:
+    """What warps logits before a token is sampled; nothing if none is.
+
+    Raises
+    ------
+    ValueError
+        Arguments of :meth:`plpkg.residual.DeviceClient.generate` that cannot be.
+    """
+    whole_number("max_new_tokens", max_new_tokens, 1)
+    flag("do_sample", do_sample)
+    number("temperature", temperature, open_low=do_sample)
+    whole_number("top_k", top_k, 0)
+    number("top_p", top_p, 0, 1, open_low=True)
+    options = dict(temperature=temperature, top_k=top_k, top_p=top_p) if do_sample else {}
+    return decoding.warpers(**options)
+
+
+def race(scores: torch.Tensor, seed: int, position: int) -> torch.Tensor:
+    """A token ``(batch,)`` sampled from logits ``(batch, vocab)``: the same in the same random numbers.
+
+    Parameters
+    ----------
+    seed, position
+        Of the sequence, and of the token in it: they give the random numbers.
+    """
+    generator = torch.Generator().manual_seed((seed + position) % 2**63)
+    times = torch.empty(scores.shape).exponential_(generator=generator).to(scores.device)
+    return (scores.float().softmax(-1) / times).argmax(-1)
+
+
+def ends(model: PreTrainedModel, eos_token_id: int | list[int] | None) -> list[int]:
+    """The tokens that end a sequence: those asked for, or the model's own; -1 for none.
+
+    Raises
+    ------
+    ValueError
+        Something that is no token.
+    """
+    if eos_token_id is None:
+        settings = model.config if model.generation_config is None else model.generation_config
+        eos_token_id = settings.eos_token_id
+    chosen = eos_token_id if isinstance(eos_token_id, list | tuple) else [eos_token_id]
+    return [whole_number("eos_token_id", end, -1) for end in chosen if end is not None]
+
+
+def token_ids(name: str, ids: torch.Tensor) -> torch.Tensor:
+    """``ids`` as int64 on the CPU, if they are whole numbers of shape ``(batch, seq)``.
+
+    Raises
+    ------
+    ValueError
+        They are not.
+    """
+    if not isinstance(ids, torch.Tensor):
+        raise ValueError(f"{name} must be a tensor of shape (batch, seq), got a {type(ids).__name__}")
+    if ids.ndim != 2 or not ids.numel() or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(f"{name} must be whole numbers of shape (batch, seq), got {ids.dtype} of {tuple(ids.shape)}")
+    return ids.to("cpu", torch.long)
+
+
+def reads_anew_beyond(model: PreTrainedModel) -> int | None:
+    """The length beyond which Hugging Face's ``generate`` reads all of a sequence again: Phi-3's, with other RoPE."""
+    limits = [length for kind, length in rope_changes(model.config) if kind == "longrope"]
+    return limits[0] if limits and model.config.model_type in ("phi3", "phimoe") else None
+
+
+def guesses_before_rope_turns(changes: list[tuple[str, int]], length: int) -> float:
+    """How many guesses may follow ``length`` tokens in one pass: with more, RoPE changes for the whole sequence.
+
+    ``changes`` are the model's :func:`plpkg.decoding.rope_changes`.
+    """
+    room = math.inf
+    for kind, limit in changes:
+        if kind == "dynamic":
+            room = min(room, max(0, limit - 1 - length))
+        elif length <= limit:
+            room = min(room, limit - length)
+    return room

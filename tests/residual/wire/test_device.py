@@ -15,7 +15,7 @@ from plpkg import communication
 from plpkg.backbones import FAMILIES
 from plpkg.catalog import ModelShape
 from plpkg.residual import CloudServer, DeviceClient, Limits, PrivateLoraConfig, RefusedError
-from plpkg.residual.wire import connection, sampling
+from plpkg.residual.wire import connection, writing
 from tests.residual.conftest import CUTS, IDS, at_once, cloud_process, precise
 from tests.residual.wire.conftest import LENGTHS, LONG_ROPE, SLIDING, cut_at, expected_tokens, in_order
 
@@ -683,7 +683,7 @@ def test_token_zero_can_end_a_sequence(adapted):
     model = adapted()
     base = model.get_base_model()
     base.config.eos_token_id, base.generation_config.eos_token_id = 7, 0
-    assert sampling.ends(base, None) == [0]
+    assert writing.ends(base, None) == [0]
     base.generation_config.eos_token_id = None
-    assert sampling.ends(base, None) == []
-    assert sampling.ends(base, [3, -1]) == [3, -1]
+    assert writing.ends(base, None) == []
+    assert writing.ends(base, [3, -1]) == [3, -1]

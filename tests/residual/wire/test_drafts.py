@@ -12,7 +12,7 @@ import torch
 from scipy import stats
 
 from plpkg.residual import CloudServer, DeviceClient, Limits, RefusedError, release
-from plpkg.residual.wire import sampling
+from plpkg.residual.wire import writing
 from plpkg.residual.wire.stream import Stream
 from tests.residual.conftest import IDS, SCHEMES, SCHEMES_OF_FAMILIES, at_once, scheme
 from tests.residual.wire.conftest import LENGTHS, cut_at, expected_tokens, in_order
@@ -133,9 +133,9 @@ OPTIONS = [dict(temperature=0.3), dict(temperature=0.5, top_k=3), dict(temperatu
 @pytest.mark.parametrize("options", [{}, *OPTIONS])
 def test_the_race_is_won_as_the_probabilities_say(options):
     logits = torch.linspace(-1, 1, 6)[None]
-    warp = sampling.warpers(1, do_sample=True, **options)
+    warp = writing.warpers(1, do_sample=True, **options)
     p = distribution(logits[0], **options)
-    assert_drawn((sampling.race(warp(None, logits), seed, 7).item(), p) for seed in range(4000))
+    assert_drawn((writing.race(warp(None, logits), seed, 7).item(), p) for seed in range(4000))
 
 
 @pytest.mark.parametrize(
