@@ -10,14 +10,14 @@ Load its ``data/all_data``, the state before LEAF samples and splits: sampling c
 """
 
 import json
-import re
 import reprlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Generic, Self, TypeVar
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from plpkg.corpora.documents import SPLITS, Document, Writer, cuts
 from plpkg.corpora.folder import read_utf8
@@ -49,12 +49,12 @@ def leaf_femnist(path: str | Path) -> dict[str, Images]:
     Raises
     ------
     ValueError
-        Anything malformed, with the file and the place: ``user_data["f0001_41"].x[3]: 783 numbers, expected 784``.
+        Anything malformed, with the file and the place, ``user_data["f0001_41"].x[3]: …``.
     OSError
         The file or folder cannot be read.
     """
     users = {}
-    for file, by_user in _leaf(path, _pixels):
+    for file, by_user in _leaf(path, _Drawn):
         scale = _scale(file, by_user)
         for user, (pixels, labels) in by_user.items():
             pixels /= scale  # in place: two copies of every image may not fit where one does
@@ -71,7 +71,7 @@ def leaf_shakespeare(path: str | Path) -> list[Writer]:
     last 10 % for testing; a document on the border is cut. Documents are named by their place in the user's whole
     text, ``ROMEO[0:8000]``. Path and errors are those of :func:`leaf_femnist`.
     """
-    files = _leaf(path, _texts)
+    files = _leaf(path, _Spoken)
     return mask_scored([_in_time(file, user, texts) for file, users in files for user, texts in users.items()])
 
 
@@ -88,20 +88,69 @@ def _in_time(file: Path, user: str, texts: list[str]) -> Writer:
     return Writer(user, {split: tuple(documents[split]) for split in SPLITS})
 
 
-class _LeafError(ValueError):
-    """What is wrong in a JSON object; the text begins with where in it: ``.x[3]: 783 numbers, expected 784``."""
+class _Samples(BaseModel):
+    """What LEAF has of a user."""
+
+    model_config = ConfigDict(strict=True)
+    x: list
+    y: list
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if len(self.x) != len(self.y) or not self.x:
+            raise ValueError(f"{len(self.x)} samples in x, {len(self.y)} in y")
+        return self
 
 
-@dataclass(frozen=True)
-class _Samples:
-    """A user's ``x`` and ``y`` after their check."""
+class _Drawn(_Samples):
+    x: list[Annotated[list[Annotated[float, Field(ge=0, le=255)]], Field(min_length=SIDE**2, max_length=SIDE**2)]]
+    y: list[Annotated[int, Field(ge=0, lt=CLASSES)]]
 
-    count: int
-    data: object
+    def converted(self) -> tuple[np.ndarray, list[int]]:
+        """The pixels ``(images, 784)`` as they are, float32, and the labels."""
+        return np.array(self.x, dtype=np.float32), self.y
 
 
-def _leaf(path: str | Path, convert: Callable[[list, list], object]) -> Iterator[tuple[Path, dict[str, object]]]:
-    """Every file with what ``convert`` makes of each user's ``x`` and ``y``."""
+class _Spoken(_Samples):
+    x: list[Annotated[str, Field(min_length=WINDOW, max_length=WINDOW)]]
+    y: list[Annotated[str, Field(min_length=1, max_length=1)]]
+
+    def converted(self) -> list[str]:
+        """The texts that the samples are windows of."""
+        texts: list[list[str]] = []
+        awaited = None
+        for window, following in zip(self.x, self.y, strict=True):
+            if window == awaited:
+                texts[-1].append(following)
+            else:
+                texts.append([window.removeprefix(" " * WINDOW), following])
+            awaited = window[1:] + following
+        return ["".join(pieces) for pieces in texts]
+
+
+Kind = TypeVar("Kind", _Drawn, _Spoken)
+
+
+class _Leaf(BaseModel, Generic[Kind]):
+    """A file's outermost object; other keys than these are let be."""
+
+    model_config = ConfigDict(strict=True)
+    users: Annotated[list[str], Field(min_length=1)]
+    num_samples: list[int]
+    user_data: dict[str, Kind]
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        counts = {user: len(samples.x) for user, samples in self.user_data.items()}
+        if len(set(self.users)) < len(self.users) or set(self.users) != set(counts):
+            raise ValueError("users and the keys of user_data are not the same names, each once")
+        if (actual := [counts[user] for user in self.users]) != self.num_samples:
+            raise ValueError(f"num_samples is {reprlib.repr(self.num_samples)}, user_data has {reprlib.repr(actual)}")
+        return self
+
+
+def _leaf(path: str | Path, kind: type[_Samples]) -> Iterator[tuple[Path, dict[str, object]]]:
+    """Every file with what there is of each user."""
     from tqdm.auto import tqdm
 
     path = Path(path)
@@ -110,120 +159,49 @@ def _leaf(path: str | Path, convert: Callable[[list, list], object]) -> Iterator
         raise ValueError(f"{path} holds no .json file")
     file_of: dict[str, Path] = {}
     for file in tqdm(files, "reading LEAF's files", disable=len(files) == 1):
-        users = _leaf_file(file, convert)
-        for user in users:
+        content = _read(file, _Leaf[kind])
+        for user in content.users:
             if user in file_of:
                 raise ValueError(f"the user {user!r} is in {file_of[user]} and in {file}")
-        file_of |= dict.fromkeys(users, file)
-        yield file, users
+        file_of |= dict.fromkeys(content.users, file)
+        yield file, {user: content.user_data[user].converted() for user in content.users}
 
 
-def _leaf_file(file: Path, convert: Callable[[list, list], object]) -> dict[str, object]:
-    def close(pairs: list[tuple[str, object]]) -> object:
-        # Samples are converted when their user's object closes, not at the end: a pixel as a Python number takes
-        # 32 bytes. Where in the file this is will be known to _users only, so it gets the fault to raise.
-        fields = dict(pairs)
-        try:
-            if len(fields) < len(pairs):
-                names = [name for name, _ in pairs]
-                twice = next(name for i, name in enumerate(names) if name in names[:i])
-                raise _LeafError(f': the key "{twice}" occurs twice')
-            if isinstance(fields.get("x"), list) and isinstance(fields.get("y"), list):
-                return _samples(fields["x"], fields["y"], convert)
-        except _LeafError as fault:
-            return fault
-        return fields
-
+def _read(file: Path, kind: type[_Leaf]) -> _Leaf:
     text = read_utf8(file)
     try:
-        return _users(json.loads(text, object_pairs_hook=close))
+        return kind.model_validate(json.loads(text, object_pairs_hook=_once))
     except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        raise ValueError(f"{file} is not JSON: {place}: {error.msg}") from None
+        reason = f"not JSON: line {error.lineno}, column {error.colno}: {error.msg}"
     except RecursionError:
-        raise ValueError(f"{file} is not LEAF's JSON: lists or objects are nested too deeply") from None
-    except ValueError as error:  # a fault, or a number with more digits than Python reads
-        raise ValueError(f"{file}: {error}") from None
+        reason = "lists or objects are nested too deeply"
+    except ValidationError as errors:
+        first = errors.errors(include_url=False)[0]
+        reason = f"{_place(first['loc'])}{first['msg'].removeprefix('Value error, ')}, got {_shown(first['input'])}"
+    except ValueError as error:  # a key that comes twice, or a number with more digits than Python reads
+        reason = str(error)
+    raise ValueError(f"{file}: {reason}")
 
 
-def _users(content: object) -> dict[str, object]:
-    """The users of a file in its order, after the check that its parts agree."""
-    users, num_samples, user_data = _fields(content, "the outermost object", "users", "num_samples", "user_data")
-    if not _list("users", users):
-        raise _LeafError("users is empty")
-    if len(_list("num_samples", num_samples)) != len(users):
-        raise _LeafError(f"num_samples has {len(num_samples)} entries for {len(users)} users")
-    _fields(user_data, "user_data")
-    first: dict[str, int] = {}
-    for i, user in enumerate(users):
-        if not isinstance(user, str):
-            raise _LeafError(f"users[{i}]: {_shown(user)}, expected a string")
-        if first.setdefault(user, i) != i:
-            raise _LeafError(f"users[{i}]: {_shown(user)} again, after users[{first[user]}]")
-        if user not in user_data:
-            raise _LeafError(f"users[{i}]: {_shown(user)} has no entry in user_data")
-    for user, samples in user_data.items():
-        place = f"user_data[{_shown(user)}]"
-        if user not in first:
-            raise _LeafError(f"{place}: not among users")
-        if not isinstance(samples, _Samples):
-            x, y = _fields(samples, place, "x", "y")
-            _list(f"{place}.x", x)
-            _list(f"{place}.y", y)
-        i = first[user]
-        if type(num_samples[i]) is not int or num_samples[i] != samples.count:
-            raise _LeafError(f"num_samples[{i}]: {_shown(num_samples[i])}, but {place}.x has {samples.count} samples")
-    return {user: user_data[user].data for user in users}
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """An object of JSON, whose keys must differ: the last of two would silently be taken."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f'the key "{next(name for name in names if names.count(name) > 1)}" occurs twice')
+    return fields
 
 
-def _fields(value: object, place: str, *names: str) -> list:
-    if isinstance(value, _LeafError):
-        raise _LeafError(f"{place}{value}")
-    if not isinstance(value, dict):
-        raise _LeafError(f"{place}: {_shown(value)}, expected an object")
-    for name in names:
-        if name not in value:
-            raise _LeafError(f'{place}: the key "{name}" is missing')
-    return [value[name] for name in names]
-
-
-def _list(place: str, value: object) -> list:
-    if not isinstance(value, list):
-        raise _LeafError(f"{place}: {_shown(value)}, expected a list")
-    return value
+def _place(location: tuple[str | int, ...]) -> str:
+    """``user_data["f0001_41"].x[3]: ``"""
+    parts = [f"[{_shown(part)}]" if i == 1 or isinstance(part, int) else f".{part}" for i, part in enumerate(location)]
+    return "".join(parts).lstrip(".") + ": " * bool(parts)
 
 
 def _shown(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str) and len(value) < 60 else reprlib.repr(value)
-
-
-def _samples(x: list, y: list, convert: Callable[[list, list], object]) -> _Samples:
-    if len(x) != len(y):
-        raise _LeafError(f": {len(x)} samples in x, {len(y)} in y")
-    if not x:
-        raise _LeafError(": no samples")
-    return _Samples(len(x), convert(x, y))
-
-
-def _pixels(x: list, y: list) -> tuple[np.ndarray, list[int]]:
-    """The pixels ``(images, 784)`` as they are, float32, and the labels."""
-    for i, row in enumerate(x):
-        if not isinstance(row, list):
-            raise _LeafError(f".x[{i}]: {_shown(row)}, expected a list of {SIDE**2} numbers")
-        if len(row) != SIDE**2:
-            raise _LeafError(f".x[{i}]: {len(row)} numbers, expected {SIDE**2}")
-        if not set(map(type, row)) <= {int, float}:  # NumPy would take True for 1 and "0.5" for text
-            j = next(j for j, value in enumerate(row) if type(value) not in (int, float))
-            raise _LeafError(f".x[{i}][{j}]: {_shown(row[j])}, expected a number")
-    pixels = np.array(x)  # (images, 784)
-    inside = (pixels >= 0) & (pixels <= 255)  # false for NaN
-    if not inside.all():
-        i, j = np.argwhere(~inside)[0]
-        raise _LeafError(f".x[{i}][{j}]: {_shown(x[i][j])}, expected 0 to 1, or 0 to 255 in whole numbers")
-    for i, label in enumerate(y):
-        if type(label) is not int or not 0 <= label < CLASSES:
-            raise _LeafError(f".y[{i}]: {_shown(label)}, expected a whole number from 0 to {CLASSES - 1}")
-    return pixels.astype(np.float32), y
+    if isinstance(value, str) and len(value) < 60:
+        return json.dumps(value, ensure_ascii=not value.isprintable())
+    return reprlib.repr(value)
 
 
 def _scale(file: Path, users: dict[str, tuple[np.ndarray, list[int]]]) -> float:
@@ -241,27 +219,3 @@ def _scale(file: Path, users: dict[str, tuple[np.ndarray, list[int]]]) -> float:
     if between := first(lambda pixels: pixels % 1 != 0):
         raise ValueError(f"{file}: {above} beside {between}, expected 0 to 1, or 0 to 255 in whole numbers")
     return 255.0
-
-
-def _texts(x: list, y: list) -> list[str]:
-    """The texts that the samples are windows of."""
-    texts: list[list[str]] = []
-    awaited = None
-    for i, (window, following) in enumerate(zip(x, y, strict=True)):
-        _string(".x", i, window, WINDOW)
-        _string(".y", i, following, 1)
-        if window == awaited:
-            texts[-1].append(following)
-        else:
-            texts.append([window.removeprefix(" " * WINDOW), following])
-        awaited = window[1:] + following
-    return ["".join(pieces) for pieces in texts]
-
-
-def _string(place: str, i: int, value: object, length: int) -> None:
-    if not isinstance(value, str):
-        raise _LeafError(f"{place}[{i}]: {_shown(value)}, expected a string of length {length}")
-    if len(value) != length:
-        raise _LeafError(f"{place}[{i}]: {len(value)} characters, expected {length}")
-    if not value.isascii() and re.search("[\ud800-\udfff]", value):
-        raise _LeafError(f"{place}[{i}]: {value!r} has half a surrogate pair, which is no character")
