@@ -161,7 +161,11 @@ def train(recipe: Recipe, out: Path, until: int) -> None:
     steps = tqdm(range(state["step"], min(until, recipe.steps)), initial=state["step"], total=min(until, recipe.steps))
 
     def rate(step: int) -> float:
-        return recipe.lr * learning.rising_and_falling(step, recipe.warmup, recipe.steps)
+        """A high rate learns fastest what is common, and is too unsteady to find one fact among many."""
+        later = round(0.35 * recipe.steps)
+        if step < later:
+            return recipe.lr * learning.rising_and_falling(step, recipe.warmup, recipe.steps)
+        return 0.4 * recipe.lr * (recipe.steps - step) / (recipe.steps - later)
 
     for done, _ in learning.learn(steps, gradient, [optimizer], rate, save=save, checkpoint_every=50):
         last = log[-100:]
