@@ -3,12 +3,8 @@
 Two are made of token ids, for models trained from nothing. *Pairs in noise*: keys with their values lie in noise, and
 the values are asked for; values and noise are of one alphabet, so that a unit's worth does not show in its token.
 *Lookup*: nothing but pairs, and one is asked for, so that a unit's worth shows in the question alone.
-
-One is text, for language models: RULER's needle in noise (arXiv 2404.06654).
 """
 
-import random
-from bisect import bisect_right
 from dataclasses import dataclass
 
 import torch
@@ -153,63 +149,3 @@ def lookup(batch: int, pairs: int = 16, *, question: str = "last", seed: int = 0
     prompt = torch.cat([start, *before, torch.stack([keys, values], dim=-1).flatten(1)], dim=1)
     answer = torch.cat([query, blank if question == "first" else key], dim=1)
     return Lookup(prompt, answer, values.gather(1, asked)[:, 0])
-
-
-NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
-ADJECTIVES = ("amber", "brave", "calm", "gentle", "hollow", "ivory", "narrow", "quiet", "silver", "young")
-NOUNS = ("anchor", "bridge", "candle", "forest", "harbor", "ladder", "mirror", "pebble", "summit", "violin")
-
-
-@dataclass(frozen=True)
-class Needle:
-    """A number hidden in sentences that say nothing.
-
-    Attributes
-    ----------
-    prompt
-        It ends with the question.
-    query
-        The question alone: for methods that must know it first.
-    answer
-        The number.
-    """
-
-    prompt: str
-    query: str
-    answer: str
-
-
-def needle(length: int, tokenizer=None, *, seed: int = 0) -> Needle:
-    """Draw a prompt that is as long as can be within ``length``.
-
-    Parameters
-    ----------
-    length
-        The most tokens of the prompt, by ``tokenizer``; words, without one.
-    tokenizer
-        The model's.
-    seed
-        The seed of the needle and of its place.
-
-    Raises
-    ------
-    ValueError
-        Not even the needle and its question fit.
-    """
-    whole_number("length", length, 1)
-    draw = random.Random(seed)
-    key, answer = f"{draw.choice(ADJECTIVES)}-{draw.choice(NOUNS)}", str(draw.randrange(10**6, 10**7))
-    query, place = f"The special magic number for {key} mentioned in the provided text is", draw.random()
-
-    def prompt(size: int) -> str:
-        sentences = [NOISE[i % len(NOISE)] for i in range(size)]
-        sentences.insert(int(place * (size + 1)), f"One of the special magic numbers for {key} is: {answer}.")
-        return " ".join(sentences) + "\n" + query
-
-    def tokens(size: int) -> int:
-        return len(prompt(size).split() if tokenizer is None else tokenizer(prompt(size))["input_ids"])
-
-    size = bisect_right(range(length), length, key=tokens) - 1  # no sentence is shorter than a token
-    if size < 0:
-        raise ValueError(f"the shortest prompt has {tokens(0)} tokens, more than length={length}")
-    return Needle(prompt(size), query, answer)

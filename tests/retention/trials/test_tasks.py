@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from plpkg.backbones import load_backbone
 from plpkg.retention.trials.tasks import (
     BLANK,
     BOS,
@@ -15,7 +14,6 @@ from plpkg.retention.trials.tasks import (
     QUERY,
     VOCAB,
     lookup,
-    needle,
     pairs_in_noise,
 )  # fmt: skip
 
@@ -107,29 +105,3 @@ def test_a_lookups_accuracy_is_of_the_last_token():
     assert task.accuracy(logits) == 0.75
     with pytest.raises(ValueError, match="question must be one of 'last', 'first', 'both', got 'middle'"):
         lookup(1, question="middle")
-
-
-@pytest.mark.parametrize("length", [60, 300, 900])
-def test_a_needle_fills_its_length_and_holds_its_answer(length):
-    for seed in range(4):
-        drawn = needle(length, seed=seed)
-        assert length - 4 <= len(drawn.prompt.split()) <= length  # the longest sentence has four words
-        assert drawn.prompt.endswith("\n" + drawn.query)
-        assert f"is: {drawn.answer}." in drawn.prompt
-
-
-def test_every_needle_is_another_elsewhere():
-    needles = [needle(300, seed=seed) for seed in range(8)]
-    assert len({each.answer for each in needles}) == 8
-    assert len({each.prompt.index(each.answer) for each in needles}) > 4
-    assert needle(300, seed=1) == needles[1]
-
-
-def test_lengths_are_the_tokenizers():
-    tokenizer = load_backbone("plpkg-small")[1]
-    assert 380 < len(tokenizer(needle(400, tokenizer).prompt)["input_ids"]) <= 400
-
-
-def test_a_needle_that_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="the shortest prompt has 22 tokens, more than length=10"):
-        needle(10)
