@@ -13,10 +13,11 @@ import datetime
 import random
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from plpkg.corpora.documents import Document
-from plpkg.corpora.pages import Page, Unit, as_written
+from plpkg.corpora.pages import Page, PageFullError, Unit, as_written
 from plpkg.corpora.wordings import ME, YOU, capital, words
 from plpkg.results import Tabular
 from plpkg.validation import number, one_of, whole_number
@@ -96,6 +97,8 @@ def readings(
     near: int | None = None,
     idle: float | None = None,
     relations: int | None = None,
+    alike: bool = False,
+    value_last: bool = False,
     side: str = "train",
     documents: Sequence[Document] = (),
 ) -> list[Passage]:
@@ -124,6 +127,10 @@ def readings(
         The share of sentences that say nothing, from 0 to 0.9; without it, 0 to 0.5.
     relations
         Take the first so many relations only. They are sorted: names, addresses, codes and prices come first.
+    alike
+        All facts of a text are of one relation, so that the entity alone tells them apart.
+    value_last
+        A fact names its entity, then its value, and no other value.
     side
         One of :data:`SIDES`.
     documents
@@ -155,14 +162,15 @@ def readings(
     room = min(facts - 1 if facts else near, tokens // 60 if tokens else near)
     relations = relations if relations is None else whole_number("relations", relations, 1)
     page, signed = _page(rng, side, voice, near=min(near, room), relations=relations)
-    page.plain = plain
+    page.plain, page.value_last, page.alike = plain, value_last, alike
     asked = [page.ask(first)]
     page.units[len(asked[0].units) :] = page.units[len(asked[0].units) : facts]
     reserve = 60 if plain else 200  # the characters that a question's facts and what is near them may need
-    for kind in more:
-        full = len(page.units) >= facts if facts else _size(page) + reserve > (tokens or 0) * CHARACTERS_PER_TOKEN
-        if kind != "text" and not full:
-            asked.append(page.ask(kind))
+    with suppress(PageFullError):
+        for kind in more:
+            full = len(page.units) >= facts if facts else _size(page) + reserve > (tokens or 0) * CHARACTERS_PER_TOKEN
+            if kind != "text" and not full:
+                asked.append(page.ask(kind))
     _fill(page, facts, None if tokens is None else tokens * CHARACTERS_PER_TOKEN, idle)
     rng.shuffle(page.units)
     text = layout(page, page.units, signed)

@@ -57,6 +57,10 @@ class Fact:
         return self.entity.speaker
 
 
+class PageFullError(RuntimeError):
+    """Nothing more can be asked that nobody could mistake."""
+
+
 class Page:
     """The facts and events of one text.
 
@@ -82,6 +86,10 @@ class Page:
     ----------
     plain
         Whether sentences have nothing but the words of their fact: no aside, no second fact in its sentence.
+    value_last
+        Whether a fact is told with its entity before its value, and with no other value.
+    alike
+        Whether all facts are of the relation that is asked for first.
     """
 
     def __init__(
@@ -95,7 +103,7 @@ class Page:
         relations: int | None = None,
     ) -> None:
         self.rng, self.side, self.speakers, self.view, self.third = rng, side, list(speakers), view, third
-        self.near, self.plain = near, False
+        self.near, self.plain, self.value_last, self.alike = near, False, False, False
         self.words = words()
         self.relations = self.words.sides[False][:relations]
         self.known = {relation.id for relation in self.relations}
@@ -186,7 +194,8 @@ class Page:
     # Wordings
 
     def _statements(self, relation: Relation, entity: Entity) -> list[Wording]:
-        return self._fit(relation.statements, entity, self.third or entity.text == "I")
+        fitting = self._fit(relation.statements, entity, self.third or entity.text == "I")
+        return [w for w in fitting if w.value_last] if self.value_last else fitting
 
     def _fit(self, wordings: Sequence[Wording], entity: Entity, no_narrator: bool) -> list[Wording]:
         """The wordings that suit an entity: neither "I paid me" nor "the age of me"."""
@@ -214,7 +223,7 @@ class Page:
         wordings = self._statements(relation, entity)
         if pronoun:
             wordings = [w for w in wordings if w.text.startswith(("{e} ", "{e's} "))]
-        elif named and rng.random() < 0.15:
+        elif named and not self.value_last and rng.random() < 0.15:
             frames = self.words.wordings[rng.choice(("frame.plain", "frame.plain", "frame.changed"))]
             wordings = self._fit(frames, entity, is_self)
         wording = self._choose(wordings, asked)
@@ -275,7 +284,7 @@ class Page:
             asked = getattr(self, f"_ask_{kind}")()
             if asked is not None:
                 return asked
-        raise RuntimeError(f"no question of the kind {kind!r} fits on this page any more")
+        raise PageFullError(f"no question of the kind {kind!r} fits on this page any more")
 
     def _subject(self) -> Fact | None:
         relation = self.rng.choice(self.asked_relations)
@@ -297,6 +306,9 @@ class Page:
         if unit is None:
             return None
         self.units += [unit, *self._all_told(others)]
+        if self.alike:
+            self.relations = self.asked_relations = [fact.relation]
+            self.known = {fact.relation.id}
         return PosedQuestion(text, answer, "pronoun" if pronoun else "fact", [unit])
 
     def _ask_pronoun(self) -> PosedQuestion | None:

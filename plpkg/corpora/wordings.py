@@ -105,12 +105,17 @@ _PRONOUNS = {
 
 
 class Wording:
-    """One wording, cut at its slots once. ``narrator``: whether somebody says I in it."""
+    """One wording, cut at its slots once.
+
+    ``narrator``: whether somebody says I in it. ``changed``: whether it names an old value, too. ``value_last``:
+    whether it names the entity, then the value, and no other.
+    """
 
     def __init__(self, text: str) -> None:
         self.text, self.held_out = text, held_out(text)
         self.narrator = bool(_NARRATOR.search(text))
         self.changed = "{old}" in text or "{a old}" in text
+        self.value_last = not self.changed and 0 <= max(text.find("{e"), text.find("{o}")) < text.find("{v}")
         self.parts = [p for p in _SLOT.split(text) if p]
 
     def fill(self, rng: random.Random, words: "Words", slots: dict[str, str], person: int = 1) -> str:

@@ -79,6 +79,30 @@ def test_texts_of_few_relations_have_no_others():
         corpora.reading(rng, relations=0)
 
 
+@pytest.mark.parametrize("value_last", [False, True])
+def test_alike_facts_are_told_apart_by_their_entity_alone(value_last):
+    rng = random.Random(4)
+    for _ in range(60):
+        page = Page(rng, "train", ["I"], "you", near=0)
+        page.plain, page.alike, page.value_last = True, True, value_last
+        asked = [page.ask("fact") for _ in range(4)]
+        assert len({key[2] for key in page.taken if len(key) == 3}) == 1  # one group of relations
+        assert len({question.text for question in asked}) == len(page.units) == 4
+    options = dict(kinds=("fact",), voice="prose", near=0, idle=0, alike=True, value_last=value_last)
+    assert all(len(corpora.readings(rng, 4, facts=4, **options)) == 4 for _ in range(60))
+
+
+@pytest.mark.parametrize(
+    ("wording", "value_last"),
+    [
+        ("{e} is called {v}", True), ("the code of {o} is {v}", True), ("{v} is {e's} name", False),
+        ("it is {v}", False), ("{e} was {old} and is {v} now", False), ("from {v} on {e} stays", False),
+    ],
+)  # fmt: skip
+def test_which_wordings_have_the_value_last(wording, value_last):
+    assert Wording(wording).value_last == value_last
+
+
 @pytest.mark.parametrize("voice", VOICES)
 def test_each_voice_keeps_the_answer(voice):
     for passage in drawn(2, 30, voice=voice, kinds=("fact", "pronoun", "bridge", "event")):

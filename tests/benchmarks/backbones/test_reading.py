@@ -5,12 +5,13 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.backbones import reader, reading
+from benchmarks.backbones.pointing import Pointing
 from plpkg import corpora, questions
-from plpkg.backbones import load_backbone
+from plpkg.backbones import load_backbone, random_backbone
 from plpkg.corpora import ABSENT
 from plpkg.corpora.notes import CHARACTERS_PER_TOKEN, KINDS
 
-from rounding import assert_close
+from rounding import assert_as_exact, assert_close
 
 
 @pytest.mark.parametrize("made", [reading.handwritten, reading.diary])
@@ -43,13 +44,17 @@ def test_the_losses_are_those_of_the_answers_and_of_the_text():
     model, tokenizer = load_backbone("plpkg-small")
     rng = random.Random(0)
     readings = [corpora.readings(rng, count, tokens=60) for count in (1, 3)]
-    ids, roles = reader.batch(readings, tokenizer)
-    for row, role, each in zip(ids, roles, readings, strict=True):
+    ids, roles, sources = reader.batch(readings, tokenizer)
+    for row, role, source, each in zip(ids, roles, sources, readings, strict=True):
         whole = "".join(
             questions.prompt("" if i else p.text, p.question) + f" {p.answer}\n" for i, p in enumerate(each)
         )
         assert tokenizer.decode(row[role != reader.PADDING][1:]) == whole
         assert tokenizer.decode(row[role == reader.ANSWER]) == "".join(f" {p.answer}\n" for p in each)
+        assert (source[role != reader.ANSWER] == -1).all()
+        found = "".join(p.answer for p in each if p.text.count(p.answer) == 1)
+        copied = tokenizer.decode(row[source[source >= 0]])  # where a sentence begins, without a blank
+        assert copied.replace(" ", "") == found.replace(" ", "")
 
     chosen = roles == reader.ANSWER
     with torch.no_grad():
@@ -59,16 +64,32 @@ def test_the_losses_are_those_of_the_answers_and_of_the_text():
     assert_close(found, expected, 2, expected.abs().max())  # one sum, rounded once to bfloat16
 
 
-def test_it_begins_with_few_relations_and_short_texts():
+def test_attention_is_the_models_own_and_what_is_asked_of_it():
+    eager = random_backbone("llama", num_layers=3, num_kv_heads=2, options={"attn_implementation": "eager"})
+    model = random_backbone("llama", num_layers=3, num_kv_heads=2)
+    ids, pointing = torch.arange(24).reshape(2, 12), Pointing(model, (1, 2))
+    rows, tokens, sources = torch.tensor([0, 1, 1]), torch.tensor([11, 5, 7]), torch.tensor([0, 5, 3])
+    with torch.no_grad():
+        expected = eager(ids, output_attentions=True)
+        with pointing.ask(rows, tokens, sources):
+            assert_as_exact(model(ids).logits, expected.logits, eager.double()(ids).logits)
+        model(ids)  # nobody asks
+    shares = torch.cat([layer[rows, :, tokens, sources] for layer in expected.attentions[1:]], 1)
+    torch.testing.assert_close(pointing.nats(), -shares.mean(1).log())
+
+
+def test_each_stage_has_its_texts():
     recipe, documents = reader.Recipe(), corpora.public("train")[:20]
-    drawn = [
-        [each for step in steps for each in reader.passages(recipe, step, documents)]
-        for steps in (range(30), range(recipe.steps - 30, recipe.steps))
-    ]
-    first, last = ({passage.kind for each in readings for passage in each} for readings in drawn)
-    assert (first, last) == ({"fact"}, set(KINDS))
-    shortest, longest = (max(len(each[0].text) for each in readings) for readings in drawn)
-    assert shortest < 200 * CHARACTERS_PER_TOKEN < 900 * CHARACTERS_PER_TOKEN < longest
+
+    def readings(*parts):
+        steps = [round(part * recipe.steps) + i for part in parts for i in range(20)]
+        return [each for step in steps for each in reader.passages(recipe, min(step, recipe.steps - 1), documents)]
+
+    plain, alike, all_kinds = readings(0.0, 0.1), readings(0.2, 0.3), readings(0.4, 0.7, 0.95)
+    kinds = [{passage.kind for each in stage for passage in each} for stage in (plain, alike, all_kinds)]
+    assert kinds == [{"fact"}, {"fact"}, set(KINDS)]
+    lengths = [max(len(each[0].text) for each in stage) for stage in (plain, alike, all_kinds)]
+    assert max(lengths[:2]) < 200 * CHARACTERS_PER_TOKEN < 900 * CHARACTERS_PER_TOKEN < lengths[2]
 
 
 def test_a_stopped_training_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch):
