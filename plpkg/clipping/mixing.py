@@ -1,12 +1,12 @@
-"""Do the examples of a batch stay apart? Which rows of a layer's output are whose, and what may change between steps.
+"""Whether the examples of a batch stay apart: which example owns each row of a layer's output, in every step.
 
-Shapes do not tell whose a row is: there may be as many positions as examples. So the model is run on one example and on
-two, without gradients and without dropout (:class:`Probe`). What grows from one to two belongs to the examples; what
-stays, made of the same input, depends on none of them: positions, ``embedding(torch.arange(T))``. Such rows are then
-given once for each example: that must not change what the model gives.
+Shapes do not tell the owner of a row: there may be as many positions as examples. So the model is run on one example
+and on two, without gradients and without dropout (:class:`Probe`). What grows from one to two belongs to the examples;
+what stays, made of the same input, depends on none of them: positions, ``embedding(torch.arange(T))``. Such rows are
+then given once for each example: that must not change what the model gives.
 
-Where a gradient is zero nothing can be seen of mixing: a gate may open later. So some of the losses go backward alone,
-which must reach their own examples' rows of every layer and no others (:meth:`Guard.verify`). In the first steps, and
+A gradient of zero says nothing about mixing: a gate may open later. So some of the losses go backward alone, which must
+reach their own examples' rows of every layer and no others (:meth:`Guard.verify`). In the first steps, and
 after ``model.train()`` or ``model.eval()``, every two examples are told apart; at an example's new shapes, and else
 once in fifty steps, at random, one half of the examples from the other.
 
@@ -35,7 +35,6 @@ MOVING = ("num_batches_tracked", "weight_u", "weight_v", "_u", "_v")
 """Buffers that change with a batch's number, or with the weights (spectral norm), not with what it says."""
 
 _RANDOM = SystemRandom()
-
 
 _Calls = dict[str, list[tuple[list[torch.Tensor], list[torch.Tensor]]]]
 """By layer, of each call what was given and what was read."""

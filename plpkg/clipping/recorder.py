@@ -5,11 +5,11 @@ output goes through a *tap*: an identity whose backward hands on what the layer 
 the two follow the per-sample gradients (:mod:`plpkg.clipping.layers`), as factors where they are matrices. A *pass*
 takes them: :class:`NormPass` the norms, and the sums of what is kept until the norms are known; :class:`SumPass`, a
 second backward pass, the sums that nothing was kept for. :class:`Recorder` puts taps behind a model's layers and runs
-the passes; a guard sees to it that examples stay apart (:mod:`plpkg.clipping.mixing`).
+the passes; a guard checks that examples stay apart (:mod:`plpkg.clipping.mixing`).
 
-Each node of the graph reports once, however often its forward was run: so reuse, ties and both kinds of gradient
-checkpointing come out right. A parameter that is used past its layer (``F.linear(h, embedding.weight)``) gets a
-gradient from autograd itself; that is noticed, and refused.
+Each node of the graph reports once, however often its forward was run, which makes reused layers, tied weights and
+both kinds of gradient checkpointing come out right. A parameter that is used past its layer, as in
+``F.linear(h, embedding.weight)``, gets a gradient from autograd itself; that is noticed, and refused.
 
 Left out: what a layer hands on in another way than by returning it (an auxiliary loss that it keeps as an attribute);
 a loss that uses other examples' numbers without a gradient; compiled models.
