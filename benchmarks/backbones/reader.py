@@ -10,8 +10,13 @@ Which texts come when decides what is learnt. In texts of different facts the ki
 model that learns from them alone finds the date that was asked for, and never whose. So there are three stages:
 
 * short texts of plain facts of common relations, all of them asked for: what a question and an answer are;
-* texts whose facts are all of one relation, so that only the entity tells them apart, the value last: finding a fact;
+* texts whose facts are all of one relation, so that only the entity tells them apart, the value last: finding a fact.
+  At first no more than four of them: with nine it was not learnt in 600 steps, with four in 300;
 * all wordings, kinds of questions and voices, longer and longer texts; some of the second stage's still.
+
+Unfinished: the stages were tried one by one, the whole recipe has not been run. After 1.3 CPU hours of the first and
+the third stage alone, the model found one of four facts that are alike in 8 % of 100 questions, and one of five plain facts
+in 35 %; after 750 steps of the second stage, in 52 % and 47 %.
 
 The passages of a step depend on the seed and the step alone: a run that was stopped goes on as if it had not been.
 
@@ -42,7 +47,7 @@ from plpkg.corpora import Passage
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CHECKPOINT = "checkpoint.pt"
 PADDING, TEXT, ANSWER = 0, 1, 2
-WEIGHTS = {"answers": 1.0, "first": 1.0, "text": 0.3, "pointing": 0.5, "first pointing": 0.5}
+WEIGHTS = {"answers": 1.0, "first": 1.0, "text": 0.5, "pointing": 0.5, "first pointing": 0.5}
 LOOKING = (3, 4)
 """The layers that are told where to look: the last two of five, which can know what a sentence is about."""
 
@@ -62,7 +67,7 @@ class Recipe:
     seed: int = 0
 
 
-STAGES = {0.15: (0.0, 1.0, 0.0), 0.35: (0.6, 0.4, 0.0), 1.0: (0.25, 0.15, 0.6)}
+STAGES = {0.1: (0.0, 1.0, 0.0), 0.35: (0.8, 0.2, 0.0), 1.0: (0.25, 0.15, 0.6)}
 """Until which part of the steps: how often a text's facts are alike, plain, or of all kinds."""
 
 
@@ -77,8 +82,12 @@ def passages(recipe: Recipe, step: int, documents) -> Iterator[list]:
     if kind == "all":
         options, asked = dict(tokens=length, documents=documents), 1 + length // 25
     else:
-        facts = asked = max(2, length // 13)
-        options = PLAIN | dict(facts=facts, alike=kind == "alike", value_last=kind == "alike" and stage < 1)
+        asked = max(2, length // 13)
+        options = PLAIN
+        if kind == "alike":
+            asked = rng.randint(2, min(9, round(4 + 20 * max(0, done - 0.2))))
+            options = PLAIN | dict(alike=True, value_last=stage < 1)
+        length, options = 13 * asked, options | dict(facts=asked)
     asked = min(asked, recipe.questions)
     for _ in range(max(1, int(recipe.tokens // (1.2 * length + 20 * asked)))):
         relations = round(COMMON * (most / COMMON) ** rng.random())
