@@ -15,8 +15,8 @@ model that learns from them alone finds the date that was asked for, and never w
 * all wordings, kinds of questions and voices, longer and longer texts; some of the second stage's still.
 
 Unfinished: the stages were tried one by one, the whole recipe has not been run. After 1.3 CPU hours of the first and
-the third stage alone, the model found one of four facts that are alike in 8 % of 100 questions, and one of five plain facts
-in 35 %; after 750 steps of the second stage, in 52 % and 47 %.
+the third stage alone, the model found one of four facts that are alike in 8 % of 100 questions, and one of five plain
+facts in 35 %; after 750 steps of the second stage, in 52 % and 47 %.
 
 The passages of a step depend on the seed and the step alone: a run that was stopped goes on as if it had not been.
 
