@@ -65,7 +65,7 @@ MECHANISMS = {  # each with what it must not load; in one interpreter, so that n
 def test_any_name_that_handles_adapters_makes_peft_know_both_methods():
     """Each in a child of its own, forked before anything of the room is loaded."""
     names = ["PrivateLoraConfig", "LadderConfig", "load", "matrices", "convert_to_lora", "split", "bases", "migrate"]
-    names += ["attacks", "cost", "CloudServer", "DeviceClient", "training"]
+    names += ["attacks", "CloudServer", "DeviceClient", "training"]
     code = (
         "import os, sys\nfrom peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING as known\nimport plpkg.residual as room\n"
         "for name in sys.argv[1:]:\n"
