@@ -2,7 +2,7 @@
 
 PEFT builds an adapter before it reads its weights, and loads whatever tensors it finds in them. So the configuration is
 read strictly here, and the weights with it; before anything is built, their names and shapes have to be those that the
-configuration gives on this model (:class:`plpkg.residual.methods.RowwiseTuner`). No pattern of a file is evaluated.
+configuration gives on this model (:mod:`plpkg.residual.methods`). No pattern of a file is evaluated.
 
 :func:`plpkg.residual.load` judges a folder before PEFT sees it. PEFT's own door, ``PeftModel.from_pretrained``, reads
 ``adapter_config.json`` without bounds to find the method, and then asks this module.
