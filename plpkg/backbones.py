@@ -19,9 +19,6 @@ from plpkg.validation import one_of, whole_number
 FAMILIES = ("llama", "mistral", "qwen2", "phi3", "gemma2", "gpt2")
 """The architecture families that the package is tested on; any other causal model loads as well."""
 
-READER_POSITIONS = 3072
-"""Of plpkg-reader, which has learnt from longer texts than plpkg-small."""
-
 
 def load_backbone(
     name_or_path: str | Path,
@@ -261,7 +258,9 @@ def _samples(tensors: list[tuple[str, torch.Tensor]]) -> list[bytes]:
     for _, tensor in tensors:
         if tensor.numel() and not tensor.is_meta:
             tensor = tensor.detach() if tensor.ndim else tensor.detach()[None]
-            places = torch.linspace(0, tensor.numel() - 1, 16, dtype=torch.float64, device=tensor.device).long()
+            places = torch.linspace(
+                0, tensor.numel() - 1, 16, dtype=torch.float64
+            ).long()  # not every device has float64
             values = tensor[torch.unravel_index(places, tensor.shape)]  # a transposed tensor is not copied for it
             by_device.setdefault(tensor.device, []).append(values.view(torch.uint8))
     return [torch.cat(values).cpu().numpy().tobytes() for values in by_device.values()]

@@ -25,7 +25,8 @@ def rope_changes(config: PreTrainedConfig) -> list[tuple[str, int]]:
     """Where the frequencies of rotary positions depend on the length: the kind, and the length that changes them.
 
     ``longrope`` changes once, beyond that length; ``dynamic`` again with every token beyond it. Most models have
-    neither; some have several, for layers of several kinds.
+    neither; some have several, for layers of several kinds. Where a configuration names an original length, it counts,
+    although transformers has ``dynamic`` change beyond ``max_position_embeddings`` alone: the shorter is safe.
     """
     config = config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}

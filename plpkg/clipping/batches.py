@@ -1,8 +1,13 @@
-"""Batches: tensors in tuples, lists and mappings, with the examples along the first dimension of each."""
+"""Batches: tensors in tuples, lists and mappings, with the examples along the first dimension of each.
+
+Within a model a tensor may have several rows for each example, or the same for all of them: :class:`Rows`.
+"""
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 
 def leaves(batch) -> list[torch.Tensor]:
@@ -75,3 +80,51 @@ def check_losses(losses: object, count: int) -> None:
         raise ValueError(f"the losses must be one an example, of shape ({count},), got {tuple(losses.shape)}{hint}")
     if not losses.requires_grad:
         raise ValueError("the losses do not depend on any parameter that learns")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How many rows a tensor has for each example.
+
+    ``shared``: for all examples together. ``apart``: the tensor has no batch dimension; its one row is a position.
+    ``own`` says, where it is known, which of the tensors that the layer read grow with the examples.
+    """
+
+    each: int = 1
+    shared: bool = False
+    apart: bool = False
+    own: tuple[bool, ...] | None = None
+
+    def fit(self, tensor: torch.Tensor, batch: int) -> bool:
+        """Whether a tensor has as many."""
+        return tensor.ndim > 0 and len(tensor) == (self.each if self.shared else batch * self.each)
+
+    def given(self, tensor: torch.Tensor, batch: int) -> torch.Tensor:
+        """What a layer gave, with rows for each example: the shared ones are repeated, without memory."""
+        if not self.shared:
+            return tensor
+        one = self.each == 1 and not self.apart
+        return tensor.expand(batch, *(tensor.shape[1:] if one else tensor.shape))
+
+    def by_example(self, tensor: torch.Tensor, batch: int) -> torch.Tensor:
+        """``(batch, …)``; if an example has several rows, ``(batch, each, …)``."""
+        if self.shared or len(tensor) == self.each == 1:
+            return Rows(self.each, shared=True).given(tensor, batch)
+        return tensor if self.each == 1 else tensor.unflatten(0, (batch, self.each))
+
+
+OWN, EVERYBODYS = Rows(), Rows(shared=True)
+
+
+def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal but for rounding, in half precision too."""
+    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-2, atol=1e-2 * one.abs().max().item())
+
+
+def float_tensors(output: object) -> list[torch.Tensor]:
+    """The tensors among what a layer returned that a gradient can come back to."""
+    return [leaf for leaf in tree_leaves(output) if is_float(leaf)]
+
+
+def is_float(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()

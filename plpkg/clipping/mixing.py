@@ -6,9 +6,9 @@ what stays, made of the same input, depends on none of them: positions, ``embedd
 then given once for each example: that must not change what the model gives.
 
 A gradient of zero says nothing about mixing: a gate may open later. So some of the losses go backward alone, which must
-reach their own examples' rows of every layer and no others (:meth:`Guard.verify`). In the first steps, and
-after ``model.train()`` or ``model.eval()``, every two examples are told apart; at an example's new shapes, and else
-once in fifty steps, at random, one half of the examples from the other.
+reach their own examples' rows of every layer and no others (:meth:`Guard.verify`). In the first steps, and after
+``model.train()`` or ``model.eval()``, every two examples are told apart; at an example's new shapes, and else once in
+fifty steps, at random, one half of the examples from the other.
 
 Left out: numbers that the model, after its first steps, keeps in another way than PyTorch counts (``.data``, numpy, an
 attribute); what a loss takes from other examples without a gradient.
@@ -26,9 +26,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils._pytree import tree_map
 
-from plpkg.clipping.batches import examples, leaves
+from plpkg.clipping.batches import EVERYBODYS, OWN, Rows, alike, examples, float_tensors, is_float, leaves
 from plpkg.clipping.dropout import Without
-from plpkg.clipping.layers import EVERYBODYS, OWN, Call, Rows, Site, alike, check_layers, float_tensors, is_float
+from plpkg.clipping.layers import Call, Site, check_layers
 
 FIRST, SELDOM = 3, 50
 MOVING = ("num_batches_tracked", "weight_u", "weight_v", "_u", "_v")
@@ -148,8 +148,8 @@ def _of_call(one: tuple, two: tuple) -> Rows | None:
         own = (one.ndim > 0 and len(two) == 2 * len(one) for one, two in zip(read, reread, strict=False))
         return Rows(counts[0], own=tuple(own))
     # A gate that is closed gives zeros whatever it reads.
-    alike = _equal(read, reread) or (_equal(given, again) and all(tensor.any() for tensor in given))
-    return Rows(counts[0], shared=True) if alike and counts == doubled else None
+    same = _equal(read, reread) or (_equal(given, again) and all(tensor.any() for tensor in given))
+    return Rows(counts[0], shared=True) if same and counts == doubled else None
 
 
 def _equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
@@ -168,7 +168,7 @@ def _mixed(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
 
 
 class Guard:
-    """Remembers what a model's layers did, for all its steps, and looks whether its examples stay apart."""
+    """Remembers what a model's layers did in all its steps, and checks that its examples stay apart."""
 
     def __init__(self) -> None:
         self._probes: dict[Hashable, Probe] = {}
@@ -197,16 +197,16 @@ class Guard:
         ValueError
             A layer mixes examples now, or keeps something of them.
         """
+        self._probe, self._state = Probe(), []  # nothing of the pass before, which may have been broken off
         self._judge(model)
         inputs = leaves([*args, kwargs])
-        if any(map(is_fake, inputs)):
+        if any(map(is_fake, inputs)):  # they have no values to look at
             return
         self._contents = self.fresh
         self._state = state(model, contents=self._contents)
         shapes = tuple(t.shape[1:] if t.ndim and len(t) == batch else t.shape for t in inputs)
         key = (shapes, batch == 1)
         if key not in self._probes:
-            self._probe = Probe()
             try:
                 run(self._probe)  # what it refuses is refused again
             finally:
@@ -314,8 +314,8 @@ class RowPass:
 
 
 def state(model: nn.Module, *, contents: bool = False) -> list[tuple]:
-    """Of each parameter, and of each buffer that should stand still: module, name, identity, version, and with
-    ``contents`` sums of what it holds.
+    """Of each parameter, and of each buffer that should stand still: the module's ``id``, the name, the tensor's ``id``
+    and version, and with ``contents`` sums of what it holds. No tensor or module is kept alive by it.
     """
     return [
         (id(module), name, id(tensor), tensor._version, *(_sums(tensor.detach()) if contents else ()))

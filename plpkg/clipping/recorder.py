@@ -27,11 +27,12 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from plpkg.clipping import factors
+from plpkg.clipping.batches import Rows, float_tensors
 from plpkg.clipping.clip import Clip, check_finite
 from plpkg.clipping.dropout import Kept
 from plpkg.clipping.execution import Execution
 from plpkg.clipping.factors import Outer
-from plpkg.clipping.layers import Call, Rows, Site, any_layer, check_layers, float_tensors, sites
+from plpkg.clipping.layers import Call, Site, any_layer, check_layers, sites
 from plpkg.clipping.mixing import Guard, Probe, RowPass
 
 # Taps

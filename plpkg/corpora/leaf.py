@@ -142,10 +142,15 @@ class _Leaf(BaseModel, Generic[Kind]):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         counts = {user: len(samples.x) for user, samples in self.user_data.items()}
-        if len(set(self.users)) < len(self.users) or set(self.users) != set(counts):
-            raise ValueError("users and the keys of user_data are not the same names, each once")
-        if (actual := [counts[user] for user in self.users]) != self.num_samples:
-            raise ValueError(f"num_samples is {reprlib.repr(self.num_samples)}, user_data has {reprlib.repr(actual)}")
+        if twice := [user for i, user in enumerate(self.users) if user in self.users[:i]]:
+            raise ValueError(f"users has {_shown(twice[0])} twice")
+        if differing := sorted(set(self.users) ^ set(counts)):
+            raise ValueError(f"{_shown(differing[0])} is only one of users and of user_data's keys")
+        if len(self.num_samples) != len(self.users):
+            raise ValueError(f"num_samples has {len(self.num_samples)} entries for {len(self.users)} users")
+        for i, (count, user) in enumerate(zip(self.num_samples, self.users, strict=True)):
+            if count != counts[user]:
+                raise ValueError(f"num_samples[{i}]: {count}, but user_data[{_shown(user)}] has {counts[user]} samples")
         return self
 
 
@@ -177,23 +182,32 @@ def _read(file: Path, kind: type[_Leaf]) -> _Leaf:
         reason = "lists or objects are nested too deeply"
     except ValidationError as errors:
         first = errors.errors(include_url=False)[0]
-        reason = f"{_place(first['loc'])}{first['msg'].removeprefix('Value error, ')}, got {_shown(first['input'])}"
-    except ValueError as error:  # a key that comes twice, or a number with more digits than Python reads
+        said = first["msg"].removeprefix("Value error, ").partition(" or instance of")[0]
+        own = first["type"] == "value_error"  # of this module, which names the value
+        reason = _place(first["loc"]) + (said if own else f"{said}, got {_shown(first['input'])}")
+    except ValueError as error:  # a number with more digits than Python reads
         reason = str(error)
     raise ValueError(f"{file}: {reason}")
 
 
-def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """An object of JSON, whose keys must differ: the last of two would silently be taken."""
+class _Twice:
+    """In the place of an object of JSON that has a key twice, of which the last would silently be taken."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    def __repr__(self) -> str:
+        return f'the key "{self.key}" twice'
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object] | _Twice:
     fields = dict(pairs)
-    if len(fields) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f'the key "{next(name for name in names if names.count(name) > 1)}" occurs twice')
-    return fields
+    names = [name for name, _ in pairs]
+    return fields if len(fields) == len(pairs) else _Twice(next(name for name in names if names.count(name) > 1))
 
 
 def _place(location: tuple[str | int, ...]) -> str:
-    """``user_data["f0001_41"].x[3]: ``"""
+    """Where in the file that is: ``user_data["f0001_41"].x[3]: ``."""
     parts = [f"[{_shown(part)}]" if i == 1 or isinstance(part, int) else f".{part}" for i, part in enumerate(location)]
     return "".join(parts).lstrip(".") + ": " * bool(parts)
 
@@ -201,7 +215,7 @@ def _place(location: tuple[str | int, ...]) -> str:
 def _shown(value: object) -> str:
     if isinstance(value, str) and len(value) < 60:
         return json.dumps(value, ensure_ascii=not value.isprintable())
-    return reprlib.repr(value)
+    return repr(value) if isinstance(value, _Twice) else reprlib.repr(value)
 
 
 def _scale(file: Path, users: dict[str, tuple[np.ndarray, list[int]]]) -> float:

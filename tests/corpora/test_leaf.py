@@ -104,7 +104,7 @@ def take(*place):
 
 
 LIST, STRING, WHOLE, NUMBER = (f"Input should be a valid {kind}" for kind in ("list", "string", "integer", "number"))
-OTHER_NAMES = "users and the keys of user_data are not the same names, each once"
+ONLY = "is only one of users and of user_data's keys"
 STRUCTURE = [
     (take("users"), "users: Field required"),
     (take("num_samples"), "num_samples: Field required"),
@@ -112,13 +112,13 @@ STRUCTURE = [
     (put({"f0": 1}, "users"), f"users: {LIST}, got {{'f0': 1}}"),
     (put([], "users"), "users: List should have at least 1 item"),
     (put(7, "users", 1), f"users[1]: {STRING}, got 7"),
-    (put("f0", "users", 1), OTHER_NAMES),
-    (put("f9", "users", 1), OTHER_NAMES),
+    (put("f0", "users", 1), 'users has "f0" twice'),
+    (put("f9", "users", 1), f'"f1" {ONLY}'),
     (put({"x": [], "y": []}, "user_data", "f2"), 'user_data["f2"]: 0 samples in x, 0 in y'),
-    (lambda content: content["user_data"].update(f2=content["user_data"]["f1"]), OTHER_NAMES),
+    (lambda content: content["user_data"].update(f2=content["user_data"]["f1"]), f'"f2" {ONLY}'),
     (put(3, "num_samples"), f"num_samples: {LIST}, got 3"),
-    (take("num_samples", 1), "num_samples is [2], user_data has [2, 3]"),
-    (put(4, "num_samples", 1), "num_samples is [2, 4], user_data has [2, 3]"),
+    (take("num_samples", 1), "num_samples has 1 entries for 2 users"),
+    (put(4, "num_samples", 1), 'num_samples[1]: 4, but user_data["f1"] has 3 samples'),
     (put(3.0, "num_samples", 1), f"num_samples[1]: {WHOLE}, got 3.0"),
     (put([], "user_data"), "user_data: Input should be a valid dictionary, got []"),
     (put([1], "user_data", "f1"), 'user_data["f1"]: Input should be a valid dictionary'),
@@ -180,9 +180,15 @@ def test_a_fault_is_located(tmp_path, read, user, change, message):
         ("[1]", "Input should be a valid dictionary"),
         ("[" * 100_000, "lists or objects are nested too deeply"),
         ("[1" + "0" * 5000 + "]", ": Exceeds the limit"),
-        ('{"users": [], "users": []}', 'the key "users" occurs twice'),
-        ('{"users": ["a"], "user_data": {"a": {}, "b": {}, "a": {}}}', 'the key "a" occurs twice'),
-        ('{"users": ["a"], "user_data": {"a": {"x": [], "y": [], "x": []}}}', 'the key "x" occurs twice'),
+        ('{"users": [], "users": []}', 'Input should be a valid dictionary, got the key "users" twice'),
+        (
+            '{"users": ["a"], "num_samples": [1], "user_data": {"a": {}, "b": {}, "a": {}}}',
+            'user_data: Input should be a valid dictionary, got the key "a" twice',
+        ),
+        (
+            '{"users": ["a"], "num_samples": [1], "user_data": {"a": {"x": [], "y": [], "x": []}}}',
+            'user_data["a"]: Input should be a valid dictionary, got the key "x" twice',
+        ),
     ],
     ids=range(9),
 )

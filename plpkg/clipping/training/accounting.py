@@ -49,8 +49,8 @@ class Mechanism:
     epoch: int | None = None
 
     def __post_init__(self) -> None:
-        if not callable(self.noise_multiplier):
-            number("noise_multiplier", self.noise_multiplier)
+        if not callable(self.noise_multiplier):  # a float, whatever stood for it
+            object.__setattr__(self, "noise_multiplier", number("noise_multiplier", self.noise_multiplier))
 
     def at(self, step: int) -> "Mechanism":
         """The mechanism of a step, with numbers for C and σ.

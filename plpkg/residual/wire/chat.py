@@ -11,7 +11,7 @@ from transformers import TextStreamer
 from plpkg.residual.drafts import chosen
 from plpkg.residual.wire.connection import RefusedError
 from plpkg.residual.wire.device import DeviceClient
-from plpkg.residual.wire.writing import warpers
+from plpkg.residual.wire.writing import checked_warpers
 from plpkg.validation import whole_number
 
 
@@ -37,7 +37,7 @@ def answer_lines(
     ConnectionError, RefusedError
         As in :meth:`DeviceClient.generate`.
     """
-    warpers(max_new_tokens, **sampling)
+    checked_warpers(max_new_tokens, **sampling)
     whole_number("draft_tokens", draft_tokens, 0)
     chosen(draft, tokenizer)
     options = sampling | dict(draft=draft, draft_tokens=draft_tokens, tokenizer=tokenizer)

@@ -207,7 +207,7 @@ class DeviceClient:
             It does not want to: a sequence too long, say.
         """
         choice = dict(do_sample=do_sample, temperature=temperature, top_k=top_k, top_p=top_p)
-        writing.warpers(max_new_tokens, **choice)  # refuses what cannot be
+        writing.checked_warpers(max_new_tokens, **choice)  # refuses what cannot be
         whole_number("draft_tokens", draft_tokens, 0)
         ids, ends = self._checked(input_ids, more=max_new_tokens - 1), writing.ends(self._model, eos_token_id)
         guess, ahead = drafts.chosen(draft, tokenizer), draft == "backbone"

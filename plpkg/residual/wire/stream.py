@@ -21,7 +21,7 @@ from plpkg.residual.wire.connection import BrokenStreamError, Messages, StatusEr
 from plpkg.residual.wire.tensors import PRECISIONS, pack, unpack
 from plpkg.residual.wire.terms import Limits, differences
 from plpkg.residual.wire.wire_pb2 import Choice, Final, Hello, Part, Step, Terms, Welcome
-from plpkg.residual.wire.writing import race, warpers
+from plpkg.residual.wire.writing import checked_warpers, race
 
 
 class Session:
@@ -325,4 +325,4 @@ def _guess(logits: torch.Tensor, choice: Choice, position: int) -> int:
     if not choice.temperature:
         return logits.argmax(-1).item()
     options = dict(do_sample=True, temperature=choice.temperature, top_k=choice.top_k, top_p=choice.top_p)
-    return race(warpers(1, **options)(None, logits.float()), choice.seed, position).item()
+    return race(checked_warpers(1, **options)(None, logits.float()), choice.seed, position).item()

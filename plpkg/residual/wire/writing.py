@@ -38,7 +38,7 @@ class Writing:
     generator
         Of what is sampled.
     **choice
-        As :func:`warpers` takes it.
+        As :func:`checked_warpers` takes it.
 
     Attributes
     ----------
@@ -61,7 +61,7 @@ class Writing:
     ) -> None:
         self.ids, self._stop, self._guess, self._generator = ids, ids.shape[1] + max_new_tokens, guess, generator
         self._vocab = vocab
-        self._warp = warpers(max_new_tokens, **choice)
+        self._warp = checked_warpers(max_new_tokens, **choice)
         self._ends = torch.tensor(ends, dtype=torch.long)
         self._done = torch.zeros(len(ids), dtype=torch.bool)
         self._sampled = choice.pop("do_sample")
@@ -131,7 +131,7 @@ class Writing:
         return scores.argmax(-1)
 
 
-def warpers(
+def checked_warpers(
     max_new_tokens: int, *, do_sample: bool = False, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
 ) -> LogitsProcessorList:
     """What warps logits before a token is sampled; nothing if none is.

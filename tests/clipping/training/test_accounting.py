@@ -2,10 +2,12 @@
 
 import math
 
+import numpy as np
 import pytest
+import torch
 from opacus.accountants import create_accountant
 
-from plpkg.clipping.training.accounting import epsilon_of, noise_for
+from plpkg.clipping.training.accounting import Mechanism, epsilon_of, noise_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:Optimal order is the")  # rdp's advice
 
@@ -61,3 +63,12 @@ def test_targets_out_of_reach():
         noise_for(1e-4, 1e-5, 0.1, 20)
     with pytest.raises(ValueError, match="accountant must be one of 'prv', 'rdp', got 'gdp'"):
         noise_for(1.0, 1e-5, 0.1, 20, accountant="gdp")
+
+
+@pytest.mark.parametrize("given", [np.float32(1.5), torch.tensor(1.5), "schedule"])
+def test_what_is_accounted_is_a_float(given):
+    sigma = (lambda step: np.float32(1.5)) if given == "schedule" else given
+    mechanism = Mechanism("rdp", sigma, 0.1, 1.0, "flat")
+    for step in (0, 3):
+        assert type(mechanism.at(step).noise_multiplier) is float
+        assert mechanism.spends(step) == (1.5, 0.1)

@@ -133,7 +133,7 @@ OPTIONS = [dict(temperature=0.3), dict(temperature=0.5, top_k=3), dict(temperatu
 @pytest.mark.parametrize("options", [{}, *OPTIONS])
 def test_the_race_is_won_as_the_probabilities_say(options):
     logits = torch.linspace(-1, 1, 6)[None]
-    warp = writing.warpers(1, do_sample=True, **options)
+    warp = writing.checked_warpers(1, do_sample=True, **options)
     p = distribution(logits[0], **options)
     assert_drawn((writing.race(warp(None, logits), seed, 7).item(), p) for seed in range(4000))
 
