@@ -3,6 +3,8 @@
 Each room of the package holds one mechanism and has one notebook: :data:`ROOMS` lists them.
 """
 
+import warnings
+
 __version__ = "0.1.0"
 
 ROOMS = {
@@ -19,3 +21,6 @@ ROOMS = {
 
 A name with a dot is a room within a room that has a notebook of its own.
 """
+
+# peft 0.21 asks transformers 5.23 for an attribute that is going away, at each get_peft_model: no user can help it.
+warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)

@@ -18,6 +18,8 @@ from plpkg.validation import one_of, whole_number
 
 FAMILIES = ("llama", "mistral", "qwen2", "phi3", "gemma2", "gpt2")
 """The architecture families that the package is tested on; any other causal model loads as well."""
+READER_POSITIONS = 3072
+"""Of plpkg-reader, which has learnt from longer texts than plpkg-small. RoPE needs no table for them."""
 
 
 def load_backbone(
@@ -33,8 +35,9 @@ def load_backbone(
     Parameters
     ----------
     name_or_path
-        ``"plpkg-small"``, the model that comes with this package (``data/README.md`` says from what it
-        has learnt), a hub name, or a folder that ``save_pretrained`` wrote.
+        ``"plpkg-small"``, the model that comes with this package; ``"plpkg-reader"``, the same with a public adapter
+        that answers questions about a text, merged into it (``data/README.md`` says from what both have learnt); a hub
+        name; or a folder that ``save_pretrained`` wrote.
     dtype
         The precision of the weights, ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``; ``"auto"`` keeps the
         checkpoint's. On the CPU, its safetensors are then mapped from their file and read as they are used.
@@ -59,6 +62,8 @@ def load_backbone(
     from safetensors import SafetensorError
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    if name_or_path == "plpkg-reader":
+        return _reader(dtype, device=device, local_files_only=local_files_only, **options)
     _require_device(device)
     name = str(catalog.data_path("backbone") if name_or_path == "plpkg-small" else name_or_path)
     if Path(name).is_dir() and not Path(name, "config.json").exists():
@@ -88,6 +93,15 @@ def load_backbone(
     except (OSError, ValueError) as error:
         raise FileNotFoundError(f"no tokenizer for {name!r}: {_reason(name, 'tokenizer files')}") from error
     return model.to(device).eval(), tokenizer
+
+
+def _reader(dtype: torch.dtype | str, **options):
+    from peft import PeftModel
+
+    model, tokenizer = load_backbone("plpkg-small", **options)  # in float32: rounded once, when it is merged
+    model.config.max_position_embeddings = READER_POSITIONS
+    model = PeftModel.from_pretrained(model, catalog.data_path("reader")).merge_and_unload()
+    return model.to(torch.bfloat16 if dtype == "auto" else dtype).eval(), tokenizer
 
 
 def _require_device(device: str | torch.device) -> None:

@@ -42,13 +42,11 @@ from benchmarks.backbones import reading
 from benchmarks.backbones.pointing import Pointing
 from benchmarks.backbones.reading import COMMON, PLAIN
 from plpkg import checkpoints, corpora, learning, questions
-from plpkg.backbones import load_backbone
+from plpkg.backbones import READER_POSITIONS, load_backbone
 from plpkg.corpora import Passage
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CHECKPOINT = "checkpoint.pt"
-POSITIONS = 3072
-"""Of the longest texts with their questions. RoPE needs no table, but has to learn positions beyond 1,024."""
 PADDING, TEXT, ANSWER = 0, 1, 2
 WEIGHTS = {"answers": 1.0, "first": 1.0, "text": 0.5, "pointing": 0.5, "first pointing": 0.5}
 LOOKING = (3, 4)
@@ -145,7 +143,7 @@ def logits(model, ids: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 def train(recipe: Recipe, out: Path, until: int) -> None:
     """Up to ``until`` steps of the recipe; the adapter and the logs are in ``out`` after each checkpoint."""
     (small, tokenizer), (model, _) = load_backbone("plpkg-small"), load_backbone("plpkg-small")
-    model.config.max_position_embeddings = POSITIONS
+    model.config.max_position_embeddings = READER_POSITIONS
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         config = LoraConfig(r=recipe.rank, lora_alpha=recipe.alpha, target_modules=LINEAR, task_type="CAUSAL_LM")

@@ -10,7 +10,6 @@ builds it, and again when PEFT loads the tensors that it has read.
 
 import contextlib
 import copy
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -359,9 +358,6 @@ def load(
     model.load_adapter(folder, adapter_name, is_trainable=trainable)
     return model
 
-
-# peft 0.21 asks transformers 5.23 for an attribute that is going away, at each get_peft_model: no user can help it.
-warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 
 METHODS = {PRIVATE_LORA: (PrivateLoraConfig, PrivateLoraModel), LADDER: (LadderConfig, LadderModel)}
 for _method, (_config, _tuner) in METHODS.items():

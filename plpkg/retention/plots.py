@@ -185,6 +185,30 @@ def text(rows, ax=None):
     return theme.describe(ax, f"{said}. Apart from 0: {told or 'none'}.")
 
 
+def words(rows):
+    """Right answers by budget and method, a panel for each place of the question: ``retention_words``, "budget"."""
+    import matplotlib.pyplot as plt
+
+    places = {"after": "asked once it is read", "last": "also at the text's end", "first": "also before the text"}
+    panels = plt.subplots(1, len(places), figsize=(10.4, 4.4), sharey=True)[1]
+    for ax, (place, title) in zip(panels, places.items(), strict=True):
+        here = rows[rows["question"] == place]
+        full, cut = 100 * here[here["x"].isna()]["share"].item(), here.dropna(subset="x")
+        ax.axhline(full, color=STYLES["full"]["color"], lw=1, linestyle="--", label="full cache")
+        for case, style in styles(cut["case"].unique()).items():
+            points = 100 * cut[cut["case"] == case].set_index("x")[["low", "share", "high"]]
+            around = [points["share"] - points["low"], points["high"] - points["share"]]
+            ax.errorbar(points.index, points["share"], yerr=around, label=case, capsize=2, **style)
+        _powers_of_two(ax, sorted(cut["x"].unique()))
+        ax.set(title=title, ylim=(0, 100), ylabel="right answers (%)" if place == "after" else "")
+        low = cut[cut["x"] == cut["x"].min()]
+        said = "; ".join(f"{case} {100 * share:.0f} %" for case, share in zip(low["case"], low["share"], strict=True))
+        theme.describe(ax, f"{title}: full cache {full:.0f} %; with {cut['x'].min():.0f} units {said}.")
+    panels[1].set_xlabel("units that each KV head keeps; bars: 95 %")
+    _legend_below(panels[0], 7)
+    return panels
+
+
 def speed(rows, ax=None):
     """Tokens per second by length, full attention and Locret: the section "speed"."""
     table, title = by_case(rows, "tokens_per_s"), "12 layers × 768, 2,048 units, one thread"

@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import itertools
 import math
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -28,9 +27,6 @@ from plpkg.learning import endless, frozen, learn, logits_of
 from plpkg.serving.segments import Segments
 from plpkg.serving.slots import Group, Hooks
 from plpkg.validation import number, whole_number
-
-# peft 0.21 asks transformers 5.23 for an attribute that is going away, at each get_peft_model: no user can help it.
-warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 
 LOGITS = 2**22
 """Logits in memory at a time."""

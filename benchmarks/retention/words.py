@@ -1,0 +1,115 @@
+"""Answers in words from a cache under a budget: plpkg-reader reads 900 tokens of notes and is asked about them.
+
+* heads: retaining heads for plpkg-reader, trained on texts with questions; they come with the package.
+* budget: right answers by budget and method. The question comes after the text, when the cuts are made (``after``); or
+  it is the end of what is read, so that methods that score by the last queries see it (``last``); or it stands before
+  the text as well (``first``). Every method keeps the latest eighth of its budget, and what it protects by itself.
+
+Run: ``python -m benchmarks.retention.words`` (about QQ minutes), or one of the sections. Not part of ``make bench``.
+"""
+
+import random
+import time
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks import record
+from plpkg import corpora
+from plpkg.backbones import load_backbone
+from plpkg.corpora import Passage
+from plpkg.questions import LONGEST, Answered, prompt
+from plpkg.retention import RetainingHeads, chunked_prefill
+from plpkg.retention.scorers import H2O, KeyNorm, Locret, Random, SinkRecent, SnapKv
+from plpkg.retention.train import train_heads
+
+HEADS = record.DATA.parent / "retention" / "plpkg-reader"
+TOKENS, CHUNK = 900, 128
+BUDGETS = (512, 256, 128)
+COUNT = 60
+"""Questions of the test, each with a text of its own."""
+
+
+def encoded(tokenizer, text: str, start: bool = True) -> torch.Tensor:
+    """Ids ``(1, seq)``."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return torch.tensor([[tokenizer.bos_token_id] * start + ids])
+
+
+def parts(passage: Passage, question: str) -> tuple[str, str]:
+    """What is read under the budget, and what is put to it afterwards."""
+    asked = prompt("", passage.question)
+    if question == "last":
+        return passage.text + asked, asked
+    if question == "first":
+        return f"Question: {passage.question}\n\n{passage.text}", asked
+    return passage.text, asked
+
+
+def examples(tokenizer, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Texts of 100 to 900 tokens, each with up to eight questions and their answers."""
+    rng = random.Random("retaining heads")
+    for _ in range(count):
+        tokens = round(100 * 9 ** rng.random())
+        passages = corpora.readings(rng, 8, tokens=tokens)
+        asked = "".join(f"{prompt('', each.question)} {each.answer}\n" for each in passages)
+        yield encoded(tokenizer, passages[0].text), encoded(tokenizer, asked, start=False)
+
+
+def rows_of_heads() -> Iterator[dict]:
+    model, tokenizer = load_backbone("plpkg-reader")
+    heads, began = RetainingHeads.attach(model), time.process_time()
+    log = train_heads(model, heads, examples(tokenizer, 600), steps=600, lr=2e-3, warmup=50, progress=False)
+    heads.save_pretrained(HEADS)
+    last = log.to_frame().tail(60).mean()
+    yield dict(
+        case="plpkg-reader", x=600, loss=last["loss"], overlap=last["overlap"], cpu_s=time.process_time() - began
+    )
+
+
+def scorers(heads: RetainingHeads, recent: int) -> dict:
+    """The methods; each protects the latest units, ``recent`` of them or as it does by itself."""
+    return {
+        "Locret": Locret(heads, recent=recent),
+        "SnapKV": SnapKv(recent=recent),
+        "H2O": H2O(recent=recent),
+        "key norm": KeyNorm(recent=recent),
+        "random": Random(recent=recent),
+        "sink + recent": SinkRecent(),
+    }
+
+
+@torch.no_grad()
+def answered(model, tokenizer, passages: list[Passage], question: str, scorer, budget: int) -> Answered:
+    """Each passage read in chunks under a budget, then asked."""
+    given = []
+    for passage in passages:
+        text, asked = parts(passage, question)
+        read = chunked_prefill(model, encoded(tokenizer, text), scorer, budget, CHUNK)
+        asked = encoded(tokenizer, asked, start=False)
+        options = dict(max_new_tokens=LONGEST, do_sample=False, stop_strings="\n", tokenizer=tokenizer)
+        tokens = read.ask(model, asked, pad_token_id=tokenizer.pad_token_id, **options)[0]
+        given.append(tokenizer.decode(tokens, skip_special_tokens=True).partition("\n")[0].strip())
+    return Answered(tuple(passages), tuple(given))
+
+
+def rows_of_budget() -> Iterator[dict]:
+    model, tokenizer = load_backbone("plpkg-reader")
+    heads, rng = RetainingHeads.from_pretrained(HEADS, model), random.Random("retention on words")
+    kinds = ("fact", "event", "pronoun")
+    passages = [corpora.reading(rng, tokens=TOKENS, kinds=kinds) for _ in range(COUNT)]
+    for question in ("after", "last", "first"):
+        runs = [("full cache", None, SinkRecent())]
+        for budget in BUDGETS:
+            runs += [(name, budget, scorer) for name, scorer in scorers(heads, budget // 8).items()]
+        for name, budget, scorer in runs:
+            found = answered(model, tokenizer, passages, question, scorer, budget or 2 * TOKENS)
+            low, high = found.interval
+            yield dict(case=name, question=question, x=budget, share=found.share, low=low, high=high)
+
+
+SECTIONS = {"heads": rows_of_heads, "budget": rows_of_budget}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    record.sections("retention.words", SECTIONS, __doc__)
