@@ -2,13 +2,18 @@
 
 import contextlib
 import errno
+import json
+import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
+
+from plpkg.untrusted import MAX_HEADER_BYTES, misfits, read_state, shown, strict_json
 
 PARTIAL = ".partial"
 """How a file's name ends while it is written, and a folder's begins."""
@@ -109,8 +114,122 @@ def _room_for(path: Path) -> Iterator[None]:
 
 
 def save(path: Path, state: dict) -> None:
-    """Write a checkpoint, its owner's alone: tensors, numbers, strings, lists and dictionaries."""
-    replace_file(path, lambda partial: torch.save(state, partial), private=True)
+    """Write a checkpoint, its owner's alone: one safetensors file, no pickle.
+
+    Parameters
+    ----------
+    path
+        The file.
+    state
+        Dictionaries, lists and tuples of tensors, numbers, strings, booleans and None. What is no tensor stands in the
+        file's metadata as JSON, but for long lists of numbers, and of rows of numbers.
+
+    Raises
+    ------
+    TypeError
+        Something else is in it.
+    ValueError
+        There is more than 1 MiB of what is no tensor.
+    OSError
+        As in :func:`replace_file`.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    text = json.dumps(_packed(state, "", tensors), allow_nan=False)
+    if len(json.dumps(text)) > MAX_HEADER_BYTES // 2:  # the other half is for the tensors' names
+        raise ValueError(f"{path.name}: a state may have {MAX_HEADER_BYTES // 2:,} bytes of text, got {len(text):,}")
+    replace_file(path, lambda partial: save_file(tensors, partial, {"state": text}), private=True)
+
+
+LONG = 64
+"""From so many items on, a list of numbers becomes a tensor."""
+
+
+def _packed(value: object, name: str, tensors: dict[str, torch.Tensor]) -> object:
+    """What stands for a value in the JSON: itself, or a list that begins with its kind; tensors go to ``tensors``."""
+
+    def kept(tensor: torch.Tensor, name: str = name) -> str:
+        while name in tensors:  # "a.b" can be two ways down
+            name += "_"
+        tensors[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        return name
+
+    def inner(key: object, each: object) -> object:
+        return _packed(each, f"{name}.{key}" if name else str(key), tensors)
+
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, (int, float)):
+        return value if math.isfinite(value) else ["number", kept(torch.tensor(value, dtype=torch.float64))]
+    if isinstance(value, torch.Tensor):
+        return ["tensor", kept(value)]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: inner(key, each) for key, each in value.items()}
+    if isinstance(value, Mapping) and all(type(key) is int for key in value):
+        return ["dict", *([key, inner(key, each)] for key, each in value.items())]
+    if isinstance(value, (list, tuple)):
+        if type(value) is list and len(value) >= LONG:
+            if (numbers := _numbers(value)) is not None:
+                return ["numbers", kept(numbers)]
+            names = list(value[0]) if isinstance(value[0], dict) else []
+            if names and all(isinstance(row, dict) and list(row) == names for row in value):
+                columns = {each: _numbers([row[each] for row in value]) for each in names}
+                if all(isinstance(each, str) and column is not None for each, column in columns.items()):
+                    return ["rows", {each: kept(column, f"{name}.{each}") for each, column in columns.items()}]
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return [kind, *(inner(i, each) for i, each in enumerate(value))]
+    raise TypeError(f"a checkpoint cannot hold {name}={value!r:.60}")
+
+
+def _numbers(values: list) -> torch.Tensor | None:
+    """Whole numbers or floats as a tensor from which they come back as they were; None if they are not alike."""
+    if all(type(value) is float for value in values):
+        return torch.tensor(values, dtype=torch.float64)
+    if all(type(value) is int and -(2**63) <= value < 2**63 for value in values):
+        return torch.tensor(values)
+    return None
+
+
+def _unpacked(value: object, tensors: dict[str, torch.Tensor]) -> object:
+    """What :func:`_packed` made something of; each tensor is taken out once."""
+    if isinstance(value, dict):
+        return {key: _unpacked(each, tensors) for key, each in value.items()}
+    if not isinstance(value, list):
+        return value
+    kind, *items = value
+
+    def column(name: str) -> list:
+        (_,) = tensors[name].shape
+        return tensors.pop(name).tolist()
+
+    if kind == "tensor":
+        return tensors.pop(items[0])
+    if kind == "number":
+        return tensors.pop(items[0]).item()
+    if kind == "numbers":
+        return column(items[0])
+    if kind == "rows":
+        columns = {name: column(each) for name, each in items[0].items()}
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    if kind == "dict":
+        return {key: _unpacked(each, tensors) for key, each in items}
+    return {"list": list, "tuple": tuple}[kind](_unpacked(each, tensors) for each in items)
+
+
+def read(path: Path) -> dict:
+    """What :func:`save` wrote, with its ``"identity"``; ValueError if it is anything else, or damaged."""
+    try:
+        tensors, metadata = read_state(path)
+        try:
+            state = _unpacked(strict_json(metadata["state"].encode()), tensors)
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise ValueError("its metadata are not a checkpoint's") from error
+        if tensors:
+            raise ValueError(f"it has a tensor {shown(next(iter(tensors)))} that belongs nowhere")
+        if not isinstance(state.get("identity"), dict):
+            raise ValueError("it does not say of which run it is")
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read ({error}): remove it to start anew") from error
+    return state
 
 
 def load(path: Path, identity: dict) -> dict | None:
@@ -126,20 +245,48 @@ def load(path: Path, identity: dict) -> dict | None:
     Raises
     ------
     ValueError
-        The file is damaged, or of another run.
+        The file is damaged, or of another run, or of a version of plpkg that wrote pickles.
     """
     path.with_name(path.name + PARTIAL).unlink(missing_ok=True)
     for left in path.parent.glob(f"{PARTIAL}-*"):
         shutil.rmtree(left, ignore_errors=True)
-    if not path.exists():
+    if (older := path.with_suffix(".pt")).exists():
+        raise ValueError(f"{older} is a pickle of an earlier version, and is not read: remove it to start anew")
+    if not os.path.lexists(path):
         return None
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        saved = state["identity"]
-    except Exception as error:  # a damaged file can fail in any way
-        reason = error if isinstance(error, OSError) else "damaged, or not a checkpoint"
-        raise ValueError(f"{path} cannot be read ({reason}): remove it to start anew") from error
+    state = read(path)
+    saved = state["identity"]
     if saved != identity:
-        different = "; ".join(f"{k}={saved.get(k)!r}, now {v!r}" for k, v in identity.items() if saved.get(k) != v)
+        names = [name for name in identity | saved if saved.get(name) != identity.get(name)]
+        pairs = [f"{name}={shown(saved.get(name))}, now {shown(identity.get(name))}" for name in names]
+        different = "; ".join(pairs)[:1000]
         raise ValueError(f"{path.parent} holds a run with {different}: take another folder, or go on with that")
     return state
+
+
+def restore(what: str, part, state: object) -> None:
+    """Load a saved state into a module, an optimizer, or whatever has ``state_dict`` and ``load_state_dict``.
+
+    Raises
+    ------
+    ValueError
+        It is not of the same form: names, shapes, and the optimizer's groups. Nothing is loaded.
+    """
+    try:
+        expected = part.state_dict()
+        if isinstance(part, torch.optim.Optimizer):
+            parameters = [parameter for group in part.param_groups for parameter in group["params"]]
+            shapes = {i: {(), tuple(parameter.shape)} for i, parameter in enumerate(parameters)}
+            values = [(i, each) for i, row in state["state"].items() for each in row.values() if each is not None]
+            tensors = [(i, torch.as_tensor(each)) for i, each in values]
+            said, own = ([(g.keys(), g["params"]) for g in each["param_groups"]] for each in (state, expected))
+            fits = said == own and all(tuple(each.shape) in shapes[i] for i, each in tensors)
+            reasons = [] if fits else ["its groups or shapes are not those of the parameters here"]
+        else:
+            given, needed = ({name: tuple(t.shape) for name, t in each.items()} for each in (state, expected))
+            reasons = misfits(given, needed)
+    except (LookupError, TypeError, AttributeError):
+        reasons = ["it is of another form"]
+    if reasons:
+        raise ValueError(f"{what} cannot be restored: {'; '.join(reasons)}")
+    part.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""The loop of every training run in this package: gradient, rate, update, checkpoint.
+"""The loop of every training in this package: gradient, rate, update, checkpoint.
 
 A caller brings what differs: how a step's gradient is made, the rate of each step, and what a checkpoint holds.
 """
@@ -7,11 +7,20 @@ import atexit
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch.optim import Optimizer
 from tqdm.auto import tqdm
+
+from plpkg import checkpoints
+from plpkg.untrusted import shown
+from plpkg.validation import number, whole_number
+
+CHECKPOINT = "checkpoint.safetensors"
+"""The file of a run's folder from which it goes on."""
 
 
 def accelerator(cpu: bool):
@@ -100,8 +109,6 @@ def learn(
     optimizers: Sequence[Optimizer],
     rate: Callable[[int], float],
     *,
-    save: Callable[[int], object] | None = None,
-    checkpoint_every: int = 1,
     remedy: str = ": take a lower lr",
 ) -> Iterator[tuple[int, float]]:
     """Make one update after another.
@@ -109,20 +116,18 @@ def learn(
     Parameters
     ----------
     steps
-        A bar over the steps that are left; its ``total`` counts those made before, too.
+        A bar over the steps that are left.
     gradient
         Leaves a step's gradient in the parameters, clipped, and returns its loss.
     optimizers, rate
         What updates the parameters, and the learning rate of a step.
-    save
-        Writes a checkpoint, given the steps made: after every ``checkpoint_every`` of them and after the last.
     remedy
         The end of the sentence that says which loss is not finite.
 
     Yields
     ------
     int, float
-        Steps made so far, and the loss of the last, before a checkpoint has them.
+        Steps made so far, and the loss of the last.
 
     Raises
     ------
@@ -139,5 +144,104 @@ def learn(
             optimizer.step()
             optimizer.zero_grad()
         yield done, loss
-        if save and (done % checkpoint_every == 0 or done == steps.total):
-            save(done)
+
+
+class TrainingRun:
+    """A training that goes on where it stopped: its steps, and the checkpoint that keeps what they changed.
+
+    Parameters
+    ----------
+    steps
+        All of its steps.
+    folder
+        Where ``checkpoint.safetensors`` is; without one, nothing is kept.
+    identity
+        What makes a run this one: the checkpoint of another is refused.
+    checkpoint_every
+        Steps between two checkpoints; there is one after the last step as well.
+    writes
+        Whether this process writes them, and shows a bar: one of several does.
+
+    Attributes
+    ----------
+    done, saved
+        Steps made, and those that the checkpoint has.
+    settled
+        Whether everything is as the last step left it: not while it is updated.
+    log, facts
+        A list and a dictionary that the checkpoint keeps as well: numbers, strings, lists.
+    bar
+        From :meth:`begin` on.
+
+    Raises
+    ------
+    ValueError
+        The folder holds another run, or a checkpoint that cannot be read.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        folder: Path | None = None,
+        identity: Mapping[str, object] | None = None,
+        *,
+        checkpoint_every: int = 50,
+        writes: bool = True,
+    ) -> None:
+        self._path = None if folder is None else folder / CHECKPOINT
+        self._steps, self._identity, self._every, self._writes = steps, identity, checkpoint_every, writes
+        self._state = checkpoints.load(self._path, identity) if self._path else None
+        fresh = {"step": 0, "log": [], "facts": {}, "seconds": 0.0, "parts": {}}
+        self._state = self._state or fresh
+        for name, value in fresh.items():
+            if type(self._state.get(name)) is not type(value):
+                raise ValueError(f"{self._path}: {name}={shown(self._state.get(name))} is not a checkpoint's")
+        self.done = self.saved = whole_number("step", self._state["step"], 0, steps, "steps")
+        number("seconds", self._state["seconds"], 0)
+        self.settled, self.log, self.facts = True, self._state["log"], self._state["facts"]
+
+    def begin(self, title: str, progress: bool, **parts) -> None:
+        """Load the parts if there is a checkpoint, and show a bar.
+
+        Parameters
+        ----------
+        title, progress
+            What the bar says, and whether it is shown.
+        **parts
+            What the steps change: modules, optimizers, whatever has ``state_dict`` and ``load_state_dict``.
+        """
+        self._parts = parts
+        if self.done:
+            saved = self._state["parts"]
+            for name, part in parts.items():
+                checkpoints.restore(f"{self._path}: {name}", part, saved.get(name))
+        self._began = time.perf_counter() - self._state["seconds"]
+        left, silent = range(self.done, self._steps), not (progress and self._writes)
+        self.bar = tqdm(left, title, initial=self.done, total=self._steps, disable=silent)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time since the first step, without the time between a stop and going on."""
+        return time.perf_counter() - self._began
+
+    def learn(self, gradient, optimizers, rate, **options) -> Iterator[tuple[int, float]]:
+        """:func:`learn` the steps that are left, with checkpoints, each of which has what the caller noted before."""
+
+        def noticed(step: int) -> float:
+            loss = gradient(step)
+            self.settled = False
+            return loss
+
+        for done, loss in learn(self.bar, noticed, optimizers, rate, **options):
+            yield done, loss
+            self.done, self.settled = done, True
+            if self._path and self._writes and (done % self._every == 0 or done == self._steps):
+                self.save()
+
+    def save(self) -> None:
+        """Write the checkpoint."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        state = {"identity": self._identity, "step": self.done, "log": self.log, "facts": self.facts}
+        state |= {"seconds": self.seconds, "parts": {name: part.state_dict() for name, part in self._parts.items()}}
+        checkpoints.save(self._path, state)
+        self.saved = self.done

@@ -12,14 +12,12 @@ between them. Left out: dropout, which a few epochs do not need, and anything th
 
 import contextlib
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from tqdm.auto import tqdm
 
 from plpkg import checkpoints, corpora, learning
 from plpkg.corpora import Document, Writer
@@ -27,7 +25,6 @@ from plpkg.scoring import score
 from plpkg.validation import number, one_of, whole_number
 
 END_OF_TEXT = "<|endoftext|>"
-CHECKPOINT = "checkpoint.pt"
 LOGGED = ("step", "tokens", "learning_rate", "loss", "validation_bits_per_byte", "seconds")
 
 
@@ -197,7 +194,7 @@ def pretrain(
     recipe
         What to train.
     out
-        A folder. It gets ``checkpoint.pt`` (which stays), ``training.csv`` (the log), and at the end the model
+        A folder. It gets ``checkpoint.safetensors`` (which stays), ``training.csv`` (the log), and at the end the model
         (bfloat16 safetensors) and the tokenizer as ``save_pretrained`` writes them, and last ``recipe.json``.
     train, validation
         Documents; the public text by default.
@@ -245,55 +242,42 @@ def pretrain(
     validation = corpora.public("validation") if validation is None else validation
     text = Writer("text", {"train": tuple(train), "validation": tuple(validation)})
     identity = asdict(recipe) | {"bf16": bf16} | {split: text.fingerprint(split) for split in text.documents}
-    state = checkpoints.load(out / CHECKPOINT, identity) or {"step": 0, "log": [], "seconds": 0.0}
+    main = accelerator.is_main_process
+    run = learning.TrainingRun(recipe.steps, out, identity, checkpoint_every=checkpoint_every, writes=main)
     tokenizer = train_tokenizer(train, recipe.vocab)
     if len(tokenizer) != recipe.vocab:
         raise ValueError(f"the text yields only {len(tokenizer)} tokens, not vocab={recipe.vocab}")
     encoded, held_out = corpora.encode(train, tokenizer), corpora.encode(validation, tokenizer)
-    stream = corpora.batches(encoded, batch=recipe.batch, seq=recipe.seq, seed=recipe.seed, start=state["step"])
+    stream = corpora.batches(encoded, batch=recipe.batch, seq=recipe.seq, seed=recipe.seed, start=run.done)
 
     raw = build(recipe)
     model, *opts = accelerator.prepare(raw, *optimizers(raw, recipe))
-    if state["step"]:
-        raw.load_state_dict(state["model"])
-        for optimizer, saved in zip(opts, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-    rows, began, main = state["log"], time.perf_counter() - state["seconds"], accelerator.is_main_process
-    if main:
-        out.mkdir(parents=True, exist_ok=True)
-
-    left, silent = range(state["step"], recipe.steps), not (progress and main)
-    steps = tqdm(left, "pretraining", initial=state["step"], total=recipe.steps, disable=silent)
+    run.begin("pretraining", progress, model=raw, **{f"optimizer {i}": each for i, each in enumerate(opts)})
+    run.facts["processes"] = accelerator.num_processes
+    out.mkdir(parents=True, exist_ok=True)
 
     def gradient(step: int) -> float:
         ids = next(stream)[accelerator.process_index :: accelerator.num_processes].to(accelerator.device)
         return _gradient(accelerator, autocast, model, ids, micro_batch)
 
-    def save(done: int) -> None:
-        state = {"identity": identity, "step": done, "log": rows, "seconds": time.perf_counter() - began}
-        state |= {"processes": accelerator.num_processes, "model": raw.state_dict()}
-        checkpoints.save(out / CHECKPOINT, state | {"optimizers": [optimizer.state_dict() for optimizer in opts]})
-        _save_log(out, rows)
-
     model.train()
-    for done, loss in learning.learn(
-        steps, gradient, opts, recipe.lr_at, save=save if main else None, checkpoint_every=checkpoint_every,
-        remedy=", or its gradient: take another folder and a lower lr",
-    ):  # fmt: skip
+    remedy = ", or its gradient: take another folder and a lower lr"
+    for done, loss in run.learn(gradient, opts, recipe.lr_at, remedy=remedy):
         if main and (done % evaluate_every == 0 or done == recipe.steps):
             with autocast:
                 judged = score(raw, tokenizer, held_out, seq=recipe.seq, stride=recipe.seq)
             row = (done, done * recipe.batch * recipe.seq, recipe.lr_at(done - 1), loss, judged.bits_per_byte)
-            rows.append(dict(zip(LOGGED, (*row, time.perf_counter() - began), strict=True)))
-            steps.set_postfix(bits_per_byte=f"{judged.bits_per_byte:.3f}")
+            run.log.append(dict(zip(LOGGED, (*row, run.seconds), strict=True)))
+            _save_log(out, run.log)
+            run.bar.set_postfix(bits_per_byte=f"{judged.bits_per_byte:.3f}")
     if main:
-        _save_log(out, rows)
+        _save_log(out, run.log)
         raw.to(torch.bfloat16)
         checkpoints.replace_files(out, lambda path: (raw.save_pretrained(path), tokenizer.save_pretrained(path)))
-        run = {"device": accelerator.device.type, "threads": torch.get_num_threads()}
-        run |= {"processes": accelerator.num_processes, "micro_batch": micro_batch}
-        run["versions"] = corpora.versions() | {"tokenizers": version("tokenizers")}
-        facts = json.dumps(identity | {"run": run}, indent=2) + "\n"
+        made = {"device": accelerator.device.type, "threads": torch.get_num_threads()}
+        made |= {"processes": accelerator.num_processes, "micro_batch": micro_batch}
+        made["versions"] = corpora.versions() | {"tokenizers": version("tokenizers")}
+        facts = json.dumps(identity | {"run": made}, indent=2) + "\n"
         checkpoints.replace_file(out / "recipe.json", lambda path: path.write_text(facts, encoding="utf-8"))
     accelerator.wait_for_everyone()
     return out

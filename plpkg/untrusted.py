@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 MAX_HEADER_BYTES, MAX_TENSORS, MAX_CONFIG_BYTES, MAX_BYTES = 2**20, 4096, 2**16, 2**31
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""What weights are made of; a training's state has more."""
+STATE_BYTES = ITEM_BYTES | {"I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
 MAGIC = {b"\x80": "a pickle", b"PK\x03\x04": "a zip archive, as torch.save writes", b"version ": "a Git LFS pointer"}
 _brief = reprlib.Repr()
 _brief.maxlevel, _brief.maxstring, _brief.maxlist, _brief.maxdict, _brief.maxother = 2, 100, 4, 4, 60
@@ -122,11 +124,13 @@ class Entry(NamedTuple):
     end: int
 
 
-def entries(header: bytes, size: int) -> tuple[dict[str, Entry], list[str]]:
+def entries(header: bytes, size: int, *, state: bool = False) -> tuple[dict[str, Entry], list[str]]:
     """The tensors in the first 8 + N bytes of a safetensors file of ``size`` bytes, and why it is not a sound one.
 
     Without reasons, the tensors cover the rest of the file, each byte once; with some, they are those described.
+    A training's ``state`` may have whole numbers, single ones, and tensors without elements.
     """
+    item_bytes, least = (STATE_BYTES, 0) if state else (ITEM_BYTES, 1)
     try:
         body = size - 8 - header_length(header)
         if body < 0 or len(header) < size - body:
@@ -153,14 +157,14 @@ def entries(header: bytes, size: int) -> tuple[dict[str, Entry], list[str]]:
         elif not span_fits:
             reason = f"data_offsets={shown(span)} is no range of the {body:,} bytes after the header"
         elif (
-            not _whole(shape, 1, size) or not 1 <= len(shape) <= 8
+            not _whole(shape, least, size) or not least <= len(shape) <= 8
         ):  # few and small ones, so that their product is small, too
             reason = f"shape={shown(shape)} is not a tensor's in this file"
-        elif not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-            reason = f"dtype={shown(dtype)} is not one of {', '.join(ITEM_BYTES)}"
+        elif not isinstance(dtype, str) or dtype not in item_bytes:
+            reason = f"dtype={shown(dtype)} is not one of {', '.join(item_bytes)}"
         else:
             sound[name] = Entry(dtype, tuple(shape), *span)
-            if span[1] - span[0] != (expected := math.prod(shape) * ITEM_BYTES[dtype]):
+            if span[1] - span[0] != (expected := math.prod(shape) * item_bytes[dtype]):
                 reason = f"{dtype} of shape {shape} has {expected:,} bytes, data_offsets={span}"
         if reason:
             faults.setdefault(reason, []).append(name)
@@ -188,23 +192,34 @@ def read_object(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict:
 
 def read_tensors(path: Path) -> tuple[dict, str]:
     """Read a safetensors file of finite numbers: its tensors by name, views of it, and its SHA-256 in hex."""
+    tensors, content = _tensors(path)
+    if wrong := [name for name, values in tensors.items() if not finite(values)]:
+        raise ValueError(sentences({"has values that are not finite in float32": wrong})[0])
+    return tensors, hashlib.sha256(content).hexdigest()
+
+
+def read_state(path: Path) -> tuple[dict, dict[str, str]]:
+    """Read a training's state from a safetensors file: its tensors by name, views of it, and its metadata."""
+    tensors, content = _tensors(path, state=True)
+    metadata = strict_json(content[8 : 8 + header_length(content)]).get("__metadata__", {})
+    return tensors, metadata
+
+
+def _tensors(path: Path, state: bool = False) -> tuple[dict, bytearray]:
     header, size = read_header(path)
-    found, reasons = entries(header, size)
-    odd = [name for name, each in found.items() if (len(header) + each.begin) % ITEM_BYTES[each.dtype]]
+    found, reasons = entries(header, size, state=state)
+    odd = [name for name, each in found.items() if (len(header) + each.begin) % STATE_BYTES[each.dtype]]
     if odd:  # a view could not be had, and a copy would double the memory
         reasons += sentences({"is not aligned as safetensors writes it": odd})
     if size > MAX_BYTES:
         reasons.append(f"{path.name} has {size:,} bytes, at most {MAX_BYTES:,} are allowed")
     if not reasons:
-        weights = read_file(path, MAX_BYTES)
-        if len(weights) != size or weights[: len(header)] != header:
+        content = read_file(path, MAX_BYTES)
+        if len(content) != size or content[: len(header)] != header:
             reasons.append(f"{path.name} changed while it was read")
     if reasons:
         raise ValueError("; ".join(reasons[:20]))
-    tensors = {name: tensor(weights, entry) for name, entry in found.items()}
-    if wrong := [name for name, values in tensors.items() if not finite(values)]:
-        raise ValueError(sentences({"has values that are not finite in float32": wrong})[0])
-    return tensors, hashlib.sha256(weights).hexdigest()
+    return {name: tensor(content, entry) for name, entry in found.items()}, content
 
 
 def tensor(weights: bytearray, entry: Entry):
@@ -212,7 +227,12 @@ def tensor(weights: bytearray, entry: Entry):
     import torch
 
     dtypes = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    dtypes |= {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
     dtype, begin = dtypes[entry.dtype], 8 + header_length(weights) + entry.begin
+    if entry.begin == entry.end:
+        return torch.empty(entry.shape, dtype=dtype)
+    if entry.dtype == "BOOL" and max(weights[begin : 8 + header_length(weights) + entry.end]) > 1:
+        raise ValueError("a BOOL is 0 or 1")
     if begin % dtype.itemsize:  # torch wants its numbers aligned, safetensors does not
         weights, begin = weights[begin : begin + entry.end - entry.begin], 0
     return torch.frombuffer(weights, dtype=dtype, count=math.prod(entry.shape), offset=begin).view(entry.shape)

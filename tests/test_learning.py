@@ -8,7 +8,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from tqdm import tqdm
 
 from plpkg.backbones import random_backbone
-from plpkg.learning import learn, logits_of, rising, rising_and_falling
+from plpkg.learning import TrainingRun, learn, logits_of, rising, rising_and_falling
 
 
 def steps(first=0, total=7):
@@ -33,18 +33,54 @@ def test_every_update_has_its_rate_and_a_clean_gradient():
     assert weight.item() == -sum(range(1, 8))
 
 
-@pytest.mark.parametrize(("first", "saved"), [(0, [3, 6, 7]), (5, [6, 7]), (7, [])])
-def test_checkpoints_come_after_the_callers_turn_and_after_the_last_step(first, saved):
-    order = []
-    for done, _ in learn(steps(first), lambda step: 0.0, [], float, save=order.append, checkpoint_every=3):
-        order.append(f"turn {done}")
-    assert [entry for entry in order if isinstance(entry, int)] == saved
-    assert all(order[order.index(done) - 1] == f"turn {done}" for done in saved)
+@pytest.mark.parametrize(("stop", "saved"), [(0, [3, 6, 7]), (5, [6, 7]), (7, [])])
+def test_a_checkpoint_comes_after_the_callers_turn_and_after_the_last_step(tmp_path, stop, saved):
+    weight = torch.nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+
+    def run(until):
+        """The steps made, and after which of them a checkpoint was there when the next began."""
+        run, seen, kept = TrainingRun(7, tmp_path, {"name": "this"}, checkpoint_every=3), [], set()
+        run.begin("", False, weight=torch.nn.ParameterList([weight]), optimizer=optimizer)
+
+        def gradient(step):
+            kept.add(run.saved)
+            weight.grad = torch.ones(())
+            return 0.0
+
+        for done, _ in run.learn(gradient, [optimizer], lambda step: 1.0):
+            seen.append(done)
+            run.log.append(done)
+            assert not run.settled
+            if done == until:
+                return run, kept
+        return run, kept | {run.saved}
+
+    if stop:
+        stopped, _ = run(stop)
+        assert stopped.done == stop - 1  # the caller's turn has not ended
+        stopped.done, stopped.settled = stop, True
+        stopped.save()
+        with torch.no_grad():
+            weight.fill_(9.0)  # what comes from the checkpoint replaces it
+    whole, kept = run(None)
+    assert sorted(kept - {stop}) == [done for done in saved if done > stop]
+    assert (whole.log, weight.item(), whole.seconds > 0) == ([1, 2, 3, 4, 5, 6, 7], -7.0, True)
+    with pytest.raises(ValueError, match="holds a run with name='this', now 'other'"):
+        TrainingRun(7, tmp_path, {"name": "other"})
+
+
+def test_one_process_of_several_writes_and_without_a_folder_nobody_does(tmp_path):
+    for folder, writes in ((tmp_path, False), (None, True)):
+        run = TrainingRun(2, folder, {}, writes=writes)
+        run.begin("", True)
+        assert [done for done, _ in run.learn(lambda step: 0.0, [], float)] == [1, 2]
+        assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_updates_nothing(loss):
-    weight, saved = torch.nn.Parameter(torch.zeros(())), []
+    weight = torch.nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([weight], lr=1.0)
 
     def gradient(step):
@@ -52,8 +88,8 @@ def test_a_loss_that_is_not_finite_updates_nothing(loss):
         return loss if step == 2 else 1.0
 
     with pytest.raises(FloatingPointError, match=f"the loss of step 3 is {loss}: take a lower lr"):
-        list(learn(steps(), gradient, [optimizer], lambda step: 1.0, save=saved.append))
-    assert (weight.item(), saved) == (-2.0, [1, 2])
+        list(learn(steps(), gradient, [optimizer], lambda step: 1.0))
+    assert weight.item() == -2.0
 
 
 def around(model):

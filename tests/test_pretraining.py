@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from plpkg import cli, corpora, pretraining
+from plpkg import checkpoints, cli, corpora, learning, pretraining
 from plpkg.backbones import load_backbone
 from plpkg.corpora import Document
 from plpkg.pretraining import Recipe, build, pretrain, train_tokenizer
@@ -80,13 +80,17 @@ def assert_same_first_step(actual, expected, tmp_path, monkeypatch):
     assert actual["log"][0]["loss"] == pytest.approx(
         expected["log"][0]["loss"], rel=relative(TINY.batch * TINY.seq + TINY.vocab)
     )
-    for states in zip(*([o["state"] for o in each["optimizers"]] for each in (actual, expected, exact)), strict=True):
+    for states in zip(*([o["state"] for o in optimizers(each)] for each in (actual, expected, exact)), strict=True):
         for key in states[1][0]:
             assert_as_exact(*([saved[key] for _, saved in sorted(state.items())] for state in states))
 
 
 def checkpoint(out):
-    return torch.load(out / "checkpoint.pt", weights_only=True)
+    return checkpoints.read(out / "checkpoint.safetensors")
+
+
+def optimizers(state):
+    return [part for name, part in state["parts"].items() if name.startswith("optimizer")]
 
 
 def log(out):
@@ -186,7 +190,7 @@ def test_it_learns(tmp_path):
 def test_the_last_row_of_the_log_is_the_score_of_what_was_trained(tmp_path, bf16):
     run(tmp_path, bf16=bf16)
     model, state = build(TINY), checkpoint(tmp_path)
-    model.load_state_dict(state["model"])
+    model.load_state_dict(state["parts"]["model"])
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         judged = score(model, train_tokenizer(TRAIN, TINY.vocab), VALIDATION, seq=TINY.seq, stride=TINY.seq)
     assert state["log"][-1]["validation_bits_per_byte"] == pytest.approx(judged.bits_per_byte)
@@ -213,13 +217,13 @@ def test_an_interrupted_run_ends_with_the_same_weights(tmp_path, monkeypatch, bf
 
 def test_the_log_goes_on_where_it_stopped(tmp_path, monkeypatch):
     def clock():  # a second passes from look to look
-        monkeypatch.setattr(pretraining, "time", SimpleNamespace(perf_counter=map(float, itertools.count()).__next__))
+        monkeypatch.setattr(learning, "time", SimpleNamespace(perf_counter=map(float, itertools.count()).__next__))
 
     clock()
     at_steps(monkeypatch, 7)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, evaluate_every=2)
-    assert [int(row["step"]) for row in log(tmp_path)] == [2, 4]  # as its checkpoint has it
+    assert [int(row["step"]) for row in log(tmp_path)] == [2, 4, 6]  # its checkpoint has 2 and 4
     clock()
     run(tmp_path, evaluate_every=2)
     assert [int(row["step"]) for row in log(tmp_path)] == [2, 4, 6, 8, 10, 12]
@@ -247,7 +251,7 @@ def test_killed_at_any_moment_it_goes_on(tmp_path):
     recipe = replace(TINY, steps=40, seed=1003)  # large: other processes draw the same
     options = {"checkpoint_every": 1, "evaluate_every": 20, "bf16": False}
     whole = run(tmp_path / "whole", recipe, checkpoint_every=40)
-    checkpoint = tmp_path / "out" / "checkpoint.pt"
+    checkpoint = tmp_path / "out" / "checkpoint.safetensors"
     draw, killed, task = random.Random(0), 0, written(tmp_path, recipe, options)
     for _ in range(3):
         before = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
@@ -277,7 +281,7 @@ def test_two_processes_make_the_gradient_of_one(tmp_path, monkeypatch):
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     one, two = (checkpoint(tmp_path / name) for name in ("one", "out"))
-    assert (one["processes"], two["processes"]) == (1, 2)
+    assert (one["facts"]["processes"], two["facts"]["processes"]) == (1, 2)
     assert_same_first_step(two, one, tmp_path, monkeypatch)
 
 
@@ -293,7 +297,7 @@ def test_small_pieces_make_the_same_gradient(tmp_path, monkeypatch, micro_batch)
 def test_a_long_gradient_is_cut_to_length_one(tmp_path, monkeypatch):
     change_models(monkeypatch, lambda model: model.model.embed_tokens.weight.data.mul_(50))
     run(tmp_path, replace(TINY, steps=1))
-    muon, adamw = checkpoint(tmp_path)["optimizers"]
+    muon, adamw = optimizers(checkpoint(tmp_path))
     # After one step the averages hold these shares of it.
     gradient = [s["momentum_buffer"] / (1 - muon["param_groups"][0]["momentum"]) for s in muon["state"].values()]
     gradient += [s["exp_avg"] / (1 - adamw["param_groups"][0]["betas"][0]) for s in adamw["state"].values()]
@@ -304,8 +308,8 @@ def test_a_long_gradient_is_cut_to_length_one(tmp_path, monkeypatch):
 def test_bfloat16_computes_something_else(finished, tmp_path):
     run(tmp_path, bf16=True)
     exact, rough = checkpoint(finished), checkpoint(tmp_path)
-    assert not same(rough["model"], exact["model"])
-    assert {weight.dtype for weight in rough["model"].values()} == {torch.float32}
+    assert not same(rough["parts"]["model"], exact["parts"]["model"])
+    assert {weight.dtype for weight in rough["parts"]["model"].values()} == {torch.float32}
 
 
 def test_accelerates_environment_variables_change_nothing(finished, tmp_path, monkeypatch, fresh_accelerate):
@@ -313,7 +317,7 @@ def test_accelerates_environment_variables_change_nothing(finished, tmp_path, mo
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "inductor")
     run(tmp_path)
-    assert same(checkpoint(tmp_path)["model"], checkpoint(finished)["model"])
+    assert same(checkpoint(tmp_path)["parts"]["model"], checkpoint(finished)["parts"]["model"])
 
 
 FIRST, SECOND, *REST = TRAIN
@@ -426,7 +430,7 @@ def test_the_last_step_is_always_scored_and_the_rate_is_the_recipes(tmp_path):
     run(tmp_path, evaluate_every=5)
     state = checkpoint(tmp_path)
     assert [row["step"] for row in state["log"]] == [5, 10, 12]
-    rates = {group["lr"] for optimizer in state["optimizers"] for group in optimizer["param_groups"]}
+    rates = {group["lr"] for optimizer in optimizers(state) for group in optimizer["param_groups"]}
     assert rates == {TINY.lr_at(TINY.steps - 1)}
 
 

@@ -26,27 +26,30 @@ the adapter, ``log.csv`` with the losses and ``curve.csv`` with what it answers 
 """
 
 import argparse
-import csv
+import json
 import random
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
+import pandas as pd
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy, kl_div
-from tqdm.auto import tqdm
 
 from benchmarks.backbones import reading
 from benchmarks.backbones.pointing import Pointing
 from benchmarks.backbones.reading import COMMON, PLAIN
-from plpkg import checkpoints, corpora, learning, questions
+from plpkg import corpora, learning, questions
 from plpkg.backbones import READER_POSITIONS, load_backbone
 from plpkg.corpora import Passage
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-CHECKPOINT = "checkpoint.pt"
 PADDING, TEXT, ANSWER = 0, 1, 2
 WEIGHTS = {"answers": 1.0, "first": 1.0, "text": 0.5, "pointing": 0.5, "first pointing": 0.5}
 LOOKING = (3, 4)
@@ -141,7 +144,7 @@ def logits(model, ids: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 
 
 def train(recipe: Recipe, out: Path, until: int) -> None:
-    """Up to ``until`` steps of the recipe; the adapter and the logs are in ``out`` after each checkpoint."""
+    """Up to ``until`` steps of the recipe; then the adapter and the logs are in ``out``."""
     (small, tokenizer), (model, _) = load_backbone("plpkg-small"), load_backbone("plpkg-small")
     model.config.max_position_embeddings = READER_POSITIONS
     with torch.random.fork_rng(devices=[]):
@@ -153,17 +156,15 @@ def train(recipe: Recipe, out: Path, until: int) -> None:
     pointing = Pointing(base, LOOKING)
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.01)
-    state = checkpoints.load(out / CHECKPOINT, asdict(recipe))
-    state = state or {"step": 0, "log": [], "curve": [], "seconds": 0.0}
-    if state["step"]:
-        with torch.no_grad():
-            for weight, saved in zip(weights, state["weights"], strict=True):
-                weight.copy_(saved)
-        optimizer.load_state_dict(state["optimizer"])
+    run = learning.TrainingRun(min(until, recipe.steps), out, asdict(recipe))
     encoded = corpora.encode(documents, tokenizer)
-    public = corpora.batches(encoded, batch=2, seq=recipe.public // 2, seed=recipe.seed, start=state["step"])
-    began, log, curve = time.process_time() - state["seconds"], state["log"], state["curve"]
-    out.mkdir(parents=True, exist_ok=True)
+    public = corpora.batches(encoded, batch=2, seq=recipe.public // 2, seed=recipe.seed, start=run.done)
+    adapter = SimpleNamespace(
+        state_dict=partial(get_peft_model_state_dict, model), load_state_dict=partial(set_peft_model_state_dict, model)
+    )
+    run.begin("reading", True, adapter=adapter, optimizer=optimizer)
+    curve = run.facts.setdefault("curve", [])
+    began = time.process_time() - run.facts.get("cpu_s", 0.0)
 
     def gradient(step: int) -> float:
         ids, roles, sources = batch(list(passages(recipe, step, documents)), tokenizer)
@@ -190,33 +191,35 @@ def train(recipe: Recipe, out: Path, until: int) -> None:
         held = 2 + 4 * step / recipe.steps  # first it learns to read, then it is held the closer
         sum((WEIGHTS | {"divergence": held})[name] * part for name, part in parts.items()).backward()
         norm = torch.nn.utils.clip_grad_norm_(weights, 1.0)
-        log.append({"step": step + 1} | {name: round(part.item(), 5) for name, part in parts.items()})
-        return log[-1]["answers"] if torch.isfinite(norm) else norm.item()
-
-    def save(done: int) -> None:
-        seconds = time.process_time() - began
-        state = {"identity": asdict(recipe), "step": done, "log": log, "curve": curve, "seconds": seconds}
-        state |= {"weights": [weight.detach() for weight in weights], "optimizer": optimizer.state_dict()}
-        checkpoints.save(out / CHECKPOINT, state)
-        checkpoints.replace_files(out, model.save_pretrained)
-        for name, rows in (("log.csv", log), ("curve.csv", curve)):
-            with (out / name).open("w", encoding="utf-8", newline="") as file:
-                writer = csv.DictWriter(file, rows[0] if rows else [], lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(rows)
-
-    steps = tqdm(range(state["step"], min(until, recipe.steps)), initial=state["step"], total=min(until, recipe.steps))
+        run.facts["cpu_s"] = time.process_time() - began
+        run.log.append({"step": step + 1} | {name: round(part.item(), 5) for name, part in parts.items()})
+        return run.log[-1]["answers"] if torch.isfinite(norm) else norm.item()
 
     def rate(step: int) -> float:
         return recipe.lr * learning.rising_and_falling(step, recipe.warmup, recipe.steps)
 
-    for done, _ in learning.learn(steps, gradient, [optimizer], rate, save=save, checkpoint_every=50):
-        last = log[-100:]
-        steps.set_postfix(answers=f"{sum(row['answers'] for row in last) / len(last):.3f}")
+    for done, _ in run.learn(gradient, [optimizer], rate):
+        last = run.log[-100:]
+        run.bar.set_postfix(answers=f"{sum(row['answers'] for row in last) / len(last):.3f}")
         if done % 1000 == 0 or done == recipe.steps:
-            cpu_hours = round((time.process_time() - began) / 3600, 2)
+            cpu_hours = round(run.facts["cpu_s"] / 3600, 2)
             curve.append({"step": done, "cpu_hours": cpu_hours} | reading.shares(model, tokenizer, questions_a_set=50))
-            steps.write(str(curve[-1]))
+            run.bar.write(str(curve[-1]))
+    ship(model, recipe, run, out)
+
+
+def ship(model, recipe: Recipe, run: learning.TrainingRun, out: Path) -> None:
+    """Write what comes with the package: the adapter in half precision, the logs, and what it was made from."""
+    half = {name: value.half() for name, value in get_peft_model_state_dict(model).items()}
+    config = model.peft_config["default"]
+    config.base_model_name_or_path, config.inference_mode = "plpkg-small", True
+    config.save_pretrained(out)
+    save_file(half, out / "adapter_model.safetensors")
+    text = corpora.writer("public").fingerprint("train")
+    facts = asdict(recipe) | {"cpu_s": round(run.facts["cpu_s"]), "public": text, "versions": corpora.versions()}
+    (out / "recipe.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    for name, rows in (("log.csv", run.log), ("curve.csv", run.facts["curve"])):
+        pd.DataFrame(rows).to_csv(out / name, index=False, lineterminator="\n")
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def fleet(
     identity = (identity or {}) | {"people": hashlib.sha256(repr(names).encode()).hexdigest()[:16]}
     if folder is not None:
         (folder := Path(folder)).mkdir(parents=True, exist_ok=True)
-        for path in sorted(folder.glob("*.pt")):
+        for path in sorted(folder.glob("*.safetensors")):
             done |= checkpoints.load(path, identity)["results"]
     left = [name for name in names if name not in done]
     chunks = ({name: people[name] for name in left[i : i + chunk]} for i in range(0, len(left), chunk))
@@ -69,7 +69,7 @@ def fleet(
     with tqdm(total=len(names), initial=len(done), disable=not progress, desc="people") as bar:
         for results in finished:
             if folder is not None:
-                path = folder / f"{names.index(next(iter(results))):06d}.pt"  # nobody is in two files
+                path = folder / f"{names.index(next(iter(results))):06d}.safetensors"  # nobody is in two files
                 checkpoints.save(path, {"identity": identity, "results": results})
             done |= results
             bar.update(len(results))

@@ -18,12 +18,14 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
+from plpkg import checkpoints
 from plpkg.autonomy.evaluation import judge
 from plpkg.autonomy.nets import HeadSplit, logits
 from plpkg.autonomy.scope import personal_copy
 from plpkg.corpora.examples import IGNORED, Examples
 from plpkg.learning import learn, rising_and_falling
 from plpkg.results import Tabular
+from plpkg.untrusted import misfits, shown
 from plpkg.validation import number, whole_number
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
@@ -215,18 +217,34 @@ class Task:
 
     def state_dict(self) -> dict:
         """Everything on which the next step depends."""
-        state = dict(made=self.made, kept=self._copied(), best=self._best, log=list(self.log), order=list(self._order))
+        state = dict(made=self.made, kept=self._copied(), best=self._best, log=list(self.log))
+        left = torch.cat([torch.zeros(0, dtype=torch.long), *self._order])  # of the epoch, batch after batch
+        state |= dict(left=left, sizes=[len(batch) for batch in self._order])
         return state | dict(optimizer=self._optimizer.state_dict(), generator=self._generator.get_state())
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on from there."""
+        """Go on from there; ValueError if it is not a state of this task, which then is as it was."""
+        try:
+            made, left, sizes = state["made"], state["left"], state["sizes"]
+            whole_number("made", made, 0, self.steps, "steps")
+            for what in ("kept", "best"):
+                given, needed = ({name: t.shape for name, t in each.items()} for each in (state[what], self._kept))
+                if reasons := misfits(given, needed):
+                    raise ValueError("; ".join(reasons))
+            if sum(sizes) != len(left) or not all(0 <= i < len(self._data[0]) for i in left.tolist()):
+                raise ValueError(f"an epoch has {len(self._data[0])} samples, and left are {shown(left.tolist())}")
+            if not all(0 <= row["step"] <= made and math.isfinite(row["loss"]) for row in state["log"]):
+                raise ValueError(f"the log is not of {made} steps")
+            torch.Generator().set_state(state["generator"])
+            checkpoints.restore("the optimizer", self._optimizer, state["optimizer"])
+        except (LookupError, TypeError, AttributeError, RuntimeError) as error:
+            raise ValueError(f"it is of another form: {str(error).splitlines()[0]}") from error
+        self._generator.set_state(state["generator"])
         with torch.no_grad():
             for name, value in state["kept"].items():
                 self._kept[name].copy_(value)
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._generator.set_state(state["generator"])
-        self._order, self.log = list(state["order"]), list(state["log"])
-        self._begin(state["made"], state["best"])
+        self._order, self.log = list(left.split(sizes)) if sizes else [], list(state["log"])
+        self._begin(made, state["best"])
 
 
 @torch.no_grad()

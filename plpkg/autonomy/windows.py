@@ -12,7 +12,7 @@ from plpkg import checkpoints
 from plpkg.autonomy.transfer import Task, Transfer
 from plpkg.validation import whole_number
 
-CHECKPOINT = "learning.pt"
+CHECKPOINT = "learning.safetensors"
 
 
 def learn_in_windows(
@@ -46,7 +46,10 @@ def learn_in_windows(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / CHECKPOINT
     if state := checkpoints.load(path, task.identity):
-        task.load_state_dict(state["task"])
+        try:
+            task.load_state_dict(state.get("task"))
+        except ValueError as error:
+            raise ValueError(f"{path} cannot be read ({error}): remove it to start anew") from error
     saved = task.made
 
     def save() -> int:

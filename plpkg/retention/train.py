@@ -20,15 +20,12 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn import functional
-from tqdm.auto import tqdm
 
-from plpkg import checkpoints, learning
+from plpkg import learning
 from plpkg.results import Tabular
 from plpkg.retention.head import RetainingHeads
 from plpkg.retention.labels import labels_and_states
 from plpkg.validation import number, one_of, whole_number
-
-CHECKPOINT = "checkpoint.pt"
 
 PARTS = ("loss", "regression", "smoothing", "overlap")
 """What the log has of each step."""
@@ -119,7 +116,7 @@ def train_heads(
     rows, chunk_size
         The arguments of :func:`plpkg.retention.cis_labels`.
     out
-        A folder for ``checkpoint.pt`` and, at the end, the heads.
+        A folder for ``checkpoint.safetensors`` and, at the end, the heads.
     checkpoint_every
         Steps between two checkpoints.
     progress
@@ -149,20 +146,16 @@ def train_heads(
 
     identity = {"heads": vars(heads.config), "steps": steps, "examples_per_step": examples_per_step, "lr": lr}
     identity |= {"warmup": warmup, "alpha": alpha, "smoothing": smoothing, "rows": rows, "clip_value": clip_value}
-    folder = None if out is None else Path(out)
-    state = checkpoints.load(folder / CHECKPOINT, identity) if folder else None
-    first, log = (state["step"], state["log"]) if state else (0, [])
+    folder, main = None if out is None else Path(out), accelerator.is_main_process
+    run = learning.TrainingRun(steps, folder, identity, checkpoint_every=checkpoint_every, writes=main)
 
     precision, was_training = heads.layers[0][0].weight.dtype, model.training
     frozen = [parameter for parameter in heads.parameters() if not parameter.requires_grad]
     heads.float().requires_grad_(True)
-    if state:
-        heads.load_state_dict(state["heads"])
     optimizer = torch.optim.AdamW(heads.parameters(), lr=lr, betas=(0.9, 0.95))
     wrapped, optimizer = accelerator.prepare(heads, optimizer)
-    if state:
-        optimizer.load_state_dict(state["optimizer"])
-    examples = itertools.islice(iter(data() if callable(data) else data), first * examples_per_step, None)
+    run.begin("retaining heads", progress, heads=heads, optimizer=optimizer)
+    examples = itertools.islice(iter(data() if callable(data) else data), run.done * examples_per_step, None)
 
     def gradient(step: int) -> float:
         taken = list(itertools.islice(examples, examples_per_step))
@@ -180,24 +173,16 @@ def train_heads(
             parts = [loss.item(), regression.item(), smooth.item(), overlap(predicted, labels)]
             sums += torch.tensor(parts, device=model.device) / share
         accelerator.clip_grad_value_(heads.parameters(), clip_value)
-        log.append({"step": step + 1} | dict(zip(PARTS, accelerator.reduce(sums, "mean").tolist(), strict=True)))
-        return log[-1]["loss"]
+        run.log.append({"step": step + 1} | dict(zip(PARTS, accelerator.reduce(sums, "mean").tolist(), strict=True)))
+        return run.log[-1]["loss"]
 
     def rate(step: int) -> float:
         return lr * learning.rising_and_falling(step, warmup, steps)
 
-    def save(done: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        state = {"identity": identity, "step": done, "log": log, "heads": heads.state_dict()}
-        checkpoints.save(folder / CHECKPOINT, state | {"optimizer": optimizer.state_dict()})
-
-    main = accelerator.is_main_process
-    bar = tqdm(range(first, steps), "retaining heads", initial=first, total=steps, disable=not (progress and main))
-    keep = save if folder and main else None
     model.eval()
     try:
-        for _, loss in learning.learn(bar, gradient, [optimizer], rate, save=keep, checkpoint_every=checkpoint_every):
-            bar.set_postfix(loss=f"{loss:.3f}", overlap=f"{log[-1]['overlap']:.2f}")
+        for _, loss in run.learn(gradient, [optimizer], rate):
+            run.bar.set_postfix(loss=f"{loss:.3f}", overlap=f"{run.log[-1]['overlap']:.2f}")
     finally:
         model.train(was_training)
         heads.to(precision)
@@ -206,7 +191,7 @@ def train_heads(
     if folder and main:
         heads.save_pretrained(folder)
     accelerator.wait_for_everyone()
-    return TrainingLog(log)
+    return TrainingLog(run.log)
 
 
 def _tokens(example: Example, tokenizer, device) -> tuple[torch.Tensor, int]:

@@ -157,7 +157,7 @@ def test_a_run_that_was_killed_goes_on_and_learns_nobody_twice(tmp_path):
         assert all(torch.equal(results[name]["data"], data) for name, data in people.items())
         assert "".join(learned) == left
         learned.clear()
-    (tmp_path / "000002.pt").unlink()  # what is damaged can be removed, and comes anew
+    (tmp_path / "000002.safetensors").unlink()  # what is damaged can be removed, and comes anew
     for _ in range(2):
         assert fleet(people, learn, folder=tmp_path, chunk=1, identity={"lr": 0.1}, progress=False) == results
         assert learned == ["c", "d"]
@@ -165,8 +165,8 @@ def test_a_run_that_was_killed_goes_on_and_learns_nobody_twice(tmp_path):
         fleet(people, learn, folder=tmp_path, identity={"lr": 0.2}, progress=False)
     with pytest.raises(ValueError, match="holds a run with people="):
         fleet(people | {"k": 1}, learn, folder=tmp_path, identity={"lr": 0.1}, progress=False)
-    (tmp_path / "000000.pt").write_text("half")
-    with pytest.raises(ValueError, match=r"000000\.pt cannot be read"):
+    (tmp_path / "000000.safetensors").write_text("half")
+    with pytest.raises(ValueError, match=r"000000\.safetensors cannot be read"):
         fleet(people, learn, folder=tmp_path, identity={"lr": 0.1}, progress=False)
 
 

@@ -1,5 +1,6 @@
 """A run that was killed, wherever it was, ends with the bits of one that was not."""
 
+import copy
 import itertools
 import json
 import random
@@ -30,13 +31,14 @@ CASES = {
 SCRIPT = """
 import json, os, signal, sys
 import torch
+from plpkg import checkpoints
 from plpkg.autonomy.transfer import Task
 from plpkg.autonomy.windows import learn_in_windows
 
 folder, scope, settings, moment, at, threads = json.loads(sys.argv[1])
 torch.set_num_threads(threads)
 model, train, validation, lora = torch.load(f"{folder}/parts.pt", weights_only=False)
-save, replace, step, count = torch.save, os.replace, torch.optim.AdamW.step, 0
+save, replace, step, count = checkpoints.save_file, os.replace, torch.optim.AdamW.step, 0
 
 def die(now):
     global count
@@ -44,8 +46,8 @@ def die(now):
     if now == moment and count == at:
         os.kill(os.getpid(), signal.SIGKILL)
 
-def saved(state, path):
-    save(state, path)
+def saved(tensors, path, metadata):
+    save(tensors, path, metadata)
     if moment == "within a checkpoint" and count == at - 1:
         os.truncate(path, path.stat().st_size // 2)
     die("within a checkpoint")
@@ -60,10 +62,10 @@ def stepped(optimizer):
     step(optimizer)
     die("after an update")
 
-torch.save, os.replace, torch.optim.AdamW.step = saved, replaced, stepped
+checkpoints.save_file, os.replace, torch.optim.AdamW.step = saved, replaced, stepped
 task = Task(model, train, validation, scope, lora=lora, **settings)
 result = learn_in_windows(task, [range(5), [], range(9), range(100)], f"{folder}/run", checkpoint_every=2)
-save((result.state, result.log, result.step), f"{folder}/result.pt")
+torch.save((result.state, result.log, result.step), f"{folder}/result.pt")
 """
 MOMENTS = [("within a checkpoint", 2), ("before a checkpoint", 3), ("after a checkpoint", 1), ("after an update", 4),
            ("within a checkpoint", 1), ("before an update", 7)]  # fmt: skip
@@ -214,6 +216,48 @@ def test_a_damaged_checkpoint_is_refused(damage, whole, tmp_path):
     path.write_bytes({"cut": data[:-100], "empty": b"", "other": b"PK", "noise": b"\x80" + data[1:]}[damage])
     with pytest.raises(ValueError, match=f"{path} cannot be read .*: remove it to start anew"):
         learn_in_windows(begin("mobile", "head"), [range(3)], tmp_path)
+
+
+STATES = {
+    "no task": lambda state: state.clear(),
+    "a task that is a list": lambda state: state.update(task=[1]),
+    "no kept values": lambda state: state["task"].update(kept={}),
+    "a kept value of another shape": lambda state: state["task"]["kept"].update({"head.bias": torch.zeros(1)}),
+    "a best value that belongs nowhere": lambda state: state["task"]["best"].update(more=torch.zeros(1)),
+    "steps before the first": lambda state: state["task"].update(made=-5),
+    "more steps than all": lambda state: state["task"].update(made=10**9),
+    "half a step": lambda state: state["task"].update(made=2.5),
+    "a sample that is not there": lambda state: state["task"].update(left=torch.tensor([10**6]), sizes=[1]),
+    "batches of other sizes": lambda state: state["task"].update(sizes=[1]),
+    "a row of a later step": lambda state: state["task"]["log"].append({"step": 9, "loss": 1.0, "accuracy": 0.5}),
+    "a loss that is not finite": lambda state: state["task"]["log"][0].update(loss=float("nan")),
+    "a log of nothing": lambda state: state["task"].update(log=[1]),
+    "no optimizer": lambda state: state["task"].update(optimizer=None),
+    "an optimizer's moments of another shape": lambda state: state["task"]["optimizer"]["state"][0].update(
+        exp_avg=torch.zeros(2)
+    ),
+    "a generator of three bytes": lambda state: state["task"].update(generator=torch.zeros(3, dtype=torch.uint8)),
+    "a generator of floats": lambda state: state["task"].update(generator=torch.zeros(5056)),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_that_is_not_this_tasks_is_refused_and_changes_nothing(name, whole, tmp_path):
+    begin, path = whole[0], tmp_path / CHECKPOINT
+    learn_in_windows(begin("mobile", "head"), [range(3)], tmp_path)
+    state = checkpoints.read(path)
+    identity = state["identity"]
+    STATES[name](state)
+    checkpoints.save(path, state | {"identity": identity})
+    task = begin("mobile", "head")
+    before = copy.deepcopy((task.state_dict()["kept"], task.state_dict()["generator"], task.made))
+    with pytest.raises(ValueError, match=f"{path} cannot be read .*: remove it to start anew") as refusal:
+        learn_in_windows(task, [range(3)], tmp_path)
+    assert len(str(refusal.value)) < 400 + len(str(path))
+    after = task.state_dict()["kept"], task.state_dict()["generator"], task.made
+    assert all(torch.equal(before[0][key], after[0][key]) for key in before[0])
+    assert torch.equal(before[1], after[1])
+    assert before[2] == after[2]
 
 
 def test_a_checkpoint_on_every_no_step_is_refused(whole, tmp_path):

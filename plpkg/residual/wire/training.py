@@ -18,13 +18,12 @@ from pathlib import Path
 import torch
 from peft import PeftModel
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
-from tqdm.auto import tqdm
 
 from plpkg import checkpoints, corpora
 from plpkg.corpora import Document, Writer
 from plpkg.corpora.folder import read_utf8
 from plpkg.corpora.tokens import Tokens
-from plpkg.learning import learn, rising
+from plpkg.learning import CHECKPOINT, TrainingRun, rising
 from plpkg.residual.wire.connection import RefusedError
 from plpkg.residual.wire.device import DeviceClient
 from plpkg.residual.wire.tensors import pack
@@ -32,7 +31,7 @@ from plpkg.results import Tabular
 from plpkg.scoring import Score, score
 from plpkg.validation import number, one_of, whole_number
 
-CHECKPOINT, REMEDY = "checkpoint.pt", "take another folder and a lower lr"
+REMEDY = "take another folder and a lower lr"
 HELD_OUT_TOKENS = 2**15
 """At most so many tokens are scored: they cross the network as well."""
 STOPS = (ConnectionError, RefusedError, KeyboardInterrupt)
@@ -158,8 +157,8 @@ def train(
     documents
         What to learn. It is not sent as such; the rows of the embedding are, off which it can be read.
     out
-        A folder: gets ``checkpoint.pt``, and at the end the adapter as ``save_pretrained`` writes it. The files are
-        their owner's alone, and so is the folder if it is new.
+        A folder: gets ``checkpoint.safetensors``, and at the end the adapter as ``save_pretrained`` writes it. The
+        files are their owner's alone, and so is the folder if it is new.
     held_out
         What is not learnt, but scored before and after: it crosses the network as well.
     steps, batch, seq, accumulate
@@ -205,27 +204,21 @@ def train(
         "text": Writer("device", {"train": documents}).fingerprint("train"),
         "steps": steps, "batch": batch, "seq": seq, "accumulate": accumulate, "lr": lr, "warmup": warmup, "seed": seed,
     }  # fmt: skip
-    state = checkpoints.load(out / CHECKPOINT, identity)
-    losses, before = (state["losses"], state.get("before")) if state else ([], None)
+    run = TrainingRun(steps, out, identity, checkpoint_every=checkpoint_every)
     scored = [tokens for tokens in corpora.encode(held_out, tokenizer) if tokens.scored[1:].any()]
     encoded = corpora.encode(documents, tokenizer)
-    stream = corpora.batches(encoded, batch=batch, seq=seq, seed=seed, start=len(losses) * accumulate)
+    stream = corpora.batches(encoded, batch=batch, seq=seq, seed=seed, start=run.done * accumulate)
     here = {id(p) for p in client.trainable()}
     parameters = [p for p in model.parameters() if id(p) in here]  # in the model's order
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
-    if state:
-        set_peft_model_state_dict(model, state["adapter"], adapter_name=client.adapter_name)
-        optimizer.load_state_dict(state["optimizer"])
-
     out.parent.mkdir(parents=True, exist_ok=True)
     out.mkdir(mode=0o700, exist_ok=True)
     items = accumulate * batch * (seq - 1)
-    bar = tqdm(range(len(losses), steps), "personalising", initial=len(losses), total=steps, disable=not progress)
-
-    saved, updating = len(losses), False
+    put_back = functools.partial(set_peft_model_state_dict, model, adapter_name=client.adapter_name)
+    adapter = types.SimpleNamespace(state_dict=learnt, load_state_dict=put_back)
+    run.begin("personalising", progress, adapter=adapter, optimizer=optimizer)
 
     def gradient(step: int) -> float:
-        nonlocal updating
         loss = 0.0
         try:
             for ids in itertools.islice(stream, accumulate):
@@ -234,41 +227,29 @@ def train(
                 raise FloatingPointError(f"the gradient's norm is {norm.item()}")
         except FloatingPointError as error:
             raise FloatingPointError(f"in step {step + 1}, {error}: {REMEDY}") from error
-        updating = True
         return loss
-
-    def save(done: int) -> None:
-        nonlocal saved
-        state = {"identity": identity, "losses": losses, "before": before}
-        state |= {"optimizer": optimizer.state_dict(), "adapter": learnt()}
-        checkpoints.save(out / CHECKPOINT, state)
-        saved = done
 
     optimizer.zero_grad()
     bits = functools.partial(score_of, client, model.config, scored, batch=batch, seq=seq)
-    client.on_silence, say = bar.set_postfix_str, client.on_silence
+    client.on_silence, say = run.bar.set_postfix_str, client.on_silence
     after = None
     try:
-        if scored and not losses:
-            before = bits().bits_per_byte
-        for _, loss in learn(
-            bar, gradient, [optimizer], lambda step: lr * rising(step, warmup), save=save,
-            checkpoint_every=checkpoint_every, remedy=f": {REMEDY}",
-        ):  # fmt: skip
-            losses.append(loss)
-            updating = False
-            bar.set_postfix(loss=f"{loss:.3f}")
+        if scored and not run.done:
+            run.facts["before"] = bits().bits_per_byte
+        for _, loss in run.learn(gradient, [optimizer], lambda step: lr * rising(step, warmup), remedy=f": {REMEDY}"):
+            run.log.append(loss)
+            run.bar.set_postfix(loss=f"{loss:.3f}")
         saving = dict(selected_adapters=[client.adapter_name], save_embedding_layers=False)
         checkpoints.replace_files(out, lambda folder: model.save_pretrained(folder, **saving), private=True)
-        if before is not None:
+        if "before" in run.facts:
             after = bits().bits_per_byte
     except STOPS as stop:
-        if len(losses) > saved and not updating:  # every M is as the last step has left it
-            save(len(losses))
-        kept = f"{out / CHECKPOINT} has {saved} of {steps} steps: the same command goes on from there"
-        stop.add_note(kept if saved else f"no step is kept: {out} has no checkpoint")
+        if run.done > run.saved and run.settled:
+            run.save()
+        kept = f"{out / CHECKPOINT} has {run.saved} of {steps} steps: the same command goes on from there"
+        stop.add_note(kept if run.saved else f"no step is kept: {out} has no checkpoint")
         raise
     finally:
         client.on_silence = say
-        bar.close()
-    return Training(tuple(losses), before, after)
+        run.bar.close()
+    return Training(tuple(run.log), run.facts.get("before"), after)

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from plpkg import checkpoints
 from plpkg.backbones import load_backbone, random_backbone
 from plpkg.cli import app
 from plpkg.residual import CloudServer, DeviceClient, PrivateLoraConfig
@@ -202,8 +203,10 @@ def test_training_that_is_interrupted_says_how_it_goes_on(cloud, folder, tmp_pat
         shown = process.stdout.read()
         assert process.wait() == 130, shown
     assert "Traceback" not in shown
-    steps = int(re.search(rf"{out / 'checkpoint.pt'} has (\d+) of 100000 steps: the same command goes on", shown)[1])
-    assert len(torch.load(out / "checkpoint.pt")["losses"]) == steps >= 20
+    steps = int(
+        re.search(rf"{out / 'checkpoint.safetensors'} has (\d+) of 100000 steps: the same command goes on", shown)[1]
+    )
+    assert len(checkpoints.read(out / "checkpoint.safetensors")["log"]) == steps >= 20
 
 
 @pytest.mark.parametrize(
@@ -469,10 +472,10 @@ def test_help_says_what_the_cloud_is_told():
 
 
 def test_a_checkpoint_that_is_none_is_named(folder, tmp_path):
-    (tmp_path / "checkpoint.pt").write_text("junk\n")
+    (tmp_path / "checkpoint.safetensors").write_text("junk\n")
     (tmp_path / "diary.txt").write_text("my cat is called felix and sleeps all day " * 20)
     train = ["train", str(tmp_path / "diary.txt"), str(tmp_path), "--seq", "8"]
-    message = "checkpoint.pt cannot be read (damaged, or not a checkpoint): remove it to start anew"
+    message = "cannot be read (the weights are 5 bytes, and no header of 2 to 1,048,576): remove it to start anew"
     refused(folder, [*DEVICE, *train], message)
 
 

@@ -9,6 +9,7 @@ from grpc import StatusCode
 from peft import PeftModel, get_peft_model
 from peft.utils import get_peft_model_state_dict
 
+from plpkg import checkpoints
 from plpkg.corpora import Document, encode
 from plpkg.pretraining import train_tokenizer
 from plpkg.residual import CloudServer, DeviceClient, LadderConfig, PrivateLoraConfig, RefusedError
@@ -60,7 +61,7 @@ def test_it_learns_and_leaves_an_adapter_that_peft_loads(cloud, tokenizer, tmp_p
     assert same(get_peft_model_state_dict(loaded), learnt)
     assert any(t.abs().max() > 0 for t in learnt.values())
     names = {p.name for p in (tmp_path / "out").iterdir()}
-    assert {"adapter_model.safetensors", "adapter_config.json", "checkpoint.pt"} <= names
+    assert {"adapter_model.safetensors", "adapter_config.json", "checkpoint.safetensors"} <= names
 
 
 def test_an_interrupted_run_ends_with_the_same_adapter(cloud, tokenizer, tmp_path, monkeypatch):
@@ -129,12 +130,12 @@ def test_what_was_done_is_saved_before_a_run_ends(cloud, tokenizer, tmp_path, mo
     changes = dict(accumulate=2, checkpoint_every=100)
     for note in (
         f"no step is kept: {out} has no",
-        f"{out / 'checkpoint.pt'} has 3 of 6 steps: the same command",
+        f"{out / 'checkpoint.safetensors'} has 3 of 6 steps: the same command",
     ):
         with pytest.raises(type(error)) as stopped:
             run(cloud, tokenizer, out, **changes)
         assert stopped.value.__notes__[-1].startswith(note)
-    assert len(torch.load(out / "checkpoint.pt")["losses"]) == 3
+    assert len(checkpoints.read(out / "checkpoint.safetensors")["log"]) == 3
     parts, learnt = run(cloud, tokenizer, out, **changes)
     assert len(calls) == 15  # the steps that were done are not done again
     assert same(learnt, expected)
@@ -340,11 +341,11 @@ def test_a_run_killed_between_its_two_files_leaves_no_mixed_adapter(cloud, token
     out, other = tmp_path / "out", tmp_path / "other"
     run(cloud, tokenizer, out, steps=2)
     shutil.copytree(out, other)
-    (other / "checkpoint.pt").unlink()
+    (other / "checkpoint.safetensors").unlink()
     replace = os.replace
 
     def killed(source, target):
-        if str(target).endswith(".safetensors"):
+        if str(target).endswith("model.safetensors"):
             raise KeyboardInterrupt
         replace(source, target)
 
