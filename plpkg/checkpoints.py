@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import json
 import math
 import os
@@ -137,11 +138,12 @@ def save(path: Path, state: dict) -> None:
     text = json.dumps(_packed(state, "", tensors), allow_nan=False)
     if len(json.dumps(text)) > MAX_HEADER_BYTES // 2:  # the other half is for the tensors' names
         raise ValueError(f"{path.name}: a state may have {MAX_HEADER_BYTES // 2:,} bytes of text, got {len(text):,}")
-    replace_file(path, lambda partial: save_file(tensors, partial, {"state": text}), private=True)
+    metadata = {"state": text, "sha256": _digest(text, tensors)}
+    replace_file(path, lambda partial: save_file(tensors, partial, metadata), private=True)
 
 
-LONG = 64
-"""From so many items on, a list of numbers becomes a tensor."""
+LONG, MOST = 64, 2**20
+"""From so many items on, and up to so many, a list of numbers becomes a tensor."""
 
 
 def _packed(value: object, name: str, tensors: dict[str, torch.Tensor]) -> object:
@@ -167,7 +169,7 @@ def _packed(value: object, name: str, tensors: dict[str, torch.Tensor]) -> objec
     if isinstance(value, Mapping) and all(type(key) is int for key in value):
         return ["dict", *([key, inner(key, each)] for key, each in value.items())]
     if isinstance(value, (list, tuple)):
-        if type(value) is list and len(value) >= LONG:
+        if type(value) is list and len(value) >= LONG and len(value) <= MOST:
             if (numbers := _numbers(value)) is not None:
                 return ["numbers", kept(numbers)]
             names = list(value[0]) if isinstance(value[0], dict) else []
@@ -198,13 +200,16 @@ def _unpacked(value: object, tensors: dict[str, torch.Tensor]) -> object:
     kind, *items = value
 
     def column(name: str) -> list:
-        (_,) = tensors[name].shape
-        return tensors.pop(name).tolist()
+        column = tensors.pop(name)
+        if len(column.shape) != 1 or column.shape[0] > MOST:
+            raise ValueError(f"a list of shape {tuple(column.shape)}")
+        return column.tolist() if isinstance(column, torch.Tensor) else []
 
     if kind == "tensor":
         return tensors.pop(items[0])
     if kind == "number":
-        return tensors.pop(items[0]).item()
+        number = tensors.pop(items[0])
+        return number.item() if isinstance(number, torch.Tensor) else number
     if kind == "numbers":
         return column(items[0])
     if kind == "rows":
@@ -215,21 +220,57 @@ def _unpacked(value: object, tensors: dict[str, torch.Tensor]) -> object:
     return {"list": list, "tuple": tuple}[kind](_unpacked(each, tensors) for each in items)
 
 
-def read(path: Path) -> dict:
-    """What :func:`save` wrote, with its ``"identity"``; ValueError if it is anything else, or damaged."""
+def read(path: Path, judge: Callable[[dict], object] | None = None) -> dict:
+    """What :func:`save` wrote.
+
+    Parameters
+    ----------
+    path
+        The file.
+    judge
+        Gets the state before the tensors are read: in their places stand their dtype and shape
+        (:class:`plpkg.untrusted.Entry`), and long lists are empty. It raises ValueError for what it does not want.
+
+    Raises
+    ------
+    ValueError
+        It is anything else, or damaged; the sentence does not say where the file is.
+    """
+    metadata: dict[str, str] = {}
+
+    def outlined(tensors: dict, said: dict[str, str]) -> None:
+        metadata.update(said)
+        outline = _stated(said, tensors)
+        if judge is not None:
+            try:
+                judge(outline)
+            except (LookupError, TypeError, AttributeError) as error:
+                raise ValueError(f"it lacks what is needed here: {shown(str(error))}") from error
+
+    tensors = read_state(path, outlined)
+    if _digest(metadata["state"], tensors) != metadata.get("sha256"):
+        raise ValueError("it is not as it was written")
+    return _stated(metadata, tensors)
+
+
+def _stated(metadata: dict[str, str], tensors: Mapping) -> dict:
+    tensors = dict(tensors)
     try:
-        tensors, metadata = read_state(path)
-        try:
-            state = _unpacked(strict_json(metadata["state"].encode()), tensors)
-        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise ValueError("its metadata are not a checkpoint's") from error
-        if tensors:
-            raise ValueError(f"it has a tensor {shown(next(iter(tensors)))} that belongs nowhere")
-        if not isinstance(state.get("identity"), dict):
-            raise ValueError("it does not say of which run it is")
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be read ({error}): remove it to start anew") from error
+        state = dict(_unpacked(strict_json(metadata["state"].encode()), tensors))
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise ValueError("its metadata are not a checkpoint's") from error
+    if tensors:
+        raise ValueError(f"it has a tensor {shown(next(iter(tensors)))} that belongs nowhere")
     return state
+
+
+def _digest(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Of the text, and of each tensor's name, form and bytes: a damaged byte is seen wherever it is."""
+    digest = hashlib.sha256(text.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def load(path: Path, identity: dict) -> dict | None:
@@ -254,8 +295,12 @@ def load(path: Path, identity: dict) -> dict | None:
         raise ValueError(f"{older} is a pickle of an earlier version, and is not read: remove it to start anew")
     if not os.path.lexists(path):
         return None
-    state = read(path)
-    saved = state["identity"]
+    try:
+        state = read(path)
+        if not isinstance(saved := state.get("identity"), dict):
+            raise ValueError("it does not say of which run it is")
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read ({error}): remove it to start anew") from error
     if saved != identity:
         names = [name for name in identity | saved if saved.get(name) != identity.get(name)]
         pairs = [f"{name}={shown(saved.get(name))}, now {shown(identity.get(name))}" for name in names]

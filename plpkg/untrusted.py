@@ -11,7 +11,7 @@ import math
 import os
 import reprlib
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -198,22 +198,25 @@ def read_tensors(path: Path) -> tuple[dict, str]:
     return tensors, hashlib.sha256(content).hexdigest()
 
 
-def read_state(path: Path) -> tuple[dict, dict[str, str]]:
-    """Read a training's state from a safetensors file: its tensors by name, views of it, and its metadata."""
-    tensors, content = _tensors(path, state=True)
-    metadata = strict_json(content[8 : 8 + header_length(content)]).get("__metadata__", {})
-    return tensors, metadata
+def read_state(path: Path, judge: Callable[[dict[str, Entry], dict[str, str]], object]) -> dict:
+    """Read a training's state from a safetensors file: its tensors by name, views of it.
+
+    ``judge`` gets what the header says of the tensors, and the metadata; it raises ValueError before the rest is read.
+    """
+    return _tensors(path, judge)[0]
 
 
-def _tensors(path: Path, state: bool = False) -> tuple[dict, bytearray]:
+def _tensors(path: Path, judge: Callable | None = None) -> tuple[dict, bytearray]:
     header, size = read_header(path)
-    found, reasons = entries(header, size, state=state)
+    found, reasons = entries(header, size, state=judge is not None)
     odd = [name for name, each in found.items() if (len(header) + each.begin) % STATE_BYTES[each.dtype]]
     if odd:  # a view could not be had, and a copy would double the memory
         reasons += sentences({"is not aligned as safetensors writes it": odd})
     if size > MAX_BYTES:
         reasons.append(f"{path.name} has {size:,} bytes, at most {MAX_BYTES:,} are allowed")
     if not reasons:
+        if judge is not None:
+            judge(found, strict_json(header[8:]).get("__metadata__", {}))
         content = read_file(path, MAX_BYTES)
         if len(content) != size or content[: len(header)] != header:
             reasons.append(f"{path.name} changed while it was read")

@@ -61,8 +61,14 @@ def fleet(
     identity = (identity or {}) | {"people": hashlib.sha256(repr(names).encode()).hexdigest()[:16]}
     if folder is not None:
         (folder := Path(folder)).mkdir(parents=True, exist_ok=True)
-        for path in sorted(folder.glob("*.safetensors")):
-            done |= checkpoints.load(path, identity)["results"]
+        stems = {
+            path.with_suffix(".safetensors") for path in folder.iterdir() if path.suffix in (".safetensors", ".pt")
+        }
+        for path in sorted(stems):
+            results = checkpoints.load(path, identity).get("results")
+            if not isinstance(results, dict) or not results.keys() <= people.keys():
+                raise ValueError(f"{path} has no results of these people: remove it to start anew")
+            done |= results
     left = [name for name in names if name not in done]
     chunks = ({name: people[name] for name in left[i : i + chunk]} for i in range(0, len(left), chunk))
     finished = _ray(chunks, learn, workers) if engine == "ray" and left else (_learned(each, learn) for each in chunks)

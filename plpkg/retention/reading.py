@@ -4,26 +4,25 @@ Reading is the dear part. :meth:`PrefillResult.ask` puts any number of questions
 appends units, so the cache is cut back to where it was, and no copy of it is made.
 """
 
-import hashlib
-import json
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 
+from plpkg import checkpoints
 from plpkg.backbones import fingerprint
-from plpkg.checkpoints import replace_files
-from plpkg.retention.cache import EvictingCache, UnitStore
+from plpkg.retention.cache import EvictingCache, EvictingLayer, UnitStore
 from plpkg.retention.eviction import ChunkStep, Eviction, Log
 from plpkg.retention.quantize import quantized
-from plpkg.validation import whole_number
+from plpkg.retention.watch import attention_layers
+from plpkg.untrusted import finite, shown
+from plpkg.validation import one_of, whole_number
 
-CONFIG, UNITS = "reading.json", "reading.safetensors"
+FILE = "reading.safetensors"
 
 OURS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache")
 """Arguments of ``generate`` that follow from the cache."""
@@ -132,7 +131,7 @@ class PrefillResult:
         return answer
 
     def save(self, folder: str | Path) -> None:
-        """Write what was read, for :func:`load`: ``reading.json`` and ``reading.safetensors``, whole or not at all.
+        """Write what was read, for :func:`load`: ``reading.safetensors``, its owner's alone, whole or not at all.
 
         The scorer is not written, nor which units each cut has kept.
 
@@ -142,24 +141,17 @@ class PrefillResult:
             The cache's stores are of a kind that is not this package's.
         """
         folder, model = Path(folder), self._eviction.model
-        config = {
-            "backbone": fingerprint(model),
-            "dtype": str(model.dtype),
+        state = {
+            "identity": {"backbone": fingerprint(model), "dtype": str(model.dtype)},
             "positions": self.cache.contract,
             "store": next(iter(self.cache.evicting.values())).store.kind,
             "seen": self.cache.seen,
             "log": self.log.rows(),
+            "logits": self.logits,
+            "layers": self.cache.tensors(),
         }
-        text = json.dumps(config, indent=2) + "\n"
-        held = {"logits": self.logits} | {f"layers.{name}": tensor for name, tensor in self.cache.tensors().items()}
-        state = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in held.items()}
         folder.mkdir(parents=True, exist_ok=True)
-
-        def write(path: str) -> None:
-            Path(path, CONFIG).write_text(text, encoding="utf-8")
-            save_file(state, Path(path, UNITS), metadata={"config": hashlib.sha256(text.encode()).hexdigest()})
-
-        replace_files(folder, write)
+        checkpoints.save(folder / FILE, state)
 
     @contextmanager
     def evicting(self) -> Iterator[None]:
@@ -185,34 +177,69 @@ def load(folder: str | Path, model: nn.Module) -> PrefillResult:
     Raises
     ------
     FileNotFoundError
-        The folder lacks a file.
+        The folder lacks the file.
     ValueError
-        A file is damaged, or another model has read.
+        The file is damaged, or of an earlier version, or another model has read.
     """
-    folder = Path(folder)
-    for name in (CONFIG, UNITS):
-        if not (folder / name).exists():
-            raise FileNotFoundError(f"nothing that was read in {str(folder)!r}: it lacks {name}")
+    path = Path(folder, FILE)
+    if not path.exists():
+        raise FileNotFoundError(f"nothing that was read in {str(folder)!r}: it lacks {FILE}")
     try:
-        text = (folder / CONFIG).read_bytes()
-        config = json.loads(text)
-        with safe_open(folder / UNITS, "pt", device=str(model.device)) as file:
-            if (file.metadata() or {}).get("config") != hashlib.sha256(text).hexdigest():
-                raise ValueError(f"{CONFIG} and {UNITS} are not of one writing")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dictionary
-        backbone, dtype = config["backbone"], config["dtype"]
-        log = Log(ChunkStep(**row, kept=None) for row in config["log"])
-        positions, kind, seen, logits = config["positions"], config["store"], config["seen"], tensors.pop("logits")
-    except (ValueError, TypeError, KeyError, SafetensorError) as error:
-        raise ValueError(f"what was read in {str(folder)!r} is damaged: {error}") from error
-    actual = fingerprint(model)
-    if (actual, str(model.dtype)) != (backbone, dtype):
-        raise ValueError(
-            f"this was read by a backbone with fingerprint {backbone[:12]}… in {dtype}, "
-            f"but {type(model).__name__} has {actual[:12]}… in {model.dtype}"
-        )
-    cache = EvictingCache(model, positions, UnitStore if kind is None else quantized(**kind))
-    cache.restore({name.removeprefix("layers."): tensor for name, tensor in tensors.items()}, seen)
+        state = checkpoints.read(path, functools.partial(_judge, model))
+        kind = state["store"]
+        cache = EvictingCache(model, state["positions"], UnitStore if kind is None else quantized(**kind))
+        cache.restore({name: tensor.to(model.device) for name, tensor in state["layers"].items()}, state["seen"])
+        _require_sound(model, cache, state["logits"])
+        log = Log(ChunkStep(**row, kept=None) for row in state["log"])
+        if not log:
+            raise ValueError("the log has no chunk")
+    except (LookupError, TypeError, RuntimeError, AttributeError, ValueError) as error:
+        raise ValueError(f"what was read in {str(folder)!r} is not taken: {str(error).splitlines()[0]}") from error
     eviction = Eviction(model, cache, None, log[-1].after, 0, log_positions=False)
     eviction.log = log
-    return PrefillResult(cache, logits, log, eviction)
+    return PrefillResult(cache, state["logits"].to(model.device), log, eviction)
+
+
+def _judge(model: nn.Module, outline: dict) -> None:
+    """Refuse what another model has read, and what cannot be a reading of this one, before its tensors are read."""
+    said, actual = outline["identity"], {"backbone": fingerprint(model), "dtype": str(model.dtype)}
+    if said != actual:
+        raise ValueError(
+            f"this was read by a backbone with fingerprint {shown(said.get('backbone'))[1:13]}… in "
+            f"{shown(said.get('dtype'))[1:-1]}, but {type(model).__name__} has {actual['backbone'][:12]}… in "
+            f"{actual['dtype']}"
+        )
+    one_of("positions", outline["positions"], ("reassigned", "original"))
+    if outline["store"] is not None:
+        quantized(**outline["store"])
+    seen, (batch, _) = whole_number("seen", outline["seen"], 1, 2**31 - 1), outline["logits"].shape
+    for row in outline["log"]:
+        ChunkStep(**row, kept=None)
+        if any(not 0 <= row[low] <= row[high] <= seen for low, high in (("start", "stop"), ("after", "before"))):
+            raise ValueError(f"log: {shown(row)} is no chunk of {seen:,} tokens")
+    layers = attention_layers(model)
+    for name, entry in outline["layers"].items():
+        number, _, _ = name.partition(".")
+        if number not in map(str, range(len(layers))) or entry.shape[:2] != (batch, layers[int(number)].num_kv_heads):
+            raise ValueError(f"{shown(name)} of shape {entry.shape} is in no layer of {type(model).__name__}")
+
+
+def _require_sound(model: nn.Module, cache: EvictingCache, logits: torch.Tensor) -> None:
+    """ValueError if what the cache holds is not finite, or does not agree in shapes and counts."""
+    seen, wrong = cache.seen, "layer {} does not hold what this model and {:,} tokens give"
+    if logits.shape[1] != model.get_output_embeddings().weight.shape[0] or not finite(logits):
+        raise ValueError("the logits are not this model's, or not finite")
+    for i, (layer, dims) in enumerate(zip(cache.layers, attention_layers(model), strict=True)):
+        evicts = isinstance(layer, EvictingLayer)
+        keys, values = layer.store.read() if evicts else (layer.keys, layer.values)
+        kept = layer.positions.shape[-1] if evicts else keys.shape[-2]
+        shape = (len(logits), dims.num_kv_heads, kept, dims.head_dim)
+        sound = 0 < kept <= seen and all(each.shape == shape and each.dtype == model.dtype for each in (keys, values))
+        if sound and evicts:
+            positions, scores = layer.positions, layer.scores
+            sound = positions.dtype == torch.int32 and positions.shape == shape[:3]
+            sound &= scores is None or scores.shape == positions.shape
+            # Units stand in the order in which they were read.
+            sound &= bool((positions >= 0).all() and (positions < seen).all() and (positions.diff() > 0).all())
+        if not (sound and finite(keys) and finite(values)):
+            raise ValueError(wrong.format(i, seen))

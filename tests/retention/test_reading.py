@@ -5,14 +5,16 @@ import weakref
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
 from peft import LoraConfig, get_peft_model
 from transformers import GenerationConfig
 
-from plpkg import retention
-from plpkg.backbones import random_backbone
+from plpkg import checkpoints, retention
+from plpkg.backbones import fingerprint, random_backbone
 from plpkg.retention import chunked_prefill
 from plpkg.retention.cache import UnitStore
 from plpkg.retention.quantize import quantized
+from plpkg.retention.reading import FILE
 from plpkg.retention.scorers import H2O, KeyNorm, Random, SinkRecent, SirLlm
 from tests.retention.conftest import ATTENTION, ROTARY
 
@@ -272,27 +274,81 @@ def test_only_the_model_that_has_read_may_load(backbone, ids, tmp_path):
         retention.load(tmp_path, backbone().bfloat16())
 
 
-def test_damaged_files_are_named(backbone, ids, tmp_path):
+def of_layer(name, change):
+    """Changes one of the cache's tensors."""
+    return lambda state: state["layers"].update({name: change(state["layers"][name])})
+
+
+FAULTS = {
+    "another backbone": lambda state: state["identity"].update(backbone=5),
+    "positions of no kind": lambda state: state.update(positions="mine"),
+    "a store of no kind": lambda state: state.update(store={"bits": 3}),
+    "a store that needs codes": lambda state: state.update(store={"bits": 4, "scheme": "token", "group": 16}),
+    "fewer tokens than units": lambda state: state.update(seen=3),
+    "minus five tokens": lambda state: state.update(seen=-5),
+    "a number of tokens that is none": lambda state: state.update(seen=float("nan")),
+    "more tokens than positions can count": lambda state: state.update(seen=10**9 * 4),
+    "no log": lambda state: state.update(log=[]),
+    "a log of numbers": lambda state: state.update(log=[1, 2]),
+    "a chunk that ends before it begins": lambda state: state["log"][0].update(stop=-1),
+    "a chunk that keeps more than it had": lambda state: state["log"][0].update(after=10**6),
+    "no logits": lambda state: state.pop("logits"),
+    "NaN logits": lambda state: state["logits"].fill_(float("nan")),
+    "logits of another vocabulary": lambda state: state.update(logits=torch.zeros(1, 3)),
+    "a layer missing": lambda state: [state["layers"].pop(name) for name in list(state["layers"]) if name[0] == "1"],
+    "a layer too many": lambda state: state["layers"].update({"7.positions": state["layers"]["0.positions"]}),
+    "NaN keys": of_layer("0.store.keys", lambda keys: keys * float("nan")),
+    "infinite values": of_layer("1.store.values", lambda values: values * float("inf")),
+    "keys of another width": of_layer("0.store.keys", lambda keys: keys[..., :3].clone()),
+    "keys of another precision": of_layer("0.store.keys", torch.Tensor.double),
+    "another batch": of_layer("0.positions", lambda positions: positions.repeat(4, 1, 1)),
+    "positions that do not rise": of_layer("0.positions", torch.ones_like),
+    "positions that were not read": of_layer("0.positions", lambda positions: positions + 10**6),
+    "positions that are no numbers": of_layer("0.positions", lambda positions: positions > 0),
+    "scores of another shape": of_layer("0.scores", lambda scores: scores[..., :1].clone()),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_is_no_reading_of_this_model_is_refused(backbone, ids, tmp_path, name):
     model = backbone()
-    one, other = tmp_path / "one", tmp_path / "other"
-    chunked_prefill(model, ids, KeyNorm(), 10, 4).save(one)
-    chunked_prefill(model, ids, KeyNorm(), 12, 4).save(other)
-    assert sorted(path.name for path in one.iterdir()) == ["reading.json", "reading.safetensors"]
-    whole = (one / "reading.json").read_text()
-    (one / "reading.json").write_text((other / "reading.json").read_text())
-    with pytest.raises(ValueError, match=r"is damaged: reading.json and reading.safetensors are not of one writing"):
-        retention.load(one, model)
-    (one / "reading.json").write_text(whole[:-20])
-    with pytest.raises(ValueError, match="is damaged"):
-        retention.load(one, model)
-    (one / "reading.json").write_text(whole)
-    units = (one / "reading.safetensors").read_bytes()
-    (one / "reading.safetensors").write_bytes(units[:-4])
-    with pytest.raises(ValueError, match="is damaged"):
-        retention.load(one, model)
-    (one / "reading.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"it lacks reading.safetensors"):
-        retention.load(one, model)
+    chunked_prefill(model, ids, KeyNorm(), 10, 4).save(tmp_path)
+    state = checkpoints.read(tmp_path / FILE)
+    FAULTS[name](state)
+    checkpoints.save(tmp_path / FILE, state)
+    before = fingerprint(model)
+    with pytest.raises(ValueError, match=r"what was read in .* is not taken: ") as refusal:
+        retention.load(tmp_path, model)
+    assert len(str(refusal.value)) < 400 + len(str(tmp_path))
+    assert fingerprint(model) == before
+
+
+@settings(max_examples=40)
+@given(place=st.integers(0, 2**30), change=st.integers(1, 255))
+def test_a_damaged_byte_is_refused_or_changes_nothing(tmp_path_factory, place, change):
+    model, folder = random_backbone("llama"), tmp_path_factory.mktemp("damaged")
+    read = chunked_prefill(model, torch.arange(1, SEQ)[None], KeyNorm(), 10, 4)
+    read.save(folder)
+    content = bytearray((folder / FILE).read_bytes())
+    content[place % len(content)] ^= change
+    (folder / FILE).write_bytes(content)
+    try:
+        again = retention.load(folder, model)
+    except ValueError:
+        return
+    assert same(tensors_of(again.cache), tensors_of(read.cache))
+    assert torch.equal(again.logits, read.logits)
+    assert again.log.rows() == read.log.rows()
+
+
+def test_it_is_one_file_its_owners_alone(backbone, ids, tmp_path):
+    model = backbone()
+    read = chunked_prefill(model, ids, KeyNorm(), 10, 4)
+    with pytest.raises(FileNotFoundError, match=r"it lacks reading\.safetensors"):
+        retention.load(tmp_path, model)
+    read.save(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+    assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
 
 
 def test_a_store_of_ones_own_is_not_saved(backbone, ids, tmp_path):
