@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from plpkg import catalog
+from plpkg.model_folder import require_model_folder, require_sizes
 from plpkg.validation import one_of, whole_number
 
 FAMILIES = ("llama", "mistral", "qwen2", "phi3", "gemma2", "gpt2")
@@ -57,7 +58,8 @@ def load_backbone(
     FileNotFoundError
         There is no such model here, and the hub did not give one; or it has no tokenizer.
     ValueError
-        A device that cannot be used; not a causal language model; or weights that are damaged or incomplete.
+        A device that cannot be used; not a causal language model; weights that are damaged, incomplete or pickled; or a
+        folder that holds more than a model (an adapter, say), or sizes that no model has.
     """
     from safetensors import SafetensorError
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -70,28 +72,40 @@ def load_backbone(
         raise FileNotFoundError(f"no model {name!r}: the folder lacks a config.json")
     common = dict(local_files_only=local_files_only, trust_remote_code=False)
     try:
+        if Path(name).is_dir():
+            require_model_folder(Path(name))
+    except ValueError as error:
+        raise ValueError(f"the folder {name!r} is not read: {error}") from error
+    try:
         config = AutoConfig.from_pretrained(name, **common)
+        require_sizes(config.to_dict())
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ValueError(f"it is a {config.model_type}")
     except OSError as error:
         raise FileNotFoundError(f"no model {name!r}: {_reason(name, 'weights')}") from error
-    except ValueError as error:
-        raise ValueError(f"{name!r} is not a causal language model: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # a configuration class can raise anything
+        raise ValueError(f"{name!r} is not a causal language model: {_first_line(error)}") from error
     try:
         with _without_progress_bar(Path(name).is_dir()):
             model, loading = AutoModelForCausalLM.from_pretrained(
-                name, dtype=dtype, output_loading_info=True, **common, **options
+                name, dtype=dtype, output_loading_info=True, use_safetensors=True, **common, **options
             )
     except OSError as error:
         raise FileNotFoundError(f"no model {name!r}: {_reason(name, 'weights')}") from error
     except SafetensorError as error:
         raise ValueError(f"the weights of {name!r} are damaged: {error}") from error
+    except RuntimeError as error:  # it says which shapes
+        raise ValueError(f"the weights of {name!r} do not fit its configuration: {_first_line(error)}") from error
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError(f"{name!r} has an adapter beside its weights: load it with PEFT, onto the model without it")
     if loading["missing_keys"]:  # they would stay random
         raise ValueError(f"the weights of {name!r} lack {', '.join(sorted(loading['missing_keys']))}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **common)
     except (OSError, ValueError) as error:
         raise FileNotFoundError(f"no tokenizer for {name!r}: {_reason(name, 'tokenizer files')}") from error
+    except Exception as error:  # tokenizers raises Exception itself
+        raise ValueError(f"the tokenizer of {name!r} is damaged: {_first_line(error)}") from error
     return model.to(device).eval(), tokenizer
 
 
@@ -102,6 +116,10 @@ def _reader(dtype: torch.dtype | str, **options):
     model.config.max_position_embeddings = READER_POSITIONS
     model = PeftModel.from_pretrained(model, catalog.data_path("reader")).merge_and_unload()
     return model.to(torch.bfloat16 if dtype == "auto" else dtype).eval(), tokenizer
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
 
 
 def _require_device(device: str | torch.device) -> None:

@@ -7,6 +7,8 @@ configurations of new architectures keep their old fields and mean something els
 
 from pathlib import Path
 
+from plpkg.model_folder import read_json, require_sizes
+
 ATTENTION_PROJECTIONS = {
     *("q_proj", "k_proj", "v_proj", "qkv_proj"),  # Llama and most others; Phi-3
     *("c_attn", "query_key_value", "Wqkv"),  # GPT-2, Falcon and BLOOM, MPT
@@ -33,6 +35,7 @@ def dimensions(config, name: str | None, local_files_only: bool) -> dict:
         )
     try:
         text = config.get_text_config(decoder=True)
+        require_sizes(text.to_dict())
         sizes = _dimensions(text)
         experts = _experts(text)
         counted = _count_on_meta(text, config, experts["num_experts"])
@@ -60,6 +63,8 @@ def _read(name: str, local_files_only: bool):
     from transformers import AutoConfig
 
     try:
+        if Path(name).is_dir() and (file := Path(name, "config.json")).exists():
+            require_sizes(read_json(file))
         return AutoConfig.from_pretrained(name, local_files_only=local_files_only, trust_remote_code=False)
     except OSError as error:
         if Path(name, "config.json").exists():
@@ -70,8 +75,9 @@ def _read(name: str, local_files_only: bool):
                 "a name of plpkg's own catalog belongs in catalog.model(...)"
             )
         raise FileNotFoundError(f"no configuration for {name!r}: {hint}") from error
-    except ValueError as error:
-        raise ValueError(f"cannot describe {name!r}: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # a configuration class can raise anything
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"cannot describe {name!r}: {reason[:300]}") from error
 
 
 def _dimensions(config) -> dict:

@@ -13,6 +13,7 @@ import numpy as np
 
 from plpkg.corpora.documents import SPLITS, Document, Writer, cuts
 from plpkg.corpora.overlap import mask_scored
+from plpkg.untrusted import MAX_BYTES, read_file
 from plpkg.validation import whole_number
 
 
@@ -38,10 +39,11 @@ def text_folder(
     Raises
     ------
     ValueError
-        A file that is not UTF-8 (with the byte and the line), a writer with one or two files, a folder without
-        any text, a sub-folder with the folder's own name beside files directly in it, or bad shares or seed.
+        A file that is not UTF-8 (with the byte and the line), no regular file or not to be opened, a writer with one or
+        two files, a folder without any text, a sub-folder with the folder's own name beside files directly in it, or
+        bad shares or seed.
     OSError
-        A folder that does not exist, or a file or folder that cannot be read.
+        A folder that does not exist, or a folder that cannot be read.
     """
     whole_number("seed", seed, 0)
     root = Path(path).resolve()
@@ -78,9 +80,22 @@ def _text_files(root: Path) -> Iterator[Path]:
 
 
 def read_utf8(file: Path) -> str:
-    """A file's text without a byte order mark; a ``ValueError`` names the byte and the line that are not UTF-8."""
+    """A regular file's text without a byte order mark.
+
+    Raises
+    ------
+    ValueError
+        It is not UTF-8, with the byte and the line; no regular file (a pipe would make us wait); or above 2 GiB.
+    OSError
+        There is no such file.
+    """
+    os.stat(file)
     try:
-        return file.read_text(encoding="utf-8").removeprefix("\ufeff")
+        content = bytes(read_file(file, MAX_BYTES))
+    except ValueError as error:
+        raise ValueError(f"{file.parent}: {error}") from None
+    try:
+        return content.decode().replace("\r\n", "\n").replace("\r", "\n").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ValueError(f"{file} is not UTF-8: byte {error.start}, in line {line}, {error.reason}") from None

@@ -1,5 +1,7 @@
 """Keys, and what one account can learn of another: nothing, not by what is computed or downloaded either."""
 
+import os
+
 import pytest
 
 from plpkg.backbones import random_backbone
@@ -59,6 +61,7 @@ def test_a_wrong_line_is_named_by_its_number_only(line, said):
 
 
 def test_a_file_of_keys_has_keys_and_the_keys_are_not_kept(tmp_path):
+    (tmp_path / "keys").touch(0o600)
     for content in ("", "\n \n"):
         (tmp_path / "keys").write_text(content)
         with pytest.raises(ValueError, match="no key"):
@@ -68,6 +71,35 @@ def test_a_file_of_keys_has_keys_and_the_keys_are_not_kept(tmp_path):
     assert keys.account(f"Bearer {ALICE}") == "alice"
     assert ALICE not in repr(vars(keys))
     Keys([f"bob {BOB}", f"bob {BOB}"])  # twice the same is no error
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"bob secret-secret-secret\nal \xff\xfe-secret-secret", "line 2 of the keys is not UTF-8"),
+        ("bob sécret-sécret-sécret".encode(), "line 1 .* at least 16 ASCII characters"),
+        ("bob secret-secret-secret\x85al other-other-other-1".encode(), "line 1 of the keys"),
+        (b"bob secret-\0secret-secret", "line 1 .* at least 16 ASCII characters"),
+        (b"#" * (2**20 + 1), "has 1,048,577 bytes, at most 1,048,576 are allowed"),
+    ],
+)
+def test_what_no_header_can_carry_is_no_key(tmp_path, content, said):
+    (tmp_path / "keys").touch(0o600)
+    (tmp_path / "keys").write_bytes(content)
+    with pytest.raises(ValueError, match=said) as caught:
+        Keys.read(tmp_path / "keys")
+    assert "ecret" not in str(caught.value)
+
+
+def test_keys_that_others_can_read_and_a_pipe(tmp_path):
+    (tmp_path / "keys").write_text(f"bob {BOB}\r\n")
+    (tmp_path / "keys").chmod(0o640)
+    with pytest.warns(UserWarning, match=r"others than its owner can read the keys in .*: chmod 600"):
+        assert Keys.read(tmp_path / "keys").account(f"Bearer {BOB}") == "bob"
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("pipe", "", "nothing"):
+        with pytest.raises(ValueError, match="is not a regular file|is missing"):
+            Keys.read(tmp_path / name)
 
 
 # Accounts over HTTP

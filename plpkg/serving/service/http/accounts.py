@@ -1,13 +1,18 @@
 """Whose request it is: bearer keys, and the account of each."""
 
 import hashlib
+import re
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
 from plpkg.serving.service.store import NAME
+from plpkg.untrusted import read_file
 
 LOCAL = "local"
 """The account of everybody where there are no keys."""
+KEY = re.compile("[!-~]+")
+"""Printable ASCII: what a header can carry, whoever writes it."""
 OPERATOR = "operator"
 """The account that may read the metrics, which are of all."""
 
@@ -27,18 +32,28 @@ class Keys:
             match line.split():
                 case []:
                     continue
-                case [account, key] if NAME.fullmatch(account) and len(key) >= 16:
+                case [account, key] if NAME.fullmatch(account) and len(key) >= 16 and KEY.fullmatch(key):
                     if self._accounts.setdefault(_digest(key), account) != account:
                         raise ValueError(f"line {number} of the keys repeats a key of another account")
                 case _:
-                    raise ValueError(f"line {number} of the keys is not an account and a key of at least 16 characters")
+                    raise ValueError(
+                        f"line {number} of the keys is not an account and a key of at least 16 ASCII characters"
+                    )
         if not self._accounts:
             raise ValueError("there is no key in the file of keys")
 
     @classmethod
     def read(cls, path: str | Path) -> "Keys":
-        """The keys of a file."""
-        return cls(Path(path).read_text(encoding="utf-8").splitlines())
+        """The keys of a regular file in UTF-8, of at most 1 MiB; it warns if others than its owner can read it."""
+        path = Path(path)
+        content = bytes(read_file(path, 2**20))
+        if path.stat().st_mode & 0o077:
+            warnings.warn(f"others than its owner can read the keys in {path}: chmod 600 {path}", stacklevel=2)
+        try:
+            return cls(content.decode().replace("\r\n", "\n").split("\n"))
+        except UnicodeDecodeError as error:  # whose message has a part of a key
+            line = content.count(b"\n", 0, error.start) + 1
+            raise ValueError(f"line {line} of the keys is not UTF-8") from None
 
     def account(self, authorization: str | None) -> str | None:
         """Whose key a header ``Bearer KEY`` holds, if anybody's: looked up by digest, which no timing tells."""
