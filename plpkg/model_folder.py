@@ -76,7 +76,8 @@ def read_json(path: Path) -> dict:
 def _require_inside(name: str, fields: dict) -> None:
     if not isinstance(files := fields.get("weight_map"), dict):
         raise ValueError(f"{name} has no weight_map")
-    if outside := sorted(
-        file for file in set(map(str, files.values())) if Path(file).name != file or not file.endswith(".safetensors")
-    ):
-        raise ValueError(f"{name} points to {shown(outside[0])}, which is no safetensors file of this folder")
+    outside = {
+        str(file) for file in files.values() if Path(str(file)).name != file or Path(file).suffix != ".safetensors"
+    }
+    if outside:
+        raise ValueError(f"{name} points to {shown(min(outside))}, which is no safetensors file of this folder")

@@ -67,13 +67,10 @@ def _read(name: str, local_files_only: bool):
             require_sizes(read_json(file))
         return AutoConfig.from_pretrained(name, local_files_only=local_files_only, trust_remote_code=False)
     except OSError as error:
-        if Path(name, "config.json").exists():
-            hint = f"its config.json cannot be read: {str(error).splitlines()[0]}"
-        else:
-            hint = (
-                "it is not a folder with a config.json, and the hub did not give one (offline, misspelt, or gated); "
-                "a name of plpkg's own catalog belongs in catalog.model(...)"
-            )
+        hint = (
+            "it is not a folder with a config.json, and the hub did not give one (offline, misspelt, or gated); "
+            "a name of plpkg's own catalog belongs in catalog.model(...)"
+        )
         raise FileNotFoundError(f"no configuration for {name!r}: {hint}") from error
     except Exception as error:  # a configuration class can raise anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__

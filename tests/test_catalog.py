@@ -253,7 +253,7 @@ def test_code_that_comes_with_a_model_is_not_run(tmp_path):
 
 def test_an_unreadable_configuration_is_told_from_a_missing_one(tmp_path):
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(FileNotFoundError, match=r"its config\.json cannot be read"):
+    with pytest.raises(ValueError, match=r"config\.json is not JSON: Expecting"):
         ModelShape.from_config(tmp_path)
 
 

@@ -75,7 +75,7 @@ FOLDERS = SHAPES | {
     "an adapter's weights beside it": (content("adapter_model.safetensors", b""), "adapter_model.safetensors lies"),
     "pickled weights": (
         pickled,
-        r"pytorch_model\.bin is a pickle, which is never read: if you trust it, convert it by",
+        r"pytorch_model\.bin is a pickle, which is never read: if you trust it, convert",
     ),
     "a pickle that does something": (
         lambda folder: (pickled(folder), (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Evil()))),
@@ -89,7 +89,7 @@ FOLDERS = SHAPES | {
         content("model.safetensors.index.json", b'{"weight_map": {"a": "pytorch_model.bin"}}'),
         "points to 'pytorch_model.bin'",
     ),
-    "an index of nothing": (content("model.safetensors.index.json", b"{}"), "points to None"),
+    "an index of nothing": (content("model.safetensors.index.json", b"{}"), "index.json has no weight_map"),
     "weights that are a pipe": (special("model.safetensors", os.mkfifo), "model.safetensors is not a regular file"),
     "a tokenizer that is a pipe": (special("tokenizer.json", os.mkfifo), "tokenizer.json is not a regular file"),
     "a link to nothing": (
@@ -123,7 +123,7 @@ def test_an_adapter_of_its_own_kind_is_no_part_of_the_public_model(folder):
     """The folder that PEFT makes where its adapter is saved beside the model."""
     model = load_backbone(folder)[0]
     get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(folder)
-    with pytest.raises(ValueError, match="adapter_config.json lies beside the model, and would become part of it"):
+    with pytest.raises(ValueError, match=r"adapter_config\.json lies beside the model, and would become"):
         load_backbone(folder)
 
 

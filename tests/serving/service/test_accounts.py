@@ -98,7 +98,7 @@ def test_keys_that_others_can_read_and_a_pipe(tmp_path):
         assert Keys.read(tmp_path / "keys").account(f"Bearer {BOB}") == "bob"
     os.mkfifo(tmp_path / "pipe")
     for name in ("pipe", "", "nothing"):
-        with pytest.raises(ValueError, match="is not a regular file|is missing"):
+        with pytest.raises(ValueError, match=r"is not a regular file|is missing"):
             Keys.read(tmp_path / name)
 
 
