@@ -26,14 +26,14 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 class InvalidAdapterError(ValueError):
-    """An adapter is refused. ``reasons`` are sentences, at most 20 of them; the message is one line with all."""
+    """An adapter is refused. ``reasons`` are sentences, at most 20 of them; the message is the first of them."""
 
     def __init__(self, reasons: list[str]) -> None:
         self.reasons = reasons[:20] + [f"and {len(reasons) - 20} more"] * (len(reasons) > 20)
         super().__init__(reasons)
 
     def __str__(self) -> str:
-        return "; ".join(self.reasons)
+        return untrusted.brief(self.reasons)
 
 
 @dataclass(frozen=True)

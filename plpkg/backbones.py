@@ -99,7 +99,9 @@ def load_backbone(
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(f"{name!r} has an adapter beside its weights: load it with PEFT, onto the model without it")
     if loading["missing_keys"]:  # they would stay random
-        raise ValueError(f"the weights of {name!r} lack {', '.join(sorted(loading['missing_keys']))}")
+        missing = sorted(loading["missing_keys"])
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ValueError(f"the weights of {name!r} lack {', '.join(missing[:3])}{more}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **common)
     except (OSError, ValueError) as error:

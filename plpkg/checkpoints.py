@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from plpkg.untrusted import MAX_HEADER_BYTES, misfits, read_state, shown, strict_json
+from plpkg.untrusted import MAX_HEADER_BYTES, brief, misfits, read_state, shown, strict_json
 
 PARTIAL = ".partial"
 """How a file's name ends while it is written, and a folder's begins."""
@@ -333,5 +333,5 @@ def restore(what: str, part, state: object) -> None:
     except (LookupError, TypeError, AttributeError):
         reasons = ["it is of another form"]
     if reasons:
-        raise ValueError(f"{what} cannot be restored: {'; '.join(reasons)}")
+        raise ValueError(f"{what} cannot be restored: {brief(reasons)}")
     part.load_state_dict(state)

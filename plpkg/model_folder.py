@@ -9,11 +9,13 @@ import json
 import stat
 from pathlib import Path
 
-from plpkg.untrusted import read_file, shown
+from plpkg.untrusted import header_length, open_regular, read_file, shown
 
 MAX_JSON_BYTES = 2**24
-LARGE = ("tokenizer.json", "vocab.json")
-"""Read by tokenizers, which has bounds of its own."""
+LARGE, MAX_LARGE_BYTES = ("tokenizer.json", "vocab.json"), 2**26
+"""Vocabularies, which tokenizers reads; Gemma's, of a quarter of a million words, has half of these bytes."""
+MAX_SHARD_HEADER_BYTES = 2**22
+"""Of some 30,000 tensors in one file."""
 MOST = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 1024),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_key_value_heads"), 2**14),
@@ -42,17 +44,21 @@ def require_model_folder(folder: Path) -> None:
         model, the weights are pickles, or an index points out of the folder. The sentence names the file.
     """
     for path in sorted(folder.iterdir()):
+        if path.name.startswith("adapter_"):
+            raise ValueError(f"{path.name} lies beside the model, and would become part of it: keep adapters elsewhere")
         if path.suffix in (".json", ".safetensors", ".txt", ".model", ".jinja"):
             if not (path.exists() and stat.S_ISREG(path.stat().st_mode)):
                 raise ValueError(f"{path.name} is not a regular file")
-            if path.suffix == ".json" and path.name not in LARGE:
+            if path.suffix == ".safetensors":
+                _require_header(path)
+            elif path.name in LARGE and (size := path.stat().st_size) > MAX_LARGE_BYTES:
+                raise ValueError(f"{path.name} has {size:,} bytes, at most {MAX_LARGE_BYTES:,} are allowed")
+            elif path.suffix == ".json" and path.name not in LARGE:
                 fields = read_json(path)
                 if path.name == "config.json":
                     require_sizes(fields)
                 if path.name.endswith(".index.json"):
                     _require_inside(path.name, fields)
-        if path.name.startswith("adapter_"):
-            raise ValueError(f"{path.name} lies beside the model, and would become part of it: keep adapters elsewhere")
     pickles = [path.name for path in folder.glob("*.bin")]
     if pickles and not list(folder.glob("*.safetensors")):
         convert = "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER)"
@@ -71,6 +77,14 @@ def read_json(path: Path) -> dict:
     if not isinstance(fields, dict):
         raise ValueError(f"{path.name} is not an object, but {shown(fields)}")
     return fields
+
+
+def _require_header(path: Path) -> None:
+    with open_regular(path) as file:
+        try:
+            header_length(file.read(8), MAX_SHARD_HEADER_BYTES)
+        except ValueError as error:
+            raise ValueError(f"{path.name}: {error}") from None
 
 
 def _require_inside(name: str, fields: dict) -> None:

@@ -36,6 +36,14 @@ def sentences(faults: dict[str, list[str]]) -> list[str]:
     return [f"{short[reason]}{more[reason]}: {reason}" if short[reason] else reason for reason in faults]
 
 
+def brief(reasons: list[str]) -> str:
+    """Reasons as one sentence of about 300 characters at most: the first ones, and how many more there are."""
+    shown, rest = reasons[0][:280], reasons[1:]
+    while rest and len(shown) + len(rest[0]) < 280:
+        shown += f"; {rest.pop(0)}"
+    return f"{shown}; and {len(rest)} more" if rest else shown
+
+
 def open_regular(path: Path):
     """Open a regular file, or a link to one, unbuffered. A fifo, a device or a folder is refused at once."""
     try:  # looked at before it is opened, since that alone can make a device do something
@@ -73,17 +81,17 @@ def read_header(path: Path) -> tuple[bytes, int]:
         return start + file.read(header_length(start)), os.fstat(file.fileno()).st_size
 
 
-def header_length(start: bytes) -> int:
+def header_length(start: bytes, most: int = MAX_HEADER_BYTES) -> int:
     """N, from a safetensors file's first 8 bytes."""
     length = int.from_bytes(start[:8], "little")
-    if len(start) >= 8 and 2 <= length <= MAX_HEADER_BYTES:
+    if len(start) >= 8 and 2 <= length <= most:
         return length
     # The kind only explains: a valid length can begin with the same bytes.
     kind = next(
         (f" (they begin like {kind})" for magic, kind in MAGIC.items() if bytes(start[:8]).startswith(magic)), ""
     )
     what = f"give their header {length:,} bytes" if len(start) >= 8 else f"are {len(start)} bytes"
-    raise ValueError(f"the weights {what}, and no header of 2 to {MAX_HEADER_BYTES:,}{kind}")
+    raise ValueError(f"the weights {what}, and no header of 2 to {most:,}{kind}")
 
 
 def strict_json(data: bytes) -> dict:
@@ -221,7 +229,7 @@ def _tensors(path: Path, judge: Callable | None = None) -> tuple[dict, bytearray
         if len(content) != size or content[: len(header)] != header:
             reasons.append(f"{path.name} changed while it was read")
     if reasons:
-        raise ValueError("; ".join(reasons[:20]))
+        raise ValueError(brief(reasons))
     return {name: tensor(content, entry) for name, entry in found.items()}, content
 
 

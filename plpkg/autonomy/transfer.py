@@ -25,7 +25,7 @@ from plpkg.autonomy.scope import personal_copy
 from plpkg.corpora.examples import IGNORED, Examples
 from plpkg.learning import learn, rising_and_falling
 from plpkg.results import Tabular
-from plpkg.untrusted import misfits, shown
+from plpkg.untrusted import brief, misfits, shown
 from plpkg.validation import number, whole_number
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
@@ -230,7 +230,7 @@ class Task:
             for what in ("kept", "best"):
                 given, needed = ({name: t.shape for name, t in each.items()} for each in (state[what], self._kept))
                 if reasons := misfits(given, needed):
-                    raise ValueError("; ".join(reasons))
+                    raise ValueError(brief(reasons))
             if sum(sizes) != len(left) or not all(0 <= i < len(self._data[0]) for i in left.tolist()):
                 raise ValueError(f"an epoch has {len(self._data[0])} samples, and left are {shown(left.tolist())}")
             if not all(0 <= row["step"] <= made and math.isfinite(row["loss"]) for row in state["log"]):

@@ -91,11 +91,12 @@ def read_utf8(file: Path) -> str:
     """
     os.stat(file)
     try:
-        content = bytes(read_file(file, MAX_BYTES))
+        content = read_file(file, MAX_BYTES)
     except ValueError as error:
         raise ValueError(f"{file.parent}: {error}") from None
     try:
-        return content.decode().replace("\r\n", "\n").replace("\r", "\n").removeprefix("\ufeff")
+        text = content.decode()
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ValueError(f"{file} is not UTF-8: byte {error.start}, in line {line}, {error.reason}") from None
+    return text.replace("\r\n", "\n").replace("\r", "\n").removeprefix("\ufeff")

@@ -26,7 +26,7 @@ from plpkg.residual import saved
 from plpkg.residual.adapter import NO_ADAPTER, PrivateLoraLayer, UnderWay, features, layers, matrices
 from plpkg.residual.config import LADDER, PRIVATE_LORA, LadderConfig, PrivateLoraConfig, ProjectionConfig
 from plpkg.residual.ladder import NORMS, LadderLayer, LadderNorm, LadderTap, Rungs, named, new_m, taps
-from plpkg.untrusted import finite, misfits, read_object, sentences
+from plpkg.untrusted import brief, finite, misfits, read_object, sentences
 from plpkg.validation import whole_number
 
 __all__ = ["LadderConfig", "PrivateLoraConfig", "convert_to_lora", "load", "matrices"]
@@ -70,7 +70,7 @@ class RowwiseTuner(BaseTuner):
         if config.shapes is not None:
             needed = {f"base_model.model.{name}": shape for name, shape in self.shapes(config, modules).items()}
             if reasons := misfits(config.shapes, needed):
-                raise ValueError("; ".join(f"{saved.WEIGHTS}: {reason}" for reason in reasons))
+                raise ValueError(f"{saved.WEIGHTS}: {brief(reasons)}")
         elif modules:  # a saved adapter has names, never a pattern
             config.target_modules, config.exclude_modules = set(modules), None
         return config
@@ -90,7 +90,7 @@ class RowwiseTuner(BaseTuner):
         wrong = [name for name, each in given.items() if name in needed and not _fits(each, needed[name].dtype)]
         reasons += sentences({"has values that are not finite numbers here": wrong}) if wrong else []
         if reasons:
-            raise ValueError("; ".join(reasons))
+            raise ValueError(brief(reasons))
         return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
 
     @contextlib.contextmanager

@@ -17,7 +17,7 @@ from transformers.activations import ACT2FN
 from plpkg.backbones import fingerprint
 from plpkg.checkpoints import replace_files
 from plpkg.retention.watch import attention_layers
-from plpkg.untrusted import misfits, read_object, read_tensors, shown
+from plpkg.untrusted import brief, misfits, read_object, read_tensors, shown
 from plpkg.validation import one_of, whole_number
 
 CONFIG, WEIGHTS, MAX_SIZE = "retaining_heads.json", "retaining_heads.safetensors", 2**20
@@ -159,7 +159,7 @@ class RetainingHeads(nn.Module):
         with torch.device("meta"):
             needed = {name: tensor.shape for name, tensor in cls(config).state_dict().items()}
         if reasons := misfits({name: tensor.shape for name, tensor in tensors.items()}, needed):
-            raise ValueError(f"{damaged}: {'; '.join(reasons)}")
+            raise ValueError(f"{damaged}: {brief(reasons)}")
         heads = cls(config)
         heads.load_state_dict(tensors)
         return heads.to(model.device, model.dtype)

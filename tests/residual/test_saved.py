@@ -56,14 +56,6 @@ def content(file, data):
     return lambda folder: (folder / file).write_bytes(data)
 
 
-def special(file, make):
-    def craft(folder):
-        (folder / file).unlink()
-        make(folder / file)
-
-    return craft
-
-
 def packed(header, body=b"", length=None):
     header = header if isinstance(header, bytes) else json.dumps(header).encode()
     header += b" " * (-len(header) % 8)
@@ -97,22 +89,9 @@ def large_nan(folder):
         file.write(struct.pack("<f", float("nan")))
 
 
-def sparse(file):
-    def craft(folder):
-        (folder / file).write_bytes(b"{")
-        os.truncate(folder / file, LARGE)
-
-    return craft
-
-
 def pickled(folder):
     torch.save(load_file(folder / WEIGHTS), folder / "adapter_model.bin")
     (folder / WEIGHTS).unlink()
-
-
-def many(folder):
-    """As many objects as fit into a header."""
-    (folder / WEIGHTS).write_bytes(packed(b'{"a":[' + b",".join([b'{"":0}'] * ((MIB - 20) // 7)) + b"]}"))
 
 
 KINDS = {  # of adapter, and for each what is done to its folder, and what is said
@@ -147,74 +126,19 @@ KINDS = {  # of adapter, and for each what is done to its folder, and what is sa
             tensors(lambda t: t.update({M.replace("q_proj", "q_pr\u043ej"): t.pop(M)})),
             "is missing",
         ),
-        "NaN": (value(float("nan")), "has values that are not finite"),
         "inf": (value(float("inf")), "has values that are not finite"),
         "-inf in bfloat16": (value(-float("inf"), torch.bfloat16), "has values that are not finite"),
         "float64 beyond float32": (value(1e300, torch.float64), "has values that are not finite"),
         "int8": (value(3, torch.int8), "dtype='I8' is not one of"),
         "bool": (value(1, torch.bool), "dtype='BOOL' is not one of"),
         "complex": (value(1, torch.complex64), "dtype='C64' is not one of"),
-        "half the weights": (lambda f: os.truncate(f / WEIGHTS, (f / WEIGHTS).stat().st_size - 20), "data_offsets="),
-        "half the header": (lambda f: os.truncate(f / WEIGHTS, 40), "it ends after"),
-        "no bytes": (content(WEIGHTS, b""), "the weights are 0 bytes"),
-        "a header of 2^63 bytes": (
-            content(WEIGHTS, packed(b"{}", length=2**63)),
-            "give their header 9,223,372,036,854,775,808",
-        ),
-        "a header beyond the file": (content(WEIGHTS, packed(b"{}", length=2**19)), "it ends after"),
-        "a header of no length": (content(WEIGHTS, packed(b"{}", length=0)), "give their header 0 bytes"),
-        "one name twice": (content(WEIGHTS, packed(b'{"a":1,"a":2}')), "'a' stands there twice"),
-        "tensors that overlap": (
-            content(WEIGHTS, packed({"a": entry("F32", [2], 0, 8), "b": entry("F32", [1], 4, 8)}, bytes(8))),
-            "the tensors overlap",
-        ),
-        "tensors that are not aligned": (
-            content(WEIGHTS, packed({"a": entry("F16", [1], 0, 2), "b": entry("F32", [1], 2, 6)}, bytes(6))),
-            "'b': is not aligned as safetensors writes it",
-        ),
-        "tensors with a gap": (
-            content(WEIGHTS, packed({"a": entry("F32", [1], 4, 8)}, bytes(8))),
-            "the tensors leave a gap",
-        ),
-        "a shape of 2^62": (
-            content(WEIGHTS, packed({M: entry("F32", [2**31, 2**31], 0, 8)}, bytes(8))),
-            "is not a tensor's in this file",
-        ),
-        "a tensor without elements": (
-            content(WEIGHTS, packed({M: entry("F32", [0], 0, 0)})),
-            "is not a tensor's in this file",
-        ),
-        "100,000 tensors": (
-            content(WEIGHTS, packed({f"t{i}": entry("F32", [0], 0, 0) for i in range(100_000)})),
-            "no header of 2 to 1,048,576",
-        ),
-        "a deep header": (content(WEIGHTS, packed(b'{"a":' + b"[" * (MIB - 10))), "nested too deeply"),
-        "a header of many objects": (many, "an entry is a dtype, a shape and data_offsets"),
-        "a pickle": (lambda f: torch.save({}, f / WEIGHTS), "a zip archive, as torch.save writes"),
         "a pickle beside it": (pickled, "adapter_model.bin is a pickle, which is never read: save it as safetensors"),
-        "weights that are a fifo": (special(WEIGHTS, os.mkfifo), "is not a regular file"),
-        "weights that are /dev/zero": (special(WEIGHTS, lambda p: p.symlink_to("/dev/zero")), "is not a regular file"),
-        "weights that are a folder": (special(WEIGHTS, lambda p: p.mkdir()), "is not a regular file"),
-        "a link to nothing": (special(WEIGHTS, lambda p: p.symlink_to("nothing")), f"{WEIGHTS} is missing"),
-        "a link to itself": (special(WEIGHTS, lambda p: p.symlink_to(p)), ""),
         "50 MB that do not belong": (large, "'base_model.model.lm_head.weight': does not belong here"),
         "50 MB with a NaN": (large_nan, "has values that are not finite"),
-        "50 MB of nothing": (sparse(WEIGHTS), "not with a brace"),
-        "a configuration that is a fifo": (special(CONFIG, os.mkfifo), "is not a regular file"),
-        "a configuration that is /dev/zero": (
-            special(CONFIG, lambda p: p.symlink_to("/dev/zero")),
-            "is not a regular file",
-        ),
-        "a configuration of 50 MB": (sparse(CONFIG), "has 50,000,000 bytes, at most "),
         "a configuration of 900 kB of numbers": (
             content(CONFIG, b'{"peft_type":"PRIVATELORA","a":[' + b"1," * 450_000 + b"1]}"),
             "bytes, at most 65,536 are allowed",
         ),
-        "a deep configuration": (
-            content(CONFIG, b'{"peft_type":"PRIVATELORA","a":' + b"[" * 60_000),
-            "nested too deeply",
-        ),
-        "a configuration that is a list": (content(CONFIG, b"[]"), "not an object, but []"),
         "a rank twice": (
             content(CONFIG, b'{"peft_type":"PRIVATELORA","r_c2d":4,"r_c2d":5}'),
             "'r_c2d' stands there twice",
@@ -298,7 +222,7 @@ KINDS = {  # of adapter, and for each what is done to its folder, and what is sa
     "ladder": {
         "a rank of 2^24": (config({"r": 2**24}), "r must be between 1 and 16384, got 16777216"),
         "a width of 2^30": (config({"width": 2**30}), "width must be between 1 and 16384"),
-        "a width of 2^14": (config({"width": 2**14}), "and must have (16384, 20)"),
+        "a width of 2^14": (config({"width": 2**14}), "and must have (16384,)"),
         "an lm_head beside it": (
             tensors(lambda t: t.update({"base_model.model.lm_head.weight": torch.zeros(64, 32)})),
             "'base_model.model.lm_head.weight': does not belong here",
@@ -313,16 +237,6 @@ KINDS = {  # of adapter, and for each what is done to its folder, and what is sa
         ),
         "a hidden layer of 2^20": (config({"hidden": 2**20}, file=HEADS_CONFIG), "and must have (1048576,"),
         "layers that are true": (config({"num_layers": True}, file=HEADS_CONFIG), "'num_layers': it has backbone"),
-        "a configuration that is a fifo": (special(HEADS_CONFIG, os.mkfifo), "is not a regular file"),
-        "a configuration that is /dev/zero": (
-            special(HEADS_CONFIG, lambda p: p.symlink_to("/dev/zero")),
-            "is not a regular file",
-        ),
-        "a configuration of 50 MB": (sparse(HEADS_CONFIG), "has 50,000,000 bytes"),
-        "weights that are /dev/zero": (
-            special(HEADS_WEIGHTS, lambda p: p.symlink_to("/dev/zero")),
-            "is not a regular file",
-        ),
         "a backbone that is a number": (config({"backbone": 7}, file=HEADS_CONFIG), "'backbone': it has backbone"),
         "a backbone of 60,000 letters": (
             config({"backbone": "x" * 60_000}, file=HEADS_CONFIG),
@@ -332,15 +246,6 @@ KINDS = {  # of adapter, and for each what is done to its folder, and what is sa
             config({"activation": "x" * 60_000}, file=HEADS_CONFIG),
             "activation must be one of",
         ),
-        "NaN": (
-            tensors(lambda t: t.update({"layers.0.0.weight": t["layers.0.0.weight"] * float("nan")}), HEADS_WEIGHTS),
-            "has values that are not finite",
-        ),
-        "one tensor more": (
-            tensors(lambda t: t.update(more=torch.zeros(1)), HEADS_WEIGHTS),
-            "'more': does not belong here",
-        ),
-        "50 MB of nothing": (sparse(HEADS_WEIGHTS), "not with a brace"),
     },
 }
 CASES = [(kind, name) for kind, cases in KINDS.items() for name in cases]
