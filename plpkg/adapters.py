@@ -6,6 +6,7 @@ The format is PEFT 0.21's: ``adapter_config.json``, and ``adapter_model.safetens
 serves as it was trained, or not at all. Nothing that it says is imported, evaluated as a pattern, or looked up.
 """
 
+import functools
 import hashlib
 import json
 import math
@@ -126,10 +127,11 @@ class Adapter:
         return adapter
 
     def save(self, folder: str | Path) -> None:
-        """Write both files, each whole or not at all: the configuration last, since with it the adapter is there."""
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        """Write both files, their owner's alone, each whole or not at all. The configuration comes last."""
+        Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
         for name in (WEIGHTS, CONFIG):
-            replace_file(Path(folder, name), lambda partial, content=self.files[name]: partial.write_bytes(content))
+            write = functools.partial(Path.write_bytes, data=self.files[name])
+            replace_file(Path(folder, name), write, private=True)
 
 
 def validate_adapter(path: str | Path, model: torch.nn.Module, limits: str | AdapterLimits | None = None) -> Adapter:

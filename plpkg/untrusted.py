@@ -198,6 +198,14 @@ def read_object(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict:
         raise ValueError(str(error) if str(error).startswith(path.name) else f"{path.name}: {error}") from None
 
 
+def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors in a safetensors file, by name, from its header alone."""
+    found, reasons = entries(*read_header(path))
+    if reasons:
+        raise ValueError(brief(reasons))
+    return {name: entry.shape for name, entry in found.items()}
+
+
 def read_tensors(path: Path) -> tuple[dict, str]:
     """Read a safetensors file of finite numbers: its tensors by name, views of it, and its SHA-256 in hex."""
     tensors, content = _tensors(path)

@@ -70,6 +70,16 @@ def table(*entries, size=8, **named):
     return header(json.dumps({f"t{i}": each for i, each in enumerate(entries)} | named).encode(), body=bytes(size))
 
 
+def sparse(path):
+    """One tensor more, nearly all of it a hole in the file."""
+    with open(path, "rb") as file:
+        old = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+        body = file.read()
+    old["more"] = entry("F32", [4 * 10**8], (len(body), len(body) + 16 * 10**8))
+    header(json.dumps(old).encode(), body=body)(path)
+    os.truncate(path, path.stat().st_size + 16 * 10**8)
+
+
 def tensors(change):
     """Changes the tensors, not the metadata."""
 
@@ -136,6 +146,7 @@ SAFETENSORS = {
     "a shape of 2^62 numbers": table(entry(shape=[2**31, 2**31])),
     "numbers of no kind": table(entry("F8_E4M3", [8])),
     "other tensors": table(entry()),
+    "1.6 GB that belong nowhere": sparse,
     "a tensor too few": tensors(lambda given: given.pop(min(given))),
     "a tensor too many": tensors(lambda given: given.update(more=torch.ones(2))),
     "a tensor of another shape": first(lambda tensor: tensor.flatten()[:1].clone()),
@@ -147,6 +158,7 @@ SOUND = {  # what is no fault of this file
     ("model", "generation_config.json", "nothing"),
     ("model", "generation_config.json", "an empty object"),
     ("model", "model.safetensors", "a tensor too many"),  # transformers says so, as ever
+    ("model", "model.safetensors", "1.6 GB that belong nowhere"),
     ("model", "model.safetensors", "a tensor of complex numbers"),
     ("model", "model.safetensors", "NaN"),
     ("model", "model.safetensors", "another last byte"),  # no digest comes with it

@@ -67,7 +67,7 @@ class ProjectionConfig(PeftConfig):
     weights_sha256: str | None = field(default=None, metadata={"help": "SHA-256 of the weights' file."})
 
     inits = ("gaussian", "given")
-    read, shapes = False, None  # from a folder, and with which tensors: their shapes by name
+    folder, shapes = None, None  # where it was read, and with which tensors: their shapes by name
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -103,18 +103,19 @@ class ProjectionConfig(PeftConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, subfolder: str | None = None, **options):
-        """Read a configuration that this method has saved, and look at the weights beside it, if there are any.
+        """Read a configuration that this method has saved, and the header of the weights beside it, if there are any.
+
+        The weights themselves are read when the adapter is built, and their shapes have turned out to be the model's.
 
         Raises
         ------
         ValueError
-            One of the two files is not what may be read, or they do not belong together.
+            One of the two files is not what may be read.
         """
         folder = saved.local_folder(pretrained_model_name_or_path, subfolder, cls._split_kwargs(options)[0])
         try:
             config = cls(**saved.fields_of(folder, cls))
-            config.read = True
-            config.shapes = saved.shapes_of(folder, config.weights_sha256)
+            config.folder, config.shapes = folder, saved.shapes_of(folder)
         except ValueError as error:
             raise ValueError(f"{folder}: {str(error)[:1000]}") from None
         return config

@@ -57,7 +57,7 @@ class RowwiseTuner(BaseTuner):
         Raises
         ------
         ValueError
-            The weights that the configuration was read with are not those of such an adapter.
+            The weights beside the configuration are not those of such an adapter, or not finite.
         """
         config = super()._prepare_adapter_config(peft_config, model_config)
         if config.target_modules == "all-linear":
@@ -71,6 +71,7 @@ class RowwiseTuner(BaseTuner):
             needed = {f"base_model.model.{name}": shape for name, shape in self.shapes(config, modules).items()}
             if reasons := misfits(config.shapes, needed):
                 raise ValueError(f"{saved.WEIGHTS}: {brief(reasons)}")
+            saved.require_sound(config.folder, config.weights_sha256)
         elif modules:  # a saved adapter has names, never a pattern
             config.target_modules, config.exclude_modules = set(modules), None
         return config

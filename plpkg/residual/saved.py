@@ -23,7 +23,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from torch import nn
 
 from plpkg.backbones import fingerprint
-from plpkg.untrusted import read_object, read_tensors, shown
+from plpkg.untrusted import read_object, read_shapes, read_tensors, shown
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 MAX_NAMES = 4096
@@ -91,27 +91,29 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def shapes_of(folder: Path, weights_sha256: str | None) -> dict[str, tuple[int, ...]] | None:
-    """The tensors in a folder's weights, which are sound, finite, and those that the configuration was written with.
-
-    ``None`` where there are no weights: a cloud needs the configuration alone.
+def shapes_of(folder: Path) -> dict[str, tuple[int, ...]] | None:
+    """The shapes in a folder's weights, by name; ``None`` where there are none: a cloud needs the configuration alone.
 
     Raises
     ------
     ValueError
-        They are not so, or a pickle, which PEFT would take.
+        The file is not sound, or a pickle, which PEFT would take.
     """
     if not os.path.lexists(folder / WEIGHTS):
         if os.path.lexists(folder / PICKLE):
             raise ValueError(f"{PICKLE} is a pickle, which is never read: save it as safetensors")
         return None
-    tensors, actual = read_tensors(folder / WEIGHTS)
+    return read_shapes(folder / WEIGHTS)
+
+
+def require_sound(folder: Path, weights_sha256: str | None) -> None:
+    """ValueError if a folder's weights are not finite, or not those that its configuration was written with."""
+    _, actual = read_tensors(folder / WEIGHTS)
     if weights_sha256 not in (None, actual):
         raise ValueError(
             f"{WEIGHTS} has the SHA-256 {actual[:12]}…, but {CONFIG} was written with {shown(weights_sha256)[1:13]}…: "
             "one of them is of another adapter, or a run was killed while it wrote them"
         )
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def require_backbone(config, model: nn.Module) -> None:
@@ -125,9 +127,9 @@ def require_backbone(config, model: nn.Module) -> None:
     if not hasattr(model, "config") or any(tensor.is_meta for tensor in model.state_dict().values()):
         return  # no language model, or nothing in it
     actual = fingerprint(model)
-    if config.read and config.backbone is None:
+    if config.folder and config.backbone is None:
         warnings.warn("the adapter names no backbone: whether it belongs to this one cannot be known", stacklevel=2)
-    elif config.read and config.backbone != actual:
+    elif config.folder and config.backbone != actual:
         raise ValueError(
             f"the adapter belongs to a backbone with fingerprint {shown(config.backbone)[1:13]}…, "
             f"but {type(model).__name__} has {actual[:12]}…"

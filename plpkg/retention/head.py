@@ -17,7 +17,7 @@ from transformers.activations import ACT2FN
 from plpkg.backbones import fingerprint
 from plpkg.checkpoints import replace_files
 from plpkg.retention.watch import attention_layers
-from plpkg.untrusted import brief, misfits, read_object, read_tensors, shown
+from plpkg.untrusted import brief, misfits, read_object, read_shapes, read_tensors, shown
 from plpkg.validation import one_of, whole_number
 
 CONFIG, WEIGHTS, MAX_SIZE = "retaining_heads.json", "retaining_heads.safetensors", 2**20
@@ -148,7 +148,7 @@ class RetainingHeads(nn.Module):
         damaged = f"the retaining heads in {str(folder)!r} are damaged"
         try:
             config = _config(read_object(folder / CONFIG))
-            tensors, _ = read_tensors(folder / WEIGHTS)
+            shapes = read_shapes(folder / WEIGHTS)
         except ValueError as error:
             raise ValueError(f"{damaged}: {str(error)[:1000]}") from error
         _check(config.backbone, model)
@@ -158,8 +158,12 @@ class RetainingHeads(nn.Module):
             raise ValueError(f"{damaged}: {config} does not have the dimensions of {type(model).__name__}")
         with torch.device("meta"):
             needed = {name: tensor.shape for name, tensor in cls(config).state_dict().items()}
-        if reasons := misfits({name: tensor.shape for name, tensor in tensors.items()}, needed):
-            raise ValueError(f"{damaged}: {brief(reasons)}")
+        try:
+            if reasons := misfits(shapes, needed):
+                raise ValueError(brief(reasons))
+            tensors, _ = read_tensors(folder / WEIGHTS)
+        except ValueError as error:
+            raise ValueError(f"{damaged}: {error}") from error
         heads = cls(config)
         heads.load_state_dict(tensors)
         return heads.to(model.device, model.dtype)

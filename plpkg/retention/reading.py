@@ -150,7 +150,7 @@ class PrefillResult:
             "logits": self.logits,
             "layers": self.cache.tensors(),
         }
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         checkpoints.save(folder / FILE, state)
 
     @contextmanager

@@ -81,14 +81,6 @@ def large(folder):
     config({"weights_sha256": None})(folder)
 
 
-def large_nan(folder):
-    header = packed({M: entry("F32", [LARGE // 4], 0, LARGE)})
-    (folder / WEIGHTS).write_bytes(header)
-    os.truncate(folder / WEIGHTS, len(header) + LARGE - 4)
-    with (folder / WEIGHTS).open("ab") as file:
-        file.write(struct.pack("<f", float("nan")))
-
-
 def pickled(folder):
     torch.save(load_file(folder / WEIGHTS), folder / "adapter_model.bin")
     (folder / WEIGHTS).unlink()
@@ -134,7 +126,6 @@ KINDS = {  # of adapter, and for each what is done to its folder, and what is sa
         "complex": (value(1, torch.complex64), "dtype='C64' is not one of"),
         "a pickle beside it": (pickled, "adapter_model.bin is a pickle, which is never read: save it as safetensors"),
         "50 MB that do not belong": (large, "'base_model.model.lm_head.weight': does not belong here"),
-        "50 MB with a NaN": (large_nan, "has values that are not finite"),
         "a configuration of 900 kB of numbers": (
             content(CONFIG, b'{"peft_type":"PRIVATELORA","a":[' + b"1," * 450_000 + b"1]}"),
             "bytes, at most 65,536 are allowed",

@@ -81,7 +81,8 @@ class Store:
             except BaseError as error:
                 raise ValueError(f"{location!r} is no store: {error}".split("\n")[0]) from None
         if isinstance(location, str | Path):
-            Path(location).mkdir(parents=True, exist_ok=True)  # its errors name the folder, obstore's do not
+            # Its errors name the folder, obstore's do not; what is in it is its owner's alone.
+            Path(location).mkdir(mode=0o700, parents=True, exist_ok=True)
             location = LocalStore(location)
         self._objects = location
         self._current: dict[str, tuple[str | None, float]] = {}

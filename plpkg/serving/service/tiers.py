@@ -37,7 +37,7 @@ class Disk:
     def __init__(self, folder: str | Path, num_bytes: int = 2**33) -> None:
         self.folder, self.num_bytes = Path(folder), whole_number("num_bytes", num_bytes, 0)
         self._changing = threading.Lock()  # a write that has begun is dropped when it is done
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for version in self.folder.glob(ON_DISK):
             if not (version / CONFIG).exists():
                 shutil.rmtree(version, ignore_errors=True)
