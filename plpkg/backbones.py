@@ -102,6 +102,10 @@ def load_backbone(
         missing = sorted(loading["missing_keys"])
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ValueError(f"the weights of {name!r} lack {', '.join(missing[:3])}{more}")
+    if dtype != "auto":  # which leaves them in their file until they are used
+        wrong = [name for name, p in model.named_parameters() if p.is_floating_point() and not _all_finite(p)]
+        if wrong:
+            raise ValueError(f"the weights of {name!r} are not finite: {wrong[0]}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **common)
     except (OSError, ValueError) as error:
@@ -118,6 +122,10 @@ def _reader(dtype: torch.dtype | str, **options):
     model.config.max_position_embeddings = READER_POSITIONS
     model = PeftModel.from_pretrained(model, catalog.data_path("reader")).merge_and_unload()
     return model.to(torch.bfloat16 if dtype == "auto" else dtype).eval(), tokenizer
+
+
+def _all_finite(values: torch.Tensor) -> bool:
+    return bool(torch.stack(values.detach().aminmax()).isfinite().all()) if values.numel() else True
 
 
 def _first_line(error: Exception) -> str:

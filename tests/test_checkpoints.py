@@ -162,8 +162,7 @@ def test_a_file_that_is_no_checkpoint_is_named_and_never_executed(tmp_path, monk
 
 
 @given(st.data())
-def test_a_damaged_byte_is_refused_or_changes_a_value(tmp_path_factory, data):
-    """It never ends in another error, nor in another form."""
+def test_a_damaged_byte_is_refused_or_changes_nothing(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("damaged") / "c"
     state = {
         "identity": {"lr": 0.1},
@@ -177,7 +176,7 @@ def test_a_damaged_byte_is_refused_or_changes_a_value(tmp_path_factory, data):
     content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
     path.write_bytes(content)
     with contextlib.suppress(ValueError):
-        assert isinstance(checkpoints.read(path)["identity"], dict)
+        assert same(checkpoints.read(path), state)
 
 
 def linear(width=3):

@@ -160,7 +160,6 @@ SOUND = {  # what is no fault of this file
     ("model", "model.safetensors", "a tensor too many"),  # transformers says so, as ever
     ("model", "model.safetensors", "1.6 GB that belong nowhere"),
     ("model", "model.safetensors", "a tensor of complex numbers"),
-    ("model", "model.safetensors", "NaN"),
     ("model", "model.safetensors", "another last byte"),  # no digest comes with it
     ("training", "checkpoint.safetensors", "nothing"),  # then a run begins
     ("learning", CHECKPOINT, "nothing"),

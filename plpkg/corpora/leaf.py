@@ -135,7 +135,7 @@ class _Leaf(BaseModel, Generic[Kind]):
     """A file's outermost object; other keys than these are let be."""
 
     model_config = ConfigDict(strict=True)
-    users: Annotated[list[str], Field(min_length=1)]
+    users: Annotated[list[Annotated[str, Field(max_length=1000)]], Field(min_length=1)]
     num_samples: list[int]
     user_data: dict[str, Kind]
 

@@ -118,6 +118,8 @@ STRUCTURE = [
     (lambda content: content["user_data"].update(f2=content["user_data"]["f1"]), f'"f2" {ONLY}'),
     (put(3, "num_samples"), f"num_samples: {LIST}, got 3"),
     (take("num_samples", 1), "num_samples has 1 entries for 2 users"),
+    (put("\ud800", "users", 1), f'users[1]: {STRING}, unable to parse raw data as a unicode string, got "\\ud800"'),
+    (put("u" * 1001, "users", 1), "users[1]: String should have at most 1000 characters"),
     (put(4, "num_samples", 1), 'num_samples[1]: 4, but user_data["f1"] has 3 samples'),
     (put(3.0, "num_samples", 1), f"num_samples[1]: {WHOLE}, got 3.0"),
     (put([], "user_data"), "user_data: Input should be a valid dictionary, got []"),
