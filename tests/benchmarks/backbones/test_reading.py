@@ -1,3 +1,4 @@
+import json
 import random
 
 import pytest
@@ -102,7 +103,9 @@ def test_a_stopped_training_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch)
     whole, stopped = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("whole", "stopped"))
     assert all(torch.equal(whole[name], stopped[name]) for name in whole | stopped)
     assert (tmp_path / "whole" / "log.csv").read_text() == (tmp_path / "stopped" / "log.csv").read_text()
-    assert len((tmp_path / "whole" / "log.csv").read_text().splitlines()) == 5
+    assert [row.split(",")[0] for row in (tmp_path / "whole" / "log.csv").read_text().splitlines()] == ["step", "4"]
+    recipe = json.loads((tmp_path / "whole" / "recipe.json").read_text())
+    assert {name: recipe[name] for name in vars(RECIPE)} == vars(RECIPE)
     with pytest.raises(ValueError, match="holds a run with seed=0, now 1"):
         reader.train(
             reader.Recipe(seed=1, **{k: v for k, v in vars(RECIPE).items() if k != "seed"}), tmp_path / "whole", 4
