@@ -218,7 +218,7 @@ def ship(model, recipe: Recipe, run: learning.TrainingRun, out: Path) -> None:
     config.save_pretrained(out)
     save_file(half, out / "adapter_model.safetensors")
     text = corpora.writer("public").fingerprint("train")
-    facts = asdict(recipe) | {"cpu_s": round(run.facts["cpu_s"]), "public": text, "versions": corpora.versions()}
+    facts = asdict(recipe) | {"cpu_s": round(run.facts["cpu_s"]), "public_text": text, "versions": corpora.versions()}
     (out / "recipe.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     log = pd.DataFrame(run.log)
     by_tens = log.groupby((log["step"] - 1) // 10)
