@@ -3,17 +3,21 @@ import gc
 import json
 import os
 
+import pandas as pd
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
+from benchmarks.backbones import reading
 from plpkg import catalog, corpora
+from plpkg.adapters import validate_adapter
 from plpkg.backbones import FAMILIES, digest, fingerprint, load_backbone, random_backbone, stamp
 from plpkg.catalog import ModelShape
 from plpkg.pretraining import Recipe
+from plpkg.questions import ask
 from plpkg.scoring import score
 
 from rounding import assert_as_exact
@@ -197,6 +201,53 @@ def test_the_small_model_beats_the_compressor_and_finds_every_private_writer_har
     ours = recorded["public", "plpkg-small"]
     assert ours < recorded["public", "xz -9e"]
     assert all(recorded[name, "plpkg-small"] > ours for name in corpora.writers())
+
+
+@pytest.fixture(scope="module")
+def reader():
+    return load_backbone("plpkg-reader")
+
+
+def test_the_readers_own_files():
+    folder = catalog.data_path("reader")
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 5 * 2**20
+    config, recipe = (json.loads((folder / name).read_text()) for name in ("adapter_config.json", "recipe.json"))
+    assert (config["base_model_name_or_path"], config["peft_type"]) == ("plpkg-small", "LORA")
+    assert (config["r"], config["lora_alpha"]) == (recipe["rank"], recipe["alpha"])
+    assert recipe["cpu_s"] < 6 * 3600
+    log = pd.read_csv(folder / "log.csv")
+    assert log["step"].iloc[-1] == recipe["steps"]
+    assert log["answers"].tail(20).mean() < log["answers"].head(20).mean() / 4
+    if corpora.versions().items() <= recipe["versions"].items():
+        assert recipe["public_text"] == corpora.writer("public").fingerprint("train")
+
+
+def test_the_reader_is_the_small_model_with_a_public_adapter_merged(small, reader):
+    folder, ids = catalog.data_path("reader"), torch.arange(1, 40)[None]
+    adapter = validate_adapter(folder, small[0])  # it is one that the service takes
+    merged = reader[0].state_dict()
+    for path, each in adapter.factors.items():
+        weight = small[0].get_submodule(path).weight
+        change = each.scale * each.up.double() @ each.down.double()
+        assert_as_exact(merged[f"{path}.weight"], weight + change.float(), weight.double() + change)
+    with torch.no_grad():
+        beside = PeftModel.from_pretrained(load_backbone("plpkg-small")[0], folder).eval()
+        assert_as_exact(reader[0](ids).logits, beside(ids).logits, beside.double()(ids).logits)
+    assert fingerprint(reader[0]) != fingerprint(small[0])
+    assert not reader[0].training
+    half, _ = load_backbone("plpkg-reader", dtype="auto")
+    assert torch.equal(half.lm_head.weight, reader[0].lm_head.weight.bfloat16())
+
+
+def test_recorded_answers_and_scores_are_those_of_the_shipped_reader(reader):
+    recorded = catalog.measured("backbones_answers")
+    shares = recorded[recorded["section"] == "sets"].set_index(["case", "model"])["share"]
+    answered = ask(*reader, reading.handwritten())
+    assert abs(answered.share - shares["handwritten, alone", "plpkg-reader"]) <= 2 / 30  # a tie may break otherwise
+    text = recorded[recorded["section"] == "text"].set_index(["case", "model"])["bits_per_byte"]
+    for name in ("seaborn", "opacus"):
+        judged = score(*reader, corpora.writer(name).split("test"))
+        assert judged.bits_per_byte == pytest.approx(text[name, "plpkg-reader"], rel=0.01)
 
 
 @pytest.mark.parametrize(
