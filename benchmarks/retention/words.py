@@ -1,6 +1,6 @@
 """Answers in words from a cache under a budget: plpkg-reader reads fourteen notes and is asked for one of them.
 
-Fourteen plain notes of common relations are about 200 tokens. In longer texts there is little to lose: with a full
+Fourteen plain notes of common relations are about 320 tokens. In longer texts there is little to lose: with a full
 cache plpkg-reader answers too few questions about 900 tokens (``benchmarks.backbones.answers``, "length").
 
 * heads: retaining heads for plpkg-reader, trained on texts with questions; they come with the package.
@@ -8,7 +8,7 @@ cache plpkg-reader answers too few questions about 900 tokens (``benchmarks.back
   it is the end of what is read, so that methods that score by the last queries see it (``last``); or it stands before
   the text as well (``first``). Every method keeps the latest eighth of its budget, and what it protects by itself.
 
-Run: ``python -m benchmarks.retention.words`` (about 25 minutes), or one of the sections. Not part of ``make bench``.
+Run: ``python -m benchmarks.retention.words`` (about 15 minutes), or one of the sections. Not part of ``make bench``.
 """
 
 import random
@@ -30,9 +30,9 @@ from plpkg.retention.train import train_heads
 HEADS = record.DATA.parent / "retention" / "plpkg-reader"
 NOTES = dict(relations=COMMON, **PLAIN)
 FACTS, CHUNK, ALL = 14, 32, 2048
-BUDGETS = (128, 64, 32)
-COUNT = 80
-"""Questions of the test, each with a text of its own."""
+BUDGETS = (256, 192, 128)
+STEPS, COUNT = 2000, 80
+"""Texts that the heads learn from, and questions of the test, each with a text of its own."""
 
 
 def encoded(tokenizer, text: str, start: bool = True) -> torch.Tensor:
@@ -63,11 +63,11 @@ def examples(tokenizer, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor
 def rows_of_heads() -> Iterator[dict]:
     model, tokenizer = load_backbone("plpkg-reader")
     heads, began = RetainingHeads.attach(model), time.process_time()
-    log = train_heads(model, heads, examples(tokenizer, 600), steps=600, lr=2e-3, warmup=50, progress=False)
+    log = train_heads(model, heads, examples(tokenizer, STEPS), steps=STEPS, lr=2e-3, warmup=50, progress=False)
     heads.save_pretrained(HEADS)
     last = log.to_frame().tail(60).mean()
     yield dict(
-        case="plpkg-reader", x=600, loss=last["loss"], overlap=last["overlap"], cpu_s=time.process_time() - began
+        case="plpkg-reader", x=STEPS, loss=last["loss"], overlap=last["overlap"], cpu_s=time.process_time() - began
     )
 
 
