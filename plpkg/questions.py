@@ -101,7 +101,7 @@ class Answered(Sentences):
         """Wilson's 95 % interval of the share, if the questions are independent."""
         n, z = len(self.right), 1.959964
         middle, half = self.share + z * z / (2 * n), z * math.sqrt(self.share * (1 - self.share) / n + (z / n) ** 2 / 4)
-        return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
+        return max(0.0, (middle - half) / (1 + z * z / n)), min(1.0, (middle + half) / (1 + z * z / n))
 
     def rows(self) -> list[dict]:
         shown = zip(self.passages, self.given, self.right, strict=True)
