@@ -7,7 +7,7 @@
 
 Shares are of exact matches but for capitals and a full stop, with Wilson's 95 % interval.
 
-Run: ``python -m benchmarks.backbones.answers`` (QQ minutes), or some sections by name. Not part of ``make bench``.
+Run: ``python -m benchmarks.backbones.answers`` (12 minutes), or some sections by name. Not part of ``make bench``.
 """
 
 import random
