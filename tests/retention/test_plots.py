@@ -83,6 +83,23 @@ def test_a_table_keeps_the_order_of_its_cases():
     assert table.loc["one"].to_dict() == {16: 3.0, 64: 9.0}
 
 
+def test_words_have_a_panel_for_each_place_of_the_question():
+    rows = [dict(case="full cache", question=place, share=0.75) for place in ("after", "last", "first")]
+    rows += [
+        dict(case=case, question=row["question"], x=x, share=share, low=share - 0.1, high=share + 0.05)
+        for row in rows[:3] for case, share in (("Locret", 0.5), ("random", 0.25)) for x in (64, 32)
+    ]  # fmt: skip
+    panels = plots.words(pd.DataFrame(rows))
+    assert len(panels) == 3
+    line, _, (bars,) = panels[1].containers[0].lines
+    assert list(line.get_ydata()) == pytest.approx([50, 50])
+    assert list(bars.get_segments()[0][:, 1]) == pytest.approx([40, 55])
+    assert panels[2].lines[0].get_ydata()[0] == 75
+    assert "also at the text's end: full cache 75 %; with 32 units Locret 50 %; random 25 %." in theme.alt(
+        panels[0].figure
+    )
+
+
 def test_budget_has_the_intervals_of_its_models():
     shares = {"Locret": [1.0, 1.0, 1.0], "H2O": [0.4, 0.5, 0.6]}
     rows = pd.DataFrame([dict(case=c, x=x, of_full=share) for c, s in shares.items() for share in s for x in (8, 16)])
