@@ -98,6 +98,7 @@ def test_what_it_refuses(refused, tmp_path):
     assert "dtype" in refused("--listen", "127.0.0.1:0", "--dtype", "int3")
     assert "no model" in refused("--listen", "127.0.0.1:0", "--model", str(tmp_path))
     assert "batch" in refused("--listen", "127.0.0.1:0", "--batch", "0")
+    (tmp_path / "keys").touch(0o600)
     (tmp_path / "keys").write_text("alice secret\n")
     said = refused(keys=tmp_path / "keys")
     assert "line 1" in said
