@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from plpkg.untrusted import MAX_HEADER_BYTES, brief, misfits, read_state, shown, strict_json
+from plpkg.untrusted import MAX_HEADER_BYTES, brief, entries, misfits, read_header, read_state, shown, strict_json
 
 PARTIAL = ".partial"
 """How a file's name ends while it is written, and a folder's begins."""
@@ -130,7 +130,7 @@ def save(path: Path, state: dict) -> None:
     TypeError
         Something else is in it.
     ValueError
-        There is more than 1 MiB of what is no tensor.
+        There is more than half a MiB of what is no tensor, or there are more than 4,096 tensors.
     OSError
         As in :func:`replace_file`.
     """
@@ -139,7 +139,14 @@ def save(path: Path, state: dict) -> None:
     if len(json.dumps(text)) > MAX_HEADER_BYTES // 2:  # the other half is for the tensors' names
         raise ValueError(f"{path.name}: a state may have {MAX_HEADER_BYTES // 2:,} bytes of text, got {len(text):,}")
     metadata = {"state": text, "sha256": _digest(text, tensors)}
-    replace_file(path, lambda partial: save_file(tensors, partial, metadata), private=True)
+
+    def write(partial: Path) -> None:
+        save_file(tensors, partial, metadata)
+        _, reasons = entries(*read_header(partial), state=True)
+        if reasons:  # else the old one would make way for one that nobody can read
+            raise ValueError(f"{path.name} could not be read again: {brief(reasons)}")
+
+    replace_file(path, write, private=True)
 
 
 LONG, MOST = 64, 2**20

@@ -211,8 +211,8 @@ class TrainingRun:
             What the steps change: modules, optimizers, whatever has ``state_dict`` and ``load_state_dict``.
         """
         self._parts = parts
+        saved = self._state.pop("parts")  # which else would stay in memory as long as the run
         if self.done:
-            saved = self._state["parts"]
             for name, part in parts.items():
                 checkpoints.restore(f"{self._path}: {name}", part, saved.get(name))
         self._began = time.perf_counter() - self._state["seconds"]

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 MAX_HEADER_BYTES, MAX_TENSORS, MAX_CONFIG_BYTES, MAX_BYTES = 2**20, 4096, 2**16, 2**31
+MAX_STATE_BYTES = 2**38
+"""A training's own checkpoint may be many times a model's size; what stands in it is judged before it is read."""
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """What weights are made of; a training's state has more."""
 STATE_BYTES = ITEM_BYTES | {"I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
@@ -146,8 +148,8 @@ def entries(header: bytes, size: int, *, state: bool = False) -> tuple[dict[str,
         if header[8:9] != b"{":  # JSON would allow a space here, safetensors does not
             raise ValueError(f"it begins with {shown(bytes(header[8:9]))}, not with a brace")
         table = strict_json(header[8 : size - body])
-        if len(table) > MAX_TENSORS + 1:
-            raise ValueError(f"it has {len(table):,} tensors, at most {MAX_TENSORS:,} are allowed")
+        if (count := len(table) - ("__metadata__" in table)) > MAX_TENSORS:
+            raise ValueError(f"it has {count:,} tensors, at most {MAX_TENSORS:,} are allowed")
     except ValueError as error:
         text = str(error)
         return {}, [text if text.startswith("the weights") else f"the header of the weights: {text}"]
@@ -228,12 +230,13 @@ def _tensors(path: Path, judge: Callable | None = None) -> tuple[dict, bytearray
     odd = [name for name, each in found.items() if (len(header) + each.begin) % STATE_BYTES[each.dtype]]
     if odd:  # a view could not be had, and a copy would double the memory
         reasons += sentences({"is not aligned as safetensors writes it": odd})
-    if size > MAX_BYTES:
-        reasons.append(f"{path.name} has {size:,} bytes, at most {MAX_BYTES:,} are allowed")
+    most = MAX_BYTES if judge is None else MAX_STATE_BYTES
+    if size > most:
+        reasons.append(f"{path.name} has {size:,} bytes, at most {most:,} are allowed")
     if not reasons:
         if judge is not None:
             judge(found, strict_json(header[8:]).get("__metadata__", {}))
-        content = read_file(path, MAX_BYTES)
+        content = read_file(path, most)
         if len(content) != size or content[: len(header)] != header:
             reasons.append(f"{path.name} changed while it was read")
     if reasons:

