@@ -306,29 +306,34 @@ class Page:
         if unit is None:
             return None
         self.units += [unit, *self._all_told(others)]
-        if self.alike:
-            self.relations = self.asked_relations = [fact.relation]
-            self.known = {fact.relation.id}
+        self._settle(fact.relation)
         return PosedQuestion(text, answer, "pronoun" if pronoun else "fact", [unit])
 
     def _ask_pronoun(self) -> PosedQuestion | None:
         return self._ask_fact(pronoun=True)
 
     def _ask_absent(self) -> PosedQuestion | None:
-        if self.rng.random() < 0.2:
+        if not self.alike and self.rng.random() < 0.2:
             return self._ask_event(absent=True)
         fact = self._subject()  # the key is taken now, so that nothing else on the page says it
         question = fact and self.question(fact)
         if not question or question[1]:
             return None
-        same_entity, same_relation = self._other(fact.entity), self._another(fact)
-        if same_entity is None or same_relation is None:
+        around = [self._another(fact)] if self.alike else [self._other(fact.entity), self._another(fact)]
+        if None in around:
             return None
-        units = [self.told(same_entity), self.told(same_relation)]
+        units = [self.told(each) for each in around]
         if None in units:
             return None
         self.units += units + self._all_told(self._near(fact) if self.near > 1 else [])
+        self._settle(fact.relation)
         return PosedQuestion(question[0], ABSENT, "absent", units)
+
+    def _settle(self, relation: Relation) -> None:
+        """On a page whose facts are alike, they are all of the first relation."""
+        if self.alike:
+            self.relations = self.asked_relations = [relation]
+            self.known = {relation.id}
 
     def _near(self, fact: Fact) -> list[Fact]:
         """Facts that could be mistaken for this one: the same entity, or the same relation."""
