@@ -136,7 +136,7 @@ def migrate(
     configs = [model.peft_config.get(adapter_name) for model in (old, new)]
     if not all(isinstance(config, PrivateLoraConfig) for config in configs):
         raise ValueError(f"both models need a PrivateLoRA adapter {adapter_name!r}")
-    for field in ("r_c2d", "r_d2c", "init", "projection_seed"):
+    for field in ("r_c2d", "r_d2c", "late", "init", "projection_seed"):
         before, after = (getattr(config, field) for config in configs)
         if before != after:
             raise ValueError(f"{field} is {before!r} in the old adapter and {after!r} in the new one")

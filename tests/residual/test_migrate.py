@@ -29,13 +29,6 @@ def updated(model, size=0.05, seed=1):
     return other
 
 
-def reset(model):
-    with torch.no_grad():
-        for m in matrices(model).values():
-            m.weight.zero_()
-    return model
-
-
 def added_error(old, new, texts):
     """How far what the adapter adds is from what it added before, over all exchanges."""
     before, after = exchanges(old, texts), exchanges(new, texts)
@@ -44,8 +37,7 @@ def added_error(old, new, texts):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3"])
 def test_an_unchanged_backbone_gets_the_same_matrices(adapted, family):
-    old = adapted(family)
-    new = reset(copy.deepcopy(old))
+    old, new = adapted(family), adapted(family, m_scale=0.0)
     errors = migrate.migrate(old, new, anchors(0), ridge=0)
     seen = exchanges(old, anchors(0))
     for (name, m), (_, expected) in zip(matrices(new).items(), matrices(old).items(), strict=True):
@@ -67,7 +59,7 @@ def test_on_a_changed_backbone_it_adds_nearer_to_what_it_added_also_on_other_tex
 
 
 def test_only_the_matrices_change_and_only_in_the_new_model(adapted):
-    old, new = adapted(), reset(updated(adapted()))
+    old, new = adapted(), updated(adapted(m_scale=0.0))
     before = [{name: t.clone() for name, t in model.state_dict().items()} for model in (old, new)]
     migrate.migrate(old, new, anchors(0))
     for model, saved, may_change in ((old, before[0], False), (new, before[1], True)):
@@ -115,9 +107,11 @@ def test_the_last_u_are_those_of_the_last_matrices(adapted):
     ("config", "call", "message"),
     [
         (dict(r_c2d=6), {}, "r_c2d is 5 in the old adapter and 6 in the new one"),
+        (dict(late=True), {}, "late is False in the old adapter and True in the new one"),
         (dict(projection_seed=1), {}, "projection_seed is 0 in the old adapter and 1 in the new one"),
         (dict(target_modules=["q_proj"]), {}, "the adapters are in different modules"),
         ({}, dict(rounds=0), "rounds must be"),
+        ({}, dict(ridge=-1), "ridge must be at least 0, got -1"),
         ({}, dict(anchors=[]), "no anchors"),
         ({}, dict(adapter_name="other"), "both models need a PrivateLoRA adapter 'other'"),
     ],
@@ -128,10 +122,10 @@ def test_another_adapter_and_bad_input_are_refused(adapted, config, call, messag
 
 
 def test_what_cannot_be_solved_is_named():
-    with pytest.raises(ValueError, match="ridge must be at least 0, got -1"):
-        solve(torch.ones(2, 2), torch.ones(2, 2), torch.ones(2, 2), -1)
-    with pytest.raises(ValueError, match="do not fit together"):
-        solve(torch.ones(2, 2), torch.ones(3, 2), torch.ones(2, 2), 0)
+    two = torch.ones(2, 2)
+    for v, ridge, message in ((two, -1, "ridge must be at least 0, got -1"), (torch.ones(3, 2), 0, "do not fit toget")):
+        with pytest.raises(ValueError, match=message):
+            solve(two, v, two, ridge)
 
 
 @pytest.mark.parametrize("init", ["svd", "given"])
