@@ -2,8 +2,8 @@
 
 import copy
 
-import pytest
 import torch
+from torch import nn
 
 from plpkg.autonomy.nets import MobileNet, WordLSTM
 from plpkg.backbones import random_backbone
@@ -11,13 +11,12 @@ from plpkg.corpora.examples import Examples
 
 VOCAB = 48
 SIZES = dict(num_layers=2, hidden=16, num_heads=2, intermediate=24, vocab=VOCAB, max_positions=96)
-TIED, UNTIED = (dict(tie_word_embeddings=tied) for tied in (True, False))
 
 
 def learner(name, dtype=torch.float64, seed=0):
     """A small random model: ``"lstm"``, ``"mobile"``, or a family of :data:`plpkg.backbones.FAMILIES`."""
     if name not in ("lstm", "mobile"):
-        return random_backbone(name, dtype=dtype, seed=seed, **SIZES, options=TIED)
+        return random_backbone(name, dtype=dtype, seed=seed, **SIZES, options={"tie_word_embeddings": True})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = WordLSTM(VOCAB, 8, (10, 6)) if name == "lstm" else MobileNet(widths=(4, 6, 8))
@@ -57,11 +56,19 @@ def values(model):
     return copy.deepcopy(model.state_dict())
 
 
-class Tools:
-    learner, images, texts, samples, values = map(staticmethod, (learner, images, texts, samples, values))
-    VOCAB, SIZES, TIED, UNTIED = VOCAB, SIZES, TIED, UNTIED
+def same(one, other):
+    """Whether two states have the same names and the same bits."""
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-@pytest.fixture(scope="session")
-def tools():
-    return Tools
+class Net(nn.Module):
+    """Some layers, in the order in which they are given, and what the forward pass does with them."""
+
+    def __init__(self, steps, **layers):
+        super().__init__()
+        self.steps = steps
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, x):
+        return self.steps(self, x)

@@ -68,12 +68,6 @@ def test_windows_are_the_longest_runs_of_seconds(trace, rules):
     assert all(end < start for (_, end), (start, _) in itertools.pairwise(windows))
 
 
-@given(traces())
-def test_federated_windows_lie_in_autonomous_ones(trace):
-    wide = trainable(trace)
-    assert all(any(a <= start and end <= b for a, b in wide) for start, end in trainable(trace, FEDERATED))
-
-
 @given(traces(), RULES)
 def test_a_day_s_minutes_are_its_seconds(trace, rules):
     with patch.object(availability, "DAY", 60):  # short days, so that every second can be looked at
@@ -101,11 +95,6 @@ def test_learning_goes_on_from_window_to_window(trace, needed, checkpoint_s):
             if done == needed:
                 expected = (second + 1) / 86_400
     assert days_until(needed, windows, checkpoint_s) == expected
-
-
-def test_a_window_that_is_too_short_takes_nothing_away():
-    assert days_until(3, [(0, 2), (10, 20)], checkpoint_s=4) == 17 / 86_400
-    assert days_until(7, [(0, 2), (10, 20)], checkpoint_s=4) is None
 
 
 @pytest.mark.parametrize(("seconds", "checkpoint_s"), [(0, 0), (-1, 0), (float("inf"), 0), (1, -1), ("1", 0)])
@@ -250,29 +239,22 @@ JSON = st.recursive(
 )
 
 
-def attempt(path):
-    """What is read, and why nothing is."""
+SCRAMBLED = st.lists(PIECES, max_size=12).map("".join)
+
+
+@settings(max_examples=300)
+@given(st.binary() | st.text().map(str.encode) | JSON.map(json.dumps).map(str.encode), SCRAMBLED)
+def test_garbage_is_refused_or_a_trace(tmp_path_factory, content, text):
+    path = tmp_path_factory.mktemp("garbage") / "state_traces.json"
+    path.write_bytes(content)
     try:
-        return read_traces(path), ""
+        assert all(isinstance(trace, Trace) for trace in read_traces(path))
     except ValueError as error:
-        return [], str(error)
-
-
-@settings(max_examples=200)
-@given(st.binary() | st.text().map(str.encode) | JSON.map(json.dumps).map(str.encode))
-def test_garbage_is_refused_or_a_trace(tmp_path_factory, content):
-    (path := tmp_path_factory.mktemp("garbage") / "state_traces.json").write_bytes(content)
-    read, refusal = attempt(path)
-    assert all(isinstance(trace, Trace) for trace in read)
-    assert not refusal or "state_traces.json" in refusal
-
-
-@given(st.lists(PIECES, max_size=12).map("".join))
-def test_scrambled_lines_are_refused_or_a_trace(tmp_path_factory, text):
-    path = written(tmp_path_factory.mktemp("garbage") / "state_traces.json", {"u": text})
-    read, refusal = attempt(path)
-    assert all(trace.times_s == (0, 3600) for trace in read)
-    assert bool(read) != ("user 'u'" in refusal)
+        assert "state_traces.json" in str(error)  # noqa: PT017 (either is right)
+    try:
+        assert [trace.times_s for trace in read_traces(written(path, {"u": text}))] == [(0, 3600)]
+    except ValueError as error:
+        assert "user 'u'" in str(error)  # noqa: PT017
 
 
 def test_invented_traces_have_the_reported_medians():

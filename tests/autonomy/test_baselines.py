@@ -12,6 +12,7 @@ from plpkg.autonomy.scope import personal_copy
 from plpkg.autonomy.transfer import transfer
 from plpkg.corpora.examples import IGNORED, Examples, Person
 from plpkg.counts import Counts
+from tests.autonomy.conftest import VOCAB, images, learner, same, texts, values
 
 from rounding import assert_close
 
@@ -30,107 +31,98 @@ LEARNT = [name for name in SCHEMES if name != "public_only"]
 
 
 @pytest.fixture
-def people(tools):
+def model():
+    return learner("mobile")
+
+
+@pytest.fixture
+def people():
     """Three of them, of 8, 12 and 16 images, the first pixel of each saying whose it is."""
     made = {}
     for owner, name in enumerate("abc"):
-        parts = [tools.images(8 + 4 * owner, seed=10 * owner + k) for k in range(3)]
-        for part in parts:
+        made[name] = Person(*(images(8 + 4 * owner, seed=10 * owner + k) for k in range(3)))
+        for part in made[name]:
             part.x[:, 0, 0, 0] = owner
-        made[name] = Person(*parts)
     return made
 
 
-def values(models):
-    return {name: {key: value.clone() for key, value in model.state_dict().items()} for name, model in models.items()}
-
-
 def assert_same(one, other):
+    """Everybody has a model with the same bits."""
     assert one.keys() == other.keys()
-    for name, state in one.items():
-        assert all(torch.equal(value, other[name][key]) for key, value in state.items())
+    assert all(same(model.state_dict(), other[name].state_dict()) for name, model in one.items())
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_everybody_gets_a_model_that_the_seed_decides(scheme, people, tools):
-    model = tools.learner("mobile")
-    before, chance = tools.values(model), torch.get_rng_state()
-    run = lambda seed: SCHEMES[scheme](model, people, seed=seed, patience=None, **STEPS)  # noqa: E731 (with what does not change)
-    one, same, other = run(0), run(0), run(1)
+def test_everybody_gets_a_model_that_the_seed_decides(scheme, model, people):
+    before, chance = values(model), torch.get_rng_state()
+    one, again, other = (SCHEMES[scheme](model, people, seed=seed, patience=None, **STEPS) for seed in (0, 0, 1))
     assert list(one) == list(people)
     assert torch.equal(torch.get_rng_state(), chance)
-    assert_same(values(one), values(same))
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert_same(one, again)
+    assert same(model.state_dict(), before)
     assert not any(module.training for each in one.values() for module in each.modules())
-    alike = [torch.equal(one[name].head.weight, other[name].head.weight) for name in people]
-    assert all(alike) if scheme == "public_only" else not all(alike)
+    if scheme == "public_only":
+        assert all(each is model for each in (*one.values(), *other.values()))
+    else:
+        assert not all(torch.equal(one[name].head.weight, other[name].head.weight) for name in people)
     everybody_s = scheme in ("public_only", "cloud_train", "fed_avg")
     assert len({id(each) for each in one.values()}) == (1 if everybody_s else 3)
-
-
-def test_public_only_is_the_public_model(people, tools):
-    model = tools.learner("mobile")
-    assert all(each is model for each in baselines.public_only(model, people).values())
+    without = {name: person._replace(validation=None) for name, person in people.items()}
+    assert list(SCHEMES[scheme](model, without, **STEPS)) == list(people)
 
 
 @pytest.mark.parametrize("scope", ["head", "all"])
-def test_personal_is_each_alone(scope, people, tools):
-    model = tools.learner("mobile")
+def test_personal_is_each_alone(scope, model, people):
     alone = {name: transfer(model, p.train, p.validation, scope, **STEPS).model for name, p in people.items()}
-    assert_same(values(baselines.personal(model, people, scope, **STEPS)), values(alone))
+    assert_same(baselines.personal(model, people, scope, **STEPS), alone)
 
 
-def test_local_only_begins_with_the_same_new_weights(people, tools, monkeypatch):
-    model, begun = tools.learner("mobile"), []
+def test_local_only_begins_with_the_same_new_weights(model, people, monkeypatch):
+    begun = []
     monkeypatch.setattr(baselines, "transfer", lambda model, *rest, **settings: begun.append(model) or transfer(
         model, *rest, **settings))  # fmt: skip
     baselines.local_only(model, people, seed=3, **STEPS)
     assert len(begun) == 3
-    for each in begun:
-        for key, p in each.named_parameters():
-            assert torch.equal(p, begun[0].get_parameter(key))
-            assert p.unique().numel() <= 1 or not torch.equal(p, model.get_parameter(key))
+    assert all(same(values(each), values(begun[0])) for each in begun)
+    for key, p in begun[0].named_parameters():
+        assert p.unique().numel() <= 1 or not torch.equal(p, model.get_parameter(key))
 
 
-def test_the_cloud_learns_everybody_s_data_and_customises_it(people, tools):
-    model = tools.learner("mobile")
+def test_the_cloud_learns_everybody_s_data_and_customises_it(model, people):
     train, validation = (Examples.joined(getattr(p, part) for p in people.values()) for part in ("train", "validation"))
-    pooled = transfer(model, train, validation, "all", **STEPS | dict(batch=12)).model
-    assert_same(values(baselines.cloud_train(model, people, **STEPS)), values(dict.fromkeys(people, pooled)))
-    half = transfer(model, train, validation, "all", **STEPS | dict(batch=12, steps=4)).model
+    pooled, half = (transfer(model, train, validation, "all", **STEPS | dict(batch=12, steps=n)).model for n in (8, 4))
+    assert_same(baselines.cloud_train(model, people, **STEPS), dict.fromkeys(people, pooled))
     own = {n: transfer(half, p.train, p.validation, "all", **STEPS | dict(steps=4)).model for n, p in people.items()}
-    assert_same(values(baselines.cloud_customize(model, people, **STEPS)), values(own))
+    assert_same(baselines.cloud_customize(model, people, **STEPS), own)
 
 
 @pytest.mark.parametrize("scope", ["head", "norm", "all"])
-def test_one_person_and_one_round_are_that_person_s_learning(scope, people, tools):
-    model, person = tools.learner("mobile"), people["b"]
-    averaged = baselines.fed_avg(model, {"b": person}, scope=scope, rounds=1, patience=None, **STEPS)["b"]
-    alone = transfer(model, person.train, None, scope, patience=None, **STEPS).model
-    assert_same(values({"b": averaged}), values({"b": alone}))
+def test_one_person_and_one_round_are_that_person_s_learning(scope, model, people):
+    averaged = baselines.fed_avg(model, {"b": people["b"]}, scope=scope, rounds=1, patience=None, **STEPS)
+    alone = transfer(model, people["b"].train, None, scope, patience=None, **STEPS).model
+    assert_same(averaged, {"b": alone})
 
 
 @pytest.mark.parametrize("scope", ["all", "head"])
-def test_the_mean_is_weighted_by_labels(scope, people, tools):
-    model = tools.learner("mobile")
+def test_the_mean_is_weighted_by_labels(scope, model, people):
     del people["c"]
-    settings = STEPS | dict(steps=7)
-    state = None
+    state, options = None, STEPS | dict(scope=scope, patience=None)
     for seed, steps in ((6, 3), (7, 4)):  # two rounds of seven steps, each of another order
-        a, b = (transfer(model, p.train, None, scope, start=state, **settings | dict(steps=steps, seed=seed)).state
-                for p in people.values())  # fmt: skip
+        options |= dict(start=state, seed=seed, steps=steps)
+        a, b = (transfer(model, p.train, None, **options).state for p in people.values())
         state = {key: (8 * a[key] + 12 * b[key]) / 20 for key in a}
-    averaged = baselines.fed_avg(model, people, scope=scope, rounds=2, patience=None, seed=3, **settings)
+    averaged = baselines.fed_avg(model, people, scope=scope, rounds=2, patience=None, seed=3, **STEPS | dict(steps=7))
     assert averaged["a"] is averaged["b"]
     found = averaged["a"].state_dict()
-    for key, value in state.items():
-        assert_close(found[key], value, TERMS)
     for key, value in model.state_dict().items():
-        assert key in state or torch.equal(value, found[key])
+        if key in state:
+            assert_close(found[key], state[key], TERMS)
+        else:
+            assert torch.equal(found[key], value)
 
 
-def test_a_mean_of_words_counts_labels_not_samples(tools):
-    model, short, long = tools.learner("lstm"), tools.texts(6), tools.texts(6, seed=1)
+def test_a_mean_of_words_counts_labels_not_samples():
+    model, short, long = learner("lstm"), texts(6), texts(6, seed=1)
     short.y[:, 1:] = IGNORED
     long.y[:] = 3
     people = {"a": Person(short, short, short), "b": Person(long, long, long)}
@@ -139,24 +131,22 @@ def test_a_mean_of_words_counts_labels_not_samples(tools):
     assert_close(averaged.head.weight.detach(), (6 * a + 36 * b) / 42, TERMS)
 
 
-def test_the_mean_that_was_best_counts(people, tools):
-    model = tools.learner("mobile")
-    validations = [p.validation for p in people.values()]
-    loss = lambda each: sum(evaluate(each, v).loss for v in validations)  # noqa: E731 (a key)
+def test_the_mean_that_was_best_counts(model, people):
+    def loss(each):
+        return sum(evaluate(each, p.validation).loss for p in people.values())
+
     settings = STEPS | dict(lr=0.5, steps=12)
-    best = baselines.fed_avg(model, people, rounds=4, **settings)["a"]
-    last = baselines.fed_avg(model, people, rounds=4, patience=None, **settings)["a"]
+    best, last = (baselines.fed_avg(model, people, rounds=4, patience=n, **settings)["a"] for n in (5, None))
     assert loss(best) <= min(loss(model), loss(last))
-    guess = {n: logits(model, p.train.x).argmax(-1) for n, p in people.items()}
-    guess = {n: Person(Examples(p.train.x, (guess[n] + 1) % 10), Examples(p.train.x, guess[n]), p.test)
-             for n, p in people.items()}  # fmt: skip
-    nothing = baselines.fed_avg(model, guess, rounds=1, **settings)
-    untouched = values(dict.fromkeys(people, model))
-    assert_same(values(nothing), untouched)
+    wrong = {}  # to learn does harm
+    for name, person in people.items():
+        x, guess = person.train.x, logits(model, person.train.x).argmax(-1)
+        wrong[name] = Person(Examples(x, (guess + 1) % 10), Examples(x, guess), person.test)
+    assert_same(baselines.fed_avg(model, wrong, rounds=1, **settings), dict.fromkeys(people, model))
 
 
-def test_lora_is_averaged_factor_by_factor(tools):
-    model, one, two = tools.learner("llama"), tools.texts(8), tools.texts(8, seed=1)
+def test_lora_is_averaged_factor_by_factor():
+    model, one, two = learner("llama"), texts(8), texts(8, seed=1)
     people = {"a": Person(one, one, one), "b": Person(two, two, two)}
     averaged = baselines.fed_avg(model, people, scope="lora", rounds=1, patience=None, seed=2, **STEPS)["a"]
     a, b = (transfer(model, each, None, "lora", seed=2, **STEPS).state for each in (one, two))
@@ -183,9 +173,9 @@ def learnt(monkeypatch, scheme, model, people, **settings):
 
 @pytest.mark.parametrize("steps", [8, 7])
 @pytest.mark.parametrize("scheme", LEARNT)
-def test_of_each_person_as_many_batches_are_learnt_from(scheme, steps, people, tools, monkeypatch):
+def test_of_each_person_as_many_batches_are_learnt_from(scheme, steps, model, people, monkeypatch):
     people = {name: Person(*(part[:8] for part in person)) for name, person in people.items()}  # two batches each
-    batches = learnt(monkeypatch, scheme, tools.learner("mobile"), people, **STEPS | dict(steps=steps))
+    batches = learnt(monkeypatch, scheme, model, people, **STEPS | dict(steps=steps))
     counts = [sum(owners.count(owner) for owners in batches) / 4 for owner in range(3)]
     pooled = [owners for owners in batches if len(owners) == 12]
     alone = [owners for owners in batches if len(set(owners)) == 1]
@@ -197,55 +187,46 @@ def test_of_each_person_as_many_batches_are_learnt_from(scheme, steps, people, t
 
 
 @pytest.mark.parametrize("scheme", ["personal", "local_only", "cloud_train", "fed_avg"])
-def test_no_round_reads_what_the_last_one_has_read(scheme, tools, monkeypatch):
+def test_no_round_reads_what_the_last_one_has_read(scheme, model, monkeypatch):
     """In as many steps as an epoch has batches, all samples are read; in two rounds more than those of the first."""
-    one, two = tools.images(32), tools.images(32, seed=1)
+    one, two = images(32), images(32, seed=1)
     for owner, part in enumerate((one, two)):
         part.x[:, 0, 0, 0] = torch.arange(32.0) + 32 * owner
     people = {"a": Person(one, one, one), "b": Person(two, two, two)}
-    batches = learnt(monkeypatch, scheme, tools.learner("mobile"), people, **STEPS)
+    batches = learnt(monkeypatch, scheme, model, people, **STEPS)
     read = len({sample for batch in batches for sample in batch})
     assert read > 32 if scheme == "fed_avg" else read == 64
 
 
-def test_a_person_without_validation_data(people, tools):
-    people = {name: person._replace(validation=None) for name, person in people.items()}
-    for scheme in SCHEMES.values():
-        assert list(scheme(tools.learner("mobile"), people, **STEPS)) == list(people)
-
-
-def test_averaging_what_one_names_and_then_each_their_own(people, tools):
-    model = tools.learner("mobile")
-    averaged = baselines.fed_avg(model, people, scope="head", rounds=2, **STEPS | dict(steps=4))["a"]
-    own = {
-        n: transfer(averaged, p.train, p.validation, "all", **STEPS | dict(steps=4)).model for n, p in people.items()
-    }
-    assert_same(values(baselines.fed_avg_tuned(model, people, scope="head", rounds=2, **STEPS)), values(own))
+def test_averaging_what_one_names_and_then_each_their_own(model, people):
+    half = STEPS | dict(steps=4)
+    averaged = baselines.fed_avg(model, people, scope="head", rounds=2, **half)["a"]
+    own = {name: transfer(averaged, p.train, p.validation, "all", **half).model for name, p in people.items()}
+    assert_same(baselines.fed_avg_tuned(model, people, scope="head", rounds=2, **STEPS), own)
 
 
 @pytest.mark.parametrize("rounds", [0, 9, 1.5])
-def test_rounds_without_a_step_are_refused(rounds, people, tools):
+def test_rounds_without_a_step_are_refused(rounds, model, people):
     with pytest.raises(ValueError, match=f"rounds must be .*between 1 and steps=8, got {rounds}"):
-        baselines.fed_avg(tools.learner("mobile"), people, rounds=rounds, **STEPS)
+        baselines.fed_avg(model, people, rounds=rounds, **STEPS)
 
 
 @pytest.fixture
-def writers(tools):
-    return {name: Person(*(tools.texts(20, seed=3 * k + j) for j in range(3))) for k, name in enumerate("ab")}
+def writers():
+    return {name: Person(*(texts(20, seed=3 * k + j) for j in range(3))) for k, name in enumerate("ab")}
 
 
 @pytest.mark.parametrize("name", ["lstm", "llama"])
-def test_counts_mix_what_the_model_says(name, writers, tools):
-    model = tools.learner(name)
+def test_counts_mix_what_the_model_says(name, writers):
+    model = learner(name)
     mixed = baselines.counts(model, writers, weights=(1.0, 10.0))
     assert list(mixed) == list(writers)
     for writer, person in writers.items():
         x, y = person.test.x, person.test.y
         said = mixed[writer](x)
-        assert_close(said.exp().sum(-1), torch.ones(x.shape, dtype=said.dtype), 10 * tools.VOCAB)
-        kept = [x_[y_ != IGNORED] for x_, y_ in zip(person.train.x, person.train.y, strict=True)]
-        lasts = [y_[y_ != IGNORED][-1:] for y_ in person.train.y]
-        table = Counts(torch.cat([a, b]) for a, b in zip(kept, lasts, strict=True))
+        assert_close(said.exp().sum(-1), torch.ones(x.shape, dtype=said.dtype), 10 * VOCAB)
+        rows = [(x_[y_ != IGNORED], y_[y_ != IGNORED]) for x_, y_ in zip(person.train.x, person.train.y, strict=True)]
+        table = Counts(torch.cat([ids, labels[-1:]]) for ids, labels in rows)
         base = logits(model, x).detach().log_softmax(-1)
         for row in range(len(x)):
             length = int((y[row] != IGNORED).sum())
@@ -256,22 +237,21 @@ def test_counts_mix_what_the_model_says(name, writers, tools):
         assert evaluate(mixed[writer], person.train).loss < evaluate(model, person.train).loss
 
 
-def test_the_weight_is_the_one_that_suits_the_validation_data(writers, tools):
-    model, weights = tools.learner("lstm"), (0.1, 1.0, 10.0, 100.0)
+def test_the_weight_is_the_one_that_suits_the_validation_data(writers):
+    model, weights = learner("lstm"), (0.1, 1.0, 10.0, 100.0)
     chosen = baselines.counts(model, writers, weights=weights)
     for writer, person in writers.items():
         each = [baselines.counts(model, {writer: person}, weights=(weight,))[writer] for weight in weights]
         assert chosen[writer].weight == min(each, key=lambda m: evaluate(m, person.validation).loss).weight
 
 
-def test_places_without_a_label_are_counted_as_what_they_are(tools):
-    x = torch.tensor([[1, 4, 0, 5, 0], [1, 0, 0, 0, 0]])
+def test_places_without_a_label_are_counted_as_what_they_are():
     y = torch.tensor([[4, IGNORED, 5, IGNORED, IGNORED], [IGNORED] * 5])
-    part = Examples(x, y)
-    mixed = baselines.counts(tools.learner("lstm"), {"a": Person(part, part, part)}, weights=(1.0,))["a"]
+    part = Examples(torch.tensor([[1, 4, 0, 5, 0], [1, 0, 0, 0, 0]]), y)
+    mixed = baselines.counts(learner("lstm"), {"a": Person(part, part, part)}, weights=(1.0,))["a"]
     expected = Counts([torch.tensor([1, 4, 0, 5])])
     for context, token in (([1, 4], 0), ([4, 0], 5), ([1, 4, 0], 5), ([0, 5], 4)):
-        base = torch.zeros(tools.VOCAB).log_softmax(-1)
+        base = torch.zeros(VOCAB).log_softmax(-1)
         one, other = (each.mix(torch.tensor(context), base, 1.0)[token] for each in (mixed.counts, expected))
         assert one == other
     assert len(mixed.counts) == len(expected)

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy, linear
 from plpkg.autonomy.compile import ThreeGraphs, three_graphs
 from plpkg.autonomy.nets import MobileNet, WordLSTM
 from plpkg.backbones import random_backbone
+from tests.autonomy.conftest import Net, same
 
 from rounding import assert_as_exact
 
@@ -110,9 +111,8 @@ def test_the_graphs_are_autograd_and_sgd(case):
     found.append(list(graphs.parameters.values()))
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     assert list(graphs.parameters) == list(gradients) == names
-    for ours, theirs, exact in zip(
-        found, eager(model, loss, example), eager(model, loss, example, torch.float64), strict=True
-    ):
+    twins = (eager(model, loss, example, dtype) for dtype in (torch.float32, torch.float64))
+    for ours, theirs, exact in zip(found, *twins, strict=True):
         assert [t.shape for t in ours] == [t.shape for t in theirs]
         assert_as_exact(ours, theirs, exact)
 
@@ -128,9 +128,9 @@ def test_one_step_is_the_three_graphs_in_turn(built):
     value, gradients = graphs.gradients(*example)
     new = graphs.update(first, gradients, LR)
     assert other.step(*example, LR) == value.item()
-    assert all(torch.equal(new[name], other.parameters[name]) for name in first)
+    assert same(new, other.parameters)
     backwards = {name: gradients[name] for name in reversed(gradients)}
-    assert all(torch.equal(new[name], value) for name, value in graphs.update(first, backwards, LR).items())
+    assert same(graphs.update(first, backwards, LR), new)
     assert all(graphs.parameters[name] is value for name, value in first.items())
     assert graphs.step(*example, 0) == graphs.step(*example, 0) == value.item()
 
@@ -157,7 +157,7 @@ def test_programs_from_files_go_on_where_these_are(built):
             assert secret.numpy().tobytes() not in content
     other = ThreeGraphs(loaded, graphs.parameters)
     assert [graphs.step(*example, LR) for _ in range(2)] == [other.step(*example, LR) for _ in range(2)]
-    assert all(torch.equal(other.parameters[name], value) for name, value in graphs.parameters.items())
+    assert same(other.parameters, graphs.parameters)
     assert other.rows()[1:] == graphs.rows()[1:]  # a file has outputs of the forward graph that nothing uses
 
 
@@ -190,19 +190,9 @@ def test_what_was_not_compiled_is_refused(built):
         graphs.update(graphs.parameters, {"head.weight": graphs.parameters["head.weight"]}, LR)
 
 
-class Pair(nn.Module):
-    """Two layers, of which the first alone makes the logits."""
-
-    def __init__(self):
-        super().__init__()
-        self.used, self.other = nn.Linear(3, 2), nn.Linear(3, 2)
-
-    def forward(self, x):
-        return self.used(x)
-
-
 def pair(trained="used", training=False):
-    model = Pair().eval()
+    """Two layers, of which the first alone makes the logits."""
+    model = Net(lambda net, x: net.used(x), used=nn.Linear(3, 2), other=nn.Linear(3, 2)).eval()
     model.other.train(training)
     for name, p in model.named_parameters():
         p.requires_grad_(trained in name)
@@ -238,7 +228,7 @@ def test_the_model_stays_as_it_is_and_gradients_that_are_off_are_on_here():
     with torch.no_grad():
         graphs = three_graphs(model, cross_entropy, (x, y))
     graphs.step(x, y, 0.0)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert same(model.state_dict(), before)
     assert [p.requires_grad for p in model.parameters()] == [True, True, False, False]
     assert all(p.grad is None for p in model.parameters())
     wrong = torch.softmax(linear(x, model.used.weight, model.used.bias), 1) - nn.functional.one_hot(y, 2)  # (4, 2)

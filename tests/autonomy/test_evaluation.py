@@ -8,13 +8,14 @@ from plpkg.autonomy.evaluation import evaluate, judge
 from plpkg.autonomy.nets import logits
 from plpkg.backbones import FAMILIES
 from plpkg.corpora.examples import IGNORED, Examples
+from tests.autonomy.conftest import images, learner, same, samples, values
 
 from rounding import relative
 
 
 @pytest.mark.parametrize("name", ["lstm", "mobile", *FAMILIES])
-def test_evaluation_is_the_cross_entropy_of_all_labels(name, tools):
-    model, examples = tools.learner(name), tools.samples(name, 150)  # more than one chunk
+def test_evaluation_is_the_cross_entropy_of_all_labels(name):
+    model, examples = learner(name), samples(name, 150)  # more than one chunk
     with torch.no_grad():
         predicted = logits(model, examples.x).double().flatten(0, -2)  # (samples * seq, classes)
     labels = examples.y.flatten()
@@ -26,21 +27,20 @@ def test_evaluation_is_the_cross_entropy_of_all_labels(name, tools):
     right = (predicted.argmax(-1) == labels)[labels != IGNORED].double().mean().item()
     assert evaluation.accuracy == pytest.approx(right)
     assert evaluation.labels == examples.labels == (labels != IGNORED).sum()
-    assert evaluation.rows() == [{"loss": evaluation.loss, "accuracy": evaluation.accuracy, "labels": len(
-        labels[labels != IGNORED])}]  # fmt: skip
+    assert evaluation.rows() == [{"loss": evaluation.loss, "accuracy": evaluation.accuracy, "labels": examples.labels}]
 
 
 @pytest.mark.parametrize("mode", [True, False])
-def test_evaluation_leaves_the_mode_and_the_statistics(mode, tools):
-    model, images = tools.learner("mobile").train(mode), tools.images(5)
-    before = tools.values(model)
-    one, other = evaluate(model, images), evaluate(model.eval(), images)
+def test_evaluation_leaves_the_mode_and_the_statistics(mode):
+    model, noise = learner("mobile").train(mode), images(5)
+    before = values(model)
+    one, other = evaluate(model, noise), evaluate(model.eval(), noise)
     assert one == other
     model.train(mode)
     with pytest.raises(RuntimeError):
-        evaluate(model, Examples(images.x[:, :, 0], images.y))
+        evaluate(model, Examples(noise.x[:, :, 0], noise.y))
     assert model.training is mode
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert same(model.state_dict(), before)
 
 
 def test_a_chunk_without_a_label_counts_nothing_and_no_label_at_all_is_refused():

@@ -44,14 +44,15 @@ def assert_same(results, expected):
         assert [results[name][key] for key in ("name", "threads")] == [name, [1]]
 
 
-def test_results_are_each_persons_alone_on_one_thread(people):
+def test_results_are_each_persons_alone_on_one_thread(people, capsys):
     torch.set_num_threads(2)
     try:
-        results = fleet(people, device(), chunk=3, progress=False)
+        results = fleet(people, device(), chunk=3)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)
     assert_same(results, {name: device()(name, data) for name, data in people.items()})
+    assert "8/8" in capsys.readouterr().err  # a bar counts people
 
 
 class Read(dict):
@@ -118,13 +119,9 @@ def test_ray_gives_the_same_bits_survives_a_kill_and_names_who_fails(people, tmp
 
 
 def test_an_error_names_the_person_and_has_its_cause(people):
-    def fails(name, data):
-        return 1 / (name != "line\nbreak")
-
-    with pytest.raises(
-        RuntimeError, match=re.escape(r"the device of 'line\nbreak' failed: ZeroDivisionError")
-    ) as error:
-        fleet(people, fails, progress=False)
+    message = re.escape(r"the device of 'line\nbreak' failed: ZeroDivisionError")
+    with pytest.raises(RuntimeError, match=message) as error:
+        fleet(people, lambda name, data: 1 / (name != "line\nbreak"), progress=False)
     assert isinstance(error.value.__cause__, ZeroDivisionError)
 
 
@@ -147,27 +144,27 @@ def test_a_run_that_was_killed_goes_on_and_learns_nobody_twice(tmp_path):
         assert process.wait() == -9, process.stdout.read()
     people, learned = {name: torch.tensor([ord(name)]) for name in "abcdefghij"}, []
 
-    def learn(name, data):
-        learned.append(name)
-        return {"data": data}
+    def run(people=people, chunk=1, lr=0.1):
+        learned.clear()
+        learn = lambda name, data: learned.append(name) or {"data": data}  # noqa: E731 (an argument)
+        return fleet(people, learn, folder=tmp_path, chunk=chunk, identity={"lr": lr}, progress=False)
 
     for left in ("ghij", ""):
-        results = fleet(people, learn, folder=tmp_path, chunk=3, identity={"lr": 0.1}, progress=False)
+        results = run(chunk=3)
         assert list(results) == list(people)
         assert all(torch.equal(results[name]["data"], data) for name, data in people.items())
         assert "".join(learned) == left
-        learned.clear()
     (tmp_path / "000002.safetensors").unlink()  # what is damaged can be removed, and comes anew
-    for _ in range(2):
-        assert fleet(people, learn, folder=tmp_path, chunk=1, identity={"lr": 0.1}, progress=False) == results
-        assert learned == ["c", "d"]
+    for left in ("cd", ""):
+        assert run() == results
+        assert "".join(learned) == left
     with pytest.raises(ValueError, match=r"holds a run with lr=0\.1, now 0\.2"):
-        fleet(people, learn, folder=tmp_path, identity={"lr": 0.2}, progress=False)
+        run(lr=0.2)
     with pytest.raises(ValueError, match="holds a run with people="):
-        fleet(people | {"k": 1}, learn, folder=tmp_path, identity={"lr": 0.1}, progress=False)
+        run(people | {"k": 1})
     (tmp_path / "000000.safetensors").write_text("half")
     with pytest.raises(ValueError, match=r"000000\.safetensors cannot be read"):
-        fleet(people, learn, folder=tmp_path, identity={"lr": 0.1}, progress=False)
+        run()
 
 
 @pytest.mark.parametrize(
@@ -188,8 +185,3 @@ def test_without_ray_a_sentence_says_what_to_install(people, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ModuleNotFoundError, match=r"engine='ray' needs Ray: pip install 'plpkg\[scale\]'"):
         fleet(people, device(), engine="ray")
-
-
-def test_a_bar_counts_people(people, capsys):
-    fleet(people, device(), chunk=3)
-    assert "8/8" in capsys.readouterr().err

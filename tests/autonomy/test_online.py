@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from plpkg.autonomy.online import OnlineLearner, head_gradient
 from plpkg.backbones import FAMILIES, random_backbone
+from tests.autonomy.conftest import SIZES, images, learner as small_model, same, texts, values
 
 from rounding import assert_close
 
@@ -30,13 +31,9 @@ def inputs(count, seed=0, dtype=torch.float64):
 
 
 @given(
-    st.integers(1, 20),
-    st.integers(1, 9),
-    st.integers(2, 7),
-    st.booleans(),
-    st.sampled_from([torch.float32, torch.float64]),
-    st.integers(0, 2**31),
-)
+    st.integers(1, 20), st.integers(1, 9), st.integers(2, 7), st.booleans(),
+    st.sampled_from([torch.float32, torch.float64]), st.integers(0, 2**31),
+)  # fmt: skip
 def test_the_gradient_is_autograd_s(batch, width, classes, bias, dtype, seed):
     generator = torch.Generator().manual_seed(seed)
     head = nn.Linear(width, classes, bias=bias).to(dtype)
@@ -56,8 +53,7 @@ def test_the_gradient_is_autograd_s(batch, width, classes, bias, dtype, seed):
 
 def by_autograd(model, x, y, order, lr, batch):
     """The heads after each step of SGD, on the whole model, in the order in which the labels come."""
-    model = copy.deepcopy(model)
-    body, head = model[:-1], model[-1]
+    body, head = model[:-1], copy.deepcopy(model[-1])
     heads = []
     for start in range(0, len(order) - batch + 1, batch):
         which = order[start : start + batch]
@@ -70,39 +66,24 @@ def by_autograd(model, x, y, order, lr, batch):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("batch", [1, 16])
-def test_late_labels_in_any_order_make_the_steps_of_autograd(
-    batch,
-    bias,
-):
+def test_late_labels_in_any_order_make_the_steps_of_autograd(batch, bias):
     model, x = network(bias=bias), inputs(50)
     y = torch.randint(CLASSES, (50,), generator=torch.Generator().manual_seed(1))
-    order = torch.randperm(50, generator=torch.Generator().manual_seed(2)).tolist()
-    before, learner = copy.deepcopy(model.state_dict()), OnlineLearner(model, lr=0.3, batch=batch)
-    ids = [i for part in x.split(7) for i in learner.predict(part).ids]
-    assert ids == list(range(50))
-    expected = by_autograd(model, x, y, order, 0.3, batch)
-    for count, which in enumerate(order, 1):
+    order = torch.randperm(50, generator=torch.Generator().manual_seed(2))
+    before, (learner, *others) = values(model), [OnlineLearner(model, lr=0.3, batch=batch) for _ in range(3)]
+    for each in (learner, *others):
+        assert [i for part in x.split(7) for i in each.predict(part).ids] == list(range(50))
+    heads = [model[-1], *by_autograd(model, x, y, order, 0.3, batch)]
+    for count, which in enumerate(order.tolist(), 1):
         learner.label([which], y[which, None])
-        heads = [model[-1], *expected]
         for p, wanted in zip(learner.head.parameters(), heads[count // batch].parameters(), strict=True):
             assert_close(p, wanted, 50 * (batch + 3 + CLASSES + 4), 10 * (1 + x.abs().max().item()))
     assert len(learner.rows()) == 50
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-
-
-def test_together_or_one_by_one_the_labels_make_the_same_head():
-    model, x = network(), inputs(40)
-    y = torch.randint(CLASSES, (40,), generator=torch.Generator().manual_seed(1))
-    heads = []
-    for size in (1, 5, 40):
-        learner = OnlineLearner(model)
-        learner.predict(x)
-        for part in torch.arange(40).split(size):
-            learner.label(part.tolist(), y[part])
-        heads.append(learner.head.weight)
-    assert torch.equal(heads[0], heads[1])
-    assert torch.equal(heads[0], heads[2])
-    assert not torch.equal(heads[0], model[-1].weight)
+    assert same(model.state_dict(), before)
+    for other, size in zip(others, (5, 50), strict=True):  # together the labels make the same head
+        for part in order.split(size):
+            other.label(part.tolist(), y[part])
+        assert torch.equal(other.head.weight, learner.head.weight)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +104,9 @@ def test_together_or_one_by_one_the_labels_make_the_same_head():
 )
 def test_a_refused_label_teaches_nothing(ids, labels, message):
     learner = OnlineLearner(network(), batch=2)
+    assert (learner.accuracy, learner.rows()) == (0, [])
+    assert repr(learner) == "OnlineLearner(accuracy 0.0000 of 0, 0 open)"
+    assert "<table>" in learner._repr_html_()
     learner.predict(inputs(20))
     learner.label([19], torch.tensor([0]))
     head, rows = learner.head.weight.clone(), list(learner.rows())
@@ -166,11 +150,8 @@ def play(events, allowance, seed):
             ids, labels = [list(waiting)[k] for k in order], []
             for i in ids:
                 shown, public, personal = waiting.pop(i)
-                label = {
-                    "public": public,
-                    "personal": personal,
-                    "random": int(torch.randint(CLASSES, (1,), generator=draw)),
-                }
+                label = {"public": public, "personal": personal}
+                label["random"] = int(torch.randint(CLASSES, (1,), generator=draw))
                 label["against what is shown"] = public if public != shown else (shown + 1) % CLASSES
                 labels.append(label[what])
                 more += (shown != label[what]) - (public != label[what])
@@ -211,80 +192,67 @@ def test_where_there_is_something_to_learn_more_is_right(allowance):
     model, x, y = shifted(800)
     learner, shown = OnlineLearner(model, allowance=allowance), []
     for part, labels in zip(x.split(4), y.split(4), strict=True):
-        prediction = learner.predict(part)
+        personal, prediction = learner.model(part).argmax(-1), learner.predict(part)
+        assert allowance is not None or torch.equal(prediction.classes, personal)
         shown += (prediction.classes == labels).tolist()
         learner.label(prediction.ids, labels)
-    assert [row["shown"] for row in learner.rows()] == shown
+    rows = learner.rows()
+    assert [row["shown"] for row in rows] == shown
+    assert allowance is not None or all(row["shown"] == row["personal"] for row in rows)
     assert learner.accuracy == sum(shown) / 800
-    assert not any(row["public"] for row in learner.rows())
-    assert sum(shown[400:]) > 200 > 0
+    assert not any(row["public"] for row in rows)
+    assert sum(shown[400:]) > 200
     assert repr(learner) == f"OnlineLearner(accuracy {learner.accuracy:.4f} of 800, 0 open)"
     assert learner.to_frame()["personal"].mean() >= learner.accuracy
 
 
-def test_without_a_guard_the_personal_head_s_classes_are_shown():
+@pytest.mark.parametrize("options", [dict(allowance=0), dict(allowance=10, lr=100.0, batch=1)], ids=["leave", "lead"])
+def test_without_leave_or_lead_the_public_classes_are_shown(options):
     model, x, y = shifted(64)
-    learner, differ = OnlineLearner(model, allowance=None), 0
-    for part, labels in zip(x.split(8), y.split(8), strict=True):
-        personal = learner.model(part).argmax(-1)
-        prediction = learner.predict(part)
-        assert torch.equal(prediction.classes, personal)
-        differ += (personal != model(part).argmax(-1)).sum().item()
-        learner.label(prediction.ids, labels)
-        assert all(row["shown"] == row["personal"] for row in learner.rows())
-    assert differ
+    learner = OnlineLearner(model, **options)
+    for part, others in zip(x.split(8), y.split(8), strict=True):
+        prediction, public = learner.predict(part), model(part).argmax(-1)
+        assert torch.equal(prediction.classes, public)
+        learner.label(prediction.ids, others if learner.allowance == 0 else public)
+    assert learner.accuracy == (options["allowance"] > 0)
 
 
-def test_without_leave_or_lead_the_public_classes_are_shown():
-    model, x, y = shifted(64)
-    guarded, lost = OnlineLearner(model, allowance=0), OnlineLearner(model, lr=100.0, batch=1, allowance=10)
-    right = model(x).argmax(-1)
-    for part, labels, public in zip(x.split(8), y.split(8), right.split(8), strict=True):
-        for learner, heard in ((guarded, labels), (lost, public)):
-            prediction = learner.predict(part)
-            assert torch.equal(prediction.classes, public)
-            learner.label(prediction.ids, heard)
-    assert lost.accuracy == 1
-
-
-def moved_in_place(model):
-    with torch.no_grad():
-        model[0].weight.add_(0)
-
-
-def moved_by_an_optimizer(model):
+def optimized(model):
     model(inputs(2)).sum().backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
-def loaded(model):
-    model.load_state_dict(copy.deepcopy(model.state_dict()))
+MOVES = {
+    "in place": lambda model: nn.init.zeros_(model[0].weight),
+    "by an optimizer": optimized,
+    "by a state": lambda model: model.load_state_dict(copy.deepcopy(model.state_dict())),
+}
 
 
 @pytest.mark.parametrize("public", [True, False])
-@pytest.mark.parametrize("move", [moved_in_place, moved_by_an_optimizer, loaded])
+@pytest.mark.parametrize("move", MOVES)
 def test_a_body_that_moves_makes_kept_features_stale(move, public):
     model = network()
     learner = OnlineLearner(model)
     learner.predict(inputs(3))
-    if move is moved_by_an_optimizer and not public:
+    if move == "by an optimizer" and not public:
         learner.model[0].requires_grad_(True)
-    move(model if public else learner.model)
+    MOVES[move](model if public else learner.model)
     for use in (lambda: learner.predict(inputs(3)), lambda: learner.label([0], torch.tensor([1]))):
         with pytest.raises(RuntimeError, match="a parameter of the body has changed"):
             use()
     assert learner.rows() == []
 
 
-def test_statistics_that_move_make_kept_features_stale(tools):
-    model, images = tools.learner("mobile"), tools.images(3)
+def test_statistics_that_move_make_kept_features_stale():
+    model, noise = small_model("mobile"), images(3)
     learner = OnlineLearner(model)
-    learner.predict(images.x)
-    model.train()(images.x)  # the public model's statistics are not the copy's
-    learner.label([0], images.y[:1])
-    learner.model.train()(images.x)
+    learner.predict(noise.x)
+    model.train()(noise.x)  # the public model's statistics are not the copy's
+    learner.label([0], noise.y[:1])
+    learner.model.train()(noise.x)
     with pytest.raises(RuntimeError, match="a parameter of the body has changed"):
-        learner.label([1], images.y[1:2])
+        learner.label([1], noise.y[1:2])
 
 
 def test_dropout_that_does_not_rest_is_refused():
@@ -297,23 +265,23 @@ def test_dropout_that_does_not_rest_is_refused():
 
 
 @pytest.mark.parametrize("name", ["lstm", *[family for family in FAMILIES if family != "gemma2"]])
-def test_of_a_sequence_the_last_place_is_predicted(name, tools):
-    model, x = tools.learner(name), tools.texts(5).x
+def test_of_a_sequence_the_last_place_is_predicted(name):
+    model, x = small_model(name), texts(5).x
     with torch.no_grad():
         out = model(x) if name == "lstm" else model(input_ids=x).logits
     learner = OnlineLearner(model, batch=5, lr=100.0)
     assert torch.equal(learner.predict(x).classes, out[:, -1].argmax(-1))
-    before = tools.values(model)
+    before = values(model)
     learner.label([0, 1, 2, 3, 4], torch.tensor([3, 4, 5, 6, 7]))
     assert not torch.equal(learner.head.weight, before["head.weight" if name == "lstm" else "lm_head.weight"])
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert same(model.state_dict(), before)
     assert torch.equal(learner.predict(x).classes, out[:, -1].argmax(-1))  # it does not lead
 
 
-def test_logits_that_the_head_alone_does_not_make_are_refused(tools):
-    capped = random_backbone("gemma2", **tools.SIZES, options=dict(final_logit_softcapping=0.1))
+def test_logits_that_the_head_alone_does_not_make_are_refused():
+    capped = random_backbone("gemma2", **SIZES, options=dict(final_logit_softcapping=0.1))
     twice = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
-    for model, x in ((capped, tools.texts(3).x), (twice, inputs(3, dtype=torch.float32))):
+    for model, x in ((capped, texts(3).x), (twice, inputs(3, dtype=torch.float32))):
         with pytest.raises(ValueError, match=r"more to its logits than its last layer|not what makes the logits"):
             OnlineLearner(model).predict(x)
 
@@ -330,10 +298,3 @@ def test_logits_that_the_head_alone_does_not_make_are_refused(tools):
 def test_settings_out_of_range_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         OnlineLearner(network(), **options)
-
-
-def test_before_the_first_label():
-    learner = OnlineLearner(network())
-    assert (learner.accuracy, learner.rows()) == (0, [])
-    assert repr(learner) == "OnlineLearner(accuracy 0.0000 of 0, 0 open)"
-    assert "<table>" in learner._repr_html_()

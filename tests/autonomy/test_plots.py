@@ -7,13 +7,11 @@ import torch
 
 from plpkg.autonomy import OnlineLearner, Transfer, availability, nets, plots
 
-LOG = [{"step": 0, "loss": 5.0, "accuracy": 0.1}, {"step": 20, "loss": 4.5, "accuracy": 0.2},
-       {"step": 40, "loss": 4.75, "accuracy": 0.2}]  # fmt: skip
+LOG = [{"step": step, "loss": loss} for step, loss in ((0, 5.0), (20, 4.5), (40, 4.75))]
 SCHEMES = pd.DataFrame({"case": ["FedAvg", "last layer"], "points": [1.5, 2.5], "half_width": [0.5, 0.25]})
 FAMILY = pd.DataFrame(
-    {"case": ["unpruned", "half", "unpruned", "half"], "macs_share": [1.0, 0.5, 1.0, 0.5],
-     "accuracy": [0.2, 0.1, 0.4, 0.3]}
-)  # fmt: skip
+    {"case": ["unpruned", "half"] * 2, "macs_share": [1.0, 0.5] * 2, "accuracy": [0.2, 0.1, 0.4, 0.3]}
+)
 
 
 def test_devices_have_a_box_each_and_no_arrow_back():
@@ -33,10 +31,8 @@ def test_a_day_shows_when_all_conditions_hold():
     (learn,) = ax.collections[3].get_paths()
     assert (learn.vertices[:, 0].min(), learn.vertices[:, 0].max()) == (1, 4)
     assert [text.get_text() for text in ax.get_yticklabels()][-2:] == ["may learn", "may upload, too"]
-    assert (
-        "charging 3.0 hours, screen off 24.0 hours, unmetered 21.0 hours, may learn 3.0 hours, may upload, too 1.0"
-        in (ax.alt_text)
-    )
+    held = "charging 3.0 hours, screen off 24.0 hours, unmetered 21.0 hours, may learn 3.0 hours, may upload, too 1.0"
+    assert held in ax.alt_text
 
 
 def test_pictures_are_drawn_in_their_own_range():
