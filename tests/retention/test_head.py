@@ -5,8 +5,10 @@ import json
 import pytest
 import torch
 from torch.nn import functional
+from transformers import BloomConfig, BloomForCausalLM
 
 from plpkg.retention import RetainingHeads, chunked_prefill
+from plpkg.retention.head import HeadsConfig
 from plpkg.retention.scorers import Locret
 from plpkg.retention.watch import Watch, watching
 from tests.retention.conftest import ATTENTION, in_double
@@ -48,8 +50,6 @@ def test_the_score_is_the_formula(backbone, ids, family):
 
 def test_the_published_sizes():
     """Llama-3.1-8B: 201.6 million weights with d_R = 1,024, a quarter of the hidden size."""
-    from plpkg.retention.head import HeadsConfig
-
     with torch.device("meta"):
         heads = RetainingHeads(HeadsConfig("", 32, 32, 8, 128, 1024, "silu"))
     assert sum(p.numel() for p in heads.parameters()) == 32 * ((32 + 16) * 128 * 1024 + 1024 * 8)
@@ -67,65 +67,48 @@ def test_attach_takes_the_models_precision_and_its_own_seed(backbone):
     assert not torch.equal(heads.layers[1][0].weight, other.layers[1][0].weight)
 
 
-def test_saved_and_loaded_they_are_the_same(backbone, tmp_path):
-    model = backbone()
-    heads = RetainingHeads.attach(model, 24, activation="relu", seed=5)
-    heads.save_pretrained(tmp_path / "a" / "heads")
-    assert sorted(p.name for p in (tmp_path / "a" / "heads").iterdir()) == [
-        "retaining_heads.json", "retaining_heads.safetensors",
-    ]  # fmt: skip
-    loaded = RetainingHeads.from_pretrained(tmp_path / "a" / "heads", model)
+def test_saved_and_loaded_they_are_the_same(model, tmp_path):
+    heads, folder = RetainingHeads.attach(model, 24, activation="relu", seed=5), tmp_path / "a" / "heads"
+    with pytest.raises(FileNotFoundError, match=r"it lacks retaining_heads\.json"):
+        RetainingHeads.from_pretrained(folder, model)
+    heads.save_pretrained(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["retaining_heads.json", "retaining_heads.safetensors"]
+    loaded = RetainingHeads.from_pretrained(folder, model)
     assert loaded.config == heads.config
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), heads.parameters(), strict=True))
     assert repr(loaded) == "RetainingHeads(2 layers × 2 KV heads, hidden=24, 6,240 weights)"
 
 
-def test_heads_of_another_backbone_are_refused(backbone, tmp_path):
-    heads = RetainingHeads.attach(backbone(), 24)
+def test_heads_of_another_backbone_are_refused(model, backbone, tmp_path):
+    heads = RetainingHeads.attach(model, 24)
     heads.save_pretrained(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"belong to a backbone with fingerprint [0-9a-f]{12}…, but LlamaForCausalLM has"
-    ):
+    message = r"belong to a backbone with fingerprint [0-9a-f]{12}…, but LlamaForCausalLM has"
+    with pytest.raises(ValueError, match=message):
         RetainingHeads.from_pretrained(tmp_path, backbone(seed=1))
     with pytest.raises(ValueError, match="belong to a backbone"):
         heads.check(backbone("qwen2"))
 
 
-def test_damaged_files_are_named(backbone, tmp_path):
-    model = backbone()
-    with pytest.raises(FileNotFoundError, match=r"it lacks retaining_heads\.json"):
-        RetainingHeads.from_pretrained(tmp_path, model)
+@pytest.mark.parametrize("changes", [{"hidden": 25}, {"extra": 1}, {"activation": "nothing"}], ids=str)
+def test_a_configuration_that_does_not_fit_is_called_damaged(model, tmp_path, changes):
     RetainingHeads.attach(model, 24).save_pretrained(tmp_path)
-    weights, config = tmp_path / "retaining_heads.safetensors", tmp_path / "retaining_heads.json"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:100])
+    config = tmp_path / "retaining_heads.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
     with pytest.raises(ValueError, match="are damaged"):
         RetainingHeads.from_pretrained(tmp_path, model)
-    weights.write_bytes(whole)
-    for changes in ({"hidden": 25}, {"extra": 1}, {"activation": "nothing"}):
-        config.write_text(json.dumps(json.loads(config.read_text()) | changes))
-        with pytest.raises(ValueError, match="are damaged"):
-            RetainingHeads.from_pretrained(tmp_path, model)
-        RetainingHeads.attach(model, 24).save_pretrained(tmp_path)
 
 
-def test_bad_input_gets_a_sentence(backbone):
+def test_bad_input_gets_a_sentence(model):
     with pytest.raises(ValueError, match="hidden must be a whole number of at least 1, got 0"):
-        RetainingHeads.attach(backbone(), 0)
+        RetainingHeads.attach(model, 0)
     with pytest.raises(ValueError, match=r"activation must be one that transformers knows .*, got 'square'"):
-        RetainingHeads.attach(backbone(), activation="square")
-
-
-def test_a_model_that_cannot_be_watched_is_refused():
-    from transformers import BloomConfig, BloomForCausalLM
-
-    model = BloomForCausalLM(BloomConfig(vocab_size=16, hidden_size=16, n_layer=2, n_head=2))
+        RetainingHeads.attach(model, activation="square")
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=16, hidden_size=16, n_layer=2, n_head=2))
     with pytest.raises(ValueError, match="in 0 of its 2 layers"):
-        RetainingHeads.attach(model)
+        RetainingHeads.attach(bloom)
 
 
-def test_watching_twice_is_refused(backbone):
-    model = backbone()
+def test_watching_twice_is_refused(model):
     with watching(model, Watch(print)), pytest.raises(RuntimeError, match="being watched already"):
         watching(model, Watch(print)).__enter__()
     assert model.config._attn_implementation == "sdpa"

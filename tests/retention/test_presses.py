@@ -51,8 +51,7 @@ def kept(model, ids, scorer, budget=12, chunk_size=7, **options):
 
 @pytest.mark.parametrize("positions", ["original", "reassigned"])
 @pytest.mark.parametrize("chunk_size", [5, 10, SEQ])
-def test_a_press_under_chunks_is_the_same_method_here(backbone, ids, chunk_size, positions):
-    model = backbone()
+def test_a_press_under_chunks_is_the_same_method_here(model, ids, chunk_size, positions):
     options = dict(chunk_size=chunk_size, positions=positions)
     for press, ours in ((Norm(), KeyNorm()), (WindowAttention(), SnapKv(WINDOW))):
         assert torch.equal(kept(model, ids, from_press(press), **options), kept(model, ids, ours, **options))
@@ -67,8 +66,8 @@ def test_a_press_may_have_attention_weights(backbone, ids, attention):
         kept(model, ids, from_press(AttentionSum()))
 
 
-def test_a_press_finds_the_models_rotation_and_leaves_nothing(backbone, ids):
-    model, seen = backbone(), []
+def test_a_press_finds_the_models_rotation_and_leaves_nothing(model, ids):
+    seen = []
 
     class Looks(Norm):
         def score(self, module, hidden_states, keys, values, attentions, kwargs):
@@ -84,15 +83,11 @@ def test_a_press_finds_the_models_rotation_and_leaves_nothing(backbone, ids):
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_a_press_has_a_sink_and_recent_units_as_others(backbone, ids):
-    positions = kept(backbone(), ids, from_press(Norm(), sink=2, recent=3))
-    assert (positions[..., :2] == torch.arange(2)).all()
-    assert (positions[..., -3:] == torch.arange(SEQ - 3, SEQ)).all()
-
-
-def test_a_press_may_decode(backbone, ids):
-    model = backbone()
-    read = chunked_prefill(model, ids, from_press(Norm()), 12, 7)
+def test_a_press_protects_units_as_others_and_may_decode(model, ids):
+    read = chunked_prefill(model, ids, from_press(Norm(), sink=2, recent=3), 12, 7, log_positions=True)
+    kept = read.log[-1].kept
+    assert (kept[..., :2] == torch.arange(2)).all()
+    assert (kept[..., -3:] == torch.arange(SEQ - 3, SEQ)).all()
     with read.evicting():
         model.generate(**read.inputs(), max_new_tokens=3, do_sample=False)
     assert read.cache.kept == 12
@@ -107,7 +102,7 @@ def test_other_families_show_what_they_were_called_with(backbone, ids, family):
     assert all(hasattr(units.module, "layer_idx") for units in seen)
 
 
-def test_bad_presses_get_a_sentence(backbone, ids):
+def test_bad_presses_get_a_sentence(model, ids):
     class Wrong(Norm):
         def score(self, *args):
             return torch.zeros(2, 2, 3)
@@ -115,11 +110,10 @@ def test_bad_presses_get_a_sentence(backbone, ids):
     with pytest.raises(ValueError, match=r"a press must have score\(module, .*\), which dict has not"):
         from_press({})
     with pytest.raises(ValueError, match=r"Wrong must score .* = \(2, 2, 7\) units, got \(2, 2, 3\)"):
-        kept(backbone(), ids, from_press(Wrong()))
-    with pytest.raises(
-        ValueError, match="WindowAttention does not score a chunk of 1 tokens that sees 13 units: 1 quer"
-    ):
-        kept(backbone(), ids, from_press(WindowAttention()))
+        kept(model, ids, from_press(Wrong()))
+    few = "WindowAttention does not score a chunk of 1 tokens that sees 13 units: 1 quer"
+    with pytest.raises(ValueError, match=few):
+        kept(model, ids, from_press(WindowAttention()))
 
 
 # Not run in CI, where kvpress, which excludes this transformers, is not installed.

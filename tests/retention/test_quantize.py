@@ -8,6 +8,7 @@ from hypothesis import given, strategies as st
 
 from plpkg.backbones import load_backbone, random_backbone
 from plpkg.retention import chunked_prefill, scorers
+from plpkg.retention.cache import UnitStore
 from plpkg.retention.quantize import ByChannel, ByToken, Packed, quantized
 from plpkg.retention.scorers import KeyNorm
 
@@ -16,9 +17,7 @@ from rounding import assert_close, relative
 SEQ = 29
 
 
-@given(
-    bits=st.sampled_from([2, 4]), group=st.sampled_from([4, 8, 16]), scale=st.floats(1e-3, 1e3), seed=st.integers(0, 99)
-)
+@given(st.sampled_from([2, 4]), st.sampled_from([4, 8, 16]), st.floats(1e-3, 1e3), st.integers(0, 99))
 def test_rounding_is_within_half_a_step(bits, group, scale, seed):
     numbers = scale * torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(seed))
     packed = Packed(numbers, bits, group)
@@ -34,11 +33,9 @@ def test_rounding_is_within_half_a_step(bits, group, scale, seed):
 def test_what_lies_on_the_steps_is_kept_exactly():
     numbers = torch.arange(16.0).repeat(3, 1)
     assert torch.equal(Packed(numbers, 4, 16).numbers(), numbers)
-    assert torch.equal(Packed(torch.full((2, 8), 3.5), 2, 8).numbers(), torch.full((2, 8), 3.5))
-
-
-def test_bfloat16_stays_bfloat16():
-    packed = Packed(torch.randn(4, 16).bfloat16(), 4, 8)
+    constant = torch.full((2, 8), 3.5).bfloat16()
+    packed = Packed(constant, 2, 8)
+    assert torch.equal(packed.numbers(), constant)
     assert packed.scale.dtype == packed.numbers().dtype == torch.bfloat16
 
 
@@ -51,12 +48,12 @@ def test_a_unit_rounded_by_token_is_never_rounded_again():
     for part in states().split(4, dim=2):
         store.append(part)
     before = store.read()
-    indices = torch.tensor([0, 2, 5, 12]).expand(2, 2, 4)
-    store.keep(indices)
+    kept = [0, 2, 5, 12]
+    store.keep(torch.tensor(kept).expand(2, 2, 4))
     assert len(store) == 4
-    assert torch.equal(store.read(), before[:, :, [0, 2, 5, 12]])
+    assert torch.equal(store.read(), before[:, :, kept])
     store.change(lambda t: t[1:])
-    assert torch.equal(store.read(), before[1:, :, [0, 2, 5, 12]])
+    assert torch.equal(store.read(), before[1:, :, kept])
 
 
 def test_channels_are_rounded_in_groups_of_units_and_the_rest_waits():
@@ -66,8 +63,7 @@ def test_channels_are_rounded_in_groups_of_units_and_the_rest_waits():
     rounded = store.read()
     assert len(store) == 11
     assert torch.equal(rounded[:, :, 8:], whole[:, :, 8:])  # three units do not fill a group
-    spread = whole[:, :, :4].amax(2) - whole[:, :, :4].amin(2)
-    step = spread[:, :, None] / 15
+    step = (whole[:, :, :4].amax(2) - whole[:, :, :4].amin(2))[:, :, None] / 15
     assert ((rounded[:, :, :4] - whole[:, :, :4]).abs() <= step / 2 + relative(8) * whole.abs().max()).all()
     other = ByChannel(4, 4)
     other.append(whole)
@@ -79,15 +75,15 @@ def test_channels_are_rounded_in_groups_of_units_and_the_rest_waits():
 
 @pytest.mark.parametrize("scheme", ["token", "kivi"])
 @pytest.mark.parametrize("positions", ["original", "reassigned"])
-def test_a_quantised_cache_evicts_and_generates(backbone, ids, scheme, positions):
-    model = backbone()
-    scores = torch.rand(2, 2, 2, SEQ, generator=torch.Generator().manual_seed(0))
+def test_a_quantised_cache_evicts_and_generates(model, ids, scheme, positions):
+    scorer = scorers.Static(torch.rand(2, 2, 2, SEQ, generator=torch.Generator().manual_seed(0)))
     sizes = dict(budget=12, chunk_size=5, positions=positions, log_positions=True)
-    plain = chunked_prefill(model, ids, scorers.Static(scores), **sizes)
-    packed = chunked_prefill(model, ids, scorers.Static(scores), store=quantized(4, scheme, 8), **sizes)
+    plain, packed, coarse = (
+        chunked_prefill(model, ids, scorer, store=store, **sizes)
+        for store in (UnitStore, quantized(4, scheme, 8), quantized(2, scheme, 8))
+    )
     assert torch.equal(packed.log[-1].kept, plain.log[-1].kept)
     assert packed.cache.num_bytes < 0.7 * plain.cache.num_bytes
-    coarse = chunked_prefill(model, ids, scorers.Static(scores), store=quantized(2, scheme, 8), **sizes)
     four, two = ((read.logits - plain.logits).norm() for read in (packed, coarse))
     assert 0 < four < two / 2  # whose steps are five times as wide
     assert model.generate(**packed.inputs(), max_new_tokens=3, do_sample=False).shape == (2, 4)
@@ -106,9 +102,8 @@ def test_rounding_is_no_worse_than_transformers_own(bits, monkeypatch):
 
     monkeypatch.setattr(get_extension("quanto_cpp"), "_lib", SimpleNamespace(unpack=unpack))
     model, tokenizer = load_backbone("plpkg-small")
-    ids = tokenizer(
-        "Return a new array of given shape and type, filled with zeros. " * 4, return_tensors="pt"
-    ).input_ids
+    text = "Return a new array of given shape and type, filled with zeros. " * 4
+    ids = tokenizer(text, return_tensors="pt").input_ids
     theirs = QuantizedCache(backend="quanto", config=model.config, nbits=bits, q_group_size=32, residual_length=8)
     with torch.no_grad():
         full = model(ids).logits[:, -1]
@@ -121,15 +116,17 @@ def test_rounding_is_no_worse_than_transformers_own(bits, monkeypatch):
     assert 0 < min(error["token"], error["kivi"]) < 1.25 * error["theirs"], error
 
 
-def test_bad_sizes_of_groups(backbone, ids):
-    for arguments, message in (
-        (dict(bits=3), "bits must be one of 2, 4, got 3"),
-        (dict(scheme="both"), "scheme must be one of 'token', 'kivi', got 'both'"),
-        (dict(group=6), "group must be a multiple of 4, got 6"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            quantized(**arguments)
-    with pytest.raises(ValueError, match="heads of 18 numbers do not divide into groups of 18"):
-        chunked_prefill(random_backbone("llama", head_dim=18), ids, KeyNorm(), 8, 4, store=quantized(4))
-    with pytest.raises(ValueError, match="heads of 16 numbers do not divide into groups of 12"):
-        chunked_prefill(backbone(), ids, KeyNorm(), 8, 4, store=quantized(4, "token", 12))
+@pytest.mark.parametrize(
+    ("head_dim", "options", "message"),
+    [
+        (16, dict(bits=3), "bits must be one of 2, 4, got 3"),
+        (16, dict(scheme="both"), "scheme must be one of 'token', 'kivi', got 'both'"),
+        (16, dict(group=6), "group must be a multiple of 4, got 6"),
+        (18, {}, "heads of 18 numbers do not divide into groups of 18"),
+        (16, dict(group=12), "heads of 16 numbers do not divide into groups of 12"),
+    ],
+)
+def test_bad_sizes_of_groups(ids, head_dim, options, message):
+    model = random_backbone("llama", head_dim=head_dim)
+    with pytest.raises(ValueError, match=message):
+        chunked_prefill(model, ids, KeyNorm(), 8, 4, store=quantized(**options))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from plpkg.retention import chunked_prefill, scorers
+from plpkg.retention import chunked_prefill, cis_labels, scorers
 from plpkg.retention.scorers import H2O, KeyNorm, Random, SinkRecent, SirLlm, SnapKv
 from tests.retention.conftest import in_double
 
@@ -35,29 +35,17 @@ def test_h2o_is_all_attention_that_a_unit_ever_got(model, ids, attentions):
     assert_as_exact(scores_of(model, ids, H2O()), *(each.sum(dim=(3, 4)) for each in attentions))
 
 
-def test_h2o_shares_its_budget_with_recent_units(model, ids):
+def test_one_scorer_for_two_prompts_shares_its_budget_with_recent_units(model, ids):
     scorer = H2O(sink=2)
-    read = chunked_prefill(model, ids, scorer, 12, 5, log_positions=True)
-    assert scorer.recent is None  # the caller's is left as it was
-    assert (read.log[-1].kept[..., -5:] == torch.arange(SEQ - 5, SEQ)).all()
-    assert (read.log[-1].kept[..., :2] == torch.arange(2)).all()
-    more = chunked_prefill(model, ids, H2O(recent=8, recent_share=0.1), 12, 5, log_positions=True)
-    assert (more.log[-1].kept[..., -8:] == torch.arange(SEQ - 8, SEQ)).all()
-    with pytest.raises(ValueError, match=r"recent_share must be at least 0 and at most 1, got 1.5"):
-        H2O(recent_share=1.5)
-
-
-def test_one_scorer_for_two_prompts(model, ids):
-    scorer = H2O()
     first = chunked_prefill(model, ids, scorer, 12, 5, log_positions=True)
     chunked_prefill(model, ids, scorer, 200, 5)
     with first.evicting():
         model.generate(**first.inputs(), max_new_tokens=5, do_sample=False)
-    assert (first.log[-1].kept[..., -6:] == torch.arange(SEQ - 1, SEQ + 5)).all()
-
-
-def test_sirllm_and_sink_recent_protect_the_first_four():
-    assert SirLlm().sink == SinkRecent().sink == 4
+    assert scorer.recent is None  # the caller's is left as it was
+    for number, stop in ((5, SEQ), (-1, SEQ + 5)):
+        kept = first.log[number].kept
+        assert (kept[..., :2] == torch.arange(2)).all()
+        assert (kept[..., -5:] == torch.arange(stop - 5, stop)).all()
 
 
 RULES = {
@@ -68,37 +56,25 @@ RULES = {
     "SinkRecent": (SinkRecent, 0, 0),  # its scores are positions
     "SirLlm": (SirLlm, 10, 1000),
     "H2O": (H2O, 12, 4096),
+    "H2O with a sink": (lambda: H2O(sink=2), 11, 4095),
     "SnapKv": (SnapKv, 12, 16),
 }
 
 
 @pytest.mark.parametrize(("make", "of_24", "of_8192"), RULES.values(), ids=RULES)
 def test_every_method_says_how_many_recent_units_it_protects(make, of_24, of_8192):
-    assert make().recency(24) == of_24
-    assert make().recency(8192) == of_8192
-    assert make().recency(1) == 0
+    assert [make().recency(budget) for budget in (1, 24, 8192)] == [0, of_24, of_8192]
     assert "Recency: " in make().__doc__
 
 
 @pytest.mark.parametrize("recent", [0, 7])
 def test_one_rule_for_all(model, ids, recent):
     given = torch.arange(SEQ, 0, -1.0).expand(2, 2, 2, SEQ)  # the older, the better
-    for scorer in (
-        scorers.Static(given, recent=recent),
-        H2O(recent=recent),
-        SnapKv(recent=recent),
-        SirLlm(recent=recent),
-    ):
-        started = scorer.started(ids, 12)
-        assert started.recent == recent
-        assert scorer.recent == recent
-    kept = chunked_prefill(model, ids, scorers.Static(given, recent=recent), 12, 5, log_positions=True).log[-1].kept
+    static = scorers.Static(given, recent=recent)
+    for scorer in (static, H2O(recent=recent, recent_share=0.1), SnapKv(recent=recent), SirLlm(recent=recent)):
+        assert scorer.started(ids, 12).recent == scorer.recent == recent
+    kept = chunked_prefill(model, ids, static, 12, 5, log_positions=True).log[-1].kept
     assert (kept == torch.tensor([*range(12 - recent), *range(SEQ - recent, SEQ)])).all()
-
-
-def test_sirllm_keeps_recent_units(model, ids):
-    kept = chunked_prefill(model, ids, SirLlm(), 12, 5, log_positions=True).log[-1].kept
-    assert (kept[..., -4:] == torch.arange(SEQ - 4, SEQ)).all()
 
 
 def test_snapkv_is_the_last_queries_attention_pooled_before_the_window(model, ids, attentions):
@@ -126,19 +102,14 @@ def test_snapkv_chooses_as_published(model, ids, attentions, kernel):
     assert (read.log[-1].kept[..., budget - window :] == torch.arange(SEQ - window, SEQ)).all()
 
 
-def test_snapkv_where_the_window_is_all(model, ids):
-    read = chunked_prefill(model, ids[:, :3], SnapKv(window=4), 64, 3)
-    assert read.cache.kept == 3
-
-
-def test_snapkv_with_fewer_queries_than_its_window(model, ids):
+def test_snapkv_with_fewer_tokens_than_its_window(model, ids):
     """A window of 16 on a last chunk of nine takes those nine."""
     wide, nine = (scores_of(model, ids, SnapKv(window=window)) for window in (16, 9))
     assert torch.equal(wide, nine)
+    assert chunked_prefill(model, ids[:, :3], SnapKv(window=4), 64, 3).cache.kept == 3
 
 
 def test_sirllm_is_the_surprise_at_each_token(model, ids):
-
     def surprise(model):
         with torch.no_grad():
             log_p = model(ids).logits.log_softmax(-1)
@@ -172,14 +143,21 @@ def test_random_is_uniform_seeded_and_different_in_every_head(model, ids):
 
 
 def test_the_oracle_keeps_what_the_answer_looks_at(model, ids):
-    from plpkg.retention import cis_labels
-
     labels = cis_labels(model, ids, 20)
     read = chunked_prefill(model, ids[:, :20], scorers.Static(labels), 5, 4, log_positions=True)
     assert torch.equal(read.log[-1].kept.long(), labels.topk(5).indices.sort().values)
 
 
-@pytest.mark.parametrize("name", ["sink", "recent"])
-def test_protection_is_a_number_of_units(name):
-    with pytest.raises(ValueError, match=f"{name} must be a whole number of at least 0, got -1"):
-        KeyNorm(**{name: -1})
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (KeyNorm, dict(sink=-1), "sink must be a whole number of at least 0, got -1"),
+        (KeyNorm, dict(recent=-1), "recent must be a whole number of at least 0, got -1"),
+        (H2O, dict(recent_share=1.5), "recent_share must be at least 0 and at most 1, got 1.5"),
+        (SnapKv, dict(kernel=4), "kernel must be odd, got 4"),
+        (scorers.Static, dict(scores=torch.tensor([[[[1, torch.nan]]]])), r"NaN, got \(1, 1, 1, 2\) with 1 NaN"),
+    ],
+)
+def test_settings_out_of_range_are_named(make, options, message):
+    with pytest.raises(ValueError, match=message):
+        make(**options)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from plpkg.backbones import random_backbone
 from plpkg.retention import RetainingHeads, cis_labels
 from plpkg.retention.train import losses, overlap, train_heads
 from tests.retention.conftest import in_double
@@ -19,15 +20,11 @@ from rounding import TIMES, assert_as_exact, assert_close, relative
 OPTIONS = dict(steps=8, lr=5e-3, warmup=2, progress=False)
 
 
-def examples(count=40, batch=1):
+def examples(count=40):
     generator = torch.Generator().manual_seed(1002)  # large, as are those below: other processes draw the same
-    return [
-        (
-            torch.randint(0, 64, (batch, 12 + i % 3), generator=generator),
-            torch.randint(0, 64, (batch, 5), generator=generator),
-        )
-        for i in range(count)
-    ]
+    sizes = [(1, length) for i in range(count) for length in (12 + i % 3, 5)]
+    drawn = (torch.randint(0, 64, size, generator=generator) for size in sizes)
+    return list(zip(drawn, drawn, strict=True))  # prompts and answers by turns
 
 
 def weights(heads):
@@ -73,10 +70,10 @@ def gradient(model, heads, prompt, answer):
     return torch.cat([p.grad.flatten() for p in heads.parameters()])
 
 
-def test_a_step_is_adamw_on_the_loss_by_hand(backbone):
-    model, clip = backbone(), 1e-8  # as small as Adam's epsilon: more would not show in its first step
+def test_a_step_is_adamw_on_the_loss_by_hand(model):
+    clip = 1e-8  # as small as Adam's epsilon: more would not show in its first step
     heads, by_hand = RetainingHeads.attach(model, 8), RetainingHeads.attach(model, 8)
-    example, *_ = examples()
+    (example,) = examples(1)
     options = dict(steps=1, lr=0.01, warmup=0, clip_value=clip, alpha=0.5, progress=False)
     train_heads(model, heads, [example], **options)
     rounded, exact = gradient(model, by_hand, *example), gradient(in_double(model), in_double(by_hand), *example)
@@ -87,8 +84,7 @@ def test_a_step_is_adamw_on_the_loss_by_hand(backbone):
     assert_close(weights(heads)[sure], weights(by_hand)[sure], terms=10)
 
 
-def test_training_helps_and_leaves_the_backbone_alone(backbone):
-    model = backbone()
+def test_training_helps_and_leaves_the_backbone_alone(model):
     model.train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     heads = RetainingHeads.attach(model, 16)
@@ -103,36 +99,32 @@ def test_training_helps_and_leaves_the_backbone_alone(backbone):
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_heads_of_a_bfloat16_model_learn_in_float32(backbone):
+def test_frozen_heads_in_bfloat16_learn_in_float32_and_are_as_before(backbone):
     model = backbone(dtype=torch.bfloat16)
-    heads = RetainingHeads.attach(model, 8)
+    heads = RetainingHeads.attach(model, 8).requires_grad_(False)
     before = weights(heads)
     train_heads(model, heads, examples(), **OPTIONS | {"lr": 1e-2})
     assert heads.layers[0][0].weight.dtype == torch.bfloat16
     assert not torch.equal(weights(heads), before)
+    assert not any(p.requires_grad for p in heads.parameters())
 
 
-def test_stopped_and_resumed_it_ends_the_same(backbone, tmp_path):
-    model = backbone()
-    whole = RetainingHeads.attach(model, 8)
+def test_stopped_and_resumed_it_ends_the_same(model, tmp_path):
+    whole, parts, again = (RetainingHeads.attach(model, 8) for _ in range(3))
     log = train_heads(model, whole, examples, **OPTIONS, examples_per_step=2, out=tmp_path / "whole")
 
     def breaking():
-        for i, example in enumerate(examples()):
-            if i == 11:
-                raise KeyboardInterrupt
-            yield example
+        yield from examples(11)
+        raise KeyboardInterrupt
 
-    parts = RetainingHeads.attach(model, 8)
     options = OPTIONS | dict(examples_per_step=2, out=tmp_path / "parts", checkpoint_every=2)
     with pytest.raises(KeyboardInterrupt):
         train_heads(model, parts, breaking, **options)
-    again = RetainingHeads.attach(model, 8)
     resumed = train_heads(model, again, examples, **options)
-    assert torch.equal(weights(again), weights(whole))
-    assert resumed.rows() == log.rows()
     loaded = RetainingHeads.from_pretrained(tmp_path / "parts", model)
+    assert torch.equal(weights(again), weights(whole))
     assert torch.equal(weights(loaded), weights(whole))
+    assert resumed.rows() == log.rows()
     with pytest.raises(ValueError, match=r"holds a run with lr=0.005, now 0.1"):
         train_heads(model, again, examples, **options | {"lr": 0.1})
 
@@ -167,18 +159,16 @@ def test_two_processes_are_one(backbone, tmp_path):
     assert_as_exact(weights(two), weights(one), weights(exact))  # heads learn in float32, from exact states
 
 
-def test_text_needs_a_tokenizer(backbone):
-    model = backbone()
-
+def test_text_needs_a_tokenizer(model):
     def tokenizer(text, **_):
         return {"input_ids": [ord(c) % 64 for c in text]}
 
     heads, other = RetainingHeads.attach(model, 8), RetainingHeads.attach(model, 8)
+    options, text = OPTIONS | dict(steps=1, warmup=0), ("a prompt", "yes")
     with pytest.raises(ValueError, match="text needs a tokenizer, got 'a prompt' without one"):
-        train_heads(model, heads, [("a prompt", "an answer")], **OPTIONS | {"steps": 1, "warmup": 0})
-    train_heads(model, heads, [("a prompt", "yes")], **OPTIONS | {"steps": 1, "warmup": 0}, tokenizer=tokenizer)
-    ids = [torch.tensor(tokenizer(text)["input_ids"]) for text in ("a prompt", "yes")]
-    train_heads(model, other, [tuple(ids)], **OPTIONS | {"steps": 1, "warmup": 0})
+        train_heads(model, heads, [text], **options)
+    train_heads(model, heads, [text], **options, tokenizer=tokenizer)
+    train_heads(model, other, [[torch.tensor(tokenizer(part)["input_ids"]) for part in text]], **options)
     assert torch.equal(weights(heads), weights(other))
 
 
@@ -192,32 +182,17 @@ def test_text_needs_a_tokenizer(backbone):
         (dict(smoothing="max"), "smoothing must be one of 'sum', 'mean', got 'max'"),
         (dict(rows="all"), "rows must be one of 'answer', 'predicting', got 'all'"),
         (dict(data=examples(3)), "the data end after 3 examples, in step 4"),
+        (dict(heads=RetainingHeads.attach(random_backbone("llama", seed=1), 8)), "belong to a backbone"),
         (dict(data=[(torch.zeros(4).long(), torch.zeros(0).long())] * 8), "4 tokens of prompt and 0 of answer"),
     ],
-)  # fmt: skip
-def test_bad_input_gets_a_sentence(backbone, changes, message):
-    model = backbone()
+)
+def test_bad_input_gets_a_sentence(model, changes, message):
     arguments = dict(model=model, heads=RetainingHeads.attach(model, 8), data=examples()) | OPTIONS
     with pytest.raises(ValueError, match=message):
         train_heads(**arguments | changes)
 
 
-def test_frozen_heads_learn_and_are_frozen_again(backbone):
-    model = backbone()
-    heads = RetainingHeads.attach(model, 8).requires_grad_(False)
-    before = weights(heads)
-    train_heads(model, heads, examples(), **OPTIONS)
-    assert not torch.equal(weights(heads), before)
-    assert not any(p.requires_grad for p in heads.parameters())
-
-
-def test_heads_of_another_backbone_are_refused(backbone):
-    with pytest.raises(ValueError, match="belong to a backbone"):
-        train_heads(backbone(seed=1), RetainingHeads.attach(backbone(), 8), examples(), **OPTIONS)
-
-
-def test_a_loss_that_is_not_finite_stops(backbone, tmp_path):
-    model = backbone()
+def test_a_loss_that_is_not_finite_stops(model, tmp_path):
     heads = RetainingHeads.attach(model, 8)
     with torch.no_grad():
         heads.layers[0][0].weight.fill_(float("inf"))
