@@ -5,11 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 
 from plpkg.backbones import FAMILIES, random_backbone
-from plpkg.residual import LadderConfig, PrivateLoraConfig
+from plpkg.residual import LadderConfig, PrivateLoraConfig, split
 
+from direct import Direct
 from preloaded import Process
 from rounding import assert_as_exact
 from waiting import PATIENCE_S, line_of
@@ -21,6 +22,36 @@ SCHEMES = ["qkv", "down", "late", *FOLDED, "ladder", "gated ladder"]
 SCHEMES_OF_FAMILIES = [(f, name) for f in FAMILIES for name in SCHEMES if f != "gemma2" or name not in FOLDED]
 """Gemma 2 has a norm between its last projection and the hidden state."""
 CUTS = [(0, 0), (1, 0), (0, 1), (1, 2)]
+
+
+class Counted(Direct):
+    """Also keeps what crossed."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.log = []
+
+    def send(self, group, u):
+        assert not u.requires_grad
+        self.log.append(("up", group, tuple(u.shape)))
+        super().send(group, u)
+
+    def receive(self, group):
+        v = super().receive(group)
+        self.log.append(("down", group, tuple(v.shape)))
+        return v
+
+    def backward(self, group, grad_v, wanted):
+        self.log.append(("gradient" if wanted else "last gradient", group, tuple(grad_v.shape)))
+        grad_u = super().backward(group, grad_v, wanted)
+        return grad_u if wanted else None
+
+
+def connected(model, first_k=0, last_k=0, **options):
+    device, cloud = split(model, first_k, last_k, **options)
+    transport = Counted(device)
+    cloud.connect(transport)
+    return device, cloud, transport
 
 
 def normal(*shape, seed=0):
@@ -71,6 +102,9 @@ def adapted_backbone(family="llama", m_scale=1.0, options=None, lora=None, ladde
     return model.eval()
 
 
+adapted = adapted_backbone
+
+
 CLOUD = """
 import sys, torch
 torch.set_num_threads(1)
@@ -100,6 +134,23 @@ def at_once(work, arguments):
         threads.shutdown(wait=False)
 
 
+@torch.no_grad()
+def logits(model, ids=IDS):
+    return model(input_ids=ids).logits
+
+
+def reloaded(model, folder, family="llama", **options):
+    """The adapter on another copy of its backbone."""
+    model.save_pretrained(folder)
+    return PeftModel.from_pretrained(backbone(family), folder, **options)
+
+
+def assert_apart(*given):
+    """What ``assert_as_exact`` refuses."""
+    with pytest.raises(AssertionError, match="apart"):
+        assert_as_exact(*given)
+
+
 def _same_gradients(gradients, whole, *batches, labels=None):
     """``gradients``, by name or in the parameters' order, are those of the undivided model for these batches."""
     expected, exact = (_gradients(model, batches, labels) for model in (whole, precise(whole)))
@@ -120,12 +171,24 @@ def _gradients(model, batches, labels):
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    """Each architecture family."""
+    return request.param
+
+
+@pytest.fixture(params=CUTS, ids="{0[0]} and {0[1]}".format)
+def cut(request):
+    """How many of the first and of the last layers stay on the device."""
+    return request.param
+
+
 @pytest.fixture(scope="session")
 def same_gradients():
     """Compares gradients with those of a model in one process, matrix by matrix."""
     return _same_gradients
 
 
-@pytest.fixture(scope="session")
-def adapted():
+@pytest.fixture(scope="session", name="adapted")
+def _adapted():
     return adapted_backbone

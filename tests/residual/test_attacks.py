@@ -10,19 +10,8 @@ import torch
 from peft import get_peft_model
 
 from plpkg.backbones import load_backbone
-from plpkg.residual import CloudServer, DeviceClient, PrivateLoraConfig, matrices, split
-from plpkg.residual.attacks import (
-    CHUNK,
-    LinearInverter,
-    imitate_ladder,
-    listen,
-    public_prefix,
-    public_table,
-    recover_m,
-    recover_tokens,
-    relative_error,
-    token_accuracy,
-)
+from plpkg.residual import CloudServer, DeviceClient, PrivateLoraConfig, attacks, matrices, split
+from plpkg.residual.attacks import LinearInverter, recover_tokens, token_accuracy
 from plpkg.residual.methods import LadderConfig
 from plpkg.residual.wire.writing import race
 from tests.residual.conftest import backbone, normal
@@ -40,14 +29,14 @@ def test_a_cloud_hears_what_its_devices_say():
     model = get_peft_model(backbone("llama"), PrivateLoraConfig(r_c2d=4, r_d2c=4))
     ids = tokens(1, 9, vocab=model.config.vocab_size)
     cloud = CloudServer(model, precision="fp32")
-    heard = listen(cloud.part)
+    heard = attacks.listen(cloud.part)
     with cloud:
         for seed in (0, 1):
             for i, m in enumerate(matrices(model).values()):
                 torch.nn.init.normal_(m.weight, generator=torch.Generator().manual_seed(10 * seed + i))
             with DeviceClient(cloud.address, model, precision="fp32") as device:
                 device.logits(ids)
-            assert torch.equal(recover_tokens(heard.hidden[seed], public_table(model)), ids)
+            assert torch.equal(recover_tokens(heard.hidden[seed], attacks.public_table(model)), ids)
             for group, ms in enumerate(device.part.matrices):
                 for u, v, m in zip(heard.u[group][seed], heard.v[group][seed], ms, strict=True):
                     assert_close(v, u @ m.weight.detach().T, terms=4)
@@ -56,13 +45,13 @@ def test_a_cloud_hears_what_its_devices_say():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_embeddings_tell_their_tokens_in_every_precision(dtype):
-    table = normal(CHUNK + 500, 16)
-    ids = tokens(2, CHUNK // 2 + 300, vocab=len(table), seed=1)  # more positions, and more rows, than one chunk
+    table = normal(attacks.CHUNK + 500, 16)
+    ids = tokens(2, attacks.CHUNK // 2 + 300, vocab=len(table), seed=1)  # more positions, and more rows, than one chunk
     assert torch.equal(recover_tokens(table[ids].to(dtype), table), ids)
 
 
 def test_the_nearest_row_is_the_nearest_also_of_rows_that_differ_little():
-    table, received = normal(CHUNK + 50, 3).double(), normal(40, 3, seed=1).double()
+    table, received = normal(attacks.CHUNK + 50, 3).double(), normal(40, 3, seed=1).double()
     brute = torch.stack([(table - x).norm(dim=1).argmin() for x in received])
     assert torch.equal(recover_tokens(received, table), brute)
     table = 1000 + 1e-2 * normal(50, 8).double()
@@ -74,12 +63,12 @@ def test_m_is_solved_for():
     v = u @ m.T
     for some in (u.flatten(0, 1), u[0, :12]):
         condition = torch.linalg.pinv(some).norm() * some.norm()  # how much an error of v grows
-        assert relative_error(recover_m(some, some @ m.T), m) <= condition * relative(12, torch.float64)
-    assert recover_m(u.float(), v.float()).dtype == torch.float64
-    few = recover_m(u[0, :3], v[0, :3])
+        assert attacks.relative_error(attacks.recover_m(some, some @ m.T), m) <= condition * relative(12, torch.float64)
+    assert attacks.recover_m(u.float(), v.float()).dtype == torch.float64
+    few = attacks.recover_m(u[0, :3], v[0, :3])
     assert_close(few, (torch.linalg.pinv(u[0, :3]) @ v[0, :3]).T, terms=u[0].numel())
     spread = 0.25 * 0.75 / (m.numel() / 2)  # of a share that is Beta-distributed, m being normal
-    assert relative_error(few, m) ** 2 == pytest.approx(9 / 12, abs=sampling_error(spread, 1))
+    assert attacks.relative_error(few, m) ** 2 == pytest.approx(9 / 12, abs=sampling_error(spread, 1))
 
 
 def test_m_is_solved_for_from_what_crosses_in_half_precision():
@@ -89,27 +78,24 @@ def test_m_is_solved_for_from_what_crosses_in_half_precision():
             parameter.data = normal(*parameter.shape, seed=len(name))
     device, cloud = split(model)
 
-    class Tapped(Direct):
-        u, v = {}, {}
-
+    class Half(Direct):
         def send(self, group, u):
-            self.u[group] = u.half()
             super().send(group, u.half())
 
         def receive(self, group):
-            self.v[group] = super().receive(group).half()
-            return self.v[group]
+            return super().receive(group).half()
 
-    cloud.connect(Tapped(device))
+    heard = attacks.listen(cloud)
+    cloud.connect(Half(device))
     with torch.no_grad():
         cloud(device.embed(tokens(2, 40, vocab=64)))
     for group in range(2):
-        for u, v, m in zip(Tapped.u[group], Tapped.v[group], device.matrices[group], strict=True):
+        for u, v, m in zip(heard.u[group][0].half(), heard.v[group][0], device.matrices[group], strict=True):
             m, rounded = m.weight.detach(), relative(1, torch.float16) * v.float().norm()
             most = torch.linalg.matrix_norm(torch.linalg.pinv(u.flatten(0, 1).double()), 2) * rounded / m.norm()
-            assert relative_error(recover_m(u, v), m) <= most
+            assert attacks.relative_error(attacks.recover_m(u, v), m) <= most
             # Two thirds of m stay open, on average; of normal entries less than 0.3² once in a million.
-            assert relative_error(recover_m(u[:1, :2], v[:1, :2]), m) > 0.3
+            assert attacks.relative_error(attacks.recover_m(u[:1, :2], v[:1, :2]), m) > 0.3
 
 
 NUMBERS = 8
@@ -152,7 +138,7 @@ def test_a_ladder_is_imitated_from_the_tokens_that_its_owner_samples(width):
     part = imitator(width).requires_grad_()  # nothing but M is to learn all the same
     before = {name: p.clone() for name, p in part.named_parameters()}
     none = divergence(owner, part, unseen)
-    imitate_ladder(part, seen.half(), raced(owner, seen)[0], lr=2e-2, steps=300)
+    attacks.imitate_ladder(part, seen.half(), raced(owner, seen)[0], lr=2e-2, steps=300)
     # With p parameters and n tokens maximum likelihood is p / 2n away, far less than the backbone without M.
     parameters = sum(p.numel() for p in owner.tail.m.parameters())
     assert parameters / 2 / len(seen) < none / 25
@@ -170,8 +156,8 @@ def test_random_numbers_that_the_cloud_knows_tell_it_more():
     assert_close(bounded.max(1).values, bounded.gather(1, chosen[:, None])[:, 0], terms=4)
     plain, knowing = imitator(), imitator()
     some = slice(0, 4000)
-    imitate_ladder(plain, seen[some], chosen[some], lr=2e-2, steps=300)
-    imitate_ladder(knowing, seen[some], chosen[some], times=times[some], temperature=0.1, lr=2e-2, steps=300)
+    attacks.imitate_ladder(plain, seen[some], chosen[some], lr=2e-2, steps=300)
+    attacks.imitate_ladder(knowing, seen[some], chosen[some], times=times[some], temperature=0.1, lr=2e-2, steps=300)
     assert divergence(owner, knowing, unseen) < divergence(owner, plain, unseen) / 2
 
 
@@ -188,7 +174,7 @@ def test_greedy_tokens_tell_which_token_is_likeliest():
     with torch.no_grad():
         greedy, true = (owner.logits(finals).argmax(-1) for finals in (seen, unseen))
         before = token_accuracy(part.logits(unseen).argmax(-1), true)
-        imitate_ladder(part, seen, greedy, temperature=0.1, lr=2e-2, steps=300)
+        attacks.imitate_ladder(part, seen, greedy, temperature=0.1, lr=2e-2, steps=300)
         after = token_accuracy(part.logits(unseen).argmax(-1), true)
     assert 1 - after < (1 - before) / 2
 
@@ -198,13 +184,13 @@ def test_what_is_kept_is_what_was_best_for_tokens_held_out():
     chosen, part = raced(owner, seen)[0], imitator()
     few = dict(finals=seen[:60], tokens=chosen[:60])
     still = dict(lr=1e-12, steps=1)
-    start = imitate_ladder(part, **few, **still)
-    kept = imitate_ladder(part, **few, lr=1e-1, steps=200)  # it learns them by heart
+    start = attacks.imitate_ladder(part, **few, **still)
+    kept = attacks.imitate_ladder(part, **few, lr=1e-1, steps=200)  # it learns them by heart
     assert kept <= start
-    assert imitate_ladder(part, **few, **still) == pytest.approx(kept, rel=relative(60 * 64))
+    assert attacks.imitate_ladder(part, **few, **still) == pytest.approx(kept, rel=relative(60 * 64))
     noise = tokens(60, vocab=64, seed=9)
-    again = imitate_ladder(part, seen[:60], noise, lr=1e-1, steps=200)
-    assert again == imitate_ladder(part, seen[:60], noise, **still)
+    again = attacks.imitate_ladder(part, seen[:60], noise, lr=1e-1, steps=200)
+    assert again == attacks.imitate_ladder(part, seen[:60], noise, **still)
 
 
 def test_a_linear_inverter_reads_embeddings_of_tokens_that_it_never_saw():
@@ -241,14 +227,14 @@ def test_little_text_does_not_look_exact():
 def test_the_attackers_copy_leaves_the_model_alone():
     model = backbone()
     before = {name: (p.clone(), p.requires_grad) for name, p in model.named_parameters()}
-    public_prefix(model, 1).embed(torch.ones(1, 2, dtype=torch.long))
+    attacks.public_prefix(model, 1).embed(torch.ones(1, 2, dtype=torch.long))
     after = {name: (p, p.requires_grad) for name, p in model.named_parameters()}
     assert before.keys() == after.keys()
     assert all(torch.equal(p, after[name][0]) and grad == after[name][1] for name, (p, grad) in before.items())
 
 
 def test_relative_error_is_of_the_frobenius_norm():
-    assert relative_error(torch.tensor([[3.0, 4.0]]), torch.tensor([[0.0, 4.0]])) == 0.75
+    assert attacks.relative_error(torch.tensor([[3.0, 4.0]]), torch.tensor([[0.0, 4.0]])) == 0.75
 
 
 def test_layers_that_have_learnt_hide_little_from_public_text():
@@ -270,7 +256,7 @@ FINALS = torch.ones(5, 32 + NUMBERS)
 
 
 def imitate(finals=FINALS, chosen=IDS, **settings):
-    return imitate_ladder(imitator(), finals, chosen, **settings)
+    return attacks.imitate_ladder(imitator(), finals, chosen, **settings)
 
 
 @pytest.mark.parametrize(
@@ -278,12 +264,12 @@ def imitate(finals=FINALS, chosen=IDS, **settings):
     [
         (lambda: recover_tokens(ROW, torch.ones(2, 3)), "vectors of 4 entries cannot be compared with rows of 3"),
         (lambda: recover_tokens(ROW / 0, ROW), "are not finite"),
-        (lambda: recover_m(U, torch.ones(4, 3)), r"u \(5, 3\) and v \(4, 3\) are not pairs"),
-        (lambda: recover_m(U[:0], U[:0]), r"u \(0, 3\) and v \(0, 3\) are not pairs"),
-        (lambda: recover_m(U, U / 0 * 0), "u and v must be finite"),
-        (lambda: recover_m(U[0], U[0]), r"u \(3,\) and v \(3,\) are not pairs"),
-        (lambda: relative_error(U, U[:2]), r"an estimate \(5, 3\) of a truth \(2, 3\)"),
-        (lambda: relative_error(U, 0 * U), "the truth is zero"),
+        (lambda: attacks.recover_m(U, torch.ones(4, 3)), r"u \(5, 3\) and v \(4, 3\) are not pairs"),
+        (lambda: attacks.recover_m(U[:0], U[:0]), r"u \(0, 3\) and v \(0, 3\) are not pairs"),
+        (lambda: attacks.recover_m(U, U / 0 * 0), "u and v must be finite"),
+        (lambda: attacks.recover_m(U[0], U[0]), r"u \(3,\) and v \(3,\) are not pairs"),
+        (lambda: attacks.relative_error(U, U[:2]), r"an estimate \(5, 3\) of a truth \(2, 3\)"),
+        (lambda: attacks.relative_error(U, 0 * U), "the truth is zero"),
         (lambda: token_accuracy(IDS, IDS[:2]), r"recovered \(5,\) and true \(2,\) are not the same tokens"),
         (lambda: token_accuracy(IDS[:0], IDS[:0]), "or none"),
         (lambda: LinearInverter(U, IDS[:4], U), r"hidden \(5, 3\) and ids \(4,\) are not pairs"),

@@ -21,6 +21,12 @@ def test_a_ladder_is_drawn():
     assert "one message" in theme.alt(plots.ladder().figure)
 
 
+QUALITY = recorded.section("residual_adapters", "quality")
+FACTS = catalog.measured("residual_diary").query("case == 'fact'")
+IMITATION = recorded.section("residual_imitation", "imitation")
+BASELINES = recorded.section("residual_baselines", "gain")
+
+
 @pytest.fixture
 def trips():
     rows = recorded.section("residual_trips", "speed")
@@ -30,45 +36,33 @@ def trips():
 @pytest.fixture
 def tables(trips):
     """By scheme, without a delay and with one."""
-    quality = recorded.section("residual_adapters", "quality")
-    facts = catalog.measured("residual_diary").query("case == 'fact'")
-    imitation = recorded.section("residual_imitation", "imitation")
-    return [plots.by_scheme(trips.query("rtt_ms == @ms"), quality, facts, imitation) for ms in (0, 20)]
+    return [plots.by_scheme(trips.query("rtt_ms == @ms"), QUALITY, FACTS, IMITATION) for ms in (0, 20)]
 
 
-def test_each_scheme_is_compared_with_an_adapter_in_all_layers(tables):
-    quality = recorded.section("residual_adapters", "quality")
-    facts = catalog.measured("residual_diary").query("case == 'fact'")
-    means = {
-        method: sum(runs.groupby("case")["gain"].mean()) / runs["case"].nunique()
-        for method, runs in quality.groupby("method")
-    }
-    for scheme, adapter in (
-        ("M r=48 at down", "all layers"),
-        ("M one layer late, folded", "one layer late"),
-        ("ladder", "ladder"),
-    ):
-        row = tables[1].loc[scheme]
-        assert row["gain"] == pytest.approx(means[adapter] / means["all layers"])
-        assert row["facts"] == facts.query("method == @adapter")["right"].item()
-        assert row["gain_ci"] == 0 if adapter == "all layers" else row["gain_ci"] > 0
+@pytest.mark.parametrize(
+    ("scheme", "adapter"),
+    [("M r=48 at down", "all layers"), ("M one layer late, folded", "one layer late"), ("ladder", "ladder")],
+)
+def test_each_scheme_is_compared_with_an_adapter_in_all_layers(tables, scheme, adapter):
+    means = QUALITY.groupby(["method", "case"])["gain"].mean().groupby("method").mean()
+    row = tables[1].loc[scheme]
+    assert row["gain"] == pytest.approx(means[adapter] / means["all layers"])
+    assert row["facts"] == FACTS.query("method == @adapter")["right"].item()
+    assert row["gain_ci"] == 0 if adapter == "all layers" else row["gain_ci"] > 0
 
 
 @pytest.mark.parametrize(
     ("scheme", "what", "method"),
     [
         ("ladder", "sampled", "ladder"),
-        (
-            "ladder, drafts from the backbone",
-            "sampled, known times",
-            "ladder",
-        ),  # the cloud writes ahead with times of its own
+        # The cloud writes ahead with times of its own.
+        ("ladder, drafts from the backbone", "sampled, known times", "ladder"),
         ("M r=48 at down", "answers", "all layers"),
         ("M in two layers, folded, drafts", "answers", "two layers"),
     ],
 )
 def test_what_is_stolen_is_what_the_cloud_knows_in_that_scheme(tables, scheme, what, method):
-    seen = recorded.section("residual_imitation", "imitation").query("method == @method and what == @what")
+    seen = IMITATION.query("method == @method and what == @what")
     most = seen[seen["tokens"] == seen["tokens"].max()].iloc[0]
     assert tables[1].loc[scheme, "stolen"] == most["stolen"] > 0.3
     assert most["tokens"] == (256 if what == "answers" else 100_000)
@@ -87,11 +81,10 @@ def test_schemes_are_drawn_as_they_are(tables):
 
 
 def test_gains_are_compared_where_the_adapters_are_in_the_same_places():
-    baselines = recorded.section("residual_baselines", "gain")
-    gain = plots.gains(baselines, recorded.section("residual_adapters", "quality"))
+    gain = plots.gains(BASELINES, QUALITY)
     assert gain.shape[1] == 9
     assert not gain.loc[list({name for pair in plots.PAIRS for name in pair})].isna().any(axis=None)
-    down = baselines.query("method == 'LoRA down r=16' and case == 'scipy'")["gain"].mean()
+    down = BASELINES.query("method == 'LoRA down r=16' and case == 'scipy'")["gain"].mean()
     assert gain.loc["LoRA r=16 at down", "scipy"] == pytest.approx(down)
     kept = recorded.section("residual_baselines", "difference").query("other == 'PrivateLoRA down r=48, gradient'")
     mean = (gain.loc["LoRA r=16 at down"] - gain.loc["M r=48 at down"]).mean()
@@ -108,22 +101,13 @@ def test_a_form_has_what_a_token_costs_and_what_was_recorded():
         "ladder, 512 units": LadderConfig(r=96, width=512),
     }
     adapted = {name: get_peft_model(load_backbone("plpkg-small")[0], config) for name, config in configs.items()}
-    quality = recorded.section("residual_adapters", "quality")
-    table = plots.forms(
-        adapted,
-        plots.gains(recorded.section("residual_baselines", "gain"), quality),
-        catalog.measured("residual_diary").query("case == 'fact'"),
-        recorded.section("residual_imitation", "imitation"),
-    )
+    table = plots.forms(adapted, plots.gains(BASELINES, QUALITY), FACTS, IMITATION)
     assert list(table.index) == list(plots.FORMS)
     assert table["round trips"][list(configs)].tolist() == [6, 21, 6, 1, 6, 1]
     assert table["bytes a token"][list(configs)].tolist() == [2240, 10240, 12800, 2240, 5120, 2240]
     assert table["numbers learned"][list(configs)].tolist() == [11520, 143360, 92160, 153600, 61440, 809984]
-    assert table.loc["own counts", ["round trips", "bytes a token", "gain, bits per byte"]].tolist() == [
-        1,
-        1280,
-        "0.195",
-    ]
+    own = table.loc["own counts", ["round trips", "bytes a token", "gain, bits per byte"]]
+    assert own.tolist() == [1, 1280, "0.195"]
     assert table.loc[["M r=48 at down", "ladder, 512 units", "own counts"], "facts of 40"].tolist() == ["28", "39", "-"]
     assert table.loc["ladder", "the cloud gets, beside the text"] == "55 % of its gain"
 
@@ -150,17 +134,20 @@ def test_defences_are_the_recorded_ones(tables):
     assert table.loc["none", "the cloud's M"] == "error 0.00047 from 256 tokens"
 
 
-def test_bytes_are_those_of_a_token_without_the_prompt(trips):
+@pytest.mark.parametrize(
+    ("scheme", "formula", "options"),
+    [
+        ("plain", communication.low_rank, dict(rank=48, projections=1)),
+        ("ladder", communication.ladder, dict(rank=96)),
+        ("two layers, folded", communication.low_rank, dict(rank=48, projections=1, adapted_layers=2, folded=True)),
+    ],
+)
+def test_bytes_are_those_of_a_token_without_the_prompt(trips, scheme, formula, options):
     """The same for an adapter in all layers and a ladder, as the formulas have it, at any length of the prompt."""
-    shape = catalog.ModelShape.from_config(load_backbone("plpkg-small")[0].config, "plpkg-small")
-    table = trips.query("rtt_ms == 20").set_index("what")
-    for scheme, traffic in (
-        ("plain", communication.low_rank(shape, 48, projections=1)),
-        ("ladder", communication.ladder(shape, 96)),
-        ("two layers, folded", communication.low_rank(shape, 48, projections=1, adapted_layers=2, folded=True)),
-    ):
-        assert table.loc[scheme, "bytes_per_token"] == (traffic.uplink_bits + traffic.downlink_bits) / 8
-        assert table.loc[scheme, "up_bytes_per_token"] == traffic.uplink_bits / 8
+    traffic = formula(catalog.ModelShape.from_config(load_backbone("plpkg-small")[0].config, "plpkg-small"), **options)
+    row = trips.query("rtt_ms == 20").set_index("what").loc[scheme]
+    assert row["bytes_per_token"] == (traffic.uplink_bits + traffic.downlink_bits) / 8
+    assert row["up_bytes_per_token"] == traffic.uplink_bits / 8
 
 
 def test_weights_on_the_device_are_those_of_its_part(trips):

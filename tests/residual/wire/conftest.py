@@ -4,10 +4,11 @@ import contextlib
 import copy
 
 import pytest
+import torch
 
 from plpkg.residual import CloudServer, DeviceClient
 from plpkg.residual.wire.connection import BrokenStreamError
-from tests.residual.conftest import IDS
+from tests.residual.conftest import IDS, scheme
 
 SLIDING = {"sliding_window": 8}
 LONG_ROPE = {
@@ -25,23 +26,60 @@ LENGTHS = {
 def pair(adapted):
     """Starts a cloud and a device with models of their own; gives the cloud, the device and the whole model.
 
-    ``config`` is of both models' adapters; ``model`` stands in the place of the device's.
+    ``config`` is of both models' adapters, which cross in one of the ``SCHEMES``; ``model`` stands in the place of the
+    device's, ``served`` in that of the cloud's.
     """
     with contextlib.ExitStack() as opened:
 
         def start(
-            family="llama", first_k=0, last_k=0, *, precision="fp32", m_scale=1.0, options=None,
-            config=(), model=None, cloud=(), fold=False, **device,
+            family="llama", first_k=0, last_k=0, *, name="qkv", precision="fp32", m_scale=1.0, options=None,
+            config=(), model=None, served=None, cloud=(), **device,
         ):  # fmt: skip
-            common = dict(first_k=first_k, last_k=last_k, fold=fold, precision=precision)
+            settings, cut = scheme(name, family)
+            settings |= dict(options=options) | dict(config)
+            common = dict(first_k=first_k, last_k=last_k, precision=precision) | cut
             if model is None:
-                model = adapted(family, m_scale=m_scale, options=options, **dict(config))
-            served = adapted(family, m_scale=0.0, options=options, **dict(config))
-            server = opened.enter_context(CloudServer(served, **common, **dict(cloud)))
+                model = adapted(family, m_scale=m_scale, **settings)
+            if served is None:
+                served = adapted(family, m_scale=0.0, **settings)
+            server = opened.enter_context(CloudServer(served, **common | dict(cloud)))
             client = opened.enter_context(DeviceClient(server.address, model, **common, **device))
             return server, client, copy.deepcopy(model)
 
         yield start
+
+
+@pytest.fixture
+def before(monkeypatch):
+    """``before(owner, method, act)``: ``act`` gets the number of each call, from 1. Returns those so far."""
+
+    def watch(owner, method, act):
+        original, calls = getattr(owner, method), []
+
+        def watched(*arguments, **options):
+            calls.append(len(calls) + 1)
+            act(calls[-1])
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(owner, method, watched)
+        return calls
+
+    return watch
+
+
+def fail_at(error, *numbers):
+    """For ``before``: the calls of these numbers end in an error."""
+
+    def act(number):
+        if number in numbers:
+            raise error
+
+    return act
+
+
+def same_tokens(client, model, ids=IDS, count=6, **options):
+    """The device writes what the whole model writes."""
+    assert torch.equal(client.generate(ids, count, eos_token_id=-1, **options), expected_tokens(model, ids, count))
 
 
 def expected_tokens(model, ids=IDS, count=6):

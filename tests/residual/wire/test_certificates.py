@@ -36,39 +36,25 @@ def test_what_is_no_certificate_is_named(tmp_path):
     key.write_bytes(other.with_name("key.pem").read_bytes())
     with pytest.raises(OSError, match=r"cert\.pem and key\.pem in .*mine are not a certificate and its key"):
         certificates.for_cloud(tmp_path / "mine")
-    key.unlink()
-    with pytest.raises(FileNotFoundError, match=r"mine/key\.pem"):
-        certificates.for_cloud(tmp_path / "mine")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.9.9.9:1", "localhost:0", "[::1]:5"])
+def test_what_never_leaves_the_machine_needs_no_protection(address):
+    assert certificates.is_loopback(address) is True
+    certificates.require_protection(address, encrypted=False, token=None, option="--ca")
 
 
 @pytest.mark.parametrize(
-    ("address", "local"),
-    [
-        ("127.0.0.1:1", True),
-        ("127.9.9.9:1", True),
-        ("localhost:0", True),
-        ("[::1]:5", True),
-        ("0.0.0.0:5", False),
-        ("[::]:5", False),
-        ("10.0.0.1:5", False),
-        ("example.org:5", False),
-        ("localhost.example.org:5", False),
-        ("127.0.0.1.example.org:5", False),
-    ],
+    "host", ["0.0.0.0", "[::]", "10.0.0.1", "example.org", "localhost.example.org", "127.0.0.1.example.org"]
 )
-def test_what_never_leaves_the_machine(address, local):
-    assert certificates.is_loopback(address) is local
-    if local:
-        certificates.require_protection(address, encrypted=False, token=None, option="--ca")
-    else:
-        for encrypted, token, missing in (
-            (False, None, "TLS (--ca) and a token (PLPKG_TOKEN)"), (False, "t", "TLS (--ca)"),
-            (True, None, "a token (PLPKG_TOKEN)"),
-        ):  # fmt: skip
-            said = f"{address} is not a loopback address, which never leaves a machine: {missing} needed"
-            with pytest.raises(ValueError, match=re.escape(said)):
-                certificates.require_protection(address, encrypted=encrypted, token=token, option="--ca")
-        certificates.require_protection(address, encrypted=True, token="t", option="--ca")
+def test_what_leaves_the_machine_needs_tls_and_a_token(host):
+    assert certificates.is_loopback(f"{host}:5") is False
+    certificates.require_protection(f"{host}:5", encrypted=True, token="t", option="--ca")
+    tls, token = "TLS (--ca)", "a token (PLPKG_TOKEN)"
+    for given, missing in (((False, None), f"{tls} and {token}"), ((False, "t"), tls), ((True, None), token)):
+        said = f"{host}:5 is not a loopback address, which never leaves a machine: {missing} needed"
+        with pytest.raises(ValueError, match=re.escape(said)):
+            certificates.require_protection(f"{host}:5", encrypted=given[0], token=given[1], option="--ca")
 
 
 @pytest.mark.parametrize(

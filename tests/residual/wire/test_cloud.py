@@ -17,7 +17,7 @@ from hypothesis import given, settings, strategies as st
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, Qwen3NextConfig
 
-from plpkg.residual import CloudServer, DeviceClient, Limits, PrivateLoraConfig, RefusedError
+from plpkg.residual import CloudServer, DeviceClient, Limits, PrivateLoraConfig
 from plpkg.residual.wire.connection import METHOD, TEXT
 from plpkg.residual.wire.terms import OPTIONS as WORDS
 from plpkg.residual.wire.wire_pb2 import Choice, FromCloud, FromDevice, Goodbye, Hello, Part, Step
@@ -45,12 +45,10 @@ class Raw:
 
     def status(self):
         """How the stream ends."""
-        try:
+        with contextlib.suppress(grpc.RpcError):
             for _ in self.call:
                 pass
-        except grpc.RpcError as error:
-            return error.code(), error.details()
-        return StatusCode.OK, ""
+        return self.call.code(), self.call.details()
 
     def close(self):
         self.call.cancel()
@@ -58,28 +56,38 @@ class Raw:
 
 
 @pytest.fixture
-def cloud(adapted):
-    with CloudServer(adapted(), precision="fp32", limits=Limits(tokens=20, batch=2, sessions=3)) as server:
-        yield server
+def serve(adapted):
+    """Starts clouds for the model of ``adapted(**config)`` that end with the test."""
+    with contextlib.ExitStack() as opened:
+        yield lambda config=(), precision="fp32", **options: opened.enter_context(
+            CloudServer(adapted(**dict(config)), precision=precision, **options)
+        )
 
 
 @pytest.fixture
-def raw(cloud):
+def cloud(serve):
+    return serve(limits=Limits(tokens=20, batch=2, sessions=3))
+
+
+@pytest.fixture
+def raw(request, serve):
     """Opens a device that is welcome; with ``hello``, one that has said this and read no answer."""
-    opened = []
+    with contextlib.ExitStack() as opened:
 
-    def open_one(hello=True, *, server=cloud, **options):
-        device = Raw(server, **options)
-        opened.append(device)
-        if hello:
-            device.put(hello=Hello(terms=server.terms) if hello is True else hello)
-        if hello is True:
-            device.session = device.get().welcome.session
-        return device
+        def open_one(hello=True, *, server=None, **options):
+            server = server or request.getfixturevalue("cloud")
+            device = opened.enter_context(contextlib.closing(Raw(server, **options)))
+            if hello:
+                device.put(hello=Hello(terms=server.terms) if hello is True else hello)
+            if hello is True:
+                device.session = device.get().welcome.session
+            return device
 
-    yield open_one
-    for device in opened:
-        device.close()
+        yield open_one
+
+
+def resumed(raw, server, session):
+    return raw(Hello(terms=server.terms, session=session), server=server)
 
 
 def step(number=1, batch=1, seq=2, size=None, **flags):
@@ -113,34 +121,44 @@ def still_serves(cloud, adapted):
         (step(ahead=2**32 - 1), "OUT_OF_RANGE", "tokens would be 4294967297, the cloud's limit is 20"),
         (step(batch=2, ahead=1), "INVALID_ARGUMENT", r"ahead=1: the cloud writes on only .* one sequence \(batch=2\)"),
         (step(train=True, ahead=1), "INVALID_ARGUMENT", "ahead=1: the cloud writes on only where it has every layer"),
+        (dict(residual=Part(group=1, data=bytes(72))), "INVALID_ARGUMENT", "exchange 0 was answered with 1"),
+        (dict(residual=Part(group=0, data=bytes(71))), "INVALID_ARGUMENT", "has 72 bytes, got 71"),
+        (dict(residual=Part(group=0, data=b"")), "INVALID_ARGUMENT", "has 72 bytes, got 0"),
+        (dict(grad_hidden=bytes(72)), "INVALID_ARGUMENT", "a residual was due, the device sent grad_hidden"),
+        (dict(step=step()), "INVALID_ARGUMENT", "a residual was due, the device sent step"),
+        (dict(), "INVALID_ARGUMENT", "a residual was due, the device sent nothing"),
     ],
 )
-def test_an_impossible_step_is_refused_with_the_reason(raw, cloud, adapted, message, code, details):
+def test_an_impossible_step_or_answer_is_refused_with_the_reason(raw, cloud, adapted, message, code, details):
+    """An answer, in the middle of a step."""
     device = raw()
-    device.put(step=message)
+    if isinstance(message, Step):
+        device.put(step=message)
+    else:
+        device.put(step=step())
+        assert device.get().residual.group == 0
+        device.put(**message)
     status, reason = device.status()
     assert status.name == code
     assert re.search(details, reason)
     assert still_serves(cloud, adapted)
 
 
-def test_a_cloud_without_every_layer_writes_nothing(adapted, raw):
-    with CloudServer(adapted(), precision="fp32", first_k=1) as server:
-        device = raw(server=server)
-        device.put(step=step(ahead=1))
-        code, details = device.status()
-        assert code is StatusCode.INVALID_ARGUMENT
-        assert "ahead=1: the cloud writes on only where it has every layer" in details
+def test_a_cloud_without_every_layer_writes_nothing(serve, raw):
+    device = raw(server=serve(first_k=1))
+    device.put(step=step(ahead=1))
+    code, details = device.status()
+    assert code is StatusCode.INVALID_ARGUMENT
+    assert "ahead=1: the cloud writes on only where it has every layer" in details
 
 
 @pytest.fixture
-def ladder(adapted):
+def ladder(serve):
     """A cloud that answers each step by itself."""
-    with CloudServer(adapted(ladder=dict(r=4)), precision="fp32", limits=Limits(tokens=20)) as server:
-        yield server
+    return serve(dict(ladder=dict(r=4)), limits=Limits(tokens=20))
 
 
-NAN = float("nan")
+NAN, INF = float("nan"), float("inf")
 
 
 @pytest.mark.parametrize(
@@ -153,10 +171,7 @@ NAN = float("nan")
         (dict(ahead=17), "tokens would be 21, the cloud's limit is 20"),
         (dict(ahead=2, choice=Choice(temperature=-1, top_p=1)), "temperature must be greater than 0, got -1"),
         (dict(ahead=2, choice=Choice(temperature=NAN, top_p=1)), "temperature must be greater than 0, got nan"),
-        (
-            dict(ahead=2, choice=Choice(temperature=float("inf"), top_p=1)),
-            "temperature must be greater than 0, got inf",
-        ),
+        (dict(ahead=2, choice=Choice(temperature=INF, top_p=1)), "temperature must be greater than 0, got inf"),
         (dict(ahead=2, choice=Choice(temperature=1)), "top_p must be greater than 0 and at most 1, got 0"),
         (dict(ahead=2, choice=Choice(temperature=1, top_p=NAN)), "top_p must be greater than 0 and at most 1, got nan"),
     ],
@@ -181,10 +196,9 @@ def test_nonsense_in_the_middle_of_a_sequence_leaves_it_as_it_was(raw, ladder, f
 
 def test_an_answer_that_was_lost_is_the_same_again_and_another_question_is_refused(raw, ladder):
     device, choice = raw(server=ladder), Choice(seed=2**64 - 1, temperature=1e-300, top_k=2**32 - 1, top_p=1e-9)
-    question = step(ahead=18, choice=choice)
     answers = []
     for _ in range(2):
-        device.put(step=question)
+        device.put(step=step(ahead=18, choice=choice))
         answers.append(device.get().final)
     assert answers[0] == answers[1]
     tokens = torch.frombuffer(bytearray(answers[0].tokens), dtype=torch.int32)
@@ -192,35 +206,6 @@ def test_an_answer_that_was_lost_is_the_same_again_and_another_question_is_refus
     assert 0 <= tokens.min() <= tokens.max() < 64
     device.put(step=step(ahead=17, choice=choice))
     assert device.status() == (StatusCode.FAILED_PRECONDITION, "step 1 on the device, 1 done on the cloud")
-
-
-def test_a_sequence_may_not_grow_beyond_the_limit(cloud, adapted):
-    with DeviceClient(cloud.address, adapted(), precision="fp32") as client:
-        with pytest.raises(RefusedError, match="OUT_OF_RANGE: tokens would be 21, the cloud's limit is 20"):
-            client.generate(IDS, 20, eos_token_id=-1)
-        assert client.generate(IDS, 13, eos_token_id=-1).shape == (1, 21)
-
-
-@pytest.mark.parametrize(
-    ("answer", "details"),
-    [
-        (dict(residual=Part(group=1, data=bytes(72))), "exchange 0 was answered with 1"),
-        (dict(residual=Part(group=0, data=bytes(71))), "has 72 bytes, got 71"),
-        (dict(residual=Part(group=0, data=b"")), "has 72 bytes, got 0"),
-        (dict(grad_hidden=bytes(72)), "a residual was due, the device sent grad_hidden"),
-        (dict(step=step()), "a residual was due, the device sent step"),
-        (dict(), "a residual was due, the device sent nothing"),
-    ],
-)
-def test_a_wrong_answer_in_the_middle_of_a_step_is_refused(raw, cloud, adapted, answer, details):
-    device = raw()
-    device.put(step=step())
-    assert device.get().residual.group == 0
-    device.put(**answer)
-    code, reason = device.status()
-    assert code is StatusCode.INVALID_ARGUMENT
-    assert details in reason
-    assert still_serves(cloud, adapted)
 
 
 @pytest.mark.parametrize("first", [dict(step=step()), dict(residual=Part(group=0)), dict()])
@@ -232,7 +217,7 @@ def test_a_device_has_to_say_hello_first(raw, first):
     assert "a hello was due" in details
 
 
-def test_every_term_has_to_agree(raw, cloud):
+def test_every_term_has_to_agree_and_a_long_one_is_sent_back_in_part(raw, cloud):
     for field in cloud.terms.DESCRIPTOR.fields:
         terms = copy.deepcopy(cloud.terms)
         terms.ClearField(field.name)
@@ -241,16 +226,21 @@ def test_every_term_has_to_agree(raw, cloud):
         code, details = raw(Hello(terms=terms)).status()
         assert code is StatusCode.FAILED_PRECONDITION
         assert details.startswith(f"{WORDS.get(field.name, field.name)} ")
+    terms = copy.deepcopy(cloud.terms)
+    terms.model = "x" * 2**20
+    code, details = raw(Hello(terms=terms)).status()
+    assert code is StatusCode.FAILED_PRECONDITION
+    assert details.startswith("--model xxx")
+    assert len(details) == TEXT
 
 
-@pytest.mark.parametrize(
-    "metadata", [[], [("authorization", "secret")], [("authorization", "Bearer secre")], [("authorization", "Bearer ")]]
-)
-def test_a_wrong_token_gets_nothing(adapted, raw, metadata):
-    with CloudServer(adapted(), token="secret") as server:
-        refused = raw(Hello(terms=server.terms), server=server, metadata=metadata)
-        assert refused.status() == (StatusCode.UNAUTHENTICATED, "no token, or a wrong one")
-        assert raw(server=server, metadata=[("authorization", "Bearer secret")]).session
+@pytest.mark.parametrize("said", [None, "secret", "Bearer secre", "Bearer "])
+def test_a_wrong_token_gets_nothing(serve, raw, said):
+    server = serve(token="secret")
+    metadata = [] if said is None else [("authorization", said)]
+    refused = raw(Hello(terms=server.terms), server=server, metadata=metadata)
+    assert refused.status() == (StatusCode.UNAUTHENTICATED, "no token, or a wrong one")
+    assert raw(server=server, metadata=[("authorization", "Bearer secret")]).session
 
 
 def test_random_bytes_end_the_stream_and_harm_nobody(cloud, adapted):
@@ -272,71 +262,58 @@ def test_random_bytes_end_the_stream_and_harm_nobody(cloud, adapted):
     assert still_serves(cloud, adapted)
 
 
-def connect(server: CloudServer) -> socket.socket:
-    host, port = server.address.split(":")
-    return socket.create_connection((host, int(port)), 30)
+def connect(server):
+    return socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2])), 30)
 
 
-def test_who_only_connects_is_sent_away(adapted):
+def test_who_only_connects_is_sent_away(serve, adapted):
     """Connections without a stream, and with bytes that are no HTTP/2: gRPC's own options end them."""
-    with CloudServer(adapted(), precision="fp32", limits=Limits(sessions=1, answer_s=1.0)) as server:
-        silent = [connect(server) for _ in range(100)]
-        for connection in silent[:50]:
-            connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        assert still_serves(server, adapted)
-        for connection in silent:
-            with contextlib.suppress(ConnectionResetError):
-                while connection.recv(1024):
-                    pass
-            connection.close()
+    server = serve(limits=Limits(sessions=1, answer_s=1.0))
+    silent = [connect(server) for _ in range(100)]
+    for connection in silent[:50]:
+        connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    assert still_serves(server, adapted)
+    for connection in silent:
+        with connection, contextlib.suppress(ConnectionResetError):
+            while connection.recv(1024):
+                pass
 
 
-def test_a_newcomer_takes_the_place_of_who_says_nothing(adapted, raw, monkeypatch):
+def test_a_newcomer_takes_the_place_of_who_says_nothing(serve, adapted, raw, monkeypatch):
     monkeypatch.setattr("plpkg.residual.wire.cloud.WAITING", 2)
-    with CloudServer(adapted(), precision="fp32", limits=Limits(sessions=1)) as server:
-        with DeviceClient(server.address, adapted(), precision="fp32") as device:
-            device.generate(IDS, 2)
-            (session,) = server._sessions._by_key.values()
-            messages = session.messages
-            silent = [raw(hello=False, server=server) for _ in range(4)]
-            wait_until(lambda: sum(stream.call.is_active() for stream in silent) == 2)  # whoever came first
-            assert device.generate(IDS, 2, eos_token_id=-1).shape == (1, 10)
-            assert session.messages is messages  # it did not have to come back
-        assert still_serves(server, adapted)
+    server = serve(limits=Limits(sessions=1))
+    with DeviceClient(server.address, adapted(), precision="fp32") as device:
+        device.generate(IDS, 2)
+        (session,) = server._sessions._by_key.values()
+        messages = session.messages
+        silent = [raw(hello=False, server=server) for _ in range(4)]
+        wait_until(lambda: sum(stream.call.is_active() for stream in silent) == 2)  # whoever came first
+        assert device.generate(IDS, 2, eos_token_id=-1).shape == (1, 10)
+        assert session.messages is messages  # it did not have to come back
+    assert still_serves(server, adapted)
 
 
-def test_a_text_is_sent_back_in_part(raw, cloud):
-    terms = copy.deepcopy(cloud.terms)
-    terms.model = "x" * 2**20
-    code, details = raw(Hello(terms=terms)).status()
-    assert code is StatusCode.FAILED_PRECONDITION
-    assert details.startswith("--model xxx")
-    assert len(details) == TEXT
+def test_no_more_threads_is_not_the_end(serve, adapted, monkeypatch):
+    server, original, refused = serve(), threading.Thread.start, []
 
+    def fails_once(thread):
+        if thread.name == "plpkg-session" and not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        original(thread)
 
-def test_no_more_threads_is_not_the_end(adapted, monkeypatch):
-    with CloudServer(adapted(), precision="fp32") as server:
-        original, refused = threading.Thread.start, []
-
-        def fails_once(thread):
-            if thread.name == "plpkg-session" and not refused:
-                refused.append(thread)
-                raise RuntimeError("can't start new thread")
-            original(thread)
-
-        monkeypatch.setattr(threading.Thread, "start", fails_once)
-        assert still_serves(server, adapted)
-        assert refused
-        wait_until(lambda: not server._streams)
+    monkeypatch.setattr(threading.Thread, "start", fails_once)
+    assert still_serves(server, adapted)
+    assert refused
+    wait_until(lambda: not server._streams)
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6")
-def test_every_address_is_ipv4s_too(adapted, tmp_path):
+def test_every_address_is_ipv4s_too(serve, tmp_path):
     certificate.written(tmp_path / "tls")
-    with CloudServer(adapted(), "[::]:0", tls=tmp_path / "tls", token="t") as server:
-        port = int(server.address.rpartition(":")[2])
-        for host in ("127.0.0.1", "::1"):
-            socket.create_connection((host, port), 5).close()
+    server = serve(address="[::]:0", tls=tmp_path / "tls", token="t")
+    connect(server).close()
+    socket.create_connection(("::1", int(server.address.rpartition(":")[2])), 5).close()
 
 
 def test_sessions_are_named_by_secrets_and_too_many_are_told_so(raw, cloud):
@@ -353,77 +330,73 @@ def test_sessions_are_named_by_secrets_and_too_many_are_told_so(raw, cloud):
     assert raw().session
 
 
-def test_a_message_too_large_is_refused_before_it_is_read(adapted, raw):
-    with CloudServer(adapted(), precision="fp32", limits=Limits(message_bytes=5000)) as server:
-        device = raw(server=server)
-        device.put(step=step(seq=64))
-        code, details = device.status()
-        assert code is StatusCode.RESOURCE_EXHAUSTED
-        assert "5000" in details
+def test_a_message_too_large_is_refused_before_it_is_read(serve, raw):
+    device = raw(server=serve(limits=Limits(message_bytes=5000)))
+    device.put(step=step(seq=64))
+    code, details = device.status()
+    assert code is StatusCode.RESOURCE_EXHAUSTED
+    assert "5000" in details
 
 
 @pytest.mark.parametrize("moment", ["hello", "step", "residual", "grad_hidden"])
-def test_no_wait_is_without_a_deadline(adapted, raw, moment):
+def test_no_wait_is_without_a_deadline_and_an_idle_devices_session_is_kept(serve, raw, moment):
     limits = {"hello": Limits(answer_s=0.3), "step": Limits(idle_s=0.4)}.get(moment, Limits(answer_s=2.0))
-    with CloudServer(adapted(), precision="fp32", limits=limits) as server:
-        device = raw(server=server, hello=moment != "hello")
-        if moment in ("residual", "grad_hidden"):
-            device.put(step=step(train=moment == "grad_hidden"))
+    server = serve(limits=limits)
+    device = raw(server=server, hello=moment != "hello")
+    if moment in ("residual", "grad_hidden"):
+        device.put(step=step(train=moment == "grad_hidden"))
+        device.get()
+    if moment == "grad_hidden":
+        for group in range(4):
+            device.put(residual=Part(group=group, data=bytes(3 * 2 * 3 * 4)))
             device.get()
-        if moment == "grad_hidden":
-            for group in range(4):
-                device.put(residual=Part(group=group, data=bytes(3 * 2 * 3 * 4)))
-                device.get()
-        code, details = device.status()
-        assert code is StatusCode.DEADLINE_EXCEEDED
-        assert re.search(f"a {moment} .*was due", details)
-        wait_until(lambda: not [t for t in threading.enumerate() if t.name == "plpkg-session"])
-
-
-def resumed(raw, server, session):
-    return raw(Hello(terms=server.terms, session=session), server=server)
-
-
-def test_a_session_waits_for_its_device_and_is_then_forgotten(adapted, raw, monkeypatch):
-    with CloudServer(adapted(), precision="fp32", limits=Limits(resume_s=50)) as server:
-        first = raw(server=server)
-        first.call.cancel()
-        again = resumed(raw, server, first.session)
-        assert again.get().welcome.session == first.session
-        again.call.cancel()
-        wait_until(lambda: all(session.messages is None for session in server._sessions._by_key.values()))
-        clock = time.monotonic
-        monkeypatch.setattr("plpkg.residual.wire.stream.time.monotonic", lambda: clock() + 60)
-        assert resumed(raw, server, first.session).status()[0] is StatusCode.NOT_FOUND
-        assert server.sessions == 0
-
-
-def test_an_idle_devices_session_outlives_its_connection(adapted, raw):
-    with CloudServer(adapted(), precision="fp32", limits=Limits(idle_s=0.3)) as server:
-        device = raw(server=server)
-        assert device.status()[0] is StatusCode.DEADLINE_EXCEEDED
+    code, details = device.status()
+    assert code is StatusCode.DEADLINE_EXCEEDED
+    assert re.search(f"a {moment} .*was due", details)
+    wait_until(lambda: not [t for t in threading.enumerate() if t.name == "plpkg-session"])
+    if moment == "step":
         assert server.sessions == 1
         assert resumed(raw, server, device.session).get().welcome.session == device.session
 
 
-def test_taking_over_between_steps_makes_no_room_for_more_sessions(adapted, raw):
-    with CloudServer(adapted(), precision="fp32", limits=Limits(sessions=1)) as server:
-        device = raw(server=server)
-        for _ in range(3):
-            device = resumed(raw, server, device.session)
-            device.session = device.get().welcome.session
-            assert server.sessions == 1
-            assert raw(Hello(terms=server.terms), server=server).status()[0] is StatusCode.RESOURCE_EXHAUSTED
+def test_a_session_waits_for_its_device_and_is_then_forgotten(serve, raw, monkeypatch):
+    server = serve(limits=Limits(resume_s=50))
+    first = raw(server=server)
+    first.call.cancel()
+    again = resumed(raw, server, first.session)
+    assert again.get().welcome.session == first.session
+    again.call.cancel()
+    wait_until(lambda: all(session.messages is None for session in server._sessions._by_key.values()))
+    clock = time.monotonic
+    monkeypatch.setattr("plpkg.residual.wire.stream.time.monotonic", lambda: clock() + 60)
+    assert resumed(raw, server, first.session).status()[0] is StatusCode.NOT_FOUND
+    assert server.sessions == 0
 
 
-def test_a_new_device_gets_the_place_of_the_one_that_has_waited_longest(adapted, raw):
-    with CloudServer(adapted(), precision="fp32", limits=Limits(sessions=2)) as server:
-        devices = [raw(server=server) for _ in range(2)]
-        for device in devices:
-            device.call.cancel()
-            wait_until(lambda key=device.session: server._sessions._by_key[key].messages is None)
-        new = raw(server=server)
-        assert set(server._sessions._by_key) == {devices[1].session, new.session}
+def test_a_session_that_seems_to_be_connected_can_be_taken_over_and_makes_no_room_for_more(serve, raw):
+    """Its device has a new connection before the cloud has noticed that the old one is dead, in a step or between."""
+    server = serve(limits=Limits(sessions=1))
+    device = raw(server=server)
+    device.put(step=step())
+    device.get()
+    for _ in range(3):
+        before, device = device, resumed(raw, server, device.session)
+        welcome = device.get().welcome
+        assert (welcome.session, welcome.steps) == (before.session, 0)
+        assert before.status() == (StatusCode.ABORTED, "the session goes on on another connection")
+        device.session = welcome.session
+        assert server.sessions == 1
+        assert raw(Hello(terms=server.terms), server=server).status()[0] is StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_a_new_device_gets_the_place_of_the_one_that_has_waited_longest(serve, raw):
+    server = serve(limits=Limits(sessions=2))
+    devices = [raw(server=server) for _ in range(2)]
+    for device in devices:
+        device.call.cancel()
+        wait_until(lambda key=device.session: server._sessions._by_key[key].messages is None)
+    new = raw(server=server)
+    assert set(server._sessions._by_key) == {devices[1].session, new.session}
 
 
 def test_layers_whose_cache_is_overwritten_are_refused():
@@ -437,16 +410,6 @@ def test_layers_whose_cache_is_overwritten_are_refused():
     model = get_peft_model(AutoModelForCausalLM.from_config(config), adapter)
     with pytest.raises(ValueError, match="cannot be taken back to where it was before a step"):
         CloudServer(model)
-
-
-def test_a_session_that_seems_to_be_connected_can_be_taken_over(raw, cloud):
-    """Its device has a new connection before the cloud has noticed that the old one is dead."""
-    first = raw()
-    first.put(step=step())
-    first.get()
-    welcome = resumed(raw, cloud, first.session).get().welcome
-    assert (welcome.session, welcome.steps) == (first.session, 0)
-    assert first.status() == (StatusCode.ABORTED, "the session goes on on another connection")
 
 
 @pytest.mark.parametrize("session", [bytes(16), b"x", bytes(1000)])

@@ -5,6 +5,7 @@ import gc
 import io
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from typer.testing import CliRunner
 from plpkg import checkpoints
 from plpkg.backbones import load_backbone, random_backbone
 from plpkg.cli import app
-from plpkg.residual import CloudServer, DeviceClient, PrivateLoraConfig
+from plpkg.residual import PrivateLoraConfig
 from plpkg.residual.wire.chat import answer_lines, lines_of
 from plpkg.residual.wire.loading import adapted_model
 from plpkg.residual.wire.training import texts
@@ -31,10 +32,11 @@ from waiting import line_of
 
 WIDTH = 32
 WORDS = ["<unk>", "<s>", "my", "cat", "is", "called", "felix", "and", "sleeps", "all", "day"]
-TARGETS = ["--target", "v_proj", "--target", "down_proj"]
+DIARY = "my cat is called felix and sleeps all day " * 20
+NEW = "--rank 4 --target v_proj --target down_proj"
+GREEDY = "chat --temperature 0 --max-new-tokens"
 LISTENING = r"^listening on (127\.0\.0\.1:\d+)"
 PLPKG = "import sys; from plpkg.cli import app; app(sys.argv[1:])"
-DEVICE = ["device", "--connect", "127.0.0.1:1"]
 RUNNER = CliRunner(env={"COLUMNS": "400"})
 WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
@@ -50,17 +52,38 @@ def folder(tmp_path_factory):
     return path
 
 
+def run(line, said="my cat\n", **environment):
+    """``plpkg line``, in this process, with this input."""
+    return RUNNER.invoke(app, shlex.split(line), input=said, env=environment)
+
+
+def answers(result):
+    """The lines of a chat that ended well."""
+    assert result.exit_code == 0, result.output
+    return result.stdout.strip().splitlines()
+
+
+def saved(path, folder, rank=4, **config):
+    """A new adapter, saved in a folder."""
+    adapted_model(str(folder), None, "fp32", "cpu", rank=rank, **config)[0].save_pretrained(path)
+    return path
+
+
 @pytest.fixture(scope="module")
 def tls(tmp_path_factory):
     """A folder with a certificate."""
     return certificate.written(tmp_path_factory.mktemp("tls")).parent
 
 
+def process(command):
+    """Without the seconds that imports take."""
+    return Process(PLPKG, *command)
+
+
 @contextlib.contextmanager
-def serving(start, folder, *options):
+def serving(folder, options="", start=process):
     """A cloud that ``start`` runs with these arguments of ``plpkg``; gives its address, and ends it as Ctrl+C does."""
-    command = ["cloud", "--model", str(folder), "--rank", "4", *TARGETS, "--listen", "127.0.0.1:0", *options]
-    with start(command) as process:
+    with start(shlex.split(f"cloud --model {folder} {NEW} --listen 127.0.0.1:0 {options}")) as process:
         address = line_of(process.stdout, LISTENING)[1]
         try:
             yield address
@@ -76,107 +99,91 @@ def secured(folder, tls):
     """What a reader types: ``plpkg cloud`` over TLS, with a token, for sequences of at most nine tokens."""
 
     def start(command):
-        environment = os.environ | {"PYTHONUNBUFFERED": "1", "PLPKG_TOKEN": "secret"}
         return subprocess.Popen(
             [sys.executable, "-m", "plpkg", *command],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=environment,
+            env=os.environ | {"PYTHONUNBUFFERED": "1", "PLPKG_TOKEN": "secret"},
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
         )
 
-    with serving(start, folder, "--tls", str(tls), "--tokens", "9") as address:
+    with serving(folder, f"--tls {tls} --tokens 9", start) as address:
         yield address
 
 
 @pytest.fixture(scope="module")
 def cloud(folder):
-    """On loopback, without TLS and without the seconds that imports take."""
-
-    def start(command):
-        return Process(PLPKG, *command)
-
-    with serving(start, folder) as address:
+    """On loopback, without TLS."""
+    with serving(folder) as address:
         yield address
 
 
-def chat_over_tls(address, folder, ca, lines, token="secret"):
-    device = ["device", "--connect", address, "--model", str(folder), "--rank", "4", *TARGETS, "--ca", str(ca)]
-    chat = ["chat", "--max-new-tokens", "2", "--temperature", "0"]
-    return RUNNER.invoke(app, [*device, *chat], input=lines, env={"PLPKG_TOKEN": token})
+def chat_over_tls(address, folder, ca, lines="my cat\n", token="secret"):
+    line = f"device --connect {address} --model {folder} {NEW} --ca {ca} {GREEDY} 2"
+    return run(line, lines, PLPKG_TOKEN=token)
 
 
 def test_over_tls_with_a_token(secured, folder, tls, tmp_path, monkeypatch):
     slept = []
     monkeypatch.setattr("plpkg.residual.wire.connection.time.sleep", slept.append)
-    result = chat_over_tls(secured, folder, tls / "cert.pem", "my cat\n")
-    assert result.exit_code == 0, result.output
-    assert len(result.stdout.strip().splitlines()) == 1
+    assert len(answers(chat_over_tls(secured, folder, tls / "cert.pem"))) == 1
     others = certificate.written(tmp_path / "others")
     for ca, token, message in (
         (tls / "cert.pem", "guessed", "no token, or a wrong one"),
         (others, "secret", "CERTIFICATE_VERIFY_FAILED"),
     ):
-        result = chat_over_tls(secured, folder, ca, "my cat\n", token)
+        result = chat_over_tls(secured, folder, ca, token=token)
         assert result.exit_code == 2
         assert message in result.output
     assert not slept  # trying again would not help
 
 
+def test_a_line_that_is_too_long_or_no_text_ends_nothing(secured, folder, tls):
+    lines = b"my cat is called felix and sleeps all day\n\xff cat\nmy cat\n"
+    result = chat_over_tls(secured, folder, tls / "cert.pem", lines)
+    assert len(answers(result)) == 2
+    assert "OUT_OF_RANGE: tokens would be 10, the cloud's limit is 9; the conversation begins anew" in result.stderr
+
+
 def test_cloud_chat_and_train(cloud, folder, tmp_path):
-    device = ["device", "--connect", cloud, "--model", str(folder)]
-    text = tmp_path / "diary.txt"
-    text.write_text("my cat is called felix and sleeps all day " * 20)
-    options = ["--steps", "3", "--batch", "2", "--seq", "8", "--lr", "0.5"]
-    result = RUNNER.invoke(
-        app, [*device, "--rank", "4", *TARGETS, "train", str(text), str(tmp_path / "mine"), *options]
-    )
-    assert result.exit_code == 0, result.output
+    device, text, mine = f"device --connect {cloud} --model {folder}", tmp_path / "diary.txt", tmp_path / "mine"
+    text.write_text(DIARY)
+    (line,) = answers(run(f"{device} {NEW} train {text} {mine} --steps 3 --batch 2 --seq 8 --lr 0.5"))
     pattern = r"Training\(3 steps, held out (\d\.\d{3}) to (\d\.\d{3}) bits per byte\)"
-    before, after = re.fullmatch(pattern, result.stdout.strip()).groups()
+    before, after = re.fullmatch(pattern, line).groups()
     assert float(before) > float(after)
-    chat = ["chat", "--max-new-tokens", "5", "--temperature", "0"]
-    result = RUNNER.invoke(app, [*device, "--adapter", str(tmp_path / "mine"), *chat], input="my cat\n\nis called\n")
-    assert result.exit_code == 0, result.output
-    assert len(result.stdout.strip().splitlines()) == 2
-    result = RUNNER.invoke(app, [*device, "--rank", "5", *chat], input="my cat\n")
+    assert len(answers(run(f"{device} --adapter {mine} {GREEDY} 5", "my cat\n\nis called\n"))) == 2
+    result = run(f"{device} --rank 5 {GREEDY} 5")
     assert result.exit_code == 2
-    assert f"Error: {cloud} refuses: " in result.output
-    assert "--rank 5 here, 4 on the cloud" in result.output
-    assert (
-        "--target k_proj, q_proj, v_proj of layers 0, 1 here, down_proj, v_proj of layers 0, 1 on the" in result.output
-    )
+    for message in (
+        f"Error: {cloud} refuses: ",
+        "--rank 5 here, 4 on the cloud",
+        "--target k_proj, q_proj, v_proj of layers 0, 1 here, down_proj, v_proj of layers 0, 1 on the",
+    ):
+        assert message in result.output
     assert "Usage" not in result.output
 
 
 def test_a_cloud_like_an_adapter_needs_no_list_of_targets(folder, tmp_path):
     """Its M stays where it is: the cloud has the configuration alone."""
-    config = dict(rank=5, ladder=False, target_modules=["o_proj", "up_proj"], projection_seed=3)
-    adapted_model(str(folder), None, "fp32", "cpu", **config)[0].save_pretrained(tmp_path / "mine")
+    mine = saved(tmp_path / "mine", folder, 5, target_modules=["o_proj", "up_proj"], projection_seed=3)
     (tmp_path / "public").mkdir()
-    shutil.copy(tmp_path / "mine" / "adapter_config.json", tmp_path / "public")
-    command = ["cloud", "--model", str(folder), "--like", str(tmp_path / "public"), "--listen", "127.0.0.1:0"]
-    with Process(PLPKG, *command) as process:
-        address = line_of(process.stdout, LISTENING)[1]
-        device = ["device", "--connect", address, "--model", str(folder), "--adapter", str(tmp_path / "mine")]
-        chat = ["chat", "--max-new-tokens", "5", "--temperature", "0"]
-        result = RUNNER.invoke(app, [*device, *chat], input="my cat\n")
-    assert result.exit_code == 0, result.output
-    assert len(result.stdout.strip().splitlines()) == 1
+    shutil.copy(mine / "adapter_config.json", tmp_path / "public")
+    command = f"cloud --model {folder} --like {tmp_path / 'public'} --listen 127.0.0.1:0"
+    with process(shlex.split(command)) as cloud:
+        address = line_of(cloud.stdout, LISTENING)[1]
+        result = run(f"device --connect {address} --model {folder} --adapter {mine} {GREEDY} 5")
+    assert len(answers(result)) == 1
 
 
-@pytest.mark.parametrize("end", ["cloud", "device"])
-def test_only_what_a_configuration_tells_can_be_alike(folder, tmp_path, end):
-    adapted_model(str(folder), None, "fp32", "cpu", rank=4, init="given")[0].save_pretrained(tmp_path)
-    like = ["--like", str(tmp_path)]
-    message = "has an A and a B that its configuration does not tell (init='given'): --adapter reads them, and M"
-    refused(folder, ["cloud", *like] if end == "cloud" else [*DEVICE, *like, "chat"], message)
-    (tmp_path / "ladder").mkdir()
-    adapted_model(str(folder), None, "fp32", "cpu", rank=3, ladder=True)[0].save_pretrained(tmp_path / "ladder")
-    alike, _ = adapted_model(str(folder), None, "fp32", "cpu", rank=4, like=tmp_path / "ladder")
+def test_a_saved_ladder_is_one_and_what_is_alike_can_be_trained(folder, tmp_path):
+    ladder, model = saved(tmp_path, folder, 3, ladder=True), (str(folder), None, "fp32", "cpu")
+    alike, _ = adapted_model(*model, rank=4, like=ladder)
     assert (alike.peft_config["default"].peft_type, alike.peft_config["default"].r) == ("LADDER", 3)
-    assert any(p.requires_grad for p in alike.parameters())  # a device may train it
+    assert any(p.requires_grad for p in alike.parameters())
+    loaded, _ = adapted_model(str(folder), ladder, "fp32", "cpu", rank=4, ladder=True)
+    assert loaded.peft_config["default"].peft_type == "LADDER"
 
 
 def test_a_chat_says_that_the_cloud_is_silent_and_ends_with_a_line(folder, monkeypatch):
@@ -185,7 +192,7 @@ def test_a_chat_says_that_the_cloud_is_silent_and_ends_with_a_line(folder, monke
         raise KeyboardInterrupt
 
     monkeypatch.setattr("plpkg.residual.wire.chat.answer_lines", silent)
-    result = RUNNER.invoke(app, [*DEVICE, "--model", str(folder), "--retry", "18", "chat"])
+    result = run(f"device --connect 127.0.0.1:1 --model {folder} --retry 18 chat")
     assert result.exit_code == 130
     assert result.stderr == "\nno answer for 12 s, trying for 18 more\n\n\n"
 
@@ -193,29 +200,28 @@ def test_a_chat_says_that_the_cloud_is_silent_and_ends_with_a_line(folder, monke
 def test_training_that_is_interrupted_says_how_it_goes_on(cloud, folder, tmp_path):
     """Ctrl+C, in a process of its own, some time after the first regular checkpoint."""
     text, out = tmp_path / "diary.txt", tmp_path / "mine"
-    text.write_text("my cat is called felix and sleeps all day " * 20)
-    device = ["device", "--connect", cloud, "--model", str(folder), "--rank", "4", *TARGETS]
-    with Process(PLPKG, *device, "train", str(text), str(out), "--steps", "100000", "--seq", "8") as process:
+    text.write_text(DIARY)
+    train = f"device --connect {cloud} --model {folder} {NEW} train {text} {out} --steps 100000 --seq 8"
+    with process(shlex.split(train)) as training:
         shown = ""
         while not re.search(r"[2-9]\d/100000", shown):
-            shown += process.stdout.read(1)
-        process.send_signal(signal.SIGINT)
-        shown = process.stdout.read()
-        assert process.wait() == 130, shown
+            shown += training.stdout.read(1)
+        training.send_signal(signal.SIGINT)
+        shown = training.stdout.read()
+        assert training.wait() == 130, shown
     assert "Traceback" not in shown
-    steps = int(
-        re.search(rf"{out / 'checkpoint.safetensors'} has (\d+) of 100000 steps: the same command goes on", shown)[1]
-    )
-    assert len(checkpoints.read(out / "checkpoint.safetensors")["log"]) == steps >= 20
+    checkpoint = out / "checkpoint.safetensors"
+    steps = int(re.search(rf"{checkpoint} has (\d+) of 100000 steps: the same command goes on", shown)[1])
+    assert len(checkpoints.read(checkpoint)["log"]) == steps >= 20
 
 
 @pytest.mark.parametrize(
     ("options", "draft", "trips"),
     [
-        ((), "lookup", "a round trip"),
-        (("--ladder",), "none", "10 round trips"),
-        (("--ladder",), "backbone", "2 round trips"),  # a new ladder adds nothing: every guess is right
-        (("--fold",), "public", "a round trip"),
+        ("", "lookup", "a round trip"),
+        ("--ladder", "none", "10 round trips"),
+        ("--ladder", "backbone", "2 round trips"),  # a new ladder adds nothing: every guess is right
+        ("--fold", "public", "a round trip"),
     ],
 )
 def test_chat_with_guesses_says_what_they_saved(folder, monkeypatch, options, draft, trips):
@@ -223,21 +229,16 @@ def test_chat_with_guesses_says_what_they_saved(folder, monkeypatch, options, dr
     encoded = [type("Tokens", (), {"ids": torch.arange(2, 11)})]
     monkeypatch.setattr("plpkg.corpora.public", lambda split: [])
     monkeypatch.setattr("plpkg.corpora.encode", lambda documents, tokenizer: encoded)
-    with serving(lambda command: Process(PLPKG, *command), folder, *options) as address:
-        device = ["device", "--connect", address, "--model", str(folder), "--rank", "4", *TARGETS, *options]
-        chat = ["chat", "--max-new-tokens", "10", "--temperature", "0"]
-        plain, guessed = (
-            RUNNER.invoke(app, [*device, *chat, "--draft", name], input="my cat\n") for name in ("none", draft)
-        )
-    for result in (plain, guessed):
-        assert result.exit_code == 0, result.output
-        assert "; 10 tokens, " in result.stderr
-    assert guessed.stdout == plain.stdout
+    with serving(folder, options) as address:
+        chat = f"device --connect {address} --model {folder} {NEW} {options} {GREEDY} 10 --draft"
+        plain, guessed = run(f"{chat} none"), run(f"{chat} {draft}")
+    assert answers(guessed) == answers(plain)
+    assert all("; 10 tokens, " in result.stderr for result in (plain, guessed))
     assert trips in guessed.stderr
     assert ("guesses accepted" in guessed.stderr) == (draft != "none")
 
 
-@pytest.mark.parametrize("command", ["cloud", "chat", "train"])
+@pytest.mark.parametrize("command", ["cloud --listen 127.0.0.1:0", "chat", "train text.txt out"])
 def test_each_process_is_left_with_its_part(folder, tmp_path, monkeypatch, command):
     """Every tensor that the command made and that is alive while it serves, chats or trains."""
 
@@ -246,23 +247,15 @@ def test_each_process_is_left_with_its_part(folder, tmp_path, monkeypatch, comma
         tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
         return {t.untyped_storage().data_ptr(): t for t in tensors if t.untyped_storage().nbytes()}
 
-    def served(server):
-        seen.update(alive=alive(), part=server.part)
-
-    def used(client, *_, **__):
-        seen.update(alive=alive(), part=client.part)
+    def used(end, *_, **__):
+        seen.update(alive=alive(), part=end.part)
 
     before, seen = alive(), {}
-    monkeypatch.setattr("plpkg.residual.wire.cloud.CloudServer.wait", served)
-    monkeypatch.setattr("plpkg.residual.wire.chat.answer_lines", used)
-    monkeypatch.setattr("plpkg.residual.wire.training.train", used)
-    common = ["--model", str(folder), "--rank", "4"]
-    text = tmp_path / "text.txt"
-    text.write_text("my cat")
-    rest = ["train", str(text), str(tmp_path / "out")] if command == "train" else ["chat"]
-    cloud = ["cloud", *common, "--listen", "127.0.0.1:0"]
-    result = RUNNER.invoke(app, cloud if command == "cloud" else [*DEVICE, *common, *rest])
-    assert result.exit_code == 0, result.output
+    for waits in ("cloud.CloudServer.wait", "chat.answer_lines", "training.train"):
+        monkeypatch.setattr(f"plpkg.residual.wire.{waits}", used)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("my cat")
+    answers(run(complete(command, folder, "--rank 4")))
     parts = filter(None, (seen["part"], getattr(seen["part"], "public", None)))  # with which a cloud writes ahead
     held = {t.untyped_storage().data_ptr() for part in parts for t in (*part.parameters(), *part.buffers())}
     beside = [t for at, t in seen["alive"].items() if at not in held and at not in before]
@@ -312,171 +305,121 @@ def test_a_device_never_holds_the_layers_of_the_cloud(folder, tmp_path):
     assert int(peak) < size / 2, f"{int(peak):,} bytes beside the file of {size:,}"
 
 
-def test_chat_is_what_generate_gives_and_remembers_with_a_template(folder, capsys):
+def test_chat_is_what_generate_gives_and_remembers_with_a_template(pair, folder, capsys):
     base, tokenizer = load_backbone(folder)
     model = get_peft_model(base, PrivateLoraConfig(r_c2d=4, r_d2c=4))
-    asked = []
-    with (
-        CloudServer(model, precision="fp32") as server,
-        DeviceClient(server.address, model, precision="fp32") as client,
-    ):
-        answer_lines(client, tokenizer, iter(["my cat"]), 4)
-        ids = torch.tensor([[1, *tokenizer("my cat")["input_ids"]]])
-        answer = client.generate(ids, 4)[0, ids.shape[1] :]
-        assert capsys.readouterr().out.strip() == tokenizer.decode(answer, skip_special_tokens=True).strip()
-        tokenizer.chat_template = "{% for m in messages %}{{ m.content }} and {% endfor %}"
-        original = client.generate
-        client.generate = lambda ids, *rest, **options: (asked.append(ids), original(ids, *rest, **options))[1]
-        answer_lines(client, tokenizer, iter(["my cat", "", "sleeps"]), 3)
-    assert len(asked) == 2
+    _, client, _ = pair(model=model, served=model)
+    answer_lines(client, tokenizer, iter(["my cat"]), 4)
+    ids = torch.tensor([[1, *tokenizer("my cat")["input_ids"]]])
+    answer = client.generate(ids, 4)[0, ids.shape[1] :]
+    assert capsys.readouterr().out.strip() == tokenizer.decode(answer, skip_special_tokens=True).strip()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} and {% endfor %}"
+    original, asked = client.generate, []
+    client.generate = lambda ids, *rest, **options: (asked.append(ids), original(ids, *rest, **options))[1]
+    answer_lines(client, tokenizer, iter(["my cat", "", "sleeps"]), 3)
     first, second = (tokenizer.decode(ids[0]) for ids in asked)
     assert second.startswith(first)
     assert "sleeps" in second
 
 
-def test_a_line_that_is_too_long_or_no_text_ends_nothing(secured, folder, tls):
-    lines = b"my cat is called felix and sleeps all day\n\xff cat\nmy cat\n"
-    result = chat_over_tls(secured, folder, tls / "cert.pem", lines)
-    assert result.exit_code == 0, result.output
-    assert "OUT_OF_RANGE: tokens would be 10, the cloud's limit is 9; the conversation begins anew" in result.stderr
-    assert len(result.stdout.strip().splitlines()) == 2
-
-
-def refused(folder, arguments, message):
-    """A command ends with 2 and one message; ``--model`` stands where its options do."""
-    at = 1 if arguments[0] == "cloud" else 3
-    result = RUNNER.invoke(app, [*arguments[:at], "--model", str(folder), *arguments[at:]], input="my cat\n")
-    assert result.exit_code == 2, result.output
-    assert message in result.output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["cloud", "--listen", "0.0.0.0:0"],
-            "0.0.0.0:0 is not a loopback address, which never leaves a machine: TLS (--",
-        ),
-        (["cloud", "--listen", "[::]:0"], "leaves a machine: TLS (--tls) and a token (PLPKG_TOKEN) needed"),
-        (["cloud", "--listen", "here"], "an address must be host:port, got 'here'"),
-        (["cloud", "--rank", "0"], "r_c2d must be"),
-        (["cloud", "--dtype", "int4"], "dtype must be one of 'fp16', 'bf16', 'fp32', 'auto', got 'int4'"),
-        (["cloud", "--first-k", "2"], "first_k must be between 0 and num_hidden_layers - 1=1"),
-        (["cloud", "--sessions", "0"], "sessions must be"),
-        (["device", "--connect", "example.org:1", "chat"], "leaves a machine: TLS (--ca) and a token (PLPKG_"),
-        ([*DEVICE, "chat"], "Error: no connection to 127.0.0.1:1: Connection refused: no cloud is there"),
-        ([*DEVICE, "--retry", "-1", "chat"], "retry_s must be at least 0, got -1.0"),
-        (["cloud", "--like", "mine", "--adapter", "other"], "--like mine and --adapter other: take one of them"),
-        (["cloud", "--like", "/no/such"], "/no/such holds no adapter: it has no adapter_config.json"),
-        (["device", "--connect", "127.0.0.1:1", "--link", "pigeon", "chat"], "pigeon"),
-        (["device", "--connect", "127.0.0.1:1", "train", "/no/such/file", "out"], "/no/such/file"),
-        (["device", "--connect", "127.0.0.1:1", "train", "writer:nobody", "out"], "writer must be one of"),
-        (["device", "--connect", "127.0.0.1:1", "--adapter", "/no/such", "chat"], "/no/such holds no adapter"),
-        (["cloud", "--target", "embed_tokens"], "model.embed_tokens is a Embedding: only nn.Linear and Conv1D can be"),
-        (["cloud", "--target", "norm"], "model.norm is a LlamaRMSNorm: only nn.Linear and Conv1D can be adapted"),
-        ([*DEVICE, "--target", "embed_tokens", "chat"], "model.embed_tokens is a Embedding: only nn.Linear and"),
-        pytest.param(["cloud", "--device", "cuda"], "device='cuda' cannot be used: ", marks=WITHOUT_CUDA),
-        (["cloud", "--device", "foo"], "device='foo' cannot be used: "),
-        (["cloud", "--device", ""], "device='' cannot be used: "),
-        (["cloud", "--tls", "nosuch"], "No such file or directory: 'nosuch/cert.pem'"),
-        ([*DEVICE, "--ca", "nosuch", "chat"], "No such file or directory: 'nosuch'"),
-        ([*DEVICE, "chat", "--top-p", "2"], "top_p must be greater than 0 and at most 1, got 2.0"),
-        ([*DEVICE, "chat", "--top-p", "2", "--temperature", "0"], "top_p must be greater than 0 and at most 1, got"),
-        ([*DEVICE, "chat", "--temperature", "-1"], "temperature must be greater than 0, got -1.0"),
-        ([*DEVICE, "chat", "--draft", "foo"], "draft must be one of 'none', 'lookup', 'public', 'backbone', got 'foo'"),
-        ([*DEVICE, "chat", "--draft", "lookup", "--draft-tokens", "-1"], "draft_tokens must be a whole number of at"),
-        (["cloud", "--fold"], "fold=True needs an adapter on the last layer's mlp.down_proj or mlp.c_proj"),
-        (
-            ["cloud", "--ladder", "--rank", "4", "--first-k", "1"],
-            "a ladder needs every layer in the cloud, got first_k=1, last_k=0",
-        ),
-        (
-            [*DEVICE, "--ladder", "--rank", "4", "--fold", "chat"],
-            "fold=True needs a PrivateLoRA adapter and last_k=0, got LADDER",
-        ),
-        ([*DEVICE, "chat", "--max-new-tokens", "-1"], "max_new_tokens must be a whole number of at least 1, got -1"),
-    ],
-)
-def test_a_command_says_what_is_wrong(folder, tmp_path, monkeypatch, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    refused(folder, arguments, message)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "files", "message"),
-    [
-        (["cloud", "--tls", "bad"], ["cert.pem"], "No such file or directory: 'bad/key.pem'"),
-        (["cloud", "--tls", "bad"], ["cert.pem", "key.pem"], "cert.pem and key.pem in bad are not a certificate and"),
-        ([*DEVICE, "--ca", "bad/ca.pem", "chat"], ["ca.pem"], "bad/ca.pem is not a certificate"),
-        ([*DEVICE, "--ca", "bad", "chat"], ["ca.pem"], "Is a directory: 'bad'"),
-        ([*DEVICE, "train", "bad/bin.txt", "out"], ["bin.txt"], "bad/bin.txt is not UTF-8: byte 4, in line 2"),
-    ],
-)
-def test_a_command_names_a_bad_file(folder, tmp_path, monkeypatch, arguments, files, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "bad").mkdir()
-    for name in files:
-        (tmp_path / "bad" / name).write_bytes(b"bad\n\xff\xfe")
-    refused(folder, arguments, message)
-
-
 @pytest.fixture(scope="module")
-def saved(folder, tmp_path_factory):
-    """An adapter's folder."""
-    path = tmp_path_factory.mktemp("adapter")
-    adapted_model(str(folder), None, "fp32", "cpu", rank=4)[0].save_pretrained(path)
+def files(folder, tmp_path_factory):
+    """What is saved, and what is damaged."""
+    path = tmp_path_factory.mktemp("files")
+    saved(path / "sound", folder)
+    saved(path / "given", folder, init="given")
+    for name, content in (
+        *((file, b"bad\n\xff\xfe") for file in ("lone/cert.pem", "pair/cert.pem", "pair/key.pem", "binary.txt")),
+        ("diary.txt", DIARY.encode()),
+        ("run/checkpoint.safetensors", b"junk\n"),
+    ):
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_bytes(content)
     return path
 
 
-@pytest.mark.parametrize("command", [["cloud"], [*DEVICE, "chat"]])
+def complete(command, folder, options=""):
+    """With a model, and for a device with a cloud that is not there."""
+    if command.startswith("cloud"):
+        return f"cloud --model {folder} {options} {command.removeprefix('cloud')}"
+    return f"device --connect 127.0.0.1:1 --model {folder} {options} {command}"
+
+
+NOT_ON_LOOPBACK = "is not a loopback address, which never leaves a machine: TLS"
+GIVEN = "given has an A and a B that its configuration does not tell (init='given'): --adapter reads them, and M"
+NO_LADDER = "holds a PRIVATELORA adapter, but a ladder was asked for: leave --ladder out"
+TOP_P = "top_p must be greater than 0 and at most 1, got 2.0"
+
+
 @pytest.mark.parametrize(
-    ("file", "content", "message"),
+    ("command", "message"),
     [
-        ("adapter_model.safetensors", b"bad", "mine: the weights are 3 bytes, and no header"),
-        ("adapter_model.safetensors", b"", "mine: the weights are 0 bytes, and no header"),
-        ("adapter_model.safetensors", None, "mine holds no adapter: it has no adapter_model.safetensors"),
-        ("adapter_config.json", None, "mine holds no adapter: it has no adapter_config.json"),
-        ("adapter_config.json", b"{bad", "mine: adapter_config.json: not JSON: Expecting property name"),
-        ("adapter_config.json", b"\xff", "mine: adapter_config.json: not UTF-8 at byte 0"),
-        ("adapter_config.json", b"[]", "mine: adapter_config.json: not an object, but []"),
-        ("adapter_config.json", b"{}", "mine holds a None adapter, not a PrivateLoRA one"),
-        ("adapter_config.json", b'{"peft_type": "NEW"}', "mine holds a NEW adapter, not a PrivateLoRA one"),
-        ("adapter_config.json", b'{"peft_type": "LORA"}', "LORA adapter, not a PrivateLoRA one"),
+        ("cloud --listen 0.0.0.0:0", f"0.0.0.0:0 {NOT_ON_LOOPBACK} (--"),
+        ("cloud --listen [::]:0", f"{NOT_ON_LOOPBACK} (--tls) and a token (PLPKG_TOKEN) needed"),
+        ("cloud --listen here", "an address must be host:port, got 'here'"),
+        ("cloud --rank 0", "r_c2d must be"),
+        ("cloud --dtype int4", "dtype must be one of 'fp16', 'bf16', 'fp32', 'auto', got 'int4'"),
+        ("cloud --first-k 2", "first_k must be between 0 and num_hidden_layers - 1=1"),
+        ("cloud --sessions 0", "sessions must be"),
+        ("cloud --target embed_tokens", "model.embed_tokens is a Embedding: only nn.Linear and Conv1D can be"),
+        ("cloud --target norm", "model.norm is a LlamaRMSNorm: only nn.Linear and Conv1D can be adapted"),
+        pytest.param("cloud --device cuda", "device='cuda' cannot be used: ", marks=WITHOUT_CUDA),
+        ("cloud --device foo", "device='foo' cannot be used: "),
+        ("cloud --device ''", "device='' cannot be used: "),
+        ("cloud --fold", "fold=True needs an adapter on the last layer's mlp.down_proj or mlp.c_proj"),
+        ("cloud --ladder --rank 4 --first-k 1", "a ladder needs every layer in the cloud, got first_k=1, last_k=0"),
+        ("cloud --tls nosuch", "No such file or directory: 'nosuch/cert.pem'"),
+        ("cloud --tls lone", "No such file or directory: 'lone/key.pem'"),
+        ("cloud --tls pair", "cert.pem and key.pem in pair are not a certificate and"),
+        ("cloud --like mine --adapter other", "--like mine and --adapter other: take one of them"),
+        ("cloud --like /no/such", "/no/such holds no adapter: it has no adapter_config.json"),
+        ("cloud --like given", GIVEN),
+        ("cloud --ladder --adapter sound", NO_LADDER),
+        ("--connect example.org:1 chat", "leaves a machine: TLS (--ca) and a token (PLPKG_"),
+        ("chat", "Error: no connection to 127.0.0.1:1: Connection refused: no cloud is there"),
+        ("--retry -1 chat", "retry_s must be at least 0, got -1.0"),
+        ("--link pigeon chat", "pigeon"),
+        ("--ca nosuch chat", "No such file or directory: 'nosuch'"),
+        ("--ca pair/cert.pem chat", "pair/cert.pem is not a certificate"),
+        ("--ca pair chat", "Is a directory: 'pair'"),
+        ("--target embed_tokens chat", "model.embed_tokens is a Embedding: only nn.Linear and"),
+        ("--ladder --rank 4 --fold chat", "fold=True needs a PrivateLoRA adapter and last_k=0, got LADDER"),
+        ("--like given chat", GIVEN),
+        ("--adapter /no/such chat", "/no/such holds no adapter"),
+        ("--ladder --adapter sound chat", NO_LADDER),
+        ("chat --top-p 2", TOP_P),
+        ("chat --top-p 2 --temperature 0", TOP_P),
+        ("chat --temperature -1", "temperature must be greater than 0, got -1.0"),
+        ("chat --draft foo", "draft must be one of 'none', 'lookup', 'public', 'backbone', got 'foo'"),
+        ("chat --draft lookup --draft-tokens -1", "draft_tokens must be a whole number of at"),
+        ("chat --max-new-tokens -1", "max_new_tokens must be a whole number of at least 1, got -1"),
+        ("train /no/such/file out", "/no/such/file"),
+        ("train writer:nobody out", "writer must be one of"),
+        ("train binary.txt out", "binary.txt is not UTF-8: byte 4, in line 2"),
+        (
+            "train diary.txt run --seq 8",
+            "cannot be read (the weights are 5 bytes, and no header of 2 to 1,048,576): remove it to start anew",
+        ),
     ],
 )
-def test_a_damaged_adapter_is_named(folder, saved, tmp_path, command, file, content, message):
-    mine = shutil.copytree(saved, tmp_path / "mine")
-    (mine / file).unlink() if content is None else (mine / file).write_bytes(content)
-    at = 1 if command[0] == "cloud" else 3
-    refused(folder, [*command[:at], "--adapter", str(mine), *command[at:]], message)
-
-
-@pytest.mark.parametrize("command", [["cloud"], [*DEVICE, "chat"]])
-def test_a_saved_adapter_that_is_no_ladder_is_not_taken_for_one(folder, saved, tmp_path, command):
-    at = 1 if command[0] == "cloud" else 3
-    asked = [*command[:at], "--ladder", "--adapter", str(saved), *command[at:]]
-    refused(folder, asked, "holds a PRIVATELORA adapter, but a ladder was asked for: leave --ladder out")
-    adapted_model(str(folder), None, "fp32", "cpu", rank=4, ladder=True)[0].save_pretrained(tmp_path)
-    model, _ = adapted_model(str(folder), tmp_path, "fp32", "cpu", rank=4, ladder=True)
-    assert model.peft_config["default"].peft_type == "LADDER"
+def test_a_command_says_what_is_wrong_and_leaves_nothing(folder, files, monkeypatch, command, message):
+    monkeypatch.chdir(files)
+    before = sorted(files.rglob("*"))
+    result = run(complete(command, folder))
+    assert result.exit_code == 2, result.output
+    assert message in result.output
+    assert sorted(files.rglob("*")) == before
 
 
 def test_help_says_what_the_cloud_is_told():
-    text = " ".join(RUNNER.invoke(app, ["device", "--connect", "a:1", "chat", "--help"]).output.split())
-    assert "All guesses reach the cloud" in text
-    text = " ".join(RUNNER.invoke(app, ["device", "--connect", "a:1", "train", "--help"]).output.split())
-    assert "embeddings, M's answers and gradients are. From these a cloud can read the text, and compute M." in text
-    assert "stay" not in text
-    assert "a new one with a random A" in " ".join(RUNNER.invoke(app, ["cloud", "--help"]).output.split())
-
-
-def test_a_checkpoint_that_is_none_is_named(folder, tmp_path):
-    (tmp_path / "checkpoint.safetensors").write_text("junk\n")
-    (tmp_path / "diary.txt").write_text("my cat is called felix and sleeps all day " * 20)
-    train = ["train", str(tmp_path / "diary.txt"), str(tmp_path), "--seq", "8"]
-    message = "cannot be read (the weights are 5 bytes, and no header of 2 to 1,048,576): remove it to start anew"
-    refused(folder, [*DEVICE, *train], message)
+    chat, train, cloud = (
+        " ".join(run(f"{command} --help").output.split())
+        for command in ("device --connect a:1 chat", "device --connect a:1 train", "cloud")
+    )
+    assert "All guesses reach the cloud" in chat
+    assert "embeddings, M's answers and gradients are. From these a cloud can read the text, and compute M." in train
+    assert "stay" not in train
+    assert "a new one with a random A" in cloud
 
 
 def test_training_text_comes_from_files_folders_and_writers(tmp_path):
@@ -488,20 +431,20 @@ def test_training_text_comes_from_files_folders_and_writers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "learnt"),
+    ("learnt", "held_out"),
     [
-        ("one. " * 10 + "\n\n" + "two. " * 10 + "\n\n" + "three. " * 2, "one. " * 10 + "\n\n" + "two. " * 10),
-        ("a\n" * 50, "a\n" * 44 + "a"),
-        ("a " * 50, "a " * 44 + "a"),
-        ("word", "word"),
+        ("one. " * 10 + "\n\n" + "two. " * 10, "\n\n" + "three. " * 2),
+        ("a\n" * 44 + "a", "\n" + "a\n" * 5),
+        ("a " * 44 + "a", " " + "a " * 5),
+        ("word", ""),
     ],
 )
-def test_the_end_of_one_file_is_held_out(tmp_path, text, learnt):
+def test_the_end_of_one_file_is_held_out(tmp_path, learnt, held_out):
     """From a paragraph's beginning on, a line's, or a word's."""
     file = tmp_path / "diary.md"
-    file.write_text(text)
+    file.write_text(learnt + held_out)
     assert [d.text for d in texts(str(file))] == [learnt]
-    assert "".join(d.text for d in texts(str(file), "validation")) == text.removeprefix(learnt)
+    assert "".join(d.text for d in texts(str(file), "validation")) == held_out
 
 
 def test_lines_are_asked_for_on_a_terminal_only(capsys):

@@ -6,7 +6,6 @@ import random
 import re
 import socket
 import threading
-import time
 
 import pytest
 import torch
@@ -16,61 +15,48 @@ from plpkg.backbones import FAMILIES
 from plpkg.catalog import ModelShape
 from plpkg.residual import CloudServer, DeviceClient, Limits, PrivateLoraConfig, RefusedError
 from plpkg.residual.wire import connection, writing
-from tests.residual.conftest import CUTS, IDS, at_once, cloud_process, precise
-from tests.residual.wire.conftest import LENGTHS, LONG_ROPE, SLIDING, cut_at, expected_tokens, in_order
+from tests.residual.conftest import IDS, at_once, cloud_process, precise
+from tests.residual.wire.conftest import LENGTHS, SLIDING, cut_at, expected_tokens, fail_at, in_order, same_tokens
 
 from rounding import assert_as_exact, relative
 from waiting import PATIENCE_S, wait_until
 
 LOSS = relative(64 + IDS[:, 1:].numel())  # a sum over the vocabulary in each token's, then over the tokens
+RANKS = dict(r_c2d=5, r_d2c=3)
 
 
 def gradients(model):
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("first_k", "last_k"), CUTS)
-def test_the_same_tokens_as_in_one_process(pair, family, first_k, last_k):
-    _, client, whole = pair(family, first_k, last_k)
-    assert torch.equal(client.generate(IDS, 6, eos_token_id=-1), expected_tokens(whole))
+def assert_crossed(traffic, formula, model, **options):
+    """As many bytes and round trips as a formula of the room of communication says."""
+    expected = formula(ModelShape.from_config(model.get_base_model().config, "tiny"), batch=2, **options)
+    assert (8 * traffic.sent_bytes, 8 * traffic.received_bytes) == (expected.uplink_bits, expected.downlink_bits)
+    assert traffic.round_trips == expected.round_trips
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("first_k", "last_k"), CUTS)
-def test_the_same_gradients_as_in_one_process(pair, same_gradients, family, first_k, last_k):
-    _, client, whole = pair(family, first_k, last_k, m_scale=0.1)
-    loss = client.train_step(IDS, IDS)
-    assert loss == pytest.approx(whole(input_ids=IDS, labels=IDS).loss.item(), rel=LOSS)
-    same_gradients(in_order(client), whole, IDS)
+def test_the_same_logits_and_tokens_as_in_one_process(pair, family, cut):
+    _, client, whole = pair(family, *cut)
+    with torch.no_grad():
+        logits = client.logits(IDS)
+        assert_as_exact(logits, whole(input_ids=IDS).logits, precise(whole)(input_ids=IDS).logits)
+    if family == "llama":
+        passes = RANKS | dict(phase="prefill", tokens=12, bits=32, final_hidden="all", first_k=cut[0], last_k=cut[1])
+        assert_crossed(client.traffic, communication.low_rank, whole, **passes)
+    same_tokens(client, whole)
 
 
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [*((family, None) for family in FAMILIES), ("llama", {"rope_parameters": LONG_ROPE})],
-)
-def test_training_after_generating_and_generating_after_training(pair, same_gradients, family, options):
+@pytest.mark.parametrize(("family", "options"), [*((family, None) for family in FAMILIES), LENGTHS["longrope"]])
+def test_it_writes_and_learns_by_turns_as_in_one_process(pair, same_gradients, family, options, cut):
     """What generating leaves in the cloud's modules (long frequencies, say) is no hindrance to training."""
-    _, client, whole = pair(family, options=options, m_scale=0.1)
-    expected = expected_tokens(whole)
+    _, client, whole = pair(family, *cut, options=options, m_scale=0.1)
+    expected_loss = whole(input_ids=IDS, labels=IDS).loss.item()
     for _ in range(2):
-        assert torch.equal(client.generate(IDS, 6, eos_token_id=-1), expected)
+        same_tokens(client, whole)
         client.part.zero_grad()
-        client.train_step(IDS, IDS)
+        assert client.train_step(IDS, IDS) == pytest.approx(expected_loss, rel=LOSS)
         same_gradients(in_order(client), whole, IDS)
-
-
-def test_gradients_add_up_until_an_optimizer_makes_its_step(pair, same_gradients):
-    _, client, whole = pair(m_scale=0.1)
-    items = 2 * 11
-    for ids in IDS.split(1):
-        client.train_step(ids, ids, num_items=items)
-    same_gradients(in_order(client), whole, IDS)
-    trainable = [p for p in client.part.parameters() if p.requires_grad]
-    before = [p.detach().clone() for p in trainable]
-    client.train_step(IDS, IDS, optimizer=torch.optim.SGD(trainable, lr=0.1))
-    assert all(p.grad is None for p in trainable)
-    assert not any(torch.equal(p, b) for p, b in zip(trainable, before, strict=True))
 
 
 def test_labels_of_minus_100_are_not_predicted(pair, same_gradients):
@@ -83,32 +69,14 @@ def test_labels_of_minus_100_are_not_predicted(pair, same_gradients):
     same_gradients(in_order(client), whole, IDS, labels=labels)
 
 
-def test_training_lowers_the_loss_and_never_changes_the_cloud(pair):
-    server, client, _ = pair(m_scale=0.0)
-    before = copy.deepcopy(server.part.state_dict())
-    optimizer = torch.optim.Adam([p for p in client.part.parameters() if p.requires_grad], lr=0.05)
-    losses = [client.train_step(IDS, IDS, optimizer=optimizer) for _ in range(15)]
-    assert losses[0] > losses[7] > losses[14], losses
-    after = server.part.state_dict()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert all(p.grad is None for p in server.part.parameters())
-
-
-def same_bytes(traffic, formula):
-    assert (8 * traffic.sent_bytes, 8 * traffic.received_bytes) == (formula.uplink_bits, formula.downlink_bits)
-    assert traffic.round_trips == formula.round_trips
-
-
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
-@pytest.mark.parametrize(("first_k", "last_k"), CUTS)
-def test_the_bytes_are_those_of_the_formula(pair, precision, first_k, last_k):
-    server, client, whole = pair(first_k=first_k, last_k=last_k, precision=precision, m_scale=0.1)
-    shape = ModelShape.from_config(whole.get_base_model().config, "tiny")
-    common = dict(batch=2, first_k=first_k, last_k=last_k, bits=32 if precision == "fp32" else 16)
+def test_the_bytes_are_those_of_the_formula(pair, precision, cut):
+    server, client, whole = pair("llama", *cut, precision=precision, m_scale=0.1)
+    common = RANKS | dict(first_k=cut[0], last_k=cut[1], bits=32 if precision == "fp32" else 16)
 
     def check(before, phase, tokens):
-        formula = communication.low_rank(shape, r_c2d=5, r_d2c=3, phase=phase, tokens=tokens, **common)
-        same_bytes(client.traffic - before, formula)
+        traffic = client.traffic - before
+        assert_crossed(traffic, communication.low_rank, whole, phase=phase, tokens=tokens, **common)
 
     before = client.traffic
     client.generate(IDS, 1, eos_token_id=-1)
@@ -137,16 +105,13 @@ def test_the_bytes_are_those_of_the_formula(pair, precision, first_k, last_k):
 )
 def test_the_lowest_layers_gradient_stays_where_it_is(pair, same_gradients, config, formula, lowest):
     """Nothing that learns has made its input. Without that, ``lowest`` projections' numbers less go up."""
-    _, client, whole = pair(precision="fp32", m_scale=0.1, config=config)
-    shape = ModelShape.from_config(whole.get_base_model().config, "tiny")
+    _, client, whole = pair(m_scale=0.1, config=config)
     before = client.traffic
     client.train_step(IDS, IDS)
     crossed = client.traffic - before
     same_gradients(in_order(client), whole, IDS)
-    same_bytes(
-        crossed,
-        communication.low_rank(shape, r_c2d=5, r_d2c=3, phase="training", tokens=12, batch=2, bits=32, **formula),
-    )
+    step = RANKS | dict(phase="training", tokens=12, bits=32)
+    assert_crossed(crossed, communication.low_rank, whole, **step, **formula)
     projections = sum(client.terms.projections)
     assert crossed.sent_bytes == 4 * 24 * (2 * 32 + projections * 3 + (projections - lowest) * 5)
 
@@ -154,12 +119,10 @@ def test_the_lowest_layers_gradient_stays_where_it_is(pair, same_gradients, conf
 def test_full_activations_cross_as_the_formula_says(pair):
     lora = dict(r=2, target_modules=["q_proj", "k_proj", "v_proj"])
     _, client, whole = pair(precision="fp16", m_scale=0.2, config=dict(lora=lora))
-    shape = ModelShape.from_config(whole.get_base_model().config, "tiny")
     marks = []
-    tokens = client.generate(IDS, 6, eos_token_id=-1, on_token=lambda token: marks.append(client.traffic))
-    assert torch.equal(tokens, expected_tokens(whole))
-    common = dict(projections=3, endpoints=True, baseline="actual")
-    same_bytes(marks[-1] - marks[0], communication.full_activations(shape, tokens=5, batch=2, **common))
+    same_tokens(client, whole, on_token=lambda token: marks.append(client.traffic))
+    full = dict(tokens=5, projections=3, endpoints=True, baseline="actual")
+    assert_crossed(marks[-1] - marks[0], communication.full_activations, whole, **full)
 
 
 @pytest.mark.parametrize("options", [{}, dict(temperature=0.7), dict(top_k=5), dict(temperature=1.3, top_p=0.8)])
@@ -186,20 +149,33 @@ def test_a_sequence_ends_at_its_stop_token_and_the_others_go_on(pair):
     assert torch.equal(torch.stack(streamed, dim=1), alone[:, 12:])
 
 
+def test_what_ends_a_sequence_is_the_models_own(pair, adapted):
+    model = adapted()
+    base, free = model.get_base_model(), expected_tokens(model, count=8)
+    base.config.eos_token_id, base.generation_config.eos_token_id = 63, [63, free[0, 14].item()]
+    _, client, whole = pair(model=model)
+    tokens = client.generate(IDS[:1], 8)
+    assert torch.equal(tokens, whole.generate(input_ids=IDS[:1], max_new_tokens=8, do_sample=False))
+    base.config.eos_token_id, base.generation_config.eos_token_id = 7, 0
+    assert writing.ends(base, None) == [0]
+    base.generation_config.eos_token_id = None
+    assert writing.ends(base, None) == []
+    assert writing.ends(base, [3, -1]) == [3, -1]
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
 @pytest.mark.parametrize(
     ("what", "count"), [("embed", 1), ("embed", 3), ("residual", 2), ("residual", 7), ("receive", 1), ("receive", 4)]
 )
 def test_a_broken_link_neither_repeats_nor_loses_a_token(pair, family, what, count):
     """Also where the window of the KV cache slides, so that nothing can be taken out of it again."""
-    options = SLIDING if family != "llama" else None
-    first_k = 1 if family == "llama" else 0
+    first_k, options = (1, None) if family == "llama" else (0, SLIDING)
     server, client, whole = pair(family, first_k, link="lan", options=options)
     seen = cut_at(client, what, count)
-    assert torch.equal(client.generate(IDS, 6, eos_token_id=-1), expected_tokens(whole))
+    same_tokens(client, whole)
     assert len(seen) > count
     assert server.sessions == 1
-    assert torch.equal(client.generate(IDS, 3, eos_token_id=-1), expected_tokens(whole, count=3))
+    same_tokens(client, whole, count=3)
 
 
 @pytest.mark.parametrize("cut", [(0, 0), (1, 1)])
@@ -214,7 +190,7 @@ def test_a_broken_link_loses_nothing_of_a_training_step(pair, same_gradients, cu
     client.train_step(IDS, IDS)
     same_gradients(in_order(client), whole, IDS, IDS)
     assert len(seen) >= count
-    assert torch.equal(client.generate(IDS, 3, eos_token_id=-1), expected_tokens(whole, count=3))
+    same_tokens(client, whole, count=3)
 
 
 def test_a_link_that_breaks_again_and_again(pair):
@@ -230,55 +206,31 @@ def test_a_link_that_breaks_again_and_again(pair):
     thread = threading.Thread(target=saboteur)
     thread.start()
     try:
-        generated = [client.generate(IDS, 20, eos_token_id=-1, on_token=lambda _: cuts.clear()) for _ in range(3)]
+        for _ in range(3):
+            same_tokens(client, whole, count=20, on_token=lambda _: cuts.clear())
     finally:
         stop.set()
         thread.join()
-    expected = expected_tokens(whole, count=20)
-    assert all(torch.equal(tokens, expected) for tokens in generated)
-
-
-def test_a_cloud_that_began_anew_gets_the_whole_sequence(adapted):
-    model, tokens = adapted(), []
-    servers = [CloudServer(adapted(m_scale=0.0), precision="fp32").__enter__()]
-
-    def began_anew():
-        servers[-1].stop()
-        servers.append(CloudServer(adapted(m_scale=0.0), servers[0].address, precision="fp32").__enter__())
-
-    def on_token(token):
-        tokens.append(token)
-        if len(tokens) == 4:
-            began_anew()
-
-    with DeviceClient(servers[0].address, model, precision="fp32") as client:
-        assert torch.equal(client.generate(IDS, 8, eos_token_id=-1, on_token=on_token), expected_tokens(model, count=8))
-        began_anew()
-        assert client.train_step(IDS, IDS) > 0
-    servers[-1].stop()
 
 
 @pytest.mark.parametrize("work", ["generate", "guess", "train"])
-def test_a_cloud_killed_in_the_middle_and_started_again(adapted, same_gradients, work):
+def test_a_cloud_killed_in_the_middle_and_started_again(adapted, same_gradients, before, work):
     model = adapted(m_scale=0.1)
     whole = copy.deepcopy(model)
     process, address = cloud_process("127.0.0.1:0")
+    processes = [process]
+
+    def kill(number):
+        if number == 6:
+            process.kill()
+            processes.append(cloud_process(address)[0])
+
     with DeviceClient(address, model, precision="fp32", retry_s=PATIENCE_S) as client:
-        original, seen, processes = client.part.residual, [], [process]
-
-        def kill(*arguments, **options):
-            seen.append(1)
-            if len(seen) == 6:
-                processes[0].kill()
-                processes.append(cloud_process(address)[0])
-            return original(*arguments, **options)
-
-        client.part.residual = kill
+        before(client.part, "residual", kill)
         if work == "generate":
-            assert torch.equal(client.generate(IDS, 5, eos_token_id=-1), expected_tokens(whole, count=5))
+            same_tokens(client, whole, count=5)
         elif work == "guess":
-            tokens = client.generate(IDS[:1], 8, eos_token_id=-1, draft="backbone")
-            assert torch.equal(tokens, expected_tokens(whole, IDS[:1], 8))
+            same_tokens(client, whole, IDS[:1], 8, draft="backbone")
         else:
             for _ in range(2):
                 client.train_step(IDS, IDS)
@@ -288,85 +240,44 @@ def test_a_cloud_killed_in_the_middle_and_started_again(adapted, same_gradients,
         each.close()
 
 
-def test_sixteen_devices_at_once_each_with_its_own_adapter(adapted, same_gradients):
-    models = [adapted(m_scale=0.1 * i) for i in range(16)]
-    expected = [expected_tokens(model, count=5) for model in models]
-    assert len({tuple(tokens.flatten().tolist()) for tokens in expected}) > 4
-    wholes = [copy.deepcopy(model) for model in models]
-    with CloudServer(adapted(m_scale=0.0), precision="fp32") as cloud:
-
-        def work(model):
-            with DeviceClient(cloud.address, model, precision="fp32") as client:
-                tokens = client.generate(IDS, 5, eos_token_id=-1)
-                client.train_step(IDS, IDS)
-                return tokens
-
-        generated = at_once(work, models)
-        wait_until(lambda: cloud.sessions == 0)
-    for model, whole, tokens, right in zip(models, wholes, generated, expected, strict=True):
-        assert torch.equal(tokens, right)
-        same_gradients(gradients(model), whole, IDS)
-
-
-def test_a_cloud_that_stops_answering_in_the_middle_is_given_up(pair):
-    server, client, _ = pair(retry_s=2.0)
+@pytest.mark.parametrize("fault", ["no answer", "a broken link"])
+def test_a_step_that_never_works_is_given_up(pair, before, fault):
+    server, client, _ = pair(retry_s=1.0, link="lan")
     client.generate(IDS, 1, eos_token_id=-1)
-    client._connection.timeout_s = 0.5
-    stuck = threading.Event()
-    original = server.part.forward
-    server.part.forward = lambda *arguments, **options: (stuck.wait(PATIENCE_S), original(*arguments, **options))[1]
+    given_up = threading.Event()
+    if fault == "no answer":
+        client._connection.timeout_s = 0.5
+        before(server.part, "forward", lambda _: given_up.wait(PATIENCE_S))
+    else:
+        before(client.part, "residual", lambda _: client.relay.cut())
     try:
         with pytest.raises(ConnectionError, match="no connection to"):
             client.generate(IDS, 1)
     finally:
-        stuck.set()
+        given_up.set()
 
 
-def test_a_step_that_never_works_is_given_up(pair):
-    _, client, _ = pair(link="lan", retry_s=1.0)
-    original = client.part.residual
-
-    def cuts(*arguments, **options):
-        client.relay.cut()
-        return original(*arguments, **options)
-
-    client.part.residual = cuts
-    with pytest.raises(ConnectionError, match="no connection to"):
-        client.generate(IDS, 1)
-
-
-def fail_once(part, method, error):
-    """The next call of a method, and no later one, ends in this error."""
-    original = getattr(part, method)
-
-    def fails(*arguments, **options):
-        setattr(part, method, original)
-        raise error
-
-    setattr(part, method, fails)
-
-
-def test_a_cloud_whose_code_fails_says_so_at_once_and_no_more(pair, caplog):
-    server, client, whole = pair(retry_s=100 * PATIENCE_S)
-    fail_once(server.part, "forward", RuntimeError("/secret/path is full"))
-    began = time.monotonic()
+def test_a_cloud_whose_code_fails_says_so_at_once_and_no_more(pair, before, caplog):
+    """Trying again would work, and is not done."""
+    server, client, whole = pair()
+    before(server.part, "forward", fail_at(RuntimeError("/secret/path is full"), 1))
     with pytest.raises(RefusedError, match=r"^UNKNOWN: the cloud failed: RuntimeError$"):
         client.generate(IDS, 1)
-    assert time.monotonic() - began < PATIENCE_S
     assert "/secret/path is full" in caplog.text
-    assert torch.equal(client.generate(IDS, 3, eos_token_id=-1), expected_tokens(whole, count=3))
+    same_tokens(client, whole, count=3)
 
 
 def test_after_a_long_silence_it_goes_on(pair):
+    """The cloud has ended the stream."""
     server, client, whole = pair(cloud={"limits": Limits(idle_s=0.2)})
-    pauses = []
+    tokens = []
 
     def pause(token):
-        if len(pauses) < 2:
-            time.sleep(0.8)
-        pauses.append(token)
+        tokens.append(token)
+        if len(tokens) <= 2:
+            wait_until(lambda: not server._streams)
 
-    assert torch.equal(client.generate(IDS, 6, eos_token_id=-1, on_token=pause), expected_tokens(whole))
+    same_tokens(client, whole, on_token=pause)
     assert server.sessions == 1
 
 
@@ -382,12 +293,12 @@ def test_one_client_does_one_thing_at_a_time_and_nothing_when_closed(pair):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, IndexError])
-def test_after_an_error_in_the_middle_of_a_step_the_next_works(pair, same_gradients, error):
+def test_after_an_error_in_the_middle_of_a_step_the_next_works(pair, same_gradients, before, error):
     server, client, whole = pair(m_scale=0.1)
-    fail_once(client.part, "logits", error)
+    before(client.part, "logits", fail_at(error, 1))
     with pytest.raises(error):
         client.train_step(IDS, IDS)
-    assert torch.equal(client.generate(IDS, 3, eos_token_id=-1), expected_tokens(whole, count=3))
+    same_tokens(client, whole, count=3)
     client.train_step(IDS, IDS)
     same_gradients(in_order(client), whole, IDS)
     client.close()
@@ -400,7 +311,6 @@ def test_gradients_of_a_large_batch_do_not_underflow(pair, precision, cut):
     _, client, whole = pair("llama", *cut, precision=precision, m_scale=0.1)
     for _ in range(2):
         client.train_step(IDS, IDS, num_items=100_000)
-    for _ in range(2):
         whole(input_ids=IDS, labels=IDS).loss.backward()
     crossings = 2 + 2 + 4 * (4 - sum(cut))  # hidden states and their gradients; of each layer u, v, and theirs
     for gradient, other in zip(in_order(client), gradients(whole).values(), strict=True):
@@ -408,14 +318,12 @@ def test_gradients_of_a_large_batch_do_not_underflow(pair, precision, cut):
         assert error <= relative(crossings, client.dtype) * other.norm()
 
 
-def test_what_ends_a_sequence_is_the_models_own(pair, adapted):
-    model = adapted()
-    free = expected_tokens(model, count=8)
-    base = model.get_base_model()
-    base.config.eos_token_id, base.generation_config.eos_token_id = 63, [63, free[0, 14].item()]
-    _, client, whole = pair(model=model)
-    tokens = client.generate(IDS[:1], 8)
-    assert torch.equal(tokens, whole.generate(input_ids=IDS[:1], max_new_tokens=8, do_sample=False))
+def test_the_smallest_gradients_are_numbers(pair):
+    _, client, _ = pair(m_scale=0.1)
+    with torch.no_grad():
+        client.part.lm_head.weight.mul_(1e-40)
+    client.train_step(IDS, IDS)
+    assert all(gradient.isfinite().all() for gradient in in_order(client))
 
 
 def test_no_proxy_stands_between(adapted, monkeypatch):
@@ -426,44 +334,28 @@ def test_no_proxy_stands_between(adapted, monkeypatch):
             assert client.generate(IDS, 1).shape == (2, 13)
 
 
-def test_more_tokens_than_there_are_positions_are_refused(pair):
-    _, client, _ = pair("gpt2")
-    with pytest.raises(ValueError, match="257 tokens, the model has 256 positions"):
-        client.generate(IDS, 246)
-
-
-@pytest.mark.parametrize("listening", [True, False])
-def test_nobody_there_is_one_sentence(adapted, listening):
-    """Nobody listens, or who listens says nothing."""
+@pytest.mark.parametrize(("listening", "link"), [(True, None), (False, None), (False, "lan")])
+def test_nobody_there_is_one_sentence_and_changes_no_gradient(adapted, monkeypatch, listening, link):
+    """Nobody listens, which is not tried again, also where a relay in between accepts; or who listens says nothing."""
+    slept = []
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
+        message = f"^no connection to {address}: "
         if not listening:
             silent.close()
-        with DeviceClient(address, adapted(), timeout_s=0.5, retry_s=0.5) as client:
-            with pytest.raises(ConnectionError, match=f"no connection to {address}"):
+            message += "Connection refused: no cloud is there"
+            monkeypatch.setattr(connection.time, "sleep", slept.append)
+        with DeviceClient(address, adapted(), link=link, timeout_s=0.5, retry_s=0.5) as client:
+            with pytest.raises(ConnectionError, match=message):
                 client.generate(IDS, 1)
-            parameters = [p for p in client.part.parameters() if p.requires_grad]
-            parameters[0].grad = torch.ones_like(parameters[0])
-            with pytest.raises(ConnectionError):
+            first, *others = client.trainable()
+            first.grad = torch.ones_like(first)
+            with pytest.raises(ConnectionError, match=message):
                 client.train_step(IDS, IDS)
-    assert [p.grad is None for p in parameters] == [False] + [True] * (len(parameters) - 1)
-    assert (parameters[0].grad == 1).all()
-
-
-@pytest.mark.parametrize("link", [None, "lan"])
-def test_a_first_connection_that_is_refused_is_not_tried_again(adapted, monkeypatch, link):
-    """A relay in between would accept it."""
-    slept = []
-    monkeypatch.setattr(connection.time, "sleep", slept.append)
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        address = f"127.0.0.1:{closed.getsockname()[1]}"
-    with DeviceClient(address, adapted(), link=link) as client:
-        with pytest.raises(
-            ConnectionError, match=f"^no connection to {address}: Connection refused: no cloud is there"
-        ):
-            client.generate(IDS, 1)
-        assert not slept
-        assert client.traffic.tokens == 0
+            assert client.traffic.tokens == 0
+    assert not slept
+    assert (first.grad == 1).all()
+    assert all(p.grad is None for p in others)
 
 
 class Clock:
@@ -491,14 +383,14 @@ def test_a_cloud_that_is_lost_is_said_as_long_as_it_lasts(adapted, monkeypatch):
         with pytest.raises(ConnectionError, match=f"no connection to {address}"):
             client.generate(IDS, 2)
     seconds = [list(map(int, re.fullmatch(r"no answer for (\d+) s, trying for (\d+) more", s).groups())) for s in said]
-    assert [sum(each) in (9, 10, 11) for each in seconds] == [True] * len(seconds)  # of rounded numbers
+    assert all(sum(each) in (9, 10, 11) for each in seconds)  # of rounded numbers
     silences = [silence for silence, _ in seconds]
     assert 3 <= silences[0] <= 5
     assert silences[-1] >= 6
     assert all(3 <= later - earlier <= 5 for earlier, later in itertools.pairwise(silences))
 
 
-def test_silence_within_a_wait_is_said_and_is_not_the_end(pair, monkeypatch):
+def test_silence_within_a_wait_is_said_and_is_not_the_end(pair, before, monkeypatch):
     """The cloud computes for long, and then it answers."""
     monkeypatch.setattr(connection, "TICK_S", 0.01)
     monkeypatch.setattr(connection, "SILENCE_S", 0.0)
@@ -510,85 +402,69 @@ def test_silence_within_a_wait_is_said_and_is_not_the_end(pair, monkeypatch):
         if len(said) == 3:
             computed.set()
 
-    original = server.part.forward
-    server.part.forward = lambda *arguments, **options: (computed.wait(PATIENCE_S), original(*arguments, **options))[1]
+    before(server.part, "forward", lambda _: computed.wait(PATIENCE_S))
     client.on_silence = say
-    assert torch.equal(client.generate(IDS, 3, eos_token_id=-1), expected_tokens(whole, count=3))
+    same_tokens(client, whole, count=3)
     assert len(said) >= 3
     assert all(re.fullmatch(r"no answer for \d+ s, trying for \d+ more", sentence) for sentence in said)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("first_k", "last_k"), [(0, 0), (1, 1)])
-def test_logits_are_those_of_the_whole_model(pair, family, first_k, last_k):
-    _, client, whole = pair(family, first_k, last_k)
-    before = client.traffic
-    logits = client.logits(IDS)
-    assert_as_exact(logits, whole(input_ids=IDS).logits, precise(whole)(input_ids=IDS).logits)
-    shape = ModelShape.from_config(whole.get_base_model().config, "tiny")
-    if whole.config.model_type == "llama":
-        run = dict(phase="prefill", tokens=12, batch=2, bits=32, final_hidden="all", first_k=first_k, last_k=last_k)
-        same_bytes(client.traffic - before, communication.low_rank(shape, r_c2d=5, r_d2c=3, **run))
-    assert torch.equal(client.generate(IDS, 3, eos_token_id=-1), expected_tokens(whole, count=3))  # all is as it was
-
-
-@pytest.mark.parametrize("what", ["embed", "residual", "receive"])
-def test_a_broken_link_loses_nothing_of_the_logits(pair, what):
-    _, client, _ = pair(link="lan")
-    expected = client.logits(IDS)
-    seen = cut_at(client, what, 1)
-    assert torch.equal(client.logits(IDS), expected)
-    assert seen
+ONE, MASKED = IDS[:1], torch.full_like(IDS, -100)
+WHOLE_NUMBERS = r"input_ids must be whole numbers of shape \(batch, seq\)"
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda c: c.generate(torch.tensor([1, 2])), r"input_ids must be whole numbers of shape \(batch, seq\)"),
-        (lambda c: c.generate(torch.empty(1, 0, dtype=torch.long)), "input_ids must be whole numbers"),
-        (lambda c: c.generate(torch.ones(1, 2)), "input_ids must be whole numbers"),
-        (lambda c: c.generate(IDS.bool(), 1), "input_ids must be whole numbers of shape .*, got torch.bool"),
+        (lambda c: c.generate(torch.tensor([1, 2])), WHOLE_NUMBERS),
+        (lambda c: c.generate(torch.empty(1, 0, dtype=torch.long)), WHOLE_NUMBERS),
+        (lambda c: c.generate(torch.ones(1, 2)), WHOLE_NUMBERS),
+        (lambda c: c.generate(IDS.bool(), 1), f"{WHOLE_NUMBERS}.*, got torch.bool"),
         (lambda c: c.generate([[1, 2]], 1), "input_ids must be a tensor of shape .batch, seq., got a list"),
         (lambda c: c.generate(torch.tensor([[1, 64]])), "input_ids must be between 0 and vocab - 1 = 63, got 64"),
         (lambda c: c.generate(torch.tensor([[-1, 6]])), "input_ids must be between 0 and vocab - 1 = 63, got -1"),
         (lambda c: c.generate(IDS, max_new_tokens=0), "max_new_tokens must be"),
+        (lambda c: c.generate(IDS, 246), "257 tokens, the model has 256 positions"),
         (lambda c: c.generate(IDS, do_sample=True, temperature=0), "temperature must be greater than 0, got 0"),
         (lambda c: c.generate(IDS, do_sample=True, top_p=1.5), "top_p must be"),
         (lambda c: c.generate(IDS, do_sample=True, top_k=-1), "top_k must be"),
         (lambda c: c.generate(IDS, 1, do_sample="no"), "do_sample must be True or False, got 'no'"),
         (lambda c: c.generate(IDS, 1, eos_token_id="7"), "eos_token_id must be a whole number of at least -1, got '7'"),
         (lambda c: c.generate(IDS, 1, eos_token_id=[3.5]), "eos_token_id must be a whole number .*, got 3.5"),
+        (lambda c: c.generate(ONE, draft="guess"), "draft must be one of 'lookup', 'public', 'backbone', got 'guess'"),
+        (lambda c: c.generate(ONE, draft="public"), "draft='public' counts text: give the model's tokenizer as well"),
+        (lambda c: c.generate(ONE, draft_tokens=-1), "draft_tokens must be a whole number of at least 0, got -1"),
+        (lambda c: c.generate(IDS, draft="lookup"), "draft='lookup' is for one sequence, got 2"),
         (lambda c: c.train_step(IDS, IDS.float()), "labels must be whole numbers of shape .*, got torch.float32"),
-        (
-            lambda c: c.train_step(IDS, IDS[:, 1:]),
-            r"labels of shape \(2, 11\) for input_ids of shape \(2, 12\)",
-        ),
-        (
-            lambda c: c.train_step(IDS, torch.full_like(IDS, -100)),
-            "no label to predict: the first is not, and the other 22 are all -100",
-        ),
+        (lambda c: c.train_step(IDS, ONE[:, 1:]), r"labels of shape \(1, 11\) for input_ids of shape \(2, 12\)"),
+        (lambda c: c.train_step(IDS, MASKED), "no label to predict: the first is not, and the other 22 are all -100"),
         (lambda c: c.train_step(IDS[:, :1], IDS[:, :1]), "no label to predict: the first is not, and the other 0"),
     ],
 )
 def test_bad_input_is_named_before_anything_is_sent(pair, call, message):
-    _, client, _ = pair()
+    _, client, _ = pair("gpt2")
     with pytest.raises(ValueError, match=message):
         call(client)
     assert client.traffic.sent_message_bytes == 0
 
 
+DOWN = dict(target_modules=["down_proj"])
+
+
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("mine", "theirs", "cloud", "message"),
     [
-        (dict(r_c2d=6), "--rank 6 here, 5 on the cloud"),
-        (dict(projection_seed=1), "--seed 1 here, 0 on the cloud"),
-        (dict(family="mistral"), "--model .* here, .* on the cloud"),
-        (dict(target_modules=["q_proj"]), "--target q_proj of .* here, k_proj, q_proj, v_proj of"),
+        (dict(r_c2d=6), {}, {}, "--rank 6 here, 5 on the cloud"),
+        (dict(projection_seed=1), {}, {}, "--seed 1 here, 0 on the cloud"),
+        (dict(family="mistral"), {}, {}, "--model .* here, .* on the cloud"),
+        (dict(target_modules=["q_proj"]), {}, {}, "--target q_proj of .* here, k_proj, q_proj, v_proj of"),
+        ({}, dict(late=True), {}, "late False here, True on the cloud"),
+        (DOWN, DOWN, dict(fold=True), r"projections .*--ladder, --fold or --rank \[\] here, \[5\] on the cloud"),
+        (DOWN, dict(ladder=dict(r=5)), {}, r"projections \[1, 1, 1, 1\] here, \[\] on the cloud"),
     ],
 )
-def test_another_model_or_adapter_is_refused_with_both_values(pair, adapted, config, message):
-    _, client, _ = pair(model=adapted(**config))
+def test_another_model_or_adapter_is_refused_with_both_values(pair, adapted, mine, theirs, cloud, message):
+    _, client, _ = pair(model=adapted(**mine), config=theirs, cloud=cloud)
     with pytest.raises(RefusedError, match=message) as refused:
         client.generate(IDS, 1)
     assert refused.value.code.name == "FAILED_PRECONDITION"
@@ -603,36 +479,34 @@ def test_bytes_on_the_tcp_stream_are_counted_by_the_relay(pair):
 
 
 @pytest.mark.parametrize(
-    ("family", "module", "first_k"), [("llama", "embed_tokens", 0), ("llama", "embed_tokens", 1), ("gpt2", "wpe", 0)]
+    ("family", "first_k", "config"),
+    [
+        ("llama", 0, dict(modules_to_save=["embed_tokens"])),
+        ("llama", 1, dict(modules_to_save=["embed_tokens"])),
+        ("gpt2", 0, dict(modules_to_save=["wpe"])),
+        ("phi3", 0, dict(target_modules="all-linear")),
+        ("phi3", 0, dict(target_modules=["qkv_proj", "o_proj"])),
+    ],
 )
-def test_an_embedding_that_learns_gets_its_own_gradient(pair, adapted, same_gradients, family, module, first_k):
-    model = adapted(family, m_scale=0.1, modules_to_save=[module])
-    _, client, whole = pair(family, first_k, model=model)
-    client.train_step(IDS, IDS)
-    client.train_step(IDS, IDS)  # what has learnt does not count as another model
-    assert any(module in name for name in gradients(model))
+def test_whatever_learns_gets_its_own_gradient(pair, adapted, same_gradients, family, first_k, config):
+    """An embedding as well; and exchanges come in the order in which layers compute."""
+    model = adapted(family, m_scale=0.1, **config)
+    _, client, whole = pair(family, first_k, model=model, config=config)
+    same_tokens(client, whole)
+    for _ in range(2):  # what has learnt does not count as another model
+        client.train_step(IDS, IDS)
+    assert all(module in str(gradients(model).keys()) for module in config.get("modules_to_save", ()))
     same_gradients(gradients(model), whole, IDS, IDS)
-
-
-@pytest.mark.parametrize("targets", ["all-linear", ["qkv_proj", "o_proj"]])
-def test_exchanges_come_in_the_order_in_which_layers_compute(pair, adapted, same_gradients, targets):
-    model = adapted("phi3", m_scale=0.1, target_modules=targets)
-    _, client, whole = pair("phi3", model=model, config=dict(target_modules=targets))
-    assert torch.equal(client.generate(IDS, 6, eos_token_id=-1), expected_tokens(whole))
-    client.train_step(IDS, IDS)
-    same_gradients(gradients(model), whole, IDS)
 
 
 @pytest.mark.parametrize("rope", LENGTHS)
 def test_another_devices_long_text_changes_nothing(adapted, rope):
     family, options = LENGTHS[rope]
-    options = options | {"max_position_embeddings": 16}
-    short, long = IDS[:1, :5], torch.cat([IDS, IDS], dim=1)[:1]
+    texts = [IDS[:1, :5], torch.cat([IDS, IDS], dim=1)[:1], IDS[:1, :5]]
 
     def model():
-        return adapted(family, m_scale=0.1, options=options)
+        return adapted(family, m_scale=0.1, options=options | {"max_position_embeddings": 16})
 
-    texts = [short, long, short]
     expected = [expected_tokens(model(), ids, 8) for ids in texts]
     with CloudServer(model(), precision="fp32") as cloud:
 
@@ -646,19 +520,9 @@ def test_another_devices_long_text_changes_nothing(adapted, rope):
         assert all(torch.equal(tokens, right) for tokens in repeated)
 
 
-def test_the_smallest_gradients_are_numbers(pair):
-    _, client, whole = pair(m_scale=0.1)
-    for model in (whole, client):
-        head = model.part.lm_head if model is client else model.get_base_model().lm_head
-        with torch.no_grad():
-            head.weight.mul_(1e-40)
-    client.train_step(IDS, IDS)
-    assert all(gradient.isfinite().all() for gradient in in_order(client))
-
-
 def test_clients_of_one_model_lose_no_gradient(adapted, same_gradients):
-    model = adapted(m_scale=0.1)
-    whole, steps = copy.deepcopy(model), 6
+    model, steps = adapted(m_scale=0.1), 6
+    whole = copy.deepcopy(model)
     with CloudServer(adapted(m_scale=0.0), precision="fp32") as cloud:
 
         def work(model):
@@ -677,13 +541,3 @@ def test_nothing_that_learns_is_said(pair, adapted):
     _, client, _ = pair(model=model, adapter_name="other")
     with pytest.raises(ValueError, match="every M of 'other' is frozen"):
         client.train_step(IDS, IDS)
-
-
-def test_token_zero_can_end_a_sequence(adapted):
-    model = adapted()
-    base = model.get_base_model()
-    base.config.eos_token_id, base.generation_config.eos_token_id = 7, 0
-    assert writing.ends(base, None) == [0]
-    base.generation_config.eos_token_id = None
-    assert writing.ends(base, None) == []
-    assert writing.ends(base, [3, -1]) == [3, -1]

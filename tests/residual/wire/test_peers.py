@@ -3,7 +3,6 @@
 import gc
 import signal
 import threading
-import time
 
 import grpc
 import pytest
@@ -14,6 +13,7 @@ from plpkg.residual import CloudServer, DeviceClient, Limits
 from plpkg.residual.wire import connection
 from plpkg.residual.wire.terms import differences
 from tests.residual.conftest import cloud_process
+from tests.residual.wire.conftest import same_tokens
 
 from waiting import PATIENCE_S, wait_until
 
@@ -26,19 +26,17 @@ def generate(cloud, model, **options):
         return device.generate(IDS, 2, eos_token_id=-1)
 
 
-def test_who_reads_not_even_the_end_is_cut_off(adapted):
+def test_who_reads_not_even_the_end_is_cut_off(pair, adapted):
     """More than a stream's window is on its way to a device that has stopped reading."""
-    with CloudServer(adapted(), precision="fp32", limits=Limits(tokens=4000, answer_s=1.0)) as server:
-        device = DeviceClient(server.address, adapted(), precision="fp32")
-        device.generate(IDS, 1)
-        (stream,) = server._streams
-        for _ in range(5 * connection.BACKLOG):  # the device reads the first, and no more than it has asked for
-            stream.messages.outgoing.put(bytes(2**20))
-        stream.messages.interrupt(connection.StatusError(StatusCode.INTERNAL, "the end"))
-        wait_until(lambda: "plpkg-reader" not in {thread.name for thread in threading.enumerate()})  # at both ends
-        wait_until(lambda: not server._streams)
-        assert generate(server, adapted()).shape == (1, 10)
-        device.close()
+    server, device, _ = pair(cloud=dict(limits=Limits(tokens=4000, answer_s=1.0)))
+    device.generate(IDS, 1)
+    (stream,) = server._streams
+    for _ in range(5 * connection.BACKLOG):  # the device reads the first, and no more than it has asked for
+        stream.messages.outgoing.put(bytes(2**20))
+    stream.messages.interrupt(connection.StatusError(StatusCode.INTERNAL, "the end"))
+    wait_until(lambda: "plpkg-reader" not in {thread.name for thread in threading.enumerate()})  # at both ends
+    wait_until(lambda: not server._streams)
+    assert generate(server, adapted()).shape == (1, 10)
 
 
 def test_a_cloud_that_has_stopped_is_noticed_by_its_silence(adapted, monkeypatch):
@@ -47,30 +45,24 @@ def test_a_cloud_that_has_stopped_is_noticed_by_its_silence(adapted, monkeypatch
     options = [(name, quick.get(name, value)) for name, value in connection.OPTIONS]
     monkeypatch.setattr(connection, "OPTIONS", options)
     process, address = cloud_process()
-    with process, DeviceClient(address, adapted(), precision="fp32", timeout_s=100 * PATIENCE_S, retry_s=0) as device:
+    with process, DeviceClient(address, adapted(), precision="fp32", timeout_s=PATIENCE_S, retry_s=0) as device:
         device.generate(IDS, 1)
         process.send_signal(signal.SIGSTOP)
-        began = time.monotonic()
-        with pytest.raises(ConnectionError, match="no connection to"):
+        with pytest.raises(ConnectionError, match=f"no connection to {address}: UNAVAILABLE: .*ping timeout"):
             device.generate(IDS, 1)
-        assert time.monotonic() - began < PATIENCE_S
 
 
-def test_who_meets_a_crowd_comes_back(adapted, monkeypatch):
+def test_who_meets_a_crowd_comes_back(pair, adapted, monkeypatch):
     server_of = grpc.server
     monkeypatch.setattr(grpc, "server", lambda pool, **options: server_of(pool, **options | {CROWD: 1}))
-    with CloudServer(adapted(), precision="fp32", limits=Limits(sessions=1)) as server:
-        first = DeviceClient(server.address, adapted(), precision="fp32")
-        first.generate(IDS, 1)
-        with (
-            DeviceClient(server.address, adapted(), precision="fp32", retry_s=0.2) as second,
-            pytest.raises(ConnectionError, match="Concurrent RPC limit exceeded"),
-        ):
-            second.generate(IDS, 1)
-        leaving = threading.Timer(0.5, first.close)
-        leaving.start()
-        assert generate(server, adapted(), retry_s=PATIENCE_S).shape == (1, 10)
-        leaving.join()
+    server, first, _ = pair(cloud=dict(limits=Limits(sessions=1)))
+    first.generate(IDS, 1)
+    with pytest.raises(ConnectionError, match="Concurrent RPC limit exceeded"):
+        generate(server, adapted(), retry_s=0.2)
+    leaving = threading.Timer(0.5, first.close)
+    leaving.start()
+    assert generate(server, adapted(), retry_s=PATIENCE_S).shape == (1, 10)
+    leaving.join()
 
 
 def test_an_endless_hello_is_named_in_part(adapted):
@@ -82,28 +74,24 @@ def test_an_endless_hello_is_named_in_part(adapted):
         assert len(differences(device, server.terms)) < 1000
 
 
-def test_a_cloud_that_forgets_twice_costs_no_token(adapted):
-    model = adapted()
-    expected = model.generate(input_ids=IDS, max_new_tokens=4, do_sample=False, eos_token_id=None)
-    with CloudServer(adapted(), precision="fp32") as server:
-        with DeviceClient(server.address, model, precision="fp32") as device:
-            original, lost = device._connection._open, []
+def test_a_cloud_that_forgets_twice_costs_no_token(pair):
+    server, device, whole = pair()
+    original, lost = device._connection._open, []
 
-            def forgetful():
-                if device._connection.session and len(lost) < 2:
-                    lost.append(device._connection.session)
-                    server._sessions.clear()
-                original()
-                if lost and len(lost) < 2:
-                    device._connection.reset()  # forgotten again before the step was asked for
-                    lost.append(device._connection.session)
-                    server._sessions.clear()
-                    original()
+    def forgetful():
+        if device._connection.session and len(lost) < 2:
+            lost.append(device._connection.session)
+            server._sessions.clear()
+        original()
+        if lost and len(lost) < 2:
+            device._connection.reset()  # forgotten again before the step was asked for
+            lost.append(device._connection.session)
+            server._sessions.clear()
+            original()
 
-            device._connection._open = forgetful
-            tokens = device.generate(IDS, 4, eos_token_id=-1, on_token=lambda _: device._connection.reset())
-        assert len(lost) == 2
-        assert torch.equal(tokens, expected)
+    device._connection._open = forgetful
+    same_tokens(device, whole, IDS, 4, on_token=lambda _: device._connection.reset())
+    assert len(lost) == 2
 
 
 def test_a_client_that_nobody_closes_is_collected(adapted):
@@ -116,15 +104,14 @@ def test_a_client_that_nobody_closes_is_collected(adapted):
         wait_until(lambda: not server._streams)
 
 
-def test_closing_from_another_thread_ends_what_is_under_way(adapted):
-    with CloudServer(adapted(), precision="fp32") as server:
-        device = DeviceClient(server.address, adapted(), precision="fp32", retry_s=60)
+def test_closing_from_another_thread_ends_what_is_under_way(pair):
+    server, device, _ = pair(retry_s=60)
 
-        def close_elsewhere(_):
-            thread = threading.Thread(target=device.close)
-            thread.start()
-            thread.join(PATIENCE_S)
+    def close_elsewhere(_):
+        thread = threading.Thread(target=device.close)
+        thread.start()
+        thread.join(PATIENCE_S)
 
-        with pytest.raises(RuntimeError, match="this client is closed"):
-            device.generate(IDS, 4, eos_token_id=-1, on_token=close_elsewhere)
-        wait_until(lambda: not server._streams)
+    with pytest.raises(RuntimeError, match="this client is closed"):
+        device.generate(IDS, 4, eos_token_id=-1, on_token=close_elsewhere)
+    wait_until(lambda: not server._streams)

@@ -1,5 +1,6 @@
 import gc
 import socket
+import socketserver
 import threading
 import time
 from pathlib import Path
@@ -13,27 +14,22 @@ from tests.residual.conftest import at_once
 from waiting import PATIENCE_S, interpreter, wait_until
 
 
+class Echo(socketserver.BaseRequestHandler):
+    """Sends everything back."""
+
+    def handle(self):
+        while data := self.request.recv(65536):
+            self.request.sendall(data)
+
+
 @pytest.fixture
 def echo():
-    """A server that sends everything back; gives its address."""
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def serve():
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=answer, args=(connection,), daemon=True).start()
-
-    def answer(connection):
-        with connection:
-            while data := connection.recv(65536):
-                connection.sendall(data)
-
-    threading.Thread(target=serve, daemon=True).start()
-    yield f"127.0.0.1:{listener.getsockname()[1]}"
-    listener.close()
+    """The address of a server that sends everything back."""
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Echo) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
 
 
 def connect(address):

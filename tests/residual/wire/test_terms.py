@@ -1,4 +1,5 @@
 import copy
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,13 @@ from plpkg.residual import split
 from plpkg.residual.wire.terms import OPTIONS, Limits, differences, terms
 
 
+def terms_of(adapted, cut=(0, 0), precision="fp16", **config):
+    model = adapted(**config)
+    return terms(model, split(model)[0], [], "default", cut, precision)
+
+
 def test_every_difference_is_named_with_both_values(adapted):
-    model = adapted()
-    device, _ = split(model)
-    ours = terms(model, device, [], "default", (0, 0), "fp16")
+    ours = terms_of(adapted)
     assert not differences(ours, ours)
     for field in ours.DESCRIPTOR.fields:
         theirs = copy.deepcopy(ours)
@@ -31,10 +35,7 @@ def test_every_difference_is_named_with_both_values(adapted):
 
 
 def test_a_refusal_names_the_options_of_the_command(adapted):
-    def of(cut=(0, 0), precision="fp16", **changes):
-        model = adapted(**changes)
-        return terms(model, split(model)[0], [], "default", cut, precision)
-
+    of = functools.partial(terms_of, adapted)
     said = differences(of(r_c2d=32, r_d2c=32), of(r_c2d=30, r_d2c=30, target_modules=["o_proj"]))
     assert said.startswith(
         "--target k_proj, q_proj, v_proj of layers 0, 1, 2, 3 here, o_proj of layers 0, 1, 2, 3 on the"
@@ -45,21 +46,10 @@ def test_a_refusal_names_the_options_of_the_command(adapted):
         "--seed 1 here, 0 on the cloud; --precision fp16 here, fp32 on the cloud; --first-k 0 here, 1 on the cloud; "
         "--last-k 0 here, 2 on the cloud"
     )
-
-
-def test_another_layer_or_setting_is_another_model(adapted):
-    def of(**changes):
-        model = adapted(**changes)
-        return terms(model, split(model)[0], [], "default", (0, 0), "fp16")
-
     assert of(layers_to_transform=[2, 3]).targets == "k_proj, q_proj, v_proj of layers 2, 3"
     assert differences(of(), of(options={"rms_norm_eps": 0.5})).startswith("--model ")
-
-
-def test_an_unknown_precision_is_named(adapted):
-    model = adapted()
     with pytest.raises(ValueError, match="precision must be one of 'fp16', 'bf16', 'fp32', got 'int8'"):
-        terms(model, split(model)[0], [], "default", (0, 0), "int8")
+        of(precision="int8")
 
 
 @pytest.mark.parametrize(

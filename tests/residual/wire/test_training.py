@@ -19,11 +19,12 @@ from plpkg.residual.wire.training import score_of, train
 from plpkg.residual.wire.wire_pb2 import FromCloud, FromDevice, Part
 from plpkg.scoring import Score, score
 from tests.residual.conftest import backbone
+from tests.residual.wire.conftest import fail_at
 
 from rounding import relative
 
 TEXT = [Document(str(i), f"The secret of day {i} is kept on the device, never in the cloud. " * 3) for i in range(12)]
-REFUSED = RefusedError(StatusError(StatusCode.FAILED_PRECONDITION, "another model"))
+GONE, REFUSED = ConnectionError("gone"), RefusedError(StatusError(StatusCode.FAILED_PRECONDITION, "another model"))
 TINY = dict(steps=6, batch=2, seq=16, warmup=2, lr=0.02, checkpoint_every=2, progress=False)
 
 
@@ -32,8 +33,16 @@ def tokenizer():
     return train_tokenizer(TEXT, 280)
 
 
-def model():
-    return get_peft_model(backbone(num_layers=2, vocab=280), PrivateLoraConfig(r_c2d=6, r_d2c=6))
+def base():
+    return backbone(num_layers=2, vocab=280)
+
+
+def model(config=None):
+    return get_peft_model(base(), config or PrivateLoraConfig(r_c2d=6, r_d2c=6))
+
+
+def first_m(adapted):
+    return next(p for p in adapted.parameters() if p.requires_grad)
 
 
 @pytest.fixture
@@ -57,87 +66,59 @@ def test_it_learns_and_leaves_an_adapter_that_peft_loads(cloud, tokenizer, tmp_p
     assert len(result.losses) == 25
     assert sum(result.losses[-5:]) < sum(result.losses[:5])
     assert repr(result).startswith("Training(25 steps, loss 5.")
-    loaded = PeftModel.from_pretrained(backbone(num_layers=2, vocab=280), tmp_path / "out")
+    loaded = PeftModel.from_pretrained(base(), tmp_path / "out")
     assert same(get_peft_model_state_dict(loaded), learnt)
     assert any(t.abs().max() > 0 for t in learnt.values())
     names = {p.name for p in (tmp_path / "out").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "checkpoint.safetensors"} <= names
 
 
-def test_an_interrupted_run_ends_with_the_same_adapter(cloud, tokenizer, tmp_path, monkeypatch):
-    whole, expected = run(cloud, tokenizer, tmp_path / "whole", accumulate=2)
-    step, calls = DeviceClient.train_step, []
-
-    def interrupted(self, *arguments, **options):
-        calls.append(1)
-        if len(calls) in (6, 12):
-            raise ConnectionError("gone")
-        return step(self, *arguments, **options)
-
-    monkeypatch.setattr(DeviceClient, "train_step", interrupted)
-    for _ in range(2):
-        with pytest.raises(ConnectionError, match="gone"):
-            run(cloud, tokenizer, tmp_path / "parts", accumulate=2)
-    parts, learnt = run(cloud, tokenizer, tmp_path / "parts", accumulate=2)
-    assert same(learnt, expected)
-    assert parts == whole
-
-
 @pytest.mark.parametrize("width", [None, 8])
-def test_a_ladder_learns_and_goes_on_where_it_was(tokenizer, tmp_path, monkeypatch, width):
+def test_a_ladder_learns_and_goes_on_where_it_was(tokenizer, tmp_path, before, width):
     """Also through a client that is made when M has learnt: the cloud has another M, and need not know it."""
 
     def ladder():
         torch.manual_seed(0)  # a gated M begins with random numbers
-        return get_peft_model(backbone(num_layers=2, vocab=280), LadderConfig(r=6, width=width))
+        return model(LadderConfig(r=6, width=width))
 
     with CloudServer(ladder(), precision="fp32") as cloud:
         whole, expected = run(cloud, tokenizer, tmp_path / "whole", ladder(), steps=8)
         assert whole.losses[-1] < whole.losses[0]
-        step, calls = DeviceClient.train_step, []
-
-        def interrupted(self, *arguments, **options):
-            calls.append(1)
-            if len(calls) == 6:
-                raise ConnectionError("gone")
-            return step(self, *arguments, **options)
-
-        monkeypatch.setattr(DeviceClient, "train_step", interrupted)
+        before(DeviceClient, "train_step", fail_at(GONE, 6))
         with pytest.raises(ConnectionError, match="gone"):
             run(cloud, tokenizer, tmp_path / "parts", ladder(), steps=8)
         parts, learnt = run(cloud, tokenizer, tmp_path / "parts", ladder(), steps=8)
         assert same(learnt, expected)
         assert parts == whole
-        loaded = PeftModel.from_pretrained(backbone(num_layers=2, vocab=280), tmp_path / "parts")
+        loaded = PeftModel.from_pretrained(base(), tmp_path / "parts")
         with DeviceClient(cloud.address, loaded, precision="fp32") as client:
             assert client.generate(torch.tensor([[1, 2, 3]]), 2, eos_token_id=-1).shape == (1, 5)
 
 
-@pytest.mark.parametrize("error", [ConnectionError("gone"), REFUSED, KeyboardInterrupt()])
-def test_what_was_done_is_saved_before_a_run_ends(cloud, tokenizer, tmp_path, monkeypatch, error):
-    """Not only what the last regular checkpoint has."""
+@pytest.mark.parametrize(
+    ("error", "checkpoint_every"), [(GONE, 2), (GONE, 100), (REFUSED, 100), (KeyboardInterrupt(), 100)]
+)
+def test_an_interrupted_run_is_saved_and_ends_with_the_same_adapter(
+    cloud, tokenizer, tmp_path, before, error, checkpoint_every
+):
+    """Not only what the last regular checkpoint has is saved."""
     whole, expected = run(cloud, tokenizer, tmp_path / "whole", accumulate=2)
-    step, calls = DeviceClient.train_step, []
-
-    def interrupted(self, *arguments, **options):
-        calls.append(1)
-        if len(calls) in (1, 9):  # at once; then in the middle of the fourth step
-            raise error
-        return step(self, *arguments, **options)
-
-    monkeypatch.setattr(DeviceClient, "train_step", interrupted)
+    # At once; in the middle of the fourth step; and in that of the fifth.
+    calls = before(DeviceClient, "train_step", fail_at(error, 1, 9, 12))
     out = tmp_path / "parts"
-    changes = dict(accumulate=2, checkpoint_every=100)
-    for note in (
-        f"no step is kept: {out} has no",
-        f"{out / 'checkpoint.safetensors'} has 3 of 6 steps: the same command",
+    changes = dict(accumulate=2, checkpoint_every=checkpoint_every)
+    for kept, note in (
+        (None, f"no step is kept: {out} has no"),
+        (3, f"{out / 'checkpoint.safetensors'} has 3 of 6 steps: the same command"),
+        (4, f"{out / 'checkpoint.safetensors'} has 4 of 6 steps: the same command"),
     ):
         with pytest.raises(type(error)) as stopped:
             run(cloud, tokenizer, out, **changes)
         assert stopped.value.__notes__[-1].startswith(note)
-    assert len(checkpoints.read(out / "checkpoint.safetensors")["log"]) == 3
+        if kept:
+            assert len(checkpoints.read(out / "checkpoint.safetensors")["log"]) == kept
     parts, learnt = run(cloud, tokenizer, out, **changes)
-    assert len(calls) == 15  # the steps that were done are not done again
+    assert len(calls) == 16  # the steps that were done are not done again
     assert same(learnt, expected)
     assert parts == whole
 
@@ -161,7 +142,7 @@ def test_the_bar_says_that_the_cloud_is_silent(cloud, tokenizer, tmp_path, monke
 
 def test_held_out_text_is_scored_over_the_wire(cloud, tokenizer, monkeypatch):
     adapted, windows = model(), dict(batch=3, seq=16)
-    torch.nn.init.normal_(next(p for p in adapted.parameters() if p.requires_grad))
+    torch.nn.init.normal_(first_m(adapted))
     expected = score(adapted, tokenizer, TEXT[:3], stride=16, **windows)
     with DeviceClient(cloud.address, adapted, precision="fp32") as client:
         encoded = encode(TEXT, tokenizer)
@@ -175,31 +156,21 @@ def test_held_out_text_is_scored_over_the_wire(cloud, tokenizer, monkeypatch):
 @pytest.mark.parametrize(
     "held_out", [TEXT[:2], [Document("a", "shared", ((0, 6),))], []], ids=["some", "all is masked", "none"]
 )
-def test_what_is_held_out_is_scored_before_and_after(cloud, tokenizer, tmp_path, monkeypatch, held_out):
+def test_what_is_held_out_is_scored_before_and_after(cloud, tokenizer, tmp_path, before, monkeypatch, held_out):
     """Once each, and an interrupted run knows what was before."""
     adapted, text = model(), dict(text=TEXT[2:], held_out=held_out)
-    before = score(adapted, tokenizer, TEXT[:2], seq=16, stride=16).bits_per_byte
+    first = score(adapted, tokenizer, TEXT[:2], seq=16, stride=16).bits_per_byte
     whole, _ = run(cloud, tokenizer, tmp_path / "whole", adapted, **text)
     if held_out != TEXT[:2]:
         assert (whole.before, whole.after) == (None, None)
         assert repr(whole).startswith("Training(6 steps, loss 5.")
         return
-    after = score(adapted, tokenizer, TEXT[:2], seq=16, stride=16).bits_per_byte
-    near = dict(rel=relative(280 + 2 * 60))
-    assert whole.before == pytest.approx(before, **near)
-    assert whole.after == pytest.approx(after, **near)
+    last = score(adapted, tokenizer, TEXT[:2], seq=16, stride=16).bits_per_byte
+    assert [whole.before, whole.after] == pytest.approx([first, last], rel=relative(280 + 2 * 60))
     assert whole.after < whole.before
     assert repr(whole) == f"Training(6 steps, held out {whole.before:.3f} to {whole.after:.3f} bits per byte)"
-    step, calls = DeviceClient.train_step, []
-
-    def interrupted(self, *arguments, **options):
-        calls.append(1)
-        if len(calls) == 4:
-            raise ConnectionError("gone")
-        return step(self, *arguments, **options)
-
-    monkeypatch.setattr(DeviceClient, "train_step", interrupted)
-    with pytest.raises(ConnectionError):
+    before(DeviceClient, "train_step", fail_at(GONE, 4))
+    with pytest.raises(ConnectionError, match="gone"):
         run(cloud, tokenizer, tmp_path / "parts", **text)
     scored = []
     monkeypatch.setattr(training, "score_of", lambda *_, **__: scored.append(1) or Score(1.0, 1, 1))
@@ -220,7 +191,7 @@ def test_another_run_in_the_same_folder_is_refused(cloud, tokenizer, tmp_path):
         with client, pytest.raises(ValueError, match="holds a run with last_k=None, now 1"):
             train(client, model(), tokenizer, TEXT, tmp_path / "out", **(TINY | {"steps": 2}))
     begun = model()
-    torch.nn.init.constant_(next(p for p in begun.parameters() if p.requires_grad), 0.1)
+    torch.nn.init.constant_(first_m(begun), 0.1)
     for changes, message in (
         (dict(steps=3), r"holds a run with steps=2, now 3"),
         (dict(text=TEXT[1:]), "holds a run with text="),
@@ -266,19 +237,12 @@ def test_a_run_that_diverges_says_so(cloud, tokenizer, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("at", [0, 1])
 @pytest.mark.parametrize(
-    ("end", "content", "message"),
-    [
-        (FromDevice, "step", "INVALID_ARGUMENT: what has come, of shape .* is not finite"),
-        (FromDevice, "residual", "INVALID_ARGUMENT: what has come, of shape .* is not finite"),
-        (FromDevice, "grad_hidden", "INVALID_ARGUMENT: what has come, of shape .* is not finite"),
-        (FromDevice, "grad_input", "INVALID_ARGUMENT: what has come, of shape .* is not finite"),
-        (FromCloud, "residual", "what has come, of shape .* is not finite"),
-        (FromCloud, "final", "what has come, of shape .* is not finite"),
-        (FromCloud, "grad_output", "what has come, of shape .* is not finite"),
-    ],
+    ("end", "content", "status"),
+    [(FromDevice, content, "INVALID_ARGUMENT: ") for content in ("step", "residual", "grad_hidden", "grad_input")]
+    + [(FromCloud, content, "") for content in ("residual", "final", "grad_output")],
 )
 def test_what_is_not_finite_is_learnt_from_at_neither_end(
-    cloud, tokenizer, tmp_path, monkeypatch, end, content, message, at
+    cloud, tokenizer, tmp_path, monkeypatch, end, content, status, at
 ):
     """An end that does not look at what it sends, in one message of the step ``at``."""
     send, seen, adapted = Messages.send, [], model()
@@ -300,7 +264,7 @@ def test_what_is_not_finite_is_learnt_from_at_neither_end(
         return data[:-4] + torch.tensor(float("nan")).numpy().tobytes()
 
     monkeypatch.setattr(Messages, "send", unchecked)
-    with pytest.raises((ValueError, RefusedError), match=message):
+    with pytest.raises((ValueError, RefusedError), match=f"{status}what has come, of shape .* is not finite"):
         run(cloud, tokenizer, tmp_path / "out", adapted, checkpoint_every=1, steps=2)
     assert all(t.isfinite().all() for t in get_peft_model_state_dict(adapted).values())
     assert not (tmp_path / "out" / "adapter_model.safetensors").exists()
@@ -311,7 +275,7 @@ def test_what_is_not_finite_is_learnt_from_at_neither_end(
 
 def test_a_gradient_that_overflows_is_not_learnt_from(cloud):
     adapted = model()
-    m = next(p for p in adapted.parameters() if p.requires_grad)
+    m = first_m(adapted)
     hook = m.register_hook(lambda gradient: torch.full_like(gradient, 3e38) * 10)
     ids = torch.arange(32).reshape(2, 16)
     optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=0.1)
@@ -322,7 +286,7 @@ def test_a_gradient_that_overflows_is_not_learnt_from(cloud):
         assert not m.any()
         hook.remove()
         client.train_step(ids, ids, optimizer=optimizer)
-        assert m.any()
+        assert all(p.any() and p.grad is None for p in client.trainable())
 
 
 def test_what_training_writes_is_its_owners_alone(cloud, tokenizer, tmp_path):
@@ -354,27 +318,23 @@ def test_a_run_killed_between_its_two_files_leaves_no_mixed_adapter(cloud, token
         with pytest.raises(KeyboardInterrupt):
             run(cloud, tokenizer, other, steps=2, seed=1)
     with pytest.raises(ValueError, match="one of them is of another adapter, or a run was killed"):
-        PeftModel.from_pretrained(backbone(num_layers=2, vocab=280), other)
+        PeftModel.from_pretrained(base(), other)
     _, learnt = run(cloud, tokenizer, other, steps=2, seed=1)
-    loaded = PeftModel.from_pretrained(backbone(num_layers=2, vocab=280), other)
+    loaded = PeftModel.from_pretrained(base(), other)
     assert same(get_peft_model_state_dict(loaded), learnt)
 
 
 @pytest.mark.parametrize("config", [PrivateLoraConfig(r_c2d=6, r_d2c=6), LadderConfig(r=6)])
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_an_m_that_is_not_finite_says_so_before_it_writes(config, do_sample):
-    adapted = get_peft_model(backbone(num_layers=2, vocab=280), config)
-    with (
-        CloudServer(adapted, precision="fp32") as cloud,
-        DeviceClient(cloud.address, adapted, precision="fp32") as client,
+def test_an_m_that_is_not_finite_says_so_before_it_writes(pair, config, do_sample):
+    adapted = model(config)
+    _, client, _ = pair(model=adapted, served=adapted)
+    for damaged, place, message in (
+        (first_m(adapted), (0, 0), "an M of 'default' is not finite: load the adapter anew"),
+        (adapted.get_output_embeddings().weight, (3, 3), "the logits are not finite"),
     ):
-        m = next(p for p in adapted.parameters() if p.requires_grad)
-        with torch.no_grad():
-            m[0, 0] = float("nan")
-        with pytest.raises(FloatingPointError, match="an M of 'default' is not finite: load the adapter anew"):
+        sound = damaged[place].item()
+        damaged.data[place] = float("nan")
+        with pytest.raises(FloatingPointError, match=message):
             client.generate(torch.tensor([[1, 2]]), 3, do_sample=do_sample)
-        with torch.no_grad():
-            m[0, 0] = 0
-            adapted.get_output_embeddings().weight[3, 3] = float("nan")
-        with pytest.raises(FloatingPointError, match="the logits are not finite"):
-            client.generate(torch.tensor([[1, 2]]), 3, do_sample=do_sample)
+        damaged.data[place] = sound
