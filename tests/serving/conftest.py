@@ -30,17 +30,13 @@ def adapted(model, rank, seed=0, std=0.3, **options):
     for name, layer in whole.named_modules():
         if hasattr(layer, "lora_A"):
             down, up = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-            for weight, size in ((down, weight_std(down)), (up, std)):
+            for weight, size in ((down, down.shape[1] ** -0.5), (up, std)):
                 value = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
                 weight.data = (value * size).to(model.dtype)
             factors[name.removeprefix("base_model.model.")] = Factors(down.data, up.data, layer.scaling["default"])
     config = peft.LoraConfig(**options).to_dict()
     config = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
     return whole, Adapter.of(config, factors)
-
-
-def weight_std(weight):
-    return weight.shape[1] ** -0.5
 
 
 def alone(model, ids, new, **options):

@@ -1,5 +1,6 @@
 """The engine against PEFT's generate, one request at a time; float64, so that a token is never a matter of rounding."""
 
+import contextlib
 import dataclasses
 import gc
 import weakref
@@ -7,7 +8,7 @@ import weakref
 import peft
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -33,7 +34,8 @@ def world(tools):
     """A model, PEFT's twins of it by name (None is the model), and their adapters."""
     model = tools.backbone()
     pairs = {name: tools.adapted(model, rank, seed) for name, rank, seed in (("a", 2, 1), ("b", 4, 2), ("c", 4, 3))}
-    twins = {None: model} | {name: pair[0] for name, pair in pairs.items()}
+    twins, (ids,) = {None: model} | {name: pair[0] for name, pair in pairs.items()}, tools.texts(9)
+    assert len({tuple(tools.alone(twin, ids, 8)) for twin in twins.values()}) == len(twins)
     return model, twins, {name: pair[1] for name, pair in pairs.items()}
 
 
@@ -84,23 +86,6 @@ def test_a_mixed_batch_writes_what_each_writes_alone(family, tools):
     assert left(engine) == ([], [], [], {})
 
 
-def test_each_adapter_and_the_backbone_write_something_else(world, tools):
-    ids = tools.texts(9)[0]
-    assert len({tuple(tools.alone(twin, ids, 8)) for twin in world[1].values()}) == 4
-
-
-@pytest.mark.parametrize("length", [2 * BLOCK + 5, BLOCK - 4])
-def test_prompts_are_shared_within_an_adapter_and_an_account_only(length, world, make, tools):
-    engine, fresh, ids = make(), make(shared_positions=0), tools.texts(length)[0]
-    owners = [(name, account) for name in (None, "a", "b") for account in ("", "x")]
-    for name, account in owners:
-        owner = (world[2][name].digest if name else "", account)
-        assert engine._prefixes.find(owner, ids.tolist()) == (None, 0)
-        request = Request(ids, name, 5, account=account)
-        assert engine.generate([request]) == fresh.generate([request]) == [tools.alone(world[1][name], ids, 5)]
-        assert engine._prefixes.find(owner, ids.tolist())[1] == length // BLOCK * BLOCK
-
-
 @pytest.mark.parametrize(("shared", "again"), [(1000, 5), (60, 5), (30, 37), (0, 37)])
 def test_what_is_shared_is_not_read_again(shared, again, world, make, tools):
     engine, ids, read = make(shared_positions=shared), tools.texts(2 * BLOCK + 5)[0], []
@@ -114,91 +99,17 @@ def test_what_is_shared_is_not_read_again(shared, again, world, make, tools):
     assert len(engine._prefixes) <= shared
 
 
-def test_a_name_that_is_given_anew(world, make, tools):
-    engine, ids = make("a"), tools.texts(BLOCK + 3)[0]
-    before = engine.add(Request(ids, "a", 6))
-    engine.step()
-    engine.load("a", world[2]["b"])
-    after = engine.add(Request(ids, "a", 6))
-    expected = [(tools.alone(world[1][name], ids, 6), "length") for name in "ab"]
-    assert run(engine, before, after) == expected
-    assert engine.generate([Request(ids, "a", 6)]) == [expected[1][0]]
-
-
-def test_a_name_that_is_forgotten_while_it_answers(world, make, tools):
-    engine, ids = make("a", max_batch=1), tools.texts(4)[0]
-    wanted = tools.alone(world[1]["a"], ids, 6)
-    running, waiting = (engine.add(Request(ids, "a", 6)) for _ in range(2))
-    assert engine.step() == [(running, wanted[0])]
-    engine.unload("a")
-    with pytest.raises(ValueError, match=r"no adapter 'a' is loaded; there are none"):
-        engine.add(Request(ids, "a"))
-    with pytest.raises(ValueError, match="no adapter 'a'"):
-        engine.unload("a")
-    assert run(engine, running, waiting) == [(wanted[1:], "length"), (wanted, "length")]
-
-
 def test_what_is_unloaded_is_let_go(world, make, tools):
     engine, adapter = make(""), tools.adapted(world[0], 3)[1]
     engine.load("new", adapter)
     engine.generate([Request([1, 2], "new", 2)])
-    references = [weakref.ref(adapter), weakref.ref(next(iter(engine._pools.values())))]
+    (pool,) = engine._pools.values()
+    assert next(iter(pool.factors.values()))[2][0].item() == 8 / 3  # the scale, as it is
+    references = [weakref.ref(adapter), weakref.ref(pool)]
     engine.unload("new")
-    del adapter
+    del adapter, pool
     gc.collect()
     assert [reference() for reference in references] == [None, None]
-
-
-def test_what_is_unloaded_while_it_answers_is_let_go_afterwards(make):
-    engine = make("a")
-    identity = engine.add(Request([1, 2], "a", 3))
-    engine.step()
-    engine.unload("a")
-    run(engine, identity)
-    assert engine._pools == {}
-
-
-def test_a_pool_has_the_scales_as_they_are(world, make, tools):
-    engine, adapter = make(""), tools.adapted(world[0], 3)[1]
-    engine.load("third", adapter)
-    engine.generate([Request([1, 2], "third", 1)])
-    scales = next(iter(next(iter(engine._pools.values())).factors.values()))[2]
-    assert scales[0].item() == 8 / 3
-
-
-@pytest.mark.parametrize("steps", [0, 1, 3, 30])
-def test_cancelled_while_waiting_reading_writing_or_after_the_end(steps, world, make, tools):
-    engine, (long, short) = make(max_batch=2), tools.texts(20, 3)
-    others = [engine.add(Request(short, name, 9)) for name in ("a", None)]
-    gone = [engine.add(Request(long, "b", 4)), engine.add(Request(short, "c", 4))]
-    for _ in range(steps):
-        engine.step()
-    for identity in [*gone, *gone, 99]:
-        engine.cancel(identity)
-    assert not engine.finished.keys() & gone
-    if steps < 30:
-        tokens = {s.identity: s.new for s in [*engine._running, *engine._waiting]}
-        assert tokens.keys() == set(others)
-    while engine._running or engine._waiting:
-        engine.step()
-    assert [engine.finished.pop(identity) for identity in others] == ["length"] * 2
-    assert engine.generate([Request(long, "b", 4)]) == [tools.alone(world[1]["b"], long, 4)]
-
-
-@pytest.mark.parametrize("length", [3, 20])
-@pytest.mark.parametrize("steps", [1, 2, 4])
-def test_cancelled_while_it_runs(length, steps, world, make, tools):
-    engine, (ids, other) = make(), tools.texts(length, 4)
-    gone, stays = engine.add(Request(ids, "a", 9)), engine.add(Request(other, "a", 9))
-    for _ in range(steps):
-        engine.step()
-    engine.cancel(gone)
-    (sequence,) = engine._running
-    identity, tokens = sequence.identity, sequence.new
-    assert identity == stays
-    ((rest, reason),) = run(engine, stays)
-    assert (tokens + rest, reason) == (tools.alone(world[1]["a"], other, 9), "length")
-    assert engine.generate([Request(ids, "a", 9)]) == [tools.alone(world[1]["a"], ids, 9)]  # what it left to share
 
 
 def test_streams(world, make, tools):
@@ -210,6 +121,10 @@ def test_streams(world, make, tools):
     closed.close()
     assert [*got, *one, *two] == [wanted[0][0], *wanted[1][:2], *wanted[0][1:], *wanted[1][2:]]
     assert len(engine._running) == 0
+    cancelled = engine.stream(Request(ids[0], "a", 6))
+    next(cancelled)
+    engine.cancel(engine._running[0].identity)
+    assert list(cancelled) == []
 
 
 @pytest.mark.parametrize(
@@ -303,22 +218,6 @@ def test_an_overflow_ends_its_own_requests_only(value, world, make, tools):
         engine.generate([Request(ids, "b", 5), Request(ids, "bad", 5)])
 
 
-@pytest.mark.parametrize("module", ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "lm_head"])
-def test_an_exception_in_a_step_is_survived(module, world, make, tools, monkeypatch):
-    engine, ids = make(), tools.texts(12, 3)
-    one, two = (engine.add(Request(text, name, 5)) for text, name in zip(ids, "ab", strict=True))
-    tokens = dict.fromkeys((one, two), ())
-    for _ in range(2):
-        tokens |= {identity: (*tokens[identity], token) for identity, token in engine.step()}
-        with monkeypatch.context() as broken:
-            broken.setattr(world[0].get_submodule(module), "forward", lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                engine.step()
-    rest = run(engine, one, two)
-    for identity, text, name, (more, reason) in zip((one, two), ids, "ab", rest, strict=True):
-        assert ([*tokens[identity], *more], reason) == (tools.alone(world[1][name], text, 5), "length")
-
-
 def test_the_model_is_as_it_was_between_steps_and_afterwards(world, make, tools):
     model, (ids,) = world[0], tools.texts(6)
     state, before = {k: v.clone() for k, v in model.state_dict().items()}, model.config._attn_implementation
@@ -331,12 +230,7 @@ def test_the_model_is_as_it_was_between_steps_and_afterwards(world, make, tools)
     engine.close()
     assert not any(module._forward_hooks for module in model.modules())
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-
-
-def test_a_closed_engine_answers_nothing_under_an_adapter_s_name(make):
-    engine = make()
-    engine.close()
-    with pytest.raises((ValueError, RuntimeError), match="closed"):
+    with pytest.raises((ValueError, RuntimeError), match="closed"):  # nothing is answered under an adapter's name
         engine.generate([Request([1, 2], "a", 2)])
 
 
@@ -345,25 +239,34 @@ def test_a_model_in_training_is_refused(tools):
         Engine(tools.backbone().train())
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("bloom", dict(n_layer=2, n_head=4)),
-        ("mamba", dict(state_size=4)),
-        ("falcon", dict(alibi=True, new_decoder_architecture=False)),
-        ("gpt_oss", dict(num_key_value_heads=2, head_dim=8, intermediate_size=16, num_local_experts=2)),
-    ],
-)
-def test_what_cannot_be_packed_is_refused(kind, options):
+UNPACKED = {  # a kind of model: its options, and why it is refused
+    "bloom": (dict(n_layer=2, n_head=4), "cannot read .* 0 layers asks for keys, 2 there are"),
+    "mamba": (dict(state_size=4), "has recurrent"),
+    "falcon": (dict(alibi=True, new_decoder_architecture=False), "cannot read .* 0 layers"),
+    "gpt_oss": (dict(num_key_value_heads=2, head_dim=8, num_local_experts=2), "cannot read .*s_aux"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", UNPACKED)
+def test_what_cannot_be_packed_is_refused_in_every_precision(kind, dtype):
     common = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_experts_per_tok=1)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **common | options)).eval()
+        config = AutoConfig.for_model(kind, intermediate_size=16, **common | UNPACKED[kind][0])
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     before = model.config._attn_implementation
-    with pytest.raises(ValueError, match=f"{type(model).__name__} (answers otherwise|cannot read|has recurrent)"):
+    with pytest.raises(ValueError, match=f"{type(model).__name__} {UNPACKED[kind][1]}"):
         Engine(model)
     assert model.config._attn_implementation == before
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_what_answers_otherwise_when_it_is_packed_is_refused(tools):
+    model = tools.backbone()
+    model.model.norm.register_forward_hook(lambda _, arguments, output: output.cumsum(1))
+    with pytest.raises(ValueError, match="LlamaForCausalLM answers otherwise when requests are packed"):
+        Engine(model)
 
 
 @pytest.mark.parametrize(
@@ -392,89 +295,97 @@ def test_what_cannot_be_loaded(name, error, make, tools):
     assert engine.adapters == {}
 
 
-@settings(max_examples=25)
-@given(st.data())
-def test_any_order_of_things(world, tools, data):
-    model, twins, adapters = world
-    draw, prompts = data.draw, [text.tolist() for text in tools.texts(1, 4, BLOCK + 2, 2 * BLOCK + 1)]
-    sizes = dict(
-        max_step_tokens=draw(st.sampled_from([3, 8, 64])), shared_positions=draw(st.sampled_from([0, 40, 500]))
-    )
-    engine = Engine(model, max_batch=3, **sizes)
-    versions, tokens, wanted, ended, cancelled = {}, {}, {}, {}, set()
-
-    def step():
-        for identity, token in engine.step():
-            assert identity not in ended.keys() | cancelled
-            tokens[identity].append(token)
-        for identity in list(engine.finished):
-            assert identity not in ended
-            ended[identity] = engine.finished.pop(identity)
-
-    for _ in range(draw(st.integers(1, 25))):
-        action = draw(st.sampled_from(["add", "add", "step", "step", "cancel", "load", "unload"]))
-        if action == "add":
-            name, ids, new = (
-                draw(st.sampled_from([None, *versions])),
-                draw(st.sampled_from(prompts)),
-                draw(st.integers(1, 4)),
-            )
-            identity = engine.add(Request(ids, name, new, account=draw(st.sampled_from("xy"))))
-            tokens[identity], wanted[identity] = [], (versions.get(name), tuple(ids), new)
-        elif action == "load":
-            name, version = draw(st.sampled_from("pq")), draw(st.sampled_from("abc"))
-            engine.load(name, adapters[version])
-            versions[name] = version
-        elif action == "unload" and versions:
-            name = draw(st.sampled_from(sorted(versions)))
-            engine.unload(name)
-            del versions[name]
-        elif action == "cancel" and tokens:
-            identity = draw(st.sampled_from(sorted(tokens)))
-            engine.cancel(identity)
-            if identity not in ended:
-                cancelled.add(identity)
-        else:
-            step()
-    while engine._waiting or engine._running:
-        step()
-    engine.close()
-    assert left(engine) == ([], [], [], {})
-    assert ended == dict.fromkeys(tokens.keys() - cancelled, "length")
-    for identity, (version, ids, new) in wanted.items():
-        key = version, ids
-        if key not in ALONE:
-            ALONE[key] = tools.alone(twins[version], ids, 4)
-        written = tokens[identity]
-        assert written == ALONE[key][: len(written) if identity in cancelled else new]
-
-
+NAME, PROMPTS = st.sampled_from("pq"), [1, 4, BLOCK + 2, 2 * BLOCK + 1]  # the lengths of those that are asked
+ADD = st.tuples(st.just("add"), NAME | st.none(), st.sampled_from(PROMPTS), st.integers(1, 4), st.sampled_from("xy"))
+STEP, LOAD = st.just(("step",)), st.tuples(st.just("load"), NAME, st.sampled_from("abc"))
+MODULES = ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "lm_head")
+BREAK = st.tuples(st.just("break"), st.sampled_from(MODULES))
+CHANGE = LOAD | BREAK | st.tuples(st.just("unload"), NAME) | st.tuples(st.just("cancel"), st.integers(0, 9))
+LONG, SHORT = ("add", "p", 2 * BLOCK + 1, 4, "x"), ("add", "p", 4, 4, "x")
+BEGUN = [("load", "p", "a"), LONG, SHORT, LONG, SHORT]  # three of which run, and one waits
 ALONE: dict = {}
 
 
+@settings(max_examples=25)
+@example([*BEGUN, ("step",), ("load", "p", "b"), LONG, *[("step",)] * 30, LONG], 8, 500)  # the name is given anew
+@example([*BEGUN, ("step",), ("unload", "p"), SHORT, ("unload", "p")], 8, 500)  # and forgotten, while it answers
+@example([*BEGUN, *[("cancel", 0), ("cancel", 3), ("cancel", 99)] * 2, LONG], 8, 500)  # cancelled while it waits
+@example([*BEGUN, ("step",), ("cancel", 0), ("cancel", 1), LONG, SHORT], 8, 500)  # while it reads
+@example([*BEGUN, *[("step",)] * 4, ("cancel", 0), ("cancel", 1), LONG, SHORT], 8, 500)
+@example([*BEGUN, *[("step",)] * 7, ("cancel", 0), ("cancel", 1), LONG, SHORT], 8, 500)  # while it writes
+@example([*BEGUN, *[("step",)] * 40, *[("cancel", k) for k in (0, 1, 1)], LONG], 8, 500)  # when it has ended
+@example([*BEGUN, *[each for module in MODULES for each in (("step",), ("break", module))]], 8, 500)
+@given(st.lists(ADD | STEP | CHANGE, max_size=25), st.sampled_from([3, 8, 64]), st.sampled_from([0, 40, 500]))
+def test_any_order_of_things(world, tools, actions, max_step_tokens, shared_positions):
+    model, twins, adapters = world
+    prompts = dict(zip(PROMPTS, tools.texts(*PROMPTS), strict=True))
+    engine = Engine(model, max_batch=3, max_step_tokens=max_step_tokens, shared_positions=shared_positions)
+    versions, tokens, wanted, cancelled = {}, {}, {}, set()
+
+    def step():
+        over = engine.finished.keys() | cancelled
+        for identity, token in engine.step():
+            assert identity not in over
+            tokens[identity].append(token)
+
+    def known(name):
+        there = ", ".join(sorted(versions)) or "none"
+        absent = pytest.raises(ValueError, match=f"no adapter '{name}' is loaded; there are {there}$")
+        return contextlib.nullcontext() if name is None or name in versions else absent
+
+    for action in actions:
+        match action:
+            case "add", name, prompt, new, account:
+                with known(name):
+                    identity = engine.add(Request(prompts[prompt], name, new, account=account))
+                    tokens[identity], wanted[identity] = [], (versions.get(name), prompt, new)
+            case "load", name, version:
+                engine.load(name, adapters[version])
+                versions[name] = version
+            case "unload", name:
+                with known(name):
+                    engine.unload(name)
+                    del versions[name]
+            case "cancel", identity:
+                engine.cancel(identity)
+                cancelled |= {identity} & tokens.keys()
+            case "break", module:
+                busy = engine._running or engine._waiting
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(model.get_submodule(module), "forward", lambda *_: 1 / 0)
+                    with pytest.raises(ZeroDivisionError) if busy else contextlib.nullcontext():
+                        engine.step()
+            case _:
+                step()
+    while engine._waiting or engine._running:
+        step()
+    assert engine.finished == dict.fromkeys(tokens.keys() - cancelled, "length")
+    engine.finished.clear()
+    for name in versions:
+        engine.unload(name)
+    assert engine._pools == {}
+    engine.close()
+    assert left(engine) == ([], [], [], {})
+    for identity, (version, prompt, new) in wanted.items():
+        if (version, prompt) not in ALONE:
+            ALONE[version, prompt] = tools.alone(twins[version], prompts[prompt], 4)
+        written = tokens[identity]
+        assert written == ALONE[version, prompt][: len(written) if identity in cancelled else new]
+
+
 def test_private_lora_is_served_as_the_lora_that_it_is(tools, tmp_path):
-    model, modules = tools.backbone(), ["q_proj", "down_proj"]
-    private = peft.get_peft_model(tools.backbone(), PrivateLoraConfig(r_c2d=3, r_d2c=4, target_modules=modules)).eval()
-    for k, m in enumerate(matrices(private).values()):
+    config = PrivateLoraConfig(r_c2d=3, r_d2c=4, target_modules=["q_proj", "down_proj"])
+    private, engine, (ids,) = peft.get_peft_model(tools.backbone(), config), Engine(tools.backbone()), tools.texts(7)
+    for k, m in enumerate(matrices(private.eval()).values()):
         torch.nn.init.normal_(m.weight, generator=torch.Generator().manual_seed(k))
     config, state = convert_to_lora(private)
     lora = peft.get_peft_model(tools.backbone(), config)
     peft.set_peft_model_state_dict(lora, state)
     lora.save_pretrained(tmp_path)
-    engine, ids = Engine(model), tools.texts(7)[0]
     engine.load("private", tmp_path)
-    wanted = [tools.alone(each, ids, 8) for each in (private, model)]
-    assert engine.generate([Request(ids, name, 8) for name in ("private", None)]) == wanted
-    assert wanted[0] != wanted[1]
+    written, base = engine.generate([Request(ids, name, 8) for name in ("private", None)])
+    assert written == tools.alone(private, ids, 8) != base
     engine.close()
-
-
-def test_a_stream_ends_when_its_request_is_cancelled(make):
-    engine = make()
-    stream = engine.stream(Request([1, 2], "a", 5))
-    next(stream)
-    engine.cancel(engine._running[0].identity)
-    assert list(stream) == []
 
 
 def test_a_failing_tokenizer_ends_its_own_request_only(world, make, tools):
@@ -488,26 +399,6 @@ def test_a_failing_tokenizer_ends_its_own_request_only(world, make, tools):
     written = [token for _ in range(6) for identity, token in engine.step() if identity == good]
     assert written == tools.alone(world[1]["b"], ids[1], 4)
     assert (engine.finished.pop(bad), engine.finished.pop(good)) == ("error: piece id is out of range", "length")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
-        ("bloom", dict(n_layer=2, n_head=4), "0 layers asks for keys, 2 there are"),
-        (
-            "gpt_oss",
-            dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=4),
-            "s_aux",
-        ),
-        ("mamba", dict(state_size=4, num_hidden_layers=2), "recurrent"),
-    ],
-)
-def test_what_cannot_be_packed_is_refused_in_every_precision(kind, options, message, dtype):
-    config = AutoConfig.for_model(kind, vocab_size=48, hidden_size=32, intermediate_size=24, **options)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    with pytest.raises(ValueError, match=message):
-        Engine(model)
 
 
 def test_layers_of_several_precisions(tools):

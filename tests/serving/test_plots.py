@@ -7,24 +7,12 @@ import pytest
 from plpkg.serving import plots, widget
 
 PEOPLE = pd.DataFrame({"tokens": [8, 32], "ratio": [4.2, 1.5], "backbone": [5.0, 1.2]})
-DRIFT = pd.DataFrame(
-    {"case": ["bfloat16"] * 2 + ["float32"] * 2, "swaps": [1, 10] * 2, "drift": [1e-3, 2e-3, 1e-8, 1e-7]}
-)
-SPEED = pd.DataFrame(
-    {
-        "case": ["distinct"] * 2 + ["identical"] * 2,
-        "what": ["one batch", "merging"] * 2,
-        "adapters": [16, 16, 1, 1],
-        "tokens_per_s": [200.0, 30.0, 240.0, 150.0],
-    }
-)
-WRITERS = pd.DataFrame(
-    {
-        "case": ["ann"] * 3 + ["bob"] * 3,
-        "adapter": ["none", "ann", "bob"] * 2,
-        "bits_per_byte": [2.0, 1.8, 1.9, 1.5, 1.6, 1.4],
-    }
-)
+DRIFT = pd.DataFrame({"case": ["bfloat16"] * 2 + ["float32"] * 2, "swaps": [1, 10] * 2})
+DRIFT = DRIFT.assign(drift=[1e-3, 2e-3, 1e-8, 1e-7])
+SPEED = pd.DataFrame({"case": ["distinct"] * 2 + ["identical"] * 2, "what": ["one batch", "merging"] * 2})
+SPEED = SPEED.assign(adapters=[16, 16, 1, 1], tokens_per_s=[200.0, 30.0, 240.0, 150.0])
+WRITERS = pd.DataFrame({"case": ["ann"] * 3 + ["bob"] * 3, "adapter": ["none", "ann", "bob"] * 2})
+WRITERS = WRITERS.assign(bits_per_byte=[2.0, 1.8, 1.9, 1.5, 1.6, 1.4])
 
 
 @pytest.mark.parametrize(

@@ -1,40 +1,46 @@
 """What the service's tests share: a real S3 server in this process, the small backbone, the writers' adapters."""
 
+import asyncio
 import contextlib
+import inspect
 import itertools
-from typing import NamedTuple
+import json
+import socket
+from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 import pytest
+import torch
 
 from plpkg.adapters import validate_adapter
 from plpkg.backbones import load_backbone
 from plpkg.catalog import data_path
 
 
-class S3(NamedTuple):
-    """A running server; ``environment`` is what obstore and boto3 need to find it."""
-
-    endpoint: str
-    bucket: str
-    environment: dict[str, str]
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Run a test that is a coroutine in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
+    return True
 
 
 @pytest.fixture(scope="session")
 def s3():
-    """moto's S3 server on a free port, with one bucket."""
+    """moto's S3 server on a free port, its bucket, and the environment that obstore and boto3 need to find it."""
     import boto3
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     endpoint = "http://{}:{}".format(*server.get_host_and_port())
-    keys = dict(aws_access_key_id="key", aws_secret_access_key="secret", region_name="us-east-1")
-    client = boto3.client("s3", endpoint_url=endpoint, **keys)
-    client.create_bucket(Bucket="adapters")
-    client.close()
-    environment = {name.upper(): value for name, value in keys.items() if name != "region_name"}
-    yield S3(endpoint, "adapters", environment | dict(AWS_REGION="us-east-1", AWS_ENDPOINT_URL=endpoint,
-                                                      AWS_ALLOW_HTTP="true"))  # fmt: skip
+    keys, region = dict(aws_access_key_id="key", aws_secret_access_key="secret"), "us-east-1"
+    with contextlib.closing(boto3.client("s3", endpoint_url=endpoint, region_name=region, **keys)) as client:
+        client.create_bucket(Bucket="adapters")
+    environment = dict(AWS_REGION=region, AWS_ENDPOINT_URL=endpoint, AWS_ALLOW_HTTP="true")
+    environment |= {name.upper(): value for name, value in keys.items()}
+    yield SimpleNamespace(endpoint=endpoint, bucket="adapters", environment=environment)
     server.stop()
 
 
@@ -57,3 +63,25 @@ def writers(base):
     """The writers' adapters of ``data/serving``, by name."""
     with contextlib.chdir(data_path("serving")):
         return {name: validate_adapter(name, base[0]) for name in ("numpy", "torch", "scipy", "peft", "pandas")}
+
+
+@pytest.fixture(scope="session")
+def tiny(base, tools):
+    """A random model for the base's tokenizer, of few positions, so that no answer is long; its adapters by name."""
+    model = tools.backbone(dtype=torch.float32, num_layers=1, vocab=len(base[1]), max_positions=64)
+    return model, {f"adapter-{n}": tools.adapted(model, 1 + n % 3, seed=n)[1] for n in range(6)}
+
+
+@pytest.fixture(scope="session")
+def asked():
+    """A context in which a completion has been asked for on a socket, so that its client can go."""
+
+    @contextlib.contextmanager
+    def ask(service, **body):
+        content = json.dumps(body).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        with socket.create_connection(("127.0.0.1", urlsplit(service.url).port)) as connection:
+            connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+            yield connection
+
+    return ask

@@ -68,44 +68,54 @@ def test_with_keys_it_ends_on_sigint_in_the_middle_of_a_stream(tmp_path):
 @pytest.fixture
 def refused(monkeypatch):
     """A call with the command's options, which it must refuse: what it says, in one line."""
-    monkeypatch.delenv("PLPKG_KEYS", raising=False)
-    monkeypatch.setenv("COLUMNS", "400")
-    monkeypatch.setenv("TERM", "dumb")
+    for name, value in dict(COLUMNS="400", TERM="dumb", PLPKG_KEYS="").items():
+        monkeypatch.setenv(name, value)
 
-    def run(*arguments, keys=None):
-        if keys is not None:
-            monkeypatch.setenv("PLPKG_KEYS", str(keys))
-        result = CliRunner().invoke(app, ["serve", *arguments])
+    def run(*arguments, keys=""):
+        monkeypatch.setenv("PLPKG_KEYS", str(keys))
+        result = CliRunner().invoke(app, ["serve", "--listen", "127.0.0.1:0", *arguments])
         assert result.exit_code == 2, result.output
         assert "Traceback" not in result.output
-        (line,) = [line for line in result.output.splitlines() if "Usage" not in line and set(line) & set("abcdef")][
-            -1:
-        ]
-        return line
+        return [line for line in result.output.splitlines() if "Usage" not in line and set(line) & set("abcdef")][-1]
 
     return run
 
 
-def test_what_it_refuses(refused, tmp_path):
-    for listen in ("0.0.0.0:8000", "192.168.1.1:0", ":8000", "8000", "[::]:0", "example.org:80"):
-        assert f"got {listen!r}" in refused("--listen", listen)
-    assert "HOST:PORT" in refused("--listen", "127.0.0.1:http")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        *(
+            (f"--listen {listen}", f"got '{listen}'")
+            for listen in ("0.0.0.0:8000", "192.168.1.1:0", ":8000", "8000", "[::]:0", "example.org:80")
+        ),
+        ("--listen 127.0.0.1:http", "HOST:PORT"),
+        ("--listen 127.0.0.1:TAKEN", "in use"),
+        ("--limits none", "workers_ai"),
+        ("--dtype int3", "dtype"),
+        ("--model FOLDER", "no model"),
+        ("--batch 0", "batch"),
+        ("--adapter FOLDER", "adapter_config.json"),
+        ("--store s3://", "s3://"),
+        ("--store nowhere://x", "nowhere://x"),
+        ("--store FILE", "FILE"),
+        ("--store FOLDER --disk FOLDER", "is the store"),
+        ("--adapter FOLDER --model folder", "the model's name"),
+    ],
+)
+def test_what_it_refuses(arguments, said, refused, tmp_path):
+    file, folder = tmp_path / "file", tmp_path / "folder"
+    file.touch()
+    folder.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        said = refused("--listen", f"127.0.0.1:{port}")
-        assert "in use" in said
-    assert "workers_ai" in refused("--listen", "127.0.0.1:0", "--limits", "none")
-    assert "dtype" in refused("--listen", "127.0.0.1:0", "--dtype", "int3")
-    assert "no model" in refused("--listen", "127.0.0.1:0", "--model", str(tmp_path))
-    assert "batch" in refused("--listen", "127.0.0.1:0", "--batch", "0")
+        for name, value in dict(FILE=file, FOLDER=folder, TAKEN=taken.getsockname()[1]).items():
+            arguments, said = (text.replace(name, str(value)) for text in (arguments, said))
+        assert said in refused(*arguments.split())
+
+
+def test_wrong_keys_are_refused_and_not_told(refused, tmp_path):
     (tmp_path / "keys").touch(0o600)
     (tmp_path / "keys").write_text("alice secret\n")
     said = refused(keys=tmp_path / "keys")
     assert "line 1" in said
     assert "secret" not in said
     assert "nowhere" in refused(keys=tmp_path / "nowhere")
-
-
-def test_an_adapter_that_does_not_fit_is_refused_with_its_reasons(refused, tmp_path):
-    said = refused("--listen", "127.0.0.1:0", "--adapter", str(tmp_path))
-    assert "adapter_config.json" in said

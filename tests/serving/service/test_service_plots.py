@@ -10,31 +10,19 @@ from plpkg.serving.service.scheduler import Scheduler
 from plpkg.serving.service.simulation import Arrival, simulate
 
 SLOTS = pd.DataFrame({"slots": [4, 8], "hit_rate": [0.25, 0.5], "first_token_p99_s": [2.0, 0.5]})
-TOKENS = pd.DataFrame(
-    {"what": "blocking", "request": ["running 0"] * 3 + ["cold 0"] * 2, "token_s": [0.0, 0.01, 0.27, 0.1, 0.3]}
-)
-RESULT = simulate(
-    [Arrival(0, "ann", 1, 4), Arrival(1, "bob", 1, 2), Arrival(3, "ann", 1, 1)],
-    Scheduler(slots=1),
-    fetch_s=2,
-    step_s=1,
-    token_s=0,
-)
+TOKENS = pd.DataFrame({"request": ["running 0"] * 3 + ["cold 0"] * 2, "token_s": [0.0, 0.01, 0.27, 0.1, 0.3]})
+TOKENS = TOKENS.assign(what="blocking")
+ARRIVALS = [Arrival(0, "ann", 1, 4), Arrival(1, "bob", 1, 2), Arrival(3, "ann", 1, 1)]
+RESULT = simulate(ARRIVALS, Scheduler(slots=1), fetch_s=2, step_s=1, token_s=0)
+RUNS = "ann from 0.0, runs 2.0 to 6.0; bob from 1.0, runs 6.0 to 8.0; ann from 3.0, runs 3.0"
+HITS = "adapter in a slot, 1 requests: half within 1.00 s; adapter elsewhere, 2 requests"
 
 
 @pytest.mark.parametrize(
     ("plot", "data", "said"),
     [
-        (
-            plots.timeline,
-            RESULT,
-            "ann from 0.0, runs 2.0 to 6.0; bob from 1.0, runs 6.0 to 8.0; ann from 3.0, runs 3.0",
-        ),
-        (
-            plots.first_tokens,
-            RESULT,
-            "adapter in a slot, 1 requests: half within 1.00 s; adapter elsewhere, 2 requests",
-        ),
+        (plots.timeline, RESULT, RUNS),
+        (plots.first_tokens, RESULT, HITS),
         (plots.hit_rates, SLOTS, "4 slots: 25 %, 2.00 s; 8 slots: 50 %, 0.50 s"),
         (plots.cold_start, TOKENS, "blocking: the first request's longest pause is 260 ms"),
     ],
@@ -43,7 +31,6 @@ def test_figures_say_what_they_draw(plot, data, said):
     ax = plt.subplots()[1]
     assert plot(data, ax) is ax
     assert said in theme.alt(ax.figure)
-    plt.close(ax.figure)
 
 
 def test_a_bar_for_each_step_of_each_request():
@@ -78,17 +65,6 @@ def test_the_widget_says_and_draws_its_simulation():
     assert f"{result.tokens_per_s:,.0f} tokens/s" in ax.get_title()
     assert [max(line.get_ydata()) for line in ax.lines] == [100, 100]
     assert sum(len(line.get_ydata()) for line in ax.lines) == len(result.rows())
-
-
-def test_an_arrow_key_on_each_control_changes_words_and_picture():
-    explorer = widget.explorer()
-    words, pictures = {explorer.text}, {explorer._image.value}
-    for name, control in explorer.controls.items():
-        control.value = control.options[control.options.index(control.value) + 1]
-        assert explorer.text not in words, name
-        assert explorer._image.value not in pictures, name
-        words.add(explorer.text)
-        pictures.add(explorer._image.value)
 
 
 def test_more_slots_find_more_adapters_and_popularity_matters():

@@ -18,9 +18,7 @@ def times(result, *names):
 def test_a_request_is_fetched_then_runs_a_step_a_token():
     result = simulate([Arrival(5, "a", 7, 3)], Scheduler(), **STEP)
     assert times(result, "arrived", "fetched", "started", "first_token", "ended") == [(5, 15, 15, 16, 18)]
-    assert result.rows()[0]["hit"] is False
-    assert result.tokens_per_s == 3 / 13
-    assert result.first_token_s() == 11
+    assert (result.tokens_per_s, result.first_token_s(), result.hit_rate) == (3 / 13, 11, 0)
     assert "0 % find their adapter" in repr(result)
 
 

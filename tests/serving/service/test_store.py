@@ -1,7 +1,9 @@
 """One store, three places: an S3 server, a directory, memory. What is current changes last, whenever a write dies."""
 
 import asyncio
+import contextlib
 import time
+from types import SimpleNamespace
 
 import obstore
 import peft
@@ -9,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from plpkg.adapters import CONFIG, WEIGHTS, InvalidAdapterError
+from plpkg.adapters import CONFIG, WEIGHTS, AdapterLimits, InvalidAdapterError
 from plpkg.backbones import load_backbone
+from plpkg.serving.service import store as module
 from plpkg.serving.service.store import AccountFullError, NotFoundError, Store, StoreError
 
 
@@ -22,182 +25,162 @@ def location(request, tmp_path):
     return tmp_path / "store" if request.param == "directory" else obstore.store.MemoryStore()
 
 
-def test_put_current_versions_fetch_delete(location, base, writers):
-    async def main():
-        store, other = Store(location), Store(location)
-        assert await store.versions("alice") == {}
-        for name in ("a", "ab"):
-            assert await store.put("alice", name, writers["numpy"]) == writers["numpy"].digest
-        await store.put("bob", "a", writers["torch"])
-        for each in (store, other):
-            version = await each.current("alice", "a")
-            assert version == writers["numpy"].digest
-            adapter = await each.fetch(f"alice/a/{version}", base[0])
-            assert adapter.files == writers["numpy"].files
-            assert await each.versions("alice") == {"a": [version], "ab": [version]}
-        await store.delete("alice", "a")
+async def test_put_current_versions_fetch_delete(location, base, writers):
+    store, other, version = Store(location), Store(location), writers["numpy"].digest
+    assert await store.versions("alice") == {}
+    for name in ("a", "ab"):
+        assert await store.put("alice", name, writers["numpy"]) == version
+    await store.put("bob", "a", writers["torch"])
+    for each in (store, other):
+        assert await each.current("alice", "a") == version
+        assert (await each.fetch(f"alice/a/{version}", base[0])).files == writers["numpy"].files
+        assert await each.versions("alice") == {"a": [version], "ab": [version]}
+    await store.delete("alice", "a")
+    for call in (store.current, store.delete):
         with pytest.raises(NotFoundError, match="'alice' has no adapter 'a'"):
-            await store.current("alice", "a")
-        with pytest.raises(NotFoundError):
-            await store.fetch(f"alice/a/{version}", base[0])
-        with pytest.raises(NotFoundError, match="'alice' has no adapter 'a'"):
-            await store.delete("alice", "a")
-        assert await store.versions("alice") == {"ab": [version]}
-        assert await store.versions("bob") == {"a": [writers["torch"].digest]}
-        assert await store.current("alice", "ab") == version
-
-    asyncio.run(main())
+            await call("alice", "a")
+    with pytest.raises(NotFoundError):
+        await store.fetch(f"alice/a/{version}", base[0])
+    assert await store.versions("alice") == {"ab": [version]}
+    assert await store.versions("bob") == {"a": [writers["torch"].digest]}
+    assert await store.current("alice", "ab") == version
 
 
-def test_the_last_upload_wins_and_the_others_stay(location, base, writers):
-    async def main():
-        store = Store(location)
-        for name in ("numpy", "torch", "numpy"):
-            assert await store.put("alice", "mine", writers[name]) == writers[name].digest
-            assert await store.current("alice", "mine") == await Store(location).current("alice", "mine")
-            assert await store.current("alice", "mine") == writers[name].digest
-            await asyncio.sleep(0.01)  # a directory's times may be this coarse
-        digests = [writers[name].digest for name in ("numpy", "torch")]
-        versions = (await store.versions("alice"))["mine"]
-        assert sorted(versions) == sorted(digests)
-        if "://" not in str(location):  # S3 knows whole seconds
-            assert versions == digests, "the oldest is not the first"
-        for name in ("numpy", "torch"):
-            assert (await store.fetch(f"alice/mine/{writers[name].digest}", base[0])).digest == writers[name].digest
-
-    asyncio.run(main())
+async def test_the_last_upload_wins_and_the_others_stay(location, base, writers):
+    store = Store(location)
+    for name in ("numpy", "torch", "numpy"):
+        assert await store.put("alice", "mine", writers[name]) == writers[name].digest
+        for each in (store, Store(location)):
+            assert await each.current("alice", "mine") == writers[name].digest
+        await asyncio.sleep(0.01)  # a directory's times may be this coarse
+    digests = [writers[name].digest for name in ("numpy", "torch")]
+    versions = (await store.versions("alice"))["mine"]
+    assert sorted(versions) == sorted(digests)
+    if "://" not in str(location):  # S3 knows whole seconds
+        assert versions == digests, "the oldest is not the first"
+    for digest in digests:
+        assert (await store.fetch(f"alice/mine/{digest}", base[0])).digest == digest
 
 
 @pytest.mark.parametrize("step", [0, 1, 2])
 @pytest.mark.parametrize("replaced", [True, False])
-def test_a_put_that_dies(step, replaced, location, base, writers, monkeypatch):
-    """The order of the writes is part of it: weights, configuration, current."""
-    put, written = obstore.put_async, []
+async def test_a_put_that_dies(step, replaced, location, base, writers, monkeypatch):
+    """The order of the writes is part of it: weights, configuration, current. Then it is put again, or deleted."""
+    put, store, old, new = obstore.put_async, Store(location, max_versions=2), writers["numpy"], writers["torch"]
+    for account in ("alice", "bob"):
+        written = []
 
-    async def main():
-        store = Store(location, max_versions=2)
-        if replaced:
-            await store.put("alice", "mine", writers["numpy"])
-
-        async def dying(objects, path, *arguments, **options):
+        async def dying(objects, path, *arguments, written=written, **options):
             if len(written) == step:
                 raise OSError("power cut")
             written.append(path.rpartition("/")[2])
             return await put(objects, path, *arguments, **options)
 
+        if replaced:
+            await store.put(account, "mine", old)
         with monkeypatch.context() as patch:
             patch.setattr(obstore, "put_async", dying)
             with pytest.raises(StoreError, match="power cut"):
-                await store.put("alice", "mine", writers["torch"])
+                await store.put(account, "mine", new)
         assert written == [WEIGHTS, CONFIG, "current"][:step]
-        for each in (store, Store(location)):
-            if replaced:
-                assert await each.current("alice", "mine") == writers["numpy"].digest
-            else:
-                with pytest.raises(NotFoundError):
-                    await each.current("alice", "mine")
-            visible = [writers["numpy"].digest] * replaced + [writers["torch"].digest] * (step == 2)
-            assert sorted((await each.versions("alice")).get("mine", [])) == sorted(visible)
-        if step < 2:
+    for each in (store, Store(location)):
+        if replaced:
+            assert await each.current("alice", "mine") == old.digest
+        else:
             with pytest.raises(NotFoundError):
-                await store.fetch(f"alice/mine/{writers['torch'].digest}", base[0])
-        again = Store(location, max_versions=2)
-        assert await again.put("alice", "mine", writers["torch"]) == await again.current("alice", "mine")
-        assert (await again.fetch(f"alice/mine/{writers['torch'].digest}", base[0])).files == writers["torch"].files
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("step", [1, 2])
-def test_what_a_dead_write_left_can_be_deleted(step, location, writers, monkeypatch):
-    """Or it would count against the account for ever."""
-    put, written = obstore.put_async, []
-
-    async def dying(*arguments, **options):
-        if len(written) == step:
-            raise OSError("power cut")
-        written.append(arguments[1])
-        return await put(*arguments, **options)
-
-    async def main():
-        store = Store(location, max_versions=1)
-        with monkeypatch.context() as patch:
-            patch.setattr(obstore, "put_async", dying)
-            with pytest.raises(StoreError, match="power cut"):
-                await store.put("alice", "mine", writers["torch"])
-        await store.delete("alice", "mine")
-        assert not obstore.list(store._objects).collect()
-        await store.put("alice", "other", writers["numpy"])
-
-    asyncio.run(main())
+                await each.current("alice", "mine")
+        visible = [old.digest] * replaced + [new.digest] * (step == 2)
+        assert sorted((await each.versions("alice")).get("mine", [])) == sorted(visible)
+    if step < 2:
+        with pytest.raises(NotFoundError):
+            await store.fetch(f"alice/mine/{new.digest}", base[0])
+    again = Store(location, max_versions=2)
+    assert await again.put("alice", "mine", new) == await again.current("alice", "mine")
+    assert (await again.fetch(f"alice/mine/{new.digest}", base[0])).files == new.files
+    if step or replaced:  # or it would count against the account for ever
+        await store.delete("bob", "mine")
+    assert not obstore.list(store._objects, prefix="bob").collect()
+    await Store(location, max_versions=1).put("bob", "other", old)
 
 
-def test_an_account_has_a_limit(location, writers):
-    async def main():
-        store, (a, b, c, *_) = Store(location, max_versions=2), writers.values()
-        await store.put("alice", "x", a)
-        await store.put("alice", "x", b)
-        for name in ("x", "y"):
-            with pytest.raises(AccountFullError, match="account 'alice' has 2 versions"):
-                await store.put("alice", name, c)
-        await store.put("alice", "x", a)  # once more the same is no new one
-        await store.put("bob", "x", a)
-        assert await store.current("alice", "x") == a.digest
-        await store.delete("alice", "x")
-        tasks = [store.put("alice", f"x{k}", each) for k, each in enumerate((a, b, c))]  # at once
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [type(each) for each in results] == [str, str, AccountFullError]
-        assert sum(map(len, (await store.versions("alice")).values())) == 2
-
-    asyncio.run(main())
+async def test_an_account_has_a_limit(location, writers):
+    store, (a, b, c, *_) = Store(location, max_versions=2), writers.values()
+    await store.put("alice", "x", a)
+    await store.put("alice", "x", b)
+    for name in ("x", "y"):
+        with pytest.raises(AccountFullError, match="account 'alice' has 2 versions"):
+            await store.put("alice", name, c)
+    await store.put("alice", "x", a)  # once more the same is no new one
+    await store.put("bob", "x", a)
+    assert await store.current("alice", "x") == a.digest
+    await store.delete("alice", "x")
+    tasks = [store.put("alice", f"x{k}", each) for k, each in enumerate((a, b, c))]  # at once
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(each) for each in results] == [str, str, AccountFullError]
+    assert sum(map(len, (await store.versions("alice")).values())) == 2
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", ".a", "-a", "a/b", "a b", "é", "a" * 65, "a\n", "%2e", "a@b"])
-def test_names_that_are_none(name, tmp_path, writers):
-    async def main():
-        store = Store(tmp_path / "store")
-        for account, adapter in ((name, "a"), ("a", name)):
-            for call in (store.put(account, adapter, writers["numpy"]), store.current(account, adapter)):
-                with pytest.raises(ValueError, match="a name has up to 64 letters"):
-                    await call
+async def test_names_that_are_none(name, tmp_path, writers):
+    store = Store(tmp_path / "store")
+    for names in ((name, "a"), ("a", name)):
+        for call in (store.put(*names, writers["numpy"]), store.current(*names), store.delete(*names)):
             with pytest.raises(ValueError, match="a name has up to 64 letters"):
-                await store.delete(account, adapter)
-        assert [*tmp_path.rglob("*")] == [tmp_path / "store"]
-
-    asyncio.run(main())
+                await call
+    assert [*tmp_path.rglob("*")] == [tmp_path / "store"]
 
 
-def test_what_is_current_is_asked_again_after_a_while(location, writers):
-    async def main():
-        cached, eager, other = Store(location, refresh_s=60), Store(location, refresh_s=0), Store(location)
-        for store in (cached, eager):
-            with pytest.raises(NotFoundError):
-                await store.current("alice", "mine")
-        await other.put("alice", "mine", writers["numpy"])
+async def test_what_is_current_is_asked_again_after_a_while(location, writers, monkeypatch):
+    clock = SimpleNamespace(now=time.monotonic())
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    cached, eager, brief, other = (Store(location, refresh_s=seconds) for seconds in (60, 0, 5, 5))
+    for store in (cached, eager):
         with pytest.raises(NotFoundError):
-            await cached.current("alice", "mine")
-        assert await eager.current("alice", "mine") == writers["numpy"].digest
-        brief = Store(location, refresh_s=0.05)
-        assert await brief.current("alice", "mine") == writers["numpy"].digest
-        await other.put("alice", "mine", writers["torch"])
-        assert await other.current("alice", "mine") == writers["torch"].digest  # its own write, at once
-        time.sleep(0.06)
-        assert await brief.current("alice", "mine") == writers["torch"].digest
-        await cached.put("alice", "mine", writers["numpy"])
-        assert await cached.current("alice", "mine") == writers["numpy"].digest
+            await store.current("alice", "mine")
+    await other.put("alice", "mine", writers["numpy"])
+    with pytest.raises(NotFoundError):
+        await cached.current("alice", "mine")
+    for store in (eager, brief):
+        assert await store.current("alice", "mine") == writers["numpy"].digest
+    await other.put("alice", "mine", writers["torch"])
+    assert await other.current("alice", "mine") == writers["torch"].digest  # its own write, at once
+    clock.now += 4.9
+    assert await brief.current("alice", "mine") == writers["numpy"].digest
+    clock.now += 0.2
+    assert await brief.current("alice", "mine") == writers["torch"].digest
+    await cached.put("alice", "mine", writers["numpy"])
+    assert await cached.current("alice", "mine") == writers["numpy"].digest
 
-    asyncio.run(main())
+
+@pytest.mark.parametrize("then", ["uploaded", "deleted"])
+async def test_what_was_read_before_a_write_is_not_current(then, tmp_path, writers, monkeypatch):
+    store, gate, has_read = Store(tmp_path), asyncio.Event(), asyncio.Event()
+    await store.put("local", "mine", writers["numpy"])
+    store._current.clear()  # as after refresh_s
+    read = store._range
+
+    async def held(*arguments):
+        result = await read(*arguments)
+        has_read.set()
+        await gate.wait()
+        return result
+
+    monkeypatch.setattr(store, "_range", held)
+    slow = asyncio.create_task(store.current("local", "mine"))
+    await has_read.wait()
+    await (store.put("local", "mine", writers["torch"]) if then == "uploaded" else store.delete("local", "mine"))
+    gate.set()
+    await slow
+    with pytest.raises(NotFoundError) if then == "deleted" else contextlib.nullcontext():
+        assert await store.current("local", "mine") == writers["torch"].digest
 
 
 @pytest.mark.parametrize("content", [b"", b"numpy", b"g" * 64, b"\xff" * 64, b"a" * 65])
-def test_a_current_that_names_no_version(content, location):
-    async def main():
-        store = Store(location)
-        await obstore.put_async(store._objects, "alice/mine/current", content)
-        with pytest.raises(StoreError, match="alice/mine/current" if content else "[Rr]ange"):
-            await store.current("alice", "mine")
-
-    asyncio.run(main())
+async def test_a_current_that_names_no_version(content, location):
+    store = Store(location)
+    await obstore.put_async(store._objects, "alice/mine/current", content)
+    with pytest.raises(StoreError, match="alice/mine/current" if content else "[Rr]ange"):
+        await store.current("alice", "mine")
 
 
 @pytest.mark.parametrize(
@@ -208,27 +191,25 @@ def test_a_current_that_names_no_version(content, location):
         (CONFIG, lambda old: old + b" ", "not the version that it was stored as"),
         (WEIGHTS, lambda old: old[:-1], "bytes"),
         (WEIGHTS, lambda old: old + b"\0", "bytes"),
-        (WEIGHTS, lambda old: old[:-4] + b"\0\0\xc0\x7f", "not finite|not the version"),
+        (WEIGHTS, lambda old: old + b"\0" * 200_000, "368,976 bytes, at most 300,000"),
+        (WEIGHTS, lambda old: old[:-4] + b"\0\0\xc0\x7f", "not finite"),
+        (WEIGHTS, lambda old: old[:-4] + b"\0\0\0\0", "not the version that it was stored as"),
         (WEIGHTS, lambda old: old[:-1] + bytes([old[-1] ^ 1]), "not finite|not the version"),
         (WEIGHTS, lambda old: b"\xff" * 8 + old[8:], "give their header"),
         (WEIGHTS, lambda old: old[:4], "4 bytes"),
         (WEIGHTS, lambda old: b"", "[Rr]ange"),
     ],
 )
-def test_what_was_changed_in_the_store(file, change, reason, location, base, writers):
-    async def main():
-        store = Store(location)
-        version = await store.put("alice", "mine", writers["numpy"])
-        path = f"alice/mine/{version}"
-        content = change(bytes(writers["numpy"].files[file]))
-        await obstore.put_async(store._objects, f"{path}/{file}", content)
-        with pytest.raises(InvalidAdapterError if content else StoreError, match=reason):
-            await store.fetch(path, base[0])
-
-    asyncio.run(main())
+async def test_what_was_changed_in_the_store(file, change, reason, location, base, writers):
+    store = Store(location)
+    path = f"alice/mine/{await store.put('alice', 'mine', writers['numpy'])}"
+    content = change(bytes(writers["numpy"].files[file]))
+    await obstore.put_async(store._objects, f"{path}/{file}", content)
+    with pytest.raises(InvalidAdapterError if content else StoreError, match=reason):
+        await store.fetch(path, base[0], AdapterLimits(max_bytes=300_000))
 
 
-def test_plain_peft_loads_what_a_directory_holds(tmp_path, writers, tools):
+def test_plain_peft_loads_what_a_directory_holds(tmp_path, writers):
     version = asyncio.run(Store(tmp_path).put("alice", "mine", writers["numpy"]))
     model = peft.PeftModel.from_pretrained(load_backbone("plpkg-small")[0], tmp_path / "alice/mine" / version)
     stored = load_file(tmp_path / "alice/mine" / version / WEIGHTS)
@@ -243,5 +224,5 @@ def test_settings_out_of_range(changes, tmp_path):
         Store(tmp_path, **changes)
 
 
-def test_a_memory_store_by_its_url(writers):
-    assert asyncio.run(Store("memory:///").put("alice", "mine", writers["numpy"])) == writers["numpy"].digest
+async def test_a_memory_store_by_its_url(writers):
+    assert await Store("memory:///").put("alice", "mine", writers["numpy"]) == writers["numpy"].digest

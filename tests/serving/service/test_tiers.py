@@ -1,29 +1,27 @@
 """Tiers over a store that this file holds still: who waits, what is kept, what goes, and what is left behind."""
 
 import asyncio
-import contextlib
-import gc
 import os
-import time
-import weakref
+import threading
+from types import SimpleNamespace
 
 import pytest
 
-from plpkg.adapters import CONFIG, WEIGHTS, InvalidAdapterError
+from plpkg.adapters import CONFIG, WEIGHTS, Adapter, InvalidAdapterError
+from plpkg.serving.service import tiers as module
 from plpkg.serving.service.scheduler import OverloadedError
-from plpkg.serving.service.store import NotFoundError, Store, StoreError
+from plpkg.serving.service.store import NotFoundError, StoreError
 from plpkg.serving.service.tiers import Disk, Tiers
 
-from waiting import until
+from waiting import PATIENCE_S, until
 
 
 class Shelf:
     """A store in a dict, which answers while ``open`` is set, counts what it is asked for, and can fail."""
 
-    def __init__(self, **adapters):
+    def __init__(self, adapters):
         self.adapters = {f"alice/{name}/{each.digest}": each for name, each in adapters.items()}
-        self.open, self.fetched, self.cancelled = asyncio.Event(), [], []
-        self.failures = {}
+        self.open, self.fetched, self.cancelled, self.failures = asyncio.Event(), [], [], {}
         self.open.set()
 
     async def fetch(self, path, model, limits=None):
@@ -40,314 +38,241 @@ class Shelf:
         return self.adapters[path]
 
 
+@pytest.fixture
+def shelf(writers):
+    """Of five adapters, in the order of their paths; ``a`` is how another's name begins."""
+    return Shelf(dict(zip(("a", "ab", "c", "d", "e"), writers.values(), strict=True)))
+
+
+@pytest.fixture
+def make(shelf, base):
+    """Makes tiers over the shelf, in which nobody may be left, nor more than fits."""
+    made = []
+
+    def tiers(**options):
+        made.append(Tiers(shelf, base[0], **options))
+        return made[-1]
+
+    yield tiers
+    for each in made:
+        assert (dict(each.leases), each._flights) == ({}, {})
+        assert sum(adapter.num_bytes for adapter in each.host.values()) <= each.host_bytes
+
+
 async def take(tiers, path):
     async with tiers.lease(path) as adapter:
         return adapter
 
 
-def at_rest(tiers):
-    assert (dict(tiers.leases), tiers._flights) == ({}, {})
-    assert sum(each.num_bytes for each in tiers.host.values()) <= tiers.host_bytes
+def begin(tiers, path, count):
+    return [asyncio.create_task(take(tiers, path)) for _ in range(count)]
 
 
-def test_who_waits_for_the_same_adapter_waits_for_one_download(writers):
-    async def main():
-        shelf = Shelf(a=writers["numpy"])
-        (path,), tiers = shelf.adapters, Tiers(shelf, None)
-        shelf.open.clear()
-        waiting = [asyncio.create_task(take(tiers, path)) for _ in range(100)]
-        await until(lambda: shelf.fetched)
-        assert tiers.leases == {path: 100}
-        assert not tiers.host
-        waiting[0].cancel()
-        shelf.open.set()
-        results = await asyncio.gather(*waiting, return_exceptions=True)
-        assert isinstance(results[0], asyncio.CancelledError)
-        assert all(each is writers["numpy"] for each in results[1:])
-        assert await take(tiers, path) is writers["numpy"]
-        assert shelf.fetched == [path]
-        at_rest(tiers)
-
-    asyncio.run(main())
+async def test_who_waits_for_the_same_adapter_waits_for_one_download(shelf, make):
+    (path, *_), tiers = shelf.adapters, make()
+    shelf.open.clear()
+    waiting = begin(tiers, path, 100)
+    await until(lambda: shelf.fetched)
+    assert tiers.leases == {path: 100}
+    assert not tiers.host
+    waiting[0].cancel()
+    shelf.open.set()
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    assert isinstance(results[0], asyncio.CancelledError)
+    assert all(each is shelf.adapters[path] for each in [*results[1:], await take(tiers, path)])
+    assert shelf.fetched == [path]
 
 
-def test_when_all_have_gone_the_download_is_given_up(writers):
-    async def main():
-        shelf = Shelf(a=writers["numpy"])
-        (path,), tiers = shelf.adapters, Tiers(shelf, None, downloads=1)
-        shelf.open.clear()
-        waiting = [asyncio.create_task(take(tiers, path)) for _ in range(3)]
-        await until(lambda: shelf.fetched)
-        for each in waiting:
-            each.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        await until(lambda: shelf.cancelled)
-        at_rest(tiers)
-        assert not tiers.host
-        shelf.open.set()
-        assert await take(tiers, path) is writers["numpy"], "the one place for downloads was not given back"
-
-    asyncio.run(main())
+async def test_who_comes_while_a_download_is_being_given_up(shelf, make):
+    (path, *_), tiers = shelf.adapters, make()
+    shelf.open.clear()
+    (first,) = begin(tiers, path, 1)
+    await until(lambda: shelf.fetched)
+    first.cancel()
+    (second,) = begin(tiers, path, 1)  # runs in the same turn of the loop
+    await asyncio.sleep(0)
+    shelf.open.set()
+    assert await second is shelf.adapters[path]
 
 
-def test_who_comes_while_a_download_is_being_given_up(writers):
-    async def main():
-        shelf = Shelf(a=writers["numpy"])
-        (path,), tiers = shelf.adapters, Tiers(shelf, None)
-        shelf.open.clear()
-        first = asyncio.create_task(take(tiers, path))
-        await until(lambda: shelf.fetched)
-        first.cancel()
-        second = asyncio.create_task(take(tiers, path))  # runs in the same turn of the loop
-        await asyncio.sleep(0)
-        shelf.open.set()
-        assert await second is writers["numpy"]
-        at_rest(tiers)
-
-    asyncio.run(main())
-
-
-def test_memory_has_a_budget_and_who_was_used_least_recently_goes(writers):
-    async def main():
-        shelf, dropped = Shelf(**writers), []
-        a, b, c, d, e = shelf.adapters
-        tiers = Tiers(shelf, None, host_bytes=3 * writers["numpy"].num_bytes + 2)  # the configurations differ by a byte
-        tiers.on_drop = dropped.append
-        for path in (a, b, c, a, d):
-            await take(tiers, path)
-            at_rest(tiers)
-        assert (list(tiers.host), dropped) == ([c, a, d], [b])
-        async with tiers.lease(c), tiers.lease(a):
-            await take(tiers, e)
-            assert (list(tiers.host), dropped) == ([c, a, e], [b, d])
-            async with tiers.lease(e):
-                with pytest.raises(OverloadedError, match=f"{tiers.host_bytes:,} bytes"):
-                    await take(tiers, b)
-                assert set(tiers.host) == {a, c, e}
-            assert await take(tiers, b) is shelf.adapters[b], "an overload was remembered as a failure"
-        at_rest(tiers)
-
-    asyncio.run(main())
-
-
-def test_a_failure_is_remembered_for_a_while_and_fails_nobody_else(writers):
-    async def main():
-        shelf = Shelf(a=writers["numpy"], b=writers["torch"])
-        (a, b), tiers = shelf.adapters, Tiers(shelf, None, failed_s=0.1)
-        for error in (StoreError("frozen"), NotFoundError("gone"), InvalidAdapterError(["one", "two"])):
-            shelf.failures[a] = error
-            shelf.fetched.clear()
-            results = await asyncio.gather(*(take(tiers, a) for _ in range(5)), take(tiers, b), return_exceptions=True)
-            assert results.pop() is writers["torch"]
-            results.append((await asyncio.gather(take(tiers, a), return_exceptions=True))[0])
-            assert {(type(each), str(each), str(getattr(each, "reasons", 0))) for each in results} == {
-                (type(error), str(error), str(getattr(error, "reasons", 0)))
-            }
-            assert shelf.fetched.count(a) == 1
-            at_rest(tiers)
-            assert a not in tiers.host
-            del shelf.failures[a]
-            await asyncio.sleep(0.1)
-            assert await take(tiers, a) is writers["numpy"]
-            await tiers.drop("alice/a")
-        shelf.failures[a] = StoreError("frozen")
-        with pytest.raises(StoreError):
-            await take(tiers, a)
-        del shelf.failures[a]
-        await tiers.drop("alice/a")  # whoever deletes it and puts it back is not told of what failed before
-        assert await take(tiers, a) is writers["numpy"]
-
-    asyncio.run(main())
-
-
-def test_what_was_refused_is_not_kept_in_memory(base, writers):
-    """A traceback holds its frames, and they the bytes of the download."""
-
-    class Bytes(bytearray):
-        pass
-
-    async def main():
-        store, held = Store("memory:///"), []
-        path = f"alice/a/{await store.put('alice', 'a', writers['numpy'])}"
-        read = store._read
-
-        async def spoiled(path, most):
-            content = Bytes(await read(path, most))
-            content[-4:] = b"\0\0\xc0\x7f"  # NaN
-            held.append(weakref.ref(content))
-            return content if path.endswith(WEIGHTS) else bytes(await read(path, most))
-
-        store._read = spoiled
-        tiers = Tiers(store, base[0], failed_s=60)
-        for _ in range(2):
-            with pytest.raises(InvalidAdapterError, match="not finite"):
-                await take(tiers, path)
-            gc.collect()
-            assert held
-            assert not any(each() is not None for each in held)
-
-    asyncio.run(main())
-
-
-def test_equal_adapters_of_two_accounts_are_two(tmp_path, base, writers):
-    """Else the time of an answer would tell the one what the other has."""
-
-    async def main():
-        shelf = Shelf(a=writers["numpy"])
-        (path,) = shelf.adapters
-        other = path.replace("alice", "bob")
-        shelf.adapters[other] = writers["numpy"]
-        tiers = Tiers(shelf, base[0], disk=Disk(tmp_path))
+async def test_memory_has_a_budget_and_who_was_used_least_recently_goes(shelf, make, writers):
+    (a, b, c, d, e), dropped = shelf.adapters, []
+    tiers = make(host_bytes=3 * writers["numpy"].num_bytes + 2)  # the configurations differ by a byte
+    tiers.on_drop = dropped.append
+    for path in (a, b, c, a, d):
         await take(tiers, path)
-        await take(tiers, other)
-        assert shelf.fetched == [path, other]
-        assert list(tiers.host) == [path, other]
+        assert sum(each.num_bytes for each in tiers.host.values()) <= tiers.host_bytes
+    assert (list(tiers.host), dropped) == ([c, a, d], [b])
+    async with tiers.lease(c), tiers.lease(a):
+        await take(tiers, e)
+        assert (list(tiers.host), dropped) == ([c, a, e], [b, d])
+        async with tiers.lease(e):
+            with pytest.raises(OverloadedError, match=f"{tiers.host_bytes:,} bytes"):
+                await take(tiers, b)
+            assert set(tiers.host) == {a, c, e}
+        assert await take(tiers, b) is shelf.adapters[b], "an overload was remembered as a failure"
+
+
+@pytest.mark.parametrize("how", ["after a while", "when it is dropped"])
+@pytest.mark.parametrize(
+    "error", [StoreError("frozen"), NotFoundError("gone"), InvalidAdapterError(["one", "two"])], ids=repr
+)
+async def test_a_failure_is_remembered_for_a_while_and_fails_nobody_else(error, how, shelf, make, monkeypatch):
+    (a, b, *_), tiers, clock = shelf.adapters, make(failed_s=5), SimpleNamespace(now=7.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    shelf.failures[a] = error
+    results = await asyncio.gather(*begin(tiers, a, 5), take(tiers, b), return_exceptions=True)
+    assert results.pop() is shelf.adapters[b]
+    clock.now = 11.9
+    results += await asyncio.gather(take(tiers, a), return_exceptions=True)
+    assert {(type(each), str(each), str(getattr(each, "reasons", 0))) for each in results} == {
+        (type(error), str(error), str(getattr(error, "reasons", 0)))
+    }
+    assert shelf.fetched.count(a) == 1
+    assert a not in tiers.host
+    del shelf.failures[a]
+    if how == "after a while":
+        clock.now = 12.0
+    else:  # whoever deletes it and puts it back is not told of what failed before
         await tiers.drop("alice/a")
-        assert list(tiers.host) == [other]
-        assert [str(each.relative_to(tmp_path)) for each in tmp_path.glob("*/*/*")] == [other]
-
-    asyncio.run(main())
+    assert await take(tiers, a) is shelf.adapters[a]
 
 
-def test_drop_while_it_is_leased_and_while_it_is_fetched(tmp_path, base, writers):
-    async def main():
-        shelf, dropped = Shelf(a=writers["numpy"], ab=writers["torch"]), []
-        (path, other), tiers = shelf.adapters, Tiers(shelf, base[0], disk=Disk(tmp_path))
-        tiers.on_drop = dropped.append
-        await take(tiers, other)
-        async with tiers.lease(path) as adapter:
-            await tiers.drop("alice/a")
-            assert (list(tiers.host), dropped) == ([other], [path])
-            assert adapter is writers["numpy"]
-            assert not (tmp_path / path).exists()
-            assert (tmp_path / other).exists()
-        at_rest(tiers)
-        shelf.open.clear()
-        waiting = [asyncio.create_task(take(tiers, path)) for _ in range(3)]
-        await until(lambda: len(shelf.fetched) == 3)
+async def test_equal_adapters_of_two_accounts_are_two(tmp_path, shelf, make):
+    """Else the time of an answer would tell the one what the other has."""
+    (path, *_), tiers = shelf.adapters, make(disk=Disk(tmp_path))
+    other = path.replace("alice", "bob")
+    shelf.adapters[other] = shelf.adapters[path]
+    await take(tiers, path)
+    await take(tiers, other)
+    assert shelf.fetched == list(tiers.host) == [path, other]
+    await tiers.drop("alice/a")
+    assert list(tiers.host) == [other]
+    assert [str(each.relative_to(tmp_path)) for each in tmp_path.glob("*/*/*")] == [other]
+
+
+async def test_drop_while_it_is_leased_and_while_it_is_fetched(tmp_path, shelf, make):
+    (path, other, *_), tiers, dropped = shelf.adapters, make(disk=Disk(tmp_path)), []
+    tiers.on_drop = dropped.append
+    await take(tiers, other)
+    async with tiers.lease(path) as adapter:
         await tiers.drop("alice/a")
-        again = asyncio.create_task(take(tiers, path))  # the same path is another flight
-        await asyncio.sleep(0)
-        shelf.open.set()
-        results = await asyncio.gather(*waiting, return_exceptions=True)
-        assert {type(each) for each in results} == {NotFoundError}
-        assert await again is writers["numpy"]
-        at_rest(tiers)
+        assert (list(tiers.host), dropped) == ([other], [path])
+        assert adapter is shelf.adapters[path]
+        assert not (tmp_path / path).exists()
+        assert (tmp_path / other).exists()
+    shelf.open.clear()
+    waiting = begin(tiers, path, 3)
+    await until(lambda: len(shelf.fetched) == 3)
+    await tiers.drop("alice/a")
+    (again,) = begin(tiers, path, 1)  # the same path is another flight
+    await asyncio.sleep(0)
+    shelf.open.set()
+    assert {type(each) for each in await asyncio.gather(*waiting, return_exceptions=True)} == {NotFoundError}
+    assert await again is adapter
 
-    asyncio.run(main())
 
-
-def test_drop_while_it_is_written_to_the_disk(tmp_path, base, writers):
+async def test_drop_while_it_is_written_to_the_disk(tmp_path, shelf, make, monkeypatch):
     """What is deleted must not come back by a write that had begun."""
+    (path, *_), disk, save = shelf.adapters, Disk(tmp_path), Adapter.save
+    tiers, drop, writing, dropping = make(disk=disk), disk.drop, threading.Event(), threading.Event()
 
-    async def main():
-        shelf = Shelf(a=writers["numpy"])
-        (path,), disk = shelf.adapters, Disk(tmp_path)
-        save, begun = type(writers["numpy"]).save, asyncio.Event()
-        loop = asyncio.get_running_loop()
+    def slow(adapter, folder):
+        writing.set()
+        dropping.wait(PATIENCE_S)
+        save(adapter, folder)
 
-        def slow(adapter, folder):
-            loop.call_soon_threadsafe(begun.set)
-            time.sleep(0.1)
-            save(adapter, folder)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(writers["numpy"]), "save", slow)
-            tiers = Tiers(shelf, base[0], disk=disk)
-            waiting = asyncio.create_task(take(tiers, path))
-            await asyncio.wait_for(begun.wait(), 10)
-            await tiers.drop("alice/a")
-            with pytest.raises(NotFoundError, match="deleted while it was fetched"):
-                await waiting
-        await asyncio.get_running_loop().shutdown_default_executor()
-        assert not [*tmp_path.glob("alice/a/*")]
-        assert not tiers.host
-        at_rest(tiers)
-
-    asyncio.run(main())
+    monkeypatch.setattr(Adapter, "save", slow)
+    monkeypatch.setattr(disk, "drop", lambda prefix: dropping.set() or drop(prefix))
+    (waiting,) = begin(tiers, path, 1)
+    await until(writing.is_set)
+    await tiers.drop("alice/a")
+    with pytest.raises(NotFoundError, match="deleted while it was fetched"):
+        await waiting
+    await asyncio.get_running_loop().shutdown_default_executor()
+    assert not [*tmp_path.glob("alice/a/*")]
+    assert not tiers.host
 
 
-def test_the_disk_survives_a_restart_and_rotten_files_are_fetched_again(tmp_path, base, writers):
-    async def main():
-        shelf = Shelf(**writers)
-        a, b, c, d, _ = shelf.adapters
-        for path in (a, b, c, d):
-            await take(Tiers(shelf, base[0], disk=Disk(tmp_path)), path)
-        assert shelf.fetched == [a, b, c, d]
-        with open(tmp_path / b / WEIGHTS, "r+b") as file:
-            file.seek(-3, os.SEEK_END)
-            file.write(b"\0")  # another weight, as finite as before
-        os.truncate(tmp_path / c / WEIGHTS, 1000)
-        os.unlink(tmp_path / d / CONFIG)
+async def test_the_disk_survives_a_restart_and_rotten_files_are_fetched_again(tmp_path, shelf, make):
+    paths = _, b, c, d = [*shelf.adapters][:4]
+
+    async def restart():
+        """What is fetched by a new process that takes each."""
         shelf.fetched.clear()
-        tiers = Tiers(shelf, base[0], disk=Disk(tmp_path))
-        assert not (tmp_path / d).exists(), "what is half written was kept"
-        for path in (a, b, c, d):
-            adapter = await take(tiers, path)
-            assert adapter.files == shelf.adapters[path].files
-        assert shelf.fetched == [b, c, d]
-        shelf.fetched.clear()
-        tiers = Tiers(shelf, base[0], disk=Disk(tmp_path))
-        assert [(await take(tiers, path)).digest for path in (a, b, c, d)] == [
-            shelf.adapters[path].digest for path in (a, b, c, d)
-        ]
-        assert shelf.fetched == []
+        tiers = make(disk=Disk(tmp_path))
+        for path in paths:
+            assert (await take(tiers, path)).files == shelf.adapters[path].files
+        return [*shelf.fetched]
 
-    asyncio.run(main())
+    assert await restart() == paths
+    with open(tmp_path / b / WEIGHTS, "r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        file.write(b"\0")  # another weight, as finite as before
+    os.truncate(tmp_path / c / WEIGHTS, 1000)
+    os.unlink(tmp_path / d / CONFIG)
+    Disk(tmp_path)
+    assert not (tmp_path / d).exists(), "what is half written was kept"
+    assert await restart() == [b, c, d]
+    assert await restart() == []
 
 
-def test_the_disk_has_a_budget(tmp_path, base, writers):
-    adapters = {f"alice/a/{each.digest}": each for each in writers.values()}
-    a, b, c, d, e = adapters
+def test_the_disk_has_a_budget_and_its_folder_may_hold_what_is_no_adapter(tmp_path, base, shelf, writers):
+    a, b, c, d, e = shelf.adapters
+    papers, dead = tmp_path / "documents/letters/2025/one.txt", tmp_path / f"local/mine/{'0' * 64}/half"
+    for each in (papers, dead):
+        each.parent.mkdir(parents=True)
+        each.write_text("text")
     disk = Disk(tmp_path, 3 * writers["numpy"].num_bytes + 2)
+    assert not dead.exists()
 
     def kept():
-        sizes = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
-        assert sizes <= disk.num_bytes
-        return {str(each.relative_to(tmp_path)) for each in tmp_path.glob("*/*/*")}
+        assert sum(file.stat().st_size for file in tmp_path.glob("alice/**/*") if file.is_file()) <= disk.num_bytes
+        assert papers.exists()
+        return {str(each.relative_to(tmp_path)) for each in tmp_path.glob("alice/*/*")}
 
     for k, path in enumerate((a, b, c)):
-        disk.write(path, adapters[path])
+        disk.write(path, shelf.adapters[path])
         os.utime(tmp_path / path, (k, k))
     assert kept() == {a, b, c}
-    assert disk.read(a, base[0], None).digest == adapters[a].digest  # used now
-    disk.write(d, adapters[d])
+    assert disk.read(a, base[0], None).digest == shelf.adapters[a].digest  # used now
+    disk.write(d, shelf.adapters[d])
     assert kept() == {a, c, d}
     small = Disk(tmp_path / "small", 1000)
-    small.write(e, adapters[e])
+    small.write(e, shelf.adapters[e])
     assert small.read(e, base[0], None) is None
     assert not [*(tmp_path / "small").rglob("*.safetensors")]
 
 
-def test_a_full_disk_is_no_error(tmp_path, base, writers, monkeypatch):
-    async def main():
-        shelf = Shelf(a=writers["numpy"])
-        (path,), tiers = shelf.adapters, Tiers(shelf, base[0], disk=Disk(tmp_path))
+async def test_a_full_disk_is_no_error(tmp_path, base, shelf, make, monkeypatch):
+    def full(*_):
+        raise OSError("No space left on device")
 
-        def full(*_):
-            raise OSError("No space left on device")
-
-        monkeypatch.setattr(os, "fsync", full)
-        assert await take(tiers, path) is writers["numpy"]
-        assert Disk(tmp_path).read(path, base[0], None) is None
-        assert not [each for each in tmp_path.rglob("*") if each.is_file()]
-
-    asyncio.run(main())
+    (path, *_), tiers = shelf.adapters, make(disk=Disk(tmp_path))
+    monkeypatch.setattr(os, "fsync", full)
+    assert await take(tiers, path) is shelf.adapters[path]
+    assert Disk(tmp_path).read(path, base[0], None) is None
+    assert not [each for each in tmp_path.rglob("*") if each.is_file()]
 
 
-def test_few_downloads_at_a_time(writers):
-    async def main():
-        shelf = Shelf(**writers)
-        tiers = Tiers(shelf, None, downloads=2)
-        shelf.open.clear()
-        waiting = [asyncio.create_task(take(tiers, path)) for path in shelf.adapters]
-        await until(lambda: len(shelf.fetched) == 2)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*waiting[:1]), 0.02)
-        assert len(shelf.fetched) <= 3  # the first was cancelled, and made room
-        shelf.open.set()
-        await asyncio.gather(*waiting[1:])
-        assert len(tiers.host) == len(writers) - 1
-        at_rest(tiers)
-
-    asyncio.run(main())
+async def test_few_downloads_at_a_time_and_one_that_nobody_waits_for_is_given_up(shelf, make):
+    (path, *others), tiers = shelf.adapters, make(downloads=2)
+    shelf.open.clear()
+    leaving = begin(tiers, path, 3)
+    waiting = [asyncio.create_task(take(tiers, each)) for each in others]
+    await until(lambda: len(shelf.fetched) == 2)
+    for each in leaving:
+        each.cancel()
+    await until(lambda: len(shelf.fetched) == 3)  # there is room for another one
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert (len(shelf.fetched), shelf.cancelled, path in tiers.leases, path in tiers._flights) == (
+        3,
+        [path],
+        False,
+        False,
+    )
+    shelf.open.set()
+    await asyncio.gather(*waiting)
+    assert set(tiers.host) == set(others)
+    assert await take(tiers, path) is shelf.adapters[path]
