@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._pytree import tree_map
 
 from plpkg.clipping import clipped_gradients
 
@@ -49,11 +50,7 @@ def assert_as_loop():
 
 def _to(batch, dtype):
     """Its numbers in a dtype; ids stay ids."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(dtype) if batch.is_floating_point() else batch
-    if isinstance(batch, dict):
-        return {name: _to(part, dtype) for name, part in batch.items()}
-    return tuple(_to(part, dtype) for part in batch)
+    return tree_map(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch)
 
 
 @pytest.fixture(scope="session")

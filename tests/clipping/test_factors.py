@@ -24,15 +24,12 @@ def table(batch=3, positions=5, rows=4, cols=6, *, seed=0):
 
 
 def by_hand(use):
-    batch, groups, positions, _ = use.cols.shape
-    rows = use.num_rows
-    total = torch.zeros(batch, groups, rows, use.cols.shape[3], dtype=torch.float64)
-    for b in range(batch):
-        for g in range(groups):
-            for t in range(positions):
-                one = torch.eye(rows, dtype=torch.float64)[use.rows[b, t]] if use.one_hot else use.rows[b, g, t]
-                total[b, g] += torch.outer(one, use.cols[b, g, t])
-    return total.reshape(batch, *use.shape)
+    rows = torch.nn.functional.one_hot(use.rows, use.num_rows).double()[:, None] if use.one_hot else use.rows
+    return torch.einsum("bgtr,bgtc->bgrc", rows, use.cols).reshape(-1, *use.shape)
+
+
+def in_dtype(use, dtype):
+    return Outer(use.rows.to(dtype), use.cols.to(dtype), use.shape)
 
 
 def absolute(use):
@@ -100,7 +97,7 @@ def cancelling():
 
 def test_gram_notices_when_it_cancels():
     use = cancelling()
-    exact, mass = Outer(use.rows.double(), use.cols.double(), use.shape).norms_squared("gram")
+    exact, mass = in_dtype(use, torch.float64).norms_squared("gram")
     careful, forced = (factors.norms_squared([use], "gram", careful=c) for c in (True, False))
     assert exact[0] == 4 * 5 * 16**2
     assert_close(careful[0], exact[0], terms=4 * 6)  # each number is exact, their squares are added up
@@ -113,23 +110,20 @@ def test_gram_notices_when_it_cancels():
 def test_six_digits_whatever_the_activations_have_in_common(mean):
     use = outer(batch=50, positions=64, rows=32, cols=32, dtype=torch.float32)
     use.rows.add_(mean)
-    exact = Outer(use.rows.double(), use.cols.double(), use.shape).norms_squared("instantiate")[0].sqrt()
+    exact = in_dtype(use, torch.float64).norms_squared("instantiate")[0].sqrt()
     norms = factors.norms_squared([use], "gram").double().sqrt()
     assert ((norms - exact).abs() / exact).max() < 1e-6  # what CANCELLATION promises
 
 
 def test_half_precision_is_added_up_in_float32():
     use = outer(positions=400, rows=8, cols=8)
-    half = Outer(use.rows.bfloat16(), use.cols.bfloat16(), use.shape)
-    exact = Outer(half.rows.double(), half.cols.double(), use.shape)
+    half = in_dtype(use, torch.bfloat16)
     for rule in ("gram", "instantiate"):
         norms = factors.norms_squared([half], rule)
         assert norms.dtype == torch.float32
-        single = Outer(half.rows.float(), half.cols.float(), use.shape).norms_squared(rule)[0]
-        whole = exact.norms_squared(rule)[0]
+        single, whole = (in_dtype(half, dtype).norms_squared(rule)[0] for dtype in (torch.float32, torch.float64))
         assert_as_exact(norms / whole, single / whole, torch.ones_like(whole))
-    weights = torch.ones(3)
-    assert half.weighted_sum(weights).dtype == torch.float32
+    assert half.weighted_sum(torch.ones(3)).dtype == torch.float32
 
 
 def test_no_samples():

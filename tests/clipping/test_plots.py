@@ -49,22 +49,19 @@ def test_ghost_and_fast_cross_where_they_are_said_to():
         plots.by_length(steps, "time")
 
 
+def finding(name, **what):
+    case = SimpleNamespace(name=name, lesson=f"A lesson of {name}.")
+    return SimpleNamespace(case=case, ours="refuses: it", sensitivity=SimpleNamespace(ok=False), **what)
+
+
 def test_every_bug_stands_with_its_lesson():
-    zoo = SimpleNamespace(findings=[finding("tie", ("parity", "audit"), True), finding("mix", (), False)])
-    ax = plots.caught(zoo)
+    bugs = [finding("tie", caught_by=("parity", "audit"), parity=1.0), finding("mix", caught_by=(), parity=None)]
+    ax = plots.caught(SimpleNamespace(findings=bugs))
     texts = [text.get_text().replace("\n", " ") for text in ax.texts]
     seen = [line.get_marker() for line in ax.lines if len(line.get_xdata())]
     assert (seen.count("s"), seen.count("$?$"), seen.count("o")) == (2, 1, 5)
     assert texts.count("A lesson of tie.") == 1
     assert "tie (A lesson of tie): parity and audit; refuses. mix (A lesson of mix): nothing" in theme.alt(ax.figure)
-
-
-def finding(name, caught_by, compared):
-    case = SimpleNamespace(name=name, lesson=f"A lesson of {name}.")
-    parity = 1.0 if compared else None
-    return SimpleNamespace(
-        case=case, caught_by=caught_by, parity=parity, ours="refuses: it", sensitivity=SimpleNamespace(ok=False)
-    )
 
 
 @pytest.mark.parametrize(("section", "cases"), [("cost", 1), ("lora", 1), ("long", 3)])
@@ -95,9 +92,7 @@ def test_the_epsilon_curve_is_the_recorded_one():
     rows = recorded.section("clipping_learning", "accuracy")
     ax = plots.epsilon_curve(rows)
     tuned = rows[(rows["method"] != "none") & (rows["case"] != "clipped")]
-    labels = [
-        label.replace("A and B from public text", "public gradient") for label in ax.get_legend_handles_labels()[1]
-    ]
+    labels = [text.replace("A and B from public text", "public gradient") for text in ax.get_legend_handles_labels()[1]]
     assert labels == sorted(tuned["method"].unique())
     runs = [line for line in ax.lines if line.get_marker() == "."]
     assert sorted(y for line in runs for y in line.get_ydata()) == sorted(tuned["bits_per_byte"])

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import re
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -86,12 +88,21 @@ def test_the_guesses_are_the_extremes():
     assert [a.correct for a in one_run_audit(scores, mixed, DELTA).attempts] == [1, 1, 3, 5, 15, 45, 95]
 
 
+def over_seeds(runs, audit):
+    """What an audit gives with each of so many generators."""
+    return np.array([audit(np.random.default_rng(seed)) for seed in range(runs)])
+
+
+def assert_seldom(wrong):
+    """At 95 % confidence: no more often than in one of twenty runs."""
+    assert np.mean(wrong) <= 0.05 + sampling_error(0.05 * 0.95, len(wrong))
+
+
 def test_without_a_signal_there_is_no_bound():
-    above, runs = 0, 1_000
-    for seed in range(runs):
-        generator = np.random.default_rng(seed)
-        above += one_run_audit(generator.normal(size=100), generator.random(100) < 0.5, DELTA).epsilon > 0
-    assert above / runs <= 0.05 + sampling_error(0.05 * 0.95, runs)  # at 95 % confidence
+    def audit(rng):
+        return one_run_audit(rng.normal(size=100), rng.random(100) < 0.5, DELTA).epsilon
+
+    assert_seldom(over_seeds(1_000, audit) > 0)
     assert one_run_audit(np.zeros(50), np.arange(50) % 2 == 0, DELTA).epsilon == 0
 
 
@@ -101,79 +112,73 @@ def test_randomised_response_is_not_overestimated(epsilon, mean, deviation):
 
     Mean and deviation of a bound are those of 20,000 other seeds.
     """
-    bounds, runs = [], 100
-    for seed in range(runs):
-        generator = np.random.default_rng(seed)
-        included = generator.random(300) < 0.5
-        answers = included ^ (generator.random(300) > 1 / (1 + math.exp(-epsilon)))
-        bounds.append(one_run_audit(answers + generator.random(300) / 2, included, 0.0).epsilon)
-    assert np.mean(np.array(bounds) > epsilon) <= 0.05 + sampling_error(0.05 * 0.95, runs)
-    assert np.mean(bounds) == pytest.approx(mean, abs=sampling_error(deviation**2, runs))
+
+    def audit(rng):
+        included = rng.random(300) < 0.5
+        answers = included ^ (rng.random(300) > 1 / (1 + math.exp(-epsilon)))
+        return one_run_audit(answers + rng.random(300) / 2, included, 0.0).epsilon
+
+    bounds = over_seeds(100, audit)
+    assert_seldom(bounds > epsilon)
+    assert np.mean(bounds) == pytest.approx(mean, abs=sampling_error(deviation**2, 100))
 
 
 POWER = {100: (0.601, 0.298), 400: (1.199, 0.260), 1_000: (1.530, 0.235), 10_000: (2.050, 0.124)}
 """By number of canaries: mean and deviation of a Gaussian mechanism's bound, of 20,000 other seeds (1,000 the last)."""
 
 
+def assert_power(canaries, bounds):
+    mean, deviation = POWER[canaries]
+    assert np.mean(bounds) == pytest.approx(mean, abs=sampling_error(deviation**2, len(bounds)))
+    assert max(bounds) < gaussian_epsilon(1.0, DELTA)
+
+
 @pytest.mark.parametrize("canaries", POWER)
 def test_the_power_on_a_gaussian_mechanism(canaries):
-    true = gaussian_epsilon(1.0, DELTA)
-    bounds, runs = [], 20
-    for seed in range(runs):
-        generator = np.random.default_rng(seed)
-        included = generator.random(canaries) < 0.5
-        bounds.append(one_run_audit(included + generator.normal(size=canaries), included, DELTA).epsilon)
-    mean, deviation = POWER[canaries]
-    assert np.mean(bounds) == pytest.approx(mean, abs=sampling_error(deviation**2, runs))
-    assert max(bounds) < true
+    def audit(rng):
+        included = rng.random(canaries) < 0.5
+        return one_run_audit(included + rng.normal(size=canaries), included, DELTA).epsilon
+
+    assert_power(canaries, over_seeds(20, audit))
 
 
 def clipped_sum(rows):
     return C * torch.nn.functional.normalize(rows, dim=1).sum(0)
 
 
+def audited(step=clipped_sum, canaries=300, seed=0, *, sigma=1.0, **options):
+    """The audit of a step of orthogonal canaries."""
+    return canary_audit(step, torch.eye(canaries), C, sigma, DELTA, seed, **options)
+
+
 def test_canaries_in_a_training_step():
-    sizes = []
-
-    def step(rows):
-        sizes.append(len(rows))
-        return {"weight": clipped_sum(rows)}
-
-    audit = canary_audit(step, torch.eye(400), C, 1.0, DELTA, 3)
-    assert sizes[0] / 400 == pytest.approx(1 / 2, abs=sampling_error(1 / 4, 400))
-    assert sizes[1:] == [1] * 400
-    assert audit == canary_audit(step, torch.eye(400), C, 1.0, DELTA, 3)
-    audits = [audit, *(canary_audit(step, torch.eye(400), C, 1.0, DELTA, seed) for seed in range(4, 12))]
+    step = Mock(side_effect=lambda rows: {"weight": clipped_sum(rows)})
+    audit = audited(step, 400, 3)
+    first, *rest = [len(call.args[0]) for call in step.call_args_list]
+    assert first / 400 == pytest.approx(1 / 2, abs=sampling_error(1 / 4, 400))
+    assert rest == [1] * 400
+    assert audit == audited(step, 400, 3)
+    audits = [audit, *(audited(step, 400, seed) for seed in range(4, 12))]
     assert len(set(audits)) > 1
-    bounds, (mean, deviation) = [audit.epsilon for audit in audits], POWER[400]
-    assert np.mean(bounds) == pytest.approx(mean, abs=sampling_error(deviation**2, len(bounds)))
-    assert max(bounds) < gaussian_epsilon(1.0, DELTA)
+    assert_power(400, [audit.epsilon for audit in audits])
 
 
 def test_a_direction_has_no_length():
-    sizes = []
-
-    def step(rows):
-        sizes.append(len(rows))
-        return clipped_sum(rows)
-
+    step = Mock(side_effect=clipped_sum)
     lengths = torch.rand(300, generator=torch.Generator().manual_seed(0)) + 0.1
     given = canary_audit(step, torch.eye(300) * lengths[:, None], C, 1.0, DELTA, 0, direction=lambda rows: rows.sum(0))
-    assert len(sizes) == 1
-    assert given == canary_audit(step, torch.eye(300), C, 1.0, DELTA, 0)
+    step.assert_called_once()
+    assert given == audited()
 
 
 def test_the_noise_is_sigma_times_c():
     """Scaling both changes nothing; without noise each guess is right; with much of it there is nothing to see."""
-    rows = torch.eye(300)
-    audit = canary_audit(clipped_sum, rows, C, 1.0, DELTA, 0)
-    assert audit == canary_audit(lambda part: 1024 * clipped_sum(part), rows, 1024 * C, 1.0, DELTA, 0)
-    little, more = (
-        sum(canary_audit(clipped_sum, rows, C, s, DELTA, seed).epsilon for seed in range(8)) for s in (1, 2)
-    )
+    larger = canary_audit(lambda rows: 1024 * clipped_sum(rows), torch.eye(300), 1024 * C, 1.0, DELTA, 0)
+    assert larger == audited()
+    little, more = (sum(audited(seed=seed, sigma=sigma).epsilon for seed in range(8)) for sigma in (1, 2))
     assert little > more
-    assert canary_audit(clipped_sum, rows, C, 20.0, DELTA, 0, confidence=1 - 1e-6).epsilon == 0
-    silent = canary_audit(clipped_sum, rows, C, 0.0, DELTA, 0)
+    assert audited(sigma=20.0, confidence=1 - 1e-6).epsilon == 0
+    silent = audited(sigma=0.0)
     assert silent.attempts[-2].correct == silent.attempts[-2].guesses == 150
     assert silent.epsilon > 3
 
@@ -196,47 +201,39 @@ def test_the_noise_is_in_every_coordinate_with_its_deviation():
 @pytest.mark.parametrize(("canaries", "pull"), [(20, 0.0), (20, 1.0), (300, 1.0), (300, 3.0)])
 def test_the_gaussian_audit_is_right_as_often_as_it_says(canaries, pull):
     """Exactly, at any number of canaries: above the true distance in one of twenty runs, neither more nor fewer."""
-    above, runs = 0, 1_000
-    for seed in range(runs):
-        generator = np.random.default_rng(seed)
-        included = generator.permutation(canaries) < canaries // 3
-        audit = gaussian_audit(5 + 2 * (pull * included + generator.normal(size=canaries)), included, DELTA)
-        above += audit.mu > pull
-    assert above / runs == pytest.approx(0.05, abs=sampling_error(0.05 * 0.95, runs))
+
+    def audit(rng):
+        included = rng.permutation(canaries) < canaries // 3
+        return gaussian_audit(5 + 2 * (pull * included + rng.normal(size=canaries)), included, DELTA).mu
+
+    assert np.mean(over_seeds(1_000, audit) > pull) == pytest.approx(0.05, abs=sampling_error(0.05 * 0.95, 1_000))
 
 
 def test_canaries_that_pull_unequally_are_not_overestimated():
     """The strongest pulls with C, the others with less: the spread among them widens the bound."""
-    above, runs = 0, 200
-    for seed in range(runs):
-        generator = np.random.default_rng(seed)
-        included, pull = generator.random(300) < 0.5, generator.random(300)
-        above += gaussian_audit(pull * included + generator.normal(size=300), included, DELTA).mu > 1
-    assert above == 0
+
+    def audit(rng):
+        included, pull = rng.random(300) < 0.5, rng.random(300)
+        return gaussian_audit(pull * included + rng.normal(size=300), included, DELTA).mu
+
+    assert max(over_seeds(200, audit)) <= 1
 
 
 def test_scores_tell_what_guesses_do_not():
     """Three times the sensitivity, under a claim of 4.38."""
-    claimed, missed = gaussian_epsilon(1.0, DELTA), 0
+    claimed = gaussian_epsilon(1.0, DELTA)
     for seed in range(10):
         guesses, scores = (
-            canary_audit(lambda rows: 3 * clipped_sum(rows), torch.eye(400), C, 1.0, DELTA, seed, bound=bound)
+            audited(lambda rows: 3 * clipped_sum(rows), 400, seed, bound=bound)
             for bound in (one_run_audit, gaussian_audit)
         )
-        missed += guesses.epsilon <= claimed
-        assert claimed < scores.epsilon
+        assert guesses.epsilon <= claimed < scores.epsilon
         assert scores.gap / scores.deviation == pytest.approx(3, abs=sampling_error(4, 100) * math.sqrt(1 + 9 / 8))
-    assert missed == 10
 
 
 def test_the_gaussian_audit_of_a_correct_step():
-    """200 seeds: above the true ε no more often than one in twenty."""
-    true, runs = gaussian_epsilon(1.0, DELTA), 200
-    bounds = [
-        canary_audit(clipped_sum, torch.eye(100), C, 1.0, DELTA, seed, bound=gaussian_audit).epsilon
-        for seed in range(runs)
-    ]
-    assert np.mean(np.array(bounds) > true) <= 0.05 + sampling_error(0.05 * 0.95, runs)
+    bounds = np.array([audited(canaries=100, seed=seed, bound=gaussian_audit).epsilon for seed in range(200)])
+    assert_seldom(bounds > gaussian_epsilon(1.0, DELTA))
     assert np.mean(bounds) > 2
 
 
@@ -253,8 +250,6 @@ def test_the_gaussian_audit_at_its_ends():
         "GaussianAudit(ε ≥ 8.752 at δ=1e-05 with confidence 0.9: means 3.16 standard deviations apart, at least 1.79, "
         "10 canaries)"
     )
-    with pytest.raises(ValueError, match="two canaries must take part and two not, got 1 and 9"):
-        gaussian_audit(np.zeros(10), np.arange(10) == 0, DELTA)
 
 
 @pytest.mark.parametrize("sigma", [0.3, 1.0, 4.0])
@@ -282,57 +277,32 @@ def test_what_an_audit_shows():
     assert len(audit.to_frame()) == 7
 
 
-GOOD = dict(correct=8, guesses=10, canaries=100, delta=DELTA, confidence=0.95)
+BAD = [
+    (lambda: epsilon_lower_bound(11, 10, 100, DELTA), "correct must be between 0 and guesses=10, got 11"),
+    (lambda: epsilon_lower_bound(8, 101, 100, DELTA), "guesses must be between 0 and canaries=100, got 101"),
+    (lambda: epsilon_lower_bound(8, 10, 0, DELTA), "canaries must be a whole number of at least 1, got 0"),
+    (lambda: epsilon_lower_bound(8, 10, 100, -0.1), "delta must be at least 0 and at most 1, got -0.1"),
+    (lambda: epsilon_lower_bound(8, 10, 100, DELTA, 1.0), "confidence must be less than 1, got 1"),
+    (lambda: epsilon_lower_bound(8, 10, 100, DELTA, 0.0), "confidence must be greater than 0 and at most 1, got 0.0"),
+    (lambda: one_run_audit([1.0, 2.0], [True], DELTA), "one number a canary, got (2,) and (1,)"),
+    (lambda: one_run_audit([], [], DELTA), "one number a canary, got (0,)"),
+    (lambda: one_run_audit([1.0, math.nan], [True, False], DELTA), "the score of canary 1 is not a number"),
+    (lambda: one_run_audit([1.0, 2.0], [1, 0], DELTA), "included must be True or False for each canary, got int64"),
+    (lambda: gaussian_audit(np.zeros(10), np.arange(10) == 0, DELTA),
+     "two canaries must take part and two not, got 1 and 9"),
+    (lambda: audited(canaries=0), "the number of canaries must be a whole number of at least 1, got 0"),
+    (lambda: canary_audit(clipped_sum, torch.eye(5), 0.0, 1.0, DELTA, 0),
+     "max_grad_norm must be greater than 0, got 0.0"),
+    (lambda: audited(sigma=-1.0), "noise_multiplier must be at least 0, got -1.0"),
+    (lambda: audited(seed=-1), "seed must be a whole number of at least 0, got -1"),
+    (lambda: canary_audit(clipped_sum, torch.eye(5), C, 1.0, 2.0, 0),
+     "delta must be at least 0 and at most 1, got 2.0"),
+    (lambda: gaussian_epsilon(0.0, DELTA), "noise_multiplier must be greater than 0, got 0"),
+    (lambda: gaussian_epsilon(1.0, 0.0), "delta must be greater than 0 and at most 1, got 0"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"correct": 11}, "correct must be between 0 and guesses=10, got 11"),
-        ({"guesses": 101}, "guesses must be between 0 and canaries=100, got 101"),
-        ({"canaries": 0}, "canaries must be a whole number of at least 1, got 0"),
-        ({"delta": -0.1}, "delta must be at least 0 and at most 1, got -0.1"),
-        ({"confidence": 1.0}, "confidence must be less than 1, got 1"),
-        ({"confidence": 0.0}, "confidence must be greater than 0 and at most 1, got 0.0"),
-    ],
-)
-def test_bad_counts(change, message):
-    with pytest.raises(ValueError, match=message):
-        epsilon_lower_bound(**(GOOD | change))
-
-
-@pytest.mark.parametrize(
-    ("scores", "included", "message"),
-    [
-        ([1.0, 2.0], [True], r"one number a canary, got \(2,\) and \(1,\)"),
-        ([], [], r"one number a canary, got \(0,\)"),
-        ([1.0, math.nan], [True, False], "the score of canary 1 is not a number"),
-        ([1.0, 2.0], [1, 0], "included must be True or False for each canary, got int64"),
-    ],
-)
-def test_bad_scores(scores, included, message):
-    with pytest.raises(ValueError, match=message):
-        one_run_audit(scores, included, DELTA)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"batch": torch.eye(0)}, "the number of canaries must be a whole number of at least 1, got 0"),
-        ({"max_grad_norm": 0.0}, "max_grad_norm must be greater than 0, got 0.0"),
-        ({"noise_multiplier": -1.0}, "noise_multiplier must be at least 0, got -1.0"),
-        ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
-        ({"delta": 2.0}, "delta must be at least 0 and at most 1, got 2.0"),
-    ],
-)
-def test_bad_audits(change, message):
-    good = dict(step=clipped_sum, batch=torch.eye(5), max_grad_norm=C, noise_multiplier=1.0, delta=DELTA, seed=0)
-    with pytest.raises(ValueError, match=message):
-        canary_audit(**(good | change))
-
-
-def test_bad_noise():
-    with pytest.raises(ValueError, match="noise_multiplier must be greater than 0, got 0"):
-        gaussian_epsilon(0.0, DELTA)
-    with pytest.raises(ValueError, match="delta must be greater than 0 and at most 1, got 0"):
-        gaussian_epsilon(1.0, 0.0)
+@pytest.mark.parametrize(("call", "message"), BAD)
+def test_bad_arguments_get_a_sentence(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()

@@ -1,9 +1,13 @@
 """Conformance: each fault is found by the check that is for it, nine of nine of the zoo, and what a report shows."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
+from plpkg import clipping
 from plpkg.clipping.checks import conformance as module, zoo
 from plpkg.clipping.checks.cases import Case, Losses, gradient
 from plpkg.clipping.checks.conformance import CHECKS, USERS_OWN, ZOO_EXAMPLES, Report, cases, conformance
@@ -17,53 +21,31 @@ PERCEPTRON, MICRO, SECOND = ordinary()[:3]
 LATER = CHECKS.keys() - {"learns"}
 
 
-@pytest.mark.parametrize(
-    ("fault", "case", "sentences"),
-    [
-        ("replaced", PERCEPTRON, {"learns": "2.bias (and 1 more) learns, but is not among what the optimizer steps"}),
-        ("forgotten", PERCEPTRON, {"learns": "2.bias learns, but is not among what the optimizer steps"}),
-        ("crashes", PERCEPTRON, {"learns": "the training stops with KeyError: 'a slip', which is no refusal"}),
-        ("never ready", PERCEPTRON, {"sums": "1 samples were given, and 0 steps of an optimizer change this model"}),
-        ("restless", PERCEPTRON, {"sums": "is another when it is run again", "sensitivity": "", "noise": ""}),
-        ("not a number", PERCEPTRON, dict.fromkeys(LATER, "step gave an update that is not finite")),
-        (
-            "unlearnt",
-            PERCEPTRON,
-            {
-                "learns": "0.weight gets no gradient, and the examples' clipped ones add up to",
-                "sums": "farthest in 0.weight",
-                "noise": "the noise of 0.weight has the standard deviation 0 σC instead of σC",
-            },
-        ),
-        (
-            "drops micro-batches",
-            MICRO,
-            {
-                "sums": "; in one batch instead of micro-batches of 2 it is right",
-                "sensitivity": "example 4 moves the update by",
-            },
-        ),
-        (
-            "five times",
-            PERCEPTRON,
-            {"sums": ": it is 5 times that sum", "sensitivity": "the update by 5 C", "audit": "shows ε ≥ "},
-        ),
-        (
-            "actual batch size",
-            PERCEPTRON,
-            {"sums": ": it is 0.4 times that sum", "sensitivity": "by 2 C alone", "noise": "of 0.weight has"},
-        ),
-        ("same noise", PERCEPTRON, {"noise": "one step is correlated with that of the next", "audit": "shows ε ≥ "}),
-        ("little noise", PERCEPTRON, {"noise": "the noise of 0.weight has the standard deviation 0."}),
-        ("quiet bias", PERCEPTRON, {"noise": "the noise of 0.bias has the standard deviation 0 σC instead of σC"}),
-        ("none for nobody", PERCEPTRON, {"noise": "the noise of 0.weight of an empty sample has the standard dev"}),
-        (
-            "never forgets",
-            SECOND,
-            {"sums": "without the step before it is right", "sensitivity": "", "noise": ""},
-        ),
-    ],
-)  # fmt: skip
+FAULTS = [
+    ("replaced", PERCEPTRON, {"learns": "2.bias (and 1 more) learns, but is not among what the optimizer steps"}),
+    ("forgotten", PERCEPTRON, {"learns": "2.bias learns, but is not among what the optimizer steps"}),
+    ("crashes", PERCEPTRON, {"learns": "the training stops with KeyError: 'a slip', which is no refusal"}),
+    ("never ready", PERCEPTRON, {"sums": "1 samples were given, and 0 steps of an optimizer change this model"}),
+    ("restless", PERCEPTRON, {"sums": "is another when it is run again", "sensitivity": "", "noise": ""}),
+    ("not a number", PERCEPTRON, dict.fromkeys(LATER, "step gave an update that is not finite")),
+    ("unlearnt", PERCEPTRON, {"learns": "0.weight gets no gradient, and the examples' clipped ones add up to",
+                              "sums": "farthest in 0.weight",
+                              "noise": "the noise of 0.weight has the standard deviation 0 σC instead of σC"}),
+    ("drops micro-batches", MICRO, {"sums": "; in one batch instead of micro-batches of 2 it is right",
+                                    "sensitivity": "example 4 moves the update by"}),
+    ("five times", PERCEPTRON, {"sums": ": it is 5 times that sum", "sensitivity": "the update by 5 C",
+                                "audit": "shows ε ≥ "}),
+    ("actual batch size", PERCEPTRON, {"sums": ": it is 0.4 times that sum", "sensitivity": "by 2 C alone",
+                                       "noise": "of 0.weight has"}),
+    ("same noise", PERCEPTRON, {"noise": "one step is correlated with that of the next", "audit": "shows ε ≥ "}),
+    ("little noise", PERCEPTRON, {"noise": "the noise of 0.weight has the standard deviation 0."}),
+    ("quiet bias", PERCEPTRON, {"noise": "the noise of 0.bias has the standard deviation 0 σC instead of σC"}),
+    ("none for nobody", PERCEPTRON, {"noise": "the noise of 0.weight of an empty sample has the standard dev"}),
+    ("never forgets", SECOND, {"sums": "without the step before it is right", "sensitivity": "", "noise": ""}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fault", "case", "sentences"), FAULTS)
 def test_each_fault_by_its_check(fault, case, sentences):
     (outcome,) = conformance(by_hand(fault), [case]).outcomes
     assert outcome.breaches.keys() == sentences.keys()
@@ -77,26 +59,24 @@ def test_nine_of_nine_of_the_zoo():
     assert conformance(zoo.opacus, bugs).breached == tuple(case.name for case in bugs)
     report = conformance(zoo.ours, bugs)
     assert report.breached == USERS_OWN
-    assert [o.case.name for o in report.outcomes if o.verdict == "refuses"] == [
-        "functional tie", "BatchNorm", "BatchNorm, frozen",
-    ]  # fmt: skip
-
-
-def users_case():
-    """Two users of three examples each, and one of one."""
-    rows = torch.randn(7, 4, generator=torch.Generator().manual_seed(0))
-    users = torch.tensor([0, 1, 0, 1, 0, 1, 2])
-    return Case(
-        "users", lambda: nn.Linear(4, 1), ((rows,), torch.ones(7)), lambda y, t: (y[:, 0] - t) ** 2, users=users
-    )
+    refused = [outcome.case.name for outcome in report.outcomes if outcome.verdict == "refuses"]
+    assert refused == ["functional tie", "BatchNorm", "BatchNorm, frozen"]
 
 
 def test_users():
-    """Clipped together or each by itself."""
-    assert conformance(by_hand(), [users_case()]).ok
-    (outcome,) = conformance(by_hand("clips examples"), [users_case()]).outcomes
+    """Two of three examples each, and one of one: clipped together, or each example by itself."""
+    rows, users = torch.randn(7, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 0, 1, 0, 1, 2])
+    batch = (rows,), torch.ones(7)
+    case = Case("users", lambda: nn.Linear(4, 1), batch, lambda y, t: (y[:, 0] - t) ** 2, users=users)
+    assert conformance(by_hand(), [case]).ok
+    (outcome,) = conformance(by_hand("clips examples"), [case]).outcomes
     assert outcome.breaches.keys() >= {"sums", "sensitivity"}
     assert outcome.breaches["sensitivity"].startswith("user 0 moves the update by ")
+
+
+class Squeezed(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x).squeeze()
 
 
 def test_an_example_alone():
@@ -108,11 +88,6 @@ def test_an_example_alone():
     assert conformance(by_hand("refuses"), [case]).outcomes[0].verdict == "refuses"
 
 
-class Squeezed(nn.Sequential):
-    def forward(self, x):
-        return super().forward(x).squeeze()
-
-
 def test_refusals_and_what_they_say():
     (outcome,) = (report := conformance(by_hand("refuses"), [PERCEPTRON])).outcomes
     assert (outcome.verdict, outcome.refusals) == ("refuses", {"learns": "this is not for you"})
@@ -122,19 +97,13 @@ def test_refusals_and_what_they_say():
 
 
 def test_a_report():
-    lesson = (
-        "It is halved, for this and that reason, and so on, in a sentence that no table of fifty letters could show."
-    )
-    case = Case("mine", PERCEPTRON.model, PERCEPTRON.batch, PERCEPTRON.criterion, lesson=lesson)
+    lesson = "It is halved, for this and that reason, in a sentence that no table of fifty letters could show."
+    case = replace(PERCEPTRON, name="mine", lesson=lesson)
     report = conformance(by_hand("quiet bias"), [PERCEPTRON, case], checks=["noise"])
     assert repr(report) == "Report(2 cases: 0 conform, 0 refused, 2 fail (perceptron; mine))"
-    assert report.rows()[1] == {
-        "case": "mine",
-        "verdict": "breach",
-        "found by": "noise",
-        "what": "noise: the noise of 0.bias has the standard deviation 0 σC instead of σC",
-        "lesson": lesson,
-    }
+    what = "noise: the noise of 0.bias has the standard deviation 0 σC instead of σC"
+    row = {"case": "mine", "verdict": "breach", "found by": "noise", "what": what, "lesson": lesson}
+    assert report.rows()[1] == row
     assert lesson in repr(report.to_frame()[["lesson"]])
 
 
@@ -146,32 +115,28 @@ def test_the_usual_cases():
 
 def test_the_definition():
     """Examples alone, about half of them clipped; a sum stays a sum."""
-    trial = Trial(by_hand(), PERCEPTRON)
+    trial, together = Trial(by_hand(), PERCEPTRON), gradient(PERCEPTRON, PERCEPTRON.batch)
     norms = torch.stack([rows.flatten(1).norm(dim=1) for rows in trial.gradients.values()]).norm(dim=0)
     assert trial.max_grad_norm == norms.median().item()
     factors = (trial.max_grad_norm / norms).clamp(max=1)
     for name, rows in trial.gradients.items():
-        torch.testing.assert_close(trial.wanted[name], (factors.view(-1, *[1] * (rows.ndim - 1)) * rows).sum(0))
-    together = gradient(PERCEPTRON, PERCEPTRON.batch)
-    for name, rows in trial.gradients.items():
+        torch.testing.assert_close(trial.wanted[name], torch.tensordot(factors, rows, 1))
         torch.testing.assert_close(rows.mean(0).float(), together[name])
 
 
 def test_a_criterion_in_the_shape_of_a_loss_module():
     losses = Losses(lambda output, target: output - target)
-    output, target = torch.tensor([3.0, 5.0]), torch.ones(2)
-    assert losses(output, target) == 3
-    losses.reduction = "sum"
-    assert losses(output, target) == 6
-    losses.reduction = "none"
-    assert losses(output, target).tolist() == [2, 4]
+    assert losses.reduction == "mean"
+    for reduction, expected in (("mean", 3), ("sum", 6), ("none", [2, 4])):
+        losses.reduction = reduction
+        assert losses(torch.tensor([3.0, 5.0]), torch.ones(2)).tolist() == expected
 
 
 def test_a_sum_is_not_divided():
     def train(model, optimizer, criterion, steps, *, expected_batch_size, **options):
         by_hand()(model, optimizer, criterion, steps, expected_batch_size=1.0, **options)
 
-    case = Case("sum", PERCEPTRON.model, PERCEPTRON.batch, nn.CrossEntropyLoss(reduction="sum"))
+    case = replace(PERCEPTRON, criterion=nn.CrossEntropyLoss(reduction="sum"))
     assert conformance(train, [case]).ok
 
 
@@ -183,22 +148,23 @@ def test_noise_is_the_optimizer_s():
 
 
 def test_hooks_are_taken_away():
-    from torch.optim.optimizer import _global_optimizer_post_hooks
-
     before = len(_global_optimizer_post_hooks)
     conformance(by_hand("crashes"), [PERCEPTRON])
     assert len(_global_optimizer_post_hooks) == before
 
 
-def test_bad_arguments():
-    with pytest.raises(ValueError, match="checks must be of learns, sums, sensitivity, noise, audit, got 'parity'"):
-        conformance(by_hand(), checks=["parity"])
-    with pytest.raises(ValueError, match="clipping must be one of 'flat', 'automatic', 'per_layer', got 'global'"):
-        conformance(by_hand(), clipping="global")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(checks=["parity"]), "checks must be of learns, sums, sensitivity, noise, audit, got 'parity'"),
+        (dict(clipping="global"), "clipping must be one of 'flat', 'automatic', 'per_layer', got 'global'"),
+    ],
+)
+def test_bad_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        conformance(by_hand(), **options)
 
 
 def test_the_front_door():
-    from plpkg import clipping
-
     assert clipping.conformance is module
     assert isinstance(clipping.conformance.conformance(by_hand(), [PERCEPTRON], checks=["learns"]), Report)

@@ -19,26 +19,20 @@ from plpkg.clipping.checks.ordinary import ordinary
 
 train = by_hand()  # defined elsewhere: not collected
 
-
 def train_right(*arguments, **options):
     by_hand()(*arguments, **options)
-
 
 def train_quietly(*arguments, **options):
     by_hand("quiet bias")(*arguments, **options)
 
-
 def train_never(model, *arguments, **options):
     raise RuntimeError(f"no {type(model).__name__}")
-
 
 def test_as_ever():
     pass
 
-
 def training():
     raise AssertionError
-
 
 def cases():
     return [replace(ordinary()[0], name="perceptron of mine", lesson="Each number needs noise.")]
@@ -53,11 +47,9 @@ def train(*arguments, **options):
 
 def run(folder, call):
     """What a process prints, and its exit status."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys, pytest; {call}"],
-        cwd=folder, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    command = [sys.executable, "-c", f"import sys, pytest; {call}"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     return done.stdout + done.stderr, done.returncode
 
 
@@ -84,10 +76,8 @@ def test_a_test_a_case(printed):
 
 def test_a_breach_is_a_sentence(printed):
     said = printed.partition("_ train_quietly[perceptron of mine] _")[2].splitlines()[1:3]
-    assert said == [
-        "noise: the noise of 0.bias has the standard deviation 0 σC instead of σC",
-        "(Each number needs noise.)",
-    ]
+    noise = "noise: the noise of 0.bias has the standard deviation 0 σC instead of σC"
+    assert said == [noise, "(Each number needs noise.)"]
     assert "learns: refuses: no Sequential" in printed
     assert not any(ours in printed for ours in ("Traceback", "conformance.py", "Error:"))
 
@@ -103,5 +93,5 @@ def test_without_the_option_nothing_is_collected_or_imported(tmp_path):
 
 def test_pytest_finds_it():
     """Named like the module, so that it may be named with -p before it is installed, and is not taken for another."""
-    with open(ROOT / "pyproject.toml", "rb") as file:
-        assert tomllib.load(file)["project"]["entry-points"]["pytest11"] == {PLUGIN: PLUGIN}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["pytest11"] == {PLUGIN: PLUGIN}

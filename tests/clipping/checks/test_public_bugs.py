@@ -43,30 +43,25 @@ IDS = torch.randint(VOCABULARY, (4, SEQ), generator=torch.Generator().manual_see
 
 
 def ghost(
-    optimizer_class=DPOptimizerFastGradientClipping, loss_class=DPLossFastGradientClipping, pieces=True, norm=None
+    optimizer_class=DPOptimizerFastGradientClipping, loss_class=DPLossFastGradientClipping, *, whole=False, norm=0
 ):
     """Opacus's ghost clipping from its parts, to put one back as it was."""
 
-    def train(model, optimizer, criterion, steps, *, max_grad_norm, noise_multiplier, expected_batch_size):
+    def train(model, optimizer, criterion, steps, *, max_grad_norm, **options):
         private = GradSampleModuleFastGradientClipping(model, max_grad_norm=norm or max_grad_norm)
-        optimizer = optimizer_class(
-            optimizer, noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm,
-            expected_batch_size=expected_batch_size,
-        )  # fmt: skip
+        optimizer = optimizer_class(optimizer, max_grad_norm=max_grad_norm, **options)
         criterion = loss_class(private, optimizer, criterion)
         with quiet():
             for step in steps:
-                for place, (inputs, target) in enumerate(step):
+                for place, (inputs, target) in enumerate(step, start=1):
                     output = private(*inputs)
                     shape = {"shape": output.shape} if output.ndim == 3 else {}
                     criterion(output, target, **shape).backward()
-                    if pieces:
-                        optimizer.signal_skip_step(do_skip=place < len(step) - 1)
+                    last = place == len(step)
+                    if last or not whole:
+                        optimizer.signal_skip_step(do_skip=not last)
                         optimizer.step()
                         optimizer.zero_grad()
-                if not pieces:
-                    optimizer.step()
-                    optimizer.zero_grad()
 
     return train
 
@@ -106,15 +101,11 @@ class Broadcast(nn.Module):
         super().__init__()
         self.expand = expand
         self.tokens, self.places = nn.Embedding(VOCABULARY, HIDDEN), nn.Embedding(SEQ, HIDDEN)
-        self.head = nn.Linear(
-            HIDDEN, VOCABULARY, bias=False
-        )  # one parameter a layer: Opacus's per_layer and ours agree
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)  # as a layer's only parameter in Opacus's per_layer, too
 
     def forward(self, ids):
-        places = torch.arange(ids.shape[1])[None]
-        return self.head(
-            torch.tanh(self.tokens(ids) + self.places(places.repeat(len(ids), 1) if self.expand else places))
-        )
+        places = torch.arange(ids.shape[1])[None].repeat(len(ids) if self.expand else 1, 1)
+        return self.head(torch.tanh(self.tokens(ids) + self.places(places)))
 
 
 class Tied(nn.Module):
@@ -146,12 +137,12 @@ def of(train, case, **options):
     return outcome
 
 
-def test_micro_batches_kept_by_reference():
-    """#707."""
-    case = ORDINARY["micro-batches"]
-    found = of(ghost(Referring), case)
+@pytest.mark.parametrize("train", [ghost(Referring), ghost(whole=True)], ids=["#707", "#683"])
+def test_micro_batches(train):
+    """Kept by reference; or several backward() before a step."""
+    found = of(train, ORDINARY["micro-batches"])
     assert "in one batch instead of micro-batches of 2 it is right" in found.breaches["sums"]
-    assert of(ghost(), case).verdict == "conforms"
+    assert of(ghost(), ORDINARY["micro-batches"]).verdict == "conforms"
 
 
 def test_ignored_targets_in_the_mean():
@@ -164,8 +155,7 @@ def test_ignored_targets_in_the_mean():
 
 def test_another_norm():
     """#664."""
-    found = of(ghost(norm=10.0), ORDINARY["perceptron"])
-    assert {"sums", "sensitivity"} <= found.breaches.keys()
+    assert {"sums", "sensitivity"} <= of(ghost(norm=10.0), ORDINARY["perceptron"]).breaches.keys()
 
 
 def move(model):
@@ -245,12 +235,6 @@ def test_a_functional_tie(mode, checks):
     """Expanded weights get it right: each use of the weight is an operation of its own."""
     assert of(opacus(mode), TIED).breaches.keys() == checks
     assert "used outside of the layer" in of(ours(), TIED).refusals["learns"]
-
-
-def test_several_backward_before_a_step():
-    """#683."""
-    found = of(ghost(pieces=False), ORDINARY["micro-batches"])
-    assert "in one batch instead of micro-batches of 2 it is right" in found.breaches["sums"]
 
 
 @pytest.mark.parametrize(

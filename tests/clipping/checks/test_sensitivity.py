@@ -1,6 +1,8 @@
 """The sensitivity check: on steps whose answer is known, on the engine, and what it refuses."""
 
+import itertools
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,13 +21,31 @@ CLIPPED = [1.0, 0.2, 1.0, 1.0]  # the norms 5, 0.1, 2 and 1, of which no more th
 ROUNDING = relative(2 * 3 + 4)  # two norms of rows of 3, the sum of 4 rows
 
 
-def clipped_sum(rows):
+def clipped_sum(rows, limit=C):
     norms = rows.norm(dim=1, keepdim=True)
-    return (rows * (C / norms).clamp(max=1)).sum(0)
+    return (rows * (limit / norms).clamp(max=1)).sum(0)
 
 
-def test_a_clipped_sum():
-    sensitivity = check_sensitivity(clipped_sum, ROWS, C)
+def of_parts():
+    """Parameters in another order each time, from a batch of any kind."""
+    order = itertools.cycle([1, -1])
+
+    def step(batch):
+        total = clipped_sum(batch["rows"][0])
+        return dict([("a", total[:1]), ("b", total[1:].reshape(2, 1))][:: next(order)])
+
+    return step, {"rows": (ROWS, torch.arange(4)), "scale": 2.0}
+
+
+def of_one_tensor():
+    """Which each step changes in place."""
+    buffer = torch.zeros(3, dtype=torch.float64)
+    return lambda rows: buffer.copy_(clipped_sum(rows)), ROWS
+
+
+@pytest.mark.parametrize("make", [lambda: (clipped_sum, ROWS), of_parts, of_one_tensor])
+def test_a_clipped_sum(make):
+    sensitivity = check_sensitivity(*make(), C)
     assert sensitivity.ok
     assert sensitivity.worst == pytest.approx(1, abs=ROUNDING)
     assert sensitivity.removed == pytest.approx(CLIPPED, abs=ROUNDING)
@@ -38,11 +58,8 @@ def test_a_sum_that_is_not_clipped():
     assert sensitivity.worst == pytest.approx(10)
     assert sensitivity.worst_example == 0
     assert repr(sensitivity) == "Sensitivity(violated: at most 10 C, by example 0; C=0.5)"
-    assert sensitivity.rows()[1] == {
-        "example": 1,
-        "taken away (C)": sensitivity.removed[1],
-        "alone (C)": sensitivity.alone[1],
-    }
+    row = {"example": 1, "taken away (C)": sensitivity.removed[1], "alone (C)": sensitivity.alone[1]}
+    assert sensitivity.rows()[1] == row
     assert "violated" in sensitivity._repr_html_()
     assert repr(check_sensitivity(clipped_sum, ROWS[1:2], C)) == "Sensitivity(ok: at most 0.2 C, by example 0; C=0.5)"
 
@@ -51,14 +68,10 @@ def test_a_scale_shows_only_where_not_all_are_clipped():
     """A loss divided by something of the whole batch: clipped to a small C, that is gone."""
     rows = torch.tensor([[10.0, 0.0]] + 9 * [[0.0, 1.0]])  # the long one makes all others short
 
-    def step(max_grad_norm):
-        def shared(part):
-            part = part / part.norm(dim=1).sum()
-            return (part * (max_grad_norm / part.norm(dim=1, keepdim=True)).clamp(max=1)).sum(0)
+    def sensitivity(limit):
+        return check_sensitivity(lambda part: clipped_sum(part / part.norm(dim=1).sum(), limit), rows, limit)
 
-        return shared
-
-    small, near, large = (check_sensitivity(step(C), rows, C) for C in (0.01, 0.1, 10.0))
+    small, near, large = map(sensitivity, (0.01, 0.1, 10.0))
     assert (small.ok, near.ok, large.ok) == (True, False, True)
     assert small.all_clipped
     assert not large.all_clipped
@@ -93,40 +106,18 @@ def test_what_is_tolerated():
     assert not check_sensitivity(lambda rows: clipped_sum(rows) * 1.001, ROWS, C).ok
 
 
-def test_parameters_are_told_apart_by_name():
-    """Whatever their order, and whatever the batch is made of."""
-    order = iter([1, -1] * 5)
-
-    def step(batch):
-        total = clipped_sum(batch["rows"][0])
-        return dict([("a", total[:1]), ("b", total[1:].reshape(2, 1))][:: next(order)])
-
-    sensitivity = check_sensitivity(step, {"rows": (ROWS, torch.arange(4)), "scale": 2.0}, C)
-    assert sensitivity.removed == pytest.approx(CLIPPED, abs=ROUNDING)
-
-
 def test_one_example_is_compared_with_nothing():
-    sizes = []
-
-    def step(rows):
-        sizes.append(len(rows))
-        return clipped_sum(rows)
-
+    step = Mock(side_effect=clipped_sum)
     sensitivity = check_sensitivity(step, ROWS[:1], C)
     assert sensitivity.removed == sensitivity.alone == pytest.approx((1.0,))
-    assert set(sizes) == {1}
+    assert {len(call.args[0]) for call in step.call_args_list} == {1}
 
 
-def test_an_update_may_be_changed_in_place_afterwards():
-    buffer = torch.zeros(3, dtype=torch.float64)
-    sensitivity = check_sensitivity(lambda rows: buffer.copy_(clipped_sum(rows)), ROWS, C)
-    assert sensitivity.removed == pytest.approx(CLIPPED, abs=ROUNDING)
-
-
-@pytest.mark.parametrize("ids", [torch.tensor([7, 3, 7, 3]), ["b", "a", "b", "a"]])
-def test_users(ids):
+@pytest.mark.parametrize(
+    ("ids", "first", "second"), [(torch.tensor([7, 3, 7, 3]), 7, 3), (["b", "a", "b", "a"], "b", "a")]
+)
+def test_users(ids, first, second):
     """Clipped by themselves, two examples of a user move the sum by up to 2 C; clipped together, by C."""
-    first, second = (7, 3) if isinstance(ids, torch.Tensor) else ("b", "a")
     by_example = check_sensitivity(clipped_sum, ROWS, C, users=ids)
     apart = [math.sqrt(0.6**2 + 1.8**2), math.sqrt(1 + 0.2**2)]  # (0.6, 0.8, 0) + (0, 1, 0); (0, 0, 0.2) + (−1, 0, 0)
     assert by_example.removed == pytest.approx(apart, abs=ROUNDING)
@@ -149,20 +140,11 @@ def test_one_user_is_compared_with_nothing():
     )
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Embedding(7, 5), nn.Linear(5, 7)
-
-    def forward(self, ids):
-        return self.b(torch.tanh(self.a(ids)))
-
-
 @pytest.mark.parametrize("clipping", ["flat", "automatic", "per_layer"])
 @pytest.mark.parametrize("execution", ["loop", *EXECUTIONS])
 def test_no_execution_exceeds_the_norm(execution, clipping):
-    model = Net()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 5), nn.Tanh(), nn.Linear(5, 7))
     ids = torch.randint(0, 7, (6, 4), generator=torch.Generator().manual_seed(1))
 
     def loss(model, ids):

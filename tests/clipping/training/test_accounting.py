@@ -13,11 +13,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:Optimal order is the")  # rdp's 
 
 
 @pytest.mark.parametrize("accountant", ["prv", "rdp"])
-def test_epsilon_is_the_accountant_s(accountant):
+def test_epsilon_is_the_accountant_s_and_the_noise_for_it_is_hardly_too_much(accountant):
     made = create_accountant(accountant)
     for _ in range(20):
         made.step(noise_multiplier=1.1, sample_rate=0.05)
     assert epsilon_of(1.1, 0.05, 20, 1e-5, accountant=accountant) == pytest.approx(made.get_epsilon(delta=1e-5))
+    sigma = noise_for(3.0, 1e-5, 0.05, 40, accountant=accountant)
+    assert 3.0 - 0.01 <= epsilon_of(sigma, 0.05, 40, 1e-5, accountant=accountant) <= 3.0  # the search's own tolerance
 
 
 def test_more_noise_and_fewer_steps_spend_less():
@@ -32,37 +34,25 @@ def test_edges():
     assert epsilon_of(0.0, 0.1, 1, 1e-5) == math.inf
     assert epsilon_of(1.0, 0.1, 0, 1e-5) == 0
     assert epsilon_of(5.0, 0.1, 10, 0.5) == 0  # the formula alone would go below
-
-
-@pytest.mark.parametrize("accountant", ["prv", "rdp"])
-def test_the_noise_for_a_target_reaches_it_and_hardly_less(accountant):
-    sigma = noise_for(3.0, 1e-5, 0.05, 40, accountant=accountant)
-    assert 3.0 - 0.01 <= epsilon_of(sigma, 0.05, 40, 1e-5, accountant=accountant) <= 3.0  # the search's own tolerance
+    assert noise_for(1000.0, 1e-5, 0.1, 20, accountant="rdp") > 0
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("call", "message"),
     [
-        ((-1.0, 0.1, 1, 1e-5), "noise_multiplier must be at least 0, got -1.0"),
-        ((1.0, 0.0, 1, 1e-5), "sample_rate must be .*, got 0.0"),
-        ((1.0, 1.5, 1, 1e-5), "sample_rate must be .*, got 1.5"),
-        ((1.0, 0.1, -1, 1e-5), "steps must be .*, got -1"),
-        ((1.0, 0.1, 1, 1.0), "delta must be less than 1, got 1.0"),
+        (lambda: epsilon_of(-1.0, 0.1, 1, 1e-5), "noise_multiplier must be at least 0, got -1.0"),
+        (lambda: epsilon_of(1.0, 0.0, 1, 1e-5), "sample_rate must be .*, got 0.0"),
+        (lambda: epsilon_of(1.0, 1.5, 1, 1e-5), "sample_rate must be .*, got 1.5"),
+        (lambda: epsilon_of(1.0, 0.1, -1, 1e-5), "steps must be .*, got -1"),
+        (lambda: epsilon_of(1.0, 0.1, 1, 1.0), "delta must be less than 1, got 1.0"),
+        (lambda: noise_for(1000.0, 1e-5, 0.1, 20), r"at most 100 with the prv accountant, got 1000\.0"),
+        (lambda: noise_for(1e-4, 1e-5, 0.1, 20), r"no noise gives target_epsilon=0\.0001"),
+        (lambda: noise_for(1.0, 1e-5, 0.1, 20, accountant="gdp"), "accountant must be one of 'prv', 'rdp', got 'gdp'"),
     ],
 )
-def test_bad_values(arguments, message):
+def test_what_makes_no_sense_or_is_out_of_reach(call, message):
     with pytest.raises(ValueError, match=message):
-        epsilon_of(*arguments)
-
-
-def test_targets_out_of_reach():
-    with pytest.raises(ValueError, match=r"at most 100 with the prv accountant, got 1000\.0"):
-        noise_for(1000.0, 1e-5, 0.1, 20)
-    assert noise_for(1000.0, 1e-5, 0.1, 20, accountant="rdp") > 0
-    with pytest.raises(ValueError, match=r"no noise gives target_epsilon=0\.0001"):
-        noise_for(1e-4, 1e-5, 0.1, 20)
-    with pytest.raises(ValueError, match="accountant must be one of 'prv', 'rdp', got 'gdp'"):
-        noise_for(1.0, 1e-5, 0.1, 20, accountant="gdp")
+        call()
 
 
 @pytest.mark.parametrize("given", [np.float32(1.5), torch.tensor(1.5), "schedule"])

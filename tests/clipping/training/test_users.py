@@ -42,13 +42,8 @@ def language_model():
 
 
 def adapters():
-    model = get_peft_model(language_model(), LoraConfig(r=4, target_modules="all-linear"))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "lora_B" in name:
-                p.copy_(0.3 * torch.randn(p.shape, generator=generator))
-    return model.train()
+    torch.manual_seed(0)
+    return get_peft_model(language_model(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
 
 
 def ids():
@@ -67,19 +62,19 @@ def test_tied_embeddings_and_adapters_of_users(model, execution, assert_as_loop,
     assert_as_loop(model(), lm_loss, ids(), execution, users=USERS)
 
 
-def by_hand(model, batch, users, weights=None):
-    """The sum of each user's clipped gradient, by autograd alone."""
-    parameters, total = list(model.parameters()), 0
-    for user in dict.fromkeys(users):
-        theirs = torch.tensor([name == user for name in users])
-        loss = squares(model, [part[theirs] for part in batch]).sum() / (1 if weights is None else weights[user])
-        gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
-        total = total + gradient * min(1.0, C / gradient.norm().item())
-    return total
-
-
 def flat(gradients):
     return torch.cat([gradient.flatten() for gradient in gradients])
+
+
+def by_hand(model, batch, users, weights=None):
+    """The sum of each user's clipped gradient, by autograd alone."""
+    total = 0
+    for user in dict.fromkeys(users):
+        theirs = torch.tensor([name == user for name in users])
+        loss = squares(model, [part[theirs] for part in batch]).sum() / (weights or {}).get(user, 1)
+        gradient = flat(torch.autograd.grad(loss, list(model.parameters())))
+        total = total + gradient * min(1.0, C / gradient.norm().item())
+    return total
 
 
 TERMS = 3 * 8 * 32 * 4 * len(USERS)  # of a gradient through the layers, all of one size here
@@ -98,24 +93,19 @@ def test_a_user_is_clipped_once(execution):
 def test_users_by_a_tensor_in_any_order_of_their_numbers():
     model, batch = net(torch.float64), pictures(dtype=torch.float64)
     numbers = torch.tensor([70, 3, 70, 1, 70, 3, 2])
-    expected, norms = clipped_gradients(model, squares, batch, C, users=USERS)
-    gradients, others = clipped_gradients(model, squares, batch, C, users=numbers)
+    (expected, norms), (gradients, others) = (
+        clipped_gradients(model, squares, batch, C, users=users) for users in (USERS, numbers)
+    )
     assert all(torch.equal(gradients[name], expected[name]) for name in expected)
     assert torch.equal(norms, others)
 
 
-def test_a_user_for_each_example():
-    with pytest.raises(ValueError, match=r"users must name whose each of 7 examples is, got 6"):
-        clipped_gradients(net(), squares, pictures(), C, users=USERS[1:])
-
-
-def made(limit=None, batch_size=7, users=USERS, criterion=None, **options):
+def made(limit=None, batch_size=7, users=USERS, criterion=None, dataset=None, **options):
     model = net(torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    dataset = TensorDataset(*pictures(dtype=torch.float64))
+    loader = DataLoader(TensorDataset(*dataset or pictures(dtype=torch.float64)), batch_size=batch_size)
     options = dict(noise_multiplier=0.0, max_grad_norm=C, max_physical_batch_size=limit, seed=3) | options
     criterion = criterion or (lambda output, y: (output - y).square().sum(1))
-    return make_private(model, optimizer, DataLoader(dataset, batch_size=batch_size), criterion, users=users, **options)
+    return make_private(model, torch.optim.SGD(model.parameters(), lr=0.0), loader, criterion, users=users, **options)
 
 
 def step(private):
@@ -153,11 +143,7 @@ def test_the_step_is_the_mean_over_users_of_their_mean_losses(limit):
 def test_users_are_sampled_with_all_that_is_theirs():
     x, y = pictures(60, torch.float64)
     users = [f"user {i % 12}" for i in range(60)]
-    model = net(torch.float64)
-    private = make_private(
-        model, torch.optim.SGD(model.parameters(), lr=0.0), DataLoader(TensorDataset(x, y), batch_size=15),
-        nn.MSELoss(), users=users, noise_multiplier=1.0, max_grad_norm=C, seed=0,
-    )  # fmt: skip
+    private = made(batch_size=15, users=users, criterion=nn.MSELoss(), dataset=(x, y), noise_multiplier=1.0)
     whose = {tuple(row.flatten().tolist()): user for row, user in zip(x, users, strict=True)}
     given = [[whose[tuple(row.flatten().tolist())] for row in rows] for rows, _ in private.data_loader]
     assert all(names.count(name) == 5 for names in given for name in names)
@@ -172,23 +158,29 @@ def test_the_epsilon_of_a_user():
     assert private.state_dict()["identity"]["users"] == 4
 
 
-def test_the_state_of_other_users_is_refused():
-    state = made().state_dict()
-    with pytest.raises(ValueError, match="the state is of a training with users=4, now 7"):
-        made(users=range(7)).load_state_dict(state)
+def without_a_loader():
+    model = net()
+    how = dict(noise_multiplier=1.0, max_grad_norm=C, sample_rate=0.5, expected_batch_size=2.0)
+    make_private(model, torch.optim.SGD(model.parameters()), None, functional.mse_loss, users=USERS, **how)
 
 
-def test_parts_of_a_batch_are_refused():
+def part_of_a_batch():
     private = made()
     x, y = next(iter(private.data_loader))
-    with pytest.raises(RuntimeError, match=r"backward\(\) of 3 examples where the data_loader gave 7"):
-        private.criterion(private.model(x[:3]), y[:3]).backward()
+    private.criterion(private.model(x[:3]), y[:3]).backward()
 
 
-def test_users_need_a_data_loader():
-    model = net()
-    with pytest.raises(ValueError, match="users and poisson_sampling=False need a data_loader"):
-        make_private(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), None, functional.mse_loss, users=USERS,
-            noise_multiplier=1.0, max_grad_norm=C, sample_rate=0.5, expected_batch_size=2.0,
-        )  # fmt: skip
+REFUSED = [
+    (lambda: clipped_gradients(net(), squares, pictures(), C, users=USERS[1:]), ValueError,
+     "users must name whose each of 7 examples is, got 6"),
+    (lambda: made(users=range(7)).load_state_dict(made().state_dict()), ValueError,
+     "the state is of a training with users=4, now 7"),
+    (without_a_loader, ValueError, "users and poisson_sampling=False need a data_loader"),
+    (part_of_a_batch, RuntimeError, r"backward\(\) of 3 examples where the data_loader gave 7"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED)
+def test_users_that_do_not_fit_are_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
