@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import re
 import struct
 import time
@@ -12,7 +11,7 @@ import peft
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file, save
 
 from plpkg import adapters, lora_config
 from plpkg.adapters import (
@@ -33,7 +32,8 @@ from plpkg.serving.merging import merge
 
 from rounding import assert_as_exact
 
-BASE = random_backbone("llama", num_layers=1, hidden=16, num_heads=2, intermediate=24, vocab=32)
+SIZES = dict(num_layers=1, hidden=16, num_heads=2, intermediate=24, vocab=32)
+BASE = random_backbone("llama", **SIZES)
 Q, K = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
 IDS = torch.arange(1, 21).view(2, 10)
 
@@ -72,19 +72,20 @@ def weights(**changes):
     return save(tensors(**changes), {"format": "pt"})
 
 
+GOOD = weights()
+END = 8 + int.from_bytes(GOOD[:8], "little")  # of its header
+
+
 def packed(header, body=b"", length=None):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + body
 
 
 def described(**changes):
-    """A good file's header as a dictionary, and its body."""
-    data = weights()
-    end = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:end])
-    first = f"base_model.model.{K}.lora_A.weight"
-    header[first] |= changes
-    return header, data[end:]
+    """A good file whose header says something else of one tensor."""
+    header = json.loads(GOOD[8:END])
+    header[f"base_model.model.{K}.lora_A.weight"] |= changes
+    return packed(header, GOOD[END:])
 
 
 def refused(config, data, limits=None):
@@ -94,7 +95,7 @@ def refused(config, data, limits=None):
     assert len(str(error.value)) <= 300
     said = "; ".join(error.value.reasons)
     assert "\n" not in said
-    assert len(said) < 10_000
+    assert len(said) < 2000
     return said
 
 
@@ -105,8 +106,15 @@ SAVED = {
         alpha_pattern={"0.mlp.up_proj": 5, "layers.0.mlp.up_proj": 7},
     ),
     "gpt2": dict(target_modules=["c_attn", "c_proj"], rank_pattern={"mlp.c_proj": 2}, lora_alpha=3),
-    "phi3": dict(target_modules=["qkv_proj", "down_proj"], layers_to_transform=[1], use_rslora=True),
-    "gemma2": dict(target_modules=["q_proj", "up_proj"], exclude_modules=["layers.0.mlp.up_proj"]),
+    "phi3": dict(  # to PEFT the dot is any character
+        target_modules=["qkv_proj", "down_proj"],
+        layers_to_transform=[1],
+        use_rslora=True,
+        alpha_pattern={"down.proj": 40},
+    ),
+    "gemma2": dict(
+        target_modules=["q_proj", "up_proj"], exclude_modules=["layers.0.mlp.up_proj"], rank_pattern={"q_proj": 2}
+    ),
 }
 
 
@@ -123,32 +131,28 @@ def test_what_peft_saves_is_read_and_computes_the_same(family, tmp_path):
     }
     for path, each in adapter.factors.items():
         layer = adapted.base_model.model.get_submodule(path)
-        assert each.scale == pytest.approx(layer.scaling["default"], rel=1e-12)
+        assert each.scale == layer.scaling["default"]
         assert torch.equal(each.up, layer.lora_B["default"].weight)
+    assert len({each.scale for each in adapter.factors.values()}) > 1
     exact = adapted.double()(IDS).logits
     merge(model, adapter)
     assert_as_exact(model(IDS).logits, adapted.merge_and_unload().float()(IDS).logits, exact)
 
 
 def test_an_adapter_made_here_loads_into_peft(tmp_path):
-    generator = torch.Generator().manual_seed(3)
-    factors = {
-        path: Factors(
-            torch.randn(rank, num_in, generator=generator),
-            torch.randn(num_out, rank, generator=generator) * 0.1,
-            6 / rank,
-        )
-        for (path, (num_in, num_out)), rank in zip(targets(BASE).items(), (2, 3, 2, 2, 2, 2, 2), strict=True)
-    }
-    config = json.loads(plain(r=2, lora_alpha=6, rank_pattern={K: 3}, target_modules="all-linear"))
+    generator, factors = torch.Generator().manual_seed(3), {}
+    for (path, (num_in, num_out)), rank in zip(targets(BASE).items(), (2, 3, 2, 2, 2, 2, 2), strict=True):
+        down, up = (torch.randn(shape, generator=generator) for shape in ((rank, num_in), (num_out, rank)))
+        factors[path] = Factors(down, up * 0.1, 6 / rank)
+    options = dict(r=2, lora_alpha=6, rank_pattern={K: 3}, target_modules="all-linear", fan_in_fan_out=False)
+    config = json.loads(plain(**options))
     made = Adapter.of(config, factors)
     made.save(tmp_path / "new")
     read = validate_adapter(tmp_path / "new", BASE)
     assert (read.digest, read.rank, read.config) == (made.digest, 3, config)
     assert read.num_bytes == sum(file.stat().st_size for file in (tmp_path / "new").iterdir())
     assert repr(read) == f"Adapter(7 modules, rank 3, {read.num_bytes:,} bytes, {read.digest[:12]})"
-    base = random_backbone("llama", num_layers=1, hidden=16, num_heads=2, intermediate=24, vocab=32)
-    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "new")
+    loaded = peft.PeftModel.from_pretrained(random_backbone("llama", **SIZES), tmp_path / "new")
     for path, each in factors.items():
         layer = loaded.base_model.model.get_submodule(path)
         assert torch.equal(layer.lora_A["default"].weight, each.down)
@@ -175,8 +179,7 @@ def test_an_adapter_made_here_loads_into_peft(tmp_path):
     ],
 )
 def test_what_is_more_than_plain_lora_is_refused(options, reason, tmp_path):
-    base = random_backbone("llama", num_layers=1, hidden=16, num_heads=2, intermediate=24, vocab=32)
-    peft_model(base, **options).save_pretrained(tmp_path)
+    peft_model(random_backbone("llama", **SIZES), **options).save_pretrained(tmp_path)
     with pytest.raises(InvalidAdapterError, match=reason):
         validate_adapter(tmp_path, BASE)
 
@@ -186,111 +189,93 @@ def test_every_field_of_peft_is_in_one_part():
     assert sorted(parts) == sorted([*(field.name for field in dataclasses.fields(peft.LoraConfig)), "model_type"])
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        (b"\xff{}", "not UTF-8"),
-        (b"[1]", "not an object"),
-        (b"[" * 60_000, "nested too deeply"),
-        (b" " * 70_000, "70,000 bytes, at most 65,536"),
-        (plain()[:-1] + b', "r": 4}', "'r' stands there twice"),
-        (plain()[:-1] + b', "x": NaN}', "'NaN' is not a finite number"),
-        (plain()[:-1] + b', "x": 1e999}', "not a finite number"),
-        (plain()[:-1] + b', "x": ' + b"9" * 100 + b"}", "not a finite number of at most 40"),
-        (plain(x="y" * 10_000), "x='yyy.*must be empty: it is unknown"),
-        (plain(megatron_core="os.path"), "megatron_core='os.path' must be"),
-        (plain(peft_type=...), "peft_type, which is absent, must be"),
-        (plain(peft_type="LOHA"), "peft_type='LOHA' must be"),
-        (plain(task_type="SEQ_CLS"), "task_type='SEQ_CLS' must be"),
-        (plain(use_rslora=1), "use_rslora=1 must be false or true"),
-        (plain(fan_in_fan_out=True), "fan_in_fan_out must be False"),
-        (plain(r=True), "r=True must be a whole number"),
-        (plain(r=0), "r=0 must be a whole number"),
-        (plain(r=...), "r, which is absent, must be"),
-        (plain(r=8), "q_proj', '[^:]*k_proj': the rank is 4, but the configuration says 8"),
-        (plain(rank_pattern={"q_proj": 2}), "q_proj': the rank is 4, but the configuration says 2"),
-        (plain(rank_pattern={"q_proj": True}), "rank_pattern"),
-        (plain(rank_pattern={"(a+)+$": 4}), "rank_pattern.*not regular expressions"),
-        (plain(alpha_pattern={"q_proj": "8"}), "alpha_pattern"),
-        *(
-            (plain(lora_alpha=alpha), "lora_alpha=.*finite number greater than 0")
-            for alpha in (0, -0.0, "16", True, None)
-        ),
-        (plain(lora_alpha=1e300), "the scale 2.5e.299 is none in float32"),
-        (plain(lora_alpha=1e-300), "the scale 2.5e-301 is none in float32"),
-        (plain(lora_alpha=1e39), "the scale 2.5e.38 .*|not finite"),
-        (plain(target_modules="(x+x+)+y"), "a regular expression is not evaluated"),
-        (plain(target_modules=...), "target_modules, which is absent, must name"),
-        (plain(target_modules=["q_proj"]), "k_proj': target_modules=.'q_proj'. does not have it adapted"),
-        (plain(exclude_modules=["k_proj"]), "k_proj': exclude_modules="),
-        (plain(exclude_modules="k_proj"), "exclude_modules='k_proj' must be a list"),
-        (plain(layers_to_transform=[1]), "layers_to_transform=.1. does not have it"),
-        (plain(layers_to_transform=[True]), "layers_to_transform=.True. must be"),
-        (plain(layers_to_transform=1), "layers_to_transform=1 does not have it"),
-        (plain(layers_pattern="layers"), "layers_pattern='layers' must be empty"),
-        (plain(model_type="mistral"), "model_type='mistral' must be the base's, 'llama'"),
-    ],
-)
-def test_a_wrong_configuration_is_refused(config, reason):
-    text = refused(config, weights())
-    assert re.search(reason, text), text
-    assert len(text) < 2000
-
-
+CONFIGURATIONS = [
+    (b"\xff{}", "not UTF-8"),
+    (b"[1]", "not an object"),
+    (b"[" * 60_000, "nested too deeply"),
+    (b" " * 70_000, "70,000 bytes, at most 65,536"),
+    (plain()[:-1] + b', "r": 4}', "'r' stands there twice"),
+    (plain()[:-1] + b', "x": NaN}', "'NaN' is not a finite number"),
+    (plain()[:-1] + b', "x": 1e999}', "not a finite number"),
+    (plain()[:-1] + b', "x": ' + b"9" * 100 + b"}", "not a finite number of at most 40"),
+    (plain(x="y" * 10_000), "x='yyy.*must be empty: it is unknown"),
+    (plain(megatron_core="os.path"), "megatron_core='os.path' must be"),
+    (plain(peft_type=...), "peft_type, which is absent, must be"),
+    (plain(peft_type="LOHA"), "peft_type='LOHA' must be"),
+    (plain(task_type="SEQ_CLS"), "task_type='SEQ_CLS' must be"),
+    (plain(use_rslora=1), "use_rslora=1 must be false or true"),
+    (plain(fan_in_fan_out=True), "fan_in_fan_out must be False"),
+    (plain(r=True), "r=True must be a whole number"),
+    (plain(r=0), "r=0 must be a whole number"),
+    (plain(r=...), "r, which is absent, must be"),
+    (plain(r=8), "q_proj', '[^:]*k_proj': the rank is 4, but the configuration says 8"),
+    (plain(rank_pattern={"q_proj": 2}), "q_proj': the rank is 4, but the configuration says 2"),
+    (plain(rank_pattern={"q_proj": True}), "rank_pattern"),
+    (plain(rank_pattern={"(a+)+$": 4}), "rank_pattern.*not regular expressions"),
+    (plain(alpha_pattern={"q_proj": "8"}), "alpha_pattern"),
+    *((plain(lora_alpha=a), "lora_alpha=.*finite number greater than 0") for a in (0, -0.0, "16", True, None)),
+    (plain(lora_alpha=1e300), "the scale 2.5e.299 is none in float32"),
+    (plain(lora_alpha=1e-300), "the scale 2.5e-301 is none in float32"),
+    (plain(lora_alpha=1e39), "the scale 2.5e.38 .*|not finite"),
+    (plain(target_modules="(x+x+)+y"), "a regular expression is not evaluated"),
+    (plain(target_modules=...), "target_modules, which is absent, must name"),
+    (plain(target_modules=["q_proj"]), "k_proj': target_modules=.'q_proj'. does not have it adapted"),
+    (plain(exclude_modules=["k_proj"]), "k_proj': exclude_modules="),
+    (plain(exclude_modules="k_proj"), "exclude_modules='k_proj' must be a list"),
+    (plain(layers_to_transform=[1]), "layers_to_transform=.1. does not have it"),
+    (plain(layers_to_transform=[True]), "layers_to_transform=.True. must be"),
+    (plain(layers_to_transform=1), "layers_to_transform=1 does not have it"),
+    (plain(layers_pattern="layers"), "layers_pattern='layers' must be empty"),
+    (plain(model_type="mistral"), "model_type='mistral' must be the base's, 'llama'"),
+]
 NAN, INF = (torch.full((4, 16), value) for value in (float("nan"), float("inf")))
-TRUNCATED = weights()[:-1]
+FILES = [
+    (b"", "are 0 bytes, and no header"),
+    (b"\x80\x02\x8a\x0al\xfc\x9cF\xf9", "begin like a pickle"),
+    (b"PK\x03\x04\x00\x00\x08\x08", "begin like a zip archive"),
+    (packed({}, length=2**62), "4,611,686,018,427,387,904 bytes, and no header"),
+    (packed({}, length=0), "give their header 0 bytes"),
+    (packed({}, length=100), "ends after 10 of 108 bytes"),
+    (packed({}), "adapt no module"),
+    (packed([]), "begins with b'.', not with a brace"),
+    (packed(b'{"a": ' * 5000), "nested too deeply"),
+    (packed({f"t{i}": 0 for i in range(5000)}), "5,000 tensors, at most 4,096"),
+    (packed({"__metadata__": {"a": 1}}), "__metadata__ may only hold strings"),
+    (packed({"a": 1}), "'a': an entry is"),
+    (GOOD[:-1], "is no range of the"),
+    (GOOD + b"\0", "leave a gap"),
+    (described(data_offsets=[0, 255]), "data_offsets=.0, 255.*leave a gap"),
+    (described(data_offsets=[256, 512]), "leave a gap|overlap"),
+    (described(data_offsets=[True, 256]), "data_offsets=.True, 256. is no range"),
+    (described(dtype="I64"), "^[^;]*dtype='I64' is not one of[^;]*$"),
+    (described(dtype=["F32"]), "is not one of"),
+    (described(shape=[0, 16], data_offsets=[0, 0]), "shape=.0, 16. is not a tensor's"),
+    (described(shape=[-4, -16]), "shape=.-4, -16. is not a tensor's"),
+    (described(shape=[2**60, 2**60]), "is not a tensor's"),
+    (described(shape=[1] * 100_000), "is not a tensor's"),
+    (weights(**{"../../etc/passwd": torch.ones(1)}), "'../../etc/passwd': no lora_A.weight"),
+    (weights(q_A=torch.ones(4, 15)), "shapes .4, 15. and .16, 4., this base needs"),
+    (weights(q_B=torch.ones(16, 5)), "shapes .4, 16. and .16, 5."),
+    (weights(q_A=torch.ones(64)), "shapes .64."),
+    (weights(q_A=torch.tensor(1.0)), "shape=.. is not a tensor's"),
+    (weights(q_B=None), "q_proj': lora_B is missing"),
+    (weights(q_A=None), "q_proj': lora_A is missing"),
+    (weights(q_A=NAN, k_A=INF), "q_proj.lora_A.weight', '[^:]*k_proj.lora_A.weight': has values that are not finite$"),
+    (weights(q_A=torch.full((4, 16), 1e300, dtype=torch.float64)), "not finite in torch.float32"),
+    (weights(q_B=torch.full((16, 4), 3e38)), "not finite in torch.float32"),
+]
+WRONG = [(config, GOOD, reason) for config, reason in CONFIGURATIONS]
+WRONG += [(plain(), data, reason) for data, reason in FILES]
 
 
-@pytest.mark.parametrize(
-    ("data", "reason"),
-    [
-        (b"", "are 0 bytes, and no header"),
-        (b"\x80\x02\x8a\x0al\xfc\x9cF\xf9", "begin like a pickle"),
-        (b"PK\x03\x04\x00\x00\x08\x08", "begin like a zip archive"),
-        (packed({}, length=2**62), "4,611,686,018,427,387,904 bytes, and no header"),
-        (packed({}, length=0), "give their header 0 bytes"),
-        (packed({}, length=100), "ends after 10 of 108 bytes"),
-        (packed({}), "adapt no module"),
-        (packed([]), "begins with b'.', not with a brace"),
-        (packed(b'{"a": ' * 5000), "nested too deeply"),
-        (packed({f"t{i}": 0 for i in range(5000)}), "5,000 tensors, at most 4,096"),
-        (packed({"__metadata__": {"a": 1}}), "__metadata__ may only hold strings"),
-        (packed({"a": 1}), "'a': an entry is"),
-        (TRUNCATED, "is no range of the"),
-        (weights() + b"\0", "leave a gap"),
-        (packed(described(data_offsets=[0, 255])[0], described()[1]), "data_offsets=.0, 255.*leave a gap"),
-        (packed(described(data_offsets=[256, 512])[0], described()[1]), "leave a gap|overlap"),
-        (packed(described(data_offsets=[True, 256])[0], described()[1]), "data_offsets=.True, 256. is no range"),
-        (packed(described(dtype="I64")[0], described()[1]), "^[^;]*dtype='I64' is not one of[^;]*$"),
-        (packed(described(dtype=["F32"])[0], described()[1]), "is not one of"),
-        (packed(described(shape=[0, 16], data_offsets=[0, 0])[0], described()[1]), "shape=.0, 16. is not a tensor's"),
-        (packed(described(shape=[-4, -16])[0], described()[1]), "shape=.-4, -16. is not a tensor's"),
-        (packed(described(shape=[2**60, 2**60])[0], described()[1]), "is not a tensor's"),
-        (packed(described(shape=[1] * 100_000)[0], described()[1]), "is not a tensor's"),
-        (weights(**{"../../etc/passwd": torch.ones(1)}), "'../../etc/passwd': no lora_A.weight"),
-        (weights(q_A=torch.ones(4, 15)), "shapes .4, 15. and .16, 4., this base needs"),
-        (weights(q_B=torch.ones(16, 5)), "shapes .4, 16. and .16, 5."),
-        (weights(q_A=torch.ones(64)), "shapes .64."),
-        (weights(q_A=torch.tensor(1.0)), "shape=.. is not a tensor's"),
-        (weights(q_B=None), "q_proj': lora_B is missing"),
-        (weights(q_A=None), "q_proj': lora_A is missing"),
-        (
-            weights(q_A=NAN, k_A=INF),
-            "q_proj.lora_A.weight', '[^:]*k_proj.lora_A.weight': has values that are not finite$",
-        ),
-        (weights(q_A=torch.full((4, 16), 1e300, dtype=torch.float64)), "not finite in torch.float32"),
-        (weights(q_B=torch.full((16, 4), 3e38)), "not finite in torch.float32"),
-    ],
-)
-def test_a_wrong_file_of_weights_is_refused(data, reason):
-    text = refused(plain(), data)
+@pytest.mark.parametrize(("config", "data", "reason"), WRONG, ids=[reason for *_, reason in WRONG])
+def test_a_wrong_configuration_or_file_of_weights_is_refused(config, data, reason):
+    text = refused(config, data)
     assert re.search(reason, text), text
 
 
 def test_values_must_be_finite_in_the_base_s_precision():
-    half = random_backbone(
-        "llama", num_layers=1, hidden=16, num_heads=2, intermediate=24, vocab=32, dtype=torch.float16
-    )
+    half = random_backbone("llama", **SIZES, dtype=torch.float16)
     for change in (dict(q_A=torch.full((4, 16), 7e4)), dict(q_B=torch.full((16, 4), 4e4))):
         read_adapter(plain(), weights(**change), BASE)
         with pytest.raises(InvalidAdapterError, match=r"not finite in torch\.float16, scaled"):
@@ -306,18 +291,16 @@ def test_five_faults_are_five_reasons():
 
 
 def test_a_header_may_begin_with_any_bytes():
-    data = weights()
-    end = 8 + int.from_bytes(data[:8], "little")
     for length in (0x280, 0x4B50):  # as a pickle begins, and as a zip archive begins
-        read_adapter(plain(), packed(data[8:end].ljust(length), data[end:]), BASE)
-    odd = packed(data[8:end] + b" " * ((4 - end) % 4 + 1), data[end:])  # values that are not aligned
+        read_adapter(plain(), packed(GOOD[8:END].ljust(length), GOOD[END:]), BASE)
+    odd = packed(GOOD[8:END] + b" " * ((4 - END) % 4 + 1), GOOD[END:])  # values that are not aligned
     up = read_adapter(plain(), odd, BASE).factors[Q].up
     assert up.data_ptr() % 4 == 0
     assert torch.equal(up, tensors()[f"base_model.model.{Q}.lora_B.weight"])
 
 
 def test_the_tensors_are_views_of_the_files():
-    data = bytearray(weights())
+    data = bytearray(GOOD)
     adapter = read_adapter(plain(), data, BASE)
     assert adapter.files[WEIGHTS] is data
     before = adapter.factors[Q].down.clone()
@@ -326,18 +309,14 @@ def test_the_tensors_are_views_of_the_files():
 
 
 def test_policies():
-    config, size = plain(model_type="llama"), len(weights())
-    end = 8 + int.from_bytes(weights()[:8], "little")
-    header = weights()[:end]
+    config, header, size = plain(model_type="llama"), GOOD[:END], len(GOOD)
     for name, limit in POLICIES.items():
         assert inspect(config, header, size, BASE, name) == []
         assert any("at most" in r for r in inspect(config, header, limit.max_bytes + 1, BASE, name))
         assert any("model_type, which is absent" in r for r in inspect(plain(), header, size, BASE, name))
     assert limit.max_bytes == 299_999_999
-    assert "the rank is 4, at most 3" in refused(plain(), weights(), AdapterLimits(max_rank=3))
-    assert "model_type='llama' must be one of gemma" in refused(
-        config, weights(), AdapterLimits(model_types=("gemma",))
-    )
+    assert "the rank is 4, at most 3" in refused(plain(), GOOD, AdapterLimits(max_rank=3))
+    assert "model_type='llama' must be one of gemma" in refused(config, GOOD, AdapterLimits(model_types=("gemma",)))
     with pytest.raises(ValueError, match="limits must be one of 'workers_ai_launch'"):
         inspect(config, header, size, BASE, "workers_ai")
     assert "lm_head" not in targets(BASE)
@@ -345,30 +324,23 @@ def test_policies():
 
 
 def test_the_digest_is_of_every_byte_and_its_place():
-
-    def read(config, data):
-        return read_adapter(config, data, BASE).digest
-
-    first = read(plain(), weights())
-    assert first == read(plain(), weights())
-    changed = bytearray(weights())
+    changed = bytearray(GOOD)
     changed[-1] ^= 1
-    assert len({first, read(plain(), changed), read(plain() + b" ", weights())}) == 3
-
-
-def test_no_byte_can_move_between_the_files(monkeypatch):
+    read = [(plain(), GOOD), (plain(), GOOD), (plain(), changed), (plain() + b" ", GOOD)]
+    digests = [read_adapter(config, data, BASE).digest for config, data in read]
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3
     plan = adapters._Plan(b"ab", {}, {}, {}, {}, True, [])
-    moved = plan._replace(config=b"a")
+    moved = plan._replace(config=b"a")  # a byte, from one file to the other
     assert adapters._adapter(plan, bytearray(b"c")).digest != adapters._adapter(moved, bytearray(b"bc")).digest
 
 
 @settings(max_examples=150)
 @given(st.data())
 def test_a_mutated_adapter_is_refused_or_fits(data):
-    config, content = bytearray(plain()), bytearray(weights())
-    end = 8 + int.from_bytes(content[:8], "little")
+    config, content = bytearray(plain()), bytearray(GOOD)
     for _ in range(data.draw(st.integers(1, 4))):
-        file, stop = data.draw(st.sampled_from([(config, len(config)), (content, end), (content, len(content))]))
+        file, stop = data.draw(st.sampled_from([(config, len(config)), (content, END), (content, len(content))]))
         file[data.draw(st.integers(0, stop - 1))] = data.draw(st.integers(0, 255))
     try:
         adapter = read_adapter(bytes(config), content, BASE)
@@ -380,78 +352,41 @@ def test_a_mutated_adapter_is_refused_or_fits(data):
         assert (each.up * each.scale).isfinite().all()
 
 
-def _fifo(path):
-    os.mkfifo(path)
-
-
-@pytest.mark.parametrize(
-    ("name", "make", "reason"),
-    [
-        (WEIGHTS, _fifo, f"{WEIGHTS} is not a regular file"),
-        (CONFIG, _fifo, f"{CONFIG} is not a regular file"),
-        (WEIGHTS, lambda path: path.mkdir(), "is not a regular file"),
-        (CONFIG, lambda path: path.symlink_to("/dev/zero"), "is not a regular file"),
-        (CONFIG, lambda path: path.symlink_to(path), "cannot be opened"),
-        (CONFIG, lambda path: path.write_bytes(b" " * 70_000), "70,000 bytes, at most 65,536"),
-        (CONFIG, lambda path: None, f"{CONFIG} is missing"),
-        (
-            WEIGHTS,
-            lambda path: path.with_name("adapter_model.bin").write_bytes(b"\x80"),
-            "a pickle, which is never read",
-        ),
-    ],
-)
-def test_only_two_regular_files_are_read(name, make, reason, tmp_path):
+def test_a_file_that_cannot_be_read_is_a_reason_beside_the_others(tmp_path):
     (tmp_path / CONFIG).write_bytes(plain(use_dora=True))
-    save_file(tensors(), tmp_path / WEIGHTS)
-    (tmp_path / name).unlink()
-    make(tmp_path / name)
-    with pytest.raises(InvalidAdapterError, match=reason) as error:
+    (tmp_path / "adapter_model.bin").write_bytes(b"\x80")
+    with pytest.raises(InvalidAdapterError, match=f"{WEIGHTS} is missing; .* a pickle, which is never read.*use_dora"):
         validate_adapter(tmp_path, BASE)
-    assert name == CONFIG or "use_dora" in str(error.value)
+    (tmp_path / WEIGHTS).write_bytes(GOOD)
+    (tmp_path / CONFIG).write_bytes(b" " * 70_000)
+    with pytest.raises(InvalidAdapterError, match=f"{CONFIG} has 70,000 bytes, at most 65,536"):
+        validate_adapter(tmp_path, BASE)
 
 
 def test_a_link_to_a_regular_file_is_read(tmp_path):
-    Adapter.of(json.loads(plain()), read_adapter(plain(), weights(), BASE).factors).save(tmp_path / "blobs")
+    Adapter.of(json.loads(plain()), read_adapter(plain(), GOOD, BASE).factors).save(tmp_path / "blobs")
     for name in (CONFIG, WEIGHTS):
         (tmp_path / name).symlink_to(tmp_path / "blobs" / name)
     assert validate_adapter(tmp_path, BASE).rank == 4
 
 
-def test_a_refusal_is_cheap(tmp_path):
-    many = {
-        f"base_model.model.m{i}.lora_A.weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
-        for i in range(4000)
-    }
+def test_many_patterns_and_many_modules_are_refused_cheaply(tmp_path):
+    entry = dict(dtype="F32", shape=[1], data_offsets=[0, 4])
+    header = {f"base_model.model.m{i}.lora_A.weight": entry for i in range(4000)}
     pattern = {f"n{i}": 1 for i in range(5000)} | {"self_attn.q_proj": 1, "q_proj": 1}
-    for config, data in (
-        (plain(rank_pattern=pattern), packed(many, bytes(50 * 10**6))),
-        (plain(), packed({str(i): 0 for i in range(10**5)})),
-        (plain(), packed({str(i): dict(dtype="F32", shape=[0], data_offsets=[0, 0]) for i in range(400_000)})),
-    ):
-        (tmp_path / CONFIG).write_bytes(config)
-        (tmp_path / WEIGHTS).write_bytes(data)
-        del data
-        tracemalloc.start()
-        begin = time.process_time()
-        with pytest.raises(InvalidAdapterError) as error:
-            validate_adapter(tmp_path, BASE)
-        took, peak = time.process_time() - begin, tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        assert len(str(error.value)) < 10_000
-        assert peak < 100 * 2**20
-        assert took < 10  # tracemalloc slows it down
+    (tmp_path / CONFIG).write_bytes(plain(rank_pattern=pattern))
+    (tmp_path / WEIGHTS).write_bytes(packed(header, bytes(50 * 10**6)))
+    tracemalloc.start()
+    begin = time.process_time()
+    with pytest.raises(InvalidAdapterError) as error:
+        validate_adapter(tmp_path, BASE)
+    took, peak = time.process_time() - begin, tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(str(error.value)) < 10_000
+    assert peak < 100 * 2**20
+    assert took < 10  # tracemalloc slows it down
 
 
 def test_what_names_a_module_to_import_is_not_looked_up():
     mapping = {"base_model_class": "Nothing", "parent_library": "no.such.module"}
-    assert read_adapter(plain(auto_mapping=mapping), weights(), BASE).config["auto_mapping"] == mapping
-
-
-def test_a_dot_in_a_pattern_is_any_character_as_in_peft(tmp_path):
-    base = random_backbone("llama", num_layers=1, hidden=16, num_heads=2, intermediate=24, vocab=32)
-    adapted = peft_model(base, target_modules=["q_proj", "k_proj"], alpha_pattern={"q.proj": 40})
-    adapted.save_pretrained(tmp_path)
-    scales = {path: each.scale for path, each in validate_adapter(tmp_path, BASE).factors.items()}
-    assert scales == {path: adapted.base_model.model.get_submodule(path).scaling["default"] for path in scales}
-    assert scales[Q] == 10
+    assert read_adapter(plain(auto_mapping=mapping), GOOD, BASE).config["auto_mapping"] == mapping

@@ -44,7 +44,7 @@ def described(pages, name, value, what="function"):
     return "\n".join(lines)
 
 
-def test_the_hook_links_a_name_to_the_notebooks_that_use_it(pages, monkeypatch):
+def test_the_hook_links_a_name_to_the_notebooks_that_use_it_or_to_that_of_its_room(pages, monkeypatch):
     from plpkg.communication import low_rank
 
     monkeypatch.setattr(pages, "uses", lambda: {"plpkg.communication.formulas.low_rank": ["02_residual"]})
@@ -52,9 +52,6 @@ def test_the_hook_links_a_name_to_the_notebooks_that_use_it(pages, monkeypatch):
     assert text.startswith("What it says.\n\n*Public as* ``plpkg.communication.low_rank``\n\n")
     assert ":doc:`02 residual </notebooks/02_residual>`" in text
     assert "01_communication" not in text
-
-
-def test_a_public_name_that_no_notebook_uses_links_to_that_of_its_room(pages, monkeypatch):
     from plpkg.clipping import Clip, clip
     from plpkg.serving.service import Store
 

@@ -71,54 +71,44 @@ def executed_in_order(notebook):
     return [cell.execution_count for cell in code_cells(notebook)] == list(range(1, len(code_cells(notebook)) + 1))
 
 
-def test_valid_small_and_executed_from_top_to_bottom(path, notebook):
+def test_valid_small_and_executed_from_top_to_bottom_without_errors(path, notebook):
     nbformat.validate(notebook)
     assert path.stat().st_size < 500_000
     assert executed_in_order(notebook), "run `make notebooks`"
     assert notebook.metadata.kernelspec.name == "python3"
     assert "widgets" not in notebook.metadata
     assert all(set(cell.metadata) <= {"tags"} for cell in notebook.cells)
-
-
-def test_no_errors_among_the_outputs(notebook):
     for cell in code_cells(notebook):
         if "raises-exception" not in tags(cell):
             assert all(output.output_type != "error" for output in cell.outputs)
         assert all(output.get("name") != "stderr" for output in cell.outputs), "a warning was left in"
 
 
-def test_one_title_and_no_skipped_heading_levels(notebook):
+def test_one_title_no_skipped_heading_levels_and_what_to_expect(notebook):
     outside_code = re.sub(r"```.*?```", "", text(notebook), flags=re.S)
     levels = [len(mark) for mark in re.findall(r"^(#+) ", outside_code, flags=re.M)]
     assert levels[0] == 1
     assert levels.count(1) == 1
     assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
     assert notebook.cells[0].source.startswith("# ")
-
-
-def test_first_cell_says_what_to_expect(notebook):
-    first = notebook.cells[0].source
     for promise in ("**After this notebook you can**", "**Runs in**", "**Hardware**", ".ipynb)"):
-        assert promise in first
+        assert promise in notebook.cells[0].source
 
 
-def test_shape(notebook):
+def test_cells_and_paragraphs_are_short_and_enough_is_text(notebook):
     cells = notebook.cells
     assert sum(cell.cell_type == "markdown" for cell in cells) / len(cells) >= 0.4
     lengths = [len(cell.source.splitlines()) for cell in code_cells(notebook)]
     assert statistics.median(lengths) <= 8
     assert max(lengths) <= 40
+    texts = [each for cell in notebook.cells if cell.cell_type == "markdown" for each in paragraphs(cell)]
+    assert not [each for each in texts if len(each.split()) > 100]
 
 
 def paragraphs(cell):
     """What is read at one go: without solutions, code, formulas that stand alone, and tables."""
     prose = re.sub(r"<details>.*?</details>|```.*?```|\$\$.*?\$\$", "", cell.source, flags=re.S)
     return re.split(r"\n\s*\n", re.sub(r"^\|.*$", "", prose, flags=re.M))
-
-
-def test_no_paragraph_is_too_long(notebook):
-    texts = [each for cell in notebook.cells if cell.cell_type == "markdown" for each in paragraphs(cell)]
-    assert not [each for each in texts if len(each.split()) > 100]
 
 
 def printed_true(cells):

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import accelerate
@@ -35,7 +34,7 @@ from plpkg.scoring import score
 
 from preloaded import Process
 from rounding import assert_as_exact, relative
-from waiting import PATIENCE_S
+from waiting import PATIENCE_S, wait_until
 
 TINY = Recipe(
     num_layers=2, hidden=32, num_heads=4, num_kv_heads=2, intermediate=48, vocab=300, max_positions=64,
@@ -74,7 +73,7 @@ def same(first, second):
 
 def assert_same_first_step(actual, expected, tmp_path, monkeypatch):
     """Loss and averages of checkpoints after one step: those of the momentum are the gradient."""
-    monkeypatch.setattr(pretraining, "build", lambda recipe: build(recipe).double())
+    change_models(monkeypatch, torch.nn.Module.double)
     run(tmp_path / "exact", replace(TINY, **{name: actual["identity"][name] for name in vars(TINY)}))
     exact = checkpoint(tmp_path / "exact")
     assert actual["log"][0]["loss"] == pytest.approx(
@@ -186,20 +185,22 @@ def test_it_learns(tmp_path):
     assert score(model, tokenizer, VALIDATION).bits < entropy
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_the_last_row_of_the_log_is_the_score_of_what_was_trained(tmp_path, bf16):
-    run(tmp_path, bf16=bf16)
-    model, state = build(TINY), checkpoint(tmp_path)
-    model.load_state_dict(state["parts"]["model"])
+@pytest.mark.parametrize(
+    ("recipe", "bf16"),
+    [(TINY, False), (TINY, True), (replace(TINY, seed=4), False)],
+    ids=["the same", "in bfloat16", "another seed"],
+)
+def test_a_run_is_as_ever_and_its_log_ends_with_the_score_of_what_was_trained(finished, tmp_path, recipe, bf16):
+    run(tmp_path, recipe, bf16=bf16)
+    model, state = build(recipe), checkpoint(tmp_path)
+    weights = state["parts"]["model"]
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    assert same(weights, checkpoint(finished)["parts"]["model"]) is (recipe == TINY and not bf16)
+    assert (tmp_path / "tokenizer.json").read_text() == (finished / "tokenizer.json").read_text()
+    model.load_state_dict(weights)
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         judged = score(model, train_tokenizer(TRAIN, TINY.vocab), VALIDATION, seq=TINY.seq, stride=TINY.seq)
     assert state["log"][-1]["validation_bits_per_byte"] == pytest.approx(judged.bits_per_byte)
-
-
-def test_twice_the_same_and_another_seed_another(finished, tmp_path):
-    assert same(run(tmp_path / "again"), load_file(finished / "model.safetensors"))
-    assert not same(run(tmp_path / "other", replace(TINY, seed=4)), load_file(finished / "model.safetensors"))
-    assert (tmp_path / "again" / "tokenizer.json").read_text() == (finished / "tokenizer.json").read_text()
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -253,13 +254,14 @@ def test_killed_at_any_moment_it_goes_on(tmp_path):
     whole = run(tmp_path / "whole", recipe, checkpoint_every=40)
     checkpoint = tmp_path / "out" / "checkpoint.safetensors"
     draw, killed, task = random.Random(0), 0, written(tmp_path, recipe, options)
+
+    def written_at():
+        return checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
+
     for _ in range(3):
-        before = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
+        before = written_at()
         with Process(SCRIPT, task) as process:
-            deadline = time.monotonic() + 300
-            while process.poll() is None and not (checkpoint.exists() and checkpoint.stat().st_mtime_ns > before):
-                assert time.monotonic() < deadline
-                time.sleep(0.002)
+            wait_until(lambda before=before: process.poll() is not None or written_at() > before)
             time.sleep(draw.uniform(0, 0.1))
         killed += process.wait() == -signal.SIGKILL
     assert killed
@@ -303,13 +305,6 @@ def test_a_long_gradient_is_cut_to_length_one(tmp_path, monkeypatch):
     gradient += [s["exp_avg"] / (1 - adamw["param_groups"][0]["betas"][0]) for s in adamw["state"].values()]
     gradient = torch.cat([g.flatten() for g in gradient])
     assert gradient.double().norm().item() == pytest.approx(1, rel=relative(len(gradient)))
-
-
-def test_bfloat16_computes_something_else(finished, tmp_path):
-    run(tmp_path, bf16=True)
-    exact, rough = checkpoint(finished), checkpoint(tmp_path)
-    assert not same(rough["parts"]["model"], exact["parts"]["model"])
-    assert {weight.dtype for weight in rough["parts"]["model"].values()} == {torch.float32}
 
 
 def test_accelerates_environment_variables_change_nothing(finished, tmp_path, monkeypatch, fresh_accelerate):
@@ -364,23 +359,35 @@ def test_a_gradient_that_is_not_finite_updates_nothing(tmp_path, monkeypatch):
     assert same(models[0].state_dict(), build(TINY).state_dict())
 
 
-def test_the_command_says_that_the_loss_is_not_finite(tmp_path, monkeypatch, public):
+def test_the_command_trains_on_the_public_text_and_says_that_a_loss_is_not_finite(tmp_path, monkeypatch, public):
+    changes = [f"--set={name}={value}" for name, value in vars(replace(TINY, steps=2)).items()]
+    result = command(tmp_path / "out", *changes)
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "out" / "model.safetensors").exists()
     change_models(monkeypatch, lambda model: model.model.norm.weight.data.fill_(math.nan))
-    result = command(tmp_path / "out", *(f"--set={k}={v}" for k, v in vars(TINY).items()))
+    result = command(tmp_path / "nan", *changes)
     assert result.exit_code == 2
     assert "the loss of step 1 is nan, or its gradient: take another folder and a lower lr" in result.output
-    assert contents(tmp_path / "out") == {}
+    assert contents(tmp_path / "nan") == {}
 
 
-def test_a_file_instead_of_a_folder_is_refused_and_stays_as_it_is(tmp_path, public):
-    path = tmp_path / "file"
-    path.write_text("mine")
-    with pytest.raises(ValueError, match="file is not a folder"):
-        run(path)
-    result = command(path)
-    assert result.exit_code == 2
-    assert "file is not a folder" in result.output
-    assert contents(tmp_path) == {"file": b"mine"}
+def test_what_the_command_refuses_stays_as_it_is(tmp_path, public):
+    out = tmp_path / "out"
+    for change, message in {
+        "width=3": "the field to set must be one of 'num_layers'",
+        "hidden=wide": "hidden must be a number, got 'wide'",
+        "hidden": "hidden must be a number, got ''",
+        "hidden=63": "hidden=63 must be a multiple of num_heads",
+    }.items():
+        result = command(out, "--set", change)
+        assert (result.exit_code, message in result.output) == (2, True), result.output
+        assert not out.exists()
+    out.write_text("mine")
+    with pytest.raises(ValueError, match="out is not a folder"):
+        run(out)
+    result = command(out)
+    assert (result.exit_code, "out is not a folder" in result.output) == (2, True), result.output
+    assert contents(tmp_path) == {"out": b"mine"}
 
 
 @pytest.mark.parametrize(
@@ -412,18 +419,15 @@ def test_impossible_recipes_are_named(changes, message):
         (dict(recipe=replace(TINY, vocab=5000)), r"the text yields only \d+ tokens, not vocab=5000"),
         (dict(recipe=replace(TINY, batch=1000)), "tokens are too few for one batch of batch=1000"),
         (dict(device="tpu"), "device must be one of 'cpu', 'cuda', got 'tpu'"),
+        ({}, "batch=4 must be a multiple of the processes=3"),
     ],
 )
-def test_a_run_that_cannot_start_leaves_nothing(tmp_path, options, message):
+def test_a_run_that_cannot_start_leaves_nothing(tmp_path, monkeypatch, options, message):
+    if "processes" in message:
+        monkeypatch.setattr(accelerate.Accelerator, "num_processes", property(lambda self: 3))
     with pytest.raises(ValueError, match=message):
         run(tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
-
-
-def test_the_processes_have_to_divide_the_batch(tmp_path, monkeypatch):
-    monkeypatch.setattr(accelerate.Accelerator, "num_processes", property(lambda self: 3))
-    with pytest.raises(ValueError, match="batch=4 must be a multiple of the processes=3"):
-        run(tmp_path / "out")
 
 
 def test_the_last_step_is_always_scored_and_the_rate_is_the_recipes(tmp_path):
@@ -446,28 +450,6 @@ def test_every_parameter_has_one_optimizer_and_only_hidden_matrices_decay():
     decaying = {id(p) for g in groups for p in g["params"] if g["weight_decay"]}
     layers = {id(p) for p in model.model.layers.parameters() if p.ndim == 2}
     assert decaying == layers
-
-
-def test_the_command_trains_on_the_public_text(tmp_path, public):
-    result = command(tmp_path / "out", *(f"--set={k}={v}" for k, v in vars(replace(TINY, steps=2)).items()))
-    assert result.exit_code == 0, result.output
-    assert Path(tmp_path, "out", "model.safetensors").exists()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("width=3", "the field to set must be one of 'num_layers'"),
-        ("hidden=wide", "hidden must be a number, got 'wide'"),
-        ("hidden", "hidden must be a number, got ''"),
-        ("hidden=63", "hidden=63 must be a multiple of num_heads"),
-    ],
-)
-def test_the_command_names_a_wrong_change(tmp_path, change, message):
-    result = command(tmp_path / "out", "--set", change)
-    assert result.exit_code == 2
-    assert message in result.output
-    assert not (tmp_path / "out").exists()
 
 
 def test_the_changes_that_the_help_shows_can_be_made():

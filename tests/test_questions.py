@@ -55,13 +55,15 @@ def test_the_models_mode_stays(small):
         model.eval()
 
 
-def test_a_prompt_without_room_for_an_answer_is_refused(small):
+def test_a_prompt_without_room_for_an_answer_and_no_passage_are_refused(small):
     model, tokenizer = small
     with pytest.raises(ValueError, match=r"a prompt has 12\d\d tokens, of which the model takes 992 before an answer"):
         questions.answers(model, tokenizer, [ASKED[0], ("word " * 1200, "Which?")])
     with pytest.raises(ValueError, match="batch must be a whole number of at least 1, got 0"):
         questions.answers(model, tokenizer, ASKED, batch=0)
     assert questions.answers(model, tokenizer, []) == []
+    with pytest.raises(ValueError, match="there are no passages to ask about"):
+        questions.ask(*small, [])
 
 
 def answered(*pairs):
@@ -84,11 +86,6 @@ def test_right_is_the_same_but_for_capitals_and_a_full_stop():
 def test_the_interval_is_wilsons(right, total, low, high):  # the last is example in Newcombe (1998), table I
     judged = answered(*[("a", "a")] * right, *[("a", "b")] * (total - right))
     assert judged.interval == pytest.approx((low, high), abs=5e-5)
-
-
-def test_nothing_to_ask(small):
-    with pytest.raises(ValueError, match="there are no passages to ask about"):
-        questions.ask(*small, [])
 
 
 def test_a_models_answers_are_judged(small):

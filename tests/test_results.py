@@ -16,15 +16,12 @@ class Example(Tabular):
         return f"Example <{self.rate}>"
 
 
-def test_html_is_escaped_and_rounded():
+def test_html_is_escaped_and_rounded_and_a_frame_keeps_full_precision():
     html = Example(3.14159265)._repr_html_()
     assert "a &lt;b&gt;" in html
     assert "Example &lt;3.14159265&gt;" in html
     assert "<td>3.142</td>" in html
     assert "<td>1,234,567</td>" in html
-
-
-def test_frame_keeps_full_precision():
     frame = Example(3.14159265).to_frame()
     assert list(frame.columns) == ["what", "value"]
     assert frame["value"][0] == 3.14159265

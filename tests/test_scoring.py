@@ -61,11 +61,12 @@ def test_equals_one_token_at_a_time(model, tokenizer, seq, stride):
     assert judged.num_bytes == sum(int(t.num_bytes[t.scored].sum()) for t in encoded)
 
 
-def test_batch_size_and_order_do_not_matter(model, tokenizer):
+def test_batch_size_order_and_encoding_do_not_matter(model, tokenizer):
     one = score(model, tokenizer, TEXTS, seq=16, batch=1)
     other = score(model, tokenizer, TEXTS[::-1], seq=16, batch=7)
     assert other.bits == pytest.approx(one.bits, rel=rounding(one))
     assert (other.tokens, other.num_bytes) == (one.tokens, one.num_bytes)
+    assert score(model, tokenizer, encode(TEXTS, tokenizer)) == score(model, tokenizer, TEXTS)
 
 
 def test_an_untrained_model_needs_the_logarithm_of_its_vocabulary(model, tokenizer):
@@ -77,10 +78,6 @@ def test_an_untrained_model_needs_the_logarithm_of_its_vocabulary(model, tokeniz
     assert math.log(judged.perplexity) == pytest.approx(math.log(VOCAB), abs=nats)
     bits = judged.bits_per_byte * judged.num_bytes / judged.tokens
     assert bits == pytest.approx(math.log2(VOCAB), abs=nats / math.log(2))
-
-
-def test_encoded_documents_score_like_their_texts(model, tokenizer):
-    assert score(model, tokenizer, encode(TEXTS, tokenizer)) == score(model, tokenizer, TEXTS)
 
 
 def test_a_score_is_a_table_and_a_line():

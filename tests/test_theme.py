@@ -12,15 +12,12 @@ def test_styles_differ_in_colour_and_in_a_second_channel():
     assert len({bar["hatch"] for bar in bars}) == 8
 
 
-def test_alt_text_travels_with_the_image():
+def test_alt_text_travels_with_the_image_and_says_all_axes():
     ax = theme.describe(theme.axes(), "A line that rises.")
     image, metadata = theme._png_with_alt(ax.figure)
     assert image.startswith(b"\x89PNG")
     assert metadata == {"alt": "A line that rises."}
     assert theme.alt(Figure()) == ""
-
-
-def test_a_figure_with_several_axes_says_all_of_them():
     figure, (left, right) = plt.subplots(1, 2)
     theme.describe(left, "A first line.")
     theme.describe(right, "A line.")

@@ -20,25 +20,19 @@ def test_whole_number_names_the_value(value):
         whole_number("rank", value, 1, 768, "hidden")
 
 
-def test_whole_number_without_upper_end():
-    with pytest.raises(ValueError, match="tokens must be a whole number of at least 1, got 0"):
-        whole_number("tokens", 0, 1)
-
-
 @pytest.mark.parametrize("value", [0, -3.5, float("nan"), float("inf"), "fast", "5", None, True])
 def test_number_refuses(value):
     with pytest.raises(ValueError, match=rf"^rate must be greater than 0, got {value!r}$"):
         number("rate", value, open_low=True)
 
 
-def test_number_bounds_are_inclusive():
+def test_bounds_are_inclusive_and_named():
     assert number("share", 0, 0, 1) == 0
     assert number("share", 1, 0, 1) == 1
     with pytest.raises(ValueError, match=r"share must be at least 0 and at most 1, got 1.5"):
         number("share", 1.5, 0, 1)
-
-
-def test_flag():
+    with pytest.raises(ValueError, match="tokens must be a whole number of at least 1, got 0"):
+        whole_number("tokens", 0, 1)
     assert flag("endpoints", False) is False
     with pytest.raises(ValueError, match="endpoints must be True or False, got 'no'"):
         flag("endpoints", "no")

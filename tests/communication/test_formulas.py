@@ -1,8 +1,8 @@
 """The closed formulas: the article's figures to the bit, and every formula against its counting twin."""
 
 import inspect
-import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -147,76 +147,40 @@ def test_a_ladder_by_hand():
 
 
 SMALL = ModelShape("small", "llama", 5, 48, 6, 2, 8, 96, 100, False, 200_000)
-RUNS = [
-    dict(phase=phase, tokens=tokens, batch=batch, first_k=first_k, last_k=last_k, adapted_layers=adapted)
-    for phase in communication.PHASES
-    for tokens, batch in [(1, 1), (7, 1), (4, 3)]
-    for first_k, last_k, adapted in [(0, 0, None), (2, 0, None), (0, 1, None), (1, 1, 2), (0, 0, 0)]
-]
+RANKS = dict(r_c2d=6, r_d2c=4)
+CUT = dict(first_k=st.integers(0, 2), last_k=st.integers(0, 1), adapted_layers=st.none() | st.integers(0, 2))
+CUT |= dict(projections=st.sampled_from([1, 3]), endpoints=st.booleans())
+FOLDED = dict(late=st.booleans(), folded=st.booleans(), first_k=st.integers(0, 2), adapted_layers=st.integers(1, 3))
+LADDER = dict(rank=st.integers(1, 8), adapted_layers=st.none() | st.integers(0, 5))
+WAYS = {  # a formula, its counting twin, what both are given, and what is drawn for both
+    "low rank": (low_rank, communication.low_rank_messages, RANKS, CUT | dict(late=st.booleans())),
+    "folded": (low_rank, communication.low_rank_messages, RANKS | dict(projections=1), FOLDED),
+    "full": (
+        full_activations,
+        communication.full_activation_messages,
+        {},
+        CUT | dict(baseline=st.sampled_from(communication.BASELINES)),
+    ),
+    "layer cut": (layer_cut, communication.layer_cut_messages, {}, dict(after_layer=st.integers(0, 4))),
+    "ladder": (ladder, communication.ladder_messages, {}, LADDER),
+}
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: "-".join(map(str, run.values())))
-@pytest.mark.parametrize(("projections", "endpoints"), list(itertools.product((1, 3), (False, True))))
-def test_formulas_equal_serialised_tensors(run, projections, endpoints):
-    ranks, total = dict(r_c2d=6, r_d2c=4), run["tokens"] * run["batch"]
-    for late in (False, True):
-        low = dict(projections=projections, endpoints=endpoints, late=late, **ranks, **run)
-        messages = communication.low_rank_messages(SMALL, **low)
-        assert low_rank(SMALL, **low) == communication.count(messages, tokens=total)
-    for baseline in communication.BASELINES:
-        messages = communication.full_activation_messages(SMALL, projections, endpoints, baseline, **run)
-        formula = full_activations(SMALL, projections, endpoints, 32, baseline, **run)
-        assert formula == communication.count(messages, 32, total)
-
-
-@settings(max_examples=60)
-@given(
-    after_layer=st.integers(0, 4),
-    bits=st.sampled_from([8, 16, 32, 64]),
-    phase=st.sampled_from(communication.PHASES),
-    tokens=st.integers(1, 6),
-    batch=st.integers(1, 3),
-    final_hidden=st.sampled_from(["last", "all"]),
-)
-def test_a_cut_equals_serialised_tensors(after_layer, bits, **run):
-    messages = communication.layer_cut_messages(SMALL, after_layer, **run)
-    total = run["tokens"] * run["batch"]
-    assert layer_cut(SMALL, after_layer, bits, **run) == communication.count(messages, bits, total)
-
-
-PHASES = dict(
-    phase=st.sampled_from(communication.PHASES),
-    tokens=st.integers(1, 6),
-    batch=st.integers(1, 3),
-    final_hidden=st.sampled_from(["last", "all"]),
-    bits=st.sampled_from([8, 16, 32, 64]),
-)
-
-
-@settings(max_examples=150)
-@given(
-    late=st.booleans(), folded=st.booleans(), first_k=st.integers(0, 2), adapted_layers=st.integers(1, 3), **PHASES
-)  # fmt: skip
-def test_late_and_folded_residuals_equal_serialised_tensors(bits, **run):
-    """Whose round trips the twin finds with a clock."""
-    ranks, total = dict(projections=1, r_c2d=6, r_d2c=4), run["tokens"] * run["batch"]
-    messages = communication.low_rank_messages(SMALL, **ranks, **run)
-    assert low_rank(SMALL, bits=bits, **ranks, **run) == communication.count(messages, bits, total)
-
-
-@settings(max_examples=60)
-@given(rank=st.integers(1, 8), adapted_layers=st.none() | st.integers(0, 5), **PHASES)
-def test_a_ladder_equals_serialised_tensors(rank, bits, **run):
-    messages = communication.ladder_messages(SMALL, rank, **run)
-    total = run["tokens"] * run["batch"]
-    assert ladder(SMALL, rank, bits, **run) == communication.count(messages, bits, total)
+@pytest.mark.parametrize(("formula", "twin", "given_", "drawn"), WAYS.values(), ids=WAYS)
+@settings(max_examples=250)
+@given(data=st.data(), tokens=st.integers(1, 7), batch=st.integers(1, 3), bits=st.sampled_from([8, 16, 32, 64]))
+def test_formulas_equal_serialised_tensors(formula, twin, given_, drawn, data, tokens, batch, bits):
+    """The twin finds the round trips with a clock."""
+    run = given_ | dict(phase=data.draw(st.sampled_from(communication.PHASES)), tokens=tokens, batch=batch)
+    run |= dict(final_hidden=data.draw(st.sampled_from(["last", "all"]))) | data.draw(st.fixed_dictionaries(drawn))
+    assert formula(SMALL, bits=bits, **run) == communication.count(twin(SMALL, **run), bits, tokens * batch)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: low_rank("gpt2", 0), "rank must be between 1 and hidden=768, got 0"),
-        (lambda: low_rank("gpt2", 769), "rank must be between 1 and hidden=768, got 769"),
+        (lambda: low_rank("gpt2", 800, r_d2c=8), "rank must be between 1 and hidden=768, got 800"),
         (lambda: low_rank("gpt2", r_d2c=800), "r_d2c must be between 1 and hidden=768, got 800"),
         (lambda: low_rank("gpt2", 8, projections=2), "projections must be one of 1, 3, got 2"),
         (lambda: low_rank("gpt2", 8, bits=0), "bits must be between 1 and 64, got 0"),
@@ -255,13 +219,8 @@ def test_bad_input_is_named(call, message):
         call()
 
 
-def test_narrow_integers_do_not_overflow():
-    import numpy as np
-
+def test_narrow_integers_do_not_overflow_and_an_unknown_option_is_named():
     assert low_rank("gpt2", np.int8(100), bits=np.int8(16), tokens=np.int8(100)) == low_rank("gpt2", 100, tokens=100)
-
-
-def test_an_unknown_option_is_named():
     with pytest.raises(TypeError, match=r"^low_rank\(\) got an unexpected .* 'tokns': did you mean 'tokens'\?$"):
         low_rank("gpt2", 8, tokns=3)
     with pytest.raises(TypeError, match="unexpected keyword argument 'folded'"):

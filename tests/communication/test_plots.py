@@ -51,11 +51,13 @@ def test_by_rank_draws_the_formula_and_the_count():
     assert max(plots.by_rank("qwen2.5-0.5b").lines[0].get_xdata()) == 512
 
 
-def test_by_model_stacks_residuals_and_end_points():
+def test_by_model_stacks_residuals_and_end_points_on_given_axes():
     ax = plots.by_model(["llama-7b", "llama-30b"], rank=32)
     widths = [bar.get_width() for bar in ax.patches]
     assert widths == pytest.approx([98.304, 184.32, 131.072, 212.992])
     assert "llama-7b 98 + 131; llama-30b 184 + 213" in theme.alt(ax.figure)
+    ax = theme.axes()
+    assert plots.by_model(["gpt2"], ax=ax) is ax
 
 
 def test_link_time_stacks_the_seconds_of_the_link():
@@ -66,8 +68,3 @@ def test_link_time_stacks_the_seconds_of_the_link():
     assert "split 1129.4 ms" in theme.alt(ax.figure)
     without = plots.link_time({"split": traffic}, "5g-published")
     assert [text.get_text() for text in without.get_legend().get_texts()] == ["uplink", "downlink"]
-
-
-def test_an_existing_axes_is_used():
-    ax = theme.axes()
-    assert plots.by_model(["gpt2"], ax=ax) is ax

@@ -20,11 +20,8 @@ def test_a_baseline_says_whether_it_has_the_end_points():
     assert whole["1 projection, end points"].total_bits == 4_194_304 + 131_072
 
 
-def test_it_starts_where_round_trips_take_time():
+def test_it_starts_where_round_trips_take_time_and_a_link_shows_its_own():
     assert widget.explorer().result.milliseconds("low rank") > 1000
-
-
-def test_a_link_shows_its_round_trip_time():
     assert ("wifi (1 ms)", "wifi") in widget.links().options
 
 

@@ -69,11 +69,16 @@ def test_padding_that_no_sample_needs_is_cut_off(examples, data):
     assert some.labels == sum(label != IGNORED for i in which for label in examples.y[i].tolist())
 
 
-def test_images_and_features_are_cut_by_sample_only():
+def test_images_and_features_are_cut_by_sample_only_and_chunks_keep_their_order():
     images = pictures(5)
     assert torch.equal(images[1:3].x, images.x[1:3])
     states = Examples(torch.rand(2, 4, 3), torch.tensor([[1, 2, IGNORED, IGNORED], [1, IGNORED, IGNORED, IGNORED]]))
     assert torch.equal(states[:].x, states.x[:, :2])
+    images = pictures(10)
+    chunks = list(images.chunks(4))
+    assert [len(chunk) for chunk in chunks] == [4, 4, 2]
+    assert torch.equal(torch.cat([chunk.x for chunk in chunks]), images.x)
+    assert torch.equal(torch.cat([chunk.y for chunk in chunks]), images.y)
 
 
 @given(sequences(most=40), st.integers(1, 5), st.integers(0, 99))
@@ -99,14 +104,6 @@ def test_the_order_is_drawn_anew_each_time_and_in_no_order_of_length():
     assert len(set(firsts)) > 2
     with pytest.raises(ValueError, match="batch must be a whole number of at least 1, got 0"):
         texts.order(0, drawn)
-
-
-def test_chunks_are_all_samples_in_their_order():
-    images = pictures(10)
-    chunks = list(images.chunks(4))
-    assert [len(chunk) for chunk in chunks] == [4, 4, 2]
-    assert torch.equal(torch.cat([chunk.x for chunk in chunks]), images.x)
-    assert torch.equal(torch.cat([chunk.y for chunk in chunks]), images.y)
 
 
 @given(st.lists(sequences(4), min_size=1, max_size=4))

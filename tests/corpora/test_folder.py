@@ -2,7 +2,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from plpkg.corpora import SPLITS, folder, text_folder
 
@@ -83,11 +83,6 @@ def test_links_hidden_and_blank_files_are_left_out(tmp_path):
     assert names(text_folder(tmp_path / "here")[0]) == names(writer)
 
 
-def test_byte_order_mark_and_line_ends_are_taken_off(tmp_path):
-    (writer,) = text_folder(write(tmp_path, a="\ufeffone\r\ntwo", b="\ufeffone\r\ntwo", c="\ufeffone\r\ntwo"))
-    assert {writer.split(split)[0].text for split in SPLITS} == {"one\ntwo"}
-
-
 def test_a_file_name_that_is_not_utf8_can_be_hashed(tmp_path):
     write(tmp_path, a="A", b="B")
     Path(str(tmp_path) + "/caf\udce9.md").write_text("C")
@@ -105,34 +100,33 @@ def test_a_file_that_is_not_utf8_is_named_with_byte_and_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("texts", "message"),
+    ("texts", "options", "message"),
     [
-        ({"anna__a": "A", "anna__b": "B", "anna__c": " "}, "2 text files of the writer 'anna' in .*: too few"),
-        ({"a": "A", **many("anna")}, "1 text files of the writer 'root' in .*: too few"),
-        ({"a": "A", "b": "B", "c": "C", **many("root")}, "holds files and a sub-folder 'root': two writers"),
-        ({}, "root holds no .txt or .md file with text in it"),
-        ({"a": ""}, "root holds no .txt or .md file with text in it"),
+        ({"anna__a": "A", "anna__b": "B", "anna__c": " "}, {}, "2 text files of the writer 'anna' in .*: too few"),
+        ({"a": "A", **many("anna")}, {}, "1 text files of the writer 'root' in .*: too few"),
+        ({"a": "A", "b": "B", "c": "C", **many("root")}, {}, "holds files and a sub-folder 'root': two writers"),
+        ({}, {}, "root holds no .txt or .md file with text in it"),
+        ({"a": ""}, {}, "root holds no .txt or .md file with text in it"),
+        (many("anna"), dict(seed=-1), "seed must be a whole number of at least 0, got -1"),
+        (many("anna"), dict(shares=(0.8, 0.1, 0.2)), "shares must be three numbers that add up to 1"),
     ],
 )
-def test_what_makes_no_writer_is_an_error(tmp_path, texts, message):
+def test_what_makes_no_writer_is_an_error(tmp_path, texts, options, message):
     (tmp_path / "root").mkdir()
     with pytest.raises(ValueError, match=message):
-        text_folder(write(tmp_path / "root", **texts))
+        text_folder(write(tmp_path / "root", **texts), **options)
 
 
-def test_bad_arguments_of_text_folder(tmp_path):
-    write(tmp_path, **many("anna"))
+def test_what_is_no_folder_is_an_error(tmp_path):
+    (tmp_path / "file").touch()
     with pytest.raises(FileNotFoundError, match="nowhere"):
         text_folder(tmp_path / "nowhere")
-    with pytest.raises(NotADirectoryError, match=r"0\.md"):
-        text_folder(tmp_path / "anna/0.md")
-    with pytest.raises(ValueError, match="seed must be a whole number of at least 0, got -1"):
-        text_folder(tmp_path, seed=-1)
-    with pytest.raises(ValueError, match="shares must be three numbers that add up to 1"):
-        text_folder(tmp_path, shares=(0.8, 0.1, 0.2))
+    with pytest.raises(NotADirectoryError, match="file"):
+        text_folder(tmp_path / "file")
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # in one folder
+@example([b"\xef\xbb\xbfone\r\ntwo"] * 3)  # a byte order mark, and an end of a line that is none of it
 @given(st.lists(st.binary(max_size=30) | st.text(max_size=20).map(str.encode), min_size=3, max_size=6))
 def test_any_bytes_are_the_text_that_they_stand_for_or_a_named_error(tmp_path, files):
     texts = {f"{i}.md": data for i, data in enumerate(files)}

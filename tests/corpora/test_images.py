@@ -26,7 +26,7 @@ def numbered(count):
     return Images(torch.arange(count).float().view(-1, 1, 1, 1), torch.arange(count))
 
 
-def test_images_are_sixteenths_in_the_order_of_the_file(everything):
+def test_images_are_sixteenths_in_the_order_of_the_file_with_blocks_as_read_by_eye(everything):
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -36,11 +36,7 @@ def test_images_are_sixteenths_in_the_order_of_the_file(everything):
     assert (everything.images.min(), everything.images.max()) == (0, 1)
     assert np.array_equal(everything.images[:, 0].numpy() * 16, data.images)
     assert np.array_equal(everything.labels.numpy(), data.target)
-
-
-def test_blocks_computed_from_the_labels_are_those_read_by_eye(everything):
-    expected = np.repeat(np.arange(14), np.diff([*STARTS, 1797]))
-    assert np.array_equal(everything.blocks.numpy(), expected)
+    assert np.array_equal(everything.blocks.numpy(), np.repeat(np.arange(14), np.diff([*STARTS, 1797])))
 
 
 @pytest.mark.parametrize(
@@ -96,13 +92,17 @@ def test_a_split_keeps_each_image_with_its_label_and_block(everything):
     assert sorted(chain(*map(rows, parts.values()))) == sorted(rows(everything))
 
 
-def test_a_split_is_random_and_repeatable():
+def test_a_split_and_batches_are_random_and_repeatable():
     def split(seed):
         return {name: part.labels.tolist() for name, part in numbered(10).split(seed, (0.5, 0.3, 0.2)).items()}
+
+    def order(seed):
+        return [labels.tolist() for _, labels in islice(numbered(30).batches(7, seed), 9)]
 
     assert [len(part) for part in split(0).values()] == [5, 3, 2]
     assert list(chain(*split(0).values())) != list(range(10))
     assert split(0) == split(0) != split(1)
+    assert order(3) == order(3) != order(4)
 
 
 @given(st.integers(3, 500), st.floats(0.01, 0.98), st.floats(0.01, 0.99))
@@ -117,46 +117,31 @@ def test_cuts_leave_no_split_empty_and_keep_the_shares(count, train, part):
 
 
 @pytest.mark.parametrize(
-    ("shares", "message"),
+    ("count", "shares", "message"),
     [
-        ((0.6, 0.2, 0.1), r"add up to 1, for train, validation, test, got \(0.6, 0.2, 0.1\)"),
-        ((0.8, 0.2), r"three numbers .* got \(0.8, 0.2\)"),
-        ((0.8, 0.2, 0), "share must be greater than 0, got 0"),
-        ((1.2, -0.1, -0.1), "share must be greater than 0, got -0.1"),
-        ((float("nan"), 0.5, 0.5), "share must be greater than 0, got nan"),
+        (10, (0.6, 0.2, 0.1), r"add up to 1, for train, validation, test, got \(0.6, 0.2, 0.1\)"),
+        (10, (0.8, 0.2), r"three numbers .* got \(0.8, 0.2\)"),
+        (10, (0.8, 0.2, 0), "share must be greater than 0, got 0"),
+        (10, (1.2, -0.1, -0.1), "share must be greater than 0, got -0.1"),
+        (10, (float("nan"), 0.5, 0.5), "share must be greater than 0, got nan"),
+        (2, (0.6, 0.2, 0.2), "2 images: too few, train, validation, test need one each"),
     ],
 )
-def test_bad_shares_are_named(shares, message):
+def test_bad_shares_and_too_few_images_are_named(count, shares, message):
     with pytest.raises(ValueError, match=message):
-        numbered(10).split(0, shares)
+        numbered(count).split(0, shares)
 
 
-def test_too_few_images_to_split():
-    assert [len(part) for part in numbered(3).split(0, (0.98, 0.01, 0.01)).values()] == [1, 1, 1]
-    with pytest.raises(ValueError, match="2 images: too few, train, validation, test need one each"):
-        numbered(2).split()
-
-
-def test_batches_go_through_all_images_each_epoch_in_a_new_order():
+def test_batches_go_through_all_images_each_epoch_and_what_fills_no_batch_waits():
     drawn = list(islice(numbered(12).batches(4), 6))
     assert all(images.shape == (4, 1, 1, 1) for images, _ in drawn)
     assert all(torch.equal(images.flatten().long(), labels) for images, labels in drawn)
     first, second = (torch.cat([labels for _, labels in drawn[i : i + 3]]).tolist() for i in (0, 3))
     assert sorted(first) == sorted(second) == list(range(12))
     assert first != second
-
-
-def test_what_does_not_fill_a_batch_waits_for_the_next_epoch():
     drawn = torch.cat([labels for _, labels in islice(numbered(11).batches(4), 100)]).view(50, 8)
     assert all(len(set(epoch.tolist())) == 8 for epoch in drawn)
     assert set(drawn.flatten().tolist()) == set(range(11))
-
-
-def test_batches_are_the_same_for_the_same_seed():
-    def order(seed):
-        return [labels.tolist() for _, labels in islice(numbered(30).batches(7, seed), 9)]
-
-    assert order(3) == order(3) != order(4)
 
 
 @pytest.mark.parametrize("batch", [0, 11, 2.5, True])

@@ -89,13 +89,10 @@ except* OSError:
 """
 
 
-def test_definitions_are_found_in_every_kind_of_block(tmp_path):
+def test_definitions_are_found_in_every_kind_of_block_and_invalid_escapes_stay_silent(tmp_path):
     path = tmp_path / "a.py"
     path.write_text(BLOCKS)
     assert docstrings(path) == [str(n) for n in range(1, 12)]
-
-
-def test_invalid_escapes_of_others_stay_silent(tmp_path):
     path = tmp_path / "a.py"
     path.write_text('"""A \\d pattern."""\nx = 1 is 1')
     assert docstrings(path) == ["A \\d pattern."]

@@ -29,11 +29,15 @@ def test_front_door():
         corpora.public("dev")
 
 
-def test_no_module_is_in_two_splits_and_none_is_empty(everything):
+def test_no_module_is_in_two_splits_and_masking_takes_a_small_share(everything):
     names = [d.name for writer in everything for split in SPLITS for d in writer.split(split)]
     assert len(names) == len(set(names))
     assert all(writer.split(split) for writer in everything for split in SPLITS)
     assert all(len(d.text) >= library.SHORTEST for writer in everything for s in SPLITS for d in writer.split(s))
+    for writer in everything:
+        assert writer.masked_share("train") == 0
+        for split in SPLITS[1:]:
+            assert 0 < writer.masked_share(split) < 0.25, (writer.name, split)
 
 
 def test_no_scored_window_stands_in_any_training_text(everything):
@@ -45,13 +49,6 @@ def test_no_scored_window_stands_in_any_training_text(everything):
             text = document.text
             shared = {hash(text[i : i + SPAN]) for i in range(len(text) - SPAN + 1)} & windows
             assert not shared, (document.name, len(shared))
-
-
-def test_masking_takes_a_small_share_and_is_reported(everything):
-    for writer in everything:
-        assert writer.masked_share("train") == 0
-        for split in SPLITS[1:]:
-            assert 0 < writer.masked_share(split) < 0.25, (writer.name, split)
 
 
 def test_no_long_paragraph_is_kept_twice(everything):
@@ -120,12 +117,17 @@ def small(built, tmp_path, monkeypatch):
     library._library.cache_clear()
 
 
-def test_the_second_reading_comes_from_the_cache(small):
+def test_the_second_reading_comes_from_the_cache_and_old_caches_go(small):
     path, read, calls = small
+    path.parent.mkdir()
+    for i in range(5):
+        old = path.with_name(f"corpora-{i}.json")
+        old.write_text("{}")
+        os.utime(old, (i, i))
     first, second = read(), read()
     assert first == second
     assert len(calls) == 1
-    assert [p.name for p in path.parent.iterdir()] == ["corpora-new.json"]
+    assert sorted(p.name for p in path.parent.iterdir()) == ["corpora-3.json", "corpora-4.json", "corpora-new.json"]
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"public": {"train": [{}]}}', "half"])
@@ -158,23 +160,8 @@ def test_another_installation_has_a_cache_of_its_own(monkeypatch, tmp_path):
     assert len({first, second, library._cache_path()}) == 3
 
 
-def test_old_caches_go(small):
-    path, read, _ = small
-    path.parent.mkdir()
-    for i in range(5):
-        old = path.with_name(f"corpora-{i}.json")
-        old.write_text("{}")
-        os.utime(old, (i, i))
-    read()
-    kept = sorted(p.name for p in path.parent.iterdir())
-    assert kept == ["corpora-3.json", "corpora-4.json", "corpora-new.json"]
-
-
-def test_versions_name_no_build():
+def test_versions_name_no_build_and_a_missing_package(monkeypatch):
     assert not any("+" in version for version in library.versions().values())
-
-
-def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(library, "PRIVATE", ("no_such_package",))
     with pytest.raises(ModuleNotFoundError, match="need the package 'no_such_package'"):
         library.versions()
@@ -210,15 +197,12 @@ def test_few_modules_still_get_about_their_shares():
     assert shares == pytest.approx(SHARES, abs=0.04)
 
 
-def test_a_public_module_has_the_same_part_under_every_version():
+def test_a_public_module_has_the_same_part_under_every_version_and_stays_where_it_is_fixed():
     modules = unequal(300)
     before = library.by_name(modules, SHARES, {})
     after = library.by_name({name: [*texts, "more"] for name, texts in modules.items()} | {"new": ["x"]}, SHARES, {})
     for first, second in zip(before, after, strict=True):
         assert first.keys() == second.keys() - {"new"}
-
-
-def test_modules_stay_where_they_are_fixed():
     parts = library.by_name(unequal(50), SHARES, {"m7": 2, "m8": 0, "gone": 1})
     assert "m7" in parts[2]
     assert "m8" in parts[0]

@@ -64,7 +64,7 @@ def test_a_document_begins_with_the_beginning_of_text_or_else_its_end(control, f
     assert tokens.scored.tolist() == [False] * len(first) + [True]
 
 
-def test_what_a_tokenizer_would_add_is_left_out(byte_level):
+def test_what_a_tokenizer_would_add_is_left_out_and_a_control_token_is_read_as_characters(byte_level):
     adding = copy.deepcopy(byte_level)
     adding.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
@@ -72,9 +72,6 @@ def test_what_a_tokenizer_would_add_is_left_out(byte_level):
     assert len(adding("private")["input_ids"]) == len(byte_level("private")["input_ids"]) + 2
     (expected,), (plain,) = encode(["private"], byte_level), encode(["private"], adding)
     assert all(torch.equal(a, b) for a, b in zip(vars(expected).values(), vars(plain).values(), strict=True))
-
-
-def test_a_control_token_that_is_spelt_out_is_read_as_characters(byte_level):
     text = "private<|endoftext|>personal"
     (tokens,) = encode([text], byte_level)
     assert 0 not in tokens.ids[1:]

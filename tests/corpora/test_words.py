@@ -76,12 +76,15 @@ def test_a_sign_divides_sentences_only_before_a_space():
 DOCUMENTS = [Document("a", "the cat and the dog"), Document("b", "a dog and a cat. The owl secret", ((25, 31),))]
 
 
-def test_the_most_frequent_words_and_the_alphabet_among_equals():
+def test_the_most_frequent_words_follow_the_two_ids_that_are_no_words():
     words = Vocabulary.of(DOCUMENTS, 7).words
     assert words == ("<unknown>", "<begin>", "the", "a", "and", "cat", "dog")
     assert Vocabulary.of(DOCUMENTS[::-1], 7).words == words
     assert Vocabulary.of(DOCUMENTS, 3).words == words[:3]
     assert Vocabulary.of(DOCUMENTS).words[7:] == ("owl",)
+    vocabulary = Vocabulary.of(DOCUMENTS)
+    assert (vocabulary.words[UNKNOWN], vocabulary.words[BEGIN]) == ("<unknown>", "<begin>")
+    assert not set(vocabulary.words[:2]) & {word for words in of("<unknown> and <begin>") for word in words}
 
 
 @given(st.lists(documents(), max_size=4), st.integers(3, 30))
@@ -96,12 +99,6 @@ def test_no_word_that_is_left_out_is_more_frequent(several, size):
     assert ranks == sorted(ranks)
     assert all((-n, word) > ranks[-1] for word, n in counts.items() if word not in kept)
     assert vocabulary.ids([*kept, "no-word"]) == [*range(2, len(vocabulary)), UNKNOWN]
-
-
-def test_the_first_two_ids_are_no_words():
-    vocabulary = Vocabulary.of(DOCUMENTS)
-    assert (vocabulary.words[UNKNOWN], vocabulary.words[BEGIN]) == ("<unknown>", "<begin>")
-    assert not set(vocabulary.words[:2]) & {word for words in of("<unknown> and <begin>") for word in words}
 
 
 def test_the_fingerprint_is_of_the_words_in_their_order():

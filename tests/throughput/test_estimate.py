@@ -81,19 +81,22 @@ def test_network_terms_are_the_traffic_on_the_link(rank, adapted_layers, rtt_s):
     assert network == pytest.approx(sum(traffic.seconds(link).values()))
 
 
+LINK = Link("any", 7e6, 90e6, 0.004)
+PHONE, CLOUD = Device("phone", 50e9, 2e12, 8e9), Device("cloud", 900e9, 100e12, 40e9)
+WHERE = dict(link=LINK, device=PHONE, cloud=CLOUD)
+HEAD, DECODER = 128_256 * 4096, 8_030_261_248 - 2 * 128_256 * 4096
+
+
 def test_every_term_by_hand_with_nothing_alike():
     """Grouped queries, two ranks, one projection, few layers, three precisions, guesses: no two factors are equal."""
-    link = Link("any", 7e6, 90e6, 0.004)
-    phone, cloud = Device("phone", 50e9, 2e12, 8e9), Device("cloud", 900e9, 100e12, 40e9)
-    estimate = decode(
-        "llama-3.1-8b", link=link, r_c2d=48, r_d2c=24, device=phone, cloud=cloud, bits=32, phone_bits=8, cloud_bits=4,
-        cache_bits=12, projections=1, adapted_layers=5, draft_tokens=2, acceptance_rate=0.5, context=1000,
-    )  # fmt: skip
-    head, decoder = 128_256 * 4096, 8_030_261_248 - 2 * 128_256 * 4096
+    ranks = dict(r_c2d=48, r_d2c=24, adapted_layers=5)
+    precisions = dict(bits=32, phone_bits=8, cloud_bits=4, cache_bits=12)
+    run = dict(**precisions, projections=1, draft_tokens=2, acceptance_rate=0.5, context=1000)
+    estimate = decode("llama-3.1-8b", **WHERE, **ranks, **run)
     positions, produced = 3, 1.75
     expected = {
-        "decoder": decoder * 0.5 / 900e9,
-        "lm_head": max(head * 1 / 50e9, 2 * head * positions / 2e12),
+        "decoder": DECODER * 0.5 / 900e9,
+        "lm_head": max(HEAD * 1 / 50e9, 2 * HEAD * positions / 2e12),
         "m": 5 * 48 * 24 * 1 / 50e9,
         "a_and_b": 5 * (4096 * 48 + 4096 * 24) * 0.5 / 900e9,
         "endpoints": positions * 4096 * 32 * (1 / 7e6 + 1 / 90e6),
@@ -103,8 +106,8 @@ def test_every_term_by_hand_with_nothing_alike():
         "kv_cache": 2 * 32 * 1024 * 1000 * 1.5 / 900e9,
     }
     assert estimate.breakdown() == pytest.approx({term: seconds / produced for term, seconds in expected.items()})
-    assert estimate.gpu_tokens_per_s == pytest.approx(900e9 / ((decoder + head) * 0.5 + 2 * 32 * 1024 * 1000 * 1.5))
-    three = decode("llama-3.1-8b", link=link, r_c2d=48, r_d2c=24, cloud=cloud, adapted_layers=5).breakdown()
+    assert estimate.gpu_tokens_per_s == pytest.approx(900e9 / ((DECODER + HEAD) * 0.5 + 2 * 32 * 1024 * 1000 * 1.5))
+    three = decode("llama-3.1-8b", **WHERE, **ranks).breakdown()
     assert three["a_and_b"] == pytest.approx(5 * (3 * 4096 * 48 + (4096 + 2 * 1024) * 24) * 2 / 900e9)
 
 
@@ -157,12 +160,6 @@ def test_weights_that_do_not_fit_are_said(model, split, sentences):
 def test_experts_have_no_down_proj_to_adapt(way):
     with pytest.raises(ValueError, match="mixtral-8x7b has experts, not one down_proj a layer"):
         decode(MIXTRAL, **way)
-
-
-LINK = Link("any", 7e6, 90e6, 0.004)
-PHONE, CLOUD = Device("phone", 50e9, 2e12, 8e9), Device("cloud", 900e9, 100e12, 40e9)
-WHERE = dict(link=LINK, device=PHONE, cloud=CLOUD)
-HEAD, DECODER = 128_256 * 4096, 8_030_261_248 - 2 * 128_256 * 4096
 
 
 def test_a_ladder_by_hand_with_nothing_alike():
@@ -223,14 +220,17 @@ def test_a_cloud_that_writes_ahead_in_a_large_batch():
 
 
 def test_a_prompt_before_a_ladder():
-    """M sees what the LM head sees."""
-    every, last = (
-        prefill("llama-3.1-8b", 400, 24, **WHERE, method="ladder", logits=logits, phone_bits=8)
-        for logits in ("all", "last")
-    )
-    assert every.breakdown()["m"] == pytest.approx(2 * 32 * 24 * 4096 / 2e12)  # arithmetic, for each position
-    assert last.breakdown()["m"] == pytest.approx(32 * 24 * 4096 / 50e9 / 400)  # reading, once
+    """M sees what the LM head sees: each position, which is arithmetic, or the last one, which is reading."""
+    run = dict(tokens=400, rank=24, **WHERE, method="ladder", phone_bits=8)
+    every, last = (prefill("llama-3.1-8b", **run, logits=logits) for logits in ("all", "last"))
+    for term, weights in {"m": 32 * 24 * 4096, "lm_head": HEAD}.items():
+        assert every.breakdown()[term] == pytest.approx(2 * weights / 2e12)
+        assert last.breakdown()[term] == pytest.approx(weights / 50e9 / 400)
     assert every.down_bytes_per_token == pytest.approx(400 * last.down_bytes_per_token)
+    saved_s = every.breakdown()["endpoints"] - last.breakdown()["endpoints"]
+    assert saved_s == pytest.approx(4096 * 16 / 90e6 * 399 / 400)
+    with pytest.raises(ValueError, match="logits must be one of 'all', 'last', got 'first'"):
+        prefill("gpt2", logits="first")
 
 
 @settings(max_examples=60)
@@ -242,26 +242,20 @@ def test_a_measured_yield_takes_the_place_of_the_formula(draft_tokens, acceptanc
     assert tokens == pytest.approx(sum(acceptance_rate**i for i in range(draft_tokens + 1)))
     within = min(max(tokens, 1), 1 + draft_tokens)  # but for rounding
     assert decode(tokens_per_pass=within, **run).tokens_per_s == pytest.approx(computed.tokens_per_s)
+    if 0 < acceptance_rate < 1:
+        assert decode(acceptance_rate=acceptance_rate, **run | dict(draft_tokens=10**10)).tokens_per_s > 0
 
 
 def test_batches_by_hand():
     given = decode("gpt2", 8, gpu=50, batch=4).breakdown()
     share = (124_439_808 - 50257 * 768) / 124_439_808
     assert given["decoder"] == pytest.approx(share / 50)  # a given speed is not multiplied by the batch
+    for batch, decoder_s in {1: 2 * 6_476_271_616 / 1935e9, 16: 2 * 6_476_271_616 / 1935e9 / 16}.items():
+        assert decode("llama-2-7b", gpu="roofline", batch=batch).breakdown()["decoder"] == pytest.approx(decoder_s)
+    huge = decode("llama-2-7b", gpu="roofline", batch=100_000).breakdown()
+    assert huge["decoder"] == pytest.approx(2 * 6_476_271_616 / 312e12, rel=1e-6)  # arithmetic
     whole = prefill("gpt2", 64, 8)
     assert (whole.gpu, whole.gpu_tokens_per_s) == ("roofline", pytest.approx(64 / (124_439_808 * 2 / 1935e9)))
-
-
-def test_drafted_tokens_share_their_round_trips():
-    plain = decode("llama-2-7b", link="5g")
-    perfect = decode("llama-2-7b", link="5g", draft_tokens=3, acceptance_rate=1.0)
-    useless = decode("llama-2-7b", link="5g", draft_tokens=3, acceptance_rate=0.0)
-    assert perfect.breakdown()["round_trips"] == pytest.approx(plain.breakdown()["round_trips"] / 4)
-    assert perfect.breakdown()["decoder"] == pytest.approx(plain.breakdown()["decoder"] / 4)
-    assert perfect.breakdown()["uplink"] == pytest.approx(plain.breakdown()["uplink"])
-    assert useless.breakdown()["uplink"] == pytest.approx(4 * plain.breakdown()["uplink"])
-    assert useless.tokens_per_s < plain.tokens_per_s < perfect.tokens_per_s
-    assert decode("llama-2-7b", draft_tokens=10**10, acceptance_rate=0.5).tokens_per_s > 0
 
 
 def test_published_gpu_speed_is_used_only_where_there_is_one():
@@ -274,20 +268,6 @@ def test_published_gpu_speed_is_used_only_where_there_is_one():
     assert decode(shorter).gpu == "roofline"
     assert decode("qwen2.5-7b").gpu == "roofline"
     assert decode("qwen2.5-7b", gpu=50).gpu_tokens_per_s == 50
-
-
-def test_batch_amortises_weights_until_arithmetic_dominates():
-    one, many = (decode("llama-2-7b", gpu="roofline", batch=b).breakdown() for b in (1, 16))
-    assert many["decoder"] == pytest.approx(one["decoder"] / 16)
-    huge = decode("llama-2-7b", gpu="roofline", batch=100_000).breakdown()
-    assert huge["decoder"] == pytest.approx(2 * 6_476_271_616 / 312e12, rel=1e-6)
-
-
-def test_prefill_of_the_last_position_saves_the_rest():
-    full, last = (prefill("llama-2-7b", 4096, logits=logits).breakdown() for logits in ("all", "last"))
-    assert last["lm_head"] < full["lm_head"]
-    down = 4096 * 16 / 100e6
-    assert full["endpoints"] - last["endpoints"] == pytest.approx(down * 4095 / 4096)
 
 
 def test_a_cache_weighs_what_the_formula_says():
@@ -338,7 +318,6 @@ def test_repr_is_one_stable_line():
     ("arguments", "message"),
     [
         (dict(rank=0), "rank must be between 1 and hidden=768, got 0"),
-        (dict(rank=1024), "rank must be between 1 and hidden=768, got 1024"),
         (dict(accounting="honest"), "accounting must be one of 'literal', 'figure', got 'honest'"),
         (dict(link="6g"), "unknown link '6g'"),
         (dict(device="toaster"), "unknown device 'toaster'"),
@@ -349,17 +328,12 @@ def test_repr_is_one_stable_line():
         (dict(draft_tokens=-1), "draft_tokens must be a whole number of at least 0, got -1"),
         (dict(projections=2), "projections must be one of 1, 3, got 2"),
         (dict(gpu="Published"), "gpu must be one of 'published', 'roofline', got 'Published'"),
-        (dict(gpu=True), "gpu must be greater than 0, got True"),
-        (dict(acceptance_rate="0.5"), "acceptance_rate must be .*, got '0.5'"),
         (dict(bits=0), "bits must be between 1 and 64, got 0"),
         (dict(phone_bits=128), "phone_bits must be between 1 and 64, got 128"),
         (dict(adapted_layers=99), "adapted_layers must be between 0 and .*12, got 99"),
         (dict(gpu="published"), "no published speed of gpt2 on a100-80gb-pcie at 16 bit"),
         (dict(draft_tokens=4), "draft_tokens=4 needs acceptance_rate, the share .*, or tokens_per_pass as measured"),
-        (
-            dict(model="llama-2-7b", draft_tokens=3, acceptance_rate=0.5, batch=2),
-            "draft_tokens=3 with batch=2 needs .*: a published speed",
-        ),
+        (dict(gpu=9, draft_tokens=3, acceptance_rate=1, batch=2), "draft_tokens=3 with batch=2 .*: a given speed"),
         (dict(draft_tokens=2, tokens_per_pass=3.5), "tokens_per_pass must be at least 1 and at most 3, got 3.5"),
         (dict(tokens_per_pass=0.5), "tokens_per_pass must be at least 1 and at most 1, got 0.5"),
         (dict(tokens_per_pass=1, acceptance_rate=1.0), "tokens_per_pass=1 replaces acceptance_rate=1.0: give only one"),
@@ -380,8 +354,3 @@ def test_repr_is_one_stable_line():
 def test_bad_input_is_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         decode(**dict(model="gpt2") | arguments)
-
-
-def test_bad_prefill_is_named():
-    with pytest.raises(ValueError, match="logits must be one of 'all', 'last', got 'first'"):
-        prefill("gpt2", logits="first")

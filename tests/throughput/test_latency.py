@@ -99,14 +99,11 @@ def test_overlap_by_hand_with_nothing_alike():
     assert overlap_rank("gpt2", Link("bus", 1e12, 1e12, 0)) == 768
 
 
-def test_less_hides_behind_a_layer_than_experts_leave():
+def test_less_hides_behind_experts_and_nothing_behind_a_real_delay():
     """A token's time falls with the experts that it does not read; the projections' part of it stays."""
     idle = replace(catalog.model("llama-3.1-8b"), expert_parameters=4 * 10**9, num_experts=8, num_experts_per_tok=2)
     assert overlap_rank(idle) == overlap_rank("llama-3.1-8b")
     assert overlap_rank(idle, gpu=100) > overlap_rank("llama-3.1-8b", gpu=100)
-
-
-def test_nothing_hides_behind_a_real_delay():
     assert overlap_rank("llama-30b", "lan") == 0
     assert overlap_rank("llama-30b", Link("fibre", 1e9, 1e9, 20e-6)) > 0
 

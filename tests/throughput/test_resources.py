@@ -18,10 +18,11 @@ def test_published_memory_leaves_out_the_embedding(model, published_accounting, 
     assert phone_memory(model, embedding=True).total_mb == pytest.approx(with_embedding, abs=0.005)
 
 
-def test_published_flops_shares():
+def test_flops_of_the_publication_and_of_fewer_ms():
     share = {m: 100 * phone_flops(m) / whole_model_flops(m) for m in ("llama-2-7b", "llama-30b")}
     assert share["llama-2-7b"] == pytest.approx(2.008, abs=0.0005)  # the article says "below 2 %"
     assert share["llama-30b"] == pytest.approx(0.668, abs=0.0005)
+    assert phone_flops("gpt2", 8, projections=1, adapted_layers=2) == 2 * (50257 * 768 + 2 * 64)
 
 
 def test_memory_equals_the_bytes_of_real_modules():
@@ -44,16 +45,6 @@ def test_a_ladder_on_the_phone_equals_the_bytes_of_real_modules(width):
     assert phone_memory(model, 8, method="ladder", width=width).m_bytes == counted
 
 
-def test_a_folded_layer_brings_its_b():
-    """Whose output is hidden numbers wide, one for each of r_d2c."""
-    plain, folded = (phone_memory("gpt2", 8, projections=1, r_d2c=4, folded=f).m_bytes for f in (False, True))
-    assert folded - plain == 768 * 4 * 2
-
-
-def test_a_tied_table_is_held_once():
-    assert phone_memory("gpt2", 8, embedding=True).embedding_bytes == 0
-
-
 def test_parts_by_hand():
     memory = phone_memory("llama-3.1-8b", bits=4, embedding=True, r_c2d=6, r_d2c=10, projections=1, adapted_layers=3)
     table = 128_256 * 4096 * 0.5
@@ -61,20 +52,17 @@ def test_parts_by_hand():
     assert [row["mb"] for row in memory.rows()] == pytest.approx(
         [table / 1e6, 9e-5, table / 1e6, 2 * table / 1e6 + 9e-5]
     )
+    assert phone_memory("gpt2", 8, embedding=True).embedding_bytes == 0
+    # A folded layer brings its B: hidden times r_d2c weights.
+    plain, folded = (phone_memory("gpt2", 8, projections=1, r_d2c=4, folded=f).m_bytes for f in (False, True))
+    assert folded - plain == 768 * 4 * 2
 
 
-def test_fewer_ms():
-    assert phone_flops("gpt2", 8, projections=1, adapted_layers=2) == 2 * (50257 * 768 + 2 * 64)
-
-
-def test_phone_alone_is_a_bound_above_the_reported_speeds():
+def test_phone_alone_is_a_bound_above_the_reported_speeds_and_a_small_one_is_said():
     roofline = phone_only_tokens_per_s("llama-2-7b", bits=4)
     assert roofline == pytest.approx(12.93, abs=0.005)
     claims = catalog.published("private_lora_claims").set_index("claim")["value"]
     assert claims["phone_only_decode_text"] < claims["phone_only_decode_figure"] < roofline
-
-
-def test_a_phone_too_small_is_said():
     with pytest.warns(UserWarning, match="llama-2-13b: 6.43 GB do not fit the 6 GB of iphone-13-pro-max"):
         phone_only_tokens_per_s("llama-2-13b")
 
