@@ -149,8 +149,8 @@ def save(path: Path, state: dict) -> None:
     replace_file(path, write, private=True)
 
 
-LONG, MOST = 64, 2**20
-"""From so many items on, and up to so many, a list of numbers becomes a tensor."""
+LONG, MOST, ROWS = 64, 2**20, 2**16
+"""From so many items on a list of numbers becomes a tensor; up to so many numbers, and rows of them, are in a file."""
 
 
 def _packed(value: object, name: str, tensors: dict[str, torch.Tensor]) -> object:
@@ -180,7 +180,7 @@ def _packed(value: object, name: str, tensors: dict[str, torch.Tensor]) -> objec
             if (numbers := _numbers(value)) is not None:
                 return ["numbers", kept(numbers)]
             names = list(value[0]) if isinstance(value[0], dict) else []
-            if names and all(isinstance(row, dict) and list(row) == names for row in value):
+            if names and len(value) <= ROWS and all(isinstance(row, dict) and list(row) == names for row in value):
                 columns = {each: _numbers([row[each] for row in value]) for each in names}
                 if all(isinstance(each, str) and column is not None for each, column in columns.items()):
                     return ["rows", {each: kept(column, f"{name}.{each}") for each, column in columns.items()}]
@@ -198,18 +198,19 @@ def _numbers(values: list) -> torch.Tensor | None:
     return None
 
 
-def _unpacked(value: object, tensors: dict[str, torch.Tensor]) -> object:
-    """What :func:`_packed` made something of; each tensor is taken out once."""
+def _unpacked(value: object, tensors: dict[str, torch.Tensor], room: list[int]) -> object:
+    """What :func:`_packed` made something of; each tensor is taken out once. ``room`` is for numbers in lists."""
     if isinstance(value, dict):
-        return {key: _unpacked(each, tensors) for key, each in value.items()}
+        return {key: _unpacked(each, tensors, room) for key, each in value.items()}
     if not isinstance(value, list):
         return value
     kind, *items = value
 
     def column(name: str) -> list:
         column = tensors.pop(name)
-        if len(column.shape) != 1 or column.shape[0] > MOST:
-            raise ValueError(f"a list of shape {tuple(column.shape)}")
+        room[0] -= math.prod(column.shape)
+        if len(column.shape) != 1 or room[0] < 0 or (kind == "rows" and column.shape[0] > ROWS):
+            raise ValueError(f"a list of shape {tuple(column.shape)}, of {MOST:,} numbers and {ROWS:,} rows in all")
         return column.tolist() if isinstance(column, torch.Tensor) else []
 
     if kind == "tensor":
@@ -223,8 +224,10 @@ def _unpacked(value: object, tensors: dict[str, torch.Tensor]) -> object:
         columns = {name: column(each) for name, each in items[0].items()}
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     if kind == "dict":
-        return {key: _unpacked(each, tensors) for key, each in items}
-    return {"list": list, "tuple": tuple}[kind](_unpacked(each, tensors) for each in items)
+        if len({key for key, _ in items if type(key) is int}) < len(items):
+            raise ValueError("the keys of such a dictionary are whole numbers, each once")
+        return {key: _unpacked(each, tensors, room) for key, each in items}
+    return {"list": list, "tuple": tuple}[kind](_unpacked(each, tensors, room) for each in items)
 
 
 def read(path: Path, judge: Callable[[dict], object] | None = None) -> dict:
@@ -263,9 +266,9 @@ def read(path: Path, judge: Callable[[dict], object] | None = None) -> dict:
 def _stated(metadata: dict[str, str], tensors: Mapping) -> dict:
     tensors = dict(tensors)
     try:
-        state = dict(_unpacked(strict_json(metadata["state"].encode()), tensors))
+        state = dict(_unpacked(strict_json(metadata["state"].encode()), tensors, [MOST]))
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise ValueError("its metadata are not a checkpoint's") from error
+        raise ValueError(f"its metadata are not a checkpoint's: {shown(str(error))}") from error
     if tensors:
         raise ValueError(f"it has a tensor {shown(next(iter(tensors)))} that belongs nowhere")
     return state
@@ -295,50 +298,155 @@ def load(path: Path, identity: dict) -> dict | None:
     ValueError
         The file is damaged, or of another run, or of a version of plpkg that wrote pickles.
     """
-    path.with_name(path.name + PARTIAL).unlink(missing_ok=True)
-    for left in path.parent.glob(f"{PARTIAL}-*"):
-        shutil.rmtree(left, ignore_errors=True)
+    for left in (path.with_name(path.name + PARTIAL), *path.parent.glob(f"{PARTIAL}-*")):
+        if left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
     if (older := path.with_suffix(".pt")).exists():
         raise ValueError(f"{older} is a pickle of an earlier version, and is not read: remove it to start anew")
     if not os.path.lexists(path):
         return None
-    try:
-        state = read(path)
-        if not isinstance(saved := state.get("identity"), dict):
+
+    def same_run(state: dict, outlined: bool = True) -> None:
+        if not isinstance(saved := state["identity"], dict):
             raise ValueError("it does not say of which run it is")
+        pairs = []
+        for name in identity | saved:
+            before, now = saved.get(name), identity.get(name)
+            unread = outlined and isinstance(now, list) and len(now) >= LONG and before == []
+            if (name in saved) != (name in identity) or not (unread or _same(before, now)):
+                pairs.append(f"{shown(name)[1:-1]}={shown(before)}, now {shown(now)}")
+        if pairs:
+            raise OtherRunError(
+                f"{path.parent} holds a run with {brief(pairs)}: take another folder, or go on with that"
+            )
+
+    try:
+        state = read(path, same_run)
+        same_run(state, outlined=False)
+        return state
+    except OtherRunError:
+        raise
     except ValueError as error:
         raise ValueError(f"{path} cannot be read ({error}): remove it to start anew") from error
-    if saved != identity:
-        names = [name for name in identity | saved if saved.get(name) != identity.get(name)]
-        pairs = [f"{name}={shown(saved.get(name))}, now {shown(identity.get(name))}" for name in names]
-        different = "; ".join(pairs)[:1000]
-        raise ValueError(f"{path.parent} holds a run with {different}: take another folder, or go on with that")
-    return state
 
 
-def restore(what: str, part, state: object) -> None:
-    """Load a saved state into a module, an optimizer, or whatever has ``state_dict`` and ``load_state_dict``.
+class OtherRunError(ValueError):
+    """A checkpoint is of another run."""
+
+
+def _same(saved: object, now: object) -> bool:
+    """Whether two settings are the same, of one type: ``True`` is not 1."""
+    return type(saved) is type(now) and not isinstance(now, torch.Tensor) and saved == now
+
+
+def restore(what: str, parts: Mapping[str, object], states: object, steps: int) -> None:
+    """Load saved states into modules, optimizers, and whatever has ``state_dict`` and ``load_state_dict``.
+
+    An optimizer's settings stay those that it has here.
+
+    Parameters
+    ----------
+    what
+        What a message calls the states.
+    parts
+        By name; all states are judged before the first is loaded.
+    states
+        By the same names.
+    steps
+        How many the run has made.
 
     Raises
     ------
     ValueError
-        It is not of the same form: names, shapes, and the optimizer's groups. Nothing is loaded.
+        A state is not what this part could have after so many steps: names, shapes, dtypes, settings, or numbers that
+        are not finite. Nothing is loaded.
     """
+    for name, part in parts.items():
+        judge = _misfit_optimizer if isinstance(part, torch.optim.Optimizer) else misfit_tensors
+        try:
+            state = states[name]
+            own = part.state_dict()
+            reason = judge(part, state, own, steps) if judge is _misfit_optimizer else judge(state, own)
+        except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+            reason = f"it is of another form: {shown(str(error))}"
+        if reason:
+            raise ValueError(f"{what}: {name} cannot be restored: {reason}"[:300])
+    for name, part in parts.items():
+        groups = isinstance(part, torch.optim.Optimizer) and {"param_groups": part.state_dict()["param_groups"]}
+        part.load_state_dict({**states[name], **groups} if groups else states[name])
+
+
+def misfit_tensors(given: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> str:
+    """Why tensors are not like a part's own, or ``""``: names, shapes, dtypes, finite numbers, counts from 0."""
+    shapes = ({name: tuple(tensor.shape) for name, tensor in each.items()} for each in (given, own))
+    if reasons := misfits(*shapes):
+        return brief(reasons)
+    for name, tensor in given.items():
+        here = own[name]
+        if tensor.dtype != here.dtype:
+            return f"{shown(name)} is {tensor.dtype}, and must be {here.dtype}"
+        if tensor.is_floating_point() and not tensor.isfinite().all() and here.isfinite().all():
+            return f"{shown(name)} has values that are not finite"
+        if (
+            not (tensor.is_floating_point() or tensor.is_complex())
+            and tensor.numel()
+            and tensor.min() < 0 <= here.min()
+        ):
+            return f"{shown(name)} has {tensor.min().item()}, and counts from 0"
+    return ""
+
+
+def _misfit_optimizer(part: torch.optim.Optimizer, state: Mapping, own: Mapping, steps: int) -> str:
+    """Why a state is not one that this optimizer could have after so many steps, or ``""``."""
+    for given, here in zip(state["param_groups"], own["param_groups"], strict=True):
+        for name in given.keys() | here.keys():
+            same = type(given[name]) is type(here[name]) and given[name] == here[name]
+            if not same and name not in ("lr", "initial_lr"):  # a schedule moves it
+                return f"{name}={shown(given[name])}, here {shown(here[name])}"
+    numbers = [i for group in own["param_groups"] for i in group["params"]]
+    parameters = [p for group in part.param_groups for p in group["params"]]
+    groups = [group for group in part.param_groups for _ in group["params"]]
+    places = dict(zip(numbers, zip(parameters, groups, strict=True), strict=True))
+    if steps and not state["state"] and _after_a_step(part, groups[0]):
+        return f"it has no state after {steps} steps"
+    for i, row in state["state"].items():
+        parameter, group = places[i]
+        example = _after_a_step(part, group)
+        if example and row.keys() != example.keys():
+            return f"parameter {i} has {', '.join(map(shown, row))}, and must have {', '.join(example)}"
+        for name, value in row.items():
+            if value is None and (not example or example[name] is None):
+                continue
+            if value is None:
+                return f"{name} of parameter {i} is missing"
+            number = torch.as_tensor(value)
+            alone = name == "step" or (example and example[name].ndim == 0)
+            if tuple(number.shape) != (() if alone else tuple(parameter.shape)):
+                return f"{name} of parameter {i} has shape {tuple(number.shape)}"
+            if not number.is_floating_point() and not (name == "step" and type(value) is int):
+                return f"{name} of parameter {i} is {number.dtype}"
+            if not number.isfinite().all():
+                return f"{name} of parameter {i} is not finite"
+            if name == "step" and not (0 <= number <= steps and number == number.round()):
+                return f"step of parameter {i} is {shown(number.item())}, after {steps} steps"
+            if name in SQUARES and number.numel() and number.min() < 0:
+                return f"{name} of parameter {i} has negative squares"
+    return ""
+
+
+SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
+"""What PyTorch's optimizers call means and sums of squares."""
+
+
+def _after_a_step(optimizer: torch.optim.Optimizer, group: Mapping) -> dict[str, object]:
+    """What such an optimizer keeps of a parameter, from a step with a small one; nothing if it cannot be had."""
+    tiny = torch.nn.Parameter(torch.ones(2, 2))
+    tiny.grad = torch.ones(2, 2)
     try:
-        expected = part.state_dict()
-        if isinstance(part, torch.optim.Optimizer):
-            parameters = [parameter for group in part.param_groups for parameter in group["params"]]
-            shapes = {i: {(), tuple(parameter.shape)} for i, parameter in enumerate(parameters)}
-            values = [(i, each) for i, row in state["state"].items() for each in row.values() if each is not None]
-            tensors = [(i, torch.as_tensor(each)) for i, each in values]
-            said, own = ([(g.keys(), g["params"]) for g in each["param_groups"]] for each in (state, expected))
-            fits = said == own and all(tuple(each.shape) in shapes[i] for i, each in tensors)
-            reasons = [] if fits else ["its groups or shapes are not those of the parameters here"]
-        else:
-            given, needed = ({name: tuple(t.shape) for name, t in each.items()} for each in (state, expected))
-            reasons = misfits(given, needed)
-    except (LookupError, TypeError, AttributeError):
-        reasons = ["it is of another form"]
-    if reasons:
-        raise ValueError(f"{what} cannot be restored: {brief(reasons)}")
-    part.load_state_dict(state)
+        made = type(getattr(optimizer, "optimizer", optimizer))([{**group, "params": [tiny]}])
+        made.step()
+    except (TypeError, ValueError, RuntimeError):
+        return {}
+    return dict(made.state[tiny])

@@ -63,6 +63,8 @@ def answers(model, tokenizer, asked: Sequence[Passage | tuple[str, str]], *, bat
                 attention_mask=mask.to(model.device),
                 max_new_tokens=LONGEST,
                 do_sample=False,
+                num_beams=1,  # whatever the model's own settings say
+                repetition_penalty=1.0,
                 stop_strings="\n",
                 tokenizer=tokenizer,
                 pad_token_id=tokenizer.pad_token_id or 0,

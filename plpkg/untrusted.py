@@ -28,7 +28,7 @@ _brief.maxlevel, _brief.maxstring, _brief.maxlist, _brief.maxdict, _brief.maxoth
 
 def shown(value: object) -> str:
     """``repr`` on one line, cut: nobody's megabyte comes back in a message."""
-    return _brief.repr(value)[:300]
+    return " ".join(_brief.repr(value)[:300].split())
 
 
 def sentences(faults: dict[str, list[str]]) -> list[str]:
@@ -101,6 +101,10 @@ def strict_json(data: bytes) -> dict:
     try:
         hooks = dict(parse_int=_number, parse_float=_number, parse_constant=_number)
         value = json.loads(bytes(data).decode(), object_pairs_hook=_unique, **hooks)
+        if b"\\ud" in data.lower():  # an escaped half of a character, which no file or terminal could take
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a string has half a character, {error.object[error.start]!a}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start}") from None
     except json.JSONDecodeError as error:
@@ -253,8 +257,10 @@ def tensor(weights: bytearray, entry: Entry):
     dtype, begin = dtypes[entry.dtype], 8 + header_length(weights) + entry.begin
     if entry.begin == entry.end:
         return torch.empty(entry.shape, dtype=dtype)
-    if entry.dtype == "BOOL" and max(weights[begin : 8 + header_length(weights) + entry.end]) > 1:
-        raise ValueError("a BOOL is 0 or 1")
+    if entry.dtype == "BOOL":
+        values = torch.frombuffer(weights, dtype=torch.uint8, count=entry.end - entry.begin, offset=begin)
+        if values.max() > 1:
+            raise ValueError("a BOOL is 0 or 1")
     if begin % dtype.itemsize:  # torch wants its numbers aligned, safetensors does not
         weights, begin = weights[begin : begin + entry.end - entry.begin], 0
     return torch.frombuffer(weights, dtype=dtype, count=math.prod(entry.shape), offset=begin).view(entry.shape)

@@ -190,28 +190,138 @@ def stepped(module, optimizer):
     return optimizer
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adadelta, partial(torch.optim.SGD, momentum=0.9)])
-def test_a_part_is_restored_where_it_fits_and_only_there(kind):
-    module, here, other = linear(), linear(), linear(4)
-    optimizer = stepped(module, kind(module.parameters(), lr=0.1))
-    mine, others = kind(here.parameters(), lr=0.2), kind(other.parameters(), lr=0.2)
-    for what, part, state in (("m", here, module.state_dict()), ("o", mine, optimizer.state_dict())):
-        checkpoints.restore(what, part, state)
-        assert same(dict(part.state_dict()), dict(state))
-    before = [copy.deepcopy(part.state_dict()) for part in (other, others, here)]
-    wrong = [
-        (other, module.state_dict(), r"'weight': has shape \(3, 2\), and must have \(4, 2\)"),
-        (here, {"weight": here.weight}, "'bias': is missing"),
-        (here, None, "it is of another form"),
-        (here, {"weight": 1, "bias": 2}, "it is of another form"),
-        (others, {}, "it is of another form"),
-        (others, {**optimizer.state_dict(), "param_groups": []}, "its groups or shapes"),
-        (others, optimizer.state_dict(), "its groups or shapes are not those of the parameters here"),
-    ]
-    for part, state, message in wrong:
-        with pytest.raises(ValueError, match=f"^it cannot be restored: .*{message}"):
-            checkpoints.restore("it", part, state)
-    assert all(same(dict(one), dict(two.state_dict())) for one, two in zip(before, (other, others, here), strict=True))
+OPTIMIZERS = {
+    "AdamW": torch.optim.AdamW,
+    "amsgrad": partial(torch.optim.Adam, amsgrad=True),
+    "Adadelta": torch.optim.Adadelta,
+    "Adagrad": torch.optim.Adagrad,
+    "NAdam": torch.optim.NAdam,
+    "SGD": torch.optim.SGD,
+    "momentum": partial(torch.optim.SGD, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_module_and_its_optimizer_are_restored(kind):
+    module, here = linear(), linear()
+    optimizer, mine = stepped(module, kind(module.parameters(), lr=0.1)), kind(here.parameters(), lr=0.2)
+    states = {"module": module.state_dict(), "optimizer": optimizer.state_dict()}
+    checkpoints.restore("it", {"module": here, "optimizer": mine}, states, 1)
+    assert same(dict(here.state_dict()), dict(module.state_dict()))
+    assert same(mine.state_dict()["state"], optimizer.state_dict()["state"])
+    assert [group["lr"] for group in mine.param_groups] == [0.2]  # the rate of a step is the run's to say
+
+
+def row(**changes):
+    """Another state of the first parameter."""
+    return lambda state: state["state"][0].update(changes)
+
+
+def without(name):
+    return lambda state: state["state"][0].pop(name)
+
+
+def group(**changes):
+    return lambda state: state["param_groups"][0].update(changes)
+
+
+def tensor(value, shape=(3, 2), dtype=torch.float32):
+    return torch.full(shape, value, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (row(step=tensor(float("nan"), ())), "step of parameter 0 is not finite"),
+        (row(step=tensor(-5.0, ())), r"step of parameter 0 is -5\.0, after 1 steps"),
+        (row(step=tensor(1e30, ())), r"step of parameter 0 is 1\..*, after 1 steps"),
+        (row(step=tensor(0.5, ())), r"step of parameter 0 is 0\.5, after 1 steps"),
+        (row(step=tensor(1.0)), r"step of parameter 0 has shape \(3, 2\)"),
+        (row(step=True), "step of parameter 0 is torch.bool"),
+        (row(exp_avg=tensor(float("inf"))), "exp_avg of parameter 0 is not finite"),
+        (row(exp_avg=tensor(0.0, ())), r"exp_avg of parameter 0 has shape \(\)"),
+        (row(exp_avg=0), r"exp_avg of parameter 0 has shape \(\)"),
+        (row(exp_avg=None), "exp_avg of parameter 0"),
+        (row(exp_avg=tensor(1, dtype=torch.int64)), "exp_avg of parameter 0 is torch.int64"),
+        (row(exp_avg_sq=tensor(-1.0)), "exp_avg_sq of parameter 0 has negative squares"),
+        (row(odd=tensor(0.0)), "parameter 0 has .*'odd', and must have step, exp_avg, exp_avg_sq"),
+        (without("exp_avg"), "parameter 0 has 'step', 'exp_avg_sq', and must have step, exp_avg, exp_avg_sq"),
+        (lambda state: state["state"].clear(), "it has no state after 1 steps"),
+        (lambda state: state["state"].update({7: state["state"][0]}), "it is of another form"),
+        (lambda state: state["state"].update({0: 5}), "it is of another form"),
+        (group(betas=(5.0, -3.0)), r"betas=\(5\.0, -3\.0\), here \(0\.9, 0\.999\)"),
+        (group(eps=float("nan")), "eps=nan, here 1e-08"),
+        (group(weight_decay=True), "weight_decay=True, here 0"),
+        (group(maximize=True), "maximize=True, here False"),
+        (group(odd=1), "it is of another form: .*odd"),
+        (lambda state: state["param_groups"].clear(), "it is of another form"),
+        (lambda state: state.pop("state"), "it is of another form: .*state"),
+    ],
+)
+def test_an_optimizer_s_state_is_one_that_it_could_have(change, message):
+    module, here = linear(), linear()
+    optimizer, mine = (torch.optim.Adam(each.parameters()) for each in (module, here))
+    state = copy.deepcopy(stepped(module, optimizer).state_dict())
+    change(state)
+    parts, states = {"module": here, "optimizer": mine}, {"module": module.state_dict(), "optimizer": state}
+    before = copy.deepcopy({name: dict(part.state_dict()) for name, part in parts.items()})
+    with pytest.raises(ValueError, match=f"^it: optimizer cannot be restored: .*{message}") as error:
+        checkpoints.restore("it", parts, states, 1)
+    assert len(str(error.value)) <= 300
+    assert same({name: dict(part.state_dict()) for name, part in parts.items()}, before)  # the module neither
+
+
+class Counting(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(3, 2))
+        self.register_buffer("count", torch.tensor(2))
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (dict(weight=tensor(0.0, (1, 2)), count=torch.tensor(2)), r"'weight': has shape \(1, 2\)"),
+        (dict(weight=tensor(0.0)), "'count': is missing"),
+        (dict(weight=tensor(0.0), count=torch.tensor(2), odd=tensor(0.0)), "'odd': does not belong here"),
+        (dict(weight=tensor(float("nan")), count=torch.tensor(2)), "'weight' has values that are not finite"),
+        (dict(weight=tensor(1e300, dtype=torch.float64), count=torch.tensor(2)), "'weight' is torch.float64, and must"),
+        (dict(weight=tensor(True, dtype=torch.bool), count=torch.tensor(2)), "'weight' is torch.bool"),
+        (dict(weight=tensor(0.0), count=torch.tensor(-5)), "'count' has -5, and counts from 0"),
+        (dict(weight=tensor(0.0), count=torch.tensor(2.0)), "'count' is torch.float32"),
+        (dict(weight=1, count=2), "it is of another form"),
+        (None, "it is of another form"),
+    ],
+)
+def test_a_module_s_state_is_one_that_it_could_have(state, message):
+    part = Counting()
+    with pytest.raises(ValueError, match=f"^it: part cannot be restored: .*{message}"):
+        checkpoints.restore("it", {"part": part}, {"part": state}, 1)
+    assert same(dict(part.state_dict()), dict(Counting().state_dict()))
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        ({"lr": True}, "lr=True, now 1"),
+        ({"lr": 1.0}, r"lr=1\.0, now 1"),
+        ({"lr": torch.tensor(1)}, "lr="),
+        ({"lr": 1, "odd": None}, "odd=None, now None"),
+        ({}, "lr=None, now 1"),
+    ],
+)
+def test_a_run_is_the_same_if_its_settings_are_of_value_and_type(tmp_path, saved, message):
+    checkpoints.save(tmp_path / "c.safetensors", {"identity": saved, "weights": torch.zeros(2)})
+    with pytest.raises(checkpoints.OtherRunError, match=f"holds a run with {message}"):
+        checkpoints.load(tmp_path / "c.safetensors", {"lr": 1})
+
+
+def test_long_settings_are_compared_too(tmp_path):
+    long = list(range(100))
+    checkpoints.save(tmp_path / "c.safetensors", {"identity": {"layers": long}})
+    assert checkpoints.load(tmp_path / "c.safetensors", {"layers": long})["identity"] == {"layers": long}
+    with pytest.raises(checkpoints.OtherRunError, match=r"layers=\[0, 1, 2, 3, \.\.\.\], now"):
+        checkpoints.load(tmp_path / "c.safetensors", {"layers": long[::-1]})
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
@@ -273,7 +383,7 @@ def test_a_file_is_whose_the_umask_says_or_its_owners_alone(tmp_path, umask, mas
 
 def test_what_a_killed_run_left_is_swept_when_the_next_begins(tmp_path):
     checkpoints.save(tmp_path / "c.safetensors", {"identity": {}})
-    (tmp_path / "c.safetensors.partial").write_text("half")
+    (tmp_path / "c.safetensors.partial").mkdir()  # nobody's, but where a file will have to be
     (tmp_path / ".partial-abc").mkdir()
     (tmp_path / ".partial-abc" / "m").write_text("half")
     (tmp_path / "mine.partial").write_text("a file of somebody's")

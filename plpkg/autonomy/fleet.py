@@ -66,7 +66,8 @@ def fleet(
         }
         for path in sorted(stems):
             results = checkpoints.load(path, identity).get("results")
-            if not isinstance(results, dict) or not results.keys() <= people.keys():
+            known = isinstance(results, dict) and results.keys() <= people.keys() - done.keys()
+            if not known or not all(isinstance(each, dict) for each in results.values()):
                 raise ValueError(f"{path} has no results of these people: remove it to start anew")
             done |= results
     left = [name for name in names if name not in done]

@@ -25,7 +25,7 @@ from plpkg.autonomy.scope import personal_copy
 from plpkg.corpora.examples import IGNORED, Examples
 from plpkg.learning import learn, rising_and_falling
 from plpkg.results import Tabular
-from plpkg.untrusted import brief, misfits, shown
+from plpkg.untrusted import shown
 from plpkg.validation import number, whole_number
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
@@ -225,26 +225,43 @@ class Task:
     def load_state_dict(self, state: dict) -> None:
         """Go on from there; ValueError if it is not a state of this task, which then is as it was."""
         try:
-            made, left, sizes = state["made"], state["left"], state["sizes"]
+            made, left, sizes, log = state["made"], state["left"], state["sizes"], state["log"]
             whole_number("made", made, 0, self.steps, "steps")
             for what in ("kept", "best"):
-                given, needed = ({name: t.shape for name, t in each.items()} for each in (state[what], self._kept))
-                if reasons := misfits(given, needed):
-                    raise ValueError(brief(reasons))
-            if sum(sizes) != len(left) or not all(0 <= i < len(self._data[0]) for i in left.tolist()):
-                raise ValueError(f"an epoch has {len(self._data[0])} samples, and left are {shown(left.tolist())}")
-            if not all(0 <= row["step"] <= made and math.isfinite(row["loss"]) for row in state["log"]):
-                raise ValueError(f"the log is not of {made} steps")
-            torch.Generator().set_state(state["generator"])
-            checkpoints.restore("the optimizer", self._optimizer, state["optimizer"])
+                if reason := checkpoints.misfit_tensors(state[what], self._kept):
+                    raise ValueError(f"{what}: {reason}")
+            self._judge_order(left, sizes)
+            last = -1
+            for row in log:
+                last = whole_number("a log's step", row["step"], last + 1, made, "made")
+                number("a log's loss", row["loss"])
+                number("a log's accuracy", row["accuracy"], 0, 1)
+            generator, here = state["generator"], self._generator.get_state()
+            if generator.shape != here.shape or generator.dtype != here.dtype:
+                raise ValueError(f"generator has shape {tuple(generator.shape)}, and must have {tuple(here.shape)}")
+            torch.Generator().set_state(generator)
+            parts = {"optimizer": self._optimizer}
+            checkpoints.restore("the task", parts, state, made)
         except (LookupError, TypeError, AttributeError, RuntimeError) as error:
-            raise ValueError(f"it is of another form: {str(error).splitlines()[0]}") from error
+            raise ValueError(f"it is of another form: {shown(str(error))}") from error
         self._generator.set_state(state["generator"])
         with torch.no_grad():
             for name, value in state["kept"].items():
                 self._kept[name].copy_(value)
-        self._order, self.log = list(left.split(sizes)) if sizes else [], list(state["log"])
+        self._order, self.log = list(left.split(sizes)) if sizes else [], list(log)
         self._begin(made, state["best"])
+
+    def _judge_order(self, left: torch.Tensor, sizes: list[int]) -> None:
+        """ValueError if these are not samples of an epoch that are left, each once, in batches."""
+        count = len(self._data[0])
+        if left.dtype != torch.int64 or left.ndim != 1 or len(left) > count:
+            raise ValueError(f"left is {left.dtype} of shape {tuple(left.shape)}, of {count} samples")
+        if len(left) and (left.min() < 0 or left.max() >= count or len(left.unique()) < len(left)):
+            raise ValueError(f"left has other samples than the {count}, or one twice: {shown(left.tolist())}")
+        for size in sizes:
+            whole_number("the size of a batch", size, 1, self._batch, "batch")
+        if not isinstance(sizes, list) or sum(sizes) != len(left):
+            raise ValueError(f"sizes={shown(sizes)} do not add up to the {len(left)} samples that are left")
 
 
 @torch.no_grad()

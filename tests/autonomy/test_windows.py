@@ -183,6 +183,26 @@ STATES = {
     "more steps than all": lambda state: state["task"].update(made=10**9),
     "half a step": lambda state: state["task"].update(made=2.5),
     "a sample that is not there": lambda state: state["task"].update(left=torch.tensor([10**6]), sizes=[1]),
+    "a kept value that is not finite": lambda state: state["task"]["kept"]["head.bias"].fill_(float("nan")),
+    "a best value of another kind": lambda state: state["task"]["best"].update(
+        {"head.bias": state["task"]["best"]["head.bias"].bool()}
+    ),
+    "a sample twice": lambda state: state["task"].update(left=torch.tensor([1, 1]), sizes=[2]),
+    "samples that are no numbers": lambda state: state["task"].update(left=torch.tensor([0.5]), sizes=[1]),
+    "more samples than there are": lambda state: state["task"].update(left=torch.arange(10**6), sizes=[10**6]),
+    "a batch of less than nothing": lambda state: state["task"].update(left=torch.tensor([1]), sizes=[2, -1]),
+    "a batch beyond all bounds": lambda state: state["task"].update(left=torch.tensor([1]), sizes=[2**40, 1 - 2**40]),
+    "a batch that is true": lambda state: state["task"].update(left=torch.tensor([1]), sizes=[True]),
+    "sizes that are a tensor": lambda state: state["task"].update(left=torch.tensor([1]), sizes=torch.tensor([1])),
+    "no batches for what is left": lambda state: state["task"].update(left=torch.tensor([1]), sizes=[]),
+    "half a row": lambda state: state["task"]["log"][0].update(step=0.5),
+    "a row twice": lambda state: state["task"]["log"].append(state["task"]["log"][0]),
+    "a loss below nothing": lambda state: state["task"]["log"][0].update(loss=-1e300),
+    "a share beyond one": lambda state: state["task"]["log"][0].update(accuracy=1.5),
+    "a step of the optimizer that is not a number": lambda state: state["task"]["optimizer"]["state"][0].update(
+        step=torch.tensor(float("nan"))
+    ),
+    "another rate of forgetting": lambda state: state["task"]["optimizer"]["param_groups"][0].update(betas=(0.1, 0.2)),
     "batches of other sizes": lambda state: state["task"].update(sizes=[1]),
     "a row of a later step": lambda state: state["task"]["log"].append({"step": 9, "loss": 1.0, "accuracy": 0.5}),
     "a loss that is not finite": lambda state: state["task"]["log"][0].update(loss=float("nan")),
@@ -192,6 +212,7 @@ STATES = {
         exp_avg=torch.zeros(2)
     ),
     "a generator of three bytes": lambda state: state["task"].update(generator=torch.zeros(3, dtype=torch.uint8)),
+    "a generator in two rows": lambda state: state["task"].update(generator=state["task"]["generator"].view(2, -1)),
     "a generator of floats": lambda state: state["task"].update(generator=torch.zeros(5056)),
 }
 
@@ -210,6 +231,7 @@ def test_a_state_that_is_not_this_tasks_is_refused_and_changes_nothing(name, beg
     after = task.state_dict()
     assert same(after["kept"], before["kept"])
     assert torch.equal(after["generator"], before["generator"])
+    assert same(after["optimizer"]["state"], before["optimizer"]["state"])
     assert after["made"] == before["made"]
 
 
