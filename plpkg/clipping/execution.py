@@ -69,3 +69,5 @@ EXECUTIONS: Mapping[str, Execution] = {
     "ghost": Execution(Choice("gram", "nothing"), two_passes=True),
     "book_keeping": Execution(smaller),
 }
+LOOP = Execution(Choice("instantiate", "gradient"))
+"""One example at a time through autograd: nothing is watched, and nothing is chosen."""

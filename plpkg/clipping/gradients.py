@@ -83,7 +83,7 @@ def clipped_gradients(
     if not isinstance(execution, Execution):
         one_of("execution", execution, ("loop", "auto", *EXECUTIONS))
     owners = None if users is None else numbered(users, batch_size(batch))
-    with _watching(model, loss_per_example, batch, clip, owners) as step:
+    with _watching(model, loss_per_example, batch, clip, owners, alone=execution == "loop") as step:
         if execution == "loop":
             return step.loop()
         if execution == "auto":
@@ -186,10 +186,16 @@ class Step:
 
 @contextmanager
 def _watching(
-    model: torch.nn.Module, loss_per_example: Callable, batch, clip: Clip, owners: torch.Tensor | None = None
+    model: torch.nn.Module,
+    loss_per_example: Callable,
+    batch,
+    clip: Clip,
+    owners: torch.Tensor | None = None,
+    *,
+    alone: bool = False,
 ) -> Iterator[Step]:
     """A step whose recorder leaves the model when it is over."""
-    recorder = Recorder(model)
+    recorder = Recorder(model, alone=alone)
     case = tuple(recorder.parameters), _identity(loss_per_example)
     guards = _GUARDS.setdefault(model, {})
     recorder.guard = guards.get(case, recorder.guard)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 from torch.func import functional_call, vjp, vmap
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.pytorch_utils import Conv1D
 
@@ -195,8 +196,10 @@ class Site:
         try:
             with precision:  # a rule may run the layer; sums and norms are not for autocast to round
                 parts = self.rule(call)
-        except (NotImplementedError, ValueError) as error:
-            raise type(error)(f"{self}: {error}") from error
+        except NotImplementedError as error:
+            raise NotImplementedError(f"{self}: {error}; {LOOP_TAKES_IT}") from error
+        except ValueError as error:
+            raise ValueError(f"{self}: {error}") from error
         for name, part in parts.items():
             if isinstance(part, torch.Tensor):
                 part = part.to(torch.promote_types(part.dtype, torch.float32))
@@ -216,22 +219,39 @@ def sites(model: nn.Module, names: Mapping[int, str]) -> list[Site]:
     """
     learning, covered = [], set()
     for name, module in model.named_modules():
-        if module in covered:
+        if module in covered or isinstance(module, HOLDERS):
             continue
         unit = isinstance(module, UNITS)
-        keys = {n: names[id(p)] for n, p in module.named_parameters(recurse=unit) if id(p) in names}
         if unit:
             covered |= set(module.modules())
+            keys = {n: names[id(p)] for n, p in module.named_parameters() if id(p) in names}
         else:  # what a layer below owns as well is counted there
-            below = {id(p) for child in module.children() for p in child.parameters()}
-            keys = {n: key for n, key in keys.items() if id(module._parameters[n]) not in below}
+            below = {id(p) for child in _layers_below(module) for p in child.parameters()}
+            keys = {n: names[id(p)] for n, p in _held(module) if id(p) in names and id(p) not in below}
         if keys:
-            learning.append(Site(name, module, any_layer if unit else rule_for(module), keys))
+            whole = unit or any("." in n for n in keys)
+            learning.append(Site(name, module, any_layer if whole else rule_for(module), keys))
     return learning
 
 
-def refusal(module: nn.Module) -> str | None:
-    """Why a layer's examples cannot be told apart, or depend on each other, or ``None``."""
+def _held(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
+    """A module's own parameters, and those that it keeps in lists and the like, which are never called."""
+    yield from ((prefix + name, p) for name, p in module._parameters.items() if p is not None)
+    for name, child in module.named_children():
+        if isinstance(child, HOLDERS):
+            yield from _held(child, f"{prefix}{name}.")
+
+
+def _layers_below(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, HOLDERS):
+            yield from _layers_below(child)
+        else:
+            yield child
+
+
+def refusal(module: nn.Module, alone: bool = False) -> str | None:
+    """Why a layer's examples depend on each other or, where one is not ``alone``, cannot be told apart; or ``None``."""
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         if module.training or module.running_mean is None:
             return (
@@ -246,10 +266,12 @@ def refusal(module: nn.Module) -> str | None:
         learns = module.weight.requires_grad
         if module.max_norm is not None:
             return f"has max_norm={module.max_norm}, which rescales the rows that a batch reads, outside the gradient"
-        if learns and module.scale_grad_by_freq:
+        if learns and module.scale_grad_by_freq and not alone:
             return "has scale_grad_by_freq=True, which scales an example's gradient by the others' tokens"
         if learns and module.sparse:
             return "has sparse=True; the noise of DP-SGD is dense: use sparse=False"
+    elif alone:
+        return None
     elif reason := REFUSED.get(type(module).__name__):
         return reason if any(p.requires_grad for p in module.parameters()) else None
     elif isinstance(module, (nn.RNNBase, nn.RNNCellBase)) and any(p.requires_grad for p in module.parameters()):
@@ -260,8 +282,8 @@ def refusal(module: nn.Module) -> str | None:
     return None
 
 
-def check_layers(model: nn.Module) -> None:
-    """Refuse what mixes examples, or cannot tell them apart.
+def check_layers(model: nn.Module, *, alone: bool = False) -> None:
+    """Refuse what mixes examples or, where one is not ``alone``, cannot tell them apart.
 
     Raises
     ------
@@ -269,8 +291,9 @@ def check_layers(model: nn.Module) -> None:
         The message names the layer.
     """
     for name, module in model.named_modules():
-        if reason := refusal(module):
-            raise ValueError(f"{name or 'the model'} ({type(module).__name__}) {reason}")
+        if reason := refusal(module, alone):
+            otherwise = "" if refusal(module, alone=True) else f"; {LOOP_TAKES_IT}"
+            raise ValueError(f"{name or 'the model'} ({type(module).__name__}) {reason}{otherwise}")
 
 
 def scale_offset(module: nn.Module) -> int | None:
@@ -369,5 +392,8 @@ REFUSED: Mapping[str, str] = {
     "PrefixEncoder": _PROMPT,
 }
 """PEFT's layers by name, which need not be loaded."""
+LOOP_TAKES_IT = "execution='loop' takes it, one example at a time"
+HOLDERS = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict, ParametrizationList)
+"""What keeps parameters or layers for the module that it is in."""
 UNITS = (nn.MultiheadAttention,)
 """Layers that use their children's parameters without calling the children."""

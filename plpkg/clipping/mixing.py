@@ -214,6 +214,11 @@ class Guard:
             self._probes[key], self._new = self._probe, True
         self._probe = self._probes[key]
 
+    def stand(self, model: nn.Module) -> None:
+        """A forward pass of one example begins: nothing can mix it with others, but the model may keep some of it."""
+        self._contents, self._whole = self.fresh, max(0, self._whole - 1)
+        self._state = state(model, contents=self._contents)
+
     def still(self, model: nn.Module) -> None:
         """Refuse a forward pass that has changed something since it began.
 

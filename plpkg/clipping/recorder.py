@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from plpkg.clipping import factors
 from plpkg.clipping.batches import Rows, float_tensors
-from plpkg.clipping.clip import Clip, check_finite
+from plpkg.clipping.clip import Clip, check_finite, clip_dense
 from plpkg.clipping.dropout import Kept
 from plpkg.clipping.execution import Execution
 from plpkg.clipping.factors import Outer
@@ -90,7 +90,8 @@ def tap(
     # What is the same for all examples gets a gradient of its own for each of them.
     outputs = [rows.given(results[i], batch) for i in places]
     inputs = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    again = [_by_example(rows, tensor.detach(), batch) for tensor in outputs] if site.rule is any_layer else []
+    # Copies: what comes after the layer may change its output in place, as nn.ReLU(inplace=True) does.
+    again = [_by_example(rows, tensor.detach().clone(), batch) for tensor in outputs if site.rule is any_layer]
     device = outputs[0].device.type
     precision = dict(dtype=torch.get_autocast_dtype(device), enabled=torch.is_autocast_enabled(device))
     others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -280,6 +281,8 @@ class Recorder:
         A model; what has ``requires_grad`` learns.
     guard
         What former recorders of the model have seen, in the same training.
+    alone
+        Each forward pass is of one example: layers need not be watched, its gradient is autograd's.
 
     Attributes
     ----------
@@ -300,14 +303,14 @@ class Recorder:
         Another recorder watches the model.
     """
 
-    def __init__(self, model: nn.Module, guard: Guard | None = None) -> None:
+    def __init__(self, model: nn.Module, guard: Guard | None = None, *, alone: bool = False) -> None:
         if model in _WATCHED:
             raise RuntimeError("the model is watched already: by make_private, or by a call that is not finished")
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise ValueError("no parameter of the model has requires_grad=True")
-        self.guard = guard or Guard()
-        check_layers(model)
+        self.guard, self.alone = guard or Guard(), alone
+        check_layers(model, alone=alone)
         for name, p in self.parameters.items():
             if p._backward_hooks:
                 raise ValueError(f"{name} has a gradient hook, which clipping would leave out: remove it")
@@ -327,10 +330,12 @@ class Recorder:
         for site in sites(model, {id(p): name for name, p in self.parameters.items()}):
             for key in site.keys.values():
                 self.layers.setdefault(key, site.name)
+            if alone:
+                continue
             # First, so that what other hooks do with the output comes after the tap, and is differentiated.
             after = dict(with_kwargs=True, always_call=True, prepend=True)
             self._hooks += [
-                site.module.register_forward_pre_hook(self._before(site)),
+                site.module.register_forward_pre_hook(self._before(site), prepend=True),
                 site.module.register_forward_hook(self._after(site), **after),
             ]
         _WATCHED.add(model)
@@ -406,6 +411,8 @@ class Recorder:
         two_passes = execution.two_passes and not clip.local
         try:
             self._find_leaves(losses)
+            if self.alone:
+                return self._of_one(losses, clip, loss_scale)
             if verify:
                 self.guard.verify(losses, self.passing)
             while True:
@@ -430,6 +437,16 @@ class Recorder:
             return {key: sums.get(key) for key in self.parameters}, norms
         finally:
             self.forget()
+
+    def _of_one(self, losses: torch.Tensor, clip: Clip, loss_scale: float):
+        """The gradient of one example, clipped: the definition, whatever its layers are."""
+        with self.set_aside():
+            (losses * loss_scale).sum().backward()
+            found = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        wide = {name: grad[None].to(torch.promote_types(grad.dtype, torch.float32)) for name, grad in found.items()}
+        sums, norms = clip_dense({name: grad / loss_scale for name, grad in wide.items()}, clip, self.layers)
+        check_finite(norms, 0, len(norms))
+        return {name: sums.get(name) for name in self.parameters}, norms
 
     def _refuse_stray(self) -> None:
         """After a backward pass: nothing has come past the layers."""
@@ -509,7 +526,10 @@ class Recorder:
             finally:
                 self._probe = None
 
-        self.guard.begin(module, args, kwargs, self.batch, run)
+        if self.alone:
+            self.guard.stand(module)
+        else:
+            self.guard.begin(module, args, kwargs, self.batch, run)
 
     def _end(self, module, args, output) -> None:
         if self.recording and module is self.model:

@@ -12,21 +12,25 @@ example that is not there is one whose gradient is zero).
 """
 
 import math
+import secrets
 import warnings
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
 from opacus.accountants import IAccountant, create_accountant
 from opacus.accountants.utils import get_noise_multiplier
 
 from plpkg.clipping.clip import Clip
+from plpkg.untrusted import shown
 from plpkg.validation import number, one_of, whole_number
 
 ACCOUNTANTS = ("prv", "rdp")
+Spent = tuple[float, float, int]
+"""σ, the sampling rate, and how many steps had them."""
 HIGHEST_PRV = 100.0
 """The target ε beyond which the tight accountant would search for minutes."""
 
@@ -72,30 +76,128 @@ class Mechanism:
     def spends(self, step: int) -> tuple[float, float] | None:
         """The σ and the sampling rate to account for a step; ``None`` where an epoch's first has counted for all."""
         if self.epoch is None:
-            return self.at(step).noise_multiplier, self.sample_rate
+            sigma = self.noise_multiplier
+            return sigma(step) if callable(sigma) else sigma, self.sample_rate
         return None if step % self.epoch else (self.noise_multiplier, 1.0)
 
-    def steps_within(self, epsilon: float, delta: float) -> int:
-        """How many steps spend no more than ``epsilon``.
+    def steps_within(self, epsilon: float, delta: float, first: int = 0, before: Sequence[Spent] = ()) -> int:
+        """How many steps can be taken, counted from 0, so that no more than ``epsilon`` is spent.
 
-        Raises
-        ------
-        ValueError
-            Not even one does.
+        Parameters
+        ----------
+        first, before
+            The next step's number, and what has been spent.
         """
         number("max_epsilon", epsilon, open_low=True)
 
         def fits(steps: int) -> bool:
-            made, counts = create_accountant(self.accountant), Counter(map(self.spends, range(steps)))
-            made.history = [(*pair, count) for pair, count in counts.items() if pair]
-            return spent(made, delta) <= epsilon
+            counts = Counter(map(self.spends, range(first, steps)))
+            history = [*before, *((*pair, count) for pair, count in counts.items() if pair)]
+            return spent(accountant_of(self.accountant, history), delta) <= epsilon
 
-        if not fits(1):
-            raise ValueError(f"max_epsilon={epsilon!r} is less than the first step spends")
-        high = 2
-        while fits(high):
+        high = 1
+        while fits(first + high):
             high *= 2
-        return bisect_left(range(high), True, lo=high // 2, key=lambda steps: not fits(steps)) - 1
+        return bisect_left(range(first + high), True, lo=first + high // 2, key=lambda steps: not fits(steps)) - 1
+
+
+@dataclass
+class Life:
+    """Steps of a training whose noise was drawn once: it goes on, and never back.
+
+    Attributes
+    ----------
+    number
+        What noise and samples are drawn with, beside the seed and the step.
+    name
+        Random: tells the lives of two trainings apart.
+    steps
+        The number of its next step.
+    spent
+        What its steps have spent.
+    epochs
+        The shuffled epochs that have been counted.
+    """
+
+    number: int = 0
+    name: str = field(default_factory=lambda: secrets.token_hex(16))
+    steps: int = 0
+    spent: list[Spent] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
+
+    def spend(self, sigma: float, rate: float) -> None:
+        """One more step; those in a row that spend the same are one entry, as in Opacus's accountants."""
+        last = self.spent[-1] if self.spent else None
+        if last and last[:2] == (sigma, rate):
+            self.spent[-1] = sigma, rate, last[2] + 1
+        else:
+            self.spent.append((sigma, rate, 1))
+
+
+class Ledger:
+    """Every step that was released from a model, by life. It only grows.
+
+    A training that goes back to an earlier state has nevertheless released what came after it. So those steps stay
+    spent, and what follows is another life, whose noise and samples are drawn anew: the same noise on two gradients
+    would cancel in their difference.
+    """
+
+    def __init__(self) -> None:
+        self._lives: dict[str, Life] = {}
+
+    @property
+    def spent(self) -> list[Spent]:
+        """What the steps of all lives have spent."""
+        return [entry for life in self._lives.values() for entry in life.spent]
+
+    def life(self, steps: int, name: str = "") -> Life:
+        """The life in which the step of this number is taken: the one of this name, unless a step so far has been
+        taken with its number already, else a new one.
+        """
+        life = self._lives.get(name)
+        if life is None or any(each.number == life.number and each.steps > steps for each in self._lives.values()):
+            life = Life(max((each.number + 1 for each in self._lives.values()), default=0), steps=steps)
+        return life
+
+    def record(self, life: Life) -> None:
+        """A step of a life is about to be released."""
+        self._lives[life.name] = life
+
+    def state(self, life: Life) -> list[dict]:
+        """All lives, and this one, which may have released nothing yet."""
+        return [asdict(each) for each in {**self._lives, life.name: life}.values()]
+
+    def merge(self, state: object) -> None:
+        """Take over the steps of a saved ledger that are not in this one.
+
+        Raises
+        ------
+        ValueError
+            It is none.
+        """
+        lives = [_life(each) for each in state] if isinstance(state, list) else None
+        if not lives:
+            raise ValueError(f"lives must be a list with one at least, got {shown(state)}")
+        for life in lives:
+            if life.name not in self._lives or self._lives[life.name].steps < life.steps:
+                self._lives[life.name] = life
+
+
+def _life(given: object) -> Life:
+    try:
+        life = Life(**given)
+        entries = [tuple(entry) for entry in life.spent]
+        for sigma, rate, count in entries:
+            number("σ", sigma)
+            number("the sampling rate", rate, 0, 1, open_low=True)
+            whole_number("count", count, 1)
+        whole_number("number", life.number, 0)
+        whole_number("steps", life.steps, 0)
+        for epoch in life.epochs:
+            whole_number("epoch", epoch, 0)
+    except TypeError as error:
+        raise ValueError(f"not a life of a private training: {shown(given)}") from error
+    return replace(life, name=str(life.name), spent=entries, epochs=list(life.epochs))
 
 
 def epsilon_of(
@@ -124,9 +226,15 @@ def epsilon_of(
     sigma = number("noise_multiplier", noise_multiplier)
     number("sample_rate", sample_rate, 0, 1, open_low=True)
     whole_number("steps", steps, 0)
-    made = create_accountant(one_of("accountant", accountant, ACCOUNTANTS))
-    made.history = [(sigma, sample_rate, steps)] if steps else []
-    return spent(made, delta)
+    one_of("accountant", accountant, ACCOUNTANTS)
+    return spent(accountant_of(accountant, [(sigma, sample_rate, steps)] if steps else []), delta)
+
+
+def accountant_of(name: str, history: Sequence[Spent]) -> IAccountant:
+    """Opacus's accountant of this name, after these steps."""
+    made = create_accountant(name)
+    made.history = list(history)
+    return made
 
 
 def spent(accountant: IAccountant, delta: float) -> float:

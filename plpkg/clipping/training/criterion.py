@@ -87,7 +87,8 @@ class OwnLoss:
     """The loss that a Hugging Face model computes itself from ``labels``, an example at a time.
 
     The model's own is the mean over the tokens of all examples, so that one example's weight depends on the others'
-    lengths. Here each example's is the mean over its own tokens.
+    lengths. Here each example's is the mean over its own tokens. A term beside that, such as a router's, is of the whole
+    batch: it is kept where a batch is one example, and refused else.
 
     Raises
     ------
@@ -113,6 +114,14 @@ class OwnLoss:
         labels = inputs.get("labels")
         if not isinstance(labels, torch.Tensor) or "logits" not in output:
             raise ValueError("criterion=None takes the model's own loss: call the model with labels=…, by name")
+        if _has_another_term(output["loss"], output["logits"]):
+            if batch > 1:
+                raise ValueError(
+                    f"the loss of {type(model).__name__} has a term that does not come from logits and labels (a "
+                    "router's?) and is of the whole batch: take max_physical_batch_size=1, which keeps it, or give a "
+                    "criterion"
+                )
+            return output["loss"].reshape(1)
         if not self._compared:
             self._compare(model, inputs, batch)
             self._compared = True
@@ -120,8 +129,7 @@ class OwnLoss:
 
     def _compare(self, model: nn.Module, inputs: Mapping, batch: int) -> None:
         with torch.random.fork_rng(), torch.no_grad(), Without():
-            alone = {name: value for name, value in inputs.items() if name != "num_items_in_batch"}
-            alone = examples(alone, slice(0, 1), of=batch)
+            alone = examples(inputs, slice(0, 1), of=batch)
             output = model.forward(**alone | {"return_dict": True})
             own, ours = output["loss"].nan_to_num(), _loss(model, output["logits"], alone["labels"])
         if not torch.allclose(own, ours, rtol=1e-3, atol=1e-6):
@@ -129,6 +137,19 @@ class OwnLoss:
                 f"the loss of {type(model).__name__} for one example is {own.item():.6g}, and not the "
                 f"{ours.item():.6g} of its loss function for logits and labels: give a criterion"
             )
+
+
+def _has_another_term(loss: torch.Tensor, logits: torch.Tensor) -> bool:
+    """Whether a gradient leaves the loss on another way than through the logits, however small it is."""
+    nodes, known = [loss.grad_fn], {None, logits.grad_fn}
+    while nodes:
+        if (node := nodes.pop()) in known:
+            continue
+        if not node.next_functions or hasattr(node, "report"):  # a leaf, or a watched layer
+            return True
+        known.add(node)
+        nodes += [after for after, _ in node.next_functions]
+    return False
 
 
 def _loss(model: nn.Module, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

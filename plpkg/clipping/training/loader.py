@@ -15,16 +15,21 @@ from plpkg.clipping.training.processes import Processes
 from plpkg.clipping.training.randomness import Randomness
 
 
-@dataclass(frozen=True)
+@dataclass
 class Piece:
     """A batch: the indices of its examples, and who owns each.
 
-    If it ``goes_on``, all its examples are one user's, and the next batch has more of them.
+    If it ``goes_on``, all its examples are one user's, and the next batch has more of them. ``last`` ends the sample
+    with the number ``draw``, after which its loop over the data loader has ``left`` more.
     """
 
     indices: list[int]
     owners: list[int]
     goes_on: bool = False
+    last: bool = False
+    draw: int = 0
+    left: int = 0
+    loop: object = None
 
 
 class PrivateSampler(Sampler):
@@ -58,25 +63,38 @@ class PrivateSampler(Sampler):
     ) -> None:
         self.members, self.rate, self.steps, self.processes = members, rate, steps, processes
         self.randomness, self.limit, self.shuffled = randomness, limit, shuffled
-        self.drawn = 0  # the number of the next sample, over all epochs
+        self.drawn = 0  # the number of the sample after the latest that was trained on, over all epochs
         self.left = steps  # samples that the epoch still has
         self.resumes = False  # whether the next epoch is the rest of one; after a break it is a new one
-        self.pieces: deque[tuple[Piece, bool]] = deque()  # asked for, not given; and whether it ends a sample
+        self.asked: deque[Piece] = deque()  # by the latest loop; not given yet
+        self._next = 0  # the sample that nobody has asked for, however many loops there are
 
-    def resume(self, drawn: int, left: int) -> None:
-        """Go on with a sample's number, where an epoch has so many left."""
+    def resume(self, drawn: int, left: int, *, anew: bool) -> None:
+        """Go on with a sample's number, where an epoch has so many left; ``anew``: none of them has been drawn yet."""
         self.drawn, self.left, self.resumes = drawn, left, True
+        self._next = drawn if anew else max(drawn, self._next)
+
+    def trained(self, piece: Piece) -> None:
+        """A batch has been given to be trained on."""
+        if piece.last:
+            self.drawn, self.left = max(self.drawn, piece.draw + 1), piece.left
 
     def __len__(self) -> int:
         return self.steps
 
     def __iter__(self) -> Iterator[list[int]]:
-        self.pieces.clear()
-        first = self.drawn
-        for draw in range(first, first + self.left):
+        """A loop over samples of its own, whatever other loops there are; ``asked`` are its batches."""
+        self.asked = deque()
+        return self._loop(self.asked, self.left if self.resumes and self.left else self.steps)
+
+    def _loop(self, asked: deque[Piece], left: int) -> Iterator[list[int]]:
+        while left:
+            draw, self._next, left = self._next, self._next + 1, left - 1
             pieces = self._pieces(self.processes.share(self._users(draw))) or [Piece([], [])]
+            pieces[-1].last = True
             for piece in pieces:
-                self.pieces.append((piece, piece is pieces[-1]))
+                piece.draw, piece.left, piece.loop = draw, left, asked
+                asked.append(piece)
                 yield piece.indices
 
     def _users(self, draw: int) -> list[int]:
@@ -136,25 +154,25 @@ class PrivateLoader(DataLoader):
         self._private = private
 
     def __iter__(self) -> Iterator:
+        """Batches to train on, and steps of noise for empty samples; in an evaluation batches alone."""
         sampler, private = self.batch_sampler, self._private
-        private.restart()
-        if not (sampler.resumes and sampler.left):
-            sampler.left = sampler.steps
-        sampler.resumes, left = False, sampler.left
-        if private.done:
+        if private.learning and private.done:
             return
-        for batch in super().__iter__():
-            piece, last = sampler.pieces.popleft()
-            if last:
-                left -= 1
-                sampler.drawn, sampler.left = sampler.drawn + 1, left
-            private.begin(piece, last)
-            if batch is None:
-                private.skip()
-            else:
+        batches, pieces = super().__iter__(), []
+        asked, sampler.resumes = sampler.asked, sampler.resumes and not private.learning
+        for batch in batches:
+            pieces.append(asked.popleft())
+            if batch is None and not private.learning:
+                continue  # a step of noise only if what comes next is trained on
+            private.offer(pieces)
+            if private.learning:
+                private.begin()
+            if batch is not None:
                 yield batch
-            if last and private.done:
+            if pieces[-1].last and private.learning and private.done:
                 return
+            pieces = []
+        private.offer([])
 
 
 class _Collate:

@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader
 
 from plpkg.clipping.batches import numbered
 from plpkg.clipping.clip import Clip
-from plpkg.clipping.execution import EXECUTIONS
+from plpkg.clipping.execution import EXECUTIONS, LOOP
 from plpkg.clipping.planner import Plan
 from plpkg.clipping.training.accounting import ACCOUNTANTS, Mechanism, noise_for
 from plpkg.clipping.training.loader import PrivateLoader, PrivateSampler, check_loader
@@ -104,7 +104,9 @@ def make_private(
         ``False``: shuffled batches. ε is then what holds for any order (:mod:`plpkg.clipping.training.accounting`), far
         above what an accountant says that takes them for Poisson samples.
     execution
-        ``per_sample``, ``fast``, ``ghost``, ``book_keeping``, or what :func:`plpkg.clipping.plan` found.
+        ``per_sample``, ``fast``, ``ghost``, ``book_keeping``, or what :func:`plpkg.clipping.plan` found; or ``loop``,
+        the slow road that is always there: the data loader gives one example at a time, and autograd its gradient.
+        See the table below.
     clipping
         ``flat``, ``automatic`` or ``per_layer``.
     accountant
@@ -129,6 +131,26 @@ def make_private(
 
     Notes
     -----
+    What each kind of layer needs:
+
+    ===========================================================  ====================================================
+    layers with parameters that learn                            executions
+    ===========================================================  ====================================================
+    Linear, GPT-2's Conv1D, Embedding, Conv1d, Conv2d,           all, by a rule of their own
+    LayerNorm, RMSNorm, GroupNorm, the families' RMSNorms
+    any other module of which ``torch.func`` can differentiate   all, by ``torch.func.vmap``
+    one example: Conv3d, ConvTranspose, InstanceNorm, PReLU,
+    MultiheadAttention, parameters of its own; with
+    ParameterList, ParameterDict or parametrizations in it:
+    PEFT's IA3, VeRA, AdaLoRA, weight norm
+    used past their module (``F.linear(h, other.weight)``),      ``loop`` alone
+    without the examples first (tables of relative positions),
+    fused kernels (RNN, GRU, LSTM), DoRA, prompts that PEFT
+    repeats
+    BatchNorm and what else keeps something of examples,         none: replace them
+    ``max_norm`` of embeddings, sparse gradients
+    ===========================================================  ====================================================
+
     The model carries hooks until :meth:`Private.remove`: save its ``state_dict()``, not the object. In each forward
     pass a guard (:mod:`plpkg.clipping.mixing`) sees that nothing has changed under the training that would breach it.
 
@@ -138,13 +160,18 @@ def make_private(
     _check(model, optimizer, criterion)
     check_whole(model)
     if not isinstance(execution, Plan):
-        one_of("execution", execution, tuple(EXECUTIONS))
+        one_of("execution", execution, ("loop", *EXECUTIONS))
+    executed = execution.execution if isinstance(execution, Plan) else EXECUTIONS.get(execution, LOOP)
     one_of("accountant", accountant, ACCOUNTANTS)
     flag("poisson_sampling", poisson_sampling)
     if callable(noise_multiplier) and not poisson_sampling:
         raise ValueError("poisson_sampling=False takes one noise_multiplier for all steps, got a function")
     if max_physical_batch_size is not None:
         whole_number("max_physical_batch_size", max_physical_batch_size, 1)
+    if executed is LOOP and max_physical_batch_size not in (None, 1):
+        raise ValueError(
+            f"execution='loop' takes one example at a time, got max_physical_batch_size={max_physical_batch_size}"
+        )
     if data_loader is None:
         if sample_rate is None or expected_batch_size is None:
             raise ValueError("without a data_loader, sample_rate and expected_batch_size must be given")
@@ -168,32 +195,37 @@ def make_private(
     sigma = _sigma(noise_multiplier, target_epsilon, target_delta, epochs, *spending, accountant)
     number_of_users = None if users is None else len(members)
     mechanism = Mechanism(accountant, sigma, sample_rate, max_grad_norm, clipping, number_of_users, epoch)
-    Clip(mechanism.at(0).max_grad_norm, clipping)  # refuses what it cannot clip to
+    first = mechanism.at(0)
+    Clip(first.max_grad_norm, clipping)  # refuses what it cannot clip to
     if max_epsilon is not None and target_delta is None:
         raise ValueError(f"max_epsilon={max_epsilon!r} needs a target_delta")
-    max_steps = math.inf if max_epsilon is None else mechanism.steps_within(max_epsilon, target_delta)
     processes = Processes()
     told = {"number of examples": len(members), "batch size": expected_batch_size}
-    processes.agree(model, asdict(mechanism.at(0)) | told)
+    processes.agree(model, asdict(first) | told)
     private = Private(
         model,
         optimizer,
         criterion,
         mechanism,
         expected_batch_size,
-        execution.execution if isinstance(execution, Plan) else EXECUTIONS[execution],
+        executed,
         Randomness(seed, secure=secure),
         processes,
+        None if max_epsilon is None else (max_epsilon, target_delta),
     )
-    private.max_steps = max_steps
     try:
-        mechanism.at(0).clip.limits(private.layers)
+        first.clip.limits(private.layers)
+        if private.done:
+            before = (
+                "" if not private.accountant.history else f", beside the ε={private.epsilon(target_delta):.4g} before"
+            )
+            raise ValueError(f"max_epsilon={max_epsilon!r} is less than the first step spends{before}")
     except ValueError:
         private.remove()
         raise
     if data_loader is not None:
         shuffled = None if epoch is None else expected_batch_size
-        limit = max_physical_batch_size or len(data_loader.dataset)
+        limit = 1 if executed is LOOP else max_physical_batch_size or len(data_loader.dataset)
         samples = sample_rate, steps, private.randomness, processes, limit, shuffled
         private.data_loader = PrivateLoader(data_loader, private, PrivateSampler(members, *samples))
     return private

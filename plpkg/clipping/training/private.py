@@ -4,28 +4,30 @@ DP-SGD (Abadi et al., arXiv 1607.00133): a Poisson sample, each example's gradie
 standard deviation σ·C on their sum, divided by the *expected* batch size. ε comes from Opacus's accountants.
 """
 
-import copy
 import math
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 
 import torch
-from opacus.accountants import create_accountant
+from opacus.accountants import IAccountant
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from plpkg.clipping.batches import check_losses, leaves, numbered
 from plpkg.clipping.clip import Clip, clip_dense, zeros_for
-from plpkg.clipping.execution import Execution
+from plpkg.clipping.execution import LOOP, Execution
 from plpkg.clipping.mixing import modules_of
 from plpkg.clipping.recorder import Recorder
-from plpkg.clipping.training.accounting import Mechanism, spent
+from plpkg.clipping.training.accounting import Ledger, Life, Mechanism, accountant_of, spent
 from plpkg.clipping.training.criterion import OwnLoss, PrivateCriterion, PrivateLoss
 from plpkg.clipping.training.loader import Piece, PrivateLoader, PrivateSampler
 from plpkg.clipping.training.processes import Processes
 from plpkg.clipping.training.randomness import Randomness
 from plpkg.validation import whole_number
 
+_LEDGERS: weakref.WeakKeyDictionary[torch.nn.Module, Ledger] = weakref.WeakKeyDictionary()
+"""What has been released from a model, by all of its private trainings."""
 UNCLIPPED = Clip(1e30)
 """For a part of what is one user's, which is clipped when the rest has come: in float32 still a number."""
 
@@ -54,11 +56,9 @@ class Private:
         Its losses clip when they go backward.
     data_loader
         Gives Poisson samples; ``None`` where you sample yourself.
-    mechanism, accountant, steps, max_steps
-        What is spent in a step, what has been spent, in how many steps, and how many are allowed.
+    mechanism, steps, max_steps
+        What is spent in a step, the number of the next one, and of the first that is not allowed.
     """
-
-    max_steps = math.inf
 
     def __init__(
         self,
@@ -70,6 +70,7 @@ class Private:
         execution: Execution,
         randomness: Randomness,
         processes: Processes,
+        limit: tuple[float, float] | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self._own = OwnLoss(model) if criterion is None else None
@@ -77,10 +78,13 @@ class Private:
         self.data_loader: PrivateLoader | None = None
         self.mechanism, self.expected_batch_size = mechanism, expected_batch_size
         self.execution, self.randomness, self.processes = execution, randomness, processes
-        self.accountant = create_accountant(mechanism.accountant)
-        self.steps = 0
         self.progress = Progress()
-        self.recorder = Recorder(model)
+        self._limit = limit
+        self._offered: list[Piece] = []
+        self._loop: object = None  # over the data loader, whose batches are trained on
+        self._ledger = _LEDGERS.setdefault(model, Ledger())
+        self._enter(self._ledger.life(0), 0)
+        self.recorder = Recorder(model, alone=execution is LOOP)
         self._released: dict[str, tuple[torch.Tensor, int]] = {}
         # Before the recorder's own hooks, and after: the model may be a layer itself. Closures, so that a copy of the
         # model does not copy all this.
@@ -104,7 +108,47 @@ class Private:
     @property
     def noise_multiplier(self) -> float:
         """The noise multiplier σ of the next step, in units of C."""
-        return self.mechanism.at(self.steps).noise_multiplier
+        return self.now.noise_multiplier
+
+    @property
+    def now(self) -> Mechanism:
+        """What the next step is made with. Functions of its number are asked once: for it is clipped, drawn and spent
+        what they said at first, whatever they would say later.
+        """
+        if self._now is None:
+            self._now = self.mechanism.at(self.steps)
+            if self._limit and self._now.noise_multiplier != self._planned.at(self.steps).noise_multiplier:
+                self._plan()  # it does not say what it said before
+        return self._now
+
+    def _enter(self, life: Life, steps: int) -> None:
+        """Go on in a life, with the step of this number."""
+        self._life, self.randomness.life, self.steps, self._now = life, life.number, steps, None
+        self._plan()
+
+    def _plan(self) -> None:
+        """How many steps ``max_epsilon`` allows, if functions go on as they say now."""
+        sigma, now, first = self.mechanism.noise_multiplier, self._now, self.steps
+
+        @cache
+        def planned(step: int) -> float:
+            return now.noise_multiplier if now and step == first else sigma(step)
+
+        self._planned = replace(self.mechanism, noise_multiplier=planned) if callable(sigma) else self.mechanism
+        before = self._ledger.spent
+        self.max_steps = self._planned.steps_within(*self._limit, self.steps, before) if self._limit else math.inf
+
+    @property
+    def accountant(self) -> IAccountant:
+        """Opacus's accountant after all steps that were released from the model: those before ``make_private`` was
+        called again, and those after a state that was gone back to, as well.
+        """
+        return accountant_of(self.mechanism.accountant, self._ledger.spent)
+
+    @property
+    def learning(self) -> bool:
+        """Whether the model is in training mode, with gradients: else it is being evaluated."""
+        return self.model.training and torch.is_grad_enabled()
 
     @property
     def layers(self) -> list[str]:
@@ -157,7 +201,7 @@ class Private:
             hook.remove()
 
     def state_dict(self) -> dict:
-        """What to save beside the model's and the optimizer's states: the accountant, and which sample comes next.
+        """What to save beside the model's and the optimizer's states: what was spent, and which sample comes next.
 
         Raises
         ------
@@ -167,16 +211,21 @@ class Private:
         if self.progress.sums or self.progress.added:
             raise RuntimeError("a sample is half done: save after step() and before the next batch's backward()")
         return {
-            "accountant": copy.deepcopy(self.accountant.state_dict()),
+            "lives": self._ledger.state(self._life),
+            "life": self._life.name,
             "steps": self.steps,
             "drawn": self.sampler.drawn if self.sampler else 0,
             "left": self.sampler.left if self.sampler else 0,
             "shuffling": self.randomness.shuffling,
-            "identity": asdict(self.mechanism.at(self.steps)),
+            "identity": asdict(self.now),
         }
 
     def load_state_dict(self, state: dict) -> None:
         """Go on where :meth:`state_dict` was called: the same ε, and with the same seed the same samples and noise.
+
+        Where steps that came after that state have been released from this model, they stay spent, and other samples
+        and noise are drawn for what follows. Two processes that go on with one state do not know of each other: what
+        both release is in nobody's ε.
 
         Raises
         ------
@@ -184,29 +233,47 @@ class Private:
             The state is of another run.
         """
         try:
-            identity, accountant, shuffling = state["identity"], state["accountant"], state["shuffling"]
-            steps, drawn, left = (whole_number(key, state[key], 0) for key in ("steps", "drawn", "left"))
+            identity, lives, shuffling = state["identity"], state["lives"], state["shuffling"]
+            name, steps, drawn, left = (state[key] for key in ("life", "steps", "drawn", "left"))
         except (KeyError, TypeError) as error:
             raise ValueError(f"not the state of a private training: {error} is missing") from error
+        for key, value in (("steps", steps), ("drawn", drawn), ("left", left)):
+            whole_number(key, value, 0)
         now = asdict(self.mechanism.at(steps))
         if identity != now:
             different = "; ".join(f"{k}={identity.get(k)!r}, now {v!r}" for k, v in now.items() if identity.get(k) != v)
             raise ValueError(f"the state is of a training with {different}")
-        self.accountant.load_state_dict(copy.deepcopy(accountant))
-        self.steps, self.randomness.shuffling = steps, shuffling
+        self._ledger.merge(lives)
+        life = self._ledger.life(steps, name)
+        self._enter(life, steps)
+        self.randomness.shuffling = shuffling
         self.restart()
         self.recorder.forget()
         if self.sampler:
-            self.sampler.resume(drawn, left)
+            self.sampler.resume(drawn, left, anew=life.name != name)
 
     def restart(self) -> None:
         """Drop a sample that was not finished: an epoch begins, whose first sample may be the same again."""
         self.progress = Progress()
 
-    def begin(self, piece: Piece, last: bool) -> None:
-        """The data loader gives a batch, perhaps the last of its sample."""
-        self.progress.samples += self.progress.last
-        self.progress.piece, self.progress.left, self.progress.last = piece, len(piece.indices), last
+    def offer(self, pieces: list[Piece]) -> None:
+        """The data loader gives a batch, the last of these; those before are empty samples. Until :meth:`begin` it may
+        be for an evaluation.
+        """
+        self._offered = pieces
+
+    def begin(self) -> None:
+        """What the data loader has offered is trained on: each empty sample is a step of noise."""
+        pieces, self._offered = self._offered, []
+        for piece in pieces:
+            if piece.loop is not self._loop:  # another loop over the data loader: an epoch begins
+                self._loop = piece.loop
+                self.restart()
+            self.progress.samples += self.progress.last
+            self.progress.piece, self.progress.left, self.progress.last = piece, len(piece.indices), piece.last
+            self.sampler.trained(piece)
+            if not piece.indices:
+                self.skip()
 
     def check(self) -> None:
         """See that what learns is what was seen in the beginning.
@@ -245,6 +312,11 @@ class Private:
         if not recorder.recording:
             raise RuntimeError("backward() needs a forward pass of the model in training mode, once for each")
         check_losses(losses, recorder.batch)
+        if self.execution is LOOP and recorder.batch != 1:
+            raise RuntimeError(
+                f"execution='loop' takes one example at a time, got {recorder.batch}: iterate over the data_loader that "
+                "make_private returned, or call model and backward() for each"
+            )
         if self.sampler and progress.samples > 1:
             raise RuntimeError(
                 f"{progress.samples} samples before one step(): an example may be in each, and would count "
@@ -276,7 +348,7 @@ class Private:
             sums, _ = self.recorder.clipped_sums(losses, clip, self.execution, **how)
             return {name: part for name, part in sums.items() if part is not None}
 
-        clip, progress, piece = self.mechanism.at(self.steps).clip, self.progress, self.progress.piece
+        clip, progress, piece = self.now.clip, self.progress, self.progress.piece
         if self.mechanism.users is None:
             return sums(clip)
         if len(losses) != len(piece.owners):
@@ -309,15 +381,26 @@ class Private:
         if not self.progress.last:
             self.progress.added = False
             return
-        for name, total in self._noisy_sums().items():
+        noisy = self._noisy_sums()
+        self._spend()  # before anybody sees a gradient
+        for name, total in noisy.items():
             p = self.recorder.parameters[name]
             p.grad = (total / self.expected_batch_size if self.criterion.averages else total).to(p.dtype)
             self._released[name] = p.grad, p.grad._version
-        if spends := self.mechanism.spends(self.steps):
-            self.accountant.step(noise_multiplier=spends[0], sample_rate=spends[1])
-        self.steps += 1
         self.progress = Progress()
         self.recorder.forget()
+
+    def _spend(self) -> None:
+        """Write down the step that is about to be released."""
+        life, epoch = self._life, self.mechanism.epoch
+        if epoch is None:
+            life.spend(self.now.noise_multiplier, self.mechanism.sample_rate)
+        elif (number := self.progress.piece.draw // epoch) not in life.epochs:  # its first step counts for all
+            life.spend(self.now.noise_multiplier, 1.0)
+            life.epochs.append(number)
+        self.steps = life.steps = self.steps + 1
+        self._now = None
+        self._ledger.record(life)
 
     def _check_step(self) -> None:
         """Refuse a step with gradients or parameters that were not clipped, or of less than a batch."""
@@ -345,23 +428,25 @@ class Private:
     def _noisy_sums(self) -> dict[str, torch.Tensor]:
         clipped = self.progress.sums
         sums = {n: clipped[n] if n in clipped else zeros_for(p) for n, p in self.recorder.parameters.items()}
-        std = self.noise_multiplier * self.mechanism.at(self.steps).clip.sensitivity
+        std = self.now.noise_multiplier * self.now.clip.sensitivity
         if std and self.processes.rank == 0:
             self.randomness.add_noise(sums, std, self.steps)
         return self.processes.sum(sums)
 
-    def _before_forward(self, module, args, kwargs) -> None:
+    def _before_forward(self, module, args, kwargs) -> tuple | None:
         """Record a forward pass in training mode, and see how many examples it has; let others pass."""
         recorder = self.recorder
         if module is not recorder.model or recorder.busy:
-            return
+            return None
         self._recorded = recorder.recording
         if not module.training or not torch.is_grad_enabled():
             recorder.recording = False
             if not module.training:
                 recorder.guard.flip()
-            return
+            return None
         self.check()
+        if self._offered and not self.progress.left:  # fetched in evaluation mode, as transformers' Trainer does
+            self.begin()
         counts = {leaf.shape[0] for leaf in leaves([*args, kwargs]) if leaf.ndim}
         if self.progress.left in counts:
             batch = self.progress.left
@@ -372,6 +457,9 @@ class Private:
         if not recorder.recording or recorder.batch != batch:
             recorder.forget()
         recorder.recording, recorder.batch = True, batch
+        if self._own:  # the number of all examples' tokens, by which the model's own loss would divide
+            return args, {name: value for name, value in kwargs.items() if name != "num_items_in_batch"}
+        return None
 
     def _after_forward(self, module, kwargs, output):
         """After a pass that is not recorded the recorder does what it did; with ``criterion=None`` the output of one

@@ -1,6 +1,7 @@
 """Noise and Poisson samples, from a seed or from the operating system's entropy.
 
-Everything drawn belongs to a numbered draw, so that a run that was killed goes on with the same numbers. Whoever knows
+Everything drawn belongs to a numbered draw in a numbered life, so that a run that was killed goes on with the same
+numbers, and one that goes back never sees them again (:class:`plpkg.clipping.training.accounting.Ledger`). Whoever knows
 the seed can take the noise off again: a seed is for experiments, ``secure`` is for releases. Then the numbers come from
 ChaCha20 under a key that is never stored, and each noise value is half the sum of four normal ones, whose last bits do
 not tell the value without noise (Mironov, CCS 2012; Holohan & Braghin, arXiv 2107.10138). Otherwise they come from
@@ -32,6 +33,11 @@ class Randomness:
     secure
         ChaCha20 instead of Philox. Excludes a seed.
 
+    Attributes
+    ----------
+    life
+        The number of the training's life.
+
     Raises
     ------
     ValueError
@@ -41,7 +47,7 @@ class Randomness:
     def __init__(self, seed: int | None = None, *, secure: bool = False) -> None:
         if secure and seed is not None:
             raise ValueError(f"secure=True takes no seed, got seed={seed!r}: noise that can be repeated can be removed")
-        self.secure = secure
+        self.secure, self.life = secure, 0
         self._seed = secrets.randbits(128) if seed is None else whole_number("seed", seed, 0)
         self.shuffling = secrets.randbits(128) if seed is None else seed  # may be stored
         self._stream = Cipher(algorithms.ChaCha20(secrets.token_bytes(32), bytes(16)), mode=None).encryptor()
@@ -64,10 +70,14 @@ class Randomness:
 
     def order(self, size: int, epoch: int) -> np.ndarray:
         """The numbers below ``size``, shuffled for an epoch; no ε depends on it."""
-        return self._generator("order", epoch, self.shuffling).permutation(size)
+        return self._generated(f"{self.shuffling} order {epoch}").permutation(size)
 
-    def _generator(self, purpose: str, draw: int, seed: int | None = None) -> np.random.Generator:
-        digest = hashlib.sha256(f"{self._seed if seed is None else seed} {purpose} {draw}".encode()).digest()
+    def _generator(self, purpose: str, draw: int) -> np.random.Generator:
+        return self._generated(f"{self._seed} {purpose} {f'{self.life} {draw}' if self.life else draw}")
+
+    @staticmethod
+    def _generated(key: str) -> np.random.Generator:
+        digest = hashlib.sha256(key.encode()).digest()
         return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
 
     def _uniform(self, *shape: int) -> torch.Tensor:

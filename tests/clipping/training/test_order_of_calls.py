@@ -1,0 +1,375 @@
+"""Privacy in whatever order a training's calls come: noise is drawn once, steps are counted, an evaluation is none."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from plpkg.clipping import clipped_gradients, make_private
+from plpkg.clipping.training.accounting import epsilon_of
+
+COUNT, WIDTH, CLASSES = 64, 6, 3
+DELTA = 1e-3
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(
+        torch.randn(COUNT, WIDTH, generator=generator), torch.randint(0, CLASSES, (COUNT,), generator=generator)
+    )
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Linear(WIDTH, CLASSES)
+
+
+def private(net=None, *, batch_size=16, workers=0, dataset=None, **options):
+    net = net or model()
+    loader = DataLoader(dataset or data(), batch_size=batch_size, num_workers=workers)
+    options = dict(noise_multiplier=50.0, max_grad_norm=1.0) | options
+    return make_private(net, torch.optim.SGD(net.parameters(), lr=0.1), loader, nn.CrossEntropyLoss(), **options)
+
+
+def released(made):
+    """A step; gives what was released: the noisy gradients as one vector."""
+    made.optimizer.zero_grad()
+    x, y = next(iter(made.data_loader))
+    made.criterion(made.model(x), y).backward()
+    made.optimizer.step()
+    return torch.cat([p.grad.flatten() for p in made.model.parameters()]).clone()
+
+
+def all_apart(releases):
+    """Noise of σ = 50 is in each of them; where two had the same, what is left is at most two clipped sums apart."""
+    most = 2 * COUNT / 16  # of the sums, which are divided by the expected batch
+    return all((a - b).norm() > most for a, b in itertools.combinations(releases, 2))
+
+
+def rolled_back(made):
+    state = made.state_dict()
+    for _ in range(3):
+        yield from (made for _ in range(3))
+        made.load_state_dict(state)
+
+
+def made_private_again(made):
+    seed = made.randomness._seed
+    for _ in range(3):
+        yield from (made for _ in range(2))
+        made.remove()
+        made = private(made.model, seed=seed, accountant="rdp")
+
+
+def back_to_the_best_of_several(made):
+    states = []
+    for _ in range(3):
+        yield made
+        states.append(made.state_dict())
+    made.load_state_dict(states[1])
+    yield made
+    made.load_state_dict(states[0])
+    yield from (made for _ in range(4))
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+@pytest.mark.parametrize("way", [rolled_back, made_private_again, back_to_the_best_of_several])
+def test_no_noise_is_released_twice_and_no_step_is_forgotten(way, seed):
+    releases = []
+    for made in way(private(seed=seed, accountant="rdp")):
+        releases.append(released(made))
+        assert sum(count for *_, count in made.accountant.history) == len(releases)
+        expected = epsilon_of(50.0, 0.25, len(releases), DELTA, accountant="rdp")  # adds up, however it is grouped
+        assert made.epsilon(DELTA) == pytest.approx(expected)
+    assert all_apart(releases)
+
+
+def test_samples_are_drawn_anew_after_going_back():
+    made = private(seed=0)
+    state = made.state_dict()
+    first = next(iter(made.data_loader))[0]
+    released(made)
+    made.load_state_dict(state)
+    assert not torch.equal(next(iter(made.data_loader))[0], first)
+
+
+def test_a_run_that_was_killed_goes_on_in_its_life():
+    whole, killed = private(seed=3), private(seed=3)
+    expected = [released(whole) for _ in range(6)]
+    for i in range(3):
+        assert torch.equal(released(killed), expected[i])
+    state, weights = killed.state_dict(), killed.model.state_dict()
+    resumed = private(seed=3)
+    resumed.model.load_state_dict(weights)
+    resumed.load_state_dict(state)
+    for i in range(3, 6):
+        assert torch.equal(released(resumed), expected[i])
+    assert resumed.accountant.history == whole.accountant.history
+
+
+def test_a_state_loaded_where_it_was_saved_changes_nothing():
+    made, twin = private(seed=3), private(seed=3)
+    for _ in range(2):
+        released(made), released(twin)
+    made.load_state_dict(made.state_dict())
+    made.remove()
+    again = private(made.model, seed=3)
+    again.load_state_dict(made.state_dict())
+    assert torch.equal(released(again), released(twin))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.pop("lives"), "'lives' is missing"),
+        (lambda state: state.update(lives=[]), "lives must be a list with one at least"),
+        (lambda state: state["lives"][0].pop("number") or state["lives"][0].update(odd=1), "not a life"),
+        (lambda state: state["lives"][0].update(spent=[(50.0, 2.0, 1)]), "the sampling rate .*2"),
+        (lambda state: state["lives"][0].update(spent=[(-1.0, 0.25, 1)]), "σ .*-1"),
+        (lambda state: state["lives"][0].update(steps=-1), "steps .*-1"),
+    ],
+)
+def test_a_state_that_cannot_be_is_refused(change, message):
+    made = private()
+    released(made)
+    state = made.state_dict()
+    change(state)
+    with pytest.raises(ValueError, match=message):
+        private().load_state_dict(state)
+
+
+def test_max_epsilon_counts_what_was_released_before():
+    limit = epsilon_of(50.0, 0.25, 5, DELTA)
+    made = private(max_epsilon=limit, target_delta=DELTA)
+    state = made.state_dict()
+    for _ in range(3):
+        released(made)
+    made.load_state_dict(state)
+    taken = 0
+    while not made.done:
+        released(made)
+        taken += 1
+    assert taken == 2
+    assert made.epsilon(DELTA) <= limit
+    made.remove()
+    with pytest.raises(ValueError, match=r"less than the first step spends, beside the ε="):
+        private(made.model, max_epsilon=limit, target_delta=DELTA)
+
+
+# Functions of the step
+
+
+@pytest.mark.parametrize("of", ["max_grad_norm", "noise_multiplier"])
+def test_a_function_is_asked_once_a_step_and_what_it_said_is_what_is_done(of):
+    asked = []
+
+    def rule(step):
+        asked.append(step)
+        return 10.0 / 10 ** len(asked)  # another value each time
+
+    made = private(max_physical_batch_size=3, seed=0, **{of: rule})
+    asked.clear()
+    for x, y in itertools.chain.from_iterable(itertools.repeat(made.data_loader)):
+        made.criterion(made.model(x), y).backward()
+        made.optimizer.step()
+        if made.steps == 3:
+            break
+    assert asked == [0, 1, 2]
+
+
+def test_the_noise_fits_the_norm_that_was_clipped_to():
+    C = {"now": 10.0}
+    made = private(noise_multiplier=1.0, max_grad_norm=lambda step: C["now"], seed=0)
+    x, y = next(iter(made.data_loader))
+    made.criterion(made.model(100 * x), y).backward()
+    clipped = {name: total.clone() for name, total in made.progress.sums.items()}
+    C["now"] = 0.01
+    made.optimizer.step()
+    expected = {name: torch.zeros_like(total) for name, total in clipped.items()}
+    made.randomness.add_noise(expected, 10.0, 0)
+    for name, p in made.model.named_parameters():
+        # One rounding of each sum, and of the mean.
+        torch.testing.assert_close(p.grad * 16, clipped[name] + expected[name], rtol=1e-6, atol=1e-5)
+
+
+def test_an_adaptive_rule_does_not_spend_more_than_it_may():
+    sigma = {"now": 50.0}
+    limit = epsilon_of(50.0, 0.25, 10, DELTA)
+    made = private(noise_multiplier=lambda step: sigma["now"], max_epsilon=limit, target_delta=DELTA)
+    released(made)
+    sigma["now"] = 20.0
+    while not made.done:
+        released(made)
+    assert made.epsilon(DELTA) <= limit
+    assert made.steps < 10
+
+
+# Loops over the data loader
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loops_side_by_side_draw_samples_of_their_own(workers):
+    made = private(seed=0, workers=workers)
+    loops = [iter(made.data_loader) for _ in range(3)]
+    pieces = []
+    for _ in range(2):
+        for loop in loops:
+            x, y = next(loop)
+            made.criterion(made.model(x), y).backward()
+            pieces.append(made.progress.piece)
+            made.optimizer.step()
+    assert len({piece.draw for piece in pieces}) == len(pieces)
+    assert made.steps == len(pieces)
+
+
+def test_no_sample_is_drawn_twice_when_a_loop_was_left():
+    made, draws = private(seed=0), []
+    for _ in range(3):
+        for x, y in itertools.islice(made.data_loader, 2):
+            draws.append(made.progress.piece.draw)
+            made.criterion(made.model(x), y).backward()
+            made.optimizer.step()
+    assert len(set(draws)) == 6
+
+
+def evaluate(made):
+    """What people write, in each of its forms."""
+    made.model.eval()
+    with torch.no_grad():
+        for x, y in made.data_loader:
+            made.criterion(made.model(x), y)
+    made.model.train()
+
+
+def test_an_evaluation_takes_no_step_of_noise():
+    made = private(batch_size=1, dataset=TensorDataset(*data()[:8]))  # a third of the samples are empty
+    before = made.model.weight.clone()
+    for _ in range(5):
+        evaluate(made)
+    assert torch.equal(made.model.weight, before)
+    assert made.steps == 0
+    assert made.epsilon(DELTA) == 0
+    released(made)
+    assert made.steps >= 1
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_loop_without_gradients_is_an_evaluation_in_training_mode_too(mode):
+    made = private(batch_size=1, dataset=TensorDataset(*data()[:8]))
+    with mode():
+        for x, _ in made.data_loader:
+            made.model(x)
+    assert made.steps == 0
+
+
+def test_an_evaluation_in_the_middle_of_an_epoch_changes_nothing():
+    plain, made = private(seed=0), private(seed=0)
+    for each in (plain, made):
+        for i, (x, y) in enumerate(each.data_loader):
+            if each is made and i % 2:
+                evaluate(made)
+            each.criterion(each.model(x), y).backward()
+            each.optimizer.step()
+            if each is made:
+                evaluate(made)
+    assert made.steps == plain.steps == len(made.data_loader)
+    assert made.accountant.history == plain.accountant.history
+
+
+def test_a_loop_that_turns_to_training_by_itself_is_a_training():
+    """As transformers' Trainer does, which calls ``model.train()`` in each step."""
+    made = private(batch_size=1, dataset=TensorDataset(*data()[:8]), seed=0)
+    trained = 0
+    while made.steps < 400:
+        made.model.eval()
+        for x, y in made.data_loader:
+            made.model.train()
+            made.criterion(made.model(x), y).backward()
+            made.optimizer.step()
+            trained += 1
+            made.model.eval()
+    # An empty sample is a step of noise; those at the end of a loop are in nobody's training.
+    chance = (1 - 1 / 8) ** 8
+    deviation = math.sqrt(made.steps * chance * (1 - chance))
+    assert made.steps - trained > made.steps * chance * 7 / 8 - 6 * deviation > 0
+    assert sum(count for *_, count in made.accountant.history) == made.steps
+
+
+# Any module
+
+
+class Recurrent(nn.Module):
+    """What no other execution takes: a fused kernel, and a weight that is used past its layer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn, self.head = nn.GRU(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        return nn.functional.linear(self.rnn(x[:, None])[0][:, 0] @ self.head.weight.T, torch.eye(CLASSES))
+
+
+@pytest.mark.parametrize("options", [{}, {"clipping": "per_layer"}, {"users": [i % 20 for i in range(COUNT)]}])
+def test_the_loop_trains_any_module(options):
+    made = private(Recurrent(), execution="loop", noise_multiplier=0.0, seed=0, **options)
+    before = {name: p.detach().clone() for name, p in made.model.named_parameters()}
+    inputs, targets, owners = [], [], []
+    for x, y in made.data_loader:
+        assert len(x) == 1
+        made.criterion(made.model(x), y).backward()
+        inputs.append(x)
+        targets.append(y)
+        owners += made.progress.piece.owners
+        made.optimizer.step()
+        if made.steps:
+            break
+    gradients = {name: p.grad * made.expected_batch_size for name, p in made.model.named_parameters()}
+    made.remove()
+    made.model.load_state_dict(before)
+    users = owners if "users" in options else None
+
+    def losses(net, batch):
+        x, y, theirs = batch  # a user's loss is the mean over all that is theirs
+        return nn.functional.cross_entropy(net(x), y, reduction="none") / theirs
+
+    theirs = torch.tensor([owners.count(owner) if users else 1 for owner in owners])
+    batch = torch.cat(inputs), torch.cat(targets), theirs
+    sums, _ = clipped_gradients(
+        made.model, losses, batch, 1.0, "loop", users=users, clipping=options.get("clipping", "flat")
+    )
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, sums[name], rtol=1e-5, atol=1e-6)
+
+
+def test_the_loop_takes_one_example_at_a_time():
+    with pytest.raises(
+        ValueError, match=r"execution='loop' takes one example at a time, got max_physical_batch_size=4"
+    ):
+        private(execution="loop", max_physical_batch_size=4)
+    net = Recurrent()
+    made = make_private(
+        net, torch.optim.SGD(net.parameters(), lr=0.1), None, nn.CrossEntropyLoss(), sample_rate=0.25,
+        expected_batch_size=16, noise_multiplier=1.0, max_grad_norm=1.0, execution="loop",
+    )  # fmt: skip
+    x, y = data()[:2]
+    with pytest.raises(RuntimeError, match="execution='loop' takes one example at a time, got 2"):
+        made.criterion(net(x), y).backward()
+
+
+def test_the_loop_refuses_what_keeps_something_of_examples():
+    class Keeps(nn.Linear):
+        def __init__(self):
+            super().__init__(WIDTH, CLASSES)
+            self.register_buffer("seen", torch.zeros(WIDTH))
+
+        def forward(self, x):
+            self.seen += x.detach().sum(0)
+            return super().forward(x)
+
+    made = private(Keeps(), execution="loop")
+    with pytest.raises(ValueError, match="seen: the model changes this as it reads examples"):
+        released(made)
