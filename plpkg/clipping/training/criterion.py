@@ -87,8 +87,8 @@ class OwnLoss:
     """The loss that a Hugging Face model computes itself from ``labels``, an example at a time.
 
     The model's own is the mean over the tokens of all examples, so that one example's weight depends on the others'
-    lengths. Here each example's is the mean over its own tokens. A term beside that, such as a router's, is of the whole
-    batch: it is kept where a batch is one example, and refused else.
+    lengths. Here each example's is the mean over its own tokens. A term beside that, such as a router's, is of the
+    whole batch: it is kept where a batch is one example, and refused else.
 
     Raises
     ------

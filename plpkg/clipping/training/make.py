@@ -216,9 +216,7 @@ def make_private(
     try:
         first.clip.limits(private.layers)
         if private.done:
-            before = (
-                "" if not private.accountant.history else f", beside the ε={private.epsilon(target_delta):.4g} before"
-            )
+            before = f", beside ε={private.epsilon(target_delta):.4g} before" if private.accountant.history else ""
             raise ValueError(f"max_epsilon={max_epsilon!r} is less than the first step spends{before}")
     except ValueError:
         private.remove()

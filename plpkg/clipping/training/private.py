@@ -314,8 +314,8 @@ class Private:
         check_losses(losses, recorder.batch)
         if self.execution is LOOP and recorder.batch != 1:
             raise RuntimeError(
-                f"execution='loop' takes one example at a time, got {recorder.batch}: iterate over the data_loader that "
-                "make_private returned, or call model and backward() for each"
+                f"execution='loop' takes one example at a time, got {recorder.batch}: iterate over the data_loader "
+                "that make_private returned, or call model and backward() for each"
             )
         if self.sampler and progress.samples > 1:
             raise RuntimeError(
