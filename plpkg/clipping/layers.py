@@ -14,7 +14,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 from torch.func import functional_call, vjp, vmap
+from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.pytorch_utils import Conv1D
 
@@ -272,6 +274,8 @@ def refusal(module: nn.Module, alone: bool = False) -> str | None:
             return "has sparse=True; the noise of DP-SGD is dense: use sparse=False"
     elif alone:
         return None
+    elif any(isinstance(each, SPECTRAL) for each in (module, *module._forward_pre_hooks.values())):
+        return "computes its weight anew whenever it is run, and cannot be run again for each example"
     elif reason := REFUSED.get(type(module).__name__):
         return reason if any(p.requires_grad for p in module.parameters()) else None
     elif isinstance(module, (nn.RNNBase, nn.RNNCellBase)) and any(p.requires_grad for p in module.parameters()):
@@ -393,6 +397,8 @@ REFUSED: Mapping[str, str] = {
 }
 """PEFT's layers by name, which need not be loaded."""
 LOOP_TAKES_IT = "execution='loop' takes it, one example at a time"
+SPECTRAL = (_SpectralNorm, SpectralNorm)
+"""A parametrization, and the older hook."""
 HOLDERS = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict, ParametrizationList)
 """What keeps parameters or layers for the module that it is in."""
 UNITS = (nn.MultiheadAttention,)

@@ -43,6 +43,18 @@ def bare():
     return Net(lambda net, x: torch.cat([net.first.expand(len(x), -1, -1), net.inner(x)], 1) + net.places, **parts)
 
 
+def lists():
+    """Parameters in lists and dictionaries, as PEFT's IA3 and VeRA have them, around a layer that learns, too."""
+    parts = dict(scales=nn.ParameterDict({"in": numbers(6), "out": numbers(6)}), shifts=nn.ParameterList([numbers(6)]))
+    nested = nn.ModuleDict({"more": nn.ParameterList([numbers(6)])})
+
+    def body(net, x):
+        inner = net.inner(x * net.scales["in"] + net.nested["more"][0])
+        return inner * net.scales["out"] + net.shifts[0]
+
+    return Net(body, inner=nn.Linear(6, 6), nested=nested, **parts)
+
+
 def several():
     """Gives a dictionary and a tuple."""
 
@@ -50,6 +62,10 @@ def several():
         return {"a": x @ net.weight + shift, "b": (x * net.weight.diagonal(), None)}
 
     return Net(body, weight=numbers(6, 6))
+
+
+def in_place(layer, x):
+    return layer(x).relu_()
 
 
 def shifted():
@@ -120,6 +136,14 @@ CASES = {
     "Linear, no bias": (lambda: nn.Linear(6, 3, bias=False), floats(5, 6), plain),
     "Linear, long": (lambda: nn.Linear(3, 2), floats(40, 3), plain),
     "Linear, used twice": (lambda: nn.Linear(6, 6), floats(5, 6), lambda layer, x: layer(layer(x).tanh())),
+    **{
+        f"{norm.__module__}, {rows} rows": (lambda norm=norm, rows=rows: norm(nn.Linear(6, rows)), floats(5, 6), plain)
+        for norm in (nn.utils.parametrizations.weight_norm, nn.utils.weight_norm)
+        for rows in (BATCH, 3, 1)
+    },
+    "a list of parameters": (lists, floats(5, 6), plain),
+    "ConvTranspose2d, changed in place": (lambda: nn.ConvTranspose2d(4, 6, 2, 2), floats(4, 5, 7), in_place),
+    "InstanceNorm2d, changed in place": (lambda: nn.InstanceNorm2d(4, affine=True), floats(4, 5, 7), in_place),
     "Conv1D": (lambda: Conv1D(3, 6), floats(5, 6), plain),
     "Conv2d": (lambda: nn.Conv2d(4, 6, 3, padding=1, stride=2), floats(4, 9, 7), plain),
     "Conv2d, groups": (lambda: nn.Conv2d(4, 6, (3, 2), groups=2, dilation=(1, 2)), floats(4, 9, 7), plain),
@@ -207,6 +231,7 @@ def loss(model, x):
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # torch.func goes example by example
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")  # the older function is tested, too
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("name", CASES)
 def test_equal_to_one_example_at_a_time(name, execution, assert_as_loop):
@@ -251,10 +276,7 @@ def time_first(layer, x):
 
 
 EITHER = ValueError, NotImplementedError
-COMPUTED = (
-    r"layer\.parametrizations\.weight \(ParametrizationList\) gives the same for all examples.*"
-    "freeze the layer, or take execution='loop'"
-)
+COMPUTED = r"computes its weight anew whenever it is run.*; execution='loop' takes it, one example at a time"
 REFUSED = [
     (lambda: nn.BatchNorm1d(5), floats(5, 6), plain, ValueError,
      r"layer \(BatchNorm1d\) normalises each example by the others"),
@@ -266,10 +288,7 @@ REFUSED = [
     (lambda: nn.EmbeddingBag(6, 4), ids(5), bags, NotImplementedError,
      r"layer \(EmbeddingBag\): torch.func cannot differentiate EmbeddingBag example by example \(offsets"),
     (random, floats(5, 6), plain, NotImplementedError, r"layer \(Net\): torch.func cannot differentiate"),
-    # The older functions are tested beside the newer ones.
-    (lambda: nn.utils.weight_norm(nn.Linear(6, 3)), floats(5, 6), plain, NotImplementedError,
-     r"layer\.weight_g, layer\.weight_v: used outside of the layer that owns it"),
-    (lambda: nn.utils.spectral_norm(nn.Linear(6, 3)), floats(5, 6), plain, NotImplementedError, "^layer"),
+    (lambda: nn.utils.spectral_norm(nn.Linear(6, 3)), floats(5, 6), plain, ValueError, COMPUTED),  # the older function
     *(
         (partial(kind, 6, 6), floats(*shape), first, ValueError,
          rf"layer \({kind.__name__}\) is a fused kernel.*take opacus.layers.DP{kind.__name__.removesuffix('Cell')}")
@@ -277,8 +296,8 @@ REFUSED = [
         for kind in kinds
     ),
     *(
-        (lambda norm=norm, rows=rows: norm(nn.Linear(6, rows)), floats(5, 6), plain, ValueError, COMPUTED)
-        for norm in (nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm)
+        (lambda rows=rows: nn.utils.parametrizations.spectral_norm(nn.Linear(6, rows)), floats(5, 6), plain, ValueError,
+         COMPUTED)
         for rows in (BATCH, 3, 1)
     ),
     *(

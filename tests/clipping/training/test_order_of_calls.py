@@ -238,6 +238,19 @@ def test_no_sample_is_drawn_twice_when_a_loop_was_left():
     assert len(set(draws)) == 6
 
 
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_shuffled_epochs_that_are_left_are_all_spent(steps):
+    made, seen = private(seed=0, poisson_sampling=False, dataset=TensorDataset(*data()[:12]), batch_size=4), []
+    next(iter(made.data_loader))
+    for batches in (itertools.islice(made.data_loader, steps), made.data_loader):
+        for x, y in batches:
+            seen += made.progress.piece.indices
+            made.criterion(made.model(x), y).backward()
+            made.optimizer.step()
+    spent = sum(count for *_, count in made.accountant.history)
+    assert spent >= max(map(seen.count, seen))  # each time that an example takes part is a mechanism
+
+
 def evaluate(made):
     """What people write, in each of its forms."""
     made.model.eval()
