@@ -58,9 +58,13 @@ def numbered(users: torch.Tensor | Sequence[Hashable], count: int) -> torch.Tens
     ValueError
         There is not one user for each example.
     """
-    names = users.tolist() if isinstance(users, torch.Tensor) else list(users)
+    if (shape := tuple(getattr(users, "shape", (count,)))) != (count,):
+        raise ValueError(f"users must name whose each of {count} examples is, of shape ({count},), got {shape}")
+    names = users.tolist() if hasattr(users, "tolist") else list(users)
     if len(names) != count:
         raise ValueError(f"users must name whose each of {count} examples is, got {len(names)}")
+    if nameless := [i for i, name in enumerate(names) if name is None or name != name]:
+        raise ValueError(f"users[{nameless[0]}]={names[nameless[0]]} is nobody: whose example is that?")
     numbers: dict[Hashable, int] = {}
     return torch.tensor([numbers.setdefault(name, len(numbers)) for name in names], dtype=torch.int64)
 

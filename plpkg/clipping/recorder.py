@@ -24,6 +24,7 @@ from itertools import islice
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from plpkg.clipping import factors
@@ -309,6 +310,8 @@ class Recorder:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise ValueError("no parameter of the model has requires_grad=True")
+        if lazy := [name for name, p in self.parameters.items() if is_lazy(p)]:
+            raise ValueError(f"{lazy[0]} has no shape yet: run the model once before, with an example that is public")
         self.guard, self.alone = guard or Guard(), alone
         check_layers(model, alone=alone)
         for name, p in self.parameters.items():

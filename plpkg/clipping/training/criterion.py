@@ -182,9 +182,17 @@ class PrivateLoss(torch.Tensor):
     def __init__(self, losses: torch.Tensor, private, scale: float = 1.0) -> None:
         self.losses, self.scale, self._private = losses, scale, private
 
-    def backward(self) -> None:
-        """Clip and add up. Once for each forward pass."""
+    def backward(self, gradient=None, retain_graph=None, create_graph=False, inputs=None) -> None:
+        """Clip and add up. Once for each forward pass, whether a graph is retained or not."""
+        if gradient is not None or create_graph or inputs is not None:
+            raise TypeError("a private loss goes backward as it is, to all that learns: call backward() without these")
         self._private.add(self.losses, self.scale)
+
+    def mean(self, *_, **__) -> "PrivateLoss":
+        """It is one number already; so is :meth:`sum`."""
+        return self
+
+    sum = mean
 
     def _refuse(self, *_) -> None:
         raise TypeError(

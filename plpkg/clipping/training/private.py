@@ -330,6 +330,10 @@ class Private:
             )
         try:
             sums = self._clipped(losses, loss_scale)
+        except FloatingPointError as error:
+            raise FloatingPointError(
+                f"{error}: give it a finite loss, or call restart(), which drops the sample of this step"
+            ) from error
         finally:
             recorder.recording = False
         for name, part in sums.items():
@@ -423,7 +427,10 @@ class Private:
         if self.sampler and progress.samples == 0:
             raise RuntimeError("step() without a batch from the data_loader that make_private returned")
         if self.sampler and progress.left:
-            raise RuntimeError(f"step() before {progress.left} examples of the data_loader's batch have gone backward")
+            raise RuntimeError(
+                f"step() before {progress.left} examples of the data_loader's batch have gone backward (a collate "
+                "function that leaves some out? keep them, and give them a loss of 0)"
+            )
 
     def _noisy_sums(self) -> dict[str, torch.Tensor]:
         clipped = self.progress.sums

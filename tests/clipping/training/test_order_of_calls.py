@@ -314,6 +314,69 @@ def test_a_loop_that_turns_to_training_by_itself_is_a_training():
     assert sum(count for *_, count in made.accountant.history) == made.steps
 
 
+# What people write
+
+
+@pytest.mark.parametrize(
+    "write", [lambda loss: loss.mean().backward(), lambda loss: loss.sum().backward(retain_graph=True)]
+)
+def test_a_loss_that_is_averaged_and_whose_graph_is_retained_goes_backward(write):
+    made, twin = private(seed=0), private(seed=0)
+    x, y = next(iter(made.data_loader))
+    next(iter(twin.data_loader))
+    write(made.criterion(made.model(x), y))
+    twin.criterion(twin.model(x), y).backward()
+    assert all(torch.equal(made.progress.sums[name], total) for name, total in twin.progress.sums.items())
+
+
+def test_a_loss_goes_backward_as_it_is():
+    made = private()
+    x, y = next(iter(made.data_loader))
+    with pytest.raises(TypeError, match="goes backward as it is, to all that learns: call"):
+        made.criterion(made.model(x), y).backward(create_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("users", "message"),
+    [
+        (torch.zeros(COUNT, 1), r"of shape \(64,\), got \(64, 1\)"),
+        (torch.tensor([0.0] * 63 + [float("nan")]), r"users\[63\]=nan is nobody"),
+        ([None, *range(63)], r"users\[0\]=None is nobody"),
+        (range(63), "each of 64 examples is, got 63"),
+    ],
+)
+def test_users_that_nobody_can_tell_apart(users, message):
+    with pytest.raises(ValueError, match=message):
+        private(users=users)
+
+
+def test_a_model_without_shapes_is_to_be_run_first():
+    with pytest.raises(ValueError, match="weight has no shape yet: run the model once before"):
+        private(nn.LazyLinear(CLASSES))
+
+
+def test_an_example_that_is_left_out_is_missed():
+    made = private()
+    x, y = next(iter(made.data_loader))
+    made.criterion(made.model(x[1:]), y[1:]).backward()
+    with pytest.raises(RuntimeError, match=r"before 1 examples .* have gone backward .*give them a loss of 0"):
+        made.optimizer.step()
+
+
+def test_training_goes_on_after_an_example_that_is_not_a_number():
+    made = private(seed=0)
+    loop = iter(made.data_loader)
+    x, y = next(loop)
+    x[0] = float("nan")
+    with pytest.raises(FloatingPointError, match=r"example 0 of .* is not finite: .* or call restart"):
+        made.criterion(made.model(x), y).backward()
+    made.restart()
+    x, y = next(loop)
+    made.criterion(made.model(x), y).backward()
+    made.optimizer.step()
+    assert made.steps == 1
+
+
 # Any module
 
 
