@@ -128,10 +128,17 @@ class Adapter:
 
     def save(self, folder: str | Path) -> None:
         """Write both files, their owner's alone, each whole or not at all. The configuration comes last."""
-        Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+        private_folder(folder)
         for name in (WEIGHTS, CONFIG):
             write = functools.partial(Path.write_bytes, data=self.files[name])
             replace_file(Path(folder, name), write, private=True)
+
+
+def private_folder(folder: str | Path) -> Path:
+    """Make a folder and those above it, where they are missing, their owner's alone; ``mkdir`` opens the latter."""
+    for each in reversed([folder := Path(folder), *folder.parents]):
+        each.mkdir(mode=0o700, exist_ok=True)
+    return folder
 
 
 def validate_adapter(path: str | Path, model: torch.nn.Module, limits: str | AdapterLimits | None = None) -> Adapter:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from plpkg import catalog
-from plpkg.model_folder import require_model_folder, require_sizes
+from plpkg.model_folder import on_meta, reason, require_model_folder, require_sizes
 from plpkg.validation import one_of, whole_number
 
 FAMILIES = ("llama", "mistral", "qwen2", "phi3", "gemma2", "gpt2")
@@ -59,7 +59,7 @@ def load_backbone(
         There is no such model here, and the hub did not give one; or it has no tokenizer.
     ValueError
         A device that cannot be used; not a causal language model; weights that are damaged, incomplete or pickled; or a
-        folder that holds more than a model (an adapter, say), or sizes that no model has.
+        folder that holds more than a model (an adapter, say), or sizes, fields or files that no model has.
     """
     from safetensors import SafetensorError
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -71,9 +71,10 @@ def load_backbone(
     if Path(name).is_dir() and not Path(name, "config.json").exists():
         raise FileNotFoundError(f"no model {name!r}: the folder lacks a config.json")
     common = dict(local_files_only=local_files_only, trust_remote_code=False)
+    held = ()
     try:
         if Path(name).is_dir():
-            require_model_folder(Path(name))
+            held = require_model_folder(Path(name))
     except ValueError as error:
         raise ValueError(f"the folder {name!r} is not read: {error}") from error
     try:
@@ -84,8 +85,10 @@ def load_backbone(
     except OSError as error:
         raise FileNotFoundError(f"no model {name!r}: {_reason(name, 'weights')}") from error
     except Exception as error:  # a configuration class can raise anything
-        raise ValueError(f"{name!r} is not a causal language model: {_first_line(error)}") from error
+        raise ValueError(f"{name!r} is not a causal language model: {reason(error)}") from error
     try:
+        if any(held):  # before it takes memory
+            on_meta(config, AutoModelForCausalLM, *held)
         with _without_progress_bar(Path(name).is_dir()):
             model, loading = AutoModelForCausalLM.from_pretrained(
                 name, dtype=dtype, output_loading_info=True, use_safetensors=True, **common, **options
@@ -95,7 +98,9 @@ def load_backbone(
     except SafetensorError as error:
         raise ValueError(f"the weights of {name!r} are damaged: {error}") from error
     except RuntimeError as error:  # it says which shapes
-        raise ValueError(f"the weights of {name!r} do not fit its configuration: {_first_line(error)}") from error
+        raise ValueError(f"the weights of {name!r} do not fit its configuration: {reason(error)}") from error
+    except Exception as error:  # and so can a model's class
+        raise ValueError(f"{name!r} cannot be loaded: {reason(error, vars(config))}") from error
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(f"{name!r} has an adapter beside its weights: load it with PEFT, onto the model without it")
     if loading["missing_keys"]:  # they would stay random
@@ -108,10 +113,14 @@ def load_backbone(
             raise ValueError(f"the weights of {name!r} are not finite: {wrong[0]}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **common)
+    except UnicodeError as error:
+        raise ValueError(f"the tokenizer of {name!r} is damaged: {reason(error)}") from error
     except (OSError, ValueError) as error:
         raise FileNotFoundError(f"no tokenizer for {name!r}: {_reason(name, 'tokenizer files')}") from error
-    except Exception as error:  # tokenizers raises Exception itself
-        raise ValueError(f"the tokenizer of {name!r} is damaged: {_first_line(error)}") from error
+    except BaseException as error:  # tokenizers raises Exception itself, and a panic, which is none
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the tokenizer of {name!r} is damaged: {reason(error)}") from error
     return model.to(device).eval(), tokenizer
 
 
@@ -126,10 +135,6 @@ def _reader(dtype: torch.dtype | str, **options):
 
 def _all_finite(values: torch.Tensor) -> bool:
     return bool(torch.stack(values.detach().aminmax()).isfinite().all()) if values.numel() else True
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
 
 
 def _require_device(device: str | torch.device) -> None:

@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from tqdm.auto import tqdm
 
 from plpkg import checkpoints
-from plpkg.untrusted import shown
-from plpkg.validation import number, whole_number
+from plpkg.validation import number, shown, whole_number
 
 CHECKPOINT = "checkpoint.safetensors"
 """The file of a run's folder from which it goes on."""

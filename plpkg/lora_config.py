@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 
-from plpkg.untrusted import shown
+from plpkg.validation import shown
 
 # The fields of peft 0.21.2's LoraConfig, in four parts. What a value must be one of, …
 ALLOWED = dict(

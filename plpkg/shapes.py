@@ -7,7 +7,7 @@ configurations of new architectures keep their old fields and mean something els
 
 from pathlib import Path
 
-from plpkg.model_folder import read_json, require_sizes
+from plpkg.model_folder import on_meta, reason, require_file, require_sizes
 
 ATTENTION_PROJECTIONS = {
     *("q_proj", "k_proj", "v_proj", "qkv_proj"),  # Llama and most others; Phi-3
@@ -40,8 +40,8 @@ def dimensions(config, name: str | None, local_files_only: bool) -> dict:
         experts = _experts(text)
         counted = _count_on_meta(text, config, experts["num_experts"])
     except Exception as error:  # a configuration class can raise anything when its model is built
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"cannot describe {name} ({type(config).__name__}): {reason}") from error
+        said = reason(error, vars(config))
+        raise ValueError(f"cannot describe {name} ({type(config).__name__}): {said}") from error
 
     width = sizes["num_layers"] * (sizes["num_heads"] + 2 * sizes["num_kv_heads"]) * sizes["head_dim"]
     if counted.pop("attention_width") != width:
@@ -64,7 +64,7 @@ def _read(name: str, local_files_only: bool):
 
     try:
         if Path(name).is_dir() and (file := Path(name, "config.json")).exists():
-            require_sizes(read_json(file))
+            require_file(file, Path(name))
         return AutoConfig.from_pretrained(name, local_files_only=local_files_only, trust_remote_code=False)
     except OSError as error:
         hint = (
@@ -73,8 +73,7 @@ def _read(name: str, local_files_only: bool):
         )
         raise FileNotFoundError(f"no configuration for {name!r}: {hint}") from error
     except Exception as error:  # a configuration class can raise anything
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"cannot describe {name!r}: {reason[:300]}") from error
+        raise ValueError(f"cannot describe {name!r}: {reason(error)}") from error
 
 
 def _dimensions(config) -> dict:
@@ -111,7 +110,6 @@ def _experts(config) -> dict:
 
 
 def _count_on_meta(config, whole, num_experts: int) -> dict:
-    import torch
     from transformers import AutoModel, AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -121,9 +119,7 @@ def _count_on_meta(config, whole, num_experts: int) -> dict:
 
     encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
     causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not encoder
-    with torch.device("meta"):
-        model = (AutoModelForCausalLM if causal else AutoModel).from_config(config)
-
+    model = on_meta(config, AutoModelForCausalLM if causal else AutoModel)
     embedding = model.get_input_embeddings().weight  # (vocab, hidden)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     # All experts of a layer lie in one tensor, (num_experts, …), or each in its own module.

@@ -9,11 +9,12 @@ import hashlib
 import json
 import math
 import os
-import reprlib
 import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
+
+from plpkg.validation import shown
 
 MAX_HEADER_BYTES, MAX_TENSORS, MAX_CONFIG_BYTES, MAX_BYTES = 2**20, 4096, 2**16, 2**31
 MAX_STATE_BYTES = 2**38
@@ -22,13 +23,6 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """What weights are made of; a training's state has more."""
 STATE_BYTES = ITEM_BYTES | {"I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
 MAGIC = {b"\x80": "a pickle", b"PK\x03\x04": "a zip archive, as torch.save writes", b"version ": "a Git LFS pointer"}
-_brief = reprlib.Repr()
-_brief.maxlevel, _brief.maxstring, _brief.maxlist, _brief.maxdict, _brief.maxother = 2, 100, 4, 4, 60
-
-
-def shown(value: object) -> str:
-    """``repr`` on one line, cut: nobody's megabyte comes back in a message."""
-    return " ".join(_brief.repr(value)[:300].split())
 
 
 def sentences(faults: dict[str, list[str]]) -> list[str]:

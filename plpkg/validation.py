@@ -3,8 +3,17 @@
 import difflib
 import inspect
 import math
+import reprlib
 from collections.abc import Callable
 from functools import wraps
+
+_brief = reprlib.Repr()
+_brief.maxlevel, _brief.maxstring, _brief.maxlist, _brief.maxdict, _brief.maxother = 2, 100, 4, 4, 60
+
+
+def shown(value: object) -> str:
+    """``repr`` on one line, cut: nobody's megabyte comes back in a message."""
+    return " ".join(_brief.repr(value)[:300].split())
 
 
 def whole_number(name: str, value: object, low: int, high: int | None = None, limit: str = "") -> int:
@@ -36,7 +45,7 @@ def whole_number(name: str, value: object, low: int, high: int | None = None, li
     else:
         kind = "" if whole else "a whole number "
         expected = f"{kind}between {low} and {limit + '=' if limit else ''}{high}"
-    raise ValueError(f"{name} must be {expected}, got {value!r}")
+    raise ValueError(f"{name} must be {expected}, got {shown(value)}")
 
 
 def number(name: str, value: object, low: float = 0.0, high: float = math.inf, *, open_low: bool = False) -> float:
@@ -56,7 +65,7 @@ def number(name: str, value: object, low: float = 0.0, high: float = math.inf, *
     bound = f"greater than {low:g}" if open_low else f"at least {low:g}"
     if math.isfinite(high):
         bound += f" and at most {high:g}"
-    raise ValueError(f"{name} must be {bound}, got {value!r}")
+    raise ValueError(f"{name} must be {bound}, got {shown(value)}")
 
 
 def one_of(name: str, value: object, allowed: tuple) -> object:
@@ -70,7 +79,7 @@ def one_of(name: str, value: object, allowed: tuple) -> object:
     for known in allowed:
         if type(value) is type(known) and value == known:  # 1 is neither True nor 1.0
             return known
-    raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+    raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {shown(value)}")
 
 
 def flag(name: str, value: object) -> bool:
@@ -83,7 +92,7 @@ def flag(name: str, value: object) -> bool:
     """
     if isinstance(value, bool):
         return value
-    raise ValueError(f"{name} must be True or False, got {value!r}")
+    raise ValueError(f"{name} must be True or False, got {shown(value)}")
 
 
 def host_and_port(address: str) -> tuple[str, int]:

@@ -278,13 +278,13 @@ def root(tmp_path_factory):
     get_peft_model(backbone(), LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(root / "lora")
     learn_in_windows(task(), [range(3)], root / "learning")
     module = torch.nn.Linear(2, 2)
-    optimizer, run = torch.optim.AdamW(module.parameters()), TrainingRun(9, root / "training", {"lr": 0.1})
+    optimizer = torch.optim.AdamW(module.parameters())
+    run = TrainingRun(9, root / "training", {"lr": 0.1}, checkpoint_every=3)
     run.begin("", False, module=module, optimizer=optimizer)
     for done, _ in run.learn(lambda step: module(torch.ones(2)).sum().backward() or 0.0, [optimizer], lambda step: 0.1):
-        run.log.append({"step": done, "loss": 0.5})
         if done == 4:
             break
-    run.save()
+        run.log.append({"step": done, "loss": 0.5})
     (root / "texts" / "anna").mkdir(parents=True)
     for i in range(4):
         (root / "texts" / "anna" / f"{i}.txt").write_text(f"Note {i}.")

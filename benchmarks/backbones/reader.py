@@ -63,8 +63,8 @@ LOOKING = (3, 4)
 
 @dataclass(frozen=True)
 class Recipe:
-    """``tokens`` are those of a step's passages, ``public`` those of its public text. The rate falls twice: in ``steps``
-    from ``lr``, then in ``further_steps`` from ``further_lr``.
+    """``tokens`` are those of a step's passages, ``public`` those of its public text. The rate falls twice: in
+    ``steps`` from ``lr``, then in ``further_steps`` from ``further_lr``.
     """
 
     rank: int = 64

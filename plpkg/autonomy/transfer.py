@@ -25,8 +25,7 @@ from plpkg.autonomy.scope import personal_copy
 from plpkg.corpora.examples import IGNORED, Examples
 from plpkg.learning import learn, rising_and_falling
 from plpkg.results import Tabular
-from plpkg.untrusted import shown
-from plpkg.validation import number, whole_number
+from plpkg.validation import number, shown, whole_number
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
 WARMUP = 5

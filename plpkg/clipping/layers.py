@@ -15,7 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 from torch.func import functional_call, vjp, vmap
 from torch.nn.utils.parametrizations import _SpectralNorm
-from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.pytorch_utils import Conv1D
@@ -274,7 +274,7 @@ def refusal(module: nn.Module, alone: bool = False) -> str | None:
             return "has sparse=True; the noise of DP-SGD is dense: use sparse=False"
     elif alone:
         return None
-    elif any(isinstance(each, SPECTRAL) for each in (module, *module._forward_pre_hooks.values())):
+    elif _is_spectral(module) and any(p.requires_grad for _, p in _held(module)):
         return "computes its weight anew whenever it is run, and cannot be run again for each example"
     elif reason := REFUSED.get(type(module).__name__):
         return reason if any(p.requires_grad for p in module.parameters()) else None
@@ -284,6 +284,13 @@ def refusal(module: nn.Module, alone: bool = False) -> str | None:
     elif isinstance(module, nn.MultiheadAttention) and not module.batch_first and module.out_proj.weight.requires_grad:
         return "has batch_first=False; the first dimension must be the batch"
     return None
+
+
+def _is_spectral(module: nn.Module) -> bool:
+    """Whether a weight is divided by its largest singular value, by a parametrization or the older hook."""
+    lists = module.parametrizations.values() if is_parametrized(module) else ()
+    parts = (*module._forward_pre_hooks.values(), *(each for parts in lists for each in parts))
+    return any(isinstance(each, (_SpectralNorm, SpectralNorm)) for each in parts)
 
 
 def check_layers(model: nn.Module, *, alone: bool = False) -> None:
@@ -397,8 +404,6 @@ REFUSED: Mapping[str, str] = {
 }
 """PEFT's layers by name, which need not be loaded."""
 LOOP_TAKES_IT = "execution='loop' takes it, one example at a time"
-SPECTRAL = (_SpectralNorm, SpectralNorm)
-"""A parametrization, and the older hook."""
 HOLDERS = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict, ParametrizationList)
 """What keeps parameters or layers for the module that it is in."""
 UNITS = (nn.MultiheadAttention,)

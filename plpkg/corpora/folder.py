@@ -13,8 +13,11 @@ import numpy as np
 
 from plpkg.corpora.documents import SPLITS, Document, Writer, cuts
 from plpkg.corpora.overlap import mask_scored
-from plpkg.untrusted import MAX_BYTES, read_file
+from plpkg.untrusted import MAX_BYTES, read_file, shown
 from plpkg.validation import whole_number
+
+MAX_TEXT_BYTES = 2**24
+"""Of a document: a shelf of novels."""
 
 
 def text_folder(
@@ -30,7 +33,7 @@ def text_folder(
     Parameters
     ----------
     path
-        The folder. Files are UTF-8; documents are named by their path in it, ``anna/2024/may.md``.
+        The folder. Files are UTF-8, of at most 16 MiB; documents are named by their path in it, ``anna/2024/may.md``.
     seed
         The seed of the order in which files are dealt out.
     shares
@@ -39,9 +42,9 @@ def text_folder(
     Raises
     ------
     ValueError
-        A file that is not UTF-8 (with the byte and the line), no regular file or not to be opened, a writer with one or
-        two files, a folder without any text, a sub-folder with the folder's own name beside files directly in it, or
-        bad shares or seed.
+        A file that is not UTF-8 (with the byte and the line), too large, no regular file or not to be opened, a writer
+        with one or two files, a folder without any text, a sub-folder with the folder's own name beside files directly
+        in it, or bad shares or seed.
     OSError
         A folder that does not exist, or a folder that cannot be read.
     """
@@ -51,7 +54,7 @@ def text_folder(
     for file in _text_files(root):
         # A name that is not UTF-8 could be read, but not hashed or printed later.
         parts = [os.fsencode(part).decode(errors="replace") for part in file.relative_to(root).parts]
-        text = read_utf8(file)
+        text = read_utf8(file, MAX_TEXT_BYTES)
         if text.strip():
             by_folder[parts[0] if len(parts) > 1 else ""].append(Document("/".join(parts), text))
     if not by_folder:
@@ -61,7 +64,7 @@ def text_folder(
     writers = []
     for folder, documents in by_folder.items():
         name = folder or root.name
-        parts = cuts(f"text files of the writer {name!r} in {path}", len(documents), shares)
+        parts = cuts(f"text files of the writer {shown(name)} in {path}", len(documents), shares)
         documents.sort(key=lambda document: document.name)
         order = np.random.default_rng((seed, *folder.encode())).permutation(len(documents))
         writers.append(Writer(name, {s: tuple(documents[i] for i in sorted(order[parts[s]])) for s in SPLITS}))
@@ -79,24 +82,30 @@ def _text_files(root: Path) -> Iterator[Path]:
                 yield file
 
 
-def read_utf8(file: Path) -> str:
+def named(file: Path) -> str:
+    """A file's path on one line, the end of it where it is long."""
+    path = repr(str(file))[1:-1]
+    return path if len(path) <= 80 else f"…{path[-80:]}"
+
+
+def read_utf8(file: Path, most_bytes: int = MAX_BYTES) -> str:
     """A regular file's text without a byte order mark.
 
     Raises
     ------
     ValueError
-        It is not UTF-8, with the byte and the line; no regular file (a pipe would make us wait); or above 2 GiB.
+        It is not UTF-8, with the byte and the line; no regular file (a pipe would make us wait); or too large.
     OSError
         There is no such file.
     """
     os.stat(file)
     try:
-        content = read_file(file, MAX_BYTES)
+        content = read_file(file, most_bytes)
     except ValueError as error:
-        raise ValueError(f"{file.parent}: {error}") from None
+        raise ValueError(f"{named(file)}{str(error).removeprefix(file.name)}") from None
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{file} is not UTF-8: byte {error.start}, in line {line}, {error.reason}") from None
+        raise ValueError(f"{named(file)} is not UTF-8: byte {error.start}, in line {line}, {error.reason}") from None
     return text.replace("\r\n", "\n").replace("\r", "\n").removeprefix("\ufeff")

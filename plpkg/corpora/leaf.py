@@ -2,7 +2,7 @@
 
 Each loader reads everything, checks everything, and returns nothing unless all of it is sound; an error names
 the file and the place in it. What validation and test texts share with any user's training text is masked;
-near-duplicates are not removed.
+near-duplicates are not removed. In memory a file may take fifteen times its bytes.
 
 LEAF keeps users in JSON: ``{"users": [...], "num_samples": [...], "user_data": {user: {"x": [...], "y": [...]}}}``.
 Load its ``data/all_data``, the state before LEAF samples and splits: sampling can shuffle a user's text, and
@@ -10,8 +10,7 @@ Load its ``data/all_data``, the state before LEAF samples and splits: sampling c
 """
 
 import json
-import reprlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Generic, Self, TypeVar
 
@@ -20,9 +19,10 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from plpkg.corpora.documents import SPLITS, Document, Writer, cuts
-from plpkg.corpora.folder import read_utf8
+from plpkg.corpora.folder import named, read_utf8
 from plpkg.corpora.images import Images
 from plpkg.corpora.overlap import mask_scored
+from plpkg.validation import shown
 
 SIDE = 28
 """Pixels on each side of a FEMNIST image."""
@@ -32,6 +32,10 @@ CLASSES = 62
 
 WINDOW = 80
 """Characters that a Shakespeare sample shows before the one to predict."""
+
+FEW, MARK_EVERY = 2**17, 32
+"""Brackets, braces and colons that any file may have, and after how many characters each more: what they mark takes
+twenty times its characters in memory. An image has one in at least 1,568, Shakespeare writes one in some hundred."""
 
 
 def leaf_femnist(path: str | Path) -> dict[str, Images]:
@@ -76,7 +80,7 @@ def leaf_shakespeare(path: str | Path) -> list[Writer]:
 
 
 def _in_time(file: Path, user: str, texts: list[str]) -> Writer:
-    parts = cuts(f"characters of the user {user!r} in {file}", sum(map(len, texts)), (0.8, 0.1, 0.1))
+    parts = cuts(f"characters of the user {shown(user)} in {named(file)}", sum(map(len, texts)), (0.8, 0.1, 0.1))
     documents: dict[str, list[Document]] = {split: [] for split in SPLITS}
     start = 0
     for text in texts:
@@ -102,9 +106,14 @@ class _Samples(BaseModel):
         return self
 
 
+FIRST = Field(fail_fast=True)
+"""Of a list, the first fault is enough: pydantic would collect millions, each of a kilobyte."""
+Pixels = Annotated[list[Annotated[float, Field(ge=0, le=255)]], FIRST, Field(min_length=SIDE**2, max_length=SIDE**2)]
+
+
 class _Drawn(_Samples):
-    x: list[Annotated[list[Annotated[float, Field(ge=0, le=255)]], Field(min_length=SIDE**2, max_length=SIDE**2)]]
-    y: list[Annotated[int, Field(ge=0, lt=CLASSES)]]
+    x: Annotated[list[Pixels], FIRST]
+    y: Annotated[list[Annotated[int, Field(ge=0, lt=CLASSES)]], FIRST]
 
     def converted(self) -> tuple[np.ndarray, list[int]]:
         """The pixels ``(images, 784)`` as they are, float32, and the labels."""
@@ -112,8 +121,8 @@ class _Drawn(_Samples):
 
 
 class _Spoken(_Samples):
-    x: list[Annotated[str, Field(min_length=WINDOW, max_length=WINDOW)]]
-    y: list[Annotated[str, Field(min_length=1, max_length=1)]]
+    x: Annotated[list[Annotated[str, Field(min_length=WINDOW, max_length=WINDOW)]], FIRST]
+    y: Annotated[list[Annotated[str, Field(min_length=1, max_length=1)]], FIRST]
 
     def converted(self) -> list[str]:
         """The texts that the samples are windows of."""
@@ -135,22 +144,24 @@ class _Leaf(BaseModel, Generic[Kind]):
     """A file's outermost object; other keys than these are let be."""
 
     model_config = ConfigDict(strict=True)
-    users: Annotated[list[Annotated[str, Field(max_length=1000)]], Field(min_length=1)]
-    num_samples: list[int]
-    user_data: dict[str, Kind]
+    users: Annotated[list[Annotated[str, Field(max_length=1000)]], Field(min_length=1), FIRST]
+    num_samples: Annotated[list[int], FIRST]
+    user_data: Annotated[dict[str, Kind], FIRST]
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
         counts = {user: len(samples.x) for user, samples in self.user_data.items()}
-        if twice := [user for i, user in enumerate(self.users) if user in self.users[:i]]:
-            raise ValueError(f"users has {_shown(twice[0])} twice")
+        if len(set(self.users)) < len(self.users):
+            raise ValueError(f"users has {_shown(_twice(self.users))} twice")
         if differing := sorted(set(self.users) ^ set(counts)):
             raise ValueError(f"{_shown(differing[0])} is only one of users and of user_data's keys")
         if len(self.num_samples) != len(self.users):
             raise ValueError(f"num_samples has {len(self.num_samples)} entries for {len(self.users)} users")
         for i, (count, user) in enumerate(zip(self.num_samples, self.users, strict=True)):
             if count != counts[user]:
-                raise ValueError(f"num_samples[{i}]: {count}, but user_data[{_shown(user)}] has {counts[user]} samples")
+                raise ValueError(
+                    f"num_samples[{i}]: {_shown(count)}, but user_data[{_shown(user)}] has {counts[user]} samples"
+                )
         return self
 
 
@@ -167,13 +178,16 @@ def _leaf(path: str | Path, kind: type[_Samples]) -> Iterator[tuple[Path, dict[s
         content = _read(file, _Leaf[kind])
         for user in content.users:
             if user in file_of:
-                raise ValueError(f"the user {user!r} is in {file_of[user]} and in {file}")
+                raise ValueError(f"the user {shown(user)} is in {named(file_of[user])} and in {named(file)}")
         file_of |= dict.fromkeys(content.users, file)
         yield file, {user: content.user_data[user].converted() for user in content.users}
 
 
 def _read(file: Path, kind: type[_Leaf]) -> _Leaf:
     text = read_utf8(file)
+    marks, most = sum(map(text.count, "[{:")), FEW + len(text) // MARK_EVERY
+    if marks > most:
+        raise _wrong(file, f"it has {marks:,} brackets, braces and colons, at most {most:,} are allowed in its length")
     try:
         return kind.model_validate(json.loads(text, object_pairs_hook=_once))
     except json.JSONDecodeError as error:
@@ -187,7 +201,11 @@ def _read(file: Path, kind: type[_Leaf]) -> _Leaf:
         reason = _place(first["loc"]) + (said if own else f"{said}, got {_shown(first['input'])}")
     except ValueError as error:  # a number with more digits than Python reads
         reason = str(error)
-    raise ValueError(f"{file}: {reason}")
+    raise _wrong(file, reason)
+
+
+def _wrong(file: Path, reason: str) -> ValueError:
+    return ValueError(f"{named(file)}: {reason}"[:300])
 
 
 class _Twice:
@@ -196,14 +214,16 @@ class _Twice:
     def __init__(self, key: str) -> None:
         self.key = key
 
-    def __repr__(self) -> str:
-        return f'the key "{self.key}" twice'
-
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object] | _Twice:
     fields = dict(pairs)
-    names = [name for name, _ in pairs]
-    return fields if len(fields) == len(pairs) else _Twice(next(name for name in names if names.count(name) > 1))
+    return fields if len(fields) == len(pairs) else _Twice(_twice(name for name, _ in pairs))
+
+
+def _twice(names: Iterable[str]) -> str:
+    """The first name that was there before."""
+    known: set[str] = set()
+    return next(name for name in names if name in known or known.add(name))
 
 
 def _place(location: tuple[str | int, ...]) -> str:
@@ -213,9 +233,11 @@ def _place(location: tuple[str | int, ...]) -> str:
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, str) and len(value) < 60:
-        return json.dumps(value, ensure_ascii=not value.isprintable())
-    return repr(value) if isinstance(value, _Twice) else reprlib.repr(value)
+    if isinstance(value, _Twice):
+        return f"the key {_shown(value.key)} twice"
+    short = isinstance(value, str) and len(value) < 60
+    text = json.dumps(value, ensure_ascii=not value.isprintable()) if short else shown(value)
+    return text if len(text) < 62 else f"{text[:30]}...{text[-28:]}"
 
 
 def _scale(file: Path, users: dict[str, tuple[np.ndarray, list[int]]]) -> float:
@@ -231,5 +253,5 @@ def _scale(file: Path, users: dict[str, tuple[np.ndarray, list[int]]]) -> float:
     if above is None:
         return 1.0
     if between := first(lambda pixels: pixels % 1 != 0):
-        raise ValueError(f"{file}: {above} beside {between}, expected 0 to 1, or 0 to 255 in whole numbers")
+        raise _wrong(file, f"{above} beside {between}, expected 0 to 1, or 0 to 255 in whole numbers")
     return 255.0

@@ -22,6 +22,7 @@ from pathlib import Path
 from plpkg import catalog
 from plpkg.corpora import documents, installation, overlap
 from plpkg.corpora.documents import SPLITS, Document, Writer
+from plpkg.untrusted import read_file, shown
 from plpkg.validation import one_of
 
 PUBLIC = (
@@ -39,8 +40,8 @@ SHARES = {"public": (0.92, 0.04, 0.04), "private": (0.8, 0.1, 0.1)}
 SHORTEST = 200
 """Characters in the shortest document that is kept."""
 
-KEPT = 3
-"""Cache files that stay, each of about 26 MB: the newest, of as many installations."""
+KEPT, MAX_CACHE_BYTES = 3, 2**26
+"""Cache files that stay, each of about 26 MB: the newest, of as many installations; and the most that one may have."""
 
 
 def public(split: str) -> list[Document]:
@@ -74,12 +75,11 @@ def writer(name: str) -> Writer:
 def _library() -> dict[str, Writer]:
     """Every writer by name, from the cache or built anew."""
     path = _cache_path()
-    try:
-        return _unpack(json.loads(path.read_text(encoding="utf-8")))
-    except OSError:
-        pass  # not there; if the folder is at fault, writing will say so
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        warnings.warn(f"{path} cannot be read ({error}): the corpora are built anew", stacklevel=2)
+    if os.path.lexists(path):  # if the folder is at fault, writing will say so
+        try:
+            return _unpack(json.loads(read_file(path, MAX_CACHE_BYTES).decode()))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            warnings.warn(f"{path} cannot be read ({shown(str(error))}): the corpora are built anew", stacklevel=2)
     library = build()
     packed = {
         name: {split: [vars(d) for d in writer.documents[split]] for split in SPLITS}

@@ -1,14 +1,17 @@
 """The settings of this room's two adapters, PrivateLoRA's and the ladder, as PEFT keeps them in a file."""
 
-from collections.abc import Collection
+import functools
+import shutil
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from peft import PeftConfig
+from peft import PeftConfig, PeftModel
 
+from plpkg.adapters import private_folder
+from plpkg.checkpoints import PARTIAL, replace_files
 from plpkg.residual import saved
-from plpkg.untrusted import shown
-from plpkg.validation import flag, one_of, whole_number
+from plpkg.validation import flag, one_of, shown, whole_number
 
 
 class MethodName(str):
@@ -90,16 +93,14 @@ class ProjectionConfig(PeftConfig):
         if self.init != "gaussian" and not self.save_projection:
             raise ValueError(f"init={self.init!r} needs save_projection=True: nothing else brings the same projections")
         if self.layers_pattern and self.layers_to_transform is None:
-            raise ValueError(f"layers_pattern={self.layers_pattern!r} needs layers_to_transform")
+            raise ValueError(f"layers_pattern={shown(self.layers_pattern)} needs layers_to_transform")
 
     def save_pretrained(self, save_directory: str | Path, **options) -> None:
-        """As PEFT does it, behind the weights; both files are then their owner's alone."""
-        weights = Path(save_directory, saved.WEIGHTS)
+        """As PEFT does it, behind the weights; whole or not at all, and its owner's alone."""
+        folder = private_folder(save_directory)
+        weights = folder / saved.WEIGHTS
         self.weights_sha256 = saved.digest(weights) if weights.exists() else None
-        super().save_pretrained(save_directory, **options)
-        for path in (weights, Path(save_directory, saved.CONFIG)):
-            if path.exists():
-                path.chmod(0o600)
+        replace_files(folder, functools.partial(super().save_pretrained, **options), private=True)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, subfolder: str | None = None, **options):
@@ -117,7 +118,7 @@ class ProjectionConfig(PeftConfig):
             config = cls(**saved.fields_of(folder, cls))
             config.folder, config.shapes = folder, saved.shapes_of(folder)
         except ValueError as error:
-            raise ValueError(f"{folder}: {str(error)[:1000]}") from None
+            raise ValueError(f"{folder}: {str(error)[:280]}") from None
         return config
 
 
@@ -173,6 +174,30 @@ class LadderConfig(ProjectionConfig):
         self.r = rank("r", self.r)
         if self.width is not None:
             self.width = rank("width", self.width)
+
+
+def _whole(save: Callable) -> Callable:
+    """``PeftModel.save_pretrained``; with an adapter of this room, the files are whole before any takes its place."""
+
+    @functools.wraps(save)
+    def save_pretrained(self, save_directory: str | Path, *arguments, **options) -> None:
+        ours = any(isinstance(config, ProjectionConfig) for config in self.peft_config.values())
+        if not ours or Path(save_directory).name.startswith(PARTIAL):  # a caller's replace_files does it there
+            return save(self, save_directory, *arguments, **options)
+        folder = private_folder(save_directory)
+
+        def write(temporary: str) -> None:
+            if (folder / "README.md").is_file():  # which PEFT goes on with
+                shutil.copy(folder / "README.md", temporary)
+            save(self, temporary, *arguments, **options)
+
+        return replace_files(folder, write, private=True)
+
+    return save_pretrained
+
+
+PeftModel.save_pretrained = _whole(PeftModel.save_pretrained)
+"""PEFT writes into the folder itself: killed between the weights and the configuration, it would leave neither."""
 
 
 def rank(name: str, value: object) -> int:

@@ -17,8 +17,8 @@ from transformers.activations import ACT2FN
 from plpkg.backbones import fingerprint
 from plpkg.checkpoints import replace_files
 from plpkg.retention.watch import attention_layers
-from plpkg.untrusted import brief, misfits, read_object, read_shapes, read_tensors, shown
-from plpkg.validation import one_of, whole_number
+from plpkg.untrusted import brief, finite, misfits, read_object, read_shapes, read_tensors, sentences, shown
+from plpkg.validation import whole_number
 
 CONFIG, WEIGHTS, MAX_SIZE = "retaining_heads.json", "retaining_heads.safetensors", 2**20
 
@@ -102,9 +102,7 @@ class RetainingHeads(nn.Module):
         names = ("hidden_act", "hidden_activation", "activation_function")
         default = next((getattr(config, name) for name in names if getattr(config, name, None)), "silu")
         hidden = max(1, config.hidden_size // 4) if hidden is None else whole_number("hidden", hidden, 1)
-        chosen = default if activation is None else activation
-        if chosen not in ACT2FN:
-            raise ValueError(f"activation must be one that transformers knows ({', '.join(ACT2FN)}), got {chosen!r}")
+        chosen = _known(default if activation is None else activation)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             heads = cls(HeadsConfig(fingerprint(model), len(layers), *dims.pop(), hidden, chosen))
@@ -150,20 +148,24 @@ class RetainingHeads(nn.Module):
             config = _config(read_object(folder / CONFIG))
             shapes = read_shapes(folder / WEIGHTS)
         except ValueError as error:
-            raise ValueError(f"{damaged}: {str(error)[:1000]}") from error
+            raise ValueError(f"{damaged}: {str(error)[:220]}") from error
         _check(config.backbone, model)
         layers = attention_layers(model)
         dims = {(len(layers), layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
-        if dims != {(config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim)}:
-            raise ValueError(f"{damaged}: {config} does not have the dimensions of {type(model).__name__}")
+        said = (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim)
+        if dims != {said}:
+            names = "num_layers, num_heads, num_kv_heads, head_dim"
+            raise ValueError(f"{damaged}: {names} must be {shown(dims)[1:-1]}, got {said}")
         with torch.device("meta"):
             needed = {name: tensor.shape for name, tensor in cls(config).state_dict().items()}
         try:
             if reasons := misfits(shapes, needed):
                 raise ValueError(brief(reasons))
             tensors, _ = read_tensors(folder / WEIGHTS)
+            if wrong := [name for name, values in tensors.items() if not finite(values, model.dtype)]:
+                raise ValueError(sentences({f"has values that are not finite in {model.dtype}": wrong})[0])
         except ValueError as error:
-            raise ValueError(f"{damaged}: {error}") from error
+            raise ValueError(f"{damaged}: {str(error)[:220]}") from error
         heads = cls(config)
         heads.load_state_dict(tensors)
         return heads.to(model.device, model.dtype)
@@ -189,12 +191,21 @@ class RetainingHeads(nn.Module):
 def _config(given: dict) -> HeadsConfig:
     """The configuration in a file, every field of which is there and of its type."""
     kinds = {field.name: field.type for field in fields(HeadsConfig)}
-    if wrong := [name for name in sorted(given.keys() | kinds.keys()) if type(given.get(name)) is not kinds.get(name)]:
-        raise ValueError(f"{CONFIG}: {', '.join(map(shown, wrong[:5]))}: it has {', '.join(kinds)}, and nothing else")
+    if unknown := [name for name in given if name not in kinds]:
+        raise ValueError(f"{shown(unknown[0])} is not one of the fields, which are {', '.join(kinds)}")
     for name in [name for name, kind in kinds.items() if kind is int]:
-        whole_number(name, given[name], 1, MAX_SIZE)
-    one_of("activation", given["activation"], tuple(ACT2FN))
+        whole_number(name, given.get(name), 1, MAX_SIZE)
+    _known(given.get("activation"))
+    if type(given.get("backbone")) is not str:
+        raise ValueError(f"backbone must be a fingerprint, got {shown(given.get('backbone'))}")
     return HeadsConfig(**given)
+
+
+def _known(activation: object) -> str:
+    if type(activation) is str and activation in ACT2FN:
+        return activation
+    some = ", ".join(list(ACT2FN)[:4])
+    raise ValueError(f"activation must be one that transformers knows ({some}, …), got {shown(activation)}")
 
 
 def _check(backbone: str, model: nn.Module) -> None:

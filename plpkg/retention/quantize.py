@@ -235,7 +235,8 @@ def quantized(bits: int = 4, scheme: str = "token", group: int = 32) -> Callable
     scheme
         ``"token"`` or ``"kivi"``.
     group
-        Numbers that share a scale: a multiple of 4 that divides the head's width, or more than that, for all of it.
+        Numbers that share a scale: a multiple of 4 that divides the head's width, or more than that, for all of it; up
+        to 65,536.
 
     Raises
     ------
@@ -244,6 +245,6 @@ def quantized(bits: int = 4, scheme: str = "token", group: int = 32) -> Callable
     """
     one_of("bits", bits, (2, 4))
     one_of("scheme", scheme, ("token", "kivi"))
-    if whole_number("group", group, 4) % 4:
+    if whole_number("group", group, 4, 2**16) % 4:
         raise ValueError(f"group must be a multiple of 4, got {group}")
     return lambda: QuantizedStore(bits, scheme, group)

@@ -19,13 +19,20 @@ from plpkg.retention.cache import EvictingCache, EvictingLayer, UnitStore
 from plpkg.retention.eviction import ChunkStep, Eviction, Log
 from plpkg.retention.quantize import quantized
 from plpkg.retention.watch import attention_layers
-from plpkg.untrusted import finite, shown
+from plpkg.untrusted import Entry, finite, shown
 from plpkg.validation import one_of, whole_number
 
 FILE = "reading.safetensors"
 
 OURS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache")
 """Arguments of ``generate`` that follow from the cache."""
+
+MOST = 2**24
+"""Tokens in a reading that is saved, all prompts of the batch together: ``generate`` makes a mask of so many."""
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES |= {"I32": torch.int32, "U8": torch.uint8}
+"""What a reading is made of, by the names in a header."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +145,8 @@ class PrefillResult:
         Raises
         ------
         ValueError
-            The cache's stores are of a kind that is not this package's.
+            :func:`load` would not take it: the cache's stores are not this package's, it has gone on or was repeated
+            since the last cut, something in it is not finite, or more than 16,777,216 tokens were read.
         """
         folder, model = Path(folder), self._eviction.model
         state = {
@@ -150,6 +158,8 @@ class PrefillResult:
             "logits": self.logits,
             "layers": self.cache.tensors(),
         }
+        _judge(model, state)
+        _require_sound(self.cache, state)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         checkpoints.save(folder / FILE, state)
 
@@ -186,60 +196,133 @@ def load(folder: str | Path, model: nn.Module) -> PrefillResult:
         raise FileNotFoundError(f"nothing that was read in {str(folder)!r}: it lacks {FILE}")
     try:
         state = checkpoints.read(path, functools.partial(_judge, model))
-        kind = state["store"]
-        cache = EvictingCache(model, state["positions"], UnitStore if kind is None else quantized(**kind))
+        cache = _cache_of(model, state)
         cache.restore({name: tensor.to(model.device) for name, tensor in state["layers"].items()}, state["seen"])
-        _require_sound(model, cache, state["logits"])
-        log = Log(ChunkStep(**row, kept=None) for row in state["log"])
-        if not log:
-            raise ValueError("the log has no chunk")
-    except (LookupError, TypeError, RuntimeError, AttributeError, ValueError) as error:
-        raise ValueError(f"what was read in {str(folder)!r} is not taken: {str(error).splitlines()[0]}") from error
+        _require_sound(cache, state)
+    except ValueError as error:
+        raise ValueError(f"what was read in {str(folder)!r} is not taken: {str(error)[:220]}") from error
+    log = Log(ChunkStep(**row, kept=None) for row in state["log"])
     eviction = Eviction(model, cache, None, log[-1].after, 0, log_positions=False)
     eviction.log = log
     return PrefillResult(cache, state["logits"].to(model.device), log, eviction)
 
 
-def _judge(model: nn.Module, outline: dict) -> None:
-    """Refuse what another model has read, and what cannot be a reading of this one, before its tensors are read."""
-    said, actual = outline["identity"], {"backbone": fingerprint(model), "dtype": str(model.dtype)}
+def _cache_of(model: nn.Module, state: dict) -> EvictingCache:
+    """An empty one, of the state's kind."""
+    kind = state["store"]
+    return EvictingCache(model, state["positions"], UnitStore if kind is None else quantized(**kind))
+
+
+def _judge(model: nn.Module, state: dict) -> None:
+    """ValueError for a state that no reading of this model has, whether its tensors are there or only described."""
+    _require_fields("a reading", state, ("identity", "positions", "store", "seen", "log", "logits", "layers"))
+    said, actual = state["identity"], {"backbone": fingerprint(model), "dtype": str(model.dtype)}
+    _require_fields("identity", said, tuple(actual))
     if said != actual:
         raise ValueError(
-            f"this was read by a backbone with fingerprint {shown(said.get('backbone'))[1:13]}… in "
-            f"{shown(said.get('dtype'))[1:-1]}, but {type(model).__name__} has {actual['backbone'][:12]}… in "
+            f"this was read by a backbone with fingerprint {shown(str(said['backbone'])[:12])[1:-1]}… in "
+            f"{shown(str(said['dtype'])[:14])[1:-1]}, but {type(model).__name__} has {actual['backbone'][:12]}… in "
             f"{actual['dtype']}"
         )
-    one_of("positions", outline["positions"], ("reassigned", "original"))
-    if outline["store"] is not None:
-        quantized(**outline["store"])
-    seen, (batch, _) = whole_number("seen", outline["seen"], 1, 2**31 - 1), outline["logits"].shape
-    for row in outline["log"]:
-        ChunkStep(**row, kept=None)
-        if any(not 0 <= row[low] <= row[high] <= seen for low, high in (("start", "stop"), ("after", "before"))):
-            raise ValueError(f"log: {shown(row)} is no chunk of {seen:,} tokens")
-    layers = attention_layers(model)
-    for name, entry in outline["layers"].items():
-        number, _, _ = name.partition(".")
-        if number not in map(str, range(len(layers))) or entry.shape[:2] != (batch, layers[int(number)].num_kv_heads):
-            raise ValueError(f"{shown(name)} of shape {entry.shape} is in no layer of {type(model).__name__}")
+    one_of("positions", state["positions"], ("reassigned", "original"))
+    if state["store"] is not None:
+        _require_fields("store", state["store"], ("bits", "scheme", "group"))
+    cache, given, log = _cache_of(model, state), state["layers"], state["log"]
+    for name, kind in {"layers": dict, "log": list}.items():
+        if not isinstance(state[name], kind):
+            raise ValueError(f"{name} must be a {kind.__name__}, got {shown(state[name])}")
+    # How many prompts and units there are, two tensors say; all others must agree.
+    first, vocab = next(iter(cache.evicting)), model.get_output_embeddings().weight.shape[0]
+    batch, _ = _shape("logits", state["logits"], (model.dtype, torch.float32), ("batch", vocab))
+    units, heads = f"{first}.positions", attention_layers(model)[first].num_kv_heads
+    *_, kept = _shape(units, given.get(units), (torch.int32,), (batch, heads, "kept"))
+    whole_number("seen", state["seen"], kept, MOST // batch)
+    if log:  # one of many rows is not there yet
+        _require_counts(log, state["seen"], kept)
+    needed = _needed(model, cache, state, batch, kept)
+    for name in [*needed, *given]:
+        if name not in needed:
+            raise ValueError(f"{shown(name)} is no tensor of such a cache, as {shown([*needed][:3])[1:-1]} are")
+        _shape(name, given.get(name), *needed[name])
 
 
-def _require_sound(model: nn.Module, cache: EvictingCache, logits: torch.Tensor) -> None:
-    """ValueError if what the cache holds is not finite, or does not agree in shapes and counts."""
-    seen, wrong = cache.seen, "layer {} does not hold what this model and {:,} tokens give"
-    if logits.shape[1] != model.get_output_embeddings().weight.shape[0] or not finite(logits):
-        raise ValueError("the logits are not this model's, or not finite")
+def _needed(model: nn.Module, cache: EvictingCache, state: dict, batch: int, kept: int) -> dict[str, tuple]:
+    """Dtypes and shape of each tensor that the cache must have; it is filled with units that have no memory."""
+    needed, given = {}, state["layers"]
     for i, (layer, dims) in enumerate(zip(cache.layers, attention_layers(model), strict=True)):
-        evicts = isinstance(layer, EvictingLayer)
-        keys, values = layer.store.read() if evicts else (layer.keys, layer.values)
-        kept = layer.positions.shape[-1] if evicts else keys.shape[-2]
-        shape = (len(logits), dims.num_kv_heads, kept, dims.head_dim)
-        sound = 0 < kept <= seen and all(each.shape == shape and each.dtype == model.dtype for each in (keys, values))
-        if sound and evicts:
-            positions, scores = layer.positions, layer.scores
-            sound = positions.dtype == torch.int32 and positions.shape == shape[:3]
-            sound &= scores is None or scores.shape == positions.shape
-            # Units stand in the order in which they were read.
-            sound &= bool((positions >= 0).all() and (positions < seen).all() and (positions.diff() > 0).all())
-        if not (sound and finite(keys) and finite(values)):
-            raise ValueError(wrong.format(i, seen))
+        shape = (batch, dims.num_kv_heads, kept, dims.head_dim)
+        if not isinstance(layer, EvictingLayer):
+            shape = (*shape[:2], min(state["seen"], layer.sliding_window - 1), dims.head_dim)
+            needed |= {f"{i}.{name}": ((model.dtype,), shape) for name in ("keys", "values")}
+            continue
+        units = torch.empty(shape, dtype=model.dtype, device="meta")
+        layer.store.append(units, units)
+        needed[f"{i}.positions"] = (torch.int32,), shape[:3]
+        if f"{i}.scores" in given:
+            needed[f"{i}.scores"] = (torch.float32,), shape[:3]
+        # Groups of consecutive units come in parts as they fill, and only the state knows how many were in each.
+        codes = [getattr(given.get(f"{i}.store.keys.{part}.codes"), "shape", ()) for part in range(len(given))]
+        groups = [each[3] for each in codes if len(each) == 5]
+        for name, tensor in layer.store.tensors().items():
+            (half, first, last), own = name.partition(".0."), tuple(tensor.shape)
+            parts = {name: own}
+            if first and all(groups) and sum(groups) == own[3]:
+                parts = {f"{half}.{part}.{last}": (*own[:3], count, own[4]) for part, count in enumerate(groups)}
+            needed |= {f"{i}.store.{name}": ((tensor.dtype,), own) for name, own in parts.items()}
+    return needed
+
+
+def _require_fields(name: str, value: object, fields: tuple[str, ...]) -> None:
+    """ValueError unless ``value`` is a dictionary of exactly these fields."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} must have {', '.join(fields)}, got {shown(value)}")
+    if odd := value.keys() ^ set(fields):
+        raise ValueError(f"{name} must have {', '.join(fields)} alone: {shown(odd.pop())} is missing or unknown")
+
+
+def _shape(name: str, value: object, dtypes: tuple, shape: tuple) -> tuple[int, ...]:
+    """The shape of a tensor of such a dtype and shape; a name in the latter stands for any number from 1 on."""
+    got = shown(value)
+    if isinstance(value, (Entry, torch.Tensor)):
+        dtype, own = DTYPES.get(value.dtype, value.dtype), tuple(value.shape)
+        alike = len(own) == len(shape) and all(
+            a == b or (isinstance(b, str) and a > 0) for a, b in zip(own, shape, strict=True)
+        )
+        if alike and dtype in dtypes:
+            return own
+        got = f"{dtype} of shape {own}"
+    raise ValueError(f"{name} must be {dtypes[0]} of shape ({', '.join(map(str, shape))}), got {got}")
+
+
+def _require_counts(log: list, seen: int, kept: int) -> None:
+    """ValueError unless each forward pass goes on where the one before stopped, and the last stops here."""
+    stop = after = 0
+    for i, row in enumerate(log):
+        _require_fields(f"log[{i}]", row, ("start", "stop", "before", "after"))
+        fits = all(type(count) is int for count in row.values()) and row["start"] == stop < row["stop"]
+        if not (fits and 0 < row["after"] <= row["before"] == after + row["stop"] - stop):
+            raise ValueError(f"log[{i}] must go on from {stop:,} tokens and {after:,} units, got {shown(row)}")
+        stop, after = row["stop"], row["after"]
+    if (stop, after) != (seen, kept):
+        raise ValueError(
+            f"the log must end with what is held, {seen:,} tokens and {kept:,} units, got {stop:,} and {after:,}"
+        )
+
+
+def _require_sound(cache: EvictingCache, state: dict) -> None:
+    """ValueError for numbers that no reading gives, in a state that was judged and its cache."""
+    _require_counts(state["log"], cache.seen, cache.kept)
+    for name, tensor in {"logits": state["logits"], **state["layers"]}.items():
+        bad = tensor.isnan().any() if name.endswith("scores") else tensor.numel() and not finite(tensor, tensor.dtype)
+        if bad:
+            raise ValueError(f"{name} has numbers that are not finite in {tensor.dtype}")
+        if name.endswith("scale") and tensor.min() < 0:
+            raise ValueError(f"{name} must be 0 or more, got {tensor.min():g}")
+    for i, layer in cache.evicting.items():
+        low, high = (bound.item() for bound in layer.positions.aminmax())
+        if low < 0 or high >= cache.seen or not (layer.positions.diff() > 0).all():
+            raise ValueError(
+                f"{i}.positions must rise within 0 to {cache.seen - 1:,}, got others, from {low:,} to {high:,}"
+            )
+        if not all(finite(each, layer.dtype) for each in layer.store.read()):  # rounded, it may be beyond the dtype
+            raise ValueError(f"{i}.store has numbers that are not finite in {layer.dtype} once they are unpacked")

@@ -150,12 +150,12 @@ CRAFTED = {  # for each kind of adapter what is done to its folder, and what is 
         (fields(changes, file=HEADS_CONFIG), message)
         for changes, message in (
             ({"num_layers": 2**40}, "num_layers must be between 1 and 1048576"),
-            ({"num_layers": 2**20}, "does not have the dimensions of LlamaForCausalLM"),
-            ({"num_layers": True}, "'num_layers': it has backbone"),
+            ({"num_layers": 2**20}, "head_dim must be (4, 4, 2, 8), got (1048576, 4, 2, 8)"),
+            ({"num_layers": True}, "num_layers must be a whole number between 1 and 1048576, got True"),
             ({"hidden": 2**20}, "and must have (1048576,"),
-            ({"backbone": 7}, "'backbone': it has backbone"),
+            ({"backbone": 7}, "backbone must be a fingerprint, got 7"),
             ({"backbone": "x" * 60_000}, "belong to a backbone with fingerprint xxx"),
-            ({"activation": "x" * 60_000}, "activation must be one of"),
+            ({"activation": "x" * 60_000}, "), got 'xxx"),
         )
     ],
 }

@@ -25,8 +25,7 @@ from opacus.accountants import IAccountant, create_accountant
 from opacus.accountants.utils import get_noise_multiplier
 
 from plpkg.clipping.clip import Clip
-from plpkg.untrusted import shown
-from plpkg.validation import number, one_of, whole_number
+from plpkg.validation import number, one_of, shown, whole_number
 
 ACCOUNTANTS = ("prv", "rdp")
 Spent = tuple[float, float, int]

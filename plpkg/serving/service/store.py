@@ -30,6 +30,7 @@ from plpkg.adapters import (
     AdapterLimits,
     InvalidAdapterError,
     inspect,
+    private_folder,
     read_adapter,
 )
 from plpkg.untrusted import header_length
@@ -82,8 +83,7 @@ class Store:
                 raise ValueError(f"{location!r} is no store: {error}".split("\n")[0]) from None
         if isinstance(location, str | Path):
             # Its errors name the folder, obstore's do not; what is in it is its owner's alone.
-            Path(location).mkdir(mode=0o700, parents=True, exist_ok=True)
-            location = LocalStore(location)
+            location = LocalStore(private_folder(location))
         self._objects = location
         self._current: dict[str, tuple[str | None, float]] = {}
         self._writes: Counter[str] = Counter()  # by account: what was read before one is not what is current
@@ -111,8 +111,8 @@ class Store:
             for file in (WEIGHTS, CONFIG):
                 path, content = f"{place}/{adapter.digest}/{file}", bytes(adapter.files[file])
                 with contextlib.suppress(AlreadyExistsError):  # of the same content, which its path says
-                    await _call(obstore.put_async(self._objects, path, content, mode="create"))
-            await _call(obstore.put_async(self._objects, f"{place}/current", adapter.digest.encode()))
+                    await _call(self._put(path, content, mode="create"))
+            await _call(self._put(f"{place}/current", adapter.digest.encode()))
             self._writes[account] += 1
             self._current[place] = adapter.digest, time.monotonic() + self.refresh_s
         return adapter.digest
@@ -191,15 +191,32 @@ class Store:
         return size, start[:length] if length <= len(start) else (await self._range(path, length))[1]
 
     async def _range(self, path: str, end: int) -> tuple[int, bytes]:
-        result = await _call(obstore.get_async(self._objects, path, options={"range": (0, end)}))
+        result = await self._get(path, options={"range": (0, end)})
         return result.meta["size"], bytes(await _call(result.bytes_async()))
 
     async def _read(self, path: str, most: int) -> bytearray:
         """A whole object, and never more than ``most`` bytes of it."""
-        result = await _call(obstore.get_async(self._objects, path))
+        result = await self._get(path)
         if (size := result.meta["size"]) > most:
             raise InvalidAdapterError([f"{Path(path).name} has {size:,} bytes, at most {most:,} are allowed"])
         return bytearray(await _call(result.bytes_async()))
+
+    async def _get(self, path: str, **options):
+        file = self._file(path)
+        if file and os.path.exists(file) and not os.path.isfile(file):  # a pipe would never end
+            raise StoreError(f"{path} is not a regular file")
+        return await _call(obstore.get_async(self._objects, path, **options))
+
+    async def _put(self, path: str, content: bytes, **options) -> None:
+        """Write an object. As a file it is its owner's alone, and so is each folder that is made for it."""
+        if file := self._file(path):
+            private_folder(file.parent)
+        await obstore.put_async(self._objects, path, content, **options)
+        if file:
+            file.chmod(0o600)
+
+    def _file(self, path: str) -> Path | None:
+        return Path(self._objects.prefix or "/", path) if isinstance(self._objects, LocalStore) else None
 
 
 async def _call(operation: Awaitable):

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from plpkg.adapters import CONFIG, Adapter, AdapterLimits, InvalidAdapterError, validate_adapter
+from plpkg.adapters import CONFIG, Adapter, AdapterLimits, InvalidAdapterError, private_folder, validate_adapter
 from plpkg.serving.service.scheduler import OverloadedError
 from plpkg.serving.service.store import NotFoundError, Store, StoreError
 from plpkg.validation import whole_number
@@ -37,7 +37,7 @@ class Disk:
     def __init__(self, folder: str | Path, num_bytes: int = 2**33) -> None:
         self.folder, self.num_bytes = Path(folder), whole_number("num_bytes", num_bytes, 0)
         self._changing = threading.Lock()  # a write that has begun is dropped when it is done
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private_folder(self.folder)
         for version in self.folder.glob(ON_DISK):
             if not (version / CONFIG).exists():
                 shutil.rmtree(version, ignore_errors=True)
