@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from plpkg import untrusted
-from plpkg.checkpoints import replace_file
+from plpkg.checkpoints import private_folder, replace_file
 from plpkg.lora_config import ALLOWED, CHECKED, fitting, left_out, wrong_fields
 from plpkg.untrusted import MAX_CONFIG_BYTES, Entry, shown
 from plpkg.validation import one_of
@@ -132,13 +132,6 @@ class Adapter:
         for name in (WEIGHTS, CONFIG):
             write = functools.partial(Path.write_bytes, data=self.files[name])
             replace_file(Path(folder, name), write, private=True)
-
-
-def private_folder(folder: str | Path) -> Path:
-    """Make a folder and those above it, where they are missing, their owner's alone; ``mkdir`` opens the latter."""
-    for each in reversed([folder := Path(folder), *folder.parents]):
-        each.mkdir(mode=0o700, exist_ok=True)
-    return folder
 
 
 def validate_adapter(path: str | Path, model: torch.nn.Module, limits: str | AdapterLimits | None = None) -> Adapter:

@@ -20,6 +20,13 @@ PARTIAL = ".partial"
 """How a file's name ends while it is written, and a folder's begins."""
 
 
+def private_folder(folder: str | Path) -> Path:
+    """Make a folder and those above it, where they are missing, their owner's alone; ``mkdir`` opens the latter."""
+    for each in reversed([folder := Path(folder), *folder.parents]):
+        each.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
 def replace_file(path: Path, write: Callable[[Path], object], *, private: bool = False) -> None:
     """Write a file whole or not at all, whenever the process may be killed.
 

@@ -242,7 +242,7 @@ class TrainingRun:
 
     def save(self) -> None:
         """Write the checkpoint."""
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        checkpoints.private_folder(self._path.parent)
         state = {"identity": self._identity, "step": self.done, "log": self.log, "facts": self.facts}
         state |= {"seconds": self.seconds, "parts": {name: part.state_dict() for name, part in self._parts.items()}}
         checkpoints.save(self._path, state)

@@ -60,7 +60,7 @@ def fleet(
     names, done = list(people), {}
     identity = (identity or {}) | {"people": hashlib.sha256(repr(names).encode()).hexdigest()[:16]}
     if folder is not None:
-        (folder := Path(folder)).mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = checkpoints.private_folder(folder)
         stems = {
             path.with_suffix(".safetensors") for path in folder.iterdir() if path.suffix in (".safetensors", ".pt")
         }

@@ -225,6 +225,10 @@ class Task:
         """Go on from there; ValueError if it is not a state of this task, which then is as it was."""
         try:
             made, left, sizes, log = state["made"], state["left"], state["sizes"], state["log"]
+            if odd := state.keys() ^ self.state_dict().keys():
+                raise ValueError(f"{shown(odd.pop())} is missing or unknown")
+            if type(made) is not int:
+                raise ValueError(f"made={shown(made)} is no whole number")
             whole_number("made", made, 0, self.steps, "steps")
             for what in ("kept", "best"):
                 if reason := checkpoints.misfit_tensors(state[what], self._kept):

@@ -43,7 +43,7 @@ def learn_in_windows(
     """
     whole_number("checkpoint_every", checkpoint_every, 1)
     folder = Path(folder)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    checkpoints.private_folder(folder)
     path = folder / CHECKPOINT
     if state := checkpoints.load(path, task.identity):
         try:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from peft import PeftConfig, PeftModel
 
-from plpkg.adapters import private_folder
-from plpkg.checkpoints import PARTIAL, replace_files
+from plpkg.checkpoints import PARTIAL, private_folder, replace_files
 from plpkg.residual import saved
 from plpkg.validation import flag, one_of, shown, whole_number
 

@@ -160,7 +160,7 @@ class PrefillResult:
         }
         _judge(model, state)
         _require_sound(self.cache, state)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        checkpoints.private_folder(folder)
         checkpoints.save(folder / FILE, state)
 
     @contextmanager

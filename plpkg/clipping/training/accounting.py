@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
+import torch
 from opacus.accountants import IAccountant, create_accountant
 from opacus.accountants.utils import get_noise_multiplier
 
@@ -139,10 +140,16 @@ class Ledger:
     A training that goes back to an earlier state has nevertheless released what came after it. So those steps stay
     spent, and what follows is another life, whose noise and samples are drawn anew: the same noise on two gradients
     would cancel in their difference.
+
+    Attributes
+    ----------
+    gradients
+        By parameter, the latest that was released, and its version.
     """
 
     def __init__(self) -> None:
         self._lives: dict[str, Life] = {}
+        self.gradients: dict[str, tuple[torch.Tensor, int]] = {}
 
     @property
     def spent(self) -> list[Spent]:

@@ -151,6 +151,9 @@ def make_private(
     ``max_norm`` of embeddings, sparse gradients
     ===========================================================  ====================================================
 
+    What this model released in trainings before, in this process or in a loaded state, stays in its ε: for other
+    people's data take another model.
+
     The model carries hooks until :meth:`Private.remove`: save its ``state_dict()``, not the object. In each forward
     pass a guard (:mod:`plpkg.clipping.mixing`) sees that nothing has changed under the training that would breach it.
 

@@ -83,9 +83,9 @@ class Private:
         self._offered: list[Piece] = []
         self._loop: object = None  # over the data loader, whose batches are trained on
         self._ledger = _LEDGERS.setdefault(model, Ledger())
+        self._released = self._ledger.gradients  # which may still be there from a training before
         self._enter(self._ledger.life(0), 0)
         self.recorder = Recorder(model, alone=execution is LOOP)
-        self._released: dict[str, tuple[torch.Tensor, int]] = {}
         # Before the recorder's own hooks, and after: the model may be a layer itself. Closures, so that a copy of the
         # model does not copy all this.
         self._hooks = [

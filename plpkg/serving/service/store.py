@@ -30,9 +30,9 @@ from plpkg.adapters import (
     AdapterLimits,
     InvalidAdapterError,
     inspect,
-    private_folder,
     read_adapter,
 )
+from plpkg.checkpoints import private_folder
 from plpkg.untrusted import header_length
 from plpkg.validation import number, whole_number
 

@@ -19,7 +19,8 @@ from pathlib import Path
 
 import torch
 
-from plpkg.adapters import CONFIG, Adapter, AdapterLimits, InvalidAdapterError, private_folder, validate_adapter
+from plpkg.adapters import CONFIG, Adapter, AdapterLimits, InvalidAdapterError, validate_adapter
+from plpkg.checkpoints import private_folder
 from plpkg.serving.service.scheduler import OverloadedError
 from plpkg.serving.service.store import NotFoundError, Store, StoreError
 from plpkg.validation import whole_number

@@ -63,7 +63,7 @@ def made_private_again(made):
     seed = made.randomness._seed
     for _ in range(3):
         yield from (made for _ in range(2))
-        made.remove()
+        made.remove()  # the last gradients stay
         made = private(made.model, seed=seed, **NOISE)
 
 
@@ -88,6 +88,19 @@ def test_no_noise_is_released_twice_and_no_step_is_forgotten(way, seed):
         expected = epsilon_of(1.0, 0.25, len(releases), DELTA, accountant="rdp")  # adds up, however it is grouped
         assert made.epsilon(DELTA) == pytest.approx(expected)
     assert all((a - b).abs().min() > 0 for a, b in itertools.combinations(releases, 2))
+
+
+def test_a_gradient_of_the_training_before_is_in_nobodys_way():
+    made = private()
+    released(made)
+    made.remove()
+    again = private(made.model)
+    next(iter(again.data_loader))
+    again.load_state_dict(again.state_dict())
+    x, y = next(iter(again.data_loader))
+    again.criterion(again.model(x), y).backward()
+    again.optimizer.step()  # without zero_grad()
+    assert again.steps == 1
 
 
 def test_samples_are_drawn_anew_after_going_back():
