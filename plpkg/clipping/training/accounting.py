@@ -114,7 +114,7 @@ class Life:
     steps
         The number of its next step.
     spent
-        What its steps have spent.
+        What its steps have spent: (σ, sampling rate, how many steps).
     epochs
         The shuffled epochs that have been counted.
     """
@@ -122,7 +122,7 @@ class Life:
     number: int = 0
     name: str = field(default_factory=lambda: secrets.token_hex(16))
     steps: int = 0
-    spent: list[Spent] = field(default_factory=list)
+    spent: list = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
 
     def spend(self, sigma: float, rate: float) -> None:
