@@ -21,16 +21,19 @@ def leaves(batch) -> list[torch.Tensor]:
     return []
 
 
-def examples(batch, index, of: int | None = None):
-    """The batch of some of its examples: every tensor's first dimension indexed alike (with ``of``: if so long)."""
+def examples(batch, index, of: int | None = None, but: Sequence[torch.Tensor] = ()):
+    """The batch of some of its examples: every tensor's first dimension indexed alike (with ``of``: if so long, and
+    ``but`` for those that all examples share).
+    """
     if isinstance(batch, torch.Tensor):
-        return batch[index] if of is None or (batch.ndim and len(batch) == of) else batch
+        own = of is None or (batch.ndim and len(batch) == of and all(batch is not each for each in but))
+        return batch[index] if own else batch
     if isinstance(batch, Mapping):
-        return {key: examples(value, index, of) for key, value in batch.items()}
+        return {key: examples(value, index, of, but) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(examples(value, index, of) for value in batch))
+        return type(batch)(*(examples(value, index, of, but) for value in batch))
     if isinstance(batch, (tuple, list)):
-        return type(batch)(examples(value, index, of) for value in batch)
+        return type(batch)(examples(value, index, of, but) for value in batch)
     return batch
 
 

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, combinations
 from random import SystemRandom
 
 import torch
@@ -62,6 +62,8 @@ class Probe:
             The model does not take what is shared once for each example.
         """
 
+        shared: tuple[torch.Tensor, ...] = ()
+
         def of(count: int, seed: int | None = None) -> tuple[list[torch.Tensor], _Calls]:
             index, self._calls = torch.arange(count) % batch, {}
             with torch.random.fork_rng(), torch.no_grad(), Without(), warnings.catch_warnings():
@@ -69,13 +71,21 @@ class Probe:
                     torch.manual_seed(seed)
                 # Reentrant checkpointing, of what has no gradient here.
                 warnings.filterwarnings("ignore", message="None of the inputs have requires_grad", category=UserWarning)
-                given = forward(*examples(args, index, of=batch), **examples(kwargs, index, of=batch))
+                given = forward(*examples(args, index, batch, shared), **examples(kwargs, index, batch, shared))
             calls, self._calls = self._calls, {}
             return float_tensors(given), calls
 
-        try:
-            (single, one), (plain, two) = of(1), of(2)
-        except Exception:  # a model may have any reason not to run on so few
+        # Tensors as long as the batch may be everybody's, as a mask (seq, seq) is: the model then runs with them whole,
+        # and not with a part. (What examples are mixed with could be cut as they are.)
+        long = [leaf for leaf in leaves([*args, kwargs]) if leaf.ndim and len(leaf) == batch]
+        for shared in [(), *(some for count in (1, 2) if len(long) > count for some in combinations(long, count))]:
+            try:
+                (single, one), (plain, two) = of(1), of(2)
+            except Exception:  # a model may have any reason not to run on so few
+                continue
+            if not shared or (plain and all(x.ndim and len(x) == 2 for x in plain) and all(map(len, single))):
+                break
+        else:
             return
         if _mixed(single, plain) and not any(_mixed(single, of(1, seed)[0]) for seed in (0, 1)):
             layers = [name for name, calls in two.items() if _mixed(*(c[0][0] for c in (one[name], calls)))]

@@ -454,13 +454,12 @@ class Private:
         self.check()
         if self._offered and not self.progress.left:  # fetched in evaluation mode, as transformers' Trainer does
             self.begin()
-        counts = {leaf.shape[0] for leaf in leaves([*args, kwargs]) if leaf.ndim}
-        if self.progress.left in counts:
-            batch = self.progress.left
-        elif len(counts - {1}) <= 1 and counts:
-            batch = max(counts)
-        else:
-            raise ValueError(f"the model's tensors must have the batch first, got first dimensions {sorted(counts)}")
+        counts = [leaf.shape[0] for leaf in leaves([*args, kwargs]) if leaf.ndim]
+        if not counts:
+            raise ValueError("the model's tensors must have the batch first, got none with a first dimension")
+        others = set(counts) - {1}
+        # Else the first argument tells: what examples share, a mask say, may come after it. The losses must agree.
+        batch = self.progress.left if self.progress.left in counts else max(counts) if len(others) <= 1 else counts[0]
         if not recorder.recording or recorder.batch != batch:
             recorder.forget()
         recorder.recording, recorder.batch = True, batch

@@ -393,6 +393,60 @@ def test_training_goes_on_after_an_example_that_is_not_a_number():
 # Any module
 
 
+class Attending(nn.Module):
+    """Reads a mask ``(seq, seq)`` and a table ``(rows, width)``, which all examples share."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Linear(WIDTH, 8), nn.Linear(8, CLASSES)
+        self.kind, self.attention = kind, nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x, mask, table, rows):
+        z = self.embed(x) + table[rows][:, None]
+        z = z + self.attention(z, z, z, attn_mask=mask, need_weights=False)[0]
+        return self.head((z + z.mean(0) if self.kind == "mixing" else z).mean(1))
+
+
+def arguments(batch, seq, rows):
+    generator = torch.Generator().manual_seed(2)
+    x, table = torch.randn(batch, seq, WIDTH, generator=generator), torch.randn(rows, 8, generator=generator)
+    mask = torch.triu(torch.full((seq, seq), -math.inf), 1)
+    return x, mask, table, torch.randint(0, rows, (batch,), generator=generator)
+
+
+def by_hand(net):
+    return make_private(
+        net, torch.optim.SGD(net.parameters(), lr=0.1), None, nn.CrossEntropyLoss(), sample_rate=0.5,
+        expected_batch_size=4, noise_multiplier=0.0, max_grad_norm=0.5,
+    )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # torch.func goes example by example
+@pytest.mark.parametrize(("batch", "seq", "rows"), [(4, 4, 7), (5, 4, 5), (5, 4, 7), (4, 6, 4), (2, 2, 2), (3, 1, 3)])
+def test_what_all_examples_share_may_be_as_long_as_the_batch_or_not(batch, seq, rows):
+    net = Attending("apart")
+    x, mask, table, places = arguments(batch, seq, rows)
+    y = torch.arange(batch) % CLASSES
+    expected = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
+    for i in range(batch):
+        loss = nn.functional.cross_entropy(net(x[i : i + 1], mask, table, places[i : i + 1]), y[i : i + 1])
+        gradients = torch.autograd.grad(loss, list(net.parameters()))
+        norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+        for name, gradient in zip(expected, gradients, strict=True):
+            expected[name] += gradient * min(1, 0.5 / norm)
+    made = by_hand(net)
+    made.criterion(net(x, mask, table, places), y).backward()
+    for name, total in expected.items():
+        torch.testing.assert_close(made.progress.sums[name], total, rtol=1e-5, atol=1e-6)
+
+
+def test_a_shared_argument_hides_no_mixing():
+    net = Attending("mixing")
+    with pytest.raises(ValueError, match="examples are mixed"):
+        by_hand(net).criterion(net(*arguments(4, 4, 4)), torch.arange(4) % CLASSES).backward()
+
+
 class Recurrent(nn.Module):
     """What no other execution takes: a fused kernel, and a weight that is used past its layer."""
 
