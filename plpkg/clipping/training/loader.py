@@ -5,12 +5,18 @@ is too large for the memory comes in pieces, and the optimizer waits for the las
 that is theirs, and a piece has whole users, or a part of one alone.
 """
 
+import copy
+import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from random import SystemRandom
 
+import numpy as np
+import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
+from plpkg.clipping.batches import leaves
 from plpkg.clipping.training.processes import Processes
 from plpkg.clipping.training.randomness import Randomness
 
@@ -175,14 +181,67 @@ class PrivateLoader(DataLoader):
         private.offer([])
 
 
+_RANDOM = SystemRandom()
+FIRST, SELDOM = 3, 100
+"""The batches at which it is looked whether the collate function mixes: the first ones, then one in so many."""
+
+
 class _Collate:
-    """Puts examples together; of none there is nothing to put together."""
+    """Puts examples together, and looks whether it mixes them; of none there is nothing to put together."""
 
     def __init__(self, collate: Callable) -> None:
         self.collate = collate
+        self._given = 0
 
     def __call__(self, examples: list):
+        if len(examples) > 2 and (self._given < FIRST or _RANDOM.randrange(SELDOM) == 0):
+            self._look(examples)
+        self._given += len(examples) > 2
         return self.collate(examples) if examples else None
+
+    def _look(self, examples: list) -> None:
+        """Put one example together with copies of another one: what becomes of it must be what was.
+
+        Raises
+        ------
+        ValueError
+            It is something else: mixup, say, or a mean over the batch.
+        """
+        kept, other = _RANDOM.sample(range(len(examples)), 2)
+        among = [examples[i if i == kept else other] for i in range(len(examples))]
+        states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+        def restore() -> None:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            torch.set_rng_state(states[2])
+
+        def rows(examples: list) -> list[torch.Tensor]:
+            restore()
+            batch = self.collate(copy.deepcopy(examples))  # which may change what it is given
+            return [leaf.nan_to_num() for leaf in leaves(batch) if leaf.ndim and len(leaf) == len(examples)]
+
+        try:
+            once, again, alone = rows(examples), rows(examples), rows(among)
+        finally:  # the training draws what it would draw if nobody had looked
+            restore()
+        same_shapes = [leaf.shape for leaf in once] == [leaf.shape for leaf in alone]  # else others were longer
+        if not same_shapes or not all(map(torch.equal, once, again)):  # or it draws from a generator of its own
+            return
+
+        def same(some: list[torch.Tensor], row: int, others: list[torch.Tensor], place: int) -> bool:
+            return all(torch.equal(one[row], other[place]) for one, other in zip(some, others, strict=True))
+
+        # It may sort: then one row stands among others that are all alike, and was there before.
+        count = range(len(examples))
+        equals = [sum(same(alone, place, alone, each) for each in count) for place in count]
+        sorts = sorted(equals) == [1, *[len(examples) - 1] * (len(examples) - 1)]
+        moved = sorts and any(same(once, row, alone, equals.index(1)) for row in count)
+        if not (same(once, kept, alone, kept) or moved):
+            raise ValueError(
+                "collate_fn mixes examples: beside others it makes something else of the same one (mixup, or a mean "
+                "over the batch?), so that clipping bounds nobody's part: do that in the data set, example by example"
+            )
 
 
 def check_loader(loader: DataLoader) -> None:

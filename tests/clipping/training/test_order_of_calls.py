@@ -2,13 +2,16 @@
 
 import itertools
 import math
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from plpkg.clipping import clipped_gradients, make_private
+from plpkg.clipping.training import loader
 from plpkg.clipping.training.accounting import epsilon_of
 
 COUNT, WIDTH, CLASSES = 64, 6, 3
@@ -27,12 +30,12 @@ def model():
     return nn.Linear(WIDTH, CLASSES)
 
 
-def private(net=None, *, batch_size=16, workers=0, dataset=None, criterion=None, **options):
+def private(net=None, *, batch_size=16, workers=0, dataset=None, criterion=None, collate=None, **options):
     net = net or model()
-    loader = DataLoader(dataset or data(), batch_size=batch_size, num_workers=workers)
+    batches = DataLoader(dataset or data(), batch_size=batch_size, num_workers=workers, collate_fn=collate)
     options = dict(noise_multiplier=50.0, max_grad_norm=1.0) | options
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    return make_private(net, optimizer, loader, criterion or nn.CrossEntropyLoss(), **options)
+    return make_private(net, optimizer, batches, criterion or nn.CrossEntropyLoss(), **options)
 
 
 def released(made):
@@ -325,6 +328,76 @@ def test_a_loop_that_turns_to_training_by_itself_is_a_training():
     deviation = math.sqrt(made.steps * chance * (1 - chance))
     assert made.steps - trained > made.steps * chance * 7 / 8 - 6 * deviation > 0
     assert sum(count for *_, count in made.accountant.history) == made.steps
+
+
+# What puts examples together
+
+
+def mixup(examples):
+    x, y = default_collate(examples)
+    share = np.random.default_rng(0).beta(0.4, 0.4)
+    return share * x + (1 - share) * x.roll(1, 0), y
+
+
+def centred(examples):
+    x, y = default_collate(examples)
+    return {"x": x - x.mean(0), "y": y}
+
+
+def ranked(examples):
+    x, _ = default_collate(examples)
+    return x, x.sum(1).argsort().argsort() % CLASSES
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("collate", [mixup, centred, ranked])
+def test_a_collate_function_that_mixes_is_refused(collate, workers, monkeypatch):
+    monkeypatch.setattr(loader, "FIRST", 1000)  # one look misses it where the other example is the right one
+    made = private(collate=collate, workers=workers)
+    with pytest.raises(ValueError, match="collate_fn mixes examples: beside others it makes something else"):
+        list(itertools.chain.from_iterable(itertools.repeat(made.data_loader, 10)))
+
+
+def noisy(examples):
+    x, y = default_collate(examples)
+    return x + torch.randn_like(x) + random.random() + torch.from_numpy(np.random.rand(*x.shape)), y
+
+
+def by_size(examples):
+    return default_collate(sorted(examples, key=lambda example: -example[0].sum().item()))
+
+
+def padded(examples):
+    """Texts of several lengths; it takes its examples apart, as tokenizers' ``pad`` does."""
+    texts = [example[0][: 2 + int(example[1])] for example in examples]
+    return {"x": nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=float("nan"))}
+
+
+class Drawing:
+    """Draws from a generator of its own."""
+
+    def __init__(self):
+        self.generator = np.random.default_rng(0)
+
+    def __call__(self, examples):
+        x, y = default_collate(examples)
+        return x * torch.from_numpy(self.generator.random(x.shape)), y
+
+
+@pytest.mark.parametrize("collate", [default_collate, noisy, by_size, padded, Drawing()])
+def test_a_collate_function_that_mixes_nothing_is_taken(collate):
+    for seed in range(10):
+        made = private(collate=collate, seed=seed)
+        assert len(list(made.data_loader)) == len(made.data_loader)
+
+
+def test_a_look_at_the_collate_function_changes_no_draw():
+    examples = [data()[i] for i in range(5)]
+    drawn = []
+    for collate in (noisy, private(collate=noisy).data_loader.collate_fn):
+        torch.manual_seed(0), np.random.seed(0), random.seed(0)
+        drawn += [collate(examples)[0], torch.rand(1)]
+    assert all(map(torch.equal, drawn[:2], drawn[2:]))
 
 
 # What people write
