@@ -155,9 +155,9 @@ def make_private(
     people's data take another model.
 
     The model carries hooks until :meth:`Private.remove`: save its ``state_dict()``, not the object. In each forward
-    pass a guard (:mod:`plpkg.clipping.mixing`) sees that nothing has changed under the training that would breach it, and
-    the data loader looks now and then whether its ``collate_fn`` mixes examples. Nobody looks at what your own loop does
-    with a batch before or after the model: weights or advantages that depend on the other examples need
+    pass a guard (:mod:`plpkg.clipping.mixing`) sees that nothing has changed under the training that would breach it,
+    and the data loader looks now and then whether its ``collate_fn`` mixes examples. Nobody looks at what your own loop
+    does with a batch before or after the model: weights or advantages that depend on the other examples need
     :mod:`plpkg.clipping.checks`.
 
     Several processes (``torchrun``, ``accelerate launch``): give each the model itself and the whole data set. Each
