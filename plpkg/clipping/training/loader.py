@@ -223,6 +223,8 @@ class _Collate:
 
         try:
             once, again, alone = rows(examples), rows(examples), rows(among)
+        except Exception:  # it, or a copy of what it is given, may have any reason not to be had
+            return
         finally:  # the training draws what it would draw if nobody had looked
             restore()
         same_shapes = [leaf.shape for leaf in once] == [leaf.shape for leaf in alone]  # else others were longer
@@ -232,12 +234,14 @@ class _Collate:
         def same(some: list[torch.Tensor], row: int, others: list[torch.Tensor], place: int) -> bool:
             return all(torch.equal(one[row], other[place]) for one, other in zip(some, others, strict=True))
 
+        if same(once, kept, alone, kept):
+            return
         # It may sort: then one row stands among others that are all alike, and was there before.
         count = range(len(examples))
         equals = [sum(same(alone, place, alone, each) for each in count) for place in count]
         sorts = sorted(equals) == [1, *[len(examples) - 1] * (len(examples) - 1)]
         moved = sorts and any(same(once, row, alone, equals.index(1)) for row in count)
-        if not (same(once, kept, alone, kept) or moved):
+        if not moved:
             raise ValueError(
                 "collate_fn mixes examples: beside others it makes something else of the same one (mixup, or a mean "
                 "over the batch?), so that clipping bounds nobody's part: do that in the data set, example by example"
