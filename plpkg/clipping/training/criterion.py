@@ -197,7 +197,8 @@ class PrivateLoss(torch.Tensor):
     def _refuse(self, *_) -> None:
         raise TypeError(
             "a private loss goes backward as it is: scale losses or add to them inside of the criterion, example by "
-            "example; micro-batches need no division, and float(loss) is a number to show"
+            "example; micro-batches need no division (gradient_accumulation_steps=1 in a Trainer, and "
+            "max_physical_batch_size here), and float(loss) is a number to show"
         )
 
     def __truediv__(self, number: float) -> "PrivateLoss":
