@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 from tqdm.auto import tqdm
 
-from plpkg import checkpoints
+from plpkg import checkpoints, restoring
 from plpkg.validation import number, shown, whole_number
 
 CHECKPOINT = "checkpoint.safetensors"
@@ -216,7 +216,7 @@ class TrainingRun:
         self._parts = parts
         saved = self._state.pop("parts")  # which else would stay in memory as long as the run
         if self.done:
-            checkpoints.restore(str(self._path), parts, saved, self.done)
+            restoring.restore(str(self._path), parts, saved, self.done)
         self._began = time.perf_counter() - self._state["seconds"]
         left, silent = range(self.done, self._steps), not (progress and self._writes)
         self.bar = tqdm(left, title, initial=self.done, total=self._steps, disable=silent)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import save_file
 
-from plpkg import checkpoints
+from plpkg import checkpoints, restoring
 
 
 def test_several_files_replace_those_that_were_there(tmp_path):
@@ -206,7 +206,7 @@ def test_a_module_and_its_optimizer_are_restored(kind):
     module, here = linear(), linear()
     optimizer, mine = stepped(module, kind(module.parameters(), lr=0.1)), kind(here.parameters(), lr=0.2)
     states = {"module": module.state_dict(), "optimizer": optimizer.state_dict()}
-    checkpoints.restore("it", {"module": here, "optimizer": mine}, states, 1)
+    restoring.restore("it", {"module": here, "optimizer": mine}, states, 1)
     assert same(dict(here.state_dict()), dict(module.state_dict()))
     assert same(mine.state_dict()["state"], optimizer.state_dict()["state"])
     assert [group["lr"] for group in mine.param_groups] == [0.2]  # the rate of a step is the run's to say
@@ -266,7 +266,7 @@ def test_an_optimizer_s_state_is_one_that_it_could_have(change, message):
     parts, states = {"module": here, "optimizer": mine}, {"module": module.state_dict(), "optimizer": state}
     before = copy.deepcopy({name: dict(part.state_dict()) for name, part in parts.items()})
     with pytest.raises(ValueError, match=f"^it: optimizer cannot be restored: .*{message}") as error:
-        checkpoints.restore("it", parts, states, 1)
+        restoring.restore("it", parts, states, 1)
     assert len(str(error.value)) <= 300
     assert same({name: dict(part.state_dict()) for name, part in parts.items()}, before)  # the module neither
 
@@ -296,7 +296,7 @@ class Counting(torch.nn.Module):
 def test_a_module_s_state_is_one_that_it_could_have(state, message):
     part = Counting()
     with pytest.raises(ValueError, match=f"^it: part cannot be restored: .*{message}"):
-        checkpoints.restore("it", {"part": part}, {"part": state}, 1)
+        restoring.restore("it", {"part": part}, {"part": state}, 1)
     assert same(dict(part.state_dict()), dict(Counting().state_dict()))
 
 

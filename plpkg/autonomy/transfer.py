@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
-from plpkg import checkpoints
+from plpkg import restoring
 from plpkg.autonomy.evaluation import judge
 from plpkg.autonomy.nets import HeadSplit, logits
 from plpkg.autonomy.scope import personal_copy
@@ -231,7 +231,7 @@ class Task:
                 raise ValueError(f"made={shown(made)} is no whole number")
             whole_number("made", made, 0, self.steps, "steps")
             for what in ("kept", "best"):
-                if reason := checkpoints.misfit_tensors(state[what], self._kept):
+                if reason := restoring.misfit_tensors(state[what], self._kept):
                     raise ValueError(f"{what}: {reason}")
             self._judge_order(left, sizes)
             last = -1
@@ -244,7 +244,7 @@ class Task:
                 raise ValueError(f"generator has shape {tuple(generator.shape)}, and must have {tuple(here.shape)}")
             torch.Generator().set_state(generator)
             parts = {"optimizer": self._optimizer}
-            checkpoints.restore("the task", parts, state, made)
+            restoring.restore("the task", parts, state, made)
         except (LookupError, TypeError, AttributeError, RuntimeError) as error:
             raise ValueError(f"it is of another form: {shown(str(error))}") from error
         self._generator.set_state(state["generator"])
