@@ -90,7 +90,7 @@ def test_no_noise_is_released_twice_and_no_step_is_forgotten(way, seed):
         assert sum(count for *_, count in made.accountant.history) == len(releases)
         expected = epsilon_of(1.0, 0.25, len(releases), DELTA, accountant="rdp")  # adds up, however it is grouped
         assert made.epsilon(DELTA) == pytest.approx(expected)
-    assert all((a - b).abs().min() > 0 for a, b in itertools.combinations(releases, 2))
+    assert all((a - b).norm() > 0.01 for a, b in itertools.combinations(releases, 2))  # fresh noise gives about 0.4
 
 
 def test_a_gradient_of_the_training_before_is_in_nobodys_way():
