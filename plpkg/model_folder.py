@@ -10,8 +10,9 @@ import json
 import re
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from plpkg.untrusted import header_length, open_regular, read_file, shown
 
@@ -76,7 +77,7 @@ def parts(value: object, name: str = "") -> Iterator[tuple[str, object]]:
     while left:
         name, value = left.pop()
         yield str(name), value
-        if isinstance(value, dict):
+        if isinstance(value, Mapping):
             left += value.items()
         elif isinstance(value, (list, tuple)):
             left += [(name, each) for each in value]
@@ -265,7 +266,7 @@ def on_meta(config, kind, tensors: int | None = None, size: int | None = None):
     return model
 
 
-def reason(error: Exception, fields: dict = {}) -> str:  # noqa: B006
+def reason(error: Exception, fields: Mapping = MappingProxyType({})) -> str:
     """An exception of transformers' as a clause, with the name of the field whose value it is about, if it is known."""
     if isinstance(error, KeyError) and error.args:
         name = next((name for name, value in parts(fields) if value == error.args[0]), None)

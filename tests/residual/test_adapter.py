@@ -148,7 +148,10 @@ def test_several_adapters_of_several_ranks_and_none(config, other):
     model.set_adapter("other")
     assert all(p.requires_grad for p in others)
     second = logits(model)
+    assert_apart(first, second, logits(precise(model)))
     model.base_model.set_adapter(["default", "other"])
+    for single in (first, second):
+        assert_apart(single, logits(model), logits(precise(model)))
     for one, another in itertools.combinations([none, first, second, logits(model)], 2):
         assert (one - another).norm() > 1e-3 * none.norm()  # rounding makes less than 1e-5
     model.set_adapter("default")

@@ -20,6 +20,7 @@ from plpkg.clipping.execution import EXECUTIONS
 from plpkg.clipping.training.accounting import epsilon_of
 from plpkg.clipping.training.randomness import Randomness
 
+from preloaded import Process
 from rounding import assert_as_exact, relative, sampling_error
 
 COUNT = 40
@@ -303,33 +304,56 @@ def test_autocast_and_a_scheduler_and_adam():
         assert model.eval()(data()[:][0]).shape == (COUNT, 4)
 
 
-def test_a_training_that_was_killed_resumes_with_the_same_epsilon_and_weights(tmp_path):
-    def train(file, kill_after=None):
-        """Ten steps with what the file holds and nothing else; or up to the middle of one."""
-        model, _, loader, criterion = parts()
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        options = dict(noise_multiplier=1.0, max_grad_norm=1.0, seed=7, max_physical_batch_size=4)
-        made = make_private(model, optimizer, loader, criterion, **options)
-        kept = {"model": model, "optimizer": optimizer, "private": made}
-        if file.exists():
-            for name, state in torch.load(file, weights_only=True).items():
-                kept[name].load_state_dict(state)
-        while made.steps < 10:
-            for x, y in made.data_loader:
-                before = made.steps
-                optimizer.zero_grad()
-                made.criterion(model(x), y).backward()
-                if before == kill_after:
-                    return None
-                optimizer.step()
-                if made.steps > before:
-                    torch.save({name: part.state_dict() for name, part in kept.items()}, file)
-                if made.steps == 10:
-                    break
-        return made.epsilon(1e-5), flat(model.parameters()).tolist()
+RUN = """
+import sys
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from plpkg.clipping import make_private
 
-    train(tmp_path / "killed", kill_after=6)
-    assert train(tmp_path / "killed") == train(tmp_path / "whole")
+folder, kill_after = Path(sys.argv[1]), int(sys.argv[2])
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(40, 8), torch.randint(0, 4, (40,)))
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+private = make_private(model, optimizer, DataLoader(data, batch_size=10), nn.CrossEntropyLoss(), noise_multiplier=1.0,
+                       max_grad_norm=1.0, seed=7, max_physical_batch_size=4)
+file = folder / "state.pt"
+if file.exists():
+    state = torch.load(file, weights_only=True)
+    model.load_state_dict(state["model"]), optimizer.load_state_dict(state["optimizer"])
+    private.load_state_dict(state["private"])
+while private.steps < 10:
+    for x, y in private.data_loader:
+        before = private.steps
+        optimizer.zero_grad()
+        private.criterion(model(x), y).backward()
+        if private.steps == kill_after:
+            import os, signal
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.step()
+        if private.steps > before:
+            parts = {"model": model, "optimizer": optimizer, "private": private}
+            torch.save({name: part.state_dict() for name, part in parts.items()}, file)
+        if private.steps == 10:
+            break
+print(private.epsilon(1e-5), sum(p.double().sum().item() for p in model.parameters()))
+"""
+
+
+def test_a_killed_training_resumes_with_the_same_epsilon_and_weights(tmp_path):
+    def run(folder, kill_after):
+        folder.mkdir(exist_ok=True)
+        with Process(RUN, str(folder), str(kill_after)) as process:
+            return process.wait(), process.stdout.read()
+
+    status, whole = run(tmp_path / "whole", -1)
+    assert status == 0, whole
+    assert run(tmp_path / "killed", 6)[0] == -9
+    status, resumed = run(tmp_path / "killed", -1)
+    assert status == 0, resumed
+    assert resumed == whole
 
 
 def test_a_state_of_another_training_is_refused():

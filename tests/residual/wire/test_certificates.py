@@ -36,6 +36,9 @@ def test_what_is_no_certificate_is_named(tmp_path):
     key.write_bytes(other.with_name("key.pem").read_bytes())
     with pytest.raises(OSError, match=r"cert\.pem and key\.pem in .*mine are not a certificate and its key"):
         certificates.for_cloud(tmp_path / "mine")
+    key.unlink()
+    with pytest.raises(FileNotFoundError, match=r"mine/key\.pem"):
+        certificates.for_cloud(tmp_path / "mine")
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.9.9.9:1", "localhost:0", "[::1]:5"])

@@ -73,3 +73,14 @@ def test_more_slots_find_more_adapters_and_popularity_matters():
     assert few.first_token_s(0.99) > many.first_token_s(0.99)
     kinds = [widget.compute(kind, 200, 16, 250).tokens_per_s for kind in ("distinct", "uniform", "skewed", "identical")]
     assert kinds == sorted(kinds)
+
+
+def test_an_arrow_key_on_each_control_changes_words_and_picture():
+    explorer = widget.explorer()
+    words, pictures = {explorer.text}, {explorer._image.value}
+    for name, control in explorer.controls.items():
+        control.value = control.options[control.options.index(control.value) + 1]
+        assert explorer.text not in words, name
+        assert explorer._image.value not in pictures, name
+        words.add(explorer.text)
+        pictures.add(explorer._image.value)
