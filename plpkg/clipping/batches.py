@@ -3,7 +3,7 @@
 Within a model a tensor may have several rows for each example, or the same for all of them: :class:`Rows`.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -126,6 +126,17 @@ OWN, EVERYBODYS = Rows(), Rows(shared=True)
 def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Equal but for rounding, in half precision too."""
     return one.shape == other.shape and torch.allclose(one, other, rtol=1e-2, atol=1e-2 * one.abs().max().item())
+
+
+def behind(*nodes, but: tuple = ()) -> Iterator:
+    """The nodes of autograd's graph from these on, each once; ``but`` are not passed."""
+    left, known = list(nodes), {None, *but}
+    while left:
+        if (node := left.pop()) in known:
+            continue
+        known.add(node)
+        yield node
+        left += [after for after, _ in node.next_functions]
 
 
 def float_tensors(output: object) -> list[torch.Tensor]:

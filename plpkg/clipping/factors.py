@@ -129,6 +129,18 @@ class Outer:
             return (rows.flatten(0, 2).mT @ cols.flatten(0, 2)).reshape(self.shape)
         return torch.einsum("bgtr,bgtc->grc", rows, cols).reshape(self.shape)
 
+    def projected(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """⟨left_i ⊗ right_i, the first example's gradient⟩ for each i; of shapes ``(count, groups·R)`` and
+        ``(count, C)``.
+        """
+        rows, cols = self.rows[0], self.cols[0].to(_wide(self.cols))
+        left, right = left.to(cols), right.to(cols)
+        if self.one_hot:
+            left = left[:, None, rows]  # (count, groups, positions)
+        else:
+            left = torch.einsum("gtr,ngr->ngt", rows.to(cols.dtype), left.unflatten(1, (len(rows), -1)))
+        return (left * torch.einsum("gtc,nc->ngt", cols, right)).sum((1, 2))
+
     def _by_gram(self) -> torch.Tensor:
         return self.inner(self)
 

@@ -24,6 +24,7 @@ from plpkg.clipping.execution import EXECUTIONS, Execution
 from plpkg.clipping.mixing import Guard
 from plpkg.clipping.planner import Plan, Watched, cheapest, watch
 from plpkg.clipping.recorder import Recorder
+from plpkg.clipping.replay import RandomState
 from plpkg.validation import one_of
 
 Gradients = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -154,9 +155,15 @@ class Step:
         if count == 0:  # many models cannot run on no examples
             zeros = {name: zeros_for(p) for name, p in parameters.items()}
             return zeros, next(iter(zeros.values())).new_zeros(0)
-        with self.recorder.watch(count):
+        with self.recorder.watch(count, looking=verify):
+            before = RandomState()
             losses = self._losses(self.batch, count)
+            replay = self.recorder.replay
             sums, norms = self.recorder.clipped_sums(losses, self.clip, execution, owners=self.owners, verify=verify)
+        if replay:
+            replay.check_losses(
+                losses, lambda index: self.loss_per_example(self.recorder.model, examples(self.batch, index)), before
+            )
         return {key: zeros_for(p) if sums[key] is None else sums[key] for key, p in parameters.items()}, norms
 
     def watched(self) -> tuple[Gradients, Watched]:

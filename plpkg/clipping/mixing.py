@@ -8,10 +8,11 @@ then given once for each example: that must not change what the model gives.
 A gradient of zero says nothing about mixing: a gate may open later. So some of the losses go backward alone, which must
 reach their own examples' rows of every layer and no others (:meth:`Guard.verify`). In the first steps, and after
 ``model.train()`` or ``model.eval()``, every two examples are told apart; at an example's new shapes, and else once in
-fifty steps, at random, one half of the examples from the other.
+fifty steps, at random, one half of the examples from the other. What leaves no trace in the graph is seen by
+:mod:`plpkg.clipping.replay`.
 
 Left out: numbers that the model, after its first steps, keeps in another way than PyTorch counts (``.data``, numpy, an
-attribute); what a loss takes from other examples without a gradient.
+attribute).
 """
 
 import warnings
@@ -30,7 +31,7 @@ from plpkg.clipping.batches import EVERYBODYS, OWN, Rows, alike, examples, float
 from plpkg.clipping.dropout import Without
 from plpkg.clipping.layers import Call, Site, check_layers
 
-FIRST, SELDOM = 3, 50
+FIRST, SELDOM, REPLAYED = 3, 50, 100
 MOVING = ("num_batches_tracked", "weight_u", "weight_v", "_u", "_v")
 """Buffers that change with a batch's number, or with the weights (spectral norm), not with what it says."""
 
@@ -51,6 +52,7 @@ class Probe:
 
     def __init__(self) -> None:
         self.found: dict[str, set[Rows]] = {}
+        self._shared: list[int] = []
         self._calls: _Calls = {}
 
     def run(self, forward: Callable, args: tuple, kwargs: dict, batch: int) -> None:
@@ -87,6 +89,7 @@ class Probe:
                 break
         else:
             return
+        self._shared = [i for i, leaf in enumerate(leaves([*args, kwargs])) if any(leaf is each for each in shared)]
         if _mixed(single, plain) and not any(_mixed(single, of(1, seed)[0]) for seed in (0, 1)):
             layers = [name for name, calls in two.items() if _mixed(*(c[0][0] for c in (one[name], calls)))]
             raise ValueError(
@@ -115,6 +118,11 @@ class Probe:
                 f"{shared[0]} gives the same for all examples, and the model does not take it once for each: their "
                 "gradients cannot be told apart: freeze the layer, or take execution='loop'"
             )
+
+    def shared(self, args: tuple, kwargs: dict) -> tuple[torch.Tensor, ...]:
+        """Of what the model is given, the tensors that all examples share, though they are as long as the batch."""
+        given = leaves([*args, kwargs])
+        return tuple(given[i] for i in self._shared)
 
     def see(self, name: str, read: Sequence[torch.Tensor], output):
         """A layer was called. Gives its output, what is shared once for each example if that is known."""
@@ -184,9 +192,9 @@ class Guard:
         self._probes: dict[Hashable, Probe] = {}
         self._modules: list[tuple] | None = None
         self._shapes: set[Hashable] = set()
-        self._whole, self._new = FIRST, False
+        self._whole, self._new, self._replays = FIRST, False, FIRST
         # Of the forward pass under way:
-        self._probe = Probe()
+        self.known = Probe()
         self._state: list[tuple] = []
         self._contents = False  # whether the state has them
 
@@ -207,7 +215,7 @@ class Guard:
         ValueError
             A layer mixes examples now, or keeps something of them.
         """
-        self._probe, self._state = Probe(), []  # nothing of the pass before, which may have been broken off
+        self.known, self._state = Probe(), []  # nothing of the pass before, which may have been broken off
         self._judge(model)
         inputs = leaves([*args, kwargs])
         if any(map(is_fake, inputs)):  # they have no values to look at
@@ -218,11 +226,11 @@ class Guard:
         key = (shapes, batch == 1)
         if key not in self._probes:
             try:
-                run(self._probe)  # what it refuses is refused again
+                run(self.known)  # what it refuses is refused again
             finally:
                 self.still(model)
-            self._probes[key], self._new = self._probe, True
-        self._probe = self._probes[key]
+            self._probes[key], self._new = self.known, True
+        self.known = self._probes[key]
 
     def stand(self, model: nn.Module) -> None:
         """A forward pass of one example begins: nothing can mix it with others, but the model may keep some of it."""
@@ -257,10 +265,18 @@ class Guard:
             self._modules = modules
             self._probes.clear()
             self.flip()
+            self._replays = max(1, self._replays)
+
+    def replays(self, batch: int) -> bool:
+        """Whether a step of so many examples that begins now is to be made again (:mod:`plpkg.clipping.replay`)."""
+        if batch < 2 or not (self._replays or _RANDOM.randrange(REPLAYED) == 0):
+            return False
+        self._replays = max(0, self._replays - 1)
+        return True
 
     def rows(self, name: str, given: Sequence[torch.Tensor], batch: int) -> Rows:
         """The rows of what a layer gave: :meth:`Probe.rows`."""
-        return self._probe.rows(name, given, batch)
+        return self.known.rows(name, given, batch)
 
     def see(self, name: str, given: Iterable[torch.Tensor]) -> None:
         """A layer gave tensors; their shapes may be new."""

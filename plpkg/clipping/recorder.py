@@ -12,7 +12,7 @@ both kinds of gradient checkpointing come out right. A parameter that is used pa
 ``F.linear(h, embedding.weight)``, gets a gradient from autograd itself; that is noticed, and refused.
 
 Left out: what a layer hands on in another way than by returning it (an auxiliary loss that it keeps as an attribute);
-a loss that uses other examples' numbers without a gradient; compiled models.
+compiled models.
 """
 
 import weakref
@@ -24,17 +24,19 @@ from itertools import islice
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from plpkg.clipping import factors
-from plpkg.clipping.batches import Rows, float_tensors
+from plpkg.clipping.batches import Rows, behind, float_tensors, leaves
 from plpkg.clipping.clip import Clip, check_finite, clip_dense
 from plpkg.clipping.dropout import Kept
 from plpkg.clipping.execution import Execution
 from plpkg.clipping.factors import Outer
 from plpkg.clipping.layers import Call, Site, any_layer, check_layers, sites
 from plpkg.clipping.mixing import Guard, Probe, RowPass
+from plpkg.clipping.replay import Projections, Replay
 
 # Taps
 
@@ -147,6 +149,8 @@ class NormPass:
         ``(batch,)``: the number of the user to whom each example belongs, if users are clipped and not examples.
     loss_scale
         What the losses were multiplied with.
+    beside
+        Is told each part of a gradient.
 
     Attributes
     ----------
@@ -162,8 +166,10 @@ class NormPass:
         execution: Execution,
         owners: torch.Tensor | None = None,
         loss_scale: float = 1.0,
+        beside: Projections | None = None,
     ) -> None:
         self._uses, self._clip, self._execution, self._loss_scale = uses, clip, execution, loss_scale
+        self._beside = beside
         self._owners, self._members = owners, None if owners is None else factors.members_of(owners)
         limits = clip.limits(list(dict.fromkeys(layers.values())))
         groups = {name: ClipGroup(limit) for name, limit in limits.items()}
@@ -182,6 +188,8 @@ class NormPass:
         for key, part in site.contributions(call, precision):
             if key not in self._groups[key].waiting:
                 raise RuntimeError(f"{key} was used more often in the backward pass than its layers were called")
+            if self._beside:
+                self._beside.add(key, part)
             self._arrived.setdefault(key, []).append(part)
             if len(self._arrived[key]) == self._uses[key]:
                 self._settle(key)
@@ -322,7 +330,9 @@ class Recorder:
         self.batch = 0
         self.recording = False
         self._uses: Counter[str] = Counter()
-        self._pass: RowPass | NormPass | SumPass | None = None
+        self._pass: RowPass | NormPass | SumPass | Projections | None = None
+        self.replay: Replay | None = None  # the step under way is one that will be made again
+        self.looking = True  # whether such steps may be
         self._probe: Probe | None = None  # which looks at the model now
         self._leaves: dict[int, weakref.ref] = {}  # of the last losses' graph
         self._inside: list[tuple[list[tuple[nn.Parameter, bool]], Kept | None]] = []
@@ -360,12 +370,15 @@ class Recorder:
         while self._inside:  # an interrupt may come between a layer's two hooks
             self._leave()
         self._uses.clear()
+        self.replay = None
 
     @contextmanager
-    def watch(self, batch: int) -> Iterator[None]:
-        """Record the layers that are called inside, for so many examples."""
+    def watch(self, batch: int, *, looking: bool = False) -> Iterator[None]:
+        """Record the layers that are called inside, for so many examples; ``looking``: this may be a step that is made
+        again.
+        """
         self.forget()
-        self.recording, self.batch = True, batch
+        self.recording, self.batch, self.looking = True, batch, looking
         try:
             yield
         finally:
@@ -419,7 +432,8 @@ class Recorder:
             if verify:
                 self.guard.verify(losses, self.passing)
             while True:
-                norm_pass = NormPass(self.layers, self._uses, clip, execution, owners, loss_scale)
+                beside = self.replay and self.replay.projections()
+                norm_pass = NormPass(self.layers, self._uses, clip, execution, owners, loss_scale, beside)
                 with self.passing(norm_pass):
                     (losses * loss_scale).sum().backward(retain_graph=two_passes or loss_scale > 1)
                     self._refuse_stray()
@@ -437,6 +451,8 @@ class Recorder:
                 scale = scale if owners is None else scale[owners.to(scale.device)]
                 with self.passing(SumPass(scale, sums, execution.seen)):
                     (losses * loss_scale).sum().backward()
+            if self.replay:
+                self.replay.check(self.model, self.guard, self.passing)
             return {key: sums.get(key) for key in self.parameters}, norms
         finally:
             self.forget()
@@ -461,13 +477,9 @@ class Recorder:
 
     def _find_leaves(self, losses: torch.Tensor) -> None:
         """What the losses' graph ends in. A parameter of nobody's, whose gradient nobody clips, is refused."""
-        nodes, known, ours = [losses.grad_fn], {None}, {id(p) for p in self.parameters.values()}
+        ours = {id(p) for p in self.parameters.values()}
         self._leaves.clear()
-        while nodes:
-            if (node := nodes.pop()) in known:
-                continue
-            known.add(node)
-            nodes += [after for after, _ in node.next_functions]
+        for node in behind(losses.grad_fn):
             if (leaf := getattr(node, "variable", None)) is None or id(leaf) in ours:
                 continue
             self._leaves[id(leaf)] = weakref.ref(leaf)
@@ -495,7 +507,7 @@ class Recorder:
                 p.grad = gradient
 
     @contextmanager
-    def passing(self, backward_pass: RowPass | NormPass | SumPass) -> Iterator[None]:
+    def passing(self, backward_pass: RowPass | NormPass | SumPass | Projections) -> Iterator[None]:
         """What the layers report goes to this pass."""
         self._pass = backward_pass
         try:
@@ -519,7 +531,7 @@ class Recorder:
 
     def _begin(self, module, args, kwargs) -> None:
         """The model is called: look for changes and, for new shapes, find which example owns each row."""
-        if not self.recording or module is not self.model:
+        if not self.recording or module is not self.model or self.busy:
             return
 
         def run(probe: Probe) -> None:
@@ -531,12 +543,21 @@ class Recorder:
 
         if self.alone:
             self.guard.stand(module)
-        else:
-            self.guard.begin(module, args, kwargs, self.batch, run)
+            return
+        self.guard.begin(module, args, kwargs, self.batch, run)
+        inputs = leaves([*args, kwargs])
+        if not self._uses and self.looking and not any(map(is_fake, inputs)) and self.guard.replays(self.batch):
+            self.replay = Replay(self.batch)  # with its first forward pass
+        if self.replay:
+            self.replay.begin(args, kwargs, self.guard.known, inputs[0].device.type)
 
     def _end(self, module, args, output) -> None:
-        if self.recording and module is self.model:
+        if not self.recording or module is not self.model:
+            return
+        if not self.busy:
             self.guard.still(module)
+        if self.replay:
+            self.replay.end(output)
 
     def _before(self, site: Site):
         def hook(module, args):

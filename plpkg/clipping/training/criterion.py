@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
-from plpkg.clipping.batches import examples, leaves
+from plpkg.clipping.batches import behind, examples, leaves
 from plpkg.clipping.dropout import Without
+from plpkg.clipping.replay import RandomState
 from plpkg.validation import one_of
 
 
@@ -28,6 +29,8 @@ class PrivateCriterion:
             criterion = copy.copy(criterion)
             criterion.reduction = "none"
         self._unreduced = criterion
+        self._sizes: set[int] = set()  # of the batches so far
+        self._everybodys: set[int] = set()  # the places of tensors whose length was not that of a batch
 
     def __call__(self, *args, **options) -> "PrivateLoss | torch.Tensor":
         """One loss an example, reduced for show; of outputs without a gradient, what the criterion gave before.
@@ -45,12 +48,24 @@ class PrivateCriterion:
         tensors = leaves([*args, options])
         if tensors and not any(tensor.requires_grad for tensor in tensors):
             return self._plain(*args, **options)
-        losses = self._unreduced(*args, **options)
-        parts = self._by_example(losses, tensors)
-        sums = parts.sum(1)
-        if self.averages:
-            sums = sums / self._counts(parts, args, options)
-        return PrivateLoss(sums, self._private)
+        before, replay = RandomState(), self._private.recorder.replay
+        losses = self._losses(tensors, args, options)
+        self._sizes.add(len(losses))
+        self._everybodys |= {i for i, tensor in enumerate(tensors) if not tensor.ndim or len(tensor) != len(losses)}
+        if replay and len(self._sizes) > 1:  # else a tensor for all examples may be as long as the batch by chance
+            shared = [tensors[i] for i in self._everybodys if i < len(tensors)]
+
+            def again(index: torch.Tensor) -> torch.Tensor:
+                batch = (examples(each, index, len(losses), shared) for each in (args, options))
+                return self._losses(tensors, *batch)
+
+            replay.check_losses(losses, again, before)
+        return PrivateLoss(losses, self._private)
+
+    def _losses(self, tensors: Sequence[torch.Tensor], args: Sequence, options: Mapping) -> torch.Tensor:
+        """One loss an example, ``(batch,)``."""
+        parts = self._by_example(self._unreduced(*args, **options), tensors)
+        return parts.sum(1) / self._counts(parts, args, options) if self.averages else parts.sum(1)
 
     def _counts(self, parts: torch.Tensor, args: Sequence, options: Mapping) -> torch.Tensor:
         """How many targets each example's mean is over, ``(batch,)``."""
@@ -141,15 +156,8 @@ class OwnLoss:
 
 def _has_another_term(loss: torch.Tensor, logits: torch.Tensor) -> bool:
     """Whether a gradient leaves the loss on another way than through the logits, however small it is."""
-    nodes, known = [loss.grad_fn], {None, logits.grad_fn}
-    while nodes:
-        if (node := nodes.pop()) in known:
-            continue
-        if not node.next_functions or hasattr(node, "report"):  # a leaf, or a watched layer
-            return True
-        known.add(node)
-        nodes += [after for after, _ in node.next_functions]
-    return False
+    nodes = behind(loss.grad_fn, but=(logits.grad_fn,))
+    return any(not node.next_functions or hasattr(node, "report") for node in nodes)  # a leaf, or a watched layer
 
 
 def _loss(model: nn.Module, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -6,17 +6,16 @@ that is theirs, and a piece has whole users, or a part of one alone.
 """
 
 import copy
-import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import SystemRandom
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from plpkg.clipping.batches import leaves
+from plpkg.clipping.replay import RandomState
 from plpkg.clipping.training.processes import Processes
 from plpkg.clipping.training.randomness import Randomness
 
@@ -209,15 +208,10 @@ class _Collate:
         """
         kept, other = _RANDOM.sample(range(len(examples)), 2)
         among = [examples[i if i == kept else other] for i in range(len(examples))]
-        states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-
-        def restore() -> None:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
-            torch.set_rng_state(states[2])
+        state = RandomState()
 
         def rows(examples: list) -> list[torch.Tensor]:
-            restore()
+            state.restore()
             batch = self.collate(copy.deepcopy(examples))  # which may change what it is given
             return [leaf.nan_to_num() for leaf in leaves(batch) if leaf.ndim and len(leaf) == len(examples)]
 
@@ -226,7 +220,7 @@ class _Collate:
         except Exception:  # it, or a copy of what it is given, may have any reason not to be had
             return
         finally:  # the training draws what it would draw if nobody had looked
-            restore()
+            state.restore()
         same_shapes = [leaf.shape for leaf in once] == [leaf.shape for leaf in alone]  # else others were longer
         if not same_shapes or not all(map(torch.equal, once, again)):  # or it draws from a generator of its own
             return
