@@ -1,8 +1,10 @@
-"""Dropout that a layer draws inside of its forward, where ``torch.func`` cannot draw it again: kept, or left out."""
+"""Random numbers that a layer draws inside of its forward: kept, left out, or drawn again."""
 
+import random
 from collections.abc import Callable, Iterable
 from types import FunctionType
 
+import numpy as np
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -30,13 +32,20 @@ class Without(TorchFunctionMode):
         return functional.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, is_causal, **options)
 
 
+DRAWS = (
+    *(torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.bernoulli),
+    *(torch.Tensor.bernoulli_, torch.Tensor.uniform_, torch.Tensor.normal_),
+)
+"""What layers draw from beside dropout: the depth of a network (drop path), noise."""
+
+
 class Kept(Without):
-    """Inside, what is dropped is drawn here and kept; or, with ``masks``, taken from there.
+    """Inside, what is drawn is kept, since ``torch.func`` cannot draw it again; or, with ``masks``, taken from there.
 
     Attributes
     ----------
     masks
-        In their order, 0 or 1 / (1 − p), in the shape of what they are multiplied with.
+        In their order: of dropout 0 or 1 / (1 − p), in the shape of what they are multiplied with.
     """
 
     def __init__(self, masks: Iterable[torch.Tensor] | None = None) -> None:
@@ -54,8 +63,46 @@ class Kept(Without):
         attend = torch.ops.aten._scaled_dot_product_attention_math  # the one that takes a mask
         return attend(q, k, v, attn_mask, dropout_p, is_causal, dropped, **options)[0]
 
+    def __torch_function__(self, func: Callable, types, args=(), kwargs=None):
+        if func in DRAWS:
+            return self._drawn(func, *args, **kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs)
+
     def _mask(self, ones: torch.Tensor, p: float) -> torch.Tensor:
+        return self._drawn(functional.dropout, ones, p)  # a mode around this one sees it
+
+    def _drawn(self, draw: Callable, *args, **options) -> torch.Tensor:
         if self._given is not None:
-            return next(self._given)
-        self.masks.append(functional.dropout(ones, p))  # a mode around this one sees it
-        return self.masks[-1]
+            return next(self._given).clone()  # the layer may change it in place, and be run again
+        drawn = draw(*args, **options)
+        self.masks.append(drawn.clone())
+        return drawn
+
+
+def each_example(drawn: torch.Tensor, batch: int) -> torch.Tensor:
+    """What was drawn for a batch, or for all examples together, by example: ``(batch, …)``."""
+    if drawn.ndim and len(drawn) % batch == 0:
+        return drawn.unflatten(0, (batch, -1))
+    return drawn.expand(batch, *drawn.shape)
+
+
+class RandomState:
+    """The states of Python's, NumPy's and PyTorch's generators."""
+
+    def __init__(self) -> None:
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+        self._torch = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def restore(self) -> None:
+        """Let them go on from here."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the same would be drawn next."""
+        mine, theirs = ((*each._numpy, each._torch, *each._cuda) for each in (self, other))
+        return self._python == other._python and all(map(np.array_equal, mine, theirs))

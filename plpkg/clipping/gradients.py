@@ -20,11 +20,11 @@ import torch
 
 from plpkg.clipping.batches import batch_size, check_losses, examples, leaves, numbered
 from plpkg.clipping.clip import Clip, check_finite, clip_dense, zeros_for
+from plpkg.clipping.dropout import RandomState
 from plpkg.clipping.execution import EXECUTIONS, Execution
 from plpkg.clipping.mixing import Guard
 from plpkg.clipping.planner import Plan, Watched, cheapest, watch
 from plpkg.clipping.recorder import Recorder
-from plpkg.clipping.replay import RandomState
 from plpkg.validation import one_of
 
 Gradients = tuple[dict[str, torch.Tensor], torch.Tensor]

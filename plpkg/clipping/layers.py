@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 
 import torch
 from torch import nn
@@ -17,11 +18,12 @@ from torch.func import functional_call, vjp, vmap
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from transformers.cache_utils import Cache
 from transformers.pytorch_utils import Conv1D
 
 from plpkg.clipping.batches import OWN, Rows, alike, float_tensors
-from plpkg.clipping.dropout import Kept
+from plpkg.clipping.dropout import Kept, RandomState, each_example
 from plpkg.clipping.factors import Outer
 
 Contributions = dict[str, Outer | torch.Tensor]
@@ -124,36 +126,55 @@ def any_layer(call: Call) -> Contributions:
     parameters = {name: call.module.get_parameter(name).detach() for name in call.wanted}
     leaves, structure = tree_flatten((call.args, call.kwargs))
     own = _own(leaves, call)
+    if any(isinstance(leaf, Cache) for leaf in leaves):
+        raise NotImplementedError(
+            "it writes into a cache, and cannot be run again: call the model with use_cache=False"
+        )
     if call.batch == 0:
         return {name: p.new_zeros(0, *p.shape) for name, p in parameters.items()}
 
-    def alone(x: torch.Tensor) -> torch.Tensor:
-        """An example's part of a tensor, as the layer has it when that is the only example."""
-        return x[None] if call.rows.each == 1 else x
+    def alone(gradient: torch.Tensor) -> torch.Tensor:
+        """An example's part of a gradient, as the layer has it when that is the only example."""
+        return gradient[None] if call.rows.each == 1 else gradient
 
-    def one(gradients, masks, *examples):
+    def forward(parameters, masks, *examples):
         filled = list(leaves)
         for place, example in zip(own, examples, strict=True):
-            filled[place] = alone(example)
+            filled[place] = example
+        args, kwargs = tree_unflatten(filled, structure)
+        with Kept(masks):
+            return tuple(float_tensors(functional_call(call.module, parameters, args, kwargs)))
 
-        def forward(parameters):
-            args, kwargs = tree_unflatten(filled, structure)
-            with Kept(masks):
-                return tuple(float_tensors(functional_call(call.module, parameters, args, kwargs)))
+    first = 0 if call.rows.each == 1 else slice(None)
 
-        outputs, backward = vjp(forward, parameters)
-        first = 0 if call.rows.each == 1 else slice(None)
+    def one(gradients, *given):
+        outputs, backward = vjp(lambda parameters: forward(parameters, *given), parameters)
         return backward(tuple(map(alone, gradients)))[0], tuple(output[first] for output in outputs)
 
+    def one_by_autograd(gradients, *given):
+        learning = {name: p.clone().requires_grad_() for name, p in parameters.items()}
+        with torch.enable_grad():
+            outputs = forward(learning, *given)
+            found = torch.autograd.grad(
+                outputs, list(learning.values()), list(map(alone, gradients)), allow_unused=True, materialize_grads=True
+            )
+        return dict(zip(learning, found, strict=True)), tuple(output.detach()[first] for output in outputs)
+
+    masks = tuple(each_example(mask, call.batch) for mask in call.masks)
+    given = call.gradients, masks, *(leaves[i].unflatten(0, (call.batch, -1)) for i in own)
     try:
-        masks = tuple(mask.unflatten(0, (call.batch, -1)) for mask in call.masks)
-        gradients, outputs = vmap(one)(
-            call.gradients, masks, *(call.rows.by_example(leaves[i], call.batch) for i in own)
-        )
-    except RuntimeError as error:
+        try:
+            gradients, outputs = vmap(one)(*given)
+        except RuntimeError:  # a kernel or an autograd function that torch.func does not know: one after the other
+            before = RandomState()
+            each = [one_by_autograd(*tree_map(itemgetter(i), given)) for i in range(call.batch)]
+            if before != RandomState():
+                raise RuntimeError("it draws random numbers") from None
+            gradients, outputs = tree_map(lambda *parts: torch.stack(parts), *each)
+    except (RuntimeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise NotImplementedError(
-            f"torch.func cannot differentiate {type(call.module).__name__} example by example ({reason})"
+            f"{type(call.module).__name__} cannot be differentiated example by example ({reason})"
         ) from error
     if not all(is_fake(once) or alike(once, again) for once, again in zip(call.outputs, outputs, strict=False)):
         raise NotImplementedError(
@@ -223,7 +244,8 @@ def sites(model: nn.Module, names: Mapping[int, str]) -> list[Site]:
     for name, module in model.named_modules():
         if module in covered or isinstance(module, HOLDERS):
             continue
-        unit = isinstance(module, UNITS)
+        # DoRA's magnitude is computed from LoRA's factors, past their layers.
+        unit = isinstance(module, UNITS) or bool(getattr(module, "lora_magnitude_vector", None))
         if unit:
             covered |= set(module.modules())
             keys = {n: names[id(p)] for n, p in module.named_parameters() if id(p) in names}
@@ -274,16 +296,26 @@ def refusal(module: nn.Module, alone: bool = False) -> str | None:
             return "has sparse=True; the noise of DP-SGD is dense: use sparse=False"
     elif alone:
         return None
+    elif merges(module) and any(p.requires_grad for p in module.parameters()):
+        return "puts its weights into those of the layer below as it runs, past what is watched"
     elif _is_spectral(module) and any(p.requires_grad for _, p in _held(module)):
         return "computes its weight anew whenever it is run, and cannot be run again for each example"
     elif reason := REFUSED.get(type(module).__name__):
         return reason if any(p.requires_grad for p in module.parameters()) else None
-    elif isinstance(module, (nn.RNNBase, nn.RNNCellBase)) and any(p.requires_grad for p in module.parameters()):
-        kind = type(module).__name__.removesuffix("Cell")
-        return f"is a fused kernel, which cannot be differentiated example by example: take opacus.layers.DP{kind}"
+    elif isinstance(module, nn.RNNBase) and any(p.requires_grad for p in module.parameters()):
+        kind = type(module).__name__
+        return f"is a fused kernel, whose state has the examples second: take opacus.layers.DP{kind}"
     elif isinstance(module, nn.MultiheadAttention) and not module.batch_first and module.out_proj.weight.requires_grad:
         return "has batch_first=False; the first dimension must be the batch"
     return None
+
+
+def merges(module: nn.Module) -> bool:
+    """Whether it is a layer of PEFT that merges its weights while it runs: LoRA on a ``nn.MultiheadAttention``, or with
+    ``target_parameters``.
+    """
+    kind = type(module)
+    return kind.__module__.startswith("peft.") and kind.__name__ in ("MultiheadAttention", "ParamWrapper")
 
 
 def _is_spectral(module: nn.Module) -> bool:
@@ -381,8 +413,10 @@ def _own(leaves: list, call: Call) -> list[int]:
     rows, places = call.rows, [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     if rows.shared:
         return []
-    own = rows.own if rows.own is not None else [True] * len(places)  # shapes alone tell
-    return [i for i, grows in zip(places, own, strict=False) if grows and rows.fit(leaves[i], call.batch)]
+    if rows.own is None:  # shapes alone tell
+        return [i for i in places if rows.fit(leaves[i], call.batch)]
+    whole = [i for i, grows in zip(places, rows.own, strict=False) if grows and leaves[i].ndim]
+    return [i for i in whole if len(leaves[i]) % call.batch == 0]
 
 
 RULES: Mapping[type, Callable[[Call], Contributions]] = {
@@ -397,7 +431,6 @@ RULES: Mapping[type, Callable[[Call], Contributions]] = {
 }
 _PROMPT = "gives the same row to all examples, which PEFT then repeats: its examples cannot be told apart"
 REFUSED: Mapping[str, str] = {
-    "DoraLinearLayer": "multiplies LoRA's factors with each other, not with what it reads: use LoRA without DoRA",
     "PromptEmbedding": _PROMPT,
     "PromptEncoder": _PROMPT,
     "PrefixEncoder": _PROMPT,

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map
 
 from plpkg.clipping.batches import EVERYBODYS, OWN, Rows, alike, examples, float_tensors, is_float, leaves
 from plpkg.clipping.dropout import Without
-from plpkg.clipping.layers import Call, Site, check_layers
+from plpkg.clipping.layers import LOOP_TAKES_IT, Call, Site, check_layers, merges
 
 FIRST, SELDOM, REPLAYED = 3, 50, 100
 MOVING = ("num_batches_tracked", "weight_u", "weight_v", "_u", "_v")
@@ -92,9 +92,14 @@ class Probe:
         self._shared = [i for i, leaf in enumerate(leaves([*args, kwargs])) if any(leaf is each for each in shared)]
         if _mixed(single, plain) and not any(_mixed(single, of(1, seed)[0]) for seed in (0, 1)):
             layers = [name for name, calls in two.items() if _mixed(*(c[0][0] for c in (one[name], calls)))]
+            other = [x.shape for x in leaves([*args, kwargs]) if x.ndim and len(x) not in (1, batch)]
+            either = (
+                f", or they are not along the first dimension of a tensor of shape {tuple(other[0])}" if other else ""
+            )
             raise ValueError(
-                f"examples are mixed{f', by {layers[0]} at the latest' if layers else ''}: the model gives something "
-                "else for one that stands beside another, whose numbers it takes, perhaps without a gradient"
+                f"examples are mixed{f', by {layers[0]} at the latest' if layers else ''}{either}: the model gives "
+                "something else for one that stands beside another, whose numbers it takes, perhaps without a gradient"
+                + (f"; {LOOP_TAKES_IT}" if other else "")
             )
         found = {name: _rows(one.get(name, []), calls) for name, calls in two.items()}
         self.found = found
@@ -147,7 +152,7 @@ class Probe:
         raise ValueError(
             f"{name} gave a tensor of shape {shapes}, whose first dimension is neither the batch of {batch}, once or "
             "several times, nor the same for all examples (time first, or tokens routed by what they say?): give the "
-            "layer the batch first"
+            f"layer the batch first; {LOOP_TAKES_IT}"
         )
 
 
@@ -340,7 +345,7 @@ class RowPass:
                 raise ValueError(
                     f"{site}: the losses of examples {self._half.nonzero().flatten().tolist()} depend on row {rows[0]} "
                     f"of what it gave, of shape {tuple(gradient.shape)}: examples are mixed, or the rows are not the "
-                    "examples"
+                    f"examples; {LOOP_TAKES_IT}"
                 )
 
 
@@ -348,9 +353,13 @@ def state(model: nn.Module, *, contents: bool = False) -> list[tuple]:
     """Of each parameter, and of each buffer that should stand still: the module's ``id``, the name, the tensor's ``id``
     and version, and with ``contents`` sums of what it holds. No tensor or module is kept alive by it.
     """
+    # PEFT merges these and takes them apart in each forward pass, which says nothing of examples.
+    modules = modules_of(model)
+    merged = {each for module in modules if merges(module) for each in module.base_layer.modules()}
     return [
         (id(module), name, id(tensor), tensor._version, *(_sums(tensor.detach()) if contents else ()))
-        for module in modules_of(model)
+        for module in modules
+        if module not in merged
         for name, tensor in chain(module._parameters.items(), module._buffers.items())
         if not (tensor is None or name in MOVING or name.endswith("inv_freq") or tensor.is_inference())
     ]

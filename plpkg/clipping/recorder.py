@@ -522,7 +522,10 @@ class Recorder:
     def _report(self, site: Site, call: Call, precision: torch.autocast) -> None:
         """A node of the graph reports."""
         if self._pass is None:
-            raise RuntimeError(f"{site} saw a backward pass that clips nothing: call criterion(...).backward()")
+            raise RuntimeError(
+                f"{site} saw a backward pass that clips nothing: call criterion(...).backward(); where a loss has a "
+                "gradient in it, as a gradient penalty does, take execution='loop'"
+            )
         self.recording = False  # a rule may run the layer
         try:
             self._pass.report(site, call, precision)

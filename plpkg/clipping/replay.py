@@ -11,18 +11,17 @@ Left out: what the loop does between the model and the criterion; a model that g
 because it draws from a generator of its own.
 """
 
-import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from random import SystemRandom
 
-import numpy as np
 import torch
 from torch import nn
 
 from plpkg.clipping.batches import behind, examples, float_tensors
+from plpkg.clipping.dropout import RandomState
 from plpkg.clipping.factors import Outer
 from plpkg.clipping.layers import Call, Site
 from plpkg.clipping.mixing import Guard, Probe
@@ -35,28 +34,6 @@ PROJECTIONS = 4
 """Random numbers that stand for a parameter's gradient, which need not be built."""
 
 _RANDOM = SystemRandom()
-
-
-class RandomState:
-    """The states of Python's, NumPy's and PyTorch's generators."""
-
-    def __init__(self) -> None:
-        self._python, self._numpy = random.getstate(), np.random.get_state()
-        self._torch = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-
-    def restore(self) -> None:
-        """Let them go on from here."""
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        torch.set_rng_state(self._torch)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
-
-    def __eq__(self, other: object) -> bool:
-        """Whether the same would be drawn next."""
-        mine, theirs = ((*each._numpy, each._torch, *each._cuda) for each in (self, other))
-        return self._python == other._python and all(map(np.array_equal, mine, theirs))
 
 
 class Projections:

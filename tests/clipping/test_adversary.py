@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import PromptTuningConfig, get_peft_model
 from torch import nn
 from torch.nn import functional
 
@@ -53,7 +53,6 @@ def test_losses_of_the_same_code_that_compute_different_things():
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (LoraConfig(use_dora=True, target_modules="all-linear"), "DoraLinearLayer.* use LoRA without DoRA"),
         (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "PromptEmbedding.* same row to all examples"),
     ],
 )

@@ -180,6 +180,8 @@ EXACT = {
     "Mixtral, LoRA": (lambda: lora(mixtral(), "q_proj", "v_proj"), causal, ids()),
     "Mixtral, reentrant checkpoints": (lambda: reentrant(mixtral()), causal, ids()),
     "Qwen3-MoE": (qwen_moe, causal, ids()),
+    "Mixtral, eager": (lambda: mixtral(**EAGER), causal, ids()),
+    "Qwen3-MoE, eager": (lambda: qwen_moe(**EAGER), causal, ids()),
     "BERT, masked": (lambda: tiny("BertForMaskedLM", **ENCODER), causal, ids()),
     "ViT": (lambda: tiny("ViTForImageClassification", **ENCODER, image_size=16, patch_size=8), of_image, IMAGES),
     "convolutional": (convolutional, of_image, IMAGES),
@@ -201,8 +203,6 @@ ONCE = "gives the same for all examples, and the model does not take it once for
 REFUSED = {
     "DeBERTa-v3": (deberta_v3, of_class, PADDED, rf"deberta\.encoder\.LayerNorm \(LayerNorm\) {ONCE}"),
     "DeBERTa-v3, LoRA": (deberta_lora, of_class, PADDED, rf"query_proj\.lora_A.*\(Linear\) {ONCE}"),
-    "Mixtral, eager": (lambda: mixtral(**EAGER), causal, ids(), r"experts \(MixtralExperts\): torch.func cannot diff"),
-    "Qwen3-MoE, eager": (lambda: qwen_moe(**EAGER), causal, ids(), r"experts \(Qwen3MoeExperts\): torch.func cannot"),
     "a hypernetwork": (Hypernetwork, causal, ids(), rf"hyper \(Linear\) {ONCE}"),
     "Swin": (swin, of_image, IMAGES, rf"relative_position_bias \(SwinRelativePositionBias\) {ONCE}"),
 }

@@ -73,9 +73,41 @@ def shifted():
     return Net(lambda net, x, shift: x + net.weight * shift, weight=nn.Parameter(torch.zeros(6)))
 
 
-def random():
+def random(draw):
     """Draws random numbers, and is run again."""
-    return Net(lambda net, x: x * net.weight * torch.rand_like(x), weight=numbers(6))
+    return Net(lambda net, x: x * net.weight * draw(x), weight=numbers(6))
+
+
+class OldFunction(torch.autograd.Function):
+    """As extensions write them: torch.func does not know it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight.sin()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient * weight.sin(), (gradient * x * weight.cos()).sum_to_size(weight.shape)
+
+
+def by_an_old_function():
+    return Net(lambda net, x: OldFunction.apply(x, net.weight), weight=numbers(6))
+
+
+def counted():
+    """What it does depends on numbers, as an expert's does on how many tokens come to it."""
+    return Net(lambda net, x: torch.cat([x[x > 0] * net.weight[0], x[x <= 0]]).sum() * x, weight=numbers(2))
+
+
+def by_rows(layer, x):
+    """It reads the examples, and gives rows: as a router does."""
+    return layer(x).unflatten(0, (len(x), -1))
+
+
+def router():
+    return Net(lambda net, x: x.flatten(0, 1) * net.weight, weight=numbers(6))
 
 
 def apart(layer, after):
@@ -181,6 +213,12 @@ CASES = {
     "Bilinear": (lambda: nn.Bilinear(6, 6, 3), floats(6), lambda layer, x: layer(x, x.flip(1))),
     "bare parameters": (bare, floats(5, 6), plain),
     "several outputs": (several, floats(5, 6), seen),
+    "an old autograd function": (by_an_old_function, floats(5, 6), plain),
+    "rows of what has none": (router, floats(5, 6), by_rows),
+    **{
+        kind.__name__: (partial(kind, 6, 6), floats(6), at)
+        for kind, at in ((nn.LSTMCell, first), (nn.GRUCell, plain), (nn.RNNCell, plain))
+    },
     "MultiheadAttention": (attention, floats(5, 6), to_itself),
     "MultiheadAttention, as many positions as examples": (attention, floats(BATCH, 6), to_itself),
     "MultiheadAttention, its weights not needed": (attention, floats(5, 6), without_weights),
@@ -286,14 +324,14 @@ REFUSED = [
     (lambda: nn.Embedding(6, 4, scale_grad_by_freq=True), ids(9), plain, ValueError, "scale_grad_by_freq"),
     (lambda: nn.Embedding(6, 4, sparse=True), ids(9), plain, ValueError, "sparse"),
     (lambda: nn.EmbeddingBag(6, 4), ids(5), bags, NotImplementedError,
-     r"layer \(EmbeddingBag\): torch.func cannot differentiate EmbeddingBag example by example \(offsets"),
-    (random, floats(5, 6), plain, NotImplementedError, r"layer \(Net\): torch.func cannot differentiate"),
+     r"layer \(EmbeddingBag\): EmbeddingBag cannot be differentiated example by example \(offsets"),
+    (partial(random, lambda x: torch.randint(2, x.shape)), floats(5, 6), plain, NotImplementedError,
+     r"layer \(Net\): Net cannot be differentiated example by example \(it draws random numbers\); execution='loop'"),
     (lambda: nn.utils.spectral_norm(nn.Linear(6, 3)), floats(5, 6), plain, ValueError, COMPUTED),  # the older function
     *(
-        (partial(kind, 6, 6), floats(*shape), first, ValueError,
-         rf"layer \({kind.__name__}\) is a fused kernel.*take opacus.layers.DP{kind.__name__.removesuffix('Cell')}")
-        for kinds, shape in (((nn.LSTM, nn.GRU, nn.RNN), (5, 6)), ((nn.LSTMCell, nn.GRUCell, nn.RNNCell), (6,)))
-        for kind in kinds
+        (partial(kind, 6, 6), floats(5, 6), first, ValueError,
+         rf"layer \({kind.__name__}\) is a fused kernel.*take opacus.layers.DP{kind.__name__}")
+        for kind in (nn.LSTM, nn.GRU, nn.RNN)
     ),
     *(
         (lambda rows=rows: nn.utils.parametrizations.spectral_norm(nn.Linear(6, rows)), floats(5, 6), plain, ValueError,
@@ -331,11 +369,19 @@ def flattened_attention(layer, x):
     return to_itself(layer, x.unflatten(1, (3, 2)).flatten(0, 1)).unflatten(0, (len(x), 3)).flatten(1, 2)
 
 
+DRAWS = {
+    "noise": torch.rand_like,
+    "drop path": lambda x: (torch.rand(len(x), 1, 6) > 0.4) / 0.6,
+    "drop path, in place": lambda x: x.new_empty(len(x), 1, 6).bernoulli_(0.6).div_(0.6),
+    "a layer's dice for all": lambda x: torch.rand([]).to(x),
+    "noise after dropout": lambda x: torch.randn_like(nn.functional.dropout(x, 0.5)) * nn.functional.dropout(x, 0.2),
+}
 DROPPING = {
     "MultiheadAttention": (partial(attention, dropout=0.1), to_itself),
     "MultiheadAttention, its weights not needed": (partial(attention, dropout=0.1), without_weights),
     "MultiheadAttention, flattened": (partial(attention, dropout=0.1), flattened_attention),
     "TransformerEncoderLayer": (encoder, plain),
+    **{name: (partial(random, draw), plain) for name, draw in DRAWS.items()},
 }
 
 

@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from plpkg.clipping import clipped_gradients, make_private, mixing
+from plpkg.clipping.dropout import RandomState
 from plpkg.clipping.factors import Outer
-from plpkg.clipping.replay import PROJECTIONS, Projections, RandomState, Replay
+from plpkg.clipping.replay import PROJECTIONS, Projections, Replay
 
 WIDTH, CLASSES = 6, 3
 

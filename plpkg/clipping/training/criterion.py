@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from plpkg.clipping.batches import behind, examples, leaves
-from plpkg.clipping.dropout import Without
-from plpkg.clipping.replay import RandomState
+from plpkg.clipping.dropout import RandomState, Without
 from plpkg.validation import one_of
 
 
@@ -180,7 +179,15 @@ class PrivateLoss(torch.Tensor):
         What they are multiplied with on their way back.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # what is computed of it is an ordinary number
+    @classmethod
+    def __torch_function__(cls, function: Callable, types, args=(), kwargs=None):
+        """What is computed of it is an ordinary number."""
+        if function is torch.autograd.grad:
+            raise TypeError(
+                "a private loss gives no gradients of single tensors: call backward(), and take the clipped sums of "
+                "plpkg.clipping.clipped_gradients where you want them yourself"
+            )
+        return torch._C._disabled_torch_function_impl(function, types, args, kwargs or {})
 
     @staticmethod
     def __new__(cls, losses: torch.Tensor, private, scale: float = 1.0) -> "PrivateLoss":

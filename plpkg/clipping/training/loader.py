@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from plpkg.clipping.batches import leaves
-from plpkg.clipping.replay import RandomState
+from plpkg.clipping.dropout import RandomState
 from plpkg.clipping.training.processes import Processes
 from plpkg.clipping.training.randomness import Randomness
 
@@ -210,19 +210,20 @@ class _Collate:
         among = [examples[i if i == kept else other] for i in range(len(examples))]
         state = RandomState()
 
-        def rows(examples: list) -> list[torch.Tensor]:
+        def batch(examples: list) -> tuple[list[torch.Size], list[torch.Tensor]]:
+            """The shapes of a batch's tensors, and those that have a row for each example."""
             state.restore()
-            batch = self.collate(copy.deepcopy(examples))  # which may change what it is given
-            return [leaf.nan_to_num() for leaf in leaves(batch) if leaf.ndim and len(leaf) == len(examples)]
+            tensors = leaves(self.collate(copy.deepcopy(examples)))  # which may change what it is given
+            rows = [leaf.nan_to_num() for leaf in tensors if leaf.ndim and len(leaf) == len(examples)]
+            return [leaf.shape for leaf in tensors], rows
 
         try:
-            once, again, alone = rows(examples), rows(examples), rows(among)
+            (shapes, once), (_, again), (others, alone) = batch(examples), batch(examples), batch(among)
         except Exception:  # it, or a copy of what it is given, may have any reason not to be had
             return
         finally:  # the training draws what it would draw if nobody had looked
             state.restore()
-        same_shapes = [leaf.shape for leaf in once] == [leaf.shape for leaf in alone]  # else others were longer
-        if not same_shapes or not all(map(torch.equal, once, again)):  # or it draws from a generator of its own
+        if shapes != others or not all(map(torch.equal, once, again)):  # others were longer, or it draws by itself
             return
 
         def same(some: list[torch.Tensor], row: int, others: list[torch.Tensor], place: int) -> bool:

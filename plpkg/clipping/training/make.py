@@ -138,15 +138,17 @@ def make_private(
     ===========================================================  ====================================================
     Linear, GPT-2's Conv1D, Embedding, Conv1d, Conv2d,           all, by a rule of their own
     LayerNorm, RMSNorm, GroupNorm, the families' RMSNorms
-    any other module of which ``torch.func`` can differentiate   all, by ``torch.func.vmap``
-    one example: Conv3d, ConvTranspose, InstanceNorm, PReLU,
-    MultiheadAttention, parameters of its own; with
-    ParameterList, ParameterDict or parametrizations in it:
-    PEFT's IA3, VeRA, AdaLoRA, weight norm
+    any other module that can be run again for one example:      all, by ``torch.func.vmap``; where that does not know
+    Conv3d, ConvTranspose, InstanceNorm, PReLU, LSTMCell,        a kernel, this module alone goes one example after
+    MultiheadAttention, experts, parameters of its own, also in  the other
+    a ParameterList or a parametrization: IA3, VeRA, AdaLoRA,
+    DoRA, weight norm. What it draws with ``dropout``, ``rand``
+    and the like (drop path) is kept
     used past their module (``F.linear(h, other.weight)``),      ``loop`` alone
     without the examples first (tables of relative positions),
-    fused kernels (RNN, GRU, LSTM), DoRA, prompts that PEFT
-    repeats
+    fused kernels (RNN, GRU, LSTM), LoRA on
+    nn.MultiheadAttention and with ``target_parameters``,
+    prompts that PEFT repeats
     BatchNorm and what else keeps something of examples,         none: replace them
     ``max_norm`` of embeddings, sparse gradients
     ===========================================================  ====================================================
@@ -155,10 +157,13 @@ def make_private(
     people's data take another model.
 
     The model carries hooks until :meth:`Private.remove`: save its ``state_dict()``, not the object. In each forward
-    pass a guard (:mod:`plpkg.clipping.mixing`) sees that nothing has changed under the training that would breach it,
-    and the data loader looks now and then whether its ``collate_fn`` mixes examples. Nobody looks at what your own loop
-    does with a batch before or after the model: weights or advantages that depend on the other examples need
-    :mod:`plpkg.clipping.checks`.
+    pass a guard (:mod:`plpkg.clipping.mixing`) sees that nothing has changed under the training that would breach it.
+    The first steps, and then one in a hundred, are made again with others around one example
+    (:mod:`plpkg.clipping.replay`), and the data loader does the same with its ``collate_fn``. What they cannot see:
+
+    * what your own loop does with a batch before the model, or between the model and the criterion (advantages that are
+      normalised over the batch): that is for :mod:`plpkg.clipping.checks`;
+    * mixing that no example of these steps shows, and a model that draws from a generator of its own.
 
     Several processes (``torchrun``, ``accelerate launch``): give each the model itself and the whole data set. Each
     takes its share of every sample, and all have the sum of all and the same parameters.

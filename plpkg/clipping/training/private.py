@@ -460,6 +460,8 @@ class Private:
         others = set(counts) - {1}
         # Else the first argument tells: what examples share, a mask say, may come after it. The losses must agree.
         batch = self.progress.left if self.progress.left in counts else max(counts) if len(others) <= 1 else counts[0]
+        if self.execution is LOOP and 1 in counts:  # beside the words of a bag, say
+            batch = 1
         if not recorder.recording or recorder.batch != batch:
             recorder.forget()
         recorder.recording, recorder.batch = True, batch

@@ -1,5 +1,6 @@
 """Privacy in whatever order a training's calls come: noise is drawn once, steps are counted, an evaluation is none."""
 
+import copy
 import itertools
 import math
 import random
@@ -7,6 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
@@ -420,6 +422,37 @@ def test_a_loss_goes_backward_as_it_is():
     x, y = next(iter(made.data_loader))
     with pytest.raises(TypeError, match="goes backward as it is, to all that learns: call"):
         made.criterion(made.model(x), y).backward(create_graph=True)
+    with pytest.raises(TypeError, match=r"gives no gradients of single tensors: call backward\(\)"):
+        torch.autograd.grad(made.criterion(made.model(x), y), list(made.model.parameters()))
+    with pytest.raises(TypeError, match="gradient_accumulation_steps=1 in a Trainer"):
+        made.criterion(made.model(x), y) / 4
+
+
+def test_a_gradient_within_the_loss_needs_the_loop():
+    def penalised(made, x):
+        x = x.requires_grad_()
+        output = made.model(x)
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return made.criterion(output, (slope.norm(dim=1) - 1).square())
+
+    def losses(output, penalty):
+        return output.sum(1) + penalty
+
+    net = nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, 1))
+    made = private(net, criterion=losses)
+    with pytest.raises(RuntimeError, match=r"where a loss has a gradient in it.*execution='loop'"):
+        penalised(made, next(iter(made.data_loader))[0])
+    made.remove()
+    made = private(net, criterion=losses, execution="loop", max_grad_norm=1e6)
+    x, total = next(iter(made.data_loader))[0], 0
+    penalised(made, x).backward()
+    x = x.detach().requires_grad_()
+    output = net(x)
+    (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    total = output.sum() + (slope.norm() - 1).square()
+    expected = torch.autograd.grad(total, list(net.parameters()))  # the last bias adds nothing to a slope
+    for (name, _), gradient in zip(net.named_parameters(), expected, strict=True):
+        torch.testing.assert_close(made.progress.sums[name], gradient)
 
 
 @pytest.mark.parametrize(
@@ -592,3 +625,90 @@ def test_the_loop_refuses_what_keeps_something_of_examples():
     made = private(Keeps(), execution="loop")
     with pytest.raises(ValueError, match="seen: the model changes this as it reads examples"):
         released(made)
+
+
+class Bag(nn.Module):
+    """Words without padding, and where each example's begin."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.bag, self.head = nn.EmbeddingBag(20, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, words, offsets):
+        return self.head(self.bag(words, offsets))
+
+
+def bag(examples):
+    words, labels = zip(*examples, strict=True)
+    begins = torch.tensor([0, *map(len, words[:-1])]).cumsum(0)
+    return torch.cat(words), begins, torch.tensor(labels)
+
+
+def texts():
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randint(0, 20, (2 + i % 5,), generator=generator), i % CLASSES) for i in range(16)]
+
+
+def test_words_without_padding_are_nobody_s_rows():
+    made = private(Bag(), dataset=texts(), batch_size=8, collate=bag)
+    words, begins, _ = next(iter(made.data_loader))
+    with pytest.raises(ValueError, match=r"or they are not along the first dimension of a tensor of shape .*'loop'"):
+        made.model(words, begins)
+
+
+class Attentive(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention, self.inner = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 8)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.inner(self.attention(x, x, x, need_weights=False)[0].mean(1)))
+
+
+def adapted(**options):
+    torch.manual_seed(0)
+    return get_peft_model(Attentive(), LoraConfig(r=2, init_lora_weights=False, **options)).train()
+
+
+def sequences():
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(16, 4, 8, generator=generator), torch.arange(16) % CLASSES)
+
+
+MERGED = {
+    "on an attention": dict(target_modules=["attention"]),
+    "on parameters": dict(target_modules=[], target_parameters=["inner.weight"]),
+}
+
+
+@pytest.mark.parametrize("options", MERGED.values(), ids=MERGED)
+def test_lora_that_is_merged_as_it_runs_is_named(options):
+    with pytest.raises(ValueError, match=r"puts its weights into those of the layer below as it runs.*='loop' takes"):
+        private(adapted(**options), dataset=sequences())
+
+
+@pytest.mark.parametrize("kind", ["words without padding", *MERGED])
+def test_the_loop_takes_what_is_flat_or_merged(kind):
+    net, dataset = (adapted(**MERGED[kind]), sequences()) if kind in MERGED else (Bag(), texts())
+    twin, collate = copy.deepcopy(net), None if kind in MERGED else bag
+    made = private(
+        net, dataset=dataset, batch_size=8, collate=collate, execution="loop", noise_multiplier=0.0, seed=0
+    )  # fmt: skip
+    learning = {name: p for name, p in twin.named_parameters() if p.requires_grad}
+    expected = {name: torch.zeros_like(p) for name, p in learning.items()}
+    for *inputs, label in made.data_loader:
+        loss = nn.functional.cross_entropy(twin(*inputs), label)
+        parts = torch.autograd.grad(loss, list(learning.values()))
+        norm = torch.cat([part.flatten() for part in parts]).norm()
+        for name, part in zip(learning, parts, strict=True):
+            expected[name] += part * min(1, 1 / norm)
+        made.criterion(net(*inputs), label).backward()
+        made.optimizer.step()
+        if made.steps:
+            break
+    for name, p in net.named_parameters():
+        if p.requires_grad:  # the expected size of a sample is 8
+            torch.testing.assert_close(p.grad * 8, expected[name], rtol=1e-5, atol=1e-6)
