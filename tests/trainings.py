@@ -98,7 +98,7 @@ def by_hand(fault: str = ""):
         if fault == "crashes":
             raise KeyError("a slip")
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        generator = torch.Generator().manual_seed(len(steps))
+        generator = torch.Generator().manual_seed(0 if fault == "a fixed seed" else len(steps))
 
         def loss(parameters, inputs, target):
             output = func.functional_call(model, parameters, tuple(x[None] for x in inputs))

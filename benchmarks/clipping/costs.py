@@ -6,7 +6,9 @@
 * lora: the same with LoRA r=8 on all linear layers (width 256, 256 tokens, batch 8), backbone frozen.
 * long: one width, longer and longer sequences: where ghost clipping's T² shows.
 * step: of the same two, a whole step of a training, its optimizer (SGD) and noise included.
-* guard: what the guard of a private training takes in each step, when it looks at rows, and on average.
+* short: of LoRA on one layer and two texts of 32 tokens, where Python takes more time than matrices.
+* guard: what the guard of a private training takes in each step, when it looks at rows, when it makes a step again, and
+  on average.
 * grid: widths, lengths and batches: the plan that has ghost clipping's memory, beside ghost clipping.
 
 Times are CPU seconds of one thread, medians of interleaved runs, every ratio against SGD (or ghost) of the same round.
@@ -25,6 +27,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from operator import truediv
 from unittest import mock
 
 import pandas as pd
@@ -274,11 +277,13 @@ def rows_of_step(repeats: int) -> list[dict]:
 
 
 def rows_of_guard(repeats: int) -> list[dict]:
-    """With a look at rows in each step, and in none; what is looked at in every step is timed where it is called.
+    """With a look in each step, and in none; what is looked at in every step is timed where it is called.
 
-    After the first three steps, at shapes that are known. The mean is over fifty steps, of which one looks at rows.
+    After the first three steps, at shapes that are known. The mean is over many steps, of which one in fifty looks at
+    rows, and one in a hundred is made again.
     """
-    rows, seldom, spent = [], mixing.SELDOM, [0.0]
+    rows, spent = [], [0.0]
+    rare = {name: getattr(mixing, name) for name in ("SELDOM", "REPLAYED")}
 
     def timing(function: Callable) -> Callable:
         def timed(*args, **kwargs):
@@ -295,29 +300,37 @@ def rows_of_guard(repeats: int) -> list[dict]:
         model, ids = make()
         step = whole(model, ids, noise_multiplier=1.0, seed=0)
 
-        def every(look: int, step=step) -> Callable[[], object]:
+        def every(look: str = "", step=step) -> Callable[[], object]:
             def steps():
-                mixing.SELDOM = look
+                for name in rare:
+                    setattr(mixing, name, 1 if name == look else 10**9)
                 step()
 
             return steps
 
         for _ in range(mixing.FIRST):
             step()
-        seconds = cpu_seconds({"never": every(10**9), "each": every(1)}, repeats)
+        seconds = cpu_seconds({"never": every()} | {name: every(name) for name in rare}, repeats)
         with contextlib.ExitStack() as stack:
             for owner, name in checks:
                 stack.enter_context(mock.patch.object(owner, name, timing(getattr(owner, name))))
             spent[0] = 0.0
             for _ in range(repeats):
-                every(10**9)()
+                every()()
         each = [spent[0] / repeats] * repeats
-        looks = [a - b for a, b in zip(seconds["each"], seconds["never"], strict=True)]
-        mean = [check + look / seldom for check, look in zip(each, looks, strict=True)]
-        for what, some in (("in each step", each), ("a look at rows", looks), ("mean of a step", mean)):
-            rows.append(timed("guard", case, what, some, seconds["never"]))
-    mixing.SELDOM = seldom
+        looks, again = ([a - b for a, b in zip(seconds[name], seconds["never"], strict=True)] for name in rare)
+        once = rare.values()
+        mean = [sum(map(truediv, (*costs, each[0]), (*once, 1))) for costs in zip(looks, again, strict=True)]
+        whats = {"in each step": each, "a look at rows": looks, "a step made again": again, "mean of a step": mean}
+        rows += [timed("guard", case, what, some, seconds["never"]) for what, some in whats.items()]
+    for name, value in rare.items():
+        setattr(mixing, name, value)
     return rows
+
+
+def rows_of_short(repeats: int) -> list[dict]:
+    case = "LoRA r=8, width 256, 1 layer, T=32, B=2"
+    return compared("short", case, decoder(256, 1, 32, lora=True), tokens(2, 32), peers=True, repeats=10 * repeats)
 
 
 def rows_of_cost(repeats: int) -> list[dict]:
@@ -368,6 +381,7 @@ SECTIONS = {
     "cost": rows_of_cost,
     "lora": rows_of_lora,
     "step": rows_of_step,
+    "short": rows_of_short,
     "guard": rows_of_guard,
     "long": rows_of_long,
     "grid": rows_of_grid,

@@ -249,9 +249,11 @@ def sites(model: nn.Module, names: Mapping[int, str]) -> list[Site]:
         if unit:
             covered |= set(module.modules())
             keys = {n: names[id(p)] for n, p in module.named_parameters() if id(p) in names}
-        else:  # what a layer below owns as well is counted there
-            below = {id(p) for child in _layers_below(module) for p in child.parameters()}
-            keys = {n: names[id(p)] for n, p in _held(module) if id(p) in names and id(p) not in below}
+        else:
+            keys = {n: names[id(p)] for n, p in _held(module) if id(p) in names}
+            if keys:  # what a layer below owns as well is counted there
+                below = {names.get(id(p)) for child in _layers_below(module) for p in child.parameters()}
+                keys = {n: key for n, key in keys.items() if key not in below}
         if keys:
             whole = unit or any("." in n for n in keys)
             learning.append(Site(name, module, any_layer if whole else rule_for(module), keys))

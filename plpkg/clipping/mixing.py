@@ -48,10 +48,13 @@ class Probe:
     ----------
     found
         By layer, the rows of its calls; none if they follow from nothing.
+    outputs
+        The places of the model's outputs that have a row for each example.
     """
 
     def __init__(self) -> None:
         self.found: dict[str, set[Rows]] = {}
+        self.outputs: set[int] = set()
         self._shared: list[int] = []
         self._calls: _Calls = {}
 
@@ -89,6 +92,8 @@ class Probe:
                 break
         else:
             return
+        pairs = enumerate(zip(single, plain, strict=False))
+        self.outputs = {i for i, (one, two) in pairs if one.ndim and two.ndim and (len(one), len(two)) == (1, 2)}
         self._shared = [i for i, leaf in enumerate(leaves([*args, kwargs])) if any(leaf is each for each in shared)]
         if _mixed(single, plain) and not any(_mixed(single, of(1, seed)[0]) for seed in (0, 1)):
             layers = [name for name, calls in two.items() if _mixed(*(c[0][0] for c in (one[name], calls)))]

@@ -268,7 +268,7 @@ def exposure(rows, ax=None):
 
 def caught(zoo, ax=None):
     """Every bug of a zoo with its lesson, which check catches it, and what this package does about it."""
-    ax = theme.axes(ax, figsize=(10.6, 8.4))
+    ax = theme.axes(ax, figsize=(10.6, 10.2))
     green, grey = "C2", "0.45"
     marks = {
         "caught": dict(marker="s", markersize=15, color=green),
@@ -279,7 +279,8 @@ def caught(zoo, ax=None):
     caught, missed, nothing, unknown = marks
     said = []
     for row, finding in enumerate(zoo.findings):
-        verdicts = dict.fromkeys(CHECKS, nothing if finding.sensitivity.ok else missed)
+        breach = not finding.sensitivity.ok or {*finding.caught_by} - {"parity"}
+        verdicts = dict.fromkeys(CHECKS, missed if breach else nothing)
         verdicts["parity"] = unknown if finding.parity is None else missed
         verdicts |= dict.fromkeys(finding.caught_by, caught)
         for column, verdict in enumerate(verdicts.values()):

@@ -124,7 +124,7 @@ class Replay:
             return
         forward.after = RandomState()
         for place, tensor in enumerate(given):
-            if tensor.ndim and len(tensor) == len(self.among):
+            if place in forward.known.outputs:
                 forward.rows[place] = tensor[self.kept].detach().clone()
             if tensor.requires_grad:
                 tensor.register_hook(partial(_keep, forward.gradients, place))
@@ -173,9 +173,12 @@ class Replay:
                 given, after = self._given
                 # What is on the way to another output has the gradient that came from there in its own.
                 within = set(behind(*(n for p in forward.gradients for n, _ in given[p].grad_fn.next_functions)))
-                last = {given[p]: g for p, g in forward.gradients.items() if given[p].grad_fn not in within}
-                gradients = [g[index] if g.ndim and len(g) == batch else g for g in last.values()]
-                torch.autograd.backward(list(last), gradients)
+                last = {
+                    given[p]: g[index] if p in forward.known.outputs else g
+                    for p, g in forward.gradients.items()
+                    if given[p].grad_fn not in within
+                }
+                torch.autograd.backward(list(last), list(last.values()))
             if after != forward.after:
                 return (
                     "how many random numbers the model draws depends on what its examples say, so that whether it "

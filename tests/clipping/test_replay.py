@@ -256,6 +256,17 @@ def test_outputs_on_the_way_to_others_count_once(always):
     assert always == [""] * 3
 
 
+@pytest.mark.parametrize("length", [4, 5])
+def test_an_output_may_have_the_examples_second(length, always):
+    """Also where there are as many positions as examples."""
+    net, x = Net(), torch.randn(5, length, WIDTH, generator=torch.Generator().manual_seed(0))
+    forward = net.forward
+    net.forward = lambda x: forward(x).transpose(0, 1)
+    for _ in range(10):
+        clipped_gradients(net, lambda model, x: model(x).square().sum((0, 2)), x, 1.0)
+    assert always == [""] * 10
+
+
 def test_mixed_precision_is_judged(always):
     net, x = Net(nn.LayerNorm(8)), torch.randn(9, WIDTH, generator=torch.Generator().manual_seed(0))
 

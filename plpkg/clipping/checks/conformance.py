@@ -7,7 +7,7 @@ seen through torch's own hooks on every optimizer's step, so that no library nee
 * ``sums``: the update is the sum of the examples' clipped gradients, each computed alone by autograd;
 * ``sensitivity``: nobody moves it by more than C (:func:`~plpkg.clipping.checks.sensitivity.check_sensitivity`);
 * ``noise``: each parameter's has the standard deviation σ·C, also where no example reached it and for an empty sample,
-  and another in each step;
+  and another in each step and in each training;
 * ``audit``: whether somebody took part is not told from the released numbers more surely than σ allows
   (:func:`~plpkg.clipping.checks.audit.gaussian_audit`).
 
@@ -50,6 +50,7 @@ from plpkg.validation import one_of
 DELTA = 1e-5  # δ
 ROUNDING = 1e-3  # a deviation of so many C is put down to rounding; Opacus divides by the norm plus 1e-6
 STANDARD_ERRORS = 5  # of a sound training one figure in 1.7 million is further away
+STEPS_AGAIN = 8  # of a second training
 BY_CHANCE = float(norm.sf(STANDARD_ERRORS))
 ZOO_EXAMPLES = 17  # with a last micro-batch of one
 USERS_OWN = ("loss over the batch's tokens", "actual batch size")
@@ -255,6 +256,15 @@ def _noise(trial: Trial) -> str | None:
         return f"the noise of one step is correlated with that of the next, {shared / vectors[1:].numel():.3g}"
     if sentence := _deviation(noise, std, ""):
         return sentence
+    again = trial.run([trial.case.sample, trial.without[1]] * (STEPS_AGAIN // 2), NOISE_MULTIPLIER)
+    second = (
+        torch.stack([as_vector(update) - as_vector(part) for update, part in zip(again, clean, strict=False)]) / std
+    )
+    shared = (vectors[:STEPS_AGAIN] * second).sum().item()
+    if abs(shared) > STANDARD_ERRORS * math.sqrt(second.numel()):
+        return (
+            "a second training draws the noise of the first (a fixed seed?): the difference of their updates has none"
+        )
     try:
         empty = trial.run([examples(trial.case.sample, slice(0, 0))] * NOISY_STEPS, NOISE_MULTIPLIER)
     except (RefusalError, BrokenError):

@@ -44,6 +44,20 @@ class _Normalised(nn.Module):
         return self.head(self.norm(x)[:, :, 0])
 
 
+class _Balanced(nn.Module):
+    """A hook divides the gradients by their mean size, so that no batch learns faster than another."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(count, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient / gradient.abs().mean())
+        return y
+
+
 class _TextAndPicture(nn.Module):
     """A second layer for what not every batch has."""
 
@@ -144,6 +158,13 @@ def specimens(count: int) -> tuple[Case, ...]:
             ((_contrasts(count),), zeros),
             lambda y, _: y[:, 0, 0] - y[:, 1, 0],
             lesson="Float32 subtracts nearly equal numbers: the norm becomes 0, and nothing is clipped.",
+        ),
+        Case(
+            "mixing on the way back",
+            lambda: _Balanced(count),
+            ((torch.eye(count),), torch.where(ids == 0, FAR, sign * (1 + ids))),
+            lambda y, weight: y[:, 0] * weight,
+            lesson="A hook divides each gradient by the batch's mean size; on the way forward nothing is mixed.",
         ),
         Case(
             "actual batch size",

@@ -8,6 +8,8 @@ added. Four checks look at the update that Opacus gives:
 * :func:`~plpkg.clipping.checks.sensitivity.check_sensitivity`: how far one example moves it, in C;
 * :func:`~plpkg.clipping.checks.audit.canary_audit`: the ε that is seen once noise of σ·C is added, beside the
   ε claimed; from guesses, and from the scores themselves (:func:`~plpkg.clipping.checks.audit.gaussian_audit`).
+
+Of replayed noise (:func:`replayed`) the audits get two real releases, and the noise that these have.
 """
 
 import warnings
@@ -19,6 +21,7 @@ from opacus.optimizers import DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from opacus.validators import ModuleValidator
 
+from plpkg.clipping.batches import examples
 from plpkg.clipping.checks.audit import (
     Audit,
     GaussianAudit,
@@ -129,7 +132,7 @@ def zoo(checked: int = CHECKED, canaries: int = CANARIES) -> Zoo:
     whole_number("checked", checked, 2)
     whole_number("canaries", canaries, 4)
     both = zip(specimens(checked), specimens(canaries), strict=True)
-    return Zoo(tuple(examine(case, many) for case, many in both))
+    return Zoo((*(examine(case, many) for case, many in both), replayed(checked, canaries)))
 
 
 def examine(case: Case, canaries: Case, *, seed: int = 0) -> Finding:
@@ -156,6 +159,49 @@ def examine(case: Case, canaries: Case, *, seed: int = 0) -> Finding:
         check_sensitivity(step, case.batch, MAX_GRAD_NORM),
         *audits,
         gaussian_epsilon(NOISE_MULTIPLIER, DELTA),
+    )
+
+
+def replayed(checked: int, canaries: int, *, seed: int = 0) -> Finding:
+    """A run goes back to an earlier state, and its script sets the seed again: what do two releases say together?
+
+    The first is of a batch, the second of nobody. The audits see their difference.
+    """
+
+    def case(count: int) -> Case:
+        return Case(
+            "replayed noise",
+            lambda: torch.nn.Linear(count, 1, bias=False),
+            ((torch.eye(count),), torch.zeros(count)),
+            lambda y, _: y[:, 0],
+            max_grad_norm=MAX_GRAD_NORM,
+            lesson="After going back the seed is set again: two releases share one noise; their difference has none.",
+        )
+
+    def difference(train, case: Case, batch) -> torch.Tensor:
+        nobody, releases = examples(case.batch, slice(0, 0)), []
+        for sample in (batch, nobody):
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(seed)
+                releases.append(as_vector(Trial(train, case).run([sample], NOISE_MULTIPLIER)[0]))
+        return releases[0] - releases[1]
+
+    few, many = case(checked), case(canaries)
+    step = Trial(opacus, few).step
+    audits = canary_audit(
+        lambda batch: {"difference": difference(opacus, many, batch)}, many.batch, MAX_GRAD_NORM, 0.0, DELTA, seed,
+        direction=lambda batch: gradient(many, batch),
+        bound=lambda *scores: (one_run_audit(*scores), gaussian_audit(*scores)),
+    )  # fmt: skip
+    noise = difference(ours, few, few.batch) - as_vector(step(few.batch))
+    return Finding(
+        few,
+        opacus_refusal(few),
+        "exact" if noise.norm() > MAX_GRAD_NORM else "draws the same noise",
+        _deviation(few, step(few.batch)),
+        check_sensitivity(step, few.batch, MAX_GRAD_NORM),
+        *audits,
+        gaussian_epsilon(NOISE_MULTIPLIER, DELTA),  # a release of nobody, with noise of its own, would add nothing
     )
 
 
@@ -221,9 +267,9 @@ def _verdict(case: Case) -> str:
     step = Trial(ours, replace(case, expects_actual=False)).step  # the size is said once, not for each batch
     try:
         deviation = _deviation(case, step(case.batch))
+        moved = check_sensitivity(step, case.batch, MAX_GRAD_NORM)
     except RefusalError as refusal:
         return f"refuses: {refusal}"
-    moved = check_sensitivity(step, case.batch, MAX_GRAD_NORM)
     if deviation <= PARITY and moved.ok:
         return "exact"
     return f"cannot know: {deviation:.3g} C off, one example moves {moved.worst:.3g} C"

@@ -71,7 +71,7 @@ def test_a_test_a_case(printed):
     assert "my_train.py::train_never[perceptron of mine] SKIPPED" in printed
     assert "usual.py::train[perceptron] PASSED" in printed
     assert "my_train.py::test_as_ever PASSED" in printed
-    assert "1 failed, 3 passed, 1 skipped, 13 deselected" in printed  # of the 14 usual cases
+    assert "1 failed, 3 passed, 1 skipped, 14 deselected" in printed  # of the 15 usual cases
 
 
 def test_a_breach_is_a_sentence(printed):
