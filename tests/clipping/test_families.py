@@ -3,6 +3,7 @@
 import itertools
 from functools import partial
 
+import peft
 import pytest
 import torch
 import transformers
@@ -71,6 +72,29 @@ def convolutional():
 
 def lora(model, *layers):
     return get_peft_model(model, LoraConfig(r=4, target_modules=list(layers), init_lora_weights=False))
+
+
+def llama(config):
+    sizes = SIZES | dict(intermediate_size=48, num_key_value_heads=2)
+    model = get_peft_model(tiny("LlamaForCausalLM", **sizes), config)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:  # many adapters begin with zeros
+                p.add_(0.05 * torch.randn_like(p))
+    return model
+
+
+ATTENTION = ["q_proj", "v_proj"]
+METHODS = {
+    "IA³": peft.IA3Config(target_modules=[*ATTENTION, "down_proj"], feedforward_modules=["down_proj"]),
+    "VeRA": peft.VeraConfig(target_modules=["q_proj"], r=4),
+    "AdaLoRA": peft.AdaLoraConfig(target_modules=ATTENTION, total_step=100),
+    "DoRA": LoraConfig(target_modules=ATTENTION, use_dora=True),
+    "LoHa": peft.LoHaConfig(target_modules=ATTENTION, r=4),
+    "RandLoRA": peft.RandLoraConfig(target_modules=["q_proj"], r=4),
+    "C³A": peft.C3AConfig(target_modules=["q_proj"], block_size=4),
+    "trainable tokens": peft.TrainableTokensConfig(token_indices=[3, 4], target_modules=["embed_tokens"]),
+}
 
 
 def deberta_lora():
@@ -188,6 +212,7 @@ EXACT = {
     "Swin, position biases frozen": (lambda: frozen(swin(), "relative_position"), of_image, IMAGES),
 }
 HELD_OUT = {
+    **{name: (partial(llama, config), causal, ids()) for name, config in METHODS.items()},
     "mBART, LoRA": (lambda: lora(bart("MBart"), "q_proj", "v_proj"), seq2seq, PADDED),
     "OPT, LoRA": (lambda: lora(opt(), "q_proj", "v_proj"), causal, ids()),
     "Pegasus": (lambda: bart("Pegasus"), seq2seq, PADDED),

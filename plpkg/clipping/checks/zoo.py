@@ -21,7 +21,7 @@ from opacus.optimizers import DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from opacus.validators import ModuleValidator
 
-from plpkg.clipping.batches import examples
+from plpkg.clipping.batches import batch_size, examples
 from plpkg.clipping.checks.audit import (
     Audit,
     GaussianAudit,
@@ -56,7 +56,7 @@ class Finding(Sentences):
     opacus
         What it refuses with; ``None`` if it runs. The checks look past a refusal at what would have happened.
     ours
-        ``exact``, what plpkg refuses with, or what goes wrong because no library can know.
+        ``exact``, what plpkg refuses with, or how far it is off.
     parity
         ‖Opacus's update − the definition's‖ / C; ``None`` where the definition is refused, too.
     sensitivity, audit, gaussian
@@ -264,7 +264,9 @@ def _deviation(case: Case, update) -> float | None:
 
 
 def _verdict(case: Case) -> str:
-    step = Trial(ours, replace(case, expects_actual=False)).step  # the size is said once, not for each batch
+    # The size is said once, not for each batch; and another size has come before, as in any training.
+    before = case.before or (lambda batch: examples(batch, [0, *range(batch_size(batch))]))
+    step = Trial(ours, replace(case, expects_actual=False, before=before)).step
     try:
         deviation = _deviation(case, step(case.batch))
         moved = check_sensitivity(step, case.batch, MAX_GRAD_NORM)
@@ -272,4 +274,4 @@ def _verdict(case: Case) -> str:
         return f"refuses: {refusal}"
     if deviation <= PARITY and moved.ok:
         return "exact"
-    return f"cannot know: {deviation:.3g} C off, one example moves {moved.worst:.3g} C"
+    return f"wrong: {deviation:.3g} C off, one example moves {moved.worst:.3g} C"
