@@ -8,7 +8,14 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 from plpkg.backbones import random_backbone
 from plpkg.clipping import clipped_gradients, make_private
@@ -152,6 +159,27 @@ def with_another_loss():
 def test_a_loss_that_is_not_of_logits_and_labels(make, inputs, message):
     with pytest.raises(ValueError, match=message):
         sampled_alone(make()).model(**inputs)
+
+
+def experts(coefficient):
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, vocab_size=64)
+    more = dict(intermediate_size=24, num_local_experts=3, num_experts_per_tok=2, experts_implementation="batched_mm")
+    config = MixtralConfig(**sizes, **more, output_router_logits=True, router_aux_loss_coef=coefficient)
+    return MixtralForCausalLM(config).double().train()
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("coefficient", [1e-6, 0.001, 0.5])
+def test_a_small_term_beside_the_logits_is_kept_or_refused(coefficient):
+    """A router's loss is of the whole batch; of one example it is that example's."""
+    batch = {name: rows[:1] for name, rows in texts().items()}
+    plain, made = experts(coefficient), sampled_alone(experts(coefficient))
+    assert_close(released(made, made.model(**batch).loss), clipped(plain, [plain(**batch).loss]), TERMS)
+    with pytest.raises(
+        ValueError, match=r"a term that does not come from logits and labels .*max_physical_batch_size=1"
+    ):
+        made.model(**texts())
 
 
 # Losses of three arguments and more
