@@ -316,13 +316,17 @@ def _samples(tensors: list[tuple[str, torch.Tensor]]) -> list[bytes]:
 class Stamp:
     """What :func:`stamp` has seen. Tensors are known by themselves, not by their addresses, which are used again."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        tensors = list(_tensors(model))
+    def __init__(self, model: torch.nn.Module, adapters: bool) -> None:
+        tensors = [
+            (name, tensor)
+            for name, tensor in _tensors(model)
+            if adapters or not any(prefix in name for prefix in ADAPTER_PREFIXES)
+        ]
         self._refs = [weakref.ref(tensor) for _, tensor in tensors]
         written = [0 if tensor.is_inference() else tensor._version for _, tensor in tensors]
         places = [(name, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]
         # Fused optimizers, the default of transformers' Trainer, write without torch's counting it.
-        self._seen = _adapters(model), places, written, _samples(tensors)
+        self._seen = adapters and _adapters(model), places, written, _samples(tensors)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Stamp) or self._seen != other._seen:
@@ -332,15 +336,15 @@ class Stamp:
     __hash__ = None
 
 
-def stamp(model: torch.nn.Module) -> Stamp:
+def stamp(model: torch.nn.Module, *, adapters: bool = True) -> Stamp:
     """Whether anything changed that changes the logits: the stamps of then and now are equal, or something did.
 
     Cheap, whatever the model's size: it reads where each tensor is, how often it was written to, and sixteen of its
     values. It is for this process; :func:`digest` is for files. Writes that torch does not count, those of a fused
     optimizer, through ``tensor.data`` or within ``torch.inference_mode()``, are seen only if they change one of the
-    sixteen; what hooks and the configuration say is not seen.
+    sixteen; what hooks and the configuration say is not seen. Without ``adapters`` it is the backbone's alone.
     """
-    return Stamp(model)
+    return Stamp(model, adapters)
 
 
 def digest(model: torch.nn.Module) -> str:

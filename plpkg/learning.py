@@ -57,16 +57,27 @@ def endless(what: str, batches: Iterable) -> Iterator:
 
 
 @contextlib.contextmanager
-def frozen(model: torch.nn.Module) -> Iterator[None]:
-    """Within it, the model's weights have no gradients, and its dropout rests; then it is as it was."""
-    mode, trained = model.training, [p for p in model.parameters() if p.requires_grad]
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Within it there is no dropout, and a cache also under gradient checkpointing; then modules are as they were."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
-    for p in trained:
-        p.requires_grad_(False)
     try:
         yield
     finally:
-        model.train(mode)
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextlib.contextmanager
+def frozen(model: torch.nn.Module) -> Iterator[None]:
+    """Within it, the model's weights have no gradients, and it is :func:`evaluating`; then it is as it was."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in trained:
+        p.requires_grad_(False)
+    try:
+        with evaluating(model):
+            yield
+    finally:
         for p in trained:
             p.requires_grad_()
 

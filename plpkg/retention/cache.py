@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from plpkg.retention.rotary import Rotary
+from plpkg.retention.rotary import Rotary, rotating
 from plpkg.validation import one_of, whole_number
 
 
@@ -289,12 +289,12 @@ class ReassignedPositions(EvictingLayer):
     Attributes
     ----------
     rotary
-        The model's rotation.
+        The model's rotation; ``None`` in a layer that has no positions.
     projected
         Gives the keys ``(batch, num_kv_heads, n, head_dim)`` that the layer projects now, while somebody watches.
     """
 
-    def __init__(self, rotary: Rotary, make_store: Callable[[], UnitStore] = UnitStore) -> None:
+    def __init__(self, rotary: Rotary | None, make_store: Callable[[], UnitStore] = UnitStore) -> None:
         super().__init__(make_store)
         self.rotary = rotary
         self.projected: Callable[[], torch.Tensor] | None = None
@@ -302,6 +302,8 @@ class ReassignedPositions(EvictingLayer):
 
     def _before_rotation(self, keys: torch.Tensor) -> torch.Tensor:
         """What the projection gave, if rotating it gives these very keys, or else the keys turned back."""
+        if self.rotary is None:
+            return keys
         start = len(self.store)
         exact = keys.dtype in (torch.float32, torch.float64)
         if self.projected is not None and not exact and not isinstance(keys, FakeTensor):
@@ -315,7 +317,7 @@ class ReassignedPositions(EvictingLayer):
     def _update(self, keys, values):
         self.store.append(self._before_rotation(keys), values)
         keys, values = self.store.read()
-        return self.rotary.apply(keys), values
+        return keys if self.rotary is None else self.rotary.apply(keys), values
 
     def get_seq_length(self) -> int:
         """Units held: the position of the next one."""
@@ -338,6 +340,11 @@ class EvictingCache(Cache):
     store
         Makes each layer's store.
 
+    Attributes
+    ----------
+    beside
+        What else belongs to the batch's rows, first dimension the batch: it is reordered and repeated with them.
+
     Raises
     ------
     ValueError
@@ -350,11 +357,14 @@ class EvictingCache(Cache):
         one_of("positions", positions, ("reassigned", "original"))
         self.contract = positions
         rotary = Rotary(model) if positions == "reassigned" else None
-        name, layers = type(model).__name__, []
+        name, layers, turns = type(model).__name__, [], None
         plain = DynamicCache(config=model.config).layers
         for i, layer in enumerate(plain):
-            if type(layer) is DynamicLayer:
-                layers.append(ReassignedPositions(rotary, store) if rotary else OriginalPositions(store))
+            if type(layer) is DynamicLayer and rotary:
+                turns = turns or rotating(model, rotary)
+                layers.append(ReassignedPositions(rotary if turns[i] else None, store))
+            elif type(layer) is DynamicLayer:
+                layers.append(OriginalPositions(store))
             elif type(layer) is not DynamicSlidingWindowLayer:
                 raise ValueError(f"layer {i} of {name} has a {type(layer).__name__}, which cannot evict")
             elif rotary:
@@ -365,6 +375,7 @@ class EvictingCache(Cache):
             else:
                 layers.append(layer)
         super().__init__(layers=layers)
+        self.beside: dict[str, torch.Tensor] = {}
         self._expected: int | None = None
         if not self.evicting:
             raise ValueError(f"every layer of {name} has a sliding window: its cache is bounded already")
@@ -383,6 +394,25 @@ class EvictingCache(Cache):
     def kept(self) -> int:
         """Units that each head of each evicting layer holds."""
         return len(next(iter(self.evicting.values())).store)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._change_beside(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._change_beside(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._change_beside(lambda tensor: tensor[indices])
+
+    def reset(self) -> None:
+        super().reset()
+        self.beside = {}
+
+    def _change_beside(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.beside = {name: function(tensor) for name, tensor in self.beside.items()}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All that it holds: ``layer.name`` → tensor."""
@@ -408,17 +438,19 @@ class EvictingCache(Cache):
         """Tokens that were read."""
         return next(iter(self.evicting.values())).seen
 
-    def mark(self) -> list[tuple]:
+    def mark(self) -> tuple[list[tuple], dict[str, torch.Tensor]]:
         """What :meth:`rewind` needs to forget the units that come after now, if none is evicted until then."""
         sliding = ("keys", "values", "cumulative_length")  # new tensors come with each token
-        return [
+        layers = [
             layer.mark() if isinstance(layer, EvictingLayer) else tuple(getattr(layer, name) for name in sliding)
             for layer in self.layers
         ]
+        return layers, self.beside
 
-    def rewind(self, mark: list[tuple]) -> None:
+    def rewind(self, mark: tuple[list[tuple], dict[str, torch.Tensor]]) -> None:
         """Forget what came after ``mark``, also if the batch was repeated since."""
-        for layer, state in zip(self.layers, mark, strict=True):
+        layers, self.beside = mark
+        for layer, state in zip(self.layers, layers, strict=True):
             if isinstance(layer, EvictingLayer):
                 layer.rewind(state)
             else:

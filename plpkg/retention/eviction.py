@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from plpkg.backbones import stamp
 from plpkg.results import Tabular
 from plpkg.retention.cache import EvictingCache, ReassignedPositions, keep_indices
 from plpkg.retention.scorers import Scorer
@@ -67,8 +68,8 @@ class Eviction:
         self.model, self.cache, self.scorer, self.keep = model, cache, scorer, keep
         self.budget, self.stabilizers, self.log_positions = budget, stabilizers, log_positions
         self.decoding = False
+        self.stamps = stamp(model), stamp(model, adapters=False)  # of the weights that read
         self.log = Log()
-        self._last_logits: torch.Tensor | None = None  # (batch, 1, vocab): they predict the next chunk's first token
         self._watch = Watch(self._show)
 
     def _show(self, units: Units) -> None:
@@ -82,11 +83,6 @@ class Eviction:
         other.log = copy.deepcopy(self.log, memo)
         other._watch = Watch(other._show)
         return other
-
-    def repeat(self, repeats: int) -> None:
-        """Follow a cache whose batch was repeated."""
-        if self._last_logits is not None:
-            self._last_logits = self._last_logits.repeat_interleave(repeats, dim=0)
 
     def _store(self, units: Units) -> None:
         layer = self.cache.evicting[units.layer]
@@ -118,13 +114,13 @@ class Eviction:
     def _after(self, ids: torch.Tensor, start: int, logits: torch.Tensor) -> None:
         if not self.scorer.needs_logits:
             return
-        before = logits[:, :1] if self._last_logits is None else self._last_logits
+        before = self.cache.beside.get("logits", logits[:, :1])  # they predict this chunk's first token
         log_p = torch.cat([before, logits[:, :-1]], dim=1).float().log_softmax(-1)  # (batch, n, vocab)
         tokens = ids % logits.shape[-1]  # the ids themselves; plpkg.retention.trials.tiny packs more into them
         surprisal = -log_p.gather(-1, tokens[..., None]).squeeze(-1)
         if start == 0:
             surprisal[:, 0] = 0.0  # nothing predicts the first token
-        self._last_logits = logits[:, -1:]
+        self.cache.beside = self.cache.beside | {"logits": logits[:, -1:]}
         for i in self.cache.evicting:
             self._store(Units(i, self._watch.positions, ids, surprisal=surprisal))
 
@@ -153,7 +149,7 @@ class Eviction:
         """Show the model's forward passes to the scorer, and its projections to a cache that rotates."""
         turning = {i: layer for i, layer in self.cache.evicting.items() if isinstance(layer, ReassignedPositions)}
         watched = attention_layers(self.model)
-        with watching(self.model, self._watch):
+        with watching(self.model, self._watch, self.cache):
             try:
                 for i, layer in turning.items():
                     layer.projected = partial(self._watch.keys_of, i, watched[i])
@@ -169,13 +165,17 @@ class Eviction:
             raise ValueError("what was loaded has no scorer: it answers, and evicts nothing more")
 
         def before(_module, args, kwargs):
+            if kwargs.get("past_key_values") is not self.cache:  # somebody else's
+                return None
             if self.scorer.needs_logits:
                 kwargs["logits_to_keep"] = 0
             ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
             self._prepare(ids)
             return args, kwargs
 
-        def after(_module, _args, output):
+        def after(_module, _args, kwargs, output):
+            if kwargs.get("past_key_values") is not self.cache:
+                return
             start = int(self._watch.positions[0])
             self._after(self._watch.ids, start, output.logits)
             stop = start + self._watch.ids.shape[-1]
@@ -183,7 +183,10 @@ class Eviction:
 
         # PEFT's generate calls the model inside its wrapper.
         inner = getattr(self.model, "get_base_model", lambda: self.model)()
-        hooks = [inner.register_forward_pre_hook(before, with_kwargs=True), inner.register_forward_hook(after)]
+        hooks = [
+            inner.register_forward_pre_hook(before, with_kwargs=True),
+            inner.register_forward_hook(after, with_kwargs=True),
+        ]
         self.decoding = True
         try:
             with self.watching():

@@ -10,7 +10,8 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from plpkg.retention.watch import Units, Watch, evaluating, watching
+from plpkg.learning import evaluating
+from plpkg.retention.watch import Units, Watch, watching
 from plpkg.validation import one_of, whole_number
 
 
@@ -77,7 +78,7 @@ def labels_and_states(
 
     first, last = (prompt_len - 1, input_ids.shape[-1] - 1) if predicting else (prompt_len, input_ids.shape[-1])
     watch = Watch(collect)
-    with torch.no_grad(), evaluating(model), watching(model, watch):
+    with torch.no_grad(), evaluating(model), watching(model, watch, cache):
         for start in range(0, first, chunk_size):
             ids = input_ids[:, start : min(start + chunk_size, first)]
             model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)

@@ -17,11 +17,12 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from plpkg.decoding import rope_changes
+from plpkg.learning import evaluating
+from plpkg.retention import watch
 from plpkg.retention.cache import EvictingCache, UnitStore
 from plpkg.retention.eviction import Eviction
 from plpkg.retention.reading import PrefillResult
 from plpkg.retention.scorers import Scorer
-from plpkg.retention.watch import evaluating
 from plpkg.validation import whole_number
 
 
@@ -100,6 +101,7 @@ def chunked_prefill(
             f"local_len={local_len} covers all {input_ids.shape[-1]} tokens of the prompt: nothing would be cut to "
             f"budget={budget}"
         )
+    watch.check(model)
     scorer.check(model)
     scorer = scorer.started(input_ids, budget)
     keep = _checked_spans(keep, input_ids.shape[-1])

@@ -5,6 +5,8 @@ appends units, so the cache is cut back to where it was, and no copy of it is ma
 """
 
 import functools
+import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +16,8 @@ import torch
 from torch import nn
 
 from plpkg import checkpoints
-from plpkg.backbones import fingerprint
+from plpkg.backbones import digest, fingerprint, stamp
+from plpkg.learning import evaluating
 from plpkg.retention.cache import EvictingCache, EvictingLayer, UnitStore
 from plpkg.retention.eviction import ChunkStep, Eviction, Log
 from plpkg.retention.quantize import quantized
@@ -25,6 +28,7 @@ from plpkg.validation import one_of, whole_number
 FILE = "reading.safetensors"
 
 OURS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache")
+OURS += ("cache_implementation",)
 """Arguments of ``generate`` that follow from the cache."""
 
 MOST = 2**24
@@ -74,11 +78,11 @@ class PrefillResult:
         whole_number("the number of new tokens", ids.shape[-1], 1)
         if whole_number("repeats", repeats, 1) > 1:
             self.cache.batch_repeat_interleave(repeats)
-            self._eviction.repeat(repeats)
         length = self.cache.get_seq_length() + ids.shape[-1]
         mask = torch.ones(len(ids), length, dtype=torch.long, device=ids.device)
         self.cache.expect_generate()
-        return {"input_ids": ids, "attention_mask": mask, "past_key_values": self.cache}
+        ours = {"past_key_values": self.cache, "use_cache": True, "cache_implementation": None}
+        return {"input_ids": ids, "attention_mask": mask} | ours
 
     def ask(self, model: nn.Module, ids: torch.Tensor, **generate) -> torch.Tensor:
         """The answer to a question about what was read, which stays as it was: read once, ask many times.
@@ -88,20 +92,28 @@ class PrefillResult:
         model
             The model that has read, or the same backbone with another adapter.
         ids
-            The question's tokens ``(batch, n)``, of one length; one row is put to every prompt of the batch.
+            The question's tokens ``(batch, n)``, of one length; one row is put to every prompt of the batch, and to one
+            prompt several can be put at once.
         **generate
-            Arguments of ``model.generate``: beams, samples, a streamer, the length.
+            Arguments of ``model.generate``: beams, samples, a streamer, ``logits_processor``, the length. The cache is
+            used whatever ``generation_config`` says of caches, and nothing is dropped.
 
         Returns
         -------
         torch.Tensor
-            ``(batch · num_return_sequences, new)`` tokens of the answers, without the question. With
+            ``(rows · num_return_sequences, new)`` tokens of the answers, without the question. With
             ``return_dict_in_generate`` what ``generate`` returns, its ``sequences`` without the question.
 
         Raises
         ------
         ValueError
-            Another backbone, arguments that follow from the cache, or a call within :meth:`evicting`.
+            Another backbone, or one that has changed since; arguments that follow from the cache; a call within
+            :meth:`evicting`.
+
+        Warns
+        -----
+        UserWarning
+            The model's adapter has changed since it has read: what is kept was made with the former one.
 
         Notes
         -----
@@ -110,32 +122,79 @@ class PrefillResult:
         """
         if given := [name for name in OURS if name in generate]:
             raise ValueError(f"ask sets {', '.join(given)} itself: give the question as ids, and nothing of the prompt")
-        if self._eviction.decoding:
-            raise ValueError("an answer within evicting() would evict what the next question needs: ask outside it")
-        if model is not self._eviction.model:
-            actual, read_by = fingerprint(model), fingerprint(self._eviction.model)
-            if actual != read_by:
-                raise ValueError(
-                    f"this prompt was read by a backbone with fingerprint {read_by[:12]}…, "
-                    f"but {type(model).__name__} has {actual[:12]}…"
-                )
-        batch = len(self.logits)
-        if ids.ndim != 2 or len(ids) not in (1, batch) or not ids.shape[-1]:
-            raise ValueError(f"ids must be (1, n) or ({batch}, n) with at least one token, got {tuple(ids.shape)}")
         config = generate.get("generation_config") or model.generation_config
         names = ("num_beams", "num_return_sequences")
         repeats = max(generate.get(name) or getattr(config, name, None) or 1 for name in names)
-        mark = self.cache.mark()
-        try:
-            if repeats > 1:
-                self.cache.batch_repeat_interleave(repeats)
-            answer = model.generate(**self.inputs(ids.expand(batch, -1)), **generate)
-        finally:
-            self.cache.rewind(mark)
+        with self._lent(model, ids, repeats) as ids:
+            answer = model.generate(**self.inputs(ids), **generate)
         if isinstance(answer, torch.Tensor):
             return answer[:, ids.shape[-1] :]
         answer.sequences = answer.sequences[:, ids.shape[-1] :]
         return answer
+
+    def score(self, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        """How likely a given continuation is; what was read stays as it was.
+
+        Parameters
+        ----------
+        model, ids
+            As for :meth:`ask`: the continuation's tokens.
+
+        Returns
+        -------
+        torch.Tensor
+            ``(rows, n)``: the log-probability of each token in nats, float32, given the prompt and the tokens before.
+
+        Raises
+        ------
+        ValueError
+            As :meth:`ask`.
+        """
+        with self._lent(model, ids) as ids, torch.no_grad():
+            logits = model(input_ids=ids, past_key_values=self.cache, use_cache=True).logits
+            first = self.logits.repeat_interleave(len(ids) // len(self.logits), dim=0)
+            log_p = torch.cat([first[:, None], logits[:, :-1]], dim=1).float().log_softmax(-1)
+            return log_p.gather(-1, ids[..., None])[..., 0]
+
+    @contextmanager
+    def _lent(self, model: nn.Module, ids: torch.Tensor, repeats: int = 1) -> Iterator[torch.Tensor]:
+        """The cache for one use, after which it is as before; gives the tokens, a row for each of its own."""
+        if self._eviction.decoding:
+            raise ValueError("an answer within evicting() would evict what the next question needs: ask outside it")
+        self._check(model)
+        batch = len(self.logits)
+        if ids.ndim != 2 or not ids.numel() or (len(ids) not in (1, batch) and batch > 1):
+            rows = "(n_questions, n)" if batch == 1 else f"(1, n) or ({batch}, n)"
+            raise ValueError(f"ids must be {rows} with at least one token, got {tuple(ids.shape)}")
+        mark = self.cache.mark()
+        try:
+            if (copies := repeats * max(1, len(ids) // batch)) > 1:
+                self.cache.batch_repeat_interleave(copies)
+            with evaluating(model):
+                yield ids.expand(max(batch, len(ids)), -1)
+        finally:
+            self.cache.rewind(mark)
+
+    def _check(self, model: nn.Module) -> None:
+        """See that the model's weights are those that have read."""
+        read_by = self._eviction.model
+        if model is not read_by:
+            actual, expected = fingerprint(model), fingerprint(read_by)
+            if actual != expected:
+                raise ValueError(
+                    f"this prompt was read by a backbone with fingerprint {expected[:12]}…, "
+                    f"but {type(model).__name__} has {actual[:12]}…"
+                )
+            return
+        everything, backbone = self._eviction.stamps
+        if stamp(model, adapters=False) != backbone:
+            raise ValueError(f"the weights of {type(model).__name__} have changed since it read this: read it again")
+        if stamp(model) != everything:
+            warnings.warn(
+                f"the adapter of {type(model).__name__} has changed since it read this: what is kept was made with the "
+                "former one",
+                stacklevel=5,
+            )
 
     def save(self, folder: str | Path) -> None:
         """Write what was read, for :func:`load`: ``reading.safetensors``, its owner's alone, whole or not at all.
@@ -150,7 +209,7 @@ class PrefillResult:
         """
         folder, model = Path(folder), self._eviction.model
         state = {
-            "identity": {"backbone": fingerprint(model), "dtype": str(model.dtype)},
+            "identity": {"backbone": fingerprint(model), "dtype": str(model.dtype), "weights": digest(model)},
             "positions": self.cache.contract,
             "store": next(iter(self.cache.evicting.values())).store.kind,
             "seen": self.cache.seen,
@@ -182,7 +241,7 @@ def load(folder: str | Path, model: nn.Module) -> PrefillResult:
     folder
         The folder.
     model
-        The backbone that has read, in the same precision; its adapters are not compared.
+        The backbone that has read, in the same precision.
 
     Raises
     ------
@@ -190,6 +249,11 @@ def load(folder: str | Path, model: nn.Module) -> PrefillResult:
         The folder lacks the file.
     ValueError
         The file is damaged, or of an earlier version, or another model has read.
+
+    Warns
+    -----
+    UserWarning
+        The weights are not all the same: the adapter is another one, say.
     """
     path = Path(folder, FILE)
     if not path.exists():
@@ -201,6 +265,12 @@ def load(folder: str | Path, model: nn.Module) -> PrefillResult:
         _require_sound(cache, state)
     except ValueError as error:
         raise ValueError(f"what was read in {str(folder)!r} is not taken: {str(error)[:220]}") from error
+    if digest(model) != state["identity"]["weights"]:
+        warnings.warn(
+            f"what was read in {str(folder)!r} was made with other weights than {type(model).__name__} has: another "
+            "adapter, or a change that its fingerprint does not show",
+            stacklevel=2,
+        )
     log = Log(ChunkStep(**row, kept=None) for row in state["log"])
     eviction = Eviction(model, cache, None, log[-1].after, 0, log_positions=False)
     eviction.log = log
@@ -217,8 +287,10 @@ def _judge(model: nn.Module, state: dict) -> None:
     """ValueError for a state that no reading of this model has, whether its tensors are there or only described."""
     _require_fields("a reading", state, ("identity", "positions", "store", "seen", "log", "logits", "layers"))
     said, actual = state["identity"], {"backbone": fingerprint(model), "dtype": str(model.dtype)}
-    _require_fields("identity", said, tuple(actual))
-    if said != actual:
+    _require_fields("identity", said, (*actual, "weights"))
+    if not re.fullmatch("[0-9a-f]{64}", str(said["weights"])):
+        raise ValueError(f"identity.weights must be a SHA-256 in hex, got {shown(said['weights'])}")
+    if {name: said[name] for name in actual} != actual:
         raise ValueError(
             f"this was read by a backbone with fingerprint {shown(str(said['backbone'])[:12])[1:-1]}… in "
             f"{shown(str(said['dtype'])[:14])[1:-1]}, but {type(model).__name__} has {actual['backbone'][:12]}… in "

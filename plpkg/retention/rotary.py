@@ -4,10 +4,14 @@ In half precision keys are rotated by the model's own arithmetic: units that wer
 """
 
 import sys
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
+from transformers import DynamicCache
+
+from plpkg.learning import evaluating
 
 
 class Rotary:
@@ -83,3 +87,47 @@ def _turn_halves(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> to
     turned[..., :half].addcmul_(keys[..., half:], sin[..., :half], value=-1)
     turned[..., half:].addcmul_(keys[..., :half], sin[..., half:])
     return turned
+
+
+_ROTATING: WeakKeyDictionary[nn.Module, list[bool]] = WeakKeyDictionary()
+MOVED = 5
+"""By how many positions two tokens are moved, to see what a layer does with it."""
+
+
+def rotating(model: nn.Module, rotary: Rotary) -> list[bool]:
+    """Whether each layer rotates its keys: some families leave out every fourth (SmolLM3, Llama-4).
+
+    Two tokens are run at positions 0 and 1, and at 5 and 6. A layer whose keys are the same has no positions; where
+    they are the same once both are turned back, it rotates as ``rotary`` does. Each model is asked once.
+
+    Raises
+    ------
+    ValueError
+        A layer does something else; the message names it.
+    """
+    if model not in _ROTATING:
+        _ROTATING[model] = _ask(model, rotary)
+    return _ROTATING[model]
+
+
+def _ask(model: nn.Module, rotary: Rotary) -> list[bool]:
+    if is_fake(next(model.parameters())):  # it has no numbers: where only sizes are measured, all rotate
+        return [True] * model.config.get_text_config().num_hidden_layers
+    ids, keys = torch.tensor([[1, 2]], device=model.device), []
+    for start in (0, MOVED):
+        cache, places = DynamicCache(config=model.config), torch.arange(start, start + 2, device=model.device)[None]
+        with torch.no_grad(), evaluating(model):
+            model(input_ids=ids, position_ids=places, past_key_values=cache, use_cache=True)
+        keys.append([layer.keys for layer in cache.layers])
+    found = []
+    for i, (here, there) in enumerate(zip(*keys, strict=True)):
+        near = (0.05 if here.dtype.itemsize < 4 else 1e-3) * here.float().norm()
+        still = (there - here).float().norm() <= near
+        turns = (rotary.undo(there, MOVED) - rotary.undo(here)).float().norm() <= near
+        if not (still or turns):
+            raise ValueError(
+                f"layer {i} of {type(model).__name__} does something else with positions than rotate its keys by the "
+                "model's table: take positions='original'"
+            )
+        found.append(bool(turns))
+    return found

@@ -232,7 +232,7 @@ class H2O(AttentionScorer):
         return int(self.recent_share * max(0, budget - self.sink))
 
     def rescore(self, units: Units, stored: torch.Tensor) -> torch.Tensor:
-        return stored + sum(logits.softmax(-1).sum(dim=(2, 3)) for logits in units.logits())
+        return stored + sum(paid.sum(dim=(2, 3)) for paid in units.probabilities())
 
 
 @dataclass
@@ -264,7 +264,7 @@ class SnapKv(AttentionScorer):
 
     def rescore(self, units: Units, stored: torch.Tensor) -> torch.Tensor:
         first = max(0, len(units.positions) - self.window)
-        paid = sum(logits.softmax(-1).sum(dim=3).mean(dim=2) for logits in units.logits(first))
+        paid = sum(part.sum(dim=3).mean(dim=2) for part in units.probabilities(first))
         prefix = paid.shape[-1] - (len(units.positions) - first)  # the window stands behind it
         if not prefix:
             return paid

@@ -7,21 +7,26 @@ cache returned. The model's code, weights and results stay as they are.
 Left out: projections that interleave query, key and value (Falcon, BLOOM), and padded batches.
 """
 
-import re
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from transformers import AttentionInterface
+from transformers.cache_utils import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 SEPARATE, FUSED = ("q_proj", "k_proj", "v_proj"), ("qkv_proj", "c_attn")
 """Projections whose outputs, side by side, are query, key and value: Llama's and most others'; Phi-3's and GPT-2's."""
+
+KNOWN = ("s_aux", "attention_mask", "position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k")
+"""Tensors that an attention function is given, and that change nothing which is not known here."""
 
 LOGITS = 2**24
 """Attention logits in memory at a time: 64 MiB in float32."""
@@ -45,8 +50,11 @@ class Units:
         ``(batch, num_heads, n, head_dim)``, rotated.
     keys, values
         ``(batch, num_kv_heads, kept + n, head_dim)``: what the new units attend to, themselves included, rotated.
-    scaling, softcap
-        What made the attention logits; ``softcap`` is Gemma-2's, else ``None``.
+    scaling, softcap, sinks
+        What made the attention logits: ``softcap`` is Gemma-2's, ``sinks`` gpt-oss's, a logit ``(num_heads,)`` of
+        nobody that takes its part of the softmax; else ``None``.
+    unknown
+        Names of other tensors that the attention was given.
     surprisal
         ``(batch, n)``, ``-log p`` of each token in nats, where a scorer asked for it.
     module
@@ -64,6 +72,8 @@ class Units:
     values: torch.Tensor | None = None
     scaling: float = 1.0
     softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    unknown: Sequence[str] = ()
     surprisal: torch.Tensor | None = None
     module: nn.Module | None = None
     inputs: dict | None = None
@@ -77,6 +87,11 @@ class Units:
             ``(batch, num_kv_heads, group, rows, kept + n)`` in float32: scaled, soft-capped where the model does, and
             minus infinity where causality forbids.
         """
+        if self.unknown:
+            raise ValueError(
+                f"layer {self.layer} ({type(self.module).__name__}) gives its attention {', '.join(self.unknown)}, "
+                "of which nobody here knows what they do to it: take a scorer that needs no attention"
+            )
         batch, num_heads, n, _ = self.query.shape
         num_kv_heads, width = self.keys.shape[1:3]
         keys = self.keys.float()[:, :, None].transpose(-1, -2)  # (batch, kv_heads, 1, head_dim, kept + n)
@@ -89,6 +104,15 @@ class Units:
                 logits = self.softcap * torch.tanh(logits / self.softcap)
             row = torch.arange(start, start + query.shape[2], device=keys.device)[:, None]
             yield logits.masked_fill(column > width - n + row, float("-inf"))
+
+    def probabilities(self, first: int = 0) -> Iterator[torch.Tensor]:
+        """What the attention makes of :meth:`logits`, in the same shape: their softmax, without a sink's part."""
+        for logits in self.logits(first):
+            if self.sinks is None:
+                yield logits.softmax(-1)
+                continue
+            sinks = self.sinks.float().reshape(1, logits.shape[1], -1, 1, 1).expand(*logits.shape[:-1], 1)
+            yield torch.cat([logits, sinks], dim=-1).softmax(-1)[..., :-1]
 
 
 @dataclass
@@ -146,6 +170,12 @@ def attention_layers(model: nn.Module) -> list[Layer]:
     return [layers[i] for i in range(count)]
 
 
+def check(model: nn.Module) -> None:
+    """ValueError if the model's layers cannot be watched."""
+    attention_layers(model)
+    _wrapper_of(model.config._attn_implementation.removeprefix(PREFIX))
+
+
 @dataclass
 class Watch:
     """What is shown to whom while :func:`watching`.
@@ -177,50 +207,66 @@ class Watch:
         return units.keys, units.values, mask
 
 
-_WATCHES: WeakKeyDictionary[nn.Module, Watch] = WeakKeyDictionary()
-"""The watch of each attention module: so it is found in every thread that runs the model."""
+_NOW = threading.local()
+"""``_NOW.watch`` is that of the forward pass that this thread is in, if there is one."""
+
+_LOCK, _WATCHED = threading.Lock(), WeakKeyDictionary()
+"""How many watch each model, whose attention is wrapped until the last of them has gone."""
 
 PREFIX = "plpkg_watched_"
 
 
 @contextmanager
-def watching(model: nn.Module, watch: Watch) -> Iterator[Watch]:
-    """Show every attention layer's units to ``watch`` while the block runs.
+def watching(model: nn.Module, watch: Watch, cache: Cache | None = None) -> Iterator[Watch]:
+    """Show every attention layer's units to ``watch``, in each forward pass with this cache while the block runs.
+
+    Forward passes with other caches, in this thread or another, are not shown; without a cache all are.
 
     Raises
     ------
     ValueError
         The model's layers cannot be watched, or its attention is not one that makes a mask (eager, sdpa).
-    RuntimeError
-        It is being watched already.
     """
     layers = attention_layers(model)
-    base = model.config._attn_implementation
-    wrapped = _wrapped(base)
-    configs = {id(c): c for c in (model.config, *(layer.module.config for layer in layers))}
+
+    def begin(_module, _args, kwargs) -> None:
+        if cache is None or kwargs.get("past_key_values") is cache:
+            _NOW.watch = watch
+
+    def end(*_) -> None:
+        if getattr(_NOW, "watch", None) is watch:
+            _NOW.watch = None
+
+    def projected(number: int, output: torch.Tensor) -> None:
+        if getattr(_NOW, "watch", None) is watch:
+            watch.projected.setdefault(number, []).append(output)
+
+    def called(number: int, args: tuple, kwargs: dict) -> None:
+        if getattr(_NOW, "watch", None) is watch:
+            watch.inputs[number] = _named(args) | kwargs
+
+    # PEFT's generate calls the model inside its wrapper.
+    inner = getattr(model, "get_base_model", lambda: model)()
     hooks = [
-        projection.register_forward_hook(
-            lambda _module, _args, output, i=i: watch.projected.setdefault(i, []).append(output)
-        )
-        for i, layer in enumerate(layers)
-        for projection in layer.projections
+        inner.register_forward_pre_hook(begin, with_kwargs=True),
+        inner.register_forward_hook(end, always_call=True),
     ]
-    hooks += [
-        layer.module.register_forward_pre_hook(
-            lambda _module, args, kwargs, i=i: watch.inputs.update({i: _named(args) | kwargs}), with_kwargs=True
+    for i, layer in enumerate(layers):
+        hooks += [
+            projection.register_forward_hook(lambda _module, _args, output, i=i: projected(i, output))
+            for projection in layer.projections
+        ]
+        called_here = partial(called, i)
+        hooks.append(
+            layer.module.register_forward_pre_hook(
+                lambda _module, args, kwargs, called_here=called_here: called_here(args, kwargs), with_kwargs=True
+            )
         )
-        for i, layer in enumerate(layers)
-    ]
-    _WATCHES.update((layer.module, watch) for layer in layers)
+    configs = {id(c): c for c in (model.config, *(layer.module.config for layer in layers))}.values()
     try:
-        for config in configs.values():
-            config._attn_implementation = wrapped
-        yield watch
+        with _wrapped(inner, configs):
+            yield watch
     finally:
-        for config in configs.values():
-            config._attn_implementation = base
-        for layer in layers:
-            del _WATCHES[layer.module]
         for hook in hooks:
             hook.remove()
         watch.projected.clear()
@@ -228,28 +274,36 @@ def watching(model: nn.Module, watch: Watch) -> Iterator[Watch]:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode while the block runs: no dropout, and a cache also under gradient checkpointing."""
-    was_training = model.training
-    model.eval()
+def _wrapped(model: nn.Module, configs: Iterable) -> Iterator[None]:
+    """The model's attention is a wrapper of its own while the block runs, or another thread's."""
+    with _LOCK:
+        base = model.config._attn_implementation.removeprefix(PREFIX)
+        name = _wrapper_of(base)
+        _WATCHED[model] = _WATCHED.get(model, 0) + 1
+        for config in configs:
+            config._attn_implementation = name
     try:
         yield
     finally:
-        model.train(was_training)
+        with _LOCK:
+            _WATCHED[model] -= 1
+            if not _WATCHED[model]:
+                for config in configs:
+                    config._attn_implementation = base
 
 
-def _wrapped(base: str) -> str:
+def _wrapper_of(base: str) -> str:
     """The name under which transformers finds the model's own attention, wrapped."""
-    if base.startswith(PREFIX):
-        raise RuntimeError("this model is being watched already")
     if base not in ("eager", "sdpa"):
         raise ValueError(f"attention must be 'eager' or 'sdpa' to be watched, got {base!r}")
-    name = PREFIX + re.sub(r"\W", "_", base)
+    name = PREFIX + base
     if name not in ALL_ATTENTION_FUNCTIONS:
 
         def attention(module, query, key, value, attention_mask, dropout=0.0, **options):
             attend = ALL_ATTENTION_FUNCTIONS[base] if base != "eager" else _eager(module)
-            watch = _WATCHES[module]
+            watch = getattr(_NOW, "watch", None)
+            if watch is None:
+                return attend(module, query, key, value, attention_mask, dropout=dropout, **options)
             units = Units(
                 layer=module.layer_idx,
                 positions=watch.positions,
@@ -260,6 +314,8 @@ def _wrapped(base: str) -> str:
                 values=value,
                 scaling=options.get("scaling") or query.shape[-1] ** -0.5,
                 softcap=options.get("softcap"),
+                sinks=options.get("s_aux"),
+                unknown=[n for n, v in options.items() if isinstance(v, torch.Tensor) and n not in KNOWN],
                 module=module,
                 inputs=watch.inputs.pop(module.layer_idx),
             )

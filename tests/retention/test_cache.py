@@ -70,7 +70,7 @@ def test_rotary_is_each_familys_own(backbone, ids, family, attention):
     """What the cache stores are the key projection's outputs, though it sees them rotated only."""
     model, seen = backbone(family, attention), {}
     cache = EvictingCache(model)
-    with torch.no_grad(), watching(model, Watch(lambda units: seen.update({units.layer: units.projected}))):
+    with torch.no_grad(), watching(model, Watch(lambda units: seen.update({units.layer: units.projected})), cache):
         model(ids, past_key_values=cache)
     for i, layer in cache.evicting.items():
         keys = seen[i].unflatten(-1, (-1, 16))[:, :, 4:6].transpose(1, 2)  # of 4 query, 2 key and 2 value heads

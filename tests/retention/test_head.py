@@ -10,7 +10,6 @@ from transformers import BloomConfig, BloomForCausalLM
 from plpkg.retention import RetainingHeads, chunked_prefill
 from plpkg.retention.head import HeadsConfig
 from plpkg.retention.scorers import Locret
-from plpkg.retention.watch import Watch, watching
 from tests.retention.conftest import ATTENTION, in_double
 
 from rounding import assert_as_exact
@@ -106,9 +105,3 @@ def test_bad_input_gets_a_sentence(model):
     bloom = BloomForCausalLM(BloomConfig(vocab_size=16, hidden_size=16, n_layer=2, n_head=2))
     with pytest.raises(ValueError, match="in 0 of its 2 layers"):
         RetainingHeads.attach(bloom)
-
-
-def test_watching_twice_is_refused(model):
-    with watching(model, Watch(print)), pytest.raises(RuntimeError, match="being watched already"):
-        watching(model, Watch(print)).__enter__()
-    assert model.config._attn_implementation == "sdpa"

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 from plpkg.backbones import random_backbone
 from plpkg.retention import RetainingHeads, chunked_prefill, scorers
+from plpkg.retention.cache import EvictingCache
 from plpkg.retention.scorers import H2O, KeyNorm, Locret, Random, SinkRecent, SirLlm, SnapKv
 from plpkg.retention.watch import attention_layers
 from tests.retention.conftest import ATTENTION, CONTRACTS, in_double, other_family
@@ -282,6 +283,7 @@ def test_in_half_precision_chunks_are_transformers_own(backbone, ids, family, dt
 
 def test_in_half_precision_what_was_projected_is_kept(model, ids):
     model, given = model.bfloat16(), []
+    EvictingCache(model)  # asks once what the layers do with positions
     hook = model.model.layers[0].self_attn.k_proj.register_forward_hook(lambda *args: given.append(args[2]))
     layer = chunked_prefill(model, ids, KeyNorm(), 8, 5).cache.layers[0]
     hook.remove()

@@ -2,12 +2,13 @@
 
 import copy
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from plpkg import checkpoints, retention
 from plpkg.backbones import fingerprint, random_backbone
@@ -16,7 +17,9 @@ from plpkg.retention.cache import UnitStore
 from plpkg.retention.quantize import quantized
 from plpkg.retention.reading import FILE
 from plpkg.retention.scorers import H2O, KeyNorm, Random, SinkRecent, SirLlm
-from tests.retention.conftest import CONTRACTS
+from tests.retention.conftest import CONTRACTS, in_double
+
+from rounding import assert_as_exact
 
 QUESTIONS = [torch.tensor([[5, 6, 7]]), torch.tensor([[40], [2]])]
 WAYS = {  # how often the cache is repeated, and what generate is told
@@ -133,6 +136,138 @@ def test_other_adapters_may_answer(backbone, read):
     assert read.ask(adapted, QUESTIONS[0], max_new_tokens=3, do_sample=False).shape == (2, 3)
     with pytest.raises(ValueError, match=r"was read by a backbone with fingerprint .*but LlamaForCausalLM has"):
         read.ask(backbone(seed=1), QUESTIONS[0])
+
+
+SETTINGS = {
+    "no cache": lambda model: setattr(model.generation_config, "use_cache", False),
+    "no cache in the configuration": lambda model: setattr(model.config, "use_cache", False),
+    "a static cache": lambda model: setattr(model.generation_config, "cache_implementation", "static"),
+    "training": lambda model: model.train(),
+    "checkpoints": lambda model: (model.train(), model.activation_checkpointing_enable()),
+    "dropout": lambda model: (model.train(), [setattr(m, "attention_dropout", 0.9) for m in model.modules()]),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+def test_settings_that_a_training_leaves_behind(model, ids, setting):
+    """It answers as generate does on the whole text, in evaluation mode and with a cache."""
+    options = dict(max_new_tokens=6, do_sample=False)
+    expected = on_the_whole_text(model, ids, QUESTIONS[1], **options)
+    setting(model)
+    mode, config = model.training, copy.deepcopy(model.generation_config)
+    read = chunked_prefill(model, ids, KeyNorm(), 64, 8)
+    assert torch.equal(read.ask(model, QUESTIONS[1], **options), expected)
+    assert (model.training, model.generation_config) == (mode, config)
+
+
+@both_positions
+@every_store
+def test_a_continuation_is_scored_as_the_model_does(model, ids, positions, store):
+    """With room for all it is the whole text's; after eviction that of a cache that reads it token by token."""
+    continuation = torch.randint(0, 64, (2, 5), generator=torch.Generator().manual_seed(3))
+    exact = chunked_prefill(model, ids, KeyNorm(), 64, 8, positions=positions)
+
+    def whole(model):
+        log_p = model(torch.cat([ids, continuation], 1)).logits[:, 28:-1].log_softmax(-1)
+        return log_p.gather(-1, continuation[..., None])[..., 0]
+
+    with torch.no_grad():
+        assert_as_exact(exact.score(model, continuation), whole(model), whole(in_double(model)))
+    read = chunked_prefill(model, ids, KeyNorm(), 10, 4, positions=positions, store=store)
+    before, fresh = tensors_of(read.cache), copy.deepcopy(read)
+    scores = read.score(model, continuation)
+    assert same(tensors_of(read.cache), before)
+    assert torch.equal(read.score(model, continuation), scores)
+    logits = [fresh.logits]
+    with torch.no_grad():
+        for token in continuation[:, :-1].split(1, dim=1):
+            logits.append(model(token, past_key_values=fresh.cache).logits[:, -1])
+    expected = torch.stack(logits, 1).log_softmax(-1).gather(-1, continuation[..., None])[..., 0]
+    if store is UnitStore:  # others round what stands behind full groups
+        torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)  # float32, two layers
+    assert scores.shape == (2, 5)
+
+
+def test_several_questions_about_one_prompt(model, ids):
+    read, several = chunked_prefill(model, ids[:1], KeyNorm(), 10, 4), torch.randint(0, 64, (3, 4))
+    for options in (
+        dict(do_sample=False),
+        dict(num_beams=2, do_sample=False),
+        dict(num_beams=2, num_return_sequences=2),
+    ):
+        together = read.ask(model, several, max_new_tokens=5, **options)
+        alone = torch.cat([read.ask(model, each[None], max_new_tokens=5, **options) for each in several])
+        assert torch.equal(together, alone)
+    scores = read.score(model, several)
+    torch.testing.assert_close(scores, torch.cat([read.score(model, each[None]) for each in several]))
+    assert read.cache.kept == 10
+
+
+def test_what_generate_takes_may_be_given(model, ids):
+    """A processor of logits, a streamer, and what stops."""
+    read, given, streamed = chunked_prefill(model, ids[:1], KeyNorm(), 10, 4), [], []
+
+    def only(tokens, scores):
+        given.append(tokens.shape[1])
+        return scores.index_fill(1, torch.arange(7), -torch.inf)
+
+    streamer = SimpleNamespace(put=streamed.append, end=lambda: streamed.append(None))
+    stopping = StoppingCriteriaList([lambda tokens, scores, **_: torch.tensor([tokens.shape[1] >= 6])])
+    answer = read.ask(
+        model, QUESTIONS[0], logits_processor=LogitsProcessorList([only]), streamer=streamer,
+        stopping_criteria=stopping, do_sample=False, max_new_tokens=20,
+    )  # fmt: skip
+    assert answer.shape == (1, 3)
+    assert answer.min() >= 7
+    assert given == [3, 4, 5]
+    assert torch.equal(torch.cat([each.flatten() for each in streamed[1:-1]]), answer[0])
+
+
+def changed_weight(model):
+    with torch.no_grad():
+        model.get_output_embeddings().weight[0] += 1
+
+
+def test_a_model_that_has_changed_does_not_answer(backbone, ids, tmp_path):
+    model = get_peft_model(backbone(), LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
+    read = chunked_prefill(model, ids, KeyNorm(), 10, 4)
+    read.save(tmp_path)
+    first = read.ask(model, QUESTIONS[0], max_new_tokens=3, do_sample=False)
+    with torch.no_grad():
+        model.base_model.model.model.layers[0].self_attn.q_proj.lora_B.default.weight.mul_(2)
+    with pytest.warns(UserWarning, match="the adapter of PeftModel has changed since it read this"):
+        assert read.ask(model, QUESTIONS[0], max_new_tokens=3, do_sample=False).shape == first.shape
+    with pytest.warns(UserWarning, match="was made with other weights than PeftModel has: another adapter"):
+        retention.load(tmp_path, model)
+    changed_weight(model)
+    for use in (lambda: read.ask(model, QUESTIONS[0]), lambda: read.score(model, QUESTIONS[0])):
+        with pytest.raises(ValueError, match="the weights of PeftModel have changed since it read this: read it again"):
+            use()
+
+
+def test_others_may_use_the_model_while_somebody_reads(model, ids):
+    """Reads, questions, and forward passes without any cache, each in a thread of its own."""
+    long = torch.randint(0, 64, (1, 200), generator=torch.Generator().manual_seed(5))
+
+    def reading(scorer):
+        read = chunked_prefill(model, long, scorer, 20, 4)
+        with read.evicting():
+            tokens = model.generate(**read.inputs(), max_new_tokens=8, do_sample=False)
+        return tokens, read.cache.layers[0].positions
+
+    answered = chunked_prefill(model, ids, KeyNorm(), 10, 4)
+    uses = [
+        *(lambda scorer=scorer: reading(scorer) for scorer in (H2O(), SirLlm(), KeyNorm())),
+        lambda: (answered.ask(model, QUESTIONS[0], max_new_tokens=30, do_sample=False),),
+        lambda: (model(long).logits,),
+    ]
+    alone = [use() for use in uses]
+    with ThreadPoolExecutor(len(uses)) as pool:
+        for results in pool.map(lambda use: [use() for _ in range(3)], uses):
+            expected = alone.pop(0)
+            assert all(same(result, expected) for result in results)
+    assert model.config._attn_implementation == "sdpa"
+    assert not model._forward_hooks
 
 
 def test_what_generate_returns_as_a_dictionary(model, read):
