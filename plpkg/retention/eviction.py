@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from plpkg.backbones import stamp
 from plpkg.results import Tabular
 from plpkg.retention.cache import EvictingCache, ReassignedPositions, keep_indices
 from plpkg.retention.scorers import Scorer
-from plpkg.retention.watch import Units, Watch, attention_layers, watching
+from plpkg.retention.watch import Units, Watch, attention_layers, now, watching
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ class Eviction:
         if self.scorer is None:
             raise ValueError("what was loaded has no scorer: it answers, and evicts nothing more")
 
-        def before(_module, args, kwargs):
+        def before(_module, args, kwargs=MappingProxyType({})):
             if kwargs.get("past_key_values") is not self.cache:  # somebody else's
                 return None
             if self.scorer.needs_logits:
@@ -173,8 +174,8 @@ class Eviction:
             self._prepare(ids)
             return args, kwargs
 
-        def after(_module, _args, kwargs, output):
-            if kwargs.get("past_key_values") is not self.cache:
+        def after(_module, _args, output):
+            if now() is not self._watch:
                 return
             start = int(self._watch.positions[0])
             self._after(self._watch.ids, start, output.logits)
@@ -183,10 +184,7 @@ class Eviction:
 
         # PEFT's generate calls the model inside its wrapper.
         inner = getattr(self.model, "get_base_model", lambda: self.model)()
-        hooks = [
-            inner.register_forward_pre_hook(before, with_kwargs=True),
-            inner.register_forward_hook(after, with_kwargs=True),
-        ]
+        hooks = [inner.register_forward_pre_hook(before, with_kwargs=True), inner.register_forward_hook(after)]
         self.decoding = True
         try:
             with self.watching():

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from weakref import WeakKeyDictionary
 
 import torch
@@ -208,7 +209,12 @@ class Watch:
 
 
 _NOW = threading.local()
-"""``_NOW.watch`` is that of the forward pass that this thread is in, if there is one."""
+
+
+def now() -> Watch | None:
+    """The watch of the forward pass that this thread is in."""
+    return getattr(_NOW, "watch", None)
+
 
 _LOCK, _WATCHED = threading.Lock(), WeakKeyDictionary()
 """How many watch each model, whose attention is wrapped until the last of them has gone."""
@@ -229,21 +235,22 @@ def watching(model: nn.Module, watch: Watch, cache: Cache | None = None) -> Iter
     """
     layers = attention_layers(model)
 
-    def begin(_module, _args, kwargs) -> None:
+    # A thread that is about to call a hook while another removes it calls it without kwargs.
+    def begin(_module, _args, kwargs=MappingProxyType({})) -> None:
         if cache is None or kwargs.get("past_key_values") is cache:
             _NOW.watch = watch
 
     def end(*_) -> None:
-        if getattr(_NOW, "watch", None) is watch:
+        if now() is watch:
             _NOW.watch = None
 
     def projected(number: int, output: torch.Tensor) -> None:
-        if getattr(_NOW, "watch", None) is watch:
+        if now() is watch:
             watch.projected.setdefault(number, []).append(output)
 
-    def called(number: int, args: tuple, kwargs: dict) -> None:
-        if getattr(_NOW, "watch", None) is watch:
-            watch.inputs[number] = _named(args) | kwargs
+    def called(number: int, _module, args: tuple, kwargs=MappingProxyType({})) -> None:
+        if now() is watch:
+            watch.inputs[number] = _named(args) | {**kwargs}
 
     # PEFT's generate calls the model inside its wrapper.
     inner = getattr(model, "get_base_model", lambda: model)()
@@ -256,12 +263,7 @@ def watching(model: nn.Module, watch: Watch, cache: Cache | None = None) -> Iter
             projection.register_forward_hook(lambda _module, _args, output, i=i: projected(i, output))
             for projection in layer.projections
         ]
-        called_here = partial(called, i)
-        hooks.append(
-            layer.module.register_forward_pre_hook(
-                lambda _module, args, kwargs, called_here=called_here: called_here(args, kwargs), with_kwargs=True
-            )
-        )
+        hooks.append(layer.module.register_forward_pre_hook(partial(called, i), with_kwargs=True))
     configs = {id(c): c for c in (model.config, *(layer.module.config for layer in layers))}.values()
     try:
         with _wrapped(inner, configs):
@@ -301,8 +303,7 @@ def _wrapper_of(base: str) -> str:
 
         def attention(module, query, key, value, attention_mask, dropout=0.0, **options):
             attend = ALL_ATTENTION_FUNCTIONS[base] if base != "eager" else _eager(module)
-            watch = getattr(_NOW, "watch", None)
-            if watch is None:
+            if (watch := now()) is None:
                 return attend(module, query, key, value, attention_mask, dropout=dropout, **options)
             units = Units(
                 layer=module.layer_idx,
