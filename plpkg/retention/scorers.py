@@ -524,8 +524,10 @@ class Press(Scorer):
 
 def _said(error: Exception) -> str:
     """An error's first line, with its kind where the line says little."""
-    line = (str(error).splitlines() or [""])[0]
-    return line if isinstance(error, AssertionError | ValueError) and line else f"{type(error).__name__}: {line}"
+    line, kind = (str(error).splitlines() or [""])[0].strip(), type(error).__name__
+    if isinstance(error, AssertionError | ValueError) and line:
+        return line
+    return f"{kind}: {line}" if line else kind
 
 
 def _owner(kind: type, name: str) -> int:
