@@ -330,8 +330,9 @@ def _as_it_was(rotary: object) -> Iterator[None]:
             yield
     finally:
         for held, state in states:
-            held.clear()
             held.update(state)
+            for name in held.keys() - state:
+                del held[name]
 
 
 def _alike(scores: torch.Tensor, others: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -345,18 +346,21 @@ def _alike(scores: torch.Tensor, others: torch.Tensor, dtype: torch.dtype) -> bo
 class Press(Scorer):
     """Scores of another library's method, which judges all units anew at each chunk: see :func:`from_press`.
 
-    Before the first chunk the press is tried on what the model's first evicting layer makes of the prompt's first
-    tokens. Its scores must be finite and of the right shape for each size of chunk, and two values of
-    ``compression_ratio`` must give the same ones. If there are several chunks, it must also be the same method in
+    Before the first chunk, copies of the press are tried on what the model's first evicting layer makes of the prompt's
+    first tokens. Their scores must be finite and of the right shape for each size of chunk, and other values of
+    ``compression_ratio`` must not change them. If there are several chunks, the press must also be the same method in
     each, which is this contract: **the units that a cut sees get the scores that they would get as a prompt read
-    whole.** Keys and values are then the same in both cases; of the hidden states, the attention and the rotation a
-    chunk has only its last tokens' share. So a press is taken if it judges by keys and values, or by the queries of
-    the last tokens alone, and puts them where they stand. What a chunk cannot give is refused: all queries' votes,
-    positions that are counted from the chunk's length, scores that belong to no unit, as random ones. A prompt read
-    in one chunk needs no more than the first part.
+    whole.** Keys and values are the same in both cases; of the hidden states, the attention and the positions a chunk
+    has only its own tokens' share. So a press is taken if it judges by keys and values, or by the queries of the last
+    tokens alone, and places them where they stand. What needs more than a chunk has is refused: the votes of all
+    queries, positions counted by the chunk's length. So are scores that belong to no unit, as random ones: two texts
+    that change places in a batch must take their scores along. The shortest chunk is tried, which has least.
 
-    The contract is about one cut. That an earlier cut has taken units which the press would like now is how every
-    method works here that judges by attention.
+    A prompt that is read in one chunk needs the first part only. A decoding step is a chunk of one token: what is not
+    the same in it decodes outside ``evicting()``, and is refused within.
+
+    The contract is about one cut. That earlier cuts have taken units which the press would like now is true of every
+    method here that judges by attention.
 
     Recency: what its scores say.
 
