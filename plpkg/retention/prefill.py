@@ -11,6 +11,7 @@ The publication does not evict while decoding; here it is optional (:meth:`Prefi
 
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -118,10 +119,18 @@ def chunked_prefill(
     if longest and input_ids.shape[-1] > longest:
         raise ValueError(f"{type(model).__name__} has n_positions={longest}, got {input_ids.shape[-1]} tokens")
     _warn_of_frequencies(model, input_ids.shape[-1], budget, chunk_size, local_len, positions)
+    scorer.check_chunks(model, input_ids, budget, _sizes(input_ids.shape[-1], budget, chunk_size, local_len))
     eviction = Eviction(model, cache, scorer, budget, stabilizers, log_positions, keep)
     with torch.no_grad(), evaluating(model):
         logits = read_chunks(eviction, input_ids, chunk_size, local_len, progress=progress)
     return PrefillResult(cache, logits, eviction.log, eviction)
+
+
+def _sizes(seq: int, budget: int, chunk_size: int, local_len: int) -> list[tuple[int, int]]:
+    """The forward passes of :func:`read_chunks`: their tokens, and the units that a head holds with them."""
+    end = max(0, seq - local_len)
+    starts = [*range(0, end, chunk_size), *[end] * (end < seq), seq]
+    return [(stop - start, min(start, budget) + stop - start) for start, stop in pairwise(starts)]
 
 
 def _warn_of_frequencies(model, seq: int, budget: int, chunk_size: int, local_len: int, positions: str) -> None:
