@@ -28,7 +28,7 @@ import torch
 from benchmarks import record
 from plpkg.backbones import random_backbone
 from plpkg.retention import chunked_prefill
-from plpkg.retention.scorers import from_press
+from plpkg.retention.presses import from_press
 
 CHUNK, BUDGET, RATIO = 96, 144, 0.5
 INNER = dict(press=kvpress.KnormPress)

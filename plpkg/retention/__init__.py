@@ -5,6 +5,7 @@ from plpkg.retention import quantize, scorers
 from plpkg.retention.head import RetainingHeads
 from plpkg.retention.labels import cis_labels
 from plpkg.retention.prefill import chunked_prefill
+from plpkg.retention.presses import from_press
 from plpkg.retention.reading import load
 from plpkg.retention.train import train_heads
 from plpkg.retention.trials import tasks, text, tiny
@@ -14,6 +15,7 @@ __all__ = [
     "chunked_prefill",
     "cis_labels",
     "exercises",
+    "from_press",
     "load",
     "plots",
     "quantize",

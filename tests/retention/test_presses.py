@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from plpkg.retention import chunked_prefill, prefill
-from plpkg.retention.scorers import H2O, KeyNorm, SinkRecent, SnapKv, from_press
+from plpkg.retention.cache import EvictingCache
+from plpkg.retention.presses import from_press
+from plpkg.retention.scorers import H2O, KeyNorm, SinkRecent, SnapKv
 from plpkg.retention.watch import Watch, watching
 
 SEQ, WINDOW = 29, 4
@@ -230,6 +232,7 @@ def untouched(model, ids):
     """Whether the model reads nothing with a cache that evicts while something is refused."""
 
     def check(press, match, *, ids=ids, **options):
+        EvictingCache(model)  # asks once what the layers do with positions
         passes, chunk_size = [], options.pop("chunk_size", 7)
         options = dict(attentions=False) | options
         rng, before = torch.random.get_rng_state(), {k: v.clone() for k, v in model.state_dict().items()}
