@@ -14,7 +14,7 @@ Several processes (``accelerate launch``) share the examples of a step.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -25,12 +25,12 @@ from plpkg import learning
 from plpkg.results import Tabular
 from plpkg.retention.head import RetainingHeads
 from plpkg.retention.labels import labels_and_states
-from plpkg.validation import number, one_of, whole_number
+from plpkg.validation import number, one_of, shown, whole_number
 
 PARTS = ("loss", "regression", "smoothing", "overlap")
 """What the log has of each step."""
 
-Example = tuple[torch.Tensor | str, torch.Tensor | str]
+Example = tuple[torch.Tensor | str | list, torch.Tensor | str | list] | Mapping | Sequence[Mapping]
 
 
 class TrainingLog(Tabular):
@@ -108,9 +108,11 @@ def train_heads(
     model, heads
         A backbone and heads attached to it.
     data
-        ``(prompt, answer)``: token ids ``(seq,)`` or ``(batch, seq)``, or texts, with ``tokenizer`` and without the
-        special tokens that it might add. To go on after a stop, it must begin anew with the same examples: those that
-        were used are skipped.
+        Examples: pairs ``(prompt, answer)``; dictionaries with ``prompt`` and ``answer`` or ``completion``, or with
+        ``input_ids`` and ``labels`` (-100 for the prompt), as a ``datasets.Dataset`` yields them; or chat messages, the
+        last of which is the answer. Prompts and answers are token ids, a list, ``(seq,)`` or ``(batch, seq)``, or
+        texts, with ``tokenizer`` and without the special tokens that it might add. To go on after a stop, the data must
+        begin anew with the same examples: those that were used are skipped.
     steps, examples_per_step, lr, warmup, alpha, smoothing, clip_value
         The settings above; ``warmup`` is two thirds of the steps by default, as published.
     rows, chunk_size
@@ -125,8 +127,8 @@ def train_heads(
     Raises
     ------
     ValueError
-        The heads belong to another backbone, texts come without a tokenizer, the data end too soon, an argument is out
-        of range, or ``out`` holds another run.
+        The heads belong to another backbone, an example has none of these forms, the data end too soon, an argument is
+        out of range, or ``out`` holds another run.
     FloatingPointError
         The loss is not finite any more. The last checkpoint is from before.
     """
@@ -196,14 +198,63 @@ def train_heads(
 
 def _tokens(example: Example, tokenizer, device) -> tuple[torch.Tensor, int]:
     """Prompt and answer as ids ``(batch, seq)``, and the prompt's length."""
-    parts = []
-    for part in example:
-        if isinstance(part, str):
-            if tokenizer is None:
-                raise ValueError(f"text needs a tokenizer, got {part[:40]!r} without one")
-            part = torch.tensor(tokenizer(part, add_special_tokens=False)["input_ids"])
-        parts.append(part if part.ndim == 2 else part[None])
-    prompt, answer = parts
+    prompt, answer = (_ids(part, tokenizer) for part in _parts(example, tokenizer))
     if not prompt.shape[-1] or not answer.shape[-1]:
         raise ValueError(f"an example has {prompt.shape[-1]} tokens of prompt and {answer.shape[-1]} of answer")
     return torch.cat([prompt, answer], dim=-1).to(device), prompt.shape[-1]
+
+
+FORMS = "(prompt, answer), {'prompt': …, 'answer' or 'completion': …}, {'input_ids': …, 'labels': …}, or chat messages"
+
+
+def _parts(example: Example, tokenizer) -> tuple:
+    """Prompt and answer of an example, in whichever form it is."""
+    refused = ValueError(f"an example must be {FORMS}, got {shown(example)}")
+    if isinstance(example, Mapping):
+        if "messages" in example:
+            return _parts(example["messages"], tokenizer)
+        if {"input_ids", "labels"} <= example.keys():
+            ids, labels = (_ids(example[name], None) for name in ("input_ids", "labels"))
+            counted = (labels != -100).all(dim=0)  # of all rows; -100 is no label, as everywhere in transformers
+            start = int((~counted).sum())
+            if ids.shape != labels.shape or counted[:start].any():
+                raise ValueError(f"labels must be -100 for the prompt, the first tokens, alone, got {shown(labels)}")
+            return ids[:, :start], ids[:, start:]
+        names = [name for name in ("answer", "completion") if name in example]
+        if "prompt" not in example or len(names) != 1:
+            raise refused
+        prompt, answer = example["prompt"], example[names[0]]
+        return _parts([*prompt, *answer], tokenizer) if _is_chat(prompt) and _is_chat(answer) else (prompt, answer)
+    if _is_chat(example):
+        if tokenizer is None or not tokenizer.chat_template:
+            raise ValueError("chat messages need a tokenizer that has a chat template")
+        if len(example) < 2 or example[-1]["role"] != "assistant":
+            raise ValueError(f"the last message must be the assistant's answer, got {shown(example[-1])}")
+        whole = tokenizer.apply_chat_template(example, tokenize=False)
+        prompt = tokenizer.apply_chat_template(example[:-1], tokenize=False, add_generation_prompt=True)
+        if not whole.startswith(prompt):
+            raise ValueError("the chat template writes the messages before an answer in another way once it is there")
+        return prompt, whole[len(prompt) :]
+    if not isinstance(example, (tuple, list)) or len(example) != 2:
+        raise refused
+    return tuple(example)
+
+
+def _is_chat(value: object) -> bool:
+    messages = value if isinstance(value, (tuple, list)) else []
+    return bool(messages) and all(isinstance(message, Mapping) and "role" in message for message in messages)
+
+
+def _ids(part: object, tokenizer) -> torch.Tensor:
+    """Token ids ``(batch, n)`` of a text, a list or a tensor."""
+    if isinstance(part, str):
+        if tokenizer is None:
+            raise ValueError(f"text needs a tokenizer, got {part[:40]!r} without one")
+        part = tokenizer(part, add_special_tokens=False)["input_ids"]
+    if isinstance(part, list):
+        if not all(type(each) is int for each in part):
+            raise ValueError(f"a prompt or answer must be a text or token ids, got {shown(part)}")
+        part = torch.tensor(part, dtype=torch.long)
+    if not isinstance(part, torch.Tensor) or part.is_floating_point() or part.ndim not in (1, 2):
+        raise ValueError(f"a prompt or answer must be a text, or token ids (n,) or (batch, n), got {shown(part)}")
+    return part if part.ndim == 2 else part[None]

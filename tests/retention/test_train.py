@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from plpkg.backbones import random_backbone
 from plpkg.retention import RetainingHeads, cis_labels
-from plpkg.retention.train import losses, overlap, train_heads
+from plpkg.retention.train import _tokens, losses, overlap, train_heads
 from tests.retention.conftest import in_double
 
 from preloaded import Process
@@ -199,3 +199,91 @@ def test_a_loss_that_is_not_finite_stops(model, tmp_path):
     with pytest.raises(FloatingPointError, match="the loss of step 1 is nan: take a lower lr"):
         train_heads(model, heads, examples(), **OPTIONS, out=tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+class Letters:
+    """A tokenizer of letters, with the plainest of chat templates."""
+
+    chat_template = "role: content;"
+
+    def __call__(self, text, add_special_tokens):
+        assert not add_special_tokens
+        return {"input_ids": [ord(letter) % 60 for letter in text]}
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt=False):
+        assert not tokenize
+        return "".join(f"{m['role']}: {m['content']};" for m in messages) + "assistant: " * add_generation_prompt
+
+
+LETTERS = Letters()
+ASKED, SAID = {"role": "user", "content": "what?"}, {"role": "assistant", "content": "this"}
+PROMPT, ANSWER = "user: what?;assistant: ", "this;"
+IDS = [LETTERS(text, add_special_tokens=False)["input_ids"] for text in (PROMPT, ANSWER)]
+SAME = [
+    (PROMPT, ANSWER),
+    [PROMPT, ANSWER],
+    {"prompt": PROMPT, "answer": ANSWER},
+    {"prompt": PROMPT, "completion": ANSWER, "id": 7},
+    {"prompt": IDS[0], "completion": torch.tensor(IDS[1])},
+    {"input_ids": IDS[0] + IDS[1], "labels": [-100] * len(IDS[0]) + IDS[1]},
+    {"input_ids": torch.tensor([IDS[0] + IDS[1]]), "labels": torch.tensor([[-100] * len(IDS[0]) + IDS[1]])},
+    {"messages": [ASKED, SAID]},
+    [ASKED, SAID],
+    {"prompt": [ASKED], "completion": [SAID]},
+    (torch.tensor(IDS[0]), IDS[1]),
+]
+
+
+@pytest.mark.parametrize("example", SAME, ids=range(len(SAME)))
+def test_examples_mean_the_same_in_every_form(example):
+    ids, prompt_len = _tokens(example, LETTERS, "cpu")
+    assert ids.tolist() == [IDS[0] + IDS[1]]
+    assert prompt_len == len(IDS[0])
+
+
+@pytest.mark.parametrize(
+    ("example", "message"),
+    [
+        (
+            {"question": "a", "answer": "b"},
+            r"an example must be \(prompt, answer\), .* or chat messages, got .*question",
+        ),
+        ({"prompt": "a", "answer": "b", "completion": "c"}, "an example must be"),
+        (
+            {"prompt": "a", "answer": "b", "context": "c"} | {"prompt": {}},
+            "a prompt or answer must be a text, or token",
+        ),
+        (("a", "b", "c"), "an example must be"),
+        ("a text", "an example must be"),
+        ([1, 2, 3], "an example must be"),
+        ([1, 2], "a prompt or answer must be a text, or token ids"),
+        (([1.5], [2]), r"a prompt or answer must be a text or token ids, got \[1.5\]"),
+        ((torch.rand(3), [2]), r"token ids \(n,\) or \(batch, n\), got tensor"),
+        (
+            {"input_ids": [1, 2, 3], "labels": [-100, 2, -100]},
+            "labels must be -100 for the prompt, the first tokens, alone",
+        ),
+        ({"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, "an example has 0 tokens of prompt and 3 of answer"),
+        ({"messages": [SAID, ASKED]}, "the last message must be the assistant's answer, got .*user"),
+        ([SAID], "the last message must be the assistant's answer"),
+    ],
+)
+def test_examples_that_mean_nothing_are_refused(example, message):
+    with pytest.raises(ValueError, match=message):
+        _tokens(example, LETTERS, "cpu")
+
+
+def test_texts_and_chats_need_a_tokenizer():
+    with pytest.raises(ValueError, match="text needs a tokenizer, got 'a' without one"):
+        _tokens(("a", "b"), None, "cpu")
+    with pytest.raises(ValueError, match="chat messages need a tokenizer that has a chat template"):
+        _tokens([ASKED, SAID], None, "cpu")
+
+
+def test_heads_learn_the_same_from_a_data_set(model):
+    learnt = []
+    for pairs in (examples(8), [{"prompt": p[0].tolist(), "completion": a[0].tolist()} for p, a in examples(8)]):
+        heads = RetainingHeads.attach(model, 8)
+        train_heads(model, heads, pairs, **OPTIONS)
+        learnt.append(weights(heads))
+    assert torch.equal(*learnt)
