@@ -6,6 +6,7 @@ so one mask hides what is evicted, and one list says where the kept units move.
 
 import functools
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -131,7 +132,11 @@ CONFIGURATIONS = {
     "mellum": EXPERTS | FULL,
     "laguna": EXPERTS | FULL,
     "aria_text": dict(moe_num_experts=4, moe_topk=2),
-    "jetmoe": LOCAL,
+    "granitemoehybrid": dict(layer_types=["attention"] * 4, num_local_experts=2, num_experts_per_tok=1, shared_intermediate_size=32),
+    "granitemoehybrid rotary": dict(layer_types=["attention"] * 4, num_local_experts=2, num_experts_per_tok=1, shared_intermediate_size=32, position_embedding_type="rope"),
+    "modernbert-decoder": FULL, "modernbert-decoder sliding": MIXED|dict(local_attention=20),
+    "qwen3_vl_text":{}, "phi4_multimodal":{}, "glm4_moe_lite":ROUTED, "granite_swa":{},"cohere2_moe":EXPERTS|FULL, "gemma4_text":FULL,
+    "kolibri1":{}, "mimo_v2_flash":{}, "flint":{}, "hrm_text":{}, "step3p7":{}, "trocr":{},"bitnet 2":{}, "dots3_note_text":{}, "roc_bert":{},
 }
 
 
@@ -141,7 +146,8 @@ NOT_MOVED = {}
 @functools.cache
 def models(name):
     """A model and itself in float64. Norms, biases and attention sinks are no longer the ones or zeros they begin as."""
-    model = other_family(name.split()[0], num_hidden_layers=LAYERS, **{"initializer_range": 0.1} | CONFIGURATIONS[name])
+    always = dict(num_hidden_layers=LAYERS, initializer_range=0.1, experts_implementation="eager")
+    model = other_family(name.split()[0], **always | CONFIGURATIONS[name])
     for parameter in model.parameters():
         if parameter.ndim < 2:
             parameter.data += 0.2 * torch.randn(parameter.shape)
@@ -202,40 +208,53 @@ def masked(model, ids):
 class CutByHand(DynamicCache):
     """transformers' own cache; beside a layer's keys, what was given to the model's rotary function, if anything was.
 
-    Raw keys may be a part of each key, where that is all that the model rotates.
+    Raw keys may be a part of each key, where that is all that the model rotates; and a norm may follow.
     """
 
-    def __init__(self, model, monkeypatch):
+    def __init__(self, model):
         super().__init__(config=model.config)
         decoder = model.get_decoder()
-        module = sys.modules[type(decoder).__module__]
-        self.angles, self.rotate = decoder.rotary_emb, module.apply_rotary_pos_emb
-        self.given, self.raw = None, [None] * LAYERS
-        monkeypatch.setattr(module, "apply_rotary_pos_emb", self.rotated)
+        self.module = sys.modules[type(decoder).__module__]
+        self.angles, self.rotate = decoder.rotary_emb, self.module.apply_rotary_pos_emb
+        self.given, self.raw, self.norms, self.norm = None, [None] * LAYERS, [None] * LAYERS, None
+        self.norm_modules = [getattr(m, n) for m in model.modules() for n in ("k_norm", "key_layernorm") if hasattr(m, n)]
+
+    @contextmanager
+    def watching(self):
+        hooks = [module.register_forward_hook(self.normed) for module in self.norm_modules if module is not None]
+        self.module.apply_rotary_pos_emb = self.rotated
+        yield self
+        self.module.apply_rotary_pos_emb = self.rotate
+        for hook in hooks:
+            hook.remove()
 
     def rotated(self, query, keys, *args, **kwargs):
-        self.given = keys
+        self.given, self.norm = keys, None
         return self.rotate(query, keys, *args, **kwargs)
+
+    def normed(self, module, _args, _output):
+        self.norm = module
 
     def update(self, keys, values, layer_idx, *args, **kwargs):
         given, self.given, before = self.given, None, self.raw[layer_idx]
+        self.norms[layer_idx] = self.norm or torch.nn.Identity()
         self.raw[layer_idx] = given if given is None or before is None else torch.cat([before, given], dim=2)
         return super().update(keys, values, layer_idx, *args, **kwargs)
 
     def cut(self, slots):
+        places = torch.arange(len(slots))[None]
         for i, (layer, raw) in enumerate(zip(self.layers, self.raw, strict=True)):
             layer.keys, layer.values = layer.keys[:, :, slots], layer.values[:, :, slots]
             if raw is not None:
                 self.raw[i] = raw = raw[:, :, slots]
-                turned = self.rotate(raw, raw, *self.angles(raw, torch.arange(len(slots))[None]))[1]
+                turned = self.norms[i](self.rotate(raw, raw, *self.angles(raw, places))[1])
                 layer.keys = torch.cat([turned, layer.keys[..., raw.shape[-1] :]], dim=-1)
 
 
 def moved(model, ids):
     """Pass by pass; before each one the kept units move to 0, 1, …, and the new ones follow."""
     units, logits = [], []
-    with pytest.MonkeyPatch.context() as monkeypatch, torch.no_grad():
-        cache = CutByHand(model, monkeypatch)
+    with CutByHand(model).watching() as cache, torch.no_grad():
         for held, chunk in passes():
             if held != units:
                 cache.cut([units.index(unit) for unit in held])
