@@ -156,7 +156,6 @@ CONFIGURATIONS = {
     "mimo_v2_flash": ROUTED,
 }
 
-
 WINDOW = "has a sliding window of .* tokens, which needs the original distances: take positions='original'"
 NOT_ONE = "needs one set of rotary positions, which {} does not have: take positions='original'"
 COSINES = "needs one cosine for each number of a head that is rotated, which GptOssModel does not have"
@@ -187,7 +186,8 @@ SAID_TO_LACK = [
     *("gemma3_text", "gemma4_text", "olmo3", "mellum", "laguna"),
 ]
 NOT_MOVED |= dict.fromkeys(SAID_TO_LACK, r"^(?!.*does not have)")
-"""Refused for a reason that is not so: each has one set of rotary positions. A true sentence is yet to be written."""
+"""Refused for a reason that is not so: they have one set, each layer its own copy (GPT-J), as complex numbers (Llama-4)
+or under the name of the one kind of layer there is; of ModernBERT it is said of a ``Linear``."""
 
 FALSE = pytest.mark.xfail(strict=False, reason="the sentence is not true, or it is no ValueError")
 
