@@ -356,29 +356,26 @@ class EvictingCache(Cache):
     ) -> None:
         one_of("positions", positions, ("reassigned", "original"))
         self.contract = positions
-        rotary = Rotary(model) if positions == "reassigned" else None
-        name, layers, turns = type(model).__name__, [], None
-        plain = DynamicCache(config=model.config).layers
+        name, plain = type(model).__name__, DynamicCache(config=model.config).layers
+        windows = {i: layer for i, layer in enumerate(plain) if type(layer) is DynamicSlidingWindowLayer}
         for i, layer in enumerate(plain):
-            if type(layer) is DynamicLayer and rotary:
-                turns = turns or rotating(model, rotary)
-                layers.append(ReassignedPositions(rotary if turns[i] else None, store))
-            elif type(layer) is DynamicLayer:
-                layers.append(OriginalPositions(store))
-            elif type(layer) is not DynamicSlidingWindowLayer:
+            if type(layer) is not DynamicLayer and i not in windows:
                 raise ValueError(f"layer {i} of {name} has a {type(layer).__name__}, which cannot evict")
-            elif rotary:
+        if len(windows) == len(plain):
+            raise ValueError(f"every layer of {name} has a sliding window: its cache is bounded already")
+        if positions == "original":
+            layers = [layer if i in windows else OriginalPositions(store) for i, layer in enumerate(plain)]
+        else:
+            rotary = Rotary(model)
+            for i, layer in windows.items():
                 raise ValueError(
                     f"layer {i} of {name} has a sliding window of {layer.sliding_window} tokens, which needs the "
                     "original distances: take positions='original', and the other layers will evict"
                 )
-            else:
-                layers.append(layer)
+            layers = [ReassignedPositions(rotary if turns else None, store) for turns in rotating(model, rotary)]
         super().__init__(layers=layers)
         self.beside: dict[str, torch.Tensor] = {}
         self._expected: int | None = None
-        if not self.evicting:
-            raise ValueError(f"every layer of {name} has a sliding window: its cache is bounded already")
 
     @property
     def evicting(self) -> dict[int, EvictingLayer]:

@@ -104,6 +104,12 @@ class Eviction:
             input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=0 if every else 1
         ).logits
         self._after(ids, start, logits)
+        for i, layer in self.cache.evicting.items():
+            if layer.scores is None:
+                module = attention_layers(self.model)[i].module
+                raise ValueError(
+                    f"{type(module).__name__} computes its attention past transformers' interface: it cannot be watched"
+                )
         return logits[:, -1]
 
     def _prepare(self, ids: torch.Tensor) -> int:

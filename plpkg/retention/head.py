@@ -83,7 +83,8 @@ class RetainingHeads(nn.Module):
         model
             A Hugging Face causal language model.
         hidden
-            The publication's d_R: a quarter of the model's hidden size by default, as for Llama-3.1-8B.
+            The publication's d_R: by default a quarter of the model's hidden size, as for Llama-3.1-8B; its code has
+            1,024 for Phi-3-mini as well, which is a third.
         activation
             The function's name in transformers; the model's own by default.
         seed
@@ -101,7 +102,8 @@ class RetainingHeads(nn.Module):
         config = model.config.get_text_config(decoder=True)
         names = ("hidden_act", "hidden_activation", "activation_function")
         default = next((getattr(config, name) for name in names if getattr(config, name, None)), "silu")
-        hidden = max(1, config.hidden_size // 4) if hidden is None else whole_number("hidden", hidden, 1)
+        quarter = 1024 if (config.model_type, config.hidden_size) == ("phi3", 3072) else max(1, config.hidden_size // 4)
+        hidden = quarter if hidden is None else whole_number("hidden", hidden, 1)
         chosen = _known(default if activation is None else activation)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

@@ -10,7 +10,7 @@ The publication does not evict while decoding; here it is optional (:meth:`Prefi
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -29,7 +29,7 @@ from plpkg.validation import whole_number
 
 def chunked_prefill(
     model: nn.Module,
-    input_ids: torch.Tensor,
+    input_ids: torch.Tensor | Mapping[str, torch.Tensor],
     scorer: Scorer,
     budget: int,
     chunk_size: int,
@@ -50,7 +50,7 @@ def chunked_prefill(
     model
         A Hugging Face causal language model with eager or SDPA attention. It is not changed.
     input_ids
-        ``(batch, seq)`` of equal lengths.
+        ``(batch, seq)`` of equal lengths, or what a tokenizer gives.
     scorer
         One of :mod:`plpkg.retention.scorers`.
     budget, chunk_size
@@ -84,8 +84,11 @@ def chunked_prefill(
     ValueError
         Sizes that do not fit together, a padded batch, or a model that this cannot be done with.
     """
-    if input_ids.ndim != 2 or not input_ids.numel():
-        raise ValueError(f"input_ids must be (batch, seq) with at least one token, got {tuple(input_ids.shape)}")
+    if isinstance(input_ids, Mapping):
+        attention_mask = input_ids.get("attention_mask", attention_mask)
+        input_ids = input_ids["input_ids"]
+    watch.check(model)
+    watch.check_ids(model, input_ids)
     if attention_mask is not None and attention_mask.shape != input_ids.shape:
         raise ValueError(f"attention_mask is {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}")
     if attention_mask is not None and not attention_mask.bool().all():
@@ -102,7 +105,6 @@ def chunked_prefill(
             f"local_len={local_len} covers all {input_ids.shape[-1]} tokens of the prompt: nothing would be cut to "
             f"budget={budget}"
         )
-    watch.check(model)
     scorer.check(model)
     scorer = scorer.started(input_ids, budget)
     keep = _checked_spans(keep, input_ids.shape[-1])
@@ -115,9 +117,6 @@ def chunked_prefill(
             + f"that is {protected}, more than budget={budget}"
         )
     cache = EvictingCache(model, positions, store)
-    longest = getattr(model.config, "n_positions", None)  # learnt positions, GPT-2's: there are no more
-    if longest and input_ids.shape[-1] > longest:
-        raise ValueError(f"{type(model).__name__} has n_positions={longest}, got {input_ids.shape[-1]} tokens")
     _warn_of_frequencies(model, input_ids.shape[-1], budget, chunk_size, local_len, positions)
     scorer.check_chunks(model, input_ids, budget, _sizes(input_ids.shape[-1], budget, chunk_size, local_len))
     eviction = Eviction(model, cache, scorer, budget, stabilizers, log_positions, keep)

@@ -18,6 +18,7 @@ from torch import nn
 from plpkg import checkpoints
 from plpkg.backbones import digest, fingerprint, stamp
 from plpkg.learning import evaluating
+from plpkg.retention import watch
 from plpkg.retention.cache import EvictingCache, EvictingLayer, UnitStore
 from plpkg.retention.eviction import ChunkStep, Eviction, Log
 from plpkg.retention.quantize import quantized
@@ -166,6 +167,7 @@ class PrefillResult:
         if ids.ndim != 2 or not ids.numel() or (len(ids) not in (1, batch) and batch > 1):
             rows = "(n_questions, n)" if batch == 1 else f"(1, n) or ({batch}, n)"
             raise ValueError(f"ids must be {rows} with at least one token, got {tuple(ids.shape)}")
+        watch.check_ids(model, ids, self.cache.seen)
         mark = self.cache.mark()
         try:
             if (copies := repeats * max(1, len(ids) // batch)) > 1:

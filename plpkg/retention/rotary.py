@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 from transformers import DynamicCache
 
+from plpkg.backbones import Stamp, stamp
 from plpkg.learning import evaluating
 
 
@@ -20,7 +21,7 @@ class Rotary:
     Raises
     ------
     ValueError
-        The model has no rotary positions, or another one for each kind of layer.
+        The model has no rotary positions, or in another form than Llama's.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -29,8 +30,8 @@ class Rotary:
         self._rotate = getattr(sys.modules[type(decoder).__module__], "apply_rotary_pos_emb", None)
         if self._angles is None or self._rotate is None or hasattr(self._angles, "layer_types"):
             raise ValueError(
-                "positions='reassigned' needs one set of rotary positions, which "
-                f"{type(decoder).__name__} does not have: take positions='original'"
+                "positions='reassigned' needs rotary positions in the form that Llama has them, one table and one "
+                f"function for all layers; {type(model).__name__} has none, or another form: take positions='original'"
             )
         # Where the frequencies depend on the longest text so far, positions alone do not give the angles.
         self._steady = getattr(self._angles, "rope_type", "default") not in ("dynamic", "longrope")
@@ -40,7 +41,7 @@ class Rotary:
         except RuntimeError as error:
             raise ValueError(
                 f"positions='reassigned' needs one cosine for each number of a head that is rotated, which "
-                f"{type(decoder).__name__} does not have: take positions='original'"
+                f"{type(model).__name__} does not have: take positions='original'"
             ) from error
 
     def apply(self, keys: torch.Tensor, start: int = 0) -> torch.Tensor:
@@ -89,7 +90,7 @@ def _turn_halves(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> to
     return turned
 
 
-_ROTATING: WeakKeyDictionary[nn.Module, list[bool]] = WeakKeyDictionary()
+_ROTATING: WeakKeyDictionary[nn.Module, tuple[Stamp, list[bool]]] = WeakKeyDictionary()
 MOVED = 5
 """By how many positions two tokens are moved, to see what a layer does with it."""
 
@@ -98,16 +99,18 @@ def rotating(model: nn.Module, rotary: Rotary) -> list[bool]:
     """Whether each layer rotates its keys: some families leave out every fourth (SmolLM3, Llama-4).
 
     Two tokens are run at positions 0 and 1, and at 5 and 6. A layer whose keys are the same has no positions; where
-    they are the same once both are turned back, it rotates as ``rotary`` does. Each model is asked once.
+    they are the same once both are turned back, it rotates as ``rotary`` does. A model is asked again when its weights
+    have changed: a norm behind the rotation makes a difference once it has learnt (Hunyuan).
 
     Raises
     ------
     ValueError
         A layer does something else; the message names it.
     """
-    if model not in _ROTATING:
-        _ROTATING[model] = _ask(model, rotary)
-    return _ROTATING[model]
+    now = stamp(model)
+    if _ROTATING.get(model, (None,))[0] != now:
+        _ROTATING[model] = now, _ask(model, rotary)
+    return _ROTATING[model][1]
 
 
 def _ask(model: nn.Module, rotary: Rotary) -> list[bool]:

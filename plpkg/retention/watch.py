@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import is_fake
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
@@ -28,6 +29,9 @@ SEPARATE, FUSED = ("q_proj", "k_proj", "v_proj"), ("qkv_proj", "c_attn")
 
 KNOWN = ("s_aux", "attention_mask", "position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k")
 """Tensors that an attention function is given, and that change nothing which is not known here."""
+
+LEARNT = ("wpe", "embed_positions", "position_embeddings")
+"""What tables of learnt positions are called; there are no positions beyond one."""
 
 LOGITS = 2**24
 """Attention logits in memory at a time: 64 MiB in float32."""
@@ -156,8 +160,15 @@ def attention_layers(model: nn.Module) -> list[Layer]:
             continue
         fused, separate = ([getattr(module, n) for n in names if hasattr(module, n)] for names in (FUSED, SEPARATE))
         projections = fused if len(fused) == 1 else separate
-        if not hasattr(module, "head_dim") or (projections is separate and len(separate) < len(SEPARATE)):
+        if not (hasattr(module, "head_dim") and hasattr(module, "config")):
             continue
+        if projections is separate and len(separate) < len(SEPARATE):
+            continue
+        if module.layer_idx in layers or "Cross" in type(module).__name__:
+            raise ValueError(
+                f"layer {module.layer_idx} of {type(model).__name__} attends to something else than its own text as "
+                f"well ({type(module).__name__}): plpkg.retention reads with decoders alone"
+            )
         config = module.config
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -172,9 +183,34 @@ def attention_layers(model: nn.Module) -> list[Layer]:
 
 
 def check(model: nn.Module) -> None:
-    """ValueError if the model's layers cannot be watched."""
+    """ValueError if the model is no language model whose layers can be watched."""
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        kind = model.active_peft_config.peft_type.value
+        raise ValueError(
+            f"{type(model).__name__} puts virtual tokens before the prompt ({kind}), which have no ids: take an "
+            "adapter of the layers"
+        )
+    if model.get_output_embeddings() is None:
+        raise ValueError(f"{type(model).__name__} has no head for a language: give the causal language model itself")
     attention_layers(model)
     _wrapper_of(model.config._attn_implementation.removeprefix(PREFIX))
+
+
+def check_ids(model: nn.Module, ids: object, before: int = 0) -> None:
+    """ValueError unless these are tokens ``(batch, n)`` that the model can read after so many others."""
+    name = type(model).__name__
+    if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.ndim != 2 or not ids.numel():
+        given = tuple(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__
+        dtype = f" of {ids.dtype}" if isinstance(ids, torch.Tensor) and ids.is_floating_point() else ""
+        raise ValueError(f"input_ids must be (batch, seq) token ids with at least one token, got {given}{dtype}")
+    vocab = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if vocab and not is_fake(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+        raise ValueError(f"input_ids must be within the {vocab} tokens of {name}, got {ids.min()} to {ids.max()}")
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and path.rpartition(".")[2] in LEARNT:
+            longest = module.num_embeddings - getattr(module, "offset", 0)
+            if before + ids.shape[-1] > longest:
+                raise ValueError(f"{name} has {longest} learnt positions, got {before + ids.shape[-1]} tokens")
 
 
 @dataclass
@@ -303,7 +339,10 @@ def _wrapper_of(base: str) -> str:
 
         def attention(module, query, key, value, attention_mask, dropout=0.0, **options):
             attend = ALL_ATTENTION_FUNCTIONS[base] if base != "eager" else _eager(module)
-            if (watch := now()) is None:
+            watch = now()
+            if watch is not None and module.layer_idx not in watch.projected:
+                raise ValueError(f"{type(module).__name__} calls its attention more than once: it cannot be watched")
+            if watch is None:
                 return attend(module, query, key, value, attention_mask, dropout=dropout, **options)
             units = Units(
                 layer=module.layer_idx,

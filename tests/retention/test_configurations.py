@@ -104,7 +104,6 @@ CONFIGURATIONS = {
     "llama4_text full": LOCAL | FULL | dict(no_rope_layers=[1] * LAYERS, intermediate_size_mlp=64),
     "starcoder2": {},
     "gpt2": {},
-    "gptj": dict(rotary_dim=8),
     "gpt_bigcode": {},
     "gpt_bigcode mha": dict(multi_query=False),
     "opt": OPT,
@@ -157,8 +156,10 @@ CONFIGURATIONS = {
 }
 
 WINDOW = "has a sliding window of .* tokens, which needs the original distances: take positions='original'"
-NOT_ONE = "needs one set of rotary positions, which {} does not have: take positions='original'"
-COSINES = "needs one cosine for each number of a head that is rotated, which GptOssModel does not have"
+NOT_ONE = (
+    "needs rotary positions in the form that Llama has them.*; {}.* has none, or another form: take positions='orig"
+)
+COSINES = "needs one cosine for each number of a head that is rotated, which GptOssForCausalLM does not have"
 
 NOT_MOVED = {name: WINDOW for name in CONFIGURATIONS if name.endswith("sliding")} | {
     "exaone_moe": WINDOW,
@@ -166,44 +167,33 @@ NOT_MOVED = {name: WINDOW for name in CONFIGURATIONS if name.endswith("sliding")
     "gpt_oss": COSINES,
     "gpt_oss sliding": COSINES,
     # Another set for each kind of layer.
-    "gemma3_text sliding": NOT_ONE.format("Gemma3TextModel"),
-    "gemma4_text sliding": NOT_ONE.format("Gemma4TextModel"),
-    "olmo3 sliding": NOT_ONE.format("Olmo3Model"),
-    "mimo_v2_flash": NOT_ONE.format("MiMoV2FlashModel"),
+    "gemma3_text sliding": NOT_ONE.format("Gemma3"),
+    "gemma4_text sliding": NOT_ONE.format("Gemma4"),
+    "olmo3 sliding": NOT_ONE.format("Olmo3"),
+    "mimo_v2_flash": NOT_ONE.format("MiMoV2Flash"),
     # None.
-    "gpt2": NOT_ONE.format("GPT2Model"),
-    "gpt_bigcode": NOT_ONE.format("GPTBigCodeModel"),
-    "gpt_bigcode mha": NOT_ONE.format("GPTBigCodeModel"),
-    "opt": NOT_ONE.format("OPTDecoder"),
-    "opt after": NOT_ONE.format("OPTDecoder"),
-    "biogpt": NOT_ONE.format("BioGptModel"),
-    "granitemoehybrid": NOT_ONE.format("GraniteMoeHybridModel"),
+    "gpt2": NOT_ONE.format("GPT2"),
+    "gpt_bigcode": NOT_ONE.format("GPTBigCode"),
+    "gpt_bigcode mha": NOT_ONE.format("GPTBigCode"),
+    "opt": NOT_ONE.format("OPT"),
+    "opt after": NOT_ONE.format("OPT"),
+    "biogpt": NOT_ONE.format("BioGpt"),
+    "granitemoehybrid": NOT_ONE.format("GraniteMoeHybrid"),
+    # Each layer a copy of its own, as complex numbers, or under the name of the one kind of layer there is.
+    "llama4_text": NOT_ONE.format("Llama4"),
+    "llama4_text full": NOT_ONE.format("Llama4"),
+    "gemma3_text": NOT_ONE.format("Gemma3"),
+    "gemma4_text": NOT_ONE.format("Gemma4"),
+    "olmo3": NOT_ONE.format("Olmo3"),
+    "mellum": NOT_ONE.format("Mellum"),
+    "laguna": NOT_ONE.format("Laguna"),
+    "modernbert-decoder": NOT_ONE.format("ModernBertDecoder"),
+    "modernbert-decoder sliding": NOT_ONE.format("ModernBertDecoder"),
+    # A norm with weights follows the rotation.
+    "hunyuan_v1_dense": "layer 0 of HunYuanDenseV1ForCausalLM does something else with positions than rotate its keys",
+    "hunyuan_v1_moe": "layer 0 of HunYuanMoEV1ForCausalLM does something else with positions than rotate its keys",
 }
 """What ``positions="reassigned"`` says to these."""
-
-SAID_TO_LACK = [
-    *("gptj", "llama4_text", "llama4_text full", "modernbert-decoder", "modernbert-decoder sliding"),
-    *("gemma3_text", "gemma4_text", "olmo3", "mellum", "laguna"),
-]
-NOT_MOVED |= dict.fromkeys(SAID_TO_LACK, r"^(?!.*does not have)")
-"""Refused for a reason that is not so: they have one set, each layer its own copy (GPT-J), as complex numbers (Llama-4)
-or under the name of the one kind of layer there is; of ModernBERT it is said of a ``Linear``."""
-
-FALSE = pytest.mark.xfail(strict=False, reason="the sentence is not true, or it is no ValueError")
-
-UNROTATED = ["smollm3", "cohere2", "cohere2_moe", "exaone4", "exaone_moe full", "afmoe full", "kolibri1", "flint"]
-NORM_AFTER = ["hunyuan_v1_dense", "hunyuan_v1_moe"]
-WRONG = {
-    "cut": {"gptj": "its attention is its own function, so no unit is shown and none has a score"},
-    "moved": dict.fromkeys(UNROTATED, "layers without rotary positions are rotated")
-    | dict.fromkeys(NORM_AFTER, "a norm with weights follows the rotation, which is undone without it"),
-}
-"""What is known to be wrong, by the way of reading."""
-
-
-def table(way, names):
-    marks = {name: [pytest.mark.xfail(strict=False, reason=why)] for name, why in WRONG.get(way, {}).items()}
-    return [pytest.param(name, marks=marks.get(name, [])) for name in names]
 
 
 @functools.cache
@@ -343,13 +333,13 @@ def test_whole_it_is_the_full_forward_pass(name):
         assert_as_exact(read_and_go_on(models(name)[0], ids, PROMPT, positions), expected, exact)
 
 
-@pytest.mark.parametrize("name", table("cut", CONFIGURATIONS))
+@pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_cut_it_is_attention_with_those_units_masked(name):
     got = read_and_go_on(models(name)[0], tokens(), BUDGET, "original")
     assert_as_exact(got, *(masked(model, tokens()) for model in models(name)))
 
 
-@pytest.mark.parametrize("name", table("moved", [name for name in CONFIGURATIONS if name not in NOT_MOVED]))
+@pytest.mark.parametrize("name", [name for name in CONFIGURATIONS if name not in NOT_MOVED])
 def test_cut_and_moved_it_is_attention_to_raw_keys_in_their_new_places(name):
     got = read_and_go_on(models(name)[0], tokens(), BUDGET, "reassigned")
     assert_as_exact(got, *(moved(model, tokens()) for model in models(name)))
@@ -365,11 +355,7 @@ def test_the_oracles_tell_apart_what_is_read():
             assert_as_exact(one[0], *other)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [pytest.param(*item, marks=FALSE if item[0] in SAID_TO_LACK else []) for item in NOT_MOVED.items()],
-    ids=NOT_MOVED,
-)
+@pytest.mark.parametrize(("name", "message"), NOT_MOVED.items(), ids=NOT_MOVED)
 def test_what_cannot_move_is_told_so(name, message):
     with pytest.raises(ValueError, match=message):
         read_and_go_on(models(name)[0], tokens(), BUDGET, "reassigned")
@@ -411,19 +397,21 @@ DBRX |= dict(ffn_config={"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k
 GPT = dict(n_embd=64, n_head=4, n_layer=2)
 
 UNWATCHED = "has query, key and value projections .* in 0 of its 2 layers: plpkg.retention does not know how to watch"
+CROSS = "layer .* attends to something else than its own text as well .*: plpkg.retention reads with decoders alone"
+VIRTUAL = r"puts virtual tokens before the prompt \({}\), which have no ids"
 LINEAR = "has a LinearAttentionLayer, which cannot evict|in [01] of its 2 layers"
 
 REFUSED = {
-    "diffllama": (family("diffllama"), "DiffLlama"),
-    "codegen": (family("codegen", rotary_dim=8, **GPT), "CodeGen"),
+    "diffllama": (family("diffllama"), "DiffLlamaAttention calls its attention more than once: it cannot be watched"),
+    "codegen": (family("codegen", rotary_dim=8, **GPT), UNWATCHED),
     "t5": (made(transformers.T5ForConditionalGeneration, transformers.T5Config, **T5), UNWATCHED),
-    "bart": (bart(2, 2), "Bart"),
-    "bart, more decoder": (bart(1, 2), "Bart"),
+    "bart": (bart(2, 2), CROSS),
+    "bart, more decoder": (bart(1, 2), CROSS),
     "deepseek_v3": (family("deepseek_v3", **MLA), UNWATCHED),
     "deepseek_v2": (family("deepseek_v2", **MLA), UNWATCHED),
     "minicpm3": (family("minicpm3"), UNWATCHED),
     "dbrx": (family("dbrx", **DBRX), UNWATCHED),
-    "mllama": (made(transformers.MllamaForCausalLM, MllamaTextConfig, **MLLAMA), "Mllama"),
+    "mllama": (made(transformers.MllamaForCausalLM, MllamaTextConfig, **MLLAMA), CROSS),
     "gpt_neox": (family("gpt_neox"), UNWATCHED),
     "gpt_neo": (family("gpt_neo", num_layers=2, num_heads=4, attention_types=[[["global"], 2]]), UNWATCHED),
     "openai-gpt": (family("openai-gpt", **GPT), UNWATCHED),
@@ -434,7 +422,7 @@ REFUSED = {
     "persimmon": (family("persimmon"), UNWATCHED),
     "jetmoe": (family("jetmoe"), UNWATCHED),
     "bert": (family("bert", is_decoder=True), UNWATCHED),
-    "xglm": (family("xglm", d_model=64, ffn_dim=64, attention_heads=4, num_layers=2), "XGLM"),
+    "xglm": (family("xglm", d_model=64, ffn_dim=64, attention_heads=4, num_layers=2), UNWATCHED),
     "mamba": (family("mamba"), LINEAR),
     "lfm2": (family("lfm2", layer_types=["conv", "full_attention"]), LINEAR),
     "qwen3_next": (family("qwen3_next", shared_expert_intermediate_size=32, **EXPERTS), LINEAR),
@@ -442,15 +430,15 @@ REFUSED = {
     "bamba": (family("bamba", mamba_n_heads=8, attn_layer_indices=[1]), LINEAR),
     "zaya": (family("zaya"), LINEAR.replace("AttentionL", "AttentionAndFullAttentionL")),
     "mistral, all sliding": (family("mistral", sliding_window=20), "every layer of MistralForCausalLM has a sliding"),
-    "no head": (lambda: other_family("llama").model, "LlamaModel"),
-    "prompt tuning": (tuned(peft.PromptTuningConfig), "Pe?ft|PEFT|prompt"),
-    "p-tuning": (tuned(peft.PromptEncoderConfig, encoder_hidden_size=32), "Pe?ft|PEFT|prompt"),
-    "prefix tuning": (tuned(peft.PrefixTuningConfig), "Pe?ft|PEFT|prefix"),
+    "no head": (
+        lambda: other_family("llama").model,
+        "LlamaModel has no head for a language: give the causal language model itself",
+    ),
+    "prompt tuning": (tuned(peft.PromptTuningConfig), VIRTUAL.format("PROMPT_TUNING")),
+    "p-tuning": (tuned(peft.PromptEncoderConfig, encoder_hidden_size=32), VIRTUAL.format("P_TUNING")),
+    "prefix tuning": (tuned(peft.PrefixTuningConfig), VIRTUAL.format("PREFIX_TUNING")),
 }
 
-CRASH = ["diffllama", "codegen", "bart", "bart, more decoder", "mllama", "xglm", "no head"]
-CRASH += ["prompt tuning", "p-tuning", "prefix tuning"]
-MISLED = ["t5", "deepseek_v2", "gpt_neo", "openai-gpt", "bloom", "mpt", "bert", "mamba", "zaya", "mistral, all sliding"]
 NOT_SO = ("take positions='original'", "came while nobody watched", "in 2 of its 1 layers")
 """What no true sentence says to these: the original positions are refused as well, and nobody was away."""
 
@@ -460,14 +448,8 @@ def unreadable(name):
     return REFUSED[name][0]()
 
 
-@pytest.mark.parametrize(
-    ("name", "positions"),
-    [
-        pytest.param(name, positions, marks=FALSE if name in CRASH or (name in MISLED and positions[0] == "r") else [])
-        for name in REFUSED
-        for positions in ("original", "reassigned")
-    ],
-)
+@pytest.mark.parametrize("positions", ["original", "reassigned"])
+@pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_read_is_told_so(name, positions):
     with pytest.raises(ValueError, match=REFUSED[name][1]) as told:
         chunked_prefill(unreadable(name), tokens(), scorers.SinkRecent(), BUDGET, CHUNK, positions=positions)
@@ -483,26 +465,54 @@ def ask(model):
     return read(model, 500).ask(model, torch.ones(1, 30, dtype=torch.long), max_new_tokens=2)
 
 
-def read_encoding(model):
-    return chunked_prefill(model, transformers.BatchEncoding({"input_ids": tokens()}), scorers.KeyNorm(), BUDGET, CHUNK)
+FEW = dict(max_position_embeddings=512)
 
 
 @pytest.mark.parametrize(
-    ("make", "use", "message"),
+    ("make", "use", "got"),
     [
-        (family("gpt2", n_positions=512), lambda model: read(model, 600), "n_positions=512, got 600 tokens"),
-        (family("gpt_bigcode", n_positions=512), lambda model: read(model, 600), "n_positions=512, got 600 tokens"),
-        pytest.param(
-            family("opt", **OPT, max_position_embeddings=512), lambda model: read(model, 600), "512", marks=FALSE
-        ),
-        pytest.param(family("biogpt", max_position_embeddings=512), lambda model: read(model, 600), "512", marks=FALSE),
-        pytest.param(family("gpt2", n_positions=512), ask, "512", marks=FALSE),
-        pytest.param(family("opt", **OPT, max_position_embeddings=512), ask, "512", marks=FALSE),
-        pytest.param(family("llama"), read_encoding, "input_ids", marks=FALSE),
+        (family("gpt2", n_positions=512), lambda model: read(model, 600), 600),
+        (family("gpt_bigcode", n_positions=512), lambda model: read(model, 600), 600),
+        (family("opt", **OPT | FEW), lambda model: read(model, 600), 600),
+        (family("biogpt", **FEW), lambda model: read(model, 600), 600),
+        (family("gpt2", n_positions=512), ask, 530),
+        (family("opt", **OPT | FEW), ask, 530),
     ],
-    ids=["gpt2", "gpt_bigcode", "opt", "biogpt", "gpt2 asked", "opt asked", "encoding"],
+    ids=["gpt2", "gpt_bigcode", "opt", "biogpt", "gpt2 asked", "opt asked"],
 )
-def test_what_does_not_fit_is_told_so(make, use, message):
+def test_beyond_learnt_positions_there_are_none(make, use, got):
     model = make()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"has 512 learnt positions, got {got} tokens"):
         use(model)
+
+
+def test_attention_that_nobody_shows_is_refused():
+    with pytest.raises(ValueError, match="GPTJAttention computes its attention past transformers' interface"):
+        read(other_family("gptj", rotary_dim=8), 10)
+
+
+def test_what_a_tokenizer_gives_may_be_read():
+    model, ids = other_family("llama"), tokens()
+    encoded = transformers.BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    both = [chunked_prefill(model, given, scorers.KeyNorm(), BUDGET, CHUNK).logits for given in (ids, encoded)]
+    assert torch.equal(*both)
+    with pytest.raises(ValueError, match="1 tokens of the batch are padding"):
+        chunked_prefill(
+            model, {**encoded, "attention_mask": (ids != ids[0, 0]).long()}, scorers.KeyNorm(), BUDGET, CHUNK
+        )
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([[1, 2]], r"input_ids must be \(batch, seq\) token ids with at least one token, got list"),
+        ("a text", "got str"),
+        (torch.ones(1, 3), r"got \(1, 3\) of torch.float32"),
+        (torch.ones(3, dtype=torch.long), r"got \(3,\)"),
+        (torch.tensor([[1, 64]]), "input_ids must be within the 64 tokens of LlamaForCausalLM, got 1 to 64"),
+        (torch.tensor([[-1, 3]]), "got -1 to 3"),
+    ],
+)
+def test_what_are_no_ids_is_told_so(ids, message):
+    with pytest.raises(ValueError, match=message):
+        chunked_prefill(other_family("llama"), ids, scorers.KeyNorm(), BUDGET, CHUNK)

@@ -225,6 +225,28 @@ def test_decoding_can_stay_within_the_budget_in_any_thread(model, ids, scorer, p
     assert not model._forward_hooks
 
 
+class Ids(SirLlm):
+    """Tells which tokens each row of the cache has, after all its reorderings."""
+
+    def score(self, units):
+        return units.ids[:, None].float()
+
+
+def test_surprisals_follow_their_beams(model, ids):
+    """What is stored is what the model says of the tokens of each beam, one after the other."""
+    stored = []
+    for scorer in (Ids(), SirLlm()):
+        read = chunked_prefill(model, ids[:1], scorer, 64, 8)
+        with read.evicting():
+            model.generate(**read.inputs(repeats=4), num_beams=4, max_new_tokens=6, do_sample=False)
+        stored.append(read.cache.layers[0].scores[:, 0])  # (beams, tokens)
+    tokens, surprisals = stored[0].long(), stored[1]
+    assert len(tokens[:, SEQ:].unique(dim=0)) > 1
+    with torch.no_grad():
+        log_p, exact = (-m(tokens).logits[:, :-1].log_softmax(-1) for m in (model, in_double(model)))
+    assert_as_exact(surprisals[:, 1:], *(each.gather(-1, tokens[:, 1:, None])[..., 0] for each in (log_p, exact)))
+
+
 def test_decoding_with_eviction_is_prefilling_in_chunks_of_one(model, ids):
     scorer = scorers.Static(given_scores(model))
     read, other = (chunked_prefill(model, ids[:, :20], scorer, 8, 4, log_positions=True) for _ in range(2))
@@ -379,15 +401,15 @@ ZEROS = torch.zeros(1, 300, dtype=torch.long)
         ),
         (
             dict(model=random_backbone("gpt2"), input_ids=ZEROS, positions="original"),
-            "GPT2LMHeadModel has n_positions=256, got 300 tokens",
+            "GPT2LMHeadModel has 256 learnt positions, got 300 tokens",
         ),
         (dict(model=flash()), "attention must be 'eager' or 'sdpa' to be watched, got 'flash_attention_2'"),
         (dict(model=deepseek(q_lora_rank=None), positions="original"), LATENT),
         (dict(model=deepseek(q_lora_rank=16), positions="original"), LATENT),
-        (dict(model=random_backbone("gpt2")), "GPT2Model does not have: take positions='original'"),
+        (dict(model=random_backbone("gpt2")), "GPT2LMHeadModel has none, or another form: take positions='original'"),
         (
             dict(model=other_family("gpt_oss", num_local_experts=4, num_experts_per_tok=2)),
-            "which GptOssModel does not have: take positions='original'",
+            "which GptOssForCausalLM does not have: take positions='original'",
         ),
     ],
 )

@@ -5,7 +5,8 @@ import torch
 
 from plpkg.retention import chunked_prefill, cis_labels, scorers
 from plpkg.retention.scorers import H2O, KeyNorm, Random, SinkRecent, SirLlm, SnapKv
-from tests.retention.conftest import in_double
+from plpkg.retention.watch import Units
+from tests.retention.conftest import in_double, other_family
 
 from rounding import assert_as_exact
 
@@ -33,6 +34,25 @@ def attentions(model, ids):
 
 def test_h2o_is_all_attention_that_a_unit_ever_got(model, ids, attentions):
     assert_as_exact(scores_of(model, ids, H2O()), *(each.sum(dim=(3, 4)) for each in attentions))
+
+
+def test_a_sink_takes_its_part_of_all_attention(ids):
+    """gpt-oss has a logit of nobody beside those of the units: what its own eager attention returns is the oracle."""
+    full = dict(layer_types=["full_attention"] * 2, attn_implementation="eager", experts_implementation="eager")
+    model = other_family("gpt_oss", num_local_experts=4, **full)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.sinks.normal_(std=2)
+        expected = [torch.stack(m(ids, output_attentions=True).attentions) for m in (model, in_double(model))]
+    scores = scores_of(model, ids, H2O())
+    assert_as_exact(scores, *(each.unflatten(2, (2, 2)).sum(dim=(3, 4)) for each in expected))
+    assert scores.sum(dim=-1).max() < 2 * SEQ - 1  # of two heads; without a sink it is 2 · SEQ
+
+
+def test_attention_with_tensors_that_nobody_knows_is_refused(model, ids):
+    units = Units(3, torch.arange(2), ids, unknown=["slopes"], module=model.model.layers[0].self_attn)
+    with pytest.raises(ValueError, match=r"layer 3 \(LlamaAttention\) gives its attention slopes, of which nobody"):
+        next(units.probabilities())
 
 
 def test_one_scorer_for_two_prompts_shares_its_budget_with_recent_units(model, ids):
