@@ -13,6 +13,10 @@ frequencies with the length (LongRoPE, dynamic NTK), chunks differ from the whol
 In half precision ``ReassignedPositions`` keeps what was projected, where a prefill shows it, and rounds keys once at
 each reading; elsewhere (a norm between projection and rotation, tokens that nobody watches) it undoes the rotation.
 
+What a bounded cache offers to those who do not know how it is bounded: transformers' ``Cache`` (``update``,
+``get_seq_length``, the position of the next token, ``get_mask_sizes``, rows that are repeated and reordered), ``kept``
+and ``seen``, and :meth:`~EvictingCache.mark` and :meth:`~EvictingCache.rewind`, between which it is lent.
+
 Left out: ``crop``, linear-attention layers.
 """
 
