@@ -76,6 +76,8 @@ def fed_avg(
     """
     whole_number("rounds", rounds, 1, steps, "steps")
     state, labels = None, {name: person.train.labels for name, person in people.items()}
+    if not sum(labels.values()):
+        raise ValueError(f"nobody of {len(people)} people has a label that counts")
     models = [personal_copy(model, scope, lora, seed)[0]]
     for k in range(rounds):
         states = {

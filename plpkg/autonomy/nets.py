@@ -66,8 +66,26 @@ def _convolution(n_in: int, n_out: int, kernel: int = 3, stride: int = 1, groups
     yield nn.ReLU()
 
 
+def plain(model: nn.Module) -> nn.Module:
+    """The model itself, without what compiles, spreads or adapts it; adapters in its layers stay there.
+
+    Raises
+    ------
+    ValueError
+        PEFT gives it tokens of its own, which are not in its layers.
+    """
+    if hasattr(model, "_orig_mod"):  # of torch.compile
+        return plain(model._orig_mod)
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        return plain(model.module)
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError(f"{type(model).__name__} puts virtual tokens before the text: take an adapter of the layers")
+    return plain(model.get_base_model()) if hasattr(model, "get_base_model") else model
+
+
 def logits(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """What any of the learners makes of ``x``: ``(batch, ..., classes)``."""
+    model = plain(model)
     return model(input_ids=x, use_cache=False).logits if isinstance(model, PreTrainedModel) else model(x)
 
 
@@ -93,7 +111,7 @@ class HeadSplit:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
+        self.model = model = plain(model)
         linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
         if isinstance(model, PreTrainedModel):
             linear = {name: m for name, m in linear.items() if m is model.get_output_embeddings()}
@@ -136,6 +154,7 @@ def untrained(model: nn.Module, seed: int = 0) -> nn.Module:
     """A copy whose weights are drawn anew, as if nothing had been pre-trained."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(whole_number("seed", seed, 0))
+        model = plain(model)
         if isinstance(model, PreTrainedModel):
             return type(model)(copy.deepcopy(model.config)).to(model.dtype).train(model.training)
         fresh = copy.deepcopy(model)

@@ -15,6 +15,7 @@ whenever its labels come, that bound holds. Left out: labels that never come are
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -73,15 +74,24 @@ class OnlineLearner(Tabular):
 
     @torch.no_grad()
     def predict(self, x: torch.Tensor) -> Prediction:
-        """Classify samples ``(batch, ...)``; ValueError if the batch is missing."""
+        """Classify samples ``(batch, ...)``.
+
+        Raises
+        ------
+        ValueError
+            The batch is missing, or what the body makes of a sample is not finite: none of them is kept, and the head
+            stays as it is.
+        """
         if x.dim() < 2:
             raise ValueError(f"x must be (batch, ...), got {tuple(x.shape)}")
-        if not self._verified:
-            self._split.verify(x, bare=True)
-            self._verified = True
         self._check()
         features = self._split.features(x)
         features = features[:, -1] if features.dim() == 3 else features  # (batch, features)
+        if bad := (~features.isfinite().all(-1)).nonzero().flatten().tolist():
+            raise ValueError(f"sample {bad[0]} of {len(features)} gives features that are not finite: leave it out")
+        if not self._verified:
+            self._split.verify(x, bare=True)
+            self._verified = True
         public = nn.functional.linear(features, *self._public).argmax(-1).tolist()
         personal = self.head(features).argmax(-1).tolist()
         ids, classes = list(range(self._next, self._next + len(x))), []
@@ -101,18 +111,23 @@ class OnlineLearner(Tabular):
         return right["personal"] > right["public"] and at_risk < self.allowance
 
     @torch.no_grad()
-    def label(self, ids: list[int], y: torch.Tensor) -> None:
+    def label(self, ids: list[int], y: torch.Tensor | Sequence[int]) -> None:
         """Hear the right classes ``(labels,)`` of earlier samples, in any order; learn when there are enough.
 
         Raises
         ------
         ValueError
             An id that is unknown or was labelled before, a class out of range: nothing is learnt from any of them.
+        FloatingPointError
+            A step would make the head other than finite: its samples are dropped, and the head stays as it is.
         RuntimeError
             The body has changed since the prediction.
         """
         self._check()
-        classes = [whole_number("y", value, 0, self.head.out_features - 1, "classes - 1") for value in y.tolist()]
+        classes = [
+            whole_number("y", value, 0, self.head.out_features - 1, "classes - 1")
+            for value in (y.tolist() if isinstance(y, torch.Tensor) else y)
+        ]
         if len(ids) != len(classes):
             raise ValueError(f"each id needs a label, got {len(ids)} ids and {len(classes)} labels")
         if unknown := [i for i in ids if i not in self._open] or [i for i in ids if ids.count(i) > 1]:
@@ -129,8 +144,12 @@ class OnlineLearner(Tabular):
     def _step(self) -> None:
         features, y = torch.stack([h for h, _ in self._ready]), torch.tensor([label for _, label in self._ready])
         self._ready = []
-        for p, gradient in zip(self.head.parameters(), head_gradient(self.head, features, y), strict=False):
-            p.sub_(gradient, alpha=self.lr)
+        gradients = head_gradient(self.head, features, y)
+        stepped = [p - self.lr * gradient for p, gradient in zip(self.head.parameters(), gradients, strict=False)]
+        if not all(p.isfinite().all() for p in stepped):
+            raise FloatingPointError(f"a step of {len(y)} labels makes the head not finite: take a lower lr")
+        for p, moved in zip(self.head.parameters(), stepped, strict=False):
+            p.copy_(moved)
 
     def _check(self) -> None:
         if self._moved() != self._versions:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from plpkg.autonomy.nets import HeadSplit
+from plpkg.autonomy.nets import HeadSplit, plain
 from plpkg.validation import one_of
 
 SCOPES = ("head", "bias", "norm", "lora", "all")
@@ -22,7 +22,7 @@ def personal_copy(
     Parameters
     ----------
     model
-        The public model, which stays as it is.
+        The public model, which stays as it is; of one that is wrapped, what is within.
     scope
         One of :data:`SCOPES`. A head that is tied to the embedding is untied, or its input would change with it.
     lora, seed
@@ -37,9 +37,12 @@ def personal_copy(
     Raises
     ------
     ValueError
-        The model has nothing of the scope, or the state is of something else.
+        The model has nothing of the scope, or LoRA already; or the state is of something else.
     """
     one_of("scope", scope, SCOPES)
+    model = plain(model)
+    if scope == "lora" and (adapted := [name for name, m in model.named_modules() if hasattr(m, "lora_A")]):
+        raise ValueError(f"{adapted[0]} carries LoRA already: merge it before (merge_and_unload), or take scope='head'")
     memo = {} if scope == "all" else {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
     personal = copy.deepcopy(model, memo).eval()
     if scope == "lora":
@@ -47,7 +50,8 @@ def personal_copy(
 
         with torch.random.fork_rng(devices=[]):  # PEFT draws A from the global state
             torch.manual_seed(seed)
-            inject_adapter_in_model(lora or LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"), personal)
+            lora = copy.deepcopy(lora) if lora else LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
+            inject_adapter_in_model(lora, personal)
         trained = {name: p for name, p in personal.eval().named_parameters() if p.requires_grad}
         for p in trained.values():
             p.data = p.data.clone()  # a bias that PEFT trains, too

@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
 from plpkg import restoring
+from plpkg.adapters import Adapter, Factors
 from plpkg.autonomy.evaluation import judge
 from plpkg.autonomy.nets import HeadSplit, logits
 from plpkg.autonomy.scope import personal_copy
@@ -52,6 +53,26 @@ class Transfer(Tabular):
     state: dict[str, torch.Tensor]
     log: list[dict]
     step: int
+
+    def adapter(self) -> Adapter:
+        """The LoRA adapter that was trained: ``save(folder)`` writes it as PEFT does, and an engine serves it.
+
+        Raises
+        ------
+        ValueError
+            What was trained is no such adapter: keep :attr:`state`, which :class:`Task` takes as ``start``.
+        """
+        layers = list(dict.fromkeys(name.partition(".lora_")[0] for name in self.state if ".lora_A." in name))
+        if not layers:
+            raise ValueError(f"{min(self.state)} is no LoRA adapter: keep state, which Task takes as start")
+        factors = {
+            name: Factors(
+                *(self.state[f"{name}.lora_{side}.default.weight"] for side in "AB"),
+                self.model.get_submodule(name).scaling["default"],
+            )
+            for name in layers
+        }
+        return Adapter.of(self.model.peft_config["default"], factors)
 
     def rows(self) -> list[dict]:
         return self.log
@@ -123,6 +144,7 @@ class Task:
         self._data, self._split = (train, validation), HeadSplit(self.model) if cache and scope == "head" else None
         if self._split:
             self._split.verify(train.x[:1])
+        self._judge_labels()
         self._features: list[Examples | None] = []
         self._optimizer = torch.optim.AdamW(self.trained.values(), lr=lr, weight_decay=0.0)
         self._order: list[torch.Tensor] = []
@@ -132,6 +154,18 @@ class Task:
         # A set's order is another one in each process.
         self.identity |= dict(lora=json.dumps(lora and lora.to_dict(), default=sorted, sort_keys=True))
         self._begin(0, self._copied())
+
+    def _judge_labels(self) -> None:
+        """ValueError for labels that are no classes of the model, or validation data without any."""
+        with torch.no_grad():
+            classes = logits(self.model, self._data[0].x[:1]).shape[-1]
+        for name, part in zip(("train", "validation"), self._data, strict=True):
+            counted = part.y[part.y != IGNORED] if part else torch.zeros(1)
+            if not len(counted) and name == "validation":
+                raise ValueError("validation has no label that counts: give None, and the last state counts")
+            low, high = (int(bound) for bound in counted.aminmax()) if len(counted) else (0, 0)
+            if low < 0 or high >= classes:
+                raise ValueError(f"{name} has labels from {low} to {high}, and the model has {classes} classes")
 
     def _begin(self, made: int, best: dict[str, torch.Tensor]) -> None:
         self.made, self._best = made, best
