@@ -13,6 +13,7 @@ A fused projection (Phi-3's ``qkv_proj``, GPT-2's ``c_attn``) is one projection 
 """
 
 import hashlib
+import math
 import threading
 from collections.abc import Sequence
 
@@ -194,6 +195,23 @@ def svd_projections(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torc
     whole_number("rank", rank, 1, min(weight.shape), "min(out_features, in_features)")
     u, s, vh = torch.linalg.svd(weight.detach().float(), full_matrices=False)
     return vh[:rank].contiguous(), (u[:, :rank] * s[:rank]).contiguous()
+
+
+def as_places(tensor: torch.Tensor, places: tuple[int, ...], first: int = 0) -> torch.Tensor:
+    """A tensor ``(…, places, width)`` whose places are counted in other dimensions, after the ``first`` ones.
+
+    Raises
+    ------
+    ValueError
+        There are not as many.
+    """
+    head, width = tensor.shape[:first], tensor.shape[-1]
+    if tensor.shape[first:-1].numel() != math.prod(places):
+        raise ValueError(
+            f"an adapted module reads {tuple(tensor.shape[first:-1])} places where the text has {places}, as one that "
+            "reads its cache again does: adapt other modules"
+        )
+    return tensor.reshape(*head, *places, width)
 
 
 def rows_of(adapter_names: Sequence[str], x: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -101,6 +101,7 @@ class CloudPart(nn.Module):
         cache: DynamicCache | None = None,
     ) -> torch.Tensor:
         """Run the layers: ``(batch, seq, hidden)`` to ``(batch, seq, hidden + riders)``."""
+        self._here.shape = tuple(hidden.shape[:-1])
         final = run_layers(self.decoder, hidden, attention_mask, position_ids, cache)
         if not self.riders:
             return final

@@ -12,7 +12,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from plpkg.residual.adapter import PerThread, PrivateLoraLayer
+from plpkg.residual.adapter import PerThread, PrivateLoraLayer, as_places
 
 
 class Transport(Protocol):
@@ -41,6 +41,8 @@ class Here(PerThread):
         The way to the device.
     alone
         The layers compute without the device: every M is zero.
+    shape
+        ``(batch, seq)`` of this pass. A module may see them otherwise, a shared expert as ``(batch · seq,)``.
     outputs, sent, riding
         Of this pass: projections that are not asked for yet, what exchanges have sent, and what riders have.
     """
@@ -48,6 +50,7 @@ class Here(PerThread):
     def __init__(self) -> None:
         self.transport: Transport | None = None
         self.alone = False
+        self.shape: tuple[int, ...] = ()
         self.outputs: dict[int, tuple[torch.Tensor, dict[int, torch.Tensor]]] = {}
         self.sent: dict[int, torch.Tensor] = {}
         self.riding: dict[int, torch.Tensor] = {}
@@ -71,11 +74,11 @@ class Exchange(nn.Module):
         self.added: tuple[Exchange, ...] = (self,)
 
     def outgoing(self, x: torch.Tensor) -> torch.Tensor:
-        """What the device gets for ``x`` ``(batch, seq, in_features)``: ``(messages, batch, seq, width)``."""
+        """What the device gets for ``x`` ``(…, in_features)``: ``(messages, …, width)``."""
         raise NotImplementedError
 
     def residual(self, v: torch.Tensor, index: int) -> torch.Tensor:
-        """What its answer adds to projection ``index``: ``(batch, seq, out_features)``."""
+        """What its answer ``(messages, …, width)`` adds to projection ``index``: ``(…, out_features)``."""
         raise NotImplementedError
 
     def output(self, index: int, x: torch.Tensor) -> torch.Tensor:
@@ -93,11 +96,11 @@ class Exchange(nn.Module):
             return [layer(x) for layer in self.base_layers]
         if self._here.transport is None:
             raise RuntimeError(f"exchange {self.group} has no device to ask")
-        self._here.sent[self.group] = u = self.outgoing(x)
+        self._here.sent[self.group] = u = as_places(self.outgoing(x), self._here.shape, first=1)
         self._here.transport.send(self.group, u.detach())
         result = [layer(x) for layer in self.base_layers]  # while the message is under way
         for exchange in self.added:
-            v = exchange.received()
+            v = as_places(exchange.received(), x.shape[:-1], first=1)
             result = [(y + exchange.residual(v, i)).to(y.dtype) for i, y in enumerate(result)]
         return result
 
@@ -126,7 +129,7 @@ class LowRank(Exchange):
 
     def outgoing(self, x: torch.Tensor) -> torch.Tensor:
         u = nn.functional.linear(x.to(self.a.dtype), self.a.flatten(0, 1))  # all projections at once
-        return u.unflatten(-1, self.a.shape[:2]).movedim(2, 0)  # (projections, batch, seq, r_c2d)
+        return u.unflatten(-1, self.a.shape[:2]).movedim(-2, 0)  # (projections, …, r_c2d)
 
     def residual(self, v: torch.Tensor, index: int) -> torch.Tensor:
         return nn.functional.linear(v[index], getattr(self, f"b_{index}"))
@@ -195,8 +198,10 @@ class Rider(nn.Module):
         self.register_buffer("a", a, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self._here.riding[self.seat] = nn.functional.linear(x.to(self.a.dtype), self.a)  # (batch, seq, rank)
+        riding = nn.functional.linear(x.to(self.a.dtype), self.a)
+        self._here.riding[self.seat] = as_places(riding, self._here.shape)  # (batch, seq, rank)
         result = self.base_layer(x)
         for exchange in () if self._here.alone else self.added:
-            result = (result + exchange.residual(exchange.received(), 0)).to(result.dtype)
+            v = as_places(exchange.received(), x.shape[:-1], first=1)
+            result = (result + exchange.residual(v, 0)).to(result.dtype)
         return result

@@ -21,7 +21,7 @@ from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from plpkg.residual.adapter import PerThread, features, gaussian_projections, keep_projections, rows_of
+from plpkg.residual.adapter import PerThread, as_places, features, gaussian_projections, keep_projections, rows_of
 from plpkg.residual.config import LadderConfig
 
 NORMS = ("norm", "ln_f")
@@ -153,16 +153,18 @@ class LadderNorm(LadderLayer):
             rows = dict.fromkeys(self.active_adapters) if adapter_names is None else rows_of(adapter_names, hidden)
             for adapter_name, chosen in rows.items():
                 if adapter_name in self.ladder_M:
-                    added = answer(self.ladder_M[adapter_name], self._sent(adapter_name)).to(hidden.dtype)
+                    places = (len(hidden if chosen is None else chosen), *hidden.shape[1:-1])
+                    sent = self._sent(adapter_name, places)
+                    added = answer(self.ladder_M[adapter_name], sent).to(hidden.dtype)
                     hidden = hidden + added if chosen is None else hidden.index_add(0, chosen, added)
         return self.base_layer(hidden)
 
-    def _sent(self, adapter_name: str) -> torch.Tensor:
-        """u ``(…, layers · r)`` of the pass that ends here."""
+    def _sent(self, adapter_name: str, places: tuple[int, ...]) -> torch.Tensor:
+        """u ``(*places, layers · r)`` of the pass that ends here."""
         names = [(adapter_name, module) for module in self.taps[adapter_name]]
         if missing := [module for name, module in names if (name, module) not in self.rungs.sent]:
             raise RuntimeError(f"nothing has come from {missing[0]}: a ladder's norm is the end of a pass, never alone")
-        return torch.cat([self.rungs.sent.pop(name) for name in names], -1)
+        return torch.cat([as_places(self.rungs.sent.pop(name), places) for name in names], -1)
 
 
 def answer(m: nn.Module, u: torch.Tensor) -> torch.Tensor:
