@@ -95,7 +95,18 @@ class ProjectionConfig(PeftConfig):
             raise ValueError(f"layers_pattern={shown(self.layers_pattern)} needs layers_to_transform")
 
     def save_pretrained(self, save_directory: str | Path, **options) -> None:
-        """As PEFT does it, behind the weights; whole or not at all, and its owner's alone."""
+        """As PEFT does it, behind the weights; whole or not at all, and its owner's alone.
+
+        Raises
+        ------
+        ValueError
+            There are ``modules_to_save``, which nobody would load.
+        """
+        if self.modules_to_save:
+            raise ValueError(
+                f"modules_to_save={shown(sorted(self.modules_to_save))} cannot be saved with the adapter: they would "
+                "replace a part of the backbone of whoever loads it; keep their state_dict apart"
+            )
         folder = private_folder(save_directory)
         weights = folder / saved.WEIGHTS
         self.weights_sha256 = saved.digest(weights) if weights.exists() else None

@@ -124,9 +124,12 @@ class CloudServer:
             raise OSError(f"{address} cannot be bound: {error}") from error
         self.address = f"{address.rpartition(':')[0]}:{port}"
 
-    def __enter__(self) -> "CloudServer":
+    def start(self) -> "CloudServer":
+        """Serve until :meth:`stop`: what entering a ``with`` block does, and leaving it."""
         self._server.start()
         return self
+
+    __enter__ = start
 
     def __exit__(self, *_) -> None:
         self.stop()
