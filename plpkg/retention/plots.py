@@ -15,12 +15,13 @@ VARIANTS = ({}, {"linestyle": "--", "markerfacecolor": "white"}, {"linestyle": "
 """What tells a method's second and third line in one figure from its first."""
 
 LOOKUPS = {
-    "asked last, Locret": "Locret, asked last",
-    "asked first, Locret, protected": "Locret, asked first, protected",
-    "asked first, Locret": "Locret, asked first",
-    "asked last, random": "random, asked last",
-    "asked first, random, protected": "random, asked first, protected",
-    "asked last, oracle": "oracle, asked last",
+    "asked last, Locret": "Locret, last",
+    "asked first, Locret, protected": "Locret, first, protected",
+    "asked first, Locret": "Locret, first",
+    "asked last, random": "random, last",
+    "asked first, random, protected": "random, first, protected",
+    "asked last, oracle": "oracle, last",
+    "asked first, oracle, protected": "oracle, first, protected",
 }
 """The cases of the section "lookup" that are drawn, and what the legend calls them."""
 
@@ -223,7 +224,7 @@ def lookup(rows, ax=None):
         100 * by_case(rows).loc[list(LOOKUPS)].rename(index=LOOKUPS),
         "units that each KV head keeps, of 33 or 35",
     )
-    return _lines(table, ax, xlabel, "accuracy (%)", "16 pairs, one asked for")
+    return _lines(table, ax, xlabel, "accuracy (%)", "16 pairs, one asked for: last, or first")
 
 
 def labels_and_scores(labels, predicted, ids, ax=None):

@@ -108,7 +108,7 @@ def test_budget_has_the_intervals_of_its_models():
 def test_lookup_shows_its_cases():
     rows = pd.DataFrame([dict(case=case, x=8, accuracy=i / 8) for i, case in enumerate(plots.LOOKUPS)])
     drawn = {line.get_label(): list(line.get_ydata()) for line in plots.lookup(rows).lines}
-    assert drawn["Locret, asked first, protected"] == [12.5]
+    assert drawn["Locret, first, protected"] == [12.5]
 
 
 def test_labels_and_scores_marks_the_values():
