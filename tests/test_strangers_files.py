@@ -210,7 +210,7 @@ def training(folder):
 readers = {
     "lora": lambda folder: validate_adapter(folder, base),
     "privatelora": lambda folder: residual.load(base, folder),
-    "privatelora by the command": lambda folder: adapted_model(str(root / "model"), folder, "fp32", "cpu", rank=4),
+    "privatelora by the command": lambda folder: adapted_model(str(root / "model"), folder, "fp32", "cpu"),
     "ladder": lambda folder: residual.load(base, folder),
     "heads": lambda folder: RetainingHeads.from_pretrained(folder, base),
     "reading": lambda folder: retention.load(folder, base),

@@ -125,12 +125,12 @@ def _ask(model: nn.Module, rotary: Rotary) -> list[bool]:
     found = []
     for i, (here, there) in enumerate(zip(*keys, strict=True)):
         near = (0.05 if here.dtype.itemsize < 4 else 1e-3) * here.float().norm()
-        still = (there - here).float().norm() <= near
-        turns = (rotary.undo(there, MOVED) - rotary.undo(here)).float().norm() <= near
-        if not (still or turns):
+        still = (there - here).float().norm()
+        turned = (rotary.undo(there, MOVED) - rotary.undo(here)).float().norm()
+        if min(still, turned) > near:
             raise ValueError(
                 f"layer {i} of {type(model).__name__} does something else with positions than rotate its keys by the "
                 "model's table: take positions='original'"
             )
-        found.append(bool(turns))
+        found.append(bool(turned <= still))
     return found

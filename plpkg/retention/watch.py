@@ -273,6 +273,7 @@ def watching(model: nn.Module, watch: Watch, cache: Cache | None = None) -> Iter
 
     # A thread that is about to call a hook while another removes it calls it without kwargs.
     def begin(_module, _args, kwargs=MappingProxyType({})) -> None:
+        end()  # of a pass that broke off before its hooks
         if cache is None or kwargs.get("past_key_values") is cache:
             _NOW.watch = watch
 

@@ -172,7 +172,7 @@ def readers(root, kind):
     """Who reads such a folder."""
     if kind == "heads":
         return [lambda folder: RetainingHeads.from_pretrained(folder, backbone())]
-    by_the_command = dict(dtype="fp32", device="cpu", rank=4)
+    by_the_command = dict(dtype="fp32", device="cpu")
     return [
         lambda folder: residual.load(backbone(), folder),
         lambda folder: adapted_model(str(root / "model"), folder, **by_the_command),

@@ -2,12 +2,16 @@
 
 import contextlib
 import functools
+import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from typer import Argument, Option
+
+from plpkg.validation import host_and_port
 
 app = typer.Typer()
 
@@ -22,11 +26,11 @@ Adapter = Annotated[Path | None, Option(help="A folder with a saved adapter; els
 Ladder = Annotated[
     bool, Option("--ladder", help="The adapter is a ladder, a new one with a random A: one trip a token.")
 ]
-Rank = Annotated[int, Option(help="Of a new adapter, both ways.")]
+Rank = Annotated[int | None, Option(help="Of a new adapter, both ways; 64 by default.")]
 Target = Annotated[
     list[str] | None, Option(help="Linear layers of a new adapter, down_proj say; by default q, k and v.")
 ]
-Seed = Annotated[int, Option(help="Of a new adapter's A and B.")]
+Seed = Annotated[int | None, Option(help="Of a new adapter's A and B; 0 by default.")]
 FirstK = Annotated[int, Option(help="Layers that the device keeps at the beginning.")]
 LastK = Annotated[int, Option(help="Layers that the device keeps at the end.")]
 Fold = Annotated[bool, Option("--fold", help="The last layer's exchange goes with its final hidden state.")]
@@ -41,9 +45,9 @@ def cloud(
     listen: Annotated[str, Option(metavar="HOST:PORT", help="Port 0 takes a free one.")] = "127.0.0.1:7070",
     like: Like = None,
     adapter: Adapter = None,
-    rank: Rank = 64,
+    rank: Rank = None,
     target: Target = None,
-    seed: Seed = 0,
+    seed: Seed = None,
     ladder: Ladder = False,
     first_k: FirstK = 0,
     last_k: LastK = 0,
@@ -57,10 +61,11 @@ def cloud(
     tokens: Annotated[int, Option(help="The longest sequence.")] = 4096,
 ) -> None:
     """Serve a model's decoder layers to devices that keep embedding, LM head and their M."""
+    require_free(listen)  # before a model is loaded
     from plpkg.residual import CloudServer, Limits, release
     from plpkg.residual.wire.loading import adapted_model
 
-    new = dict(rank=rank, ladder=ladder, like=like, target_modules=target or None, projection_seed=seed)
+    new = dict(rank=rank, ladder=ladder, like=like, targets=target, seed=seed)
     adapted, _ = adapted_model(model, adapter, dtype, device, **new)
     limits = Limits(sessions=sessions, tokens=tokens)
     cut = dict(first_k=first_k, last_k=last_k, fold=fold, precision=precision)
@@ -74,6 +79,19 @@ def cloud(
             typer.echo(repr(server.traffic))
 
 
+def require_free(address: str) -> None:
+    """OSError if nothing can listen there."""
+    host, port = host_and_port(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as listener:
+        if os.name == "posix":  # a connection that has just ended is in nobody's way
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise OSError(f"{address} cannot be bound: {error.strerror}") from error
+
+
 device_app = typer.Typer(no_args_is_help=True, help="Use a model whose decoder layers a cloud has.")
 app.add_typer(device_app, name="device")
 
@@ -85,9 +103,9 @@ def device(
     model: Model = "plpkg-small",
     like: Like = None,
     adapter: Adapter = None,
-    rank: Rank = 64,
+    rank: Rank = None,
     target: Target = None,
-    seed: Seed = 0,
+    seed: Seed = None,
     ladder: Ladder = False,
     first_k: FirstK = 0,
     last_k: LastK = 0,
@@ -99,7 +117,7 @@ def device(
     retry: Annotated[float, Option(metavar="SECONDS", help="How long to try to reach a cloud that was lost.")] = 30.0,
 ) -> None:
     """Use a model whose decoder layers a cloud has."""
-    new = dict(rank=rank, ladder=ladder, like=like, target_modules=target or None, projection_seed=seed)
+    new = dict(rank=rank, ladder=ladder, like=like, targets=target, seed=seed)
     settings = dict(first_k=first_k, last_k=last_k, fold=fold, precision=precision, ca=ca, token=token, link=link)
     settings |= dict(retry_s=retry)
     context.obj = functools.partial(client_of, connect, model, adapter, new, settings)

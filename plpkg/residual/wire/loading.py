@@ -18,9 +18,11 @@ def adapted_model(
     dtype: str,
     device: str,
     *,
-    rank: int,
+    rank: int | None = None,
     ladder: bool = False,
     like: Path | None = None,
+    targets: list[str] | None = None,
+    seed: int | None = None,
     **config,
 ) -> tuple[PeftModel, PreTrainedTokenizerBase]:
     """A model with an adapter of this room, and its tokenizer.
@@ -33,9 +35,11 @@ def adapted_model(
         A folder that ``save_pretrained`` wrote, with safetensors; without one a new adapter.
     dtype, device
         Of the model: one of the wire's precisions or ``"auto"``, the checkpoint's own; and ``"cpu"`` or ``"cuda"``.
-    rank, ladder, **config
-        Of a new adapter: its rank, both ways; whether it is a ladder (a saved one then has to be); and fields that both
-        configurations have.
+    rank, ladder, targets, seed
+        Of a new adapter: its rank, both ways, 64 by default; whether it is a ladder (a saved one then has to be); the
+        layers that it adapts; the seed of A and B. What is saved may not be another.
+    **config
+        More fields of a new adapter's configuration.
     like
         A folder with a saved adapter whose configuration the new one has instead. Nothing else is read of it: no M.
 
@@ -47,23 +51,26 @@ def adapted_model(
     """
     dtypes = PRECISIONS | {"auto": "auto"}
     model, tokenizer = load_backbone(name, dtype=dtypes[one_of("dtype", dtype, tuple(dtypes))], device=device)
+    asked = {"--rank": rank, "--target": targets and sorted(targets), "--seed": seed}
     if like is not None:
-        return get_peft_model(model, _public_config(like, adapter, ladder)), tokenizer
+        return get_peft_model(model, _public_config(like, adapter, ladder, asked)), tokenizer
     if adapter is None:
+        rank = 64 if rank is None else rank
+        config |= dict(target_modules=targets or None, projection_seed=seed or 0)
         new = LadderConfig(r=rank, **config) if ladder else PrivateLoraConfig(r_c2d=rank, r_d2c=rank, **config)
         return get_peft_model(model, new), tokenizer
-    _config(adapter, ladder)
+    _config(adapter, ladder, asked)
     try:
         return load(model, adapter, trainable=True), tokenizer
     except ValueError as error:
         raise ValueError(f"{adapter} does not fit {name}: {error}") from error
 
 
-def _public_config(like: Path, adapter: Path | None, ladder: bool) -> ProjectionConfig:
+def _public_config(like: Path, adapter: Path | None, ladder: bool, asked: dict) -> ProjectionConfig:
     """The configuration of a new adapter with the A and B of one that was saved."""
     if adapter is not None:
         raise ValueError(f"--like {like} and --adapter {adapter}: take one of them")
-    config = _config(like, ladder)
+    config = _config(like, ladder, asked)
     if config.init == "given":
         raise ValueError(
             f"{like} has an A and a B that its configuration does not tell (init='given'): --adapter reads them, and M"
@@ -72,11 +79,17 @@ def _public_config(like: Path, adapter: Path | None, ladder: bool) -> Projection
     return config
 
 
-def _config(adapter: Path, ladder: bool) -> ProjectionConfig:
-    """What a folder says of its adapter, which is a ladder if one was asked for."""
+def _config(adapter: Path, ladder: bool, asked: dict) -> ProjectionConfig:
+    """What a folder says of its adapter, which is a ladder if one was asked for, and nothing else than was asked."""
     config = saved_config(adapter)
     if ladder and not isinstance(config, LadderConfig):
         raise ValueError(
             f"{adapter} holds a {config.peft_type} adapter, but a ladder was asked for: leave --ladder out"
         )
+    ranks = {config.r} if isinstance(config, LadderConfig) else {config.r_c2d, config.r_d2c}
+    says = {"--rank": max(ranks), "--target": sorted(config.target_modules or []), "--seed": config.projection_seed}
+    for option, value in asked.items():
+        if value is not None and (value != says[option] or (option == "--rank" and len(ranks) > 1)):
+            said = sorted(ranks) if option == "--rank" and len(ranks) > 1 else says[option]
+            raise ValueError(f"{adapter} holds an adapter with {option} {said}, got {option} {value}: leave it out")
     return config

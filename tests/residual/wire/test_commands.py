@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 
@@ -167,7 +168,7 @@ def test_cloud_chat_and_train(cloud, folder, tmp_path):
 
 def test_a_cloud_like_an_adapter_needs_no_list_of_targets(folder, tmp_path):
     """Its M stays where it is: the cloud has the configuration alone."""
-    mine = saved(tmp_path / "mine", folder, 5, target_modules=["o_proj", "up_proj"], projection_seed=3)
+    mine = saved(tmp_path / "mine", folder, 5, targets=["o_proj", "up_proj"], seed=3)
     (tmp_path / "public").mkdir()
     shutil.copy(mine / "adapter_config.json", tmp_path / "public")
     command = f"cloud --model {folder} --like {tmp_path / 'public'} --listen 127.0.0.1:0"
@@ -179,11 +180,35 @@ def test_a_cloud_like_an_adapter_needs_no_list_of_targets(folder, tmp_path):
 
 def test_a_saved_ladder_is_one_and_what_is_alike_can_be_trained(folder, tmp_path):
     ladder, model = saved(tmp_path, folder, 3, ladder=True), (str(folder), None, "fp32", "cpu")
-    alike, _ = adapted_model(*model, rank=4, like=ladder)
+    alike, _ = adapted_model(*model, like=ladder)
     assert (alike.peft_config["default"].peft_type, alike.peft_config["default"].r) == ("LADDER", 3)
     assert any(p.requires_grad for p in alike.parameters())
-    loaded, _ = adapted_model(str(folder), ladder, "fp32", "cpu", rank=4, ladder=True)
+    loaded, _ = adapted_model(str(folder), ladder, "fp32", "cpu", rank=3, ladder=True)
     assert loaded.peft_config["default"].peft_type == "LADDER"
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (dict(rank=32), "holds an adapter with --rank 5, got --rank 32: leave it out"),
+        (dict(seed=1), "holds an adapter with --seed 3, got --seed 1: leave it out"),
+        (dict(targets=["q_proj"]), r"with --target \['o_proj', 'up_proj'\], got --target \['q_proj'\]: leave it out"),
+    ],
+)
+def test_what_is_saved_is_not_contradicted(folder, tmp_path, asked, message):
+    mine = saved(tmp_path, folder, 5, targets=["o_proj", "up_proj"], seed=3)
+    for where in (dict(adapter=None, like=mine), dict(adapter=mine)):
+        with pytest.raises(ValueError, match=message):
+            adapted_model(str(folder), where.pop("adapter"), "fp32", "cpu", **where, **asked)
+    same = dict(rank=5, seed=3, targets=["up_proj", "o_proj"])
+    assert adapted_model(str(folder), None, "fp32", "cpu", like=mine, **same)
+
+
+def test_an_address_in_use_is_told_before_a_model_is_loaded():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        result = run(f"cloud --model /no/such --listen {address}")
+    assert f"{address} cannot be bound: Address already in use" in " ".join(result.output.split())
 
 
 def test_a_chat_says_that_the_cloud_is_silent_and_ends_with_a_line(folder, monkeypatch):
