@@ -238,7 +238,7 @@ class EvictingLayer(CacheLayerMixin):
         self._change(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._change(lambda tensor: tensor[indices])
+        self._change(lambda tensor: tensor[indices, ...])
 
     def mark(self) -> tuple:
         """What :meth:`rewind` needs to forget the units that come after now, if none is evicted until then."""
@@ -406,7 +406,7 @@ class EvictingCache(Cache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         super().batch_select_indices(indices)
-        self._change_beside(lambda tensor: tensor[indices])
+        self._change_beside(lambda tensor: tensor[indices, ...])
 
     def reset(self) -> None:
         super().reset()

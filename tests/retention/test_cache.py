@@ -113,12 +113,15 @@ def cache(request):
     return cache
 
 
-def test_batches_can_be_chosen_and_repeated(cache):
+@pytest.mark.parametrize("chosen", [torch.tensor([1, 0]), [1, 0], (1, 0)], ids=["tensor", "list", "tuple"])
+def test_batches_can_be_chosen_and_repeated(cache, chosen):
     layer = cache.layers[0]
+    cache.beside = {"logits": torch.arange(2)}
     before = layer.positions.clone(), layer.scores.clone(), layer.store.keys.clone()
     cache.batch_repeat_interleave(3)
     cache.reorder_cache(torch.tensor([0, 3, 4]))
-    cache.batch_select_indices(torch.tensor([1, 0]))
+    cache.batch_select_indices(chosen)
+    assert cache.beside["logits"].tolist() == [1, 0]
     for old, new in zip(before, (layer.positions, layer.scores, layer.store.keys), strict=True):
         assert torch.equal(new, old[[1, 0]])
 
