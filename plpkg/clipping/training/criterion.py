@@ -47,7 +47,8 @@ class PrivateCriterion:
         tensors = leaves([*args, options])
         if tensors and not any(tensor.requires_grad for tensor in tensors):
             return self._plain(*args, **options)
-        before, replay = RandomState(), self._private.recorder.replay
+        replay = self._private.recorder.replay
+        before = replay and RandomState()
         losses = self._losses(tensors, args, options)
         self._sizes.add(len(losses))
         self._everybodys |= {i for i, tensor in enumerate(tensors) if not tensor.ndim or len(tensor) != len(losses)}
