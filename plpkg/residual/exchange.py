@@ -96,11 +96,14 @@ class Exchange(nn.Module):
             return [layer(x) for layer in self.base_layers]
         if self._here.transport is None:
             raise RuntimeError(f"exchange {self.group} has no device to ask")
-        self._here.sent[self.group] = u = as_places(self.outgoing(x), self._here.shape, first=1)
+        otherwise = x.shape[:-1] != self._here.shape  # whether this module sees the text's places in other dimensions
+        u = as_places(self.outgoing(x), self._here.shape, first=1) if otherwise else self.outgoing(x)
+        self._here.sent[self.group] = u
         self._here.transport.send(self.group, u.detach())
         result = [layer(x) for layer in self.base_layers]  # while the message is under way
         for exchange in self.added:
-            v = as_places(exchange.received(), x.shape[:-1], first=1)
+            v = exchange.received()
+            v = as_places(v, x.shape[:-1], first=1) if otherwise else v
             result = [(y + exchange.residual(v, i)).to(y.dtype) for i, y in enumerate(result)]
         return result
 
