@@ -60,7 +60,7 @@ class Transfer(Tabular):
         Raises
         ------
         ValueError
-            What was trained is no such adapter: keep :attr:`state`, which :class:`Task` takes as ``start``.
+            What was trained is no such adapter: keep ``state``, which :class:`Task` takes as ``start``.
         """
         layers = list(dict.fromkeys(name.partition(".lora_")[0] for name in self.state if ".lora_A." in name))
         if not layers:

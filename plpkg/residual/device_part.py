@@ -113,11 +113,13 @@ class DevicePart(nn.Module):
         What the final hidden state goes through where A·x rides with it, else ``None``.
     lm_head
         What turns hidden states into logits.
+    scale, softcap
+        What logits are multiplied with (Cohere, Granite), and Gemma-2's bound on them.
     """
 
     def __init__(
         self, embedding, positions, first, last, matrices, ranks: tuple[int, int], tail: Tail | None, lm_head,
-        softcap: float | None,
+        softcap: float | None, scale: float = 1.0,
     ) -> None:  # fmt: skip
         super().__init__()
         self.tail = tail
@@ -126,7 +128,7 @@ class DevicePart(nn.Module):
         self.first, self.last = first, last
         self.matrices = nn.ModuleList(nn.ModuleList(group) for group in matrices)
         self.lm_head = lm_head
-        self.softcap = softcap
+        self.softcap, self.scale = softcap, scale
         self._asked: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property
@@ -207,6 +209,7 @@ class DevicePart(nn.Module):
         if self.tail is not None:
             hidden = self.tail(hidden)
         logits = self.lm_head(hidden)
+        logits = logits if self.scale == 1 else logits * self.scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 

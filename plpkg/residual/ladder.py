@@ -24,7 +24,7 @@ from torch import nn
 from plpkg.residual.adapter import PerThread, as_places, features, gaussian_projections, keep_projections, rows_of
 from plpkg.residual.config import LadderConfig
 
-NORMS = ("norm", "ln_f")
+NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
 """What Hugging Face's decoders call their final norm."""
 
 

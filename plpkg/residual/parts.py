@@ -27,8 +27,11 @@ from plpkg.residual.ladder import NORMS, LadderTap, named
 from plpkg.residual.methods import LadderConfig, PrivateLoraConfig
 from plpkg.validation import flag, whole_number
 
-SCALES = ("embedding_multiplier", "logit_scale", "logits_scaling", "lm_head_multiplier")
-"""What some families (Granite, Cohere, Falcon-H1) multiply embeddings or logits with, outside of their layers."""
+SCALES = ("lm_head_multiplier",)
+"""What some families (Falcon-H1) multiply with outside of their layers, and no part does."""
+
+MULTIPLIER = "embedding_multiplier"
+"""What Granite's decoder multiplies its input with, before the first layer."""
 
 PLAIN_LORA = {"use_dora": False, "lora_dropout": 0, "bias": "none", "lora_bias": False, "alora_invocation_tokens": None}
 
@@ -86,7 +89,7 @@ def split(
     whole = model.get_base_model()
     if whole.get_output_embeddings() is None:
         raise ValueError(f"{type(whole).__name__} has no LM head")
-    for field in SCALES:
+    for field in (*SCALES, *([] if hasattr(whole.base_model, MULTIPLIER) else [MULTIPLIER])):
         if (scale := getattr(whole.config, field, None)) not in (None, 1):
             raise ValueError(f"{field}={scale!r}: a cut {type(whole).__name__} would leave it out")
     decoder = whole.base_model
@@ -100,6 +103,8 @@ def split(
         if start >= stop:
             return None
         part = _section(decoder, layers_name, norm_name, range(start, stop), norm=norm)
+        if start and hasattr(part, MULTIPLIER):
+            setattr(part, MULTIPLIER, 1.0)
         for module in part.modules():  # they are copies: what is active in the model stays so
             if isinstance(module, BaseTunerLayer):
                 module._active_adapter, module._disable_adapters = [adapter_name], False
@@ -154,6 +159,7 @@ def split(
         positions=getattr(decoder, "wpe", None),
         lm_head=whole.get_output_embeddings(),
         softcap=getattr(whole.config, "final_logit_softcapping", None),
+        scale=getattr(whole.config, "logit_scale", None) or 1 / (getattr(whole.config, "logits_scaling", None) or 1),
     )
 
     def tail(m: nn.Module | None) -> Tail | None:

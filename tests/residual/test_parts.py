@@ -257,11 +257,15 @@ NO_FOLD = "fold=True needs a PrivateLoRA adapter and last_k=0, got"
         (lambda: adapted(lora=lora("llama", **INVOKED)), {}, r"alora_invocation_tokens=\[1, 2\]: only plain"),
         (lambda: adapted(lora=UNEVEN), {}, r"same widths in every exchange, got \[\(32, 32\), \(32, 16\)\]"),
         (
-            lambda: of_another_family("granite", embedding_multiplier=12.0),
+            lambda: of_another_family("llama", lm_head_multiplier=2.0),  # Falcon-H1's
             {},
-            "embedding_multiplier=12.0: a cut GraniteForCausalLM would leave it out",
+            "lm_head_multiplier=2.0: a cut LlamaForCausalLM would leave it out",
         ),
-        (lambda: of_another_family("cohere"), {}, "logit_scale=0.0625: a cut CohereForCausalLM would leave it out"),
+        (
+            lambda: of_another_family("llama", embedding_multiplier=12.0),  # not in its decoder, as Granite's is
+            {},
+            "embedding_multiplier=12.0: a cut LlamaForCausalLM would leave it out",
+        ),
         (
             lambda: of_another_family("bloom", "query_key_value"),
             {},
@@ -370,3 +374,33 @@ def test_a_cache_that_is_cut_back_is_as_if_nothing_had_been_there(family):
     dropped = pytest.raises(ValueError, match="keep=12 of 19 positions: a window of 6 has dropped what it would need")
     with dropped if options else contextlib.nullcontext():
         cut_back(cache, 12)
+
+
+SIZES = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4)
+GROUPED = SIZES | dict(num_key_value_heads=2)
+GRANITE = GROUPED | dict(embedding_multiplier=12.0, logits_scaling=8.0, residual_multiplier=0.2)
+EAGER = dict(experts_implementation="eager")  # the default's kernel has no float64
+WITH_SCALES = {
+    "granite": (GRANITE, ["q_proj", "v_proj"]),
+    "granitemoe": (GRANITE | dict(num_local_experts=4, num_experts_per_tok=2) | EAGER, ["q_proj"]),
+    "cohere": (GROUPED | dict(logit_scale=0.0625, eos_token_id=1), ["q_proj", "down_proj"]),
+    "cohere2": (GROUPED | dict(logit_scale=0.25, eos_token_id=1), ["v_proj"]),
+    "gpt_neox": (SIZES, ["query_key_value", "dense"]),
+    "phi": (SIZES, ["q_proj", "fc1"]),
+}
+
+
+@pytest.mark.parametrize("kept", [(0, 0), (1, 0), (1, 2)])
+@pytest.mark.parametrize("family", WITH_SCALES)
+def test_families_that_multiply_outside_of_their_layers(family, kept):
+    """Each factor once, wherever the cut is; and families that call their last norm otherwise."""
+    sizes, targets = WITH_SCALES[family]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+    model = get_peft_model(model, PrivateLoraConfig(r_c2d=4, r_d2c=4, target_modules=targets)).eval()
+    for p in model.parameters():
+        if p.requires_grad:
+            torch.nn.init.normal_(p, std=0.5)
+    device, cloud, _ = connected(model, *kept)
+    with torch.no_grad():
+        assert_same_logits(device.logits(cloud(device.embed(IDS))), model)
