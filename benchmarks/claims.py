@@ -336,7 +336,7 @@ def longest_gram(width: int) -> int:
 
 @computed(slow=True)
 def breaches_of_opacus() -> int:
-    """Of Opacus's ghost clipping, in the 14 cases of the conformance check: where an example moves more than C."""
+    """Of Opacus's ghost clipping, in the 15 cases of the conformance check: where an example moves more than C."""
     return len(clipping.conformance.conformance(clipping.zoo.opacus, checks=["sensitivity"]).breached)
 
 
