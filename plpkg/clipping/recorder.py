@@ -552,7 +552,8 @@ class Recorder:
         if not self._uses and self.looking and not any(map(is_fake, inputs)) and self.guard.replays(self.batch):
             self.replay = Replay(self.batch)  # with its first forward pass
         if self.replay:
-            self.replay.begin(args, kwargs, self.guard.known, inputs[0].device.type)
+            device = next(iter(self.parameters.values())).device.type
+            self.replay.begin(args, kwargs, self.guard.known, device)
 
     def _end(self, module, args, output) -> None:
         if not self.recording or module is not self.model:

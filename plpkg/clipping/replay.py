@@ -67,7 +67,9 @@ class Projections:
 
     def misfit(self, other: "Projections", tolerance: float) -> bool:
         """Whether another gradient is not this one but for rounding."""
-        mine, theirs = (torch.cat([each.found[key] for key in sorted(self.found)]) for each in (self, other))
+        zeros = torch.zeros(PROJECTIONS, dtype=torch.float64)  # of an expert that only one of the two batches asked
+        keys = sorted(self.found.keys() | other.found.keys())
+        mine, theirs = (torch.cat([each.found.get(key, zeros) for key in keys]) for each in (self, other))
         return bool((mine - theirs).norm() > tolerance * mine.norm())
 
 

@@ -221,6 +221,20 @@ def test_what_mixes_nothing_is_taken_and_judged(net, options, always):
     assert set(always) == {""}
 
 
+def test_experts_that_one_batch_does_not_ask():
+    """A parameter that only one of the two batches used counts with nothing in the other."""
+
+    def projections(**parts):
+        result = Projections(0, seed=7)
+        for key, value in parts.items():
+            result.add(key, torch.full((2, 3, 4), value))
+        return result
+
+    assert not projections(first=1.0).misfit(projections(first=1.0, second=0.0), 1e-4)
+    assert projections(first=1.0).misfit(projections(first=1.0, second=1.0), 1e-4)
+    assert projections(first=1.0, second=1.0).misfit(projections(second=1.0), 1e-4)
+
+
 def test_two_passes_and_one_loss(always):
     def apart(outputs, target):
         return functional.cross_entropy(sum(outputs), target, reduction="none")
