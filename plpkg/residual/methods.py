@@ -46,6 +46,19 @@ class RowwiseTuner(BaseTuner):
         """The tensors of a saved adapter of these modules, by their names in the model."""
         raise NotImplementedError
 
+    def add_weighted_adapter(self, *_, **__) -> None:
+        """PEFT's name for an adapter made of others.
+
+        Raises
+        ------
+        ValueError
+            Always.
+        """
+        raise ValueError(
+            "add_weighted_adapter is not for adapters of this room, each of which has projections of its own; "
+            "base_model.set_adapter([name, …]) adds up what several give"
+        )
+
     def inject_adapter(self, model: nn.Module, adapter_name: str, *arguments, **options) -> None:
         config = self.peft_config[adapter_name] = copy.copy(self.peft_config[adapter_name])  # one for each model
         saved.require_backbone(config, model)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import convert_to_lora as peft_convert_to_lora, get_peft_model, set_peft_model_state_dict
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -23,6 +24,13 @@ from rounding import assert_as_exact, assert_close, sampling_error
 from waiting import interpreter
 
 LADDER, GATED_LADDER = dict(ladder=dict(r=5)), dict(ladder=dict(r=5, width=16))
+OTHERS = pytest.mark.parametrize(
+    ("config", "other"),
+    [
+        ({}, PrivateLoraConfig(r_c2d=4, r_d2c=6, projection_seed=9)),
+        (LADDER, LadderConfig(r=3, width=4, layers_to_transform=[0, 2])),
+    ],
+)
 
 
 def layers(model):
@@ -127,13 +135,22 @@ def test_the_adapter_can_be_switched_off_and_on_also_when_merged():
         assert_as_exact(logits(model), logits(backbone()), logits(precise(backbone())))
 
 
-@pytest.mark.parametrize(
-    ("config", "other"),
-    [
-        ({}, PrivateLoraConfig(r_c2d=4, r_d2c=6, projection_seed=9)),
-        (LADDER, LadderConfig(r=3, width=4, layers_to_transform=[0, 2])),
-    ],
-)
+@OTHERS
+def test_what_peft_does_for_lora_alone_is_refused_by_name(config, other, tmp_path):
+    model = adapted(**config)
+    model.save_pretrained(tmp_path)
+    model.add_adapter("other", other)
+    before = logits(model)
+    with pytest.raises(ValueError, match=r"add_weighted_adapter is not for adapters of this room, .*set_adapter"):
+        model.add_weighted_adapter(["default", "other"], [0.5, 0.5], "mean")
+    with pytest.raises(ValueError, match=r"Hotswapping only supports LORA but (PRIVATELORA|LADDER) was passed"):
+        hotswap_adapter(model, str(tmp_path), "default")
+    with pytest.raises(ValueError, match="is not compatible with the `PeftMixedModel`"):
+        get_peft_model(backbone(), other, mixed=True)
+    assert torch.equal(logits(model), before)
+
+
+@OTHERS
 def test_several_adapters_of_several_ranks_and_none(config, other):
     model, none = adapted(**config), logits(backbone())
     first = logits(model)
