@@ -16,7 +16,7 @@ import copy
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -161,6 +161,7 @@ class DeviceClient:
         top_p: float = 1.0,
         generator: torch.Generator | None = None,
         eos_token_id: int | list[int] | None = None,
+        stop_strings: str | Sequence[str] | None = None,
         on_token: Callable[[torch.Tensor], object] | None = None,
         draft: str | Draft | None = None,
         draft_tokens: int = 6,
@@ -179,6 +180,8 @@ class DeviceClient:
             which is 50 there unless told otherwise, and 0 here: any token.
         eos_token_id
             What ends a sequence; the model's own by default, ``-1`` for none.
+        stop_strings
+            They end a sequence as well, wherever in a token they end; they need the ``tokenizer``.
         on_token
             Called with each new ``(batch,)`` of tokens as soon as it is there.
         draft
@@ -210,6 +213,7 @@ class DeviceClient:
         writing.checked_warpers(max_new_tokens, **choice)  # refuses what cannot be
         whole_number("draft_tokens", draft_tokens, 0)
         ids, ends = self._checked(input_ids, more=max_new_tokens - 1), writing.ends(self._model, eos_token_id)
+        stops = writing.stops(stop_strings, tokenizer)
         guess, ahead = drafts.chosen(draft, tokenizer), draft == "backbone"
         if draft is not None and len(ids) > 1:
             raise ValueError(f"draft={draft!r} is for one sequence, got {len(ids)}: they would not keep pace")
@@ -217,7 +221,7 @@ class DeviceClient:
             raise ValueError(f"draft={draft!r} needs every layer in the cloud, but {kept} are on the device")
         vocab = self.part.embedding.num_embeddings
         self._require_finite()
-        text = Writing(ids, max_new_tokens, ends, guess, vocab, ahead, generator, **choice)
+        text = Writing(ids, max_new_tokens, ends, stops, guess, vocab, ahead, generator, **choice)
         limit, changes = writing.reads_anew_beyond(self._model), rope_changes(self._model.config)
         cache = self.part.new_cache()
 

@@ -9,17 +9,17 @@ often, but needs the cloud's distributions on the device).
 
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import torch
-from transformers import LogitsProcessorList, PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
 
 from plpkg import decoding
 from plpkg.decoding import rope_changes
 from plpkg.residual.drafts import Draft
 from plpkg.residual.wire.wire_pb2 import Choice
-from plpkg.validation import flag, number, whole_number
+from plpkg.validation import flag, number, shown, whole_number
 
 
 class Writing:
@@ -29,8 +29,8 @@ class Writing:
     ----------
     ids
         ``(batch, seq)``: how they begin.
-    max_new_tokens, ends
-        At most so many more; the tokens that end one.
+    max_new_tokens, ends, stops
+        At most so many more; the tokens, and the strings, that end one.
     guess, vocab
         Who guesses on the device, or ``None``; and how many tokens there are.
     ahead
@@ -53,6 +53,7 @@ class Writing:
         ids: torch.Tensor,
         max_new_tokens: int,
         ends: list[int],
+        stops: StopStringCriteria | None,
         guess: Draft | None,
         vocab: int,
         ahead: bool,
@@ -62,7 +63,7 @@ class Writing:
         self.ids, self._stop, self._guess, self._generator = ids, ids.shape[1] + max_new_tokens, guess, generator
         self._vocab = vocab
         self._warp = checked_warpers(max_new_tokens, **choice)
-        self._ends = torch.tensor(ends, dtype=torch.long)
+        self._ends, self._stops = torch.tensor(ends, dtype=torch.long), stops
         self._done = torch.zeros(len(ids), dtype=torch.bool)
         self._sampled = choice.pop("do_sample")
         self.choice = None
@@ -118,6 +119,8 @@ class Writing:
             right = guessed is not None and chosen.item() == guessed
             self.ids = torch.cat([self.ids, chosen[:, None]], dim=1)
             self._done |= torch.isin(chosen, self._ends)
+            if self._stops is not None:
+                self._done |= self._stops(self.ids, None)
             yield chosen, right
             if not right or self.over:
                 return
@@ -176,6 +179,26 @@ def ends(model: PreTrainedModel, eos_token_id: int | list[int] | None) -> list[i
         eos_token_id = settings.eos_token_id
     chosen = eos_token_id if isinstance(eos_token_id, list | tuple) else [eos_token_id]
     return [whole_number("eos_token_id", end, -1) for end in chosen if end is not None]
+
+
+def stops(
+    stop_strings: str | Sequence[str] | None, tokenizer: PreTrainedTokenizerBase | None
+) -> StopStringCriteria | None:
+    """What sees that a text has come to one of ``stop_strings``, as in Hugging Face's ``generate``.
+
+    Raises
+    ------
+    ValueError
+        Something that is no string or an empty one, or there is no tokenizer.
+    """
+    if stop_strings is None:
+        return None
+    strings = [stop_strings] if isinstance(stop_strings, str) else stop_strings
+    if not (isinstance(strings, Sequence) and strings and all(isinstance(each, str) and each for each in strings)):
+        raise ValueError(f"stop_strings must be strings that are not empty, got {shown(stop_strings)}")
+    if tokenizer is None:
+        raise ValueError(f"stop_strings={shown(stop_strings)} are text: give the model's tokenizer as well")
+    return StopStringCriteria(tokenizer, list(strings))
 
 
 def token_ids(name: str, ids: torch.Tensor) -> torch.Tensor:

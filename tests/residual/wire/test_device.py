@@ -9,6 +9,8 @@ import threading
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from plpkg import communication
 from plpkg.backbones import FAMILIES
@@ -147,6 +149,28 @@ def test_a_sequence_ends_at_its_stop_token_and_the_others_go_on(pair):
     alone = client.generate(IDS[:1], 8, eos_token_id=stop, on_token=streamed.append)
     assert torch.equal(alone[0], free[0, : first + 1])
     assert torch.equal(torch.stack(streamed, dim=1), alone[:, 12:])
+
+
+@pytest.mark.parametrize("draft", [None, "lookup", "backbone"])
+def test_a_stop_string_ends_a_sequence_where_transformers_ends_it(pair, draft):
+    """The string begins in the middle of one token and ends in the middle of the next."""
+    _, client, whole = pair()
+    vocab = {token: i for i, token in enumerate([*"abcdef", *(f"{i:02}" for i in range(6, 64))])}
+    words = Tokenizer(models.BPE(vocab, merges=[]))
+    words.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    free = expected_tokens(whole, IDS[:1], count=8)
+    one, two = tokenizer.convert_ids_to_tokens(free[0, 14:16])
+    stop = dict(stop_strings=[one[-1] + two[0], "nobody writes this"], tokenizer=tokenizer)
+    expected = whole.generate(input_ids=IDS[:1], max_new_tokens=8, do_sample=False, eos_token_id=None, **stop)
+    assert torch.equal(expected, free[:, : expected.shape[1]])
+    assert expected.shape[1] < free.shape[1]
+    assert torch.equal(client.generate(IDS[:1], 8, eos_token_id=-1, draft=draft, **stop), expected)
+    if draft is None:  # the other goes on
+        both, ends = client.generate(IDS, 8, eos_token_id=-1, **stop), expected.shape[1]
+        assert torch.equal(both[0, :ends], expected[0])
+        assert (both[0, ends:] == expected[0, -1]).all()
+        assert torch.equal(both[1], expected_tokens(whole, IDS, 8)[1])
 
 
 def test_what_ends_a_sequence_is_the_models_own(pair, adapted):
@@ -431,6 +455,12 @@ WHOLE_NUMBERS = r"input_ids must be whole numbers of shape \(batch, seq\)"
         (lambda c: c.generate(IDS, 1, do_sample="no"), "do_sample must be True or False, got 'no'"),
         (lambda c: c.generate(IDS, 1, eos_token_id="7"), "eos_token_id must be a whole number of at least -1, got '7'"),
         (lambda c: c.generate(IDS, 1, eos_token_id=[3.5]), "eos_token_id must be a whole number .*, got 3.5"),
+        (
+            lambda c: c.generate(IDS, 1, stop_strings=["."]),
+            r"stop_strings=\['.'\] are text: give the model's",
+        ),
+        (lambda c: c.generate(IDS, 1, stop_strings=["a", ""]), r"stop_strings must be .* not empty, got \['a', ''\]"),
+        (lambda c: c.generate(IDS, 1, stop_strings=7), "stop_strings must be strings that are not empty, got 7"),
         (lambda c: c.generate(ONE, draft="guess"), "draft must be one of 'lookup', 'public', 'backbone', got 'guess'"),
         (lambda c: c.generate(ONE, draft="public"), "draft='public' counts text: give the model's tokenizer as well"),
         (lambda c: c.generate(ONE, draft_tokens=-1), "draft_tokens must be a whole number of at least 0, got -1"),
