@@ -271,7 +271,7 @@ TWO_RANKS, EMBEDDING = dict(init="svd", r_c2d=4, r_d2c=5), dict(target_modules=[
 NO_LINEAR = "embed_tokens is a Embedding: only nn.Linear and Conv1D can be adapted"
 NO_NAMES = "no default target_modules for GPTNeoXForCausalLM, which has none of q_proj, k_proj, v_proj; qkv_proj; c_at"
 NO_RUNGS = "no default target_modules for OPTForCausalLM, which has none of down_proj; mlp.c_proj: name its linear"
-NO_NORM = "OPTModel has none of norm, ln_f: not a decoder that can be cut here"
+NO_NORM = "OPTModel has none of norm, ln_f, .*: not a decoder that can be cut here"
 NOT_ZERO = "the M of the ladder is not zero"
 
 
