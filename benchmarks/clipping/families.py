@@ -236,5 +236,5 @@ def by_autograd(model: nn.Module, loss: Callable, batch: torch.Tensor) -> torch.
 if __name__ == "__main__":
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    warnings.filterwarnings("ignore")
+    warnings.filterwarnings("ignore")  # of tiny settings and slow torch.func, in place of rows
     record.sections("clipping.families", {"families": families, "methods": methods}, __doc__)

@@ -117,7 +117,7 @@ def measured(name: str, ids: torch.Tensor) -> dict:
 
 
 def main() -> None:
-    warnings.filterwarnings("ignore")
+    warnings.filterwarnings("ignore")  # of kvpress and transformers, dozens a press
     # No token twice: units are told apart by their values.
     ids = torch.randperm(512, generator=torch.Generator().manual_seed(0))[None, : 3 * CHUNK + 1]
     names = sorted(name for name in kvpress.__all__ if not name.endswith("Pipeline"))

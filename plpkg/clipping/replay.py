@@ -227,7 +227,7 @@ class Replay:
 
         try:
             mixed = misfit(self.among) and not misfit(torch.arange(len(self.among)))
-        except Exception:
+        except Exception:  # a criterion may have any reason not to run on copies
             return
         finally:
             state.restore()

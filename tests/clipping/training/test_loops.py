@@ -169,7 +169,7 @@ def experts(coefficient):
     return MixtralForCausalLM(config).double().train()
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # torch.func goes expert by expert
 @pytest.mark.parametrize("coefficient", [1e-6, 0.001, 0.5])
 def test_a_small_term_beside_the_logits_is_kept_or_refused(coefficient):
     """A router's loss is of the whole batch; of one example it is that example's."""
