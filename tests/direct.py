@@ -17,4 +17,7 @@ class Direct:
         return self._answers.pop(group)
 
     def backward(self, group: int, grad_v: torch.Tensor, wanted: bool) -> torch.Tensor:
-        return self.device.residual_backward(group, grad_v)
+        grad_u, (gradients,) = self.device.residual_backward(group, grad_v)
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        return grad_u

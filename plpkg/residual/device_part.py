@@ -19,6 +19,9 @@ from plpkg.residual.adapter import PrivateLoraLayer
 from plpkg.residual.cloud_part import cut_back, new_cache, run_layers
 from plpkg.residual.ladder import answer
 
+Gradients = dict[nn.Parameter, torch.Tensor]
+"""By parameter that learns."""
+
 
 class LoraBranches(nn.Module):
     """The device's side of :class:`.FullActivations`: every projection's B·A·x, side by side."""
@@ -129,7 +132,7 @@ class DevicePart(nn.Module):
         self.matrices = nn.ModuleList(nn.ModuleList(group) for group in matrices)
         self.lm_head = lm_head
         self.softcap, self.scale = softcap, scale
-        self._asked: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._asked: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     @property
     def width(self) -> int:
@@ -162,39 +165,41 @@ class DevicePart(nn.Module):
         return run_layers(self.first, hidden, attention_mask, position_ids, cache.first)
 
     def residual(
-        self, group: int, u: torch.Tensor, *, train: bool = False, cache: DeviceCache | None = None
+        self, group: int, u: torch.Tensor, *, train: int = 0, cache: DeviceCache | None = None
     ) -> torch.Tensor:
         """M·u for each projection of an exchange: ``(projections, batch, seq, r_c2d)`` to ``(…, r_d2c)``.
 
-        With ``train`` what :meth:`residual_backward` needs is kept until it is called; without, and with a ``cache``,
-        M is as it was when the sequence began.
+        With ``train`` what :meth:`residual_backward` needs is kept until it is called, of so many equal parts of the
+        batch; without, and with a ``cache``, M is as it was when the sequence began.
         """
         if not train and cache is not None and cache.stacked[group] is not None:
             return u.to(cache.stacked[group]) @ cache.stacked[group]
         if not train:
             return self._multiply(group, u)
+        parts = [part.detach().requires_grad_() for part in u.chunk(int(train), dim=1)]
         with torch.enable_grad():
-            u = u.detach().requires_grad_()
-            v = self._multiply(group, u)
-        self._asked[group] = u, v
-        return v.detach()
+            self._asked[group] = [(part, self._multiply(group, part)) for part in parts]
+        return torch.cat([v.detach() for _, v in self._asked[group]], dim=1)
 
     def _multiply(self, group: int, u: torch.Tensor) -> torch.Tensor:
         matrices = self.matrices[group]
         u = u.to(next(matrices.parameters()))
         return torch.stack([m(u_i) for m, u_i in zip(matrices, u, strict=True)])
 
-    def residual_backward(self, group: int, grad_v: torch.Tensor) -> torch.Tensor:
-        """Add to the gradient of M, and return that of u.
+    def residual_backward(self, group: int, grad_v: torch.Tensor) -> tuple[torch.Tensor, list[Gradients]]:
+        """The gradient of u, and of each part of the batch the gradients of M.
 
         Raises
         ------
         KeyError
             No forward pass of this exchange is waiting for its gradient.
         """
-        u, v = self._asked.pop(group)
-        v.backward(grad_v.to(v))
-        return u.grad
+        parts = self._asked.pop(group)
+        learning = [p for p in self.matrices[group].parameters() if p.requires_grad]
+        grads = grad_v.chunk(len(parts), dim=1)
+        found = [torch.autograd.grad(v, [u, *learning], grad.to(v)) for (u, v), grad in zip(parts, grads, strict=True)]
+        gradients = [dict(zip(learning, of_m, strict=True)) for _, *of_m in found]
+        return torch.cat([grad_u for grad_u, *_ in found], dim=1), gradients
 
     def logits(
         self,

@@ -178,6 +178,8 @@ class PrivateLoss(torch.Tensor):
         One an example, ``(batch,)``.
     scale
         What they are multiplied with on their way back.
+    gradients
+        The examples' gradients, where they are known; else autograd's.
     """
 
     @classmethod
@@ -191,18 +193,18 @@ class PrivateLoss(torch.Tensor):
         return torch._C._disabled_torch_function_impl(function, types, args, kwargs or {})
 
     @staticmethod
-    def __new__(cls, losses: torch.Tensor, private, scale: float = 1.0) -> "PrivateLoss":
+    def __new__(cls, losses: torch.Tensor, private, scale: float = 1.0, gradients=None) -> "PrivateLoss":
         total = losses.detach().sum()
         return (total / max(1, len(losses)) if private.criterion.averages else total).as_subclass(cls)
 
-    def __init__(self, losses: torch.Tensor, private, scale: float = 1.0) -> None:
-        self.losses, self.scale, self._private = losses, scale, private
+    def __init__(self, losses: torch.Tensor, private, scale: float = 1.0, gradients=None) -> None:
+        self.losses, self.scale, self.gradients, self._private = losses, scale, gradients, private
 
     def backward(self, gradient=None, retain_graph=None, create_graph=False, inputs=None) -> None:
         """Clip and add up. Once for each forward pass, whether a graph is retained or not."""
         if gradient is not None or create_graph or inputs is not None:
             raise TypeError("a private loss goes backward as it is, to all that learns: call backward() without these")
-        self._private.add(self.losses, self.scale)
+        self._private.add(self.losses, self.scale, self.gradients)
 
     def mean(self, *_, **__) -> "PrivateLoss":
         """It is one number already; so is :meth:`sum`."""
@@ -227,7 +229,7 @@ class PrivateLoss(torch.Tensor):
         """
         if not isinstance(scale, torch.Tensor) or scale.numel() != 1 or scale.requires_grad:
             self._refuse()
-        return PrivateLoss(self.losses, self._private, self.scale * scale.item())
+        return PrivateLoss(self.losses, self._private, self.scale * scale.item(), self.gradients)
 
     __add__ = __radd__ = __sub__ = __rsub__ = __rmul__ = __neg__ = __pow__ = _refuse
 

@@ -52,8 +52,9 @@ def make_private(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     data_loader: DataLoader | None,
-    criterion: Callable | None,
+    criterion: Callable | None = None,
     *,
+    per_example: Callable | None = None,
     max_grad_norm: float | Sequence[float] | Callable[[int], float],
     noise_multiplier: float | Callable[[int], float] | None = None,
     target_epsilon: float | None = None,
@@ -88,6 +89,11 @@ def make_private(
         loss an example, or ``(batch, targets)``; of as many arguments as it takes. The loss of an example with several
         targets is their mean (or sum). On outputs without a gradient, as in validation, the criterion that comes back
         does what this one did. ``None``: the own loss of a Hugging Face model, ``model(**batch).loss``.
+    per_example
+        Instead of a criterion: ``per_example(batch)`` gives each example's gradient of its own mean loss, by name
+        ``(batch, *shape)``, or a pair of these and the losses ``(batch,)``. The loop is then
+        ``criterion(batch).backward(); optimizer.step()``. If it takes ``look``, that is true for the batches that are
+        given again to see whether it mixes examples.
     max_grad_norm
         C; for ``per_layer`` also one for each of :attr:`Private.layers`. Or a function of the step's number, counted
         from 0, which must not look at the data.
@@ -168,8 +174,10 @@ def make_private(
     Several processes (``torchrun``, ``accelerate launch``): give each the model itself and the whole data set. Each
     takes its share of every sample, and all have the sum of all and the same parameters.
     """
-    _check(model, optimizer, criterion)
+    _check(model, optimizer, criterion if per_example is None else per_example, mode=per_example is None)
     check_whole(model)
+    if per_example is not None and (criterion is not None or execution != "book_keeping"):
+        raise ValueError("per_example gives the gradients: leave criterion and execution out")
     if not isinstance(execution, Plan):
         one_of("execution", execution, ("loop", *EXECUTIONS))
     executed = execution.execution if isinstance(execution, Plan) else EXECUTIONS.get(execution, LOOP)
@@ -223,6 +231,7 @@ def make_private(
         Randomness(seed, secure=secure),
         processes,
         None if max_epsilon is None else (max_epsilon, target_delta),
+        per_example,
     )
     try:
         first.clip.limits(private.layers)
@@ -250,7 +259,7 @@ def _members(count: int, users) -> list[list[int]]:
     return list(members.values())
 
 
-def _check(model: torch.nn.Module, optimizer: torch.optim.Optimizer, criterion: Callable) -> None:
+def _check(model: torch.nn.Module, optimizer: torch.optim.Optimizer, criterion: Callable, *, mode: bool) -> None:
     for name, value, kind in (("model", model, torch.nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
@@ -259,7 +268,7 @@ def _check(model: torch.nn.Module, optimizer: torch.optim.Optimizer, criterion: 
         raise TypeError(f"{name} wraps an optimizer: give make_private the optimizer itself, and prepare it afterwards")
     if criterion is not None and not callable(criterion):
         raise TypeError(f"criterion must be callable, got {type(criterion).__name__}")
-    if not model.training:
+    if mode and not model.training:
         raise ValueError("the model is in evaluation mode: call model.train() first")
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     learning = learned(optimizer)

@@ -6,7 +6,7 @@ standard deviation σ·C on their sum, divided by the *expected* batch size. ε 
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 
@@ -21,6 +21,7 @@ from plpkg.clipping.mixing import modules_of
 from plpkg.clipping.recorder import Recorder
 from plpkg.clipping.training.accounting import Ledger, Life, Mechanism, accountant_of, spent
 from plpkg.clipping.training.criterion import OwnLoss, PrivateCriterion, PrivateLoss
+from plpkg.clipping.training.given import GivenGradients, clip_given
 from plpkg.clipping.training.loader import Piece, PrivateLoader, PrivateSampler
 from plpkg.clipping.training.processes import Processes
 from plpkg.clipping.training.randomness import Randomness
@@ -53,7 +54,7 @@ class Private:
     model, optimizer
         The same objects as before, with hooks.
     criterion
-        Its losses clip when they go backward.
+        Its losses clip when they go backward; with ``per_example`` it takes a batch.
     data_loader
         Gives Poisson samples; ``None`` where you sample yourself.
     mechanism, steps, max_steps
@@ -71,10 +72,12 @@ class Private:
         randomness: Randomness,
         processes: Processes,
         limit: tuple[float, float] | None = None,
+        per_example: Callable | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
-        self._own = OwnLoss(model) if criterion is None else None
-        self.criterion = PrivateCriterion(criterion, self)
+        self._elsewhere = per_example is not None
+        self._own = OwnLoss(model) if criterion is None and not self._elsewhere else None
+        self.criterion = GivenGradients(per_example, self) if self._elsewhere else PrivateCriterion(criterion, self)
         self.data_loader: PrivateLoader | None = None
         self.mechanism, self.expected_batch_size = mechanism, expected_batch_size
         self.execution, self.randomness, self.processes = execution, randomness, processes
@@ -85,10 +88,17 @@ class Private:
         self._ledger = _LEDGERS.setdefault(model, Ledger())
         self._released = self._ledger.gradients  # which may still be there from a training before
         self._enter(self._ledger.life(0), 0)
-        self.recorder = Recorder(model, alone=execution is LOOP)
+        self.recorder = Recorder(model, alone=execution is LOOP or self._elsewhere)
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._release),
+            register_optimizer_step_pre_hook(_not_by_others(weakref.ref(self))),
+        ]
+        weakref.finalize(self, self._hooks[-1].remove)
+        if self._elsewhere:
+            return
         # Before the recorder's own hooks, and after: the model may be a layer itself. Closures, so that a copy of the
         # model does not copy all this.
-        self._hooks = [
+        self._hooks += [
             model.register_forward_pre_hook(
                 lambda module, args, kwargs: self._before_forward(module, args, kwargs), with_kwargs=True, prepend=True
             ),
@@ -97,10 +107,7 @@ class Private:
                 with_kwargs=True,
                 always_call=True,
             ),
-            optimizer.register_step_pre_hook(self._release),
-            register_optimizer_step_pre_hook(_not_by_others(weakref.ref(self))),
         ]
-        weakref.finalize(self, self._hooks[-1].remove)
 
     def __iter__(self) -> Iterator:
         return iter((self.model, self.optimizer, self._own or self.criterion, self.data_loader))
@@ -148,7 +155,7 @@ class Private:
     @property
     def learning(self) -> bool:
         """Whether the model is in training mode, with gradients: else it is being evaluated."""
-        return self.model.training and torch.is_grad_enabled()
+        return (self._elsewhere or self.model.training) and torch.is_grad_enabled()
 
     @property
     def layers(self) -> list[str]:
@@ -298,10 +305,23 @@ class Private:
         if hooked := [name for name, p in self.recorder.parameters.items() if p._backward_hooks]:
             raise RuntimeError(f"{hooked[0]} has a gradient hook, which clipping would leave out: remove it")
 
-    def add(self, losses: torch.Tensor, loss_scale: float = 1.0) -> None:
+    def expect(self) -> None:
+        """A forward pass begins: what learns is what was seen, and the data loader's batch is trained on."""
+        self.check()
+        if self._offered and not self.progress.left:  # fetched in evaluation mode, as transformers' Trainer does
+            self.begin()
+
+    def record(self, batch: int) -> None:
+        """So many examples get their losses."""
+        if not self.recorder.recording or self.recorder.batch != batch:
+            self.recorder.forget()
+        self.recorder.recording, self.recorder.batch = True, batch
+
+    def add(self, losses: torch.Tensor, loss_scale: float = 1.0, gradients: Mapping | None = None) -> None:
         """Clip the gradients of one loss an example, and add them to the sample's.
 
-        ``loss_scale`` is what the losses are multiplied with on their way back; it is taken off again.
+        ``loss_scale`` is what the losses are multiplied with on their way back; it is taken off again. ``gradients``,
+        by name ``(batch, *shape)``, need no backward pass.
 
         Raises
         ------
@@ -311,7 +331,8 @@ class Private:
         recorder, progress = self.recorder, self.progress
         if not recorder.recording:
             raise RuntimeError("backward() needs a forward pass of the model in training mode, once for each")
-        check_losses(losses, recorder.batch)
+        if gradients is None:
+            check_losses(losses, recorder.batch)
         if self.execution is LOOP and recorder.batch != 1:
             raise RuntimeError(
                 f"execution='loop' takes one example at a time, got {recorder.batch}: iterate over the data_loader "
@@ -329,7 +350,7 @@ class Private:
                 "ahead of the loop (accelerate's prepare(data_loader) does: iterate over the data_loader itself)"
             )
         try:
-            sums = self._clipped(losses, loss_scale)
+            sums = self._clipped(losses, loss_scale, gradients)
         except FloatingPointError as error:
             raise FloatingPointError(
                 f"{error}: give it a finite loss, or call restart(), which drops the sample of this step"
@@ -344,10 +365,12 @@ class Private:
             p = next(iter(recorder.parameters.values()))
             p.grad = torch.zeros_like(p)
 
-    def _clipped(self, losses: torch.Tensor, loss_scale: float) -> dict[str, torch.Tensor]:
+    def _clipped(self, losses: torch.Tensor, loss_scale: float, gradients: Mapping | None) -> dict[str, torch.Tensor]:
         """The sums of the clipped gradients of examples; or of users, as far as all that is theirs has come."""
 
         def sums(clip: Clip, owners: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+            if gradients is not None:
+                return clip_given(gradients, clip, self.recorder.layers, owners)
             how = dict(owners=owners, loss_scale=loss_scale)
             sums, _ = self.recorder.clipped_sums(losses, clip, self.execution, **how)
             return {name: part for name, part in sums.items() if part is not None}
@@ -362,7 +385,9 @@ class Private:
             )
         owners = numbered(piece.owners, len(losses))
         if self.criterion.averages:  # a user's loss is the mean over all that is theirs
-            losses = losses / losses.new_tensor([len(self.sampler.members[user]) for user in piece.owners])
+            counts = losses.new_tensor([len(self.sampler.members[user]) for user in piece.owners])
+            losses = losses / counts
+            gradients = gradients and {n: torch.einsum("n...,n->n...", g, 1 / counts) for n, g in gradients.items()}
         if not (piece.goes_on or progress.part):
             return sums(clip, owners)
         progress.part = progress.part or {name: zeros_for(p) for name, p in self.recorder.parameters.items()}
@@ -451,9 +476,7 @@ class Private:
             if not module.training:
                 recorder.guard.flip()
             return None
-        self.check()
-        if self._offered and not self.progress.left:  # fetched in evaluation mode, as transformers' Trainer does
-            self.begin()
+        self.expect()
         counts = [leaf.shape[0] for leaf in leaves([*args, kwargs]) if leaf.ndim]
         if not counts:
             raise ValueError("the model's tensors must have the batch first, got none with a first dimension")
@@ -462,9 +485,7 @@ class Private:
         batch = self.progress.left if self.progress.left in counts else max(counts) if len(others) <= 1 else counts[0]
         if self.execution is LOOP and 1 in counts:  # beside the words of a bag, say
             batch = 1
-        if not recorder.recording or recorder.batch != batch:
-            recorder.forget()
-        recorder.recording, recorder.batch = True, batch
+        self.record(batch)
         if self._own:  # the number of all examples' tokens, by which the model's own loss would divide
             return args, {name: value for name, value in kwargs.items() if name != "num_items_in_batch"}
         return None

@@ -111,6 +111,10 @@ class Counter(Tabular):
         self.tokens += tokens
         self.accepted_tokens += accepted
 
+    def __add__(self, other: "Counter") -> "Counter":
+        """What has crossed in both."""
+        return Counter(**{name: value + vars(other)[name] for name, value in vars(self).items()})
+
     def __sub__(self, earlier: "Counter") -> "Counter":
         """What has crossed since ``earlier``, a copy made then."""
         return Counter(**{name: value - vars(earlier)[name] for name, value in vars(self).items()})

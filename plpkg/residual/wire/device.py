@@ -13,10 +13,11 @@ them).
 
 import contextlib
 import copy
+import functools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,7 +27,7 @@ from peft import PeftModel
 from plpkg.catalog import Link
 from plpkg.decoding import rope_changes
 from plpkg.residual import drafts
-from plpkg.residual.device_part import DeviceCache
+from plpkg.residual.device_part import DeviceCache, Gradients
 from plpkg.residual.drafts import Draft
 from plpkg.residual.parts import split
 from plpkg.residual.wire import writing
@@ -75,8 +76,8 @@ class DeviceClient:
         The device's part of the model, and which adapter it is.
     terms
         What the cloud must have as well.
-    traffic
-        What has crossed so far.
+    traffic, looks
+        What has crossed so far; and of that, with :meth:`per_example`'s ``look``, to see whether examples mix.
 
     Raises
     ------
@@ -109,7 +110,7 @@ class DeviceClient:
         self.part.eval()
         self.terms = terms(model, self.part, cloud.riders, adapter_name, (first_k, last_k), precision)
         self.dtype, self.adapter_name = PRECISIONS[precision], adapter_name
-        self._model = model.get_base_model()
+        self._peft_model, self._model, self.looks = model, model.get_base_model(), Counter()
         self._closed = False
         self._in_use, self._training = threading.Lock(), _TRAINING.setdefault(model, threading.Lock())
         self.relay = None if link is None else Relay(target, link)
@@ -312,40 +313,66 @@ class DeviceClient:
         ConnectionError, RefusedError
             As in :meth:`generate`. Whatever is raised, the gradients are as they were before.
         """
-        ids, labels = self._checked(input_ids), writing.token_ids("labels", labels)
-        if labels.shape != ids.shape:
-            raise ValueError(f"labels of shape {tuple(labels.shape)} for input_ids of shape {tuple(ids.shape)}")
-        self._checked(torch.where(labels == -100, 0, labels), "labels")
-        targets = labels[:, 1:]
+        ids, targets = self._targets(input_ids, labels)
         predicted = int((targets != -100).sum())
         if not predicted:
             raise ValueError(f"no label to predict: the first is not, and the other {targets.numel()} are all -100")
         items = predicted if num_items is None else whole_number("num_items", num_items, 1)
-        trainable = self.trainable()
-
-        def run() -> float:
-            for parameter in trainable:
-                parameter.grad = None
-            loss = self._pass_both_ways(ids, targets, items)
-            if not all(p.grad.isfinite().all() for p in trainable if p.grad is not None):
-                raise FloatingPointError("the gradient is not finite")
-            return loss
-
         with self._alone(), self._training:
-            before = [p.grad for p in trainable]
-            try:
-                loss = self._begin_anew(lambda: self._connection.keep_trying(run))  # any session will do
-            except BaseException:
-                for parameter, gradient in zip(trainable, before, strict=True):
-                    parameter.grad = gradient
-                raise
-            for parameter, gradient in zip(trainable, before, strict=True):
-                if gradient is not None:
-                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+            (loss,), (gradients,) = self._pass_both_ways(ids, targets, [items])
+            if not all(gradient.isfinite().all() for gradient in gradients.values()):
+                raise FloatingPointError("the gradient is not finite")
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
             if optimizer is not None:
                 optimizer.step()
                 optimizer.zero_grad()
         return loss
+
+    def per_example(self, batch, *, look: bool = False) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Each example's gradient of its own loss: what ``make_private(…, per_example=client.per_example)`` clips.
+
+        The device has what goes into every M and the gradient of what comes out, so a step crosses as it does in
+        :meth:`train_step`, to the byte. An ε of such a training is about whoever gets M, or what it writes, later.
+        It holds nothing back from the cloud, which sees the text (:mod:`plpkg.residual.attacks`) and gradients without
+        noise; and it needs a cloud that lets no example change what it computes for another one.
+
+        Parameters
+        ----------
+        batch
+            Token ids ``(batch, seq)``; ``(ids, labels)``; or a mapping with ``input_ids``, and perhaps ``labels``
+            and ``attention_mask``, padded on the right. Labels of -100 are not predicted. Without labels, the text
+            itself is predicted, without its padding.
+        look
+            Count what crosses in :attr:`looks`: nothing is learnt from this pass.
+
+        Returns
+        -------
+        (gradients, losses)
+            By the model's name of each parameter that learns ``(batch, *shape)``; and ``(batch,)``, each the mean over
+            the example's own labels in nats per token, 0 where it has none.
+
+        Raises
+        ------
+        ValueError
+            Shapes that do not fit, padding on the left, or nothing on the device that learns.
+        FloatingPointError
+            A loss is not finite.
+        ConnectionError, RefusedError
+            As in :meth:`generate`.
+        """
+        ids, targets = self._targets(*writing.ids_and_labels(batch))
+        items = (targets != -100).sum(1).clamp(min=1).tolist()  # an example's own; of the batch's, it would mix them
+        with self._alone():
+            before = self.traffic
+            losses, each = self._pass_both_ways(ids, targets, items)
+            if look:
+                self.looks = self.looks + (self.traffic - before)
+        learning = {name: p for name, p in self._peft_model.named_parameters() if p in set(self.trainable())}
+        stacked = {
+            name: torch.stack([found.get(p, torch.zeros_like(p)) for found in each]) for name, p in learning.items()
+        }
+        return stacked, torch.tensor(losses)
 
     def trainable(self) -> list[torch.nn.Parameter]:
         """What learns on the device: every M, unless it is frozen.
@@ -371,48 +398,62 @@ class DeviceClient:
                 return run()
         return run()
 
-    def _pass_both_ways(self, ids: torch.Tensor, targets: torch.Tensor, items: int) -> float:
-        embedded = self.part.embed(ids)
-        input_gradient = embedded.requires_grad
-        self._send_step(
-            self._connection.steps + 1,
-            ids.shape,
-            pack(embedded, self.dtype),
-            train=True,
-            positions=ids.shape[1],
-            input_gradient=input_gradient,
-        )
-        self._exchange(ids.shape)
+    def _pass_both_ways(
+        self, ids: torch.Tensor, targets: torch.Tensor, items: Sequence[int]
+    ) -> tuple[list[float], list[Gradients]]:
+        """The losses and the gradients of as many equal parts of a batch as there are ``items``.
+
+        A part's loss is the sum over its targets, divided by its ``items``. Nothing of a part depends on another one.
+        """
+        of_m = set(self.part.matrices.parameters())
+        here = [parameter for parameter in self.trainable() if parameter not in of_m]
+        run = functools.partial(self._there_and_back, ids, targets, items, here)
+        return self._begin_anew(lambda: self._connection.keep_trying(run))  # any session will do
+
+    def _there_and_back(
+        self, ids: torch.Tensor, targets: torch.Tensor, items: Sequence[int], here: list[torch.nn.Parameter]
+    ) -> tuple[list[float], list[Gradients]]:
+        """``here`` learns beside M."""
+        gradients: list[Gradients] = [{} for _ in items]
+        embedded = [self.part.embed(part) for part in ids.chunk(len(items))]
+        hidden, input_gradient = torch.cat(embedded).detach(), embedded[0].requires_grad
+        sending = dict(train=True, positions=ids.shape[1], input_gradient=input_gradient)
+        self._send_step(self._connection.steps + 1, ids.shape, pack(hidden, self.dtype), **sending)
+        self._exchange(ids.shape, train=len(items))
         final, _ = self._final(*ids.shape)
-        final.requires_grad_()
-        logits = self.part.logits(final)[:, :-1]
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="sum"
-        )
-        loss = loss / items
-        if not loss.isfinite():
-            raise FloatingPointError(f"the loss is {loss.item()}")
-        loss.backward()
+        parts = zip(final.chunk(len(items)), targets.chunk(len(items)), items, gradients, strict=True)
+        losses, back, scales = [], [], []
+        for arrived, labels, count, found in parts:
+            arrived.requires_grad_()
+            logits = self.part.logits(arrived)[:, :-1].flatten(0, 1).float()
+            loss = torch.nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum")
+            loss = loss / count
+            if not loss.isfinite():
+                raise FloatingPointError(f"the loss is {loss.item()}")
+            grad, *others = torch.autograd.grad(loss, [arrived, *here], allow_unused=True)
+            _add(found, here, others)
+            # A power of two brings the gradients to where the wire's precision is good; the way back is linear.
+            scales.append(2.0 ** min(126, -math.frexp(grad.abs().max().item())[1]))  # float32 has no larger one
+            back.append(grad * scales[-1])
+            losses.append(loss.item())
         self._connection.steps += 1
         if not (self.part.matrices or input_gradient):
-            return loss.item()  # nothing that learns is before the cloud's layers
-        # A power of two brings the gradients to where the wire's precision is good; the way back is linear.
-        scale = 2.0 ** min(126, -math.frexp(final.grad.abs().max().item())[1])  # float32 has no larger one
-        gradient = pack(final.grad * scale, self.dtype)
-        self._connection.send(grad_hidden=gradient)
+            return losses, gradients  # nothing that learns is before the cloud's layers
+        self._connection.send(grad_hidden=pack(torch.cat(back), self.dtype))
         due, sent = set(range(len(self.part.matrices))), True
         while due:
             part = self._connection.receive("grad_output", round_trips=int(sent))
-            grad_u = self.part.residual_backward(part.group, self._unpack_part(part, due, ids.shape, self.terms.r_d2c))
+            grad_v = self._unpack_part(part, due, ids.shape, self.terms.r_d2c)
+            grad_u, each = self.part.residual_backward(part.group, grad_v)
+            for found, scaled, scale in zip(gradients, each, scales, strict=True):
+                _add(found, scaled, [gradient / scale for gradient in scaled.values()])
             if sent := not part.unanswered:
                 self._connection.send(grad_input=Part(group=part.group, data=pack(grad_u, self.dtype)))
         if input_gradient:
-            data = self._connection.receive("grad_hidden")
-            embedded.backward(unpack(data, tuple(embedded.shape), self.dtype).to(embedded) / scale)
-        for parameter in self.part.matrices.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= scale
-        return loss.item()
+            grad = unpack(self._connection.receive("grad_hidden"), tuple(hidden.shape), self.dtype).to(hidden)
+            for found, sent, part, scale in zip(gradients, embedded, grad.chunk(len(items)), scales, strict=True):
+                _add(found, here, torch.autograd.grad(sent, here, part / scale, allow_unused=True))
+        return losses, gradients
 
     def _next_logits(
         self,
@@ -464,13 +505,13 @@ class DeviceClient:
         step = Step(number=number, batch=shape[0], seq=shape[1], hidden=hidden, **fields)
         self._connection.send(step=step)
 
-    def _exchange(self, shape: tuple[int, int], cache: DeviceCache | None = None) -> None:
-        """Answer every A·x of a pass over ``(batch, seq)`` with M·A·x; without a ``cache``, to learn from it."""
+    def _exchange(self, shape: tuple[int, int], cache: DeviceCache | None = None, train: int = 0) -> None:
+        """Answer every A·x of a pass over ``(batch, seq)`` with M·A·x; ``train`` is :meth:`DevicePart.residual`'s."""
         due = set(range(len(self.part.matrices)))
         while due:
             part = self._connection.receive("residual", round_trips=0)
             u = self._unpack_part(part, due, shape, self.terms.r_c2d)
-            data = pack(self.part.residual(part.group, u, train=cache is None, cache=cache), self.dtype)
+            data = pack(self.part.residual(part.group, u, train=train, cache=cache), self.dtype)
             self._connection.send(residual=Part(group=part.group, data=data))
 
     def _final(self, batch: int, positions: int, ahead: int = 0) -> tuple[torch.Tensor, list[int]]:
@@ -490,6 +531,14 @@ class DeviceClient:
         due.remove(part.group)
         return unpack(part.data, (self.terms.projections[part.group], *shape, rank), self.dtype)
 
+    def _targets(self, input_ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids ``(batch, seq)``, and what is to be predicted at each but the last."""
+        ids, labels = self._checked(input_ids), writing.token_ids("labels", labels)
+        if labels.shape != ids.shape:
+            raise ValueError(f"labels of shape {tuple(labels.shape)} for input_ids of shape {tuple(ids.shape)}")
+        self._checked(torch.where(labels == -100, 0, labels), "labels")
+        return ids, labels[:, 1:]
+
     def _checked(self, ids: torch.Tensor, name: str = "input_ids", *, more: int = 0) -> torch.Tensor:
         ids = writing.token_ids(name, ids)
         vocab, low, high = self.part.embedding.num_embeddings, ids.min().item(), ids.max().item()
@@ -500,3 +549,9 @@ class DeviceClient:
                 f"{ids.shape[1] + more} tokens, the model has {self.part.positions.num_embeddings} positions"
             )
         return ids
+
+
+def _add(gradients: Gradients, parameters: Iterable[torch.nn.Parameter], found: Iterable[torch.Tensor | None]) -> None:
+    for parameter, gradient in zip(parameters, found, strict=True):
+        if gradient is not None:
+            gradients[parameter] = gradients.get(parameter, 0) + gradient
