@@ -40,7 +40,8 @@ def learn(target: float) -> dict:
     generator = torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=METHOD.lr, weight_decay=0.0)
     with CloudServer(model) as cloud, DeviceClient(cloud.address, model) as client:
-        row = {"case": "no privacy" if math.isinf(target) else f"ε = {target:g}", "windows": len(windows), "steps": STEPS}
+        case = "no privacy" if math.isinf(target) else f"ε = {target:g}"
+        row = {"case": case, "windows": len(windows), "steps": STEPS}
         before = score_of(client, model.config, texts["test"])
         start, ready = client.traffic, None
         if not math.isinf(target):
@@ -58,13 +59,12 @@ def learn(target: float) -> dict:
                 client.train_step(batch, batch, optimizer=optimizer)
         crossed = client.traffic - start - client.looks
         after = score_of(client, model.config, texts["test"])
-    return (
-        row
-        | counted(crossed)
-        | {"looks_mb": round(client.looks.sent_bytes / 1e6 + client.looks.received_bytes / 1e6, 1)}
-        | {"epsilon": round(ready.epsilon(DELTA), 2) if ready else None}
-        | {"nats_before": nats(before), "nats_after": nats(after)}
-    )
+    row |= counted(crossed)
+    row["looks_mb"] = round(client.looks.sent_bytes / 1e6 + client.looks.received_bytes / 1e6, 1)
+    row["epsilon"] = round(ready.epsilon(DELTA), 2) if ready else None
+    row |= {"nats_before": nats(before), "nats_after": nats(after)}
+    print(row, flush=True)
+    return row
 
 
 def counted(crossed) -> dict:
