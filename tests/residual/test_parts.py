@@ -235,7 +235,7 @@ UNEVEN = dict(r=2, target_modules=["layers.0.self_attn.q_proj", "layers.1.self_a
 INVOKED = dict(alora_invocation_tokens=[1, 2], task_type="CAUSAL_LM")
 MIDDLE, FOLD = dict(first_k=2, last_k=2), dict(fold=True)
 DOWN, UP = dict(target_modules=["down_proj"]), dict(target_modules=["up_proj"])
-NO_PLACE = "needs an adapter on the last layer's mlp.down_proj or mlp.c_proj, and nothing behind it"
+NO_PLACE = "needs an adapter whose projection the last layer adds to its output as it is"
 NO_FOLD = "fold=True needs a PrivateLoRA adapter and last_k=0, got"
 
 
