@@ -144,7 +144,7 @@ class LadderNorm(LadderLayer):
         for zero in (m,) if config.width is None else (m.linear, m.down):
             nn.init.zeros_(zero.weight)
         self.ladder_M[adapter_name] = m
-        self._move_adapter_to_device_of_base_layer(adapter_name, taps[0].get_base_layer().weight.device)
+        self._move_adapter_to_device_of_base_layer(adapter_name, taps[-1].get_base_layer().weight.device)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def forward(self, hidden: torch.Tensor, adapter_names: Sequence[str] | None = None) -> torch.Tensor:

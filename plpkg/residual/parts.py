@@ -110,6 +110,7 @@ def split(
         return part
 
     middle = section(first_k, count - last_k, norm=with_norm)
+    _require_nothing_else(section(count - 1, count, norm=False), layers_name, norm_name)
     here, exchanges, matrices, ranks, riders = Here(), [], [], {}, {}
     norm, m, before = getattr(decoder, norm_name), None, {}
     if isinstance(config, LadderConfig):
@@ -126,7 +127,8 @@ def split(
             late = getattr(config, "late", False)
             added = (before[*names],) if late and tuple(names) in before else ()
             foldable = fold and layer is cloud_layers[-1] and len(names) == 1 and not riders
-            if foldable and _adds_to_the_state(section(count - 1, count, norm=False), layer, projections[0]):
+            alone = section(count - 1, count, norm=False) if foldable else None
+            if foldable and _adds_to_the_state(alone, getattr(alone, layers_name)[0], layer, projections[0]):
                 (projection,), m = projections, Folded(projections[0], adapter_name)
                 riders[0] = Rider(0, projection.base_layer, projection.privatelora_A[adapter_name], here)
                 riders[0].added = added
@@ -204,8 +206,9 @@ def _section(decoder: nn.Module, layers_name: str, norm_name: str, layers: range
     if (kinds := getattr(decoder.config, "layer_types", None)) is not None:
         try:
             config.layer_types = [kinds[i] for i in layers]
-        except AttributeError as error:
-            raise ValueError(f"{type(decoder).__name__} cannot be cut: {error}") from error
+        except AttributeError:  # Jamba's follow from the layers' numbers
+            name = type(decoder).__name__
+            raise ValueError(f"the kinds of {name}'s layers cannot be chosen: it cannot be cut here") from None
     # The same tensors in new modules: their numbers within the KV cache change.
     shared = {id(t): t for t in (*decoder.parameters(), *decoder.buffers())}
     with torch.device("meta"):
@@ -238,28 +241,40 @@ class _Nothing(nn.Module):
         return torch.zeros(())  # without dimensions, so that it changes no type, and fits on any device
 
 
-def _adds_to_the_state(last: nn.Module, layer: nn.Module, projection: nn.Module) -> bool:
+def _require_nothing_else(part: nn.Module, layers_name: str, norm_name: str) -> None:
+    """Refuse a decoder that is more than its layers and a norm behind them: without layers, it is what stands there."""
+    device = part.device
+    setattr(part, layers_name, nn.ModuleList())
+    setattr(part, norm_name, nn.LeakyReLU(3.0))  # three times what is negative
+    if hasattr(part, MULTIPLIER):
+        setattr(part, MULTIPLIER, 1.0)  # the first layers keep it
+    hidden = -torch.ones(1, 1, part.config.hidden_size, device=device)
+    final = run_layers(part.eval(), hidden, None, torch.zeros(1, 1, dtype=torch.long, device=device), None)
+    if not torch.equal(final, 3 * hidden):
+        raise ValueError(f"{type(part).__name__} is more than its layers and a norm: it cannot be cut here")
+
+
+def _adds_to_the_state(part: nn.Module, copied: nn.Module, layer: nn.Module, projection: nn.Module) -> bool:
     """Whether a layer adds what a projection gives to its output as it is: then both have the same gradient.
 
-    ``last`` is a decoder of a copy of that layer alone.
+    ``part`` is a decoder of the layer's copy alone.
     """
-    (copied,), given = (child for child in last.children() if isinstance(child, nn.ModuleList)), []
-    path = next(name for name, module in layer.named_modules() if module is projection)
+    path, given = next(name for name, module in layer.named_modules() if module is projection), []
 
     def keep(_, inputs, output: torch.Tensor) -> torch.Tensor:
         given.append(output.detach().requires_grad_())
-        return given[0]
+        return given[-1].clone()  # Falcon adds to it in place
 
-    copied[0].get_submodule(path).register_forward_hook(keep)
+    copied.get_submodule(path).register_forward_hook(keep)
     for module in copied.modules():
         if isinstance(module, BaseTunerLayer):
             module._disable_adapters = True  # a late one waits for the layer before
     weight = projection.get_base_layer().weight
     with torch.inference_mode(False), torch.enable_grad():
-        hidden = torch.linspace(-1, 1, 2 * last.config.hidden_size).reshape(1, 2, -1).to(weight)
-        final = run_layers(last.eval(), hidden, None, torch.arange(2, device=weight.device)[None], None)
-        (gradient,) = torch.autograd.grad(final, given, hidden)
-    return torch.equal(gradient.reshape(hidden.shape), hidden)
+        hidden = torch.linspace(-1, 1, 2 * part.config.hidden_size).reshape(1, 2, -1).to(weight)
+        final = run_layers(part.eval(), hidden, None, torch.arange(2, device=weight.device)[None], None)
+        gradients = torch.autograd.grad(final, given, hidden, allow_unused=True) if len(given) == 1 else [None]
+    return gradients[0] is not None and torch.equal(gradients[0].flatten(), hidden.flatten())
 
 
 def is_adapted(module: nn.Module, adapter_name: str) -> bool:
