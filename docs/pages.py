@@ -18,6 +18,7 @@ import nbformat
 from sphinx.pycode import ModuleAnalyzer
 
 import plpkg
+from plpkg import recorded
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -200,6 +201,21 @@ def described(notebook):
     return notebook
 
 
+FAMILIES = """# Model families
+
+Which can be divided between a device and a cloud, by which method of {doc}`residual </api/plpkg.residual>`, as recorded
+by `python -m benchmarks.residual.families`, with [caveats](data/measured/README.md). *ok*: over a connection, the tokens
+of `generate()` and the gradients of one process.
+"""
+
+
+def families() -> str:
+    """The page of the model families, from what was recorded."""
+    table = recorded.section("residual_families", "families").drop(columns="difference").fillna({"reason": ""})
+    rows = [list(table), ["---"] * len(table.columns), *table.to_numpy().tolist()]
+    return "\n".join([FAMILIES, *(f"| {' | '.join(row)} |" for row in rows), ""])
+
+
 def write(source: Path) -> None:
     """Lay out all that Sphinx reads, in an empty folder."""
     for path in [*(ROOT / text for text in TEXTS), *ROOT.glob("notebooks/figures/*.png")]:
@@ -207,4 +223,5 @@ def write(source: Path) -> None:
     shutil.copy(DOCS / "index.md", source)
     for path in NOTEBOOKS:
         nbformat.write(described(nbformat.read(path, as_version=4)), source / path.relative_to(ROOT))
+    (source / "families.md").write_text(families())
     write_modules(source / "api")

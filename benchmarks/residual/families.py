@@ -3,9 +3,9 @@
 Tiny models with random weights and a random M, at both ends of a real connection in float32. ``ok``: the device writes
 the tokens that PEFT's ``generate()`` writes in one process, and its gradients are autograd's there, as near as float32
 rounds (``difference``, the largest of a family's methods). ``refused``: a sentence says why, which is in ``reason``.
-Where a family has none of a method's default layers, others are named (:data:`INTO_ATTENTION`, :data:`OUT_OF_MLP`).
+Where a family has none of a method's default layers, others are named (``INTO_ATTENTION``, ``OUT_OF_MLP``).
 
-Run: ``python -m benchmarks.residual.families`` (about three minutes on an idle core).
+Run: ``python -m benchmarks.residual.families`` (about a minute on an idle core).
 """
 
 import copy
@@ -108,21 +108,27 @@ def families() -> Iterator[dict]:
         yield {"name": name, **row, "difference": max(differences, default=None), "reason": "; ".join(reasons)}
 
 
-def divided(family: str, method: str) -> tuple[str, str | float]:
-    """How a method works on a family: ``"ok"`` or ``"WRONG"`` with the difference, or ``"refused"`` with the reason."""
+def adapted(family: str, method: str) -> tuple[peft.PeftModel, peft.PeftModel]:
+    """The device's model, whose M is random, and the cloud's."""
     kind, options = FAMILIES[family]
-    config, names, cut = METHODS[method]
+    config, names, _ = METHODS[method]
     torch.manual_seed(0)
     whole = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **options)).eval()
     linear = [f".{name}" for name, module in whole.named_modules() if isinstance(module, nn.Linear | Conv1D)]
     present = [name for name in (*names, *OTHERS) if any(each.endswith(f".{name}") for each in linear)]
     present = present if names is INTO_ATTENTION else present[:1]
-    try:
-        mine, public = (peft.get_peft_model(copy.deepcopy(whole), config(present)).eval() for _ in range(2))
-        learning = [p for p in mine.parameters() if p.requires_grad]
-        for p in learning:
+    mine, public = (peft.get_peft_model(copy.deepcopy(whole), config(present)).eval() for _ in range(2))
+    for p in mine.parameters():
+        if p.requires_grad:
             nn.init.normal_(p, std=0.3)
-        wire = dict(precision="fp32", **cut)
+    return mine, public
+
+
+def divided(family: str, method: str) -> tuple[str, str | float]:
+    """How a method works on a family: ``"ok"`` or ``"WRONG"`` with the difference, or ``"refused"`` with the reason."""
+    wire = dict(precision="fp32", **METHODS[method][2])
+    try:
+        mine, public = adapted(family, method)
         with CloudServer(public, **wire) as cloud, DeviceClient(cloud.address, mine, **wire) as device:
             greedy = dict(do_sample=False, eos_token_id=None, pad_token_id=0, attention_mask=torch.ones_like(IDS))
             expected = mine.generate(input_ids=IDS, max_new_tokens=NEW_TOKENS, **greedy)
@@ -130,6 +136,7 @@ def divided(family: str, method: str) -> tuple[str, str | float]:
             device.train_step(IDS, IDS)
     except (ValueError, RefusedError) as error:
         return "refused", str(error)
+    learning = [p for p in mine.parameters() if p.requires_grad]
     gradient = torch.cat([p.grad.flatten() for p in learning])
     exact = torch.autograd.grad(mine(input_ids=IDS, labels=IDS).loss, learning)
     exact = torch.cat([each.flatten() for each in exact])

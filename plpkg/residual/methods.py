@@ -255,6 +255,9 @@ class LadderModel(RowwiseTuner):
             setattr(decoder, name, norm)
         norm.update_layer(adapter_name, config, taps(model, adapter_name), decoder.config.hidden_size)
 
+    def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
+        setattr(parent, child_name, new_module)  # PEFT's also copies weights, which a norm may not have
+
     def _unload_and_optionally_merge(self, merge: bool = True, **options):
         if merge:
             LadderLayer.merge(self)

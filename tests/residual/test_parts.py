@@ -387,13 +387,15 @@ WITH_SCALES = {
     "cohere2": (GROUPED | dict(logit_scale=0.25, eos_token_id=1), ["v_proj"]),
     "gpt_neox": (SIZES, ["query_key_value", "dense"]),
     "phi": (SIZES, ["q_proj", "fc1"]),
+    "opt": (SIZES | dict(ffn_dim=48, word_embed_proj_dim=32), ["q_proj", "fc2"]),
+    "gpt_neo": (SIZES | dict(num_layers=4, num_heads=4, attention_types=[[["global", "local"], 2]]), ["v_proj"]),
 }
 
 
 @pytest.mark.parametrize("kept", [(0, 0), (1, 0), (1, 2)])
 @pytest.mark.parametrize("family", WITH_SCALES)
 def test_families_that_multiply_outside_of_their_layers(family, kept):
-    """Each factor once, wherever the cut is; and families that call their last norm otherwise."""
+    """Each factor once, wherever the cut is; learnt positions too; and families that call parts otherwise."""
     sizes, targets = WITH_SCALES[family]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
