@@ -32,6 +32,7 @@ TEXTS = [
     "data/README.md",
     "data/measured/README.md",
     "data/claims.csv",
+    "data/measured/residual_families.csv",
 ]
 
 
@@ -203,9 +204,9 @@ def described(notebook):
 
 FAMILIES = """# Model families
 
-Which can be divided between a device and a cloud, by which method of {doc}`residual </api/plpkg.residual>`, as recorded
-by `python -m benchmarks.residual.families`, with [caveats](data/measured/README.md). *ok*: over a connection, the tokens
-of `generate()` and the gradients of one process.
+Which can be divided between a device and a cloud, by which method of {doc}`residual </api/plpkg.residual>`. *ok*: over
+a connection, the tokens of `generate()` and the gradients of one process. Recorded by
+`python -m benchmarks.residual.families`, with [caveats](data/measured/README.md).
 """
 
 
