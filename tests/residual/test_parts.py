@@ -388,7 +388,6 @@ WITH_SCALES = {
     "gpt_neox": (SIZES, ["query_key_value", "dense"]),
     "phi": (SIZES, ["q_proj", "fc1"]),
     "opt": (SIZES | dict(ffn_dim=48, word_embed_proj_dim=32), ["q_proj", "fc2"]),
-    "gpt_neo": (SIZES | dict(num_layers=4, num_heads=4, attention_types=[[["global", "local"], 2]]), ["v_proj"]),
 }
 
 

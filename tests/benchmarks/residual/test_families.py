@@ -12,7 +12,11 @@ from plpkg import recorded
 README = (Path(__file__).parents[3] / "README.md").read_text()
 RECORDED = recorded.section("residual_families", "families").set_index("name")
 TRIED = [*zip(FAMILIES, itertools.cycle(METHODS)), *(("OPT", method) for method in METHODS)]
-TRIED += [("GLM 4", "folded"), ("MiniCPM 3", "late, folded"), ("nanochat", "a layer on the device")]
+TRIED += [
+    ("GLM 4", "folded"),
+    ("MiniCPM 3", "late, folded"),
+    *((name, "a layer on the device") for name in ("GPT-Neo", "nanochat")),
+]
 """Each family by one of the methods in turn, a new one by all, and what is refused for what its numbers show."""
 
 
