@@ -18,6 +18,7 @@ import nbformat
 from sphinx.pycode import ModuleAnalyzer
 
 import plpkg
+from plpkg import recorded
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -31,6 +32,7 @@ TEXTS = [
     "data/README.md",
     "data/measured/README.md",
     "data/claims.csv",
+    "data/measured/residual_families.csv",
 ]
 
 
@@ -200,6 +202,21 @@ def described(notebook):
     return notebook
 
 
+FAMILIES = """# Model families
+
+Which can be divided between a device and a cloud, by which method of {doc}`residual </api/plpkg.residual>`. *ok*: over
+a connection, the tokens of `generate()` and the gradients of one process. Recorded by
+`python -m benchmarks.residual.families`, with [caveats](data/measured/README.md).
+"""
+
+
+def families() -> str:
+    """The page of the model families, from what was recorded."""
+    table = recorded.section("residual_families", "families").drop(columns="difference").fillna({"reason": ""})
+    rows = [list(table), ["---"] * len(table.columns), *table.to_numpy().tolist()]
+    return "\n".join([FAMILIES, *(f"| {' | '.join(row)} |" for row in rows), ""])
+
+
 def write(source: Path) -> None:
     """Lay out all that Sphinx reads, in an empty folder."""
     for path in [*(ROOT / text for text in TEXTS), *ROOT.glob("notebooks/figures/*.png")]:
@@ -207,4 +224,5 @@ def write(source: Path) -> None:
     shutil.copy(DOCS / "index.md", source)
     for path in NOTEBOOKS:
         nbformat.write(described(nbformat.read(path, as_version=4)), source / path.relative_to(ROOT))
+    (source / "families.md").write_text(families())
     write_modules(source / "api")

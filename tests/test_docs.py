@@ -7,6 +7,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from plpkg import recorded
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -79,3 +81,7 @@ def test_the_pages_are_the_notebooks_the_texts_and_a_page_a_module(pages, tmp_pa
     assert ":obj:`low_rank <plpkg.communication.formulas.low_rank>`" in room
     assert {"plpkg.rst", "plpkg.catalog.rst", "plpkg.residual.wire.cloud.rst"} <= set(os.listdir(tmp_path / "api"))
     assert (tmp_path / "data" / "measured" / "README.md").exists()
+    page = (tmp_path / "families.md").read_text()
+    for row in recorded.section("residual_families", "families").itertuples():
+        cells = ["" if isinstance(cell, float) else cell for cell in (*row[1:-2], row.reason)]  # without the difference
+        assert f"| {' | '.join(cells)} |" in page

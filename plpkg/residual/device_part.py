@@ -105,7 +105,7 @@ class DevicePart(nn.Module):
     Attributes
     ----------
     embedding, positions
-        Token embedding, and GPT-2's position embedding (else ``None``).
+        Token embedding, and GPT-2's or OPT's position embedding (else ``None``).
     first, last
         Decoders of the layers before and after the cloud's, or ``None``.
     matrices
@@ -159,7 +159,8 @@ class DevicePart(nn.Module):
         cache.seen += input_ids.shape[1]
         hidden = self.embedding(input_ids)
         if self.positions is not None:
-            hidden = hidden + self.positions(position_ids)
+            at = (None, 0, position_ids) if hasattr(self.positions, "offset") else (position_ids,)  # OPT's, GPT-2's
+            hidden = hidden + self.positions(*at)
         if self.first is None:
             return hidden
         return run_layers(self.first, hidden, attention_mask, position_ids, cache.first)

@@ -137,15 +137,14 @@ class LadderNorm(LadderLayer):
         self._disable_adapters = False
         self.merged_adapters = []
 
-    def update_layer(self, adapter_name: str, config: LadderConfig, taps: list[LadderTap]) -> None:
+    def update_layer(self, adapter_name: str, config: LadderConfig, taps: list[LadderTap], hidden: int) -> None:
         """Add an adapter: M adds nothing."""
         self.taps[adapter_name] = [tap.module for tap in taps]
-        numbers, hidden = len(taps) * config.r, self.get_base_layer().weight.numel()
-        m = new_m(numbers, hidden, config.width)
+        m = new_m(len(taps) * config.r, hidden, config.width)
         for zero in (m,) if config.width is None else (m.linear, m.down):
             nn.init.zeros_(zero.weight)
         self.ladder_M[adapter_name] = m
-        self._move_adapter_to_device_of_base_layer(adapter_name)
+        self._move_adapter_to_device_of_base_layer(adapter_name, taps[-1].get_base_layer().weight.device)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def forward(self, hidden: torch.Tensor, adapter_names: Sequence[str] | None = None) -> torch.Tensor:
@@ -178,6 +177,12 @@ def taps(model: nn.Module, adapter_name: str = "default") -> list[LadderTap]:
     return [tap for tap in every if adapter_name in tap.ladder_A]
 
 
+def decoder_of(model: nn.Module) -> nn.Module:
+    """What has a causal model's layers: its base model, or a part of that, as OPT's."""
+    base = model.base_model
+    return base if model.config.is_encoder_decoder else getattr(base, "decoder", base)
+
+
 def named(decoder: nn.Module, names: tuple[str, ...]) -> str:
     """The first of some names that a decoder has.
 
@@ -187,6 +192,6 @@ def named(decoder: nn.Module, names: tuple[str, ...]) -> str:
         It has none of them.
     """
     for name in names:
-        if hasattr(decoder, name):
+        if getattr(decoder, name, None) is not None:  # OPT-350m's final norm is None
             return name
     raise ValueError(f"{type(decoder).__name__} has none of {', '.join(names)}: not a decoder that can be cut here")

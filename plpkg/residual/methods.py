@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from plpkg.residual import saved
 from plpkg.residual.adapter import NO_ADAPTER, PrivateLoraLayer, UnderWay, features, layers, matrices
 from plpkg.residual.config import LADDER, PRIVATE_LORA, LadderConfig, PrivateLoraConfig, ProjectionConfig
-from plpkg.residual.ladder import NORMS, LadderLayer, LadderNorm, LadderTap, Rungs, named, new_m, taps
+from plpkg.residual.ladder import NORMS, LadderLayer, LadderNorm, LadderTap, Rungs, decoder_of, named, new_m, taps
 from plpkg.untrusted import brief, finite, misfits, read_object, sentences
 from plpkg.validation import whole_number
 
@@ -209,20 +209,20 @@ class LadderModel(RowwiseTuner):
     def _prepare_adapter_config(self, peft_config: LadderConfig, model_config: dict) -> LadderConfig:
         if peft_config.target_modules is None:
             peft_config.target_modules = default_targets(self.model, LADDER_TARGETS)
-        norm = getattr(self.model.base_model, named(self.model.base_model, NORMS))
-        whole_number("r", peft_config.r, 1, norm.weight.numel(), "hidden_size")
+        named(decoder_of(self.model), NORMS)
+        whole_number("r", peft_config.r, 1, self.model.config.hidden_size, "hidden_size")
         return super()._prepare_adapter_config(peft_config, model_config)
 
     def shapes(self, config: LadderConfig, modules: dict[str, nn.Module]) -> dict[str, tuple[int, ...]]:
-        decoder = self.model.base_model
-        name = named(decoder, NORMS)
-        numbers, hidden = len(modules) * config.r, getattr(decoder, name).weight.numel()
+        decoder = decoder_of(self.model)
+        norm = getattr(decoder, named(decoder, NORMS))
+        numbers, hidden = len(modules) * config.r, decoder.config.hidden_size
         tensors = {f"{module}.ladder_A": (config.r, features(module, each)[0]) for module, each in modules.items()}
         with torch.device("meta"):
             m = new_m(numbers, hidden, config.width)
-        norm = f"{self.model.base_model_prefix}.{name}.ladder_M"
+        place = next(name for name, module in self.model.named_modules() if module is norm)
         return (tensors if config.save_projection else {}) | {
-            f"{norm}.{key}": tuple(weight.shape) for key, weight in m.state_dict().items()
+            f"{place}.ladder_M.{key}": tuple(weight.shape) for key, weight in m.state_dict().items()
         }
 
     @classmethod
@@ -246,14 +246,17 @@ class LadderModel(RowwiseTuner):
         if not hasattr(self, "rungs"):
             self.rungs = Rungs()
         super().inject_adapter(model, adapter_name, *arguments, **options)  # its hooks see only the first adapter
-        decoder, config = model.base_model, self.peft_config[adapter_name]
+        decoder, config = decoder_of(model), self.peft_config[adapter_name]
         name = named(decoder, NORMS)
         norm = getattr(decoder, name)
         if not isinstance(norm, LadderNorm):
             norm = LadderNorm(norm, self.rungs)
             norm._active_adapter = adapter_name
             setattr(decoder, name, norm)
-        norm.update_layer(adapter_name, config, taps(model, adapter_name))
+        norm.update_layer(adapter_name, config, taps(model, adapter_name), decoder.config.hidden_size)
+
+    def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
+        setattr(parent, child_name, new_module)  # PEFT's also copies weights, which a norm may not have
 
     def _unload_and_optionally_merge(self, merge: bool = True, **options):
         if merge:

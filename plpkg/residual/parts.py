@@ -17,13 +17,12 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict
 from torch import nn
-from transformers import PretrainedConfig
 
 from plpkg.residual.adapter import PrivateLoraLayer
-from plpkg.residual.cloud_part import CloudPart, OwnInEachThread
+from plpkg.residual.cloud_part import CloudPart, OwnInEachThread, run_layers
 from plpkg.residual.device_part import DevicePart, Folded, LoraBranches, Tail
 from plpkg.residual.exchange import FullActivations, Here, LowRank, Projection, Rider
-from plpkg.residual.ladder import NORMS, LadderTap, named
+from plpkg.residual.ladder import NORMS, LadderTap, decoder_of, named
 from plpkg.residual.methods import LadderConfig, PrivateLoraConfig
 from plpkg.validation import flag, whole_number
 
@@ -38,8 +37,8 @@ PLAIN_LORA = {"use_dora": False, "lora_dropout": 0, "bias": "none", "lora_bias":
 LAYERS = ("layers", "h")
 """What Hugging Face's decoders call their list of layers."""
 
-LAST = ("mlp.down_proj", "mlp.c_proj")
-"""The projections whose output a decoder layer adds to its own, as it is."""
+POSITIONS = ("wpe", "embed_positions")
+"""What GPT-2's and OPT's decoders call the embedding of positions that they add to their input."""
 
 
 def split(
@@ -92,7 +91,7 @@ def split(
     for field in (*SCALES, *([] if hasattr(whole.base_model, MULTIPLIER) else [MULTIPLIER])):
         if (scale := getattr(whole.config, field, None)) not in (None, 1):
             raise ValueError(f"{field}={scale!r}: a cut {type(whole).__name__} would leave it out")
-    decoder = whole.base_model
+    decoder = decoder_of(whole)
     layers_name, norm_name = (named(decoder, names) for names in (LAYERS, NORMS))
     count = len(getattr(decoder, layers_name))
     whole_number("first_k", first_k, 0, count - 1, "num_hidden_layers - 1")
@@ -111,6 +110,7 @@ def split(
         return part
 
     middle = section(first_k, count - last_k, norm=with_norm)
+    _require_nothing_else(section(count - 1, count, norm=False), layers_name, norm_name)
     here, exchanges, matrices, ranks, riders = Here(), [], [], {}, {}
     norm, m, before = getattr(decoder, norm_name), None, {}
     if isinstance(config, LadderConfig):
@@ -126,7 +126,9 @@ def split(
                 continue
             late = getattr(config, "late", False)
             added = (before[*names],) if late and tuple(names) in before else ()
-            if fold and layer is cloud_layers[-1] and _adds_to_the_state(layer, parent, names, whole.config):
+            foldable = fold and layer is cloud_layers[-1] and len(names) == 1 and not riders
+            alone = section(count - 1, count, norm=False) if foldable else None
+            if foldable and _adds_to_the_state(alone, getattr(alone, layers_name)[0], layer, projections[0]):
                 (projection,), m = projections, Folded(projections[0], adapter_name)
                 riders[0] = Rider(0, projection.base_layer, projection.privatelora_A[adapter_name], here)
                 riders[0].added = added
@@ -148,7 +150,7 @@ def split(
             for index, name in enumerate(names):
                 setattr(parent, name, Projection(exchange, index))
     if fold and not riders:
-        raise ValueError(f"fold=True needs an adapter on the last layer's {' or '.join(LAST)}, and nothing behind it")
+        raise ValueError("fold=True needs an adapter whose projection the last layer adds to its output as it is")
     if trained := [name for name, parameter in middle.named_parameters() if parameter.requires_grad]:
         raise ValueError(f"{trained[0]} is trained, but would be in the cloud: keep it on the device, or freeze it")
     if len(ranks) > 1:
@@ -156,7 +158,7 @@ def split(
     widths = [len(riders[seat].a) for seat in range(len(riders))]
     ends = dict(
         embedding=decoder.get_input_embeddings(),
-        positions=getattr(decoder, "wpe", None),
+        positions=next((getattr(decoder, name) for name in POSITIONS if hasattr(decoder, name)), None),
         lm_head=whole.get_output_embeddings(),
         softcap=getattr(whole.config, "final_logit_softcapping", None),
         scale=getattr(whole.config, "logit_scale", None) or 1 / (getattr(whole.config, "logits_scaling", None) or 1),
@@ -201,8 +203,12 @@ def _section(decoder: nn.Module, layers_name: str, norm_name: str, layers: range
     """A decoder of the same class with some of the layers, without embedding, sharing the tensors."""
     config = copy.deepcopy(decoder.config)
     config.num_hidden_layers = len(layers)
-    if getattr(config, "layer_types", None) is not None:
-        config.layer_types = [config.layer_types[i] for i in layers]
+    if (kinds := getattr(decoder.config, "layer_types", None)) is not None:
+        try:
+            config.layer_types = [kinds[i] for i in layers]
+        except AttributeError:  # Jamba's follow from the layers' numbers
+            name = type(decoder).__name__
+            raise ValueError(f"the kinds of {name}'s layers cannot be chosen: it cannot be cut here") from None
     # The same tensors in new modules: their numbers within the KV cache change.
     shared = {id(t): t for t in (*decoder.parameters(), *decoder.buffers())}
     with torch.device("meta"):
@@ -210,15 +216,17 @@ def _section(decoder: nn.Module, layers_name: str, norm_name: str, layers: range
     chosen = nn.ModuleList(copy.deepcopy(getattr(decoder, layers_name)[i], dict(shared)) for i in layers)
     for number, layer in enumerate(chosen):
         for module in layer.modules():
-            if hasattr(module, "layer_idx"):
-                module.layer_idx = number
+            for name in ("layer_idx", "layer_id"):
+                if hasattr(module, name):
+                    setattr(module, name, number)
     setattr(part, layers_name, chosen)
     setattr(part, norm_name, copy.deepcopy(getattr(decoder, norm_name), dict(shared)) if norm else nn.Identity())
     if hasattr(decoder, "rotary_emb"):
         part.rotary_emb = OwnInEachThread(copy.deepcopy(decoder.rotary_emb))
     part.set_input_embeddings(None)
-    if hasattr(decoder, "wpe"):
-        part.wpe = _Nothing()
+    for name in POSITIONS:
+        if hasattr(decoder, name):
+            setattr(part, name, _Nothing())
     here = {id(tensor) for tensor in shared.values()}
     for name, tensor in (*part.named_parameters(), *part.named_buffers()):
         if tensor.is_meta and id(tensor) not in here:
@@ -229,15 +237,44 @@ def _section(decoder: nn.Module, layers_name: str, norm_name: str, layers: range
 class _Nothing(nn.Module):
     """Adds nothing where a decoder adds its position embedding: the device has done so."""
 
-    def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
-        return torch.zeros((), device=position_ids.device)  # without dimensions, so that it changes no type
+    def forward(self, *_, **__) -> torch.Tensor:
+        return torch.zeros(())  # without dimensions, so that it changes no type, and fits on any device
 
 
-def _adds_to_the_state(layer: nn.Module, parent: nn.Module, names: list[str], config: PretrainedConfig) -> bool:
-    """Whether a decoder layer adds what this projection gives to its own output, as it is."""
-    ends = [f"mlp.{name}" for name in names] if parent is getattr(layer, "mlp", None) else []
-    as_it_is = not hasattr(layer, "post_feedforward_layernorm") and getattr(config, "residual_multiplier", 1) == 1
-    return as_it_is and len(ends) == 1 and ends[0] in LAST
+def _require_nothing_else(part: nn.Module, layers_name: str, norm_name: str) -> None:
+    """Refuse a decoder that is more than its layers and a norm behind them: without layers, it is what stands there."""
+    device = part.device
+    setattr(part, layers_name, nn.ModuleList())
+    setattr(part, norm_name, nn.LeakyReLU(3.0))  # three times what is negative
+    if hasattr(part, MULTIPLIER):
+        setattr(part, MULTIPLIER, 1.0)  # the first layers keep it
+    hidden = -torch.ones(1, 1, part.config.hidden_size, device=device)
+    final = run_layers(part.eval(), hidden, None, torch.zeros(1, 1, dtype=torch.long, device=device), None)
+    if not torch.equal(final, 3 * hidden):
+        raise ValueError(f"{type(part).__name__} is more than its layers and a norm: it cannot be cut here")
+
+
+def _adds_to_the_state(part: nn.Module, copied: nn.Module, layer: nn.Module, projection: nn.Module) -> bool:
+    """Whether a layer adds what a projection gives to its output as it is: then both have the same gradient.
+
+    ``part`` is a decoder of the layer's copy alone.
+    """
+    path, given = next(name for name, module in layer.named_modules() if module is projection), []
+
+    def keep(_, inputs, output: torch.Tensor) -> torch.Tensor:
+        given.append(output.detach().requires_grad_())
+        return given[-1].clone()  # Falcon adds to it in place
+
+    copied.get_submodule(path).register_forward_hook(keep)
+    for module in copied.modules():
+        if isinstance(module, BaseTunerLayer):
+            module._disable_adapters = True  # a late one waits for the layer before
+    weight = projection.get_base_layer().weight
+    with torch.inference_mode(False), torch.enable_grad():
+        hidden = torch.linspace(-1, 1, 2 * part.config.hidden_size).reshape(1, 2, -1).to(weight)
+        final = run_layers(part.eval(), hidden, None, torch.arange(2, device=weight.device)[None], None)
+        gradients = torch.autograd.grad(final, given, hidden, allow_unused=True) if len(given) == 1 else [None]
+    return gradients[0] is not None and torch.equal(gradients[0].flatten(), hidden.flatten())
 
 
 def is_adapted(module: nn.Module, adapter_name: str) -> bool:

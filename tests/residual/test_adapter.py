@@ -255,11 +255,11 @@ def test_projections_are_the_same_in_every_precision(autocast_adapter_dtype):
     assert logits(half).isfinite().all()
 
 
-def new(model, config):
+def new(model, config, **options):
     """A tiny model with an adapter."""
     sizes = dict(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=9)
     sizes |= dict(ffn_dim=16) if model == "opt" else dict(intermediate_size=16)
-    return get_peft_model(AutoModelForCausalLM.from_config(AutoConfig.for_model(model, **sizes)), config)
+    return get_peft_model(AutoModelForCausalLM.from_config(AutoConfig.for_model(model, **sizes | options)), config)
 
 
 def bases_of(batches=(IDS,), m_scale=0.0, **config):
@@ -271,7 +271,7 @@ TWO_RANKS, EMBEDDING = dict(init="svd", r_c2d=4, r_d2c=5), dict(target_modules=[
 NO_LINEAR = "embed_tokens is a Embedding: only nn.Linear and Conv1D can be adapted"
 NO_NAMES = "no default target_modules for GPTNeoXForCausalLM, which has none of q_proj, k_proj, v_proj; qkv_proj; c_at"
 NO_RUNGS = "no default target_modules for OPTForCausalLM, which has none of down_proj; mlp.c_proj: name its linear"
-NO_NORM = "OPTModel has none of norm, ln_f, .*: not a decoder that can be cut here"
+NO_NORM = "OPTDecoder has none of norm, ln_f, .*: not a decoder that can be cut here"
 NOT_ZERO = "the M of the ladder is not zero"
 
 
@@ -297,7 +297,7 @@ NOT_ZERO = "the M of the ladder is not zero"
         (lambda: adapted(ladder=dict(r=4) | EMBEDDING), NO_LINEAR),
         (lambda: new("gpt_neox", PrivateLoraConfig()), NO_NAMES),
         (lambda: new("opt", LadderConfig()), NO_RUNGS),
-        (lambda: new("opt", LadderConfig(target_modules=["fc2"])), NO_NORM),
+        (lambda: new("opt", LadderConfig(target_modules=["fc2"]), do_layer_norm_before=False), NO_NORM),
         (bases_of, "init='given'"),
         (lambda: bases_of(m_scale=1.0, **GIVEN), "the M of model.layers.0.self_attn.q_proj is not zero"),
         (lambda: bases_of(r_c2d=17, **GIVEN), r"r_c2d must be between 1 and the rank of .*k_proj=16, got 17"),

@@ -10,7 +10,8 @@ import torch
 from peft import get_peft_model
 from safetensors.torch import load_file
 
-from plpkg.residual import LadderConfig, PrivateLoraConfig, bases
+from benchmarks.residual import families
+from plpkg.residual import LadderConfig, PrivateLoraConfig, bases, load
 from plpkg.residual.adapter import gaussian_projections
 from plpkg.residual.ladder import LadderNorm, LadderTap, answer, taps
 from tests.residual.conftest import IDS, adapted, assert_apart, at_once, backbone, logits, precise, reloaded
@@ -111,6 +112,13 @@ def test_given_projections_are_saved_beside_m(tmp_path):
     torch.nn.init.normal_(m_of(model).weight)
     assert torch.equal(logits(reloaded(model, tmp_path)), logits(model))
     assert sum("ladder_A" in name for name in load_file(tmp_path / "adapter_model.safetensors")) == 4
+
+
+@pytest.mark.parametrize("family", ["OPT", "OLMo"])
+def test_it_is_saved_where_the_norm_is_deeper_or_has_no_weights(tmp_path, family):
+    model, other = (families.adapted(family, "gated ladder")[i] for i in (0, 1))
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(load(other.unload(), tmp_path)), logits(model))
 
 
 def test_an_adapters_rungs_are_its_own_and_are_unloaded():

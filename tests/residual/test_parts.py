@@ -235,7 +235,7 @@ UNEVEN = dict(r=2, target_modules=["layers.0.self_attn.q_proj", "layers.1.self_a
 INVOKED = dict(alora_invocation_tokens=[1, 2], task_type="CAUSAL_LM")
 MIDDLE, FOLD = dict(first_k=2, last_k=2), dict(fold=True)
 DOWN, UP = dict(target_modules=["down_proj"]), dict(target_modules=["up_proj"])
-NO_PLACE = "needs an adapter on the last layer's mlp.down_proj or mlp.c_proj, and nothing behind it"
+NO_PLACE = "needs an adapter whose projection the last layer adds to its output as it is"
 NO_FOLD = "fold=True needs a PrivateLoRA adapter and last_k=0, got"
 
 
@@ -387,13 +387,14 @@ WITH_SCALES = {
     "cohere2": (GROUPED | dict(logit_scale=0.25, eos_token_id=1), ["v_proj"]),
     "gpt_neox": (SIZES, ["query_key_value", "dense"]),
     "phi": (SIZES, ["q_proj", "fc1"]),
+    "opt": (SIZES | dict(ffn_dim=48, word_embed_proj_dim=32), ["q_proj", "fc2"]),
 }
 
 
 @pytest.mark.parametrize("kept", [(0, 0), (1, 0), (1, 2)])
 @pytest.mark.parametrize("family", WITH_SCALES)
 def test_families_that_multiply_outside_of_their_layers(family, kept):
-    """Each factor once, wherever the cut is; and families that call their last norm otherwise."""
+    """Each factor once, wherever the cut is; learnt positions too; and families that call parts otherwise."""
     sizes, targets = WITH_SCALES[family]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))

@@ -544,10 +544,9 @@ class DeviceClient:
         vocab, low, high = self.part.embedding.num_embeddings, ids.min().item(), ids.max().item()
         if low < 0 or high >= vocab:
             raise ValueError(f"{name} must be between 0 and vocab - 1 = {vocab - 1}, got {low if low < 0 else high}")
-        if self.part.positions is not None and ids.shape[1] + more > self.part.positions.num_embeddings:
-            raise ValueError(
-                f"{ids.shape[1] + more} tokens, the model has {self.part.positions.num_embeddings} positions"
-            )
+        positions = self._model.config.max_position_embeddings if self.part.positions is not None else None
+        if positions is not None and ids.shape[1] + more > positions:
+            raise ValueError(f"{ids.shape[1] + more} tokens, the model has {positions} positions")
         return ids
 
 

@@ -391,7 +391,7 @@ TOP_P = "top_p must be greater than 0 and at most 1, got 2.0"
         pytest.param("cloud --device cuda", "device='cuda' cannot be used: ", marks=WITHOUT_CUDA),
         ("cloud --device foo", "device='foo' cannot be used: "),
         ("cloud --device ''", "device='' cannot be used: "),
-        ("cloud --fold", "fold=True needs an adapter on the last layer's mlp.down_proj or mlp.c_proj"),
+        ("cloud --fold", "fold=True needs an adapter whose projection the last layer adds"),
         ("cloud --ladder --rank 4 --first-k 1", "a ladder needs every layer in the cloud, got first_k=1, last_k=0"),
         ("cloud --tls nosuch", "No such file or directory: 'nosuch/cert.pem'"),
         ("cloud --tls lone", "No such file or directory: 'lone/key.pem'"),

@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.residual import families
 from plpkg import communication
 from plpkg.backbones import FAMILIES
 from plpkg.catalog import ModelShape
@@ -476,6 +477,15 @@ def test_bad_input_is_named_before_anything_is_sent(pair, call, message):
     with pytest.raises(ValueError, match=message):
         call(client)
     assert client.traffic.sent_message_bytes == 0
+
+
+def test_all_positions_of_opt_are_used_and_no_more():
+    """Its embedding has two rows that are no positions."""
+    mine, public = families.adapted("OPT", "M")
+    with CloudServer(public, precision="fp32") as cloud, DeviceClient(cloud.address, mine, precision="fp32") as client:
+        same_tokens(client, mine, IDS, 64 - 12 + 1)
+        with pytest.raises(ValueError, match="65 tokens, the model has 64 positions"):
+            client.generate(IDS, 64 - 12 + 2)
 
 
 DOWN = dict(target_modules=["down_proj"])
