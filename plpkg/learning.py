@@ -99,18 +99,18 @@ class _Given(torch.nn.Module):
 
 
 def logits_of(model, hidden: torch.Tensor) -> torch.Tensor:
-    """What a causal language model makes of its body's last ``(tokens, hidden)`` states: ``(tokens, vocab)``.
+    """What a causal language model makes of its body's last ``([batch,] tokens, hidden)`` states: ``(…, vocab)``.
 
     At least in float32. So that logits need not exist all at a time; a head's scale or soft cap is the model's own.
     """
-    body = _Given(hidden[None])
+    body = _Given(hidden if hidden.dim() == 3 else hidden[None])
     head = copy.copy(model)  # shares every tensor; the model itself is not touched, whatever thread uses it meanwhile
     head._modules = model._modules | {model.base_model_prefix: body}
     # The class's own forward: what others put around this model's (accelerate, torch.compile) would run the model.
-    logits = type(model).forward(head, inputs_embeds=hidden[None], use_cache=False).logits[0]
+    logits = type(model).forward(head, inputs_embeds=body.hidden, use_cache=False).logits
     if not body.called:
         raise ValueError(f"{type(model).__name__} does not call its own body: its head cannot be had alone")
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits.view(*hidden.shape[:-1], logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def learn(

@@ -30,19 +30,25 @@ def restore(what: str, parts: Mapping[str, object], states: object, steps: int) 
         A state is not what this part could have after so many steps: names, shapes, dtypes, settings, or numbers that
         are not finite. Nothing is loaded.
     """
+    judge(what, parts, states, steps)
     for name, part in parts.items():
-        judge = _misfit_optimizer if isinstance(part, torch.optim.Optimizer) else misfit_tensors
+        groups = isinstance(part, torch.optim.Optimizer) and {"param_groups": part.state_dict()["param_groups"]}
+        part.load_state_dict({**states[name], **groups} if groups else states[name])
+
+
+def judge(what: str, parts: Mapping[str, object], states: object, steps: int) -> None:
+    """The refusals of :func:`restore`, which loads nothing yet."""
+    for name, part in parts.items():
         try:
-            state = states[name]
-            own = part.state_dict()
-            reason = judge(part, state, own, steps) if judge is _misfit_optimizer else judge(state, own)
+            state, own = states[name], part.state_dict()
+            if isinstance(part, torch.optim.Optimizer):
+                reason = _misfit_optimizer(part, state, own, steps)
+            else:
+                reason = misfit_tensors(state, own)
         except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
             reason = f"it is of another form: {shown(str(error))}"
         if reason:
             raise ValueError(f"{what}: {name} cannot be restored: {reason}"[:300])
-    for name, part in parts.items():
-        groups = isinstance(part, torch.optim.Optimizer) and {"param_groups": part.state_dict()["param_groups"]}
-        part.load_state_dict({**states[name], **groups} if groups else states[name])
 
 
 def misfit_tensors(given: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> str:

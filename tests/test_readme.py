@@ -55,7 +55,7 @@ def for_serving():
 
 def for_autonomy():
     early, late = ([corpora.Document(name, f"Dear diary, {name}. " * 25)] for name in ("early", "late"))
-    return dict(early=early, late=late, x=ids(4, 5), y=ids(4))
+    return dict(early=early, late=late, x=ids(4, 5), y=ids(4), **of_any_room())  # the block imports clipping, too
 
 
 GIVEN = dict(retention=for_retention, clipping=for_clipping, serving=for_serving, autonomy=for_autonomy)

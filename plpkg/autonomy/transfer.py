@@ -10,12 +10,14 @@ import copy
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import EllipsisType
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
 from tqdm.auto import tqdm
 
 from plpkg import restoring
@@ -47,12 +49,15 @@ class Transfer(Tabular):
         One dict for each evaluation on the validation examples: step, loss, accuracy; step 0 is the public model.
     step
         The step that ``state`` is of.
+    epsilon
+        Of a private task: the ε that ``state`` has spent, for a δ. Else None.
     """
 
     model: nn.Module
     state: dict[str, torch.Tensor]
     log: list[dict]
     step: int
+    epsilon: Callable[[float], float] | None = None
 
     def adapter(self) -> Adapter:
         """The LoRA adapter that was trained: ``save(folder)`` writes it as PEFT does, and an engine serves it.
@@ -97,7 +102,9 @@ class Task:
         are clipped to norm 1.
     evaluate_every, patience
         Steps from one evaluation on the validation data to the next, and after how many without a better loss
-        learning stops. ``patience=None``: never, and the last state counts, whatever the validation says.
+        learning stops. ``patience=None``: never, and the last state counts, whatever the validation says. By default 5,
+        or None in a private task, which takes nothing else: ε covers the training examples alone, so the validation
+        data, which are the person's as well, decide nothing. The ``log`` reads them: do not publish it.
     seed
         Of the order of the samples, and of LoRA's first A.
     start
@@ -106,6 +113,14 @@ class Task:
         For the head alone: compute each sample's features once, not in each step.
     batch_norm
         Let BatchNorm gather its statistics from the batches, as pre-training needs.
+    private
+        Learn with differential privacy: :func:`plpkg.clipping.make_private` with its settings,
+        ``functools.partial(make_private, noise_multiplier=1.0, max_grad_norm=1.0)``, is called with ``(model,
+        optimizer, data_loader, criterion)``. A row of ``train`` is an example: its loss is the mean over its labels,
+        and it is in each sample with probability ``1 / ceil(samples / batch)``. Each step counts, also one that samples
+        nobody; with ``max_epsilon`` the task is done before it would spend more. The ε is this task's: another that
+        learns from the same data, or the one that ``start`` is from, spends its own. With a ``seed`` in the settings,
+        noise and samples after a kill are those of a run without one; without, which is safer, they are drawn anew.
 
     Raises
     ------
@@ -126,13 +141,21 @@ class Task:
         lr: float = 1e-3,
         batch: int = 16,
         evaluate_every: int = 20,
-        patience: int | None = 5,
+        patience: int | EllipsisType | None = ...,
         seed: int = 0,
         lora=None,
         start: Mapping[str, torch.Tensor] | None = None,
         cache: bool = True,
         batch_norm: bool = False,
+        private: Callable | None = None,
     ) -> None:
+        if private is not None and not callable(private):
+            raise ValueError(f"private must be make_private with its settings (functools.partial), got {private!r}")
+        if private and patience not in (..., None):
+            raise ValueError(f"patience={patience!r} lets the validation data decide, which no ε covers: leave it out")
+        if private and batch_norm:
+            raise ValueError("batch_norm=True keeps statistics of the examples without noise: not in a private task")
+        patience = (None if private else 5) if patience is ... else patience
         self.steps, self._lr = whole_number("steps", steps, 1), number("lr", lr, open_low=True)
         self._batch = whole_number("batch", batch, 1)
         self._every = whole_number("evaluate_every", evaluate_every, 1)
@@ -153,6 +176,8 @@ class Task:
         self.identity |= dict(patience=patience, batch_norm=batch_norm, sha256=self._sha256())
         # A set's order is another one in each process.
         self.identity |= dict(lora=json.dumps(lora and lora.to_dict(), default=sorted, sort_keys=True))
+        self.identity |= {"private": True} if private else {}
+        self._private = self._made_private(private) if private else None
         self._begin(0, self._copied())
 
     def _judge_labels(self) -> None:
@@ -171,7 +196,34 @@ class Task:
         self.made, self._best = made, best
         warmup, bar = min(WARMUP, self.steps // 10), tqdm(range(made, self.steps), total=self.steps, disable=True)
         rate = lambda step: self._lr * rising_and_falling(step, warmup, self.steps)  # noqa: E731 (an argument)
-        self._updates = learn(bar, self._gradient, [self._optimizer], rate)
+        plain = None if self._private else learn(bar, self._gradient, [self._optimizer], rate)
+        self._updates = plain or self._private_updates(made, rate)
+
+    def _made_private(self, private: Callable):
+        """The private training of a twin, which has the same parameters: its hooks stay out of the result."""
+        shared = (*self.model.parameters(), *self.model.buffers())
+        twin, (x, y) = copy.deepcopy(self.model, {id(t): t for t in shared}), (self._data[0].x, self._data[0].y)
+        if split := self._split and HeadSplit(twin):
+            with torch.no_grad():  # all padding stays: no sample's features may depend on how long others are
+                x = torch.cat([split.features(part) for part in x.split(64)])
+            self._features = [Examples(x, y), self._data[1] and features(self.model, self._data[1])]
+        loader = DataLoader(TensorDataset(x, y), batch_size=self._batch)
+        return private(_Classes(twin, split), self._optimizer, loader, nn.CrossEntropyLoss(ignore_index=IGNORED))
+
+    def _private_updates(self, made: int, rate: Callable[[int], float]) -> Iterator[tuple[int, float]]:
+        """As :func:`learn`: after each private step its number, and the mean loss of the samples in it."""
+        model, optimizer, criterion, _ = self._private
+        for step in range(made, self.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = rate(step)
+            total, count = 0.0, 0
+            for x, y in self._private.sample():  # in pieces, whose last the optimizer waits for
+                loss = criterion(model(x), y)
+                loss.backward()
+                optimizer.step()
+                total, count = total + loss.item() * len(y), count + len(y)
+            optimizer.zero_grad()
+            yield step + 1, total / max(1, count)
 
     def _sha256(self) -> str:
         """Of the model and of the data, so that no other task goes on from here."""
@@ -192,7 +244,8 @@ class Task:
     def done(self) -> bool:
         """Whether all steps are made, or the last ones have brought nothing."""
         waited = sum(row["step"] > self.best_step for row in self.log)
-        return self.made == self.steps or (self._patience is not None and waited >= self._patience)
+        spent = self._private is not None and self._private.done
+        return spent or self.made == self.steps or (self._patience is not None and waited >= self._patience)
 
     def step(self) -> float:
         """Make a step, evaluate if it is time, and return the step's loss in nats; ValueError if it is done."""
@@ -210,7 +263,8 @@ class Task:
         best = self._copied() if self.best_step == self.made else self._best
         model = copy.deepcopy(self.model, {id(p): p for p in self.model.parameters() if not p.requires_grad})
         model.load_state_dict(best, strict=False)
-        return Transfer(model, {name: best[name] for name in self.trained}, list(self.log), self.best_step)
+        spent = self._private.spending() if self._private else None
+        return Transfer(model, {name: best[name] for name in self.trained}, list(self.log), self.best_step, spent)
 
     @property
     def _examples(self) -> list[Examples | None] | tuple[Examples, Examples | None]:
@@ -253,6 +307,7 @@ class Task:
         state = dict(made=self.made, kept=self._copied(), best=self._best, log=list(self.log))
         left = torch.cat([torch.zeros(0, dtype=torch.long), *self._order])  # of the epoch, batch after batch
         state |= dict(left=left, sizes=[len(batch) for batch in self._order])
+        state |= dict(private=self._private.state_dict()) if self._private else {}
         return state | dict(optimizer=self._optimizer.state_dict(), generator=self._generator.get_state())
 
     def load_state_dict(self, state: dict) -> None:
@@ -278,6 +333,11 @@ class Task:
                 raise ValueError(f"generator has shape {tuple(generator.shape)}, and must have {tuple(here.shape)}")
             torch.Generator().set_state(generator)
             parts = {"optimizer": self._optimizer}
+            restoring.judge("the task", parts, state, made)
+            if self._private:
+                if state["private"]["steps"] != made:
+                    raise ValueError(f"made={made}, and private has {shown(state['private']['steps'])} steps")
+                self._private.load_state_dict(state["private"])
             restoring.restore("the task", parts, state, made)
         except (LookupError, TypeError, AttributeError, RuntimeError) as error:
             raise ValueError(f"it is of another form: {shown(str(error))}") from error
@@ -299,6 +359,20 @@ class Task:
             whole_number("the size of a batch", size, 1, self._batch, "batch")
         if not isinstance(sizes, list) or sum(sizes) != len(left):
             raise ValueError(f"sizes={shown(sizes)} do not add up to the {len(left)} samples that are left")
+
+
+class _Classes(nn.Module):
+    """A model's logits, or those of its features where there is a ``split``: ``(batch, classes, ...)``.
+
+    It is in training mode, as private training asks, and what is within stays in evaluation mode.
+    """
+
+    def __init__(self, model: nn.Module, split: HeadSplit | None) -> None:
+        super().__init__()
+        self.model, self._split = model, split
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self._split.logits(x) if self._split else logits(self.model, x)).movedim(-1, 1)
 
 
 @torch.no_grad()

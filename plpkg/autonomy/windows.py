@@ -2,7 +2,8 @@
 
 Offline learning may take longer than a night. After every few steps everything on which the next one depends is
 written to one file: the trained values, the optimizer's state, the generator of the order, what of the epoch is left,
-the log and the best state. A run that was killed ends with the same bits as one that was not, on the same machine.
+the log, the best state, and what a private task has spent. A run that was killed ends with the same bits as one that
+was not, on the same machine; a private one if its noise has a seed.
 """
 
 from collections.abc import Iterable

@@ -1,8 +1,10 @@
 """Learning is compared with AdamW as it is written in its paper, on the whole model, in float64."""
 
 import copy
+import functools
 import itertools
 import math
+import pickle
 
 import peft
 import pytest
@@ -14,8 +16,10 @@ from plpkg.autonomy.evaluation import evaluate
 from plpkg.autonomy.nets import HeadSplit, logits
 from plpkg.autonomy.scope import personal_copy
 from plpkg.autonomy.transfer import WARMUP, Task, features, transfer
+from plpkg.clipping import make_private
+from plpkg.clipping.training.accounting import epsilon_of
 from plpkg.corpora.examples import IGNORED, Examples
-from tests.autonomy.conftest import images, learner, same, samples, texts, values
+from tests.autonomy.conftest import VOCAB, Net, images, learner, same, samples, texts, values
 
 from rounding import assert_close
 
@@ -34,25 +38,31 @@ def rate(step, steps, lr):
     return lr * step / (warmup + 1) if step <= warmup else lr * min(1, (steps - step + 1) / (steps - warmup))
 
 
-def by_hand(model, examples, scope, *, steps, lr, batch, seed, lora=None):
-    """AdamW without weight decay, one number after the other; the values of what is trained after each step."""
+def by_hand(model, examples, scope, *, steps, lr, batch, seed, lora=None, limit=None):
+    """AdamW without weight decay, one number after the other; the values of what is trained after each step. With a
+    ``limit`` the gradient is the mean of each row's, clipped to it.
+    """
     personal, trained = personal_copy(model, scope, lora, seed)
     generator, order, history = torch.Generator().manual_seed(seed), [], []
     moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in trained.items()}
     for step in range(1, steps + 1):
         order = order or examples.order(batch, generator)
         which = order.pop()
-        out = logits(personal, examples.x[which])  # (batch, ..., classes), the padding's too
-        loss = cross_entropy(out.flatten(0, -2), examples.y[which].flatten(), ignore_index=IGNORED)
-        gradients = dict(zip(trained, torch.autograd.grad(loss, trained.values()), strict=True))
-        norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
-        for name, g in gradients.items():
-            g = g * min(1, 1 / (norm + 1e-6))  # as torch clips
+        parts, sums, loss = which.split(1) if limit else [which], dict.fromkeys(trained, 0), 0.0
+        for part in parts:
+            out = logits(personal, examples.x[part])  # (batch, ..., classes), the padding's too
+            part_loss = cross_entropy(out.flatten(0, -2), examples.y[part].flatten(), ignore_index=IGNORED)
+            gradients = dict(zip(trained, torch.autograd.grad(part_loss, trained.values()), strict=True))
+            norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
+            scale = min(1, limit / norm if limit else 1 / (norm + 1e-6)) / len(parts)  # as torch clips
+            sums = {name: sums[name] + scale * g for name, g in gradients.items()}
+            loss += part_loss.item() / len(parts)
+        for name, g in sums.items():
             m, v = moments[name]
             m, v = moments[name] = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
             change = m / (1 - 0.9**step) / ((v / (1 - 0.999**step)).sqrt() + 1e-8)
             trained[name].data -= rate(step, steps, lr) * change
-        history.append(({name: p.detach().clone() for name, p in trained.items()}, loss.item()))
+        history.append(({name: p.detach().clone() for name, p in trained.items()}, loss))
     return history
 
 
@@ -70,6 +80,89 @@ def test_steps_are_those_of_adamw_on_the_whole_model(name, scope):
         for key, p in task.trained.items():
             assert_close(p.detach(), state[key], TERMS)
     assert max((state[key] - first[key]).abs().max() for key in first) > settings["lr"]
+
+
+@pytest.mark.parametrize(
+    ("name", "scope", "cache"),
+    [("lstm", "head", True), ("mobile", "head", False), ("mobile", "norm", True), ("gemma2", "head", True),
+     ("llama", "lora", True), ("gpt2", "bias", True)],
+)  # fmt: skip
+def test_private_steps_without_noise_clip_each_row(name, scope, cache):
+    model, examples = learner(name), samples(name, 10)
+    settings = dict(steps=12, lr=0.03, batch=10, seed=2, lora=LORA if scope == "lora" else None)  # all in each sample
+    expected = by_hand(model, examples, scope, limit=0.5, **settings)
+    private = functools.partial(make_private, noise_multiplier=0.0, max_grad_norm=0.5)
+    task = Task(model, examples, examples[:3], scope, cache=cache, private=private, **settings)
+    public = values(model)
+    for step, (state, loss) in enumerate(expected, 1):
+        assert task.step() == pytest.approx(loss)
+        for key, p in task.trained.items():
+            assert_close(p.detach(), state[key], TERMS)
+        assert task.result().step == step
+    assert same(values(model), public)
+
+
+def test_a_private_result_says_what_it_has_spent_and_keeps_no_hooks():
+    expected = [epsilon_of(1.0, 1 / 3, n, 0.01, accountant="rdp") for n in range(1, 8)]
+    most = dict(max_epsilon=sum(expected[-2:]) / 2, target_delta=0.01)
+    private = functools.partial(make_private, noise_multiplier=1.0, max_grad_norm=1.0, accountant="rdp", **most)
+    task = Task(learner("llama"), texts(9), texts(3), "lora", steps=9, batch=3, evaluate_every=2, private=private)
+    spent = []
+    while not task.done:
+        task.step()
+        spent.append(task.result().epsilon)
+    assert [each(0.01) for each in spent] == expected[:6]
+    result = pickle.loads(pickle.dumps(task.result()))
+    assert result.epsilon(0.01) == spent[-1](0.01)
+    assert [row["step"] for row in result.log] == [0, 2, 4, 6]
+    assert evaluate(result.model, texts(3)).loss == pytest.approx(result.log[-1]["loss"])
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in result.model.modules())
+    assert transfer(learner("mobile"), images(4), None, steps=1).epsilon is None
+
+
+class BothWays(nn.Module):
+    """Says of each place what all others say, padding included."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(VOCAB, 8)
+        self.body = nn.LSTM(8, 4, bidirectional=True, batch_first=True)
+        self.head = nn.Linear(8, VOCAB)
+
+    def forward(self, ids):
+        return self.head(self.body(self.words(ids))[0])
+
+
+@pytest.mark.parametrize("scope", ["head", "all"])
+def test_what_a_private_task_reads_of_a_row_does_not_depend_on_the_others(scope):
+    model, examples, read = BothWays().double().eval(), texts(9), []
+    short = Examples(examples.x, examples.y.where(torch.arange(6) < 1, IGNORED))
+    for train in (short, Examples.joined([short, examples])):
+        Task(model, train, None, scope, private=lambda model, optimizer, loader, _: read.append(loader.dataset[:9]))
+    assert_close(read[1][0].double(), read[0][0].double(), 100)
+    assert torch.equal(read[1][1], read[0][1])
+
+
+@pytest.mark.parametrize(
+    ("scope", "settings", "message"),
+    [
+        ("head", dict(patience=5), "patience=5 lets the validation data decide, which no ε covers"),
+        ("all", dict(batch_norm=True), "batch_norm=True keeps statistics of the examples without noise"),
+        ("head", dict(private=dict(noise_multiplier=1.0)), "private must be make_private .*, got {'noise_multiplier'"),
+    ],
+)
+def test_what_no_epsilon_covers_is_refused(scope, settings, message):
+    private = functools.partial(make_private, noise_multiplier=1.0, max_grad_norm=1.0)
+    with pytest.raises(ValueError, match=message):
+        Task(learner("mobile"), images(8), images(4), scope, **dict(private=private) | settings)
+
+
+def test_a_net_that_mixes_examples_is_refused():
+    net = Net(lambda net, x: net.head(x.flatten(1) - x.flatten(1).mean(0)), head=nn.Linear(64, 10)).double().eval()
+    private = functools.partial(make_private, noise_multiplier=1.0, max_grad_norm=1.0)
+    task = Task(net, images(8), None, "all", batch=8, private=private)
+    with pytest.raises(ValueError, match="examples are mixed"):
+        task.step()
 
 
 @pytest.mark.parametrize("name", ["lstm", "mobile", "llama", "gemma2"])

@@ -1,8 +1,10 @@
 """A run that was killed, wherever it was, ends with the bits of one that was not."""
 
 import copy
+import functools
 import itertools
 import json
+import math
 import signal
 
 import peft
@@ -13,6 +15,8 @@ from hypothesis import given, settings, strategies as st
 from plpkg import checkpoints
 from plpkg.autonomy.transfer import Task, Transfer, transfer
 from plpkg.autonomy.windows import CHECKPOINT, learn_in_windows
+from plpkg.clipping import make_private
+from plpkg.clipping.training.accounting import epsilon_of
 from tests.autonomy.conftest import learner, same, samples
 
 from preloaded import Process
@@ -25,7 +29,15 @@ CASES = {
     "norm": ("mobile", "norm", {}),
     "all": ("mobile", "all", {"patience": 9, "batch_norm": True}),
     "lora": ("llama", "lora", {}),
+    "private head, many samples of nobody": ("mobile", "head", {"batch": 1, "private": {}}),
+    "private head of sequences": ("lstm", "head", {"private": {"poisson_sampling": False}}),
+    "private bias": ("gpt2", "bias", {"private": {"execution": "ghost"}}),
+    "private norm": ("mobile", "norm", {"private": {"accountant": "rdp"}}),
+    "private lora": ("llama", "lora", {"private": {"clipping": "automatic"}}),
+    "all private, in pieces": ("mobile", "all", {"private": {"max_physical_batch_size": 2}}),
+    "all private, one after the other": ("lstm", "all", {"private": {"execution": "loop"}}),
 }
+PRIVATE = functools.partial(make_private, noise_multiplier=1.0, max_grad_norm=1.0, seed=5)
 
 SCRIPT = """
 import json, os, signal, sys
@@ -36,7 +48,7 @@ from plpkg.autonomy.windows import learn_in_windows
 
 folder, scope, settings, moment, at, threads = json.loads(sys.argv[1])
 torch.set_num_threads(threads)
-model, train, validation, lora = torch.load(f"{folder}/parts.pt", weights_only=False)
+model, train, validation, lora, private = torch.load(f"{folder}/parts.pt", weights_only=False)
 save, replace, step, count = checkpoints.save_file, os.replace, torch.optim.AdamW.step, 0
 
 def die(now):
@@ -62,9 +74,10 @@ def stepped(optimizer):
     die("after an update")
 
 checkpoints.save_file, os.replace, torch.optim.AdamW.step = saved, replaced, stepped
-task = Task(model, train, validation, scope, lora=lora, **settings)
+task = Task(model, train, validation, scope, lora=lora, private=private, **settings)
 result = learn_in_windows(task, [range(5), [], range(9), range(100)], f"{folder}/run", checkpoint_every=2)
-torch.save((result.state, result.log, result.step), f"{folder}/result.pt")
+spent = result.epsilon and result.epsilon(0.01)
+torch.save((result.state, result.log, result.step, spent), f"{folder}/result.pt")
 """
 MOMENTS = [("within a checkpoint", 2), ("before a checkpoint", 3), ("after a checkpoint", 1), ("after an update", 4),
            ("within a checkpoint", 1), ("before an update", 7)]  # fmt: skip
@@ -85,13 +98,21 @@ def test_killed_six_times_it_ends_with_the_same_bits(case, tmp_path):
     name, scope, options = CASES[case]
     model, train, validation = parts(name)
     lora, chosen = LORA if scope == "lora" else None, SETTINGS | options
-    torch.save((model, train, validation, lora), tmp_path / "parts.pt")
+    how = chosen.pop("private", None)
+    private = None if how is None else functools.partial(PRIVATE, **how)
+    torch.save((model, train, validation, lora, private), tmp_path / "parts.pt")
     for moment in (*MOMENTS, ("never", 0)):
         with Process(SCRIPT, json.dumps([str(tmp_path), scope, chosen, *moment, torch.get_num_threads()])) as process:
             said = process.stdout.read()
             assert process.wait() == (0 if moment[0] == "never" else -signal.SIGKILL), said
-    result = Transfer(None, *torch.load(tmp_path / "result.pt"))
-    assert_same(result, transfer(model, train, validation, scope, lora=lora, **chosen))
+    *result, spent = torch.load(tmp_path / "result.pt")
+    expected = transfer(model, train, validation, scope, lora=lora, private=private, **chosen)
+    assert_same(Transfer(None, *result), expected)
+    assert spent == (private and expected.epsilon(0.01))
+    if private:
+        shuffled, batches = how.get("poisson_sampling") is False, math.ceil(14 / chosen["batch"])
+        counted = (1.0, 40 // batches) if shuffled else (1 / batches, 40)
+        assert spent == epsilon_of(1.0, *counted, 0.01, accountant=how.get("accountant", "prv"))
     assert [path.name for path in (tmp_path / "run").iterdir()] == [CHECKPOINT]
 
 
@@ -166,6 +187,7 @@ def test_the_folder_of_another_task_is_refused(begin, tmp_path):
     for task, told in (
         (begin(scope="norm", lr=0.2), "lr=0.1, now 0.2"),
         (begin(scope="head"), "scope='norm', now 'head'"),
+        (begin(scope="norm", private=PRIVATE), "private=None, now True"),
         (Task(newer, *data, "norm", **SETTINGS), "sha256=.*, now .*"),
     ):
         with pytest.raises(ValueError, match=f"{tmp_path} holds a run with {told}: take another folder"):
@@ -214,13 +236,22 @@ STATES = {
     "a generator of three bytes": lambda state: state["task"].update(generator=torch.zeros(3, dtype=torch.uint8)),
     "a generator in two rows": lambda state: state["task"].update(generator=state["task"]["generator"].view(2, -1)),
     "a generator of floats": lambda state: state["task"].update(generator=torch.zeros(5056)),
+    "private: nothing spent": lambda state: state["task"].pop("private"),
+    "private: less noise": lambda state: state["task"]["private"]["identity"].update(noise_multiplier=0.5),
+    "private: fewer steps": lambda state: state["task"]["private"].update(steps=2),
+    "private: no lives": lambda state: state["task"]["private"].update(lives=[]),
+    "private: a life before its time": lambda state: state["task"]["private"]["lives"][0].update(
+        spent=[(1.0, 0.25, -3)]
+    ),
+    "private: no optimizer": lambda state: state["task"].update(optimizer=None),
 }
 
 
 @pytest.mark.parametrize("name", STATES)
 def test_a_state_that_is_not_this_tasks_is_refused_and_changes_nothing(name, begin, tmp_path):
-    path, task = tmp_path / CHECKPOINT, begin()
-    learn_in_windows(begin(), [range(3)], tmp_path)
+    private = dict(private=PRIVATE) if name.startswith("private") else {}
+    path, task = tmp_path / CHECKPOINT, begin(**private)
+    learn_in_windows(begin(**private), [range(3)], tmp_path)
     state = checkpoints.read(path)
     STATES[name](state)
     checkpoints.save(path, state | {"identity": task.identity})
@@ -232,7 +263,7 @@ def test_a_state_that_is_not_this_tasks_is_refused_and_changes_nothing(name, beg
     assert same(after["kept"], before["kept"])
     assert torch.equal(after["generator"], before["generator"])
     assert same(after["optimizer"]["state"], before["optimizer"]["state"])
-    assert after["made"] == before["made"]
+    assert (after["made"], after.get("private")) == (before["made"], before.get("private"))
 
 
 def test_a_checkpoint_on_every_no_step_is_refused(begin, tmp_path):

@@ -8,7 +8,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 from opacus.accountants import IAccountant
@@ -188,6 +188,17 @@ class Private:
         """
         return spent(self.accountant, delta)
 
+    def spending(self) -> Callable[[float], float]:
+        """:meth:`epsilon` as it is now, whatever is spent later; it keeps nothing else of the training."""
+        return partial(spent, self.accountant)
+
+    def sample(self) -> Iterator:
+        """The data loader's batches for one step alone, where a loop over all of it takes more. A sample of nobody is a
+        step of noise without a batch.
+        """
+        self.sampler.resume(self.sampler.drawn, 1, anew=False)
+        return iter(self.data_loader)
+
     def skip(self) -> None:
         """Where you sample yourself and nobody was chosen: a step of noise alone, which counts like any other.
 
@@ -251,7 +262,7 @@ class Private:
             different = "; ".join(f"{k}={identity.get(k)!r}, now {v!r}" for k, v in now.items() if identity.get(k) != v)
             raise ValueError(f"the state is of a training with {different}")
         self._ledger.merge(lives)
-        life = self._ledger.life(steps, name)
+        life = self._ledger.life(steps, name := str(name))
         self._enter(life, steps)
         self.randomness.shuffling = shuffling
         self.restart()
