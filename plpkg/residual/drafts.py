@@ -22,9 +22,12 @@ Left out: guesses that branch (trees), and a small model on the device.
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from plpkg.counts import Counts
 from plpkg.validation import one_of
+
+if TYPE_CHECKING:
+    from plpkg.counts import Counts
 
 Draft = Callable[[Sequence[int], int], Sequence[int]]
 """``draft(ids, count)``: of a text's tokens so far, at most ``count`` guesses at what follows."""
@@ -54,7 +57,7 @@ def _match(ids: Sequence[int], count: int) -> tuple[int, Sequence[int]]:
     return 0, ()
 
 
-def counted(counts: Counts) -> Draft:
+def counted(counts: "Counts") -> Draft:
     """:func:`lookup` where the text repeats two tokens; else what most often follows the longest context counted.
 
     The person's own text can be counted as well; then the cloud reads pieces of it in the guesses, right or wrong.
@@ -77,6 +80,7 @@ def counted(counts: Counts) -> Draft:
 def public(tokenizer) -> Draft:
     """:func:`counted` for a part of the public text that comes with this package, in a tokenizer's tokens."""
     from plpkg import corpora  # reading it takes half a minute the first time
+    from plpkg.counts import Counts
 
     return counted(Counts(tokens.ids for tokens in corpora.encode(corpora.public("train")[::EVERY], tokenizer)))
 

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from plpkg.lazy import uncollected
 from plpkg.validation import host_and_port
 
 app = typer.Typer()
@@ -62,8 +63,9 @@ def cloud(
 ) -> None:
     """Serve a model's decoder layers to devices that keep embedding, LM head and their M."""
     require_free(listen)  # before a model is loaded
-    from plpkg.residual import CloudServer, Limits, release
-    from plpkg.residual.wire.loading import adapted_model
+    with uncollected():
+        from plpkg.residual import CloudServer, Limits, release
+        from plpkg.residual.wire.loading import adapted_model
 
     new = dict(rank=rank, ladder=ladder, like=like, targets=target, seed=seed)
     adapted, _ = adapted_model(model, adapter, dtype, device, **new)
@@ -129,8 +131,9 @@ def client_of(connect: str, name: str, adapter: Path | None, new: dict, settings
 
     The checkpoint keeps its own type until the cloud's layers are gone: what is not used stays in the file.
     """
-    from plpkg.residual import DeviceClient, RefusedError, release
-    from plpkg.residual.wire.loading import adapted_model
+    with uncollected():
+        from plpkg.residual import DeviceClient, RefusedError, release
+        from plpkg.residual.wire.loading import adapted_model
 
     model, tokenizer = adapted_model(name, adapter, "auto", "cpu", **new)
     with DeviceClient(connect, model, **settings) as client:
@@ -166,8 +169,9 @@ def chat(
     draft_tokens: Annotated[int, Option(help="At most so many guesses at once.")] = 6,
 ) -> None:
     """Answer every line of standard input."""
-    from plpkg.residual import drafts
-    from plpkg.residual.wire.chat import answer_lines, lines_of
+    with uncollected():
+        from plpkg.residual import drafts
+        from plpkg.residual.wire.chat import answer_lines, lines_of
     from plpkg.validation import one_of
 
     one_of("draft", draft, ("none", *drafts.NAMES))
@@ -192,7 +196,8 @@ def train(
 
     From these a cloud can read the text, and compute M.
     """
-    from plpkg.residual import training
+    with uncollected():
+        from plpkg.residual import training
 
     documents, held_out = training.texts(text), training.texts(text, "validation")
     with context.obj() as (client, model, tokenizer):
