@@ -159,11 +159,15 @@ def chat(
     max_new_tokens: Annotated[int, Option(help="At most.")] = 128,
     temperature: Annotated[float, Option(help="0 takes the most probable token.")] = 0.7,
     top_p: Annotated[float, Option(help="Sample among the most probable tokens with this share.")] = 0.95,
+    stop: Annotated[
+        list[str] | None, Option(metavar="TEXT", help="Ends an answer that comes to it. Repeatable.")
+    ] = None,
     draft: Annotated[
         str,
         Option(
-            help="Who guesses the next tokens, to save round trips: none, lookup, public or backbone. All guesses "
-            "reach the cloud, and backbone tells it the random numbers that choose among tokens."
+            help="Who guesses the next tokens, to save round trips: none, lookup, public or backbone; no more where "
+            "too few are right. All guesses reach the cloud, and backbone tells it the random numbers that choose "
+            "among tokens."
         ),
     ] = "none",
     draft_tokens: Annotated[int, Option(help="At most so many guesses at once.")] = 6,
@@ -176,7 +180,7 @@ def chat(
 
     one_of("draft", draft, ("none", *drafts.NAMES))
     sampling = dict(do_sample=temperature != 0, temperature=temperature, top_p=top_p)
-    sampling |= dict(draft=None if draft == "none" else draft, draft_tokens=draft_tokens)
+    sampling |= dict(draft=None if draft == "none" else draft, draft_tokens=draft_tokens, stop_strings=stop or None)
     with context.obj() as (client, _, tokenizer):
         answer_lines(client, tokenizer, lines_of(), max_new_tokens, **sampling)
 
