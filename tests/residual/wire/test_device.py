@@ -434,6 +434,7 @@ def test_silence_within_a_wait_is_said_and_is_not_the_end(pair, before, monkeypa
 
 
 ONE, MASKED = IDS[:1], torch.full_like(IDS, -100)
+FEW_WORDS = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
 WHOLE_NUMBERS = r"input_ids must be whole numbers of shape \(batch, seq\)"
 
 
