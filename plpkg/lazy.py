@@ -1,7 +1,12 @@
-"""A room's front door opens the rooms behind it on first use (PEP 562), so that a mechanism loads without them."""
+"""What is loaded when, and how fast.
 
+A room's front door opens the rooms behind it on first use (PEP 562), so that a mechanism loads without them.
+"""
+
+import contextlib
+import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 
 
@@ -27,3 +32,21 @@ def on_first_use(package: str, **places: str) -> Callable[[str], object]:
     module = sys.modules[package]
     module.__dir__ = lambda: sorted({*vars(module), *places})  # for whoever completes names
     return __getattr__
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Import without the garbage collector, which would look at all that modules hold again and again: 1 s of 3.6.
+
+    What a module holds lives as long as the process, so that the collector leaves it out later as well. In a process
+    that has loaded torch before, where other objects may become garbage, nothing is changed.
+    """
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()

@@ -84,3 +84,18 @@ def test_a_mechanism_loads_no_inner_room():
         code += f"import_module({mechanism!r})\nprint({mechanism!r}, {{*{left_out.split()}}} & {{*sys.modules}})\n"
     assert interpreter(code).splitlines() == [f"{mechanism} set()" for mechanism in MECHANISMS]
     assert loaded_after("import plpkg.cli", ("torch", "grpc", "fastapi", "obstore", "ray")) == set()
+
+
+def test_a_command_imports_what_it_needs_without_the_collector_and_once():
+    code = """
+import gc, sys
+from plpkg.lazy import uncollected
+for _ in range(2):
+    with uncollected():
+        print(gc.isenabled())
+        import plpkg.residual.wire.chat
+    print(gc.isenabled(), gc.get_freeze_count() > 100_000)
+    gc.unfreeze()
+print("plpkg.corpora" in sys.modules)
+"""
+    assert interpreter(code).splitlines() == ["False", "True True", "True", "True False", "False"]

@@ -166,12 +166,13 @@ def rows_of(name: str, jobs: dict[str, list[tuple]], at: Sequence[tuple[int, flo
                 client.generate(ids, 1, eos_token_id=-1, draft=draft, tokenizer=tokenizer)  # the connection, the counts
                 generator = torch.Generator().manual_seed(text)
                 options = dict(draft=draft, draft_tokens=guesses, tokenizer=tokenizer, generator=generator) | sampling
+                options["min_acceptance"] = 0  # what a pass with guesses yields: none is without
                 run = (*write(client, ids, **options), *prompt_bytes(client.part), device_cost(client.part).parameters)
                 measured.setdefault((scheme, rtt_ms, temperature, guesses), []).append(run)
     rows = []
     for (scheme, rtt_ms, temperature, guesses), runs in measured.items():
         seconds, traffic = sum(run[0] for run in runs), [run[1] for run in runs]
-        total = {key: sum(vars(t)[key] for t in traffic) for key in vars(traffic[0])}
+        total = {key: sum(vars(t)[key] for t in traffic) for key in traffic[0].rows()[0]}
         up, down = total["sent_bytes"] - sum(r[3] for r in runs), total["received_bytes"] - sum(r[4] for r in runs)
         still = sum(run[0] for run in measured.get((scheme, 0, temperature, guesses), [])) or None
         plain = measured.get((plain_of(scheme, jobs), rtt_ms, temperature, GUESSES), runs)

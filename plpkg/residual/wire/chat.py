@@ -11,7 +11,7 @@ from transformers import TextStreamer
 from plpkg.residual.drafts import chosen
 from plpkg.residual.wire.connection import RefusedError
 from plpkg.residual.wire.device import DeviceClient
-from plpkg.residual.wire.writing import checked_warpers
+from plpkg.residual.wire.writing import checked_warpers, stops
 from plpkg.validation import whole_number
 
 
@@ -23,6 +23,7 @@ def answer_lines(
     *,
     draft: str | None = None,
     draft_tokens: int = 6,
+    stop_strings: list[str] | None = None,
     **sampling,
 ) -> None:
     """Answer every line, printing as it is written; one that is too long for the cloud is left out.
@@ -40,7 +41,8 @@ def answer_lines(
     checked_warpers(max_new_tokens, **sampling)
     whole_number("draft_tokens", draft_tokens, 0)
     chosen(draft, tokenizer)
-    options = sampling | dict(draft=draft, draft_tokens=draft_tokens, tokenizer=tokenizer)
+    stops(stop_strings, tokenizer)
+    options = sampling | dict(draft=draft, draft_tokens=draft_tokens, stop_strings=stop_strings, tokenizer=tokenizer)
     talks = tokenizer.chat_template is not None
     conversation = []
     for line in lines:

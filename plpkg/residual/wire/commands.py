@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from plpkg.lazy import uncollected
 from plpkg.validation import host_and_port
 
 app = typer.Typer()
@@ -62,8 +63,9 @@ def cloud(
 ) -> None:
     """Serve a model's decoder layers to devices that keep embedding, LM head and their M."""
     require_free(listen)  # before a model is loaded
-    from plpkg.residual import CloudServer, Limits, release
-    from plpkg.residual.wire.loading import adapted_model
+    with uncollected():
+        from plpkg.residual import CloudServer, Limits, release
+        from plpkg.residual.wire.loading import adapted_model
 
     new = dict(rank=rank, ladder=ladder, like=like, targets=target, seed=seed)
     adapted, _ = adapted_model(model, adapter, dtype, device, **new)
@@ -129,8 +131,9 @@ def client_of(connect: str, name: str, adapter: Path | None, new: dict, settings
 
     The checkpoint keeps its own type until the cloud's layers are gone: what is not used stays in the file.
     """
-    from plpkg.residual import DeviceClient, RefusedError, release
-    from plpkg.residual.wire.loading import adapted_model
+    with uncollected():
+        from plpkg.residual import DeviceClient, RefusedError, release
+        from plpkg.residual.wire.loading import adapted_model
 
     model, tokenizer = adapted_model(name, adapter, "auto", "cpu", **new)
     with DeviceClient(connect, model, **settings) as client:
@@ -156,23 +159,28 @@ def chat(
     max_new_tokens: Annotated[int, Option(help="At most.")] = 128,
     temperature: Annotated[float, Option(help="0 takes the most probable token.")] = 0.7,
     top_p: Annotated[float, Option(help="Sample among the most probable tokens with this share.")] = 0.95,
+    stop: Annotated[
+        list[str] | None, Option(metavar="TEXT", help="Ends an answer that comes to it. Repeatable.")
+    ] = None,
     draft: Annotated[
         str,
         Option(
-            help="Who guesses the next tokens, to save round trips: none, lookup, public or backbone. All guesses "
-            "reach the cloud, and backbone tells it the random numbers that choose among tokens."
+            help="Who guesses the next tokens, to save round trips: none, lookup, public or backbone; no more where "
+            "too few are right. All guesses reach the cloud, and backbone tells it the random numbers that choose "
+            "among tokens."
         ),
     ] = "none",
     draft_tokens: Annotated[int, Option(help="At most so many guesses at once.")] = 6,
 ) -> None:
     """Answer every line of standard input."""
-    from plpkg.residual import drafts
-    from plpkg.residual.wire.chat import answer_lines, lines_of
+    with uncollected():
+        from plpkg.residual import drafts
+        from plpkg.residual.wire.chat import answer_lines, lines_of
     from plpkg.validation import one_of
 
     one_of("draft", draft, ("none", *drafts.NAMES))
     sampling = dict(do_sample=temperature != 0, temperature=temperature, top_p=top_p)
-    sampling |= dict(draft=None if draft == "none" else draft, draft_tokens=draft_tokens)
+    sampling |= dict(draft=None if draft == "none" else draft, draft_tokens=draft_tokens, stop_strings=stop or None)
     with context.obj() as (client, _, tokenizer):
         answer_lines(client, tokenizer, lines_of(), max_new_tokens, **sampling)
 
@@ -192,7 +200,8 @@ def train(
 
     From these a cloud can read the text, and compute M.
     """
-    from plpkg.residual import training
+    with uncollected():
+        from plpkg.residual import training
 
     documents, held_out = training.texts(text), training.texts(text, "validation")
     with context.obj() as (client, model, tokenizer):

@@ -83,6 +83,8 @@ class Counter(Tabular):
         at once count as one.
     tokens, drafted_tokens, accepted_tokens
         What the device has written; how many guesses travelled; and how many of them it has written.
+    stopped
+        Why the device sends no guesses any more; empty while it does.
     """
 
     sent_bytes: int = 0
@@ -93,6 +95,7 @@ class Counter(Tabular):
     tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    stopped: str = ""
 
     def sent(self, payload: int, message: int) -> None:
         """Count one message on its way out: the bytes of its tensor, and all of its bytes."""
@@ -113,14 +116,16 @@ class Counter(Tabular):
 
     def __add__(self, other: "Counter") -> "Counter":
         """What has crossed in both."""
-        return Counter(**{name: value + vars(other)[name] for name, value in vars(self).items()})
+        counts = {name: value + vars(other)[name] for name, value in self.rows()[0].items()}
+        return Counter(**counts, stopped=self.stopped)
 
     def __sub__(self, earlier: "Counter") -> "Counter":
         """What has crossed since ``earlier``, a copy made then."""
-        return Counter(**{name: value - vars(earlier)[name] for name, value in vars(self).items()})
+        counts = {name: value - vars(earlier)[name] for name, value in self.rows()[0].items()}
+        return Counter(**counts, stopped=self.stopped)
 
     def rows(self) -> list[dict]:
-        return [vars(self).copy()]
+        return [{name: value for name, value in vars(self).items() if name != "stopped"}]
 
     def __repr__(self) -> str:
         text = (
@@ -131,7 +136,7 @@ class Counter(Tabular):
             text += f"; {self.tokens} tokens, {self.tokens / self.round_trips:.2f} a round trip"
         if self.drafted_tokens:
             text += f"; {self.accepted_tokens} of {self.drafted_tokens} guesses accepted"
-        return text
+        return "; ".join(filter(None, (text, self.stopped)))
 
 
 class Messages:

@@ -5,7 +5,8 @@ again, and what it had added to a gradient is taken back first.
 
 A pass can yield several tokens: guesses travel along (:mod:`plpkg.residual.drafts`), or the cloud writes on, and the
 device takes of them what it would have chosen itself, then one more token of its own. What it writes does not depend
-on the guesses, but for rounding: a pass over several positions sums in another order.
+on the guesses, nor on whether they stop because too few are right, but for rounding: a pass over several positions sums
+in another order.
 
 Left out: beam search, and batches of sequences of unequal length (pad on the right and mask the labels to train on
 them).
@@ -16,6 +17,7 @@ import copy
 import functools
 import math
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -28,7 +30,7 @@ from plpkg.catalog import Link
 from plpkg.decoding import rope_changes
 from plpkg.residual import drafts
 from plpkg.residual.device_part import DeviceCache, Gradients
-from plpkg.residual.drafts import Draft
+from plpkg.residual.drafts import Acceptance, Draft
 from plpkg.residual.parts import split
 from plpkg.residual.wire import writing
 from plpkg.residual.wire.certificates import require_protection
@@ -111,7 +113,7 @@ class DeviceClient:
         self.terms = terms(model, self.part, cloud.riders, adapter_name, (first_k, last_k), precision)
         self.dtype, self.adapter_name = PRECISIONS[precision], adapter_name
         self._peft_model, self._model, self.looks = model, model.get_base_model(), Counter()
-        self._closed = False
+        self._closed, self._acceptance = False, Acceptance(None)
         self._in_use, self._training = threading.Lock(), _TRAINING.setdefault(model, threading.Lock())
         self.relay = None if link is None else Relay(target, link)
         via = self.relay and self.relay.address
@@ -166,6 +168,7 @@ class DeviceClient:
         on_token: Callable[[torch.Tensor], object] | None = None,
         draft: str | Draft | None = None,
         draft_tokens: int = 6,
+        min_acceptance: float | None = None,
         tokenizer=None,
     ) -> torch.Tensor:
         """Continue sequences.
@@ -193,6 +196,10 @@ class DeviceClient:
             with random numbers that it tells the cloud: another text, of the same distribution.
         draft_tokens
             At most so many guesses in a pass.
+        min_acceptance
+            The share of guesses that has to be accepted, or they stop until one is right again
+            (:class:`plpkg.residual.drafts.Acceptance`; a client remembers what its last draft did). By default what
+            saves time, by the clock; with 0 guesses never stop.
 
         Returns
         -------
@@ -213,6 +220,8 @@ class DeviceClient:
         choice = dict(do_sample=do_sample, temperature=temperature, top_k=top_k, top_p=top_p)
         writing.checked_warpers(max_new_tokens, **choice)  # refuses what cannot be
         whole_number("draft_tokens", draft_tokens, 0)
+        if min_acceptance is not None:
+            number("min_acceptance", min_acceptance, 0, 1)
         ids, ends = self._checked(input_ids, more=max_new_tokens - 1), writing.ends(self._model, eos_token_id)
         stops = writing.stops(stop_strings, tokenizer)
         guess, ahead = drafts.chosen(draft, tokenizer), draft == "backbone"
@@ -225,12 +234,16 @@ class DeviceClient:
         text = Writing(ids, max_new_tokens, ends, stops, guess, vocab, ahead, generator, **choice)
         limit, changes = writing.reads_anew_beyond(self._model), rope_changes(self._model.config)
         cache = self.part.new_cache()
+        if (draft, min_acceptance) != (self._acceptance.draft, self._acceptance.least):
+            self._acceptance = Acceptance(draft, min_acceptance)
+        acceptance, traffic = self._acceptance, self._connection.traffic
 
         def next_logits() -> tuple[torch.Tensor, list[int]]:
             nonlocal cache
             length = text.ids.shape[1]
             turns = writing.guesses_before_rope_turns(changes, length)
             count = max(0, min(draft_tokens, text.room, self._connection.max_tokens - length, turns))
+            count = acceptance.allowed(count)
             written = count if ahead and (cache.seen or not self.part.matrices) else 0
             try:
                 return self._next_logits(text.ids[:, cache.seen :], cache, text.guesses(count), written, text.choice)
@@ -243,10 +256,15 @@ class DeviceClient:
             while not text.over:
                 if limit is not None and cache.seen <= limit < text.ids.shape[1]:
                     cache = self.part.new_cache()
-                for tokens, guessed in text.take(*self._begin_anew(next_logits)):
-                    self._connection.traffic.wrote(len(tokens), accepted=guessed)
+                read, began, accepted = text.ids.shape[1] - cache.seen, time.perf_counter(), traffic.accepted_tokens
+                logits, guesses = self._begin_anew(next_logits)
+                seconds = time.perf_counter() - began if read == 1 else None
+                for tokens, guessed in text.take(logits, guesses):
+                    traffic.wrote(len(tokens), accepted=guessed)
                     if on_token is not None:
                         on_token(tokens)
+                acceptance.add(len(guesses), traffic.accepted_tokens - accepted, seconds)
+                traffic.stopped = acceptance.stopped
                 cache.cut_back(text.ids.shape[1] - 1)
         return text.ids
 

@@ -189,7 +189,7 @@ def stops(
     Raises
     ------
     ValueError
-        Something that is no string or an empty one, or there is no tokenizer.
+        Something that is no string or an empty one, or there is no tokenizer, or one that cannot write any text.
     """
     if stop_strings is None:
         return None
@@ -198,7 +198,10 @@ def stops(
         raise ValueError(f"stop_strings must be strings that are not empty, got {shown(stop_strings)}")
     if tokenizer is None:
         raise ValueError(f"stop_strings={shown(stop_strings)} are text: give the model's tokenizer as well")
-    return StopStringCriteria(tokenizer, list(strings))
+    try:
+        return StopStringCriteria(tokenizer, list(strings))
+    except ValueError:  # it looks for the tokens of a text of its own
+        raise ValueError(f"stop_strings={shown(stop_strings)} need a tokenizer that can write any text") from None
 
 
 def token_ids(name: str, ids: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,20 @@ from preloaded import Process
 from waiting import line_of
 
 WIDTH = 32
-WORDS = ["<unk>", "<s>", "my", "cat", "is", "called", "felix", "and", "sleeps", "all", "day"]
+WORDS = [
+    "<unk>",
+    "<s>",
+    "my",
+    "cat",
+    "is",
+    "called",
+    "felix",
+    "and",
+    "sleeps",
+    "all",
+    "day",
+    "abcdef",
+]  # the last for StopStringCriteria
 DIARY = "my cat is called felix and sleeps all day " * 20
 NEW = "--rank 4 --target v_proj --target down_proj"
 GREEDY = "chat --temperature 0 --max-new-tokens"
@@ -164,6 +177,14 @@ def test_cloud_chat_and_train(cloud, folder, tmp_path):
     ):
         assert message in result.output
     assert "Usage" not in result.output
+
+
+def test_a_text_ends_an_answer(cloud, folder):
+    chat = f"device --connect {cloud} --model {folder} {NEW} {GREEDY} 10"
+    (whole,) = answers(run(chat))
+    last = whole.split()[-1]
+    (cut,) = answers(run(f"{chat} --stop nobody --stop {last}"))
+    assert cut == whole[: whole.index(last)] + last != whole
 
 
 def test_a_cloud_like_an_adapter_needs_no_list_of_targets(folder, tmp_path):
@@ -415,6 +436,7 @@ TOP_P = "top_p must be greater than 0 and at most 1, got 2.0"
         ("chat --top-p 2", TOP_P),
         ("chat --top-p 2 --temperature 0", TOP_P),
         ("chat --temperature -1", "temperature must be greater than 0, got -1.0"),
+        ("chat --stop ''", "stop_strings must be strings that are not empty, got ['']"),
         ("chat --draft foo", "draft must be one of 'none', 'lookup', 'public', 'backbone', got 'foo'"),
         ("chat --draft lookup --draft-tokens -1", "draft_tokens must be a whole number of at"),
         ("chat --max-new-tokens -1", "max_new_tokens must be a whole number of at least 1, got -1"),

@@ -435,6 +435,7 @@ def test_silence_within_a_wait_is_said_and_is_not_the_end(pair, before, monkeypa
 
 
 ONE, MASKED = IDS[:1], torch.full_like(IDS, -100)
+FEW_WORDS = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
 WHOLE_NUMBERS = r"input_ids must be whole numbers of shape \(batch, seq\)"
 
 
@@ -462,9 +463,14 @@ WHOLE_NUMBERS = r"input_ids must be whole numbers of shape \(batch, seq\)"
         ),
         (lambda c: c.generate(IDS, 1, stop_strings=["a", ""]), r"stop_strings must be .* not empty, got \['a', ''\]"),
         (lambda c: c.generate(IDS, 1, stop_strings=7), "stop_strings must be strings that are not empty, got 7"),
+        (
+            lambda c: c.generate(ONE, stop_strings="a", tokenizer=FEW_WORDS),
+            "stop_strings='a' need a tokenizer that can write any text",
+        ),
         (lambda c: c.generate(ONE, draft="guess"), "draft must be one of 'lookup', 'public', 'backbone', got 'guess'"),
         (lambda c: c.generate(ONE, draft="public"), "draft='public' counts text: give the model's tokenizer as well"),
         (lambda c: c.generate(ONE, draft_tokens=-1), "draft_tokens must be a whole number of at least 0, got -1"),
+        (lambda c: c.generate(ONE, min_acceptance=2), "min_acceptance must be at least 0 and at most 1, got 2"),
         (lambda c: c.generate(IDS, draft="lookup"), "draft='lookup' is for one sequence, got 2"),
         (lambda c: c.train_step(IDS, IDS.float()), "labels must be whole numbers of shape .*, got torch.float32"),
         (lambda c: c.train_step(IDS, ONE[:, 1:]), r"labels of shape \(1, 11\) for input_ids of shape \(2, 12\)"),

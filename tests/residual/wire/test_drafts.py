@@ -66,6 +66,45 @@ def test_the_same_tokens_as_in_one_process(pair, family, name):
     assert traffic.round_trips == TRIPS[name] * 2
 
 
+@pytest.mark.parametrize("name", ["qkv", "ladder"])
+def test_guesses_that_stop_and_begin_anew_change_no_token(pair, name):
+    """Wrong at first and right later; what they were is remembered from text to text."""
+    _, client, whole = pair(name=name)
+    expected = expected_tokens(whole, TEXT, 40)
+
+    def draft(ids, count):
+        return (wrong if len(ids) < 24 else right)(expected)(ids, count)
+
+    def guesses(count, least):
+        before = client.traffic
+        text = client.generate(TEXT, count, eos_token_id=-1, draft=draft, min_acceptance=least)
+        assert torch.equal(text, expected[:, : 9 + count])
+        traffic = client.traffic - before
+        return traffic.drafted_tokens, traffic.accepted_tokens, traffic.stopped
+
+    assert guesses(40, 0) == (15 * 6 + 3 * 6 + 3, 21, "")
+    assert guesses(40, 0.25) == (2 * 6 + 1 + 1 + 3 * 6, 19, "")
+    client.generate(TEXT, 1, eos_token_id=-1)  # without a draft: what was is forgotten
+    stopped = "guesses stopped after 12: 0 of 12 accepted, 3 of 12 needed"
+    assert guesses(8, 0.25) == (2 * 6, 0, stopped)
+    assert guesses(8, 0.25) == (1, 0, stopped)
+    assert repr(client.traffic).endswith(f" guesses accepted; {stopped}")
+
+
+@pytest.mark.parametrize("name", ["qkv", "ladder"])
+def test_the_cloud_that_guesses_no_more_leaves_the_sampled_text_as_it_would_be(pair, name):
+    _, client, _ = pair(name=name, m_scale=30.0)
+
+    def sampled(least):
+        common = dict(do_sample=True, temperature=0.02, eos_token_id=-1, generator=torch.Generator().manual_seed(3))
+        return client.generate(TEXT, 24, draft="backbone", min_acceptance=least, **common)
+
+    always = sampled(0)
+    assert not client.traffic.stopped
+    assert torch.equal(sampled(1), always)
+    assert client.traffic.stopped
+
+
 @pytest.mark.parametrize(("family", "cut"), [("llama", (1, 2)), ("gemma2", (1, 1)), ("gpt2", (1, 0)), ("gpt2", (0, 1))])
 def test_guesses_pass_the_layers_on_the_device_as_well(pair, family, cut):
     _, client, whole = pair(family, *cut, options=WINDOWS.get(family))
