@@ -63,6 +63,8 @@ class Rungs(PerThread):
 class LadderLayer(nn.Module, BaseTunerLayer):
     """A part of a ladder."""
 
+    cast_input_dtype_enabled = True  # which peft.helpers.disable_input_dtype_casting sets
+
     def merge(self, *_, **__) -> None:
         raise ValueError("a ladder cannot be merged: what it adds depends on every layer's input; unload() drops it")
 
@@ -127,7 +129,7 @@ class LadderNorm(LadderLayer):
     """
 
     adapter_layer_names = ("ladder_M",)
-    other_param_names = ()
+    other_param_names = ("taps",)
 
     def __init__(self, base_layer: nn.Module, rungs: Rungs) -> None:
         super().__init__()

@@ -99,7 +99,13 @@ class RowwiseTuner(BaseTuner):
             They are not exactly the adapter's, or not finite numbers.
         """
         needed = get_peft_model_state_dict(model, adapter_name=adapter_name, save_embedding_layers=False)
-        given = {name.replace(f".modules_to_save.{adapter_name}", ""): each for name, each in state_dict.items()}
+        wrapper = (
+            "" if all(name.startswith("base_model.model.") for name in needed) else "base_model.model."
+        )  # injected
+        given = {
+            name.removeprefix(wrapper).replace(f".modules_to_save.{adapter_name}", ""): each
+            for name, each in state_dict.items()
+        }
         reasons = misfits(*({name: each.shape for name, each in tensors.items()} for tensors in (given, needed)))
         wrong = [name for name, each in given.items() if name in needed and not _fits(each, needed[name].dtype)]
         reasons += sentences({"has values that are not finite numbers here": wrong}) if wrong else []
@@ -160,6 +166,11 @@ class PrivateLoraModel(RowwiseTuner):
             peft_config.target_modules = default_targets(self.model, PRIVATE_LORA_TARGETS)
         return super()._prepare_adapter_config(peft_config, model_config)
 
+    def _check_merge_allowed(self) -> None:
+        """PEFT calls this before it merges, and warns."""
+        if tied := self._get_tied_target_modules(self.model):
+            raise ValueError(f"{tied[0]} shares its weight with the embeddings, which would change when it is merged")
+
     def shapes(self, config: PrivateLoraConfig, modules: dict[str, nn.Module]) -> dict[str, tuple[int, ...]]:
         tensors = {}
         for name, module in modules.items():
@@ -209,20 +220,17 @@ class LadderModel(RowwiseTuner):
     def _prepare_adapter_config(self, peft_config: LadderConfig, model_config: dict) -> LadderConfig:
         if peft_config.target_modules is None:
             peft_config.target_modules = default_targets(self.model, LADDER_TARGETS)
-        norm = getattr(self.model.base_model, named(self.model.base_model, NORMS))
-        whole_number("r", peft_config.r, 1, norm.weight.numel(), "hidden_size")
+        whole_number("r", peft_config.r, 1, final_norm(self.model)[1].weight.numel(), "hidden_size")
         return super()._prepare_adapter_config(peft_config, model_config)
 
     def shapes(self, config: LadderConfig, modules: dict[str, nn.Module]) -> dict[str, tuple[int, ...]]:
-        decoder = self.model.base_model
-        name = named(decoder, NORMS)
-        numbers, hidden = len(modules) * config.r, getattr(decoder, name).weight.numel()
+        name, norm = final_norm(self.model)
+        numbers, hidden = len(modules) * config.r, norm.weight.numel()
         tensors = {f"{module}.ladder_A": (config.r, features(module, each)[0]) for module, each in modules.items()}
         with torch.device("meta"):
             m = new_m(numbers, hidden, config.width)
-        norm = f"{self.model.base_model_prefix}.{name}.ladder_M"
         return (tensors if config.save_projection else {}) | {
-            f"{norm}.{key}": tuple(weight.shape) for key, weight in m.state_dict().items()
+            f"{name}.ladder_M.{key}": tuple(weight.shape) for key, weight in m.state_dict().items()
         }
 
     @classmethod
@@ -237,28 +245,43 @@ class LadderModel(RowwiseTuner):
         if isinstance(target, LadderTap):
             target.update_layer(adapter_name, peft_config)
             return
+        if not current_key.startswith(self.inside):
+            raise ValueError(f"{current_key} is not in the decoder {self.inside[:-1]}: a ladder ends at its final norm")
         tap = LadderTap(target, current_key, self.rungs)
         tap._active_adapter = adapter_name
         tap.update_layer(adapter_name, peft_config)
         self._replace_module(parent, target_name, tap, target)
 
-    def inject_adapter(self, model: nn.Module, adapter_name: str, *arguments, **options) -> None:
-        if not hasattr(self, "rungs"):
-            self.rungs = Rungs()
-        super().inject_adapter(model, adapter_name, *arguments, **options)  # its hooks see only the first adapter
-        decoder, config = model.base_model, self.peft_config[adapter_name]
-        name = named(decoder, NORMS)
-        norm = getattr(decoder, name)
+    def inject_adapter(
+        self,
+        model: nn.Module,
+        adapter_name: str,
+        autocast_adapter_dtype: bool = True,
+        low_cpu_mem_usage: bool = False,
+        state_dict: dict | None = None,  # it names the norm alone: the configuration says which layers
+    ) -> None:
+        name, norm = final_norm(model)
+        self.inside = name[: name.rfind(".") + 1]
+        self.rungs = norm.rungs if isinstance(norm, LadderNorm) else Rungs()
+        super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage)
         if not isinstance(norm, LadderNorm):
             norm = LadderNorm(norm, self.rungs)
             norm._active_adapter = adapter_name
-            setattr(decoder, name, norm)
-        norm.update_layer(adapter_name, config, taps(model, adapter_name))
+            model.set_submodule(name, norm)
+        with torch.device("meta") if low_cpu_mem_usage else contextlib.nullcontext():
+            norm.update_layer(adapter_name, self.peft_config[adapter_name], taps(model, adapter_name))
 
     def _unload_and_optionally_merge(self, merge: bool = True, **options):
         if merge:
             LadderLayer.merge(self)
         return super()._unload_and_optionally_merge(merge=False, **options)
+
+
+def final_norm(model: nn.Module) -> tuple[str, nn.Module]:
+    """The final norm of a model's decoder, or of a decoder, by its name in the model."""
+    decoder = getattr(model, "base_model", model)
+    norm = getattr(decoder, named(decoder, NORMS))
+    return next(name for name, module in model.named_modules() if module is norm), norm
 
 
 def default_targets(model: nn.Module, candidates: Sequence[list[str]]) -> set[str]:
