@@ -59,10 +59,33 @@ class RowwiseTuner(BaseTuner):
             "base_model.set_adapter([name, …]) adds up what several give"
         )
 
-    def inject_adapter(self, model: nn.Module, adapter_name: str, *arguments, **options) -> None:
+    def inject_adapter(
+        self,
+        model: nn.Module,
+        adapter_name: str,
+        autocast_adapter_dtype: bool = True,
+        low_cpu_mem_usage: bool = False,
+        state_dict: dict | None = None,
+    ) -> None:
         config = self.peft_config[adapter_name] = copy.copy(self.peft_config[adapter_name])  # one for each model
         saved.require_backbone(config, model)
-        super().inject_adapter(model, adapter_name, *arguments, **options)
+        before = self._layers_of(model, adapter_name)
+        try:
+            super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage, state_dict)
+            self._complete(model, adapter_name, low_cpu_mem_usage)
+        except Exception:  # the next attempt, with other modules, finds the model without it
+            for layer in self._layers_of(model, adapter_name) - before:
+                layer.delete_adapter(adapter_name)
+            raise
+
+    def _layers_of(self, model: nn.Module, adapter_name: str) -> set[nn.Module]:
+        """The layers that have something of an adapter."""
+        tuned = [module for module in model.modules() if isinstance(module, self.tuner_layer_cls)]
+        names = {layer: layer.adapter_layer_names + layer.other_param_names for layer in tuned}
+        return {layer for layer in tuned if any(adapter_name in getattr(layer, name) for name in names[layer])}
+
+    def _complete(self, model: nn.Module, adapter_name: str, low_cpu_mem_usage: bool) -> None:
+        """What is done to an adapter's layers once all are in the model; PEFT's hooks see only the first adapter."""
 
     def _prepare_adapter_config(self, peft_config, model_config: dict):
         """PEFT calls this before it builds the adapter.
@@ -196,8 +219,7 @@ class PrivateLoraModel(RowwiseTuner):
             layer.requires_grad_(False)
         self._replace_module(parent, target_name, layer, target)
 
-    def inject_adapter(self, model: nn.Module, adapter_name: str, *arguments, **options) -> None:
-        super().inject_adapter(model, adapter_name, *arguments, **options)  # its hooks see only the first adapter
+    def _complete(self, model: nn.Module, adapter_name: str, low_cpu_mem_usage: bool) -> None:
         if not self.peft_config[adapter_name].late:
             return
         by_name: dict[str, list[PrivateLoraLayer]] = {}
@@ -260,10 +282,13 @@ class LadderModel(RowwiseTuner):
         low_cpu_mem_usage: bool = False,
         state_dict: dict | None = None,  # it names the norm alone: the configuration says which layers
     ) -> None:
-        name, norm = final_norm(model)
-        self.inside = name[: name.rfind(".") + 1]
-        self.rungs = norm.rungs if isinstance(norm, LadderNorm) else Rungs()
+        norm, _ = final_norm(model)
+        self.inside = norm[: norm.rfind(".") + 1]
+        self.rungs = next((module.rungs for module in model.modules() if isinstance(module, LadderLayer)), Rungs())
         super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage)
+
+    def _complete(self, model: nn.Module, adapter_name: str, low_cpu_mem_usage: bool) -> None:
+        name, norm = final_norm(model)
         if not isinstance(norm, LadderNorm):
             norm = LadderNorm(norm, self.rungs)
             norm._active_adapter = adapter_name

@@ -1,5 +1,6 @@
 """What a stranger's folder can do to a reader: nothing, within 100 MiB and two seconds, and a sentence says why."""
 
+import functools
 import json
 import shutil
 import time
@@ -290,6 +291,26 @@ def test_an_adapter_that_is_there_takes_weights_of_its_like_alone(saved_one, the
     with pytest.raises(ValueError, match=message):
         other.load_adapter(tmp_path, "default")
     assert torch.equal(logits(other), before)
+
+
+@pytest.mark.filterwarnings("ignore:You are trying to modify a model with PEFT for a second time")
+@pytest.mark.parametrize("kind", [PrivateLoraConfig, functools.partial(LadderConfig, r=4)])
+@pytest.mark.parametrize("adapter_name", ["default", "other"])
+def test_an_attempt_that_failed_leaves_nothing(kind, adapter_name, tmp_path):
+    """It came as far as the norm."""
+    base = backbone()
+    model = get_peft_model(base, kind()) if adapter_name == "other" else None
+    adapt = model.add_adapter if model else lambda name, config: get_peft_model(base, config, name)
+    with pytest.raises(ValueError, match="norm is a LlamaRMSNorm: only"):
+        adapt(adapter_name, kind(target_modules=["o_proj", "down_proj", "norm"]))
+    model = adapt(adapter_name, kind(target_modules=["down_proj"])) or model
+    model.set_adapter(adapter_name)
+    for name, parameter in model.named_parameters():
+        if f"_M.{adapter_name}." in name:
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(backbone(), tmp_path / ("" if adapter_name == "default" else adapter_name))
+    assert torch.equal(logits(loaded), logits(model))
 
 
 @pytest.mark.parametrize("config", [PrivateLoraConfig(task_type="FEATURE_EXTRACTION"), LadderConfig(r=4)])
