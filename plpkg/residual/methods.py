@@ -37,6 +37,8 @@ PRIVATE_LORA_TARGETS = (QKV, ["qkv_proj"], ["c_attn"])
 """The query, key and value projections, apart or fused as Phi-3's and GPT-2's: what the publication adapts."""
 LADDER_TARGETS = (["down_proj"], ["mlp.c_proj"])
 """The last projection of the MLP, also as GPT-2 calls it: its input is the widest that a layer has."""
+WRAPPED = "base_model.model."
+"""How PEFT begins the names in a file."""
 
 
 class RowwiseTuner(BaseTuner):
@@ -104,7 +106,7 @@ class RowwiseTuner(BaseTuner):
             return config
         modules = saved.adapted_modules(self.model, config)
         if config.shapes is not None:
-            needed = {f"base_model.model.{name}": shape for name, shape in self.shapes(config, modules).items()}
+            needed = {f"{WRAPPED}{name}": shape for name, shape in self.shapes(config, modules).items()}
             if reasons := misfits(config.shapes, needed):
                 raise ValueError(f"{saved.WEIGHTS}: {brief(reasons)}")
             saved.require_sound(config.folder, config.weights_sha256)
@@ -122,11 +124,9 @@ class RowwiseTuner(BaseTuner):
             They are not exactly the adapter's, or not finite numbers.
         """
         needed = get_peft_model_state_dict(model, adapter_name=adapter_name, save_embedding_layers=False)
-        wrapper = (
-            "" if all(name.startswith("base_model.model.") for name in needed) else "base_model.model."
-        )  # injected
+        inside = all(name.startswith(WRAPPED) for name in needed)  # else PEFT's layers are in the model itself
         given = {
-            name.removeprefix(wrapper).replace(f".modules_to_save.{adapter_name}", ""): each
+            name.removeprefix("" if inside else WRAPPED).replace(f".modules_to_save.{adapter_name}", ""): each
             for name, each in state_dict.items()
         }
         reasons = misfits(*({name: each.shape for name, each in tensors.items()} for tensors in (given, needed)))
