@@ -45,7 +45,7 @@ class PrivateLoraLayer(nn.Module, BaseTunerLayer):
     """
 
     adapter_layer_names = ("privatelora_M",)
-    other_param_names = ("privatelora_A", "privatelora_B")
+    other_param_names = ("privatelora_A", "privatelora_B", "late")
 
     def __init__(self, base_layer: nn.Module, module: str) -> None:
         super().__init__()
@@ -58,6 +58,7 @@ class PrivateLoraLayer(nn.Module, BaseTunerLayer):
         self.late: dict[str, tuple[UnderWay, bool, bool]] = {}  # of each late adapter: whether first, whether last
         self._disable_adapters = False
         self.merged_adapters = []
+        self.cast_input_dtype_enabled = True  # which peft.helpers.disable_input_dtype_casting sets
 
     def residual(self, x: torch.Tensor, adapter_name: str) -> torch.Tensor:
         """What an adapter adds to the output for ``x`` ``(..., in_features)``: ``(..., out_features)``."""
@@ -149,7 +150,7 @@ class PrivateLoraLayer(nn.Module, BaseTunerLayer):
             self.set_base_weight((weight - self.get_delta_weight(self.merged_adapters.pop())).to(weight.dtype))
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
-        return True
+        return adapter_name not in self.late
 
     def __repr__(self) -> str:
         return f"privatelora.{super().__repr__()}"

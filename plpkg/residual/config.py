@@ -1,6 +1,7 @@
 """The settings of this room's two adapters, PrivateLoRA's and the ladder, as PEFT keeps them in a file."""
 
 import functools
+import inspect
 import shutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -14,11 +15,14 @@ from plpkg.validation import flag, one_of, shown, whole_number
 
 
 class MethodName(str):
-    """A method that is not in PEFT's list, whose entries have a ``value``: PEFT's refusals name it."""
+    """A method that is not in PEFT's list, whose entries have a ``value``: PEFT's refusals and status name it."""
 
     @property
     def value(self) -> str:
-        return str(self)
+        return super().__str__()
+
+    def __str__(self) -> str:
+        return f"PeftType.{self.value}"
 
 
 PRIVATE_LORA, LADDER = MethodName("PRIVATELORA"), MethodName("LADDER")
@@ -80,6 +84,8 @@ class ProjectionConfig(PeftConfig):
                 raise ValueError(f"{name} must be names of modules, got {shown(value)}")
             if isinstance(value, list) and name in ("target_modules", "exclude_modules"):
                 setattr(self, name, set(value))
+        if self.task_type not in saved.TASKS:
+            raise ValueError(f"task_type={self.task_type} trains a new head, which cannot be saved with the adapter")
         layers = [] if self.layers_to_transform is None else self.layers_to_transform
         for layer in layers if isinstance(layers, list | tuple | set | range) else [layers]:
             whole_number("layers_to_transform", layer, 0)
@@ -93,6 +99,15 @@ class ProjectionConfig(PeftConfig):
             raise ValueError(f"init={self.init!r} needs save_projection=True: nothing else brings the same projections")
         if self.layers_pattern and self.layers_to_transform is None:
             raise ValueError(f"layers_pattern={shown(self.layers_pattern)} needs layers_to_transform")
+        if (
+            isinstance(self.target_modules, str)
+            and self.target_modules != "all-linear"
+            and self.layers_to_transform is not None
+        ):
+            raise ValueError(
+                f"layers_to_transform={shown(self.layers_to_transform)} is for names: the pattern "
+                f"target_modules={shown(self.target_modules)} chooses the layers itself"
+            )
 
     def save_pretrained(self, save_directory: str | Path, **options) -> None:
         """As PEFT does it, behind the weights; whole or not at all, and its owner's alone.
@@ -187,27 +202,55 @@ class LadderConfig(ProjectionConfig):
 
 
 def _whole(save: Callable) -> Callable:
-    """``PeftModel.save_pretrained``; with an adapter of this room, the files are whole before any takes its place."""
+    """``PeftModel.save_pretrained``; an adapter of this room is saved whole, and as it can be loaded, or not at all."""
+    signature = inspect.signature(save)
 
     @functools.wraps(save)
     def save_pretrained(self, save_directory: str | Path, *arguments, **options) -> None:
-        ours = any(isinstance(config, ProjectionConfig) for config in self.peft_config.values())
-        if not ours or Path(save_directory).name.startswith(PARTIAL):  # a caller's replace_files does it there
+        if not any(isinstance(config, ProjectionConfig) for config in self.peft_config.values()):
             return save(self, save_directory, *arguments, **options)
+        call = signature.bind(self, save_directory, *arguments, **options)
+        if not call.arguments.get("safe_serialization", True):
+            raise ValueError("safe_serialization=False would write a pickle, which is never read: leave it out")
+        if (embeddings := call.arguments.get("save_embedding_layers", "auto")) not in ("auto", False):
+            raise ValueError(
+                f"save_embedding_layers={embeddings!r} would save a part of the backbone, which is never loaded with "
+                "an adapter: leave it out"
+            )
+        call.arguments["save_embedding_layers"] = False  # else those that are adapted, or have got more tokens
+        if Path(save_directory).name.startswith(PARTIAL):  # a caller's replace_files does it there
+            return save(*call.args, **call.kwargs)
         folder = private_folder(save_directory)
 
         def write(temporary: str) -> None:
             if (folder / "README.md").is_file():  # which PEFT goes on with
                 shutil.copy(folder / "README.md", temporary)
-            save(self, temporary, *arguments, **options)
+            call.arguments["save_directory"] = temporary
+            save(*call.args, **call.kwargs)
 
         return replace_files(folder, write, private=True)
 
     return save_pretrained
 
 
+def _like(load: Callable) -> Callable:
+    """``PeftModel.load_adapter``; onto an adapter of this room that is there already go weights of its like alone."""
+
+    @functools.wraps(load)
+    def load_adapter(self, model_id: str | Path, adapter_name: str, *arguments, **options):
+        config = self.peft_config.get(adapter_name)
+        if isinstance(config, ProjectionConfig):
+            given = type(config).from_pretrained(model_id, **options)
+            saved.require_like(given, config, adapter_name, self.get_base_model())
+        return load(self, model_id, adapter_name, *arguments, **options)
+
+    return load_adapter
+
+
 PeftModel.save_pretrained = _whole(PeftModel.save_pretrained)
 """PEFT writes into the folder itself: killed between the weights and the configuration, it would leave neither."""
+PeftModel.load_adapter = _like(PeftModel.load_adapter)
+"""PEFT reads no configuration for an adapter that is there already: its A and B may be others."""
 
 
 def rank(name: str, value: object) -> int:

@@ -63,6 +63,8 @@ class Rungs(PerThread):
 class LadderLayer(nn.Module, BaseTunerLayer):
     """A part of a ladder."""
 
+    cast_input_dtype_enabled = True  # which peft.helpers.disable_input_dtype_casting sets
+
     def merge(self, *_, **__) -> None:
         raise ValueError("a ladder cannot be merged: what it adds depends on every layer's input; unload() drops it")
 
@@ -127,7 +129,7 @@ class LadderNorm(LadderLayer):
     """
 
     adapter_layer_names = ("ladder_M",)
-    other_param_names = ()
+    other_param_names = ("taps",)
 
     def __init__(self, base_layer: nn.Module, rungs: Rungs) -> None:
         super().__init__()
@@ -179,8 +181,9 @@ def taps(model: nn.Module, adapter_name: str = "default") -> list[LadderTap]:
 
 def decoder_of(model: nn.Module) -> nn.Module:
     """What has a causal model's layers: its base model, or a part of that, as OPT's."""
-    base = model.base_model
-    return base if model.config.is_encoder_decoder else getattr(base, "decoder", base)
+    base = getattr(model, "base_model", model)
+    encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return base if encodes else getattr(base, "decoder", base)
 
 
 def named(decoder: nn.Module, names: tuple[str, ...]) -> str:

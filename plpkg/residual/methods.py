@@ -37,6 +37,8 @@ PRIVATE_LORA_TARGETS = (QKV, ["qkv_proj"], ["c_attn"])
 """The query, key and value projections, apart or fused as Phi-3's and GPT-2's: what the publication adapts."""
 LADDER_TARGETS = (["down_proj"], ["mlp.c_proj"])
 """The last projection of the MLP, also as GPT-2 calls it: its input is the widest that a layer has."""
+WRAPPED = "base_model.model."
+"""How PEFT begins the names in a file."""
 
 
 class RowwiseTuner(BaseTuner):
@@ -59,10 +61,33 @@ class RowwiseTuner(BaseTuner):
             "base_model.set_adapter([name, …]) adds up what several give"
         )
 
-    def inject_adapter(self, model: nn.Module, adapter_name: str, *arguments, **options) -> None:
+    def inject_adapter(
+        self,
+        model: nn.Module,
+        adapter_name: str,
+        autocast_adapter_dtype: bool = True,
+        low_cpu_mem_usage: bool = False,
+        state_dict: dict | None = None,
+    ) -> None:
         config = self.peft_config[adapter_name] = copy.copy(self.peft_config[adapter_name])  # one for each model
         saved.require_backbone(config, model)
-        super().inject_adapter(model, adapter_name, *arguments, **options)
+        before = self._layers_of(model, adapter_name)
+        try:
+            super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage, state_dict)
+            self._complete(model, adapter_name, low_cpu_mem_usage)
+        except Exception:  # the next attempt, with other modules, finds the model without it
+            for layer in self._layers_of(model, adapter_name) - before:
+                layer.delete_adapter(adapter_name)
+            raise
+
+    def _layers_of(self, model: nn.Module, adapter_name: str) -> set[nn.Module]:
+        """The layers that have something of an adapter."""
+        tuned = [module for module in model.modules() if isinstance(module, self.tuner_layer_cls)]
+        names = {layer: layer.adapter_layer_names + layer.other_param_names for layer in tuned}
+        return {layer for layer in tuned if any(adapter_name in getattr(layer, name) for name in names[layer])}
+
+    def _complete(self, model: nn.Module, adapter_name: str, low_cpu_mem_usage: bool) -> None:
+        """What is done to an adapter's layers once all are in the model; PEFT's hooks see only the first adapter."""
 
     def _prepare_adapter_config(self, peft_config, model_config: dict):
         """PEFT calls this before it builds the adapter.
@@ -81,7 +106,7 @@ class RowwiseTuner(BaseTuner):
             return config
         modules = saved.adapted_modules(self.model, config)
         if config.shapes is not None:
-            needed = {f"base_model.model.{name}": shape for name, shape in self.shapes(config, modules).items()}
+            needed = {f"{WRAPPED}{name}": shape for name, shape in self.shapes(config, modules).items()}
             if reasons := misfits(config.shapes, needed):
                 raise ValueError(f"{saved.WEIGHTS}: {brief(reasons)}")
             saved.require_sound(config.folder, config.weights_sha256)
@@ -99,7 +124,11 @@ class RowwiseTuner(BaseTuner):
             They are not exactly the adapter's, or not finite numbers.
         """
         needed = get_peft_model_state_dict(model, adapter_name=adapter_name, save_embedding_layers=False)
-        given = {name.replace(f".modules_to_save.{adapter_name}", ""): each for name, each in state_dict.items()}
+        inside = all(name.startswith(WRAPPED) for name in needed)  # else PEFT's layers are in the model itself
+        given = {
+            name.removeprefix("" if inside else WRAPPED).replace(f".modules_to_save.{adapter_name}", ""): each
+            for name, each in state_dict.items()
+        }
         reasons = misfits(*({name: each.shape for name, each in tensors.items()} for tensors in (given, needed)))
         wrong = [name for name, each in given.items() if name in needed and not _fits(each, needed[name].dtype)]
         reasons += sentences({"has values that are not finite numbers here": wrong}) if wrong else []
@@ -160,6 +189,11 @@ class PrivateLoraModel(RowwiseTuner):
             peft_config.target_modules = default_targets(self.model, PRIVATE_LORA_TARGETS)
         return super()._prepare_adapter_config(peft_config, model_config)
 
+    def _check_merge_allowed(self) -> None:
+        """PEFT calls this before it merges, and warns."""
+        if tied := self._get_tied_target_modules(self.model):
+            raise ValueError(f"{tied[0]} shares its weight with the embeddings, which would change when it is merged")
+
     def shapes(self, config: PrivateLoraConfig, modules: dict[str, nn.Module]) -> dict[str, tuple[int, ...]]:
         tensors = {}
         for name, module in modules.items():
@@ -185,8 +219,7 @@ class PrivateLoraModel(RowwiseTuner):
             layer.requires_grad_(False)
         self._replace_module(parent, target_name, layer, target)
 
-    def inject_adapter(self, model: nn.Module, adapter_name: str, *arguments, **options) -> None:
-        super().inject_adapter(model, adapter_name, *arguments, **options)  # its hooks see only the first adapter
+    def _complete(self, model: nn.Module, adapter_name: str, low_cpu_mem_usage: bool) -> None:
         if not self.peft_config[adapter_name].late:
             return
         by_name: dict[str, list[PrivateLoraLayer]] = {}
@@ -209,20 +242,17 @@ class LadderModel(RowwiseTuner):
     def _prepare_adapter_config(self, peft_config: LadderConfig, model_config: dict) -> LadderConfig:
         if peft_config.target_modules is None:
             peft_config.target_modules = default_targets(self.model, LADDER_TARGETS)
-        named(decoder_of(self.model), NORMS)
+        final_norm(self.model)
         whole_number("r", peft_config.r, 1, self.model.config.hidden_size, "hidden_size")
         return super()._prepare_adapter_config(peft_config, model_config)
 
     def shapes(self, config: LadderConfig, modules: dict[str, nn.Module]) -> dict[str, tuple[int, ...]]:
-        decoder = decoder_of(self.model)
-        norm = getattr(decoder, named(decoder, NORMS))
-        numbers, hidden = len(modules) * config.r, decoder.config.hidden_size
+        name, _ = final_norm(self.model)
         tensors = {f"{module}.ladder_A": (config.r, features(module, each)[0]) for module, each in modules.items()}
         with torch.device("meta"):
-            m = new_m(numbers, hidden, config.width)
-        place = next(name for name, module in self.model.named_modules() if module is norm)
+            m = new_m(len(modules) * config.r, self.model.config.hidden_size, config.width)
         return (tensors if config.save_projection else {}) | {
-            f"{place}.ladder_M.{key}": tuple(weight.shape) for key, weight in m.state_dict().items()
+            f"{name}.ladder_M.{key}": tuple(weight.shape) for key, weight in m.state_dict().items()
         }
 
     @classmethod
@@ -237,23 +267,35 @@ class LadderModel(RowwiseTuner):
         if isinstance(target, LadderTap):
             target.update_layer(adapter_name, peft_config)
             return
+        if not current_key.startswith(self.inside):
+            raise ValueError(f"{current_key} is not in the decoder {self.inside[:-1]}: a ladder ends at its final norm")
         tap = LadderTap(target, current_key, self.rungs)
         tap._active_adapter = adapter_name
         tap.update_layer(adapter_name, peft_config)
         self._replace_module(parent, target_name, tap, target)
 
-    def inject_adapter(self, model: nn.Module, adapter_name: str, *arguments, **options) -> None:
-        if not hasattr(self, "rungs"):
-            self.rungs = Rungs()
-        super().inject_adapter(model, adapter_name, *arguments, **options)  # its hooks see only the first adapter
-        decoder, config = decoder_of(model), self.peft_config[adapter_name]
-        name = named(decoder, NORMS)
-        norm = getattr(decoder, name)
+    def inject_adapter(
+        self,
+        model: nn.Module,
+        adapter_name: str,
+        autocast_adapter_dtype: bool = True,
+        low_cpu_mem_usage: bool = False,
+        state_dict: dict | None = None,  # it names the norm alone: the configuration says which layers
+    ) -> None:
+        norm, _ = final_norm(model)
+        self.inside = norm[: norm.rfind(".") + 1]
+        self.rungs = next((module.rungs for module in model.modules() if isinstance(module, LadderLayer)), Rungs())
+        super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage)
+
+    def _complete(self, model: nn.Module, adapter_name: str, low_cpu_mem_usage: bool) -> None:
+        name, norm = final_norm(model)
         if not isinstance(norm, LadderNorm):
             norm = LadderNorm(norm, self.rungs)
             norm._active_adapter = adapter_name
-            setattr(decoder, name, norm)
-        norm.update_layer(adapter_name, config, taps(model, adapter_name), decoder.config.hidden_size)
+            model.set_submodule(name, norm)
+        with torch.device("meta") if low_cpu_mem_usage else contextlib.nullcontext():
+            every = taps(model, adapter_name)
+            norm.update_layer(adapter_name, self.peft_config[adapter_name], every, model.config.hidden_size)
 
     def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
         setattr(parent, child_name, new_module)  # PEFT's also copies weights, which a norm may not have
@@ -262,6 +304,13 @@ class LadderModel(RowwiseTuner):
         if merge:
             LadderLayer.merge(self)
         return super()._unload_and_optionally_merge(merge=False, **options)
+
+
+def final_norm(model: nn.Module) -> tuple[str, nn.Module]:
+    """The final norm of a model's decoder, or of a decoder, by its name in the model."""
+    decoder = decoder_of(model)
+    norm = getattr(decoder, named(decoder, NORMS))
+    return next(name for name, module in model.named_modules() if module is norm), norm
 
 
 def default_targets(model: nn.Module, candidates: Sequence[list[str]]) -> set[str]:

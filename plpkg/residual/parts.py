@@ -82,7 +82,9 @@ def split(
     if isinstance(config, LadderConfig) and (first_k, last_k) != (0, 0):
         raise ValueError(f"a ladder needs every layer in the cloud, got first_k={first_k}, last_k={last_k}")
     if flag("fold", fold) and (not isinstance(config, PrivateLoraConfig) or last_k):
-        raise ValueError(f"fold=True needs a PrivateLoRA adapter and last_k=0, got {config.peft_type}, last_k={last_k}")
+        raise ValueError(
+            f"fold=True needs a PrivateLoRA adapter and last_k=0, got {config.peft_type.value}, last_k={last_k}"
+        )
     if any(isinstance(module, BaseTunerLayer) and module.merged for module in model.modules()):
         raise ValueError("an adapter is merged into the weights: unmerge it first")
     whole = model.get_base_model()

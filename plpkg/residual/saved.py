@@ -40,8 +40,10 @@ def _names(value: object, most: int = MAX_NAMES) -> bool:
 
 
 PLAIN = "plain module names; a pattern is not evaluated"
+TASKS = (None, "CAUSAL_LM", "FEATURE_EXTRACTION", "SEQ_2_SEQ_LM")
+"""Those for which PEFT puts no new head on the model."""
 RULES = dict(
-    task_type=(lambda value: value in (None, "CAUSAL_LM"), "absent or CAUSAL_LM"),
+    task_type=(lambda value: value in TASKS, f"absent or one of {', '.join(TASKS[1:])}"),
     modules_to_save=(lambda value: value in (None, []), "empty: they would replace a part of the backbone"),
     target_modules=(_names, f"a list of {PLAIN}"),
     exclude_modules=(_names, f"a list of {PLAIN}"),
@@ -116,14 +118,44 @@ def require_sound(folder: Path, weights_sha256: str | None) -> None:
         )
 
 
+def require_like(given, config, adapter_name: str, model: nn.Module) -> None:
+    """Refuse a saved adapter whose weights would mean something else in the one that a model has under this name.
+
+    Parameters
+    ----------
+    given, config
+        The saved configuration, and that of the adapter in the model.
+    adapter_name, model
+        The adapter's name, and its backbone.
+
+    Raises
+    ------
+    ValueError
+        They differ in more than M, or the saved weights are not sound.
+    """
+    for name in ("late", "backbone", *([] if config.save_projection else ["projection_seed"])):
+        ours, theirs = (getattr(each, name, None) for each in (config, given))
+        if None not in (ours, theirs) and ours != theirs:
+            raise ValueError(
+                f"{given.folder} holds an adapter with {name}={shown(theirs)}, but {adapter_name!r} has {shown(ours)}: "
+                "load it under another name, with the configuration that it was saved with"
+            )
+    if given.target_modules and (other := adapted_modules(model, config).keys() ^ adapted_modules(model, given).keys()):
+        raise ValueError(f"{given.folder} holds an adapter of other modules than {adapter_name!r}: {min(other)}")
+    if given.shapes is not None:
+        require_sound(given.folder, given.weights_sha256)
+
+
 def require_backbone(config, model: nn.Module) -> None:
     """Give a new adapter the model's fingerprint; refuse a saved one of another backbone.
 
     Raises
     ------
     ValueError
-        The saved adapter belongs to another backbone.
+        The saved adapter belongs to another backbone, or the model is compiled.
     """
+    if any("_orig_mod" in name.split(".") for name, _ in model.named_modules()):
+        raise ValueError("the model is compiled, so its modules have other names: adapt it first, then compile it")
     if not hasattr(model, "config") or any(tensor.is_meta for tensor in model.state_dict().values()):
         return  # no language model, or nothing in it
     actual = fingerprint(model)

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 from peft import convert_to_lora as peft_convert_to_lora, get_peft_model, set_peft_model_state_dict
+from peft.helpers import disable_input_dtype_casting
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
@@ -150,6 +152,18 @@ def test_what_peft_does_for_lora_alone_is_refused_by_name(config, other, tmp_pat
     assert torch.equal(logits(model), before)
 
 
+@pytest.mark.parametrize(("config", "convertible"), [({}, True), (dict(late=True), False), (LADDER, False)])
+def test_what_peft_asks_of_a_method(config, convertible):
+    model = adapted(**config)
+    assert model.get_model_status().peft_types == {"default": model.peft_config["default"].peft_type.value}
+    assert model.supports_lora_conversion() == convertible
+    before = logits(model)
+    with disable_input_dtype_casting(model):
+        assert torch.equal(logits(model), before)
+    model.delete_adapter("default")
+    assert not [m for m in model.modules() if getattr(m, "late", None) or getattr(m, "taps", None)]
+
+
 @OTHERS
 def test_several_adapters_of_several_ranks_and_none(config, other):
     model, none = adapted(**config), logits(backbone())
@@ -203,6 +217,16 @@ def test_a_safe_merge_refuses_what_is_not_finite():
     with pytest.raises(ValueError, match=r"merging 'default' into model.layers.0.self_attn.k_proj gives values"):
         model.merge_adapter(safe_merge=True)
     assert torch.equal(layers(model)[1].get_base_weight(), before)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_a_tied_weight_is_not_merged():
+    tied = new("llama", PrivateLoraConfig(target_modules=["lm_head"]), tie_word_embeddings=True)
+    for merge in (tied.merge_adapter, tied.merge_and_unload):
+        with pytest.raises(ValueError, match="lm_head shares its weight with the embeddings, which would change"):
+            merge()
+    untied = new("llama", PrivateLoraConfig(target_modules=["lm_head"]))
+    assert not layers(untied.merge_and_unload())
 
 
 def test_singular_vectors_of_a_merged_weight_are_refused():
@@ -272,6 +296,7 @@ NO_LINEAR = "embed_tokens is a Embedding: only nn.Linear and Conv1D can be adapt
 NO_NAMES = "no default target_modules for GPTNeoXForCausalLM, which has none of q_proj, k_proj, v_proj; qkv_proj; c_at"
 NO_RUNGS = "no default target_modules for OPTForCausalLM, which has none of down_proj; mlp.c_proj: name its linear"
 NO_NORM = "OPTDecoder has none of norm, ln_f, .*: not a decoder that can be cut here"
+IS_COMPILED = "the model is compiled, .*: adapt it first, then compile it"
 NOT_ZERO = "the M of the ladder is not zero"
 
 
@@ -298,6 +323,19 @@ NOT_ZERO = "the M of the ladder is not zero"
         (lambda: new("gpt_neox", PrivateLoraConfig()), NO_NAMES),
         (lambda: new("opt", LadderConfig()), NO_RUNGS),
         (lambda: new("opt", LadderConfig(target_modules=["fc2"]), do_layer_norm_before=False), NO_NORM),
+        (
+            lambda: get_peft_model(nn.Sequential(nn.Linear(2, 2)), LadderConfig(target_modules="0")),
+            "Sequential has none",
+        ),
+        (
+            lambda: adapted(ladder=dict(r=4, target_modules=["down_proj", "lm_head"])),
+            "lm_head is not in the decoder mo",
+        ),
+        (lambda: get_peft_model(torch.compile(backbone(), backend="eager"), PrivateLoraConfig()), IS_COMPILED),
+        (lambda: get_peft_model(torch.compile(backbone(), backend="eager"), LadderConfig(r=4)), IS_COMPILED),
+        (lambda: LadderConfig(target_modules=".*_proj", layers_to_transform=2), "layers_to_transform=2 is for names"),
+        (lambda: PrivateLoraConfig(task_type="SEQ_CLS"), "task_type=SEQ_CLS trains a new head"),
+        (lambda: LadderConfig(task_type="TOKEN_CLS"), "task_type=TOKEN_CLS trains a new head"),
         (bases_of, "init='given'"),
         (lambda: bases_of(m_scale=1.0, **GIVEN), "the M of model.layers.0.self_attn.q_proj is not zero"),
         (lambda: bases_of(r_c2d=17, **GIVEN), r"r_c2d must be between 1 and the rank of .*k_proj=16, got 17"),

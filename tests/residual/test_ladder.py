@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from peft import get_peft_model
+from peft import get_peft_model, get_peft_model_state_dict, inject_adapter_in_model, set_peft_model_state_dict
 from safetensors.torch import load_file
 
 from benchmarks.residual import families
@@ -129,6 +129,23 @@ def test_an_adapters_rungs_are_its_own_and_are_unloaded():
     assert not any(isinstance(module, LadderTap | LadderNorm) for module in model.unload().modules())
 
 
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute")
+def test_a_second_ladder_in_other_layers_without_a_peft_model():
+    """transformers and PEFT inject each by a tuner of its own; low_cpu_mem_usage leaves M empty."""
+    first, second = LadderConfig(r=5, layers_to_transform=[0]), LadderConfig(r=5, layers_to_transform=[1, 3])
+    model, alone = backbone(), get_peft_model(backbone(), second)
+    torch.nn.init.normal_(m_of(alone).weight)
+    model.add_adapter(first, "first")
+    inject_adapter_in_model(
+        second, model, "second", low_cpu_mem_usage=True, state_dict=get_peft_model_state_dict(alone.base_model.model)
+    )
+    assert m_of(model, "second").weight.is_meta
+    weights = get_peft_model_state_dict(alone)
+    set_peft_model_state_dict(model, weights, adapter_name="second", low_cpu_mem_usage=True)
+    model.set_adapter("second")
+    assert torch.equal(logits(model), logits(alone))
+
+
 def test_it_cannot_be_merged():
     model = adapted(**LINEAR)
     before = logits(model)
@@ -190,12 +207,6 @@ def test_each_row_of_a_batch_has_its_own_adapter(family, config):
     assert torch.equal(logits(model), before)  # no hook is left
     with pytest.raises(ValueError, match="adapter_names is for inference"):
         model.train()(input_ids=ids, adapter_names=names)
-
-
-@pytest.mark.parametrize("config", [LadderConfig(r=4), PrivateLoraConfig()])
-def test_mixed_is_refused_in_a_sentence(config):
-    with pytest.raises(ValueError, match=f"The provided `peft_type` '{config.peft_type}' is not compatible with"):
-        get_peft_model(backbone(), config, mixed=True)
 
 
 @pytest.mark.parametrize("config", [LINEAR, GATED, dict(late=True)])

@@ -1,5 +1,6 @@
 """What a stranger's folder can do to a reader: nothing, within 100 MiB and two seconds, and a sentence says why."""
 
+import functools
 import json
 import shutil
 import time
@@ -20,7 +21,7 @@ from plpkg.residual import LadderConfig, PrivateLoraConfig, saved
 from plpkg.residual.saved import CONFIG, WEIGHTS
 from plpkg.residual.wire.loading import adapted_model
 from plpkg.retention import RetainingHeads
-from tests.residual.conftest import adapted, backbone, logits, reloaded
+from tests.residual.conftest import IDS, adapted, backbone, logits, reloaded
 
 MIB = 2**20
 HEADS_CONFIG = "retaining_heads.json"
@@ -127,7 +128,7 @@ CRAFTED = {  # for each kind of adapter what is done to its folder, and what is 
         (fields({"layers_to_transform": "0"}), "layers_to_transform must be a whole number of at least 0, got '0'"),
         (fields({"layers_to_transform": [1]}), NOT_HERE),
         (fields({"modules_to_save": ["lm_head"]}), "modules_to_save=['lm_head'] must be empty"),
-        (fields({"task_type": "SEQ_CLS"}), "task_type='SEQ_CLS' must be absent or CAUSAL_LM"),
+        (fields({"task_type": "SEQ_CLS"}), "task_type='SEQ_CLS' must be absent or one of CAUSAL_LM, "),
         (fields({"init": "x" * 60_000}), "init must be one of 'gaussian', 'svd', 'given', got 'xxx"),
         (fields({"save_projection": "no"}), "save_projection must be True or False, got 'no'"),
         (fields({"scale": 3}), "'scale'=3 must be empty: it is unknown"),
@@ -240,7 +241,7 @@ def test_an_adapter_without_a_backbone_loads_with_a_warning_and_then_has_one(tmp
 
 
 def test_tensors_are_looked_at_again_where_peft_loads_them(tmp_path):
-    """Also into an adapter that is there already, for which PEFT reads no configuration."""
+    """Also into an adapter that is there already."""
     model = adapted()
     before = logits(model)
     given = get_peft_model_state_dict(model)
@@ -249,21 +250,84 @@ def test_tensors_are_looked_at_again_where_peft_loads_them(tmp_path):
         (given | {LM_HEAD: torch.zeros(64, 32)}, NOT_HERE),
         ({key: each for key, each in given.items() if key != name}, "is missing"),
         (given | {name: given[name].T}, "has shape"),
-        (given | {name: given[name] / 0}, "has values that are not finite numbers here"),
-        (given | {name: given[name].char()}, "has values that are not finite numbers here"),
+        (given | {name: given[name] / 0}, "has values that are not finite"),
+        (given | {name: given[name].char()}, "has values that are not finite numbers here|dtype='I8' is not one of"),
     ):
         with pytest.raises(ValueError, match=message):
             set_peft_model_state_dict(model, tensors)
         model.save_pretrained(tmp_path)
         save_file({key: each.contiguous() for key, each in tensors.items()}, tmp_path / WEIGHTS)
+        fields({"weights_sha256": saved.digest(tmp_path / WEIGHTS)})(tmp_path)
         with pytest.raises(ValueError, match=message):
             model.load_adapter(tmp_path, "default")
         assert torch.equal(logits(model), before)
 
 
 @pytest.mark.parametrize(
+    ("saved_one", "there", "message"),
+    [
+        ({}, {}, None),
+        (dict(init="svd", r_c2d=4, r_d2c=4), dict(init="svd", r_c2d=4, r_d2c=4, projection_seed=9), None),
+        ({}, dict(projection_seed=9), "with projection_seed=0, but 'default' has 9: load it under another name"),
+        ({}, dict(late=True), "with late=False, but 'default' has True"),
+        (dict(ladder=dict(r=5)), dict(ladder=dict(r=5, projection_seed=9)), "with projection_seed=0"),
+        (
+            dict(ladder=dict(r=5, layers_to_transform=[0, 2])),
+            dict(ladder=dict(r=5, layers_to_transform=[1, 3])),
+            "of other modules than 'default': model.layers.0.mlp.down_proj",
+        ),
+        (dict(shape=dict(seed=1)), {}, "holds an adapter with backbone="),
+    ],
+)
+def test_an_adapter_that_is_there_takes_weights_of_its_like_alone(saved_one, there, message, tmp_path):
+    """PEFT reads no configuration then."""
+    model, other = adapted(**saved_one), adapted(m_scale=2.0, **there)
+    model.save_pretrained(tmp_path)
+    before = logits(other)
+    if message is None:
+        other.load_adapter(tmp_path, "default")
+        assert torch.equal(logits(other), logits(model))
+        return
+    with pytest.raises(ValueError, match=message):
+        other.load_adapter(tmp_path, "default")
+    assert torch.equal(logits(other), before)
+
+
+@pytest.mark.filterwarnings("ignore:You are trying to modify a model with PEFT for a second time")
+@pytest.mark.parametrize("kind", [PrivateLoraConfig, functools.partial(LadderConfig, r=4)])
+@pytest.mark.parametrize("adapter_name", ["default", "other"])
+def test_an_attempt_that_failed_leaves_nothing(kind, adapter_name, tmp_path):
+    """It came as far as the norm."""
+    base = backbone()
+    model = get_peft_model(base, kind()) if adapter_name == "other" else None
+    adapt = model.add_adapter if model else lambda name, config: get_peft_model(base, config, name)
+    with pytest.raises(ValueError, match="norm is a LlamaRMSNorm: only"):
+        adapt(adapter_name, kind(target_modules=["o_proj", "down_proj", "norm"]))
+    model = adapt(adapter_name, kind(target_modules=["down_proj"])) or model
+    model.set_adapter(adapter_name)
+    for name, parameter in model.named_parameters():
+        if f"_M.{adapter_name}." in name:
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(backbone(), tmp_path / ("" if adapter_name == "default" else adapter_name))
+    assert torch.equal(logits(loaded), logits(model))
+
+
+@pytest.mark.parametrize("config", [PrivateLoraConfig(task_type="FEATURE_EXTRACTION"), LadderConfig(r=4)])
+def test_an_adapter_of_a_decoder_without_its_head(config, tmp_path):
+    model = get_peft_model(backbone().model, config)
+    for name, parameter in model.named_parameters():
+        if "_M." in name:
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(backbone().model, tmp_path)
+    assert torch.equal(loaded(input_ids=IDS).last_hidden_state, model(input_ids=IDS).last_hidden_state)
+
+
+@pytest.mark.parametrize(
     "options",
     [
+        dict(target_modules=["lm_head"]),  # with which PEFT would save the head's own weight
         dict(target_modules=r".*\.0\..*o_proj"),
         dict(exclude_modules=r".*k_proj"),
         dict(target_modules="all-linear"),
@@ -280,6 +344,12 @@ def test_a_part_of_the_backbone_is_not_saved_with_an_adapter(tmp_path):
     for model in (adapted(modules_to_save=["lm_head"]), adapted(ladder=dict(r=4, modules_to_save=["lm_head"]))):
         with pytest.raises(ValueError, match=r"modules_to_save=\['lm_head'\] cannot be saved with the adapter"):
             model.save_pretrained(tmp_path)
+    for options, message in (
+        (dict(save_embedding_layers=True), "save_embedding_layers=True would save a part of the backbone"),
+        (dict(safe_serialization=False), "safe_serialization=False would write a pickle, which is never read"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            adapted().save_pretrained(tmp_path, **options)
     assert not list(tmp_path.iterdir())
 
 

@@ -84,7 +84,7 @@ def _config(adapter: Path, ladder: bool, asked: dict) -> ProjectionConfig:
     config = saved_config(adapter)
     if ladder and not isinstance(config, LadderConfig):
         raise ValueError(
-            f"{adapter} holds a {config.peft_type} adapter, but a ladder was asked for: leave --ladder out"
+            f"{adapter} holds a {config.peft_type.value} adapter, but a ladder was asked for: leave --ladder out"
         )
     ranks = {config.r} if isinstance(config, LadderConfig) else {config.r_c2d, config.r_d2c}
     says = {"--rank": max(ranks), "--target": sorted(config.target_modules or []), "--seed": config.projection_seed}
