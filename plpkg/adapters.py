@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from plpkg import untrusted
+from plpkg.backbones import ADAPTER_PREFIXES
 from plpkg.checkpoints import private_folder, replace_file
 from plpkg.lora_config import ALLOWED, CHECKED, fitting, left_out, wrong_fields
 from plpkg.untrusted import MAX_CONFIG_BYTES, Entry, shown
@@ -224,8 +225,15 @@ class _Base(NamedTuple):
 
 
 def _base(model: torch.nn.Module) -> _Base:
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
     from transformers.pytorch_utils import Conv1D
 
+    tuned = [path for path, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+    tuned += [name for name, _ in model.named_parameters() if any(prefix in name for prefix in ADAPTER_PREFIXES)]
+    if isinstance(model, PeftModel) or tuned:
+        where = f" in {tuned[0]}" if tuned else ""
+        raise ValueError(f"the base has an adapter already, a {type(model).__name__}{where}: take the base without it")
     modules, body, output = {}, set(model.base_model.modules()), model.get_output_embeddings()
     for path, module in model.named_modules():
         plain = type(module).forward in (torch.nn.Linear.forward, Conv1D.forward)  # some routers are Linear, and more
