@@ -96,8 +96,9 @@ class Engine:
 
     def _notice(self) -> None:
         """Begin anew if the model has changed: keys, values and slots are of the weights that made them."""
-        # Every step looks for writes that torch counts. The others cost more, and are looked for with new requests.
-        if not self.model.training and stamp(self.model, values=bool(self._waiting)) == self._stamp:
+        # Every step looks for writes that torch counts. The others cost more, and are looked for before one comes in.
+        comes = bool(self._waiting) and len(self._running) < self.max_batch
+        if not self.model.training and stamp(self.model, values=comes) == self._stamp:
             return
         for each in [*self._running]:
             self.finished[each.identity] = "error: the model has changed since it began"
@@ -216,14 +217,12 @@ class Engine:
         with self._hooks.batch(*groups):
             logits = read(self.model, ids, rows, list(writers.values()))
         for each, row in zip(batch, rows, strict=True):
-            if each not in writers:  # whose keys may turn out not to be finite
-                each.computed = row.positions.stop
+            each.computed = row.positions.stop
         for each, scores in zip(writers, logits, strict=True):
             try:
                 if not scores.max().isfinite():
                     raise FloatingPointError("the logits are not finite")
                 token = each.choose(scores)
-                each.computed = len(each.ids)
                 each.ids.append(token)
                 written.append((each.identity, token))
                 reason = each.ended(self._ends, self.tokenizer)
