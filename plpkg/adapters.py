@@ -232,8 +232,8 @@ def _base(model: torch.nn.Module) -> _Base:
     tuned = [path for path, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
     tuned += [name for name, _ in model.named_parameters() if any(prefix in name for prefix in ADAPTER_PREFIXES)]
     if isinstance(model, PeftModel) or tuned:
-        where = f" in {tuned[0]}" if tuned else ""
-        raise ValueError(f"the base has an adapter already, a {type(model).__name__}{where}: take the base without it")
+        where = f", in {tuned[0]}" if tuned else ""
+        raise ValueError(f"this {type(model).__name__} has an adapter already{where}: take the base without it")
     modules, body, output = {}, set(model.base_model.modules()), model.get_output_embeddings()
     for path, module in model.named_modules():
         plain = type(module).forward in (torch.nn.Linear.forward, Conv1D.forward)  # some routers are Linear, and more
@@ -295,12 +295,12 @@ def _plan(
         else:
             faults.setdefault("no lora_A.weight or lora_B.weight of a linear module in this base", []).append(name)
     if experts:  # first, since it is why the rest is as it is
-        reasons = (
-            untrusted.sentences({"LoRA of a mixture's experts is not served, that of its attention is": experts})
-            + reasons
-        )
+        why = {"LoRA of a mixture's experts is not served, that of its attention is": experts}
+        reasons = untrusted.sentences(why) + reasons
     elif not pairs and not unsound:
         faults["the weights adapt no module of this base"] = []
+    # Of regular expressions, the weights alone say the rank that they mean.
+    readable = right("r", "rank_pattern") and all(map(literal, fields.get("rank_pattern") or {}))
     for path in [path for path in base.modules if path in pairs]:
         module, shapes = base.modules[path], {side: list(entry.shape) for side, entry in pairs[path].items()}
         rank, problems = (shapes["A"][0] if "A" in shapes else shapes["B"][-1]), []
@@ -311,9 +311,7 @@ def _plan(
             problems += [f"lora_A and lora_B have the shapes {shapes['A']} and {shapes['B']}, this base needs {needed}"]
         if rank > limits.max_rank:
             problems += [f"the rank is {rank}, at most {limits.max_rank} is allowed"]
-        patterns = fields.get("rank_pattern") or {}
-        readable = right("r", "rank_pattern") and all(map(literal, patterns))  # or the weights alone say the rank
-        if readable and rank != (said := fitting(patterns, path, fields["r"])):
+        if readable and rank != (said := fitting(fields.get("rank_pattern"), path, fields["r"])):
             problems += [f"the rank is {rank}, but the configuration says {said}"]
         if right("lora_alpha", "alpha_pattern", "use_rslora"):
             alpha = fitting(fields.get("alpha_pattern"), path, fields["lora_alpha"])

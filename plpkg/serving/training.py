@@ -165,7 +165,7 @@ def _first(model: PreTrainedModel, config: LoraConfig, name: str, seed: int) -> 
     empty |= {id(b): b.to("meta") for b in model.buffers()}
     try:
         skeleton = inject_adapter_in_model(config, copy.deepcopy(model, empty))
-    except ValueError as error:
+    except Exception as error:  # a variant of LoRA can raise anything
         raise ValueError(f"PEFT refuses the configuration of {name!r}: {error}") from error
     layers = {path: layer for path, layer in skeleton.named_modules() if isinstance(layer, BaseTunerLayer)}
     if others := sorted(layers.keys() - shapes):

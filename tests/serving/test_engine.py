@@ -17,7 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from plpkg.adapters import Adapter, Factors, InvalidAdapterError
+from plpkg.adapters import Adapter, Factors, InvalidAdapterError, targets
 from plpkg.backbones import FAMILIES, load_backbone
 from plpkg.residual import PrivateLoraConfig, convert_to_lora, matrices
 from plpkg.serving.engine import Engine, Request
@@ -295,6 +295,17 @@ def test_a_layer_that_counts_positions_itself_is_refused(family, options, cache,
         Engine(model, **row)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_what_half_precision_tips_over_for_one_text_is_no_reason(dtype, tools):
+    model = tools.backbone(dtype=dtype)
+    model.model.embed_tokens.register_forward_hook(
+        lambda _, arguments, output: output + (arguments[0].shape[1] > 6) * (arguments[0] == 5)[..., None]
+    )
+    half = dtype == torch.bfloat16
+    with contextlib.nullcontext() if half else pytest.raises(ValueError, match="answers otherwise"):
+        Engine(model)
+
+
 @pytest.mark.parametrize("options", [dict(floor_scale=8), dict(floor_scale=55), dict(floor_scale=515), None], ids=str)
 def test_llama_4_is_served_where_it_is_as_it_is_alone(options, tools):
     sizes = dict(vocab_size=48, hidden_size=16, intermediate_size=24, intermediate_size_mlp=24, head_dim=8)
@@ -516,7 +527,7 @@ def test_a_base_that_can_no_longer_be_served_is_refused_until_it_can(world, tool
     engine, alone = Engine(model), tools.alone(world[1]["a"], ids, 5)
     engine.load("a", world[2]["a"])
     private = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
-    refused = {"training mode": (model.train, model.eval), "an adapter already.*q_proj": (None, None)}
+    refused = {"training mode": (model.train, model.eval), "has an adapter already, in .*q_proj": (None, None)}
     for message, (change, back) in refused.items():
         tuned = None if change else peft.get_peft_model(model, private)
         change and change()
@@ -549,6 +560,7 @@ def test_a_base_that_has_an_adapter_is_refused(how, tools):
         for module in model.modules():
             if isinstance(module, peft.tuners.lora.LoraLayer):
                 module.enable_adapters(False)
-    named = "" if how == "prompts" else r" in [\w.]*\.\w+_"
-    with pytest.raises(ValueError, match=rf"the base has an adapter already, a \w+{named}"):
-        Engine(model)
+    named = "" if how == "prompts" else r", in [\w.]*\.\w+_"
+    for use in (Engine, targets):
+        with pytest.raises(ValueError, match=rf"this \w+ has an adapter already{named}"):
+            use(model)

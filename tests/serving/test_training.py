@@ -279,7 +279,7 @@ def shared(tools, kind, dtype=torch.float64):
     return whole
 
 
-PEOPLE = {name: texts[0] for name, texts in batches().items()}
+PEOPLE = {name: texts[0] for name, texts in batches().items()} | {"dan": collated(batches({"dan": [(2, 8)]})["dan"][0])}
 
 
 @pytest.mark.parametrize("max_tokens", [1, 30, 512])
