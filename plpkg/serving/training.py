@@ -86,9 +86,11 @@ def train_many(
     if configs.keys() != batches.keys() or not configs:
         raise ValueError(f"configs are of {sorted(configs)}, batches of {sorted(batches)}: each person needs both")
     forms: dict[tuple, dict[str, dict[str, Factors]]] = {}
-    completed = {}
+    kinds: dict[str, _Form] = {}  # of many people, who have few of them
     for name, config in configs.items():
-        completed[name], factors = _first(model, config, name, seed)
+        if repr(config) not in kinds:
+            kinds[repr(config)] = _form(model, config, name)
+        factors = _first(model, kinds[repr(config)], name, seed)
         forms.setdefault(tuple((m, f.down.shape, f.scale) for m, f in factors.items()), {})[name] = factors
     stacks = [_Stack(people) for people in forms.values()]
     coming = {name: endless(f"the batches of {name!r}", each) for name, each in batches.items()}
@@ -118,7 +120,7 @@ def train_many(
         for _, loss in learn(bar, gradient, [optimizer], lambda step: lr):
             bar.set_postfix(loss=f"{loss:.3f}")
     trained = {name: factors for stack in stacks for name, factors in stack.factors().items()}
-    return {name: Adapter.of(config, trained[name]) for name, config in completed.items()}
+    return {name: Adapter.of(kinds[repr(config)].config, trained[name]) for name, config in configs.items()}
 
 
 class _Stack:
@@ -151,12 +153,15 @@ class _Stack:
         }
 
 
-def _first(model: PreTrainedModel, config: LoraConfig, name: str, seed: int) -> tuple[LoraConfig, dict[str, Factors]]:
-    """The configuration as PEFT completes it, and the factors that a person begins with.
+class _Form(NamedTuple):
+    """What a configuration, as PEFT completes it, adapts: by module, its in and out, the rank and the scale."""
 
-    PEFT says what is adapted, of which rank and scale, on a copy of the model without values. The factors are drawn as
-    PEFT draws them: A uniform within 1/√in, B zero.
-    """
+    config: LoraConfig
+    modules: dict[str, tuple[int, int, int, float]]
+
+
+def _form(model: PreTrainedModel, config: LoraConfig, name: str) -> _Form:
+    """PEFT says what is adapted, of which rank and scale, on a copy of the model without values."""
     if config.lora_dropout or config.init_lora_weights is not True:
         given = f"lora_dropout={config.lora_dropout} and init_lora_weights={config.init_lora_weights!r}"
         raise ValueError(f"{name!r} has {given}: only 0 and True are trained here")
@@ -164,21 +169,26 @@ def _first(model: PreTrainedModel, config: LoraConfig, name: str, seed: int) -> 
     empty = {id(p): torch.nn.Parameter(p.to("meta"), False) for p in model.parameters()}
     empty |= {id(b): b.to("meta") for b in model.buffers()}
     try:
-        skeleton = inject_adapter_in_model(config, copy.deepcopy(model, empty))
+        skeleton = inject_adapter_in_model(config, copy.deepcopy(model, empty), low_cpu_mem_usage=True)
     except Exception as error:  # a variant of LoRA can raise anything
         raise ValueError(f"PEFT refuses the configuration of {name!r}: {error}") from error
     layers = {path: layer for path, layer in skeleton.named_modules() if isinstance(layer, BaseTunerLayer)}
     if others := sorted(layers.keys() - shapes):
         raise ValueError(f"{name!r} adapts {others[0]}, which is no linear module of this model's body")
+    found = {path: (layer.r["default"], layer.scaling["default"]) for path, layer in layers.items()}
+    return _Form(config, {path: (*shapes[path], *found[path]) for path in shapes if path in found})
+
+
+def _first(model: PreTrainedModel, form: _Form, name: str, seed: int) -> dict[str, Factors]:
+    """The factors that a person begins with, drawn as PEFT draws them: A uniform within 1/√in, B zero."""
     own = hashlib.sha256(f"{seed} {name}".encode()).digest()[:7]
     generator, factors = torch.Generator().manual_seed(int.from_bytes(own)), {}
     like = dict(device=model.device, dtype=torch.promote_types(model.dtype, torch.float32))
-    for module in [module for module in shapes if module in layers]:
-        (n_in, n_out), rank, bound = shapes[module], layers[module].r["default"], shapes[module][0] ** -0.5
-        down = torch.empty(rank, n_in).uniform_(-bound, bound, generator=generator)
-        factors[module] = Factors(down.to(**like), torch.zeros(n_out, rank, **like), layers[module].scaling["default"])
-    Adapter.of(config, factors)  # what could not be served is not trained
-    return config, factors
+    for module, (n_in, n_out, rank, scale) in form.modules.items():
+        down = torch.empty(rank, n_in).uniform_(-(n_in**-0.5), n_in**-0.5, generator=generator)
+        factors[module] = Factors(down.to(**like), torch.zeros(n_out, rank, **like), scale)
+    Adapter.of(form.config, factors)  # what could not be served is not trained
+    return factors
 
 
 def per_person_gradients(

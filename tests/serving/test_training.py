@@ -183,8 +183,10 @@ def test_the_backbone_stays_as_it_is(training, tools):
     model = tools.backbone(options=dict(attention_dropout=0.5)).train(training)
     model.lm_head.requires_grad_(False)
     state, wanted = copy.deepcopy(model.state_dict()), [p.requires_grad for p in model.parameters()]
+    random = torch.random.get_rng_state()
     one, other = (train(model, lora(), batches()) for _ in range(2))
     same(one, other)
+    assert torch.equal(torch.random.get_rng_state(), random)
     assert (model.training, [p.requires_grad for p in model.parameters()]) == (training, wanted)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
