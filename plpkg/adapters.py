@@ -18,8 +18,9 @@ from typing import NamedTuple
 import torch
 
 from plpkg import untrusted
+from plpkg.backbones import ADAPTER_PREFIXES
 from plpkg.checkpoints import private_folder, replace_file
-from plpkg.lora_config import ALLOWED, CHECKED, fitting, left_out, wrong_fields
+from plpkg.lora_config import ALLOWED, CHECKED, fitting, left_out, literal, wrong_fields
 from plpkg.untrusted import MAX_CONFIG_BYTES, Entry, shown
 from plpkg.validation import one_of
 
@@ -113,14 +114,13 @@ class Adapter:
         config = dict(config) if isinstance(config, Mapping) else config.to_dict() | {"inference_mode": True}
         tensors, modules = {}, {}
         for path, each in factors.items():
-            conv1d = config.get("fan_in_fan_out") is True
-            modules[path] = _Module(each.down.shape[-1], each.up.shape[0], each.down.dtype, conv1d)
+            modules[path] = _Module(each.down.shape[-1], each.up.shape[0], each.down.dtype)
             for side, tensor in (("A", each.down), ("B", each.up)):
                 copy = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
                 tensors[f"base_model.model.{path}.lora_{side}.weight"] = copy
         text = json.dumps(config, indent=2, sort_keys=True, default=sorted).encode()  # PEFT keeps names in sets
         weights = bytearray(save(tensors, {"format": "pt"}))
-        adapter = _read(text, weights, _Base(modules, config.get("model_type"), None), AdapterLimits())
+        adapter = _read(text, weights, _Base(modules, config.get("model_type")), AdapterLimits())
         for path, each in adapter.factors.items():
             if not math.isclose(each.scale, factors[path].scale, rel_tol=1e-6):
                 raise InvalidAdapterError([f"{path}: scale={factors[path].scale}, but config makes it {each.scale}"])
@@ -214,27 +214,37 @@ class _Module(NamedTuple):
     num_in: int
     num_out: int
     dtype: torch.dtype
-    conv1d: bool
 
 
 class _Base(NamedTuple):
     modules: dict[str, _Module]
     model_type: str | None
-    head: str | None
+    name: str | None = None
+    head: str | None = None
+    experts: frozenset[str] = frozenset()
 
 
 def _base(model: torch.nn.Module) -> _Base:
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
     from transformers.pytorch_utils import Conv1D
 
+    tuned = [path for path, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+    tuned += [name for name, _ in model.named_parameters() if any(prefix in name for prefix in ADAPTER_PREFIXES)]
+    if isinstance(model, PeftModel) or tuned:
+        where = f", in {tuned[0]}" if tuned else ""
+        raise ValueError(f"this {type(model).__name__} has an adapter already{where}: take the base without it")
     modules, body, output = {}, set(model.base_model.modules()), model.get_output_embeddings()
     for path, module in model.named_modules():
         plain = type(module).forward in (torch.nn.Linear.forward, Conv1D.forward)  # some routers are Linear, and more
         if module in body and module is not output and plain:
-            weight, conv1d = module.weight, isinstance(module, Conv1D)
-            sizes = weight.shape if conv1d else (module.in_features, module.out_features)
-            modules[path] = _Module(*sizes, weight.dtype if weight.is_floating_point() else model.dtype, conv1d)
+            weight = module.weight
+            sizes = weight.shape if isinstance(module, Conv1D) else (module.in_features, module.out_features)
+            modules[path] = _Module(*sizes, weight.dtype if weight.is_floating_point() else model.dtype)
     head = next((path for path, module in model.named_modules() if module is output), None)
-    return _Base(modules, model.config.model_type, head)
+    experts = frozenset(name.rpartition(".")[0] for name, p in model.named_parameters() if p.dim() == 3)
+    name = model.config._name_or_path
+    return _Base(modules, model.config.model_type, None if Path(name).exists() else name, head, experts)
 
 
 def _limits(limits: str | AdapterLimits | None) -> AdapterLimits:
@@ -264,7 +274,7 @@ def _plan(
             if len(config) > MAX_CONFIG_BYTES:
                 raise ValueError(f"it has {len(config):,} bytes, at most {MAX_CONFIG_BYTES:,} are allowed")
             fields = untrusted.strict_json(config)
-            wrong = wrong_fields(fields, base.model_type, limits.model_types)
+            wrong = wrong_fields(fields, base.model_type, base.name, limits.model_types)
             reasons += wrong.values()
         except ValueError as error:
             reasons.append(f"{CONFIG}: {error}")
@@ -273,17 +283,24 @@ def _plan(
         if size > limits.max_bytes:
             unsound.append(f"{WEIGHTS} has {size:,} bytes, at most {limits.max_bytes:,} are allowed")
         reasons += unsound
-    faults, pairs, scales, right = {}, {}, {}, lambda *keys: wrong.keys().isdisjoint(keys)
+    faults, experts, pairs, scales, right = {}, [], {}, {}, lambda *keys: wrong.keys().isdisjoint(keys)
     for name, entry in found.items():
         path, _, side = name.removeprefix("base_model.model.").rpartition(".lora_")
         if name == f"base_model.model.{path}.lora_{side}" and path in base.modules and side in ("A.weight", "B.weight"):
             pairs.setdefault(path, {})[side[0]] = entry
         elif path and path == base.head:
             faults.setdefault("an adapter of the output head is not served", []).append(name)
+        elif "experts" in path.split(".") or path.removesuffix(".base_layer") in base.experts:
+            experts.append(name)
         else:
             faults.setdefault("no lora_A.weight or lora_B.weight of a linear module in this base", []).append(name)
-    if not pairs and not unsound:
+    if experts:  # first, since it is why the rest is as it is
+        why = {"LoRA of a mixture's experts is not served, that of its attention is": experts}
+        reasons = untrusted.sentences(why) + reasons
+    elif not pairs and not unsound:
         faults["the weights adapt no module of this base"] = []
+    # Of regular expressions, the weights alone say the rank that they mean.
+    readable = right("r", "rank_pattern") and all(map(literal, fields.get("rank_pattern") or {}))
     for path in [path for path in base.modules if path in pairs]:
         module, shapes = base.modules[path], {side: list(entry.shape) for side, entry in pairs[path].items()}
         rank, problems = (shapes["A"][0] if "A" in shapes else shapes["B"][-1]), []
@@ -294,18 +311,16 @@ def _plan(
             problems += [f"lora_A and lora_B have the shapes {shapes['A']} and {shapes['B']}, this base needs {needed}"]
         if rank > limits.max_rank:
             problems += [f"the rank is {rank}, at most {limits.max_rank} is allowed"]
-        if right("r", "rank_pattern") and rank != (said := fitting(fields.get("rank_pattern"), path, fields["r"])):
+        if readable and rank != (said := fitting(fields.get("rank_pattern"), path, fields["r"])):
             problems += [f"the rank is {rank}, but the configuration says {said}"]
         if right("lora_alpha", "alpha_pattern", "use_rslora"):
             alpha = fitting(fields.get("alpha_pattern"), path, fields["lora_alpha"])
             scales[path] = alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
-            if not torch.finfo(torch.float32).tiny <= scales[path] <= torch.finfo(torch.float32).max:
+            if not torch.finfo(torch.float32).tiny <= abs(scales[path]) <= torch.finfo(torch.float32).max:
                 problems += [f"the scale {scales[path]:g} is none in float32"]
-        if right("fan_in_fan_out") and fields.get("fan_in_fan_out", False) != module.conv1d:
-            problems += [f"fan_in_fan_out must be {module.conv1d} here, as the base's weights lie"]
         for problem in problems:
             faults.setdefault(problem, []).append(path)
-    if right("target_modules", "exclude_modules", "layers_to_transform"):
+    if right("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"):
         for path, field in left_out(fields, list(pairs)):
             faults.setdefault(f"{field}={shown(fields[field])} does not have it adapted", []).append(path)
     return _Plan(config, fields, base.modules, pairs, scales, not unsound, reasons + untrusted.sentences(faults))

@@ -6,12 +6,14 @@ import re
 import struct
 import time
 import tracemalloc
+from pathlib import Path
 
 import peft
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from plpkg import adapters, lora_config
 from plpkg.adapters import (
@@ -161,6 +163,136 @@ def test_an_adapter_made_here_loads_into_peft(tmp_path):
         Adapter.of(config, {Q: Factors(torch.ones(2, 16), torch.ones(16, 2), 5.0)})
 
 
+ALSO = {  # what PEFT loads as well: a family, how PEFT is asked for it, and what a file may say beside
+    "anchored patterns": (
+        "llama",
+        dict(
+            rank_pattern={r"^model\.layers\.1\.mlp\.up_proj$": 2}, alpha_pattern={"0.mlp.up_proj$": 3, "^lm_head$": 5}
+        ),
+        {},
+    ),
+    "ranks by regular expressions": ("mistral", dict(rank_pattern={r".*\.(q|k)_proj": 2, "down_proj": 3}), {}),
+    "modules by regular expressions": (
+        "qwen2",
+        dict(target_modules=r".*\.1\..*_proj", exclude_modules=r".*k_proj"),
+        {},
+    ),
+    "layers": ("llama", dict(target_modules=["q_proj"], layers_to_transform=1, layers_pattern="layers"), {}),
+    "layers of several": (
+        "gpt2",
+        dict(target_modules=["c_attn"], layers_to_transform=[0], layers_pattern=["x", "h"]),
+        {},
+    ),
+    "layers by regular expressions": (
+        "phi3",
+        dict(target_modules=["qkv_proj"], layers_to_transform=[0], layers_pattern="[kl]ayers"),
+        {},
+    ),
+    "corrected in Linear": ("gemma2", dict(fan_in_fan_out=True), {}),
+    "corrected in Conv1D": ("gpt2", dict(target_modules=["c_fc"]), dict(fan_in_fan_out=False)),
+    "less than nothing": ("llama", dict(lora_alpha=-3, use_rslora=True), {}),
+    "PiSSA": ("llama", dict(init_lora_weights="pissa", rank_pattern={"q_proj": 2}), {}),
+    "OLoRA": ("qwen2", dict(init_lora_weights="olora", target_modules=["o_proj", "up_proj"]), {}),
+    "another tool's fields": (
+        "llama",
+        {},
+        dict(unsloth_fixed=True, tool="x", shrink=0.5, use_later=False, later_config={}),
+    ),
+    "names of nothing": (
+        "llama",
+        dict(target_modules=["q_proj", "k_proj", "x[0]"], exclude_modules=["é", "k_proj"]),
+        {},
+    ),
+}
+
+
+@pytest.mark.filterwarnings(
+    "ignore:fan_in_fan_out is set",
+    "ignore:.*changes the base weights",
+    "ignore:Unexpected keyword arguments",
+    "ignore:The following",
+)
+@pytest.mark.parametrize("kind", ALSO)
+def test_what_peft_loads_computes_the_same(kind, tmp_path):
+    family, options, beside = ALSO[kind]
+    options, convert = dict(r=4, target_modules="all-linear", task_type="CAUSAL_LM") | options, {}
+    whole = peft.get_peft_model(random_backbone(family), peft.LoraConfig(**options)).eval()
+    if "init_lora_weights" in options:  # the base has changed as well: PEFT converts what it saves
+        whole.peft_config["default"].init_lora_weights = True
+        whole.save_pretrained(tmp_path / "first")
+        whole.peft_config["default"].init_lora_weights = options["init_lora_weights"]
+        convert = dict(path_initial_model_for_weight_conversion=str(tmp_path / "first"))
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in whole.named_parameters():
+        if "lora_" in name:
+            weight.data += torch.randn(weight.shape, generator=generator) * 0.1
+    whole.save_pretrained(tmp_path, **convert)
+    config = json.loads((tmp_path / CONFIG).read_bytes()) | beside
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    loaded, model = peft.PeftModel.from_pretrained(random_backbone(family), tmp_path).eval(), random_backbone(family)
+    adapter = validate_adapter(tmp_path, model)
+    layers = {path: layer for path, layer in loaded.base_model.model.named_modules() if hasattr(layer, "lora_A")}
+    assert {path: each.scale for path, each in adapter.factors.items()} == {
+        path: layer.scaling["default"] for path, layer in layers.items()
+    }
+    exact = loaded.double()(IDS).logits
+    assert not torch.allclose(model(IDS).logits.double(), exact, atol=1e-3)
+    merge(model, adapter)
+    assert_as_exact(model(IDS).logits, loaded.float().merge_and_unload()(IDS).logits, exact)
+
+
+@pytest.mark.filterwarnings("ignore:The following")
+@pytest.mark.parametrize(
+    "options", [dict(target_modules="all-linear"), dict(target_parameters=["mlp.experts.gate_up_proj"])], ids=str
+)
+@pytest.mark.parametrize(("kind", "count"), [("mixtral", "num_local_experts"), ("qwen3_moe", "num_experts")])
+def test_lora_of_experts_is_refused_as_such(kind, count, options, tmp_path):
+    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=24, moe_intermediate_size=24, num_hidden_layers=1)
+    sizes |= dict(num_attention_heads=2, num_key_value_heads=2, head_dim=8, num_experts_per_tok=1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **{count: 2})).eval()
+    for attention, folder in ((False, "experts"), (True, "attention")):
+        chosen = dict(target_modules=["q_proj", "o_proj"]) if attention else options
+        peft_model(model, **chosen).save_pretrained(tmp_path / folder)
+        model = AutoModelForCausalLM.from_config(model.config).eval()
+    assert len(validate_adapter(tmp_path / "attention", model).factors) == 2
+    with pytest.raises(
+        InvalidAdapterError, match=r"^'base_model.*mlp\.experts\..*: LoRA of a mixture's experts is not"
+    ):
+        validate_adapter(tmp_path / "experts", model)
+
+
+@pytest.mark.parametrize(
+    ("trained_on", "served", "fits"),
+    [
+        ("meta-llama/Llama-2-7b-hf", "meta-llama/Llama-2-7b-hf", True),
+        ("meta-llama/Llama-2-7b-chat-hf", "meta-llama/Llama-2-7b-hf", False),
+        ("mistralai/Mistral-7B-Instruct-v0.2", "mistralai/Mistral-7B-v0.1", False),
+        ("Qwen/Qwen2.5-0.5B", "HuggingFaceTB/SmolLM2-360M", False),
+        ("unsloth/llama-3-8b-bnb-4bit", "meta-llama/Meta-Llama-3-8B", True),  # the same, stored or named otherwise
+        ("meta-llama/Meta-Llama-3.1-8B", "meta-llama/Llama-3.1-8B", True),
+        ("NousResearch/Llama-2-7b-hf", "TheBloke/Llama-2-7B-fp16", True),
+        ("gpt2", "openai-community/gpt2-medium", True),  # it may be a folder, as those below are
+        ("/models/org/other", "org/model", True),
+        ("./other", "org/model", True),
+        ("outputs/checkpoint-500", "org/model", True),
+        ("a/b/c", "org/model", True),
+        (None, "org/model", True),
+        ("", "org/model", True),
+        ("org/other", "", True),
+        ("org/other", "/models/mine", True),
+        ("org/other", "plpkg/serving", True),
+    ],
+)
+def test_an_adapter_of_another_base_is_refused_where_both_have_names(trained_on, served, fits, monkeypatch):
+    monkeypatch.setattr(BASE.config, "_name_or_path", served)
+    monkeypatch.chdir(Path(__file__).parents[1])
+    if fits:
+        read_adapter(plain(base_model_name_or_path=trained_on), GOOD, BASE)
+    else:
+        text = refused(plain(base_model_name_or_path=trained_on), GOOD)
+        assert f"base_model_name_or_path='{trained_on}' must be the base's, '{served}', or absent" in text
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning:peft")  # of what is refused here
 @pytest.mark.parametrize(
     ("options", "reason"),
@@ -171,8 +303,7 @@ def test_an_adapter_made_here_loads_into_peft(tmp_path):
         (dict(bias="all"), "bias='all' must be \"none\""),
         (dict(target_modules=["embed_tokens", "q_proj"]), "lora_embedding_A.*no lora_A.weight"),
         (dict(target_modules=["lm_head", "q_proj"]), "lm_head.*the output head is not served"),
-        (dict(target_modules=r".*\.q_proj"), "a regular expression is not evaluated"),
-        (dict(rank_pattern={r".*0.*q_proj": 2}), "rank_pattern=.*not regular expressions"),
+        (dict(alpha_pattern={r".*0.*q_proj": 2}), "alpha_pattern=.*not regular expressions"),
         (dict(trainable_token_indices=[1]), "trainable_token_indices=.1. must be empty"),
         (dict(init_lora_weights="pissa"), "init_lora_weights='pissa' must be true or"),
         (dict(init_lora_weights="olora"), "init_lora_weights='olora' must be true or"),
@@ -198,34 +329,40 @@ CONFIGURATIONS = [
     (plain()[:-1] + b', "x": NaN}', "'NaN' is not a finite number"),
     (plain()[:-1] + b', "x": 1e999}', "not a finite number"),
     (plain()[:-1] + b', "x": ' + b"9" * 100 + b"}", "not a finite number of at most 40"),
-    (plain(x="y" * 10_000), "x='yyy.*must be empty: it is unknown"),
+    (plain(x=["y" * 10_000]), "x=.'yyy.*must be empty: it is unknown"),
+    (plain(later_config={"a": 1}), "later_config=.'a': 1. must be empty: it is unknown"),
+    (plain(use_later=True), "use_later=True must be empty: it is unknown"),
     (plain(megatron_core="os.path"), "megatron_core='os.path' must be"),
     (plain(peft_type=...), "peft_type, which is absent, must be"),
     (plain(peft_type="LOHA"), "peft_type='LOHA' must be"),
     (plain(task_type="SEQ_CLS"), "task_type='SEQ_CLS' must be"),
     (plain(use_rslora=1), "use_rslora=1 must be false or true"),
-    (plain(fan_in_fan_out=True), "fan_in_fan_out must be False"),
     (plain(r=True), "r=True must be a whole number"),
     (plain(r=0), "r=0 must be a whole number"),
     (plain(r=...), "r, which is absent, must be"),
     (plain(r=8), "q_proj', '[^:]*k_proj': the rank is 4, but the configuration says 8"),
     (plain(rank_pattern={"q_proj": 2}), "q_proj': the rank is 4, but the configuration says 2"),
     (plain(rank_pattern={"q_proj": True}), "rank_pattern"),
-    (plain(rank_pattern={"(a+)+$": 4}), "rank_pattern.*not regular expressions"),
+    (plain(rank_pattern={"^q_proj$": 2, "k_proj$": 2}), "k_proj': the rank is 4, but the configuration says 2"),
+    (plain(alpha_pattern={"(a+)+$": 4}), "alpha_pattern.*not regular expressions"),
+    (plain(alpha_pattern={"q_proj": 0}), "alpha_pattern"),
+    (plain(alpha_pattern=[8]), "alpha_pattern"),
     (plain(alpha_pattern={"q_proj": "8"}), "alpha_pattern"),
-    *((plain(lora_alpha=a), "lora_alpha=.*finite number greater than 0") for a in (0, -0.0, "16", True, None)),
+    *((plain(lora_alpha=a), "lora_alpha=.*finite number other than 0") for a in (0, -0.0, "16", True, None)),
     (plain(lora_alpha=1e300), "the scale 2.5e.299 is none in float32"),
     (plain(lora_alpha=1e-300), "the scale 2.5e-301 is none in float32"),
     (plain(lora_alpha=1e39), "the scale 2.5e.38 .*|not finite"),
-    (plain(target_modules="(x+x+)+y"), "a regular expression is not evaluated"),
+    (plain(target_modules=[1]), "target_modules=.1. must name"),
+    (plain(target_modules=""), "target_modules='' must name"),
     (plain(target_modules=...), "target_modules, which is absent, must name"),
     (plain(target_modules=["q_proj"]), "k_proj': target_modules=.'q_proj'. does not have it adapted"),
     (plain(exclude_modules=["k_proj"]), "k_proj': exclude_modules="),
-    (plain(exclude_modules="k_proj"), "exclude_modules='k_proj' must be a list"),
+    (plain(exclude_modules=3), "exclude_modules=3 must be names"),
     (plain(layers_to_transform=[1]), "layers_to_transform=.1. does not have it"),
     (plain(layers_to_transform=[True]), "layers_to_transform=.True. must be"),
     (plain(layers_to_transform=1), "layers_to_transform=1 does not have it"),
-    (plain(layers_pattern="layers"), "layers_pattern='layers' must be empty"),
+    (plain(layers_pattern={"a": 1}), "layers_pattern=.*must be names"),
+    (plain(layers_pattern="blocks", layers_to_transform=[0]), "layers_to_transform=.0. does not have it"),
     (plain(model_type="mistral"), "model_type='mistral' must be the base's, 'llama'"),
 ]
 NAN, INF = (torch.full((4, 16), value) for value in (float("nan"), float("inf")))

@@ -356,6 +356,8 @@ def test_a_stamp_is_of_one_model_and_keeps_no_tensor():
     model = with_lora()
     seen = stamp(model)
     assert stamp(copy.deepcopy(model)) != seen
+    weight(model).data.mul_(2)
+    assert stamp(model, values=False) == seen != stamp(model)
     reference = seen._refs[0]
     del model
     gc.collect()

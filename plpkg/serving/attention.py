@@ -9,6 +9,7 @@ Left out: a kernel that takes all requests at once. The loop over requests costs
 """
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -21,16 +22,20 @@ NAME = "plpkg_packed"
 
 
 class KeyValues:
-    """A request's keys and values in every layer, ``(kv_heads, capacity, head_dim)``: room for all at once."""
+    """A request's keys and values in every layer, ``(kv_heads, capacity, head_dim)``: room for all at once.
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+    They are of the positions from ``first`` on, which is 0 for whatever is served.
+    """
+
+    def __init__(self, capacity: int, first: int = 0) -> None:
+        self.capacity, self.first = capacity, first
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def write(self, layer: int, start: int, *new: torch.Tensor) -> list[torch.Tensor]:
-        """Put ``(kv_heads, tokens, head_dim)`` keys and values at ``start``; return both from the first on."""
+        """Put ``(kv_heads, tokens, head_dim)`` keys and values at position ``start``; return both from the first on."""
         if layer not in self.layers:
             self.layers[layer] = tuple(t.new_empty(len(t), self.capacity, t.shape[-1]) for t in new)
+        start -= self.first
         end = start + new[0].shape[1]
         for stored, t in zip(self.layers[layer], new, strict=True):
             stored[:, start:end] = t
@@ -60,7 +65,7 @@ class Row:
         """Which keys each query sees, ``(groups · tokens, past + tokens)``; None if all. Made once for all layers."""
         if (visible, groups) not in self.masks:
             queries = torch.tensor(self.positions, device=device)[:, None]
-            keys = torch.arange(self.positions.stop, device=device)
+            keys = torch.arange(self.past.first, self.positions.stop, device=device)
             mask = visible(0 * keys[:1], 0 * keys[:1], queries, keys).expand(len(queries), -1)
             self.masks[visible, groups] = None if mask.all() else mask.repeat(groups, 1)
         return self.masks[visible, groups]
@@ -79,6 +84,21 @@ def packed(model, rows: list[Row]) -> Iterator[None]:
     finally:
         model.set_attn_implementation(before)
         _rows.reset(token)
+
+
+def read(model, ids: list[int], rows: list[Row], ends: list[int]) -> torch.Tensor:
+    """Read a step's ids, row after row: the logits ``(ends, vocab)`` after those at these places."""
+    device, last = model.device, torch.tensor(ends, dtype=torch.long, device=model.device)
+    keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+    with packed(model, rows):
+        logits = model(
+            input_ids=torch.tensor([ids], device=device),
+            position_ids=torch.tensor([[each for row in rows for each in row.positions]], device=device),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=device),  # or it would look for texts
+            use_cache=False,
+            **({"logits_to_keep": last} if keeps else {}),
+        ).logits[0]
+    return logits if keeps else logits[last]
 
 
 def _attention(module, query, key, value, attention_mask, scaling=None, softcap=None, **others):

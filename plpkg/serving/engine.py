@@ -9,9 +9,7 @@ Left out: which request should wait for which adapter (a scheduler's), and paged
 room for its prompt and all tokens that it may write.
 """
 
-import inspect
 import itertools
-import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -21,8 +19,9 @@ import torch
 from transformers import PreTrainedModel
 
 from plpkg.adapters import Adapter, require_fit, targets, validate_adapter
-from plpkg.decoding import rope_changes
-from plpkg.serving.attention import KeyValues, Row, packed
+from plpkg.backbones import stamp
+from plpkg.serving.attention import KeyValues, Row, read
+from plpkg.serving.packing import longest, require_packable
 from plpkg.serving.prefixes import Prefixes
 from plpkg.serving.requests import Request, Running
 from plpkg.serving.segments import Segments
@@ -36,8 +35,9 @@ class Engine:
     Parameters
     ----------
     model
-        Any Hugging Face causal language model whose attention goes through transformers' public interface. It is
-        tried on two short requests first, and left as it was between steps.
+        Any Hugging Face causal language model whose attention goes through transformers' public interface, without
+        an adapter of its own. It is tried on short requests first, and left as it was between steps. When its weights
+        have changed, it is tried again; requests under way end with an error, and nothing read before is used.
     tokenizer
         Needed for stop strings only.
     max_batch
@@ -57,7 +57,7 @@ class Engine:
     Raises
     ------
     ValueError
-        A model that does not answer the same when its requests are packed, or is in training mode.
+        A model that does not answer the same when its requests are packed, is in training mode, or has an adapter.
     """
 
     def __init__(
@@ -74,13 +74,38 @@ class Engine:
         self._waiting: deque[Running] = deque()
         self._running: list[Running] = []
         self._identities = itertools.count()
-        self._vocab, self._positions = model.get_input_embeddings().num_embeddings, _positions(model.config)
+        self._unhook = lambda: None
+        self._begin()
+
+    def _begin(self) -> None:
+        """Look at the model, which is new or has changed: whether it can be served, and what it says of itself."""
+        self._stamp = None  # so that a model that is refused is looked at again
+        self._unhook()
+        model, modules = self.model, targets(self.model)
+        if model.training:
+            raise ValueError(f"{type(model).__name__} is in training mode: call model.eval() first")
+        for adapter in self.adapters.values():
+            require_fit(adapter, model)
+        require_packable(model, self.max_step_tokens)
+        self._vocab, self._positions = model.get_input_embeddings().num_embeddings, longest(model.config)
         ends = model.generation_config.eos_token_id
         self._ends = set(ends) if isinstance(ends, list) else {ends} - {None}
-        self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._try()
-        self._hooks = Hooks(model, targets(model))
-        weakref.finalize(self, self._hooks.close)
+        self._hooks = Hooks(model, modules)
+        self._unhook = weakref.finalize(self, self._hooks.close)
+        self._stamp = stamp(model)
+
+    def _notice(self) -> None:
+        """Begin anew if the model has changed: keys, values and slots are of the weights that made them."""
+        # Every step looks for writes that torch counts. The others cost more, and are looked for before one comes in.
+        comes = bool(self._waiting) and len(self._running) < self.max_batch
+        if not self.model.training and stamp(self.model, values=comes) == self._stamp:
+            return
+        for each in [*self._running]:
+            self.finished[each.identity] = "error: the model has changed since it began"
+            self._leave(each)
+        self._pools.clear()
+        self._prefixes = Prefixes(self._prefixes.capacity)
+        self._begin()
 
     def load(self, name: str, adapter: Adapter | str | Path) -> Adapter:
         """Give an adapter, or one in a folder, a name, which may be taken: requests under way end as they began.
@@ -170,25 +195,34 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, int]]:
-        """Read and write once for every running request: the ids and tokens of those that have written one."""
+        """Read and write once for every running request: the ids and tokens of those that have written one.
+
+        Raises
+        ------
+        ValueError
+            The model has changed since the last step, and cannot be served as it is now.
+        """
+        if not (self._waiting or self._running):
+            return []
+        self._notice()
         self._admit()
-        if not self._running:
+        if not self._running:  # those that ran have ended
             return []
         batch, rows, groups = self._pack()
-        with self._hooks.batch(*groups):
-            logits = self._forward([each.ids for each in batch], rows)
-        written, writers = [], []
+        ids, writers, written = [], {}, []
         for each, row in zip(batch, rows, strict=True):
-            if row.positions.stop < len(each.ids):
-                each.computed = row.positions.stop
-            else:
-                writers.append(each)
+            ids += each.ids[row.start : row.positions.stop]
+            if row.positions.stop == len(each.ids):
+                writers[each] = len(ids) - 1
+        with self._hooks.batch(*groups):
+            logits = read(self.model, ids, rows, list(writers.values()))
+        for each, row in zip(batch, rows, strict=True):
+            each.computed = row.positions.stop
         for each, scores in zip(writers, logits, strict=True):
             try:
                 if not scores.max().isfinite():
                     raise FloatingPointError("the logits are not finite")
                 token = each.choose(scores)
-                each.computed = len(each.ids)
                 each.ids.append(token)
                 written.append((each.identity, token))
                 reason = each.ended(self._ends, self.tokenizer)
@@ -220,23 +254,6 @@ class Engine:
                 pool, slot = slots[digest]
                 groups[pool].segments.append((first, end, slot))
         return batch, rows, groups
-
-    def _forward(self, texts: list[list[int]], rows: list[Row]) -> torch.Tensor:
-        """The logits ``(writers, vocab)`` after the last id of each text whose last id is among the step's rows."""
-        device, pairs = self.model.device, list(zip(texts, rows, strict=True))
-        ids = [token for text, row in pairs for token in text[row.start : row.positions.stop]]
-        positions = [position for row in rows for position in row.positions]
-        ends = [row.rows.stop - 1 for text, row in pairs if row.positions.stop == len(text)]
-        last = torch.tensor(ends, dtype=torch.long, device=device)
-        with packed(self.model, rows):
-            logits = self.model(
-                input_ids=torch.tensor([ids], device=device),
-                position_ids=torch.tensor([positions], device=device),
-                attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=device),  # or it would look for texts
-                use_cache=False,
-                **({"logits_to_keep": last} if self._keeps else {}),
-            ).logits[0]
-        return logits if self._keeps else logits[last]
 
     def stream(self, request: Request) -> Iterator[int]:
         """A request's tokens as they are written; whoever stops reading cancels it.
@@ -291,36 +308,5 @@ class Engine:
         self.adapters.clear()
         self._pools.clear()
         self._prefixes = Prefixes(0)
-        self._hooks.close()
+        self._unhook()
         self._closed = True
-
-    @torch.inference_mode()
-    def _try(self) -> None:
-        """Refuse a model that answers otherwise when requests are packed, be it for a reason that nobody foresaw."""
-        kind = type(self.model).__name__
-        if self.model.training:
-            raise ValueError(f"{kind} is in training mode: call model.eval() first")
-        if getattr(self.model, "_is_stateful", False):
-            raise ValueError(f"{kind} has recurrent layers, whose state would run from one request into the next")
-        texts, pasts = (torch.arange(12) % self._vocab).view(2, 6), (KeyValues(6), KeyValues(6))
-        expected = self.model(input_ids=texts.to(self.model.device), use_cache=False).logits[:, -1]
-        try:  # in two parts, the two texts cut at different places
-            for first, second in (((0, 4), (0, 2)), ((4, 6), (2, 6))):
-                ends = 0, first[1] - first[0], first[1] - first[0] + second[1] - second[0]
-                rows = [Row(slice(*ends[:2]), first[0], pasts[0]), Row(slice(*ends[1:]), second[0], pasts[1])]
-                logits = self._forward(texts.tolist(), rows)
-            error = (logits - expected).abs().max() / expected.abs().max()
-            layers = self.model.config.get_text_config().num_hidden_layers
-            if len(pasts[0].layers) != layers:
-                raise ValueError(f"attention of {len(pasts[0].layers)} layers asks for keys, {layers} there are")
-        except Exception as reason:
-            raise ValueError(f"{kind} cannot read packed requests: {reason}") from reason
-        eps = max(torch.finfo(each).eps for each in (expected.dtype, torch.float32))  # some layers compute in that
-        if not error <= eps**0.5:  # half of the digits
-            raise ValueError(f"{kind} answers otherwise when requests are packed: its logits are {error:.2g} apart")
-
-
-def _positions(config) -> int:
-    """The longest text; where rotary tables grow with the longest of a batch, only as far as they do not."""
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-    return min([longest, *(length for _, length in rope_changes(config))])

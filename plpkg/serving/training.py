@@ -10,19 +10,23 @@ Left out: dropout of the adapters, whose draws would differ between one run and 
 """
 
 import contextlib
+import copy
 import hashlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from plpkg.adapters import Adapter, Factors, targets
+from plpkg.corpora.examples import IGNORED
 from plpkg.learning import endless, frozen, learn, logits_of
 from plpkg.serving.segments import Segments
 from plpkg.serving.slots import Group, Hooks
@@ -35,7 +39,7 @@ LOGITS = 2**22
 def train_many(
     model: PreTrainedModel,
     configs: LoraConfig | Mapping[str, LoraConfig],
-    batches: Mapping[str, Iterable[torch.Tensor]],
+    batches: Mapping[str, Iterable[torch.Tensor | Mapping]],
     *,
     steps: int,
     lr: float,
@@ -51,10 +55,12 @@ def train_many(
     model
         The backbone, which stays as it is.
     configs
-        One for all, or one for each person; people whose adapters have another form are in another batch.
+        One for all, or one for each person, read as PEFT reads them; people whose adapters have another form are in
+        another batch.
     batches
-        By person, what each step learns from: ids ``(samples, seq)``, begun anew when they end. The loss is the mean
-        over the person's tokens.
+        By person, what each step learns from, begun anew when they end: ids ``(samples, seq)``, or a dictionary with
+        ``input_ids`` and perhaps ``labels`` (-100 where nothing is learned) and ``attention_mask`` (padding stands on
+        the right), as a Hugging Face collator makes it. The loss is the mean over the person's tokens.
     steps, lr
         Of AdamW without weight decay, whose state is each person's own.
     max_grad_norm
@@ -80,8 +86,11 @@ def train_many(
     if configs.keys() != batches.keys() or not configs:
         raise ValueError(f"configs are of {sorted(configs)}, batches of {sorted(batches)}: each person needs both")
     forms: dict[tuple, dict[str, dict[str, Factors]]] = {}
+    kinds: dict[str, _Form] = {}  # of many people, who have few of them
     for name, config in configs.items():
-        factors = _first(model, config, name, seed)
+        if repr(config) not in kinds:
+            kinds[repr(config)] = _form(model, config, name)
+        factors = _first(model, kinds[repr(config)], name, seed)
         forms.setdefault(tuple((m, f.down.shape, f.scale) for m, f in factors.items()), {})[name] = factors
     stacks = [_Stack(people) for people in forms.values()]
     coming = {name: endless(f"the batches of {name!r}", each) for name, each in batches.items()}
@@ -90,8 +99,8 @@ def train_many(
     def gradient(step: int) -> float:
         total = 0.0
         for stack in stacks:
-            texts = [next(coming[name]).to(model.device) for name in stack.names]
-            for chosen in _groups(stack.names, texts, max_tokens):
+            texts = [_text(name, next(coming[name]), model.device) for name in stack.names]
+            for chosen in _groups(texts, max_tokens):
                 with hooks.batch(stack.group(chosen, texts[chosen])):
                     losses, gradients = _gradients(model, texts[chosen], stack.leaves)
                 for name, loss in zip(stack.names[chosen], losses.tolist(), strict=True):
@@ -111,7 +120,7 @@ def train_many(
         for _, loss in learn(bar, gradient, [optimizer], lambda step: lr):
             bar.set_postfix(loss=f"{loss:.3f}")
     trained = {name: factors for stack in stacks for name, factors in stack.factors().items()}
-    return {name: Adapter.of(config, trained[name]) for name, config in configs.items()}
+    return {name: Adapter.of(kinds[repr(config)].config, trained[name]) for name, config in configs.items()}
 
 
 class _Stack:
@@ -126,9 +135,9 @@ class _Stack:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         return zip(self.scales, self.leaves[::2], self.leaves[1::2], strict=True)
 
-    def group(self, chosen: slice, texts: list[torch.Tensor]) -> Group:
-        longest = max(text.shape[1] for text in texts)
-        ends = [0, *itertools.accumulate(len(text) * longest for text in texts)]
+    def group(self, chosen: slice, texts: list["_Text"]) -> Group:
+        longest = max(text.ids.shape[1] for text in texts)
+        ends = [0, *itertools.accumulate(len(text.ids) * longest for text in texts)]
         segments = Segments((start, stop, k) for k, (start, stop) in enumerate(itertools.pairwise(ends)))
         return Group(segments, {m: (a[chosen], b[chosen], [self.scales[m]] * len(texts)) for m, a, b in self})
 
@@ -144,33 +153,46 @@ class _Stack:
         }
 
 
-def _first(model: PreTrainedModel, config: LoraConfig, name: str, seed: int) -> dict[str, Factors]:
-    """The factors that a person begins with, drawn as PEFT draws them: A uniform within 1/√in, B zero."""
+class _Form(NamedTuple):
+    """What a configuration, as PEFT completes it, adapts: by module, its in and out, the rank and the scale."""
+
+    config: LoraConfig
+    modules: dict[str, tuple[int, int, int, float]]
+
+
+def _form(model: PreTrainedModel, config: LoraConfig, name: str) -> _Form:
+    """PEFT says what is adapted, of which rank and scale, on a copy of the model without values."""
     if config.lora_dropout or config.init_lora_weights is not True:
         given = f"lora_dropout={config.lora_dropout} and init_lora_weights={config.init_lora_weights!r}"
         raise ValueError(f"{name!r} has {given}: only 0 and True are trained here")
+    shapes, config = targets(model), copy.deepcopy(config)
+    empty = {id(p): torch.nn.Parameter(p.to("meta"), False) for p in model.parameters()}
+    empty |= {id(b): b.to("meta") for b in model.buffers()}
+    try:
+        skeleton = inject_adapter_in_model(config, copy.deepcopy(model, empty), low_cpu_mem_usage=True)
+    except Exception as error:  # a variant of LoRA can raise anything
+        raise ValueError(f"PEFT refuses the configuration of {name!r}: {error}") from error
+    layers = {path: layer for path, layer in skeleton.named_modules() if isinstance(layer, BaseTunerLayer)}
+    if others := sorted(layers.keys() - shapes):
+        raise ValueError(f"{name!r} adapts {others[0]}, which is no linear module of this model's body")
+    found = {path: (layer.r["default"], layer.scaling["default"]) for path, layer in layers.items()}
+    return _Form(config, {path: (*shapes[path], *found[path]) for path in shapes if path in found})
+
+
+def _first(model: PreTrainedModel, form: _Form, name: str, seed: int) -> dict[str, Factors]:
+    """The factors that a person begins with, drawn as PEFT draws them: A uniform within 1/√in, B zero."""
     own = hashlib.sha256(f"{seed} {name}".encode()).digest()[:7]
-    generator = torch.Generator().manual_seed(int.from_bytes(own))
-    scale = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
+    generator, factors = torch.Generator().manual_seed(int.from_bytes(own)), {}
     like = dict(device=model.device, dtype=torch.promote_types(model.dtype, torch.float32))
-    shapes, factors, wanted = targets(model), {}, config.target_modules or ()
-    if wanted == "all-linear":
-        wanted = list(shapes)
-    elif isinstance(wanted, str):
-        raise ValueError(f"target_modules of {name!r} is a regular expression, {wanted!r}: give the names in a list")
-    adapted = {module: [each for each in wanted if f".{module}".endswith(f".{each}")] for module in shapes}
-    if absent := sorted(set(wanted) - {each for names in adapted.values() for each in names}):
-        raise ValueError(f"target_modules of {name!r}: {', '.join(absent)} cannot be adapted in this model")
-    for module, (n_in, n_out) in shapes.items():
-        if adapted[module]:
-            down = torch.empty(config.r, n_in).uniform_(-(n_in**-0.5), n_in**-0.5, generator=generator)
-            factors[module] = Factors(down.to(**like), torch.zeros(n_out, config.r, **like), scale)
-    Adapter.of(config, factors)  # what could not be served is not trained
+    for module, (n_in, n_out, rank, scale) in form.modules.items():
+        down = torch.empty(rank, n_in).uniform_(-(n_in**-0.5), n_in**-0.5, generator=generator)
+        factors[module] = Factors(down.to(**like), torch.zeros(n_out, rank, **like), scale)
+    Adapter.of(form.config, factors)  # what could not be served is not trained
     return factors
 
 
 def per_person_gradients(
-    model: PreTrainedModel, batches: Mapping[str, torch.Tensor], *, max_tokens: int = 512
+    model: PreTrainedModel, batches: Mapping[str, torch.Tensor | Mapping], *, max_tokens: int = 512
 ) -> dict[str, torch.Tensor]:
     """Each person's gradient of an adapter that all of them share.
 
@@ -179,7 +201,7 @@ def per_person_gradients(
     model
         With what is trained in ``nn.Linear`` layers without bias: PEFT's LoRA, or PrivateLoRA's M.
     batches
-        By person, ids ``(samples, seq)``; a person's loss is the mean over their tokens.
+        By person, one batch as in :func:`train_many`; a person's loss is the mean over their tokens.
     max_tokens
         Of a forward pass.
 
@@ -199,14 +221,14 @@ def per_person_gradients(
     if others := sorted(trained.keys() - layers):
         raise ValueError(f"only weights of the body's nn.Linear may be trained here, and {others[0]!r} is")
     parts = {name: [p.new_zeros(0, *p.shape)] for name, p in trained.items()}
-    texts = [text.to(model.device) for text in batches.values()]
-    for chosen in _groups(list(batches), texts, max_tokens):
+    texts = [_text(name, batch, model.device) for name, batch in batches.items()]
+    for chosen in _groups(texts, max_tokens):
         calls: dict[str, list] = {name: [] for name in trained}
         with contextlib.ExitStack() as stack:
             for name in trained:
                 stack.callback(layers[name].register_forward_hook(_keep(calls[name])).remove)
             _, whole = _gradients(model, texts[chosen], list(trained.values()))
-        rows = [len(text) for text in texts[chosen]]
+        rows = [len(text.ids) for text in texts[chosen]]
         for (name, seen), total in zip(calls.items(), whole, strict=True):
             people = [zip(x.split(rows), g.split(rows), strict=True) for x, g in seen]  # of each call of the layer
             products = [torch.stack([g.flatten(0, 1).T @ x.flatten(0, 1) for x, g in call]) for call in people]
@@ -228,19 +250,52 @@ def _keep(calls: list):
     return hook
 
 
+class _Text(NamedTuple):
+    """A person's batch: ids and labels, both ``(samples, seq)``."""
+
+    ids: torch.Tensor
+    labels: torch.Tensor
+
+
+def _text(name: str, batch: torch.Tensor | Mapping, device: torch.device) -> _Text:
+    fields = {key: value for key, value in batch.items() if value is not None} if isinstance(batch, Mapping) else {}
+    if others := sorted(fields.keys() - {"input_ids", "labels", "attention_mask"}):
+        raise ValueError(f"the batch of {name!r} has {others[0]!r}: input_ids, labels and attention_mask are read")
+    try:
+        ids = torch.as_tensor(fields["input_ids"] if isinstance(batch, Mapping) else batch, device=device)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"the batch of {name!r} has no ids (samples, seq): {error}") from error
+    if ids.dim() != 2 or not len(ids) or ids.shape[1] < 2 or ids.is_floating_point():
+        shape = tuple(ids.shape)
+        raise ValueError(f"the batch of {name!r} must be ids (samples, seq) of two tokens or more, got {shape}")
+    read = torch.as_tensor(fields.get("attention_mask", torch.ones_like(ids)), device=device) != 0
+    labels = torch.as_tensor(fields.get("labels", ids.masked_fill(~read, IGNORED)), device=device)
+    if read.shape != ids.shape or labels.shape != ids.shape:
+        shapes = f"{tuple(labels.shape)} and {tuple(read.shape)}"
+        raise ValueError(f"labels and attention_mask of {name!r} must be {tuple(ids.shape)} as the ids, got {shapes}")
+    if (read[:, 1:] & ~read[:, :-1]).any():
+        raise ValueError(f"the padding of {name!r} must stand on the right, where nothing looks at it")
+    learned = labels[:, 1:] != IGNORED
+    if not learned.any() or (learned & ~read[:, 1:]).any():
+        what = "ask for padding" if learned.any() else "leave nothing to learn"
+        raise ValueError(f"the labels of {name!r} {what}: -100 stands where nothing is learned, and only there")
+    return _Text(ids, labels)
+
+
 def _gradients(
-    model: PreTrainedModel, texts: list[torch.Tensor], leaves: list[torch.Tensor]
+    model: PreTrainedModel, texts: list[_Text], leaves: list[torch.Tensor]
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """The mean loss of each text ``(samples, seq)``, and the gradient of their sum."""
     if not torch.is_grad_enabled():
         raise ValueError("gradients are off: train outside torch.no_grad() and torch.inference_mode()")
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    rows = [(k, row) for k, text in enumerate(texts) for row in text]
     # Padding stands on the right, where causal attention never looks; it needs no attention mask.
-    ids = pad_sequence([row for _, row in rows], batch_first=True).long()  # (rows, seq)
-    owner = pad_sequence([torch.full((len(row) - 1,), k) for k, row in rows], batch_first=True, padding_value=-1)
-    predicts = (owner >= 0).to(ids.device)  # (rows, seq - 1)
-    owner, labels = owner.to(ids.device)[predicts], ids[:, 1:][predicts]
+    ids = pad_sequence([row for text in texts for row in text.ids], batch_first=True).long()  # (rows, seq)
+    labels = [row[1:] for text in texts for row in text.labels]
+    labels = pad_sequence(labels, batch_first=True, padding_value=IGNORED).long()  # (rows, seq - 1)
+    predicts = labels != IGNORED
+    owner = torch.arange(len(texts)).repeat_interleave(torch.tensor([len(text.ids) for text in texts]))  # (rows,)
+    owner, labels = owner.to(ids.device)[:, None].expand_as(labels)[predicts], labels[predicts]
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1][predicts]  # (tokens, hidden)
     leaf, losses = hidden.detach().requires_grad_(), hidden.new_zeros(len(texts), dtype=torch.float64)
     share, size = 1 / torch.bincount(owner).double(), max(1, LOGITS // model.get_output_embeddings().weight.shape[0])
@@ -251,14 +306,11 @@ def _gradients(
     return losses, torch.autograd.grad(hidden, leaves, leaf.grad)
 
 
-def _groups(names: list[str], texts: list[torch.Tensor], max_tokens: int) -> Iterator[slice]:
+def _groups(texts: list[_Text], max_tokens: int) -> Iterator[slice]:
     """Runs of people whose texts, padded to the longest, have at most so many tokens; one person at least."""
     first, max_tokens = 0, whole_number("max_tokens", max_tokens, 1)
-    for k, (name, text) in enumerate(zip(names, texts, strict=True)):
-        if text.dim() != 2 or not len(text) or text.shape[1] < 2 or text.is_floating_point():
-            shape = tuple(text.shape)
-            raise ValueError(f"the batch of {name!r} must be ids (samples, seq) of two tokens or more, got {shape}")
-        group = texts[first : k + 1]
+    for k in range(len(texts)):
+        group = [text.ids for text in texts[first : k + 1]]
         if k > first and sum(map(len, group)) * max(each.shape[1] for each in group) > max_tokens:
             yield slice(first, k)
             first = k

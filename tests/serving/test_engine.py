@@ -17,11 +17,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from plpkg.adapters import Adapter, Factors, InvalidAdapterError
+from plpkg.adapters import Adapter, Factors, InvalidAdapterError, targets
 from plpkg.backbones import FAMILIES, load_backbone
 from plpkg.residual import PrivateLoraConfig, convert_to_lora, matrices
-from plpkg.serving import engine as engines
 from plpkg.serving.engine import Engine, Request
+from plpkg.serving.merging import merge
+from plpkg.serving.packing import longest
 from plpkg.serving.prefixes import BLOCK
 
 from rounding import sampling_error
@@ -270,6 +271,60 @@ def test_what_answers_otherwise_when_it_is_packed_is_refused(tools):
 
 
 @pytest.mark.parametrize(
+    ("family", "options", "cache", "changes", "reason"),
+    [  # a layer changes what it computes at some positions, which it counts with the tokens in its cache, or without
+        ("llama", dict(rope_scaling_begins=40), True, lambda at: at >= 40, "at positions 40 to 45"),
+        ("mistral", dict(middle={"first": [33.0]}), True, lambda at: (at >= 33) & (at < 41), "at positions 33 to 38"),
+        ("qwen2", {}, True, lambda at: at >= 77, "at positions 90 to 95"),
+        ("gpt2", {}, True, lambda at: (at + 1).float().log() >= 4, "at positions 90 to 95"),
+        ("phi3", {}, False, lambda at: at >= 400, "its logits"),
+    ],
+)
+def test_a_layer_that_counts_positions_itself_is_refused(family, options, cache, changes, reason, tools):
+    def count(_, arguments, kwargs):
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else arguments[0]
+        past = kwargs["past_key_values"].get_seq_length() if cache and kwargs.get("past_key_values") else 0
+        hidden.mul_(1 + changes(past + torch.arange(hidden.shape[1]))[:, None])
+
+    model, row = tools.backbone(family, options=options), dict(max_batch=8, max_step_tokens=8) if cache else {}
+    Engine(model, **row).close()
+    for name, module in model.named_modules():
+        if name.endswith((".self_attn", ".attn")):
+            module.register_forward_pre_hook(count, with_kwargs=True)
+    with pytest.raises(ValueError, match=f"answers otherwise when requests are packed: {reason}"):
+        Engine(model, **row)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_what_half_precision_tips_over_for_one_text_is_no_reason(dtype, tools):
+    model = tools.backbone(dtype=dtype)
+    model.model.embed_tokens.register_forward_hook(
+        lambda _, arguments, output: output + (arguments[0].shape[1] > 6) * (arguments[0] == 5)[..., None]
+    )
+    half = dtype == torch.bfloat16
+    with contextlib.nullcontext() if half else pytest.raises(ValueError, match="answers otherwise"):
+        Engine(model)
+
+
+@pytest.mark.parametrize("options", [dict(floor_scale=8), dict(floor_scale=55), dict(floor_scale=515), None], ids=str)
+def test_llama_4_is_served_where_it_is_as_it_is_alone(options, tools):
+    sizes = dict(vocab_size=48, hidden_size=16, intermediate_size=24, intermediate_size_mlp=24, head_dim=8)
+    sizes |= dict(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=96)
+    sizes |= dict(moe_layers=[], no_rope_layers=[1, 0], attention_chunk_size=13, attn_scale=2.0, eos_token_id=None)
+    config = AutoConfig.for_model("llama4_text", **sizes, attn_temperature_tuning=bool(options), **options or {})
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    if options and options["floor_scale"] < 96:
+        with pytest.raises(ValueError, match="Llama4ForCausalLM answers otherwise when requests are packed"):
+            Engine(model)
+    else:
+        ids = tools.texts(5, 30, 88)
+        alone = [tools.alone(model, each, 8) for each in ids]
+        assert Engine(model).generate([Request(each, None, 8) for each in ids]) == alone
+
+
+@pytest.mark.parametrize(
     ("kind", "rope", "limit"),
     [
         ("llama", dict(rope_type="default"), 64),
@@ -283,7 +338,7 @@ def test_texts_are_as_long_as_rotary_tables_stay_the_same(kind, rope, limit):
     sizes = dict(hidden_size=64, num_attention_heads=4, max_position_embeddings=64, pad_token_id=0)
     sizes |= dict(original_max_position_embeddings=16) if kind == "phi3" else {}
     config = AutoConfig.for_model(kind, **sizes, rope_parameters=rope | dict(rope_theta=1e4))
-    assert engines._positions(config) == limit
+    assert longest(config) == limit
 
 
 @pytest.mark.parametrize(("name", "error"), [("", ValueError), (3, ValueError), ("x", InvalidAdapterError)])
@@ -420,3 +475,92 @@ def test_an_engine_that_is_forgotten_leaves_no_hooks(tools):
     Engine(model)
     gc.collect()
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def _trained(model, **options):
+    model.get_input_embeddings().requires_grad_(False)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=0.05, **options)
+    ids = torch.arange(20)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+
+
+def _replaced(model):
+    layer = model.model.layers[0].self_attn.q_proj
+    layer.weight = torch.nn.Parameter(layer.weight.flip(0))
+
+
+CHANGES = {
+    "merge": lambda model, adapter: merge(model, adapter),
+    "optimizer": lambda model, _: _trained(model, foreach=True),
+    "fused optimizer": lambda model, _: _trained(model, fused=True),
+    "another precision": lambda model, _: model.to(torch.float32),
+    "load_state_dict": lambda model, _: model.load_state_dict({k: v * 0.9 for k, v in model.state_dict().items()}),
+    "through data": lambda model, _: [p.data.mul_(0.9) for p in model.parameters()],
+    "another parameter": lambda model, _: _replaced(model),
+    "merged in inference mode": torch.inference_mode()(lambda model, adapter: merge(model, adapter)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_base_that_has_changed_is_served_as_it_is_now(change, tools):
+    model, (long, short) = tools.backbone(), tools.texts(2 * BLOCK + 3, 5)
+    engine, adapter = Engine(model, max_batch=4), tools.adapted(model, 2, 1)[1]
+    engine.load("a", adapter)
+    requests = [Request(long, None, 6), Request(long, "a", 6), Request(short, "a", 6)]
+    before = engine.generate(requests)
+    stream = engine.stream(requests[0])
+    next(stream)
+    CHANGES[change](model, tools.adapted(model, 3, 2)[1])
+    twin = tools.adapted(model, 2, 1)[0]
+    after = [tools.alone(which, each.input_ids, 6) for which, each in zip((model, twin, twin), requests, strict=True)]
+    assert engine.generate(requests) == after
+    assert change == "another precision" or after != before
+    with pytest.raises(RuntimeError, match="ended with an error: the model has changed since it began"):
+        list(stream)
+    assert left(engine) == ([], [], [], {})
+
+
+def test_a_base_that_can_no_longer_be_served_is_refused_until_it_can(world, tools):
+    model, (ids,) = tools.backbone(), tools.texts(6)
+    engine, alone = Engine(model), tools.alone(world[1]["a"], ids, 5)
+    engine.load("a", world[2]["a"])
+    private = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    refused = {"training mode": (model.train, model.eval), "has an adapter already, in .*q_proj": (None, None)}
+    for message, (change, back) in refused.items():
+        tuned = None if change else peft.get_peft_model(model, private)
+        change and change()
+        for _ in range(2):
+            with pytest.raises(ValueError, match=message):
+                engine.generate([Request(ids, "a", 5)])
+        back() if back else tuned.unload()
+        assert engine.generate([Request(ids, "a", 5)]) == [alone]
+    assert left(engine) == ([], [], [], {})
+
+
+TUNED = {  # how a model comes to have an adapter
+    "LoRA": lambda model: peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])),
+    "switched off": lambda model: (
+        peft.get_peft_model(model, peft.LoraConfig(target_modules=["v_proj"])).base_model.model
+    ),
+    "IA3": lambda m: peft.get_peft_model(m, peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[])),
+    "prompts": lambda m: peft.get_peft_model(m, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)),
+    "a head": lambda m: peft.get_peft_model(m, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])),
+    "injected": lambda m: peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["up_proj"]), m),
+    "transformers": lambda m: m.add_adapter(peft.LoraConfig(target_modules=["o_proj"])) or m,
+    "PrivateLoRA": lambda m: peft.get_peft_model(m, PrivateLoraConfig(r_c2d=2, r_d2c=2)),
+}
+
+
+@pytest.mark.parametrize("how", TUNED)
+def test_a_base_that_has_an_adapter_is_refused(how, tools):
+    model = TUNED[how](tools.backbone()).eval()
+    if how == "switched off":
+        for module in model.modules():
+            if isinstance(module, peft.tuners.lora.LoraLayer):
+                module.enable_adapters(False)
+    named = "" if how == "prompts" else r", in [\w.]*\.\w+_"
+    for use in (Engine, targets):
+        with pytest.raises(ValueError, match=rf"this \w+ has an adapter already{named}"):
+            use(model)

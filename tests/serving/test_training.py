@@ -47,9 +47,13 @@ def same(one, other):
                 assert_close(getattr(factors, side), getattr(other[name].factors[module], side), TERMS)
 
 
-def loss_of(model, ids):
+def loss_of(model, batch):
     """The mean over the tokens, in the model's precision; transformers' own is in float32."""
-    return cross_entropy(model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    batch = batch if isinstance(batch, dict) else {"input_ids": batch, "labels": batch}
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    return cross_entropy(
+        model(**inputs, use_cache=False).logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+    )
 
 
 def start(model, config, adapter):
@@ -62,6 +66,30 @@ def start(model, config, adapter):
     return whole
 
 
+def peft_loop(whole, batches, max_grad_norm=None):
+    leaves = [p for p in whole.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(leaves, lr=LR, weight_decay=0)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(whole, batches[step % len(batches)]).backward()
+        if max_grad_norm:  # torch's clip_grad_norm_ divides by the norm + 1e-6
+            norm = torch.cat([p.grad.flatten() for p in leaves]).norm()
+            for p in leaves:
+                p.grad *= min(1, max_grad_norm / norm)
+        optimizer.step()
+
+
+def assert_trained(adapter, whole):
+    """The adapter is what PEFT's loop has trained."""
+    layers = {name: layer for name, layer in whole.base_model.model.named_modules() if hasattr(layer, "lora_A")}
+    assert layers.keys() == adapter.factors.keys()
+    for module, factors in adapter.factors.items():
+        assert factors.scale == layers[module].scaling["default"]
+        assert_close(factors.down, layers[module].lora_A["default"].weight, TERMS)
+        assert_close(factors.up, layers[module].lora_B["default"].weight, TERMS)
+        assert (factors.up.abs().max() > LR).item()
+
+
 @pytest.mark.parametrize("max_grad_norm", [None, 0.05])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_person_s_training_is_peft_s_loop(family, max_grad_norm, tools):
@@ -70,21 +98,50 @@ def test_one_person_s_training_is_peft_s_loop(family, max_grad_norm, tools):
     first = train(model, config, people, lr=1e-30, steps=1)  # the factors that each begins with
     for name in SAMPLES if family == "llama" else ["cat"]:
         whole = start(model, config, first[name])
-        leaves = [p for p in whole.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(leaves, lr=LR, weight_decay=0)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(whole, people[name][step % len(people[name])]).backward()
-            if max_grad_norm:  # torch's clip_grad_norm_ divides by the norm + 1e-6
-                norm = torch.cat([p.grad.flatten() for p in leaves]).norm()
-                for p in leaves:
-                    p.grad *= min(1, max_grad_norm / norm)
-            optimizer.step()
-        for module, factors in trained[name].factors.items():
-            layer = whole.base_model.model.get_submodule(module)
-            assert_close(factors.down, layer.lora_A["default"].weight, TERMS)
-            assert_close(factors.up, layer.lora_B["default"].weight, TERMS)
-            assert (factors.up.abs().max() > LR).item()
+        peft_loop(whole, people[name], max_grad_norm)
+        assert_trained(trained[name], whole)
+
+
+def collated(ids, **changes):
+    """As a collator of Hugging Face's gives it: two texts, the second one padded, and of each a prompt unlearned."""
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :2] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels} | changes
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", dict(rank_pattern={"q_proj": 2, "1.mlp.down_proj": 7}, alpha_pattern={"v_proj": 3}, use_rslora=True)),
+        (
+            "llama",
+            dict(rank_pattern={r"^model\.layers\.0\.self_attn\.q_proj$": 2}, alpha_pattern={"0.self_attn.q_proj$": 3}),
+        ),
+        (
+            "llama",
+            dict(rank_pattern={r".*\.[01]\..*(q|v)_proj": 2}, alpha_pattern={"^model.layers.1.mlp.down_proj": -3}),
+        ),
+        ("mistral", dict(layers_to_transform=[1])),
+        ("gpt2", dict(layers_to_transform=0, layers_pattern="h", fan_in_fan_out=False)),
+        ("qwen2", dict(layers_to_transform=[0], layers_pattern=["blocks", "layers"], fan_in_fan_out=True)),
+        ("llama", dict(exclude_modules=["0.self_attn.v_proj", "down_proj"])),
+        ("llama", dict(target_modules=r".*\.1\..*(q|up)_proj", exclude_modules=r".*up_proj")),
+        ("gemma2", dict(target_modules="all-linear", exclude_modules=["mlp.up_proj"])),
+        ("mistral", dict(target_modules=None)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to:UserWarning")  # PEFT corrects it
+def test_a_configuration_is_read_as_peft_reads_it(family, options, tools):
+    model, config = tools.backbone(family), lora(family, **options)
+    people = {"ann": [collated(torch.randint(48, (2, 9), generator=torch.Generator().manual_seed(3)))]}
+    (trained,), (first,) = (train(model, config, people, **each).values() for each in ({}, dict(lr=1e-30, steps=1)))
+    whole, engine, (ids,) = start(model, config, first), Engine(model), tools.texts(6)
+    peft_loop(whole, people["ann"])
+    assert_trained(trained, whole)
+    engine.load("ann", trained)
+    assert engine.generate([Request(ids, "ann", 6)]) == [tools.alone(start(model, config, trained), ids, 6)]
 
 
 @pytest.mark.parametrize(
@@ -126,8 +183,10 @@ def test_the_backbone_stays_as_it_is(training, tools):
     model = tools.backbone(options=dict(attention_dropout=0.5)).train(training)
     model.lm_head.requires_grad_(False)
     state, wanted = copy.deepcopy(model.state_dict()), [p.requires_grad for p in model.parameters()]
+    random = torch.random.get_rng_state()
     one, other = (train(model, lora(), batches()) for _ in range(2))
     same(one, other)
+    assert torch.equal(torch.random.get_rng_state(), random)
     assert (model.training, [p.requires_grad for p in model.parameters()]) == (training, wanted)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
@@ -145,7 +204,7 @@ def test_what_was_trained_is_served_and_all_linear_is_every_target(tools):
     engine.close()
 
 
-IDS = [torch.ones(1, 4, dtype=torch.long)]
+IDS, TWO = [torch.ones(1, 4, dtype=torch.long)], torch.ones(2, 8, dtype=torch.long)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:peft")  # of what is refused here
@@ -155,15 +214,13 @@ IDS = [torch.ones(1, 4, dtype=torch.long)]
         (dict(lora_dropout=0.1), {}, "'ann' has lora_dropout=0.1"),
         (dict(use_dora=True), {}, "use_dora"),
         (dict(bias="all"), {}, "bias='all'"),
-        (dict(rank_pattern={"q_proj": 2}), {}, "the rank is 3, but"),
-        (dict(alpha_pattern={"q_proj": 2}), {}, "scale="),
-        (dict(layers_to_transform=[1]), {}, "layers_to_transform"),
-        (dict(exclude_modules=["v_proj"]), {}, "exclude_modules"),
-        (dict(target_modules=".*q_proj"), {}, "regular expression"),
-        (dict(target_modules=["x_proj"]), {}, "adapt"),
+        (dict(alpha_pattern={".*q_proj": 2}), {}, "alpha_pattern.*not regular expressions"),
+        (dict(layers_to_transform=[7]), {}, "PEFT refuses the configuration of 'ann': "),
+        (dict(target_modules=["x_proj"]), {}, "PEFT refuses the configuration of 'ann': Target modules .'x_proj'. not"),
+        (dict(target_modules=["q_proj", "embed_tokens"]), {}, "'ann' adapts model.embed_tokens, which is no linear"),
+        (dict(target_parameters=["up_proj.weight"]), {}, "target_parameters=.* must be empty"),
         (dict(modules_to_save=["lm_head"]), {}, "modules_to_save"),
         (dict(init_lora_weights="pissa"), {}, "init_lora_weights='pissa'"),
-        (dict(target_modules=None), {}, "target_modules"),
         (dict(target_modules=["q_proj", "lm_head"]), {}, "lm_head"),
         (dict(init_lora_weights="gaussian"), {}, "init_lora_weights='gaussian'"),
         (dict(init_lora_weights=False), {}, "init_lora_weights=False"),
@@ -177,6 +234,18 @@ IDS = [torch.ones(1, 4, dtype=torch.long)]
         ({}, dict(max_grad_norm=float("nan")), "max_grad_norm must be .* got nan"),
         ({}, dict(batches={"ann": IDS}, max_tokens=0), "max_tokens must be .* got 0"),
         ({}, dict(batches={"bob": IDS, "ann": [IDS[0][0]]}), r"'ann'.*\(4,\)"),
+        ({}, dict(batches={"ann": {"input_ids": IDS[0]}}), "'ann' has no ids"),
+        ({}, dict(batches={"ann": [{"labels": IDS[0]}]}), "'ann' has no ids .*input_ids"),
+        ({}, dict(batches={"ann": [{"input_ids": [[1, 2], [3]]}]}), "'ann' has no ids"),
+        ({}, dict(batches={"ann": [collated(TWO, position_ids=TWO)]}), "'ann' has 'position_ids'"),
+        (
+            {},
+            dict(batches={"ann": [collated(TWO, attention_mask=1 - collated(TWO)["attention_mask"])]}),
+            "on the right",
+        ),
+        ({}, dict(batches={"ann": [collated(TWO, labels=TWO)]}), "labels of 'ann' ask for padding"),
+        ({}, dict(batches={"ann": [collated(TWO, labels=TWO * 0 - 100)]}), "'ann' leave nothing to learn"),
+        ({}, dict(batches={"ann": [collated(TWO, labels=TWO[:1])]}), r"'ann' must be \(2, 8\).*got \(1, 8\)"),
         ({}, dict(batches={"bob": IDS, "ann": [torch.ones(2, 1, dtype=torch.long)]}), r"'ann'.*\(2, 1\)"),
     ],
 )
@@ -212,7 +281,7 @@ def shared(tools, kind, dtype=torch.float64):
     return whole
 
 
-PEOPLE = {name: texts[0] for name, texts in batches().items()}
+PEOPLE = {name: texts[0] for name, texts in batches().items()} | {"dan": collated(batches({"dan": [(2, 8)]})["dan"][0])}
 
 
 @pytest.mark.parametrize("max_tokens", [1, 30, 512])

@@ -494,7 +494,7 @@ def test_an_upload_is_served_at_once_and_its_versions_stay(service, client, writ
 
 def test_a_bad_upload_is_told_every_reason(service, writers):
     good = {part: (part, bytes(writers["numpy"].files[part])) for part in (CONFIG, WEIGHTS)}
-    config = json.loads(good[CONFIG][1]) | dict(use_dora=True, lora_alpha=-1)
+    config = json.loads(good[CONFIG][1]) | dict(use_dora=True, lora_alpha=0)
 
     def post(name="bad", **options):
         return service.client.post(f"/v1/accounts/local/adapters/{name}", **options)

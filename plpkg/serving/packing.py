@@ -1,0 +1,139 @@
+"""Whether a model answers the same when requests are packed: it is tried, since no list of classes could say so.
+
+A packed row tells a layer where a token stands through ``position_ids`` and the mask alone. Some layers count for
+themselves, from the length of their input or of a cache (Llama-4's attention temperature), and show it only beyond
+some position. So texts of six tokens are tried at the beginning, at the last positions that the model has, and from
+each number in its configuration on, since one of them is where such a layer changes. Far from the beginning, a text
+has nothing before it: so it costs no more there.
+"""
+
+import itertools
+import sys
+from collections.abc import Iterator
+
+import torch
+from transformers import Cache, DynamicLayer, PreTrainedConfig, PreTrainedModel
+
+from plpkg.decoding import rope_changes
+from plpkg.serving.attention import KeyValues, Row, packed, read
+
+LENGTH = 6
+"""Tokens of a text that is tried."""
+TRIES = 3
+"""Texts at a place, at most: rounded to half precision, a router can tip over for one, but not for each of them."""
+FAR = 2**20
+"""A position that stands for all beyond it, where a model has no last one."""
+
+
+def longest(config: PreTrainedConfig) -> int:
+    """The longest text; where rotary tables grow with the longest of a batch, only as far as they do not."""
+    most = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    return min([most, *(length for _, length in rope_changes(config))])
+
+
+@torch.inference_mode()
+def require_packable(model: PreTrainedModel, max_step_tokens: int = 0) -> None:
+    """Refuse a model that answers otherwise when requests are packed, be it for a reason that nobody foresaw.
+
+    Parameters
+    ----------
+    model
+        The model.
+    max_step_tokens
+        The most tokens of a row: one is tried, for layers that count the tokens of their input.
+
+    Raises
+    ------
+    ValueError
+        It does, or it cannot be tried.
+    """
+    kind = type(model).__name__
+    if getattr(model, "_is_stateful", False):
+        raise ValueError(f"{kind} has recurrent layers, whose state would run from one request into the next")
+    vocab, starts = model.get_input_embeddings().num_embeddings, [0, 0, *_starts(model.config)]
+    for attempt in range(TRIES):
+        texts = (torch.arange(2 * LENGTH) + attempt * 2 * LENGTH).remainder(vocab).view(2, LENGTH).tolist()
+        places = list(zip(starts, itertools.cycle(texts), strict=False))
+        try:
+            together = _together(model, places, max_step_tokens)
+            alone = torch.stack([_alone(model, *place) for place in places])
+        except Exception as reason:
+            raise ValueError(f"{kind} cannot read packed requests: {reason}") from reason
+        errors = (together - alone).abs().amax(1) / alone.abs().amax(1)  # (places,)
+        eps, single = torch.finfo(alone.dtype).eps, torch.finfo(torch.float32).eps
+        tolerance = max(eps, single) ** 0.5  # half of the digits, of those in which some layers compute
+        wrong = [place for place, error in enumerate(errors.tolist()) if not error <= tolerance]
+        if not wrong:
+            return
+        first, starts = wrong[0], [starts[place] for place in wrong]
+        if eps <= single:
+            break
+    where = f"at positions {starts[0]} to {starts[0] + LENGTH - 1} " if starts[0] else ""
+    apart = f"{where}its logits are {errors[first]:.2g} apart"
+    raise ValueError(f"{kind} answers otherwise when requests are packed: {apart}")
+
+
+def _starts(config: PreTrainedConfig) -> list[int]:
+    """Where texts are tried besides the beginning: from each number of the configuration on, and at the end."""
+    last = min(longest(config), FAR) - LENGTH
+    return sorted({each for each in _numbers(config.get_text_config().to_dict()) if each < last} | {max(last, 0)})
+
+
+def _numbers(value: object) -> Iterator[int]:
+    if isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(each)
+    elif isinstance(value, int | float) and value >= LENGTH and value % 1 == 0:
+        yield int(value)
+
+
+def _together(model: PreTrainedModel, places: list[tuple[int, list[int]]], tokens: int) -> torch.Tensor:
+    """The logits ``(places, vocab)`` after texts that begin at a position each, packed; in two parts."""
+    layers = model.config.get_text_config().num_hidden_layers
+    pasts = [KeyValues(LENGTH, start) for start, _ in places]
+    for half in range(2):
+        ids, rows = [], []
+        while half and len(ids) < tokens - len(places) * LENGTH:  # others stand before them, up to a whole row
+            size = min(tokens - len(places) * LENGTH - len(ids), longest(model.config))
+            rows.append(Row(slice(len(ids), len(ids) + size), 0, KeyValues(size)))
+            ids += [0] * size
+        others = len(rows)
+        for k, (past, (start, text)) in enumerate(zip(pasts, places, strict=True)):
+            cut = 2 + 2 * (k % 2)  # neighbours are cut at different places
+            begin, end = (cut, LENGTH) if half else (0, cut)
+            rows.append(Row(slice(len(ids), len(ids) + end - begin), start + begin, past))
+            ids += text[begin:end]
+        logits = read(model, ids, rows, [row.rows.stop - 1 for row in rows[others:]])
+        if len(pasts[0].layers) != layers:
+            raise ValueError(f"attention of {len(pasts[0].layers)} layers asks for keys, {layers} there are")
+    return logits
+
+
+class _Before(DynamicLayer):
+    """A layer of a cache that has seen ``seen`` tokens, none of which can be attended to any more."""
+
+    def __init__(self, seen: int) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def update(self, key_states, value_states, *_, **__):
+        return key_states, value_states
+
+
+def _alone(model: PreTrainedModel, start: int, text: list[int]) -> torch.Tensor:
+    """The logits ``(vocab,)`` after a text that begins at a position, read as ``generate`` reads a text, or goes on."""
+    ids = torch.tensor([text], device=model.device)
+    if not start:
+        return model(input_ids=ids, use_cache=False).logits[0, -1]
+    layers = model.config.get_text_config().num_hidden_layers
+    with packed(model, [Row(slice(0, LENGTH), start, KeyValues(LENGTH, start))]):
+        return model(
+            input_ids=ids,
+            position_ids=torch.arange(start, start + LENGTH, device=model.device)[None],
+            attention_mask=ids.new_ones(1, start + LENGTH),
+            past_key_values=Cache(layers=[_Before(start) for _ in range(layers)]),
+            use_cache=True,
+        ).logits[0, -1]
