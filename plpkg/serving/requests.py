@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from plpkg.adapters import Adapter
-from plpkg.decoding import warpers
+from plpkg.decoding import Text, warpers
 from plpkg.serving.attention import KeyValues
 from plpkg.validation import number, whole_number
 
@@ -78,6 +78,7 @@ class Running:
     ids: list[int]
     past: KeyValues
     computed: int = 0
+    text: Text | None = None
 
     def __post_init__(self) -> None:
         self.prompt, self.generator = len(self.ids), torch.Generator()
@@ -105,12 +106,10 @@ class Running:
 
     def ended(self, ends: set[int], tokenizer) -> str | None:
         """Why its last token was the last, if it was."""
-        longest = max((len(text.encode()) for text in self.request.stop), default=0)  # a token is a byte at least
-        tail = ""
-        if longest:
-            first = max(self.prompt - 1, len(self.ids) - longest - 4)  # within a character, at worst
-            before = tokenizer.decode(self.ids[first : self.prompt])  # some tokenizers drop a text's first space
-            tail = tokenizer.decode(self.ids[first:])[len(before) :]
-        if self.ids[-1] in ends or any(text in tail for text in self.request.stop):
+        stopped = False
+        if self.request.stop:
+            self.text = self.text or Text(tokenizer, self.ids[: self.prompt], self.request.stop)
+            _, stopped = self.text.add(self.ids[-1])
+        if stopped or self.ids[-1] in ends:
             return "stop"
         return "length" if len(self.new) == self.request.max_new_tokens else None

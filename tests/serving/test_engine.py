@@ -390,8 +390,10 @@ def test_private_lora_is_served_as_the_lora_that_it_is(tools, tmp_path):
 
 def test_a_failing_tokenizer_ends_its_own_request_only(world, make, tools):
     class Broken:
-        def decode(self, ids):
+        def decode(self, ids, **_):
             raise IndexError("piece id is out of range")
+
+        convert_ids_to_tokens = decode
 
     engine, ids = make(), tools.texts(4, 5)
     engine.tokenizer = Broken()

@@ -309,6 +309,18 @@ def test_a_store_that_does_not_answer_is_503_without_its_address(exact, tmp_path
         assert service.complete("base").status_code == 200  # which needs no store
 
 
+async def test_an_error_that_nobody_foresaw_is_json_without_its_words(base, tmp_path):
+    class Backend:
+        async def gauges(self):
+            raise OSError("/somebody/place: no space left")
+
+    application = app(Backend(), Store(tmp_path), *base, name="base")
+    transport = httpx.ASGITransport(application, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        answer = await client.get("/health")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (500, "an error of the service: OSError")
+
+
 def test_a_body_is_refused_before_it_is_read(service):
     def answer(*headers, path="/v1/completions"):
         with socket.create_connection(("127.0.0.1", httpx.URL(service.url).port), timeout=20) as connection:

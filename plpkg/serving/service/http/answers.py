@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 from starlette.responses import Response, StreamingResponse
-from tokenizers.decoders import DecodeStream
 
 from plpkg.adapters import InvalidAdapterError
+from plpkg.decoding import Text
 from plpkg.serving.requests import Request
 from plpkg.serving.service.http.metrics import Metrics
 from plpkg.serving.service.scheduler import OverloadedError
@@ -24,39 +24,25 @@ STATUS = {
     OverloadedError: 429,
     RuntimeError: 500,
     StoreError: 503,
+    Exception: 500,
 }
 
 
 async def texts(tokens, request: Request, tokenizer, metrics: Metrics) -> AsyncIterator[tuple[str, str | None]]:
-    """What each token adds to the text, and the reason at the end.
-
-    A stop string is left out; what may become one waits until it has or has not. So do the bytes of a character, which
-    is left out too if the last token does not finish it.
-    """
-    before = list(request.input_ids[-8:])
-    if tokenizer.decode(before, skip_special_tokens=True).endswith("\ufffd"):
-        before = []  # a prompt that ends in half a character would be taken for a part of the answer
-    held, decoder = "", DecodeStream(ids=before, skip_special_tokens=True)
+    """What each token adds to the text, and the reason at the end."""
+    text = Text(tokenizer, request.input_ids, request.stop)
     began = last = time.monotonic()
     async with aclosing(tokens):
         async for token, reason in tokens:
             now = time.monotonic()
             (metrics.first_s if last == began else metrics.between_s).observe(now - last)
             metrics.written.inc()
-            last, held = now, held + (decoder.step(tokenizer.backend_tokenizer, token) or "")
-            ends = [held.find(text) for text in request.stop if text in held]
-            ready = min(ends) if ends else len(held) - (0 if reason else _may_become(held, request.stop))
-            yield held[:ready], (reason := "stop" if ends else reason)
+            last = now
+            piece, stopped = text.add(token, reason is not None)
+            yield piece, (reason := "stop" if stopped else reason)
             if reason:
                 metrics.success.labels(reason).inc()
                 return
-            held = held[ready:]
-
-
-def _may_become(text: str, stops) -> int:
-    """How many characters at the end of a text may be the beginning of a stop string."""
-    longest = [(stop, min(len(stop) - 1, len(text))) for stop in stops]
-    return max((n for stop, most in longest for n in range(1, most + 1) if text.endswith(stop[:n])), default=0)
 
 
 async def merged(streams: list) -> AsyncIterator[tuple[int, object]]:
@@ -166,14 +152,20 @@ async def refusal(_, error: Exception) -> Response:
     return error_response(status, *reasons, headers=after)
 
 
+def _kind(error: Exception) -> type[Exception]:
+    return next(kind for kind in type(error).__mro__ if kind in STATUS)
+
+
 def _status(error: Exception) -> int:
-    return next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 500)
+    return STATUS[_kind(error)]
 
 
 def _said(error: Exception) -> str:
     if isinstance(error, StoreError):  # its own words name the store
         logging.getLogger(__name__).warning("%s", error)
         return "the store of adapters does not answer"
+    if _kind(error) is Exception:  # nobody meant these words for a client
+        return f"an error of the service: {type(error).__name__}"
     return str(error)
 
 
