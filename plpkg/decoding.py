@@ -26,9 +26,9 @@ def warpers(*, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> 
 
 
 BYTE = re.compile("<0x[0-9A-F]{2}>")
-"""A token of SentencePiece's byte fallback. Neighbours of this kind are decoded as one: a wrong byte spoils them all."""
+"""A token of SentencePiece's byte fallback. Neighbours of this kind are decoded as one: a wrong byte spoils all."""
 UNSETTLED = re.compile("\ufffd$")
-CLEANED = re.compile(r"(\ufffd|\s|\sn|'\w?)$")
+CLEANED = re.compile(r"(\ufffd|\s|\sn|'[vr]?)$")
 """What the next token may still change: half a character, or the beginning of what transformers cleans up."""
 
 
