@@ -24,7 +24,7 @@ from plpkg.adapters import Adapter, require_fit, targets, validate_adapter
 from plpkg.decoding import rope_changes
 from plpkg.serving.attention import KeyValues, Row, packed
 from plpkg.serving.prefixes import Prefixes
-from plpkg.serving.requests import Request, Running
+from plpkg.serving.requests import Request, Running, Scored
 from plpkg.serving.segments import Segments
 from plpkg.serving.slots import Group, Hooks, Pool, form
 from plpkg.validation import whole_number
@@ -53,6 +53,8 @@ class Engine:
         By name.
     finished
         By id, why a request has ended: ``"stop"``, ``"length"``, or ``"error: …"``. Whoever reads it takes it out.
+    scored
+        By id, what a request with ``logprobs`` has had scored since it was last taken out.
 
     Raises
     ------
@@ -68,6 +70,7 @@ class Engine:
         self.max_step_tokens = whole_number("max_step_tokens", max_step_tokens, self.max_batch)
         self.adapters: dict[str, Adapter] = {}
         self.finished: dict[int, str] = {}
+        self.scored: dict[int, list[Scored]] = {}
         self._closed = False
         self._prefixes = Prefixes(whole_number("shared_positions", shared_positions, 0))
         self._pools: dict[tuple, Pool] = {}
@@ -139,6 +142,7 @@ class Engine:
     def cancel(self, identity: int) -> None:
         """Drop a request, whether it waits or runs; one that has ended or is unknown is no error."""
         self.finished.pop(identity, None)
+        self.scored.pop(identity, None)
         for each in [*self._waiting, *self._running]:
             if each.identity == identity:
                 self._leave(each)
@@ -163,7 +167,7 @@ class Engine:
                     self._pools[key] = Pool(self.model)
                 self._pools[key].lease(each.adapter)
             past, positions = self._prefixes.find(each.owner, each.ids)
-            if past is not None:
+            if past is not None and not each.request.score_prompt:
                 each.past.copy(past, positions)
                 each.computed = positions
             self._running.append(self._waiting.popleft())
@@ -177,21 +181,22 @@ class Engine:
         batch, rows, groups = self._pack()
         with self._hooks.batch(*groups):
             logits = self._forward([each.ids for each in batch], rows)
-        written, writers = [], []
-        for each, row in zip(batch, rows, strict=True):
-            if row.positions.stop < len(each.ids):
-                each.computed = row.positions.stop
-            else:
-                writers.append(each)
-        for each, scores in zip(writers, logits, strict=True):
+        written, counts = [], [len(row.wanted(len(each.ids))) for each, row in zip(batch, rows, strict=True)]
+        for each, row, scores in zip(batch, rows, logits.split(counts), strict=True):
             try:
-                if not scores.max().isfinite():
+                if len(scores) and not scores.amax(-1).isfinite().all():
                     raise FloatingPointError("the logits are not finite")
-                token = each.choose(scores)
-                each.computed = len(each.ids)
-                each.ids.append(token)
-                written.append((each.identity, token))
-                reason = each.ended(self._ends, self.tokenizer)
+                read, reason = row.positions.stop == len(each.ids), None
+                if read and each.request.max_new_tokens:
+                    token = each.choose(scores[-1])
+                    each.ids.append(token)
+                    written.append((each.identity, token))
+                each.computed = row.positions.stop
+                if each.request.logprobs is not None and len(scores):
+                    told = each.score(each.computed + 1 - len(scores), scores)
+                    first = [Scored(each.ids[0])] if row.each and not row.start else []
+                    self.scored.setdefault(each.identity, first).extend(told)
+                reason = each.ended(self._ends, self.tokenizer) if read else None
             except Exception as error:  # an adapter's overflow, or a tokenizer's, is its own request's affair
                 reason = f"error: {error}"
             if reason:
@@ -214,7 +219,8 @@ class Engine:
         for digest, members in itertools.groupby(batch, key=lambda r: r.owner[0]):
             first = end
             for each in members:
-                rows.append(Row(slice(end, end + share[each]), each.computed, each.past))
+                scores = each.request.score_prompt and each.computed < each.prompt
+                rows.append(Row(slice(end, end + share[each]), each.computed, each.past, scores))
                 end += share[each]
             if digest:
                 pool, slot = slots[digest]
@@ -222,11 +228,11 @@ class Engine:
         return batch, rows, groups
 
     def _forward(self, texts: list[list[int]], rows: list[Row]) -> torch.Tensor:
-        """The logits ``(writers, vocab)`` after the last id of each text whose last id is among the step's rows."""
+        """The logits ``(wanted, vocab)`` after the ids that :meth:`Row.wanted` names."""
         device, pairs = self.model.device, list(zip(texts, rows, strict=True))
         ids = [token for text, row in pairs for token in text[row.start : row.positions.stop]]
         positions = [position for row in rows for position in row.positions]
-        ends = [row.rows.stop - 1 for text, row in pairs if row.positions.stop == len(text)]
+        ends = [end for text, row in pairs for end in row.wanted(len(text))]
         last = torch.tensor(ends, dtype=torch.long, device=device)
         with packed(self.model, rows):
             logits = self.model(
