@@ -1,6 +1,7 @@
 """What all who write tokens share: what is sampled from, tokens as text, and how long a text may be."""
 
 import re
+import sys
 from collections.abc import Sequence
 
 from transformers import (
@@ -44,10 +45,15 @@ class Text:
         The prompt's ids.
     stop
         Strings that end it, and are left out; also a special token's name.
+
+    Attributes
+    ----------
+    length
+        The characters that are settled.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = (), stop: Sequence[str] = ()):
-        self._tokenizer, self._stop, self._held = tokenizer, stop, ""
+        self._tokenizer, self._stop, self._held, self.length = tokenizer, stop, "", 0
         cleans = getattr(tokenizer, "clean_up_tokenization_spaces", False)
         self._unsettled = CLEANED if cleans else UNSETTLED
         end = len(before)
@@ -73,6 +79,7 @@ class Text:
             return text, not last
         if left_out or BYTE.fullmatch(self._name(token)) or self._unsettled.search(self._text):
             return "", False
+        self.length += len(self._text) - self._settled
         self._ids = self._ids[self._known :]
         self._anchor()
         ready = len(text) - _may_become(text, self._stop)
@@ -112,3 +119,9 @@ def rope_changes(config: PreTrainedConfig) -> list[tuple[str, int]]:
         for kind in kinds
         if kind.get("rope_type") in ("longrope", "dynamic")
     ]
+
+
+def longest_text(config: PreTrainedConfig) -> int:
+    """The most tokens of a text; where rotary tables grow with the longest of a batch, only as far as they do not."""
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    return min([longest, *(length for _, length in rope_changes(config))])

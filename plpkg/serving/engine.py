@@ -11,7 +11,6 @@ room for its prompt and all tokens that it may write.
 
 import inspect
 import itertools
-import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from plpkg.adapters import Adapter, require_fit, targets, validate_adapter
-from plpkg.decoding import rope_changes
+from plpkg.decoding import longest_text
 from plpkg.serving.attention import KeyValues, Row, packed
 from plpkg.serving.prefixes import Prefixes
 from plpkg.serving.requests import Request, Running, Scored
@@ -77,7 +76,7 @@ class Engine:
         self._waiting: deque[Running] = deque()
         self._running: list[Running] = []
         self._identities = itertools.count()
-        self._vocab, self._positions = model.get_input_embeddings().num_embeddings, _positions(model.config)
+        self._vocab, self._positions = model.get_input_embeddings().num_embeddings, longest_text(model.config)
         ends = model.generation_config.eos_token_id
         self._ends = set(ends) if isinstance(ends, list) else {ends} - {None}
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -324,9 +323,3 @@ class Engine:
         eps = max(torch.finfo(each).eps for each in (expected.dtype, torch.float32))  # some layers compute in that
         if not error <= eps**0.5:  # half of the digits
             raise ValueError(f"{kind} answers otherwise when requests are packed: its logits are {error:.2g} apart")
-
-
-def _positions(config) -> int:
-    """The longest text; where rotary tables grow with the longest of a batch, only as far as they do not."""
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-    return min([longest, *(length for _, length in rope_changes(config))])

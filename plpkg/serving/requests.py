@@ -34,8 +34,8 @@ class Request:
     adapter
         The name of a loaded adapter, or None for the backbone alone.
     max_new_tokens
-        The most tokens to write; the model's end-of-text token, which is returned, ends it earlier. 0 only where the
-        prompt is scored.
+        The most tokens to write; the model's end-of-text token, which is returned, ends it earlier. It may be 0 where
+        tokens are scored.
     temperature, top_p
         As in ``generate``; temperature 0 takes the likeliest token.
     seed
@@ -75,7 +75,7 @@ class Request:
             whole_number("logprobs", self.logprobs, 0, vocab)
         if self.score_prompt and self.logprobs is None:
             raise ValueError("score_prompt needs logprobs: how many of the likeliest tokens are told")
-        new = whole_number("max_new_tokens", self.max_new_tokens, 0 if self.score_prompt else 1)
+        new = whole_number("max_new_tokens", self.max_new_tokens, 1 if self.logprobs is None else 0)
         if len(ids) + new > positions:
             raise ValueError(f"{len(ids)} ids and {new} new ones do not fit the model's {positions} positions")
         number("temperature", self.temperature)
@@ -128,7 +128,7 @@ class Running:
         return int(torch.multinomial(warped.softmax(-1), 1, generator=self.generator))
 
     def score(self, start: int, scores: torch.Tensor) -> list[Scored]:
-        """The tokens from ``start`` on, by the ``(tokens, vocab)`` logits before each; there may be one row too many."""
+        """The tokens from ``start`` on, by the ``(tokens, vocab)`` logits before each; a last row may have no token."""
         ids = self.ids[start : start + len(scores)]
         logprobs = scores[: len(ids)].to(torch.promote_types(scores.dtype, torch.float32)).log_softmax(-1)
         top, tokens = logprobs.topk(self.request.logprobs)

@@ -54,7 +54,8 @@ class Replica:
     async def stream(self, path: str | None, request: Request) -> AsyncIterator[tuple]:
         """A request's tokens as they are written, the last with the reason for its end, ``"stop"`` or ``"length"``.
 
-        What was scored follows each token and reason; the token is None where none was to be written. ``path`` is the adapter's version in the store, or None for the backbone alone. Who stops reading cancels it.
+        What was scored follows each token and reason; the token is None where none was to be written. ``path`` is the
+        adapter's version in the store, or None for the backbone alone. Who stops reading cancels it.
 
         Raises
         ------

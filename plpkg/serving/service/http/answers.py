@@ -6,12 +6,14 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from typing import NamedTuple
 
 from starlette.responses import Response, StreamingResponse
 
 from plpkg.adapters import InvalidAdapterError
 from plpkg.decoding import Text
-from plpkg.serving.requests import Request
+from plpkg.serving.requests import Request, Scored
+from plpkg.serving.service.http.logprobs import Spelling
 from plpkg.serving.service.http.metrics import Metrics
 from plpkg.serving.service.scheduler import OverloadedError
 from plpkg.serving.service.store import AccountFullError, NotFoundError, StoreError
@@ -28,21 +30,41 @@ STATUS = {
 }
 
 
-async def texts(tokens, request: Request, tokenizer, metrics: Metrics) -> AsyncIterator[tuple[str, str | None]]:
-    """What each token adds to the text, and the reason at the end."""
-    text = Text(tokenizer, request.input_ids, request.stop)
+class Piece(NamedTuple):
+    """What a token adds to the text, the reason if it is the last, and what was scored, with where that begins."""
+
+    text: str
+    reason: str | None
+    scored: list[tuple[int, Scored]]
+    tokens: int
+    """One, or none where none was to be written."""
+
+
+async def texts(tokens, request: Request, tokenizer, metrics: Metrics, echo: str = "") -> AsyncIterator[Piece]:
+    """A request's answer in pieces, after the text ``echo``."""
+    text, places = Text(tokenizer, request.input_ids, request.stop), []
+    if request.score_prompt:
+        read = Text(tokenizer)
+        for each in request.input_ids:
+            places.append(min(read.length, len(echo)))
+            read.add(each)
     began = last = time.monotonic()
+    start = len(echo)
     async with aclosing(tokens):
-        async for token, reason in tokens:
+        async for token, reason, *scored in tokens:
             now = time.monotonic()
             (metrics.first_s if last == began else metrics.between_s).observe(now - last)
-            metrics.written.inc()
-            last = now
-            piece, stopped = text.add(token, reason is not None)
-            yield piece, (reason := "stop" if stopped else reason)
+            last, stopped, wrote = now, False, token is not None
+            metrics.written.inc(wrote)
+            places.append(start + text.length)
+            if wrote:
+                piece, stopped = text.add(token, reason is not None)
+                echo += piece
+            yield Piece(echo, reason := "stop" if stopped else reason, [*zip(places, scored, strict=False)], int(wrote))
             if reason:
                 metrics.success.labels(reason).inc()
                 return
+            echo, places = "", []
 
 
 async def merged(streams: list) -> AsyncIterator[tuple[int, object]]:
@@ -76,31 +98,32 @@ async def merged(streams: list) -> AsyncIterator[tuple[int, object]]:
 
 
 class Completion:
-    """A completion, from the ``(index, (text, reason))`` of :func:`merged`."""
+    """A completion, from the ``(index, piece)`` of :func:`merged`; ``spelling`` is there if tokens were scored."""
 
     kind, event, prefix = "text_completion", "text_completion", "cmpl"
 
-    def __init__(self, identity: str, model: str, prompt_tokens: int) -> None:
+    def __init__(self, identity: str, model: str, prompt_tokens: int, spelling: Spelling | None = None) -> None:
         self._head = {"id": f"{self.prefix}-{identity}", "created": int(time.time()), "model": model}
-        self._prompt_tokens, self._new_tokens, self._begun = prompt_tokens, 0, set()
+        self._prompt_tokens, self._new_tokens, self._begun, self._spelling = prompt_tokens, 0, set(), spelling
 
     async def whole(self, pieces) -> Response:
         """All of it as one body."""
-        written, reasons = {}, {}
-        async for index, (text, reasons[index]) in pieces:
-            written[index] = written.get(index, "") + text
-            self._new_tokens += 1
-        choices = [self._choice(written[index], index, reasons[index]) for index in sorted(written)]
+        written: dict[int, Piece] = {}
+        async for index, piece in pieces:
+            text, _, scored, _ = written.get(index, Piece("", None, [], 0))
+            written[index] = piece._replace(text=text + piece.text, scored=scored + piece.scored)
+            self._new_tokens += piece.tokens
+        choices = [self._choice(index, written[index]) for index in sorted(written)]
         return json_response(200, self._head | {"object": self.kind, "choices": choices, "usage": self._usage()})
 
     async def events(self, pieces, usage: bool) -> AsyncIterator[str]:
         """Events as it is written; the last before the end counts tokens, if ``usage``."""
         try:
             async with aclosing(pieces):
-                async for index, (text, reason) in pieces:
-                    self._new_tokens += 1
-                    if text or reason or index not in self._begun:
-                        yield self._event([self._delta(text, index, reason)])
+                async for index, piece in pieces:
+                    self._new_tokens += piece.tokens
+                    if piece.text or piece.reason or piece.scored or index not in self._begun:
+                        yield self._event([self._delta(index, piece)])
                         self._begun.add(index)
             if usage:
                 yield self._event([], usage=self._usage())
@@ -115,8 +138,15 @@ class Completion:
         counts = {"prompt_tokens": self._prompt_tokens, "completion_tokens": self._new_tokens}
         return counts | {"total_tokens": self._prompt_tokens + self._new_tokens}
 
-    def _choice(self, text: str, index: int, reason: str | None) -> dict:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+    def _choice(self, index: int, piece: Piece) -> dict:
+        return {"text": piece.text} | self._rest(index, piece)
+
+    def _rest(self, index: int, piece: Piece) -> dict:
+        logprobs = None if self._spelling is None else self._scored(piece.scored)
+        return {"index": index, "logprobs": logprobs, "finish_reason": piece.reason}
+
+    def _scored(self, scored: list) -> dict:
+        return self._spelling.completion(scored)
 
     _delta = _choice
 
@@ -126,13 +156,15 @@ class ChatCompletion(Completion):
 
     kind, event, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def _choice(self, text: str, index: int, reason: str | None) -> dict:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
+    def _choice(self, index: int, piece: Piece) -> dict:
+        return {"message": {"role": "assistant", "content": piece.text, "refusal": None}} | self._rest(index, piece)
 
-    def _delta(self, text: str, index: int, reason: str | None) -> dict:
-        delta = {"content": text} | ({} if index in self._begun else {"role": "assistant"})
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+    def _delta(self, index: int, piece: Piece) -> dict:
+        delta = {"content": piece.text} | ({} if index in self._begun else {"role": "assistant"})
+        return {"delta": delta} | self._rest(index, piece)
+
+    def _scored(self, scored: list) -> dict:
+        return self._spelling.chat(scored)
 
 
 class Events(StreamingResponse):
@@ -169,14 +201,14 @@ def _said(error: Exception) -> str:
     return str(error)
 
 
-def _body(status: int, *reasons: str) -> dict:
+def _body(status: int, *reasons: str, param: str | None = None) -> dict:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": "; ".join(reasons), "type": kind, "code": status, "param": None, "reasons": reasons}}
+    return {"error": {"message": "; ".join(reasons), "type": kind, "code": status, "param": param, "reasons": reasons}}
 
 
-def error_response(status: int, *reasons: str, headers: dict | None = None) -> Response:
-    """An error in OpenAI's form; each reason is also there by itself."""
-    return json_response(status, _body(status, *reasons), headers)
+def error_response(status: int, *reasons: str, param: str | None = None, headers: dict | None = None) -> Response:
+    """An error in OpenAI's form, about the field ``param``; each reason is also there by itself."""
+    return json_response(status, _body(status, *reasons, param=param), headers)
 
 
 def json_response(status: int, body: dict, headers: dict | None = None) -> Response:

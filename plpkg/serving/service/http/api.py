@@ -14,9 +14,12 @@ from fastapi import FastAPI, Request as Call
 from fastapi.exceptions import RequestValidationError
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse, Response
 
+import plpkg
 from plpkg.adapters import CONFIG, MAX_CONFIG_BYTES, POLICIES, WEIGHTS, AdapterLimits, InvalidAdapterError, read_adapter
+from plpkg.decoding import longest_text
 from plpkg.serving.requests import Request
 from plpkg.serving.service.http import bodies
 from plpkg.serving.service.http.accounts import OPERATOR, Keys
@@ -31,12 +34,15 @@ from plpkg.serving.service.http.answers import (
     texts,
 )
 from plpkg.serving.service.http.door import Door
+from plpkg.serving.service.http.logprobs import Spelling
 from plpkg.serving.service.http.metrics import Metrics
-from plpkg.serving.service.store import NAME, VERSION, NotFoundError, Store, StoreError
+from plpkg.serving.service.store import NAME, VERSION, AccountFullError, NotFoundError, Store, StoreError
 from plpkg.validation import one_of
 
 COMPLETION_TOKENS, CHAT_TOKENS = 16, 256
 """Written at most where a request does not say."""
+MOST_ANSWERS, MOST_NAMES = 64, 1000
+"""Of a request; and of an account, loaded at a time."""
 ERRORS = {status: {"description": "An error as OpenAI writes it."} for status in (*STATUS.values(), 401, 403, 411, 413)}
 EVENTS = {200: {"content": {Events.media_type: {}}}}
 UPLOAD = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": {
@@ -45,7 +51,9 @@ UPLOAD = {"requestBody": {"required": True, "content": {"multipart/form-data": {
 }}}}}  # fmt: skip
 
 
-def app(backend, store: Store, model, tokenizer, *, name: str, keys: Keys | None = None, limits=None) -> FastAPI:
+def app(
+    backend, store: Store, model, tokenizer, *, name: str, keys: Keys | None = None, limits=None, origins=()
+) -> FastAPI:
     """The service as an ASGI application.
 
     Parameters
@@ -62,12 +70,18 @@ def app(backend, store: Store, model, tokenizer, *, name: str, keys: Keys | None
         Who may do what; without, every program on this machine is the account ``local``.
     limits
         Of adapters, as of :func:`~plpkg.adapters.validate_adapter`.
+    origins
+        Of pages that browsers let in (CORS), as ``https://chat.example.org``; ``*`` lets all in who have a key.
     """
+    if keys is None and "*" in origins:
+        raise ValueError("origins='*' would let every page in a browser in: name them, or have keys")
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(f"the service needs a fast tokenizer, got {type(tokenizer).__name__}")
     metrics = Metrics()
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    positions, spelling = longest_text(model.config), Spelling(tokenizer)
+    longest = None if positions == sys.maxsize else positions
     characters = positions * max(map(len, tokenizer.get_vocab()))  # of so many tokens, each the longest
+    named: dict[tuple[str, str], str] = {}  # by account and a name of its own: NAME or NAME@SHA256
     in_memory = defaultdict(asyncio.Lock)  # an account's uploads, of up to limits.max_bytes, one at a time
     limits = (
         POLICIES[one_of("limits", limits, tuple(POLICIES))] if isinstance(limits, str) else limits or AdapterLimits()
@@ -79,7 +93,9 @@ def app(backend, store: Store, model, tokenizer, *, name: str, keys: Keys | None
         await backend.close()
 
     api = FastAPI(title="plpkg", lifespan=lifespan, docs_url=None, redoc_url=None, responses=ERRORS)
-    api.add_middleware(Door, keys=keys, max_upload=limits.max_bytes + MAX_CONFIG_BYTES + 2**14)
+    api.add_middleware(Door, keys=keys, max_upload=limits.max_bytes + MAX_CONFIG_BYTES + 2**14, origins=origins)
+    if origins:  # outermost: a browser's question before the request has no key
+        api.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     for kind in STATUS:
         api.add_exception_handler(kind, refusal)
     api.add_exception_handler(HTTPException, _http_error)
@@ -87,7 +103,7 @@ def app(backend, store: Store, model, tokenizer, *, name: str, keys: Keys | None
 
     async def path(account: str, wanted: str) -> str:
         """Where the store has what an account calls ``NAME`` or ``NAME@SHA256``."""
-        adapter, _, version = wanted.partition("@")
+        adapter, _, version = named.get((account, wanted), wanted).partition("@")
         if version and not VERSION.fullmatch(version):
             raise NotFoundError(f"a version is a SHA-256 in hex, got {version!r}")
         current = await store.current(account, _named(adapter))  # also with a version: it may be deleted
@@ -108,56 +124,131 @@ def app(backend, store: Store, model, tokenizer, *, name: str, keys: Keys | None
         if (longest := max(map(len, texts))) > characters:
             raise ValueError(f"a text of {longest:,} characters does not fit the model's {positions:,} positions")
 
-    async def answer(call: Call, body: bodies.Settings, prompts: list, form, usual: int) -> Response:
-        account, most = call.state.account, body.max_completion_tokens or body.max_tokens
+    async def found(account: str, wanted: str | None) -> None:
+        """Raise NotFoundError if neither the base nor an adapter is wanted."""
+        if wanted not in (None, name):
+            await path(account, wanted)
+
+    async def answer(
+        call: Call, body: bodies.Settings, prompts: list, form, usual: int, logprobs: int | None, echoes=()
+    ) -> Response:
+        account = call.state.account
+        most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         if body.lora is not None and body.model != name:
             raise ValueError(f"lora={body.lora!r} goes with model={name!r}, got {body.model!r}")
+        if (answers := len(prompts) * body.n) > MOST_ANSWERS:
+            raise ValueError(f"n={body.n} of {len(prompts)} prompts are {answers} answers, at most {MOST_ANSWERS} are")
         wanted = body.lora or (body.model if body.model != name else None)
         where = None if wanted is None else await _unless_gone(call, path(account, wanted))
-        stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-        settings = dict(temperature=body.temperature, top_p=body.top_p, seed=body.seed, stop=stop, account=account)
+        settings = dict(temperature=body.temperature, top_p=body.top_p or 1e-9, stop=body.stop, account=account)
+        settings |= dict(logprobs=0 if most == 0 and logprobs is None else logprobs)
+        settings |= dict(score_prompt=bool(echoes) and logprobs is not None)
         requests = [
-            Request(ids, max_new_tokens=most or max(1, min(usual, positions - len(ids))), **settings) for ids in prompts
+            Request(
+                ids,
+                max_new_tokens=max(1, min(usual, positions - len(ids))) if most is None else most,
+                seed=None if body.seed in (None, -1) else (body.seed + k) % 2**63,
+                **settings,
+            )
+            for ids in prompts
+            for k in range(body.n)
         ]
         metrics.prompt.inc(prompt_tokens := sum(map(len, prompts)))
-        pieces = merged([texts(backend.stream(where, each), each, tokenizer, metrics) for each in requests])
+        before = [each for each in echoes or [""] * len(prompts) for _ in range(body.n)]
+        pieces = merged(
+            [
+                texts(backend.stream(where, each), each, tokenizer, metrics, echo)
+                for each, echo in zip(requests, before, strict=True)
+            ]
+        )
         first = await _unless_gone(call, anext(pieces))  # what fails at once has a status
-        written = form(secrets.token_hex(12), body.model, prompt_tokens)
+        scored = None if logprobs is None else spelling
+        written = form(secrets.token_hex(12), body.model, prompt_tokens, scored)
         if body.stream:
-            usage = body.stream_options is not None and body.stream_options.include_usage
-            return Events(written.events(_again(first, pieces), usage))
+            return Events(written.events(_again(first, pieces), body.stream_options.include_usage))
         return await _unless_gone(call, written.whole(_again(first, pieces)))
 
     @api.post("/v1/completions", responses=EVENTS)
     async def completions(call: Call, body: bodies.Completion) -> Response:
-        one = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
-        prompts = [body.prompt] if one else body.prompt
+        prompts, echoes = body.prompt, ()
         if isinstance(prompts[0], str):
             readable(prompts)
             prompts = (await asyncio.to_thread(tokenizer, prompts))["input_ids"]
-        return await answer(call, body, prompts, Completion, COMPLETION_TOKENS)
+        if body.echo:
+            decoded = (tokenizer.decode(ids, skip_special_tokens=True) for ids in prompts)
+            echoes = body.prompt if isinstance(body.prompt[0], str) else [*decoded]
+        return await answer(call, body, prompts, Completion, COMPLETION_TOKENS, body.logprobs, echoes)
 
-    @api.post("/v1/chat/completions", responses=EVENTS)
-    async def chat(call: Call, body: bodies.Chat) -> Response:
+    async def templated(messages: list[bodies.ChatMessage], generation: bool = True) -> list[int]:
         if tokenizer.chat_template is None:
             raise ValueError(f"the tokenizer of {name} has no chat template: use /v1/completions")
-        turns = [{"role": each.role, "content": each.text} for each in body.messages]
-        readable(["".join(each["content"] for each in turns)])
+        turns = [each.turn for each in messages]
+        readable(["".join(str(each) for turn in turns for each in turn.values())])
         try:
-            ids = await asyncio.to_thread(
-                tokenizer.apply_chat_template, turns, add_generation_prompt=True, return_dict=False
+            return await asyncio.to_thread(
+                tokenizer.apply_chat_template, turns, add_generation_prompt=generation, return_dict=False
             )
         except Exception as error:  # the template's: turns in an order that it does not have, say
             raise ValueError(f"the chat template refuses the messages: {error}") from None
-        return await answer(call, body, [ids], ChatCompletion, CHAT_TOKENS)
+
+    @api.post("/v1/chat/completions", responses=EVENTS)
+    async def chat(call: Call, body: bodies.Chat) -> Response:
+        ids = await templated(body.messages)
+        logprobs = body.top_logprobs if body.logprobs else None
+        return await answer(call, body, [ids], ChatCompletion, CHAT_TOKENS, logprobs)
+
+    @api.post("/tokenize")
+    async def tokenize(call: Call, body: bodies.Tokenize) -> dict:
+        await found(call.state.account, body.model)
+        if body.messages is not None:
+            ids = await templated(body.messages, body.add_generation_prompt)
+        else:
+            readable([body.prompt])
+            special = dict(add_special_tokens=body.add_special_tokens)
+            ids = (await asyncio.to_thread(tokenizer, body.prompt, **special))["input_ids"]
+        strings = tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+        return {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": strings}
+
+    @api.post("/detokenize")
+    async def detokenize(call: Call, body: bodies.Detokenize) -> dict:
+        await found(call.state.account, body.model)
+        return {"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens)}
+
+    @api.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
+    async def load(call: Call, body: bodies.Load) -> str:
+        """A name of the account's own for an adapter in its store, as long as the service runs."""
+        account, key = call.state.account, (call.state.account, body.lora_name)
+        if body.lora_name == name or not NAME.fullmatch(body.lora_name):
+            raise ValueError(f"no adapter can have the name {body.lora_name!r}")
+        stored = body.lora_name in await store.versions(account)
+        if (stored and body.lora_path != body.lora_name) or (key in named and not body.load_inplace):
+            raise ValueError(f"there is an adapter with the name {body.lora_name!r}")
+        if sum(owner == account for owner, _ in named) >= MOST_NAMES:
+            raise AccountFullError(f"an account may load {MOST_NAMES} names")
+        await path(account, body.lora_path)
+        if not stored:
+            named[key] = body.lora_path
+        return f"Success: LoRA adapter '{body.lora_name}' added successfully."
+
+    @api.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
+    async def unload(call: Call, body: bodies.Unload) -> str:
+        """Forget a loaded name, or what is in memory of a stored adapter, which comes back when it is asked for."""
+        account = call.state.account
+        if named.pop((account, body.lora_name), None) is None:
+            await path(account, body.lora_name)
+            await backend.drop(f"{account}/{body.lora_name}")
+        return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 
     def described(identity: str, owner: str, root: str, parent: str | None = None) -> dict:
-        return {"id": identity, "object": "model", "created": 0, "owned_by": owner, "root": root, "parent": parent}
+        return {"id": identity, "object": "model", "created": 0, "owned_by": owner, "root": root, "parent": parent} | {
+            "max_model_len": longest
+        }
 
     @api.get("/v1/models")
     async def models(call: Call) -> dict:
         account = call.state.account
         theirs = [described(each["id"], account, each["version"], name) for each in await stored(account)]
+        theirs += [described(each, account, root, name) for (owner, each), root in named.items() if owner == account]
         return {"object": "list", "data": [described(name, "plpkg", name), *theirs]}
 
     @api.get("/v1/models/{model_name:path}")
@@ -203,9 +294,14 @@ def app(backend, store: Store, model, tokenizer, *, name: str, keys: Keys | None
         return Response(metrics.text(await backend.gauges()), media_type="text/plain; version=0.0.4")
 
     @api.get("/health")
+    @api.get("/ping")
     async def health() -> dict:
         await backend.gauges()  # or an error
         return {"status": "ok", "model": name}
+
+    @api.get("/version")
+    async def version() -> dict:
+        return {"version": plpkg.__version__}
 
     return api
 
@@ -253,4 +349,10 @@ async def _http_error(_, error: HTTPException) -> Response:
 
 
 async def _wrong_fields(_, error: RequestValidationError) -> Response:
-    return error_response(422, *(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()))
+    errors = [(_field(each["loc"][1:]), each["msg"]) for each in error.errors()]
+    return error_response(422, *(": ".join(filter(None, each)) for each in errors), param=errors[0][0] or None)
+
+
+def _field(place: tuple) -> str:
+    parts = [str(each) for each in place if each not in bodies.TAGS]
+    return ".".join(parts) if parts and isinstance(place[0], str) else ""  # a number is where JSON is broken
