@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
@@ -40,16 +40,21 @@ class Piece(NamedTuple):
     """One, or none where none was to be written."""
 
 
-async def texts(tokens, request: Request, tokenizer, metrics: Metrics, echo: str = "") -> AsyncIterator[Piece]:
-    """A request's answer in pieces, after the text ``echo``."""
-    text, places = Text(tokenizer, request.input_ids, request.stop), []
-    if request.score_prompt:
-        read = Text(tokenizer)
-        for each in request.input_ids:
-            places.append(min(read.length, len(echo)))
-            read.add(each)
+def starts(tokenizer, ids: list[int]) -> list[int]:
+    """Where each of a prompt's tokens begins in its text."""
+    text, places = Text(tokenizer), []
+    for each in ids:
+        places.append(text.length)
+        text.add(each)
+    return places
+
+
+async def texts(
+    tokens, request: Request, tokenizer, metrics: Metrics, echo: str = "", places: Sequence[int] = ()
+) -> AsyncIterator[Piece]:
+    """A request's answer in pieces, after the text ``echo``; ``places`` are those of the prompt's tokens in it."""
+    text, places, start = Text(tokenizer, request.input_ids, request.stop), [*places], len(echo)
     began = last = time.monotonic()
-    start = len(echo)
     async with aclosing(tokens):
         async for token, reason, *scored in tokens:
             now = time.monotonic()
@@ -113,6 +118,13 @@ class Completion:
             text, _, scored, _ = written.get(index, Piece("", None, [], 0))
             written[index] = piece._replace(text=text + piece.text, scored=scored + piece.scored)
             self._new_tokens += piece.tokens
+        return await self._made(self._response, written)
+
+    async def _made(self, make: Callable, *arguments):
+        """In a thread where tokens are spelled: a prompt's may be many."""
+        return await asyncio.to_thread(make, *arguments) if self._spelling else make(*arguments)
+
+    def _response(self, written: dict[int, Piece]) -> Response:
         choices = [self._choice(index, written[index]) for index in sorted(written)]
         return json_response(200, self._head | {"object": self.kind, "choices": choices, "usage": self._usage()})
 
@@ -123,7 +135,7 @@ class Completion:
                 async for index, piece in pieces:
                     self._new_tokens += piece.tokens
                     if piece.text or piece.reason or piece.scored or index not in self._begun:
-                        yield self._event([self._delta(index, piece)])
+                        yield self._event([await self._made(self._delta, index, piece)])
                         self._begun.add(index)
             if usage:
                 yield self._event([], usage=self._usage())

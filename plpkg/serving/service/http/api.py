@@ -31,6 +31,7 @@ from plpkg.serving.service.http.answers import (
     error_response,
     merged,
     refusal,
+    starts,
     texts,
 )
 from plpkg.serving.service.http.door import Door
@@ -41,8 +42,8 @@ from plpkg.validation import one_of
 
 COMPLETION_TOKENS, CHAT_TOKENS = 16, 256
 """Written at most where a request does not say."""
-MOST_ANSWERS, MOST_NAMES = 64, 1000
-"""Of a request; and of an account, loaded at a time."""
+MOST_ANSWERS, MOST_SCORED, MOST_NAMES = 64, 2**20, 1000
+"""Of a request, also of its prompts' log-probabilities; and of an account, loaded at a time."""
 ERRORS = {status: {"description": "An error as OpenAI writes it."} for status in (*STATUS.values(), 401, 403, 411, 413)}
 EVENTS = {200: {"content": {Events.media_type: {}}}}
 UPLOAD = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": {
@@ -137,7 +138,9 @@ def app(
         if body.lora is not None and body.model != name:
             raise ValueError(f"lora={body.lora!r} goes with model={name!r}, got {body.model!r}")
         if (answers := len(prompts) * body.n) > MOST_ANSWERS:
-            raise ValueError(f"n={body.n} of {len(prompts)} prompts are {answers} answers, at most {MOST_ANSWERS} are")
+            raise ValueError(
+                f"n={body.n} of {len(prompts)} prompts are {answers} answers, at most {MOST_ANSWERS} are allowed"
+            )
         wanted = body.lora or (body.model if body.model != name else None)
         where = None if wanted is None else await _unless_gone(call, path(account, wanted))
         settings = dict(temperature=body.temperature, top_p=body.top_p or 1e-9, stop=body.stop, account=account)
@@ -154,11 +157,18 @@ def app(
             for k in range(body.n)
         ]
         metrics.prompt.inc(prompt_tokens := sum(map(len, prompts)))
-        before = [each for each in echoes or [""] * len(prompts) for _ in range(body.n)]
+        before = [(each, ()) for each in echoes or [""] * len(prompts)]
+        if settings["score_prompt"]:
+            if (values := prompt_tokens * body.n * (logprobs + 1)) > MOST_SCORED:
+                raise ValueError(
+                    f"logprobs={logprobs} of such prompts are {values:,} values, at most {MOST_SCORED:,} are"
+                )
+            places = await asyncio.to_thread(lambda: [starts(tokenizer, ids) for ids in prompts])
+            before = [*zip(echoes, places, strict=True)]
         pieces = merged(
             [
-                texts(backend.stream(where, each), each, tokenizer, metrics, echo)
-                for each, echo in zip(requests, before, strict=True)
+                texts(backend.stream(where, each), each, tokenizer, metrics, *before[k // body.n])
+                for k, each in enumerate(requests)
             ]
         )
         first = await _unless_gone(call, anext(pieces))  # what fails at once has a status

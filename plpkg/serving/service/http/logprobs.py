@@ -19,9 +19,15 @@ class Spelling:
         self._tokenizer = tokenizer
         self._before = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]  # or some would lose their space
         self._start = len(tokenizer.decode(self._before))
+        self._known: dict[int, tuple[str, list[int]]] = {}
 
     def __call__(self, token: int) -> tuple[str, list[int]]:
         """A token's text and bytes; the text of a part of a character is ``bytes:`` and its bytes in hex."""
+        if token not in self._known:
+            self._known[token] = self._spelled(token)
+        return self._known[token]
+
+    def _spelled(self, token: int) -> tuple[str, list[int]]:
         text = self._tokenizer.decode([*self._before, token])[self._start :]
         name = self._tokenizer.convert_ids_to_tokens(token) or ""
         if "\ufffd" not in text:
