@@ -228,8 +228,11 @@ def test_log_probabilities_are_the_models_own(client, exact, expected):
                 assert choice.text[place:].startswith(texts[at])
                 assert at == 0 or max(top.values()) == pytest.approx(logprobs[at - 1].max().item(), abs=1e-9)
     fields = dict(model="base", prompt=PROMPT, max_tokens=NEW, temperature=0, logprobs=0)
-    parts = [each.choices[0].logprobs for each in client.completions.create(**fields, stream=True)]
-    assert [value for each in parts for value in each.token_logprobs] == pytest.approx(values[len(ids) :], abs=1e-9)
+    for echo, first in ((True, 0), (False, len(ids))):
+        whole = completed(client, **fields, echo=echo).choices[0]
+        parts = [each.choices[0].logprobs for each in client.completions.create(**fields, echo=echo, stream=True)]
+        assert [value for each in parts for value in each.token_logprobs] == whole.logprobs.token_logprobs
+        assert whole.logprobs.token_logprobs == pytest.approx(values[first:], abs=1e-9, nan_ok=True)
     assert client.completions.create(model="base", prompt="a", max_tokens=0).choices[0].text == ""
 
 
@@ -314,6 +317,15 @@ def test_an_adapter_may_have_another_name_for_a_while(service, client, writers, 
     assert [post("unload", lora_name="mine") for _ in "12"] == [200, 404]
     assert service.complete("mine").status_code == 404
     assert [post(what, lora_name="numpy", lora_path="numpy") for what in ("load", "unload")] == [200, 422]
+    assert [
+        post("load", lora_name="later", lora_path="torch"),
+        service.upload("later", writers["peft"]).status_code,
+    ] == [
+        200,
+        201,
+    ]
+    assert client.completions.create(model="later", **fields).choices[0].text == text(PROMPT, "peft")
+    assert service.client.delete("/v1/accounts/local/adapters/later").status_code == 200
     assert post("unload", lora_name="numpy") == 200
     wait_until(lambda: not any("/numpy/" in each for each in service.replica.engine.adapters))
     assert service.complete("numpy").status_code == 200  # the store still has it

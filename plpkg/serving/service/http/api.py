@@ -285,6 +285,7 @@ def app(
                 raise InvalidAdapterError([f"an upload has the files {CONFIG} and {WEIGHTS}, got {', '.join(files)}"])
             made = await asyncio.to_thread(read_adapter, files[CONFIG], files[WEIGHTS], model, limits)
             version = await store.put(account, adapter, made)
+        named.pop((account, adapter), None)
         return {"id": adapter, "version": version, "rank": made.rank, "bytes": made.num_bytes}
 
     @api.get("/v1/accounts/{account}/adapters/{adapter}")

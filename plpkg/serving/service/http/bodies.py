@@ -25,31 +25,35 @@ from pydantic_core import PydanticCustomError
 from plpkg.validation import shown
 
 NEUTRAL = {
-    # How a token is chosen
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "top_a", "xtc_probability"), (0,)),
-    **dict.fromkeys(("mirostat", "dynatemp_range", "dry_multiplier", "epsilon_cutoff", "eta_cutoff"), (0,)),
-    **dict.fromkeys(
-        ("repetition_penalty", "repeat_penalty", "length_penalty", "typical_p", "tfs_z", "num_beams"), (1,)
-    ),
-    **dict.fromkeys(("top_k", "no_repeat_ngram_size"), (0, -1)),
-    **dict.fromkeys(("use_beam_search", "early_stopping", "ignore_eos"), (False,)),
-    **dict.fromkeys(("bad_words", "allowed_token_ids", "logits_processors"), ([],)),
-    # What is read and told
-    **dict.fromkeys(("min_tokens", "min_length"), (0,)),
-    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "detokenize"), (True,)),
-    **dict.fromkeys(("include_stop_str_in_output", "return_token_ids", "return_tokens_as_token_ids"), (False,)),
-    **dict.fromkeys(("prompt_logprobs", "store", "background"), (False,)),
-    **dict.fromkeys(("stop_token_ids", "documents", "tools", "functions"), ([],)),
-    **dict.fromkeys(("chat_template_kwargs", "mm_processor_kwargs", "vllm_xargs"), ({},)),
-    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),  # there are no tools to choose from
-    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
-    **dict.fromkeys(("json_schema", "grammar", "regex", "ebnf", "chat_template", "truncate_prompt_tokens"), ()),
-    **dict.fromkeys(("prompt_embeds", "kv_transfer_params", "audio", "prediction", "web_search_options"), ()),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "reasoning_effort": ("none",),
-    "verbosity": ("medium",),
-    "priority": (0,),
+    name: values
+    for values, names in (
+        # How a token is chosen
+        ((0,), "presence_penalty frequency_penalty min_p top_a penalty_alpha xtc_probability mirostat dry_multiplier"),
+        ((0,), "dynatemp_range epsilon_cutoff eta_cutoff"),
+        ((1,), "repetition_penalty repeat_penalty length_penalty typical_p tfs_z guidance_scale num_beams"),
+        ((0, -1), "top_k no_repeat_ngram_size"),
+        ((False,), "use_beam_search early_stopping ignore_eos"),
+        (([],), "bad_words allowed_token_ids logits_processors stop_token_ids"),
+        ((), "structured_outputs guided_json guided_regex guided_choice guided_grammar"),
+        ((), "json_schema grammar regex ebnf prediction"),
+        (({"type": "text"},), "response_format"),
+        (("none",), "reasoning_effort"),
+        (("medium",), "verbosity"),
+        ((["text"],), "modalities"),
+        # What is read
+        (([],), "documents tools functions"),
+        (("none", "auto"), "tool_choice function_call"),  # there are no tools to choose from
+        (({},), "chat_template_kwargs mm_processor_kwargs vllm_xargs"),
+        ((False,), "safe_prompt"),
+        ((), "chat_template truncate_prompt_tokens prompt_embeds kv_transfer_params web_search_options"),
+        # What is told and kept
+        ((0,), "min_tokens min_length priority"),
+        ((True,), "skip_special_tokens spaces_between_special_tokens detokenize"),
+        ((False,), "include_stop_str_in_output return_token_ids return_tokens_as_token_ids prompt_logprobs"),
+        ((False,), "store background"),
+        ((), "audio"),
+    )
+    for name in names.split()
 }
 """Settings that are not served, and the values with which they change nothing; nor does null."""
 UNUSED = {
