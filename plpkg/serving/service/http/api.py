@@ -110,6 +110,13 @@ def app(
         current = await store.current(account, _named(adapter))  # also with a version: it may be deleted
         return f"{account}/{adapter}/{version or current}"
 
+    async def existing(account: str, wanted: str) -> str:
+        """The version that is meant, if it is in the store."""
+        _, adapter, version = (await path(account, wanted)).split("/")
+        if version not in (await store.versions(account)).get(adapter, ()):
+            raise NotFoundError("there is no such version of the adapter")
+        return version
+
     async def stored(account: str) -> list[dict]:
         """An account's adapters; one without a current version is being written, or deleted."""
         versions = await store.versions(account)
@@ -124,11 +131,6 @@ def app(
         """Refuse what no tokenizer could make short enough: it would take seconds, and a hundred times its size."""
         if (longest := max(map(len, texts))) > characters:
             raise ValueError(f"a text of {longest:,} characters does not fit the model's {positions:,} positions")
-
-    async def found(account: str, wanted: str | None) -> None:
-        """Raise NotFoundError if neither the base nor an adapter is wanted."""
-        if wanted not in (None, name):
-            await path(account, wanted)
 
     async def answer(
         call: Call, body: bodies.Settings, prompts: list, form, usual: int, logprobs: int | None, echoes=()
@@ -209,7 +211,8 @@ def app(
 
     @api.post("/tokenize")
     async def tokenize(call: Call, body: bodies.Tokenize) -> dict:
-        await found(call.state.account, body.model)
+        if body.model not in (None, name):
+            await existing(call.state.account, body.model)
         if body.messages is not None:
             ids = await templated(body.messages, body.add_generation_prompt)
         else:
@@ -221,7 +224,8 @@ def app(
 
     @api.post("/detokenize")
     async def detokenize(call: Call, body: bodies.Detokenize) -> dict:
-        await found(call.state.account, body.model)
+        if body.model not in (None, name):
+            await existing(call.state.account, body.model)
         return {"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens)}
 
     @api.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
@@ -235,7 +239,7 @@ def app(
             raise ValueError(f"there is an adapter with the name {body.lora_name!r}")
         if sum(owner == account for owner, _ in named) >= MOST_NAMES:
             raise AccountFullError(f"an account may load {MOST_NAMES} names")
-        await path(account, body.lora_path)
+        await existing(account, body.lora_path)
         if not stored:
             named[key] = body.lora_path
         return f"Success: LoRA adapter '{body.lora_name}' added successfully."
@@ -265,10 +269,8 @@ def app(
     async def one_model(call: Call, model_name: str) -> dict:
         if model_name == name:
             return described(name, "plpkg", name)
-        account, adapter, version = (await path(call.state.account, model_name)).split("/")
-        if version not in (await store.versions(account)).get(adapter, ()):
-            raise NotFoundError("there is no such version of the adapter")
-        return described(model_name, account, version, name)
+        account = call.state.account
+        return described(model_name, account, await existing(account, model_name), name)
 
     @api.get("/v1/accounts/{account}/adapters")
     async def adapters(call: Call, account: str) -> dict:

@@ -60,7 +60,7 @@ class Door:
 
     def _from_here(self, headers: Headers) -> bool:
         """Whether no page asks, or one that may. Browsers say so in ``Origin``, or else in ``Sec-Fetch-Site``."""
-        host = headers.get("host", "localhost").partition(":")[0].lower().removesuffix(".")
+        host = (headers.get("host") or "localhost").partition(":")[0].lower().removesuffix(".")
         origins = headers.getlist("origin")
         by_hand = origins or headers.get("sec-fetch-site", "none") == "none"  # an address that somebody typed
         return host in ("127.0.0.1", "localhost") and bool(by_hand) and all(each in self.origins for each in origins)
