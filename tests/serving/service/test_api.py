@@ -27,6 +27,7 @@ from plpkg.serving.service.http import api, bodies
 from plpkg.serving.service.http.api import app
 from plpkg.serving.service.http.door import MAX_BODY_BYTES, Door
 from plpkg.serving.service.http.listener import Listener
+from plpkg.serving.service.http.neutral import NEUTRAL
 from plpkg.serving.service.scheduler import Scheduler
 from plpkg.serving.service.store import Store, StoreError
 
@@ -566,13 +567,13 @@ def test_null_is_what_was_not_said(service):
 def test_values_that_change_nothing_are_taken_and_others_refused_by_name(service):
     turns = dict(messages=[dict(role="user", content="a")])
     for kind, given_as in ((bodies.Completion, dict(prompt="a")), (bodies.Chat, turns)):
-        for name, values in bodies.NEUTRAL.items():
+        for name, values in NEUTRAL.items():
             for value in (*values, None):
                 kind.model_validate({"model": "base", name: value} | given_as)
             with pytest.raises(ValidationError) as raised:
                 kind.model_validate({"model": "base", name: {"another": 1}} | given_as)
             assert [each["loc"] for each in raised.value.errors()] == [(name,)]
-    settings = {name: values[0] for name, values in bodies.NEUTRAL.items() if values}
+    settings = {name: values[0] for name, values in NEUTRAL.items() if values}
     settings |= dict(user="a", metadata={"a": "b"}, service_tier="auto", parallel_tool_calls=True, seed=-1, best_of=1)
     settings |= dict(logit_bias={}, logprobs=False, echo=False)
     for path, given_as, more in (

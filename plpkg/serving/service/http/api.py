@@ -37,13 +37,14 @@ from plpkg.serving.service.http.answers import (
 from plpkg.serving.service.http.door import Door
 from plpkg.serving.service.http.logprobs import Spelling
 from plpkg.serving.service.http.metrics import Metrics
-from plpkg.serving.service.store import NAME, VERSION, AccountFullError, NotFoundError, Store, StoreError
+from plpkg.serving.service.http.names import Names, stored_name
+from plpkg.serving.service.store import NotFoundError, Store
 from plpkg.validation import one_of
 
 COMPLETION_TOKENS, CHAT_TOKENS = 16, 256
 """Written at most where a request does not say."""
-MOST_ANSWERS, MOST_SCORED, MOST_NAMES = 64, 2**20, 1000
-"""Of a request, also of its prompts' log-probabilities; and of an account, loaded at a time."""
+MOST_ANSWERS, MOST_SCORED = 64, 2**20
+"""Of a request, also of its prompts' log-probabilities."""
 ERRORS = {status: {"description": "An error as OpenAI writes it."} for status in (*STATUS.values(), 401, 403, 411, 413)}
 EVENTS = {200: {"content": {Events.media_type: {}}}}
 UPLOAD = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": {
@@ -82,7 +83,7 @@ def app(
     positions, spelling = longest_text(model.config), Spelling(tokenizer)
     longest = None if positions == sys.maxsize else positions
     characters = positions * max(map(len, tokenizer.get_vocab()))  # of so many tokens, each the longest
-    named: dict[tuple[str, str], str] = {}  # by account and a name of its own: NAME or NAME@SHA256
+    names = Names(store, name)
     in_memory = defaultdict(asyncio.Lock)  # an account's uploads, of up to limits.max_bytes, one at a time
     limits = (
         POLICIES[one_of("limits", limits, tuple(POLICIES))] if isinstance(limits, str) else limits or AdapterLimits()
@@ -102,31 +103,6 @@ def app(
     api.add_exception_handler(HTTPException, _http_error)
     api.add_exception_handler(RequestValidationError, _wrong_fields)
 
-    async def path(account: str, wanted: str) -> str:
-        """Where the store has what an account calls ``NAME`` or ``NAME@SHA256``."""
-        adapter, _, version = named.get((account, wanted), wanted).partition("@")
-        if version and not VERSION.fullmatch(version):
-            raise NotFoundError(f"a version is a SHA-256 in hex, got {version!r}")
-        current = await store.current(account, _named(adapter))  # also with a version: it may be deleted
-        return f"{account}/{adapter}/{version or current}"
-
-    async def existing(account: str, wanted: str) -> str:
-        """The version that is meant, if it is in the store."""
-        _, adapter, version = (await path(account, wanted)).split("/")
-        if version not in (await store.versions(account)).get(adapter, ()):
-            raise NotFoundError("there is no such version of the adapter")
-        return version
-
-    async def stored(account: str) -> list[dict]:
-        """An account's adapters; one without a current version is being written, or deleted."""
-        versions = await store.versions(account)
-        current = await asyncio.gather(*(store.current(account, each) for each in versions), return_exceptions=True)
-        for error in current:
-            if isinstance(error, StoreError):
-                raise error
-        pairs = zip(versions, current, strict=True)
-        return [{"id": each, "version": now, "versions": versions[each]} for each, now in pairs if isinstance(now, str)]
-
     def readable(texts: list[str]) -> None:
         """Refuse what no tokenizer could make short enough: it would take seconds, and a hundred times its size."""
         if (longest := max(map(len, texts))) > characters:
@@ -139,12 +115,12 @@ def app(
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         if body.lora is not None and body.model != name:
             raise ValueError(f"lora={body.lora!r} goes with model={name!r}, got {body.model!r}")
-        if (answers := len(prompts) * body.n) > MOST_ANSWERS:
-            raise ValueError(
-                f"n={body.n} of {len(prompts)} prompts are {answers} answers, at most {MOST_ANSWERS} are allowed"
-            )
+        answers = len(prompts) * body.n
+        if answers > MOST_ANSWERS:
+            asked = f"n={body.n} of {len(prompts)} prompts are {answers} answers"
+            raise ValueError(f"{asked}, at most {MOST_ANSWERS} are allowed")
         wanted = body.lora or (body.model if body.model != name else None)
-        where = None if wanted is None else await _unless_gone(call, path(account, wanted))
+        where = None if wanted is None else await _unless_gone(call, names.path(account, wanted))
         settings = dict(temperature=body.temperature, top_p=body.top_p or 1e-9, stop=body.stop, account=account)
         settings |= dict(logprobs=0 if most == 0 and logprobs is None else logprobs)
         settings |= dict(score_prompt=bool(echoes) and logprobs is not None)
@@ -160,11 +136,10 @@ def app(
         ]
         metrics.prompt.inc(prompt_tokens := sum(map(len, prompts)))
         before = [(each, ()) for each in echoes or [""] * len(prompts)]
-        if settings["score_prompt"]:
-            if (values := prompt_tokens * body.n * (logprobs + 1)) > MOST_SCORED:
-                raise ValueError(
-                    f"logprobs={logprobs} of such prompts are {values:,} values, at most {MOST_SCORED:,} are"
-                )
+        if settings["score_prompt"] and max(map(len, prompts)) <= positions:  # or the backend refuses them
+            values = prompt_tokens * body.n * (logprobs + 1)
+            if values > MOST_SCORED:
+                raise ValueError(f"their log-probabilities are {values:,} values, at most {MOST_SCORED:,} are allowed")
             places = await asyncio.to_thread(lambda: [starts(tokenizer, ids) for ids in prompts])
             before = [*zip(echoes, places, strict=True)]
         pieces = merged(
@@ -182,13 +157,13 @@ def app(
 
     @api.post("/v1/completions", responses=EVENTS)
     async def completions(call: Call, body: bodies.Completion) -> Response:
-        prompts, echoes = body.prompt, ()
+        prompts = echoes = body.prompt
         if isinstance(prompts[0], str):
             readable(prompts)
             prompts = (await asyncio.to_thread(tokenizer, prompts))["input_ids"]
-        if body.echo:
-            decoded = (tokenizer.decode(ids, skip_special_tokens=True) for ids in prompts)
-            echoes = body.prompt if isinstance(body.prompt[0], str) else [*decoded]
+        elif body.echo:
+            echoes = await asyncio.to_thread(tokenizer.batch_decode, prompts, skip_special_tokens=True)
+        echoes = echoes if body.echo else ()
         return await answer(call, body, prompts, Completion, COMPLETION_TOKENS, body.logprobs, echoes)
 
     async def templated(messages: list[bodies.ChatMessage], generation: bool = True) -> list[int]:
@@ -212,7 +187,7 @@ def app(
     @api.post("/tokenize")
     async def tokenize(call: Call, body: bodies.Tokenize) -> dict:
         if body.model not in (None, name):
-            await existing(call.state.account, body.model)
+            await names.existing(call.state.account, body.model)
         if body.messages is not None:
             ids = await templated(body.messages, body.add_generation_prompt)
         else:
@@ -225,31 +200,20 @@ def app(
     @api.post("/detokenize")
     async def detokenize(call: Call, body: bodies.Detokenize) -> dict:
         if body.model not in (None, name):
-            await existing(call.state.account, body.model)
+            await names.existing(call.state.account, body.model)
         return {"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens)}
 
     @api.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
     async def load(call: Call, body: bodies.Load) -> str:
-        """A name of the account's own for an adapter in its store, as long as the service runs."""
-        account, key = call.state.account, (call.state.account, body.lora_name)
-        if body.lora_name == name or not NAME.fullmatch(body.lora_name):
-            raise ValueError(f"no adapter can have the name {body.lora_name!r}")
-        stored = body.lora_name in await store.versions(account)
-        if (stored and body.lora_path != body.lora_name) or (key in named and not body.load_inplace):
-            raise ValueError(f"there is an adapter with the name {body.lora_name!r}")
-        if sum(owner == account for owner, _ in named) >= MOST_NAMES:
-            raise AccountFullError(f"an account may load {MOST_NAMES} names")
-        await existing(account, body.lora_path)
-        if not stored:
-            named[key] = body.lora_path
+        await names.load(call.state.account, body.lora_name, body.lora_path, body.load_inplace)
         return f"Success: LoRA adapter '{body.lora_name}' added successfully."
 
     @api.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
     async def unload(call: Call, body: bodies.Unload) -> str:
         """Forget a loaded name, or what is in memory of a stored adapter, which comes back when it is asked for."""
         account = call.state.account
-        if named.pop((account, body.lora_name), None) is None:
-            await path(account, body.lora_name)
+        if not names.forget(account, body.lora_name):
+            await names.path(account, body.lora_name)
             await backend.drop(f"{account}/{body.lora_name}")
         return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 
@@ -261,8 +225,8 @@ def app(
     @api.get("/v1/models")
     async def models(call: Call) -> dict:
         account = call.state.account
-        theirs = [described(each["id"], account, each["version"], name) for each in await stored(account)]
-        theirs += [described(each, account, root, name) for (owner, each), root in named.items() if owner == account]
+        theirs = [described(each["id"], account, each["version"], name) for each in await names.stored(account)]
+        theirs += [described(each, account, root, name) for each, root in names.loaded(account).items()]
         return {"object": "list", "data": [described(name, "plpkg", name), *theirs]}
 
     @api.get("/v1/models/{model_name:path}")
@@ -270,33 +234,33 @@ def app(
         if model_name == name:
             return described(name, "plpkg", name)
         account = call.state.account
-        return described(model_name, account, await existing(account, model_name), name)
+        _, version = await names.existing(account, model_name)
+        return described(model_name, account, version, name)
 
     @api.get("/v1/accounts/{account}/adapters")
     async def adapters(call: Call, account: str) -> dict:
-        return {"object": "list", "data": await stored(_theirs(call, account))}
+        return {"object": "list", "data": await names.stored(_theirs(call, account))}
 
     @api.post("/v1/accounts/{account}/adapters/{adapter}", status_code=201, openapi_extra=UPLOAD)
     async def upload(call: Call, account: str, adapter: str) -> dict:
         _theirs(call, account)
-        if adapter == name or not NAME.fullmatch(adapter):
-            raise ValueError(f"no adapter can have the name {adapter!r}")
+        names.require_possible(adapter)
         async with call.form(max_files=2, max_fields=0) as form, in_memory[account]:  # who sends slowly is on disk
             files = {part: await file.read() for part, file in form.items() if isinstance(file, UploadFile)}
             if set(files) != {CONFIG, WEIGHTS}:
                 raise InvalidAdapterError([f"an upload has the files {CONFIG} and {WEIGHTS}, got {', '.join(files)}"])
             made = await asyncio.to_thread(read_adapter, files[CONFIG], files[WEIGHTS], model, limits)
             version = await store.put(account, adapter, made)
-        named.pop((account, adapter), None)
+        names.forget(account, adapter)
         return {"id": adapter, "version": version, "rank": made.rank, "bytes": made.num_bytes}
 
     @api.get("/v1/accounts/{account}/adapters/{adapter}")
     async def one_adapter(call: Call, account: str, adapter: str) -> dict:
-        return {"id": adapter, "version": await store.current(_theirs(call, account), _named(adapter))}
+        return {"id": adapter, "version": await store.current(_theirs(call, account), stored_name(adapter))}
 
     @api.delete("/v1/accounts/{account}/adapters/{adapter}")
     async def delete(call: Call, account: str, adapter: str) -> dict:
-        await store.delete(_theirs(call, account), _named(adapter))
+        await store.delete(_theirs(call, account), stored_name(adapter))
         await backend.drop(f"{account}/{adapter}")
         return {"id": adapter, "deleted": True}
 
@@ -349,12 +313,6 @@ def _theirs(call: Call, account: str) -> str:
     if call.state.account != account:
         raise NotFoundError(f"this key has no account {account!r}")
     return account
-
-
-def _named(adapter: str) -> str:
-    if not NAME.fullmatch(adapter):
-        raise NotFoundError(f"no adapter has the name {adapter!r}")
-    return adapter
 
 
 async def _http_error(_, error: HTTPException) -> Response:

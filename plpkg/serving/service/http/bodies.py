@@ -1,68 +1,19 @@
-"""What clients send, in OpenAI's and vLLM's words.
+"""What clients send, in OpenAI's and vLLM's words; what would change the answer and is not served is refused."""
 
-A setting that is not served is taken where its value changes nothing, so that clients may send their defaults; any
-other value is refused by the setting's name.
-"""
-
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     Json,
     Tag,
-    WithJsonSchema,
     create_model,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from plpkg.validation import shown
-
-NEUTRAL = {
-    name: values
-    for values, names in (
-        # How a token is chosen
-        ((0,), "presence_penalty frequency_penalty min_p top_a penalty_alpha xtc_probability mirostat dry_multiplier"),
-        ((0,), "dynatemp_range epsilon_cutoff eta_cutoff"),
-        ((1,), "repetition_penalty repeat_penalty length_penalty typical_p tfs_z guidance_scale num_beams"),
-        ((0, -1), "top_k no_repeat_ngram_size"),
-        ((False,), "use_beam_search early_stopping ignore_eos"),
-        (([],), "bad_words allowed_token_ids logits_processors stop_token_ids"),
-        ((), "structured_outputs guided_json guided_regex guided_choice guided_grammar"),
-        ((), "json_schema grammar regex ebnf prediction"),
-        (({"type": "text"},), "response_format"),
-        (("none",), "reasoning_effort"),
-        (("medium",), "verbosity"),
-        ((["text"],), "modalities"),
-        # What is read
-        (([],), "documents tools functions"),
-        (("none", "auto"), "tool_choice function_call"),  # there are no tools to choose from
-        (({},), "chat_template_kwargs mm_processor_kwargs vllm_xargs"),
-        ((False,), "safe_prompt"),
-        ((), "chat_template truncate_prompt_tokens prompt_embeds kv_transfer_params web_search_options"),
-        # What is told and kept
-        ((0,), "min_tokens min_length priority"),
-        ((True,), "skip_special_tokens spaces_between_special_tokens detokenize"),
-        ((False,), "include_stop_str_in_output return_token_ids return_tokens_as_token_ids prompt_logprobs"),
-        ((False,), "store background"),
-        ((), "audio"),
-    )
-    for name in names.split()
-}
-"""Settings that are not served, and the values with which they change nothing; nor does null."""
-UNUSED = {
-    **dict.fromkeys(("user", "safety_identifier", "service_tier", "request_id", "cache_salt"), str),
-    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention"), str),
-    **dict.fromkeys(("parallel_tool_calls", "cache_prompt", "include_reasoning"), bool),
-    "metadata": dict[str, str],
-}
-"""Settings that change nothing whatever they hold."""
+from plpkg.serving.service.http.neutral import Sent, Unserved, neutral, only
 
 # The first wrong item says enough: a list of a million would make a million errors
 SEVERAL = Field(min_length=1, max_length=64, fail_fast=True)
@@ -73,47 +24,12 @@ TOP = 20
 """Likeliest tokens that are told at most."""
 
 
-def _only(values: tuple):
-    def check(value):
-        if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in values):
-            told = {"served": " or ".join(map(json.dumps, [*values, None])), "got": shown(value)}
-            raise PydanticCustomError("not_served", "only {served} is served, got {got}", told)
-        return value
-
-    return Annotated[Any, AfterValidator(check), WithJsonSchema({"enum": [*values, None]})]
-
-
-def _neutral(table: dict) -> dict:
-    return {name: (_only(values), None) for name, values in table.items()}
-
-
-class Sent(BaseModel):
-    """An object of a request, without those of its fields that are null, which OpenAI takes for not said."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _said(cls, body):
-        if isinstance(body, dict):
-            most = max(len(each) for each in (body, *body.values()) if isinstance(each, dict))
-            if most > 100:
-                raise PydanticCustomError("too_long", "an object has at most 100 fields, got {most}", {"most": most})
-            body = {key: value for key, value in body.items() if value is not None or key not in cls.model_fields}
-        return body
-
-
 class Usage(Sent):
     """Whether the last event of a stream counts tokens."""
 
     include_usage: bool = False
     include_obfuscation: bool = Field(False, description="Not used.")
-    continuous_usage_stats: _only((False,)) = False
-
-
-Unserved = create_model(
-    "Unserved", __base__=Sent, **_neutral(NEUTRAL), **{name: (kind | None, None) for name, kind in UNUSED.items()}
-)
+    continuous_usage_stats: only((False,)) = False
 
 
 def _listed(value):
@@ -161,8 +77,8 @@ class Completion(Settings):
     best_of: int | None = Field(1, ge=1, le=64, description="1, or as many as n.")
     echo: bool | None = Field(False, description="The prompt's text comes first, and its log-probabilities.")
     logprobs: Annotated[int | None, Field(ge=0, le=TOP), BeforeValidator(lambda v: None if v is False else v)] = None
-    suffix: _only(("",)) = ""
-    add_special_tokens: _only((True,)) = True
+    suffix: only(("",)) = ""
+    add_special_tokens: only((True,)) = True
 
     @model_validator(mode="after")
     def _asks(self):
@@ -205,7 +121,7 @@ Parts = Annotated[
 TURN = {"refusal": ("",), "annotations": ([],), "audio": (), "function_call": (), "provider_specific_fields": ({},)}
 
 
-class ChatMessage(create_model("Turn", __base__=Sent, **_neutral(TURN))):
+class ChatMessage(create_model("Turn", __base__=Sent, **neutral(TURN))):
     """A turn of a chat."""
 
     role: Literal["developer", "system", "user", "assistant", "tool", "function"]
@@ -238,11 +154,11 @@ class Chat(Settings):
     messages: Messages
     logprobs: bool | None = False
     top_logprobs: int | None = Field(0, ge=0, le=TOP, description="With logprobs only.")
-    best_of: _only((1,)) = 1
-    echo: _only((False,)) = False
-    add_special_tokens: _only((False,)) = False
-    add_generation_prompt: _only((True,)) = True
-    continue_final_message: _only((False,)) = False
+    best_of: only((1,)) = 1
+    echo: only((False,)) = False
+    add_special_tokens: only((False,)) = False
+    add_generation_prompt: only((True,)) = True
+    continue_final_message: only((False,)) = False
 
     @model_validator(mode="after")
     def _asks(self):
