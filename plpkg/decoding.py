@@ -1,8 +1,13 @@
-"""What all who write tokens share: what is sampled from, and beyond which length a model's rotary positions change."""
+"""What all who write tokens share: what is sampled from, tokens as text, and how long a text may be."""
+
+import re
+import sys
+from collections.abc import Sequence
 
 from transformers import (
     LogitsProcessorList,
     PreTrainedConfig,
+    PreTrainedTokenizerBase,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -21,6 +26,84 @@ def warpers(*, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> 
     return chosen
 
 
+BYTE = re.compile("<0x[0-9A-F]{2}>")
+"""A token of SentencePiece's byte fallback. Neighbours of this kind are decoded as one: a wrong byte spoils all."""
+UNSETTLED = re.compile("\ufffd$")
+CLEANED = re.compile(r"(\ufffd|\s|\sn|'[vr]?)$")
+"""What the next token may still change: half a character, or the beginning of what transformers cleans up."""
+
+
+class Text:
+    """The text of tokens that come one by one: in parts, what ``tokenizer.decode`` gives for all of them.
+
+    It goes on after the prompt's text, so a first token keeps the space that it would lose alone. A character that the
+    prompt leaves unfinished is not part of it.
+
+    Parameters
+    ----------
+    before
+        The prompt's ids.
+    stop
+        Strings that end it, and are left out; also a special token's name.
+
+    Attributes
+    ----------
+    length
+        The characters that are settled.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = (), stop: Sequence[str] = ()):
+        self._tokenizer, self._stop, self._held, self.length = tokenizer, stop, "", 0
+        cleans = getattr(tokenizer, "clean_up_tokenization_spaces", False)
+        self._unsettled = CLEANED if cleans else UNSETTLED
+        end = len(before)
+        while end and BYTE.fullmatch(self._name(before[end - 1])):
+            end -= 1
+        self._ids = [int(each) for each in before[max(0, end - 8) : end]]  # what the next token is decoded behind
+        while self._ids and self._unsettled.search(self._decoded()):
+            self._ids.pop()
+        self._anchor()
+
+    def add(self, token: int, last: bool = False) -> tuple[str, bool]:
+        """What one more token adds for certain, and whether the text ends at a stop string.
+
+        What may still change, or become a stop string, waits; after the last token nothing does.
+        """
+        before, self._ids = self._text, [*self._ids, token]
+        self._text = self._decoded()
+        text = self._held + self._text[self._settled :]
+        if ends := [text.find(each) for each in self._stop if each in text]:
+            return text[: min(ends)], True
+        left_out = self._text == before  # a special token: it settles nothing
+        if last or (left_out and self._name(token) in self._stop):
+            return text, not last
+        if left_out or BYTE.fullmatch(self._name(token)) or self._unsettled.search(self._text):
+            return "", False
+        self.length += len(self._text) - self._settled
+        self._ids = self._ids[self._known :]
+        self._anchor()
+        ready = len(text) - _may_become(text, self._stop)
+        self._held = text[ready:]
+        return text[:ready], False
+
+    def _anchor(self) -> None:
+        """Take what is decoded now as settled. It stays as long as it is what the next tokens are decoded behind."""
+        self._known, self._text = len(self._ids), self._decoded()
+        self._settled = len(self._text)
+
+    def _decoded(self) -> str:
+        return self._tokenizer.decode(self._ids, skip_special_tokens=True)
+
+    def _name(self, token: int) -> str:
+        return self._tokenizer.convert_ids_to_tokens(int(token)) or ""  # an id beyond the vocabulary has none
+
+
+def _may_become(text: str, stops: Sequence[str]) -> int:
+    """How many characters at the end of a text may be the beginning of a stop string."""
+    longest = [(stop, min(len(stop) - 1, len(text))) for stop in stops]
+    return max((n for stop, most in longest for n in range(1, most + 1) if text.endswith(stop[:n])), default=0)
+
+
 def rope_changes(config: PreTrainedConfig) -> list[tuple[str, int]]:
     """Where the frequencies of rotary positions depend on the length: the kind, and the length that changes them.
 
@@ -36,3 +119,9 @@ def rope_changes(config: PreTrainedConfig) -> list[tuple[str, int]]:
         for kind in kinds
         if kind.get("rope_type") in ("longrope", "dynamic")
     ]
+
+
+def longest_text(config: PreTrainedConfig) -> int:
+    """The most tokens of a text; where rotary tables grow with the longest of a batch, only as far as they do not."""
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    return min([longest, *(length for _, length in rope_changes(config))])

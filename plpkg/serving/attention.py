@@ -49,17 +49,26 @@ class KeyValues:
 
 @dataclass
 class Row:
-    """A request's share of a step: tokens ``rows`` of the batch, at the positions from ``start`` on."""
+    """A request's share of a step: tokens ``rows`` of the batch, at the positions from ``start`` on.
+
+    Logits are wanted after the last token of its text, or, if ``each``, after all of its tokens.
+    """
 
     rows: slice
     start: int
     past: KeyValues
+    each: bool = False
     masks: dict = field(default_factory=dict)
 
     @property
     def positions(self) -> range:
         """Where in the request the step's tokens stand."""
         return range(self.start, self.start + self.rows.stop - self.rows.start)
+
+    def wanted(self, length: int) -> range:
+        """The tokens of the batch after which logits are wanted, of a text of ``length``."""
+        last = self.rows.stop - (self.positions.stop == length)
+        return range(self.rows.start if self.each else last, self.rows.stop)
 
     def mask(self, visible, groups: int, device) -> torch.Tensor | None:
         """Which keys each query sees, ``(groups · tokens, past + tokens)``; None if all. Made once for all layers."""

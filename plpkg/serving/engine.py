@@ -20,10 +20,11 @@ from transformers import PreTrainedModel
 
 from plpkg.adapters import Adapter, require_fit, targets, validate_adapter
 from plpkg.backbones import stamp
+from plpkg.decoding import longest_text
 from plpkg.serving.attention import KeyValues, Row, read
-from plpkg.serving.packing import longest, require_packable
+from plpkg.serving.packing import require_packable
 from plpkg.serving.prefixes import Prefixes
-from plpkg.serving.requests import Request, Running
+from plpkg.serving.requests import Request, Running, Scored
 from plpkg.serving.segments import Segments
 from plpkg.serving.slots import Group, Hooks, Pool, form
 from plpkg.validation import whole_number
@@ -53,6 +54,8 @@ class Engine:
         By name.
     finished
         By id, why a request has ended: ``"stop"``, ``"length"``, or ``"error: …"``. Whoever reads it takes it out.
+    scored
+        By id, what a request with ``logprobs`` has had scored since it was last taken out.
 
     Raises
     ------
@@ -68,6 +71,7 @@ class Engine:
         self.max_step_tokens = whole_number("max_step_tokens", max_step_tokens, self.max_batch)
         self.adapters: dict[str, Adapter] = {}
         self.finished: dict[int, str] = {}
+        self.scored: dict[int, list[Scored]] = {}
         self._closed = False
         self._prefixes = Prefixes(whole_number("shared_positions", shared_positions, 0))
         self._pools: dict[tuple, Pool] = {}
@@ -87,7 +91,7 @@ class Engine:
         for adapter in self.adapters.values():
             require_fit(adapter, model)
         require_packable(model, self.max_step_tokens)
-        self._vocab, self._positions = model.get_input_embeddings().num_embeddings, longest(model.config)
+        self._vocab, self._positions = model.get_input_embeddings().num_embeddings, longest_text(model.config)
         ends = model.generation_config.eos_token_id
         self._ends = set(ends) if isinstance(ends, list) else {ends} - {None}
         self._hooks = Hooks(model, modules)
@@ -164,6 +168,7 @@ class Engine:
     def cancel(self, identity: int) -> None:
         """Drop a request, whether it waits or runs; one that has ended or is unknown is no error."""
         self.finished.pop(identity, None)
+        self.scored.pop(identity, None)
         for each in [*self._waiting, *self._running]:
             if each.identity == identity:
                 self._leave(each)
@@ -188,7 +193,7 @@ class Engine:
                     self._pools[key] = Pool(self.model)
                 self._pools[key].lease(each.adapter)
             past, positions = self._prefixes.find(each.owner, each.ids)
-            if past is not None:
+            if past is not None and not each.request.score_prompt:
                 each.past.copy(past, positions)
                 each.computed = positions
             self._running.append(self._waiting.popleft())
@@ -209,23 +214,28 @@ class Engine:
         if not self._running:  # those that ran have ended
             return []
         batch, rows, groups = self._pack()
-        ids, writers, written = [], {}, []
+        ids, ends, counts, written = [], [], [], []
         for each, row in zip(batch, rows, strict=True):
             ids += each.ids[row.start : row.positions.stop]
-            if row.positions.stop == len(each.ids):
-                writers[each] = len(ids) - 1
+            ends += row.wanted(len(each.ids))
+            counts.append(len(row.wanted(len(each.ids))))
         with self._hooks.batch(*groups):
-            logits = read(self.model, ids, rows, list(writers.values()))
-        for each, row in zip(batch, rows, strict=True):
-            each.computed = row.positions.stop
-        for each, scores in zip(writers, logits, strict=True):
+            logits = read(self.model, ids, rows, ends)
+        for each, row, scores in zip(batch, rows, logits.split(counts), strict=True):
             try:
-                if not scores.max().isfinite():
+                if len(scores) and not scores.amax(-1).isfinite().all():
                     raise FloatingPointError("the logits are not finite")
-                token = each.choose(scores)
-                each.ids.append(token)
-                written.append((each.identity, token))
-                reason = each.ended(self._ends, self.tokenizer)
+                whole, reason = row.positions.stop == len(each.ids), None
+                if whole and each.request.max_new_tokens:
+                    token = each.choose(scores[-1])
+                    each.ids.append(token)
+                    written.append((each.identity, token))
+                each.computed = row.positions.stop
+                if each.request.logprobs is not None and len(scores):
+                    told = each.score(each.computed + 1 - len(scores), scores)
+                    first = [Scored(each.ids[0])] if row.each and not row.start else []
+                    self.scored.setdefault(each.identity, first).extend(told)
+                reason = each.ended(self._ends, self.tokenizer) if whole else None
             except Exception as error:  # an adapter's overflow, or a tokenizer's, is its own request's affair
                 reason = f"error: {error}"
             if reason:
@@ -248,7 +258,8 @@ class Engine:
         for digest, members in itertools.groupby(batch, key=lambda r: r.owner[0]):
             first = end
             for each in members:
-                rows.append(Row(slice(end, end + share[each]), each.computed, each.past))
+                scores = each.request.score_prompt and each.computed < each.prompt
+                rows.append(Row(slice(end, end + share[each]), each.computed, each.past, scores))
                 end += share[each]
             if digest:
                 pool, slot = slots[digest]

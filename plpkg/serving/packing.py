@@ -8,13 +8,12 @@ has nothing before it: so it costs no more there.
 """
 
 import itertools
-import sys
 from collections.abc import Iterator
 
 import torch
 from transformers import Cache, DynamicLayer, PreTrainedConfig, PreTrainedModel
 
-from plpkg.decoding import rope_changes
+from plpkg.decoding import longest_text
 from plpkg.serving.attention import KeyValues, Row, packed, read
 
 LENGTH = 6
@@ -23,12 +22,6 @@ TRIES = 3
 """Texts at a place, at most: rounded to half precision, a router can tip over for one, but not for each of them."""
 FAR = 2**20
 """A position that stands for all beyond it, where a model has no last one."""
-
-
-def longest(config: PreTrainedConfig) -> int:
-    """The longest text; where rotary tables grow with the longest of a batch, only as far as they do not."""
-    most = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-    return min([most, *(length for _, length in rope_changes(config))])
 
 
 @torch.inference_mode()
@@ -75,7 +68,7 @@ def require_packable(model: PreTrainedModel, max_step_tokens: int = 0) -> None:
 
 def _starts(config: PreTrainedConfig) -> list[int]:
     """Where texts are tried besides the beginning: from each number of the configuration on, and at the end."""
-    last = min(longest(config), FAR) - LENGTH
+    last = min(longest_text(config), FAR) - LENGTH
     return sorted({each for each in _numbers(config.get_text_config().to_dict()) if each < last} | {max(last, 0)})
 
 
@@ -94,7 +87,7 @@ def _together(model: PreTrainedModel, places: list[tuple[int, list[int]]], token
     for half in range(2):
         ids, rows = [], []
         while half and len(ids) < tokens - len(places) * LENGTH:  # others stand before them, up to a whole row
-            size = min(tokens - len(places) * LENGTH - len(ids), longest(model.config))
+            size = min(tokens - len(places) * LENGTH - len(ids), longest_text(model.config))
             rows.append(Row(slice(len(ids), len(ids) + size), 0, KeyValues(size)))
             ids += [0] * size
         others = len(rows)

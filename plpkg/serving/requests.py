@@ -2,13 +2,25 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from plpkg.adapters import Adapter
-from plpkg.decoding import warpers
+from plpkg.decoding import Text, warpers
 from plpkg.serving.attention import KeyValues
 from plpkg.validation import number, whole_number
+
+
+class Scored(NamedTuple):
+    """A token, its log-probability (None for a text's first), and those of the likeliest tokens in its place.
+
+    They are the model's own, before temperature and ``top_p``.
+    """
+
+    token: int
+    logprob: float | None = None
+    top: Sequence[tuple[int, float]] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +34,8 @@ class Request:
     adapter
         The name of a loaded adapter, or None for the backbone alone.
     max_new_tokens
-        The most tokens to write; the model's end-of-text token, which is returned, ends it earlier.
+        The most tokens to write; the model's end-of-text token, which is returned, ends it earlier. It may be 0 where
+        tokens are scored.
     temperature, top_p
         As in ``generate``; temperature 0 takes the likeliest token.
     seed
@@ -31,6 +44,10 @@ class Request:
         Strings after which it ends; the tokens that complete one are returned.
     account
         Whose request it is: what was read is shared within an account only.
+    logprobs
+        Tokens are scored (:class:`Scored`), with so many of the likeliest; None scores none.
+    score_prompt
+        The prompt's tokens are scored as well.
     """
 
     input_ids: Sequence[int] | torch.Tensor
@@ -41,6 +58,8 @@ class Request:
     seed: int | None = None
     stop: Sequence[str] = ()
     account: str = ""
+    logprobs: int | None = None
+    score_prompt: bool = False
 
     def check(self, vocab: int, positions: int, tokenizer) -> list[int]:
         """The prompt's ids; ValueError if they or a setting are not possible."""
@@ -52,7 +71,11 @@ class Request:
             raise ValueError(f"input_ids must be one text's ids, (tokens,), got {tuple(ids.shape)} {ids.dtype}")
         if not 0 <= ids.min() <= ids.max() < vocab:
             raise ValueError(f"ids must be at least 0 and below vocab={vocab}, got {ids.min()} to {ids.max()}")
-        new = whole_number("max_new_tokens", self.max_new_tokens, 1)
+        if self.logprobs is not None:
+            whole_number("logprobs", self.logprobs, 0, vocab)
+        if self.score_prompt and self.logprobs is None:
+            raise ValueError("score_prompt needs logprobs: how many of the likeliest tokens are told")
+        new = whole_number("max_new_tokens", self.max_new_tokens, 1 if self.logprobs is None else 0)
         if len(ids) + new > positions:
             raise ValueError(f"{len(ids)} ids and {new} new ones do not fit the model's {positions} positions")
         number("temperature", self.temperature)
@@ -78,6 +101,7 @@ class Running:
     ids: list[int]
     past: KeyValues
     computed: int = 0
+    text: Text | None = None
 
     def __post_init__(self) -> None:
         self.prompt, self.generator = len(self.ids), torch.Generator()
@@ -103,14 +127,23 @@ class Running:
         warped = warp(torch.tensor([self.ids]), scores[None])
         return int(torch.multinomial(warped.softmax(-1), 1, generator=self.generator))
 
+    def score(self, start: int, scores: torch.Tensor) -> list[Scored]:
+        """The tokens from ``start`` on, by the ``(tokens, vocab)`` logits before each; a last row may have no token."""
+        ids = self.ids[start : start + len(scores)]
+        logprobs = scores[: len(ids)].to(torch.promote_types(scores.dtype, torch.float32)).log_softmax(-1)
+        top, tokens = logprobs.topk(self.request.logprobs)
+        chosen = logprobs[range(len(ids)), ids]
+        likeliest = ([*zip(*pair, strict=True)] for pair in zip(tokens.tolist(), top.tolist(), strict=True))
+        return [*map(Scored, ids, chosen.tolist(), likeliest)]
+
     def ended(self, ends: set[int], tokenizer) -> str | None:
         """Why its last token was the last, if it was."""
-        longest = max((len(text.encode()) for text in self.request.stop), default=0)  # a token is a byte at least
-        tail = ""
-        if longest:
-            first = max(self.prompt - 1, len(self.ids) - longest - 4)  # within a character, at worst
-            before = tokenizer.decode(self.ids[first : self.prompt])  # some tokenizers drop a text's first space
-            tail = tokenizer.decode(self.ids[first:])[len(before) :]
-        if self.ids[-1] in ends or any(text in tail for text in self.request.stop):
+        if not self.new:
+            return "length"
+        stopped = False
+        if self.request.stop:
+            self.text = self.text or Text(tokenizer, self.ids[: self.prompt], self.request.stop)
+            _, stopped = self.text.add(self.ids[-1])
+        if stopped or self.ids[-1] in ends:
             return "stop"
         return "length" if len(self.new) == self.request.max_new_tokens else None

@@ -146,6 +146,8 @@ def test_streams(world, make, tools):
         (dict(stop=["x"]), r"stop=\['x'\] needs the tokenizer"),
         (dict(stop="x"), "stop must be strings .* got 'x'"),
         (dict(stop=[""]), r"stop must be strings .* got \[''\]"),
+        (dict(logprobs=-1), "logprobs must be .* got -1"),
+        (dict(score_prompt=True), "score_prompt needs logprobs"),
     ],
 )
 def test_one_bad_request_leaves_nothing_behind(change, message, make):
@@ -153,6 +155,30 @@ def test_one_bad_request_leaves_nothing_behind(change, message, make):
     with pytest.raises(ValueError, match=message):
         engine.generate([Request([1, 2], "a"), dataclasses.replace(Request([1]), **change)])
     assert left(engine) == ([], [], [], {})
+
+
+@pytest.mark.parametrize("new", [0, 5])
+def test_tokens_are_scored_as_the_model_alone_scores_them(world, make, tools, new):
+    """Also in a batch, in a prompt read in parts, and where its beginning was read before."""
+    engine, (ids, other) = make(), (each.tolist() for each in tools.texts(30, 5))
+    engine.generate([Request(ids, "a", 1)])
+    scored = engine.add(Request(ids, "a", new, logprobs=3, score_prompt=True))
+    written = engine.add(Request(ids, "a", 5, logprobs=0, temperature=1.5, seed=1))
+    tokens = dict(zip("swo", run(engine, scored, written, engine.add(Request(other, "b", 9))), strict=True))
+    assert (len(tokens["s"][0]), tokens["s"][1]) == (new, "length")
+    for identity, key, first, most in ((scored, "s", 1, 3), (written, "w", 30, 0)):
+        text = ids + tokens[key][0]
+        with torch.no_grad():
+            logprobs = world[1]["a"](torch.tensor([text])).logits[0].log_softmax(-1)
+        told = engine.scored.pop(identity)
+        if first == 1:
+            assert told.pop(0) == (ids[0], None, ())
+        assert [each.token for each in told] == text[first:]
+        for at, each in enumerate(told, first):
+            assert each.logprob == pytest.approx(logprobs[at - 1, text[at]].item(), abs=1e-9)  # float64
+            top = logprobs[at - 1].topk(most)
+            assert [token for token, _ in each.top] == top.indices.tolist()
+            assert [value for _, value in each.top] == pytest.approx(top.values.tolist(), abs=1e-9)
 
 
 def test_how_a_request_ends(tools):
@@ -445,8 +471,10 @@ def test_private_lora_is_served_as_the_lora_that_it_is(tools, tmp_path):
 
 def test_a_failing_tokenizer_ends_its_own_request_only(world, make, tools):
     class Broken:
-        def decode(self, ids):
+        def decode(self, ids, **_):
             raise IndexError("piece id is out of range")
+
+        convert_ids_to_tokens = decode
 
     engine, ids = make(), tools.texts(4, 5)
     engine.tokenizer = Broken()

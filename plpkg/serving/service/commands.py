@@ -39,6 +39,10 @@ def serve(
     disk: Annotated[Path | None, Option(help="A folder for downloads; else they go with the service.")] = None,
     dtype: Annotated[str, Option(help="Of the weights: fp16, bf16, fp32, or auto: the checkpoint's own.")] = "fp32",
     device: Annotated[str, Option(help="cpu or cuda.")] = "cpu",
+    cors: Annotated[
+        list[str] | None,
+        Option(metavar="ORIGIN", help="Pages that browsers let in, as https://chat.example.org; * with keys only."),
+    ] = None,
 ) -> None:
     """Serve a model and many LoRA adapters of it, as OpenAI's clients ask for them.
 
@@ -86,7 +90,7 @@ def serve(
             backend = replica(base, tokenizer, kept, disk, **options)
         for folder in adapter or []:
             asyncio.run(kept.put(LOCAL, folder.resolve().name, validate_adapter(folder, base, limits)))
-        service = api.app(backend, kept, base, tokenizer, name=model, keys=keys, limits=limits)
+        service = api.app(backend, kept, base, tokenizer, name=model, keys=keys, limits=limits, origins=cors or ())
         typer.echo(f"serving {model} on http://{host}:{listening.getsockname()[1]}")
         # httptools, which uvicorn prefers, takes a head of any size from anybody
         config = uvicorn.Config(service, http="h11", log_level="warning", timeout_graceful_shutdown=5)

@@ -18,6 +18,8 @@ from plpkg.serving.requests import Request
 from plpkg.serving.service.scheduler import Scheduler, Ticket
 from plpkg.serving.service.tiers import Tiers
 
+ENDS = ("stop", "length")
+
 
 @dataclass(eq=False)
 class _Job(Ticket):
@@ -49,10 +51,11 @@ class Replica:
         self._wake, self._loop = asyncio.Event(), None
         self._thread = ThreadPoolExecutor(1, "engine")
 
-    async def stream(self, path: str | None, request: Request) -> AsyncIterator[tuple[int, str | None]]:
+    async def stream(self, path: str | None, request: Request) -> AsyncIterator[tuple]:
         """A request's tokens as they are written, the last with the reason for its end, ``"stop"`` or ``"length"``.
 
-        ``path`` is the adapter's version in the store, or None for the backbone alone. Who stops reading cancels it.
+        What was scored follows each token and reason; the token is None where none was to be written. ``path`` is the
+        adapter's version in the store, or None for the backbone alone. Who stops reading cancels it.
 
         Raises
         ------
@@ -78,10 +81,10 @@ class Replica:
                 self._wake.set()
                 reason = None
                 while reason is None:
-                    token, reason = await job.events.get()
-                    if token is None:
+                    token, reason, *scored = await job.events.get()
+                    if reason not in (None, *ENDS):
                         raise RuntimeError(reason)
-                    yield token, reason
+                    yield token, reason, *scored
         finally:
             if job.state == "running":
                 self._leaving.append(job)  # the engine may be in a step
@@ -102,12 +105,11 @@ class Replica:
                 for identity in [*self._jobs]:
                     self._end(self._jobs[identity], None, f"a step failed: {type(error).__name__}: {error}")
                 continue
-            for identity, token in written:
-                if identity not in self.engine.finished:
-                    self._jobs[identity].events.put_nowait((token, None))
             last = dict(written)
             for identity, reason in [*self.engine.finished.items()]:
-                self._end(self._jobs[identity], last.get(identity) if reason in ("stop", "length") else None, reason)
+                self._end(self._jobs[identity], last.pop(identity, None), reason)
+            for identity, token in last.items():
+                self._jobs[identity].events.put_nowait((token, None, *self.engine.scored.pop(identity, ())))
 
     def _ended(self, loop: asyncio.Task) -> None:
         """No request waits for a loop that is no more."""
@@ -134,7 +136,7 @@ class Replica:
                 self._end(job, None, f"it could not start: {error}")
 
     def _end(self, job: _Job, token: int | None, reason: str) -> None:
-        job.events.put_nowait((token, reason))
+        job.events.put_nowait((token, reason, *self.engine.scored.pop(job.identity, ())))
         self.scheduler.end(job, time.monotonic())
         if self._jobs.pop(job.identity, None):
             self.engine.cancel(job.identity)

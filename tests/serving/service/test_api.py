@@ -13,10 +13,12 @@ from types import SimpleNamespace
 import httpx
 import openai
 import pytest
+import torch
 import uvicorn
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
+import plpkg
 from plpkg.adapters import CONFIG, WEIGHTS, read_adapter
 from plpkg.cli import app as cli
 from plpkg.serving.engine import Engine
@@ -25,6 +27,7 @@ from plpkg.serving.service.http import api, bodies
 from plpkg.serving.service.http.api import app
 from plpkg.serving.service.http.door import MAX_BODY_BYTES, Door
 from plpkg.serving.service.http.listener import Listener
+from plpkg.serving.service.http.neutral import NEUTRAL
 from plpkg.serving.service.scheduler import Scheduler
 from plpkg.serving.service.store import Store, StoreError
 
@@ -185,6 +188,8 @@ def test_how_much_is_written_where_a_request_does_not_say(client, exact):
     positions = exact[0].config.max_position_embeddings
     nearly = [9] * (positions - 3)
     assert client.completions.create(prompt=nearly, **fields).usage.completion_tokens == 3
+    full = client.completions.create(prompt=[9] * positions, max_tokens=0, echo=True, logprobs=0, **fields)
+    assert (len(full.choices[0].logprobs.tokens), full.usage.completion_tokens) == (positions, 0)
     turns = [dict(role="user", content="a")]
     for name in ("max_tokens", "max_completion_tokens"):
         assert client.chat.completions.create(messages=turns, **{name: 4}, **fields).usage.completion_tokens == 4
@@ -203,6 +208,131 @@ def test_models_are_listed_and_found(service, client, writers):
         client.models.retrieve("pandas")
 
 
+def test_log_probabilities_are_the_models_own(client, exact, expected):
+    """Of an adapter's tokens and of a prompt's, as those who evaluate models ask for them."""
+    model, tokenizer = exact
+    ids = tokenizer(PROMPT)["input_ids"]
+    new = expected(PROMPT)
+    with torch.no_grad():
+        logprobs = model(torch.tensor([ids + new])).logits[0].log_softmax(-1)
+    values = [None, *(logprobs[at - 1, token].item() for at, token in enumerate((ids + new)[1:], 1))]
+    texts = [tokenizer.decode([token]) for token in ids + new]
+    ask = dict(model="base", temperature=0, echo=True, logprobs=1)
+    for prompt in (PROMPT, ids, [PROMPT, "class"], [ids, [5]]):
+        for most in (0, 1, NEW):
+            choice = client.completions.create(prompt=prompt, max_tokens=most, **ask).choices[0]
+            assert choice.text == "".join(texts[: len(ids) + most])
+            assert choice.logprobs.tokens == texts[: len(ids) + most]
+            assert choice.logprobs.token_logprobs[0] is choice.logprobs.top_logprobs[0] is None
+            assert choice.logprobs.token_logprobs[1:] == pytest.approx(values[1 : len(ids) + most], abs=1e-9)
+            for at, (place, top) in enumerate(
+                zip(choice.logprobs.text_offset, choice.logprobs.top_logprobs, strict=True)
+            ):
+                assert choice.text[place:].startswith(texts[at])
+                assert at == 0 or max(top.values()) == pytest.approx(logprobs[at - 1].max().item(), abs=1e-9)
+    fields = dict(model="base", prompt=PROMPT, max_tokens=NEW, temperature=0, logprobs=0)
+    for echo, first in ((True, 0), (False, len(ids))):
+        whole = completed(client, **fields, echo=echo).choices[0]
+        parts = [each.choices[0].logprobs for each in client.completions.create(**fields, echo=echo, stream=True)]
+        assert [value for each in parts for value in each.token_logprobs] == whole.logprobs.token_logprobs
+        assert whole.logprobs.token_logprobs == pytest.approx(values[first:], abs=1e-9, nan_ok=True)
+    assert client.completions.create(model="base", prompt="a", max_tokens=0).choices[0].text == ""
+
+
+def test_a_chats_log_probabilities(client):
+    ask = dict(model="numpy", messages=[dict(role="user", content="a")], max_tokens=8, temperature=0, logprobs=True)
+    whole = client.chat.completions.create(**ask, top_logprobs=2).choices[0]
+    assert "".join(each.token for each in whole.logprobs.content) == whole.message.content
+    for each in whole.logprobs.content:
+        assert (each.token, each.logprob) == (each.top_logprobs[0].token, each.top_logprobs[0].logprob)
+        assert each.bytes == [*each.token.encode()]
+        assert len(each.top_logprobs) == 2
+    parts = [*client.chat.completions.create(**ask, stream=True)]
+    streamed = [token.logprob for each in parts for token in each.choices[0].logprobs.content]
+    assert streamed == [each.logprob for each in whole.logprobs.content]
+
+
+def test_several_answers_have_seeds_of_their_own(client, text):
+    settings = dict(temperature=1.2, top_p=0.95)
+    whole = completed(client, model="numpy", prompt=[PROMPT, "class"], n=3, best_of=3, seed=2**63 - 2, **settings)
+    seeds = (2**63 - 2, 2**63 - 1, 0)
+    texts = [text(prompt, "numpy", seed=seed, **settings) for prompt in (PROMPT, "class") for seed in seeds]
+    assert [each.text for each in whole.choices] == texts
+    assert len({*texts}) > 3
+    assert whole.usage.prompt_tokens == completed(client, prompt=[PROMPT, "class"]).usage.prompt_tokens
+
+
+def test_a_chat_may_have_tools_in_its_past(exact, tmp_path):
+    tokenizer = copy.deepcopy(exact[1])
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+        "{% for call in m.tool_calls %}{{ call.function.arguments.city }}{% endfor %}{{ m.tool_call_id }};{% endfor %}"
+    )
+    call = dict(id="c1", type="function", function=dict(name="weather", arguments='{"city": "Bonn"}'))
+    turns = [
+        dict(role="user", content=[dict(type="text", text="a"), dict(type="text", text="b")]),
+        dict(role="assistant", content=None, refusal=None, audio=None, tool_calls=[call]),
+        dict(role="tool", content="dry", tool_call_id="c1"),
+    ]
+    with served(exact[0], tokenizer, Store(tmp_path)) as service:
+        asked = service.client.post("/tokenize", json=dict(messages=turns)).json()
+        said = service.client.post("/detokenize", json=dict(tokens=asked["tokens"])).json()["prompt"]
+        assert said == "user:ab;assistant:Bonn;tool:dryc1;"
+        with service.openai() as client:
+            assert client.chat.completions.create(model="base", messages=turns, max_tokens=1).choices
+        for wrong, field in (
+            (dict(role="user", content=None), "content is missing"),
+            (dict(role="user", content=[dict(type="image_url", image_url="a")]), "messages.0.content.0.type"),
+            (dict(role="user", content=5), "messages.0.content: "),
+            (dict(role="wizard", content="a"), "messages.0.role: "),
+            (dict(role="assistant", tool_calls=[call | dict(function="f")]), "messages.0.tool_calls.0.function: "),
+        ):
+            refused = service.client.post("/v1/chat/completions", json=dict(model="base", messages=[wrong]))
+            assert (refused.status_code, field in refused.json()["error"]["reasons"][0]) == (422, True), refused.text
+
+
+def test_what_vllms_clients_ask_besides(service, exact):
+    def post(path, **body):
+        return service.client.post(path, json=body)
+
+    ids, positions = exact[1](PROMPT)["input_ids"], exact[0].config.max_position_embeddings
+    told = post("/tokenize", model="numpy", prompt=PROMPT, return_token_strs=True).json()
+    assert told == dict(
+        count=len(ids), max_model_len=positions, tokens=ids, token_strs=exact[1].convert_ids_to_tokens(ids)
+    )
+    assert post("/detokenize", model="base", tokens=ids).json() == dict(prompt=PROMPT)
+    assert [post("/tokenize", model="pandas", prompt="a").status_code, post("/tokenize").status_code] == [404, 422]
+    assert {each["max_model_len"] for each in service.client.get("/v1/models").json()["data"]} == {positions}
+    assert service.client.get("/version").json() == dict(version=plpkg.__version__)
+
+
+def test_an_adapter_may_have_another_name_for_a_while(service, client, writers, text):
+    def post(what, **body):
+        return service.client.post(f"/v1/{what}_lora_adapter", json=body).status_code
+
+    version, fields = writers["numpy"].digest, dict(prompt=PROMPT, max_tokens=NEW, temperature=0)
+    assert post("load", lora_name="mine", lora_path=f"numpy@{version}") == 200
+    assert post("load", lora_name="mine", lora_path="torch") == 400  # it is taken
+    assert client.completions.create(model="mine", **fields).choices[0].text == text(PROMPT, "numpy")
+    assert post("load", lora_name="mine", lora_path="torch", load_inplace=True) == 200
+    assert client.completions.create(model="mine", **fields).choices[0].text == text(PROMPT, "torch")
+    assert "mine" in [each.id for each in client.models.list()]
+    assert [post("unload", lora_name="mine") for _ in "12"] == [200, 404]
+    assert service.complete("mine").status_code == 404
+    assert [post(what, lora_name="numpy", lora_path="numpy") for what in ("load", "unload")] == [200, 422]
+    assert post("load", lora_name="later", lora_path="torch") == 200
+    assert service.upload("later", writers["peft"]).status_code == 201  # which has the name from now on
+    assert client.completions.create(model="later", **fields).choices[0].text == text(PROMPT, "peft")
+    assert service.client.delete("/v1/accounts/local/adapters/later").status_code == 200
+    assert post("unload", lora_name="numpy") == 200
+    wait_until(lambda: not any("/numpy/" in each for each in service.replica.engine.adapters))
+    assert service.complete("numpy").status_code == 200  # the store still has it
+    for name, path in (("numpy", "torch"), ("base", "torch"), ("a/b", "torch")):
+        assert post("load", lora_name=name, lora_path=path) == 400
+    for path in ("pandas", "/etc", "../numpy", f"numpy@{'0' * 63}", "local/numpy"):
+        assert post("load", lora_name="other", lora_path=path) == 404
+
+
 # What is refused
 
 
@@ -218,19 +348,30 @@ def test_models_are_listed_and_found(service, client, writers):
         (dict(model="numpy", lora="torch"), 400, "lora='torch'"),
         (dict(max_tokens=5000), 400, "positions"),
         (dict(prompt="a " * 2000), 400, "positions"),
-        (dict(prompt=""), 422, "prompt"),
+        (dict(prompt=""), 422, "prompt.0: "),
         (dict(prompt=[9999999]), 400, "vocab"),
-        (dict(prompt=["a"] * 65), 422, "prompt"),
-        (dict(prompt=[]), 422, "prompt"),
-        (dict(max_tokens=0), 422, "max_tokens"),
-        (dict(temperature=-1), 422, "temperature"),
-        (dict(top_p=0), 422, "top_p"),
-        (dict(logprobs=3), 422, "logprobs"),
-        (dict(n=2), 422, "n:"),
-        (dict(suffix="a"), 422, "suffix"),
-        (dict(stop=[""]), 422, "stop"),
-        (dict(stop="x" * 1001), 422, "stop"),
-        (dict(tools=[]), 422, "tools"),
+        (dict(prompt=["a"] * 65), 422, "prompt: "),
+        (dict(prompt=["a", ""]), 422, "prompt.1: "),
+        (dict(prompt=["a", [1]]), 422, "prompt: "),
+        (dict(prompt=[[1], [1, "a"]]), 422, "prompt.1.1: "),
+        (dict(prompt=5), 422, "prompt: "),
+        (dict(prompt=[]), 422, "prompt: "),
+        (dict(prompt=["a"] * 33, n=2), 400, "66 answers"),
+        (dict(max_tokens=-1), 422, "max_tokens: "),
+        (dict(max_tokens="5"), 422, "max_tokens: "),
+        (dict(temperature=-1), 422, "temperature: "),
+        (dict(top_p=-0.1), 422, "top_p: "),
+        (dict(logprobs=21), 422, "logprobs: "),
+        (dict(logprobs=True), 422, "logprobs: "),
+        (dict(n=0), 422, "n: "),
+        (dict(best_of=2), 422, "best_of must be 1 or n=1, got 2"),
+        (dict(suffix="a"), 422, "suffix: "),
+        (dict(stop=[""]), 422, "stop.0: "),
+        (dict(stop="x" * 1001), 422, "stop.0: "),
+        (dict(stop=5), 422, "stop: "),
+        (dict(logit_bias={"5": 1}), 422, "logit_bias.5: "),
+        (dict(stream_options=dict(continuous_usage_stats=True)), 422, "stream_options.continuous_usage_stats: "),
+        (dict(unheard_of=0), 422, "unheard_of: "),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -242,6 +383,7 @@ def test_a_refusal_has_its_status_and_says_what(service, fields, status, said, s
     assert said in error["message"]
     assert error["code"] == status
     assert error["type"] == "invalid_request_error"
+    assert error["param"] == (said.removesuffix(": ") if said.endswith(": ") else None)
     wait_until(lambda: service.inside == (0, 0, 0))
 
 
@@ -309,6 +451,18 @@ def test_a_store_that_does_not_answer_is_503_without_its_address(exact, tmp_path
         assert service.complete("base").status_code == 200  # which needs no store
 
 
+async def test_an_error_that_nobody_foresaw_is_json_without_its_words(base, tmp_path):
+    class Backend:
+        async def gauges(self):
+            raise OSError("/somebody/place: no space left")
+
+    application = app(Backend(), Store(tmp_path), *base, name="base")
+    transport = httpx.ASGITransport(application, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        answer = await client.get("/health")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (500, "an error of the service: OSError")
+
+
 def test_a_body_is_refused_before_it_is_read(service):
     def answer(*headers, path="/v1/completions"):
         with socket.create_connection(("127.0.0.1", httpx.URL(service.url).port), timeout=20) as connection:
@@ -320,13 +474,59 @@ def test_a_body_is_refused_before_it_is_read(service):
     assert answer(f"Content-Length: {10**30}") in (400, 413)
     assert answer(f"Content-Length: {2**32}", path="/v1/accounts/local/adapters/a") == 413
     assert answer() == 411
-    assert answer("Transfer-Encoding: chunked") == 411
 
 
-@pytest.mark.parametrize("headers", [{"Origin": "https://example.org"}, {"Host": "example.org"}, {"Origin": "null"}])
+def test_a_body_may_come_in_chunks_and_is_bounded_all_the_same(service):
+    def sent(content, path="/v1/completions"):
+        return service.client.post(path, content=content, headers={"Content-Type": "application/json"})
+
+    body = json.dumps(dict(model="base", prompt="a", max_tokens=1)).encode()
+    assert sent(iter([body[:9], body[9:]])).status_code == 200
+    refused = sent(b" " * 2**18 for _ in range(2**22 // 2**18 + 1))
+    assert (refused.status_code, "4,194,304 bytes" in refused.text) == (413, True)
+
+
+PAGE = {"Origin": "https://chat.example.org", "Sec-Fetch-Site": "cross-site"}
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "https://example.org"},
+        {"Origin": "null"},
+        {"Host": "example.org"},
+        {"Host": "localhost.example.org"},
+        {"Sec-Fetch-Site": "cross-site"},  # a script's or an image's address, without Origin
+        {"Sec-Fetch-Site": "same-site"},
+        PAGE,
+    ],
+)
 def test_without_keys_no_page_in_a_browser_gets_in(service, headers):
-    for path in ("/v1/models", "/metrics", "/v1/accounts/local/adapters"):
-        assert service.client.get(path, headers=headers).status_code == 403
+    for path in ("/v1/models", "/metrics", "/v1/accounts/local/adapters", "/health"):
+        answer = service.client.get(path, headers=headers)
+        assert (answer.status_code, "access-control-allow-origin" in answer.headers) == (403, False)
+
+
+@pytest.mark.parametrize("headers", [{"Host": "LOCALHOST:80"}, {"Host": "localhost."}, {"Sec-Fetch-Site": "none"}])
+def test_programs_on_this_machine_get_in(service, headers):
+    for path in ("/health", "/ping", "/version", "/v1/models"):
+        answer, head = (service.client.request(method, path, headers=headers) for method in ("GET", "HEAD"))
+        assert (answer.status_code, head.status_code, head.content) == (200, 200, b"")
+
+
+async def test_pages_of_an_origin_that_is_named_get_in(base, tmp_path):
+    application = app(None, Store(tmp_path), *base, name="base", origins=[PAGE["Origin"]])
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(application), base_url="http://localhost") as client:
+        ask = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+        for answer in (
+            await client.options("/v1/models", headers=PAGE | ask),
+            await client.get("/version", headers=PAGE),
+        ):
+            assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, PAGE["Origin"])
+        assert (await client.get("/version", headers=PAGE | {"Host": "example.org"})).status_code == 403
+        assert (await client.get("/version", headers=PAGE | {"Origin": "https://example.org"})).status_code == 403
+    with pytest.raises(ValueError, match="every page"):
+        app(None, Store(tmp_path), *base, name="base", origins=["*"])
 
 
 # What strangers with a key did once
@@ -360,9 +560,35 @@ def test_null_is_what_was_not_said(service):
     assert null["choices"][0]["text"] == absent["choices"][0]["text"]
     assert re.fullmatch("cmpl-[0-9a-f]{24}", null["id"])  # which does not count everybody's answers
     assert null["id"] != absent["id"]
-    response = service.complete("base", tools=None)
-    assert response.status_code == 422  # a field that is not served, whatever it holds
-    assert "tools" in response.json()["error"]["message"]
+    response = service.complete("base", toools=None)
+    assert (response.status_code, "toools" in response.text) == (422, True)  # nobody knows what was meant
+
+
+def test_values_that_change_nothing_are_taken_and_others_refused_by_name(service):
+    turns = dict(messages=[dict(role="user", content="a")])
+    for kind, given_as in ((bodies.Completion, dict(prompt="a")), (bodies.Chat, turns)):
+        for name, values in NEUTRAL.items():
+            for value in (*values, None):
+                kind.model_validate({"model": "base", name: value} | given_as)
+            with pytest.raises(ValidationError) as raised:
+                kind.model_validate({"model": "base", name: {"another": 1}} | given_as)
+            assert [each["loc"] for each in raised.value.errors()] == [(name,)]
+    settings = {name: values[0] for name, values in NEUTRAL.items() if values}
+    settings |= dict(user="a", metadata={"a": "b"}, service_tier="auto", parallel_tool_calls=True, seed=-1, best_of=1)
+    settings |= dict(logit_bias={}, logprobs=False, echo=False)
+    for path, given_as, more in (
+        ("completions", dict(prompt=PROMPT), dict(suffix="")),
+        ("chat/completions", turns, {}),
+    ):
+        body = dict(model="base", max_tokens=4, temperature=0) | given_as
+        plain, answer = (service.client.post(f"/v1/{path}", json=body | each) for each in ({}, settings | more))
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"] == plain.json()["choices"]
+    other = dict(
+        top_k=5, repetition_penalty=1.1, store=True, tool_choice="required", min_tokens=True, stop_token_ids=[1]
+    )
+    refused = service.client.post("/v1/completions", json=body | dict(prompt="a") | other)
+    assert all(f"{name}: only " in refused.json()["error"]["message"] for name in other)
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,14 @@ OPERATIONS = [
     ("POST", "/v1/accounts/{account}/adapters/{adapter}"),
     ("GET", "/v1/accounts/{account}/adapters/{adapter}"),
     ("DELETE", "/v1/accounts/{account}/adapters/{adapter}"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("POST", "/v1/load_lora_adapter"),
+    ("POST", "/v1/unload_lora_adapter"),
     ("GET", "/metrics"),
     ("GET", "/health"),
+    ("GET", "/ping"),
+    ("GET", "/version"),
 ]
 
 

@@ -4,14 +4,16 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from typing import NamedTuple
 
 from starlette.responses import Response, StreamingResponse
-from tokenizers.decoders import DecodeStream
 
 from plpkg.adapters import InvalidAdapterError
-from plpkg.serving.requests import Request
+from plpkg.decoding import Text
+from plpkg.serving.requests import Request, Scored
+from plpkg.serving.service.http.logprobs import Spelling
 from plpkg.serving.service.http.metrics import Metrics
 from plpkg.serving.service.scheduler import OverloadedError
 from plpkg.serving.service.store import AccountFullError, NotFoundError, StoreError
@@ -24,39 +26,50 @@ STATUS = {
     OverloadedError: 429,
     RuntimeError: 500,
     StoreError: 503,
+    Exception: 500,
 }
 
 
-async def texts(tokens, request: Request, tokenizer, metrics: Metrics) -> AsyncIterator[tuple[str, str | None]]:
-    """What each token adds to the text, and the reason at the end.
+class Piece(NamedTuple):
+    """What a token adds to the text, the reason if it is the last, and what was scored, with where that begins."""
 
-    A stop string is left out; what may become one waits until it has or has not. So do the bytes of a character, which
-    is left out too if the last token does not finish it.
-    """
-    before = list(request.input_ids[-8:])
-    if tokenizer.decode(before, skip_special_tokens=True).endswith("\ufffd"):
-        before = []  # a prompt that ends in half a character would be taken for a part of the answer
-    held, decoder = "", DecodeStream(ids=before, skip_special_tokens=True)
+    text: str
+    reason: str | None
+    scored: list[tuple[int, Scored]]
+    tokens: int
+    """One, or none where none was to be written."""
+
+
+def starts(tokenizer, ids: list[int]) -> list[int]:
+    """Where each of a prompt's tokens begins in its text."""
+    text, places = Text(tokenizer), []
+    for each in ids:
+        places.append(text.length)
+        text.add(each)
+    return places
+
+
+async def texts(
+    tokens, request: Request, tokenizer, metrics: Metrics, echo: str = "", places: Sequence[int] = ()
+) -> AsyncIterator[Piece]:
+    """A request's answer in pieces, after the text ``echo``; ``places`` are those of the prompt's tokens in it."""
+    text, places, start = Text(tokenizer, request.input_ids, request.stop), [*places], len(echo)
     began = last = time.monotonic()
     async with aclosing(tokens):
-        async for token, reason in tokens:
+        async for token, reason, *scored in tokens:
             now = time.monotonic()
             (metrics.first_s if last == began else metrics.between_s).observe(now - last)
-            metrics.written.inc()
-            last, held = now, held + (decoder.step(tokenizer.backend_tokenizer, token) or "")
-            ends = [held.find(text) for text in request.stop if text in held]
-            ready = min(ends) if ends else len(held) - (0 if reason else _may_become(held, request.stop))
-            yield held[:ready], (reason := "stop" if ends else reason)
+            last, stopped, wrote = now, False, token is not None
+            metrics.written.inc(wrote)
+            places.append(start + text.length)
+            if wrote:
+                piece, stopped = text.add(token, reason is not None)
+                echo += piece
+            yield Piece(echo, reason := "stop" if stopped else reason, [*zip(places, scored, strict=False)], int(wrote))
             if reason:
                 metrics.success.labels(reason).inc()
                 return
-            held = held[ready:]
-
-
-def _may_become(text: str, stops) -> int:
-    """How many characters at the end of a text may be the beginning of a stop string."""
-    longest = [(stop, min(len(stop) - 1, len(text))) for stop in stops]
-    return max((n for stop, most in longest for n in range(1, most + 1) if text.endswith(stop[:n])), default=0)
+            echo, places = "", []
 
 
 async def merged(streams: list) -> AsyncIterator[tuple[int, object]]:
@@ -90,31 +103,39 @@ async def merged(streams: list) -> AsyncIterator[tuple[int, object]]:
 
 
 class Completion:
-    """A completion, from the ``(index, (text, reason))`` of :func:`merged`."""
+    """A completion, from the ``(index, piece)`` of :func:`merged`; ``spelling`` is there if tokens were scored."""
 
     kind, event, prefix = "text_completion", "text_completion", "cmpl"
 
-    def __init__(self, identity: str, model: str, prompt_tokens: int) -> None:
+    def __init__(self, identity: str, model: str, prompt_tokens: int, spelling: Spelling | None = None) -> None:
         self._head = {"id": f"{self.prefix}-{identity}", "created": int(time.time()), "model": model}
-        self._prompt_tokens, self._new_tokens, self._begun = prompt_tokens, 0, set()
+        self._prompt_tokens, self._new_tokens, self._begun, self._spelling = prompt_tokens, 0, set(), spelling
 
     async def whole(self, pieces) -> Response:
         """All of it as one body."""
-        written, reasons = {}, {}
-        async for index, (text, reasons[index]) in pieces:
-            written[index] = written.get(index, "") + text
-            self._new_tokens += 1
-        choices = [self._choice(written[index], index, reasons[index]) for index in sorted(written)]
+        written: dict[int, Piece] = {}
+        async for index, piece in pieces:
+            text, _, scored, _ = written.get(index, Piece("", None, [], 0))
+            written[index] = piece._replace(text=text + piece.text, scored=scored + piece.scored)
+            self._new_tokens += piece.tokens
+        return await self._made(self._response, written)
+
+    async def _made(self, make: Callable, *arguments):
+        """In a thread where tokens are spelled: a prompt's may be many."""
+        return await asyncio.to_thread(make, *arguments) if self._spelling else make(*arguments)
+
+    def _response(self, written: dict[int, Piece]) -> Response:
+        choices = [self._choice(index, written[index]) for index in sorted(written)]
         return json_response(200, self._head | {"object": self.kind, "choices": choices, "usage": self._usage()})
 
     async def events(self, pieces, usage: bool) -> AsyncIterator[str]:
         """Events as it is written; the last before the end counts tokens, if ``usage``."""
         try:
             async with aclosing(pieces):
-                async for index, (text, reason) in pieces:
-                    self._new_tokens += 1
-                    if text or reason or index not in self._begun:
-                        yield self._event([self._delta(text, index, reason)])
+                async for index, piece in pieces:
+                    self._new_tokens += piece.tokens
+                    if piece.text or piece.reason or piece.scored or index not in self._begun:
+                        yield self._event([await self._made(self._delta, index, piece)])
                         self._begun.add(index)
             if usage:
                 yield self._event([], usage=self._usage())
@@ -129,8 +150,15 @@ class Completion:
         counts = {"prompt_tokens": self._prompt_tokens, "completion_tokens": self._new_tokens}
         return counts | {"total_tokens": self._prompt_tokens + self._new_tokens}
 
-    def _choice(self, text: str, index: int, reason: str | None) -> dict:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+    def _choice(self, index: int, piece: Piece) -> dict:
+        return {"text": piece.text} | self._rest(index, piece)
+
+    def _rest(self, index: int, piece: Piece) -> dict:
+        logprobs = None if self._spelling is None else self._scored(piece.scored)
+        return {"index": index, "logprobs": logprobs, "finish_reason": piece.reason}
+
+    def _scored(self, scored: list) -> dict:
+        return self._spelling.completion(scored)
 
     _delta = _choice
 
@@ -140,13 +168,15 @@ class ChatCompletion(Completion):
 
     kind, event, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def _choice(self, text: str, index: int, reason: str | None) -> dict:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
+    def _choice(self, index: int, piece: Piece) -> dict:
+        return {"message": {"role": "assistant", "content": piece.text, "refusal": None}} | self._rest(index, piece)
 
-    def _delta(self, text: str, index: int, reason: str | None) -> dict:
-        delta = {"content": text} | ({} if index in self._begun else {"role": "assistant"})
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+    def _delta(self, index: int, piece: Piece) -> dict:
+        delta = {"content": piece.text} | ({} if index in self._begun else {"role": "assistant"})
+        return {"delta": delta} | self._rest(index, piece)
+
+    def _scored(self, scored: list) -> dict:
+        return self._spelling.chat(scored)
 
 
 class Events(StreamingResponse):
@@ -166,25 +196,31 @@ async def refusal(_, error: Exception) -> Response:
     return error_response(status, *reasons, headers=after)
 
 
+def _kind(error: Exception) -> type[Exception]:
+    return next(kind for kind in type(error).__mro__ if kind in STATUS)
+
+
 def _status(error: Exception) -> int:
-    return next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 500)
+    return STATUS[_kind(error)]
 
 
 def _said(error: Exception) -> str:
     if isinstance(error, StoreError):  # its own words name the store
         logging.getLogger(__name__).warning("%s", error)
         return "the store of adapters does not answer"
+    if _kind(error) is Exception:  # nobody meant these words for a client
+        return f"an error of the service: {type(error).__name__}"
     return str(error)
 
 
-def _body(status: int, *reasons: str) -> dict:
+def _body(status: int, *reasons: str, param: str | None = None) -> dict:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": "; ".join(reasons), "type": kind, "code": status, "param": None, "reasons": reasons}}
+    return {"error": {"message": "; ".join(reasons), "type": kind, "code": status, "param": param, "reasons": reasons}}
 
 
-def error_response(status: int, *reasons: str, headers: dict | None = None) -> Response:
-    """An error in OpenAI's form; each reason is also there by itself."""
-    return json_response(status, _body(status, *reasons), headers)
+def error_response(status: int, *reasons: str, param: str | None = None, headers: dict | None = None) -> Response:
+    """An error in OpenAI's form, about the field ``param``; each reason is also there by itself."""
+    return json_response(status, _body(status, *reasons, param=param), headers)
 
 
 def json_response(status: int, body: dict, headers: dict | None = None) -> Response:

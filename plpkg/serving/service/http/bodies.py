@@ -1,97 +1,206 @@
-"""What clients send, in OpenAI's words; a setting that would change the answer and is not served is refused."""
+"""What clients send, in OpenAI's and vLLM's words; what would change the answer and is not served is refused."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Json,
+    Tag,
+    create_model,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from plpkg.serving.service.http.neutral import Sent, Unserved, neutral, only
 
 # The first wrong item says enough: a list of a million would make a million errors
 SEVERAL = Field(min_length=1, max_length=64, fail_fast=True)
-Nothing = Annotated[float, Field(ge=0, le=0)] | None
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 Text = Annotated[str, Field(min_length=1)]  # with a length, pydantic also refuses what UTF-8 cannot hold
+TOP = 20
+"""Likeliest tokens that are told at most."""
 
 
-class Usage(BaseModel):
+class Usage(Sent):
     """Whether the last event of a stream counts tokens."""
 
     include_usage: bool = False
+    include_obfuscation: bool = Field(False, description="Not used.")
+    continuous_usage_stats: only((False,)) = False
 
 
-class Settings(BaseModel):
+def _listed(value):
+    """One text, or one text's ids, as a list of one."""
+    if isinstance(value, list) and len({isinstance(each, str) for each in value[:65]}) > 1:
+        raise PydanticCustomError("mixed", "has either texts or lists of ids")
+    one = isinstance(value, str) or (isinstance(value, list) and bool(value) and isinstance(value[0], int))
+    return [value] if one else value
+
+
+TAGS = ("<text>", "<ids>")
+"""Stand in an error's place, and are no fields."""
+Prompt = Annotated[
+    Annotated[Text, Tag(TAGS[0])] | Annotated[Ids, Tag(TAGS[1])],
+    Discriminator(lambda value: TAGS[not isinstance(value, str)]),
+]
+Listed = BeforeValidator(_listed, Text | Ids | Annotated[list[Text], SEVERAL] | Annotated[list[Ids], SEVERAL])
+
+
+def _one(value):
+    return [value] if isinstance(value, str) else value
+
+
+class Settings(Unserved):
     """What completions and chats have in common."""
-
-    model_config = ConfigDict(extra="forbid")
 
     model: str = Field(description="The base's name, or NAME or NAME@SHA256 of one of the account's adapters.")
     lora: Text | None = Field(None, description="Workers AI's way: an adapter, where model is the base's name.")
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1, description="The newer name of max_tokens.")
+    max_tokens: int | None = Field(None, ge=0, description="With 0 the prompt is read, and nothing written.")
+    max_completion_tokens: int | None = Field(None, ge=0, description="The newer name of max_tokens.")
     temperature: float | None = Field(1.0, ge=0, le=2)
-    top_p: float | None = Field(1.0, gt=0, le=1)
-    seed: int | None = Field(None, ge=0, lt=2**63)
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    top_p: float | None = Field(1.0, ge=0, le=1, description="0 leaves the likeliest token.")
+    seed: int | None = Field(None, ge=-1, lt=2**63, description="-1 draws one; each of n answers has the next.")
+    stop: Annotated[list[Stop] | None, Field(max_length=16), BeforeValidator(_one, Stop | list[Stop] | None)] = ()
     stream: bool | None = False
-    stream_options: Usage | None = None
-    user: str | None = Field(None, description="Not used.")
-    metadata: dict[str, str] | None = Field(None, description="Not used.")
-    n: Literal[1, None] = 1
-    presence_penalty: Nothing = 0
-    frequency_penalty: Nothing = 0
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _said(cls, body):
-        """The fields that are not null, which OpenAI takes for not said."""
-        if isinstance(body, dict):
-            most = max(len(each) for each in (body, *body.values()) if isinstance(each, dict))
-            if most > 100:
-                raise ValueError(f"an object has at most 100 fields, got {most}")
-            body = {key: value for key, value in body.items() if value is not None or key not in cls.model_fields}
-        return body
+    stream_options: Usage | None = Usage()
+    n: int | None = Field(1, ge=1, le=64)
+    logit_bias: dict[str, Annotated[float, Field(ge=0, le=0)]] | None = None
 
 
 class Completion(Settings):
     """A request to continue one or more texts, or ids."""
 
-    prompt: Text | Ids | Annotated[list[Text], SEVERAL] | Annotated[list[Ids], SEVERAL]
-    best_of: Literal[1, None] = 1
-    echo: Literal[False, None] = False
-    logprobs: None = None
-    suffix: Literal[""] | None = None
+    prompt: Annotated[list[Prompt], SEVERAL, Listed]
+    best_of: int | None = Field(1, ge=1, le=64, description="1, or as many as n.")
+    echo: bool | None = Field(False, description="The prompt's text comes first, and its log-probabilities.")
+    logprobs: Annotated[int | None, Field(ge=0, le=TOP), BeforeValidator(lambda v: None if v is False else v)] = None
+    suffix: only(("",)) = ""
+    add_special_tokens: only((True,)) = True
+
+    @model_validator(mode="after")
+    def _asks(self):
+        if self.best_of not in (1, self.n):
+            told = {"n": self.n, "got": self.best_of}
+            raise PydanticCustomError("not_served", "best_of must be 1 or n={n}, got {got}", told)
+        return self
 
 
-class ContentPart(BaseModel):
+class Function(Sent):
+    """What a model called."""
+
+    name: str
+    arguments: Annotated[Json[dict[str, Any]], BeforeValidator(lambda v: "{}" if v == "" else v)]
+
+
+class ToolCall(Sent):
+    """A call that a model has made."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+    function: Function
+
+
+class ContentPart(Sent):
     """A part of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(BaseModel):
+Parts = Annotated[
+    list[ContentPart],
+    Field(min_length=1, fail_fast=True),
+    BeforeValidator(lambda v: [{"type": "text", "text": v}] if isinstance(v, str) else v, str | list[ContentPart]),
+]
+
+
+TURN = {"refusal": ("",), "annotations": ([],), "audio": (), "function_call": (), "provider_specific_fields": ({},)}
+
+
+class ChatMessage(create_model("Turn", __base__=Sent, **neutral(TURN))):
     """A turn of a chat."""
 
-    role: Literal["developer", "system", "user", "assistant"]
-    content: str | Annotated[list[ContentPart], Field(min_length=1, fail_fast=True)]
-    name: str | None = Field(None, description="Not used.")
+    role: Literal["developer", "system", "user", "assistant", "tool", "function"]
+    content: Parts | None = Field(None, description="An assistant's may be null.")
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+    @model_validator(mode="after")
+    def _says(self):
+        if self.content is None and self.role != "assistant":
+            raise PydanticCustomError("missing", "content is missing from a message of {role}", {"role": self.role})
+        return self
 
     @property
-    def text(self) -> str:
-        """Its parts in one."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+    def turn(self) -> dict:
+        """As chat templates have it: the content's parts in one text, and only what was said."""
+        said = self.model_dump(exclude_none=True, exclude={*TURN})
+        return said | {"content": "".join(part.text for part in self.content or [])}
 
 
-class Format(BaseModel):
-    """Text, whatever is in it."""
-
-    type: Literal["text"]
+Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
 
 
 class Chat(Settings):
     """A request to answer, through the tokenizer's chat template."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
-    logprobs: Literal[False] | None = None
-    top_logprobs: None = None
-    response_format: Format | None = None
+    messages: Messages
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(0, ge=0, le=TOP, description="With logprobs only.")
+    best_of: only((1,)) = 1
+    echo: only((False,)) = False
+    add_special_tokens: only((False,)) = False
+    add_generation_prompt: only((True,)) = True
+    continue_final_message: only((False,)) = False
+
+    @model_validator(mode="after")
+    def _asks(self):
+        if self.top_logprobs and not self.logprobs:
+            raise PydanticCustomError("not_served", "top_logprobs needs logprobs=true")
+        return self
+
+
+class Tokenize(Sent):
+    """A text, or a chat, of which the ids are asked for."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool = Field(True, description="Not of a chat, whose template writes them.")
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _asks(self):
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("missing", "either prompt or messages is needed")
+        return self
+
+
+class Detokenize(Sent):
+    """Ids of which the text is asked for."""
+
+    model: str | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
+
+
+class Unload(Sent):
+    """A name under which an adapter was loaded."""
+
+    lora_name: str
+    lora_int_id: int | None = Field(None, description="Not used.")
+
+
+class Load(Unload):
+    """A name for one of the account's adapters."""
+
+    lora_path: str = Field(description="NAME or NAME@SHA256 in the store; never a path.")
+    base_model_name: str | None = Field(None, description="Not used.")
+    load_inplace: bool = Field(False, description="The name may be taken.")

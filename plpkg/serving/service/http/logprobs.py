@@ -1,0 +1,69 @@
+"""Log-probabilities as OpenAI writes them: of a completion's tokens, and of a chat's."""
+
+from collections.abc import Iterable
+
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from plpkg.decoding import BYTE
+from plpkg.serving.requests import Scored
+
+LEAST = -9999.0
+"""Stands for minus infinity, which JSON cannot say."""
+BYTE_LEVEL = {character: byte for byte, character in bytes_to_unicode().items()}
+
+
+class Spelling:
+    """Tokens by themselves, of a fast tokenizer."""
+
+    def __init__(self, tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._before = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]  # or some would lose their space
+        self._start = len(tokenizer.decode(self._before))
+        self._known: dict[int, tuple[str, list[int]]] = {}
+
+    def __call__(self, token: int) -> tuple[str, list[int]]:
+        """A token's text and bytes; the text of a part of a character is ``bytes:`` and its bytes in hex."""
+        if token not in self._known:
+            self._known[token] = self._spelled(token)
+        return self._known[token]
+
+    def _spelled(self, token: int) -> tuple[str, list[int]]:
+        text = self._tokenizer.decode([*self._before, token])[self._start :]
+        name = self._tokenizer.convert_ids_to_tokens(token) or ""
+        if "\ufffd" not in text:
+            return text, [*text.encode()]
+        if BYTE.fullmatch(name):
+            content = [int(name[3:5], 16)]
+        elif name and all(each in BYTE_LEVEL for each in name):
+            content = [BYTE_LEVEL[each] for each in name]
+        else:
+            return text, [*text.encode()]
+        return "bytes:" + "".join(rf"\x{byte:02x}" for byte in content), content
+
+    def completion(self, scored: Iterable[tuple[int, Scored]]) -> dict:
+        """Of tokens and where each begins in the text. The likeliest have the chosen one among them."""
+        tokens, values, tops, offsets = [], [], [], []
+        for offset, (token, logprob, top) in scored:
+            likeliest: dict[str, float] = {}
+            for each, value in [*top, (token, logprob)]:
+                likeliest.setdefault(self(each)[0], _said(value))
+            tokens.append(self(token)[0])
+            values.append(_said(logprob))
+            tops.append(None if logprob is None else likeliest)
+            offsets.append(offset)
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+    def chat(self, scored: Iterable[tuple[int, Scored]]) -> dict:
+        """Of an answer's tokens."""
+
+        def spelled(token: int, logprob: float) -> dict:
+            text, content = self(token)
+            return {"token": text, "bytes": content, "logprob": _said(logprob)}
+
+        pairs = ((each, [spelled(*pair) for pair in each.top]) for _, each in scored)
+        content = [spelled(each.token, each.logprob) | {"top_logprobs": top} for each, top in pairs]
+        return {"content": content, "refusal": None}
+
+
+def _said(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, LEAST)
