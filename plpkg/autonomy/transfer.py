@@ -120,7 +120,8 @@ class Task:
         and it is in each sample with probability ``1 / ceil(samples / batch)``. Each step counts, also one that samples
         nobody; with ``max_epsilon`` the task is done before it would spend more. The ε is this task's: another that
         learns from the same data, or the one that ``start`` is from, spends its own. With a ``seed`` in the settings,
-        noise and samples after a kill are those of a run without one; without, which is safer, they are drawn anew.
+        which no other task may have, noise and samples after a kill are those of a run without one; without a seed,
+        which is safer, they are drawn anew.
 
     Raises
     ------
@@ -201,13 +202,13 @@ class Task:
 
     def _made_private(self, private: Callable):
         """The private training of a twin, which has the same parameters: its hooks stay out of the result."""
-        shared = (*self.model.parameters(), *self.model.buffers())
-        twin, (x, y) = copy.deepcopy(self.model, {id(t): t for t in shared}), (self._data[0].x, self._data[0].y)
-        if split := self._split and HeadSplit(twin):
-            with torch.no_grad():  # all padding stays: no sample's features may depend on how long others are
-                x = torch.cat([split.features(part) for part in x.split(64)])
-            self._features = [Examples(x, y), self._data[1] and features(self.model, self._data[1])]
-        loader = DataLoader(TensorDataset(x, y), batch_size=self._batch)
+        shared = {id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
+        twin, (train, validation) = copy.deepcopy(self.model, shared), self._data
+        split = self._split and HeadSplit(twin)
+        if split:  # row by row, so that no row's features depend on the others, whatever the body does
+            train = features(twin, train, batch=1)
+            self._features = [train, validation and features(self.model, validation)]
+        loader = DataLoader(TensorDataset(train.x, train.y), batch_size=self._batch)
         return private(_Classes(twin, split), self._optimizer, loader, nn.CrossEntropyLoss(ignore_index=IGNORED))
 
     def _private_updates(self, made: int, rate: Callable[[int], float]) -> Iterator[tuple[int, float]]:
@@ -242,7 +243,7 @@ class Task:
 
     @property
     def done(self) -> bool:
-        """Whether all steps are made, or the last ones have brought nothing."""
+        """Whether all steps are made, the last ones have brought nothing, or ε allows no more."""
         waited = sum(row["step"] > self.best_step for row in self.log)
         spent = self._private is not None and self._private.done
         return spent or self.made == self.steps or (self._patience is not None and waited >= self._patience)
@@ -376,10 +377,10 @@ class _Classes(nn.Module):
 
 
 @torch.no_grad()
-def features(model: nn.Module, examples: Examples) -> Examples:
-    """What the body makes of each sample, with the same labels: ``(samples, ..., features)``."""
+def features(model: nn.Module, examples: Examples, batch: int = 64) -> Examples:
+    """What the body makes of each sample, so many at a time, with the same labels: ``(samples, ..., features)``."""
     split = HeadSplit(model)
-    return Examples.joined(Examples(split.features(batch.x), batch.y) for batch in examples.chunks())
+    return Examples.joined(Examples(split.features(part.x), part.y) for part in examples.chunks(batch))
 
 
 def transfer(
