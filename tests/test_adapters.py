@@ -167,7 +167,7 @@ ALSO = {  # what PEFT loads as well: a family, how PEFT is asked for it, and wha
     "anchored patterns": (
         "llama",
         dict(
-            rank_pattern={r"^model\.layers\.1\.mlp\.up_proj$": 2}, alpha_pattern={"0.mlp.up_proj$": 3, "^lm_head$": 5}
+            rank_pattern={r"^model\.layers\.1\.mlp\.up_proj$": 2}, alpha_pattern={"0.mlp.up_proj$": 3, "^down_proj$": 5}
         ),
         {},
     ),
@@ -391,6 +391,7 @@ FILES = [
     (described(shape=[2**60, 2**60]), "is not a tensor's"),
     (described(shape=[1] * 100_000), "is not a tensor's"),
     (weights(**{"../../etc/passwd": torch.ones(1)}), "'../../etc/passwd': no lora_A.weight"),
+    (weights(**{"x.experts.0.w1.lora_A.weight": torch.ones(1)}), "^'x.experts.0.w1[^;]*: LoRA of a mixture's experts"),
     (weights(q_A=torch.ones(4, 15)), "shapes .4, 15. and .16, 4., this base needs"),
     (weights(q_B=torch.ones(16, 5)), "shapes .4, 16. and .16, 5."),
     (weights(q_A=torch.ones(64)), "shapes .64."),
