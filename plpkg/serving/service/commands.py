@@ -52,6 +52,7 @@ def serve(
         from plpkg.serving.service import Store
         from plpkg.serving.service.http import api
         from plpkg.serving.service.http.accounts import LOCAL, Keys
+        from plpkg.serving.service.places import folder_of, require_apart, temporary_folder
 
         if replicas > 1:
             from plpkg.serving.service.replicas import replicated
@@ -64,8 +65,9 @@ def serve(
         raise ValueError(f"without PLPKG_KEYS only {' or '.join(LOOPBACK)} may be listened on, got {listen!r}")
     if not port.isdecimal():
         raise ValueError(f"listen must be HOST:PORT, got {listen!r}")
-    if disk and store and Path(store).resolve() == disk.resolve():
-        raise ValueError(f"disk={str(disk)!r} is the store: what is downloaded is removed again, and would be of both")
+    read = {"model": Path(model)} if Path(model).is_dir() else {}
+    read |= {f"adapter {each.name}": each for each in adapter or []} | {"TMPDIR": Path(tempfile.gettempdir())}
+    require_apart(folder_of(store), disk, read)
     if replicas > 1 and (store or "").startswith("memory:"):
         raise ValueError(f"store={store!r} is each process's own: several replicas need one that all reach")
     if taken := [str(each) for each in adapter or [] if each.resolve().name == model]:
@@ -74,8 +76,8 @@ def serve(
         listening = stack.enter_context(socket.create_server((host, int(port))))
         stopped = signal.signal(signal.SIGTERM, signal.default_int_handler)  # or the context would not end
         stack.callback(signal.signal, signal.SIGTERM, stopped)
-        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="plpkg-adapters-"))
-        location, disk = store or f"{scratch}/store", disk or f"{scratch}/disk"
+        scratch = stack.enter_context(temporary_folder("plpkg-adapters-"))
+        location, disk = store or str(scratch / "store"), disk or scratch / "disk"
         base, tokenizer = loaded(model, dtype, device)
         kept, options = Store(location), dict(limits=limits, slots=slots, batch=batch)
         if replicas > 1:

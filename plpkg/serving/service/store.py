@@ -33,6 +33,7 @@ from plpkg.adapters import (
     read_adapter,
 )
 from plpkg.checkpoints import private_folder
+from plpkg.serving.service.places import folder_of
 from plpkg.untrusted import header_length
 from plpkg.validation import number, whole_number
 
@@ -73,7 +74,10 @@ class Store:
         number("timeout_s", timeout_s, 0, open_low=True)
         self.refresh_s = number("refresh_s", refresh_s, 0)
         self.max_versions = whole_number("max_versions", max_versions, 1)
-        if isinstance(location, str) and "://" in location:
+        if (folder := folder_of(location)) is not None:
+            # Its errors name the folder, obstore's do not; what is in it is its owner's alone.
+            location = LocalStore(private_folder(folder))
+        elif isinstance(location, str):
             retries = {"max_retries": 2, "retry_timeout": timedelta(seconds=3 * timeout_s)}
             client = {"timeout": timedelta(seconds=timeout_s)}
             client["allow_http"] = os.environ.get("AWS_ALLOW_HTTP", "false")  # obstore would forget it
@@ -81,9 +85,6 @@ class Store:
                 location = from_url(location, retry_config=retries, client_options=client)
             except BaseError as error:
                 raise ValueError(f"{location!r} is no store: {error}".split("\n")[0]) from None
-        if isinstance(location, str | Path):
-            # Its errors name the folder, obstore's do not; what is in it is its owner's alone.
-            location = LocalStore(private_folder(location))
         self._objects = location
         self._current: dict[str, tuple[str | None, float]] = {}
         self._writes: Counter[str] = Counter()  # by account: what was read before one is not what is current
@@ -216,7 +217,12 @@ class Store:
             file.chmod(0o600)
 
     def _file(self, path: str) -> Path | None:
-        return Path(self._objects.prefix or "/", path) if isinstance(self._objects, LocalStore) else None
+        return None if self.folder is None else self.folder / path
+
+    @property
+    def folder(self) -> Path | None:
+        """Where it is, if it is a directory."""
+        return Path(self._objects.prefix or "/") if isinstance(self._objects, LocalStore) else None
 
 
 async def _call(operation: Awaitable):

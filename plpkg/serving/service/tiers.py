@@ -21,6 +21,7 @@ import torch
 
 from plpkg.adapters import CONFIG, Adapter, AdapterLimits, InvalidAdapterError, validate_adapter
 from plpkg.checkpoints import private_folder
+from plpkg.serving.service.places import require_apart
 from plpkg.serving.service.scheduler import OverloadedError
 from plpkg.serving.service.store import NotFoundError, Store, StoreError
 from plpkg.validation import whole_number
@@ -99,6 +100,7 @@ class Tiers:
     def __init__(
         self, store: Store, model, *, limits=None, host_bytes=2**32, disk: Disk | None = None, downloads=8, failed_s=5.0
     ) -> None:
+        require_apart(getattr(store, "folder", None), disk and disk.folder)
         self.store, self.model, self.limits, self.disk, self.failed_s = store, model, limits, disk, failed_s
         self.host_bytes = whole_number("host_bytes", host_bytes, 1)
         self.host: OrderedDict[str, Adapter] = OrderedDict()

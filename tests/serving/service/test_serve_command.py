@@ -98,7 +98,9 @@ def refused(monkeypatch):
         ("--store s3://", "s3://"),
         ("--store nowhere://x", "nowhere://x"),
         ("--store FILE", "FILE"),
-        ("--store FOLDER --disk FOLDER", "is the store"),
+        ("--store FOLDER --disk FOLDER/../folder", "is the store"),
+        ("--store file://FOLDER --disk FOLDER/disk", "is the store, or in it"),
+        ("--disk FOLDER --adapter FOLDER/ann", "is the disk, or in it"),
         ("--adapter FOLDER --model folder", "the model's name"),
     ],
 )
@@ -110,6 +112,13 @@ def test_what_it_refuses(arguments, said, refused, tmp_path):
         for name, value in dict(FILE=file, FOLDER=folder, TAKEN=taken.getsockname()[1]).items():
             arguments, said = (text.replace(name, str(value)) for text in (arguments, said))
         assert said in refused(*arguments.split())
+    assert not [*folder.iterdir()]
+
+
+def test_it_refuses_a_temporary_folder_within_the_store(refused, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "store"))
+    assert "TMPDIR" in refused("--store", str(tmp_path))
+    assert not [*tmp_path.iterdir()]
 
 
 def test_wrong_keys_are_refused_and_not_told(refused, tmp_path):

@@ -1,0 +1,81 @@
+"""Where a service keeps files: places that must not be one, and a temporary folder that goes with its process."""
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # on Windows: there, what killed processes leave stays
+    fcntl = None
+
+LOCK = "lock"
+"""Of a service's temporary folder, the file that it holds locked: who can lock it knows that its process has ended."""
+
+
+def folder_of(location: object) -> Path | None:
+    """The folder that a store's location names, by path or by URL ``file://…``; None if it names none."""
+    if not isinstance(location, str):
+        return location if isinstance(location, Path) else None
+    url = urlsplit(location)
+    if url.scheme != "file":
+        return None if "://" in location else Path(location)
+    if url.netloc not in ("", "localhost"):
+        raise ValueError(f"{location!r} is no folder of this machine: with its path it is file:///…")
+    return Path(url2pathname(url.path))
+
+
+def require_apart(store: Path | None, disk: Path | None, others: Mapping[str, Path] | None = None) -> None:
+    """Refuse places of which one is another or inside it, whatever their spelling.
+
+    Parameters
+    ----------
+    store, disk
+        Folders from which adapters are removed; None if there is none.
+    others
+        Places that must not be in one of those, by what they are. The reverse does no harm: a store in ``/tmp``, say.
+
+    Raises
+    ------
+    ValueError
+        With both places.
+    """
+    emptied = {name: place for name, place in (("disk", disk), ("store", store)) if place is not None}
+    for name, place in (emptied | dict(others or {})).items():
+        for other, outer in emptied.items():
+            if name != other and _inside(place.resolve(), outer.resolve()):
+                raise ValueError(
+                    f"{name}={str(place)!r} is the {other}, or in it ({other}={str(outer)!r}): "
+                    "what is removed from one would be gone from both"
+                )
+
+
+def _inside(place: Path, outer: Path) -> bool:
+    above = (place, *place.parents)
+    # Some file systems ignore case, and a folder may be mounted twice: the same inode is the same place.
+    return outer in above or (outer.exists() and any(each.exists() and each.samefile(outer) for each in above))
+
+
+@contextlib.contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """A temporary folder until the context ends; those that killed processes have left are removed first."""
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with contextlib.suppress(OSError), _locked(left / LOCK, "r+"):
+            shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=prefix) as folder, _locked(Path(folder, LOCK), "w"):
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def _locked(file: Path, mode: str) -> Iterator[None]:
+    """Hold a lock, which ends with the process that has it; OSError if another has it."""
+    with file.open(mode) as opened:
+        if fcntl:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        elif mode != "w":
+            raise OSError("this system has no such locks")
+        yield
