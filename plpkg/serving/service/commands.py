@@ -86,6 +86,7 @@ def serve(
             base = base.to("meta")  # its modules and configuration are read here, nothing else
         else:
             backend = replica(base, tokenizer, kept, disk, **options)
+        asyncio.run(swept(kept))
         for folder in adapter or []:
             asyncio.run(kept.put(LOCAL, folder.resolve().name, validate_adapter(folder, base, limits)))
         service = api.app(backend, kept, base, tokenizer, name=model, keys=keys, limits=limits)
@@ -94,6 +95,13 @@ def serve(
         config = uvicorn.Config(service, http="h11", log_level="warning", timeout_graceful_shutdown=5)
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn has ended well, and hands it on
             uvicorn.Server(config).run([listening])
+
+
+async def swept(store) -> None:
+    """Remove what killed uploads have left in a store, if it answers soon: each upload does so too, in its account."""
+    with contextlib.suppress(OSError):  # TimeoutError is one
+        async with asyncio.timeout(10):
+            await store.sweep()
 
 
 def loaded(model: str, dtype: str, device: str):

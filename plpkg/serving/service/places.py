@@ -1,6 +1,7 @@
 """Where a service keeps files: places that must not be one, and a temporary folder that goes with its process."""
 
 import contextlib
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,8 @@ try:
 except ModuleNotFoundError:  # on Windows: there, what killed processes leave stays
     fcntl = None
 
+VERSION = "*/" + "[0-9a-f]" * 64
+"""Within an account's folder, only what has a version's path: others may be there, which are nobody's to remove."""
 LOCK = "lock"
 """Of a service's temporary folder, the file that it holds locked: who can lock it knows that its process has ended."""
 
@@ -58,6 +61,17 @@ def _inside(place: Path, outer: Path) -> bool:
     above = (place, *place.parents)
     # Some file systems ignore case, and a folder may be mounted twice: the same inode is the same place.
     return outer in above or (outer.exists() and any(each.exists() and each.samefile(outer) for each in above))
+
+
+def prune(store: Path, account: str, staged: re.Pattern) -> None:
+    """Remove what writes that died have staged in a store, of one account or of ``*``, and folders that are empty."""
+    for pattern in (f"{account}/{VERSION}", f"{account}/*", account):
+        for folder in filter(Path.is_dir, store.glob(pattern)):
+            for file in folder.glob("*#*"):
+                if staged.fullmatch(file.name):
+                    file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # something is in it
+                folder.rmdir()
 
 
 @contextlib.contextmanager

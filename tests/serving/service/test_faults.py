@@ -17,7 +17,7 @@ import obstore
 import pytest
 
 from plpkg.adapters import CONFIG, WEIGHTS, AdapterLimits, InvalidAdapterError, validate_adapter
-from plpkg.serving.service.store import START_BYTES, NotFoundError, Store, StoreError
+from plpkg.serving.service.store import START_BYTES, UNFINISHED, NotFoundError, Store, StoreError
 from plpkg.serving.service.tiers import Disk, Tiers
 
 from preloaded import Process
@@ -290,6 +290,7 @@ def test_a_service_that_is_killed(service, stores, proxy, gate, base, writers, t
     old, new, slow, good = (writers[name] for name in ("scipy", "peft", "numpy", "torch"))
     for account, name, adapter in (("alice", "mine", old), ("dave", "slow", slow), ("dave", "good", good)):
         asyncio.run(stores[0].put(account, name, adapter))
+    direct, begun = stores[0]._objects, {f"alice/mine/{new.digest}/{UNFINISHED}"}
     writes = {"alice": f"{new.digest}/{WEIGHTS}", "bob": f"{new.digest}/{CONFIG}", "carol": "current"}
     proxy.faults = [Fault("PUT", f"{account}/mine/{text}", before=gate) for account, text in writes.items()]
     proxy.faults += [Fault("GET", f"slow/{slow.digest}/{WEIGHTS}", ranged=False, cut=90_000, after=gate)]
@@ -316,8 +317,10 @@ def test_a_service_that_is_killed(service, stores, proxy, gate, base, writers, t
     (half / WEIGHTS).write_bytes(slow.files[WEIGHTS])
     (half / f"{CONFIG}.partial").write_bytes(b"{")
     proxy.sent.clear()
+    whole = {each["path"] for account in ("alice", "dave") for each in obstore.list(direct, prefix=account).collect()}
     with service() as (process, clients):
         assert not half.exists()
+        assert {each["path"] for each in obstore.list(direct).collect()} == whole - begun
         for account, expected in (("alice", {"mine": old.digest}), ("bob", {}), ("carol", {})):
             listed = clients[account].get(f"/v1/accounts/{account}/adapters").json()["data"]
             assert {each["id"]: each["version"] for each in listed} == expected
