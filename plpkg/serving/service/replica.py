@@ -142,6 +142,8 @@ class Replica:
     def _emptied(self, path: str) -> bool:
         if gone := path not in self.tiers.leases and self.scheduler.forget(path):  # or who waits would load it again
             self._empty(path)
+            account, _, digest = path.split("/")
+            self.engine.forget(digest, account)
         return gone
 
     def _empty(self, path: str) -> None:

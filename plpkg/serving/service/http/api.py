@@ -192,8 +192,11 @@ def app(backend, store: Store, model, tokenizer, *, name: str, keys: Keys | None
 
     @api.delete("/v1/accounts/{account}/adapters/{adapter}")
     async def delete(call: Call, account: str, adapter: str) -> dict:
-        await store.delete(_theirs(call, account), _named(adapter))
-        await backend.drop(f"{account}/{adapter}")
+        place = _theirs(call, account), _named(adapter)
+        try:
+            await store.delete(*place)
+        finally:  # also where it was deleted by a process that died before this
+            await backend.drop("/".join(place))
         return {"id": adapter, "deleted": True}
 
     @api.get("/metrics", response_class=PlainTextResponse)
