@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -47,11 +48,10 @@ def serve(
     from plpkg.adapters import validate_adapter
 
     try:
-        import uvicorn
-
         from plpkg.serving.service import Store
         from plpkg.serving.service.http import api
         from plpkg.serving.service.http.accounts import LOCAL, Keys
+        from plpkg.serving.service.http.listener import Server
         from plpkg.serving.service.places import folder_of, require_apart, temporary_folder
 
         if replicas > 1:
@@ -74,8 +74,7 @@ def serve(
         raise ValueError(f"an adapter must not have the model's name, got {', '.join(taken)}")
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(socket.create_server((host, int(port))))
-        stopped = signal.signal(signal.SIGTERM, signal.default_int_handler)  # or the context would not end
-        stack.callback(signal.signal, signal.SIGTERM, stopped)
+        stack.enter_context(ended_by_signals())
         scratch = stack.enter_context(temporary_folder("plpkg-adapters-"))
         location, disk = store or str(scratch / "store"), disk or scratch / "disk"
         base, tokenizer = loaded(model, dtype, device)
@@ -91,10 +90,33 @@ def serve(
             asyncio.run(kept.put(LOCAL, folder.resolve().name, validate_adapter(folder, base, limits)))
         service = api.app(backend, kept, base, tokenizer, name=model, keys=keys, limits=limits)
         typer.echo(f"serving {model} on http://{host}:{listening.getsockname()[1]}")
-        # httptools, which uvicorn prefers, takes a head of any size from anybody
-        config = uvicorn.Config(service, http="h11", log_level="warning", timeout_graceful_shutdown=5)
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn has ended well, and hands it on
-            uvicorn.Server(config).run([listening])
+            Server(service).run([listening])
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Within it, SIGTERM, SIGINT and SIGHUP raise a KeyboardInterrupt, once: the cleaning up is not interrupted.
+
+    Under ``nohup``, SIGHUP stays ignored.
+    """
+    hangup = getattr(signal, "SIGHUP", signal.SIGTERM)  # Windows has none
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, hangup)}
+
+    def end(*_) -> None:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    if before[hangup] is not signal.SIG_IGN:  # uvicorn, while it runs, takes the other two only
+        signal.signal(hangup, lambda *_: signal.raise_signal(signal.SIGTERM))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 async def swept(store) -> None:

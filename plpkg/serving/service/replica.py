@@ -184,5 +184,5 @@ class Replica:
         if self._loop:
             self._loop.cancel()
             await asyncio.gather(self._loop, return_exceptions=True)
-        self._thread.shutdown()  # after the step, if it is in one
+        await asyncio.to_thread(self._thread.shutdown)  # after the step, if it is in one
         self.engine.close()

@@ -76,7 +76,8 @@ class Replicas:
         return [gauges for each in replicas for gauges in each]
 
     async def close(self) -> None:
-        """Nothing: with :func:`replicated`'s context the replicas end."""
+        """End all requests with an error; with :func:`replicated`'s context the processes end."""
+        await self._handle.broadcast("call", "close").results_async()
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import http.client
 import http.server
 import json
 import os
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -337,3 +338,28 @@ def test_a_service_that_is_killed(service, stores, proxy, gate, base, writers, t
     kept = [*disk.glob("*/*/*")]
     assert len(kept) == 5
     assert all(validate_adapter(each, base[0]).digest == each.name for each in kept)
+
+
+def test_a_store_that_hangs(service, stores, proxy, gate, writers):
+    """What is in memory is served on; who waits for the rest is told at the end."""
+    for name in ("torch", "numpy"):
+        asyncio.run(stores[0].put("dave", name, writers[name]))
+    with service() as (process, clients), ThreadPoolExecutor(1) as pool:
+
+        def served():
+            answer = complete(clients["dave"], "torch")
+            assert answer.status_code == 200, answer.text
+            return answer.json()["choices"][0]["text"]
+
+        text = served()
+        proxy.faults = [Fault(method, "", before=gate) for method in ("GET", "PUT", "POST", "DELETE", "HEAD")]
+        wait_until(lambda: served() == text and gate.passed)  # it has been asked which version is current
+        assert served() == text
+        before = len(gate.passed)
+        absent = pool.submit(complete, clients["dave"], "numpy")
+        wait_until(lambda: len(gate.passed) > before)
+        process.send_signal(signal.SIGTERM)
+        assert (answer := absent.result()).status_code == 503, answer.text
+        assert answer.json()["error"]["message"] == "the service is ending"
+        assert process.wait() == 0
+        assert "Traceback" not in process.stdout.read()
