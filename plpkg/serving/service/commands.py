@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import gc
 import os
 import signal
 import socket
@@ -34,6 +35,9 @@ def serve(
     replicas: Annotated[int, Option(min=1, help="Processes that have the model; more than one by Ray Serve.")] = 1,
     slots: Annotated[int, Option(help="Adapters in use at a time, in each.")] = 16,
     batch: Annotated[int, Option(help="Requests that run at a time, in each.")] = 32,
+    shared_mib: Annotated[
+        int, Option(min=0, help="MiB of keys and values that are kept for prompts that begin alike, in each.")
+    ] = 1024,
     limits: Annotated[
         str | None, Option(help="Of adapters: workers_ai_launch, workers_ai_today; else what is safe.")
     ] = None,
@@ -78,7 +82,7 @@ def serve(
         scratch = stack.enter_context(temporary_folder("plpkg-adapters-"))
         location, disk = store or str(scratch / "store"), disk or scratch / "disk"
         base, tokenizer = loaded(model, dtype, device)
-        kept, options = Store(location), dict(limits=limits, slots=slots, batch=batch)
+        kept, options = Store(location), dict(limits=limits, slots=slots, batch=batch, shared_bytes=2**20 * shared_mib)
         if replicas > 1:
             build = functools.partial(replica_of, model, dtype, device, location, disk, **options)
             backend = stack.enter_context(replicated(build, replicas, ongoing=2 * batch))
@@ -92,6 +96,7 @@ def serve(
         typer.echo(f"serving {model} on http://{host}:{listening.getsockname()[1]}")
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn has ended well, and hands it on
             Server(service).run([listening])
+    gc.freeze()  # or Python, as it ends, would look through all of torch for a second or more
 
 
 @contextlib.contextmanager
@@ -137,13 +142,13 @@ def loaded(model: str, dtype: str, device: str):
     return load_backbone(model, dtype=name if name == "auto" else getattr(torch, name), device=device)
 
 
-def replica(base, tokenizer, store, disk, *, limits, slots: int, batch: int):
+def replica(base, tokenizer, store, disk, *, limits, slots: int, batch: int, shared_bytes: int):
     """A replica of a model."""
     from plpkg.serving import Engine
     from plpkg.serving.service import Replica, Scheduler, Tiers
     from plpkg.serving.service.tiers import Disk
 
-    engine = Engine(base, tokenizer, max_batch=batch, max_step_tokens=max(512, batch))
+    engine = Engine(base, tokenizer, max_batch=batch, max_step_tokens=max(512, batch), shared_bytes=shared_bytes)
     scheduler = Scheduler(slots, batch, max_queued_each=256 if os.environ.get("PLPKG_KEYS") else None)
     return Replica(engine, Tiers(store, base, limits=limits, disk=Disk(disk)), scheduler)
 
