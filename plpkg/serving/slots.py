@@ -105,7 +105,7 @@ class Pool:
     def clear(self, kept: set[str]) -> None:
         """Empty the slots of adapters that nobody uses, but for those to keep, by digest."""
         for slot, digest in enumerate(self.digests):
-            if digest not in kept | {None} and digest not in self.users:
+            if digest is not None and digest not in kept and digest not in self.users:
                 self._erase(slot)
 
     @torch.inference_mode()

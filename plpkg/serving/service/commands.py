@@ -41,7 +41,9 @@ def serve(
     limits: Annotated[
         str | None, Option(help="Of adapters: workers_ai_launch, workers_ai_today; else what is safe.")
     ] = None,
-    disk: Annotated[Path | None, Option(help="A folder for downloads; else they go with the service.")] = None,
+    disk: Annotated[
+        str | None, Option(metavar="DIR", help="A folder for downloads; else they go with the service.")
+    ] = None,
     dtype: Annotated[str, Option(help="Of the weights: fp16, bf16, fp32, or auto: the checkpoint's own.")] = "fp32",
     device: Annotated[str, Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
@@ -71,7 +73,9 @@ def serve(
         raise ValueError(f"listen must be HOST:PORT, got {listen!r}")
     read = {"model": Path(model)} if Path(model).is_dir() else {}
     read |= {f"adapter {each.name}": each for each in adapter or []} | {"TMPDIR": Path(tempfile.gettempdir())}
-    require_apart(folder_of(store), disk, read)
+    if (downloads := folder_of(disk)) is None and disk:
+        raise ValueError(f"disk must be a folder, got {disk!r}")
+    require_apart(folder_of(store), downloads, read)
     if replicas > 1 and (store or "").startswith("memory:"):
         raise ValueError(f"store={store!r} is each process's own: several replicas need one that all reach")
     if taken := [str(each) for each in adapter or [] if each.resolve().name == model]:
@@ -80,15 +84,15 @@ def serve(
         listening = stack.enter_context(socket.create_server((host, int(port))))
         stack.enter_context(ended_by_signals())
         scratch = stack.enter_context(temporary_folder("plpkg-adapters-"))
-        location, disk = store or str(scratch / "store"), disk or scratch / "disk"
+        location, downloads = store or str(scratch / "store"), downloads or scratch / "disk"
         base, tokenizer = loaded(model, dtype, device)
         kept, options = Store(location), dict(limits=limits, slots=slots, batch=batch, shared_bytes=2**20 * shared_mib)
         if replicas > 1:
-            build = functools.partial(replica_of, model, dtype, device, location, disk, **options)
+            build = functools.partial(replica_of, model, dtype, device, location, downloads, **options)
             backend = stack.enter_context(replicated(build, replicas, ongoing=2 * batch))
             base = base.to("meta")  # its modules and configuration are read here, nothing else
         else:
-            backend = replica(base, tokenizer, kept, disk, **options)
+            backend = replica(base, tokenizer, kept, downloads, **options)
         asyncio.run(swept(kept))
         for folder in adapter or []:
             asyncio.run(kept.put(LOCAL, folder.resolve().name, validate_adapter(folder, base, limits)))

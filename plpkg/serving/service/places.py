@@ -22,7 +22,7 @@ LOCK = "lock"
 
 def folder_of(location: object) -> Path | None:
     """The folder that a store's location names, by path or by URL ``file://…``; None if it names none."""
-    if not isinstance(location, str):
+    if not isinstance(location, str) or not location:
         return location if isinstance(location, Path) else None
     url = urlsplit(location)
     if url.scheme != "file":
