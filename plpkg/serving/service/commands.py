@@ -90,6 +90,7 @@ def serve(
         if replicas > 1:
             build = functools.partial(replica_of, model, dtype, device, location, downloads, **options)
             backend = stack.enter_context(replicated(build, replicas, ongoing=2 * batch))
+            stack.enter_context(ended_by_signals())  # Ray has taken SIGTERM
             base = base.to("meta")  # its modules and configuration are read here, nothing else
         else:
             backend = replica(base, tokenizer, kept, downloads, **options)
