@@ -58,7 +58,7 @@ def serve(
         from plpkg.serving.service.http import api
         from plpkg.serving.service.http.accounts import LOCAL, Keys
         from plpkg.serving.service.http.listener import Server
-        from plpkg.serving.service.places import folder_of, require_apart, temporary_folder
+        from plpkg.serving.service.places import folder_of, require_apart, temporary_folder, temporary_folders
 
         if replicas > 1:
             from plpkg.serving.service.replicas import replicated
@@ -75,7 +75,8 @@ def serve(
     read |= {f"adapter {each.name}": each for each in adapter or []} | {"TMPDIR": Path(tempfile.gettempdir())}
     if (downloads := folder_of(disk)) is None and disk:
         raise ValueError(f"disk must be a folder, got {disk!r}")
-    require_apart(folder_of(store), downloads, read)
+    left = {f"temporary folder {each.name}": each for each in temporary_folders()}
+    require_apart({"disk": downloads, "store": folder_of(store)} | left, read)
     if replicas > 1 and (store or "").startswith("memory:"):
         raise ValueError(f"store={store!r} is each process's own: several replicas need one that all reach")
     if taken := [str(each) for each in adapter or [] if each.resolve().name == model]:
@@ -83,7 +84,7 @@ def serve(
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(socket.create_server((host, int(port))))
         stack.enter_context(ended_by_signals())
-        scratch = stack.enter_context(temporary_folder("plpkg-adapters-"))
+        scratch = stack.enter_context(temporary_folder())
         location, downloads = store or str(scratch / "store"), downloads or scratch / "disk"
         base, tokenizer = loaded(model, dtype, device)
         kept, options = Store(location), dict(limits=limits, slots=slots, batch=batch, shared_bytes=2**20 * shared_mib)

@@ -16,8 +16,8 @@ except ModuleNotFoundError:  # on Windows: there, what killed processes leave st
 
 VERSION = "*/" + "[0-9a-f]" * 64
 """Within an account's folder, only what has a version's path: others may be there, which are nobody's to remove."""
-LOCK = "lock"
-"""Of a service's temporary folder, the file that it holds locked: who can lock it knows that its process has ended."""
+PREFIX, LOCK = "plpkg-adapters-", "lock"
+"""Of a service's temporary folder, and the file in it that it holds locked: who can lock it knows that it has ended."""
 
 
 def folder_of(location: object) -> Path | None:
@@ -32,24 +32,24 @@ def folder_of(location: object) -> Path | None:
     return Path(url2pathname(url.path))
 
 
-def require_apart(store: Path | None, disk: Path | None, others: Mapping[str, Path] | None = None) -> None:
+def require_apart(emptied: Mapping[str, Path | None], others: Mapping[str, Path] | None = None) -> None:
     """Refuse places of which one is another or inside it, whatever their spelling.
 
     Parameters
     ----------
-    store, disk
-        Folders from which adapters are removed; None if there is none.
+    emptied
+        Folders from which adapters are removed, by what they are; None where there is none.
     others
-        Places that must not be in one of those, by what they are. The reverse does no harm: a store in ``/tmp``, say.
+        Places that must not be in one of those. The reverse does no harm: a store in ``/tmp``, say.
 
     Raises
     ------
     ValueError
         With both places.
     """
-    emptied = {name: place for name, place in (("disk", disk), ("store", store)) if place is not None}
-    for name, place in (emptied | dict(others or {})).items():
-        for other, outer in emptied.items():
+    folders = {name: place for name, place in emptied.items() if place is not None}
+    for name, place in (dict(others or {}) | folders).items():
+        for other, outer in folders.items():
             if name != other and _inside(place.resolve(), outer.resolve()):
                 raise ValueError(
                     f"{name}={str(place)!r} is the {other}, or in it ({other}={str(outer)!r}): "
@@ -74,13 +74,18 @@ def prune(store: Path, account: str, staged: re.Pattern) -> None:
                 folder.rmdir()
 
 
+def temporary_folders() -> list[Path]:
+    """Those of all services on this machine, and what killed ones have left."""
+    return [*Path(tempfile.gettempdir()).glob(f"{PREFIX}*")]
+
+
 @contextlib.contextmanager
-def temporary_folder(prefix: str) -> Iterator[Path]:
+def temporary_folder() -> Iterator[Path]:
     """A temporary folder until the context ends; those that killed processes have left are removed first."""
-    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+    for left in temporary_folders():
         with contextlib.suppress(OSError), _locked(left / LOCK, "r+"):
             shutil.rmtree(left)
-    with tempfile.TemporaryDirectory(prefix=prefix) as folder, _locked(Path(folder, LOCK), "w"):
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as folder, _locked(Path(folder, LOCK), "w"):
         yield Path(folder)
 
 

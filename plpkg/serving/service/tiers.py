@@ -101,7 +101,7 @@ class Tiers:
     def __init__(
         self, store: Store, model, *, limits=None, host_bytes=2**32, disk: Disk | None = None, downloads=8, failed_s=5.0
     ) -> None:
-        require_apart(getattr(store, "folder", None), disk and disk.folder)
+        require_apart({"disk": disk and disk.folder, "store": getattr(store, "folder", None)})
         self.store, self.model, self.limits, self.disk, self.failed_s = store, model, limits, disk, failed_s
         self.host_bytes = whole_number("host_bytes", host_bytes, 1)
         self.host: OrderedDict[str, Adapter] = OrderedDict()

@@ -5,7 +5,7 @@ import tempfile
 
 import pytest
 
-from plpkg.serving.service.places import LOCK, folder_of, require_apart, temporary_folder
+from plpkg.serving.service.places import LOCK, PREFIX, folder_of, require_apart, temporary_folder, temporary_folders
 from plpkg.serving.service.store import Store
 from plpkg.serving.service.tiers import Disk, Tiers
 
@@ -42,10 +42,15 @@ SAME = [
 @pytest.mark.parametrize(("inner", "outer"), SAME)
 def test_one_place_under_two_names(inner, outer, folders):
     place, above = (folder_of(name.replace("HERE", str(folders))) for name in (inner, outer))
-    for places in ((place, above), (above, place), (None, above, {"TMPDIR": place}), (above, None, {"x": place})):
+    for emptied, *others in (
+        [{"disk": place, "store": above}],
+        [{"store": place, "disk": above}],
+        [{"disk": None, "store": above}, {"TMPDIR": place}],
+    ):
         with pytest.raises(ValueError, match="what is removed from one would be gone from both"):
-            require_apart(*places)
-    require_apart(place, folders / "other", {"TMPDIR": folders})  # a store in the temporary folder is no harm
+            require_apart(emptied, *others)
+    # A store in the temporary folder does no harm.
+    require_apart({"store": place, "disk": folders / "other"}, {"TMPDIR": folders})
     assert sorted(os.listdir(folders)) == ["a b", "link", "other"]
 
 
@@ -54,13 +59,13 @@ def test_one_place_by_its_inode(folders, monkeypatch):
     monkeypatch.setattr("pathlib.Path.samefile", lambda self, other: str(self).lower() == str(other).lower())
     monkeypatch.setattr("pathlib.Path.exists", lambda self: True)
     with pytest.raises(ValueError, match="is the store, or in it"):
-        require_apart(folders / "other", folders / "OTHER/inner")
+        require_apart({"store": folders / "other", "disk": folders / "OTHER/inner"})
 
 
 @pytest.mark.parametrize("location", ["s3://bucket/a", "memory:///", object(), None])
 def test_a_store_that_is_no_folder(location, folders):
     assert folder_of(location) is None
-    require_apart(None, folders, {})
+    require_apart({"store": None, "disk": folders})
 
 
 def test_a_url_of_another_machine():
@@ -79,15 +84,15 @@ def test_a_temporary_folder_of_a_killed_process_is_removed_and_no_other(tmp_path
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     code = "import sys, tempfile, time; tempfile.tempdir = sys.argv[1]\n"
     code += "from plpkg.serving.service.places import temporary_folder\n"
-    code += "with temporary_folder('mine-') as folder: print(folder, flush=True); time.sleep(1000)"
-    (tmp_path / "mine-somebodys").mkdir()  # it has the name only
+    code += "with temporary_folder() as folder: print(folder, flush=True); time.sleep(1000)"
+    (tmp_path / f"{PREFIX}somebodys").mkdir()  # it has the name only
     with Process(code, str(tmp_path)) as process:
-        left = line_of(process.stdout, f"^({tmp_path}/mine-.*)$")[1]
-        with temporary_folder("mine-") as other:
+        left = line_of(process.stdout, f"^({tmp_path}/{PREFIX}.*)$")[1]
+        with temporary_folder() as other:
             assert os.path.exists(left)
             assert (other / LOCK).exists()
         process.kill()
         assert os.path.exists(left)
-        with temporary_folder("mine-"):
+        with temporary_folder():
             assert not os.path.exists(left)
-    assert [*tmp_path.glob("mine-*")] == [tmp_path / "mine-somebodys"]
+    assert temporary_folders() == [tmp_path / f"{PREFIX}somebodys"]

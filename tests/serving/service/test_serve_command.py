@@ -144,10 +144,14 @@ def test_what_it_refuses(arguments, said, refused, tmp_path):
     assert not [*folder.iterdir()]
 
 
-def test_it_refuses_a_temporary_folder_within_the_store(refused, tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "store"))
+def test_it_refuses_a_store_above_the_temporary_folder_or_in_what_a_killed_process_left(refused, tmp_path, monkeypatch):
+    left = tmp_path / "tmp/plpkg-adapters-left"
+    (left / "store").mkdir(parents=True)
+    (left / "lock").touch()
+    monkeypatch.setattr("tempfile.tempdir", str(left.parent))
     assert "TMPDIR" in refused("--store", str(tmp_path))
-    assert not [*tmp_path.iterdir()]
+    assert "temporary folder" in refused("--store", str(left / "store"))
+    assert (left / "store").exists()
 
 
 def test_wrong_keys_are_refused_and_not_told(refused, tmp_path):
