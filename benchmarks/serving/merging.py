@@ -51,7 +51,7 @@ def drift(dtype: torch.dtype) -> list[dict]:
 def when() -> list[dict]:
     model = load_backbone("plpkg-small")[0]
     model.generation_config.eos_token_id = None
-    adapter, engine = random_adapter(model, 0, RANK), Engine(model, shared_positions=0)
+    adapter, engine = random_adapter(model, 0, RANK), Engine(model, shared_bytes=0)
     engine.load("a", adapter)
     ids = torch.randint(1, 8192, (16,), generator=torch.Generator().manual_seed(0))
     rows = []

@@ -108,7 +108,7 @@ def main() -> None:
     model, twin = backbone(), backbone()
     adapters = [random_adapter(model, k, RANK) for k in range(REQUESTS)]
     wrapped = in_peft(twin, adapters)
-    engine = Engine(model, shared_positions=0)
+    engine = Engine(model, shared_bytes=0)
     for k, adapter in enumerate(adapters):
         engine.load(str(k), adapter)
     prompts = torch.randint(1, SHAPE["vocab"], (REQUESTS, PROMPT), generator=torch.Generator().manual_seed(0))

@@ -41,6 +41,11 @@ class KeyValues:
             stored[:, start:end] = t
         return [stored[:, :end] for stored in self.layers[layer]]
 
+    @property
+    def num_bytes(self) -> int:
+        """What is held, in all layers."""
+        return sum(t.nbytes for pair in self.layers.values() for t in pair)
+
     def copy(self, other: "KeyValues", positions: int) -> None:
         """Take over the first positions of another request."""
         for layer, pair in other.layers.items():

@@ -45,8 +45,8 @@ class Engine:
         The most requests that run at a time; others wait in order.
     max_step_tokens
         The most tokens of a step: longer prompts are read over several, while others go on writing.
-    shared_positions
-        Keys and values kept for prompts that begin alike, in positions.
+    shared_bytes
+        The most of keys and values that are kept for prompts that begin alike.
 
     Attributes
     ----------
@@ -64,7 +64,7 @@ class Engine:
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer=None, *, max_batch=32, max_step_tokens=512, shared_positions=2**16
+        self, model: PreTrainedModel, tokenizer=None, *, max_batch=32, max_step_tokens=512, shared_bytes=2**30
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.max_batch = whole_number("max_batch", max_batch, 1)
@@ -73,7 +73,7 @@ class Engine:
         self.finished: dict[int, str] = {}
         self.scored: dict[int, list[Scored]] = {}
         self._closed = False
-        self._prefixes = Prefixes(whole_number("shared_positions", shared_positions, 0))
+        self._prefixes = Prefixes(whole_number("shared_bytes", shared_bytes, 0))
         self._pools: dict[tuple, Pool] = {}
         self._waiting: deque[Running] = deque()
         self._running: list[Running] = []
@@ -134,8 +134,15 @@ class Engine:
         del self.adapters[name]
         self._drop_pools()
 
+    def forget(self, digest: str, account: str) -> None:
+        """Drop the keys and values that are kept of what an account has read with an adapter."""
+        self._prefixes.forget((digest, account))
+
     def _drop_pools(self) -> None:
         self._pools = {key: pool for key, pool in self._pools.items() if pool.users}
+        loaded = {each.digest for each in self.adapters.values()}
+        for pool in self._pools.values():
+            pool.clear(loaded)
 
     def _adapter(self, name: str) -> Adapter:
         if name not in self.adapters:

@@ -18,16 +18,12 @@ BLOCK = 16
 
 
 class Prefixes:
-    """Keys and values of the requests served last: ``capacity`` positions in all, those used longest ago go first."""
+    """Keys and values of the requests served last: ``capacity`` bytes in all, those used longest ago go first."""
 
     def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+        self.capacity, self.num_bytes = capacity, 0
         self._blocks: dict[bytes, KeyValues] = {}
-        self._kept: OrderedDict[KeyValues, list[bytes]] = OrderedDict()
-
-    def __len__(self) -> int:
-        """The positions that are kept."""
-        return sum(past.capacity for past in self._kept)
+        self._kept: OrderedDict[KeyValues, tuple[tuple[str, str], list[bytes]]] = OrderedDict()
 
     def find(self, owner: tuple[str, str], ids: Sequence[int]) -> tuple[KeyValues | None, int]:
         """The longest beginning of ``ids`` that is there and ends before the last token, and its tokens."""
@@ -42,12 +38,24 @@ class Prefixes:
 
     def keep(self, owner: tuple[str, str], ids: Sequence[int], past: KeyValues) -> None:
         """Offer what was computed of ``ids``; ``owner`` is the adapter's digest and the account."""
-        if past.capacity <= self.capacity and (keys := list(_keys(owner, ids))):
-            self._kept[past] = keys
+        if past.num_bytes <= self.capacity and (keys := list(_keys(owner, ids))):
+            self._kept[past] = owner, keys
             self._blocks |= dict.fromkeys(keys, past)
-        while len(self) > self.capacity:
-            oldest, _ = self._kept.popitem(last=False)
-            self._blocks = {key: past for key, past in self._blocks.items() if past is not oldest}
+            self.num_bytes += past.num_bytes
+        while self.num_bytes > self.capacity:
+            self._drop(next(iter(self._kept)))
+
+    def forget(self, owner: tuple[str, str]) -> None:
+        """Drop all that is one owner's."""
+        for past in [past for past, (whose, _) in self._kept.items() if whose == owner]:
+            self._drop(past)
+
+    def _drop(self, past: KeyValues) -> None:
+        _, keys = self._kept.pop(past)
+        self.num_bytes -= past.num_bytes
+        for key in keys:
+            if self._blocks.get(key) is past:  # a later one may have the same beginning
+                del self._blocks[key]
 
 
 def _keys(owner: tuple[str, str], ids: Sequence[int]) -> Iterator[bytes]:

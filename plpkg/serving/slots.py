@@ -102,6 +102,18 @@ class Pool:
         if not self.users[digest]:
             del self.users[digest]
 
+    def clear(self, kept: set[str]) -> None:
+        """Empty the slots of adapters that nobody uses, but for those to keep, by digest."""
+        for slot, digest in enumerate(self.digests):
+            if digest is not None and digest not in kept and digest not in self.users:
+                self._erase(slot)
+
+    @torch.inference_mode()
+    def _erase(self, slot: int) -> None:
+        self.digests[slot] = None
+        for stack in (stack for stacks in self.factors.values() for stack in stacks):
+            stack[slot].zero_()
+
     def close_gaps(self) -> None:
         """Move adapters so that those in use have the first slots."""
         used = [slot for slot, digest in enumerate(self.digests) if digest in self.users]
@@ -110,7 +122,8 @@ class Pool:
             self.digests[gap] = None  # until all of the other is there
             for stack in (stack for stacks in self.factors.values() for stack in stacks):
                 stack[gap].copy_(stack[last])
-            self.digests[gap], self.digests[last] = self.digests[last], None
+            self.digests[gap] = self.digests[last]
+            self._erase(last)  # no copy outlives the adapter
 
     def _grow(self, adapter: Adapter) -> int:
         """Twice as many slots; returns the first new one."""

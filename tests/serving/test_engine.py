@@ -28,6 +28,8 @@ from plpkg.serving.prefixes import BLOCK
 from rounding import sampling_error
 
 SLIDING = ("mistral", "phi3", "gemma2")
+POSITION = 2 * 2 * 16 * 8
+"""Bytes of one in the world's model: two layers, keys and values, 16 numbers of float64."""
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +91,7 @@ def test_a_mixed_batch_writes_what_each_writes_alone(family, tools):
 
 @pytest.mark.parametrize(("shared", "again"), [(1000, 5), (60, 5), (30, 37), (0, 37)])
 def test_what_is_shared_is_not_read_again(shared, again, world, make, tools):
-    engine, ids, read = make(shared_positions=shared), tools.texts(2 * BLOCK + 5)[0], []
+    engine, ids, read = make(shared_bytes=shared * POSITION), tools.texts(2 * BLOCK + 5)[0], []
     hook = world[0].get_input_embeddings().register_forward_hook(lambda _, args, out: read.append(args[0].numel()))
     first = engine.generate([Request(ids, "a", 4)])
     assert sum(read) == len(ids) + 3
@@ -97,7 +99,7 @@ def test_what_is_shared_is_not_read_again(shared, again, world, make, tools):
     assert engine.generate([Request(ids, "a", 4)]) == first == [tools.alone(world[1]["a"], ids, 4)]
     hook.remove()
     assert sum(read) == again + 3
-    assert len(engine._prefixes) <= shared
+    assert engine._prefixes.num_bytes == min(2, shared // (len(ids) + 4)) * (len(ids) + 4) * POSITION
 
 
 def test_what_is_unloaded_is_let_go(world, make, tools):
@@ -111,6 +113,26 @@ def test_what_is_unloaded_is_let_go(world, make, tools):
     del adapter, pool
     gc.collect()
     assert [reference() for reference in references] == [None, None]
+
+
+@pytest.mark.parametrize("names", ["cb", "bc"])
+def test_no_slot_keeps_what_is_unloaded(names, world, make):
+    """Nor a copy of what moved into a gap, though ``b``, of the same form, is in use: behind ``c``, or before it."""
+    engine, (going, stays) = make(), (world[2][name] for name in "cb")
+    identities = {name: engine.add(Request([1, 2], name, 2 if name == "c" else 9)) for name in names}
+    for _ in range(4):
+        engine.step()
+    assert identities["c"] in engine.finished
+    engine.unload("c")
+    (pool,) = engine._pools.values()
+    assert pool.users == {stays.digest: 1}
+    for name, (downs, ups, _) in pool.factors.items():
+        for each, copies in ((going, 0), (stays, 1)):
+            factors = each.factors[name]
+            assert (downs == factors.down).flatten(1).all(1).sum() == copies
+            assert (ups == factors.up).flatten(1).all(1).sum() == copies
+    for identity in identities.values():
+        engine.cancel(identity)
 
 
 def test_streams(world, make, tools):
@@ -397,10 +419,10 @@ ALONE: dict = {}
 @example([*BEGUN, *[("step",)] * 40, *[("cancel", k) for k in (0, 1, 1)], LONG], 8, 500)  # when it has ended
 @example([*BEGUN, *[each for module in MODULES for each in (("step",), ("break", module))]], 8, 500)
 @given(st.lists(ADD | STEP | CHANGE, max_size=25), st.sampled_from([3, 8, 64]), st.sampled_from([0, 40, 500]))
-def test_any_order_of_things(world, tools, actions, max_step_tokens, shared_positions):
+def test_any_order_of_things(world, tools, actions, max_step_tokens, shared):
     model, twins, adapters = world
     prompts = dict(zip(PROMPTS, tools.texts(*PROMPTS), strict=True))
-    engine = Engine(model, max_batch=3, max_step_tokens=max_step_tokens, shared_positions=shared_positions)
+    engine = Engine(model, max_batch=3, max_step_tokens=max_step_tokens, shared_bytes=shared * POSITION)
     versions, tokens, wanted, cancelled = {}, {}, {}, set()
 
     def step():

@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import functools
+import gc
 import os
 import signal
 import socket
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -33,10 +35,15 @@ def serve(
     replicas: Annotated[int, Option(min=1, help="Processes that have the model; more than one by Ray Serve.")] = 1,
     slots: Annotated[int, Option(help="Adapters in use at a time, in each.")] = 16,
     batch: Annotated[int, Option(help="Requests that run at a time, in each.")] = 32,
+    shared_mib: Annotated[
+        int, Option(min=0, help="MiB of keys and values that are kept for prompts that begin alike, in each.")
+    ] = 1024,
     limits: Annotated[
         str | None, Option(help="Of adapters: workers_ai_launch, workers_ai_today; else what is safe.")
     ] = None,
-    disk: Annotated[Path | None, Option(help="A folder for downloads; else they go with the service.")] = None,
+    disk: Annotated[
+        str | None, Option(metavar="DIR", help="A folder for downloads; else they go with the service.")
+    ] = None,
     dtype: Annotated[str, Option(help="Of the weights: fp16, bf16, fp32, or auto: the checkpoint's own.")] = "fp32",
     device: Annotated[str, Option(help="cpu or cuda.")] = "cpu",
     cors: Annotated[
@@ -51,11 +58,11 @@ def serve(
     from plpkg.adapters import validate_adapter
 
     try:
-        import uvicorn
-
         from plpkg.serving.service import Store
         from plpkg.serving.service.http import api
         from plpkg.serving.service.http.accounts import LOCAL, Keys
+        from plpkg.serving.service.http.listener import Server
+        from plpkg.serving.service.places import folder_of, require_apart, temporary_folder, temporary_folders
 
         if replicas > 1:
             from plpkg.serving.service.replicas import replicated
@@ -68,34 +75,70 @@ def serve(
         raise ValueError(f"without PLPKG_KEYS only {' or '.join(LOOPBACK)} may be listened on, got {listen!r}")
     if not port.isdecimal():
         raise ValueError(f"listen must be HOST:PORT, got {listen!r}")
-    if disk and store and Path(store).resolve() == disk.resolve():
-        raise ValueError(f"disk={str(disk)!r} is the store: what is downloaded is removed again, and would be of both")
+    read = {"model": Path(model)} if Path(model).is_dir() else {}
+    read |= {f"adapter {each.name}": each for each in adapter or []} | {"TMPDIR": Path(tempfile.gettempdir())}
+    if (downloads := folder_of(disk)) is None and disk:
+        raise ValueError(f"disk must be a folder, got {disk!r}")
+    left = {f"temporary folder {each.name}": each for each in temporary_folders()}
+    require_apart({"disk": downloads, "store": folder_of(store)} | left, read)
     if replicas > 1 and (store or "").startswith("memory:"):
         raise ValueError(f"store={store!r} is each process's own: several replicas need one that all reach")
     if taken := [str(each) for each in adapter or [] if each.resolve().name == model]:
         raise ValueError(f"an adapter must not have the model's name, got {', '.join(taken)}")
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(socket.create_server((host, int(port))))
-        stopped = signal.signal(signal.SIGTERM, signal.default_int_handler)  # or the context would not end
-        stack.callback(signal.signal, signal.SIGTERM, stopped)
-        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="plpkg-adapters-"))
-        location, disk = store or f"{scratch}/store", disk or f"{scratch}/disk"
+        stack.enter_context(ended_by_signals())
+        scratch = stack.enter_context(temporary_folder())
+        location, downloads = store or str(scratch / "store"), downloads or scratch / "disk"
         base, tokenizer = loaded(model, dtype, device)
-        kept, options = Store(location), dict(limits=limits, slots=slots, batch=batch)
+        kept, options = Store(location), dict(limits=limits, slots=slots, batch=batch, shared_bytes=2**20 * shared_mib)
         if replicas > 1:
-            build = functools.partial(replica_of, model, dtype, device, location, disk, **options)
+            build = functools.partial(replica_of, model, dtype, device, location, downloads, **options)
             backend = stack.enter_context(replicated(build, replicas, ongoing=2 * batch))
+            stack.enter_context(ended_by_signals())  # Ray has taken SIGTERM
             base = base.to("meta")  # its modules and configuration are read here, nothing else
         else:
-            backend = replica(base, tokenizer, kept, disk, **options)
+            backend = replica(base, tokenizer, kept, downloads, **options)
+        asyncio.run(swept(kept))
         for folder in adapter or []:
             asyncio.run(kept.put(LOCAL, folder.resolve().name, validate_adapter(folder, base, limits)))
         service = api.app(backend, kept, base, tokenizer, name=model, keys=keys, limits=limits, origins=cors or ())
         typer.echo(f"serving {model} on http://{host}:{listening.getsockname()[1]}")
-        # httptools, which uvicorn prefers, takes a head of any size from anybody
-        config = uvicorn.Config(service, http="h11", log_level="warning", timeout_graceful_shutdown=5)
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn has ended well, and hands it on
-            uvicorn.Server(config).run([listening])
+            Server(service).run([listening])
+    gc.freeze()  # or Python, as it ends, would look through all of torch for a second or more
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Within it, SIGTERM, SIGINT and SIGHUP raise a KeyboardInterrupt, once: the cleaning up is not interrupted.
+
+    Under ``nohup``, SIGHUP stays ignored.
+    """
+    hangup = getattr(signal, "SIGHUP", signal.SIGTERM)  # Windows has none
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, hangup)}
+
+    def end(*_) -> None:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    if before[hangup] is not signal.SIG_IGN:  # uvicorn, while it runs, takes the other two only
+        signal.signal(hangup, lambda *_: signal.raise_signal(signal.SIGTERM))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+async def swept(store) -> None:
+    """Remove what killed uploads have left in a store, if it answers soon: each upload does so too, in its account."""
+    with contextlib.suppress(OSError):  # TimeoutError is one
+        async with asyncio.timeout(10):
+            await store.sweep()
 
 
 def loaded(model: str, dtype: str, device: str):
@@ -109,13 +152,13 @@ def loaded(model: str, dtype: str, device: str):
     return load_backbone(model, dtype=name if name == "auto" else getattr(torch, name), device=device)
 
 
-def replica(base, tokenizer, store, disk, *, limits, slots: int, batch: int):
+def replica(base, tokenizer, store, disk, *, limits, slots: int, batch: int, shared_bytes: int):
     """A replica of a model."""
     from plpkg.serving import Engine
     from plpkg.serving.service import Replica, Scheduler, Tiers
     from plpkg.serving.service.tiers import Disk
 
-    engine = Engine(base, tokenizer, max_batch=batch, max_step_tokens=max(512, batch))
+    engine = Engine(base, tokenizer, max_batch=batch, max_step_tokens=max(512, batch), shared_bytes=shared_bytes)
     scheduler = Scheduler(slots, batch, max_queued_each=256 if os.environ.get("PLPKG_KEYS") else None)
     return Replica(engine, Tiers(store, base, limits=limits, disk=Disk(disk)), scheduler)
 

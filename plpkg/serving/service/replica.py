@@ -144,6 +144,8 @@ class Replica:
     def _emptied(self, path: str) -> bool:
         if gone := path not in self.tiers.leases and self.scheduler.forget(path):  # or who waits would load it again
             self._empty(path)
+            account, _, digest = path.split("/")
+            self.engine.forget(digest, account)
         return gone
 
     def _empty(self, path: str) -> None:
@@ -184,5 +186,5 @@ class Replica:
         if self._loop:
             self._loop.cancel()
             await asyncio.gather(self._loop, return_exceptions=True)
-        self._thread.shutdown()  # after the step, if it is in one
+        await asyncio.to_thread(self._thread.shutdown)  # after the step, if it is in one
         self.engine.close()

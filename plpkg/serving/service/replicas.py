@@ -76,7 +76,10 @@ class Replicas:
         return [gauges for each in replicas for gauges in each]
 
     async def close(self) -> None:
-        """Nothing: with :func:`replicated`'s context the replicas end."""
+        """End all requests with an error, where Ray still can; with :func:`replicated`'s context the processes end."""
+        with contextlib.suppress(RayError, TimeoutError):
+            async with asyncio.timeout(1):
+                await self._handle.broadcast("call", "close").results_async()
 
 
 @contextlib.contextmanager

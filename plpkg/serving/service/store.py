@@ -2,17 +2,17 @@
 
 ``ACCOUNT/NAME/SHA256/`` holds both files of a version, which is named by its content and never changes: the weights are
 written first, the configuration last. ``ACCOUNT/NAME/current`` names the version that the name alone means; the last
-upload wins. What a write leaves behind when its process dies is not visible: nothing points to it.
+upload wins. ``ACCOUNT/NAME/SHA256/unfinished`` is there from before the first of an upload's writes until after the
+last. A version that has it and is not current does not count: its upload has died, and the next one removes it.
 
-Left out: locks between processes. Two that upload under one account at once may pass its limit by one.
+Left out: locks between processes. Of two that upload under one account at once, one may have to try again.
 """
 
 import asyncio
 import contextlib
 import os
 import re
-import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Awaitable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -33,10 +33,16 @@ from plpkg.adapters import (
     read_adapter,
 )
 from plpkg.checkpoints import private_folder
+from plpkg.serving.service.known import Known
+from plpkg.serving.service.places import folder_of, prune
 from plpkg.untrusted import header_length
 from plpkg.validation import number, whole_number
 
 NAME, VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"), re.compile("[0-9a-f]{64}")
+UNFINISHED = "unfinished"
+OF_VERSION = re.compile(f"({NAME.pattern}/{NAME.pattern})/({VERSION.pattern})/[^/]+")
+STAGED = re.compile(rf"({re.escape(WEIGHTS)}|{re.escape(CONFIG)}|{UNFINISHED}|current)#\d+")
+"""How obstore names a file of ours while it writes it."""
 START_BYTES = 2**15
 """Read of the weights at first: the header of most."""
 
@@ -65,15 +71,21 @@ class Store:
         Of a request to the store at a URL, body included. obstore tries it three times, also where a body breaks off.
     refresh_s
         For how long it is known which version is current; what this object writes, it knows at once.
+    stale_s
+        For how long it is taken to be still that one, while the store does not answer. A change by another process
+        is seen after ``refresh_s`` if the store answers, and after ``stale_s`` at the latest.
     max_versions
         Of an account; Workers AI began with 30.
     """
 
-    def __init__(self, location, *, timeout_s: float = 30.0, refresh_s: float = 5.0, max_versions: int = 30) -> None:
+    def __init__(self, location, *, timeout_s=30.0, refresh_s=5.0, stale_s=300.0, max_versions=30) -> None:
         number("timeout_s", timeout_s, 0, open_low=True)
-        self.refresh_s = number("refresh_s", refresh_s, 0)
+        self._known = Known(refresh_s, stale_s)
         self.max_versions = whole_number("max_versions", max_versions, 1)
-        if isinstance(location, str) and "://" in location:
+        if (folder := folder_of(location)) is not None:
+            # Its errors name the folder, obstore's do not; what is in it is its owner's alone.
+            location = LocalStore(private_folder(folder))
+        elif isinstance(location, str):
             retries = {"max_retries": 2, "retry_timeout": timedelta(seconds=3 * timeout_s)}
             client = {"timeout": timedelta(seconds=timeout_s)}
             client["allow_http"] = os.environ.get("AWS_ALLOW_HTTP", "false")  # obstore would forget it
@@ -81,12 +93,7 @@ class Store:
                 location = from_url(location, retry_config=retries, client_options=client)
             except BaseError as error:
                 raise ValueError(f"{location!r} is no store: {error}".split("\n")[0]) from None
-        if isinstance(location, str | Path):
-            # Its errors name the folder, obstore's do not; what is in it is its owner's alone.
-            location = LocalStore(private_folder(location))
         self._objects = location
-        self._current: dict[str, tuple[str | None, float]] = {}
-        self._writes: Counter[str] = Counter()  # by account: what was read before one is not what is current
         self._writing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def put(self, account: str, name: str, adapter: Adapter) -> str:
@@ -102,48 +109,82 @@ class Store:
             The store does not answer; what was current still is.
         """
         place = _place(account, name)
+        mark = f"{place}/{adapter.digest}/{UNFINISHED}"
         async with self._writing[account]:
-            versions = await self.versions(account)
-            if adapter.digest not in versions.get(name, ()) and sum(map(len, versions.values())) >= self.max_versions:
+            versions = (await self.sweep(account)).get(account, {})
+            new = adapter.digest not in versions.get(name, ())
+            if new and sum(map(len, versions.values())) >= self.max_versions:
                 raise AccountFullError(
                     f"account {account!r} has {self.max_versions} versions of adapters, the most it may"
                 )
-            for file in (WEIGHTS, CONFIG):
-                path, content = f"{place}/{adapter.digest}/{file}", bytes(adapter.files[file])
-                with contextlib.suppress(AlreadyExistsError):  # of the same content, which its path says
-                    await _call(self._put(path, content, mode="create"))
+            try:
+                if new:
+                    await _call(self._put(mark, b""))
+                for file in (WEIGHTS, CONFIG):
+                    path, content = f"{place}/{adapter.digest}/{file}", bytes(adapter.files[file])
+                    with contextlib.suppress(AlreadyExistsError):  # of the same content, which its path says
+                        await _call(self._put(path, content, mode="create"))
+                if new:
+                    await _call(obstore.head_async(self._objects, mark))
+            except NotFoundError:
+                raise StoreError("another process has removed the upload, as one that had died") from None
             await _call(self._put(f"{place}/current", adapter.digest.encode()))
-            self._writes[account] += 1
-            self._current[place] = adapter.digest, time.monotonic() + self.refresh_s
+            self._known.change(place, adapter.digest)
+            if new:
+                with contextlib.suppress(StoreError):  # the next upload removes it
+                    await _call(obstore.delete_async(self._objects, mark))
         return adapter.digest
 
     async def current(self, account: str, name: str) -> str:
         """The version that a name means. NotFoundError if there is no such adapter."""
         place = _place(account, name)
-        version, until = self._current.get(place, (None, 0.0))
-        if time.monotonic() >= until:
-            writes = self._writes[account]
-            self._current = {key: each for key, each in self._current.items() if each[1] > time.monotonic()}
-            try:
-                version = (await self._range(f"{place}/current", 65))[1].decode("ascii", "replace")
-            except NotFoundError:
-                version = None
-            if version is not None and not VERSION.fullmatch(version):
-                raise StoreError(f"{place}/current names no version, but {version!r}")
-            if writes == self._writes[account]:
-                self._current[place] = version, time.monotonic() + self.refresh_s
-        if version is None:
+        if (version := await self._known.get(place, lambda: self._named(place))) is None:
             raise NotFoundError(f"account {account!r} has no adapter {name!r}")
+        return version
+
+    async def _named(self, place: str) -> str | None:
+        try:
+            version = (await self._range(f"{place}/current", 65))[1].decode("ascii", "replace")
+        except NotFoundError:
+            return None
+        if not VERSION.fullmatch(version):
+            raise StoreError(f"{place}/current names no version, but {version!r}")
         return version
 
     async def versions(self, account: str) -> Mapping[str, list[str]]:
         """All versions that an account has, by name, the oldest first."""
-        listing = obstore.list(self._objects, prefix=_place(account)).collect_async()
-        found: dict[str, list[str]] = {}
-        for each in sorted(await _call(listing), key=lambda each: each["last_modified"]):
-            *_, name, version, file = f"//{each['path']}".split("/")
-            if file == CONFIG and VERSION.fullmatch(version):
-                found.setdefault(name, []).append(version)
+        return (await self._listed(_place(account)))[0].get(account, {})
+
+    async def _listed(self, account: str | None) -> tuple[dict[str, dict[str, list[str]]], list[str]]:
+        """The versions that count, by account and name, and the objects of those that do not."""
+        objects = await _call(obstore.list(self._objects, prefix=account).collect_async())
+        paths = [each["path"] for each in sorted(objects, key=lambda each: each["last_modified"])]
+        files: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+        for path in paths:
+            if match := OF_VERSION.fullmatch(path):
+                files[match.groups()].append(path)
+        there, found, left = {*paths}, {}, []
+        for (place, version), theirs in files.items():
+            mark = f"{place}/{version}/{UNFINISHED}"
+            whole = {f"{place}/{version}/{CONFIG}", f"{place}/current"} <= there
+            if not whole or (mark in there and await self._named(place) != version):
+                left += theirs
+                continue
+            account, name = place.split("/")
+            found.setdefault(account, {}).setdefault(name, []).append(version)
+            left += {mark} & there
+        return found, left
+
+    async def sweep(self, account: str | None = None) -> Mapping[str, Mapping[str, list[str]]]:
+        """Remove what uploads and deletions that died have left, of one account or of all; the versions there are.
+
+        No upload may be under way.
+        """
+        found, left = await self._listed(account)
+        if left:
+            await _call(obstore.delete_async(self._objects, left))
+        if self.folder:
+            await asyncio.to_thread(prune, self.folder, account or "*", STAGED)
         return found
 
     async def delete(self, account: str, name: str) -> None:
@@ -156,8 +197,9 @@ class Store:
             current = {f"{place}/current"} & paths  # it goes first, and what a dead write left goes without it
             for some in filter(None, (current, paths - current)):
                 await _call(obstore.delete_async(self._objects, sorted(some)))
-                self._writes[account] += 1
-                self._current[place] = None, time.monotonic() + self.refresh_s
+                self._known.change(place, None)
+            if self.folder:
+                await asyncio.to_thread(prune, self.folder, account, STAGED)
 
     async def fetch(self, path: str, model: torch.nn.Module, limits: str | AdapterLimits | None = None) -> Adapter:
         """Download a version, ``ACCOUNT/NAME/SHA256``, that fits a model.
@@ -216,7 +258,12 @@ class Store:
             file.chmod(0o600)
 
     def _file(self, path: str) -> Path | None:
-        return Path(self._objects.prefix or "/", path) if isinstance(self._objects, LocalStore) else None
+        return None if self.folder is None else self.folder / path
+
+    @property
+    def folder(self) -> Path | None:
+        """Where it is, if it is a directory."""
+        return Path(self._objects.prefix or "/") if isinstance(self._objects, LocalStore) else None
 
 
 async def _call(operation: Awaitable):

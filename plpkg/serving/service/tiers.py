@@ -3,7 +3,7 @@
 A version's path is its key in every tier, account included: were equal adapters of two accounts kept once, the time of
 an answer would tell one of them what the other has. Who needs an adapter leases it, and what is leased stays. However
 many wait for one, it is downloaded once, and given up when nobody waits any more. What failed is not tried again for
-some seconds, and fails nobody else.
+some seconds, and fails nobody else. What is on disk does not wait for downloads, which a store may leave hanging.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 
 from plpkg.adapters import CONFIG, Adapter, AdapterLimits, InvalidAdapterError, validate_adapter
-from plpkg.checkpoints import private_folder
+from plpkg.checkpoints import PARTIAL, private_folder
+from plpkg.serving.service.places import VERSION, require_apart
 from plpkg.serving.service.scheduler import OverloadedError
 from plpkg.serving.service.store import NotFoundError, Store, StoreError
 from plpkg.validation import whole_number
 
-ON_DISK = "*/*/" + "[0-9a-f]" * 64
-"""Of a folder only what has a version's path: it may hold more, which is nobody's to remove."""
+ON_DISK = f"*/{VERSION}"
 
 
 class Disk:
@@ -40,7 +40,7 @@ class Disk:
         self._changing = threading.Lock()  # a write that has begun is dropped when it is done
         private_folder(self.folder)
         for version in self.folder.glob(ON_DISK):
-            if not (version / CONFIG).exists():
+            if not (version / CONFIG).exists() or [*version.glob(f"*{PARTIAL}")]:
                 shutil.rmtree(version, ignore_errors=True)
 
     def read(self, path: str, model: torch.nn.Module, limits: AdapterLimits | None) -> Adapter | None:
@@ -54,9 +54,11 @@ class Disk:
         shutil.rmtree(folder, ignore_errors=True)
         return None
 
-    def write(self, path: str, adapter: Adapter) -> None:
-        """Keep an adapter, and remove as many others as that takes; a full disk is no error."""
+    def write(self, path: str, adapter: Adapter, wanted: Callable[[], bool] = lambda: True) -> None:
+        """Keep an adapter, if it still is wanted, and remove as many others as that takes; a full disk is no error."""
         with self._changing, contextlib.suppress(OSError):
+            if not wanted():  # it was dropped before this thread's turn
+                return
             sizes = {each: sum(file.stat().st_size for file in each.iterdir()) for each in self.folder.glob(ON_DISK)}
             total = sum(sizes.values()) + adapter.num_bytes
             for oldest in sorted(sizes, key=lambda each: each.stat().st_mtime):
@@ -99,6 +101,7 @@ class Tiers:
     def __init__(
         self, store: Store, model, *, limits=None, host_bytes=2**32, disk: Disk | None = None, downloads=8, failed_s=5.0
     ) -> None:
+        require_apart({"disk": disk and disk.folder, "store": getattr(store, "folder", None)})
         self.store, self.model, self.limits, self.disk, self.failed_s = store, model, limits, disk, failed_s
         self.host_bytes = whole_number("host_bytes", host_bytes, 1)
         self.host: OrderedDict[str, Adapter] = OrderedDict()
@@ -150,13 +153,16 @@ class Tiers:
             raise
 
     async def _bring(self, path: str) -> Adapter:
+        flight = asyncio.current_task()
         try:
-            async with self._downloads:
-                adapter = await asyncio.to_thread(self.disk.read, path, self.model, self.limits) if self.disk else None
-                if adapter is None:
+            adapter = await asyncio.to_thread(self.disk.read, path, self.model, self.limits) if self.disk else None
+            if adapter is None:
+                async with self._downloads:
                     adapter = await self.store.fetch(path, self.model, self.limits)
                     if self.disk:
-                        await asyncio.to_thread(self.disk.write, path, adapter)
+                        await asyncio.to_thread(
+                            self.disk.write, path, adapter, lambda: self._flights.get(path) is flight
+                        )
             if self._trim(adapter.num_bytes) > self.host_bytes:
                 raise OverloadedError(f"adapters in use fill the {self.host_bytes:,} bytes of memory for them", 1)
             self.host[path] = adapter
@@ -168,7 +174,7 @@ class Tiers:
             error.__traceback__ = None  # its frames hold what was downloaded
             raise
         finally:
-            if self._flights.get(path) is asyncio.current_task():
+            if self._flights.get(path) is flight:
                 del self._flights[path]
 
     def _trim(self, more: int) -> int:

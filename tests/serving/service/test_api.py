@@ -463,6 +463,17 @@ async def test_an_error_that_nobody_foresaw_is_json_without_its_words(base, tmp_
     assert (answer.status_code, answer.json()["error"]["message"]) == (500, "an error of the service: OSError")
 
 
+def test_a_deletion_that_died_before_the_tiers_were_told(service, writers):
+    """Once more, it is no longer in the store, and no longer in memory."""
+    service.upload("dead", writers["scipy"]).raise_for_status()
+    service.complete("dead").raise_for_status()
+    path = f"local/dead/{writers['scipy'].digest}"
+    assert path in service.replica.tiers.host
+    asyncio.run(Store(service.replica.tiers.store.folder).delete("local", "dead"))
+    assert service.client.delete("/v1/accounts/local/adapters/dead").status_code == 404
+    assert path not in service.replica.tiers.host
+
+
 def test_a_body_is_refused_before_it_is_read(service):
     def answer(*headers, path="/v1/completions"):
         with socket.create_connection(("127.0.0.1", httpx.URL(service.url).port), timeout=20) as connection:

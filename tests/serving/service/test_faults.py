@@ -7,6 +7,7 @@ import http.client
 import http.server
 import json
 import os
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import obstore
 import pytest
 
 from plpkg.adapters import CONFIG, WEIGHTS, AdapterLimits, InvalidAdapterError, validate_adapter
-from plpkg.serving.service.store import START_BYTES, NotFoundError, Store, StoreError
+from plpkg.serving.service.store import START_BYTES, UNFINISHED, NotFoundError, Store, StoreError
 from plpkg.serving.service.tiers import Disk, Tiers
 
 from preloaded import Process
@@ -290,6 +291,7 @@ def test_a_service_that_is_killed(service, stores, proxy, gate, base, writers, t
     old, new, slow, good = (writers[name] for name in ("scipy", "peft", "numpy", "torch"))
     for account, name, adapter in (("alice", "mine", old), ("dave", "slow", slow), ("dave", "good", good)):
         asyncio.run(stores[0].put(account, name, adapter))
+    direct, begun = stores[0]._objects, {f"alice/mine/{new.digest}/{UNFINISHED}"}
     writes = {"alice": f"{new.digest}/{WEIGHTS}", "bob": f"{new.digest}/{CONFIG}", "carol": "current"}
     proxy.faults = [Fault("PUT", f"{account}/mine/{text}", before=gate) for account, text in writes.items()]
     proxy.faults += [Fault("GET", f"slow/{slow.digest}/{WEIGHTS}", ranged=False, cut=90_000, after=gate)]
@@ -316,8 +318,10 @@ def test_a_service_that_is_killed(service, stores, proxy, gate, base, writers, t
     (half / WEIGHTS).write_bytes(slow.files[WEIGHTS])
     (half / f"{CONFIG}.partial").write_bytes(b"{")
     proxy.sent.clear()
+    whole = {each["path"] for account in ("alice", "dave") for each in obstore.list(direct, prefix=account).collect()}
     with service() as (process, clients):
         assert not half.exists()
+        assert {each["path"] for each in obstore.list(direct).collect()} == whole - begun
         for account, expected in (("alice", {"mine": old.digest}), ("bob", {}), ("carol", {})):
             listed = clients[account].get(f"/v1/accounts/{account}/adapters").json()["data"]
             assert {each["id"]: each["version"] for each in listed} == expected
@@ -334,3 +338,28 @@ def test_a_service_that_is_killed(service, stores, proxy, gate, base, writers, t
     kept = [*disk.glob("*/*/*")]
     assert len(kept) == 5
     assert all(validate_adapter(each, base[0]).digest == each.name for each in kept)
+
+
+def test_a_store_that_hangs(service, stores, proxy, gate, writers):
+    """What is in memory is served on; who waits for the rest is told at the end."""
+    for name in ("torch", "numpy"):
+        asyncio.run(stores[0].put("dave", name, writers[name]))
+    with service() as (process, clients), ThreadPoolExecutor(1) as pool:
+
+        def served():
+            answer = complete(clients["dave"], "torch")
+            assert answer.status_code == 200, answer.text
+            return answer.json()["choices"][0]["text"]
+
+        text = served()
+        proxy.faults = [Fault(method, "", before=gate) for method in ("GET", "PUT", "POST", "DELETE", "HEAD")]
+        wait_until(lambda: served() == text and gate.passed)  # it has been asked which version is current
+        assert served() == text
+        before = len(gate.passed)
+        absent = pool.submit(complete, clients["dave"], "numpy")
+        wait_until(lambda: len(gate.passed) > before)
+        process.send_signal(signal.SIGTERM)
+        assert (answer := absent.result()).status_code == 503, answer.text
+        assert answer.json()["error"]["message"] == "the service is ending"
+        assert process.wait() == 0
+        assert "Traceback" not in process.stdout.read()

@@ -125,6 +125,19 @@ async def loaded(replica, level):
     return sum(value for key, value in gauges.items() if key[:2] == ("lora_adapter_loaded", level))
 
 
+async def test_a_dropped_adapter_leaves_nothing_of_what_was_read_with_it(serving, world):
+    async with serving() as (replica, _, paths):
+        request = Request([*range(20)], max_new_tokens=30, account="alice")
+        streams = [replica.stream(paths[name], request) for name in ("a", "b")]
+        for stream in streams:
+            await anext(stream)
+        await replica.drop("alice/a")
+        for stream in streams:  # who uses it keeps it to the end
+            assert len([each async for each in stream]) == 29
+        kept = replica.engine._prefixes._kept
+        await until(lambda: [owner for owner, _ in kept.values()] == [(world[1]["b"].digest, "alice")])
+
+
 @pytest.mark.parametrize("how", ["cancelled", "closed"])
 async def test_who_leaves_while_it_runs_is_out_of_the_next_steps(how, serving):
     """In every other state it leaves nothing either: :class:`Service`."""

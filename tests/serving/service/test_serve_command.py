@@ -1,6 +1,7 @@
 """``plpkg serve``: what it refuses before it listens, what it says when it does, and that it leaves nothing behind."""
 
 import contextlib
+import json
 import signal
 import socket
 
@@ -47,21 +48,48 @@ def test_it_serves_a_folders_adapter_and_ends_on_sigterm(tmp_path):
         assert process.stdout.read() == ""
 
 
-def test_with_keys_it_ends_on_sigint_in_the_middle_of_a_stream(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_it_in_the_middle_of_streams(number, tmp_path):
+    """Who is being answered is told; a second signal does not interrupt what is cleaned up."""
     (tmp_path / "keys").write_text(KEYS)
+    (tmp_path / "keys").chmod(0o600)
     store = tmp_path / "store"
     with serving(tmp_path, "--store", str(store), keys=str(tmp_path / "keys")) as (process, url, temporary):
-        assert httpx.get(f"{url}/v1/models").status_code == 401
+        assert httpx.get(f"{url}/v1/models", timeout=PATIENCE_S).status_code == 401
         headers = {"Authorization": f"Bearer {KEYS.split()[1]}"}
-        body = dict(model="plpkg-small", prompt="import", max_tokens=1000, stream=True)
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=PATIENCE_S) as response:
-            lines = response.iter_lines()
-            assert next(lines).startswith("data: ")
-            process.send_signal(signal.SIGINT)
-            with contextlib.suppress(httpx.RemoteProtocolError):
-                for _ in lines:
-                    pass
-        assert process.wait() == 0  # uvicorn gives the stream some seconds first
+        body = dict(model="plpkg-small", prompt=["import", "def"], max_tokens=1000, stream=True)
+        options = dict(json=body, headers=headers, timeout=PATIENCE_S)
+        with contextlib.ExitStack() as stack:
+            answers = [stack.enter_context(httpx.stream("POST", f"{url}/v1/completions", **options)) for _ in range(3)]
+            lines = [answer.iter_lines() for answer in answers]
+            assert all(next(each).startswith("data: ") for each in lines)
+            process.send_signal(number)
+            for each in lines:
+                *_, error, end = filter(None, each)
+                assert "the service was closed" in json.loads(error.removeprefix("data: "))["error"]["message"]
+                assert end == "data: [DONE]"
+            for each in (signal.SIGTERM, signal.SIGHUP):
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(each)
+        assert process.wait() == 0
+        assert process.stdout.read() == ""
+        assert not [*temporary.glob("plpkg*")]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_it_while_it_starts(number, tmp_path):
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    code = "import sys, tempfile; tempfile.tempdir = sys.argv.pop(1)\n"
+    code += "from plpkg.serving.service import commands\n"
+    code += "commands.loaded = lambda *_: print('loading', flush=True) or __import__('time').sleep(1000)\n"
+    code += "from plpkg.cli import app; app()"
+    with Process(code, str(temporary), "serve", "--listen", "127.0.0.1:0") as process:
+        line_of(process.stdout, "^loading$")
+        assert [*temporary.glob("plpkg*")]
+        process.send_signal(number)
+        assert process.wait() == 130
+        assert "Traceback" not in process.stdout.read()
         assert not [*temporary.glob("plpkg*")]
 
 
@@ -98,7 +126,10 @@ def refused(monkeypatch):
         ("--store s3://", "s3://"),
         ("--store nowhere://x", "nowhere://x"),
         ("--store FILE", "FILE"),
-        ("--store FOLDER --disk FOLDER", "is the store"),
+        ("--store FOLDER --disk FOLDER/../folder", "is the store"),
+        ("--store FOLDER --disk file://FOLDER/disk", "is the store, or in it"),
+        ("--disk s3://bucket/disk", "disk must be a folder"),
+        ("--disk FOLDER --adapter FOLDER/ann", "is the disk, or in it"),
         ("--adapter FOLDER --model folder", "the model's name"),
     ],
 )
@@ -110,6 +141,17 @@ def test_what_it_refuses(arguments, said, refused, tmp_path):
         for name, value in dict(FILE=file, FOLDER=folder, TAKEN=taken.getsockname()[1]).items():
             arguments, said = (text.replace(name, str(value)) for text in (arguments, said))
         assert said in refused(*arguments.split())
+    assert not [*folder.iterdir()]
+
+
+def test_it_refuses_a_store_above_the_temporary_folder_or_in_what_a_killed_process_left(refused, tmp_path, monkeypatch):
+    left = tmp_path / "tmp/plpkg-adapters-left"
+    (left / "store").mkdir(parents=True)
+    (left / "lock").touch()
+    monkeypatch.setattr("tempfile.tempdir", str(left.parent))
+    assert "TMPDIR" in refused("--store", str(tmp_path))
+    assert "temporary folder" in refused("--store", str(left / "store"))
+    assert (left / "store").exists()
 
 
 def test_wrong_keys_are_refused_and_not_told(refused, tmp_path):

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from plpkg.adapters import CONFIG, WEIGHTS, AdapterLimits, InvalidAdapterError
 from plpkg.backbones import load_backbone
-from plpkg.serving.service import store as module
-from plpkg.serving.service.store import AccountFullError, NotFoundError, Store, StoreError
+from plpkg.serving.service import known as module
+from plpkg.serving.service.store import UNFINISHED, AccountFullError, NotFoundError, Store, StoreError
 
 
 @pytest.fixture(params=["s3", "directory", "memory"])
@@ -62,45 +62,97 @@ async def test_the_last_upload_wins_and_the_others_stay(location, base, writers)
         assert (await store.fetch(f"alice/mine/{digest}", base[0])).digest == digest
 
 
-@pytest.mark.parametrize("step", [0, 1, 2])
+WRITES = [UNFINISHED, WEIGHTS, CONFIG, "current"]
+
+
+@pytest.mark.parametrize("step", range(5))
 @pytest.mark.parametrize("replaced", [True, False])
 async def test_a_put_that_dies(step, replaced, location, base, writers, monkeypatch):
-    """The order of the writes is part of it: weights, configuration, current. Then it is put again, or deleted."""
-    put, store, old, new = obstore.put_async, Store(location, max_versions=2), writers["numpy"], writers["torch"]
-    for account in ("alice", "bob"):
-        written = []
+    """Between any two writes, whose order is part of it. The next upload or start removes what is left."""
+    put, old, new, other = obstore.put_async, *(writers[name] for name in ("numpy", "torch", "scipy"))
+    for account in ("alice", "bob", "carol"):
+        store, written = Store(location, max_versions=2), []
+        if replaced:
+            await store.put(account, "mine", old)
 
         async def dying(objects, path, *arguments, written=written, **options):
             if len(written) == step:
-                raise OSError("power cut")
+                raise KeyboardInterrupt
             written.append(path.rpartition("/")[2])
             return await put(objects, path, *arguments, **options)
 
-        if replaced:
-            await store.put(account, "mine", old)
         with monkeypatch.context() as patch:
             patch.setattr(obstore, "put_async", dying)
-            with pytest.raises(StoreError, match="power cut"):
+            patch.setattr(obstore, "delete_async", dying)  # of the mark, the last of all
+            with pytest.raises(KeyboardInterrupt):
                 await store.put(account, "mine", new)
-        assert written == [WEIGHTS, CONFIG, "current"][:step]
-    for each in (store, Store(location)):
-        if replaced:
-            assert await each.current("alice", "mine") == old.digest
-        else:
-            with pytest.raises(NotFoundError):
-                await each.current("alice", "mine")
-        visible = [old.digest] * replaced + [new.digest] * (step == 2)
+        assert written == WRITES[:step]
+    visible = [old.digest] * replaced + [new.digest] * (step == 4)
+    for each in (store, store := Store(location, max_versions=2)):
         assert sorted((await each.versions("alice")).get("mine", [])) == sorted(visible)
-    if step < 2:
-        with pytest.raises(NotFoundError):
-            await store.fetch(f"alice/mine/{new.digest}", base[0])
-    again = Store(location, max_versions=2)
-    assert await again.put("alice", "mine", new) == await again.current("alice", "mine")
-    assert (await again.fetch(f"alice/mine/{new.digest}", base[0])).files == new.files
-    if step or replaced:  # or it would count against the account for ever
+        with contextlib.nullcontext() if visible else pytest.raises(NotFoundError):
+            assert await Store(location).current("alice", "mine") == visible[-1]
+    if len(visible) < 2:  # what does not count leaves room
+        await store.put("alice", "other", other)
+    else:
+        with pytest.raises(AccountFullError):
+            await store.put("alice", "other", other)
+    if replaced or step == 4:
         await store.delete("bob", "mine")
-    assert not obstore.list(store._objects, prefix="bob").collect()
-    await Store(location, max_versions=1).put("bob", "other", old)
+    await store.sweep()
+    kept = {"alice": {"mine": {*visible}} if visible else {}, "carol": {"mine": {*visible}} if visible else {}}
+    if len(visible) < 2:
+        kept["alice"]["other"] = {other.digest}
+    names = ((account, *pair) for account, theirs in kept.items() for pair in theirs.items())
+    expected = {
+        f"{account}/{name}/{file}"
+        for account, name, digests in names
+        for file in ("current", *(f"{digest}/{part}" for digest in digests for part in (CONFIG, WEIGHTS)))
+    }
+    assert {each["path"] for each in obstore.list(store._objects).collect()} == expected
+    assert await store.put("carol", "mine", new) == await Store(location).current("carol", "mine")
+    assert (await store.fetch(f"carol/mine/{new.digest}", base[0])).files == new.files
+
+
+async def test_an_upload_that_another_process_takes_for_dead(location, base, writers, monkeypatch):
+    store, put = Store(location), obstore.put_async
+    await store.put("alice", "mine", writers["numpy"])
+
+    async def late(objects, path, *arguments, **options):
+        result = await put(objects, path, *arguments, **options)
+        if path.endswith(CONFIG):
+            await Store(location).sweep()
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(obstore, "put_async", late)
+        with pytest.raises(StoreError, match="another process has removed"):
+            await store.put("alice", "mine", writers["torch"])
+    assert await Store(location).current("alice", "mine") == writers["numpy"].digest
+    assert await store.put("alice", "mine", writers["torch"]) == writers["torch"].digest
+
+
+async def test_a_directory_keeps_neither_what_was_staged_nor_empty_folders(tmp_path, writers):
+    """obstore writes a file under another name first, and lists no such names."""
+    store, digest = Store(tmp_path), writers["numpy"].digest
+    for name in ("dead", "staged", "mine"):
+        await store.put("alice", name, writers["numpy"])
+        (tmp_path / f"alice/{name}/current#1").write_text(digest)
+        (tmp_path / f"alice/{name}/{digest}/{WEIGHTS}#12").write_bytes(b"half")
+    (tmp_path / "alice/dead/current").unlink()
+    foreign = tmp_path / "letters/to/ann#1"
+    for folder in (tmp_path / f"carol/first/{'0' * 64}", foreign.parent):
+        folder.mkdir(parents=True)
+    foreign.write_text("Dear")
+    await store.delete("alice", "staged")
+    assert not (tmp_path / "alice/staged").exists()
+    await store.put("alice", "mine", writers["numpy"])
+    assert sorted(each.name for each in tmp_path.glob("alice/**/*")) == sorted(
+        ["mine", "current", digest, CONFIG, WEIGHTS]
+    )
+    await store.delete("alice", "mine")
+    await Store(tmp_path).sweep()
+    assert [*tmp_path.rglob("*")] == [tmp_path / "letters", foreign.parent, foreign]
 
 
 async def test_an_account_has_a_limit(location, writers):
@@ -156,7 +208,7 @@ async def test_what_is_current_is_asked_again_after_a_while(location, writers, m
 async def test_what_was_read_before_a_write_is_not_current(then, tmp_path, writers, monkeypatch):
     store, gate, has_read = Store(tmp_path), asyncio.Event(), asyncio.Event()
     await store.put("local", "mine", writers["numpy"])
-    store._current.clear()  # as after refresh_s
+    store._known._said.clear()  # as after refresh_s
     read = store._range
 
     async def held(*arguments):
@@ -218,7 +270,7 @@ def test_plain_peft_loads_what_a_directory_holds(tmp_path, writers):
     assert len(stored) == 2 * len(writers["numpy"].factors)
 
 
-@pytest.mark.parametrize("changes", [dict(timeout_s=0), dict(refresh_s=-1), dict(max_versions=0)])
+@pytest.mark.parametrize("changes", [dict(timeout_s=0), dict(refresh_s=-1), dict(stale_s=-1), dict(max_versions=0)])
 def test_settings_out_of_range(changes, tmp_path):
     with pytest.raises(ValueError, match=f"{next(iter(changes))} must be"):
         Store(tmp_path, **changes)

@@ -194,6 +194,44 @@ async def test_drop_while_it_is_written_to_the_disk(tmp_path, shelf, make, monke
     assert not tiers.host
 
 
+async def test_drop_before_the_write_to_the_disk_begins(tmp_path, shelf, make, monkeypatch):
+    """Its thread may come to the disk after the drop has."""
+    (path, *_), disk = shelf.adapters, Disk(tmp_path)
+    tiers, write, dropped, done = make(disk=disk), disk.write, threading.Event(), threading.Event()
+    called = threading.Event()
+
+    def late(*arguments):
+        called.set()
+        dropped.wait(PATIENCE_S)
+        write(*arguments)
+        done.set()
+
+    monkeypatch.setattr(disk, "write", late)
+    (waiting,) = begin(tiers, path, 1)
+    await until(called.is_set)
+    await tiers.drop("alice/a")
+    dropped.set()
+    await until(done.is_set)
+    assert not [*tmp_path.glob("alice/a/*")]
+    with pytest.raises(NotFoundError, match="deleted while it was fetched"):
+        await waiting
+
+
+async def test_what_is_on_disk_does_not_wait_for_a_store_that_hangs(tmp_path, shelf, make):
+    a, b, *others = shelf.adapters
+    for path in (a, b):
+        await take(make(disk=Disk(tmp_path)), path)
+    tiers = make(disk=Disk(tmp_path), downloads=2)
+    shelf.open.clear()
+    hanging = [asyncio.create_task(take(tiers, each)) for each in others]
+    await until(lambda: len(shelf.fetched) == 4)
+    for path in (a, b):
+        assert (await take(tiers, path)).files == shelf.adapters[path].files
+    assert not any(each.done() for each in hanging)
+    shelf.open.set()
+    await asyncio.gather(*hanging)
+
+
 async def test_the_disk_survives_a_restart_and_rotten_files_are_fetched_again(tmp_path, shelf, make):
     paths = _, b, c, d = [*shelf.adapters][:4]
 

@@ -260,8 +260,12 @@ def app(
 
     @api.delete("/v1/accounts/{account}/adapters/{adapter}")
     async def delete(call: Call, account: str, adapter: str) -> dict:
-        await store.delete(_theirs(call, account), stored_name(adapter))
-        await backend.drop(f"{account}/{adapter}")
+        place = _theirs(call, account), stored_name(adapter)
+        try:
+            await store.delete(*place)
+        finally:  # also where it was deleted by a process that died before this
+            names.deleted(*place)
+            await backend.drop("/".join(place))
         return {"id": adapter, "deleted": True}
 
     @api.get("/metrics", response_class=PlainTextResponse)

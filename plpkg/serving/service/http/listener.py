@@ -1,9 +1,65 @@
 """The service in a thread, beside what asks it: a notebook, a test. ``plpkg serve`` is a process of its own."""
 
+import asyncio
 import threading
 import time
 
 import uvicorn
+
+from plpkg.serving.service.http.answers import error_response
+
+GRACE_S = 1
+"""For how long answers under way go on when the service is to end; then they end with an error."""
+
+
+class Server(uvicorn.Server):
+    """Uvicorn's server, which ends in about two seconds: what has not ended within :data:`GRACE_S` is told why.
+
+    Left to itself it would break the connections off, and close the application only then.
+    """
+
+    def __init__(self, application, **options) -> None:
+        # httptools, which uvicorn prefers, takes a head of any size from anybody
+        super().__init__(
+            uvicorn.Config(
+                _answering(application),
+                http="h11",
+                log_level="warning",
+                timeout_graceful_shutdown=GRACE_S + 0.5,
+                **options,
+            )
+        )
+
+    async def shutdown(self, sockets=None) -> None:
+        """As uvicorn's; the application, and with it the requests, is closed when the grace is over."""
+
+        async def close() -> None:
+            await asyncio.sleep(GRACE_S)
+            await self.lifespan.shutdown()
+
+        closing = asyncio.create_task(close())
+        await super().shutdown(sockets)
+        closing.cancel()
+
+
+def _answering(application):
+    """An application whose calls are answered also when the server cancels them: what still waits for a store, say."""
+
+    async def call(scope, receive, send) -> None:
+        begun = scope["type"] != "http"
+
+        async def noticed(message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await application(scope, receive, noticed)
+        except asyncio.CancelledError:
+            if not begun:
+                await error_response(503, "the service is ending")(scope, receive, send)
+
+    return call
 
 
 class Listener:
@@ -21,8 +77,7 @@ class Listener:
     """
 
     def __init__(self, application) -> None:
-        config = uvicorn.Config(application, port=0, http="h11", log_level="warning", timeout_graceful_shutdown=1)
-        self._server = uvicorn.Server(config)
+        self._server = Server(application, port=0)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()
         while not self._server.started:
@@ -38,6 +93,6 @@ class Listener:
         self.close()
 
     def close(self) -> None:
-        """End the service, and the requests that are under way a second later."""
+        """End the service; requests that are under way have a second to end."""
         self._server.should_exit = True
         self._thread.join()

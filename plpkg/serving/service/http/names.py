@@ -62,6 +62,12 @@ class Names:
         """Drop a loaded name; whether it was one."""
         return self._named.pop((account, name), None) is not None
 
+    def deleted(self, account: str, adapter: str) -> None:
+        """Drop the names that were loaded for an adapter which the store has no more."""
+        for name, meant in self.loaded(account).items():
+            if meant.partition("@")[0] == adapter:
+                self.forget(account, name)
+
     def require_possible(self, name: str) -> None:
         """Raise ValueError if no adapter can have this name."""
         if name == self._base or not NAME.fullmatch(name):

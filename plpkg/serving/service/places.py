@@ -1,0 +1,100 @@
+"""Where a service keeps files: places that must not be one, and a temporary folder that goes with its process."""
+
+import contextlib
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # on Windows: there, what killed processes leave stays
+    fcntl = None
+
+VERSION = "*/" + "[0-9a-f]" * 64
+"""Within an account's folder, only what has a version's path: others may be there, which are nobody's to remove."""
+PREFIX, LOCK = "plpkg-adapters-", "lock"
+"""Of a service's temporary folder, and the file in it that it holds locked: who can lock it knows that it has ended."""
+
+
+def folder_of(location: object) -> Path | None:
+    """The folder that a store's location names, by path or by URL ``file://…``; None if it names none."""
+    if not isinstance(location, str) or not location:
+        return location if isinstance(location, Path) else None
+    url = urlsplit(location)
+    if url.scheme != "file":
+        return None if "://" in location else Path(location)
+    if url.netloc not in ("", "localhost"):
+        raise ValueError(f"{location!r} is no folder of this machine: with its path it is file:///…")
+    return Path(url2pathname(url.path))
+
+
+def require_apart(emptied: Mapping[str, Path | None], others: Mapping[str, Path] | None = None) -> None:
+    """Refuse places of which one is another or inside it, whatever their spelling.
+
+    Parameters
+    ----------
+    emptied
+        Folders from which adapters are removed, by what they are; None where there is none.
+    others
+        Places that must not be in one of those. The reverse does no harm: a store in ``/tmp``, say.
+
+    Raises
+    ------
+    ValueError
+        With both places.
+    """
+    folders = {name: place for name, place in emptied.items() if place is not None}
+    for name, place in (dict(others or {}) | folders).items():
+        for other, outer in folders.items():
+            if name != other and _inside(place.resolve(), outer.resolve()):
+                raise ValueError(
+                    f"{name}={str(place)!r} is the {other}, or in it ({other}={str(outer)!r}): "
+                    "what is removed from one would be gone from both"
+                )
+
+
+def _inside(place: Path, outer: Path) -> bool:
+    above = (place, *place.parents)
+    # Some file systems ignore case, and a folder may be mounted twice: the same inode is the same place.
+    return outer in above or (outer.exists() and any(each.exists() and each.samefile(outer) for each in above))
+
+
+def prune(store: Path, account: str, staged: re.Pattern) -> None:
+    """Remove what writes that died have staged in a store, of one account or of ``*``, and folders that are empty."""
+    for pattern in (f"{account}/{VERSION}", f"{account}/*", account):
+        for folder in filter(Path.is_dir, store.glob(pattern)):
+            for file in folder.glob("*#*"):
+                if staged.fullmatch(file.name):
+                    file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # something is in it
+                folder.rmdir()
+
+
+def temporary_folders() -> list[Path]:
+    """Those of all services on this machine, and what killed ones have left."""
+    return [*Path(tempfile.gettempdir()).glob(f"{PREFIX}*")]
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A temporary folder until the context ends; those that killed processes have left are removed first."""
+    for left in temporary_folders():
+        with contextlib.suppress(OSError), _locked(left / LOCK, "r+"):
+            shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as folder, _locked(Path(folder, LOCK), "w"):
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def _locked(file: Path, mode: str) -> Iterator[None]:
+    """Hold a lock, which ends with the process that has it; OSError if another has it."""
+    with file.open(mode) as opened:
+        if fcntl:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        elif mode != "w":
+            raise OSError("this system has no such locks")
+        yield
