@@ -147,7 +147,9 @@ def test_accounts_see_nothing_of_each_other(service, adapters):
     listed = client.get("/v1/models", headers=bob).json()["data"]
     assert [each["id"] for each in listed] == ["base", "mine"]
     assert [each["id"] for each in client.get("/v1/accounts/bob/adapters", headers=bob).json()["data"]] == ["mine"]
+    assert told("POST", "/v1/load_lora_adapter", json=dict(lora_name="also-mine", lora_path="mine"))[0] == 200
     assert client.delete("/v1/accounts/bob/adapters/mine", headers=bob).status_code == 200
+    assert [each["id"] for each in client.get("/v1/models", headers=bob).json()["data"]] == ["base"]
     for key in (ALICE, ALICES_OTHER):  # both of hers, and nothing of it has gone
         listed = client.get("/v1/accounts/alice/adapters", headers=header(key)).json()["data"]
         assert sorted(each["id"] for each in listed) == ["hers", "mine"]
