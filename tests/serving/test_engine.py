@@ -19,8 +19,8 @@ from transformers import (
 
 from plpkg.adapters import Adapter, Factors, InvalidAdapterError
 from plpkg.backbones import FAMILIES, load_backbone
+from plpkg.decoding import longest_text
 from plpkg.residual import PrivateLoraConfig, convert_to_lora, matrices
-from plpkg.serving import engine as engines
 from plpkg.serving.engine import Engine, Request
 from plpkg.serving.prefixes import BLOCK
 
@@ -309,7 +309,7 @@ def test_texts_are_as_long_as_rotary_tables_stay_the_same(kind, rope, limit):
     sizes = dict(hidden_size=64, num_attention_heads=4, max_position_embeddings=64, pad_token_id=0)
     sizes |= dict(original_max_position_embeddings=16) if kind == "phi3" else {}
     config = AutoConfig.for_model(kind, **sizes, rope_parameters=rope | dict(rope_theta=1e4))
-    assert engines._positions(config) == limit
+    assert longest_text(config) == limit
 
 
 @pytest.mark.parametrize(("name", "error"), [("", ValueError), (3, ValueError), ("x", InvalidAdapterError)])
