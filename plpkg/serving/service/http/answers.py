@@ -116,7 +116,8 @@ class Completion:
         written: dict[int, Piece] = {}
         async for index, piece in pieces:
             text, _, scored, _ = written.get(index, Piece("", None, [], 0))
-            written[index] = piece._replace(text=text + piece.text, scored=scored + piece.scored)
+            scored += piece.scored  # in place: a prompt's may be many
+            written[index] = piece._replace(text=text + piece.text, scored=scored)
             self._new_tokens += piece.tokens
         return await self._made(self._response, written)
 
