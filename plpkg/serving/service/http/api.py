@@ -31,13 +31,14 @@ from plpkg.serving.service.http.answers import (
     texts,
 )
 from plpkg.serving.service.http.door import Door
+from plpkg.serving.service.http.intake import MAX_HELD, TOKEN_BYTES, Intake, Parsed
 from plpkg.serving.service.http.metrics import Metrics
 from plpkg.serving.service.store import NAME, VERSION, NotFoundError, Store, StoreError
 from plpkg.validation import one_of
 
 COMPLETION_TOKENS, CHAT_TOKENS = 16, 256
 """Written at most where a request does not say."""
-ERRORS = {status: {"description": "An error as OpenAI writes it."} for status in (*STATUS.values(), 401, 403, 411, 413)}
+ERRORS = {status: {"description": "An error as OpenAI writes it."} for status in (*STATUS.values(), 401, 403, 411, 413, 415, 507)}
 EVENTS = {200: {"content": {Events.media_type: {}}}}
 UPLOAD = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": {
     "type": "object", "required": [CONFIG, WEIGHTS],
@@ -79,7 +80,10 @@ def app(backend, store: Store, model, tokenizer, *, name: str, keys: Keys | None
         await backend.close()
 
     api = FastAPI(title="plpkg", lifespan=lifespan, docs_url=None, redoc_url=None, responses=ERRORS)
-    api.add_middleware(Door, keys=keys, max_upload=limits.max_bytes + MAX_CONFIG_BYTES + 2**14)
+    api.router.route_class = Parsed
+    max_upload = limits.max_bytes + MAX_CONFIG_BYTES + 2**14
+    api.add_middleware(Intake, most=max_upload + MAX_HELD)
+    api.add_middleware(Door, keys=keys, max_upload=max_upload)
     for kind in STATUS:
         api.add_exception_handler(kind, refusal)
     api.add_exception_handler(HTTPException, _http_error)
@@ -119,6 +123,7 @@ def app(backend, store: Store, model, tokenizer, *, name: str, keys: Keys | None
         requests = [
             Request(ids, max_new_tokens=most or max(1, min(usual, positions - len(ids))), **settings) for ids in prompts
         ]
+        call.state.hold(TOKEN_BYTES * sum(len(each.input_ids) + each.max_new_tokens for each in requests))
         metrics.prompt.inc(prompt_tokens := sum(map(len, prompts)))
         pieces = merged([texts(backend.stream(where, each), each, tokenizer, metrics) for each in requests])
         first = await _unless_gone(call, anext(pieces))  # what fails at once has a status
