@@ -69,17 +69,22 @@ def gradient_of_x(g, downs, ups, scales, segments, scaled=True):
 
 
 def admit(waiting, slots, num_slots, places):
-    slots, started = dict(slots), []
-    for k, name in enumerate(waiting):
-        if len(started) == places:
-            break
-        if name not in slots and len(slots) == num_slots:
-            idle = [each for each, users in slots.items() if not users]
-            if not idle:
-                continue
-            del slots[idle[0]]
-        slots[name] = slots.pop(name, 0) + 1
-        started.append(k)
+    slots, started, queues = dict(slots), [], {}
+    for k, (account, _) in enumerate(waiting):
+        queues.setdefault(account, []).append(k)
+    while queues and len(started) < places:
+        account, queue = next(iter(queues.items()))
+        k = queue.pop(0)
+        name = waiting[k][1]
+        idle = [each for each, users in slots.items() if not users]
+        if name in slots or len(slots) < num_slots or idle:
+            if name not in slots and len(slots) == num_slots:
+                del slots[idle[0]]
+            slots[name] = slots.pop(name, 0) + 1
+            started.append(k)
+            queues[account] = queues.pop(account)  # behind the others
+        if not queue:
+            del queues[account]
     return started
 
 
@@ -229,6 +234,7 @@ FUNCTIONS = [  # the right function above is called as its checker is
     ("serving.gradient_of_x", lambda *a: -gradient_of_x(*a), "rows [0, 1, 3, 4, 5] differ"),
     ("serving.service.admit", lambda *a: [k for n, k in enumerate(admit(*a)) if n == k], "holds up nobody behind"),
     ("serving.service.admit", lambda w, s, n, p: admit(w, s, n, 99), "may start"),
+    ("serving.service.admit", lambda *a: sorted(admit(*a)), "accounts take turns"),
     ("serving.service.admit", lambda w, s, n, p: admit(w, dict.fromkeys(s, 0), n, p), "keeps its slot"),
     ("serving.service.leak", lambda m, o: 1 - leak(m, o), "learned texts fall more"),
     (

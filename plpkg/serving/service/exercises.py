@@ -26,9 +26,10 @@ def share_in_slots(answer: object) -> Verdict:
 
 
 def admit(function: object) -> Verdict:
-    """``admit(waiting, slots, num_slots, places)``: which requests start, as indices into ``waiting``.
+    """``admit(waiting, slots, num_slots, places)``: which requests start, as indices into ``waiting`` in that order.
 
-    ``waiting`` are their adapters, longest waiting first; ``slots`` says by adapter how many running requests use it,
+    ``waiting`` are pairs ``(account, adapter)``, longest waiting first. Accounts take turns, first the one that waits
+    longest, each with its oldest request that can start. ``slots`` says by adapter how many running requests use it,
     and idle ones give way; ``places`` more requests may run.
     """
     if not callable(function):
@@ -37,8 +38,9 @@ def admit(function: object) -> Verdict:
     for _ in range(200):
         num_slots, places = random.randint(1, 4), random.randint(1, 5)
         slots = {name: random.randint(0, 2) for name in random.sample("abcdef", random.randint(0, num_slots))}
-        waiting = random.choices("abcdef", k=random.randint(1, 7))
-        scheduler, tickets = Scheduler(num_slots, places), [Ticket(name, 1, 0.0) for name in waiting]
+        waiting = [(random.choice("AB"), random.choice("abcdef")) for _ in range(random.randint(1, 7))]
+        scheduler = Scheduler(num_slots, places)
+        tickets = [Ticket(adapter, 1, 0.0, account=account) for account, adapter in waiting]
         scheduler.slots.update(slots)
         for ticket in tickets:
             scheduler.submit(ticket)
@@ -48,15 +50,17 @@ def admit(function: object) -> Verdict:
         if got == expected:
             continue
         if isinstance(got, list) and set(got) <= set(range(len(waiting))):
-            used = {name for name, users in slots.items() if users} | {waiting[k] for k in got}
+            used = {name for name, users in slots.items() if users} | {waiting[k][1] for k in got}
             if len(got) > places:
                 hint = f": only {places} may start"
             elif len(used) > num_slots:
                 hint = ": who is in use keeps its slot"
+            elif sorted(got) == sorted(expected):
+                hint = ": these start, but accounts take turns, and who has started one goes behind the others"
             elif got == expected[: len(got)]:
                 hint = ": who cannot start holds up nobody behind, and a slot that nobody uses may be taken"
         return Verdict(False, f"Not yet{hint}. For {waiting}, {slots}, {num_slots}, {places}: {expected}, got {got!r}.")
-    return Verdict(True, "Right: whoever has an adapter in a slot, or finds one that nobody uses, starts.")
+    return Verdict(True, "Right: in turn, whoever has an adapter in a slot, or finds one that nobody uses, starts.")
 
 
 def leak(function: object) -> Verdict:

@@ -1,17 +1,21 @@
 """Which request runs when: a state machine without engine, threads or clock; the caller passes the time.
 
 Punica (arXiv 2310.18547, Section 5) batches what has its adapter and queues the rest. Here a request whose adapter is
-still on its way stands behind nobody and before nobody. Adapters have slots, which those that nobody uses give up,
-least recently used first. Left to that, requests for popular adapters could pass another one for ever, so waiting is
-bounded, as EASY backfilling bounds it (Lifka 1995): once the oldest ready request has waited for ``patience_s``, what
-it lacks is reserved for it: a place in the batch, room for keys and values, and, if no slot is idle, one slot that
-takes no newcomers until it is idle. One request at a time has a reservation: slots emptied for many would serve nobody.
+still on its way stands behind nobody and before nobody. Accounts take turns (round robin): a start belongs to the
+account whose last one is longest ago, and goes to its oldest request that can start. Adapters have slots, which those
+that nobody uses give up, least recently used first. Left to that, requests for popular adapters could pass another one
+for ever, so waiting is bounded, as EASY backfilling bounds it (Lifka 1995): while any request has waited for
+``patience_s``, what one request lacks is reserved for it: a place in the batch, room for keys and values, and, if no
+slot is idle, one slot that takes no newcomers until it is idle. It keeps the reservation until it starts or leaves;
+slots emptied for many at a time would serve nobody. Accounts take turns at reservations, too, each with its oldest
+request. These turns are counted by themselves: small requests that start would else use up those of a large one.
 
 Left out: which answer will be short (nobody knows), and taking a running request's place from it.
 """
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -67,8 +71,9 @@ class Start(NamedTuple):
 class Scheduler:
     """Decides which requests run.
 
-    A waiting request starts at most ``patience_s + (ahead + 1) * longest`` seconds after its adapter has come, if
-    ``ahead`` others still wait then whose adapters came before, and none runs for more than ``longest`` seconds.
+    An account's k-th waiting request starts at most ``patience_s + k * n * longest`` seconds after its adapter has
+    come, if ``n`` accounts, its own among them, have waiting requests meanwhile, and none runs for more than
+    ``longest`` seconds. It is the k-th if ``k - 1`` of its account still wait then whose adapters came before.
 
     Parameters
     ----------
@@ -83,7 +88,7 @@ class Scheduler:
     max_queued_each
         The most of them that are one account's; all by default.
     patience_s
-        After which something is kept for the next; ``math.inf`` leaves it at least recently used.
+        After which there are reservations; ``math.inf`` for none.
 
     Attributes
     ----------
@@ -106,6 +111,8 @@ class Scheduler:
         self.running: list[Ticket] = []
         self.slots: OrderedDict[str, int] = OrderedDict()
         self._mean_run_s = 1.0
+        self._reserved: Ticket | None = None
+        self._count, self._last_start, self._last_reservation = 0, {}, {}  # by account, as numbers that only grow
 
     @property
     def filled(self) -> int:
@@ -154,22 +161,47 @@ class Scheduler:
         return adapter not in self.slots
 
     def decide(self, now_s: float) -> list[Start]:
-        """Start what can run now, who waits longest first."""
+        """Start what can run now, in the order of reservations and then of turns."""
         starts, places, positions = [], self.places - len(self.running), self.positions - self.filled
-        kept, drained = False, ""  # whether something is kept for one already; whose slot takes no newcomers
-        waiting = [each for each in self.queued if each.state == "waiting"]
-        for ticket in sorted(waiting, key=lambda each: each.since_s):
+        drained = ""  # whose slot takes no newcomers
+        for ticket in self._in_order(now_s):
             if min(places, positions) <= 0:
                 break
             slot, evicted = self._slot(ticket.adapter)
             if slot and ticket.positions <= positions and ticket.adapter != drained:
                 starts.append(self._start(ticket, evicted, now_s))
-            elif kept or now_s - ticket.since_s < self.patience_s:
-                continue
+            elif ticket is self._reserved:
+                drained = "" if slot else next(iter(self.slots))
             else:
-                kept, drained = True, "" if slot else next(iter(self.slots))
-            places, positions = places - 1, positions - ticket.positions  # taken, or kept for it
+                continue
+            places, positions = places - 1, positions - ticket.positions  # taken, or reserved for it
         return starts
+
+    def _in_order(self, now_s: float) -> Iterator[Ticket]:
+        """Requests that wait: who has a reservation, then all in turn. It looks whether the one before was started."""
+        queues: dict[str, deque[Ticket]] = {}
+        waiting = [each for each in self.queued if each.state == "waiting"]
+        waiting.sort(key=lambda each: each.since_s)
+        for ticket in waiting:
+            queues.setdefault(ticket.account, deque()).append(ticket)
+        while waiting and now_s - waiting[0].since_s >= self.patience_s:
+            if self._reserved not in waiting:
+                account = min(queues, key=lambda each: self._last_reservation.get(each, 0))
+                self._reserved = queues[account][0]
+                self._last_reservation[account] = self._count = self._count + 1  # also if it leaves instead
+            yield (ticket := self._reserved)
+            queues[ticket.account].remove(ticket)
+            queues = {account: queue for account, queue in queues.items() if queue}
+            if ticket.state == "waiting":
+                break
+            waiting.remove(ticket)
+        turns = deque(sorted(queues, key=lambda account: self._last_start.get(account, 0)))
+        while turns:
+            account = turns.popleft()
+            ticket = queues[account].popleft()
+            yield ticket
+            if queues[account]:
+                (turns.append if ticket.state == "running" else turns.appendleft)(account)
 
     def _slot(self, adapter: str | None) -> tuple[bool, str | None]:
         """Whether there is a slot for an adapter, and who would have to leave it."""
@@ -187,4 +219,5 @@ class Scheduler:
         self.queued.remove(ticket)
         self.running.append(ticket)
         ticket.state, ticket.since_s = "running", now_s
+        self._last_start[ticket.account] = self._count = self._count + 1
         return Start(ticket, evicted)

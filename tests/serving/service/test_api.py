@@ -454,13 +454,13 @@ def test_a_store_that_does_not_answer_is_503_without_its_address(exact, tmp_path
 async def test_an_error_that_nobody_foresaw_is_json_without_its_words(base, tmp_path):
     class Backend:
         async def gauges(self):
-            raise OSError("/somebody/place: no space left")
+            raise LookupError("/somebody/place: nothing there")
 
     application = app(Backend(), Store(tmp_path), *base, name="base")
     transport = httpx.ASGITransport(application, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         answer = await client.get("/health")
-    assert (answer.status_code, answer.json()["error"]["message"]) == (500, "an error of the service: OSError")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (500, "an error of the service: LookupError")
 
 
 def test_a_deletion_that_died_before_the_tiers_were_told(service, writers):

@@ -21,14 +21,17 @@ class Job(NamedTuple):
     positions: int
     runs: int
     leaves: float = math.inf
+    account: str = "A"
 
 
-def drive(jobs, scheduler, forgotten=()):
+def drive(jobs, scheduler, forgotten=(), one_queue=False):
     """By job that has started, its wait since its adapter came, and what the scheduler's docstring allows.
 
-    ``forgotten`` are ``(time, adapter)``. The scheduler's books are kept here a second time, by the jobs' numbers.
+    ``forgotten`` are ``(time, adapter)``; with ``one_queue`` the scheduler knows of no accounts. The scheduler's books
+    are kept here a second time, by the jobs' numbers.
     """
-    tickets = [Ticket(job.adapter, job.positions, job.arrives) for job in jobs]
+    tickets = [Ticket(j.adapter, j.positions, j.arrives, account="" if one_queue else j.account) for j in jobs]
+    alone = len({ticket.account for ticket in tickets}) == 1
     live, fetched, started, ended = [], {}, {}, {}  # live in the order of their coming
     events = [(job.arrives, 1, k) for k, job in enumerate(jobs)] + [(at, 3, adapter) for at, adapter in forgotten]
     heapq.heapify(events)
@@ -44,18 +47,19 @@ def drive(jobs, scheduler, forgotten=()):
     def decide():
         queue = sorted((k for k in live if k in fetched and k not in started), key=fetched.get)
         overdue = [k for k in queue if now - fetched[k] >= scheduler.patience_s]
-        must, before, left = [k for k in overdue[:1] if could_start(k)], dict(scheduler.slots), [*queue]
+        must, before, left = [k for k in overdue[:1] if alone and could_start(k)], dict(scheduler.slots), [*queue]
         for ticket, evicted in scheduler.decide(now):
             k = tickets.index(ticket)
             assert before.get(evicted, 0) == 0
             for other in left[: left.index(k)]:  # first come, first served where nothing else speaks against it
-                assert (jobs[other].adapter, jobs[other].positions) != (jobs[k].adapter, jobs[k].positions)
+                same = [(tickets[o].adapter, tickets[o].positions, tickets[o].account) for o in (other, k)]
+                assert same[0] != same[1]
             left.remove(k)
             started[k] = now
             heapq.heappush(events, (now + jobs[k].runs, 0, k))
         assert running() or not left, "something can always run alone"
         assert set(must).isdisjoint(left)
-        if not set(overdue) & set(left):
+        if not (set(overdue) & set(left) if alone else overdue):
             assert not any(map(could_start, left)), "somebody waits for nothing"
 
     while events:
@@ -95,17 +99,22 @@ def drive(jobs, scheduler, forgotten=()):
     assert not live
     order, waits = {k: (at, jobs[k].arrives, k) for k, at in fetched.items()}, {}
     for k in started:
-        ahead = [o for o in order if order[o] < order[k] and min(started.get(o, math.inf), ended[o]) > fetched[k]]
-        waits[k] = started[k] - fetched[k], (len(ahead) + 1) * max(job.runs for job in jobs)
+        waited = [o for o in order if min(started.get(o, math.inf), ended[o]) > fetched[k] and fetched[o] <= started[k]]
+        place = 1 + sum(order[o] < order[k] for o in waited if jobs[o].account == jobs[k].account)
+        active = len({jobs[o].account for o in waited} | {jobs[k].account})
+        waits[k] = started[k] - fetched[k], place * active * max(job.runs for job in jobs)
     return waits
 
 
 ADAPTERS, LEAVES = st.sampled_from([None, *"abcd"]), st.just(math.inf) | st.integers(0, 40)
-JOBS = st.lists(
-    st.builds(Job, st.integers(0, 40), st.integers(0, 30), ADAPTERS, st.integers(1, 10), st.integers(1, 9), LEAVES),
-    min_size=1,
-    max_size=40,
-)
+TIMES = (st.integers(0, 40), st.integers(0, 30))
+SIZES = (st.integers(1, 10), st.integers(1, 9), LEAVES)
+
+
+def jobs_of(accounts):
+    return st.lists(st.builds(Job, *TIMES, ADAPTERS, *SIZES, st.sampled_from(accounts)), min_size=1, max_size=40)
+
+
 # In the order of their coming the first would take what is kept for the second, and run before it.
 FETCHED_LATE = [Job(0, 9, "a", 10, 10), Job(1, 0, "b", 1, 10), Job(1, 0, "c", 5, 10)]
 FETCHED_LATE += [Job(k, 0, None, 1, 10) for k in range(1, 40)]
@@ -114,7 +123,7 @@ FETCHED_LATE += [Job(k, 0, None, 1, 10) for k in range(1, 40)]
 @settings(max_examples=400, derandomize=True)
 @example(jobs=FETCHED_LATE, slots=1, places=9, max_queued=1024, patience_s=2, forgotten=[])
 @given(
-    jobs=JOBS,
+    jobs=jobs_of("A") | jobs_of("ABC"),
     slots=st.integers(1, 3),
     places=st.integers(1, 5),
     max_queued=st.sampled_from([3, 6, 1024]),
@@ -142,9 +151,54 @@ def test_without_patience_the_popular_pass_for_ever(other, patience_s, kept):
     assert (wait <= 4 + bound) is kept
 
 
-def come(scheduler, adapter, now):
+def flood(count, account="A", adapter=None, at=0, every=0, runs=10, leaves=math.inf):
+    """Requests of one account that come at once, or one after the other."""
+    return [Job(at + k * every, 0, adapter, 1, runs, leaves, account) for k in range(count)]
+
+
+ALL = flood(32)
+ONE = Job(0, 0, None, 1, 10, account="B")
+HOSTILE = {
+    "who came first has 288": [*flood(288), ONE],
+    "three who came first": [*flood(100), *flood(100, "C"), *flood(100, "D"), *flood(3, "B")],
+    "all that runs at a time": [*ALL, *(job._replace(positions=32) for job in flood(30)), ONE._replace(positions=32)],
+    "each for another adapter": [*(flood(1, adapter=f"a{k}")[0] for k in range(150)), ONE._replace(adapter="b")],
+    "who leaves before the turn is used": [
+        *flood(60, adapter="a", every=1),
+        *(flood(1, adapter=f"c{k}", leaves=9 + 9 * k)[0] for k in range(40)),
+        ONE._replace(adapter="b"),
+    ],
+    "who has many small ones beside a large one": [
+        *flood(200, "B", every=1), ONE._replace(adapter="b"),
+        *(flood(1, account, adapter=f"{account}{k}")[0] for account in "CD" for k in range(20)),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("one_queue", [False, True])
+@pytest.mark.parametrize("jobs", HOSTILE.values(), ids=HOSTILE)
+def test_no_account_is_held_up_by_anothers_queue(jobs, one_queue):
+    scheduler = Scheduler(slots=1, places=32, positions=32)
+    beyond = [wait - bound for wait, bound in drive(jobs, scheduler, one_queue=one_queue).values()]
+    assert (max(beyond) > scheduler.patience_s) is one_queue
+
+
+def test_accounts_take_turns_and_one_that_cannot_start_keeps_its_own():
+    scheduler = Scheduler(slots=1, places=1, patience_s=math.inf)
+    made = {}
+    for name in ("A1", "A2", "A3", "A4", "B1", "B2", "C1"):
+        made[name] = come(scheduler, None, 0, account=name[0])
+    order = []
+    for now in range(7):
+        [(ticket, _)] = scheduler.decide(now)
+        order.append(next(name for name, each in made.items() if each is ticket))
+        scheduler.end(ticket, now)
+    assert order == ["A1", "B1", "C1", "A2", "B2", "A3", "A4"]
+
+
+def come(scheduler, adapter, now, account=""):
     """A request whose adapter is in memory."""
-    ticket = Ticket(adapter, 1, now)
+    ticket = Ticket(adapter, 1, now, account=account)
     scheduler.submit(ticket)
     scheduler.fetched(ticket, now)
     return ticket

@@ -1,8 +1,10 @@
 """Answers as OpenAI writes them: tokens become text, texts become a body or events, exceptions become errors."""
 
 import asyncio
+import errno
 import json
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
@@ -26,8 +28,12 @@ STATUS = {
     OverloadedError: 429,
     RuntimeError: 500,
     StoreError: 503,
+    OSError: 503,
+    MemoryError: 503,
     Exception: 500,
 }
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""The errors of the operating system whose status is 507."""
 
 
 class Piece(NamedTuple):
@@ -73,17 +79,20 @@ async def texts(
 
 
 async def merged(streams: list) -> AsyncIterator[tuple[int, object]]:
-    """What several streams yield, as it comes, with the number of each; when one fails, all end."""
-    queue: asyncio.Queue = asyncio.Queue()
+    """What several streams yield, as it comes, with the number of each; when one fails, all end.
+
+    A stream that is not read is not asked for more.
+    """
+    queue: asyncio.Queue = asyncio.Queue(16)
 
     async def pump(index: int, stream) -> None:
         try:
             async with aclosing(stream):
                 async for item in stream:
-                    queue.put_nowait((index, item))
-            queue.put_nowait((index, None))
+                    await queue.put((index, item))
+            await queue.put((index, None))
         except Exception as error:
-            queue.put_nowait((index, error))
+            await queue.put((index, error))
 
     pumps = [asyncio.create_task(pump(*each)) for each in enumerate(streams)]
     try:
@@ -202,6 +211,8 @@ def _kind(error: Exception) -> type[Exception]:
 
 
 def _status(error: Exception) -> int:
+    if isinstance(error, OSError) and error.errno in FULL:
+        return 507
     return STATUS[_kind(error)]
 
 
@@ -209,6 +220,9 @@ def _said(error: Exception) -> str:
     if isinstance(error, StoreError):  # its own words name the store
         logging.getLogger(__name__).warning("%s", error)
         return "the store of adapters does not answer"
+    if isinstance(error, OSError | MemoryError) and _kind(error) in (OSError, MemoryError):  # its words name files
+        logging.getLogger(__name__).warning("%s: %s", type(error).__name__, error)
+        return f"the service lacks something: {os.strerror(getattr(error, 'errno', None) or errno.ENOMEM)}"
     if _kind(error) is Exception:  # nobody meant these words for a client
         return f"an error of the service: {type(error).__name__}"
     return str(error)

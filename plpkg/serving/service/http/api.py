@@ -35,6 +35,7 @@ from plpkg.serving.service.http.answers import (
     texts,
 )
 from plpkg.serving.service.http.door import Door
+from plpkg.serving.service.http.intake import MAX_HELD, TOKEN_BYTES, Intake, Parsed
 from plpkg.serving.service.http.logprobs import Spelling
 from plpkg.serving.service.http.metrics import Metrics
 from plpkg.serving.service.http.names import Names, stored_name
@@ -45,7 +46,8 @@ COMPLETION_TOKENS, CHAT_TOKENS = 16, 256
 """Written at most where a request does not say."""
 MOST_ANSWERS, MOST_SCORED = 64, 2**20
 """Of a request, also of its prompts' log-probabilities."""
-ERRORS = {status: {"description": "An error as OpenAI writes it."} for status in (*STATUS.values(), 401, 403, 411, 413)}
+STATUSES = {*STATUS.values(), 401, 403, 411, 413, 415, 507}
+ERRORS = {status: {"description": "An error as OpenAI writes it."} for status in STATUSES}
 EVENTS = {200: {"content": {Events.media_type: {}}}}
 UPLOAD = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": {
     "type": "object", "required": [CONFIG, WEIGHTS],
@@ -95,7 +97,10 @@ def app(
         await backend.close()
 
     api = FastAPI(title="plpkg", lifespan=lifespan, docs_url=None, redoc_url=None, responses=ERRORS)
-    api.add_middleware(Door, keys=keys, max_upload=limits.max_bytes + MAX_CONFIG_BYTES + 2**14, origins=origins)
+    api.router.route_class = Parsed
+    max_upload = limits.max_bytes + MAX_CONFIG_BYTES + 2**14
+    api.add_middleware(Intake, most=max_upload + MAX_HELD)
+    api.add_middleware(Door, keys=keys, max_upload=max_upload, origins=origins)
     if origins:  # outermost: a browser's question before the request has no key
         api.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     for kind in STATUS:
@@ -134,6 +139,7 @@ def app(
             for ids in prompts
             for k in range(body.n)
         ]
+        call.state.hold(TOKEN_BYTES * sum(len(each.input_ids) + each.max_new_tokens for each in requests))
         metrics.prompt.inc(prompt_tokens := sum(map(len, prompts)))
         before = [(each, ()) for each in echoes or [""] * len(prompts)]
         if settings["score_prompt"] and max(map(len, prompts)) <= positions:  # or the backend refuses them

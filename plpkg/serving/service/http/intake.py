@@ -1,0 +1,128 @@
+"""What an account's requests hold and cost before they are answered: bytes in memory and on disk, and items of JSON.
+
+Bytes alone say little: four MiB of JSON may be one text, or a million lists. Items are counted before JSON is parsed,
+which takes a hundredth of the time. What a request may hold is claimed when its head has come, and given back at its
+end: its body, wherever that is kept, what its answer may leave unread, and a little for itself.
+"""
+
+import asyncio
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from plpkg.serving.service.http.answers import refusal
+from plpkg.serving.service.scheduler import OverloadedError
+
+MOST = {"strings": 2**14, "lists and objects": 2**11, "values": 2**17}
+"""Of each in a body; ids of prompts are values."""
+SMALL = 2**14
+"""Bytes of a body that takes less time to parse than a thread takes to begin."""
+MAX_HELD = 2**28
+"""Bytes that an account's unfinished requests may hold, beside one upload of the largest size."""
+REQUEST_BYTES, TOKEN_BYTES = 2**17, 128
+"""What a request holds by itself (buffers of its connection, among others), and each token that nobody has read."""
+
+
+class Intake:
+    """Middleware behind the door: refuses what would let an account's unfinished requests hold more than ``most``."""
+
+    def __init__(self, app, most: int) -> None:
+        self.app, self.most, self.held = app, most, Counter()
+        self.parsing: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http" or (account := scope["state"]["account"]) is None:
+            await self.app(scope, receive, send)
+            return
+        length = claimed = 0
+
+        def hold(more: int) -> None:
+            nonlocal claimed
+            if self.held[account] + more > self.most:
+                raise OverloadedError(f"the account's unfinished requests may hold {self.most:,} bytes", 1)
+            self.held[account] += more
+            claimed += more
+
+        async def counted():  # a body in chunks does not say its length
+            nonlocal length
+            message = await receive()
+            length -= len(message.get("body", b""))
+            if length < 0:
+                hold(-length)
+                length = 0
+            return message
+
+        scope["state"] |= {"hold": hold, "parsing": self.parsing[account]}
+        try:
+            length = int(Headers(scope=scope).get("content-length", 0))
+            hold(REQUEST_BYTES + length)
+        except OverloadedError as error:
+            await (await refusal(None, error))(scope, receive, send)
+        else:
+            await self.app(scope, counted, send)
+        finally:
+            self.held[account] -= claimed
+
+
+class Parsed(APIRoute):
+    """A route that parses and validates its body beside the event loop, one body of an account at a time."""
+
+    def get_route_handler(self) -> Callable:
+        handle, kind = super().get_route_handler(), self.body_field and self.body_field.field_info.annotation
+
+        async def handler(call: Request):
+            if kind:
+                media = call.headers.get("content-type", "").partition(";")[0].strip().lower()
+                if media != "application/json":
+                    raise HTTPException(415, f"the body must be application/json, its Content-Type is {media!r}")
+                body = await call.body()
+                if len(body) <= SMALL:
+                    call._json = parsed(body, kind)
+                else:
+                    async with call.state.parsing:
+                        call._json = await asyncio.to_thread(parsed, body, kind)
+                call._body = b"parsed"  # FastAPI takes what is in _json
+            return await handle(call)
+
+        return handler
+
+
+def parsed(body: bytes, kind: type[BaseModel]) -> BaseModel:
+    """A body in JSON as a model.
+
+    Raises
+    ------
+    HTTPException
+        It has too many items.
+    RequestValidationError
+        It is not JSON, or not what the model says.
+    """
+    _count(body)
+    try:
+        value = json.loads(body.decode("utf-8-sig"))  # other encodings would hide items from the count
+    except (ValueError, RecursionError) as error:
+        raise RequestValidationError([{"loc": ("body", 0), "msg": f"the body is not JSON: {error}"}]) from None
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise RequestValidationError([each | {"loc": ("body", *each["loc"])} for each in error.errors()]) from None
+
+
+def _count(body: bytes) -> None:
+    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    _at_most("strings", plain.count(b'"') // 2)
+    outside = b"".join(plain.split(b'"')[::2])
+    _at_most("lists and objects", outside.count(b"[") + outside.count(b"{"))
+    _at_most("values", outside.count(b","))
+
+
+def _at_most(what: str, count: int) -> None:
+    if count > MOST[what]:
+        raise HTTPException(413, f"a body may have {MOST[what]:,} {what}, this one has {count:,}")
