@@ -11,6 +11,14 @@ HANGING_S = 1.0
 """So long a store is waited for where it has said before what is asked; then what it said is taken."""
 
 
+class StoreError(OSError):
+    """The store does not answer, or not as a store does; later it may."""
+
+
+class DamagedError(StoreError):
+    """The store has answered, and what it holds is not what a store holds."""
+
+
 class _Said(NamedTuple):
     version: str | None
     at_s: float
@@ -51,8 +59,8 @@ class Known:
         try:
             async with asyncio.timeout(HANGING_S if now < self._end(said) else None) as waiting:
                 said = _Said(await ask(), now, time.monotonic() + self.refresh_s)
-        except OSError:  # TimeoutError is one
-            if waiting.when() is None:
+        except OSError as error:  # TimeoutError is one
+            if waiting.when() is None or isinstance(error, DamagedError):
                 raise
             if changes != self._changes:
                 return await self.get(place, ask)

@@ -64,14 +64,18 @@ def _inside(place: Path, outer: Path) -> bool:
 
 
 def prune(store: Path, account: str, staged: re.Pattern) -> None:
-    """Remove what writes that died have staged in a store, of one account or of ``*``, and folders that are empty."""
+    """Remove what writes that died have staged in a store, of one account or of ``*``, and empty folders of its own.
+
+    These are their owner's alone; somebody else has made those of another mode.
+    """
     for pattern in (f"{account}/{VERSION}", f"{account}/*", account):
         for folder in filter(Path.is_dir, store.glob(pattern)):
             for file in folder.glob("*#*"):
                 if staged.fullmatch(file.name):
                     file.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # something is in it
-                folder.rmdir()
+                if folder.stat().st_mode & 0o777 == 0o700:
+                    folder.rmdir()
 
 
 def temporary_folders() -> list[Path]:

@@ -33,7 +33,7 @@ from plpkg.adapters import (
     read_adapter,
 )
 from plpkg.checkpoints import private_folder
-from plpkg.serving.service.known import Known
+from plpkg.serving.service.known import DamagedError, Known, StoreError
 from plpkg.serving.service.places import folder_of, prune
 from plpkg.untrusted import header_length
 from plpkg.validation import number, whole_number
@@ -53,10 +53,6 @@ class NotFoundError(LookupError):
 
 class AccountFullError(RuntimeError):
     """The account has as many versions of adapters as it may."""
-
-
-class StoreError(OSError):
-    """The store does not answer, or not as a store does; later it may."""
 
 
 class Store:
@@ -148,7 +144,7 @@ class Store:
         except NotFoundError:
             return None
         if not VERSION.fullmatch(version):
-            raise StoreError(f"{place}/current names no version, but {version!r}")
+            raise DamagedError(f"{place}/current names no version, but {version!r}")
         return version
 
     async def versions(self, account: str) -> Mapping[str, list[str]]:
@@ -246,7 +242,7 @@ class Store:
     async def _get(self, path: str, **options):
         file = self._file(path)
         if file and os.path.exists(file) and not os.path.isfile(file):  # a pipe would never end
-            raise StoreError(f"{path} is not a regular file")
+            raise DamagedError(f"{path} is not a regular file")
         return await _call(obstore.get_async(self._objects, path, **options))
 
     async def _put(self, path: str, content: bytes, **options) -> None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from plpkg.serving.service import known as module
-from plpkg.serving.service.known import Known
+from plpkg.serving.service.known import DamagedError, Known
 
 
 class Source:
@@ -61,6 +61,14 @@ async def test_what_is_not_known_is_asked(clock):
     clock.now += 5
     source.answer = OSError("down")
     with pytest.raises(OSError, match="down"):  # that there was none is no reason to say so now
+        await known.get("a/b", source)
+
+
+async def test_what_is_damaged_is_said(clock):
+    known, source = Known(5, 60), Source("v1")
+    await known.get("a/b", source)
+    clock.now, source.answer = 105.0, DamagedError("no version")
+    with pytest.raises(DamagedError):
         await known.get("a/b", source)
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from plpkg.adapters import CONFIG, WEIGHTS, AdapterLimits, InvalidAdapterError
 from plpkg.backbones import load_backbone
+from plpkg.checkpoints import private_folder
 from plpkg.serving.service import known as module
 from plpkg.serving.service.store import UNFINISHED, AccountFullError, NotFoundError, Store, StoreError
 
@@ -141,8 +142,8 @@ async def test_a_directory_keeps_neither_what_was_staged_nor_empty_folders(tmp_p
         (tmp_path / f"alice/{name}/{digest}/{WEIGHTS}#12").write_bytes(b"half")
     (tmp_path / "alice/dead/current").unlink()
     foreign = tmp_path / "letters/to/ann#1"
-    for folder in (tmp_path / f"carol/first/{'0' * 64}", foreign.parent):
-        folder.mkdir(parents=True)
+    private_folder(tmp_path / f"carol/first/{'0' * 64}")
+    foreign.parent.mkdir(parents=True)
     foreign.write_text("Dear")
     await store.delete("alice", "staged")
     assert not (tmp_path / "alice/staged").exists()
