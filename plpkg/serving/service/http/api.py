@@ -38,7 +38,10 @@ from plpkg.validation import one_of
 
 COMPLETION_TOKENS, CHAT_TOKENS = 16, 256
 """Written at most where a request does not say."""
-ERRORS = {status: {"description": "An error as OpenAI writes it."} for status in (*STATUS.values(), 401, 403, 411, 413, 415, 507)}
+ERRORS = {
+    status: {"description": "An error as OpenAI writes it."}
+    for status in (*STATUS.values(), 401, 403, 411, 413, 415, 507)
+}
 EVENTS = {200: {"content": {Events.media_type: {}}}}
 UPLOAD = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": {
     "type": "object", "required": [CONFIG, WEIGHTS],
@@ -123,7 +126,8 @@ def app(backend, store: Store, model, tokenizer, *, name: str, keys: Keys | None
         requests = [
             Request(ids, max_new_tokens=most or max(1, min(usual, positions - len(ids))), **settings) for ids in prompts
         ]
-        call.state.hold(TOKEN_BYTES * sum(len(each.input_ids) + each.max_new_tokens for each in requests))
+        lengths = (min(len(each.input_ids) + each.max_new_tokens, positions) for each in requests)
+        call.state.hold(TOKEN_BYTES * sum(lengths))
         metrics.prompt.inc(prompt_tokens := sum(map(len, prompts)))
         pieces = merged([texts(backend.stream(where, each), each, tokenizer, metrics) for each in requests])
         first = await _unless_gone(call, anext(pieces))  # what fails at once has a status
