@@ -139,7 +139,8 @@ def app(
             for ids in prompts
             for k in range(body.n)
         ]
-        call.state.hold(TOKEN_BYTES * sum(len(each.input_ids) + each.max_new_tokens for each in requests))
+        lengths = (min(len(each.input_ids) + each.max_new_tokens, positions) for each in requests)
+        call.state.hold(TOKEN_BYTES * sum(lengths))
         metrics.prompt.inc(prompt_tokens := sum(map(len, prompts)))
         before = [(each, ()) for each in echoes or [""] * len(prompts)]
         if settings["score_prompt"] and max(map(len, prompts)) <= positions:  # or the backend refuses them

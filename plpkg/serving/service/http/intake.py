@@ -1,14 +1,14 @@
 """What an account's requests hold and cost before they are answered: bytes in memory and on disk, and items of JSON.
 
 Bytes alone say little: four MiB of JSON may be one text, or a million lists. Items are counted before JSON is parsed,
-which takes a hundredth of the time. What a request may hold is claimed when its head has come, and given back at its
+which costs little beside what the items would. What a request may hold is claimed when its head has come, and given back at its
 end: its body, wherever that is kept, what its answer may leave unread, and a little for itself.
 """
 
 import asyncio
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
@@ -24,10 +24,12 @@ MOST = {"strings": 2**14, "lists and objects": 2**11, "values": 2**17}
 """Of each in a body; ids of prompts are values."""
 SMALL = 2**14
 """Bytes of a body that takes less time to parse than a thread takes to begin."""
-MAX_HELD = 2**28
-"""Bytes that an account's unfinished requests may hold, beside one upload of the largest size."""
+BYTES_PER_S = 2**22
+"""Of an account's larger bodies; the one after waits for it, right or wrong."""
+MAX_HELD = 2**29
+"""Bytes that an account's unfinished requests may hold, beside one upload of the largest size: 64 long prompts, say."""
 REQUEST_BYTES, TOKEN_BYTES = 2**17, 128
-"""What a request holds by itself (buffers of its connection, among others), and each token that nobody has read."""
+"""What a request holds by itself (buffers of its connection, among others), and for each token, read or written."""
 
 
 class Intake:
@@ -61,7 +63,7 @@ class Intake:
 
         scope["state"] |= {"hold": hold, "parsing": self.parsing[account]}
         try:
-            length = int(Headers(scope=scope).get("content-length", 0))
+            length = int(Headers(scope=scope).get("content-length", "").lstrip("0") or 0)
             hold(REQUEST_BYTES + length)
         except OverloadedError as error:
             await (await refusal(None, error))(scope, receive, send)
@@ -86,8 +88,12 @@ class Parsed(APIRoute):
                 if len(body) <= SMALL:
                     call._json = parsed(body, kind)
                 else:
-                    async with call.state.parsing:
+                    turn = call.state.parsing
+                    await turn.acquire()
+                    try:
                         call._json = await asyncio.to_thread(parsed, body, kind)
+                    finally:
+                        asyncio.get_running_loop().call_later(len(body) / BYTES_PER_S, turn.release)
                 call._body = b"parsed"  # FastAPI takes what is in _json
             return await handle(call)
 
@@ -104,7 +110,9 @@ def parsed(body: bytes, kind: type[BaseModel]) -> BaseModel:
     RequestValidationError
         It is not JSON, or not what the model says.
     """
-    _count(body)
+    for what, count in _items(body):
+        if count > MOST[what]:
+            raise HTTPException(413, f"a body may have {MOST[what]:,} {what}, this one has {count:,}")
     try:
         value = json.loads(body.decode("utf-8-sig"))  # other encodings would hide items from the count
     except (ValueError, RecursionError) as error:
@@ -115,14 +123,10 @@ def parsed(body: bytes, kind: type[BaseModel]) -> BaseModel:
         raise RequestValidationError([each | {"loc": ("body", *each["loc"])} for each in error.errors()]) from None
 
 
-def _count(body: bytes) -> None:
+def _items(body: bytes) -> Iterator[tuple[str, int]]:
+    """How many there are of what :data:`MOST` names, the cheapest first; values are those after a comma."""
     plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
-    _at_most("strings", plain.count(b'"') // 2)
+    yield "strings", plain.count(b'"') // 2
     outside = b"".join(plain.split(b'"')[::2])
-    _at_most("lists and objects", outside.count(b"[") + outside.count(b"{"))
-    _at_most("values", outside.count(b","))
-
-
-def _at_most(what: str, count: int) -> None:
-    if count > MOST[what]:
-        raise HTTPException(413, f"a body may have {MOST[what]:,} {what}, this one has {count:,}")
+    yield "lists and objects", outside.count(b"[") + outside.count(b"{")
+    yield "values", outside.count(b",")

@@ -1,0 +1,146 @@
+"""What one account's clients do to another's: plpkg-small by ``plpkg serve``, with keys.
+
+One client of an account asks for twelve tokens, again and again, alone (``quiet``) and beside three clients of another
+account, in a process of their own, that send the same body as fast as it is answered. Quiet and flood take turns, 40
+requests each; wall time on two cores that all share.
+
+* ``ratio``: the flood's 99th percentile over that of all quiet requests of the run. ``answered``: the statuses of the
+  flood's bodies.
+* The bodies are as large as the service takes (4 MiB) and full of one thing; those of ``work`` are small and legal, 64
+  prompts of 60 tokens each: they take places in the batch.
+
+Run as ``python -m benchmarks.serving.floods``: about five minutes.
+"""
+
+import collections
+import http.client
+import json
+import math
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from benchmarks import record
+
+CLIENTS, REQUESTS, NEW, BYTES = 3, 40, 12, 2**22
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def filled(head: str, item: str, tail: str = "}") -> bytes:
+    """A body of 4 MiB with one item as often as there is room."""
+    count = (BYTES - len(head) - len(tail) - 2) // (len(item) + 1)
+    return f"{head}{','.join([item] * count)}{tail}".encode()
+
+
+BASE = '{"model": "plpkg-small", '
+FLOODS = {
+    "messages": (CHAT, filled(BASE + '"messages": [', '{"role":"user","content":""}', "]}")),
+    "parts": (CHAT, filled(BASE + '"messages": [{"role":"user","content":[', '{"type":"text","text":""}', "]}]}")),
+    "prompts": (COMPLETIONS, filled(BASE + '"prompt": [', '""', "]}")),
+    "ids": (COMPLETIONS, filled(BASE + '"prompt": [', "1", "]}")),
+    "lists": (COMPLETIONS, filled(BASE + '"prompt": [', "[]", "]}")),
+    "stop strings": (COMPLETIONS, filled(BASE + '"prompt": "a", "stop": [', '"\\""', "]}")),
+    "tools": (CHAT, filled(BASE + '"messages": [], "tools": [', "{}", "]}")),
+    "one text": (COMPLETIONS, filled(BASE + '"prompt": "', "a", '"}')),
+    "work": (COMPLETIONS, json.dumps(dict(model="plpkg-small", prompt=["a"] * 64, max_tokens=60)).encode()),
+}
+
+
+def asked(connection, key: str, path: str, body: bytes) -> int:
+    """Send a body, and read the answer; its status."""
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    connection.request("POST", path, body, headers)
+    answer = connection.getresponse()
+    answer.read()
+    return answer.status
+
+
+def flood(port: int, name: str, stop, statuses) -> None:
+    """The hostile process: three clients, until it is told to stop."""
+    counts = collections.Counter()
+
+    def client() -> None:
+        while not stop.is_set():
+            try:
+                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+                while not stop.is_set():
+                    counts[asked(connection, "hostile-" * 3, *FLOODS[name])] += 1
+            except (OSError, http.client.HTTPException):
+                counts["broken off"] += 1
+
+    for thread in [threading.Thread(target=client, daemon=True) for _ in range(CLIENTS)]:
+        thread.start()
+    stop.wait()
+    statuses.put(dict(counts))
+
+
+def times(port: int) -> list[float]:
+    """What the good client waits for each of its answers."""
+    body, seconds = json.dumps(dict(model="plpkg-small", prompt="def", max_tokens=NEW, temperature=0)).encode(), []
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+    for _ in range(REQUESTS):
+        began = time.perf_counter()
+        assert asked(connection, "good-" * 4, COMPLETIONS, body) == 200
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def percentile(seconds: list[float], share: float) -> float:
+    return round(sorted(seconds)[math.ceil(share * len(seconds)) - 1], 3)
+
+
+def beside(name: str, port: int) -> tuple[list[float], dict]:
+    """The good client's times beside a flood, and what the flood was answered."""
+    spawn = multiprocessing.get_context("spawn")
+    stop, statuses = spawn.Event(), spawn.Queue()
+    process = spawn.Process(target=flood, args=(port, name, stop, statuses))
+    process.start()
+    time.sleep(3)  # for the process to begin
+    seconds = times(port)
+    stop.set()
+    answered = statuses.get(timeout=300)
+    process.terminate()
+    process.join()
+    return seconds, answered
+
+
+def rows_of(port: int, names) -> list[dict]:
+    times(port)  # the first ones are slower
+    quiet, measured = [], []
+    for name in names:
+        quiet += times(port)
+        measured.append((name, *beside(name, port)))
+        print(name, measured[-1][2], flush=True)
+    p99 = percentile(quiet, 0.99)
+    rows = [{"case": "quiet", "p50_s": percentile(quiet, 0.5), "p99_s": p99, "ratio": 1.0, "answered": ""}]
+    for name, seconds, answered in measured:
+        row = {"case": name, "p50_s": percentile(seconds, 0.5), "p99_s": percentile(seconds, 0.99)}
+        said = ", ".join(f"{count} of {status}" for status, count in answered.items())
+        rows.append(row | {"ratio": round(row["p99_s"] / p99, 2), "answered": said})
+    return [{"section": "floods", "requests": REQUESTS} | row for row in rows]
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        keys = Path(folder, "keys")
+        keys.write_text(f"good {'good-' * 4}\nhostile {'hostile-' * 3}\n")
+        keys.chmod(0o600)
+        serve = [sys.executable, "-m", "plpkg", "serve", "--listen", "127.0.0.1:0"]
+        environment = os.environ | {"PLPKG_KEYS": str(keys), "OMP_NUM_THREADS": "1"}
+        with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True, env=environment) as service:
+            try:
+                port = int(service.stdout.readline().rpartition(":")[2])
+                rows = rows_of(port, sys.argv[1:] or FLOODS)
+            finally:
+                service.send_signal(signal.SIGTERM)
+    record.write("serving.floods", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""Many cheap items, and what is never finished: refused, charged to its account, and given back."""
+
+import asyncio
+import contextlib
+import errno
+import json
+import socket
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from starlette.exceptions import HTTPException
+
+from plpkg.serving.service.http import api, bodies, intake
+from plpkg.serving.service.http.accounts import Keys
+from plpkg.serving.service.http.answers import merged
+from plpkg.serving.service.http.intake import MOST, REQUEST_BYTES, Intake
+from plpkg.serving.service.store import Store
+
+from served import served
+from waiting import wait_until
+
+KEYS = {"ann": "a" * 16, "bob": "b" * 16}
+
+
+def header(account):
+    return {"Authorization": f"Bearer {KEYS[account]}"}
+
+
+@pytest.fixture
+def service(base, tmp_path, monkeypatch):
+    """Of two accounts, each of which may hold little."""
+    monkeypatch.setattr(api, "MAX_HELD", 8 * REQUEST_BYTES)
+    keys = Keys(f"{account} {key}" for account, key in KEYS.items())
+    with served(*base, Store(tmp_path), keys=keys, limits=api.AdapterLimits(max_bytes=2**14)) as service:
+        yield service
+
+
+# Many cheap items
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)
+)
+
+
+def walked(value):
+    """Strings, lists and objects, and values after a comma."""
+    if isinstance(value, str):
+        return 1, 0, 0
+    if not isinstance(value, list | dict):
+        return 0, 0, 0
+    inside = [*value] + ([*value.values()] if isinstance(value, dict) else [])
+    sums = map(sum, zip((0, 1, max(0, len(value) - 1)), *map(walked, inside), strict=True))
+    return tuple(sums)
+
+
+@settings(max_examples=200, derandomize=True)
+@given(value=JSON, plain=st.booleans())
+def test_items_are_counted_as_a_parser_would(value, plain):
+    body = json.dumps(value, ensure_ascii=plain).encode(errors="surrogatepass")
+    assert dict(intake._items(body)) == dict(zip(MOST, walked(value), strict=True))
+
+
+def repeated(item, count=2**18, head='"prompt": [', tail="]"):
+    return f'{{"model": "base", {head}{",".join([item] * count)}{tail}}}'.encode()
+
+
+MANY = {
+    "lists in lists": repeated("[" * 100 + "]" * 100, 2**12),
+    "objects": repeated("{}"),
+    "numbers": repeated("0"),
+    "nulls": repeated("null", head='"stop": ['),
+    "escaped quotes": repeated('"\\""'),
+    "backslashes": repeated('"\\\\"'),
+    "keys": repeated('"a": 1', head='"metadata": {', tail="}"),
+    "tools": repeated('{"type": "function"}', 2**15, head='"tools": ['),
+    "in a string's neighbourhood": repeated('["\\\\", [], "\\\\\\""]', 2**15),
+}
+
+
+@pytest.mark.parametrize("body", MANY.values(), ids=MANY)
+def test_many_items_are_refused_before_they_are_parsed(body, monkeypatch):
+    monkeypatch.setattr(intake.json, "loads", None)
+    for kind in (bodies.Completion, bodies.Chat):
+        with pytest.raises(
+            HTTPException, match=r"a body may have [\d,]+ (strings|lists|values).*, this one has [\d,]+"
+        ):
+            intake.parsed(body, kind)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32-be", "latin-1"])
+def test_no_other_encoding_hides_items(encoding):
+    body = json.dumps(dict(model="é", prompt=['"\\'] * 99), ensure_ascii=False).encode(encoding)
+    with pytest.raises(intake.RequestValidationError, match="the body is not JSON"):
+        intake.parsed(body, bodies.Completion)
+
+
+@pytest.mark.parametrize("prompt", ['[{"a": "b,"}]\\' * 2**16, ["f({[,]})"] * 64, [[7] * 2**10] * 64])
+def test_long_texts_are_no_items(prompt):
+    body = json.dumps(dict(model="base", prompt=prompt)).encode()
+    assert intake.parsed(body, bodies.Completion).prompt == prompt
+
+
+def test_an_accounts_bodies_are_parsed_one_at_a_time_and_nobody_elses_waits(service, monkeypatch):
+    alone, begun, seen, parsed = threading.Lock(), threading.Event(), [], intake.parsed
+
+    def slow(body, kind):
+        mine = b"ann" in body
+        seen.append(threading.current_thread().name)
+        if mine:
+            assert alone.acquire(blocking=False), "another is parsed"
+            begun.set()
+            time.sleep(0.1)
+            alone.release()
+        return parsed(body, kind)
+
+    def ask(account):
+        body = dict(model="base", prompt="a " * intake.SMALL, user=account)
+        return service.client.post("/v1/completions", json=body, headers=header(account)).status_code
+
+    monkeypatch.setattr(intake, "parsed", slow)
+    with ThreadPoolExecutor(5) as threads:
+        anns = [threads.submit(ask, "ann") for _ in range(4)]
+        assert begun.wait(60)
+        assert ask("bob") == 400  # too long for the model
+        assert not all(each.done() for each in anns)
+        assert [each.result() for each in anns] == [400] * 4
+    assert not any("Thread-" in name and "asyncio" not in name for name in seen), "in the loop's thread"
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+def test_what_is_not_json_is_told_in_one_sentence(service, kind):
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        headers = header("ann") | {"Content-Type": kind}
+        answer = service.client.post(path, content=b'{"model": "base", "prompt": "a"}', headers=headers)
+        assert answer.status_code == 415
+        assert answer.json()["error"]["reasons"] == [f"the body must be application/json, its Content-Type is {kind!r}"]
+
+
+@pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "Application/JSON"])
+def test_json_by_its_other_names(service, kind):
+    body = b'\xef\xbb\xbf{"model": "base", "prompt": "a", "max_tokens": 1}'
+    answer = service.client.post("/v1/completions", content=body, headers=header("ann") | {"Content-Type": kind})
+    assert answer.status_code == 200
+
+
+# What is never finished
+
+
+@contextlib.contextmanager
+def unfinished(service, account, path, length):
+    """A request whose body does not come."""
+    kind = "application/json" if "completions" in path else "multipart/form-data; boundary=x"
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"Authorization: Bearer {KEYS[account]}"]
+    lines += [f"Content-Type: {kind}", f"Content-Length: {length}", "", ""]
+    with socket.create_connection(("127.0.0.1", urlsplit(service.url).port)) as connection:
+        connection.sendall("\r\n".join(lines).encode())
+        yield connection
+
+
+def status(service, account, path="/v1/models"):
+    return service.client.get(path, headers=header(account)).status_code
+
+
+@pytest.mark.parametrize(("path", "length"), [("accounts/ann/adapters/mine", 2**14), ("completions", 2**19)])
+def test_what_trickles_is_bounded_for_its_account_alone(service, path, length):
+    with contextlib.ExitStack() as stack:
+        for sent in [length] * 30 + [1] * 30:
+            stack.enter_context(unfinished(service, "ann", f"/v1/{path}", sent))
+        wait_until(lambda: status(service, "ann") == 429)
+        answer = service.client.get("/v1/models", headers=header("ann"))
+        assert "unfinished requests" in answer.json()["error"]["message"]
+        assert int(answer.headers["Retry-After"]) >= 1
+        assert status(service, "bob") == 200
+    wait_until(lambda: status(service, "ann") == 200)
+
+
+def test_answers_that_nobody_reads_are_bounded(service):
+    body = dict(model="base", prompt=["a"] * 4, max_tokens=1000, temperature=0, stream=True)
+    with contextlib.ExitStack() as stack:
+        answers = [
+            stack.enter_context(service.client.stream("POST", "/v1/completions", json=body, headers=header("ann")))
+            for _ in range(4)
+        ]
+        assert [each.status_code for each in answers] == [200, 429, 429, 429]
+        assert status(service, "bob") == 200
+    wait_until(lambda: service.inside == (0, 0, 0))
+    wait_until(lambda: service.complete("base", tokens=1, stream=False).status_code == 401)
+
+
+async def test_a_stream_that_is_not_read_is_not_asked_for_more():
+    asked = []
+
+    async def stream():
+        for k in range(1000):
+            asked.append(k)
+            yield k
+
+    pieces = merged([stream(), stream()])
+    await anext(pieces)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert len(asked) < 50
+    assert len([each async for each in pieces]) == 1999
+    await pieces.aclose()
+
+
+@pytest.mark.parametrize("end", ["answered", "fails", "cancelled", "too much in chunks"])
+async def test_what_was_held_is_given_back_however_a_request_ends(end):
+    async def inner(scope, receive, send):
+        scope["state"]["hold"](100)
+        assert door.held == {"ann": REQUEST_BYTES + 107}
+        if end == "fails":
+            raise OSError("no more")
+        if end == "cancelled":
+            raise asyncio.CancelledError
+        while end == "too much in chunks":
+            await receive()
+
+    async def receive():
+        return {"type": "http.request", "body": bytes(1000), "more_body": True}
+
+    door = Intake(inner, REQUEST_BYTES + 5000)
+    scope = {"type": "http", "headers": [(b"content-length", b"0" * 5000 + b"7")], "state": {"account": "ann"}}
+    errors = (OSError, asyncio.CancelledError, intake.OverloadedError)
+    with contextlib.nullcontext() if end == "answered" else pytest.raises(errors):
+        await door(scope, receive, None)
+    assert not +door.held
+
+
+# What the operating system says
+
+LACKING = [(OSError(errno.ENOSPC, "/secret"), 507), (OSError(errno.EDQUOT, "/secret"), 507)]
+LACKING += [(OSError(code, "/secret"), 503) for code in (errno.EMFILE, errno.EIO, errno.ENOMEM, errno.EACCES)]
+LACKING += [(PermissionError("/secret"), 503), (MemoryError("/secret"), 503), (TimeoutError("/secret"), 503)]
+
+
+@pytest.mark.parametrize(("error", "expected"), LACKING, ids=lambda each: repr(each))
+@pytest.mark.parametrize(
+    "place", ["the body is parsed", "an upload is kept", "an upload is read", "the store is asked"]
+)
+def test_what_the_service_lacks_is_an_error_in_json(service, monkeypatch, error, expected, place):
+    def fails(*_, **__):
+        raise error
+
+    owner, name = {
+        "the body is parsed": (intake, "parsed"),
+        "an upload is kept": (tempfile.SpooledTemporaryFile, "write"),
+        "an upload is read": (api, "read_adapter"),
+        "the store is asked": (Store, "current"),
+    }[place]
+    monkeypatch.setattr(owner, name, fails)
+    files = {part: (part, b"{}") for part in (api.CONFIG, api.WEIGHTS)}
+    if "upload" in place:
+        answer = service.client.post("/v1/accounts/ann/adapters/mine", files=files, headers=header("ann"))
+    else:
+        answer = service.client.post("/v1/completions", json=dict(model="mine", prompt="a"), headers=header("ann"))
+    told = answer.json()["error"]
+    assert (answer.status_code, told["code"], told["type"]) == (expected, expected, "server_error")
+    assert "secret" not in answer.text
+    monkeypatch.undo()
+    assert status(service, "ann") == 200
