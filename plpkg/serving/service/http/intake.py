@@ -1,8 +1,8 @@
 """What an account's requests hold and cost before they are answered: bytes in memory and on disk, and items of JSON.
 
 Bytes alone say little: four MiB of JSON may be one text, or a million lists. Items are counted before JSON is parsed,
-which costs little beside what the items would. What a request may hold is claimed when its head has come, and given back at its
-end: its body, wherever that is kept, what its answer may leave unread, and a little for itself.
+which costs little beside what the items would. What a request may hold is claimed when its head has come, and given
+back at its end: its body, wherever that is kept, what its answer may leave unread, and a little for itself.
 """
 
 import asyncio
