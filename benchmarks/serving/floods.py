@@ -6,10 +6,10 @@ for at least 40 requests and ten seconds; wall time on two cores that all share.
 
 * ``ratio``: the flood's 99th percentile over that of all quiet requests of the run. ``answered``: the statuses of the
   flood's bodies.
-* The bodies are as large as the service takes (4 MiB) and full of one thing; those of ``work`` are small and legal, 64
-  prompts of 60 tokens each: they take places in the batch.
+* The bodies are full of one thing, and as large as the service takes (4 MiB), but for ``fewer messages`` (64 KiB) and
+  ``small`` (4 KiB). Those of ``work`` are legal, 64 prompts of 60 tokens each: they take places in the batch.
 
-Run as ``python -m benchmarks.serving.floods``: about five minutes.
+Run as ``python -m benchmarks.serving.floods``: about six minutes.
 """
 
 import collections
@@ -32,21 +32,23 @@ CLIENTS, REQUESTS, SECONDS, NEW, BYTES = 3, 40, 10, 12, 2**22
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
-def filled(head: str, item: str, tail: str = "}") -> bytes:
-    """A body of 4 MiB with one item as often as there is room."""
-    count = (BYTES - len(head) - len(tail) - 2) // (len(item) + 1)
+def filled(head: str, item: str, tail: str, num_bytes: int = BYTES) -> bytes:
+    """A body with one item as often as there is room."""
+    count = (num_bytes - len(head) - len(tail) - 2) // (len(item) + 1)
     return f"{head}{','.join([item] * count)}{tail}".encode()
 
 
-BASE = '{"model": "plpkg-small", '
+BASE, MESSAGE = '{"model": "plpkg-small", ', '{"role":"user","content":""}'
 FLOODS = {
-    "messages": (CHAT, filled(BASE + '"messages": [', '{"role":"user","content":""}', "]}")),
+    "messages": (CHAT, filled(BASE + '"messages": [', MESSAGE, "]}")),
     "parts": (CHAT, filled(BASE + '"messages": [{"role":"user","content":[', '{"type":"text","text":""}', "]}]}")),
     "prompts": (COMPLETIONS, filled(BASE + '"prompt": [', '""', "]}")),
     "ids": (COMPLETIONS, filled(BASE + '"prompt": [', "1", "]}")),
     "lists": (COMPLETIONS, filled(BASE + '"prompt": [', "[]", "]}")),
     "stop strings": (COMPLETIONS, filled(BASE + '"prompt": "a", "stop": [', '"\\""', "]}")),
     "tools": (CHAT, filled(BASE + '"messages": [], "tools": [', "{}", "]}")),
+    "fewer messages": (CHAT, filled(BASE + '"messages": [', MESSAGE, "]}", 2**16)),
+    "small": (COMPLETIONS, filled(BASE + '"prompt": [', "[]", "]}", 2**12)),
     "one text": (COMPLETIONS, filled(BASE + '"prompt": "', "a", '"}')),
     "work": (COMPLETIONS, json.dumps(dict(model="plpkg-small", prompt=["a"] * 64, max_tokens=60)).encode()),
 }
