@@ -18,7 +18,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from plpkg.adapters import CONFIG, MAX_CONFIG_BYTES, POLICIES, WEIGHTS, AdapterLimits, InvalidAdapterError, read_adapter
 from plpkg.serving.requests import Request
-from plpkg.serving.service.http import bodies
+from plpkg.serving.service.http import bodies, intake
 from plpkg.serving.service.http.accounts import OPERATOR, Keys
 from plpkg.serving.service.http.answers import (
     STATUS,
@@ -31,7 +31,7 @@ from plpkg.serving.service.http.answers import (
     texts,
 )
 from plpkg.serving.service.http.door import Door
-from plpkg.serving.service.http.intake import MAX_HELD, TOKEN_BYTES, Intake, Parsed, fullness
+from plpkg.serving.service.http.intake import MAX_HELD, TOKEN_BYTES, Intake, Parsed
 from plpkg.serving.service.http.metrics import Metrics
 from plpkg.serving.service.store import NAME, VERSION, NotFoundError, Store, StoreError
 from plpkg.validation import one_of
@@ -191,7 +191,7 @@ def app(backend, store: Store, model, tokenizer, *, name: str, keys: Keys | None
             files = {part: await file.read() for part, file in form.items() if isinstance(file, UploadFile)}
             if set(files) != {CONFIG, WEIGHTS}:
                 raise InvalidAdapterError([f"an upload has the files {CONFIG} and {WEIGHTS}, got {', '.join(files)}"])
-            fullness(files[CONFIG][:MAX_CONFIG_BYTES])
+            intake.fullness(files[CONFIG][:MAX_CONFIG_BYTES])
             made = await asyncio.to_thread(read_adapter, files[CONFIG], files[WEIGHTS], model, limits)
             version = await store.put(account, adapter, made)
         return {"id": adapter, "version": version, "rank": made.rank, "bytes": made.num_bytes}
