@@ -4,6 +4,7 @@ import asyncio
 import errno
 import json
 import logging
+import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -186,7 +187,7 @@ def _said(error: Exception) -> str:
         return "the store of adapters does not answer"
     if isinstance(error, OSError | MemoryError):  # its own words name files
         logging.getLogger(__name__).warning("%s: %s", type(error).__name__, error)
-        return f"the service lacks something: {errno.errorcode.get(getattr(error, 'errno', 0), type(error).__name__)}"
+        return f"the service lacks something: {os.strerror(getattr(error, 'errno', None) or errno.EIO)}"
     return str(error)
 
 
