@@ -187,7 +187,7 @@ def _said(error: Exception) -> str:
         return "the store of adapters does not answer"
     if isinstance(error, OSError | MemoryError):  # its own words name files
         logging.getLogger(__name__).warning("%s: %s", type(error).__name__, error)
-        return f"the service lacks something: {os.strerror(getattr(error, 'errno', None) or errno.EIO)}"
+        return f"the service lacks something: {os.strerror(getattr(error, 'errno', None) or errno.ENOMEM)}"
     return str(error)
 
 
