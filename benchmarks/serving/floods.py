@@ -1,15 +1,15 @@
 """What one account's clients do to another's: plpkg-small by ``plpkg serve``, with keys.
 
 One client of an account asks for twelve tokens, again and again, alone (``quiet``) and beside three clients of another
-account, in a process of their own, that send the same body as fast as it is answered. Quiet and flood take turns, 40
-requests each; wall time on two cores that all share.
+account, in a process of their own, that send the same body as fast as it is answered. Quiet and flood take turns, each
+for at least 40 requests and ten seconds; wall time on two cores that all share.
 
 * ``ratio``: the flood's 99th percentile over that of all quiet requests of the run. ``answered``: the statuses of the
   flood's bodies.
-* The bodies are as large as the service takes (4 MiB) and full of one thing; those of ``work`` are small and legal, 64
-  prompts of 60 tokens each: they take places in the batch.
+* The bodies are full of one thing, and as large as the service takes (4 MiB), but for ``fewer messages`` (64 KiB) and
+  ``small`` (4 KiB). Those of ``work`` are legal, 64 prompts of 60 tokens each: they take places in the batch.
 
-Run as ``python -m benchmarks.serving.floods``: about five minutes.
+Run as ``python -m benchmarks.serving.floods``: about six minutes.
 """
 
 import collections
@@ -28,25 +28,27 @@ from pathlib import Path
 
 from benchmarks import record
 
-CLIENTS, REQUESTS, NEW, BYTES = 3, 40, 12, 2**22
+CLIENTS, REQUESTS, SECONDS, NEW, BYTES = 3, 40, 10, 12, 2**22
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
-def filled(head: str, item: str, tail: str = "}") -> bytes:
-    """A body of 4 MiB with one item as often as there is room."""
-    count = (BYTES - len(head) - len(tail) - 2) // (len(item) + 1)
+def filled(head: str, item: str, tail: str, num_bytes: int = BYTES) -> bytes:
+    """A body with one item as often as there is room."""
+    count = (num_bytes - len(head) - len(tail) - 2) // (len(item) + 1)
     return f"{head}{','.join([item] * count)}{tail}".encode()
 
 
-BASE = '{"model": "plpkg-small", '
+BASE, MESSAGE = '{"model": "plpkg-small", ', '{"role":"user","content":""}'
 FLOODS = {
-    "messages": (CHAT, filled(BASE + '"messages": [', '{"role":"user","content":""}', "]}")),
+    "messages": (CHAT, filled(BASE + '"messages": [', MESSAGE, "]}")),
     "parts": (CHAT, filled(BASE + '"messages": [{"role":"user","content":[', '{"type":"text","text":""}', "]}]}")),
     "prompts": (COMPLETIONS, filled(BASE + '"prompt": [', '""', "]}")),
     "ids": (COMPLETIONS, filled(BASE + '"prompt": [', "1", "]}")),
     "lists": (COMPLETIONS, filled(BASE + '"prompt": [', "[]", "]}")),
     "stop strings": (COMPLETIONS, filled(BASE + '"prompt": "a", "stop": [', '"\\""', "]}")),
     "tools": (CHAT, filled(BASE + '"messages": [], "tools": [', "{}", "]}")),
+    "fewer messages": (CHAT, filled(BASE + '"messages": [', MESSAGE, "]}", 2**16)),
+    "small": (COMPLETIONS, filled(BASE + '"prompt": [', "[]", "]}", 2**12)),
     "one text": (COMPLETIONS, filled(BASE + '"prompt": "', "a", '"}')),
     "work": (COMPLETIONS, json.dumps(dict(model="plpkg-small", prompt=["a"] * 64, max_tokens=60)).encode()),
 }
@@ -61,7 +63,7 @@ def asked(connection, key: str, path: str, body: bytes) -> int:
     return answer.status
 
 
-def flood(port: int, name: str, stop, statuses) -> None:
+def flood(port: int, name: str, begun, stop, statuses) -> None:
     """The hostile process: three clients, until it is told to stop."""
     counts = collections.Counter()
 
@@ -70,6 +72,7 @@ def flood(port: int, name: str, stop, statuses) -> None:
             try:
                 connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
                 while not stop.is_set():
+                    begun.set()
                     counts[asked(connection, "hostile-" * 3, *FLOODS[name])] += 1
             except (OSError, http.client.HTTPException):
                 counts["broken off"] += 1
@@ -84,7 +87,8 @@ def times(port: int) -> list[float]:
     """What the good client waits for each of its answers."""
     body, seconds = json.dumps(dict(model="plpkg-small", prompt="def", max_tokens=NEW, temperature=0)).encode(), []
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
-    for _ in range(REQUESTS):
+    end = time.perf_counter() + SECONDS
+    while len(seconds) < REQUESTS or time.perf_counter() < end:
         began = time.perf_counter()
         assert asked(connection, "good-" * 4, COMPLETIONS, body) == 200
         seconds.append(time.perf_counter() - began)
@@ -98,10 +102,10 @@ def percentile(seconds: list[float], share: float) -> float:
 def beside(name: str, port: int) -> tuple[list[float], dict]:
     """The good client's times beside a flood, and what the flood was answered."""
     spawn = multiprocessing.get_context("spawn")
-    stop, statuses = spawn.Event(), spawn.Queue()
-    process = spawn.Process(target=flood, args=(port, name, stop, statuses))
+    begun, stop, statuses = spawn.Event(), spawn.Event(), spawn.Queue()
+    process = spawn.Process(target=flood, args=(port, name, begun, stop, statuses))
     process.start()
-    time.sleep(3)  # for the process to begin
+    assert begun.wait(120)
     seconds = times(port)
     stop.set()
     answered = statuses.get(timeout=300)
@@ -118,12 +122,26 @@ def rows_of(port: int, names) -> list[dict]:
         measured.append((name, *beside(name, port)))
         print(name, measured[-1][2], flush=True)
     p99 = percentile(quiet, 0.99)
-    rows = [{"case": "quiet", "p50_s": percentile(quiet, 0.5), "p99_s": p99, "ratio": 1.0, "answered": ""}]
+    rows = [
+        {
+            "case": "quiet",
+            "requests": len(quiet),
+            "p50_s": percentile(quiet, 0.5),
+            "p99_s": p99,
+            "ratio": 1.0,
+            "answered": "",
+        }
+    ]
     for name, seconds, answered in measured:
-        row = {"case": name, "p50_s": percentile(seconds, 0.5), "p99_s": percentile(seconds, 0.99)}
+        row = {
+            "case": name,
+            "requests": len(seconds),
+            "p50_s": percentile(seconds, 0.5),
+            "p99_s": percentile(seconds, 0.99),
+        }
         said = ", ".join(f"{count} of {status}" for status, count in answered.items())
         rows.append(row | {"ratio": round(row["p99_s"] / p99, 2), "answered": said})
-    return [{"section": "floods", "requests": REQUESTS} | row for row in rows]
+    return [{"section": "floods"} | row for row in rows]
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ import plpkg
 from plpkg.adapters import CONFIG, MAX_CONFIG_BYTES, POLICIES, WEIGHTS, AdapterLimits, InvalidAdapterError, read_adapter
 from plpkg.decoding import longest_text
 from plpkg.serving.requests import Request
-from plpkg.serving.service.http import bodies
+from plpkg.serving.service.http import bodies, intake
 from plpkg.serving.service.http.accounts import OPERATOR, Keys
 from plpkg.serving.service.http.answers import (
     STATUS,
@@ -256,6 +256,7 @@ def app(
             files = {part: await file.read() for part, file in form.items() if isinstance(file, UploadFile)}
             if set(files) != {CONFIG, WEIGHTS}:
                 raise InvalidAdapterError([f"an upload has the files {CONFIG} and {WEIGHTS}, got {', '.join(files)}"])
+            intake.fullness(files[CONFIG][:MAX_CONFIG_BYTES])
             made = await asyncio.to_thread(read_adapter, files[CONFIG], files[WEIGHTS], model, limits)
             version = await store.put(account, adapter, made)
         names.forget(account, adapter)

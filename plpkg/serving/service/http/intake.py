@@ -18,14 +18,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from plpkg.serving.service.http.answers import refusal
+from plpkg.serving.service.http.door import MAX_BODY_BYTES
 from plpkg.serving.service.scheduler import OverloadedError
 
 MOST = {"strings": 2**14, "lists and objects": 2**11, "values": 2**17}
 """Of each in a body; ids of prompts are values."""
-SMALL = 2**14
+SMALL = 2**12
 """Bytes of a body that takes less time to parse than a thread takes to begin."""
-BYTES_PER_S = 2**22
-"""Of an account's larger bodies; the one after waits for it, right or wrong."""
+TURN_S = 1
+"""How long a body that is as full as it may be takes its account's turn; one half as full takes a quarter of it."""
 MAX_HELD = 2**29
 """Bytes that an account's unfinished requests may hold, beside one upload of the largest size: 64 long prompts, say."""
 REQUEST_BYTES, TOKEN_BYTES = 2**17, 128
@@ -37,7 +38,7 @@ class Intake:
 
     def __init__(self, app, most: int) -> None:
         self.app, self.most, self.held = app, most, Counter()
-        self.parsing: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self.turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def __call__(self, scope, receive, send) -> None:
         if scope["type"] != "http" or (account := scope["state"]["account"]) is None:
@@ -61,7 +62,7 @@ class Intake:
                 length = 0
             return message
 
-        scope["state"] |= {"hold": hold, "parsing": self.parsing[account]}
+        scope["state"] |= {"hold": hold, "turn": self.turns[account]}
         try:
             length = int(Headers(scope=scope).get("content-length", "").lstrip("0") or 0)
             hold(REQUEST_BYTES + length)
@@ -74,7 +75,7 @@ class Intake:
 
 
 class Parsed(APIRoute):
-    """A route that parses and validates its body beside the event loop, one body of an account at a time."""
+    """A route that parses and validates bodies beside the event loop; an account's larger ones take turns."""
 
     def get_route_handler(self) -> Callable:
         handle, kind = super().get_route_handler(), self.body_field and self.body_field.field_info.annotation
@@ -86,33 +87,38 @@ class Parsed(APIRoute):
                     raise HTTPException(415, f"the body must be application/json, its Content-Type is {media!r}")
                 body = await call.body()
                 if len(body) <= SMALL:
+                    fullness(body)
                     call._json = parsed(body, kind)
                 else:
-                    turn = call.state.parsing
-                    await turn.acquire()
-                    try:
-                        call._json = await asyncio.to_thread(parsed, body, kind)
-                    finally:
-                        asyncio.get_running_loop().call_later(len(body) / BYTES_PER_S, turn.release)
+                    call._json = await _in_turn(call.state.turn, body, kind)
                 call._body = b"parsed"  # FastAPI takes what is in _json
             return await handle(call)
 
         return handler
 
 
-def parsed(body: bytes, kind: type[BaseModel]) -> BaseModel:
-    """A body in JSON as a model.
+async def _in_turn(turn: asyncio.Lock, body: bytes, kind: type[BaseModel]) -> BaseModel:
+    await turn.acquire()
+    full = 1.0
+    try:
+        full = await asyncio.to_thread(fullness, body)
+        return await asyncio.to_thread(parsed, body, kind)
+    finally:
+        asyncio.get_running_loop().call_later(TURN_S * full**2, turn.release)
 
-    Raises
-    ------
-    HTTPException
-        It has too many items.
-    RequestValidationError
-        It is not JSON, or not what the model says.
-    """
+
+def fullness(body: bytes) -> float:
+    """The share that a body in JSON has of what it may, by bytes or by items. HTTPException if it has more."""
+    shares = [len(body) / MAX_BODY_BYTES]
     for what, count in _items(body):
         if count > MOST[what]:
             raise HTTPException(413, f"a body may have {MOST[what]:,} {what}, this one has {count:,}")
+        shares.append(count / MOST[what])
+    return max(shares)
+
+
+def parsed(body: bytes, kind: type[BaseModel]) -> BaseModel:
+    """A body in JSON as a model. RequestValidationError if it is not JSON, or not what the model says."""
     try:
         value = json.loads(body.decode("utf-8-sig"))  # other encodings would hide items from the count
     except (ValueError, RecursionError) as error:
