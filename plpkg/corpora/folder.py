@@ -44,8 +44,8 @@ def text_folder(
     ------
     ValueError
         A file that is not UTF-8 (with the byte and the line), too large, no regular file or not to be opened, a writer
-        with fewer files than there are splits, a folder without any text, a sub-folder with the folder's own name beside files directly
-        in it, or bad shares or seed.
+        with fewer files than splits that get one, a folder without any text, a sub-folder with the folder's own name
+        beside files directly in it, or bad shares or seed.
     OSError
         A folder that does not exist, or a folder that cannot be read.
     """
