@@ -263,4 +263,4 @@ def _ids(part: object, tokenizer) -> torch.Tensor:
         if tokenizer is None:
             raise ValueError(f"text needs a tokenizer, got {part[:40]!r} without one")
         part = tokenizer(part, add_special_tokens=False)["input_ids"]
-    return token_ids(part, "a prompt or answer, unless it is a text,", least=0)
+    return token_ids(part, "a prompt or answer that is no text", least=0)

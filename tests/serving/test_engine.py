@@ -156,7 +156,7 @@ def test_streams(world, make, tools):
     [
         (dict(adapter="z"), r"no adapter 'z' is loaded; there are a, b, c"),
         (dict(input_ids=[]), r"input_ids must be .* got \(0,\)"),
-        (dict(input_ids=[[1]]), r"got \(1, 1\)"),
+        (dict(input_ids=[[1], [2]]), r"one text.s ids, .* got \(2, 1\)"),
         (dict(input_ids=[0.5]), "torch.float32"),
         (dict(input_ids=[48]), "below vocab=48, got 48 to 48"),
         (dict(input_ids=[-1, 3]), "got -1 to 3"),
@@ -493,6 +493,19 @@ def test_private_lora_is_served_as_the_lora_that_it_is(tools, tmp_path):
     assert written == [expected] * 3 != [base] * 3
     assert [(name, p.requires_grad) for name, p in engine.model.named_parameters()] == before
     engine.close()
+
+
+def test_a_prompt_may_be_a_batch_of_one(world, make, tools):
+    (ids,) = tools.texts(6)
+    forms = (
+        ids,
+        ids[None],
+        ids.tolist(),
+        [ids.tolist()],
+        {"input_ids": ids[None], "attention_mask": ids[None] * 0 + 1},
+    )
+    written = make().generate([Request(form, "a", 4) for form in forms])
+    assert written == [tools.alone(world[1]["a"], ids, 4)] * len(forms)
 
 
 def test_folders_that_cannot_be_lora_are_refused_in_a_sentence(tools, tmp_path):
