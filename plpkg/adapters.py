@@ -6,6 +6,7 @@ The format is PEFT 0.21's: ``adapter_config.json``, and ``adapter_model.safetens
 serves as it was trained, or not at all. Nothing that it says is imported, evaluated as a pattern, or looked up.
 """
 
+import copy
 import functools
 import hashlib
 import json
@@ -25,6 +26,8 @@ from plpkg.untrusted import MAX_CONFIG_BYTES, Entry, shown
 from plpkg.validation import one_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WRAPPED = "base_model.model."
+"""How PEFT begins the names in a file."""
 
 
 class InvalidAdapterError(ValueError):
@@ -101,8 +104,17 @@ class Adapter:
         return f"Adapter({len(self.factors)} modules, rank {self.rank}, {self.num_bytes:,} bytes, {self.digest[:12]})"
 
     @classmethod
-    def of(cls, config, factors: Mapping[str, Factors]) -> "Adapter":
-        """Make an adapter, and the files that PEFT loads, of a configuration, PEFT's or a mapping, and trained factors.
+    def of(cls, config, factors: Mapping[str, Factors | torch.Tensor], scales: Mapping[str, float] = {}) -> "Adapter":
+        """Make an adapter, and the files that PEFT loads, of what was trained.
+
+        Parameters
+        ----------
+        config
+            A ``LoraConfig``, or a mapping of its fields.
+        factors
+            By module; or the tensors by PEFT's names, with ``base_model.model.`` before them or not.
+        scales
+            By module, what the configuration has to make of it; factors have theirs.
 
         Raises
         ------
@@ -112,19 +124,59 @@ class Adapter:
         from safetensors.torch import save
 
         config = dict(config) if isinstance(config, Mapping) else config.to_dict() | {"inference_mode": True}
-        tensors, modules = {}, {}
+        tensors, scales = {}, dict(scales)
         for path, each in factors.items():
-            modules[path] = _Module(each.down.shape[-1], each.up.shape[0], each.down.dtype)
-            for side, tensor in (("A", each.down), ("B", each.up)):
-                copy = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-                tensors[f"base_model.model.{path}.lora_{side}.weight"] = copy
+            if isinstance(each, Factors):
+                scales[path] = each.scale
+                tensors |= {f"{path}.lora_A.weight": each.down, f"{path}.lora_B.weight": each.up}
+            else:
+                tensors[path.removeprefix(WRAPPED)] = each
+        sides, modules = {}, {}
+        for key, tensor in tensors.items():
+            path, _, side = key.rpartition(".lora_")
+            sides.setdefault(path, {})[side] = tensor
+        for path, each in sides.items():
+            down, up = (each.get(f"{side}.weight", next(iter(each.values()))) for side in "AB")  # or it is refused
+            modules[path] = _Module(down.shape[-1], up.shape[0], down.dtype)
+        tensors = {
+            f"{WRAPPED}{key}": tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+            for key, tensor in tensors.items()
+        }
         text = json.dumps(config, indent=2, sort_keys=True, default=sorted).encode()  # PEFT keeps names in sets
         weights = bytearray(save(tensors, {"format": "pt"}))
         adapter = _read(text, weights, _Base(modules, config.get("model_type")), AdapterLimits())
         for path, each in adapter.factors.items():
-            if not math.isclose(each.scale, factors[path].scale, rel_tol=1e-6):
-                raise InvalidAdapterError([f"{path}: scale={factors[path].scale}, but config makes it {each.scale}"])
+            if path in scales and not math.isclose(each.scale, scales[path], rel_tol=1e-6):
+                raise InvalidAdapterError([f"{path}: scale={scales[path]}, but config makes it {each.scale}"])
         return adapter
+
+    @classmethod
+    def from_peft(cls, model: torch.nn.Module, name: str = "default") -> "Adapter":
+        """Make an adapter of one that a model has: a ``PeftModel``'s LoRA, or what its method says it is as LoRA.
+
+        Raises
+        ------
+        InvalidAdapterError
+            The model has none of this name, or it is more than plain LoRA, or cannot be LoRA.
+        """
+        from peft import get_peft_model_state_dict
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        configs = getattr(model, "peft_config", {})
+        if name not in configs:
+            raise InvalidAdapterError([f"{type(model).__name__} has no adapter {name!r}, it has {[*configs]}"])
+        convert = getattr(model.base_model, "as_lora", None)  # a method that is not PEFT's own may be LoRA in disguise
+        if convert is not None:
+            try:
+                return cls.of(*convert(name))
+            except ValueError as error:
+                raise error if isinstance(error, InvalidAdapterError) else InvalidAdapterError([str(error)]) from error
+        if configs[name].peft_type != "LORA":
+            raise InvalidAdapterError([f"{name!r} is a {configs[name].peft_type[:]} adapter, not LoRA"])
+        layers = [(path.removeprefix(WRAPPED), m) for path, m in model.named_modules() if isinstance(m, BaseTunerLayer)]
+        scales = {path: layer.scaling[name] for path, layer in layers if name in layer.scaling}
+        state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+        return cls.of(configs[name], state, scales)
 
     def save(self, folder: str | Path) -> None:
         """Write both files, their owner's alone, each whole or not at all. The configuration comes last."""
@@ -173,6 +225,43 @@ def validate_adapter(path: str | Path, model: torch.nn.Module, limits: str | Ada
     except ValueError as error:
         raise InvalidAdapterError([*plan.reasons, str(error)]) from None
     return _adapter(plan, weights)
+
+
+def load_adapter(path: str | Path, model: torch.nn.Module) -> Adapter:
+    """One's own adapter in a folder: as :func:`validate_adapter`, or of another method of PEFT that is LoRA as well.
+
+    PEFT loads the latter, by the rules of whoever defined its method; so this is not for the folders of strangers.
+
+    Raises
+    ------
+    InvalidAdapterError
+        As :func:`validate_adapter`; the method cannot be LoRA, is unknown to PEFT, or refuses the folder.
+    """
+    from peft import PeftModel
+    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+
+    try:
+        method = untrusted.strict_json(untrusted.read_file(Path(path, CONFIG), MAX_CONFIG_BYTES)).get("peft_type")
+    except ValueError:
+        method = None  # which is said below
+    tuner = PEFT_TYPE_TO_TUNER_MAPPING.get(method) if isinstance(method, str) else None
+    if isinstance(method, str) and tuner is None:
+        define = f"PEFT does not know {shown(method)}: import the module that defines it first, plpkg.residual say"
+        raise InvalidAdapterError([define])
+    if not hasattr(tuner, "as_lora"):
+        return validate_adapter(path, model)
+    _base(model)
+    if not Path(path, WEIGHTS).exists():  # PEFT would ask the hub
+        raise InvalidAdapterError([f"{path} has no {WEIGHTS}"])
+    # A copy that shares the model's values, which PEFT puts the adapter in.
+    memo = {id(p): torch.nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
+    memo |= {id(buffer): buffer for buffer in model.buffers()}
+    try:
+        return Adapter.from_peft(PeftModel.from_pretrained(copy.deepcopy(model, memo), path))
+    except InvalidAdapterError:
+        raise
+    except ValueError as error:
+        raise InvalidAdapterError([str(error)]) from error
 
 
 def read_adapter(
@@ -285,8 +374,8 @@ def _plan(
         reasons += unsound
     faults, experts, pairs, scales, right = {}, [], {}, {}, lambda *keys: wrong.keys().isdisjoint(keys)
     for name, entry in found.items():
-        path, _, side = name.removeprefix("base_model.model.").rpartition(".lora_")
-        if name == f"base_model.model.{path}.lora_{side}" and path in base.modules and side in ("A.weight", "B.weight"):
+        path, _, side = name.removeprefix(WRAPPED).rpartition(".lora_")
+        if name == f"{WRAPPED}{path}.lora_{side}" and path in base.modules and side in ("A.weight", "B.weight"):
             pairs.setdefault(path, {})[side[0]] = entry
         elif path and path == base.head:
             faults.setdefault("an adapter of the output head is not served", []).append(name)

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from plpkg.batch import Ids, one_text
 from plpkg.corpora.tokens import Tokens
 from plpkg.scoring import Score
 from plpkg.validation import number, whole_number
@@ -120,7 +121,5 @@ def _sums(followers: dict[int, int], weight: float) -> tuple[int, float]:
     return sum(followers.values()), weight * max(1, len(followers))
 
 
-def _tuple(ids: torch.Tensor) -> tuple[int, ...]:
-    if ids.ndim != 1 or ids.is_floating_point():
-        raise ValueError(f"a document must be (tokens,) whole numbers, got {ids.dtype} {tuple(ids.shape)}")
-    return tuple(ids.tolist())
+def _tuple(ids: Ids) -> tuple[int, ...]:
+    return tuple(one_text(ids, "a document", least=0))

@@ -141,6 +141,48 @@ def test_what_peft_saves_is_read_and_computes_the_same(family, tmp_path):
     assert_as_exact(model(IDS).logits, adapted.merge_and_unload().float()(IDS).logits, exact)
 
 
+def test_a_models_own_adapter_is_the_one_that_peft_saves(tmp_path):
+    options = dict(rank_pattern={"k_proj": 2}, alpha_pattern={"q_proj": 3}, use_rslora=True)
+    model = peft_model(random_backbone("llama", **SIZES), **options)
+    model.add_adapter("second", peft.LoraConfig(r=3, target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path)
+    for name, folder in dict(default=tmp_path, second=tmp_path / "second").items():
+        made, saved = Adapter.from_peft(model, name), validate_adapter(folder, BASE)
+        assert list(made.factors) == list(saved.factors)
+        for path, each in saved.factors.items():
+            own = made.factors[path]
+            assert torch.equal(own.down, each.down)
+            assert (own.up.tolist(), own.scale) == (each.up.tolist(), each.scale)
+    injected = random_backbone("llama", **SIZES)  # without a PeftModel around it
+    injected.add_adapter(model.peft_config["second"])
+    assert list(Adapter.from_peft(injected).factors) == [Q]
+
+
+def scaled(model):
+    model.base_model.model.get_submodule(Q).scale_layer(2)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "reason"),
+    [
+        (lambda base: base, "default", r"LlamaForCausalLM has no adapter 'default', it has \[\]"),
+        (peft_model, "x", r"PeftModelForCausalLM has no adapter 'x', it has \['default'\]"),
+        (lambda base: scaled(peft_model(base)), "default", "scale=4.0, but config makes it 2.0"),
+        (lambda base: peft_model(base, use_dora=True), "default", "use_dora=True"),
+        (lambda base: peft_model(base, modules_to_save=["lm_head"]), "default", "modules_to_save"),
+        (lambda base: peft_model(base, target_modules=["embed_tokens"]), "default", "no lora_A.weight or"),
+        (lambda base: peft.get_peft_model(base, peft.LoHaConfig(target_modules=["q_proj"])), "default", "a LOHA ad"),
+        (lambda base: peft.get_peft_model(base, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)),
+         "default", "a PROMPT_TUNING adapter, not LoRA"),
+    ],
+)  # fmt: skip
+def test_what_is_no_plain_lora_in_a_model_is_refused(model, name, reason):
+    with pytest.raises(InvalidAdapterError) as refused:
+        Adapter.from_peft(model(random_backbone("llama", **SIZES)), name)
+    assert re.search(reason, "; ".join(refused.value.reasons))
+
+
 def test_an_adapter_made_here_loads_into_peft(tmp_path):
     generator, factors = torch.Generator().manual_seed(3), {}
     for (path, (num_in, num_out)), rank in zip(targets(BASE).items(), (2, 3, 2, 2, 2, 2, 2), strict=True):

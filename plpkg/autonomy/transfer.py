@@ -94,7 +94,8 @@ class Task:
     Parameters
     ----------
     model, train, validation
-        The public model, and the person's own data; without validation the last state counts.
+        The public model, and the person's own data; without validation the last state counts. Texts may be a batch as
+        ``corpora.batch`` makes it.
     scope, lora
         What is trained, as for :func:`personal_copy`.
     steps, lr, batch
@@ -134,8 +135,8 @@ class Task:
     def __init__(
         self,
         model: nn.Module,
-        train: Examples,
-        validation: Examples | None,
+        train: Examples | Mapping,
+        validation: Examples | Mapping | None,
         scope: str = "head",
         *,
         steps: int = 200,
@@ -157,6 +158,7 @@ class Task:
         if private and batch_norm:
             raise ValueError("batch_norm=True keeps statistics of the examples without noise: not in a private task")
         patience = (None if private else 5) if patience is ... else patience
+        train, validation = (p if p is None or isinstance(p, Examples) else Examples.of(p) for p in (train, validation))
         self.steps, self._lr = whole_number("steps", steps, 1), number("lr", lr, open_low=True)
         self._batch = whole_number("batch", batch, 1)
         self._every = whole_number("evaluate_every", evaluate_every, 1)
@@ -384,7 +386,11 @@ def features(model: nn.Module, examples: Examples, batch: int = 64) -> Examples:
 
 
 def transfer(
-    model: nn.Module, train: Examples, validation: Examples | None, scope: str = "head", **settings
+    model: nn.Module,
+    train: Examples | Mapping,
+    validation: Examples | Mapping | None,
+    scope: str = "head",
+    **settings,
 ) -> Transfer:
     """Make a public model a person's own, in one go; the parameters are those of :class:`Task`."""
     task = Task(model, train, validation, scope, **settings)

@@ -9,7 +9,7 @@ from plpkg.corpora.leaf import leaf_femnist, leaf_shakespeare
 from plpkg.corpora.library import public, versions, writer, writers
 from plpkg.corpora.notes import Asked, Notes, Passage, notes, reading, readings
 from plpkg.corpora.pages import ABSENT
-from plpkg.corpora.tokens import Tokens, batches, encode
+from plpkg.corpora.tokens import Tokens, batch, batches, encode
 from plpkg.corpora.words import Vocabulary, sentences
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Tokens",
     "Vocabulary",
     "Writer",
+    "batch",
     "batches",
     "diary",
     "digits",

@@ -119,26 +119,30 @@ class Writer(Tabular):
 
 
 def cuts(what: str, count: int, shares: tuple[float, ...]) -> dict[str, slice]:
-    """Where ``count`` things in a row are cut into the three splits, none of which stays empty.
+    """Where ``count`` things in a row are cut into the three splits; one stays empty only if its share is 0.
 
     Parameters
     ----------
     what
         The things, for the message.
     count
-        How many there are, at least three.
+        How many there are, at least one for each share above 0.
     shares
         The shares of train, validation and test, rounded to whole things.
 
     Raises
     ------
     ValueError
-        Shares that are not three positive numbers with sum 1, or fewer than three things.
+        Shares that are not three numbers from 0 on with sum 1, or too few things.
     """
-    if len(shares) != len(SPLITS) or not math.isclose(sum(number("share", s, open_low=True) for s in shares), 1):
+    if len(shares) != len(SPLITS) or not math.isclose(sum(number("share", share) for share in shares), 1):
         raise ValueError(f"shares must be three numbers that add up to 1, for {', '.join(SPLITS)}, got {shares!r}")
-    if count < len(SPLITS):
-        raise ValueError(f"{count} {what}: too few, {', '.join(SPLITS)} need one each")
-    first = min(max(1, round(count * shares[0])), count - 2)
-    second = min(max(first + 1, round(count * (shares[0] + shares[1]))), count - 1)
-    return dict(zip(SPLITS, (slice(0, first), slice(first, second), slice(second, count)), strict=True))
+    needed = [int(share > 0) for share in shares]
+    if count < sum(needed):
+        wanting = ", ".join(itertools.compress(SPLITS, needed))
+        raise ValueError(f"{count} {what}: too few, {wanting} need{'s' * (sum(needed) == 1)} one each")
+    edges = [0]
+    for i, least in enumerate(needed):
+        edge = max(edges[-1] + least, round(count * sum(shares[: i + 1])))
+        edges.append(min(edge, count - sum(needed[i + 1 :])) if least else edges[-1])
+    return {split: slice(*edge) for split, edge in zip(SPLITS, itertools.pairwise(edges), strict=True)}

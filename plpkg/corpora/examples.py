@@ -10,13 +10,13 @@ from typing import NamedTuple, Self
 
 import torch
 
+from plpkg.batch import IGNORED, ids_and_labels
 from plpkg.corpora.documents import Document
 from plpkg.corpora.tokens import Tokens
 from plpkg.corpora.words import BEGIN, UNKNOWN, Vocabulary, sentences
 from plpkg.results import Tabular
 from plpkg.validation import whole_number
 
-IGNORED = -100
 POOL = 8
 """Batches among which samples are sorted by length."""
 
@@ -73,6 +73,18 @@ class Examples(Tabular):
         """All samples in their order, so many at a time."""
         for start in range(0, len(self), batch):
             yield self[start : start + batch]
+
+    @classmethod
+    def of(cls, batch) -> Self:
+        """A batch of texts, such as ``corpora.batch`` makes, each place labelled with the next token.
+
+        Raises
+        ------
+        ValueError
+            As :func:`plpkg.batch.ids_and_labels`, or there is nothing to predict.
+        """
+        ids, labels = ids_and_labels(batch)
+        return cls(ids[:, :-1], labels[:, 1:])
 
     @classmethod
     def joined(cls, parts: Iterable[Self]) -> Self:

@@ -37,14 +37,15 @@ def text_folder(
     seed
         The seed of the order in which files are dealt out.
     shares
-        The shares of each writer's files for train, validation and test; each split gets at least one file.
+        The shares of each writer's files for train, validation and test; each split whose share is not 0 gets at least
+        one file. With ``(1, 0, 0)`` all of them are to be learnt.
 
     Raises
     ------
     ValueError
         A file that is not UTF-8 (with the byte and the line), too large, no regular file or not to be opened, a writer
-        with one or two files, a folder without any text, a sub-folder with the folder's own name beside files directly
-        in it, or bad shares or seed.
+        with fewer files than splits that get one, a folder without any text, a sub-folder with the folder's own name
+        beside files directly in it, or bad shares or seed.
     OSError
         A folder that does not exist, or a folder that cannot be read.
     """

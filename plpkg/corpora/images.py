@@ -51,12 +51,12 @@ class Images(Tabular):
         seed
             The seed of the order; the same seed gives the same split.
         shares
-            The shares of the three splits; each gets at least one image.
+            The shares of the three splits; each whose share is not 0 gets at least one image.
 
         Raises
         ------
         ValueError
-            Shares that are not three positive numbers with sum 1, fewer than three images, or a bad seed.
+            Shares that are not three numbers from 0 on with sum 1, too few images, or a bad seed.
         """
         parts = cuts("images", len(self), shares)
         order = torch.from_numpy(np.random.default_rng(whole_number("seed", seed, 0)).permutation(len(self)))

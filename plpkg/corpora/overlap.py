@@ -94,7 +94,8 @@ def _powers(base: int, count: int) -> np.ndarray:
 
 def mask_scored(writers: Sequence[Writer]) -> list[Writer]:
     """The writers with every span masked, in validation and test, that stands in anybody's training text."""
-    hashes = np.sort(np.concatenate([window_hashes(d.text) for w in writers for d in w.split("train")]))
+    training = [window_hashes(d.text) for w in writers for d in w.split("train")]
+    hashes = np.sort(np.concatenate([window_hashes(""), *training]))  # there may be no training text
     return [
         Writer(w.name, {s: w.documents[s] if s == "train" else mask(w.documents[s], hashes) for s in SPLITS})
         for w in writers

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from plpkg.batch import IGNORED
 from plpkg.corpora.documents import Document
 from plpkg.validation import whole_number
 
@@ -93,6 +94,33 @@ def _spans(document: Document, offsets: np.ndarray) -> tuple[np.ndarray, np.ndar
     starts = np.concatenate([[0], ends[:-1]])[: len(ends)]
     touched = masked_at[ends] - masked_at[np.minimum(starts, offsets[:, 0])]
     return touched == 0, byte_at[ends] - byte_at[starts]
+
+
+def batch(documents: Sequence[Tokens]) -> dict[str, torch.Tensor]:
+    """Documents as one batch, in the form that everything here learns from, and Hugging Face models too.
+
+    Returns
+    -------
+    dict
+        ``input_ids``, ``attention_mask`` and ``labels``, ``(documents, seq)`` int64: padded on the right with 0, and
+        -100 where nothing is learnt, which is padding and what is not scored. So that only an answer is learnt,
+        encode a :class:`Document` whose prompt is masked.
+
+    Raises
+    ------
+    ValueError
+        No documents.
+    """
+    if not documents:
+        raise ValueError("there are no documents")
+    labels = [document.ids.masked_fill(~document.scored, IGNORED) for document in documents]
+    columns = {
+        "input_ids": ([document.ids for document in documents], 0),
+        "attention_mask": ([torch.ones_like(document.ids) for document in documents], 0),
+        "labels": (labels, IGNORED),
+    }
+    pad = torch.nn.utils.rnn.pad_sequence
+    return {name: pad(rows, batch_first=True, padding_value=fill) for name, (rows, fill) in columns.items()}
 
 
 def batches(

@@ -48,6 +48,10 @@ class RowwiseTuner(BaseTuner):
         """The tensors of a saved adapter of these modules, by their names in the model."""
         raise NotImplementedError
 
+    def as_lora(self, adapter_name: str) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
+        """What :func:`convert_to_lora` gives."""
+        raise NotImplementedError
+
     def add_weighted_adapter(self, *_, **__) -> None:
         """PEFT's name for an adapter made of others.
 
@@ -232,6 +236,25 @@ class PrivateLoraModel(RowwiseTuner):
             for layer in same:
                 layer.late[adapter_name] = under_way, layer is same[0], layer is same[-1]
 
+    def as_lora(self, adapter_name: str) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
+        config = self.peft_config[adapter_name]
+        if config.late:
+            raise ValueError(f"{adapter_name!r} is late: LoRA has no residual that arrives one layer later")
+        if config.modules_to_save:
+            raise ValueError(f"modules_to_save={sorted(config.modules_to_save)} are no part of LoRA: save them apart")
+        rank = min(config.r_c2d, config.r_d2c)
+        state, targets, transposed = {}, [], False
+        for path, layer in layers(self.model, adapter_name).items():
+            m = layer.privatelora_M[adapter_name].weight.detach()
+            a, b = (p[adapter_name].to(m.dtype) for p in (layer.privatelora_A, layer.privatelora_B))
+            lora_a, lora_b = (a, b @ m) if config.r_c2d <= config.r_d2c else (m @ a, b)
+            state[f"{WRAPPED}{path}.lora_A.weight"] = lora_a.contiguous()
+            state[f"{WRAPPED}{path}.lora_B.weight"] = lora_b.contiguous()
+            targets.append(layer.module)
+            transposed |= isinstance(layer.get_base_layer(), Conv1D)
+        options = dict(target_modules=targets, fan_in_fan_out=transposed, task_type=config.task_type)
+        return LoraConfig(r=rank, lora_alpha=rank, **options), state
+
 
 class LadderModel(RowwiseTuner):
     """What ``get_peft_model`` builds for a :class:`LadderConfig`."""
@@ -245,6 +268,12 @@ class LadderModel(RowwiseTuner):
         final_norm(self.model)
         whole_number("r", peft_config.r, 1, self.model.config.hidden_size, "hidden_size")
         return super()._prepare_adapter_config(peft_config, model_config)
+
+    def as_lora(self, adapter_name: str) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
+        raise ValueError(
+            f"{adapter_name!r} is a ladder, which cannot be LoRA: what it adds at the final norm depends on the inputs "
+            "of every layer"
+        )
 
     def shapes(self, config: LadderConfig, modules: dict[str, nn.Module]) -> dict[str, tuple[int, ...]]:
         name, _ = final_norm(self.model)
@@ -345,29 +374,12 @@ def convert_to_lora(model: PeftModel, adapter_name: str = "default") -> tuple[Lo
     Raises
     ------
     ValueError
-        The adapter is not there, not a PrivateLoRA one, or has trained other modules as well.
+        The adapter is not there, not a PrivateLoRA one, late, or has trained other modules as well.
     """
     configs = getattr(model, "peft_config", {})
-    config = configs.get(adapter_name)
-    if not isinstance(config, PrivateLoraConfig):
+    if not isinstance(configs.get(adapter_name), ProjectionConfig):
         raise ValueError(f"{adapter_name!r} is not a PrivateLoRA adapter of this model: {list(configs)}")
-    if config.late:
-        raise ValueError(f"{adapter_name!r} is late: LoRA has no residual that arrives one layer later")
-    if config.modules_to_save:
-        raise ValueError(f"modules_to_save={sorted(config.modules_to_save)} are no part of LoRA: save them apart")
-    rank = min(config.r_c2d, config.r_d2c)
-    state, targets, transposed = {}, [], False
-    for name, layer in layers(model, adapter_name).items():
-        m = layer.privatelora_M[adapter_name].weight.detach()
-        a, b = (p[adapter_name].to(m.dtype) for p in (layer.privatelora_A, layer.privatelora_B))
-        lora_a, lora_b = (a, b @ m) if config.r_c2d <= config.r_d2c else (m @ a, b)
-        state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"] = lora_a.contiguous(), lora_b.contiguous()
-        targets.append(layer.module)
-        transposed |= isinstance(layer.get_base_layer(), Conv1D)
-    lora = LoraConfig(
-        r=rank, lora_alpha=rank, target_modules=targets, fan_in_fan_out=transposed, task_type=config.task_type
-    )
-    return lora, state
+    return model.base_model.as_lora(adapter_name)
 
 
 def saved_config(folder: str | Path) -> ProjectionConfig:

@@ -10,13 +10,14 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from plpkg.batch import Ids
 from plpkg.learning import evaluating
-from plpkg.retention.watch import Units, Watch, watching
+from plpkg.retention.watch import Units, Watch, check_ids, watching
 from plpkg.validation import one_of, whole_number
 
 
 def cis_labels(
-    model: nn.Module, input_ids: torch.Tensor, prompt_len: int, *, rows: str = "answer", chunk_size: int = 4096
+    model: nn.Module, input_ids: Ids, prompt_len: int, *, rows: str = "answer", chunk_size: int = 4096
 ) -> torch.Tensor:
     """Labels of every layer, KV head and unit of the prompt, in bounded memory: never a full seq × seq matrix.
 
@@ -25,7 +26,7 @@ def cis_labels(
     model
         A Hugging Face causal language model. It is not changed.
     input_ids
-        ``(batch, seq)``: prompt and answer.
+        ``(batch, seq)``, or one text's: prompt and answer.
     prompt_len
         Tokens of the prompt.
     rows
@@ -49,7 +50,7 @@ def cis_labels(
 
 
 def labels_and_states(
-    model: nn.Module, input_ids: torch.Tensor, prompt_len: int, *, rows: str = "answer", chunk_size: int = 4096
+    model: nn.Module, input_ids: Ids, prompt_len: int, *, rows: str = "answer", chunk_size: int = 4096
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Labels as :func:`cis_labels`, and the heads' input for the prompt: ``(batch, prompt_len, width)`` a layer."""
     cache = DynamicCache(config=model.config)
@@ -58,6 +59,7 @@ def labels_and_states(
             f"{type(model).__name__} has layers with a sliding window, which see part of the prompt only: there are "
             "no labels for the rest"
         )
+    input_ids = check_ids(model, input_ids)
     whole_number("prompt_len", prompt_len, 1, input_ids.shape[-1] - 1, "seq - 1")
     whole_number("chunk_size", chunk_size, 1)
     predicting = one_of("rows", rows, ("answer", "predicting")) == "predicting"

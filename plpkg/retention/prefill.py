@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from plpkg.batch import Ids
 from plpkg.decoding import rope_changes
 from plpkg.learning import evaluating
 from plpkg.retention import watch
@@ -29,7 +30,7 @@ from plpkg.validation import whole_number
 
 def chunked_prefill(
     model: nn.Module,
-    input_ids: torch.Tensor | Mapping[str, torch.Tensor],
+    input_ids: Ids,
     scorer: Scorer,
     budget: int,
     chunk_size: int,
@@ -50,7 +51,7 @@ def chunked_prefill(
     model
         A Hugging Face causal language model with eager or SDPA attention. It is not changed.
     input_ids
-        ``(batch, seq)`` of equal lengths, or what a tokenizer gives.
+        ``(batch, seq)`` of equal lengths, one text's ``(tokens,)`` or list, or what a tokenizer gives.
     scorer
         One of :mod:`plpkg.retention.scorers`.
     budget, chunk_size
@@ -88,7 +89,8 @@ def chunked_prefill(
         attention_mask = input_ids.get("attention_mask", attention_mask)
         input_ids = input_ids["input_ids"]
     watch.check(model)
-    watch.check_ids(model, input_ids)
+    input_ids = watch.check_ids(model, input_ids)
+    attention_mask = None if attention_mask is None else torch.atleast_2d(torch.as_tensor(attention_mask))
     if attention_mask is not None and attention_mask.shape != input_ids.shape:
         raise ValueError(f"attention_mask is {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}")
     if attention_mask is not None and not attention_mask.bool().all():

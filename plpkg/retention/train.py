@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn import functional
 
 from plpkg import learning
+from plpkg.batch import IGNORED, ids_and_labels, token_ids
 from plpkg.results import Tabular
 from plpkg.retention.head import RetainingHeads
 from plpkg.retention.labels import labels_and_states
@@ -85,7 +86,7 @@ def losses(predicted: torch.Tensor, labels: torch.Tensor, smoothing: str = "sum"
 def train_heads(
     model: nn.Module,
     heads: RetainingHeads,
-    data: Iterable[Example] | Callable[[], Iterable[Example]],
+    data: Iterable[Example] | Callable[[], Iterable[Example]] | Mapping,
     *,
     steps: int = 3000,
     examples_per_step: int = 1,
@@ -112,7 +113,8 @@ def train_heads(
         ``input_ids`` and ``labels`` (-100 for the prompt), as a ``datasets.Dataset`` yields them; or chat messages, the
         last of which is the answer. Prompts and answers are token ids, a list, ``(seq,)`` or ``(batch, seq)``, or
         texts, with ``tokenizer`` and without the special tokens that it might add. To go on after a stop, the data must
-        begin anew with the same examples: those that were used are skipped.
+        begin anew with the same examples: those that were used are skipped. Or a batch as ``corpora.batch`` makes it:
+        its rows are the examples, as often as there are steps.
     steps, examples_per_step, lr, warmup, alpha, smoothing, clip_value
         The settings above; ``warmup`` is two thirds of the steps by default, as published.
     rows, chunk_size
@@ -157,7 +159,9 @@ def train_heads(
     optimizer = torch.optim.AdamW(heads.parameters(), lr=lr, betas=(0.9, 0.95))
     wrapped, optimizer = accelerator.prepare(heads, optimizer)
     run.begin("retaining heads", progress, heads=heads, optimizer=optimizer)
-    examples = itertools.islice(iter(data() if callable(data) else data), run.done * examples_per_step, None)
+    data = data() if callable(data) else data
+    data = learning.endless("the rows of the batch", _rows(data)) if isinstance(data, Mapping) else data
+    examples = itertools.islice(data, run.done * examples_per_step, None)
 
     def gradient(step: int) -> float:
         taken = list(itertools.islice(examples, examples_per_step))
@@ -196,6 +200,14 @@ def train_heads(
     return TrainingLog(run.log)
 
 
+def _rows(batch: Mapping) -> list[Example]:
+    """The texts of a batch as examples, without what stands behind their last label."""
+    ids, labels = ids_and_labels(batch)
+    ends = ((labels != IGNORED) * torch.arange(1, labels.shape[1] + 1, device=labels.device)).amax(1).tolist()
+    rows = zip(ids, labels, ends, strict=True)
+    return [{"input_ids": row[:end], "labels": label[:end]} for row, label, end in rows if end]
+
+
 def _tokens(example: Example, tokenizer, device) -> tuple[torch.Tensor, int]:
     """Prompt and answer as ids ``(batch, seq)``, and the prompt's length."""
     prompt, answer = (_ids(part, tokenizer) for part in _parts(example, tokenizer))
@@ -214,10 +226,10 @@ def _parts(example: Example, tokenizer) -> tuple:
         if "messages" in example:
             return _parts(example["messages"], tokenizer)
         if {"input_ids", "labels"} <= example.keys():
-            ids, labels = (_ids(example[name], None) for name in ("input_ids", "labels"))
-            counted = (labels != -100).all(dim=0)  # of all rows; -100 is no label, as everywhere in transformers
-            start = int((~counted).sum())
-            if ids.shape != labels.shape or counted[:start].any():
+            ids, labels = ids_and_labels(example, "an example")
+            counted = labels != IGNORED
+            start = int((~counted[0]).sum())
+            if counted[:, :start].any() or not counted[:, start:].all():
                 raise ValueError(f"labels must be -100 for the prompt, the first tokens, alone, got {shown(labels)}")
             return ids[:, :start], ids[:, start:]
         names = [name for name in ("answer", "completion") if name in example]
@@ -251,10 +263,4 @@ def _ids(part: object, tokenizer) -> torch.Tensor:
         if tokenizer is None:
             raise ValueError(f"text needs a tokenizer, got {part[:40]!r} without one")
         part = tokenizer(part, add_special_tokens=False)["input_ids"]
-    if isinstance(part, list):
-        if not all(type(each) is int for each in part):
-            raise ValueError(f"a prompt or answer must be a text or token ids, got {shown(part)}")
-        part = torch.tensor(part, dtype=torch.long)
-    if not isinstance(part, torch.Tensor) or part.is_floating_point() or part.ndim not in (1, 2):
-        raise ValueError(f"a prompt or answer must be a text, or token ids (n,) or (batch, n), got {shown(part)}")
-    return part if part.ndim == 2 else part[None]
+    return token_ids(part, "a prompt or answer that is no text", least=0)

@@ -24,6 +24,8 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from plpkg.batch import Ids, token_ids
+
 SEPARATE, FUSED = ("q_proj", "k_proj", "v_proj"), ("qkv_proj", "c_attn")
 """Projections whose outputs, side by side, are query, key and value: Llama's and most others'; Phi-3's and GPT-2's."""
 
@@ -196,13 +198,9 @@ def check(model: nn.Module) -> None:
     _wrapper_of(model.config._attn_implementation.removeprefix(PREFIX))
 
 
-def check_ids(model: nn.Module, ids: object, before: int = 0) -> None:
-    """ValueError unless these are tokens ``(batch, n)`` that the model can read after so many others."""
-    name = type(model).__name__
-    if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.ndim != 2 or not ids.numel():
-        given = tuple(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__
-        dtype = f" of {ids.dtype}" if isinstance(ids, torch.Tensor) and ids.is_floating_point() else ""
-        raise ValueError(f"input_ids must be (batch, seq) token ids with at least one token, got {given}{dtype}")
+def check_ids(model: nn.Module, ids: Ids, before: int = 0) -> torch.Tensor:
+    """Tokens as ``(batch, n)``; ValueError unless the model can read them after so many others."""
+    name, ids = type(model).__name__, token_ids(ids)
     vocab = getattr(model.get_input_embeddings(), "num_embeddings", None)
     if vocab and not is_fake(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
         raise ValueError(f"input_ids must be within the {vocab} tokens of {name}, got {ids.min()} to {ids.max()}")
@@ -211,6 +209,7 @@ def check_ids(model: nn.Module, ids: object, before: int = 0) -> None:
             longest = module.num_embeddings - getattr(module, "offset", 0)
             if before + ids.shape[-1] > longest:
                 raise ValueError(f"{name} has {longest} learnt positions, got {before + ids.shape[-1]} tokens")
+    return ids
 
 
 @dataclass

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from plpkg.adapters import Adapter, require_fit, targets, validate_adapter
+from plpkg.adapters import Adapter, load_adapter, require_fit, targets
 from plpkg.backbones import stamp
 from plpkg.decoding import longest_text
 from plpkg.serving.attention import KeyValues, Row, read
@@ -114,6 +114,8 @@ class Engine:
     def load(self, name: str, adapter: Adapter | str | Path) -> Adapter:
         """Give an adapter, or one in a folder, a name, which may be taken: requests under way end as they began.
 
+        A folder of another method that is LoRA as well, PrivateLoRA's, is converted (:func:`.adapters.load_adapter`).
+
         Raises
         ------
         InvalidAdapterError
@@ -123,7 +125,7 @@ class Engine:
             raise ValueError("the engine is closed")
         if not isinstance(name, str) or not name:
             raise ValueError(f"an adapter's name must be a string that is not empty, got {name!r}")
-        adapter = adapter if isinstance(adapter, Adapter) else validate_adapter(adapter, self.model)
+        adapter = adapter if isinstance(adapter, Adapter) else load_adapter(adapter, self.model)
         require_fit(adapter, self.model)
         self.adapters[name] = adapter
         return adapter

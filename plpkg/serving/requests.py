@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from plpkg.adapters import Adapter
+from plpkg.batch import Ids, one_text
 from plpkg.decoding import Text, warpers
 from plpkg.serving.attention import KeyValues
 from plpkg.validation import number, whole_number
@@ -30,7 +31,7 @@ class Request:
     Attributes
     ----------
     input_ids
-        The prompt's ids, a list or a tensor of one dimension.
+        One prompt's ids, ``(tokens,)`` or ``(1, tokens)``, a tensor or a list; or what a tokenizer gives.
     adapter
         The name of a loaded adapter, or None for the backbone alone.
     max_new_tokens
@@ -50,7 +51,7 @@ class Request:
         The prompt's tokens are scored as well.
     """
 
-    input_ids: Sequence[int] | torch.Tensor
+    input_ids: Ids
     adapter: str | None = None
     max_new_tokens: int = 64
     temperature: float = 0.0
@@ -63,14 +64,9 @@ class Request:
 
     def check(self, vocab: int, positions: int, tokenizer) -> list[int]:
         """The prompt's ids; ValueError if they or a setting are not possible."""
-        try:
-            ids = torch.as_tensor(self.input_ids)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"input_ids must be one text's ids: {error}") from None
-        if ids.dim() != 1 or not len(ids) or ids.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
-            raise ValueError(f"input_ids must be one text's ids, (tokens,), got {tuple(ids.shape)} {ids.dtype}")
-        if not 0 <= ids.min() <= ids.max() < vocab:
-            raise ValueError(f"ids must be at least 0 and below vocab={vocab}, got {ids.min()} to {ids.max()}")
+        ids = one_text(self.input_ids)
+        if not 0 <= min(ids) <= max(ids) < vocab:
+            raise ValueError(f"ids must be at least 0 and below vocab={vocab}, got {min(ids)} to {max(ids)}")
         if self.logprobs is not None:
             whole_number("logprobs", self.logprobs, 0, vocab)
         if self.score_prompt and self.logprobs is None:
@@ -88,7 +84,7 @@ class Request:
             raise ValueError(f"stop must be strings that are not empty, in a list, got {self.stop!r}")
         if self.stop and tokenizer is None:
             raise ValueError(f"stop={self.stop!r} needs the tokenizer: Engine(model, tokenizer)")
-        return ids.tolist()
+        return ids
 
 
 @dataclass(eq=False)

@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from plpkg.adapters import Adapter, Factors, targets
-from plpkg.corpora.examples import IGNORED
+from plpkg.batch import IGNORED, ids_and_labels
 from plpkg.learning import endless, frozen, learn, logits_of
 from plpkg.serving.segments import Segments
 from plpkg.serving.slots import Group, Hooks
@@ -39,7 +39,7 @@ LOGITS = 2**22
 def train_many(
     model: PreTrainedModel,
     configs: LoraConfig | Mapping[str, LoraConfig],
-    batches: Mapping[str, Iterable[torch.Tensor | Mapping]],
+    batches: Mapping[str, Iterable[torch.Tensor | Mapping] | torch.Tensor | Mapping],
     *,
     steps: int,
     lr: float,
@@ -58,9 +58,9 @@ def train_many(
         One for all, or one for each person, read as PEFT reads them; people whose adapters have another form are in
         another batch.
     batches
-        By person, what each step learns from, begun anew when they end: ids ``(samples, seq)``, or a dictionary with
-        ``input_ids`` and perhaps ``labels`` (-100 where nothing is learned) and ``attention_mask`` (padding stands on
-        the right), as a Hugging Face collator makes it. The loss is the mean over the person's tokens.
+        By person, what each step learns from, begun anew when they end: each is ids ``(samples, seq)``, or a dictionary
+        such as ``corpora.batch`` or a Hugging Face collator makes (:func:`plpkg.batch.ids_and_labels`). One of them
+        instead of several is each step's. The loss is the mean over the person's tokens.
     steps, lr
         Of AdamW without weight decay, whose state is each person's own.
     max_grad_norm
@@ -93,7 +93,7 @@ def train_many(
         factors = _first(model, kinds[repr(config)], name, seed)
         forms.setdefault(tuple((m, f.down.shape, f.scale) for m, f in factors.items()), {})[name] = factors
     stacks = [_Stack(people) for people in forms.values()]
-    coming = {name: endless(f"the batches of {name!r}", each) for name, each in batches.items()}
+    coming = {name: endless(f"the batches of {name!r}", _several(each)) for name, each in batches.items()}
     hooks = Hooks(model, {module for stack in stacks for module in stack.scales})
 
     def gradient(step: int) -> float:
@@ -250,6 +250,11 @@ def _keep(calls: list):
     return hook
 
 
+def _several(batches) -> Iterable:
+    one = isinstance(batches, Mapping) or (isinstance(batches, torch.Tensor) and batches.dim() < 3)
+    return [batches] if one else batches
+
+
 class _Text(NamedTuple):
     """A person's batch: ids and labels, both ``(samples, seq)``."""
 
@@ -257,28 +262,10 @@ class _Text(NamedTuple):
     labels: torch.Tensor
 
 
-def _text(name: str, batch: torch.Tensor | Mapping, device: torch.device) -> _Text:
-    fields = {key: value for key, value in batch.items() if value is not None} if isinstance(batch, Mapping) else {}
-    if others := sorted(fields.keys() - {"input_ids", "labels", "attention_mask"}):
-        raise ValueError(f"the batch of {name!r} has {others[0]!r}: input_ids, labels and attention_mask are read")
-    try:
-        ids = torch.as_tensor(fields["input_ids"] if isinstance(batch, Mapping) else batch, device=device)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"the batch of {name!r} has no ids (samples, seq): {error}") from error
-    if ids.dim() != 2 or not len(ids) or ids.shape[1] < 2 or ids.is_floating_point():
-        shape = tuple(ids.shape)
-        raise ValueError(f"the batch of {name!r} must be ids (samples, seq) of two tokens or more, got {shape}")
-    read = torch.as_tensor(fields.get("attention_mask", torch.ones_like(ids)), device=device) != 0
-    labels = torch.as_tensor(fields.get("labels", ids.masked_fill(~read, IGNORED)), device=device)
-    if read.shape != ids.shape or labels.shape != ids.shape:
-        shapes = f"{tuple(labels.shape)} and {tuple(read.shape)}"
-        raise ValueError(f"labels and attention_mask of {name!r} must be {tuple(ids.shape)} as the ids, got {shapes}")
-    if (read[:, 1:] & ~read[:, :-1]).any():
-        raise ValueError(f"the padding of {name!r} must stand on the right, where nothing looks at it")
-    learned = labels[:, 1:] != IGNORED
-    if not learned.any() or (learned & ~read[:, 1:]).any():
-        what = "ask for padding" if learned.any() else "leave nothing to learn"
-        raise ValueError(f"the labels of {name!r} {what}: -100 stands where nothing is learned, and only there")
+def _text(name: str, batch, device: torch.device) -> _Text:
+    ids, labels = (each.to(device) for each in ids_and_labels(batch, f"the batch of {name!r}"))
+    if not (labels[:, 1:] != IGNORED).any():  # the first token is never predicted
+        raise ValueError(f"the batch of {name!r} leaves nothing to learn of {tuple(ids.shape)} ids")
     return _Text(ids, labels)
 
 

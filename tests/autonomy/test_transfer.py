@@ -300,6 +300,16 @@ def test_the_same_seed_is_the_same_run_and_the_global_state_stays():
     assert torch.equal(logits(personal, train.x), logits(one.model, train.x))
 
 
+def test_a_corpus_s_batch_is_taken_as_its_examples():
+    examples, model = texts(9), learner("llama")
+    ids = torch.cat([examples.x[:, :1], examples.y], 1)  # of the language, not of the same text
+    batch = {"input_ids": ids.clamp(min=0), "labels": ids, "attention_mask": (ids != IGNORED).int()}
+    by_hand = Examples(batch["input_ids"][:, :-1], examples.y)
+    one, other = (transfer(model, data, data, "head", steps=4) for data in (batch, by_hand))
+    assert one.log == other.log
+    assert same(one.state, other.state)
+
+
 def test_learning_begins_with_the_start():
     model, train, validation = learner("mobile"), images(12), images(12, seed=1)
     first = transfer(model, train, None, "norm", steps=6, lr=0.1)

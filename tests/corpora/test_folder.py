@@ -83,6 +83,16 @@ def test_links_hidden_and_blank_files_are_left_out(tmp_path):
     assert names(text_folder(tmp_path / "here")[0]) == names(writer)
 
 
+@pytest.mark.parametrize(
+    ("count", "shares", "sizes"),
+    [(30, (1, 0, 0), [30, 0, 0]), (1, (1, 0, 0), [1, 0, 0]), (1, (0, 0, 1), [0, 0, 1]), (5, (0.9, 0.1, 0), [4, 1, 0])],
+)
+def test_a_split_without_a_share_gets_nothing(tmp_path, count, shares, sizes):
+    (writer,) = text_folder(write(tmp_path, **{f"note{i}": f"Text {i}" for i in range(count)}), shares=shares)
+    assert [len(writer.split(split)) for split in SPLITS] == sizes
+    assert len(writer.to_frame()) == 3
+
+
 def test_a_file_name_that_is_not_utf8_can_be_hashed(tmp_path):
     write(tmp_path, a="A", b="B")
     Path(str(tmp_path) + "/caf\udce9.md").write_text("C")

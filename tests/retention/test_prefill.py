@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache
 
 from plpkg.backbones import random_backbone
-from plpkg.retention import RetainingHeads, chunked_prefill, scorers
+from plpkg.retention import RetainingHeads, chunked_prefill, cis_labels, scorers
 from plpkg.retention.cache import EvictingCache
 from plpkg.retention.scorers import H2O, KeyNorm, Locret, Random, SinkRecent, SirLlm, SnapKv
 from plpkg.retention.watch import attention_layers
@@ -193,6 +193,14 @@ def test_every_scorer_keeps_its_budget_and_what_it_protects(model, ids, scorer, 
 
 
 # Generation goes on from the cache.
+
+
+@pytest.mark.parametrize("form", [torch.Tensor.tolist, torch.Tensor.int, lambda row: {"input_ids": row.tolist()}])
+def test_one_text_is_a_batch_of_one(model, ids, form):
+    options = dict(scorer=scorers.KeyNorm(), budget=16, chunk_size=8)
+    one, other = (chunked_prefill(model, each, **options) for each in (ids[:1], form(ids[0])))
+    assert torch.equal(one.logits, other.logits)
+    assert torch.equal(cis_labels(model, ids[:1], 5), cis_labels(model, form(ids[0]), 5))
 
 
 @pytest.mark.parametrize("positions", ["original", "reassigned"])
@@ -389,8 +397,8 @@ ZEROS = torch.zeros(1, 300, dtype=torch.long)
         (dict(local_len=-3), "local_len must be a whole number of at least 0, got -3"),
         (dict(positions="new"), "positions must be one of 'reassigned', 'original', got 'new'"),
         (dict(scorer=SinkRecent(sink=5), stabilizers=2), "sink=5 and recent=0 units, with stabilizers=2 that is 7"),
-        (dict(input_ids=ZEROS[0, :3]), r"input_ids must be \(batch, seq\).*got \(3,\)"),
-        (dict(input_ids=ZEROS[:, :0]), r"at least one token, got \(1, 0\)"),
+        (dict(input_ids=ZEROS[None]), r"input_ids must be .* \(batch, seq\), got \(1, "),
+        (dict(input_ids=ZEROS[:, :0]), r"must be token ids, .* got \(1, 0\)"),
         (dict(attention_mask=torch.ones(2, 7)), r"attention_mask is \(2, 7\), input_ids \(1, 3\)"),
         (dict(attention_mask=torch.tensor([[0, 0, 1]])), "2 tokens of the batch are padding"),
         (dict(scorer=scorers.Static(torch.zeros(2, 1, 2, 2))), "2 layers and 2 positions, got layer 0 and position 2"),

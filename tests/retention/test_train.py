@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch.nn import functional
 
+from plpkg import corpora
 from plpkg.backbones import random_backbone
+from plpkg.corpora import Tokens
 from plpkg.retention import RetainingHeads, cis_labels
 from plpkg.retention.train import _tokens, losses, overlap, train_heads
 from tests.retention.conftest import in_double
@@ -251,14 +253,14 @@ def test_examples_mean_the_same_in_every_form(example):
         ({"prompt": "a", "answer": "b", "completion": "c"}, "an example must be"),
         (
             {"prompt": "a", "answer": "b", "context": "c"} | {"prompt": {}},
-            "a prompt or answer must be a text, or token",
+            "a prompt or answer that is no text must be token ids",
         ),
         (("a", "b", "c"), "an example must be"),
         ("a text", "an example must be"),
         ([1, 2, 3], "an example must be"),
-        ([1, 2], "a prompt or answer must be a text, or token ids"),
-        (([1.5], [2]), r"a prompt or answer must be a text or token ids, got \[1.5\]"),
-        ((torch.rand(3), [2]), r"token ids \(n,\) or \(batch, n\), got tensor"),
+        ([1, 2], "a prompt or answer that is no text must be token ids"),
+        (([1.5], [2]), r"must be token ids, .* got \(1,\) of torch.float32"),
+        ((torch.rand(3), [2]), r"must be token ids, .* got \(3,\) of torch.float32"),
         (
             {"input_ids": [1, 2, 3], "labels": [-100, 2, -100]},
             "labels must be -100 for the prompt, the first tokens, alone",
@@ -281,9 +283,18 @@ def test_texts_and_chats_need_a_tokenizer():
 
 
 def test_heads_learn_the_same_from_a_data_set(model):
-    learnt = []
-    for pairs in (examples(8), [{"prompt": p[0].tolist(), "completion": a[0].tolist()} for p, a in examples(8)]):
+    learnt, pairs = [], examples(8)
+    texts = [torch.cat(pair, -1)[0] for pair in pairs]
+    batch = corpora.batch(
+        [Tokens(t, torch.arange(len(t)) >= len(p[0]), t) for t, (p, _) in zip(texts, pairs, strict=True)]
+    )
+    batch |= {
+        name: torch.nn.functional.pad(batch[name], (0, 2), value=fill)
+        for name, fill in dict(input_ids=0, attention_mask=0, labels=-100).items()
+    }
+    for data in (pairs, [{"prompt": p[0].tolist(), "completion": a[0].tolist()} for p, a in pairs], batch):
         heads = RetainingHeads.attach(model, 8)
-        train_heads(model, heads, pairs, **OPTIONS)
+        train_heads(model, heads, data, **OPTIONS)
         learnt.append(weights(heads))
-    assert torch.equal(*learnt)
+    assert torch.equal(learnt[0], learnt[1])
+    assert torch.equal(learnt[0], learnt[2])

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import gc
+import json
 import weakref
 
 import peft
@@ -20,7 +21,7 @@ from transformers import (
 from plpkg.adapters import Adapter, Factors, InvalidAdapterError, targets
 from plpkg.backbones import FAMILIES, load_backbone
 from plpkg.decoding import longest_text
-from plpkg.residual import PrivateLoraConfig, convert_to_lora, matrices
+from plpkg.residual import LadderConfig, PrivateLoraConfig, convert_to_lora, matrices
 from plpkg.serving.engine import Engine, Request
 from plpkg.serving.merging import merge
 from plpkg.serving.prefixes import BLOCK
@@ -155,7 +156,7 @@ def test_streams(world, make, tools):
     [
         (dict(adapter="z"), r"no adapter 'z' is loaded; there are a, b, c"),
         (dict(input_ids=[]), r"input_ids must be .* got \(0,\)"),
-        (dict(input_ids=[[1]]), r"got \(1, 1\)"),
+        (dict(input_ids=[[1], [2]]), r"one text.s ids, .* got \(2, 1\)"),
         (dict(input_ids=[0.5]), "torch.float32"),
         (dict(input_ids=[48]), "below vocab=48, got 48 to 48"),
         (dict(input_ids=[-1, 3]), "got -1 to 3"),
@@ -481,13 +482,55 @@ def test_private_lora_is_served_as_the_lora_that_it_is(tools, tmp_path):
     private, engine, (ids,) = peft.get_peft_model(tools.backbone(), config), Engine(tools.backbone()), tools.texts(7)
     for k, m in enumerate(matrices(private.eval()).values()):
         torch.nn.init.normal_(m.weight, generator=torch.Generator().manual_seed(k))
-    config, state = convert_to_lora(private)
-    lora = peft.get_peft_model(tools.backbone(), config)
-    peft.set_peft_model_state_dict(lora, state)
-    lora.save_pretrained(tmp_path)
-    engine.load("private", tmp_path)
-    written, base = engine.generate([Request(ids, name, 8) for name in ("private", None)])
-    assert written == tools.alone(private, ids, 8) != base
+    expected = tools.alone(private, ids, 8)
+    before = [(name, p.requires_grad) for name, p in engine.model.named_parameters()]
+    private.save_pretrained(tmp_path)
+    engine.load("folder", tmp_path)
+    engine.load("live", Adapter.from_peft(private))
+    engine.load("converted", Adapter.of(*convert_to_lora(private)))
+    names = ["folder", "live", "converted", None]
+    *written, base = engine.generate([Request(ids, name, 8) for name in names])
+    assert written == [expected] * 3 != [base] * 3
+    assert [(name, p.requires_grad) for name, p in engine.model.named_parameters()] == before
+    engine.close()
+
+
+def test_a_prompt_may_be_a_batch_of_one(world, make, tools):
+    (ids,) = tools.texts(6)
+    forms = (
+        ids,
+        ids[None],
+        ids.tolist(),
+        [ids.tolist()],
+        {"input_ids": ids[None], "attention_mask": ids[None] * 0 + 1},
+    )
+    written = make().generate([Request(form, "a", 4) for form in forms])
+    assert written == [tools.alone(world[1]["a"], ids, 4)] * len(forms)
+
+
+def test_folders_that_cannot_be_lora_are_refused_in_a_sentence(tools, tmp_path):
+    engine = Engine(tools.backbone())
+    peft.get_peft_model(tools.backbone(), LadderConfig(r=2)).save_pretrained(tmp_path / "ladder")
+    late = PrivateLoraConfig(r_c2d=2, r_d2c=2, late=True, target_modules=["o_proj"])
+    peft.get_peft_model(tools.backbone(), late).save_pretrained(tmp_path / "late")
+    other = peft.get_peft_model(tools.backbone(seed=9), PrivateLoraConfig(r_c2d=2, r_d2c=2))
+    other.save_pretrained(tmp_path / "other")
+    peft.get_peft_model(tools.backbone(), peft.LoHaConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "loha")
+    for name, reason in dict(
+        ladder="a ladder, which cannot be LoRA: what it adds at the final norm depends on the inputs of every layer",
+        late="is late: LoRA has no residual",
+        other="belongs to a backbone with fingerprint",
+        loha='peft_type=.LOHA. must be "LORA"',
+    ).items():
+        with pytest.raises(InvalidAdapterError, match=reason):
+            engine.load("x", tmp_path / name)
+    config = json.loads((tmp_path / "loha" / "adapter_config.json").read_text()) | {"peft_type": "NEW"}
+    (tmp_path / "loha" / "adapter_config.json").write_text(json.dumps(config))
+    (tmp_path / "other" / "adapter_model.safetensors").unlink()
+    for name, reason in dict(loha="PEFT does not know 'NEW'", other="has no adapter_model.safetensors").items():
+        with pytest.raises(InvalidAdapterError, match=reason):
+            engine.load("x", tmp_path / name)
+    assert not engine.adapters
     engine.close()
 
 

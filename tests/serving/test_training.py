@@ -11,6 +11,7 @@ from plpkg.adapters import targets
 from plpkg.backbones import FAMILIES
 from plpkg.clipping.checks.sensitivity import check_sensitivity
 from plpkg.clipping.clip import Clip, clip_dense
+from plpkg.corpora import Tokens, batch
 from plpkg.residual import PrivateLoraConfig
 from plpkg.serving.engine import Engine, Request
 from plpkg.serving.training import per_person_gradients, train_many
@@ -109,6 +110,16 @@ def collated(ids, **changes):
     labels = ids.masked_fill(mask == 0, -100)
     labels[:, :2] = -100
     return {"input_ids": ids, "attention_mask": mask, "labels": labels} | changes
+
+
+def test_a_corpus_s_batch_is_taken_as_it_is(tools):
+    encoded = [Tokens(ids, torch.arange(len(ids)) > 2, torch.ones(len(ids))) for ids in tools.texts(7, 4)]
+    one, model = batch(encoded), tools.backbone()
+    same(train(model, lora(), {"ann": one}), train(model, lora(), {"ann": [one, one]}))
+    assert one["labels"][1].tolist() == [-100] * 3 + encoded[1].ids[3:].tolist() + [-100] * 3
+    assert model(**one).loss.isfinite()
+    with pytest.raises(ValueError, match="there are no documents"):
+        batch([])
 
 
 @pytest.mark.parametrize(
@@ -233,19 +244,22 @@ IDS, TWO = [torch.ones(1, 4, dtype=torch.long)], torch.ones(2, 8, dtype=torch.lo
         ({}, dict(max_grad_norm=-1.0), "max_grad_norm must be .* got -1"),
         ({}, dict(max_grad_norm=float("nan")), "max_grad_norm must be .* got nan"),
         ({}, dict(batches={"ann": IDS}, max_tokens=0), "max_tokens must be .* got 0"),
-        ({}, dict(batches={"bob": IDS, "ann": [IDS[0][0]]}), r"'ann'.*\(4,\)"),
-        ({}, dict(batches={"ann": {"input_ids": IDS[0]}}), "'ann' has no ids"),
-        ({}, dict(batches={"ann": [{"labels": IDS[0]}]}), "'ann' has no ids .*input_ids"),
-        ({}, dict(batches={"ann": [{"input_ids": [[1, 2], [3]]}]}), "'ann' has no ids"),
+        ({}, dict(batches={"bob": IDS, "ann": [IDS[0][0][0]]}), r"'ann' must be token ids.*got \(\)"),
+        ({}, dict(batches={"ann": [{"labels": IDS[0]}]}), "input_ids of the batch of 'ann' must be .* got None"),
+        ({}, dict(batches={"ann": [{"input_ids": [[1, 2], [3]]}]}), "'ann' must be token ids"),
         ({}, dict(batches={"ann": [collated(TWO, position_ids=TWO)]}), "'ann' has 'position_ids'"),
         (
             {},
             dict(batches={"ann": [collated(TWO, attention_mask=1 - collated(TWO)["attention_mask"])]}),
             "on the right",
         ),
-        ({}, dict(batches={"ann": [collated(TWO, labels=TWO)]}), "labels of 'ann' ask for padding"),
-        ({}, dict(batches={"ann": [collated(TWO, labels=TWO * 0 - 100)]}), "'ann' leave nothing to learn"),
-        ({}, dict(batches={"ann": [collated(TWO, labels=TWO[:1])]}), r"'ann' must be \(2, 8\).*got \(1, 8\)"),
+        ({}, dict(batches={"ann": [collated(TWO, labels=TWO)]}), "'ann' has labels where its padding is"),
+        ({}, dict(batches={"ann": [collated(TWO, labels=TWO * 0 - 100)]}), "'ann' leaves nothing to learn"),
+        (
+            {},
+            dict(batches={"ann": [collated(TWO, labels=TWO[:1])]}),
+            r"'ann' has labels of shape \(1, 8\) for ids of \(2, 8\)",
+        ),
         ({}, dict(batches={"bob": IDS, "ann": [torch.ones(2, 1, dtype=torch.long)]}), r"'ann'.*\(2, 1\)"),
     ],
 )

@@ -26,6 +26,7 @@ from typing import TypeVar
 import torch
 from peft import PeftModel
 
+from plpkg.batch import Ids, ids_and_labels, token_ids
 from plpkg.catalog import Link
 from plpkg.decoding import rope_changes
 from plpkg.residual import drafts
@@ -155,7 +156,7 @@ class DeviceClient:
     @torch.no_grad()
     def generate(
         self,
-        input_ids: torch.Tensor,
+        input_ids: Ids,
         max_new_tokens: int = 64,
         *,
         do_sample: bool = False,
@@ -176,7 +177,7 @@ class DeviceClient:
         Parameters
         ----------
         input_ids
-            ``(batch, seq)``, without padding.
+            ``(batch, seq)`` or one text's ``(tokens,)``, also as a list, without padding.
         max_new_tokens
             At most.
         do_sample, temperature, top_k, top_p, generator
@@ -269,8 +270,8 @@ class DeviceClient:
         return text.ids
 
     @torch.no_grad()
-    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Logits ``(batch, seq, vocab)`` of what follows each token of ``(batch, seq)``: to score a text.
+    def logits(self, input_ids: Ids) -> torch.Tensor:
+        """Logits ``(batch, seq, vocab)`` of what follows each token of ``(batch, seq)`` or of one text: to score it.
 
         Raises
         ------
@@ -299,8 +300,8 @@ class DeviceClient:
 
     def train_step(
         self,
-        input_ids: torch.Tensor,
-        labels: torch.Tensor,
+        input_ids: Ids,
+        labels: Ids | None = None,
         *,
         num_items: int | None = None,
         optimizer: torch.optim.Optimizer | None = None,
@@ -310,7 +311,7 @@ class DeviceClient:
         Parameters
         ----------
         input_ids, labels
-            ``(batch, seq)``; labels of -100 are not predicted.
+            ``(batch, seq)``, or one text's; labels of -100 are not predicted. Or a batch as in :meth:`per_example`.
         num_items
             What the sum of the losses is divided by: of all steps that accumulate together. By default the
             labels that are predicted in this one.
@@ -331,7 +332,7 @@ class DeviceClient:
         ConnectionError, RefusedError
             As in :meth:`generate`. Whatever is raised, the gradients are as they were before.
         """
-        ids, targets = self._targets(input_ids, labels)
+        ids, targets = self._targets(input_ids if labels is None else (input_ids, labels))
         predicted = int((targets != -100).sum())
         if not predicted:
             raise ValueError(f"no label to predict: the first is not, and the other {targets.numel()} are all -100")
@@ -358,9 +359,8 @@ class DeviceClient:
         Parameters
         ----------
         batch
-            Token ids ``(batch, seq)``; ``(ids, labels)``; or a mapping with ``input_ids``, and perhaps ``labels``
-            and ``attention_mask``, padded on the right. Labels of -100 are not predicted. Without labels, the text
-            itself is predicted, without its padding.
+            Token ids ``(batch, seq)``, ``(ids, labels)``, or a mapping such as ``corpora.batch`` makes:
+            :func:`plpkg.batch.ids_and_labels`.
         look
             Count what crosses in :attr:`looks`: nothing is learnt from this pass.
 
@@ -379,7 +379,7 @@ class DeviceClient:
         ConnectionError, RefusedError
             As in :meth:`generate`.
         """
-        ids, targets = self._targets(*writing.ids_and_labels(batch))
+        ids, targets = self._targets(batch)
         items = (targets != -100).sum(1).clamp(min=1).tolist()  # an example's own; of the batch's, it would mix them
         with self._alone():
             before = self.traffic
@@ -549,16 +549,15 @@ class DeviceClient:
         due.remove(part.group)
         return unpack(part.data, (self.terms.projections[part.group], *shape, rank), self.dtype)
 
-    def _targets(self, input_ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _targets(self, batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids ``(batch, seq)``, and what is to be predicted at each but the last."""
-        ids, labels = self._checked(input_ids), writing.token_ids("labels", labels)
-        if labels.shape != ids.shape:
-            raise ValueError(f"labels of shape {tuple(labels.shape)} for input_ids of shape {tuple(ids.shape)}")
+        ids, labels = (each.cpu() for each in ids_and_labels(batch))
+        ids = self._checked(ids)
         self._checked(torch.where(labels == -100, 0, labels), "labels")
         return ids, labels[:, 1:]
 
-    def _checked(self, ids: torch.Tensor, name: str = "input_ids", *, more: int = 0) -> torch.Tensor:
-        ids = writing.token_ids(name, ids)
+    def _checked(self, ids: Ids, name: str = "input_ids", *, more: int = 0) -> torch.Tensor:
+        ids = token_ids(ids, name).cpu()
         vocab, low, high = self.part.embedding.num_embeddings, ids.min().item(), ids.max().item()
         if low < 0 or high >= vocab:
             raise ValueError(f"{name} must be between 0 and vocab - 1 = {vocab - 1}, got {low if low < 0 else high}")

@@ -204,45 +204,6 @@ def stops(
         raise ValueError(f"stop_strings={shown(stop_strings)} need a tokenizer that can write any text") from None
 
 
-def token_ids(name: str, ids: torch.Tensor) -> torch.Tensor:
-    """``ids`` as int64 on the CPU, if they are whole numbers of shape ``(batch, seq)``.
-
-    Raises
-    ------
-    ValueError
-        They are not.
-    """
-    if not isinstance(ids, torch.Tensor):
-        raise ValueError(f"{name} must be a tensor of shape (batch, seq), got a {type(ids).__name__}")
-    if ids.ndim != 2 or not ids.numel() or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(f"{name} must be whole numbers of shape (batch, seq), got {ids.dtype} of {tuple(ids.shape)}")
-    return ids.to("cpu", torch.long)
-
-
-def ids_and_labels(batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels of a batch: ids alone, a pair, or what a tokenizer gives.
-
-    Raises
-    ------
-    ValueError
-        Padding on the left, or something that the device does not use.
-    """
-    if isinstance(batch, torch.Tensor):
-        return batch, batch
-    if isinstance(batch, tuple | list):
-        if len(batch) != 2:
-            raise ValueError(f"a batch must be token ids, or (ids, labels), got {len(batch)} things")
-        return tuple(batch)
-    if unknown := set(batch) - {"input_ids", "labels", "attention_mask"}:
-        raise ValueError(f"a batch has input_ids, labels and attention_mask, got {', '.join(sorted(unknown))} as well")
-    ids, mask = batch["input_ids"], batch.get("attention_mask")
-    if mask is None:
-        return ids, batch.get("labels", ids)
-    if (mask[:, 1:] > mask[:, :-1]).any():
-        raise ValueError("the attention_mask has 0 before 1: pad on the right, where nothing reads it")
-    return ids, batch.get("labels", torch.where(mask == 0, -100, ids))
-
-
 def reads_anew_beyond(model: PreTrainedModel) -> int | None:
     """The length beyond which Hugging Face's ``generate`` reads all of a sequence again: Phi-3's, with other RoPE."""
     limits = [length for kind, length in rope_changes(model.config) if kind == "longrope"]

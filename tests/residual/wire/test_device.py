@@ -62,6 +62,16 @@ def test_it_writes_and_learns_by_turns_as_in_one_process(pair, same_gradients, f
         same_gradients(in_order(client), whole, IDS)
 
 
+def test_one_text_is_a_batch_of_one(pair):
+    _, client, _ = pair(m_scale=0.1)
+    one, row = IDS[:1], IDS[0]
+    for call in (client.logits, lambda ids: client.generate(ids, 3), lambda ids: client.per_example(ids)[1]):
+        expected = call(one)
+        assert all(torch.equal(call(form), expected) for form in (row, row.tolist(), {"input_ids": row.int()}))
+    losses = [client.train_step(*form) for form in ((one, one), (row, row.tolist()), (row,), ({"input_ids": one},))]
+    assert losses == losses[:1] * 4
+
+
 def test_labels_of_minus_100_are_not_predicted(pair, same_gradients):
     """Whole numbers of any width will do."""
     _, client, whole = pair(m_scale=0.1)
@@ -436,17 +446,17 @@ def test_silence_within_a_wait_is_said_and_is_not_the_end(pair, before, monkeypa
 
 ONE, MASKED = IDS[:1], torch.full_like(IDS, -100)
 FEW_WORDS = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
-WHOLE_NUMBERS = r"input_ids must be whole numbers of shape \(batch, seq\)"
+TOKEN_IDS = r"input_ids must be token ids, \(tokens,\) or \(batch, seq\)"
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda c: c.generate(torch.tensor([1, 2])), WHOLE_NUMBERS),
-        (lambda c: c.generate(torch.empty(1, 0, dtype=torch.long)), WHOLE_NUMBERS),
-        (lambda c: c.generate(torch.ones(1, 2)), WHOLE_NUMBERS),
-        (lambda c: c.generate(IDS.bool(), 1), f"{WHOLE_NUMBERS}.*, got torch.bool"),
-        (lambda c: c.generate([[1, 2]], 1), "input_ids must be a tensor of shape .batch, seq., got a list"),
+        (lambda c: c.generate(torch.tensor(2)), TOKEN_IDS),
+        (lambda c: c.generate(torch.empty(1, 0, dtype=torch.long)), TOKEN_IDS),
+        (lambda c: c.generate(torch.ones(1, 2)), TOKEN_IDS),
+        (lambda c: c.generate(IDS.bool(), 1), f"{TOKEN_IDS}.* of torch.bool"),
+        (lambda c: c.generate([[1, 2], [3]], 1), rf"{TOKEN_IDS}, got \[\[1, 2\], \[3\]\]"),
         (lambda c: c.generate(torch.tensor([[1, 64]])), "input_ids must be between 0 and vocab - 1 = 63, got 64"),
         (lambda c: c.generate(torch.tensor([[-1, 6]])), "input_ids must be between 0 and vocab - 1 = 63, got -1"),
         (lambda c: c.generate(IDS, max_new_tokens=0), "max_new_tokens must be"),
@@ -472,8 +482,8 @@ WHOLE_NUMBERS = r"input_ids must be whole numbers of shape \(batch, seq\)"
         (lambda c: c.generate(ONE, draft_tokens=-1), "draft_tokens must be a whole number of at least 0, got -1"),
         (lambda c: c.generate(ONE, min_acceptance=2), "min_acceptance must be at least 0 and at most 1, got 2"),
         (lambda c: c.generate(IDS, draft="lookup"), "draft='lookup' is for one sequence, got 2"),
-        (lambda c: c.train_step(IDS, IDS.float()), "labels must be whole numbers of shape .*, got torch.float32"),
-        (lambda c: c.train_step(IDS, ONE[:, 1:]), r"labels of shape \(1, 11\) for input_ids of shape \(2, 12\)"),
+        (lambda c: c.train_step(IDS, IDS.float()), "labels of a batch must be token ids, .* of torch.float32"),
+        (lambda c: c.train_step(IDS, ONE[:, 1:]), r"labels of shape \(1, 11\) for ids of \(2, 12\)"),
         (lambda c: c.train_step(IDS, MASKED), "no label to predict: the first is not, and the other 22 are all -100"),
         (lambda c: c.train_step(IDS[:, :1], IDS[:, :1]), "no label to predict: the first is not, and the other 0"),
     ],

@@ -81,8 +81,8 @@ def test_batches_as_they_come(pair, batch):
     ("batch", "said"),
     [
         ({"input_ids": TEXTS, "attention_mask": MASK.flip(1)}, "0 before 1: pad on the right"),
-        ({"input_ids": TEXTS, "position_ids": TEXTS}, "got position_ids as well"),
-        ((TEXTS, LABELS, MASK), "token ids, or .ids, labels., got 3 things"),
+        ({"input_ids": TEXTS, "position_ids": TEXTS}, "has 'position_ids': input_ids, labels"),
+        ((TEXTS, LABELS, MASK), "token ids, .ids, labels. or a mapping, got 3 things"),
         ((TEXTS, LABELS[:4]), "labels of shape"),
     ],
 )
