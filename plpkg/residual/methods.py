@@ -22,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from plpkg.adapters import WRAPPED
 from plpkg.residual import saved
 from plpkg.residual.adapter import NO_ADAPTER, PrivateLoraLayer, UnderWay, features, layers, matrices
 from plpkg.residual.config import LADDER, PRIVATE_LORA, LadderConfig, PrivateLoraConfig, ProjectionConfig
@@ -37,8 +38,6 @@ PRIVATE_LORA_TARGETS = (QKV, ["qkv_proj"], ["c_attn"])
 """The query, key and value projections, apart or fused as Phi-3's and GPT-2's: what the publication adapts."""
 LADDER_TARGETS = (["down_proj"], ["mlp.c_proj"])
 """The last projection of the MLP, also as GPT-2 calls it: its input is the widest that a layer has."""
-WRAPPED = "base_model.model."
-"""How PEFT begins the names in a file."""
 
 
 class RowwiseTuner(BaseTuner):
