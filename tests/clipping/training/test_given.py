@@ -89,7 +89,7 @@ def test_gradients_alone_will_do():
     assert training.steps == 1
 
 
-@pytest.mark.parametrize("change", [lambda x: x / x.norm(), lambda x: x - x.mean(0), lambda x: x * x.mean()])
+@pytest.mark.parametrize("change", [lambda x: x - x.mean(0), lambda x: x.softmax(0), lambda x: x * x.std(0)])
 def test_mixing_is_seen(change):
     model = net()
     with pytest.raises(ValueError, match="per_example mixes examples"):
