@@ -6,10 +6,10 @@ for at least 40 requests and ten seconds; wall time on two cores that all share.
 
 * ``ratio``: the flood's 99th percentile over that of all quiet requests of the run. ``answered``: the statuses of the
   flood's bodies.
-* The bodies are full of one thing, and as large as the service takes (4 MiB), but for ``fewer messages`` (64 KiB) and
+* The bodies are full of one thing, and as large as the service takes (4 MiB), but for ``fewer messages`` (32 KiB) and
   ``small`` (4 KiB). Those of ``work`` are legal, 64 prompts of 60 tokens each: they take places in the batch.
 
-Run as ``python -m benchmarks.serving.floods``: about six minutes.
+Run as ``python -m benchmarks.serving.floods``: about eight minutes.
 """
 
 import collections
@@ -47,7 +47,7 @@ FLOODS = {
     "lists": (COMPLETIONS, filled(BASE + '"prompt": [', "[]", "]}")),
     "stop strings": (COMPLETIONS, filled(BASE + '"prompt": "a", "stop": [', '"\\""', "]}")),
     "tools": (CHAT, filled(BASE + '"messages": [], "tools": [', "{}", "]}")),
-    "fewer messages": (CHAT, filled(BASE + '"messages": [', MESSAGE, "]}", 2**16)),
+    "fewer messages": (CHAT, filled(BASE + '"messages": [', MESSAGE, "]}", 2**15)),
     "small": (COMPLETIONS, filled(BASE + '"prompt": [', "[]", "]}", 2**12)),
     "one text": (COMPLETIONS, filled(BASE + '"prompt": "', "a", '"}')),
     "work": (COMPLETIONS, json.dumps(dict(model="plpkg-small", prompt=["a"] * 64, max_tokens=60)).encode()),

@@ -129,6 +129,16 @@ def test_an_accounts_bodies_are_parsed_one_at_a_time_and_nobody_elses_waits(serv
     assert not any("Thread-" in name and "asyncio" not in name for name in seen), "in the loop's thread"
 
 
+def test_refusals_of_one_account_come_one_after_the_other(service, monkeypatch):
+    monkeypatch.setattr(intake, "REFUSED_S", 0.05)
+    bodies = [dict(model="nobody", prompt="a"), dict(model="base", prompt=[]), dict(model="base", prompt="a", n=-1)]
+    began = time.monotonic()
+    with ThreadPoolExecutor(6) as threads:
+        ask = lambda body: service.client.post("/v1/completions", json=body, headers=header("ann")).status_code  # noqa: E731
+        assert [*threads.map(ask, bodies * 2)] == [404, 422, 422] * 2
+    assert time.monotonic() - began >= 6 * 0.05
+
+
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
 def test_what_is_not_json_is_told_in_one_sentence(service, kind):
     for path in ("/v1/completions", "/v1/chat/completions"):

@@ -20,13 +20,15 @@ from starlette.requests import Request
 from plpkg.serving.service.http.answers import refusal
 from plpkg.serving.service.http.door import MAX_BODY_BYTES
 from plpkg.serving.service.scheduler import OverloadedError
+from plpkg.serving.service.store import NotFoundError
 
 MOST = {"strings": 2**14, "lists and objects": 2**11, "values": 2**17}
 """Of each in a body; ids of prompts are values."""
 SMALL = 2**12
 """Bytes of a body that takes less time to parse than a thread takes to begin."""
-TURN_S = 1
-"""How long a body that is as full as it may be takes its account's turn; one half as full takes a quarter of it."""
+TURN_S, REFUSED_S = 1, 0.01
+"""How long a body that is as full as it may be takes its account's turn (one half as full takes a quarter of it), and
+how long a request that is refused."""
 MAX_HELD = 2**29
 """Bytes that an account's unfinished requests may hold, beside one upload of the largest size: 64 long prompts, say."""
 REQUEST_BYTES, TOKEN_BYTES = 2**17, 128
@@ -81,25 +83,28 @@ class Parsed(APIRoute):
         handle, kind = super().get_route_handler(), self.body_field and self.body_field.field_info.annotation
 
         async def handler(call: Request):
-            if kind:
-                media = call.headers.get("content-type", "").partition(";")[0].strip().lower()
-                if media != "application/json":
-                    raise HTTPException(415, f"the body must be application/json, its Content-Type is {media!r}")
-                body = await call.body()
-                if len(body) <= SMALL:
-                    fullness(body)
-                    call._json = parsed(body, kind)
-                else:
-                    call._json = await _in_turn(call.state.turn, body, kind)
-                call._body = b"parsed"  # FastAPI takes what is in _json
-            return await handle(call)
+            try:
+                if kind:
+                    call._json, call._body = await _read(call, kind), b"parsed"  # FastAPI takes what is in _json
+                return await handle(call)
+            except (HTTPException, RequestValidationError, ValueError, NotFoundError):
+                async with call.state.turn:
+                    await asyncio.sleep(REFUSED_S)
+                raise
 
         return handler
 
 
-async def _in_turn(turn: asyncio.Lock, body: bytes, kind: type[BaseModel]) -> BaseModel:
+async def _read(call: Request, kind: type[BaseModel]) -> BaseModel:
+    media = call.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media != "application/json":
+        raise HTTPException(415, f"the body must be application/json, its Content-Type is {media!r}")
+    body = await call.body()
+    if len(body) <= SMALL:
+        fullness(body)
+        return parsed(body, kind)
+    turn, full = call.state.turn, 1.0
     await turn.acquire()
-    full = 1.0
     try:
         full = await asyncio.to_thread(fullness, body)
         return await asyncio.to_thread(parsed, body, kind)
