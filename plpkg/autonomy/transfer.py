@@ -84,7 +84,7 @@ class Transfer(Tabular):
             )
             for name in layers
         }
-        return Adapter.of(self.model.peft_config["default"], factors)
+        return Adapter.of(self.model.peft_config["default"], factors, base=self.model)
 
     def save(self, folder: str | Path) -> None:
         """Write what was trained, its owner's alone: LoRA as PEFT does (:meth:`adapter`), all else for :func:`load`.

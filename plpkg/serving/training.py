@@ -120,7 +120,7 @@ def train_many(
         for _, loss in learn(bar, gradient, [optimizer], lambda step: lr):
             bar.set_postfix(loss=f"{loss:.3f}")
     trained = {name: factors for stack in stacks for name, factors in stack.factors().items()}
-    return {name: Adapter.of(kinds[repr(config)].config, trained[name]) for name, config in configs.items()}
+    return {name: Adapter.of(kinds[repr(config)].config, trained[name], base=model) for name, config in configs.items()}
 
 
 class _Stack:
