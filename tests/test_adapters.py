@@ -165,7 +165,7 @@ def test_what_was_trained_here_is_for_its_own_base_alone(tmp_path):
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         base = random_backbone("llama", **SIZES).to(dtype)
         assert validate_adapter(tmp_path / "own", base).factors.keys() == targets(base).keys()
-    with pytest.raises(InvalidAdapterError, match=r"it was trained on a backbone with fingerprint .*, and this one has"):
+    with pytest.raises(InvalidAdapterError, match=r"it was trained on a backbone with fingerprint .* this one"):
         validate_adapter(tmp_path / "own", other)
     validate_adapter(tmp_path / "own", other.half())  # its fingerprint says nothing
     validate_adapter(tmp_path / "peft", other)  # PEFT says nothing of its weights
