@@ -110,7 +110,7 @@ class Adapter:
         factors: Mapping[str, Factors | torch.Tensor],
         scales: Mapping[str, float] = {},
         *,
-        base: torch.nn.Module | None = None,
+        backbone: str | None = None,
     ) -> "Adapter":
         """Make an adapter, and the files that PEFT loads, of what was trained.
 
@@ -122,8 +122,8 @@ class Adapter:
             By module; or the tensors by PEFT's names, with ``base_model.model.`` before them or not.
         scales
             By module, what the configuration has to make of it; factors have theirs.
-        base
-            What it was trained on: the weights' metadata get its fingerprint, and another base refuses them.
+        backbone
+            The :func:`base_fingerprint` of what it was trained on, which the weights' metadata say: others refuse it.
 
         Raises
         ------
@@ -152,7 +152,6 @@ class Adapter:
             for key, tensor in tensors.items()
         }
         text = json.dumps(config, indent=2, sort_keys=True, default=sorted).encode()  # PEFT keeps names in sets
-        backbone = None if base is None else _backbone(base)
         weights = bytearray(save(tensors, {"format": "pt"} | ({"backbone": backbone} if backbone else {})))
         adapter = _read(text, weights, _Base(modules, config.get("model_type")), AdapterLimits())
         for path, each in adapter.factors.items():
@@ -175,10 +174,12 @@ class Adapter:
         configs = getattr(model, "peft_config", {})
         if name not in configs:
             raise InvalidAdapterError([f"{type(model).__name__} has no adapter {name!r}, it has {[*configs]}"])
+        if any(p.is_meta for p in model.parameters()):
+            raise InvalidAdapterError(["the model's weights are not in memory: save the adapter, and load its folder"])
         convert = getattr(model.base_model, "as_lora", None)  # a method that is not PEFT's own may be LoRA in disguise
         if convert is not None:
             try:
-                return cls.of(*convert(name), base=model)
+                return cls.of(*convert(name), backbone=base_fingerprint(model))
             except ValueError as error:
                 raise error if isinstance(error, InvalidAdapterError) else InvalidAdapterError([str(error)]) from error
         if configs[name].peft_type != "LORA":
@@ -186,7 +187,7 @@ class Adapter:
         layers = [(path.removeprefix(WRAPPED), m) for path, m in model.named_modules() if isinstance(m, BaseTunerLayer)]
         scales = {path: layer.scaling[name] for path, layer in layers if name in layer.scaling}
         state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-        return cls.of(configs[name], state, scales, base=model)
+        return cls.of(configs[name], state, scales, backbone=base_fingerprint(model))
 
     def save(self, folder: str | Path) -> None:
         """Write both files, their owner's alone, each whole or not at all. The configuration comes last."""
@@ -300,6 +301,13 @@ def targets(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
     return {path: (each.num_in, each.num_out) for path, each in _base(model).modules.items()}
 
 
+def base_fingerprint(model: torch.nn.Module) -> str | None:
+    """A language model's fingerprint; None in float16 or quantised, where it would be another's."""
+    if not hasattr(getattr(model, "config", None), "to_dict") or getattr(model, "is_quantized", False):
+        return None
+    return None if model.dtype == torch.float16 else fingerprint(model)
+
+
 def require_fit(adapter: Adapter, model: torch.nn.Module) -> None:
     """Refuse an adapter that was checked against another base: InvalidAdapterError."""
     shapes = targets(model)
@@ -324,13 +332,6 @@ class _Base(NamedTuple):
     backbone: Callable[[], str | None] = lambda: None
 
 
-def _backbone(model: torch.nn.Module) -> str | None:
-    """The model's fingerprint, if it is the same whatever it is stored in: not of float16 or quantised weights."""
-    if not hasattr(getattr(model, "config", None), "to_dict") or getattr(model, "is_quantized", False):
-        return None
-    return None if model.dtype == torch.float16 else fingerprint(model)
-
-
 def _base(model: torch.nn.Module) -> _Base:
     from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -352,7 +353,7 @@ def _base(model: torch.nn.Module) -> _Base:
     experts = frozenset(name.rpartition(".")[0] for name, p in model.named_parameters() if p.dim() == 3)
     name = model.config._name_or_path
     name = None if Path(name).exists() else name
-    return _Base(modules, model.config.model_type, name, head, experts, lambda: _backbone(model))
+    return _Base(modules, model.config.model_type, name, head, experts, lambda: base_fingerprint(model))
 
 
 def _limits(limits: str | AdapterLimits | None) -> AdapterLimits:

@@ -184,6 +184,7 @@ def scaled(model):
         (lambda base: base, "default", r"LlamaForCausalLM has no adapter 'default', it has \[\]"),
         (peft_model, "x", r"PeftModelForCausalLM has no adapter 'x', it has \['default'\]"),
         (lambda base: scaled(peft_model(base)), "default", "scale=4.0, but config makes it 2.0"),
+        (lambda base: peft_model(base).to("meta"), "default", "not in memory: save the adapter, and load its folder"),
         (lambda base: peft_model(base, use_dora=True), "default", "use_dora=True"),
         (lambda base: peft_model(base, modules_to_save=["lm_head"]), "default", "modules_to_save"),
         (lambda base: peft_model(base, target_modules=["embed_tokens"]), "default", "no lora_A.weight or"),

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm.auto import tqdm
 
 from plpkg import checkpoints, restoring
-from plpkg.adapters import Adapter, Factors
+from plpkg.adapters import Adapter, Factors, base_fingerprint
 from plpkg.autonomy.evaluation import judge
 from plpkg.autonomy.nets import HeadSplit, logits, plain
 from plpkg.autonomy.scope import SCOPES, personal_copy
@@ -84,7 +84,7 @@ class Transfer(Tabular):
             )
             for name in layers
         }
-        return Adapter.of(self.model.peft_config["default"], factors, base=self.model)
+        return Adapter.of(self.model.peft_config["default"], factors, backbone=base_fingerprint(self.model))
 
     def save(self, folder: str | Path) -> None:
         """Write what was trained, its owner's alone: LoRA as PEFT does (:meth:`adapter`), all else for :func:`load`.
