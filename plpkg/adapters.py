@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from plpkg import untrusted
-from plpkg.backbones import ADAPTER_PREFIXES
+from plpkg.backbones import ADAPTER_PREFIXES, fingerprint
 from plpkg.checkpoints import private_folder, replace_file
 from plpkg.lora_config import ALLOWED, CHECKED, fitting, left_out, literal, wrong_fields
 from plpkg.untrusted import MAX_CONFIG_BYTES, Entry, shown
@@ -104,7 +104,14 @@ class Adapter:
         return f"Adapter({len(self.factors)} modules, rank {self.rank}, {self.num_bytes:,} bytes, {self.digest[:12]})"
 
     @classmethod
-    def of(cls, config, factors: Mapping[str, Factors | torch.Tensor], scales: Mapping[str, float] = {}) -> "Adapter":
+    def of(
+        cls,
+        config,
+        factors: Mapping[str, Factors | torch.Tensor],
+        scales: Mapping[str, float] = {},
+        *,
+        backbone: str | None = None,
+    ) -> "Adapter":
         """Make an adapter, and the files that PEFT loads, of what was trained.
 
         Parameters
@@ -115,6 +122,8 @@ class Adapter:
             By module; or the tensors by PEFT's names, with ``base_model.model.`` before them or not.
         scales
             By module, what the configuration has to make of it; factors have theirs.
+        backbone
+            The :func:`base_fingerprint` of what it was trained on, which the weights' metadata say: others refuse it.
 
         Raises
         ------
@@ -143,7 +152,7 @@ class Adapter:
             for key, tensor in tensors.items()
         }
         text = json.dumps(config, indent=2, sort_keys=True, default=sorted).encode()  # PEFT keeps names in sets
-        weights = bytearray(save(tensors, {"format": "pt"}))
+        weights = bytearray(save(tensors, {"format": "pt"} | ({"backbone": backbone} if backbone else {})))
         adapter = _read(text, weights, _Base(modules, config.get("model_type")), AdapterLimits())
         for path, each in adapter.factors.items():
             if path in scales and not math.isclose(each.scale, scales[path], rel_tol=1e-6):
@@ -165,10 +174,12 @@ class Adapter:
         configs = getattr(model, "peft_config", {})
         if name not in configs:
             raise InvalidAdapterError([f"{type(model).__name__} has no adapter {name!r}, it has {[*configs]}"])
+        if any(p.is_meta for p in model.parameters()):
+            raise InvalidAdapterError(["the model's weights are not in memory: save the adapter, and load its folder"])
         convert = getattr(model.base_model, "as_lora", None)  # a method that is not PEFT's own may be LoRA in disguise
         if convert is not None:
             try:
-                return cls.of(*convert(name))
+                return cls.of(*convert(name), backbone=base_fingerprint(model))
             except ValueError as error:
                 raise error if isinstance(error, InvalidAdapterError) else InvalidAdapterError([str(error)]) from error
         if configs[name].peft_type != "LORA":
@@ -176,7 +187,7 @@ class Adapter:
         layers = [(path.removeprefix(WRAPPED), m) for path, m in model.named_modules() if isinstance(m, BaseTunerLayer)]
         scales = {path: layer.scaling[name] for path, layer in layers if name in layer.scaling}
         state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-        return cls.of(configs[name], state, scales)
+        return cls.of(configs[name], state, scales, backbone=base_fingerprint(model))
 
     def save(self, folder: str | Path) -> None:
         """Write both files, their owner's alone, each whole or not at all. The configuration comes last."""
@@ -290,6 +301,13 @@ def targets(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
     return {path: (each.num_in, each.num_out) for path, each in _base(model).modules.items()}
 
 
+def base_fingerprint(model: torch.nn.Module) -> str | None:
+    """A language model's fingerprint; None in float16 or quantised, where it would be another's."""
+    if not hasattr(getattr(model, "config", None), "to_dict") or getattr(model, "is_quantized", False):
+        return None
+    return None if model.dtype == torch.float16 else fingerprint(model)
+
+
 def require_fit(adapter: Adapter, model: torch.nn.Module) -> None:
     """Refuse an adapter that was checked against another base: InvalidAdapterError."""
     shapes = targets(model)
@@ -311,6 +329,7 @@ class _Base(NamedTuple):
     name: str | None = None
     head: str | None = None
     experts: frozenset[str] = frozenset()
+    backbone: Callable[[], str | None] = lambda: None
 
 
 def _base(model: torch.nn.Module) -> _Base:
@@ -333,7 +352,8 @@ def _base(model: torch.nn.Module) -> _Base:
     head = next((path for path, module in model.named_modules() if module is output), None)
     experts = frozenset(name.rpartition(".")[0] for name, p in model.named_parameters() if p.dim() == 3)
     name = model.config._name_or_path
-    return _Base(modules, model.config.model_type, None if Path(name).exists() else name, head, experts)
+    name = None if Path(name).exists() else name
+    return _Base(modules, model.config.model_type, name, head, experts, lambda: base_fingerprint(model))
 
 
 def _limits(limits: str | AdapterLimits | None) -> AdapterLimits:
@@ -371,6 +391,11 @@ def _plan(
         found, unsound = untrusted.entries(header, size)
         if size > limits.max_bytes:
             unsound.append(f"{WEIGHTS} has {size:,} bytes, at most {limits.max_bytes:,} are allowed")
+        said = {} if unsound else untrusted.strict_json(header[8 : 8 + untrusted.header_length(header)])
+        trained_on = said.get("__metadata__", {}).get("backbone")
+        if trained_on and (actual := base.backbone()) not in (None, trained_on):
+            mark, here = shown(trained_on)[1:13], actual[:12]
+            reasons.append(f"it was trained on a backbone with fingerprint {mark}…, and this one has {here}…")
         reasons += unsound
     faults, experts, pairs, scales, right = {}, [], {}, {}, lambda *keys: wrong.keys().isdisjoint(keys)
     for name, entry in found.items():

@@ -158,6 +158,21 @@ def test_a_models_own_adapter_is_the_one_that_peft_saves(tmp_path):
     assert list(Adapter.from_peft(injected).factors) == [Q]
 
 
+def test_what_was_trained_here_is_for_its_own_base_alone(tmp_path):
+    trained, other = peft_model(random_backbone("llama", **SIZES)), random_backbone("llama", seed=1, **SIZES)
+    Adapter.from_peft(trained).save(tmp_path / "own")
+    trained.save_pretrained(tmp_path / "peft")
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        base = random_backbone("llama", **SIZES).to(dtype)
+        assert validate_adapter(tmp_path / "own", base).factors.keys() == targets(base).keys()
+    with pytest.raises(InvalidAdapterError, match=r"it was trained on a backbone with fingerprint .* this one"):
+        validate_adapter(tmp_path / "own", other)
+    validate_adapter(tmp_path / "own", other.half())  # its fingerprint says nothing
+    validate_adapter(tmp_path / "peft", other)  # PEFT says nothing of its weights
+    loaded = peft.PeftModel.from_pretrained(random_backbone("llama", **SIZES), tmp_path / "own")
+    assert torch.equal(loaded(IDS).logits, trained(IDS).logits)
+
+
 def scaled(model):
     model.base_model.model.get_submodule(Q).scale_layer(2)
     return model
@@ -169,6 +184,7 @@ def scaled(model):
         (lambda base: base, "default", r"LlamaForCausalLM has no adapter 'default', it has \[\]"),
         (peft_model, "x", r"PeftModelForCausalLM has no adapter 'x', it has \['default'\]"),
         (lambda base: scaled(peft_model(base)), "default", "scale=4.0, but config makes it 2.0"),
+        (lambda base: peft_model(base).to("meta"), "default", "not in memory: save the adapter, and load its folder"),
         (lambda base: peft_model(base, use_dora=True), "default", "use_dora=True"),
         (lambda base: peft_model(base, modules_to_save=["lm_head"]), "default", "modules_to_save"),
         (lambda base: peft_model(base, target_modules=["embed_tokens"]), "default", "no lora_A.weight or"),

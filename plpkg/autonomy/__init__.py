@@ -7,7 +7,7 @@ from plpkg.autonomy.fleet import fleet
 from plpkg.autonomy.nets import HeadSplit, MobileNet, WordLSTM, pretrained, vocabulary
 from plpkg.autonomy.online import OnlineLearner
 from plpkg.autonomy.prune import prune
-from plpkg.autonomy.transfer import Task, Transfer, transfer
+from plpkg.autonomy.transfer import Task, Transfer, load, transfer
 from plpkg.autonomy.windows import learn_in_windows
 from plpkg.lazy import on_first_use
 
@@ -27,6 +27,7 @@ __all__ = [
     "exercises",
     "fleet",
     "learn_in_windows",
+    "load",
     "nets",
     "plots",
     "pretrained",

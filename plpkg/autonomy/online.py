@@ -21,8 +21,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from plpkg.autonomy.nets import HeadSplit
+from plpkg.autonomy.nets import HeadSplit, plain
 from plpkg.autonomy.scope import personal_copy
+from plpkg.autonomy.transfer import Transfer
+from plpkg.backbones import digest
 from plpkg.results import Tabular
 from plpkg.validation import number, whole_number
 
@@ -58,7 +60,7 @@ class OnlineLearner(Tabular):
             raise ValueError(f"{dropping[0]!r} drops at random, and kept features would not be those of a prediction")
         self.lr, self.batch = number("lr", lr, open_low=True), whole_number("batch", batch, 1)
         self.allowance = allowance if allowance is None else whole_number("allowance", allowance, 0)
-        self.model, _ = personal_copy(model, "head")
+        self.model, self._digest = personal_copy(model, "head")[0], digest(plain(model))
         self._split, self._verified = HeadSplit(self.model), False
         self.head = self._split.head.requires_grad_(False)
         self._public = [p.clone() for p in self.head.parameters()]
@@ -154,6 +156,12 @@ class OnlineLearner(Tabular):
     def _check(self) -> None:
         if self._moved() != self._versions:
             raise RuntimeError("a parameter of the body has changed: features of open predictions are stale")
+
+    def result(self) -> Transfer:
+        """The personal head as it is now, with the model that it makes: to save, and to load elsewhere."""
+        model, head = personal_copy(self.model, "head")
+        state = {name: p.detach() for name, p in head.items()}
+        return Transfer(model, state, [], len(self.outcomes), scope="head", public=self._digest)
 
     @property
     def accuracy(self) -> float:

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import EllipsisType
 
 import torch
@@ -20,17 +21,19 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm.auto import tqdm
 
-from plpkg import restoring
-from plpkg.adapters import Adapter, Factors
+from plpkg import checkpoints, restoring
+from plpkg.adapters import Adapter, Factors, base_fingerprint
 from plpkg.autonomy.evaluation import judge
-from plpkg.autonomy.nets import HeadSplit, logits
-from plpkg.autonomy.scope import personal_copy
+from plpkg.autonomy.nets import HeadSplit, logits, plain
+from plpkg.autonomy.scope import SCOPES, personal_copy
+from plpkg.backbones import digest
 from plpkg.corpora.examples import IGNORED, Examples
 from plpkg.learning import learn, rising_and_falling
 from plpkg.results import Tabular
-from plpkg.validation import number, shown, whole_number
+from plpkg.validation import number, one_of, shown, whole_number
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
+FILE = "personal.safetensors"
 WARMUP = 5
 """Steps in which the learning rate rises, at most a tenth of all; then it falls linearly to zero."""
 
@@ -51,6 +54,8 @@ class Transfer(Tabular):
         The step that ``state`` is of.
     epsilon
         Of a private task: the ε that ``state`` has spent, for a δ. Else None.
+    scope, public
+        What was trained, and the :func:`plpkg.backbones.digest` of the public model.
     """
 
     model: nn.Module
@@ -58,6 +63,8 @@ class Transfer(Tabular):
     log: list[dict]
     step: int
     epsilon: Callable[[float], float] | None = None
+    scope: str | None = None
+    public: str | None = None
 
     def adapter(self) -> Adapter:
         """The LoRA adapter that was trained: ``save(folder)`` writes it as PEFT does, and an engine serves it.
@@ -77,7 +84,25 @@ class Transfer(Tabular):
             )
             for name in layers
         }
-        return Adapter.of(self.model.peft_config["default"], factors)
+        return Adapter.of(self.model.peft_config["default"], factors, backbone=base_fingerprint(self.model))
+
+    def save(self, folder: str | Path) -> None:
+        """Write what was trained, its owner's alone: LoRA as PEFT does (:meth:`adapter`), all else for :func:`load`.
+
+        Neither ``log`` nor ε is written.
+
+        Raises
+        ------
+        ValueError
+            Statistics of BatchNorm have changed as well, or LoRA is more than an adapter.
+        """
+        if self.scope is None:
+            raise ValueError("statistics of BatchNorm have changed beside the state: save model.state_dict()")
+        if self.scope == "lora":
+            self.adapter().save(folder)
+            return
+        state = dict(scope=self.scope, public=self.public, step=self.step, state=self.state)
+        checkpoints.save(checkpoints.private_folder(folder) / FILE, state)
 
     def rows(self) -> list[dict]:
         return self.log
@@ -165,6 +190,7 @@ class Task:
         self._patience = patience if patience is None else whole_number("patience", patience, 1)
         self._generator = torch.Generator().manual_seed(whole_number("seed", seed, 0))
         self.model, self.trained = personal_copy(model, scope, lora, seed, start)
+        self._made_of = dict(scope=None if batch_norm else scope, public=digest(plain(model)))
         self._norms = [m for m in self.model.modules() if batch_norm and isinstance(m, BATCH_NORM)]
         self._kept = self.trained | (dict(self.model.named_buffers()) if batch_norm else {})
         self._data, self._split = (train, validation), HeadSplit(self.model) if cache and scope == "head" else None
@@ -267,7 +293,8 @@ class Task:
         model = copy.deepcopy(self.model, {id(p): p for p in self.model.parameters() if not p.requires_grad})
         model.load_state_dict(best, strict=False)
         spent = self._private.spending() if self._private else None
-        return Transfer(model, {name: best[name] for name in self.trained}, list(self.log), self.best_step, spent)
+        state = {name: best[name] for name in self.trained}
+        return Transfer(model, state, list(self.log), self.best_step, spent, **self._made_of)
 
     @property
     def _examples(self) -> list[Examples | None] | tuple[Examples, Examples | None]:
@@ -383,6 +410,43 @@ def features(model: nn.Module, examples: Examples, batch: int = 64) -> Examples:
     """What the body makes of each sample, so many at a time, with the same labels: ``(samples, ..., features)``."""
     split = HeadSplit(model)
     return Examples.joined(Examples(split.features(part.x), part.y) for part in examples.chunks(batch))
+
+
+def load(model: nn.Module, folder: str | Path) -> Transfer:
+    """What :meth:`Transfer.save` wrote, for the public model that it was learnt from; LoRA is for PEFT and engines.
+
+    Raises
+    ------
+    FileNotFoundError
+        The folder lacks the file.
+    ValueError
+        The file is damaged, or belongs to another public model.
+    """
+    path, model = Path(folder, FILE), plain(model)
+    if not path.exists():
+        raise FileNotFoundError(f"nothing that was learnt in {str(folder)!r}: it lacks {FILE}")
+    public = digest(model)
+
+    def judge(saved: dict) -> None:
+        if odd := saved.keys() ^ {"scope", "public", "step", "state"}:
+            raise ValueError(f"{shown(odd.pop())} is missing or unknown")
+        one_of("scope", saved["scope"], tuple(scope for scope in SCOPES if scope != "lora"))
+        whole_number("step", saved["step"], 0)
+        if saved["public"] != public:
+            theirs = shown(str(saved["public"])[:12])[1:-1]
+            raise ValueError(f"it was learnt from a public model {theirs}…, and this one is {public[:12]}…")
+
+    try:
+        saved = checkpoints.read(path, judge)
+        personal, trained = personal_copy(model, saved["scope"])
+        if reason := restoring.misfit_tensors(saved["state"], trained):
+            raise ValueError(reason)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"what was learnt in {str(folder)!r} is not taken: {str(error)[:220]}") from error
+    with torch.no_grad():
+        for name, p in trained.items():
+            p.copy_(saved["state"][name])
+    return Transfer(personal, saved["state"], [], saved["step"], None, saved["scope"], public)
 
 
 def transfer(

@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from plpkg.adapters import Adapter, Factors, targets
+from plpkg.adapters import Adapter, Factors, base_fingerprint, targets
 from plpkg.batch import IGNORED, ids_and_labels
 from plpkg.learning import endless, frozen, learn, logits_of
 from plpkg.serving.segments import Segments
@@ -120,7 +120,8 @@ def train_many(
         for _, loss in learn(bar, gradient, [optimizer], lambda step: lr):
             bar.set_postfix(loss=f"{loss:.3f}")
     trained = {name: factors for stack in stacks for name, factors in stack.factors().items()}
-    return {name: Adapter.of(kinds[repr(config)].config, trained[name]) for name, config in configs.items()}
+    completed, backbone = {name: kinds[repr(each)].config for name, each in configs.items()}, base_fingerprint(model)
+    return {name: Adapter.of(each, trained[name], backbone=backbone) for name, each in completed.items()}
 
 
 class _Stack:

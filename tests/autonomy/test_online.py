@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from plpkg.autonomy.online import OnlineLearner, head_gradient
+from plpkg.autonomy.transfer import load
 from plpkg.backbones import FAMILIES, random_backbone
 from tests.autonomy.conftest import SIZES, images, learner as small_model, same, texts, values
 
@@ -298,3 +299,17 @@ def test_logits_that_the_head_alone_does_not_make_are_refused():
 def test_settings_out_of_range_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         OnlineLearner(network(), **options)
+
+
+def test_a_head_that_was_saved_is_loaded_elsewhere(tmp_path):
+    online, x = OnlineLearner(network(), allowance=None), inputs(32)
+    online.label(online.predict(x).ids, torch.arange(32) % CLASSES)
+    online.result().save(tmp_path)
+    before = load(network(), tmp_path)
+    assert before.step == 32
+    assert torch.equal(before.model(x), online.model(x))
+    assert torch.equal(before.model(x).argmax(-1), online.predict(x).classes)
+    online.label(online.predict(x).ids, torch.arange(32) % CLASSES)  # what was saved stays
+    assert not torch.equal(before.model(x), online.model(x))
+    with pytest.raises(ValueError, match="learnt from a public model"):
+        load(network(seed=1), tmp_path)

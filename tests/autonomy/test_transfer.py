@@ -12,10 +12,12 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from plpkg import checkpoints
+from plpkg.adapters import Adapter, validate_adapter
 from plpkg.autonomy.evaluation import evaluate
 from plpkg.autonomy.nets import HeadSplit, logits
 from plpkg.autonomy.scope import personal_copy
-from plpkg.autonomy.transfer import WARMUP, Task, features, transfer
+from plpkg.autonomy.transfer import WARMUP, Task, features, load, transfer
 from plpkg.clipping import make_private
 from plpkg.clipping.training.accounting import epsilon_of
 from plpkg.corpora.examples import IGNORED, Examples
@@ -308,6 +310,49 @@ def test_a_corpus_s_batch_is_taken_as_its_examples():
     one, other = (transfer(model, data, data, "head", steps=4) for data in (batch, by_hand))
     assert one.log == other.log
     assert same(one.state, other.state)
+
+
+@pytest.mark.parametrize(("name", "scope"), [case for case in CASES if case[0] != "mobile, large gradients"])
+def test_what_was_saved_is_loaded_onto_the_same_public_model_alone(name, scope, tmp_path):
+    model, data = learner(name), samples(name, 9)
+    learnt = transfer(model, data, None, scope, steps=3, lr=0.1, lora=LORA if scope == "lora" else None)
+    learnt.save(tmp_path)
+    if scope == "lora":
+        assert Adapter.from_peft(learnt.model).digest == validate_adapter(tmp_path, model).digest
+        return
+    again = load(learner(name), tmp_path)
+    assert (again.step, again.scope) == (3, scope)
+    assert same(again.state, learnt.state)
+    assert torch.equal(logits(again.model, data.x), logits(learnt.model, data.x))
+    assert not torch.equal(logits(again.model, data.x), logits(model, data.x))
+    with pytest.raises(ValueError, match=r"it was learnt from a public model .*, and this one is"):
+        load(learner(name, seed=1), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(scope="lora"), "scope must be one of 'head', 'bias', 'norm', 'all', got 'lora'"),
+        (dict(scope="norm"), "head"),
+        (dict(step=-1), "step must be a whole number of at least 0, got -1"),
+        (dict(extra=1), "'extra' is missing or unknown"),
+        (dict(state={"head.weight": torch.full((10, 8), math.nan)}), "head"),
+    ],
+)
+def test_what_was_not_saved_here_is_refused(change, message, tmp_path):
+    model = learner("mobile")
+    with pytest.raises(FileNotFoundError, match=r"it lacks personal.safetensors"):
+        load(model, tmp_path)
+    result = transfer(model, images(9), None, "head", steps=1)
+    result.save(tmp_path)
+    path = tmp_path / "personal.safetensors"
+    checkpoints.save(path, checkpoints.read(path) | change)
+    with pytest.raises(ValueError, match=rf"what was learnt in .* is not taken: .*{message}"):
+        load(model, tmp_path)
+    moved = Task(model, images(9), None, "norm", batch_norm=True)
+    moved.step()
+    with pytest.raises(ValueError, match="statistics of BatchNorm have changed beside the state"):
+        moved.result().save(tmp_path / "moved")
 
 
 def test_learning_begins_with_the_start():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from plpkg.adapters import targets
+from plpkg.adapters import InvalidAdapterError, read_adapter, targets
 from plpkg.backbones import FAMILIES
 from plpkg.clipping.checks.sensitivity import check_sensitivity
 from plpkg.clipping.clip import Clip, clip_dense
@@ -212,6 +212,8 @@ def test_what_was_trained_is_served_and_all_linear_is_every_target(tools):
     for name, adapter in trained.items():
         engine.load(name, adapter)
         assert engine.generate([Request(ids, name, 6)]) == [tools.alone(start(model, configs[name], adapter), ids, 6)]
+    with pytest.raises(InvalidAdapterError, match="it was trained on a backbone with fingerprint"):
+        read_adapter(*trained["ann"].files.values(), tools.backbone(seed=1))
     engine.close()
 
 
