@@ -86,7 +86,7 @@ class Row:
         return range(self.rows.start if self.each else last, self.rows.stop)
 
     def mask(self, visible, groups: int, held: int, device) -> torch.Tensor | None:
-        """Which of ``held`` keys each query sees, ``(groups · tokens, held)``; None if all. Made once, not in each layer."""
+        """Which of the ``held`` keys each query sees, ``(groups · tokens, held)``; None if all. Made once a step."""
         if (visible, groups, held) not in self.masks:
             queries = torch.tensor(self.positions, device=device)[:, None]
             keys = torch.arange(self.positions.stop - held, self.positions.stop, device=device)
