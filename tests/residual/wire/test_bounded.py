@@ -31,7 +31,7 @@ def tokens_in_one_process(model, scorer):
     return torch.cat([IDS, written], 1)
 
 
-@pytest.mark.parametrize("scorer", [scorers.KeyNorm(), scorers.H2O(), scorers.SinkRecent(sink=2)], ids=repr)
+@pytest.mark.parametrize("scorer", [scorers.Random(3), scorers.H2O(), scorers.SinkRecent(sink=2)], ids=repr)
 @pytest.mark.parametrize(
     ("family", "name", "options"),
     [
@@ -62,6 +62,16 @@ def test_an_exchange_that_breaks_leaves_the_scores_as_they_were(bounded):
     _, client, whole = bounded(scorer, link="lan")
     cut_at(client, "residual", 7)  # in the second chunk's third layer
     assert torch.equal(client.generate(IDS, 8, eos_token_id=-1, chunk_size=5), tokens_in_one_process(whole, scorer))
+
+
+@pytest.mark.parametrize("cut", [(0, 0), (1, 1)])
+def test_chunks_alone_change_nothing(pair, cut):
+    _, client, whole = pair("mistral", *cut, options=SLIDING)
+    for chunk_size in (1, 5, 12, 20):
+        written = client.generate(IDS, 8, eos_token_id=-1, chunk_size=chunk_size)
+        assert torch.equal(written, expected_tokens(whole, count=8))
+    with pytest.raises(ValueError, match="chunk_size must be a whole number of at least 1, got 0"):
+        client.generate(IDS, 8, chunk_size=0)
 
 
 def test_nothing_is_taken_out_of_it_again(bounded, pair):
