@@ -1,12 +1,14 @@
 """Questions about a text: how a model is asked, what it answers, and how often that is right."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from plpkg.corpora.documents import Document
 from plpkg.corpora.notes import Passage
+from plpkg.corpora.tokens import Tokens, encode
 from plpkg.results import Sentences
 from plpkg.validation import whole_number
 
@@ -17,6 +19,35 @@ LONGEST = 32
 def prompt(text: str, question: str) -> str:
     """The prompt for a question. A model that has learnt this form continues with a space, its answer and a newline."""
     return f"{text}\n\nQuestion: {question}\nAnswer:"
+
+
+def expected(passages: Iterable[Passage | tuple[str, str, str]], tokenizer, *, read: bool = False) -> list[Tokens]:
+    """Prompts with the answers that are expected: what :func:`plpkg.scoring.score` scores are the answers alone.
+
+    Parameters
+    ----------
+    passages
+        Passages, or a text, a question and its answer each.
+    tokenizer
+        A fast one.
+    read
+        The prompt is without the text: it was read before, and the score is given the ``reading``.
+
+    Examples
+    --------
+    Each gives a :class:`plpkg.scoring.Score`, of the same tokens::
+
+        asked = questions.expected(passages, tokenizer)
+        score(model, tokenizer, asked, seq=1024)  # as many tokens as the longest prompt has, or it is cut to windows
+        score(model, tokenizer, questions.expected(passages, tokenizer, read=True), reading=reading)
+        counts.score(asked, token_log_probs(model, tokenizer, asked, seq=1024), weight)
+    """
+    documents = []
+    for each in passages:
+        text, question, right = (each.text, each.question, each.answer) if isinstance(each, Passage) else each
+        asked = prompt("" if read else text, question)
+        documents.append(Document("", f"{asked} {right}\n", masked=((0, len(asked)),)))
+    return encode(documents, tokenizer)
 
 
 @torch.inference_mode()

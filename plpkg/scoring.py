@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -54,6 +54,11 @@ class Score(Tabular):
         return cls(bits, tokens, sum(int(d.num_bytes[1:][d.scored[1:]].sum()) for d in documents))
 
     @property
+    def nats_per_token(self) -> float:
+        """The mean of ``-ln p``: the cross-entropy loss."""
+        return self.bits * math.log(2) / self.tokens
+
+    @property
     def bits_per_byte(self) -> float:
         """Bits for each byte of text."""
         return self.bits / self.num_bytes
@@ -72,6 +77,13 @@ class Score(Tabular):
         )
 
 
+class Reading(Protocol):
+    """A prompt that a model has read: how likely is what goes on from there?"""
+
+    def score(self, model, ids: torch.Tensor) -> torch.Tensor:
+        """The log-probability ``(prompts, n)`` of each token of ``ids`` ``(1, n)``, in nats, after each prompt."""
+
+
 LOGITS = 2**28
 """Logits in memory at a time: 1 GiB in float32."""
 
@@ -86,8 +98,9 @@ def score(
     seq: int | None = None,
     stride: int | None = None,
     batch: int = 16,
+    reading: Reading | None = None,
 ) -> Score:
-    """Score documents, each on its own: what comes before it is never seen.
+    """Score documents, each on its own: nothing but a ``reading`` comes before it.
 
     Parameters
     ----------
@@ -104,18 +117,24 @@ def score(
         ``seq - stride`` tokens; ``seq // 2`` by default, and ``seq`` costs half as much.
     batch
         Windows at a time, at the most: fewer if their logits would be more than :data:`LOGITS`.
+    reading
+        What comes before each document, read already: :func:`plpkg.retention.chunked_prefill` gives one. A document
+        goes on from it without its beginning of text, in one piece: there is no ``seq`` and no ``stride``. Its first
+        token is read, not scored, as without a reading.
 
     Raises
     ------
     ValueError
-        Nothing to score; ``seq``, ``stride`` or ``batch`` out of range; or the model gives no number.
+        Nothing to score; ``seq``, ``stride`` or ``batch`` out of range; the model gives no number; or a reading of
+        several prompts, or of another model.
     TypeError
         A single text instead of several.
     """
-    bits, documents = 0.0, _encoded(documents, tokenizer)
-    for logits, targets, _ in _predictions(model, documents, seq, stride, batch):
-        bits += cross_entropy(logits, targets, reduction="sum").item() / math.log(2)
-    return Score.of(documents, bits)
+    documents = _encoded(documents, tokenizer)
+    log_probs = token_log_probs(model, tokenizer, documents, seq=seq, stride=stride, batch=batch, reading=reading)
+    # In float64: a document's sum would lose digits of its tokens.
+    nats = sum(-each[d.scored[1:]].double().sum().item() for d, each in zip(documents, log_probs, strict=True))
+    return Score.of(documents, nats / math.log(2))
 
 
 def token_log_probs(
@@ -126,6 +145,7 @@ def token_log_probs(
     seq: int | None = None,
     stride: int | None = None,
     batch: int = 16,
+    reading: Reading | None = None,
 ) -> list[torch.Tensor]:
     """What :func:`score` adds up, with the same arguments: the natural logarithm of each token's probability.
 
@@ -135,11 +155,29 @@ def token_log_probs(
         For each document ``(tokens - 1,)``, float32: no first token is predicted. NaN stands for what is not scored.
     """
     documents = _encoded(documents, tokenizer)
+    if reading is not None:
+        for name, value in (("seq", seq), ("stride", stride)):
+            if value is not None:
+                raise ValueError(f"{name}={value} is of windows: after a reading a document is read in one piece")
+        return [_after(reading, model, document) for document in documents]
     sizes = list(map(len, documents))
     log_probs = torch.full((sum(sizes),), math.nan)  # (tokens,) of all documents
     for logits, targets, places in _predictions(model, documents, seq, stride, batch):
         log_probs[places] = -cross_entropy(logits, targets, reduction="none").cpu()
     return [each[1:] for each in log_probs.split(sizes)]
+
+
+def _after(reading: Reading, model, document: Tokens) -> torch.Tensor:
+    """A document's :func:`token_log_probs` after what was read."""
+    log_probs = torch.full((max(0, len(document) - 1),), math.nan)  # (tokens - 1,)
+    begins = int(len(document) > 0 and not document.num_bytes[0])  # it stands for no text: the text began before
+    if document.scored[1:].any():
+        found = reading.score(model, document.ids[None, begins:].to(model.device))  # (prompts, tokens - begins)
+        if len(found) != 1:
+            raise ValueError(f"a document goes on from one prompt, and this is a reading of {len(found)}")
+        scored = document.scored[1:]
+        log_probs[scored] = found[0, 1 - begins :].float().cpu()[scored]
+    return log_probs
 
 
 def _encoded(documents: Iterable[Document | str | Tokens], tokenizer) -> list[Tokens]:

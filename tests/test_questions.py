@@ -1,11 +1,19 @@
 """Answers are compared with a loop that takes the likeliest token, one question at a time."""
 
+import copy
+
 import pytest
 import torch
 
 from plpkg import questions
 from plpkg.backbones import load_backbone, random_backbone
-from plpkg.corpora import ABSENT, Passage
+from plpkg.corpora import ABSENT, Passage, Tokens
+from plpkg.counts import Counts
+from plpkg.retention import chunked_prefill
+from plpkg.retention.scorers import SinkRecent
+from plpkg.scoring import score, token_log_probs
+
+from rounding import relative
 
 TEXTS = ["The Skoda is on level 3.", "Our cat Biscuit weighs 4.2 kg and must eat less. " * 12, "Nothing."]
 ASKED = [(text, question) for text in TEXTS for question in ("Where is the Skoda?", "What is the name of the cat?")]
@@ -43,6 +51,53 @@ def test_in_batches_as_one_at_a_time(random):
     for batch in (1, 4, 16):
         assert questions.answers(*random, ASKED, batch=batch) == expected
     assert questions.answer(*random, *ASKED[2]) == expected[2]
+
+
+@torch.no_grad()
+def by_one_pass(model, tokenizer, before, question, answer):
+    """The log-probability of each of the answer's tokens, after all that comes before it."""
+    before = torch.cat([before, torch.tensor(tokenizer(questions.prompt("", question))["input_ids"])])
+    answer = torch.tensor(tokenizer(f" {answer}\n")["input_ids"])
+    log_p = model(torch.cat([before, answer])[None]).logits[0, len(before) - 1 : -1].double().log_softmax(-1)
+    return log_p.gather(-1, answer[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("positions", ["original", "reassigned"])
+def test_expected_answers_cost_the_same_whoever_has_the_text(random, positions):
+    """In the prompt, read before, or with counts: one result, of the answers' tokens alone."""
+    model, tokenizer = copy.deepcopy(random[0]), random[1]
+    model.lm_head.weight.data *= 50  # so that what comes before a token matters by more than rounding
+    text = "The Skoda is on level 3."
+    pairs = [("Where?", "level 3"), ("What colour is it, é?", ABSENT)]
+    passages = [Passage(text, *pairs[0], "fact"), (text, *pairs[1])]
+    start = torch.tensor([tokenizer.bos_token_id, *tokenizer(text)["input_ids"]])
+    read = chunked_prefill(model, start[None], SinkRecent(), 64, 4, positions=positions)
+    expected = torch.cat([by_one_pass(model, tokenizer, start, *pair) for pair in pairs])
+    asked, continued = questions.expected(passages, tokenizer), questions.expected(passages, tokenizer, read=True)
+    bare = [Tokens(d.ids[1:], d.scored[1:], d.num_bytes[1:]) for d in continued]  # no beginning of text
+    judged = {
+        "in the prompt": score(model, tokenizer, asked),
+        "read": score(model, tokenizer, continued, reading=read),
+        "read, by a tokenizer without a beginning of text": score(model, tokenizer, bare, reading=read),
+        "counts": Counts().score(asked, token_log_probs(model, tokenizer, asked), 1.0),
+        "counts after it": Counts().score(continued, token_log_probs(model, tokenizer, continued, reading=read), 1.0),
+    }
+    for each in judged.values():
+        assert (each.tokens, each.num_bytes) == (len(expected), len(f" level 3\n {ABSENT}\n".encode()))
+        assert each.nats_per_token == pytest.approx(-expected.mean().item(), rel=relative(8192))
+    known = Counts([d.ids for d in continued])
+    base = token_log_probs(model, tokenizer, continued, reading=read)
+    assert known.score(continued, base, 1.0).nats_per_token < judged["counts"].nats_per_token / 2
+
+
+def test_what_cannot_go_on_from_a_reading_is_refused(random):
+    model, tokenizer = random
+    asked = questions.expected([("", "Where?", "here")], tokenizer, read=True)
+    two = chunked_prefill(model, torch.tensor([[1, 2, 3], [4, 5, 6]]), SinkRecent(), 64, 4)
+    with pytest.raises(ValueError, match="goes on from one prompt, and this is a reading of 2"):
+        score(model, tokenizer, asked, reading=two)
+    with pytest.raises(ValueError, match="stride=4 is of windows: after a reading a document is read in one piece"):
+        score(model, tokenizer, asked, reading=two, stride=4)
 
 
 def test_the_models_mode_stays(small):

@@ -2,11 +2,11 @@
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from plpkg.residual.adapter import PerThread
@@ -38,6 +38,10 @@ class CloudPart(nn.Module):
     ----------
     decoder
         A Hugging Face decoder without embedding, which takes ``inputs_embeds``.
+    make_cache
+        Makes a bounded cache for ``decoder``: one that forgets after each pass, which runs within its
+        ``reading(batch, seq)``. A pass that breaks off has to change nothing but the attributes of the cache's layers.
+        ``None``: nothing is forgotten.
     exchanges
         By their number: layer by layer.
     riders
@@ -53,6 +57,7 @@ class CloudPart(nn.Module):
         super().__init__()
         self.decoder, self.riders, self._here, self._public = decoder, riders, here, [public]
         self.exchanges = nn.ModuleList(exchanges)
+        self.make_cache: Callable[[nn.Module], Cache] | None = None
         self.requires_grad_(False)
 
     @property
@@ -79,7 +84,7 @@ class CloudPart(nn.Module):
         finally:
             self._here.alone = False
 
-    def new_cache(self) -> DynamicCache:
+    def new_cache(self) -> Cache:
         """An empty KV cache for these layers.
 
         Raises
@@ -87,6 +92,10 @@ class CloudPart(nn.Module):
         ValueError
             Layers whose cache is overwritten in place, such as linear attention's: a step could not be taken back.
         """
+        if self.make_cache is not None:
+            cache = self.make_cache(self.decoder)
+            cache.activate_past_recording()
+            return cache
         cache = new_cache(self.decoder)
         for layer in cache.layers:
             if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
@@ -98,11 +107,13 @@ class CloudPart(nn.Module):
         hidden: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        cache: DynamicCache | None = None,
+        cache: Cache | None = None,
     ) -> torch.Tensor:
         """Run the layers: ``(batch, seq, hidden)`` to ``(batch, seq, hidden + riders)``."""
         self._here.shape = tuple(hidden.shape[:-1])
-        final = run_layers(self.decoder, hidden, attention_mask, position_ids, cache)
+        bounded = cache is not None and self.make_cache is not None
+        with cache.reading(*hidden.shape[:2]) if bounded else contextlib.nullcontext():
+            final = run_layers(self.decoder, hidden, attention_mask, position_ids, cache)
         if not self.riders:
             return final
         riding = [self._here.riding.pop(seat).to(final.dtype) for seat in range(len(self.riders))]

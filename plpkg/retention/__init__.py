@@ -2,6 +2,7 @@
 
 from plpkg.lazy import on_first_use
 from plpkg.retention import quantize, scorers
+from plpkg.retention.bounded import bounded
 from plpkg.retention.head import RetainingHeads
 from plpkg.retention.labels import cis_labels
 from plpkg.retention.prefill import chunked_prefill
@@ -12,6 +13,7 @@ from plpkg.retention.trials import tasks, text, tiny
 
 __all__ = [
     "RetainingHeads",
+    "bounded",
     "chunked_prefill",
     "cis_labels",
     "exercises",

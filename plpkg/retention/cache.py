@@ -205,6 +205,10 @@ class EvictingLayer(CacheLayerMixin):
     def _update(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise NotImplementedError
 
+    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values, as attention takes them."""
+        return self.store.read()
+
     def keep(self, indices: torch.Tensor) -> None:
         """Forget all units but some of each head.
 
@@ -275,7 +279,7 @@ class OriginalPositions(EvictingLayer):
 
     def _update(self, keys, values):
         self.store.append(keys, values)
-        return self.store.read()
+        return self.read()
 
     def get_seq_length(self) -> int:
         """Tokens seen: the position of the next one."""
@@ -320,6 +324,9 @@ class ReassignedPositions(EvictingLayer):
 
     def _update(self, keys, values):
         self.store.append(self._before_rotation(keys), values)
+        return self.read()
+
+    def read(self):
         keys, values = self.store.read()
         return keys if self.rotary is None else self.rotary.apply(keys), values
 

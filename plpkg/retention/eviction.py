@@ -104,13 +104,16 @@ class Eviction:
             input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=0 if every else 1
         ).logits
         self._after(ids, start, logits)
+        self._require_scores()
+        return logits[:, -1]
+
+    def _require_scores(self) -> None:
         for i, layer in self.cache.evicting.items():
             if layer.scores is None:
                 module = attention_layers(self.model)[i].module
                 raise ValueError(
                     f"{type(module).__name__} computes its attention past transformers' interface: it cannot be watched"
                 )
-        return logits[:, -1]
 
     def _prepare(self, ids: torch.Tensor) -> int:
         start = next(iter(self.cache.evicting.values())).seen
@@ -164,6 +167,15 @@ class Eviction:
             finally:
                 for layer in turning.values():
                     layer.projected = None
+
+    @contextmanager
+    def one_pass(self, ids: torch.Tensor) -> Iterator[None]:
+        """Follow one forward pass over ``(batch, n)`` that somebody else starts, and cut after it."""
+        start = self._prepare(ids)
+        with self.watching():
+            yield
+        self._require_scores()
+        self.cut(start, start + ids.shape[-1], budget=self.budget)
 
     @contextmanager
     def while_decoding(self) -> Iterator[None]:

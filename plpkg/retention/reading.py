@@ -157,6 +157,35 @@ class PrefillResult:
             log_p = torch.cat([first[:, None], logits[:, :-1]], dim=1).float().log_softmax(-1)
             return log_p.gather(-1, ids[..., None])[..., 0]
 
+    def units(self, model: nn.Module) -> tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """What is kept, for attention that somebody else computes: a :class:`plpkg.serving.Request` goes on from it.
+
+        Parameters
+        ----------
+        model
+            As for :meth:`ask`.
+
+        Returns
+        -------
+        (position, layers)
+            The next token's position; and each layer's keys, rotated, and values ``(batch, num_kv_heads, kept,
+            head_dim)``. Every later token sees all of them, unless the layer has a sliding window: that one's are the
+            last before ``position``.
+
+        Raises
+        ------
+        ValueError
+            As :meth:`ask`, or the model has another dtype.
+        """
+        self._check(model)
+        layers = [
+            layer.read() if isinstance(layer, EvictingLayer) else (layer.keys, layer.values)
+            for layer in self.cache.layers
+        ]
+        if (dtype := layers[0][0].dtype) != model.dtype:
+            raise ValueError(f"this was read in {dtype}, but {type(model).__name__} is {model.dtype}")
+        return self.cache.get_seq_length(), layers
+
     @contextmanager
     def _lent(self, model: nn.Module, ids: torch.Tensor, repeats: int = 1) -> Iterator[torch.Tensor]:
         """The cache for one use, after which it is as before; gives the tokens, a row for each of its own."""

@@ -10,7 +10,7 @@ Left out: a kernel that takes all requests at once. The loop over requests costs
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -24,22 +24,32 @@ NAME = "plpkg_packed"
 class KeyValues:
     """A request's keys and values in every layer, ``(kv_heads, capacity, head_dim)``: room for all at once.
 
-    They are of the positions from ``first`` on, which is 0 for whatever is served.
+    They are of the positions from ``first`` on, which is 0 for whatever is read here.
     """
 
     def __init__(self, capacity: int, first: int = 0) -> None:
         self.capacity, self.first = capacity, first
+        self._firsts: dict[int, int] = {}  # of layers that begin elsewhere
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def write(self, layer: int, start: int, *new: torch.Tensor) -> list[torch.Tensor]:
         """Put ``(kv_heads, tokens, head_dim)`` keys and values at position ``start``; return both from the first on."""
         if layer not in self.layers:
             self.layers[layer] = tuple(t.new_empty(len(t), self.capacity, t.shape[-1]) for t in new)
-        start -= self.first
+        start -= self._firsts.get(layer, self.first)
         end = start + new[0].shape[1]
         for stored, t in zip(self.layers[layer], new, strict=True):
             stored[:, start:end] = t
         return [stored[:, :end] for stored in self.layers[layer]]
+
+    def begin(self, position: int, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Begin with keys and values ``(1, kv_heads, kept, head_dim)`` that others have chosen, before ``position``.
+
+        Wherever they once stood, they count as the last positions before it: full attention sees all of them.
+        """
+        for layer, pair in enumerate(layers):
+            self._firsts[layer] = position - pair[0].shape[2]
+            self.write(layer, self._firsts[layer], *(t[0] for t in pair))
 
     @property
     def num_bytes(self) -> int:
@@ -75,14 +85,14 @@ class Row:
         last = self.rows.stop - (self.positions.stop == length)
         return range(self.rows.start if self.each else last, self.rows.stop)
 
-    def mask(self, visible, groups: int, device) -> torch.Tensor | None:
-        """Which keys each query sees, ``(groups · tokens, past + tokens)``; None if all. Made once for all layers."""
-        if (visible, groups) not in self.masks:
+    def mask(self, visible, groups: int, held: int, device) -> torch.Tensor | None:
+        """Which of the ``held`` keys each query sees, ``(groups · tokens, held)``; None if all. Made once a step."""
+        if (visible, groups, held) not in self.masks:
             queries = torch.tensor(self.positions, device=device)[:, None]
-            keys = torch.arange(self.past.first, self.positions.stop, device=device)
+            keys = torch.arange(self.positions.stop - held, self.positions.stop, device=device)
             mask = visible(0 * keys[:1], 0 * keys[:1], queries, keys).expand(len(queries), -1)
-            self.masks[visible, groups] = None if mask.all() else mask.repeat(groups, 1)
-        return self.masks[visible, groups]
+            self.masks[visible, groups, held] = None if mask.all() else mask.repeat(groups, 1)
+        return self.masks[visible, groups, held]
 
 
 _rows: ContextVar[list[Row]] = ContextVar("rows of the step")
@@ -125,7 +135,7 @@ def _attention(module, query, key, value, attention_mask, scaling=None, softcap=
         keys, values = row.past.write(module.layer_idx, row.start, key[0, :, row.rows], value[0, :, row.rows])
         # The queries that share a key head stand one below the other: (kv_heads, groups · tokens, head_dim)
         queries = query[0, :, row.rows].unflatten(0, (kv_heads, groups)).flatten(1, 2)
-        mask = row.mask(attention_mask, groups, query.device)
+        mask = row.mask(attention_mask, groups, keys.shape[1], query.device)
         if softcap is None:
             heads = scaled_dot_product_attention(queries[None], keys[None], values[None], mask, scale=scaling)[0]
         else:

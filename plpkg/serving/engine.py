@@ -104,7 +104,7 @@ class Engine:
         comes = bool(self._waiting) and len(self._running) < self.max_batch
         if not self.model.training and stamp(self.model, values=comes) == self._stamp:
             return
-        for each in [*self._running]:
+        for each in [*self._running, *(each for each in self._waiting if each.read)]:
             self.finished[each.identity] = "error: the model has changed since it began"
             self._leave(each)
         self._pools.clear()
@@ -162,17 +162,22 @@ class Engine:
         return self._add(request).identity
 
     def check(self, request: Request) -> list[int]:
-        """The ids of a request's prompt; ValueError as :meth:`add` for all but the adapter."""
+        """The ids of a request's prompt; ValueError as :meth:`add` for all but the adapter and a reading."""
         return request.check(self._vocab, self._positions, self.tokenizer)
 
     def _add(self, request: Request) -> Running:
         if self._closed:
             raise ValueError("the engine is closed")
-        ids = self.check(request)
+        read, layers = (0, []) if request.reading is None else request.reading.units(self.model)
+        if layers and (prompts := len(layers[0][0])) != 1:
+            raise ValueError(f"a request goes on from one prompt, and this is a reading of {prompts}")
+        ids = request.check(self._vocab, self._positions, self.tokenizer, read)
         adapter = None if request.adapter is None else self._adapter(request.adapter)
-        past = KeyValues(len(ids) + request.max_new_tokens)
-        self._waiting.append(Running(next(self._identities), request, adapter, ids, past))
-        return self._waiting[-1]
+        past = KeyValues(len(ids) + request.max_new_tokens + max((keys.shape[2] for keys, _ in layers), default=0))
+        past.begin(read, layers)
+        each = Running(next(self._identities), request, adapter, [-1] * read + ids, past, computed=read, read=read)
+        self._waiting.append(each)
+        return each
 
     def cancel(self, identity: int) -> None:
         """Drop a request, whether it waits or runs; one that has ended or is unknown is no error."""
@@ -187,7 +192,8 @@ class Engine:
             self._waiting.remove(each)
             return
         self._running.remove(each)
-        self._prefixes.keep(each.owner, each.ids[: each.computed], each.past)
+        if not each.read:  # or its keys and values would depend on more than its ids
+            self._prefixes.keep(each.owner, each.ids[: each.computed], each.past)
         if each.adapter:
             self._pools[form(each.adapter)].release(each.adapter.digest)
             if each.adapter not in self.adapters.values():
@@ -242,7 +248,7 @@ class Engine:
                 each.computed = row.positions.stop
                 if each.request.logprobs is not None and len(scores):
                     told = each.score(each.computed + 1 - len(scores), scores)
-                    first = [Scored(each.ids[0])] if row.each and not row.start else []
+                    first = each.first() if row.each and row.start == each.read else []
                     self.scored.setdefault(each.identity, first).extend(told)
                 reason = each.ended(self._ends, self.tokenizer) if whole else None
             except Exception as error:  # an adapter's overflow, or a tokenizer's, is its own request's affair

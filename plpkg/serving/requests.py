@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -22,6 +22,19 @@ class Scored(NamedTuple):
     token: int
     logprob: float | None = None
     top: Sequence[tuple[int, float]] = ()
+
+
+class Reading(Protocol):
+    """A prompt that was read elsewhere, of which some may have been forgotten."""
+
+    logits: torch.Tensor  # (1, vocab), after the last token
+
+    def units(self, model) -> tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """The next token's position, and each layer's keys and values ``(1, kv_heads, kept, head_dim)``.
+
+        Full attention takes all of them, a sliding window's are the last before the position. ValueError unless this
+        model has read.
+        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +62,10 @@ class Request:
         Tokens are scored (:class:`Scored`), with so many of the likeliest; None scores none.
     score_prompt
         The prompt's tokens are scored as well.
+    reading
+        What the prompt goes on from, read already: :func:`plpkg.retention.chunked_prefill` gives one, within a budget.
+        The same backbone must have read it; whether with the same adapter is not checked. The request takes a copy when
+        it is added, and forgets nothing more of it.
     """
 
     input_ids: Ids
@@ -61,8 +78,9 @@ class Request:
     account: str = ""
     logprobs: int | None = None
     score_prompt: bool = False
+    reading: Reading | None = None
 
-    def check(self, vocab: int, positions: int, tokenizer) -> list[int]:
+    def check(self, vocab: int, positions: int, tokenizer, read: int = 0) -> list[int]:
         """The prompt's ids; ValueError if they or a setting are not possible."""
         ids = one_text(self.input_ids)
         if not 0 <= min(ids) <= max(ids) < vocab:
@@ -72,8 +90,9 @@ class Request:
         if self.score_prompt and self.logprobs is None:
             raise ValueError("score_prompt needs logprobs: how many of the likeliest tokens are told")
         new = whole_number("max_new_tokens", self.max_new_tokens, 1 if self.logprobs is None else 0)
-        if len(ids) + new > positions:
-            raise ValueError(f"{len(ids)} ids and {new} new ones do not fit the model's {positions} positions")
+        if read + len(ids) + new > positions:
+            behind = f" behind the {read} of the reading" * bool(read)
+            raise ValueError(f"{len(ids)} ids and {new} new ones{behind} do not fit the model's {positions} positions")
         number("temperature", self.temperature)
         number("top_p", self.top_p, 0, 1, open_low=True)
         if self.seed is not None:
@@ -89,7 +108,10 @@ class Request:
 
 @dataclass(eq=False)
 class Running:
-    """A request under way: ``ids`` are its prompt and what was written, of which ``computed`` are in ``past``."""
+    """A request under way: ``ids`` are its prompt and what was written, of which ``computed`` are in ``past``.
+
+    The first ``read`` of them stand for positions before those of the request's reading's end, and are no tokens.
+    """
 
     identity: int
     request: Request
@@ -98,6 +120,7 @@ class Running:
     past: KeyValues
     computed: int = 0
     text: Text | None = None
+    read: int = 0
 
     def __post_init__(self) -> None:
         self.prompt, self.generator = len(self.ids), torch.Generator()
@@ -132,13 +155,18 @@ class Running:
         likeliest = ([*zip(*pair, strict=True)] for pair in zip(tokens.tolist(), top.tolist(), strict=True))
         return [*map(Scored, ids, chosen.tolist(), likeliest)]
 
+    def first(self) -> list[Scored]:
+        """The prompt's first token: nothing but a reading predicts it."""
+        reading = self.request.reading
+        return [Scored(self.ids[0])] if reading is None else self.score(self.read, reading.logits)
+
     def ended(self, ends: set[int], tokenizer) -> str | None:
         """Why its last token was the last, if it was."""
         if not self.new:
             return "length"
         stopped = False
         if self.request.stop:
-            self.text = self.text or Text(tokenizer, self.ids[: self.prompt], self.request.stop)
+            self.text = self.text or Text(tokenizer, self.ids[self.read : self.prompt], self.request.stop)
             _, stopped = self.text.add(self.ids[-1])
         if stopped or self.ids[-1] in ends:
             return "stop"

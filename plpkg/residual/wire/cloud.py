@@ -11,7 +11,7 @@ backward thread, of which each GPU has one: there one device's silence does hold
 import hmac
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import grpc
 import torch
 from grpc import StatusCode
 from peft import PeftModel
+from transformers import Cache
 
 from plpkg.residual.parts import split
 from plpkg.residual.wire import certificates
@@ -55,6 +56,9 @@ class CloudServer:
         What a device must show. Both are needed unless the address is a loopback one.
     limits
         What devices may ask for.
+    cache
+        Makes a bounded KV cache for each sequence: ``plpkg.retention.bounded(model, scorer, budget)``. Then nobody can
+        take guesses back, and devices write without a draft. By default nothing is forgotten.
     adapter_name
         Which adapter's A and B.
 
@@ -87,6 +91,7 @@ class CloudServer:
         tls: str | Path | None = None,
         token: str | None = None,
         limits: Limits | None = None,
+        cache: Callable[[torch.nn.Module], Cache] | None = None,
         adapter_name: str = "default",
     ) -> None:
         if not isinstance(limits, Limits | None):
@@ -95,6 +100,7 @@ class CloudServer:
         certificates.require_protection(address, encrypted=tls is not None, token=token, option="--tls")
         device, self.part = split(model, first_k, last_k, fold=fold, adapter_name=adapter_name)
         self.part.eval()
+        self.part.make_cache = cache
         self.part.new_cache()  # refuses layers whose cache cannot be taken back
         self.terms = terms(model, device, self.part.riders, adapter_name, (first_k, last_k), precision)
         self.traffic, self.num_threads = Counter(), torch.get_num_threads()

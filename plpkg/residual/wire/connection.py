@@ -335,7 +335,7 @@ class Connection:
         certificates.require_protection(target, encrypted=ca is not None, token=token, option="--ca")
         self.target, self.terms, self.timeout_s, self.retry_s = target, terms, timeout_s, retry_s
         self.traffic = Counter()
-        self.session, self.steps, self.max_tokens = b"", 0, 0
+        self.session, self.steps, self.max_tokens, self.forgets = b"", 0, 0, False
         self.on_silence: Callable[[str], object] | None = None
         self._met, self._silent_since, self._say_at, self._give_up = False, None, 0.0, None
         self._metadata = [("authorization", f"Bearer {token}")] if token else []
@@ -425,6 +425,7 @@ class Connection:
                 raise SessionLostError(str(refused)) from refused
             raise
         self.session, self.steps, self.max_tokens = welcome.session, welcome.steps, welcome.tokens
+        self.forgets = welcome.forgets
         self._met = True
 
     def _refusal(self) -> str | None:

@@ -170,6 +170,7 @@ class DeviceClient:
         draft: str | Draft | None = None,
         draft_tokens: int = 6,
         min_acceptance: float | None = None,
+        chunk_size: int | None = None,
         tokenizer=None,
     ) -> torch.Tensor:
         """Continue sequences.
@@ -201,6 +202,10 @@ class DeviceClient:
             The share of guesses that has to be accepted, or they stop until one is right again
             (:class:`plpkg.residual.drafts.Acceptance`; a client remembers what its last draft did). By default what
             saves time, by the clock; with 0 guesses never stop.
+        chunk_size
+            Tokens of the prompt that go up at a time; all of them by default. A cloud with a bounded cache
+            (``CloudServer(cache=…)``) never holds more units than its budget and so many: it forgets after each chunk
+            and each token. It takes no ``draft``. Reading again what a lost session had read forgets anew.
 
         Returns
         -------
@@ -221,6 +226,8 @@ class DeviceClient:
         choice = dict(do_sample=do_sample, temperature=temperature, top_k=top_k, top_p=top_p)
         writing.checked_warpers(max_new_tokens, **choice)  # refuses what cannot be
         whole_number("draft_tokens", draft_tokens, 0)
+        if chunk_size is not None:
+            whole_number("chunk_size", chunk_size, 1)
         if min_acceptance is not None:
             number("min_acceptance", min_acceptance, 0, 1)
         ids, ends = self._checked(input_ids, more=max_new_tokens - 1), writing.ends(self._model, eos_token_id)
@@ -247,6 +254,9 @@ class DeviceClient:
             count = acceptance.allowed(count)
             written = count if ahead and (cache.seen or not self.part.matrices) else 0
             try:
+                while chunk_size is not None and length - cache.seen > chunk_size:
+                    self._next_logits(text.ids[:, cache.seen : cache.seen + chunk_size], cache, [], 0, None)
+                    cache.cut_back(cache.seen)
                 return self._next_logits(text.ids[:, cache.seen :], cache, text.guesses(count), written, text.choice)
             except SessionLostError:  # so the sequence begins anew as well, with all that it has
                 cache = self.part.new_cache()
@@ -254,6 +264,8 @@ class DeviceClient:
 
         with self._alone():
             self._begin_anew(lambda: self._connection.keep_trying(lambda: None))  # it says how long a text may be
+            if draft is not None and self._connection.forgets:
+                raise ValueError(f"draft={draft!r}: the cloud's cache is bounded, and cannot take guesses back")
             while not text.over:
                 if limit is not None and cache.seen <= limit < text.ids.shape[1]:
                     cache = self.part.new_cache()

@@ -179,6 +179,7 @@ class Stream:
             hello = self.messages.receive("hello", limit_s=self.limits.answer_s)
             self.session = self.sessions.open(hello, self.messages)
             state = dict(session=self.session.key, steps=self.session.steps, tokens=self.limits.tokens)
+            state["forgets"] = self.part.make_cache is not None
             self.messages.send(welcome=Welcome(**state))
             self.part.connect(self)
             while isinstance(step := self.messages.receive("step", "goodbye", limit_s=self.limits.idle_s), Step):
@@ -282,6 +283,10 @@ class Stream:
             raise StatusError(
                 StatusCode.INVALID_ARGUMENT,
                 f"ahead={step.ahead}: this cloud has released the embedding and the LM head, and cannot write on",
+            )
+        if self.part.make_cache and (step.ahead or not (alone or step.keep == session.cache.get_seq_length())):
+            raise StatusError(
+                StatusCode.INVALID_ARGUMENT, "this cloud's KV cache is bounded: no guess can be taken out of it again"
             )
         if not alone and step.batch != session.batch:
             raise StatusError(
