@@ -250,8 +250,8 @@ def demo(
                     console.print(demo.learn(client, adapted, tokenizer, documents, kept))
                 console.print(f"What was learnt is in {kept}", highlight=False, markup=False, soft_wrap=True)
             questions = demo.examples(documents)
-            if sys.stdin.isatty() and not once:
-                console.print(f"Try: {questions[-1]} (an empty line ends)", markup=False)
+            if sys.stdin is not None and sys.stdin.isatty() and not once:
+                console.print(f"Ask, or end with an empty line: {questions[0]}", markup=False)
                 questions = itertools.takewhile(str.strip, lines_of())
             demo.run(console, client, tokenizer, cloud, questions, personal=kept is not None)
     if svg is not None:  # without the font that it would fetch

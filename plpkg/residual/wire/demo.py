@@ -7,6 +7,7 @@ What is computed (:func:`places`, :func:`ask`, :func:`learn`) knows nothing of t
 import contextlib
 import functools
 import hashlib
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -27,12 +28,12 @@ from plpkg.residual.wire.curious import CuriousCloud
 from plpkg.residual.wire.device import DeviceClient
 from plpkg.residual.wire.training import train
 
-QUESTIONS, TOKENS = 5, 16
-"""How many are asked when nobody types any; and of an answer, at most."""
+TOKENS = 16
+"""Of an answer, at most."""
 WITH, WITHOUT = "with M", "without M"
 KEPT = ".plpkg-demo"
 """In the folder of notes: hidden, and so no note itself."""
-LEARNING = dict(steps=60, batch=4, lr=1e-2)
+LEARNING = dict(steps=60, batch=4, lr=1e-2, warmup=5)
 
 
 @dataclass(frozen=True)
@@ -97,34 +98,26 @@ def without_m(part: DevicePart) -> Iterator[None]:
                 m.copy_(values)
 
 
-def ask(
-    client: DeviceClient, tokenizer, cloud: CuriousCloud, question: str, labels: Iterable[str],
-    show: Callable[[Turn], object] = lambda turn: None,
-) -> Turn:  # fmt: skip
-    """Answer a question as each of ``labels`` says, and ask the cloud what it has read; ``show`` sees each token."""
-    turn = Turn(question)
-    ids = prompt(tokenizer, [{"role": "user", "content": question}])
-    show(turn)
+def ask(client: DeviceClient, tokenizer, cloud: CuriousCloud, turn: Turn, labels: Iterable[str]) -> None:
+    """Answer a question as each of ``labels`` says, and ask the cloud what it has read; ``turn`` grows meanwhile."""
+    ids = prompt(tokenizer, [{"role": "user", "content": turn.question}])
     for label in labels:
         cloud.read()  # and forget
         with without_m(client.part) if label == WITHOUT else contextlib.nullcontext():
-            whole = client.generate(ids, TOKENS, on_token=_follow(client, tokenizer, turn, label, show))[0].tolist()
+            whole = client.generate(ids, TOKENS, on_token=_adding(client, tokenizer, turn, label))[0].tolist()
     read, crossed = cloud.read(), whole[:-1]  # nothing follows the last token: it stays on the device
-    turn.read, turn.crossed = read["text"], len(crossed)
     turn.right = sum(mine == theirs for mine, theirs in zip(crossed, read["tokens"], strict=False))
-    show(turn)
-    return turn
+    turn.crossed, turn.read = len(crossed), read["text"]
 
 
-def _follow(client: DeviceClient, tokenizer, turn: Turn, label: str, show: Callable[[Turn], object]) -> Callable:
+def _adding(client: DeviceClient, tokenizer, turn: Turn, label: str) -> Callable[[torch.Tensor], None]:
     """What is called with each token of an answer."""
     written, before, began = [], client.traffic, time.perf_counter()
 
     def on_token(token: torch.Tensor) -> None:
         written.append(token.item())
-        turn.answers[label] = tokenizer.decode(written, skip_special_tokens=True)
         turn.traffic, turn.seconds = client.traffic - before, time.perf_counter() - began
-        show(turn)
+        turn.answers[label] = tokenizer.decode(written, skip_special_tokens=True)
 
     return on_token
 
@@ -143,22 +136,21 @@ def learn(client: DeviceClient, model, tokenizer, documents: list[Document], out
 
 
 def examples(documents: list[Document] | None) -> list[str]:
-    """What is asked when nobody types: the diary's first questions, or how the first notes begin."""
+    """What is asked when nobody types: three of the diary's first five questions, or how paragraphs of notes begin."""
     if documents is None:
-        return [question.question for question in corpora.diary().questions[:QUESTIONS]]
-    return [" ".join(document.text.split()[:6]) for document in documents[:QUESTIONS]]
+        return [question.question for question in corpora.diary().questions[4::-2]]
+    paragraphs = (part.split() for document in documents for part in document.text.split("\n\n"))
+    return [" ".join(words[:6]) for words in itertools.islice(filter(None, paragraphs), 3)]
 
 
 def placed(rows: Iterable[Place]) -> Table:
     """The table of what is where."""
     table = Table(title="What is where, MiB", title_justify="left")
-    table.add_column("")
-    for side in ("device", "cloud"):
-        table.add_column(side, justify="right")
+    for name, justify in (("", "left"), ("device", "right"), ("cloud", "right")):
+        table.add_column(name, justify=justify)
     for row in rows:
-        table.add_row(
-            row.name, *(f"{size / 2**20:.2f}" if size else "" for size in (row.device_bytes, row.cloud_bytes))
-        )
+        sizes = (f"{size / 2**20:.2f}" if size else "" for size in (row.device_bytes, row.cloud_bytes))
+        table.add_row(row.name, *sizes)
     return table
 
 
@@ -168,7 +160,7 @@ def turned(turn: Turn) -> Table:
     table.add_column(style="dim", min_width=14)
     table.add_column(overflow="fold")
     table.add_row("question", _line(turn.question, "bold"))
-    for label, answer in turn.answers.items():
+    for label, answer in list(turn.answers.items()):  # another thread adds to them
         table.add_row(label, _line(answer, "bold green" if label == WITH else "yellow"))
     if turn.answers:
         crossed = turn.traffic
@@ -192,14 +184,10 @@ def run(
 ) -> None:
     """Show what is where, then answer question after question, without M and, if it is ``personal``, with it."""
     console.print(placed(places(client.part, cloud.facts)))
-    console.print()
+    console.print("What the cloud reads it works out itself, of nothing but what has come through the socket.\n")
     for question in questions:
-        with Live(console=console, refresh_per_second=8) as live:
-            labels = (WITHOUT, WITH) if personal else (WITHOUT,)
-            ask(client, tokenizer, cloud, question, labels, functools.partial(_draw, live))
+        turn = Turn(question)
+        with Live(get_renderable=functools.partial(turned, turn), console=console, refresh_per_second=8):
+            ask(client, tokenizer, cloud, turn, (WITHOUT, WITH) if personal else (WITHOUT,))
         if not console.is_terminal:  # on one, Live ends the line itself
             console.print()
-
-
-def _draw(live: Live, turn: Turn) -> None:
-    live.update(turned(turn))
