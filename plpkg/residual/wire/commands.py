@@ -226,6 +226,8 @@ def demo(
     svg: Annotated[Path | None, Option(hidden=True, help="Draw what is printed into this file.")] = None,
 ) -> None:
     """A model divided between two processes: what is where, what crosses, and what the cloud reads. No download."""
+    # Two processes take turns, and OpenMP's waiting threads would keep the other's cores: torch reads this once.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from rich.console import Console
 
     from plpkg.residual.wire.curious import CuriousCloud

