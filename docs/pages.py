@@ -219,7 +219,7 @@ def families() -> str:
 
 def write(source: Path) -> None:
     """Lay out all that Sphinx reads, in an empty folder."""
-    for path in [*(ROOT / text for text in TEXTS), *ROOT.glob("notebooks/figures/*.png")]:
+    for path in [*(ROOT / text for text in TEXTS), *ROOT.glob("notebooks/figures/*.[ps][nv]g")]:
         copy(path, source)
     shutil.copy(DOCS / "index.md", source)
     for path in NOTEBOOKS:

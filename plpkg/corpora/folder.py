@@ -52,24 +52,38 @@ def text_folder(
     whole_number("seed", seed, 0)
     root = Path(path).resolve()
     by_folder: dict[str, list[Document]] = defaultdict(list)
-    for file in _text_files(root):
-        # A name that is not UTF-8 could be read, but not hashed or printed later.
-        parts = [os.fsencode(part).decode(errors="replace") for part in file.relative_to(root).parts]
-        text = read_utf8(file, MAX_TEXT_BYTES)
-        if text.strip():
-            by_folder[parts[0] if len(parts) > 1 else ""].append(Document("/".join(parts), text))
-    if not by_folder:
-        raise ValueError(f"{path} holds no .txt or .md file with text in it")
+    for document in text_files(path):
+        folder, inside, _ = document.name.partition("/")
+        by_folder[folder if inside else ""].append(document)
     if "" in by_folder and root.name in by_folder:
         raise ValueError(f"{path} holds files and a sub-folder {root.name!r}: two writers of one name")
     writers = []
     for folder, documents in by_folder.items():
         name = folder or root.name
         parts = cuts(f"text files of the writer {shown(name)} in {path}", len(documents), shares)
-        documents.sort(key=lambda document: document.name)
         order = np.random.default_rng((seed, *folder.encode())).permutation(len(documents))
         writers.append(Writer(name, {s: tuple(documents[i] for i in sorted(order[parts[s]])) for s in SPLITS}))
     return mask_scored(sorted(writers, key=lambda writer: writer.name))
+
+
+def text_files(path: str | Path) -> list[Document]:
+    """The texts in a folder, as :func:`text_folder` finds them, in the order of their names: one is enough.
+
+    Raises
+    ------
+    ValueError, OSError
+        As :func:`text_folder`.
+    """
+    root, documents = Path(path).resolve(), []
+    for file in _text_files(root):
+        # A name that is not UTF-8 could be read, but not hashed or printed later.
+        name = "/".join(os.fsencode(part).decode(errors="replace") for part in file.relative_to(root).parts)
+        text = read_utf8(file, MAX_TEXT_BYTES)
+        if text.strip():
+            documents.append(Document(name, text))
+    if not documents:
+        raise ValueError(f"{path} holds no .txt or .md file with text in it")
+    return sorted(documents, key=lambda document: document.name)
 
 
 def _text_files(root: Path) -> Iterator[Path]:

@@ -43,18 +43,12 @@ def answer_lines(
     chosen(draft, tokenizer)
     stops(stop_strings, tokenizer)
     options = sampling | dict(draft=draft, draft_tokens=draft_tokens, stop_strings=stop_strings, tokenizer=tokenizer)
-    talks = tokenizer.chat_template is not None
     conversation = []
     for line in lines:
         if not line.strip():
             continue
         conversation.append({"role": "user", "content": line})
-        if talks:
-            ids = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_tensors="pt")
-            ids = ids if isinstance(ids, torch.Tensor) else ids["input_ids"]
-        else:
-            start = [i for i in (tokenizer.bos_token_id,) if i is not None]
-            ids = torch.tensor([start + tokenizer(line, add_special_tokens=False)["input_ids"]])
+        ids = prompt(tokenizer, conversation)
         streamer = TextStreamer(tokenizer, skip_special_tokens=True)  # prints each word as soon as it is complete
         try:
             ids_and_answer = client.generate(ids, max_new_tokens, on_token=streamer.put, **options)
@@ -67,6 +61,15 @@ def answer_lines(
         streamer.end()
         answer = tokenizer.decode(ids_and_answer[0, ids.shape[1] :], skip_special_tokens=True)
         conversation.append({"role": "assistant", "content": answer})
+
+
+def prompt(tokenizer, conversation: list[dict]) -> torch.Tensor:
+    """The ids ``(1, seq)`` of a conversation; without a chat template those of its last line, a text's beginning."""
+    if tokenizer.chat_template is not None:
+        ids = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_tensors="pt")
+        return ids if isinstance(ids, torch.Tensor) else ids["input_ids"]
+    start = [i for i in (tokenizer.bos_token_id,) if i is not None]
+    return torch.tensor([start + tokenizer(conversation[-1]["content"], add_special_tokens=False)["input_ids"]])
 
 
 def lines_of(stream: TextIO | None = None) -> Iterator[str]:

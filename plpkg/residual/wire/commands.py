@@ -1,9 +1,12 @@
-"""``plpkg cloud`` and ``plpkg device``; what they need is loaded when they run."""
+"""``plpkg cloud``, ``plpkg device`` and ``plpkg demo``; what they need is loaded when they run."""
 
 import contextlib
 import functools
+import itertools
 import os
+import re
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +14,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from plpkg import catalog
 from plpkg.lazy import uncollected
 from plpkg.validation import host_and_port
 
@@ -37,6 +41,7 @@ LastK = Annotated[int, Option(help="Layers that the device keeps at the end.")]
 Fold = Annotated[bool, Option("--fold", help="The last layer's exchange goes with its final hidden state.")]
 Precision = Annotated[str, Option(help="Of the values on the wire: fp16, bf16 or fp32.")]
 Dtype = Annotated[str, Option(help="Of the weights: fp16, bf16, fp32, or auto: the checkpoint's own.")]
+Link = Annotated[str | None, Option(help="Go through a relay with this link's rates and delay: 5g, say.")]
 Token = Annotated[str | None, Option(envvar="PLPKG_TOKEN", help="The bearer token; better through PLPKG_TOKEN.")]
 
 
@@ -115,7 +120,7 @@ def device(
     precision: Precision = "fp16",
     ca: Annotated[Path | None, Option(help="The certificate to trust: the cloud's cert.pem.")] = None,
     token: Token = None,
-    link: Annotated[str | None, Option(help="Go through a relay with this link's rates and delay: 5g, say.")] = None,
+    link: Link = None,
     retry: Annotated[float, Option(metavar="SECONDS", help="How long to try to reach a cloud that was lost.")] = 30.0,
 ) -> None:
     """Use a model whose decoder layers a cloud has."""
@@ -207,3 +212,49 @@ def train(
     with context.obj() as (client, model, tokenizer):
         options = dict(held_out=held_out, steps=steps, batch=batch, seq=seq, accumulate=accumulate, lr=lr)
         typer.echo(repr(training.train(client, model, tokenizer, documents, out, **options)))
+
+
+@app.command()
+def demo(
+    model: Model = "plpkg-small",
+    link: Link = None,
+    own: Annotated[
+        Path | None,
+        Option(metavar="FOLDER", help="Learn your own .txt and .md files. What was learnt is kept in the folder."),
+    ] = None,
+    once: Annotated[bool, Option("--once", help="Ask a few questions and end, as where nobody can type.")] = False,
+    svg: Annotated[Path | None, Option(hidden=True, help="Draw what is printed into this file.")] = None,
+) -> None:
+    """A model divided between two processes: what is where, what crosses, and what the cloud reads. No download."""
+    # Two processes take turns, and OpenMP's waiting threads would keep the other's cores: torch reads this once.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from rich.console import Console
+
+    from plpkg.residual.wire.curious import CuriousCloud
+
+    console = Console(record=svg is not None, width=svg and 100, force_terminal=False if svg else None)
+    console.print("Starting two processes: the device is this one, the cloud another; a socket is between them.")
+    diary = catalog.data_path("diary") / "adapter" if model == "plpkg-small" else None
+    with CuriousCloud(model, diary) as cloud:  # it loads while this process does
+        with uncollected():
+            from plpkg.corpora.folder import text_files
+            from plpkg.residual.wire import demo
+            from plpkg.residual.wire.chat import lines_of
+
+        documents = None if own is None else text_files(own)
+        kept = diary if own is None else demo.kept_in(own, model, documents)
+        learnt = kept is not None and (kept / "adapter_config.json").exists()
+        new, settings = {} if learnt else dict(like=diary), dict(link=link)
+        with client_of(cloud.facts["address"], model, kept if learnt else None, new, settings) as opened:
+            client, adapted, tokenizer = opened
+            if own is not None:
+                if not learnt:
+                    console.print(demo.learn(client, adapted, tokenizer, documents, kept))
+                console.print(f"What was learnt is in {kept}", highlight=False, markup=False, soft_wrap=True)
+            questions = demo.examples(documents)
+            if sys.stdin is not None and sys.stdin.isatty() and not once:
+                console.print(f"Ask, or end with an empty line: {questions[0]}", markup=False)
+                questions = itertools.takewhile(str.strip, lines_of())
+            demo.run(console, client, tokenizer, cloud, questions, personal=kept is not None)
+    if svg is not None:  # without the font that it would fetch
+        svg.write_text(re.sub(r"@font-face \{.*?\}", "", console.export_svg(title="plpkg demo"), flags=re.S))

@@ -60,7 +60,7 @@ class Relay:
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
         self._process = subprocess.Popen(command, start_new_session=True, **pipes)  # Ctrl+C is not meant for it
         self._asking, self._counts = threading.Lock(), [0, 0, 0.0]
-        self._end = weakref.finalize(self, _end, self._process)  # also where nobody closes it
+        self._end = weakref.finalize(self, end_process, self._process)  # also where nobody closes it
         self.address = f"127.0.0.1:{self._process.stdout.readline().strip()}"
 
     def __enter__(self) -> "Relay":
@@ -105,7 +105,8 @@ class Relay:
             return self._counts
 
 
-def _end(process: subprocess.Popen) -> None:
+def end_process(process: subprocess.Popen) -> None:
+    """Kill a process, and close its pipes."""
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):

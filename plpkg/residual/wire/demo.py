@@ -1,0 +1,194 @@
+"""``plpkg demo``: what is where, what crosses for a question, and what the cloud reads of it.
+
+What is computed (:func:`places`, :func:`ask`, :func:`learn`) knows nothing of the terminal; what is drawn
+(:func:`placed`, :func:`turned`) gets what was computed.
+"""
+
+import contextlib
+import functools
+import hashlib
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from plpkg import corpora
+from plpkg.corpora import Document, Writer
+from plpkg.residual.device_part import DevicePart
+from plpkg.residual.wire.chat import prompt
+from plpkg.residual.wire.connection import Counter
+from plpkg.residual.wire.curious import CuriousCloud
+from plpkg.residual.wire.device import DeviceClient
+from plpkg.residual.wire.training import train
+
+TOKENS = 16
+"""Of an answer, at most."""
+WITH, WITHOUT = "with M", "without M"
+KEPT = ".plpkg-demo"
+"""In the folder of notes: hidden, and so no note itself."""
+LEARNING = dict(steps=60, batch=4, lr=1e-2, warmup=5)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A part of the model, and the bytes of it on each side."""
+
+    name: str
+    device_bytes: int = 0
+    cloud_bytes: int = 0
+
+
+@dataclass
+class Turn:
+    """A question, as far as it is answered.
+
+    Attributes
+    ----------
+    question, answers
+        What was asked; and what was answered, with M and without.
+    traffic, seconds
+        Of the latest answer.
+    read
+        What the cloud has read off what crossed for the latest answer, and for its question.
+    right, crossed
+        How many tokens it has right, and how many crossed.
+    """
+
+    question: str
+    answers: dict[str, str] = field(default_factory=dict)
+    traffic: Counter = field(default_factory=Counter)
+    seconds: float = 0.0
+    read: str = ""
+    right: int = 0
+    crossed: int = 0
+
+
+def places(part: DevicePart, cloud: dict) -> list[Place]:
+    """What the device holds, and what the cloud says that it does; a tied LM head is no tensor of its own."""
+    embedding, head = part.embedding.weight, part.lm_head.weight
+    tied = head.data_ptr() == embedding.data_ptr()
+    m = list(part.matrices.parameters())
+    return [
+        Place("embedding, and LM head (the same weights)" if tied else "embedding", device_bytes=embedding.nbytes),
+        *([] if tied else [Place("LM head", device_bytes=head.nbytes)]),
+        Place(f"M: {len(m)} small matrices, the personal part", device_bytes=sum(weight.nbytes for weight in m)),
+        Place("decoder layers", cloud_bytes=cloud["layers"]),
+        Place("A and B: random, not secret", cloud_bytes=cloud["bases"]),
+    ]
+
+
+@contextlib.contextmanager
+def without_m(part: DevicePart) -> Iterator[None]:
+    """Within it every M is zero: the public model."""
+    kept = [(m, m.detach().clone()) for m in part.matrices.parameters()]
+    with torch.no_grad():
+        for m, _ in kept:
+            m.zero_()
+        try:
+            yield
+        finally:
+            for m, values in kept:
+                m.copy_(values)
+
+
+def ask(client: DeviceClient, tokenizer, cloud: CuriousCloud, turn: Turn, labels: Iterable[str]) -> None:
+    """Answer a question as each of ``labels`` says, and ask the cloud what it has read; ``turn`` grows meanwhile."""
+    ids = prompt(tokenizer, [{"role": "user", "content": turn.question}])
+    for label in labels:
+        cloud.read()  # and forget
+        with without_m(client.part) if label == WITHOUT else contextlib.nullcontext():
+            whole = client.generate(ids, TOKENS, on_token=_adding(client, tokenizer, turn, label))[0].tolist()
+    read, crossed = cloud.read(), whole[:-1]  # nothing follows the last token: it stays on the device
+    turn.right = sum(mine == theirs for mine, theirs in zip(crossed, read["tokens"], strict=False))
+    turn.crossed, turn.read = len(crossed), read["text"]
+
+
+def _adding(client: DeviceClient, tokenizer, turn: Turn, label: str) -> Callable[[torch.Tensor], None]:
+    """What is called with each token of an answer."""
+    written, before, began = [], client.traffic, time.perf_counter()
+
+    def on_token(token: torch.Tensor) -> None:
+        written.append(token.item())
+        turn.traffic, turn.seconds = client.traffic - before, time.perf_counter() - began
+        turn.answers[label] = tokenizer.decode(written, skip_special_tokens=True)
+
+    return on_token
+
+
+def kept_in(own: Path, model: str, documents: list[Document]) -> Path:
+    """Where an M for these notes and this model is kept: other notes, another folder."""
+    text = Writer("device", {"train": tuple(documents)}).fingerprint("train")
+    return own / KEPT / hashlib.sha256(f"{model} {text}".encode()).hexdigest()[:12]
+
+
+def learn(client: DeviceClient, model, tokenizer, documents: list[Document], out: Path) -> str:
+    """Train M on notes over the wire, windows as long as they allow; in a sentence, what was learnt."""
+    tokens = sum(map(len, corpora.encode(documents, tokenizer)))
+    seq = max(8, min(128, tokens // (LEARNING["batch"] + 1)))
+    return repr(train(client, model, tokenizer, documents, out, seq=seq, **LEARNING))
+
+
+def examples(documents: list[Document] | None) -> list[str]:
+    """What is asked when nobody types: three of the diary's first five questions, or how paragraphs of notes begin."""
+    if documents is None:
+        return [question.question for question in corpora.diary().questions[4::-2]]
+    paragraphs = (part.split() for document in documents for part in document.text.split("\n\n"))
+    return [" ".join(words[:6]) for words in itertools.islice(filter(None, paragraphs), 3)]
+
+
+def placed(rows: Iterable[Place]) -> Table:
+    """The table of what is where."""
+    table = Table(title="What is where, MiB", title_justify="left", box=box.SIMPLE_HEAD)
+    for name, justify in (("", "left"), ("device", "right"), ("cloud", "right")):
+        table.add_column(name, justify=justify)
+    for row in rows:
+        sizes = (f"{size / 2**20:.2f}" if size else "" for size in (row.device_bytes, row.cloud_bytes))
+        table.add_row(row.name, *sizes)
+    return table
+
+
+def turned(turn: Turn) -> Table:
+    """A question, its answers, what crossed for the last of them, and what the cloud read of it."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", min_width=14)
+    table.add_column(overflow="fold")
+    table.add_row("question", _line(turn.question, "bold"))
+    for label, answer in list(turn.answers.items()):  # another thread adds to them
+        table.add_row(label, _line(answer, "bold green" if label == WITH else "yellow"))
+    if turn.answers:
+        crossed = turn.traffic
+        up, down = crossed.sent_message_bytes / 1000, crossed.received_message_bytes / 1000
+        table.add_row("crossed", f"{up:.1f} kB up, {down:.1f} kB down, {crossed.round_trips} round trips")
+        table.add_row("", f"{crossed.tokens} tokens, {crossed.tokens / turn.seconds:.1f} tokens/s")
+    if turn.read:
+        table.add_row("the cloud read", _line(turn.read, "bold red"))
+        table.add_row("", f"{turn.right} of {turn.crossed} tokens right")
+    table.add_row()
+    return table
+
+
+def _line(text: str, style: str) -> Text:
+    """What a model has written, on one line and without what a terminal would obey."""
+    return Text(" ".join("".join(c if c.isprintable() else " " for c in text).split()), style=style)
+
+
+def run(
+    console: Console, client: DeviceClient, tokenizer, cloud: CuriousCloud, questions: Iterable[str], *, personal: bool
+) -> None:
+    """Show what is where, then answer question after question, without M and, if it is ``personal``, with it."""
+    console.print(placed(places(client.part, cloud.facts)))
+    console.print("What the cloud reads is worked out in its process, from what came through the socket alone.\n")
+    for question in questions:
+        turn = Turn(question)
+        with Live(get_renderable=functools.partial(turned, turn), console=console, refresh_per_second=8):
+            ask(client, tokenizer, cloud, turn, (WITHOUT, WITH) if personal else (WITHOUT,))
+        if not console.is_terminal:  # on one, Live ends the line itself
+            console.print()

@@ -1,0 +1,169 @@
+"""``plpkg demo``: on a terminal, in a pipe, on notes of one's own; and what it computes and draws."""
+
+import contextlib
+import fcntl
+import io
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+
+import psutil
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from plpkg import catalog
+from plpkg.backbones import load_backbone
+from plpkg.cli import app
+from plpkg.residual import DeviceClient
+from plpkg.residual.parts import split
+from plpkg.residual.wire import demo
+from plpkg.residual.wire.curious import CuriousCloud, tokens_of
+from plpkg.residual.wire.loading import adapted_model
+
+from waiting import wait_until
+
+ADAPTER = catalog.data_path("diary") / "adapter"
+ASKED = "What is your dog called?"
+RUNNER = CliRunner(env={"COLUMNS": "120"})
+
+
+@pytest.fixture(scope="module")
+def cloud():
+    with CuriousCloud("plpkg-small", ADAPTER) as cloud:
+        yield cloud
+
+
+@pytest.fixture
+def shared(cloud, monkeypatch):
+    """Commands take the module's cloud: a start takes seconds."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # which the command sets, and leaves
+    monkeypatch.setattr("plpkg.residual.wire.curious.CuriousCloud", lambda *_: contextlib.nullcontext(cloud))
+
+
+@pytest.fixture(scope="module")
+def device(cloud):
+    """A device with the diary's M, and its tokenizer."""
+    model, tokenizer = adapted_model("plpkg-small", ADAPTER, "fp32", "cpu")
+    with DeviceClient(cloud.facts["address"], model) as client:
+        yield client, tokenizer
+
+
+def run(*options):
+    result = RUNNER.invoke(app, ["demo", *options])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_what_is_where_adds_up_to_the_model(cloud, device):
+    rows = demo.places(device[0].part, cloud.facts)
+    embedding, m, layers, bases = rows
+    whole = sum(p.nbytes for p in load_backbone("plpkg-small")[0].parameters())
+    assert embedding.device_bytes + layers.cloud_bytes == whole
+    assert m.device_bytes == 5 * 7 * 64 * 64 * 4
+    widths = (6 * 320 + 832) + (3 * 320 + 2 * 64 + 2 * 832)  # into the seven projections, and out of them
+    assert bases.cloud_bytes == pytest.approx(5 * 64 * widths * 4, rel=1e-3)  # and what rotates the positions
+    drawn = io.StringIO()
+    Console(file=drawn).print(demo.placed(rows))
+    assert f"{embedding.device_bytes / 2**20:.2f}" in drawn.getvalue()
+
+
+def test_the_cloud_reads_what_crossed(cloud, device):
+    turn = demo.Turn(ASKED)
+    demo.ask(*device, cloud, turn, (demo.WITHOUT, demo.WITH))
+    assert "Tolliver" in turn.answers[demo.WITH]
+    assert "Tolliver" not in turn.answers[demo.WITHOUT]
+    assert turn.read == ASKED + turn.answers[demo.WITH]
+    assert turn.right == turn.crossed > 9
+    assert turn.traffic.sent_bytes == turn.crossed * (320 + 35 * 64) * 2
+    assert turn.traffic.round_trips == turn.traffic.tokens * (5 * 4 + 1)
+    assert cloud.read() == {"tokens": [], "text": ""}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_tokens_are_read_whatever_is_added_to_their_embeddings(adapted, family):
+    part, cloud = split(adapted(family))
+    ids, cache = torch.randint(part.embedding.num_embeddings, (1, 9)), part.new_cache()
+    with torch.no_grad():
+        received = [part.embed(some, cache=cache) for some in ids.split([7, 1, 1], dim=1)]
+    assert tokens_of(received, cloud.public) == ids[0].tolist()
+
+
+def test_what_a_model_writes_does_not_rule_the_terminal():
+    turn, drawn = demo.Turn("why?", {demo.WITH: "\x1b[2J one\n\ttwo [red]"}, seconds=1.0), io.StringIO()
+    Console(file=drawn, width=80).print(demo.turned(turn))
+    assert "[2J one two [red]" in drawn.getvalue()
+    assert "\x1b" not in drawn.getvalue()
+
+
+def test_in_a_pipe_it_asks_three_questions_without_colours(shared):
+    shown = run()
+    assert "\x1b" not in shown
+    for answer in ("Tolliver", "Clemency Fennimore", "17 Pilchard Steps"):
+        assert f"Answer: {answer}." in shown
+    assert shown.count("tokens right") == 3
+
+
+def test_own_notes_are_learnt_once(shared, tmp_path, monkeypatch):
+    monkeypatch.setitem(demo.LEARNING, "steps", 2)
+    note = tmp_path / "note.txt"
+    note.write_text("The boat in the harbour belongs to Ada. " * 9)
+    first, second = run("--own", str(tmp_path)), run("--own", str(tmp_path), "--svg", str(tmp_path / "run.svg"))
+    assert "Training(2 steps" in first
+    assert "Training(2 steps" not in second
+    for shown in (first, second):
+        assert "question The boat in the harbour belongs without M" in " ".join(shown.split())
+        assert demo.WITH in shown
+    picture = (tmp_path / "run.svg").read_text()
+    assert "url(http" not in picture
+    assert "harbour" in picture
+    note.write_text("Another note, about the mill and its owner. " * 9)
+    assert "Training(2 steps" in run("--own", str(tmp_path))
+
+
+def test_what_keeps_the_cloud_from_starting_is_said():
+    with CuriousCloud("/no/such") as cloud, pytest.raises(ValueError, match="no model '/no/such'"):
+        _ = cloud.facts
+
+
+def test_on_a_terminal_it_answers_and_ctrl_c_leaves_no_process():
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "plpkg", "demo"],
+        stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, preexec_fn=_take_the_terminal,
+    ) as process:  # fmt: skip
+        os.close(theirs)
+        shown = _until(ours, "> ")
+        os.write(ours, f"{ASKED}\n".encode())
+        shown += _until(ours, "tokens right")
+        shown += _until(ours, "> ")
+        started = psutil.Process(process.pid).children(recursive=True)
+        os.write(ours, b"\x03")
+        with contextlib.suppress(AssertionError):
+            _until(ours, "nothing that it says")
+        assert process.wait() == 130, shown
+    os.close(ours)
+    assert started
+    wait_until(lambda: not any(child.is_running() for child in started))
+    assert "Tolliver" in shown
+    assert "Traceback" not in shown
+
+
+def _take_the_terminal():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def _until(terminal, text):
+    """What comes on a terminal, up to this text."""
+    shown = b""
+    while text.encode() not in shown:
+        try:
+            shown += os.read(terminal, 1)
+        except OSError:  # nobody has it open any more
+            raise AssertionError(shown.decode(errors="replace")) from None
+    return shown.decode(errors="replace")
