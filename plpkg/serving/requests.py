@@ -114,7 +114,7 @@ class Request:
 class Running:
     """A request under way: ``ids`` are its prompt and what was written, of which ``computed`` are in ``past``.
 
-    The first ``read`` of them stand for positions before those of the request's reading's end, and are no tokens.
+    The first ``read`` ids are -1: they stand for what the request's reading has read, whose tokens are not known.
     """
 
     identity: int
