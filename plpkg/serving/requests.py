@@ -64,7 +64,7 @@ class Request:
     reading
         What the prompt goes on from, read already: :func:`plpkg.retention.chunked_prefill` gives one, within a budget.
         The same backbone must have read it; whether with the same adapter is not checked. The request takes a copy when
-        it is added, and forgets nothing more of it.
+        it is added, unpacked if it is quantized; it forgets and quantizes nothing of what follows.
     """
 
     input_ids: Sequence[int] | torch.Tensor
