@@ -119,8 +119,8 @@ def score(
         Windows at a time, at the most: fewer if their logits would be more than :data:`LOGITS`.
     reading
         What comes before each document, read already: :func:`plpkg.retention.chunked_prefill` gives one. A document
-        goes on from it without its beginning of text, in one piece: there is no ``seq`` and no ``stride``. Its first
-        token is read, not scored, as without a reading.
+        goes on from it in one piece, without the token for the beginning of a text: there is no ``seq`` and no
+        ``stride``. If a tokenizer has no such token, a document's first one is not scored, as without a reading.
 
     Raises
     ------

@@ -65,7 +65,7 @@ class Request:
     reading
         What the prompt goes on from, read already: :func:`plpkg.retention.chunked_prefill` gives one, within a budget.
         The same backbone must have read it; whether with the same adapter is not checked. The request takes a copy when
-        it is added, and forgets nothing more of it.
+        it is added, unpacked if it is quantized; it forgets and quantizes nothing of what follows.
     """
 
     input_ids: Ids
@@ -110,7 +110,7 @@ class Request:
 class Running:
     """A request under way: ``ids`` are its prompt and what was written, of which ``computed`` are in ``past``.
 
-    The first ``read`` of them stand for positions before those of the request's reading's end, and are no tokens.
+    The first ``read`` ids are -1: they stand for what the request's reading has read, whose tokens are not known.
     """
 
     identity: int
