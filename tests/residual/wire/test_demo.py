@@ -120,7 +120,7 @@ def test_own_notes_are_learnt_once(shared, tmp_path, monkeypatch):
     for shown in (first, second):
         assert "question The boat in the harbour belongs without M" in " ".join(shown.split())
         assert demo.WITH in shown
-    picture = (tmp_path / "run.svg").read_text()
+    picture = (tmp_path / "run.svg").read_text(encoding="utf-8")
     assert "url(http" not in picture
     assert "harbour" in picture
     note.write_text("Another note, about the mill and its owner. " * 9)
