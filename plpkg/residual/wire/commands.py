@@ -257,4 +257,6 @@ def demo(
                 questions = itertools.takewhile(str.strip, lines_of())
             demo.run(console, client, tokenizer, cloud, questions, personal=kept is not None)
     if svg is not None:  # without the font that it would fetch
-        svg.write_text(re.sub(r"@font-face \{.*?\}", "", console.export_svg(title="plpkg demo"), flags=re.S))
+        svg.write_text(
+            re.sub(r"@font-face \{.*?\}", "", console.export_svg(title="plpkg demo"), flags=re.S), encoding="utf-8"
+        )

@@ -87,6 +87,8 @@ def test_the_cloud_reads_what_crossed(cloud, device):
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
 def test_tokens_are_read_whatever_is_added_to_their_embeddings(adapted, family):
     part, cloud = split(adapted(family))
+    if part.positions is not None:
+        part.positions.weight.data *= 20  # so that they hide what they are added to
     ids, cache = torch.randint(part.embedding.num_embeddings, (1, 9)), part.new_cache()
     with torch.no_grad():
         received = [part.embed(some, cache=cache) for some in ids.split([7, 1, 1], dim=1)]
@@ -118,7 +120,7 @@ def test_own_notes_are_learnt_once(shared, tmp_path, monkeypatch):
     for shown in (first, second):
         assert "question The boat in the harbour belongs without M" in " ".join(shown.split())
         assert demo.WITH in shown
-    picture = (tmp_path / "run.svg").read_text()
+    picture = (tmp_path / "run.svg").read_text(encoding="utf-8")
     assert "url(http" not in picture
     assert "harbour" in picture
     note.write_text("Another note, about the mill and its owner. " * 9)
