@@ -4,6 +4,7 @@ Code that comes with a model is never run.
 """
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import re
@@ -284,7 +285,10 @@ def fingerprint(model: torch.nn.Module) -> str:
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter and buffer by name, adapters' and those that are not saved included."""
-    return itertools.chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    for name, module in model.named_modules(remove_duplicate=False):  # once, which is twice as fast as torch's own
+        for key, tensor in itertools.chain(module._parameters.items(), module._buffers.items()):
+            if tensor is not None:
+                yield f"{name}.{key}" if name else key, tensor
 
 
 def _adapters(model: torch.nn.Module) -> list[tuple]:
@@ -299,16 +303,20 @@ def _adapters(model: torch.nn.Module) -> list[tuple]:
     ]
 
 
+@functools.lru_cache
+def _places(shape: torch.Size) -> tuple[torch.Tensor, ...]:
+    """Where sixteen values are, evenly spaced: an index."""
+    places = torch.linspace(0, shape.numel() - 1, 16, dtype=torch.float64, device="cpu")  # not all devices have float64
+    return torch.unravel_index(places.long(), shape)
+
+
 def _samples(tensors: list[tuple[str, torch.Tensor]]) -> list[bytes]:
     """Sixteen values of each tensor, evenly spaced; those of a device are fetched at once."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for _, tensor in tensors:
         if tensor.numel() and not tensor.is_meta:
             tensor = tensor.detach() if tensor.ndim else tensor.detach()[None]
-            places = torch.linspace(
-                0, tensor.numel() - 1, 16, dtype=torch.float64
-            ).long()  # not every device has float64
-            values = tensor[torch.unravel_index(places, tensor.shape)]  # a transposed tensor is not copied for it
+            values = tensor[_places(tensor.shape)]  # a transposed tensor is not copied for it
             by_device.setdefault(tensor.device, []).append(values.view(torch.uint8))
     return [torch.cat(values).cpu().numpy().tobytes() for values in by_device.values()]
 

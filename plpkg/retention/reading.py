@@ -17,6 +17,7 @@ from torch import nn
 
 from plpkg import checkpoints
 from plpkg.backbones import digest, fingerprint, stamp
+from plpkg.batch import token_ids
 from plpkg.learning import evaluating
 from plpkg.retention import watch
 from plpkg.retention.cache import EvictingCache, EvictingLayer, UnitStore
@@ -93,8 +94,8 @@ class PrefillResult:
         model
             The model that has read, or the same backbone with another adapter.
         ids
-            The question's tokens ``(batch, n)``, of one length; one row is put to every prompt of the batch, and to one
-            prompt several can be put at once.
+            The question's tokens ``(n,)``, or ``(batch, n)`` of one length; one row is put to every prompt of the
+            batch, and to one prompt several can be put at once.
         **generate
             Arguments of ``model.generate``: beams, samples, a streamer, ``logits_processor``, the length. The cache is
             used whatever ``generation_config`` says of caches, and nothing is dropped.
@@ -192,10 +193,9 @@ class PrefillResult:
         if self._eviction.decoding:
             raise ValueError("an answer within evicting() would evict what the next question needs: ask outside it")
         self._check(model)
-        batch = len(self.logits)
-        if ids.ndim != 2 or not ids.numel() or (len(ids) not in (1, batch) and batch > 1):
-            rows = "(n_questions, n)" if batch == 1 else f"(1, n) or ({batch}, n)"
-            raise ValueError(f"ids must be {rows} with at least one token, got {tuple(ids.shape)}")
+        ids, batch = token_ids(ids, "ids"), len(self.logits)
+        if batch > 1 and len(ids) not in (1, batch):
+            raise ValueError(f"ids must be (n,), (1, n) or ({batch}, n), got {tuple(ids.shape)}")
         watch.check_ids(model, ids, self.cache.seen)
         mark = self.cache.mark()
         try:

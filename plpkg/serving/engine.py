@@ -236,9 +236,10 @@ class Engine:
             counts.append(len(row.wanted(len(each.ids))))
         with self._hooks.batch(*groups):
             logits = read(self.model, ids, rows, ends)
-        for each, row, scores in zip(batch, rows, logits.split(counts), strict=True):
+        finite = logits.amax(-1).isfinite()
+        for each, row, scores, fine in zip(batch, rows, logits.split(counts), finite.split(counts), strict=True):
             try:
-                if len(scores) and not scores.amax(-1).isfinite().all():
+                if not fine.all():
                     raise FloatingPointError("the logits are not finite")
                 whole, reason = row.positions.stop == len(each.ids), None
                 if whole and each.request.max_new_tokens:

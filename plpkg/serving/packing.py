@@ -51,7 +51,9 @@ def require_packable(model: PreTrainedModel, max_step_tokens: int = 0) -> None:
             together = _together(model, places, max_step_tokens)
             alone = torch.stack([_alone(model, *place) for place in places])
         except Exception as reason:
-            raise ValueError(f"{kind} cannot read packed requests: {reason}") from reason
+            outside = "its attention does not go through transformers' interface"
+            why = reason if model._can_set_attn_implementation() else outside
+            raise ValueError(f"{kind} cannot read packed requests: {why}") from reason
         errors = (together - alone).abs().amax(1) / alone.abs().amax(1)  # (places,)
         eps, single = torch.finfo(alone.dtype).eps, torch.finfo(torch.float32).eps
         tolerance = max(eps, single) ** 0.5  # half of the digits, of those in which some layers compute

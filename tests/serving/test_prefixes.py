@@ -15,7 +15,7 @@ POSITION = 8
 
 def filled(capacity):
     past = KeyValues(capacity)
-    past.write(0, 0, *(torch.arange(1.0, capacity + 1).view(1, -1, 1) * sign for sign in (1, -1)))
+    past.write(0, 0, torch.arange(1.0, capacity + 1).view(-1, 1, 1) * torch.tensor([1, -1]))
     return past
 
 
@@ -56,10 +56,10 @@ def test_nothing_is_kept_over_the_capacity():
 def test_a_copy_has_the_first_positions_and_room_of_its_own():
     past, copy = filled(8), KeyValues(12)
     copy.copy(past, 5)
-    keys, values = copy.write(0, 5, torch.zeros(1, 2, 1), torch.zeros(1, 2, 1))
-    assert keys.flatten().tolist() == [1, 2, 3, 4, 5, 0, 0]
-    assert values.flatten().tolist() == [-1, -2, -3, -4, -5, 0, 0]
-    assert past.layers[0][0][0, 5, 0] == 6
+    keys, values = copy.write(0, 5, torch.zeros(2, 1, 2)).flatten(0, 1).T.tolist()
+    assert keys == [1, 2, 3, 4, 5, 0, 0]
+    assert values == [-1, -2, -3, -4, -5, 0, 0]
+    assert past.layers[0][5, 0].tolist() == [6, -6]
 
 
 def test_a_text_that_went_on_is_found_when_its_beginning_has_gone():

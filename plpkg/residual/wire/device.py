@@ -374,7 +374,7 @@ class DeviceClient:
             Token ids ``(batch, seq)``, ``(ids, labels)``, or a mapping such as ``corpora.batch`` makes:
             :func:`plpkg.batch.ids_and_labels`.
         look
-            Count what crosses in :attr:`looks`: nothing is learnt from this pass.
+            Count what crosses in ``looks``: nothing is learnt from this pass.
 
         Returns
         -------
