@@ -37,7 +37,9 @@ def life(folder):
     for entry in anna.entries:
         (folder / f"{entry.name}.txt").write_text(entry.text)
     (writer,) = corpora.text_folder(folder, shares=(1, 0, 0))
-    backbone, tokenizer = random_backbone("llama", vocab=8192, max_positions=1024), load_backbone("plpkg-small")[1]
+    wide = dict(initializer_range=0.2)  # sharp attention: what was read matters by more than rounding
+    backbone = random_backbone("llama", vocab=8192, max_positions=1024, options=wide)
+    _, tokenizer = load_backbone("plpkg-small")
     backbone.generation_config.eos_token_id = None
     text = "\n".join(document.text for document in writer.split("train"))
     documents, (prompt,) = corpora.encode(writer.split("train"), tokenizer), corpora.encode([text], tokenizer)
@@ -52,7 +54,7 @@ def life(folder):
     mine, secret, cloudy = (adapted(PrivateLoraConfig(r_c2d=8, r_d2c=8)) for _ in range(3))
     with CloudServer(cloudy, precision="fp32", cache=retention.bounded(cloudy, H2O(), BUDGET)) as cloud:
         with DeviceClient(cloud.address, mine, precision="fp32") as device:
-            optimizer = AdamW(device.trainable(), lr=1e-2)
+            optimizer = AdamW(device.trainable(), lr=3e-2)
             losses = [device.train_step(batch, optimizer=optimizer) for _ in range(3)]
             far = device.generate(prompt.ids, NEW, chunk_size=CHUNK)[0, len(prompt) :]
         with DeviceClient(cloud.address, secret, precision="fp32") as device:
