@@ -152,7 +152,7 @@ class Adapter:
             for key, tensor in tensors.items()
         }
         text = json.dumps(config, indent=2, sort_keys=True, default=sorted).encode()  # PEFT keeps names in sets
-        weights = bytearray(save(tensors, {"format": "pt"} | ({"backbone": backbone} if backbone else {})))
+        weights = bytearray(_marked(save(tensors, {"format": "pt"}), backbone))
         adapter = _read(text, weights, _Base(modules, config.get("model_type")), AdapterLimits())
         for path, each in adapter.factors.items():
             if path in scales and not math.isclose(each.scale, scales[path], rel_tol=1e-6):
@@ -299,6 +299,16 @@ def inspect(
 def targets(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
     """What can be adapted: ``(in, out)`` of the linear modules in the model's body, by path; not of its head."""
     return {path: (each.num_in, each.num_out) for path, each in _base(model).modules.items()}
+
+
+def _marked(weights: bytes, backbone: str | None) -> bytes:
+    """A safetensors file whose metadata say a backbone, too; safetensors itself writes two fields in any order."""
+    if backbone is None:
+        return weights
+    end = 8 + int.from_bytes(weights[:8], "little")
+    header = weights[8:end].replace(b'"format":"pt"', b'"backbone":"%s","format":"pt"' % backbone.encode(), 1)
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header + weights[end:]
 
 
 def base_fingerprint(model: torch.nn.Module) -> str | None:

@@ -70,6 +70,7 @@ class Process:
 
 def _run(output: Connection, code: str, arguments: tuple[str, ...]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server that forked this process ignores it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     for stream in (1, 2):
         os.dup2(output.fileno(), stream)
     output.close()

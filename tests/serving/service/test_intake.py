@@ -99,7 +99,7 @@ def test_no_other_encoding_hides_items(encoding):
 def test_long_texts_are_no_items(prompt):
     body = json.dumps(dict(model="base", prompt=prompt)).encode()
     assert intake.fullness(body) <= 1
-    assert intake.parsed(body, bodies.Completion).prompt == prompt
+    assert intake.parsed(body, bodies.Completion).prompt == ([prompt] if isinstance(prompt, str) else prompt)
 
 
 def test_an_accounts_bodies_are_parsed_one_at_a_time_and_nobody_elses_waits(service, monkeypatch):
