@@ -151,7 +151,7 @@ class Scheduler:
             if ticket.adapter is not None:
                 self.slots[ticket.adapter] -= 1
         elif ticket.state != "ended":
-            self.queued.remove(ticket)
+            self._waits_no_more(ticket)
         ticket.state = "ended"
 
     def forget(self, adapter: str) -> bool:
@@ -216,8 +216,13 @@ class Scheduler:
         if ticket.adapter is not None:
             self.slots[ticket.adapter] = self.slots.get(ticket.adapter, 0) + 1
             self.slots.move_to_end(ticket.adapter)
-        self.queued.remove(ticket)
+        self._waits_no_more(ticket)
         self.running.append(ticket)
         ticket.state, ticket.since_s = "running", now_s
         self._last_start[ticket.account] = self._count = self._count + 1
         return Start(ticket, evicted)
+
+    def _waits_no_more(self, ticket: Ticket) -> None:
+        self.queued.remove(ticket)
+        if ticket is self._reserved:  # or its adapter would stay in memory until another reservation
+            self._reserved = None

@@ -3,6 +3,7 @@
 import contextlib
 import heapq
 import math
+import weakref
 from collections import Counter
 from typing import NamedTuple
 
@@ -215,6 +216,22 @@ def test_one_slot_and_one_place_at_a_time_are_kept_for_those_who_wait():
     assert [tuple(start) for start in scheduler.decide(3)] == [(waiting[0], "a")]
     assert scheduler.decide(3) == [], "b is to leave, a has no slot"
     assert list(scheduler.slots) == ["b", "c", "d"]
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_who_had_a_reservation_and_is_gone_is_held_by_nobody(starts):
+    """With it would stay its adapter, in the memory of whoever serves, until another has a reservation."""
+    scheduler = Scheduler(slots=1, places=1, patience_s=1)
+    first, waiting = (come(scheduler, None, now) for now in (0, 1))
+    assert [start.ticket for start in scheduler.decide(1)] == [first]
+    assert scheduler.decide(3) == []  # it is overdue: the next place is reserved for it
+    if starts:
+        scheduler.end(first, 4)
+        assert [start.ticket for start in scheduler.decide(4)] == [waiting]
+    scheduler.end(waiting, 5)
+    gone = weakref.ref(waiting)
+    del waiting
+    assert gone() is None
 
 
 def test_the_slot_that_was_used_least_recently_goes():
