@@ -299,7 +299,7 @@ def test_what_peft_loads_computes_the_same(kind, tmp_path):
     assert_as_exact(model(IDS).logits, loaded.float().merge_and_unload()(IDS).logits, exact)
 
 
-@pytest.mark.filterwarnings("ignore:The following")
+@pytest.mark.filterwarnings("ignore:The following")  # PEFT's, of experts that a pattern misses
 @pytest.mark.parametrize(
     "options", [dict(target_modules="all-linear"), dict(target_parameters=["mlp.experts.gate_up_proj"])], ids=str
 )

@@ -36,12 +36,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import TYPE_CHECKING
 
 from plpkg.validation import one_of
-
-if TYPE_CHECKING:
-    from plpkg.counts import Counts
 
 Draft = Callable[[Sequence[int], int], Sequence[int]]
 """``draft(ids, count)``: of a text's tokens so far, at most ``count`` guesses at what follows."""
@@ -83,8 +79,9 @@ def _match(ids: Sequence[int], count: int) -> tuple[int, Sequence[int]]:
     return 0, ()
 
 
-def counted(counts: "Counts") -> Draft:
-    """:func:`lookup` where the text repeats two tokens; else what most often follows the longest context counted.
+def counted(counts) -> Draft:
+    """:func:`lookup` where the text repeats two tokens; else what most often follows the longest context that
+    :class:`plpkg.counts.Counts` have.
 
     The person's own text can be counted as well; then the cloud reads pieces of it in the guesses, right or wrong.
     """

@@ -219,7 +219,7 @@ def test_a_safe_merge_refuses_what_is_not_finite():
     assert torch.equal(layers(model)[1].get_base_weight(), before)
 
 
-@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")  # PEFT's of adapting a tied head, as here
 def test_a_tied_weight_is_not_merged():
     tied = new("llama", PrivateLoraConfig(target_modules=["lm_head"]), tie_word_embeddings=True)
     for merge in (tied.merge_adapter, tied.merge_and_unload):

@@ -129,7 +129,7 @@ def test_an_adapters_rungs_are_its_own_and_are_unloaded():
     assert not any(isinstance(module, LadderTap | LadderNorm) for module in model.unload().modules())
 
 
-@pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute")
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute")  # PEFT's, of the second
 def test_a_second_ladder_in_other_layers_without_a_peft_model():
     """transformers and PEFT inject each by a tuner of its own; low_cpu_mem_usage leaves M empty."""
     first, second = LadderConfig(r=5, layers_to_transform=[0]), LadderConfig(r=5, layers_to_transform=[1, 3])
