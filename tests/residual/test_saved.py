@@ -293,7 +293,7 @@ def test_an_adapter_that_is_there_takes_weights_of_its_like_alone(saved_one, the
     assert torch.equal(logits(other), before)
 
 
-@pytest.mark.filterwarnings("ignore:You are trying to modify a model with PEFT for a second time")  # as is meant: the first failed
+@pytest.mark.filterwarnings("ignore:You are trying to modify a model with PEFT for a second time")  # as is meant
 @pytest.mark.parametrize("kind", [PrivateLoraConfig, functools.partial(LadderConfig, r=4)])
 @pytest.mark.parametrize("adapter_name", ["default", "other"])
 def test_an_attempt_that_failed_leaves_nothing(kind, adapter_name, tmp_path):
