@@ -5,6 +5,7 @@ And helper processes: what they print on standard output and error is part of th
 
 import asyncio
 import contextlib
+import random
 import re
 import socket
 import subprocess
@@ -53,6 +54,17 @@ def interpreter(code, *arguments, **options):
     return done.stdout
 
 
+def free_ports(count):
+    """Ports that nobody is given who asks for any: it takes seconds until they are used."""
+    with contextlib.ExitStack() as stack:
+        ports = {}
+        while len(ports) < count:
+            port = random.SystemRandom().randrange(20_000, 32_000)  # Linux gives those from 32,768 on
+            with contextlib.suppress(OSError):
+                ports[port] = stack.enter_context(socket.create_server(("", port)))
+    return [*ports]
+
+
 def patient_ray(monkeypatch):
     """Ray, or a skip. Ray 2.60 gives its own processes 15 s to import and 30 s to start, too little on a busy machine.
 
@@ -67,8 +79,7 @@ def patient_ray(monkeypatch):
 
     def with_ports(params, *arguments, **options):
         init(params, *arguments, **options)
-        with contextlib.ExitStack() as stack:
-            free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(4)]
+        free = free_ports(4)
         agents = ("metrics_agent_port", "metrics_export_port", "runtime_env_agent_port", listen)
         for agent, port in zip(agents, free, strict=True):
             ports[agent] = getattr(params, agent) or port

@@ -30,6 +30,8 @@ FIRST, SELDOM = 3, 100
 """The steps that are made again: the first ones, then one in so many."""
 TOLERANCE, HALF_TOLERANCE = 1e-3, 0.05
 """How far a norm may be from what it was: float32 rounds by 1e-6 where a router gives a kernel another shape."""
+CONFIRMED = 3
+"""So often it has to fit when it is repeated, and not with others: once, random numbers of its own may do by chance."""
 PROJECTIONS = 4
 """Random numbers that stand for a parameter's gradient, which need not be built."""
 
@@ -148,15 +150,15 @@ class Replay:
         """
         state = RandomState()
         try:
-            misfit = self._misfit(self.among, model, guard, passing)
-            if misfit and self._misfit(torch.arange(len(self.among)), model, guard, passing):
-                return  # it does not repeat itself: nothing can be told
+            for _ in range(CONFIRMED):
+                misfit = self._misfit(self.among, model, guard, passing)
+                if not misfit or self._misfit(torch.arange(len(self.among)), model, guard, passing):
+                    return  # it fits, or it does not repeat itself: nothing can be told
         except Exception:  # a model may have any reason not to run on copies
             return
         finally:
             state.restore()
-        if misfit:
-            raise ValueError(misfit)
+        raise ValueError(misfit)
 
     def _misfit(self, index: torch.Tensor, model: nn.Module, guard: Guard, passing: Callable) -> str:
         """What is not as it was when the model is run on these examples, or ``""``."""
@@ -226,7 +228,7 @@ class Replay:
             return bool((loss - was).abs() > (HALF_TOLERANCE if was.dtype.itemsize < 4 else TOLERANCE) * was.abs())
 
         try:
-            mixed = misfit(self.among) and not misfit(torch.arange(len(self.among)))
+            mixed = confirmed(misfit, self.among)
         except Exception:  # a criterion may have any reason not to run on copies
             return
         finally:
@@ -236,6 +238,11 @@ class Replay:
                 "examples are mixed: beside other examples the same one has another loss (weights, or a mean, of the "
                 "whole batch?)"
             )
+
+
+def confirmed(misfit: Callable[[torch.Tensor], bool], among: torch.Tensor) -> bool:
+    """Whether what is repeated is the same each time, and beside the examples ``among`` never."""
+    return all(misfit(among) and not misfit(torch.arange(len(among))) for _ in range(CONFIRMED))
 
 
 def _keep(gradients: dict[int, torch.Tensor], place: int, gradient: torch.Tensor) -> None:

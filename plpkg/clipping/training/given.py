@@ -14,7 +14,7 @@ import torch
 from plpkg.clipping.batches import batch_size, examples
 from plpkg.clipping.clip import Clip, check_finite, clip_dense
 from plpkg.clipping.dropout import RandomState
-from plpkg.clipping.replay import HALF_TOLERANCE, TOLERANCE
+from plpkg.clipping.replay import HALF_TOLERANCE, TOLERANCE, confirmed
 from plpkg.clipping.training.criterion import PrivateLoss
 
 _RANDOM = SystemRandom()
@@ -79,7 +79,7 @@ class GivenGradients:
             return bool((first - second).norm() > tolerance * first.norm())
 
         try:
-            mixed = misfit(among) and not misfit(torch.arange(count))  # else it does not repeat itself
+            mixed = confirmed(misfit, among)
         finally:
             state.restore()
         if mixed:
