@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 NOTEBOOKS ?= $(wildcard notebooks/[0-9]*.ipynb)
 LAB ?=
+DEMO ?=
 SERVE ?=
 STORE ?= .adapters
 DIST ?= dist
@@ -14,7 +15,7 @@ NBVAL_OPTIONS = --nbval-current-env --nbval-sanitize-with tests/nbval.cfg --nbva
 EXECUTE = --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.store_widget_state=False
 
 .DEFAULT_GOAL := help
-.PHONY: help install lab serve test check ui-test lint notebooks docs student bench claims checksums wheel
+.PHONY: help install lab demo serve test check ui-test lint notebooks docs student bench claims checksums wheel
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -27,6 +28,9 @@ $(VENV)/installed: pyproject.toml $(CONSTRAINTS)
 
 lab: install ## open JupyterLab on the first notebook
 	$(BIN)/jupyter lab $(LAB) notebooks/00_start_here.ipynb
+
+demo: install ## the explorers' sliders as a page without code; DEMO="--no-browser --port=…" adds options
+	$(BIN)/voila --Voila.config_file_paths=notebooks/demo $(DEMO) notebooks/demo/explorers.ipynb
 
 serve: install ## serve plpkg-small with three of the writers' adapters; STORE=… keeps them elsewhere, SERVE="--replicas 2" adds options
 	$(BIN)/plpkg serve --model plpkg-small --store $(STORE) $(patsubst %,--adapter data/serving/%,numpy pandas torch) $(SERVE)

@@ -1,12 +1,12 @@
-"""A real JupyterLab and a real Chromium for the browser tests (``make ui-test``)."""
+"""A real JupyterLab, a real Voila and a real Chromium for the browser tests (``make ui-test``)."""
 
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 
 import nbformat
@@ -105,18 +105,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-@pytest.fixture(scope="session")
-def lab(tmp_path_factory):
-    """The address of a JupyterLab whose folder holds each widget notebook, cut to what its widget needs."""
-    home = tmp_path_factory.mktemp("lab")
-    for path in WITH_WIDGET:
-        nbformat.write(cut_to_widget(path), home / path.name)
-    write_settings(home / "settings")
-
-    address = f"http://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1"]
-    command += [f"--ServerApp.port={address.rsplit(':', 1)[1]}", "--ServerApp.port_retries=0"]
-    command += ["--IdentityProvider.token=", f"--ServerApp.root_dir={home}"]
+@contextlib.contextmanager
+def started(command: list[str], port: int, home: Path, end: signal.Signals = signal.SIGTERM):
+    """The address of a server, which a signal to its process group has to end."""
     environment = os.environ | {
         "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
         "JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces"),
@@ -124,21 +115,49 @@ def lab(tmp_path_factory):
         "IPYTHONDIR": str(home / "ipython"),
     }
     environment.pop("MPLBACKEND", None)  # the kernel chooses its own
-    with (home / "lab.log").open("w") as log:
-        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    log = home / "server.log"
+    with log.open("w") as output:
+        server = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
     try:
 
-        def answers():
-            assert server.poll() is None, (home / "lab.log").read_text()
+        def listens():
+            assert server.poll() is None, log.read_text()
             with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"{address}/api", timeout=PATIENCE_S).close()
+                socket.create_connection(("127.0.0.1", port)).close()
                 return True
 
-        wait_until(answers)
-        yield address
+        wait_until(listens)
+        yield f"http://127.0.0.1:{port}"
     finally:
-        server.terminate()
+        os.killpg(server.pid, end)
         server.wait(PATIENCE_S)
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory):
+    """The address of a JupyterLab whose folder holds each widget notebook, cut to what its widget needs."""
+    home = tmp_path_factory.mktemp("lab")
+    for path in WITH_WIDGET:
+        nbformat.write(cut_to_widget(path), home / path.name)
+    write_settings(home / "settings")
+    port = free_port()
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1"]
+    command += [f"--ServerApp.port={port}", "--ServerApp.port_retries=0"]
+    command += ["--IdentityProvider.token=", f"--ServerApp.root_dir={home}"]
+    with started(command, port, home) as address:
+        yield address
+
+
+@pytest.fixture
+def demo(tmp_path):
+    """The address of what ``make demo`` serves; nothing is installed for it."""
+    port = free_port()
+    options = f"--no-browser --Voila.ip=127.0.0.1 --port={port} --Voila.port_retries=0"
+    command = ["make", "--old-file=install", "demo", f"VENV={sys.prefix}", f"DEMO={options}"]
+    with started(command, port, tmp_path, signal.SIGINT) as address:  # as Ctrl-C ends it
+        yield address
 
 
 def cut_to_widget(path: Path):

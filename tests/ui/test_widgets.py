@@ -1,4 +1,4 @@
-"""Every widget as its reader meets it: run in JupyterLab, moved with the keyboard, read."""
+"""Every widget as its reader meets it: in JupyterLab or on the demo's page, moved with the keyboard, read."""
 
 import re
 
@@ -6,7 +6,24 @@ import pytest
 from nbconvert import HTMLExporter
 from playwright.sync_api import expect
 
+from plpkg import ROOMS
+
 pytestmark = pytest.mark.browser
+CONTROLS = "select, .noUi-handle, input[type=checkbox]"
+
+
+def move(explorer, control):
+    """Move a control with the keyboard: what the explorer says and shows has to follow."""
+    read_out, picture = explorer.locator(".plpkg-read-out"), explorer.locator("img")
+    label = control.evaluate("element => element.closest('.plpkg-explorer > *').innerText")
+    assert re.search(r"\w", label)
+    words, source = read_out.inner_text(), picture.get_attribute("src")
+    control.focus()
+    kind = control.evaluate("element => element.tagName + '.' + (element.type || '')")
+    control.page.keyboard.press("Space" if kind == "INPUT.checkbox" else "ArrowRight")
+    expect(read_out).not_to_have_text(words)
+    expect(picture).not_to_have_attribute("src", source)
+    assert picture.evaluate("image => image.naturalWidth") > 300
 
 
 def test_every_control_answers_to_the_keyboard(lab, page, widget_notebook):
@@ -18,24 +35,41 @@ def test_every_control_answers_to_the_keyboard(lab, page, widget_notebook):
     page.locator(".lm-Menu-itemLabel", has_text=re.compile("^Run All Cells$")).click()
 
     explorer = page.locator(".plpkg-explorer")
-    read_out = explorer.locator(".plpkg-read-out")
-    picture = explorer.locator("img")
-    expect(read_out).to_contain_text("token")  # all cells above have to run first
-    controls = explorer.locator("select, .noUi-handle, input[type=checkbox]")
+    expect(explorer.locator(".plpkg-read-out")).to_contain_text("token")  # all cells above have to run first
+    controls = explorer.locator(CONTROLS)
     assert 1 <= controls.count() <= 4
-
     for index in range(controls.count()):
-        control = controls.nth(index)
-        label = control.evaluate("element => element.closest('.plpkg-explorer > *').innerText")
-        assert re.search(r"\w", label)
-        words, source = read_out.inner_text(), picture.get_attribute("src")
-        control.focus()
-        kind = control.evaluate("element => element.tagName + '.' + (element.type || '')")
-        page.keyboard.press("Space" if kind == "INPUT.checkbox" else "ArrowRight")
-        expect(read_out).not_to_have_text(words)
-        expect(picture).not_to_have_attribute("src", source)
-    assert picture.evaluate("image => image.naturalWidth") > 300
+        move(explorer, controls.nth(index))
     assert page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']").count() == 0
+
+
+def test_the_demo_shows_three_explorers_and_no_code_and_leads_to_the_others(demo, page):
+    errors, elsewhere = [], []
+    page.on("pageerror", lambda error: errors.append(error))  # playwright takes no method of a list
+    page.on("request", lambda request: elsewhere.append(request) if "//127.0.0.1:" not in request.url else None)
+    page.set_viewport_size({"width": 700, "height": 1000})
+    page.goto(demo)
+    explorers = page.locator(".plpkg-explorer")
+    code = page.locator(".jp-InputArea-editor, [data-mime-type$='.error'], [data-mime-type$='.stderr']")
+    expect(explorers.locator("img")).to_have_count(3)
+    assert code.count() == 0
+    for explorer in explorers.all():
+        move(explorer, explorer.locator(CONTROLS).first)
+        for control in explorer.locator(".noUi-target, img").all():
+            box = control.bounding_box()
+            assert 0 <= box["x"] < box["x"] + box["width"] <= 700
+    others = page.locator("a[href^='?room=']")
+    rooms = [other.get_attribute("href").removeprefix("?room=") for other in others.all()]
+    assert {*rooms, "communication", "throughput", "serving.service"} == {*ROOMS}
+
+    page.get_by_role("link", name="many people on one GPU").click()
+    expect(page.locator("h2")).to_contain_text("Many people on one GPU")
+    expect(explorers.locator("img")).to_have_count(1)
+    move(explorers, explorers.locator(CONTROLS).first)
+    assert code.count() == 0
+    assert errors == []
+    refused = {request.failure for request in elsewhere if not request.url.startswith(("data:", "blob:"))}
+    assert refused <= {"csp"}, "the page may take nothing from other hosts"
 
 
 def test_static_rendering_reads_without_scripts(browser, tmp_path, notebook):
