@@ -86,3 +86,8 @@ def test_every_room_has_its_row_and_its_place_in_the_floor_plan():
         name = room.rpartition(".")[2]
         assert f"(notebooks/{number}_{name}.ipynb)" in README, room
         assert f"{name}/" in plan, room
+
+
+def test_binder_is_sent_to_a_notebook_that_is_there():
+    (path,) = re.findall(r"urlpath=voila/render/([\w/.]+)", README)
+    assert (ROOT / path).is_file()

@@ -2,9 +2,13 @@
 
 c = get_config()  # noqa: F821
 
-# Voila's page asks another host for icons that it does not show; behind a firewall it would wait for them.
-only_from_here = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob: ws: wss:; frame-ancestors 'self'"
-c.Voila.tornado_settings = {"headers": {"Content-Security-Policy": only_from_here}}
-
-# A page that is left ends its kernel; this ends those of browsers that could not say so.
-c.MappingKernelManager.cull_idle_timeout = 600
+c.Voila.tornado_settings = {
+    # The page asks another host for icons that it does not show; behind a firewall it would wait for them.
+    "headers": {
+        "Content-Security-Policy": "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob: ws: wss:; "
+        "frame-ancestors 'self'"
+    },
+    # A page that is left ends its kernel, but Voila 0.5 gives it no token for that. Nobody else knows the kernel's id.
+    "disable_check_xsrf": True,
+}
+c.MappingKernelManager.cull_idle_timeout = 600  # seconds, for the kernels of browsers that were killed

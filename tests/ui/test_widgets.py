@@ -8,6 +8,8 @@ from playwright.sync_api import expect
 
 from plpkg import ROOMS
 
+from waiting import wait_until
+
 pytestmark = pytest.mark.browser
 CONTROLS = "select, .noUi-handle, input[type=checkbox]"
 
@@ -43,7 +45,7 @@ def test_every_control_answers_to_the_keyboard(lab, page, widget_notebook):
     assert page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']").count() == 0
 
 
-def test_the_demo_shows_three_explorers_and_no_code_and_leads_to_the_others(demo, page):
+def test_the_demo_shows_three_explorers_and_no_code_and_leads_to_the_others(demo, page, tmp_path):
     errors, elsewhere = [], []
     page.on("pageerror", lambda error: errors.append(error))  # playwright takes no method of a list
     page.on("request", lambda request: elsewhere.append(request) if "//127.0.0.1:" not in request.url else None)
@@ -66,6 +68,7 @@ def test_the_demo_shows_three_explorers_and_no_code_and_leads_to_the_others(demo
     expect(page.locator("h2")).to_contain_text("Many people on one GPU")
     expect(explorers.locator("img")).to_have_count(1)
     move(explorers, explorers.locator(CONTROLS).first)
+    wait_until(lambda: "Kernel shutdown" in (tmp_path / "server.log").read_text())  # of the page that was left
     assert code.count() == 0
     assert errors == []
     refused = {request.failure for request in elsewhere if not request.url.startswith(("data:", "blob:"))}
