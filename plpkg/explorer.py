@@ -52,8 +52,8 @@ class Explorer(ipywidgets.VBox):
         # A fixed height keeps the page from jumping while the figure is redrawn.
         self._image = ipywidgets.HTML(layout={"height": "390px"})
         for control in controls.values():
-            control.style.description_width = "12em"
-            control.layout.width = "44em"
+            control.style.description_width = "14em"
+            control.layout.width = "46em"
             if hasattr(control, "continuous_update"):
                 control.continuous_update = False
         self._update()
