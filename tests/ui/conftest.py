@@ -106,8 +106,8 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def started(command: list[str], port: int, home: Path, end: signal.Signals = signal.SIGTERM):
-    """The address of a server, which a signal to its process group has to end."""
+def started(command: list[str], port: int, home: Path):
+    """The address of a server, which SIGTERM to its process group has to end."""
     environment = os.environ | {
         "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
         "JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces"),
@@ -131,7 +131,7 @@ def started(command: list[str], port: int, home: Path, end: signal.Signals = sig
         wait_until(listens)
         yield f"http://127.0.0.1:{port}"
     finally:
-        os.killpg(server.pid, end)
+        os.killpg(server.pid, signal.SIGTERM)
         server.wait(PATIENCE_S)
 
 
@@ -156,7 +156,7 @@ def demo(tmp_path):
     port = free_port()
     options = f"--no-browser --Voila.ip=127.0.0.1 --port={port} --Voila.port_retries=0"
     command = ["make", "--old-file=install", "demo", f"VENV={sys.prefix}", f"DEMO={options}"]
-    with started(command, port, tmp_path, signal.SIGINT) as address:  # as Ctrl-C ends it
+    with started(command, port, tmp_path) as address:
         yield address
 
 
