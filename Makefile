@@ -15,7 +15,7 @@ NBVAL_OPTIONS = --nbval-current-env --nbval-sanitize-with tests/nbval.cfg --nbva
 EXECUTE = --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.store_widget_state=False
 
 .DEFAULT_GOAL := help
-.PHONY: help install lab demo serve test check ui-test lint notebooks docs student bench claims checksums wheel
+.PHONY: help install lab demo serve test check ui-test lint notebooks docs student bench claims clients checksums wheel
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -67,6 +67,9 @@ bench: install ## measure, and write data/measured: what takes minutes, not what
 
 claims: install ## compute every figure of data/claims.csv again, and say which recorded run has the others
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.claims
+
+clients: install ## OpenAI's clients of other versions and makers, in an environment of their own, against plpkg serve
+	OMP_NUM_THREADS=1 $(BIN)/python tests/clients.py
 
 checksums: ## rewrite data/SHA256SUMS after data/ has changed
 	cd data && find . -type f ! -name SHA256SUMS | sed 's|^\./||' | LC_ALL=C sort | xargs sha256sum > SHA256SUMS

@@ -1,12 +1,13 @@
 """OpenAI's clients of other versions and makers against ``plpkg serve``: a table of client and call.
 
-Each set of ``ENVIRONMENTS`` gets a virtual environment of its own, since their versions exclude each other and this
-project's. ``python tests/clients.py`` starts the service and runs this file there with ``--call``; it ends with 1 if a
-call fails, or a client is told another text than the others.
+The clients get a virtual environment, since their versions exclude this project's. ``make clients`` starts the service
+and runs this file there with ``--call``; it ends with 1 if a call fails, or a client is told another text than the
+others.
 """
 
 import importlib.metadata
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import tempfile
 import venv
 from pathlib import Path
 
-ENVIRONMENTS = (("openai<3",), ("openai", "litellm", "langchain-openai"))
+BEFORE = "openai==2.54.0"
 PROMPT, SAID = "Return the", dict(max_tokens=8, temperature=0)
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": PROMPT}]}]
 TEMPLATE = (
@@ -49,6 +50,7 @@ def of_openai(url):
 
 
 def of_litellm(url):
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else its import fetches a table of prices, three times over
     import litellm
 
     asked = dict(model="openai/numpy", messages=CHAT, api_base=f"{url}/v1", api_key="none") | SAID
@@ -74,20 +76,17 @@ def of_langchain(url):
 CLIENTS = {"openai": of_openai, "litellm": of_litellm, "langchain-openai": of_langchain}
 
 
-def called(url) -> list[dict]:
-    """What the clients of this environment say."""
+def called(url, names) -> list[dict]:
+    """What the clients of these names say in this environment."""
     rows = []
-    for name, client in CLIENTS.items():
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        for call, ask in client(url):
+    for name in names:
+        for call, ask in CLIENTS[name](url):
+            row = {"client": f"{name} {importlib.metadata.version(name)}", "call": call}
             try:
                 said = ask()
+                rows.append(row | {"said": said, "right": said is True or (isinstance(said, str) and said != "")})
             except Exception as error:
-                said = f"{type(error).__name__}: {error}"
-            rows.append({"client": f"{name} {version}", "call": call, "said": said})
+                rows.append(row | {"said": f"{type(error).__name__}: {error}", "right": False})
     return rows
 
 
@@ -100,37 +99,46 @@ def model_with_a_template(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def main() -> int:
+def answers(folder: Path, url: str) -> list[dict]:
+    """What all clients say: those of ``clients.txt``, and ``openai`` of the major version before in front of them."""
+    python, before = folder / "clients" / "bin" / "python", folder / "before"
+    venv.create(folder / "clients")
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-compile"]
+    subprocess.run([*pip, "-r", Path(__file__).with_suffix(".txt")], check=True)
+    subprocess.run([*pip, "--no-deps", "--target", before, BEFORE], check=True)
     rows = []
+    for path, names in ((before, ["openai"]), ("", CLIENTS)):
+        command = [python, __file__, "--call", url, *names]
+        done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, check=True)
+        rows += json.loads(done.stdout.splitlines()[-1])
+    return rows
+
+
+def main() -> int:
+    import pandas as pd  # the clients' environment has none
+
     with tempfile.TemporaryDirectory() as folder:
         model_with_a_template(Path(folder, "model"))
         command = [sys.executable, "-m", "plpkg", "serve", "--model", f"{folder}/model", "--store", f"{folder}/store"]
         command += ["--adapter", Path(__file__).parents[1] / "data" / "serving" / "numpy", "--listen", "127.0.0.1:0"]
         service = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
-            url = re.search(r"http://\S+", service.stdout.readline())[0]
-            for number, wanted in enumerate(ENVIRONMENTS):
-                place = Path(folder, str(number))
-                venv.create(place, with_pip=True)
-                subprocess.run([place / "bin" / "pip", "install", "--quiet", *wanted], check=True)
-                done = subprocess.run(
-                    [place / "bin" / "python", __file__, "--call", url], stdout=subprocess.PIPE, check=True
-                )
-                rows += json.loads(done.stdout.splitlines()[-1])
+            told = pd.DataFrame(answers(Path(folder), re.search(r"http://\S+", service.stdout.readline())[0]))
         finally:
             service.terminate()
             service.wait()
-    texts = {kind: next(r["said"] for r in rows if r["call"] == kind) for kind in ("complete", "chat")}
-    failed = 0
-    for row in rows:
-        right = row["said"] is True or row["said"] == texts.get(row["call"].partition(",")[0])
-        failed += not right
-        print(f"{row['client']:28} {row['call']:28} {'ok' if right else row['said']}")
-    return min(failed, 1)
+    for kind in ("complete", "chat"):  # in whatever way a text comes, it is the same one
+        texts = told["call"].isin([kind, f"{kind}, stream"])
+        told["right"] &= ~texts | (told["said"] == told.loc[texts, "said"].iloc[0])
+    table = told.assign(told=told["right"].map({True: "ok", False: "FAILED"}))
+    print(table.pivot_table("told", "call", "client", aggfunc="first", sort=False).fillna("-").to_string())
+    for row in told[~told["right"]].itertuples():
+        print(f"{row.client}, {row.call}: {row.said!r}")
+    return int(not told["right"].all())
 
 
 if __name__ == "__main__":
-    if "--call" in sys.argv:
-        print(json.dumps(called(sys.argv[-1])))
+    if sys.argv[1:2] == ["--call"]:
+        print(json.dumps(called(sys.argv[2], sys.argv[3:])))
     else:
         sys.exit(main())
