@@ -53,7 +53,7 @@ def test_no_scored_window_stands_in_any_training_text(everything):
         return [text[i : i + SPAN] for i in starts if hash(text[i : i + SPAN]) in windows]
 
     page = max(scored, key=len)
-    assert all(shared("x" * i + page[: SPAN + i] + "x") for i in range(step))
+    assert all(shared("x" * i + page[:SPAN] + "x") for i in range(step))
     for writer in everything:
         for document in writer.split("train"):
             assert not shared(document.text), document.name
