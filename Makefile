@@ -11,7 +11,7 @@ DIST ?= dist
 CONSTRAINTS ?= constraints.txt
 PARALLEL ?= -n 2
 NBVAL ?= --nbval
-NBVAL_OPTIONS = --nbval-current-env --nbval-sanitize-with tests/nbval.cfg --nbval-cell-timeout 1200 -p no:cacheprovider -p notebook_memory
+NBVAL_OPTIONS = --nbval-current-env --nbval-sanitize-with tests/nbval.cfg --nbval-cell-timeout 1200 -p no:cacheprovider -p no:schemathesis -p notebook_memory
 EXECUTE = --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.store_widget_state=False
 
 .DEFAULT_GOAL := help

@@ -219,8 +219,9 @@ def test_what_is_done_by_hand_stands_in_the_package(path, notebook):
 
 
 def nbval(*paths):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--nbval", "--nbval-current-env"]
-    command += ["--nbval-sanitize-with", str(ROOT / "tests" / "nbval.cfg"), "--nbval-cell-timeout", "600"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:schemathesis"]
+    command += ["--nbval", "--nbval-current-env", "--nbval-cell-timeout", "600"]
+    command += ["--nbval-sanitize-with", str(ROOT / "tests" / "nbval.cfg")]
     return subprocess.run([*command, *map(str, paths)], cwd=ROOT, capture_output=True, text=True)
 
 

@@ -1,6 +1,5 @@
 import ast
 import math
-import os
 from collections import Counter
 
 import numpy as np
@@ -11,8 +10,8 @@ from scipy import ndimage
 
 from plpkg.autonomy.augment import OPERATIONS, STOP_WORDS, augment_images, eda, neighbours
 
+from preloaded import Process
 from rounding import assert_close, sampling_error
-from waiting import interpreter
 
 SENTENCE = ["The", "quick", "fox", "is", "in", "the", "big", "Garden"]
 SYNONYMS = {"quick": ["fast", "swift"], "big": ["large", "huge", "vast"], "Garden": ["yard"]}
@@ -106,8 +105,8 @@ def test_the_generator_decides_in_any_process():
         " synonyms=lambda word: [word + 'a', word + 'b']) for operation in OPERATIONS]"
     )
     there = f"import torch; from plpkg.autonomy.augment import OPERATIONS, eda; print({code})"
-    other = os.environ | {"PYTHONHASHSEED": "1"}  # another order of a set of strings
-    assert ast.literal_eval(interpreter(there, env=other)) == eval(code)
+    with Process(there) as process:  # which has another order of a set of strings
+        assert ast.literal_eval(process.stdout.read()) == eval(code)
 
 
 @pytest.mark.parametrize(

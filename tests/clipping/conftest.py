@@ -23,27 +23,34 @@ def flat():
 
 @pytest.fixture(scope="session")
 def assert_as_loop():
-    """An execution gives the loop's sum, and its norms relatively.
+    """Executions give the loop's sum, and its norms relatively.
 
     The loop's float32 has a distance from its float64, which measures rounding; between two results in float64 it is
     as much smaller as the eps (but not if a model is ``mixed``: if it computes parts in float32 all the same).
     """
 
-    def check(model, loss, batch, execution, max_grad_norm=0.1, *, mixed=False, **options):
+    def check(model, loss, batch, *executions, max_grad_norm=0.1, mixed=False, **options):
         dtype, loops = next(model.parameters()).dtype, {}
         for precision in (torch.float32, torch.float64):  # in this order: float32's weights are float64's as well
             model.to(precision)
             loops[precision] = clipped_gradients(model, loss, _to(batch, precision), max_grad_norm, "loop", **options)
-        got, others = clipped_gradients(model.to(dtype), loss, _to(batch, dtype), max_grad_norm, execution, **options)
         (rough, rough_norms), (exact, norms) = loops.values()
         wanted, wanted_norms = loops[dtype]
-        assert list(got) == list(wanted)
-        assert all(got[name].shape == wanted[name].shape for name in wanted)
         grow = 1 if mixed else torch.finfo(torch.float32).eps / torch.finfo(dtype).eps
         rough, sizes = _flat(rough), norms.clamp(min=1e-30)
-        assert_as_exact(rough + (_flat(got) - _flat(wanted)) * grow, rough, _flat(exact))
         relative = rough_norms / sizes
-        assert_as_exact(relative + (others - wanted_norms) / sizes * grow, relative, norms / sizes)
+        for execution in executions:
+            try:
+                got, others = clipped_gradients(
+                    model.to(dtype), loss, _to(batch, dtype), max_grad_norm, execution, **options
+                )
+                assert list(got) == list(wanted)
+                assert all(got[name].shape == wanted[name].shape for name in wanted)
+                assert_as_exact(rough + (_flat(got) - _flat(wanted)) * grow, rough, _flat(exact))
+                assert_as_exact(relative + (others - wanted_norms) / sizes * grow, relative, norms / sizes)
+            except Exception as error:
+                error.add_note(f"execution={execution!r}")
+                raise
 
     return check
 

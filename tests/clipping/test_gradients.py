@@ -52,20 +52,18 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("execution", ALL)
 @pytest.mark.parametrize("name", MODELS)
-def test_language_models(name, execution, assert_as_loop, lm_loss, still):
-    assert_as_loop(still(MODELS[name]()), lm_loss, text(), execution)
+def test_language_models(name, assert_as_loop, lm_loss, still):
+    assert_as_loop(still(MODELS[name]()), lm_loss, text(), *ALL)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("execution", ALL)
-def test_transformers_gradient_checkpointing(execution, reentrant, assert_as_loop, lm_loss, still):
+def test_transformers_gradient_checkpointing(reentrant, assert_as_loop, lm_loss, still):
     for model in (backbone(tie_word_embeddings=True), lora()):
         model.activation_checkpointing_enable({"use_reentrant": reentrant} if reentrant else None)
         if reentrant:
             model.enable_input_require_grads()
-        assert_as_loop(still(model), lm_loss, text(), execution)
+        assert_as_loop(still(model), lm_loss, text(), *ALL)
 
 
 def test_a_weight_used_past_its_layer_is_refused_by_name():
@@ -270,5 +268,5 @@ def test_random_architectures(kinds, order, half, batch, seq, tied, clipping, se
     def loss(model, ids):
         return functional.cross_entropy(model(ids, order).mT, ids.roll(1, 1), reduction="none").mean(1)
 
-    for execution in (*EXECUTIONS, plan(model, loss, ids), "auto", "auto"):
-        assert_as_loop(model, loss, ids, execution, 0.3, clipping=clipping)
+    executions = (*EXECUTIONS, plan(model, loss, ids), "auto", "auto")
+    assert_as_loop(model, loss, ids, *executions, max_grad_norm=0.3, clipping=clipping)

@@ -270,19 +270,18 @@ def loss(model, x):
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # torch.func goes example by example
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")  # the older function is tested, too
-@pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("name", CASES)
-def test_equal_to_one_example_at_a_time(name, execution, assert_as_loop):
+def test_equal_to_one_example_at_a_time(name, assert_as_loop):
     make, x, after = CASES[name]
     torch.manual_seed(0)
     model = apart(make(), after)
     for clipping in ("flat", "per_layer"):
-        assert_as_loop(model, loss, x, execution, 1.0, clipping=clipping)
+        assert_as_loop(model, loss, x, *EXECUTIONS, max_grad_norm=1.0, clipping=clipping)
     model.double()
     x = x.double() if x.is_floating_point() else x
     mixed = name in ("Llama's RMSNorm", "Gemma's RMSNorm", "T5's norm")
     for clipping in ("flat", "automatic", "per_layer"):
-        assert_as_loop(model, loss, x, execution, 1.0, clipping=clipping, mixed=mixed)
+        assert_as_loop(model, loss, x, *EXECUTIONS, max_grad_norm=1.0, clipping=clipping, mixed=mixed)
 
 
 def test_a_scaled_embedding_is_recognised_by_what_it_does():

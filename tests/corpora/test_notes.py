@@ -12,7 +12,7 @@ from plpkg.corpora.notes import KINDS, SIDES, VOICES
 from plpkg.corpora.pages import Page
 from plpkg.corpora.wordings import Wording, addressed, held_out, with_article, words
 
-from waiting import interpreter
+from preloaded import Process
 
 ASKED = [kind for kind in KINDS if kind != "text"]
 
@@ -142,7 +142,8 @@ def test_the_same_seed_gives_the_same_passages_in_every_process():
         "print(hashlib.sha256(texts.encode()).hexdigest())"
     )
     here = hashlib.sha256(repr([*drawn(5, 40), corpora.notes(3)]).encode()).hexdigest()
-    assert interpreter(script).strip() == here
+    with Process(script) as process:
+        assert process.stdout.read().strip() == here
     assert list(drawn(6, 3)) != list(drawn(7, 3))
 
 

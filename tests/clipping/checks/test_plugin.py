@@ -48,6 +48,7 @@ def train(*arguments, **options):
 def run(folder, call):
     """What a process prints, and its exit status."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # importing the others takes seconds
     command = [sys.executable, "-c", f"import sys, pytest; {call}"]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     return done.stdout + done.stderr, done.returncode

@@ -50,16 +50,14 @@ def ids():
     return {"input_ids": torch.randint(0, 64, (len(USERS), 9), generator=torch.Generator().manual_seed(2))}
 
 
-@pytest.mark.parametrize("execution", [*EXECUTIONS, "auto"])
 @pytest.mark.parametrize("clipping", CLIPPINGS)
-def test_every_execution_is_the_loop_over_users(execution, clipping, assert_as_loop):
-    assert_as_loop(net(), squares, pictures(), execution, users=USERS, clipping=clipping)
+def test_every_execution_is_the_loop_over_users(clipping, assert_as_loop):
+    assert_as_loop(net(), squares, pictures(), *EXECUTIONS, "auto", users=USERS, clipping=clipping)
 
 
-@pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("model", [language_model, adapters])
-def test_tied_embeddings_and_adapters_of_users(model, execution, assert_as_loop, lm_loss):
-    assert_as_loop(model(), lm_loss, ids(), execution, users=USERS)
+def test_tied_embeddings_and_adapters_of_users(model, assert_as_loop, lm_loss):
+    assert_as_loop(model(), lm_loss, ids(), *EXECUTIONS, users=USERS)
 
 
 def flat(gradients):

@@ -295,7 +295,8 @@ def test_sixteen_devices_at_once_each_with_its_own_adapter_and_guesses(adapted, 
         answers = at_once(work, models)
         wait_until(lambda: cloud.sessions == 0)
     for model, whole, (guessed, batch) in zip(models, wholes, answers, strict=True):
-        assert all(torch.equal(tokens, expected_tokens(whole, TEXT, 8)) for tokens in guessed)
+        expected = expected_tokens(whole, TEXT, 8)
+        assert all(torch.equal(tokens, expected) for tokens in guessed)
         assert torch.equal(batch, expected_tokens(whole, count=5))
         same_gradients({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, whole, IDS)
     assert len({tuple(batch.flatten().tolist()) for _, batch in answers}) > 4

@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 from urllib.parse import urlsplit
 
 import pytest
@@ -246,28 +247,25 @@ LACKING += [(OSError(code, "/secret"), 503) for code in (errno.EMFILE, errno.EIO
 LACKING += [(PermissionError("/secret"), 503), (MemoryError("/secret"), 503), (TimeoutError("/secret"), 503)]
 
 
-@pytest.mark.parametrize(("error", "expected"), LACKING, ids=lambda each: repr(each))
 @pytest.mark.parametrize(
     "place", ["the body is parsed", "an upload is kept", "an upload is read", "the store is asked"]
 )
-def test_what_the_service_lacks_is_an_error_in_json(service, monkeypatch, error, expected, place):
-    def fails(*_, **__):
-        raise error
-
+def test_what_the_service_lacks_is_an_error_in_json(service, monkeypatch, place):
     owner, name = {
         "the body is parsed": (intake, "parsed"),
         "an upload is kept": (tempfile.SpooledTemporaryFile, "write"),
         "an upload is read": (api, "read_adapter"),
         "the store is asked": (Store, "current"),
     }[place]
-    monkeypatch.setattr(owner, name, fails)
-    files = {part: (part, b"{}") for part in (api.CONFIG, api.WEIGHTS)}
+    path, asked = "completions", dict(json=dict(model="mine", prompt="a"))
     if "upload" in place:
-        answer = service.client.post("/v1/accounts/ann/adapters/mine", files=files, headers=header("ann"))
-    else:
-        answer = service.client.post("/v1/completions", json=dict(model="mine", prompt="a"), headers=header("ann"))
-    told = answer.json()["error"]
-    assert (answer.status_code, told["code"], told["type"]) == (expected, expected, "server_error")
-    assert "secret" not in answer.text
-    monkeypatch.undo()
-    assert status(service, "ann") == 200
+        path = "accounts/ann/adapters/mine"
+        asked = dict(files={part: (part, b"{}") for part in (api.CONFIG, api.WEIGHTS)})
+    for error, expected in LACKING:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, mock.Mock(side_effect=error))
+            answer = service.client.post(f"/v1/{path}", headers=header("ann"), **asked)
+        told = answer.json()["error"]
+        assert (answer.status_code, told["code"], told["type"]) == (expected, expected, "server_error"), error
+        assert "secret" not in answer.text
+        assert status(service, "ann") == 200
