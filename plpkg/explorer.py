@@ -53,8 +53,8 @@ class Explorer(ipywidgets.VBox):
         self._image = ipywidgets.HTML(layout={"height": "390px"})
         for control in controls.values():
             # Relative, so that label, slider and value all fit where the window is narrow.
-            control.style.description_width = "min(12em, 45%)"
-            control.layout.width, control.layout.max_width = "98%", "44em"
+            control.style.description_width = "min(14em, 45%)"
+            control.layout.width, control.layout.max_width = "98%", "46em"
             if hasattr(control, "continuous_update"):
                 control.continuous_update = False
         self._update()

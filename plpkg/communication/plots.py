@@ -182,8 +182,8 @@ def by_rank(
     ax.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     ax.minorticks_off()
     ax.set_title(model.name)
-    ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
-    ax.figure.set_size_inches(9.6, 4.2)
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
+    ax.figure.set_size_inches(7.2, 5.2)
     return theme.describe(
         ax,
         f"Traffic per token of {model.name} against the rank, both axes logarithmic: from {kbit[0]:.0f} kbit at "
