@@ -12,6 +12,12 @@ from waiting import wait_until
 
 pytestmark = pytest.mark.browser
 CONTROLS = "select, .noUi-handle, input[type=checkbox]"
+FITS = """() => {
+    const edge = document.querySelector(".plpkg-explorer").parentElement.getBoundingClientRect().right
+    const parts = document.querySelectorAll(".plpkg-explorer .widget-hbox > *")
+    return [...parts].every(e => e.scrollWidth <= e.clientWidth + 1 && e.getBoundingClientRect().right <= edge + 1)
+}"""
+"""Whether no label, slider or value is cut off."""
 
 
 def move(explorer, control):
@@ -43,6 +49,8 @@ def test_every_control_answers_to_the_keyboard(lab, page, widget_notebook):
     for index in range(controls.count()):
         move(explorer, controls.nth(index))
     assert page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']").count() == 0
+    page.set_viewport_size({"width": 700, "height": 1000})
+    page.wait_for_function(FITS)
 
 
 def test_the_demo_shows_three_explorers_and_no_code_and_leads_to_the_others(demo, page, tmp_path):
