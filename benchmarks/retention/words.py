@@ -4,9 +4,9 @@ Fourteen plain notes of common relations are about 320 tokens. In longer texts t
 cache plpkg-reader answers too few questions about 900 tokens (``benchmarks.backbones.answers``, "length").
 
 * heads: retaining heads for plpkg-reader, trained on texts with questions; they come with the package.
-* long: the same notes in texts of up to 60, some 1,500 tokens, under a budget of 64. In "the right note" a span holds the
-  units of the sentence with the answer, in "another note" those of another sentence, and the rest is a sink and the latest:
-  what a choice would be worth that knew the question. Everything else here chooses without it.
+* long: the same notes in texts of up to 60, some 1,400 tokens, under a budget of 64. In "the right note" a span holds
+  the units of the sentence with the answer, in "another note" those of another sentence, and the rest is a sink and the
+  latest: what a choice would be worth that knew the question. Everything else here chooses without it.
 * budget: right answers by budget and method. The question comes after the text, when the cuts are made (``after``); or
   it is the end of what is read, so that methods that score by the last queries see it (``last``); or it stands before
   the text as well (``first``). Every method keeps the latest eighth of its budget, and what it protects by itself.

@@ -1,4 +1,4 @@
-"""Figures of notebook 03: how far the published curves are met, where a token's time goes, what the round trip costs."""
+"""Figures of notebook 03: how well the published curves are met, where time goes, what the round trip costs."""
 
 from collections.abc import Mapping, Sequence
 
