@@ -107,10 +107,12 @@ def fills(count: int) -> list[dict]:
 
 
 def name_lines(ax, gap: float = 0.06) -> None:
-    """Write each line's name behind its last point, in its colour, instead of a legend.
+    """Write each line's name behind its last point, in its colour but darker, instead of a legend.
 
     Called once the axes have their limits. Names stand at least ``gap`` of the axes' height apart.
     """
+    from matplotlib.colors import to_rgb
+
     places = []
     for line, name in zip(*ax.get_legend_handles_labels(), strict=True):
         line = getattr(line, "lines", [line])[0]  # of an error bar: its line
@@ -122,6 +124,7 @@ def name_lines(ax, gap: float = 0.06) -> None:
     for above, below in pairwise([[1 + gap], *reversed(places)]):  # no name above the axes, where others have room
         below[0] = min(below[0], above[0] - gap)
     for height, name, colour in places:
+        colour = [0.75 * part for part in to_rgb(colour)]
         offset = dict(xytext=(8, 0), textcoords="offset points")
         ax.annotate(name, (1, height), xycoords="axes fraction", **offset, color=colour, va="center", fontsize=10)
 

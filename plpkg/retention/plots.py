@@ -180,7 +180,7 @@ def text(rows, ax=None):
     ax.axhline(0, color="0.4", lw=1, linestyle="--")
     ax.set_xticks(range(len(budgets)), [f"{budget:.0f}" for budget in budgets])
     ax.grid(False, axis="x")
-    ax.set(xlabel="units that each KV head keeps, of 384", ylabel="change of perplexity\nagainst random scores (%)")
+    ax.set(xlabel="units that each KV head keeps, of 384", ylabel="change of perplexity against\nrandom scores (%), ← better")
     ax.set_title("plpkg-small goes on with 32 texts; bars: 95 %")
     _legend_below(ax, 6)
     apart = rows[rows["over_random"].abs() > rows["half_width"]]
