@@ -6,11 +6,11 @@ from plpkg import drawing, theme
 from plpkg.recorded import half_width
 from plpkg.retention.trials.tasks import FIRST_KEY, FIRST_VALUE
 
-METHODS = (
-    "Locret", "SnapKV", "H2O", "oracle", "SirLLM", "sink + recent", "key norm", "random", "right note", "another note",
-)  # fmt: skip
+METHODS = ("Locret", "SnapKV", "H2O", "oracle", "SirLLM", "sink + recent", "key norm", "random")
 STYLES = dict(zip(METHODS, theme.styles(len(METHODS)), strict=True))
 STYLES["full"] = {"color": "0", "linestyle": "-", "marker": "x"}
+STYLES["right note"] = {"color": "#00663a", "linestyle": "-", "marker": "D"}  # the palette's last two are too pale
+STYLES["another note"] = {"color": "#8c2d04", "linestyle": "--", "marker": "v"}
 """One style for a method in every figure: a case has that of the method in its name, or else the full cache's."""
 
 VARIANTS = ({}, {"linestyle": "--", "markerfacecolor": "white"}, {"linestyle": ":", "fillstyle": "left"})
@@ -180,7 +180,10 @@ def text(rows, ax=None):
     ax.axhline(0, color="0.4", lw=1, linestyle="--")
     ax.set_xticks(range(len(budgets)), [f"{budget:.0f}" for budget in budgets])
     ax.grid(False, axis="x")
-    ax.set(xlabel="units that each KV head keeps, of 384", ylabel="change of perplexity against\nrandom scores (%), ← better")
+    ax.set(
+        xlabel="units that each KV head keeps, of 384",
+        ylabel="change of perplexity against\nrandom scores (%), ← better",
+    )
     ax.set_title("plpkg-small goes on with 32 texts; bars: 95 %")
     _legend_below(ax, 6)
     apart = rows[rows["over_random"].abs() > rows["half_width"]]
