@@ -5,7 +5,7 @@ A figure carries a sentence for those who cannot see it: plot functions set it w
 shows; JupyterLab itself does not render it, so every figure also stands beside a table).
 """
 
-from itertools import cycle
+from itertools import cycle, pairwise
 
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -104,6 +104,29 @@ def fills(count: int) -> list[dict]:
 
     colours, hatches = cycle(sns.color_palette("colorblind")), cycle(HATCHES)
     return [{"color": next(colours), "hatch": next(hatches), "edgecolor": "white"} for _ in range(count)]
+
+
+def name_lines(ax, gap: float = 0.06) -> None:
+    """Write each line's name behind its last point, in its colour but darker, instead of a legend.
+
+    Called once the axes have their limits. Names stand at least ``gap`` of the axes' height apart.
+    """
+    from matplotlib.colors import to_rgb
+
+    places = []
+    for line, name in zip(*ax.get_legend_handles_labels(), strict=True):
+        line = getattr(line, "lines", [line])[0]  # of an error bar: its line
+        end = line.get_xdata()[-1], line.get_ydata()[-1]
+        places.append([ax.transAxes.inverted().transform(ax.transData.transform(end))[1], name, line.get_color()])
+    places.sort(key=lambda place: place[0])
+    for below, above in pairwise(places):
+        above[0] = max(above[0], below[0] + gap)
+    for above, below in pairwise([[1 + gap], *reversed(places)]):  # no name above the axes, where others have room
+        below[0] = min(below[0], above[0] - gap)
+    for height, name, colour in places:
+        colour = [0.75 * part for part in to_rgb(colour)]
+        offset = dict(xytext=(8, 0), textcoords="offset points")
+        ax.annotate(name, (1, height), xycoords="axes fraction", **offset, color=colour, va="center", fontsize=10)
 
 
 def describe(ax, sentence: str):

@@ -1,4 +1,6 @@
 import matplotlib.pyplot as plt
+import pytest
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from plpkg import theme
@@ -23,6 +25,19 @@ def test_alt_text_travels_with_the_image_and_says_all_axes():
     theme.describe(right, "A line.")
     theme.describe(right, "A second line.")
     assert theme.alt(figure) == "A first line. A second line."
+
+
+def test_lines_are_named_in_their_order_and_apart():
+    ax = theme.axes()
+    ax.errorbar([0, 1], [0, 5], yerr=1, label="middle")
+    for name, end in (("top", 10), ("below the top", 9.9), ("bottom", 0)):
+        ax.plot([0, 1], [0, end], label=name)
+    ax.set_ylim(0, 10)
+    theme.name_lines(ax, gap=0.1)
+    heights = {text.get_text(): text.xy[1] for text in ax.texts}
+    assert heights == pytest.approx({"top": 1, "below the top": 0.9, "middle": 0.5, "bottom": 0})
+    assert ax.texts[-1].get_text() == "top"
+    assert ax.texts[-1].get_color() == pytest.approx([0.75 * part for part in to_rgb(ax.lines[1].get_color())])
 
 
 def test_use_sets_the_palette():

@@ -4,14 +4,18 @@ Fourteen plain notes of common relations are about 320 tokens. In longer texts t
 cache plpkg-reader answers too few questions about 900 tokens (``benchmarks.backbones.answers``, "length").
 
 * heads: retaining heads for plpkg-reader, trained on texts with questions; they come with the package.
+* long: the same notes in texts of up to 60, some 1,400 tokens, under a budget of 64. In "the right note" a span holds
+  the units of the sentence with the answer, in "another note" those of another sentence, and the rest is a sink and the
+  latest: what a choice would be worth that knew the question. Everything else here chooses without it.
 * budget: right answers by budget and method. The question comes after the text, when the cuts are made (``after``); or
   it is the end of what is read, so that methods that score by the last queries see it (``last``); or it stands before
   the text as well (``first``). Every method keeps the latest eighth of its budget, and what it protects by itself.
 
-Run: ``python -m benchmarks.retention.words`` (about 15 minutes), or one of the sections. Not part of ``make bench``.
+Run: ``python -m benchmarks.retention.words`` (about 25 minutes), or one of the sections. Not part of ``make bench``.
 """
 
 import random
+import re
 import time
 from collections.abc import Iterator
 
@@ -33,6 +37,8 @@ FACTS, CHUNK, ALL = 14, 32, 2048
 BUDGETS = (256, 192, 128)
 STEPS, COUNT = 2000, 80
 """Texts that the heads learn from, and questions of the test, each with a text of its own."""
+LENGTHS, SMALL, LONG_COUNT = (14, 28, 60), 64, 60
+"""Notes of a longer text, the budget for it, and how many texts there are of each length."""
 
 
 def encoded(tokenizer, text: str, start: bool = True) -> torch.Tensor:
@@ -84,12 +90,12 @@ def scorers(heads: RetainingHeads, recent: int) -> dict:
 
 
 @torch.no_grad()
-def answered(model, tokenizer, passages: list[Passage], question: str, scorer, budget: int) -> Answered:
-    """Each passage read in chunks under a budget, then asked."""
+def answered(model, tokenizer, passages: list[Passage], question: str, scorer, budget: int, keep=None) -> Answered:
+    """Each passage read in chunks under a budget, with its spans to ``keep``, then asked."""
     given = []
-    for passage in passages:
+    for passage, spans in zip(passages, keep or [()] * len(passages), strict=True):
         text, asked = parts(passage, question)
-        read = chunked_prefill(model, encoded(tokenizer, text), scorer, budget, CHUNK)
+        read = chunked_prefill(model, encoded(tokenizer, text), scorer, budget, CHUNK, keep=spans)
         asked = encoded(tokenizer, asked, start=False)
         options = dict(max_new_tokens=LONGEST, do_sample=False, stop_strings="\n", tokenizer=tokenizer)
         tokens = read.ask(model, asked, pad_token_id=tokenizer.pad_token_id, **options)[0]
@@ -111,7 +117,44 @@ def rows_of_budget() -> Iterator[dict]:
             yield dict(case=name, question=question, x=budget, share=found.share, low=low, high=high)
 
 
-SECTIONS = {"heads": rows_of_heads, "budget": rows_of_budget}
+def span(tokenizer, text: str, sentence: str) -> tuple[int, int]:
+    """Which units a sentence of the text is, with the start token in front."""
+    found = tokenizer(text, add_special_tokens=False)
+    start = text.index(sentence)
+    return found.char_to_token(start) + 1, found.char_to_token(start + len(sentence) - 1) + 2
+
+
+def rows_of_long() -> Iterator[dict]:
+    model, tokenizer = load_backbone("plpkg-reader")
+    heads, rng = RetainingHeads.from_pretrained(HEADS, model), random.Random("retention on long texts")
+    for facts in LENGTHS:
+        passages = [corpora.reading(rng, facts=facts, **NOTES) for _ in range(LONG_COUNT)]
+        lengths = [encoded(tokenizer, passage.text).shape[1] for passage in passages]
+        right, wrong = [], []
+        for passage in passages:
+            notes = re.split(r"(?<=[.!?])\s+", passage.text)
+            for spans, holds in ((right, True), (wrong, False)):
+                some = [note for note in notes if (passage.answer in note) == holds]
+                spans.append([span(tokenizer, passage.text, rng.choice(some) if not holds else some[0])])
+        runs = {
+            "full cache": (None, SinkRecent(), None),
+            "the right note": (SMALL, SinkRecent(), right),
+            "another note": (SMALL, SinkRecent(), wrong),
+            "sink + recent": (SMALL, SinkRecent(), None),
+            "Locret": (SMALL, Locret(heads, recent=SMALL // 8), None),
+        }
+        if facts == LENGTHS[-1]:
+            del runs["Locret"]  # in the shorter texts it answers one question of 60
+        for name, (budget, scorer, keep) in runs.items():
+            found = answered(model, tokenizer, passages, "after", scorer, budget or ALL, keep)
+            low, high = found.interval
+            yield dict(
+                case=name, question="after", x=budget, tokens=sum(lengths) / len(lengths), share=found.share, low=low,
+                high=high,
+            )  # fmt: skip
+
+
+SECTIONS = {"heads": rows_of_heads, "budget": rows_of_budget, "long": rows_of_long}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

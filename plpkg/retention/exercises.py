@@ -40,6 +40,12 @@ def best_units(function: object) -> Verdict:
 
     def hint(got: torch.Tensor, scores: torch.Tensor, budget: int, stabilizers: int) -> str:
         expected = keep_indices(scores[None], budget, stabilizers=stabilizers)[0]
+        if got.shape == scores.shape and got.max() <= 1 < budget < scores.shape[1]:
+            return "the places are wanted, not a mask"
+        if got.dtype.is_floating_point:
+            return "the places are wanted, not the scores that stay"
+        if stabilizers and got.shape[-1] == budget + stabilizers:
+            return "stabilizers count within the budget"
         if torch.equal(got.sort(-1).values, expected):
             return "the right units, but they stay in their order of time"
         if not stabilizers:
@@ -73,10 +79,14 @@ def labels(function: object) -> Verdict:
 
     def hint(got: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> str:
         paid = logits(q, k)
+        if len(got) == len(q) != len(k):
+            return "a KV head has one label for a unit: the highest of the query heads that share it"
         interleaved = logits(q.unflatten(0, (-1, len(k))).transpose(0, 1).flatten(0, 1), k)
         known = {
             "the logits are scaled by one over the root of d": paid.amax(dim=(1, 2)) * q.shape[-1] ** 0.5,
             "the highest logit is wanted, not the mean": paid.mean(dim=(1, 2)),
+            "the highest logit is wanted, not the sum": paid.sum(dim=(1, 2)),
+            "the logit is wanted, before the softmax": paid.softmax(-1).amax(dim=(1, 2)),
             "a KV head serves neighbouring query heads: 0 and 1, say, then 2 and 3": interleaved.amax(dim=(1, 2)),
         }
         return next((reason for reason, wrong in known.items() if torch.allclose(got, wrong, atol=1e-4)), "")

@@ -9,6 +9,8 @@ from plpkg.retention.trials.tasks import FIRST_KEY, FIRST_VALUE
 METHODS = ("Locret", "SnapKV", "H2O", "oracle", "SirLLM", "sink + recent", "key norm", "random")
 STYLES = dict(zip(METHODS, theme.styles(len(METHODS)), strict=True))
 STYLES["full"] = {"color": "0", "linestyle": "-", "marker": "x"}
+STYLES["right note"] = {"color": "#00663a", "linestyle": "-", "marker": "D"}  # the palette's last two are too pale
+STYLES["another note"] = {"color": "#8c2d04", "linestyle": "--", "marker": "v"}
 """One style for a method in every figure: a case has that of the method in its name, or else the full cache's."""
 
 VARIANTS = ({}, {"linestyle": "--", "markerfacecolor": "white"}, {"linestyle": ":", "fillstyle": "left"})
@@ -125,16 +127,19 @@ def space(rows, ax=None):
 
 def budget(rows, ax=None):
     """Accuracy by budget and scorer, with 95 % intervals over models: the section "budget"."""
-    ax = theme.axes(ax)
+    ax = theme.axes(ax, figsize=(8, 4.6))
     shares = 100 * rows.dropna(subset="x").groupby(["case", "x"], sort=False)["of_full"].agg(["mean", half_width])
     cases = styles(shares.index.unique("case"))
+    ax.axhline(100, color=STYLES["full"]["color"], lw=1, zorder=1)
+    ax.text(shares.index.unique("x").max(), 101, "full cache", ha="right", va="bottom", fontsize=10)
     for case, style in cases.items():
         points = shares.loc[case]
-        ax.errorbar(points.index, points["mean"], yerr=points["half_width"], label=case, capsize=2, **style)
+        wide = dict(lw=7, alpha=0.4, zorder=0) if case == "oracle" else dict(capsize=2)  # another line lies on it
+        ax.errorbar(points.index, points["mean"], yerr=points["half_width"], label=case, **style | wide)
     _powers_of_two(ax, sorted(shares.index.unique("x")))
-    ax.set(xlabel="units that each KV head keeps, of 129", ylabel="% of the full cache's accuracy", ylim=(0, 108))
+    ax.set(xlabel="units that each KV head keeps, of 129", ylabel="% of the full cache's accuracy", ylim=(0, 110))
     ax.set_title("128 prompts, chunks of 32; bars: 95 % over five models")
-    _legend_below(ax, 4)
+    theme.name_lines(ax)
     with_16 = shares["mean"].xs(16, level="x")
     said = "; ".join(f"{case} {value:.0f} %" for case, value in with_16.items())
     return theme.describe(ax, f"Accuracy against budget for {len(cases)} scorers. With 16 units: {said}.")
@@ -175,7 +180,10 @@ def text(rows, ax=None):
     ax.axhline(0, color="0.4", lw=1, linestyle="--")
     ax.set_xticks(range(len(budgets)), [f"{budget:.0f}" for budget in budgets])
     ax.grid(False, axis="x")
-    ax.set(xlabel="units that each KV head keeps, of 384", ylabel="change of perplexity\nagainst random scores (%)")
+    ax.set(
+        xlabel="units that each KV head keeps, of 384",
+        ylabel="change of perplexity against\nrandom scores (%), ← better",
+    )
     ax.set_title("plpkg-small goes on with 32 texts; bars: 95 %")
     _legend_below(ax, 6)
     apart = rows[rows["over_random"].abs() > rows["half_width"]]
@@ -186,28 +194,41 @@ def text(rows, ax=None):
     return theme.describe(ax, f"{said}. Apart from 0: {told or 'none'}.")
 
 
-def words(rows):
-    """Right answers by budget and method, a panel for each place of the question: ``retention_words``, "budget"."""
-    import matplotlib.pyplot as plt
+def words(rows, ax=None):
+    """Right answers by budget and method, asked once the text is read: ``retention_words``, "budget"."""
+    ax, rows = theme.axes(ax, figsize=(8, 4.4)), rows[rows["question"] == "after"]
+    _shares(ax, rows.dropna(subset="x"), "x")
+    full = 100 * rows["share"][rows["x"].isna()].item()
+    ax.axhline(full, color=STYLES["full"]["color"], lw=1, linestyle="--")
+    ax.text(rows["x"].min(), full + 1, "full cache", va="bottom", fontsize=10)
+    ax.set(xlabel="units that each KV head keeps, of some 320; bars: 95 %", ylim=(0, 100), ylabel="right answers (%)")
+    theme.name_lines(ax)
+    return theme.describe(ax, f"Right answers of 80 by units kept; full cache {full:.0f} %. {_ends(rows, 'x')}")
 
-    places = {"after": "asked once it is read", "last": "also at the text's end", "first": "also before the text"}
-    panels = plt.subplots(1, len(places), figsize=(10.4, 4.4), sharey=True)[1]
-    for ax, (place, title) in zip(panels, places.items(), strict=True):
-        here = rows[rows["question"] == place]
-        full, cut = 100 * here[here["x"].isna()]["share"].item(), here.dropna(subset="x")
-        ax.axhline(full, color=STYLES["full"]["color"], lw=1, linestyle="--", label="full cache")
-        for case, style in styles(cut["case"].unique()).items():
-            points = 100 * cut[cut["case"] == case].set_index("x")[["low", "share", "high"]]
-            around = [points["share"] - points["low"], points["high"] - points["share"]]
-            ax.errorbar(points.index, points["share"], yerr=around, label=case, capsize=2, **style)
-        _powers_of_two(ax, sorted(cut["x"].unique()))
-        ax.set(title=title, ylim=(0, 100), ylabel="right answers (%)" if place == "after" else "")
-        low = cut[cut["x"] == cut["x"].min()]
-        said = "; ".join(f"{case} {100 * share:.0f} %" for case, share in zip(low["case"], low["share"], strict=True))
-        theme.describe(ax, f"{title}: full cache {full:.0f} %; with {cut['x'].min():.0f} units {said}.")
-    panels[1].set_xlabel("units that each KV head keeps; bars: 95 %")
-    _legend_below(panels[0], 7)
-    return panels
+
+def long(rows, ax=None):
+    """Right answers by a text's length, with all units and with 64: ``retention_words``, "long"."""
+    ax = theme.axes(ax, figsize=(8, 4.4))
+    _shares(ax, rows, "tokens")
+    ax.set(xlabel="tokens of the text; bars: 95 %", ylim=(0, 100), ylabel="right answers (%)")
+    theme.name_lines(ax)
+    return theme.describe(ax, f"Right answers by the length of the text. {_ends(rows, 'tokens')}")
+
+
+def _shares(ax, rows, by: str) -> None:
+    """A line with intervals for each case, over a logarithmic axis of whole numbers."""
+    for case, style in styles(rows["case"].unique()).items():
+        points = 100 * rows[rows["case"] == case].set_index(by)[["low", "share", "high"]].sort_index()
+        around = [points["share"] - points["low"], points["high"] - points["share"]]
+        ax.errorbar(points.index, points["share"], yerr=around, label=case, capsize=2, **style)
+    _powers_of_two(ax, sorted(rows[by].unique()))
+
+
+def _ends(rows, by: str) -> str:
+    """The share of each case at the largest value, in words."""
+    last = rows[rows[by] == rows[by].max()]
+    said = "; ".join(f"{case} {100 * share:.0f} %" for case, share in zip(last["case"], last["share"], strict=True))
+    return f"At {rows[by].max():,.0f}: {said}."
 
 
 def speed(rows, ax=None):
@@ -220,10 +241,8 @@ def speed(rows, ax=None):
 
 def lookup(rows, ax=None):
     """Accuracy by budget, for the question after the text and before it: the section "lookup"."""
-    table, xlabel = (
-        100 * by_case(rows).loc[list(LOOKUPS)].rename(index=LOOKUPS),
-        "units that each KV head keeps, of 33 or 35",
-    )
+    table, ax = 100 * by_case(rows).loc[list(LOOKUPS)].rename(index=LOOKUPS), theme.axes(ax, figsize=(8, 4.6))
+    xlabel = "units that each KV head keeps, of 33 or 35"
     return _lines(table, ax, xlabel, "accuracy (%)", "16 pairs, one asked for: last, or first")
 
 

@@ -119,7 +119,7 @@ def draw(kept: Kept, ax):
 def explorer() -> Explorer:
     """The widget."""
     controls = {
-        "scorer": ipywidgets.SelectionSlider(options=SCORERS, value="Locret", description="Scorer"),
+        "scorer": ipywidgets.SelectionSlider(options=SCORERS, value="sink + recent", description="Scorer"),
         "budget": ipywidgets.IntSlider(value=12, min=4, max=48, description="Budget (units)"),
         "stabilizers": ipywidgets.IntSlider(value=0, min=0, max=16, description="Stabilizers (units)"),
     }

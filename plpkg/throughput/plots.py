@@ -1,11 +1,11 @@
-"""Figures of notebook 03: published curves, where a token's time goes, what the round trip costs."""
+"""Figures of notebook 03: how well the published curves are met, where time goes, what the round trip costs."""
 
 from collections.abc import Mapping, Sequence
 
 from plpkg import theme
 from plpkg.catalog import Link, ModelShape, device as find_device, link as find_link
 from plpkg.throughput import latency, published
-from plpkg.throughput.estimate import TERMS, Estimate, decode, prefill
+from plpkg.throughput.estimate import TERMS, Estimate, decode
 from plpkg.throughput.resources import phone_memory
 
 TERM_LABELS = {
@@ -75,38 +75,33 @@ def _turn(flops_per_s: float, bytes_per_s: float, bits: int) -> float:
     return flops_per_s / 2 / (8 * bytes_per_s / bits)
 
 
-def published_curves(model: str = "llama-2-7b", stage: str = "decode", ax=None):
-    """Our ``figure`` accounting as lines, the digitised points of the publication on top.
+def residuals(ax=None):
+    """How far each accounting is from the publication's digitised points, in per cent, against the rank.
 
-    ``stage`` is ``"decode"`` (against the batch) or ``"prefill"`` (against the prompt's tokens).
+    Filled markers are the ``figure`` accounting, hollow ones ``literal``, in the colour of their curve.
     """
-    points = published.curves(stage).query("model == @model")
     ax = theme.axes(ax)
-    x_name = "batch" if stage == "decode" else "tokens"
-    xs = [2**i for i in range(12)]
-
-    def compute(rank: int, x: int) -> float:
-        if stage == "decode":
-            return decode(model, rank, "figure", batch=x).tokens_per_s
-        return prefill(model, x, rank, "figure").tokens_per_s
-
-    ranks = sorted(points["rank"].unique())
-    for rank, style in zip(ranks, theme.styles(len(ranks)), strict=True):
-        ax.plot(xs, [compute(rank, x) for x in xs], label=f"rank {rank}", **{**style, "marker": ""})
-        of_rank = points[points["rank"] == rank]
-        ax.plot(of_rank[x_name], of_rank["tokens_per_s"], style["marker"], color=style["color"], ms=8, mec="black")
-    ax.set(xscale="log", ylabel="tokens per second", ylim=(0, None))
-    ax.set_xscale("log", base=2)
-    ax.set_xlabel("sequences in the batch" if stage == "decode" else "tokens of the prompt")
-    ax.set_title(f"{model}, {stage}: computed (lines), reported (markers)")
-    ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
-    low, high = points["tokens_per_s"].min(), points["tokens_per_s"].max()
-    return theme.describe(
-        ax,
-        f"{stage.capitalize()} speed of {model} for {len(ranks)} ranks: computed curves with the {len(points)} "
-        f"digitised points of the publication, from {low:g} to {high:g} tokens per second; "
-        f"the median difference is {points['difference_percent'].median():.2f} %.",
-    )
+    curves = {
+        f"{model}, {stage}": points
+        for stage in ("decode", "prefill")
+        for model, points in published.curves(stage).groupby("model", sort=False)
+    }
+    said = []
+    ax.axhline(0, color="0.4", lw=1)
+    for (name, points), style in zip(curves.items(), theme.styles(len(curves)), strict=True):
+        look = dict(color=style["color"], marker=style["marker"], linestyle="none", ms=7)
+        shift = 1.06 ** (list(curves).index(name) - 1.5)  # markers of one rank side by side
+        for column, label, fill in (("computed", name, {}), ("literal", None, dict(mfc="none"))):
+            percent = 100 * (points[column] / points["tokens_per_s"] - 1)
+            ax.plot(points["rank"] * shift, percent, label=label, **look, **fill)
+            said.append(f"{name}, {'figure' if label else 'literal'}, {percent.min():.1f} to {percent.max():.1f} %")
+    ranks = sorted({rank for points in curves.values() for rank in points["rank"]})
+    ax.set(xscale="log", xlabel="rank", ylabel="computed over reported (%)")
+    ax.set_xticks(ranks, [f"{rank:g}" for rank in ranks])
+    ax.minorticks_off()
+    ax.set_title("filled: figure; hollow: literal")
+    ax.legend(loc="lower right")
+    return theme.describe(ax, f"Computed speeds over the publication's points, by rank: {'; '.join(said)}.")
 
 
 def breakdown(estimates: Mapping[str, Estimate], others: Mapping[str, float] | None = None, ax=None):
@@ -204,8 +199,8 @@ def schemes(schemes: Mapping[str, Mapping], rtts_ms: Sequence[float] = (0, 5, 20
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     ax.minorticks_off()
-    ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
-    ax.figure.set_size_inches(9.6, 4.2)
+    theme.name_lines(ax)
+    ax.figure.set_size_inches(8.6, 4.4)
     shown = ", ".join(f"{rtt:g}" for rtt in rtts_ms)
     said = "; ".join(f"{name} {', '.join(f'{v:.1f}' for v in speeds)}" for name, speeds in table.iterrows())
     return theme.describe(ax, f"Tokens per second, logarithmic, at round-trip times of {shown} ms: {said}.")

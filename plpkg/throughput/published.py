@@ -12,16 +12,17 @@ BENCHMARKS = ["gsm8k", "hellaswag", "boolq", "piqa", "mmlu"]
 
 
 def curves(stage: str):
-    """The digitised points of ``"decode"`` or ``"prefill"``, with ``computed`` and ``difference_percent``.
+    """The digitised points of ``"decode"`` or ``"prefill"``, with ``computed``, ``literal`` and ``difference_percent``.
 
-    Returns a ``pandas.DataFrame``; speeds in tokens per second, by the ``figure`` accounting.
+    Returns a ``pandas.DataFrame``; speeds in tokens per second, ``computed`` by the ``figure`` accounting.
     """
     points = catalog.published(f"private_lora_{stage}")
-    if stage == "decode":
-        runs = [decode(p.model, p.rank, "figure", batch=p.batch) for p in points.itertuples()]
-    else:
-        runs = [prefill(p.model, p.tokens, p.rank, "figure") for p in points.itertuples()]
-    points["computed"] = [run.tokens_per_s for run in runs]
+    for column, accounting in (("computed", "figure"), ("literal", "literal")):
+        if stage == "decode":
+            runs = [decode(p.model, p.rank, accounting, batch=p.batch) for p in points.itertuples()]
+        else:
+            runs = [prefill(p.model, p.tokens, p.rank, accounting) for p in points.itertuples()]
+        points[column] = [run.tokens_per_s for run in runs]
     points["difference_percent"] = 100 * (points["computed"] / points["tokens_per_s"] - 1).abs()
     return points
 

@@ -77,21 +77,21 @@ def test_a_table_keeps_the_order_of_its_cases():
     assert table.loc["one"].to_dict() == {16: 3.0, 64: 9.0}
 
 
-def test_words_have_a_panel_for_each_place_of_the_question():
-    rows = [dict(case="full cache", question=place, share=0.75) for place in ("after", "last", "first")]
+@pytest.mark.parametrize(("plot", "by"), [(plots.words, "x"), (plots.long, "tokens")])
+def test_right_answers_have_intervals_and_names(plot, by):
+    rows = [dict(case="full cache", question=place, share=0.75) for place in ("after", "last")] if by == "x" else []
     rows += [
-        dict(case=case, question=row["question"], x=x, share=share, low=share - 0.1, high=share + 0.05)
-        for row in rows[:3] for case, share in (("Locret", 0.5), ("random", 0.25)) for x in (64, 32)
+        {"case": case, "question": place, by: x, "share": share, "low": share - 0.1, "high": share + 0.05}
+        for place, more in (("after", 0), ("last", 0.2)) for case, share in (("Locret", 0.5), ("random", 0.25 + more))
+        for x in (64, 32) if by == "x" or place == "after"
     ]  # fmt: skip
-    panels = plots.words(pd.DataFrame(rows))
-    assert len(panels) == 3
-    line, _, (bars,) = panels[1].containers[0].lines
-    assert list(line.get_ydata()) == pytest.approx([50, 50])
-    assert list(bars.get_segments()[0][:, 1]) == pytest.approx([40, 55])
-    assert panels[2].lines[0].get_ydata()[0] == 75
-    assert "also at the text's end: full cache 75 %; with 32 units Locret 50 %; random 25 %." in theme.alt(
-        panels[0].figure
-    )
+    ax = plot(pd.DataFrame(rows))
+    line, _, (bars,) = ax.containers[1].lines
+    assert list(line.get_xdata()) == [32, 64]
+    assert list(line.get_ydata()) == pytest.approx([25, 25])
+    assert list(bars.get_segments()[0][:, 1]) == pytest.approx([15, 30])
+    assert {"Locret", "random"} <= {text.get_text() for text in ax.texts}
+    assert "At 64: Locret 50 %; random 25 %." in theme.alt(ax.figure)
 
 
 def test_budget_has_the_intervals_of_its_models():
