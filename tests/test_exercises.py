@@ -111,8 +111,8 @@ def averaged(states, labels):
     return {key: sum(n * state[key] for state, n in pairs) / sum(labels) for key in states[0]}
 
 
-def guarded(public, personal, right, allowance):
-    shown, lead, spent = [], 0, 0
+def guarded(public, personal, right, allowance, lead=0):
+    shown, spent = [], 0
     for one, other, truth in zip(public, personal, right, strict=True):
         shown.append(other if lead > 0 and spent < allowance else one)
         lead += (other == truth) - (one == truth)
@@ -199,10 +199,18 @@ FUNCTIONS = [  # the right function above is called as its checker is
     ("throughput.break_even", lambda t, n, p: break_even(t, n - 1, p), "one more round trip"),
     ("throughput.break_even", lambda *a: 1e3 * break_even(*a), "not milliseconds"),
     ("autonomy.averaged", lambda s, n: averaged(s, [1] * len(n)), "more labels counts for more"),
+    (
+        "autonomy.averaged",
+        lambda s, n: {key: value * sum(n) for key, value in averaged(s, n).items()},
+        "divide the sum",
+    ),
     ("autonomy.averaged", lambda s, n: {}, "the keys of the states"),
+    ("autonomy.averaged", lambda s, n: dict.fromkeys(s[0], math.nan), "Not yet"),
     ("autonomy.guarded", lambda public, personal, right, a: guarded(public, personal, right, len(right)), "Not yet"),
-    ("autonomy.guarded", lambda public, personal, right, a: personal, "allowed"),
-    ("autonomy.guarded", lambda public, personal, right, a: None, "a list of"),
+    ("autonomy.guarded", lambda *a: guarded(*a, lead=1), "lead > 0"),
+    ("autonomy.guarded", lambda public, personal, right, a: guarded(public, personal, right, a + 1), "spent < allow"),
+    ("autonomy.guarded", lambda public, personal, right, a: personal, "Not yet"),
+    ("autonomy.guarded", lambda public, personal, right, a: [], "a list of"),
     ("clipping.gram_norm", lambda a, g: gram_norm(a, g).sqrt(), "their squares"),
     ("clipping.gram_norm", lambda a, g: gram_norm(a, g, bias=0), "a bias is a weight"),
     ("clipping.gram_norm", lambda a, g: (a.square().sum(2) * g.square().sum(2)).sum(1), "T × T products"),
@@ -243,6 +251,9 @@ FUNCTIONS = [  # the right function above is called as its checker is
         "a hard text stays hard",
     ),
     ("serving.service.leak", strict, "a half counts"),
+    ("serving.service.leak", lambda m, o: leak(m, o) * len(m) * len(o), "the number of pairs"),
+    ("serving.service.leak", lambda m, o: math.nan, "Not yet"),
+    ("serving.service.admit", lambda w, *a: [w[k] for k in admit(w, *a)], "indices into waiting"),
 ]
 CASES = SLIPS + [(checker, globals()[checker.rpartition(".")[2]], *case) for checker, *case in FUNCTIONS]
 
