@@ -2,7 +2,7 @@
 
 Answers and prompts have 8 to 128 tokens, any length alike; requests come at random (Poisson).
 
-* ``slots``: 200 adapters by a power law (``zipf``, exponent 1), 11 requests a second, which is nearly all that the places can
+* ``slots``: 200 adapters by a power law (``zipf``), 11 requests a second, which is nearly all that the places can
   write: who finds its adapter in a slot, and when the first token comes.
 * ``fairness``: the scheduler, which keeps what it lacks for who has waited for 2 s; least recently used without that;
   and in the order of coming, where who cannot start holds up all behind. ``zipf``: as above, at two loads. ``rare``:

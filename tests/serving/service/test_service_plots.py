@@ -15,8 +15,8 @@ from plpkg.serving.service.simulation import Arrival, arrivals, simulate
 SLOTS = pd.DataFrame({"slots": [4, 8], "hit_rate": [0.25, 0.5], "first_token_p99_s": [2.0, 0.5]})
 TOKENS = pd.DataFrame({"request": ["running 0"] * 3 + ["cold 0"] * 2, "token_s": [0.0, 0.01, 0.27, 0.1, 0.3]})
 TOKENS = TOKENS.assign(what="blocking")
-ARRIVALS = [Arrival(0, "ann", 1, 4), Arrival(1, "bob", 1, 2), Arrival(3, "ann", 1, 1)]
-RESULT = simulate(ARRIVALS, Scheduler(slots=1), fetch_s=2, step_s=1, token_s=0)
+COMING = [Arrival(0, "ann", 1, 4), Arrival(1, "bob", 1, 2), Arrival(3, "ann", 1, 1)]
+RESULT = simulate(COMING, Scheduler(slots=1), fetch_s=2, step_s=1, token_s=0)
 RUNS = "ann from 0.0, runs 2.0 to 6.0; bob from 1.0, runs 6.0 to 8.0; ann from 3.0, runs 3.0"
 FIRST = "all: half within 3.00 s, all in 6.00 s"
 
