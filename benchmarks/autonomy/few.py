@@ -3,7 +3,7 @@
 A person has ``examples`` words or tokens, and keeps a fifth as many later ones for validation: who has little has
 little to judge by, too. The test is later text again. The state counts that was best on the validation data, which may
 be the public model's. Rates are those of ``benchmarks.autonomy.text`` and ``benchmarks.autonomy.model``; that of all
-layers of plpkg-small was not searched.
+layers of plpkg-small is the better of two on opacus's validation text.
 
 * ``words``: the word predictor, five writers; its head, all of it, and counts of one's own words.
 * ``model``: plpkg-small, three writers; each scope that it has (a Llama has no biases), and counts.
@@ -26,7 +26,7 @@ from plpkg.corpora import Person, token_examples, word_examples
 SPLITS, TEST = corpora.SPLITS, 6_000
 THREE = ("opacus", "seaborn", "torch")
 WORDS = {"head": 3e-3, "all": 3e-3}
-MODEL = {"head": 1e-3, "norm": 1e-2, "lora": 3e-3, "all": 1e-4}
+MODEL = {"head": 1e-3, "norm": 1e-2, "lora": 3e-3, "all": 3e-4}
 
 
 def limits(examples: int) -> tuple[int, int, int]:
