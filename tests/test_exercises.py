@@ -69,24 +69,8 @@ def gradient_of_x(g, downs, ups, scales, segments, scaled=True):
     return dx
 
 
-def admit(waiting, slots, num_slots, places):
-    slots, started, queues = dict(slots), [], {}
-    for k, (account, _) in enumerate(waiting):
-        queues.setdefault(account, []).append(k)
-    while queues and len(started) < places:
-        account, queue = next(iter(queues.items()))
-        k = queue.pop(0)
-        name = waiting[k][1]
-        idle = [each for each, users in slots.items() if not users]
-        if name in slots or len(slots) < num_slots or idle:
-            if name not in slots and len(slots) == num_slots:
-                del slots[idle[0]]
-            slots[name] = slots.pop(name, 0) + 1
-            started.append(k)
-            queues[account] = queues.pop(account)  # behind the others
-        if not queue:
-            del queues[account]
-    return started
+def bound(waiting, k, patience_s, longest_s, of=set):
+    return patience_s + waiting[: k + 1].count(waiting[k]) * len(of(waiting)) * longest_s
 
 
 def leak(members, others):
@@ -252,10 +236,11 @@ FUNCTIONS = [  # the right function above is called as its checker is
     ("serving.gradient_of_x", lambda *a: gradient_of_x(*a, scaled=False), "the scale"),
     ("serving.gradient_of_x", lambda g, *a: g, "as many rows and columns"),
     ("serving.gradient_of_x", lambda *a: -gradient_of_x(*a), "rows [0, 1, 3, 4, 5] differ"),
-    ("serving.service.admit", lambda *a: [k for n, k in enumerate(admit(*a)) if n == k], "holds up nobody behind"),
-    ("serving.service.admit", lambda w, s, n, p: admit(w, s, n, 99), "may start"),
-    ("serving.service.admit", lambda *a: sorted(admit(*a)), "accounts take turns"),
-    ("serving.service.admit", lambda w, s, n, p: admit(w, dict.fromkeys(s, 0), n, p), "keeps its slot"),
+    ("serving.service.bound", lambda w, k, p, t: bound(w, k, 0, t), "nothing is reserved"),
+    ("serving.service.bound", lambda *a: bound(*a, of=list), "accounts, not requests"),
+    ("serving.service.bound", lambda w, k, p, t: p + (k + 1) * len(set(w)) * t, "of its own account"),
+    ("serving.service.bound", lambda w, k, p, t: bound(w, k, p, t) - len(set(w)) * t, "not its zeroth"),
+    ("serving.service.bound", lambda w, k, p, t: [], "Not yet"),
     ("serving.service.leak", lambda m, o: 1 - leak(m, o), "learned texts fall more"),
     (
         "serving.service.leak",
@@ -265,7 +250,6 @@ FUNCTIONS = [  # the right function above is called as its checker is
     ("serving.service.leak", strict, "a half counts"),
     ("serving.service.leak", lambda m, o: leak(m, o) * len(m) * len(o), "the number of pairs"),
     ("serving.service.leak", lambda m, o: math.nan, "Not yet"),
-    ("serving.service.admit", lambda w, *a: [w[k] for k in admit(w, *a)], "indices into waiting"),
 ]
 CASES = SLIPS + [(checker, globals()[checker.rpartition(".")[2]], *case) for checker, *case in FUNCTIONS]
 

@@ -4,7 +4,6 @@ from operator import eq, gt
 from random import Random
 
 from plpkg.exercise import Verdict, check_function, check_number
-from plpkg.serving.service.scheduler import Scheduler, Ticket
 
 
 def share_in_slots(answer: object) -> Verdict:
@@ -25,52 +24,34 @@ def share_in_slots(answer: object) -> Verdict:
     )
 
 
-def admit(function: object) -> Verdict:
-    """``admit(waiting, slots, num_slots, places)``: which requests start, as indices into ``waiting`` in that order.
+def bound(function: object) -> Verdict:
+    """``bound(waiting, k, patience_s, longest_s)``: the seconds within which the request ``waiting[k]`` starts.
 
-    ``waiting`` are pairs ``(account, adapter)``, longest waiting first. Accounts take turns, first the one that waits
-    longest, each with its oldest request that can start. ``slots`` says by adapter how many running requests use it,
-    and idle ones give way; ``places`` more requests may run.
+    ``waiting`` are the accounts of the requests whose adapters are there, oldest first.
     """
-    explanation = "in turn, whoever has an adapter in a slot, or finds one that nobody uses, starts."
-    return check_function(function, [(case, _decided(*case)) for case in _queues()], explanation, _of_admit)
+    random, cases = Random(0), []
+    for _ in range(30):
+        waiting = [random.choice("ABC") for _ in range(random.randint(2, 8))]
+        case = waiting, random.randrange(len(waiting)), random.choice([0.5, 2.0, 5.0]), random.choice([3.0, 10.0])
+        cases.append((case, _latest(*case)))
+    return check_function(function, cases, "patience, and a turn of every account for each of one's own.", _of_bound)
 
 
-def _queues():
-    random = Random(0)
-    for _ in range(200):
-        num_slots, places = random.randint(1, 4), random.randint(1, 5)
-        slots = {name: random.randint(0, 2) for name in random.sample("abcdef", random.randint(0, num_slots))}
-        waiting = [(random.choice("AB"), random.choice("abcdef")) for _ in range(random.randint(1, 7))]
-        yield waiting, slots, num_slots, places
+def _latest(waiting: list, k: int, patience_s: float, longest_s: float) -> float:
+    """What the service's scheduler states."""
+    return patience_s + waiting[: k + 1].count(waiting[k]) * len(set(waiting)) * longest_s
 
 
-def _decided(waiting: list, slots: dict, num_slots: int, places: int) -> list[int]:
-    """What the service's scheduler starts."""
-    scheduler = Scheduler(num_slots, places)
-    tickets = [Ticket(adapter, 1, 0.0, account=account) for account, adapter in waiting]
-    scheduler.slots.update(slots)
-    for ticket in tickets:
-        scheduler.submit(ticket)
-        scheduler.fetched(ticket, 0.0)
-    return [tickets.index(start.ticket) for start in scheduler.decide(0.0)]
-
-
-def _of_admit(got, waiting: list, slots: dict, num_slots: int, places: int) -> str:
-    expected = _decided(waiting, slots, num_slots, places)
-    if not isinstance(got, list) or any(type(k) is not int or not 0 <= k < len(waiting) for k in got):
-        return "a list of indices into waiting is wanted"
-    if len(set(got)) < len(got):
-        return "a request starts once"
-    if len(got) > places:
-        return f"only {places} may start"
-    if len({name for name, users in slots.items() if users} | {waiting[k][1] for k in got}) > num_slots:
-        return "who is in use keeps its slot"
-    if sorted(got) == sorted(expected):
-        return "these start, but accounts take turns, and who has started one goes behind the others"
-    return "who cannot start holds up nobody behind, and a slot that nobody uses may be taken" * (
-        got == expected[: len(got)]
-    )
+def _of_bound(got, waiting: list, k: int, patience_s: float, longest_s: float) -> str:
+    each = len(set(waiting)) * longest_s
+    mistakes = {
+        _latest(waiting, k, patience_s, longest_s) - patience_s: "nothing is reserved before patience is over: add it",
+        _latest(waiting, k, patience_s, longest_s) - each: "the oldest of an account is its first, not its zeroth",
+        patience_s + (k + 1) * each: "only requests of its own account count as before it",
+        patience_s + waiting[: k + 1].count(waiting[k]) * len(waiting) * longest_s: "n counts accounts, not requests",
+        patience_s + (k + 1) * longest_s: "that is one queue: accounts take turns",
+    }
+    return next((said for value, said in mistakes.items() if abs(got - value) <= 1e-9), "")
 
 
 def leak(function: object) -> Verdict:
