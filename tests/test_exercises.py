@@ -69,24 +69,8 @@ def gradient_of_x(g, downs, ups, scales, segments, scaled=True):
     return dx
 
 
-def admit(waiting, slots, num_slots, places):
-    slots, started, queues = dict(slots), [], {}
-    for k, (account, _) in enumerate(waiting):
-        queues.setdefault(account, []).append(k)
-    while queues and len(started) < places:
-        account, queue = next(iter(queues.items()))
-        k = queue.pop(0)
-        name = waiting[k][1]
-        idle = [each for each, users in slots.items() if not users]
-        if name in slots or len(slots) < num_slots or idle:
-            if name not in slots and len(slots) == num_slots:
-                del slots[idle[0]]
-            slots[name] = slots.pop(name, 0) + 1
-            started.append(k)
-            queues[account] = queues.pop(account)  # behind the others
-        if not queue:
-            del queues[account]
-    return started
+def bound(waiting, k, patience_s, longest_s, of=set):
+    return patience_s + waiting[: k + 1].count(waiting[k]) * len(of(waiting)) * longest_s
 
 
 def leak(members, others):
@@ -112,8 +96,8 @@ def averaged(states, labels):
     return {key: sum(n * state[key] for state, n in pairs) / sum(labels) for key in states[0]}
 
 
-def guarded(public, personal, right, allowance):
-    shown, lead, spent = [], 0, 0
+def guarded(public, personal, right, allowance, lead=0):
+    shown, spent = [], 0
     for one, other, truth in zip(public, personal, right, strict=True):
         shown.append(other if lead > 0 and spent < allowance else one)
         lead += (other == truth) - (one == truth)
@@ -211,10 +195,18 @@ FUNCTIONS = [  # the right function above is called as its checker is
     ("throughput.break_even", lambda t, n, p: break_even(t, n - 1, p), "one more round trip"),
     ("throughput.break_even", lambda *a: 1e3 * break_even(*a), "not milliseconds"),
     ("autonomy.averaged", lambda s, n: averaged(s, [1] * len(n)), "more labels counts for more"),
+    (
+        "autonomy.averaged",
+        lambda s, n: {key: value * sum(n) for key, value in averaged(s, n).items()},
+        "divide the sum",
+    ),
     ("autonomy.averaged", lambda s, n: {}, "the keys of the states"),
+    ("autonomy.averaged", lambda s, n: dict.fromkeys(s[0], math.nan), "Not yet"),
     ("autonomy.guarded", lambda public, personal, right, a: guarded(public, personal, right, len(right)), "Not yet"),
-    ("autonomy.guarded", lambda public, personal, right, a: personal, "allowed"),
-    ("autonomy.guarded", lambda public, personal, right, a: None, "a list of"),
+    ("autonomy.guarded", lambda *a: guarded(*a, lead=1), "lead > 0"),
+    ("autonomy.guarded", lambda public, personal, right, a: guarded(public, personal, right, a + 1), "spent < allow"),
+    ("autonomy.guarded", lambda public, personal, right, a: personal, "Not yet"),
+    ("autonomy.guarded", lambda public, personal, right, a: [], "a list of"),
     ("clipping.gram_norm", lambda a, g: gram_norm(a, g).sqrt(), "their squares"),
     ("clipping.gram_norm", lambda a, g: gram_norm(a, g, bias=0), "a bias is a weight"),
     ("clipping.gram_norm", lambda a, g: (a.square().sum(2) * g.square().sum(2)).sum(1), "T × T products"),
@@ -248,10 +240,11 @@ FUNCTIONS = [  # the right function above is called as its checker is
     ("serving.gradient_of_x", lambda *a: gradient_of_x(*a, scaled=False), "the scale"),
     ("serving.gradient_of_x", lambda g, *a: g, "as many rows and columns"),
     ("serving.gradient_of_x", lambda *a: -gradient_of_x(*a), "rows [0, 1, 3, 4, 5] differ"),
-    ("serving.service.admit", lambda *a: [k for n, k in enumerate(admit(*a)) if n == k], "holds up nobody behind"),
-    ("serving.service.admit", lambda w, s, n, p: admit(w, s, n, 99), "may start"),
-    ("serving.service.admit", lambda *a: sorted(admit(*a)), "accounts take turns"),
-    ("serving.service.admit", lambda w, s, n, p: admit(w, dict.fromkeys(s, 0), n, p), "keeps its slot"),
+    ("serving.service.bound", lambda w, k, p, t: bound(w, k, 0, t), "nothing is reserved"),
+    ("serving.service.bound", lambda *a: bound(*a, of=list), "accounts, not requests"),
+    ("serving.service.bound", lambda w, k, p, t: p + (k + 1) * len(set(w)) * t, "of its own account"),
+    ("serving.service.bound", lambda w, k, p, t: bound(w, k, p, t) - len(set(w)) * t, "not its zeroth"),
+    ("serving.service.bound", lambda w, k, p, t: [], "Not yet"),
     ("serving.service.leak", lambda m, o: 1 - leak(m, o), "learned texts fall more"),
     (
         "serving.service.leak",
@@ -259,6 +252,8 @@ FUNCTIONS = [  # the right function above is called as its checker is
         "a hard text stays hard",
     ),
     ("serving.service.leak", strict, "a half counts"),
+    ("serving.service.leak", lambda m, o: leak(m, o) * len(m) * len(o), "the number of pairs"),
+    ("serving.service.leak", lambda m, o: math.nan, "Not yet"),
 ]
 CASES = SLIPS + [(checker, globals()[checker.rpartition(".")[2]], *case) for checker, *case in FUNCTIONS]
 
@@ -284,6 +279,6 @@ def test_every_checker_is_tested():
         f"{room}.{name}"
         for room in ROOMS
         for name, _ in inspect.getmembers(exercises(room), inspect.isfunction)
-        if inspect.getmodule(getattr(exercises(room), name)) is exercises(room)
+        if inspect.getmodule(getattr(exercises(room), name)) is exercises(room) and not name.startswith("_")
     }
     assert checkers == {checker for checker, *_ in CASES}

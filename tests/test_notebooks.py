@@ -25,8 +25,6 @@ OF_ROOMS = {f"{number}_{room.rpartition('.')[2]}" for room, (number, _) in ROOMS
 PRINTED_TRUE = {  # as many each still has; a number that falls is lowered here
     "02_residual": 4,
     "06_serving": 8,
-    "07_service": 2,
-    "08_autonomy": 4,
 }
 
 

@@ -2,10 +2,10 @@
 
 Answers and prompts have 8 to 128 tokens, any length alike; requests come at random (Poisson).
 
-* ``slots``: 200 adapters by a power law (exponent 1), 11 requests a second, which is nearly all that the places can
+* ``slots``: 200 adapters by a power law (``zipf``), 11 requests a second, which is nearly all that the places can
   write: who finds its adapter in a slot, and when the first token comes.
 * ``fairness``: the scheduler, which keeps what it lacks for who has waited for 2 s; least recently used without that;
-  and in the order of coming, where who cannot start holds up all behind. ``skewed``: as above, at two loads. ``rare``:
+  and in the order of coming, where who cannot start holds up all behind. ``zipf``: as above, at two loads. ``rare``:
   16 slots for 16 adapters that are asked for alike, 34 times a second with 128 places, so that all are nearly always in
   use, and for one that is asked for every 10 s, whose times the rows tell. ``beyond`` counts the requests that waited
   for longer than the scheduler's bound; ``bound_share`` is the largest share of it that one waited for.
@@ -63,9 +63,7 @@ def row_of(section: str, case: str, what: str, coming: list[Arrival], slots: int
     scheduler = policy(slots, places, max_queued=len(coming), patience_s=patience_s)
     result = simulate(coming, scheduler)
     shares = shares_of_bound(result)
-    measured = result
-    if case == RARE:
-        measured = Simulation([row for row in result.table if row["adapter"] == RARE])
+    measured = result.of(RARE) if case == RARE else result
     return {
         "section": section, "case": case, "what": what, "slots": slots, "requests": len(measured.table),
         "hit_rate": round(measured.hit_rate, 3), "tokens_per_s": round(result.tokens_per_s, 1),
@@ -78,17 +76,17 @@ def row_of(section: str, case: str, what: str, coming: list[Arrival], slots: int
 
 def one_rare() -> list[Arrival]:
     """Sixteen tenants who always ask, and one who does every ten seconds."""
-    busy = arrivals(2 * REQUESTS, 34, SLOTS, "uniform")
+    busy = arrivals(2 * REQUESTS, 34, SLOTS, "even")
     rare = [Arrival(10.0 * (k + 1), RARE, 64, 64) for k in range(int(busy[-1].arrived_s / 10))]
     return sorted(busy + rare)
 
 
 def main() -> None:
     coming = arrivals(REQUESTS, PER_S, TENANTS)
-    rows = [row_of("slots", "skewed", "patience 2 s", coming, slots) for slots in (4, 8, 16, 32, 64)]
+    rows = [row_of("slots", "zipf", "patience 2 s", coming, slots) for slots in (4, 8, 16, 32, 64)]
     for per_s in (PER_S, 13):
         coming = arrivals(REQUESTS, per_s, TENANTS)
-        rows += [row_of("fairness", f"skewed, {per_s} a second", what, coming, SLOTS) for what in POLICIES]
+        rows += [row_of("fairness", f"zipf, {per_s} a second", what, coming, SLOTS) for what in POLICIES]
     rows += [row_of("fairness", RARE, what, one_rare(), SLOTS, places=128) for what in POLICIES]
     record.write("serving.scheduling", rows)
 

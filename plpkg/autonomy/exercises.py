@@ -1,8 +1,9 @@
 """The checkers of notebook 08's exercises."""
 
+from operator import ge, gt
 from random import Random
 
-from plpkg.exercise import Verdict, check_number
+from plpkg.exercise import Verdict, check_function, check_number
 
 BODY, HEAD, WORDS = 4 * (64 * 128 + 128 * 128 + 128 * 96 + 96 * 96), 96 * 10_000, 12
 """Multiply-adds of the word predictor: of its body a word, of its head, and how many words a sample has."""
@@ -29,44 +30,60 @@ def cached_share(answer: object) -> Verdict:
 
 def averaged(function: object) -> Verdict:
     """``averaged(states, labels)``: FedAvg's mean of dicts of numbers, weighted by how many labels each has."""
-    if not callable(function):
-        return Verdict(False, "No answer yet: write the function, and give it to the checker.")
-    random = Random(0)
+    random, cases = Random(0), []
     for _ in range(20):
-        labels = [random.randint(1, 9) for _ in range(random.randint(1, 4))]
+        labels = [random.randint(1, 9) for _ in range(random.randint(2, 4))]
         states = [{key: random.uniform(-1, 1) for key in "ab"} for _ in labels]
-        expected = {key: sum(n * s[key] for n, s in zip(labels, states, strict=True)) / sum(labels) for key in "ab"}
-        got = function([dict(state) for state in states], list(labels))
-        if not isinstance(got, dict) or set(got) != set(expected):
-            return Verdict(False, f"Not yet: a dict with the keys of the states is wanted, got {got!r}.")
-        if any(got[key] is None or abs(got[key] - expected[key]) > 1e-5 for key in "ab"):
-            plain = all(got[key] == sum(s[key] for s in states) / len(states) for key in "ab")
-            hint = ": who has more labels counts for more" if plain else ""
-            return Verdict(False, f"Not yet{hint}. For {states} with {labels} labels: {expected}, got {got}.")
-    return Verdict(True, "Right: the mean, weighted by labels.")
+        cases.append(((states, labels), _mean(states, labels, sum(labels))))
+    return check_function(function, cases, "the mean, weighted by labels.", _of_averaged, 1e-5)
+
+
+def _mean(states: list[dict], weights: list, total: float) -> dict:
+    return {key: sum(n * s[key] for n, s in zip(weights, states, strict=True)) / total for key in states[0]}
+
+
+def _of_averaged(got, states: list[dict], labels: list[int]) -> str:
+    if not isinstance(got, dict) or set(got) != set(states[0]):
+        return "a dict with the keys of the states is wanted"
+    mistakes = {
+        "who has more labels counts for more": _mean(states, [1] * len(states), len(states)),
+        "divide the sum by the number of all labels": _mean(states, labels, 1),
+        "divide by the number of all labels, not of people": _mean(states, labels, len(states)),
+        "divide by the number of all labels": _mean(states, [1] * len(states), 1),
+    }
+    return next((s for s, wrong in mistakes.items() if all(abs(got[k] - wrong[k]) <= 1e-5 for k in wrong)), "")
 
 
 def guarded(function: object) -> Verdict:
     """``guarded(public, personal, right, allowance)``: what the guard shows, each label being told at once."""
-    if not callable(function):
-        return Verdict(False, "No answer yet: write the function, and give it to the checker.")
-    random = Random(0)
-    for _ in range(40):
+    random, cases = Random(0), []
+    for _ in range(60):
         length, allowance = random.randint(1, 12), random.randint(0, 2)
-        public, personal, right = ([random.randint(0, 1) for _ in range(length)] for _ in range(3))
-        expected, lead, spent = [], 0, 0
-        for one, other, truth in zip(public, personal, right, strict=True):
-            expected.append(other if lead > 0 and spent < allowance else one)
-            lead += (other == truth) - (one == truth)
-            spent += (one == truth) - (expected[-1] == truth)
-        got = function(list(public), list(personal), list(right), allowance)
-        if not isinstance(got, list) or len(got) != length:
-            return Verdict(False, f"Not yet: a list of {length} predictions is wanted, got {got!r}.")
-        if got != expected:
-            excess = sum(g != r for g, r in zip(got, right, strict=True)) - sum(
-                p != r for p, r in zip(public, right, strict=True)
-            )
-            hint = f": {excess} errors more than the public model's, {allowance} allowed" if excess > allowance else ""
-            case = f"public {public}, personal {personal}, right {right}, allowance {allowance}"
-            return Verdict(False, f"Not yet{hint}. For {case}: {expected}, got {got}.")
-    return Verdict(True, "Right: the personal head speaks while it leads and while what it may lose is not spent.")
+        case = (*([random.randint(0, 1) for _ in range(length)] for _ in range(3)), allowance)
+        cases.append((case, _shown(*case)))
+    explanation = "the personal head's is shown while it leads and while what it may lose is not spent."
+    return check_function(function, cases, explanation, _of_guarded)
+
+
+def _shown(public: list, personal: list, right: list, allowance: int, leads=gt, of_all: bool = False) -> list:
+    """What a guard shows; ``of_all``: it counts the personal head's errors, also those that nobody saw."""
+    shown, lead, spent = [], 0, 0
+    for one, other, truth in zip(public, personal, right, strict=True):
+        shown.append(other if leads(lead, 0) and spent < allowance else one)
+        lead += (other == truth) - (one == truth)
+        spent += (one == truth) - ((other if of_all else shown[-1]) == truth)
+    return shown
+
+
+def _of_guarded(got, public: list, personal: list, right: list, allowance: int) -> str:
+    if not isinstance(got, list) or len(got) != len(right):
+        return f"a list of {len(right)} predictions is wanted"
+    case = public, personal, right, allowance
+    excess = sum((p == r) - (g == r) for p, g, r in zip(public, got, right, strict=True))
+    if got == _shown(*case, leads=ge):
+        return "the personal head leads if it was right strictly more often: lead > 0"
+    if excess > allowance:
+        return f"{excess} errors more than the public model's, {allowance} allowed"
+    if got == _shown(public, personal, right, allowance + 1):
+        return "at the allowance nothing is left to spend: spent < allowance"
+    return "only errors that were shown are spent" * (got == _shown(*case, of_all=True))

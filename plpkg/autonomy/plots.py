@@ -71,6 +71,22 @@ def schemes(rows, value: str, label: str, ax=None):
     return theme.describe(ax, f"{label}: {said}.")
 
 
+def few(rows, label: str, ax=None):
+    """The mean gain by how many examples a person has, a line for each way to learn; ``rows`` have a writer each."""
+    ax, said = theme.axes(ax), []
+    means = rows.pivot_table(index="examples", columns="case", values="gain")
+    for case, style in zip(means, theme.styles(len(means.columns)), strict=True):
+        ax.plot(means.index, means[case], label=case, **style)
+        said.append(f"{case}: " + ", ".join(f"{gain:.2f} from {count:,}" for count, gain in means[case].items()))
+    ax.axhline(0, color="0.4", linewidth=1)
+    ax.set_xscale("log")
+    ax.set_xticks(means.index, [f"{count:,}" for count in means.index])
+    ax.minorticks_off()
+    ax.set(xlabel="examples that a person has", ylabel=label)
+    ax.legend()
+    return theme.describe(ax, f"{label}; {'; '.join(said)}.")
+
+
 def day(trace: Trace, day: int = 0, ax=None):
     """One device's day from noon to noon: what holds when, and the windows in which it may learn."""
     ax, start = theme.axes(ax, figsize=(7.2, 2.4)), day * DAY

@@ -1,7 +1,9 @@
 """Who asks for whose adapter, and what a step of decoding costs then: bytes and operations, *computed*.
 
-The four popularities are Punica's (arXiv 2310.18547, Section 6). Its skewed one, called Zipf-1.5 there, is geometric:
-each adapter has 1.5 times the requests of the next, 1, 1, 2, 3, 5, 7 …
+``LAWS`` defines every popularity once, for notebooks 06 and 07, and each name means one law everywhere. A batch's four
+are Punica's (arXiv 2310.18547, Section 6), whose skewed one, called Zipf-1.5 there, is geometric: 1, 1, 2, 3, 5, 7 …
+The requests of a service come one after the other, and draw a tenant: ``even`` or ``zipf``, never "uniform" or
+"skewed".
 
 A step reads the backbone once whatever the batch, an adapter once for all of its requests, and each request's keys
 and values; it takes as long as the slower of reading and computing. Left out: prefill, and all other time.
@@ -14,14 +16,24 @@ from plpkg import catalog
 from plpkg.results import Tabular
 from plpkg.validation import one_of, whole_number
 
+LAWS = {
+    "distinct": "each request has its own adapter, as long as there are tenants",
+    "identical": "all requests have the same adapter",
+    "uniform": "⌈√n⌉ adapters share n requests equally (Punica)",
+    "skewed": "each adapter has 1.5 times the requests of the next, a geometric law (Punica)",
+    "even": "each request draws a tenant, and all are equally likely",
+    "zipf": "each request draws a tenant, and the k-th is 1/k as likely as the first (S-LoRA, arXiv 2311.03285)",
+}
 POPULARITIES = ("distinct", "uniform", "skewed", "identical")
+"""A batch's, from the most adapters to the fewest."""
+ARRIVALS = ("distinct", "even", "zipf", "identical")
+"""A service's, in the same order."""
 
 
 def adapters(popularity: str, requests: int, tenants: int | None = None) -> list[int]:
-    """The adapter of each request of a batch, most popular first.
+    """The adapter of each request of a batch by one of ``POPULARITIES``, most popular first.
 
-    ``distinct`` gives each its own, ``uniform`` ⌈√requests⌉ adapters equally, ``skewed`` geometrically, ``identical``
-    one to all. With fewer tenants than adapters some of them share one.
+    With fewer tenants than adapters some of them share one.
     """
     count = whole_number("requests", requests, 1)
     one_of("popularity", popularity, POPULARITIES)

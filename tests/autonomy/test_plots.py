@@ -51,6 +51,14 @@ def test_learning_rings_the_best_step():
     assert "slow from 5.00 to 4.50 at step 20, 4.75 at last" in ax.alt_text
 
 
+def test_few_examples_have_a_line_for_each_way_of_the_writers_means():
+    rows = [(w, case, n, gain * n) for w, gain in (("ann", 0.001), ("bob", 0.003)) for case in "ab" for n in (100, 300)]
+    ax = plots.few(pd.DataFrame(rows, columns=["writer", "case", "examples", "gain"]), "nats")
+    assert [line.get_xdata().tolist() for line in ax.lines[:2]] == [[100, 300]] * 2
+    assert [line.get_ydata().tolist() for line in ax.lines[:2]] == [pytest.approx([0.2, 0.6])] * 2
+    assert "a: 0.20 from 100, 0.60 from 300; b:" in ax.alt_text
+
+
 def test_schemes_have_their_intervals():
     ax = plots.schemes(SCHEMES, "points", "points gained")
     bars = ax.containers[0]

@@ -3,8 +3,7 @@
 from operator import eq, gt
 from random import Random
 
-from plpkg.exercise import Verdict, check_number
-from plpkg.serving.service.scheduler import Scheduler, Ticket
+from plpkg.exercise import Verdict, check_function, check_number
 
 
 def share_in_slots(answer: object) -> Verdict:
@@ -25,42 +24,34 @@ def share_in_slots(answer: object) -> Verdict:
     )
 
 
-def admit(function: object) -> Verdict:
-    """``admit(waiting, slots, num_slots, places)``: which requests start, as indices into ``waiting`` in that order.
+def bound(function: object) -> Verdict:
+    """``bound(waiting, k, patience_s, longest_s)``: the seconds within which the request ``waiting[k]`` starts.
 
-    ``waiting`` are pairs ``(account, adapter)``, longest waiting first. Accounts take turns, first the one that waits
-    longest, each with its oldest request that can start. ``slots`` says by adapter how many running requests use it,
-    and idle ones give way; ``places`` more requests may run.
+    ``waiting`` are the accounts of the requests whose adapters are there, oldest first.
     """
-    if not callable(function):
-        return Verdict(False, "No answer yet: write the function, and give it to the checker.")
-    random = Random(0)
-    for _ in range(200):
-        num_slots, places = random.randint(1, 4), random.randint(1, 5)
-        slots = {name: random.randint(0, 2) for name in random.sample("abcdef", random.randint(0, num_slots))}
-        waiting = [(random.choice("AB"), random.choice("abcdef")) for _ in range(random.randint(1, 7))]
-        scheduler = Scheduler(num_slots, places)
-        tickets = [Ticket(adapter, 1, 0.0, account=account) for account, adapter in waiting]
-        scheduler.slots.update(slots)
-        for ticket in tickets:
-            scheduler.submit(ticket)
-            scheduler.fetched(ticket, 0.0)
-        expected = [tickets.index(start.ticket) for start in scheduler.decide(0.0)]
-        got, hint = function(list(waiting), dict(slots), num_slots, places), ""
-        if got == expected:
-            continue
-        if isinstance(got, list) and set(got) <= set(range(len(waiting))):
-            used = {name for name, users in slots.items() if users} | {waiting[k][1] for k in got}
-            if len(got) > places:
-                hint = f": only {places} may start"
-            elif len(used) > num_slots:
-                hint = ": who is in use keeps its slot"
-            elif sorted(got) == sorted(expected):
-                hint = ": these start, but accounts take turns, and who has started one goes behind the others"
-            elif got == expected[: len(got)]:
-                hint = ": who cannot start holds up nobody behind, and a slot that nobody uses may be taken"
-        return Verdict(False, f"Not yet{hint}. For {waiting}, {slots}, {num_slots}, {places}: {expected}, got {got!r}.")
-    return Verdict(True, "Right: in turn, whoever has an adapter in a slot, or finds one that nobody uses, starts.")
+    random, cases = Random(0), []
+    for _ in range(30):
+        waiting = [random.choice("ABC") for _ in range(random.randint(2, 8))]
+        case = waiting, random.randrange(len(waiting)), random.choice([0.5, 2.0, 5.0]), random.choice([3.0, 10.0])
+        cases.append((case, _latest(*case)))
+    return check_function(function, cases, "patience, and a turn of every account for each of one's own.", _of_bound)
+
+
+def _latest(waiting: list, k: int, patience_s: float, longest_s: float) -> float:
+    """What the service's scheduler states."""
+    return patience_s + waiting[: k + 1].count(waiting[k]) * len(set(waiting)) * longest_s
+
+
+def _of_bound(got, waiting: list, k: int, patience_s: float, longest_s: float) -> str:
+    each = len(set(waiting)) * longest_s
+    mistakes = {
+        _latest(waiting, k, patience_s, longest_s) - patience_s: "nothing is reserved before patience is over: add it",
+        _latest(waiting, k, patience_s, longest_s) - each: "the oldest of an account is its first, not its zeroth",
+        patience_s + (k + 1) * each: "only requests of its own account count as before it",
+        patience_s + waiting[: k + 1].count(waiting[k]) * len(waiting) * longest_s: "n counts accounts, not requests",
+        patience_s + (k + 1) * longest_s: "that is one queue: accounts take turns",
+    }
+    return next((said for value, said in mistakes.items() if abs(got - value) <= 1e-9), "")
 
 
 def leak(function: object) -> Verdict:
@@ -68,24 +59,31 @@ def leak(function: object) -> Verdict:
 
     Each list has a text's two losses, ``(with the adapter, without)``; where both texts fall alike, a half counts.
     """
-    if not callable(function):
-        return Verdict(False, "No answer yet: write the function, and give it to the checker.")
+    cases = [(case, _auc(*case)) for case in _losses()]
+    explanation = "0.5 tells nothing, 1 tells every text of the training data from every other."
+    return check_function(function, cases, explanation, _of_leak, 1e-9)
+
+
+def _losses():
     random = Random(0)
     for _ in range(20):
         before = [random.randint(2, 9) for _ in range(12)]  # whole numbers, so that some are equal
         texts = [(loss - random.randint(0, 2) - (k < 5), loss) for k, loss in enumerate(before)]
-        members, others = texts[:5], texts[5:]
-        pairs = [(a[1] - a[0], b[1] - b[0]) for a in members for b in others]
-        more, alike = (sum(test(a, b) for a, b in pairs) / len(pairs) for test in (gt, eq))
-        got, expected = function(list(members), list(others)), more + alike / 2
-        try:
-            got = float(got)
-        except (TypeError, ValueError):
-            return Verdict(False, f"Not yet: one number from 0 to 1 is wanted, got {got!r}.")
-        if not abs(got - expected) <= 1e-9:
-            plain = sum((a[0] < b[0]) + (a[0] == b[0]) / 2 for a in members for b in others) / len(pairs)
-            hints = {1 - expected: "learned texts fall more", more: "where both fall alike, a half counts"}
-            hints[plain] = "a hard text stays hard: compare its two losses"
-            hint = next((said for value, said in hints.items() if abs(got - value) <= 1e-9), "compare all pairs")
-            return Verdict(False, f"Not yet: {hint}. For {members} and {others}: {expected:.3f}, got {got:.3f}.")
-    return Verdict(True, "Right: 0.5 tells nothing, 1 tells every text of the training data from every other.")
+        yield texts[:5], texts[5:]
+
+
+def _auc(members: list, others: list, ties: float = 0.5) -> float:
+    pairs = [(a[1] - a[0], b[1] - b[0]) for a in members for b in others]
+    return sum(gt(a, b) + ties * eq(a, b) for a, b in pairs) / len(pairs)
+
+
+def _of_leak(got, members: list, others: list) -> str:
+    expected, plain = _auc(members, others), [[(with_it, 0) for with_it, _ in texts] for texts in (members, others)]
+    hints = {
+        1 - expected: "learned texts fall more",
+        _auc(members, others, ties=0.0): "where both fall alike, a half counts",
+        _auc(members, others, ties=1.0): "where both fall alike, a half counts",
+        _auc(*plain): "a hard text stays hard: compare its two losses",
+        expected * len(members) * len(others): "divide by the number of pairs",
+    }
+    return next((said for value, said in hints.items() if abs(got - value) <= 1e-9), "compare all pairs")

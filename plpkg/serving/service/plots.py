@@ -1,6 +1,8 @@
 """Figures of notebook 07. What takes ``rows`` takes those of a recorded section of that name."""
 
+from collections.abc import Mapping
 from itertools import pairwise
+from types import MappingProxyType
 
 from plpkg import drawing, theme
 from plpkg.serving.service.simulation import Simulation
@@ -45,21 +47,22 @@ def timeline(result: Simulation, ax=None):
     return theme.describe(ax, f"When each of {len(rows)} requests waits and runs (s): {said}.")
 
 
-def first_tokens(result: Simulation, ax=None):
-    """Which share of the requests has its first token by when, by whether the adapter was in a slot."""
+def first_tokens(parts: Mapping[str, Simulation], ax=None, earlier: Mapping[str, Simulation] = MappingProxyType({})):
+    """Which share of some requests has its first token by when, named; ``earlier`` ones are grey."""
     ax, said = theme.axes(ax), []
-    for hit, name, style in zip(
-        (True, False), ("adapter in a slot", "adapter elsewhere"), theme.styles(2), strict=True
-    ):
-        times = sorted(row["first_token_s"] - row["arrived_s"] for row in result.rows() if row["hit"] is hit)
-        if times:
-            said.append(f"{name}, {len(times)} requests: half within {times[(len(times) - 1) // 2]:.2f} s")
+    styles = dict(zip(parts, theme.styles(len(parts)), strict=True))
+    for some, grey in ((earlier, {"color": "0.7", "linewidth": 1.2}), (parts, {})):
+        for name, part in some.items():
+            times = [part.first_token_s((k + 1) / len(part.rows())) for k in range(len(part.rows()))]
             shares = [100 * (k + 1) / len(times) for k in range(len(times))]
-            ax.step(times, shares, where="post", label=f"{name} ({len(times)} requests)", **style | {"marker": None})
-    ax.set(xlabel="time to the first token (s, simulated)", ylabel="of the requests (%)", ylim=(0, 102))
+            label = "the setting before" if grey and name == next(iter(earlier)) else None if grey else name
+            ax.step(times, shares, where="post", label=label, **styles[name] | {"marker": None} | grey)
+            said += [] if grey else [f"{name}: half within {part.first_token_s():.2f} s, all in {times[-1]:.2f} s"]
+    ax.set(xlabel="← better    time to the first token (s, simulated)", ylabel="of the requests (%)", ylim=(0, 102))
     ax.set_xscale("log")
+    ax.set_xlim(0.02, 100)
     ax.xaxis.set_major_formatter("{x:g}")
-    ax.legend(loc="lower right")
+    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
     return theme.describe(ax, f"Time to the first token; {'; '.join(said)}.")
 
 

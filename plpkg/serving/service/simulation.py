@@ -11,7 +11,7 @@ from random import Random
 from typing import NamedTuple
 
 from plpkg.results import Tabular
-from plpkg.serving.popularity import POPULARITIES
+from plpkg.serving.popularity import ARRIVALS
 from plpkg.serving.service.scheduler import Scheduler, Ticket
 from plpkg.validation import one_of
 
@@ -25,17 +25,15 @@ class Arrival(NamedTuple):
     new: int
 
 
-def arrivals(count, per_s, tenants, popularity="skewed", *, tokens=(8, 128), seed=0) -> list[Arrival]:
+def arrivals(count, per_s, tenants, popularity="zipf", *, tokens=(8, 128), seed=0) -> list[Arrival]:
     """Draw ``count`` requests that come at random (Poisson), ``per_s`` in a second on average.
 
-    ``distinct`` takes the tenants in turn, ``uniform`` draws them alike, ``identical`` always takes the first, and
-    ``skewed`` follows a power law, as S-LoRA's (arXiv 2311.03285, Section 7): the k-th has 1/k of the first's requests.
-    Punica's geometric law would leave most of many tenants without any. Prompts and answers have any length between
-    the two of ``tokens`` alike.
+    ``popularity`` is one of :data:`plpkg.serving.popularity.ARRIVALS`. Punica's geometric law would leave most of many
+    tenants without any. Prompts and answers have any length between the two of ``tokens`` alike.
     """
-    one_of("popularity", popularity, POPULARITIES)
+    one_of("popularity", popularity, ARRIVALS)
     random, now, drawn = Random(seed), 0.0, []
-    shares = [1 / k if popularity == "skewed" else 1.0 for k in range(1, tenants + 1)]
+    shares = [1 / k if popularity == "zipf" else 1.0 for k in range(1, tenants + 1)]
     owners = random.choices(range(tenants), shares, k=count)
     owners = {"distinct": [k % tenants for k in range(count)], "identical": [0] * count}.get(popularity, owners)
     for k in owners:
@@ -71,6 +69,10 @@ class Simulation(Tabular):
         """The time to the first token that this share of the requests does not exceed."""
         times = sorted(row["first_token_s"] - row["arrived_s"] for row in self.table)
         return times[max(0, math.ceil(share * len(times)) - 1)]
+
+    def of(self, adapter: str) -> "Simulation":
+        """What became of the requests for one adapter."""
+        return Simulation([row for row in self.table if row["adapter"] == adapter])
 
     def __repr__(self) -> str:
         return (

@@ -1,45 +1,68 @@
-"""The explorer of notebook 07: popularity, tenants, slots, store → throughput and first tokens, *simulated*."""
+"""The explorer of notebook 07: load, slots, patience, store → who waits how long for a first token, *simulated*."""
+
+import math
+from collections import deque
 
 import ipywidgets
 
 from plpkg.explorer import Explorer
-from plpkg.serving.popularity import POPULARITIES
 from plpkg.serving.service import plots
 from plpkg.serving.service.scheduler import Scheduler
-from plpkg.serving.service.simulation import Simulation, arrivals, simulate
+from plpkg.serving.service.simulation import Arrival, Simulation, arrivals, simulate
+
+BUSY, RARE, PLACES, SECONDS, EVERY_S = 16, "rare", 128, 60, 4
 
 
-def compute(popularity: str, tenants: int, slots: int, fetch_ms: int) -> Simulation:
-    """Four hundred requests, eleven a second: nearly all that 32 places write at 25 ms a step."""
-    return simulate(arrivals(400, 11, tenants, popularity), Scheduler(slots), fetch_s=fetch_ms / 1e3)
+def compute(load: int, slots: int, patience_s: float, fetch_s: float) -> Simulation:
+    """A minute of ``load`` requests a second by sixteen busy people, and of one by another person each four seconds."""
+    busy = arrivals(load * SECONDS, load, BUSY, "even")
+    rare = [Arrival(float(at), RARE, 64, 64) for at in range(EVERY_S, SECONDS + 1, EVERY_S)]
+    coming = sorted(busy + rare)
+    return simulate(coming, Scheduler(slots, PLACES, max_queued=len(coming), patience_s=patience_s), fetch_s=fetch_s)
+
+
+def parts(result: Simulation) -> dict[str, Simulation]:
+    """The requests of the sixteen busy people, and of the one who seldom asks."""
+    busy = Simulation([row for row in result.rows() if row["adapter"] != RARE])
+    return {"the busy sixteen": busy, "the one who seldom asks": result.of(RARE)}
 
 
 def read_out(result: Simulation) -> str:
     """Say the result in words."""
+    busy, rare = parts(result).values()
     return (
-        f"Simulated: {100 * result.hit_rate:.1f} % of the requests find their adapter in a slot. "
-        f"{result.tokens_per_s:,.1f} tokens/s; the first token comes after {1e3 * result.first_token_s():,.0f} ms for "
-        f"half of the requests, and after {1e3 * result.first_token_s(0.99):,.0f} ms for all but one in a hundred."
+        f"Simulated: the one who seldom asks waits for a first token for {shown(rare.first_token_s())} in half of the "
+        f"cases, and {shown(rare.first_token_s(1))} at worst; the busy sixteen {shown(busy.first_token_s())}, and "
+        f"{shown(busy.first_token_s(0.99))} at worst but for one in a hundred. {result.tokens_per_s:,.0f} tokens/s."
     )
 
 
-def draw(result: Simulation, ax):
-    """By when how many have their first token."""
-    ax = plots.first_tokens(result, ax)
-    ax.set_title(f"{100 * result.hit_rate:.1f} % in a slot, {result.tokens_per_s:,.0f} tokens/s")
-    return ax
+def shown(seconds: float) -> str:
+    """A time in the unit that suits it."""
+    return f"{1e3 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def draw(result: Simulation, ax, earlier: Simulation | None = None):
+    """By when how many have their first token, now and (grey) with the setting before."""
+    return plots.first_tokens(parts(result), ax, parts(earlier) if earlier else {})
 
 
 def explorer() -> Explorer:
     """The widget of the notebook."""
+    drawn = deque([None], maxlen=2)
+
+    def draw_beside_the_last(result, ax):
+        drawn.append(result)
+        return draw(result, ax, drawn[0])
 
     def slider(name, options, value):
         return ipywidgets.SelectionSlider(options=options, value=value, description=name)
 
+    patience = [(f"{seconds:g}", seconds) for seconds in (0.0, 1.0, 2.0, 4.0, 8.0)]
     controls = {
-        "popularity": slider("Popularity", POPULARITIES[::-1], "skewed"),
-        "tenants": slider("Tenants (adapters)", [25, 50, 100, 200, 400, 800], 200),
-        "slots": slider("Slots (adapters)", [2, 4, 8, 16, 32, 64], 16),
-        "fetch_ms": slider("Store latency (ms)", [0, 50, 100, 250, 500, 1000, 2000], 250),
+        "load": slider("Load (requests/s)", [16, 24, 32, 36, 40], 32),
+        "slots": slider("Slots (for 17 adapters)", [10, 12, 14, 16, 17], 16),
+        "patience_s": slider("Patience (s)", [*patience, ("never", math.inf)], math.inf),
+        "fetch_s": slider("Store latency (s)", [0.25, 0.5, 1.0, 2.0, 4.0], 0.25),
     }
-    return Explorer(controls, compute, read_out, draw)
+    return Explorer(controls, compute, read_out, draw_beside_the_last)

@@ -1,28 +1,31 @@
 """Each figure draws what its rows say, and says so in words; the widget says what its simulation gave."""
 
+import math
+
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 
 from plpkg import theme
+from plpkg.serving.popularity import ARRIVALS
 from plpkg.serving.service import plots, widget
 from plpkg.serving.service.scheduler import Scheduler
-from plpkg.serving.service.simulation import Arrival, simulate
+from plpkg.serving.service.simulation import Arrival, arrivals, simulate
 
 SLOTS = pd.DataFrame({"slots": [4, 8], "hit_rate": [0.25, 0.5], "first_token_p99_s": [2.0, 0.5]})
 TOKENS = pd.DataFrame({"request": ["running 0"] * 3 + ["cold 0"] * 2, "token_s": [0.0, 0.01, 0.27, 0.1, 0.3]})
 TOKENS = TOKENS.assign(what="blocking")
-ARRIVALS = [Arrival(0, "ann", 1, 4), Arrival(1, "bob", 1, 2), Arrival(3, "ann", 1, 1)]
-RESULT = simulate(ARRIVALS, Scheduler(slots=1), fetch_s=2, step_s=1, token_s=0)
+COMING = [Arrival(0, "ann", 1, 4), Arrival(1, "bob", 1, 2), Arrival(3, "ann", 1, 1)]
+RESULT = simulate(COMING, Scheduler(slots=1), fetch_s=2, step_s=1, token_s=0)
 RUNS = "ann from 0.0, runs 2.0 to 6.0; bob from 1.0, runs 6.0 to 8.0; ann from 3.0, runs 3.0"
-HITS = "adapter in a slot, 1 requests: half within 1.00 s; adapter elsewhere, 2 requests"
+FIRST = "all: half within 3.00 s, all in 6.00 s"
 
 
 @pytest.mark.parametrize(
     ("plot", "data", "said"),
     [
         (plots.timeline, RESULT, RUNS),
-        (plots.first_tokens, RESULT, HITS),
+        (plots.first_tokens, {"all": RESULT}, FIRST),
         (plots.hit_rates, SLOTS, "4 slots: 25 %, 2.00 s; 8 slots: 50 %, 0.50 s"),
         (plots.cold_start, TOKENS, "blocking: the first request's longest pause is 260 ms"),
     ],
@@ -57,30 +60,35 @@ def test_only_what_has_a_slot_is_in_the_batch():
     assert "slots: ann, bob. eva waits for the store, dee waits for the disk, cem waits for a slot" in ax.alt_text
 
 
-def test_the_widget_says_and_draws_its_simulation():
-    result = widget.compute("skewed", 25, 16, 50)
-    assert f"{100 * result.hit_rate:.1f} % of the requests" in widget.read_out(result)
-    assert f"{1e3 * result.first_token_s(0.99):,.0f} ms for all but one" in widget.read_out(result)
-    ax = widget.draw(result, plt.subplots()[1])
-    assert f"{result.tokens_per_s:,.0f} tokens/s" in ax.get_title()
-    assert [max(line.get_ydata()) for line in ax.lines] == [100, 100]
-    assert sum(len(line.get_ydata()) for line in ax.lines) == len(result.rows())
+def test_the_widget_says_and_draws_its_simulation_beside_the_one_before():
+    before, result = (widget.compute(32, 16, patience, 0.25) for patience in (math.inf, 2.0))
+    busy, rare = widget.parts(result).values()
+    assert len(busy.rows()) + len(rare.rows()) == len(result.rows())
+    assert f"{widget.shown(rare.first_token_s(1))} at worst; the busy" in widget.read_out(result)
+    assert widget.shown(0.05) == "50 ms"
+    assert widget.shown(305.697) == "305.7 s"
+    ax = widget.draw(result, plt.subplots()[1], before)
+    assert [max(line.get_ydata()) for line in ax.lines] == [100] * 4
+    assert [line.get_color() for line in ax.lines[:2]] == ["0.7"] * 2
+    assert [len(line.get_ydata()) for line in ax.lines[2:]] == [len(busy.rows()), len(rare.rows())]
 
 
-def test_more_slots_find_more_adapters_and_popularity_matters():
-    few, many = (widget.compute("skewed", 200, slots, 250) for slots in (8, 32))
-    assert few.hit_rate < many.hit_rate
+def test_patience_slots_and_popularity_decide_who_waits():
+    waits = [widget.compute(32, 16, patience, 0.25).of(widget.RARE).first_token_s(1) for patience in (2.0, math.inf)]
+    assert 2 * waits[0] < waits[1]
+    few, many = (widget.compute(32, slots, 2.0, 0.25) for slots in (12, 17))
     assert few.first_token_s(0.99) > many.first_token_s(0.99)
-    kinds = [widget.compute(kind, 200, 16, 250).tokens_per_s for kind in ("distinct", "uniform", "skewed", "identical")]
+    kinds = [simulate(arrivals(400, 11, 200, kind), Scheduler()).tokens_per_s for kind in ARRIVALS]
     assert kinds == sorted(kinds)
 
 
-def test_an_arrow_key_on_each_control_changes_words_and_picture():
+def test_each_position_of_each_control_changes_words_and_picture():
     explorer = widget.explorer()
-    words, pictures = {explorer.text}, {explorer._image.value}
+    first = explorer.values
     for name, control in explorer.controls.items():
-        control.value = control.options[control.options.index(control.value) + 1]
-        assert explorer.text not in words, name
-        assert explorer._image.value not in pictures, name
-        words.add(explorer.text)
-        pictures.add(explorer._image.value)
+        words, pictures, options = set(), set(), len(control.options)
+        for control.index in range(options):
+            words.add(explorer.text)
+            pictures.add(explorer._image.value)
+        assert len(words) == len(pictures) == options, name
+        control.value = first[name]

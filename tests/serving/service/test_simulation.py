@@ -45,8 +45,8 @@ def test_who_left_its_slot_comes_from_the_store_again():
     ("popularity", "expected"),
     [
         ("distinct", [0.25] * 4),
-        ("uniform", [0.25] * 4),
-        ("skewed", [12 / 25, 6 / 25, 4 / 25, 3 / 25]),  # 1, 1/2, 1/3, 1/4 of their sum
+        ("even", [0.25] * 4),
+        ("zipf", [12 / 25, 6 / 25, 4 / 25, 3 / 25]),  # 1, 1/2, 1/3, 1/4 of their sum
         ("identical", [1, 0, 0, 0]),
     ],
 )
@@ -63,13 +63,13 @@ def test_who_asks_how_often(popularity, expected):
 
 def test_a_seed_gives_the_same_requests_and_another_others():
     assert arrivals(20, 1, 5, seed=1) == arrivals(20, 1, 5, seed=1) != arrivals(20, 1, 5, seed=2)
-    with pytest.raises(ValueError, match=r"popularity must be one of .* got 'zipf'"):
-        arrivals(20, 1, 5, "zipf")
+    with pytest.raises(ValueError, match=r"popularity must be one of .* got 'skewed'"):
+        arrivals(20, 1, 5, "skewed")
 
 
 @pytest.mark.parametrize(("patience_s", "kept"), [(2, True), (math.inf, False)])
 def test_a_rare_tenant_waits_no_longer_than_stated(patience_s, kept):
-    busy = arrivals(1500, 34, 16, "uniform")
+    busy = arrivals(1500, 34, 16, "even")
     coming = sorted([*busy, *(Arrival(float(at), "rare", 64, 64) for at in (10, 20, 30))])
     rows = simulate(coming, Scheduler(16, 128, patience_s=patience_s)).rows()
     longest = max(row["ended_s"] - row["started_s"] for row in rows)
