@@ -21,8 +21,8 @@ All is ``make_private``: book-keeping, flat clipping, Poisson sampling, the prv 
 bound that no gradient reaches, clipped is no noise. PrivateLoRA's bases are random, or from the gradient of public
 text: never from the private one, whose gradient would be a release of its own.
 
-Run: ``python -m benchmarks.clipping.learning`` (about an hour on one core: rate 7, settings 5, accuracy 28, exposure 15,
-scale 8);
+Run: ``python -m benchmarks.clipping.learning`` (about an hour on one core: rate 7, settings 5, accuracy 28, exposure
+15, scale 8);
 or only some sections, methods and targets. Not part of ``make bench``.
 """
 
@@ -210,9 +210,11 @@ def rows_of_settings(chosen, seed: int, targets=()) -> Iterator[dict]:
         spent = learn(model, data, lr, batch, steps, sigma, MAX_GRAD_NORM, seed)
         bits = score(model, tokenizer, validation, seq=256, stride=256).bits_per_byte
         case = f"rate {lr:g}, batch {batch}, {steps} steps"
-        yield {"method": label, "case": case, "epsilon_target": SETTINGS_EPSILON} | spent | {
-            "bits_per_byte": round(bits, 4)
-        }
+        yield (
+            {"method": label, "case": case, "epsilon_target": SETTINGS_EPSILON}
+            | spent
+            | {"bits_per_byte": round(bits, 4)}
+        )
 
 
 def first_documents(documents, size: int) -> list:
