@@ -1,5 +1,6 @@
 """Figures carry the numbers they are drawn from, and say them."""
 
+import itertools
 from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
@@ -72,6 +73,9 @@ def test_measured_points_are_the_recorded_ones(section, cases):
         ax = plots.measured(rows)
         assert ax.get_title() == case
         assert [line.get_ydata()[0] for line in ax.lines[: len(rows)]] == list(rows["ratio"])
+        heights = sorted(text.get_position()[1] for text in ax.texts)
+        assert {text.get_text() for text in ax.texts} == set(rows["what"])
+        assert min(b - a for a, b in itertools.pairwise(heights)) > 0.07  # no name lies on another
         plt.close(ax.figure)
 
 
@@ -99,6 +103,17 @@ def test_the_epsilon_curve_is_the_recorded_one():
     assert [label.get_text() for label in ax.get_xticklabels()] == ["1", "4", "16", "∞"]
     untuned = rows[rows["method"] == "none"]["bits_per_byte"].mean()
     assert f"not fine-tuned {untuned:.4g}" in theme.alt(ax.figure)
+
+
+def test_settings_are_the_recorded_ones():
+    rows = recorded.section("clipping_learning", "settings")
+    ax = plots.settings(rows)
+    gains = [patch.get_width() for patch in ax.patches]
+    learnt = rows[rows["method"] != "none"]
+    assert [rows["bits_per_byte"].iloc[0] - gain / 1000 for gain in gains] == pytest.approx(
+        list(learnt["bits_per_byte"])
+    )
+    assert learnt["epsilon"].between(3.9, 4).all()
 
 
 def test_exposures_are_the_recorded_ones():
