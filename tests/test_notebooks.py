@@ -27,7 +27,6 @@ PRINTED_TRUE = {  # as many each still has; a number that falls is lowered here
     "01_communication": 1,
     "02_residual": 4,
     "04_retention": 7,
-    "06_serving": 8,
     "07_service": 2,
     "08_autonomy": 4,
 }

@@ -87,7 +87,7 @@ def _grouped(table, adapters, ax=None):
     width = 0.8 / count
     for k, (name, fill) in enumerate(zip(table, theme.fills(count), strict=True)):
         ax.bar([x + (k - (count - 1) / 2) * width for x in range(len(table))], table[name], width, label=name, **fill)
-    counts = [f"{adapters[case]} adapter{'s' * (adapters[case] != 1)}" for case in table.index]
+    counts = [f"{number} adapter{'s' if number > 1 else ''}" for number in adapters[table.index]]
     ax.set_xticks(range(len(table)), [f"{case}\n({count})" for case, count in zip(table.index, counts, strict=True)])
     ax.grid(False, axis="x")
     ax.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
