@@ -139,25 +139,16 @@ def by_length(steps: list[Costs], what: str = "flops", ax=None):
 
 
 def measured(rows, ax=None):
-    """CPU time against peak memory of every execution, as multiples of SGD's; each point has its name."""
-    ax, names = theme.axes(ax), []
-    for row, style in zip(rows.itertuples(), theme.styles(len(rows)), strict=True):
-        ax.plot(row.peak_ratio, row.ratio, **{"markersize": 8, **style, "linestyle": "none"})
-        names.append((row.ratio, row.peak_ratio, row.what))
-    right, lowest = rows["peak_ratio"].max(), 0.0
-    for ratio, peak, name in sorted(names):  # beside its point, and above the name below
-        lowest = max(ratio, lowest + 0.075)
-        ax.annotate(
-            name, (peak, ratio), (peak + 0.06 * (right - 0.9), lowest), va="center", fontsize=10,
-            arrowprops={"arrowstyle": "-", "color": "0.7", "shrinkA": 0, "shrinkB": 3},
-        )  # fmt: skip
-    ax.set(
-        xlabel="← better: peak memory, times SGD's",
-        ylabel="← better: CPU time, times SGD's",
-        title=rows["case"].iloc[0],
-        xlim=(0.9, right + 0.45 * (right - 0.9)),
-        ylim=(0.9, None),
-    )
+    """CPU time and peak memory of every execution, as multiples of SGD's: a row each."""
+    ax = theme.axes(ax)
+    for key, label, style in zip(("ratio", "peak_ratio"), ("CPU time", "peak memory"), theme.styles(2), strict=True):
+        ax.plot(rows[key], range(len(rows)), label=label, **{**style, "linestyle": "none", "markersize": 8})
+    ax.hlines(range(len(rows)), rows["ratio"], rows["peak_ratio"], color="0.7", lw=1, zorder=0)
+    ax.axvline(1, color="0.4", lw=1)
+    ax.set_yticks(range(len(rows)), rows["what"])
+    ax.invert_yaxis()
+    ax.set(xlabel="← better: times SGD's", title=rows["case"].iloc[0])
+    ax.legend()
     said = "; ".join(f"{row.what} {row.ratio:.2f} at {row.peak_ratio:.2f}" for row in rows.itertuples())
     return theme.describe(ax, f"CPU time at peak memory, as multiples of SGD's. {said}.")
 
