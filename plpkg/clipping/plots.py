@@ -168,7 +168,7 @@ def settings(rows, ax=None):
     ax.invert_yaxis()
     ax.grid(visible=False, axis="y")
     epsilon = rows["epsilon_target"].iloc[0]
-    ax.set(xlabel="bits per 1,000 bytes below the untuned model (better →)", title=f"ε = {epsilon:g}")
+    ax.set(xlabel="bits gained per 1,000 bytes (better →)", title=f"ε = {epsilon:g}")
     said = "; ".join(f"{label}: {gain:.1f}" for label, gain in zip(labels, gains, strict=True))
     return theme.describe(ax, f"Bits per 1,000 bytes that private learning gains at ε = {epsilon:g}. {said}.")
 

@@ -109,7 +109,7 @@ def people(rows, ax=None):
     ax.axhline(1, color="0.4", lw=1)
     ax.set_xscale("log", base=2)
     ax.set_xticks(rows["tokens"], rows["tokens"])
-    ax.set(xlabel="tokens of each person", ylabel="time one by one / together", ylim=(0, None))
+    ax.set(xlabel="tokens of each person", ylabel="time one by one / together (better ↑)", ylim=(0, None))
     ax.legend()
     values = ", ".join(f"{ratio:.1f} at {tokens}" for tokens, ratio in zip(rows["tokens"], rows["ratio"], strict=True))
     return theme.describe(ax, f"Sixteen people in one step, times faster than one by one: {values} tokens.")
@@ -121,7 +121,12 @@ def drift(rows, ax=None):
     groups = list(rows.groupby("case", sort=False))
     for (dtype, each), style in zip(groups, theme.styles(len(groups)), strict=True):
         ax.plot(each["swaps"], each["drift"], label=dtype, **style)
-    ax.set(xscale="log", yscale="log", xlabel="swaps (merge, then unmerge)", ylabel="relative distance of the weights")
+    ax.set(
+        xscale="log",
+        yscale="log",
+        xlabel="swaps (merge, then unmerge)",
+        ylabel="← better: relative distance of the weights",
+    )
     ax.legend()
     last = "; ".join(f"{dtype} {each['drift'].iloc[-1]:.1g}" for dtype, each in groups)
     return theme.describe(ax, f"Weights drift with every swap; after {rows['swaps'].max():,.0f}: {last}.")
