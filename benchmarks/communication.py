@@ -1,15 +1,26 @@
-"""What a format adds to a message, in bytes and in CPU time, beside raw bytes (the ideal).
+"""What a format and a connection add to a message, beside raw bytes (the ideal).
 
 The published demo pickles its tensors; PEFT and Hugging Face use safetensors. Messages are those
 of PrivateLoRA on LLaMA-7B. Also here: how long the calculators take to import, beside torch.
 
-Run: ``python -m benchmarks.communication`` (about half a minute).
+* ``formats``: bytes and CPU time of each.
+* ``headers``: a token's and a prompt's messages over a real TLS connection on this machine, in segments as large as
+  Ethernet's; bytes and segments as the kernel counts them (``TCP_INFO``, Linux).
+* ``imports``: CPU time.
+
+Run: ``python -m benchmarks.communication [SECTION ...]`` (about half a minute).
 """
 
+import math
 import pickle
+import socket
+import ssl
 import statistics
+import struct
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 
 import safetensors.torch
@@ -19,6 +30,8 @@ from benchmarks import record
 from plpkg import communication
 
 REPEATS = 31
+ETHERNET = 1460
+"""Bytes of a segment on Ethernet: 1,500 without the headers of IPv4 and TCP; the kernel takes 12 for timestamps."""
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -106,6 +119,66 @@ def import_times() -> list[dict]:
     ]
 
 
+def counted(connection: ssl.SSLSocket) -> tuple[int, int]:
+    """Bytes that the other side has acknowledged, and segments sent, acknowledgements among them."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 160)
+    return struct.unpack_from("Q", info, 120)[0], struct.unpack_from("I", info, 136)[0]
+
+
+def converse(
+    end: ssl.SSLSocket, mine: str, steps: list[tuple[str, int]], together: threading.Barrier, rows: list
+) -> None:
+    """Send what goes in one's own direction, wait for the rest, and keep what the kernel has counted of it."""
+    for number, part in enumerate(([("up", 1), ("down", 1)], steps)):  # the first byte each way ends the handshake
+        before = counted(end)
+        for direction, size in part:
+            if direction == mine:
+                end.sendall(bytes(size))
+            while direction != mine and size:
+                size -= len(end.recv(min(size, 1 << 16)))
+        together.wait()
+        time.sleep(0.5)  # for the last acknowledgement
+        sent, segments = (now - then for now, then in zip(counted(end), before, strict=True))
+        if number:
+            sizes = [size for direction, size in part if direction == mine]
+            told = {"payload_bytes": sum(sizes), "messages": len(sizes), "bytes": sent, "segments": segments}
+            rows.append({"format": f"{end.version()}, {mine}"} | told)
+
+
+def headers() -> list[dict]:
+    """What TLS and TCP add to the messages of a token and of a prompt, without the handshake."""
+    with tempfile.TemporaryDirectory() as folder:
+        new = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=localhost"
+        files = f"{folder}/cert.pem", f"{folder}/key.pem"
+        subprocess.run([*new.split(), "-out", files[0], "-keyout", files[1]], check=True, capture_output=True)
+        server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context(cafile=files[0])
+        server.load_cert_chain(*files)
+    rows = []
+    for case, phase, tokens in (("a token, decoded", "decode", 1), ("a prompt of 256 tokens", "prefill", 256)):
+        messages = communication.low_rank_messages("llama-7b", 64, phase=phase, tokens=tokens)
+        steps = [(message.direction, 2 * math.prod(message.shape)) for message in messages]
+        with socket.socket() as listener, socket.socket() as plain:
+            for each in (listener, plain):
+                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, ETHERNET)
+                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            together, both = threading.Barrier(2), []
+
+            def cloud(listener=listener, steps=steps, together=together, both=both):
+                with server.wrap_socket(listener.accept()[0], server_side=True) as end:
+                    converse(end, "down", steps, together, both)
+
+            thread = threading.Thread(target=cloud)
+            thread.start()
+            plain.connect(listener.getsockname())
+            with client.wrap_socket(plain, server_hostname="localhost") as end:
+                converse(end, "up", steps, together, both)
+            thread.join()
+        rows += [{"case": case} | row for row in sorted(both, key=lambda row: row["format"])]
+    return rows
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    record.write("communication", formats() + import_times())
+    record.sections("communication", dict(formats=formats, headers=headers, imports=import_times), __doc__)

@@ -29,6 +29,7 @@ TEXTS = [
     "CHANGELOG.md",
     "LICENSE",
     "CITATION.cff",
+    "docs/tour.md",
     "data/README.md",
     "data/measured/README.md",
     "data/claims.csv",

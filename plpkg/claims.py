@@ -18,7 +18,13 @@ from plpkg.validation import one_of
 SYSTEMS = {room.rpartition(".")[2]: number for room, (number, _) in ROOMS.items()}
 """What a claim is about, and the notebook of it."""
 
-VERDICTS = ("holds", "holds within 10 %", "holds in direction", "fails", "undecided here", "not testable here")
+ANOTHER_SCALE = "another scale"
+"""What ``holds_if`` says where ours is of a model, a machine or a delay too unlike the claim's to count either way."""
+
+VERDICTS = (
+    *("holds", "holds within 10 %", "holds in direction", "fails", "undecided here"),
+    *("not comparable at this scale", "not testable here"),
+)
 """The columns of :func:`verdicts`; a row says within how many per cent."""
 
 NEAR = 0.1
@@ -53,7 +59,7 @@ def table(system: str | None = None):
 
 
 class Part(Tabular):
-    """Some claims by their ``ids``, as a notebook shows them: what is reported, what was found here, the verdict."""
+    """Some claims by their ``ids``, as a notebook shows them: what is reported, what was found, the verdict and why."""
 
     def __init__(self, *ids: str) -> None:
         rows = table().set_index("id")
@@ -66,6 +72,7 @@ class Part(Tabular):
                 "reported": row["reported"] + _unit(row) * is_figure(row["reported"]),
                 "here": shown(row),
                 "verdict": row["verdict"],
+                "why": row["why"],
             }
             for row in self._rows
         ]
@@ -86,8 +93,11 @@ def verdicts():
 def judge(row: Mapping) -> str:
     """The verdict on a claim.
 
-    * ``how`` is ``none``: not testable here. ``how`` is ``tested``: it holds or fails as ``holds_if`` says that the
-      test ``passes`` where the claim is right, or shows that it ``fails``.
+    * ``how`` is ``none``: not testable here. ``holds_if`` is ``another scale``: not comparable at this scale, whether
+      ours is near the reported figure or far from it. An answer of a toy that is trained for one task, an emulation,
+      or the time of a CPU's core neither confirms nor refutes a figure of a large model or of a GPU.
+    * ``how`` is ``tested``: it holds or fails as ``holds_if`` says that the test ``passes`` where the claim is right,
+      or shows that it ``fails``.
     * Otherwise the criterion is ``holds_if``, or the reported figure if that is empty: ``27.8``, ``= 27.8``,
       ``> 95``, ``< 2``, ``20 to 30``.
     * A limit (``<``, ``>``) holds if ours is beyond it with its whole interval, and fails if none of the interval is.
@@ -100,6 +110,8 @@ def judge(row: Mapping) -> str:
     """
     if row["how"] == "none":
         return "not testable here"
+    if row["holds_if"] == ANOTHER_SCALE:
+        return "not comparable at this scale"
     if row["how"] == "tested":
         return {"passes": "holds", "fails": "fails"}[row["holds_if"]]
     ours = float(row["ours"])

@@ -52,8 +52,9 @@ class Explorer(ipywidgets.VBox):
         # A fixed height keeps the page from jumping while the figure is redrawn.
         self._image = ipywidgets.HTML(layout={"height": "390px"})
         for control in controls.values():
-            control.style.description_width = "12em"
-            control.layout.width = "44em"
+            # Relative, so that label, slider and value all fit where the window is narrow.
+            control.style.description_width = "min(14em, 45%)"
+            control.layout.width, control.layout.max_width = "98%", "46em"
             if hasattr(control, "continuous_update"):
                 control.continuous_update = False
         self._update()
@@ -81,7 +82,7 @@ class Explorer(ipywidgets.VBox):
             draw(self.result, ax)
             # ipywidgets' own image takes no alternative text.
             picture = f"data:image/png;base64,{b64encode(theme.png(figure)).decode()}"
-            style = "height: 380px; max-width: 100%; object-fit: contain"
+            style = "height: 380px; max-width: 100%; object-fit: contain; object-position: left top"
             self._image.value = f'<img alt="{escape(theme.alt(figure))}" style="{style}" src="{picture}">'
         finally:
             plt.close(figure)

@@ -1,4 +1,4 @@
-"""A certificate and its key, by the line of the README."""
+"""A certificate and its key, by the line of the tour."""
 
 import re
 import shlex
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-LINE = re.search(r"^openssl .*?(?=  #|$)", Path(__file__).parents[1].joinpath("README.md").read_text(), re.M)[0]
+LINE = re.search(r"^openssl .*?(?=  #|$)", Path(__file__).parents[1].joinpath("docs", "tour.md").read_text(), re.M)[0]
 
 
 def written(folder):

@@ -31,7 +31,7 @@ from cosmic_ray.plugins import get_operator, operator_names
 ROOT = Path(__file__).parents[1]
 LIBRARIES = ("torch", "transformers", "peft", "opacus", "pandas", "seaborn", "scipy.stats", "fastapi")
 OPTIONS = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:nbval", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
-NEEDED = ("plpkg", "tests", "benchmarks", "data", "notebooks", "pyproject.toml", "README.md", "CONTRIBUTING.md")
+NEEDED = ("plpkg", "tests", "benchmarks", "data", "notebooks", "docs", "pyproject.toml", "README.md", "CONTRIBUTING.md")
 KEY = ("module", "seed", "operator", "occurrence", "tests")
 FIELDS = (*KEY, "line", "outcome", "mutated")
 

@@ -119,6 +119,8 @@ def test_the_reported_figure_is_the_published_tables(row):
         ("none", "> 1", 1.4, "", "", "holds"),
         ("12", "> 1", 6, "", "", "holds in direction"),
         ("12", "> 1", 0.9, "", "", "fails"),
+        ("12", "another scale", 12, "", "", "not comparable at this scale"),
+        ("none", "another scale", 0.9, 0.8, 1.0, "not comparable at this scale"),
     ],
 )
 def test_the_rule(reported, holds_if, ours, low, high, verdict):
@@ -235,8 +237,9 @@ def test_a_part_shows_claims_in_full_with_units():
     part = claims.Part("full-width-token", "quadratic-space")
     first, second = part.rows()
     claim = "Full activations of a 7B model take 4.19 Mbit a token."
-    assert first == {"claim": claim, "reported": "4.19 Mbit", "here": "4.194 Mbit", "verdict": "holds"}
+    assert first == {"claim": claim, "reported": "4.19 Mbit", "here": "4.194 Mbit", "verdict": "holds", "why": ""}
     assert second["reported"] == "none"
+    assert second["why"] == "The square is in it beside a linear part."
     assert second["claim"] in part._repr_html_()
     assert repr(part) == "2 claims: 1 holds, 1 holds within 3 %"
     with pytest.raises(ValueError, match=r"id must be .* got 'full'"):

@@ -1,4 +1,4 @@
-"""Every Python block of the README runs, with what it takes from its reader in hand: a small model, texts, a loop."""
+"""Every Python block of README and tour runs, with what it takes from its reader in hand: a model, texts, a loop."""
 
 import json
 import re
@@ -9,13 +9,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen2Config
 
-from plpkg import ROOMS, corpora
+from plpkg import ROOMS, claims, corpora
 from plpkg.backbones import load_backbone, random_backbone
 from plpkg.corpora import Writer
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, flags=re.M | re.S)
+README, TOUR = ((ROOT / name).read_text() for name in ("README.md", "docs/tour.md"))
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", README + TOUR, flags=re.M | re.S)
 HUB = "Qwen/Qwen2.5-7B"
 
 
@@ -77,7 +77,23 @@ def test_a_block_runs(block, tmp_path, monkeypatch):
             (tmp_path / "letters" / name / f"{month}.md").write_text("Dear all.")
     short = Writer("numpy", {"test": (corpora.Document("short", "Return an array of zeros. " * 9),)})
     monkeypatch.setattr(corpora, "writer", {"numpy": short}.__getitem__)
-    exec(compile(block, "README.md", "exec"), names)
+    exec(compile(block, "docs/tour.md", "exec"), names)
+
+
+def test_the_readme_is_short_and_counts_the_claims():
+    assert len(README.encode()) <= 8000
+    counts = claims.verdicts().sum()
+    holds = "{} hold, {} hold within 10 %, {} hold in direction, and {} fail. The other {} are"
+    assert f"prints {counts.sum()} published claims" in README
+    assert holds.format(*counts[:4], counts[4:].sum()) in README
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/tour.md"])
+def test_links_lead_to_files(page):
+    links = re.findall(r"\]\(((?!https?:|#)[^)]+)\)", (ROOT / page).read_text())
+    assert len(links) > 10
+    for link in links:
+        assert (ROOT / page).parent.joinpath(link).exists(), link
 
 
 def test_every_room_has_its_row_and_its_place_in_the_floor_plan():

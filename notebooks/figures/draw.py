@@ -1,6 +1,6 @@
-"""Draw the README's pictures: ``python notebooks/figures/draw.py`` (``make notebooks`` does it too).
+"""Draw the pictures of docs/tour.md: ``python notebooks/figures/draw.py`` (``make notebooks`` does it too).
 
-It prints the lines of the README that show them, with their alternative texts.
+It prints the lines that show them there, with their alternative texts.
 """
 
 from pathlib import Path
@@ -26,4 +26,4 @@ pictures = {
 for name, ax in pictures.items():
     path = Path(__file__).with_name(f"{name}.png")
     path.write_bytes(theme.png(ax.figure))
-    print(f"![{theme.alt(ax.figure)}](notebooks/figures/{path.name})")
+    print(f"![{theme.alt(ax.figure)}](../notebooks/figures/{path.name})")

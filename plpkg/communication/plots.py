@@ -146,22 +146,6 @@ def sequence_chart(messages: Iterable[Message], ax=None):
     )
 
 
-def vectors(named: Mapping[str, Sequence[float]], ax=None):
-    """Draw vectors as strips of as many cells as they have numbers, light to dark by their size."""
-    ax = theme.axes(ax, figsize=(7.2, 0.5 + 0.6 * len(named)))
-    for row, values in enumerate(named.values()):
-        sizes = [[abs(float(value)) for value in values]]
-        extent = (0, len(values), row + 0.35, row - 0.35)
-        ax.imshow(sizes, cmap="cividis_r", aspect="auto", extent=extent, interpolation="nearest")
-        ax.text(len(values), row, f"  {len(values)} numbers", va="center", fontsize=9)
-    ax.set(xlim=(0, 1.2 * max(map(len, named.values()))), ylim=(len(named) - 0.5, -0.5), xticks=[])
-    ax.set_yticks(range(len(named)), list(named))
-    ax.grid(False)
-    ax.spines[:].set_visible(False)
-    said = ", ".join(f"{name} of {len(values)}" for name, values in named.items())
-    return theme.describe(ax, f"Strips as long as each vector has numbers: {said}.")
-
-
 def by_rank(
     model: str | ModelShape = "llama-7b",
     ranks: Sequence[int] = RANKS,
@@ -198,8 +182,8 @@ def by_rank(
     ax.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     ax.minorticks_off()
     ax.set_title(model.name)
-    ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
-    ax.figure.set_size_inches(9.6, 4.2)
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
+    ax.figure.set_size_inches(7.2, 5.2)
     return theme.describe(
         ax,
         f"Traffic per token of {model.name} against the rank, both axes logarithmic: from {kbit[0]:.0f} kbit at "

@@ -24,12 +24,6 @@ def test_the_other_systems_are_four():
     assert said.count("device") == 3
 
 
-def test_vectors_are_as_long_as_they_have_numbers():
-    ax = plots.vectors({"x": range(320), "A x": range(64)})
-    assert [image.get_extent()[1] for image in ax.images] == [320, 64]
-    assert theme.alt(ax.figure).endswith("x of 320, A x of 64.")
-
-
 def test_sequence_chart_draws_every_message():
     messages = list(communication.low_rank_messages("gpt2", 8, adapted_layers=2))
     ax = plots.sequence_chart(messages)

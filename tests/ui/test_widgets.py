@@ -7,6 +7,12 @@ from nbconvert import HTMLExporter
 from playwright.sync_api import expect
 
 pytestmark = pytest.mark.browser
+FITS = """() => {
+    const edge = document.querySelector(".plpkg-explorer").parentElement.getBoundingClientRect().right
+    const parts = document.querySelectorAll(".plpkg-explorer .widget-hbox > *")
+    return [...parts].every(e => e.scrollWidth <= e.clientWidth + 1 && e.getBoundingClientRect().right <= edge + 1)
+}"""
+"""Whether no label, slider or value is cut off."""
 
 
 def test_every_control_answers_to_the_keyboard(lab, page, widget_notebook):
@@ -36,6 +42,8 @@ def test_every_control_answers_to_the_keyboard(lab, page, widget_notebook):
         expect(picture).not_to_have_attribute("src", source)
     assert picture.evaluate("image => image.naturalWidth") > 300
     assert page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']").count() == 0
+    page.set_viewport_size({"width": 700, "height": 1000})
+    page.wait_for_function(FITS)
 
 
 def test_static_rendering_reads_without_scripts(browser, tmp_path, notebook):

@@ -51,7 +51,7 @@ class CloudServer:
     precision
         Of the values on the wire: ``"fp16"``, ``"bf16"`` or ``"fp32"``.
     tls
-        A folder with ``cert.pem`` and ``key.pem``; the README has the line of openssl that makes them.
+        A folder with ``cert.pem`` and ``key.pem``; docs/tour.md has the line of openssl that makes them.
     token
         What a device must show. Both are needed unless the address is a loopback one.
     limits

@@ -61,7 +61,7 @@ def cloud(
     precision: Precision = "fp16",
     dtype: Dtype = "fp32",
     device: Annotated[str, Option(help="cpu or cuda.")] = "cpu",
-    tls: Annotated[Path | None, Option(help="A folder with cert.pem and key.pem: see the README.")] = None,
+    tls: Annotated[Path | None, Option(help="A folder with cert.pem and key.pem: see docs/tour.md.")] = None,
     token: Token = None,
     sessions: Annotated[int, Option(help="Devices at the same time.")] = 16,
     tokens: Annotated[int, Option(help="The longest sequence.")] = 4096,

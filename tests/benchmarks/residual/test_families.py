@@ -1,4 +1,4 @@
-"""What is recorded of the families, tried anew, and what README and site say of it."""
+"""What is recorded of the families, tried anew, and what tour and site say of it."""
 
 import itertools
 import re
@@ -9,7 +9,7 @@ import pytest
 from benchmarks.residual.families import FAMILIES, METHODS, divided
 from plpkg import recorded
 
-README = (Path(__file__).parents[3] / "README.md").read_text()
+TOUR = (Path(__file__).parents[3] / "docs" / "tour.md").read_text()
 RECORDED = recorded.section("residual_families", "families").set_index("name")
 TRIED = [*zip(FAMILIES, itertools.cycle(METHODS)), *(("OPT", method) for method in METHODS)]
 TRIED += [
@@ -34,6 +34,6 @@ def test_every_family_and_method_is_recorded_and_none_is_wrong():
 
 
 @pytest.mark.parametrize(("line", "how"), [("divided", "ok"), ("refused, by a sentence that says why", "refused")])
-def test_the_readme_names_them(line, how):
-    names = re.search(rf"^- {line}: (.*)$", README, flags=re.M)[1].split("; ")
+def test_the_tour_names_them(line, how):
+    names = re.search(rf"^- {line}: (.*)$", TOUR, flags=re.M)[1].split("; ")
     assert names == list(RECORDED.index[RECORDED["M"] == how])
