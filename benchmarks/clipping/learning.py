@@ -202,7 +202,7 @@ def rows_of_settings(chosen, seed: int, targets=()) -> Iterator[dict]:
     data, label = windows(tokenizer), "LoRA r=8"
     validation = corpora.encode(first_documents(corpora.writer(WRITER).split("validation"), 30_000), tokenizer)
     bits = score(start, tokenizer, validation, seq=256, stride=256).bits_per_byte
-    yield {"method": "none", "case": "untuned", "lr": 0.0, "bits_per_byte": round(bits, 4)}
+    yield {"method": "none", "case": "untuned", "epsilon_target": 0.0, "bits_per_byte": round(bits, 4)}
     for lr, batch, steps in SETTINGS:
         sigma = sigma_for(SETTINGS_EPSILON, 1 / math.ceil(len(data) / batch), steps)
         model = started(METHODS[label], start, tokenizer)
