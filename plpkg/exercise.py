@@ -60,7 +60,7 @@ def check_number(
         return Verdict(False, f"Not yet: it gives {value:g}, which is no number of {unit}. {hint}")
     if math.isclose(value, expected, rel_tol=tolerance):
         return Verdict(True, f"Right: {explanation}")
-    for wrong, reason in hints.items():
+    for wrong, reason in sorted(hints.items(), key=lambda each: abs(each[0] - value)):  # the nearest first
         if math.isclose(value, wrong, rel_tol=tolerance):
             return Verdict(False, f"Not yet: {reason}")
     if any(math.isclose(value, expected * scale, rel_tol=min(tolerance, 0.01)) for scale in SCALES):

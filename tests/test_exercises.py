@@ -44,6 +44,7 @@ SLIPS = [
     ("serving.service.share_in_slots", 57.5, 8, "asked for alike"),
     ("serving.service.share_in_slots", 57.5, 42.5, "all the others"),
     ("serving.service.share_in_slots", 57.5, 99.8, "geometric law"),
+    ("serving.service.share_in_slots", 57.5, 100, "184 adapters"),
     ("throughput.rtt_for_half", 1.12, 0.00112, "another unit"),
     ("throughput.rtt_for_half", 1.12, 37.0, "1 + 32"),
     ("throughput.rtt_for_half", 1.12, 1.156, "one more round trip"),
@@ -84,6 +85,10 @@ def strict(members, others):
 
 def gram_norm(a, g, bias=1):
     return ((g @ g.mT) * (a @ a.mT + bias)).sum((1, 2))
+
+
+def built(a, g):
+    return ((g.mT @ a) ** 2).sum((-2, -1)) + (g.sum(-2) ** 2).sum(-1)
 
 
 def clipped_sum(a, g, norms, C, most=1.0):
@@ -211,7 +216,15 @@ FUNCTIONS = [  # the right function above is called as its checker is
     ("clipping.gram_norm", lambda a, g: gram_norm(a, g, bias=0), "a bias is a weight"),
     ("clipping.gram_norm", lambda a, g: (a.square().sum(2) * g.square().sum(2)).sum(1), "T × T products"),
     ("clipping.gram_norm", lambda a, g: gram_norm(a, g).sum(), "It gives 120.159, not ["),
+    ("clipping.gram_norm", built, "leave it unbuilt"),
+    (
+        "clipping.gram_norm",
+        lambda a, g: np.stack([built(*(one.numpy() for one in each)) for each in zip(a, g, strict=True)]),
+        "unbuilt",
+    ),
+    ("clipping.gram_norm", lambda a, g: torch.stack([built(*each) for each in zip(a, g, strict=True)]), "unbuilt"),
     ("clipping.clipped_sum", lambda *a: clipped_sum(*a, most=9.0), "is at most 1"),
+    ("clipping.clipped_sum", lambda a, g, n, C: clipped_sum(g, a, n, C), "it is transposed"),
     ("clipping.clipped_sum", lambda a, g, n, C: clipped_sum(a, g, n / n, C), "nothing is clipped"),
     ("clipping.clipped_sum", lambda a, g, n, C: clipped_sum(a, g, n, C) / len(a), "a sum is asked for"),
     ("clipping.clipped_sum", lambda a, g, n, C: clipped_sum(a, n[:, None, None] * g, n / n, C), "not with"),
@@ -231,15 +244,18 @@ FUNCTIONS = [  # the right function above is called as its checker is
     ("residual.accept", lambda guesses, choices: choices, "all guesses before it counted"),
     ("residual.steal", lambda u, v: steal(u, v).T, "M transposed"),
     ("residual.steal", lambda u, v: steal(u[: u.shape[1]], v[: u.shape[1]]), "all tokens count"),
-    (
-        "serving.segments",
-        lambda o, n: [(i, j, o[k]) for i, j, k in segments(range(len(o)), n)],
-        "neighbours of one owner",
-    ),
+    ("serving.segments", lambda o, n: [(*run[:2], o[run[2]]) for run in segments(range(len(o)), n)], "neighbours"),
     ("serving.segments", lambda owners, lengths: segments(owners, [1] * len(owners)), "not requests"),
+    ("serving.segments", lambda *a: [(i, j - i, owner) for i, j, owner in segments(*a)], "where it stops"),
+    ("serving.segments", lambda *a: [(i, j - 1, owner) for i, j, owner in segments(*a)], "as in a slice"),
+    ("serving.segments", lambda *a: np.array(segments(*a), dtype=object).tolist(), "a list of tuples"),
+    ("serving.segments", lambda *a: None, "returns nothing"),
     ("serving.gradient_of_x", lambda *a: gradient_of_x(*a, scaled=False), "the scale"),
-    ("serving.gradient_of_x", lambda g, *a: g, "as many rows and columns"),
-    ("serving.gradient_of_x", lambda *a: -gradient_of_x(*a), "rows [0, 1, 3, 4, 5] differ"),
+    ("serving.gradient_of_x", lambda g, *a: g, "a tensor (6, 7), not a tensor (6, 5)"),
+    ("serving.gradient_of_x", lambda *a: -gradient_of_x(*a), "off by up to"),
+    ("serving.gradient_of_x", lambda *a: gradient_of_x(*a[:4], [run for run in a[4] if run[2]]), "adapter 0 is one"),
+    ("serving.gradient_of_x", lambda *a: gradient_of_x(*a[:4], [(i, j, k or 0) for i, j, k in a[4]]), "stay zero"),
+    ("serving.gradient_of_x", lambda *a: [a[1][i] for *_, i in a[4]] and gradient_of_x(*a), "None has no adapter"),
     ("serving.service.bound", lambda w, k, p, t: bound(w, k, 0, t), "nothing is reserved"),
     ("serving.service.bound", lambda *a: bound(*a, of=list), "accounts, not requests"),
     ("serving.service.bound", lambda w, k, p, t: p + (k + 1) * len(set(w)) * t, "of its own account"),

@@ -2,6 +2,8 @@
 
 * rate: the learning rate of each method, by the writer's validation text, at half the batch and half the noise
   multiplier of ``accuracy``'s ε = 4. The search itself is not in any ε.
+* settings: the learning rate, the batch and the steps of LoRA, one changed at a time, at one ε; bits per byte of the
+  writer's validation text. The search is in no ε.
 * accuracy: one writer's text, learnt at several ε; bits per byte and next-token accuracy of the writer's test text.
   The unit of privacy is a window of 64 tokens: not a document, and not the writer.
 * exposure: the diary's facts, a question with its answer each, learnt with and without privacy. The exposure of a
@@ -19,7 +21,8 @@ All is ``make_private``: book-keeping, flat clipping, Poisson sampling, the prv 
 bound that no gradient reaches, clipped is no noise. PrivateLoRA's bases are random, or from the gradient of public
 text: never from the private one, whose gradient would be a release of its own.
 
-Run: ``python -m benchmarks.clipping.learning`` (about an hour on one core: rate 7, accuracy 28, exposure 15, scale 8);
+Run: ``python -m benchmarks.clipping.learning`` (about an hour on one core: rate 7, settings 5, accuracy 28, exposure
+15, scale 8);
 or only some sections, methods and targets. Not part of ``make bench``.
 """
 
@@ -73,6 +76,10 @@ RATES = {
     "PrivateLoRA r=64": (5e-3, 1e-2),
     "PrivateLoRA r=16, public gradient": (5e-3, 1e-2),
 }
+SETTINGS = (  # learning rate, batch, steps: the first is the one that the others change
+    (1e-2, 32, 12), (1e-3, 32, 12), (3e-3, 32, 12), (3e-2, 32, 12), (1e-2, 8, 48), (1e-2, 128, 3), (1e-2, 8, 12),
+)  # fmt: skip
+SETTINGS_EPSILON = 4.0
 SCALES, DRAWS = (1, 4, 16, 64), 3
 DIARY_BATCH, DIARY_STEPS = 20, 100
 DIARY_TARGETS = (math.inf, 8.0, 2.0)
@@ -188,6 +195,25 @@ def rows_of_rate(chosen, seed: int, targets=()) -> Iterator[dict]:
             spent = learn(model, data, lr, BATCH // 2, STEPS, sigma / 2, MAX_GRAD_NORM, seed)
             bits = score(model, tokenizer, validation, seq=256, stride=256).bits_per_byte
             yield {"method": label, "case": "private", "bits_per_byte": round(bits, 4)} | spent
+
+
+def rows_of_settings(chosen, seed: int, targets=()) -> Iterator[dict]:
+    start, tokenizer = backbone()
+    data, label = windows(tokenizer), "LoRA r=8"
+    validation = corpora.encode(first_documents(corpora.writer(WRITER).split("validation"), 30_000), tokenizer)
+    bits = score(start, tokenizer, validation, seq=256, stride=256).bits_per_byte
+    yield {"method": "none", "case": "untuned", "epsilon_target": 0.0, "bits_per_byte": round(bits, 4)}
+    for lr, batch, steps in SETTINGS:
+        sigma = sigma_for(SETTINGS_EPSILON, 1 / math.ceil(len(data) / batch), steps)
+        model = started(METHODS[label], start, tokenizer)
+        spent = learn(model, data, lr, batch, steps, sigma, MAX_GRAD_NORM, seed)
+        bits = score(model, tokenizer, validation, seq=256, stride=256).bits_per_byte
+        case = f"rate {lr:g}, batch {batch}, {steps} steps"
+        yield (
+            {"method": label, "case": case, "epsilon_target": SETTINGS_EPSILON}
+            | spent
+            | {"bits_per_byte": round(bits, 4)}
+        )
 
 
 def first_documents(documents, size: int) -> list:
@@ -344,7 +370,10 @@ def rows_of_scale(chosen, seed: int, targets=()) -> Iterator[dict]:
             } | spent  # fmt: skip
 
 
-SECTIONS = {"rate": rows_of_rate, "accuracy": rows_of_accuracy, "exposure": rows_of_exposure, "scale": rows_of_scale}
+SECTIONS = {
+    "rate": rows_of_rate, "settings": rows_of_settings, "accuracy": rows_of_accuracy, "exposure": rows_of_exposure,
+    "scale": rows_of_scale,
+}  # fmt: skip
 
 
 def keep_row(row: dict, seed: int) -> None:

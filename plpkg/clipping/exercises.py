@@ -1,11 +1,13 @@
 """The checkers of notebook 05's exercises."""
 
+import tracemalloc
 from functools import partial
 
 import torch
 
 from plpkg.clipping.factors import Outer, norms_squared
 from plpkg.exercise import Verdict, check_function, check_number
+from plpkg.memory import MIB, MemoryTimeline
 
 WIDTHS, POSITIONS = (5, 2), 3
 FACTORS = [
@@ -15,6 +17,8 @@ FACTORS = [
     for batch in (4, 5, 6)
 ]
 """What a layer read, and its output's gradients: ``(batch, positions, d)`` and ``(batch, positions, p)``."""
+WIDE = [torch.ones(2, POSITIONS, 512) for _ in range(2)]
+"""Few positions of a wide layer: one gradient, a MiB, is far larger than everything that its norm needs."""
 close = partial(torch.allclose, rtol=1e-4, atol=1e-6)
 
 
@@ -65,6 +69,17 @@ def gram_norm(function: object) -> Verdict:
         size = torch.Size((g.shape[2], read.shape[2]))
         return norms_squared([Outer(g[:, None], read[:, None], size)], "gram")
 
+    def peak_bytes() -> int:  # of torch's tensors, or of NumPy's arrays
+        a, g = (each.clone() for each in WIDE)
+        with MemoryTimeline(label_saved=False) as memory:
+            function(a, g)
+        tracemalloc.start()
+        try:
+            function(a, g)
+            return max(memory.peak_bytes, tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+
     def hint(got, a, g) -> str:
         if close(got, squared(a, g).sqrt()):
             return "these are the norms, and their squares are asked for"
@@ -76,7 +91,14 @@ def gram_norm(function: object) -> Verdict:
 
     cases = [(factors, squared(*factors)) for factors in FACTORS]
     explanation = "the Gram matrix of g, times that of a and 1, summed: B·T² numbers, and no gradient."
-    return check_function(function, cases, explanation, hint)
+    verdict = check_function(function, [*cases, (WIDE, squared(*WIDE))], explanation, hint)
+    if verdict and (peak := peak_bytes()) >= MIB:
+        return Verdict(
+            False,
+            f"Not yet: the norms are right, but for 512 × 512 weights the function holds {peak / MIB:.1f} MiB at once. "
+            "One gradient takes 1 of them: leave it unbuilt, and multiply Gram matrices, T × T each.",
+        )
+    return verdict
 
 
 def clipped_sum(function: object) -> Verdict:
@@ -87,6 +109,8 @@ def clipped_sum(function: object) -> Verdict:
         return Outer(g[:, None], a[:, None], torch.Size((g.shape[2], a.shape[2]))).weighted_sum(weights)
 
     def hint(got, a, g, norms, C) -> str:
+        if got.shape[0] == a.shape[2] and close(got.mT, total(a, g, norms, C)):
+            return "it is transposed: a weight has a row for each output, (p, d)"
         if close(got, total(a, g, norms, C, C / norms)):
             return "a gradient whose norm is below C stays as it is: c is at most 1"
         if close(got, total(a, g, norms, C, torch.ones(len(a)))):

@@ -1,7 +1,7 @@
 """Figures of notebook 05.
 
-What was measured comes as ``rows``: a case of ``benchmarks/clipping/costs.py``; the sections ``accuracy``
-and ``exposure`` of ``benchmarks/clipping/learning.py``.
+What was measured comes as ``rows``: a case of ``benchmarks/clipping/costs.py``; the sections ``accuracy``,
+``exposure`` and ``settings`` of ``benchmarks/clipping/learning.py``.
 """
 
 import math
@@ -133,24 +133,44 @@ def by_length(steps: list[Costs], what: str = "flops", ax=None):
     ax.set_xscale("log", base=2)
     ax.set_xticks(lengths, [f"{seq:,}" for seq in lengths])
     widths = " → ".join(map(str, steps[0].widths))
-    ax.set(xlabel="positions T", ylabel="times SGD's", title=f"{label}, {widths}, batch {steps[0].batch}")
+    ax.set(xlabel="positions T", ylabel="← better: times SGD's", title=f"{label}, {widths}, batch {steps[0].batch}")
     ax.legend()
     return theme.describe(ax, f"{label} over SGD's, at T = {', '.join(map(str, lengths))}. {'; '.join(said)}.")
 
 
 def measured(rows, ax=None):
-    """CPU time against peak memory of every execution, as multiples of SGD's."""
+    """CPU time and peak memory of every execution, as multiples of SGD's: a row each."""
     ax = theme.axes(ax)
-    for row, style in zip(rows.itertuples(), theme.styles(len(rows)), strict=True):
-        style = {"markersize": 9, **style, "linestyle": "none"}
-        if row.what.startswith("plan"):  # around what it may have the same costs as
-            style |= {"markerfacecolor": "none", "markersize": 15, "markeredgewidth": 1.5}
-        ax.plot(row.peak_ratio, row.ratio, label=row.what, **style)
-    ax.axhline(1, color="0.6", lw=0.8)
-    ax.axvline(1, color="0.6", lw=0.8)
-    ax.set(xlabel="peak memory, times SGD's", ylabel="CPU time, times SGD's", title=rows["case"].iloc[0])
+    for key, label, style in zip(("ratio", "peak_ratio"), ("CPU time", "peak memory"), theme.styles(2), strict=True):
+        ax.plot(rows[key], range(len(rows)), label=label, **{**style, "linestyle": "none", "markersize": 8})
+    ax.hlines(range(len(rows)), rows["ratio"], rows["peak_ratio"], color="0.7", lw=1, zorder=0)
+    ax.axvline(1, color="0.4", lw=1)
+    ax.set_yticks(range(len(rows)), rows["what"])
+    ax.invert_yaxis()
+    ax.set(xlabel="← better: times SGD's", title=rows["case"].iloc[0])
+    ax.legend()
     said = "; ".join(f"{row.what} {row.ratio:.2f} at {row.peak_ratio:.2f}" for row in rows.itertuples())
     return theme.describe(ax, f"CPU time at peak memory, as multiples of SGD's. {said}.")
+
+
+def settings(rows, ax=None):
+    """What learning rate, batch and steps gain at one ε: bits per 1,000 bytes below the untuned model."""
+    ax = theme.axes(ax)
+    untuned = rows.loc[rows["method"] == "none", "bits_per_byte"].item()
+    rows = rows[rows["method"] != "none"]
+    gains = 1000 * (untuned - rows["bits_per_byte"])
+    labels = [f"rate {row.lr:g}, batch {row.batch:.0f}, {row.steps:.0f} steps" for row in rows.itertuples()]
+    ax.barh(range(len(rows)), gains, color=theme.fills(1)[0]["color"])
+    for place, gain in enumerate(gains):
+        ax.text(max(gain, 0), place, f" {gain:.1f}", va="center", fontsize=10)
+    ax.axvline(0, color="0.3", lw=1)
+    ax.set_yticks(range(len(rows)), labels)
+    ax.invert_yaxis()
+    ax.grid(visible=False, axis="y")
+    epsilon = rows["epsilon_target"].iloc[0]
+    ax.set(xlabel="bits gained per 1,000 bytes (better →)", title=f"ε = {epsilon:g}")
+    said = "; ".join(f"{label}: {gain:.1f}" for label, gain in zip(labels, gains, strict=True))
+    return theme.describe(ax, f"Bits per 1,000 bytes that private learning gains at ε = {epsilon:g}. {said}.")
 
 
 def epsilon_of_noise(
@@ -233,7 +253,7 @@ def epsilon_curve(rows, ax=None):
     ax.set_xticks(range(len(levels)), names)
     ax.set(
         xlabel="ε spent (δ = 1e-5); ∞: without privacy",
-        ylabel="bits per byte",
+        ylabel="← better: bits per byte",
         title="What it costs (small dots: single runs)",
     )
     ax.legend(loc="lower left", fontsize=8)
@@ -261,7 +281,11 @@ def exposure(rows, ax=None):
     ax.invert_yaxis()
     ax.grid(visible=False, axis="y")
     ax.axvline(1 / math.log(2), color="0.4", lw=1, linestyle="--")
-    ax.set(xlabel="mean exposure, bits (dashed: by guessing)", xlim=(0, 10), title="What it buys (dots: single runs)")
+    ax.set(
+        xlabel="← better: mean exposure, bits (dashed: by guessing)",
+        xlim=(0, 10),
+        title="What it buys (dots: single runs)",
+    )
     said = "; ".join(f"{label} {bits:.1f}" for label, bits in zip(labels, means, strict=True))
     return theme.describe(ax, f"Mean exposure of the diary's secrets in bits: {said}; by guessing 1.4.")
 

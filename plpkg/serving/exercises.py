@@ -3,7 +3,7 @@
 from itertools import accumulate, groupby, pairwise
 from random import Random
 
-from plpkg.exercise import Verdict, check_number
+from plpkg.exercise import Verdict, check_function, check_number
 
 
 def adapters_per_backbone(answer: object) -> Verdict:
@@ -26,26 +26,33 @@ def adapters_per_backbone(answer: object) -> Verdict:
 
 def segments(function: object) -> Verdict:
     """``segments(owners, lengths)``: tuples ``(start, stop, owner)`` of a batch that is sorted by owner."""
-    if not callable(function):
-        return Verdict(False, "No answer yet: write the function, and give it to the checker.")
-    random = Random(0)
-    for _ in range(20):
-        owners = sorted(random.choices("abc", k=random.randint(1, 6)))
-        lengths = [random.randint(1, 5) for _ in owners]
+
+    def hint(got, owners, lengths) -> str:
+        ends = list(accumulate(lengths, initial=0))
+        each = [(start, stop, owner) for (start, stop), owner in zip(pairwise(ends), owners, strict=True)]
+        got = [tuple(segment) for segment in got]
+        if got == right(owners, lengths):
+            return "a list of tuples is wanted"
+        if got == each:
+            return "neighbours of one owner are one segment"
+        for runs in (right(owners, lengths), each):
+            if got == [(start, stop - start, owner) for start, stop, owner in runs]:
+                return "a segment says where it stops, and not how long it is"
+            if got == [(start, stop - 1, owner) for start, stop, owner in runs]:
+                return "stop is the first row that does not belong to it, as in a slice"
+        return "segments count tokens, not requests" if got[-1][1] == len(owners) != ends[-1] else ""
+
+    def right(owners, lengths) -> list[tuple]:
         ends = list(accumulate(lengths, initial=0))
         runs = [[k for k, _ in group] for _, group in groupby(enumerate(owners), key=lambda pair: pair[1])]
-        expected = [(ends[run[0]], ends[run[-1] + 1], owners[run[0]]) for run in runs]
-        got = function(owners, lengths)
-        if not isinstance(got, list) or not all(isinstance(segment, tuple) for segment in got):
-            return Verdict(False, f"Not yet: a list of tuples is wanted, got {got!r}.")
-        if got != expected:
-            hint = ""
-            if got == [(start, stop, owner) for (start, stop), owner in zip(pairwise(ends), owners, strict=True)]:
-                hint = ": neighbours of one owner are one segment"
-            elif got and got[-1][1] == len(owners) != ends[-1]:
-                hint = ": segments count tokens, not requests"
-            return Verdict(False, f"Not yet{hint}. For {owners} with {lengths} tokens: {expected}, got {got}.")
-    return Verdict(True, "Right: one segment for each adapter, as long as all tokens of its requests.")
+        return [(ends[run[0]], ends[run[-1] + 1], owners[run[0]]) for run in runs]
+
+    random, cases = Random(0), []
+    for count in (1, 2, *(random.randint(3, 6) for _ in range(20))):
+        batch = sorted(random.choices("abc", k=count)), [random.randint(1, 5) for _ in range(count)]
+        cases.append((batch, right(*batch)))
+    explanation = "one segment for each adapter, as long as all tokens of its requests."
+    return check_function(function, cases, explanation, hint)
 
 
 def gradient_of_x(function: object) -> Verdict:
@@ -54,21 +61,33 @@ def gradient_of_x(function: object) -> Verdict:
 
     from plpkg.serving.segments import sgmv
 
-    if not callable(function):
-        return Verdict(False, "No answer yet: write the function, and give it to the checker.")
+    def right(g, downs, ups, scales, runs) -> torch.Tensor:
+        x = torch.zeros(len(g), downs[0].shape[1], requires_grad=True)
+        return torch.autograd.grad(sgmv(x, downs, ups, scales, runs), x, g)[0]
+
+    def careful(*arguments) -> object:
+        try:
+            return function(*arguments)
+        except Exception as error:
+            if any(i is None for *_, i in arguments[-1]):  # it has not raised without such a segment
+                reason = "a segment with None has no adapter, and its rows stay zero"
+                raise type(error)(f"{error} ({reason})") from error
+            raise
+
+    def hint(got, g, downs, ups, scales, runs) -> str:
+        if torch.allclose(got, right(g, downs, ups, [1.0] * len(scales), runs), atol=1e-4):
+            return "the scale belongs into the gradient as well"
+        rows = ~torch.isclose(got, right(g, downs, ups, scales, runs), atol=1e-4).all(1)
+        wrong = {i for start, stop, i in runs if rows[start:stop].any()}
+        if wrong == {None}:
+            return "rows whose segment has no adapter stay zero"
+        return "adapter 0 is one as well, and only None is none" if wrong == {0} and not got[rows].any() else ""
+
     generator = torch.Generator().manual_seed(0)
-    x, g, downs, ups = (torch.randn(*size, generator=generator) for size in ((6, 5), (6, 7), (2, 3, 5), (2, 7, 3)))
-    scales, runs = [0.5, 2.0], [(0, 2, 1), (2, 3, None), (3, 6, 0)]
-    sgmv(x.requires_grad_(), downs, ups, scales, runs).backward(g)
-    got = function(g, list(downs), list(ups), scales, runs)
-    if not isinstance(got, torch.Tensor) or got.shape != x.shape:
-        shape = tuple(got.shape) if isinstance(got, torch.Tensor) else got
-        return Verdict(False, f"Not yet: a tensor of as many rows and columns as x, {tuple(x.shape)}; got {shape!r}.")
-    wrong = ~((got - x.grad).abs() <= 1e-4).all(1)
-    if not wrong.any():
-        return Verdict(True, "Right: the same product with B and A in each other's places.")
-    if torch.allclose(got[:2] * 2, x.grad[:2], atol=1e-4):
-        return Verdict(False, "Not yet: the scale belongs into the gradient as well.")
-    rows = wrong.nonzero().flatten().tolist()
-    hint = ": it has no adapter" if rows == [2] else ""
-    return Verdict(False, f"Not yet: rows {rows} differ from autograd's{hint}.")
+    g, downs, ups = (torch.randn(*size, generator=generator) for size in ((6, 7), (2, 3, 5), (2, 7, 3)))
+    given = g, list(downs), list(ups), [0.5, 2.0]
+    cases = [
+        ((*given, runs), right(*given, runs)) for runs in ([(0, 3, 1), (3, 6, 0)], [(0, 2, 1), (2, 3, None), (3, 6, 0)])
+    ]
+    explanation = "the same product with B and A in each other's places."
+    return check_function(careful if callable(function) else function, cases, explanation, hint)

@@ -65,20 +65,39 @@ def decoding(result: Decoding, ax=None):
 
 def popularity(rows, ax=None):
     """Tokens per second of each way to serve, by popularity."""
-    ax = theme.axes(ax)
     table = rows.pivot_table(index="case", columns="what", values="tokens_per_s", sort=False)
-    width = 0.8 / len(table.columns)
-    for k, (name, fill) in enumerate(zip(table, theme.fills(len(table.columns)), strict=True)):
-        ax.bar([x + (k - 2) * width for x in range(len(table))], table[name], width, label=name, **fill)
-    counts = rows.groupby("case", sort=False)["adapters"].first()
-    counts = {case: f"{count} adapter" if count == 1 else f"{count} adapters" for case, count in counts.items()}
-    ax.set_xticks(range(len(table)), [f"{case}\n({counts[case]})" for case in table.index])
+    ax = _grouped(table, rows.groupby("case", sort=False)["adapters"].first(), ax)
+    ax.set(ylabel="tokens/s (better ↑)")
+    return theme.describe(ax, f"Tokens per second by popularity. {_said(table, '.0f')}.")
+
+
+def operators(rows, ax=None):
+    """Time of each way to multiply by many adapters, over that of the layer itself, by popularity."""
+    table = rows.pivot_table(index="popularity", columns="what", values="microseconds", sort=False)
+    table = table.div(table.pop("base"), axis=0)
+    ax = _grouped(table, rows.groupby("popularity", sort=False)["adapters"].first(), ax)
+    ax.axhline(1, color="0.3", lw=1)
+    ax.set(ylabel="← better: time, times the layer's own")
+    return theme.describe(ax, f"Time over that of the layer itself, by popularity. {_said(table, '.2f')}.")
+
+
+def _grouped(table, adapters, ax=None):
+    """A group of bars for each row of ``table``, with the number of its ``adapters``."""
+    ax, count = theme.axes(ax), len(table.columns)
+    width = 0.8 / count
+    for k, (name, fill) in enumerate(zip(table, theme.fills(count), strict=True)):
+        ax.bar([x + (k - (count - 1) / 2) * width for x in range(len(table))], table[name], width, label=name, **fill)
+    counts = [f"{number} adapter{'s' if number > 1 else ''}" for number in adapters[table.index]]
+    ax.set_xticks(range(len(table)), [f"{case}\n({count})" for case, count in zip(table.index, counts, strict=True)])
     ax.grid(False, axis="x")
-    ax.set(ylabel="tokens/s")
     ax.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
-    return theme.describe(ax, "Tokens per second by popularity. " + "; ".join(
-        f"{name}: {', '.join(f'{case} {value:.0f}' for case, value in table[name].items())}" for name in table
-    ) + ".")  # fmt: skip
+    return ax
+
+
+def _said(table, digits: str) -> str:
+    return "; ".join(
+        f"{name}: {', '.join(f'{case} {value:{digits}}' for case, value in table[name].items())}" for name in table
+    )
 
 
 def people(rows, ax=None):
@@ -90,7 +109,7 @@ def people(rows, ax=None):
     ax.axhline(1, color="0.4", lw=1)
     ax.set_xscale("log", base=2)
     ax.set_xticks(rows["tokens"], rows["tokens"])
-    ax.set(xlabel="tokens of each person", ylabel="time one by one / together", ylim=(0, None))
+    ax.set(xlabel="tokens of each person", ylabel="time one by one / together (better ↑)", ylim=(0, None))
     ax.legend()
     values = ", ".join(f"{ratio:.1f} at {tokens}" for tokens, ratio in zip(rows["tokens"], rows["ratio"], strict=True))
     return theme.describe(ax, f"Sixteen people in one step, times faster than one by one: {values} tokens.")
@@ -102,7 +121,12 @@ def drift(rows, ax=None):
     groups = list(rows.groupby("case", sort=False))
     for (dtype, each), style in zip(groups, theme.styles(len(groups)), strict=True):
         ax.plot(each["swaps"], each["drift"], label=dtype, **style)
-    ax.set(xscale="log", yscale="log", xlabel="swaps (merge, then unmerge)", ylabel="relative distance of the weights")
+    ax.set(
+        xscale="log",
+        yscale="log",
+        xlabel="swaps (merge, then unmerge)",
+        ylabel="← better: relative distance of the weights",
+    )
     ax.legend()
     last = "; ".join(f"{dtype} {each['drift'].iloc[-1]:.1g}" for dtype, each in groups)
     return theme.describe(ax, f"Weights drift with every swap; after {rows['swaps'].max():,.0f}: {last}.")

@@ -71,7 +71,8 @@ def test_measured_points_are_the_recorded_ones(section, cases):
     for case, rows in parts:
         ax = plots.measured(rows)
         assert ax.get_title() == case
-        assert [line.get_ydata()[0] for line in ax.lines[: len(rows)]] == list(rows["ratio"])
+        assert [list(line.get_xdata()) for line in ax.lines[:2]] == [list(rows["ratio"]), list(rows["peak_ratio"])]
+        assert [label.get_text() for label in ax.get_yticklabels()] == list(rows["what"])
         plt.close(ax.figure)
 
 
@@ -99,6 +100,17 @@ def test_the_epsilon_curve_is_the_recorded_one():
     assert [label.get_text() for label in ax.get_xticklabels()] == ["1", "4", "16", "∞"]
     untuned = rows[rows["method"] == "none"]["bits_per_byte"].mean()
     assert f"not fine-tuned {untuned:.4g}" in theme.alt(ax.figure)
+
+
+def test_settings_are_the_recorded_ones():
+    rows = recorded.section("clipping_learning", "settings")
+    ax = plots.settings(rows)
+    gains = [patch.get_width() for patch in ax.patches]
+    learnt = rows[rows["method"] != "none"]
+    assert [rows["bits_per_byte"].iloc[0] - gain / 1000 for gain in gains] == pytest.approx(
+        list(learnt["bits_per_byte"])
+    )
+    assert learnt["epsilon"].between(3.9, 4).all()
 
 
 def test_exposures_are_the_recorded_ones():

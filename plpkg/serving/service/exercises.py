@@ -17,6 +17,7 @@ def share_in_slots(answer: object) -> Verdict:
         explanation="(1 + 1/2 + … + 1/16) / (1 + 1/2 + … + 1/200) = 3.38 / 5.88: no 16 slots could do better for long.",
         hints={
             8.0: "16 of 200 would be right if all adapters were asked for alike.",
+            100.0: "that would be all of them, but 184 adapters have no slot.",
             100 - expected: "that is the share of all the others.",
             100 * (1 - 1.5**-16): "that is Punica's geometric law; here the k-th has 1/k of the first's requests.",
         },
