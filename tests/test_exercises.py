@@ -5,6 +5,7 @@ import inspect
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -182,17 +183,28 @@ def keeps_the_guess(guesses, choices):
 
 
 FUNCTIONS = [  # the right function above is called as its checker is
-    ("communication.bits_per_byte", lambda *a: bits_per_byte(*a, nat=math.log(2)), "natural logarithms"),
+    ("communication.bits_per_byte", lambda *a: np.float64(bits_per_byte(*a, nat=math.log(2))), "natural logarithms"),
+    ("communication.bits_per_byte", lambda *a: torch.tensor(sum(a[2]) * bits_per_byte(*a)), "divide by the bytes"),
+    ("communication.bits_per_byte", lambda p, s, n: -np.log2(np.exp(p)), "one number for the whole text"),
     ("communication.bits_per_byte", lambda *a: -bits_per_byte(*a), "bits are positive"),
     ("communication.bits_per_byte", lambda p, s, n: bits_per_byte(p, [True] * len(s), n), "neither bits nor bytes"),
     ("communication.bits_per_byte", lambda p, s, n: bits_per_byte(p, s, [1] * len(n)), "divide by the bytes"),
     ("communication.write_on", lambda s, f, n: [f, *write_on(s, f, n)][:n], "not the first"),
+    ("communication.write_on", lambda s, f, n: [f, *write_on(s, f, n)], "not the first"),
+    ("communication.write_on", lambda s, f, n: write_on(s, f, n)[-1], "as a list"),
+    ("communication.write_on", lambda s, f, n: write_on(s, f, n - 1), "n tokens"),
+    ("communication.write_on", lambda s, f, n: torch.tensor(write_on(s, f, n)), "as a list"),
     ("communication.write_on", lambda s, f, n: write_on(s, f, 1) * n, "the token before it"),
     ("communication.token_bytes", lambda h, *a: token_bytes(0, *a), "the embedding goes up"),
     ("communication.token_bytes", lambda *a: token_bytes(*a, projections=1), "each have a residual"),
     ("communication.token_bytes", lambda h, n, r, b: token_bytes(h, n, r, 8 * b), "those are bits"),
+    ("communication.token_bytes", lambda *a: 2 * token_bytes(*a)[0], "both directions together"),
+    ("communication.token_bytes", lambda *a: token_bytes(*a)[0], "a tuple (up, down)"),
+    ("communication.token_bytes", lambda *a: list(token_bytes(*a)), "a tuple (up, down)"),
     ("communication.turns", lambda d: d.count("up"), "wait only once"),
     ("communication.turns", lambda d: 2 * turns(d), "one round trip"),
+    ("communication.turns", len, "one round trip"),
+    ("communication.turns", lambda d: sum(a != b for a, b in itertools.pairwise(d)), "one round trip"),
     ("throughput.roofline", lambda *a: roofline(*a, of=min), "not the shorter"),
     ("throughput.roofline", lambda *a: roofline(*a, of=sum), "not the sum"),
     ("throughput.roofline", lambda p, n, b, *a: roofline(p, n, 8 * b, *a), "8 bits"),
@@ -206,7 +218,7 @@ FUNCTIONS = [  # the right function above is called as its checker is
     ("clipping.gram_norm", lambda a, g: gram_norm(a, g).sqrt(), "their squares"),
     ("clipping.gram_norm", lambda a, g: gram_norm(a, g, bias=0), "a bias is a weight"),
     ("clipping.gram_norm", lambda a, g: (a.square().sum(2) * g.square().sum(2)).sum(1), "T × T products"),
-    ("clipping.gram_norm", lambda a, g: gram_norm(a, g).sum(), "It gives a tensor ()"),
+    ("clipping.gram_norm", lambda a, g: gram_norm(a, g).sum(), "It gives 120.159, not ["),
     ("clipping.clipped_sum", lambda *a: clipped_sum(*a, most=9.0), "is at most 1"),
     ("clipping.clipped_sum", lambda a, g, n, C: clipped_sum(a, g, n / n, C), "nothing is clipped"),
     ("clipping.clipped_sum", lambda a, g, n, C: clipped_sum(a, g, n, C) / len(a), "a sum is asked for"),
@@ -220,7 +232,7 @@ FUNCTIONS = [  # the right function above is called as its checker is
     ("retention.labels", lambda q, k: labels(q, k, interleaved=True), "neighbouring query heads"),
     ("retention.labels", lambda q, k: q, "Not yet"),
     ("residual.accept", keeps_the_guess, "device's own choice"),
-    ("residual.accept", lambda guesses, choices: choices, "Not yet. It gives"),
+    ("residual.accept", lambda guesses, choices: choices, "all guesses before it counted"),
     ("residual.steal", lambda u, v: steal(u, v).T, "M transposed"),
     ("residual.steal", lambda u, v: steal(u[: u.shape[1]], v[: u.shape[1]]), "all tokens count"),
     (

@@ -81,12 +81,15 @@ def bits_per_byte(function: object) -> Verdict:
 
     def hint(got, log_probs, scored, num_bytes) -> str:
         right = expected[tuple(log_probs)]
+        scored_bytes = sum(n for n, counts in zip(num_bytes, scored, strict=True) if counts)
+        if not isinstance(got, int | float):
+            return "one number for the whole text is wanted"
         if math.isclose(got, -right, rel_tol=1e-4):
             return "a probability below 1 has a negative logarithm; bits are positive"
         if math.isclose(got, right * math.log(2), rel_tol=1e-4):
             return "these are natural logarithms; a bit is ln 2 of them"
-        if math.isclose(got, right * sum(num_bytes[i] for i, s in enumerate(scored) if s) / sum(scored), rel_tol=1e-4):
-            return "that is per token; divide by the bytes"
+        if any(math.isclose(got, right * scored_bytes / n, rel_tol=1e-4) for n in (1, sum(scored))):
+            return "these are the bits of all tokens or of one; divide by the bytes"
         return "" if all(scored) else "a token that does not count gives neither bits nor bytes"
 
     return check_function(function, cases, "bits and bytes of the same tokens, so tokenizers can be compared.", hint)
@@ -108,8 +111,12 @@ def write_on(function: object) -> Verdict:
         cases.append((arguments, written))
 
     def hint(got, scores, first, n) -> str:
-        if got[0] == first != max(range(len(scores)), key=scores[first].__getitem__):
+        if not isinstance(got, list):
+            return "all new tokens are wanted, as a list"
+        if got[:1] == [first] and (len(got) > n or first != max(range(len(scores)), key=scores[first].__getitem__)):
             return "the list holds the new tokens, not the first"
+        if len(got) != n:
+            return f"the list holds n tokens, here {n}"
         return "each token is chosen by the scores that stand after the token before it"
 
     return check_function(function, cases, "that is how every notebook decodes, one pass a token.", hint)
@@ -127,14 +134,15 @@ def token_bytes(function: object) -> Verdict:
         cases.append((arguments, (traffic.uplink_bits / 8, traffic.downlink_bits / 8)))
 
     def hint(got, hidden, num_layers, rank, bits) -> str:
-        residuals = num_layers * rank * bits / 8
+        residuals, endpoint = num_layers * rank * bits / 8, hidden * bits / 8
         known = {
             3 * residuals: "the embedding goes up and the last hidden state comes down, too",
-            residuals + hidden * bits / 8: "q, k and v each have a residual",
-            8 * (3 * residuals + hidden * bits / 8): "those are bits",
-            6 * residuals + 2 * hidden * bits / 8: "that is both directions together",
+            residuals + endpoint: "q, k and v each have a residual",
+            8 * (3 * residuals + endpoint): "those are bits",
+            2 * (3 * residuals + endpoint): "that is both directions together",
+            3 * residuals + endpoint: "a tuple (up, down) is wanted",
         }
-        return known.get(got[0], "")
+        return known.get(got[0] if isinstance(got, list | tuple) else got, "")
 
     return check_function(function, cases, "hidden + 3 · layers · rank values each way, bits/8 bytes each.", hint)
 

@@ -62,7 +62,7 @@ def accept(function: object) -> Verdict:
         cases.append(((guesses, choices), written))
 
     def hint(got, guesses, choices):
-        if got and got[:-1] == choices[: len(got) - 1]:
+        if got and got == [*choices[: len(got) - 1], *guesses[len(got) - 1 : len(got)]]:
             return "the last token is the device's own choice, not the guess"
         return "a guess counts if the device has chosen the same, and all guesses before it counted"
 
