@@ -21,7 +21,7 @@ def test_every_control_answers_to_the_keyboard(lab, page, widget_notebook):
     read_out = explorer.locator(".plpkg-read-out")
     picture = explorer.locator("img")
     expect(read_out).to_contain_text("token")  # all cells above have to run first
-    controls = explorer.locator("select, .noUi-handle, input[type=checkbox]")
+    controls = explorer.locator("select, .noUi-handle, input[type=checkbox], input[type=text]")
     assert 1 <= controls.count() <= 4
 
     for index in range(controls.count()):
@@ -31,7 +31,9 @@ def test_every_control_answers_to_the_keyboard(lab, page, widget_notebook):
         words, source = read_out.inner_text(), picture.get_attribute("src")
         control.focus()
         kind = control.evaluate("element => element.tagName + '.' + (element.type || '')")
-        page.keyboard.press("Space" if kind == "INPUT.checkbox" else "ArrowRight")
+        if kind == "INPUT.text":
+            page.keyboard.type("One more. ")
+        page.keyboard.press({"INPUT.checkbox": "Space", "INPUT.text": "Enter"}.get(kind, "ArrowRight"))
         expect(read_out).not_to_have_text(words)
         expect(picture).not_to_have_attribute("src", source)
     assert picture.evaluate("image => image.naturalWidth") > 300
