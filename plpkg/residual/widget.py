@@ -106,11 +106,11 @@ def errors(x: torch.Tensor, rank: int, others: torch.Tensor) -> dict[int, tuple[
     generator = torch.Generator().manual_seed(rank)
     a, m = (torch.randn(*size, generator=generator) for size in ((rank, x.shape[1]), (rank, rank)))
     (u, v), (other, wanted) = ((half.half().double(), (half @ m.T).half().double()) for half in (x @ a.T, others @ a.T))
-    doubled = itertools.takewhile(lambda n: n < len(u), (2**k for k in itertools.count()))
-    copies = {
-        n: torch.linalg.lstsq(u[:n], v[:n], rcond=ROUNDING, driver="gelsd").solution.T for n in (*doubled, len(u))
-    }
-    return {n: (relative_error(copy, m), relative_error(other @ copy.T, wanted)) for n, copy in copies.items() if n}
+    errors = {}
+    for n in sorted({*(2**k for k in range(11) if 2**k < len(u)), len(u)} - {0}):
+        copy = torch.linalg.lstsq(u[:n], v[:n], rcond=ROUNDING, driver="gelsd").solution.T
+        errors[n] = relative_error(copy, m), relative_error(other @ copy.T, wanted)
+    return errors
 
 
 def read_out(theft: Theft) -> str:
