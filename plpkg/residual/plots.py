@@ -133,45 +133,24 @@ def by_scheme(trips, quality, facts, imitation):
     )
 
 
-def schemes(near, far, rtt_ms: float, axes=None):
-    """Four panels: tokens per second without and with a delay, the gain, the facts, and how much the cloud's copy has.
-
-    ``near`` and ``far`` are :func:`by_scheme` without a delay and with ``rtt_ms``; four ``axes`` in a row.
-    """
-    import matplotlib.pyplot as plt
-
-    if axes is None:
-        axes = plt.subplots(1, 4, figsize=(8.6, 4.1), sharey=True, width_ratios=[5, 4, 4, 4])[1]
-    speed, *shares = axes
-    at, (first, *others) = range(len(far)), theme.fills(4)
-    names = [f"{name} ({trips:.2g})" for name, trips in far["round_trips"].items()]
-    speed.hlines(at, far["tokens_per_s"], near["tokens_per_s"], color="0.7", lw=1.5, zorder=1)
-    speed.plot(near["tokens_per_s"], at, "o", color=first["color"], mfc="white", label="no delay")
-    speed.plot(far["tokens_per_s"], at, "o", color=first["color"], label=f"{rtt_ms:g} ms")
-    speed.set(xlabel="tokens per second", xscale="log", title="speed", xlim=(2, 150))
-    speed.set_xticks([5, 10, 20, 50, 100], [5, 10, 20, 50, 100], minor=False)
-    speed.minorticks_off()
-    speed.legend(loc="lower left")
-    panels = {
-        "gain": (100 * far["gain"], 100 * far["gain_ci"], "% of the first row's\n(9 writers, 95 %)"),
-        "facts": (far["facts"], None, "of a diary's 40\n(one run)"),
-        "cloud's copy": (100 * far["stolen"], None, "% of the owner's\n(1 writer, one run)"),
-    }
-    for ax, fill, (title, (widths, half, label)) in zip(shares, others, panels.items(), strict=True):
-        ax.barh(at, widths, xerr=half, **fill)
-        ax.set(title=title, xlabel=label)
-    shares[1].set_xlim(0, 40)
-    speed.set_yticks(at, names)
-    speed.set_ylim(len(far) - 0.4, -0.6)
-    for ax in axes:
-        ax.grid(False, axis="y")
+def schemes(near, far, rtt_ms: float, ax=None):
+    """Tokens per second of each scheme, without a delay and with one; ``near`` and ``far`` are :func:`by_scheme`."""
+    ax = theme.axes(ax, figsize=(7.6, 3.8))
+    at, names = range(len(far)), [f"{name} ({trips:.2g})" for name, trips in far["round_trips"].items()]
+    colour = theme.styles(1)[0]["color"]
+    ax.hlines(at, far["tokens_per_s"], near["tokens_per_s"], color="0.7", lw=1.5, zorder=1)
+    for table, face, label in ((near, "white", "no delay"), (far, colour, f"{rtt_ms:g} ms")):
+        ax.plot(table["tokens_per_s"], at, "o", color=colour, mfc=face, label=label)
+    ax.set(xlabel="tokens per second (better →)", xscale="log", xlim=(2, 150), ylim=(len(far) - 0.4, -0.6))
+    ax.set_xticks([5, 10, 20, 50, 100], [5, 10, 20, 50, 100], minor=False)
+    ax.minorticks_off()
+    ax.set_yticks(at, names)
+    ax.grid(False, axis="y")
+    ax.legend(loc="lower left")
     described = "; ".join(
-        f"{name}: {near['tokens_per_s'][name]:.0f} and {row.tokens_per_s:.0f} tokens/s, {100 * row.gain:.0f} % of the "
-        f"gain, {row.facts:.0f} facts, {100 * row.stolen:.0f} % of the gain in the cloud's copy"
-        for name, row in far.iterrows()
+        f"{name}: {near['tokens_per_s'][name]:.0f} and {speed:.0f}" for name, speed in far["tokens_per_s"].items()
     )
-    theme.describe(speed, f"Each scheme without a delay and at {rtt_ms:g} ms. {described}.")
-    return axes
+    return theme.describe(ax, f"Tokens per second of each scheme without a delay and at {rtt_ms:g} ms. {described}.")
 
 
 def gains(baselines):
