@@ -273,7 +273,7 @@ def migration_rows(name: str, start, updated, tokenizer) -> list[dict]:
     measure("updated backbone, no M", updated)
     measure("M kept", kept)
     anchors, solved = list(islice(batches(5, public), 8)), copy.deepcopy(kept)
-    measure("closed form", solved, lambda model: migrate.migrate(old, model, anchors))
+    measure("closed form, public text", solved, lambda model: migrate.migrate(old, model, anchors))
     for steps in (15, STEPS):
         for what, begin, lr in (("M kept, then", kept, method.lr / 2), ("trained anew,", fresh, method.lr)):
             measure(

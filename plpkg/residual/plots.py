@@ -219,7 +219,7 @@ def differences(gain, pairs: Sequence[tuple[str, str]] = PAIRS, ax=None):
     ax.set_yticks(range(len(pairs)), [f"{method}\nminus {other}" for method, other in pairs], fontsize=10)
     ax.set_ylim(len(pairs) - 0.4, -0.6)
     ax.grid(False, axis="y")
-    ax.set(xlabel="difference of gains (bits per byte)")
+    ax.set(xlabel="difference of gains (bits per byte; → the first is better)")
     return theme.describe(
         ax, f"Paired differences in bits per byte over {gain.shape[1]} writers. {'; '.join(described)}."
     )
