@@ -25,7 +25,6 @@ OF_ROOMS = {f"{number}_{room.rpartition('.')[2]}" for room, (number, _) in ROOMS
 PRINTED_TRUE = {  # as many each still has; a number that falls is lowered here
     "00_start_here": 1,
     "01_communication": 1,
-    "02_residual": 4,
     "04_retention": 7,
     "06_serving": 8,
     "07_service": 2,
