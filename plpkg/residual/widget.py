@@ -116,7 +116,10 @@ def errors(x: torch.Tensor, rank: int, others: torch.Tensor) -> dict[int, tuple[
 def read_out(theft: Theft) -> str:
     """The result in words."""
     if not theft.errors:
-        return f"Nothing has been sent: of your {theft.tokens} tokens and of M the cloud knows nothing."
+        return (
+            f"Nothing has been sent: the cloud knows nothing of your {theft.tokens} tokens, nor of the "
+            f"{theft.rank} × {theft.rank} numbers of layer {theft.layer}'s M."
+        )
     passed, (error, off) = list(theft.errors.items())[-1]
     return (
         f"The cloud reads “{theft.read}”, {theft.right} of {theft.tokens} tokens right. From {passed:,} tokens it has "
@@ -140,7 +143,8 @@ def draw(theft: Theft, ax):
     ax.set_xticks([1, 4, 16, 64, 256, 1024], [1, 4, 16, 64, 256, 1024], minor=False)
     ax.minorticks_off()
     passed = max(theft.errors, default=0)
-    ax.set_title(f"{passed:,} tokens sent, {theft.tokens} in the sentence (simulated)")
+    which = f"rank {theft.rank}, layer {theft.layer}"
+    ax.set_title(f"{which}: {passed:,} tokens sent, {theft.tokens} in the sentence (simulated)")
     if theft.errors:
         ax.legend(loc="lower left")
     points = "; ".join(f"{n:,}: {m:.2g} and {answers:.2g}" for n, (m, answers) in theft.errors.items())

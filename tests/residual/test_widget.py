@@ -19,9 +19,9 @@ def last(*values):
 def test_it_starts_unsolved_and_takes_a_sentence_of_yours():
     explorer = widget.explorer()
     assert isinstance(explorer, Explorer)
-    assert "Nothing has been sent: of your 10 tokens" in explorer.text
+    assert "knows nothing of your 10 tokens, nor of the 32 × 32 numbers" in explorer.text
     explorer.controls["sentence"].value = "A cat"
-    assert "of your 2 tokens" in explorer.text
+    assert "nothing of your 2 tokens" in explorer.text
     explorer.controls["sent"].value = 0
     assert "reads “A cat”, 2 of 2 tokens right" in explorer.text
 
