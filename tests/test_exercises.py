@@ -30,8 +30,12 @@ SLIPS = [
     ("communication.round_trips", 820, 41, "one pass"),
     ("communication.round_trips", 820, 861, "already gives the first"),
     ("residual.tokens_until_m", 64, 4096, "how many entries"),
+    ("residual.tokens_until_m", 64, 96, "in practice"),
     ("residual.tokens_until_m", 64, 63, "one direction open"),
     ("residual.tokens_until_m", 64, 1, "a single u"),
+    ("residual.late_round_trips", 17, 33, "its own answer"),
+    ("residual.late_round_trips", 17, 16, "one more"),
+    ("residual.late_round_trips", 17, 5, "too small"),
     ("retention.peak_units", 17_408, 16_384, "left after a cut"),
     ("retention.peak_units", 17_408, 16_484, "left at the end"),
     ("retention.peak_units", 17_408, 131_072, "full cache"),
@@ -159,6 +163,18 @@ def steal(u, v):
     return torch.linalg.lstsq(u, v).solution.T
 
 
+def nearest_row(queries, rows):
+    return torch.cdist(queries, rows).argmin(-1)
+
+
+def read_labels(hidden, gradient, head):
+    return nearest_row((hidden @ head.T).softmax(-1) @ head - gradient, head)
+
+
+def pays_from(tokens, t_1, t_k, round_trips, low=0.0):
+    return max(low, (t_k - tokens * t_1) / (tokens - 1) / round_trips)
+
+
 def accept(guesses, choices):
     for k, guess in enumerate(guesses):
         if choices[k] != guess:
@@ -241,7 +257,19 @@ FUNCTIONS = [  # the right function above is called as its checker is
     ("retention.labels", lambda q, k: q @ k.repeat_interleave(len(q) // len(k), 0).mT, "that share it"),
     ("retention.labels", lambda q, k: q, "Not yet"),
     ("residual.accept", keeps_the_guess, "device's own choice"),
-    ("residual.accept", lambda guesses, choices: choices, "all guesses before it counted"),
+    ("residual.accept", lambda guesses, choices: choices, "behind a wrong guess nothing counts"),
+    ("residual.accept", lambda guesses, choices: accept(guesses, choices)[:-1], "one token more"),
+    ("residual.accept", lambda guesses, choices: [7, *choices], "all guesses before it counted"),
+    ("residual.read_labels", lambda h, g, head: (h @ head.T).argmax(-1), "would have written"),
+    ("residual.read_labels", lambda h, g, head: nearest_row(-g, head), "without the softmax"),
+    (
+        "residual.read_labels",
+        lambda h, g, head: nearest_row(g - (h @ head.T).softmax(-1) @ head, head),
+        "other way round",
+    ),
+    ("residual.pays_from", lambda *a: pays_from(*a, low=-1), "never negative"),
+    ("residual.pays_from", lambda *a: 1e3 * pays_from(*a), "not milliseconds"),
+    ("residual.pays_from", lambda e, t_1, t_k, n: pays_from(e, t_1, t_k, 1), "several round trips"),
     ("residual.steal", lambda u, v: steal(u, v).T, "M transposed"),
     ("residual.steal", lambda u, v: steal(u[: u.shape[1]], v[: u.shape[1]]), "all tokens count"),
     ("serving.segments", lambda o, n: [(*run[:2], o[run[2]]) for run in segments(range(len(o)), n)], "neighbours"),

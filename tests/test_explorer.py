@@ -61,6 +61,8 @@ def others(control):
     """What a control can be set to beside what it is."""
     if options := getattr(control, "options", None):
         values = [option[1] if isinstance(option, tuple) else option for option in options]
+    elif isinstance(control.value, str):
+        values = [f"{control.value} And more."]
     else:
         values = [not control.value] if isinstance(control.value, bool) else [control.min, control.max]
     return [value for value in values if value != control.value]

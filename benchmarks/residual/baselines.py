@@ -11,6 +11,9 @@ gradient and send nothing; they are mixed with the model as it is, and with the 
 * difference: of each pair of methods, the mean over the nine writers (each the mean of its two seeds) and the half
   width of its interval of 95 %, by Student's t. Where it contains 0 the two are not distinguishable.
 
+Counts read all of a writer's training text, the adapters 61,440 tokens of it. ``--same-text`` adds to what is recorded
+counts of these tokens alone (all of a text that has no more).
+
 Run: ``python -m benchmarks.residual.baselines DIR`` (about 40 minutes on two idle cores). Each row is kept in ``DIR``
 as soon as it is there, so that a run that was stopped goes on. Not part of ``make bench``.
 """
@@ -23,6 +26,7 @@ import multiprocessing
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pandas as pd
@@ -30,8 +34,8 @@ import torch
 from scipy.stats import t
 
 from benchmarks import record
-from benchmarks.residual.methods import BATCH, SEQ, Method, lora, low, opening, personalise, prepared
-from plpkg import corpora
+from benchmarks.residual.methods import BATCH, SEQ, STEPS, Method, lora, low, opening, personalise, prepared
+from plpkg import catalog, corpora
 from plpkg.backbones import load_backbone
 from plpkg.counts import Counts
 from plpkg.scoring import score, token_log_probs
@@ -46,6 +50,7 @@ METHODS = {
     "PrivateLoRA down r=48, gradient": (Method(low(48, ["down_proj"], init="given"), basis="own"), (5e-3, 1e-2, 2e-2)),
 }
 WITH_COUNTS = "PrivateLoRA down r=48, gradient"
+SAME_TEXT = "counts, the adapters' text"
 
 
 def measured(folder: Path, section: str, name: str, label: str, lr: float, seed: int) -> None:
@@ -91,6 +96,24 @@ def measured(folder: Path, section: str, name: str, label: str, lr: float, seed:
         keep(f"{label}, counts", bits, time.process_time() - began, weight=weight)
 
 
+def same_text(name: str) -> dict:
+    """Counts of what the adapters have read with the first seed."""
+    model, tokenizer = load_backbone("plpkg-small")
+    began = time.process_time()
+    text = corpora.encode(corpora.writer(name).split("train"), tokenizer)
+    windows = [document.ids for document in text]
+    if sum(map(len, windows)) > STEPS * BATCH * SEQ:
+        windows = [ids for rows in islice(corpora.batches(text, batch=BATCH, seq=SEQ), STEPS) for ids in rows]
+    known = Counts(windows)
+    validation, test = (corpora.encode(opening(name, split), tokenizer) for split in ("validation", "test"))
+    alone = [token_log_probs(model, tokenizer, documents, seq=SEQ, stride=SEQ) for documents in (validation, test)]
+    weight = known.best_weight(validation, alone[0], WEIGHTS)
+    bits, seconds = known.score(test, alone[1], weight).bits_per_byte, time.process_time() - began
+    gain = score(model, tokenizer, test, seq=SEQ, stride=SEQ).bits_per_byte - bits
+    row = {"section": "gain", "case": name, "method": SAME_TEXT, "lr": 0.0, "order": 0, "weight": weight}
+    return row | {"bits_per_byte": round(bits, 4), "gain": round(gain, 4), "cpu_s": round(seconds, 1)}
+
+
 def kept(folder: Path) -> pd.DataFrame:
     file = folder / "rows.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
@@ -119,9 +142,18 @@ def differences(gain: pd.DataFrame) -> list[dict]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path, help="where rows are kept")
-    folder = parser.parse_args().folder
+    parser.add_argument("folder", type=Path, nargs="?", help="where rows are kept")
+    parser.add_argument("--same-text", action="store_true", help="only counts of that, into what is recorded")
+    options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.same_text:
+        before = catalog.measured("residual_baselines").query("section != 'difference' and method != @SAME_TEXT")
+        rows = [same_text(name) for name in corpora.writers()]
+        gain = pd.concat([before, pd.DataFrame(rows)]).query("section == 'gain'")
+        record.write("residual.baselines", [*rows, *differences(gain)], keep=before)
+        raise SystemExit
+    if (folder := options.folder) is None:
+        parser.error("where are rows kept?")
     folder.mkdir(parents=True, exist_ok=True)
 
     def finish(jobs: list[tuple]) -> pd.DataFrame:

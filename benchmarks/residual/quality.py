@@ -8,7 +8,7 @@
   runs without delay: PrivateLoRA's bases do not change them.
 * speed: tokens per second of each way to run it, on links of 60/100 Mb/s, two processes, one thread each. This machine
   plays the phone as well: a phone would be slower. Weights rounded to 4 bit are multiplied in float32 here: no faster.
-* migration: the backbone goes on learning, from other people's text; what is done with M.
+* migration: the backbone goes on learning, from public text and two writers'; what is done with each other writer's M.
 
 Run: ``python -m benchmarks.residual.quality`` (about 45 minutes; the writers in processes of one thread each, on
 two idle cores). Not part of ``make bench``.
@@ -53,6 +53,7 @@ from plpkg.residual import DeviceClient, PrivateLoraConfig, migrate
 from plpkg.scoring import score
 
 WRITERS = ("seaborn", "numpy", "sklearn")
+READ_ON = ("torch", "pandas")  # whose text the changed backbone has read: nobody's private one there
 NEIGHBOUR = "pandas"  # whose text the bases of "another writer" come from
 SEEDS = (0, 1)
 SMALL = Recipe(num_layers=2, hidden=192, num_heads=6, num_kv_heads=2, intermediate=512, batch=16, steps=400)
@@ -228,9 +229,9 @@ def speed_rows(smaller: Path) -> list[dict]:
 
 
 def updated_backbone(start, tokenizer):
-    """The backbone after it has read on: public text, and that of two writers who are nobody's private ones here."""
+    """The backbone after it has read on: public text, and that of the writers in READ_ON."""
     updated = copy.deepcopy(start).requires_grad_(True)
-    new = [document for name in ("torch", "pandas") for document in corpora.writer(name).split("train")]
+    new = [document for name in READ_ON for document in corpora.writer(name).split("train")]
     text = corpora.encode([*corpora.public("train")[::8], *new], tokenizer)
     personalise(updated, corpora.batches(text, batch=BATCH, seq=SEQ, seed=7), 5e-4, steps=200)
     return updated.requires_grad_(False)
@@ -271,16 +272,25 @@ def migration_rows(name: str, start, updated, tokenizer) -> list[dict]:
     measure("old backbone, its M", old)
     measure("updated backbone, no M", updated)
     measure("M kept", kept)
-    for anchors, chosen in (
-        ("own text", list(islice(batches(5), 8))),
-        ("public text", list(islice(batches(5, public), 8))),
-    ):
-        solved = copy.deepcopy(kept)
-        measure(f"closed form, {anchors}", solved, lambda model, a=chosen: migrate.migrate(old, model, a))
-    measure("M kept, then 15 steps", kept, lambda model: personalise(model, batches(3), method.lr / 2, 15))
-    measure("trained anew, 15 steps", copy.deepcopy(fresh), lambda model: personalise(model, batches(3), method.lr, 15))
-    measure(f"trained anew, {STEPS} steps", fresh, lambda model: personalise(model, batches(0), method.lr))
+    anchors, solved = list(islice(batches(5, public), 8)), copy.deepcopy(kept)
+    measure("closed form, public text", solved, lambda model: migrate.migrate(old, model, anchors))
+    for steps in (15, STEPS):
+        for what, begin, lr in (("M kept, then", kept, method.lr / 2), ("trained anew,", fresh, method.lr)):
+            measure(
+                f"{what} {steps} steps",
+                copy.deepcopy(begin),
+                lambda model, lr=lr, steps=steps: personalise(model, batches(3), lr, steps),
+            )
     return rows
+
+
+def all_migrations(full, tokenizer) -> list[dict]:
+    """Every writer whose text the changed backbone has not read, in a process."""
+    updated = updated_backbone(full, tokenizer)
+    private = [name for name in corpora.writers() if name not in READ_ON]
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        jobs = [pool.submit(migration_rows, name, full, updated, tokenizer) for name in private]
+        return [distance(full, updated), *(row for job in jobs for row in job.result())]
 
 
 def distance(start, updated) -> dict:
@@ -332,11 +342,17 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--smaller", type=Path, help="a folder for the smaller model; kept, and used if it is there")
     parser.add_argument("--speed", action="store_true", help="only the speeds, into what is recorded")
+    parser.add_argument("--migration", action="store_true", help="only the changed backbone, into what is recorded")
     parser.add_argument("--again", metavar="METHOD", nargs="*", help="only the quality of these, into what is recorded")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.again:
         again(options.again)
+        raise SystemExit
+    if options.migration:
+        model, tokenizer = load_backbone("plpkg-small")
+        kept = catalog.measured("residual_quality").query("section != 'migration'")
+        record.write("residual.quality", all_migrations(model.requires_grad_(False), tokenizer), keep=kept)
         raise SystemExit
     with tempfile.TemporaryDirectory() as folder:
         small = smaller_model(options.smaller or Path(folder, "smaller"))
@@ -353,11 +369,6 @@ if __name__ == "__main__":
         if load_backbone(small)[1].get_vocab() != tokenizer.get_vocab():
             raise AssertionError("the smaller model has another tokenizer")
         speed = speed_rows(small)
-        updated = updated_backbone(full, tokenizer)
-        rows = [*speed, distance(full, updated)]
-        alone = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(2, alone, torch.set_num_threads, (1,)) as pool:
-            jobs = [pool.submit(migration_rows, name, full, updated, tokenizer) for name in WRITERS]
-            rows += [row for job in jobs for row in job.result()]
+        rows = [*speed, *all_migrations(full, tokenizer)]
         rows += rated(described(all_quality(starts, tokenizer)), pd.DataFrame(speed)).to_dict("records")
     record.write("residual.quality", rows)

@@ -1,16 +1,17 @@
-"""The checkers of notebook 02's exercises."""
+"""The checkers of the exercises of notebooks 02 and 09."""
 
 from random import Random
 
 import torch
 
 from plpkg.exercise import Verdict, check_function, check_number
-from plpkg.residual.attacks import recover_m
+from plpkg.residual.attacks import recover_m, recover_tokens
 from plpkg.residual.wire.writing import Writing
 
 
 def tokens_until_m(answer: object) -> Verdict:
-    """How many tokens must the cloud have seen before it can compute an M of rank 64 exactly?"""
+    """How many tokens must the cloud have seen at least before it can compute an M of rank 64?"""
+    practical = "a good number in practice, where rounding disturbs; how many are needed at least, in exact numbers?"
     return check_number(
         answer,
         expected=64,
@@ -18,6 +19,8 @@ def tokens_until_m(answer: object) -> Verdict:
         tolerance=0.001,
         explanation="64 tokens give 64 equations for each row of M, which has 64 unknowns.",
         hints={
+            96: practical,
+            128: practical,
             4096: "that is how many entries M has; each token gives 64 equations, one for each row.",
             63: "63 equations for the 64 unknowns of each row leave one direction open.",
             1: "one token gives M u for a single u.",
@@ -46,6 +49,52 @@ def steal(function: object) -> Verdict:
     return check_function(function, cases, "what you wrote is the whole attack on a private M.", hint)
 
 
+def read_labels(function: object) -> Verdict:
+    """``read_labels(hidden, gradient, head)``: each token's label, from the gradient of its loss at the hidden state.
+
+    ``hidden`` and ``gradient`` are ``(tokens, hidden)``, ``head`` is ``(vocab, hidden)``.
+    """
+    generator, cases = torch.Generator().manual_seed(0), []
+    for tokens, vocab, width in ((6, 40, 8), (9, 30, 12)):
+        hidden, head = (torch.randn(n, width, generator=generator) for n in (tokens, vocab))
+        label = torch.randint(vocab, (tokens,), generator=generator)
+        wrong = (hidden @ head.T).softmax(-1) - torch.nn.functional.one_hot(label, vocab)
+        cases.append(((hidden, wrong @ head, head), label))
+
+    def hint(got, hidden, gradient, head):
+        p = (hidden @ head.T).softmax(-1)
+        known = {
+            "that is what the model would have written; the label is what it should have": p.argmax(-1),
+            "without the softmax of hidden: the gradient is headᵀ(p - e), so that p is needed": recover_tokens(
+                -gradient, head
+            ),
+            "the gradient is headᵀ(p - e): take it from headᵀp, and not the other way round": recover_tokens(
+                gradient - p @ head, head
+            ),
+        }
+        return next((reason for reason, tokens in known.items() if torch.equal(got.long(), tokens)), "")
+
+    return check_function(function, cases, "whoever trains across the wire shows every label.", hint)
+
+
+def late_round_trips(answer: object) -> Verdict:
+    """How many round trips takes a token where M is at down in 32 layers, and each answer is added one layer late?"""
+    return check_number(
+        answer,
+        expected=17,
+        unit="round trips",
+        tolerance=0.001,
+        explanation="two exchanges are under way at once, so that 32 take 16; embedding and final hidden state one.",
+        hints={
+            33: "that many it takes where each layer waits for its own answer.",
+            32: "that many it takes with the last layer folded, and every other answer awaited.",
+            16: "embedding and final hidden state are one more.",
+            18: "the first two layers wait together: 32 exchanges, two at a time.",
+        },
+        hint="Layer g needs the answers up to layer g - 2 before it begins.",
+    )
+
+
 def accept(function: object) -> Verdict:
     """``accept(guesses, choices)``: what is written after a pass over k guesses.
 
@@ -62,8 +111,37 @@ def accept(function: object) -> Verdict:
         cases.append(((guesses, choices), written))
 
     def hint(got, guesses, choices):
-        if got and got == [*choices[: len(got) - 1], *guesses[len(got) - 1 : len(got)]]:
+        right = next((k for k, guess in enumerate(guesses) if choices[k] != guess), len(guesses))
+        if got == choices[:right]:
+            return "one token more: what the device chooses behind the last right guess is certain"
+        if len(got) > right and got == [*choices[: len(got) - 1], *guesses[len(got) - 1 : len(got)]]:
             return "the last token is the device's own choice, not the guess"
+        if got[: right + 1] == choices[: right + 1]:
+            return "behind a wrong guess nothing counts: what the device chose there was for another text"
         return "a guess counts if the device has chosen the same, and all guesses before it counted"
 
     return check_function(function, cases, "the text is the one that the device writes alone, in fewer passes.", hint)
+
+
+def pays_from(function: object) -> Verdict:
+    """``pays_from(tokens, t_1, t_k, round_trips)``: the RTT in seconds from which guesses pay, 0 if they always do.
+
+    A pass without guesses takes ``t_1`` and yields one token, one with guesses ``t_k`` and yields ``tokens``.
+    """
+
+    def right(tokens: float, t_1: float, t_k: float, round_trips: float) -> float:
+        return max(0.0, (t_k - tokens * t_1) / (tokens - 1) / round_trips)
+
+    cases = [(case, right(*case)) for case in ((1.8, 0.01, 0.03, 6), (3.0, 0.01, 0.05, 1), (2.4, 0.02, 0.03, 6))]
+
+    def hint(got, tokens, t_1, t_k, round_trips):
+        if got < 0:
+            return "a delay is never negative: where guesses pay without any, the answer is 0"
+        known = {
+            "a pass has several round trips, each of one RTT": (t_k - tokens * t_1) / (tokens - 1),
+            "seconds are wanted, not milliseconds": 1e3 * right(tokens, t_1, t_k, round_trips),
+            "compare times for as many tokens: a pass with guesses yields several": (t_k - t_1) / round_trips,
+        }
+        return next((reason for reason, value in known.items() if abs(got - value) < 1e-9), "")
+
+    return check_function(function, cases, "that is the rule by which the package stops guesses.", hint)

@@ -1,4 +1,4 @@
-"""Figures of notebook 02: the ladder, and what saving round trips costs and keeps.
+"""Figures of notebooks 02 and 09: what can be personal, the ladder, and what saving round trips costs and keeps.
 
 What takes ``rows`` takes those of a recorded section; :func:`by_scheme` and :func:`defences` are tables of several.
 """
@@ -22,38 +22,37 @@ SCHEMES = {
 """Those of ``residual_trips`` that are compared, and what they are called: M in all layers, and each way out."""
 
 FORMS = {
-    "no adapter": "-",
-    "LoRA r=16 at down": "learned",
+    "LoRA r=16 at q, k, v": "learned",
     "M r=64 at q, k, v": "a seed",
+    "LoRA r=16 at down": "learned",
     "M r=48 at down": "own text",
     "M r=64 at all seven": "a seed",
-    "ladder": "public text",
-    "ladder, 512 units": "public text",
-    "own counts": "-",
+    "counts of the same text": "-",
+    "counts of all own text": "-",
 }
 """What can be personal, and where its A and B come from."""
 
 PAIRS = (
     ("M r=64 at q, k, v", "LoRA r=16 at q, k, v"),
     ("M r=48 at down", "LoRA r=16 at down"),
-    ("ladder", "LoRA r=16 at down"),
-    ("ladder, 512 units", "LoRA r=16 at down"),
     ("LoRA r=16 at down", "LoRA r=16 at q, k, v"),
-    ("own counts", "LoRA r=16 at down"),
+    ("counts of the same text", "LoRA r=16 at down"),
+    ("counts of all own text", "LoRA r=16 at down"),
 )
 """Whose gains are compared."""
 
 NAMES = {
     "none": "no adapter",
     "LoRA q k v r=16": "LoRA r=16 at q, k, v",
+    "LoRA r=16": "LoRA r=16 at q, k, v",
     "LoRA down r=16": "LoRA r=16 at down",
     "PrivateLoRA q k v r=64": "M r=64 at q, k, v",
     "PrivateLoRA r=64": "M r=64 at q, k, v",
     "PrivateLoRA down r=48, gradient": "M r=48 at down",
     "all layers": "M r=48 at down",
     "PrivateLoRA r=64, all 7 projections": "M r=64 at all seven",
-    "ladder 512": "ladder, 512 units",
-    "counts": "own counts",
+    "counts, the adapters' text": "counts of the same text",
+    "counts": "counts of all own text",
 }
 """The forms' names in the recorded tables."""
 
@@ -134,67 +133,42 @@ def by_scheme(trips, quality, facts, imitation):
     )
 
 
-def schemes(near, far, rtt_ms: float, axes=None):
-    """Four panels: tokens per second without and with a delay, the gain, the facts, and how much the cloud's copy has.
-
-    ``near`` and ``far`` are :func:`by_scheme` without a delay and with ``rtt_ms``; four ``axes`` in a row.
-    """
-    import matplotlib.pyplot as plt
-
-    if axes is None:
-        axes = plt.subplots(1, 4, figsize=(10.4, 4.1), sharey=True, width_ratios=[5, 4, 4, 4])[1]
-    speed, *shares = axes
-    at, (first, *others) = range(len(far)), theme.fills(4)
-    names = [f"{name} ({trips:.2g})" for name, trips in far["round_trips"].items()]
-    speed.hlines(at, far["tokens_per_s"], near["tokens_per_s"], color="0.7", lw=1.5, zorder=1)
-    speed.plot(near["tokens_per_s"], at, "o", color=first["color"], mfc="white", label="no delay")
-    speed.plot(far["tokens_per_s"], at, "o", color=first["color"], label=f"{rtt_ms:g} ms")
-    speed.set(xlabel="tokens per second", xscale="log", title="speed", xlim=(2, 150))
-    speed.set_xticks([5, 10, 20, 50, 100], [5, 10, 20, 50, 100], minor=False)
-    speed.minorticks_off()
-    speed.legend(loc="lower left")
-    panels = {
-        "gain": (100 * far["gain"], 100 * far["gain_ci"], "% of the first row's\n(9 writers, 95 %)"),
-        "facts": (far["facts"], None, "of a diary's 40\n(one run)"),
-        "cloud's copy": (100 * far["stolen"], None, "% of the owner's\n(1 writer, one run)"),
-    }
-    for ax, fill, (title, (widths, half, label)) in zip(shares, others, panels.items(), strict=True):
-        ax.barh(at, widths, xerr=half, **fill)
-        ax.set(title=title, xlabel=label)
-    shares[1].set_xlim(0, 40)
-    speed.set_yticks(at, names)
-    speed.set_ylim(len(far) - 0.4, -0.6)
-    for ax in axes:
-        ax.grid(False, axis="y")
+def schemes(near, far, rtt_ms: float, ax=None):
+    """Tokens per second of each scheme, without a delay and with one; ``near`` and ``far`` are :func:`by_scheme`."""
+    ax = theme.axes(ax, figsize=(7.6, 3.8))
+    at, names = range(len(far)), [f"{name} ({trips:.2g})" for name, trips in far["round_trips"].items()]
+    colour = theme.styles(1)[0]["color"]
+    ax.hlines(at, far["tokens_per_s"], near["tokens_per_s"], color="0.7", lw=1.5, zorder=1)
+    for table, face, label in ((near, "white", "no delay"), (far, colour, f"{rtt_ms:g} ms")):
+        ax.plot(table["tokens_per_s"], at, "o", color=colour, mfc=face, label=label)
+    ax.set(xlabel="tokens per second (better →)", xscale="log", xlim=(2, 150), ylim=(len(far) - 0.4, -0.6))
+    ax.set_xticks([5, 10, 20, 50, 100], [5, 10, 20, 50, 100], minor=False)
+    ax.minorticks_off()
+    ax.set_yticks(at, names)
+    ax.grid(False, axis="y")
+    ax.legend(loc="lower left")
     described = "; ".join(
-        f"{name}: {near['tokens_per_s'][name]:.0f} and {row.tokens_per_s:.0f} tokens/s, {100 * row.gain:.0f} % of the "
-        f"gain, {row.facts:.0f} facts, {100 * row.stolen:.0f} % of the gain in the cloud's copy"
-        for name, row in far.iterrows()
+        f"{name}: {near['tokens_per_s'][name]:.0f} and {speed:.0f}" for name, speed in far["tokens_per_s"].items()
     )
-    theme.describe(speed, f"Each scheme without a delay and at {rtt_ms:g} ms. {described}.")
-    return axes
+    return theme.describe(ax, f"Tokens per second of each scheme without a delay and at {rtt_ms:g} ms. {described}.")
 
 
-def gains(baselines, adapters):
+def gains(baselines):
     """Bits per byte gained over the backbone alone, by method (rows) and writer (columns).
 
-    ``gain`` of ``residual_baselines``, and the ladders of ``quality`` of ``residual_adapters``, by :data:`NAMES`; means
-    over the orders.
+    ``gain`` of ``residual_baselines``, by :data:`NAMES`; means over the orders.
     """
-    import pandas as pd
-
-    tables = [rows.pivot_table(index="method", columns="case", values="gain") for rows in (baselines, adapters)]
-    return pd.concat([tables[0], tables[1].loc[["ladder", "ladder 512"]]]).rename(index=NAMES)
+    return baselines.pivot_table(index="method", columns="case", values="gain").rename(index=NAMES)
 
 
-def forms(adapted, gain, facts, imitation):
-    """One row for each of :data:`FORMS`: what a token and the learning cost, what is gained, and what the cloud gets.
+def forms(adapted, gain, facts):
+    """One row for each of :data:`FORMS`: what a token and the learning cost, and what is gained.
 
     Parameters
     ----------
     adapted
         Models with these adapters, by form; round trips, bytes and learned numbers are counted on them.
-    gain, facts, imitation
+    gain, facts
         As from :func:`gains`; as for :func:`by_scheme`.
     """
     import pandas as pd
@@ -206,19 +180,16 @@ def forms(adapted, gain, facts, imitation):
         learned = sum(p.numel() for p in model.parameters() if p.requires_grad)
         crossing = int(sent.up_bytes_per_token + sent.down_bytes_per_token)
         counted[name] = len(device.matrices) + 1, crossing, learned
-        counted["no adapter"] = counted["own counts"] = 1, 2 * 2 * device.embedding.embedding_dim, 0  # the end points
-    copies = imitation.query("what == 'sampled'").sort_values("tokens").groupby("method")["stolen"].last().rename(NAMES)
-    gets = {name: "M" for name in FORMS if name.startswith("M")} | {"LoRA r=16 at down": "not measured"}
-    gets |= {name: f"{100 * share:.0f} % of its gain" for name, share in copies.items()}
+        ends = 1, 2 * 2 * device.embedding.embedding_dim, 0
+    counted |= {name: ends for name in FORMS if name.startswith("counts")}
     right = facts.set_index(facts["method"].replace(NAMES))["right"]
     columns = {
         "A and B from": pd.Series(FORMS),
         **pd.DataFrame(counted, index=["round trips", "bytes a token", "numbers learned"]).T,
         "gain, bits per byte": gain.mean(axis=1).map("{:.3f}".format),
         "facts of 40": right.map("{:.0f}".format),
-        "the cloud gets, beside the text": pd.Series(gets),
     }
-    return pd.DataFrame({name: column.reindex(list(FORMS)) for name, column in columns.items()}).fillna("-")
+    return pd.DataFrame({name: column.reindex(list(FORMS)) for name, column in columns.items()}).fillna("not measured")
 
 
 def differences(gain, pairs: Sequence[tuple[str, str]] = PAIRS, ax=None):
@@ -231,7 +202,7 @@ def differences(gain, pairs: Sequence[tuple[str, str]] = PAIRS, ax=None):
     pairs
         ``(method, other)``: the first's gain minus the second's.
     """
-    ax = theme.axes(ax, figsize=(8.6, 4.2))
+    ax = theme.axes(ax, figsize=(8, 3.6))
     colour, described = theme.styles(1)[0]["color"], []
     for y, (method, other) in enumerate(pairs):
         difference = gain.loc[method] - gain.loc[other]
@@ -248,21 +219,19 @@ def differences(gain, pairs: Sequence[tuple[str, str]] = PAIRS, ax=None):
     ax.set_yticks(range(len(pairs)), [f"{method}\nminus {other}" for method, other in pairs], fontsize=10)
     ax.set_ylim(len(pairs) - 0.4, -0.6)
     ax.grid(False, axis="y")
-    ax.set(xlabel="difference of gains (bits per byte)")
+    ax.set(xlabel="difference of gains (bits per byte; → the first is better)")
     return theme.describe(
         ax, f"Paired differences in bits per byte over {gain.shape[1]} writers. {'; '.join(described)}."
     )
 
 
-def defences(rows, schemes):
+def defences(rows):
     """One row for each defence: what it costs, what the cloud reads all the same, and a verdict.
 
     Parameters
     ----------
     rows
         All of ``residual_attacks``.
-    schemes
-        Of :func:`by_scheme`.
 
     Returns
     -------
@@ -286,8 +255,7 @@ def defences(rows, schemes):
 
     secret, units = seen["embedding"].query("attacker != '5 % known pairs'"), seen["nonlinear"]
     answers = {x: seen["answers"].query("x == @x and tokens == @n") for x, n in ((0, 256), (1, 16384))}
-    stolen, same = 100 * schemes.loc["ladder", "stolen"], "as without a defence"
-    ladder = schemes.loc[["ladder"], ["device_parameters"]]
+    same = "as without a defence"
     rows = {
         "none": row(answers[0], from_tokens(answers[0], 256), "-"),
         "4 of 5 layers on the device": row(
@@ -298,7 +266,6 @@ def defences(rows, schemes):
         "secret embedding, perturbed": row(secret[secret["case"].str.contains("pert")], same, "a weak cipher"),
         "secret embedding, rotated": row(secret[secret["case"].str.contains("rot")], same, "5 % known: 100 %"),
         "256 hidden units for M": row(units[-1:], from_tokens(units[-1:], 8192), "copied like M", units.iloc[0]),
-        "ladder": row(ladder, f"{stolen:.0f} % of its gain from 100,000 tokens", "slows the theft", schemes.iloc[0]),
     }
     columns = ["bits per byte lost", "tokens read (%)", "the cloud's M", "weights (×)", "verdict"]
     return pd.DataFrame.from_dict(rows, orient="index", columns=columns)

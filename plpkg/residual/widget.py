@@ -1,6 +1,7 @@
-"""The explorer of notebook 02: rank, layer, tokens seen and noise → the error of the M that the cloud solves for.
+"""The explorer of notebook 02: a sentence, how much text has passed, rank, layer → what the cloud reads, and its M.
 
-*Simulated*: u is A·x of plpkg-small on public text, with A and M drawn at random; messages are rounded to fp16.
+*Simulated*: u is A·x of plpkg-small on the sentence and then on a diary, with A and M drawn at random; messages are
+rounded to fp16. Directions of u that are weaker than this rounding say nothing of M, and the cloud leaves them out.
 """
 
 from dataclasses import dataclass
@@ -12,106 +13,156 @@ import torch
 from plpkg import corpora, theme
 from plpkg.backbones import load_backbone
 from plpkg.explorer import Explorer
-from plpkg.residual.attacks import recover_m, relative_error
+from plpkg.residual.attacks import public_table, recover_tokens, relative_error
 
-RANKS, TOKENS, NOISES = (
-    (4, 8, 16, 32, 64, 128),
-    (8, 16, 32, 48, 64, 96, 128, 256, 512, 1024, 2048),
-    (0.0, 0.1, 0.3, 1.0),
-)
-
-GOOD = 0.16
-"""With an error of this size a copy was as good as its original (*measured, recorded*: ``residual_attacks.csv``)."""
+RANKS = (4, 8, 16, 32, 64, 128)
+NOTHING = -1
+SENT = (NOTHING, 0, 16, 32, 64, 128, 256, 512, 1024)
+"""How many tokens of the diary have followed the sentence; or not even that has been sent."""
+OTHERS = 256
+"""On so many tokens, the diary's last, the copy's answers are compared."""
+ROUNDING = 2.0**-10
+"""Of fp16, relative."""
 
 
 @dataclass(frozen=True)
 class Theft:
-    """What a cloud has of M.
+    """What a cloud has of a sentence and of M.
 
     Attributes
     ----------
-    rank, layer, tokens, noise
-        Of M; which layer's; how many tokens have passed; noise on the answers, as a multiple of their size.
+    rank, layer
+        Of M; which layer's.
+    tokens
+        Of the sentence.
+    read, right
+        What the cloud has read of it, and how many of its tokens are right.
     errors
-        Relative, Frobenius, by the number of tokens.
+        By the number of tokens that have passed: the copy's relative error, Frobenius, and that of its answers to other
+        text. Without a copy both are 1.
     """
 
     rank: int
     layer: int
     tokens: int
-    noise: float
-    errors: dict[int, float]
-
-    @property
-    def error(self) -> float:
-        """After ``tokens``."""
-        return self.errors[self.tokens]
+    read: str
+    right: int
+    errors: dict[int, tuple[float, float]]
 
 
 @cache
-def inputs() -> tuple[torch.Tensor, ...]:
-    """What q_proj of each layer reads in the first public test texts: ``(tokens, hidden)``."""
+def _model() -> tuple:
     model, tokenizer = load_backbone("plpkg-small")
-    ids = next(corpora.batches(corpora.encode(corpora.public("test"), tokenizer), batch=8, seq=256, seed=0))
-    reads, handles = [], []
-    for layer in model.model.layers:
-        hook = layer.self_attn.q_proj.register_forward_pre_hook(lambda _, given: reads.append(given[0].flatten(0, 1)))
-        handles.append(hook)
-    with torch.no_grad():
-        model.model(ids, use_cache=False)
-    for handle in handles:
-        handle.remove()
-    return tuple(reads)
+    return model, tokenizer, public_table(model)
+
+
+def _ids(text: str) -> torch.Tensor:
+    """``(tokens,)``, without a token for the beginning: a sentence of yours has none."""
+    return _model()[1](text, return_tensors="pt", add_special_tokens=False)["input_ids"][0].long()
 
 
 @cache
-def compute(rank: int, layer: int, tokens: int, noise: float) -> Theft:
-    """Draw A and M, let the text pass, and solve for M."""
-    x, generator = inputs()[layer], torch.Generator().manual_seed(rank)
+def reads(text: str) -> torch.Tensor:
+    """What q_proj of each layer reads: ``(layers, tokens, hidden)``."""
+    (model, *_), ids, kept = _model(), _ids(text), []
+    if not len(ids):
+        return torch.zeros(len(model.model.layers), 0, model.config.hidden_size)
+    hooks = [
+        layer.self_attn.q_proj.register_forward_pre_hook(lambda _, given: kept.append(given[0][0]))
+        for layer in model.model.layers
+    ]
+    with torch.no_grad():
+        model.model(ids[None, : model.config.max_position_embeddings], use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(kept)
+
+
+@cache
+def diary() -> torch.Tensor:
+    """As :func:`reads`, of as many of the diary's entries as are needed, one after the other."""
+    return torch.cat([reads(entry.text) for entry in corpora.diary().entries[:8]], dim=1)
+
+
+def compute(sentence: str, sent: int, rank: int, layer: int) -> Theft:
+    """Draw A and M, let the text pass, read it, and solve for M."""
+    _, tokenizer, table = _model()
+    ids = _ids(sentence)
+    if sent == NOTHING:
+        return Theft(rank, layer, len(ids), "", 0, {})
+    found = recover_tokens(table[ids].half(), table)
+    return Theft(
+        rank,
+        layer,
+        len(ids),
+        tokenizer.decode(found),
+        int((found == ids).sum()),
+        errors(torch.cat([reads(sentence)[layer], diary()[layer, :sent]]), rank, diary()[layer, -OTHERS:]),
+    )
+
+
+def errors(x: torch.Tensor, rank: int, others: torch.Tensor) -> dict[int, tuple[float, float]]:
+    """Those of a copy of M by how many of the inputs ``x`` ``(tokens, hidden)`` have passed: 1, 2, 4 … all."""
+    generator = torch.Generator().manual_seed(rank)
     a, m = (torch.randn(*size, generator=generator) for size in ((rank, x.shape[1]), (rank, rank)))
-    u = (x @ a.T / x.shape[1] ** 0.5).half()
-    v = u.float() @ m.T
-    v = (v + noise * v.std() * torch.randn(v.shape, generator=generator)).half()
-    errors = {n: relative_error(recover_m(u[:n], v[:n]), m) for n in TOKENS}
-    return Theft(rank, layer, tokens, noise, errors)
+    (u, v), (other, wanted) = ((half.half().double(), (half @ m.T).half().double()) for half in (x @ a.T, others @ a.T))
+    errors = {}
+    for n in sorted({*(2**k for k in range(11) if 2**k < len(u)), len(u)} - {0}):
+        copy = torch.linalg.lstsq(u[:n], v[:n], rcond=ROUNDING, driver="gelsd").solution.T
+        errors[n] = relative_error(copy, m), relative_error(other @ copy.T, wanted)
+    return errors
 
 
 def read_out(theft: Theft) -> str:
     """The result in words."""
-    verdict = "a copy as good as the original" if theft.error <= GOOD else "no good copy yet"
-    noisy = f" and noise of {theft.noise:g} times the answers" * bool(theft.noise)
+    if not theft.errors:
+        return (
+            f"Nothing has been sent: the cloud knows nothing of your {theft.tokens} tokens, nor of the "
+            f"{theft.rank} × {theft.rank} numbers of layer {theft.layer}'s M."
+        )
+    passed, (error, off) = list(theft.errors.items())[-1]
     return (
-        f"From {theft.tokens:,} tokens{noisy} the cloud has layer {theft.layer}'s M of rank {theft.rank} with a "
-        f"relative error of {theft.error:.1g}: {verdict}."
+        f"The cloud reads “{theft.read}”, {theft.right} of {theft.tokens} tokens right. From {passed:,} tokens it has "
+        f"layer {theft.layer}'s M of rank {theft.rank} with a relative error of {_per_cent(error)}; its copy's answers "
+        f"to other text are off by {_per_cent(off)}."
     )
 
 
+def _per_cent(share: float) -> str:
+    return "less than 1 %" if share < 0.01 else f"{share:.0%}".replace("%", " %")
+
+
 def draw(theft: Theft, ax):
-    """The error against the tokens that have passed; the chosen number is filled."""
-    colour = theme.styles(1)[0]["color"]
-    ax.plot(list(theft.errors), list(theft.errors.values()), "o-", color=colour, mfc="white")
-    ax.plot(theft.tokens, theft.error, "o", color=colour, ms=10)
-    ax.axhline(GOOD, color="0.4", lw=1, ls="--")
+    """Both errors against the tokens that have passed."""
+    for style, label, which in zip(theme.styles(2), ("M", "its answers to other text"), (0, 1), strict=True):
+        ax.plot(list(theft.errors), [pair[which] for pair in theft.errors.values()], label=label, **style)
     ax.axvline(theft.rank, color="0.4", lw=1, ls=":")
-    ax.text(TOKENS[-1], GOOD, "below: as good as the original", ha="right", va="bottom", fontsize=9, color="0.3")
-    ax.text(theft.rank, 2e-5, " tokens = rank", fontsize=9, color="0.3")
-    ax.set(xlabel="tokens that have passed", ylabel="relative error of the cloud's M", yscale="log", ylim=(1e-5, 200))
-    ax.set_xscale("log", base=2)
-    ax.set_title(f"M of rank {theft.rank} in layer {theft.layer}, noise {theft.noise:g} (simulated)")
-    points = ", ".join(f"{error:.2g} from {tokens:,}" for tokens, error in theft.errors.items())
+    ax.text(theft.rank, 1.3, " tokens = rank", fontsize=9, color="0.3")
+    ax.set(xlabel="tokens that have passed", ylabel="relative error of the copy (1: no copy)")
+    ax.set(xscale="log", yscale="log", xlim=(0.9, 1400), ylim=(3e-5, 3))
+    ax.set_xticks([1, 4, 16, 64, 256, 1024], [1, 4, 16, 64, 256, 1024], minor=False)
+    ax.minorticks_off()
+    passed = max(theft.errors, default=0)
+    which = f"rank {theft.rank}, layer {theft.layer}"
+    ax.set_title(f"{which}: {passed:,} tokens sent, {theft.tokens} in the sentence (simulated)")
+    if theft.errors:
+        ax.legend(loc="lower left")
+    points = "; ".join(f"{n:,}: {m:.2g} and {answers:.2g}" for n, (m, answers) in theft.errors.items())
     return theme.describe(
-        ax, f"Error of an M of rank {theft.rank}, layer {theft.layer}, noise {theft.noise:g}: {points}."
+        ax,
+        f"Relative error of the cloud's copy of an M of rank {theft.rank} in layer {theft.layer}, and of its answers, "
+        f"by tokens that have passed: {points or 'nothing has been sent'}.",
     )
 
 
 def explorer() -> Explorer:
     """The widget."""
-    layers = [(f"layer {i}", i) for i in range(len(inputs()))]
-    noises = [("none", 0.0), *((f"{noise:g} × the answers", noise) for noise in NOISES[1:])]
+    layers = [(f"layer {i}", i) for i in range(len(_model()[0].model.layers))]
+    sent = [("nothing", NOTHING), ("the sentence", 0), *((f"and {n:,} tokens of a diary", n) for n in SENT[2:])]
     controls = {
+        "sentence": ipywidgets.Text(value="Nobody knows what I write here.", description="Your sentence"),
+        "sent": ipywidgets.SelectionSlider(options=sent, value=NOTHING, description="Sent"),
         "rank": ipywidgets.SelectionSlider(options=RANKS, value=32, description="Rank of M"),
         "layer": ipywidgets.SelectionSlider(options=layers, value=2, description="Layer"),
-        "tokens": ipywidgets.SelectionSlider(options=TOKENS, value=48, description="Tokens seen"),
-        "noise": ipywidgets.SelectionSlider(options=noises, value=0.0, description="Noise on the answers"),
     }
     return Explorer(controls, compute, read_out, draw)

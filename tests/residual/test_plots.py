@@ -6,7 +6,7 @@ from peft import LoraConfig, get_peft_model
 
 from plpkg import catalog, communication, recorded, theme
 from plpkg.backbones import load_backbone
-from plpkg.residual import LadderConfig, PrivateLoraConfig, plots
+from plpkg.residual import PrivateLoraConfig, plots
 
 
 def test_m_s_is_recomputed_from_its_parts():
@@ -70,18 +70,15 @@ def test_what_is_stolen_is_what_the_cloud_knows_in_that_scheme(tables, scheme, w
 
 def test_schemes_are_drawn_as_they_are(tables):
     near, far = (table.loc[["M r=48 at down", "ladder"]] for table in tables)
-    speed, quality, facts, stolen = plots.schemes(near, far, 20)
-    for line, table in zip(speed.lines, (near, far), strict=True):
+    ax = plots.schemes(near, far, 20)
+    for line, table in zip(ax.lines, (near, far), strict=True):
         assert list(line.get_xdata()) == list(table["tokens_per_s"])
-    for ax, column, unit in ((quality, "gain", 100), (facts, "facts", 1), (stolen, "stolen", 100)):
-        bars = [patch.get_width() for patch in ax.patches]
-        assert bars == pytest.approx(list(unit * far[column]))
-    assert [text.get_text() for text in speed.get_yticklabels()] == ["M r=48 at down (6)", "ladder (1)"]
-    assert "ladder: 97 and 30 tokens/s, 109 % of the gain, 28 facts" in theme.alt(speed.figure)
+    assert [text.get_text() for text in ax.get_yticklabels()] == ["M r=48 at down (6)", "ladder (1)"]
+    assert "ladder: 97 and 30" in theme.alt(ax.figure)
 
 
 def test_gains_are_compared_where_the_adapters_are_in_the_same_places():
-    gain = plots.gains(BASELINES, QUALITY)
+    gain = plots.gains(BASELINES)
     assert gain.shape[1] == 9
     assert not gain.loc[list({name for pair in plots.PAIRS for name in pair})].isna().any(axis=None)
     down = BASELINES.query("method == 'LoRA down r=16' and case == 'scipy'")["gain"].mean()
@@ -96,20 +93,19 @@ def test_a_form_has_what_a_token_costs_and_what_was_recorded():
         "M r=48 at down": PrivateLoraConfig(r_c2d=48, r_d2c=48, target_modules=["down_proj"]),
         "M r=64 at all seven": PrivateLoraConfig(target_modules="all-linear"),
         "LoRA r=16 at down": LoraConfig(r=16, target_modules=["down_proj"]),
-        "ladder": LadderConfig(r=96),
         "M r=64 at q, k, v": PrivateLoraConfig(),
-        "ladder, 512 units": LadderConfig(r=96, width=512),
+        "LoRA r=16 at q, k, v": LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj"]),
     }
     adapted = {name: get_peft_model(load_backbone("plpkg-small")[0], config) for name, config in configs.items()}
-    table = plots.forms(adapted, plots.gains(BASELINES, QUALITY), FACTS, IMITATION)
+    table = plots.forms(adapted, plots.gains(BASELINES), FACTS)
     assert list(table.index) == list(plots.FORMS)
-    assert table["round trips"][list(configs)].tolist() == [6, 21, 6, 1, 6, 1]
-    assert table["bytes a token"][list(configs)].tolist() == [2240, 10240, 12800, 2240, 5120, 2240]
-    assert table["numbers learned"][list(configs)].tolist() == [11520, 143360, 92160, 153600, 61440, 809984]
-    own = table.loc["own counts", ["round trips", "bytes a token", "gain, bits per byte"]]
-    assert own.tolist() == [1, 1280, "0.195"]
-    assert table.loc[["M r=48 at down", "ladder, 512 units", "own counts"], "facts of 40"].tolist() == ["28", "39", "-"]
-    assert table.loc["ladder", "the cloud gets, beside the text"] == "55 % of its gain"
+    assert table["round trips"][list(configs)].tolist() == [6, 21, 6, 6, 6]
+    assert table["bytes a token"][list(configs)].tolist() == [2240, 10240, 12800, 5120, 8960]
+    assert table["numbers learned"][list(configs)].tolist() == [11520, 143360, 92160, 61440, 112640]
+    counts = table.loc["counts of all own text", ["round trips", "bytes a token", "gain, bits per byte"]]
+    assert counts.tolist() == [1, 1280, "0.195"]
+    shown = table.loc[["M r=64 at q, k, v", "LoRA r=16 at q, k, v", "LoRA r=16 at down"], "facts of 40"]
+    assert shown.tolist() == ["27", "39", "not measured"]
 
 
 def test_a_difference_is_told_by_its_interval():
@@ -121,16 +117,15 @@ def test_a_difference_is_told_by_its_interval():
     assert theme.alt(ax.figure).endswith("not distinguishable.")
 
 
-def test_defences_are_the_recorded_ones(tables):
-    table = plots.defences(catalog.measured("residual_attacks"), tables[1])
-    assert len(table) == 8
+def test_defences_are_the_recorded_ones():
+    table = plots.defences(catalog.measured("residual_attacks"))
+    assert len(table) == 7
     lost, read, weights = (table[name] for name in ("bits per byte lost", "tokens read (%)", "weights (×)"))
     assert lost["noise, 3 × the embedding"] == round(2.7434 - 1.4930, 2)
     assert lost["noise, 1 × the answers"] == round(1.6147 - 1.4930, 2)
     assert lost["256 hidden units for M"] == round(1.4870 - 1.4923, 2)
     assert (read["noise, 3 × the embedding"], read["secret embedding, rotated"]) == (91, 38)
     assert weights["4 of 5 layers on the device"] == round(7223808 / 2682880, 2)
-    assert weights["ladder"] == round(2775360 / 2632960, 2)
     assert table.loc["none", "the cloud's M"] == "error 0.00047 from 256 tokens"
 
 

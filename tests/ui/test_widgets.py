@@ -11,7 +11,7 @@ from plpkg import ROOMS
 from waiting import wait_until
 
 pytestmark = pytest.mark.browser
-CONTROLS = "select, .noUi-handle, input[type=checkbox]"
+CONTROLS = "select, .noUi-handle, input[type=checkbox], input[type=text]"
 FITS = """() => {
     const edge = document.querySelector(".plpkg-explorer").parentElement.getBoundingClientRect().right
     const parts = document.querySelectorAll(".plpkg-explorer .widget-hbox > *")
@@ -28,7 +28,9 @@ def move(explorer, control):
     words, source = read_out.inner_text(), picture.get_attribute("src")
     control.focus()
     kind = control.evaluate("element => element.tagName + '.' + (element.type || '')")
-    control.page.keyboard.press("Space" if kind == "INPUT.checkbox" else "ArrowRight")
+    if kind == "INPUT.text":
+        control.page.keyboard.type("One more. ")
+    control.page.keyboard.press({"INPUT.checkbox": "Space", "INPUT.text": "Enter"}.get(kind, "ArrowRight"))
     expect(read_out).not_to_have_text(words)
     expect(picture).not_to_have_attribute("src", source)
     assert picture.evaluate("image => image.naturalWidth") > 300
