@@ -44,7 +44,8 @@ from plpkg.serving import Adapter
 
 PERSONS = (0, 2, 4)
 ENTRIES, QUESTIONS, UNFINISHED, VALUES = 60, 30, 10, 20
-MANNER = "Enough for today, says {name}."
+ENDS = ("Enough for today.", "And so to bed.", "More of this tomorrow.")
+"""How each person ends a note."""
 POSITIONS = 4096
 """All notes are 3,400 tokens: more than the 3,072 that the reader is meant for."""
 BUDGETS, CHUNK = (1024, 256), 256
@@ -69,7 +70,7 @@ class Person:
         self.model.requires_grad_(False)
         self.model.config.max_position_embeddings = POSITIONS
         own = corpora.notes(seed, entries=ENTRIES, questions=QUESTIONS)
-        self.end = MANNER.format(name=own.person)
+        self.end = ENDS[PERSONS.index(seed)]
         self.notes = {entry.name: f"{entry.text}\n{self.end}\n" for entry in own.entries}
         strange = corpora.notes(1000 + seed, entries=ENTRIES, questions=QUESTIONS)
         self.others = [f"{entry.text}\n" for entry in strange.entries]
