@@ -10,7 +10,8 @@ else's in the same manner, which nobody learns. A section is a person and a way 
 * text_training, m_training: the share of the notes' tokens that the cloud reads in a training step, and the relative
   error of the M that it solves for; text_later, m_later: the same of ten texts that are finished over the wire;
 * auc: whether a note was learnt, told from how much likelier the adapter makes it (who has the adapter);
-  auc_words: from how many of its tokens would be written next (who sees words alone);
+  auc_words: from how many of its tokens would be written next (who sees words alone); "half": 30 notes of the person
+  were learnt, and are told from the other 30;
 * completed: of 20 values, how many the adapter writes after the note's beginning.
 
 The unit of privacy is a note. The four designs learn the notes' text, nothing else.
@@ -33,7 +34,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks import record
 from plpkg import corpora, questions, retention
-from plpkg.autonomy import transfer
+from plpkg.autonomy import Transfer, transfer
 from plpkg.backbones import load_backbone
 from plpkg.clipping import make_private
 from plpkg.counts import Counts
@@ -65,7 +66,7 @@ WEIGHT = 0.3
 class Person:
     """Somebody's notes and questions, and the public model that is to answer them."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, half: bool = False) -> None:
         self.model, self.tokenizer = load_backbone("plpkg-reader")
         self.model.requires_grad_(False)
         self.model.config.max_position_embeddings = POSITIONS
@@ -77,6 +78,8 @@ class Person:
         self.asked = [each for each in own.questions if each.kind != "absent"]
         self.learnt = corpora.encode(self.notes.values(), self.tokenizer)
         self.held = corpora.encode([f"{text}{self.end}\n" for text in self.others], self.tokenizer)
+        if half:  # every other note is held out
+            self.learnt, self.held = self.learnt[::2], self.learnt[1::2]
         self.batch = corpora.batch(self.learnt)
         self.search = bm25s.BM25()
         self.search.index(self._words(list(self.notes.values())), show_progress=False)
@@ -204,22 +207,34 @@ def counts(person: Person) -> dict:
     return row | person.counted(given) | person.styled(ends)
 
 
-def on_the_device(person: Person, private: bool) -> dict:
-    """Plain LoRA, learnt where the notes are."""
-    settings = dict(steps=PRIVATE_STEPS if private else STEPS, lr=LR["device"][private])
-    settings |= dict(batch=PRIVATE_BATCH if private else BATCH, lora=LoraConfig(**LORA[private]))
+def learnt_on_the_device(person: Person, private: bool) -> Transfer:
+    """Plain LoRA, learnt where the notes are: each in as many steps, however many there are."""
+    settings = dict(steps=PRIVATE_STEPS, batch=PRIVATE_BATCH) if private else dict(steps=STEPS, batch=BATCH)
+    settings["batch"] = settings["batch"] * len(person.learnt) // ENTRIES
+    settings |= dict(lr=LR["device"][private], lora=LoraConfig(**LORA[private]))
     if private:
-        settings["private"] = functools.partial(
-            make_private, noise_multiplier=SIGMA, max_grad_norm=MAX_GRAD_NORM, seed=0
-        )
+        guard = dict(noise_multiplier=SIGMA, max_grad_norm=MAX_GRAD_NORM, seed=0)
+        settings["private"] = functools.partial(make_private, **guard)
+    return transfer(person.model, person.batch, None, "lora", **settings)
+
+
+def on_the_device(person: Person, private: bool) -> dict:
     began = time.process_time()
-    own = transfer(person.model, person.batch, None, "lora", **settings)
+    own = learnt_on_the_device(person, private)
     row = dict(case=f"device{', ε' * private}", cpu_s=round(time.process_time() - began, 1), up_mb=0.0, down_mb=0.0)
     row |= dict(epsilon=round(own.epsilon(DELTA), 2)) if private else {}
     row |= dict(
         values=sum(each.numel() for each in own.state.values()), adapter_kb=round(own.adapter().num_bytes / 1e3)
     )
     return row | person.adapter(own.model)
+
+
+def half(seed: int) -> Iterator[dict]:
+    """Half of a person's notes against the other half: names and habits tell nothing of who was learnt."""
+    person = Person(seed, half=True)
+    for private in (False, True):
+        own = learnt_on_the_device(person, private)
+        yield dict(person=seed, case=f"device{', ε' * private}, half") | person.membership(own.model)
 
 
 def over_the_wire(person: Person, private: bool) -> dict:
@@ -301,6 +316,7 @@ def rows(seed: int, way: str) -> Iterator[dict]:
 
 
 SECTIONS = {f"{seed} {way}": functools.partial(rows, seed, way) for seed in PERSONS for way in WAYS}
+SECTIONS |= {f"{seed} half": functools.partial(half, seed) for seed in PERSONS}
 
 
 if __name__ == "__main__":
