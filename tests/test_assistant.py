@@ -7,7 +7,7 @@ import bm25s
 import nbformat
 import pytest
 import torch
-from sklearn.metrics import roc_auc_score
+from scipy.stats import mannwhitneyu
 
 from plpkg.exercise import check_function
 
@@ -17,7 +17,7 @@ CELLS = {cell.id: cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).
 
 def verdict(cell, answer):
     """What the cell says of a function, or of the name of one of the solution's."""
-    names = dict(bm25s=bm25s, check_function=check_function, roc_auc_score=roc_auc_score, torch=torch)
+    names = dict(bm25s=bm25s, check_function=check_function, mannwhitneyu=mannwhitneyu, torch=torch)
     names["words"] = lambda texts: bm25s.tokenize(texts, stopwords=None, show_progress=False)
     exec(re.search(r"```python\n(.*?)```", CELLS["solution"], flags=re.S)[1], names)
     names["answer"] = names.get(answer, answer)
