@@ -109,24 +109,27 @@ def fills(count: int) -> list[dict]:
 def name_lines(ax, gap: float = 0.06) -> None:
     """Write each line's name behind its last point, in its colour but darker, instead of a legend.
 
-    Called once the axes have their limits. Names stand at least ``gap`` of the axes' height apart.
+    Called once the axes have their limits. Names of lines that end together stand at least ``gap`` of the axes' height
+    apart; those of the lines that go on to the right stand outside the axes.
     """
     from matplotlib.colors import to_rgb
 
-    places = []
+    ends = {}
     for line, name in zip(*ax.get_legend_handles_labels(), strict=True):
         line = getattr(line, "lines", [line])[0]  # of an error bar: its line
         end = line.get_xdata()[-1], line.get_ydata()[-1]
-        places.append([ax.transAxes.inverted().transform(ax.transData.transform(end))[1], name, line.get_color()])
-    places.sort(key=lambda place: place[0])
-    for below, above in pairwise(places):
-        above[0] = max(above[0], below[0] + gap)
-    for above, below in pairwise([[1 + gap], *reversed(places)]):  # no name above the axes, where others have room
-        below[0] = min(below[0], above[0] - gap)
-    for height, name, colour in places:
-        colour = [0.75 * part for part in to_rgb(colour)]
-        offset = dict(xytext=(8, 0), textcoords="offset points")
-        ax.annotate(name, (1, height), xycoords="axes fraction", **offset, color=colour, va="center", fontsize=10)
+        x, height = ax.transAxes.inverted().transform(ax.transData.transform(end))
+        ends.setdefault(round(x, 3), []).append([height, name, line.get_color()])
+    for x, places in ends.items():
+        places.sort(key=lambda place: place[0])
+        for below, above in pairwise(places):
+            above[0] = max(above[0], below[0] + gap)
+        for above, below in pairwise([[1 + gap], *reversed(places)]):  # no name above the axes, where others have room
+            below[0] = min(below[0], above[0] - gap)
+        for height, name, colour in places:
+            colour, place = [0.75 * part for part in to_rgb(colour)], (1 if x == max(ends) else x, height)
+            offset = dict(xytext=(8, 0), textcoords="offset points")
+            ax.annotate(name, place, xycoords="axes fraction", **offset, color=colour, va="center", fontsize=10)
 
 
 def describe(ax, sentence: str):

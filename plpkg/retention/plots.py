@@ -17,15 +17,14 @@ VARIANTS = ({}, {"linestyle": "--", "markerfacecolor": "white"}, {"linestyle": "
 """What tells a method's second and third line in one figure from its first."""
 
 LOOKUPS = {
-    "asked last, Locret": "Locret, last",
+    "asked last, oracle": "oracle, last",
     "asked first, Locret, protected": "Locret, first, protected",
     "asked first, Locret": "Locret, first",
+    "asked last, Locret": "Locret, last",
     "asked last, random": "random, last",
     "asked first, random, protected": "random, first, protected",
-    "asked last, oracle": "oracle, last",
-    "asked first, oracle, protected": "oracle, first, protected",
 }
-"""The cases of the section "lookup" that are drawn, and what the legend calls them."""
+"""The cases of the section "lookup" that are drawn, and what the figure calls them, from the best to the worst."""
 
 SPACES = {
     "O(n²): whole prompt": "full cache, whole prompt: O(n²)",
@@ -115,7 +114,7 @@ def by_case(rows, value: str = "accuracy"):
     """
     rows = rows.dropna(subset="x")
     table = rows.pivot(index="case", columns="x", values=value)
-    table = table.reindex(rows["case"].drop_duplicates()).rename(columns=int)
+    table = table.reindex(rows["case"].drop_duplicates()).rename(columns=round)
     return table.rename_axis(index=None, columns=None)
 
 
@@ -162,8 +161,10 @@ def lengths(rows, contracts, ax=None):
     """Accuracy by length: the section "length", and of "positions" the line where units stay where they stood."""
     table, by_contract = by_case(rows), by_case(contracts)
     table = table.reindex(columns=table.columns.union(by_contract.columns))
-    table.loc["Locret, 32 units, original positions"] = by_contract.loc["original"]
-    return _lines(100 * table, ax, "tokens of noise", "accuracy (%)", "a model trained on up to 128 tokens", log="x")
+    table = table.drop(index="Locret, 16 units", errors="ignore")  # lies on the line of 32 units
+    table.loc["Locret, where they stood"] = by_contract.loc["original"]
+    title = "a model trained on up to 128 tokens; its full cache was run up to 4,096"
+    return _lines(100 * table, ax, "tokens of noise", "accuracy (%)", title, log="x", names=theme.name_lines)
 
 
 def text(rows, ax=None):
@@ -233,7 +234,8 @@ def _ends(rows, by: str) -> str:
 
 def speed(rows, ax=None):
     """Tokens per second by length, full attention and Locret: the section "speed"."""
-    table, title = by_case(rows, "tokens_per_s"), "12 layers × 768, 2,048 units, one thread"
+    table, title = by_case(rows, "tokens_per_s"), "12 layers × 768, 2,048 units, one thread; from 8,192 on one run each"
+    table = table.rename(index={"full attention": "full attention, whole prompt", "Locret": "Locret, chunks of 512"})
     ax = _lines(table, ax, "tokens of the prompt", "tokens per CPU second", title, log="x")
     ax.set_ylim(bottom=0)
     return ax
@@ -242,8 +244,22 @@ def speed(rows, ax=None):
 def lookup(rows, ax=None):
     """Accuracy by budget, for the question after the text and before it: the section "lookup"."""
     table, ax = 100 * by_case(rows).loc[list(LOOKUPS)].rename(index=LOOKUPS), theme.axes(ax, figsize=(8, 4.6))
-    xlabel = "units that each KV head keeps, of 33 or 35"
-    return _lines(table, ax, xlabel, "accuracy (%)", "16 pairs, one asked for: last, or first")
+    xlabel, title = "units that each KV head keeps, of 33 or 35", "16 pairs, one asked for: last, or first"
+    ax = _lines(table, ax, xlabel, "accuracy (%)", title, names=_name_lookups)
+    ax.set_ylim(0, 105)
+    return ax
+
+
+def _name_lookups(ax) -> None:
+    """Write each line's name beside one of its points, where the lines stand apart."""
+    points = {"random, last": 1, "random, first, protected": 3}
+    for line in ax.lines:
+        name = line.get_label()
+        x, height = line.get_xydata()[: points.get(name, 2) + 1][-1]
+        above, below = dict(ha="right", va="bottom", xytext=(-4, 4)), dict(ha="left", va="top", xytext=(4, -4))
+        side = above if name.startswith("Locret") else below
+        colour = "0.3" if name.startswith("random") else line.get_color()
+        ax.annotate(name, (x, height), textcoords="offset points", color=colour, fontsize=10, **side)
 
 
 def labels_and_scores(labels, predicted, ids, ax=None):
@@ -316,7 +332,7 @@ def _legend_below(ax, columns: int) -> None:
     ax.figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=columns)
 
 
-def _lines(table, ax, xlabel: str, ylabel: str, title: str = "", log: str = ""):
+def _lines(table, ax, xlabel: str, ylabel: str, title: str = "", log: str = "", names=None):
     ax = theme.axes(ax)
     for case, style in styles(table.index).items():
         points = table.loc[case].dropna()
@@ -326,7 +342,9 @@ def _lines(table, ax, xlabel: str, ylabel: str, title: str = "", log: str = ""):
     if "y" in log:
         ax.set_yscale("log")
     ax.set(xlabel=xlabel, ylabel=ylabel, title=title)
-    if len(table) > 4:
+    if names:
+        names(ax)
+    elif len(table) > 4:
         _legend_below(ax, 3)
     else:
         ax.legend()

@@ -45,8 +45,8 @@ def test_lengths_have_the_line_of_original_positions():
     contracts = pd.DataFrame([dict(case=c, x=x, accuracy=x / 64) for c in ("reassigned", "original") for x in (16, 32)])
     lines = plots.lengths(rows, contracts).lines
     drawn = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in lines}
-    assert list(drawn) == ["zero", "one", "Locret, 32 units, original positions"]
-    assert drawn["Locret, 32 units, original positions"] == ([16, 32], [25, 50])
+    assert list(drawn) == ["zero", "one", "Locret, where they stood"]
+    assert drawn["Locret, where they stood"] == ([16, 32], [25, 50])
     assert drawn["one"][0] == [16, 64]
 
 
