@@ -15,7 +15,7 @@ SCHEMES = {
     "lookup and public counts": "M, drafts from public counts",
     "the cloud's backbone guesses": "M, drafts from the backbone",
     "one layer late, folded": "M one layer late, folded",
-    "two layers, folded, public counts": "M in two layers, folded, drafts",
+    "two layers, folded, public counts": "M in two layers, folded, public counts",
     "ladder": "ladder",
     "ladder, cloud ahead": "ladder, drafts from the backbone",
 }
@@ -107,9 +107,9 @@ def by_scheme(trips, quality, facts, imitation):
     Returns
     -------
     pandas.DataFrame
-        By scheme, of :data:`SCHEMES`: ``tokens_per_s``; ``round_trips`` of a token; ``gain``, as a share
-        of that of an adapter in all layers, means over writers and orders, with ``gain_ci``, the half-width of the
-        95 % interval over the writers of the difference to it, as such a share; ``facts`` of forty;
+        By scheme, of :data:`SCHEMES`: ``tokens_per_s``; ``round_trips`` and ``bytes_per_token``; ``gain``, as
+        a share of that of an adapter in all layers, means over writers and orders, with ``gain_ci``, the half-width
+        of the 95 % interval over the writers of the difference to it, as such a share; ``facts`` of forty;
         ``device_parameters``, the weights on the device; ``stolen``, the gain of the cloud's copy as a share of the
         owner's: from answers, or by imitation of as many sampled tokens as were tried, with known times where the
         cloud writes ahead.
@@ -122,7 +122,7 @@ def by_scheme(trips, quality, facts, imitation):
     seen = adapter.str.startswith("ladder").map({True: "sampled", False: "answers"})
     seen = seen.mask(ahead & (seen == "sampled"), "sampled, known times")
     return (
-        table[["tokens_per_s", "trips_per_token", "device_parameters"]]
+        table[["tokens_per_s", "trips_per_token", "bytes_per_token", "device_parameters"]]
         .rename(columns={"trips_per_token": "round_trips"}, index=SCHEMES)
         .assign(
             gain=adapter.map(mean / mean["all layers"]).to_numpy(),
@@ -214,7 +214,8 @@ def differences(gain, pairs: Sequence[tuple[str, str]] = PAIRS, ax=None):
     ax.axvline(0, color="0.4", lw=1)
     ax.plot([], [], "|", color="0.45", ms=9, mew=1.5, label="one writer")
     ax.plot([], [], "D", ms=8, color=colour, label="mean, 95 % interval")
-    ax.plot([], [], "D", ms=8, color=colour, mfc="white", label="the same, with 0 in it")
+    if any(line.get_mfc() == "white" for line in ax.lines):
+        ax.plot([], [], "D", ms=8, color=colour, mfc="white", label="the same, with 0 in it")
     ax.legend(loc="upper right")
     ax.set_yticks(range(len(pairs)), [f"{method}\nminus {other}" for method, other in pairs], fontsize=10)
     ax.set_ylim(len(pairs) - 0.4, -0.6)

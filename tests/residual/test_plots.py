@@ -58,7 +58,7 @@ def test_each_scheme_is_compared_with_an_adapter_in_all_layers(tables, scheme, a
         # The cloud writes ahead with times of its own.
         ("ladder, drafts from the backbone", "sampled, known times", "ladder"),
         ("M r=48 at down", "answers", "all layers"),
-        ("M in two layers, folded, drafts", "answers", "two layers"),
+        ("M in two layers, folded, public counts", "answers", "two layers"),
     ],
 )
 def test_what_is_stolen_is_what_the_cloud_knows_in_that_scheme(tables, scheme, what, method):
