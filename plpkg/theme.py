@@ -109,28 +109,21 @@ def fills(count: int) -> list[dict]:
 def name_lines(ax, gap: float = 0.06) -> None:
     """Write each line's name behind its last point, in its colour but darker, instead of a legend.
 
-    Called once the axes have their limits. Names stand at least ``gap`` of the axes' height apart; a thin line leads
-    to one that had to move.
+    Called once the axes have their limits. Names stand at least ``gap`` of the axes' height apart.
     """
     from matplotlib.colors import to_rgb
-    from matplotlib.patches import ConnectionPatch
 
     places = []
     for line, name in zip(*ax.get_legend_handles_labels(), strict=True):
         line = getattr(line, "lines", [line])[0]  # of an error bar: its line
         end = line.get_xdata()[-1], line.get_ydata()[-1]
-        end = ax.transAxes.inverted().transform(ax.transData.transform(end))
-        places.append([end[1], name, line.get_color(), end])
+        places.append([ax.transAxes.inverted().transform(ax.transData.transform(end))[1], name, line.get_color()])
     places.sort(key=lambda place: place[0])
     for below, above in pairwise(places):
         above[0] = max(above[0], below[0] + gap)
     for above, below in pairwise([[1 + gap], *reversed(places)]):  # no name above the axes, where others have room
         below[0] = min(below[0], above[0] - gap)
-    for height, name, colour, end in places:
-        if abs(height - end[1]) > gap / 4:
-            leader = ConnectionPatch(end, (1.01, height), *2 * ["axes fraction"], axesA=ax, axesB=ax, color=colour)
-            leader.set(linewidth=0.8, in_layout=False)
-            ax.figure.add_artist(leader)
+    for height, name, colour in places:
         colour = [0.75 * part for part in to_rgb(colour)]
         offset = dict(xytext=(8, 0), textcoords="offset points")
         ax.annotate(name, (1, height), xycoords="axes fraction", **offset, color=colour, va="center", fontsize=10)

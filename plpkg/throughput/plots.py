@@ -198,6 +198,7 @@ def schemes(schemes: Mapping[str, Mapping], rtts_ms: Sequence[float] = (0, 5, 20
 
     Arguments as in :func:`~plpkg.throughput.schemes_against_rtt`, the table behind the figure.
     """
+    from matplotlib.patches import ConnectionPatch
     from matplotlib.ticker import LogLocator, StrMethodFormatter
 
     ax = theme.axes(ax)
@@ -212,6 +213,12 @@ def schemes(schemes: Mapping[str, Mapping], rtts_ms: Sequence[float] = (0, 5, 20
     ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     ax.minorticks_off()
     theme.name_lines(ax)
+    heights = {text.get_text(): text.xy[1] for text in ax.texts}
+    for line in ax.lines:  # names that had to move are led to
+        end, name = line.get_xydata()[-1], (1.01, heights[line.get_label()])
+        leader = ConnectionPatch(end, name, "data", "axes fraction", axesA=ax, axesB=ax, color=line.get_color(), lw=0.8)
+        leader.set_in_layout(False)
+        ax.figure.add_artist(leader)
     ax.figure.set_size_inches(8.6, 4.4)
     shown = ", ".join(f"{rtt:g}" for rtt in rtts_ms)
     said = "; ".join(f"{name} {', '.join(f'{v:.1f}' for v in speeds)}" for name, speeds in table.iterrows())
