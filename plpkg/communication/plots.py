@@ -14,19 +14,19 @@ RANKS = (8, 16, 32, 64, 128, 256, 512)
 def split(ax=None):
     """Draw one token's way through PrivateLoRA: who holds what, and the four messages that cross."""
     ax = drawing.canvas(14.4, 8.6, ax)
-    table, personal, frozen, memory = drawing.colours(4)
+    public, personal = drawing.colours(2)  # as in systems()
     drawing.lane(ax, 0, 0, 4.6, 8.6, "phone")
     drawing.lane(ax, 4.8, 0, 3.4, 8.6, "network", "0.98")
     drawing.lane(ax, 8.4, 0, 6, 8.6, "cloud")
     drawing.lane(ax, 8.6, 0.9, 5.6, 6.0, "each of the L layers", "0.85")
-    drawing.box(ax, 0.9, 1.0, 3.3, 1, "embedding", table)
+    drawing.box(ax, 0.9, 1.0, 3.3, 1, "embedding", public)
     drawing.box(ax, 1.5, 2.8, 2.7, 2.8, "M\nof q, k and v\nin each layer\n(learns)", personal)
-    drawing.box(ax, 0.9, 7.2, 3.3, 1, "LM head", table)
-    drawing.box(ax, 9.0, 2.8, 1.4, 1, "A", frozen)
-    drawing.box(ax, 9.0, 4.6, 1.4, 1, "B", frozen)
-    drawing.box(ax, 11.0, 2.8, 2.9, 2.8, "frozen weights\nW of q, k, v", frozen)
-    drawing.box(ax, 9.0, 5.9, 4.9, 0.8, "attention and KV cache", memory)
-    drawing.box(ax, 9.0, 7.2, 4.9, 1, "final norm", frozen)
+    drawing.box(ax, 0.9, 7.2, 3.3, 1, "LM head", public)
+    drawing.box(ax, 9.0, 2.8, 1.4, 1, "A", public)
+    drawing.box(ax, 9.0, 4.6, 1.4, 1, "B", public)
+    drawing.box(ax, 11.0, 2.8, 2.9, 1.7, "frozen weights\nW of q, k, v", public)
+    drawing.box(ax, 9.0, 5.9, 4.9, 0.8, "attention and KV cache", personal)
+    drawing.box(ax, 9.0, 7.2, 4.9, 1, "final norm", public)
     across = [
         ((4.2, 1.5), (8.6, 1.5), "1  x: d numbers"),
         ((9.0, 3.3), (4.2, 3.3), "2  A x: 3 r numbers"),
@@ -38,9 +38,10 @@ def split(ax=None):
     drawing.note(ax, 6.5, 4.2, "2 and 3 in each layer,\none after the other", style="italic")
     drawing.note(ax, 9.95, 2.35, "x")
     drawing.note(ax, 12.7, 2.35, "x")
-    for x, top, bottom in ((9.7, 2.0, 2.8), (12.45, 2.0, 2.8), (12.45, 5.6, 5.9), (12.45, 6.7, 7.2)):
+    for x, top, bottom in ((9.7, 2.0, 2.8), (12.45, 2.0, 2.8), (12.45, 4.5, 5.9), (12.45, 6.7, 7.2)):
         drawing.arrow(ax, (x, top), (x, bottom))
-    drawing.arrow(ax, (10.4, 5.1), (11.0, 5.1), "+")
+    drawing.arrow(ax, (10.4, 5.1), (12.35, 5.1))
+    drawing.note(ax, 12.75, 5.1, "+", 12)
     drawing.arrow(ax, (1.2, 7.2), (1.2, 2.0), dashed=True)
     drawing.note(ax, 0.85, 4.6, "the next word", rotation=90)
     return theme.describe(
@@ -80,8 +81,8 @@ def systems(ax=None):
             "device",
             "cloud",
             {
-                (0, 0): ("your prompt", yours),
-                (0, 1): ("the answer", yours),
+                (0, 0): ("your prompt; once,\nyour adapter", yours),
+                (0, 1): ("the answer", made),
                 (1, 0): ("one backbone", others),
                 (1, 1): ("your adapter,\nbeside others'", made),
             },
@@ -163,7 +164,7 @@ def by_rank(
     ax = theme.axes(ax)
     kbit = [low_rank(model, r).total_bits / 1e3 for r in ranks]
     style, *baselines = theme.styles(4)
-    ax.plot(ranks, kbit, label="low rank, 3 projections and end points", **{**style, "marker": ""})
+    ax.plot(ranks, kbit, label="low rank, 3 projections and end points (computed)", **{**style, "marker": ""})
     if counted:
         points = [traffic.total_bits / 1e3 for traffic in counted.values()]
         ax.plot(list(counted), points, "o", color="black", mfc="none", ms=9, label="the same, counted from tensors")
@@ -203,13 +204,14 @@ def by_model(models: Sequence[str | ModelShape], rank: int = 32, ax=None):
     first, second = theme.fills(2)
     ax.barh(names, residuals, label="residuals (∝ layers)", **first)
     ax.barh(names, ends, left=residuals, label="end points (∝ hidden)", **second)
-    for row, (a, b) in enumerate(zip(residuals, ends, strict=True)):
-        ax.text(a + b, row, f" {a + b:.0f}", va="center")
+    for row, (a, b, shape) in enumerate(zip(residuals, ends, shapes, strict=True)):
+        trips = low_rank(shape, rank).round_trips
+        ax.text(a + b, row, f" {a + b:.0f} kbit,\n {trips} round trips", va="center")
     ax.invert_yaxis()
     ax.grid(False, axis="y")
     ax.set(
         xlabel=f"kbit per token at rank {rank}",
-        xlim=(0, 1.12 * max(a + b for a, b in zip(residuals, ends, strict=True))),
+        xlim=(0, 1.25 * max(a + b for a, b in zip(residuals, ends, strict=True))),
     )
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, 1.15), ncols=2)
     said = "; ".join(f"{s.name} {a:.0f} + {b:.0f}" for s, a, b in zip(shapes, residuals, ends, strict=True))
@@ -229,11 +231,11 @@ def link_time(traffics: Mapping[str, Traffic], link: str | Link, ax=None):
         if any(ms):
             ax.barh(names, ms, left=left, label=label, **fill)
         left = [a + b for a, b in zip(left, ms, strict=True)]
-    for row, total in enumerate(left):
-        ax.text(total, row, f" {total:.1f} ms", va="center")
+    for row, (total, waited) in enumerate(zip(left, ms, strict=True)):
+        ax.text(total, row, f" {total:.1f} ms,\n {total - waited:.1f} of bits", va="center")
     ax.invert_yaxis()
     ax.grid(False, axis="y")
-    ax.set(xlabel=f"milliseconds per token on {link.name}", xlim=(0, 1.2 * max(left)))
+    ax.set(xlabel=f"milliseconds per token on {link.name}", xlim=(0, 1.25 * max(left)))
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, 1.15), ncols=3)
     said = "; ".join(f"{name} {total:.1f} ms" for name, total in zip(traffics, left, strict=True))
     return theme.describe(ax, f"Stacked bars of the milliseconds a token spends on {link.name}: {said}.")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from plpkg import theme
-from plpkg.catalog import Link, ModelShape, device as find_device, link as find_link
+from plpkg.catalog import Link, ModelShape, device as find_device, link as find_link, model as find_model
 from plpkg.throughput import latency, published
 from plpkg.throughput.estimate import TERMS, Estimate, decode
 from plpkg.throughput.resources import phone_memory
@@ -21,53 +21,65 @@ TERM_LABELS = {
 }
 
 
-def roofline(measured, models: Sequence[str] = ("llama-2-7b", "llama-2-13b", "llama-30b"), ax=None):
-    """The bound of reading and computing, with what was measured of an LM head and reported of a GPU and a phone.
-
-    Both axes are relative, so that one line holds for every machine: positions, over those at which computing takes as
-    long as reading; time, over that of reading the weights once.
+def roofline(measured, models: Sequence[str] = ("llama-2-7b", "llama-2-13b", "llama-30b")):
+    """Time of a pass against its positions, one panel a machine: the bound, and what is known of the machine.
 
     Parameters
     ----------
     measured
-        The table ``throughput``: an LM head of 32-bit weights, and the machine's own bandwidth and arithmetic.
+        The table ``throughput``: an LM head of 32-bit weights on one thread.
     models
-        Whose reported speed on the cloud's GPU, one token at a time, is marked.
+        Whose reported speed on the cloud's GPU, one token at a time, is marked, each with its bound.
+
+    Returns
+    -------
+    array of matplotlib Axes
+        The thread, the GPU, the phone.
     """
-    ax = theme.axes(ax)
-    xs = [10 ** (i / 20) for i in range(-60, 45)]
-    here, cloud, phone = theme.styles(4)[1:]
-    ax.plot(xs, [max(1, x) for x in xs], color="0.2", lw=2, label="the bound, for any machine")
-    ax.plot([1, xs[-1]], [1, 1], color="0.6", lw=1, linestyle=":")
-    ax.plot([0.1, 1], [0.1, 1], color="0.6", lw=1, linestyle=":")
-    machine = measured.iloc[0]
-    turn = _turn(1e9 * machine["gflops_per_s"], 1e9 * machine["bandwidth_gb_per_s"], 32)
-    times = measured["measured_ms"] / measured["roofline_ms"].min()
-    ax.plot(measured["positions"] / turn, times, here["marker"], color=here["color"], ms=7, label="LM head, measured")
-    gpu, handset = find_device("a100-80gb-pcie"), find_device("iphone-13-pro-max")
-    above = [decode(m, gpu="roofline").gpu_tokens_per_s / decode(m).gpu_tokens_per_s for m in models]
-    at = [1 / _turn(gpu.flops_per_s, gpu.memory_bandwidth_bytes_per_s, 16)] * len(models)
-    ax.plot(at, above, cloud["marker"], color=cloud["color"], ms=7, label="A100, batch 1, reported")
-    for model, x, y in zip(models, at, above, strict=True):
-        ax.text(1.2 * x, y, model, va="center", fontsize=9)
+    panels = thread, cloud, phone = theme.axes(ncols=3, sharey=True, figsize=(9.6, 3.6))
+    (here, *looks), xs = theme.styles(1 + len(models)), [2 ** (i / 4) for i in range(49)]
+    machine, (gpu, handset) = measured.iloc[0], map(find_device, ("a100-80gb-pcie", "iphone-13-pro-max"))
+    reading = measured["roofline_ms"].min()
+    bounds = {"bound": (reading, _turn(1e9 * machine["gflops_per_s"], 1e9 * machine["bandwidth_gb_per_s"], 32))}
+    _bounds(thread, xs, bounds, [here])
+    look = dict(color=here["color"], linestyle="none", marker="o", ms=6)
+    thread.plot(measured["positions"], measured["measured_ms"], label="measured", **look)
+    turn = _turn(gpu.flops_per_s, gpu.memory_bandwidth_bytes_per_s, 16)
+    bound_ms = {m: 1e3 / decode(m, gpu="roofline").gpu_tokens_per_s for m in models}
+    reported_ms = {m: 1e3 / decode(m).gpu_tokens_per_s for m in models}
+    _bounds(cloud, xs, {m: (ms, turn) for m, ms in bound_ms.items()}, looks)
+    for ms, style in zip(reported_ms.values(), looks, strict=True):
+        cloud.plot([1], [ms], color=style["color"], marker=style["marker"], ms=7, label="_")
+    shape = find_model(models[0])
+    head_ms = 1e3 * 2 * shape.embedding_parameters / handset.memory_bandwidth_bytes_per_s
     turn = _turn(handset.flops_per_s, handset.memory_bandwidth_bytes_per_s, 16)
-    ax.plot([1 / turn], [1], phone["marker"], color=phone["color"], ms=7, label="phone's LM head, as in the curves")
-    ax.text(0.02, 0.75, "reading", fontsize=9, color="0.4")
-    ax.text(16, 9, "computing", fontsize=9, color="0.4", rotation=42)
-    ax.set(xscale="log", yscale="log", xlim=(1e-3, 200), ylim=(0.5, 200))
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_formatter("{x:g}")
-    ax.set_xlabel("positions (1 = where reading and computing take equally long)")
-    ax.set_ylabel("time (1 = reading the weights once)")
-    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
-    said = "; ".join(f"{model} {y:.1f}" for model, y in zip(models, above, strict=True))
-    return theme.describe(
-        ax,
-        "Time against positions, both relative and logarithmic: a flat bound of reading that turns into a rising one "
-        f"of computing. The measured LM head takes {measured['ratio'].iloc[0]:.1f} times the bound at one position and "
-        f"{measured['ratio'].iloc[-1]:.1f} times at {measured['positions'].iloc[-1]}. "
+    _bounds(phone, xs, {"bound": (head_ms, turn)}, [here])
+    phone.plot([1], [head_ms], **look, label="as in the curves")
+    titles = "LM head on a CPU thread", "a whole model on an A100", f"LM head of {shape.name}\non the phone"
+    for ax, title in zip(panels, titles, strict=True):
+        ax.set(xscale="log", yscale="log", xlabel="positions", title=title, ylim=(2, 5000))
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_formatter("{x:g}")
+        ax.legend(loc="upper left")
+    cloud.set_title(f"{titles[1]}\n(markers: reported)")
+    thread.set_ylabel("ms a pass")
+    said = "; ".join(f"{m} {reported_ms[m] / bound_ms[m]:.1f}" for m in models)
+    theme.describe(
+        thread,
+        "Three panels, time of a pass against positions, both logarithmic: a flat bound of reading that turns into a "
+        f"rising one of computing. The measured LM head takes {measured['ratio'].iloc[0]:.1f} times the bound at one "
+        f"position and {measured['ratio'].iloc[-1]:.1f} times at {measured['positions'].iloc[-1]}. "
         f"The A100's reported speeds are above it by {said}; the phone's LM head is on it.",
     )
+    return panels
+
+
+def _bounds(ax, positions, bounds: Mapping[str, tuple[float, float]], styles) -> None:
+    """Lines that are flat at the milliseconds of reading, and rise from where computing takes as long."""
+    for (name, (ms, turn)), style in zip(bounds.items(), styles, strict=True):
+        ax.plot(positions, [ms * max(1, x / turn) for x in positions], label=name, **style | {"marker": ""})
+        ax.axvline(turn, color="0.6", lw=1, linestyle=":")
+    ax.text(turn, 0.02, f" {turn:.3g}", fontsize=9, color="0.3", transform=ax.get_xaxis_transform())
 
 
 def _turn(flops_per_s: float, bytes_per_s: float, bits: int) -> float:
@@ -81,16 +93,14 @@ def residuals(ax=None):
     Filled markers are the ``figure`` accounting, hollow ones ``literal``, in the colour of their curve.
     """
     ax = theme.axes(ax)
-    curves = {
-        f"{model}, {stage}": points
-        for stage in ("decode", "prefill")
-        for model, points in published.curves(stage).groupby("model", sort=False)
-    }
+    curves = {f"{model}, decode": points for model, points in published.curves("decode").groupby("model", sort=False)}
+    prefill = published.curves("prefill").groupby(["model", "tokens"], sort=False)
+    curves |= {f"{model}, prefill of {tokens}": points for (model, tokens), points in prefill}
     said = []
     ax.axhline(0, color="0.4", lw=1)
     for (name, points), style in zip(curves.items(), theme.styles(len(curves)), strict=True):
         look = dict(color=style["color"], marker=style["marker"], linestyle="none", ms=7)
-        shift = 1.06 ** (list(curves).index(name) - 1.5)  # markers of one rank side by side
+        shift = 1.06 ** (list(curves).index(name) - 2)  # markers of one rank side by side
         for column, label, fill in (("computed", name, {}), ("literal", None, dict(mfc="none"))):
             percent = 100 * (points[column] / points["tokens_per_s"] - 1)
             ax.plot(points["rank"] * shift, percent, label=label, **look, **fill)
@@ -188,18 +198,27 @@ def schemes(schemes: Mapping[str, Mapping], rtts_ms: Sequence[float] = (0, 5, 20
 
     Arguments as in :func:`~plpkg.throughput.schemes_against_rtt`, the table behind the figure.
     """
+    from matplotlib.patches import ConnectionPatch
     from matplotlib.ticker import LogLocator, StrMethodFormatter
 
     ax = theme.axes(ax)
     table = latency.schemes_against_rtt(schemes, rtts_ms, **settings)
-    for (name, speeds), style in zip(table.iterrows(), theme.styles(len(table)), strict=True):
+    looks = theme.styles(len(table) + 1)
+    del looks[6:7]  # a second pink
+    for (name, speeds), style in zip(table.iterrows(), looks, strict=False):
         ax.plot(table.columns, speeds, label=name, **style)
-    ax.set(yscale="log", xlabel="round-trip time (ms)", ylabel="tokens per second")
+    ax.set(yscale="log", xlabel="round-trip time (ms)", ylabel="tokens per second (log scale)")
     ax.set_xticks(list(rtts_ms), [f"{rtt:g}" for rtt in rtts_ms])
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     ax.minorticks_off()
     theme.name_lines(ax)
+    heights = {text.get_text(): text.xy[1] for text in ax.texts}
+    for line in ax.lines:  # names that had to move are led to
+        end, name = line.get_xydata()[-1], (1.01, heights[line.get_label()])
+        leader = ConnectionPatch(end, name, "data", "axes fraction", axesA=ax, axesB=ax, color=line.get_color(), lw=0.8)
+        leader.set_in_layout(False)
+        ax.figure.add_artist(leader)
     ax.figure.set_size_inches(8.6, 4.4)
     shown = ", ".join(f"{rtt:g}" for rtt in rtts_ms)
     said = "; ".join(f"{name} {', '.join(f'{v:.1f}' for v in speeds)}" for name, speeds in table.iterrows())

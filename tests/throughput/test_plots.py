@@ -10,7 +10,8 @@ def test_residuals_are_of_every_published_point():
     ax = plots.residuals()
     drawn = {line.get_label(): line for line in ax.lines[1:] if not line.get_label().startswith("_")}
     assert {name: len(line.get_ydata()) for name, line in drawn.items()} == {
-        "llama-2-7b, decode": 12, "llama-2-13b, decode": 12, "llama-30b, decode": 12, "llama-2-7b, prefill": 8,
+        "llama-2-7b, decode": 12, "llama-2-13b, decode": 12, "llama-30b, decode": 12,
+        "llama-2-7b, prefill of 1": 4, "llama-2-7b, prefill of 2048": 4,
     }  # fmt: skip
     assert max(abs(line.get_ydata()).max() for line in drawn.values()) < 0.2
     rank, reported = 512, 20.91  # one point of the curve of 7B
@@ -19,16 +20,18 @@ def test_residuals_are_of_every_published_point():
     assert "llama-2-7b, decode, literal, -16.0 to" in theme.alt(ax.figure)
 
 
-def test_the_roofline_holds_for_every_machine():
+def test_the_roofline_has_a_panel_for_each_machine():
     measured = catalog.measured("throughput")
-    ax = plots.roofline(measured)
-    bound, *_, here, cloud, phone = ax.lines
-    assert all(y == max(1, x) for x, y in zip(*bound.get_data(), strict=True))
-    computed = [max(1, x) for x in here.get_xdata()]
-    assert list(here.get_ydata() / computed) == pytest.approx(list(measured["ratio"]), abs=0.006)
-    assert cloud.get_ydata()[0] == pytest.approx(146.4 / 37.1, rel=1e-3)
-    assert (*phone.get_xdata(), *phone.get_ydata()) == pytest.approx((42.7e9 / 18.5e12, 1))
-    assert "llama-2-7b 3.9" in theme.alt(ax.figure)
+    thread, cloud, phone = plots.roofline(measured)
+    bound, turn, points = thread.lines
+    assert turn.get_xdata()[0] == pytest.approx(91.5e9 / 2 / (40.11e9 / 4))
+    assert bound.get_ydata()[0] == measured["roofline_ms"].min()
+    assert bound.get_ydata()[-1] == pytest.approx(measured["roofline_ms"].iloc[-1] * 4096 / 256, rel=1e-3)
+    assert list(points.get_ydata()) == list(measured["measured_ms"])
+    assert cloud.lines[1].get_xdata()[0] == pytest.approx(312e12 / 1935e9)
+    assert cloud.lines[6].get_ydata()[0] / cloud.lines[0].get_ydata()[0] == pytest.approx(146.4 / 37.1, rel=1e-3)
+    assert phone.lines[2].get_ydata()[0] == phone.lines[0].get_ydata()[0] == pytest.approx(2e3 * 32_000 * 4096 / 42.7e9)
+    assert "llama-2-7b 3.9" in theme.alt(thread.figure)
 
 
 def test_breakdown_bars_are_the_terms():
@@ -55,7 +58,9 @@ def test_schemes_are_one_curve_each():
     for line, scheme in zip(ax.lines, schemes.values(), strict=True):
         assert list(line.get_xdata()) == [0, 20]
         assert line.get_ydata()[1] == pytest.approx(decode("llama-2-7b", rtt_s=0.02, **scheme).tokens_per_s)
-    assert (ax.get_yscale(), ax.get_xlabel(), ax.get_ylabel()) == ("log", "round-trip time (ms)", "tokens per second")
+    assert (ax.get_yscale(), ax.get_xlabel(), ax.get_ylabel()) == (
+        "log", "round-trip time (ms)", "tokens per second (log scale)",
+    )  # fmt: skip
     assert "every layer 27.0, 1.4; two layers" in theme.alt(ax.figure)
 
 
