@@ -8,7 +8,8 @@ Answers and prompts have 8 to 128 tokens, any length alike; requests come at ran
   and in the order of coming, where who cannot start holds up all behind. ``zipf``: as above, at two loads. ``rare``:
   16 slots for 16 adapters that are asked for alike, 34 times a second with 128 places, so that all are nearly always in
   use, and for one that is asked for every 10 s, whose times the rows tell. ``beyond`` counts the requests that waited
-  for longer than the scheduler's bound; ``bound_share`` is the largest share of it that one waited for, ``bound_s`` that one's bound.
+  for longer than the scheduler's bound; ``bound_share`` is the largest share of it that one waited for, ``bound_s`` the
+  bound of that one.
 
 Run as ``python -m benchmarks.serving.scheduling``: less than a minute, the same on any machine.
 """
