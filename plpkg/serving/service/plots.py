@@ -42,7 +42,9 @@ def timeline(result: Simulation, ax=None):
         widths = [row[end] - row[begin] for row in rows]
         ax.barh(range(len(rows)), widths, left=[row[begin] for row in rows], label=step, **fill)
     come = [(row["fetched_s"], y) for y, row in enumerate(rows) if row["fetched_s"] > row["arrived_s"]]
-    ax.plot(*zip(*come, strict=True), "D", color="black", markeredgecolor="white", label="adapter is here")
+    ax.plot(
+        [x for x, _ in come], [y for _, y in come], "D", color="black", markeredgecolor="white", label="adapter is here"
+    )
     names = [row["adapter"] for row in rows]
     ax.set_yticks(range(len(rows)), [f"{name}, no. {names[: k + 1].count(name)}" for k, name in enumerate(names)])
     ax.invert_yaxis()
@@ -77,7 +79,7 @@ def first_tokens(parts: Mapping[str, Simulation], ax=None, earlier: Mapping[str,
 
 def hit_rates(rows, ax=None, best: Mapping[int, float] = MappingProxyType({})):
     """How many find their adapter in a slot, by slots; ``best`` are the shares of the best fixed choice, by slots."""
-    ax = _by_slots(rows, 100 * rows["hit_rate"], "adapter in a slot (% of requests; better →)", ax)
+    ax = _by_slots(rows, 100 * rows["hit_rate"], "in a slot (% of requests)    better →", ax)
     for slots, share in best.items():
         ax.plot([slots], [100 * share], "*", color="black", markersize=10)
         ax.annotate(f"best fixed\nchoice: {100 * share:.1f}", (slots, 100 * share), (-8, 6), **BESIDE)
