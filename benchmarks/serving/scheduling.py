@@ -8,7 +8,8 @@ Answers and prompts have 8 to 128 tokens, any length alike; requests come at ran
   and in the order of coming, where who cannot start holds up all behind. ``zipf``: as above, at two loads. ``rare``:
   16 slots for 16 adapters that are asked for alike, 34 times a second with 128 places, so that all are nearly always in
   use, and for one that is asked for every 10 s, whose times the rows tell. ``beyond`` counts the requests that waited
-  for longer than the scheduler's bound; ``bound_share`` is the largest share of it that one waited for.
+  for longer than the scheduler's bound; ``bound_share`` is the largest share of it that one waited for, ``bound_s`` the
+  bound of the one that waited for ``longest_wait_s``.
 
 Run as ``python -m benchmarks.serving.scheduling``: less than a minute, the same on any machine.
 """
@@ -46,8 +47,8 @@ POLICIES = {
 }
 
 
-def shares_of_bound(result: Simulation) -> np.ndarray:
-    """Each request's wait, as a share of what the scheduler's docstring allows it."""
+def bounds(result: Simulation) -> tuple[np.ndarray, np.ndarray]:
+    """Each request's wait, and what the scheduler's docstring allows it (s)."""
     arrived, fetched, started, ended = (
         np.array([row[f"{what}_s"] for row in result.table]) for what in ("arrived", "fetched", "started", "ended")
     )
@@ -55,22 +56,26 @@ def shares_of_bound(result: Simulation) -> np.ndarray:
     places = np.empty(len(arrived), int)
     places[np.lexsort((arrived, fetched))] = np.arange(len(arrived))
     ahead = [np.sum((places < place) & (started > ready)) for place, ready in zip(places, fetched, strict=True)]
-    return (started - fetched) / (PATIENCE_S + (np.array(ahead) + 1) * longest)
+    return started - fetched, PATIENCE_S + (np.array(ahead) + 1) * longest
 
 
 def row_of(section: str, case: str, what: str, coming: list[Arrival], slots: int, places: int = 32) -> dict:
     policy, patience_s = POLICIES[what]
     scheduler = policy(slots, places, max_queued=len(coming), patience_s=patience_s)
     result = simulate(coming, scheduler)
-    shares = shares_of_bound(result)
+    waits, allowed = bounds(result)
+    shares = waits / allowed
     measured = result.of(RARE) if case == RARE else result
+    longest = np.flatnonzero(np.isclose(waits, measured.longest_wait_s))[0]
     return {
         "section": section, "case": case, "what": what, "slots": slots, "requests": len(measured.table),
         "hit_rate": round(measured.hit_rate, 3), "tokens_per_s": round(result.tokens_per_s, 1),
         "first_token_p50_s": round(measured.first_token_s(), 3),
         "first_token_p99_s": round(measured.first_token_s(0.99), 3),
         "longest_wait_s": round(measured.longest_wait_s, 3),
-        "bound_share": round(float(shares.max()), 3), "beyond": int((shares > 1 + 1e-9).sum()),
+        "bound_share": round(float(shares.max()), 3), "bound_s": round(float(allowed[longest]), 1),
+        "longest_run_s": round(max(row["ended_s"] - row["started_s"] for row in result.table), 2),
+        "beyond": int((shares > 1 + 1e-9).sum()),
     }  # fmt: skip
 
 

@@ -22,15 +22,17 @@ def devices(people: Sequence[str] = ("ann", "bob", "cem"), ax=None):
         text = f"{name}'s device: {name}'s data and labels,\nfrozen body, {name}'s own head"
         drawing.box(ax, 4.4, k + 0.08, 4.5, 0.84, text, colour)
         drawing.arrow(ax, (2.35, middle), (4.35, k + 0.5))
-    drawing.note(ax, 3.3, len(people), "the same model\nfor everybody", va="top")
-    drawing.note(ax, 6.65, len(people), "nothing goes back", size=11, va="top", fontweight="bold")
+    drawing.note(ax, 3.3, 0, "the same model\nfor everybody", va="top")
+    drawing.arrow(ax, (4.35, len(people) - 0.15), (2.35, middle + 0.8), dashed=True)
+    ax.plot(3.35, (len(people) + middle + 0.65) / 2, "x", color="black", markersize=16, markeredgewidth=3, zorder=6)
+    drawing.note(ax, 3.35, len(people) + 0.1, "nothing goes back", size=11, va="top", fontweight="bold")
     said = f"A cloud sends one public model, pruned and compiled, to the devices of {', '.join(people)}."
-    return theme.describe(ax, f"{said} Each keeps data, labels and a head of its own; no arrow leads back.")
+    return theme.describe(ax, f"{said} Each keeps data, labels and a head of its own; the arrow back is crossed out.")
 
 
 def pictures(images: Mapping[str, torch.Tensor], ax=None):
     """Images ``(height, width)`` beside each other, each under its name, each from its least to its largest value."""
-    ax = theme.axes(ax)
+    ax = theme.axes(ax, figsize=(7.2, 2.3))
     for k, image in enumerate(images.values()):
         image = image.numpy()
         low, high = image.min(), image.max()
@@ -72,11 +74,13 @@ def schemes(rows, value: str, label: str, ax=None):
 
 
 def few(rows, label: str, ax=None):
-    """The mean gain by how many examples a person has, a line for each way to learn; ``rows`` have a writer each."""
+    """The mean gain by how many examples a person has, a line for each way to learn; small dots are the writers'."""
     ax, said = theme.axes(ax), []
     means = rows.pivot_table(index="examples", columns="case", values="gain")
     for case, style in zip(means, theme.styles(len(means.columns)), strict=True):
         ax.plot(means.index, means[case], label=case, **style)
+        own = rows[rows["case"] == case]
+        ax.scatter(own["examples"], own["gain"], s=12, alpha=0.6, color=style["color"], marker=style["marker"])
         said.append(f"{case}: " + ", ".join(f"{gain:.2f} from {count:,}" for count, gain in means[case].items()))
     ax.axhline(0, color="0.4", linewidth=1)
     ax.set_xscale("log")
@@ -119,13 +123,15 @@ def trainable(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], ax=
 
 
 def stream(learners: Mapping[str, OnlineLearner], ax=None):
-    """Along a stream, how many errors fewer than the public model's have been shown."""
+    """Along a stream, how many errors fewer than the public model's; a cross where a guard's allowance is spent."""
     ax, said = theme.axes(ax), []
     for (name, learner), style in zip(learners.items(), theme.styles(len(learners)), strict=True):
         saved = [0]
         for row in learner.rows():
             saved.append(saved[-1] + row["shown"] - row["public"])
         ax.plot(saved, label=name, **style | {"marker": None})
+        if learner.allowance is not None and -learner.allowance in saved:
+            ax.scatter(saved.index(-learner.allowance), -learner.allowance, marker="X", s=90, color="black", zorder=5)
         said.append(f"{name}: {saved[-1]} at the end, {min(saved)} at the worst")
     ax.axhline(0, color="0.4", linewidth=1)
     ax.set(xlabel="labels so far", ylabel="errors fewer than the public model")
@@ -134,12 +140,13 @@ def stream(learners: Mapping[str, OnlineLearner], ax=None):
 
 
 def pareto(rows, ax=None):
-    """Accuracy by the share of multiplications that is left; each seed a point, the unpruned at 100 %."""
+    """Accuracy by the share of multiplications that is left; each seed a point, moved aside to be seen."""
     ax = theme.axes(ax)
     for (case, group), style in zip(
         rows.groupby("case", sort=False), theme.styles(rows["case"].nunique()), strict=True
     ):
-        ax.plot(100 * group["macs_share"], 100 * group["accuracy"], label=case, **style | {"linestyle": ""})
+        aside = [1.5 * (k - (len(group) - 1) / 2) for k in range(len(group))]
+        ax.plot(100 * group["macs_share"] + aside, 100 * group["accuracy"], label=case, **style | {"linestyle": ""})
     ax.set(xlabel="multiplications left (%)", ylabel="accuracy (%)")
     ax.legend()
     means = rows.groupby("case", sort=False)[["macs_share", "accuracy"]].mean()
@@ -160,13 +167,14 @@ def joules(cycles: float, ghz: float, static_watts: float, watts_at_1ghz: float 
 
 
 def energy(static_watts: Sequence[float] = (0.0, 0.3, 2.0), ax=None):
-    """The energy of the same work at each frequency, against 2 GHz, by static power: a model."""
+    """The energy of the same work at each frequency, against 2 GHz, by static power: a model. A star is the least."""
     ax, said = theme.axes(ax), []
     frequencies = [0.2 + 0.1 * k for k in range(19)]
     for static, style in zip(static_watts, theme.styles(len(static_watts)), strict=True):
         shares = [100 * joules(1e9, f, static) / joules(1e9, 2.0, static) for f in frequencies]
         best = min(range(len(shares)), key=shares.__getitem__)
         ax.plot(frequencies, shares, label=f"{static:g} W static", markevery=3, **style)
+        ax.scatter(frequencies[best], shares[best], marker="*", s=160, color="black", zorder=5)
         said.append(f"with {static:g} W least at {frequencies[best]:.1f} GHz, {shares[best]:.0f} %")
     ax.set(xlabel="frequency (GHz)", ylabel="energy (% of that at 2 GHz)", yscale="log")
     ax.yaxis.set_major_formatter("{x:g}")

@@ -14,12 +14,15 @@ FAMILY = pd.DataFrame(
 )
 
 
-def test_devices_have_a_box_each_and_no_arrow_back():
+def test_devices_have_a_box_each_and_the_arrow_back_is_crossed_out():
     ax = plots.devices(["ann", "bob"])
     assert len(ax.patches) == 3
     arrows = [text for text in ax.texts if getattr(text, "arrow_patch", None)]
-    assert len(arrows) == 2
-    assert all(arrow.xy[0] > arrow.xyann[0] for arrow in arrows)  # from the cloud, on the left
+    assert [arrow.xy[0] > arrow.xyann[0] for arrow in arrows] == [True, True, False]  # the cloud is on the left
+    back = arrows[-1]
+    assert ax.lines[0].get_xydata()[0] == pytest.approx(
+        [sum(ends) / 2 for ends in zip(back.xy, back.xyann, strict=True)]
+    )
     assert "the devices of ann, bob" in ax.alt_text
 
 
@@ -77,7 +80,9 @@ def test_trainable_marks_the_median():
 def test_a_stream_counts_errors_against_the_public_model():
     learner = OnlineLearner(nets.MobileNet().eval())
     learner.outcomes += [{"shown": s, "public": p, "personal": s} for s, p in ((1, 0), (0, 1), (0, 1), (1, 1))]
+    learner.allowance = 1
     ax = plots.stream({"learner": learner})
+    assert ax.collections[0].get_offsets().tolist() == [[3, -1]]  # where the allowance is spent
     assert ax.lines[0].get_ydata().tolist() == [0, 1, 0, -1, -1]
     assert "learner: -1 at the end, -1 at the worst" in ax.alt_text
 

@@ -7,6 +7,9 @@ from types import MappingProxyType
 from plpkg import drawing, theme
 from plpkg.serving.service.simulation import Simulation
 
+BESIDE = {"textcoords": "offset points", "ha": "right", "fontsize": 9}
+PAUSE_S = 0.2  # between two tokens, from which on a figure shades it
+
 
 def service(tenants=("ann", "bob", "cem", "dee", "eva"), ax=None):
     """Where adapters are and who waits where: each step nearer holds fewer; only what has a slot is in the batch."""
@@ -19,6 +22,8 @@ def service(tenants=("ann", "bob", "cem", "dee", "eva"), ax=None):
         for k in range(held):
             drawing.box(ax, 2 * x + 0.1, 1 + k, 1.1, 0.8, f"{tenants[k]}'s", colours[k], 9)
         drawing.arrow(ax, (2 * x + 1.25, 1.4), (2 * x + (2.05 if x < 3 else 2.15), 1.4))
+        if x < 3:  # the way that the last one there has before it
+            drawing.arrow(ax, (2 * x + 1.25, held + 0.4), (2 * x + 2.05, held + 0.4), dashed=True)
     for x, place in enumerate((*places, "one batch")):
         drawing.note(ax, 2 * x + (0.65 if x < 4 else 1.1), 0.8, place, size=11, va="bottom")
     waits = [f"{tenants[k]} waits\nfor {what}" for k, what in ((-1, "the store"), (-2, "the disk"), (-3, "a slot"))]
@@ -30,13 +35,18 @@ def service(tenants=("ann", "bob", "cem", "dee", "eva"), ax=None):
 
 
 def timeline(result: Simulation, ax=None):
-    """A bar for each request: its adapter is fetched, it waits, it runs."""
+    """A bar for each request: its adapter is fetched (a diamond when it is here), it waits, it runs."""
     ax, rows = theme.axes(ax), result.rows()
     moments = pairwise(("arrived_s", "fetched_s", "started_s", "ended_s"))
     for step, (begin, end), fill in zip(("fetching", "waiting", "running"), moments, theme.fills(3), strict=True):
         widths = [row[end] - row[begin] for row in rows]
         ax.barh(range(len(rows)), widths, left=[row[begin] for row in rows], label=step, **fill)
-    ax.set_yticks(range(len(rows)), [row["adapter"] for row in rows])
+    come = [(row["fetched_s"], y) for y, row in enumerate(rows) if row["fetched_s"] > row["arrived_s"]]
+    ax.plot(
+        [x for x, _ in come], [y for _, y in come], "D", color="black", markeredgecolor="white", label="adapter is here"
+    )
+    names = [row["adapter"] for row in rows]
+    ax.set_yticks(range(len(rows)), [f"{name}, no. {names[: k + 1].count(name)}" for k, name in enumerate(names)])
     ax.invert_yaxis()
     ax.grid(False, axis="y")
     ax.set(xlabel="time (s, simulated)", ylabel="request for the adapter of")
@@ -55,38 +65,50 @@ def first_tokens(parts: Mapping[str, Simulation], ax=None, earlier: Mapping[str,
         for name, part in some.items():
             times = [part.first_token_s((k + 1) / len(part.rows())) for k in range(len(part.rows()))]
             shares = [100 * (k + 1) / len(times) for k in range(len(times))]
-            label = "the setting before" if grey and name == next(iter(earlier)) else None if grey else name
+            label = "the setting before" if grey and name == next(iter(earlier)) else None
+            label = label if grey else f"{name} ({len(times):,} requests)"
             ax.step(times, shares, where="post", label=label, **styles[name] | {"marker": None} | grey)
             said += [] if grey else [f"{name}: half within {part.first_token_s():.2f} s, all in {times[-1]:.2f} s"]
     ax.set(xlabel="← better    time to the first token (s, simulated)", ylabel="of the requests (%)", ylim=(0, 102))
     ax.set_xscale("log")
     ax.set_xlim(0.02, 100)
     ax.xaxis.set_major_formatter("{x:g}")
-    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
+    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
     return theme.describe(ax, f"Time to the first token; {'; '.join(said)}.")
 
 
-def hit_rates(rows, ax=None):
-    """How many find their adapter in a slot, and how long the slowest hundredth waits for a token, by slots."""
+def hit_rates(rows, ax=None, best: Mapping[int, float] = MappingProxyType({})):
+    """How many find their adapter in a slot, by slots; ``best`` are the shares of the best fixed choice, by slots."""
+    ax = _by_slots(rows, 100 * rows["hit_rate"], "in a slot (% of requests)    better →", ax)
+    for slots, share in best.items():
+        ax.plot([slots], [100 * share], "*", color="black", markersize=10)
+        ax.annotate(f"best fixed\nchoice: {100 * share:.1f}", (slots, 100 * share), (-8, 6), **BESIDE)
+    ax.set(ylim=(0, 100))
+    values = zip(rows["slots"], rows["hit_rate"], strict=True)
+    said = "; ".join(f"{slots} slots: {100 * hit:.0f} %" for slots, hit in values)
+    return theme.describe(ax, f"Requests with their adapter in a slot: {said}.")
+
+
+def slowest(rows, ax=None):
+    """How long the slowest hundredth waits for a first token, by slots."""
+    ax = _by_slots(rows, rows["first_token_p99_s"], "← better    first token, p99 (s)", ax)
+    ax.set_yscale("log")
+    ax.yaxis.set_major_formatter("{x:g}")
+    said = "; ".join(f"{k} slots: {p99:.2f} s" for k, p99 in zip(rows["slots"], rows["first_token_p99_s"], strict=True))
+    return theme.describe(ax, f"99th percentile of the time to the first token: {said}.")
+
+
+def _by_slots(rows, values, label, ax):
     ax = theme.axes(ax)
-    right, (first, second) = ax.twinx(), theme.styles(2)
-    ax.plot(rows["slots"], 100 * rows["hit_rate"], **first)
-    right.plot(rows["slots"], rows["first_token_p99_s"], **second)
+    ax.plot(rows["slots"], values, **theme.styles(1)[0])
     ax.set_xscale("log", base=2)
     ax.set_xticks(rows["slots"], rows["slots"])
-    ax.set(xlabel="slots (simulated)", ylim=(0, 100))
-    ax.set_ylabel("adapter in a slot (% of requests) ●", color=first["color"])
-    right.set_ylabel("time to the first token, p99 (s, log) ■", color=second["color"])
-    right.set_yscale("log")
-    right.yaxis.set_major_formatter("{x:g}")
-    right.grid(False)
-    values = zip(rows["slots"], rows["hit_rate"], rows["first_token_p99_s"], strict=True)
-    said = "; ".join(f"{slots} slots: {100 * hit:.0f} %, {p99:.2f} s" for slots, hit, p99 in values)
-    return theme.describe(ax, f"Requests with their adapter in a slot, and p99 of the time to the first token: {said}.")
+    ax.set(xlabel="slots (simulated)", ylabel=label)
+    return ax
 
 
 def cold_start(rows, ax=None):
-    """When the tokens of each request came; a circle where a cold request did."""
+    """When the tokens of each request came; a circle where a newcomer did, grey where the first request pauses."""
     ax, names = theme.axes(ax), rows["request"].unique()
     (how,), (style, other) = rows["what"].unique(), theme.styles(2)
     for y, name in enumerate(names):
@@ -95,9 +117,16 @@ def cold_start(rows, ax=None):
             ax.plot(times[:1], [y], **other | {"marker": "o", "linestyle": ""})
             times = times[1:]
         ax.plot(times, [y] * len(times), **style | {"marker": "|", "linestyle": ""})
-    ax.set_yticks(range(len(names)), ["one of the six" if name.startswith("running") else name for name in names])
+    first = rows["token_s"][rows["request"] == names[0]].tolist()
+    for begin, end in pairwise(first):
+        if end - begin > PAUSE_S:
+            ax.axvspan(begin, end, color="0.85", zorder=0)
+    ax.set_yticks(
+        range(len(names)),
+        [f"newcomer {y}" if name.startswith("cold") else "one of the six" for y, name in enumerate(names)],
+    )
     ax.set_ylim(len(names) - 0.5, -0.5)
     ax.set(xlabel="time (s)", title=how)
     ax.label_outer()
-    gap = 1e3 * rows["token_s"][rows["request"] == names[0]].diff().max()
+    gap = 1e3 * max(end - begin for begin, end in pairwise(first))
     return theme.describe(ax, f"When tokens came, {how}: the first request's longest pause is {gap:.0f} ms.")

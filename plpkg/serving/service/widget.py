@@ -13,9 +13,9 @@ from plpkg.serving.service.simulation import Arrival, Simulation, arrivals, simu
 BUSY, RARE, PLACES, SECONDS, EVERY_S = 16, "rare", 128, 60, 4
 
 
-def compute(load: int, slots: int, patience_s: float, fetch_s: float) -> Simulation:
+def compute(load: int, slots: int, patience_s: float, fetch_s: float, seed: int = 0) -> Simulation:
     """A minute of ``load`` requests a second by sixteen busy people, and of one by another person each four seconds."""
-    busy = arrivals(load * SECONDS, load, BUSY, "even")
+    busy = arrivals(load * SECONDS, load, BUSY, "even", seed=seed)
     rare = [Arrival(float(at), RARE, 64, 64) for at in range(EVERY_S, SECONDS + 1, EVERY_S)]
     coming = sorted(busy + rare)
     return simulate(coming, Scheduler(slots, PLACES, max_queued=len(coming), patience_s=patience_s), fetch_s=fetch_s)

@@ -26,7 +26,8 @@ FIRST = "all: half within 3.00 s, all in 6.00 s"
     [
         (plots.timeline, RESULT, RUNS),
         (plots.first_tokens, {"all": RESULT}, FIRST),
-        (plots.hit_rates, SLOTS, "4 slots: 25 %, 2.00 s; 8 slots: 50 %, 0.50 s"),
+        (plots.hit_rates, SLOTS, "4 slots: 25 %; 8 slots: 50 %"),
+        (plots.slowest, SLOTS, "4 slots: 2.00 s; 8 slots: 0.50 s"),
         (plots.cold_start, TOKENS, "blocking: the first request's longest pause is 260 ms"),
     ],
 )
@@ -44,10 +45,11 @@ def test_a_bar_for_each_step_of_each_request():
 
 
 def test_values_are_drawn():
-    ax = plots.hit_rates(SLOTS)
-    right = next(each for each in ax.figure.axes if each is not ax)
-    assert [line.get_ydata().tolist() for line in (*ax.lines, *right.lines)] == [[25, 50], [2, 0.5]]
-    lines = plots.cold_start(TOKENS).lines
+    lines = *plots.hit_rates(SLOTS, best={8: 0.75}).lines, *plots.slowest(SLOTS).lines
+    assert [list(line.get_ydata()) for line in lines] == [[25, 50], [75], [2, 0.5]]
+    ax = plots.cold_start(TOKENS)
+    assert [patch.get_x() for patch in ax.patches] == [0.01]  # its one long pause
+    lines = ax.lines
     assert [line.get_xdata().tolist() for line in lines] == [[0, 0.01, 0.27], [0.1], [0.3]]
     assert [set(line.get_ydata()) for line in lines] == [{0}, {1}, {1}]
 
