@@ -288,7 +288,7 @@ def exposure(rows, ax=None):
         each, largest = (runs.loc[[group], which] for which in ("mean_exposure", "max_exposure"))
         ax.plot(each, [place] * len(each), "o", color="black", markersize=4)
         ax.plot(largest, [place] * len(largest), "x", color="black", markersize=7)
-        ax.text(max(each) + 0.15, place, f"{each.mean():.1f}", va="center", fontsize=8)
+        ax.text(max(each) + 0.25, place, f"{each.mean():.1f}", va="center", fontsize=8)
     ax.set_yticks(range(len(means)), labels)
     ax.invert_yaxis()
     ax.grid(visible=False, axis="y")
