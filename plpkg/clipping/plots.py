@@ -154,13 +154,21 @@ def measured(rows, ax=None):
 
 
 def settings(rows, ax=None):
-    """What learning rate, batch and steps gain at one ε: bits per 1,000 bytes below the untuned model."""
+    """What learning rate, batch and steps gain at one ε: bits per 1,000 bytes below the untuned model, best first.
+
+    The first setting of ``rows`` is the one that the others change, and is marked.
+    """
     ax = theme.axes(ax)
     untuned = rows.loc[rows["method"] == "none", "bits_per_byte"].item()
     rows = rows[rows["method"] != "none"]
+    first, rows = rows.index[0], rows.sort_values("bits_per_byte")
     gains = 1000 * (untuned - rows["bits_per_byte"])
-    labels = [f"rate {row.lr:g}, batch {row.batch:.0f}, {row.steps:.0f} steps" for row in rows.itertuples()]
-    ax.barh(range(len(rows)), gains, color=theme.fills(1)[0]["color"])
+    labels = [
+        f"{'baseline: ' * (row.Index == first)}rate {row.lr:g}, batch {row.batch:.0f}, {row.steps:.0f} steps"
+        for row in rows.itertuples()
+    ]
+    baseline, other = (fill["color"] for fill in theme.fills(2))
+    ax.barh(range(len(rows)), gains, color=[baseline if k == first else other for k in rows.index])
     for place, gain in enumerate(gains):
         ax.text(max(gain, 0), place, f" {gain:.1f}", va="center", fontsize=10)
     ax.axvline(0, color="0.3", lw=1)
@@ -263,10 +271,13 @@ def epsilon_curve(rows, ax=None):
 
 
 def exposure(rows, ax=None):
-    """The mean exposure of the diary's secrets before learning, after it, and with privacy; a point is a run."""
+    """The exposure of the diary's secrets before learning, after it, and with privacy.
+
+    A bar is the mean, a point a run's, a cross a run's largest.
+    """
     ax = theme.axes(ax)
     means = by_epsilon(rows)["mean exposure, bits"]
-    runs = rows.set_index(["method", "case", rows["epsilon"].round(1)])["mean_exposure"]
+    runs = rows.set_index(["method", "case", rows["epsilon"].round(1)])
     labels = [
         ("" if method == "none" else f"{method.partition(',')[0]}, ")
         + (f"ε = {epsilon:.2g}" if case == "private" else case)
@@ -274,9 +285,10 @@ def exposure(rows, ax=None):
     ]
     ax.barh(range(len(means)), means, color=theme.fills(1)[0]["color"])
     for place, group in enumerate(means.index):
-        each = runs.loc[[group]]
+        each, largest = (runs.loc[[group], which] for which in ("mean_exposure", "max_exposure"))
         ax.plot(each, [place] * len(each), "o", color="black", markersize=4)
-        ax.text(max(each) + 0.15, place, f"{each.mean():.1f}", va="center", fontsize=8)
+        ax.plot(largest, [place] * len(largest), "x", color="black", markersize=7)
+        ax.text(max(each) + 0.25, place, f"{each.mean():.1f}", va="center", fontsize=8)
     ax.set_yticks(range(len(means)), labels)
     ax.invert_yaxis()
     ax.grid(visible=False, axis="y")
@@ -284,7 +296,7 @@ def exposure(rows, ax=None):
     ax.set(
         xlabel="← better: mean exposure, bits (dashed: by guessing)",
         xlim=(0, 10),
-        title="What it buys (dots: single runs)",
+        title="What it buys (dots: single runs; crosses: their largest)",
     )
     said = "; ".join(f"{label} {bits:.1f}" for label, bits in zip(labels, means, strict=True))
     return theme.describe(ax, f"Mean exposure of the diary's secrets in bits: {said}; by guessing 1.4.")
@@ -292,13 +304,13 @@ def exposure(rows, ax=None):
 
 def caught(zoo, ax=None):
     """Every bug of a zoo with its lesson, which check catches it, and what this package does about it."""
-    ax = theme.axes(ax, figsize=(10.6, 10.2))
+    ax = theme.axes(ax, figsize=(8, 7.7))
     green, grey = "C2", "0.45"
     marks = {
-        "caught": dict(marker="s", markersize=15, color=green),
-        "missed": dict(marker="o", markersize=13, markerfacecolor="none", markeredgecolor=grey, markeredgewidth=1.8),
-        "no breach of privacy to find": dict(marker="_", markersize=13, markeredgewidth=1.8, color=grey),
-        "no reference: the loop refuses, too": dict(marker="$?$", markersize=13, color=grey),
+        "caught": dict(marker="s", markersize=11, color=green),
+        "missed": dict(marker="o", markersize=10, markerfacecolor="none", markeredgecolor=grey, markeredgewidth=1.4),
+        "no breach of privacy to find": dict(marker="_", markersize=10, markeredgewidth=1.4, color=grey),
+        "no reference: the loop refuses, too": dict(marker="$?$", markersize=10, color=grey),
     }
     caught, missed, nothing, unknown = marks
     said = []
@@ -310,18 +322,18 @@ def caught(zoo, ax=None):
         for column, verdict in enumerate(verdicts.values()):
             ax.plot(column, row, linestyle="none", **marks[verdict])
         ours = finding.ours.partition(":")[0].replace(" ", "\n")
-        ax.text(len(CHECKS), row, ours, va="center", ha="center", fontsize=13, linespacing=0.95)
+        ax.text(len(CHECKS), row, ours, va="center", ha="center", fontsize=10, linespacing=0.95)
         lesson = textwrap.fill(finding.case.lesson, 56)
-        ax.text(-0.5, row - 0.12, finding.case.name, va="bottom", ha="right", fontsize=15, fontweight="bold")
-        ax.text(-0.5, row - 0.07, lesson, va="top", ha="right", fontsize=13, color="0.25", linespacing=0.95)
+        ax.text(-0.5, row - 0.12, finding.case.name, va="bottom", ha="right", fontsize=11, fontweight="bold")
+        ax.text(-0.5, row - 0.07, lesson, va="top", ha="right", fontsize=10, color="0.25", linespacing=0.95)
         said.append(
             f"{finding.case.name} ({finding.case.lesson[:-1]}): {' and '.join(finding.caught_by) or 'nothing'}; "
             f"{finding.ours.partition(':')[0]}"
         )
     for column, head in enumerate((*CHECKS, "plpkg")):
-        ax.text(column, -0.75, head.replace(" ", "\n"), va="bottom", ha="center", fontsize=13)
+        ax.text(column, -0.75, head.replace(" ", "\n"), va="bottom", ha="center", fontsize=10)
     ax.set_axis_off()
     ax.set(xlim=(-7, len(CHECKS) + 0.6), ylim=(len(zoo.findings) - 0.4, -1.5))
     lines = [ax.plot([], [], linestyle="none", label=verdict, **mark)[0] for verdict, mark in marks.items()]
-    ax.legend(handles=lines, loc="upper center", bbox_to_anchor=(0.5, 0), ncol=4, frameon=False, fontsize=12)
+    ax.legend(handles=lines, loc="upper center", bbox_to_anchor=(0.5, 0), ncol=4, frameon=False, fontsize=9)
     return theme.describe(ax, f"What catches each bug, and what this package does. {'. '.join(said)}.")

@@ -106,7 +106,9 @@ def test_settings_are_the_recorded_ones():
     rows = recorded.section("clipping_learning", "settings")
     ax = plots.settings(rows)
     gains = [patch.get_width() for patch in ax.patches]
-    learnt = rows[rows["method"] != "none"]
+    learnt = rows[rows["method"] != "none"].sort_values("bits_per_byte")
+    marked = [label.get_text() for label in ax.get_yticklabels() if label.get_text().startswith("baseline")]
+    assert marked == ["baseline: rate 0.01, batch 32, 12 steps"]
     assert [rows["bits_per_byte"].iloc[0] - gain / 1000 for gain in gains] == pytest.approx(
         list(learnt["bits_per_byte"])
     )
@@ -120,5 +122,7 @@ def test_exposures_are_the_recorded_ones():
     assert sorted(patch.get_width() for patch in ax.patches) == pytest.approx(sorted(means))
     points = [x for line in ax.lines if line.get_marker() == "o" for x in line.get_xdata()]
     assert sorted(points) == sorted(rows["mean_exposure"])
+    crosses = [x for line in ax.lines if line.get_marker() == "x" for x in line.get_xdata()]
+    assert sorted(crosses) == sorted(rows["max_exposure"])
     assert "LoRA r=16, not clipped 9.0" in theme.alt(ax.figure)
     assert ax.get_yticklabels()[0].get_text() == "untuned"
