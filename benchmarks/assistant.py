@@ -4,8 +4,8 @@ plpkg-reader, an invented person's 60 notes, and 60 more of somebody else's in t
 Each note ends with the person's own words; above some stands a question with its answer, as on a flash card. A section
 is a person and a way of answering; its rows:
 
-* card, one, two: questions answered right, of those that stand on a card, of others whose answer stands in one note, and
-  of those that need two;
+* card, one, two: questions answered right, of those on a card, of others whose answer stands in one note, and of those
+  that need two;
 * style: of ten unfinished notes by somebody else, how many the assistant ends with the person's words;
 * after: the questions, cards apart, that an adapter answers with the best three notes in the prompt;
 * cpu_s: seconds of one thread to read or to learn, the cloud's included; up_mb, down_mb: what crossed meanwhile;
@@ -88,7 +88,7 @@ class Person:
         self.public = self.evidence(self.model)
 
     def written_up(self, own: corpora.Notes) -> tuple[set[str], dict[str, str]]:
-        """The questions on cards, and the notes with cards and ends. Two of three notes that can have a card have one."""
+        """The questions on cards, and the notes with their ends. Two of three notes that can have a card have one."""
         first = {each.notes[0]: each for each in reversed(own.questions) if each.kind not in ("absent", "bridge")}
         cards = {name: each for i, (name, each) in enumerate(sorted(first.items())) if i % 3}
         notes = {}
