@@ -1,11 +1,13 @@
 """One person's notes through all rooms: what each way of answering brings, costs, and gives away.
 
-plpkg-reader, an invented person's 60 notes, each of which ends with the person's own words, and 60 more of somebody
-else's in the same manner, which nobody learns. A section is a person and a way of answering; its rows:
+plpkg-reader, an invented person's 60 notes, and 60 more of somebody else's in the same manner, which nobody learns.
+Each note ends with the person's own words; above some stands a question with its answer, as on a flash card. A section
+is a person and a way of answering; its rows:
 
-* one, two: questions answered right, of those whose answer stands in one note and of those that need two;
+* card, one, two: questions answered right, of those on a card, of others whose answer stands in one note, and of those
+  that need two;
 * style: of ten unfinished notes by somebody else, how many the assistant ends with the person's words;
-* after: the ``one`` and ``two`` that an adapter answers with the best three notes in the prompt;
+* after: the questions, cards apart, that an adapter answers with the best three notes in the prompt;
 * cpu_s: seconds of one thread to read or to learn, the cloud's included; up_mb, down_mb: what crossed meanwhile;
 * text_training, m_training: the share of the notes' tokens that the cloud reads in a training step, and the relative
   error of the M that it solves for; text_later, m_later: the same of ten texts that are finished over the wire;
@@ -14,7 +16,7 @@ else's in the same manner, which nobody learns. A section is a person and a way 
   were learnt, and are told from the other 30;
 * completed: of 20 values, how many the adapter writes after the note's beginning.
 
-The unit of privacy is a note. The four designs learn the notes' text, nothing else.
+The unit of privacy is a note with its card. The four designs learn the notes' text, nothing else.
 
 Run: ``python -m benchmarks.assistant`` (a minute of one idle core a section), or some sections by name. Not part of
 ``make bench``.
@@ -44,21 +46,21 @@ from plpkg.retention.scorers import H2O
 from plpkg.serving import Adapter
 
 PERSONS = (0, 2, 4)
-ENTRIES, QUESTIONS, UNFINISHED, VALUES = 60, 30, 10, 20
+ENTRIES, QUESTIONS, UNFINISHED, VALUES = 60, 60, 10, 20
 ENDS = ("Enough for today.", "And so to bed.", "More of this tomorrow.")
 """How each person ends a note."""
-POSITIONS = 4096
-"""All notes are 3,400 tokens: more than the 3,072 that the reader is meant for."""
+POSITIONS = 8192
+"""All notes are 5,000 tokens: more than the 3,072 that the reader is meant for."""
 BUDGETS, CHUNK = (1024, 256), 256
-STEPS, BATCH = 60, 10
+STEPS, BATCH = 90, 10
 PRIVATE_STEPS, PRIVATE_BATCH, SIGMA, MAX_GRAD_NORM, DELTA = 32, 15, 1.0, 1.0, 1e-3
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 FEW = ["o_proj", "down_proj"]
 """Where a private training learns: noise grows with what is trained."""
-LORA = {False: dict(r=8, lora_alpha=16, target_modules="all-linear"),
+LORA = {False: dict(r=16, lora_alpha=32, target_modules="all-linear"),
         True: dict(r=1, lora_alpha=2, target_modules=FEW, layers_to_transform=[3, 4])}  # fmt: skip
 WIRE = {False: dict(r_c2d=64, r_d2c=64, target_modules=LINEAR), True: dict(r_c2d=8, r_d2c=8, target_modules=FEW)}
-LR = {"device": {False: 3e-3, True: 3e-3}, "wire": {False: 1e-2, True: 2e-2}}
+LR = {"device": {False: 1e-2, True: 3e-3}, "wire": {False: 2e-2, True: 2e-2}}
 WEIGHT = 0.3
 """Of counts."""
 
@@ -70,20 +72,31 @@ class Person:
         self.model, self.tokenizer = load_backbone("plpkg-reader")
         self.model.requires_grad_(False)
         self.model.config.max_position_embeddings = POSITIONS
-        own = corpora.notes(seed, entries=ENTRIES, questions=QUESTIONS)
+        own, strange = (corpora.notes(n, entries=ENTRIES, questions=QUESTIONS) for n in (seed, 1000 + seed))
         self.end = ENDS[PERSONS.index(seed)]
-        self.notes = {entry.name: f"{entry.text}\n{self.end}\n" for entry in own.entries}
-        strange = corpora.notes(1000 + seed, entries=ENTRIES, questions=QUESTIONS)
+        self.texts = {entry.name: entry.text for entry in own.entries}
+        self.cards, self.notes = self.written_up(own)
         self.others = [f"{entry.text}\n" for entry in strange.entries]
         self.asked = [each for each in own.questions if each.kind != "absent"]
         self.learnt = corpora.encode(self.notes.values(), self.tokenizer)
-        self.held = corpora.encode([f"{text}{self.end}\n" for text in self.others], self.tokenizer)
+        self.held = corpora.encode(self.written_up(strange)[1].values(), self.tokenizer)
         if half:  # every other note is held out
             self.learnt, self.held = self.learnt[::2], self.learnt[1::2]
         self.batch = corpora.batch(self.learnt)
         self.search = bm25s.BM25()
         self.search.index(self._words(list(self.notes.values())), show_progress=False)
         self.public = self.evidence(self.model)
+
+    def written_up(self, own: corpora.Notes) -> tuple[set[str], dict[str, str]]:
+        """The questions on cards, and the notes with their ends. Two of three notes that can have a card have one."""
+        first = {each.notes[0]: each for each in reversed(own.questions) if each.kind not in ("absent", "bridge")}
+        cards = {name: each for i, (name, each) in enumerate(sorted(first.items())) if i % 3}
+        notes = {}
+        for entry in own.entries:
+            card = cards.get(entry.name)
+            above = f"{questions.prompt('', card.question)} {card.answer}\n\n" if card else ""
+            notes[entry.name] = f"{above}{entry.text}\n{self.end}\n"
+        return {each.question for each in cards.values()}, notes
 
     @staticmethod
     def _words(texts: list[str]):
@@ -109,9 +122,10 @@ class Person:
 
     def counted(self, given: list[str]) -> dict:
         """Right answers to the questions, by kind."""
-        right = {"one": [], "two": []}
+        right = {"card": [], "one": [], "two": []}
         for each, answer in zip(self.asked, given, strict=True):
-            right["two" if each.kind == "bridge" else "one"].append(questions.same(answer, each.answer))
+            kind = "two" if each.kind == "bridge" else "card" if each.question in self.cards else "one"
+            right[kind].append(questions.same(answer, each.answer))
         return {kind: sum(values) for kind, values in right.items()} | {f"{k}_of": len(v) for k, v in right.items()}
 
     def styled(self, lines: list[str]) -> dict:
@@ -138,7 +152,7 @@ class Person:
         """Beginnings of notes, up to a value that somebody asks for, and the value."""
         pairs = []
         for each in self.asked:
-            text = self.notes[each.notes[0]]
+            text = self.texts[each.notes[0]]
             if each.kind != "bridge" and text.find(each.answer) > 10:
                 pairs.append((text[: text.find(each.answer)].rstrip(), each.answer))
         return pairs[:VALUES]
