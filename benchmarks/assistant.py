@@ -56,7 +56,7 @@ STEPS, BATCH = 90, 10
 PRIVATE_STEPS, PRIVATE_BATCH, SIGMA, MAX_GRAD_NORM, DELTA = 32, 15, 1.0, 1.0, 1e-3
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 FEW = ["o_proj", "down_proj"]
-"""Where a private training learns: noise grows with what is trained."""
+"""Where a private training learns: noise grows with what is trained. "small" is the same without clipping and noise."""
 LORA = {False: dict(r=16, lora_alpha=32, target_modules="all-linear"),
         True: dict(r=1, lora_alpha=2, target_modules=FEW, layers_to_transform=[3, 4])}  # fmt: skip
 WIRE = {False: dict(r_c2d=64, r_d2c=64, target_modules=LINEAR), True: dict(r_c2d=8, r_d2c=8, target_modules=FEW)}
@@ -221,21 +221,22 @@ def counts(person: Person) -> dict:
     return row | person.counted(given) | person.styled(ends)
 
 
-def learnt_on_the_device(person: Person, private: bool) -> Transfer:
+def learnt_on_the_device(person: Person, private: bool, small: bool) -> Transfer:
     """Plain LoRA, learnt where the notes are: each in as many steps, however many there are."""
-    settings = dict(steps=PRIVATE_STEPS, batch=PRIVATE_BATCH) if private else dict(steps=STEPS, batch=BATCH)
+    settings = dict(steps=PRIVATE_STEPS, batch=PRIVATE_BATCH) if small else dict(steps=STEPS, batch=BATCH)
     settings["batch"] = settings["batch"] * len(person.learnt) // ENTRIES
-    settings |= dict(lr=LR["device"][private], lora=LoraConfig(**LORA[private]))
+    settings |= dict(lr=LR["device"][small], lora=LoraConfig(**LORA[small]))
     if private:
         guard = dict(noise_multiplier=SIGMA, max_grad_norm=MAX_GRAD_NORM, seed=0)
         settings["private"] = functools.partial(make_private, **guard)
     return transfer(person.model, person.batch, None, "lora", **settings)
 
 
-def on_the_device(person: Person, private: bool) -> dict:
+def on_the_device(person: Person, case: str) -> dict:
     began = time.process_time()
-    own = learnt_on_the_device(person, private)
-    row = dict(case=f"device{', ε' * private}", cpu_s=round(time.process_time() - began, 1), up_mb=0.0, down_mb=0.0)
+    private = case == "device, ε"
+    own = learnt_on_the_device(person, private, case != "device")
+    row = dict(case=case, cpu_s=round(time.process_time() - began, 1), up_mb=0.0, down_mb=0.0)
     row |= dict(epsilon=round(own.epsilon(DELTA), 2)) if private else {}
     row |= dict(
         values=sum(each.numel() for each in own.state.values()), adapter_kb=round(own.adapter().num_bytes / 1e3)
@@ -247,7 +248,7 @@ def half(seed: int) -> Iterator[dict]:
     """Half of a person's notes against the other half: names and habits tell nothing of who was learnt."""
     person = Person(seed, half=True)
     for private in (False, True):
-        own = learnt_on_the_device(person, private)
+        own = learnt_on_the_device(person, private, private)
         yield dict(person=seed, case=f"device{', ε' * private}, half") | person.membership(own.model)
 
 
@@ -317,9 +318,10 @@ def read(person: Person, heard: attacks.Heard, m: torch.Tensor, ids: torch.Tenso
 
 WAYS = {
     "baselines": baselines,
-    "device": lambda person: [on_the_device(person, False)],
+    "device": lambda person: [on_the_device(person, "device")],
     "wire": lambda person: [over_the_wire(person, False)],
-    "device private": lambda person: [on_the_device(person, True)],
+    "device small": lambda person: [on_the_device(person, "device, small")],
+    "device private": lambda person: [on_the_device(person, "device, ε")],
     "wire private": lambda person: [over_the_wire(person, True)],
 }
 
