@@ -60,7 +60,7 @@ FEW = ["o_proj", "down_proj"]
 LORA = {False: dict(r=16, lora_alpha=32, target_modules="all-linear"),
         True: dict(r=1, lora_alpha=2, target_modules=FEW, layers_to_transform=[3, 4])}  # fmt: skip
 WIRE = {False: dict(r_c2d=64, r_d2c=64, target_modules=LINEAR), True: dict(r_c2d=8, r_d2c=8, target_modules=FEW)}
-LR = {"device": {False: 1e-2, True: 3e-3}, "wire": {False: 2e-2, True: 2e-2}}
+LR = {"device": {False: 1e-2, True: 3e-2}, "wire": {False: 2e-2, True: 2e-2}}
 WEIGHT = 0.3
 """Of counts."""
 
