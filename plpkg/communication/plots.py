@@ -62,7 +62,7 @@ def systems(ax=None):
             "Locret",
             "device",
             "nobody else",
-            {(0, 0): ("your long text", yours), (0, 1): ("KV cache:\na budget of units", made)},
+            {(0, 0): ("your long text", yours), (0, 1): ("KV cache\nof a fixed size", made)},
             (((0, 0), (0, 1)),),
         ),
         (
