@@ -58,11 +58,11 @@ def explorer() -> Explorer:
     def slider(name, options, value):
         return ipywidgets.SelectionSlider(options=options, value=value, description=name)
 
-    patience = [(f"{seconds:g}", seconds) for seconds in (0.0, 1.0, 2.0, 4.0, 8.0)]
+    patience = [("never", math.inf), *((f"{seconds:g}", seconds) for seconds in (8.0, 4.0, 2.0, 1.0, 0.0))]
     controls = {
         "load": slider("Load (requests/s)", [16, 24, 32, 36, 40], 32),
         "slots": slider("Slots (for 17 adapters)", [10, 12, 14, 16, 17], 16),
-        "patience_s": slider("Patience (s)", [*patience, ("never", math.inf)], math.inf),
+        "patience_s": slider("Patience (s)", patience, math.inf),
         "fetch_s": slider("Store latency (s)", [0.25, 0.5, 1.0, 2.0, 4.0], 0.25),
     }
     return Explorer(controls, compute, read_out, draw_beside_the_last)
