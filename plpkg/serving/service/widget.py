@@ -61,8 +61,8 @@ def explorer() -> Explorer:
     patience = [("never", math.inf), *((f"{seconds:g}", seconds) for seconds in (8.0, 4.0, 2.0, 1.0, 0.0))]
     controls = {
         "load": slider("Load (requests/s)", [16, 24, 32, 36, 40], 32),
-        "slots": slider("Slots (adapters)", [10, 12, 14, 16, 17], 16),
         "patience_s": slider("Patience (s)", patience, math.inf),
+        "slots": slider("Slots (adapters)", [10, 12, 14, 16, 17], 16),
         "fetch_s": slider("Store latency (s)", [0.25, 0.5, 1.0, 2.0, 4.0], 0.25),
     }
     return Explorer(controls, compute, read_out, draw_beside_the_last)
