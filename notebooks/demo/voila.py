@@ -1,6 +1,6 @@
 """How Voila serves the explorers: ``make demo``."""
 
-c = get_config()  # noqa: F821
+c = get_config()  # noqa: F821 - Jupyter defines it for its settings
 
 c.Voila.tornado_settings = {
     # The page asks another host for icons that it does not show; behind a firewall it would wait for them.
