@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -69,6 +70,7 @@ def patient_ray(monkeypatch):
     """Ray, or a skip. Ray 2.60 gives its own processes 15 s to import and 30 s to start, too little on a busy machine.
 
     It waits for the ports that they choose, so here they are told which; then it asks whether the node is there.
+    Once a raylet (the process of a node) never opened its log, and Ray waited for it: such a one is started again.
     """
     ray = pytest.importorskip("ray", reason="Ray, of the extra `scale`, is not installed")
     from ray._private import parameter, services
@@ -85,9 +87,20 @@ def patient_ray(monkeypatch):
             ports[agent] = getattr(params, agent) or port
             setattr(params, agent, ports[agent])
 
-    def with_listen_port(command, process_type, *arguments, **options):
-        node = [f"--{listen}={ports[listen]}"] if process_type == "raylet" else []
-        return start([*command, *node], process_type, *arguments, **options)
+    def started(command, process_type, *arguments, **options):
+        if process_type != "raylet":
+            return start(command, process_type, *arguments, **options)
+        command = [*command, f"--{listen}={ports[listen]}"]
+        (log,) = (Path(each.partition("=")[2]) for each in command if each.startswith("--stdout_filepath="))
+        for _ in range(5):
+            raylet = start(command, process_type, *arguments, **options)
+            end = time.monotonic() + PATIENCE_S / 5
+            while raylet.process.poll() is None and time.monotonic() < end:
+                if log.exists():
+                    return raylet
+                time.sleep(0.01)
+            raylet.process.kill()
+        raise AssertionError(f"five times no raylet wrote its first line; the last ended with {raylet.process.wait()}")
 
     def until_it_is_there(*arguments):
         def node():
@@ -97,7 +110,7 @@ def patient_ray(monkeypatch):
         return wait_until(node)
 
     monkeypatch.setattr(parameter.RayParams, "__init__", with_ports)
-    monkeypatch.setattr(services, "start_ray_process", with_listen_port)
+    monkeypatch.setattr(services, "start_ray_process", started)
     monkeypatch.setattr(services, "get_node", until_it_is_there)
     for limit in ("gcs_server_port_wait_time_s", "worker_register_timeout_seconds"):
         monkeypatch.setenv(f"RAY_{limit}", str(PATIENCE_S))
