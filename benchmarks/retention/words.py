@@ -10,6 +10,9 @@ cache plpkg-reader answers too few questions about 900 tokens (``benchmarks.back
 * budget: right answers by budget and method. The question comes after the text, when the cuts are made (``after``); or
   it is the end of what is read, so that methods that score by the last queries see it (``last``); or it stands before
   the text as well (``first``). Every method keeps the latest eighth of its budget, and what it protects by itself.
+* wrong: of the answers to the texts of ``budget``, put once the text is read, which are right, which are "the notes do
+  not say" and which are something else; and how well the answer's probability tells right from something else (the
+  share of pairs in which the right one is likelier).
 
 Run: ``python -m benchmarks.retention.words`` (about 25 minutes), or one of the sections. Not part of ``make bench``.
 """
@@ -26,7 +29,7 @@ from benchmarks.backbones.reading import COMMON, PLAIN
 from plpkg import corpora
 from plpkg.backbones import load_backbone
 from plpkg.corpora import Passage
-from plpkg.questions import LONGEST, Answered, prompt
+from plpkg.questions import LONGEST, Answered, prompt, same
 from plpkg.retention import RetainingHeads, chunked_prefill
 from plpkg.retention.scorers import H2O, KeyNorm, Locret, Random, SinkRecent, SnapKv
 from plpkg.retention.train import train_heads
@@ -90,16 +93,23 @@ def scorers(heads: RetainingHeads, recent: int) -> dict:
 
 
 @torch.no_grad()
+def asked_of(model, tokenizer, read, asked: str) -> tuple[str, float]:
+    """What is answered to a question, and the mean log-probability of the answer's tokens."""
+    ids = encoded(tokenizer, asked, start=False)
+    options = dict(max_new_tokens=LONGEST, do_sample=False, stop_strings="\n", tokenizer=tokenizer)
+    tokens = read.ask(model, ids, pad_token_id=tokenizer.pad_token_id, **options)
+    nats = read.score(model, torch.cat([ids, tokens], dim=1))[0, ids.shape[1] :].mean().item()
+    return tokenizer.decode(tokens[0], skip_special_tokens=True).partition("\n")[0].strip(), nats
+
+
+@torch.no_grad()
 def answered(model, tokenizer, passages: list[Passage], question: str, scorer, budget: int, keep=None) -> Answered:
     """Each passage read in chunks under a budget, with its spans to ``keep``, then asked."""
     given = []
     for passage, spans in zip(passages, keep or [()] * len(passages), strict=True):
         text, asked = parts(passage, question)
         read = chunked_prefill(model, encoded(tokenizer, text), scorer, budget, CHUNK, keep=spans)
-        asked = encoded(tokenizer, asked, start=False)
-        options = dict(max_new_tokens=LONGEST, do_sample=False, stop_strings="\n", tokenizer=tokenizer)
-        tokens = read.ask(model, asked, pad_token_id=tokenizer.pad_token_id, **options)[0]
-        given.append(tokenizer.decode(tokens, skip_special_tokens=True).partition("\n")[0].strip())
+        given.append(asked_of(model, tokenizer, read, asked)[0])
     return Answered(tuple(passages), tuple(given))
 
 
@@ -154,7 +164,28 @@ def rows_of_long() -> Iterator[dict]:
             )  # fmt: skip
 
 
-SECTIONS = {"heads": rows_of_heads, "budget": rows_of_budget, "long": rows_of_long}
+def rows_of_wrong() -> Iterator[dict]:
+    model, tokenizer = load_backbone("plpkg-reader")
+    heads, rng = RetainingHeads.from_pretrained(HEADS, model), random.Random("retention on words")
+    passages = [corpora.reading(rng, facts=FACTS, **NOTES) for _ in range(COUNT)]
+    small = BUDGETS[-1]
+    methods = scorers(heads, small // 8)
+    runs = {"full cache": (ALL, SinkRecent())}
+    runs |= {name: (small, methods[name]) for name in ("sink + recent", "Locret", "random")}
+    for name, (budget, scorer) in runs.items():
+        kinds = {"right": [], "silent": [], "else": []}
+        for passage in passages:
+            text, asked = parts(passage, "after")
+            read = chunked_prefill(model, encoded(tokenizer, text), scorer, budget, CHUNK)
+            given, nats = asked_of(model, tokenizer, read, asked)
+            silent = "silent" if same(given, corpora.ABSENT) else "else"
+            kinds["right" if same(given, passage.answer) else silent].append(nats)
+        told = [one > other for one in kinds["right"] for other in kinds["else"]]
+        shares = {kind: len(kinds[kind]) / COUNT for kind in kinds}
+        yield dict(case=name, question="after", x=budget, **shares, told=sum(told) / len(told) if told else None)
+
+
+SECTIONS = {"heads": rows_of_heads, "budget": rows_of_budget, "long": rows_of_long, "wrong": rows_of_wrong}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
