@@ -13,15 +13,19 @@ cache plpkg-reader answers too few questions about 900 tokens (``benchmarks.back
 * wrong: of the answers to the texts of ``budget``, put once the text is read, which are right, which are "the notes do
   not say" and which are something else; and how well the answer's probability tells right from something else (the
   share of pairs in which the right one is likelier).
+* transfer: how much of what an answer looks at most the shipped heads still predict on texts unlike those that they
+  learnt from: longer ones, relations never seen, and how documentation and Python code go on.
 
 Run: ``python -m benchmarks.retention.words`` (about 25 minutes), or one of the sections. Not part of ``make bench``.
 """
 
+import itertools
 import random
 import re
 import time
 from collections.abc import Iterator
 
+import pandas as pd
 import torch
 
 from benchmarks import record
@@ -29,10 +33,14 @@ from benchmarks.backbones.reading import COMMON, PLAIN
 from plpkg import corpora
 from plpkg.backbones import load_backbone
 from plpkg.corpora import Passage
+from plpkg.corpora.installation import sources
 from plpkg.questions import LONGEST, Answered, prompt, same
+from plpkg.recorded import half_width
 from plpkg.retention import RetainingHeads, chunked_prefill
+from plpkg.retention.labels import labels_and_states
 from plpkg.retention.scorers import H2O, KeyNorm, Locret, Random, SinkRecent, SnapKv
-from plpkg.retention.train import train_heads
+from plpkg.retention.train import overlap, train_heads
+from plpkg.retention.trials.text import continuations
 
 HEADS = record.DATA.parent / "retention" / "plpkg-reader"
 NOTES = dict(relations=COMMON, **PLAIN)
@@ -60,11 +68,13 @@ def parts(passage: Passage, question: str) -> tuple[str, str]:
     return passage.text, asked
 
 
-def examples(tokenizer, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def examples(
+    tokenizer, count: int, seed: str = "retaining heads", **options
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Texts of four to twenty notes, each with up to eight questions and their answers."""
-    rng = random.Random("retaining heads")
+    rng = random.Random(seed)
     for _ in range(count):
-        passages = corpora.readings(rng, 8, facts=rng.randint(4, 20), **NOTES)
+        passages = corpora.readings(rng, 8, **NOTES | {"facts": rng.randint(4, 20)} | options)
         asked = "".join(f"{prompt('', each.question)} {each.answer}\n" for each in passages)
         yield encoded(tokenizer, passages[0].text), encoded(tokenizer, asked, start=False)
 
@@ -185,7 +195,43 @@ def rows_of_wrong() -> Iterator[dict]:
         yield dict(case=name, question="after", x=budget, **shares, told=sum(told) / len(told) if told else None)
 
 
-SECTIONS = {"heads": rows_of_heads, "budget": rows_of_budget, "long": rows_of_long, "wrong": rows_of_wrong}
+def code(tokenizer, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The beginnings of Python files and how they go on, as long as :func:`continuations`."""
+    files = random.Random("code").sample(sources("sklearn"), 10 * count)
+    ids = (encoded(tokenizer, path.read_text(encoding="utf-8"), start=False) for path, _ in files)
+    long = (each for each in ids if each.shape[1] >= 512)
+    yield from ((each[:, :384], each[:, 384:512]) for each in itertools.islice(long, count))
+
+
+@torch.no_grad()
+def rows_of_transfer() -> Iterator[dict]:
+    model, tokenizer = load_backbone("plpkg-reader")
+    heads, few = RetainingHeads.from_pretrained(HEADS, model), COUNT // 2
+    texts = {
+        "14 notes, as learnt": examples(tokenizer, few, "transfer", facts=FACTS),
+        "28 notes": examples(tokenizer, few, "transfer", facts=2 * FACTS),
+        "14 notes, relations never seen": examples(tokenizer, few, "transfer", facts=FACTS, side="relations"),
+        "documentation": continuations(tokenizer, "test", few),
+        "Python code": code(tokenizer, few),
+    }
+    for case, pairs in texts.items():
+        found, lengths = [], []
+        for read, rest in pairs:
+            labels, states = labels_and_states(model, torch.cat([read, rest], dim=1), read.shape[1])
+            predicted = torch.stack([heads.score(layer, each) for layer, each in enumerate(states)])
+            found.append(overlap(predicted, labels))
+            lengths.append(read.shape[1])
+        found, tokens = pd.Series(found), sum(lengths) / len(lengths)
+        yield dict(case=case, x=len(found), tokens=tokens, overlap=found.mean(), half_width=half_width(found))
+
+
+SECTIONS = {
+    "heads": rows_of_heads,
+    "budget": rows_of_budget,
+    "long": rows_of_long,
+    "wrong": rows_of_wrong,
+    "transfer": rows_of_transfer,
+}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
