@@ -197,7 +197,7 @@ def rows_of_wrong() -> Iterator[dict]:
 
 def code(tokenizer, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The beginnings of Python files and how they go on, as long as :func:`continuations`."""
-    files = random.Random("code").sample(sources("sklearn"), 10 * count)
+    files = random.Random("code").sample(sources("sklearn"), 4 * count)
     ids = (encoded(tokenizer, path.read_text(encoding="utf-8"), start=False) for path, _ in files)
     long = (each for each in ids if each.shape[1] >= 512)
     yield from ((each[:, :384], each[:, 384:512]) for each in itertools.islice(long, count))
