@@ -3,8 +3,8 @@
 A person has the words of ``benchmarks.autonomy.text``, and unless a section says otherwise learns with its settings.
 
 * ``nights``: the loss on the person's own test words and on 6,000 public ones, before a night and after it. ``replay``:
-  as many public sentences lie among the person's, in batches of twice the size. ``no validation``: the last state
-  counts. ``private``: noise of 1.0 on gradients of norm 1, 20 steps of 64 sentences, the last state.
+  as many public sentences lie among the person's, in batches of twice the size. ``private``: noise of 1.0 on gradients
+  of norm 1, 20 steps of 64 sentences, the last state. Two processes.
 * ``members``: the night has seen every second training sentence. The share of pairs in which one that it has seen has
   gained more than one that it has not (0.5: chance), and the share of seen ones found at 1 % of the others.
 * ``rates``: the last layer by learning rate; loss on validation and test.
@@ -18,6 +18,7 @@ Run: ``python -m benchmarks.autonomy.keeping``, about half an hour, or some of t
 """
 
 import math
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
 import torch
@@ -26,7 +27,7 @@ from benchmarks import record
 from benchmarks.autonomy.model import bytes_a_label
 from benchmarks.autonomy.text import COMMON, LIMITS
 from plpkg import corpora
-from plpkg.autonomy import HeadSplit, OnlineLearner, baselines, evaluate, pretrained, transfer, vocabulary
+from plpkg.autonomy import HeadSplit, OnlineLearner, evaluate, pretrained, transfer, vocabulary
 from plpkg.autonomy.nets import logits
 from plpkg.backbones import load_backbone
 from plpkg.clipping import make_private
@@ -40,35 +41,39 @@ RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 NEAR, WORDS, BEFORE, WINDOW = 32, 1_500, 384, 128
 
 
-def people() -> dict[str, Person]:
+def people(names: list[str] | None = None) -> dict[str, Person]:
     words = vocabulary()
     return {
         name: Person(*(word_examples(corpora.writer(name).split(s), words, limit=n) for s, n in LIMITS.items()))
-        for name in corpora.writers()
+        for name in names or corpora.writers()
     }
 
 
 def nights():
-    model = pretrained("words")
+    with ProcessPoolExecutor(2) as pool:
+        for rows in pool.map(nights_of, corpora.writers()):
+            yield from rows
+
+
+def nights_of(name: str) -> list[dict]:
+    torch.set_num_threads(1)
+    model, person = pretrained("words"), people([name])[name]
     public = {s: word_examples(corpora.public(s), vocabulary(), limit=LIMITS[s]) for s in ("train", "test")}
-    start = evaluate(model, public["test"])
-    for name, person in people().items():
-        before = evaluate(model, person.test)
-        both = Examples.joined([person.train, public["train"][: len(person.train)]])
-        ways = {
-            "head": (person.train, person.validation, HEAD),
-            "head, a tenth of the rate": (person.train, person.validation, HEAD | dict(lr=3e-4)),
-            "head, no validation": (person.train, None, HEAD | dict(patience=None)),
-            "head, replay": (both, person.validation, HEAD | dict(batch=32)),
-            "head, private": (person.train, None, PRIVATE | dict(private=NOISE)),
-            "all": (person.train, person.validation, HEAD | dict(scope="all")),
-            "all, replay": (both, person.validation, HEAD | dict(scope="all", batch=32)),
-        }
-        for case, (train, validation, settings) in ways.items():
-            mine = transfer(model, train, validation, **settings)
-            yield row(name, case, before, start, mine.model, person, public["test"])
-        mine = baselines.counts(model, {name: person})[name]
-        yield row(name, "own counts", before, start, mine, person, public["test"])
+    start, before = evaluate(model, public["test"]), evaluate(model, person.test)
+    both = Examples.joined([person.train, public["train"][: len(person.train)]])
+    ways = {
+        "head": (person.train, person.validation, HEAD),
+        "head, a tenth of the rate": (person.train, person.validation, HEAD | dict(lr=3e-4)),
+        "head, replay": (both, person.validation, HEAD | dict(batch=32)),
+        "head, private": (person.train, None, PRIVATE | dict(private=NOISE)),
+        "all": (person.train, person.validation, HEAD | dict(scope="all")),
+        "all, replay": (both, person.validation, HEAD | dict(scope="all", batch=32)),
+    }
+    rows = []
+    for case, (train, validation, settings) in ways.items():
+        mine = transfer(model, train, validation, **settings).model
+        rows.append(row(name, case, before, start, mine, person, public["test"]))
+    return rows
 
 
 def row(name: str, case: str, before, start, mine, person: Person, public: Examples) -> dict:
@@ -146,14 +151,14 @@ def nearest():
             far, which = torch.cdist(h, keys).topk(NEAR, largest=False)
             found[part] = far**2, next_words[which] == y[:, None], public
 
-        def loss(part: str, temperature: float, share: float) -> float:
-            far, same, public = found[part]
+        def loss(part: tuple, temperature: float, share: float) -> float:
+            far, same, public = part
             near = ((-far / temperature).softmax(-1) * same).sum(-1)
             return -(share * near + (1 - share) * public).log().mean().item()
 
         grid = [(t, share) for t in (0.3, 1.0, 3.0, 10.0, 30.0) for share in (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)]
-        best = min(grid, key=lambda each: loss("validation", *each))
-        gain = loss("test", 1.0, 0.0) - loss("test", *best)
+        best = min(grid, key=lambda each: loss(found["validation"], *each))
+        gain = loss(found["test"], 1.0, 0.0) - loss(found["test"], *best)
         yield {"writer": name, "case": "nearest features", "temperature": best[0], "share": best[1],
                "gain": round(gain, 4)}  # fmt: skip
 
