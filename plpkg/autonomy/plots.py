@@ -55,7 +55,7 @@ def learning(transfers: Mapping[str, Transfer], ax=None):
         said.append(
             f"{name} from {losses[0]:.2f} to {losses[best]:.2f} at step {steps[best]}, {losses[-1]:.2f} at last"
         )
-    ax.set(xlabel="steps of the night", ylabel="loss on validation text (nats a word), ← better")
+    ax.set(xlabel="steps of the night", ylabel="validation loss (nats a word), ← better")
     ax.legend()
     return theme.describe(ax, f"Loss on the person's validation text: {'; '.join(said)}.")
 
@@ -117,7 +117,12 @@ def trainable(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], ax=
         ax.step(minutes, [100 * s for s in share], where="post", label=name, **style | {"marker": None})
         ax.plot(median, 50, color=style["color"], marker=style["marker"])
         said.append(f"{name}: half of the days have at most {median:.0f} minutes")
-    ax.set(xlabel="trainable time a day (minutes)", ylabel="device-days with at most so much (%)", xlim=(0, 480), ylim=(0, 102))
+    ax.set(
+        xlabel="trainable time a day (minutes)",
+        ylabel="device-days with at most so much (%)",
+        xlim=(0, 480),
+        ylim=(0, 102),
+    )
     ax.legend(loc="lower right")
     return theme.describe(ax, f"Synthetic traces. {'; '.join(said)}.")
 
@@ -134,7 +139,7 @@ def stream(learners: Mapping[str, OnlineLearner], ax=None):
             ax.scatter(saved.index(-learner.allowance), -learner.allowance, marker="X", s=90, color="black", zorder=5)
         said.append(f"{name}: {saved[-1]} at the end, {min(saved)} at the worst")
     ax.axhline(0, color="0.4", linewidth=1)
-    ax.set(xlabel="labels (words) so far", ylabel="errors fewer than the public model, better →")
+    ax.set(xlabel="labels (words) so far", ylabel="errors fewer than public, better →")
     ax.legend()
     return theme.describe(ax, f"Errors fewer than the public model's: {'; '.join(said)}.")
 
