@@ -10,15 +10,22 @@ cache plpkg-reader answers too few questions about 900 tokens (``benchmarks.back
 * budget: right answers by budget and method. The question comes after the text, when the cuts are made (``after``); or
   it is the end of what is read, so that methods that score by the last queries see it (``last``); or it stands before
   the text as well (``first``). Every method keeps the latest eighth of its budget, and what it protects by itself.
+* wrong: of the answers to the texts of ``budget``, put once the text is read, which are right, which are "the notes do
+  not say" and which are something else; and how well the answer's probability tells right from something else (the
+  share of pairs in which the right one is likelier).
+* transfer: how much of what an answer looks at most the shipped heads still predict on texts unlike those that they
+  learnt from: longer ones, relations never seen, and how documentation and Python code go on.
 
 Run: ``python -m benchmarks.retention.words`` (about 25 minutes), or one of the sections. Not part of ``make bench``.
 """
 
+import itertools
 import random
 import re
 import time
 from collections.abc import Iterator
 
+import pandas as pd
 import torch
 
 from benchmarks import record
@@ -26,10 +33,14 @@ from benchmarks.backbones.reading import COMMON, PLAIN
 from plpkg import corpora
 from plpkg.backbones import load_backbone
 from plpkg.corpora import Passage
-from plpkg.questions import LONGEST, Answered, prompt
+from plpkg.corpora.installation import sources
+from plpkg.questions import LONGEST, Answered, prompt, same
+from plpkg.recorded import half_width
 from plpkg.retention import RetainingHeads, chunked_prefill
+from plpkg.retention.labels import labels_and_states
 from plpkg.retention.scorers import H2O, KeyNorm, Locret, Random, SinkRecent, SnapKv
-from plpkg.retention.train import train_heads
+from plpkg.retention.train import overlap, train_heads
+from plpkg.retention.trials.text import continuations
 
 HEADS = record.DATA.parent / "retention" / "plpkg-reader"
 NOTES = dict(relations=COMMON, **PLAIN)
@@ -57,11 +68,13 @@ def parts(passage: Passage, question: str) -> tuple[str, str]:
     return passage.text, asked
 
 
-def examples(tokenizer, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def examples(
+    tokenizer, count: int, seed: str = "retaining heads", **options
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Texts of four to twenty notes, each with up to eight questions and their answers."""
-    rng = random.Random("retaining heads")
+    rng = random.Random(seed)
     for _ in range(count):
-        passages = corpora.readings(rng, 8, facts=rng.randint(4, 20), **NOTES)
+        passages = corpora.readings(rng, 8, **NOTES | {"facts": rng.randint(4, 20)} | options)
         asked = "".join(f"{prompt('', each.question)} {each.answer}\n" for each in passages)
         yield encoded(tokenizer, passages[0].text), encoded(tokenizer, asked, start=False)
 
@@ -90,16 +103,23 @@ def scorers(heads: RetainingHeads, recent: int) -> dict:
 
 
 @torch.no_grad()
+def asked_of(model, tokenizer, read, asked: str) -> tuple[str, float]:
+    """What is answered to a question, and the mean log-probability of the answer's tokens."""
+    ids = encoded(tokenizer, asked, start=False)
+    options = dict(max_new_tokens=LONGEST, do_sample=False, stop_strings="\n", tokenizer=tokenizer)
+    tokens = read.ask(model, ids, pad_token_id=tokenizer.pad_token_id, **options)
+    nats = read.score(model, torch.cat([ids, tokens], dim=1))[0, ids.shape[1] :].mean().item()
+    return tokenizer.decode(tokens[0], skip_special_tokens=True).partition("\n")[0].strip(), nats
+
+
+@torch.no_grad()
 def answered(model, tokenizer, passages: list[Passage], question: str, scorer, budget: int, keep=None) -> Answered:
     """Each passage read in chunks under a budget, with its spans to ``keep``, then asked."""
     given = []
     for passage, spans in zip(passages, keep or [()] * len(passages), strict=True):
         text, asked = parts(passage, question)
         read = chunked_prefill(model, encoded(tokenizer, text), scorer, budget, CHUNK, keep=spans)
-        asked = encoded(tokenizer, asked, start=False)
-        options = dict(max_new_tokens=LONGEST, do_sample=False, stop_strings="\n", tokenizer=tokenizer)
-        tokens = read.ask(model, asked, pad_token_id=tokenizer.pad_token_id, **options)[0]
-        given.append(tokenizer.decode(tokens, skip_special_tokens=True).partition("\n")[0].strip())
+        given.append(asked_of(model, tokenizer, read, asked)[0])
     return Answered(tuple(passages), tuple(given))
 
 
@@ -154,7 +174,64 @@ def rows_of_long() -> Iterator[dict]:
             )  # fmt: skip
 
 
-SECTIONS = {"heads": rows_of_heads, "budget": rows_of_budget, "long": rows_of_long}
+def rows_of_wrong() -> Iterator[dict]:
+    model, tokenizer = load_backbone("plpkg-reader")
+    heads, rng = RetainingHeads.from_pretrained(HEADS, model), random.Random("retention on words")
+    passages = [corpora.reading(rng, facts=FACTS, **NOTES) for _ in range(COUNT)]
+    small = BUDGETS[-1]
+    methods = scorers(heads, small // 8)
+    runs = {"full cache": (ALL, SinkRecent())}
+    runs |= {name: (small, methods[name]) for name in ("sink + recent", "Locret", "random")}
+    for name, (budget, scorer) in runs.items():
+        kinds = {"right": [], "silent": [], "else": []}
+        for passage in passages:
+            text, asked = parts(passage, "after")
+            read = chunked_prefill(model, encoded(tokenizer, text), scorer, budget, CHUNK)
+            given, nats = asked_of(model, tokenizer, read, asked)
+            silent = "silent" if same(given, corpora.ABSENT) else "else"
+            kinds["right" if same(given, passage.answer) else silent].append(nats)
+        told = [one > other for one in kinds["right"] for other in kinds["else"]]
+        shares = {kind: len(kinds[kind]) / COUNT for kind in kinds}
+        yield dict(case=name, question="after", x=budget, **shares, told=sum(told) / len(told) if told else None)
+
+
+def code(tokenizer, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The beginnings of Python files and how they go on, as long as :func:`continuations`."""
+    files = random.Random("code").sample(sources("sklearn"), 4 * count)
+    ids = (encoded(tokenizer, path.read_text(encoding="utf-8"), start=False) for path, _ in files)
+    long = (each for each in ids if each.shape[1] >= 512)
+    yield from ((each[:, :384], each[:, 384:512]) for each in itertools.islice(long, count))
+
+
+@torch.no_grad()
+def rows_of_transfer() -> Iterator[dict]:
+    model, tokenizer = load_backbone("plpkg-reader")
+    heads, few = RetainingHeads.from_pretrained(HEADS, model), COUNT // 2
+    texts = {
+        "14 notes, as learnt": examples(tokenizer, few, "transfer", facts=FACTS),
+        "28 notes": examples(tokenizer, few, "transfer", facts=2 * FACTS),
+        "14 notes, relations never seen": examples(tokenizer, few, "transfer", facts=FACTS, side="relations"),
+        "documentation": continuations(tokenizer, "test", few),
+        "Python code": code(tokenizer, few),
+    }
+    for case, pairs in texts.items():
+        found, lengths = [], []
+        for read, rest in pairs:
+            labels, states = labels_and_states(model, torch.cat([read, rest], dim=1), read.shape[1])
+            predicted = torch.stack([heads.score(layer, each) for layer, each in enumerate(states)])
+            found.append(overlap(predicted, labels))
+            lengths.append(read.shape[1])
+        found, tokens = pd.Series(found), sum(lengths) / len(lengths)
+        yield dict(case=case, x=len(found), tokens=tokens, overlap=found.mean(), half_width=half_width(found))
+
+
+SECTIONS = {
+    "heads": rows_of_heads,
+    "budget": rows_of_budget,
+    "long": rows_of_long,
+    "wrong": rows_of_wrong,
+    "transfer": rows_of_transfer,
+}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -55,7 +55,7 @@ def learning(transfers: Mapping[str, Transfer], ax=None):
         said.append(
             f"{name} from {losses[0]:.2f} to {losses[best]:.2f} at step {steps[best]}, {losses[-1]:.2f} at last"
         )
-    ax.set(xlabel="steps", ylabel="loss on validation text (nats a word)")
+    ax.set(xlabel="steps of the night", ylabel="validation loss (nats a word), ← better")
     ax.legend()
     return theme.describe(ax, f"Loss on the person's validation text: {'; '.join(said)}.")
 
@@ -86,7 +86,7 @@ def few(rows, label: str, ax=None):
     ax.set_xscale("log")
     ax.set_xticks(means.index, [f"{count:,}" for count in means.index])
     ax.minorticks_off()
-    ax.set(xlabel="examples that a person has", ylabel=label)
+    ax.set(xlabel="words that a person has; small marks: each writer", ylabel=label)
     ax.legend()
     return theme.describe(ax, f"{label}; {'; '.join(said)}.")
 
@@ -117,7 +117,12 @@ def trainable(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], ax=
         ax.step(minutes, [100 * s for s in share], where="post", label=name, **style | {"marker": None})
         ax.plot(median, 50, color=style["color"], marker=style["marker"])
         said.append(f"{name}: half of the days have at most {median:.0f} minutes")
-    ax.set(xlabel="trainable time a day (minutes)", ylabel="of the device-days (%)", xlim=(0, 480), ylim=(0, 102))
+    ax.set(
+        xlabel="trainable time a day (minutes)",
+        ylabel="device-days with at most so much (%)",
+        xlim=(0, 480),
+        ylim=(0, 102),
+    )
     ax.legend(loc="lower right")
     return theme.describe(ax, f"Synthetic traces. {'; '.join(said)}.")
 
@@ -134,7 +139,7 @@ def stream(learners: Mapping[str, OnlineLearner], ax=None):
             ax.scatter(saved.index(-learner.allowance), -learner.allowance, marker="X", s=90, color="black", zorder=5)
         said.append(f"{name}: {saved[-1]} at the end, {min(saved)} at the worst")
     ax.axhline(0, color="0.4", linewidth=1)
-    ax.set(xlabel="labels so far", ylabel="errors fewer than the public model")
+    ax.set(xlabel="labels (words) so far", ylabel="errors fewer than public, better →")
     ax.legend()
     return theme.describe(ax, f"Errors fewer than the public model's: {'; '.join(said)}.")
 
@@ -147,7 +152,7 @@ def pareto(rows, ax=None):
     ):
         aside = [1.5 * (k - (len(group) - 1) / 2) for k in range(len(group))]
         ax.plot(100 * group["macs_share"] + aside, 100 * group["accuracy"], label=case, **style | {"linestyle": ""})
-    ax.set(xlabel="multiplications left (%)", ylabel="accuracy (%)")
+    ax.set(xlabel="multiplications left (%), ← cheaper", ylabel="accuracy (%), better →")
     ax.legend()
     means = rows.groupby("case", sort=False)[["macs_share", "accuracy"]].mean()
     said = "; ".join(
@@ -176,7 +181,7 @@ def energy(static_watts: Sequence[float] = (0.0, 0.3, 2.0), ax=None):
         ax.plot(frequencies, shares, label=f"{static:g} W static", markevery=3, **style)
         ax.scatter(frequencies[best], shares[best], marker="*", s=160, color="black", zorder=5)
         said.append(f"with {static:g} W least at {frequencies[best]:.1f} GHz, {shares[best]:.0f} %")
-    ax.set(xlabel="frequency (GHz)", ylabel="energy (% of that at 2 GHz)", yscale="log")
+    ax.set(xlabel="frequency (GHz)", ylabel="energy (% of that at 2 GHz), ← better", yscale="log")
     ax.yaxis.set_major_formatter("{x:g}")
     ax.legend()
     return theme.describe(ax, f"Modelled energy by frequency: {'; '.join(said)}.")

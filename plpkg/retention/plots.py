@@ -13,6 +13,8 @@ STYLES["right note"] = {"color": "#00663a", "linestyle": "-", "marker": "D"}  # 
 STYLES["another note"] = {"color": "#8c2d04", "linestyle": "--", "marker": "v"}
 """One style for a method in every figure: a case has that of the method in its name, or else the full cache's."""
 
+FOUND = "values found (%), better →"  # the label is turned: its arrow points up
+
 VARIANTS = ({}, {"linestyle": "--", "markerfacecolor": "white"}, {"linestyle": ":", "fillstyle": "left"})
 """What tells a method's second and third line in one figure from its first."""
 
@@ -121,7 +123,7 @@ def by_case(rows, value: str = "accuracy"):
 def space(rows, ax=None):
     """The peak of live memory while a prompt is read, by class of method: the section "space"."""
     table, title = by_case(rows, "live_kib").rename(index=SPACES) / 1024, "4 layers of width 128, eager attention"
-    return _lines(table, ax, "tokens of the prompt", "peak without the weights (MiB)", title, log="xy")
+    return _lines(table, ax, "tokens of the prompt", "peak without the weights (MiB), ← better", title, log="xy")
 
 
 def budget(rows, ax=None):
@@ -136,7 +138,11 @@ def budget(rows, ax=None):
         wide = dict(lw=7, alpha=0.4, zorder=0) if case == "oracle" else dict(capsize=2)  # another line lies on it
         ax.errorbar(points.index, points["mean"], yerr=points["half_width"], label=case, **style | wide)
     _powers_of_two(ax, sorted(shares.index.unique("x")))
-    ax.set(xlabel="units that each KV head keeps, of 129", ylabel="% of the full cache's accuracy", ylim=(0, 110))
+    ax.set(
+        xlabel="units that each KV head keeps, of 129",
+        ylabel="values found\n(% of the full cache's), better →",
+        ylim=(0, 110),
+    )
     ax.set_title("128 prompts, chunks of 32; bars: 95 % over five models")
     theme.name_lines(ax)
     with_16 = shares["mean"].xs(16, level="x")
@@ -149,7 +155,7 @@ def asked(rows, ax=None):
     table = 100 * by_case(rows)
     xlabel = f"tokens of a chunk ({table.columns[-1]}: the prompt at once)"
     title = f"pairs in noise, then a question: 16 units of {table.columns[-1]}"
-    ax = _lines(table, ax, xlabel, "accuracy (%)", title, log="x")
+    ax = _lines(table, ax, xlabel, FOUND, title, log="x")
     level = 100 * rows["accuracy"][rows["x"].isna()].item()
     ax.axhline(level, color=STYLES["full"]["color"], lw=1, zorder=1)
     ax.text(table.columns[1], level, "full cache", ha="center", va="top", fontsize=9)
@@ -164,7 +170,7 @@ def lengths(rows, contracts, ax=None):
     table = table.drop(index="Locret, 16 units", errors="ignore")  # lies on the line of 32 units
     table.loc["Locret, where they stood"] = by_contract.loc["original"]
     title = "a model trained on up to 128 tokens; its full cache was run up to 4,096"
-    return _lines(100 * table, ax, "tokens of noise", "accuracy (%)", title, log="x", names=theme.name_lines)
+    return _lines(100 * table, ax, "tokens of noise in the prompt", FOUND, title, log="x", names=theme.name_lines)
 
 
 def text(rows, ax=None):
@@ -202,7 +208,11 @@ def words(rows, ax=None):
     full = 100 * rows["share"][rows["x"].isna()].item()
     ax.axhline(full, color=STYLES["full"]["color"], lw=1, linestyle="--")
     ax.text(rows["x"].min(), full + 1, "full cache", va="bottom", fontsize=10)
-    ax.set(xlabel="units that each KV head keeps, of some 320; bars: 95 %", ylim=(0, 100), ylabel="right answers (%)")
+    ax.set(
+        xlabel="units that each KV head keeps, of some 320; bars: 95 %",
+        ylim=(0, 100),
+        ylabel="right answers (%), better →",
+    )
     theme.name_lines(ax)
     return theme.describe(ax, f"Right answers of 80 by units kept; full cache {full:.0f} %. {_ends(rows, 'x')}")
 
@@ -211,7 +221,7 @@ def long(rows, ax=None):
     """Right answers by a text's length, with all units and with 64: ``retention_words``, "long"."""
     ax = theme.axes(ax, figsize=(8, 4.4))
     _shares(ax, rows, "tokens")
-    ax.set(xlabel="tokens of the text; bars: 95 %", ylim=(0, 100), ylabel="right answers (%)")
+    ax.set(xlabel="tokens of the text; bars: 95 %", ylim=(0, 100), ylabel="right answers (%), better →")
     theme.name_lines(ax)
     return theme.describe(ax, f"Right answers by the length of the text. {_ends(rows, 'tokens')}")
 
@@ -236,7 +246,7 @@ def speed(rows, ax=None):
     """Tokens per second by length, full attention and Locret: the section "speed"."""
     table, title = by_case(rows, "tokens_per_s"), "12 layers × 768, 2,048 units, one thread; from 8,192 on one run each"
     table = table.rename(index={"full attention": "full attention, whole prompt", "Locret": "Locret, chunks of 512"})
-    ax = _lines(table, ax, "tokens of the prompt", "tokens per CPU second", title, log="x")
+    ax = _lines(table, ax, "tokens of the prompt", "tokens read per CPU second, better →", title, log="x")
     ax.set_ylim(bottom=0)
     return ax
 
@@ -245,7 +255,7 @@ def lookup(rows, ax=None):
     """Accuracy by budget, for the question after the text and before it: the section "lookup"."""
     table, ax = 100 * by_case(rows).loc[list(LOOKUPS)].rename(index=LOOKUPS), theme.axes(ax, figsize=(8, 4.6))
     xlabel, title = "units that each KV head keeps, of 33 or 35", "16 pairs, one asked for: last, or first"
-    ax = _lines(table, ax, xlabel, "accuracy (%)", title, names=_name_lookups)
+    ax = _lines(table, ax, xlabel, FOUND, title, names=_name_lookups)
     ax.set_ylim(0, 105)
     return ax
 
@@ -280,7 +290,11 @@ def labels_and_scores(labels, predicted, ids, ax=None):
     ax.plot(labels, label="label", color=label, lw=1)
     ax.plot(predicted, label="predicted", color=score, linestyle="--", lw=1)
     ax.plot(np.flatnonzero(values), labels[values], "o", color=label, mfc="none", label="value of a pair")
-    ax.set(xlabel="position", ylabel="attention logit", title="layer 0, KV head 0, one prompt")
+    ax.set(
+        xlabel="position in the prompt (tokens)",
+        ylabel="attention logit, looked at more →",
+        title="layer 0, KV head 0, one prompt",
+    )
     ax.legend()
     gap = labels[values].mean() - labels[~values].mean()
     return theme.describe(
@@ -311,7 +325,11 @@ def kept(log, layer: int = 0, head: int = 0, row: int = 0, marked=(), ax=None):
     for number, step in enumerate(log, start=1):
         ax.hlines(number, 0, step.stop - 1, color="0.6", lw=0.8, zorder=0.5)
         ax.plot(step.kept[layer, row, head], np.full(step.after, number), "s", ms=3, color=colour)
-    ax.set(xlabel="position (grey: the values; line: read so far)", ylabel="after chunk", ylim=(len(log) + 0.6, 0.4))
+    ax.set(
+        xlabel="position in the prompt (tokens; grey: values, line: read so far)",
+        ylabel="after chunk number",
+        ylim=(len(log) + 0.6, 0.4),
+    )
     ax.set_title(f"layer {layer}, KV head {head}")
     ax.set_yticks(range(1, len(log) + 1))
     ax.grid(False)
@@ -341,6 +359,7 @@ def _lines(table, ax, xlabel: str, ylabel: str, title: str = "", log: str = "", 
         _powers_of_two(ax, table.columns)
     if "y" in log:
         ax.set_yscale("log")
+        ax.yaxis.set_major_formatter("{x:,g}")
     ax.set(xlabel=xlabel, ylabel=ylabel, title=title)
     if names:
         names(ax)
