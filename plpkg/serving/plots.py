@@ -125,9 +125,11 @@ def drift(rows, ax=None):
         xscale="log",
         yscale="log",
         xlabel="swaps (merge, then unmerge)",
-        ylabel="← better: relative distance of the weights",
+        ylabel="← better: distance of the weights (% of them)",
         title="four random adapters in turn",
     )
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.yaxis.set_major_formatter(lambda drift, _: f"{100 * drift:.6f}".rstrip("0").rstrip("."))
     ax.legend()
     last = "; ".join(f"{dtype} {each['drift'].iloc[-1]:.1g}" for dtype, each in groups)
     return theme.describe(ax, f"Weights drift with every swap; after {rows['swaps'].max():,.0f}: {last}.")

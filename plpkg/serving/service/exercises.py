@@ -26,7 +26,7 @@ def share_in_slots(answer: object) -> Verdict:
 
 
 def bound(function: object) -> Verdict:
-    """``bound(waiting, k, patience_s, longest_s)``: the seconds within which the request ``waiting[k]`` starts.
+    """``bound(waiting, i, patience_s, longest_s)``: the seconds within which the request ``waiting[i]`` starts.
 
     ``waiting`` are the accounts of the requests whose adapters are there, oldest first.
     """
@@ -38,19 +38,19 @@ def bound(function: object) -> Verdict:
     return check_function(function, cases, "patience, and a turn of every account for each of one's own.", _of_bound)
 
 
-def _latest(waiting: list, k: int, patience_s: float, longest_s: float) -> float:
+def _latest(waiting: list, i: int, patience_s: float, longest_s: float) -> float:
     """What the service's scheduler states."""
-    return patience_s + waiting[: k + 1].count(waiting[k]) * len(set(waiting)) * longest_s
+    return patience_s + waiting[: i + 1].count(waiting[i]) * len(set(waiting)) * longest_s
 
 
-def _of_bound(got, waiting: list, k: int, patience_s: float, longest_s: float) -> str:
+def _of_bound(got, waiting: list, i: int, patience_s: float, longest_s: float) -> str:
     each = len(set(waiting)) * longest_s
     mistakes = {
-        _latest(waiting, k, patience_s, longest_s) - patience_s: "nothing is reserved before patience is over: add it",
-        _latest(waiting, k, patience_s, longest_s) - each: "the oldest of an account is its first, not its zeroth",
-        patience_s + (k + 1) * each: "only requests of its own account count as before it",
-        patience_s + waiting[: k + 1].count(waiting[k]) * len(waiting) * longest_s: "n counts accounts, not requests",
-        patience_s + (k + 1) * longest_s: "that is one queue: accounts take turns",
+        _latest(waiting, i, patience_s, longest_s) - patience_s: "nothing is reserved before patience is over: add it",
+        _latest(waiting, i, patience_s, longest_s) - each: "the oldest of an account is its first, not its zeroth",
+        patience_s + (i + 1) * each: "only requests of its own account count as before it",
+        patience_s + waiting[: i + 1].count(waiting[i]) * len(waiting) * longest_s: "n counts accounts, not requests",
+        patience_s + (i + 1) * longest_s: "that is one queue: accounts take turns",
     }
     return next((said for value, said in mistakes.items() if abs(got - value) <= 1e-9), "")
 

@@ -7,7 +7,6 @@ from types import MappingProxyType
 from plpkg import drawing, theme
 from plpkg.serving.service.simulation import Simulation
 
-BESIDE = {"textcoords": "offset points", "ha": "right", "fontsize": 9}
 PAUSE_S = 0.2  # between two tokens, from which on a figure shades it
 
 
@@ -80,9 +79,10 @@ def first_tokens(parts: Mapping[str, Simulation], ax=None, earlier: Mapping[str,
 def hit_rates(rows, ax=None, best: Mapping[int, float] = MappingProxyType({})):
     """How many find their adapter in a slot, by slots; ``best`` are the shares of the best fixed choice, by slots."""
     ax = _by_slots(rows, 100 * rows["hit_rate"], "in a slot (% of requests)    better →", ax)
-    for slots, share in best.items():
-        ax.plot([slots], [100 * share], "*", color="black", markersize=10)
-        ax.annotate(f"best fixed\nchoice: {100 * share:.1f}", (slots, 100 * share), (-8, 6), **BESIDE)
+    if best:
+        ax.lines[0].set_label("least recently used")
+        ax.plot(list(best), [100 * share for share in best.values()], "*--", color="black", label="best fixed choice")
+        ax.legend(loc="upper left")
     ax.set(ylim=(0, 100))
     values = zip(rows["slots"], rows["hit_rate"], strict=True)
     said = "; ".join(f"{slots} slots: {100 * hit:.0f} %" for slots, hit in values)
@@ -114,13 +114,13 @@ def cold_start(rows, ax=None):
     for y, name in enumerate(names):
         times = rows["token_s"][rows["request"] == name]
         if name.startswith("cold"):
-            ax.plot(times[:1], [y], **other | {"marker": "o", "linestyle": ""})
+            ax.plot(times[:1], [y], **other | {"marker": "o", "linestyle": "", "label": "a newcomer's coming"})
             times = times[1:]
-        ax.plot(times, [y] * len(times), **style | {"marker": "|", "linestyle": ""})
+        ax.plot(times, [y] * len(times), **style | {"marker": "|", "linestyle": "", "label": "a token"})
     first = rows["token_s"][rows["request"] == names[0]].tolist()
     for begin, end in pairwise(first):
         if end - begin > PAUSE_S:
-            ax.axvspan(begin, end, color="0.85", zorder=0)
+            ax.axvspan(begin, end, color="0.85", zorder=0, label="a pause of everybody")
     ax.set_yticks(
         range(len(names)),
         [f"newcomer {y}" if name.startswith("cold") else "one of the six" for y, name in enumerate(names)],
@@ -128,5 +128,8 @@ def cold_start(rows, ax=None):
     ax.set_ylim(len(names) - 0.5, -0.5)
     ax.set(xlabel="time (s)", title=how)
     ax.label_outer()
+    handles, labels = ax.get_legend_handles_labels()
+    unique = dict(zip(labels, handles, strict=True))
+    ax.legend(unique.values(), unique, loc="center left", bbox_to_anchor=(1, 0.5))
     gap = 1e3 * max(end - begin for begin, end in pairwise(first))
     return theme.describe(ax, f"When tokens came, {how}: the first request's longest pause is {gap:.0f} ms.")
