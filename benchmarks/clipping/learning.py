@@ -4,8 +4,8 @@
   multiplier of ``accuracy``'s ε = 4. The search itself is not in any ε.
 * settings: the learning rate, the batch and the steps of LoRA, one changed at a time, at one ε; bits per byte of the
   writer's validation text. The search is in no ε.
-* bound, few, size: what else changes at one ε, 12 steps of 32, a rate of 0.003: the clipping norm C; 300 windows instead
-  of all, at several ε; and what learns, LoRA of other ranks or all weights (at two rates). Two seeds.
+* bound, few, size: what else changes, at 12 steps of 32 and a rate of 0.003: the clipping norm C; 300 windows, not all,
+  at several ε; and what learns, LoRA of other ranks or all weights (at two rates). Two seeds.
 * accuracy: one writer's text, learnt at several ε; bits per byte and next-token accuracy of the writer's test text.
   The unit of privacy is a window of 64 tokens: not a document, and not the writer.
 * exposure: the diary's facts, a question with its answer each, learnt with and without privacy. The exposure of a
@@ -90,12 +90,7 @@ CHANGED = {
         for what, lr in (("LoRA r=1", 3e-3), ("LoRA r=64", 3e-3), ("all weights", 3e-4), ("all weights", 1e-3))
     ],
 }
-SIZES = {
-    "LoRA r=1": Method(lora(1)),
-    "LoRA r=8": Method(lora(8)),
-    "LoRA r=64": Method(lora(64)),
-    "all weights": Method(),
-}
+SIZES = {f"LoRA r={rank}": Method(lora(rank)) for rank in (1, 8, 64)} | {"all weights": Method()}
 SCALES, DRAWS = (1, 4, 16, 64), 3
 DIARY_BATCH, DIARY_STEPS = 20, 100
 DIARY_TARGETS = (math.inf, 8.0, 2.0)
@@ -227,16 +222,16 @@ def changed(changes: Sequence[dict], seed: int) -> Iterator[dict]:
         return {"bits_per_byte": round(score(model, tokenizer, validation, seq=256, stride=256).bits_per_byte, 4)}
 
     def tried(
-        what="LoRA r=8", lr=3e-3, batch=32, steps=12, bound=MAX_GRAD_NORM, examples=len(ids), target=SETTINGS_EPSILON
+        what="LoRA r=8", lr=3e-3, batch=32, steps=12, bound=MAX_GRAD_NORM, examples=None, target=SETTINGS_EPSILON
     ) -> dict:
         data = TensorDataset(ids[:examples], ids[:examples])
-        sigma = 0.0 if target == math.inf else sigma_for(target, 1 / math.ceil(examples / batch), steps)
+        sigma = 0.0 if target == math.inf else sigma_for(target, 1 / math.ceil(len(data) / batch), steps)
         model = started(SIZES[what], start, tokenizer)
         if what == "all weights":
             model.requires_grad_(True)
         spent = learn(model, data, lr, batch, steps, sigma, bound, seed)
         case = f"rate {lr:g}, batch {batch}, {steps} steps"
-        case += f", C = {bound:g}" * (bound != MAX_GRAD_NORM) + f", {examples} windows" * (examples != len(ids))
+        case += f", C = {bound:g}" * (bound != MAX_GRAD_NORM) + f", {examples} windows" * (examples is not None)
         return {"method": what, "case": case, "epsilon_target": target} | spent | bits(model)
 
     yield {"method": "none", "case": "untuned", "epsilon_target": 0.0} | bits(start)
