@@ -105,6 +105,13 @@ def test_the_cloud_that_guesses_no_more_leaves_the_sampled_text_as_it_would_be(p
     assert client.traffic.stopped
 
 
+@pytest.mark.parametrize("draft", [None, "backbone"])
+def test_the_coldest_samples_are_the_likeliest_tokens(pair, draft):
+    _, client, whole = pair(name="ladder")
+    for options in (dict(temperature=1e-300), dict(temperature=1e-40, top_k=2**33)):
+        same_tokens(client, whole, TEXT, 8, do_sample=True, draft=draft, **options)
+
+
 @pytest.mark.parametrize(("family", "cut"), [("llama", (1, 2)), ("gemma2", (1, 1)), ("gpt2", (1, 0)), ("gpt2", (0, 1))])
 def test_guesses_pass_the_layers_on_the_device_as_well(pair, family, cut):
     _, client, whole = pair(family, *cut, options=WINDOWS.get(family))
