@@ -375,21 +375,24 @@ def tokens_of(*tokens):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "message"),
+    ("said", "message"),
     [
-        (b"", r"a tensor of shape \(3,\) has 12 bytes, got 0"),
-        (tokens_of(1, 2, 3, 4), r"a tensor of shape \(3,\) has 12 bytes, got 16"),
-        (tokens_of(1, 64, 3), r"the cloud has written \[1, 64, 3\], which are no tokens"),
-        (tokens_of(-1, 2, 3), r"the cloud has written \[-1, 2, 3\], which are no tokens"),
+        (dict(round_trips=0), "the cloud's round_trips must be between 1 and 1, got 0"),
+        (dict(round_trips=2), "the cloud's round_trips must be between 1 and 1, got 2"),
+        (dict(tokens=b""), r"a tensor of shape \(3,\) has 12 bytes, got 0"),
+        (dict(tokens=tokens_of(1, 2, 3, 4)), r"a tensor of shape \(3,\) has 12 bytes, got 16"),
+        (dict(tokens=tokens_of(1, 64, 3)), r"the cloud has written \[1, 64, 3\], which are no tokens"),
+        (dict(tokens=tokens_of(-1, 2, 3)), r"the cloud has written \[-1, 2, 3\], which are no tokens"),
     ],
 )
-def test_a_cloud_that_writes_nonsense_is_named_and_the_next_text_works(pair, monkeypatch, tokens, message):
+def test_a_cloud_that_writes_nonsense_is_named_and_the_next_text_works(pair, monkeypatch, said, message):
     _, client, whole = pair(name="ladder")
     original = Stream._final
 
     def foreign(self, hidden, written=()):
         final = original(self, hidden, written)
-        final.tokens = tokens
+        for name, value in said.items():
+            setattr(final, name, value)
         return final
 
     monkeypatch.setattr(Stream, "_final", foreign)
