@@ -347,6 +347,8 @@ def _base(model: torch.nn.Module) -> _Base:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from transformers.pytorch_utils import Conv1D
 
+    if not hasattr(model, "get_output_embeddings"):
+        raise ValueError(f"a Hugging Face causal language model is needed, got {shown(model)}")
     tuned = [path for path, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
     tuned += [name for name, _ in model.named_parameters() if any(prefix in name for prefix in ADAPTER_PREFIXES)]
     if isinstance(model, PeftModel) or tuned:

@@ -95,10 +95,7 @@ def strict_json(data: bytes) -> dict:
     try:
         hooks = dict(parse_int=_number, parse_float=_number, parse_constant=_number)
         value = json.loads(bytes(data).decode(), object_pairs_hook=_unique, **hooks)
-        if b"\\ud" in data.lower():  # an escaped half of a character, which no file or terminal could take
-            json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"a string has half a character, {error.object[error.start]!a}") from None
+        require_characters(data, value)
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start}") from None
     except json.JSONDecodeError as error:
@@ -108,6 +105,15 @@ def strict_json(data: bytes) -> dict:
     if not isinstance(value, dict):
         raise ValueError(f"not an object, but {shown(value)}")
     return value
+
+
+def require_characters(data: bytes, value: object) -> None:
+    """Refuse JSON that escapes half of a character, which no file, terminal or tokenizer could take."""
+    try:
+        if b"\\ud" in data.lower():
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a string has half a character, {error.object[error.start]!a}") from None
 
 
 def _unique(pairs: list[tuple]) -> dict:

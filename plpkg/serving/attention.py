@@ -125,12 +125,13 @@ def packed(model, rows: list[Row]) -> Iterator[None]:
     """Within it, ``model(input_ids)`` of shape ``(1, tokens)`` reads these requests."""
     runs = itertools.groupby(rows, lambda row: (len(row.positions), row.past if row.positions.stop > LONG else None))
     runs = [Run([*run]) for _, run in runs]
-    before, token = model.config._attn_implementation, _runs.set(runs)
-    model.config._attn_implementation = NAME  # set_attn_implementation would look through all modules, in every step
+    config = model.config.get_text_config()  # of images and sounds, the rest stays as it is
+    before, token = config._attn_implementation, _runs.set(runs)
+    config._attn_implementation = NAME  # set_attn_implementation would look through all modules, in every step
     try:
         yield
     finally:
-        model.config._attn_implementation = before
+        config._attn_implementation = before
         _runs.reset(token)
 
 

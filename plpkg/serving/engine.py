@@ -37,8 +37,9 @@ class Engine:
     ----------
     model
         Any Hugging Face causal language model whose attention goes through transformers' public interface, without
-        an adapter of its own. It is tried on short requests first, and left as it was between steps. When its weights
-        have changed, it is tried again; requests under way end with an error, and nothing read before is used.
+        an adapter of its own. It is tried on short requests first, and left as it was between steps; in one, no other
+        thread may use it. When its weights have changed, it is tried again; requests under way end with an error, and
+        nothing read before is used.
     tokenizer
         Needed for stop strings only.
     max_batch
@@ -92,8 +93,6 @@ class Engine:
             require_fit(adapter, model)
         require_packable(model, self.max_step_tokens)
         self._vocab, self._positions = model.get_input_embeddings().num_embeddings, longest_text(model.config)
-        ends = model.generation_config.eos_token_id
-        self._ends = set(ends) if isinstance(ends, list) else {ends} - {None}
         self._hooks = Hooks(model, modules)
         self._unhook = weakref.finalize(self, self._hooks.close)
         self._stamp = stamp(model)
@@ -228,6 +227,8 @@ class Engine:
         self._admit()
         if not self._running:  # those that ran have ended
             return []
+        last = self.model.generation_config.eos_token_id
+        last = [] if last is None else torch.as_tensor(last).flatten().tolist()
         batch, rows, groups = self._pack()
         ids, ends, counts, written = [], [], [], []
         for each, row in zip(batch, rows, strict=True):
@@ -251,7 +252,7 @@ class Engine:
                     told = each.score(each.computed + 1 - len(scores), scores)
                     first = each.first() if row.each and row.start == each.read else []
                     self.scored.setdefault(each.identity, first).extend(told)
-                reason = each.ended(self._ends, self.tokenizer) if whole else None
+                reason = each.ended(last, self.tokenizer) if whole else None
             except Exception as error:  # an adapter's overflow, or a tokenizer's, is its own request's affair
                 reason = f"error: {error}"
             if reason:

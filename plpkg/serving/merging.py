@@ -3,6 +3,8 @@
 W + scale · B A is the model that the adapter makes, at no cost for a token; another adapter first needs this one gone.
 """
 
+import itertools
+
 import torch
 
 from plpkg.adapters import Adapter, require_fit
@@ -17,7 +19,7 @@ def merge(model: torch.nn.Module, adapter: Adapter) -> None:
     Raises
     ------
     ValueError
-        The adapter does not fit this model, which then stays as it was.
+        The adapter does not fit this model, or a weight would not be finite; the model then stays as it was.
     """
     _add(model, adapter, 1)
 
@@ -39,8 +41,12 @@ def _add(model: torch.nn.Module, adapter: Adapter, sign: int) -> None:
     modules = {path: model.get_submodule(path) for path in adapter.factors}
     if quantised := [path for path, module in modules.items() if not module.weight.is_floating_point()]:
         raise ValueError(f"{adapter} cannot be merged: the weight of {quantised[0]} is quantised")
-    for path, each in adapter.factors.items():
+    for write, (path, each) in itertools.product((False, True), adapter.factors.items()):
         weight = modules[path].weight
         wide = torch.promote_types(torch.float32, torch.promote_types(weight.dtype, each.up.dtype))
         delta = sign * each.scale * (each.up.to(weight.device, wide) @ each.down.to(weight.device, wide))  # (out, in)
-        weight += (delta if isinstance(modules[path], torch.nn.Linear) else delta.T).to(weight.dtype)  # or a Conv1D's
+        delta = (delta if isinstance(modules[path], torch.nn.Linear) else delta.T).to(weight.dtype)  # or a Conv1D's
+        if write:
+            weight += delta
+        elif not (weight + delta).isfinite().all():
+            raise ValueError(f"{adapter} cannot be merged: {path}.weight would not be finite in {weight.dtype}")

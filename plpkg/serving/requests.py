@@ -160,7 +160,7 @@ class Running:
         reading = self.request.reading
         return [Scored(self.ids[0])] if reading is None else self.score(self.read, reading.logits)
 
-    def ended(self, ends: set[int], tokenizer) -> str | None:
+    def ended(self, ends: Sequence[int], tokenizer) -> str | None:
         """Why its last token was the last, if it was."""
         if not self.new:
             return "length"

@@ -28,7 +28,7 @@ class Hooks:
     """Hooks on the named modules of a model, until :meth:`close`."""
 
     def __init__(self, model: torch.nn.Module, modules: Iterable[str]) -> None:
-        self._groups: tuple[Group, ...] = ()
+        self._groups, self._device = (), model.device.type
         self._handles = [model.get_submodule(name).register_forward_hook(self._hook(name)) for name in modules]
 
     def _hook(self, name: str):
@@ -47,10 +47,14 @@ class Hooks:
 
     @contextlib.contextmanager
     def batch(self, *groups: Group) -> Iterator[None]:
-        """Within it, a forward pass goes through the groups' adapters; its tokens are counted row by row."""
+        """Within it, a forward pass goes through the groups' adapters; its tokens are counted row by row.
+
+        It computes in the precision of the weights: autocast would give products another one than adapters have.
+        """
         self._groups = groups
         try:
-            yield
+            with torch.autocast(self._device, enabled=False):
+                yield
         finally:
             self._groups = ()
 

@@ -30,7 +30,7 @@ from plpkg.batch import IGNORED, ids_and_labels
 from plpkg.learning import endless, frozen, learn, logits_of
 from plpkg.serving.segments import Segments
 from plpkg.serving.slots import Group, Hooks
-from plpkg.validation import number, whole_number
+from plpkg.validation import number, shown, whole_number
 
 LOGITS = 2**22
 """Logits in memory at a time."""
@@ -85,6 +85,8 @@ def train_many(
         configs = dict.fromkeys(batches, configs)
     if configs.keys() != batches.keys() or not configs:
         raise ValueError(f"configs are of {sorted(configs)}, batches of {sorted(batches)}: each person needs both")
+    if others := [name for name, each in configs.items() if not isinstance(each, LoraConfig)]:
+        raise ValueError(f"the configuration of {others[0]!r} must be a LoraConfig, got {shown(configs[others[0]])}")
     forms: dict[tuple, dict[str, dict[str, Factors]]] = {}
     kinds: dict[str, _Form] = {}  # of many people, who have few of them
     for name, config in configs.items():
@@ -99,7 +101,7 @@ def train_many(
     def gradient(step: int) -> float:
         total = 0.0
         for stack in stacks:
-            texts = [_text(name, next(coming[name]), model.device) for name in stack.names]
+            texts = [_text(name, next(coming[name]), model) for name in stack.names]
             for chosen in _groups(texts, max_tokens):
                 with hooks.batch(stack.group(chosen, texts[chosen])):
                     losses, gradients = _gradients(model, texts[chosen], stack.leaves)
@@ -217,12 +219,15 @@ def per_person_gradients(
         Something else is trained, or a trained weight is used in another way than by its layer's call.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    head, linear = model.get_output_embeddings(), torch.nn.Linear
-    layers = {f"{n}.weight": m for n, m in model.named_modules() if isinstance(m, linear) and m is not head}
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    body = {m for m in base.base_model.modules() if isinstance(m, torch.nn.Linear)}
+    layers = {f"{n}.weight": m for n, m in model.named_modules() if m in body}
+    if not trained:
+        raise ValueError(f"no weight of this {type(base).__name__} is trained: none requires a gradient")
     if others := sorted(trained.keys() - layers):
         raise ValueError(f"only weights of the body's nn.Linear may be trained here, and {others[0]!r} is")
     parts = {name: [p.new_zeros(0, *p.shape)] for name, p in trained.items()}
-    texts = [_text(name, batch, model.device) for name, batch in batches.items()]
+    texts = [_text(name, batch, model) for name, batch in batches.items()]
     for chosen in _groups(texts, max_tokens):
         calls: dict[str, list] = {name: [] for name in trained}
         with contextlib.ExitStack() as stack:
@@ -231,6 +236,7 @@ def per_person_gradients(
             _, whole = _gradients(model, texts[chosen], list(trained.values()))
         rows = [len(text.ids) for text in texts[chosen]]
         for (name, seen), total in zip(calls.items(), whole, strict=True):
+            seen = [call for call in seen if call[1] is not None]  # a checkpoint's second call has no gradient
             people = [zip(x.split(rows), g.split(rows), strict=True) for x, g in seen]  # of each call of the layer
             products = [torch.stack([g.flatten(0, 1).T @ x.flatten(0, 1) for x, g in call]) for call in people]
             parts[name].append(sum(products))  # (people, out, in)
@@ -263,11 +269,15 @@ class _Text(NamedTuple):
     labels: torch.Tensor
 
 
-def _text(name: str, batch, device: torch.device) -> _Text:
-    ids, labels = (each.to(device) for each in ids_and_labels(batch, f"the batch of {name!r}"))
+def _text(name: str, batch, model: PreTrainedModel) -> _Text:
+    ids, labels = ids_and_labels(batch, f"the batch of {name!r}")
+    vocab, learnt = model.get_input_embeddings().weight.shape[0], labels[labels != IGNORED]
+    for each in filter(torch.Tensor.numel, (ids, learnt)):
+        if not 0 <= each.min() <= each.max() < vocab:
+            raise ValueError(f"the batch of {name!r} has ids from {each.min()} to {each.max()}, vocab={vocab}")
     if not (labels[:, 1:] != IGNORED).any():  # the first token is never predicted
         raise ValueError(f"the batch of {name!r} leaves nothing to learn of {tuple(ids.shape)} ids")
-    return _Text(ids, labels)
+    return _Text(ids.to(model.device), labels.to(model.device))
 
 
 def _gradients(

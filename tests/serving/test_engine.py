@@ -13,6 +13,8 @@ from hypothesis import example, given, settings, strategies as st
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     LogitsProcessorList,
     TemperatureLogitsWarper,
     TopPLogitsWarper,
@@ -213,11 +215,12 @@ def test_how_a_request_ends(tools):
     text = tokenizer.decode(free)
     stop = text[7:12]  # neither on a token's border, nor one token
     want = next(k for k in range(1, 25) if stop in tokenizer.decode(free[:k]))
-    small.generation_config.eos_token_id = [free[5], 3]
-    ends = Engine(small, tokenizer)
-    cases = [(engine, ["§", stop], free[:want], "stop"), (engine, ["§"], free, "length")]
-    for which, stops, tokens, reason in [*cases, (ends, [], free[: free.index(free[5]) + 1], "stop")]:
-        assert run(which, which.add(Request(ids, None, 24, stop=stops))) == [(tokens, reason)]
+    ended = free[: free.index(free[5]) + 1]
+    cases = [(None, ["§", stop], free[:want], "stop"), (None, ["§"], free, "length")]
+    cases += [(ends, [], ended, "stop") for ends in ([free[5], 3], (3, free[5]), torch.tensor(free[5]), free[5])]
+    for ends, stops, tokens, reason in cases:  # which may change at any time
+        small.generation_config.eos_token_id = ends
+        assert run(engine, engine.add(Request(ids, None, 24, stop=stops))) == [(tokens, reason)]
 
 
 def test_samples_are_the_seed_s_in_every_batch(make, tools):
@@ -286,9 +289,41 @@ def test_the_model_is_as_it_was_between_steps_and_afterwards(world, make, tools)
         engine.generate([Request([1, 2], "a", 2)])
 
 
-def test_a_model_in_training_is_refused(tools):
-    with pytest.raises(ValueError, match="training mode"):
-        Engine(tools.backbone().train())
+def test_a_model_of_several_parts_is_as_it_was(tools):
+    """Each part has its own kind of attention."""
+    text = {**tools.backbone("gemma2").config.to_dict(), "model_type": "gemma3_text"}
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28)
+    ids = dict(image_token_index=47, boi_token_index=45, eoi_token_index=46, mm_tokens_per_image=1)
+    config = Gemma3Config(text_config=text, vision_config=vision | dict(patch_size=14), **ids)
+    model, (prompt,) = Gemma3ForConditionalGeneration(config).double().eval(), tools.texts(9)
+    model.generation_config.eos_token_id = None
+    model.set_attn_implementation({"text_config": "eager", "vision_config": "sdpa"})
+    assert Engine(model).generate([Request(prompt, None, 5)]) == [tools.alone(model, prompt, 5)]
+    parts = (model.config, model.config.text_config, model.config.vision_config)
+    assert [each._attn_implementation for each in parts] == ["sdpa", "eager", "sdpa"]
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (lambda tools: tools.backbone().train(), "training mode"),
+        (lambda _: load_backbone("plpkg-small"), r"language model is needed, got \(LlamaForCausalLM"),
+        (lambda _: None, "language model is needed, got None"),
+    ],
+)
+def test_what_is_no_model_that_answers_is_refused(model, said, tools):
+    with pytest.raises(ValueError, match=said):
+        Engine(model(tools))
+
+
+def test_autocast_does_not_reach_in(tools):
+    model, (ids,) = tools.backbone(dtype=torch.float32), tools.texts(9)
+    twin, adapter = tools.adapted(model, 2, 1)
+    expected = tools.alone(twin, ids, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        engine = Engine(model)
+        engine.load("a", adapter)
+        assert engine.generate([Request(ids, "a", 5)]) == [expected]
 
 
 UNPACKED = {  # a kind of model: its options, and why it is refused

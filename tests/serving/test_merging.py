@@ -51,6 +51,13 @@ def test_nothing_is_merged_of_an_adapter_that_does_not_fit():
     for change in (merge, unmerge):
         with pytest.raises(ValueError, match=r"model.layers.2.self_attn.q_proj is absent here"):
             change(model, adapter)
+    model.half()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    large = {path: Factors(each.down * 0 + 300, each.up, 2.0) for path, each in adapter_for(model).factors.items()}
+    large["model.layers.1.mlp.up_proj"].up.fill_(300)  # the last but one: what comes before it fits
+    config = dict(peft_type="LORA", r=3, lora_alpha=6, target_modules="all-linear")
+    with pytest.raises(ValueError, match=r"model.layers.1.mlp.up_proj.weight would not be finite in torch.float16"):
+        merge(model, Adapter.of(config, large))
     with pytest.raises(ValueError, match=r"q_proj is \(32, 32\) here"):
         merge(random_backbone("llama", hidden=32), adapter_for(random_backbone("llama")))
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())

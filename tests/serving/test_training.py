@@ -241,6 +241,10 @@ IDS, TWO = [torch.ones(1, 4, dtype=torch.long)], torch.ones(2, 8, dtype=torch.lo
         ({}, dict(lr=0), "lr must be .* got 0"),
         ({}, dict(configs={"bob": lora()}), r"configs are of \['bob'\], batches of \['ann'\]"),
         ({}, dict(batches={}, configs={}), "each person needs both"),
+        ({}, dict(configs={"ann": dict(r=2)}), "configuration of 'ann' must be a LoraConfig, got {'r': 2}"),
+        ({}, dict(batches={"bob": IDS, "ann": [TWO + 47]}), "'ann' has ids from 4[0-9] to .*, vocab=48"),
+        ({}, dict(batches={"ann": [torch.tensor([[1, -1]])]}), "'ann' has ids from -1 to 1, vocab=48"),
+        ({}, dict(batches={"ann": [(TWO, TWO + 48)]}), "'ann' has ids from .*, vocab=48"),
         ({}, dict(batches={"ann": iter(IDS)}), "batches of 'ann' have ended"),
         ({}, dict(batches={"ann": []}), "batches of 'ann' have ended"),
         ({}, dict(max_grad_norm=-1.0), "max_grad_norm must be .* got -1"),
@@ -317,6 +321,15 @@ def test_each_person_s_gradient_is_one_backward_pass(kind, max_tokens, tools):
         assert_close(gradients[name].sum(0), g, 2 * WIDTHS)
 
 
+def test_checkpointing_changes_no_gradient(tools):
+    model = shared(tools, "LoRA")
+    expected = per_person_gradients(model, PEOPLE)
+    model.enable_input_require_grads()
+    model.activation_checkpointing_enable()
+    for name, each in per_person_gradients(model.train(), PEOPLE).items():
+        assert_close(each, expected[name], WIDTHS)
+
+
 def test_nobody_has_a_gradient_of_each_shape(tools):
     model = shared(tools, "LoRA")
     shapes = {name: (0, *p.shape) for name, p in model.named_parameters() if p.requires_grad}
@@ -345,6 +358,8 @@ def _outside(model):
         (lambda model: model.lm_head.weight.requires_grad_(), "'lm_head.weight'"),
         (_tied, "do not add up"),
         (_outside, "do not add up"),
+        (lambda model: None, "no weight of this LlamaForCausalLM is trained"),
+        (lambda model: peft.get_peft_model(model, lora(target_modules=["lm_head"])), "'lm_head.lora_A"),
     ],
 )
 def test_what_has_no_gradient_for_each_person_is_refused(change, message, tools):

@@ -87,8 +87,10 @@ class Store:
             client["allow_http"] = os.environ.get("AWS_ALLOW_HTTP", "false")  # obstore would forget it
             try:
                 location = from_url(location, retry_config=retries, client_options=client)
-            except BaseError as error:
+            except (BaseError, ValueError) as error:
                 raise ValueError(f"{location!r} is no store: {error}".split("\n")[0]) from None
+        elif not hasattr(obstore.store, type(location).__name__):
+            raise ValueError(f"location must be a URL, a folder or one of obstore's stores, got {location!r}")
         self._objects = location
         self._writing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
@@ -178,7 +180,8 @@ class Store:
         """
         found, left = await self._listed(account)
         if left:
-            await _call(obstore.delete_async(self._objects, left))
+            with contextlib.suppress(NotFoundError):  # another process removes them, too
+                await _call(obstore.delete_async(self._objects, left))
         if self.folder:
             await asyncio.to_thread(prune, self.folder, account or "*", STAGED)
         return found

@@ -93,6 +93,8 @@ FIELDS += [b'"seed": 1' + b"0" * 5000, b'"max_tokens": 1' + b"0" * 300]
         b"\xff\xfe",
         b'{"model": "base", "prompt": "\\ud800"}',
         b'{"model": "\\ud800", "prompt": "a"}',
+        b'{"prompt": "a\\uDFFF"}',
+        b'{"model": "base", "messages": [{"role": "user", "content": "\\ud800"}]}',
         b'{"\\ud800": 1, "model": "base", "prompt": "a"}',
         b'{"model": "base", "prompt": [[]]}',
         b'{"model": "base", "prompt": [[1], "a"]}',
@@ -103,7 +105,7 @@ FIELDS += [b'"seed": 1' + b"0" * 5000, b'"max_tokens": 1' + b"0" * 300]
 )
 @pytest.mark.parametrize("kind", ["application/json", "text/plain", "multipart/form-data", ""])
 def test_no_body_is_an_error_of_the_service(service, body, kind):
-    for path in ("/v1/completions", "/v1/chat/completions", "/v1/accounts/local/adapters/bad"):
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/v1/accounts/local/adapters/bad"):
         response = service.client.post(path, content=body, headers={"Content-Type": kind})
         assert 400 <= response.status_code < 500, (path, response.text)
         assert response.json()["error"]["code"] == response.status_code

@@ -92,7 +92,7 @@ def test_many_items_are_refused(body):
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32-be", "latin-1"])
 def test_no_other_encoding_hides_items(encoding):
     body = json.dumps(dict(model="é", prompt=['"\\'] * 99), ensure_ascii=False).encode(encoding)
-    with pytest.raises(intake.RequestValidationError, match="the body is not JSON"):
+    with pytest.raises(intake.RequestValidationError, match="the body cannot be read"):
         intake.parsed(body, bodies.Completion)
 
 

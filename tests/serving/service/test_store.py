@@ -133,6 +133,18 @@ async def test_an_upload_that_another_process_takes_for_dead(location, base, wri
     assert await store.put("alice", "mine", writers["torch"]) == writers["torch"].digest
 
 
+async def test_another_process_may_sweep_at_the_same_time(location, monkeypatch):
+    store, delete = Store(location), obstore.delete_async
+    await obstore.put_async(store._objects, f"alice/mine/{'0' * 64}/{CONFIG}", b"left")
+
+    async def late(objects, paths):
+        await delete(objects, paths)
+        await delete(objects, paths)
+
+    monkeypatch.setattr(obstore, "delete_async", late)
+    assert await store.sweep() == {}
+
+
 async def test_a_directory_keeps_neither_what_was_staged_nor_empty_folders(tmp_path, writers):
     """obstore writes a file under another name first, and lists no such names."""
     store, digest = Store(tmp_path), writers["numpy"].digest
@@ -275,6 +287,13 @@ def test_plain_peft_loads_what_a_directory_holds(tmp_path, writers):
 def test_settings_out_of_range(changes, tmp_path):
     with pytest.raises(ValueError, match=f"{next(iter(changes))} must be"):
         Store(tmp_path, **changes)
+
+
+@pytest.mark.parametrize("location", ["http://", "s3://", "ftp://host/a", None, 5])
+def test_what_is_no_store(location):
+    with pytest.raises(ValueError, match=r"no store|must be a URL") as refused:
+        Store(location)
+    assert repr(location) in str(refused.value)
 
 
 async def test_a_memory_store_by_its_url(writers):

@@ -19,7 +19,7 @@ from plpkg.serving.service.http.neutral import Sent, Unserved, neutral, only
 SEVERAL = Field(min_length=1, max_length=64, fail_fast=True)
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
-Text = Annotated[str, Field(min_length=1)]  # with a length, pydantic also refuses what UTF-8 cannot hold
+Text = Annotated[str, Field(min_length=1)]
 TOP = 20
 """Likeliest tokens that are told at most."""
 

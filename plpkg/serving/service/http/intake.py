@@ -21,6 +21,7 @@ from plpkg.serving.service.http.answers import refusal
 from plpkg.serving.service.http.door import MAX_BODY_BYTES
 from plpkg.serving.service.scheduler import OverloadedError
 from plpkg.serving.service.store import NotFoundError
+from plpkg.untrusted import require_characters
 
 MOST = {"strings": 2**14, "lists and objects": 2**11, "values": 2**17}
 """Of each in a body; ids of prompts are values."""
@@ -126,8 +127,9 @@ def parsed(body: bytes, kind: type[BaseModel]) -> BaseModel:
     """A body in JSON as a model. RequestValidationError if it is not JSON, or not what the model says."""
     try:
         value = json.loads(body.decode("utf-8-sig"))  # other encodings would hide items from the count
+        require_characters(body, value)
     except (ValueError, RecursionError) as error:
-        raise RequestValidationError([{"loc": ("body", 0), "msg": f"the body is not JSON: {error}"}]) from None
+        raise RequestValidationError([{"loc": ("body", 0), "msg": f"the body cannot be read: {error}"}]) from None
     try:
         return kind.model_validate(value)
     except ValidationError as error:
