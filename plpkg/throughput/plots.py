@@ -155,10 +155,11 @@ def _named(label: str, lengths: Sequence[float], longest: float) -> str:
 def against_rtt(
     models: Sequence[str | ModelShape] = ("llama-2-7b", "llama-2-13b", "llama-30b"),
     phone_only: Mapping[str, float] | None = None,
-    schemes: Mapping[str, Mapping] | None = None,
-    more_ms: tuple[float, float] | None = None,
     marks: Sequence[str | Link] = ("lan", "wifi", "5g", "5g-us-2024", "4g"),
     ax=None,
+    *,
+    schemes: Mapping[str, Mapping] | None = None,
+    more_ms: tuple[float, float] | None = None,
     **settings,
 ):
     """Tokens per second against the round-trip time, with horizontal lines for the phone alone.
@@ -169,12 +170,12 @@ def against_rtt(
         One curve each.
     phone_only
         Tokens per second of the phone by itself, by label.
+    marks
+        Links whose round-trip times are marked; their rates play no part here.
     schemes
         Other settings of :func:`~plpkg.throughput.decode` for the first model, one curve each.
     more_ms
         A band for the first model with so many milliseconds more for each trip, from the first to the second.
-    marks
-        Links whose round-trip times are marked; their rates play no part here.
     **settings
         Passed to :func:`~plpkg.throughput.decode`.
     """
