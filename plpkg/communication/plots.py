@@ -74,7 +74,7 @@ def systems(ax=None):
             {
                 (0, 0): ("your text", yours),
                 (0, 1): ("gradients, clipped,\nand noise", made),
-                (1, 1): ("weights", others),
+                (1, 1): ("weights", made),
             },
             (((0, 0), (0, 1)), ((0, 1), (1, 1))),
         ),
