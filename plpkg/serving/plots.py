@@ -151,7 +151,9 @@ def writers(rows, ax=None):
     ax.set_xticks(range(len(gain.columns)), gain.columns, rotation=35, ha="right")
     ax.set_yticks(range(len(gain)), gain.index)
     ax.grid(False)
-    ax.set(xlabel="adapter of", ylabel="text of", title="bits per byte saved against no adapter (bold: best in the row)")
+    ax.set(
+        xlabel="adapter of", ylabel="text of", title="bits per byte saved against no adapter (bold: best in the row)"
+    )
     right = sum(gain.loc[name].idxmax() == name for name in gain.index)
     return theme.describe(
         ax, f"Bits per byte below the backbone alone; for {right} of {len(gain)} writers their own adapter is the best."
