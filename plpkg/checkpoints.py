@@ -149,9 +149,13 @@ def save(path: Path, state: dict) -> None:
 
     def write(partial: Path) -> None:
         save_file(tensors, partial, metadata)
-        _, reasons = entries(*read_header(partial), state=True)
-        if reasons:  # else the old one would make way for one that nobody can read
-            raise ValueError(f"{path.name} could not be read again: {brief(reasons)}")
+        outline, reasons = entries(*read_header(partial), state=True)
+        try:  # else the old one would make way for one that nobody can read
+            if reasons:
+                raise ValueError(brief(reasons))
+            _stated(metadata, outline)
+        except ValueError as error:
+            raise ValueError(f"{path.name} could not be read again: {error}") from error
 
     replace_file(path, write, private=True)
 

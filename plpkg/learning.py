@@ -89,6 +89,11 @@ class _Given(torch.nn.Module):
         super().__init__()
         self.hidden, self.called = hidden, False
 
+    @property
+    def decoder(self) -> "_Given":
+        """Which OPT calls instead of its body."""
+        return self
+
     def forward(self, *_, **__):
         from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 

@@ -1,5 +1,6 @@
 """Checks of arguments: a wrong value gets a sentence that names it, a mistyped name the one that was meant."""
 
+import contextlib
 import difflib
 import inspect
 import math
@@ -35,15 +36,16 @@ def whole_number(name: str, value: object, low: int, high: int | None = None, li
     ValueError
         The value is out of range or not whole.
     """
-    # bool is an int in Python, and True is nobody's rank; NumPy integers pass through __index__.
-    if whole := hasattr(value, "__index__") and not isinstance(value, bool):
-        count = value.__index__()
-        if count >= low and (high is None or count <= high):
-            return count
+    count = None
+    if not isinstance(value, bool):  # an int in Python, and True is nobody's rank
+        with contextlib.suppress(AttributeError, TypeError):  # NumPy's integers have it, a tensor of several does not
+            count = value.__index__()
+    if count is not None and count >= low and (high is None or count <= high):
+        return count
     if high is None:
         expected = f"a whole number of at least {low}"
     else:
-        kind = "" if whole else "a whole number "
+        kind = "a whole number " if count is None else ""
         expected = f"{kind}between {low} and {limit + '=' if limit else ''}{high}"
     raise ValueError(f"{name} must be {expected}, got {shown(value)}")
 
@@ -59,7 +61,10 @@ def number(name: str, value: object, low: float = 0.0, high: float = math.inf, *
         The value is out of range, infinite, or not a number.
     """
     # A string is a slip even if it can be read as a number, and so is True.
-    result = float(value) if hasattr(value, "__float__") and not isinstance(value, bool) else math.nan
+    result = math.nan
+    if not isinstance(value, bool):
+        with contextlib.suppress(AttributeError, TypeError, ValueError, ArithmeticError, RuntimeError):
+            result = value.__float__()
     if math.isfinite(result) and result <= high and (result > low if open_low else result >= low):
         return result
     bound = f"greater than {low:g}" if open_low else f"at least {low:g}"

@@ -107,6 +107,9 @@ def test_a_run_finds_its_own_checkpoint_and_no_other(tmp_path):
         ({"a": {1: 0, "b": 0}}, TypeError, "cannot hold a={1: 0"),
         ({"a": [torch.ones(1)] * 5000}, ValueError, "c could not be read again: .*5,000 tensors, at most 4,096"),
         ({"a": "x" * 2**20}, ValueError, "a state may have 524,288 bytes of text, got 1,0"),
+        ({"name": "n\ud800"}, ValueError, "c could not be read again: .*half a character, .*ud800"),
+        ({"seed": 10**50}, ValueError, "c could not be read again: .* at most 40 characters"),
+        ({"a": [0.5] * 2**19, "b": [1] * (2**19 + 1)}, ValueError, "again: .*a list of shape .524289"),
     ],
 )
 def test_what_a_checkpoint_cannot_hold_is_named_and_the_old_one_stays(tmp_path, state, error, message):

@@ -4,6 +4,8 @@
   multiplier of ``accuracy``'s ε = 4. The search itself is not in any ε.
 * settings: the learning rate, the batch and the steps of LoRA, one changed at a time, at one ε; bits per byte of the
   writer's validation text. The search is in no ε.
+* bound, few, size: what else changes, at 12 steps of 32 and a rate of 0.003: the clipping norm C; 300 windows, not all,
+  at several ε; and what learns, LoRA of other ranks or all weights (at two rates). Two seeds.
 * accuracy: one writer's text, learnt at several ε; bits per byte and next-token accuracy of the writer's test text.
   The unit of privacy is a window of 64 tokens: not a document, and not the writer.
 * exposure: the diary's facts, a question with its answer each, learnt with and without privacy. The exposure of a
@@ -21,8 +23,8 @@ All is ``make_private``: book-keeping, flat clipping, Poisson sampling, the prv 
 bound that no gradient reaches, clipped is no noise. PrivateLoRA's bases are random, or from the gradient of public
 text: never from the private one, whose gradient would be a release of its own.
 
-Run: ``python -m benchmarks.clipping.learning`` (about an hour on one core: rate 7, settings 5, accuracy 28, exposure
-15, scale 8);
+Run: ``python -m benchmarks.clipping.learning`` (about an hour on one core: rate 7, settings 5, bound 3, few 2, size 4,
+accuracy 28, exposure 15, scale 8);
 or only some sections, methods and targets. Not part of ``make bench``.
 """
 
@@ -80,6 +82,15 @@ SETTINGS = (  # learning rate, batch, steps: the first is the one that the other
     (1e-2, 32, 12), (1e-3, 32, 12), (3e-3, 32, 12), (3e-2, 32, 12), (1e-2, 8, 48), (1e-2, 128, 3), (1e-2, 8, 12),
 )  # fmt: skip
 SETTINGS_EPSILON = 4.0
+CHANGED = {
+    "bound": [{"bound": bound} for bound in (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)],
+    "few": [{"examples": 300, "target": target} for target in (math.inf, 8.0, 3.0, 1.0)],
+    "size": [
+        {"what": what, "lr": lr}
+        for what, lr in (("LoRA r=1", 3e-3), ("LoRA r=64", 3e-3), ("all weights", 3e-4), ("all weights", 1e-3))
+    ],
+}
+SIZES = {f"LoRA r={rank}": Method(lora(rank)) for rank in (1, 8, 64)} | {"all weights": Method()}
 SCALES, DRAWS = (1, 4, 16, 64), 3
 DIARY_BATCH, DIARY_STEPS = 20, 100
 DIARY_TARGETS = (math.inf, 8.0, 2.0)
@@ -198,22 +209,34 @@ def rows_of_rate(chosen, seed: int, targets=()) -> Iterator[dict]:
 
 
 def rows_of_settings(chosen, seed: int, targets=()) -> Iterator[dict]:
+    yield from changed([dict(zip(("lr", "batch", "steps"), setting, strict=True)) for setting in SETTINGS], seed)
+
+
+def changed(changes: Sequence[dict], seed: int) -> Iterator[dict]:
+    """What each change of a setting gains, after the untuned model."""
     start, tokenizer = backbone()
-    data, label = windows(tokenizer), "LoRA r=8"
+    ids = windows(tokenizer).tensors[0]
     validation = corpora.encode(first_documents(corpora.writer(WRITER).split("validation"), 30_000), tokenizer)
-    bits = score(start, tokenizer, validation, seq=256, stride=256).bits_per_byte
-    yield {"method": "none", "case": "untuned", "epsilon_target": 0.0, "bits_per_byte": round(bits, 4)}
-    for lr, batch, steps in SETTINGS:
-        sigma = sigma_for(SETTINGS_EPSILON, 1 / math.ceil(len(data) / batch), steps)
-        model = started(METHODS[label], start, tokenizer)
-        spent = learn(model, data, lr, batch, steps, sigma, MAX_GRAD_NORM, seed)
-        bits = score(model, tokenizer, validation, seq=256, stride=256).bits_per_byte
+
+    def bits(model) -> dict:
+        return {"bits_per_byte": round(score(model, tokenizer, validation, seq=256, stride=256).bits_per_byte, 4)}
+
+    def tried(
+        what="LoRA r=8", lr=3e-3, batch=32, steps=12, bound=MAX_GRAD_NORM, examples=None, target=SETTINGS_EPSILON
+    ) -> dict:
+        data = TensorDataset(ids[:examples], ids[:examples])
+        sigma = 0.0 if target == math.inf else sigma_for(target, 1 / math.ceil(len(data) / batch), steps)
+        model = started(SIZES[what], start, tokenizer)
+        if what == "all weights":
+            model.requires_grad_(True)
+        spent = learn(model, data, lr, batch, steps, sigma, bound, seed)
         case = f"rate {lr:g}, batch {batch}, {steps} steps"
-        yield (
-            {"method": label, "case": case, "epsilon_target": SETTINGS_EPSILON}
-            | spent
-            | {"bits_per_byte": round(bits, 4)}
-        )
+        case += f", C = {bound:g}" * (bound != MAX_GRAD_NORM) + f", {examples} windows" * (examples is not None)
+        return {"method": what, "case": case, "epsilon_target": target} | spent | bits(model)
+
+    yield {"method": "none", "case": "untuned", "epsilon_target": 0.0} | bits(start)
+    for change in changes:
+        yield tried(**change)
 
 
 def first_documents(documents, size: int) -> list:
@@ -373,6 +396,7 @@ def rows_of_scale(chosen, seed: int, targets=()) -> Iterator[dict]:
 SECTIONS = {
     "rate": rows_of_rate, "settings": rows_of_settings, "accuracy": rows_of_accuracy, "exposure": rows_of_exposure,
     "scale": rows_of_scale,
+    **{name: lambda chosen, seed, targets, name=name: changed(CHANGED[name], seed) for name in CHANGED},
 }  # fmt: skip
 
 

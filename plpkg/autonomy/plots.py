@@ -145,13 +145,13 @@ def stream(learners: Mapping[str, OnlineLearner], ax=None):
 
 
 def pareto(rows, ax=None):
-    """Accuracy by the share of multiplications that is left; each seed a point, moved aside to be seen."""
+    """Accuracy by the share of multiplications that is left; each seed a point."""
     ax = theme.axes(ax)
     for (case, group), style in zip(
         rows.groupby("case", sort=False), theme.styles(rows["case"].nunique()), strict=True
     ):
-        aside = [1.5 * (k - (len(group) - 1) / 2) for k in range(len(group))]
-        ax.plot(100 * group["macs_share"] + aside, 100 * group["accuracy"], label=case, **style | {"linestyle": ""})
+        points = style | {"linestyle": "", "markerfacecolor": "none"}
+        ax.plot(100 * group["macs_share"], 100 * group["accuracy"], label=case, **points)
     ax.set(xlabel="multiplications left (%), ← cheaper", ylabel="accuracy (%), better →")
     ax.legend()
     means = rows.groupby("case", sort=False)[["macs_share", "accuracy"]].mean()
@@ -188,15 +188,15 @@ def energy(static_watts: Sequence[float] = (0.0, 0.3, 2.0), ax=None):
 
 
 def plans(rows: Sequence[Mapping], ax=None):
-    """How long each way to learn takes, and what it spends; ``rows`` have learning, days and joules."""
+    """How long each way to learn works, and what it spends; ``rows`` have learning, hours and joules."""
     ax, fills = theme.axes(ax), theme.fills(len(rows))
     for k, (row, fill) in enumerate(zip(rows, fills, strict=True)):
-        ax.barh(k, row["days"], **fill)
-        ax.text(row["days"], k, f" {shown(row['days'])} days, {shown(row['joules'] / 1e3)} kJ", va="center")
+        ax.barh(k, row["hours"], **fill)
+        ax.text(row["hours"], k, f" {shown(row['hours'])} hours, {shown(row['joules'] / 1e3)} kJ", va="center")
     ax.set_yticks(range(len(rows)), [row["learning"] for row in rows])
     ax.invert_yaxis()
-    ax.set_xscale("log")
-    ax.xaxis.set_major_formatter("{x:g}")
-    ax.set(xlabel="days to a personal model (computed)", xlim=(0.003, 100_000))
-    said = "; ".join(f"{row['learning']}: {row['days']:.3g} days, {row['joules'] / 1e3:.3g} kJ" for row in rows)
-    return theme.describe(ax, f"Days to a personal model and energy, computed: {said}.")
+    ax.grid(False, axis="y")
+    longest = max(row["hours"] for row in rows)
+    ax.set(xlabel="hours of one core to a personal model (computed), ← better", xlim=(0, 1.6 * longest))
+    said = "; ".join(f"{row['learning']}: {row['hours']:.3g} hours, {row['joules'] / 1e3:.3g} kJ" for row in rows)
+    return theme.describe(ax, f"Hours of work to a personal model and energy, computed: {said}.")

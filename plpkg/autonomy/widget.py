@@ -1,4 +1,4 @@
-"""The explorer of notebook 08: minutes a day, model, what is trained, frequency → days and energy, *computed*."""
+"""The explorer of notebook 08: minutes a day, model, what is trained, frequency → time and energy, *computed*."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

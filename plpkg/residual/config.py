@@ -89,7 +89,7 @@ class ProjectionConfig(PeftConfig):
         layers = [] if self.layers_to_transform is None else self.layers_to_transform
         for layer in layers if isinstance(layers, list | tuple | set | range) else [layers]:
             whole_number("layers_to_transform", layer, 0)
-        self.projection_seed = whole_number("projection_seed", self.projection_seed, 0)
+        self.projection_seed = whole_number("projection_seed", self.projection_seed, 0, 2**64 - 1)
         one_of("init", self.init, self.inits)
         if self.save_projection is not None:
             flag("save_projection", self.save_projection)

@@ -214,6 +214,10 @@ class DevicePart(nn.Module):
             hidden = run_layers(self.last, hidden, attention_mask, position_ids, cache and cache.last)
         if self.tail is not None:
             hidden = self.tail(hidden)
+        return self.head(hidden)
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the model makes of its decoder's states: its LM head, scaled or capped."""
         logits = self.lm_head(hidden)
         logits = logits if self.scale == 1 else logits * self.scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap

@@ -18,6 +18,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict
 from torch import nn
 
+from plpkg.learning import logits_of
 from plpkg.residual.adapter import PrivateLoraLayer
 from plpkg.residual.cloud_part import CloudPart, OwnInEachThread, run_layers
 from plpkg.residual.device_part import DevicePart, Folded, LoraBranches, Tail
@@ -25,9 +26,6 @@ from plpkg.residual.exchange import FullActivations, Here, LowRank, Projection, 
 from plpkg.residual.ladder import NORMS, LadderTap, decoder_of, named
 from plpkg.residual.methods import LadderConfig, PrivateLoraConfig
 from plpkg.validation import flag, whole_number
-
-SCALES = ("lm_head_multiplier",)
-"""What some families (Falcon-H1) multiply with outside of their layers, and no part does."""
 
 MULTIPLIER = "embedding_multiplier"
 """What Granite's decoder multiplies its input with, before the first layer."""
@@ -90,9 +88,6 @@ def split(
     whole = model.get_base_model()
     if whole.get_output_embeddings() is None:
         raise ValueError(f"{type(whole).__name__} has no LM head")
-    for field in (*SCALES, *([] if hasattr(whole.base_model, MULTIPLIER) else [MULTIPLIER])):
-        if (scale := getattr(whole.config, field, None)) not in (None, 1):
-            raise ValueError(f"{field}={scale!r}: a cut {type(whole).__name__} would leave it out")
     decoder = decoder_of(whole)
     layers_name, norm_name = (named(decoder, names) for names in (LAYERS, NORMS))
     count = len(getattr(decoder, layers_name))
@@ -112,7 +107,8 @@ def split(
         return part
 
     middle = section(first_k, count - last_k, norm=with_norm)
-    _require_nothing_else(section(count - 1, count, norm=False), layers_name, norm_name)
+    last = _section(decoder, layers_name, norm_name, range(count - 1, count), norm=False)
+    _require_nothing_else(last, layers_name, norm_name, decoder.get_input_embeddings())
     here, exchanges, matrices, ranks, riders = Here(), [], [], {}, {}
     norm, m, before = getattr(decoder, norm_name), None, {}
     if isinstance(config, LadderConfig):
@@ -173,6 +169,7 @@ def split(
         **ends, first=section(0, first_k, norm=False), last=section(count - last_k, count, norm=True),
         matrices=matrices, ranks=next(iter(ranks), (0, 0)), tail=tail(m),
     )  # fmt: skip
+    _require_own_logits(whole, device)
     public = None
     if (first_k, last_k) == (0, 0):
         public = DevicePart(**ends, first=None, last=None, matrices=[], ranks=(0, 0), tail=tail(None))
@@ -223,7 +220,7 @@ def _section(decoder: nn.Module, layers_name: str, norm_name: str, layers: range
                     setattr(module, name, number)
     setattr(part, layers_name, chosen)
     setattr(part, norm_name, copy.deepcopy(getattr(decoder, norm_name), dict(shared)) if norm else nn.Identity())
-    if hasattr(decoder, "rotary_emb"):
+    if getattr(decoder, "rotary_emb", None) is not None:  # Granite's hybrids may have none
         part.rotary_emb = OwnInEachThread(copy.deepcopy(decoder.rotary_emb))
     part.set_input_embeddings(None)
     for name in POSITIONS:
@@ -243,15 +240,37 @@ class _Nothing(nn.Module):
         return torch.zeros(())  # without dimensions, so that it changes no type, and fits on any device
 
 
-def _require_nothing_else(part: nn.Module, layers_name: str, norm_name: str) -> None:
-    """Refuse a decoder that is more than its layers and a norm behind them: without layers, it is what stands there."""
+def _require_own_logits(whole: nn.Module, device: DevicePart) -> None:
+    """Refuse a model that makes other logits of its decoder's states than the device will."""
+    weight = device.lm_head.weight
+    hidden = torch.linspace(-1, 1, device.embedding.embedding_dim)[None, None].to(weight)
+    with torch.no_grad():
+        own, ours = logits_of(whole, hidden), device.head(hidden)
+    if (own - ours).abs().max() > 8 * torch.finfo(weight.dtype).eps * own.abs().max():
+        raise ValueError(
+            f"{type(whole).__name__} makes more of its logits than a scale that is known: it cannot be cut"
+        )
+
+
+def _require_nothing_else(part: nn.Module, layers_name: str, norm_name: str, embedding: nn.Module) -> None:
+    """Refuse a decoder that is more than its layers and a norm behind them: without layers, it is what stands there.
+
+    Nor may it make more of tokens than their ``embedding``.
+    """
     device = part.device
     setattr(part, layers_name, nn.ModuleList())
     setattr(part, norm_name, nn.LeakyReLU(3.0))  # three times what is negative
+    part.eval().set_input_embeddings(embedding)
+    at = torch.zeros(1, 1, dtype=torch.long, device=device)
+    ids = at + embedding.num_embeddings - 1
+    with torch.no_grad():
+        own = part(input_ids=ids, position_ids=at, use_cache=False).last_hidden_state
+        if not torch.equal(own, run_layers(part, embedding(ids), None, at, None)):
+            raise ValueError(f"{type(part).__name__} makes more of tokens than their embedding: it cannot be cut here")
     if hasattr(part, MULTIPLIER):
         setattr(part, MULTIPLIER, 1.0)  # the first layers keep it
     hidden = -torch.ones(1, 1, part.config.hidden_size, device=device)
-    final = run_layers(part.eval(), hidden, None, torch.zeros(1, 1, dtype=torch.long, device=device), None)
+    final = run_layers(part, hidden, None, at, None)
     if not torch.equal(final, 3 * hidden):
         raise ValueError(f"{type(part).__name__} is more than its layers and a norm: it cannot be cut here")
 

@@ -90,6 +90,7 @@ def test_a_stream_counts_errors_against_the_public_model():
 def test_pareto_draws_every_seed():
     ax = plots.pareto(FAMILY)
     assert [line.get_ydata() for line in ax.lines] == [pytest.approx([20, 40]), pytest.approx([10, 30])]
+    assert [list(line.get_xdata()) for line in ax.lines] == [[100, 100], [50, 50]]
     assert "unpruned 100 % of the work, 30.00 %; half 50 % of the work, 20.00 %" in ax.alt_text
 
 
@@ -108,7 +109,7 @@ def test_without_static_power_the_slowest_is_the_cheapest_and_with_much_it_is_no
 
 
 def test_plans_have_a_bar_each():
-    rows = [{"learning": "all", "days": 2.0, "joules": 5e3}, {"learning": "head", "days": 0.5, "joules": 1e3}]
+    rows = [{"learning": "all", "hours": 2.0, "joules": 5e3}, {"learning": "head", "hours": 0.5, "joules": 1e3}]
     ax = plots.plans(rows, plt.subplots()[1])
     assert [bar.get_width() for bar in ax.patches] == [2.0, 0.5]
-    assert "all: 2 days, 5 kJ; head: 0.5 days, 1 kJ" in ax.alt_text
+    assert "all: 2 hours, 5 kJ; head: 0.5 hours, 1 kJ" in ax.alt_text

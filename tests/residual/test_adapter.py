@@ -304,7 +304,8 @@ NOT_ZERO = "the M of the ladder is not zero"
     [
         (lambda: PrivateLoraConfig(r_c2d=0), "r_c2d must be a whole number of at least 1, got 0"),
         (lambda: PrivateLoraConfig(r_d2c=2.5), "r_d2c must be a whole number of at least 1, got 2.5"),
-        (lambda: PrivateLoraConfig(projection_seed=-1), "projection_seed must be a whole number of at least 0, got -1"),
+        (lambda: PrivateLoraConfig(projection_seed=-1), "projection_seed must be between 0 and .*, got -1"),
+        (lambda: PrivateLoraConfig(projection_seed=2**64), "projection_seed must be .*, got 18446744073709551616"),
         (lambda: PrivateLoraConfig(init="zeros"), "init must be one of 'gaussian', 'svd', 'given', got 'zeros'"),
         (lambda: PrivateLoraConfig(**TWO_RANKS), "init='svd' takes one rank for both ways, got r_c2d=4, r_d2c=5"),
         (lambda: PrivateLoraConfig(init="svd", save_projection=False), "init='svd' needs save_projection=True"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from peft import IA3Config, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaModel
 
 from plpkg.residual import PrivateLoraConfig, release, split
 from plpkg.residual.cloud_part import cut_back
@@ -230,6 +231,18 @@ def merged():
     return model
 
 
+def embedding_twice():
+    """As Falcon-H1, whose decoder multiplies what it embeds, and not what it is given."""
+    model = of_another_family("llama")
+    model.get_base_model().model.__class__ = type("LlamaModel", (LlamaModel,), {"forward": twice})
+    return model
+
+
+def twice(self, input_ids=None, inputs_embeds=None, **options):
+    embeds = 2 * self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+    return LlamaModel.forward(self, inputs_embeds=embeds, **options)
+
+
 IA3 = IA3Config(target_modules=["q_proj"], feedforward_modules=[])
 UNEVEN = dict(r=2, target_modules=["layers.0.self_attn.q_proj", "layers.1.self_attn.k_proj"])
 INVOKED = dict(alora_invocation_tokens=[1, 2], task_type="CAUSAL_LM")
@@ -257,15 +270,11 @@ NO_FOLD = "fold=True needs a PrivateLoRA adapter and last_k=0, got"
         (lambda: adapted(lora=lora("llama", **INVOKED)), {}, r"alora_invocation_tokens=\[1, 2\]: only plain"),
         (lambda: adapted(lora=UNEVEN), {}, r"same widths in every exchange, got \[\(32, 32\), \(32, 16\)\]"),
         (
-            lambda: of_another_family("llama", lm_head_multiplier=2.0),  # Falcon-H1's
+            lambda: of_another_family("hyperclovax", logits_scaling=8.0),  # which it multiplies with
             {},
-            "lm_head_multiplier=2.0: a cut LlamaForCausalLM would leave it out",
+            "HyperCLOVAXForCausalLM makes more of its logits than a scale that is known",
         ),
-        (
-            lambda: of_another_family("llama", embedding_multiplier=12.0),  # not in its decoder, as Granite's is
-            {},
-            "embedding_multiplier=12.0: a cut LlamaForCausalLM would leave it out",
-        ),
+        (embedding_twice, {}, "LlamaModel makes more of tokens than their embedding"),
         (
             lambda: of_another_family("bloom", "query_key_value"),
             {},

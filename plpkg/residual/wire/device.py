@@ -547,7 +547,8 @@ class DeviceClient:
     def _final(self, batch: int, positions: int, ahead: int = 0) -> tuple[torch.Tensor, list[int]]:
         """What ends a pass: ``(batch, positions + ahead, width)``, and the tokens that the cloud has written."""
         final = self._connection.receive("final", round_trips=0)
-        self._connection.traffic.round_trips += final.round_trips
+        most = len(self.part.matrices) + 1  # each exchange, and the end
+        self._connection.traffic.round_trips += whole_number("the cloud's round_trips", final.round_trips, 1, most)
         hidden = unpack(final.hidden, (batch, positions + ahead, self.part.width), self.dtype)
         written = unpack(final.tokens, (ahead,), torch.int32).tolist()
         if any(not 0 <= token < self.part.embedding.num_embeddings for token in written):

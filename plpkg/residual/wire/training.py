@@ -198,10 +198,12 @@ def train(
         get_peft_model_state_dict, model, adapter_name=client.adapter_name, save_embedding_layers=False
     )
     start = learnt()
+    text = Writer("device", {"train": documents, "validation": tuple(held_out)})
     terms = {field.name: value for field, value in client.terms.ListFields() if not field.is_repeated}
     identity = terms | {
         "start": hashlib.sha256(b"".join(pack(start[name], torch.float32) for name in sorted(start))).hexdigest(),
-        "text": Writer("device", {"train": documents}).fingerprint("train"),
+        "text": text.fingerprint("train"),
+        **({"held_out": text.fingerprint("validation")} if held_out else {}),
         "steps": steps, "batch": batch, "seq": seq, "accumulate": accumulate, "lr": lr, "warmup": warmup, "seed": seed,
     }  # fmt: skip
     run = TrainingRun(steps, out, identity, checkpoint_every=checkpoint_every)

@@ -21,6 +21,9 @@ from plpkg.residual.drafts import Draft
 from plpkg.residual.wire.wire_pb2 import Choice
 from plpkg.validation import flag, number, shown, whole_number
 
+LEAST_TEMPERATURE = 1e-30
+"""Lower ones are taken as this, which leaves the likeliest token: logits divided by them would be infinite."""
+
 
 class Writing:
     """Sequences under way.
@@ -69,7 +72,7 @@ class Writing:
         self.choice = None
         if ahead and self._sampled:
             seed = torch.randint(2**62, (), generator=generator).item()
-            self.choice = Choice(seed=seed, **choice)
+            self.choice = Choice(seed=seed, **choice | {"top_k": min(choice.get("top_k", 0), vocab)})
 
     @property
     def room(self) -> int:
@@ -149,7 +152,7 @@ def checked_warpers(
     number("temperature", temperature, open_low=do_sample)
     whole_number("top_k", top_k, 0)
     number("top_p", top_p, 0, 1, open_low=True)
-    options = dict(temperature=temperature, top_k=top_k, top_p=top_p) if do_sample else {}
+    options = dict(temperature=max(temperature, LEAST_TEMPERATURE), top_k=top_k, top_p=top_p) if do_sample else {}
     return decoding.warpers(**options)
 
 
@@ -178,7 +181,7 @@ def ends(model: PreTrainedModel, eos_token_id: int | list[int] | None) -> list[i
         settings = model.config if model.generation_config is None else model.generation_config
         eos_token_id = settings.eos_token_id
     chosen = eos_token_id if isinstance(eos_token_id, list | tuple) else [eos_token_id]
-    return [whole_number("eos_token_id", end, -1) for end in chosen if end is not None]
+    return [whole_number("eos_token_id", end, -1, 2**63 - 1) for end in chosen if end is not None]
 
 
 def stops(

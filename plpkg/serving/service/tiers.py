@@ -4,6 +4,7 @@ A version's path is its key in every tier, account included: were equal adapters
 an answer would tell one of them what the other has. Who needs an adapter leases it, and what is leased stays. However
 many wait for one, it is downloaded once, and given up when nobody waits any more. What failed is not tried again for
 some seconds, and fails nobody else. What is on disk does not wait for downloads, which a store may leave hanging.
+Accounts take turns at downloads: each has at most one in the queue for a place, however many of its own stand behind.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ import os
 import shutil
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -110,6 +111,7 @@ class Tiers:
         self._flights: dict[str, asyncio.Task] = {}
         self._failed: dict[str, tuple[float, Exception]] = {}
         self._downloads, self._closed = asyncio.Semaphore(whole_number("downloads", downloads, 1)), ""
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by account
 
     @contextlib.asynccontextmanager
     async def lease(self, path: str) -> AsyncIterator[Adapter]:
@@ -157,7 +159,7 @@ class Tiers:
         try:
             adapter = await asyncio.to_thread(self.disk.read, path, self.model, self.limits) if self.disk else None
             if adapter is None:
-                async with self._downloads:
+                async with self._place(path.partition("/")[0]):
                     adapter = await self.store.fetch(path, self.model, self.limits)
                     if self.disk:
                         await asyncio.to_thread(
@@ -176,6 +178,15 @@ class Tiers:
         finally:
             if self._flights.get(path) is flight:
                 del self._flights[path]
+
+    @contextlib.asynccontextmanager
+    async def _place(self, account: str) -> AsyncIterator[None]:
+        async with self._turns[account]:
+            await self._downloads.acquire()
+        try:
+            yield
+        finally:
+            self._downloads.release()
 
     def _trim(self, more: int) -> int:
         """Drop what nobody leases until there is room for ``more`` bytes; the bytes needed then."""

@@ -105,6 +105,13 @@ def test_the_cloud_that_guesses_no_more_leaves_the_sampled_text_as_it_would_be(p
     assert client.traffic.stopped
 
 
+@pytest.mark.parametrize("draft", [None, "backbone"])
+def test_the_coldest_samples_are_the_likeliest_tokens(pair, draft):
+    _, client, whole = pair(name="ladder")
+    for options in (dict(temperature=1e-300), dict(temperature=1e-40, top_k=2**33)):
+        same_tokens(client, whole, TEXT, 8, do_sample=True, draft=draft, **options)
+
+
 @pytest.mark.parametrize(("family", "cut"), [("llama", (1, 2)), ("gemma2", (1, 1)), ("gpt2", (1, 0)), ("gpt2", (0, 1))])
 def test_guesses_pass_the_layers_on_the_device_as_well(pair, family, cut):
     _, client, whole = pair(family, *cut, options=WINDOWS.get(family))
@@ -368,21 +375,24 @@ def tokens_of(*tokens):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "message"),
+    ("said", "message"),
     [
-        (b"", r"a tensor of shape \(3,\) has 12 bytes, got 0"),
-        (tokens_of(1, 2, 3, 4), r"a tensor of shape \(3,\) has 12 bytes, got 16"),
-        (tokens_of(1, 64, 3), r"the cloud has written \[1, 64, 3\], which are no tokens"),
-        (tokens_of(-1, 2, 3), r"the cloud has written \[-1, 2, 3\], which are no tokens"),
+        (dict(round_trips=0), "the cloud's round_trips must be between 1 and 1, got 0"),
+        (dict(round_trips=2), "the cloud's round_trips must be between 1 and 1, got 2"),
+        (dict(tokens=b""), r"a tensor of shape \(3,\) has 12 bytes, got 0"),
+        (dict(tokens=tokens_of(1, 2, 3, 4)), r"a tensor of shape \(3,\) has 12 bytes, got 16"),
+        (dict(tokens=tokens_of(1, 64, 3)), r"the cloud has written \[1, 64, 3\], which are no tokens"),
+        (dict(tokens=tokens_of(-1, 2, 3)), r"the cloud has written \[-1, 2, 3\], which are no tokens"),
     ],
 )
-def test_a_cloud_that_writes_nonsense_is_named_and_the_next_text_works(pair, monkeypatch, tokens, message):
+def test_a_cloud_that_writes_nonsense_is_named_and_the_next_text_works(pair, monkeypatch, said, message):
     _, client, whole = pair(name="ladder")
     original = Stream._final
 
     def foreign(self, hidden, written=()):
         final = original(self, hidden, written)
-        final.tokens = tokens
+        for name, value in said.items():
+            setattr(final, name, value)
         return final
 
     monkeypatch.setattr(Stream, "_final", foreign)

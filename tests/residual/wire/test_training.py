@@ -196,6 +196,7 @@ def test_another_run_in_the_same_folder_is_refused(cloud, tokenizer, tmp_path):
         (dict(steps=3), r"holds a run with steps=2, now 3"),
         (dict(text=TEXT[1:]), "holds a run with text="),
         (dict(adapted=begun), "holds a run with start="),
+        (dict(held_out=TEXT[:1]), "holds a run with held_out=None, now"),
     ):
         with pytest.raises(ValueError, match=message):
             run(cloud, tokenizer, tmp_path / "out", **dict(steps=2) | changes)

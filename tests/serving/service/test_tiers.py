@@ -314,3 +314,18 @@ async def test_few_downloads_at_a_time_and_one_that_nobody_waits_for_is_given_up
     await asyncio.gather(*waiting)
     assert set(tiers.host) == set(others)
     assert await take(tiers, path) is shelf.adapters[path]
+
+
+async def test_accounts_take_turns_at_downloads(shelf, make, writers):
+    shelf.adapters |= {f"{account}/{each.digest}": each for account in ("bob/x", "eve/x") for each in writers.values()}
+    shelf.open.clear()
+    tiers, waiting = make(downloads=2), []
+    for account in ("alice", "bob", "eve"):
+        for path in (path for path in shelf.adapters if path.startswith(account)):
+            waiting += begin(tiers, path, 1)
+            await asyncio.sleep(0)
+    await until(lambda: len(shelf.fetched) == 2)
+    shelf.open.set()
+    await asyncio.gather(*waiting)
+    order = [path[0] for path in shelf.fetched]  # two of alice's were there before anybody else
+    assert (order[:2], sorted(order[2:5]), sorted(order[5:8]), sorted(order[8:11])) == (["a", "a"], *3 * [[*"abe"]])
