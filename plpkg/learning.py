@@ -82,6 +82,15 @@ def frozen(model: torch.nn.Module) -> Iterator[None]:
             p.requires_grad_()
 
 
+class _States(tuple):
+    """What a body returns: its states, and None for all else that a family hands on (router logits, shared keys)."""
+
+    def __getattr__(self, name: str) -> torch.Tensor | None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self[0] if name == "last_hidden_state" else None
+
+
 class _Given(torch.nn.Module):
     """In the place of a model's body: it returns the states that were given."""
 
@@ -94,13 +103,9 @@ class _Given(torch.nn.Module):
         """Which OPT calls instead of its body."""
         return self
 
-    def forward(self, *_, **__):
-        from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
-
+    def forward(self, *_, **__) -> "_States":
         self.called = True
-        output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.hidden)
-        output.router_logits = None  # which a mixture of experts asks for
-        return output
+        return _States([self.hidden])
 
 
 def logits_of(model, hidden: torch.Tensor) -> torch.Tensor:
