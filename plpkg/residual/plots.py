@@ -69,16 +69,16 @@ def ladder(ax=None):
     drawing.box(ax, 0.6, 4.85, 1.6, 0.75, "norm,\nLM head", table, size=9)
     drawing.arrow(ax, (2.2, 1.175), (7.4, 1.175), "word embedding")
     drawing.arrow(ax, (7.4, 1.175), (7.4, 1.65))
-    for y, name in ((1.65, "1"), (2.65, "2"), (3.65, "L")):
-        drawing.box(ax, 6.65, y, 1.5, 0.7, f"layer {name}", frozen)
-        drawing.box(ax, 5.6, y, 0.75, 0.7, f"$A_{name}$", frozen)
+    for y, name in ((1.65, "0"), (2.65, "1"), (3.65, "L-1")):
+        drawing.box(ax, 6.65, y, 1.5, 0.7, f"layer ${name}$", frozen)
+        drawing.box(ax, 5.6, y, 0.75, 0.7, f"$A_{{{name}}}$", frozen)
         drawing.arrow(ax, (6.65, y + 0.35), (6.35, y + 0.35))
     for y, stop, dashed in ((2.35, 2.65, False), (3.35, 3.65, True), (4.35, 5.4, False)):
         drawing.arrow(ax, (7.4, y), (7.4, stop), dashed=dashed)
     drawing.arrow(ax, (7.4, 5.4), (2.2, 5.4), "h: d numbers", above=False)
     for start, stop in ((2.0, 3.45), (3.0, 3.62), (4.0, 3.8)):
         drawing.arrow(ax, (5.6, start), (1.85, stop), colour=private)
-    drawing.note(ax, 3.6, 2.1, "$A_1x_1, \\dots, A_Lx_L$")
+    drawing.note(ax, 3.75, 2.1, "$A_0x_0, \\dots, A_{L-1}x_{L-1}$\nr numbers each")
     drawing.arrow(ax, (1.4, 4.05), (1.4, 4.85), colour=private)
     drawing.arrow(ax, (0.35, 5.2), (0.35, 1.2), dashed=True)
     drawing.note(ax, 0.2, 3.2, "next token", rotation=90)
@@ -141,7 +141,7 @@ def schemes(near, far, rtt_ms: float, ax=None):
     ax.hlines(at, far["tokens_per_s"], near["tokens_per_s"], color="0.7", lw=1.5, zorder=1)
     for table, face, label in ((near, "white", "no delay"), (far, colour, f"{rtt_ms:g} ms")):
         ax.plot(table["tokens_per_s"], at, "o", color=colour, mfc=face, label=label)
-    ax.set(xlabel="tokens per second (better →)", xscale="log", xlim=(2, 150), ylim=(len(far) - 0.4, -0.6))
+    ax.set(xlabel="tokens per second, logarithmic (better →)", xscale="log", xlim=(2, 150), ylim=(len(far) - 0.4, -0.6))
     ax.set_xticks([5, 10, 20, 50, 100], [5, 10, 20, 50, 100], minor=False)
     ax.minorticks_off()
     ax.set_yticks(at, names)

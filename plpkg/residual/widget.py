@@ -102,12 +102,16 @@ def compute(sentence: str, sent: int, rank: int, layer: int) -> Theft:
 
 
 def errors(x: torch.Tensor, rank: int, others: torch.Tensor) -> dict[int, tuple[float, float]]:
-    """Those of a copy of M by how many of the inputs ``x`` ``(tokens, hidden)`` have passed: 1, 2, 4 … all."""
+    """Those of a copy of M by how many of the inputs ``x`` ``(tokens, hidden)`` have passed: 1, 2, 4 … all.
+
+    Around the rank, where the copy begins to be good, a quarter below and above it too.
+    """
     generator = torch.Generator().manual_seed(rank)
     a, m = (torch.randn(*size, generator=generator) for size in ((rank, x.shape[1]), (rank, rank)))
     (u, v), (other, wanted) = ((half.half().double(), (half @ m.T).half().double()) for half in (x @ a.T, others @ a.T))
     errors = {}
-    for n in sorted({*(2**k for k in range(11) if 2**k < len(u)), len(u)} - {0}):
+    passed = {2**k for k in range(11)} | {rank * 3 // 4, rank * 5 // 4}
+    for n in sorted({*(n for n in passed if n < len(u)), len(u)} - {0}):
         copy = torch.linalg.lstsq(u[:n], v[:n], rcond=ROUNDING, driver="gelsd").solution.T
         errors[n] = relative_error(copy, m), relative_error(other @ copy.T, wanted)
     return errors
