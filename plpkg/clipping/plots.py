@@ -241,7 +241,7 @@ def by_epsilon(rows):
 
 
 def epsilon_curve(rows, ax=None):
-    """Bits per byte of held-out text against the ε of private fine-tuning; a ring beside is a run, ∞ is without noise."""
+    """Bits per byte of held-out text against the ε of private fine-tuning; a ring is a run, ∞ is without noise."""
     ax = theme.axes(ax)
     tuned = rows[(rows["method"] != "none") & (rows["case"] != "clipped")]
     before = rows[rows["method"] == "none"]["bits_per_byte"].mean()
