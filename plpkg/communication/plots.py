@@ -1,6 +1,7 @@
 """Figures of notebook 01: what is sent, in which order, and how much of it."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 
 from plpkg import drawing, results, theme
 from plpkg.catalog import Link, ModelShape, link as find_link, model as find_model
@@ -13,7 +14,7 @@ RANKS = (8, 16, 32, 64, 128, 256, 512)
 
 def split(ax=None):
     """Draw one token's way through PrivateLoRA: who holds what, and the four messages that cross."""
-    ax = drawing.canvas(14.4, 8.6, ax)
+    ax = drawing.canvas(14.4, 9.4, ax)
     public, personal = drawing.colours(2)  # as in systems()
     drawing.lane(ax, 0, 0, 4.6, 8.6, "phone")
     drawing.lane(ax, 4.8, 0, 3.4, 8.6, "network", "0.98")
@@ -44,6 +45,7 @@ def split(ax=None):
     drawing.note(ax, 12.75, 5.1, "+", 12)
     drawing.arrow(ax, (1.2, 7.2), (1.2, 2.0), dashed=True)
     drawing.note(ax, 0.85, 4.6, "the next word", rotation=90)
+    _key(ax, {"computed or learnt from your text": personal, "public": public})
     return theme.describe(
         ax,
         "Three areas side by side. The phone holds the embedding, an M for q, k and v of each layer, and the LM head; "
@@ -55,7 +57,7 @@ def split(ax=None):
 
 def systems(ax=None):
     """Draw the four other systems: two sides each, with what is yours, what is made of it, and what others hold."""
-    ax = drawing.canvas(14.4, 8.0, ax)
+    ax = drawing.canvas(14.4, 8.7, ax)
     others, made, yours = drawing.colours(3)
     panels = (  # the two sides; boxes by (column, row); arrows from one to another
         (
@@ -71,8 +73,8 @@ def systems(ax=None):
             "who uses it",
             {
                 (0, 0): ("your text", yours),
-                (0, 1): ("gradients, clipped\nto C, and noise", made),
-                (1, 1): ("weights", others),
+                (0, 1): ("gradients, clipped,\nand noise", made),
+                (1, 1): ("weights", made),
             },
             (((0, 0), (0, 1)), ((0, 1), (1, 1))),
         ),
@@ -114,6 +116,7 @@ def systems(ax=None):
             else:
                 height, ends = y + 1.82 + 1.3 * row, (x + 3.3, x + 3.8)
                 drawing.arrow(ax, (ends[start], height), (ends[stop], height))
+    _key(ax, {"yours": yours, "computed or learnt from it": made, "public, or others'": others})
     return theme.describe(
         ax,
         "Four small drawings. Locret: text and a bounded KV cache on one device. Ghost clipping: your text becomes "
@@ -123,8 +126,19 @@ def systems(ax=None):
     )
 
 
+def _key(ax, colours: Mapping[str, tuple]) -> None:
+    """Say at the bottom of a drawing what each colour means."""
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    ax.legend(handles=handles, loc="lower center", ncols=len(handles), frameon=False, borderaxespad=0)
+
+
 def sequence_chart(messages: Iterable[Message], ax=None):
-    """Draw messages in the order in which they cross the network: device on the left, cloud on the right."""
+    """Draw messages in the order in which they cross the network: device on the left, cloud on the right.
+
+    A bracket on the left spans each round trip: what goes one way at once, and what then comes back.
+    """
     messages = list(messages)
     ax = theme.axes(ax)
     up, down = theme.styles(2)
@@ -135,7 +149,10 @@ def sequence_chart(messages: Iterable[Message], ax=None):
         where = "" if message.layer is None else f"layer {message.layer}: "
         shape = " × ".join(map(str, message.shape))
         ax.text(0.5, position - 0.14, f"{where}{message.content}  ({shape})", ha="center", va="bottom", fontsize=11)
-    ax.set(xlim=(-0.05, 1.05), ylim=(len(messages) - 0.3, -0.8), xticks=[0, 1], yticks=[])
+    runs = [list(run) for _, run in groupby(range(len(messages)), key=lambda i: messages[i].direction)]
+    for first, second in zip(runs[::2], runs[1::2], strict=False):
+        ax.plot([-0.03, -0.06, -0.06, -0.03], [first[0] - 0.2] * 2 + [second[-1] + 0.2] * 2, color="0.4", lw=1.2)
+    ax.set(xlim=(-0.1, 1.05), ylim=(len(messages) - 0.3, -0.8), xticks=[0, 1], yticks=[])
     ax.set_xticklabels(["device", "cloud"], fontweight="bold")
     ax.set_ylabel("← time", labelpad=10)  # rotated, it points down
     ax.figure.set_size_inches(7.2, 0.6 + 0.55 * len(messages))
@@ -177,6 +194,11 @@ def by_rank(
     for (label, traffic), line in zip(lines.items(), baselines, strict=True):
         ax.axhline(traffic.total_bits / 1e3, label=label, color=line["color"], linestyle=line["linestyle"])
     ax.axhline(ends / 1e3, color="0.4", lw=1, linestyle=":", label="end points alone")
+    article = lines["1 projection, as the article counts"].total_bits / 1e3
+    drawing.note(ax, ranks[0], 1.1 * article, f"article, {article / 1e3:.2f} Mbit", ha="left", va="bottom")
+    if 64 in ranks:
+        at_64 = low_rank(model, 64).total_bits / 1e3
+        drawing.note(ax, 64, 1.25 * at_64, f"{at_64:.0f} kbit", va="bottom")
     ax.set(xscale="log", yscale="log", xlabel="rank (both directions)", ylabel="kbit per token")
     ax.set_xticks(ranks, [str(r) for r in ranks])
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 3)))

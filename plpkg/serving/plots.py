@@ -68,6 +68,7 @@ def popularity(rows, ax=None):
     table = rows.pivot_table(index="case", columns="what", values="tokens_per_s", sort=False)
     ax = _grouped(table, rows.groupby("case", sort=False)["adapters"].first(), ax)
     ax.set(ylabel="tokens/s (better ↑)", xlabel="differences below 7 % say nothing")
+    ax.get_legend().set_title("PEFT's bars and merging: another engine")
     return theme.describe(ax, f"Tokens per second by popularity. {_said(table, '.0f')}.")
 
 
@@ -120,13 +121,13 @@ def drift(rows, ax=None):
     ax = theme.axes(ax)
     groups = list(rows.groupby("case", sort=False))
     for (dtype, each), style in zip(groups, theme.styles(len(groups)), strict=True):
-        ax.plot(each["swaps"], each["drift"], label=dtype, **style)
+        ax.plot(each["swaps"], each["drift"], label=f"{dtype}, four random", **style)
     ax.set(
         xscale="log",
         yscale="log",
         xlabel="swaps (merge, then unmerge)",
-        ylabel="← better: distance of the weights (% of them)",
-        title="four random adapters in turn",
+        ylabel="← better: distance (% of the weights' norm)",
+        title="how far swapping moves the weights",
     )
     ax.xaxis.set_major_formatter("{x:g}")
     ax.yaxis.set_major_formatter(lambda drift, _: f"{100 * drift:.6f}".rstrip("0").rstrip("."))
@@ -150,7 +151,9 @@ def writers(rows, ax=None):
     ax.set_xticks(range(len(gain.columns)), gain.columns, rotation=35, ha="right")
     ax.set_yticks(range(len(gain)), gain.index)
     ax.grid(False)
-    ax.set(xlabel="adapter of", ylabel="text of", title="bits per byte fewer than without (bold: the row's best gain)")
+    ax.set(
+        xlabel="adapter of", ylabel="text of", title="bits per byte saved against no adapter (bold: best in the row)"
+    )
     right = sum(gain.loc[name].idxmax() == name for name in gain.index)
     return theme.describe(
         ax, f"Bits per byte below the backbone alone; for {right} of {len(gain)} writers their own adapter is the best."

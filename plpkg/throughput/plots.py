@@ -38,6 +38,7 @@ def roofline(measured, models: Sequence[str] = ("llama-2-7b", "llama-2-13b", "ll
     """
     panels = thread, cloud, phone = theme.axes(ncols=3, sharey=True, figsize=(9.6, 3.6))
     (here, *looks), xs = theme.styles(1 + len(models)), [2 ** (i / 4) for i in range(49)]
+    here["marker"] = ""
     machine, (gpu, handset) = measured.iloc[0], map(find_device, ("a100-80gb-pcie", "iphone-13-pro-max"))
     reading = measured["roofline_ms"].min()
     bounds = {"bound": (reading, _turn(1e9 * machine["gflops_per_s"], 1e9 * machine["bandwidth_gb_per_s"], 32))}
@@ -48,8 +49,8 @@ def roofline(measured, models: Sequence[str] = ("llama-2-7b", "llama-2-13b", "ll
     bound_ms = {m: 1e3 / decode(m, gpu="roofline").gpu_tokens_per_s for m in models}
     reported_ms = {m: 1e3 / decode(m).gpu_tokens_per_s for m in models}
     _bounds(cloud, xs, {m: (ms, turn) for m, ms in bound_ms.items()}, looks)
-    for ms, style in zip(reported_ms.values(), looks, strict=True):
-        cloud.plot([1], [ms], color=style["color"], marker=style["marker"], ms=7, label="_")
+    for shift, ms, style in zip((0.7, 1, 1.4), reported_ms.values(), looks, strict=False):  # side by side
+        cloud.plot([shift], [ms], color=style["color"], marker=style["marker"], ms=7, label="_")
     shape = find_model(models[0])
     head_ms = 1e3 * 2 * shape.embedding_parameters / handset.memory_bandwidth_bytes_per_s
     turn = _turn(handset.flops_per_s, handset.memory_bandwidth_bytes_per_s, 16)
@@ -61,7 +62,7 @@ def roofline(measured, models: Sequence[str] = ("llama-2-7b", "llama-2-13b", "ll
         for axis in (ax.xaxis, ax.yaxis):
             axis.set_major_formatter("{x:g}")
         ax.legend(loc="upper left")
-    cloud.set_title(f"{titles[1]}\n(markers: reported)")
+    cloud.set_title(f"{titles[1]}\n(markers: reported, one position)")
     thread.set_ylabel("ms a pass")
     said = "; ".join(f"{m} {reported_ms[m] / bound_ms[m]:.1f}" for m in models)
     theme.describe(
@@ -77,7 +78,7 @@ def roofline(measured, models: Sequence[str] = ("llama-2-7b", "llama-2-13b", "ll
 def _bounds(ax, positions, bounds: Mapping[str, tuple[float, float]], styles) -> None:
     """Lines that are flat at the milliseconds of reading, and rise from where computing takes as long."""
     for (name, (ms, turn)), style in zip(bounds.items(), styles, strict=True):
-        ax.plot(positions, [ms * max(1, x / turn) for x in positions], label=name, **style | {"marker": ""})
+        ax.plot(positions, [ms * max(1, x / turn) for x in positions], label=name, markevery=[], **style)
         ax.axvline(turn, color="0.6", lw=1, linestyle=":")
     ax.text(turn, 0.02, f" {turn:.3g}", fontsize=9, color="0.3", transform=ax.get_xaxis_transform())
 
@@ -156,6 +157,9 @@ def against_rtt(
     phone_only: Mapping[str, float] | None = None,
     marks: Sequence[str | Link] = ("lan", "wifi", "5g", "5g-us-2024", "4g"),
     ax=None,
+    *,
+    schemes: Mapping[str, Mapping] | None = None,
+    more_ms: tuple[float, float] | None = None,
     **settings,
 ):
     """Tokens per second against the round-trip time, with horizontal lines for the phone alone.
@@ -168,16 +172,27 @@ def against_rtt(
         Tokens per second of the phone by itself, by label.
     marks
         Links whose round-trip times are marked; their rates play no part here.
+    schemes
+        Other settings of :func:`~plpkg.throughput.decode` for the first model, one curve each.
+    more_ms
+        A band for the first model with so many milliseconds more for each trip, from the first to the second.
     **settings
         Passed to :func:`~plpkg.throughput.decode`.
     """
     ax = theme.axes(ax)
-    table = latency.against_rtt(models, [0.1 * 10 ** (i / 20) for i in range(61)], **settings)
+    rtts = [0.1 * 10 ** (i / 20) for i in range(61)]
+    table = latency.against_rtt(models, rtts, **settings)
+    for name, scheme in (schemes or {}).items():
+        table.loc[name] = latency.against_rtt(models[:1], rtts, **settings | scheme).iloc[0]
     for (name, speeds), style in zip(table.iterrows(), theme.styles(len(table)), strict=True):
-        ax.plot(table.columns, speeds, label=name, **{**style, "marker": ""}, lw=2)
+        ax.plot(rtts, speeds, label=name, **{**style, "marker": ""}, lw=2)
+    if more_ms:
+        edges = [latency.against_rtt(models[:1], [rtt + ms for rtt in rtts], **settings).iloc[0] for ms in more_ms]
+        label = f"{table.index[0]}, {more_ms[0]:g} to {more_ms[1]:g} ms more a trip"
+        ax.fill_between(rtts, *edges, color=ax.lines[0].get_color(), alpha=0.2, label=label)
     for (label, speed), dash in zip((phone_only or {}).items(), theme.DASHES[1:], strict=False):
         ax.axhline(speed, color="0.35", linestyle=dash, lw=1.2, label=f"{label}: {speed:.1f} tokens/s")
-    top = ax.get_ylim()[1]
+    top = 1.15 * ax.get_ylim()[1]
     for link in map(find_link, marks):
         ax.axvline(1e3 * link.rtt_s, color="0.75", lw=1, zorder=0)
         ax.text(1e3 * link.rtt_s, top, f" {link.name}", rotation=90, va="top", ha="right", fontsize=9, color="0.3")
@@ -203,8 +218,7 @@ def schemes(schemes: Mapping[str, Mapping], rtts_ms: Sequence[float] = (0, 5, 20
 
     ax = theme.axes(ax)
     table = latency.schemes_against_rtt(schemes, rtts_ms, **settings)
-    looks = theme.styles(len(table) + 1)
-    del looks[6:7]  # a second pink
+    looks = [look for i, look in enumerate(theme.styles(len(table) + 2)) if i not in (6, 8)]  # a second pink, yellow
     for (name, speeds), style in zip(table.iterrows(), looks, strict=False):
         ax.plot(table.columns, speeds, label=name, **style)
     ax.set(yscale="log", xlabel="round-trip time (ms)", ylabel="tokens per second (log scale)")

@@ -22,6 +22,7 @@ def test_the_other_systems_are_four():
         assert name in said
         assert name in theme.alt(ax.figure)
     assert said.count("device") == 3
+    assert len(ax.get_legend().get_texts()) == 3
 
 
 def test_sequence_chart_draws_every_message():
@@ -29,6 +30,7 @@ def test_sequence_chart_draws_every_message():
     ax = plots.sequence_chart(messages)
     said = [text.get_text() for text in ax.texts if text.get_text()]
     assert len(said) == len(messages) == 6
+    assert len(ax.lines) == communication.count(messages).round_trips == 3  # a bracket each
     assert said[1] == "layer 0: A x  (3 × 1 × 1 × 8)"
     assert "6 messages between device and cloud, 3 up and 3 down" in theme.alt(ax.figure)
 

@@ -44,8 +44,13 @@ def test_breakdown_bars_are_the_terms():
 
 
 def test_against_rtt_starts_at_the_undelayed_speed():
-    ax = plots.against_rtt(["llama-2-7b"], {"phone alone": 8.1})
-    curve = ax.lines[0].get_ydata()
+    ax = plots.against_rtt(
+        ["llama-2-7b"], {"phone alone": 8.1}, schemes={"ladder": dict(method="ladder")}, more_ms=(2, 6)
+    )
+    curve, ladder = (line.get_ydata() for line in ax.lines[:2])
+    assert ladder[0] == pytest.approx(decode("llama-2-7b", rtt_s=0.0001, method="ladder").tokens_per_s)
+    band = [decode("llama-2-7b", rtt_s=(0.1 + ms) / 1e3).tokens_per_s for ms in (2, 6)]
+    assert set(ax.collections[0].get_paths()[0].vertices[:, 1]) >= set(band)
     assert curve[0] == pytest.approx(decode("llama-2-7b", rtt_s=0.0001).tokens_per_s)
     assert list(curve) == sorted(curve, reverse=True)
     assert "27.0 at 0 ms" in theme.alt(ax.figure)

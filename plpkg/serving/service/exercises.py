@@ -28,7 +28,7 @@ def share_in_slots(answer: object) -> Verdict:
 def bound(function: object) -> Verdict:
     """``bound(waiting, i, patience_s, longest_s)``: the seconds within which the request ``waiting[i]`` starts.
 
-    ``waiting`` are the accounts of the requests whose adapters are there, oldest first.
+    ``waiting`` are the accounts of the requests whose adapters are there, oldest first; no further account comes.
     """
     random, cases = Random(0), []
     for _ in range(30):

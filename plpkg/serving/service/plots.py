@@ -33,8 +33,11 @@ def service(tenants=("ann", "bob", "cem", "dee", "eva"), ax=None):
     return theme.describe(ax, f"Whose adapters are where, {held}. {said}; the others write, in one batch.")
 
 
-def timeline(result: Simulation, ax=None):
-    """A bar for each request: its adapter is fetched (a diamond when it is here), it waits, it runs."""
+def timeline(result: Simulation, ax=None, slots=0):
+    """A bar for each request: its adapter is fetched (a diamond when it is here), it waits, it runs.
+
+    Below are the ``slots``, if given, with who uses each.
+    """
     ax, rows = theme.axes(ax), result.rows()
     moments = pairwise(("arrived_s", "fetched_s", "started_s", "ended_s"))
     for step, (begin, end), fill in zip(("fetching", "waiting", "running"), moments, theme.fills(3), strict=True):
@@ -45,7 +48,16 @@ def timeline(result: Simulation, ax=None):
         [x for x, _ in come], [y for _, y in come], "D", color="black", markeredgecolor="white", label="adapter is here"
     )
     names = [row["adapter"] for row in rows]
-    ax.set_yticks(range(len(rows)), [f"{name}, no. {names[: k + 1].count(name)}" for k, name in enumerate(names)])
+    labels, used = [f"{name}, no. {names[: k + 1].count(name)}" for k, name in enumerate(names)], []
+    for row in sorted(rows if slots else [], key=lambda row: row["started_s"]):
+        own = [k for k, (name, _) in enumerate(used) if name == row["adapter"]]
+        idle = [k for k, (_, end) in enumerate(used) if end <= row["started_s"]]
+        k = next(iter(own or ([len(used)] if len(used) < slots else idle)))
+        used[k : k + 1] = [(row["adapter"], max(row["ended_s"], used[k][1] if own else 0))]
+        bar = ax.barh(len(rows) + k, row["ended_s"] - row["started_s"], left=row["started_s"], color="0.9", ec="0.3")
+        ax.bar_label(bar, [row["adapter"]], label_type="center")
+    labels += [f"slot {k + 1}" for k in range(slots)]
+    ax.set_yticks(range(len(labels)), labels)
     ax.invert_yaxis()
     ax.grid(False, axis="y")
     ax.set(xlabel="time (s, simulated)", ylabel="request for the adapter of")

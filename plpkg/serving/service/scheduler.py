@@ -73,7 +73,9 @@ class Scheduler:
 
     An account's k-th waiting request starts at most ``patience_s + k * n * longest`` seconds after its adapter has
     come, if ``n`` accounts, its own among them, have waiting requests meanwhile, and none runs for more than
-    ``longest`` seconds. It is the k-th if ``k - 1`` of its account still wait then whose adapters came before.
+    ``longest`` seconds. It is the k-th if ``k - 1`` of its account still wait then whose adapters came before. ``n``
+    counts also accounts that come while it waits, and ``longest`` the steps that read prompts, others' among them. What
+    waits before it is submitted, or until its adapter has come, has no bound here.
 
     Parameters
     ----------
