@@ -124,10 +124,11 @@ def by_length(steps: list[Costs], what: str = "flops", ax=None):
     ax, said = theme.axes(ax), []
     lengths, width = [step.seq for step in steps], steps[0].widths[0]
     names = [name for name in steps[0].by_execution if name != "sgd"]
-    for name, style in zip(names, theme.styles(len(names)), strict=True):
+    for k, (name, style) in enumerate(zip(names, theme.styles(len(names)), strict=True)):
         costs = [(step.by_execution[name], step.by_execution["sgd"]) for step in steps]
         ratios = [getattr(cost, what) / getattr(base, what) for cost, base in costs]
-        ax.plot(lengths, ratios, label=name, **style)
+        thinner = {"linewidth": 3.4 - 0.7 * k, "markersize": 11 - 2 * k}  # a line that lies under others shows
+        ax.plot(lengths, ratios, label=name, **{**style, **thinner})
         said.append(f"{name}: {', '.join(f'{ratio:.3g}' for ratio in ratios)}")
     ax.axvline(width / 2, color="0.4", lw=1, linestyle=":")
     ax.set_xscale("log", base=2)
@@ -240,17 +241,18 @@ def by_epsilon(rows):
 
 
 def epsilon_curve(rows, ax=None):
-    """Bits per byte of held-out text against the ε of private fine-tuning; a small point is a run, ∞ is no privacy."""
+    """Bits per byte of held-out text against the ε of private fine-tuning; a ring is a run, ∞ is without noise."""
     ax = theme.axes(ax)
     tuned = rows[(rows["method"] != "none") & (rows["case"] != "clipped")]
     before = rows[rows["method"] == "none"]["bits_per_byte"].mean()
     levels, said = sorted(set(tuned["epsilon"].round(1))), []
-    for (method, runs), style in zip(tuned.groupby("method"), theme.styles(tuned["method"].nunique()), strict=True):
+    styles = theme.styles(tuned["method"].nunique())
+    for k, ((method, runs), style) in enumerate(zip(tuned.groupby("method"), styles, strict=True), start=1):
         curve = runs.groupby(runs["epsilon"].round(1))["bits_per_byte"].mean()
         label = method.replace("public gradient", "A and B from public text")
         ax.plot(range(len(curve)), curve, label=label, **style)
-        places = [levels.index(epsilon) for epsilon in runs["epsilon"].round(1)]
-        ax.plot(places, runs["bits_per_byte"], ".", color=style["color"], markersize=4)
+        places = [levels.index(epsilon) + 0.06 * k for epsilon in runs["epsilon"].round(1)]
+        ax.plot(places, runs["bits_per_byte"], "o", color=style["color"], markersize=5, markerfacecolor="none")
         said.append(f"{method}: {', '.join(f'{value:.4g}' for value in curve)}")
     ax.axhline(before, lw=1, color="0.3", linestyle="--")
     ax.annotate(
@@ -260,9 +262,9 @@ def epsilon_curve(rows, ax=None):
     names = [f"{epsilon:g}" if math.isfinite(epsilon) else "∞" for epsilon in levels]
     ax.set_xticks(range(len(levels)), names)
     ax.set(
-        xlabel="ε spent (δ = 1e-5); ∞: without privacy",
+        xlabel="ε spent (δ = 1e-5); ∞: no noise, same 20 steps",
         ylabel="← better: bits per byte",
-        title="What it costs (small dots: single runs)",
+        title="What it costs (rings: single runs)",
     )
     ax.legend(loc="lower left", fontsize=8)
     return theme.describe(
@@ -286,8 +288,9 @@ def exposure(rows, ax=None):
     ax.barh(range(len(means)), means, color=theme.fills(1)[0]["color"])
     for place, group in enumerate(means.index):
         each, largest = (runs.loc[[group], which] for which in ("mean_exposure", "max_exposure"))
-        ax.plot(each, [place] * len(each), "o", color="black", markersize=4)
-        ax.plot(largest, [place] * len(largest), "x", color="black", markersize=7)
+        places = [place + 0.3 * (k - (len(each) - 1) / 2) for k in range(len(each))]  # runs below each other
+        ax.plot(each, places, "o", color="black", markersize=4)
+        ax.plot(largest, places, "x", color="black", markersize=6)
         ax.text(max(each) + 0.25, place, f"{each.mean():.1f}", va="center", fontsize=8)
     ax.set_yticks(range(len(means)), labels)
     ax.invert_yaxis()
@@ -304,7 +307,7 @@ def exposure(rows, ax=None):
 
 def caught(zoo, ax=None):
     """Every bug of a zoo with its lesson, which check catches it, and what this package does about it."""
-    ax = theme.axes(ax, figsize=(8, 7.7))
+    ax = theme.axes(ax, figsize=(8, 8))
     green, grey = "C2", "0.45"
     marks = {
         "caught": dict(marker="s", markersize=11, color=green),
@@ -330,10 +333,11 @@ def caught(zoo, ax=None):
             f"{finding.case.name} ({finding.case.lesson[:-1]}): {' and '.join(finding.caught_by) or 'nothing'}; "
             f"{finding.ours.partition(':')[0]}"
         )
-    for column, head in enumerate((*CHECKS, "plpkg")):
+    ax.text(1.5, -1.45, "on Opacus, ghost mode", va="bottom", ha="center", fontsize=10, fontweight="bold")
+    for column, head in enumerate((*CHECKS, "plpkg does")):
         ax.text(column, -0.75, head.replace(" ", "\n"), va="bottom", ha="center", fontsize=10)
     ax.set_axis_off()
-    ax.set(xlim=(-7, len(CHECKS) + 0.6), ylim=(len(zoo.findings) - 0.4, -1.5))
+    ax.set(xlim=(-7, len(CHECKS) + 0.6), ylim=(len(zoo.findings) - 0.4, -1.9))
     lines = [ax.plot([], [], linestyle="none", label=verdict, **mark)[0] for verdict, mark in marks.items()]
     ax.legend(handles=lines, loc="upper center", bbox_to_anchor=(0.5, 0), ncol=4, frameon=False, fontsize=9)
     return theme.describe(ax, f"What catches each bug, and what this package does. {'. '.join(said)}.")

@@ -213,7 +213,7 @@ def opacus_refusal(case: Case) -> str | None:
 
 
 def opacus(model, optimizer, criterion, steps, *, max_grad_norm, noise_multiplier, expected_batch_size) -> None:
-    """A training function: Opacus's ghost clipping, past its refusals, and the loop that everybody writes."""
+    """A training function: Opacus's ghost clipping, past its refusals, and the loop without its BatchMemoryManager."""
     private = GradSampleModuleFastGradientClipping(model, max_grad_norm=max_grad_norm, strict=False)
     optimizer = DPOptimizerFastGradientClipping(
         optimizer,
