@@ -170,8 +170,8 @@ class PrivateLoader(DataLoader):
             if batch is None and not private.learning:
                 continue  # a step of noise only if what comes next is trained on
             private.offer(pieces)
-            if private.learning:
-                private.begin()
+            if private.learning and not private.begin():
+                return
             if batch is not None:
                 yield batch
             if pieces[-1].last and private.learning and private.done:

@@ -280,18 +280,33 @@ class Private:
         """
         self._offered = pieces
 
-    def begin(self) -> None:
-        """What the data loader has offered is trained on: each empty sample is a step of noise."""
+    def begin(self) -> bool:
+        """What the data loader has offered is trained on: each empty sample is a step of noise. False if it may not."""
         pieces, self._offered = self._offered, []
         for piece in pieces:
             if piece.loop is not self._loop:  # another loop over the data loader: an epoch begins
                 self._loop = piece.loop
                 self.restart()
+            if self._overspends(piece):
+                self.max_steps = self.steps
+                return False
             self.progress.samples += self.progress.last
             self.progress.piece, self.progress.left, self.progress.last = piece, len(piece.indices), piece.last
             self.sampler.trained(piece)
             if not piece.indices:
                 self.skip()
+        return True
+
+    def _overspends(self, piece: Piece) -> bool:
+        """Whether a batch begins a shuffled epoch that ``max_epsilon`` does not allow: those before it may have been
+        left early, or read by evaluations.
+        """
+        epoch = self.mechanism.epoch
+        if not (self._limit and epoch) or piece.draw // epoch in self._life.epochs:
+            return False
+        after = [*self._ledger.spent, (self.now.noise_multiplier, 1.0, 1)]
+        most, delta = self._limit
+        return spent(accountant_of(self.mechanism.accountant, after), delta) > most
 
     def check(self) -> None:
         """See that what learns is what was seen in the beginning.
@@ -320,7 +335,8 @@ class Private:
         """A forward pass begins: what learns is what was seen, and the data loader's batch is trained on."""
         self.check()
         if self._offered and not self.progress.left:  # fetched in evaluation mode, as transformers' Trainer does
-            self.begin()
+            if not self.begin():
+                raise RuntimeError(f"a step beyond the {self.max_steps} that max_epsilon allows")
 
     def record(self, batch: int) -> None:
         """So many examples get their losses."""

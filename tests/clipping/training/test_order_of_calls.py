@@ -284,6 +284,19 @@ def evaluate(made):
     made.model.train()
 
 
+def test_shuffled_epochs_that_are_left_or_evaluated_stay_below_max_epsilon():
+    limit = epsilon_of(50.0, 1.0, 2, DELTA, accountant="rdp") * 1.01
+    made = private(poisson_sampling=False, accountant="rdp", max_epsilon=limit, target_delta=DELTA)
+    for _ in range(4):
+        evaluate(made)
+        for x, y in itertools.islice(made.data_loader, 1):
+            made.criterion(made.model(x), y).backward()
+            made.optimizer.step()
+    assert made.steps == 2
+    assert made.done
+    assert made.epsilon(DELTA) <= limit
+
+
 def test_an_evaluation_takes_no_step_of_noise():
     made = private(batch_size=1, dataset=TensorDataset(*data()[:8]))  # a third of the samples are empty
     before = made.model.weight.clone()
