@@ -285,8 +285,8 @@ def evaluate(made):
 
 
 def test_shuffled_epochs_that_are_left_or_evaluated_stay_below_max_epsilon():
-    limit = epsilon_of(50.0, 1.0, 2, DELTA, accountant="rdp") * 1.01
-    made = private(poisson_sampling=False, accountant="rdp", max_epsilon=limit, target_delta=DELTA)
+    limit = epsilon_of(2.0, 1.0, 2, DELTA, accountant="rdp") * 1.01
+    made = private(poisson_sampling=False, noise_multiplier=2.0, accountant="rdp", max_epsilon=limit, target_delta=DELTA)
     for _ in range(4):
         evaluate(made)
         for x, y in itertools.islice(made.data_loader, 1):
