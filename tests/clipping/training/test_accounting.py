@@ -35,6 +35,10 @@ def test_edges():
     assert epsilon_of(1.0, 0.1, 0, 1e-5) == 0
     assert epsilon_of(5.0, 0.1, 10, 0.5) == 0  # the formula alone would go below
     assert noise_for(1000.0, 1e-5, 0.1, 20, accountant="rdp") > 0
+    assert epsilon_of(1e-200, 0.1, 1, 1e-5) == math.inf
+    # what the tight accountant has no memory, or no digits, for
+    for sigma, delta in ((0.05, 1e-5), (1e-8, 1e-5), (1.0, 1e-15), (1.0, 0.999)):
+        assert epsilon_of(sigma, 1.0, 2, delta) == epsilon_of(sigma, 1.0, 2, delta, accountant="rdp") < math.inf
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,13 @@ def test_a_state_loaded_where_it_was_saved_changes_nothing():
         (lambda state: state["lives"][0].update(spent=[(50.0, 2.0, 1)]), "the sampling rate .*2"),
         (lambda state: state["lives"][0].update(spent=[(-1.0, 0.25, 1)]), "σ .*-1"),
         (lambda state: state["lives"][0].update(steps=-1), "steps .*-1"),
+        (lambda state: state["lives"][0].update(spent=[]), "0 have spent, of 1 steps"),
+        (lambda state: state["lives"][0].update(steps=9), "1 have spent, of 9 steps"),
+        (lambda state: state.update(steps=9), "none of the lives is .* with steps=9"),
+        (lambda state: state.update(life=[1]), r"none of the lives is life=\[1\]"),
+        (lambda state: state.update(identity=[1]), "not the state of a private training"),
+        (lambda state: state.update(left=10**12), "left must be .*, got 1000000000000"),
+        (lambda state: state.update(shuffling=None), "shuffling must be .*, got None"),
     ],
 )
 def test_a_state_that_cannot_be_is_refused(change, message):
@@ -286,7 +293,8 @@ def evaluate(made):
 
 def test_shuffled_epochs_that_are_left_or_evaluated_stay_below_max_epsilon():
     limit = epsilon_of(2.0, 1.0, 2, DELTA, accountant="rdp") * 1.01
-    made = private(poisson_sampling=False, noise_multiplier=2.0, accountant="rdp", max_epsilon=limit, target_delta=DELTA)
+    limited = dict(accountant="rdp", max_epsilon=limit, target_delta=DELTA)
+    made = private(poisson_sampling=False, noise_multiplier=2.0, **limited)
     for _ in range(4):
         evaluate(made)
         for x, y in itertools.islice(made.data_loader, 1):
