@@ -375,7 +375,7 @@ class Task:
                 if state["private"]["steps"] != made:
                     raise ValueError(f"made={made}, and private has {shown(state['private']['steps'])} steps")
                 self._private.load_state_dict(state["private"])
-            restoring.restore("the task", parts, state, made)
+            restoring.restore("the task", parts, {"optimizer": copy.deepcopy(state["optimizer"])}, made)
         except (LookupError, TypeError, AttributeError, RuntimeError) as error:
             raise ValueError(f"it is of another form: {shown(str(error))}") from error
         self._generator.set_state(state["generator"])
