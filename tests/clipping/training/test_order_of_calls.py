@@ -33,9 +33,11 @@ def model():
     return nn.Linear(WIDTH, CLASSES)
 
 
-def private(net=None, *, batch_size=16, workers=0, dataset=None, criterion=None, collate=None, **options):
+def private(net=None, *, batch_size=16, workers=0, dataset=None, criterion=None, collate=None, stay=False, **options):
     net = net or model()
-    batches = DataLoader(dataset or data(), batch_size=batch_size, num_workers=workers, collate_fn=collate)
+    batches = DataLoader(
+        dataset or data(), batch_size=batch_size, num_workers=workers, collate_fn=collate, persistent_workers=stay
+    )
     options = dict(noise_multiplier=50.0, max_grad_norm=1.0) | options
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     return make_private(net, optimizer, batches, criterion or nn.CrossEntropyLoss(), **options)
@@ -214,6 +216,12 @@ def test_a_function_is_asked_once_a_step_and_what_it_said_is_what_is_done(of):
     assert asked == [0, 1, 2]
 
 
+def test_a_model_may_have_buffers_of_nothing():
+    net = model()
+    net.register_buffer("nothing", torch.empty(0))
+    assert len(released(private(net))) == (WIDTH + 1) * CLASSES
+
+
 def test_the_noise_fits_the_norm_that_was_clipped_to():
     C = {"now": 10.0}
     made = private(noise_multiplier=1.0, max_grad_norm=lambda step: C["now"], seed=0)
@@ -244,9 +252,9 @@ def test_an_adaptive_rule_does_not_spend_more_than_it_may():
 # Loops over the data loader
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_loops_side_by_side_draw_samples_of_their_own(workers):
-    made = private(seed=0, workers=workers)
+@pytest.mark.parametrize(("workers", "stay"), [(0, False), (2, False), (2, True)])
+def test_loops_side_by_side_draw_samples_of_their_own(workers, stay):
+    made = private(seed=0, workers=workers, stay=stay)
     loops = [iter(made.data_loader) for _ in range(3)]
     pieces = []
     for _ in range(2):
