@@ -59,7 +59,10 @@ def number(name: str, value: object, low: float = 0.0, high: float = math.inf, *
         The value is out of range, infinite, or not a number.
     """
     # A string is a slip even if it can be read as a number, and so is True.
-    result = float(value) if hasattr(value, "__float__") and not isinstance(value, bool) else math.nan
+    try:
+        result = float(value) if hasattr(value, "__float__") and not isinstance(value, bool) else math.nan
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # several numbers, or one beyond floats
+        result = math.nan
     if math.isfinite(result) and result <= high and (result > low if open_low else result >= low):
         return result
     bound = f"greater than {low:g}" if open_low else f"at least {low:g}"

@@ -55,6 +55,8 @@ class Mechanism:
     def __post_init__(self) -> None:
         if not callable(self.noise_multiplier):  # a float, whatever stood for it
             object.__setattr__(self, "noise_multiplier", number("noise_multiplier", self.noise_multiplier))
+        if hasattr(self.max_grad_norm, "__float__"):
+            object.__setattr__(self, "max_grad_norm", number("max_grad_norm", self.max_grad_norm))
 
     def at(self, step: int) -> "Mechanism":
         """The mechanism of a step, with numbers for C and σ.
