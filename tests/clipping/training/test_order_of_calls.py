@@ -216,6 +216,14 @@ def test_a_function_is_asked_once_a_step_and_what_it_said_is_what_is_done(of):
     assert asked == [0, 1, 2]
 
 
+@pytest.mark.parametrize("scale", [math.inf, math.nan, 0.0, -2.0])
+def test_a_loss_is_scaled_by_a_finite_positive_number(scale):
+    made = private()
+    x, y = next(iter(made.data_loader))
+    with pytest.raises(ValueError, match=f"the scale of a private loss must be .*, got {scale}"):
+        made.criterion(made.model(x), y) * torch.tensor(scale)
+
+
 def test_a_model_may_have_buffers_of_nothing():
     net = model()
     net.register_buffer("nothing", torch.empty(0))
