@@ -282,7 +282,12 @@ class Task:
             raise ValueError(f"the task is done after {self.made} steps of {self.steps}")
         if not self.made:
             self._judge()
-        self.made, loss = next(self._updates)
+        try:
+            self.made, loss = next(self._updates)
+        except BaseException:  # a loss that is not finite, or Ctrl-C: what was not released is made again
+            self._optimizer.zero_grad()
+            self._begin(self._private.steps if self._private else self.made, self._best)
+            raise
         if self.made % self._every == 0 or self.made == self.steps:
             self._judge()
         return loss
@@ -338,7 +343,9 @@ class Task:
         left = torch.cat([torch.zeros(0, dtype=torch.long), *self._order])  # of the epoch, batch after batch
         state |= dict(left=left, sizes=[len(batch) for batch in self._order])
         state |= dict(private=self._private.state_dict()) if self._private else {}
-        return state | dict(optimizer=self._optimizer.state_dict(), generator=self._generator.get_state())
+        return state | dict(
+            optimizer=copy.deepcopy(self._optimizer.state_dict()), generator=self._generator.get_state()
+        )
 
     def load_state_dict(self, state: dict) -> None:
         """Go on from there; ValueError if it is not a state of this task, which then is as it was."""
@@ -368,7 +375,7 @@ class Task:
                 if state["private"]["steps"] != made:
                     raise ValueError(f"made={made}, and private has {shown(state['private']['steps'])} steps")
                 self._private.load_state_dict(state["private"])
-            restoring.restore("the task", parts, state, made)
+            restoring.restore("the task", parts, {"optimizer": copy.deepcopy(state["optimizer"])}, made)
         except (LookupError, TypeError, AttributeError, RuntimeError) as error:
             raise ValueError(f"it is of another form: {shown(str(error))}") from error
         self._generator.set_state(state["generator"])

@@ -271,6 +271,30 @@ def test_a_loss_that_is_not_finite_updates_nothing(scope):
     assert same(task.trained, kept)
 
 
+def stop(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "private", [None, functools.partial(make_private, noise_multiplier=1.0, max_grad_norm=1.0, accountant="rdp")]
+)
+def test_a_task_goes_on_after_an_interrupted_step_and_goes_back(private):
+    task = Task(learner("mobile"), images(8), None, steps=3, batch=4, private=private)
+    hook = task._optimizer.register_step_pre_hook(stop)  # after the noise was drawn
+    with pytest.raises(KeyboardInterrupt):
+        task.step()
+    hook.remove()
+    task.step()
+    state = task.state_dict()
+    for _ in range(2):
+        while not task.done:
+            task.step()
+        assert task.made == 3
+        if private:
+            assert task.result().epsilon(1e-3) >= epsilon_of(1.0, 0.5, 3, 1e-3, accountant="rdp") - 1e-9
+        task.load_state_dict(state)
+
+
 def test_a_result_on_the_way_changes_nothing():
     model, train, validation = learner("mobile"), images(12), images(12, seed=1)
     looked, alone = (Task(model, train, validation, "all", patience=9, **SETTINGS) for _ in range(2))

@@ -17,7 +17,7 @@ import warnings
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
@@ -32,7 +32,7 @@ ACCOUNTANTS = ("prv", "rdp")
 Spent = tuple[float, float, int]
 """σ, the sampling rate, and how many steps had them."""
 HIGHEST_PRV = 100.0
-"""The target ε beyond which the tight accountant would search for minutes."""
+"""The ε beyond which the tight accountant would take minutes, and all memory: there the loose one says how much."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ class Mechanism:
     def __post_init__(self) -> None:
         if not callable(self.noise_multiplier):  # a float, whatever stood for it
             object.__setattr__(self, "noise_multiplier", number("noise_multiplier", self.noise_multiplier))
+        if hasattr(self.max_grad_norm, "__float__"):
+            object.__setattr__(self, "max_grad_norm", number("max_grad_norm", self.max_grad_norm))
 
     def at(self, step: int) -> "Mechanism":
         """The mechanism of a step, with numbers for C and σ.
@@ -173,8 +175,8 @@ class Ledger:
         """All lives, and this one, which may have released nothing yet."""
         return [asdict(each) for each in {**self._lives, life.name: life}.values()]
 
-    def merge(self, state: object) -> None:
-        """Take over the steps of a saved ledger that are not in this one.
+    def merge(self, state: object, name: object, steps: int) -> None:
+        """Take over the steps of a saved ledger that are not in this one; its latest life has this name and so many.
 
         Raises
         ------
@@ -184,6 +186,8 @@ class Ledger:
         lives = [_life(each) for each in state] if isinstance(state, list) else None
         if not lives:
             raise ValueError(f"lives must be a list with one at least, got {shown(state)}")
+        if not any((life.name, life.steps) == (name, steps) for life in lives):
+            raise ValueError(f"none of the lives is life={shown(name)} with steps={steps}")
         for life in lives:
             if life.name not in self._lives or self._lives[life.name].steps < life.steps:
                 self._lives[life.name] = life
@@ -201,8 +205,12 @@ def _life(given: object) -> Life:
         whole_number("steps", life.steps, 0)
         for epoch in life.epochs:
             whole_number("epoch", epoch, 0)
-    except TypeError as error:
-        raise ValueError(f"not a life of a private training: {shown(given)}") from error
+        # Each step has spent, or each shuffled epoch; a life may have begun with a later step than 0.
+        count, most = sum(count for *_, count in entries), len(life.epochs) or life.steps
+        if count > most or (count < most and (life.epochs or not life.number)):
+            raise ValueError(f"{count} have spent, of {most} steps or epochs")
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"not a life of a private training: {shown(given)}: {error}") from error
     return replace(life, name=str(life.name), spent=entries, epochs=list(life.epochs))
 
 
@@ -244,14 +252,21 @@ def accountant_of(name: str, history: Sequence[Spent]) -> IAccountant:
 
 
 def spent(accountant: IAccountant, delta: float) -> float:
-    """The ε of what an accountant has in its history; infinite for steps without noise."""
+    """The ε of what an accountant has in its history; infinite for steps without noise.
+
+    Where ``prv`` cannot tell, it is that of ``rdp``, which is a bound as well.
+    """
     probability("delta", delta)
     if not accountant.history:
         return 0.0
-    if any(sigma == 0 for sigma, _, _ in accountant.history):
+    if any(sigma * sigma == 0 for sigma, _, _ in accountant.history):
         return math.inf
     with _quiet_bounds(accountant.mechanism()):
-        return max(0.0, float(accountant.get_epsilon(delta=delta)))
+        epsilon = float(accountant_of("rdp", accountant.history).get_epsilon(delta=delta))
+        if accountant.mechanism() == "prv" and epsilon <= HIGHEST_PRV:
+            with suppress(ValueError, RuntimeError):  # of a δ for which its numbers are not exact enough
+                epsilon = float(accountant.get_epsilon(delta=delta))
+    return max(0.0, epsilon)
 
 
 def noise_for(

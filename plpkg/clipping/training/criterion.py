@@ -8,7 +8,7 @@ from torch import nn
 
 from plpkg.clipping.batches import behind, examples, leaves
 from plpkg.clipping.dropout import RandomState, Without
-from plpkg.validation import one_of
+from plpkg.validation import number, one_of
 
 
 class PrivateCriterion:
@@ -219,9 +219,9 @@ class PrivateLoss(torch.Tensor):
             "max_physical_batch_size here), and float(loss) is a number to show"
         )
 
-    def __truediv__(self, number: float) -> "PrivateLoss":
+    def __truediv__(self, by: float) -> "PrivateLoss":
         """Divided by 1 it is what it was: accelerate divides by its gradient accumulation steps."""
-        return self if isinstance(number, (int, float)) and number == 1 else self._refuse()
+        return self if isinstance(by, (int, float)) and by == 1 else self._refuse()
 
     def __mul__(self, scale: torch.Tensor) -> "PrivateLoss":
         """Multiplied with a tensor of one number, as ``GradScaler`` does: gradients are computed from losses so scaled,
@@ -229,7 +229,8 @@ class PrivateLoss(torch.Tensor):
         """
         if not isinstance(scale, torch.Tensor) or scale.numel() != 1 or scale.requires_grad:
             self._refuse()
-        return PrivateLoss(self.losses, self._private, self.scale * scale.item(), self.gradients)
+        scale = number("the scale of a private loss", self.scale * scale.item(), open_low=True)
+        return PrivateLoss(self.losses, self._private, scale, self.gradients)
 
     __add__ = __radd__ = __sub__ = __rsub__ = __rmul__ = __neg__ = __pow__ = _refuse
 

@@ -156,22 +156,31 @@ class PrivateLoader(DataLoader):
             multiprocessing_context=like.multiprocessing_context,
             **(workers if like.num_workers else {}),
         )
-        self._private = private
+        self._private, self._loops = private, 0
 
     def __iter__(self) -> Iterator:
+        """A loop of its own, whatever others there are: persistent workers would leave the first for the next."""
+        if self._private.learning and self._private.done:
+            return
+        batches = self._get_iterator() if self._loops else super().__iter__()
+        self._loops += 1
+        try:
+            yield from self._batches(batches)
+        finally:
+            self._loops -= 1
+
+    def _batches(self, batches: Iterator) -> Iterator:
         """Batches to train on, and steps of noise for empty samples; in an evaluation batches alone."""
         sampler, private = self.batch_sampler, self._private
-        if private.learning and private.done:
-            return
-        batches, pieces = super().__iter__(), []
+        pieces: list[Piece] = []
         asked, sampler.resumes = sampler.asked, sampler.resumes and not private.learning
         for batch in batches:
             pieces.append(asked.popleft())
             if batch is None and not private.learning:
                 continue  # a step of noise only if what comes next is trained on
             private.offer(pieces)
-            if private.learning:
-                private.begin()
+            if private.learning and not private.begin():
+                return
             if batch is not None:
                 yield batch
             if pieces[-1].last and private.learning and private.done:

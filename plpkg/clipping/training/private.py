@@ -25,7 +25,7 @@ from plpkg.clipping.training.given import GivenGradients, clip_given
 from plpkg.clipping.training.loader import Piece, PrivateLoader, PrivateSampler
 from plpkg.clipping.training.processes import Processes
 from plpkg.clipping.training.randomness import Randomness
-from plpkg.validation import whole_number
+from plpkg.validation import shown, whole_number
 
 _LEDGERS: weakref.WeakKeyDictionary[torch.nn.Module, Ledger] = weakref.WeakKeyDictionary()
 """What has been released from a model, by all of its private trainings."""
@@ -251,18 +251,24 @@ class Private:
             The state is of another run.
         """
         try:
-            identity, lives, shuffling = state["identity"], state["lives"], state["shuffling"]
+            identity, lives, shuffling = dict(state["identity"]), state["lives"], state["shuffling"]
             name, steps, drawn, left = (state[key] for key in ("life", "steps", "drawn", "left"))
-        except (KeyError, TypeError) as error:
+        except KeyError as error:
             raise ValueError(f"not the state of a private training: {error} is missing") from error
-        for key, value in (("steps", steps), ("drawn", drawn), ("left", left)):
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"not the state of a private training: {shown(state)}") from error
+        for key, value in (("steps", steps), ("drawn", drawn), ("left", left), ("shuffling", shuffling)):
             whole_number(key, value, 0)
+        if self.sampler:
+            whole_number("left", left, 0, len(self.sampler), "steps")
         now = asdict(self.mechanism.at(steps))
         if identity != now:
-            different = "; ".join(f"{k}={identity.get(k)!r}, now {v!r}" for k, v in now.items() if identity.get(k) != v)
+            different = "; ".join(
+                f"{k}={shown(identity.get(k))}, now {v!r}" for k, v in now.items() if identity.get(k) != v
+            )
             raise ValueError(f"the state is of a training with {different}")
-        self._ledger.merge(lives)
-        life = self._ledger.life(steps, name := str(name))
+        self._ledger.merge(lives, name, steps)
+        life = self._ledger.life(steps, name)
         self._enter(life, steps)
         self.randomness.shuffling = shuffling
         self.restart()
@@ -280,18 +286,33 @@ class Private:
         """
         self._offered = pieces
 
-    def begin(self) -> None:
-        """What the data loader has offered is trained on: each empty sample is a step of noise."""
+    def begin(self) -> bool:
+        """What the data loader has offered is trained on: each empty sample is a step of noise. False if it may not."""
         pieces, self._offered = self._offered, []
         for piece in pieces:
             if piece.loop is not self._loop:  # another loop over the data loader: an epoch begins
                 self._loop = piece.loop
                 self.restart()
+            if self._overspends(piece):
+                self.max_steps = self.steps
+                return False
             self.progress.samples += self.progress.last
             self.progress.piece, self.progress.left, self.progress.last = piece, len(piece.indices), piece.last
             self.sampler.trained(piece)
             if not piece.indices:
                 self.skip()
+        return True
+
+    def _overspends(self, piece: Piece) -> bool:
+        """Whether a batch begins a shuffled epoch that ``max_epsilon`` does not allow: those before it may have been
+        left early, or read by evaluations.
+        """
+        epoch = self.mechanism.epoch
+        if not (self._limit and epoch) or piece.draw // epoch in self._life.epochs:
+            return False
+        after = [*self._ledger.spent, (self.now.noise_multiplier, 1.0, 1)]
+        most, delta = self._limit
+        return spent(accountant_of(self.mechanism.accountant, after), delta) > most
 
     def check(self) -> None:
         """See that what learns is what was seen in the beginning.
@@ -319,8 +340,9 @@ class Private:
     def expect(self) -> None:
         """A forward pass begins: what learns is what was seen, and the data loader's batch is trained on."""
         self.check()
-        if self._offered and not self.progress.left:  # fetched in evaluation mode, as transformers' Trainer does
-            self.begin()
+        # A batch may have been fetched in evaluation mode, as transformers' Trainer does.
+        if self._offered and not self.progress.left and not self.begin():
+            raise RuntimeError(f"a step beyond the {self.max_steps} that max_epsilon allows")
 
     def record(self, batch: int) -> None:
         """So many examples get their losses."""

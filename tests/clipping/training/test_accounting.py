@@ -35,12 +35,20 @@ def test_edges():
     assert epsilon_of(1.0, 0.1, 0, 1e-5) == 0
     assert epsilon_of(5.0, 0.1, 10, 0.5) == 0  # the formula alone would go below
     assert noise_for(1000.0, 1e-5, 0.1, 20, accountant="rdp") > 0
+    assert epsilon_of(1e-200, 0.1, 1, 1e-5) == math.inf
+    # what the tight accountant has no memory, or no digits, for
+    for sigma, delta in ((0.05, 1e-5), (1e-8, 1e-5), (1.0, 1e-15), (1.0, 0.999)):
+        assert epsilon_of(sigma, 1.0, 2, delta) == epsilon_of(sigma, 1.0, 2, delta, accountant="rdp") < math.inf
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: epsilon_of(-1.0, 0.1, 1, 1e-5), "noise_multiplier must be at least 0, got -1.0"),
+        (
+            lambda: epsilon_of(np.ones(2), 0.1, 1, 1e-5),
+            r"noise_multiplier must be at least 0, got array\(\[1\., 1\.\]\)",
+        ),
         (lambda: epsilon_of(1.0, 0.0, 1, 1e-5), "sample_rate must be .*, got 0.0"),
         (lambda: epsilon_of(1.0, 1.5, 1, 1e-5), "sample_rate must be .*, got 1.5"),
         (lambda: epsilon_of(1.0, 0.1, -1, 1e-5), "steps must be .*, got -1"),
@@ -58,7 +66,8 @@ def test_what_makes_no_sense_or_is_out_of_reach(call, message):
 @pytest.mark.parametrize("given", [np.float32(1.5), torch.tensor(1.5), "schedule"])
 def test_what_is_accounted_is_a_float(given):
     sigma = (lambda step: np.float32(1.5)) if given == "schedule" else given
-    mechanism = Mechanism("rdp", sigma, 0.1, 1.0, "flat")
+    mechanism = Mechanism("rdp", sigma, 0.1, sigma, "flat")
     for step in (0, 3):
+        assert type(mechanism.at(step).max_grad_norm) is float
         assert type(mechanism.at(step).noise_multiplier) is float
         assert mechanism.spends(step) == (1.5, 0.1)

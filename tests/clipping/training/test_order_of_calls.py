@@ -33,9 +33,11 @@ def model():
     return nn.Linear(WIDTH, CLASSES)
 
 
-def private(net=None, *, batch_size=16, workers=0, dataset=None, criterion=None, collate=None, **options):
+def private(net=None, *, batch_size=16, workers=0, dataset=None, criterion=None, collate=None, stay=False, **options):
     net = net or model()
-    batches = DataLoader(dataset or data(), batch_size=batch_size, num_workers=workers, collate_fn=collate)
+    batches = DataLoader(
+        dataset or data(), batch_size=batch_size, num_workers=workers, collate_fn=collate, persistent_workers=stay
+    )
     options = dict(noise_multiplier=50.0, max_grad_norm=1.0) | options
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     return make_private(net, optimizer, batches, criterion or nn.CrossEntropyLoss(), **options)
@@ -157,6 +159,13 @@ def test_a_state_loaded_where_it_was_saved_changes_nothing():
         (lambda state: state["lives"][0].update(spent=[(50.0, 2.0, 1)]), "the sampling rate .*2"),
         (lambda state: state["lives"][0].update(spent=[(-1.0, 0.25, 1)]), "σ .*-1"),
         (lambda state: state["lives"][0].update(steps=-1), "steps .*-1"),
+        (lambda state: state["lives"][0].update(spent=[]), "0 have spent, of 1 steps"),
+        (lambda state: state["lives"][0].update(steps=9), "1 have spent, of 9 steps"),
+        (lambda state: state.update(steps=9), "none of the lives is .* with steps=9"),
+        (lambda state: state.update(life=[1]), r"none of the lives is life=\[1\]"),
+        (lambda state: state.update(identity=[1]), "not the state of a private training"),
+        (lambda state: state.update(left=10**12), "left must be .*, got 1000000000000"),
+        (lambda state: state.update(shuffling=None), "shuffling must be .*, got None"),
     ],
 )
 def test_a_state_that_cannot_be_is_refused(change, message):
@@ -207,6 +216,20 @@ def test_a_function_is_asked_once_a_step_and_what_it_said_is_what_is_done(of):
     assert asked == [0, 1, 2]
 
 
+@pytest.mark.parametrize("scale", [math.inf, math.nan, 0.0, -2.0])
+def test_a_loss_is_scaled_by_a_finite_positive_number(scale):
+    made = private()
+    x, y = next(iter(made.data_loader))
+    with pytest.raises(ValueError, match=f"the scale of a private loss must be .*, got {scale}"):
+        made.criterion(made.model(x), y) * torch.tensor(scale)
+
+
+def test_a_model_may_have_buffers_of_nothing():
+    net = model()
+    net.register_buffer("nothing", torch.empty(0))
+    assert len(released(private(net))) == (WIDTH + 1) * CLASSES
+
+
 def test_the_noise_fits_the_norm_that_was_clipped_to():
     C = {"now": 10.0}
     made = private(noise_multiplier=1.0, max_grad_norm=lambda step: C["now"], seed=0)
@@ -237,9 +260,9 @@ def test_an_adaptive_rule_does_not_spend_more_than_it_may():
 # Loops over the data loader
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_loops_side_by_side_draw_samples_of_their_own(workers):
-    made = private(seed=0, workers=workers)
+@pytest.mark.parametrize(("workers", "stay"), [(0, False), (2, False), (2, True)])
+def test_loops_side_by_side_draw_samples_of_their_own(workers, stay):
+    made = private(seed=0, workers=workers, stay=stay)
     loops = [iter(made.data_loader) for _ in range(3)]
     pieces = []
     for _ in range(2):
@@ -282,6 +305,20 @@ def evaluate(made):
         for x, y in made.data_loader:
             made.criterion(made.model(x), y)
     made.model.train()
+
+
+def test_shuffled_epochs_that_are_left_or_evaluated_stay_below_max_epsilon():
+    limit = epsilon_of(2.0, 1.0, 2, DELTA, accountant="rdp") * 1.01
+    limited = dict(accountant="rdp", max_epsilon=limit, target_delta=DELTA)
+    made = private(poisson_sampling=False, noise_multiplier=2.0, **limited)
+    for _ in range(4):
+        evaluate(made)
+        for x, y in itertools.islice(made.data_loader, 1):
+            made.criterion(made.model(x), y).backward()
+            made.optimizer.step()
+    assert made.steps == 2
+    assert made.done
+    assert made.epsilon(DELTA) <= limit
 
 
 def test_an_evaluation_takes_no_step_of_noise():
