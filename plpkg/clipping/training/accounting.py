@@ -56,7 +56,7 @@ class Mechanism:
         if not callable(self.noise_multiplier):  # a float, whatever stood for it
             object.__setattr__(self, "noise_multiplier", number("noise_multiplier", self.noise_multiplier))
         if hasattr(self.max_grad_norm, "__float__"):
-            object.__setattr__(self, "max_grad_norm", number("max_grad_norm", self.max_grad_norm))
+            object.__setattr__(self, "max_grad_norm", number("max_grad_norm", self.max_grad_norm, open_low=True))
 
     def at(self, step: int) -> "Mechanism":
         """The mechanism of a step, with numbers for C and σ.
