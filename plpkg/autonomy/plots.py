@@ -188,15 +188,16 @@ def energy(static_watts: Sequence[float] = (0.0, 0.3, 2.0), ax=None):
 
 
 def plans(rows: Sequence[Mapping], ax=None):
-    """How long each way to learn works, and what it spends; ``rows`` have learning, hours and joules."""
+    """How long each way to learn works, and what it spends; ``rows`` have learning, hours, days and joules."""
     ax, fills = theme.axes(ax), theme.fills(len(rows))
     for k, (row, fill) in enumerate(zip(rows, fills, strict=True)):
         ax.barh(k, row["hours"], **fill)
-        ax.text(row["hours"], k, f" {shown(row['hours'])} hours, {shown(row['joules'] / 1e3)} kJ", va="center")
+        taken = f" {shown(row['hours'])} hours in {shown(row['days'])} days, {shown(row['joules'] / 1e3)} kJ"
+        ax.text(row["hours"], k, taken, va="center")
     ax.set_yticks(range(len(rows)), [row["learning"] for row in rows])
     ax.invert_yaxis()
     ax.grid(False, axis="y")
     longest = max(row["hours"] for row in rows)
-    ax.set(xlabel="hours of one core to a personal model (computed), ← better", xlim=(0, 1.6 * longest))
+    ax.set(xlabel="hours of one core to a personal model (computed), ← better", xlim=(0, 1.9 * longest))
     said = "; ".join(f"{row['learning']}: {row['hours']:.3g} hours, {row['joules'] / 1e3:.3g} kJ" for row in rows)
     return theme.describe(ax, f"Hours of work to a personal model and energy, computed: {said}.")

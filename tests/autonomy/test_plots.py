@@ -109,7 +109,9 @@ def test_without_static_power_the_slowest_is_the_cheapest_and_with_much_it_is_no
 
 
 def test_plans_have_a_bar_each():
-    rows = [{"learning": "all", "hours": 2.0, "joules": 5e3}, {"learning": "head", "hours": 0.5, "joules": 1e3}]
+    ways = ("all", 2.0, 1.5, 5e3), ("head", 0.5, 1.0, 1e3)
+    rows = [dict(zip(("learning", "hours", "days", "joules"), way, strict=True)) for way in ways]
     ax = plots.plans(rows, plt.subplots()[1])
     assert [bar.get_width() for bar in ax.patches] == [2.0, 0.5]
+    assert [text.get_text() for text in ax.texts] == [" 2 hours in 1.5 days, 5 kJ", " 0.5 hours in 1 days, 1 kJ"]
     assert "all: 2 hours, 5 kJ; head: 0.5 hours, 1 kJ" in ax.alt_text
