@@ -381,4 +381,5 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 def _sums(tensor: torch.Tensor) -> tuple:
     wide = torch.complex128 if tensor.is_complex() else torch.float64
     bits = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    # hash_tensor refuses a tensor without numbers
     return bits.numel() and torch.hash_tensor(bits).item(), tensor.sum(dtype=wide).item()

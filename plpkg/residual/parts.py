@@ -248,14 +248,14 @@ def _require_own_logits(whole: nn.Module, device: DevicePart) -> None:
         own, ours = logits_of(whole, hidden), device.head(hidden)
     if (own - ours).abs().max() > 8 * torch.finfo(weight.dtype).eps * own.abs().max():
         raise ValueError(
-            f"{type(whole).__name__} makes more of its logits than a scale that is known: it cannot be cut"
+            f"{type(whole).__name__} changes its logits by more than a known scale or cap: it cannot be cut"
         )
 
 
 def _require_nothing_else(part: nn.Module, layers_name: str, norm_name: str, embedding: nn.Module) -> None:
     """Refuse a decoder that is more than its layers and a norm behind them: without layers, it is what stands there.
 
-    Nor may it make more of tokens than their ``embedding``.
+    Nor may it change the tokens' ``embedding`` before the first layer.
     """
     device = part.device
     setattr(part, layers_name, nn.ModuleList())
@@ -266,7 +266,9 @@ def _require_nothing_else(part: nn.Module, layers_name: str, norm_name: str, emb
     with torch.no_grad():
         own = part(input_ids=ids, position_ids=at, use_cache=False).last_hidden_state
         if not torch.equal(own, run_layers(part, embedding(ids), None, at, None)):
-            raise ValueError(f"{type(part).__name__} makes more of tokens than their embedding: it cannot be cut here")
+            raise ValueError(
+                f"{type(part).__name__} changes its tokens' embeddings before the first layer: it cannot be cut here"
+            )
     if hasattr(part, MULTIPLIER):
         setattr(part, MULTIPLIER, 1.0)  # the first layers keep it
     hidden = -torch.ones(1, 1, part.config.hidden_size, device=device)

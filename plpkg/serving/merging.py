@@ -41,6 +41,7 @@ def _add(model: torch.nn.Module, adapter: Adapter, sign: int) -> None:
     modules = {path: model.get_submodule(path) for path in adapter.factors}
     if quantised := [path for path, module in modules.items() if not module.weight.is_floating_point()]:
         raise ValueError(f"{adapter} cannot be merged: the weight of {quantised[0]} is quantised")
+    # All weights are tried before the first is written: a refusal leaves the model as it was.
     for write, (path, each) in itertools.product((False, True), adapter.factors.items()):
         weight = modules[path].weight
         wide = torch.promote_types(torch.float32, torch.promote_types(weight.dtype, each.up.dtype))

@@ -272,9 +272,9 @@ NO_FOLD = "fold=True needs a PrivateLoRA adapter and last_k=0, got"
         (
             lambda: of_another_family("hyperclovax", logits_scaling=8.0),  # which it multiplies with
             {},
-            "HyperCLOVAXForCausalLM makes more of its logits than a scale that is known",
+            "HyperCLOVAXForCausalLM changes its logits by more than a known scale or cap",
         ),
-        (embedding_twice, {}, "LlamaModel makes more of tokens than their embedding"),
+        (embedding_twice, {}, "LlamaModel changes its tokens' embeddings before the first layer"),
         (
             lambda: of_another_family("bloom", "query_key_value"),
             {},

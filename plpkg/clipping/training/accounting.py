@@ -259,7 +259,7 @@ def spent(accountant: IAccountant, delta: float) -> float:
     probability("delta", delta)
     if not accountant.history:
         return 0.0
-    if any(sigma * sigma == 0 for sigma, _, _ in accountant.history):
+    if any(sigma * sigma == 0 for sigma, _, _ in accountant.history):  # accountants divide by the square
         return math.inf
     with _quiet_bounds(accountant.mechanism()):
         epsilon = float(accountant_of("rdp", accountant.history).get_epsilon(delta=delta))

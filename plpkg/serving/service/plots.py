@@ -36,7 +36,7 @@ def service(tenants=("ann", "bob", "cem", "dee", "eva"), ax=None):
 def timeline(result: Simulation, ax=None, slots=0):
     """A bar for each request: its adapter is fetched (a diamond when it is here), it waits, it runs.
 
-    Below are the ``slots``, if given, with who uses each.
+    Below are the ``slots``, if given, each with a bar for an adapter in it.
     """
     ax, rows = theme.axes(ax), result.rows()
     moments = pairwise(("arrived_s", "fetched_s", "started_s", "ended_s"))
@@ -48,14 +48,19 @@ def timeline(result: Simulation, ax=None, slots=0):
         [x for x, _ in come], [y for _, y in come], "D", color="black", markeredgecolor="white", label="adapter is here"
     )
     names = [row["adapter"] for row in rows]
-    labels, used = [f"{name}, no. {names[: k + 1].count(name)}" for k, name in enumerate(names)], []
+    labels = [f"{name}, no. {names[: k + 1].count(name)}" for k, name in enumerate(names)]
+    used = [[] for _ in range(slots)]  # of each slot: its adapters, from when to when
     for row in sorted(rows if slots else [], key=lambda row: row["started_s"]):
-        own = [k for k, (name, _) in enumerate(used) if name == row["adapter"]]
-        idle = [k for k, (_, end) in enumerate(used) if end <= row["started_s"]]
-        k = next(iter(own or ([len(used)] if len(used) < slots else idle)))
-        used[k : k + 1] = [(row["adapter"], max(row["ended_s"], used[k][1] if own else 0))]
-        bar = ax.barh(len(rows) + k, row["ended_s"] - row["started_s"], left=row["started_s"], color="0.9", ec="0.3")
-        ax.bar_label(bar, [row["adapter"]], label_type="center")
+        own = [spans for spans in used if spans and spans[-1][0] == row["adapter"]]
+        idle = [spans for spans in used if not spans or spans[-1][2] <= row["started_s"]]
+        spans = min(own or idle, key=len)
+        _, begin, end = spans.pop() if own else (None, row["started_s"], 0)
+        spans.append((row["adapter"], begin, max(end, row["ended_s"])))
+    for k, spans in enumerate(used):
+        for name, begin, end in spans:
+            ax.bar_label(
+                ax.barh(len(rows) + k, end - begin, left=begin, color="0.9", ec="0.3"), [name], label_type="center"
+            )
     labels += [f"slot {k + 1}" for k in range(slots)]
     ax.set_yticks(range(len(labels)), labels)
     ax.invert_yaxis()

@@ -43,7 +43,7 @@ def test_a_bar_for_each_step_of_each_request():
     assert [bar.get_width() for bar in bars] == [2, 2, 0, 0, 3, 0, 4, 2, 1]
     assert len({(bar.get_facecolor(), bar.get_hatch()) for bar in bars}) == 3
     slots = plots.timeline(RESULT, plt.subplots()[1], slots=1).patches[9:]
-    assert [(bar.get_x(), bar.get_width()) for bar in slots] == [(2, 4), (3, 1), (6, 2)]  # bob's when both of ann's end
+    assert [(bar.get_x(), bar.get_width()) for bar in slots] == [(2, 4), (6, 2)]  # bob's when both of ann's end
 
 
 def test_values_are_drawn():
