@@ -32,7 +32,7 @@ ACCOUNTANTS = ("prv", "rdp")
 Spent = tuple[float, float, int]
 """σ, the sampling rate, and how many steps had them."""
 HIGHEST_PRV = 100.0
-"""The ε beyond which the tight accountant would take minutes, and all memory: there the loose one says how much."""
+"""The ε beyond which ``prv`` would take minutes and all memory: there the looser bound of ``rdp`` is taken."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Ledger:
         return [asdict(each) for each in {**self._lives, life.name: life}.values()]
 
     def merge(self, state: object, name: object, steps: int) -> None:
-        """Take over the steps of a saved ledger that are not in this one; its latest life has this name and so many.
+        """Take over the steps of a saved ledger that are not in this one; ``name`` and ``steps`` are of its latest life.
 
         Raises
         ------
@@ -254,7 +254,7 @@ def accountant_of(name: str, history: Sequence[Spent]) -> IAccountant:
 def spent(accountant: IAccountant, delta: float) -> float:
     """The ε of what an accountant has in its history; infinite for steps without noise.
 
-    Where ``prv`` cannot tell, it is that of ``rdp``, which is a bound as well.
+    Where ``prv`` cannot compute it, it is that of ``rdp``, which is also an upper bound.
     """
     probability("delta", delta)
     if not accountant.history:
@@ -264,7 +264,7 @@ def spent(accountant: IAccountant, delta: float) -> float:
     with _quiet_bounds(accountant.mechanism()):
         epsilon = float(accountant_of("rdp", accountant.history).get_epsilon(delta=delta))
         if accountant.mechanism() == "prv" and epsilon <= HIGHEST_PRV:
-            with suppress(ValueError, RuntimeError):  # of a δ for which its numbers are not exact enough
+            with suppress(ValueError, RuntimeError):  # raised for a δ below its numerical precision
                 epsilon = float(accountant.get_epsilon(delta=delta))
     return max(0.0, epsilon)
 

@@ -304,8 +304,9 @@ class Private:
         return True
 
     def _overspends(self, piece: Piece) -> bool:
-        """Whether a batch begins a shuffled epoch that ``max_epsilon`` does not allow: those before it may have been
-        left early, or read by evaluations.
+        """Whether a batch begins a shuffled epoch that ``max_epsilon`` does not allow.
+
+        It is asked at each epoch, since a loop that is left early, or an evaluation, begins more of them than planned.
         """
         epoch = self.mechanism.epoch
         if not (self._limit and epoch) or piece.draw // epoch in self._life.epochs:
