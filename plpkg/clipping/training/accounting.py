@@ -176,7 +176,7 @@ class Ledger:
         return [asdict(each) for each in {**self._lives, life.name: life}.values()]
 
     def merge(self, state: object, name: object, steps: int) -> None:
-        """Take over the steps of a saved ledger that are not in this one; ``name`` and ``steps`` are of its latest life.
+        """Take over a saved ledger's steps that are not in this one; ``name`` and ``steps`` are of its latest life.
 
         Raises
         ------
