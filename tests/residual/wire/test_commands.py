@@ -29,7 +29,7 @@ from plpkg.residual.wire.loading import adapted_model
 from plpkg.residual.wire.training import texts
 
 from preloaded import Process
-from waiting import line_of
+from waiting import line_of, typed
 
 WIDTH = 32
 WORDS = [
@@ -114,12 +114,11 @@ def secured(folder, tls):
 
     def start(command):
         return subprocess.Popen(
-            [sys.executable, "-m", "plpkg", *command],
+            typed(sys.executable, "-m", "plpkg", *command),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             env=os.environ | {"PYTHONUNBUFFERED": "1", "PLPKG_TOKEN": "secret"},
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
         )
 
     with serving(folder, f"--tls {tls} --tokens 9", start) as address:

@@ -1,14 +1,11 @@
 """``plpkg demo``: on a terminal, in a pipe, on notes of one's own; and what it computes and draws."""
 
 import contextlib
-import fcntl
 import io
 import os
 import pty
-import signal
 import subprocess
 import sys
-import termios
 
 import psutil
 import pytest
@@ -25,7 +22,7 @@ from plpkg.residual.wire import demo
 from plpkg.residual.wire.curious import CuriousCloud, tokens_of
 from plpkg.residual.wire.loading import adapted_model
 
-from waiting import wait_until
+from waiting import typed, wait_until
 
 ADAPTER = catalog.data_path("diary") / "adapter"
 ASKED = "What is your dog called?"
@@ -135,8 +132,8 @@ def test_what_keeps_the_cloud_from_starting_is_said():
 def test_on_a_terminal_it_answers_and_ctrl_c_leaves_no_process():
     ours, theirs = pty.openpty()
     with subprocess.Popen(
-        [sys.executable, "-m", "plpkg", "demo"],
-        stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, preexec_fn=_take_the_terminal,
+        typed(sys.executable, "-m", "plpkg", "demo", first="os.login_tty(0)"),
+        stdin=theirs, stdout=theirs, stderr=theirs,
     ) as process:  # fmt: skip
         os.close(theirs)
         shown = _until(ours, "> ")
@@ -153,11 +150,6 @@ def test_on_a_terminal_it_answers_and_ctrl_c_leaves_no_process():
     wait_until(lambda: not any(child.is_running() for child in started))
     assert "Tolliver" in shown
     assert "Traceback" not in shown
-
-
-def _take_the_terminal():
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 def _until(terminal, text):
