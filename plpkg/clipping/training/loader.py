@@ -223,7 +223,10 @@ class _Collate:
             """The shapes of a batch's tensors, and those that have a row for each example."""
             state.restore()
             tensors = leaves(self.collate(copy.deepcopy(examples)))  # which may change what it is given
-            rows = [leaf.nan_to_num() for leaf in tensors if leaf.ndim and len(leaf) == len(examples)]
+            tensors = [leaf for leaf in tensors if leaf.ndim]
+            rows = [leaf.nan_to_num() for leaf in tensors if len(leaf) == len(examples)]
+            if len(rows) < len(tensors):  # texts end to end, perhaps: where one begins depends on those before
+                rows = [leaf for leaf in rows if leaf.ndim > 1 or leaf.is_floating_point()]
             return [leaf.shape for leaf in tensors], rows
 
         try:
