@@ -58,7 +58,7 @@ def roofline(measured, models: Sequence[str] = ("llama-2-7b", "llama-2-13b", "ll
     phone.plot([1], [head_ms], **look, label="as in the curves")
     rates = f"{machine['bandwidth_gb_per_s']:.0f} GB/s, {machine['gflops_per_s']:.0f} GFLOP/s"
     names = "LM head on a CPU thread", "a whole model on an A100", f"LM head of {shape.name}"
-    below = rates, "markers: reported, all of one position", "on the phone"
+    below = rates, "markers: reported, one position", "on the phone"
     for ax, name, more in zip(panels, names, below, strict=True):
         ax.set(xscale="log", yscale="log", xlabel="positions", title=f"{name}\n({more})", ylim=(2, 5000))
         for axis in (ax.xaxis, ax.yaxis):
