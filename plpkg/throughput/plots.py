@@ -56,13 +56,14 @@ def roofline(measured, models: Sequence[str] = ("llama-2-7b", "llama-2-13b", "ll
     turn = _turn(handset.flops_per_s, handset.memory_bandwidth_bytes_per_s, 16)
     _bounds(phone, xs, {"bound": (head_ms, turn)}, [here])
     phone.plot([1], [head_ms], **look, label="as in the curves")
-    titles = "LM head on a CPU thread", "a whole model on an A100", f"LM head of {shape.name}\non the phone"
-    for ax, title in zip(panels, titles, strict=True):
-        ax.set(xscale="log", yscale="log", xlabel="positions", title=title, ylim=(2, 5000))
+    rates = f"{machine['bandwidth_gb_per_s']:.0f} GB/s, {machine['gflops_per_s']:.0f} GFLOP/s"
+    names = "LM head on a CPU thread", "a whole model on an A100", f"LM head of {shape.name}"
+    below = rates, "markers: reported, one position", "on the phone"
+    for ax, name, more in zip(panels, names, below, strict=True):
+        ax.set(xscale="log", yscale="log", xlabel="positions", title=f"{name}\n({more})", ylim=(2, 5000))
         for axis in (ax.xaxis, ax.yaxis):
             axis.set_major_formatter("{x:g}")
         ax.legend(loc="upper left")
-    cloud.set_title(f"{titles[1]}\n(markers: reported, one position)")
     thread.set_ylabel("ms a pass")
     said = "; ".join(f"{m} {reported_ms[m] / bound_ms[m]:.1f}" for m in models)
     theme.describe(
@@ -159,7 +160,7 @@ def against_rtt(
     ax=None,
     *,
     schemes: Mapping[str, Mapping] | None = None,
-    more_ms: tuple[float, float] | None = None,
+    more_ms: Sequence[tuple[float, float]] = (),
     **settings,
 ):
     """Tokens per second against the round-trip time, with horizontal lines for the phone alone.
@@ -175,7 +176,7 @@ def against_rtt(
     schemes
         Other settings of :func:`~plpkg.throughput.decode` for the first model, one curve each.
     more_ms
-        A band for the first model with so many milliseconds more for each trip, from the first to the second.
+        A band each for the first model with so many milliseconds more for each trip, from the first to the second.
     **settings
         Passed to :func:`~plpkg.throughput.decode`.
     """
@@ -186,16 +187,17 @@ def against_rtt(
         table.loc[name] = latency.against_rtt(models[:1], rtts, **settings | scheme).iloc[0]
     for (name, speeds), style in zip(table.iterrows(), theme.styles(len(table)), strict=True):
         ax.plot(rtts, speeds, label=name, **{**style, "marker": ""}, lw=2)
-    if more_ms:
-        edges = [latency.against_rtt(models[:1], [rtt + ms for rtt in rtts], **settings).iloc[0] for ms in more_ms]
-        label = f"{table.index[0]}, {more_ms[0]:g} to {more_ms[1]:g} ms more a trip"
-        ax.fill_between(rtts, *edges, color=ax.lines[0].get_color(), alpha=0.2, label=label)
+    for band, hatch in zip(more_ms, ("", "////"), strict=False):
+        edges = [latency.against_rtt(models[:1], [rtt + ms for rtt in rtts], **settings).iloc[0] for ms in band]
+        label = f"{table.index[0]}, {band[0]:g} to {band[1]:g} ms more a trip"
+        ax.fill_between(rtts, *edges, color=ax.lines[0].get_color(), alpha=0.25, hatch=hatch, lw=0, label=label)
     for (label, speed), dash in zip((phone_only or {}).items(), theme.DASHES[1:], strict=False):
         ax.axhline(speed, color="0.35", linestyle=dash, lw=1.2, label=f"{label}: {speed:.1f} tokens/s")
     top = 1.15 * ax.get_ylim()[1]
-    for link in map(find_link, marks):
+    for mark in marks:
+        link, side = find_link(mark), "left" if mark == marks[-1] else "right"  # the last two may lie close
         ax.axvline(1e3 * link.rtt_s, color="0.75", lw=1, zorder=0)
-        ax.text(1e3 * link.rtt_s, top, f" {link.name}", rotation=90, va="top", ha="right", fontsize=9, color="0.3")
+        ax.text(1e3 * link.rtt_s, top, f" {link.name}", rotation=90, va="top", ha=side, fontsize=9, color="0.3")
     ax.set(xscale="log", xlabel="round-trip time (ms)", ylabel="tokens per second", ylim=(0, top), xlim=(0.1, 100))
     ax.set_xticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
     ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
@@ -211,16 +213,19 @@ def against_rtt(
 def schemes(schemes: Mapping[str, Mapping], rtts_ms: Sequence[float] = (0, 5, 20, 33), ax=None, **settings):
     """Tokens per second against the round-trip time for several schemes of running a model, one curve each.
 
-    Arguments as in :func:`~plpkg.throughput.schemes_against_rtt`, the table behind the figure.
+    Arguments as in :func:`~plpkg.throughput.schemes_against_rtt`, the table behind the markers.
     """
     from matplotlib.patches import ConnectionPatch
     from matplotlib.ticker import LogLocator, StrMethodFormatter
 
     ax = theme.axes(ax)
     table = latency.schemes_against_rtt(schemes, rtts_ms, **settings)
+    between = {min(rtts_ms) + i / 30 * (max(rtts_ms) - min(rtts_ms)) for i in range(31)}
+    fine = latency.schemes_against_rtt(schemes, sorted(between | set(rtts_ms)), **settings)
+    marked = [list(fine.columns).index(rtt) for rtt in rtts_ms]
     looks = [look for i, look in enumerate(theme.styles(len(table) + 2)) if i not in (6, 8)]  # a second pink, yellow
-    for (name, speeds), style in zip(table.iterrows(), looks, strict=False):
-        ax.plot(table.columns, speeds, label=name, **style)
+    for (name, speeds), style in zip(fine.iterrows(), looks, strict=False):
+        ax.plot(fine.columns, speeds, label=name, markevery=marked, **style)
     ax.set(yscale="log", xlabel="round-trip time (ms)", ylabel="tokens per second (log scale)")
     ax.set_xticks(list(rtts_ms), [f"{rtt:g}" for rtt in rtts_ms])
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 4, 6)))

@@ -45,12 +45,13 @@ def test_breakdown_bars_are_the_terms():
 
 def test_against_rtt_starts_at_the_undelayed_speed():
     ax = plots.against_rtt(
-        ["llama-2-7b"], {"phone alone": 8.1}, schemes={"ladder": dict(method="ladder")}, more_ms=(2, 6)
+        ["llama-2-7b"], {"phone alone": 8.1}, schemes={"ladder": dict(method="ladder")}, more_ms=[(0.4, 1), (2, 6)]
     )
     curve, ladder = (line.get_ydata() for line in ax.lines[:2])
     assert ladder[0] == pytest.approx(decode("llama-2-7b", rtt_s=0.0001, method="ladder").tokens_per_s)
-    band = [decode("llama-2-7b", rtt_s=(0.1 + ms) / 1e3).tokens_per_s for ms in (2, 6)]
-    assert set(ax.collections[0].get_paths()[0].vertices[:, 1]) >= set(band)
+    for drawn, band in zip(ax.collections, [(0.4, 1), (2, 6)], strict=True):
+        edges = {decode("llama-2-7b", rtt_s=(0.1 + ms) / 1e3).tokens_per_s for ms in band}
+        assert set(drawn.get_paths()[0].vertices[:, 1]) >= edges
     assert curve[0] == pytest.approx(decode("llama-2-7b", rtt_s=0.0001).tokens_per_s)
     assert list(curve) == sorted(curve, reverse=True)
     assert "27.0 at 0 ms" in theme.alt(ax.figure)
@@ -61,8 +62,9 @@ def test_schemes_are_one_curve_each():
     ax = plots.schemes(schemes, (0, 20), model="llama-2-7b")
     assert {text.get_text() for text in ax.texts} == set(schemes)  # behind its line, instead of a legend
     for line, scheme in zip(ax.lines, schemes.values(), strict=True):
-        assert list(line.get_xdata()) == [0, 20]
-        assert line.get_ydata()[1] == pytest.approx(decode("llama-2-7b", rtt_s=0.02, **scheme).tokens_per_s)
+        assert list(line.get_xdata()[line.get_markevery()]) == [0, 20]
+        for rtt_ms, speed in line.get_xydata()[[10, -1]]:
+            assert speed == pytest.approx(decode("llama-2-7b", rtt_s=rtt_ms / 1e3, **scheme).tokens_per_s)
     assert (ax.get_yscale(), ax.get_xlabel(), ax.get_ylabel()) == (
         "log", "round-trip time (ms)", "tokens per second (log scale)",
     )  # fmt: skip
