@@ -79,7 +79,7 @@ def first_tokens(parts: Mapping[str, Simulation], ax=None, earlier: Mapping[str,
     styles = dict(zip(parts, theme.styles(len(parts)), strict=True))
     for some, grey in ((earlier, {"color": "0.7", "linewidth": 1.2}), (parts, {})):
         for name, part in some.items():
-            times = [part.first_token_s((k + 1) / len(part.rows())) for k in range(len(part.rows()))]
+            times = sorted(row["first_token_s"] - row["arrived_s"] for row in part.rows())
             shares = [100 * (k + 1) / len(times) for k in range(len(times))]
             label = "the setting before" if grey and name == next(iter(earlier)) else None
             label = label if grey else f"{name} ({len(times):,} requests)"
