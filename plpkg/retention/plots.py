@@ -207,16 +207,18 @@ def words(rows, ax=None):
     """Right answers by budget and method, asked once the text is read: ``retention_words``, "budget"."""
     ax, rows = theme.axes(ax, figsize=(8, 4.4)), rows[rows["question"] == "after"]
     _shares(ax, rows.dropna(subset="x"), "x")
-    full = 100 * rows["share"][rows["x"].isna()].item()
+    full, low, high = 100 * rows.loc[rows["x"].isna(), ["share", "low", "high"]].iloc[0]
+    ax.axhspan(low, high, color="0.93", zorder=0)
     ax.axhline(full, color=STYLES["full"]["color"], lw=1, linestyle="--")
     ax.text(rows["x"].min(), full + 1, "full cache", va="bottom", fontsize=10)
     ax.set(
-        xlabel="units that each KV head keeps, of some 320; bars: 95 %",
+        xlabel="units that each KV head keeps, of some 320; bars and band: 95 %",
         ylim=(0, 100),
         ylabel="right answers (%), better →",
     )
     theme.name_lines(ax)
-    return theme.describe(ax, f"Right answers of 80 by units kept; full cache {full:.0f} %. {_ends(rows, 'x')}")
+    said = f"full cache {full:.0f} % ({low:.0f} to {high:.0f})"
+    return theme.describe(ax, f"Right answers of 80 by units kept; {said}. {_ends(rows, 'x')}")
 
 
 def long(rows, ax=None):
@@ -253,12 +255,20 @@ def speed(rows, ax=None):
     return ax
 
 
-def lookup(rows, ax=None):
-    """Accuracy by budget, for the question after the text and before it: the section "lookup"."""
+def lookup(rows, at_most=None, ax=None):
+    """Accuracy by budget, for the question after the text and before it: the section "lookup".
+
+    ``at_most`` gives for a number of units the share that a choice which does not know the question can find.
+    """
     table, ax = 100 * by_case(rows).loc[list(LOOKUPS)].rename(index=LOOKUPS), theme.axes(ax, figsize=(8, 4.6))
     xlabel, title = "units that each KV head keeps, of 33 or 35", "16 pairs, one asked for: last, or first"
     ax = _lines(table, ax, xlabel, FOUND, title, names=_name_lookups)
     ax.set_ylim(0, 105)
+    if at_most:
+        bound = [100 * at_most(units) for units in table.columns]
+        ax.plot(table.columns, bound, color="0.55", lw=3, alpha=0.6, zorder=0)
+        ax.text(16.3, 99, "at most, without the question", color="0.3", va="top", fontsize=10)
+        ax.alt_text += f" Without the question at most {', '.join(f'{share:.0f}' for share in bound)} %."
     return ax
 
 

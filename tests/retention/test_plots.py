@@ -79,7 +79,8 @@ def test_a_table_keeps_the_order_of_its_cases():
 
 @pytest.mark.parametrize(("plot", "by"), [(plots.words, "x"), (plots.long, "tokens")])
 def test_right_answers_have_intervals_and_names(plot, by):
-    rows = [dict(case="full cache", question=place, share=0.75) for place in ("after", "last")] if by == "x" else []
+    full = dict(case="full cache", share=0.75, low=0.7, high=0.8)
+    rows = [full | dict(question=place) for place in ("after", "last")] if by == "x" else []
     rows += [
         {"case": case, "question": place, by: x, "share": share, "low": share - 0.1, "high": share + 0.05}
         for place, more in (("after", 0), ("last", 0.2)) for case, share in (("Locret", 0.5), ("random", 0.25 + more))
@@ -91,6 +92,7 @@ def test_right_answers_have_intervals_and_names(plot, by):
     assert list(line.get_ydata()) == pytest.approx([25, 25])
     assert list(bars.get_segments()[0][:, 1]) == pytest.approx([15, 30])
     assert {"Locret", "random"} <= {text.get_text() for text in ax.texts}
+    assert [patch.get_y() for patch in ax.patches] == pytest.approx([70] if by == "x" else [])
     assert "At 64: Locret 50 %; random 25 %." in theme.alt(ax.figure)
 
 
@@ -109,6 +111,7 @@ def test_lookup_shows_its_cases():
     rows = pd.DataFrame([dict(case=case, x=8, accuracy=i / 8) for i, case in enumerate(plots.LOOKUPS)])
     drawn = {line.get_label(): list(line.get_ydata()) for line in plots.lookup(rows).lines}
     assert drawn["Locret, first, protected"] == [12.5]
+    assert list(plots.lookup(rows, lambda units: units / 16).lines[-1].get_ydata()) == [50]
 
 
 def test_labels_and_scores_marks_the_values():
