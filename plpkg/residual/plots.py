@@ -266,7 +266,7 @@ def defences(rows):
         "noise, 1 × the answers": row(answers[1], from_tokens(answers[1], 16384), "averaged away"),
         "secret embedding, perturbed": row(secret[secret["case"].str.contains("pert")], same, "a weak cipher"),
         "secret embedding, rotated": row(secret[secret["case"].str.contains("rot")], same, "5 % known: 100 %"),
-        "256 hidden units for M": row(units[-1:], from_tokens(units[-1:], 8192), "copied like M", units.iloc[0]),
+        "256 hidden units for M": row(units[-1:], from_tokens(units[-1:], 8192), "copied by a network", units.iloc[0]),
     }
     columns = ["bits per byte lost", "tokens read (%)", "the cloud's M", "weights (×)", "verdict"]
     return pd.DataFrame.from_dict(rows, orient="index", columns=columns)
