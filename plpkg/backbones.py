@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from plpkg import catalog
 from plpkg.model_folder import on_meta, reason, require_model_folder, require_sizes
@@ -310,11 +311,15 @@ def _places(shape: torch.Size) -> tuple[torch.Tensor, ...]:
     return torch.unravel_index(places.long(), shape)
 
 
+def _has_no_values(tensor: torch.Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
 def _samples(tensors: list[tuple[str, torch.Tensor]]) -> list[bytes]:
     """Sixteen values of each tensor, evenly spaced; those of a device are fetched at once."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for _, tensor in tensors:
-        if tensor.numel() and not tensor.is_meta:
+        if tensor.numel() and not _has_no_values(tensor):
             tensor = tensor.detach() if tensor.ndim else tensor.detach()[None]
             values = tensor[_places(tensor.shape)]  # a transposed tensor is not copied for it
             by_device.setdefault(tensor.device, []).append(values.view(torch.uint8))
@@ -331,9 +336,12 @@ class Stamp:
             if adapters or not any(prefix in name for prefix in ADAPTER_PREFIXES)
         ]
         # A weight that accelerate has put elsewhere is another tensor after each use, without values.
-        self._refs = [weakref.ref(tensor) for _, tensor in tensors if not tensor.is_meta]
-        written = [0 if tensor.is_inference() or tensor.is_meta else tensor._version for _, tensor in tensors]
-        places = [(name, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]
+        self._refs = [weakref.ref(tensor) for _, tensor in tensors if not _has_no_values(tensor)]
+        written = [0 if tensor.is_inference() or _has_no_values(tensor) else tensor._version for _, tensor in tensors]
+        places = [
+            (name, 0 if _has_no_values(tensor) else tensor.data_ptr(), tensor.dtype, tuple(tensor.shape))
+            for name, tensor in tensors
+        ]
         # Fused optimizers, the default of transformers' Trainer, write without torch's counting it.
         self._seen = adapters and _adapters(model), places, written
         self._values = _samples(tensors) if values else None

@@ -362,3 +362,19 @@ def test_a_stamp_is_of_one_model_and_keeps_no_tensor():
     del model
     gc.collect()
     assert reference() is None
+
+
+def test_a_stamp_of_sizes_alone_reads_no_value_and_spoils_no_later_one():
+    stamps = {}
+    backbones._places.cache_clear()
+    for mode in (FakeTensorMode(), torch.device("meta"), contextlib.nullcontext()):
+        with mode, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model = torch.nn.Linear(5, 7)
+            stamps[mode] = stamp(model)
+            assert stamp(model) == stamps[mode]
+            model.bias = torch.nn.Parameter(torch.zeros(7, dtype=torch.float64))
+            assert stamp(model) != stamps[mode]
+    fake, meta, real = (each._values for each in stamps.values())
+    assert fake == meta == []
+    assert [len(each) for each in real] == [2 * 16 * 4]

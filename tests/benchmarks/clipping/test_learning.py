@@ -51,7 +51,7 @@ def test_the_loss_of_an_example_is_the_mean_over_its_own_tokens():
 
 
 def test_the_noise_falls_as_epsilon_grows():
-    cases = list(learning.cases((math.inf, 8.0, 2.0), 0.5, 5))
+    cases = list(learning.cases((math.inf, 8.0, 2.0), 0.02, 20))
     assert [case for case, *_ in cases] == ["not clipped", "clipped", "private", "private"]
     assert [target for _, target, *_ in cases] == [math.inf, math.inf, 8.0, 2.0]
     sigmas = [sigma for _, _, sigma, _ in cases]
