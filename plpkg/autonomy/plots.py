@@ -23,16 +23,19 @@ def devices(people: Sequence[str] = ("ann", "bob", "cem"), ax=None):
         drawing.box(ax, 4.4, k + 0.08, 4.5, 0.84, text, colour)
         drawing.arrow(ax, (2.35, middle), (4.35, k + 0.5))
     drawing.note(ax, 3.3, 0, "the same model\nfor everybody", va="top")
+    drawing.arrow(ax, (6.65, len(people) - 0.06), (6.65, len(people) + 0.28))
+    drawing.note(ax, 6.65, len(people) + 0.32, "suggestions: whoever sees the screen", va="top")
     drawing.arrow(ax, (4.35, len(people) - 0.15), (2.35, middle + 0.8), dashed=True)
     ax.plot(3.35, (len(people) + middle + 0.65) / 2, "x", color="black", markersize=16, markeredgewidth=3, zorder=6)
     drawing.note(ax, 3.35, len(people) + 0.1, "nothing goes back", size=11, va="top", fontweight="bold")
     said = f"A cloud sends one public model, pruned and compiled, to the devices of {', '.join(people)}."
-    return theme.describe(ax, f"{said} Each keeps data, labels and a head of its own; the arrow back is crossed out.")
+    said += " Each keeps data, labels and a head of its own; the arrow back is crossed out."
+    return theme.describe(ax, f"{said} A small arrow: who sees the screen sees suggestions.")
 
 
 def pictures(images: Mapping[str, torch.Tensor], ax=None):
     """Images ``(height, width)`` beside each other, each under its name, each from its least to its largest value."""
-    ax = theme.axes(ax, figsize=(7.2, 2.3))
+    ax = theme.axes(ax, figsize=(7.2, 0.5 + 7.2 / len(images)))
     for k, image in enumerate(images.values()):
         image = image.numpy()
         low, high = image.min(), image.max()
@@ -60,8 +63,11 @@ def learning(transfers: Mapping[str, Transfer], ax=None):
     return theme.describe(ax, f"Loss on the person's validation text: {'; '.join(said)}.")
 
 
-def schemes(rows, value: str, label: str, ax=None):
-    """The mean of each scheme with its 95 % interval; ``rows`` have case, ``value`` and half_width."""
+def schemes(rows, value: str, label: str, ax=None, low: float | None = None):
+    """The mean of each scheme with its 95 % interval; ``rows`` have case, ``value`` and half_width.
+
+    The axis begins at ``low``; a mean below it is written there.
+    """
     ax = theme.axes(ax)
     places = range(len(rows))
     ax.errorbar(rows[value], places, xerr=rows["half_width"], fmt="o", capsize=4, color=theme.styles(1)[0]["color"])
@@ -69,6 +75,13 @@ def schemes(rows, value: str, label: str, ax=None):
     ax.set_yticks(places, rows["case"])
     ax.invert_yaxis()
     ax.set(xlabel=label)
+    if low is not None:
+        ax.set_xlim(left=low)
+        for place, mean in enumerate(rows[value]):
+            if mean < low:
+                ax.text(
+                    low, place, f" ← {mean:.2f}", va="center", bbox=dict(facecolor="white", edgecolor="none", pad=1)
+                )
     said = "; ".join(f"{r['case']} {r[value]:.2f} ± {r['half_width']:.2f}" for _, r in rows.iterrows())
     return theme.describe(ax, f"{label}: {said}.")
 

@@ -18,7 +18,9 @@ def test_devices_have_a_box_each_and_the_arrow_back_is_crossed_out():
     ax = plots.devices(["ann", "bob"])
     assert len(ax.patches) == 3
     arrows = [text for text in ax.texts if getattr(text, "arrow_patch", None)]
-    assert [arrow.xy[0] > arrow.xyann[0] for arrow in arrows] == [True, True, False]  # the cloud is on the left
+    right, down = ([arrow.xy[k] - arrow.xyann[k] for arrow in arrows] for k in (0, 1))
+    assert [each > 0 for each in right] == [True, True, False, False]  # the cloud is on the left
+    assert right[2] == 0 < down[2]  # suggestions leave a device
     back = arrows[-1]
     assert ax.lines[0].get_xydata()[0] == pytest.approx(
         [sum(ends) / 2 for ends in zip(back.xy, back.xyann, strict=True)]
@@ -68,6 +70,12 @@ def test_schemes_have_their_intervals():
     assert bars.lines[0].get_xdata().tolist() == [1.5, 2.5]
     assert [segment[:, 0].tolist() for segment in bars.lines[2][0].get_segments()] == [[1.0, 2.0], [2.25, 2.75]]
     assert "FedAvg 1.50 ± 0.50; last layer 2.50 ± 0.25" in ax.alt_text
+
+
+def test_a_scheme_below_the_axis_is_written_at_its_edge():
+    ax = plots.schemes(SCHEMES, "points", "points gained", low=2.0)
+    assert ax.get_xlim()[0] == 2
+    assert [(text.get_text(), text.get_position()) for text in ax.texts] == [(" ← 1.50", (2, 0))]
 
 
 def test_trainable_marks_the_median():
