@@ -1,7 +1,9 @@
+import contextlib
 import copy
 import gc
 import json
 import os
+import warnings
 
 import pandas as pd
 import pytest
@@ -9,11 +11,12 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 from benchmarks.backbones import reading
-from plpkg import catalog, corpora
+from plpkg import backbones, catalog, corpora
 from plpkg.adapters import validate_adapter
 from plpkg.backbones import FAMILIES, digest, fingerprint, load_backbone, random_backbone, stamp
 from plpkg.catalog import ModelShape
