@@ -70,7 +70,11 @@ def exchanges(
             handle.remove()
     if not seen:
         raise ValueError("no anchors: nothing went through the model")
-    return {name: tuple(torch.cat(parts) for parts in zip(*pairs, strict=True)) for name, pairs in seen.items()}
+    exchanged = {name: tuple(torch.cat(parts) for parts in zip(*pairs, strict=True)) for name, pairs in seen.items()}
+    for name, pair in exchanged.items():
+        if not all(each.isfinite().all() for each in pair):
+            raise ValueError(f"what goes through the M of {name} is not finite")
+    return exchanged
 
 
 def solve(u: torch.Tensor, v: torch.Tensor, prior: torch.Tensor, ridge: float) -> torch.Tensor:
@@ -130,7 +134,7 @@ def migrate(
     Raises
     ------
     ValueError
-        The adapters differ in more than M.
+        The adapters differ in more than M, or what goes through one is not finite.
     """
     whole_number("rounds", rounds, 1)
     configs = [model.peft_config.get(adapter_name) for model in (old, new)]
@@ -147,14 +151,20 @@ def migrate(
         raise ValueError(f"the adapters are in different modules: {sorted(olds.keys() ^ news.keys())}")
     if fingerprint_of_bases(old, adapter_name) != fingerprint_of_bases(new, adapter_name):
         raise ValueError(f"A and B of {adapter_name!r} differ: give the new model those of the old, as saved with it")
-    for name, m in news.items():
-        m.weight.copy_(olds[name].weight)
-    for _ in range(rounds):
-        received = exchanges(new, anchors, adapter_name)
-        errors = {}
+    kept = {name: m.weight.clone() for name, m in news.items()}
+    try:
         for name, m in news.items():
-            (_, wanted), (u, _) = before[name], received[name]
-            solution = solve(u, wanted, olds[name].weight.cpu(), ridge)
-            m.weight.copy_(solution.to(m.weight))
-            errors[name] = ((u @ solution.T - wanted).norm() / wanted.norm().clamp(min=1e-12)).item()
+            m.weight.copy_(olds[name].weight)
+        for _ in range(rounds):
+            received = exchanges(new, anchors, adapter_name)
+            errors = {}
+            for name, m in news.items():
+                (_, wanted), (u, _) = before[name], received[name]
+                solution = solve(u, wanted, olds[name].weight.cpu(), ridge)
+                m.weight.copy_(solution.to(m.weight))
+                errors[name] = ((u @ solution.T - wanted).norm() / wanted.norm().clamp(min=1e-12)).item()
+    except BaseException:  # of Ctrl+C, too: all M are solved for, or none
+        for name, m in news.items():
+            m.weight.copy_(kept[name])
+        raise
     return errors

@@ -121,6 +121,18 @@ def test_another_adapter_and_bad_input_are_refused(adapted, config, call, messag
         migrate.migrate(adapted(), adapted(**config), **dict(anchors=anchors(0)) | call)
 
 
+@pytest.mark.parametrize(("which", "where"), [("old", "privatelora_M"), ("old", "mlp.up_proj"), ("new", "mlp.up_proj")])
+def test_numbers_that_are_none_are_refused_and_nothing_is_written(adapted, which, where):
+    models = {"old": adapted(m_scale=0.5), "new": adapted(m_scale=0.5)}
+    weight = next(p for name, p in models[which].named_parameters() if where in name)
+    weight.data[0, 0] = torch.nan
+    before = copy.deepcopy(models["new"].state_dict())
+    with pytest.raises(ValueError, match=r"what goes through the M of .* is not finite"):
+        migrate.migrate(models["old"], models["new"], anchors(0))
+    for name, value in models["new"].state_dict().items():
+        assert torch.equal(value.nan_to_num(), before[name].nan_to_num()), name
+
+
 def test_what_cannot_be_solved_is_named():
     two = torch.ones(2, 2)
     for v, ridge, message in ((two, -1, "ridge must be at least 0, got -1"), (torch.ones(3, 2), 0, "do not fit toget")):

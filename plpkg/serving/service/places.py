@@ -29,6 +29,8 @@ def folder_of(location: object) -> Path | None:
         return None if "://" in location else Path(location)
     if url.netloc not in ("", "localhost"):
         raise ValueError(f"{location!r} is no folder of this machine: with its path it is file:///…")
+    if not url.path:
+        raise ValueError(f"{location!r} names no folder: with its path it is file:///…")
     return Path(url2pathname(url.path))
 
 

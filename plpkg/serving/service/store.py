@@ -80,7 +80,10 @@ class Store:
         self.max_versions = whole_number("max_versions", max_versions, 1)
         if (folder := folder_of(location)) is not None:
             # Its errors name the folder, obstore's do not; what is in it is its owner's alone.
-            location = LocalStore(private_folder(folder))
+            try:
+                location = LocalStore(private_folder(folder))
+            except ValueError as error:  # no file system has such a name
+                raise ValueError(f"{location!r} is no store: {error}") from None
         elif isinstance(location, str):
             retries = {"max_retries": 2, "retry_timeout": timedelta(seconds=3 * timeout_s)}
             client = {"timeout": timedelta(seconds=timeout_s)}

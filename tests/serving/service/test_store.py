@@ -289,9 +289,9 @@ def test_settings_out_of_range(changes, tmp_path):
         Store(tmp_path, **changes)
 
 
-@pytest.mark.parametrize("location", ["http://", "s3://", "ftp://host/a", None, 5])
+@pytest.mark.parametrize("location", ["http://", "s3://", "ftp://host/a", "file://", "a\0b", "\ud800", None, 5])
 def test_what_is_no_store(location):
-    with pytest.raises(ValueError, match=r"no store|must be a URL") as refused:
+    with pytest.raises(ValueError, match=r"no store|no folder|must be a URL") as refused:
         Store(location)
     assert repr(location) in str(refused.value)
 
