@@ -177,7 +177,7 @@ def settings(rows, ax=None):
     ax.invert_yaxis()
     ax.grid(visible=False, axis="y")
     epsilon = rows["epsilon_target"].iloc[0]
-    title = f"ε = {epsilon:g}: few large batches gain most, a large rate ruins"
+    title = f"ε = {epsilon:g}: few large batches gain, large rates ruin"
     ax.set(xlabel="bits gained per 1,000 bytes (better →)", title=title)
     said = "; ".join(f"{label}: {gain:.1f}" for label, gain in zip(labels, gains, strict=True))
     return theme.describe(ax, f"Bits per 1,000 bytes that private learning gains at ε = {epsilon:g}. {said}.")
@@ -291,7 +291,8 @@ def exposure(rows, ax=None):
         ax.plot(each, places, "o", color="black", markersize=4)
         ax.plot(largest, places, "x", color="black", markersize=6)
         ax.text(max(each) + 0.25, place, f"{each.mean():.1f}", va="center", fontsize=8)
-    ax.set_yticks(range(len(means)), [label.replace(", all", ",\nall") for label in labels])
+    broken = [label.replace(", all", ",\nall") for label in labels]
+    ax.set_yticks(range(len(means)), broken, fontsize=9)
     ax.invert_yaxis()
     ax.grid(visible=False, axis="y")
     ax.axvline(1 / math.log(2), color="0.4", lw=1, linestyle="--")
