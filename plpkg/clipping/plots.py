@@ -177,7 +177,8 @@ def settings(rows, ax=None):
     ax.invert_yaxis()
     ax.grid(visible=False, axis="y")
     epsilon = rows["epsilon_target"].iloc[0]
-    ax.set(xlabel="bits gained per 1,000 bytes (better →)", title=f"ε = {epsilon:g}")
+    title = f"ε = {epsilon:g}: few large batches gain, large rates ruin"
+    ax.set(xlabel="bits gained per 1,000 bytes (better →)", title=title)
     said = "; ".join(f"{label}: {gain:.1f}" for label, gain in zip(labels, gains, strict=True))
     return theme.describe(ax, f"Bits per 1,000 bytes that private learning gains at ε = {epsilon:g}. {said}.")
 
@@ -249,8 +250,7 @@ def epsilon_curve(rows, ax=None):
     styles = theme.styles(tuned["method"].nunique())
     for k, ((method, runs), style) in enumerate(zip(tuned.groupby("method"), styles, strict=True), start=1):
         curve = runs.groupby(runs["epsilon"].round(1))["bits_per_byte"].mean()
-        label = method.replace("public gradient", "A and B from public text")
-        ax.plot(range(len(curve)), curve, label=label, **style)
+        ax.plot(range(len(curve)), curve, label=method, **style)
         places = [levels.index(epsilon) + 0.06 * k for epsilon in runs["epsilon"].round(1)]
         ax.plot(places, runs["bits_per_byte"], "o", color=style["color"], markersize=5, markerfacecolor="none")
         said.append(f"{method}: {', '.join(f'{value:.4g}' for value in curve)}")
@@ -281,8 +281,7 @@ def exposure(rows, ax=None):
     means = by_epsilon(rows)["mean exposure, bits"]
     runs = rows.set_index(["method", "case", rows["epsilon"].round(1)])
     labels = [
-        ("" if method == "none" else f"{method.partition(',')[0]}, ")
-        + (f"ε = {epsilon:.2g}" if case == "private" else case)
+        ("" if method == "none" else f"{method}, ") + (f"ε = {epsilon:.2g}" if case == "private" else case)
         for method, case, epsilon in means.index
     ]
     ax.barh(range(len(means)), means, color=theme.fills(1)[0]["color"])
@@ -292,7 +291,8 @@ def exposure(rows, ax=None):
         ax.plot(each, places, "o", color="black", markersize=4)
         ax.plot(largest, places, "x", color="black", markersize=6)
         ax.text(max(each) + 0.25, place, f"{each.mean():.1f}", va="center", fontsize=8)
-    ax.set_yticks(range(len(means)), labels)
+    broken = [label.replace(", all", ",\nall") for label in labels]
+    ax.set_yticks(range(len(means)), broken, fontsize=9)
     ax.invert_yaxis()
     ax.grid(visible=False, axis="y")
     ax.axvline(1 / math.log(2), color="0.4", lw=1, linestyle="--")
