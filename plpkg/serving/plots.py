@@ -152,7 +152,7 @@ def writers(rows, ax=None):
     ax.set_yticks(range(len(gain)), gain.index)
     ax.grid(False)
     ax.set(
-        xlabel="adapter of", ylabel="text of", title="bits per byte saved against no adapter (bold: best in the row)"
+        xlabel="adapter of", ylabel="text of", title="bits per byte saved against no adapter (bold: best, if above 0)"
     )
     right = sum(gain.loc[name].idxmax() == name for name in gain.index)
     return theme.describe(

@@ -5,6 +5,7 @@ an answer would tell one of them what the other has. Who needs an adapter leases
 many wait for one, it is downloaded once, and given up when nobody waits any more. What failed is not tried again for
 some seconds, and fails nobody else. What is on disk does not wait for downloads, which a store may leave hanging.
 Accounts take turns at downloads: each has at most one in the queue for a place, however many of its own stand behind.
+Who gets no place for ``place_s`` is given up, or hundreds of accounts would wait in turn for a store that hangs.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ from plpkg.checkpoints import PARTIAL, private_folder
 from plpkg.serving.service.places import VERSION, require_apart
 from plpkg.serving.service.scheduler import OverloadedError
 from plpkg.serving.service.store import NotFoundError, Store, StoreError
-from plpkg.validation import whole_number
+from plpkg.validation import number, whole_number
 
 ON_DISK = f"*/{VERSION}"
 
@@ -88,6 +89,8 @@ class Tiers:
         None for no such tier.
     downloads
         The most at a time.
+    place_s
+        For how long one may wait for a place among the downloads.
     failed_s
         For how long a failure is remembered.
 
@@ -100,10 +103,12 @@ class Tiers:
     """
 
     def __init__(
-        self, store: Store, model, *, limits=None, host_bytes=2**32, disk: Disk | None = None, downloads=8, failed_s=5.0
-    ) -> None:
+        self, store: Store, model, *, limits=None, host_bytes=2**32, disk: Disk | None = None, downloads=8,
+        place_s=90.0, failed_s=5.0,
+    ) -> None:  # fmt: skip
         require_apart({"disk": disk and disk.folder, "store": getattr(store, "folder", None)})
-        self.store, self.model, self.limits, self.disk, self.failed_s = store, model, limits, disk, failed_s
+        self.store, self.model, self.limits, self.disk = store, model, limits, disk
+        self.place_s, self.failed_s = number("place_s", place_s, 0, open_low=True), failed_s
         self.host_bytes = whole_number("host_bytes", host_bytes, 1)
         self.host: OrderedDict[str, Adapter] = OrderedDict()
         self.leases: Counter[str] = Counter()
@@ -120,7 +125,7 @@ class Tiers:
         Raises
         ------
         NotFoundError, StoreError, InvalidAdapterError
-            As :meth:`Store.fetch`.
+            As :meth:`Store.fetch`; a StoreError also if no place for the download came free.
         OverloadedError
             All of the memory is leased.
         """
@@ -181,8 +186,11 @@ class Tiers:
 
     @contextlib.asynccontextmanager
     async def _place(self, account: str) -> AsyncIterator[None]:
-        async with self._turns[account]:
-            await self._downloads.acquire()
+        try:
+            async with asyncio.timeout(self.place_s), self._turns[account]:
+                await self._downloads.acquire()
+        except TimeoutError:
+            raise StoreError(f"other downloads took all places for {self.place_s:g} s") from None
         try:
             yield
         finally:

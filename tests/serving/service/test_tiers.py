@@ -329,3 +329,21 @@ async def test_accounts_take_turns_at_downloads(shelf, make, writers):
     await asyncio.gather(*waiting)
     order = [path[0] for path in shelf.fetched]  # two of alice's were there before anybody else
     assert (order[:2], sorted(order[2:5]), sorted(order[5:8]), sorted(order[8:11])) == (["a", "a"], *3 * [[*"abe"]])
+
+
+async def test_nobody_waits_for_ever_for_a_place_among_downloads_that_hang(shelf, make, writers):
+    shelf.adapters |= {f"bob/x/{each.digest}": each for each in writers.values()}
+    shelf.open.clear()
+    first, *others = shelf.adapters
+    tiers = make(downloads=1, place_s=0.05, failed_s=0)
+    (hanging,) = begin(tiers, first, 1)
+    await until(lambda: shelf.fetched)
+    results = await asyncio.gather(*(take(tiers, path) for path in others), return_exceptions=True)
+    assert {f"{type(each).__name__}: {each}" for each in results} == {
+        "StoreError: other downloads took all places for 0.05 s"
+    }
+    shelf.open.set()
+    assert await hanging is shelf.adapters[first]
+    for path in others:  # whoever was given up has left no place taken, and no turn
+        assert await take(tiers, path) is shelf.adapters[path]
+    assert shelf.fetched == [first, *others]
