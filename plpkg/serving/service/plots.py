@@ -109,7 +109,7 @@ def hit_rates(rows, ax=None, best: Mapping[int, float] = MappingProxyType({})):
 
 def slowest(rows, ax=None, marked: Mapping[int, str] = MappingProxyType({})):
     """How long the slowest hundredth waits for a first token, by slots; a line for each number of slots ``marked``."""
-    ax = _by_slots(rows, rows["first_token_p99_s"], "← better    first token, p99 (s, log scale)", ax)
+    ax = _by_slots(rows, rows["first_token_p99_s"], "first token, p99 (s, log scale)\n← better", ax)
     for slots, label in marked.items():
         ax.axvline(slots, color="0.6", linestyle=":", zorder=0)
         ax.text(slots, 0.98, label, transform=ax.get_xaxis_transform(), rotation=90, ha="right", va="top")
