@@ -10,8 +10,11 @@ is who waits for whom. Rounds of three systems are interleaved: ``warm`` (the th
   the first token of the three.
 * ``slot``: milliseconds to copy an adapter from host memory into a slot, beside a step of the six.
 * ``timeline``: when one of the six, and the three, had their tokens in the first round.
+* ``sizes``: milliseconds between the tokens of the six for two seconds, in which no newcomer comes, or one whose
+  adapter of so many MB lies in a folder of this machine. ``longest_ms`` is the longest of a round, the median of the
+  rounds; ``least_ms`` and ``most_ms`` are of the rounds.
 
-Run: ``python -m benchmarks.serving.cold``, about two minutes.
+Run: ``python -m benchmarks.serving.cold``, about two minutes, and with ``sizes`` that section, as long.
 """
 
 import asyncio
@@ -20,23 +23,27 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 
 import httpx
 import numpy as np
+import pandas as pd
 import torch
+from peft import LoraConfig
 
 from benchmarks import record
 from plpkg.adapters import validate_adapter
 from plpkg.backbones import load_backbone
 from plpkg.catalog import Link, data_path
 from plpkg.residual.wire.relay import Relay
-from plpkg.serving import Engine, Request
+from plpkg.serving import Engine, Request, train_many
 from plpkg.serving.service import Replica, Scheduler, Store, Tiers
 from plpkg.serving.slots import Pool
 
 ROUNDS, TRIP_S, TOKENS, COLD_TOKENS, EVERY_S = 7, 0.25, 400, 60, 0.6
 SYSTEMS = ("warm", "asynchronous", "blocking")
+RANKS, WINDOW_S = {"7 MB": 64, "80 MB": 720}, 2.0
 
 
 def bucket() -> tuple[subprocess.Popen, str]:
@@ -59,8 +66,10 @@ def store_at(address: str) -> Store:
     return Store("s3://bucket/adapters")
 
 
-async def served(model, tokenizer, store: Store, paths: list[str], system: str) -> dict:
-    """Token times, in seconds from the first cold request, of the six and of the three."""
+async def served(
+    model, tokenizer, store: Store, paths: list[str], system: str, new: int = COLD_TOKENS, every_s: float = EVERY_S
+) -> dict:
+    """Token times, in seconds from the first cold request, of the six and of those whose adapters come after theirs."""
     tiers = Tiers(store, model)
     replica = Replica(Engine(model, tokenizer), tiers, Scheduler())
     if system == "blocking":
@@ -87,17 +96,41 @@ async def served(model, tokenizer, store: Store, paths: list[str], system: str) 
     await asyncio.sleep(0.5)
     began, cold = time.perf_counter(), []
     for k, path in enumerate(paths[6:]):
-        cold.append(asyncio.create_task(read(f"cold {k}", path, COLD_TOKENS)))
-        await asyncio.sleep(EVERY_S)
+        cold.append(asyncio.create_task(read(f"cold {k}", path, new)))
+        await asyncio.sleep(every_s)
     await asyncio.gather(*running, *cold)
     await replica.close()
     return {name: np.array(each) - began for name, each in times.items() if name}
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    model, tokenizer = load_backbone("plpkg-small")
-    adapters = {path.name: validate_adapter(path, model) for path in sorted(data_path("serving").iterdir())}
+def sizes(model, tokenizer, adapters: dict) -> list[dict]:
+    ids, rows = tokenizer("Returns the", return_tensors="pt")["input_ids"], []
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store(folder)
+        paths = [f"all/{name}/{asyncio.run(store.put('all', name, each))}" for name, each in adapters.items()]
+        cases = {"none": None, "0.17 MB": paths[6]}
+        for case, rank in RANKS.items():
+            config = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+            large = train_many(model, config, {"large": ids}, steps=1, lr=1e-3, progress=False)["large"]
+            cases[case] = f"all/large/{asyncio.run(store.put('all', 'large', large))}"
+        gaps, firsts = ({case: [] for case in cases} for _ in range(2))
+        for case in [*cases] * ROUNDS:
+            newcomer = [cases[case]] if cases[case] else []
+            all_times = asyncio.run(served(model, tokenizer, store, paths[:6] + newcomer, case, 1, WINDOW_S))
+            firsts[case] += [times[1] - times[0] for name, times in all_times.items() if name.startswith("cold")]
+            kept = [times[(times >= 0) & (times <= WINDOW_S)] for times in all_times.values()]
+            gaps[case].append(1e3 * np.concatenate([np.diff(times) for times in kept if len(times) > 2]))
+            print(case, gaps[case][-1].max().round(1), firsts[case][-1:], flush=True)
+    for case, rounds in gaps.items():
+        longest = [each.max() for each in rounds]
+        values = {f"p{q}_ms": statistics.median(np.percentile(each, q) for each in rounds) for q in (50, 99)}
+        values |= dict(longest_ms=statistics.median(longest), least_ms=min(longest), most_ms=max(longest))
+        values |= dict(first_s=statistics.median(firsts[case])) if firsts[case] else {}
+        rows.append({"section": "sizes", "case": case} | {name: round(float(each), 3) for name, each in values.items()})
+    return rows
+
+
+def delays(model, tokenizer, adapters: dict) -> list[dict]:
     server, address = bucket()
     gaps, firsts, rows = {system: [] for system in SYSTEMS}, {system: [] for system in SYSTEMS}, []
     try:
@@ -132,7 +165,16 @@ def main() -> None:
         pool.lease(adapter)
         times.append(1e3 * (time.perf_counter() - began))
     rows.append({"section": "slot", "case": "copy", "p50_ms": round(statistics.median(times), 2)})
-    record.write("serving.cold", rows)
+    return rows
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    model, tokenizer = load_backbone("plpkg-small")
+    adapters = {path.name: validate_adapter(path, model) for path in sorted(data_path("serving").iterdir())}
+    before, only_sizes = pd.read_csv(record.DATA / "serving_cold.csv"), sys.argv[1:] == ["sizes"]
+    rows = (sizes if only_sizes else delays)(model, tokenizer, adapters)
+    record.write("serving.cold", rows, keep=before[(before["section"] == "sizes") != only_sizes])
 
 
 if __name__ == "__main__":

@@ -98,7 +98,8 @@ def hit_rates(rows, ax=None, best: Mapping[int, float] = MappingProxyType({})):
     ax = _by_slots(rows, 100 * rows["hit_rate"], "in a slot (% of requests)    better →", ax)
     if best:
         ax.lines[0].set_label("least recently used")
-        ax.plot(list(best), [100 * share for share in best.values()], "*--", color="black", label="best fixed choice")
+        shares = [100 * share for share in best.values()]
+        ax.plot(list(best), shares, "--", color="black", label="best fixed choice (computed)")
         ax.legend(loc="upper left")
     ax.set(ylim=(0, 100))
     values = zip(rows["slots"], rows["hit_rate"], strict=True)
@@ -106,9 +107,12 @@ def hit_rates(rows, ax=None, best: Mapping[int, float] = MappingProxyType({})):
     return theme.describe(ax, f"Requests with their adapter in a slot: {said}.")
 
 
-def slowest(rows, ax=None):
-    """How long the slowest hundredth waits for a first token, by slots."""
-    ax = _by_slots(rows, rows["first_token_p99_s"], "← better    first token, p99 (s)", ax)
+def slowest(rows, ax=None, marked: Mapping[int, str] = MappingProxyType({})):
+    """How long the slowest hundredth waits for a first token, by slots; a line for each number of slots ``marked``."""
+    ax = _by_slots(rows, rows["first_token_p99_s"], "first token, p99 (s, log scale)\n← better", ax)
+    for slots, label in marked.items():
+        ax.axvline(slots, color="0.6", linestyle=":", zorder=0)
+        ax.text(slots, 0.98, label, transform=ax.get_xaxis_transform(), rotation=90, ha="right", va="top")
     ax.set_yscale("log")
     ax.yaxis.set_major_formatter("{x:g}")
     said = "; ".join(f"{k} slots: {p99:.2f} s" for k, p99 in zip(rows["slots"], rows["first_token_p99_s"], strict=True))
