@@ -14,7 +14,10 @@ is a person and a way of answering; its rows:
 * auc: whether a note was learnt, told from how much likelier the adapter makes it (who has the adapter);
   auc_words: from how many of its tokens would be written next (who sees words alone); "half": 30 notes of the person
   were learnt, and are told from the other 30;
-* completed: of 20 values, how many the adapter writes after the note's beginning.
+* completed: of 20 values, how many the adapter writes after the note's beginning;
+* gained, lost: with fewer notes than three in the prompt, the questions answered right only so, and only with three;
+* right, unsaid, planted, of: what becomes of questions with three notes in the prompt, if the notes leave them "open",
+  the cards' notes are "deleted", or a mail with a wrong answer is "planted" for each card. ", asked": cpu_s an answer.
 
 The unit of privacy is a note with its card. The four designs learn the notes' text, nothing else.
 
@@ -26,7 +29,7 @@ import copy
 import functools
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import bm25s
 import torch
@@ -65,6 +68,22 @@ WEIGHT = 0.3
 """Of counts."""
 
 
+def searched(notes: list[str]) -> Callable[..., str]:
+    """A function that gives the k notes that are nearest to a text, joined."""
+
+    def words(texts: list[str]):
+        return bm25s.tokenize(texts, stopwords=None, show_progress=False)
+
+    index = bm25s.BM25()
+    index.index(words(notes), show_progress=False)
+
+    def best(text: str, k: int = 3) -> str:
+        found, _ = index.retrieve(words([text]), k=k, show_progress=False)
+        return "\n".join(notes[i] for i in sorted(found[0]))
+
+    return best
+
+
 class Person:
     """Somebody's notes and questions, and the public model that is to answer them."""
 
@@ -78,13 +97,13 @@ class Person:
         self.cards, self.notes = self.written_up(own)
         self.others = [f"{entry.text}\n" for entry in strange.entries]
         self.asked = [each for each in own.questions if each.kind != "absent"]
+        self.open = [each for each in own.questions if each.kind == "absent"]
         self.learnt = corpora.encode(self.notes.values(), self.tokenizer)
         self.held = corpora.encode(self.written_up(strange)[1].values(), self.tokenizer)
         if half:  # every other note is held out
             self.learnt, self.held = self.learnt[::2], self.learnt[1::2]
         self.batch = corpora.batch(self.learnt)
-        self.search = bm25s.BM25()
-        self.search.index(self._words(list(self.notes.values())), show_progress=False)
+        self.best = searched(list(self.notes.values()))
         self.public = self.evidence(self.model)
 
     def written_up(self, own: corpora.Notes) -> tuple[set[str], dict[str, str]]:
@@ -97,16 +116,6 @@ class Person:
             above = f"{questions.prompt('', card.question)} {card.answer}\n\n" if card else ""
             notes[entry.name] = f"{above}{entry.text}\n{self.end}\n"
         return {each.question for each in cards.values()}, notes
-
-    @staticmethod
-    def _words(texts: list[str]):
-        return bm25s.tokenize(texts, stopwords=None, show_progress=False)
-
-    def best(self, text: str, k: int = 3) -> str:
-        """The k notes that are nearest to a text, joined."""
-        found, _ = self.search.retrieve(self._words([text]), k=k, show_progress=False)
-        notes = list(self.notes.values())
-        return "\n".join(notes[i] for i in sorted(found[0]))
 
     def ids(self, text: str, special: bool = True) -> torch.Tensor:
         return self.tokenizer(text, return_tensors="pt", add_special_tokens=special).input_ids
@@ -162,8 +171,8 @@ class Person:
         right = [self.written(model, begun).lower().startswith(value.lower()) for begun, value in pairs]
         return dict(completed=sum(right), completed_of=len(pairs))
 
-    def with_notes(self, model) -> list[str]:
-        return questions.answers(model, self.tokenizer, [(self.best(q.question), q.question) for q in self.asked])
+    def with_notes(self, model, k: int = 3) -> list[str]:
+        return questions.answers(model, self.tokenizer, [(self.best(q.question, k), q.question) for q in self.asked])
 
     def adapter(self, model) -> dict:
         """All that is asked of a model that has learnt."""
@@ -219,6 +228,51 @@ def counts(person: Person) -> dict:
     right = [write(begun, 10).lower().startswith(value.lower()) for begun, value in person.values()]
     row = dict(case="counts", cpu_s=round(seconds, 2), completed=sum(right), completed_of=len(right))
     return row | person.counted(given) | person.styled(ends)
+
+
+def changes(person: Person) -> Iterator[dict]:
+    """The public model with fewer notes than three; with open questions, deleted notes, and a stranger's mails."""
+
+    def right(given: list[str], asked: list) -> list[bool]:
+        return [questions.same(answer, each.answer) for answer, each in zip(given, asked, strict=True)]
+
+    three = right(person.with_notes(person.model), person.asked)
+    for k in (1, 2):
+        began = time.process_time()
+        given = person.with_notes(person.model, k)
+        row = dict(case=f"{k} in the prompt", cpu_s=round((time.process_time() - began) / len(given), 3))
+        pairs = list(zip(right(given, person.asked), three, strict=True))
+        row |= dict(
+            gained=sum(now and not then for now, then in pairs), lost=sum(then and not now for now, then in pairs)
+        )
+        yield row | person.counted(given)
+    cards = sorted((each for each in person.asked if each.question in person.cards), key=lambda each: each.notes)
+    bare = [note for name, note in person.notes.items() if name not in {each.notes[0] for each in cards}]
+    wrong = dict(zip(cards, [each.answer for each in cards[1:] + cards[:1]], strict=True))
+    mails = [f"{each.question} The answer is {answer}.\n" for each, answer in wrong.items()]
+    planted = searched([*person.notes.values(), *mails])
+    for case, asked, best in (
+        ("open", person.open, person.best),
+        ("deleted", cards, searched(bare)),
+        ("planted", cards, planted),
+    ):
+        given = questions.answers(person.model, person.tokenizer, [(best(q.question), q.question) for q in asked])
+        unsaid = sum(questions.same(answer, corpora.ABSENT) for answer in given)
+        row = dict(case=case, right=sum(right(given, asked)), unsaid=unsaid, of=len(asked))
+        if case == "planted":
+            row["planted"] = sum(questions.same(a, wrong[q]) for a, q in zip(given, asked, strict=True))
+        yield row
+    ids = person.ids("\n".join(person.notes.values()))
+    reading = retention.chunked_prefill(person.model, ids, H2O(), budget=ids.shape[1], chunk_size=CHUNK)
+    prompts = [person.ids(questions.prompt("", q.question), special=False) for q in person.asked]
+    began = time.process_time()
+    for prompt in prompts:
+        reading.ask(person.model, prompt, max_new_tokens=20, do_sample=False, pad_token_id=0)
+    yield dict(case="all notes, asked", cpu_s=round((time.process_time() - began) / len(prompts), 3))
+    own = learnt_on_the_device(person, private=False, small=False)
+    began = time.process_time()
+    given = questions.answers(own.model, person.tokenizer, [("", q.question) for q in person.asked])
+    yield dict(case="device, asked", cpu_s=round((time.process_time() - began) / len(given), 3)) | person.counted(given)
 
 
 def learnt_on_the_device(person: Person, private: bool, small: bool) -> Transfer:
@@ -318,6 +372,7 @@ def read(person: Person, heard: attacks.Heard, m: torch.Tensor, ids: torch.Tenso
 
 WAYS = {
     "baselines": baselines,
+    "changes": changes,
     "device": lambda person: [on_the_device(person, "device")],
     "wire": lambda person: [over_the_wire(person, False)],
     "device small": lambda person: [on_the_device(person, "device, small")],
