@@ -284,10 +284,15 @@ def fingerprint(model: torch.nn.Module) -> str:
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter and buffer by name, adapters' and those that are not saved included."""
+    """Every parameter and buffer by name, adapters' and those that are not saved included.
+
+    Without frequencies that each forward pass writes anew, by the length of its text (LongRoPE, dynamic NTK).
+    """
     for name, module in model.named_modules(remove_duplicate=False):  # once, which is twice as fast as torch's own
+        kinds = getattr(module, "rope_type", None)
+        changes = not {"dynamic", "longrope"}.isdisjoint(kinds.values() if isinstance(kinds, dict) else [kinds])
         for key, tensor in itertools.chain(module._parameters.items(), module._buffers.items()):
-            if tensor is not None:
+            if tensor is not None and not (changes and key.endswith("inv_freq")):
                 yield f"{name}.{key}" if name else key, tensor
 
 

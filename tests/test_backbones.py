@@ -352,6 +352,18 @@ def test_what_changes_the_logits_changes_stamp_and_digest(change):
     assert digest(model) != content
 
 
+@pytest.mark.parametrize(("family", "kind"), [("phi3", "longrope"), ("llama", "dynamic")])
+def test_frequencies_of_the_last_text_are_no_change(family, kind):
+    rope = dict(rope_type=kind, rope_theta=1e4, factor=4.0, short_factor=[1.0] * 8, long_factor=[2.0] * 8)
+    options = dict(rope_parameters=rope, max_position_embeddings=64, original_max_position_embeddings=64)
+    model = random_backbone(family, options=options)
+    before, content = stamp(model), digest(model)
+    for length in (3, 80, 90, 3):
+        model(input_ids=IDS[:1, :1].expand(1, length))
+        assert stamp(model) == before
+        assert digest(model) == content
+
+
 def test_a_stamp_is_of_one_model_and_keeps_no_tensor():
     model = with_lora()
     seen = stamp(model)
