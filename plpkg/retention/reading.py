@@ -208,7 +208,9 @@ class PrefillResult:
 
     def _check(self, model: nn.Module) -> None:
         """See that the model's weights are those that have read."""
-        read_by = self._eviction.model
+        read_by, (everything, backbone) = self._eviction.model, self._eviction.stamps
+        if stamp(read_by, adapters=False) != backbone:
+            raise ValueError(f"the weights of {type(read_by).__name__} have changed since it read this: read it again")
         if model is not read_by:
             actual, expected = fingerprint(model), fingerprint(read_by)
             if actual != expected:
@@ -216,11 +218,7 @@ class PrefillResult:
                     f"this prompt was read by a backbone with fingerprint {expected[:12]}…, "
                     f"but {type(model).__name__} has {actual[:12]}…"
                 )
-            return
-        everything, backbone = self._eviction.stamps
-        if stamp(model, adapters=False) != backbone:
-            raise ValueError(f"the weights of {type(model).__name__} have changed since it read this: read it again")
-        if stamp(model) != everything:
+        elif stamp(model) != everything:
             warnings.warn(
                 f"the adapter of {type(model).__name__} has changed since it read this: what is kept was made with the "
                 "former one",
@@ -236,9 +234,12 @@ class PrefillResult:
         ------
         ValueError
             :func:`load` would not take it: the cache's stores are not this package's, it has gone on or was repeated
-            since the last cut, something in it is not finite, or more than 16,777,216 tokens were read.
+            since the last cut, something in it is not finite, or more than 16,777,216 tokens were read. Or the model,
+            which the file names by its weights, has others since, an adapter's included.
         """
         folder, model = Path(folder), self._eviction.model
+        if stamp(model) != self._eviction.stamps[0]:
+            raise ValueError(f"the weights of {type(model).__name__} have changed since it read this: read it again")
         state = {
             "identity": {"backbone": fingerprint(model), "dtype": str(model.dtype), "weights": digest(model)},
             "positions": self.cache.contract,

@@ -241,9 +241,10 @@ def test_a_model_that_has_changed_does_not_answer(backbone, ids, tmp_path):
     with pytest.warns(UserWarning, match="was made with other weights than PeftModel has: another adapter"):
         retention.load(tmp_path, model)
     changed_weight(model)
-    for use in (lambda: read.ask(model, QUESTIONS[0]), lambda: read.score(model, QUESTIONS[0])):
+    uses = [lambda model: read.ask(model, QUESTIONS[0]), lambda model: read.score(model, QUESTIONS[0])]
+    for use in (*uses, lambda _: read.save(tmp_path), lambda model: read.units(copy.deepcopy(model))):
         with pytest.raises(ValueError, match="the weights of PeftModel have changed since it read this: read it again"):
-            use()
+            use(model)
 
 
 def test_others_may_use_the_model_while_somebody_reads(model, ids):
