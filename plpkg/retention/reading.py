@@ -354,16 +354,17 @@ def _needed(model: nn.Module, cache: EvictingCache, state: dict, batch: int, kep
     """Dtypes and shape of each tensor that the cache must have; it is filled with units that have no memory."""
     needed, given = {}, state["layers"]
     for i, (layer, dims) in enumerate(zip(cache.layers, attention_layers(model), strict=True)):
-        shape = (batch, dims.num_kv_heads, kept, dims.head_dim)
+        held, widths = kept, {"keys": dims.head_dim, "values": dims.value_dim}
         if not isinstance(layer, EvictingLayer):
-            shape = (*shape[:2], min(state["seen"], layer.sliding_window - 1), dims.head_dim)
-            needed |= {f"{i}.{name}": ((model.dtype,), shape) for name in ("keys", "values")}
+            held = min(state["seen"], layer.sliding_window - 1)
+        shapes = {name: (batch, dims.num_kv_heads, held, width) for name, width in widths.items()}
+        if not isinstance(layer, EvictingLayer):
+            needed |= {f"{i}.{name}": ((model.dtype,), shape) for name, shape in shapes.items()}
             continue
-        units = torch.empty(shape, dtype=model.dtype, device="meta")
-        layer.store.append(units, units)
-        needed[f"{i}.positions"] = (torch.int32,), shape[:3]
+        layer.store.append(*(torch.empty(shape, dtype=model.dtype, device="meta") for shape in shapes.values()))
+        needed[f"{i}.positions"] = (torch.int32,), shapes["keys"][:3]
         if f"{i}.scores" in given:
-            needed[f"{i}.scores"] = (torch.float32,), shape[:3]
+            needed[f"{i}.scores"] = (torch.float32,), shapes["keys"][:3]
         # Groups of consecutive units come in parts as they fill, and only the state knows how many were in each.
         codes = [getattr(given.get(f"{i}.store.keys.{part}.codes"), "shape", ()) for part in range(len(given))]
         groups = [each[3] for each in codes if len(each) == 5]

@@ -396,8 +396,9 @@ DBRX = dict(d_model=64, n_heads=4, n_layers=2, attn_config={"kv_n_heads": 2, "ro
 DBRX |= dict(ffn_config={"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2})
 GPT = dict(n_embd=64, n_head=4, n_layer=2)
 
+FULL2 = ["full_attention"] * 2
 UNWATCHED = "has query, key and value projections .* in 0 of its 2 layers: plpkg.retention does not know how to watch"
-CROSS = "layer .* attends to something else than its own text as well .*: plpkg.retention reads with decoders alone"
+CROSS = "layer .* attends to something else than its own text so far .*: plpkg.retention reads with decoders alone"
 VIRTUAL = r"puts virtual tokens before the prompt \({}\), which have no ids"
 LINEAR = "has a LinearAttentionLayer, which cannot evict|in [01] of its 2 layers"
 
@@ -407,6 +408,11 @@ REFUSED = {
     "t5": (made(transformers.T5ForConditionalGeneration, transformers.T5Config, **T5), UNWATCHED),
     "bart": (bart(2, 2), CROSS),
     "bart, more decoder": (bart(1, 2), CROSS),
+    "gemma3_text, both ways": (family("gemma3_text", use_bidirectional_attention=True), CROSS),
+    "gemma4_text, no values": (
+        family("gemma4_text", attention_k_eq_v=True, num_global_key_value_heads=1, layer_types=FULL2, **PER_LAYER),
+        UNWATCHED,
+    ),
     "deepseek_v3": (family("deepseek_v3", **MLA), UNWATCHED),
     "deepseek_v2": (family("deepseek_v2", **MLA), UNWATCHED),
     "minicpm3": (family("minicpm3"), UNWATCHED),

@@ -10,7 +10,7 @@ from transformers import BloomConfig, BloomForCausalLM
 from plpkg.retention import RetainingHeads, chunked_prefill
 from plpkg.retention.head import HeadsConfig
 from plpkg.retention.scorers import Locret
-from tests.retention.conftest import ATTENTION, in_double
+from tests.retention.conftest import ATTENTION, in_double, other_family
 
 from rounding import assert_as_exact
 
@@ -109,3 +109,7 @@ def test_bad_input_gets_a_sentence(model):
     bloom = BloomForCausalLM(BloomConfig(vocab_size=16, hidden_size=16, n_layer=2, n_head=2))
     with pytest.raises(ValueError, match="in 0 of its 2 layers"):
         RetainingHeads.attach(bloom)
+    gated = other_family("qwen3_5_text", layer_types=["full_attention"] * 2)
+    with pytest.raises(ValueError, match=r"Qwen3_5ForCausalLM give 192 numbers, and .*=\(4, 2, 16\) are 128"):
+        RetainingHeads.attach(gated)
+    assert RetainingHeads.attach(other_family("gpt_bigcode")).config.num_kv_heads == 1

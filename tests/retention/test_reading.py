@@ -17,7 +17,7 @@ from plpkg.retention.cache import UnitStore
 from plpkg.retention.quantize import quantized
 from plpkg.retention.reading import FILE
 from plpkg.retention.scorers import H2O, KeyNorm, Random, SinkRecent, SirLlm
-from tests.retention.conftest import CONTRACTS, in_double
+from tests.retention.conftest import CONTRACTS, in_double, other_family
 
 from rounding import assert_as_exact
 
@@ -368,9 +368,17 @@ def test_loaded_it_answers_to_the_bit(model, ids, tmp_path, positions, store, dt
         pass
 
 
-@pytest.mark.parametrize(("family", "options"), [("gpt2", {}), ("gemma2", {"sliding_window": 4})])
+MIMO = dict(head_dim=24, v_head_dim=16, swa_num_key_value_heads=4, swa_head_dim=24, swa_v_head_dim=16)
+MIMO |= dict(n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, moe_intermediate_size=32)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("gpt2", {}), ("gpt_bigcode", {}), ("gemma2", {"sliding_window": 4}), ("mimo_v2_flash", MIMO)],
+)
 def test_other_families_are_saved(tmp_path, family, options):
-    model = random_backbone(family, options=options)
+    """One KV head for all, of which the configuration says another number; values and windows of other sizes."""
+    model = other_family(family, num_hidden_layers=4, **options)
     read = chunked_prefill(model, torch.arange(1, 20)[None], KeyNorm(), 9, 5, positions="original")
     read.save(tmp_path)
     again = retention.load(tmp_path, model)

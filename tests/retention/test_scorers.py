@@ -53,6 +53,11 @@ def test_attention_with_tensors_that_nobody_knows_is_refused(model, ids):
     units = Units(3, torch.arange(2), ids, unknown=["slopes"], module=model.model.layers[0].self_attn)
     with pytest.raises(ValueError, match=r"layer 3 \(LlamaAttention\) gives its attention slopes, of which nobody"):
         next(units.probabilities())
+    own = other_family("doge")
+    for use in (lambda: chunked_prefill(own, ids, H2O(), 10, 4), lambda: cis_labels(own, ids, 20)):
+        with pytest.raises(ValueError, match=r"\(DogeAttention\) gives its attention a mask of its own, of which"):
+            use()
+    assert chunked_prefill(own, ids, KeyNorm(), 10, 4).cache.kept == 10
 
 
 def test_one_scorer_for_two_prompts_shares_its_budget_with_recent_units(model, ids):
