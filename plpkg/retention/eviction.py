@@ -116,7 +116,7 @@ class Eviction:
                 )
 
     def _prepare(self, ids: torch.Tensor) -> int:
-        start = next(iter(self.cache.evicting.values())).seen
+        start = self.cache.seen
         self._watch.ids = ids
         self._watch.positions = torch.arange(start, start + ids.shape[-1], device=ids.device)
         return start
@@ -188,7 +188,9 @@ class Eviction:
                 return None
             if self.scorer.needs_logits:
                 kwargs["logits_to_keep"] = 0
-            ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+            ids = kwargs.get("input_ids", args[0] if args else None)
+            if ids is None:
+                raise ValueError("evicting() follows forward passes over input_ids, and this one has none")
             self._prepare(ids)
             return args, kwargs
 

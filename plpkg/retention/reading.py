@@ -18,7 +18,7 @@ from torch import nn
 from plpkg import checkpoints
 from plpkg.backbones import digest, fingerprint, stamp
 from plpkg.batch import token_ids
-from plpkg.learning import evaluating
+from plpkg.learning import evaluating, forget_images
 from plpkg.retention import watch
 from plpkg.retention.cache import EvictingCache, EvictingLayer, UnitStore
 from plpkg.retention.eviction import ChunkStep, Eviction, Log
@@ -76,8 +76,8 @@ class PrefillResult:
         For several answers to one prompt there is :meth:`ask`. What looks back at the text (``repetition_penalty``,
         ``no_repeat_ngram_size``) sees ``input_ids`` and the answer, never the prompt, whose tokens the cache has not.
         """
-        ids = self.logits.argmax(-1, keepdim=True) if input_ids is None else input_ids
-        whole_number("the number of new tokens", ids.shape[-1], 1)
+        ids = self.logits.argmax(-1, keepdim=True) if input_ids is None else token_ids(input_ids)
+        forget_images(self._eviction.model)
         if whole_number("repeats", repeats, 1) > 1:
             self.cache.batch_repeat_interleave(repeats)
         length = self.cache.get_seq_length() + ids.shape[-1]

@@ -8,7 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    StoppingCriteriaList,
+)
 
 from plpkg import checkpoints, retention
 from plpkg.backbones import fingerprint, random_backbone
@@ -31,6 +37,7 @@ WAYS = {  # how often the cache is repeated, and what generate is told
 }
 STORES = {"plain": UnitStore, "token": quantized(4, "token", 16), "kivi": quantized(2, "kivi", 4)}
 both_positions = pytest.mark.parametrize("positions", ["original", "reassigned"])
+WINDOW = {"gemma2": {"sliding_window": 4}}
 every_store = pytest.mark.parametrize("store", STORES.values(), ids=STORES)
 
 
@@ -120,6 +127,26 @@ def test_an_answer_that_breaks_leaves_what_was_read(model, read):
     with pytest.raises(KeyboardInterrupt):
         read.ask(model, QUESTIONS[0].expand(2, -1), max_new_tokens=3, streamer=SimpleNamespace(put=put))
     assert same(tensors_of(read.cache), before)
+
+
+@pytest.mark.parametrize(("family", "positions"), [("llama", "reassigned"), ("gemma2", "original")])
+def test_a_pass_that_breaks_between_two_layers_is_noticed(ids, family, positions, tmp_path):
+    model = random_backbone(family, num_kv_heads=2, vocab=64, options=WINDOW.get(family))
+    read = chunked_prefill(model, ids, H2O(), 12, 4, positions=positions)
+
+    def stop(_module, args):
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[1].register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        read.ask(model, QUESTIONS[0], max_new_tokens=2)
+    assert read.cache.seen == 29  # an answer is taken back
+    with pytest.raises(KeyboardInterrupt), read.evicting():
+        model.generate(**read.inputs([[1], [2]]), max_new_tokens=2)
+    hook.remove()
+    for use in (read.inputs, lambda: read.ask(model, QUESTIONS[0]), lambda: read.save(tmp_path)):
+        with pytest.raises(ValueError, match="broke off: some layers of this cache have 29 tokens and others 30"):
+            use()
 
 
 def test_eviction_goes_on_after_questions(model, ids):
@@ -272,6 +299,25 @@ def test_others_may_use_the_model_while_somebody_reads(model, ids):
     assert not model._forward_hooks
 
 
+def test_images_of_earlier_prompts_move_nothing(ids):
+    """Vision-language models remember by how much an image has moved positions, and of how many prompts."""
+    sizes = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, vocab_size=64)
+    rope = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 3, 3])
+    vision = dict(depth=1, embed_dim=32, hidden_size=64, num_heads=2)
+    config = Qwen2VLConfig(text_config=sizes | dict(num_hidden_layers=2, rope_parameters=rope), vision_config=vision)
+    torch.manual_seed(0)
+    model = Qwen2VLForConditionalGeneration(config).eval()
+    options = dict(max_new_tokens=4, do_sample=False, eos_token_id=None)
+    expected = on_the_whole_text(model, ids[:1], QUESTIONS[0], **options)
+    labels = retention.cis_labels(model, ids[:1], 20, chunk_size=6)
+    model.model.rope_deltas = moved = torch.tensor([[-7], [-9]])
+    read = chunked_prefill(model, ids[:1], KeyNorm(), 64, 8)
+    assert torch.equal(read.ask(model, QUESTIONS[0], **options), expected)
+    assert torch.equal(retention.cis_labels(model, ids[:1], 20, chunk_size=6), labels)
+    assert model.model.rope_deltas is moved
+    assert torch.equal(model.generate(**read.inputs(QUESTIONS[0][0].tolist()), **options)[:, 3:], expected)
+
+
 def test_what_generate_returns_as_a_dictionary(model, read):
     options = dict(max_new_tokens=3, do_sample=False)
     output = read.ask(model, QUESTIONS[0], return_dict_in_generate=True, output_scores=True, **options)
@@ -333,6 +379,7 @@ def test_spans_stay_whatever_their_scores(model, ids, positions):
         ([(20, 30)], r"got \(20, 30\)"),
         ([(-2, 3)], r"got \(-2, 3\)"),
         ([(1, 2, 3)], r"got \(1, 2, 3\)"),
+        ((0, 3), r"prompt, got 0"),
     ],
 )
 def test_spans_that_cannot_be_kept(model, ids, keep, message):
