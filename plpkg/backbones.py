@@ -249,6 +249,8 @@ def random_backbone(
 
 
 ADAPTER_PREFIXES = ("privatelora_", "ladder_", "lora_", "modules_to_save.")
+COMPILED = "_orig_mod."
+"""What ``torch.compile`` puts into the names of what it wraps."""
 
 
 def _ordered(value):
@@ -272,7 +274,7 @@ def fingerprint(model: torch.nn.Module) -> str:
         del relevant[name]  # how it is used, not what it computes
     digest = hashlib.sha256(repr([(key, _ordered(relevant[key])) for key in sorted(relevant)]).encode())
     state = {
-        re.sub(r"\.base_layer|\.original_module", "", name.removeprefix("base_model.model.")): tensor
+        re.sub(r"^base_model\.model\.|\.base_layer|\.original_module", "", name.replace(COMPILED, "")): tensor
         for name, tensor in model.state_dict().items()
         if not any(prefix in name for prefix in ADAPTER_PREFIXES)
     }
@@ -293,7 +295,7 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         changes = not {"dynamic", "longrope"}.isdisjoint(kinds.values() if isinstance(kinds, dict) else [kinds])
         for key, tensor in itertools.chain(module._parameters.items(), module._buffers.items()):
             if tensor is not None and not (changes and key.endswith("inv_freq")):
-                yield f"{name}.{key}" if name else key, tensor
+                yield f"{name}.{key}".replace(COMPILED, "").removeprefix("."), tensor
 
 
 def _adapters(model: torch.nn.Module) -> list[tuple]:
@@ -301,7 +303,13 @@ def _adapters(model: torch.nn.Module) -> list[tuple]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return [
-        (name, *layer.active_adapters, layer.disable_adapters, *layer.merged_adapters, *sorted(scaling.items()))
+        (
+            name.replace(COMPILED, ""),
+            *layer.active_adapters,
+            layer.disable_adapters,
+            *layer.merged_adapters,
+            *sorted(scaling.items()),
+        )
         for name, layer in model.named_modules()
         if isinstance(layer, BaseTunerLayer)
         for scaling in [getattr(layer, "scaling", {})]

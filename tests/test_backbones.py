@@ -261,13 +261,16 @@ def test_a_saved_copy_has_the_same_fingerprint(tmp_path, family, options):
     assert fingerprint(copied) != fingerprint(model)
 
 
-def test_what_an_adapter_trains_besides_does_not_count():
+def test_what_an_adapter_trains_besides_and_a_compiler_do_not_count():
     model = random_backbone("llama")
     before = fingerprint(model)
     adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
     with torch.no_grad():
         adapted.get_output_embeddings().weight.add_(1)
     assert fingerprint(adapted.get_base_model()) == before
+    compiled = torch.compile(adapted, backend="eager")
+    assert fingerprint(compiled) == fingerprint(torch.compile(random_backbone("llama"), backend="eager")) == before
+    assert digest(compiled) == digest(adapted)
 
 
 def with_lora(seed=0):

@@ -206,7 +206,7 @@ def check(model: nn.Module) -> None:
             f"{type(model).__name__} puts virtual tokens before the prompt ({kind}), which have no ids: take an "
             "adapter of the layers"
         )
-    if model.get_output_embeddings() is None:
+    if getattr(model, "get_output_embeddings", lambda: None)() is None:
         raise ValueError(f"{type(model).__name__} has no head for a language: give the causal language model itself")
     attention_layers(model)
     _wrapper_of(model.config._attn_implementation.removeprefix(PREFIX))

@@ -440,6 +440,7 @@ REFUSED = {
         lambda: other_family("llama").model,
         "LlamaModel has no head for a language: give the causal language model itself",
     ),
+    "data parallel": (lambda: torch.nn.DataParallel(other_family("llama")), "DataParallel has no head for a language"),
     "prompt tuning": (tuned(peft.PromptTuningConfig), VIRTUAL.format("PROMPT_TUNING")),
     "p-tuning": (tuned(peft.PromptEncoderConfig, encoder_hidden_size=32), VIRTUAL.format("P_TUNING")),
     "prefix tuning": (tuned(peft.PrefixTuningConfig), VIRTUAL.format("PREFIX_TUNING")),

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from hypothesis import given, settings, strategies as st
 from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache
@@ -321,6 +322,18 @@ def test_in_half_precision_what_was_projected_is_kept(model, ids):
     index = layer.positions.long()[..., None].expand(-1, -1, -1, 16)
     assert torch.equal(layer.store.keys, keys.gather(2, index))
     assert layer.projected is None
+
+
+def test_where_and_how_weights_are_does_not_hide_that_layers_rotate(model, ids):
+    """accelerate keeps them elsewhere until they are used; autocast rounds keys of float32 as half precision does."""
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.15)  # as large as those of models that have learnt
+    with torch.autocast("cpu", torch.bfloat16):
+        assert chunked_prefill(model, ids, KeyNorm(), 10, 4).cache.kept == 10
+    expected = chunked_prefill(model, ids, KeyNorm(), 10, 4).logits
+    read = chunked_prefill(cpu_offload(model, execution_device="cpu"), ids, KeyNorm(), 10, 4)
+    assert torch.equal(read.logits, expected)
 
 
 def test_a_norm_before_rotation_is_in_what_is_kept(ids):
