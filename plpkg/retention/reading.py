@@ -109,8 +109,8 @@ class PrefillResult:
         Raises
         ------
         ValueError
-            Another backbone, or one that has changed since; arguments that follow from the cache; a call within
-            :meth:`evicting`.
+            Another backbone, or one that has changed since; arguments that follow from the cache; more tokens, those of
+            ``max_new_tokens`` included, than the model has learnt positions; a call within :meth:`evicting`.
 
         Warns
         -----
@@ -127,7 +127,8 @@ class PrefillResult:
         config = generate.get("generation_config") or model.generation_config
         names = ("num_beams", "num_return_sequences")
         repeats = max(generate.get(name) or getattr(config, name, None) or 1 for name in names)
-        with self._lent(model, ids, repeats) as ids:
+        new = generate.get("max_new_tokens") or getattr(config, "max_new_tokens", None) or 1
+        with self._lent(model, ids, repeats, new - 1) as ids:  # nothing runs after the last one
             answer = model.generate(**self.inputs(ids), **generate)
         if isinstance(answer, torch.Tensor):
             return answer[:, ids.shape[-1] :]
@@ -188,15 +189,15 @@ class PrefillResult:
         return self.cache.get_seq_length(), layers
 
     @contextmanager
-    def _lent(self, model: nn.Module, ids: torch.Tensor, repeats: int = 1) -> Iterator[torch.Tensor]:
-        """The cache for one use, after which it is as before; gives the tokens, a row for each of its own."""
+    def _lent(self, model: nn.Module, ids: torch.Tensor, repeats: int = 1, more: int = 0) -> Iterator[torch.Tensor]:
+        """The cache for a use with ``more`` tokens, after which it is as before; gives ids, a row for each of it."""
         if self._eviction.decoding:
             raise ValueError("an answer within evicting() would evict what the next question needs: ask outside it")
         self._check(model)
         ids, batch = token_ids(ids, "ids"), len(self.logits)
         if batch > 1 and len(ids) not in (1, batch):
             raise ValueError(f"ids must be (n,), (1, n) or ({batch}, n), got {tuple(ids.shape)}")
-        watch.check_ids(model, ids, self.cache.seen)
+        watch.check_ids(model, ids, self.cache.seen + more)
         mark = self.cache.mark()
         try:
             if (copies := repeats * max(1, len(ids) // batch)) > 1:

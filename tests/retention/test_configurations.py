@@ -468,8 +468,8 @@ def read(model, length):
     return chunked_prefill(model, ids, scorers.SinkRecent(), BUDGET, 100, positions="original")
 
 
-def ask(model):
-    return read(model, 500).ask(model, torch.ones(1, 30, dtype=torch.long), max_new_tokens=2)
+def ask(model, tokens=30, new=1):
+    return read(model, 500).ask(model, torch.ones(1, tokens, dtype=torch.long), max_new_tokens=new)
 
 
 FEW = dict(max_position_embeddings=512)
@@ -484,8 +484,9 @@ FEW = dict(max_position_embeddings=512)
         (family("biogpt", **FEW), lambda model: read(model, 600), 600),
         (family("gpt2", n_positions=512), ask, 530),
         (family("opt", **OPT | FEW), ask, 530),
+        (family("biogpt", **FEW), lambda model: (ask(model, 3, 10), ask(model, 3, 11)), 513),
     ],
-    ids=["gpt2", "gpt_bigcode", "opt", "biogpt", "gpt2 asked", "opt asked"],
+    ids=["gpt2", "gpt_bigcode", "opt", "biogpt", "gpt2 asked", "opt asked", "biogpt answers"],
 )
 def test_beyond_learnt_positions_there_are_none(make, use, got):
     model = make()
