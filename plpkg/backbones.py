@@ -253,6 +253,11 @@ COMPILED = "_orig_mod."
 """What ``torch.compile`` puts into the names of what it wraps."""
 
 
+def _own(name: str) -> str:
+    """A tensor's name in the backbone alone, whatever PEFT and torch.compile have put around it."""
+    return re.sub(r"^base_model\.model\.|\.base_layer|\.original_module", "", name.replace(COMPILED, ""))
+
+
 def _ordered(value):
     """The same for equal configurations: dictionaries in the order of their keys, tuples as the lists of JSON."""
     if isinstance(value, Mapping):
@@ -274,7 +279,7 @@ def fingerprint(model: torch.nn.Module) -> str:
         del relevant[name]  # how it is used, not what it computes
     digest = hashlib.sha256(repr([(key, _ordered(relevant[key])) for key in sorted(relevant)]).encode())
     state = {
-        re.sub(r"^base_model\.model\.|\.base_layer|\.original_module", "", name.replace(COMPILED, "")): tensor
+        _own(name): tensor
         for name, tensor in model.state_dict().items()
         if not any(prefix in name for prefix in ADAPTER_PREFIXES)
     }
@@ -339,7 +344,7 @@ class Stamp:
 
     def __init__(self, model: torch.nn.Module, adapters: bool, values: bool) -> None:
         tensors = [
-            (name, tensor)
+            (_own(name), tensor)
             for name, tensor in _tensors(model)
             if adapters or not any(prefix in name for prefix in ADAPTER_PREFIXES)
         ]

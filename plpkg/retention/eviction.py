@@ -1,6 +1,7 @@
 """A scorer at work on a cache: what it is shown of each forward pass, each cut, and the log of both."""
 
 import copy
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -94,7 +95,13 @@ class Eviction:
                 f"{unknown} units of the cache have no score: they came while nobody watched. Run every forward pass "
                 "after the prefill within evicting(), or none"
             )
-        layer.scores = self.scorer.update(units, layer.scores).expand(layer.positions.shape)
+        scores, (batch, heads, width) = self.scorer.update(units, layer.scores), layer.positions.shape
+        if scores.shape not in itertools.product({1, batch}, {1, heads}, [width]):
+            raise ValueError(
+                f"{type(self.scorer).__name__} must score (batch, num_kv_heads, kept + n) = {batch, heads, width} "
+                f"units, got {tuple(scores.shape)}"
+            )
+        layer.scores = scores.expand(batch, heads, width)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Run tokens ``(batch, n)`` through the model; the logits after the last one."""

@@ -158,6 +158,12 @@ def attention_layers(model: nn.Module) -> list[Layer]:
     ValueError
         Not a Hugging Face decoder with one query, key and value projection a layer.
     """
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        kind = model.active_peft_config.peft_type.value
+        raise ValueError(
+            f"{type(model).__name__} puts virtual tokens before the prompt ({kind}), which have no ids: take an "
+            "adapter of the layers"
+        )
     layers = {}
     for module in model.modules():
         if not hasattr(module, "layer_idx"):
@@ -200,12 +206,6 @@ def _width(projection: nn.Module) -> int | None:
 
 def check(model: nn.Module) -> None:
     """ValueError if the model is no language model whose layers can be watched."""
-    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        kind = model.active_peft_config.peft_type.value
-        raise ValueError(
-            f"{type(model).__name__} puts virtual tokens before the prompt ({kind}), which have no ids: take an "
-            "adapter of the layers"
-        )
     if getattr(model, "get_output_embeddings", lambda: None)() is None:
         raise ValueError(f"{type(model).__name__} has no head for a language: give the causal language model itself")
     attention_layers(model)

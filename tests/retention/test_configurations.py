@@ -16,7 +16,7 @@ import transformers
 from transformers import DynamicCache
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
-from plpkg.retention import chunked_prefill, scorers
+from plpkg.retention import chunked_prefill, cis_labels, scorers
 from tests.retention.conftest import in_double, other_family
 
 from rounding import assert_as_exact
@@ -461,6 +461,9 @@ def test_what_cannot_be_read_is_told_so(name, positions):
     with pytest.raises(ValueError, match=REFUSED[name][1]) as told:
         chunked_prefill(unreadable(name), tokens(), scorers.SinkRecent(), BUDGET, CHUNK, positions=positions)
     assert not any(part in str(told.value) for part in NOT_SO)
+    if "tuning" in name:
+        with pytest.raises(ValueError, match=REFUSED[name][1]):
+            cis_labels(unreadable(name), tokens(), 9)
 
 
 def read(model, length):

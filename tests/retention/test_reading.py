@@ -158,11 +158,16 @@ def test_eviction_goes_on_after_questions(model, ids):
     assert same(tensors_of(asked.cache), tensors_of(plain.cache))
 
 
-def test_other_adapters_may_answer(backbone, read):
+def test_other_adapters_may_answer(model, backbone, read):
     adapted = get_peft_model(backbone(), LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
     assert read.ask(adapted, QUESTIONS[0], max_new_tokens=3, do_sample=False).shape == (2, 3)
     with pytest.raises(ValueError, match=r"was read by a backbone with fingerprint .*but LlamaForCausalLM has"):
         read.ask(backbone(seed=1), QUESTIONS[0])
+    expected, reader = read.ask(model, QUESTIONS[0], max_new_tokens=3), model  # around whose layers an adapter comes
+    adapted = get_peft_model(reader, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])).eval()
+    assert torch.equal(read.ask(adapted, QUESTIONS[0], max_new_tokens=3), expected)
+    with pytest.warns(UserWarning, match="the adapter of LlamaForCausalLM has changed"):
+        assert torch.equal(read.ask(reader, QUESTIONS[0], max_new_tokens=3), expected)
 
 
 SETTINGS = {

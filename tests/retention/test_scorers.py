@@ -1,5 +1,7 @@
 """Each scorer beside its definition, worked out from attention that the model itself returns."""
 
+import re
+
 import pytest
 import torch
 
@@ -165,6 +167,17 @@ def test_random_is_uniform_seeded_and_different_in_every_head(model, ids):
     assert a.unique().numel() == a.numel()
     assert 0 <= a.min() < 0.1
     assert 0.9 < a.max() < 1
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4), (4,), (1, 2, 2, 4), (2, 2, 1)], ids=str)
+def test_scores_of_another_shape_are_named(model, ids, shape):
+    class Mine(scorers.AttentionScorer):
+        def rescore(self, units, stored):
+            return torch.zeros(shape)
+
+    got = re.escape(f"Mine must score (batch, num_kv_heads, kept + n) = (2, 2, 4) units, got {shape}")
+    with pytest.raises(ValueError, match=got):
+        chunked_prefill(model, ids, Mine(), 10, 4)
 
 
 def test_the_oracle_keeps_what_the_answer_looks_at(model, ids):
