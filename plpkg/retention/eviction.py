@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -73,6 +74,7 @@ class Eviction:
         self.stamps = stamp(model), stamp(model, adapters=False)  # of the weights that read
         self.log = Log()
         self._watch = Watch(self._show)
+        self.lent = threading.RLock()  # held while an answer is in the cache
 
     def _show(self, units: Units) -> None:
         if units.layer in self.cache.evicting and not self.scorer.needs_logits:
@@ -83,7 +85,7 @@ class Eviction:
         other = copy.copy(self)
         other.scorer, other.cache = copy.copy(self.scorer), copy.deepcopy(self.cache, memo)
         other.log = copy.deepcopy(self.log, memo)
-        other._watch = Watch(other._show)
+        other._watch, other.lent = Watch(other._show), threading.RLock()
         return other
 
     def _store(self, units: Units) -> None:

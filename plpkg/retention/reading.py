@@ -119,8 +119,8 @@ class PrefillResult:
 
         Notes
         -----
-        With beams or several sequences the cache is repeated while they run, as ``generate`` needs it. For
-        ``repetition_penalty`` and the like see :meth:`inputs`.
+        With beams or several sequences the cache is repeated while they run, as ``generate`` needs it. Of several
+        threads that ask, one waits for the other. For ``repetition_penalty`` and the like see :meth:`inputs`.
         """
         if given := [name for name in OURS if name in generate]:
             raise ValueError(f"ask sets {', '.join(given)} itself: give the question as ids, and nothing of the prompt")
@@ -197,15 +197,16 @@ class PrefillResult:
         ids, batch = token_ids(ids, "ids"), len(self.logits)
         if batch > 1 and len(ids) not in (1, batch):
             raise ValueError(f"ids must be (n,), (1, n) or ({batch}, n), got {tuple(ids.shape)}")
-        watch.check_ids(model, ids, self.cache.seen + more)
-        mark = self.cache.mark()
-        try:
-            if (copies := repeats * max(1, len(ids) // batch)) > 1:
-                self.cache.batch_repeat_interleave(copies)
-            with evaluating(model):
+        copies = repeats * max(1, len(ids) // batch)
+        with self._eviction.lent, evaluating(model):
+            watch.check_ids(model, ids, self.cache.seen + more)
+            mark = self.cache.mark()
+            try:
+                if copies > 1:
+                    self.cache.batch_repeat_interleave(copies)
                 yield ids.expand(max(batch, len(ids)), -1)
-        finally:
-            self.cache.rewind(mark)
+            finally:
+                self.cache.rewind(mark)
 
     def _check(self, model: nn.Module) -> None:
         """See that the model's weights are those that have read."""

@@ -292,7 +292,8 @@ def test_others_may_use_the_model_while_somebody_reads(model, ids):
     answered = chunked_prefill(model, ids, KeyNorm(), 10, 4)
     uses = [
         *(lambda scorer=scorer: reading(scorer) for scorer in (H2O(), SirLlm(), KeyNorm())),
-        lambda: (answered.ask(model, QUESTIONS[0], max_new_tokens=30, do_sample=False),),
+        *[lambda: (answered.ask(model, QUESTIONS[0], max_new_tokens=30, do_sample=False),)] * 2,  # of one reading
+        lambda: (answered.score(model, QUESTIONS[0]),),
         lambda: (model(long).logits,),
     ]
     alone = [use() for use in uses]
