@@ -173,8 +173,7 @@ def attention_layers(model: nn.Module) -> list[Layer]:
         projections = fused if len(fused) == 1 else separate
         if not (hasattr(module, "head_dim") and hasattr(module, "config")):
             continue
-        widths = [_width(projection) for projection in projections]
-        if None in widths or (projections is separate and len(separate) < len(SEPARATE)):
+        if projections is separate and len(separate) < len(SEPARATE):
             continue
         kind = type(module).__name__
         if module.layer_idx in layers or "Cross" in kind or not getattr(module, "is_causal", True):
@@ -182,13 +181,7 @@ def attention_layers(model: nn.Module) -> list[Layer]:
                 f"layer {module.layer_idx} of {type(model).__name__} attends to something else than its own text so "
                 f"far ({kind}): plpkg.retention reads with decoders alone"
             )
-        # Configurations do not always say how many KV heads there are, or say it of other layers.
-        heads, dim = module.config.num_attention_heads, module.head_dim
-        key, value = widths[1:] or [(widths[0] - heads * dim) // 2] * 2
-        kv_heads = key // dim
-        layers[module.layer_idx] = Layer(
-            module, tuple(projections), heads, kv_heads, dim, value // kv_heads, sum(widths)
-        )
+        layers[module.layer_idx] = Layer(module, tuple(projections), *_sizes(module, projections))
     count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", -1)
     if sorted(layers) != list(range(count)):
         raise ValueError(
@@ -198,10 +191,20 @@ def attention_layers(model: nn.Module) -> list[Layer]:
     return [layers[i] for i in range(count)]
 
 
-def _width(projection: nn.Module) -> int | None:
-    """How many numbers a linear layer gives: an ``nn.Linear``, GPT-2's ``Conv1D``, or an adapter around one."""
-    base = getattr(projection, "get_base_layer", lambda: projection)()
-    return base.nf if isinstance(base, Conv1D) else getattr(base, "out_features", None)
+def _sizes(module: nn.Module, projections: Sequence[nn.Module]) -> tuple[int, int, int, int, int]:
+    """``num_heads``, ``num_kv_heads``, ``head_dim``, ``value_dim`` and ``width`` of a :class:`Layer`.
+
+    Configurations do not always say how many KV heads there are, or say it of other layers: what the projections give
+    decides, if they are linear layers, or adapters around them, which tell.
+    """
+    heads, dim = module.config.num_attention_heads, module.head_dim
+    bases = [getattr(projection, "get_base_layer", lambda each=projection: each)() for projection in projections]
+    widths = [base.nf if isinstance(base, Conv1D) else getattr(base, "out_features", None) for base in bases]
+    if None in widths:
+        kv_heads = getattr(module.config, "num_key_value_heads", None) or heads
+        return heads, kv_heads, dim, dim, (heads + 2 * kv_heads) * dim
+    key, value = widths[1:] or [(widths[0] - heads * dim) // 2] * 2
+    return heads, key // dim, dim, value * dim // key, sum(widths)
 
 
 def check(model: nn.Module) -> None:
