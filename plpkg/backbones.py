@@ -250,6 +250,13 @@ def random_backbone(
 
 
 ADAPTER_PREFIXES = ("privatelora_", "ladder_", "lora_", "modules_to_save.")
+COMPILED = "_orig_mod."
+"""What ``torch.compile`` puts into the names of what it wraps."""
+
+
+def _own(name: str) -> str:
+    """A tensor's name in the backbone alone, whatever PEFT and torch.compile have put around it."""
+    return re.sub(r"^base_model\.model\.|\.base_layer|\.original_module", "", name.replace(COMPILED, ""))
 
 
 def _ordered(value):
@@ -273,7 +280,7 @@ def fingerprint(model: torch.nn.Module) -> str:
         del relevant[name]  # how it is used, not what it computes
     digest = hashlib.sha256(repr([(key, _ordered(relevant[key])) for key in sorted(relevant)]).encode())
     state = {
-        re.sub(r"\.base_layer|\.original_module", "", name.removeprefix("base_model.model.")): tensor
+        _own(name): tensor
         for name, tensor in model.state_dict().items()
         if not any(prefix in name for prefix in ADAPTER_PREFIXES)
     }
@@ -285,11 +292,16 @@ def fingerprint(model: torch.nn.Module) -> str:
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter and buffer by name, adapters' and those that are not saved included."""
+    """Every parameter and buffer by name, adapters' and those that are not saved included.
+
+    Without frequencies that each forward pass writes anew, by the length of its text (LongRoPE, dynamic NTK).
+    """
     for name, module in model.named_modules(remove_duplicate=False):  # once, which is twice as fast as torch's own
+        kinds = getattr(module, "rope_type", None)
+        changes = not {"dynamic", "longrope"}.isdisjoint(kinds.values() if isinstance(kinds, dict) else [kinds])
         for key, tensor in itertools.chain(module._parameters.items(), module._buffers.items()):
-            if tensor is not None:
-                yield f"{name}.{key}" if name else key, tensor
+            if tensor is not None and not (changes and key.endswith("inv_freq")):
+                yield f"{name}.{key}".replace(COMPILED, "").removeprefix("."), tensor
 
 
 def _adapters(model: torch.nn.Module) -> list[tuple]:
@@ -297,7 +309,13 @@ def _adapters(model: torch.nn.Module) -> list[tuple]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return [
-        (name, *layer.active_adapters, layer.disable_adapters, *layer.merged_adapters, *sorted(scaling.items()))
+        (
+            name.replace(COMPILED, ""),
+            *layer.active_adapters,
+            layer.disable_adapters,
+            *layer.merged_adapters,
+            *sorted(scaling.items()),
+        )
         for name, layer in model.named_modules()
         if isinstance(layer, BaseTunerLayer)
         for scaling in [getattr(layer, "scaling", {})]
@@ -331,7 +349,7 @@ class Stamp:
 
     def __init__(self, model: torch.nn.Module, adapters: bool, values: bool) -> None:
         tensors = [
-            (name, tensor)
+            (_own(name), tensor)
             for name, tensor in _tensors(model)
             if adapters or not any(prefix in name for prefix in ADAPTER_PREFIXES)
         ]

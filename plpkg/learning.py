@@ -56,16 +56,29 @@ def endless(what: str, batches: Iterable) -> Iterator:
             raise ValueError(f"{what} have ended; give a list, which can be begun anew")
 
 
+def forget_images(model: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.Tensor | None]]:
+    """Let no image of an earlier prompt move positions, as vision-language models remember it; gives what they did."""
+    moved = [(module, module.rope_deltas) for module in model.modules() if "rope_deltas" in vars(module)]
+    for module, _ in moved:
+        module.rope_deltas = None
+    return moved
+
+
 @contextlib.contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Within it there is no dropout, and a cache also under gradient checkpointing; then modules are as they were."""
-    modes = [(module, module.training) for module in model.modules()]
+    """Within it there is no dropout, and a cache also under gradient checkpointing; then modules are as they were.
+
+    Nor do images of earlier prompts count: see :func:`forget_images`.
+    """
+    modes, moved = [(module, module.training) for module in model.modules()], forget_images(model)
     model.eval()
     try:
         yield
     finally:
         for module, mode in modes:
             module.training = mode
+        for module, deltas in moved:
+            module.rope_deltas = deltas
 
 
 @contextlib.contextmanager

@@ -264,13 +264,16 @@ def test_a_saved_copy_has_the_same_fingerprint(tmp_path, family, options):
     assert fingerprint(copied) != fingerprint(model)
 
 
-def test_what_an_adapter_trains_besides_does_not_count():
+def test_what_an_adapter_trains_besides_and_a_compiler_do_not_count():
     model = random_backbone("llama")
     before = fingerprint(model)
     adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
     with torch.no_grad():
         adapted.get_output_embeddings().weight.add_(1)
     assert fingerprint(adapted.get_base_model()) == before
+    compiled = torch.compile(adapted, backend="eager")
+    assert fingerprint(compiled) == fingerprint(torch.compile(random_backbone("llama"), backend="eager")) == before
+    assert digest(compiled) == digest(adapted)
 
 
 def with_lora(seed=0):
@@ -353,6 +356,18 @@ def test_what_changes_the_logits_changes_stamp_and_digest(change):
     change(model)
     assert stamp(model) != before
     assert digest(model) != content
+
+
+@pytest.mark.parametrize(("family", "kind"), [("phi3", "longrope"), ("llama", "dynamic")])
+def test_frequencies_of_the_last_text_are_no_change(family, kind):
+    rope = dict(rope_type=kind, rope_theta=1e4, factor=4.0, short_factor=[1.0] * 8, long_factor=[2.0] * 8)
+    options = dict(rope_parameters=rope, max_position_embeddings=64, original_max_position_embeddings=64)
+    model = random_backbone(family, options=options)
+    before, content = stamp(model), digest(model)
+    for length in (3, 80, 90, 3):
+        model(input_ids=IDS[:1, :1].expand(1, length))
+        assert stamp(model) == before
+        assert digest(model) == content
 
 
 def test_a_stamp_is_of_one_model_and_keeps_no_tensor():

@@ -50,8 +50,9 @@ SLIPS = [
     ("serving.service.share_in_slots", 57.5, 99.8, "geometric law"),
     ("serving.service.share_in_slots", 57.5, 100, "184 adapters"),
     ("throughput.rtt_for_half", 1.12, 0.00112, "another unit"),
+    ("throughput.rtt_for_half", 1.1, 1.09, "figure accounting"),
     ("throughput.rtt_for_half", 1.12, 37.0, "1 + 32"),
-    ("throughput.rtt_for_half", 1.12, 1.156, "one more round trip"),
+    ("throughput.rtt_for_half", 1.14, 1.156, "one more round trip"),
 ]
 
 

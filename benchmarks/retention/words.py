@@ -10,13 +10,15 @@ cache plpkg-reader answers too few questions about 900 tokens (``benchmarks.back
 * budget: right answers by budget and method. The question comes after the text, when the cuts are made (``after``); or
   it is the end of what is read, so that methods that score by the last queries see it (``last``); or it stands before
   the text as well (``first``). Every method keeps the latest eighth of its budget, and what it protects by itself.
+* oracle: the texts of ``budget``, asked after, under a choice by the labels of that very question and its right answer;
+  nothing is protected. Do units exist that would do, and does a choice of single tokens find them?
 * wrong: of the answers to the texts of ``budget``, put once the text is read, which are right, which are "the notes do
   not say" and which are something else; and how well the answer's probability tells right from something else (the
   share of pairs in which the right one is likelier).
 * transfer: how much of what an answer looks at most the shipped heads still predict on texts unlike those that they
   learnt from: longer ones, relations never seen, and how documentation and Python code go on.
 
-Run: ``python -m benchmarks.retention.words`` (about 25 minutes), or one of the sections. Not part of ``make bench``.
+Run: ``python -m benchmarks.retention.words`` (about 27 minutes), or one of the sections. Not part of ``make bench``.
 """
 
 import itertools
@@ -36,9 +38,9 @@ from plpkg.corpora import Passage
 from plpkg.corpora.installation import sources
 from plpkg.questions import LONGEST, Answered, prompt, same
 from plpkg.recorded import half_width
-from plpkg.retention import RetainingHeads, chunked_prefill
+from plpkg.retention import RetainingHeads, chunked_prefill, cis_labels
 from plpkg.retention.labels import labels_and_states
-from plpkg.retention.scorers import H2O, KeyNorm, Locret, Random, SinkRecent, SnapKv
+from plpkg.retention.scorers import H2O, KeyNorm, Locret, Random, Scorer, SinkRecent, SnapKv, Static
 from plpkg.retention.train import overlap, train_heads
 from plpkg.retention.trials.text import continuations
 
@@ -114,11 +116,15 @@ def asked_of(model, tokenizer, read, asked: str) -> tuple[str, float]:
 
 @torch.no_grad()
 def answered(model, tokenizer, passages: list[Passage], question: str, scorer, budget: int, keep=None) -> Answered:
-    """Each passage read in chunks under a budget, with its spans to ``keep``, then asked."""
+    """Each passage read in chunks under a budget, with its spans to ``keep``, then asked.
+
+    ``scorer`` is one for all passages, or makes one of a passage.
+    """
     given = []
     for passage, spans in zip(passages, keep or [()] * len(passages), strict=True):
         text, asked = parts(passage, question)
-        read = chunked_prefill(model, encoded(tokenizer, text), scorer, budget, CHUNK, keep=spans)
+        chosen = scorer if isinstance(scorer, Scorer) else scorer(passage)
+        read = chunked_prefill(model, encoded(tokenizer, text), chosen, budget, CHUNK, keep=spans)
         given.append(asked_of(model, tokenizer, read, asked)[0])
     return Answered(tuple(passages), tuple(given))
 
@@ -135,6 +141,22 @@ def rows_of_budget() -> Iterator[dict]:
             found = answered(model, tokenizer, passages, question, scorer, budget or ALL)
             low, high = found.interval
             yield dict(case=name, question=question, x=budget, share=found.share, low=low, high=high)
+
+
+def rows_of_oracle() -> Iterator[dict]:
+    model, tokenizer = load_backbone("plpkg-reader")
+    rng = random.Random("retention on words")
+    passages = [corpora.reading(rng, facts=FACTS, **NOTES) for _ in range(COUNT)]
+
+    def labelled(passage: Passage) -> Static:
+        text, asked = encoded(tokenizer, passage.text), prompt("", passage.question)
+        ids = torch.cat([text, encoded(tokenizer, f"{asked} {passage.answer}\n", start=False)], dim=1)
+        return Static(cis_labels(model, ids, text.shape[1]))
+
+    for budget in (*BUDGETS, SMALL):
+        found = answered(model, tokenizer, passages, "after", labelled, budget)
+        low, high = found.interval
+        yield dict(case="oracle", question="after", x=budget, share=found.share, low=low, high=high)
 
 
 def span(tokenizer, text: str, sentence: str) -> tuple[int, int]:
@@ -228,6 +250,7 @@ def rows_of_transfer() -> Iterator[dict]:
 SECTIONS = {
     "heads": rows_of_heads,
     "budget": rows_of_budget,
+    "oracle": rows_of_oracle,
     "long": rows_of_long,
     "wrong": rows_of_wrong,
     "transfer": rows_of_transfer,

@@ -195,7 +195,7 @@ def by_rank(
         ax.axhline(traffic.total_bits / 1e3, label=label, color=line["color"], linestyle=line["linestyle"])
     ax.axhline(ends / 1e3, color="0.4", lw=1, linestyle=":", label="end points alone")
     article = lines["1 projection, as the article counts"].total_bits / 1e3
-    drawing.note(ax, ranks[0], 1.1 * article, f"article, {article / 1e3:.2f} Mbit", ha="left", va="bottom")
+    drawing.note(ax, ranks[0], 1.1 * article, f"article, {article:,.0f} kbit", ha="left", va="bottom")
     if 64 in ranks:
         at_64 = low_rank(model, 64).total_bits / 1e3
         drawing.note(ax, 64, 1.25 * at_64, f"{at_64:.0f} kbit", va="bottom")

@@ -443,8 +443,14 @@ class EvictingCache(Cache):
 
     @property
     def seen(self) -> int:
-        """Tokens that were read."""
-        return next(iter(self.evicting.values())).seen
+        """Tokens that were read; ValueError if a forward pass broke off between two layers, of which one has more."""
+        counts = {layer.seen if isinstance(layer, EvictingLayer) else layer.cumulative_length for layer in self.layers}
+        if len(counts) > 1:
+            raise ValueError(
+                f"a forward pass broke off: some layers of this cache have {min(counts)} tokens and others "
+                f"{max(counts)}. Read the prompt again"
+            )
+        return counts.pop()
 
     def mark(self) -> tuple[list[tuple], dict[str, torch.Tensor]]:
         """What :meth:`rewind` needs to forget the units that come after now, if none is evicted until then."""
@@ -467,7 +473,7 @@ class EvictingCache(Cache):
 
     def expect_generate(self) -> None:
         """Let ``generate`` go on from here, once: what it is given was made for this length."""
-        self._expected = self.get_seq_length()
+        self._expected = self.get_seq_length() if self.seen else 0  # of which all layers have as many
 
     @property
     def _is_user_defined(self) -> bool:

@@ -1,6 +1,8 @@
 """A scorer at work on a cache: what it is shown of each forward pass, each cut, and the log of both."""
 
 import copy
+import itertools
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -72,6 +74,7 @@ class Eviction:
         self.stamps = stamp(model), stamp(model, adapters=False)  # of the weights that read
         self.log = Log()
         self._watch = Watch(self._show)
+        self.lent = threading.RLock()  # held while an answer is in the cache
 
     def _show(self, units: Units) -> None:
         if units.layer in self.cache.evicting and not self.scorer.needs_logits:
@@ -82,7 +85,7 @@ class Eviction:
         other = copy.copy(self)
         other.scorer, other.cache = copy.copy(self.scorer), copy.deepcopy(self.cache, memo)
         other.log = copy.deepcopy(self.log, memo)
-        other._watch = Watch(other._show)
+        other._watch, other.lent = Watch(other._show), threading.RLock()
         return other
 
     def _store(self, units: Units) -> None:
@@ -94,7 +97,13 @@ class Eviction:
                 f"{unknown} units of the cache have no score: they came while nobody watched. Run every forward pass "
                 "after the prefill within evicting(), or none"
             )
-        layer.scores = self.scorer.update(units, layer.scores).expand(layer.positions.shape)
+        scores, (batch, heads, width) = self.scorer.update(units, layer.scores), layer.positions.shape
+        if scores.shape not in itertools.product({1, batch}, {1, heads}, [width]):
+            raise ValueError(
+                f"{type(self.scorer).__name__} must score (batch, num_kv_heads, kept + n) = {batch, heads, width} "
+                f"units, got {tuple(scores.shape)}"
+            )
+        layer.scores = scores.expand(batch, heads, width)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Run tokens ``(batch, n)`` through the model; the logits after the last one."""
@@ -116,7 +125,7 @@ class Eviction:
                 )
 
     def _prepare(self, ids: torch.Tensor) -> int:
-        start = next(iter(self.cache.evicting.values())).seen
+        start = self.cache.seen
         self._watch.ids = ids
         self._watch.positions = torch.arange(start, start + ids.shape[-1], device=ids.device)
         return start
@@ -188,7 +197,9 @@ class Eviction:
                 return None
             if self.scorer.needs_logits:
                 kwargs["logits_to_keep"] = 0
-            ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+            ids = kwargs.get("input_ids", args[0] if args else None)
+            if ids is None:
+                raise ValueError("evicting() follows forward passes over input_ids, and this one has none")
             self._prepare(ids)
             return args, kwargs
 

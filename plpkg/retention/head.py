@@ -62,7 +62,7 @@ class RetainingHeads(nn.Module):
     def __init__(self, config: HeadsConfig) -> None:
         super().__init__()
         self.config = config
-        width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        width = _width(config.num_heads, config.num_kv_heads, config.head_dim)
         self.layers = nn.ModuleList(
             nn.Sequential(
                 nn.Linear(width, config.hidden, bias=False),
@@ -96,9 +96,15 @@ class RetainingHeads(nn.Module):
             The model's layers cannot be watched, or are not alike.
         """
         layers = attention_layers(model)
-        dims = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
+        dims = {(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.width) for layer in layers}
         if len(dims) > 1:
-            raise ValueError(f"layers must be alike, got (num_heads, num_kv_heads, head_dim) of {sorted(dims)}")
+            raise ValueError(f"layers must be alike, got (num_heads, num_kv_heads, head_dim, width) of {sorted(dims)}")
+        *dims, width = dims.pop()
+        if width != _width(*dims):
+            raise ValueError(
+                f"the projections of a layer of {type(model).__name__} give {width} numbers, and query, key and value "
+                f"of (num_heads, num_kv_heads, head_dim)={tuple(dims)} are {_width(*dims)}: heads would not fit"
+            )
         config = model.config.get_text_config(decoder=True)
         names = ("hidden_act", "hidden_activation", "activation_function")
         default = next((getattr(config, name) for name in names if getattr(config, name, None)), "silu")
@@ -107,7 +113,7 @@ class RetainingHeads(nn.Module):
         chosen = _known(default if activation is None else activation)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            heads = cls(HeadsConfig(fingerprint(model), len(layers), *dims.pop(), hidden, chosen))
+            heads = cls(HeadsConfig(fingerprint(model), len(layers), *dims, hidden, chosen))
         return heads.to(model.device, model.dtype)
 
     def score(self, layer: int, projected: torch.Tensor) -> torch.Tensor:
@@ -188,6 +194,11 @@ class RetainingHeads(nn.Module):
         return (
             f"RetainingHeads({c.num_layers} layers × {c.num_kv_heads} KV heads, hidden={c.hidden}, {count:,} weights)"
         )
+
+
+def _width(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
+    """Of query, key and value side by side."""
+    return (num_heads + 2 * num_kv_heads) * head_dim
 
 
 def _config(given: dict) -> HeadsConfig:

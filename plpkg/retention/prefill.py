@@ -151,11 +151,11 @@ def _warn_of_frequencies(model, seq: int, budget: int, chunk_size: int, local_le
 
 
 def _checked_spans(keep: Sequence[tuple[int, int]], seq: int) -> tuple[tuple[int, int], ...]:
-    spans = tuple(tuple(span) for span in keep)
-    for span in spans:
-        if len(span) != 2 or not all(type(end) is int for end in span) or not 0 <= span[0] < span[1] <= seq:
+    for span in keep:
+        whole = isinstance(span, Sequence) and len(span) == 2 and all(type(end) is int for end in span)
+        if not whole or not 0 <= span[0] < span[1] <= seq:
             raise ValueError(f"keep must be spans (start, stop) within the {seq} tokens of the prompt, got {span}")
-    return spans
+    return tuple((start, stop) for start, stop in keep)
 
 
 def read_chunks(

@@ -86,7 +86,8 @@ class Press(Scorer):
     has only its own tokens' share. So a press is taken if it judges by keys and values, or by the queries of the last
     tokens alone, and places them where they stand. What needs more than a chunk has is refused: the votes of all
     queries, positions counted by the chunk's length. So are scores that belong to no unit, as random ones: two texts
-    that change places in a batch must take their scores along. The shortest chunk is tried, which has least.
+    that change places in a batch must take their scores along. So are scores that go by what the press saw before. The
+    shortest chunk is tried, which has least.
 
     A prompt that is read in one chunk needs the first part only. A decoding step is a chunk of one token: what is not
     the same in it decodes outside ``evicting()``, and is refused within.
@@ -122,6 +123,9 @@ class Press(Scorer):
         except Exception as error:  # it may want anything: a file for this very model, say
             raise ValueError(f"{self._name} cannot be made ready for {type(model).__name__}: {_said(error)}") from error
         self._rotary = getattr(model.get_decoder(), "rotary_emb", None)
+
+    def begin(self, ids: torch.Tensor, budget: int) -> None:
+        self.press = self._copy()  # what it keeps of one prompt is not for another
 
     def check_chunks(self, model: nn.Module, ids: torch.Tensor, budget: int, sizes: list[tuple[int, int]]) -> None:
         rows = torch.stack([ids[0], ids[0].flip(0)])  # two texts: scores that belong to no unit stay when they swap
@@ -189,21 +193,32 @@ class Press(Scorer):
         attention: torch.Tensor | None = None,
         rotary: object | None = None,
         ratio: float | None = None,
+        times: int = 1,
     ) -> torch.Tensor:
-        """The scores of a copy of the press: it may keep what it saw, and draw from torch's generator."""
-        held = {id(value): value for value in getattr(self.press, "__dict__", {}).values()}
-        modules = {key: value for key, value in held.items() if isinstance(value, nn.Module)}  # large, and only read
-        press = copy.deepcopy(self.press, modules)
+        """The scores of a copy of the press that is asked so often: it may keep what it saw, and draw from torch's."""
+        press = self._copy()
         if ratio is not None:
             for each in (press, *getattr(press, "__dict__", {}).values()):  # what it wraps may have one of its own
                 if hasattr(each, "compression_ratio"):
                     each.compression_ratio = ratio
-        torch.manual_seed(0)
         attention = self._attention(units) if attention is None else attention
-        return self._scores(press, units, attention, self._rotary if rotary is None else rotary)
+        for _ in range(times):
+            torch.manual_seed(0)
+            scores = self._scores(press, units, attention, self._rotary if rotary is None else rotary)
+        return scores
+
+    def _copy(self) -> object:
+        held = {id(value): value for value in getattr(self.press, "__dict__", {}).values()}
+        modules = {key: value for key, value in held.items() if isinstance(value, nn.Module)}  # large, and only read
+        return copy.deepcopy(self.press, modules)
 
     def _require_no_ratio(self, units: Units) -> None:
         scores = self._tried(units)
+        if not torch.equal(scores, self._tried(units)):
+            raise ValueError(
+                f"{self._name} gives other scores when it is asked the same again: it changes keys or values, or draws "
+                "numbers that are not torch's"
+            )
         if not all(torch.equal(scores, self._tried(units, ratio=ratio)) for ratio in (0.0, 0.9)):
             raise ValueError(
                 f"{self._name} reads compression_ratio for its scores, which would decide in place of the budget"
@@ -236,6 +251,11 @@ class Press(Scorer):
             raise ValueError(
                 f"{self._name} gives scores that do not follow their units, as random ones: at each cut what has "
                 "stayed would be judged by others. Read the prompt in one chunk"
+            )
+        if not _alike(self._tried(whole, paid, times=2), expected, hidden.dtype):
+            raise ValueError(
+                f"{self._name} gives other scores once it has given some: it keeps what it saw, of other layers and "
+                "chunks. Read the prompt in one chunk"
             )
         got, chunk_placed = scores(chunk, hidden[:, before:], None if paid is None else paid[:, :, before:])
         if _alike(got, expected, hidden.dtype):

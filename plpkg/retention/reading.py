@@ -18,7 +18,7 @@ from torch import nn
 from plpkg import checkpoints
 from plpkg.backbones import digest, fingerprint, stamp
 from plpkg.batch import token_ids
-from plpkg.learning import evaluating
+from plpkg.learning import evaluating, forget_images
 from plpkg.retention import watch
 from plpkg.retention.cache import EvictingCache, EvictingLayer, UnitStore
 from plpkg.retention.eviction import ChunkStep, Eviction, Log
@@ -76,8 +76,8 @@ class PrefillResult:
         For several answers to one prompt there is :meth:`ask`. What looks back at the text (``repetition_penalty``,
         ``no_repeat_ngram_size``) sees ``input_ids`` and the answer, never the prompt, whose tokens the cache has not.
         """
-        ids = self.logits.argmax(-1, keepdim=True) if input_ids is None else input_ids
-        whole_number("the number of new tokens", ids.shape[-1], 1)
+        ids = self.logits.argmax(-1, keepdim=True) if input_ids is None else token_ids(input_ids)
+        forget_images(self._eviction.model)
         if whole_number("repeats", repeats, 1) > 1:
             self.cache.batch_repeat_interleave(repeats)
         length = self.cache.get_seq_length() + ids.shape[-1]
@@ -109,8 +109,8 @@ class PrefillResult:
         Raises
         ------
         ValueError
-            Another backbone, or one that has changed since; arguments that follow from the cache; a call within
-            :meth:`evicting`.
+            Another backbone, or one that has changed since; arguments that follow from the cache; more tokens, those of
+            ``max_new_tokens`` included, than the model has learnt positions; a call within :meth:`evicting`.
 
         Warns
         -----
@@ -119,15 +119,16 @@ class PrefillResult:
 
         Notes
         -----
-        With beams or several sequences the cache is repeated while they run, as ``generate`` needs it. For
-        ``repetition_penalty`` and the like see :meth:`inputs`.
+        With beams or several sequences the cache is repeated while they run, as ``generate`` needs it. Of several
+        threads that ask, one waits for the other. For ``repetition_penalty`` and the like see :meth:`inputs`.
         """
         if given := [name for name in OURS if name in generate]:
             raise ValueError(f"ask sets {', '.join(given)} itself: give the question as ids, and nothing of the prompt")
         config = generate.get("generation_config") or model.generation_config
         names = ("num_beams", "num_return_sequences")
         repeats = max(generate.get(name) or getattr(config, name, None) or 1 for name in names)
-        with self._lent(model, ids, repeats) as ids:
+        new = generate.get("max_new_tokens") or getattr(config, "max_new_tokens", None) or 1
+        with self._lent(model, ids, repeats, new - 1) as ids:  # nothing runs after the last one
             answer = model.generate(**self.inputs(ids), **generate)
         if isinstance(answer, torch.Tensor):
             return answer[:, ids.shape[-1] :]
@@ -188,27 +189,30 @@ class PrefillResult:
         return self.cache.get_seq_length(), layers
 
     @contextmanager
-    def _lent(self, model: nn.Module, ids: torch.Tensor, repeats: int = 1) -> Iterator[torch.Tensor]:
-        """The cache for one use, after which it is as before; gives the tokens, a row for each of its own."""
+    def _lent(self, model: nn.Module, ids: torch.Tensor, repeats: int = 1, more: int = 0) -> Iterator[torch.Tensor]:
+        """The cache for a use with ``more`` tokens, after which it is as before; gives ids, a row for each of it."""
         if self._eviction.decoding:
             raise ValueError("an answer within evicting() would evict what the next question needs: ask outside it")
         self._check(model)
         ids, batch = token_ids(ids, "ids"), len(self.logits)
         if batch > 1 and len(ids) not in (1, batch):
             raise ValueError(f"ids must be (n,), (1, n) or ({batch}, n), got {tuple(ids.shape)}")
-        watch.check_ids(model, ids, self.cache.seen)
-        mark = self.cache.mark()
-        try:
-            if (copies := repeats * max(1, len(ids) // batch)) > 1:
-                self.cache.batch_repeat_interleave(copies)
-            with evaluating(model):
+        copies = repeats * max(1, len(ids) // batch)
+        with self._eviction.lent, evaluating(model):
+            watch.check_ids(model, ids, self.cache.seen + more)
+            mark = self.cache.mark()
+            try:
+                if copies > 1:
+                    self.cache.batch_repeat_interleave(copies)
                 yield ids.expand(max(batch, len(ids)), -1)
-        finally:
-            self.cache.rewind(mark)
+            finally:
+                self.cache.rewind(mark)
 
     def _check(self, model: nn.Module) -> None:
         """See that the model's weights are those that have read."""
-        read_by = self._eviction.model
+        read_by, (everything, backbone) = self._eviction.model, self._eviction.stamps
+        if stamp(read_by, adapters=False) != backbone:
+            raise ValueError(f"the weights of {type(read_by).__name__} have changed since it read this: read it again")
         if model is not read_by:
             actual, expected = fingerprint(model), fingerprint(read_by)
             if actual != expected:
@@ -216,11 +220,7 @@ class PrefillResult:
                     f"this prompt was read by a backbone with fingerprint {expected[:12]}…, "
                     f"but {type(model).__name__} has {actual[:12]}…"
                 )
-            return
-        everything, backbone = self._eviction.stamps
-        if stamp(model, adapters=False) != backbone:
-            raise ValueError(f"the weights of {type(model).__name__} have changed since it read this: read it again")
-        if stamp(model) != everything:
+        elif stamp(model) != everything:
             warnings.warn(
                 f"the adapter of {type(model).__name__} has changed since it read this: what is kept was made with the "
                 "former one",
@@ -236,9 +236,12 @@ class PrefillResult:
         ------
         ValueError
             :func:`load` would not take it: the cache's stores are not this package's, it has gone on or was repeated
-            since the last cut, something in it is not finite, or more than 16,777,216 tokens were read.
+            since the last cut, something in it is not finite, or more than 16,777,216 tokens were read. Or the model,
+            which the file names by its weights, has others since, an adapter's included.
         """
         folder, model = Path(folder), self._eviction.model
+        if stamp(model) != self._eviction.stamps[0]:
+            raise ValueError(f"the weights of {type(model).__name__} have changed since it read this: read it again")
         state = {
             "identity": {"backbone": fingerprint(model), "dtype": str(model.dtype), "weights": digest(model)},
             "positions": self.cache.contract,
@@ -353,16 +356,17 @@ def _needed(model: nn.Module, cache: EvictingCache, state: dict, batch: int, kep
     """Dtypes and shape of each tensor that the cache must have; it is filled with units that have no memory."""
     needed, given = {}, state["layers"]
     for i, (layer, dims) in enumerate(zip(cache.layers, attention_layers(model), strict=True)):
-        shape = (batch, dims.num_kv_heads, kept, dims.head_dim)
+        held, widths = kept, {"keys": dims.head_dim, "values": dims.value_dim}
         if not isinstance(layer, EvictingLayer):
-            shape = (*shape[:2], min(state["seen"], layer.sliding_window - 1), dims.head_dim)
-            needed |= {f"{i}.{name}": ((model.dtype,), shape) for name in ("keys", "values")}
+            held = min(state["seen"], layer.sliding_window - 1)
+        shapes = {name: (batch, dims.num_kv_heads, held, width) for name, width in widths.items()}
+        if not isinstance(layer, EvictingLayer):
+            needed |= {f"{i}.{name}": ((model.dtype,), shape) for name, shape in shapes.items()}
             continue
-        units = torch.empty(shape, dtype=model.dtype, device="meta")
-        layer.store.append(units, units)
-        needed[f"{i}.positions"] = (torch.int32,), shape[:3]
+        layer.store.append(*(torch.empty(shape, dtype=model.dtype, device="meta") for shape in shapes.values()))
+        needed[f"{i}.positions"] = (torch.int32,), shapes["keys"][:3]
         if f"{i}.scores" in given:
-            needed[f"{i}.scores"] = (torch.float32,), shape[:3]
+            needed[f"{i}.scores"] = (torch.float32,), shapes["keys"][:3]
         # Groups of consecutive units come in parts as they fill, and only the state knows how many were in each.
         codes = [getattr(given.get(f"{i}.store.keys.{part}.codes"), "shape", ()) for part in range(len(given))]
         groups = [each[3] for each in codes if len(each) == 5]

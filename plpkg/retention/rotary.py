@@ -116,10 +116,11 @@ def rotating(model: nn.Module, rotary: Rotary) -> list[bool]:
 def _ask(model: nn.Module, rotary: Rotary) -> list[bool]:
     if is_fake(next(model.parameters())):  # it has no numbers: where only sizes are measured, all rotate
         return [True] * model.config.get_text_config().num_hidden_layers
-    ids, keys = torch.tensor([[1, 2]], device=model.device), []
+    device = torch.device("cpu" if model.device.type == "meta" else model.device)  # accelerate brings it to its weights
+    ids, keys = torch.tensor([[1, 2]], device=device), []
     for start in (0, MOVED):
-        cache, places = DynamicCache(config=model.config), torch.arange(start, start + 2, device=model.device)[None]
-        with torch.no_grad(), evaluating(model):
+        cache, places = DynamicCache(config=model.config), torch.arange(start, start + 2, device=device)[None]
+        with torch.no_grad(), torch.autocast(device.type, enabled=False), evaluating(model):  # it would round
             model(input_ids=ids, position_ids=places, past_key_values=cache, use_cache=True)
         keys.append([layer.keys for layer in cache.layers])
     found = []

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from plpkg.backbones import Stamp, stamp
 from plpkg.retention.head import RetainingHeads
 from plpkg.retention.watch import Units
 from plpkg.validation import number, whole_number
@@ -103,8 +104,8 @@ class AttentionScorer(Scorer):
         return self.rescore(units, functional.pad(old, (0, width - old.shape[-1])))
 
 
-_CHECKED: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-"""The backbone's fingerprint by model: it reads every tensor, so it is compared once, not for every prompt."""
+_CHECKED: WeakKeyDictionary[nn.Module, tuple[str, Stamp]] = WeakKeyDictionary()
+"""The backbone's fingerprint by model: it reads every tensor, so it is compared once, until the weights change."""
 
 
 @dataclass
@@ -122,9 +123,10 @@ class Locret(CausalScorer):
             raise ValueError(
                 f"these heads are in {dtype}, {type(model).__name__} in {model.dtype}: take heads.to(model.dtype)"
             )
-        if _CHECKED.get(model) != self.heads.config.backbone:
+        now = self.heads.config.backbone, stamp(model, adapters=False)
+        if _CHECKED.get(model) != now:
             self.heads.check(model)
-            _CHECKED[model] = self.heads.config.backbone
+            _CHECKED[model] = now
 
     def score(self, units: Units) -> torch.Tensor:
         return self.heads.score(units.layer, units.projected)

@@ -14,7 +14,7 @@ Several processes (``accelerate launch``) share the examples of a step.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -153,16 +153,6 @@ def train_heads(
     folder, main = None if out is None else Path(out), accelerator.is_main_process
     run = learning.TrainingRun(steps, folder, identity, checkpoint_every=checkpoint_every, writes=main)
 
-    precision, was_training = heads.layers[0][0].weight.dtype, model.training
-    frozen = [parameter for parameter in heads.parameters() if not parameter.requires_grad]
-    heads.float().requires_grad_(True)
-    optimizer = torch.optim.AdamW(heads.parameters(), lr=lr, betas=(0.9, 0.95))
-    wrapped, optimizer = accelerator.prepare(heads, optimizer)
-    run.begin("retaining heads", progress, heads=heads, optimizer=optimizer)
-    data = data() if callable(data) else data
-    data = learning.endless("the rows of the batch", _rows(data)) if isinstance(data, Mapping) else data
-    examples = itertools.islice(data, run.done * examples_per_step, None)
-
     def gradient(step: int) -> float:
         taken = list(itertools.islice(examples, examples_per_step))
         if len(taken) < examples_per_step:
@@ -185,19 +175,33 @@ def train_heads(
     def rate(step: int) -> float:
         return lr * learning.rising_and_falling(step, warmup, steps)
 
-    model.eval()
-    try:
+    with learning.evaluating(model), _learning(heads):
+        optimizer = torch.optim.AdamW(heads.parameters(), lr=lr, betas=(0.9, 0.95))
+        wrapped, optimizer = accelerator.prepare(heads, optimizer)
+        run.begin("retaining heads", progress, heads=heads, optimizer=optimizer)
+        data = data() if callable(data) else data
+        data = learning.endless("the rows of the batch", _rows(data)) if isinstance(data, Mapping) else data
+        examples = itertools.islice(data, run.done * examples_per_step, None)
         for _, loss in run.learn(gradient, [optimizer], rate):
             run.bar.set_postfix(loss=f"{loss:.3f}", overlap=f"{run.log[-1]['overlap']:.2f}")
-    finally:
-        model.train(was_training)
-        heads.to(precision)
-        for parameter in frozen:
-            parameter.requires_grad_(False)
     if folder and main:
         heads.save_pretrained(folder)
     accelerator.wait_for_everyone()
     return TrainingLog(run.log)
+
+
+@contextlib.contextmanager
+def _learning(heads: RetainingHeads) -> Iterator[None]:
+    """Within it all heads learn, in float32; then they are in their precision, and those frozen that were."""
+    precision = heads.layers[0][0].weight.dtype
+    frozen = [parameter for parameter in heads.parameters() if not parameter.requires_grad]
+    heads.float().requires_grad_(True)
+    try:
+        yield
+    finally:
+        heads.to(precision)
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def _rows(batch: Mapping) -> list[Example]:

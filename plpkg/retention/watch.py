@@ -23,6 +23,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
 
 from plpkg.batch import Ids, token_ids
 
@@ -61,7 +62,7 @@ class Units:
         What made the attention logits: ``softcap`` is Gemma-2's, ``sinks`` gpt-oss's, a logit ``(num_heads,)`` of
         nobody that takes its part of the softmax; else ``None``.
     unknown
-        Names of other tensors that the attention was given.
+        What else the attention was given: other tensors by their names, or a mask that the layer has made.
     surprisal
         ``(batch, n)``, ``-log p`` of each token in nats, where a scorer asked for it.
     module
@@ -133,7 +134,11 @@ class Layer:
     projections
         Its query, key and value projections, or the fused one.
     num_heads, num_kv_heads, head_dim
-        Dimensions.
+        Dimensions of query and key.
+    value_dim
+        The width of a value, which is seldom another than a key's.
+    width
+        What the projections give, side by side.
     """
 
     module: nn.Module
@@ -141,11 +146,8 @@ class Layer:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-
-    @property
-    def width(self) -> int:
-        """The width of query, key and value side by side."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+    value_dim: int
+    width: int
 
 
 def attention_layers(model: nn.Module) -> list[Layer]:
@@ -156,25 +158,30 @@ def attention_layers(model: nn.Module) -> list[Layer]:
     ValueError
         Not a Hugging Face decoder with one query, key and value projection a layer.
     """
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        kind = model.active_peft_config.peft_type.value
+        raise ValueError(
+            f"{type(model).__name__} puts virtual tokens before the prompt ({kind}), which have no ids: take an "
+            "adapter of the layers"
+        )
     layers = {}
     for module in model.modules():
         if not hasattr(module, "layer_idx"):
             continue
-        fused, separate = ([getattr(module, n) for n in names if hasattr(module, n)] for names in (FUSED, SEPARATE))
+        named = ([getattr(module, n, None) for n in names] for names in (FUSED, SEPARATE))
+        fused, separate = ([each for each in group if each is not None] for group in named)
         projections = fused if len(fused) == 1 else separate
         if not (hasattr(module, "head_dim") and hasattr(module, "config")):
             continue
         if projections is separate and len(separate) < len(SEPARATE):
             continue
-        if module.layer_idx in layers or "Cross" in type(module).__name__:
+        kind = type(module).__name__
+        if module.layer_idx in layers or "Cross" in kind or not getattr(module, "is_causal", True):
             raise ValueError(
-                f"layer {module.layer_idx} of {type(model).__name__} attends to something else than its own text as "
-                f"well ({type(module).__name__}): plpkg.retention reads with decoders alone"
+                f"layer {module.layer_idx} of {type(model).__name__} attends to something else than its own text so "
+                f"far ({kind}): plpkg.retention reads with decoders alone"
             )
-        config = module.config
-        heads = config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        layers[module.layer_idx] = Layer(module, tuple(projections), heads, kv_heads, module.head_dim)
+        layers[module.layer_idx] = Layer(module, tuple(projections), *_sizes(module, projections))
     count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", -1)
     if sorted(layers) != list(range(count)):
         raise ValueError(
@@ -184,15 +191,25 @@ def attention_layers(model: nn.Module) -> list[Layer]:
     return [layers[i] for i in range(count)]
 
 
+def _sizes(module: nn.Module, projections: Sequence[nn.Module]) -> tuple[int, int, int, int, int]:
+    """``num_heads``, ``num_kv_heads``, ``head_dim``, ``value_dim`` and ``width`` of a :class:`Layer`.
+
+    Configurations do not always say how many KV heads there are, or say it of other layers: what the projections give
+    decides, if they are linear layers, or adapters around them, which tell.
+    """
+    heads, dim = module.config.num_attention_heads, module.head_dim
+    bases = [getattr(projection, "get_base_layer", lambda each=projection: each)() for projection in projections]
+    widths = [base.nf if isinstance(base, Conv1D) else getattr(base, "out_features", None) for base in bases]
+    if None in widths:
+        kv_heads = getattr(module.config, "num_key_value_heads", None) or heads
+        return heads, kv_heads, dim, dim, (heads + 2 * kv_heads) * dim
+    key, value = widths[1:] or [(widths[0] - heads * dim) // 2] * 2
+    return heads, key // dim, dim, value * dim // key, sum(widths)
+
+
 def check(model: nn.Module) -> None:
     """ValueError if the model is no language model whose layers can be watched."""
-    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        kind = model.active_peft_config.peft_type.value
-        raise ValueError(
-            f"{type(model).__name__} puts virtual tokens before the prompt ({kind}), which have no ids: take an "
-            "adapter of the layers"
-        )
-    if model.get_output_embeddings() is None:
+    if getattr(model, "get_output_embeddings", lambda: None)() is None:
         raise ValueError(f"{type(model).__name__} has no head for a language: give the causal language model itself")
     attention_layers(model)
     _wrapper_of(model.config._attn_implementation.removeprefix(PREFIX))
@@ -344,6 +361,10 @@ def _wrapper_of(base: str) -> str:
                 raise ValueError(f"{type(module).__name__} calls its attention more than once: it cannot be watched")
             if watch is None:
                 return attend(module, query, key, value, attention_mask, dropout=dropout, **options)
+            inputs = watch.inputs.pop(module.layer_idx)
+            unknown = [n for n, v in options.items() if isinstance(v, torch.Tensor) and n not in KNOWN]
+            if attention_mask is not inputs.get("attention_mask", attention_mask):
+                unknown.append("a mask of its own")
             units = Units(
                 layer=module.layer_idx,
                 positions=watch.positions,
@@ -355,9 +376,9 @@ def _wrapper_of(base: str) -> str:
                 scaling=options.get("scaling") or query.shape[-1] ** -0.5,
                 softcap=options.get("softcap"),
                 sinks=options.get("s_aux"),
-                unknown=[n for n, v in options.items() if isinstance(v, torch.Tensor) and n not in KNOWN],
+                unknown=unknown,
                 module=module,
-                inputs=watch.inputs.pop(module.layer_idx),
+                inputs=inputs,
             )
             attended = watch.attended(units, attention_mask)
             watch.projected.pop(module.layer_idx, None)  # a scorer may have asked the module's projections again

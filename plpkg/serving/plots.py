@@ -67,7 +67,7 @@ def popularity(rows, ax=None):
     """Tokens per second of each way to serve, by popularity."""
     table = rows.pivot_table(index="case", columns="what", values="tokens_per_s", sort=False)
     ax = _grouped(table, rows.groupby("case", sort=False)["adapters"].first(), ax)
-    ax.set(ylabel="tokens/s (better ↑)", xlabel="differences below 7 % say nothing")
+    ax.set(ylabel="tokens/s (better ↑)", xlabel="how the 16 requests spread over adapters")
     ax.get_legend().set_title("PEFT's bars and merging: another engine")
     return theme.describe(ax, f"Tokens per second by popularity. {_said(table, '.0f')}.")
 

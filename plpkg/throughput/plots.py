@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from plpkg import theme
-from plpkg.catalog import Link, ModelShape, device as find_device, link as find_link, model as find_model
+from plpkg.catalog import Link, ModelShape, device as find_device, link as find_link
 from plpkg.throughput import latency, published
 from plpkg.throughput.estimate import TERMS, Estimate, decode
 from plpkg.throughput.resources import phone_memory
@@ -34,12 +34,12 @@ def roofline(measured, models: Sequence[str] = ("llama-2-7b", "llama-2-13b", "ll
     Returns
     -------
     array of matplotlib Axes
-        The thread, the GPU, the phone.
+        The thread, the GPU.
     """
-    panels = thread, cloud, phone = theme.axes(ncols=3, sharey=True, figsize=(9.6, 3.6))
+    panels = thread, cloud = theme.axes(ncols=2, sharey=True, figsize=(8, 3.6))
     (here, *looks), xs = theme.styles(1 + len(models)), [2 ** (i / 4) for i in range(49)]
     here["marker"] = ""
-    machine, (gpu, handset) = measured.iloc[0], map(find_device, ("a100-80gb-pcie", "iphone-13-pro-max"))
+    machine, gpu = measured.iloc[0], find_device("a100-80gb-pcie")
     reading = measured["roofline_ms"].min()
     bounds = {"bound": (reading, _turn(1e9 * machine["gflops_per_s"], 1e9 * machine["bandwidth_gb_per_s"], 32))}
     _bounds(thread, xs, bounds, [here])
@@ -51,14 +51,9 @@ def roofline(measured, models: Sequence[str] = ("llama-2-7b", "llama-2-13b", "ll
     _bounds(cloud, xs, {m: (ms, turn) for m, ms in bound_ms.items()}, looks)
     for shift, ms, style in zip((0.7, 1, 1.4), reported_ms.values(), looks, strict=False):  # side by side
         cloud.plot([shift], [ms], color=style["color"], marker=style["marker"], ms=7, label="_")
-    shape = find_model(models[0])
-    head_ms = 1e3 * 2 * shape.embedding_parameters / handset.memory_bandwidth_bytes_per_s
-    turn = _turn(handset.flops_per_s, handset.memory_bandwidth_bytes_per_s, 16)
-    _bounds(phone, xs, {"bound": (head_ms, turn)}, [here])
-    phone.plot([1], [head_ms], **look, label="as in the curves")
     rates = f"{machine['bandwidth_gb_per_s']:.0f} GB/s, {machine['gflops_per_s']:.0f} GFLOP/s"
-    names = "LM head on a CPU thread", "a whole model on an A100", f"LM head of {shape.name}"
-    below = rates, "markers: reported, one position", "on the phone"
+    names = "LM head on a CPU thread", "a whole model on an A100"
+    below = rates, "markers: reported, one position"
     for ax, name, more in zip(panels, names, below, strict=True):
         ax.set(xscale="log", yscale="log", xlabel="positions", title=f"{name}\n({more})", ylim=(2, 5000))
         for axis in (ax.xaxis, ax.yaxis):
@@ -68,10 +63,10 @@ def roofline(measured, models: Sequence[str] = ("llama-2-7b", "llama-2-13b", "ll
     said = "; ".join(f"{m} {reported_ms[m] / bound_ms[m]:.1f}" for m in models)
     theme.describe(
         thread,
-        "Three panels, time of a pass against positions, both logarithmic: a flat bound of reading that turns into a "
+        "Two panels, time of a pass against positions, both logarithmic: a flat bound of reading that turns into a "
         f"rising one of computing. The measured LM head takes {measured['ratio'].iloc[0]:.1f} times the bound at one "
         f"position and {measured['ratio'].iloc[-1]:.1f} times at {measured['positions'].iloc[-1]}. "
-        f"The A100's reported speeds are above it by {said}; the phone's LM head is on it.",
+        f"The A100's reported speeds are above it by {said}.",
     )
     return panels
 

@@ -16,7 +16,7 @@ import transformers
 from transformers import DynamicCache
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
-from plpkg.retention import chunked_prefill, scorers
+from plpkg.retention import chunked_prefill, cis_labels, scorers
 from tests.retention.conftest import in_double, other_family
 
 from rounding import assert_as_exact
@@ -396,8 +396,9 @@ DBRX = dict(d_model=64, n_heads=4, n_layers=2, attn_config={"kv_n_heads": 2, "ro
 DBRX |= dict(ffn_config={"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2})
 GPT = dict(n_embd=64, n_head=4, n_layer=2)
 
+FULL2 = ["full_attention"] * 2
 UNWATCHED = "has query, key and value projections .* in 0 of its 2 layers: plpkg.retention does not know how to watch"
-CROSS = "layer .* attends to something else than its own text as well .*: plpkg.retention reads with decoders alone"
+CROSS = "layer .* attends to something else than its own text so far .*: plpkg.retention reads with decoders alone"
 VIRTUAL = r"puts virtual tokens before the prompt \({}\), which have no ids"
 LINEAR = "has a LinearAttentionLayer, which cannot evict|in [01] of its 2 layers"
 
@@ -407,6 +408,11 @@ REFUSED = {
     "t5": (made(transformers.T5ForConditionalGeneration, transformers.T5Config, **T5), UNWATCHED),
     "bart": (bart(2, 2), CROSS),
     "bart, more decoder": (bart(1, 2), CROSS),
+    "gemma3_text, both ways": (family("gemma3_text", use_bidirectional_attention=True), CROSS),
+    "gemma4_text, no values": (
+        family("gemma4_text", attention_k_eq_v=True, num_global_key_value_heads=1, layer_types=FULL2, **PER_LAYER),
+        UNWATCHED,
+    ),
     "deepseek_v3": (family("deepseek_v3", **MLA), UNWATCHED),
     "deepseek_v2": (family("deepseek_v2", **MLA), UNWATCHED),
     "minicpm3": (family("minicpm3"), UNWATCHED),
@@ -434,6 +440,7 @@ REFUSED = {
         lambda: other_family("llama").model,
         "LlamaModel has no head for a language: give the causal language model itself",
     ),
+    "data parallel": (lambda: torch.nn.DataParallel(other_family("llama")), "DataParallel has no head for a language"),
     "prompt tuning": (tuned(peft.PromptTuningConfig), VIRTUAL.format("PROMPT_TUNING")),
     "p-tuning": (tuned(peft.PromptEncoderConfig, encoder_hidden_size=32), VIRTUAL.format("P_TUNING")),
     "prefix tuning": (tuned(peft.PrefixTuningConfig), VIRTUAL.format("PREFIX_TUNING")),
@@ -454,6 +461,9 @@ def test_what_cannot_be_read_is_told_so(name, positions):
     with pytest.raises(ValueError, match=REFUSED[name][1]) as told:
         chunked_prefill(unreadable(name), tokens(), scorers.SinkRecent(), BUDGET, CHUNK, positions=positions)
     assert not any(part in str(told.value) for part in NOT_SO)
+    if "tuning" in name:
+        with pytest.raises(ValueError, match=REFUSED[name][1]):
+            cis_labels(unreadable(name), tokens(), 9)
 
 
 def read(model, length):
@@ -461,8 +471,8 @@ def read(model, length):
     return chunked_prefill(model, ids, scorers.SinkRecent(), BUDGET, 100, positions="original")
 
 
-def ask(model):
-    return read(model, 500).ask(model, torch.ones(1, 30, dtype=torch.long), max_new_tokens=2)
+def ask(model, tokens=30, new=1):
+    return read(model, 500).ask(model, torch.ones(1, tokens, dtype=torch.long), max_new_tokens=new)
 
 
 FEW = dict(max_position_embeddings=512)
@@ -477,8 +487,9 @@ FEW = dict(max_position_embeddings=512)
         (family("biogpt", **FEW), lambda model: read(model, 600), 600),
         (family("gpt2", n_positions=512), ask, 530),
         (family("opt", **OPT | FEW), ask, 530),
+        (family("biogpt", **FEW), lambda model: (ask(model, 3, 10), ask(model, 3, 11)), 513),
     ],
-    ids=["gpt2", "gpt_bigcode", "opt", "biogpt", "gpt2 asked", "opt asked"],
+    ids=["gpt2", "gpt_bigcode", "opt", "biogpt", "gpt2 asked", "opt asked", "biogpt answers"],
 )
 def test_beyond_learnt_positions_there_are_none(make, use, got):
     model = make()

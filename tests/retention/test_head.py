@@ -10,7 +10,7 @@ from transformers import BloomConfig, BloomForCausalLM
 from plpkg.retention import RetainingHeads, chunked_prefill
 from plpkg.retention.head import HeadsConfig
 from plpkg.retention.scorers import Locret
-from tests.retention.conftest import ATTENTION, in_double
+from tests.retention.conftest import ATTENTION, in_double, other_family
 
 from rounding import assert_as_exact
 
@@ -78,7 +78,7 @@ def test_saved_and_loaded_they_are_the_same(model, tmp_path):
     assert repr(loaded) == "RetainingHeads(2 layers × 2 KV heads, hidden=24, 6,240 weights)"
 
 
-def test_heads_of_another_backbone_are_refused(model, backbone, tmp_path):
+def test_heads_of_another_backbone_are_refused(model, ids, backbone, tmp_path):
     heads = RetainingHeads.attach(model, 24)
     heads.save_pretrained(tmp_path)
     message = r"belong to a backbone with fingerprint [0-9a-f]{12}…, but LlamaForCausalLM has"
@@ -86,6 +86,10 @@ def test_heads_of_another_backbone_are_refused(model, backbone, tmp_path):
         RetainingHeads.from_pretrained(tmp_path, backbone(seed=1))
     with pytest.raises(ValueError, match="belong to a backbone"):
         heads.check(backbone("qwen2"))
+    chunked_prefill(model, ids, Locret(heads), 10, 4)
+    model.lm_head.weight.data.neg_()
+    with pytest.raises(ValueError, match="belong to a backbone"):
+        chunked_prefill(model, ids, Locret(heads), 10, 4)
 
 
 @pytest.mark.parametrize("changes", [{"hidden": 25}, {"extra": 1}, {"activation": "nothing"}], ids=str)
@@ -105,3 +109,7 @@ def test_bad_input_gets_a_sentence(model):
     bloom = BloomForCausalLM(BloomConfig(vocab_size=16, hidden_size=16, n_layer=2, n_head=2))
     with pytest.raises(ValueError, match="in 0 of its 2 layers"):
         RetainingHeads.attach(bloom)
+    gated = other_family("qwen3_5_text", layer_types=["full_attention"] * 2)
+    with pytest.raises(ValueError, match=r"Qwen3_5ForCausalLM give 192 numbers, and .*=\(4, 2, 16\) are 128"):
+        RetainingHeads.attach(gated)
+    assert RetainingHeads.attach(other_family("gpt_bigcode")).config.num_kv_heads == 1

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from hypothesis import given, settings, strategies as st
 from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache
@@ -323,6 +324,18 @@ def test_in_half_precision_what_was_projected_is_kept(model, ids):
     assert layer.projected is None
 
 
+def test_where_and_how_weights_are_does_not_hide_that_layers_rotate(model, ids):
+    """accelerate keeps them elsewhere until they are used; autocast rounds keys of float32 as half precision does."""
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.15)  # as large as those of models that have learnt
+    with torch.autocast("cpu", torch.bfloat16):
+        assert chunked_prefill(model, ids, KeyNorm(), 10, 4).cache.kept == 10
+    expected = chunked_prefill(model, ids, KeyNorm(), 10, 4).logits
+    read = chunked_prefill(cpu_offload(model, execution_device="cpu"), ids, KeyNorm(), 10, 4)
+    assert torch.equal(read.logits, expected)
+
+
 def test_a_norm_before_rotation_is_in_what_is_kept(ids):
     model = other_family("qwen3")
     for layer in model.model.layers:
@@ -353,7 +366,8 @@ def test_frequencies_that_change_on_the_way_are_said(backbone, ids, family, opti
             chunked_prefill(model, ids, KeyNorm(), budget, 4, positions=positions)
     chunked_prefill(model, ids, KeyNorm(), 6, 4)  # never more than ten: a warning would be an error
     chunked_prefill(model, ids, KeyNorm(), 6, SEQ, positions="original")
-    chunked_prefill(model, ids[:, :limit], KeyNorm(), 6, 4, positions="original")
+    read = chunked_prefill(model, ids[:, :limit], KeyNorm(), 6, 4, positions="original")
+    assert read.ask(model, ids[0, :3], max_new_tokens=2, min_new_tokens=2).shape == (2, 2)
     chunked_prefill(backbone(), ids, KeyNorm(), 6, 4, positions="original")
 
 

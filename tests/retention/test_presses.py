@@ -1,5 +1,6 @@
 """Methods of kvpress under chunked prefill: stand-ins of their interface, and kvpress itself where there is one."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -207,6 +208,28 @@ class SumsUp(AttentionSum):
         return self.seen * super().score(module, hidden_states, keys, values, attentions, kwargs)
 
 
+class Alternates(Norm):
+    """It keeps whether it was asked before, by a layer or a prompt."""
+
+    sign = 1
+
+    def score(self, *args):
+        self.sign = -self.sign
+        return self.sign * super().score(*args)
+
+
+class Overwrites(Norm):
+    def score(self, module, hidden_states, keys, *args):
+        scores = super().score(module, hidden_states, keys, *args)
+        keys.zero_()
+        return scores
+
+
+class DrawsElsewhere:
+    def score(self, module, hidden_states, keys, *args):
+        return torch.from_numpy(np.random.default_rng().random(keys.shape[:3]))
+
+
 class Latest:
     """Sink and recent units, by their order alone."""
 
@@ -289,8 +312,11 @@ def test_a_sound_press_is_taken_for_all_sizes_and_may_decode(model, ids, press, 
         (WindowAttention(), "does not score a chunk of 1 tokens that sees 13 units: 1 quer", {}),
         (Draws(), "do not follow their units, as random ones", {}),
         (Draws(3), "do not follow their units, as random ones", {}),
+        (Alternates(), "gives other scores once it has given some: it keeps what it saw", {}),
+        (Overwrites(), "gives other scores when it is asked the same again: it changes keys", {"chunk_size": SEQ}),
+        (DrawsElsewhere(), "gives other scores when it is asked the same again: .* not torch's", {"chunk_size": SEQ}),
         (AttentionSum(), "chunk by chunk.*where the queries before the chunk count as well", {"attentions": True}),
-        (SumsUp(), "chunk by chunk.*where the queries before the chunk count as well", {"attentions": True}),
+        (SumsUp(), "it keeps what it saw", {"attentions": True}),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -307,6 +333,13 @@ def test_what_is_the_same_in_one_chunk_only_is_taken_for_one(model, ids):
         assert read.cache.kept == 12
         with read.evicting(), pytest.raises(ValueError, match=rf"decoding within .*: {type(press).__name__} "):
             model.generate(**read.inputs(), max_new_tokens=3, do_sample=False)
+
+
+def test_what_a_press_keeps_of_one_prompt_is_not_for_another(model, ids):
+    press = from_press(Alternates())
+    assert torch.equal(*(kept(model, ids, press, chunk_size=SEQ) for _ in range(2)))
+    chunked_prefill(model, ids[:, :3], press, 2, SEQ)
+    assert not vars(press.press)
 
 
 def test_the_sizes_of_all_chunks_are_known_before_the_first(untouched, ids):

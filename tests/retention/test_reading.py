@@ -8,7 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    StoppingCriteriaList,
+)
 
 from plpkg import checkpoints, retention
 from plpkg.backbones import fingerprint, random_backbone
@@ -17,7 +23,7 @@ from plpkg.retention.cache import UnitStore
 from plpkg.retention.quantize import quantized
 from plpkg.retention.reading import FILE
 from plpkg.retention.scorers import H2O, KeyNorm, Random, SinkRecent, SirLlm
-from tests.retention.conftest import CONTRACTS, in_double
+from tests.retention.conftest import CONTRACTS, in_double, other_family
 
 from rounding import assert_as_exact
 
@@ -31,6 +37,7 @@ WAYS = {  # how often the cache is repeated, and what generate is told
 }
 STORES = {"plain": UnitStore, "token": quantized(4, "token", 16), "kivi": quantized(2, "kivi", 4)}
 both_positions = pytest.mark.parametrize("positions", ["original", "reassigned"])
+WINDOW = {"gemma2": {"sliding_window": 4}}
 every_store = pytest.mark.parametrize("store", STORES.values(), ids=STORES)
 
 
@@ -122,6 +129,26 @@ def test_an_answer_that_breaks_leaves_what_was_read(model, read):
     assert same(tensors_of(read.cache), before)
 
 
+@pytest.mark.parametrize(("family", "positions"), [("llama", "reassigned"), ("gemma2", "original")])
+def test_a_pass_that_breaks_between_two_layers_is_noticed(ids, family, positions, tmp_path):
+    model = random_backbone(family, num_kv_heads=2, vocab=64, options=WINDOW.get(family))
+    read = chunked_prefill(model, ids, H2O(), 12, 4, positions=positions)
+
+    def stop(_module, args):
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[1].register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        read.ask(model, QUESTIONS[0], max_new_tokens=2)
+    assert read.cache.seen == 29  # an answer is taken back
+    with pytest.raises(KeyboardInterrupt), read.evicting():
+        model.generate(**read.inputs([[1], [2]]), max_new_tokens=2)
+    hook.remove()
+    for use in (read.inputs, lambda: read.ask(model, QUESTIONS[0]), lambda: read.save(tmp_path)):
+        with pytest.raises(ValueError, match="broke off: some layers of this cache have 29 tokens and others 30"):
+            use()
+
+
 def test_eviction_goes_on_after_questions(model, ids):
     asked, plain = (chunked_prefill(model, ids, H2O(), 12, 4) for _ in range(2))
     asked.ask(model, QUESTIONS[0], max_new_tokens=3, num_beams=2)
@@ -131,11 +158,16 @@ def test_eviction_goes_on_after_questions(model, ids):
     assert same(tensors_of(asked.cache), tensors_of(plain.cache))
 
 
-def test_other_adapters_may_answer(backbone, read):
+def test_other_adapters_may_answer(model, backbone, read):
     adapted = get_peft_model(backbone(), LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
     assert read.ask(adapted, QUESTIONS[0], max_new_tokens=3, do_sample=False).shape == (2, 3)
     with pytest.raises(ValueError, match=r"was read by a backbone with fingerprint .*but LlamaForCausalLM has"):
         read.ask(backbone(seed=1), QUESTIONS[0])
+    expected, reader = read.ask(model, QUESTIONS[0], max_new_tokens=3), model  # around whose layers an adapter comes
+    adapted = get_peft_model(reader, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])).eval()
+    assert torch.equal(read.ask(adapted, QUESTIONS[0], max_new_tokens=3), expected)
+    with pytest.warns(UserWarning, match="the adapter of LlamaForCausalLM has changed"):
+        assert torch.equal(read.ask(reader, QUESTIONS[0], max_new_tokens=3), expected)
 
 
 SETTINGS = {
@@ -241,9 +273,10 @@ def test_a_model_that_has_changed_does_not_answer(backbone, ids, tmp_path):
     with pytest.warns(UserWarning, match="was made with other weights than PeftModel has: another adapter"):
         retention.load(tmp_path, model)
     changed_weight(model)
-    for use in (lambda: read.ask(model, QUESTIONS[0]), lambda: read.score(model, QUESTIONS[0])):
+    uses = [lambda model: read.ask(model, QUESTIONS[0]), lambda model: read.score(model, QUESTIONS[0])]
+    for use in (*uses, lambda _: read.save(tmp_path), lambda model: read.units(copy.deepcopy(model))):
         with pytest.raises(ValueError, match="the weights of PeftModel have changed since it read this: read it again"):
-            use()
+            use(model)
 
 
 def test_others_may_use_the_model_while_somebody_reads(model, ids):
@@ -259,7 +292,8 @@ def test_others_may_use_the_model_while_somebody_reads(model, ids):
     answered = chunked_prefill(model, ids, KeyNorm(), 10, 4)
     uses = [
         *(lambda scorer=scorer: reading(scorer) for scorer in (H2O(), SirLlm(), KeyNorm())),
-        lambda: (answered.ask(model, QUESTIONS[0], max_new_tokens=30, do_sample=False),),
+        *[lambda: (answered.ask(model, QUESTIONS[0], max_new_tokens=30, do_sample=False),)] * 2,  # of one reading
+        lambda: (answered.score(model, QUESTIONS[0]),),
         lambda: (model(long).logits,),
     ]
     alone = [use() for use in uses]
@@ -269,6 +303,25 @@ def test_others_may_use_the_model_while_somebody_reads(model, ids):
             assert all(same(result, expected) for result in results)
     assert model.config._attn_implementation == "sdpa"
     assert not model._forward_hooks
+
+
+def test_images_of_earlier_prompts_move_nothing(ids):
+    """Vision-language models remember by how much an image has moved positions, and of how many prompts."""
+    sizes = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, vocab_size=64)
+    rope = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 3, 3])
+    vision = dict(depth=1, embed_dim=32, hidden_size=64, num_heads=2)
+    config = Qwen2VLConfig(text_config=sizes | dict(num_hidden_layers=2, rope_parameters=rope), vision_config=vision)
+    torch.manual_seed(0)
+    model = Qwen2VLForConditionalGeneration(config).eval()
+    options = dict(max_new_tokens=4, do_sample=False, eos_token_id=None)
+    expected = on_the_whole_text(model, ids[:1], QUESTIONS[0], **options)
+    labels = retention.cis_labels(model, ids[:1], 20, chunk_size=6)
+    model.model.rope_deltas = moved = torch.tensor([[-7], [-9]])
+    read = chunked_prefill(model, ids[:1], KeyNorm(), 64, 8)
+    assert torch.equal(read.ask(model, QUESTIONS[0], **options), expected)
+    assert torch.equal(retention.cis_labels(model, ids[:1], 20, chunk_size=6), labels)
+    assert model.model.rope_deltas is moved
+    assert torch.equal(model.generate(**read.inputs(QUESTIONS[0][0].tolist()), **options)[:, 3:], expected)
 
 
 def test_what_generate_returns_as_a_dictionary(model, read):
@@ -332,6 +385,7 @@ def test_spans_stay_whatever_their_scores(model, ids, positions):
         ([(20, 30)], r"got \(20, 30\)"),
         ([(-2, 3)], r"got \(-2, 3\)"),
         ([(1, 2, 3)], r"got \(1, 2, 3\)"),
+        ((0, 3), r"prompt, got 0"),
     ],
 )
 def test_spans_that_cannot_be_kept(model, ids, keep, message):
@@ -367,9 +421,17 @@ def test_loaded_it_answers_to_the_bit(model, ids, tmp_path, positions, store, dt
         pass
 
 
-@pytest.mark.parametrize(("family", "options"), [("gpt2", {}), ("gemma2", {"sliding_window": 4})])
+MIMO = dict(head_dim=24, v_head_dim=16, swa_num_key_value_heads=4, swa_head_dim=24, swa_v_head_dim=16)
+MIMO |= dict(n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, moe_intermediate_size=32)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("gpt2", {}), ("gpt_bigcode", {}), ("gemma2", {"sliding_window": 4}), ("mimo_v2_flash", MIMO)],
+)
 def test_other_families_are_saved(tmp_path, family, options):
-    model = random_backbone(family, options=options)
+    """One KV head for all, of which the configuration says another number; values and windows of other sizes."""
+    model = other_family(family, num_hidden_layers=4, **options)
     read = chunked_prefill(model, torch.arange(1, 20)[None], KeyNorm(), 9, 5, positions="original")
     read.save(tmp_path)
     again = retention.load(tmp_path, model)

@@ -1,5 +1,7 @@
 """Each scorer beside its definition, worked out from attention that the model itself returns."""
 
+import re
+
 import pytest
 import torch
 
@@ -53,6 +55,11 @@ def test_attention_with_tensors_that_nobody_knows_is_refused(model, ids):
     units = Units(3, torch.arange(2), ids, unknown=["slopes"], module=model.model.layers[0].self_attn)
     with pytest.raises(ValueError, match=r"layer 3 \(LlamaAttention\) gives its attention slopes, of which nobody"):
         next(units.probabilities())
+    own = other_family("doge")
+    for use in (lambda: chunked_prefill(own, ids, H2O(), 10, 4), lambda: cis_labels(own, ids, 20)):
+        with pytest.raises(ValueError, match=r"\(DogeAttention\) gives its attention a mask of its own, of which"):
+            use()
+    assert chunked_prefill(own, ids, KeyNorm(), 10, 4).cache.kept == 10
 
 
 def test_one_scorer_for_two_prompts_shares_its_budget_with_recent_units(model, ids):
@@ -160,6 +167,17 @@ def test_random_is_uniform_seeded_and_different_in_every_head(model, ids):
     assert a.unique().numel() == a.numel()
     assert 0 <= a.min() < 0.1
     assert 0.9 < a.max() < 1
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4), (4,), (1, 2, 2, 4), (2, 2, 1)], ids=str)
+def test_scores_of_another_shape_are_named(model, ids, shape):
+    class Mine(scorers.AttentionScorer):
+        def rescore(self, units, stored):
+            return torch.zeros(shape)
+
+    got = re.escape(f"Mine must score (batch, num_kv_heads, kept + n) = (2, 2, 4) units, got {shape}")
+    with pytest.raises(ValueError, match=got):
+        chunked_prefill(model, ids, Mine(), 10, 4)
 
 
 def test_the_oracle_keeps_what_the_answer_looks_at(model, ids):

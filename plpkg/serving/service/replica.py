@@ -157,7 +157,7 @@ class Replica:
         self._wake.set()
 
     async def drop(self, prefix: str) -> None:
-        """Forget the adapters of ``ACCOUNT/NAME`` in every tier; who uses one now keeps it to the end."""
+        """Forget a version, or all of ``ACCOUNT/NAME``, in every tier; who uses one now keeps it to the end."""
         await self.tiers.drop(prefix)
 
     async def gauges(self) -> list[dict[tuple, float]]:

@@ -211,12 +211,15 @@ class Tiers:
         self.on_drop(path)
 
     async def drop(self, prefix: str) -> None:
-        """Forget all under ``ACCOUNT/NAME``, also on disk and what failed; who leases one keeps it to the end."""
-        inside = f"{prefix}/"
-        self._failed = {path: each for path, each in self._failed.items() if not path.startswith(inside)}
-        for path in [path for path in self._flights if path.startswith(inside)]:
+        """Forget a version, or all of ``ACCOUNT/NAME``, also on disk and what failed; who leases one keeps it."""
+
+        def inside(path: str) -> bool:
+            return f"{path}/".startswith(f"{prefix}/")
+
+        self._failed = {path: each for path, each in self._failed.items() if not inside(path)}
+        for path in [*filter(inside, self._flights)]:
             self._flights.pop(path).cancel()
-        for path in [path for path in self.host if path.startswith(inside)]:
+        for path in [*filter(inside, self.host)]:
             self._leave(path)
         if self.disk:
             await asyncio.to_thread(self.disk.drop, prefix)

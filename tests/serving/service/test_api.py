@@ -721,7 +721,12 @@ def test_an_upload_is_served_at_once_and_its_versions_stay(service, client, writ
     assert text(PROMPT, "pandas") != text(PROMPT, "peft")
     listed = service.client.get("/v1/accounts/local/adapters").json()["data"]
     assert dict(id="mine", version=versions[1], versions=versions) in listed
-    assert service.client.delete("/v1/accounts/local/adapters/mine").json() == dict(id="mine", deleted=True)
+    place = "/v1/accounts/local/adapters/mine"
+    for version, status in (("", 404), ("..", 404), ("0" * 64, 404), (versions[1], 400), (versions[0], 200)):
+        assert service.client.delete(f"{place}@{version}").status_code == status
+        assert service.complete("mine").status_code == 200
+        assert service.complete(f"mine@{versions[0]}").status_code == (404 if status == 200 else 200)
+    assert service.client.delete(place).json() == dict(id="mine", deleted=True)
     for gone in ("mine", f"mine@{versions[0]}"):
         assert service.complete(gone).status_code == 404
     assert service.client.delete("/v1/accounts/local/adapters/mine").status_code == 404

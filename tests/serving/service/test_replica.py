@@ -311,6 +311,22 @@ class Service(RuleBasedStateMachine):
             self.excuse(path, NotFoundError)
         assert not any(path.startswith(f"{user}/") for path in self.tiers.host)
 
+    @rule(user=st.sampled_from(USERS))
+    def delete_superseded(self, user):
+        async def work():
+            await self.store.delete(*path.split("/"))
+            await self.replica.drop(path)
+
+        theirs = sorted(path for path in self.versions if path.startswith(f"{user}/"))
+        for path in [path for path in theirs if self.versions[path] is not self.current[user]][:1]:
+            for file in [file for file in self.store.changes if file.startswith(f"{path}/")]:
+                del self.store.changes[file]
+            self.run(work())
+            del self.versions[path]
+            self.spoiled.discard(path)
+            self.excuse(path, NotFoundError)
+            assert path not in self.tiers.host
+
     def excuse(self, path, *kinds):
         for call in self.calls:
             if call["path"] == path:

@@ -178,6 +178,14 @@ async def test_an_account_has_a_limit(location, writers):
     await store.put("alice", "x", a)  # once more the same is no new one
     await store.put("bob", "x", a)
     assert await store.current("alice", "x") == a.digest
+    with pytest.raises(ValueError, match=f"{a.digest} is the current version of 'x'"):
+        await store.delete("alice", "x", a.digest)
+    for version in ("", "..", "0" * 64, c.digest):
+        with pytest.raises(NotFoundError):
+            await store.delete("alice", "x", version)
+    await store.delete("alice", "x", b.digest)  # one of a name's versions makes room
+    await store.put("alice", "x", c)
+    assert sorted((await Store(location).versions("alice"))["x"]) == sorted([a.digest, c.digest])
     await store.delete("alice", "x")
     tasks = [store.put("alice", f"x{k}", each) for k, each in enumerate((a, b, c))]  # at once
     results = await asyncio.gather(*tasks, return_exceptions=True)

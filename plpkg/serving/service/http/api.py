@@ -39,7 +39,7 @@ from plpkg.serving.service.http.intake import MAX_HELD, TOKEN_BYTES, Intake, Par
 from plpkg.serving.service.http.logprobs import Spelling
 from plpkg.serving.service.http.metrics import Metrics
 from plpkg.serving.service.http.names import Names, stored_name
-from plpkg.serving.service.store import NotFoundError, Store
+from plpkg.serving.service.store import NotFoundError, Store, stored_version
 from plpkg.validation import one_of
 
 COMPLETION_TOKENS, CHAT_TOKENS = 16, 256
@@ -266,14 +266,22 @@ def app(
     async def one_adapter(call: Call, account: str, adapter: str) -> dict:
         return {"id": adapter, "version": await store.current(_theirs(call, account), stored_name(adapter))}
 
+    async def forget(account: str, adapter: str, place: tuple[str, ...]) -> None:
+        names.deleted(account, adapter)
+        await backend.drop("/".join(place))
+
     @api.delete("/v1/accounts/{account}/adapters/{adapter}")
     async def delete(call: Call, account: str, adapter: str) -> dict:
-        place = _theirs(call, account), stored_name(adapter)
+        stored, at, version = adapter.partition("@")
+        place = _theirs(call, account), stored_name(stored), *([stored_version(version)] if at else [])
         try:
             await store.delete(*place)
-        finally:  # also where it was deleted by a process that died before this
-            names.deleted(*place)
-            await backend.drop("/".join(place))
+        except ValueError:  # the current version: all is as it was
+            raise
+        except BaseException:  # deleted by a process that died before this, perhaps
+            await forget(account, adapter, place)
+            raise
+        await forget(account, adapter, place)
         return {"id": adapter, "deleted": True}
 
     @api.get("/metrics", response_class=PlainTextResponse)

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from plpkg.serving.service.store import NAME, VERSION, AccountFullError, NotFoundError, Store, StoreError
+from plpkg.serving.service.store import NAME, AccountFullError, NotFoundError, Store, StoreError, stored_version
 
 MOST_LOADED = 1000
 """Names that an account has loaded at a time."""
@@ -18,8 +18,8 @@ class Names:
     async def path(self, account: str, wanted: str) -> str:
         """Where the store has what an account calls ``NAME`` or ``NAME@SHA256``."""
         adapter, _, version = self._named.get((account, wanted), wanted).partition("@")
-        if version and not VERSION.fullmatch(version):
-            raise NotFoundError(f"a version is a SHA-256 in hex, got {version!r}")
+        if version:
+            stored_version(version)
         current = await self._store.current(account, stored_name(adapter))  # also with a version: it may be deleted
         return f"{account}/{adapter}/{version or current}"
 
@@ -62,10 +62,10 @@ class Names:
         """Drop a loaded name; whether it was one."""
         return self._named.pop((account, name), None) is not None
 
-    def deleted(self, account: str, adapter: str) -> None:
-        """Drop the names that were loaded for an adapter which the store has no more."""
+    def deleted(self, account: str, gone: str) -> None:
+        """Drop the names that were loaded for an adapter, or a version, NAME@SHA256, which the store has no more."""
         for name, meant in self.loaded(account).items():
-            if meant.partition("@")[0] == adapter:
+            if gone in (meant, meant.partition("@")[0]):
                 self.forget(account, name)
 
     def require_possible(self, name: str) -> None:
