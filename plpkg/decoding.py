@@ -13,6 +13,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from plpkg.validation import whole_number
+
 
 def warpers(*, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> LogitsProcessorList:
     """Hugging Face's own, in the order in which its ``generate`` applies them."""
@@ -121,7 +123,11 @@ def rope_changes(config: PreTrainedConfig) -> list[tuple[str, int]]:
     ]
 
 
-def longest_text(config: PreTrainedConfig) -> int:
-    """The most tokens of a text; where rotary tables grow with the longest of a batch, only as far as they do not."""
+def longest_text(config: PreTrainedConfig, most: int | None = None) -> int:
+    """The most tokens of a text; where rotary tables grow with the longest of a batch, only as far as they do not.
+
+    Never more than ``most``, if it is given.
+    """
     longest = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-    return min([longest, *(length for _, length in rope_changes(config))])
+    given = [] if most is None else [whole_number("max_model_len", most, 1)]
+    return min([longest, *given, *(length for _, length in rope_changes(config))])

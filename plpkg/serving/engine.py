@@ -48,6 +48,8 @@ class Engine:
         The most tokens of a step: longer prompts are read over several, while others go on writing.
     shared_bytes
         The most of keys and values that are kept for prompts that begin alike.
+    max_model_len
+        The most tokens of a text, prompt and answer together, if the model's own limit is too many.
 
     Attributes
     ----------
@@ -65,11 +67,13 @@ class Engine:
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer=None, *, max_batch=32, max_step_tokens=512, shared_bytes=2**30
-    ) -> None:
+        self, model: PreTrainedModel, tokenizer=None, *, max_batch=32, max_step_tokens=512, shared_bytes=2**30,
+        max_model_len: int | None = None,
+    ) -> None:  # fmt: skip
         self.model, self.tokenizer = model, tokenizer
         self.max_batch = whole_number("max_batch", max_batch, 1)
         self.max_step_tokens = whole_number("max_step_tokens", max_step_tokens, self.max_batch)
+        self.max_model_len = max_model_len
         self.adapters: dict[str, Adapter] = {}
         self.finished: dict[int, str] = {}
         self.scored: dict[int, list[Scored]] = {}
@@ -92,7 +96,8 @@ class Engine:
         for adapter in self.adapters.values():
             require_fit(adapter, model)
         require_packable(model, self.max_step_tokens)
-        self._vocab, self._positions = model.get_input_embeddings().num_embeddings, longest_text(model.config)
+        self._vocab = model.get_input_embeddings().num_embeddings
+        self._positions = longest_text(model.config, self.max_model_len)
         self._hooks = Hooks(model, modules)
         self._unhook = weakref.finalize(self, self._hooks.close)
         self._stamp = stamp(model)

@@ -155,6 +155,16 @@ def test_streams(world, make, tools):
     assert list(cancelled) == []
 
 
+def test_texts_may_be_shorter_than_the_model_s(make):
+    engine = make(max_model_len=9)
+    assert len(engine.check(Request([1] * 5, max_new_tokens=4))) == 5
+    with pytest.raises(ValueError, match="5 ids and 5 new ones do not fit the model's 9 positions"):
+        engine.check(Request([1] * 5, max_new_tokens=5))
+    for length in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match="max_model_len must be"):
+            make(max_model_len=length)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -35,6 +35,9 @@ def serve(
     replicas: Annotated[int, Option(min=1, help="Processes that have the model; more than one by Ray Serve.")] = 1,
     slots: Annotated[int, Option(help="Adapters in use at a time, in each.")] = 16,
     batch: Annotated[int, Option(help="Requests that run at a time, in each.")] = 32,
+    max_model_len: Annotated[
+        int | None, Option(help="The most tokens of a text, prompt and answer; else as many as the model can.")
+    ] = None,
     shared_mib: Annotated[
         int, Option(min=0, help="MiB of keys and values that are kept for prompts that begin alike, in each.")
     ] = 1024,
@@ -91,7 +94,8 @@ def serve(
         scratch = stack.enter_context(temporary_folder())
         location, downloads = store or str(scratch / "store"), downloads or scratch / "disk"
         base, tokenizer = loaded(model, dtype, device)
-        kept, options = Store(location), dict(limits=limits, slots=slots, batch=batch, shared_bytes=2**20 * shared_mib)
+        kept, options = Store(location), dict(limits=limits, slots=slots, batch=batch)
+        options |= dict(shared_bytes=2**20 * shared_mib, max_model_len=max_model_len)
         if replicas > 1:
             build = functools.partial(replica_of, model, dtype, device, location, downloads, **options)
             backend = stack.enter_context(replicated(build, replicas, ongoing=2 * batch))
@@ -102,7 +106,10 @@ def serve(
         asyncio.run(swept(kept))
         for folder in adapter or []:
             asyncio.run(kept.put(LOCAL, folder.resolve().name, validate_adapter(folder, base, limits)))
-        service = api.app(backend, kept, base, tokenizer, name=model, keys=keys, limits=limits, origins=cors or ())
+        service = api.app(
+            backend, kept, base, tokenizer,
+            name=model, keys=keys, limits=limits, origins=cors or (), max_model_len=max_model_len,
+        )  # fmt: skip
         typer.echo(f"serving {model} on http://{host}:{listening.getsockname()[1]}")
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn has ended well, and hands it on
             Server(service).run([listening])
@@ -152,13 +159,13 @@ def loaded(model: str, dtype: str, device: str):
     return load_backbone(model, dtype=name if name == "auto" else getattr(torch, name), device=device)
 
 
-def replica(base, tokenizer, store, disk, *, limits, slots: int, batch: int, shared_bytes: int):
+def replica(base, tokenizer, store, disk, *, limits, slots: int, batch: int, **engine):
     """A replica of a model."""
     from plpkg.serving import Engine
     from plpkg.serving.service import Replica, Scheduler, Tiers
     from plpkg.serving.service.tiers import Disk
 
-    engine = Engine(base, tokenizer, max_batch=batch, max_step_tokens=max(512, batch), shared_bytes=shared_bytes)
+    engine = Engine(base, tokenizer, max_batch=batch, max_step_tokens=max(512, batch), **engine)
     scheduler = Scheduler(slots, batch, max_queued_each=256 if os.environ.get("PLPKG_KEYS") else None)
     return Replica(engine, Tiers(store, base, limits=limits, disk=Disk(disk)), scheduler)
 

@@ -33,8 +33,11 @@ def serving(tmp_path, *arguments, keys=""):
 def test_it_serves_a_folders_adapter_and_ends_on_sigterm(tmp_path):
     folders = [str(data_path("serving") / name) for name in ("numpy", "torch")]
     options = [part for folder in folders for part in ("--adapter", folder)]
-    with serving(tmp_path, *options) as (process, url, temporary):
+    with serving(tmp_path, *options, "--max-model-len", "12") as (process, url, temporary):
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            assert {each.max_model_len for each in client.models.list()} == {12}
+            with pytest.raises(openai.BadRequestError, match="do not fit the model's 12 positions"):
+                client.completions.create(model="numpy", prompt=[5] * 4, max_tokens=9)
             assert sorted(each.id for each in client.models.list()) == ["numpy", "plpkg-small", "torch"]
             answers = [
                 client.completions.create(model=name, prompt="import", max_tokens=8, temperature=0).choices[0].text

@@ -56,8 +56,9 @@ UPLOAD = {"requestBody": {"required": True, "content": {"multipart/form-data": {
 
 
 def app(
-    backend, store: Store, model, tokenizer, *, name: str, keys: Keys | None = None, limits=None, origins=()
-) -> FastAPI:
+    backend, store: Store, model, tokenizer, *, name: str, keys: Keys | None = None, limits=None, origins=(),
+    max_model_len: int | None = None,
+) -> FastAPI:  # fmt: skip
     """The service as an ASGI application.
 
     Parameters
@@ -76,13 +77,15 @@ def app(
         Of adapters, as of :func:`~plpkg.adapters.validate_adapter`.
     origins
         Of pages that browsers let in (CORS), as ``https://chat.example.org``; ``*`` lets all in who have a key.
+    max_model_len
+        As of the backend's :class:`~plpkg.serving.Engine`.
     """
     if keys is None and "*" in origins:
         raise ValueError("origins='*' would let every page in a browser in: name them, or have keys")
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(f"the service needs a fast tokenizer, got {type(tokenizer).__name__}")
     metrics = Metrics()
-    positions, spelling = longest_text(model.config), Spelling(tokenizer)
+    positions, spelling = longest_text(model.config, max_model_len), Spelling(tokenizer)
     longest = None if positions == sys.maxsize else positions
     characters = positions * max(map(len, tokenizer.get_vocab()))  # of so many tokens, each the longest
     names = Names(store, name)
