@@ -73,7 +73,7 @@ def _own(personal: nn.Module, scope: str) -> dict[str, nn.Parameter]:
     head = HeadSplit(personal).name if scope == "head" else None
     norms = {name for name, module in personal.named_modules() if "norm" in type(module).__name__.lower()}
     chosen = {
-        "head": lambda owner, attribute: owner == head,
+        "head": lambda owner, attribute: f"{owner}.".startswith(f"{head}."),  # and what a parametrisation keeps in it
         "bias": lambda owner, attribute: "bias" in attribute,
         "norm": lambda owner, attribute: owner in norms,
         "all": lambda owner, attribute: True,
