@@ -89,8 +89,9 @@ class Examples(Tabular):
     @classmethod
     def joined(cls, parts: Iterable[Self]) -> Self:
         """The examples of several people as one; shorter sequences are padded on the right."""
-        parts = list(parts)
-        if parts and parts[0].y.dim() == 2:
+        if not (parts := list(parts)):
+            raise ValueError("there are no examples to join")
+        if parts[0].y.dim() == 2:
             longest = max(part.y.shape[1] for part in parts)
             parts = [cls(_padded(part.x, longest, 0), _padded(part.y, longest, IGNORED)) for part in parts]
         return cls(torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts]))
