@@ -11,10 +11,11 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from plpkg.untrusted import MAX_HEADER_BYTES, brief, entries, read_header, read_state, shown, strict_json
+from plpkg.untrusted import MAX_HEADER_BYTES, Entry, brief, entries, read_header, read_state, shown, strict_json
 
 PARTIAL = ".partial"
 """How a file's name ends while it is written, and a folder's begins."""
@@ -176,6 +177,7 @@ def _packed(value: object, name: str, tensors: dict[str, torch.Tensor]) -> objec
     def inner(key: object, each: object) -> object:
         return _packed(each, f"{name}.{key}" if name else str(key), tensors)
 
+    value = _plain(value)
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, (int, float)):
@@ -198,6 +200,11 @@ def _packed(value: object, name: str, tensors: dict[str, torch.Tensor]) -> objec
         kind = "tuple" if isinstance(value, tuple) else "list"
         return [kind, *(inner(i, each) for i, each in enumerate(value))]
     raise TypeError(f"a checkpoint cannot hold {name}={value!r:.60}")
+
+
+def _plain(value: object) -> object:
+    """NumPy's numbers as Python's."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _numbers(values: list) -> torch.Tensor | None:
@@ -326,6 +333,7 @@ def load(path: Path, identity: dict) -> dict | None:
         for name in identity | saved:
             before, now = saved.get(name), identity.get(name)
             unread = outlined and isinstance(now, list) and len(now) >= LONG and before == []
+            unread |= outlined and isinstance(now, float) and isinstance(before, Entry)  # one that is not finite
             if (name in saved) != (name in identity) or not (unread or _same(before, now)):
                 pairs.append(f"{shown(name)[1:-1]}={shown(before)}, now {shown(now)}")
         if pairs:
@@ -349,4 +357,6 @@ class OtherRunError(ValueError):
 
 def _same(saved: object, now: object) -> bool:
     """Whether two settings are the same, of one type: ``True`` is not 1."""
-    return type(saved) is type(now) and not isinstance(now, torch.Tensor) and saved == now
+    if type(saved) is not type(now := _plain(now)) or isinstance(now, torch.Tensor):
+        return False
+    return saved == now or (saved != saved and now != now)  # one NaN is like another

@@ -1,10 +1,12 @@
 import contextlib
 import copy
 import errno
+import math
 import os
 import subprocess
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -317,6 +319,19 @@ def test_a_run_is_the_same_if_its_settings_are_of_value_and_type(tmp_path, saved
     checkpoints.save(tmp_path / "c.safetensors", {"identity": saved, "weights": torch.zeros(2)})
     with pytest.raises(checkpoints.OtherRunError, match=f"holds a run with {message}"):
         checkpoints.load(tmp_path / "c.safetensors", {"lr": 1})
+
+
+@pytest.mark.parametrize(
+    "setting", [np.float64(0.1), np.float32(0.1), np.int64(3), np.bool_(True), math.nan, math.inf, -math.inf]
+)
+def test_a_run_with_such_a_setting_is_its_own(tmp_path, setting):
+    checkpoints.save(tmp_path / "c.safetensors", {"identity": {"lr": setting}})
+    assert checkpoints.load(tmp_path / "c.safetensors", {"lr": setting})
+    for other in (0.25, math.nan, -math.inf):
+        if same(other, getattr(setting, "item", lambda: setting)()):
+            continue
+        with pytest.raises(checkpoints.OtherRunError, match=r"holds a run with lr=.*, now"):
+            checkpoints.load(tmp_path / "c.safetensors", {"lr": other})
 
 
 def test_long_settings_are_compared_too(tmp_path):
