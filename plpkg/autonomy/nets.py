@@ -159,8 +159,9 @@ class HeadSplit:
         if features is None or features.shape != (*whole.shape[:-1], self.head.in_features):
             raise ValueError(f"{self.name!r} is not what makes the logits of {type(self.model).__name__}")
         together = (self.head if bare else self.logits)(features).to(whole.dtype)
-        # The same products of the same shapes: only their rounding to this dtype may differ.
-        if (together - whole).abs().amax() > 2 * torch.finfo(whole.dtype).eps * whole.abs().amax():
+        # The same products of the same shapes: only the last digit of this dtype may differ.
+        rounding = torch.finfo(whole.dtype).eps * whole.abs().amax()
+        if together.shape != whole.shape or (together - whole).abs().amax() > rounding:
             raise ValueError(f"{type(self.model).__name__} does more to its logits than its last layer, {self.name!r}")
 
 
