@@ -72,7 +72,8 @@ def plain(model: nn.Module) -> nn.Module:
     Raises
     ------
     ValueError
-        PEFT gives it tokens of its own, which are not in its layers.
+        PEFT gives it tokens of its own, which are not in its layers; or it is of Hugging Face, and no causal language
+        model: an encoder reads the words that are to be predicted.
     """
     if hasattr(model, "_orig_mod"):  # of torch.compile
         return plain(model._orig_mod)
@@ -80,7 +81,11 @@ def plain(model: nn.Module) -> nn.Module:
         return plain(model.module)
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise ValueError(f"{type(model).__name__} puts virtual tokens before the text: take an adapter of the layers")
-    return plain(model.get_base_model()) if hasattr(model, "get_base_model") else model
+    if hasattr(model, "get_base_model"):
+        return plain(model.get_base_model())
+    if isinstance(model, PreTrainedModel) and (model.config.is_encoder_decoder or not model.can_generate()):
+        raise ValueError(f"{type(model).__name__} is no causal language model")
+    return model
 
 
 def logits(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -160,8 +165,8 @@ class HeadSplit:
             raise ValueError(f"{self.name!r} is not what makes the logits of {type(self.model).__name__}")
         together = (self.head if bare else self.logits)(features).to(whole.dtype)
         # The same products of the same shapes: only the last digit of this dtype may differ.
-        rounding = torch.finfo(whole.dtype).eps * whole.abs().amax()
-        if together.shape != whole.shape or (together - whole).abs().amax() > rounding:
+        rounding = torch.finfo(whole.dtype).eps * whole.abs()
+        if together.shape != whole.shape or ((together - whole).abs() > rounding).any():
             raise ValueError(f"{type(self.model).__name__} does more to its logits than its last layer, {self.name!r}")
 
 

@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from torch import nn
 
@@ -137,6 +138,29 @@ def test_a_wrapped_model_is_the_one_within(wrap):
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
     predictions = [autonomy.OnlineLearner(model).predict(data.x).classes for model in models]
     assert torch.equal(*predictions)
+
+
+SMALL = dict(vocab_size=48, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24)
+T5 = dict(d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=48, **T5)),
+        lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SMALL)),
+        lambda: transformers.LlamaModel(transformers.LlamaConfig(**SMALL)),
+    ],
+)
+def test_what_reads_the_words_that_it_should_predict_is_refused(model):
+    model, data = model().eval(), sequences(random_backbone("llama", num_layers=1, vocab=48))
+    for use in (
+        lambda: autonomy.transfer(model, data, None, "all", steps=1),
+        lambda: autonomy.OnlineLearner(model),
+        lambda: autonomy.evaluate(model, data),
+    ):
+        with pytest.raises(ValueError, match=f"{type(model).__name__} is no causal language model"):
+            use()
 
 
 def test_lora_on_lora_and_prompts_are_refused():
