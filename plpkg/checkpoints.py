@@ -17,6 +17,11 @@ from safetensors.torch import save_file
 
 from plpkg.untrusted import MAX_HEADER_BYTES, Entry, brief, entries, read_header, read_state, shown, strict_json
 
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows
+    fcntl = None
+
 PARTIAL = ".partial"
 """How a file's name ends while it is written, and a folder's begins."""
 
@@ -46,16 +51,17 @@ def replace_file(path: Path, write: Callable[[Path], object], *, private: bool =
         The disk is full, or cannot be written; what was there is as it was.
     """
     partial = path.with_name(path.name + PARTIAL)
-    partial.unlink(missing_ok=True)
-    try:
-        with _room_for(path):
-            mode = _created(partial, private)
-            write(partial)
-            _on_disk(partial, mode)
-        os.replace(partial, path)
-    except BaseException:
+    with _alone_in(path.parent):
         partial.unlink(missing_ok=True)
-        raise
+        try:
+            with _room_for(path):
+                mode = _created(partial, private)
+                write(partial)
+                _on_disk(partial, mode)
+            os.replace(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
 
 
 def replace_files(folder: Path, write: Callable[[str], object], *, private: bool = False) -> None:
@@ -77,7 +83,11 @@ def replace_files(folder: Path, write: Callable[[str], object], *, private: bool
     OSError
         As in :func:`replace_file`.
     """
-    with _room_for(folder), tempfile.TemporaryDirectory(dir=folder, prefix=f"{PARTIAL}-") as temporary:
+    with (
+        _alone_in(folder),
+        _room_for(folder),
+        tempfile.TemporaryDirectory(dir=folder, prefix=f"{PARTIAL}-") as temporary,
+    ):
         mode = _created(probe := Path(temporary, "mode"), private)
         probe.unlink()
         write(temporary)
@@ -88,6 +98,20 @@ def replace_files(folder: Path, write: Callable[[str], object], *, private: bool
             final = folder / path.relative_to(temporary)
             final.parent.mkdir(parents=True, exist_ok=True, mode=0o700 if private else 0o777)
             os.replace(path, final)
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Within it, no other process writes or sweeps here: what one has half written would get the other's name.
+
+    The lock is on the folder itself, so that none is left behind; it ends with the process.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError, AttributeError):  # there is no folder yet, or the system has no such locks
+            number = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, number)
+            fcntl.flock(number, fcntl.LOCK_EX)
+        yield
 
 
 def _created(path: Path, private: bool) -> int:
@@ -316,11 +340,12 @@ def load(path: Path, identity: dict) -> dict | None:
     ValueError
         The file is damaged, or of another run, or of a version of plpkg that wrote pickles.
     """
-    for left in (path.with_name(path.name + PARTIAL), *path.parent.glob(f"{PARTIAL}-*")):
-        if left.is_dir() and not left.is_symlink():
-            shutil.rmtree(left, ignore_errors=True)
-        else:
-            left.unlink(missing_ok=True)
+    with _alone_in(path.parent):
+        for left in (path.with_name(path.name + PARTIAL), *path.parent.glob(f"{PARTIAL}-*")):
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
     if (older := path.with_suffix(".pt")).exists():
         raise ValueError(f"{older} is a pickle of an earlier version, and is not read: remove it to start anew")
     if not os.path.lexists(path):

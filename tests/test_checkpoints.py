@@ -4,6 +4,7 @@ import errno
 import math
 import os
 import subprocess
+import threading
 from functools import partial
 
 import numpy as np
@@ -407,6 +408,42 @@ def test_what_a_killed_run_left_is_swept_when_the_next_begins(tmp_path):
     (tmp_path / "mine.partial").write_text("a file of somebody's")
     assert checkpoints.load(tmp_path / "c.safetensors", {}) == {"identity": {}}
     assert {p.name for p in tmp_path.iterdir()} == {"c.safetensors", "mine.partial"}
+
+
+def looked_for(path):
+    with contextlib.suppress(ValueError):  # it is no checkpoint
+        checkpoints.load(path, {})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda path: checkpoints.replace_file(path, lambda partial: partial.write_text("second")),
+        looked_for,
+    ],
+)
+@pytest.mark.parametrize("several", [False, True])
+def test_two_at_once_wait_for_each_other(tmp_path, other, several):
+    begun, path = threading.Event(), tmp_path / "file"
+
+    def meanwhile():
+        other(path)
+        begun.set()
+
+    thread = threading.Thread(target=meanwhile)
+
+    def write(where):
+        file = tmp_path / where / "file" if several else where
+        file.write_text("fi")
+        thread.start()
+        begun.wait(0.3)
+        with file.open("r+") as half:
+            half.write("first")
+
+    (checkpoints.replace_files if several else checkpoints.replace_file)(tmp_path if several else path, write)
+    thread.join()
+    assert path.read_text() in ("first", "second")
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
