@@ -27,9 +27,15 @@ PARTIAL = ".partial"
 
 
 def private_folder(folder: str | Path) -> Path:
-    """Make a folder and those above it, where they are missing, their owner's alone; ``mkdir`` opens the latter."""
+    """Make a folder and those above it, where they are missing, their owner's alone; ``mkdir`` opens the latter.
+
+    NotADirectoryError: a file has the name of one of them.
+    """
     for each in reversed([folder := Path(folder), *folder.parents]):
-        each.mkdir(mode=0o700, exist_ok=True)
+        try:
+            each.mkdir(mode=0o700, exist_ok=True)
+        except FileExistsError:
+            raise NotADirectoryError(f"{each} is not a folder") from None
     return folder
 
 

@@ -400,6 +400,14 @@ def test_a_file_is_whose_the_umask_says_or_its_owners_alone(tmp_path, umask, mas
         assert (tmp_path / "inner").stat().st_mode & 0o777 == 0o700
 
 
+def test_a_file_in_the_place_of_a_folder_is_named(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for folder in (tmp_path / "file", tmp_path / "file" / "inner"):
+        with pytest.raises(NotADirectoryError, match=r"file.* is not a folder$"):
+            checkpoints.private_folder(folder)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_what_a_killed_run_left_is_swept_when_the_next_begins(tmp_path):
     checkpoints.save(tmp_path / "c.safetensors", {"identity": {}})
     (tmp_path / "c.safetensors.partial").mkdir()  # nobody's, but where a file will have to be
