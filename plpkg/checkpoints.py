@@ -11,19 +11,31 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from plpkg.untrusted import MAX_HEADER_BYTES, brief, entries, read_header, read_state, shown, strict_json
+from plpkg.untrusted import MAX_HEADER_BYTES, Entry, brief, entries, read_header, read_state, shown, strict_json
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows
+    fcntl = None
 
 PARTIAL = ".partial"
 """How a file's name ends while it is written, and a folder's begins."""
 
 
 def private_folder(folder: str | Path) -> Path:
-    """Make a folder and those above it, where they are missing, their owner's alone; ``mkdir`` opens the latter."""
+    """Make a folder and those above it, where they are missing, their owner's alone; ``mkdir`` opens the latter.
+
+    NotADirectoryError: a file has the name of one of them.
+    """
     for each in reversed([folder := Path(folder), *folder.parents]):
-        each.mkdir(mode=0o700, exist_ok=True)
+        try:
+            each.mkdir(mode=0o700, exist_ok=True)
+        except FileExistsError:
+            raise NotADirectoryError(f"{each} is not a folder") from None
     return folder
 
 
@@ -45,16 +57,17 @@ def replace_file(path: Path, write: Callable[[Path], object], *, private: bool =
         The disk is full, or cannot be written; what was there is as it was.
     """
     partial = path.with_name(path.name + PARTIAL)
-    partial.unlink(missing_ok=True)
-    try:
-        with _room_for(path):
-            mode = _created(partial, private)
-            write(partial)
-            _on_disk(partial, mode)
-        os.replace(partial, path)
-    except BaseException:
+    with _alone_in(path.parent):
         partial.unlink(missing_ok=True)
-        raise
+        try:
+            with _room_for(path):
+                mode = _created(partial, private)
+                write(partial)
+                _on_disk(partial, mode)
+            os.replace(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
 
 
 def replace_files(folder: Path, write: Callable[[str], object], *, private: bool = False) -> None:
@@ -76,7 +89,11 @@ def replace_files(folder: Path, write: Callable[[str], object], *, private: bool
     OSError
         As in :func:`replace_file`.
     """
-    with _room_for(folder), tempfile.TemporaryDirectory(dir=folder, prefix=f"{PARTIAL}-") as temporary:
+    with (
+        _alone_in(folder),
+        _room_for(folder),
+        tempfile.TemporaryDirectory(dir=folder, prefix=f"{PARTIAL}-") as temporary,
+    ):
         mode = _created(probe := Path(temporary, "mode"), private)
         probe.unlink()
         write(temporary)
@@ -87,6 +104,20 @@ def replace_files(folder: Path, write: Callable[[str], object], *, private: bool
             final = folder / path.relative_to(temporary)
             final.parent.mkdir(parents=True, exist_ok=True, mode=0o700 if private else 0o777)
             os.replace(path, final)
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Within it, no other process writes or sweeps here: what one has half written would get the other's name.
+
+    The lock is on the folder itself, so that none is left behind; it ends with the process.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError, AttributeError):  # there is no folder yet, or the system has no such locks
+            number = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, number)
+            fcntl.flock(number, fcntl.LOCK_EX)
+        yield
 
 
 def _created(path: Path, private: bool) -> int:
@@ -176,6 +207,7 @@ def _packed(value: object, name: str, tensors: dict[str, torch.Tensor]) -> objec
     def inner(key: object, each: object) -> object:
         return _packed(each, f"{name}.{key}" if name else str(key), tensors)
 
+    value = _plain(value)
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, (int, float)):
@@ -198,6 +230,11 @@ def _packed(value: object, name: str, tensors: dict[str, torch.Tensor]) -> objec
         kind = "tuple" if isinstance(value, tuple) else "list"
         return [kind, *(inner(i, each) for i, each in enumerate(value))]
     raise TypeError(f"a checkpoint cannot hold {name}={value!r:.60}")
+
+
+def _plain(value: object) -> object:
+    """NumPy's numbers as Python's."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _numbers(values: list) -> torch.Tensor | None:
@@ -309,11 +346,12 @@ def load(path: Path, identity: dict) -> dict | None:
     ValueError
         The file is damaged, or of another run, or of a version of plpkg that wrote pickles.
     """
-    for left in (path.with_name(path.name + PARTIAL), *path.parent.glob(f"{PARTIAL}-*")):
-        if left.is_dir() and not left.is_symlink():
-            shutil.rmtree(left, ignore_errors=True)
-        else:
-            left.unlink(missing_ok=True)
+    with _alone_in(path.parent):
+        for left in (path.with_name(path.name + PARTIAL), *path.parent.glob(f"{PARTIAL}-*")):
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
     if (older := path.with_suffix(".pt")).exists():
         raise ValueError(f"{older} is a pickle of an earlier version, and is not read: remove it to start anew")
     if not os.path.lexists(path):
@@ -326,6 +364,7 @@ def load(path: Path, identity: dict) -> dict | None:
         for name in identity | saved:
             before, now = saved.get(name), identity.get(name)
             unread = outlined and isinstance(now, list) and len(now) >= LONG and before == []
+            unread |= outlined and isinstance(now, float) and isinstance(before, Entry)  # one that is not finite
             if (name in saved) != (name in identity) or not (unread or _same(before, now)):
                 pairs.append(f"{shown(name)[1:-1]}={shown(before)}, now {shown(now)}")
         if pairs:
@@ -349,4 +388,6 @@ class OtherRunError(ValueError):
 
 def _same(saved: object, now: object) -> bool:
     """Whether two settings are the same, of one type: ``True`` is not 1."""
-    return type(saved) is type(now) and not isinstance(now, torch.Tensor) and saved == now
+    if type(saved) is not type(now := _plain(now)) or isinstance(now, torch.Tensor):
+        return False
+    return saved == now or (saved != saved and now != now)  # one NaN is like another

@@ -21,7 +21,8 @@ import torch
 
 from plpkg import checkpoints, corpora, learning
 from plpkg.corpora import Document, Writer
-from plpkg.scoring import score
+from plpkg.corpora.documents import several
+from plpkg.scoring import Score, score
 from plpkg.validation import number, one_of, whole_number
 
 END_OF_TEXT = "<|endoftext|>"
@@ -66,13 +67,16 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for field in fields(self):  # NumPy's and torch's numbers as Python's: they go into files
+            with contextlib.suppress(AttributeError, TypeError, ValueError, RuntimeError):
+                object.__setattr__(self, field.name, getattr(self, field.name).item())
         for name in ("num_layers", "hidden", "num_heads", "intermediate", "batch", "steps"):
             whole_number(name, getattr(self, name), 1)
         whole_number("num_kv_heads", self.num_kv_heads, 1, self.num_heads, "num_heads")
         whole_number("vocab", self.vocab, 257)
         whole_number("max_positions", self.max_positions, 2)
         whole_number("seq", self.seq, 2, self.max_positions, "max_positions")
-        whole_number("seed", self.seed, 0)
+        whole_number("seed", self.seed, 0, 2**64 - 1)
         whole_number("warmup", self.warmup, 0)
         number("lr", self.lr, open_low=True)
         number("weight_decay", self.weight_decay)
@@ -217,8 +221,8 @@ def pretrain(
     Raises
     ------
     ValueError
-        The folder holds a run of another recipe or text, or a checkpoint that cannot be read; or the
-        processes do not divide the batch.
+        The folder holds a run of another recipe or text, or a checkpoint that cannot be read; the
+        processes do not divide the batch; or there is nothing to learn or to score.
     FloatingPointError
         The loss is not finite any more. The last checkpoint is from before.
     """
@@ -238,8 +242,8 @@ def pretrain(
     share = recipe.batch // accelerator.num_processes
     micro_batch = min(whole_number("micro_batch", micro_batch, 1), share)
 
-    train = corpora.public("train") if train is None else train
-    validation = corpora.public("validation") if validation is None else validation
+    train = corpora.public("train") if train is None else list(several(train))
+    validation = corpora.public("validation") if validation is None else list(several(validation))
     text = Writer("text", {"train": tuple(train), "validation": tuple(validation)})
     identity = asdict(recipe) | {"bf16": bf16} | {split: text.fingerprint(split) for split in text.documents}
     main = accelerator.is_main_process
@@ -248,6 +252,7 @@ def pretrain(
     if len(tokenizer) != recipe.vocab:
         raise ValueError(f"the text yields only {len(tokenizer)} tokens, not vocab={recipe.vocab}")
     encoded, held_out = corpora.encode(train, tokenizer), corpora.encode(validation, tokenizer)
+    Score.of(held_out, 0.0)  # nothing to score is said now, not at the first evaluation
     stream = corpora.batches(encoded, batch=recipe.batch, seq=recipe.seq, seed=recipe.seed, start=run.done)
 
     raw = build(recipe)

@@ -1,10 +1,13 @@
 import contextlib
 import copy
 import errno
+import math
 import os
 import subprocess
+import threading
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -319,6 +322,19 @@ def test_a_run_is_the_same_if_its_settings_are_of_value_and_type(tmp_path, saved
         checkpoints.load(tmp_path / "c.safetensors", {"lr": 1})
 
 
+@pytest.mark.parametrize(
+    "setting", [np.float64(0.1), np.float32(0.1), np.int64(3), np.bool_(True), math.nan, math.inf, -math.inf]
+)
+def test_a_run_with_such_a_setting_is_its_own(tmp_path, setting):
+    checkpoints.save(tmp_path / "c.safetensors", {"identity": {"lr": setting}})
+    assert checkpoints.load(tmp_path / "c.safetensors", {"lr": setting})
+    for other in (0.25, math.nan, -math.inf):
+        if same(other, getattr(setting, "item", lambda: setting)()):
+            continue
+        with pytest.raises(checkpoints.OtherRunError, match=r"holds a run with lr=.*, now"):
+            checkpoints.load(tmp_path / "c.safetensors", {"lr": other})
+
+
 def test_long_settings_are_compared_too(tmp_path):
     long = list(range(100))
     checkpoints.save(tmp_path / "c.safetensors", {"identity": {"layers": long}})
@@ -384,6 +400,14 @@ def test_a_file_is_whose_the_umask_says_or_its_owners_alone(tmp_path, umask, mas
         assert (tmp_path / "inner").stat().st_mode & 0o777 == 0o700
 
 
+def test_a_file_in_the_place_of_a_folder_is_named(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for folder in (tmp_path / "file", tmp_path / "file" / "inner"):
+        with pytest.raises(NotADirectoryError, match=r"file.* is not a folder$"):
+            checkpoints.private_folder(folder)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_what_a_killed_run_left_is_swept_when_the_next_begins(tmp_path):
     checkpoints.save(tmp_path / "c.safetensors", {"identity": {}})
     (tmp_path / "c.safetensors.partial").mkdir()  # nobody's, but where a file will have to be
@@ -392,6 +416,42 @@ def test_what_a_killed_run_left_is_swept_when_the_next_begins(tmp_path):
     (tmp_path / "mine.partial").write_text("a file of somebody's")
     assert checkpoints.load(tmp_path / "c.safetensors", {}) == {"identity": {}}
     assert {p.name for p in tmp_path.iterdir()} == {"c.safetensors", "mine.partial"}
+
+
+def looked_for(path):
+    with contextlib.suppress(ValueError):  # it is no checkpoint
+        checkpoints.load(path, {})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda path: checkpoints.replace_file(path, lambda partial: partial.write_text("second")),
+        looked_for,
+    ],
+)
+@pytest.mark.parametrize("several", [False, True])
+def test_two_at_once_wait_for_each_other(tmp_path, other, several):
+    begun, path = threading.Event(), tmp_path / "file"
+
+    def meanwhile():
+        other(path)
+        begun.set()
+
+    thread = threading.Thread(target=meanwhile)
+
+    def write(where):
+        file = tmp_path / where / "file" if several else where
+        file.write_text("fi")
+        thread.start()
+        begun.wait(0.3)
+        with file.open("r+") as half:
+            half.write("first")
+
+    (checkpoints.replace_files if several else checkpoints.replace_file)(tmp_path if several else path, write)
+    thread.join()
+    assert path.read_text() in ("first", "second")
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 FULL = OSError(errno.ENOSPC, "No space left on device")

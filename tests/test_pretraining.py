@@ -14,10 +14,11 @@ import re
 import shutil
 import signal
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import accelerate
+import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
@@ -405,7 +406,7 @@ def test_what_the_command_refuses_stays_as_it_is(tmp_path, public):
         (dict(seq=65), "seq must be between 2 and max_positions=64, got 65"),
         (dict(steps=0), "steps must be a whole number of at least 1, got 0"),
         (dict(warmup=-1), "warmup must be a whole number of at least 0, got -1"),
-        (dict(seed=-1), "seed must be a whole number of at least 0, got -1"),
+        (dict(seed=2**64), r"seed must be between 0 and \d+, got 18446744073709551616"),
         (dict(hidden=36), "heads of even width, got 9"),
         (dict(lr=0), "lr must be greater than 0, got 0"),
         (dict(weight_decay=-1), "weight_decay must be at least 0, got -1"),
@@ -416,6 +417,11 @@ def test_impossible_recipes_are_named(changes, message):
         replace(TINY, **changes)
 
 
+def test_a_recipe_of_numpys_numbers_is_written_as_any_other():
+    recipe = replace(TINY, steps=np.int64(3), lr=np.float64(0.5), seed=torch.tensor(7))
+    assert json.loads(json.dumps(asdict(recipe))) == asdict(replace(TINY, steps=3, lr=0.5, seed=7))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -424,6 +430,8 @@ def test_impossible_recipes_are_named(changes, message):
         (dict(evaluate_every=0), "evaluate_every must be"),
         (dict(recipe=replace(TINY, vocab=5000)), r"the text yields only \d+ tokens, not vocab=5000"),
         (dict(recipe=replace(TINY, batch=1000)), "tokens are too few for one batch of batch=1000"),
+        (dict(validation=[]), "nothing to score: no document has an unmasked token after its first"),
+        (dict(validation=[""]), "nothing to score"),
         (dict(device="tpu"), "device must be one of 'cpu', 'cuda', got 'tpu'"),
         ({}, "batch=4 must be a multiple of the processes=3"),
     ],

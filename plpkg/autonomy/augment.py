@@ -65,6 +65,8 @@ def eda(
         if synonyms is None:
             raise ValueError(f"operation={operation!r} needs synonyms, got None")
         found = {k: synonyms(word) for k, word in enumerate(words) if word.lower() not in stop_words}
+        if text := [options for options in found.values() if isinstance(options, str)]:
+            raise ValueError(f"synonyms of a word must be a sequence of words, got {text[0][:60]!r}")
         found = {k: options for k, options in found.items() if len(options)}
     if operation == "synonym":
         for k in several(list(found), n):
@@ -86,12 +88,17 @@ def neighbours(embedding: torch.Tensor, words: Sequence[str], k: int = 5) -> Cal
     """Those ``k`` words for a word whose rows of an embedding ``(vocab, hidden)`` are nearest to its own by cosine.
 
     They can stand in for ``synonyms``, and are none: what is near is used in like places, an opposite, too. A word
-    that is not among ``words`` has no neighbours. ValueError: other than a row for each word, or not ``k`` others.
+    that is not among ``words`` has no neighbours. ValueError: other than a row of finite numbers for each word, a word
+    that stands there twice, or not ``k`` others.
     """
     if embedding.dim() != 2 or embedding.shape[0] != len(words):
         raise ValueError(f"the embedding of {len(words)} words must be (vocab, hidden), got {tuple(embedding.shape)}")
     whole_number("k", k, 1, len(words) - 1, "the other words")
-    unit, rows = normalize(embedding.detach().float(), dim=1), {word: row for row, word in enumerate(words)}
+    unit, rows = normalize(embedding.detach().double(), dim=1), {word: row for row, word in enumerate(words)}
+    if bad := (~unit.isfinite().all(1)).nonzero().flatten().tolist():
+        raise ValueError(f"the embedding of {words[bad[0]]!r} is not finite")
+    if twice := [word for row, word in enumerate(words) if rows[word] != row]:
+        raise ValueError(f"{twice[0]!r} stands twice among the words")
 
     def nearest(word: str) -> list[str]:
         if word not in rows:

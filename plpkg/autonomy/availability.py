@@ -148,7 +148,8 @@ def synthetic_traces(devices: int, days: int, seed: int) -> list[Trace]:
     under :data:`FEDERATED`, as AutLearn reports of 1,500 users. The rest, nights of charging at home, half an hour on
     most days, a screen in use for five minutes at a time, is plausible at best.
     """
-    generator, traces, shape = torch.Generator().manual_seed(seed), [], (whole_number("days", days, 1), 1440)
+    generator = torch.Generator().manual_seed(whole_number("seed", seed, 0, 2**64 - 1))
+    traces, shape = [], (whole_number("days", days, 1), 1440)
     clock = torch.arange(1440)  # (minutes,) since noon
     use = torch.where((clock >= 780) & (clock < 1140), 0.003, 0.05)  # (minutes,)
     for device in range(whole_number("devices", devices, 1)):

@@ -123,6 +123,8 @@ class WithCounts(nn.Module):
 def counts(model: nn.Module, people: People, *, weights: tuple[float, ...] = (5.0, 20.0, 80.0)) -> Models:
     """The public model, mixed with counts of each person's own text at the weight that suits the validation data."""
     mixed = {}
+    if lacking := [name for name, person in people.items() if person.validation is None]:
+        raise ValueError(f"{lacking[0]!r} has no validation data, which decide the weight of counts")
     for name, person in people.items():
         table = Counts(_sequences(person.train))
         choices = [WithCounts(model, table, weight) for weight in weights]

@@ -41,9 +41,15 @@ class ThreeGraphs(Tabular):
         return self._modules["update"](parameters, gradients, torch.tensor(number("lr", lr), dtype=torch.float64))
 
     def step(self, x: torch.Tensor, y: torch.Tensor, lr: float) -> float:
-        """Learn from one batch: new values in ``parameters``. Returns the loss before."""
+        """Learn from one batch: new values in ``parameters``. Returns the loss before.
+
+        FloatingPointError: they would not be finite, and stay as they are.
+        """
         loss, gradients = self.gradients(x, y)
-        self.parameters.update(self.update(self.parameters, gradients, lr))
+        stepped = self.update(self.parameters, gradients, lr)
+        if odd := [name for name, values in stepped.items() if not values.isfinite().all()]:
+            raise FloatingPointError(f"a step with a loss of {loss:g} makes {odd[0]!r} not finite: take a lower lr")
+        self.parameters.update(stepped)
         return loss.item()
 
     def rows(self) -> list[dict]:

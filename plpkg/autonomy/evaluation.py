@@ -1,5 +1,6 @@
 """How well a model predicts labels."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from plpkg.autonomy.nets import logits
 from plpkg.corpora.examples import IGNORED, Examples
+from plpkg.learning import evaluating
 from plpkg.results import Tabular
 
 
@@ -39,17 +41,21 @@ class Evaluation(Tabular):
 
 @torch.no_grad()
 def evaluate(model: nn.Module, examples: Examples) -> Evaluation:
-    """The loss and accuracy of a model on examples; it is left in the mode in which it was."""
-    mode = model.training
-    model.eval()
-    try:
+    """The loss and accuracy of a model on examples; each of its modules is left in the mode in which it was.
+
+    Raises
+    ------
+    ValueError
+        No label to evaluate.
+    FloatingPointError
+        A loss that is not finite.
+    """
+    with evaluating(model):
         return judge(lambda batch: logits(model, batch.x)[batch.y != IGNORED], examples)
-    finally:
-        model.train(mode)
 
 
 def judge(logits_of_labels: Callable[[Examples], torch.Tensor], examples: Examples) -> Evaluation:
-    """As :func:`evaluate`, of a function that gives the logits ``(labels, classes)`` of a batch; ValueError if none."""
+    """As :func:`evaluate`, of a function that gives the logits ``(labels, classes)`` of a batch."""
     loss, right, count = 0.0, 0, examples.labels
     if not count:
         raise ValueError(f"no label to evaluate in {examples}")
@@ -57,4 +63,6 @@ def judge(logits_of_labels: Callable[[Examples], torch.Tensor], examples: Exampl
         predicted, labels = logits_of_labels(batch).float(), batch.y[batch.y != IGNORED]
         loss += cross_entropy(predicted, labels, reduction="sum").item()
         right += int((predicted.argmax(-1) == labels).sum())
+    if not math.isfinite(loss):  # the first choice among NaNs would be class 0, which may be right
+        raise FloatingPointError(f"the loss on {examples} is {loss}: there is a number that is not finite")
     return Evaluation(loss / count, right / count, count)

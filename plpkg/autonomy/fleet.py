@@ -8,6 +8,7 @@ Left out: rounds in which devices exchange something, devices that are slow or a
 import hashlib
 import itertools
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 from tqdm.auto import tqdm
 
 from plpkg import checkpoints
-from plpkg.validation import one_of, whole_number
+from plpkg.validation import one_of, shown, whole_number
 
 
 def fleet(
@@ -37,6 +38,7 @@ def fleet(
         What each learns from, by name; asked for when its turn comes, so that a mapping may read it from a disk.
     learn
         Makes a dict of tensors, numbers, strings and lists, always the same, on one thread; the data stay as they are.
+        With a folder, its keys are all texts or all whole numbers, and so are the names.
     engine
         ``"process"``, this one, or ``"ray"``: one that was started, else one on this machine, until the call ends.
     folder, identity
@@ -47,7 +49,7 @@ def fleet(
     Raises
     ------
     ValueError
-        Nobody, settings out of range, or a folder with another run.
+        Nobody, two people of one name, settings out of range, a folder with another run, or what it cannot keep.
     RuntimeError
         ``learn`` failed, or its process died again and again; the message names the person, or the chunk.
     ModuleNotFoundError
@@ -58,6 +60,11 @@ def fleet(
     whole_number("chunk", chunk, 1)
     whole_number("len(people)", len(people), 1)
     names, done = list(people), {}
+    if len(set(names)) < len(names):
+        name, count = Counter(names).most_common(1)[0]
+        raise ValueError(f"{count} people have the name {name!r}")
+    if "people" in (identity or {}):
+        raise ValueError(f"identity has people={identity['people']!r}, where the hash of all names stands")
     identity = (identity or {}) | {"people": hashlib.sha256(repr(names).encode()).hexdigest()[:16]}
     if folder is not None:
         folder = checkpoints.private_folder(folder)
@@ -76,6 +83,8 @@ def fleet(
     with tqdm(total=len(names), initial=len(done), disable=not progress, desc="people") as bar:
         for results in finished:
             if folder is not None:
+                if odd := [name for name, each in results.items() if not isinstance(each, dict)]:
+                    raise ValueError(f"learn must make a dict, and made {shown(results[odd[0]])} for {odd[0]!r}")
                 path = folder / f"{names.index(next(iter(results))):06d}.safetensors"  # nobody is in two files
                 checkpoints.save(path, {"identity": identity, "results": results})
             done |= results

@@ -72,7 +72,8 @@ def plain(model: nn.Module) -> nn.Module:
     Raises
     ------
     ValueError
-        PEFT gives it tokens of its own, which are not in its layers.
+        PEFT gives it tokens of its own, which are not in its layers; or it is of Hugging Face, and no causal language
+        model: an encoder reads the words that are to be predicted.
     """
     if hasattr(model, "_orig_mod"):  # of torch.compile
         return plain(model._orig_mod)
@@ -80,13 +81,30 @@ def plain(model: nn.Module) -> nn.Module:
         return plain(model.module)
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise ValueError(f"{type(model).__name__} puts virtual tokens before the text: take an adapter of the layers")
-    return plain(model.get_base_model()) if hasattr(model, "get_base_model") else model
+    if hasattr(model, "get_base_model"):
+        return plain(model.get_base_model())
+    if isinstance(model, PreTrainedModel) and (model.config.is_encoder_decoder or not model.can_generate()):
+        raise ValueError(f"{type(model).__name__} is no causal language model")
+    return model
 
 
 def logits(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """What any of the learners makes of ``x``: ``(batch, ..., classes)``."""
     model = plain(model)
-    return model(input_ids=x, use_cache=False).logits if isinstance(model, PreTrainedModel) else model(x)
+    with _known(model, x):
+        return model(input_ids=x, use_cache=False).logits if isinstance(model, PreTrainedModel) else model(x)
+
+
+@contextlib.contextmanager
+def _known(model: nn.Module, x: torch.Tensor) -> Iterator[None]:
+    """ValueError in place of the IndexError of an embedding that lacks an id, or a place."""
+    try:
+        yield
+    except IndexError as error:
+        if x.is_floating_point() or not x.numel():
+            raise
+        what = f"{tuple(x.shape)} with ids from {x.min()} to {x.max()}"
+        raise ValueError(f"{type(model).__name__} lacks one of the ids or places of x, {what}") from error
 
 
 class HeadSplit:
@@ -122,12 +140,14 @@ class HeadSplit:
     def features(self, x: torch.Tensor) -> torch.Tensor:
         """The head's input ``(batch, ..., features)``."""
         if isinstance(self.model, PreTrainedModel):
-            return self.model.base_model(input_ids=x, use_cache=False).last_hidden_state
+            with _known(self.model, x):
+                return self.model.base_model(input_ids=x, use_cache=False).last_hidden_state
         parent, _, name = self.name.rpartition(".")
         parent = self.model.get_submodule(parent)
         setattr(parent, name, nn.Identity())
         try:
-            return self.model(x)
+            with _known(self.model, x):
+                return self.model(x)
         finally:
             setattr(parent, name, self.head)
 
@@ -143,17 +163,17 @@ class HeadSplit:
             features = self.features(x)
         if features is None or features.shape != (*whole.shape[:-1], self.head.in_features):
             raise ValueError(f"{self.name!r} is not what makes the logits of {type(self.model).__name__}")
-        together = (self.head if bare else self.logits)(features.flatten(0, -2)).view_as(whole)
-        # Both sum the same products in another order: of each a part of eps may be lost.
-        sizes = features.abs().amax() * self.head.weight.abs().sum(1).amax() + whole.abs().amax()
-        if (together - whole).abs().amax() > torch.finfo(whole.dtype).eps * features.shape[-1] * sizes:
+        together = (self.head if bare else self.logits)(features).to(whole.dtype)
+        # The same products of the same shapes: only the last digit of this dtype may differ.
+        rounding = torch.finfo(whole.dtype).eps * whole.abs()
+        if together.shape != whole.shape or ((together - whole).abs() > rounding).any():
             raise ValueError(f"{type(self.model).__name__} does more to its logits than its last layer, {self.name!r}")
 
 
 def untrained(model: nn.Module, seed: int = 0) -> nn.Module:
     """A copy whose weights are drawn anew, as if nothing had been pre-trained."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(whole_number("seed", seed, 0))
+        torch.manual_seed(whole_number("seed", seed, 0, 2**64 - 1))
         model = plain(model)
         if isinstance(model, PreTrainedModel):
             return type(model)(copy.deepcopy(model.config)).to(model.dtype).train(model.training)

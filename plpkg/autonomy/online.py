@@ -51,7 +51,8 @@ class OnlineLearner(Tabular):
     Raises
     ------
     ValueError
-        Dropout in a model that is not in evaluation mode; logits that are not the head's alone.
+        Dropout in a model that is not in evaluation mode; logits that are not the head's alone; a head whose weight is
+        computed of others.
     """
 
     def __init__(self, model: nn.Module, *, lr: float = 0.5, batch: int = 16, allowance: int | None = 10) -> None:
@@ -63,6 +64,8 @@ class OnlineLearner(Tabular):
         self.model, self._digest = personal_copy(model, "head")[0], digest(plain(model))
         self._split, self._verified = HeadSplit(self.model), False
         self.head = self._split.head.requires_grad_(False)
+        if odd := [name for name, _ in self.head.named_parameters() if name not in ("weight", "bias")]:
+            raise ValueError(f"{self._split.name!r} has {odd[0]} in place of a weight: remove the parametrisation")
         self._public = [p.clone() for p in self.head.parameters()]
         self._frozen = [p for name, p in self.model.state_dict(keep_vars=True).items()
                         if name.rpartition(".")[0] != self._split.name]  # fmt: skip
@@ -81,10 +84,10 @@ class OnlineLearner(Tabular):
         Raises
         ------
         ValueError
-            The batch is missing, or what the body makes of a sample is not finite: none of them is kept, and the head
-            stays as it is.
+            The batch is missing or empty, or what the body makes of a sample is not finite: none of them is kept, and
+            the head stays as it is.
         """
-        if x.dim() < 2:
+        if x.dim() < 2 or not len(x):
             raise ValueError(f"x must be (batch, ...), got {tuple(x.shape)}")
         self._check()
         features = self._split.features(x)
@@ -99,7 +102,7 @@ class OnlineLearner(Tabular):
         ids, classes = list(range(self._next, self._next + len(x))), []
         for i, h, one, other in zip(ids, features, public, personal, strict=True):
             trusted = one != other and self._trusted()
-            self._open[i] = h.clone(), one, other, trusted
+            self._open[i] = h.to(self.head.weight.dtype, copy=True), one, other, trusted
             classes.append(other if trusted or self.allowance is None else one)
         self._next += len(ids)
         return Prediction(ids, torch.tensor(classes))
@@ -121,19 +124,19 @@ class OnlineLearner(Tabular):
         ValueError
             An id that is unknown or was labelled before, a class out of range: nothing is learnt from any of them.
         FloatingPointError
-            A step would make the head other than finite: its samples are dropped, and the head stays as it is.
+            A step would make the head other than finite: its samples are dropped, and the head stays as it is. The
+            other labels are heard before.
         RuntimeError
             The body has changed since the prediction.
         """
         self._check()
-        classes = [
-            whole_number("y", value, 0, self.head.out_features - 1, "classes - 1")
-            for value in (y.tolist() if isinstance(y, torch.Tensor) else y)
-        ]
+        ids, y = (values.tolist() if hasattr(values, "tolist") else values for values in (ids, y))
+        classes = [whole_number("y", value, 0, self.head.out_features - 1, "classes - 1") for value in y]
         if len(ids) != len(classes):
             raise ValueError(f"each id needs a label, got {len(ids)} ids and {len(classes)} labels")
         if unknown := [i for i in ids if i not in self._open] or [i for i in ids if ids.count(i) > 1]:
             raise ValueError(f"no prediction {unknown[0]!r} waits for a label")
+        failed = None
         for i, right in zip(ids, classes, strict=True):
             features, public, personal, trusted = self._open.pop(i)
             shown = personal if trusted or self.allowance is None else public
@@ -141,7 +144,12 @@ class OnlineLearner(Tabular):
             self._right.update(self.outcomes[-1])
             self._ready.append((features, right))
             if len(self._ready) == self.batch:
-                self._step()
+                try:
+                    self._step()
+                except FloatingPointError as error:
+                    failed = failed or error
+        if failed:
+            raise failed
 
     def _step(self) -> None:
         features, y = torch.stack([h for h, _ in self._ready]), torch.tensor([label for _, label in self._ready])

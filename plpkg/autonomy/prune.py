@@ -66,7 +66,8 @@ def prune(
     Raises
     ------
     ValueError
-        The model is not such a chain, has no such layer or number of units, or cannot meet the budget.
+        The model is not such a chain, has no such layer or number of units, weights that are not finite, or cannot meet
+        the budget.
     """
     example = example if isinstance(example, tuple) else (example,)
     sites = _sites(model, example)
@@ -189,6 +190,8 @@ def _smaller(model, sites: Mapping[str, _Site], keep: Mapping[str, int], example
         for owner, tensor, dim, times in site.incoming:
             weight = getattr(model.get_submodule(owner), tensor).detach().double().unflatten(dim, (times, units, -1))
             squares = squares + weight.movedim(dim + 1, 0).flatten(1).square().sum(1)  # (units,)
+        if not squares.isfinite().all():
+            raise ValueError(f"{name!r} has weights that are not finite")
         stay = squares.topk(whole_number(f"keep[{name!r}]", count, 1, units)).indices.sort().values  # (count,)
         if example is not None and not _same(smaller, site, stay, example):
             raise ValueError(f"{name!r} cannot lose units: without them, or with zeros, the outputs are not the same")

@@ -73,17 +73,19 @@ def _own(personal: nn.Module, scope: str) -> dict[str, nn.Parameter]:
     head = HeadSplit(personal).name if scope == "head" else None
     norms = {name for name, module in personal.named_modules() if "norm" in type(module).__name__.lower()}
     chosen = {
-        "head": lambda owner, attribute: owner == head,
+        "head": lambda owner, attribute: f"{owner}.".startswith(f"{head}."),  # and what a parametrisation keeps in it
         "bias": lambda owner, attribute: "bias" in attribute,
         "norm": lambda owner, attribute: owner in norms,
         "all": lambda owner, attribute: True,
     }[scope]
-    trained = {}
-    for name, p in list(personal.named_parameters(remove_duplicate=scope != "head")):
+    names, trained = {}, {}
+    for name, p in list(personal.named_parameters(remove_duplicate=False)):
         owner, _, attribute = name.rpartition(".")
         if chosen(owner, attribute):
-            trained[name] = p if scope == "all" else nn.Parameter(p.detach().clone())
-            setattr(personal.get_submodule(owner), attribute, trained[name].requires_grad_())
+            first = names.setdefault(id(p), name)  # what is tied within the scope stays tied
+            if first == name:
+                trained[name] = p if scope == "all" else nn.Parameter(p.detach().clone())
+            setattr(personal.get_submodule(owner), attribute, trained[first].requires_grad_())
     if head is not None and hasattr(personal, "config"):
         personal.config.tie_word_embeddings = False
     return trained

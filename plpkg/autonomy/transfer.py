@@ -152,9 +152,11 @@ class Task:
     Raises
     ------
     ValueError
-        Settings out of range, or a model whose head cannot be trained alone.
+        Settings out of range, a model whose head cannot be trained alone, or one in float16.
     FloatingPointError
-        In a step, a loss that is not finite.
+        In a step, a loss that is not finite, on training or on validation data; or such a state as the result.
+    RuntimeError
+        A step was interrupted (Ctrl-C) in the middle of its update; :meth:`load_state_dict` makes the task whole again.
     """
 
     def __init__(
@@ -188,8 +190,10 @@ class Task:
         self._batch = whole_number("batch", batch, 1)
         self._every = whole_number("evaluate_every", evaluate_every, 1)
         self._patience = patience if patience is None else whole_number("patience", patience, 1)
-        self._generator = torch.Generator().manual_seed(whole_number("seed", seed, 0))
+        self._generator = torch.Generator().manual_seed(whole_number("seed", seed, 0, 2**64 - 1))
         self.model, self.trained = personal_copy(model, scope, lora, seed, start)
+        if half := [name for name, p in self.trained.items() if p.dtype == torch.float16]:
+            raise ValueError(f"{half[0]!r} is float16, in which AdamW divides by zero: take bfloat16 or float32")
         self._made_of = dict(scope=None if batch_norm else scope, public=digest(plain(model)))
         self._norms = [m for m in self.model.modules() if batch_norm and isinstance(m, BATCH_NORM)]
         self._kept = self.trained | (dict(self.model.named_buffers()) if batch_norm else {})
@@ -198,11 +202,11 @@ class Task:
             self._split.verify(train.x[:1])
         self._judge_labels()
         self._features: list[Examples | None] = []
-        self._optimizer = torch.optim.AdamW(self.trained.values(), lr=lr, weight_decay=0.0)
+        self._optimizer, self._torn = torch.optim.AdamW(self.trained.values(), lr=self._lr, weight_decay=0.0), False
         self._order: list[torch.Tensor] = []
         self.log: list[dict] = []
-        self.identity = dict(scope=scope, steps=steps, lr=lr, batch=batch, evaluate_every=evaluate_every, seed=seed)
-        self.identity |= dict(patience=patience, batch_norm=batch_norm, sha256=self._sha256())
+        self.identity = dict(scope=scope, steps=self.steps, lr=self._lr, batch=self._batch, evaluate_every=self._every)
+        self.identity |= dict(seed=seed, patience=self._patience, batch_norm=batch_norm, sha256=self._sha256())
         # A set's order is another one in each process.
         self.identity |= dict(lora=json.dumps(lora and lora.to_dict(), default=sorted, sort_keys=True))
         self.identity |= {"private": True} if private else {}
@@ -276,25 +280,41 @@ class Task:
         spent = self._private is not None and self._private.done
         return spent or self.made == self.steps or (self._patience is not None and waited >= self._patience)
 
+    def _require_whole(self) -> None:
+        if self._torn:
+            raise RuntimeError(f"step {self.made + 1} was interrupted in its update: load a state, or begin a new task")
+
+    def _versions(self) -> list[int]:
+        """What tells whether an update has begun."""
+        kept = [value for state in self._optimizer.state.values() for value in state.values()]
+        return [value._version for value in (*self.trained.values(), *kept)]
+
     def step(self) -> float:
         """Make a step, evaluate if it is time, and return the step's loss in nats; ValueError if it is done."""
+        self._require_whole()
         if self.done:
             raise ValueError(f"the task is done after {self.made} steps of {self.steps}")
-        if not self.made:
-            self._judge()
+        self._judge()
+        versions = self._versions()
         try:
             self.made, loss = next(self._updates)
         except BaseException:  # a loss that is not finite, or Ctrl-C: what was not released is made again
+            self._torn = not self._private and self._versions() != versions
             self._optimizer.zero_grad()
             self._begin(self._private.steps if self._private else self.made, self._best)
             raise
-        if self.made % self._every == 0 or self.made == self.steps:
-            self._judge()
+        del self._order[-1:]  # only now: an interrupted step reads its batch again
+        self._judge()
         return loss
 
     def result(self) -> Transfer:
         """The state that counts, of the steps made so far."""
+        self._require_whole()
+        if self.made == self.steps:
+            self._judge()
         best = self._copied() if self.best_step == self.made else self._best
+        if odd := [name for name in self.trained if not best[name].isfinite().all()]:
+            raise FloatingPointError(f"{odd[0]!r} is not finite after step {self.best_step}: take a lower lr")
         model = copy.deepcopy(self.model, {id(p): p for p in self.model.parameters() if not p.requires_grad})
         model.load_state_dict(best, strict=False)
         spent = self._private.spending() if self._private else None
@@ -316,7 +336,7 @@ class Task:
     def _gradient(self, step: int) -> float:
         train = self._examples[0]
         self._order = self._order or train.order(self._batch, self._generator)
-        batch = train[self._order.pop()]
+        batch = train[self._order[-1]]
         for norm in self._norms:
             norm.train()
         # not the mean, which no label has
@@ -328,7 +348,9 @@ class Task:
 
     @torch.no_grad()
     def _judge(self) -> None:
-        if validation := self._examples[1]:
+        """Evaluate if it is time, unless that was done: an interrupted evaluation is made again."""
+        due = self.made % self._every == 0 or self.made == self.steps
+        if due and (not self.log or self.log[-1]["step"] < self.made) and (validation := self._examples[1]):
             judged = judge(self._logits, validation)
             self.log.append({"step": self.made, "loss": judged.loss, "accuracy": judged.accuracy})
             if self.best_step == self.made:
@@ -339,6 +361,7 @@ class Task:
 
     def state_dict(self) -> dict:
         """Everything on which the next step depends."""
+        self._require_whole()
         state = dict(made=self.made, kept=self._copied(), best=self._best, log=list(self.log))
         left = torch.cat([torch.zeros(0, dtype=torch.long), *self._order])  # of the epoch, batch after batch
         state |= dict(left=left, sizes=[len(batch) for batch in self._order])
@@ -351,7 +374,8 @@ class Task:
         """Go on from there; ValueError if it is not a state of this task, which then is as it was."""
         try:
             made, left, sizes, log = state["made"], state["left"], state["sizes"], state["log"]
-            if odd := state.keys() ^ self.state_dict().keys():
+            known = {"made", "kept", "best", "log", "left", "sizes", "optimizer", "generator"}
+            if odd := state.keys() ^ (known | {"private"} if self._private else known):
                 raise ValueError(f"{shown(odd.pop())} is missing or unknown")
             if type(made) is not int:
                 raise ValueError(f"made={shown(made)} is no whole number")
@@ -383,6 +407,7 @@ class Task:
             for name, value in state["kept"].items():
                 self._kept[name].copy_(value)
         self._order, self.log = list(left.split(sizes)) if sizes else [], list(log)
+        self._torn = False
         self._begin(made, state["best"])
 
     def _judge_order(self, left: torch.Tensor, sizes: list[int]) -> None:

@@ -3,10 +3,11 @@
 import hashlib
 import itertools
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from plpkg.results import Tabular
-from plpkg.validation import number, one_of
+from plpkg.validation import number, one_of, shown
 
 SPLITS = ("train", "validation", "test")
 """The parts of a writer's documents."""
@@ -29,7 +30,7 @@ class Document:
     Raises
     ------
     ValueError
-        Spans that are not so, or a text that has no UTF-8 form (a lone surrogate).
+        Spans that are not so; name or text is no text, or has no UTF-8 form (a lone surrogate).
     """
 
     name: str
@@ -37,15 +38,19 @@ class Document:
     masked: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
+        for field in ("name", "text"):
+            if not isinstance(value := getattr(self, field), str):
+                raise ValueError(f"a document's {field} must be a text, got {shown(value)}")
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                where = f"{shown(self.name)[1:-1]}: character {error.start} of its {field}"
+                raise ValueError(f"{where} is {value[error.start]!r}") from None
         edges = [edge for span in self.masked for edge in span]
         if any(len(span) != 2 for span in self.masked) or any(a >= b for a, b in itertools.pairwise(edges)):
             raise ValueError(f"{self.name}: masked spans must be ascending and disjoint, got {self.masked!r}")
         if edges and (edges[0] < 0 or edges[-1] > len(self.text)):
             raise ValueError(f"{self.name}: a masked span lies outside its {len(self.text)} characters")
-        try:
-            self.text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{self.name}: character {error.start} is {self.text[error.start]!r}") from None
 
     @property
     def masked_characters(self) -> int:
@@ -116,6 +121,19 @@ class Writer(Tabular):
     def __repr__(self) -> str:
         sizes = ", ".join(f"{split} {len(self.documents[split])}" for split in SPLITS)
         return f"Writer({self.name!r}: {sizes} documents)"
+
+
+def several(documents: Iterable[Document | str]) -> Iterator[Document]:
+    """Documents, or plain strings (nothing masked), as documents, one by one.
+
+    Raises
+    ------
+    TypeError
+        A single one, whose characters would be taken for documents.
+    """
+    if isinstance(documents, str | Document):
+        raise TypeError(f"documents must be several documents, a list say, got one {type(documents).__name__}")
+    return (Document("", d) if isinstance(d, str) else d for d in documents)
 
 
 def cuts(what: str, count: int, shares: tuple[float, ...]) -> dict[str, slice]:

@@ -11,7 +11,7 @@ from typing import NamedTuple, Self
 import torch
 
 from plpkg.batch import IGNORED, ids_and_labels
-from plpkg.corpora.documents import Document
+from plpkg.corpora.documents import Document, several
 from plpkg.corpora.tokens import Tokens
 from plpkg.corpora.words import BEGIN, UNKNOWN, Vocabulary, sentences
 from plpkg.results import Tabular
@@ -89,8 +89,9 @@ class Examples(Tabular):
     @classmethod
     def joined(cls, parts: Iterable[Self]) -> Self:
         """The examples of several people as one; shorter sequences are padded on the right."""
-        parts = list(parts)
-        if parts and parts[0].y.dim() == 2:
+        if not (parts := list(parts)):
+            raise ValueError("there are no examples to join")
+        if parts[0].y.dim() == 2:
             longest = max(part.y.shape[1] for part in parts)
             parts = [cls(_padded(part.x, longest, 0), _padded(part.y, longest, IGNORED)) for part in parts]
         return cls(torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts]))
@@ -136,12 +137,14 @@ def word_examples(
     Raises
     ------
     ValueError
-        No word at all.
+        No word at all, or settings out of range.
+    TypeError
+        A single text instead of several.
     """
     whole_number("seq", seq, 1)
+    limit = limit if limit is None else whole_number("limit", limit, 1)
     rows, count = [], 0
-    for document in documents:
-        document = Document("", document) if isinstance(document, str) else document
+    for document in several(documents):
         for words in sentences(document):
             ids = vocabulary.ids(words)
             rows += [torch.tensor([BEGIN, *ids[i : i + seq]]) for i in range(0, len(ids), seq)]
@@ -164,6 +167,7 @@ def token_examples(documents: Sequence[Tokens], *, seq: int = 128, limit: int | 
     A document's last window is padded; what is masked is no label. Parameters as for :func:`word_examples`.
     """
     whole_number("seq", seq, 1)
+    limit = limit if limit is None else whole_number("limit", limit, 1)
     x, y, count = [], [], 0
     for document in documents:
         labels = document.ids.masked_fill(~document.scored, IGNORED)

@@ -50,16 +50,16 @@ def text_folder(
         A folder that does not exist, or a folder that cannot be read.
     """
     whole_number("seed", seed, 0)
-    root = Path(path).resolve()
+    root = _printable(Path(path).resolve().name)
     by_folder: dict[str, list[Document]] = defaultdict(list)
     for document in text_files(path):
         folder, inside, _ = document.name.partition("/")
         by_folder[folder if inside else ""].append(document)
-    if "" in by_folder and root.name in by_folder:
-        raise ValueError(f"{path} holds files and a sub-folder {root.name!r}: two writers of one name")
+    if "" in by_folder and root in by_folder:
+        raise ValueError(f"{path} holds files and a sub-folder {root!r}: two writers of one name")
     writers = []
     for folder, documents in by_folder.items():
-        name = folder or root.name
+        name = folder or root
         parts = cuts(f"text files of the writer {shown(name)} in {path}", len(documents), shares)
         order = np.random.default_rng((seed, *folder.encode())).permutation(len(documents))
         writers.append(Writer(name, {s: tuple(documents[i] for i in sorted(order[parts[s]])) for s in SPLITS}))
@@ -76,14 +76,18 @@ def text_files(path: str | Path) -> list[Document]:
     """
     root, documents = Path(path).resolve(), []
     for file in _text_files(root):
-        # A name that is not UTF-8 could be read, but not hashed or printed later.
-        name = "/".join(os.fsencode(part).decode(errors="replace") for part in file.relative_to(root).parts)
+        name = "/".join(map(_printable, file.relative_to(root).parts))
         text = read_utf8(file, MAX_TEXT_BYTES)
         if text.strip():
             documents.append(Document(name, text))
     if not documents:
         raise ValueError(f"{path} holds no .txt or .md file with text in it")
     return sorted(documents, key=lambda document: document.name)
+
+
+def _printable(name: str) -> str:
+    """A name that is not UTF-8 could be read, but not hashed or printed later: its odd bytes as ``\\xe9``."""
+    return os.fsencode(name).decode(errors="backslashreplace")
 
 
 def _text_files(root: Path) -> Iterator[Path]:

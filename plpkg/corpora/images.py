@@ -35,10 +35,20 @@ class Images(Tabular):
         ``(images, channels, height, width)``, float32, 0 to 1.
     labels
         ``(images,)``, int64.
+
+    Raises
+    ------
+    ValueError
+        Not as many labels as images.
     """
 
     images: torch.Tensor
     labels: torch.Tensor
+
+    def __post_init__(self) -> None:
+        counts = {field.name: len(getattr(self, field.name)) for field in fields(self)}
+        if len(set(counts.values())) > 1:
+            raise ValueError(f"there must be as many of each, got {counts}")
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -7,6 +7,7 @@ with any training text, anybody's, is masked.
 """
 
 import bisect
+import contextlib
 import csv
 import hashlib
 import itertools
@@ -93,6 +94,8 @@ def _library() -> dict[str, Writer]:
         for old in sorted(path.parent.glob("corpora-*.json"), key=lambda p: p.stat().st_mtime)[:-KEPT]:
             old.unlink(missing_ok=True)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)  # on a full disk, half a file
         warnings.warn(f"the corpora cannot be kept in {path.parent} ({error})", stacklevel=2)
     return library
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from plpkg.batch import IGNORED
-from plpkg.corpora.documents import Document
+from plpkg.corpora.documents import Document, several
 from plpkg.validation import whole_number
 
 
@@ -52,11 +52,9 @@ def encode(documents: Iterable[Document | str], tokenizer) -> list[Tokens]:
     TypeError
         A single string instead of documents.
     """
-    if isinstance(documents, str | Document):
-        raise TypeError(f"documents must be several documents, a list say, got one {type(documents).__name__}")
+    documents = several(documents)
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(f"{type(tokenizer).__name__} does not tell where its tokens stand in the text: not a fast one")
-    documents = [d if isinstance(d, Document) else Document("", d) for d in documents]
     start = next((i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None), None)
     encoded = []
     for document in documents:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Self
 
-from plpkg.corpora.documents import Document
+from plpkg.corpora.documents import Document, several
 from plpkg.validation import whole_number
 
 UNKNOWN, BEGIN = 0, 1
@@ -27,9 +27,9 @@ class Vocabulary:
         self._ids = {word: i for i, word in enumerate(self.words)}
 
     @classmethod
-    def of(cls, documents: Iterable[Document], size: int = 10_000) -> Self:
+    def of(cls, documents: Iterable[Document | str], size: int = 10_000) -> Self:
         """The ``size`` most frequent words of documents; among equally frequent ones, the alphabet decides."""
-        counts = Counter(word for document in documents for words in sentences(document) for word in words)
+        counts = Counter(word for document in several(documents) for words in sentences(document) for word in words)
         whole_number("size", size, 3)
         frequent = sorted(counts, key=lambda word: (-counts[word], word))
         return cls(["<unknown>", "<begin>", *frequent[: size - 2]])

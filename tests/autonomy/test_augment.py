@@ -114,6 +114,7 @@ def test_the_generator_decides_in_any_process():
     [
         (dict(operation="shuffle"), "operation must be one of 'synonym', .*, got 'shuffle'"),
         (dict(operation="synonym", synonyms=None), "operation='synonym' needs synonyms, got None"),
+        (dict(operation="insert", synonyms=str.upper), "synonyms of a word must be a sequence of words, got '"),
         (dict(operation="insert", synonyms=None), "operation='insert' needs synonyms, got None"),
         (dict(operation="swap", n=0), "n must be a whole number of at least 1, got 0"),
         (dict(operation="delete", p=1.5), "p must be at least 0 and at most 1, got 1.5"),
@@ -148,11 +149,14 @@ def test_neighbours_of_equals_come_in_order_and_never_the_word():
         (torch.ones(4, 3), 1, r"the embedding of 5 words must be \(vocab, hidden\), got \(4, 3\)"),
         (torch.ones(5), 1, r"got \(5,\)"),
         (torch.ones(5, 3), 5, "k must be between 1 and the other words=4, got 5"),
+        *((torch.eye(5).mul_(x), 1, "the embedding of 'a' is not finite") for x in (math.nan, math.inf, -math.inf)),
     ],
 )
 def test_neighbours_need_a_row_for_each_word(embedding, k, message):
     with pytest.raises(ValueError, match=message):
         neighbours(embedding, [*"abcde"], k)
+    with pytest.raises(ValueError, match="'b' stands twice among the words"):
+        neighbours(torch.ones(5, 3), [*"abcdb"], k=1)
 
 
 def pictures(count=4, channels=2, height=9, width=13, seed=0):

@@ -277,3 +277,6 @@ def test_invented_traces_are_their_seed_s():
     for devices, days in ((0, 1), (1, 0), (1, 1.5)):
         with pytest.raises(ValueError, match=r"(devices|days) must be a whole number of at least 1, got"):
             synthetic_traces(devices, days, seed=0)
+    for seed in (-1, 2**64, 0.5):
+        with pytest.raises(ValueError, match=r"seed must be .*between 0 and \d+, got"):
+            synthetic_traces(1, 1, seed)

@@ -3,6 +3,7 @@
 import copy
 import functools
 import io
+import math
 import zipfile
 
 import peft
@@ -133,6 +134,10 @@ def test_one_step_is_the_three_graphs_in_turn(built):
     assert same(graphs.update(first, backwards, LR), new)
     assert all(graphs.parameters[name] is value for name, value in first.items())
     assert graphs.step(*example, 0) == graphs.step(*example, 0) == value.item()
+    for x, lr in ((example[0] * math.nan, LR), (example[0], 1e308)):
+        with pytest.raises(FloatingPointError, match=r"a step with a loss of .* makes .* not finite"):
+            other.step(x, example[1], lr)
+    assert same(new, other.parameters)
 
 
 def test_nothing_of_the_example_is_in_the_programs(built):

@@ -2,14 +2,16 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from torch import nn
 
 from plpkg import autonomy
 from plpkg.adapters import validate_adapter
-from plpkg.autonomy.baselines import fed_avg
+from plpkg.autonomy.baselines import cloud_train, counts, fed_avg
 from plpkg.backbones import random_backbone
 from plpkg.corpora.examples import IGNORED, Examples, Person
 from plpkg.serving import Engine, Request
@@ -58,10 +60,30 @@ def test_a_step_that_would_break_the_head_is_not_made():
     assert learner.predict(stream(1)[0][0]).ids == [2]
 
 
-def test_labels_may_come_in_a_list():
+def test_a_step_that_is_not_made_holds_up_no_other_label():
+    learner = autonomy.OnlineLearner(net(), batch=2, lr=1e38)
+    x = torch.cat([1e3 * torch.ones(2, 6), torch.zeros(3, 6)])
+    with pytest.raises(FloatingPointError, match="a step of 2 labels makes the head not finite"):
+        learner.label(learner.predict(x).ids, [0, 1, 2, 3, 0])
+    assert "of 5, 0 open" in repr(learner)
+
+
+def test_predicted_under_autocast_and_learnt_outside():
+    learner = autonomy.OnlineLearner(net(), batch=2)
+    before = learner.head.weight.clone()
+    with torch.autocast("cpu", torch.bfloat16):
+        ids = learner.predict(torch.randn(2, 6)).ids
+    learner.label(ids, [1, 2])
+    assert not torch.equal(learner.head.weight, before)
+
+
+@pytest.mark.parametrize("form", [list, torch.tensor, np.array])
+def test_labels_may_come_in_a_list(form):
     learner = autonomy.OnlineLearner(net())
-    learner.label(learner.predict(torch.randn(2, 6)).ids, [1, 2])
+    learner.label(form(learner.predict(torch.randn(2, 6)).ids), form([1, 2]))
     assert len(learner.outcomes) == 2
+    with pytest.raises(ValueError, match=r"x must be \(batch, ...\), got \(0, 6\)"):
+        learner.predict(torch.zeros(0, 6))
     with pytest.raises(ValueError, match=r"y must be .*between 0 and classes - 1=3, got 7"):
         learner.label(learner.predict(torch.randn(1, 6)).ids, [7])
 
@@ -86,6 +108,10 @@ def test_people_without_a_label_that_counts():
     people = {name: Person(nothing, None, examples()) for name in "ab"}
     with pytest.raises(ValueError, match="nobody of 2 people has a label that counts"):
         fed_avg(net(), people, steps=2, rounds=1)
+    with pytest.raises(ValueError, match="'a' has no validation data, which decide the weight of counts"):
+        counts(net(), people)
+    with pytest.raises(ValueError, match="there are no examples to join"):
+        cloud_train(net(), {})
 
 
 WRAPPED = {
@@ -112,6 +138,29 @@ def test_a_wrapped_model_is_the_one_within(wrap):
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
     predictions = [autonomy.OnlineLearner(model).predict(data.x).classes for model in models]
     assert torch.equal(*predictions)
+
+
+SMALL = dict(vocab_size=48, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24)
+T5 = dict(d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=48, **T5)),
+        lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SMALL)),
+        lambda: transformers.LlamaModel(transformers.LlamaConfig(**SMALL)),
+    ],
+)
+def test_what_reads_the_words_that_it_should_predict_is_refused(model):
+    model, data = model().eval(), sequences(random_backbone("llama", num_layers=1, vocab=48))
+    for use in (
+        lambda: autonomy.transfer(model, data, None, "all", steps=1),
+        lambda: autonomy.OnlineLearner(model),
+        lambda: autonomy.evaluate(model, data),
+    ):
+        with pytest.raises(ValueError, match=f"{type(model).__name__} is no causal language model"):
+            use()
 
 
 def test_lora_on_lora_and_prompts_are_refused():

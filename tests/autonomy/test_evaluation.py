@@ -1,5 +1,8 @@
 """The evaluation is the cross-entropy of all labels, and leaves the model as it was."""
 
+import copy
+import math
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -33,14 +36,21 @@ def test_evaluation_is_the_cross_entropy_of_all_labels(name):
 @pytest.mark.parametrize("mode", [True, False])
 def test_evaluation_leaves_the_mode_and_the_statistics(mode):
     model, noise = learner("mobile").train(mode), images(5)
+    model.body[1].train(not mode)
     before = values(model)
-    one, other = evaluate(model, noise), evaluate(model.eval(), noise)
+    one, other = evaluate(model, noise), evaluate(copy.deepcopy(model).eval(), noise)
     assert one == other
-    model.train(mode)
     with pytest.raises(RuntimeError):
         evaluate(model, Examples(noise.x[:, :, 0], noise.y))
-    assert model.training is mode
+    assert (model.training, model.body[1].training) == (mode, not mode)
     assert same(model.state_dict(), before)
+
+
+def test_a_loss_that_is_not_finite_is_no_evaluation():
+    noise = images(5)
+    noise.x[3] = math.nan
+    with pytest.raises(FloatingPointError, match=r"the loss on Examples\(5 samples of .* is nan"):
+        evaluate(learner("mobile"), noise)
 
 
 def test_a_chunk_without_a_label_counts_nothing_and_no_label_at_all_is_refused():

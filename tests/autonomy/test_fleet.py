@@ -4,6 +4,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -167,12 +168,36 @@ def test_a_run_that_was_killed_goes_on_and_learns_nobody_twice(tmp_path):
         run()
 
 
+class Named(Mapping):
+    """People read from a table, which may have a name twice."""
+
+    def __init__(self, names):
+        self.names = names
+
+    def __iter__(self):
+        return iter(self.names)
+
+    def __len__(self):
+        return len(self.names)
+
+    def __getitem__(self, name):
+        return torch.ones(2)
+
+
+def test_what_a_folder_cannot_keep_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="learn must make a dict, and made 3 for 'ann'"):
+        fleet({"ann": 3}, lambda name, data: data, folder=tmp_path)
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         (dict(people={}), r"len\(people\) must be a whole number of at least 1, got 0"),
         (dict(engine="thread"), "engine must be one of 'process', 'ray', got 'thread'"),
         (dict(workers=0), "workers must be a whole number of at least 1, got 0"),
+        (dict(people=Named(["ann", "bob", "ann"])), "2 people have the name 'ann'"),
+        (dict(identity={"people": 3}), "identity has people=3, where the hash of all names stands"),
         (dict(chunk=0.5), "chunk must be a whole number of at least 1, got 0.5"),
     ],
 )

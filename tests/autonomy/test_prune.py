@@ -226,6 +226,13 @@ def zero_head():
     return model
 
 
+def with_nan():
+    """A unit's norm is NaN, which topk takes for the largest."""
+    model = three(lambda m, x: m.c(m.b(m.a(x))))
+    model.a.weight.data[0, 0] = torch.nan
+    return model
+
+
 CHAIN = three(lambda m, x: m.c(m.b(m.a(x))))
 SHUFFLE = [0, 3, 1, 4, 2, 5]
 GROUPED = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3, groups=2), nn.Flatten(), nn.Linear(64, 3))
@@ -245,6 +252,7 @@ PIXELS_FIRST = Net(lambda m, x: m.b(m.a(x).permute(0, 2, 3, 1).flatten(1)), a=nn
         (three(lambda m, x: m.c(m.b(m.a(x).repeat_interleave(2, 1)[:, SHUFFLE]))), X, {"a": 3}, "'a' cannot lose unit"),
         (three(lambda m, x: m.c(m.b(whole(m.a(x))))), X, {"a": 3}, "'a' cannot lose units"),
         (zero_head(), X, {"b": 3}, "'b' cannot lose units"),
+        (with_nan(), X, {"a": 3}, "'a' has weights that are not finite"),
         (PIXELS_FIRST, IMAGE, {"a": 2}, "'a' cannot lose units"),
         (three(lambda m, x: m.c(m.b(m.b(m.a(x))))), X, {"a": 3}, "'b' is called twice"),
         (tied(), IDS, {"lstm1": 3}, "'head' is called twice, or shares its weights"),

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from plpkg.autonomy.nets import logits
 from plpkg.autonomy.scope import SCOPES, personal_copy
 from plpkg.backbones import FAMILIES, random_backbone
-from tests.autonomy.conftest import SIZES, learner, same, samples, texts, values
+from tests.autonomy.conftest import SIZES, Net, learner, same, samples, texts, values
 
 pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")  # peft, of GPT-2
 
@@ -83,6 +83,16 @@ def test_a_copy_shares_what_is_not_trained_and_nothing_else(name, scope):
             assert "lm_head.weight" not in trained
         assert model.config.tie_word_embeddings
         assert model.lm_head.weight is model.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("scope", ["bias", "all"])
+def test_what_is_tied_within_the_scope_is_trained_as_one(scope):
+    model = Net(lambda net, x: net.head(net.b(net.a(x).relu()).relu()), a=nn.Linear(6, 6), b=nn.Linear(6, 6))
+    model.head, model.b.bias = nn.Linear(6, 4), model.a.bias
+    personal, trained = personal_copy(model, scope)
+    assert personal.a.bias is personal.b.bias is trained["a.bias"]
+    assert "b.bias" not in trained
+    assert model.a.bias is model.b.bias is not trained["a.bias"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -16,6 +16,7 @@ from plpkg import checkpoints
 from plpkg.adapters import Adapter, validate_adapter
 from plpkg.autonomy.evaluation import evaluate
 from plpkg.autonomy.nets import HeadSplit, logits
+from plpkg.autonomy.online import OnlineLearner
 from plpkg.autonomy.scope import personal_copy
 from plpkg.autonomy.transfer import WARMUP, Task, features, load, transfer
 from plpkg.clipping import make_private
@@ -271,7 +272,7 @@ def test_a_loss_that_is_not_finite_updates_nothing(scope):
     assert same(task.trained, kept)
 
 
-def stop(*_):
+def stop(*_, **__):
     raise KeyboardInterrupt
 
 
@@ -293,6 +294,74 @@ def test_a_task_goes_on_after_an_interrupted_step_and_goes_back(private):
         if private:
             assert task.result().epsilon(1e-3) >= epsilon_of(1.0, 0.5, 3, 1e-3, accountant="rdp") - 1e-9
         task.load_state_dict(state)
+
+
+def end(task):
+    while not task.done:
+        task.step()
+
+
+@pytest.mark.parametrize("where", ["gradient", "update", "evaluation"])
+@pytest.mark.parametrize("at", [0, 1, 4, 5])
+def test_an_interrupted_task_ends_like_one_that_was_not(where, at, monkeypatch):
+    whole, task = (Task(learner("mobile"), images(12), images(12, seed=1), "all", **SETTINGS) for _ in range(2))
+    for _ in range(at):
+        task.step()
+    state = task.state_dict()
+    with monkeypatch.context() as patch:
+        if where == "update":
+            hook = task._optimizer.register_step_post_hook(stop)
+        else:
+            patch.setitem(Task.step.__globals__, "judge" if where == "evaluation" else "cross_entropy", stop)
+        with pytest.raises(KeyboardInterrupt):
+            end(task)
+    if where == "update":  # half of an update is no state of a task
+        hook.remove()
+        for use in (task.step, task.result, task.state_dict):
+            with pytest.raises(RuntimeError, match=f"step {at + 1} was interrupted in its update: load a state"):
+                use()
+        task.load_state_dict(state)
+    end(whole)
+    end(task)
+    assert same(whole.result().state, task.result().state)
+    assert whole.log == task.log
+
+
+def test_numbers_that_are_not_finite_do_not_pass():
+    train, validation = images(8), images(8, seed=1)
+    validation.x[3] = math.nan
+    with pytest.raises(FloatingPointError, match=r"the loss on Examples\(8 samples of .*\) is nan"):
+        transfer(learner("mobile"), train, validation, "all", **SETTINGS)
+    with pytest.raises(FloatingPointError, match=r"'head.weight' is not finite after step 1: take a lower lr"):
+        transfer(learner("mobile"), train, None, steps=1, lr=1e308)
+    with pytest.raises(ValueError, match=r"'head.weight' is float16, in which AdamW divides by zero"):
+        transfer(learner("mobile").half(), Examples(train.x.half(), train.y), None)
+
+
+@pytest.mark.parametrize("name", ["lstm", "llama", "gpt2"])
+@pytest.mark.parametrize("bad", [-1, VOCAB])
+def test_an_id_that_the_model_lacks_is_named(name, bad):
+    data = texts(8)
+    data.x[5, 0] = bad
+    for use in (
+        lambda model: transfer(model, data, None, steps=9),
+        lambda model: transfer(model, data, None, "all", steps=9),
+        lambda model: evaluate(model, data),
+        lambda model: OnlineLearner(model).predict(data.x),
+    ):
+        with pytest.raises(ValueError, match=rf"lacks one of the ids or places of x, .* ids from (-1 to|. to {VOCAB})"):
+            use(learner(name))
+
+
+def test_a_head_whose_weight_is_computed_is_trained_whole():
+    torch.manual_seed(0)
+    head = nn.utils.parametrizations.weight_norm(nn.Linear(64, 10))
+    model, data = nn.Sequential(nn.Flatten(), head).double().eval(), images(8)
+    states = [transfer(model, data, None, scope, **SETTINGS, patience=None).state for scope in ("head", "all")]
+    assert len(states[0]) == 3
+    assert same(*states)
+    with pytest.raises(ValueError, match=r"'1' has parametrizations.weight.original0 in place of a weight"):
+        OnlineLearner(model)
 
 
 def test_a_result_on_the_way_changes_nothing():
@@ -395,7 +464,9 @@ def test_learning_begins_with_the_start():
         (dict(batch=0), "batch must be a whole number of at least 1, got 0"),
         (dict(evaluate_every=2.5), "evaluate_every must be a whole number of at least 1, got 2.5"),
         (dict(patience=0), "patience must be a whole number of at least 1, got 0"),
-        (dict(seed=-1), "seed must be a whole number of at least 0, got -1"),
+        (dict(seed=-1), "seed must be between 0 and 18446744073709551615, got -1"),
+        (dict(seed=2**64), "seed must be between 0 and 18446744073709551615, got 18446744073709551616"),
+        (dict(batch=torch.tensor(2.0)), "batch must be a whole number"),
         (dict(scope="tail"), "scope must be one of .* got 'tail'"),
         (dict(start={}), r"the state has \[\]"),
     ],

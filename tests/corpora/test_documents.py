@@ -56,9 +56,13 @@ def test_every_part_of_a_split_decides_its_fingerprint(other):
         ("0123456789", ((1, 2, 3),), "ascending and disjoint"),
         ("0123456789", ((-1, 2),), "a.py: a masked span lies outside its 10 characters"),
         ("0123456789", ((8, 11),), "a masked span lies outside its 10 characters"),
-        ("ab\ud800", (), r"a.py: character 2 is '\\ud800'"),
+        ("ab\ud800", (), r"a.py: character 2 of its text is '\\ud800'"),
+        (b"ab", (), "a document's text must be a text, got b'ab'"),
+        (None, (), "a document's text must be a text, got None"),
     ],
 )
 def test_impossible_documents_are_named(text, masked, message):
     with pytest.raises(ValueError, match=message):
         Document("a.py", text, masked)
+    with pytest.raises(ValueError, match=r"a\\udce9: character 1 of its name is '\\udce9'"):
+        Document("a\udce9", "text")

@@ -208,3 +208,5 @@ def test_token_examples_are_the_next_tokens(documents, seq, limit):
 def test_a_sequence_of_no_word_is_refused(make, given_):
     with pytest.raises(ValueError, match="seq must be a whole number of at least 1, got 0"):
         make(*given_, seq=0)
+    with pytest.raises(ValueError, match="limit must be a whole number of at least 1, got 0"):
+        make(*given_, limit=0)

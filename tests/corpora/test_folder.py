@@ -97,8 +97,19 @@ def test_a_file_name_that_is_not_utf8_can_be_hashed(tmp_path):
     write(tmp_path, a="A", b="B")
     Path(str(tmp_path) + "/caf\udce9.md").write_text("C")
     (writer,) = text_folder(tmp_path, shares=(0.2, 0.2, 0.6))
-    assert "caf\ufffd.md" in chain(*names(writer).values())
+    assert r"caf\xe9.md" in chain(*names(writer).values())
     assert len(writer.to_frame()) == 3
+
+
+def test_two_folders_whose_names_are_not_utf8_are_two_writers(tmp_path):
+    root = Path(str(tmp_path) + "/all\udce9")
+    for odd in ("caf\udce8", "caf\udce9"):
+        Path(root, odd).mkdir(parents=True)
+        Path(root, odd, "a.md").write_text(ascii(odd))
+    Path(root, "b.md").write_text("B")
+    writers = text_folder(root, shares=(1, 0, 0))
+    assert [writer.name for writer in writers] == [r"all\xe9", r"caf\xe8", r"caf\xe9"]
+    assert all(len(writer.split("train")) == 1 for writer in writers)
 
 
 def test_a_file_that_is_not_utf8_is_named_with_byte_and_line(tmp_path):

@@ -200,3 +200,8 @@ def test_printed_digits_are_far_from_handwriting_yet_tell_of_it(printed, everyth
 
     known = KNeighborsClassifier(3).fit(printed.images.flatten(1), printed.labels)
     assert 0.3 < known.score(everything.images.flatten(1), everything.labels) < 0.9
+
+
+def test_labels_that_are_not_as_many_as_images_are_named():
+    with pytest.raises(ValueError, match=r"there must be as many of each, got {'images': 5, 'labels': 4}"):
+        Images(torch.zeros(5, 1, 8, 8), torch.zeros(4, dtype=torch.int64))

@@ -1,5 +1,6 @@
 """The corpora of this installation, and how they are made, kept and found again."""
 
+import errno
 import os
 import re
 
@@ -151,6 +152,19 @@ def test_a_cache_that_cannot_be_written_is_done_without(small):
     path.parent.write_text("a file where the folder should be")
     with pytest.warns(UserWarning, match="the corpora cannot be kept in"):
         assert set(read()) == {"public", *SMALL[1]}
+
+
+def test_a_full_disk_keeps_no_half_of_a_cache(small, monkeypatch):
+    path, read, _ = small
+
+    def half(partial, text, encoding):
+        partial.write_bytes(text[:99].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(library.Path, "write_text", half)
+    with pytest.warns(UserWarning, match="the corpora cannot be kept in .*No space left"):
+        read()
+    assert not [*path.parent.iterdir()]
 
 
 def test_another_installation_has_a_cache_of_its_own(monkeypatch, tmp_path):

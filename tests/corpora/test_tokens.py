@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from plpkg.corpora import Document, Tokens, batches, encode
+from plpkg.corpora import Document, Tokens, Vocabulary, batches, encode, word_examples
 from plpkg.pretraining import train_tokenizer
 
 TEXT = "A private, personal model: naïve café, 😀 and 日本語.\n    Indented, again private."
@@ -95,6 +95,10 @@ def test_a_token_that_goes_back_in_the_text_adds_nothing_and_is_scored_as_what_i
 def test_one_text_instead_of_several_is_refused(byte_level, one):
     with pytest.raises(TypeError, match=f"must be several documents, a list say, got one {type(one).__name__}"):
         encode(one, byte_level)
+    with pytest.raises(TypeError, match="got one"):
+        word_examples(one, Vocabulary(["<unknown>", "<begin>", "private"]))
+    with pytest.raises(TypeError, match="got one"):
+        Vocabulary.of(one)
 
 
 def test_characters_that_a_tokenizer_drops_count_for_the_next_token():
