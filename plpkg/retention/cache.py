@@ -20,12 +20,13 @@ and ``seen``, and :meth:`~EvictingCache.mark` and :meth:`~EvictingCache.rewind`,
 Left out: ``crop``, linear-attention layers.
 """
 
+import sys
 from collections.abc import Callable
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from plpkg.retention.rotary import Rotary, rotating
@@ -339,6 +340,15 @@ class ReassignedPositions(EvictingLayer):
         return len(self.store) + query_length, 0
 
 
+def bounded(layer: object, config: PreTrainedConfig) -> bool:
+    """Whether a layer of transformers' cache has a sliding window that a text can be longer than.
+
+    Phi-3-mini-128k's is twice as long as the model can read: it bounds nothing.
+    """
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    return type(layer) is DynamicSlidingWindowLayer and layer.sliding_window < longest
+
+
 class EvictingCache(Cache):
     """A cache for one model whose layers evict. Layers with a sliding window keep transformers' own bounded cache.
 
@@ -368,9 +378,9 @@ class EvictingCache(Cache):
         one_of("positions", positions, ("reassigned", "original"))
         self.contract = positions
         name, plain = type(model).__name__, DynamicCache(config=model.config).layers
-        windows = {i: layer for i, layer in enumerate(plain) if type(layer) is DynamicSlidingWindowLayer}
+        windows = {i: layer for i, layer in enumerate(plain) if bounded(layer, model.config)}
         for i, layer in enumerate(plain):
-            if type(layer) is not DynamicLayer and i not in windows:
+            if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
                 raise ValueError(f"layer {i} of {name} has a {type(layer).__name__}, which cannot evict")
         if len(windows) == len(plain):
             raise ValueError(f"every layer of {name} has a sliding window: its cache is bounded already")

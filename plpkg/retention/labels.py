@@ -8,10 +8,11 @@ writes plain Q·Kᵀ, its code has the scaled and rotated logits).
 import torch
 from torch import nn
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from plpkg.batch import Ids
 from plpkg.learning import evaluating
+from plpkg.retention.cache import bounded
 from plpkg.retention.watch import Units, Watch, check_ids, watching
 from plpkg.validation import one_of, whole_number
 
@@ -54,7 +55,8 @@ def labels_and_states(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Labels as :func:`cis_labels`, and the heads' input for the prompt: ``(batch, prompt_len, width)`` a layer."""
     cache = DynamicCache(config=model.config)
-    if any(type(layer) is not DynamicLayer for layer in cache.layers):
+    full = (DynamicLayer, DynamicSlidingWindowLayer)
+    if any(type(layer) not in full or bounded(layer, model.config) for layer in cache.layers):
         raise ValueError(
             f"{type(model).__name__} has layers with a sliding window, which see part of the prompt only: there are "
             "no labels for the rest"

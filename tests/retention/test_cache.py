@@ -9,7 +9,8 @@ from hypothesis import given, settings, strategies as st
 from plpkg.backbones import random_backbone
 from plpkg.retention import chunked_prefill
 from plpkg.retention.cache import EvictingCache, ReassignedPositions, Rotary, keep_indices
-from plpkg.retention.scorers import KeyNorm
+from plpkg.retention.labels import cis_labels
+from plpkg.retention.scorers import H2O, KeyNorm
 from plpkg.retention.watch import Watch, watching
 from tests.retention.conftest import ROTARY, in_double, other_family
 
@@ -145,6 +146,25 @@ def test_what_was_evicted_does_not_come_back(cache):
     cache.crop(0)
     with pytest.raises(ValueError, match=r"crop\(-2\) is not possible"):
         cache.crop(-2)
+
+
+@pytest.mark.parametrize("family", ["phi3", "mistral", "gemma2"])
+@pytest.mark.parametrize("positions", ["reassigned", "original"])
+def test_a_window_longer_than_any_text_bounds_nothing(family, positions):
+    """As in Phi-3-mini-128k's configuration."""
+    none = {"layer_types": ["full_attention"] * 2} if family == "gemma2" else {"sliding_window": None}
+    options = [none, {"sliding_window": 64}, {"sliding_window": 63}]
+    full, longer, shorter = (
+        random_backbone(family, num_kv_heads=2, options={"max_position_embeddings": 64} | each) for each in options
+    )
+    longer.load_state_dict(full.state_dict())
+    ids = torch.arange(40)[None] % full.config.vocab_size
+    read = [chunked_prefill(model, ids, H2O(), 12, 8, positions=positions) for model in (full, longer)]
+    assert torch.equal(read[0].logits, read[1].logits)
+    assert torch.equal(*(cis_labels(model, ids, 30) for model in (full, longer)))
+    for refused in (lambda: EvictingCache(shorter), lambda: cis_labels(shorter, ids, 30)):
+        with pytest.raises(ValueError, match="sliding window"):
+            refused()
 
 
 def test_sliding_windows_stay_as_they_are_under_original_positions():
