@@ -160,7 +160,7 @@ class ModelShape(Tabular):
         ModelShape
             Counted on the meta device: the model is instantiated without storage, so tied
             tensors, fused projections and biases are counted as they are, and so are a mixture's
-            experts. Of a multimodal model only the language model.
+            experts. Of a multimodal model only the language model, with its head.
 
         Raises
         ------

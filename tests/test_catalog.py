@@ -182,6 +182,18 @@ def test_the_language_part_of_a_multimodal_model_is_counted_with_its_head(tied):
     assert ModelShape.from_config(gemma, "picture model").projection_dims == shape.projection_dims
 
 
+@pytest.mark.parametrize("kind", ["Llava", "Gemma3", "Qwen3ASR", "Blip2"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_whether_a_multimodal_models_head_is_tied(kind, tied):
+    """The text's own configuration may say something else, and only some kinds hear it."""
+    config = getattr(transformers, f"{kind}Config")(tie_word_embeddings=tied)
+    config.get_text_config(decoder=True).tie_word_embeddings = not tied
+    with torch.device("meta"):
+        instance = transformers.AutoModelForMultimodalLM.from_config(config)
+    head = instance.get_output_embeddings().weight
+    assert ModelShape.from_config(config).tied_embeddings == (head is instance.get_input_embeddings().weight)
+
+
 def from_config(kind, **fields):
     return lambda: ModelShape.from_config(getattr(transformers, f"{kind}Config")(**fields))
 
@@ -193,7 +205,9 @@ def changed(good, **fields):
 GPT2, H100, LINK = catalog.model("gpt2"), catalog.device("h100-sxm"), catalog.link("5g")
 NO_SHAPE = {
     "DeepseekV3": "attention projections are not 61 layers",
-    "Jamba": "attention projections are not 32 layers",
+    "Jamba": "layers that are not one attention block each: linear_attention",
+    "OlmoHybrid": "one attention block each: linear_attention",  # its projections have the usual names and widths
+    "FalconH1": "one attention block each: hybrid",
     "Albert": "attention projections are not 12 layers",
     "ViT": "vocab_size",
     "CLIP": "it is not a language model",
