@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -149,6 +150,12 @@ def test_only_routed_experts_lie_idle(family, extra, one_expert):
     assert shape.parameters == sum(p.numel() for p in instance.parameters())
     assert (shape.num_experts, shape.num_experts_per_tok, shape.expert_parameters) == (6, 2, 6 * one_expert)
     assert shape.active_parameters == shape.parameters - 4 * one_expert
+
+
+def test_sizes_of_few_bits_do_not_overflow():
+    wide = dict(vocab=np.int32(2**20), hidden=np.int32(2**15), num_heads=np.int16(300), head_dim=np.int16(300))
+    shape = replace(catalog.model("llama-30b"), **wide, num_kv_heads=np.int16(300), parameters=10**12)
+    assert (shape.embedding_parameters, shape.kv_dim) == (2**35, 90_000)
 
 
 def test_experts_that_a_text_leaves_out():
