@@ -28,7 +28,7 @@ class OneLineErrors(TyperGroup):
     """
 
     def main(self, *args, **kwargs) -> object:
-        with contextlib.suppress(AttributeError):  # whatever the terminal cannot show is a question mark, and no error
+        with contextlib.suppress(AttributeError, OSError):  # what a terminal cannot show is a question mark, no error
             sys.stdout.reconfigure(errors="replace")
         return super().main(*args, **kwargs)
 
