@@ -62,19 +62,22 @@ class ModelShape(Tabular):
     num_experts_per_tok: int = 1
 
     def __post_init__(self) -> None:
+        def settle(name: str, *limits) -> None:  # a plain int: NumPy's have an end, where products begin again below 0
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), *limits))
+
         flag("tied_embeddings", self.tied_embeddings)
         flag("encoder", self.encoder)
         for field in ("num_layers", "hidden", "num_heads", "head_dim", "intermediate", "vocab", "parameters"):
-            whole_number(field, getattr(self, field), 1)
-        whole_number("num_kv_heads", self.num_kv_heads, 1, self.num_heads, "num_heads")
+            settle(field, 1)
+        settle("num_kv_heads", 1, self.num_heads, "num_heads")
         if self.decoder_parameters < 1:
             raise ValueError(
                 f"parameters={self.parameters} of {self.name} leave nothing for the decoder beside "
                 f"vocab·hidden={self.embedding_parameters}"
             )
-        whole_number("expert_parameters", self.expert_parameters, 0, self.decoder_parameters, "decoder_parameters")
-        whole_number("num_experts", self.num_experts, 1)
-        whole_number("num_experts_per_tok", self.num_experts_per_tok, 1, self.num_experts, "num_experts")
+        settle("expert_parameters", 0, self.decoder_parameters, "decoder_parameters")
+        settle("num_experts", 1)
+        settle("num_experts_per_tok", 1, self.num_experts, "num_experts")
 
     @property
     def query_dim(self) -> int:
@@ -160,7 +163,7 @@ class ModelShape(Tabular):
         ModelShape
             Counted on the meta device: the model is instantiated without storage, so tied
             tensors, fused projections and biases are counted as they are, and so are a mixture's
-            experts. Of a multimodal model only the language model.
+            experts. Of a multimodal model only the language model, with its head.
 
         Raises
         ------

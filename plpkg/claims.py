@@ -115,7 +115,9 @@ def judge(row: Mapping) -> str:
     if row["how"] == "tested":
         return {"passes": "holds", "fails": "fails"}[row["holds_if"]]
     ours = float(row["ours"])
-    low, high = (ours if math.isnan(end := float(row[key] or "nan")) else end for key in ("low", "high"))
+    low, high = (
+        ours if math.isnan(end := float("nan" if row[key] == "" else row[key])) else end for key in ("low", "high")
+    )
     sign, first, last, half = _criterion(row["holds_if"] or row["reported"])
     half = 0.0 if row["holds_if"] else half
     if sign in "<>":
@@ -123,7 +125,8 @@ def judge(row: Mapping) -> str:
         verdict = "holds" if all(beyond) else "undecided here" if any(beyond) else "fails"
     else:
         away = max(first - ours, ours - last, 0.0)
-        share = away / abs(first if ours < first else last) if first or last else math.inf
+        nearest = abs(first if ours < first else last)
+        share = away / nearest if nearest else math.inf
         if away <= half * (1 + 1e-9) + 1e-12:
             verdict = "holds"
         elif share <= NEAR:

@@ -1,5 +1,7 @@
 """The command line: ``plpkg doctor``, ``claims``, ``pretrain``, and the commands that the rooms bring."""
 
+import contextlib
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +26,11 @@ class OneLineErrors(TyperGroup):
 
     What another machine says is no fault of the arguments, and has none of their help.
     """
+
+    def main(self, *args, **kwargs) -> object:
+        with contextlib.suppress(AttributeError, OSError):  # what a terminal cannot show is a question mark, no error
+            sys.stdout.reconfigure(errors="replace")
+        return super().main(*args, **kwargs)
 
     def invoke(self, context: typer.Context) -> object:
         try:

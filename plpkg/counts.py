@@ -83,10 +83,14 @@ class Counts:
     def mix(self, context: torch.Tensor, base: torch.Tensor, weight: float) -> torch.Tensor:
         """The log-probability of every token after ``context`` ``(tokens,)``: ``(vocab,)``, as :meth:`log_probs`."""
         context, mixed, weight = _tuple(context), base.to("cpu", torch.float64), number("weight", weight, open_low=True)
+        if mixed.ndim != 1:
+            raise ValueError(f"base must be (vocab,), got {tuple(base.shape)}")
         for n in self.orders:
             if followers := self._seen(context, len(context), n):
                 total, a = _sums(followers, weight)
                 seen, hits = list(followers), torch.tensor(list(followers.values()), dtype=torch.float64)
+                if max(seen) >= len(mixed):
+                    raise ValueError(f"token {max(seen)} was counted, and base has a vocabulary of {len(mixed)}")
                 mixed = mixed + math.log(a) - math.log(total + a)
                 mixed[seen] = torch.logaddexp(hits.log() - math.log(total + a), mixed[seen])
         return mixed
@@ -122,4 +126,7 @@ def _sums(followers: dict[int, int], weight: float) -> tuple[int, float]:
 
 
 def _tuple(ids: Ids) -> tuple[int, ...]:
-    return tuple(one_text(ids, "a document", least=0))
+    ids = tuple(one_text(ids, "a document", least=0))
+    if min(ids, default=0) < 0:
+        raise ValueError(f"the id of a token must be at least 0, got {min(ids)}")
+    return ids

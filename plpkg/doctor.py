@@ -5,6 +5,7 @@ import hashlib
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -50,8 +51,19 @@ class Diagnosis(Tabular):
 
 def examine() -> Diagnosis:
     """Check Python, dependencies and what may break them, the processor, the data files, the corpora and the kernel."""
-    packages = check_python(), *check_dependencies(), check_torchvision()
-    return Diagnosis((*packages, *check_processors(), *check_data(), check_corpora(), check_kernel()))
+    packages = check_python, check_dependencies, check_torchvision
+    checks = *packages, check_processors, check_data, check_corpora, check_kernel
+    return Diagnosis(tuple(each for check in checks for each in _outcome(check)))
+
+
+def _outcome(check: Callable) -> list[Check]:
+    """What a check finds; what it raises, of a damaged file say, is a finding as well."""
+    try:
+        found = check()
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        found = Check(check.__name__.removeprefix("check_"), "FAIL", said, "restore or reinstall what that names")
+    return found if isinstance(found, list) else [found]
 
 
 def check_python(version: str = ".".join(map(str, sys.version_info[:3]))) -> Check:

@@ -99,7 +99,7 @@ def check_function(
         said = f"for {', '.join(map(_brief, arguments))}"
         try:
             returned = function(*copy.deepcopy(arguments))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return Verdict(False, f"Not yet: {said} it raises {type(error).__name__}: {_or_none(str, error) or ''}")
         got, expected = _or_none(_plain, returned), _plain(expected)
         if _or_none(_alike, got, expected, tolerance):
@@ -123,7 +123,7 @@ def _plain(value: object) -> object:
     """The same with arrays as tensors on the CPU, and their scalars as Python's numbers."""
     if type(value) in (list, tuple):
         return type(value)(map(_plain, value))
-    if type(value) is dict:
+    if isinstance(value, dict):  # a defaultdict or an OrderedDict is one
         return {key: _plain(each) for key, each in value.items()}
     if not hasattr(value, "shape"):
         return value
@@ -200,6 +200,8 @@ def _difference(got: object, expected: object, tolerance: float) -> str:
     if type(got) is not type(expected):
         return f"It gives the {type(got).__name__} {shown}, not a {type(expected).__name__}"
     if hasattr(expected, "shape"):
+        if got.is_complex() and not expected.is_complex():
+            return "It gives complex numbers, not real ones"
         off = float((got.double() - expected.double()).abs().max())
         return f"The form, {shown}, is right, but the numbers are off by up to {off:.2g}"
     if not isinstance(expected, list | tuple | dict):

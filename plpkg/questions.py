@@ -159,6 +159,7 @@ def ask(model, tokenizer, passages: Sequence[Passage], *, batch: int = 16) -> An
     ValueError
         No passages, or as in :func:`answers`.
     """
+    passages = tuple(passages)
     if not passages:
         raise ValueError("there are no passages to ask about")
-    return Answered(tuple(passages), tuple(answers(model, tokenizer, passages, batch=batch)))
+    return Answered(passages, tuple(answers(model, tokenizer, passages, batch=batch)))

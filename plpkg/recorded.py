@@ -28,6 +28,8 @@ def section(name: str, title: str):
         An unknown benchmark or section; the message lists those that there are.
     """
     rows = catalog.measured(name)
+    if "section" not in rows:
+        raise ValueError(f"{name} has no sections: catalog.measured({name!r}) is all of it")
     rows = rows[rows["section"] == one_of("title", title, tuple(rows["section"].unique()))]
     return rows.drop(columns=list(ORIGIN)).dropna(axis=1, how="all").reset_index(drop=True)
 
@@ -38,9 +40,9 @@ def half_width(values) -> float:
     Parameters
     ----------
     values
-        A ``pandas.Series`` of independent measurements.
+        A ``pandas.Series`` of independent measurements; NaN is none.
     """
     from scipy.stats import t
 
-    n = len(values)
+    n = values.count()
     return float(t.ppf(0.975, n - 1) * values.std(ddof=1) / n**0.5) if n > 1 else float("nan")

@@ -48,7 +48,9 @@ def shown(value: object) -> str:
     """A table cell: numbers with thousands separators, floats with at least four significant digits."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
-    if isinstance(value, int) or abs(value) >= 1e4:
+    if isinstance(value, int):
+        return f"{value:,}"
+    if abs(value) >= 1e4:
         return f"{value:,.0f}"
     return f"{value:.4g}"
 

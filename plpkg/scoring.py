@@ -51,7 +51,10 @@ class Score(Tabular):
             raise ValueError("nothing to score: no document has an unmasked token after its first")
         if not math.isfinite(bits):
             raise ValueError(f"the model's log-probabilities add up to {bits}")
-        return cls(bits, tokens, sum(int(d.num_bytes[1:][d.scored[1:]].sum()) for d in documents))
+        num_bytes = sum(int(d.num_bytes[1:][d.scored[1:]].sum()) for d in documents)
+        if not num_bytes:
+            raise ValueError(f"nothing to score: the {tokens} unmasked tokens stand for no text")
+        return cls(bits, tokens, num_bytes)
 
     @property
     def nats_per_token(self) -> float:
@@ -65,8 +68,9 @@ class Score(Tabular):
 
     @property
     def perplexity(self) -> float:
-        """2 to the bits per token."""
-        return 2 ** (self.bits / self.tokens)
+        """2 to the bits per token; infinite where no float is so large."""
+        per_token = self.bits / self.tokens
+        return 2**per_token if per_token < 1024 else math.inf
 
     def rows(self) -> list[dict]:
         return [vars(self) | {"bits_per_byte": self.bits_per_byte, "perplexity": self.perplexity}]
@@ -203,7 +207,12 @@ def _predictions(
     try:
         for i in range(0, len(windows), batch):
             ids, scored, places = zip(*windows[i : i + batch], strict=True)
-            ids = pad_sequence(ids, batch_first=True).to(model.device)  # (batch, seq + 1)
+            ids = pad_sequence(ids, batch_first=True)  # (batch, seq + 1)
+            if not 0 <= ids.min() <= ids.max() < (vocab := model.config.vocab_size):
+                raise ValueError(
+                    f"a text has the tokens {ids.min()} to {ids.max()}, and the model's vocabulary {vocab}"
+                )
+            ids = ids.to(model.device)
             scored = pad_sequence(scored, batch_first=True).to(model.device)[:, 1:]
             # Padding stands on the right, where causal attention never looks; it needs no attention mask.
             logits = model(input_ids=ids[:, :-1], use_cache=False).logits[scored].float()  # (scored, vocab)

@@ -80,6 +80,9 @@ def _dimensions(config) -> dict:
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
         raise ValueError(f"it has no single number of attention heads, but {heads!r}")
+    kinds = {kind for kind in getattr(config, "layer_types", None) or () if isinstance(kind, str)}
+    if others := sorted(kind for kind in kinds if kind == "linear_attention" or not kind.endswith("_attention")):
+        raise ValueError(f"it has layers that are not one attention block each: {', '.join(others)}")
     # Falcon and GPTBigCode say "multi_query" where others say num_key_value_heads=1.
     multi_query = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
     kv_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads
@@ -110,16 +113,19 @@ def _experts(config) -> dict:
 
 
 def _count_on_meta(config, whole, num_experts: int) -> dict:
-    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMultimodalLM
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
         MODEL_FOR_MASKED_LM_MAPPING,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING,
     )
 
     encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
-    causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not encoder
-    model = on_meta(config, AutoModelForCausalLM if causal else AutoModel)
+    causal = type(whole) in MODEL_FOR_CAUSAL_LM_MAPPING
+    if not (encoder or causal or type(whole) in MODEL_FOR_MULTIMODAL_LM_MAPPING):
+        raise ValueError("it is not a language model")
+    speaks = AutoModelForCausalLM if causal else AutoModelForMultimodalLM
+    model = on_meta(config, AutoModel if encoder or config is not whole else speaks)
     embedding = model.get_input_embeddings().weight  # (vocab, hidden)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     # All experts of a layer lie in one tensor, (num_experts, …), or each in its own module.
@@ -130,15 +136,13 @@ def _count_on_meta(config, whole, num_experts: int) -> dict:
     )
     if bool(routed) != (num_experts > 1):
         raise ValueError(f"its configuration says {num_experts} experts a layer, and {routed} weights are theirs")
-    if causal:
-        tied = model.get_output_embeddings().weight is embedding
-    elif encoder:
-        tied = True  # no head of its own
-    elif type(whole) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:  # its head sits outside the language part
-        tied = bool(whole.tie_word_embeddings)
-        parameters += 0 if tied else embedding.numel()
-    else:
-        raise ValueError("it is not a language model")
+    tied = encoder  # which has no head of its own
+    if not encoder:
+        speaker = model if config is whole else on_meta(whole, speaks)
+        head = speaker.get_output_embeddings()
+        tied = head.weight is speaker.get_input_embeddings().weight
+        if speaker is not model:  # the head sits outside of the language part, and the whole says whether it is tied
+            parameters += sum(parameter.numel() for parameter in head.parameters()) - tied * embedding.numel()
     widths = [
         module.nf if hasattr(module, "nf") else module.out_features
         for path, module in model.named_modules()

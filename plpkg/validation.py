@@ -37,7 +37,7 @@ def whole_number(name: str, value: object, low: int, high: int | None = None, li
         The value is out of range or not whole.
     """
     count = None
-    if not isinstance(value, bool):  # an int in Python, and True is nobody's rank
+    if not _is_flag(value):  # an int in Python, and True is nobody's rank
         with contextlib.suppress(AttributeError, TypeError):  # NumPy's integers have it, a tensor of several does not
             count = value.__index__()
     if count is not None and count >= low and (high is None or count <= high):
@@ -48,6 +48,11 @@ def whole_number(name: str, value: object, low: int, high: int | None = None, li
         kind = "a whole number " if count is None else ""
         expected = f"{kind}between {low} and {limit + '=' if limit else ''}{high}"
     raise ValueError(f"{name} must be {expected}, got {shown(value)}")
+
+
+def _is_flag(value: object) -> bool:
+    """Whether it is True or False, NumPy's and torch's among them."""
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
 
 
 def number(name: str, value: object, low: float = 0.0, high: float = math.inf, *, open_low: bool = False) -> float:
@@ -62,7 +67,7 @@ def number(name: str, value: object, low: float = 0.0, high: float = math.inf, *
     """
     # A string is a slip even if it can be read as a number, and so is True.
     result = math.nan
-    if not isinstance(value, bool):
+    if not _is_flag(value):
         with contextlib.suppress(AttributeError, TypeError, ValueError, ArithmeticError, RuntimeError):
             result = value.__float__()
     if math.isfinite(result) and result <= high and (result > low if open_low else result >= low):

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -151,6 +152,12 @@ def test_only_routed_experts_lie_idle(family, extra, one_expert):
     assert shape.active_parameters == shape.parameters - 4 * one_expert
 
 
+def test_sizes_of_few_bits_do_not_overflow():
+    wide = dict(vocab=np.int32(2**20), hidden=np.int32(2**15), num_heads=np.int16(300), head_dim=np.int16(300))
+    shape = replace(catalog.model("llama-30b"), **wide, num_kv_heads=np.int16(300), parameters=10**12)
+    assert (shape.embedding_parameters, shape.kv_dim) == (2**35, 90_000)
+
+
 def test_experts_that_a_text_leaves_out():
     """Against drawing two of six experts for each token, which is the mean that the formula gives."""
     shape = replace(catalog.model("gpt2"), expert_parameters=6_000_000, num_experts=6, num_experts_per_tok=2)
@@ -182,6 +189,18 @@ def test_the_language_part_of_a_multimodal_model_is_counted_with_its_head(tied):
     assert ModelShape.from_config(gemma, "picture model").projection_dims == shape.projection_dims
 
 
+@pytest.mark.parametrize("kind", ["Llava", "Gemma3", "Qwen3ASR", "Blip2"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_whether_a_multimodal_models_head_is_tied(kind, tied):
+    """The text's own configuration may say something else, and only some kinds hear it."""
+    config = getattr(transformers, f"{kind}Config")(tie_word_embeddings=tied)
+    config.get_text_config(decoder=True).tie_word_embeddings = not tied
+    with torch.device("meta"):
+        instance = transformers.AutoModelForMultimodalLM.from_config(config)
+    head = instance.get_output_embeddings().weight
+    assert ModelShape.from_config(config).tied_embeddings == (head is instance.get_input_embeddings().weight)
+
+
 def from_config(kind, **fields):
     return lambda: ModelShape.from_config(getattr(transformers, f"{kind}Config")(**fields))
 
@@ -193,7 +212,9 @@ def changed(good, **fields):
 GPT2, H100, LINK = catalog.model("gpt2"), catalog.device("h100-sxm"), catalog.link("5g")
 NO_SHAPE = {
     "DeepseekV3": "attention projections are not 61 layers",
-    "Jamba": "attention projections are not 32 layers",
+    "Jamba": "layers that are not one attention block each: linear_attention",
+    "OlmoHybrid": "one attention block each: linear_attention",  # its projections have the usual names and widths
+    "FalconH1": "one attention block each: hybrid",
     "Albert": "attention projections are not 12 layers",
     "ViT": "vocab_size",
     "CLIP": "it is not a language model",

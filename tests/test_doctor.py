@@ -65,6 +65,17 @@ def test_changed_and_missing_data_fail(tmp_path, monkeypatch):
     assert [check.status for check in doctor.check_data()] == ["FAIL"]
 
 
+def test_what_a_check_raises_is_a_finding(tmp_path, monkeypatch):
+    (tmp_path / "SHA256SUMS").write_bytes(b"\xff")
+    (tmp_path / "corpora.csv").write_text("writer,split\npublic,test\n")
+    monkeypatch.setattr(catalog, "data_path", lambda *parts: tmp_path / parts[-1])
+    found = {check.name: check.found for check in doctor.examine().checks if check.status == "FAIL"}
+    assert {name: error.partition(":")[0] for name, error in found.items()} == {
+        "data": "UnicodeDecodeError",
+        "corpora": "KeyError",
+    }
+
+
 def test_a_kernel_whose_interpreter_is_gone_fails(tmp_path, monkeypatch):
     from jupyter_client import kernelspec
 

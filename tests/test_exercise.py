@@ -1,3 +1,5 @@
+import sys
+from collections import defaultdict
 from fractions import Fraction
 
 import numpy as np
@@ -65,6 +67,8 @@ def doubled(function):
             "Not yet: it gives inf. It gives [inf, -inf], not [2, -4], for [1, -2], 2.",
         ),
         (lambda a: a, "Not yet: for [1, -2], 2 it raises TypeError: "),
+        (lambda a, k: sys.exit("done"), "Not yet: for [1, -2], 2 it raises SystemExit: done"),
+        (lambda a, k: k * a + 0j * a if k == 3 else k * a, "Not yet. It gives complex numbers, not real ones, for a t"),
         (lambda a, k: (k * a).numpy(), "Right: k times."),
         (lambda a, k: (k * a).bfloat16().requires_grad_(), "Right: k times."),
         (lambda a, k: a.numpy().astype(float), "Not yet: that is a. It gives [1, -2], not [2, -4], for [1, -2], 2."),
@@ -92,6 +96,7 @@ def test_functions(function, message):
         ([(0, 2, "a")], [(0, 2, "b")], False),
         ({"a": 1.0, "b": [2.00001]}, {"a": 1.0, "b": [2.0]}, True),
         ({"a": 1.0}, {"b": 1.0}, False),
+        (defaultdict(float, a=1.0), {"a": 1.0}, True),
         (2, 2.0, True),
         (2.0, 2, True),
         (float("nan"), 2.0, False),

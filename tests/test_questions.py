@@ -145,6 +145,6 @@ def test_the_interval_is_wilsons(right, total, low, high):  # the last is exampl
 
 def test_a_models_answers_are_judged(small):
     passages = [Passage(*pair, "level 3", "fact") for pair in ASKED]
-    judged = questions.ask(*small, passages)
+    judged = questions.ask(*small, iter(passages))
     assert judged.given == tuple(questions.answers(*small, ASKED))
     assert len(judged.right) == len(ASKED)

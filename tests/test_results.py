@@ -38,6 +38,7 @@ def test_bits(count, text):
 def test_shown_leaves_words_and_flags_alone():
     assert shown("x") == "x"
     assert shown(14_336.0) == "14,336"
+    assert shown(2**53 + 1) == "9,007,199,254,740,993"
     assert shown(0.00012345) == "0.0001234"
     assert shown(True) == "True"
     assert shown(None) == "None"

@@ -84,6 +84,7 @@ def test_a_score_is_a_table_and_a_line():
     judged = Score(bits=200.0, tokens=100, num_bytes=400)
     assert repr(judged) == "Score(0.500 bits per byte, perplexity 4.00, 100 tokens)"
     assert judged.rows()[0]["perplexity"] == 4
+    assert Score(bits=1e6, tokens=100, num_bytes=400).perplexity == math.inf
 
 
 @pytest.mark.parametrize(
@@ -94,6 +95,7 @@ def test_a_score_is_a_table_and_a_line():
         ([""], {}, "nothing to score"),
         ([Document("d", "all masked", ((0, 10),))], {}, "nothing to score"),
         ([], {}, "nothing to score"),
+        ([Tokens(torch.arange(2), torch.ones(2, dtype=bool), torch.zeros(2))], {}, "1 unmasked tokens stand for no t"),
         (TEXTS, dict(seq=8, stride=9), "stride must be between 1 and seq=8, got 9"),
         (TEXTS, dict(seq=8, stride=0), "stride must be between 1 and seq=8, got 0"),
         (TEXTS, dict(seq=513), "seq must be between 2 and max_position_embeddings=512, got 513"),
@@ -124,7 +126,7 @@ def test_dropout_is_off_and_comes_back_even_after_an_error(tokenizer, training):
     noisy = random_backbone("llama", vocab=VOCAB, hidden=HIDDEN, options={"attention_dropout": 0.5}).train(training)
     assert score(noisy, tokenizer, TEXTS) == score(noisy, tokenizer, TEXTS)
     assert noisy.training is training
-    with pytest.raises(IndexError):
+    with pytest.raises(ValueError, match="tokens 0 to 999, and the model's vocabulary"):
         score(noisy, tokenizer, [Tokens(torch.tensor([0, 999]), torch.ones(2, dtype=bool), torch.ones(2))])
     assert noisy.training is training
 

@@ -3,6 +3,7 @@ import re
 
 import numpy as np
 import pytest
+import torch
 
 from plpkg.validation import flag, keywords, number, one_of, shown, whole_number
 
@@ -17,14 +18,14 @@ def test_whole_number_accepts(value):
     assert type(result) is int
 
 
-@pytest.mark.parametrize("value", [0, -1, 769, 1.0, "8", None, True, int, NONE])
+@pytest.mark.parametrize("value", [0, -1, 769, 1.0, "8", None, True, torch.tensor(True), int, NONE])
 def test_whole_number_names_the_value(value):
     kind, got = "" if type(value) is int else "a whole number ", re.escape(repr(value))
     with pytest.raises(ValueError, match=rf"^rank must be {kind}between 1 and hidden=768, got {got}$"):
         whole_number("rank", value, 1, 768, "hidden")
 
 
-@pytest.mark.parametrize("value", [0, -3.5, np.nan, np.inf, "fast", "5", None, True, float, NONE, 10**400])
+@pytest.mark.parametrize("value", [0, -3.5, np.nan, np.inf, "fast", "5", None, True, np.True_, float, NONE, 10**400])
 def test_number_refuses(value):
     with pytest.raises(ValueError, match=rf"^rate must be greater than 0, got {re.escape(shown(value))}$"):
         number("rate", value, open_low=True)

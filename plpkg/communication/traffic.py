@@ -39,6 +39,8 @@ class Traffic(results.Tabular):
 
     def share_of(self, other: "Traffic") -> float:
         """``total_bits`` as a share of another traffic's: 0.02 means 98 % less."""
+        if not other.total_bits:
+            raise ValueError(f"there is no share of what sends nothing: {other}")
         return self.total_bits / other.total_bits
 
     def seconds(self, link: str | Link, rtt_s: float | None = None) -> dict[str, float]:

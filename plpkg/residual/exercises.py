@@ -111,6 +111,8 @@ def accept(function: object) -> Verdict:
         cases.append(((guesses, choices), written))
 
     def hint(got, guesses, choices):
+        if not isinstance(got, list):
+            return "what is written is wanted as a list"
         right = next((k for k, guess in enumerate(guesses) if choices[k] != guess), len(guesses))
         if got == choices[:right]:
             return "one token more: what the device chooses behind the last right guess is certain"

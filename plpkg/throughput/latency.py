@@ -50,7 +50,10 @@ def _speeds(index: str, runs: dict[str, dict], rtts_ms: Sequence[float]):
     if len(set(sources.values())) > 1:
         kinds = ", ".join(f"{name} {source}" for name, source in sources.items())
         raise ValueError(f"these GPU speeds cannot be compared: {kinds}; pass gpu='roofline' or a number")
-    speeds = {name: {rtt: decode(rtt_s=rtt / 1e3, **run).tokens_per_s for rtt in rtts_ms} for name, run in runs.items()}
+    rtts_s = {rtt: number("each of rtts_ms", rtt) / 1e3 for rtt in rtts_ms}
+    speeds = {
+        name: {rtt: decode(rtt_s=s, **run).tokens_per_s for rtt, s in rtts_s.items()} for name, run in runs.items()
+    }
     return pd.DataFrame(speeds).T.rename_axis(index=index, columns="rtt_ms")
 
 
@@ -73,7 +76,7 @@ def break_even_rtt_s(model: str | ModelShape, phone_only_tokens_per_s: float, ra
         Seconds; negative where the phone wins even at zero delay.
     """
     _refuse(settings, "rtt_s")
-    number("phone_only_tokens_per_s", phone_only_tokens_per_s, open_low=True)
+    phone_only_tokens_per_s = number("phone_only_tokens_per_s", phone_only_tokens_per_s, open_low=True)
     without = decode(model, rank, rtt_s=0.0, **settings)
     one_second = decode(model, rank, rtt_s=1.0, **settings)
     round_trips_per_token = one_second.breakdown()["round_trips"]
@@ -103,7 +106,7 @@ def best_rank(model: str | ModelShape, tokens_per_s: float, **settings) -> int:
     _refuse(settings, "rank", "r_c2d", "r_d2c")
     if settings.get("adapted_layers") == 0:
         raise ValueError("adapted_layers must be at least 1 for the rank to matter, got 0")
-    number("tokens_per_s", tokens_per_s, open_low=True)
+    tokens_per_s = number("tokens_per_s", tokens_per_s, open_low=True)
     lowest = decode(model, 1, **settings).tokens_per_s
     if lowest < tokens_per_s:
         raise ValueError(f"no rank of {model.name} reaches {tokens_per_s:g} tokens/s: rank 1 gives {lowest:.2f}")

@@ -74,7 +74,7 @@ def phone_memory(
         An argument is out of range.
     """
     model = find_model(model)
-    whole_number("bits", bits, 1, 64)
+    bits = whole_number("bits", bits, 1, 64)
     m = Split(model, rank, **split).m_parameters
     second_table = model.embedding_parameters if flag("embedding", embedding) and not model.tied_embeddings else 0
     return PhoneMemory(model.embedding_parameters * bits / 8, m * bits / 8, second_table * bits / 8)

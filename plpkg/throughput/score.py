@@ -31,8 +31,8 @@ def score(
     ValueError
         A speed is not positive, or the two lists of benchmarks differ in length.
     """
-    number("tokens_per_s", tokens_per_s, open_low=True)
-    number("gpu_tokens_per_s", gpu_tokens_per_s, open_low=True)
+    tokens_per_s = number("tokens_per_s", tokens_per_s, open_low=True)
+    gpu_tokens_per_s = number("gpu_tokens_per_s", gpu_tokens_per_s, open_low=True)
     after, before = _benchmarks("accuracy", accuracy), _benchmarks("untuned_accuracy", untuned_accuracy)
     if len(after) != len(before):
         raise ValueError(
@@ -42,7 +42,8 @@ def score(
 
 
 def _benchmarks(name: str, accuracy: float | Sequence[float]) -> list[float]:
-    values = [accuracy] if isinstance(accuracy, str) or not hasattr(accuracy, "__iter__") else list(accuracy)
+    one = isinstance(accuracy, str | bytes) or getattr(accuracy, "ndim", 1) == 0 or not hasattr(accuracy, "__iter__")
+    values = [accuracy] if one else list(accuracy)
     if not values:
         raise ValueError(f"{name} must hold at least one benchmark, got {accuracy!r}")
     return [number(name, value, 0, 100) for value in values]

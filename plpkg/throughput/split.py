@@ -17,7 +17,7 @@ from plpkg.catalog import (
 )
 from plpkg.communication import Traffic
 from plpkg.communication.formulas import projection_dims, ranks
-from plpkg.validation import number, one_of, whole_number
+from plpkg.validation import flag, number, one_of, whole_number
 
 METHODS = ("low_rank", "ladder")
 """``low_rank``: every layer asks the device. ``ladder``: the device adds what it makes of all layers, at the end."""
@@ -81,6 +81,8 @@ class Split:
             raise ValueError(f"{self.model.name} is an encoder: it does not generate")
         settle(device=find_device(self.device), cloud=find_device(self.cloud))
         settle(rtt_s=self.link.rtt_s if self.rtt_s is None else number("rtt_s", self.rtt_s))
+        settle(late=flag("late", self.late), folded=flag("folded", self.folded))
+        settle(width=None if self.width is None else whole_number("width", self.width, 1))
         ladder = one_of("method", self.method, METHODS) == "ladder"
         for name in ("r_d2c", "late", "folded") if ladder else ("width",):
             if (value := getattr(self, name)) not in (None, 0):  # 0 is False, too
@@ -93,7 +95,6 @@ class Split:
             settle(**{name: whole_number(name, getattr(self, name), 1, 64)})
         projection_dims(self.model, self.projections)
         settle(adapted_layers=communication.Run(self.model, adapted_layers=self.adapted_layers).crossing_layers)
-        settle(width=None if self.width is None else whole_number("width", self.width, 1))
         self.traffic()  # refuses what cannot be folded
 
     @property

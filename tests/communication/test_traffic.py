@@ -10,6 +10,8 @@ def test_sums():
     assert TRAFFIC.total_bits == 7_000
     assert TRAFFIC.bits_per_token == 3_500
     assert TRAFFIC.share_of(Traffic(70_000, 0, 1)) == pytest.approx(0.1)
+    with pytest.raises(ValueError, match="no share of what sends nothing: Traffic: 0 bit up"):
+        TRAFFIC.share_of(Traffic(0, 0, 0))
 
 
 def test_seconds_add_the_three_parts():

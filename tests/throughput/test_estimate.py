@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -339,6 +340,9 @@ def test_repr_is_one_stable_line():
         (dict(tokens_per_pass=1, acceptance_rate=1.0), "tokens_per_pass=1 replaces acceptance_rate=1.0: give only one"),
         (dict(draft="cloud"), "draft must be one of 'device', 'backbone', got 'cloud'"),
         (dict(method="lora"), "method must be one of 'low_rank', 'ladder', got 'lora'"),
+        (dict(folded=torch.ones(2)), r"folded must be True or False, got tensor\(\[1., 1.\]\)"),
+        (dict(width=np.ones(2)), r"width must be a whole number of at least 1, got array\(\[1., 1.\]\)"),
+        (dict(rtt_s=np.True_), "rtt_s must be at least 0, got np.True_"),
         (dict(width=512), "width=512 is not for method='low_rank'"),
         (dict(method="ladder", width=0), "width must be a whole number of at least 1, got 0"),
         (dict(method="ladder", r_d2c=8), "r_d2c=8 is not for method='ladder'"),

@@ -119,6 +119,7 @@ def test_less_hides_behind_experts_and_nothing_behind_a_real_delay():
         (lambda: break_even_rtt_s("llama-2-7b", 5, rtt_s=0.1), "rtt_s is what is being varied here"),
         (lambda: break_even_rtt_s("gpt2", 0), "phone_only_tokens_per_s must be greater than 0, got 0"),
         (lambda: against_rtt(["llama-2-7b", "qwen2.5-7b"]), "llama-2-7b published, qwen2.5-7b roofline; pass gpu="),
+        (lambda: against_rtt(["gpt2"], [0, "5"]), "each of rtts_ms must be at least 0, got '5'"),
         (lambda: against_rtt(["gpt2", "gpt2"]), "models must have different names, got gpt2 more than once"),
         (lambda: schemes_against_rtt({}), "schemes must hold at least one scheme of running a model, got {}"),
         (lambda: schemes_against_rtt({"a": dict(rtt_s=0.1)}, model="gpt2"), "rtt_s is what is being varied here"),
