@@ -40,6 +40,9 @@ LADDER_TARGETS = (["down_proj"], ["mlp.c_proj"])
 """The last projection of the MLP, also as GPT-2 calls it: its input is the widest that a layer has."""
 
 
+_EMPTY = nn.ModuleDict()
+
+
 class RowwiseTuner(BaseTuner):
     """A PEFT method of this room, each row of whose batches can have an adapter of its own."""
 
@@ -72,6 +75,8 @@ class RowwiseTuner(BaseTuner):
         low_cpu_mem_usage: bool = False,
         state_dict: dict | None = None,
     ) -> None:
+        if not adapter_name or "." in adapter_name or adapter_name == NO_ADAPTER or hasattr(_EMPTY, adapter_name):
+            raise ValueError(f"{adapter_name!r} cannot be an adapter's name: PyTorch or PEFT uses it otherwise")
         config = self.peft_config[adapter_name] = copy.copy(self.peft_config[adapter_name])  # one for each model
         saved.require_backbone(config, model)
         before = self._layers_of(model, adapter_name)
