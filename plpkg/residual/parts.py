@@ -89,6 +89,9 @@ def split(
         raise ValueError("an adapter is merged into the weights: unmerge it first")
     if foreign := [name for name, each in tuned.items() if not isinstance(each, model.base_model.tuner_layer_cls)]:
         raise ValueError(f"{foreign[0]} has an adapter of another method, which would be lost: merge that first")
+    if variants := [each for each in tuned.values() if adapter_name in getattr(each, "lora_variant", {})]:
+        variant = type(variants[0].lora_variant[adapter_name]).__name__
+        raise ValueError(f"{adapter_name!r} is LoRA's {variant}: only plain LoRA can be cut")
     whole = model.get_base_model()
     if whole.get_output_embeddings() is None:
         raise ValueError(f"{type(whole).__name__} has no LM head")

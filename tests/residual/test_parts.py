@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, KasaConfig, LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaModel
 
@@ -287,6 +287,11 @@ NO_FOLD = "fold=True needs a PrivateLoRA adapter and last_k=0, got"
         (lambda: adapted(lora=lora("llama", lora_dropout=0.1)), {}, "lora_dropout=0.1: only plain LoRA"),
         (lambda: adapted(lora=lora("llama", bias="lora_only")), {}, "bias='lora_only': only plain LoRA"),
         (lambda: adapted(lora=lora("llama", **INVOKED)), {}, r"alora_invocation_tokens=\[1, 2\]: only plain"),
+        (
+            lambda: adapted(lora=lora("llama", kasa_config=KasaConfig())),
+            {},
+            "LoRA's KasaLinearVariant: only plain",
+        ),
         (lambda: adapted(lora=UNEVEN), {}, r"same widths in every exchange, got \[\(32, 32\), \(32, 16\)\]"),
         (
             lambda: of_another_family("hyperclovax", logits_scaling=8.0),  # which it multiplies with
