@@ -85,6 +85,8 @@ def split(
             f"fold=True needs a PrivateLoRA adapter and last_k=0, got {config.peft_type.value}, last_k={last_k}"
         )
     tuned = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError("the model's weights are not in memory: cut it before it is offloaded")
     if any(layer.merged for layer in tuned.values()):
         raise ValueError("an adapter is merged into the weights: unmerge it first")
     if foreign := [name for name, each in tuned.items() if not isinstance(each, model.base_model.tuner_layer_cls)]:
@@ -117,7 +119,9 @@ def split(
             module._active_adapter, module._disable_adapters = [adapter_name], False
 
     def as_trained(module: nn.Module) -> nn.Module:  # as this adapter has it in modules_to_save
-        if isinstance(module, AuxiliaryTrainingWrapper) and adapter_name not in module._adapters:
+        if not isinstance(module, AuxiliaryTrainingWrapper):
+            return module
+        if adapter_name not in module._adapters:
             return module.original_module
         module = copy.copy(module)
         activate(module)

@@ -146,10 +146,12 @@ def require_backbone(config, model: nn.Module) -> None:
     Raises
     ------
     ValueError
-        The saved adapter belongs to another backbone, or the model is compiled.
+        The saved adapter belongs to another backbone, or the model is compiled or offloaded.
     """
     if any("_orig_mod" in name.split(".") for name, _ in model.named_modules()):
         raise ValueError("the model is compiled, so its modules have other names: adapt it first, then compile it")
+    if any(getattr(getattr(module, "_hf_hook", None), "offload", False) for module in model.modules()):  # accelerate's
+        raise ValueError("the model's weights are offloaded, and an adapter's would be lost: adapt it first")
     if not hasattr(model, "config") or any(tensor.is_meta for tensor in model.state_dict().values()):
         return  # no language model, or nothing in it
     actual = fingerprint(model)

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from accelerate import cpu_offload
 from peft import convert_to_lora as peft_convert_to_lora, get_peft_model, set_peft_model_state_dict
 from peft.helpers import disable_input_dtype_casting
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
@@ -303,6 +304,7 @@ NO_LINEAR = "embed_tokens is a Embedding: only nn.Linear and Conv1D can be adapt
 NO_NAMES = "no default target_modules for GPTNeoXForCausalLM, which has none of q_proj, k_proj, v_proj; qkv_proj; c_at"
 NO_RUNGS = "no default target_modules for OPTForCausalLM, which has none of down_proj; mlp.c_proj: name its linear"
 NO_NORM = "OPTDecoder has none of norm, ln_f, .*: not a decoder that can be cut here"
+CPU = torch.device("cpu")
 IS_QUANTISED = r"the weight of .*q_proj is quantised \(torch.int8\)"
 IS_COMPILED = "the model is compiled, .*: adapt it first, then compile it"
 NOT_ZERO = "the M of the ladder is not zero"
@@ -342,6 +344,11 @@ NOT_ZERO = "the M of the ladder is not zero"
         ),
         (lambda: get_peft_model(torch.compile(backbone(), backend="eager"), PrivateLoraConfig()), IS_COMPILED),
         (lambda: get_peft_model(torch.compile(backbone(), backend="eager"), LadderConfig(r=4)), IS_COMPILED),
+        (
+            lambda: get_peft_model(cpu_offload(backbone(), CPU), PrivateLoraConfig()),
+            "weights are offloaded, .* adapt it",
+        ),
+        (lambda: get_peft_model(cpu_offload(backbone(), CPU), LadderConfig(r=4)), "the model's weights are offloaded"),
         (lambda: get_peft_model(quantised(), PrivateLoraConfig()).merge_adapter(), IS_QUANTISED),
         (lambda: get_peft_model(quantised(), PrivateLoraConfig(init="svd", r_c2d=4, r_d2c=4)), IS_QUANTISED),
         (lambda: bases.from_gradients(get_peft_model(quantised(), PrivateLoraConfig(**GIVEN)), [IDS]), IS_QUANTISED),

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from peft import IA3Config, KasaConfig, LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaModel
@@ -273,6 +274,7 @@ NO_FOLD = "fold=True needs a PrivateLoRA adapter and last_k=0, got"
         (adapted, dict(first_k=-1), "first_k must be between 0 and"),
         (adapted, MIDDLE, "last_k must be between 0 and num_hidden_layers - 1 - first_k=1, got 2"),
         (merged, {}, "an adapter is merged into the weights: unmerge it first"),
+        (lambda: cpu_offload(adapted(), torch.device("cpu")), {}, "not in memory: cut it before it is offloaded"),
         *(
             (
                 functools.partial(beside_lora, adapter_name=name),
