@@ -430,6 +430,7 @@ CONFIGURATIONS = [
     (plain(layers_to_transform=1), "layers_to_transform=1 does not have it"),
     (plain(layers_pattern={"a": 1}), "layers_pattern=.*must be names"),
     (plain(layers_pattern="blocks", layers_to_transform=[0]), "layers_to_transform=.0. does not have it"),
+    (plain(layers_pattern="layers$", layers_to_transform=[0, 1]), "layers_to_transform=.0, 1. does not have it"),
     (plain(model_type="mistral"), "model_type='mistral' must be the base's, 'llama'"),
 ]
 NAN, INF = (torch.full((4, 16), value) for value in (float("nan"), float("inf")))

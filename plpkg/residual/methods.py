@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, PeftModel
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
-from peft.tuners.tuners_utils import BaseTuner
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper, get_peft_model_state_dict
 from torch import nn
 from transformers import PreTrainedModel
@@ -129,8 +129,12 @@ class RowwiseTuner(BaseTuner):
         Raises
         ------
         ValueError
-            They are not exactly the adapter's, or not finite numbers.
+            They are not exactly the adapter's, or not finite numbers; or the adapter is merged.
         """
+        if any(adapter_name in each.merged_adapters for each in model.modules() if isinstance(each, BaseTunerLayer)):
+            raise ValueError(
+                f"{adapter_name!r} is merged into the weights: unmerge it before another M takes its place"
+            )
         needed = get_peft_model_state_dict(model, adapter_name=adapter_name, save_embedding_layers=False)
         inside = all(name.startswith(WRAPPED) for name in needed)  # else PEFT's layers are in the model itself
         given = {

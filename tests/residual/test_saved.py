@@ -24,6 +24,8 @@ from plpkg.residual.wire.loading import adapted_model
 from plpkg.retention import RetainingHeads
 from tests.residual.conftest import IDS, adapted, backbone, logits, reloaded
 
+from rounding import assert_close
+
 MIB = 2**20
 HEADS_CONFIG = "retaining_heads.json"
 M = "base_model.model.model.layers.0.self_attn.q_proj.privatelora_M.weight"
@@ -266,6 +268,18 @@ def test_tensors_are_looked_at_again_where_peft_loads_them(tmp_path):
         with pytest.raises(ValueError, match=message):
             model.load_adapter(tmp_path, "default")
         assert torch.equal(logits(model), before)
+
+
+def test_a_merged_adapter_takes_no_weights(tmp_path):
+    model = adapted()
+    model.save_pretrained(tmp_path)
+    state, before = get_peft_model_state_dict(model), logits(backbone())
+    model.merge_adapter()
+    for load in (lambda: model.load_adapter(tmp_path, "default"), lambda: set_peft_model_state_dict(model, state)):
+        with pytest.raises(ValueError, match="'default' is merged into the weights: unmerge it before another M"):
+            load()
+    model.unmerge_adapter()
+    assert_close(logits(model.unload()), before, terms=32)
 
 
 @pytest.mark.parametrize(
