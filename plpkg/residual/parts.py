@@ -15,7 +15,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import AuxiliaryTrainingWrapper, get_peft_model_state_dict
+from peft.utils import ModulesToSaveWrapper, get_peft_model_state_dict
 from torch import nn
 
 from plpkg.learning import logits_of
@@ -111,21 +111,14 @@ def split(
         if start and hasattr(part, MULTIPLIER):
             setattr(part, MULTIPLIER, 1.0)
         for module in part.modules():  # they are copies: what is active in the model stays so
-            activate(module)
+            if isinstance(module, BaseTunerLayer | ModulesToSaveWrapper):
+                module._active_adapter, module._disable_adapters = [adapter_name], False
         return part
 
-    def activate(module: nn.Module) -> None:
-        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
-            module._active_adapter, module._disable_adapters = [adapter_name], False
-
     def as_trained(module: nn.Module) -> nn.Module:  # as this adapter has it in modules_to_save
-        if not isinstance(module, AuxiliaryTrainingWrapper):
+        if not isinstance(module, ModulesToSaveWrapper):
             return module
-        if adapter_name not in module._adapters:
-            return module.original_module
-        module = copy.copy(module)
-        activate(module)
-        return module
+        return module.modules_to_save[adapter_name] if adapter_name in module._adapters else module.original_module
 
     middle = section(first_k, count - last_k, norm=with_norm)
     last = _section(decoder, layers_name, norm_name, range(count - 1, count), norm=False)
