@@ -176,6 +176,9 @@ class Adapter:
             raise InvalidAdapterError([f"{type(model).__name__} has no adapter {name!r}, it has {[*configs]}"])
         if any(p.is_meta for p in model.parameters()):
             raise InvalidAdapterError(["the model's weights are not in memory: save the adapter, and load its folder"])
+        layers = {path.removeprefix(WRAPPED): m for path, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
+        if any(layer.merged for layer in layers.values()):  # the backbone's fingerprint would be that of the sum
+            raise InvalidAdapterError(["an adapter is merged into the weights: unmerge it first"])
         convert = getattr(model.base_model, "as_lora", None)  # a method that is not PEFT's own may be LoRA in disguise
         if convert is not None:
             try:
@@ -184,8 +187,8 @@ class Adapter:
                 raise error if isinstance(error, InvalidAdapterError) else InvalidAdapterError([str(error)]) from error
         if configs[name].peft_type != "LORA":
             raise InvalidAdapterError([f"{name!r} is a {configs[name].peft_type[:]} adapter, not LoRA"])
-        layers = [(path.removeprefix(WRAPPED), m) for path, m in model.named_modules() if isinstance(m, BaseTunerLayer)]
-        scales = {path: layer.scaling[name] for path, layer in layers if name in layer.scaling}
+        scalings = {path: getattr(layer, "scaling", {}) for path, layer in layers.items()}  # trained tokens have none
+        scales = {path: scaling[name] for path, scaling in scalings.items() if name in scaling}
         state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
         return cls.of(configs[name], state, scales, backbone=base_fingerprint(model))
 

@@ -144,7 +144,8 @@ def left_out(config: dict, paths: list[str]) -> Iterator[tuple[str, str]]:
         parts, suffixes = path.split("."), _suffixes(path)
         numbers = {".".join(parts[:i]): int(part) for i, part in enumerate(parts[:-1]) if part.isdecimal()}
         before = {each: n for each, n in numbers.items() if "." in each} if not patterns else {}
-        before |= {each: n for p in patterns for each, n in numbers.items() if fitting({p: True}, each, False)}
+        named = [p for p in patterns if not p.endswith("$")]  # PEFT puts the number behind it
+        before |= {each: n for p in named for each, n in numbers.items() if fitting({p: True}, each, False)}
         if not excluded.isdisjoint(suffixes):
             yield path, "exclude_modules"
         elif not every and names.isdisjoint(suffixes):

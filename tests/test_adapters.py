@@ -30,6 +30,7 @@ from plpkg.adapters import (
     validate_adapter,
 )
 from plpkg.backbones import random_backbone
+from plpkg.residual import PrivateLoraConfig
 from plpkg.serving.merging import merge
 
 from rounding import assert_as_exact
@@ -173,6 +174,11 @@ def test_what_was_trained_here_is_for_its_own_base_alone(tmp_path):
     assert torch.equal(loaded(IDS).logits, trained(IDS).logits)
 
 
+def merged(model):
+    model.merge_adapter()
+    return model
+
+
 def scaled(model):
     model.base_model.model.get_submodule(Q).scale_layer(2)
     return model
@@ -185,6 +191,9 @@ def scaled(model):
         (peft_model, "x", r"PeftModelForCausalLM has no adapter 'x', it has \['default'\]"),
         (lambda base: scaled(peft_model(base)), "default", "scale=4.0, but config makes it 2.0"),
         (lambda base: peft_model(base).to("meta"), "default", "not in memory: save the adapter, and load its folder"),
+        (lambda base: merged(peft_model(base)), "default", "is merged into the weights: unmerge it first"),
+        (lambda base: merged(peft.get_peft_model(base, PrivateLoraConfig(r_c2d=4, r_d2c=4))), "default", "unmerge it"),
+        (lambda base: peft_model(base, trainable_token_indices=[1]), "default", r"trainable_token_indices=\[1\]"),
         (lambda base: peft_model(base, use_dora=True), "default", "use_dora=True"),
         (lambda base: peft_model(base, modules_to_save=["lm_head"]), "default", "modules_to_save"),
         (lambda base: peft_model(base, target_modules=["embed_tokens"]), "default", "no lora_A.weight or"),
@@ -421,6 +430,7 @@ CONFIGURATIONS = [
     (plain(layers_to_transform=1), "layers_to_transform=1 does not have it"),
     (plain(layers_pattern={"a": 1}), "layers_pattern=.*must be names"),
     (plain(layers_pattern="blocks", layers_to_transform=[0]), "layers_to_transform=.0. does not have it"),
+    (plain(layers_pattern="layers$", layers_to_transform=[0, 1]), "layers_to_transform=.0, 1. does not have it"),
     (plain(model_type="mistral"), "model_type='mistral' must be the base's, 'llama'"),
 ]
 NAN, INF = (torch.full((4, 16), value) for value in (float("nan"), float("inf")))

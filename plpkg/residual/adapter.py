@@ -120,7 +120,7 @@ class PrivateLoraLayer(nn.Module, BaseTunerLayer):
         """W as ``(out_features, in_features)``, without what is merged into it."""
         if self.merged:
             raise ValueError(f"{self.module} has {self.merged_adapters} merged into it: unmerge first")
-        weight = self.get_base_weight()
+        weight = plain(self.module, self.get_base_weight())
         return weight.T if isinstance(self.get_base_layer(), Conv1D) else weight
 
     def get_delta_weight(self, adapter_name: str) -> torch.Tensor:
@@ -136,7 +136,7 @@ class PrivateLoraLayer(nn.Module, BaseTunerLayer):
         for adapter_name in check_adapters_to_merge(self, adapter_names):
             if adapter_name not in self.privatelora_M:
                 continue
-            weight = self.get_base_weight()
+            weight = plain(self.module, self.get_base_weight())
             merged = (weight + self.get_delta_weight(adapter_name)).to(weight.dtype)
             if safe_merge and not torch.isfinite(merged).all():
                 raise ValueError(f"merging {adapter_name!r} into {self.module} gives values that are not finite")
@@ -245,6 +245,13 @@ def features(module: str, base: nn.Module) -> tuple[int, int]:
     if isinstance(base, Conv1D):
         return base.nx, base.nf
     raise ValueError(f"{module} is a {type(base).__name__}: only nn.Linear and Conv1D can be adapted")
+
+
+def plain(module: str, weight: torch.Tensor) -> torch.Tensor:
+    """The weight, unless it is quantised: then it is not what its layer multiplies with."""
+    if not weight.is_floating_point() or weight.element_size() < 2:
+        raise ValueError(f"the weight of {module} is quantised ({weight.dtype}): it cannot be merged, nor give bases")
+    return weight
 
 
 def keep_projections(module: str, adapter_name: str, config: ProjectionConfig, *projections: tuple) -> None:

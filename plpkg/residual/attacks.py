@@ -24,7 +24,7 @@ from plpkg.residual.device_part import DevicePart
 from plpkg.residual.exchange import Transport
 from plpkg.residual.methods import PrivateLoraConfig
 from plpkg.residual.parts import split
-from plpkg.validation import number, whole_number
+from plpkg.validation import number, shown, whole_number
 
 CHUNK = 2048
 """Positions, and rows of a table, that are compared at a time: their scores take 32 MiB in float64."""
@@ -115,8 +115,10 @@ def _nearest(queries: torch.Tensor, keys: torch.Tensor, n: int = 1) -> torch.Ten
     """The n nearest keys, best first, ``(…, n)``: of highest q·k - k²/2, in float64, by chunks."""
     if queries.shape[-1] != keys.shape[-1]:
         raise ValueError(f"vectors of {queries.shape[-1]} entries cannot be compared with rows of {keys.shape[-1]}")
-    if not queries.isfinite().all():
-        raise ValueError("among the vectors to compare some are not finite")
+    if not len(keys) or not (queries.isfinite().all() and keys.isfinite().all()):
+        raise ValueError(
+            f"among the vectors and the {len(keys)} rows to compare some are not finite, or there are none"
+        )
     flat = queries.detach().reshape(-1, queries.shape[-1])
     score = torch.full((len(flat), n), -math.inf, dtype=torch.float64, device=flat.device)
     index = torch.zeros(len(flat), n, dtype=torch.int64, device=flat.device)
@@ -149,7 +151,7 @@ def recover_m(u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 def pairs(u: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What went in and came out, checked, as float64 ``(n, r_c2d)`` and ``(n, r_d2c)``."""
-    if u.shape[:-1] != v.shape[:-1] or u.ndim < 2 or not u.numel():
+    if u.shape[:-1] != v.shape[:-1] or u.ndim < 2 or not (u.numel() and v.numel()):
         raise ValueError(f"u {tuple(u.shape)} and v {tuple(v.shape)} are not pairs for at least one token")
     if not all(t.isfinite().all() for t in (u, v)):
         raise ValueError("u and v must be finite")
@@ -186,12 +188,15 @@ def imitate_ladder(
     n = len(tokens)
     if n < 2 or finals.shape != (n, part.width) or not finals.isfinite().all():
         raise ValueError(f"finals {tuple(finals.shape)} and {n} tokens are not two pairs at least, or not finite")
-    if times is not None and times.shape != (shape := (n, part.embedding.num_embeddings)):
-        raise ValueError(f"times must be of the shape {shape}, got {tuple(times.shape)}")
+    if part.tail is None:
+        raise ValueError("the part has no ladder: no M stands before its norm")
+    require_tokens(tokens, vocab := part.embedding.num_embeddings)
+    if times is not None and (times.shape != (n, vocab) or not (times.isfinite() & (times > 0)).all()):
+        raise ValueError(f"times must be finite, above 0 and of the shape {(n, vocab)}, got {tuple(times.shape)}")
     number("temperature", temperature, open_low=True)
     generator, m = torch.Generator().manual_seed(seed), part.tail.m.requires_grad_()
     held, seen = torch.randperm(n, generator=generator).tensor_split([min(-(-n // 5), CHUNK)])
-    optimizer, best = torch.optim.AdamW(m.parameters(), weight_decay=0.0), math.inf
+    kept, optimizer, best = None, torch.optim.AdamW(m.parameters(), weight_decay=0.0), math.inf
 
     def loss(at: torch.Tensor) -> torch.Tensor:
         logits = part.logits(finals[at].to(part.lm_head.weight))  # (batch, vocab)
@@ -206,8 +211,18 @@ def imitate_ladder(
         loss(seen[torch.randint(len(seen), (256,), generator=generator)]).backward(inputs=list(m.parameters()))
         optimizer.param_groups[0]["lr"] = lr * min((step + 1) / 10, 1 - step / steps)
         optimizer.step()
+    if kept is None:
+        raise ValueError(f"the loss at temperature={temperature} is never finite, from this M on")
     m.load_state_dict(kept)
     return best
+
+
+def require_tokens(ids: torch.Tensor, vocab: int) -> None:
+    """ValueError if there are no ids, or one that is no token."""
+    if not ids.numel() or not 0 <= ids.min() <= ids.max() < vocab:
+        raise ValueError(
+            f"the tokens must be between 0 and vocab - 1 = {vocab - 1}, got {shown(ids.unique().tolist())}"
+        )
 
 
 class LinearInverter:
@@ -229,8 +244,14 @@ class LinearInverter:
     """
 
     def __init__(self, hidden: torch.Tensor, ids: torch.Tensor, table: torch.Tensor, *, ridge: float = 0.1) -> None:
-        if hidden.shape[:-1] != ids.shape or len(ids.unique()) < 2:
-            raise ValueError(f"hidden {tuple(hidden.shape)} and ids {tuple(ids.shape)} are not pairs, or all alike")
+        if hidden.shape != (*ids.shape, table.shape[-1]) or len(ids.unique()) < 2:
+            raise ValueError(
+                f"hidden {tuple(hidden.shape)} and ids {tuple(ids.shape)} are not pairs, or all alike, or not of the "
+                f"table's width, {table.shape[-1]}"
+            )
+        require_tokens(ids, len(table))
+        if not (hidden.isfinite().all() and table.isfinite().all()):
+            raise ValueError("hidden and table must be finite")
         from sklearn.covariance import oas
 
         number("ridge", ridge, open_low=True)

@@ -27,7 +27,7 @@ from peft import PeftModel
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from plpkg.residual.adapter import PrivateLoraLayer, layers
+from plpkg.residual.adapter import PrivateLoraLayer, as_places, layers, plain
 from plpkg.residual.ladder import LadderNorm, LadderTap, taps
 from plpkg.residual.methods import LadderConfig, PrivateLoraConfig
 from plpkg.validation import whole_number
@@ -69,7 +69,8 @@ def from_gradients(
     Raises
     ------
     ValueError
-        No such adapter, one that has learnt already, a rank above what a weight has, or no text.
+        No such adapter, one that has learnt already, a rank above what a weight has, no text, or a gradient that is
+        zero (of texts of one token) or not finite. Then A and B are as they were.
     """
     config = model.peft_config.get(adapter_name)
     if not isinstance(config, PrivateLoraConfig | LadderConfig) or config.init != "given":
@@ -85,10 +86,13 @@ def from_gradients(
     for name, m in learnt.items():
         if (m if isinstance(m, nn.Linear) else m.down).weight.any():
             raise ValueError(f"the M of {name} is not zero: it was learnt for other A and B")
-    norms = {}
-    for layer, gradient in zip(adapted, gradients, strict=True):
+    for layer, gradient in zip(adapted, gradients, strict=True):  # all of them, before any A or B is set
         for name, rank in ranks.items():
             whole_number(name, rank, 1, min(gradient.shape), f"the rank of {layer.module}")
+        if not gradient.any() or not gradient.isfinite().all():
+            raise ValueError(f"the gradient of {layer.module} is zero or not finite: it has no directions")
+    norms = {}
+    for layer, gradient in zip(adapted, gradients, strict=True):
         u, s, vh = torch.linalg.svd(gradient.float(), full_matrices=False)
         if isinstance(layer, LadderTap):
             values = {layer.ladder_A: vh[: config.r]}
@@ -102,7 +106,7 @@ def from_gradients(
 
 
 def strongest_layers(norms: dict[str, float], count: int) -> list[int]:
-    """The decoder layers with the largest gradients, for ``layers_to_transform``.
+    """The decoder layers with the largest gradients, for ``layers_to_transform``; an adapted LM head is in none.
 
     Parameters
     ----------
@@ -113,8 +117,8 @@ def strongest_layers(norms: dict[str, float], count: int) -> list[int]:
     """
     squares: dict[int, float] = {}
     for module, norm in norms.items():
-        layer = int(re.search(r"\.(\d+)\.", module)[1])
-        squares[layer] = squares.get(layer, 0.0) + norm**2
+        if layer := re.search(r"\.(\d+)\.", module):
+            squares[int(layer[1])] = squares.get(int(layer[1]), 0.0) + norm**2
     whole_number("count", count, 1, len(squares), "the adapted layers")
     return sorted(sorted(squares, key=squares.get, reverse=True)[:count])
 
@@ -138,13 +142,13 @@ def _frozen(model: PeftModel, learning: Iterable[nn.Parameter] = ()) -> Iterator
 
 def _gradients(model: PeftModel, adapted: list[PrivateLoraLayer], batches: Iterable) -> list[torch.Tensor]:
     """Of each layer's weight ``(out_features, in_features)``, summed."""
-    weights = [layer.get_base_layer().weight for layer in adapted]
+    weights = [plain(layer.module, layer.get_base_layer().weight) for layer in adapted]
     with _frozen(model, weights):
         for ids in batches:
             ids = ids.to(model.device)
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        if weights and weights[0].grad is None:
-            raise ValueError("no batches: there is no gradient")
+        if missed := [layer.module for layer, weight in zip(adapted, weights, strict=True) if weight.grad is None]:
+            raise ValueError(f"no gradient has come to {missed[0]}: no batches, or it reads none of their tokens")
         conv = [isinstance(layer.get_base_layer(), Conv1D) for layer in adapted]
         return [weight.grad.T if turned else weight.grad for weight, turned in zip(weights, conv, strict=True)]
 
@@ -170,12 +174,13 @@ def _gradients_of_rungs(
             for ids in batches:
                 ids = ids.to(model.device)
                 model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-                delta = final[0].grad.flatten(0, 1)  # (positions, hidden)
+                delta = final[0].grad  # (batch, seq, hidden)
                 for tap, x in inputs.items():
-                    sums[tap] = sums.get(tap, 0) + delta.T @ x.flatten(0, 1)
+                    x = as_places(x, tuple(delta.shape[:-1]))  # (batch, seq, in_features)
+                    sums[tap] = sums.get(tap, 0) + delta.flatten(0, 1).T @ x.flatten(0, 1)
     finally:
         for handle in handles:
             handle.remove()
     if not sums:
-        raise ValueError("no batches: there is no gradient")
+        raise ValueError("no gradient has come to the final norm: no batches")
     return [sums[tap] for tap in adapted]

@@ -82,13 +82,15 @@ class ProjectionConfig(PeftConfig):
             listed = isinstance(value, Collection) and all(isinstance(each, str) for each in value)
             if value is not None and not listed:
                 raise ValueError(f"{name} must be names of modules, got {shown(value)}")
-            if isinstance(value, list) and name in ("target_modules", "exclude_modules"):
-                setattr(self, name, set(value))
+            if value is not None and not isinstance(value, str):  # in a form that PEFT saves, whatever was given
+                setattr(self, name, set(value) if name in ("target_modules", "exclude_modules") else list(value))
         if self.task_type not in saved.TASKS:
             raise ValueError(f"task_type={self.task_type} trains a new head, which cannot be saved with the adapter")
-        layers = [] if self.layers_to_transform is None else self.layers_to_transform
-        for layer in layers if isinstance(layers, list | tuple | set | range) else [layers]:
-            whole_number("layers_to_transform", layer, 0)
+        layers = self.layers_to_transform
+        if layers is not None:
+            several = isinstance(layers, Collection) and not isinstance(layers, str)
+            numbers = [whole_number("layers_to_transform", each, 0) for each in (layers if several else [layers])]
+            self.layers_to_transform = numbers if several else numbers[0]
         self.projection_seed = whole_number("projection_seed", self.projection_seed, 0, 2**64 - 1)
         one_of("init", self.init, self.inits)
         if self.save_projection is not None:
@@ -115,7 +117,7 @@ class ProjectionConfig(PeftConfig):
         Raises
         ------
         ValueError
-            There are ``modules_to_save``, which nobody would load.
+            There are ``modules_to_save``, or values that are not finite, which nobody would load.
         """
         if self.modules_to_save:
             raise ValueError(
@@ -124,7 +126,7 @@ class ProjectionConfig(PeftConfig):
             )
         folder = private_folder(save_directory)
         weights = folder / saved.WEIGHTS
-        self.weights_sha256 = saved.digest(weights) if weights.exists() else None
+        self.weights_sha256 = saved.require_sound(folder, None) if weights.exists() else None
         replace_files(folder, functools.partial(super().save_pretrained, **options), private=True)
 
     @classmethod

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, PeftModel
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
-from peft.tuners.tuners_utils import BaseTuner
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper, get_peft_model_state_dict
 from torch import nn
 from transformers import PreTrainedModel
@@ -38,6 +38,9 @@ PRIVATE_LORA_TARGETS = (QKV, ["qkv_proj"], ["c_attn"])
 """The query, key and value projections, apart or fused as Phi-3's and GPT-2's: what the publication adapts."""
 LADDER_TARGETS = (["down_proj"], ["mlp.c_proj"])
 """The last projection of the MLP, also as GPT-2 calls it: its input is the widest that a layer has."""
+
+
+_EMPTY = nn.ModuleDict()
 
 
 class RowwiseTuner(BaseTuner):
@@ -72,6 +75,8 @@ class RowwiseTuner(BaseTuner):
         low_cpu_mem_usage: bool = False,
         state_dict: dict | None = None,
     ) -> None:
+        if not adapter_name or "." in adapter_name or adapter_name == NO_ADAPTER or hasattr(_EMPTY, adapter_name):
+            raise ValueError(f"{adapter_name!r} cannot be an adapter's name: PyTorch or PEFT uses it otherwise")
         config = self.peft_config[adapter_name] = copy.copy(self.peft_config[adapter_name])  # one for each model
         saved.require_backbone(config, model)
         before = self._layers_of(model, adapter_name)
@@ -124,8 +129,12 @@ class RowwiseTuner(BaseTuner):
         Raises
         ------
         ValueError
-            They are not exactly the adapter's, or not finite numbers.
+            They are not exactly the adapter's, or not finite numbers; or the adapter is merged.
         """
+        if any(adapter_name in each.merged_adapters for each in model.modules() if isinstance(each, BaseTunerLayer)):
+            raise ValueError(
+                f"{adapter_name!r} is merged into the weights: unmerge it before another M takes its place"
+            )
         needed = get_peft_model_state_dict(model, adapter_name=adapter_name, save_embedding_layers=False)
         inside = all(name.startswith(WRAPPED) for name in needed)  # else PEFT's layers are in the model itself
         given = {

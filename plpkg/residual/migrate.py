@@ -69,7 +69,9 @@ def exchanges(
         for handle in handles:
             handle.remove()
     if not seen:
-        raise ValueError("no anchors: nothing went through the model")
+        raise ValueError(
+            f"nothing went through any M of {adapter_name!r}: there are no anchors, or it is merged or switched off"
+        )
     exchanged = {name: tuple(torch.cat(parts) for parts in zip(*pairs, strict=True)) for name, pairs in seen.items()}
     for name, pair in exchanged.items():
         if not all(each.isfinite().all() for each in pair):

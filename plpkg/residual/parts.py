@@ -15,7 +15,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import get_peft_model_state_dict
+from peft.utils import ModulesToSaveWrapper, get_peft_model_state_dict
 from torch import nn
 
 from plpkg.learning import logits_of
@@ -67,8 +67,9 @@ def split(
     Raises
     ------
     ValueError
-        No such adapter, one merged into the weights, trained weights or nothing left for the cloud, a last layer that
-        cannot be folded, or an architecture that has not the parts of a Hugging Face decoder, or more than them.
+        No such adapter, one merged into the weights or beside one of another method, trained weights or nothing left
+        for the cloud, a last layer that cannot be folded, or an architecture that has not the parts of a Hugging Face
+        decoder, or more than them.
     """
     config = getattr(model, "peft_config", {}).get(adapter_name)
     if not isinstance(config, PrivateLoraConfig | LadderConfig | LoraConfig):
@@ -83,8 +84,16 @@ def split(
         raise ValueError(
             f"fold=True needs a PrivateLoRA adapter and last_k=0, got {config.peft_type.value}, last_k={last_k}"
         )
-    if any(isinstance(module, BaseTunerLayer) and module.merged for module in model.modules()):
+    tuned = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError("the model's weights are not in memory: cut it before it is offloaded")
+    if any(layer.merged for layer in tuned.values()):
         raise ValueError("an adapter is merged into the weights: unmerge it first")
+    if foreign := [name for name, each in tuned.items() if not isinstance(each, model.base_model.tuner_layer_cls)]:
+        raise ValueError(f"{foreign[0]} has an adapter of another method, which would be lost: merge that first")
+    if variants := [each for each in tuned.values() if adapter_name in getattr(each, "lora_variant", {})]:
+        variant = type(variants[0].lora_variant[adapter_name]).__name__
+        raise ValueError(f"{adapter_name!r} is LoRA's {variant}: only plain LoRA can be cut")
     whole = model.get_base_model()
     if whole.get_output_embeddings() is None:
         raise ValueError(f"{type(whole).__name__} has no LM head")
@@ -102,15 +111,20 @@ def split(
         if start and hasattr(part, MULTIPLIER):
             setattr(part, MULTIPLIER, 1.0)
         for module in part.modules():  # they are copies: what is active in the model stays so
-            if isinstance(module, BaseTunerLayer):
+            if isinstance(module, BaseTunerLayer | ModulesToSaveWrapper):
                 module._active_adapter, module._disable_adapters = [adapter_name], False
         return part
+
+    def as_trained(module: nn.Module) -> nn.Module:  # as this adapter has it in modules_to_save
+        if not isinstance(module, ModulesToSaveWrapper):
+            return module
+        return module.modules_to_save[adapter_name] if adapter_name in module._adapters else module.original_module
 
     middle = section(first_k, count - last_k, norm=with_norm)
     last = _section(decoder, layers_name, norm_name, range(count - 1, count), norm=False)
     _require_nothing_else(last, layers_name, norm_name, decoder.get_input_embeddings())
     here, exchanges, matrices, ranks, riders = Here(), [], [], {}, {}
-    norm, m, before = getattr(decoder, norm_name), None, {}
+    norm, m, before = as_trained(getattr(decoder, norm_name)), None, {}
     if isinstance(config, LadderConfig):
         m, order, norm = norm.ladder_M[adapter_name], norm.taps[adapter_name], norm.base_layer
     for layer in (cloud_layers := getattr(middle, layers_name)):
@@ -155,9 +169,9 @@ def split(
         raise ValueError(f"full activations need the same widths in every exchange, got {list(ranks)}")
     widths = [len(riders[seat].a) for seat in range(len(riders))]
     ends = dict(
-        embedding=decoder.get_input_embeddings(),
-        positions=next((getattr(decoder, name) for name in POSITIONS if hasattr(decoder, name)), None),
-        lm_head=whole.get_output_embeddings(),
+        embedding=as_trained(decoder.get_input_embeddings()),
+        positions=next((as_trained(getattr(decoder, name)) for name in POSITIONS if hasattr(decoder, name)), None),
+        lm_head=as_trained(whole.get_output_embeddings()),
         softcap=getattr(whole.config, "final_logit_softcapping", None),
         scale=getattr(whole.config, "logit_scale", None) or 1 / (getattr(whole.config, "logits_scaling", None) or 1),
     )
@@ -242,8 +256,10 @@ class _Nothing(nn.Module):
 
 def _require_own_logits(whole: nn.Module, device: DevicePart) -> None:
     """Refuse a model that makes other logits of its decoder's states than the device will."""
-    weight = device.lm_head.weight
+    weight, head = device.lm_head.weight, whole.get_output_embeddings()
     hidden = torch.linspace(-1, 1, device.embedding.embedding_dim)[None, None].to(weight)
+    whole = copy.copy(whole)  # with the head of the adapter that was asked for
+    whole._modules = {name: device.lm_head if each is head else each for name, each in whole._modules.items()}
     with torch.no_grad():
         own, ours = logits_of(whole, hidden), device.head(hidden)
     if (own - ours).abs().max() > 8 * torch.finfo(weight.dtype).eps * own.abs().max():

@@ -12,7 +12,6 @@ which one file was replaced is refused.
 """
 
 import dataclasses
-import hashlib
 import os
 import re
 import warnings
@@ -87,12 +86,6 @@ def fields_of(folder: Path, kind: type) -> dict:
     return {name: value for name, value in fields.items() if name in known and name != "peft_type"}
 
 
-def digest(path: Path) -> str:
-    """A file's SHA-256 in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def shapes_of(folder: Path) -> dict[str, tuple[int, ...]] | None:
     """The shapes in a folder's weights, by name; ``None`` where there are none: a cloud needs the configuration alone.
 
@@ -108,14 +101,15 @@ def shapes_of(folder: Path) -> dict[str, tuple[int, ...]] | None:
     return read_shapes(folder / WEIGHTS)
 
 
-def require_sound(folder: Path, weights_sha256: str | None) -> None:
-    """ValueError if a folder's weights are not finite, or not those that its configuration was written with."""
+def require_sound(folder: Path, weights_sha256: str | None) -> str:
+    """The digest of a folder's weights; ValueError if they are not finite, or not those of its configuration."""
     _, actual = read_tensors(folder / WEIGHTS)
     if weights_sha256 not in (None, actual):
         raise ValueError(
             f"{WEIGHTS} has the SHA-256 {actual[:12]}…, but {CONFIG} was written with {shown(weights_sha256)[1:13]}…: "
             "one of them is of another adapter, or a run was killed while it wrote them"
         )
+    return actual
 
 
 def require_like(given, config, adapter_name: str, model: nn.Module) -> None:
@@ -152,10 +146,12 @@ def require_backbone(config, model: nn.Module) -> None:
     Raises
     ------
     ValueError
-        The saved adapter belongs to another backbone, or the model is compiled.
+        The saved adapter belongs to another backbone, or the model is compiled or offloaded.
     """
     if any("_orig_mod" in name.split(".") for name, _ in model.named_modules()):
         raise ValueError("the model is compiled, so its modules have other names: adapt it first, then compile it")
+    if any(getattr(getattr(module, "_hf_hook", None), "offload", False) for module in model.modules()):  # accelerate's
+        raise ValueError("the model's weights are offloaded, and an adapter's would be lost: adapt it first")
     if not hasattr(model, "config") or any(tensor.is_meta for tensor in model.state_dict().values()):
         return  # no language model, or nothing in it
     actual = fingerprint(model)

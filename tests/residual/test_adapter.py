@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from accelerate import cpu_offload
 from peft import convert_to_lora as peft_convert_to_lora, get_peft_model, set_peft_model_state_dict
 from peft.helpers import disable_input_dtype_casting
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
@@ -285,6 +286,14 @@ def new(model, config, **options):
     return get_peft_model(AutoModelForCausalLM.from_config(AutoConfig.for_model(model, **sizes | options)), config)
 
 
+def quantised():
+    """A backbone with a layer as quantisers leave it: an ``nn.Linear`` of whole numbers."""
+    model = backbone()
+    layer = model.model.layers[0].self_attn.q_proj
+    layer.weight = torch.nn.Parameter((100 * layer.weight).to(torch.int8), requires_grad=False)
+    return model
+
+
 def bases_of(batches=(IDS,), m_scale=0.0, **config):
     bases.from_gradients(adapted(m_scale=m_scale, **config), batches)
 
@@ -295,6 +304,8 @@ NO_LINEAR = "embed_tokens is a Embedding: only nn.Linear and Conv1D can be adapt
 NO_NAMES = "no default target_modules for GPTNeoXForCausalLM, which has none of q_proj, k_proj, v_proj; qkv_proj; c_at"
 NO_RUNGS = "no default target_modules for OPTForCausalLM, which has none of down_proj; mlp.c_proj: name its linear"
 NO_NORM = "OPTDecoder has none of norm, ln_f, .*: not a decoder that can be cut here"
+CPU = torch.device("cpu")
+IS_QUANTISED = r"the weight of .*q_proj is quantised \(torch.int8\)"
 IS_COMPILED = "the model is compiled, .*: adapt it first, then compile it"
 NOT_ZERO = "the M of the ladder is not zero"
 
@@ -333,6 +344,19 @@ NOT_ZERO = "the M of the ladder is not zero"
         ),
         (lambda: get_peft_model(torch.compile(backbone(), backend="eager"), PrivateLoraConfig()), IS_COMPILED),
         (lambda: get_peft_model(torch.compile(backbone(), backend="eager"), LadderConfig(r=4)), IS_COMPILED),
+        (
+            lambda: get_peft_model(cpu_offload(backbone(), CPU), PrivateLoraConfig()),
+            "weights are offloaded, .* adapt it",
+        ),
+        (lambda: get_peft_model(cpu_offload(backbone(), CPU), LadderConfig(r=4)), "the model's weights are offloaded"),
+        (lambda: get_peft_model(quantised(), PrivateLoraConfig()).merge_adapter(), IS_QUANTISED),
+        (lambda: get_peft_model(quantised(), PrivateLoraConfig(init="svd", r_c2d=4, r_d2c=4)), IS_QUANTISED),
+        (lambda: bases.from_gradients(get_peft_model(quantised(), PrivateLoraConfig(**GIVEN)), [IDS]), IS_QUANTISED),
+        *(
+            (functools.partial(get_peft_model, backbone(), config, adapter_name=name), f"'{name}' cannot be an adapter")
+            for config in (PrivateLoraConfig(), LadderConfig(r=4))
+            for name in ("ann.1", "__base__", "keys")
+        ),
         (lambda: LadderConfig(target_modules=".*_proj", layers_to_transform=2), "layers_to_transform=2 is for names"),
         (lambda: PrivateLoraConfig(task_type="SEQ_CLS"), "task_type=SEQ_CLS trains a new head"),
         (lambda: LadderConfig(task_type="TOKEN_CLS"), "task_type=TOKEN_CLS trains a new head"),
@@ -340,6 +364,8 @@ NOT_ZERO = "the M of the ladder is not zero"
         (lambda: bases_of(m_scale=1.0, **GIVEN), "the M of model.layers.0.self_attn.q_proj is not zero"),
         (lambda: bases_of(r_c2d=17, **GIVEN), r"r_c2d must be between 1 and the rank of .*k_proj=16, got 17"),
         (lambda: bases_of([], **GIVEN), "no batches"),
+        (lambda: bases_of([IDS[:, :1]], **GIVEN), "the gradient of model.layers.0.self_attn.q_proj is zero"),
+        (lambda: bases_of([IDS[:, :1]], ladder=GIVEN_LADDER), "the gradient of model.layers.0.mlp.down_proj is zero"),
         (lambda: bases_of(ladder=dict(r=4)), "init='given'"),
         (lambda: bases_of([], ladder=GIVEN_LADDER), "no batches"),
         (lambda: bases_of(m_scale=1.0, ladder=GIVEN_LADDER), NOT_ZERO),

@@ -133,6 +133,14 @@ def test_numbers_that_are_none_are_refused_and_nothing_is_written(adapted, which
         assert torch.equal(value.nan_to_num(), before[name].nan_to_num()), name
 
 
+@pytest.mark.parametrize("prepare", ["merge_adapter", "disable_adapter_layers"])
+def test_an_adapter_that_does_not_compute_is_not_migrated(adapted, prepare):
+    old = adapted(m_scale=0.5)
+    getattr(old.base_model, prepare)()
+    with pytest.raises(ValueError, match=r"nothing went through any M of 'default': .* merged or switched off"):
+        migrate.migrate(old, adapted(), anchors(0))
+
+
 def test_what_cannot_be_solved_is_named():
     two = torch.ones(2, 2)
     for v, ridge, message in ((two, -1, "ridge must be at least 0, got -1"), (torch.ones(3, 2), 0, "do not fit toget")):

@@ -2,10 +2,12 @@
 
 import contextlib
 import copy
+import functools
 
 import pytest
 import torch
-from peft import IA3Config, PeftModel, get_peft_model
+from accelerate import cpu_offload
+from peft import IA3Config, KasaConfig, LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaModel
 
@@ -193,12 +195,14 @@ def test_in_half_precision_it_is_the_same(family, dtype):
     assert_same_logits(cut_logits(model), model)
 
 
-def test_the_adapter_that_was_asked_for_counts_not_the_active_one(cut):
-    model, some = adapted(m_scale=0.1), dict(target_modules=["o_proj"], layers_to_transform=[0, 2])
+@pytest.mark.parametrize("saved", [[], ["lm_head", "embed_tokens"]])
+def test_the_adapter_that_was_asked_for_counts_not_the_active_one(cut, saved):
+    model = adapted(m_scale=0.1, modules_to_save=saved[:1])
+    some = dict(target_modules=["o_proj"], layers_to_transform=[0, 2], modules_to_save=saved)
     model.add_adapter("other", PrivateLoraConfig(r_c2d=4, r_d2c=4, **some))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "privatelora_M.other" in name:
+            if "privatelora_M.other" in name or "modules_to_save.other" in name:
                 parameter.normal_(std=0.3)
         expected = {}
         for name in ("other", "default"):
@@ -231,6 +235,13 @@ def merged():
     return model
 
 
+def beside_lora(**options):
+    """PrivateLoRA in a model that has LoRA in other modules."""
+    base = get_peft_model(backbone(), LoraConfig(target_modules=["o_proj"]), **options).get_base_model()
+    del base.peft_config
+    return private(base, ["q_proj"])
+
+
 def embedding_twice():
     """As Falcon-H1, whose decoder multiplies what it embeds, and not what it is given."""
     model = of_another_family("llama")
@@ -252,6 +263,7 @@ NO_PLACE = "needs an adapter whose projection the last layer adds to its output 
 NO_FOLD = "fold=True needs a PrivateLoRA adapter and last_k=0, got"
 
 
+@pytest.mark.filterwarnings("ignore:You are trying to modify a model with PEFT for a second time")  # as is meant
 @pytest.mark.parametrize(
     ("make", "cut", "message"),
     [
@@ -262,12 +274,26 @@ NO_FOLD = "fold=True needs a PrivateLoRA adapter and last_k=0, got"
         (adapted, dict(first_k=-1), "first_k must be between 0 and"),
         (adapted, MIDDLE, "last_k must be between 0 and num_hidden_layers - 1 - first_k=1, got 2"),
         (merged, {}, "an adapter is merged into the weights: unmerge it first"),
+        (lambda: cpu_offload(adapted(), torch.device("cpu")), {}, "not in memory: cut it before it is offloaded"),
+        *(
+            (
+                functools.partial(beside_lora, adapter_name=name),
+                {},
+                "o_proj has an adapter of another method",
+            )
+            for name in ("default", "other")
+        ),
         (lambda: private(backbone().model), {}, "LlamaModel has no LM head"),
         (lambda: adapted(modules_to_save=["norm"]), {}, r"norm.* is trained, but would be in the cloud"),
         (lambda: adapted(lora=lora("llama", use_dora=True)), {}, "use_dora=True: only plain LoRA"),
         (lambda: adapted(lora=lora("llama", lora_dropout=0.1)), {}, "lora_dropout=0.1: only plain LoRA"),
         (lambda: adapted(lora=lora("llama", bias="lora_only")), {}, "bias='lora_only': only plain LoRA"),
         (lambda: adapted(lora=lora("llama", **INVOKED)), {}, r"alora_invocation_tokens=\[1, 2\]: only plain"),
+        (
+            lambda: adapted(lora=lora("llama", kasa_config=KasaConfig())),
+            {},
+            "LoRA's KasaLinearVariant: only plain",
+        ),
         (lambda: adapted(lora=UNEVEN), {}, r"same widths in every exchange, got \[\(32, 32\), \(32, 16\)\]"),
         (
             lambda: of_another_family("hyperclovax", logits_scaling=8.0),  # which it multiplies with
@@ -301,9 +327,8 @@ def test_what_cannot_be_cut_is_named_and_left_as_it_was(make, cut, message):
 
 def test_what_is_trained_stays_on_the_device():
     device, _ = split(adapted(modules_to_save=["lm_head"]))
-    assert [n for n, p in device.named_parameters() if p.requires_grad and "matrices" not in n] == [
-        "lm_head.modules_to_save.default.weight"
-    ]
+    assert device_cost(device) == device_cost(split(adapted())[0])  # and what it has replaced does not
+    assert [n for n, p in device.named_parameters() if p.requires_grad and "matrices" not in n] == ["lm_head.weight"]
 
 
 @pytest.mark.parametrize(("family", "name"), SCHEMES_OF_FAMILIES)

@@ -1,6 +1,7 @@
 """What a stranger's folder can do to a reader: nothing, within 100 MiB and two seconds, and a sentence says why."""
 
 import functools
+import hashlib
 import json
 import shutil
 import time
@@ -23,12 +24,18 @@ from plpkg.residual.wire.loading import adapted_model
 from plpkg.retention import RetainingHeads
 from tests.residual.conftest import IDS, adapted, backbone, logits, reloaded
 
+from rounding import assert_close
+
 MIB = 2**20
 HEADS_CONFIG = "retaining_heads.json"
 M = "base_model.model.model.layers.0.self_attn.q_proj.privatelora_M.weight"
 LM_HEAD = "base_model.model.lm_head.weight"
 NOT_HERE, PATTERN, NAMES = "does not belong here", "a pattern is not evaluated", "must be a list of plain module names"
 BOMB = "(a|a?)+" * 12 + "(.*.*)*b"
+
+
+def digest(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def fields(changes, *, removed=(), file=CONFIG):
@@ -53,7 +60,7 @@ def tensors(change):
         given = load_file(folder / WEIGHTS)
         change(given)
         save_file(given, folder / WEIGHTS)
-        fields({"weights_sha256": saved.digest(folder / WEIGHTS)})(folder)
+        fields({"weights_sha256": digest(folder / WEIGHTS)})(folder)
 
     return craft
 
@@ -221,7 +228,7 @@ def test_a_saved_adapter_knows_its_backbone_and_its_weights(tmp_path):
     mine.save_pretrained(tmp_path)
     written = json.loads((tmp_path / CONFIG).read_text())
     assert written["backbone"] == fingerprint(mine) == fingerprint(backbone())
-    assert written["weights_sha256"] == saved.digest(tmp_path / WEIGHTS)
+    assert written["weights_sha256"] == digest(tmp_path / WEIGHTS)
     for file in (CONFIG, WEIGHTS):
         assert (tmp_path / file).stat().st_mode & 0o777 == 0o600
     PeftModel.from_pretrained(backbone(dtype=torch.bfloat16), tmp_path)
@@ -257,10 +264,22 @@ def test_tensors_are_looked_at_again_where_peft_loads_them(tmp_path):
             set_peft_model_state_dict(model, tensors)
         model.save_pretrained(tmp_path)
         save_file({key: each.contiguous() for key, each in tensors.items()}, tmp_path / WEIGHTS)
-        fields({"weights_sha256": saved.digest(tmp_path / WEIGHTS)})(tmp_path)
+        fields({"weights_sha256": digest(tmp_path / WEIGHTS)})(tmp_path)
         with pytest.raises(ValueError, match=message):
             model.load_adapter(tmp_path, "default")
         assert torch.equal(logits(model), before)
+
+
+def test_a_merged_adapter_takes_no_weights(tmp_path):
+    model = adapted()
+    model.save_pretrained(tmp_path)
+    state, before = get_peft_model_state_dict(model), logits(backbone())
+    model.merge_adapter()
+    for load in (lambda: model.load_adapter(tmp_path, "default"), lambda: set_peft_model_state_dict(model, state)):
+        with pytest.raises(ValueError, match="'default' is merged into the weights: unmerge it before another M"):
+            load()
+    model.unmerge_adapter()
+    assert_close(logits(model.unload()), before, terms=32)
 
 
 @pytest.mark.parametrize(
@@ -338,6 +357,31 @@ def test_a_pattern_is_saved_as_the_names_that_it_chose(options, tmp_path):
     model = adapted(**options)
     assert torch.equal(logits(reloaded(model, tmp_path)), logits(model))
     assert isinstance(json.loads((tmp_path / CONFIG).read_text())["target_modules"], list)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(layers_to_transform=range(2)),
+        dict(layers_to_transform={1}, layers_pattern=("layers",)),
+        dict(target_modules=frozenset({"q_proj"}), exclude_modules={"layers.0.self_attn.q_proj": 1}.keys()),
+    ],
+)
+def test_what_configures_an_adapter_is_saved_in_whatever_form_it_was_given(options, tmp_path):
+    model = adapted(**options)
+    assert torch.equal(logits(reloaded(model, tmp_path)), logits(model))
+
+
+@pytest.mark.parametrize("config", [{}, dict(ladder=dict(r=4))])
+def test_what_nobody_could_load_is_not_saved(config, tmp_path):
+    model = adapted(**config)
+    model.save_pretrained(tmp_path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with torch.no_grad():
+        next(p for p in model.parameters() if p.requires_grad)[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"_M\.weight': has values that are not finite"):
+        model.save_pretrained(tmp_path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 def test_a_part_of_the_backbone_is_not_saved_with_an_adapter(tmp_path):
