@@ -22,6 +22,7 @@ from plpkg.clipping.batches import batch_size, check_losses, examples, leaves, n
 from plpkg.clipping.clip import Clip, check_finite, clip_dense, zeros_for
 from plpkg.clipping.dropout import RandomState
 from plpkg.clipping.execution import EXECUTIONS, Execution
+from plpkg.clipping.layers import LOOP_TAKES_IT
 from plpkg.clipping.mixing import Guard
 from plpkg.clipping.planner import Plan, Watched, cheapest, watch
 from plpkg.clipping.recorder import Recorder
@@ -136,10 +137,14 @@ class Step:
         totals, norms = {name: zeros_for(p) for name, p in parameters.items()}, []
         owners = torch.arange(batch_size(self.batch)) if self.owners is None else self.owners
         count = len(owners.unique())
+        model, guard = self.recorder.model, self.recorder.guard
         for place in range(count):
             with self.recorder.set_aside():
                 theirs = (owners == place).nonzero().flatten()
-                self._losses(examples(self.batch, theirs), len(theirs)).sum().backward()
+                guard.stand(model)
+                losses = self._losses(examples(self.batch, theirs), len(theirs))
+                guard.still(model)
+                losses.sum().backward()
                 gradients = {n: zeros_for(p) if p.grad is None else p.grad for n, p in parameters.items()}
             dense = {name: gradient.to(totals[name].dtype)[None] for name, gradient in gradients.items()}
             sums, norm = clip_dense(dense, self.clip, self.recorder.layers)
@@ -158,6 +163,11 @@ class Step:
         with self.recorder.watch(count, looking=verify):
             before = RandomState()
             losses = self._losses(self.batch, count)
+            if not self.recorder.called:
+                raise ValueError(
+                    "loss_per_example must call the model, model(...): past that, as through model.forward or a layer "
+                    f"of it, whether examples are mixed is not seen; {LOOP_TAKES_IT}"
+                )
             replay = self.recorder.replay
             sums, norms = self.recorder.clipped_sums(losses, self.clip, execution, owners=self.owners, verify=verify)
         if replay:

@@ -301,6 +301,8 @@ class Recorder:
         The layer of each parameter.
     recording
         Whether layers are watched now; ``batch`` says for how many examples.
+    called
+        Whether the model itself has been called since.
     guard
         Sees that nothing changes silently.
 
@@ -328,7 +330,7 @@ class Recorder:
         self.model = model
         self.layers: dict[str, str] = {}
         self.batch = 0
-        self.recording = False
+        self.recording = self.called = False
         self._uses: Counter[str] = Counter()
         self._pass: RowPass | NormPass | SumPass | Projections | None = None
         self.replay: Replay | None = None  # the step under way is one that will be made again
@@ -378,7 +380,7 @@ class Recorder:
         again.
         """
         self.forget()
-        self.recording, self.batch, self.looking = True, batch, looking
+        self.recording, self.called, self.batch, self.looking = True, False, batch, looking
         try:
             yield
         finally:
@@ -536,6 +538,7 @@ class Recorder:
         """The model is called: look for changes and, for new shapes, find which example owns each row."""
         if not self.recording or module is not self.model or self.busy:
             return
+        self.called = True
 
         def run(probe: Probe) -> None:
             self._probe = probe
