@@ -512,6 +512,10 @@ def test_a_gradient_within_the_loss_needs_the_loop():
         (torch.tensor([0.0] * 63 + [float("nan")]), r"users\[63\]=nan is nobody"),
         ([None, *range(63)], r"users\[0\]=None is nobody"),
         (range(63), "each of 64 examples is, got 63"),
+        (64, "each of 64 examples is, got 64"),
+        ([[1]] * 64, r"users\[0\]=\[1\] is nobody"),
+        ([(1, torch.ones(2))] * 64, r"users\[0\]=\(1, tensor.* is nobody"),
+        ([object() for _ in range(64)], r"users\[0\]=<object .* is nobody"),
     ],
 )
 def test_users_that_nobody_can_tell_apart(users, message):
