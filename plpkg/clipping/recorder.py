@@ -588,14 +588,14 @@ class Recorder:
             if output is None:  # an exception passes: checkpointing stops a recomputation with one
                 return None
             given = float_tensors(output)
+            read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             if self._probe:
-                read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
                 return self._probe.see(label, read, output)
             if not given:
                 raise NotImplementedError(
                     f"{label} gave a {type(output).__name__} without tensors that can be followed"
                 )
-            rows = self.guard.rows(label, given, self.batch)
+            rows = self.guard.rows(label, given, len(read), self.batch)
             if self._pass is None:  # else the layer is run again for a checkpoint
                 self._uses.update(site.keys.values())
                 self.guard.see(label, given)

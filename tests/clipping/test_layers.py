@@ -165,6 +165,21 @@ def flattened(layer, x, call=plain):
     return call(layer, x.flatten(0, 1)).unflatten(0, (len(x), -1))
 
 
+def unrolled(cell, x):
+    """In its first call a cell has no state to read."""
+    state = cell(x[:, 0])
+    for step in x[:, 1:].unbind(1):
+        state = cell(step, state)
+    return state[0] if isinstance(state, tuple) else state
+
+
+def graph():
+    """A sparse buffer beside a layer."""
+    net = Net(lambda net, x: torch.stack([net.edges @ each for each in net.inner(x)]), inner=nn.Linear(6, 6))
+    net.register_buffer("edges", torch.eye(5).roll(1, 0).to_sparse())
+    return net
+
+
 def times(ids, layer, x):
     """What the layer gives for numbers that are nobody's."""
     return x * layer(ids).sin()
@@ -281,6 +296,9 @@ CASES = {
         floats(BATCH, 6),
         partial(to_itself, attn_mask=torch.ones(BATCH, BATCH).triu(1).bool()),
     ),
+    "LSTMCell, unrolled": (lambda: nn.LSTMCell(6, 4), floats(5, 6), unrolled),
+    "GRUCell, unrolled": (lambda: nn.GRUCell(6, 4), floats(5, 6), unrolled),
+    "a sparse buffer": (graph, floats(5, 6), plain),
     "flattened": (lambda: nn.Linear(6, 3), floats(5, 6), flattened),
     "flattened, LayerNorm": (lambda: nn.LayerNorm(6), floats(5, 6), flattened),
     "flattened, Llama's RMSNorm": (lambda: LlamaRMSNorm(6), floats(5, 6), flattened),
