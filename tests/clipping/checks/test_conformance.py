@@ -141,6 +141,24 @@ def test_a_sum_is_not_divided():
     assert conformance(train, [case]).ok
 
 
+class Around(torch.optim.Optimizer):
+    """An optimizer around another one, as schedulers and the like have them: two steps in one."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def test_an_optimizer_around_the_optimizer():
+    def train(model, optimizer, *given, **options):
+        by_hand()(model, Around(optimizer), *given, **options)
+
+    assert conformance(train, [PERCEPTRON], checks=["sums"]).ok
+
+
 def test_noise_is_the_optimizer_s():
     """Seen as it is released, times the expected batch size."""
     trial = Trial(by_hand(), PERCEPTRON)
