@@ -1,5 +1,6 @@
 """One run of anybody's training function on a case, and what its optimizer gets."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -125,7 +126,10 @@ class Trial:
         """C."""
         if self.case.max_grad_norm is not None:
             return self.case.max_grad_norm
-        return clip_dense(self.gradients, Clip(1.0))[1].median().item() or 1.0
+        median = clip_dense(self.gradients, Clip(1.0))[1].median().item()
+        if not math.isfinite(median):
+            raise ValueError(f"the case {self.case.name!r} cannot be tried: its gradients are not finite")
+        return median or 1.0
 
     @cached_property
     def wanted(self) -> Update:
