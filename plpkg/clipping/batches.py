@@ -103,6 +103,8 @@ def check_losses(losses: object, count: int) -> None:
     if losses.shape != (count,):
         hint = " (a reduced loss? take reduction='none' and each example's own mean)" if losses.ndim == 0 else ""
         raise ValueError(f"the losses must be one an example, of shape ({count},), got {tuple(losses.shape)}{hint}")
+    if losses.is_complex():
+        raise ValueError(f"the losses must be real numbers, got {losses.dtype}")
     if not losses.requires_grad:
         raise ValueError("the losses do not depend on any parameter that learns")
 

@@ -26,7 +26,7 @@ from plpkg.clipping.layers import LOOP_TAKES_IT
 from plpkg.clipping.mixing import Guard
 from plpkg.clipping.planner import Plan, Watched, cheapest, watch
 from plpkg.clipping.recorder import Recorder
-from plpkg.validation import one_of
+from plpkg.validation import one_of, whole_number
 
 Gradients = tuple[dict[str, torch.Tensor], torch.Tensor]
 """The sums of clipped gradients by parameter, and the norms before clipping, ``(batch,)`` or ``(users,)``."""
@@ -111,8 +111,9 @@ def plan(model: torch.nn.Module, loss_per_example: Callable, batch, *, memory_by
     Raises
     ------
     ValueError
-        Nothing fits in ``memory_bytes``; and what :func:`clipped_gradients` raises.
+        An empty batch, nothing fits in ``memory_bytes``; and what :func:`clipped_gradients` raises.
     """
+    whole_number("the number of examples", batch_size(batch), 1)
     with _watching(model, loss_per_example, batch, Clip(1.0)) as step:
         return cheapest(step.watched()[1], memory_bytes)
 

@@ -195,7 +195,7 @@ def any_layer(call: Call) -> Contributions:
 
 def rule_for(module: nn.Module) -> Callable[[Call], Contributions]:
     """The rule for a layer: by its type, by asking it (norms of model families), or :func:`any_layer`."""
-    if "forward" in vars(module) or not set(module._parameters) <= {"weight", "bias"}:
+    if "forward" in vars(module) or not set(module._parameters.keys()) <= {"weight", "bias"}:
         return any_layer
     for kind, rule in RULES.items():
         # A subclass with its own forward may compute something else.
@@ -307,6 +307,8 @@ def refusal(module: nn.Module, alone: bool = False) -> str | None:
             return "has sparse=True; the noise of DP-SGD is dense: use sparse=False"
     elif alone:
         return None
+    elif isinstance(module, torch.jit.ScriptModule) and any(p.requires_grad for p in module.parameters()):
+        return f"is {SCRIPTED}"
     elif merges(module) and any(p.requires_grad for p in module.parameters()):
         return "puts its weights into those of the layer below as it runs, past what is watched"
     elif _is_spectral(module) and any(p.requires_grad for _, p in _held(module)):
@@ -445,6 +447,7 @@ REFUSED: Mapping[str, str] = {
     "PrefixEncoder": _PROMPT,
 }
 """PEFT's layers by name, which need not be loaded."""
+SCRIPTED = "compiled by torch.jit, which takes no hooks: give the module that it was made of"
 LOOP_TAKES_IT = "execution='loop' takes it, one example at a time"
 HOLDERS = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict, ParametrizationList)
 """What keeps parameters or layers for the module that it is in."""

@@ -34,7 +34,7 @@ from plpkg.clipping.clip import Clip, check_finite, clip_dense
 from plpkg.clipping.dropout import Kept
 from plpkg.clipping.execution import Execution
 from plpkg.clipping.factors import Outer
-from plpkg.clipping.layers import Call, Site, any_layer, check_layers, sites
+from plpkg.clipping.layers import SCRIPTED, Call, Site, any_layer, check_layers, sites
 from plpkg.clipping.mixing import Guard, Probe, RowPass
 from plpkg.clipping.replay import Projections, Replay
 
@@ -309,7 +309,8 @@ class Recorder:
     Raises
     ------
     ValueError
-        Nothing learns, a layer mixes examples, or a gradient would be changed by a hook.
+        Nothing learns, or what has no shape, no numbers or complex ones; a layer mixes examples or takes no hooks; or a
+        gradient would be changed by a hook.
     RuntimeError
         Another recorder watches the model.
     """
@@ -322,6 +323,13 @@ class Recorder:
             raise ValueError("no parameter of the model has requires_grad=True")
         if lazy := [name for name, p in self.parameters.items() if is_lazy(p)]:
             raise ValueError(f"{lazy[0]} has no shape yet: run the model once before, with an example that is public")
+        for name, p in self.parameters.items():
+            if p.is_complex():  # noise of one real number is not for two
+                raise ValueError(f"{name} is complex: let its real and imaginary parts learn (torch.view_as_real)")
+            if p.is_meta and not is_fake(p):
+                raise ValueError(f"{name} is on the device meta, without numbers: build the model in a FakeTensorMode")
+        if isinstance(model, torch.jit.ScriptModule):
+            raise ValueError(f"the model is {SCRIPTED}")
         self.guard, self.alone = guard or Guard(), alone
         check_layers(model, alone=alone)
         for name, p in self.parameters.items():

@@ -528,6 +528,13 @@ def test_a_model_without_shapes_is_to_be_run_first():
         private(nn.LazyLinear(CLASSES))
 
 
+def test_a_forward_pass_that_nobody_saw():
+    made = private()
+    x, y = next(iter(made.data_loader))
+    with pytest.raises(ValueError, match="the criterion was given what the model did not give: call the model"):
+        made.criterion(made.model.forward(x), y)
+
+
 def test_an_example_that_is_left_out_is_missed():
     made = private()
     x, y = next(iter(made.data_loader))
