@@ -49,8 +49,8 @@ def clipped_gradients(
     model
         Its parameters with ``requires_grad`` are those whose gradients are wanted. Their ``.grad`` stay as they are.
     loss_per_example
-        ``loss_per_example(model, batch)`` calls the model and gives one loss an example, ``(batch,)``; an example's loss
-        depends on that example alone, which is checked in the first steps, at new shapes, and now and then
+        ``loss_per_example(model, batch)`` calls the model and gives one loss an example, ``(batch,)``. It depends on
+        that example alone, which is checked in the first steps, at new shapes, and now and then
         (:mod:`plpkg.clipping.mixing`).
     batch
         A tensor, or tensors in tuples, lists and mappings; the first dimension of each is the batch.
