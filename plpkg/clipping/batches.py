@@ -3,7 +3,7 @@
 Within a model a tensor may have several rows for each example, or the same for all of them: :class:`Rows`.
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,22 +54,40 @@ def batch_size(batch) -> int:
 
 
 def numbered(users: torch.Tensor | Sequence[Hashable], count: int) -> torch.Tensor:
-    """Whose each of ``count`` examples is, ``(count,)``: users are numbered as they come first.
+    """Whose each of ``count`` examples is, ``(count,)``: users are numbered as they come first."""
+    numbers: dict[Hashable, int] = {}
+    names = named(users, count)
+    return torch.tensor([numbers.setdefault(name, len(numbers)) for name in names], dtype=torch.int64)
+
+
+def named(users: torch.Tensor | Sequence[Hashable], count: int) -> list[Hashable]:
+    """Whose each of ``count`` examples is, by names that are equal where the user is the same.
 
     Raises
     ------
     ValueError
-        There is not one user for each example.
+        There is not one user for each example, or a name is told from others by its place in memory alone.
     """
+    if not isinstance(users, Iterable):
+        raise ValueError(f"users must name whose each of {count} examples is, got {users!r}")
     if (shape := tuple(getattr(users, "shape", (count,)))) != (count,):
         raise ValueError(f"users must name whose each of {count} examples is, of shape ({count},), got {shape}")
     names = users.tolist() if hasattr(users, "tolist") else list(users)
+    names = [name.tolist() if hasattr(name, "tolist") else name for name in names]  # a list of tensors: what they say
     if len(names) != count:
         raise ValueError(f"users must name whose each of {count} examples is, got {len(names)}")
-    if nameless := [i for i, name in enumerate(names) if name is None or name != name]:
-        raise ValueError(f"users[{nameless[0]}]={names[nameless[0]]} is nobody: whose example is that?")
-    numbers: dict[Hashable, int] = {}
-    return torch.tensor([numbers.setdefault(name, len(numbers)) for name in names], dtype=torch.int64)
+    if nameless := [i for i, name in enumerate(names) if not _says_who(name)]:
+        raise ValueError(
+            f"users[{nameless[0]}]={names[nameless[0]]} is nobody: whose example is that? (A number or a text says it.)"
+        )
+    return names
+
+
+def _says_who(name: object) -> bool:
+    if isinstance(name, tuple):
+        return all(map(_says_who, name))
+    by_place = type(name).__hash__ in (None, object.__hash__, torch.Tensor.__hash__)
+    return not by_place and name is not None and name == name
 
 
 def check_losses(losses: object, count: int) -> None:
@@ -85,6 +103,8 @@ def check_losses(losses: object, count: int) -> None:
     if losses.shape != (count,):
         hint = " (a reduced loss? take reduction='none' and each example's own mean)" if losses.ndim == 0 else ""
         raise ValueError(f"the losses must be one an example, of shape ({count},), got {tuple(losses.shape)}{hint}")
+    if losses.is_complex():
+        raise ValueError(f"the losses must be real numbers, got {losses.dtype}")
     if not losses.requires_grad:
         raise ValueError("the losses do not depend on any parameter that learns")
 

@@ -22,10 +22,11 @@ from plpkg.clipping.batches import batch_size, check_losses, examples, leaves, n
 from plpkg.clipping.clip import Clip, check_finite, clip_dense, zeros_for
 from plpkg.clipping.dropout import RandomState
 from plpkg.clipping.execution import EXECUTIONS, Execution
+from plpkg.clipping.layers import LOOP_TAKES_IT
 from plpkg.clipping.mixing import Guard
 from plpkg.clipping.planner import Plan, Watched, cheapest, watch
 from plpkg.clipping.recorder import Recorder
-from plpkg.validation import one_of
+from plpkg.validation import one_of, whole_number
 
 Gradients = tuple[dict[str, torch.Tensor], torch.Tensor]
 """The sums of clipped gradients by parameter, and the norms before clipping, ``(batch,)`` or ``(users,)``."""
@@ -48,8 +49,8 @@ def clipped_gradients(
     model
         Its parameters with ``requires_grad`` are those whose gradients are wanted. Their ``.grad`` stay as they are.
     loss_per_example
-        ``loss_per_example(model, batch)`` gives one loss an example, ``(batch,)``; an example's loss depends on that
-        example alone, which is checked in the first steps, at new shapes, and now and then
+        ``loss_per_example(model, batch)`` calls the model and gives one loss an example, ``(batch,)``. It depends on
+        that example alone, which is checked in the first steps, at new shapes, and now and then
         (:mod:`plpkg.clipping.mixing`).
     batch
         A tensor, or tensors in tuples, lists and mappings; the first dimension of each is the batch.
@@ -110,8 +111,9 @@ def plan(model: torch.nn.Module, loss_per_example: Callable, batch, *, memory_by
     Raises
     ------
     ValueError
-        Nothing fits in ``memory_bytes``; and what :func:`clipped_gradients` raises.
+        An empty batch, nothing fits in ``memory_bytes``; and what :func:`clipped_gradients` raises.
     """
+    whole_number("the number of examples", batch_size(batch), 1)
     with _watching(model, loss_per_example, batch, Clip(1.0)) as step:
         return cheapest(step.watched()[1], memory_bytes)
 
@@ -136,10 +138,14 @@ class Step:
         totals, norms = {name: zeros_for(p) for name, p in parameters.items()}, []
         owners = torch.arange(batch_size(self.batch)) if self.owners is None else self.owners
         count = len(owners.unique())
+        model, guard = self.recorder.model, self.recorder.guard
         for place in range(count):
             with self.recorder.set_aside():
                 theirs = (owners == place).nonzero().flatten()
-                self._losses(examples(self.batch, theirs), len(theirs)).sum().backward()
+                guard.stand(model)
+                losses = self._losses(examples(self.batch, theirs), len(theirs))
+                guard.still(model)
+                losses.sum().backward()
                 gradients = {n: zeros_for(p) if p.grad is None else p.grad for n, p in parameters.items()}
             dense = {name: gradient.to(totals[name].dtype)[None] for name, gradient in gradients.items()}
             sums, norm = clip_dense(dense, self.clip, self.recorder.layers)
@@ -158,6 +164,11 @@ class Step:
         with self.recorder.watch(count, looking=verify):
             before = RandomState()
             losses = self._losses(self.batch, count)
+            if not self.recorder.called:
+                raise ValueError(
+                    "loss_per_example must call the model, model(...): past that, as through model.forward or a layer "
+                    f"of it, whether examples are mixed is not seen; {LOOP_TAKES_IT}"
+                )
             replay = self.recorder.replay
             sums, norms = self.recorder.clipped_sums(losses, self.clip, execution, owners=self.owners, verify=verify)
         if replay:

@@ -65,7 +65,7 @@ def conv1d_of_transformers(call: Call) -> Contributions:
 def embedding(call: Call) -> Contributions:
     """Rows of a table: one-hot ⊗ g. The row of ``padding_idx`` does not learn."""
     ids = call.read.flatten(1) if call.read.ndim > 1 else call.read[:, None]
-    g = call.gradients[0].reshape(*ids.shape, -1)
+    g = call.gradients[0].reshape(*ids.shape, call.gradients[0].shape[-1])
     if call.module.padding_idx is not None:
         g = g * (ids != call.module.padding_idx)[:, :, None]
     return {"weight": Outer(ids, g[:, None], call.module.weight.shape)}
@@ -73,6 +73,8 @@ def embedding(call: Call) -> Contributions:
 
 def scaled_embedding(call: Call, factor: float) -> Contributions:
     """A model family's own table, whose rows are multiplied by one number (Gemma's √hidden)."""
+    if _with_more(call):
+        return any_layer(call)
     gradients = tuple(g * factor for g in call.gradients)
     return embedding(replace(call, gradients=gradients))
 
@@ -115,10 +117,17 @@ def group_norm(call: Call) -> Contributions:
 
 def scale(call: Call, offset: int) -> Contributions:
     """A model family's own RMSNorm, y = x̂·(w + o): x̂ is what it gives for w + o = 1."""
+    if _with_more(call):
+        return any_layer(call)
     (name,) = call.wanted
     one = torch.full_like(getattr(call.module, name), 1 - offset)
     normal = call.rows.by_example(functional_call(call.module, {name: one}, call.args, call.kwargs), call.batch)
     return _affine(call, normal, range(1, normal.ndim - 1), weight=name)
+
+
+def _with_more(call: Call) -> bool:
+    """Whether a layer has got more than the one argument that it was asked with: :func:`scale_offset`."""
+    return len(call.args) + len(call.kwargs) > 1
 
 
 def any_layer(call: Call) -> Contributions:
@@ -186,7 +195,7 @@ def any_layer(call: Call) -> Contributions:
 
 def rule_for(module: nn.Module) -> Callable[[Call], Contributions]:
     """The rule for a layer: by its type, by asking it (norms of model families), or :func:`any_layer`."""
-    if "forward" in vars(module) or not set(module._parameters) <= {"weight", "bias"}:
+    if "forward" in vars(module) or not set(module._parameters.keys()) <= {"weight", "bias"}:
         return any_layer
     for kind, rule in RULES.items():
         # A subclass with its own forward may compute something else.
@@ -298,6 +307,8 @@ def refusal(module: nn.Module, alone: bool = False) -> str | None:
             return "has sparse=True; the noise of DP-SGD is dense: use sparse=False"
     elif alone:
         return None
+    elif isinstance(module, torch.jit.ScriptModule) and any(p.requires_grad for p in module.parameters()):
+        return f"is {SCRIPTED}"
     elif merges(module) and any(p.requires_grad for p in module.parameters()):
         return "puts its weights into those of the layer below as it runs, past what is watched"
     elif _is_spectral(module) and any(p.requires_grad for _, p in _held(module)):
@@ -352,23 +363,21 @@ def scale_offset(module: nn.Module) -> int | None:
     ((name, weight),) = parameters.items()
     if weight.ndim != 1 or len(weight) == 1:  # one number for all would be one for each of one
         return None
+    offsets: set[int | None] = set()
     with unset_fake_temporarily(), torch.no_grad():
         generator = torch.Generator().manual_seed(0)
-        x, w = torch.randn(2, 3, len(weight), generator=generator), torch.randn(len(weight), generator=generator)
-
-        def ask(value):
-            return functional_call(module, {name: value}, (x,))
-
-        try:
-            zero, one, some = ask(torch.zeros_like(w)), ask(torch.ones_like(w)), ask(w)
-        except (RuntimeError, TypeError, ValueError):
-            return None
-        if one.shape != x.shape or not torch.allclose(zero + w * (one - zero), some, atol=1e-5):
-            return None
-        for offset in (0, 1):
-            if torch.allclose(zero, offset * (one - zero), atol=1e-5):
-                return offset
-    return None
+        w = torch.randn(len(weight), generator=generator)
+        for shape in ((2,), (2, 3), (2, 3, 4)):  # vectors, texts, heads: it may have the channels elsewhere in some
+            x = torch.randn(*shape, len(w), generator=generator)
+            try:
+                zero, one, some = (functional_call(module, {name: value}, (x,)) for value in (0 * w, w**0, w))
+            except (RuntimeError, TypeError, ValueError):
+                return None
+            if one.shape != x.shape or not torch.allclose(zero + w * (one - zero), some, atol=1e-5):
+                return None
+            fits = [offset for offset in (0, 1) if torch.allclose(zero, offset * (one - zero), atol=1e-5)]
+            offsets.add(fits[0] if fits else None)
+    return offsets.pop() if len(offsets) == 1 else None
 
 
 def embedding_scale(module: nn.Module) -> float | None:
@@ -438,6 +447,7 @@ REFUSED: Mapping[str, str] = {
     "PrefixEncoder": _PROMPT,
 }
 """PEFT's layers by name, which need not be loaded."""
+SCRIPTED = "compiled by torch.jit, which takes no hooks: give the module that it was made of"
 LOOP_TAKES_IT = "execution='loop' takes it, one example at a time"
 HOLDERS = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict, ParametrizationList)
 """What keeps parameters or layers for the module that it is in."""

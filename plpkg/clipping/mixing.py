@@ -141,8 +141,8 @@ class Probe:
         rows = next((r for r in self.found.get(name, ()) if all(r.fit(tensor, 2) for tensor in given)), OWN)
         return tree_map(lambda leaf: rows.given(leaf, 2) if is_float(leaf) else leaf, output)
 
-    def rows(self, name: str, given: Sequence[torch.Tensor], batch: int) -> Rows:
-        """The rows of what a layer gave for a batch.
+    def rows(self, name: str, given: Sequence[torch.Tensor], read: int, batch: int) -> Rows:
+        """The rows of what a layer gave for a batch, when it had read so many tensors.
 
         Raises
         ------
@@ -151,6 +151,8 @@ class Probe:
         """
         known = self.found.get(name, (OWN, EVERYBODYS))
         fitting = [rows for rows in known if all(rows.fit(tensor, batch) for tensor in given)]
+        # A cell may have a state to read only after its first call.
+        fitting = [rows for rows in fitting if rows.own is None or len(rows.own) == read] or fitting
         if len(fitting) == 1 or (fitting and batch == 1):
             return fitting[0]
         shapes = " and ".join(str(tuple(tensor.shape)) for tensor in given)
@@ -284,9 +286,9 @@ class Guard:
         self._replays = max(0, self._replays - 1)
         return True
 
-    def rows(self, name: str, given: Sequence[torch.Tensor], batch: int) -> Rows:
+    def rows(self, name: str, given: Sequence[torch.Tensor], read: int, batch: int) -> Rows:
         """The rows of what a layer gave: :meth:`Probe.rows`."""
-        return self.known.rows(name, given, batch)
+        return self.known.rows(name, given, read, batch)
 
     def see(self, name: str, given: Iterable[torch.Tensor]) -> None:
         """A layer gave tensors; their shapes may be new."""
@@ -381,5 +383,7 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 def _sums(tensor: torch.Tensor) -> tuple:
     wide = torch.complex128 if tensor.is_complex() else torch.float64
     bits = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    # hash_tensor refuses a tensor without numbers
-    return bits.numel() and torch.hash_tensor(bits).item(), tensor.sum(dtype=wide).item()
+    try:  # hash_tensor refuses a tensor without numbers
+        return bits.numel() and torch.hash_tensor(bits).item(), tensor.sum(dtype=wide).item()
+    except RuntimeError:  # nothing of the kind for a sparse tensor, or for float8: the version has to tell
+        return ()

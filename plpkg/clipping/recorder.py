@@ -34,7 +34,7 @@ from plpkg.clipping.clip import Clip, check_finite, clip_dense
 from plpkg.clipping.dropout import Kept
 from plpkg.clipping.execution import Execution
 from plpkg.clipping.factors import Outer
-from plpkg.clipping.layers import Call, Site, any_layer, check_layers, sites
+from plpkg.clipping.layers import SCRIPTED, Call, Site, any_layer, check_layers, sites
 from plpkg.clipping.mixing import Guard, Probe, RowPass
 from plpkg.clipping.replay import Projections, Replay
 
@@ -301,13 +301,16 @@ class Recorder:
         The layer of each parameter.
     recording
         Whether layers are watched now; ``batch`` says for how many examples.
+    called
+        Whether the model itself has been called since.
     guard
         Sees that nothing changes silently.
 
     Raises
     ------
     ValueError
-        Nothing learns, a layer mixes examples, or a gradient would be changed by a hook.
+        Nothing learns, or what has no shape, no numbers or complex ones; a layer mixes examples or takes no hooks; or a
+        gradient would be changed by a hook.
     RuntimeError
         Another recorder watches the model.
     """
@@ -320,6 +323,13 @@ class Recorder:
             raise ValueError("no parameter of the model has requires_grad=True")
         if lazy := [name for name, p in self.parameters.items() if is_lazy(p)]:
             raise ValueError(f"{lazy[0]} has no shape yet: run the model once before, with an example that is public")
+        for name, p in self.parameters.items():
+            if p.is_complex():  # noise of one real number is not for two
+                raise ValueError(f"{name} is complex: let its real and imaginary parts learn (torch.view_as_real)")
+            if p.is_meta and not is_fake(p):
+                raise ValueError(f"{name} is on the device meta, without numbers: build the model in a FakeTensorMode")
+        if isinstance(model, torch.jit.ScriptModule):
+            raise ValueError(f"the model is {SCRIPTED}")
         self.guard, self.alone = guard or Guard(), alone
         check_layers(model, alone=alone)
         for name, p in self.parameters.items():
@@ -328,7 +338,7 @@ class Recorder:
         self.model = model
         self.layers: dict[str, str] = {}
         self.batch = 0
-        self.recording = False
+        self.recording = self.called = False
         self._uses: Counter[str] = Counter()
         self._pass: RowPass | NormPass | SumPass | Projections | None = None
         self.replay: Replay | None = None  # the step under way is one that will be made again
@@ -378,7 +388,7 @@ class Recorder:
         again.
         """
         self.forget()
-        self.recording, self.batch, self.looking = True, batch, looking
+        self.recording, self.called, self.batch, self.looking = True, False, batch, looking
         try:
             yield
         finally:
@@ -536,6 +546,7 @@ class Recorder:
         """The model is called: look for changes and, for new shapes, find which example owns each row."""
         if not self.recording or module is not self.model or self.busy:
             return
+        self.called = True
 
         def run(probe: Probe) -> None:
             self._probe = probe
@@ -585,14 +596,14 @@ class Recorder:
             if output is None:  # an exception passes: checkpointing stops a recomputation with one
                 return None
             given = float_tensors(output)
+            read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             if self._probe:
-                read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
                 return self._probe.see(label, read, output)
             if not given:
                 raise NotImplementedError(
                     f"{label} gave a {type(output).__name__} without tensors that can be followed"
                 )
-            rows = self.guard.rows(label, given, self.batch)
+            rows = self.guard.rows(label, given, len(read), self.batch)
             if self._pass is None:  # else the layer is run again for a checkpoint
                 self._uses.update(site.keys.values())
                 self.guard.see(label, given)

@@ -180,3 +180,26 @@ def test_an_interrupt_leaves_nothing_frozen():
     with pytest.raises(KeyboardInterrupt):
         clipped_gradients(model, loss, numbers(6), 1.0)
     assert all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("called", [lambda model, x: model.forward(x), lambda model, x: model.layer(x)])
+def test_a_loss_that_goes_past_the_model(called):
+    def past(model, x):
+        return called(model, x).square().sum(1)
+
+    model = Net(nn.Linear(6, 3), plain)
+    with pytest.raises(ValueError, match="must call the model"):
+        clipped_gradients(model, past, numbers(6), 1.0)
+    assert clipped_gradients(model, past, numbers(6), 1.0, "loop")[1].all()
+
+
+@pytest.mark.parametrize("execution", ["loop", *EXECUTIONS])
+def test_a_buffer_that_keeps_something_of_examples(execution):
+    def centred(layer, x):
+        layer.mean.lerp_(x.detach().mean(0), 0.1)
+        return layer(x - layer.mean.clone())
+
+    layer = nn.Linear(6, 3)
+    layer.register_buffer("mean", torch.zeros(6))
+    with pytest.raises(ValueError, match=r"layer\.mean: the model changes this as it reads examples"):
+        clipped_gradients(Net(layer, centred), loss, numbers(6), 1.0, execution)

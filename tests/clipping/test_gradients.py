@@ -1,6 +1,7 @@
 """Executions of whole models against the loop: families, ties, adapters, checkpointing, and architectures at random."""
 
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -169,6 +170,8 @@ def test_autocast(lm_loss, still, flat):
         assert flat(one).norm().item() == pytest.approx(0.1, rel=CONSISTENT)
 
 
+with warnings.catch_warnings(category=DeprecationWarning, action="ignore"):
+    TRACED = torch.jit.trace(nn.Linear(3, 2), torch.ones(4, 3))
 BAD = [
     (dict(max_grad_norm=0), "max_grad_norm must be greater than 0, got 0"),
     (dict(max_grad_norm=float("nan")), "max_grad_norm must be greater than 0, got nan"),
@@ -180,6 +183,11 @@ BAD = [
     (dict(loss_per_example=lambda m, x: m(x)), r"of shape \(4,\), got \(4, 2\)"),
     (dict(loss_per_example=lambda m, x: m(x).detach().sum(1)), "do not depend on any parameter"),
     (dict(loss_per_example=lambda m, x: 1.0), "got float"),
+    (dict(loss_per_example=lambda m, x: m(x).sum(1) * 1j), r"must be real numbers, got torch\.complex64"),
+    (dict(model=nn.Linear(3, 2, dtype=torch.complex64)), "weight is complex: let its real and imaginary parts"),
+    (dict(model=nn.Linear(3, 2, device="meta")), "weight is on the device meta, without numbers"),
+    (dict(model=TRACED), r"the model is compiled by torch\.jit"),
+    (dict(model=nn.Sequential(TRACED)), r"^0 \(.*compiled by torch\.jit"),
     (dict(model=nn.Linear(3, 2).requires_grad_(False)), "no parameter of the model has requires_grad=True"),
 ]  # fmt: skip
 

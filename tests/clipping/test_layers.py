@@ -92,6 +92,30 @@ class OldFunction(torch.autograd.Function):
         return gradient * weight.sin(), (gradient * x * weight.cos()).sum_to_size(weight.shape)
 
 
+class Places(nn.Embedding):
+    """Positions from an offset on, as several families of models have them."""
+
+    def forward(self, ids, offset=0):
+        return super().forward((ids + offset) % len(self.weight))
+
+
+class AddedNorm(LlamaRMSNorm):
+    def forward(self, x, residual=0.0):
+        return super().forward(x) + residual
+
+
+class ChannelsNorm(nn.Module):
+    """Of images the channels are second, of texts last."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = numbers(6)
+
+    def forward(self, x):
+        dim, weight = (1, self.weight[:, None, None]) if x.ndim == 4 else (-1, self.weight)
+        return x / x.norm(dim=dim, keepdim=True) * weight
+
+
 def by_an_old_function():
     return Net(lambda net, x: OldFunction.apply(x, net.weight), weight=numbers(6))
 
@@ -139,6 +163,21 @@ def to_others(layer, x, **options):
 def flattened(layer, x, call=plain):
     """As OPT does it: an example's rows one after the other."""
     return call(layer, x.flatten(0, 1)).unflatten(0, (len(x), -1))
+
+
+def unrolled(cell, x):
+    """In its first call a cell has no state to read."""
+    state = cell(x[:, 0])
+    for step in x[:, 1:].unbind(1):
+        state = cell(step, state)
+    return state[0] if isinstance(state, tuple) else state
+
+
+def graph():
+    """A sparse buffer beside a layer."""
+    net = Net(lambda net, x: torch.stack([net.edges @ each for each in net.inner(x)]), inner=nn.Linear(6, 6))
+    net.register_buffer("edges", torch.eye(5).roll(1, 0).to_sparse())
+    return net
 
 
 def times(ids, layer, x):
@@ -194,6 +233,8 @@ CASES = {
     "Embedding, 3-D": (lambda: nn.Embedding(6, 4), ids(3, 2), plain),
     "Embedding, padding": (lambda: nn.Embedding(6, 4, padding_idx=2), ids(9), plain),
     "Embedding, scaled": (lambda: Gemma2TextScaledWordEmbedding(6, 4, 2, embed_scale=3.0), ids(9), plain),
+    "Embedding, an offset": (lambda: Places(6, 4), ids(9), lambda layer, x: layer(x, offset=2)),
+    "Embedding, no tokens": (lambda: nn.Embedding(6, 4), ids(0), plain),
     "EmbeddingBag": (lambda: nn.EmbeddingBag(6, 4), ids(5), plain),
     "EmbeddingBag, sum, padding": (lambda: nn.EmbeddingBag(6, 4, mode="sum", padding_idx=2), ids(5), plain),
     "LayerNorm": (lambda: nn.LayerNorm(6), floats(5, 6), plain),
@@ -203,6 +244,8 @@ CASES = {
     "Llama's RMSNorm": (lambda: LlamaRMSNorm(6), floats(5, 6), plain),
     "Gemma's RMSNorm": (lambda: Gemma2RMSNorm(6), floats(5, 6), plain),
     "T5's norm": (lambda: T5LayerNorm(6), floats(5, 6), plain),
+    "a norm and what is added": (lambda: AddedNorm(6), floats(5, 6), lambda layer, x: layer(x, x.cos())),
+    "a norm of channels": (ChannelsNorm, floats(6, 3, 6), plain),
     "GroupNorm": (lambda: nn.GroupNorm(2, 4), floats(4, 5, 3), plain),
     "InstanceNorm1d": (lambda: nn.InstanceNorm1d(4, affine=True), floats(4, 5), plain),
     "InstanceNorm2d": (lambda: nn.InstanceNorm2d(4, affine=True), floats(4, 5, 3), plain),
@@ -253,6 +296,9 @@ CASES = {
         floats(BATCH, 6),
         partial(to_itself, attn_mask=torch.ones(BATCH, BATCH).triu(1).bool()),
     ),
+    "LSTMCell, unrolled": (lambda: nn.LSTMCell(6, 4), floats(5, 6), unrolled),
+    "GRUCell, unrolled": (lambda: nn.GRUCell(6, 4), floats(5, 6), unrolled),
+    "a sparse buffer": (graph, floats(5, 6), plain),
     "flattened": (lambda: nn.Linear(6, 3), floats(5, 6), flattened),
     "flattened, LayerNorm": (lambda: nn.LayerNorm(6), floats(5, 6), flattened),
     "flattened, Llama's RMSNorm": (lambda: LlamaRMSNorm(6), floats(5, 6), flattened),
@@ -279,7 +325,7 @@ def test_equal_to_one_example_at_a_time(name, assert_as_loop):
         assert_as_loop(model, loss, x, *EXECUTIONS, max_grad_norm=1.0, clipping=clipping)
     model.double()
     x = x.double() if x.is_floating_point() else x
-    mixed = name in ("Llama's RMSNorm", "Gemma's RMSNorm", "T5's norm")
+    mixed = name in ("Llama's RMSNorm", "Gemma's RMSNorm", "T5's norm", "a norm and what is added")
     for clipping in ("flat", "automatic", "per_layer"):
         assert_as_loop(model, loss, x, *EXECUTIONS, max_grad_norm=1.0, clipping=clipping, mixed=mixed)
 

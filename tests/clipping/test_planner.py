@@ -133,6 +133,8 @@ def test_too_little_memory_is_refused_with_what_is_needed():
         plan(model, loss, ids, memory_bytes=1000)
     with pytest.raises(ValueError, match="memory_bytes must be a whole number of at least 1, got 0"):
         plan(model, loss, ids, memory_bytes=0)
+    with pytest.raises(ValueError, match="the number of examples must be a whole number of at least 1, got 0"):
+        plan(model, loss, ids[:0])
 
 
 @pytest.mark.parametrize("share", [0.8, 0.9, 0.95])

@@ -156,7 +156,8 @@ def one_run_audit(scores, included, delta: float, confidence: float = 0.95) -> A
     scores, included = _one_number_a_canary(scores, included)
     probability("confidence", confidence)
     count = len(scores)
-    ranked = included[np.argsort(-scores, kind="stable")]
+    order = np.random.default_rng(0).permutation(count)  # equal scores tell nothing, in whatever order they come
+    ranked = included[order][np.argsort(-scores[order], kind="stable")]
     numbers = sorted({max(1, round(share * count)) for share in GUESSED})
     corrected = 1 - (1 - confidence) / len(numbers)
     attempts = []
@@ -241,8 +242,12 @@ def gaussian_audit(scores, included, delta: float, confidence: float = 0.95) -> 
     inside, outside = scores[included], scores[~included]
     if min(len(inside), len(outside)) < 2:
         raise ValueError(f"two canaries must take part and two not, got {len(inside)} and {len(outside)}")
-    freedom, gap = len(scores) - 2, float(inside.mean() - outside.mean())
-    deviation = math.sqrt((inside.var() * len(inside) + outside.var() * len(outside)) / freedom)
+    freedom = len(scores) - 2
+    with np.errstate(all="ignore"):
+        gap = float(inside.mean() - outside.mean())
+        deviation = math.sqrt((inside.var() * len(inside) + outside.var() * len(outside)) / freedom)
+    if not math.isfinite(gap + deviation):
+        raise ValueError(f"the scores, from {scores.min():g} to {scores.max():g}, have no finite mean and variance")
     unit = math.sqrt(1 / len(inside) + 1 / len(outside))
     apart = gap / deviation if deviation else math.copysign(math.inf, gap) if gap else 0.0
     statistic = min(apart, HIGHEST_MU) / unit  # a smaller one contradicts less
@@ -339,8 +344,11 @@ def gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
 
     def excess(epsilon: float) -> float:
         half, shift = 1 / (2 * sigma), epsilon * sigma
-        return math.exp(log_ndtr(half - shift)) - math.exp(epsilon + log_ndtr(-half - shift)) - delta
+        theirs = min(0.0, epsilon + log_ndtr(-half - shift))  # of large numbers: rounded, and perhaps above 0
+        return math.exp(log_ndtr(half - shift)) - math.exp(theirs) - delta
 
+    if math.isinf(1 / sigma / sigma):  # ε is about half of it
+        return math.inf
     if excess(0.0) <= 0:
         return 0.0
     high = 1.0

@@ -8,7 +8,8 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from plpkg.clipping.batches import batch_size, examples
+from plpkg.clipping.batches import batch_size, examples, named
+from plpkg.validation import number, whole_number
 
 Batch = tuple
 """``(inputs, target)``: a tuple of tensors for the model, and a tensor; of users also ``(batch,)`` of ids."""
@@ -40,6 +41,11 @@ class Case:
         What goes wrong here, in a sentence.
     expects_actual
         Whether whoever trains takes the batch's size for the expected one.
+
+    Raises
+    ------
+    ValueError
+        Micro-batches of less than one example, C that is not positive, not one user an example.
     """
 
     name: str
@@ -52,6 +58,14 @@ class Case:
     max_grad_norm: float | None = None
     lesson: str = ""
     expects_actual: bool = False
+
+    def __post_init__(self) -> None:
+        if self.micro_batch is not None:
+            whole_number("micro_batch", self.micro_batch, 1)
+        if self.max_grad_norm is not None:
+            number("max_grad_norm", self.max_grad_norm, open_low=True)
+        if self.users is not None:
+            named(self.users, self.size)
 
     def build(self) -> nn.Module:
         """The model, the same in each call."""

@@ -21,6 +21,7 @@ a sentence a check, and is skipped with what was refused. Without the option not
 """
 
 import inspect
+from collections.abc import Iterable
 
 import pytest
 
@@ -69,6 +70,11 @@ def pytest_pycollect_makeitem(collector, name: str, obj: object):
     if obj.__module__ != collector.obj.__name__:
         return None
     from plpkg.clipping.checks import conformance
+    from plpkg.clipping.checks.cases import Case
 
-    cases = getattr(collector.obj, "cases", conformance.cases)()
+    given = getattr(collector.obj, "cases", conformance.cases)
+    cases = given() if callable(given) else given
+    cases = list(cases) if isinstance(cases, Iterable) else [cases]
+    if not callable(given) or not all(isinstance(case, Case) for case in cases):
+        raise collector.CollectError(f"{collector.path.name}: cases must be a function that gives cases, got {given!r}")
     return [ConformanceItem.from_parent(collector, name=f"{name}[{case.name}]", train=obj, case=case) for case in cases]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from plpkg.clipping.batches import batch_size, examples
+from plpkg.clipping.batches import batch_size, examples, named
 from plpkg.results import Tabular
 from plpkg.validation import number
 
@@ -141,16 +141,8 @@ def check_sensitivity(
 
 
 def members_of(users: Sequence, count: int) -> dict[object, torch.Tensor]:
-    """By user, in the order in which they come: which of ``count`` examples are that user's, ``(batch,)`` of bool.
-
-    Raises
-    ------
-    ValueError
-        Not one user an example.
-    """
-    ids = users.tolist() if isinstance(users, torch.Tensor) else list(users)
-    if len(ids) != count:
-        raise ValueError(f"users must have one id an example, got {len(ids)} for {count} examples")
+    """By user, in the order in which they come: which of ``count`` examples are that user's, ``(batch,)`` of bool."""
+    ids = named(users, count)
     return {user: torch.tensor([user == other for other in ids]) for user in dict.fromkeys(ids)}
 
 

@@ -1,11 +1,12 @@
 """One run of anybody's training function on a case, and what its optimizer gets."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from plpkg.clipping.batches import examples
 from plpkg.clipping.checks.cases import Batch, Case, gradient, learning
@@ -53,9 +54,14 @@ class Trial:
         scale = expected if criterion.reduction == "mean" else 1.0
         optimizer = torch.optim.SGD(learning(model).values(), lr=0.0)
         given = {id(p) for p in learning(model).values()}
-        updates, missing = [], set()
+        updates, missing, under_way = [], set(), []
+
+        def before_step(stepped, args, kwargs) -> None:
+            under_way.append(len(updates))
 
         def after_step(stepped, args, kwargs) -> None:
+            if under_way.pop() < len(updates):
+                return  # an optimizer around another one, whose step was seen
             theirs = {id(p): p for group in stepped.param_groups for p in group["params"]}
             now = learning(model)
             if not theirs.keys() & (given | {id(p) for p in now.values()}):
@@ -66,7 +72,7 @@ class Trial:
             grads = {name: p.grad if id(p) in theirs else None for name, p in now.items()}
             updates.append({n: torch.zeros_like(now[n]) if g is None else g.detach() * scale for n, g in grads.items()})
 
-        hook = register_optimizer_step_post_hook(after_step)
+        hooks = register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)
         try:
             self.train(
                 model, optimizer, criterion, steps, max_grad_norm=limit,
@@ -78,7 +84,8 @@ class Trial:
             what = f"{type(error).__name__}: {first_sentence(error)}"
             raise BrokenError(f"the training stops with {what}, which is no refusal") from error
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
         if missing:
             raise MissingError(
                 f"{names(missing)} learns, but is not among what the optimizer steps, so no update reaches it: it was "
@@ -119,7 +126,10 @@ class Trial:
         """C."""
         if self.case.max_grad_norm is not None:
             return self.case.max_grad_norm
-        return clip_dense(self.gradients, Clip(1.0))[1].median().item() or 1.0
+        median = clip_dense(self.gradients, Clip(1.0))[1].median().item()
+        if not math.isfinite(median):
+            raise ValueError(f"the case {self.case.name!r} cannot be tried: its gradients are not finite")
+        return median or 1.0
 
     @cached_property
     def wanted(self) -> Update:

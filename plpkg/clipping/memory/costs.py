@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from plpkg.clipping.execution import EXECUTIONS
 from plpkg.clipping.gradients import clipped_gradients
-from plpkg.clipping.memory.dataflow import measure
+from plpkg.clipping.memory.dataflow import checked_widths, measure
 from plpkg.clipping.memory.published import PUBLISHED, PublishedTask, opacus_step, two_layer_task
 from plpkg.memory import MIB, MemoryTimeline
 from plpkg.results import Tabular
@@ -90,10 +90,7 @@ def stack_costs(batch: int, seq: int, widths: Sequence[int]) -> Costs:
     """
     whole_number("batch", batch, 1)
     whole_number("seq", seq, 1)
-    if len(widths) < 2:
-        raise ValueError(f"widths must have at least an input and an output, got {tuple(widths)}")
-    for width in widths:
-        whole_number("width", width, 1)
+    widths = checked_widths(widths)
 
     def build() -> nn.Module:
         return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(widths)))
@@ -102,7 +99,7 @@ def stack_costs(batch: int, seq: int, widths: Sequence[int]) -> Costs:
         return model(x).square().mean((1, 2))
 
     costs = {execution: _cost(build, loss, (batch, seq, widths[0]), execution) for execution in COMPARED}
-    return Costs(batch, seq, tuple(widths), costs)
+    return Costs(batch, seq, widths, costs)
 
 
 def _cost(build, loss, shape: tuple[int, ...], execution: str) -> Cost:

@@ -17,7 +17,7 @@ where the article prints 1932.5.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -171,7 +171,7 @@ def emulate(
 
 def checked_widths(widths: tuple[int, ...]) -> tuple[int, ...]:
     """The widths of a network with at least one layer. Raises ``ValueError`` otherwise."""
-    widths = tuple(whole_number("widths", width, 1) for width in widths)
+    widths = tuple(whole_number("widths", width, 1) for width in (widths if isinstance(widths, Iterable) else [widths]))
     if len(widths) < 2:
         raise ValueError(f"widths must have at least an input and an output, got {widths}")
     return widths

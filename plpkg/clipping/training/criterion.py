@@ -89,6 +89,11 @@ class PrivateCriterion:
             raise ValueError(
                 f"the criterion made losses of shape {tuple(losses.shape)} from {shapes}: it broadcast them"
             )
+        if len(losses) and not batch:
+            raise ValueError(
+                "the criterion was given what the model did not give: call the model, model(...), before, and neither "
+                "model.forward nor a layer of it"
+            )
         if len(losses) != batch:
             raise ValueError(
                 f"the criterion gave losses of shape {tuple(losses.shape)} for {batch} examples: whose they are "

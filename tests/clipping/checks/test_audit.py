@@ -103,7 +103,8 @@ def test_without_a_signal_there_is_no_bound():
         return one_run_audit(rng.normal(size=100), rng.random(100) < 0.5, DELTA).epsilon
 
     assert_seldom(over_seeds(1_000, audit) > 0)
-    assert one_run_audit(np.zeros(50), np.arange(50) % 2 == 0, DELTA).epsilon == 0
+    for included in (np.arange(50) % 2 == 0, np.arange(50) < 25, np.arange(50) >= 25):
+        assert one_run_audit(np.zeros(50), included, DELTA).epsilon == 0
 
 
 @pytest.mark.parametrize(("epsilon", "mean", "deviation"), [(0.5, 0.207, 0.126), (2.0, 1.509, 0.181)])
@@ -266,6 +267,8 @@ def test_the_epsilon_of_normal_noise_at_its_ends():
     assert gaussian_epsilon(1.0, 1e-5) == pytest.approx(4.377, abs=5e-4)
     assert gaussian_epsilon(100.0, 0.1) == 0
     assert 200 < gaussian_epsilon(0.05, DELTA) < 400
+    assert gaussian_epsilon(1e-10, DELTA) == pytest.approx(5e19)  # 1/2σ², and little more
+    assert gaussian_epsilon(1e-300, DELTA) == math.inf
 
 
 def test_what_an_audit_shows():
@@ -278,6 +281,8 @@ def test_what_an_audit_shows():
 
 
 BAD = [
+    (lambda: gaussian_audit([math.inf, 0.0] * 2, [True, False] * 2, DELTA), "from 0 to inf, have no finite mean"),
+    (lambda: gaussian_audit([1e300, 0.0, 0.0, 0.0], [True, False] * 2, DELTA), "from 0 to 1e+300, have no finite mean"),
     (lambda: epsilon_lower_bound(11, 10, 100, DELTA), "correct must be between 0 and guesses=10, got 11"),
     (lambda: epsilon_lower_bound(8, 101, 100, DELTA), "guesses must be between 0 and canaries=100, got 101"),
     (lambda: epsilon_lower_bound(8, 10, 0, DELTA), "canaries must be a whole number of at least 1, got 0"),

@@ -1,5 +1,6 @@
 """Conformance: each fault is found by the check that is for it, ten of ten of the zoo, and what a report shows."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -141,6 +142,24 @@ def test_a_sum_is_not_divided():
     assert conformance(train, [case]).ok
 
 
+class Around(torch.optim.Optimizer):
+    """An optimizer around another one, as schedulers and the like have them: two steps in one."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def test_an_optimizer_around_the_optimizer():
+    def train(model, optimizer, *given, **options):
+        by_hand()(model, Around(optimizer), *given, **options)
+
+    assert conformance(train, [PERCEPTRON], checks=["sums"]).ok
+
+
 def test_noise_is_the_optimizer_s():
     """Seen as it is released, times the expected batch size."""
     trial = Trial(by_hand(), PERCEPTRON)
@@ -158,12 +177,22 @@ def test_hooks_are_taken_away():
     ("options", "message"),
     [
         (dict(checks=["parity"]), "checks must be of learns, sums, sensitivity, noise, audit, got 'parity'"),
+        (
+            dict(cases=[replace(PERCEPTRON, batch=((torch.full((2, 6), math.nan),), torch.ones(2).long()))]),
+            "the case 'perceptron' cannot be tried: its gradients are not finite",
+        ),
         (dict(clipping="global"), "clipping must be one of 'flat', 'automatic', 'per_layer', got 'global'"),
     ],
 )
 def test_bad_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         conformance(by_hand(), **options)
+
+
+@pytest.mark.parametrize("wrong", [dict(micro_batch=-1), dict(max_grad_norm=-1.0), dict(users=[math.nan] * 5)])
+def test_a_case_that_nothing_can_be_tried_on(wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}.*(-1|nan)"):
+        replace(PERCEPTRON, **wrong)
 
 
 def test_the_front_door():

@@ -83,6 +83,13 @@ def test_a_breach_is_a_sentence(printed):
     assert not any(ours in printed for ours in ("Traceback", "conformance.py", "Error:"))
 
 
+def test_cases_that_are_none(tmp_path):
+    (tmp_path / "mine.py").write_text(f"{USUAL}\ncases = ['perceptron']\n")
+    options = ["-p", "no:cacheprovider", "-p", PLUGIN, "--dp-conformance", "mine.py"]
+    out, _ = run(tmp_path, f"sys.exit(pytest.main({options}))")
+    assert "mine.py: cases must be a function that gives cases, got ['perceptron']" in out
+
+
 def test_without_the_option_nothing_is_collected_or_imported(tmp_path):
     (tmp_path / "test_plain.py").write_text("def train():\n    raise AssertionError\n\n\ndef test_plain():\n    pass\n")
     options = ["-p", "no:cacheprovider", "-p", PLUGIN, "-q", "test_plain.py"]

@@ -72,7 +72,7 @@ def test_memory_in_the_order_of_the_names():
         ((0, 4, (3, 2)), "batch must be a whole number of at least 1, got 0"),
         ((4, 0, (3, 2)), "seq must be"),
         ((4, 4, (3,)), r"widths must have at least an input and an output, got \(3,\)"),
-        ((4, 4, (3, 0)), "width must be a whole number of at least 1, got 0"),
+        ((4, 4, (3, 0)), "widths must be a whole number of at least 1, got 0"),
     ],
 )
 def test_bad_sizes_get_a_sentence(arguments, message):

@@ -512,6 +512,10 @@ def test_a_gradient_within_the_loss_needs_the_loop():
         (torch.tensor([0.0] * 63 + [float("nan")]), r"users\[63\]=nan is nobody"),
         ([None, *range(63)], r"users\[0\]=None is nobody"),
         (range(63), "each of 64 examples is, got 63"),
+        (64, "each of 64 examples is, got 64"),
+        ([[1]] * 64, r"users\[0\]=\[1\] is nobody"),
+        ([(1, torch.ones(2))] * 64, r"users\[0\]=\(1, tensor.* is nobody"),
+        ([object() for _ in range(64)], r"users\[0\]=<object .* is nobody"),
     ],
 )
 def test_users_that_nobody_can_tell_apart(users, message):
@@ -522,6 +526,13 @@ def test_users_that_nobody_can_tell_apart(users, message):
 def test_a_model_without_shapes_is_to_be_run_first():
     with pytest.raises(ValueError, match="weight has no shape yet: run the model once before"):
         private(nn.LazyLinear(CLASSES))
+
+
+def test_a_forward_pass_that_nobody_saw():
+    made = private()
+    x, y = next(iter(made.data_loader))
+    with pytest.raises(ValueError, match="the criterion was given what the model did not give: call the model"):
+        made.criterion(made.model.forward(x), y)
 
 
 def test_an_example_that_is_left_out_is_missed():

@@ -88,9 +88,10 @@ def test_a_user_is_clipped_once(execution):
     assert (flat(alone.values()) - flat(gradients.values())).norm() > 0.1 * C
 
 
-def test_users_by_a_tensor_in_any_order_of_their_numbers():
+@pytest.mark.parametrize("of", [torch.stack, list])  # a list: as the rows of a data set have them
+def test_users_by_tensors_in_any_order_of_their_numbers(of):
     model, batch = net(torch.float64), pictures(dtype=torch.float64)
-    numbers = torch.tensor([70, 3, 70, 1, 70, 3, 2])
+    numbers = of([torch.tensor(number) for number in (70, 3, 70, 1, 70, 3, 2)])
     (expected, norms), (gradients, others) = (
         clipped_gradients(model, squares, batch, C, users=users) for users in (USERS, numbers)
     )
