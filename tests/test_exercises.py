@@ -120,14 +120,6 @@ def bits_per_byte(log_probs, scored, num_bytes, nat=1.0):
     return -nat * sum(log_probs[i] for i in kept) / math.log(2) / sum(num_bytes[i] for i in kept)
 
 
-def write_on(scores, first, n):
-    written = [first]
-    for _ in range(n):
-        after = scores[written[-1]]
-        written.append(after.index(max(after)))
-    return written[1:]
-
-
 def token_bytes(hidden, num_layers, rank, bits, projections=3):
     return ((hidden + projections * num_layers * rank) * bits / 8,) * 2
 
@@ -195,12 +187,6 @@ FUNCTIONS = [  # the right function above is called as its checker is
     ("communication.bits_per_byte", lambda *a: -bits_per_byte(*a), "bits are positive"),
     ("communication.bits_per_byte", lambda p, s, n: bits_per_byte(p, [True] * len(s), n), "neither bits nor bytes"),
     ("communication.bits_per_byte", lambda p, s, n: bits_per_byte(p, s, [1] * len(n)), "divide by the bytes"),
-    ("communication.write_on", lambda s, f, n: [f, *write_on(s, f, n)][:n], "not the first"),
-    ("communication.write_on", lambda s, f, n: [f, *write_on(s, f, n)], "not the first"),
-    ("communication.write_on", lambda s, f, n: write_on(s, f, n)[-1], "as a list"),
-    ("communication.write_on", lambda s, f, n: write_on(s, f, n - 1), "n tokens"),
-    ("communication.write_on", lambda s, f, n: torch.tensor(write_on(s, f, n)), "as a list"),
-    ("communication.write_on", lambda s, f, n: write_on(s, f, 1) * n, "the token before it"),
     ("communication.token_bytes", lambda h, *a: token_bytes(0, *a), "the embedding goes up"),
     ("communication.token_bytes", lambda *a: token_bytes(*a, projections=1), "each have a residual"),
     ("communication.token_bytes", lambda h, n, r, b: token_bytes(h, n, r, 8 * b), "those are bits"),

@@ -12,7 +12,8 @@ both kinds of gradient checkpointing come out right. A parameter that is used pa
 ``F.linear(h, embedding.weight)``, gets a gradient from autograd itself; that is noticed, and refused.
 
 Left out: what a layer hands on in another way than by returning it (an auxiliary loss that it keeps as an attribute);
-compiled models.
+compiled models; hooks for every module (``register_module_forward_hook``) that change outputs: PyTorch runs them before
+a layer's own, so that their part of the gradient is missed.
 """
 
 import weakref

@@ -95,33 +95,6 @@ def bits_per_byte(function: object) -> Verdict:
     return check_function(function, cases, "bits and bytes of the same tokens, so tokenizers can be compared.", hint)
 
 
-def write_on(function: object) -> Verdict:
-    """``function(scores, first, n)``: the ``n`` tokens that greedy decoding writes after ``first``, as a list.
-
-    ``scores[i]`` holds the next token's score for each token of the vocabulary, after token ``i``.
-    """
-    drawn, cases = random.Random(0), []
-    for size, n in ((3, 1), (6, 4), (9, 12)):
-        scores = [[drawn.gauss(0, 1) for _ in range(size)] for _ in range(size)]
-        written, last = [], drawn.randrange(size)
-        arguments = scores, last, n
-        for _ in range(n):
-            last = max(range(size), key=scores[last].__getitem__)
-            written.append(last)
-        cases.append((arguments, written))
-
-    def hint(got, scores, first, n) -> str:
-        if not isinstance(got, list):
-            return "all new tokens are wanted, as a list"
-        if got[:1] == [first] and (len(got) > n or first != max(range(len(scores)), key=scores[first].__getitem__)):
-            return "the list holds the new tokens, not the first"
-        if len(got) != n:
-            return f"the list holds n tokens, here {n}"
-        return "each token is chosen by the scores that stand after the token before it"
-
-    return check_function(function, cases, "that is how every notebook decodes, one pass a token.", hint)
-
-
 def token_bytes(function: object) -> Verdict:
     """``function(hidden, num_layers, rank, bits)``: a decoded token's bytes ``(up, down)`` by low-rank residuals.
 
