@@ -164,16 +164,8 @@ def sequence_chart(messages: Iterable[Message], ax=None):
     )
 
 
-def by_rank(
-    model: str | ModelShape = "llama-7b",
-    ranks: Sequence[int] = RANKS,
-    counted: Mapping[int, Traffic] | None = None,
-    ax=None,
-):
-    """Bits per token against the rank, with the full-width baselines as horizontal lines.
-
-    ``counted`` marks traffic that was counted from serialised tensors, by rank.
-    """
+def by_rank(model: str | ModelShape = "llama-7b", ranks: Sequence[int] = RANKS, ax=None):
+    """Bits per token against the rank, with the full-width baselines as horizontal lines."""
     from matplotlib.ticker import LogLocator, StrMethodFormatter
 
     model = find_model(model)
@@ -182,9 +174,6 @@ def by_rank(
     kbit = [low_rank(model, r).total_bits / 1e3 for r in ranks]
     style, *baselines = theme.styles(4)
     ax.plot(ranks, kbit, label="low rank, 3 projections and end points (computed)", **{**style, "marker": ""})
-    if counted:
-        points = [traffic.total_bits / 1e3 for traffic in counted.values()]
-        ax.plot(list(counted), points, "o", color="black", mfc="none", ms=9, label="the same, counted from tensors")
     ends = low_rank(model, 1).total_bits - low_rank(model, 1, endpoints=False).total_bits
     lines = {
         "1 projection, as the article counts": full_activations(model, 1, False),
