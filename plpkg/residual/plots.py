@@ -13,11 +13,11 @@ from plpkg.residual.parts import split
 SCHEMES = {
     "plain": "M r=48 at down",
     "lookup and public counts": "M, drafts from public counts",
-    "the cloud's backbone guesses": "M, drafts from the backbone",
+    "the cloud's backbone guesses": "M, the cloud guesses",
     "one layer late, folded": "M one layer late, folded",
     "two layers, folded, public counts": "M in two layers, folded, public counts",
     "ladder": "ladder",
-    "ladder, cloud ahead": "ladder, drafts from the backbone",
+    "ladder, cloud ahead": "ladder, the cloud writes ahead",
 }
 """Those of ``residual_trips`` that are compared, and what they are called: M in all layers, and each way out."""
 
