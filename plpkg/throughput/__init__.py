@@ -6,7 +6,7 @@ load on first use.
 
 from plpkg.lazy import on_first_use
 from plpkg.throughput.estimate import ACCOUNTINGS, DRAFTS, TERMS, Estimate, decode, prefill
-from plpkg.throughput.latency import against_rtt, best_rank, break_even_rtt_s, overlap_rank, schemes_against_rtt
+from plpkg.throughput.latency import against_rtt, best_rank, break_even_rtt_s, schemes_against_rtt
 from plpkg.throughput.resources import (
     PhoneMemory,
     phone_flops,
@@ -31,7 +31,6 @@ __all__ = [
     "break_even_rtt_s",
     "decode",
     "exercises",
-    "overlap_rank",
     "phone_flops",
     "phone_memory",
     "phone_only_tokens_per_s",

@@ -6,11 +6,10 @@ trips, and that term soon outweighs all the others.
 
 from collections.abc import Mapping, Sequence
 
-from plpkg.catalog import Link, ModelShape, model as find_model
+from plpkg.catalog import ModelShape, model as find_model
 from plpkg.communication.formulas import projection_dims
 from plpkg.throughput.estimate import decode
-from plpkg.throughput.split import Split
-from plpkg.validation import keywords, number, one_of
+from plpkg.validation import keywords, number
 
 
 @keywords(decode, without=("model",))
@@ -141,53 +140,3 @@ def _refuse(settings: dict, *names: str) -> None:
     for name in names:
         if name in settings:
             raise ValueError(f"{name} is what is being varied here; it cannot be set as well (got {settings[name]!r})")
-
-
-@keywords(Split, without=("rank", "r_c2d", "r_d2c"))
-def overlap_rank(
-    model: str | ModelShape,
-    link: str | Link = "5g-published",
-    rtt_s: float | None = None,
-    *,
-    leg: str = "downlink",
-    gpu: str | float | None = "roofline",
-    **split,
-) -> int:
-    """The largest rank whose network time hides behind the q, k and v projections of one layer.
-
-    The cloud may compute q, k and v while the residuals travel. The time to hide behind is those
-    projections' share of a token's time on the GPU alone.
-
-    Parameters
-    ----------
-    leg
-        ``"downlink"``: only the way to the device, which the article's curves leave out.
-        ``"round_trip"``: down, up, and the propagation delay.
-    rtt_s
-        Round-trip time in seconds; ``None`` takes the link's own. Half of it belongs to the
-        downlink leg.
-    gpu, **split
-        As in :func:`~plpkg.throughput.decode`. A slower GPU hides more.
-
-    Returns
-    -------
-    int
-        0 if the delay alone is longer than the projections take.
-
-    Raises
-    ------
-    ValueError
-        An argument is out of range.
-    """
-    one_of("leg", leg, ("downlink", "round_trip"))
-    split = Split(model, 1, link, rtt_s, **split)
-    one_of("method", split.method, ("low_rank",))
-    model, link = split.model, split.link
-    token_s = 1 / split.gpu_tokens_per_s(gpu)[0]
-    active = model.computing_parameters - model.unread_parameters()
-    qkv_s = token_s * model.hidden * sum(model.projection_dims) / active
-    time_left_s = qkv_s - (split.rtt_s / 2 if leg == "downlink" else split.rtt_s)
-    s_per_rank = split.projections * split.bits / link.downlink_bits_per_s
-    if leg == "round_trip":
-        s_per_rank += split.projections * split.bits / link.uplink_bits_per_s
-    return min(model.hidden, max(0, int(time_left_s / s_per_rank)))

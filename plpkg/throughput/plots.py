@@ -205,40 +205,6 @@ def against_rtt(
     )
 
 
-def schemes(schemes: Mapping[str, Mapping], rtts_ms: Sequence[float] = (0, 5, 20, 33), ax=None, **settings):
-    """Tokens per second against the round-trip time for several schemes of running a model, one curve each.
-
-    Arguments as in :func:`~plpkg.throughput.schemes_against_rtt`, the table behind the markers.
-    """
-    from matplotlib.patches import ConnectionPatch
-    from matplotlib.ticker import LogLocator, StrMethodFormatter
-
-    ax = theme.axes(ax)
-    table = latency.schemes_against_rtt(schemes, rtts_ms, **settings)
-    between = {min(rtts_ms) + i / 30 * (max(rtts_ms) - min(rtts_ms)) for i in range(31)}
-    fine = latency.schemes_against_rtt(schemes, sorted(between | set(rtts_ms)), **settings)
-    marked = [list(fine.columns).index(rtt) for rtt in rtts_ms]
-    looks = [look for i, look in enumerate(theme.styles(len(table) + 2)) if i not in (6, 8)]  # a second pink, yellow
-    for (name, speeds), style in zip(fine.iterrows(), looks, strict=False):
-        ax.plot(fine.columns, speeds, label=name, markevery=marked, **style)
-    ax.set(yscale="log", xlabel="round-trip time (ms)", ylabel="tokens per second (log scale)")
-    ax.set_xticks(list(rtts_ms), [f"{rtt:g}" for rtt in rtts_ms])
-    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 4, 6)))
-    ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    ax.minorticks_off()
-    theme.name_lines(ax)
-    heights = {text.get_text(): text.xy[1] for text in ax.texts}
-    for line in ax.lines:  # names that had to move are led to
-        end, name = line.get_xydata()[-1], (1.01, heights[line.get_label()])
-        leader = ConnectionPatch(end, name, "data", "axes fraction", axesA=ax, axesB=ax, color=line.get_color(), lw=0.8)
-        leader.set_in_layout(False)
-        ax.figure.add_artist(leader)
-    ax.figure.set_size_inches(8.6, 4.4)
-    shown = ", ".join(f"{rtt:g}" for rtt in rtts_ms)
-    said = "; ".join(f"{name} {', '.join(f'{v:.1f}' for v in speeds)}" for name, speeds in table.iterrows())
-    return theme.describe(ax, f"Tokens per second, logarithmic, at round-trip times of {shown} ms: {said}.")
-
-
 def phone_memory_bars(models: Sequence[str | ModelShape], rank: int = 128, limit_mb: float | None = None, ax=None):
     """Megabytes on the phone: LM head, M, and the word embedding that the publication leaves out."""
     ax = theme.axes(ax)

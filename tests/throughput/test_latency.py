@@ -1,11 +1,7 @@
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from plpkg import catalog
-from plpkg.catalog import Link
-from plpkg.throughput import against_rtt, best_rank, break_even_rtt_s, decode, overlap_rank, schemes_against_rtt
+from plpkg.throughput import against_rtt, best_rank, break_even_rtt_s, decode, schemes_against_rtt
 
 MODELS = ("llama-2-7b", "llama-2-13b", "llama-30b")
 
@@ -70,49 +66,9 @@ def test_a_table_of_schemes():
     )
 
 
-def test_overlap_of_the_publication():
-    assert [overlap_rank(model) for model in MODELS] == [108, 169, 286]
-    # The slower the GPU, the longer its projections take, and the more hides behind them.
-    assert [overlap_rank(model, gpu="published") for model in MODELS] == [427, 458, 513]
-
-
-@pytest.mark.parametrize("leg", ["downlink", "round_trip"])
-def test_overlap_is_where_the_leg_takes_as_long_as_qkv(leg):
-    rank = overlap_rank("llama-3.1-8b", leg=leg)
-    qkv_s = 4096 * (4096 + 2 * 1024) * 2 / 1935e9
-
-    def leg_s(r):
-        return 3 * 16 * r / 100e6 + (3 * 16 * r / 60e6 if leg == "round_trip" else 0)
-
-    assert leg_s(rank) <= qkv_s < leg_s(rank + 1)
-
-
-def test_overlap_by_hand_with_nothing_alike():
-    link = Link("any", 2e9, 5e9, 4e-6)
-    run = dict(cloud="h100-sxm", bits=8, cloud_bits=4, projections=1)
-    qkv_s = 4096 * (4096 + 2 * 1024) * 0.5 / 3350e9
-    down = (qkv_s - 2e-6) / (8 / 5e9)
-    both = (qkv_s - 4e-6) / (8 / 5e9 + 8 / 2e9) if qkv_s > 4e-6 else 0
-    assert overlap_rank("llama-3.1-8b", link, **run) == int(down)
-    assert overlap_rank("llama-3.1-8b", link, leg="round_trip", **run) == int(both)
-    assert overlap_rank("llama-3.1-8b", link, rtt_s=0, **run) == int(qkv_s / (8 / 5e9))
-    assert overlap_rank("gpt2", Link("bus", 1e12, 1e12, 0)) == 768
-
-
-def test_less_hides_behind_experts_and_nothing_behind_a_real_delay():
-    """A token's time falls with the experts that it does not read; the projections' part of it stays."""
-    idle = replace(catalog.model("llama-3.1-8b"), expert_parameters=4 * 10**9, num_experts=8, num_experts_per_tok=2)
-    assert overlap_rank(idle) == overlap_rank("llama-3.1-8b")
-    assert overlap_rank(idle, gpu=100) > overlap_rank("llama-3.1-8b", gpu=100)
-    assert overlap_rank("llama-30b", "lan") == 0
-    assert overlap_rank("llama-30b", Link("fibre", 1e9, 1e9, 20e-6)) > 0
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: overlap_rank("gpt2", bits=0), "bits must be between 1 and 64, got 0"),
-        (lambda: overlap_rank("gpt2", leg="up"), "leg must be one of 'downlink', 'round_trip', got 'up'"),
         (lambda: best_rank("llama-2-7b", 30), r"no rank of llama-2-7b reaches 30 tokens/s: rank 1 gives 29\.\d\d"),
         (lambda: best_rank("llama-2-7b", 20, r_c2d=64), "r_c2d is what is being varied here"),
         (lambda: best_rank("llama-2-7b", 20, adapted_layers=0), "adapted_layers must be at least 1 .*, got 0"),
@@ -127,7 +83,6 @@ def test_less_hides_behind_experts_and_nothing_behind_a_real_delay():
             lambda: schemes_against_rtt({"a": {}, "b": dict(cloud_bits=8)}, model="llama-2-7b"),
             "a published, b roofline;",
         ),
-        (lambda: overlap_rank("gpt2", method="ladder"), "method must be one of 'low_rank', got 'ladder'"),
         (lambda: against_rtt("gpt2"), "models must be a list of models, got the string 'gpt2'"),
     ],
 )

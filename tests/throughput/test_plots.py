@@ -56,20 +56,6 @@ def test_against_rtt_starts_at_the_undelayed_speed():
     assert "27.0 at 0 ms" in theme.alt(ax.figure)
 
 
-def test_schemes_are_one_curve_each():
-    schemes = {"every layer": {}, "two layers": dict(adapted_layers=2), "ladder": dict(method="ladder", width=512)}
-    ax = plots.schemes(schemes, (0, 20), model="llama-2-7b")
-    assert {text.get_text() for text in ax.texts} == set(schemes)  # behind its line, instead of a legend
-    for line, scheme in zip(ax.lines, schemes.values(), strict=True):
-        assert list(line.get_xdata()[line.get_markevery()]) == [0, 20]
-        for rtt_ms, speed in line.get_xydata()[[10, -1]]:
-            assert speed == pytest.approx(decode("llama-2-7b", rtt_s=rtt_ms / 1e3, **scheme).tokens_per_s)
-    assert (ax.get_yscale(), ax.get_xlabel(), ax.get_ylabel()) == (
-        "log", "round-trip time (ms)", "tokens per second (log scale)",
-    )  # fmt: skip
-    assert "every layer 27.0, 1.4; two layers" in theme.alt(ax.figure)
-
-
 def test_phone_memory_bars():
     ax = plots.phone_memory_bars(["llama-2-7b", "gpt2"], 128, limit_mb=491.9)
     assert sum(bar.get_width() for bar in ax.patches[0::2]) == pytest.approx(527.43, abs=0.01)

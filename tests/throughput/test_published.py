@@ -1,8 +1,10 @@
 """Every published figure beside what is computed, and of each added column one number worked out by hand."""
 
+from itertools import product
+
 import pytest
 
-from plpkg.throughput import published
+from plpkg.throughput import decode, published
 
 
 def test_resources():
@@ -28,6 +30,21 @@ def test_digitised_curves(stage):
     assert points["difference_percent"].tolist() == pytest.approx((100 * errors).tolist())
     if stage == "prefill":
         assert points.set_index(["rank", "tokens"]).loc[(32, 1), "computed"] == pytest.approx(108.4, abs=0.1)
+
+
+def test_no_other_sum_of_terms_meets_the_curves():
+    """Of the 128 sums that leave out any of six terms, or the decoder's share, one is within 1.2 % at batch 1."""
+    points = published.curves("decode").query("batch == 1")
+    sums = [decode(p.model, p.rank) for p in points.itertuples()]
+    terms = ["lm_head", "m", "a_and_b", "endpoints", "uplink", "downlink", "share"]
+    parts = [e.breakdown() | {"share": e.breakdown()["decoder"] - 1 / e.gpu_tokens_per_s} for e in sums]
+    near = []
+    for kept in product((True, False), repeat=len(terms)):
+        named = [term for term, keep in zip(terms, kept, strict=True) if keep]
+        seconds = [1 / e.gpu_tokens_per_s + sum(part[t] for t in named) for e, part in zip(sums, parts, strict=True)]
+        off = [abs(1 / s / p - 1) for s, p in zip(seconds, points["tokens_per_s"], strict=True)]
+        near += [set(terms) - set(named)] if max(off) < 0.012 else []
+    assert near == [{"m", "downlink"}]
 
 
 def test_scores():
