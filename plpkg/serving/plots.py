@@ -134,27 +134,3 @@ def drift(rows, ax=None):
     ax.legend()
     last = "; ".join(f"{dtype} {each['drift'].iloc[-1]:.1g}" for dtype, each in groups)
     return theme.describe(ax, f"Weights drift with every swap; after {rows['swaps'].max():,.0f}: {last}.")
-
-
-def writers(rows, ax=None):
-    """Bits per byte below the backbone alone: each writer's text (row) under each writer's adapter (column)."""
-    ax = theme.axes(ax)
-    table = rows.pivot_table(index="case", columns="adapter", values="bits_per_byte", sort=False)
-    gain = table.rsub(table["none"], axis=0).drop(columns="none")
-    size = gain.abs().max().max()
-    ax.imshow(gain, cmap="PuOr", vmin=-size, vmax=size, aspect="auto")
-    for i, name in enumerate(gain.index):
-        for j, value in enumerate(gain.loc[name]):
-            looks = {"color": "white" if abs(value) > 0.5 * size else "#2d004b" if value > 0 else "#7f3b08"}
-            looks["fontweight"] = "bold" if value == max(gain.loc[name].max(), 0) else "normal"
-            ax.text(j, i, f"{value:+.2f}", ha="center", va="center", fontsize=9, **looks)
-    ax.set_xticks(range(len(gain.columns)), gain.columns, rotation=35, ha="right")
-    ax.set_yticks(range(len(gain)), gain.index)
-    ax.grid(False)
-    ax.set(
-        xlabel="adapter of", ylabel="text of", title="bits per byte saved against no adapter (bold: best, if above 0)"
-    )
-    right = sum(gain.loc[name].idxmax() == name for name in gain.index)
-    return theme.describe(
-        ax, f"Bits per byte below the backbone alone; for {right} of {len(gain)} writers their own adapter is the best."
-    )

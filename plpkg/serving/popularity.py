@@ -20,7 +20,7 @@ LAWS = {
     "distinct": "each request has its own adapter, as long as there are tenants",
     "identical": "all requests have the same adapter",
     "uniform": "⌈√n⌉ adapters share n requests equally (Punica)",
-    "skewed": "each adapter has 1.5 times the requests of the next, a geometric law (Punica)",
+    "skewed": "adapters have 1, 1, 2, 3, 5, 7 … requests, ⌊1.5^k⌋, and one more what is left (Punica)",
     "even": "each request draws a tenant, and all are equally likely",
     "zipf": "each request draws a tenant, and the k-th is 1/k as likely as the first (S-LoRA, arXiv 2311.03285)",
 }

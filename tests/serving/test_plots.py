@@ -13,8 +13,6 @@ SPEED = pd.DataFrame({"case": ["distinct"] * 2 + ["identical"] * 2, "what": ["on
 SPEED = SPEED.assign(adapters=[16, 16, 1, 1], tokens_per_s=[200.0, 30.0, 240.0, 150.0])
 TIMES = pd.DataFrame({"popularity": ["distinct"] * 3, "what": ["loop", "sgmv", "base"], "adapters": [32] * 3})
 TIMES = TIMES.assign(microseconds=[300.0, 50.0, 200.0])
-WRITERS = pd.DataFrame({"case": ["ann"] * 3 + ["bob"] * 3, "adapter": ["none", "ann", "bob"] * 2})
-WRITERS = WRITERS.assign(bits_per_byte=[2.0, 1.8, 1.9, 1.5, 1.6, 1.4])
 
 
 @pytest.mark.parametrize(
@@ -24,7 +22,6 @@ WRITERS = WRITERS.assign(bits_per_byte=[2.0, 1.8, 1.9, 1.5, 1.6, 1.4])
         (plots.drift, DRIFT, "after 10: bfloat16 0.002; float32 1e-07"),
         (plots.popularity, SPEED, "one batch: distinct 200, identical 240"),
         (plots.operators, TIMES, "loop: distinct 1.50; sgmv: distinct 0.25"),
-        (plots.writers, WRITERS, "for 2 of 2 writers their own adapter is the best"),
     ],
 )
 def test_recorded_figures(plot, rows, said):
@@ -37,7 +34,6 @@ def test_values_are_drawn():
     assert [line.get_ydata().tolist() for line in plots.people(PEOPLE).lines[:2]] == [[4.2, 1.5], [5.0, 1.2]]
     assert sorted(bar.get_height() for bar in plots.popularity(SPEED).patches) == [30, 150, 200, 240]
     assert [bar.get_height() for bar in plots.operators(TIMES).patches] == [1.5, 0.25]
-    assert [text.get_text() for text in plots.writers(WRITERS).texts] == ["+0.20", "+0.10", "-0.10", "+0.10"]
 
 
 def test_a_batch_has_a_block_for_each_token_twice_two_for_each_adapter_and_one_weight():
