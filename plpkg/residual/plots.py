@@ -264,7 +264,8 @@ def defences(rows):
         ),
         "noise, 3 × the embedding": row(seen["noise"].query("x == 3"), same, "ruins the text first"),
         "noise, 1 × the answers": row(answers[1], from_tokens(answers[1], 16384), "averaged away"),
-        "secret embedding, perturbed": row(secret[secret["case"].str.contains("pert")], same, "a weak cipher"),
+        "secret embedding, perturbed": row(secret[secret["case"].str.contains("pert.*0.3")], same, "a weak cipher"),
+        "the same, cosine up to 0.1": row(secret[secret["case"].str.contains("pert.*0.1")], same, "5 % known: 60 %"),
         "secret embedding, rotated": row(secret[secret["case"].str.contains("rot")], same, "5 % known: 100 %"),
         "256 hidden units for M": row(units[-1:], from_tokens(units[-1:], 8192), "copied by a network", units.iloc[0]),
     }
