@@ -37,6 +37,8 @@ from plpkg import autonomy, catalog, claims, clipping, communication, corpora, r
 from plpkg.backbones import load_backbone
 from plpkg.memory import MIB
 from plpkg.residual import PrivateLoraConfig, attacks
+from plpkg.serving.service import Scheduler
+from plpkg.serving.service.simulation import arrivals, simulate
 
 FILE = catalog.data_path("claims.csv")
 ORIGIN = ("command", "commit", "machine")
@@ -398,6 +400,16 @@ def auc_of_projections(examples: int = 64, batch: int = 16) -> Figure:
 def adapter_mb(rank: int) -> float:
     """Of Llama-2-7B, on all projections, in 16 bits."""
     return serving.popularity.decode([0], rank).adapter_bytes / 1e6
+
+
+@computed
+def wait_of_twice_as_many() -> float:
+    """How much longer a first token takes (median, simulated) with sixteen adapters on eight slots than with eight."""
+    few, many = (
+        simulate(arrivals(2000, 11, adapters, "even"), Scheduler(8, max_queued=2000)).first_token_s()
+        for adapters in (8, 16)
+    )
+    return many / few
 
 
 @computed(slow=True, tolerance=0.05)
