@@ -12,13 +12,14 @@ cache plpkg-reader answers too few questions about 900 tokens (``benchmarks.back
   the text as well (``first``). Every method keeps the latest eighth of its budget, and what it protects by itself.
 * oracle: the texts of ``budget``, asked after, under a choice by the labels of that very question and its right answer;
   nothing is protected. Do units exist that would do, and does a choice of single tokens find them?
+* rounded: the texts of ``budget``, asked after, with every unit kept in 4 or 2 bits, in groups of 32 numbers.
 * wrong: of the answers to the texts of ``budget``, put once the text is read, which are right, which are "the notes do
   not say" and which are something else; and how well the answer's probability tells right from something else (the
   share of pairs in which the right one is likelier).
 * transfer: how much of what an answer looks at most the shipped heads still predict on texts unlike those that they
   learnt from: longer ones, relations never seen, and how documentation and Python code go on.
 
-Run: ``python -m benchmarks.retention.words`` (about 27 minutes), or one of the sections. Not part of ``make bench``.
+Run: ``python -m benchmarks.retention.words`` (about half an hour), or one of the sections. Not part of ``make bench``.
 """
 
 import itertools
@@ -39,7 +40,9 @@ from plpkg.corpora.installation import sources
 from plpkg.questions import LONGEST, Answered, prompt, same
 from plpkg.recorded import half_width
 from plpkg.retention import RetainingHeads, chunked_prefill, cis_labels
+from plpkg.retention.cache import UnitStore
 from plpkg.retention.labels import labels_and_states
+from plpkg.retention.quantize import quantized
 from plpkg.retention.scorers import H2O, KeyNorm, Locret, Random, Scorer, SinkRecent, SnapKv, Static
 from plpkg.retention.train import overlap, train_heads
 from plpkg.retention.trials.text import continuations
@@ -115,7 +118,9 @@ def asked_of(model, tokenizer, read, asked: str) -> tuple[str, float]:
 
 
 @torch.no_grad()
-def answered(model, tokenizer, passages: list[Passage], question: str, scorer, budget: int, keep=None) -> Answered:
+def answered(
+    model, tokenizer, passages: list[Passage], question: str, scorer, budget: int, keep=None, store=UnitStore
+) -> Answered:
     """Each passage read in chunks under a budget, with its spans to ``keep``, then asked.
 
     ``scorer`` is one for all passages, or makes one of a passage.
@@ -124,7 +129,7 @@ def answered(model, tokenizer, passages: list[Passage], question: str, scorer, b
     for passage, spans in zip(passages, keep or [()] * len(passages), strict=True):
         text, asked = parts(passage, question)
         chosen = scorer if isinstance(scorer, Scorer) else scorer(passage)
-        read = chunked_prefill(model, encoded(tokenizer, text), chosen, budget, CHUNK, keep=spans)
+        read = chunked_prefill(model, encoded(tokenizer, text), chosen, budget, CHUNK, keep=spans, store=store)
         given.append(asked_of(model, tokenizer, read, asked)[0])
     return Answered(tuple(passages), tuple(given))
 
@@ -157,6 +162,16 @@ def rows_of_oracle() -> Iterator[dict]:
         found = answered(model, tokenizer, passages, "after", labelled, budget)
         low, high = found.interval
         yield dict(case="oracle", question="after", x=budget, share=found.share, low=low, high=high)
+
+
+def rows_of_rounded() -> Iterator[dict]:
+    model, tokenizer = load_backbone("plpkg-reader")
+    rng = random.Random("retention on words")
+    passages = [corpora.reading(rng, facts=FACTS, **NOTES) for _ in range(COUNT)]
+    for bits, scheme in itertools.product((4, 2), ("token", "kivi")):
+        found = answered(model, tokenizer, passages, "after", SinkRecent(), ALL, store=quantized(bits, scheme, 32))
+        low, high = found.interval
+        yield dict(case=f"{bits} bit, {scheme}", question="after", share=found.share, low=low, high=high)
 
 
 def span(tokenizer, text: str, sentence: str) -> tuple[int, int]:
@@ -251,6 +266,7 @@ SECTIONS = {
     "heads": rows_of_heads,
     "budget": rows_of_budget,
     "oracle": rows_of_oracle,
+    "rounded": rows_of_rounded,
     "long": rows_of_long,
     "wrong": rows_of_wrong,
     "transfer": rows_of_transfer,

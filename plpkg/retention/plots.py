@@ -255,20 +255,21 @@ def speed(rows, ax=None):
     return ax
 
 
-def lookup(rows, at_most=None, ax=None):
+def lookup(rows, b_of_k=None, ax=None):
     """Accuracy by budget, for the question after the text and before it: the section "lookup".
 
-    ``at_most`` gives for a number of units the share that a choice which does not know the question can find.
+    ``b_of_k`` gives for a number of units the share found without the question if all KV heads keep the same facts.
     """
     table, ax = 100 * by_case(rows).loc[list(LOOKUPS)].rename(index=LOOKUPS), theme.axes(ax, figsize=(8, 4.6))
     xlabel, title = "units that each KV head keeps, of 33 or 35", "16 pairs, one asked for: last, or first"
     ax = _lines(table, ax, xlabel, FOUND, title, names=_name_lookups)
     ax.set_ylim(0, 105)
-    if at_most:
-        bound = [100 * at_most(units) for units in table.columns]
+    if b_of_k:
+        bound = [100 * b_of_k(units) for units in table.columns]
         ax.plot(table.columns, bound, color="0.55", lw=3, alpha=0.6, zorder=0)
-        ax.text(16.3, 99, "at most, without the question", color="0.3", va="top", fontsize=10)
-        ax.alt_text += f" Without the question at most {', '.join(f'{share:.0f}' for share in bound)} %."
+        ax.text(16.3, 99, "b/k, and a guess", color="0.3", va="top", fontsize=10)
+        shares = ", ".join(f"{share:.0f}" for share in bound)
+        ax.alt_text += f" If all KV heads keep the same facts, without the question: {shares} %."
     return ax
 
 
