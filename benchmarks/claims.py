@@ -347,13 +347,6 @@ def epsilon(accountant: str) -> float:
     return clipping.accounting.epsilon_of(1.0, 0.01, 1_000, 1e-5, accountant=accountant)
 
 
-@computed(slow=True)
-def shuffled_over_poisson(noise_multiplier: float = 0.75) -> float:
-    """The ε that holds for shuffled batches over the Poisson accountant's: 20,000 examples, 40 a step, 3 epochs."""
-    poisson = clipping.accounting.epsilon_of(noise_multiplier, 40 / 20_000, 1_500, 1e-5)
-    return clipping.accounting.epsilon_of(noise_multiplier, 1.0, 3, 1e-5) / poisson
-
-
 @computed(slow=True, tolerance=0.1)
 def bound_by_scores_over_guesses(canaries: int = 1000) -> Figure:
     """Lower bounds on ε from the same noisy numbers; samples are ten draws of σ = 1 and sensitivity 1."""

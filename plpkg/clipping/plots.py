@@ -11,13 +11,8 @@ from collections.abc import Mapping
 from plpkg import drawing, theme
 from plpkg.clipping.checks.zoo import CHECKS
 from plpkg.clipping.memory.costs import Costs
-from plpkg.clipping.memory.dataflow import StepMemory
 from plpkg.clipping.training.accounting import epsilon_of
 from plpkg.memory import MIB
-from plpkg.validation import one_of
-
-SMALL = 0.002
-"""Parts below this share of a phase are drawn as one."""
 
 
 def layer(batch: int, seq: int, read: int, written: int, ax=None):
@@ -70,26 +65,6 @@ def layer(batch: int, seq: int, read: int, written: int, ax=None):
     )  # fmt: skip
 
 
-def parts(memory: StepMemory, phase: str, ax=None):
-    """The tensors that a phase adds up to, largest first, as one bar each."""
-    ax = theme.axes(ax)
-    total = memory.increase_bytes(phase) / MIB
-    sizes = sorted(((size / MIB, name) for name, size in memory.parts_bytes[phase].items() if size), reverse=True)
-    named = [(name, size) for size, name in sizes if abs(size) >= SMALL * total]
-    if rest := sizes[len(named) :]:
-        named.append((f"{len(rest)} others, together", sum(size for size, _ in rest)))
-    named = [(name.replace("gradient ", "stored dL/dW"), size) for name, size in named]
-    fill = theme.fills(1)[0]
-    ax.barh([name for name, _ in named], [size for _, size in named], color=fill["color"])
-    for place, (_, size) in enumerate(named):
-        ax.text(max(size, 0), place, f" {size:,.4g}", va="center", fontsize=10)
-    ax.grid(visible=False)
-    ax.invert_yaxis()
-    ax.set(xlabel="MiB", title=f"{memory.execution}, {phase}: {total:,.2f} MiB", xlim=(0, 1.2 * named[0][1]))
-    said = "; ".join(f"{name} {size:,.4g}" for name, size in named)
-    return theme.describe(ax, f"What the {phase} of {memory.execution} holds at its peak, in MiB: {said}.")
-
-
 def costs(costs: Costs, chosen: str | None = None, ax=None):
     """Peak memory and operations of every execution, as multiples of SGD's; the chosen one is outlined."""
     ax = theme.axes(ax)
@@ -112,31 +87,6 @@ def costs(costs: Costs, chosen: str | None = None, ax=None):
     peak, flops = "of SGD's peak", "of SGD's"
     said = "; ".join(f"{row['execution']} {row[peak]:.2f} and {row[flops]:.2f}" for row in rows)
     return theme.describe(ax, f"Peak memory and operations as multiples of plain SGD's: {said}.")
-
-
-def by_length(steps: list[Costs], what: str = "flops", ax=None):
-    """``flops`` or ``peak_bytes`` of steps that differ in their length, as multiples of SGD's; all layers are alike.
-
-    The length from which Gram matrices take more operations than gradients is marked.
-    """
-    labels = {"flops": "operations", "peak_bytes": "peak memory"}
-    label = labels[one_of("what", what, tuple(labels))]
-    ax, said = theme.axes(ax), []
-    lengths, width = [step.seq for step in steps], steps[0].widths[0]
-    names = [name for name in steps[0].by_execution if name != "sgd"]
-    for k, (name, style) in enumerate(zip(names, theme.styles(len(names)), strict=True)):
-        costs = [(step.by_execution[name], step.by_execution["sgd"]) for step in steps]
-        ratios = [getattr(cost, what) / getattr(base, what) for cost, base in costs]
-        thinner = {"linewidth": 3.4 - 0.7 * k, "markersize": 11 - 2 * k}  # a line that lies under others shows
-        ax.plot(lengths, ratios, label=name, **{**style, **thinner})
-        said.append(f"{name}: {', '.join(f'{ratio:.3g}' for ratio in ratios)}")
-    ax.axvline(width / 2, color="0.4", lw=1, linestyle=":")
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(lengths, [f"{seq:,}" for seq in lengths])
-    widths = " → ".join(map(str, steps[0].widths))
-    ax.set(xlabel="positions T", ylabel="← better: times SGD's", title=f"{label}, {widths}, batch {steps[0].batch}")
-    ax.legend()
-    return theme.describe(ax, f"{label} over SGD's, at T = {', '.join(map(str, lengths))}. {'; '.join(said)}.")
 
 
 def measured(rows, ax=None):
@@ -313,7 +263,7 @@ def caught(zoo, ax=None):
         "caught": dict(marker="s", markersize=11, color=green),
         "missed": dict(marker="o", markersize=10, markerfacecolor="none", markeredgecolor=grey, markeredgewidth=1.4),
         "no breach of privacy to find": dict(marker="_", markersize=10, markeredgewidth=1.4, color=grey),
-        "no reference: the loop refuses, too": dict(marker="$?$", markersize=10, color=grey),
+        "no example has a gradient of its own": dict(marker="$?$", markersize=10, color=grey),
     }
     caught, missed, nothing, unknown = marks
     said = []

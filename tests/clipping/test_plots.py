@@ -7,16 +7,8 @@ import pytest
 import torch
 
 from plpkg import recorded, theme
-from plpkg.clipping import costs, dataflow, plots
+from plpkg.clipping import costs, plots
 from plpkg.memory import MIB
-
-
-def test_parts_add_up():
-    memory = dataflow.emulate("ghost", 2**17)
-    ax = plots.parts(memory, "first backward")
-    bars = [patch.get_width() for patch in ax.patches]
-    assert sum(bars) == pytest.approx(memory.increase_bytes("first backward") / MIB)
-    assert "copy of dL/dh1 1,280" in theme.alt(ax.figure)
 
 
 def test_costs_are_relative_to_sgd():
@@ -34,19 +26,6 @@ def test_the_layer_has_the_sizes_of_its_tensors():
     assert f"a ({a.nbytes / MIB:g} MiB) and gets g ({g.nbytes / MIB:g} MiB)" in alt
     assert f"all examples' gradients ({(g.mT @ a).nbytes / MIB:g} MiB)" in alt
     assert f"Gram matrices ({((a @ a.mT).nbytes + (g @ g.mT).nbytes) / MIB:g} MiB)" in alt
-
-
-def test_ghost_and_fast_cross_where_they_are_said_to():
-    steps = [costs.stack_costs(2, seq, (64, 64, 64)) for seq in (16, 32, 64)]
-    ax = plots.by_length(steps)
-    lines = {line.get_label(): list(line.get_ydata()) for line in ax.lines}
-    below, at, above = (f - g for f, g in zip(lines["fast"], lines["ghost"], strict=True))
-    assert below > 0 == at > above
-    assert ax.lines[-1].get_xdata()[0] == 32
-    peaks = plots.by_length(steps, "peak_bytes").lines[0].get_ydata()
-    assert list(peaks) == [step.rows()[1]["of SGD's peak"] for step in steps]
-    with pytest.raises(ValueError, match="what must be one of 'flops', 'peak_bytes', got 'time'"):
-        plots.by_length(steps, "time")
 
 
 def finding(name, **what):

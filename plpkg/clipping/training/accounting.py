@@ -3,12 +3,13 @@
 The subsampled Gaussian mechanism: in each step every example takes part with probability q, and normal noise of σ times
 the sensitivity is added. ε comes from Opacus's accountants: ``prv`` (Gopi et al., arXiv 2106.02848), tight, or ``rdp``
 (Mironov, arXiv 1702.07476). Neighbouring data sets differ by one example that is there or not, or by one user with all
-that is theirs.
+that is theirs. How many there are counts as known.
 
 Shuffled batches are not that mechanism. Under an accountant that assumes Poisson samples they leak up to four times the
-ε that it prints (Chua et al., arXiv 2411.10614). What holds for any order: in an epoch an example is in one step, which
-is a Gaussian mechanism without sampling, and an order that does not depend on the data cannot make that worse (there an
-example that is not there is one whose gradient is zero).
+ε that it prints (Annamalai et al., arXiv 2411.10614). Here their ε counts an epoch as one step without sampling, for an
+example is in one of its steps. That holds for any order, also a known one, that does not depend on the data, if who is
+absent leaves an empty place: a gradient of zero, while all others stay in their batches. It does not hold if the others
+move up, for then each later step may move by 2·C. Who is replaced by another moves one step by 2·C: count with σ/2.
 """
 
 import math
@@ -41,7 +42,8 @@ class Mechanism:
     clipped to ``max_grad_norm``, C, and noise of ``noise_multiplier``·C is added. The ``accountant`` tells the ε.
 
     C and σ may be functions of the step's number. ``users`` are sampled and clipped instead of examples if there is a
-    number of them. ``epoch``: batches are not sampled but shuffled, so many for all examples.
+    number of them. ``epoch``: batches are not sampled but shuffled, so many for all examples; ε is then about
+    one that leaves an empty place.
     """
 
     accountant: str

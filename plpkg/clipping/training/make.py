@@ -13,7 +13,7 @@ Opacus                                                here
 ``privacy_engine.get_epsilon(delta)``                 ``private.epsilon(delta)``
 ``grad_sample_mode="hooks"``, ``"ghost"``             ``execution="per_sample"``, ``"ghost"``, ``"book_keeping"``
 ``BatchMemoryManager``                                ``max_physical_batch_size=…``; a scheduler: ``private.paced``
-``poisson_sampling=False``                            the same; ε is that of shuffled batches, and not of samples
+``poisson_sampling=False``                            the same; its ε: if who is absent leaves an empty place
 ``clipping="per_layer"``, a list of norms             ``clipping="per_layer"``, ``max_grad_norm=[…]``
 ``ExponentialNoise``, ``StepNoise``, ``LambdaNoise``  ``noise_multiplier=lambda step: …``
 ``StepGradClip``, ``LambdaGradClip``                  ``max_grad_norm=lambda step: …``
@@ -107,8 +107,9 @@ def make_private(
         Whose each example of the data set is. Then users are sampled with all that is theirs, and a user's gradient,
         that of the mean of their losses, is clipped: ε is about a user who is there or not.
     poisson_sampling
-        ``False``: shuffled batches. ε is then what holds for any order (:mod:`plpkg.clipping.training.accounting`), far
-        above what an accountant says that takes them for Poisson samples.
+        ``False``: shuffled batches. ε is then far above what an accountant says that takes them for Poisson samples. It
+        holds for any order if an absent example, or user, leaves an empty place; not if the others move up, and for one
+        who is replaced only with σ/2 (:mod:`plpkg.clipping.training.accounting`).
     execution
         ``per_sample``, ``fast``, ``ghost``, ``book_keeping``, or what :func:`plpkg.clipping.plan` found; or ``loop``,
         the slow road that is always there: the data loader gives one example at a time, and autograd its gradient.

@@ -181,6 +181,9 @@ class Private:
     def epsilon(self, delta: float) -> float:
         """The ε spent so far, for a δ: adding or removing one example, or user, changes no probability by more.
 
+        With shuffled batches that is about one who leaves an empty place, and not about one who is removed so that the
+        others move up, nor replaced (:mod:`plpkg.clipping.training.accounting`).
+
         Raises
         ------
         ValueError
