@@ -15,6 +15,7 @@ from plpkg.adapters import CONFIG, WEIGHTS, AdapterLimits, InvalidAdapterError
 from plpkg.backbones import load_backbone
 from plpkg.checkpoints import private_folder
 from plpkg.serving.service import known as module
+from plpkg.serving.service.http.names import Names
 from plpkg.serving.service.store import UNFINISHED, AccountFullError, NotFoundError, Store, StoreError
 
 
@@ -223,6 +224,35 @@ async def test_what_is_current_is_asked_again_after_a_while(location, writers, m
     assert await brief.current("alice", "mine") == writers["torch"].digest
     await cached.put("alice", "mine", writers["numpy"])
     assert await cached.current("alice", "mine") == writers["numpy"].digest
+
+
+@pytest.mark.parametrize("how", ["the version", "the name", "the name, which is uploaded again"])
+async def test_a_version_that_another_process_deletes(how, location, writers, monkeypatch):
+    """It may be in memory here, or on disk, and would be served for ever."""
+    clock = SimpleNamespace(now=time.monotonic())
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    store, other, absent = Store(location, refresh_s=60), Store(location), f"mine@{'0' * 64}"
+    names, (old, new) = Names(store, "base"), (writers["numpy"], writers["torch"])
+    for adapter in (old, new):
+        await other.put("alice", "mine", adapter)
+    wanted = f"mine@{old.digest}"
+    for _ in range(2):
+        assert await names.path("alice", wanted) == f"alice/mine/{old.digest}"
+    await other.delete("alice", "mine", old.digest if how == "the version" else None)
+    if how.endswith("again"):
+        await other.put("alice", "mine", new)
+    clock.now += 59
+    assert await names.path("alice", wanted) == f"alice/mine/{old.digest}"
+    clock.now += 2
+    for each in (wanted, absent):
+        with pytest.raises(NotFoundError):
+            await names.path("alice", each)
+    for adapter in (old, new):  # what this process writes, it knows at once
+        await store.put("alice", "mine", adapter)
+    assert await names.path("alice", wanted) == f"alice/mine/{old.digest}"
+    await store.delete("alice", "mine", old.digest)
+    with pytest.raises(NotFoundError):
+        await names.path("alice", wanted)
 
 
 @pytest.mark.parametrize("then", ["uploaded", "deleted"])
