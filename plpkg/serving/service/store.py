@@ -303,7 +303,10 @@ async def _call(operation: Awaitable):
     except FileNotFoundError:
         raise NotFoundError("there is no such version of the adapter") from None
     except (OSError, BaseError) as error:
-        raise StoreError(f"the store does not answer: {type(error).__name__}: {error}".split("\n")[0]) from error
+        told = StoreError(f"the store does not answer: {type(error).__name__}: {error}".split("\n")[0])
+        number = re.search(r"\(os error (\d+)\)", str(error))  # so obstore says it
+        told.errno = int(number[1]) if number else getattr(error, "errno", None)
+        raise told from error
 
 
 def stored_version(version: str) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import time
 from types import SimpleNamespace
 
@@ -167,6 +168,22 @@ async def test_a_directory_keeps_neither_what_was_staged_nor_empty_folders(tmp_p
     await store.delete("alice", "mine")
     await Store(tmp_path).sweep()
     assert [*tmp_path.rglob("*")] == [tmp_path / "letters", foreign.parent, foreign]
+
+
+async def test_a_directory_that_takes_no_more_says_why_and_is_as_it_was(tmp_path, writers):
+    resource = pytest.importorskip("resource")  # Windows has none
+    store, (soft, hard) = Store(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    await store.put("alice", "mine", writers["numpy"])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(writers["torch"].files[WEIGHTS]) - 1, hard))
+    try:
+        with pytest.raises(StoreError, match="does not answer") as refused:
+            await store.put("alice", "mine", writers["torch"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert refused.value.errno == errno.EFBIG
+    assert await Store(tmp_path).current("alice", "mine") == writers["numpy"].digest
+    assert await store.sweep() == {"alice": {"mine": [writers["numpy"].digest]}}
+    assert not [*tmp_path.glob(f"alice/mine/{writers['torch'].digest}")]
 
 
 async def test_an_account_has_a_limit(location, writers):
