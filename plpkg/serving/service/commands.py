@@ -49,6 +49,9 @@ def serve(
     ] = None,
     dtype: Annotated[str, Option(help="Of the weights: fp16, bf16, fp32, or auto: the checkpoint's own.")] = "fp32",
     device: Annotated[str, Option(help="cpu or cuda.")] = "cpu",
+    grace: Annotated[
+        float, Option(min=0, help="Seconds that answers under way have after SIGTERM, unless a second signal comes.")
+    ] = 20,
     cors: Annotated[
         list[str] | None,
         Option(metavar="ORIGIN", help="Pages that browsers let in, as https://chat.example.org; * with keys only."),
@@ -112,7 +115,7 @@ def serve(
         )  # fmt: skip
         typer.echo(f"serving {model} on http://{host}:{listening.getsockname()[1]}")
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn has ended well, and hands it on
-            Server(service).run([listening])
+            Server(service, grace).run([listening])
     gc.freeze()  # or Python, as it ends, would look through all of torch for a second or more
 
 
