@@ -169,8 +169,9 @@ def replica(base, tokenizer, store, disk, *, limits, slots: int, batch: int, **e
     from plpkg.serving.service.tiers import Disk
 
     engine = Engine(base, tokenizer, max_batch=batch, max_step_tokens=max(512, batch), **engine)
-    scheduler = Scheduler(slots, batch, max_queued_each=256 if os.environ.get("PLPKG_KEYS") else None)
-    return Replica(engine, Tiers(store, base, limits=limits, disk=Disk(disk)), scheduler)
+    shared = bool(os.environ.get("PLPKG_KEYS"))
+    scheduler = Scheduler(slots, batch, max_queued_each=256 if shared else None)
+    return Replica(engine, Tiers(store, base, limits=limits, shared=shared, disk=Disk(disk)), scheduler)
 
 
 def replica_of(model: str, dtype: str, device: str, location: str, disk, **options):
