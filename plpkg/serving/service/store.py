@@ -124,8 +124,11 @@ class Store:
                     await _call(self._put(mark, b""))
                 for file in (WEIGHTS, CONFIG):
                     path, content = f"{place}/{adapter.digest}/{file}", bytes(adapter.files[file])
-                    with contextlib.suppress(AlreadyExistsError):  # of the same content, which its path says
+                    try:
                         await _call(self._put(path, content, mode="create"))
+                    except AlreadyExistsError:  # of this content, as its path says, unless it was cut off
+                        if (await _call(obstore.head_async(self._objects, path)))["size"] != len(content):
+                            await _call(self._put(path, content))
                 if new:
                     await _call(obstore.head_async(self._objects, mark))
             except NotFoundError:

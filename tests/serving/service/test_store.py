@@ -329,6 +329,18 @@ async def test_what_was_changed_in_the_store(file, change, reason, location, bas
         await store.fetch(path, base[0], AdapterLimits(max_bytes=300_000))
 
 
+@pytest.mark.parametrize("file", [CONFIG, WEIGHTS])
+@pytest.mark.parametrize("part", [0, 0.5])
+async def test_an_upload_mends_what_is_cut_off_in_the_store(part, file, location, base, writers):
+    """By a power cut, which leaves a directory's newest files empty, or by a copy that was interrupted."""
+    store, adapter = Store(location), writers["numpy"]
+    path = f"alice/mine/{await store.put('alice', 'mine', adapter)}"
+    content = bytes(adapter.files[file])
+    await obstore.put_async(store._objects, f"{path}/{file}", content[: int(part * len(content))])
+    await store.put("alice", "mine", adapter)
+    assert (await store.fetch(path, base[0])).files == adapter.files
+
+
 def test_plain_peft_loads_what_a_directory_holds(tmp_path, writers):
     version = asyncio.run(Store(tmp_path).put("alice", "mine", writers["numpy"]))
     model = peft.PeftModel.from_pretrained(load_backbone("plpkg-small")[0], tmp_path / "alice/mine" / version)
