@@ -49,6 +49,9 @@ def serve(
     ] = None,
     dtype: Annotated[str, Option(help="Of the weights: fp16, bf16, fp32, or auto: the checkpoint's own.")] = "fp32",
     device: Annotated[str, Option(help="cpu or cuda.")] = "cpu",
+    grace: Annotated[
+        float, Option(min=0, help="Seconds that answers under way have after SIGTERM, unless a second signal comes.")
+    ] = 20,
     cors: Annotated[
         list[str] | None,
         Option(metavar="ORIGIN", help="Pages that browsers let in, as https://chat.example.org; * with keys only."),
@@ -112,7 +115,7 @@ def serve(
         )  # fmt: skip
         typer.echo(f"serving {model} on http://{host}:{listening.getsockname()[1]}")
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn has ended well, and hands it on
-            Server(service).run([listening])
+            Server(service, grace).run([listening])
     gc.freeze()  # or Python, as it ends, would look through all of torch for a second or more
 
 
@@ -166,8 +169,9 @@ def replica(base, tokenizer, store, disk, *, limits, slots: int, batch: int, **e
     from plpkg.serving.service.tiers import Disk
 
     engine = Engine(base, tokenizer, max_batch=batch, max_step_tokens=max(512, batch), **engine)
-    scheduler = Scheduler(slots, batch, max_queued_each=256 if os.environ.get("PLPKG_KEYS") else None)
-    return Replica(engine, Tiers(store, base, limits=limits, disk=Disk(disk)), scheduler)
+    shared = bool(os.environ.get("PLPKG_KEYS"))
+    scheduler = Scheduler(slots, batch, max_queued_each=256 if shared else None)
+    return Replica(engine, Tiers(store, base, limits=limits, shared=shared, disk=Disk(disk)), scheduler)
 
 
 def replica_of(model: str, dtype: str, device: str, location: str, disk, **options):

@@ -63,7 +63,8 @@ class Replicas:
         except BackPressureError:
             raise OverloadedError("all replicas are full", 1) from None
         except RayError as error:
-            raise RuntimeError(f"a replica's process failed: {error}") from error
+            logging.getLogger(__name__).warning("a replica's process failed: %s", error)
+            raise RuntimeError("a replica's process failed") from error  # Ray's words name machines and processes
         except (GeneratorExit, asyncio.CancelledError):
             call.cancel()
             raise

@@ -124,25 +124,41 @@ class Store:
                     await _call(self._put(mark, b""))
                 for file in (WEIGHTS, CONFIG):
                     path, content = f"{place}/{adapter.digest}/{file}", bytes(adapter.files[file])
-                    with contextlib.suppress(AlreadyExistsError):  # of the same content, which its path says
+                    try:
                         await _call(self._put(path, content, mode="create"))
+                    except AlreadyExistsError:  # of this content, as its path says, unless it was cut off
+                        if (await _call(obstore.head_async(self._objects, path)))["size"] != len(content):
+                            await _call(self._put(path, content))
                 if new:
                     await _call(obstore.head_async(self._objects, mark))
             except NotFoundError:
                 raise StoreError("another process has removed the upload, as one that had died") from None
             await _call(self._put(f"{place}/current", adapter.digest.encode()))
+            self._known.change(f"{place}/{adapter.digest}", adapter.digest)
             self._known.change(place, adapter.digest)
             if new:
                 with contextlib.suppress(StoreError):  # the next upload removes it
                     await _call(obstore.delete_async(self._objects, mark))
         return adapter.digest
 
-    async def current(self, account: str, name: str) -> str:
-        """The version that a name means. NotFoundError if there is no such adapter."""
+    async def current(self, account: str, name: str, version: str | None = None) -> str:
+        """The version that a name means, or the one asked for. NotFoundError if there is no such adapter or version."""
         place = _place(account, name)
-        if (version := await self._known.get(place, lambda: self._named(place))) is None:
+        if (current := await self._known.get(place, lambda: self._named(place))) is None:
             raise NotFoundError(f"account {account!r} has no adapter {name!r}")
+        if version in (None, current):
+            return current
+        under = f"{place}/{stored_version(version)}"
+        if await self._known.get(under, lambda: self._there(under)) is None:
+            raise NotFoundError(f"account {account!r} has no such version of {name!r}")
         return version
+
+    async def _there(self, under: str) -> str | None:
+        try:
+            await self._range(f"{under}/{CONFIG}", 1)
+        except NotFoundError:
+            return None
+        return under
 
     async def _named(self, place: str) -> str | None:
         try:
@@ -213,8 +229,7 @@ class Store:
             head = {f"{under}/{first}"} & paths  # it goes first: without it the others do not count
             for some in filter(None, (head, paths - head)):
                 await _call(obstore.delete_async(self._objects, sorted(some)))
-                if version is None:
-                    self._known.change(place, None)
+                self._known.change(under, None)
             if self.folder:
                 await asyncio.to_thread(prune, self.folder, account, STAGED)
 
@@ -291,7 +306,10 @@ async def _call(operation: Awaitable):
     except FileNotFoundError:
         raise NotFoundError("there is no such version of the adapter") from None
     except (OSError, BaseError) as error:
-        raise StoreError(f"the store does not answer: {type(error).__name__}: {error}".split("\n")[0]) from error
+        told = StoreError(f"the store does not answer: {type(error).__name__}: {error}".split("\n")[0])
+        number = re.search(r"\(os error (\d+)\)", str(error))  # so obstore says it
+        told.errno = int(number[1]) if number else getattr(error, "errno", None)
+        raise told from error
 
 
 def stored_version(version: str) -> str:

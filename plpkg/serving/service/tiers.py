@@ -6,6 +6,7 @@ many wait for one, it is downloaded once, and given up when nobody waits any mor
 some seconds, and fails nobody else. What is on disk does not wait for downloads, which a store may leave hanging.
 Accounts take turns at downloads: each has at most one in the queue for a place, however many of its own stand behind.
 Who gets no place for ``place_s`` is given up, or hundreds of accounts would wait in turn for a store that hangs.
+Where memory is ``shared``, an account leases no more of it than it leaves free for the next one.
 """
 
 import asyncio
@@ -85,6 +86,9 @@ class Tiers:
         As of :func:`~plpkg.adapters.validate_adapter`.
     host_bytes
         Of adapters in memory.
+    shared
+        Whether an account's second adapter, and each further one, may be leased only if all of its own then take no
+        more of the memory than nobody leases.
     disk
         None for no such tier.
     downloads
@@ -103,13 +107,13 @@ class Tiers:
     """
 
     def __init__(
-        self, store: Store, model, *, limits=None, host_bytes=2**32, disk: Disk | None = None, downloads=8,
-        place_s=90.0, failed_s=5.0,
+        self, store: Store, model, *, limits=None, host_bytes=2**32, shared=False, disk: Disk | None = None,
+        downloads=8, place_s=90.0, failed_s=5.0,
     ) -> None:  # fmt: skip
         require_apart({"disk": disk and disk.folder, "store": getattr(store, "folder", None)})
         self.store, self.model, self.limits, self.disk = store, model, limits, disk
         self.place_s, self.failed_s = number("place_s", place_s, 0, open_low=True), failed_s
-        self.host_bytes = whole_number("host_bytes", host_bytes, 1)
+        self.host_bytes, self.shared = whole_number("host_bytes", host_bytes, 1), shared
         self.host: OrderedDict[str, Adapter] = OrderedDict()
         self.leases: Counter[str] = Counter()
         self.on_drop: Callable[[str], object] = lambda path: None
@@ -127,11 +131,14 @@ class Tiers:
         NotFoundError, StoreError, InvalidAdapterError
             As :meth:`Store.fetch`; a StoreError also if no place for the download came free.
         OverloadedError
-            All of the memory is leased.
+            All of the memory is leased, or what the account may lease of it.
         """
         self.leases[path] += 1
         try:
-            adapter = self.host.get(path) or await self._arrival(path)
+            if (adapter := self.host.get(path)) is None:
+                adapter = await self._arrival(path)
+            elif self.leases[path] == 1:
+                self._require_share(path, adapter)
             if path in self.host:
                 self.host.move_to_end(path)
             yield adapter
@@ -170,6 +177,7 @@ class Tiers:
                         await asyncio.to_thread(
                             self.disk.write, path, adapter, lambda: self._flights.get(path) is flight
                         )
+            self._require_share(path, adapter)
             if self._trim(adapter.num_bytes) > self.host_bytes:
                 raise OverloadedError(f"adapters in use fill the {self.host_bytes:,} bytes of memory for them", 1)
             self.host[path] = adapter
@@ -195,6 +203,14 @@ class Tiers:
             yield
         finally:
             self._downloads.release()
+
+    def _require_share(self, path: str, adapter: Adapter) -> None:
+        leased = {each: kept.num_bytes for each, kept in self.host.items() if each in self.leases and each != path}
+        account = path.partition("/")[0]
+        theirs = sum(num_bytes for each, num_bytes in leased.items() if each.partition("/")[0] == account)
+        free = self.host_bytes - sum(leased.values()) - adapter.num_bytes
+        if self.shared and theirs and theirs + adapter.num_bytes > free:
+            raise OverloadedError("the account's adapters in use would take more memory than they leave to others", 1)
 
     def _trim(self, more: int) -> int:
         """Drop what nobody leases until there is room for ``more`` bytes; the bytes needed then."""

@@ -821,3 +821,22 @@ def test_a_client_that_goes_leaves_nothing_behind(exact, writers, tmp_path, aske
         assert "vllm:request_success_total{" not in service.client.get("/metrics").text  # none has come to its end
         store.gate.set()
         assert service.complete("numpy").status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/v1/accounts/local/adapters/mine"])
+async def test_a_client_that_goes_within_its_body_is_no_error(path, base, tmp_path):
+    """Or each would leave a traceback in the log."""
+    kind = b"multipart/form-data; boundary=b" if "adapters" in path else b"application/json"
+    headers = [(b"host", b"localhost"), (b"content-type", kind), (b"content-length", b"2000")]
+    messages = [{"type": "http.request", "body": b"--b", "more_body": True}, {"type": "http.disconnect"}]
+    sent = []
+
+    async def receive():
+        return messages.pop(0)
+
+    async def send(message):
+        sent.append(message)
+
+    scope = dict(type="http", method="POST", path=path, headers=headers, query_string=b"")
+    await app(None, Store(tmp_path), *base, name="base")(scope, receive, send)
+    assert sent[0]["status"] == 499

@@ -358,7 +358,7 @@ def test_a_store_that_hangs(service, stores, proxy, gate, writers):
         before = len(gate.passed)
         absent = pool.submit(complete, clients["dave"], "numpy")
         wait_until(lambda: len(gate.passed) > before)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
         assert (answer := absent.result()).status_code == 503, answer.text
         assert answer.json()["error"]["message"] == "the service is ending"
         assert process.wait() == 0

@@ -20,7 +20,7 @@ from plpkg.serving.service.http import api, bodies, intake
 from plpkg.serving.service.http.accounts import Keys
 from plpkg.serving.service.http.answers import merged
 from plpkg.serving.service.http.intake import MOST, REQUEST_BYTES, Intake
-from plpkg.serving.service.store import Store
+from plpkg.serving.service.store import Store, StoreError
 
 from served import served
 from waiting import wait_until
@@ -244,6 +244,8 @@ async def test_what_was_held_is_given_back_however_a_request_ends(end):
 
 LACKING = [(OSError(errno.ENOSPC, "/secret"), 507), (OSError(errno.EDQUOT, "/secret"), 507)]
 LACKING += [(OSError(code, "/secret"), 503) for code in (errno.EMFILE, errno.EIO, errno.ENOMEM, errno.EACCES)]
+LACKING += [(FULL_STORE := StoreError("/secret"), 507)]
+FULL_STORE.errno = errno.ENOSPC
 LACKING += [(PermissionError("/secret"), 503), (MemoryError("/secret"), 503), (TimeoutError("/secret"), 503)]
 
 

@@ -114,6 +114,27 @@ def test_two_replicas_answer_as_one_and_an_adapter_stays_where_it_is(tmp_path, m
         assert gauge(*loaded) == 1
 
 
+async def test_a_client_is_not_told_where_a_process_died():
+    from ray.exceptions import RayError
+
+    from plpkg.serving.service.replicas import Replicas
+
+    class Handle:
+        """Ray's, of a replica that dies within a stream."""
+
+        stream = property(lambda self: self)
+
+        def options(self, **_):
+            return self
+
+        async def remote(self, *_):
+            yield 5, None
+            raise RayError("ip: 192.0.2.2, pid: 7")
+
+    with pytest.raises(RuntimeError, match=r"^a replica's process failed$"):
+        assert [each async for each in Replicas(Handle()).stream(None, Request([5]))]
+
+
 ERRORS = [InvalidAdapterError(["one"] * 30), NotFoundError("none"), OverloadedError("full", 7)]
 
 

@@ -1,9 +1,11 @@
 """``plpkg serve``: what it refuses before it listens, what it says when it does, and that it leaves nothing behind."""
 
 import contextlib
+import functools
 import json
 import signal
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -14,7 +16,7 @@ from plpkg.catalog import data_path
 from plpkg.cli import app
 
 from preloaded import Process
-from waiting import PATIENCE_S, line_of
+from waiting import PATIENCE_S, line_of, wait_until
 
 KEYS = "alice " + "a" * 16 + "\n"
 
@@ -51,13 +53,53 @@ def test_it_serves_a_folders_adapter_and_ends_on_sigterm(tmp_path):
         assert process.stdout.read() == ""
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_it_in_the_middle_of_streams(number, tmp_path):
-    """Who is being answered is told; a second signal does not interrupt what is cleaned up."""
+def stopped(process, url, number):
+    """Send a signal, and wait until nobody is let in any more."""
+    process.send_signal(number)
+
+    def refused():
+        try:
+            httpx.get(f"{url}/health", timeout=PATIENCE_S)
+        except httpx.TransportError as error:
+            return isinstance(error, httpx.ConnectError)
+
+    wait_until(refused)
+
+
+def test_who_is_being_answered_on_sigterm_is_answered(tmp_path):
+    """Also who has waited for a place meanwhile; nobody else is let in."""
+    body = dict(model="plpkg-small", prompt="import", max_tokens=1000, temperature=0)
+    with serving(tmp_path, "--grace", str(PATIENCE_S), "--batch", "1") as (process, url, temporary):
+        with (
+            ThreadPoolExecutor(1) as pool,
+            httpx.stream("POST", f"{url}/v1/completions", json=body | dict(stream=True), timeout=PATIENCE_S) as stream,
+        ):
+            lines = stream.iter_lines()
+            next(lines)
+            whole = pool.submit(httpx.post, f"{url}/v1/completions", json=body | dict(max_tokens=8), timeout=PATIENCE_S)
+            measured = functools.partial(httpx.get, f"{url}/metrics", timeout=PATIENCE_S)
+            wait_until(lambda: 'num_requests_waiting{engine="0"} 1.0' in measured().text)
+            stopped(process, url, signal.SIGTERM)
+            *_, last, end = filter(None, lines)
+            assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+            assert end == "data: [DONE]"
+            assert whole.result().json()["choices"][0]["finish_reason"] == "length"
+        assert process.wait() == 0
+        assert process.stdout.read() == ""
+        assert not [*temporary.glob("plpkg*")]
+
+
+@pytest.mark.parametrize(
+    ("number", "grace", "again"),
+    [(signal.SIGINT, PATIENCE_S, False), (signal.SIGTERM, 0.5, False), (signal.SIGHUP, PATIENCE_S, True)],
+)
+def test_a_signal_ends_it_in_the_middle_of_streams(number, grace, again, tmp_path):
+    """Ctrl-C, the end of the grace, and a second signal. Who is being answered is told; cleaning up goes on."""
     (tmp_path / "keys").write_text(KEYS)
     (tmp_path / "keys").chmod(0o600)
     store = tmp_path / "store"
-    with serving(tmp_path, "--store", str(store), keys=str(tmp_path / "keys")) as (process, url, temporary):
+    options = ["--store", str(store), "--grace", str(grace)]
+    with serving(tmp_path, *options, keys=str(tmp_path / "keys")) as (process, url, temporary):
         assert httpx.get(f"{url}/v1/models", timeout=PATIENCE_S).status_code == 401
         headers = {"Authorization": f"Bearer {KEYS.split()[1]}"}
         # Greedy, these two end by their length alone: a sampled answer may have ended before the signal.
@@ -67,7 +109,9 @@ def test_a_signal_ends_it_in_the_middle_of_streams(number, tmp_path):
             answers = [stack.enter_context(httpx.stream("POST", f"{url}/v1/completions", **options)) for _ in range(3)]
             lines = [answer.iter_lines() for answer in answers]
             assert all(next(each).startswith("data: ") for each in lines)
-            process.send_signal(number)
+            stopped(process, url, number)
+            if again:
+                process.send_signal(number)
             for each in lines:
                 *_, error, end = filter(None, each)
                 assert "the service was closed" in json.loads(error.removeprefix("data: "))["error"]["message"]

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import time
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from plpkg.adapters import CONFIG, WEIGHTS, AdapterLimits, InvalidAdapterError
 from plpkg.backbones import load_backbone
 from plpkg.checkpoints import private_folder
 from plpkg.serving.service import known as module
+from plpkg.serving.service.http.names import Names
 from plpkg.serving.service.store import UNFINISHED, AccountFullError, NotFoundError, Store, StoreError
 
 
@@ -168,6 +170,22 @@ async def test_a_directory_keeps_neither_what_was_staged_nor_empty_folders(tmp_p
     assert [*tmp_path.rglob("*")] == [tmp_path / "letters", foreign.parent, foreign]
 
 
+async def test_a_directory_that_takes_no_more_says_why_and_is_as_it_was(tmp_path, writers):
+    resource = pytest.importorskip("resource")  # Windows has none
+    store, (soft, hard) = Store(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    await store.put("alice", "mine", writers["numpy"])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(writers["torch"].files[WEIGHTS]) - 1, hard))
+    try:
+        with pytest.raises(StoreError, match="does not answer") as refused:
+            await store.put("alice", "mine", writers["torch"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert refused.value.errno == errno.EFBIG
+    assert await Store(tmp_path).current("alice", "mine") == writers["numpy"].digest
+    assert await store.sweep() == {"alice": {"mine": [writers["numpy"].digest]}}
+    assert not [*tmp_path.glob(f"alice/mine/{writers['torch'].digest}")]
+
+
 async def test_an_account_has_a_limit(location, writers):
     store, (a, b, c, *_) = Store(location, max_versions=2), writers.values()
     await store.put("alice", "x", a)
@@ -225,6 +243,35 @@ async def test_what_is_current_is_asked_again_after_a_while(location, writers, m
     assert await cached.current("alice", "mine") == writers["numpy"].digest
 
 
+@pytest.mark.parametrize("how", ["the version", "the name", "the name, which is uploaded again"])
+async def test_a_version_that_another_process_deletes(how, location, writers, monkeypatch):
+    """It may be in memory here, or on disk, and would be served for ever."""
+    clock = SimpleNamespace(now=time.monotonic())
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    store, other, absent = Store(location, refresh_s=60), Store(location), f"mine@{'0' * 64}"
+    names, (old, new) = Names(store, "base"), (writers["numpy"], writers["torch"])
+    for adapter in (old, new):
+        await other.put("alice", "mine", adapter)
+    wanted = f"mine@{old.digest}"
+    for _ in range(2):
+        assert await names.path("alice", wanted) == f"alice/mine/{old.digest}"
+    await other.delete("alice", "mine", old.digest if how == "the version" else None)
+    if how.endswith("again"):
+        await other.put("alice", "mine", new)
+    clock.now += 59
+    assert await names.path("alice", wanted) == f"alice/mine/{old.digest}"
+    clock.now += 2
+    for each in (wanted, absent):
+        with pytest.raises(NotFoundError):
+            await names.path("alice", each)
+    for adapter in (old, new):  # what this process writes, it knows at once
+        await store.put("alice", "mine", adapter)
+    assert await names.path("alice", wanted) == f"alice/mine/{old.digest}"
+    await store.delete("alice", "mine", old.digest)
+    with pytest.raises(NotFoundError):
+        await names.path("alice", wanted)
+
+
 @pytest.mark.parametrize("then", ["uploaded", "deleted"])
 async def test_what_was_read_before_a_write_is_not_current(then, tmp_path, writers, monkeypatch):
     store, gate, has_read = Store(tmp_path), asyncio.Event(), asyncio.Event()
@@ -280,6 +327,18 @@ async def test_what_was_changed_in_the_store(file, change, reason, location, bas
     await obstore.put_async(store._objects, f"{path}/{file}", content)
     with pytest.raises(InvalidAdapterError if content else StoreError, match=reason):
         await store.fetch(path, base[0], AdapterLimits(max_bytes=300_000))
+
+
+@pytest.mark.parametrize("file", [CONFIG, WEIGHTS])
+@pytest.mark.parametrize("part", [0, 0.5])
+async def test_an_upload_mends_what_is_cut_off_in_the_store(part, file, location, base, writers):
+    """By a power cut, which leaves a directory's newest files empty, or by a copy that was interrupted."""
+    store, adapter = Store(location), writers["numpy"]
+    path = f"alice/mine/{await store.put('alice', 'mine', adapter)}"
+    content = bytes(adapter.files[file])
+    await obstore.put_async(store._objects, f"{path}/{file}", content[: int(part * len(content))])
+    await store.put("alice", "mine", adapter)
+    assert (await store.fetch(path, base[0])).files == adapter.files
 
 
 def test_plain_peft_loads_what_a_directory_holds(tmp_path, writers):

@@ -1,6 +1,7 @@
 """Tiers over a store that this file holds still: who waits, what is kept, what goes, and what is left behind."""
 
 import asyncio
+import contextlib
 import os
 import threading
 from types import SimpleNamespace
@@ -111,6 +112,26 @@ async def test_memory_has_a_budget_and_who_was_used_least_recently_goes(shelf, m
                 await take(tiers, b)
             assert set(tiers.host) == {a, c, e}
         assert await take(tiers, b) is shelf.adapters[b], "an overload was remembered as a failure"
+
+
+@pytest.mark.parametrize("known", [False, True])
+async def test_a_greedy_account_leaves_room_for_others(known, shelf, make, writers):
+    """Of 12 equal adapters, greedy accounts lease 6, then 3, then 1, as they leave 6, 3, 2 free."""
+    one = writers["numpy"]
+    paths = {account: [f"{account}/a{k}/{one.digest}" for k in range(12)] for account in ("alice", "bob", "carol")}
+    shelf.adapters = {path: one for theirs in paths.values() for path in theirs}
+    tiers = make(host_bytes=12 * one.num_bytes, shared=True)
+    for path in paths["alice"] * known:
+        await take(tiers, path)  # in memory, and leased by nobody
+    async with contextlib.AsyncExitStack() as stack:
+        for account, most in dict(alice=6, bob=3, carol=1).items():
+            for path in paths[account][:most]:
+                await stack.enter_async_context(tiers.lease(path))
+            await stack.enter_async_context(tiers.lease(path))  # once more the same takes nothing
+            refused = await asyncio.gather(*begin(tiers, paths[account][most], 3), return_exceptions=True)
+            assert {type(each) for each in refused} == {OverloadedError}
+    for path in paths["alice"]:
+        await take(tiers, path)
 
 
 @pytest.mark.parametrize("how", ["after a while", "when it is dropped"])

@@ -217,10 +217,10 @@ def _status(error: Exception) -> int:
 
 
 def _said(error: Exception) -> str:
-    if isinstance(error, StoreError):  # its own words name the store
+    if isinstance(error, StoreError) and error.errno not in FULL:  # its own words name the store
         logging.getLogger(__name__).warning("%s", error)
         return "the store of adapters does not answer"
-    if isinstance(error, OSError | MemoryError) and _kind(error) in (OSError, MemoryError):  # its words name files
+    if isinstance(error, OSError | MemoryError):  # its words name files
         logging.getLogger(__name__).warning("%s: %s", type(error).__name__, error)
         return f"the service lacks something: {os.strerror(getattr(error, 'errno', None) or errno.ENOMEM)}"
     if _kind(error) is Exception:  # nobody meant these words for a client

@@ -15,6 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 
 import plpkg
@@ -109,6 +110,7 @@ def app(
     for kind in STATUS:
         api.add_exception_handler(kind, refusal)
     api.add_exception_handler(HTTPException, _http_error)
+    api.add_exception_handler(ClientDisconnect, _gone)
     api.add_exception_handler(RequestValidationError, _wrong_fields)
 
     def readable(texts: list[str]) -> None:
@@ -340,6 +342,10 @@ def _theirs(call: Call, account: str) -> str:
 
 async def _http_error(_, error: HTTPException) -> Response:
     return error_response(error.status_code, error.detail, headers=error.headers)
+
+
+async def _gone(*_) -> Response:
+    return error_response(499, "the client has gone")
 
 
 async def _wrong_fields(_, error: RequestValidationError) -> Response:

@@ -1,6 +1,7 @@
 """The service in a thread, beside what asks it: a notebook, a test. ``plpkg serve`` is a process of its own."""
 
 import asyncio
+import signal
 import threading
 import time
 
@@ -9,16 +10,19 @@ import uvicorn
 from plpkg.serving.service.http.answers import error_response
 
 GRACE_S = 1
-"""For how long answers under way go on when the service is to end; then they end with an error."""
+"""For how long answers under way go on where the service is to end soon; then they end with an error."""
 
 
 class Server(uvicorn.Server):
-    """Uvicorn's server, which ends in about two seconds: what has not ended within :data:`GRACE_S` is told why.
+    """Uvicorn's server. When it is to end, it lets nobody in, and who is being answered has ``grace_s`` to the end.
 
-    Left to itself it would break the connections off, and close the application only then.
+    SIGINT (Ctrl-C) and any second signal end the grace. From then on it takes about two seconds: what has not ended
+    within :data:`GRACE_S` is told why. Left to itself uvicorn would break the connections off, and close the
+    application only then.
     """
 
-    def __init__(self, application, **options) -> None:
+    def __init__(self, application, grace_s: float = 0, **options) -> None:
+        self._grace_s = grace_s
         # httptools, which uvicorn prefers, takes a head of any size from anybody
         super().__init__(
             uvicorn.Config(
@@ -30,8 +34,22 @@ class Server(uvicorn.Server):
             )
         )
 
+    def handle_exit(self, sig, frame) -> None:
+        """A signal has come."""
+        if self.should_exit or sig == signal.SIGINT:
+            self._grace_s = 0
+        super().handle_exit(sig, frame)
+        self.force_exit = False  # or the application would not be closed
+
     async def shutdown(self, sockets=None) -> None:
         """As uvicorn's; the application, and with it the requests, is closed when the grace is over."""
+        for each in (*self.servers, *(sockets or ())):
+            each.close()
+        for connection in [*self.server_state.connections]:
+            connection.shutdown()  # after what is being answered
+        began = time.monotonic()
+        while self.server_state.tasks and time.monotonic() < began + self._grace_s:
+            await asyncio.sleep(0.1)
 
         async def close() -> None:
             await asyncio.sleep(GRACE_S)

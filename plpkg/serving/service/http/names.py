@@ -2,7 +2,7 @@
 
 import asyncio
 
-from plpkg.serving.service.store import NAME, AccountFullError, NotFoundError, Store, StoreError, stored_version
+from plpkg.serving.service.store import NAME, AccountFullError, NotFoundError, Store, StoreError
 
 MOST_LOADED = 1000
 """Names that an account has loaded at a time."""
@@ -18,10 +18,8 @@ class Names:
     async def path(self, account: str, wanted: str) -> str:
         """Where the store has what an account calls ``NAME`` or ``NAME@SHA256``."""
         adapter, _, version = self._named.get((account, wanted), wanted).partition("@")
-        if version:
-            stored_version(version)
-        current = await self._store.current(account, stored_name(adapter))  # also with a version: it may be deleted
-        return f"{account}/{adapter}/{version or current}"
+        version = await self._store.current(account, stored_name(adapter), version or None)
+        return f"{account}/{adapter}/{version}"
 
     async def existing(self, account: str, wanted: str) -> tuple[str, str]:
         """The adapter and the version that are meant, if they are in the store."""
