@@ -111,11 +111,6 @@ def guarded(public, personal, right, allowance, lead=0):
     return shown
 
 
-def bits_per_byte(log_probs, scored, num_bytes, nat=1.0):
-    kept = [i for i, counts in enumerate(scored) if counts]
-    return -nat * sum(log_probs[i] for i in kept) / math.log(2) / sum(num_bytes[i] for i in kept)
-
-
 def token_bytes(hidden, num_layers, rank, bits, projections=3):
     return ((hidden + projections * num_layers * rank) * bits / 8,) * 2
 
@@ -177,12 +172,6 @@ def keeps_the_guess(guesses, choices):
 
 
 FUNCTIONS = [  # the right function above is called as its checker is
-    ("communication.bits_per_byte", lambda *a: np.float64(bits_per_byte(*a, nat=math.log(2))), "natural logarithms"),
-    ("communication.bits_per_byte", lambda *a: torch.tensor(sum(a[2]) * bits_per_byte(*a)), "divide by the bytes"),
-    ("communication.bits_per_byte", lambda p, s, n: -np.log2(np.exp(p)), "one number for the whole text"),
-    ("communication.bits_per_byte", lambda *a: -bits_per_byte(*a), "bits are positive"),
-    ("communication.bits_per_byte", lambda p, s, n: bits_per_byte(p, [True] * len(s), n), "neither bits nor bytes"),
-    ("communication.bits_per_byte", lambda p, s, n: bits_per_byte(p, s, [1] * len(n)), "divide by the bytes"),
     ("communication.token_bytes", lambda h, *a: token_bytes(0, *a), "the embedding goes up"),
     ("communication.token_bytes", lambda *a: token_bytes(*a, projections=1), "each have a residual"),
     ("communication.token_bytes", lambda h, n, r, b: token_bytes(h, n, r, 8 * b), "those are bits"),

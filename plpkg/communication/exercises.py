@@ -1,8 +1,5 @@
 """Checkers of the exercises of notebooks 00 and 01."""
 
-import math
-import random
-
 from plpkg import catalog
 from plpkg.communication.formulas import low_rank
 from plpkg.communication.schedule import Message, count, low_rank_messages
@@ -60,39 +57,6 @@ def round_trips(answer: object) -> Verdict:
         },
         hint="How many passes are there, and how often does one side of the drawing wait for the other in each?",
     )
-
-
-def bits_per_byte(function: object) -> Verdict:
-    """``function(log_probs, scored, num_bytes)``: a text's bits per byte from its tokens, lists of equal length.
-
-    ``log_probs`` are natural logarithms, ``scored`` says which tokens count, and ``num_bytes`` how long each is.
-    """
-    from plpkg.scoring import Score
-
-    drawn, cases = random.Random(0), []
-    for tokens in (1, 5, 40):
-        log_probs = [math.log(drawn.random()) for _ in range(tokens)]
-        scored = [True, *(drawn.random() < 0.7 for _ in range(tokens - 1))]
-        num_bytes = [drawn.randint(1, 9) for _ in range(tokens)]
-        kept = [(p, n) for p, n, counts in zip(log_probs, num_bytes, scored, strict=True) if counts]
-        judged = Score(-sum(p for p, _ in kept) / math.log(2), len(kept), sum(n for _, n in kept))
-        cases.append(((log_probs, scored, num_bytes), judged.bits_per_byte))
-    expected = {tuple(arguments[0]): value for arguments, value in cases}
-
-    def hint(got, log_probs, scored, num_bytes) -> str:
-        right = expected[tuple(log_probs)]
-        scored_bytes = sum(n for n, counts in zip(num_bytes, scored, strict=True) if counts)
-        if not isinstance(got, int | float):
-            return "one number for the whole text is wanted"
-        if math.isclose(got, -right, rel_tol=1e-4):
-            return "a probability below 1 has a negative logarithm; bits are positive"
-        if math.isclose(got, right * math.log(2), rel_tol=1e-4):
-            return "these are natural logarithms; a bit is ln 2 of them"
-        if any(math.isclose(got, right * scored_bytes / n, rel_tol=1e-4) for n in (1, sum(scored))):
-            return "these are the bits of all tokens or of one; divide by the bytes"
-        return "" if all(scored) else "a token that does not count gives neither bits nor bytes"
-
-    return check_function(function, cases, "bits and bytes of the same tokens, so tokenizers can be compared.", hint)
 
 
 def token_bytes(function: object) -> Verdict:
