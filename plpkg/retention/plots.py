@@ -19,7 +19,6 @@ VARIANTS = ({}, {"linestyle": "--", "markerfacecolor": "white"}, {"linestyle": "
 """What tells a method's second and third line in one figure from its first."""
 
 LOOKUPS = {
-    "asked last, oracle": "oracle, last",
     "asked first, Locret, protected": "Locret, first, protected",
     "asked first, Locret": "Locret, first",
     "asked last, Locret": "Locret, last",
@@ -173,34 +172,6 @@ def lengths(rows, contracts, ax=None):
     table.loc["Locret, where they stood"] = by_contract.loc["original"]
     title = "a model trained on up to 128 tokens; its full cache was run up to 4,096"
     return _lines(100 * table, ax, "tokens of noise in the prompt", FOUND, title, log="x", names=theme.name_lines)
-
-
-def text(rows, ax=None):
-    """How much better or worse than chance each method goes on with a text, with 95 % intervals: the section "text"."""
-    ax, rows = theme.axes(ax), rows[rows["x"].notna() & (rows["case"] != "random")]
-    cases, budgets = styles(rows["case"].unique()), sorted(rows["x"].unique())
-    for k, (case, style) in enumerate(cases.items()):
-        points = rows[rows["case"] == case].set_index("x").loc[budgets]
-        places = [i + (k - (len(cases) - 1) / 2) / (len(cases) + 2) for i in range(len(budgets))]
-        nats, half = points["over_random"], points["half_width"]
-        low, middle, high = (100 * np.expm1(each) for each in (nats - half, nats, nats + half))
-        around = [middle - low, high - middle]
-        ax.errorbar(places, middle, yerr=around, label=case, capsize=2, **style | {"linestyle": "none"})
-    ax.axhline(0, color="0.4", lw=1, linestyle="--")
-    ax.set_xticks(range(len(budgets)), [f"{budget:.0f}" for budget in budgets])
-    ax.grid(False, axis="x")
-    ax.set(
-        xlabel="units that each KV head keeps, of 384",
-        ylabel="change of perplexity against\nrandom scores (%), ← better",
-    )
-    ax.set_title("plpkg-small goes on with 32 texts; bars: 95 %")
-    _legend_below(ax, 6)
-    apart = rows[rows["over_random"].abs() > rows["half_width"]]
-    told = "; ".join(
-        f"{e.case} with {e.x:.0f} units ({100 * np.expm1(e.over_random):.1f} %)" for e in apart.itertuples()
-    )
-    said = "Perplexity after a cut over that of random scores, with 95 % intervals"
-    return theme.describe(ax, f"{said}. Apart from 0: {told or 'none'}.")
 
 
 def words(rows, ax=None):

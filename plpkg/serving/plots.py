@@ -72,16 +72,6 @@ def popularity(rows, ax=None):
     return theme.describe(ax, f"Tokens per second by popularity. {_said(table, '.0f')}.")
 
 
-def operators(rows, ax=None):
-    """Time of each way to multiply by many adapters, over that of the layer itself, by popularity."""
-    table = rows.pivot_table(index="popularity", columns="what", values="microseconds", sort=False)
-    table = table.div(table.pop("base"), axis=0)
-    ax = _grouped(table, rows.groupby("popularity", sort=False)["adapters"].first(), ax)
-    ax.axhline(1, color="0.3", lw=1)
-    ax.set(ylabel="← better: time, times the layer's own")
-    return theme.describe(ax, f"Time over that of the layer itself, by popularity. {_said(table, '.2f')}.")
-
-
 def _grouped(table, adapters, ax=None):
     """A group of bars for each row of ``table``, with the number of its ``adapters``."""
     ax, count = theme.axes(ax), len(table.columns)

@@ -50,18 +50,6 @@ def test_lengths_have_the_line_of_original_positions():
     assert drawn["one"][0] == [16, 64]
 
 
-def test_text_shows_what_is_told_from_chance():
-    overs = {(16.0, "random"): 0.0, (16.0, "one"): -0.05, (16.0, "other"): 0.005}
-    overs |= {(64.0, "random"): 0.0, (64.0, "one"): 0.0, (64.0, "other"): 0.005}
-    rows = [dict(case=case, x=x, over_random=over, half_width=0.01) for (x, case), over in overs.items()]
-    ax = plots.text(pd.DataFrame([dict(case="full cache"), *rows]))
-    assert [container.get_label() for container in ax.containers] == ["one", "other"]
-    line, _, (bars,) = ax.containers[0].lines
-    assert list(line.get_ydata()) == pytest.approx([-4.88, 0], abs=0.01)
-    assert list(bars.get_segments()[0][:, 1]) == pytest.approx([-5.82, -3.92], abs=0.01)
-    assert theme.alt(ax.figure).endswith("Apart from 0: one with 16 units (-4.9 %).")
-
-
 def test_the_mechanism_cuts_by_the_scores_that_it_shows():
     for scores, best in plots.CUT:
         kept = keep_indices(torch.tensor(scores, dtype=torch.float)[None, None], 6, stabilizers=1)
@@ -110,7 +98,7 @@ def test_budget_has_the_intervals_of_its_models():
 def test_lookup_shows_its_cases():
     rows = pd.DataFrame([dict(case=case, x=8, accuracy=i / 8) for i, case in enumerate(plots.LOOKUPS)])
     drawn = {line.get_label(): list(line.get_ydata()) for line in plots.lookup(rows).lines}
-    assert drawn["Locret, first, protected"] == [12.5]
+    assert drawn["Locret, first"] == [12.5]
     assert list(plots.lookup(rows, lambda units: units / 16).lines[-1].get_ydata()) == [50]
 
 

@@ -11,8 +11,6 @@ DRIFT = pd.DataFrame({"case": ["bfloat16"] * 2 + ["float32"] * 2, "swaps": [1, 1
 DRIFT = DRIFT.assign(drift=[1e-3, 2e-3, 1e-8, 1e-7])
 SPEED = pd.DataFrame({"case": ["distinct"] * 2 + ["identical"] * 2, "what": ["one batch", "merging"] * 2})
 SPEED = SPEED.assign(adapters=[16, 16, 1, 1], tokens_per_s=[200.0, 30.0, 240.0, 150.0])
-TIMES = pd.DataFrame({"popularity": ["distinct"] * 3, "what": ["loop", "sgmv", "base"], "adapters": [32] * 3})
-TIMES = TIMES.assign(microseconds=[300.0, 50.0, 200.0])
 
 
 @pytest.mark.parametrize(
@@ -21,7 +19,6 @@ TIMES = TIMES.assign(microseconds=[300.0, 50.0, 200.0])
         (plots.people, PEOPLE, "4.2 at 8, 1.5 at 32 tokens"),
         (plots.drift, DRIFT, "after 10: bfloat16 0.002; float32 1e-07"),
         (plots.popularity, SPEED, "one batch: distinct 200, identical 240"),
-        (plots.operators, TIMES, "loop: distinct 1.50; sgmv: distinct 0.25"),
     ],
 )
 def test_recorded_figures(plot, rows, said):
@@ -33,7 +30,6 @@ def test_recorded_figures(plot, rows, said):
 def test_values_are_drawn():
     assert [line.get_ydata().tolist() for line in plots.people(PEOPLE).lines[:2]] == [[4.2, 1.5], [5.0, 1.2]]
     assert sorted(bar.get_height() for bar in plots.popularity(SPEED).patches) == [30, 150, 200, 240]
-    assert [bar.get_height() for bar in plots.operators(TIMES).patches] == [1.5, 0.25]
 
 
 def test_a_batch_has_a_block_for_each_token_twice_two_for_each_adapter_and_one_weight():
