@@ -6,7 +6,7 @@ be the public model's. Rates are those of ``benchmarks.autonomy.text`` and ``ben
 layers of plpkg-small is the better of two on opacus's validation text.
 
 * ``words``: the word predictor, three writers; its head, all of it, and counts of one's own words.
-* ``diary``: the invented diary, whose words are far from the public text, five orders of the samples. The latest lines
+* ``diary``: the invented diary, whose words are far from the public text, three orders of the samples. The latest lines
   of the first 70 % that have so many words together, a fifth as many for validation from the next 15 %, and the last
   15 % as the test. ``first`` and ``three``: points of right words more, by the first choice and among three.
 * ``model``: plpkg-small, one writer; each scope that it has (a Llama has no biases), and counts.
@@ -66,7 +66,7 @@ def diary():
         person = Person(*(word_examples(part, known) for part in own), test)
         nights = [
             ("head", seed, transfer(model, person.train, person.validation, steps=200, lr=3e-3, seed=seed).model)
-            for seed in range(5)
+            for seed in range(3)
         ]
         for case, seed, mine in [*nights, ("own counts", 0, baselines.counts(model, {"me": person})["me"])]:
             after = evaluate(mine, test).loss, chosen(mine, test, 1), chosen(mine, test, 3)
