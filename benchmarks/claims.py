@@ -438,7 +438,7 @@ def auc_of_membership() -> Figure:
 
 @computed
 def days_of_learning(minutes: int) -> float:
-    plan = autonomy.widget.compute(minutes, "word LSTM", "last layer", 1.0)
+    plan = autonomy.widget.compute((10_000, 20), "word LSTM", "last layer", 1.0, minutes)
     return next(way["days"] for way in plan.ways if way["learning"] == "last layer")
 
 

@@ -19,7 +19,7 @@ SYSTEMS = {room.rpartition(".")[2]: number for room, (number, _) in ROOMS.items(
 """What a claim is about, and the notebook of it."""
 
 ANOTHER_SCALE = "another scale"
-"""What ``holds_if`` says where ours is of a model, a machine or a delay too unlike the claim's to count either way."""
+"""What ``holds_if`` says where our model, machine, baseline or delay is too unlike the claim's to count either way."""
 
 VERDICTS = (
     *("holds", "holds within 10 %", "holds in direction", "fails", "undecided here"),

@@ -6,9 +6,12 @@ be the public model's. Rates are those of ``benchmarks.autonomy.text`` and ``ben
 layers of plpkg-small is the better of two on opacus's validation text.
 
 * ``words``: the word predictor, three writers; its head, all of it, and counts of one's own words.
+* ``diary``: the invented diary, whose words are far from the public text, three orders of the samples. The latest lines
+  of the first 70 % that have so many words together, a fifth as many for validation from the next 15 %, and the last
+  15 % as the test. ``first`` and ``three``: points of right words more, by the first choice and among three.
 * ``model``: plpkg-small, one writer; each scope that it has (a Llama has no biases), and counts.
 
-Run: ``python -m benchmarks.autonomy.few [words] [model]``, about three minutes each.
+Run: ``python -m benchmarks.autonomy.few [words] [diary] [model]``, about three minutes each.
 """
 
 import math
@@ -17,6 +20,7 @@ import time
 import torch
 
 from benchmarks import record
+from benchmarks.autonomy.keeping import chosen
 from benchmarks.autonomy.model import bytes_a_label
 from plpkg import corpora
 from plpkg.autonomy import baselines, evaluate, pretrained, transfer, vocabulary
@@ -40,6 +44,37 @@ def words():
             parts = (corpora.writer(name).split(split) for split in SPLITS)
             person = Person(*(word_examples(p, known, limit=n) for p, n in zip(parts, limits(examples), strict=True)))
             yield from compared(name, person, examples, model, WORDS, dict(steps=200, batch=16, patience=5), 1.0)
+
+
+def latest(lines: list[str], words: int) -> list[str]:
+    """The latest lines that have at least so many words, or all."""
+    start, count = len(lines), 0
+    while start and count < words:
+        start -= 1
+        count += len(lines[start].split())
+    return lines[start:]
+
+
+def diary():
+    model, known = pretrained("words"), vocabulary()
+    lines = [line for entry in corpora.diary().entries for line in entry.text.splitlines() if line]
+    first, second = 7 * len(lines) // 10, 17 * len(lines) // 20
+    test = word_examples(lines[second:], known)
+    before = evaluate(model, test).loss, chosen(model, test, 1), chosen(model, test, 3)
+    for examples in (100, 300, 1_000, 3_000):
+        own = latest(lines[:first], examples), latest(lines[first:second], examples // 5)
+        person = Person(*(word_examples(part, known) for part in own), test)
+        nights = [
+            ("head", seed, transfer(model, person.train, person.validation, steps=200, lr=3e-3, seed=seed).model)
+            for seed in range(3)
+        ]
+        for case, seed, mine in [*nights, ("own counts", 0, baselines.counts(model, {"me": person})["me"])]:
+            after = evaluate(mine, test).loss, chosen(mine, test, 1), chosen(mine, test, 3)
+            yield {
+                "writer": "diary", "case": case, "order": seed, "examples": examples,
+                "gain": round(before[0] - after[0], 4), "first": round(100 * (after[1] - before[1]), 3),
+                "three": round(100 * (after[2] - before[2]), 3),
+            }  # fmt: skip
 
 
 def model():
@@ -71,4 +106,4 @@ def compared(writer: str, person: Person, examples: int, public, rates: dict, se
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    record.sections("autonomy.few", {"words": words, "model": model}, __doc__)
+    record.sections("autonomy.few", {"words": words, "diary": diary, "model": model}, __doc__)

@@ -13,6 +13,7 @@ A person has the words of ``benchmarks.autonomy.text``, and unless a section say
 * ``prompt``: plpkg-small, no training; the last 384 training tokens stand before each window of 128 test tokens.
 * ``online``: 1,500 test words of one writer, then 1,500 of the next: a learner from the public model, one with a guard,
   the night's model as it is, and a learner from the night's model.
+* ``three``: the share of test words that stand first, and among the first three, as a keyboard shows them.
 
 Run: ``python -m benchmarks.autonomy.keeping``, about half an hour, or some of the sections.
 """
@@ -27,7 +28,7 @@ from benchmarks import record
 from benchmarks.autonomy.model import bytes_a_label
 from benchmarks.autonomy.text import COMMON, LIMITS
 from plpkg import corpora
-from plpkg.autonomy import HeadSplit, OnlineLearner, evaluate, pretrained, transfer, vocabulary
+from plpkg.autonomy import HeadSplit, OnlineLearner, baselines, evaluate, pretrained, transfer, vocabulary
 from plpkg.autonomy.nets import logits
 from plpkg.backbones import load_backbone
 from plpkg.clipping import make_private
@@ -206,8 +207,35 @@ def online():
             yield {"writer": name, "then": then, "case": who, "words": first} | shares
 
 
+def three():
+    model = pretrained("words")
+    for name, person in people().items():
+        nights = {
+            scope: transfer(model, person.train, person.validation, **HEAD | dict(scope=scope)).model
+            for scope in ("head", "all")
+        }
+        for case, mine in {
+            "public": model,
+            **nights,
+            "own counts": baselines.counts(model, {name: person})[name],
+        }.items():
+            first, among = (chosen(mine, person.test, k) for k in (1, 3))
+            yield {"writer": name, "case": case, "first": round(first, 5), "three": round(among, 5),
+                   "words": person.test.labels}  # fmt: skip
+
+
+@torch.no_grad()
+def chosen(model, examples: Examples, k: int) -> float:
+    """The share of labels among the model's first ``k`` choices."""
+    found = 0
+    for batch in examples.chunks():
+        known = batch.y != IGNORED
+        found += int((logits(model, batch.x)[known].topk(k).indices == batch.y[known][:, None]).sum())
+    return found / examples.labels
+
+
 SECTIONS = {"nights": nights, "members": members, "rates": rates, "nearest": nearest, "prompt": prompts,
-            "online": online}  # fmt: skip
+            "online": online, "three": three}  # fmt: skip
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from plpkg import drawing, theme
-from plpkg.autonomy import availability
-from plpkg.autonomy.availability import DAY, FEDERATED, Trace
 from plpkg.autonomy.online import OnlineLearner
 from plpkg.autonomy.transfer import Transfer
 from plpkg.results import shown
@@ -104,42 +102,6 @@ def few(rows, label: str, ax=None):
     return theme.describe(ax, f"{label}; {'; '.join(said)}.")
 
 
-def day(trace: Trace, day: int = 0, ax=None):
-    """One device's day from noon to noon: what holds when, and the windows in which it may learn."""
-    ax, start = theme.axes(ax, figsize=(7.2, 2.4)), day * DAY
-    spans = {rule.replace("_", " "): availability.trainable(trace, [rule]) for rule in FEDERATED}
-    spans |= {"may learn": availability.trainable(trace), "may upload, too": availability.trainable(trace, FEDERATED)}
-    said = []
-    for k, ((name, windows), fill) in enumerate(zip(spans.items(), theme.fills(len(spans)), strict=True)):
-        parts = [(max(0, begin - start), min(DAY, end - start)) for begin, end in windows]
-        hours = [(begin / 3600, (end - begin) / 3600) for begin, end in parts if begin < end]
-        ax.broken_barh(hours, (k - 0.4, 0.8), **fill | {"edgecolor": "none"})
-        said.append(f"{name} {sum(width for _, width in hours):.1f} hours")
-    ax.set_yticks(range(len(spans)), spans)
-    ax.set_xticks(range(0, 25, 6), ["noon", "18:00", "midnight", "6:00", "noon"])
-    ax.set(xlim=(0, 24), ylim=(len(spans) - 0.5, -0.5))
-    ax.grid(False, axis="y")
-    return theme.describe(ax, f"A synthetic device's day from noon to noon: {', '.join(said)}.")
-
-
-def trainable(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], ax=None):
-    """Which share of the device-days has at most so many trainable minutes, by the rules."""
-    ax, said = theme.axes(ax), []
-    for (name, (minutes, share)), style in zip(curves.items(), theme.styles(len(curves)), strict=True):
-        median = minutes[(len(minutes) - 1) // 2]
-        ax.step(minutes, [100 * s for s in share], where="post", label=name, **style | {"marker": None})
-        ax.plot(median, 50, color=style["color"], marker=style["marker"])
-        said.append(f"{name}: half of the days have at most {median:.0f} minutes")
-    ax.set(
-        xlabel="trainable time a day (minutes)",
-        ylabel="device-days with at most so much (%)",
-        xlim=(0, 480),
-        ylim=(0, 102),
-    )
-    ax.legend(loc="lower right")
-    return theme.describe(ax, f"Synthetic traces. {'; '.join(said)}.")
-
-
 def stream(learners: Mapping[str, OnlineLearner], ax=None):
     """Along a stream, how many errors fewer than the public model's; a cross where a guard's allowance is spent."""
     ax, said = theme.axes(ax), []
@@ -184,33 +146,17 @@ def joules(cycles: float, ghz: float, static_watts: float, watts_at_1ghz: float 
     return (number("static_watts", static_watts) + watts_at_1ghz * ghz**3) * cycles / (1e9 * ghz)
 
 
-def energy(static_watts: Sequence[float] = (0.0, 0.3, 2.0), ax=None):
-    """The energy of the same work at each frequency, against 2 GHz, by static power: a model. A star is the least."""
-    ax, said = theme.axes(ax), []
-    frequencies = [0.2 + 0.1 * k for k in range(19)]
-    for static, style in zip(static_watts, theme.styles(len(static_watts)), strict=True):
-        shares = [100 * joules(1e9, f, static) / joules(1e9, 2.0, static) for f in frequencies]
-        best = min(range(len(shares)), key=shares.__getitem__)
-        ax.plot(frequencies, shares, label=f"{static:g} W static", markevery=3, **style)
-        ax.scatter(frequencies[best], shares[best], marker="*", s=160, color="black", zorder=5)
-        said.append(f"with {static:g} W least at {frequencies[best]:.1f} GHz, {shares[best]:.0f} %")
-    ax.set(xlabel="frequency (GHz)", ylabel="energy (% of that at 2 GHz), ← better", yscale="log")
-    ax.yaxis.set_major_formatter("{x:g}")
-    ax.legend()
-    return theme.describe(ax, f"Modelled energy by frequency: {'; '.join(said)}.")
-
-
 def plans(rows: Sequence[Mapping], ax=None):
-    """How long each way to learn works, and what it spends; ``rows`` have learning, hours, days and joules."""
+    """How long each way to learn works, and what it spends; ``rows`` have learning, minutes, days and joules."""
     ax, fills = theme.axes(ax), theme.fills(len(rows))
     for k, (row, fill) in enumerate(zip(rows, fills, strict=True)):
-        ax.barh(k, row["hours"], **fill)
-        taken = f" {shown(row['hours'])} hours in {shown(row['days'])} days, {shown(row['joules'] / 1e3)} kJ"
-        ax.text(row["hours"], k, taken, va="center")
+        ax.barh(k, row["minutes"], **fill)
+        taken = f" {shown(row['minutes'])} minutes in {shown(row['days'])} days, {shown(row['joules'] / 1e3)} kJ"
+        ax.text(row["minutes"], k, taken, va="center")
     ax.set_yticks(range(len(rows)), [row["learning"] for row in rows])
     ax.invert_yaxis()
     ax.grid(False, axis="y")
-    longest = max(row["hours"] for row in rows)
-    ax.set(xlabel="hours of one core to a personal model (computed), ← better", xlim=(0, 1.9 * longest))
-    said = "; ".join(f"{row['learning']}: {row['hours']:.3g} hours, {row['joules'] / 1e3:.3g} kJ" for row in rows)
-    return theme.describe(ax, f"Hours of work to a personal model and energy, computed: {said}.")
+    longest = max(row["minutes"] for row in rows)
+    ax.set(xlabel="minutes of one core to a personal model (computed), ← better", xlim=(0, 1.9 * longest))
+    said = "; ".join(f"{row['learning']}: {row['minutes']:.3g} minutes, {row['joules'] / 1e3:.3g} kJ" for row in rows)
+    return theme.describe(ax, f"Minutes of work to a personal model and energy, computed: {said}.")

@@ -1,4 +1,4 @@
-"""The explorer of notebook 08: minutes a day, model, what is trained, frequency → time and energy, *computed*."""
+"""The explorer of notebook 08: how much is read, model, what is trained, frequency → time and energy, *computed*."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,15 +23,16 @@ MODELS = {
     "plpkg-small": Work(128 * 5.2e6, 128 * 320 * 8192),  # 128 tokens
 }
 LEARNING = ("all layers", "last layer", "last layer, cached", "last layer, cached, pruned")
-SAMPLES, EPOCHS, KEPT, SKIPPED_S = 10_000, 20, 0.4, 60
-"""Of a person, how many samples are read how often; what pruning leaves of both parts; what each window loses, s."""
+READ = ("1,400, twice (a night)", (1_400, 2)), ("10,000, twenty times", (10_000, 20))
+KEPT, SKIPPED_S = 0.4, 60
+"""What pruning leaves of both parts; what each window loses, s."""
 PER_CYCLE = 1.0
 """Multiply-adds in a processor's cycle: a phone's core without a library tuned for it."""
 
 
 @dataclass(frozen=True)
 class Plan(Tabular):
-    """What each way to learn takes: ``ways`` with learning, hours, days, joules; and which of them is chosen."""
+    """What each way to learn takes: ``ways`` with learning, minutes, days, joules; and which of them is chosen."""
 
     ways: list[dict]
     chosen: str
@@ -40,24 +41,25 @@ class Plan(Tabular):
         return self.ways
 
 
-def cycles(model: str, learning: str) -> float:
+def cycles(model: str, learning: str, samples: int, epochs: int) -> float:
     """The cycles of all steps: a backward pass takes two of a forward's, or one where the input needs no gradient."""
     body, head = MODELS[model]
-    passes = {LEARNING[0]: 3 * (body + head) * EPOCHS, LEARNING[1]: (body + 2 * head) * EPOCHS}
-    cached = body + 2 * head * EPOCHS
-    return SAMPLES * passes.get(learning, cached * (KEPT if learning == LEARNING[3] else 1)) / PER_CYCLE
+    passes = {LEARNING[0]: 3 * (body + head) * epochs, LEARNING[1]: (body + 2 * head) * epochs}
+    cached = body + 2 * head * epochs
+    return samples * passes.get(learning, cached * (KEPT if learning == LEARNING[3] else 1)) / PER_CYCLE
 
 
-def compute(minutes: int, model: str, learning: str, ghz: float) -> Plan:
-    """The plan for a device that may learn for so many minutes each night."""
+def compute(read: tuple[int, int], model: str, learning: str, ghz: float, minutes: int = 60) -> Plan:
+    """The plan for so many samples, read so often, by a device that may learn for so many minutes each night."""
     ways = []
     for each in LEARNING:
-        seconds = cycles(model, each) / (ghz * 1e9)
+        work = cycles(model, each, *read)
+        seconds = work / (ghz * 1e9)
         nights = int(seconds / (60 * minutes - SKIPPED_S)) + 1
         windows = [(day * availability.DAY, day * availability.DAY + 60 * minutes) for day in range(nights)]
         days = availability.days_until(seconds, windows, SKIPPED_S)
-        joules = plots.joules(cycles(model, each), ghz, static_watts=0.3)
-        ways.append({"learning": each, "hours": seconds / 3600, "days": days, "joules": joules})
+        joules = plots.joules(work, ghz, static_watts=0.3)
+        ways.append({"learning": each, "minutes": seconds / 60, "days": days, "joules": joules})
     return Plan(ways, learning)
 
 
@@ -66,7 +68,7 @@ def read_out(plan: Plan) -> str:
     row = next(row for row in plan.ways if row["learning"] == plan.chosen)
     energy = f"{row['joules'] / 1e3:.3g} kJ ({100 * row['joules'] / 45e3:.2g} % of a battery of 45 kJ)"
     return (
-        f"Training {plan.chosen} takes {row['hours']:.3g} hours of one core, {row['days']:.3g} days from the first "
+        f"Training {plan.chosen} takes {row['minutes']:.3g} minutes of one core, {row['days']:.3g} days from the first "
         f"window on, and {energy}; no token leaves the device."
     )
 
@@ -82,7 +84,7 @@ def explorer() -> Explorer:
     """The widget of the notebook."""
     slider = ipywidgets.SelectionSlider
     controls = {
-        "minutes": slider(options=[15, 30, 60, 120, 240], value=60, description="Window (minutes a day)"),
+        "read": slider(options=list(READ), value=READ[0][1], description="Samples read"),
         "model": slider(options=list(MODELS), value="word LSTM", description="Model"),
         "learning": slider(options=LEARNING, value=LEARNING[1], description="What is trained"),
         "ghz": slider(options=[0.5, 1.0, 1.5, 2.0], value=1.0, description="Frequency (GHz)"),

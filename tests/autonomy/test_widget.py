@@ -19,19 +19,19 @@ def test_the_work_of_plpkg_small_is_its_weights_times_its_tokens():
 
 
 def test_each_saving_saves():
-    ways = widget.compute(60, "MobileNet", "all layers", 1.0).rows()
+    ways = widget.compute((1_400, 2), "MobileNet", "all layers", 1.0).rows()
     assert [row["learning"] for row in ways] == list(widget.LEARNING)
-    assert sorted((row["hours"] for row in ways), reverse=True) == [row["hours"] for row in ways]
+    assert sorted((row["minutes"] for row in ways), reverse=True) == [row["minutes"] for row in ways]
     assert sorted((row["joules"] for row in ways), reverse=True) == [row["joules"] for row in ways]
 
 
 def test_days_count_windows_and_what_each_loses():
-    row = widget.compute(60, "MobileNet", "all layers", 1.0).rows()[0]
-    full, left = divmod(3600 * row["hours"], 3600 - widget.SKIPPED_S)
+    row = widget.compute((1_400, 2), "MobileNet", "all layers", 1.0, minutes=15).rows()[0]
+    full, left = divmod(60 * row["minutes"], 900 - widget.SKIPPED_S)
     assert row["days"] == pytest.approx(full + (left + widget.SKIPPED_S) / 86_400)
 
 
 def test_the_read_out_names_what_was_chosen():
-    plan = widget.compute(60, "word LSTM", "last layer, cached", 2.0)
+    plan = widget.compute((1_400, 2), "word LSTM", "last layer, cached", 2.0)
     row = plan.rows()[2]
-    assert f"Training last layer, cached takes {row['hours']:.3g} hours" in widget.read_out(plan)
+    assert f"Training last layer, cached takes {row['minutes']:.3g} minutes" in widget.read_out(plan)
