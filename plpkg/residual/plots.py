@@ -227,7 +227,7 @@ def differences(gain, pairs: Sequence[tuple[str, str]] = PAIRS, ax=None):
 
 
 def defences(rows):
-    """One row for each defence: what it costs, what the cloud reads all the same, and a verdict.
+    """One row for each defence (noise on the embedding apart): its cost, what is read all the same, and a verdict.
 
     Parameters
     ----------
@@ -260,13 +260,16 @@ def defences(rows):
     rows = {
         "none": row(answers[0], from_tokens(answers[0], 256), "-"),
         "4 of 5 layers on the device": row(
-            seen["inversion"].query("x == 4"), "of the last layer, as without", "hides nothing"
+            seen["inversion"].query("x == 4"), "of the last layer only", "hides no text"
         ),
-        "noise, 3 × the embedding": row(seen["noise"].query("x == 3"), same, "ruins the text first"),
         "noise, 1 × the answers": row(answers[1], from_tokens(answers[1], 16384), "averaged away"),
         "secret embedding, perturbed": row(secret[secret["case"].str.contains("pert.*0.3")], same, "a weak cipher"),
-        "the same, cosine up to 0.1": row(secret[secret["case"].str.contains("pert.*0.1")], same, "5 % known: 60 %"),
-        "secret embedding, rotated": row(secret[secret["case"].str.contains("rot")], same, "5 % known: 100 %"),
+        "the same, cosine up to 0.1": row(
+            secret[secret["case"].str.contains("pert.*0.1")], same, "with 5 % known, 60 % read"
+        ),
+        "secret embedding, rotated": row(
+            secret[secret["case"].str.contains("rot")], same, "with 5 % known, 100 % read"
+        ),
         "256 hidden units for M": row(units[-1:], from_tokens(units[-1:], 8192), "copied by a network", units.iloc[0]),
     }
     columns = ["bits per byte lost", "tokens read (%)", "the cloud's M", "weights (×)", "verdict"]
