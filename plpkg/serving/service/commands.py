@@ -36,7 +36,7 @@ def serve(
     slots: Annotated[int, Option(help="Adapters in use at a time, in each.")] = 16,
     batch: Annotated[int, Option(help="Requests that run at a time, in each.")] = 32,
     positions: Annotated[
-        int, Option(help="Tokens, prompts and answers, of all that run: so many keys and values, in each.")
+        int, Option(help="Tokens of the prompts and answers that run at a time, in each: they take memory.")
     ] = 2**16,
     max_queued: Annotated[
         int, Option(help="Requests that wait, in each; with keys at most a quarter of them are one account's.")
