@@ -35,6 +35,12 @@ def serve(
     replicas: Annotated[int, Option(min=1, help="Processes that have the model; more than one by Ray Serve.")] = 1,
     slots: Annotated[int, Option(help="Adapters in use at a time, in each.")] = 16,
     batch: Annotated[int, Option(help="Requests that run at a time, in each.")] = 32,
+    positions: Annotated[
+        int, Option(help="Tokens of the prompts and answers that run at a time, in each: they take memory.")
+    ] = 2**16,
+    max_queued: Annotated[
+        int, Option(help="Requests that wait, in each; with keys at most a quarter of them are one account's.")
+    ] = 1024,
     max_model_len: Annotated[
         int | None, Option(help="The most tokens of a text, prompt and answer; else as many as the model can.")
     ] = None,
@@ -97,7 +103,8 @@ def serve(
         scratch = stack.enter_context(temporary_folder())
         location, downloads = store or str(scratch / "store"), downloads or scratch / "disk"
         base, tokenizer = loaded(model, dtype, device)
-        kept, options = Store(location), dict(limits=limits, slots=slots, batch=batch)
+        kept = Store(location)
+        options = dict(limits=limits, slots=slots, batch=batch, positions=positions, max_queued=max_queued)
         options |= dict(shared_bytes=2**20 * shared_mib, max_model_len=max_model_len)
         if replicas > 1:
             build = functools.partial(replica_of, model, dtype, device, location, downloads, **options)
@@ -162,7 +169,7 @@ def loaded(model: str, dtype: str, device: str):
     return load_backbone(model, dtype=name if name == "auto" else getattr(torch, name), device=device)
 
 
-def replica(base, tokenizer, store, disk, *, limits, slots: int, batch: int, **engine):
+def replica(base, tokenizer, store, disk, *, limits, slots: int, batch: int, positions: int, max_queued: int, **engine):
     """A replica of a model."""
     from plpkg.serving import Engine
     from plpkg.serving.service import Replica, Scheduler, Tiers
@@ -170,7 +177,7 @@ def replica(base, tokenizer, store, disk, *, limits, slots: int, batch: int, **e
 
     engine = Engine(base, tokenizer, max_batch=batch, max_step_tokens=max(512, batch), **engine)
     shared = bool(os.environ.get("PLPKG_KEYS"))
-    scheduler = Scheduler(slots, batch, max_queued_each=256 if shared else None)
+    scheduler = Scheduler(slots, batch, positions, max_queued, max(1, max_queued // 4) if shared else None)
     return Replica(engine, Tiers(store, base, limits=limits, shared=shared, disk=Disk(disk)), scheduler)
 
 

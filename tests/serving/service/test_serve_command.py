@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 
 from plpkg.catalog import data_path
 from plpkg.cli import app
+from plpkg.serving.service import Store
+from plpkg.serving.service.commands import loaded, replica
 
 from preloaded import Process
 from waiting import PATIENCE_S, line_of, wait_until
@@ -35,11 +37,13 @@ def serving(tmp_path, *arguments, keys=""):
 def test_it_serves_a_folders_adapter_and_ends_on_sigterm(tmp_path):
     folders = [str(data_path("serving") / name) for name in ("numpy", "torch")]
     options = [part for folder in folders for part in ("--adapter", folder)]
-    with serving(tmp_path, *options, "--max-model-len", "12") as (process, url, temporary):
+    with serving(tmp_path, *options, "--max-model-len", "12", "--positions", "11") as (process, url, temporary):
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
             assert {each.max_model_len for each in client.models.list()} == {12}
             with pytest.raises(openai.BadRequestError, match="do not fit the model's 12 positions"):
                 client.completions.create(model="numpy", prompt=[5] * 4, max_tokens=9)
+            with pytest.raises(openai.BadRequestError, match="may fill 12 positions, 11 are there"):
+                client.completions.create(model="numpy", prompt=[5] * 4, max_tokens=8)
             assert sorted(each.id for each in client.models.list()) == ["numpy", "plpkg-small", "torch"]
             answers = [
                 client.completions.create(model=name, prompt="import", max_tokens=8, temperature=0).choices[0].text
@@ -51,6 +55,15 @@ def test_it_serves_a_folders_adapter_and_ends_on_sigterm(tmp_path):
         assert process.wait() == 0
         assert not [*temporary.glob("plpkg*")]
         assert process.stdout.read() == ""
+
+
+@pytest.mark.parametrize(("keys", "each"), [("", 9), ("a file", 2)])
+def test_with_keys_an_account_fills_a_quarter_of_the_queue(keys, each, tmp_path, monkeypatch):
+    monkeypatch.setenv("PLPKG_KEYS", keys)
+    options = dict(limits=None, slots=2, batch=3, positions=50, max_queued=9)
+    scheduler = replica(*loaded("plpkg-small", "fp32", "cpu"), Store("memory:///"), tmp_path, **options).scheduler
+    assert (scheduler.num_slots, scheduler.places, scheduler.positions) == (2, 3, 50)
+    assert (scheduler.max_queued, scheduler.max_queued_each) == (9, each)
 
 
 def stopped(process, url, number):
