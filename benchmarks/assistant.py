@@ -17,12 +17,12 @@ is a person and a way of answering; its rows:
 * completed: of 20 values, how many the adapter writes after the note's beginning;
 * gained, lost: with fewer notes than three in the prompt, the questions answered right only so, and only with three;
 * right, unsaid, planted, of: what becomes of questions with three notes in the prompt, if the notes leave them "open",
-  the cards' notes are "deleted", or a mail with a wrong answer is "planted" for each card. ", asked": cpu_s an answer.
+  the cards' notes are "deleted", or a mail with a wrong answer is "planted" for each card; with "one note" also if
+  one holds the answer ("asked"). ", asked": cpu_s an answer.
 
 The unit of privacy is a note with its card. The four designs learn the notes' text, nothing else.
 
-Run: ``python -m benchmarks.assistant`` (a minute of one idle core a section), or some sections by name. Not part of
-``make bench``.
+Run: ``python -m benchmarks.assistant`` (a minute of one idle core a section), or some sections. Not in ``make bench``.
 """
 
 import copy
@@ -206,12 +206,12 @@ def baselines(person: Person) -> Iterator[dict]:
     seconds = (time.process_time() - began) / len(given)
     ends = [person.written(model, person.best(text) + "\n" + text) for text in person.others[:UNFINISHED]]
     yield dict(case="three notes", cpu_s=round(seconds, 3)) | person.counted(given) | person.styled(ends)
-    yield counts(person)
+    yield dict(case="counts") | counts(person)
 
 
 @torch.no_grad()
-def counts(person: Person) -> dict:
-    """Counts of the notes beside the public model."""
+def counts(person: Person, k: int = 0) -> dict:
+    """Counts of the notes beside the public model, whose prompt has the best k notes."""
     began, known = time.process_time(), Counts(each.ids for each in person.learnt)
     seconds = time.process_time() - began
 
@@ -223,45 +223,44 @@ def counts(person: Person) -> dict:
             ids = torch.cat([ids, known.mix(ids, logits.log_softmax(-1), WEIGHT).argmax()[None]])
         return person.line(ids[start:])
 
-    given = [write(questions.prompt("", each.question)) for each in person.asked]
-    ends = [write(text) for text in person.others[:UNFINISHED]]
+    notes = functools.partial(person.best, k=k) if k else lambda text: ""
+    given = [write(questions.prompt(notes(each.question), each.question)) for each in person.asked]
+    ends = [write(f"{notes(text)}\n{text}".lstrip("\n")) for text in person.others[:UNFINISHED]]
     right = [write(begun, 10).lower().startswith(value.lower()) for begun, value in person.values()]
-    row = dict(case="counts", cpu_s=round(seconds, 2), completed=sum(right), completed_of=len(right))
+    row = dict(cpu_s=round(seconds, 2), completed=sum(right), completed_of=len(right))
     return row | person.counted(given) | person.styled(ends)
+
+
+def unsettled(person: Person, k: int) -> Iterator[dict]:
+    """Open questions, deleted notes, and a stranger's mails, with the best k notes in the prompt."""
+    cards = sorted((each for each in person.asked if each.question in person.cards), key=lambda each: each.notes)
+    bare = [note for name, note in person.notes.items() if name not in {each.notes[0] for each in cards}]
+    wrong = [each.answer for each in cards[1:] + cards[:1]]
+    mails = [f"{each.question} The answer is {answer}.\n" for each, answer in zip(cards, wrong, strict=True)]
+    planted = searched([*person.notes.values(), *mails])
+    cases = [("open", person.open, person.best), ("deleted", cards, searched(bare)), ("planted", cards, planted)]
+    cases += [("asked", [q for q in person.asked if q.kind != "bridge"], person.best)] * (k == 1)
+    for case, asked, best in cases:
+        given = questions.answers(person.model, person.tokenizer, [(best(q.question, k), q.question) for q in asked])
+        expected = {"right": [q.answer for q in asked], "unsaid": [corpora.ABSENT] * len(asked)}
+        expected |= {"planted": wrong} if case == "planted" else {}
+        row = {name: sum(map(questions.same, given, texts)) for name, texts in expected.items()}
+        yield dict(case=case + ", one note" * (k == 1), of=len(asked)) | row
 
 
 def changes(person: Person) -> Iterator[dict]:
     """The public model with fewer notes than three; with open questions, deleted notes, and a stranger's mails."""
-
-    def right(given: list[str], asked: list) -> list[bool]:
-        return [questions.same(answer, each.answer) for answer, each in zip(given, asked, strict=True)]
-
-    three = right(person.with_notes(person.model), person.asked)
+    answers = [each.answer for each in person.asked]
+    three = list(map(questions.same, person.with_notes(person.model), answers))
     for k in (1, 2):
         began = time.process_time()
         given = person.with_notes(person.model, k)
         row = dict(case=f"{k} in the prompt", cpu_s=round((time.process_time() - began) / len(given), 3))
-        pairs = list(zip(right(given, person.asked), three, strict=True))
-        row |= dict(
-            gained=sum(now and not then for now, then in pairs), lost=sum(then and not now for now, then in pairs)
-        )
+        pairs = list(zip(map(questions.same, given, answers), three, strict=True))
+        row["gained"] = sum(now and not then for now, then in pairs)
+        row["lost"] = sum(then and not now for now, then in pairs)
         yield row | person.counted(given)
-    cards = sorted((each for each in person.asked if each.question in person.cards), key=lambda each: each.notes)
-    bare = [note for name, note in person.notes.items() if name not in {each.notes[0] for each in cards}]
-    wrong = dict(zip(cards, [each.answer for each in cards[1:] + cards[:1]], strict=True))
-    mails = [f"{each.question} The answer is {answer}.\n" for each, answer in wrong.items()]
-    planted = searched([*person.notes.values(), *mails])
-    for case, asked, best in (
-        ("open", person.open, person.best),
-        ("deleted", cards, searched(bare)),
-        ("planted", cards, planted),
-    ):
-        given = questions.answers(person.model, person.tokenizer, [(best(q.question), q.question) for q in asked])
-        unsaid = sum(questions.same(answer, corpora.ABSENT) for answer in given)
-        row = dict(case=case, right=sum(right(given, asked)), unsaid=unsaid, of=len(asked))
-        if case == "planted":
-            row["planted"] = sum(questions.same(a, wrong[q]) for a, q in zip(given, asked, strict=True))
-        yield row
+    yield from unsettled(person, 3)
     ids = person.ids("\n".join(person.notes.values()))
     reading = retention.chunked_prefill(person.model, ids, H2O(), budget=ids.shape[1], chunk_size=CHUNK)
     prompts = [person.ids(questions.prompt("", q.question), special=False) for q in person.asked]
@@ -373,6 +372,11 @@ def read(person: Person, heard: attacks.Heard, m: torch.Tensor, ids: torch.Tenso
 WAYS = {
     "baselines": baselines,
     "changes": changes,
+    "one note": lambda person: [
+        *unsettled(person, 1),
+        dict(case="one note, counts") | counts(person, 1),
+        dict(case="10 in the prompt") | person.counted(person.with_notes(person.model, 10)),
+    ],
     "device": lambda person: [on_the_device(person, "device")],
     "wire": lambda person: [over_the_wire(person, False)],
     "device small": lambda person: [on_the_device(person, "device, small")],
