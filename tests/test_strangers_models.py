@@ -17,6 +17,7 @@ from transformers import AddedToken, AutoConfig, AutoModelForCausalLM, PreTraine
 
 from plpkg.backbones import load_backbone, random_backbone
 from plpkg.catalog import ModelShape
+from plpkg.model_folder import on_meta
 
 
 def save_tokenizer(folder):
@@ -308,6 +309,13 @@ FOLDERS = CONFIG | {
 CASES = [(load_backbone, name) for name in FOLDERS] + [(ModelShape.from_config, name) for name in CONFIG]
 
 
+def largest_honest_s():
+    """CPU seconds that a model of nearly as many modules as may be takes here, however slow the machine is just now."""
+    began = time.process_time()
+    on_meta(AutoConfig.for_model(**BART, decoder_layers=900), AutoModelForCausalLM)
+    return time.process_time() - began
+
+
 @pytest.mark.parametrize(("read", "name"), CASES, ids=[f"{read.__name__}, {name}" for read, name in CASES])
 def test_a_crafted_folder_is_refused_cheaply_and_in_a_sentence(folder, read, name):
     craft, said = FOLDERS[name]
@@ -315,7 +323,8 @@ def test_a_crafted_folder_is_refused_cheaply_and_in_a_sentence(folder, read, nam
     began = time.process_time()
     with pytest.raises(ValueError, match=said) as refusal:
         read(folder)
-    assert time.process_time() - began < 2
+    took = time.process_time() - began
+    assert took < 2 or took < 4 * largest_honest_s()
     assert "\n" not in str(refusal.value)
     assert len(str(refusal.value).replace(str(folder), "")) <= 300
 
