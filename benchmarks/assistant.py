@@ -113,7 +113,7 @@ class Person:
         notes = {}
         for entry in own.entries:
             card = cards.get(entry.name)
-            above = f"{questions.prompt('', card.question)} {card.answer}\n\n" if card else ""
+            above = f"{questions.prompt('', card.question, self.tokenizer)} {card.answer}\n\n" if card else ""
             notes[entry.name] = f"{above}{entry.text}\n{self.end}\n"
         return {each.question for each in cards.values()}, notes
 
@@ -195,7 +195,7 @@ def baselines(person: Person) -> Iterator[dict]:
         reading = retention.chunked_prefill(model, ids, H2O(), budget=budget, chunk_size=CHUNK)
         seconds = time.process_time() - began
         tell = dict(do_sample=False, pad_token_id=0)
-        ask = [person.ids(questions.prompt("", q.question), special=False) for q in person.asked]
+        ask = [person.ids(questions.prompt("", q.question, person.tokenizer), special=False) for q in person.asked]
         given = [person.line(reading.ask(model, each, max_new_tokens=20, **tell)[0]) for each in ask]
         texts = [person.ids("\n" + text, special=False) for text in person.others[:UNFINISHED]]
         ends = [person.line(reading.ask(model, each, max_new_tokens=16, **tell)[0]) for each in texts]
@@ -224,7 +224,7 @@ def counts(person: Person, k: int = 0) -> dict:
         return person.line(ids[start:])
 
     notes = functools.partial(person.best, k=k) if k else lambda text: ""
-    given = [write(questions.prompt(notes(each.question), each.question)) for each in person.asked]
+    given = [write(questions.prompt(notes(each.question), each.question, person.tokenizer)) for each in person.asked]
     ends = [write(f"{notes(text)}\n{text}".lstrip("\n")) for text in person.others[:UNFINISHED]]
     right = [write(begun, 10).lower().startswith(value.lower()) for begun, value in person.values()]
     row = dict(cpu_s=round(seconds, 2), completed=sum(right), completed_of=len(right))
@@ -263,7 +263,7 @@ def changes(person: Person) -> Iterator[dict]:
     yield from unsettled(person, 3)
     ids = person.ids("\n".join(person.notes.values()))
     reading = retention.chunked_prefill(person.model, ids, H2O(), budget=ids.shape[1], chunk_size=CHUNK)
-    prompts = [person.ids(questions.prompt("", q.question), special=False) for q in person.asked]
+    prompts = [person.ids(questions.prompt("", q.question, person.tokenizer), special=False) for q in person.asked]
     began = time.process_time()
     for prompt in prompts:
         reading.ask(person.model, prompt, max_new_tokens=20, do_sample=False, pad_token_id=0)

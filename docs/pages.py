@@ -23,15 +23,18 @@ from plpkg import recorded
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
+MODELS = ["smollm2", "smollm2-reader", "minilm", "backbone", "reader", "serving", "diary"]  # each has a card
 TEXTS = [
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "LICENSE",
+    "NOTICE",
     "CITATION.cff",
     "docs/tour.md",
     "data/README.md",
     "data/measured/README.md",
+    *(f"data/{model}/README.md" for model in MODELS),
     "data/claims.csv",
     "data/measured/residual_families.csv",
 ]

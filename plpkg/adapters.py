@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from plpkg import untrusted
+from plpkg import untrusted, wheels
 from plpkg.backbones import ADAPTER_PREFIXES, fingerprint
 from plpkg.checkpoints import private_folder, replace_file
 from plpkg.lora_config import ALLOWED, CHECKED, fitting, left_out, literal, wrong_fields
@@ -408,6 +408,8 @@ def _plan(
             unsound.append(f"{WEIGHTS} has {size:,} bytes, at most {limits.max_bytes:,} are allowed")
         said = {} if unsound else untrusted.strict_json(header[8 : 8 + untrusted.header_length(header)])
         trained_on = said.get("__metadata__", {}).get("backbone")
+        if wheels.is_of_the_original(fields.get("base_model_name_or_path"), base.name):
+            trained_on = None  # the fingerprint is the original's
         if trained_on and (actual := base.backbone()) not in (None, trained_on):
             mark, here = shown(trained_on)[1:13], actual[:12]
             reasons.append(f"it was trained on a backbone with fingerprint {mark}…, and this one has {here}…")

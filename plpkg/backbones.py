@@ -15,12 +15,14 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from plpkg import catalog
+from plpkg import catalog, wheels
 from plpkg.model_folder import on_meta, reason, require_model_folder, require_sizes
 from plpkg.validation import one_of, whole_number
 
 FAMILIES = ("llama", "mistral", "qwen2", "phi3", "gemma2", "gpt2")
 """The architecture families that the package is tested on; any other causal model loads as well."""
+READERS = {"plpkg-reader": ("plpkg-small", "reader"), "smollm2-reader": ("smollm2", "smollm2-reader")}
+"""Models that are another with an adapter merged into it: which one, and where in ``data/`` the adapter is."""
 READER_POSITIONS = 3072
 """Of plpkg-reader, which has learnt from longer texts than plpkg-small. RoPE needs no table for them."""
 
@@ -38,9 +40,10 @@ def load_backbone(
     Parameters
     ----------
     name_or_path
-        ``"plpkg-small"``, the model that comes with this package; ``"plpkg-reader"``, the same with a public adapter
-        that answers questions about a text, merged into it (``data/README.md`` says from what both have learnt); a hub
-        name; or a folder that ``save_pretrained`` wrote.
+        One of this package's names; a hub name; or a folder that ``save_pretrained`` wrote. The names are
+        ``"smollm2"``, the published SmolLM2-135M-Instruct as ``plpkg fetch`` unpacked it from 4 bits;
+        ``"plpkg-small"``, a small model that comes with this package; ``"smollm2-reader"`` and ``"plpkg-reader"``, the
+        two with a public adapter merged into them that answers questions about a text.
     dtype
         The precision of the weights, ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``; ``"auto"`` keeps the
         checkpoint's. On the CPU, its safetensors are then mapped from their file and read as they are used.
@@ -66,10 +69,10 @@ def load_backbone(
     from safetensors import SafetensorError
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    if name_or_path == "plpkg-reader":
-        return _reader(dtype, device=device, local_files_only=local_files_only, **options)
+    if name_or_path in READERS:
+        return _reader(name_or_path, dtype, device=device, local_files_only=local_files_only, **options)
     _require_device(device)
-    name = str(catalog.data_path("backbone") if name_or_path == "plpkg-small" else name_or_path)
+    name = str(_folder(name_or_path) or name_or_path)
     if Path(name).is_dir() and not Path(name, "config.json").exists():
         raise FileNotFoundError(f"no model {name!r}: the folder lacks a config.json")
     common = dict(local_files_only=local_files_only, trust_remote_code=False)
@@ -123,15 +126,28 @@ def load_backbone(
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ValueError(f"the tokenizer of {name!r} is damaged: {reason(error)}") from error
+    if name_or_path in wheels.WHEELS:  # what is made from it names it so, and not the cache's folder
+        model.name_or_path = model.config._name_or_path = tokenizer.name_or_path = name_or_path
     return model.to(device).eval(), tokenizer
 
 
-def _reader(dtype: torch.dtype | str, **options):
+def _folder(name: str | Path) -> Path | None:
+    """Where a model of this package is; None for another's name or path."""
+    if name == "smollm2":
+        return wheels.folder(name)
+    return catalog.data_path("backbone") if name == "plpkg-small" else None
+
+
+def _reader(name: str, dtype: torch.dtype | str, **options):
     from peft import PeftModel
 
-    model, tokenizer = load_backbone("plpkg-small", **options)  # in float32: rounded once, when it is merged
-    model.config.max_position_embeddings = READER_POSITIONS
-    model = PeftModel.from_pretrained(model, catalog.data_path("reader")).merge_and_unload()
+    base, adapter = READERS[name]
+    model, tokenizer = load_backbone(base, **options)  # in float32: rounded once, when it is merged
+    if name == "plpkg-reader":
+        model.config.max_position_embeddings = READER_POSITIONS
+    model = PeftModel.from_pretrained(model, catalog.data_path(adapter)).merge_and_unload()
+    if base in wheels.WHEELS:
+        model.name_or_path = model.config._name_or_path = tokenizer.name_or_path = name
     return model.to(torch.bfloat16 if dtype == "auto" else dtype).eval(), tokenizer
 
 

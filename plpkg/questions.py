@@ -1,6 +1,7 @@
 """Questions about a text: how a model is asked, what it answers, and how often that is right."""
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import torch
 from plpkg.corpora.documents import Document
 from plpkg.corpora.notes import Passage
 from plpkg.corpora.tokens import Tokens, encode
+from plpkg.learning import evaluating
 from plpkg.results import Sentences
 from plpkg.validation import whole_number
 
@@ -16,9 +18,71 @@ LONGEST = 32
 """Tokens of an answer."""
 
 
-def prompt(text: str, question: str) -> str:
-    """The prompt for a question. A model that has learnt this form continues with a space, its answer and a newline."""
-    return f"{text}\n\nQuestion: {question}\nAnswer:"
+INSTRUCTION = "Extract the answer from the text. Reply with the shortest exact phrase."
+"""The system line of a chat. Without one, some templates write their own: SmolLM2's does."""
+MOST_OTHERS = 5
+"""Words beside the expected ones that a right answer may have: an answer that repeats its text is not right."""
+
+
+def prompt(text: str, question: str, tokenizer) -> str:
+    """The prompt for a question about a text, in the form that the tokenizer's model knows.
+
+    With a chat template it is a chat of one turn, after :data:`INSTRUCTION`. Without one the text is followed by
+    ``Question:`` and ``Answer:``; a model that has learnt this form continues with a space, its answer and a newline.
+    The text stands before the question: what was read of it serves all questions about it (see :func:`parts`).
+
+    ``tokenizer(prompt)`` gives a token for the beginning of a text once, also where both the template and the
+    tokenizer write it.
+
+    Raises
+    ------
+    ValueError
+        The chat template does not repeat what is asked word for word.
+    """
+    return "".join(parts(text, question, tokenizer))
+
+
+def parts(text: str, question: str, tokenizer) -> tuple[str, str]:
+    """The two pieces of :func:`prompt`: up to the end of the text, and the question with what follows it."""
+    if tokenizer.chat_template is None:
+        return text, f"\n\nQuestion: {question}\nAnswer:"
+    read = f"Text: {text}\n" if text else ""
+    said = f"{read}Question: {question}\nShortest answer:"
+    before, found, after = _chat(said, tokenizer).partition(said)
+    if not found:
+        raise ValueError(f"the chat template of {tokenizer.name_or_path!r} changes what is asked")
+    return before + read, said[len(read) :] + after
+
+
+def _chat(said: str, tokenizer) -> str:
+    """One turn, rendered. A template without a place for a system line gets it at the head of the turn."""
+    from jinja2 import TemplateError
+
+    turns = [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": said}]
+    options = dict(tokenize=False, add_generation_prompt=True)
+    try:
+        rendered = tokenizer.apply_chat_template(turns, **options)
+    except TemplateError:  # Gemma-2's refuses
+        rendered = ""
+    if INSTRUCTION not in rendered:  # others leave it out without a word
+        turn = {"role": "user", "content": f"{INSTRUCTION}\n\n{said}"}
+        rendered = tokenizer.apply_chat_template([turn], **options)
+    return rendered.removeprefix(tokenizer.bos_token) if _writes_bos(tokenizer) else rendered
+
+
+def _writes_bos(tokenizer) -> bool:
+    """Whether the tokenizer itself puts a beginning of text in front."""
+    start = tokenizer.bos_token_id
+    return start is not None and tokenizer("a")["input_ids"][:1] == [start]
+
+
+def token_ids(asked: str, tokenizer) -> list[int]:
+    """The ids of what :func:`prompt` gave, with the one beginning of text that its form has."""
+    ids = tokenizer(asked)["input_ids"]
+    start = tokenizer.bos_token_id
+    if tokenizer.chat_template is not None or start is None or ids[:1] == [start]:
+        return ids
+    return [start, *ids]  # a plain text, by a tokenizer that does not write it
 
 
 def expected(passages: Iterable[Passage | tuple[str, str, str]], tokenizer, *, read: bool = False) -> list[Tokens]:
@@ -31,7 +95,8 @@ def expected(passages: Iterable[Passage | tuple[str, str, str]], tokenizer, *, r
     tokenizer
         A fast one.
     read
-        The prompt is without the text: it was read before, and the score is given the ``reading``.
+        The prompt is without the text: it was read before (the first of its :func:`parts`), and the score is given the
+        ``reading``.
 
     Examples
     --------
@@ -42,15 +107,22 @@ def expected(passages: Iterable[Passage | tuple[str, str, str]], tokenizer, *, r
         score(model, tokenizer, questions.expected(passages, tokenizer, read=True), reading=reading)
         counts.score(asked, token_log_probs(model, tokenizer, asked, seq=1024), weight)
     """
+    chat = tokenizer.chat_template is not None
     documents = []
     for each in passages:
         text, question, right = (each.text, each.question, each.answer) if isinstance(each, Passage) else each
-        asked = prompt("" if read else text, question)
-        documents.append(Document("", f"{asked} {right}\n", masked=((0, len(asked)),)))
-    return encode(documents, tokenizer)
+        before, after = parts(text, question, tokenizer)
+        asked = after if read else before + after
+        said = right if chat else f" {right}\n"
+        documents.append(Document("", asked + said, masked=((0, len(asked)),)))
+    return encode(documents, tokenizer, control_tokens=chat)
 
 
-@torch.inference_mode()
+def first_line(written: str) -> str:
+    """An answer out of what a model has written: its first line that is not empty."""
+    return written.strip().partition("\n")[0].rstrip()
+
+
 def answers(model, tokenizer, asked: Sequence[Passage | tuple[str, str]], *, batch: int = 16) -> list[str]:
     """What a causal language model answers: its likeliest tokens up to the end of the line.
 
@@ -68,43 +140,81 @@ def answers(model, tokenizer, asked: Sequence[Passage | tuple[str, str]], *, bat
     ValueError
         ``batch`` out of range, or a prompt that leaves no room for an answer of :data:`LONGEST` tokens.
     """
+    return [answer for answer, _ in answers_with_likelihood(model, tokenizer, asked, batch=batch)]
+
+
+@torch.inference_mode()
+def answers_with_likelihood(
+    model, tokenizer, asked: Sequence[Passage | tuple[str, str]], *, batch: int = 16
+) -> list[tuple[str, float]]:
+    """As :func:`answers`, each with the mean log-probability of the tokens that were written, in nats."""
     whole_number("batch", batch, 1)
     pairs = [(each.text, each.question) if isinstance(each, Passage) else each for each in asked]
-    rows = [tokenizer(prompt(*pair))["input_ids"] for pair in pairs]
-    if tokenizer.bos_token_id is not None:  # not every tokenizer puts it in front by itself
-        rows = [ids if ids[:1] == [tokenizer.bos_token_id] else [tokenizer.bos_token_id, *ids] for ids in rows]
+    rows = [token_ids(prompt(*pair, tokenizer), tokenizer) for pair in pairs]
     room = getattr(model.config, "max_position_embeddings", math.inf) - LONGEST
     if rows and len(longest := max(rows, key=len)) > room:
         raise ValueError(f"a prompt has {len(longest)} tokens, of which the model takes {room} before an answer")
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))  # alike lengths together: little padding
-    found = [""] * len(rows)
-    was_training = model.training
-    model.eval()
-    try:
+    found = [("", 0.0)] * len(rows)
+    with evaluating(model):
         for begin in range(0, len(order), batch):
             places = order[begin : begin + batch]
-            seq = max(len(rows[i]) for i in places)
-            ids = torch.zeros(len(places), seq, dtype=torch.long)
-            mask = torch.zeros_like(ids)
-            for line, i in enumerate(places):  # padding on the left: all answers begin at the same place
-                ids[line, seq - len(rows[i]) :] = torch.tensor(rows[i])
-                mask[line, seq - len(rows[i]) :] = 1
-            written = model.generate(
-                input_ids=ids.to(model.device),
-                attention_mask=mask.to(model.device),
-                max_new_tokens=LONGEST,
-                do_sample=False,
-                num_beams=1,  # whatever the model's own settings say
-                repetition_penalty=1.0,
-                stop_strings="\n",
-                tokenizer=tokenizer,
-                pad_token_id=tokenizer.pad_token_id or 0,
-            )
-            for i, tokens in zip(places, written[:, seq:], strict=True):
-                found[i] = tokenizer.decode(tokens, skip_special_tokens=True).lstrip(" ").partition("\n")[0].strip()
-    finally:
-        model.train(was_training)
+            written, log_probs = _generated(model, tokenizer, [rows[i] for i in places])
+            for i, tokens, row in zip(places, written, log_probs, strict=True):
+                end = _length(tokens, model, tokenizer)
+                found[i] = first_line(_decoded(tokens[:end], tokenizer)), float(row[:end].mean())
     return found
+
+
+def _decoded(tokens: torch.Tensor, tokenizer) -> str:
+    return tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def _line_ended(tokens: torch.Tensor, tokenizer) -> bool:
+    """Whether a line was written; newlines before it are no lines."""
+    return "\n" in _decoded(tokens, tokenizer).lstrip()
+
+
+def _length(tokens: torch.Tensor, model, tokenizer) -> int:
+    """How many tokens were written until the line's or the text's end, the last of them included."""
+    ends = model.generation_config.eos_token_id
+    ends = set(ends if isinstance(ends, list) else [ends])
+    for count in range(1, len(tokens) + 1):
+        if int(tokens[count - 1]) in ends or _line_ended(tokens[:count], tokenizer):
+            return count
+    return len(tokens)
+
+
+def _generated(model, tokenizer, rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What follows each prompt until all have ended, and its log-probabilities: both ``(prompts, tokens)``."""
+    from transformers import StoppingCriteria
+
+    class AfterLine(StoppingCriteria):
+        def __call__(self, input_ids, scores, **_) -> torch.Tensor:
+            ended = [_line_ended(row[seq:], tokenizer) for row in input_ids]
+            return torch.tensor(ended, device=input_ids.device)
+
+    seq = max(map(len, rows))
+    ids = torch.zeros(len(rows), seq, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for line, row in enumerate(rows):  # padding on the left: all answers begin at the same place
+        ids[line, seq - len(row) :] = torch.tensor(row)
+        mask[line, seq - len(row) :] = 1
+    made = model.generate(
+        input_ids=ids.to(model.device),
+        attention_mask=mask.to(model.device),
+        max_new_tokens=LONGEST,
+        do_sample=False,
+        num_beams=1,  # whatever the model's own settings say
+        repetition_penalty=1.0,
+        stopping_criteria=[AfterLine()],
+        pad_token_id=tokenizer.pad_token_id or 0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    written = made.sequences[:, seq:].cpu()  # (prompts, tokens)
+    log_probs = torch.stack(made.logits, 1).float().cpu().log_softmax(-1).gather(-1, written[..., None])[..., 0]
+    return written, log_probs
 
 
 def answer(model, tokenizer, text: str, question: str) -> str:
@@ -146,8 +256,57 @@ class Answered(Sentences):
         return f"Answered({sum(self.right)} of {total} right: {self.share:.0%}, 95 % interval {low:.0%} to {high:.0%})"
 
 
+SMALL = frozenset(["a", "an", "are", "at", "in", "is", "it", "of", "on", "the", "to", "was"])
+"""Words that make no answer another one."""
+
+
+def words(text: str) -> list[str]:
+    """The words by which answers are compared: lower case, without punctuation and :data:`SMALL` words.
+
+    ``6:40`` and ``6.40`` are one word, and so are ``1,200`` and ``1200``, or ``Ida's`` and ``Ida``; ``1.5`` is not
+    ``15``, nor is ``-5`` ``5``. Where nothing but small words is left ("on"), these stay, and so do signs ("@").
+    """
+    text = text.casefold().replace("\u2019", "'").replace("\u2212", "-")
+    text = re.sub(r"(?<=\w)'s\b", "", text)
+    text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)
+    text = re.sub(r"(?<=\d):(?=\d)", ".", text)
+    found = re.findall(r"(?<![\w.])-\d[\w.]*\w|(?<![\w.])-\d|\d+(?:\.\d+)+\w*|\w+(?:'\w+)*", text)
+    return [word for word in found if word not in SMALL] or found or text.split()
+
+
+def contains(said: str, value: str) -> bool:
+    """Whether the words of a value stand in what was said, one after the other."""
+    given, wanted = words(said), words(value)
+    return bool(wanted) and any(given[i : i + len(wanted)] == wanted for i in range(len(given)))
+
+
+def right(said: str, accepted: str | Iterable[str], others: Iterable[str] = ()) -> bool:
+    """Whether an answer is right: the expected words stand in it, beside at most five others, and no other value.
+
+    Parameters
+    ----------
+    said
+        The answer.
+    accepted
+        What is accepted: one of them has to stand there, its words one after the other.
+    others
+        Values that would answer otherwise: with one of them besides ("Tuesday or Friday"), nothing is answered.
+    """
+    accepted = [accepted] if isinstance(accepted, str) else list(accepted)
+    given = words(said)
+    for value in accepted:
+        if contains(said, value) and len(given) <= len(words(value)) + MOST_OTHERS:
+            return not any(contains(said, other) for other in others if not _part_of(other, accepted))
+    return False
+
+
+def _part_of(other: str, accepted: Iterable[str]) -> bool:
+    """Whether a value that is listed as another one is part of an accepted one: it says nothing against it."""
+    return any(contains(value, other) for value in accepted)
+
+
 def same(given: str, expected: str) -> bool:
-    """Whether two answers are the same but for capitals and a full stop."""
+    """Whether two answers are the same but for capitals and a full stop: plpkg-reader's records are scored so."""
     return given.rstrip(".").casefold() == expected.rstrip(".").casefold()
 
 

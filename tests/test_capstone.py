@@ -45,7 +45,7 @@ def life(folder):
     documents, (prompt,) = corpora.encode(writer.split("train"), tokenizer), corpora.encode([text], tokenizer)
     batch = corpora.batch(documents)
     asked = [(text, each.question, each.answer) for each in anna.questions]
-    question = tokenizer(questions.prompt("", anna.questions[0].question), return_tensors="pt").input_ids
+    question = tokenizer(questions.prompt("", anna.questions[0].question, tokenizer), return_tensors="pt").input_ids
 
     def adapted(config):
         return get_peft_model(copy.deepcopy(backbone), config)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from plpkg import questions
 from plpkg.backbones import load_backbone, random_backbone
@@ -33,7 +34,7 @@ def random(small):
 
 @torch.no_grad()
 def by_hand(model, tokenizer, text, question):
-    ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer(questions.prompt(text, question))["input_ids"]]])
+    ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer(questions.prompt(text, question, tokenizer))["input_ids"]]])
     written = ""
     for _ in range(questions.LONGEST):
         ids = torch.cat([ids, model(ids).logits[:, -1].argmax(-1, keepdim=True)], 1)
@@ -56,7 +57,7 @@ def test_in_batches_as_one_at_a_time(random):
 @torch.no_grad()
 def by_one_pass(model, tokenizer, before, question, answer):
     """The log-probability of each of the answer's tokens, after all that comes before it."""
-    before = torch.cat([before, torch.tensor(tokenizer(questions.prompt("", question))["input_ids"])])
+    before = torch.cat([before, torch.tensor(tokenizer(questions.prompt("", question, tokenizer))["input_ids"])])
     answer = torch.tensor(tokenizer(f" {answer}\n")["input_ids"])
     log_p = model(torch.cat([before, answer])[None]).logits[0, len(before) - 1 : -1].double().log_softmax(-1)
     return log_p.gather(-1, answer[:, None])[:, 0]
@@ -148,3 +149,161 @@ def test_a_models_answers_are_judged(small):
     judged = questions.ask(*small, iter(passages))
     assert judged.given == tuple(questions.answers(*small, ASKED))
     assert len(judged.right) == len(ASKED)
+
+
+PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}[assistant]"
+OWN_SYSTEM = "{% if messages[0].role != 'system' %}[system]You are somebody else.[end]{% endif %}" + PLAIN
+REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('no system line') }}{% endif %}" + PLAIN
+LEAVES_OUT = "{% for m in messages if m.role == 'user' %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}[assistant]"
+WRITES_BOS = "{{ bos_token }}" + PLAIN
+TRIMS = PLAIN.replace("m.content", "m.content | trim")
+
+
+def with_template(tokenizer, template, adds_bos=False):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = template
+    if adds_bos:
+        start = tokenizer.bos_token
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=f"{start} $A", special_tokens=[(start, tokenizer.bos_token_id)]
+        )
+    return tokenizer
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+@pytest.mark.parametrize("template", [PLAIN, OWN_SYSTEM, REFUSES, LEAVES_OUT, WRITES_BOS, TRIMS])
+def test_each_template_gets_one_instruction_one_turn_and_one_beginning(small, template, adds_bos):
+    tokenizer = with_template(small[1], template, adds_bos)
+    asked = questions.prompt(*ASKED[0], tokenizer)
+    turn = f"Text: {ASKED[0][0]}\nQuestion: {ASKED[0][1]}\nShortest answer:"
+    assert asked.count(turn) == asked.count(questions.INSTRUCTION) == 1
+    assert asked.index(questions.INSTRUCTION) < asked.index(turn)
+    assert asked.endswith("[end][assistant]")
+    assert "somebody else" not in asked
+    beginnings = questions.token_ids(asked, tokenizer).count(tokenizer.bos_token_id)
+    assert beginnings == int(adds_bos or template == WRITES_BOS)
+
+
+def test_a_template_that_changes_what_is_asked_is_refused(small):
+    tokenizer = with_template(small[1], PLAIN.replace("m.content", "m.content | upper"))
+    with pytest.raises(ValueError, match="changes what is asked"):
+        questions.prompt(*ASKED[0], tokenizer)
+
+
+@pytest.mark.parametrize("template", [None, WRITES_BOS])
+def test_the_text_is_a_prefix_of_all_questions_about_it(small, template):
+    tokenizer = with_template(small[1], template)
+    (before, first), (again, second) = (questions.parts(TEXTS[0], asked, tokenizer) for asked in ("Where?", "Who?"))
+    assert before == again
+    assert "Where?" in first
+    assert "Where?" not in before + second
+    ids = questions.token_ids(before + first, tokenizer)
+    read = questions.token_ids(before, tokenizer)
+    assert ids[: len(read)] == read
+
+
+def test_without_a_text_a_chat_is_only_asked(small):
+    asked = questions.prompt("", "Where?", with_template(small[1], PLAIN))
+    assert "[user]Question: Where?\n" in asked
+
+
+def test_expected_answers_of_a_chat_are_scored_to_their_last_token(random):
+    model, tokenizer = random[0], with_template(random[1], WRITES_BOS)
+    (asked,) = questions.expected([(TEXTS[0], "Where?", "level 3")], tokenizer)
+    assert tokenizer.decode(asked.ids[asked.scored]) == "level 3"
+    assert asked.num_bytes[asked.scored].sum() == len("level 3")
+    prompted = questions.token_ids(questions.prompt(TEXTS[0], "Where?", tokenizer), tokenizer)
+    assert asked.ids.tolist()[: len(prompted)] == prompted
+
+    text, _ = questions.parts(TEXTS[0], "Where?", tokenizer)
+    read = chunked_prefill(model, torch.tensor([questions.token_ids(text, tokenizer)]), SinkRecent(), 128, 4)
+    (continued,) = questions.expected([(TEXTS[0], "Where?", "level 3")], tokenizer, read=True)
+    after = score(model, tokenizer, [continued], reading=read)
+    whole = score(model, tokenizer, [asked])
+    assert after.nats_per_token == pytest.approx(whole.nats_per_token, rel=relative(8192))
+    assert after.tokens == whole.tokens == int(asked.scored.sum())
+
+
+class Says:
+    """Stands in for a model that has only one thing to say: it gives each next token of that all likelihood."""
+
+    def __init__(self, backbone, tokenizer, said):
+        ids = torch.tensor([*tokenizer(said, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id])
+        begins = []
+
+        def forward(_, given, output):
+            begins.append(given[0].shape[1] if given else 0)
+            logits = torch.full_like(output.logits[:, -1:], -100.0)
+            logits[..., ids[min(len(begins) - 1, len(ids) - 1)]] = 100.0
+            output.logits = logits
+            return output
+
+        self.model = copy.deepcopy(backbone)
+        self.model.register_forward_hook(forward)
+
+
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [
+        ("level 3", "level 3"),
+        ("\n\n level 3\nand more", "level 3"),
+        (" \n", ""),
+        ("level 3 \n\n\nlevel 4", "level 3"),
+    ],
+)
+def test_an_answer_is_the_first_line_that_says_something(small, said, answer):
+    model = Says(small[0], small[1], said).model
+    ((given, likelihood),) = questions.answers_with_likelihood(model, small[1], [ASKED[0]])
+    assert given == answer
+    assert likelihood == pytest.approx(0, abs=1e-6)  # one token has all the probability
+
+
+def test_the_likelihood_is_the_mean_over_what_was_written(random):
+    model, tokenizer = random
+    (answer, likelihood), (alone, same) = (
+        questions.answers_with_likelihood(model, tokenizer, some)[0] for some in (ASKED[:3], ASKED[:1])
+    )
+    ids = torch.tensor([questions.token_ids(questions.prompt(*ASKED[0], tokenizer), tokenizer)])
+    total = 0.0
+    for _ in range(questions.LONGEST):
+        log_p = model(ids).logits[0, -1].log_softmax(-1)
+        total += float(log_p.max().detach())
+        ids = torch.cat([ids, log_p.argmax()[None, None]], 1)
+    assert (answer, likelihood) == (alone, pytest.approx(same, rel=relative(8192)))
+    assert likelihood == pytest.approx(total / questions.LONGEST, rel=relative(8192))
+
+
+@pytest.mark.parametrize(
+    ("said", "accepted", "others", "right"),
+    [
+        ("Tuesday", "Tuesday", (), True),
+        ("It is on Tuesday.", ["tuesday"], (), True),
+        ("Tuesday or Friday", "Tuesday", ["Friday"], False),
+        ("Tuesday or Friday", "Tuesday", (), True),
+        ("Friday", "Tuesday", (), False),
+        ("the tuesdays", "Tuesday", (), False),
+        ("one two three four five Tuesday", "Tuesday", (), True),
+        ("one two three four five six Tuesday", "Tuesday", (), False),
+        ("at 6.40 sharp", "6:40", (), True),
+        ("£1,200", "1200", (), True),
+        ("15 kg", "1.5 kg", (), False),
+        ("-5 °C", "5", (), False),
+        ("10-15 minutes", "15", (), True),
+        ("Milly\u2019s", "Milly", (), True),
+        ("it's Milly's", "milly\u2019s", (), True),
+        ("the boss", "the bos", (), False),
+        ("in the blue, old pot", "old blue pot", (), False),
+        ("on", "on", (), True),
+        ("off", "on", (), False),
+        ("@", "@", (), True),
+        ("", "Tuesday", (), False),
+        ("the blue pot", ["a red pot", "the blue pot"], ["a red pot", "blue"], True),
+    ],
+)
+def test_the_rule_by_which_answers_are_right(said, accepted, others, right):
+    assert questions.right(said, accepted, others) is right
+
+
+def test_repeating_the_text_is_not_right():
+    assert not questions.right(TEXTS[1], "4.2 kg")
+    assert questions.contains(TEXTS[1], "4.2 kg")

@@ -115,7 +115,7 @@ def batch(readings: list[list], tokenizer) -> tuple[torch.Tensor, torch.Tensor, 
     for each in readings:
         pieces = []
         for i, passage in enumerate(each):
-            pieces.append(questions.prompt("" if i else passage.text, passage.question))
+            pieces.append(questions.prompt("" if i else passage.text, passage.question, tokenizer))
             pieces.append(f" {passage.answer}\n")
         encoded = tokenizer(pieces, add_special_tokens=False, return_offsets_mapping=True)
         ids, roles, sources = [tokenizer.bos_token_id], [TEXT], [-1]

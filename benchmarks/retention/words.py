@@ -63,9 +63,9 @@ def encoded(tokenizer, text: str, start: bool = True) -> torch.Tensor:
     return torch.tensor([[tokenizer.bos_token_id] * start + ids])
 
 
-def parts(passage: Passage, question: str) -> tuple[str, str]:
+def parts(passage: Passage, question: str, tokenizer) -> tuple[str, str]:
     """What is read under the budget, and what is put to it afterwards."""
-    asked = prompt("", passage.question)
+    asked = prompt("", passage.question, tokenizer)
     if question == "last":
         return passage.text + asked, asked
     if question == "first":
@@ -80,7 +80,7 @@ def examples(
     rng = random.Random(seed)
     for _ in range(count):
         passages = corpora.readings(rng, 8, **NOTES | {"facts": rng.randint(4, 20)} | options)
-        asked = "".join(f"{prompt('', each.question)} {each.answer}\n" for each in passages)
+        asked = "".join(f"{prompt('', each.question, tokenizer)} {each.answer}\n" for each in passages)
         yield encoded(tokenizer, passages[0].text), encoded(tokenizer, asked, start=False)
 
 
@@ -127,7 +127,7 @@ def answered(
     """
     given = []
     for passage, spans in zip(passages, keep or [()] * len(passages), strict=True):
-        text, asked = parts(passage, question)
+        text, asked = parts(passage, question, tokenizer)
         chosen = scorer if isinstance(scorer, Scorer) else scorer(passage)
         read = chunked_prefill(model, encoded(tokenizer, text), chosen, budget, CHUNK, keep=spans, store=store)
         given.append(asked_of(model, tokenizer, read, asked)[0])
@@ -154,7 +154,7 @@ def rows_of_oracle() -> Iterator[dict]:
     passages = [corpora.reading(rng, facts=FACTS, **NOTES) for _ in range(COUNT)]
 
     def labelled(passage: Passage) -> Static:
-        text, asked = encoded(tokenizer, passage.text), prompt("", passage.question)
+        text, asked = encoded(tokenizer, passage.text), prompt("", passage.question, tokenizer)
         ids = torch.cat([text, encoded(tokenizer, f"{asked} {passage.answer}\n", start=False)], dim=1)
         return Static(cis_labels(model, ids, text.shape[1]))
 
@@ -222,7 +222,7 @@ def rows_of_wrong() -> Iterator[dict]:
     for name, (budget, scorer) in runs.items():
         kinds = {"right": [], "silent": [], "else": []}
         for passage in passages:
-            text, asked = parts(passage, "after")
+            text, asked = parts(passage, "after", tokenizer)
             read = chunked_prefill(model, encoded(tokenizer, text), scorer, budget, CHUNK)
             given, nats = asked_of(model, tokenizer, read, asked)
             silent = "silent" if same(given, corpora.ABSENT) else "else"

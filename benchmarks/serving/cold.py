@@ -171,7 +171,7 @@ def delays(model, tokenizer, adapters: dict) -> list[dict]:
 def main() -> None:
     torch.set_num_threads(1)
     model, tokenizer = load_backbone("plpkg-small")
-    adapters = {path.name: validate_adapter(path, model) for path in sorted(data_path("serving").iterdir())}
+    adapters = {path.name: validate_adapter(path, model) for path in sorted(data_path("serving").glob("*/"))}
     before, only_sizes = pd.read_csv(record.DATA / "serving_cold.csv"), sys.argv[1:] == ["sizes"]
     rows = (sizes if only_sizes else delays)(model, tokenizer, adapters)
     record.write("serving.cold", rows, keep=before[(before["section"] == "sizes") != only_sizes])

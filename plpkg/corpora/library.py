@@ -112,15 +112,13 @@ def _unpack(packed: dict) -> dict[str, Writer]:
 
 def _cache_path() -> Path:
     """A file of its own for each state of the source files, as sizes and times tell it, and of this code."""
-    from platformdirs import user_cache_path
-
     code = [Path(module.__file__).read_bytes() for module in (documents, installation, overlap)]
     digest = hashlib.sha256(repr((versions(), Path(__file__).read_bytes(), code)).encode())
     for package in PUBLIC + PRIVATE:
         for path, name in installation.sources(package) if package != "topics" else ():
             stat = path.stat()
             digest.update(f"{name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-    return user_cache_path("plpkg") / f"corpora-{digest.hexdigest()[:16]}.json"
+    return catalog.cache_path(f"corpora-{digest.hexdigest()[:16]}.json")
 
 
 def versions() -> dict[str, str]:

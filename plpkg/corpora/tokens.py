@@ -34,16 +34,18 @@ class Tokens:
         return len(self.ids)
 
 
-def encode(documents: Iterable[Document | str], tokenizer) -> list[Tokens]:
+def encode(documents: Iterable[Document | str], tokenizer, *, control_tokens: bool = False) -> list[Tokens]:
     """Turn documents into tokens.
 
     Parameters
     ----------
     documents
-        :class:`Document` or plain strings (nothing masked). A control token that is spelt out in a text,
-        ``"<|endoftext|>"`` say, is read as the characters that it is.
+        :class:`Document` or plain strings (nothing masked).
     tokenizer
         A fast Hugging Face tokenizer, one that knows where in the text each token stands.
+    control_tokens
+        Whether a control token that is spelt out in a text, ``"<|endoftext|>"`` say, is that token: for what a chat
+        template wrote. By default it is read as the characters that it is.
 
     Raises
     ------
@@ -61,13 +63,14 @@ def encode(documents: Iterable[Document | str], tokenizer) -> list[Tokens]:
         fields = tokenizer(
             document.text,
             add_special_tokens=False,
-            split_special_tokens=True,
+            split_special_tokens=not control_tokens,
             return_offsets_mapping=True,
             truncation=False,
             verbose=False,
         )
         scored, num_bytes = _spans(document, np.array(fields["offset_mapping"], dtype=np.int64).reshape(-1, 2))
-        prefix = [] if start is None else [start]
+        written = control_tokens and fields["input_ids"][:1] == [start]  # by the template
+        prefix = [] if start is None or written else [start]
         encoded.append(
             Tokens(
                 torch.tensor(prefix + fields["input_ids"], dtype=torch.int64),

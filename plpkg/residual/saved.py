@@ -21,6 +21,7 @@ from huggingface_hub import hf_hub_download
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from torch import nn
 
+from plpkg import wheels
 from plpkg.backbones import fingerprint
 from plpkg.untrusted import read_object, read_shapes, read_tensors, shown
 
@@ -129,6 +130,8 @@ def require_like(given, config, adapter_name: str, model: nn.Module) -> None:
     """
     for name in ("late", "backbone", *([] if config.save_projection else ["projection_seed"])):
         ours, theirs = (getattr(each, name, None) for each in (config, given))
+        if name == "backbone" and _of_the_original(given, model, warn=False):
+            continue
         if None not in (ours, theirs) and ours != theirs:
             raise ValueError(
                 f"{given.folder} holds an adapter with {name}={shown(theirs)}, but {adapter_name!r} has {shown(ours)}: "
@@ -157,12 +160,17 @@ def require_backbone(config, model: nn.Module) -> None:
     actual = fingerprint(model)
     if config.folder and config.backbone is None:
         warnings.warn("the adapter names no backbone: whether it belongs to this one cannot be known", stacklevel=2)
-    elif config.folder and config.backbone != actual:
+    elif config.folder and config.backbone != actual and not _of_the_original(config, model):
         raise ValueError(
             f"the adapter belongs to a backbone with fingerprint {shown(config.backbone)[1:13]}…, "
             f"but {type(model).__name__} has {actual[:12]}…"
         )
     config.backbone = actual
+
+
+def _of_the_original(config, model: nn.Module, *, warn: bool = True) -> bool:
+    name = getattr(getattr(model, "config", None), "_name_or_path", None)
+    return wheels.is_of_the_original(config.base_model_name_or_path, name, warn=warn)
 
 
 def adapted_modules(model: nn.Module, config) -> dict[str, nn.Module]:

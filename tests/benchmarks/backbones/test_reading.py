@@ -48,7 +48,7 @@ def test_the_losses_are_those_of_the_answers_and_of_the_text():
     ids, roles, sources = reader.batch(readings, tokenizer)
     for row, role, source, each in zip(ids, roles, sources, readings, strict=True):
         whole = "".join(
-            questions.prompt("" if i else p.text, p.question) + f" {p.answer}\n" for i, p in enumerate(each)
+            questions.prompt("" if i else p.text, p.question, tokenizer) + f" {p.answer}\n" for i, p in enumerate(each)
         )
         assert tokenizer.decode(row[role != reader.PADDING][1:]) == whole
         assert tokenizer.decode(row[role == reader.ANSWER]) == "".join(f" {p.answer}\n" for p in each)

@@ -1,0 +1,237 @@
+"""``plpkg ask``: questions about a folder of notes, answered on this machine beside the passage that says so.
+
+:class:`plpkg.search.Search` finds passages, a language model reads the best of them, and what is shown is read from the
+files at that moment. Nothing is sent anywhere.
+
+Left out: a word of doubt where no note answers. Neither the search's score nor the answer's likelihood tells that well
+enough (AUC 0.42 to 0.73, ``data/measured/backbones_asking.csv``, section ``absent``): the passage has to.
+"""
+
+import contextlib
+import json
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from typer import Argument, Option
+
+if TYPE_CHECKING:  # it loads torch, which `plpkg --help` does not need
+    from plpkg.search import Excerpt, Found, Search
+
+MODEL = "smollm2-reader"
+NUM_READ = 3
+"""Passages that the model reads for an answer."""
+NUM_SHOWN = 3
+FOLLOWS = re.compile(r"(and|but|or|so|then|what about|how about)\b", re.IGNORECASE)
+"""How a question begins that goes on from the one before it."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a model answers, and with ``--split`` in words what a cloud would have read of it."""
+
+    answer: str
+    cloud: str | None = None
+
+
+class Reader:
+    """A language model on this machine."""
+
+    def __init__(self, name: str) -> None:
+        from plpkg.backbones import load_backbone
+
+        self._model, self._tokenizer = load_backbone(name)
+
+    def __call__(self, text: str, question: str) -> Reading:
+        """Read a text and answer."""
+        from plpkg import questions
+
+        return Reading(questions.answer(self._model, self._tokenizer, text, question))
+
+
+class SplitReader:
+    """A model whose decoder layers another process has, which reads along: what a cloud would have seen."""
+
+    def __init__(self, cloud, client, tokenizer) -> None:
+        self._cloud, self._client, self._tokenizer = cloud, client, tokenizer
+
+    @classmethod
+    @contextlib.contextmanager
+    def opened(cls, name: str) -> Iterator["SplitReader"]:
+        """Start the process, and end it."""
+        from plpkg.residual.wire.commands import client_of
+        from plpkg.residual.wire.curious import CuriousCloud
+
+        with (
+            CuriousCloud(name) as cloud,
+            client_of(cloud.facts["address"], name, None, {}, dict(link=None)) as (client, _, tokenizer),
+        ):
+            yield cls(cloud, client, tokenizer)
+
+    def __call__(self, text: str, question: str) -> Reading:
+        """Read a text and answer; the layers' process says what it has read meanwhile."""
+        import torch
+
+        from plpkg import questions
+
+        asked = questions.token_ids(questions.prompt(text, question, self._tokenizer), self._tokenizer)
+        self._cloud.read()  # and forget
+        before = self._client.traffic
+        whole = self._client.generate(torch.tensor([asked]), questions.LONGEST)[0].tolist()
+        crossed, seen = self._client.traffic - before, self._cloud.read()
+        right = sum(mine == theirs for mine, theirs in zip(whole[:-1], seen["tokens"], strict=False))
+        up, down = crossed.sent_message_bytes / 1000, crossed.received_message_bytes / 1000
+        said = (
+            f"{up:.0f} kB went up and {down:.0f} kB down in {crossed.round_trips} round trips; "
+            f"of {len(whole) - 1} tokens the cloud read {right}:\n{seen['text']}"
+        )
+        answer = self._tokenizer.decode(whole[len(asked) :], skip_special_tokens=True)
+        return Reading(questions.first_line(answer), cloud=said)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer, the passage that it rests on with its score, the next passages, and what a cloud would have read."""
+
+    question: str
+    answer: str
+    found: "Found"
+    others: tuple["Found", ...]
+    cloud: str | None = None
+
+    def fields(self) -> dict:
+        """One object of ``--json``."""
+        fields = {"question": self.question, "answer": self.answer, "passage": self.found.passage.text}
+        fields |= _place(self.found)
+        fields["others"] = [_place(other) for other in self.others]
+        return fields if self.cloud is None else fields | {"cloud": self.cloud}
+
+
+def _place(found: "Found") -> dict:
+    return {"file": str(found.passage.file), "line": found.passage.line, "score": round(found.score, 4)}
+
+
+def answered(question: str, search: "Search", read: Callable[[str, str], Reading]) -> Answer:
+    """Search, read, and take the passage that says the answer; anew if a file was changed meanwhile."""
+    while True:
+        found = search.find(question, max(NUM_READ, NUM_SHOWN))
+        if not found:
+            raise ValueError(f"{search.folder} has nothing to read any more")
+        reading = read(text_of([each.passage for each in found[:NUM_READ]]), question)
+        if all(search.still_says(each.passage) for each in found):
+            break
+    best = resting(reading.answer, found[:NUM_READ])
+    others = tuple(each for each in found if each is not best)[: NUM_SHOWN - 1]
+    return Answer(question, reading.answer, best, others, reading.cloud)
+
+
+def text_of(passages: list["Excerpt"]) -> str:
+    """What the model reads: the passages, each under its heading."""
+    return "\n\n".join(passage.read for passage in passages)
+
+
+def resting(answer: str, found: list["Found"]) -> "Found":
+    """The passage that an answer stands in, the best of them; the best of all if it stands in none."""
+    from plpkg.questions import contains
+
+    return next((each for each in found if contains(each.passage.read, answer)), found[0])
+
+
+def with_the_one_before(question: str, before: str | None) -> str:
+    """A follow-up question ("and until when?") together with the question that it goes on from."""
+    if before is None or not FOLLOWS.match(question):
+        return question
+    return f"{before} {question}"
+
+
+def lines(terminal: bool) -> Iterator[str]:
+    """The questions of standard input, asked for on a terminal; empty ones are passed over."""
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="replace")  # a byte that is no character ends nothing
+    while True:
+        if terminal:
+            print("\nquestion: ", end="", flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def printable(text: str) -> str:
+    """Without what a terminal would obey; lines stay."""
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text.expandtabs(4))
+
+
+def show(answer: Answer) -> None:
+    """Print an answer for a person."""
+    passage = answer.found.passage
+    typer.echo(typer.style(printable(answer.answer) or "(no answer)", bold=True))
+    typer.echo(f"\n{printable(str(passage.file))}, line {passage.line}:")
+    for line in printable(passage.text).split("\n"):
+        typer.echo(f"  {line}")
+    places = [f"{printable(str(each.passage.file))}, line {each.passage.line}" for each in answer.others]
+    if places:
+        typer.echo(f"next: {'; '.join(places)}")
+    if answer.cloud is not None:
+        typer.echo(f"\nas a cloud: {printable(answer.cloud)}")
+
+
+def unread(skipped: dict[Path, str], most: int = 5) -> str:
+    """What is not read and why, in one line a reason."""
+    by_reason = defaultdict(list)
+    for file, reason in skipped.items():
+        by_reason[reason].append(printable(str(file)))
+    said = []
+    for reason, files in by_reason.items():
+        more = f" and {len(files) - most} more" if len(files) > most else ""
+        said.append(f"not read ({reason}): {', '.join(files[:most])}{more}")
+    return "\n".join(said)
+
+
+def ask(
+    folder: Annotated[Path, Argument(help="A folder with notes: .txt and .md files in it and below.")],
+    question: Annotated[
+        str | None, Argument(help="Without one, a question a line from the terminal or a pipe.")
+    ] = None,
+    as_json: Annotated[bool, Option("--json", help="One JSON object a line.")] = False,
+    split: Annotated[bool, Option("--split", help="Show what a cloud would have read of the same answer.")] = False,
+    model: Annotated[
+        str, Option(help="Any model that load_backbone takes: a name here or on the hub, a folder.")
+    ] = MODEL,
+) -> None:
+    """Ask a folder of notes: an answer, and the passage that says so with its file and line.
+
+    A question that no note answers gets an answer as well: the passage shows whether it is one.
+
+    Nothing is sent: both models run on this machine, and know English only. `plpkg fetch` brings them, once. A question
+    that begins with "and" or "what about" goes on from the one before it.
+    """
+    if question is not None and not question.strip():
+        raise ValueError("the question is empty")
+    from plpkg.search import Search, read_folder
+
+    passages, skipped = read_folder(folder)
+    if skipped:
+        typer.echo(unread(skipped), err=True)
+    if not passages:
+        raise ValueError(f"{folder} has no .txt or .md file with something to read")
+    with contextlib.ExitStack() as stack:
+        read = stack.enter_context(SplitReader.opened(model)) if split else Reader(model)
+        search = Search(folder)
+        terminal = sys.stdin is not None and sys.stdin.isatty()
+        before = None  # the last question that stood on its own
+        for line in lines(terminal) if question is None else [question.strip()]:
+            whole = with_the_one_before(line, before)
+            if whole == line:
+                before = line
+            answer = answered(whole, search, read)
+            if as_json:
+                typer.echo(json.dumps(answer.fields() | {"question": line}, ensure_ascii=False))
+            else:
+                show(answer)
