@@ -15,18 +15,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
+import torch
 import typer
-from typer import Argument, Option
 
-if TYPE_CHECKING:  # it loads torch, which `plpkg --help` does not need
-    from plpkg.search import Excerpt, Found, Search
+from plpkg import questions
+from plpkg.backbones import load_backbone
+from plpkg.search import Excerpt, Found, Search, read_folder
 
-MODEL = "smollm2-reader"
-NUM_READ = 3
-"""Passages that the model reads for an answer."""
-NUM_SHOWN = 3
+NUM_PASSAGES = 3
+"""Passages that are found, read for an answer, and named beside it."""
 FOLLOWS = re.compile(r"(and|but|or|so|then|what about|how about)\b", re.IGNORECASE)
 """How a question begins that goes on from the one before it."""
 
@@ -43,14 +41,10 @@ class Reader:
     """A language model on this machine."""
 
     def __init__(self, name: str) -> None:
-        from plpkg.backbones import load_backbone
-
         self._model, self._tokenizer = load_backbone(name)
 
     def __call__(self, text: str, question: str) -> Reading:
         """Read a text and answer."""
-        from plpkg import questions
-
         return Reading(questions.answer(self._model, self._tokenizer, text, question))
 
 
@@ -75,10 +69,6 @@ class SplitReader:
 
     def __call__(self, text: str, question: str) -> Reading:
         """Read a text and answer; the layers' process says what it has read meanwhile."""
-        import torch
-
-        from plpkg import questions
-
         asked = questions.token_ids(questions.prompt(text, question, self._tokenizer), self._tokenizer)
         self._cloud.read()  # and forget
         before = self._client.traffic
@@ -100,8 +90,8 @@ class Answer:
 
     question: str
     answer: str
-    found: "Found"
-    others: tuple["Found", ...]
+    found: Found
+    others: tuple[Found, ...]
     cloud: str | None = None
 
     def fields(self) -> dict:
@@ -112,34 +102,32 @@ class Answer:
         return fields if self.cloud is None else fields | {"cloud": self.cloud}
 
 
-def _place(found: "Found") -> dict:
+def _place(found: Found) -> dict:
     return {"file": str(found.passage.file), "line": found.passage.line, "score": round(found.score, 4)}
 
 
-def answered(question: str, search: "Search", read: Callable[[str, str], Reading]) -> Answer:
+def answered(question: str, search: Search, read: Callable[[str, str], Reading]) -> Answer:
     """Search, read, and take the passage that says the answer; anew if a file was changed meanwhile."""
     while True:
-        found = search.find(question, max(NUM_READ, NUM_SHOWN))
+        found = search.find(question, NUM_PASSAGES)
         if not found:
             raise ValueError(f"{search.folder} has nothing to read any more")
-        reading = read(text_of([each.passage for each in found[:NUM_READ]]), question)
+        reading = read(text_of([each.passage for each in found]), question)
         if all(search.still_says(each.passage) for each in found):
             break
-    best = resting(reading.answer, found[:NUM_READ])
-    others = tuple(each for each in found if each is not best)[: NUM_SHOWN - 1]
+    best = resting(reading.answer, found)
+    others = tuple(each for each in found if each is not best)
     return Answer(question, reading.answer, best, others, reading.cloud)
 
 
-def text_of(passages: list["Excerpt"]) -> str:
+def text_of(passages: list[Excerpt]) -> str:
     """What the model reads: the passages, each under its heading."""
     return "\n\n".join(passage.read for passage in passages)
 
 
-def resting(answer: str, found: list["Found"]) -> "Found":
+def resting(answer: str, found: list[Found]) -> Found:
     """The passage that an answer stands in, the best of them; the best of all if it stands in none."""
-    from plpkg.questions import contains
-
-    return next((each for each in found if contains(each.passage.read, answer)), found[0])
+    return next((each for each in found if questions.contains(each.passage.read, answer)), found[0])
 
 
 def with_the_one_before(question: str, before: str | None) -> str:
@@ -194,28 +182,10 @@ def unread(skipped: dict[Path, str], most: int = 5) -> str:
     return "\n".join(said)
 
 
-def ask(
-    folder: Annotated[Path, Argument(help="A folder with notes: .txt and .md files in it and below.")],
-    question: Annotated[
-        str | None, Argument(help="Without one, a question a line from the terminal or a pipe.")
-    ] = None,
-    as_json: Annotated[bool, Option("--json", help="One JSON object a line.")] = False,
-    split: Annotated[bool, Option("--split", help="Show what a cloud would have read of the same answer.")] = False,
-    model: Annotated[
-        str, Option(help="Any model that load_backbone takes: a name here or on the hub, a folder.")
-    ] = MODEL,
-) -> None:
-    """Ask a folder of notes: an answer, and the passage that says so with its file and line.
-
-    A question that no note answers gets an answer as well: the passage shows whether it is one.
-
-    Nothing is sent: both models run on this machine, and know English only. `plpkg fetch` brings them, once. A question
-    that begins with "and" or "what about" goes on from the one before it.
-    """
+def run(folder: Path, question: str | None, *, as_json: bool, split: bool, model: str) -> None:
+    """Answer one question, or those of standard input; what is wrong is refused before a model is loaded."""
     if question is not None and not question.strip():
         raise ValueError("the question is empty")
-    from plpkg.search import Search, read_folder
-
     passages, skipped = read_folder(folder)
     if skipped:
         typer.echo(unread(skipped), err=True)

@@ -13,7 +13,7 @@ from typer import Argument, Option
 from typer.core import TyperGroup
 
 import plpkg
-from plpkg import ask as asking, claims as court, doctor as doctors
+from plpkg import claims as court, doctor as doctors
 from plpkg.residual.wire import commands as residual
 from plpkg.serving.service import commands as service
 
@@ -106,6 +106,28 @@ def fetch(
 
 
 @app.command()
+def ask(
+    folder: Annotated[Path, Argument(help="A folder with notes: .txt and .md files in it and below.")],
+    question: Annotated[str | None, Argument(help="Without one, a question a line, typed or piped.")] = None,
+    as_json: Annotated[bool, Option("--json", help="One JSON object a line.")] = False,
+    split: Annotated[bool, Option("--split", help="Show what a cloud would have read of the same answer.")] = False,
+    model: Annotated[
+        str, Option(help="Another model: a name of this package or of the hub, or a folder.")
+    ] = "smollm2-reader",
+) -> None:
+    """Ask a folder of notes: an answer, and the passage that says so with its file and line.
+
+    A question that no note answers gets an answer as well: the passage shows whether it is one.
+
+    Nothing is sent: both models run on this machine, and know English only. `plpkg fetch` brings them, once. A question
+    that begins with "and" or "what about" goes on from the one before it.
+    """
+    from plpkg.ask import run
+
+    run(folder, question, as_json=as_json, split=split, model=model)
+
+
+@app.command()
 def claims(
     system: Annotated[str | None, Argument(help=f"Those about one system: {', '.join(court.SYSTEMS)}.")] = None,
 ) -> None:
@@ -158,6 +180,5 @@ def pretrain(
     )
 
 
-app.command()(asking.ask)
 app.add_typer(residual.app)
 app.add_typer(service.app)

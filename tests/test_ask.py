@@ -52,7 +52,7 @@ def test_the_model_reads_headings_and_passages(finder):
     ask.answered("where is the spare key", finder, reads)
     ((text, question),) = read
     assert text.startswith("Home\nThe spare key is under the blue pot.\n\n")
-    assert text.count("\n\n") == ask.NUM_READ - 1
+    assert text.count("\n\n") == ask.NUM_PASSAGES - 1
     assert question == "where is the spare key"
 
 

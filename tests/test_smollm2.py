@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from typer.testing import CliRunner
 
-from plpkg import ask, questions, search, wheels
+from plpkg import questions, search, wheels
 from plpkg.adapters import load_adapter
 from plpkg.backbones import load_backbone
 from plpkg.cli import app
@@ -137,7 +137,7 @@ def run(*arguments, **options):
 
 
 def test_a_folder_is_asked_and_each_passage_is_shown_with_its_place(folder, reader, monkeypatch):
-    monkeypatch.setattr("plpkg.backbones.load_backbone", lambda name: reader)
+    monkeypatch.setattr("plpkg.ask.load_backbone", {"smollm2-reader": reader}.__getitem__)
     (folder / "scan.pdf").touch()
     lines = "Which number does my locker have?\n\nand who cannot eat walnuts?\n"
     result = run(folder, "--json", input=lines)
@@ -163,7 +163,3 @@ def test_a_model_that_is_not_there_is_one_sentence(folder):
     result = run(folder, "Which?", "--model", "no-such-model")
     assert result.exit_code == 2
     assert "no model 'no-such-model'" in result.stderr
-
-
-def test_the_model_is_the_reader_unless_another_is_named():
-    assert ask.MODEL == "smollm2-reader"
