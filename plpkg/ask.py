@@ -1,7 +1,7 @@
 """``plpkg ask``: questions about a folder of notes, answered on this machine beside the passage that says so.
 
 :class:`plpkg.search.Search` finds passages, a language model reads the best of them, and what is shown is read from the
-files at that moment. Nothing is sent anywhere.
+files at that moment. No note and no question leaves the machine.
 
 Left out: a word of doubt where no note answers. Neither the search's score nor the answer's likelihood tells that well
 enough (AUC 0.42 to 0.73, ``data/measured/backbones_asking.csv``, section ``absent``): the passage has to.

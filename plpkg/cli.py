@@ -119,8 +119,8 @@ def ask(
 
     A question that no note answers gets an answer as well: the passage shows whether it is one.
 
-    Nothing is sent: both models run on this machine, and know English only. `plpkg fetch` brings them, once. A question
-    that begins with "and" or "what about" goes on from the one before it.
+    No note and no question leaves this machine: both models run here. They know English only; `plpkg fetch` brings
+    them, once. A question that begins with "and" or "what about" goes on from the one before it.
     """
     from plpkg.ask import run
 

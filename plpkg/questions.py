@@ -222,6 +222,15 @@ def answer(model, tokenizer, text: str, question: str) -> str:
     return answers(model, tokenizer, [(text, question)])[0]
 
 
+def interval(right: int, total: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share, if what is counted is independent."""
+    share, z = right / total, 1.959964
+    middle = share + z * z / (2 * total)
+    half = z * math.sqrt(share * (1 - share) / total + (z / total) ** 2 / 4)
+    scale = 1 + z * z / total
+    return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
+
+
 @dataclass(frozen=True)
 class Answered(Sentences):
     """Questions with what a model answered: ``passages`` and ``given``, in the same order."""
@@ -242,9 +251,7 @@ class Answered(Sentences):
     @property
     def interval(self) -> tuple[float, float]:
         """Wilson's 95 % interval of the share, if the questions are independent."""
-        n, z = len(self.right), 1.959964
-        middle, half = self.share + z * z / (2 * n), z * math.sqrt(self.share * (1 - self.share) / n + (z / n) ** 2 / 4)
-        return max(0.0, (middle - half) / (1 + z * z / n)), min(1.0, (middle + half) / (1 + z * z / n))
+        return interval(sum(self.right), len(self.right))
 
     def rows(self) -> list[dict]:
         shown = zip(self.passages, self.given, self.right, strict=True)

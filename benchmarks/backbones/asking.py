@@ -18,6 +18,8 @@ Sections (each replaces its rows in ``data/measured/backbones_asking.csv``):
     Answers of SmolLM2 from the right note and from search's first three, and the baselines without a model.
 ``read``
     Answers of smollm2-reader from the right note, search's first, its first three.
+``handwritten``
+    Thirty older notes by another writer, alone and among four others.
 ``order``
     The same on the hands that choose, from two notes and in the other order, too.
 ``spans``
@@ -31,12 +33,9 @@ Sections (each replaces its rows in ``data/measured/backbones_asking.csv``):
 Run: ``python -m benchmarks.backbones.asking [SECTION …]``. Not part of ``make bench``: the sections take an hour.
 """
 
-import csv
 import functools
 import json
-import math
 import os
-import random
 import re
 import shutil
 import tempfile
@@ -50,7 +49,7 @@ import numpy as np
 import torch
 
 from benchmarks import record
-from benchmarks.backbones import hands
+from benchmarks.backbones import hands, reading
 from benchmarks.backbones.hands import Collection, Question
 from plpkg import catalog, questions, search
 from plpkg.backbones import load_backbone
@@ -70,20 +69,10 @@ def model(name: str):
     return load_backbone(name)
 
 
-def wilson(right: int, total: int) -> dict:
+def share(right: int, total: int) -> dict:
     """A share with Wilson's 95 % interval."""
-    z = 1.959964
-    share = right / total
-    middle = share + z * z / (2 * total)
-    half = z * math.sqrt(share * (1 - share) / total + (z / (2 * total)) ** 2)
-    scale = 1 + z * z / total
-    return {
-        "right": right,
-        "of": total,
-        "share": round(share, 3),
-        "low": round((middle - half) / scale, 3),
-        "high": round((middle + half) / scale, 3),
-    }
+    low, high = questions.interval(right, total)
+    return {"right": right, "of": total, "share": round(right / total, 3), "low": round(low, 3), "high": round(high, 3)}
 
 
 @dataclass(frozen=True)
@@ -148,7 +137,7 @@ def search_rows() -> Iterator[dict]:
         for method in some[0].orders:
             for count in (1, 3):
                 hits = sum(case.question.note in case.orders[method][:count] for case in some)
-                yield {"set": name, "method": method, "among": count} | wilson(hits, len(some))
+                yield {"set": name, "method": method, "among": count} | share(hits, len(some))
 
 
 @torch.inference_mode()
@@ -191,7 +180,7 @@ def rerank_rows(questions_a_set: int = 60) -> Iterator[dict]:
                 for count in (1, 3):
                     hits[way, count] = hits.get((way, count), 0) + (case.question.note in order[:count])
         for (way, count), right in hits.items():
-            yield {"set": name, "method": way, "among": count} | wilson(right, len(some))
+            yield {"set": name, "method": way, "among": count} | share(right, len(some))
 
 
 def untrained_rows() -> Iterator[dict]:
@@ -206,14 +195,12 @@ def untrained_rows() -> Iterator[dict]:
             yield {"set": name, "method": method, "reads": "-"} | judged(given, accepted)
         for reads in ("right note", "search's first three"):
             yield answered_from(reads, "smollm2", name)
-    yield from handwritten_rows("smollm2")
 
 
 def read_rows() -> Iterator[dict]:
     for name in hands.REPORTING:
         for reads in ("right note", "search's first", "search's first three"):
             yield answered_from(reads, "smollm2-reader", name)
-    yield from handwritten_rows("smollm2-reader")
 
 
 def order_rows() -> Iterator[dict]:
@@ -243,29 +230,21 @@ def answered_from(reads: str, which: str, name: str) -> dict:
 def judged(given: list[str], accepted: list[tuple[str, ...]]) -> dict:
     pairs = list(zip(given, accepted, strict=True))
     contains = sum(any(questions.contains(said, each) for each in answers) for said, answers in pairs)
-    return wilson(sum(questions.right(*pair) for pair in pairs), len(pairs)) | {"contains": contains}
+    return share(sum(questions.right(*pair) for pair in pairs), len(pairs)) | {"contains": contains}
 
 
-def handwritten_rows(which: str) -> Iterator[dict]:
-    """Thirty older notes by another writer, alone and among four others; beside them plpkg-reader."""
-    with catalog.data_path("notes", "handwritten.csv").open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    rng = random.Random(0)
-    texts = {"right note": [row["note"] for row in rows], "five notes": []}
-    for row in rows:
-        others = rng.sample([other["note"] for other in rows if other is not row], 4)
-        chosen = [row["note"], *others]
-        rng.shuffle(chosen)
-        texts["five notes"].append("\n".join(chosen))
-    accepted = [(row["answer"],) for row in rows]
-    if which == "smollm2":
-        method = "the note, repeated"
-        yield {"set": "handwritten", "method": method, "reads": "-"} | judged(texts["right note"], accepted)
-    for reader in (which, "plpkg-reader") if which == "smollm2" else (which,):
-        for reads, some in texts.items():
-            pairs = list(zip(some, [row["question"] for row in rows], strict=True))
-            given = questions.answers(*model(reader), pairs)
-            yield {"set": "handwritten", "method": reader, "reads": reads} | judged(given, accepted)
+def handwritten_rows() -> Iterator[dict]:
+    """Thirty older notes by another writer, alone and among four others; plpkg-reader has learnt from neither."""
+    alone = reading.handwritten()
+    sets = {"right note": alone, "five notes": reading.among(alone, 5, "\n\n")}
+    accepted = [(passage.answer,) for passage in alone]
+    for reads, passages in sets.items():
+        yield {"set": "handwritten", "method": "the text, repeated", "reads": reads} | judged(
+            [passage.text for passage in passages], accepted
+        )
+        for which in (*MODELS, "plpkg-reader"):
+            given = questions.answers(*model(which), passages)
+            yield {"set": "handwritten", "method": which, "reads": reads} | judged(given, accepted)
 
 
 class Spans:
@@ -431,7 +410,7 @@ def real_rows() -> Iterator[dict]:
             read.append(("\n\n".join(first), each["q"]))
             repeated.append(first[0])
         for (method, count), right in hits.items():
-            yield {"set": name, "method": method, "among": count} | wilson(right, len(asked))
+            yield {"set": name, "method": method, "among": count} | share(right, len(asked))
         accepted = [tuple(each["a"]) for each in asked]
         method = "search's first passage, repeated"
         yield {"set": name, "method": method, "reads": "-"} | judged(repeated, accepted)
@@ -478,6 +457,7 @@ if __name__ == "__main__":
             "real": real_rows,
             "untrained": untrained_rows,
             "read": read_rows,
+            "handwritten": handwritten_rows,
             "order": order_rows,
             "spans": span_rows,
             "absent": absent_rows,

@@ -98,11 +98,3 @@ def test_spans_end_where_words_end():
     assert tokenizer.eos_token_id in allowed(0, torch.tensor(prompt + written))
     assert tokenizer.eos_token_id not in allowed(0, torch.tensor(prompt))
     assert allowed(0, torch.tensor([*prompt, tokenizer.eos_token_id])) == [tokenizer.eos_token_id]
-
-
-@pytest.mark.parametrize(
-    ("right", "total", "low", "high"), [(0, 10, 0, 0.278), (5, 10, 0.237, 0.763), (81, 263, 0.255, 0.366)]
-)
-def test_the_interval_is_wilsons(right, total, low, high):  # the last is an example in Newcombe (1998), table I
-    row = asking.wilson(right, total)
-    assert (row["low"], row["high"]) == (low, high)
