@@ -32,7 +32,8 @@ def prompt(text: str, question: str, tokenizer) -> str:
     The text stands before the question: what was read of it serves all questions about it (see :func:`parts`).
 
     ``tokenizer(prompt)`` gives a token for the beginning of a text once, also where both the template and the
-    tokenizer write it.
+    tokenizer write it. So are control tokens that a text spells out (``<|im_end|>``): a chat is no fence around a
+    text that somebody else has written.
 
     Raises
     ------
@@ -273,12 +274,16 @@ def words(text: str) -> list[str]:
     ``6:40`` and ``6.40`` are one word, and so are ``1,200`` and ``1200``, or ``Ida's`` and ``Ida``; ``1.5`` is not
     ``15``, nor is ``-5`` ``5``. Where nothing but small words is left ("on"), these stay, and so do signs ("@").
     """
+    found = _all_words(text)
+    return [word for word in found if word not in SMALL] or found or text.split()
+
+
+def _all_words(text: str) -> list[str]:
     text = text.casefold().replace("\u2019", "'").replace("\u2212", "-")
     text = re.sub(r"(?<=\w)'s\b", "", text)
     text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)
     text = re.sub(r"(?<=\d):(?=\d)", ".", text)
-    found = re.findall(r"(?<![\w.])-\d[\w.]*\w|(?<![\w.])-\d|\d+(?:\.\d+)+\w*|\w+(?:'\w+)*", text)
-    return [word for word in found if word not in SMALL] or found or text.split()
+    return re.findall(r"(?<![\w.])-\d[\w.]*\w|(?<![\w.])-\d|\d+(?:\.\d+)+\w*|\w+(?:'\w+)*", text)
 
 
 def contains(said: str, value: str) -> bool:
@@ -300,9 +305,9 @@ def right(said: str, accepted: str | Iterable[str], others: Iterable[str] = ()) 
         Values that would answer otherwise: with one of them besides ("Tuesday or Friday"), nothing is answered.
     """
     accepted = [accepted] if isinstance(accepted, str) else list(accepted)
-    given = words(said)
+    length = len(_all_words(said))  # small words count: else who repeats a short note would be right
     for value in accepted:
-        if contains(said, value) and len(given) <= len(words(value)) + MOST_OTHERS:
+        if contains(said, value) and length <= len(_all_words(value)) + MOST_OTHERS:
             return not any(contains(said, other) for other in others if not _part_of(other, accepted))
     return False
 

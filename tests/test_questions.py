@@ -285,6 +285,7 @@ def test_the_likelihood_is_the_mean_over_what_was_written(random):
         ("one two three four five Tuesday", "Tuesday", (), True),
         ("one two three four five six Tuesday", "Tuesday", (), False),
         ("at 6.40 sharp", "6:40", (), True),
+        ("it is on the table in the hall", "hall", (), False),
         ("£1,200", "1200", (), True),
         ("15 kg", "1.5 kg", (), False),
         ("-5 °C", "5", (), False),
