@@ -80,7 +80,8 @@ def patient_ray(monkeypatch):
     """Ray, or a skip. Ray 2.60 gives its own processes 15 s to import and 30 s to start, too little on a busy machine.
 
     It waits for the ports that they choose, so here they are told which; then it asks whether the node is there.
-    Once a raylet (the process of a node) never opened its log, and Ray waited for it: such a one is started again.
+    Once a raylet (the process of a node), and once the server of the cluster's tables, never opened its log, and Ray
+    waited for it: such a one is started again.
     """
     ray = pytest.importorskip("ray", reason="Ray, of the extra `scale`, is not installed")
     from ray._private import parameter, services
@@ -98,19 +99,21 @@ def patient_ray(monkeypatch):
             setattr(params, agent, ports[agent])
 
     def started(command, process_type, *arguments, **options):
-        if process_type != "raylet":
+        if process_type == "raylet":
+            command = [*command, f"--{listen}={ports[listen]}"]
+        elif process_type != "gcs_server":
             return start(command, process_type, *arguments, **options)
-        command = [*command, f"--{listen}={ports[listen]}"]
         (log,) = (Path(each.partition("=")[2]) for each in command if each.startswith("--stdout_filepath="))
         for _ in range(5):
-            raylet = start(command, process_type, *arguments, **options)
+            begun = start(command, process_type, *arguments, **options)
             end = time.monotonic() + PATIENCE_S / 5
-            while raylet.process.poll() is None and time.monotonic() < end:
+            while begun.process.poll() is None and time.monotonic() < end:
                 if log.exists():
-                    return raylet
+                    return begun
                 time.sleep(0.01)
-            raylet.process.kill()
-        raise AssertionError(f"five times no raylet wrote its first line; the last ended with {raylet.process.wait()}")
+            begun.process.kill()
+        ended = begun.process.wait()
+        raise AssertionError(f"five times no {process_type} wrote its first line; the last ended with {ended}")
 
     def until_it_is_there(*arguments):
         def node():
