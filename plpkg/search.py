@@ -1,5 +1,8 @@
 """Search in somebody's own notes, by meaning and a little by words: passages, their vectors, and the best of them.
 
+A passage means what the whole of it says under its heading, and what the piece of it says that is nearest to the
+question: one sentence of a diary's page answers, and the others say what it is about.
+
 A vector is all-MiniLM-L6-v2's: the mean of its last states over a text's tokens, of length 1, so that a dot product is
 the cosine (Reimers and Gurevych 2019, arXiv 1908.10084; the model card's recipe). Words count by BM25 (Robertson and
 Zaragoza 2009), with a small weight: ``benchmarks/backbones/asking.py`` measures it.
@@ -14,9 +17,10 @@ import os
 import re
 import shutil
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +44,8 @@ OVERLAP = 200
 """Characters, at most, that the pieces of a long paragraph share."""
 MARGIN = 80
 """Characters of a line that an editor wraps."""
+PIECE = 200
+"""Characters of a piece, if its first sentence is not longer."""
 HEADING = re.compile(r"(#{1,6})\s+(.*)")
 FENCE = re.compile(r"\s*(```|~~~)")
 ENDS = re.compile(r"\n+|[.!?][\"')]?\s+")
@@ -178,6 +184,18 @@ def _cut(text: str, begin: int, end: int) -> Iterator[tuple[int, int]]:
         begin = min(shared, default=last)
 
 
+def pieces(text: str) -> Iterator[str]:
+    """Cut a passage: whole lines and sentences, as many together as :data:`PIECE` characters hold."""
+    begin = last = 0
+    for end in (*(found.end() for found in ENDS.finditer(text)), len(text)):
+        if end - begin > PIECE and last > begin:
+            yield text[begin:last].rstrip()
+            begin = last
+        last = end
+    if text[begin:].strip() or not begin:
+        yield text[begin:].rstrip()
+
+
 class Embedder:
     """The search model: texts to vectors.
 
@@ -254,7 +272,7 @@ def read_folder(folder: str | Path) -> tuple[list[Excerpt], dict[Path, str]]:
 
 
 class Vectors:
-    """The vectors of a folder's passages, in a file of the user's cache, by the digest of what was embedded.
+    """The vectors of a folder's passages and pieces, in a file of the user's cache, by the digest of what was embedded.
 
     Only the owner can read the file: vectors tell much of what the texts say.
     """
@@ -285,7 +303,7 @@ class Vectors:
             database.executemany("DELETE FROM vectors WHERE digest = ?", [(digest,) for digest in gone])
             new = {digest: text for digest, text in zip(digests, texts, strict=True) if digest not in kept}
             order = sorted(new, key=lambda digest: len(new[digest]))
-            bar = tqdm(total=len(new), desc="embedding", unit="passage", disable=not progress or len(new) <= batch)
+            bar = tqdm(total=len(new), desc="embedding", unit="text", disable=not progress or len(new) <= batch)
             with bar:
                 for begin in range(0, len(order), batch):
                     some = order[begin : begin + batch]
@@ -297,9 +315,40 @@ class Vectors:
         return np.frombuffer(joined, dtype=np.float32).reshape(len(texts), DIMENSIONS)
 
 
+class Index:
+    """What a question is compared with.
+
+    Parameters
+    ----------
+    some
+        Passages, at least one.
+    embed
+        Gives the vectors of texts: ``(texts, 384)``.
+
+    Attributes
+    ----------
+    whole
+        The passages' vectors, ``(passages, 384)``.
+    words
+        :func:`bm25` of the passages.
+    """
+
+    def __init__(self, some: Sequence[Excerpt], embed: Callable[[list[str]], np.ndarray]) -> None:
+        whole = [passage.read for passage in some]
+        parts = [list(pieces(passage.text)) for passage in some]
+        self._begins = np.cumsum([0, *(len(each) for each in parts[:-1])])  # of each passage's pieces
+        vectors = embed(whole + list(itertools.chain.from_iterable(parts)))
+        self.whole, self._pieces = vectors[: len(some)], vectors[len(some) :]
+        self.words = bm25(whole)
+
+    def meaning(self, asked: np.ndarray) -> np.ndarray:
+        """For each passage, the mean of two cosines to a question's vector: the whole's, and its nearest piece's."""
+        return (self.whole @ asked + np.maximum.reduceat(self._pieces @ asked, self._begins)) / 2
+
+
 @dataclass(frozen=True)
 class Found:
-    """A passage, and its score: the cosine to the question, and what shared words add."""
+    """A passage, and its score: how near it is to the question by meaning, and what shared words add."""
 
     passage: Excerpt
     score: float
@@ -340,9 +389,8 @@ class Search:
         """Index what is new."""
         if self.passages == self._indexed:
             return
-        texts = [passage.read for passage in self.passages]
-        self._matrix = self._vectors.of(texts, self._embed, progress=self._progress)
-        self._words = bm25(texts)
+        embed = partial(self._vectors.of, embed=self._embed, progress=self._progress)
+        self._index = Index(self.passages, embed)
         self._indexed = self.passages
 
     def still_says(self, passage: Excerpt) -> bool:
@@ -358,7 +406,8 @@ class Search:
         self._update()
         if not self.passages:
             return []
-        scores = self._matrix @ self._embed([question])[0] + WORDS * self._words(question)  # (passages,)
+        (asked,) = self._embed([question])
+        scores = self._index.meaning(asked) + WORDS * self._index.words(question)  # (passages,)
         return [Found(self.passages[i], float(scores[i])) for i in np.argsort(-scores, kind="stable")[:most]]
 
 

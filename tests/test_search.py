@@ -110,13 +110,23 @@ def test_the_best_passage_comes_first_with_its_line(notes):
     assert len(finder.find("key", most=2)) == 2
 
 
+@given(st.text("ab .!?\n", max_size=1500))
+def test_pieces_are_a_passages_sentences_and_nothing_is_lost(text):
+    found = list(search.pieces(text))
+    assert found
+    assert "".join(found).split() == text.split() or "".join("".join(found).split()) == "".join(text.split())
+    for piece in found:
+        assert len(piece) <= search.PIECE or len(search.ENDS.findall(piece)) == 0
+
+
 def test_what_was_edited_added_or_deleted_counts_at_the_next_question(notes):
     embed = Words()
     finder = search.Search(notes, embed)
     (notes / "home.md").write_text("# Home\n\nThe spare key is with Lou.\n\n## Boiler\n\nPress reset twice.\n")
     embed.texts.clear()
     assert finder.find("where is the spare key")[0].passage.text == "The spare key is with Lou."
-    assert embed.texts == ["Home\nThe spare key is with Lou.", "where is the spare key"]  # nothing else anew
+    said = "The spare key is with Lou."
+    assert embed.texts == [said, f"Home\n{said}", "where is the spare key"]  # nothing else anew
     (notes / "more.txt").write_text("The spare key was lost, the spare key is gone.")
     assert finder.find("spare key")[0].passage.file == Path("more.txt")
     for file in notes.iterdir():
@@ -137,7 +147,7 @@ def test_a_passage_that_changed_says_so(notes):
 def test_vectors_are_kept_forgotten_and_the_owners_alone(notes, cache):
     embed = Words()
     search.Search(notes, embed)
-    assert len(embed.texts) == 5
+    assert len(embed.texts) == 2 * 5  # each passage, and its only piece
     again = Words()
     finder = search.Search(notes, again)
     assert again.texts == []
@@ -166,7 +176,8 @@ def test_an_interrupted_embedding_goes_on(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         search.Search(tmp_path, first, progress=False)
     search.Search(tmp_path, second, progress=False)
-    assert sorted(first.texts + second.texts) == sorted(f"{n}\nnote number {n}" for n in range(200))
+    said = [f"note number {n}" for n in range(200)]
+    assert sorted(first.texts + second.texts) == sorted([*said, *(f"{n}\n{each}" for n, each in enumerate(said))])
 
 
 def test_what_is_not_read_is_named_with_the_reason(notes):

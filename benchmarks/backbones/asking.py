@@ -14,6 +14,12 @@ Sections (each replaces its rows in ``data/measured/backbones_asking.csv``):
 ``real``
     The same on real notes: a clone of github.com/jbranchaud/til (MIT), named by ``TIL=FOLDER``. Questions in
     ``data/notes/til_choose.json`` and ``til_report.json`` were written for commit 453e9ed.
+``prose``
+    A diary (``data/diary``): a passage that says the answer first, and among three, by whole passages, by their pieces,
+    and by both. Pieces and weights were chosen by this section.
+``folders``
+    ``ask`` itself on two small folders (``data/notes/folders``), one of short notes and one of long texts, whose
+    questions were written before it was tried: the file, and the answer.
 ``untrained``
     Answers of SmolLM2 from the right note and from search's first three, and the baselines without a model.
 ``read``
@@ -42,16 +48,18 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import pandas as pd
 import torch
 
 from benchmarks import record
 from benchmarks.backbones import hands, reading
 from benchmarks.backbones.hands import Collection, Question
-from plpkg import catalog, questions, search
+from plpkg import ask, catalog, questions, search
 from plpkg.backbones import load_backbone
 
 SETS = {"choosing": hands.CHOOSING, "plain": ("plain",), "misleading": ("misleading",)}
@@ -108,12 +116,11 @@ def cases(name: str) -> list[Case]:
     found = []
     for hand in SETS[name]:
         for some in hands.collections(hand):
-            matrix = embed()(some.notes)
+            index = search.Index([search.Excerpt(Path(), 1, "", note) for note in some.notes], embed())
             asked = embed()([each.question for each in some.questions])
-            words = search.bm25(list(some.notes))
             for question, vector in zip(some.questions, asked, strict=True):
-                meaning = matrix @ vector
-                bm25 = words(question.question)
+                meaning = index.meaning(vector)
+                bm25 = index.words(question.question)
                 both = meaning + search.WORDS * bm25
                 scores = {
                     "shared words": shared_words(some.notes, question.question),
@@ -385,16 +392,15 @@ def real_rows() -> Iterator[dict]:
     inside = [passage for passage in found if len(passage.file.parts) > 1]  # not README and the like
     texts = [passage.read for passage in inside]
     began = time.process_time()
-    matrix = search.Vectors(folder).of(texts, embed())
+    index = search.Index(inside, partial(search.Vectors(folder).of, embed=embed()))
     print(f"embedded {len(texts)} passages in {time.process_time() - began:.0f} CPU s", flush=True)
-    words = search.bm25(texts)
     for name in ("til_choose", "til_report"):
         whole = json.loads(catalog.data_path("notes", f"{name}.json").read_text(encoding="utf-8"))
         asked = [each for each in whole if each["file"] is not None]
         hits: dict[tuple, int] = {}
         read, repeated = [], []
         for each, vector in zip(asked, embed()([each["q"] for each in asked]), strict=True):
-            meaning, bm25 = matrix @ vector, words(each["q"])
+            meaning, bm25 = index.meaning(vector), index.words(each["q"])
             scores = {
                 "BM25": bm25,
                 "meaning": meaning,
@@ -417,6 +423,54 @@ def real_rows() -> Iterator[dict]:
         for which in MODELS:
             given = questions.answers(*model(which), read, batch=4)
             yield {"set": name, "method": which, "reads": "search's first three"} | judged(given, accepted)
+
+
+def prose_rows() -> Iterator[dict]:
+    folder = catalog.data_path("diary")
+    some = search.passages(Path("entries.md"), (folder / "entries.md").read_text(encoding="utf-8"))
+    asked = pd.read_csv(folder / "questions.csv")
+    index = search.Index(some, embed())
+    hits: dict[tuple, int] = {}
+    for each, vector in zip(asked.itertuples(), embed()(list(asked["question"])), strict=True):
+        words = search.WORDS * index.words(each.question)
+        meaning = index.meaning(vector)
+        whole = index.whole @ vector
+        scores = {
+            "BM25": words,
+            "whole passages": whole + words,
+            "pieces": 2 * meaning - whole + words,
+            "both, without words": meaning,
+            "ask": meaning + words,
+        }
+        for method, values in scores.items():
+            for count in (1, 3):
+                first = [some[i].read for i in ranked(values)[:count]]
+                says = any(questions.contains(text, each.answer) for text in first)
+                hits[method, count] = hits.get((method, count), 0) + says
+    for (method, count), right in hits.items():
+        yield {"set": "diary", "method": method, "among": count} | share(right, len(asked))
+
+
+def folders_rows() -> Iterator[dict]:
+    read = ask.Reader("smollm2-reader")
+    for name in ("twelve", "long"):
+        folder = catalog.data_path("notes", "folders", name)
+        asked = json.loads(folder.with_suffix(".json").read_text(encoding="utf-8"))
+        asked = [each for each in asked if each["file"] is not None]
+        finder = search.Search(folder, embed(), progress=False)
+        given = [ask.answered(each["q"], finder, read) for each in asked]
+        files = [[str(found.passage.file) for found in finder.find(each["q"], 3)] for each in asked]
+        for count in (1, 3):
+            right = sum(each["file"] in some[:count] for each, some in zip(asked, files, strict=True))
+            yield {"set": name, "method": "ask", "among": count} | share(right, len(asked))
+        accepted = [tuple(each["a"]) for each in asked]
+        first = [finder.find(each["q"], 1)[0].passage.text for each in asked]
+        yield {"set": name, "method": "search's first passage, repeated", "reads": "-"} | judged(first, accepted)
+        answers = [each.answer for each in given]
+        yield {"set": name, "method": "ask", "reads": "as ask does"} | judged(answers, accepted)
+        for each, said in zip(asked, given, strict=True):
+            right = questions.right(said.answer, tuple(each["a"]))
+            print("right" if right else "wrong", each["q"], "|", said.answer, "|", each["a"][0], flush=True)
 
 
 def folder_rows() -> Iterator[dict]:
@@ -455,6 +509,8 @@ if __name__ == "__main__":
             "search": search_rows,
             "rerank": rerank_rows,
             "real": real_rows,
+            "prose": prose_rows,
+            "folders": folders_rows,
             "untrained": untrained_rows,
             "read": read_rows,
             "handwritten": handwritten_rows,

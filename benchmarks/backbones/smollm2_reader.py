@@ -26,14 +26,13 @@ import pandas as pd
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
 from benchmarks.backbones import hands
 from benchmarks.backbones.hands import Collection, Question
 from plpkg import learning, questions
 from plpkg.backbones import load_backbone
-from plpkg.corpora import ABSENT
 from plpkg.search import Embedder
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -42,6 +41,8 @@ NUM_NOTES = {1: 0.25, 2: 0.1, 3: 0.55, 5: 0.1}
 NEAREST = 0.6
 """How often the other notes of a text are those nearest to the question."""
 IGNORED = -100
+OPEN = "unknown"
+"""The answer where no note says it: one token."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Recipe:
     absent: float = 0.0
     absent_from: float = 0.7
     seed: int = 0
+    begin: str = ""
 
 
 @dataclass(frozen=True)
@@ -96,11 +98,21 @@ def epoch(recipe: Recipe, number: int, everything: list[Collection], nearest: di
             rng.shuffle(chosen)
             asked = [each for each in due if each.note in chosen]
             due = [each for each in due if each.note not in chosen]
-            if rng.random() < recipe.absent and some.absent:
-                asked.append(rng.choice(some.absent))
+            if rng.random() < recipe.absent:
+                asked += left_open(some, chosen, nearest, rng)
             sequences.append(Sequence(tuple(some.notes[i] for i in chosen), tuple(asked)))
     rng.shuffle(sequences)
     return sequences
+
+
+def left_open(some: Collection, chosen: list[int], nearest: dict, rng: random.Random) -> list[Question]:
+    """A question that no chosen note answers, though one of them is the nearest to it that does not; none, rarely."""
+
+    def nearest_wrong(each: Question) -> int:
+        return next(i for i in nearest[some.who, each.question] if i != each.note)
+
+    candidates = [each for each in some.questions if each.note not in chosen and nearest_wrong(each) in chosen]
+    return [replace(rng.choice(candidates), note=None)] if candidates else []
 
 
 def packed(sequence: Sequence, tokenizer, with_absent: bool) -> dict[str, torch.Tensor]:
@@ -121,7 +133,7 @@ def packed(sequence: Sequence, tokenizer, with_absent: bool) -> dict[str, torch.
             continue
         _, after = questions.parts(sequence.text, each.question, tokenizer)
         asked = tokenizer(after, add_special_tokens=False)["input_ids"]
-        answer = ABSENT if each.note is None else each.answers[0]
+        answer = OPEN if each.note is None else each.answers[0]
         add(asked, length, number, False)
         add([*tokenizer(answer)["input_ids"], tokenizer.eos_token_id], length + len(asked), number, True)
     group = torch.tensor(groups)
@@ -184,6 +196,8 @@ def train(recipe: Recipe, out: Path) -> None:
             task_type="CAUSAL_LM",
         )
         model = get_peft_model(model, config).train()
+    if recipe.begin:
+        set_peft_model_state_dict(model, load_file(Path(recipe.begin, "adapter_model.safetensors")))
     base = model.get_base_model()
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=recipe.lr, weight_decay=0.01)
