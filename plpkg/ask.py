@@ -21,20 +21,17 @@ import typer
 
 from plpkg import questions
 from plpkg.backbones import load_backbone
-from plpkg.search import Excerpt, Found, Search, read_folder
+from plpkg.questions import Reading
+from plpkg.search import Found, Search, read_folder
 
 NUM_PASSAGES = 3
-"""Passages that are found, read for an answer, and named beside it."""
+"""Passages that are found, read for an answer, each alone, and named beside it."""
+SEARCH = 8.0
+"""Nats of an answer's log-probability that weigh as much as 1 of search's score."""
+DOUBT = -1.0
+"""The log-probability of "unknown" from which on an answer is doubted."""
 FOLLOWS = re.compile(r"(and|but|or|so|then|what about|how about)\b", re.IGNORECASE)
 """How a question begins that goes on from the one before it."""
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What a model answers, and with ``--split`` in words what a cloud would have read of it."""
-
-    answer: str
-    cloud: str | None = None
 
 
 class Reader:
@@ -43,20 +40,20 @@ class Reader:
     def __init__(self, name: str) -> None:
         self._model, self._tokenizer = load_backbone(name)
 
-    def __call__(self, text: str, question: str) -> Reading:
-        """Read a text and answer."""
-        return Reading(questions.answer(self._model, self._tokenizer, text, question))
+    def __call__(self, texts: list[str], question: str) -> list[Reading]:
+        """Read texts, each alone, and answer from each."""
+        return questions.readings(self._model, self._tokenizer, [(text, question) for text in texts])
 
 
-class SplitReader:
-    """A model whose decoder layers another process has, which reads along: what a cloud would have seen."""
+class Split:
+    """The model whose decoder layers another process has, which reads along: what a cloud would have seen."""
 
     def __init__(self, cloud, client, tokenizer) -> None:
         self._cloud, self._client, self._tokenizer = cloud, client, tokenizer
 
     @classmethod
     @contextlib.contextmanager
-    def opened(cls, name: str) -> Iterator["SplitReader"]:
+    def opened(cls, name: str) -> Iterator["Split"]:
         """Start the process, and end it."""
         from plpkg.residual.wire.commands import client_of
         from plpkg.residual.wire.curious import CuriousCloud
@@ -67,67 +64,69 @@ class SplitReader:
         ):
             yield cls(cloud, client, tokenizer)
 
-    def __call__(self, text: str, question: str) -> Reading:
-        """Read a text and answer; the layers' process says what it has read meanwhile."""
-        asked = questions.token_ids(questions.prompt(text, question, self._tokenizer), self._tokenizer)
+    def __call__(self, texts: list[str], question: str) -> str:
+        """Read texts, each alone; what went to and fro, and what the layers' process has read meanwhile."""
         self._cloud.read()  # and forget
-        before = self._client.traffic
-        whole = self._client.generate(torch.tensor([asked]), questions.LONGEST)[0].tolist()
-        crossed, seen = self._client.traffic - before, self._cloud.read()
-        right = sum(mine == theirs for mine, theirs in zip(whole[:-1], seen["tokens"], strict=False))
+        before, wrote, right, read = self._client.traffic, 0, 0, []
+        for text in texts:
+            asked = questions.token_ids(questions.prompt(text, question, self._tokenizer), self._tokenizer)
+            whole = self._client.generate(torch.tensor([asked]), questions.LONGEST)[0].tolist()
+            seen = self._cloud.read()
+            wrote += len(whole) - 1
+            right += sum(mine == theirs for mine, theirs in zip(whole[:-1], seen["tokens"], strict=False))
+            read.append(seen["text"])
+        crossed = self._client.traffic - before
         up, down = crossed.sent_message_bytes / 1000, crossed.received_message_bytes / 1000
-        said = (
-            f"{up:.0f} kB went up and {down:.0f} kB down in {crossed.round_trips} round trips; "
-            f"of {len(whole) - 1} tokens the cloud read {right}:\n{seen['text']}"
-        )
-        answer = self._tokenizer.decode(whole[len(asked) :], skip_special_tokens=True)
-        return Reading(questions.first_line(answer), cloud=said)
+        traffic = f"{up:.0f} kB went up and {down:.0f} kB down in {crossed.round_trips} round trips"
+        return f"{traffic}; of {wrote} tokens the cloud read {right}:\n" + "\n\n".join(read)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer, the passage that it rests on with its score, the next passages, and what a cloud would have read."""
+    """An answer, the passage that it was read from, and the other passages that were read, the best first.
+
+    ``doubtful`` says that the notes may not say it.
+    """
 
     question: str
     answer: str
     found: Found
     others: tuple[Found, ...]
-    cloud: str | None = None
+    doubtful: bool
+
+    @property
+    def texts(self) -> list[str]:
+        """All that was read."""
+        return [each.passage.read for each in (self.found, *self.others)]
 
     def fields(self) -> dict:
         """One object of ``--json``."""
         fields = {"question": self.question, "answer": self.answer, "passage": self.found.passage.text}
-        fields |= _place(self.found)
-        fields["others"] = [_place(other) for other in self.others]
-        return fields if self.cloud is None else fields | {"cloud": self.cloud}
+        fields |= _place(self.found) | {"others": [_place(other) for other in self.others]}
+        return fields | {"doubtful": self.doubtful}
 
 
 def _place(found: Found) -> dict:
     return {"file": str(found.passage.file), "line": found.passage.line, "score": round(found.score, 4)}
 
 
-def answered(question: str, search: Search, read: Callable[[str, str], Reading]) -> Answer:
-    """Search, read, and take the passage that says the answer; anew if a file was changed meanwhile."""
+def answered(question: str, search: Search, read: Callable[[list[str], str], list[Reading]]) -> Answer:
+    """Search, read each passage, and take the surest answer; anew if a file was changed meanwhile."""
     while True:
         found = search.find(question, NUM_PASSAGES)
         if not found:
             raise ValueError(f"{search.folder} has nothing to read any more")
-        reading = read(text_of([each.passage for each in found]), question)
+        readings = read([each.passage.read for each in found], question)
         if all(search.still_says(each.passage) for each in found):
             break
-    best = resting(reading.answer, found)
-    others = tuple(each for each in found if each is not best)
-    return Answer(question, reading.answer, best, others, reading.cloud)
+    best = surest([each.score for each in found], readings)
+    others = tuple(each for i, each in enumerate(found) if i != best)
+    return Answer(question, readings[best].answer, found[best], others, readings[best].unknown > DOUBT)
 
 
-def text_of(passages: list[Excerpt]) -> str:
-    """What the model reads: the passages, each under its heading."""
-    return "\n\n".join(passage.read for passage in passages)
-
-
-def resting(answer: str, found: list[Found]) -> Found:
-    """The passage that an answer stands in, the best of them; the best of all if it stands in none."""
-    return next((each for each in found if questions.contains(each.passage.read, answer)), found[0])
+def surest(scores: list[float], readings: list[Reading], weight: float = SEARCH) -> int:
+    """Which of several passages to believe, by search's score and by the likelihood of what was read from it."""
+    return max(range(len(scores)), key=lambda i: weight * scores[i] + readings[i].log_prob)
 
 
 def with_the_one_before(question: str, before: str | None) -> str:
@@ -160,14 +159,14 @@ def show(answer: Answer) -> None:
     """Print an answer for a person."""
     passage = answer.found.passage
     typer.echo(typer.style(printable(answer.answer) or "(no answer)", bold=True))
+    if answer.doubtful:
+        typer.echo("(the notes may not say)")
     typer.echo(f"\n{printable(str(passage.file))}, line {passage.line}:")
     for line in printable(passage.text).split("\n"):
         typer.echo(f"  {line}")
     places = [f"{printable(str(each.passage.file))}, line {each.passage.line}" for each in answer.others]
     if places:
         typer.echo(f"next: {'; '.join(places)}")
-    if answer.cloud is not None:
-        typer.echo(f"\nas a cloud: {printable(answer.cloud)}")
 
 
 def unread(skipped: dict[Path, str], most: int = 5) -> str:
@@ -192,7 +191,8 @@ def run(folder: Path, question: str | None, *, as_json: bool, split: bool, model
     if not passages:
         raise ValueError(f"{folder} has no .txt or .md file with something to read")
     with contextlib.ExitStack() as stack:
-        read = stack.enter_context(SplitReader.opened(model)) if split else Reader(model)
+        read = Reader(model)
+        as_a_cloud = stack.enter_context(Split.opened(model)) if split else None
         search = Search(folder)
         terminal = sys.stdin is not None and sys.stdin.isatty()
         before = None  # the last question that stood on its own
@@ -201,7 +201,11 @@ def run(folder: Path, question: str | None, *, as_json: bool, split: bool, model
             if whole == line:
                 before = line
             answer = answered(whole, search, read)
+            cloud = as_a_cloud and as_a_cloud(answer.texts, whole)
             if as_json:
-                typer.echo(json.dumps(answer.fields() | {"question": line}, ensure_ascii=False))
+                fields = answer.fields() | {"question": line} | ({"cloud": cloud} if cloud else {})
+                typer.echo(json.dumps(fields, ensure_ascii=False))
             else:
                 show(answer)
+                if cloud:
+                    typer.echo(f"\nas a cloud: {printable(cloud)}")

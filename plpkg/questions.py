@@ -20,6 +20,8 @@ LONGEST = 32
 
 INSTRUCTION = "Extract the answer from the text. Reply with the shortest exact phrase."
 """The system line of a chat. Without one, some templates write their own: SmolLM2's does."""
+UNKNOWN = "unknown"
+"""What smollm2-reader answers where the text does not say: one token of its vocabulary."""
 MOST_OTHERS = 5
 """Words beside the expected ones that a right answer may have: an answer that repeats its text is not right."""
 
@@ -141,29 +143,56 @@ def answers(model, tokenizer, asked: Sequence[Passage | tuple[str, str]], *, bat
     ValueError
         ``batch`` out of range, or a prompt that leaves no room for an answer of :data:`LONGEST` tokens.
     """
-    return [answer for answer, _ in answers_with_likelihood(model, tokenizer, asked, batch=batch)]
+    return [each.answer for each in _read(model, tokenizer, asked, batch, forbidden=None)]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """An answer, and how sure a model is of it.
+
+    Attributes
+    ----------
+    answer
+        The answer.
+    log_prob
+        Of all its tokens and its end together, in nats.
+    unknown
+        The log-probability, in nats, that the answer had begun as :data:`UNKNOWN` does.
+    """
+
+    answer: str
+    log_prob: float
+    unknown: float
+
+
+def readings(model, tokenizer, asked: Sequence[Passage | tuple[str, str]], *, batch: int = 16) -> list[Reading]:
+    """As :func:`answers`, but each has to answer: what is likeliest, :data:`UNKNOWN` left out, and how likely both are.
+
+    So several texts can be read for one question, each alone, and the surest answer taken.
+    """
+    return _read(model, tokenizer, asked, batch, forbidden=UNKNOWN)
 
 
 @torch.inference_mode()
-def answers_with_likelihood(
-    model, tokenizer, asked: Sequence[Passage | tuple[str, str]], *, batch: int = 16
-) -> list[tuple[str, float]]:
-    """As :func:`answers`, each with the mean log-probability of the tokens that were written, in nats."""
+def _read(model, tokenizer, asked, batch: int, *, forbidden: str | None) -> list[Reading]:
     whole_number("batch", batch, 1)
     pairs = [(each.text, each.question) if isinstance(each, Passage) else each for each in asked]
     rows = [token_ids(prompt(*pair, tokenizer), tokenizer) for pair in pairs]
     room = getattr(model.config, "max_position_embeddings", math.inf) - LONGEST
     if rows and len(longest := max(rows, key=len)) > room:
         raise ValueError(f"a prompt has {len(longest)} tokens, of which the model takes {room} before an answer")
+    first = tokenizer(UNKNOWN, add_special_tokens=False)["input_ids"][0]
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))  # alike lengths together: little padding
-    found = [("", 0.0)] * len(rows)
+    found = [Reading("", 0.0, 0.0)] * len(rows)
     with evaluating(model):
         for begin in range(0, len(order), batch):
             places = order[begin : begin + batch]
-            written, log_probs = _generated(model, tokenizer, [rows[i] for i in places])
-            for i, tokens, row in zip(places, written, log_probs, strict=True):
+            written, logits = _generated(model, tokenizer, [rows[i] for i in places], forbidden)
+            log_probs = logits.log_softmax(-1)  # (prompts, tokens, vocabulary)
+            chosen = log_probs.gather(-1, written[..., None])[..., 0]  # (prompts, tokens)
+            for i, tokens, each, start in zip(places, written, chosen, log_probs[:, 0, first], strict=True):
                 end = _length(tokens, model, tokenizer)
-                found[i] = first_line(_decoded(tokens[:end], tokenizer)), float(row[:end].mean())
+                found[i] = Reading(first_line(_decoded(tokens[:end], tokenizer)), float(each[:end].sum()), float(start))
     return found
 
 
@@ -186,8 +215,8 @@ def _length(tokens: torch.Tensor, model, tokenizer) -> int:
     return len(tokens)
 
 
-def _generated(model, tokenizer, rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """What follows each prompt until all have ended, and its log-probabilities: both ``(prompts, tokens)``."""
+def _generated(model, tokenizer, rows: list[list[int]], forbidden: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What follows each prompt until all have ended: ``(prompts, tokens)``, and ``(prompts, tokens, vocab)`` logits."""
     from transformers import StoppingCriteria
 
     class AfterLine(StoppingCriteria):
@@ -208,14 +237,13 @@ def _generated(model, tokenizer, rows: list[list[int]]) -> tuple[torch.Tensor, t
         do_sample=False,
         num_beams=1,  # whatever the model's own settings say
         repetition_penalty=1.0,
+        bad_words_ids=forbidden and [tokenizer(forbidden, add_special_tokens=False)["input_ids"]],
         stopping_criteria=[AfterLine()],
         pad_token_id=tokenizer.pad_token_id or 0,
         return_dict_in_generate=True,
         output_logits=True,
     )
-    written = made.sequences[:, seq:].cpu()  # (prompts, tokens)
-    log_probs = torch.stack(made.logits, 1).float().cpu().log_softmax(-1).gather(-1, written[..., None])[..., 0]
-    return written, log_probs
+    return made.sequences[:, seq:].cpu(), torch.stack(made.logits, 1).float().cpu()
 
 
 def answer(model, tokenizer, text: str, question: str) -> str:

@@ -9,10 +9,18 @@ from typer.testing import CliRunner
 
 from plpkg import ask, search
 from plpkg.cli import app
+from plpkg.questions import Reading
 
 from noted import Words, write_notes
 
-READ = ask.Reading("under the blue pot")
+
+def reads(answer="under the blue pot", unknown=-9.0):
+    """A reader that is sure of its answer where it stands in the text, and else less."""
+
+    def read(texts, question):
+        return [Reading(answer, 0.0 if answer in text else -10.0, unknown) for text in texts]
+
+    return read
 
 
 @pytest.fixture(autouse=True)
@@ -30,43 +38,60 @@ def finder(notes):
     return search.Search(notes, Words())
 
 
-def test_an_answer_rests_on_the_passage_that_says_it(finder):
-    answer = ask.answered("Joan calls dentist before noon", finder, lambda text, question: READ)
+def test_the_surest_answer_is_taken_with_its_passage(finder):
+    answer = ask.answered("Joan calls dentist before noon", finder, reads())
     assert answer.found.passage.text == "The spare key is under the blue pot."
     assert len(answer.others) == 2
     assert answer.found not in answer.others
 
 
-def test_an_answer_that_stands_nowhere_rests_on_the_best_passage(finder):
-    answer = ask.answered("dentist moved", finder, lambda text, question: ask.Reading("to the moon"))
+def test_where_all_are_as_sure_the_best_found_passage_is_taken(finder):
+    answer = ask.answered("dentist moved", finder, reads("to the moon"))
     assert answer.found.passage.text == "dentist moved to Roundhay Road"
 
 
-def test_the_model_reads_headings_and_passages(finder):
-    read = []
+@pytest.mark.parametrize("more", [1.0, 0.1])
+def test_search_and_likelihood_are_weighed(more):
+    nats = ask.SEARCH * more
+    readings = [Reading("a", -9.0, -1.0), Reading("b", -9.0 + 1.1 * nats, -1.0), Reading("c", -9.0 + 0.9 * nats, -1.0)]
+    assert ask.surest([0.2 + more, 0.2, 0.2], readings) == 1
+    assert ask.surest([0.2 + more, 0.2, 0.2], [readings[0], readings[2], readings[2]]) == 0
 
-    def reads(text, question):
-        read.append((text, question))
-        return READ
 
-    ask.answered("where is the spare key", finder, reads)
-    ((text, question),) = read
-    assert text.startswith("Home\nThe spare key is under the blue pot.\n\n")
-    assert text.count("\n\n") == ask.NUM_PASSAGES - 1
+@pytest.mark.parametrize(("unknown", "doubtful"), [(ask.DOUBT + 0.01, True), (ask.DOUBT - 0.01, False)])
+def test_an_answer_is_doubted_where_its_reader_nearly_said_unknown(finder, capsys, unknown, doubtful):
+    answer = ask.answered("spare key", finder, reads(unknown=unknown))
+    assert answer.doubtful is answer.fields()["doubtful"] is doubtful
+    ask.show(answer)
+    assert ("the notes may not say" in capsys.readouterr().out) is doubtful
+
+
+def test_the_model_reads_each_passage_under_its_heading(finder):
+    seen = []
+
+    def read(texts, question):
+        seen.append((texts, question))
+        return reads()(texts, question)
+
+    answer = ask.answered("where is the spare key", finder, read)
+    ((texts, question),) = seen
+    assert texts[0] == "Home\nThe spare key is under the blue pot."
+    assert len(texts) == ask.NUM_PASSAGES
+    assert answer.texts == texts
     assert question == "where is the spare key"
 
 
 def test_a_file_that_is_edited_while_it_is_read_is_read_again(finder, notes):
-    texts = []
+    seen = []
 
-    def reads(text, question):
-        texts.append(text)
-        if len(texts) == 1:
+    def read(texts, question):
+        seen.append(texts)
+        if len(seen) == 1:
             (notes / "home.md").write_text("The spare key is with Lou.")
-        return ask.Reading("with Lou")
+        return reads("with Lou")(texts, question)
 
-    answer = ask.answered("where is the spare key", finder, reads)
-    assert len(texts) == 2
+    answer = ask.answered("where is the spare key", finder, read)
+    assert len(seen) == 2
     assert answer.found.passage.text == "The spare key is with Lou."
     assert "blue pot" not in str(answer)
 
@@ -75,7 +100,7 @@ def test_a_folder_that_was_emptied_is_said(finder, notes):
     for file in notes.iterdir():
         file.unlink()
     with pytest.raises(ValueError, match="has nothing to read any more"):
-        ask.answered("where", finder, lambda text, question: READ)
+        ask.answered("where", finder, reads())
 
 
 @pytest.mark.parametrize(
@@ -93,8 +118,8 @@ def test_a_follow_up_goes_with_the_question_before_it(question, whole):
 
 
 def test_the_json_has_what_it_promises(finder):
-    fields = ask.answered("spare key", finder, lambda text, question: READ).fields()
-    assert fields.keys() == {"question", "answer", "passage", "file", "line", "score", "others"}
+    fields = ask.answered("spare key", finder, reads()).fields()
+    assert fields.keys() == {"question", "answer", "passage", "file", "line", "score", "others", "doubtful"}
     assert (fields["file"], fields["line"], fields["answer"]) == ("home.md", 3, "under the blue pot")
     assert all(other.keys() == {"file", "line", "score"} for other in fields["others"])
     assert json.loads(json.dumps(fields)) == fields
@@ -103,7 +128,7 @@ def test_the_json_has_what_it_promises(finder):
 def test_a_terminal_is_told_nothing_that_it_would_obey(tmp_path, capsys):
     (tmp_path / "a\x1b[31m.md").write_text("The key is red\x1b[2J\x07 and\tblue.")
     finder = search.Search(tmp_path, Words())
-    ask.show(ask.answered("key", finder, lambda text, question: ask.Reading("red\x1b[2J", cloud="\x1b]0;x\x07")))
+    ask.show(ask.answered("key", finder, reads("red\x1b[2J\x07")))
     printed = capsys.readouterr().out
     assert "The key is red\ufffd[2J\ufffd and blue." in printed
     assert not set(printed) & {"\x07", "\r"}

@@ -252,25 +252,34 @@ class Says:
     ],
 )
 def test_an_answer_is_the_first_line_that_says_something(small, said, answer):
-    model = Says(small[0], small[1], said).model
-    ((given, likelihood),) = questions.answers_with_likelihood(model, small[1], [ASKED[0]])
-    assert given == answer
-    assert likelihood == pytest.approx(0, abs=1e-6)  # one token has all the probability
+    assert questions.answer(Says(small[0], small[1], said).model, small[1], *ASKED[0]) == answer
+    (reading,) = questions.readings(Says(small[0], small[1], said).model, small[1], [ASKED[0]])
+    assert reading.answer == answer
+    assert reading.log_prob == pytest.approx(0, abs=1e-5)  # one token has all the probability
 
 
-def test_the_likelihood_is_the_mean_over_what_was_written(random):
+def test_the_likelihood_is_that_of_all_that_was_written(random):
     model, tokenizer = random
-    (answer, likelihood), (alone, same) = (
-        questions.answers_with_likelihood(model, tokenizer, some)[0] for some in (ASKED[:3], ASKED[:1])
-    )
+    together, alone = (questions.readings(model, tokenizer, some)[0] for some in (ASKED[:3], ASKED[:1]))
     ids = torch.tensor([questions.token_ids(questions.prompt(*ASKED[0], tokenizer), tokenizer)])
+    (first, *_) = tokenizer(questions.UNKNOWN, add_special_tokens=False)["input_ids"]
+    unknown = float(model(ids).logits[0, -1].log_softmax(-1)[first].detach())
     total = 0.0
     for _ in range(questions.LONGEST):
         log_p = model(ids).logits[0, -1].log_softmax(-1)
         total += float(log_p.max().detach())
         ids = torch.cat([ids, log_p.argmax()[None, None]], 1)
-    assert (answer, likelihood) == (alone, pytest.approx(same, rel=relative(8192)))
-    assert likelihood == pytest.approx(total / questions.LONGEST, rel=relative(8192))
+    for reading in (together, alone):
+        assert reading.answer == alone.answer
+        assert reading.log_prob == pytest.approx(total, rel=relative(8192))
+        assert reading.unknown == pytest.approx(unknown, rel=relative(8192))
+
+
+def test_who_has_to_answer_never_says_unknown(small):
+    says, tokenizer = Says(small[0], small[1], questions.UNKNOWN), small[1]
+    assert questions.answer(says.model, tokenizer, *ASKED[0]) == questions.UNKNOWN
+    says = Says(small[0], small[1], questions.UNKNOWN)
+    assert questions.readings(says.model, tokenizer, ASKED[:1])[0].answer != questions.UNKNOWN
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,18 @@ def test_vectors_do_not_depend_on_what_is_beside_them(embed):
     torch.testing.assert_close(together.norm(dim=1), torch.ones(len(texts)))
 
 
+def test_one_sentence_of_a_page_is_found(folder, embed):
+    rest = "We walked along the river until the rain came, and had soup. " * 5
+    said, other = "I have called the dog Pilot, after the ferry.", "The neighbours' dog barks at night."
+    page = f"{rest}\n{said}\n{rest}"
+    (folder / "page.md").write_text(page)
+    (folder / "night.md").write_text(other)
+    question = "What is my dog called?"
+    whole = embed([f"page\n{page}", f"night\n{other}"]) @ embed([question])[0]
+    assert whole[0] < whole[1]
+    assert said in search.Search(folder, embed, progress=False).find(question)[0].passage.text
+
+
 @pytest.fixture
 def folder(tmp_path, tmp_path_factory, monkeypatch):
     kept = tmp_path_factory.mktemp("vectors")
@@ -145,7 +157,7 @@ def test_a_folder_is_asked_and_each_passage_is_shown_with_its_place(folder, read
     assert result.stderr == "not read (neither .txt nor .md): scan.pdf\n"
     assert (first["file"], first["line"]) == ("pool.md", 3)
     assert first["passage"] == NOTES["pool.md"].partition("\n\n")[2].strip()
-    assert first.keys() == {"question", "answer", "passage", "file", "line", "score", "others"}
+    assert first.keys() == {"question", "answer", "passage", "file", "line", "score", "others", "doubtful"}
     assert [each["file"] for each in first["others"]] != [first["file"]]
     assert len(first["others"]) == 2
     assert second["question"] == "and who cannot eat walnuts?"

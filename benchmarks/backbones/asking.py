@@ -21,15 +21,16 @@ Sections (each replaces its rows in ``data/measured/backbones_asking.csv``):
     ``ask`` itself on two small folders (``data/notes/folders``), one of short notes and one of long texts, whose
     questions were written before it was tried: the file, and the answer.
 ``untrained``
-    Answers of SmolLM2 from the right note and from search's first three, and the baselines without a model.
+    Answers of SmolLM2 from the right note and in ``ask``'s way, and the baselines without a model.
 ``read``
-    Answers of smollm2-reader from the right note, search's first, its first three.
+    Answers of smollm2-reader from the right note, from search's first, from its first three as one text, and in
+    ``ask``'s way: from each of the three alone, of which the surest is taken.
 ``handwritten``
     Thirty older notes by another writer, alone and among four others.
 ``order``
-    The same on the hands that choose, from two notes and in the other order, too.
+    The same on the hands that choose, from two notes and in the other order, too, and with other weights of search.
 ``spans``
-    The same when only spans of the text may be written.
+    From the right note, when only spans of the text may be written, and freely.
 ``absent``
     What tells that no note answers: AUC against right answers, and two error rates at a threshold that the choosing
     hands chose.
@@ -40,6 +41,7 @@ Run: ``python -m benchmarks.backbones.asking [SECTION …]``. Not part of ``make
 """
 
 import functools
+import itertools
 import json
 import os
 import re
@@ -65,6 +67,7 @@ from plpkg.backbones import load_backbone
 SETS = {"choosing": hands.CHOOSING, "plain": ("plain",), "misleading": ("misleading",)}
 MODELS = ("smollm2", "smollm2-reader")
 RERANKED = 10
+EACH_ALONE = "search's first three, each alone"
 
 
 @functools.cache
@@ -90,7 +93,8 @@ class Case:
     collection: Collection
     question: Question
     orders: dict[str, list[int]]
-    score: float
+    scores: list[float]
+    """Of the notes in ``ask``'s order."""
 
     def notes(self, method: str, count: int) -> list[str]:
         return [self.collection.notes[i] for i in self.orders[method][:count]]
@@ -130,7 +134,7 @@ def cases(name: str) -> list[Case]:
                     "ask": both,
                 }
                 orders = {method: ranked(values) for method, values in scores.items()}
-                found.append(Case(some, question, orders, float(both.max())))
+                found.append(Case(some, question, orders, both[orders["ask"]].tolist()))
     return found
 
 
@@ -163,20 +167,23 @@ def reranked(first: list, question: str, read: Callable) -> dict[str, list]:
     """The first passages in the order of each way of ranking them anew, alone and by rank with the first order."""
     ranks = -np.arange(len(first), dtype=float)
     asked = np.array([question_likelihood(read(each), question) for each in first])
-    given = questions.answers_with_likelihood(*model("smollm2-reader"), [(read(each), question) for each in first])
-    answered = np.array([likelihood for _, likelihood in given])
+    given = questions.readings(*model("smollm2-reader"), [(read(each), question) for each in first])
+    answered = np.array([reading.log_prob for reading in given])
+    known = -np.array([reading.unknown for reading in given])
     scores = {
         "ask": ranks,
         "question after passage": asked,
         "question after passage, and ask, by rank": by_rank(asked, ranks),
         "answer after passage": answered,
         "answer after passage, and ask, by rank": by_rank(answered, ranks),
+        "not unknown after passage": known,
+        "not unknown after passage, and ask, by rank": by_rank(known, ranks),
     }
     return {way: [first[i] for i in ranked(values)] for way, values in scores.items()}
 
 
-def rerank_rows(questions_a_set: int = 60) -> Iterator[dict]:
-    """Of each reporting set the first sixty questions: ten passages are read for each."""
+def rerank_rows(questions_a_set: int = 40) -> Iterator[dict]:
+    """Of each reporting set the first forty questions: ten passages are read for each."""
     for name in hands.REPORTING:
         some = answerable(name)[:questions_a_set]
         hits: dict[tuple, int] = {}
@@ -200,20 +207,23 @@ def untrained_rows() -> Iterator[dict]:
         }
         for method, given in repeated.items():
             yield {"set": name, "method": method, "reads": "-"} | judged(given, accepted)
-        for reads in ("right note", "search's first three"):
-            yield answered_from(reads, "smollm2", name)
+        yield answered_from("right note", "smollm2", name)
+        yield asked_of("smollm2", name)
 
 
 def read_rows() -> Iterator[dict]:
     for name in hands.REPORTING:
         for reads in ("right note", "search's first", "search's first three"):
             yield answered_from(reads, "smollm2-reader", name)
+        yield asked_of("smollm2-reader", name)
 
 
 def order_rows() -> Iterator[dict]:
-    """How many notes to read, and in which order: on the hands that choose."""
+    """How many notes to read, how, and whom to believe: on the hands that choose."""
     for reads in READINGS:
         yield answered_from(reads, "smollm2-reader", "choosing")
+    for weight in (0, 2, 4, 8, 12, 16, 100):
+        yield asked_of("smollm2-reader", "choosing", weight)
 
 
 READINGS: dict[str, Callable[[Case], list[str]]] = {
@@ -223,7 +233,7 @@ READINGS: dict[str, Callable[[Case], list[str]]] = {
     "search's first three": lambda case: case.notes("ask", 3),
     "search's first three, the best last": lambda case: case.notes("ask", 3)[::-1],
 }
-"""What is read for an answer."""
+"""What is read for an answer, as one text."""
 
 
 def answered_from(reads: str, which: str, name: str) -> dict:
@@ -231,6 +241,29 @@ def answered_from(reads: str, which: str, name: str) -> dict:
     pairs = [("\n\n".join(READINGS[reads](case)), case.question.question) for case in some]
     given = questions.answers(*model(which), pairs)
     accepted = [case.question.answers for case in some]
+    return {"set": name, "method": which, "reads": reads} | judged(given, accepted)
+
+
+@functools.cache
+def each_alone(which: str, name: str) -> list[list[questions.Reading]]:
+    """For each question of a set, what is read from search's first three notes."""
+    some = cases(name)
+    pairs = [(note, case.question.question) for case in some for note in case.notes("ask", ask.NUM_PASSAGES)]
+    given = iter(questions.readings(*model(which), pairs))
+    return [list(itertools.islice(given, ask.NUM_PASSAGES)) for _ in some]
+
+
+def believed(case: Case, readings: list[questions.Reading], weight: float = ask.SEARCH) -> questions.Reading:
+    return readings[ask.surest(case.scores[: len(readings)], readings, weight)]
+
+
+def asked_of(which: str, name: str, weight: float = ask.SEARCH) -> dict:
+    """``ask``'s way: search's first three, each alone, and the surest of three answers."""
+    pairs = zip(cases(name), each_alone(which, name), strict=True)
+    some = [(case, believed(case, readings, weight)) for case, readings in pairs if case.question.note is not None]
+    given = [reading.answer for _, reading in some]
+    accepted = [case.question.answers for case, _ in some]
+    reads = EACH_ALONE if weight == ask.SEARCH else f"{EACH_ALONE}, search counts {weight:g}"
     return {"set": name, "method": which, "reads": reads} | judged(given, accepted)
 
 
@@ -294,12 +327,11 @@ def span_rows(questions_a_set: int = 60) -> Iterator[dict]:
     for name in hands.REPORTING:
         some = answerable(name)[:questions_a_set]
         accepted = [case.question.answers for case in some]
-        for reads in ("right note", "search's first three"):
-            pairs = [("\n\n".join(READINGS[reads](case)), case.question.question) for case in some]
-            freely = questions.answers(*model("smollm2-reader"), pairs)
-            spans = [span("smollm2-reader", *pair) for pair in pairs]
-            for method, given in (("freely", freely), ("spans", spans)):
-                yield {"set": name, "method": method, "reads": reads} | judged(given, accepted)
+        pairs = [(case.collection.notes[case.question.note], case.question.question) for case in some]
+        freely = questions.answers(*model("smollm2-reader"), pairs)
+        spans = [span("smollm2-reader", *pair) for pair in pairs]
+        for method, given in (("freely", freely), ("spans", spans)):
+            yield {"set": name, "method": method, "reads": "right note"} | judged(given, accepted)
 
 
 @dataclass(frozen=True)
@@ -312,24 +344,19 @@ class Signals:
 
 
 def signals(name: str) -> list[Signals]:
-    reader = model("smollm2-reader")
-    some = cases(name)
-    texts = ["\n\n".join(case.notes("ask", 3)) for case in some]
-    with_notes = questions.answers_with_likelihood(
-        *reader, [(text, case.question.question) for text, case in zip(texts, some, strict=True)]
-    )
     found = []
-    for case, (answer, likelihood) in zip(some, with_notes, strict=True):
-        without = likelihood_of(answer, "", case.question.question)
+    for case, readings in zip(cases(name), each_alone("smollm2-reader", name), strict=True):
+        reading = believed(case, readings)
         kind = "absent"
         if case.question.note is not None:
-            kind = "right" if questions.right(answer, case.question.answers) else "wrong"
-        stands = any(questions.contains(note, answer) for note in case.notes("ask", 3))
+            kind = "right" if questions.right(reading.answer, case.question.answers) else "wrong"
+        without = likelihood_of(reading.answer, "", case.question.question)
         values = {
-            "search's score": case.score,
-            "answer's likelihood": likelihood,
-            "likelihood with notes less without": likelihood - without,
-            "answer stands in a note": float(stands),
+            "search's score": case.scores[0],
+            "answer's likelihood": reading.log_prob,
+            "likelihood with the note less without": reading.log_prob - without,
+            "not unknown": -reading.unknown,
+            "not unknown, of all three": -min(each.unknown for each in readings),
         }
         found.append(Signals(kind, values))
     return found
@@ -337,12 +364,12 @@ def signals(name: str) -> list[Signals]:
 
 @torch.inference_mode()
 def likelihood_of(answer: str, text: str, question: str) -> float:
-    """The mean log-probability of an answer and its end, by smollm2-reader."""
+    """The log-probability of an answer and its end, by smollm2-reader."""
     causal, tokenizer = model("smollm2-reader")
     head = questions.token_ids(questions.prompt(text, question, tokenizer), tokenizer)
     said = [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id]
     logits = causal(torch.tensor([head + said])).logits[0, len(head) - 1 : -1]
-    return float(logits.log_softmax(-1)[torch.arange(len(said)), torch.tensor(said)].mean())
+    return float(logits.log_softmax(-1)[torch.arange(len(said)), torch.tensor(said)].sum())
 
 
 def absent_rows() -> Iterator[dict]:
@@ -398,7 +425,7 @@ def real_rows() -> Iterator[dict]:
         whole = json.loads(catalog.data_path("notes", f"{name}.json").read_text(encoding="utf-8"))
         asked = [each for each in whole if each["file"] is not None]
         hits: dict[tuple, int] = {}
-        read, repeated = [], []
+        read, weights, repeated = [], [], []
         for each, vector in zip(asked, embed()([each["q"] for each in asked]), strict=True):
             meaning, bm25 = index.meaning(vector), index.words(each["q"])
             scores = {
@@ -412,17 +439,22 @@ def real_rows() -> Iterator[dict]:
                 files = list(dict.fromkeys(str(inside[i].file) for i in order))
                 for count in (1, 3, 10):
                     hits[method, count] = hits.get((method, count), 0) + (each["file"] in files[:count])
-            first = [texts[i] for i in ranked(scores["ask"])[:3]]
-            read.append(("\n\n".join(first), each["q"]))
-            repeated.append(first[0])
+            first = ranked(scores["ask"])[: ask.NUM_PASSAGES]
+            read += [(texts[i], each["q"]) for i in first]
+            weights.append([scores["ask"][i] for i in first])
+            repeated.append(texts[first[0]])
         for (method, count), right in hits.items():
             yield {"set": name, "method": method, "among": count} | share(right, len(asked))
         accepted = [tuple(each["a"]) for each in asked]
         method = "search's first passage, repeated"
         yield {"set": name, "method": method, "reads": "-"} | judged(repeated, accepted)
         for which in MODELS:
-            given = questions.answers(*model(which), read, batch=4)
-            yield {"set": name, "method": which, "reads": "search's first three"} | judged(given, accepted)
+            readings = iter(questions.readings(*model(which), read, batch=4))
+            given = []
+            for some in weights:
+                each_alone = list(itertools.islice(readings, len(some)))
+                given.append(each_alone[ask.surest(some, each_alone)].answer)
+            yield {"set": name, "method": which, "reads": EACH_ALONE} | judged(given, accepted)
 
 
 def prose_rows() -> Iterator[dict]:

@@ -36,8 +36,8 @@ from plpkg.backbones import load_backbone
 from plpkg.search import Embedder
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-NUM_NOTES = {1: 0.25, 2: 0.1, 3: 0.55, 5: 0.1}
-"""How many notes a text has, and how often."""
+NUM_NOTES = {2: 2, 3: 11, 5: 2}
+"""How many notes a text has that has more than one, and how often."""
 NEAREST = 0.6
 """How often the other notes of a text are those nearest to the question."""
 IGNORED = -100
@@ -58,6 +58,7 @@ class Recipe:
     warmup: int = 10
     epochs: float = 2.5
     questions: int = 14
+    alone: float = 0.25
     absent: float = 0.0
     absent_from: float = 0.7
     seed: int = 0
@@ -85,6 +86,7 @@ def neighbours(some: Collection, embed: Embedder) -> list[list[int]]:
 def epoch(recipe: Recipe, number: int, everything: list[Collection], nearest: dict) -> list[Sequence]:
     """Sequences in which each answerable question comes once."""
     rng = random.Random(f"{recipe.seed} {number}")
+    several = [(1 - recipe.alone) * each / sum(NUM_NOTES.values()) for each in NUM_NOTES.values()]
     sequences = []
     for some in everything:
         due = list(some.answerable)
@@ -92,7 +94,7 @@ def epoch(recipe: Recipe, number: int, everything: list[Collection], nearest: di
         while due:
             first = due[0]
             near = [i for i in nearest[some.who, first.question] if i != first.note]
-            count = rng.choices(list(NUM_NOTES), list(NUM_NOTES.values()))[0]
+            count = rng.choices([1, *NUM_NOTES], [recipe.alone, *several])[0]
             others = near[: count - 1] if rng.random() < NEAREST else rng.sample(near, count - 1)
             chosen = [first.note, *others]
             rng.shuffle(chosen)
