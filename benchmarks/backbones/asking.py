@@ -28,7 +28,7 @@ Sections (each replaces its rows in ``data/measured/backbones_asking.csv``):
 ``handwritten``
     Thirty older notes by another writer, alone and among four others.
 ``order``
-    The same on the hands that choose, from two notes and in the other order, too, and with other weights of search.
+    The same on the hands that choose, with other weights of search.
 ``spans``
     From the right note, when only spans of the text may be written, and freely.
 ``absent``
@@ -219,7 +219,7 @@ def read_rows() -> Iterator[dict]:
 
 
 def order_rows() -> Iterator[dict]:
-    """How many notes to read, how, and whom to believe: on the hands that choose."""
+    """Which notes to read, how, and whom to believe: on the hands that choose."""
     for reads in READINGS:
         yield answered_from(reads, "smollm2-reader", "choosing")
     for weight in (0, 2, 4, 8, 12, 16, 100):
@@ -229,9 +229,7 @@ def order_rows() -> Iterator[dict]:
 READINGS: dict[str, Callable[[Case], list[str]]] = {
     "right note": lambda case: [case.collection.notes[case.question.note]],
     "search's first": lambda case: case.notes("ask", 1),
-    "search's first two": lambda case: case.notes("ask", 2),
     "search's first three": lambda case: case.notes("ask", 3),
-    "search's first three, the best last": lambda case: case.notes("ask", 3)[::-1],
 }
 """What is read for an answer, as one text."""
 

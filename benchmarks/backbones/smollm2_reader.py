@@ -6,11 +6,14 @@ attends to the text and to itself, at the positions that follow the text, so tha
 each question, at half the cost. The other notes of a text are those nearest to its first question by meaning, or any.
 The loss is that of the answers' tokens. Matrices are multiplied in bfloat16.
 
-What a step learns from depends on the seed and the step alone: a run that was stopped goes on as if it had not been.
+It learns in two runs: first answers, from up to five notes at once; then also that a note does not say, from notes
+that mostly stand alone and are those that search would find. What a step learns from depends on the seed and the step
+alone: a run that was stopped goes on as if it had not been.
 
-Run: ``python -m benchmarks.backbones.smollm2_reader DIR``; the same command goes on after a stop. ``--set rank=8``
-changes the recipe. DIR gets the adapter in half precision, ``log.csv`` with the loss of each ten steps, and
-``recipe.json``. Not part of ``make bench``.
+Run: ``python -m benchmarks.backbones.smollm2_reader FIRST``, then ``… DIR --set begin=FIRST --set seed=1 --set
+alone=0.7 --set absent=0.7 --set absent_from=0 --set epochs=0.9 --set lr=1e-4``; the same command goes on after a stop.
+DIR gets the adapter in half precision, ``log.csv`` with the loss of each ten steps of both runs, and ``recipe.json``.
+Not part of ``make bench``.
 """
 
 import argparse
@@ -41,14 +44,13 @@ NUM_NOTES = {2: 2, 3: 11, 5: 2}
 NEAREST = 0.6
 """How often the other notes of a text are those nearest to the question."""
 IGNORED = -100
-OPEN = "unknown"
-"""The answer where no note says it: one token."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """``questions`` are those of a step; ``absent`` is the share of texts that also leave a question open, and
-    ``absent_from`` the part of the steps after which they do.
+    """``questions`` are those of a step. ``alone`` is the share of texts of one note, ``absent`` that of texts that also
+    leave a question open, and ``absent_from`` the part of the steps after which they do. ``begin`` is the folder of an
+    adapter to go on from.
     """
 
     rank: int = 16
@@ -135,7 +137,7 @@ def packed(sequence: Sequence, tokenizer, with_absent: bool) -> dict[str, torch.
             continue
         _, after = questions.parts(sequence.text, each.question, tokenizer)
         asked = tokenizer(after, add_special_tokens=False)["input_ids"]
-        answer = OPEN if each.note is None else each.answers[0]
+        answer = questions.UNKNOWN if each.note is None else each.answers[0]
         add(asked, length, number, False)
         add([*tokenizer(answer)["input_ids"], tokenizer.eos_token_id], length + len(asked), number, True)
     group = torch.tensor(groups)
@@ -248,10 +250,14 @@ def ship(model, recipe: Recipe, run: learning.TrainingRun, out: Path) -> None:
     save_file(half, out / "adapter_model.safetensors")
     facts = asdict(recipe) | {"steps": run.log[-1]["step"], "cpu_s": round(run.facts["cpu_s"])}
     facts |= {"hands": hands.training_hands(), "torch": torch.__version__}
-    (out / "recipe.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     log = pd.DataFrame(run.log)
     by_tens = log.groupby((log["step"] - 1) // 10)
     tens = by_tens.mean().round(4).assign(step=by_tens["step"].max())
+    if recipe.begin:
+        facts["begin"] = json.loads(Path(recipe.begin, "recipe.json").read_text(encoding="utf-8"))
+        before = pd.read_csv(Path(recipe.begin, "log.csv"))
+        tens = pd.concat([before, tens.assign(step=tens["step"] + before["step"].max())])
+    (out / "recipe.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     tens.to_csv(out / "log.csv", index=False, lineterminator="\n")
 
 
