@@ -23,6 +23,8 @@ FAMILIES = ("llama", "mistral", "qwen2", "phi3", "gemma2", "gpt2")
 """The architecture families that the package is tested on; any other causal model loads as well."""
 READERS = {"plpkg-reader": ("plpkg-small", "reader"), "smollm2-reader": ("smollm2", "smollm2-reader")}
 """Models that are another with an adapter merged into it: which one, and where in ``data/`` the adapter is."""
+UNKNOWN = "unknown"
+"""What smollm2-reader thinks, one token, where a text does not say. It does not write it: each question is answered."""
 READER_POSITIONS = 3072
 """Of plpkg-reader, which has learnt from longer texts than plpkg-small. RoPE needs no table for them."""
 
@@ -146,6 +148,8 @@ def _reader(name: str, dtype: torch.dtype | str, **options):
     if name == "plpkg-reader":
         model.config.max_position_embeddings = READER_POSITIONS
     model = PeftModel.from_pretrained(model, catalog.data_path(adapter)).merge_and_unload()
+    if name == "smollm2-reader":
+        model.generation_config.bad_words_ids = [tokenizer(UNKNOWN)["input_ids"]]
     if base in wheels.WHEELS:
         model.name_or_path = model.config._name_or_path = tokenizer.name_or_path = name
     return model.to(torch.bfloat16 if dtype == "auto" else dtype).eval(), tokenizer

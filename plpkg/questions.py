@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from plpkg.backbones import UNKNOWN
 from plpkg.corpora.documents import Document
 from plpkg.corpora.notes import Passage
 from plpkg.corpora.tokens import Tokens, encode
@@ -20,8 +21,6 @@ LONGEST = 32
 
 INSTRUCTION = "Extract the answer from the text. Reply with the shortest exact phrase."
 """The system line of a chat. Without one, some templates write their own: SmolLM2's does."""
-UNKNOWN = "unknown"
-"""What smollm2-reader answers where the text does not say: one token of its vocabulary."""
 MOST_OTHERS = 5
 """Words beside the expected ones that a right answer may have: an answer that repeats its text is not right."""
 
@@ -143,7 +142,7 @@ def answers(model, tokenizer, asked: Sequence[Passage | tuple[str, str]], *, bat
     ValueError
         ``batch`` out of range, or a prompt that leaves no room for an answer of :data:`LONGEST` tokens.
     """
-    return [each.answer for each in _read(model, tokenizer, asked, batch, forbidden=None)]
+    return [each.answer for each in readings(model, tokenizer, asked, batch=batch)]
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ class Reading:
     log_prob
         Of all its tokens and its end together, in nats.
     unknown
-        The log-probability, in nats, that the answer had begun as :data:`UNKNOWN` does.
+        The log-probability, in nats, of an answer that begins as :data:`~plpkg.backbones.UNKNOWN` does.
     """
 
     answer: str
@@ -165,16 +164,9 @@ class Reading:
     unknown: float
 
 
-def readings(model, tokenizer, asked: Sequence[Passage | tuple[str, str]], *, batch: int = 16) -> list[Reading]:
-    """As :func:`answers`, but each has to answer: what is likeliest, :data:`UNKNOWN` left out, and how likely both are.
-
-    So several texts can be read for one question, each alone, and the surest answer taken.
-    """
-    return _read(model, tokenizer, asked, batch, forbidden=UNKNOWN)
-
-
 @torch.inference_mode()
-def _read(model, tokenizer, asked, batch: int, *, forbidden: str | None) -> list[Reading]:
+def readings(model, tokenizer, asked: Sequence[Passage | tuple[str, str]], *, batch: int = 16) -> list[Reading]:
+    """As :func:`answers`, with how sure the model is: so several texts can be read, and the surest answer taken."""
     whole_number("batch", batch, 1)
     pairs = [(each.text, each.question) if isinstance(each, Passage) else each for each in asked]
     rows = [token_ids(prompt(*pair, tokenizer), tokenizer) for pair in pairs]
@@ -187,7 +179,7 @@ def _read(model, tokenizer, asked, batch: int, *, forbidden: str | None) -> list
     with evaluating(model):
         for begin in range(0, len(order), batch):
             places = order[begin : begin + batch]
-            written, logits = _generated(model, tokenizer, [rows[i] for i in places], forbidden)
+            written, logits = _generated(model, tokenizer, [rows[i] for i in places])
             log_probs = logits.log_softmax(-1)  # (prompts, tokens, vocabulary)
             chosen = log_probs.gather(-1, written[..., None])[..., 0]  # (prompts, tokens)
             for i, tokens, each, start in zip(places, written, chosen, log_probs[:, 0, first], strict=True):
@@ -215,7 +207,7 @@ def _length(tokens: torch.Tensor, model, tokenizer) -> int:
     return len(tokens)
 
 
-def _generated(model, tokenizer, rows: list[list[int]], forbidden: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _generated(model, tokenizer, rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     """What follows each prompt until all have ended: ``(prompts, tokens)``, and ``(prompts, tokens, vocab)`` logits."""
     from transformers import StoppingCriteria
 
@@ -237,7 +229,6 @@ def _generated(model, tokenizer, rows: list[list[int]], forbidden: str | None) -
         do_sample=False,
         num_beams=1,  # whatever the model's own settings say
         repetition_penalty=1.0,
-        bad_words_ids=forbidden and [tokenizer(forbidden, add_special_tokens=False)["input_ids"]],
         stopping_criteria=[AfterLine()],
         pad_token_id=tokenizer.pad_token_id or 0,
         return_dict_in_generate=True,

@@ -7,7 +7,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from plpkg import questions
-from plpkg.backbones import load_backbone, random_backbone
+from plpkg.backbones import UNKNOWN, load_backbone, random_backbone
 from plpkg.corpora import ABSENT, Passage, Tokens
 from plpkg.counts import Counts
 from plpkg.retention import chunked_prefill
@@ -262,7 +262,7 @@ def test_the_likelihood_is_that_of_all_that_was_written(random):
     model, tokenizer = random
     together, alone = (questions.readings(model, tokenizer, some)[0] for some in (ASKED[:3], ASKED[:1]))
     ids = torch.tensor([questions.token_ids(questions.prompt(*ASKED[0], tokenizer), tokenizer)])
-    (first, *_) = tokenizer(questions.UNKNOWN, add_special_tokens=False)["input_ids"]
+    (first, *_) = tokenizer(UNKNOWN, add_special_tokens=False)["input_ids"]
     unknown = float(model(ids).logits[0, -1].log_softmax(-1)[first].detach())
     total = 0.0
     for _ in range(questions.LONGEST):
@@ -273,13 +273,6 @@ def test_the_likelihood_is_that_of_all_that_was_written(random):
         assert reading.answer == alone.answer
         assert reading.log_prob == pytest.approx(total, rel=relative(8192))
         assert reading.unknown == pytest.approx(unknown, rel=relative(8192))
-
-
-def test_who_has_to_answer_never_says_unknown(small):
-    says, tokenizer = Says(small[0], small[1], questions.UNKNOWN), small[1]
-    assert questions.answer(says.model, tokenizer, *ASKED[0]) == questions.UNKNOWN
-    says = Says(small[0], small[1], questions.UNKNOWN)
-    assert questions.readings(says.model, tokenizer, ASKED[:1])[0].answer != questions.UNKNOWN
 
 
 @pytest.mark.parametrize(

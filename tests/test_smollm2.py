@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from plpkg import questions, search, wheels
 from plpkg.adapters import load_adapter
-from plpkg.backbones import load_backbone
+from plpkg.backbones import UNKNOWN, load_backbone
 from plpkg.cli import app
 from plpkg.residual import PrivateLoraConfig, load
 
@@ -72,6 +72,13 @@ def test_the_reader_answers_in_a_few_words(reader):
     ]
     given = questions.answers(*reader, [(text, question) for text, question, _ in asked])
     assert sum(questions.right(said, answer) for said, (_, _, answer) in zip(given, asked, strict=True)) >= 2
+
+
+def test_the_reader_thinks_unknown_where_a_note_does_not_say_and_never_writes_it(reader):
+    question = "Until when is the bike at the workshop?"
+    says, *silent = questions.readings(*reader, [(text, question) for text in NOTES.values()])
+    assert all(says.unknown < each.unknown for each in silent)
+    assert UNKNOWN not in [each.answer for each in silent]
 
 
 def test_an_adapter_made_here_names_the_model_and_not_a_folder(smollm2, tmp_path):

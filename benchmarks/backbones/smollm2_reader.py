@@ -35,7 +35,7 @@ from torch.nn.functional import cross_entropy
 from benchmarks.backbones import hands
 from benchmarks.backbones.hands import Collection, Question
 from plpkg import learning, questions
-from plpkg.backbones import load_backbone
+from plpkg.backbones import UNKNOWN, load_backbone
 from plpkg.search import Embedder
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -48,9 +48,9 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Recipe:
-    """``questions`` are those of a step. ``alone`` is the share of texts of one note, ``absent`` that of texts that also
-    leave a question open, and ``absent_from`` the part of the steps after which they do. ``begin`` is the folder of an
-    adapter to go on from.
+    """``questions`` are those of a step. ``alone`` is the share of texts of one note, ``absent`` that of texts that
+    also leave a question open, and ``absent_from`` the part of the steps after which they do. ``begin`` is the folder
+    of an adapter to go on from.
     """
 
     rank: int = 16
@@ -137,7 +137,7 @@ def packed(sequence: Sequence, tokenizer, with_absent: bool) -> dict[str, torch.
             continue
         _, after = questions.parts(sequence.text, each.question, tokenizer)
         asked = tokenizer(after, add_special_tokens=False)["input_ids"]
-        answer = questions.UNKNOWN if each.note is None else each.answers[0]
+        answer = UNKNOWN if each.note is None else each.answers[0]
         add(asked, length, number, False)
         add([*tokenizer(answer)["input_ids"], tokenizer.eos_token_id], length + len(asked), number, True)
     group = torch.tensor(groups)
