@@ -7,8 +7,7 @@ import torch
 
 from benchmarks.backbones import asking, hands, smollm2_reader as reader
 from plpkg import catalog, questions
-from plpkg.backbones import load_backbone, random_backbone
-from plpkg.corpora import ABSENT
+from plpkg.backbones import UNKNOWN, load_backbone, random_backbone
 
 from rounding import relative
 
@@ -63,8 +62,20 @@ def test_open_questions_are_learnt_only_where_they_are_asked_for():
     sequence = next(s for s in drawn(absent=1.0)[1] if any(each.note is None for each in s.questions))
     ids = {late: reader.packed(sequence, tokenizer, late)["labels"] for late in (False, True)}
     answers = {late: tokenizer.decode(each[each != reader.IGNORED]) for late, each in ids.items()}
-    assert ABSENT in answers[True]
-    assert ABSENT not in answers[False]
+    assert UNKNOWN in answers[True]
+    assert UNKNOWN not in answers[False]
+
+
+def test_an_open_question_is_one_that_search_would_have_brought_to_the_text():
+    some, sequences = drawn(absent=1.0)
+    left_open = [(sequence, each) for sequence in sequences for each in sequence.questions if each.note is None]
+    assert left_open
+    by_question = {each.question: (c, each.note) for c in some for each in c.questions}
+    for sequence, each in left_open:
+        collection, note = by_question[each.question]
+        first = next(i for i in range(12) if i != note)  # by `nearest`, which is the notes' own order here
+        assert collection.notes[first] in sequence.notes
+        assert note is None or collection.notes[note] not in sequence.notes
 
 
 def test_a_packed_sequence_costs_what_its_questions_cost_alone(monkeypatch):
