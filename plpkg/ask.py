@@ -1,10 +1,10 @@
 """``plpkg ask``: questions about a folder of notes, answered on this machine beside the passage that says so.
 
-:class:`plpkg.search.Search` finds passages, a language model answers from each of the best, and the surest answer is shown
-with its passage, read from the file at that moment. No note and no question leaves the machine.
+:class:`plpkg.search.Search` finds passages, a language model answers from each of the best, and the surest answer is
+shown with its passage, read from the file at that moment. No note and no question leaves the machine.
 
-What is weighed and doubted here was chosen on two hands of notes (``benchmarks/backbones/asking.py``, sections ``order``
-and ``absent``).
+What is weighed and doubted here was chosen on two hands of notes (``benchmarks/backbones/asking.py``, sections
+``order`` and ``absent``).
 """
 
 import contextlib

@@ -117,8 +117,8 @@ def ask(
 ) -> None:
     """Ask a folder of notes: an answer, and the passage that says so with its file and line.
 
-    A question that no note answers gets an answer as well. "The notes may not say" stands below about half of these, and
-    below one of ten right answers: the passage shows which.
+    A question that no note answers gets an answer as well. "The notes may not say" stands below about half of these,
+    and below one of ten right answers: the passage shows which.
 
     No note and no question leaves this machine: both models run here. They know English only; `plpkg fetch` brings
     them, once. A question that begins with "and" or "what about" goes on from the one before it.
