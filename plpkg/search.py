@@ -284,7 +284,7 @@ class Vectors:
         self.path = kept / f"{name}-{wheels.WHEELS['minilm'].tensors_sha256[:12]}.sqlite"
         self.path.touch(mode=0o600)
         with self._open() as database:
-            database.execute("CREATE TABLE IF NOT EXISTS vectors (digest BLOB PRIMARY KEY, vector BLOB) WITHOUT ROWID")
+            database.execute("CREATE TABLE IF NOT EXISTS vectors (digest BLOB PRIMARY KEY, vector BLOB)")
 
     def _open(self) -> closing[sqlite3.Connection]:
         database = sqlite3.connect(self.path, timeout=600, isolation_level=None)  # another process may be writing
