@@ -21,8 +21,9 @@ import typer
 
 from plpkg import questions
 from plpkg.backbones import load_backbone
+from plpkg.excerpts import read_folder
 from plpkg.questions import Reading
-from plpkg.search import Found, Search, read_folder
+from plpkg.search import Found, Search
 
 NUM_PASSAGES = 3
 """Passages that are found, read for an answer, each alone, and named beside it."""

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import typer
@@ -136,7 +137,7 @@ def test_a_terminal_is_told_nothing_that_it_would_obey(tmp_path, capsys):
 
 
 def test_what_is_not_read_is_named_a_line_a_reason():
-    skipped = {search.Path(f"{i}.pdf"): "neither .txt nor .md" for i in range(7)} | {search.Path("a.txt"): "a link"}
+    skipped = {Path(f"{i}.pdf"): "neither .txt nor .md" for i in range(7)} | {Path("a.txt"): "a link"}
     assert ask.unread(skipped) == (
         "not read (neither .txt nor .md): 0.pdf, 1.pdf, 2.pdf, 3.pdf, 4.pdf and 2 more\nnot read (a link): a.txt"
     )

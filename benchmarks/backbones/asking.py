@@ -61,7 +61,7 @@ import torch
 from benchmarks import record
 from benchmarks.backbones import hands, reading
 from benchmarks.backbones.hands import Collection, Question
-from plpkg import ask, catalog, questions, search
+from plpkg import ask, catalog, excerpts, questions, search
 from plpkg.backbones import load_backbone
 
 SETS = {"choosing": hands.CHOOSING, "plain": ("plain",), "misleading": ("misleading",)}
@@ -120,7 +120,7 @@ def cases(name: str) -> list[Case]:
     found = []
     for hand in SETS[name]:
         for some in hands.collections(hand):
-            index = search.Index([search.Excerpt(Path(), 1, "", note) for note in some.notes], embed())
+            index = search.Index([excerpts.Excerpt(Path(), 1, "", note) for note in some.notes], embed())
             asked = embed()([each.question for each in some.questions])
             for question, vector in zip(some.questions, asked, strict=True):
                 meaning = index.meaning(vector)
@@ -413,7 +413,7 @@ def real_rows() -> Iterator[dict]:
     folder = Path(os.environ.get("TIL", ""))
     if not (folder / "git").is_dir():
         raise FileNotFoundError("TIL must name a clone of github.com/jbranchaud/til")
-    found, _ = search.read_folder(folder)
+    found, _ = excerpts.read_folder(folder)
     inside = [passage for passage in found if len(passage.file.parts) > 1]  # not README and the like
     texts = [passage.read for passage in inside]
     began = time.process_time()
@@ -450,14 +450,14 @@ def real_rows() -> Iterator[dict]:
             readings = iter(questions.readings(*model(which), read, batch=4))
             given = []
             for some in weights:
-                each_alone = list(itertools.islice(readings, len(some)))
-                given.append(each_alone[ask.surest(some, each_alone)].answer)
+                three = list(itertools.islice(readings, len(some)))
+                given.append(three[ask.surest(some, three)].answer)
             yield {"set": name, "method": which, "reads": EACH_ALONE} | judged(given, accepted)
 
 
 def prose_rows() -> Iterator[dict]:
     folder = catalog.data_path("diary")
-    some = search.passages(Path("entries.md"), (folder / "entries.md").read_text(encoding="utf-8"))
+    some = excerpts.passages(Path("entries.md"), (folder / "entries.md").read_text(encoding="utf-8"))
     asked = pd.read_csv(folder / "questions.csv")
     index = search.Index(some, embed())
     hits: dict[tuple, int] = {}
@@ -468,7 +468,7 @@ def prose_rows() -> Iterator[dict]:
         scores = {
             "BM25": words,
             "whole passages": whole + words,
-            "pieces": 2 * meaning - whole + words,
+            "pieces": 2 * meaning - whole + words,  # meaning is the mean of the whole and the nearest piece
             "both, without words": meaning,
             "ask": meaning + words,
         }
