@@ -38,6 +38,7 @@ from sklearn.metrics import roc_auc_score
 from torch.utils.data import DataLoader
 
 from benchmarks import record
+from benchmarks.notes import generator
 from plpkg import corpora, questions, retention
 from plpkg.autonomy import Transfer, transfer
 from plpkg.backbones import load_backbone
@@ -91,7 +92,7 @@ class Person:
         self.model, self.tokenizer = load_backbone("plpkg-reader")
         self.model.requires_grad_(False)
         self.model.config.max_position_embeddings = POSITIONS
-        own, strange = (corpora.notes(n, entries=ENTRIES, questions=QUESTIONS) for n in (seed, 1000 + seed))
+        own, strange = (generator.notes(n, entries=ENTRIES, questions=QUESTIONS) for n in (seed, 1000 + seed))
         self.end = ENDS[PERSONS.index(seed)]
         self.texts = {entry.name: entry.text for entry in own.entries}
         self.cards, self.notes = self.written_up(own)

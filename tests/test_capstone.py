@@ -33,7 +33,7 @@ private_by = functools.partial(make_private, noise_multiplier=SIGMA, max_grad_no
 
 def life(folder):
     """The script; the tests look at its variables."""
-    anna = corpora.notes(3, entries=ENTRIES, questions=3)
+    anna = corpora.notes(3, entries=ENTRIES)
     for entry in anna.entries:
         (folder / f"{entry.name}.txt").write_text(entry.text)
     (writer,) = corpora.text_folder(folder, shares=(1, 0, 0))

@@ -1,8 +1,9 @@
 """An adapter that reads: plpkg-small learns to answer questions about a text in its prompt.
 
-LoRA of rank 64 on every linear layer, trained on invented people's notes (``plpkg.corpora.readings``). A sequence is a
-text and several questions, each with its answer. The loss is that of the answers, that of their first tokens once more,
-a part of that of the text, and that of where the model looks for what it answers (``benchmarks.backbones.pointing``).
+LoRA of rank 64 on every linear layer, trained on invented people's notes (``benchmarks.notes.generator``). A sequence
+is a text and several questions, each with its answer. The loss is that of the answers, that of their first tokens once
+more, a part of that of the text, and that of where the model looks for what it answers
+(``benchmarks.backbones.pointing``).
 On public text the model is held to what plpkg-small says there (the divergence of their next tokens), so that it
 forgets little. Matrices are multiplied in bfloat16: a step takes little more than half the time where the processor
 has instructions for it.
@@ -50,6 +51,7 @@ from torch.nn.functional import cross_entropy, kl_div
 from benchmarks.backbones import reading
 from benchmarks.backbones.pointing import Pointing
 from benchmarks.backbones.reading import COMMON, PLAIN
+from benchmarks.notes import generator
 from plpkg import corpora, learning, questions
 from plpkg.backbones import READER_POSITIONS, load_backbone
 from plpkg.corpora import Passage
@@ -104,7 +106,7 @@ def passages(recipe: Recipe, step: int, documents) -> Iterator[list]:
     asked = min(asked, recipe.questions)
     for _ in range(max(1, int(recipe.tokens // (1.2 * length + 20 * asked)))):
         relations = round(COMMON * (most / COMMON) ** rng.random())
-        yield corpora.readings(rng, asked, relations=relations, **options)
+        yield generator.readings(rng, asked, relations=relations, **options)
 
 
 def batch(readings: list[list], tokenizer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -4,9 +4,10 @@ import csv
 import random
 from collections.abc import Callable
 
+from benchmarks.notes import generator
+from benchmarks.notes.generator import SIDES
 from plpkg import catalog, corpora
 from plpkg.corpora import Passage
-from plpkg.corpora.notes import SIDES
 from plpkg.questions import ask
 
 PLAIN = dict(kinds=("fact",), voice="prose", near=0, idle=0.0)
@@ -51,7 +52,7 @@ def drawn(count: int, **options) -> Callable[[], list[Passage]]:
 
     def draw() -> list[Passage]:
         rng = random.Random(f"test {options}")
-        return [corpora.reading(rng, **options) for _ in range(count)]
+        return [generator.reading(rng, **options) for _ in range(count)]
 
     return draw
 

@@ -33,6 +33,7 @@ import torch
 
 from benchmarks import record
 from benchmarks.backbones.reading import COMMON, PLAIN
+from benchmarks.notes import generator
 from plpkg import corpora
 from plpkg.backbones import load_backbone
 from plpkg.corpora import Passage
@@ -79,7 +80,7 @@ def examples(
     """Texts of four to twenty notes, each with up to eight questions and their answers."""
     rng = random.Random(seed)
     for _ in range(count):
-        passages = corpora.readings(rng, 8, **NOTES | {"facts": rng.randint(4, 20)} | options)
+        passages = generator.readings(rng, 8, **NOTES | {"facts": rng.randint(4, 20)} | options)
         asked = "".join(f"{prompt('', each.question, tokenizer)} {each.answer}\n" for each in passages)
         yield encoded(tokenizer, passages[0].text), encoded(tokenizer, asked, start=False)
 
@@ -137,7 +138,7 @@ def answered(
 def rows_of_budget() -> Iterator[dict]:
     model, tokenizer = load_backbone("plpkg-reader")
     heads, rng = RetainingHeads.from_pretrained(HEADS, model), random.Random("retention on words")
-    passages = [corpora.reading(rng, facts=FACTS, **NOTES) for _ in range(COUNT)]
+    passages = [generator.reading(rng, facts=FACTS, **NOTES) for _ in range(COUNT)]
     for question in ("after", "last", "first"):
         runs = [("full cache", None, SinkRecent())]
         for budget in BUDGETS:
@@ -151,7 +152,7 @@ def rows_of_budget() -> Iterator[dict]:
 def rows_of_oracle() -> Iterator[dict]:
     model, tokenizer = load_backbone("plpkg-reader")
     rng = random.Random("retention on words")
-    passages = [corpora.reading(rng, facts=FACTS, **NOTES) for _ in range(COUNT)]
+    passages = [generator.reading(rng, facts=FACTS, **NOTES) for _ in range(COUNT)]
 
     def labelled(passage: Passage) -> Static:
         text, asked = encoded(tokenizer, passage.text), prompt("", passage.question, tokenizer)
@@ -167,7 +168,7 @@ def rows_of_oracle() -> Iterator[dict]:
 def rows_of_rounded() -> Iterator[dict]:
     model, tokenizer = load_backbone("plpkg-reader")
     rng = random.Random("retention on words")
-    passages = [corpora.reading(rng, facts=FACTS, **NOTES) for _ in range(COUNT)]
+    passages = [generator.reading(rng, facts=FACTS, **NOTES) for _ in range(COUNT)]
     for bits, scheme in itertools.product((4, 2), ("token", "kivi")):
         found = answered(model, tokenizer, passages, "after", SinkRecent(), ALL, store=quantized(bits, scheme, 32))
         low, high = found.interval
@@ -185,7 +186,7 @@ def rows_of_long() -> Iterator[dict]:
     model, tokenizer = load_backbone("plpkg-reader")
     heads, rng = RetainingHeads.from_pretrained(HEADS, model), random.Random("retention on long texts")
     for facts in LENGTHS:
-        passages = [corpora.reading(rng, facts=facts, **NOTES) for _ in range(LONG_COUNT)]
+        passages = [generator.reading(rng, facts=facts, **NOTES) for _ in range(LONG_COUNT)]
         lengths = [encoded(tokenizer, passage.text).shape[1] for passage in passages]
         right, wrong = [], []
         for passage in passages:
@@ -214,7 +215,7 @@ def rows_of_long() -> Iterator[dict]:
 def rows_of_wrong() -> Iterator[dict]:
     model, tokenizer = load_backbone("plpkg-reader")
     heads, rng = RetainingHeads.from_pretrained(HEADS, model), random.Random("retention on words")
-    passages = [corpora.reading(rng, facts=FACTS, **NOTES) for _ in range(COUNT)]
+    passages = [generator.reading(rng, facts=FACTS, **NOTES) for _ in range(COUNT)]
     small = BUDGETS[-1]
     methods = scorers(heads, small // 8)
     runs = {"full cache": (ALL, SinkRecent())}

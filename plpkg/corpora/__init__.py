@@ -7,8 +7,7 @@ from plpkg.corpora.folder import text_folder
 from plpkg.corpora.images import Digits, Images, digits, printed_digits
 from plpkg.corpora.leaf import leaf_femnist, leaf_shakespeare
 from plpkg.corpora.library import public, versions, writer, writers
-from plpkg.corpora.notes import Asked, Notes, Passage, notes, reading, readings
-from plpkg.corpora.pages import ABSENT
+from plpkg.corpora.notes import ABSENT, Asked, Notes, Passage, notes, sixty_facts
 from plpkg.corpora.tokens import Tokens, batch, batches, encode
 from plpkg.corpora.words import Vocabulary, sentences
 
@@ -38,9 +37,8 @@ __all__ = [
     "notes",
     "printed_digits",
     "public",
-    "reading",
-    "readings",
     "sentences",
+    "sixty_facts",
     "text_folder",
     "token_examples",
     "versions",

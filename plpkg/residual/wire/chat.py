@@ -68,8 +68,13 @@ def prompt(tokenizer, conversation: list[dict]) -> torch.Tensor:
     if tokenizer.chat_template is not None:
         ids = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_tensors="pt")
         return ids if isinstance(ids, torch.Tensor) else ids["input_ids"]
+    return beginning(tokenizer, conversation[-1]["content"])
+
+
+def beginning(tokenizer, text: str) -> torch.Tensor:
+    """The ids ``(1, seq)`` of a text that is to be continued, as training reads a document's beginning."""
     start = [i for i in (tokenizer.bos_token_id,) if i is not None]
-    return torch.tensor([start + tokenizer(conversation[-1]["content"], add_special_tokens=False)["input_ids"]])
+    return torch.tensor([start + tokenizer(text, add_special_tokens=False)["input_ids"]])
 
 
 def lines_of(stream: TextIO | None = None) -> Iterator[str]:

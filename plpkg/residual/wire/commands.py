@@ -216,47 +216,73 @@ def train(
 
 @app.command()
 def demo(
-    model: Model = "plpkg-small",
+    model: Annotated[str, Option(help="smollm2, plpkg-small, a hub name, or a folder.")] = "smollm2",
     link: Link = None,
     own: Annotated[
         Path | None,
-        Option(metavar="FOLDER", help="Learn your own .txt and .md files. What was learnt is kept in the folder."),
+        Option(
+            metavar="FOLDER",
+            help="Learn your own .txt and .md files, some minutes long, and continue sentences of theirs. What was "
+            "learnt is kept in the folder. Questions about notes are answered by plpkg ask.",
+        ),
     ] = None,
     once: Annotated[bool, Option("--once", help="Ask a few questions and end, as where nobody can type.")] = False,
     svg: Annotated[Path | None, Option(hidden=True, help="Draw what is printed into this file.")] = None,
 ) -> None:
-    """A model divided between two processes: what is where, what crosses, and what the cloud reads. No download."""
+    """A model divided between two processes: what is where, what crosses, and what the cloud reads.
+
+    Questions are typed, or come by standard input, one a line.
+    """
     # Two processes take turns, and OpenMP's waiting threads would keep the other's cores: torch reads this once.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from rich.console import Console
 
-    from plpkg.residual.wire.curious import CuriousCloud
-
     console = Console(record=svg is not None, width=svg and 100, force_terminal=False if svg else None)
-    console.print("Starting two processes: the device is this one, the cloud another; a socket is between them.")
-    diary = catalog.data_path("diary") / "adapter" if model == "plpkg-small" else None
-    with CuriousCloud(model, diary) as cloud:  # it loads while this process does
-        with uncollected():
-            from plpkg.corpora.folder import text_files
-            from plpkg.residual.wire import demo
-            from plpkg.residual.wire.chat import lines_of
+    with uncollected():
+        from plpkg.residual.wire import demo
+        from plpkg.residual.wire.curious import CuriousCloud
 
-        documents = None if own is None else text_files(own)
+    documents = None
+    if own is not None:
+        documents = demo.notes(own)  # before a model is loaded
+        console.print(demo.ABILITY)
+    console.print("Starting two processes: the device is this one, the cloud another; a socket is between them.")
+    diary = demo.DIARY_ADAPTERS.get(model)
+    diary = diary and catalog.data_path(diary)
+    with CuriousCloud(model, diary) as cloud:  # it loads while this process does
         kept = diary if own is None else demo.kept_in(own, model, documents)
         learnt = kept is not None and (kept / "adapter_config.json").exists()
         new, settings = {} if learnt else dict(like=diary), dict(link=link)
         with client_of(cloud.facts["address"], model, kept if learnt else None, new, settings) as opened:
             client, adapted, tokenizer = opened
+            examples = demo.asked_of_diary()
             if own is not None:
+                examples = demo.beginnings(documents)
                 if not learnt:
-                    console.print(demo.learn(client, adapted, tokenizer, documents, kept))
+                    demo.learn(console, client, adapted, tokenizer, documents, kept)
                 console.print(f"What was learnt is in {kept}", highlight=False, markup=False, soft_wrap=True)
-            questions = demo.examples(documents)
-            if sys.stdin is not None and sys.stdin.isatty() and not once:
-                console.print(f"Ask, or end with an empty line: {questions[0]}", markup=False)
-                questions = itertools.takewhile(str.strip, lines_of())
-            demo.run(console, client, tokenizer, cloud, questions, personal=kept is not None)
+            lines = given(examples, console) if not once else examples
+            turns = (demo.Turn(line, is_beginning=own is not None) for line in lines)
+            demo.run(console, client, tokenizer, cloud, turns, personal=kept is not None)
     if svg is not None:  # without the font that it would fetch
         svg.write_text(
             re.sub(r"@font-face \{.*?\}", "", console.export_svg(title="plpkg demo"), flags=re.S), encoding="utf-8"
         )
+
+
+def given(examples: list[str], console) -> Iterator[str]:
+    """The lines of standard input; the examples, if it has none. A person at a terminal ends with an empty line."""
+    from plpkg.residual.wire.chat import lines_of
+
+    if sys.stdin is None:
+        yield from examples
+    elif sys.stdin.isatty():
+        console.print(f"Ask, or end with an empty line: {examples[0]}", markup=False)
+        yield from itertools.takewhile(str.strip, lines_of())
+    else:
+        is_empty = True
+        for line in filter(str.strip, lines_of()):
+            is_empty = False
+            yield line
+        if is_empty:
+            yield from examples

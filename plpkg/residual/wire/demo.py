@@ -22,8 +22,9 @@ from rich.text import Text
 
 from plpkg import corpora
 from plpkg.corpora import Document, Writer
+from plpkg.corpora.folder import text_files
 from plpkg.residual.device_part import DevicePart
-from plpkg.residual.wire.chat import prompt
+from plpkg.residual.wire.chat import beginning, prompt
 from plpkg.residual.wire.connection import Counter
 from plpkg.residual.wire.curious import CuriousCloud
 from plpkg.residual.wire.device import DeviceClient
@@ -32,9 +33,18 @@ from plpkg.residual.wire.training import train
 TOKENS = 16
 """Of an answer, at most."""
 WITH, WITHOUT = "with M", "without M"
+DIARY_ADAPTERS = {"smollm2": "diary/smollm2", "plpkg-small": "diary/adapter"}
+"""In ``data/``, for each model that has learnt the diary."""
+ABILITY = (
+    "From your notes it learns to continue their sentences: type how one begins. It does not learn to answer "
+    "questions about them; plpkg ask does."
+)
+"""Of what ``--own`` learns."""
 KEPT = ".plpkg-demo"
 """In the folder of notes: hidden, and so no note itself."""
-LEARNING = dict(steps=60, batch=4, lr=1e-2, warmup=5)
+LEAST_CHARACTERS = 200
+"""Of notes that are learnt, without white space at the ends of words."""
+LEARNING = dict(steps=40, batch=4, lr=1e-2, warmup=5)
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,8 @@ class Turn:
     ----------
     question, answers
         What was asked; and what was answered, with M and without.
+    is_beginning
+        The question is the beginning of a text, and an answer what follows it; else it is a turn of a chat.
     traffic, seconds
         Of the latest answer.
     read
@@ -64,6 +76,7 @@ class Turn:
 
     question: str
     answers: dict[str, str] = field(default_factory=dict)
+    is_beginning: bool = False
     traffic: Counter = field(default_factory=Counter)
     seconds: float = 0.0
     read: str = ""
@@ -101,7 +114,10 @@ def without_m(part: DevicePart) -> Iterator[None]:
 
 def ask(client: DeviceClient, tokenizer, cloud: CuriousCloud, turn: Turn, labels: Iterable[str]) -> None:
     """Answer a question as each of ``labels`` says, and ask the cloud what it has read; ``turn`` grows meanwhile."""
-    ids = prompt(tokenizer, [{"role": "user", "content": turn.question}])
+    if turn.is_beginning:
+        ids = beginning(tokenizer, turn.question)
+    else:
+        ids = prompt(tokenizer, [{"role": "user", "content": turn.question}])
     for label in labels:
         cloud.read()  # and forget
         with without_m(client.part) if label == WITHOUT else contextlib.nullcontext():
@@ -123,23 +139,45 @@ def _adding(client: DeviceClient, tokenizer, turn: Turn, label: str) -> Callable
     return on_token
 
 
+def notes(folder: Path) -> list[Document]:
+    """The notes of a folder, which are enough to learn from.
+
+    Raises
+    ------
+    ValueError, OSError
+        No such folder, no text in it, or fewer than :data:`LEAST_CHARACTERS`.
+    """
+    documents = text_files(folder)
+    size = len(" ".join(word for document in documents for word in document.text.split()))
+    if size < LEAST_CHARACTERS:
+        raise ValueError(f"the notes in {folder} have {size} characters; {LEAST_CHARACTERS} are needed to learn from")
+    return documents
+
+
 def kept_in(own: Path, model: str, documents: list[Document]) -> Path:
     """Where an M for these notes and this model is kept: other notes, another folder."""
     text = Writer("device", {"train": tuple(documents)}).fingerprint("train")
     return own / KEPT / hashlib.sha256(f"{model} {text}".encode()).hexdigest()[:12]
 
 
-def learn(client: DeviceClient, model, tokenizer, documents: list[Document], out: Path) -> str:
-    """Train M on notes over the wire, windows as long as they allow; in a sentence, what was learnt."""
+def learn(console: Console, client: DeviceClient, model, tokenizer, documents: list[Document], out: Path) -> None:
+    """Train M on notes over the wire, windows as long as they allow."""
     tokens = sum(map(len, corpora.encode(documents, tokenizer)))
-    seq = max(8, min(128, tokens // (LEARNING["batch"] + 1)))
-    return repr(train(client, model, tokenizer, documents, out, seq=seq, **LEARNING))
+    seq = max(8, min(64, tokens // (LEARNING["batch"] + 1)))
+    passes = LEARNING["steps"] * LEARNING["batch"] * seq / tokens
+    console.print(f"The notes have {tokens:,} tokens. Each is learnt about {passes:.1f} times.")
+    if passes < 10:
+        console.print("That is too seldom to know them by heart: expect their manner, not their facts.")
+    console.print(repr(train(client, model, tokenizer, documents, out, seq=seq, **LEARNING)))
 
 
-def examples(documents: list[Document] | None) -> list[str]:
-    """What is asked when nobody types: three of the diary's first five questions, or how paragraphs of notes begin."""
-    if documents is None:
-        return [question.question for question in corpora.diary().questions[4::-2]]
+def asked_of_diary() -> list[str]:
+    """What is asked when nobody types: three of the diary's first five questions."""
+    return [question.question for question in corpora.diary().questions[4::-2]]
+
+
+def beginnings(documents: list[Document]) -> list[str]:
+    """How the first three paragraphs of notes begin."""
     paragraphs = (part.split() for document in documents for part in document.text.split("\n\n"))
     return [" ".join(words[:6]) for words in itertools.islice(filter(None, paragraphs), 3)]
 
@@ -160,7 +198,7 @@ def turned(turn: Turn) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", min_width=14)
     table.add_column(overflow="fold")
-    table.add_row("question", _line(turn.question, "bold"))
+    table.add_row("beginning" if turn.is_beginning else "question", _line(turn.question, "bold"))
     for label, answer in list(turn.answers.items()):  # another thread adds to them
         table.add_row(label, _line(answer, "bold green" if label == WITH else "yellow"))
     if turn.answers:
@@ -181,13 +219,12 @@ def _line(text: str, style: str) -> Text:
 
 
 def run(
-    console: Console, client: DeviceClient, tokenizer, cloud: CuriousCloud, questions: Iterable[str], *, personal: bool
+    console: Console, client: DeviceClient, tokenizer, cloud: CuriousCloud, turns: Iterable[Turn], *, personal: bool
 ) -> None:
     """Show what is where, then answer question after question, without M and, if it is ``personal``, with it."""
     console.print(placed(places(client.part, cloud.facts)))
     console.print("What the cloud reads is worked out in its process, from what came through the socket alone.\n")
-    for question in questions:
-        turn = Turn(question)
+    for turn in turns:
         with Live(get_renderable=functools.partial(turned, turn), console=console, refresh_per_second=8):
             ask(client, tokenizer, cloud, turn, (WITHOUT, WITH) if personal else (WITHOUT,))
         if not console.is_terminal:  # on one, Live ends the line itself

@@ -7,10 +7,11 @@ from safetensors.torch import load_file
 
 from benchmarks.backbones import reader, reading
 from benchmarks.backbones.pointing import Pointing
+from benchmarks.notes import generator
+from benchmarks.notes.generator import CHARACTERS_PER_TOKEN, KINDS
 from plpkg import corpora, questions
 from plpkg.backbones import load_backbone, random_backbone
 from plpkg.corpora import ABSENT
-from plpkg.corpora.notes import CHARACTERS_PER_TOKEN, KINDS
 
 from rounding import assert_as_exact, assert_close
 
@@ -44,7 +45,7 @@ RECIPE = reader.Recipe(rank=4, steps=4, tokens=200, questions=3, public=64)
 def test_the_losses_are_those_of_the_answers_and_of_the_text():
     model, tokenizer = load_backbone("plpkg-small")
     rng = random.Random(0)
-    readings = [corpora.readings(rng, count, tokens=60) for count in (1, 3)]
+    readings = [generator.readings(rng, count, tokens=60) for count in (1, 3)]
     ids, roles, sources = reader.batch(readings, tokenizer)
     for row, role, source, each in zip(ids, roles, sources, readings, strict=True):
         whole = "".join(

@@ -1,8 +1,8 @@
-"""The words that :mod:`plpkg.corpora.notes` is made of, and the small grammar that puts them together.
+"""The words that :mod:`benchmarks.notes.generator`'s notes are made of, and the small grammar that puts them together.
 
 A wording has slots: ``{e}`` is what it is about (``{e's}`` and ``{o}`` its other cases, ``{he}``, ``{his}`` and
 ``{him}`` its pronouns), ``{v}`` the value, ``{old}`` another value, ``[like|likes]`` and ``[am|is|are]`` agree with
-``{e}``; the name of any list of ``data/notes/words.csv`` draws one of its items, ``{2-99}`` a number. Wordings are in
+``{e}``; the name of any list of ``words.csv`` draws one of its items, ``{2-99}`` a number. Wordings are in
 the first person; a question can also be put to "you", or name the person.
 """
 
@@ -12,9 +12,11 @@ import re
 import zlib
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from plpkg import catalog
 
+HERE = Path(__file__).parent
 ME, YOU = "I", "you"
 """Who tells or is asked; anybody else is a name."""
 
@@ -146,7 +148,7 @@ def with_article(noun: str) -> str:
 
 @dataclass(frozen=True)
 class Relation:
-    """What can be noted about an entity: one row of ``data/notes/relations.csv``.
+    """What can be noted about an entity: one row of ``relations.csv``.
 
     Attributes
     ----------
@@ -189,7 +191,7 @@ class Words:
 
     def __init__(self) -> None:
         self.lists: dict[str, list[str]] = {}
-        for row in _rows("words.csv"):
+        for row in _rows(HERE / "words.csv"):
             self.lists.setdefault(row["list"], []).extend(row["items"].split(" | "))
         self.wordings = {name: _wordings(" | ".join(self.heads(name, False))) for name in self.lists}
         self.relations = [
@@ -197,14 +199,15 @@ class Words:
                 row["id"], tuple(row["about"].split()), row["value"], row["label"], row["group"],
                 *(_wordings(row[column]) for column in ("statements", "questions", "inverse")),
             )
-            for row in _rows("relations.csv")
+            for row in _rows(HERE / "relations.csv")
         ]  # fmt: skip
         self.sides = [[r for r in self.relations if held_out(r.id) == held] for held in (False, True)]
         self.bridges = [
             Bridge(row["id"], row["about"], _wordings(row["statements"]), Wording(row["description"]))
-            for row in _rows("bridges.csv")
+            for row in _rows(HERE / "bridges.csv")
         ]
-        questions = [row["question"] for name in ("handwritten.csv", "../diary/questions.csv") for row in _rows(name)]
+        written = (catalog.data_path("notes", "handwritten.csv"), catalog.data_path("diary", "questions.csv"))
+        questions = [row["question"] for path in written for row in _rows(path)]
         self.kept_back = frozenset(question.casefold() for question in questions)
         """Questions of the test sets that were written by hand: none of them is ever asked."""
 
@@ -237,7 +240,7 @@ class Words:
 
 @cache
 def words() -> Words:
-    """Everything that is read from ``data/notes/``."""
+    """Everything that is read from the files beside this one."""
     return Words()
 
 
@@ -250,6 +253,6 @@ def _wordings(cell: str) -> tuple[Wording, ...]:
     return tuple(Wording(text) for text in cell.split(" | ") if text)
 
 
-def _rows(name: str) -> list[dict[str, str]]:
-    with catalog.data_path(f"notes/{name}").open(encoding="utf-8", newline="") as file:
+def _rows(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from plpkg.corpora.wordings import (
+from benchmarks.notes.wordings import (
     ME,
     PERSON,
     YOU,
@@ -17,9 +17,7 @@ from plpkg.corpora.wordings import (
     capital,
     words,
 )
-
-ABSENT = "the notes do not say"
-"""The answer to a question that the notes leave open."""
+from plpkg.corpora import ABSENT
 
 TRIES = 80
 
