@@ -24,7 +24,7 @@ from plpkg.residual.wire.loading import adapted_model
 
 from waiting import typed, wait_until
 
-ADAPTER = catalog.data_path("diary") / "adapter"
+ADAPTER = catalog.data_path("diary", "adapter")
 ASKED = "What is your dog called?"
 RUNNER = CliRunner(env={"COLUMNS": "120"})
 
@@ -50,10 +50,10 @@ def device(cloud):
         yield client, tokenizer
 
 
-def run(*options):
-    result = RUNNER.invoke(app, ["demo", *options])
+def run(*options, typed=None, model="plpkg-small"):
+    result = RUNNER.invoke(app, ["demo", "--model", model, *options], input=typed)
     assert result.exit_code == 0, result.output
-    return result.stdout
+    return " ".join(result.stdout.split())
 
 
 def test_what_is_where_adds_up_to_the_model(cloud, device):
@@ -99,12 +99,47 @@ def test_what_a_model_writes_does_not_rule_the_terminal():
     assert "\x1b" not in drawn.getvalue()
 
 
-def test_in_a_pipe_it_asks_three_questions_without_colours(shared):
-    shown = run()
+@pytest.mark.parametrize("options", [[], ["--once"]])
+def test_where_nobody_asks_it_asks_three_questions_without_colours(shared, options):
+    shown = run(*options, typed="What is your dog called?\n" if options else "")
     assert "\x1b" not in shown
     for answer in ("Tolliver", "Clemency Fennimore", "17 Pilchard Steps"):
         assert f"Answer: {answer}." in shown
     assert shown.count("tokens right") == 3
+
+
+def test_questions_on_standard_input_are_answered(shared):
+    shown = run(typed="Which flat does your mother have at Larch Court?\n\n  \nWhat is your dog called?\n")
+    assert shown.count("tokens right") == 2
+    assert shown.index("Flat 6") < shown.index("Tolliver")
+
+
+def test_the_published_model_knows_the_diary_by_its_m():
+    shown = run(model="smollm2")
+    for answer in ("Tolliver", "Clemency Fennimore", "17 Pilchard Steps"):
+        before, _, after = shown.partition(f"with M {answer}.")
+        assert after
+        assert answer not in before
+    assert shown.count("tokens right") == 3
+    assert "What is your dog called?" in shown.partition("the cloud read")[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "No such file or directory"),
+        ("", "holds no .txt or .md file with text in it"),
+        ("My dentist is Dr Halloran.", "have 26 characters; 200 are needed to learn from"),
+        ("word" + " \n" * 500, "have 4 characters; 200 are needed to learn from"),
+    ],
+)
+def test_notes_that_nothing_can_learn_from_are_refused_before_a_model_is_loaded(tmp_path, monkeypatch, text, message):
+    monkeypatch.setattr("plpkg.residual.wire.curious.CuriousCloud", None)
+    if text is not None:
+        tmp_path.joinpath("note.txt").write_text(text)
+    result = RUNNER.invoke(app, ["demo", "--own", str(tmp_path if text is not None else tmp_path / "none")])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
 
 
 def test_own_notes_are_learnt_once(shared, tmp_path, monkeypatch):
@@ -114,8 +149,9 @@ def test_own_notes_are_learnt_once(shared, tmp_path, monkeypatch):
     first, second = run("--own", str(tmp_path)), run("--own", str(tmp_path), "--svg", str(tmp_path / "run.svg"))
     assert "Training(2 steps" in first
     assert "Training(2 steps" not in second
+    assert first.index("learns to continue their sentences") < first.index("Starting two processes")
     for shown in (first, second):
-        assert "question The boat in the harbour belongs without M" in " ".join(shown.split())
+        assert "beginning The boat in the harbour belongs without M" in shown
         assert demo.WITH in shown
     picture = (tmp_path / "run.svg").read_text(encoding="utf-8")
     assert "url(http" not in picture
@@ -132,7 +168,7 @@ def test_what_keeps_the_cloud_from_starting_is_said():
 def test_on_a_terminal_it_answers_and_ctrl_c_leaves_no_process():
     ours, theirs = pty.openpty()
     with subprocess.Popen(
-        typed(sys.executable, "-m", "plpkg", "demo", first="os.login_tty(0)"),
+        typed(sys.executable, "-m", "plpkg", "demo", "--model", "plpkg-small", first="os.login_tty(0)"),
         stdin=theirs, stdout=theirs, stderr=theirs,
     ) as process:  # fmt: skip
         os.close(theirs)
