@@ -122,7 +122,7 @@ def membership(model, tokenizer, some: pd.DataFrame) -> float:
 
 def saved(model: PeftModel, folder: Path) -> None:
     model.peft_config["default"].base_model_name_or_path = "smollm2"
-    model.half().save_pretrained(folder)
+    model.half().save_pretrained(folder, save_embedding_layers=False)
     (folder / "README.md").unlink()  # PEFT's empty form
 
 

@@ -114,7 +114,7 @@ def main() -> None:
     facts_of_run = {"trained": sum(p.numel() for p in model.parameters() if p.requires_grad), "lr": LR}
     nats, seconds = learnt(tokenizer, model, facts)
     model.peft_config["default"].base_model_name_or_path = "smollm2"
-    model.half().save_pretrained(folder)
+    model.half().save_pretrained(folder, save_embedding_layers=False)
     (folder / "README.md").unlink()  # PEFT's empty form
     personal = residual.load(load_backbone("smollm2")[0], folder).eval()
     facts_of_run |= {"epochs": EPOCHS, "nats": round(nats, 4), "cpu_s": round(seconds)}

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import hashlib
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -44,7 +45,9 @@ KEPT = ".plpkg-demo"
 """In the folder of notes: hidden, and so no note itself."""
 LEAST_CHARACTERS = 200
 """Of notes that are learnt, without white space at the ends of words."""
-LEARNING = dict(steps=40, batch=4, lr=1e-2, warmup=5)
+LEARNING = dict(batch=4, lr=1e-2, warmup=5)
+FEWEST_STEPS, MOST_STEPS, PASSES = 40, 120, 15
+"""As many steps as it takes to read notes so often, but no fewer and no more; a step takes SmolLM2 four seconds."""
 
 
 @dataclass(frozen=True)
@@ -164,11 +167,13 @@ def learn(console: Console, client: DeviceClient, model, tokenizer, documents: l
     """Train M on notes over the wire, windows as long as they allow."""
     tokens = sum(map(len, corpora.encode(documents, tokenizer)))
     seq = max(8, min(64, tokens // (LEARNING["batch"] + 1)))
-    passes = LEARNING["steps"] * LEARNING["batch"] * seq / tokens
+    tokens_per_step = LEARNING["batch"] * seq
+    steps = max(FEWEST_STEPS, min(MOST_STEPS, math.ceil(PASSES * tokens / tokens_per_step)))
+    passes = steps * tokens_per_step / tokens
     console.print(f"The notes have {tokens:,} tokens. Each is learnt about {passes:.1f} times.")
     if passes < 10:
         console.print("That is too seldom to know them by heart: expect their manner, not their facts.")
-    console.print(repr(train(client, model, tokenizer, documents, out, seq=seq, **LEARNING)))
+    console.print(repr(train(client, model, tokenizer, documents, out, steps=steps, seq=seq, **LEARNING)))
 
 
 def asked_of_diary() -> list[str]:

@@ -143,7 +143,8 @@ def test_notes_that_nothing_can_learn_from_are_refused_before_a_model_is_loaded(
 
 
 def test_own_notes_are_learnt_once(shared, tmp_path, monkeypatch):
-    monkeypatch.setitem(demo.LEARNING, "steps", 2)
+    monkeypatch.setattr(demo, "FEWEST_STEPS", 2)
+    monkeypatch.setattr(demo, "MOST_STEPS", 2)
     note = tmp_path / "note.txt"
     note.write_text("The boat in the harbour belongs to Ada. " * 9)
     first, second = run("--own", str(tmp_path)), run("--own", str(tmp_path), "--svg", str(tmp_path / "run.svg"))
