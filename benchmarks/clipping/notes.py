@@ -121,7 +121,9 @@ def membership(model, tokenizer, some: pd.DataFrame) -> float:
 
 
 def saved(model: PeftModel, folder: Path) -> None:
-    model.peft_config["default"].base_model_name_or_path = "smollm2"
+    config = model.peft_config["default"]
+    config.base_model_name_or_path = "smollm2"
+    config.target_modules = sorted(config.target_modules)  # a set has another order in each process
     model.half().save_pretrained(folder, save_embedding_layers=False)
     (folder / "README.md").unlink()  # PEFT's empty form
 

@@ -113,7 +113,9 @@ def main() -> None:
     model = get_peft_model(backbone, config)
     facts_of_run = {"trained": sum(p.numel() for p in model.parameters() if p.requires_grad), "lr": LR}
     nats, seconds = learnt(tokenizer, model, facts)
-    model.peft_config["default"].base_model_name_or_path = "smollm2"
+    saved = model.peft_config["default"]
+    saved.base_model_name_or_path = "smollm2"
+    saved.target_modules = sorted(saved.target_modules)  # a set has another order in each process
     model.half().save_pretrained(folder, save_embedding_layers=False)
     (folder / "README.md").unlink()  # PEFT's empty form
     personal = residual.load(load_backbone("smollm2")[0], folder).eval()
