@@ -22,12 +22,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from scipy.optimize import brentq
-from scipy.special import log_ndtr
 from scipy.stats import binom, nct
 
 from plpkg.clipping.batches import batch_size, examples
 from plpkg.clipping.checks.sensitivity import Update, as_vector
-from plpkg.clipping.training.accounting import probability
+from plpkg.clipping.training.accounting import gaussian_epsilon, probability
 from plpkg.results import Tabular
 from plpkg.validation import number, whole_number
 
@@ -327,31 +326,3 @@ def canary_audit(
         pull = as_vector((direction or step)(examples(batch, slice(place, place + 1))))
         scores[place] = update @ torch.nn.functional.normalize(pull, dim=0)
     return bound(scores, included.numpy(), delta, confidence)
-
-
-def gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
-    """The ε of one release with normal noise of σ·C, all examples taking part.
-
-    The root of δ = Φ(1/2σ − εσ) − e^ε·Φ(−1/2σ − εσ) (Balle & Wang, arXiv 1805.06530, Theorem 8).
-
-    Raises
-    ------
-    ValueError
-        Bad arguments.
-    """
-    sigma = number("noise_multiplier", noise_multiplier, open_low=True)
-    number("delta", delta, 0, 1, open_low=True)
-
-    def excess(epsilon: float) -> float:
-        half, shift = 1 / (2 * sigma), epsilon * sigma
-        theirs = min(0.0, epsilon + log_ndtr(-half - shift))  # of large numbers: rounded, and perhaps above 0
-        return math.exp(log_ndtr(half - shift)) - math.exp(theirs) - delta
-
-    if math.isinf(1 / sigma / sigma):  # ε is about half of it
-        return math.inf
-    if excess(0.0) <= 0:
-        return 0.0
-    high = 1.0
-    while excess(high) > 0:
-        high *= 2
-    return float(brentq(excess, 0.0, high))

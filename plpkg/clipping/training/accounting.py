@@ -18,13 +18,14 @@ import warnings
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
 import torch
 from opacus.accountants import IAccountant, create_accountant
-from opacus.accountants.utils import get_noise_multiplier
+from scipy.optimize import brentq
+from scipy.special import log_ndtr
 
 from plpkg.clipping.clip import Clip
 from plpkg.validation import number, one_of, shown, whole_number
@@ -34,6 +35,12 @@ Spent = tuple[float, float, int]
 """σ, the sampling rate, and how many steps had them."""
 HIGHEST_PRV = 100.0
 """The ε beyond which ``prv`` would take minutes and all memory: there the looser bound of ``rdp`` is taken."""
+ROUNDING = 2.0**-52
+"""How far rounding moves the δ of ``prv`` with each step. It raises the Fourier transform of one step's distribution to
+the number of steps, which multiplies a relative error of 2^-53 by that number: after 100,000 steps δ was seen to be
+wrong by 0.2 to 0.4 times 100,000 · 2^-53, all of which is on the side that promises too much."""
+MOST_NOISE = 1e6
+"""The σ up to which :func:`noise_for` looks."""
 
 
 @dataclass(frozen=True)
@@ -254,21 +261,57 @@ def accountant_of(name: str, history: Sequence[Spent]) -> IAccountant:
 
 
 def spent(accountant: IAccountant, delta: float) -> float:
-    """The ε of what an accountant has in its history; infinite for steps without noise.
+    """An upper bound of the ε of what an accountant has in its history; infinite for steps without noise.
 
-    Where ``prv`` cannot compute it, it is that of ``rdp``, which is also an upper bound.
+    ``prv`` answers where it can: by the closed form where all examples take part in each step, and else by its
+    convolution where rounding changes δ by less than a hundredth (:data:`ROUNDING`) and ε is at most
+    :data:`HIGHEST_PRV`. Elsewhere the bound is that of ``rdp``, which is looser.
     """
     probability("delta", delta)
-    if not accountant.history:
+    history = accountant.history
+    if not history:
         return 0.0
-    if any(sigma * sigma == 0 for sigma, _, _ in accountant.history):  # accountants divide by the square
+    if any(sigma * sigma == 0 for sigma, _, _ in history):  # accountants divide by the square
         return math.inf
-    with _quiet_bounds(accountant.mechanism()):
-        epsilon = float(accountant_of("rdp", accountant.history).get_epsilon(delta=delta))
-        if accountant.mechanism() == "prv" and epsilon <= HIGHEST_PRV:
-            with suppress(ValueError, RuntimeError):  # raised for a δ below its numerical precision
+    tight = accountant.mechanism() == "prv"
+    if tight and all(rate == 1 for _, rate, _ in history):
+        squares = sum(count / sigma / sigma for sigma, _, count in history)  # of one step with the same ε
+        return gaussian_epsilon(squares**-0.5, delta)
+    with _quiet_bounds() if tight else nullcontext():
+        epsilon = float(accountant_of("rdp", history).get_epsilon(delta=delta))
+        steps = sum(count for _, _, count in history)
+        if tight and epsilon <= HIGHEST_PRV and steps * ROUNDING <= delta / 100:
+            with suppress(ValueError, RuntimeError):  # raised where its grid cannot hold the answer
                 epsilon = float(accountant.get_epsilon(delta=delta))
     return max(0.0, epsilon)
+
+
+def gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
+    """The ε of one release with normal noise of σ·C, all examples taking part.
+
+    The root of δ = Φ(1/2σ − εσ) − e^ε·Φ(−1/2σ − εσ) (Balle & Wang, arXiv 1805.06530, Theorem 8).
+
+    Raises
+    ------
+    ValueError
+        Bad arguments.
+    """
+    sigma = number("noise_multiplier", noise_multiplier, open_low=True)
+    number("delta", delta, 0, 1, open_low=True)
+
+    def excess(epsilon: float) -> float:
+        half, shift = 1 / (2 * sigma), epsilon * sigma
+        theirs = min(0.0, epsilon + log_ndtr(-half - shift))  # of large numbers: rounded, and perhaps above 0
+        return math.exp(log_ndtr(half - shift)) - math.exp(theirs) - delta
+
+    if math.isinf(1 / sigma / sigma):  # ε is about half of it
+        return math.inf
+    if excess(0.0) <= 0:
+        return 0.0
+    high = 1.0
+    while excess(high) > 0:
+        high *= 2
+    return float(brentq(excess, 0.0, high))
 
 
 def noise_for(
@@ -285,24 +328,24 @@ def noise_for(
     probability("target_delta", target_delta)
     number("sample_rate", sample_rate, 0, 1, open_low=True)
     whole_number("steps", steps, 1)
-    if one_of("accountant", accountant, ACCOUNTANTS) == "prv" and target_epsilon > HIGHEST_PRV:
-        raise ValueError(
-            f"target_epsilon must be at most {HIGHEST_PRV:g} with the prv accountant, got {target_epsilon!r}: beyond, "
-            "take accountant='rdp' or give the noise_multiplier"
-        )
-    try:
-        with _quiet_bounds(accountant):
-            return get_noise_multiplier(
-                target_epsilon=target_epsilon,
-                target_delta=target_delta,
-                sample_rate=sample_rate,
-                steps=steps,
-                accountant=accountant,
+    one_of("accountant", accountant, ACCOUNTANTS)
+
+    def epsilon(sigma: float) -> float:
+        return epsilon_of(sigma, sample_rate, steps, target_delta, accountant=accountant)
+
+    low, high = 0.0, 1.0
+    while epsilon(high) > target_epsilon:
+        low, high = high, 2 * high
+        if high > MOST_NOISE:
+            raise ValueError(
+                f"no noise up to {MOST_NOISE:g} gives target_epsilon={target_epsilon!r} at "
+                f"target_delta={target_delta!r}"
             )
-    except ValueError as error:
-        raise ValueError(
-            f"no noise gives target_epsilon={target_epsilon!r} at target_delta={target_delta!r}: {error}"
-        ) from error
+    # Where one bound gives way to another ε jumps, and no σ may come as near as 0.01.
+    while target_epsilon - epsilon(high) > 0.01 and high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if epsilon(middle) > target_epsilon else (low, middle)
+    return high
 
 
 def probability(name: str, value: float) -> float:
@@ -319,12 +362,9 @@ def probability(name: str, value: float) -> float:
 
 
 @contextmanager
-def _quiet_bounds(accountant: str) -> Iterator[None]:
-    """The tight accountant bounds its grid by a coarse one, whose advice on orders does not concern the result.
-    Where all take part it takes log(0), which is right.
-    """
+def _quiet_bounds() -> Iterator[None]:
+    """The tight accountant bounds its grid by a coarse one, whose advice on orders does not concern the result."""
     with warnings.catch_warnings():
-        if accountant == "prv":
-            warnings.filterwarnings("ignore", message="Optimal order is the", category=UserWarning)
-            warnings.filterwarnings("ignore", message="divide by zero encountered in log", category=RuntimeWarning)
+        warnings.filterwarnings("ignore", message="Optimal order is the", category=UserWarning)
+        warnings.filterwarnings("ignore", message="divide by zero encountered in log", category=RuntimeWarning)
         yield
