@@ -41,13 +41,17 @@ class Call:
     gradients: tuple[torch.Tensor, ...]  # the loss's, by example, at each of the float_tensors that it returned
     batch: int
     rows: Rows = OWN
-    outputs: tuple[torch.Tensor, ...] = ()  # what it gave, if it has to be run again to be differentiated
+    outputs: tuple[torch.Tensor, ...] = ()  # what it gave, if the rule's has to be compared with it
     masks: tuple[torch.Tensor, ...] = ()  # what it dropped then
 
     @property
     def read(self) -> torch.Tensor:
         """The first argument, ``(batch, …)``."""
         return self.rows.by_example(self.args[0] if self.args else next(iter(self.kwargs.values())), self.batch)
+
+    def gave(self, output: torch.Tensor) -> bool:
+        """Whether the layer's output was this, but for rounding; yes where tensors hold no numbers."""
+        return is_fake(output) or alike(output.to(self.outputs[0].dtype), self.outputs[0])
 
 
 def linear(call: Call) -> Contributions:
@@ -72,8 +76,14 @@ def embedding(call: Call) -> Contributions:
 
 
 def scaled_embedding(call: Call, factor: float) -> Contributions:
-    """A model family's own table, whose rows are multiplied by one number (Gemma's √hidden)."""
-    if _with_more(call):
+    """A model family's own table, whose rows are multiplied by one number (Gemma's √hidden).
+
+    A kind of embedding that does something else with its ids, which it did not with those that it was asked with
+    (:func:`embedding_scale`), gives other rows here: then :func:`any_layer` takes it.
+    """
+    ids, table = call.read, call.module.weight.detach()
+    in_range = is_fake(ids) or bool((ids >= 0).all() and (ids < len(table)).all())
+    if _with_more(call) or not in_range or not call.gave(factor * nn.functional.embedding(ids, table)):
         return any_layer(call)
     gradients = tuple(g * factor for g in call.gradients)
     return embedding(replace(call, gradients=gradients))
@@ -120,8 +130,11 @@ def scale(call: Call, offset: int) -> Contributions:
     if _with_more(call):
         return any_layer(call)
     (name,) = call.wanted
-    one = torch.full_like(getattr(call.module, name), 1 - offset)
+    weight = getattr(call.module, name).detach()
+    one = torch.full_like(weight, 1 - offset)
     normal = call.rows.by_example(functional_call(call.module, {name: one}, call.args, call.kwargs), call.batch)
+    if not call.gave(normal * (weight + offset)):
+        return any_layer(call)
     return _affine(call, normal, range(1, normal.ndim - 1), weight=name)
 
 
@@ -212,16 +225,22 @@ def rule_for(module: nn.Module) -> Callable[[Call], Contributions]:
 
 @dataclass(frozen=True)
 class Site:
-    """A layer with parameters that learn: ``keys`` maps their names in the layer to their names in the model."""
+    """A layer with ``parameters`` that learn: ``keys`` maps their names in the layer to their names in the model.
+
+    The parameters are those that it had when it was found: ``functional_call`` puts other tensors in their places.
+    """
 
     name: str
     module: nn.Module
     rule: Callable
     keys: dict[str, str]
+    parameters: list[nn.Parameter]
 
     @property
-    def parameters(self) -> list[nn.Parameter]:
-        return [self.module.get_parameter(name) for name in self.keys]
+    def is_compared(self) -> bool:
+        """Whether the rule's output is compared with the layer's: it was not chosen by the layer's type alone."""
+        rule = self.rule.func if isinstance(self.rule, partial) else self.rule
+        return rule in (any_layer, scale, scaled_embedding)
 
     def contributions(self, call: Call, precision: torch.autocast) -> Iterator[tuple[str, Outer | torch.Tensor]]:
         """What a call adds to each parameter's per-sample gradients, by the parameter's name in the model."""
@@ -265,7 +284,8 @@ def sites(model: nn.Module, names: Mapping[int, str]) -> list[Site]:
                 keys = {n: key for n, key in keys.items() if key not in below}
         if keys:
             whole = unit or any("." in n for n in keys)
-            learning.append(Site(name, module, any_layer if whole else rule_for(module), keys))
+            parameters = [module.get_parameter(n) for n in keys]
+            learning.append(Site(name, module, any_layer if whole else rule_for(module), keys, parameters))
     return learning
 
 

@@ -35,7 +35,7 @@ from plpkg.clipping.clip import Clip, check_finite, clip_dense
 from plpkg.clipping.dropout import Kept
 from plpkg.clipping.execution import Execution
 from plpkg.clipping.factors import Outer
-from plpkg.clipping.layers import SCRIPTED, Call, Site, any_layer, check_layers, sites
+from plpkg.clipping.layers import SCRIPTED, Call, Site, check_layers, sites
 from plpkg.clipping.mixing import Guard, Probe, RowPass
 from plpkg.clipping.replay import Projections, Replay
 
@@ -95,7 +95,7 @@ def tap(
     outputs = [rows.given(results[i], batch) for i in places]
     inputs = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
     # Copies: what comes after the layer may change its output in place, as nn.ReLU(inplace=True) does.
-    again = [_by_example(rows, tensor.detach().clone(), batch) for tensor in outputs if site.rule is any_layer]
+    again = [_by_example(rows, tensor.detach().clone(), batch) for tensor in outputs if site.is_compared]
     device = outputs[0].device.type
     precision = dict(dtype=torch.get_autocast_dtype(device), enabled=torch.is_autocast_enabled(device))
     others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -578,7 +578,7 @@ class Recorder:
     def _before(self, site: Site):
         def hook(module, args):
             if self.recording and module is site.module:  # a copy of the model has copies of the hooks
-                kept = Kept() if site.rule is any_layer and not self._probe else None
+                kept = Kept() if site.is_compared and not self._probe else None
                 self._inside.append(([(p, p.requires_grad) for p in site.parameters], kept))
                 for p in site.parameters:
                     p.requires_grad_(False)

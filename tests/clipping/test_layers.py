@@ -99,6 +99,23 @@ class Places(nn.Embedding):
         return super().forward((ids + offset) % len(self.weight))
 
 
+def other_rows(which):
+    """A table that looks elsewhere than at its ids: with those of :func:`embedding_scale` it looks at them."""
+
+    class Elsewhere(nn.Embedding):
+        def forward(self, ids):
+            return super().forward(which(ids, len(self.weight)))
+
+    return lambda: Elsewhere(9, 4)
+
+
+class SometimesNorm(LlamaRMSNorm):
+    """Longer texts than it is asked with get something else."""
+
+    def forward(self, x):
+        return super().forward(x) if x.shape[1] < 5 else super().forward(x).tanh()
+
+
 class AddedNorm(LlamaRMSNorm):
     def forward(self, x, residual=0.0):
         return super().forward(x) + residual
@@ -234,6 +251,11 @@ CASES = {
     "Embedding, padding": (lambda: nn.Embedding(6, 4, padding_idx=2), ids(9), plain),
     "Embedding, scaled": (lambda: Gemma2TextScaledWordEmbedding(6, 4, 2, embed_scale=3.0), ids(9), plain),
     "Embedding, an offset": (lambda: Places(6, 4), ids(9), lambda layer, x: layer(x, offset=2)),
+    "Embedding, hashed ids": (other_rows(lambda ids, size: ids % size), 5 * ids(7), plain),
+    "Embedding, clamped ids": (other_rows(lambda ids, size: ids.clamp(1, 3)), ids(7), plain),
+    "Embedding, places": (other_rows(lambda ids, size: torch.arange(ids.shape[1]).expand_as(ids)), ids(7), plain),
+    "Embedding, negative ids": (other_rows(lambda ids, size: ids.abs()), -ids(7), plain),
+    "a norm that is another one on longer texts": (lambda: SometimesNorm(6), floats(7, 6), plain),
     "Embedding, no tokens": (lambda: nn.Embedding(6, 4), ids(0), plain),
     "EmbeddingBag": (lambda: nn.EmbeddingBag(6, 4), ids(5), plain),
     "EmbeddingBag, sum, padding": (lambda: nn.EmbeddingBag(6, 4, mode="sum", padding_idx=2), ids(5), plain),
