@@ -23,7 +23,16 @@ from plpkg import recorded
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
-MODELS = ["smollm2", "smollm2-reader", "minilm", "backbone", "reader", "serving", "diary", "clipping"]  # each has a card
+MODELS = [
+    "smollm2",
+    "smollm2-reader",
+    "minilm",
+    "backbone",
+    "reader",
+    "serving",
+    "diary",
+    "clipping",
+]  # each has a card
 TEXTS = [
     "README.md",
     "CONTRIBUTING.md",

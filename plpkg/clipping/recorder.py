@@ -57,6 +57,11 @@ class _Tap(torch.autograd.Function):
         return None, None, None, *gradients, *[None] * ctx.others
 
 
+def has_hooks(parameter: torch.nn.Parameter) -> bool:
+    """Whether something of the user's waits for a parameter's gradient: an optimizer in the backward pass, say."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 def tap(
     site: Site,
     batch: int,
@@ -334,8 +339,8 @@ class Recorder:
         self.guard, self.alone = guard or Guard(), alone
         check_layers(model, alone=alone)
         for name, p in self.parameters.items():
-            if p._backward_hooks:
-                raise ValueError(f"{name} has a gradient hook, which clipping would leave out: remove it")
+            if has_hooks(p):
+                raise ValueError(f"{name} has a gradient hook, which would see what is not clipped: remove it")
         self.model = model
         self.layers: dict[str, str] = {}
         self.batch = 0

@@ -135,6 +135,12 @@ def hooked_gradient():
     return layer
 
 
+def stepped_in_the_backward_pass():
+    layer = nn.Linear(6, 3)
+    layer.bias.register_post_accumulate_grad_hook(lambda p: p.data.sub_(p.grad))
+    return layer
+
+
 def mixed_but_for_the_first_and_the_last(layer, x):
     y = layer(x)
     return torch.cat([y[:1], y[1:-1] - y[1:-1].mean(0), y[-1:]])
@@ -151,6 +157,9 @@ REFUSED = {
     "a box": (Box(6, 3), lambda layer, x: layer(x).value, NotImplementedError,
               r"layer \(Box\) gave a Boxed without tensors that can be followed"),
     "a counter": (Counting(), plain, NotImplementedError, "Counting gives something else when it is run again"),
+    "an optimizer in the backward pass": (
+        stepped_in_the_backward_pass(), plain, ValueError, r"layer\.bias has a gradient hook",
+    ),
     "a hook on a gradient": (hooked_gradient(), plain, ValueError, r"layer\.weight has a gradient hook"),
 }  # fmt: skip
 

@@ -18,7 +18,7 @@ from plpkg.clipping.batches import check_losses, leaves, numbered
 from plpkg.clipping.clip import Clip, clip_dense, zeros_for
 from plpkg.clipping.execution import LOOP, Execution
 from plpkg.clipping.mixing import modules_of
-from plpkg.clipping.recorder import Recorder
+from plpkg.clipping.recorder import Recorder, has_hooks
 from plpkg.clipping.training.accounting import Ledger, Life, Mechanism, accountant_of, spent
 from plpkg.clipping.training.criterion import OwnLoss, PrivateCriterion, PrivateLoss
 from plpkg.clipping.training.given import GivenGradients, clip_given
@@ -338,8 +338,8 @@ class Private:
                 f"{what} when make_private was called: freeze, unfreeze and replace layers, and load with assign=True, "
                 "before; or remove(), call make_private again, and go on with load_state_dict(state_dict())"
             )
-        if hooked := [name for name, p in self.recorder.parameters.items() if p._backward_hooks]:
-            raise RuntimeError(f"{hooked[0]} has a gradient hook, which clipping would leave out: remove it")
+        if hooked := [name for name, p in self.recorder.parameters.items() if has_hooks(p)]:
+            raise RuntimeError(f"{hooked[0]} has a gradient hook, which would see what is not clipped: remove it")
 
     def expect(self) -> None:
         """A forward pass begins: what learns is what was seen, and the data loader's batch is trained on."""
