@@ -170,8 +170,7 @@ class MemoryTimeline(Tabular):
                     if parameter.grad is not None:
                         self.label([parameter.grad], "gradients")
                     if parameter.requires_grad:
-                        hook = parameter.register_post_accumulate_grad_hook(lambda p: self.label([p.grad], "gradients"))
-                        self._hooks.append(hook)
+                        self._hooks.append(parameter.register_post_accumulate_grad_hook(GradientLabel(self)))
             elif isinstance(thing, torch.optim.Optimizer):
                 self._label_state(thing)
                 self._hooks.append(thing.register_step_post_hook(lambda optimizer, *_: self._label_state(optimizer)))
@@ -265,6 +264,16 @@ class MemoryTimeline(Tabular):
 
     def _note(self) -> None:
         self._history.append((self._open[-1][0] if self._open else "", tuple(self._by_category.values())))
+
+
+class GradientLabel:
+    """A hook that tells a timeline whose storage a gradient is, and does not look at its numbers."""
+
+    def __init__(self, timeline: MemoryTimeline) -> None:
+        self._timeline = timeline
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        self._timeline.label([parameter.grad], "gradients")
 
 
 class _Watch(TorchDispatchMode):

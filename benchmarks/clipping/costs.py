@@ -1,17 +1,15 @@
 """Clipping each example's gradient: what it costs beside plain SGD and beside Opacus.
 
 * cost: a decoder (width 256, 4 layers, 128 tokens, batch 16): CPU time, operations and peak of a step's gradients, for
-  SGD, ``torch.func``'s vmap(grad), Opacus's hooks, fast and ghost modes, and every execution here. ``plan`` has 1.6
-  times SGD's peak to spend.
+  SGD, ``torch.func``'s vmap(grad), Opacus's hooks, fast and ghost modes, and every execution here.
 * lora: the same with LoRA r=8 on all linear layers (width 256, 256 tokens, batch 8), backbone frozen.
 * long: one width, longer and longer sequences: where ghost clipping's T² shows.
 * step: of the same two, a whole step of a training, its optimizer (SGD) and noise included.
 * short: of LoRA on one layer and two texts of 32 tokens, where Python takes more time than matrices.
 * guard: what the guard of a private training takes in each step, when it looks at rows, when it makes a step again, and
   on average.
-* grid: widths, lengths and batches: the plan that has ghost clipping's memory, beside ghost clipping.
 
-Times are CPU seconds of one thread, medians of interleaved runs, every ratio against SGD (or ghost) of the same round.
+Times are CPU seconds of one thread, medians of interleaved runs, every ratio against SGD of the same round.
 The C library is told to keep memory that is freed, as CUDA's allocator does; ``--default-malloc`` leaves that out, and
 names its sections so: then each large tensor costs page faults, most where most is kept.
 
@@ -41,7 +39,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import record
-from plpkg.clipping import clipped_gradients, make_private, mixing, plan, recorder
+from plpkg.clipping import clipped_gradients, make_private, mixing, recorder
 from plpkg.clipping.execution import EXECUTIONS
 from plpkg.clipping.training.private import Private
 from plpkg.memory import MIB, MemoryTimeline
@@ -214,8 +212,6 @@ def compared(section: str, case: str, model: nn.Module, ids: torch.Tensor, *, pe
         steps["vmap(grad)"] = vmapped(model, ids)
         steps |= {f"Opacus, {execution}": opacus(model, ids, execution) for execution in ("hooks", "fast", "ghost")}
     steps |= {name: ours(model, ids, name) for name in EXECUTIONS}
-    allowed = int(1.6 * peak(model, steps["SGD"]))
-    steps["plan, 1.6 × SGD's memory"] = ours(model, ids, plan(model, losses, ids, memory_bytes=allowed))
     seconds = cpu_seconds(steps, repeats)
     base_flops, base_peak = flops(steps["SGD"]), peak(model, steps["SGD"])
     rows = []
@@ -351,32 +347,6 @@ def rows_of_long(repeats: int) -> list[dict]:
     return rows
 
 
-def rows_of_grid(repeats: int) -> list[dict]:
-    rows = []
-    for hidden in (64, 128, 256):
-        for seq in (32, 128, 512):
-            for batch in (4, 16):
-                if hidden * seq * batch > 2**20:
-                    continue
-                model, ids = decoder(hidden, 2, seq), tokens(batch, seq)
-                ghost = ours(model, ids, "ghost")
-                budgeted = plan(model, losses, ids)
-                steps = {"ghost": ghost, "plan": ours(model, ids, budgeted)}
-                seconds = cpu_seconds(steps, repeats)
-                ratio = statistics.median(a / b for a, b in zip(seconds["plan"], seconds["ghost"], strict=True))
-                rows.append({
-                    "section": "grid", "case": f"width {hidden}, T={seq}, B={batch}",
-                    "what": "plan with ghost's memory, beside ghost",
-                    "cpu_ms": round(1e3 * statistics.median(seconds["plan"]), 1), "ratio": round(ratio, 3),
-                    "gflop": round(flops(steps["plan"]) / 1e9, 3),
-                    "flop_ratio": round(flops(steps["plan"]) / flops(ghost), 3),
-                    "peak_mib": round(peak(model, steps["plan"]) / MIB, 1),
-                    "peak_ratio": round(peak(model, steps["plan"]) / peak(model, ghost), 3),
-                })  # fmt: skip
-                print(rows[-1], flush=True)
-    return rows
-
-
 SECTIONS = {
     "cost": rows_of_cost,
     "lora": rows_of_lora,
@@ -384,7 +354,6 @@ SECTIONS = {
     "short": rows_of_short,
     "guard": rows_of_guard,
     "long": rows_of_long,
-    "grid": rows_of_grid,
 }
 
 

@@ -4,7 +4,6 @@ from plpkg.lazy import on_first_use
 
 PLACES = dict(
     clipped_gradients="gradients",
-    plan="gradients",
     Clip="clip",
     clip_dense="clip",
     accounting="training.accounting",

@@ -22,7 +22,7 @@ class Choice:
     norm: str
     keep: str
 
-    def __call__(self, key: str, uses: Sequence[Outer], built_bytes: int) -> "Choice":
+    def __call__(self, uses: Sequence[Outer]) -> "Choice":
         """A choice is the rule that chooses itself for every parameter."""
         return self
 
@@ -34,21 +34,17 @@ class Execution:
     Attributes
     ----------
     choose
-        Gets a parameter's name, its uses (factors) and the bytes of what has been built of it; gives its
-        :class:`Choice`.
+        Gets a parameter's uses (factors); gives its :class:`Choice`.
     two_passes
         Whether the graph is kept for a second backward pass, which computes the sums that nothing was kept for.
-    seen
-        Is told each parameter that the second pass comes to.
     """
 
-    choose: Callable[[str, Sequence[Outer], int], Choice]
+    choose: Callable[[Sequence[Outer]], Choice]
     two_passes: bool = False
-    seen: Callable[[str], object] | None = None
 
 
-def smaller(key: str, uses: Sequence[Outer], built_bytes: int) -> Choice:
-    """Book-keeping's rule without a plan: the gradient, unless it takes more than twice the factors' bytes.
+def smaller(uses: Sequence[Outer]) -> Choice:
+    """Book-keeping's rule: the gradient, unless it takes more than twice the factors' bytes.
 
     A gradient that is kept takes the place of the weight gradient, so that its norm is all it costs; factors need
     Gram matrices beside it.

@@ -6,7 +6,6 @@
   norms, and dropped; a second backward pass adds them up.
 * ``ghost``: the same with norms from Gram matrices (Li et al., arXiv 2110.05679): nothing of a weight's size is built.
 * ``book_keeping``: one pass (Bu et al., arXiv 2210.00038). Gradients are kept, or factors where those are much smaller.
-* ``auto``: what :func:`plpkg.clipping.plan` finds fastest within a memory budget.
 """
 
 import weakref
@@ -18,15 +17,14 @@ from types import FunctionType, MethodType
 
 import torch
 
-from plpkg.clipping.batches import batch_size, check_losses, examples, leaves, numbered
+from plpkg.clipping.batches import batch_size, check_losses, examples, numbered
 from plpkg.clipping.clip import Clip, check_finite, clip_dense, zeros_for
 from plpkg.clipping.dropout import RandomState
 from plpkg.clipping.execution import EXECUTIONS, Execution
 from plpkg.clipping.layers import LOOP_TAKES_IT
 from plpkg.clipping.mixing import Guard
-from plpkg.clipping.planner import Plan, Watched, cheapest, watch
 from plpkg.clipping.recorder import Recorder
-from plpkg.validation import one_of, whole_number
+from plpkg.validation import one_of
 
 Gradients = tuple[dict[str, torch.Tensor], torch.Tensor]
 """The sums of clipped gradients by parameter, and the norms before clipping, ``(batch,)`` or ``(users,)``."""
@@ -37,7 +35,7 @@ def clipped_gradients(
     loss_per_example: Callable,
     batch,
     max_grad_norm: float,
-    execution: str | Plan | Execution = "book_keeping",
+    execution: str | Execution = "book_keeping",
     *,
     clipping: str = "flat",
     users: torch.Tensor | Sequence[Hashable] | None = None,
@@ -57,8 +55,7 @@ def clipped_gradients(
     max_grad_norm
         C, the L2 norm beyond which an example's gradient is scaled down; for ``per_layer`` also one for each layer.
     execution
-        A name of the module's list, or a :class:`Plan`. ``auto`` makes a plan for ghost clipping's memory in
-        its first step with a batch of this shape, which is slow, and remembers it.
+        A name of the module's list.
     clipping
         ``flat``, ``automatic`` or ``per_layer``: see :mod:`plpkg.clipping.clip`.
     users
@@ -80,46 +77,16 @@ def clipped_gradients(
         A gradient that is not finite.
     """
     clip = Clip(max_grad_norm, clipping)
-    if isinstance(execution, Plan):
-        execution = execution.execution
     if not isinstance(execution, Execution):
-        one_of("execution", execution, ("loop", "auto", *EXECUTIONS))
+        one_of("execution", execution, ("loop", *EXECUTIONS))
     owners = None if users is None else numbered(users, batch_size(batch))
     with _watching(model, loss_per_example, batch, clip, owners, alone=execution == "loop") as step:
         if execution == "loop":
             return step.loop()
-        if execution == "auto":
-            return step.auto()
         return step.recorded(EXECUTIONS[execution] if isinstance(execution, str) else execution)
 
 
-def plan(model: torch.nn.Module, loss_per_example: Callable, batch, *, memory_bytes: int | None = None) -> Plan:
-    """Find the fastest execution that fits a memory budget, from one watched step.
-
-    Parameters
-    ----------
-    model, loss_per_example, batch
-        What :func:`clipped_gradients` takes; the batch is as large as it will be.
-    memory_bytes
-        Live bytes at the peak of a step, parameters and gradients included; by default what ghost clipping needs.
-
-    Returns
-    -------
-    Plan
-        To be given as ``execution``.
-
-    Raises
-    ------
-    ValueError
-        An empty batch, nothing fits in ``memory_bytes``; and what :func:`clipped_gradients` raises.
-    """
-    whole_number("the number of examples", batch_size(batch), 1)
-    with _watching(model, loss_per_example, batch, Clip(1.0)) as step:
-        return cheapest(step.watched()[1], memory_bytes)
-
-
 _GUARDS: weakref.WeakKeyDictionary[torch.nn.Module, dict[Hashable, Guard]] = weakref.WeakKeyDictionary()
-_PLANS: weakref.WeakKeyDictionary[torch.nn.Module, dict] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -155,13 +122,13 @@ class Step:
                 totals[name] += part
         return totals, torch.cat(norms) if norms else next(iter(totals.values())).new_zeros(0)
 
-    def recorded(self, execution: Execution, *, verify: bool = True) -> Gradients:
+    def recorded(self, execution: Execution) -> Gradients:
         """The gradients by a recorded backward pass."""
         parameters, count = self.recorder.parameters, batch_size(self.batch)
         if count == 0:  # many models cannot run on no examples
             zeros = {name: zeros_for(p) for name, p in parameters.items()}
             return zeros, next(iter(zeros.values())).new_zeros(0)
-        with self.recorder.watch(count, looking=verify):
+        with self.recorder.watch(count):
             before = RandomState()
             losses = self._losses(self.batch, count)
             if not self.recorder.called:
@@ -170,31 +137,12 @@ class Step:
                     f"of it, whether examples are mixed is not seen; {LOOP_TAKES_IT}"
                 )
             replay = self.recorder.replay
-            sums, norms = self.recorder.clipped_sums(losses, self.clip, execution, owners=self.owners, verify=verify)
+            sums, norms = self.recorder.clipped_sums(losses, self.clip, execution, owners=self.owners)
         if replay:
             replay.check_losses(
                 losses, lambda index: self.loss_per_example(self.recorder.model, examples(self.batch, index)), before
             )
         return {key: zeros_for(p) if sums[key] is None else sums[key] for key, p in parameters.items()}, norms
-
-    def watched(self) -> tuple[Gradients, Watched]:
-        """The gradients as ghost clipping computes them, and what lived when; the rows are verified before."""
-        count = batch_size(self.batch)
-        with self.recorder.watch(count):
-            self.recorder.guard.verify(self._losses(self.batch, count), self.recorder.passing)
-        return watch(self.recorder.model, partial(self.recorded, verify=False))
-
-    def auto(self) -> Gradients:
-        """The first step with a model, what learns of it and a batch's shape is watched; the next ones have a plan."""
-        if self.clip.local or batch_size(self.batch) == 0:  # nothing is kept beyond a layer: there is nothing to plan
-            return self.recorded(EXECUTIONS["per_sample"])
-        plans = _PLANS.setdefault(self.recorder.model, {})
-        key = tuple(self.recorder.parameters), tuple(tuple(leaf.shape) for leaf in leaves(self.batch))
-        if key not in plans:
-            gradients, watched = self.watched()
-            plans[key] = cheapest(watched)
-            return gradients
-        return self.recorded(plans[key].execution)
 
     def _losses(self, batch, count: int) -> torch.Tensor:
         losses = self.loss_per_example(self.recorder.model, batch)

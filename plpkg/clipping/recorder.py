@@ -38,6 +38,7 @@ from plpkg.clipping.factors import Outer
 from plpkg.clipping.layers import SCRIPTED, Call, Site, check_layers, sites
 from plpkg.clipping.mixing import Guard, Probe, RowPass
 from plpkg.clipping.replay import Projections, Replay
+from plpkg.memory import GradientLabel
 
 # Taps
 
@@ -58,8 +59,9 @@ class _Tap(torch.autograd.Function):
 
 
 def has_hooks(parameter: torch.nn.Parameter) -> bool:
-    """Whether something of the user's waits for a parameter's gradient: an optimizer in the backward pass, say."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+    """Whether something waits for a parameter's gradient, an optimizer in the backward pass, say, and may read it."""
+    accumulated = (parameter._post_accumulate_grad_hooks or {}).values()
+    return bool(parameter._backward_hooks) or not all(isinstance(hook, GradientLabel) for hook in accumulated)
 
 
 def tap(
@@ -223,7 +225,7 @@ class NormPass:
         parts, group = [self._of_users(part) for part in self._arrived.pop(key)], self._groups[key]
         outer = [part for part in parts if isinstance(part, Outer)]
         built = [part for part in parts if not isinstance(part, Outer)]
-        choice = self._execution.choose(key, outer, sum(part.nbytes for part in built))
+        choice = self._execution.choose(outer)
         if built or choice.keep == "gradient":
             built += [factors.instantiate(outer)] if outer else []
             kept = sum(built[1:], built[0])
@@ -261,16 +263,14 @@ class NormPass:
 class SumPass:
     """Adds to ``sums`` the gradients of the parameters that it lacks, an example's scaled by its factor."""
 
-    def __init__(self, scale: torch.Tensor, sums: dict[str, torch.Tensor], seen: Callable | None) -> None:
-        self._scale, self._sums, self._done, self._seen = scale, sums, set(sums), seen
+    def __init__(self, scale: torch.Tensor, sums: dict[str, torch.Tensor]) -> None:
+        self._scale, self._sums, self._done = scale, sums, set(sums)
 
     def wanted(self, site: Site) -> tuple[str, ...]:
         return tuple(name for name, key in site.keys.items() if key not in self._done)
 
     def report(self, site: Site, call: Call, precision: torch.autocast) -> None:
         for key, part in site.contributions(call, precision):
-            if self._seen:
-                self._seen(key)
             part = _weighted_sum([part] if isinstance(part, Outer) else part, self._scale)
             self._sums[key] = self._sums[key].add_(part) if key in self._sums else part
 
@@ -348,7 +348,6 @@ class Recorder:
         self._uses: Counter[str] = Counter()
         self._pass: RowPass | NormPass | SumPass | Projections | None = None
         self.replay: Replay | None = None  # the step under way is one that will be made again
-        self.looking = True  # whether such steps may be
         self._probe: Probe | None = None  # which looks at the model now
         self._leaves: dict[int, weakref.ref] = {}  # of the last losses' graph
         self._inside: list[tuple[list[tuple[nn.Parameter, bool]], Kept | None]] = []
@@ -389,12 +388,10 @@ class Recorder:
         self.replay = None
 
     @contextmanager
-    def watch(self, batch: int, *, looking: bool = False) -> Iterator[None]:
-        """Record the layers that are called inside, for so many examples; ``looking``: this may be a step that is made
-        again.
-        """
+    def watch(self, batch: int) -> Iterator[None]:
+        """Record the layers that are called inside, for so many examples."""
         self.forget()
-        self.recording, self.called, self.batch, self.looking = True, False, batch, looking
+        self.recording, self.called, self.batch = True, False, batch
         try:
             yield
         finally:
@@ -409,7 +406,6 @@ class Recorder:
         *,
         owners: torch.Tensor | None = None,
         loss_scale: float = 1.0,
-        verify: bool = True,
     ) -> tuple[dict[str, torch.Tensor | None], torch.Tensor]:
         """The sum of the clipped gradients, from one loss an example.
 
@@ -424,8 +420,6 @@ class Recorder:
         loss_scale
             What the losses are multiplied with on their way back, against underflow in half precision. Where they
             overflow they go back once more with a sixteenth of it.
-        verify
-            Let the guard look, if it wants to.
 
         Returns
         -------
@@ -445,8 +439,7 @@ class Recorder:
             self._find_leaves(losses)
             if self.alone:
                 return self._of_one(losses, clip, loss_scale)
-            if verify:
-                self.guard.verify(losses, self.passing)
+            self.guard.verify(losses, self.passing)
             while True:
                 beside = self.replay and self.replay.projections()
                 norm_pass = NormPass(self.layers, self._uses, clip, execution, owners, loss_scale, beside)
@@ -465,7 +458,7 @@ class Recorder:
                 # what the norms were taken of, in half precision by more than an example may move the sum.
                 scale = clip.factors(norms.square(), clip.sensitivity) / loss_scale
                 scale = scale if owners is None else scale[owners.to(scale.device)]
-                with self.passing(SumPass(scale, sums, execution.seen)):
+                with self.passing(SumPass(scale, sums)):
                     (losses * loss_scale).sum().backward()
             if self.replay:
                 self.replay.check(self.model, self.guard, self.passing)
@@ -566,7 +559,7 @@ class Recorder:
             return
         self.guard.begin(module, args, kwargs, self.batch, run)
         inputs = leaves([*args, kwargs])
-        if not self._uses and self.looking and not any(map(is_fake, inputs)) and self.guard.replays(self.batch):
+        if not self._uses and not any(map(is_fake, inputs)) and self.guard.replays(self.batch):
             self.replay = Replay(self.batch)  # with its first forward pass
         if self.replay:
             device = next(iter(self.parameters.values())).device.type

@@ -240,7 +240,7 @@ def build(make):
 @pytest.mark.parametrize("name", EXACT | HELD_OUT)
 def test_exact(name, assert_as_loop, still):
     make, loss, batch = (EXACT | HELD_OUT)[name]
-    executions = (*EXECUTIONS, "auto") if name in EXACT else ("book_keeping",)
+    executions = EXECUTIONS if name in EXACT else ("book_keeping",)
     assert_as_loop(still(build(make)), loss, batch, *executions)
 
 

@@ -13,14 +13,13 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from plpkg.backbones import FAMILIES, random_backbone
-from plpkg.clipping import clipped_gradients, plan
+from plpkg.clipping import clipped_gradients
 from plpkg.clipping.batches import batch_size, examples
 from plpkg.clipping.execution import EXECUTIONS
 from plpkg.residual import PrivateLoraConfig
 
 from rounding import assert_as_exact, relative
 
-ALL = (*EXECUTIONS, "auto")
 SEQ, VOCAB = 9, 64
 CONSISTENT = relative(2 * VOCAB + SEQ**2)  # two sides of a Gram matrix, at most as long as VOCAB; then its sum
 
@@ -55,7 +54,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_language_models(name, assert_as_loop, lm_loss, still):
-    assert_as_loop(still(MODELS[name]()), lm_loss, text(), *ALL)
+    assert_as_loop(still(MODELS[name]()), lm_loss, text(), *EXECUTIONS)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -64,7 +63,7 @@ def test_transformers_gradient_checkpointing(reentrant, assert_as_loop, lm_loss,
         model.activation_checkpointing_enable({"use_reentrant": reentrant} if reentrant else None)
         if reentrant:
             model.enable_input_require_grads()
-        assert_as_loop(still(model), lm_loss, text(), *ALL)
+        assert_as_loop(still(model), lm_loss, text(), *EXECUTIONS)
 
 
 def test_a_weight_used_past_its_layer_is_refused_by_name():
@@ -77,7 +76,7 @@ def test_a_weight_used_past_its_layer_is_refused_by_name():
             return functional.linear(self.table(ids), self.table.weight).flatten(1)
 
     model, ids = Net(), torch.randint(0, 8, (4, 5))
-    for execution in ALL:
+    for execution in EXECUTIONS:
         with pytest.raises(NotImplementedError, match=r"^table\.weight: used outside of the layer that owns it"):
             clipped_gradients(model, linear_loss, ids, 1.0, execution)
         assert model.table.weight.grad is None
@@ -91,7 +90,7 @@ def linear_loss(model, x):
     return model(x).square().sum(1)
 
 
-@pytest.mark.parametrize("execution", ["loop", *ALL])
+@pytest.mark.parametrize("execution", ["loop", *EXECUTIONS])
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 @pytest.mark.parametrize("size", [1e4, 1e-4, 0.0])
 def test_no_sample_counts_for_more_than_c_and_small_ones_stay(size, clipping, execution):
@@ -102,7 +101,7 @@ def test_no_sample_counts_for_more_than_c_and_small_ones_stay(size, clipping, ex
     assert moved == pytest.approx(min(0.5, norms.item()), rel=relative(2 * 8))  # two norms of 8 numbers
 
 
-@pytest.mark.parametrize("execution", ["loop", *ALL])
+@pytest.mark.parametrize("execution", ["loop", *EXECUTIONS])
 def test_the_model_is_left_as_it_was_by_an_exception_too(execution):
     model, given = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), []
     model[0].bias.requires_grad_(False)
@@ -131,7 +130,7 @@ def test_the_model_is_left_as_it_was_by_an_exception_too(execution):
     assert_as_before()
 
 
-@pytest.mark.parametrize("execution", ["loop", *ALL])
+@pytest.mark.parametrize("execution", ["loop", *EXECUTIONS])
 def test_an_empty_batch_gives_zeros(execution, lm_loss):
     model, batch = backbone(), {"input_ids": torch.zeros(0, 5, dtype=torch.long)}
     gradients, norms = clipped_gradients(model, lm_loss, batch, 1.0, execution)
@@ -199,7 +198,7 @@ def test_bad_input_gets_a_sentence(change, message):
         clipped_gradients(**good | dict(execution="ghost") | change)
 
 
-@pytest.mark.parametrize("execution", ["loop", *ALL])
+@pytest.mark.parametrize("execution", ["loop", *EXECUTIONS])
 def test_a_gradient_that_is_not_finite_is_named(execution):
     x = torch.randn(4, 3)
     x[2] = torch.inf
@@ -260,7 +259,7 @@ LINEAR = dict(kinds=["linear"], half=3, batch=4, seq=3, tied=False, clipping="fl
     order=strategies.lists(CALLS, max_size=6),
     half=strategies.integers(1, 6),
     batch=strategies.integers(1, 5),
-    seq=strategies.integers(1, 9),
+    seq=strategies.integers(2, 9),  # torch's GroupNorm refuses one value a group
     tied=strategies.booleans(),
     clipping=strategies.sampled_from(["flat", "automatic", "per_layer"]),
     seed=strategies.integers(0, 99),
@@ -276,5 +275,4 @@ def test_random_architectures(kinds, order, half, batch, seq, tied, clipping, se
     def loss(model, ids):
         return functional.cross_entropy(model(ids, order).mT, ids.roll(1, 1), reduction="none").mean(1)
 
-    executions = (*EXECUTIONS, plan(model, loss, ids), "auto", "auto")
-    assert_as_loop(model, loss, ids, *executions, max_grad_norm=0.3, clipping=clipping)
+    assert_as_loop(model, loss, ids, *EXECUTIONS, max_grad_norm=0.3, clipping=clipping)

@@ -55,13 +55,6 @@ def test_measured_points_are_the_recorded_ones(section, cases):
         plt.close(ax.figure)
 
 
-def test_a_plan_is_faster_than_ghost_clipping_in_its_memory():
-    rows = recorded.section("clipping_costs", "grid")
-    assert len(rows) == 17
-    assert rows["ratio"].between(0.4, 0.8).all()  # as notebook 05 says
-    assert (rows["peak_ratio"] <= 1.01).all()
-
-
 def test_noise_grows_with_the_scale_of_factors_and_not_of_m():
     rows = recorded.section("clipping_learning", "scale")
     for method, some in rows.groupby("method"):  # as the claim prism-lora says

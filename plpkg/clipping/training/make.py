@@ -39,7 +39,6 @@ from torch.utils.data import DataLoader
 from plpkg.clipping.batches import numbered
 from plpkg.clipping.clip import Clip
 from plpkg.clipping.execution import EXECUTIONS, LOOP
-from plpkg.clipping.planner import Plan
 from plpkg.clipping.training.accounting import ACCOUNTANTS, Mechanism, noise_for
 from plpkg.clipping.training.loader import PrivateLoader, PrivateSampler, check_loader
 from plpkg.clipping.training.private import Private, learned
@@ -63,7 +62,7 @@ def make_private(
     max_epsilon: float | None = None,
     users: Sequence[Hashable] | torch.Tensor | None = None,
     poisson_sampling: bool = True,
-    execution: str | Plan = "book_keeping",
+    execution: str = "book_keeping",
     clipping: str = "flat",
     accountant: str = "prv",
     max_physical_batch_size: int | None = None,
@@ -111,8 +110,8 @@ def make_private(
         holds for any order if an absent example, or user, leaves an empty place; not if the others move up, and for one
         who is replaced only with σ/2 (:mod:`plpkg.clipping.training.accounting`).
     execution
-        ``per_sample``, ``fast``, ``ghost``, ``book_keeping``, or what :func:`plpkg.clipping.plan` found; or ``loop``,
-        the slow road that is always there: the data loader gives one example at a time, and autograd its gradient.
+        ``per_sample``, ``fast``, ``ghost``, ``book_keeping``; or ``loop``, the slow road that is always there: the
+        data loader gives one example at a time, and autograd its gradient.
         See the table below.
     clipping
         ``flat``, ``automatic`` or ``per_layer``.
@@ -179,9 +178,8 @@ def make_private(
     check_whole(model)
     if per_example is not None and (criterion is not None or execution != "book_keeping"):
         raise ValueError("per_example gives the gradients: leave criterion and execution out")
-    if not isinstance(execution, Plan):
-        one_of("execution", execution, ("loop", *EXECUTIONS))
-    executed = execution.execution if isinstance(execution, Plan) else EXECUTIONS.get(execution, LOOP)
+    one_of("execution", execution, ("loop", *EXECUTIONS))
+    executed = EXECUTIONS.get(execution, LOOP)
     one_of("accountant", accountant, ACCOUNTANTS)
     flag("poisson_sampling", poisson_sampling)
     if callable(noise_multiplier) and not poisson_sampling:

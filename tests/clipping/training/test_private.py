@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler, TensorDataset
 
 from plpkg.backbones import random_backbone
-from plpkg.clipping import clipped_gradients, make_private, plan
+from plpkg.clipping import clipped_gradients, make_private
 from plpkg.clipping.execution import EXECUTIONS
 from plpkg.clipping.training.accounting import epsilon_of
 from plpkg.clipping.training.randomness import Randomness
@@ -207,12 +207,11 @@ def test_samples_are_poisson():
     assert sizes.var().item() == pytest.approx(variance, rel=sampling_error(2, draws))
 
 
-@pytest.mark.parametrize("execution", [*EXECUTIONS, "a plan"])
+@pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_pieces_of_a_sample_are_one_step(execution, workers):
     whole, sizes = train(private())
-    how = plan(Net(), losses, data()[:10]) if execution == "a plan" else execution
-    got, pieces = train(private(execution=how, max_physical_batch_size=3, loader=dict(num_workers=workers)))
+    got, pieces = train(private(execution=execution, max_physical_batch_size=3, loader=dict(num_workers=workers)))
     assert max(pieces) <= 3
     assert sum(pieces) == sum(sizes)
     assert_as_exact(got, whole, exactly(3))

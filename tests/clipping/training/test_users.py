@@ -52,7 +52,7 @@ def ids():
 
 @pytest.mark.parametrize("clipping", CLIPPINGS)
 def test_every_execution_is_the_loop_over_users(clipping, assert_as_loop):
-    assert_as_loop(net(), squares, pictures(), *EXECUTIONS, "auto", users=USERS, clipping=clipping)
+    assert_as_loop(net(), squares, pictures(), *EXECUTIONS, users=USERS, clipping=clipping)
 
 
 @pytest.mark.parametrize("model", [language_model, adapters])
