@@ -85,6 +85,20 @@ def trainer(model, optimizer, criterion, steps, *, max_grad_norm, noise_multipli
         PrivateTrainer(model, arguments, train_dataset=samples, optimizers=(optimizer, schedule)).train()
 
 
+def one_length(noise):
+    return noise / noise.norm() * math.sqrt(noise.numel())
+
+
+NOISES = {
+    "uniform noise": lambda noise, step: (2 * torch.rand_like(noise) - 1) * math.sqrt(3),
+    "noise of two values": lambda noise, step: noise.sign(),
+    "one row of noise": lambda noise, step: noise[:1].expand_as(noise),
+    "noise of one length": lambda noise, step: one_length(noise) if noise.ndim > 1 else noise,
+    "noise that comes and goes": lambda noise, step: noise * (0.5 if step % 3 else math.sqrt(2.5)),
+}
+"""Of standard deviation 1 in all steps together, but not independent normal numbers."""
+
+
 def by_hand(fault: str = ""):
     """DP-SGD with torch.func; or with a fault."""
 
@@ -104,8 +118,8 @@ def by_hand(fault: str = ""):
             output = func.functional_call(model, parameters, tuple(x[None] for x in inputs))
             return criterion(output, target[None])
 
-        sums = {}
-        for step in steps:
+        sums, earlier = {}, []
+        for number, step in enumerate(steps):
             if not sums or fault != "never forgets":
                 sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
             for inputs, target, *users in step[-1:] if fault == "drops micro-batches" else step:
@@ -122,11 +136,20 @@ def by_hand(fault: str = ""):
                     expected_batch_size = max(1, len(target))
             if fault == "same noise":
                 generator.manual_seed(0)
+            earlier.append({})
             for name, p in parameters.items():
+                if fault == "one seed for all parameters":
+                    generator.manual_seed(number + 1000 * len(steps))
                 std = max_grad_norm * noise_multiplier * (0.8 if fault == "little noise" else 1)
                 quiet = fault == "quiet bias" and name.endswith("bias")
                 quiet |= fault == "none for nobody" and not len(step[0][1])
-                noise = std * torch.randn(p.shape, generator=generator) * (not quiet)
+                noise = torch.randn(p.shape, generator=generator)
+                if fault in NOISES:
+                    noise = NOISES[fault](noise, number)
+                if fault == "noise of the step before last" and number % 4 > 1:
+                    noise = earlier[number - 2][name]
+                earlier[-1][name] = noise
+                noise = std * noise * (not quiet)
                 p.grad = (sums[name] * (5 if fault == "five times" else 1) + noise) / expected_batch_size
                 if fault == "never ready":
                     p.grad = None

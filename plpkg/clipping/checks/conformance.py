@@ -7,7 +7,8 @@ seen through torch's own hooks on every optimizer's step, so that no library nee
 * ``sums``: the update is the sum of the examples' clipped gradients, each computed alone by autograd;
 * ``sensitivity``: nobody moves it by more than C (:func:`~plpkg.clipping.checks.sensitivity.check_sensitivity`);
 * ``noise``: each parameter's has the standard deviation σ·C, also where no example reached it and for an empty sample,
-  and another in each step and in each training;
+  and another in each step and in each training; its numbers are normal ones, and no two of a step, and no two steps,
+  are correlated;
 * ``audit``: whether somebody took part is not told from the released numbers more surely than σ allows
   (:func:`~plpkg.clipping.checks.audit.gaussian_audit`).
 
@@ -22,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
-from scipy.stats import chi2, norm
+from scipy.stats import beta, chi2, kstest, norm, uniform
 
 from plpkg.clipping.batches import examples
 from plpkg.clipping.checks.audit import gaussian_audit, gaussian_epsilon
@@ -52,6 +53,7 @@ ROUNDING = 1e-3  # a deviation of so many C is put down to rounding; Opacus divi
 STANDARD_ERRORS = 5  # of a sound training one figure in 1.7 million is further away
 STEPS_AGAIN = 8  # of a second training
 BY_CHANCE = float(norm.sf(STANDARD_ERRORS))
+CHUNK = 1000  # rows at a time, where all pairs are compared
 ZOO_EXAMPLES = 17  # with a last micro-batch of one
 USERS_OWN = ("loss over the batch's tokens", "actual batch size")
 """Specimens that no library can get right: the mistake is in what it is given."""
@@ -254,7 +256,7 @@ def _noise(trial: Trial) -> str | None:
     shared = (vectors[1:] * vectors[:-1]).sum().item()  # mean 0, and variance 1 of each product
     if abs(shared) > STANDARD_ERRORS * math.sqrt(vectors[1:].numel()):
         return f"the noise of one step is correlated with that of the next, {shared / vectors[1:].numel():.3g}"
-    if sentence := _deviation(noise, std, ""):
+    if sentence := _deviation(noise, std, "") or _irregular(vectors.double()):
         return sentence
     again = trial.run([trial.case.sample, trial.without[1]] * (STEPS_AGAIN // 2), NOISE_MULTIPLIER)
     second = (
@@ -272,6 +274,44 @@ def _noise(trial: Trial) -> str | None:
     except MiscountError:
         return "an empty sample gets no noise, which says that nobody was in it"
     return _deviation(empty, std, " of an empty sample")
+
+
+def _irregular(vectors: torch.Tensor) -> str | None:
+    """A sentence about noise ``(steps, numbers)`` of standard deviation 1 that is not of independent normal numbers.
+
+    A sound training gets each of the five sentences with a chance of at most :data:`BY_CHANCE`.
+    """
+    steps, numbers = vectors.shape
+    if kstest(vectors.flatten().numpy(), norm.cdf).pvalue < BY_CHANCE:
+        return "the noise is not normal: its numbers have another distribution (Kolmogorov and Smirnov's test)"
+    lengths = {"steps": (vectors.square().sum(1), numbers), "numbers": (vectors.square().sum(0), steps)}
+    for what, (squares, count) in lengths.items():
+        if kstest(chi2.cdf(squares.numpy(), count), uniform.cdf).pvalue < BY_CHANCE:
+            return f"the noise of different {what} differs in size more, or less, than normal numbers do"
+    if (shared := _correlated(vectors)) is not None:
+        return f"the noise of two steps is correlated, {shared:.3g}: it is used again"
+    if (shared := _correlated(vectors.T)) is not None:
+        return f"two numbers of the noise are correlated in all steps, {shared:.3g}: one seed, or one row, for several?"
+    return None
+
+
+def _correlated(rows: torch.Tensor) -> float | None:
+    """The largest correlation of two rows, if independent normal numbers have it with less than :data:`BY_CHANCE`.
+
+    Of n such numbers in a row, the squared correlation is Beta(1/2, (n - 1)/2) distributed.
+    """
+    count, length = rows.shape
+    if count < 2 or length < 3:
+        return None
+    pairs = count * (count - 1) / 2
+    limit = math.sqrt(beta.isf(BY_CHANCE / pairs, 0.5, (length - 1) / 2))
+    rows = torch.nn.functional.normalize(rows, dim=1)
+    largest = 0.0
+    for first, part in enumerate(rows.split(CHUNK)):
+        products = part @ rows.T
+        products.diagonal(first * CHUNK).zero_()  # each with itself
+        largest = max(largest, products.abs().max().item())
+    return largest if largest > limit else None
 
 
 def _deviation(noise: list[Update], std: float, where: str) -> str | None:

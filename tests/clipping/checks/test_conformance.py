@@ -42,6 +42,13 @@ FAULTS = [
     ("a fixed seed", PERCEPTRON, {"noise": "a second training draws the noise of the first (a fixed seed?)"}),
     ("little noise", PERCEPTRON, {"noise": "the noise of 0.weight has the standard deviation 0."}),
     ("quiet bias", PERCEPTRON, {"noise": "the noise of 0.bias has the standard deviation 0 σC instead of σC"}),
+    ("uniform noise", PERCEPTRON, {"noise": "the noise is not normal"}),
+    ("noise of two values", PERCEPTRON, {"noise": "the noise is not normal"}),
+    ("noise of one length", PERCEPTRON, {"noise": "the noise of different steps differs in size more, or less"}),
+    ("noise that comes and goes", PERCEPTRON, {"noise": "the noise is"}),
+    ("one row of noise", PERCEPTRON, {"noise": ""}),
+    ("one seed for all parameters", PERCEPTRON, {"noise": "two numbers of the noise are correlated in all steps, 1"}),
+    ("noise of the step before last", PERCEPTRON, {"noise": "the noise of two steps is correlated, 1"}),
     ("none for nobody", PERCEPTRON, {"noise": "the noise of 0.weight of an empty sample has the standard dev"}),
     ("never forgets", SECOND, {"sums": "without the step before it is right", "sensitivity": "", "noise": ""}),
 ]  # fmt: skip
