@@ -17,7 +17,7 @@ import secrets
 import warnings
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -26,6 +26,7 @@ import torch
 from opacus.accountants import IAccountant, create_accountant
 from scipy.optimize import brentq
 from scipy.special import log_ndtr
+from torch.utils.weak import WeakIdKeyDictionary
 
 from plpkg.clipping.clip import Clip
 from plpkg.validation import number, one_of, shown, whole_number
@@ -176,6 +177,17 @@ class Ledger:
             life = Life(max((each.number + 1 for each in self._lives.values()), default=0), steps=steps)
         return life
 
+    def join(self, other: "Ledger") -> None:
+        """Both are one from now on, whoever holds which."""
+        self._lives |= other._lives
+        self.gradients |= other.gradients
+        other._lives, other.gradients = self._lives, self.gradients
+
+    def begin_with(self, spent: list[Spent]) -> None:
+        """Count what was released elsewhere."""
+        number = max((each.number + 1 for each in self._lives.values()), default=0)
+        self.record(Life(number, steps=sum(count for *_, count in spent), spent=spent))
+
     def record(self, life: Life) -> None:
         """A step of a life is about to be released."""
         self._lives[life.name] = life
@@ -202,14 +214,47 @@ class Ledger:
                 self._lives[life.name] = life
 
 
+def entries_of(spent: Iterable) -> list[Spent]:
+    """What some steps have spent: σ, the sampling rate and the number of steps each.
+
+    Raises
+    ------
+    ValueError, TypeError
+        It is something else.
+    """
+    entries = [tuple(entry) for entry in spent]
+    for entry in entries:
+        if len(entry) != 3:
+            raise ValueError(f"spent must be σ, a sampling rate and a number of steps each, got {shown(entry)}")
+        sigma, rate, count = entry
+        number("σ", sigma)
+        number("the sampling rate", rate, 0, 1, open_low=True)
+        whole_number("count", count, 1)
+    return entries
+
+
+_LEDGERS: MutableMapping[torch.nn.Module | torch.Tensor, Ledger] = WeakIdKeyDictionary()
+
+
+def ledger_of(model: torch.nn.Module, learning: Iterable[torch.Tensor]) -> Ledger:
+    """The ledger of a model, and from now on of the parameters that learn.
+
+    What was released of any of a model's parameters was released of the model: a head before the whole model, a base
+    inside of an adapter's model, a model inside of ``nn.Sequential``.
+    """
+    known = [_LEDGERS[each] for each in (model, *model.parameters()) if each in _LEDGERS]
+    ledger = known[0] if known else Ledger()
+    for other in known[1:]:
+        ledger.join(other)
+    for each in (model, *learning):
+        _LEDGERS[each] = ledger
+    return ledger
+
+
 def _life(given: object) -> Life:
     try:
         life = Life(**given)
-        entries = [tuple(entry) for entry in life.spent]
-        for sigma, rate, count in entries:
-            number("σ", sigma)
-            number("the sampling rate", rate, 0, 1, open_low=True)
-            whole_number("count", count, 1)
+        entries = entries_of(life.spent)
         whole_number("number", life.number, 0)
         whole_number("steps", life.steps, 0)
         for epoch in life.epochs:

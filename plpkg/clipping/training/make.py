@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader
 from plpkg.clipping.batches import numbered
 from plpkg.clipping.clip import Clip
 from plpkg.clipping.execution import EXECUTIONS, LOOP
-from plpkg.clipping.training.accounting import ACCOUNTANTS, Mechanism, noise_for
+from plpkg.clipping.training.accounting import ACCOUNTANTS, Mechanism, entries_of, noise_for
 from plpkg.clipping.training.loader import PrivateLoader, PrivateSampler, check_loader
 from plpkg.clipping.training.private import Private, learned
 from plpkg.clipping.training.processes import Processes, check_whole
@@ -70,6 +70,7 @@ def make_private(
     expected_batch_size: float | None = None,
     seed: int | None = None,
     secure: bool = False,
+    spent: Sequence[tuple[float, float, int]] = (),
 ) -> Private:
     """Make a training loop private.
 
@@ -122,6 +123,9 @@ def make_private(
         the last. You may also take a batch apart yourself, but not put two of them in a step.
     seed, secure
         Where samples and noise come from: see :mod:`plpkg.clipping.training.randomness`.
+    spent
+        What these weights have released where this process cannot know it: σ, the sampling rate, and the number of
+        steps that had them. What trainings of this process released of the same parameters is counted without it.
 
     Returns
     -------
@@ -217,6 +221,7 @@ def make_private(
     Clip(first.max_grad_norm, clipping)  # refuses what it cannot clip to
     if max_epsilon is not None and target_delta is None:
         raise ValueError(f"max_epsilon={max_epsilon!r} needs a target_delta")
+    before = entries_of(spent)
     processes = Processes()
     told = {"number of examples": len(members), "batch size": expected_batch_size}
     processes.agree(model, asdict(first) | told)
@@ -231,12 +236,13 @@ def make_private(
         processes,
         None if max_epsilon is None else (max_epsilon, target_delta),
         per_example,
+        before,
     )
     try:
         first.clip.limits(private.layers)
         if private.done:
-            before = f", beside ε={private.epsilon(target_delta):.4g} before" if private.accountant.history else ""
-            raise ValueError(f"max_epsilon={max_epsilon!r} is less than the first step spends{before}")
+            beside = f", beside ε={private.epsilon(target_delta):.4g} before" if private.accountant.history else ""
+            raise ValueError(f"max_epsilon={max_epsilon!r} is less than the first step spends{beside}")
     except ValueError:
         private.remove()
         raise

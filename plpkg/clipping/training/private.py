@@ -6,7 +6,7 @@ standard deviation σ·C on their sum, divided by the *expected* batch size. ε 
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 
@@ -19,7 +19,7 @@ from plpkg.clipping.clip import Clip, clip_dense, zeros_for
 from plpkg.clipping.execution import LOOP, Execution
 from plpkg.clipping.mixing import modules_of
 from plpkg.clipping.recorder import Recorder, has_hooks
-from plpkg.clipping.training.accounting import Ledger, Life, Mechanism, accountant_of, spent
+from plpkg.clipping.training.accounting import Life, Mechanism, Spent, accountant_of, ledger_of, spent
 from plpkg.clipping.training.criterion import OwnLoss, PrivateCriterion, PrivateLoss
 from plpkg.clipping.training.given import GivenGradients, clip_given
 from plpkg.clipping.training.loader import Piece, PrivateLoader, PrivateSampler
@@ -27,8 +27,6 @@ from plpkg.clipping.training.processes import Processes
 from plpkg.clipping.training.randomness import Randomness
 from plpkg.validation import shown, whole_number
 
-_LEDGERS: weakref.WeakKeyDictionary[torch.nn.Module, Ledger] = weakref.WeakKeyDictionary()
-"""What has been released from a model, by all of its private trainings."""
 UNCLIPPED = Clip(1e30)
 """For a part of what is one user's, which is clipped when the rest has come: in float32 still a number."""
 
@@ -73,6 +71,7 @@ class Private:
         processes: Processes,
         limit: tuple[float, float] | None = None,
         per_example: Callable | None = None,
+        spent_before: Sequence[Spent] = (),
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self._elsewhere = per_example is not None
@@ -85,10 +84,12 @@ class Private:
         self._limit = limit
         self._offered: list[Piece] = []
         self._loop: object = None  # over the data loader, whose batches are trained on
-        self._ledger = _LEDGERS.setdefault(model, Ledger())
+        self.recorder = Recorder(model, alone=execution is LOOP or self._elsewhere)
+        self._ledger = ledger_of(model, self.recorder.parameters.values())
+        if spent_before:
+            self._ledger.begin_with(spent_before)
         self._released = self._ledger.gradients  # which may still be there from a training before
         self._enter(self._ledger.life(0), 0)
-        self.recorder = Recorder(model, alone=execution is LOOP or self._elsewhere)
         self._hooks = [
             optimizer.register_step_pre_hook(self._release),
             register_optimizer_step_pre_hook(_not_by_others(weakref.ref(self))),
@@ -183,6 +184,10 @@ class Private:
 
         With shuffled batches that is about one who leaves an empty place, and not about one who is removed so that the
         others move up, nor replaced (:mod:`plpkg.clipping.training.accounting`).
+
+        It is of all that private trainings in this process have released of the model's parameters. It does not follow
+        what they were copied to: a deep copy, or a file that is loaded without :meth:`state_dict`. Give ``spent`` to
+        ``make_private`` for what was released of such weights before.
 
         Raises
         ------

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from opacus import PrivacyEngine
 from opacus.accountants import create_accountant
 from opacus.grad_sample import GradSampleModuleFastGradientClipping
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler, TensorDataset
 
@@ -307,6 +308,7 @@ RUN = """
 import sys
 from pathlib import Path
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from plpkg.clipping import make_private
@@ -589,3 +591,61 @@ def test_an_epoch_after_a_break_is_whole():
         for x, y in itertools.islice(made.data_loader, 4):
             step(made, x, y)
     assert made.steps == 3 * 4
+
+
+def head_only(net):
+    net.requires_grad_(False)
+    net.b.requires_grad_(True)
+    return net.b
+
+
+def with_adapter(net):
+    return get_peft_model(net, LoraConfig(r=2, target_modules=["a"]))
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (lambda net: net, lambda net: net),
+        (lambda net: net, nn.Sequential),
+        (head_only, lambda net: net.requires_grad_(True)),
+        (lambda net: net, head_only),
+        (lambda net: net, with_adapter),
+    ],
+    ids=["again", "around it", "the head, then all", "all, then the head", "an adapter on it"],
+)
+def test_epsilon_follows_the_parameters(first, then):
+    net, delta = Net(), 1e-5
+    released = [(1.0, 1 / 6, 7)]  # as a training of part of the model, on features that no loader gives, would have
+    made = private(first(net), expected_batch_size=10, sample_rate=1 / 6)
+    made._ledger.begin_with(released)
+    made.remove()
+    after = private(then(net), expected_batch_size=10, sample_rate=1 / 6)
+    assert after.epsilon(delta) == epsilon_of(1.0, 1 / 6, 7, delta)
+    elsewhere = private(copy.deepcopy(net), expected_batch_size=10, sample_rate=1 / 6)
+    assert elsewhere.epsilon(delta) == 0
+
+
+def test_two_models_that_become_one_share_what_both_released():
+    left, right = Net(), Net()
+    for part, steps in ((left, 3), (right, 4)):
+        private(part, expected_batch_size=10, sample_rate=1 / 6)._ledger.begin_with([(1.0, 1 / 6, steps)])
+    both = private(nn.ModuleList([left, right]), expected_batch_size=10, sample_rate=1 / 6)
+    assert both.epsilon(1e-5) == pytest.approx(epsilon_of(1.0, 1 / 6, 7, 1e-5), abs=0.02)  # prv's own error, twice
+    assert both.epsilon(1e-5) > epsilon_of(1.0, 1 / 6, 4, 1e-5)
+
+
+def test_what_was_spent_elsewhere_can_be_given():
+    made = private(spent=[(2.0, 0.1, 30)])
+    assert made.epsilon(1e-5) == epsilon_of(2.0, 0.1, 30, 1e-5)
+    before = made.epsilon(1e-5)
+    train(made, 2)
+    assert made.epsilon(1e-5) > before
+
+
+@pytest.mark.parametrize("spent", [[(1.0, 0.1)], [(-1.0, 0.1, 3)], [(1.0, 1.5, 3)], [(1.0, 0.1, 0)]])
+def test_what_cannot_have_been_spent_is_refused(spent):
+    model = Net()
+    with pytest.raises(ValueError, match=r"spent must be|σ must be|the sampling rate must be|count must be"):
+        private(model, spent=spent)
+    private(model)  # nothing of the first is left on it
