@@ -89,7 +89,11 @@ class Private:
         if spent_before:
             self._ledger.begin_with(spent_before)
         self._released = self._ledger.gradients  # which may still be there from a training before
-        self._enter(self._ledger.life(0), 0)
+        try:
+            self._enter(self._ledger.life(0), 0)
+        except Exception:  # max_epsilon, or a function of the step, makes no sense
+            self.recorder.remove()
+            raise
         self._hooks = [
             optimizer.register_step_pre_hook(self._release),
             register_optimizer_step_pre_hook(_not_by_others(weakref.ref(self))),
