@@ -119,20 +119,6 @@ class MemoryTimeline(Tabular):
             hook.remove()
         self._closed = True
 
-    @property
-    def live_bytes(self) -> int:
-        """What is live now."""
-        return self._total
-
-    @property
-    def num_events(self) -> int:
-        """How many rows :meth:`to_frame` has so far."""
-        return len(self._history)
-
-    def peak_since(self, event: int) -> int:
-        """The most bytes that were live at once from a row of :meth:`to_frame` on, and now."""
-        return max([self._total, *(sum(sizes) for _, sizes in self._history[event:])])
-
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Name what happens inside; phases may nest."""

@@ -155,7 +155,7 @@ class Outer:
         return square(sums).expand(2, -1)
 
 
-def norms_squared(uses: Sequence[Outer], rule: str, *, careful: bool = True) -> torch.Tensor:
+def norms_squared(uses: Sequence[Outer], rule: str) -> torch.Tensor:
     """‖Σ_uses Σ_t rows_t ⊗ cols_t‖² of a parameter with all its uses, ``(batch,)``.
 
     Parameters
@@ -163,9 +163,7 @@ def norms_squared(uses: Sequence[Outer], rule: str, *, careful: bool = True) -> 
     uses
         At least one, of one parameter.
     rule
-        ``gram`` or ``instantiate``.
-    careful
-        Compute again by instantiation where ``gram`` cancels: :data:`CANCELLATION`.
+        ``gram`` or ``instantiate``; where ``gram`` cancels (:data:`CANCELLATION`) it is computed again by the other.
     """
     merged = _concatenated(uses)
     size = math.prod(merged[0].shape) * merged[0].cols.dtype.itemsize
@@ -179,7 +177,7 @@ def norms_squared(uses: Sequence[Outer], rule: str, *, careful: bool = True) -> 
         for other in merged[:place]:
             both = both + 2 * use.inner(other)
     total, mass = both
-    if not careful or is_fake(total):
+    if is_fake(total):
         return total
     doubtful = (total < CANCELLATION * mass).nonzero().flatten()
     if len(doubtful):
