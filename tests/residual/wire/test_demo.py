@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from plpkg import catalog
+from plpkg import catalog, wheels
 from plpkg.backbones import load_backbone
 from plpkg.cli import app
 from plpkg.residual import DeviceClient
@@ -114,6 +114,7 @@ def test_questions_on_standard_input_are_answered(shared):
     assert shown.index("Flat 6") < shown.index("Tolliver")
 
 
+@pytest.mark.skipif(not wheels.is_fetched("smollm2"), reason="the published model was not fetched: plpkg fetch")
 def test_the_published_model_knows_the_diary_by_its_m():
     shown = run(model="smollm2")
     for answer in ("Tolliver", "Clemency Fennimore", "17 Pilchard Steps"):
