@@ -39,7 +39,8 @@ from torch.utils.data import DataLoader
 from plpkg.clipping.batches import numbered
 from plpkg.clipping.clip import Clip
 from plpkg.clipping.execution import EXECUTIONS, LOOP
-from plpkg.clipping.training.accounting import ACCOUNTANTS, Mechanism, entries_of, noise_for
+from plpkg.clipping.training.accounting import ACCOUNTANTS, Mechanism, noise_for
+from plpkg.clipping.training.ledger import entries_of
 from plpkg.clipping.training.loader import PrivateLoader, PrivateSampler, check_loader
 from plpkg.clipping.training.private import Private, learned
 from plpkg.clipping.training.processes import Processes, check_whole

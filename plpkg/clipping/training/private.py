@@ -19,9 +19,10 @@ from plpkg.clipping.clip import Clip, clip_dense, zeros_for
 from plpkg.clipping.execution import LOOP, Execution
 from plpkg.clipping.mixing import modules_of
 from plpkg.clipping.recorder import Recorder, has_hooks
-from plpkg.clipping.training.accounting import Life, Mechanism, Spent, accountant_of, ledger_of, spent
+from plpkg.clipping.training.accounting import Mechanism, accountant_of, spent
 from plpkg.clipping.training.criterion import OwnLoss, PrivateCriterion, PrivateLoss
 from plpkg.clipping.training.given import GivenGradients, clip_given
+from plpkg.clipping.training.ledger import Life, Spent, ledger_of
 from plpkg.clipping.training.loader import Piece, PrivateLoader, PrivateSampler
 from plpkg.clipping.training.processes import Processes
 from plpkg.clipping.training.randomness import Randomness

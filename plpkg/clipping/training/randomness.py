@@ -1,7 +1,7 @@
 """Noise and Poisson samples, from a seed or from the operating system's entropy.
 
 Everything drawn belongs to a numbered draw in a numbered life, so that a run that was killed goes on with the same
-numbers, and one that goes back never sees them again (:class:`plpkg.clipping.training.accounting.Ledger`). Whoever
+numbers, and one that goes back never sees them again (:class:`plpkg.clipping.training.ledger.Ledger`). Whoever
 knows the seed can take the noise off again: a seed is for experiments, ``secure`` is for releases. Then the numbers
 come from ChaCha20 under a key that is never stored, and each noise value is half the sum of four normal ones, whose
 last bits do not tell the value without noise (Mironov, CCS 2012; Holohan & Braghin, arXiv 2107.10138). Otherwise they

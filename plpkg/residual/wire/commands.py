@@ -277,7 +277,7 @@ def given(examples: list[str], console) -> Iterator[str]:
     if sys.stdin is None:
         yield from examples
     elif sys.stdin.isatty():
-        console.print(f"Ask, or end with an empty line: {examples[0]}", markup=False)
+        console.print(f"Type a line, or an empty one to end. For example: {examples[0]}", markup=False)
         yield from itertools.takewhile(str.strip, lines_of())
     else:
         is_empty = True

@@ -1,0 +1,168 @@
+"""What has been released from a model's parameters, by all private trainings of this process that they took part in."""
+
+import secrets
+from collections.abc import Iterable, MutableMapping
+from dataclasses import asdict, dataclass, field, replace
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from plpkg.validation import number, shown, whole_number
+
+Spent = tuple[float, float, int]
+"""σ, the sampling rate, and how many steps had them."""
+
+
+@dataclass
+class Life:
+    """Steps of a training whose noise was drawn once: it goes on, and never back.
+
+    Attributes
+    ----------
+    number
+        What noise and samples are drawn with, beside the seed and the step.
+    name
+        Random: tells the lives of two trainings apart.
+    steps
+        The number of its next step.
+    spent
+        What its steps have spent: (σ, sampling rate, how many steps).
+    epochs
+        The shuffled epochs that have been counted.
+    """
+
+    number: int = 0
+    name: str = field(default_factory=lambda: secrets.token_hex(16))
+    steps: int = 0
+    spent: list = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
+
+    def spend(self, sigma: float, rate: float) -> None:
+        """One more step; those in a row that spend the same are one entry, as in Opacus's accountants."""
+        last = self.spent[-1] if self.spent else None
+        if last and last[:2] == (sigma, rate):
+            self.spent[-1] = sigma, rate, last[2] + 1
+        else:
+            self.spent.append((sigma, rate, 1))
+
+
+class Ledger:
+    """Every step that was released from a model, by life. It only grows.
+
+    A training that goes back to an earlier state has nevertheless released what came after it. So those steps stay
+    spent, and what follows is another life, whose noise and samples are drawn anew: the same noise on two gradients
+    would cancel in their difference.
+
+    Attributes
+    ----------
+    gradients
+        By parameter, the latest that was released, and its version.
+    """
+
+    def __init__(self) -> None:
+        self._lives: dict[str, Life] = {}
+        self.gradients: dict[str, tuple[torch.Tensor, int]] = {}
+
+    @property
+    def spent(self) -> list[Spent]:
+        """What the steps of all lives have spent."""
+        return [entry for life in self._lives.values() for entry in life.spent]
+
+    def life(self, steps: int, name: str = "") -> Life:
+        """The life in which the step of this number is taken: the one of this name, unless a step so far has been
+        taken with its number already, else a new one.
+        """
+        life = self._lives.get(name)
+        if life is None or any(each.number == life.number and each.steps > steps for each in self._lives.values()):
+            life = Life(max((each.number + 1 for each in self._lives.values()), default=0), steps=steps)
+        return life
+
+    def join(self, other: "Ledger") -> None:
+        """Both are one from now on, whoever holds which."""
+        self._lives |= other._lives
+        self.gradients |= other.gradients
+        other._lives, other.gradients = self._lives, self.gradients
+
+    def begin_with(self, spent: list[Spent]) -> None:
+        """Count what was released elsewhere."""
+        number = max((each.number + 1 for each in self._lives.values()), default=0)
+        self.record(Life(number, steps=sum(count for *_, count in spent), spent=spent))
+
+    def record(self, life: Life) -> None:
+        """A step of a life is about to be released."""
+        self._lives[life.name] = life
+
+    def state(self, life: Life) -> list[dict]:
+        """All lives, and this one, which may have released nothing yet."""
+        return [asdict(each) for each in {**self._lives, life.name: life}.values()]
+
+    def merge(self, state: object, name: object, steps: int) -> None:
+        """Take over a saved ledger's steps that are not in this one; ``name`` and ``steps`` are of its latest life.
+
+        Raises
+        ------
+        ValueError
+            It is none.
+        """
+        lives = [_life(each) for each in state] if isinstance(state, list) else None
+        if not lives:
+            raise ValueError(f"lives must be a list with one at least, got {shown(state)}")
+        if not any((life.name, life.steps) == (name, steps) for life in lives):
+            raise ValueError(f"none of the lives is life={shown(name)} with steps={steps}")
+        for life in lives:
+            if life.name not in self._lives or self._lives[life.name].steps < life.steps:
+                self._lives[life.name] = life
+
+
+def entries_of(spent: Iterable) -> list[Spent]:
+    """What some steps have spent: σ, the sampling rate and the number of steps each.
+
+    Raises
+    ------
+    ValueError, TypeError
+        It is something else.
+    """
+    entries = [tuple(entry) for entry in spent]
+    for entry in entries:
+        if len(entry) != 3:
+            raise ValueError(f"spent must be σ, a sampling rate and a number of steps each, got {shown(entry)}")
+        sigma, rate, count = entry
+        number("σ", sigma)
+        number("the sampling rate", rate, 0, 1, open_low=True)
+        whole_number("count", count, 1)
+    return entries
+
+
+_LEDGERS: MutableMapping[torch.nn.Module | torch.Tensor, Ledger] = WeakIdKeyDictionary()
+
+
+def ledger_of(model: torch.nn.Module, learning: Iterable[torch.Tensor]) -> Ledger:
+    """The ledger of a model, and from now on of the parameters that learn.
+
+    What was released of any of a model's parameters was released of the model: a head before the whole model, a base
+    inside of an adapter's model, a model inside of ``nn.Sequential``.
+    """
+    known = [_LEDGERS[each] for each in (model, *model.parameters()) if each in _LEDGERS]
+    ledger = known[0] if known else Ledger()
+    for other in known[1:]:
+        ledger.join(other)
+    for each in (model, *learning):
+        _LEDGERS[each] = ledger
+    return ledger
+
+
+def _life(given: object) -> Life:
+    try:
+        life = Life(**given)
+        entries = entries_of(life.spent)
+        whole_number("number", life.number, 0)
+        whole_number("steps", life.steps, 0)
+        for epoch in life.epochs:
+            whole_number("epoch", epoch, 0)
+        # Each step has spent, or each shuffled epoch; a life may have begun with a later step than 0.
+        count, most = sum(count for *_, count in entries), len(life.epochs) or life.steps
+        if count > most or (count < most and (life.epochs or not life.number)):
+            raise ValueError(f"{count} have spent, of {most} steps or epochs")
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"not a life of a private training: {shown(given)}: {error}") from error
+    return replace(life, name=str(life.name), spent=entries, epochs=list(life.epochs))
