@@ -27,7 +27,6 @@ Run: ``python -m benchmarks.assistant`` (a minute of one idle core a section), o
 
 import copy
 import functools
-import itertools
 import time
 from collections.abc import Callable, Iterator
 
@@ -35,7 +34,6 @@ import bm25s
 import torch
 from peft import LoraConfig, get_peft_model
 from sklearn.metrics import roc_auc_score
-from torch.utils.data import DataLoader
 
 from benchmarks import record
 from benchmarks.notes import generator
@@ -321,18 +319,17 @@ def over_the_wire(person: Person, private: bool) -> dict:
             if private:
                 rows = [{key: value[i] for key, value in person.batch.items()} for i in range(len(person.learnt))]
                 guard = dict(noise_multiplier=SIGMA, max_grad_norm=MAX_GRAD_NORM, seed=0)
-                loader = DataLoader(rows, batch_size=PRIVATE_BATCH)
-                ready = make_private(model, optimizer, loader, per_example=client.per_example, **guard)
-                batches = itertools.chain.from_iterable(ready.data_loader for _ in itertools.count())
+                guard |= dict(batch_size=PRIVATE_BATCH, per_example=client.per_example)
+                ready = make_private(model, optimizer, rows, **guard)
             for step in range(steps):
                 optimizer.param_groups[0]["lr"] = rate * rising_and_falling(step, min(5, steps // 10), steps)
                 for kept in (heard.hidden, heard.u, heard.v):
                     kept.clear()
                 before = first.weight.detach().clone()
                 if private:
-                    part = next(batches)
-                    ready.criterion(part).backward()
-                    optimizer.step()
+                    sample = ready.sample()
+                    (part,) = sample.batches()
+                    ready.step(sample)
                 else:
                     order = order or list(torch.randperm(len(person.learnt), generator=generator).split(BATCH))
                     at = order.pop()
@@ -341,7 +338,6 @@ def over_the_wire(person: Person, private: bool) -> dict:
             seconds, traffic = time.process_time() - began, client.traffic
             if private:
                 epsilon = dict(epsilon=round(ready.epsilon(DELTA), 2))
-                ready.remove()
             training = read(person, heard, before, part["input_ids"], part["attention_mask"])
             for kept in (heard.hidden, heard.u, heard.v):
                 kept.clear()

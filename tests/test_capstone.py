@@ -61,9 +61,8 @@ def life(folder):
             optimizer = AdamW(device.trainable(), lr=3e-2)
             loader = DataLoader(documents, batch_size=2, collate_fn=corpora.batch)
             wire = private_by(secret, optimizer, loader, per_example=device.per_example)
-            for part in wire.data_loader:
-                wire.criterion(part).backward()
-                optimizer.step()
+            for sample in wire:
+                wire.step(sample)
     mine.save_pretrained(folder / "wire")
     # Learnt on the device, and beside others.
     own = transfer(backbone, batch, None, "lora", steps=4, lr=3e-2, batch=2, private=private_by)

@@ -35,13 +35,9 @@ def for_retention():
 
 
 def for_clipping():
-    model, x, y = torch.nn.Linear(4, 2), torch.randn(20, 4), torch.zeros(20, dtype=torch.long)
-    return dict(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        criterion=torch.nn.CrossEntropyLoss(),
-        data_loader=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=5),
-    )
+    model, x, y = torch.nn.Linear(4, 2), torch.randn(200, 4), torch.zeros(200, dtype=torch.long)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return dict(model=model, optimizer=optimizer, dataset=torch.utils.data.TensorDataset(x, y))
 
 
 def for_serving():

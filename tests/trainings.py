@@ -11,6 +11,7 @@ from opacus import PrivacyEngine
 from torch import func, nn
 
 from plpkg.clipping import make_private
+from plpkg.clipping.checks.cases import one_loss_each
 
 CALLS = itertools.count()
 
@@ -40,49 +41,51 @@ def opacus(mode: str, clipping: str = "flat"):
     return train
 
 
+def private_of(model, optimizer, criterion, max_grad_norm, noise_multiplier, expected_batch_size, **options):
+    """A private training whose samples are the caller's."""
+    expected = 1 if criterion.reduction == "sum" else expected_batch_size
+    return make_private(
+        model, optimizer, None, one_loss_each(criterion), max_grad_norm=max_grad_norm,
+        noise_multiplier=noise_multiplier, sample_rate=0.5, batch_size=expected, **options,
+    )  # fmt: skip
+
+
 def ours(**options):
     """A training with make_private."""
 
     def train(model, optimizer, criterion, steps, *, max_grad_norm, noise_multiplier, expected_batch_size):
-        made = make_private(
-            model, optimizer, None, criterion, max_grad_norm=max_grad_norm, noise_multiplier=noise_multiplier,
-            sample_rate=0.5, expected_batch_size=expected_batch_size, **options,
-        )  # fmt: skip
+        how = max_grad_norm, noise_multiplier, expected_batch_size
+        private = private_of(model, optimizer, criterion, *how, **options)
         for step in steps:
-            for inputs, target in step:
-                made.criterion(made.model(*inputs), target).backward()
-            made.optimizer.step()
+            private.step(step)
 
     return train
 
 
 def trainer(model, optimizer, criterion, steps, *, max_grad_norm, noise_multiplier, expected_batch_size):
-    """transformers.Trainer with a step of make_private: the recipe is the class."""
-    from transformers import Trainer, TrainingArguments
+    """transformers.Trainer with private steps, of the samples that it is given."""
+    from transformers import TrainingArguments
 
-    class PrivateTrainer(Trainer):
+    from plpkg.clipping import PrivateTrainer
+
+    class GivenSamples(PrivateTrainer):
         def get_train_dataloader(self):
-            return self.train_dataset  # Poisson samples
+            return steps
 
-        def training_step(self, model, sample, num_items_in_batch=None):
-            loss = made.criterion(model(*sample["inputs"]), sample["labels"])
-            loss.backward()
-            return loss.detach()
+        def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+            self.create_optimizer_and_scheduler(max_steps)
+            how = max_grad_norm, noise_multiplier, expected_batch_size
+            self.private = private_of(self.model, optimizer, criterion, *how)
+            return self.model, train_dataloader
 
-    if any(len(step) > 1 for step in steps):
-        raise NotImplementedError("samples come in one piece")
-    made = make_private(
-        model, optimizer, None, criterion, max_grad_norm=max_grad_norm, noise_multiplier=noise_multiplier,
-        sample_rate=0.5, expected_batch_size=expected_batch_size,
-    )  # fmt: skip
-    samples = [{"inputs": inputs, "labels": target} for ((inputs, target),) in steps]
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     with tempfile.TemporaryDirectory() as folder:  # it makes one, though nothing is saved
         arguments = TrainingArguments(
-            folder, max_steps=len(samples), max_grad_norm=0.0, use_cpu=True, report_to=[], save_strategy="no",
-            logging_strategy="no", disable_tqdm=True,
+            folder, max_steps=len(steps), use_cpu=True, report_to=[], save_strategy="no", logging_strategy="no",
+            disable_tqdm=True,
         )  # fmt: skip
-        PrivateTrainer(model, arguments, train_dataset=samples, optimizers=(optimizer, schedule)).train()
+        made = GivenSamples(model, arguments, private=None, train_dataset=steps, optimizers=(optimizer, schedule))
+        made.train()
 
 
 def one_length(noise):
@@ -118,7 +121,7 @@ def by_hand(fault: str = ""):
             output = func.functional_call(model, parameters, tuple(x[None] for x in inputs))
             return criterion(output, target[None])
 
-        sums, earlier = {}, []
+        sums, earlier, averages = {}, [], {}
         for number, step in enumerate(steps):
             if not sums or fault != "never forgets":
                 sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
@@ -151,6 +154,10 @@ def by_hand(fault: str = ""):
                 earlier[-1][name] = noise
                 noise = std * noise * (not quiet)
                 p.grad = (sums[name] * (5 if fault == "five times" else 1) + noise) / expected_batch_size
+                if fault == "a penalty after the noise":
+                    p.grad += 0.1 * p.detach()
+                if fault == "an average of noisy gradients":
+                    averages[name] = p.grad = 0.9 * averages.get(name, 0) + 0.1 * p.grad
                 if fault == "never ready":
                     p.grad = None
                 if fault == "restless":

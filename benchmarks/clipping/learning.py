@@ -42,7 +42,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from benchmarks import record
 from benchmarks.residual.methods import (
@@ -120,6 +120,12 @@ def loss_per_example(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor
     return nats.sum(1) / (labels[:, 1:] != -100).sum(1)
 
 
+def losses_of(model, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One an example of a batch ``(ids, labels)``."""
+    ids, labels = batch
+    return loss_per_example(model(input_ids=ids, use_cache=False).logits, labels)
+
+
 def sigma_for(epsilon: float, rate: float, steps: int) -> float:
     """The smallest noise multiplier; ``make_private`` asks for whole epochs, and these steps are a part of one."""
     return noise_for(epsilon, DELTA, rate, steps)
@@ -132,27 +138,19 @@ def learn(model, data: TensorDataset, lr: float, batch: int, steps: int, sigma: 
     private = make_private(
         model.train(),
         optimizer,
-        DataLoader(data, batch_size=batch),
-        loss_per_example,
+        data,
+        losses_of,
+        batch_size=batch,
         max_grad_norm=bound,
         noise_multiplier=sigma,
         max_physical_batch_size=PHYSICAL,
         seed=seed,
     )
-
-    def pieces() -> Iterator:
-        while True:
-            yield from private.data_loader
-
-    for ids, labels in pieces():
-        rise, fall = (private.steps + 1) / (steps / 6), (steps - private.steps) / (steps / 3)
+    for step in range(steps):
+        rise, fall = (step + 1) / (steps / 6), (steps - step) / (steps / 3)
         optimizer.param_groups[0]["lr"] = lr * min(1.0, rise, fall)
-        private.criterion(model(input_ids=ids, use_cache=False).logits, labels).backward()
-        optimizer.step()
-        if private.steps == steps:
-            break
+        private.step(private.sample())
     epsilon = private.epsilon(DELTA)
-    private.remove()
     model.eval()
     return {
         "epsilon": round(epsilon, 4), "delta": DELTA, "noise_multiplier": round(sigma, 4),

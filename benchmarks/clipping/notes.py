@@ -1,8 +1,8 @@
 """Sixteen people's notes, learnt with and without privacy: the two adapters that notebook 05 asks.
 
 Each note tells the code of one person's safe. SmolLM2-135M-Instruct learns the notes through LoRA, by the usual loop
-and by the same loop after ``make_private``; the unit of privacy is a note. Then it is asked to continue each note's
-beginning. Membership is guessed by how much likelier training has made a note, beside sixteen notes of others.
+and by the steps of ``make_private``; the unit of privacy is a note. Then it is asked to continue each note's beginning.
+Membership is guessed by how much likelier training has made a note, beside sixteen notes of others.
 
 Run: ``python -m benchmarks.clipping.notes`` (about ten minutes of one core). Writes ``data/clipping`` and
 ``data/measured/clipping_notes.csv``. Not part of ``make bench``.
@@ -51,35 +51,49 @@ def learn(model: PeftModel, data: TensorDataset, epsilon: float | None) -> dict:
     """Train the adapter; what it took, and what it spent."""
     torch.manual_seed(SEED)
     began = time.process_time()
-    learner, criterion, private = model.train(), torch.nn.CrossEntropyLoss(), None
-    optimizer = AdamW([p for p in learner.parameters() if p.requires_grad], lr=LR)
-    loader = DataLoader(data, batch_size=BATCH, shuffle=True)
-    if epsilon is not None:
-        promised = dict(target_epsilon=epsilon, target_delta=DELTA, epochs=EPOCHS)
-        private = make_private(
-            learner, optimizer, loader, criterion, max_grad_norm=MAX_GRAD_NORM, seed=SEED, **promised
-        )
-        learner, optimizer, criterion, loader = private
+    model.train()
+    optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=LR)
+    spent = usual(model, data, optimizer) if epsilon is None else private(model, data, optimizer, epsilon)
+    model.eval()
+    settings = {"epochs": EPOCHS, "batch": BATCH, "lr": LR, "rank": LORA.r}
+    return settings | {"cpu_s": round(time.process_time() - began, 1)} | spent
+
+
+def usual(model: PeftModel, data: TensorDataset, optimizer: AdamW) -> dict:
+    criterion, loader = torch.nn.CrossEntropyLoss(), DataLoader(data, batch_size=BATCH, shuffle=True)
     for epoch in range(EPOCHS):
         for ids, labels in loader:
             optimizer.zero_grad()
-            logits = learner(input_ids=ids, use_cache=False).logits[:, :-1]
+            logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
             loss = criterion(logits.mT, labels[:, 1:])
             loss.backward()
             optimizer.step()
         print(f"epoch {epoch + 1} of {EPOCHS}", flush=True)
-    spent = {}
-    if private is not None:
-        spent = {
-            "epsilon": round(private.epsilon(DELTA), 3),
-            "delta": DELTA,
-            "noise_multiplier": round(private.noise_multiplier, 4),
-            "max_grad_norm": MAX_GRAD_NORM,
-        }
-        private.remove()
-    model.eval()
-    settings = {"epochs": EPOCHS, "batch": BATCH, "lr": LR, "rank": LORA.r}
-    return settings | {"cpu_s": round(time.process_time() - began, 1)} | spent
+    return {}
+
+
+def private(model: PeftModel, data: TensorDataset, optimizer: AdamW, epsilon: float) -> dict:
+    promised = dict(target_epsilon=epsilon, target_delta=DELTA, epochs=EPOCHS)
+    training = make_private(
+        model, optimizer, data, losses, batch_size=BATCH, max_grad_norm=MAX_GRAD_NORM, seed=SEED, **promised
+    )
+    for sample in training:
+        training.step(sample)
+        print(f"step {training.steps} of {EPOCHS * training.steps_per_epoch}", flush=True)
+    return {
+        "epsilon": round(training.epsilon(DELTA), 3),
+        "delta": DELTA,
+        "noise_multiplier": round(training.noise_multiplier, 4),
+        "max_grad_norm": MAX_GRAD_NORM,
+    }
+
+
+def losses(model: PeftModel, batch: list[torch.Tensor]) -> torch.Tensor:
+    """Of each note the mean over its tokens."""
+    ids, labels = batch
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    nats = functional.cross_entropy(logits.mT, labels[:, 1:], reduction="none")
+    return nats.sum(1) / (labels[:, 1:] != -100).sum(1)
 
 
 @torch.inference_mode()

@@ -14,7 +14,6 @@ Run: ``python -m benchmarks.residual.private`` (about ten minutes on one core). 
 import math
 
 import torch
-from torch.utils.data import DataLoader
 
 from benchmarks import record
 from benchmarks.clipping.learning import DELTA, MAX_GRAD_NORM, METHODS, SEQ, STEPS, WRITER, sigma_for
@@ -47,13 +46,11 @@ def learn(target: float) -> dict:
         if not math.isinf(target):
             sigma = sigma_for(target, BATCH / len(windows), STEPS)
             settings = dict(noise_multiplier=sigma, max_grad_norm=MAX_GRAD_NORM, seed=0, per_example=client.per_example)
-            ready = make_private(model, optimizer, DataLoader(windows, batch_size=BATCH), **settings)
-            batches = iter(ready.data_loader)
+            ready = make_private(model, optimizer, windows, batch_size=BATCH, **settings)
         for step in range(STEPS):
             optimizer.param_groups[0]["lr"] = METHOD.lr * rising(step, STEPS // 6)
             if ready:
-                ready.criterion(next(batches)).backward()
-                optimizer.step()
+                ready.step(ready.sample())
             else:
                 batch = windows[torch.randperm(len(windows), generator=generator)[:BATCH]]
                 client.train_step(batch, batch, optimizer=optimizer)

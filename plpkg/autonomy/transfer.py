@@ -10,7 +10,7 @@ import copy
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
@@ -142,7 +142,7 @@ class Task:
     private
         Learn with differential privacy: :func:`plpkg.clipping.make_private` with its settings,
         ``functools.partial(make_private, noise_multiplier=1.0, max_grad_norm=1.0)``, is called with ``(model,
-        optimizer, data_loader, criterion)``. A row of ``train`` is an example: its loss is the mean over its labels,
+        optimizer, data_loader, losses)``. A row of ``train`` is an example: its loss is the mean over its labels,
         and it is in each sample with probability ``1 / ceil(samples / batch)``. Each step counts, also one that samples
         nobody; with ``max_epsilon`` the task is done before it would spend more. The ε is this task's: another that
         learns from the same data, or the one that ``start`` is from, spends its own. With a ``seed`` in the settings,
@@ -233,7 +233,7 @@ class Task:
         self._updates = plain or self._private_updates(made, rate)
 
     def _made_private(self, private: Callable):
-        """The private training of a twin, which has the same parameters: its hooks stay out of the result."""
+        """The private training of a twin, which has the same parameters, and training mode of its own."""
         shared = {id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
         twin, (train, validation) = copy.deepcopy(self.model, shared), self._data
         split = self._split and HeadSplit(twin)
@@ -241,22 +241,15 @@ class Task:
             train = features(twin, train, batch=1)
             self._features = [train, validation and features(self.model, validation)]
         loader = DataLoader(TensorDataset(train.x, train.y), batch_size=self._batch)
-        return private(_Classes(twin, split), self._optimizer, loader, nn.CrossEntropyLoss(ignore_index=IGNORED))
+        return private(_Classes(twin, split), self._optimizer, loader, mean_over_labels)
 
     def _private_updates(self, made: int, rate: Callable[[int], float]) -> Iterator[tuple[int, float]]:
         """As :func:`learn`: after each private step its number, and the mean loss of the samples in it."""
-        model, optimizer, criterion, _ = self._private
         for step in range(made, self.steps):
-            for group in optimizer.param_groups:
+            for group in self._optimizer.param_groups:
                 group["lr"] = rate(step)
-            total, count = 0.0, 0
-            for x, y in self._private.sample():  # in pieces, whose last the optimizer waits for
-                loss = criterion(model(x), y)
-                loss.backward()
-                optimizer.step()
-                total, count = total + loss.item() * len(y), count + len(y)
-            optimizer.zero_grad()
-            yield step + 1, total / max(1, count)
+            losses, count = self._private.step(self._private.sample())
+            yield step + 1, losses.mean().item() if count else 0.0
 
     def _sha256(self) -> str:
         """Of the model and of the data, so that no other task goes on from here."""
@@ -435,6 +428,13 @@ class _Classes(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self._split.logits(x) if self._split else logits(self.model, x)).movedim(-1, 1)
+
+
+def mean_over_labels(model: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of each row of ``(x, y)`` the mean cross-entropy over its labels, ``(rows,)``; 0 where it has none."""
+    x, y = batch
+    losses = nn.functional.cross_entropy(model(x), y, reduction="none", ignore_index=IGNORED).reshape(len(x), -1)
+    return losses.sum(1) / (y.reshape(len(x), -1) != IGNORED).sum(1).clamp(min=1)
 
 
 @torch.no_grad()

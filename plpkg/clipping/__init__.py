@@ -8,6 +8,7 @@ PLACES = dict(
     clip_dense="clip",
     accounting="training.accounting",
     make_private="training.make",
+    PrivateTrainer="training.trainer",
     check_sensitivity="checks.sensitivity",
     conformance="checks.conformance",
     zoo="checks.zoo",

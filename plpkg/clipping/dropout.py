@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable, Iterable
-from types import FunctionType
 
 import numpy as np
 import torch
@@ -19,10 +18,6 @@ class Without(TorchFunctionMode):
             return self.dropout(*args, **kwargs)
         if func is functional.scaled_dot_product_attention:
             return self.attention(*args, **kwargs)
-        if func is functional.multi_head_attention_forward:  # a mode does not see what a function calls: this one does
-            names = dict(dropout=self.dropout, scaled_dot_product_attention=self.attention)
-            names["has_torch_function"] = lambda tensors: False
-            func = FunctionType(func.__code__, func.__globals__ | names, argdefs=func.__defaults__)
         return func(*args, **kwargs)
 
     def dropout(self, x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:

@@ -20,10 +20,11 @@ import torch
 from plpkg.clipping.batches import batch_size, check_losses, examples, numbered
 from plpkg.clipping.clip import Clip, check_finite, clip_dense, zeros_for
 from plpkg.clipping.dropout import RandomState
-from plpkg.clipping.execution import EXECUTIONS, Execution
+from plpkg.clipping.execution import EXECUTIONS, LOOP, Execution
 from plpkg.clipping.layers import LOOP_TAKES_IT
-from plpkg.clipping.mixing import Guard
+from plpkg.clipping.mixing import Guard, standing_still
 from plpkg.clipping.recorder import Recorder
+from plpkg.clipping.replay import Look, check_losses_alike
 from plpkg.validation import one_of
 
 Gradients = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -79,97 +80,123 @@ def clipped_gradients(
     clip = Clip(max_grad_norm, clipping)
     if not isinstance(execution, Execution):
         one_of("execution", execution, ("loop", *EXECUTIONS))
-    owners = None if users is None else numbered(users, batch_size(batch))
-    with _watching(model, loss_per_example, batch, clip, owners, alone=execution == "loop") as step:
-        if execution == "loop":
-            return step.loop()
-        return step.recorded(EXECUTIONS[execution] if isinstance(execution, str) else execution)
+        execution = EXECUTIONS.get(execution, LOOP)
+    count = batch_size(batch)
+    owners = None if users is None else numbered(users, count)
+    recorder = Recorder(model, alone=execution is LOOP)
+    case = tuple(recorder.parameters), _identity(loss_per_example)
+    guards = _GUARDS.setdefault(model, {})
+    recorder.guard = guards.get(case, recorder.guard)
+    watched = Watched(recorder, loss_per_example, execution)
+    with watched.attached():
+        sums, norms, _ = watched.sums(batch, count, clip, owners)
+    guards[case] = recorder.guard
+    return sums, norms
 
 
 _GUARDS: weakref.WeakKeyDictionary[torch.nn.Module, dict[Hashable, Guard]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
-class Step:
-    """One step's gradients: each method gives the sums by parameter, and the norms before clipping."""
+class Watched:
+    """The gradients of a losses function, whose model a recorder watches where it is :meth:`attached`.
+
+    ``cuts``: the first dimension of each tensor of a batch is the examples, so that a part of it can be taken.
+    """
 
     recorder: Recorder
-    loss_per_example: Callable
-    batch: object
-    clip: Clip
-    owners: torch.Tensor | None = None
+    losses: Callable
+    execution: Execution
+    cuts: bool = True
 
-    def loop(self) -> Gradients:
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """:meth:`sums` are computed inside, and the model stays what it was."""
+        recorder = self.recorder
+        with recorder.attached(), standing_still(recorder.model, contents=recorder.guard.fresh):
+            yield
+
+    def sums(
+        self,
+        batch,
+        count: int,
+        clip: Clip,
+        owners: torch.Tensor | None = None,
+        divisors: torch.Tensor | None = None,
+        look: Look | None = None,
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+        """The clipped sums, the norms before clipping, and the losses of a batch.
+
+        Parameters
+        ----------
+        batch, count
+            So many examples.
+        owners
+            ``(count,)``: the number of the user whose each is, if users are clipped.
+        divisors
+            ``(count,)``: what the losses are divided by.
+        look
+            What to compare a loss with; without it the batch is cut where it is time to look.
+        """
+        if count == 0:  # many models cannot run on no examples
+            zeros = {name: zeros_for(p) for name, p in self.recorder.parameters.items()}
+            nothing = next(iter(zeros.values())).new_zeros(0)
+            return zeros, nothing, nothing
+        if check := getattr(self.losses, "check", None):  # of :class:`~plpkg.clipping.training.losses.OwnLosses`
+            check(self.recorder.model, batch)
+        way = self._loop if self.execution is LOOP else self._recorded
+        return way(batch, count, clip, owners, divisors, look)
+
+    def _loop(self, batch, count, clip, owners, divisors, look):
         """The definition: example by example, or user by user, through autograd."""
-        parameters = self.recorder.parameters
-        totals, norms = {name: zeros_for(p) for name, p in parameters.items()}, []
-        owners = torch.arange(batch_size(self.batch)) if self.owners is None else self.owners
-        count = len(owners.unique())
-        model, guard = self.recorder.model, self.recorder.guard
-        for place in range(count):
-            with self.recorder.set_aside():
-                theirs = (owners == place).nonzero().flatten()
-                guard.stand(model)
-                losses = self._losses(examples(self.batch, theirs), len(theirs))
-                guard.still(model)
-                losses.sum().backward()
-                gradients = {n: zeros_for(p) if p.grad is None else p.grad for n, p in parameters.items()}
-            dense = {name: gradient.to(totals[name].dtype)[None] for name, gradient in gradients.items()}
-            sums, norm = clip_dense(dense, self.clip, self.recorder.layers)
-            check_finite(norm, place, count)
+        recorder, norms, all_losses = self.recorder, [], []
+        totals = {name: zeros_for(p) for name, p in recorder.parameters.items()}
+        owners = torch.arange(count) if owners is None else owners
+        users = len(owners.unique())
+        for place in range(users):
+            theirs = (owners == place).nonzero().flatten()
+            recorder.guard.stand(recorder.model)
+            losses = self._losses(batch if users == 1 else examples(batch, theirs), len(theirs))
+            recorder.guard.still(recorder.model)
+            divided = losses if divisors is None else losses / divisors[theirs].to(losses)
+            dense = {n: g.to(totals[n].dtype)[None] for n, g in recorder.gradients(divided.sum()).items()}
+            sums, norm = clip_dense(dense, clip, recorder.layers)
+            check_finite(norm, place, users)
             norms.append(norm)
+            all_losses.append(losses.detach())
             for name, part in sums.items():
                 totals[name] += part
-        return totals, torch.cat(norms) if norms else next(iter(totals.values())).new_zeros(0)
+        return totals, torch.cat(norms), torch.cat(all_losses)
 
-    def recorded(self, execution: Execution) -> Gradients:
-        """The gradients by a recorded backward pass."""
-        parameters, count = self.recorder.parameters, batch_size(self.batch)
-        if count == 0:  # many models cannot run on no examples
-            zeros = {name: zeros_for(p) for name, p in parameters.items()}
-            return zeros, next(iter(zeros.values())).new_zeros(0)
-        with self.recorder.watch(count):
-            before = RandomState()
-            losses = self._losses(self.batch, count)
-            if not self.recorder.called:
+    def _recorded(self, batch, count, clip, owners, divisors, look):
+        """All examples together, by a recorded backward pass."""
+        recorder, before = self.recorder, RandomState()
+        with recorder.watch(count):
+            losses = self._losses(batch, count)
+            if recorder.guard.is_new(losses) and recorder.replay is None:  # what was not seen before is looked at
+                recorder.guard.look_again()
+                recorder.forget()
+                before.restore()
+                losses = self._losses(batch, count)
+            if not recorder.called:
                 raise ValueError(
-                    "loss_per_example must call the model, model(...): past that, as through model.forward or a layer "
-                    f"of it, whether examples are mixed is not seen; {LOOP_TAKES_IT}"
+                    "the losses function must call the model, model(...): past that, as through model.forward or a "
+                    f"layer of it, whether examples are mixed is not seen; {LOOP_TAKES_IT}"
                 )
-            replay = self.recorder.replay
-            sums, norms = self.recorder.clipped_sums(losses, self.clip, execution, owners=self.owners)
-        if replay:
-            replay.check_losses(
-                losses, lambda index: self.loss_per_example(self.recorder.model, examples(self.batch, index)), before
-            )
-        return {key: zeros_for(p) if sums[key] is None else sums[key] for key, p in parameters.items()}, norms
+            replay = recorder.replay
+            divided = losses if divisors is None else losses / divisors.to(losses)
+            sums, norms = recorder.clipped_sums(divided, clip, self.execution, owners=owners)
+        if look is None and replay is not None and self.cuts:
+            look = Look(replay.kept, examples(batch, replay.among))
+        if look is not None:
+            check_losses_alike(losses, partial(self.losses, recorder.model), batch, look, before)
+        full = {key: zeros_for(p) if sums[key] is None else sums[key] for key, p in recorder.parameters.items()}
+        return full, norms, losses.detach()
 
     def _losses(self, batch, count: int) -> torch.Tensor:
-        losses = self.loss_per_example(self.recorder.model, batch)
+        losses = self.losses(self.recorder.model, batch)
         check_losses(losses, count)
         return losses
-
-
-@contextmanager
-def _watching(
-    model: torch.nn.Module,
-    loss_per_example: Callable,
-    batch,
-    clip: Clip,
-    owners: torch.Tensor | None = None,
-    *,
-    alone: bool = False,
-) -> Iterator[Step]:
-    """A step whose recorder leaves the model when it is over."""
-    recorder = Recorder(model, alone=alone)
-    case = tuple(recorder.parameters), _identity(loss_per_example)
-    guards = _GUARDS.setdefault(model, {})
-    recorder.guard = guards.get(case, recorder.guard)
-    try:
-        yield Step(recorder, loss_per_example, batch, clip, owners)
-        guards[case] = recorder.guard
-    finally:
-        recorder.remove()
 
 
 def _identity(value: object, *, inside: bool = False) -> Hashable:

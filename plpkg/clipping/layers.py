@@ -225,16 +225,12 @@ def rule_for(module: nn.Module) -> Callable[[Call], Contributions]:
 
 @dataclass(frozen=True)
 class Site:
-    """A layer with ``parameters`` that learn: ``keys`` maps their names in the layer to their names in the model.
-
-    The parameters are those that it had when it was found: ``functional_call`` puts other tensors in their places.
-    """
+    """A layer with parameters that learn: ``keys`` maps their names in the layer to their names in the model."""
 
     name: str
     module: nn.Module
     rule: Callable
     keys: dict[str, str]
-    parameters: list[nn.Parameter]
 
     @property
     def is_compared(self) -> bool:
@@ -284,8 +280,7 @@ def sites(model: nn.Module, names: Mapping[int, str]) -> list[Site]:
                 keys = {n: key for n, key in keys.items() if key not in below}
         if keys:
             whole = unit or any("." in n for n in keys)
-            parameters = [module.get_parameter(n) for n in keys]
-            learning.append(Site(name, module, any_layer if whole else rule_for(module), keys, parameters))
+            learning.append(Site(name, module, any_layer if whole else rule_for(module), keys))
     return learning
 
 

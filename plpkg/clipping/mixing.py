@@ -6,34 +6,47 @@ what stays, made of the same input, depends on none of them: positions, ``embedd
 then given once for each example: that must not change what the model gives.
 
 A gradient of zero says nothing about mixing: a gate may open later. So some of the losses go backward alone, which must
-reach their own examples' rows of every layer and no others (:meth:`Guard.verify`). In the first steps, and after
-``model.train()`` or ``model.eval()``, every two examples are told apart; at an example's new shapes, and else once in
-fifty steps, at random, one half of the examples from the other. What leaves no trace in the graph is seen by
-:mod:`plpkg.clipping.replay`.
+reach their own examples' rows of every layer and no others (:meth:`Guard.verify`). In the first steps every two
+examples are told apart; at an example's new shapes, and else once in fifty steps, at random, one half of the examples
+from the other. What leaves no trace in the graph is seen by :mod:`plpkg.clipping.replay`, in the first steps and then
+once in a hundred.
+
+What begins to mix later is looked at as in the beginning, in that very step, where it shows: a layer, a mode, a hook,
+or a number, text or function that a module keeps has changed, or the graph has other nodes (:meth:`Guard.is_new`). The
+rest is seen by chance, in one of fifty or a hundred steps: a factor outside of the model that opens (0 to 1 in a
+closure); a hook on a gradient, or an autograd function, that begins to change what it hands on; what is rounded by the
+largest of a batch; a collate function; weights of the losses that have no gradient.
 
 Left out: numbers that the model, after its first steps, keeps in another way than PyTorch counts (``.data``, numpy, an
 attribute).
 """
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain, combinations
 from random import SystemRandom
+from types import FunctionType, MethodType
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils._pytree import tree_map
 
-from plpkg.clipping.batches import EVERYBODYS, OWN, Rows, alike, examples, float_tensors, is_float, leaves
+from plpkg.clipping.batches import EVERYBODYS, OWN, Rows, alike, behind, examples, float_tensors, is_float, leaves
 from plpkg.clipping.dropout import Without
 from plpkg.clipping.layers import LOOP_TAKES_IT, Call, Site, check_layers, merges
 
 FIRST, SELDOM, REPLAYED = 3, 50, 100
 MOVING = ("num_batches_tracked", "weight_u", "weight_v", "_u", "_v")
 """Buffers that change with a batch's number, or with the weights (spectral norm), not with what it says."""
+
+RESTLESS = 4
+"""So often has a setting changed (a counter) that a change tells nothing any more."""
+GRAPHS = 20
 
 _RANDOM = SystemRandom()
 
@@ -71,11 +84,9 @@ class Probe:
 
         def of(count: int, seed: int | None = None) -> tuple[list[torch.Tensor], _Calls]:
             index, self._calls = torch.arange(count) % batch, {}
-            with torch.random.fork_rng(), torch.no_grad(), Without(), warnings.catch_warnings():
+            with torch.random.fork_rng(), without_gradients(), Without():
                 if seed is not None:
                     torch.manual_seed(seed)
-                # Reentrant checkpointing, of what has no gradient here.
-                warnings.filterwarnings("ignore", message="None of the inputs have requires_grad", category=UserWarning)
                 given = forward(*examples(args, index, batch, shared), **examples(kwargs, index, batch, shared))
             calls, self._calls = self._calls, {}
             return float_tensors(given), calls
@@ -203,6 +214,9 @@ class Guard:
     def __init__(self) -> None:
         self._probes: dict[Hashable, Probe] = {}
         self._modules: list[tuple] | None = None
+        self._settings: dict[tuple[int, str], object] = {}
+        self._changes: Counter[tuple[int, str]] = Counter()
+        self._graphs: set[int] = set()
         self._shapes: set[Hashable] = set()
         self._whole, self._new, self._replays = FIRST, False, FIRST
         # Of the forward pass under way:
@@ -212,12 +226,8 @@ class Guard:
 
     @property
     def fresh(self) -> bool:
-        """Whether these are the first steps, or the first after an evaluation."""
+        """Whether these are the first steps, or the first after a layer, a mode or a hook has changed."""
         return self._whole > 0
-
-    def flip(self) -> None:
-        """The model has been evaluated: what follows is looked at as in the beginning."""
-        self._whole = max(1, self._whole)
 
     def begin(self, model: nn.Module, args: tuple, kwargs: dict, batch: int, run: Callable[[Probe], object]) -> None:
         """A forward pass of so many examples begins. ``run`` has a probe look at the model, where none has.
@@ -257,27 +267,36 @@ class Guard:
         ValueError
             A parameter or a buffer is not what it was; the message names it.
         """
-        known, self._state = self._state, state(model, contents=self._contents) if self._state else []
-        if known != self._state:
-            names = {id(module): name for name, module in model.named_modules()}
-            moved = [".".join(filter(None, (names[old[0]], old[1]))) for old in known if old not in self._state]
-            raise ValueError(
-                f"{', '.join(moved)}: the model changes this as it reads examples, and keeps something of them without "
-                "noise: let it stand still, or be set up with public examples before"
-            )
+        known, self._state = self._state, []
+        if known:
+            check_still(model, known, contents=self._contents)
 
     def _judge(self, model: nn.Module) -> None:
-        """Look whether the layers, their modes and their hooks are those that were seen before."""
-        modules = [
-            (id(module), module.training, len(module._forward_hooks), len(module._forward_pre_hooks))
-            for module in modules_of(model)
-        ]
-        if modules != self._modules:
+        """Look whether the layers, their modes, their hooks and what they keep are those that were seen before."""
+        found = modules_of(model)
+        modules = [(id(m), m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in found]
+        settings = {(id(m), name): setting(value) for m in found for name, value in vars(m).items() if keeps(value)}
+        changed = {key for key, value in settings.items() ^ self._settings.items()}
+        self._changes.update(changed)
+        self._settings = settings
+        if modules != self._modules or any(self._changes[key] <= RESTLESS for key in changed):
             check_layers(model)
             self._modules = modules
             self._probes.clear()
-            self.flip()
-            self._replays = max(1, self._replays)
+            self.look_again()
+
+    def look_again(self) -> None:
+        """The step under way is looked at as in the beginning."""
+        self._whole, self._replays = max(1, self._whole), max(1, self._replays)
+
+    def is_new(self, losses: torch.Tensor) -> bool:
+        """Whether the losses' graph has other nodes than those before. After so many kinds it tells nothing."""
+        if is_fake(losses) or len(self._graphs) >= GRAPHS:
+            return False
+        graph = hash(tuple(node.name() for node in behind(losses.grad_fn)))
+        new = graph not in self._graphs
+        self._graphs.add(graph)
+        return new
 
     def replays(self, batch: int) -> bool:
         """Whether a step of so many examples that begins now is to be made again (:mod:`plpkg.clipping.replay`)."""
@@ -331,6 +350,16 @@ class Guard:
             self._whole, self._new = max(0, self._whole - 1), False
 
 
+def keeps(value: object) -> bool:
+    """Whether what a module keeps is a setting: a number, a text, or a function."""
+    return isinstance(value, (bool, int, float, str, FunctionType, MethodType, partial))
+
+
+def setting(value: object) -> object:
+    """What tells a setting from others: two NaN are one, a function is itself."""
+    return repr(value) if isinstance(value, float) else value if isinstance(value, (int, str)) else id(value)
+
+
 class RowPass:
     """The losses of some examples, ``half`` of ``(batch,)``, reach their own rows of every layer, and no others."""
 
@@ -356,6 +385,14 @@ class RowPass:
                 )
 
 
+@contextmanager
+def without_gradients() -> Iterator[None]:
+    """As ``torch.no_grad``; reentrant checkpointing warns that there are none."""
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad", category=UserWarning)
+        yield
+
+
 def state(model: nn.Module, *, contents: bool = False) -> list[tuple]:
     """Of each parameter, and of each buffer that should stand still: the module's ``id``, the name, the tensor's ``id``
     and version, and with ``contents`` sums of what it holds. No tensor or module is kept alive by it.
@@ -370,6 +407,32 @@ def state(model: nn.Module, *, contents: bool = False) -> list[tuple]:
         for name, tensor in chain(module._parameters.items(), module._buffers.items())
         if not (tensor is None or name in MOVING or name.endswith("inv_freq") or tensor.is_inference())
     ]
+
+
+@contextmanager
+def standing_still(model: nn.Module, *, contents: bool = False) -> Iterator[None]:
+    """Inside, neither a parameter nor a buffer may change; ``contents`` sees it also where PyTorch does not count it.
+
+    Raises
+    ------
+    ValueError
+        One has changed; the message names it.
+    """
+    before = state(model, contents=contents)
+    yield
+    check_still(model, before, contents=contents)
+
+
+def check_still(model: nn.Module, before: list[tuple], *, contents: bool) -> None:
+    """Refuse a model that is not what :func:`state` found before."""
+    now = state(model, contents=contents)
+    if before != now:
+        names = {id(module): name for name, module in model.named_modules()}
+        moved = [".".join(filter(None, (names[old[0]], old[1]))) for old in before if old not in now]
+        raise ValueError(
+            f"{', '.join(moved)}: the model changes this as it reads examples, and keeps something of them without "
+            "noise: let it stand still, or be set up with public examples before"
+        )
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:

@@ -4,8 +4,8 @@ A layer with parameters that learn is called with them frozen, so that autograd 
 output goes through a *tap*: an identity whose backward hands on what the layer read, and its output's gradient. From
 the two follow the per-sample gradients (:mod:`plpkg.clipping.layers`), as factors where they are matrices. A *pass*
 takes them: :class:`NormPass` the norms, and the sums of what is kept until the norms are known; :class:`SumPass`, a
-second backward pass, the sums that nothing was kept for. :class:`Recorder` puts taps behind a model's layers and runs
-the passes; a guard checks that examples stay apart (:mod:`plpkg.clipping.mixing`).
+second backward pass, the sums that nothing was kept for. :class:`Recorder` puts taps behind a model's layers for as
+long as a step takes, and runs the passes; a guard checks that examples stay apart (:mod:`plpkg.clipping.mixing`).
 
 Each node of the graph reports once, however often its forward was run, which makes reused layers, tied weights and
 both kinds of gradient checkpointing come out right. A parameter that is used past its layer, as in
@@ -16,11 +16,13 @@ compiled models; hooks for every module (``register_module_forward_hook``) that 
 a layer's own, so that their part of the gradient is missed.
 """
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 
 import torch
@@ -31,12 +33,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from plpkg.clipping import factors
 from plpkg.clipping.batches import Rows, behind, float_tensors, leaves
-from plpkg.clipping.clip import Clip, check_finite, clip_dense
+from plpkg.clipping.clip import Clip, check_finite
 from plpkg.clipping.dropout import Kept
 from plpkg.clipping.execution import Execution
 from plpkg.clipping.factors import Outer
 from plpkg.clipping.layers import SCRIPTED, Call, Site, check_layers, sites
-from plpkg.clipping.mixing import Guard, Probe, RowPass
+from plpkg.clipping.mixing import Guard, Probe, RowPass, modules_of
 from plpkg.clipping.replay import Projections, Replay
 from plpkg.memory import GradientLabel
 
@@ -155,8 +157,6 @@ class NormPass:
         What is done with a norm, and what is kept.
     owners
         ``(batch,)``: the number of the user to whom each example belongs, if users are clipped and not examples.
-    loss_scale
-        What the losses were multiplied with.
     beside
         Is told each part of a gradient.
 
@@ -173,11 +173,9 @@ class NormPass:
         clip: Clip,
         execution: Execution,
         owners: torch.Tensor | None = None,
-        loss_scale: float = 1.0,
         beside: Projections | None = None,
     ) -> None:
-        self._uses, self._clip, self._execution, self._loss_scale = uses, clip, execution, loss_scale
-        self._beside = beside
+        self._uses, self._clip, self._execution, self._beside = uses, clip, execution, beside
         self._owners, self._members = owners, None if owners is None else factors.members_of(owners)
         limits = clip.limits(list(dict.fromkeys(layers.values())))
         groups = {name: ClipGroup(limit) for name, limit in limits.items()}
@@ -232,7 +230,6 @@ class NormPass:
             square = factors.square(kept)
         else:
             kept, square = outer, factors.norms_squared(outer, choice.norm)
-        square = square / self._loss_scale**2
         if group.square is None:
             group.square = square
             self._open.append(group)
@@ -248,7 +245,7 @@ class NormPass:
         """The norm that a group is scaled by is known: add up what was kept of it."""
         self._open.remove(group)
         self._closed.append(group)
-        scale = self._clip.factors(group.square, group.limit) / self._loss_scale
+        scale = self._clip.factors(group.square, group.limit)
         for key in list(group.kept):
             self.sums[key] = _weighted_sum(group.kept.pop(key), scale)
 
@@ -288,7 +285,7 @@ _WATCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class Recorder:
-    """Hooks on a model's layers.
+    """Takes the gradients of a model's losses apart, while it is :meth:`attached`.
 
     Parameters
     ----------
@@ -302,7 +299,7 @@ class Recorder:
     Attributes
     ----------
     parameters
-        The parameters that learn, by name.
+        The parameters that learn, by name; while it is attached, the leaves that stand in their places.
     layers
         The layer of each parameter.
     recording
@@ -317,14 +314,11 @@ class Recorder:
     ValueError
         Nothing learns, or what has no shape, no numbers or complex ones; a layer mixes examples or takes no hooks; or a
         gradient would be changed by a hook.
-    RuntimeError
-        Another recorder watches the model.
     """
 
     def __init__(self, model: nn.Module, guard: Guard | None = None, *, alone: bool = False) -> None:
-        if model in _WATCHED:
-            raise RuntimeError("the model is watched already: by make_private, or by a call that is not finished")
-        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = self._learning
         if not self.parameters:
             raise ValueError("no parameter of the model has requires_grad=True")
         if lazy := [name for name, p in self.parameters.items() if is_lazy(p)]:
@@ -338,9 +332,6 @@ class Recorder:
             raise ValueError(f"the model is {SCRIPTED}")
         self.guard, self.alone = guard or Guard(), alone
         check_layers(model, alone=alone)
-        for name, p in self.parameters.items():
-            if has_hooks(p):
-                raise ValueError(f"{name} has a gradient hook, which would see what is not clipped: remove it")
         self.model = model
         self.layers: dict[str, str] = {}
         self.batch = 0
@@ -349,36 +340,76 @@ class Recorder:
         self._pass: RowPass | NormPass | SumPass | Projections | None = None
         self.replay: Replay | None = None  # the step under way is one that will be made again
         self._probe: Probe | None = None  # which looks at the model now
-        self._leaves: dict[int, weakref.ref] = {}  # of the last losses' graph
-        self._inside: list[tuple[list[tuple[nn.Parameter, bool]], Kept | None]] = []
-        self._hooks = [
-            model.register_forward_pre_hook(self._begin, with_kwargs=True),
-            model.register_forward_hook(self._end),
-        ]
-        for site in sites(model, {id(p): name for name, p in self.parameters.items()}):
+        self._inside: list[tuple[nn.Module, list[tuple[nn.Parameter, bool]], Kept | None]] = []
+        self._thread = 0
+        self._sites = sites(model, {id(p): name for name, p in self.parameters.items()})
+        for site in self._sites:
             for key in site.keys.values():
                 self.layers.setdefault(key, site.name)
-            if alone:
-                continue
-            # First, so that what other hooks do with the output comes after the tap, and is differentiated.
-            after = dict(with_kwargs=True, always_call=True, prepend=True)
-            self._hooks += [
-                site.module.register_forward_pre_hook(self._before(site), prepend=True),
-                site.module.register_forward_hook(self._after(site), **after),
-            ]
-        _WATCHED.add(model)
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Inside, the layers are watched, and gradients go to leaves that have the parameters' numbers.
+
+        So no gradient that is not clipped reaches a parameter, nor what waits for its gradient.
+
+        Raises
+        ------
+        RuntimeError
+            Another recorder watches the model.
+        ValueError
+            A parameter has a hook for gradients.
+        """
+        if self.model in _WATCHED:
+            raise RuntimeError("the model is in a private step, or another call that clips: one at a time")
+        for name, p in self._learning.items():
+            if has_hooks(p):
+                raise ValueError(f"{name} has a gradient hook, which would see what is not clipped: remove it")
+        with ExitStack() as stack:
+            _WATCHED.add(self.model)
+            stack.callback(_WATCHED.discard, self.model)
+            self._thread = threading.get_ident()
+            for name, p in self._learning.items():
+                stack.callback(p.register_hook(partial(_refuse_past_the_modules, name)).remove)
+            stack.enter_context(self._stand_ins())
+            stack.callback(self.forget)
+            for site in () if self.alone else self._sites:
+                # First, so that what other hooks do with the output comes after the tap, and is differentiated.
+                after = dict(with_kwargs=True, always_call=True, prepend=True)
+                stack.callback(site.module.register_forward_pre_hook(self._before(site), prepend=True).remove)
+                stack.callback(site.module.register_forward_hook(self._after(site), **after).remove)
+            # Before the model's own, if it is a layer itself: what a probe draws is not the layer's.
+            first = dict(with_kwargs=True, prepend=True)
+            stack.callback(self.model.register_forward_pre_hook(self._begin, **first).remove)
+            stack.callback(self.model.register_forward_hook(self._end).remove)
+            yield
+
+    @contextmanager
+    def _stand_ins(self) -> Iterator[None]:
+        """Inside, the modules have leaves in the places of the parameters that learn, with the same memory."""
+        leaves = {id(p): nn.Parameter(p.detach()) for p in self._learning.values()}
+        for p in self._learning.values():
+            leaves[id(p)].__dict__.update(p.__dict__)
+        places = [
+            (module, name, p)
+            for module in modules_of(self.model)
+            for name, p in module._parameters.items()
+            if p is not None and id(p) in leaves
+        ]
+        try:
+            for module, name, p in places:
+                _put(module, name, leaves[id(p)])
+            self.parameters = {name: leaves[id(p)] for name, p in self._learning.items()}
+            yield
+        finally:
+            self.parameters = self._learning
+            for module, name, p in places:
+                _put(module, name, p)
 
     @property
     def busy(self) -> bool:
         """Whether a backward pass reports, or the model is being looked at: then its layers are called by us."""
         return self._probe is not None or self._pass is not None
-
-    def remove(self) -> None:
-        """Take the hooks off the model."""
-        self.forget()
-        for hook in self._hooks:
-            hook.remove()
-        _WATCHED.discard(self.model)
 
     def forget(self) -> None:
         """Drop what forward passes have announced."""
@@ -399,13 +430,7 @@ class Recorder:
             self.forget()
 
     def clipped_sums(
-        self,
-        losses: torch.Tensor,
-        clip: Clip,
-        execution: Execution,
-        *,
-        owners: torch.Tensor | None = None,
-        loss_scale: float = 1.0,
+        self, losses: torch.Tensor, clip: Clip, execution: Execution, *, owners: torch.Tensor | None = None
     ) -> tuple[dict[str, torch.Tensor | None], torch.Tensor]:
         """The sum of the clipped gradients, from one loss an example.
 
@@ -417,9 +442,6 @@ class Recorder:
             The clip function, and how its sum is computed.
         owners
             ``(batch,)``: the number of the user to whom each example belongs, if users are clipped and not examples.
-        loss_scale
-            What the losses are multiplied with on their way back, against underflow in half precision. Where they
-            overflow they go back once more with a sixteenth of it.
 
         Returns
         -------
@@ -435,46 +457,30 @@ class Recorder:
             An example's gradient is not finite.
         """
         two_passes = execution.two_passes and not clip.local
-        try:
-            self._find_leaves(losses)
-            if self.alone:
-                return self._of_one(losses, clip, loss_scale)
+        with self.leaves_of(losses):
             self.guard.verify(losses, self.passing)
-            while True:
-                beside = self.replay and self.replay.projections()
-                norm_pass = NormPass(self.layers, self._uses, clip, execution, owners, loss_scale, beside)
-                with self.passing(norm_pass):
-                    (losses * loss_scale).sum().backward(retain_graph=two_passes or loss_scale > 1)
-                    self._refuse_stray()
-                try:
-                    norms, sums = norm_pass.finish(losses), norm_pass.sums
-                    break
-                except FloatingPointError:
-                    if loss_scale == 1:
-                        raise
-                    loss_scale = max(1.0, loss_scale / 16)
+            beside = self.replay and self.replay.projections()
+            norm_pass = NormPass(self.layers, self._uses, clip, execution, owners, beside)
+            with self.passing(norm_pass):
+                losses.sum().backward(retain_graph=two_passes)
+                self._refuse_stray()
+            norms, sums = norm_pass.finish(losses), norm_pass.sums
             if two_passes:
                 # The same gradients again, scaled layer by layer: reweighted losses would round differently from
                 # what the norms were taken of, in half precision by more than an example may move the sum.
-                scale = clip.factors(norms.square(), clip.sensitivity) / loss_scale
+                scale = clip.factors(norms.square(), clip.sensitivity)
                 scale = scale if owners is None else scale[owners.to(scale.device)]
                 with self.passing(SumPass(scale, sums)):
-                    (losses * loss_scale).sum().backward()
+                    losses.sum().backward()
             if self.replay:
                 self.replay.check(self.model, self.guard, self.passing)
             return {key: sums.get(key) for key in self.parameters}, norms
-        finally:
-            self.forget()
 
-    def _of_one(self, losses: torch.Tensor, clip: Clip, loss_scale: float):
-        """The gradient of one example, clipped: the definition, whatever its layers are."""
-        with self.set_aside():
-            (losses * loss_scale).sum().backward()
-            found = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-        wide = {name: grad[None].to(torch.promote_types(grad.dtype, torch.float32)) for name, grad in found.items()}
-        sums, norms = clip_dense({name: grad / loss_scale for name, grad in wide.items()}, clip, self.layers)
-        check_finite(norms, 0, len(norms))
-        return {name: sums.get(name) for name in self.parameters}, norms
+    def gradients(self, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Autograd's gradient of one loss, by parameter; zeros where none came."""
+        with self.leaves_of(loss), self._cleared():
+            loss.backward()
+            return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self.parameters.items()}
 
     def _refuse_stray(self) -> None:
         """After a backward pass: nothing has come past the layers."""
@@ -484,43 +490,56 @@ class Recorder:
                 "its examples' gradients cannot be told apart; call the layer, or use execution='loop'"
             )
 
-    def _find_leaves(self, losses: torch.Tensor) -> None:
-        """What the losses' graph ends in. A parameter of nobody's, whose gradient nobody clips, is refused."""
-        ours = {id(p) for p in self.parameters.values()}
-        self._leaves.clear()
+    @contextmanager
+    def leaves_of(self, losses: torch.Tensor) -> Iterator[None]:
+        """What else the losses' graph ends in keeps the gradient that it had.
+
+        Raises
+        ------
+        ValueError
+            It is a parameter, whose gradient nobody clips.
+        """
+        ours, others = {id(p) for p in self.parameters.values()}, []
         for node in behind(losses.grad_fn):
             if (leaf := getattr(node, "variable", None)) is None or id(leaf) in ours:
                 continue
-            self._leaves[id(leaf)] = weakref.ref(leaf)
+            others.append((leaf, leaf.grad))
             if isinstance(leaf, nn.Parameter):
                 raise ValueError(
-                    f"the losses depend on a parameter of shape {tuple(leaf.shape)} that is not the model's, whose "
-                    "gradient nobody clips: give it to the model, or freeze it"
+                    f"the losses depend on a parameter of shape {tuple(leaf.shape)} that is not in the model's "
+                    "modules, whose gradient nobody clips: give it to the model, or freeze it"
                 )
-
-    def reached(self, tensor: torch.Tensor) -> bool:
-        """Whether the last losses gave a gradient to a tensor that is not the model's."""
-        leaf = self._leaves.get(id(tensor))
-        return leaf is not None and leaf() is tensor
-
-    @contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """The parameters have no gradients inside, and those that they had afterwards."""
-        before = [(p, p.grad) for p in self.parameters.values()]
+            if has_hooks(leaf):
+                raise ValueError(
+                    f"the losses depend on a tensor of shape {tuple(leaf.shape)} with a gradient hook, which would see "
+                    "what is not clipped: remove it"
+                )
         try:
-            for p, _ in before:
-                p.grad = None
             yield
         finally:
-            for p, gradient in before:
-                p.grad = gradient
+            for leaf, gradient in others:
+                leaf.grad = gradient
+
+    @contextmanager
+    def _cleared(self) -> Iterator[None]:
+        """What came to the leaves before is gone, and what comes inside is gone afterwards."""
+
+        def clear() -> None:
+            for p in self.parameters.values():
+                p.grad = None
+
+        clear()
+        try:
+            yield
+        finally:
+            clear()
 
     @contextmanager
     def passing(self, backward_pass: RowPass | NormPass | SumPass | Projections) -> Iterator[None]:
         """What the layers report goes to this pass."""
         self._pass = backward_pass
         try:
-            with self.set_aside():
+            with self._cleared():
                 yield
         finally:
             self._pass = None
@@ -532,8 +551,8 @@ class Recorder:
         """A node of the graph reports."""
         if self._pass is None:
             raise RuntimeError(
-                f"{site} saw a backward pass that clips nothing: call criterion(...).backward(); where a loss has a "
-                "gradient in it, as a gradient penalty does, take execution='loop'"
+                f"{site} saw a backward pass that clips nothing: the losses function gives losses, and calls no "
+                "backward(); where a loss has a gradient in it, as a gradient penalty does, take execution='loop'"
             )
         self.recording = False  # a rule may run the layer
         try:
@@ -543,7 +562,11 @@ class Recorder:
 
     def _begin(self, module, args, kwargs) -> None:
         """The model is called: look for changes and, for new shapes, find which example owns each row."""
-        if not self.recording or module is not self.model or self.busy:
+        if module is not self.model:  # a copy of the model has copies of the hooks
+            return
+        if threading.get_ident() != self._thread:
+            raise RuntimeError("the model is in a private step: another thread may run it when that is over")
+        if not self.recording or self.busy:
             return
         self.called = True
 
@@ -554,9 +577,6 @@ class Recorder:
             finally:
                 self._probe = None
 
-        if self.alone:
-            self.guard.stand(module)
-            return
         self.guard.begin(module, args, kwargs, self.batch, run)
         inputs = leaves([*args, kwargs])
         if not self._uses and not any(map(is_fake, inputs)) and self.guard.replays(self.batch):
@@ -573,12 +593,19 @@ class Recorder:
         if self.replay:
             self.replay.end(output)
 
+    def _watches(self, site: Site, module: nn.Module) -> bool:
+        """Whether this is a call of a site in the step; a copy of the model has copies of the hooks."""
+        mine = self._pass is not None or threading.get_ident() == self._thread  # a backward pass has threads of its own
+        return self.recording and module is site.module and mine
+
     def _before(self, site: Site):
+        parameters = [self.parameters[key] for key in site.keys.values()]
+
         def hook(module, args):
-            if self.recording and module is site.module:  # a copy of the model has copies of the hooks
+            if self._watches(site, module):
                 kept = Kept() if site.is_compared and not self._probe else None
-                self._inside.append(([(p, p.requires_grad) for p in site.parameters], kept))
-                for p in site.parameters:
+                self._inside.append((module, [(p, p.requires_grad) for p in parameters], kept))
+                for p in parameters:
                     p.requires_grad_(False)
                 if kept:
                     kept.__enter__()
@@ -589,7 +616,8 @@ class Recorder:
         label = str(site)
 
         def hook(module, args, kwargs, output):
-            if not self.recording or module is not site.module:
+            entered = bool(self._inside) and self._inside[-1][0] is module  # not where the hooks before it raised
+            if not entered or not self._watches(site, module):
                 return None
             masks = self._leave()
             if output is None:  # an exception passes: checkpointing stops a recomputation with one
@@ -612,9 +640,23 @@ class Recorder:
 
     def _leave(self) -> list[torch.Tensor]:
         """A layer has been called; gives what it dropped."""
-        frozen, kept = self._inside.pop()
+        _, frozen, kept = self._inside.pop()
         if kept:
             kept.__exit__(None, None, None)
         for p, learns in frozen:
             p.requires_grad_(learns)
         return kept.masks if kept else []
+
+
+def _put(module: nn.Module, name: str, p: nn.Parameter) -> None:
+    if isinstance(module, nn.RNNBase):  # which keeps its parameters in a list as well
+        setattr(module, name, p)
+    else:
+        module._parameters[name] = p
+
+
+def _refuse_past_the_modules(name: str, gradient: torch.Tensor) -> None:
+    raise RuntimeError(
+        f"{name} is used past the model's modules, which have another leaf in its place in a private step: read it "
+        "from its module"
+    )

@@ -7,8 +7,9 @@ the model's outputs must stay, its loss, and its gradient, given the same gradie
 
 An example *alone* would be the wrong comparison: dropout would draw other numbers, and kernels would round otherwise.
 
-Left out: what the loop does between the model and the criterion; a model that gives something else whenever it is run,
-because it draws from a generator of its own.
+The losses are computed again, too, from a batch that was put together anew (:class:`Look`).
+
+Left out: a model that gives something else whenever it is run, because it draws from a generator of its own.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from plpkg.clipping.batches import behind, examples, float_tensors
 from plpkg.clipping.dropout import RandomState
 from plpkg.clipping.factors import Outer
 from plpkg.clipping.layers import Call, Site
-from plpkg.clipping.mixing import Guard, Probe
+from plpkg.clipping.mixing import Guard, Probe, without_gradients
 
 FIRST, SELDOM = 3, 100
 """The steps that are made again: the first ones, then one in so many."""
@@ -200,49 +201,60 @@ class Replay:
             )
         return ""
 
-    def check_losses(
-        self, losses: torch.Tensor, again: Callable[[torch.Tensor], torch.Tensor], before: RandomState
-    ) -> None:
-        """Compute the losses again.
 
-        Parameters
-        ----------
-        losses
-            ``(batch,)``.
-        again
-            Computes the losses of the examples at these places.
-        before
-            The generators' state when ``losses`` were computed.
+@dataclass(frozen=True)
+class Look:
+    """A batch that was put together again: the example ``kept`` is where it was, and others are around it."""
 
-        Raises
-        ------
-        ValueError
-            The kept example has another loss.
-        """
-        state = RandomState()
-
-        def misfit(index: torch.Tensor) -> bool:
-            before.restore()
-            with torch.no_grad():
-                loss, was = again(index)[self.kept], losses.detach()[self.kept]
-            return bool((loss - was).abs() > (HALF_TOLERANCE if was.dtype.itemsize < 4 else TOLERANCE) * was.abs())
-
-        try:
-            mixed = confirmed(misfit, self.among)
-        except Exception:  # a criterion may have any reason not to run on copies
-            return
-        finally:
-            state.restore()
-        if mixed:
-            raise ValueError(
-                "examples are mixed: beside other examples the same one has another loss (weights, or a mean, of the "
-                "whole batch?)"
-            )
+    kept: int
+    among: object
 
 
-def confirmed(misfit: Callable[[torch.Tensor], bool], among: torch.Tensor) -> bool:
-    """Whether what is repeated is the same each time, and beside the examples ``among`` never."""
-    return all(misfit(among) and not misfit(torch.arange(len(among))) for _ in range(CONFIRMED))
+def check_losses_alike(
+    losses: torch.Tensor, losses_of: Callable[[object], torch.Tensor], batch: object, look: Look, before: RandomState
+) -> None:
+    """Compute the losses again, with others around one example.
+
+    Parameters
+    ----------
+    losses
+        ``(batch,)``, of ``batch``.
+    losses_of
+        Gives a batch's losses.
+    look
+        What to compare with.
+    before
+        The generators' state when ``losses`` were computed.
+
+    Raises
+    ------
+    ValueError
+        The kept example has another loss.
+    """
+    state = RandomState()
+
+    def misfit(batch: object) -> bool:
+        before.restore()
+        with without_gradients():
+            loss, was = losses_of(batch)[look.kept], losses.detach()[look.kept]
+        return bool((loss - was).abs() > (HALF_TOLERANCE if was.dtype.itemsize < 4 else TOLERANCE) * was.abs())
+
+    try:
+        mixed = confirmed(misfit, look.among, batch)
+    except Exception:  # a losses function may have any reason not to run on copies
+        return
+    finally:
+        state.restore()
+    if mixed:
+        raise ValueError(
+            "examples are mixed: beside other examples the same one has another loss (a mean or weights of the whole "
+            "batch, or a collate function that mixes or sorts them?)"
+        )
+
+
+def confirmed(misfit: Callable[[object], bool], among: object, same: object) -> bool:
+    """Whether what is repeated is the same each time, and beside others never."""
+    return all(misfit(among) and not misfit(same) for _ in range(CONFIRMED))
 
 
 def _keep(gradients: dict[int, torch.Tensor], place: int, gradient: torch.Tensor) -> None:

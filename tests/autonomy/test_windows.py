@@ -30,7 +30,7 @@ CASES = {
     "all": ("mobile", "all", {"patience": 9, "batch_norm": True}),
     "lora": ("llama", "lora", {}),
     "private head, many samples of nobody": ("mobile", "head", {"batch": 1, "private": {}}),
-    "private head of sequences": ("lstm", "head", {"private": {"poisson_sampling": False}}),
+    "private head of sequences, by users": ("lstm", "head", {"private": {"users": [n // 2 for n in range(14)]}}),
     "private bias": ("gpt2", "bias", {"private": {"execution": "ghost"}}),
     "private norm": ("mobile", "norm", {"private": {"accountant": "rdp"}}),
     "private lora": ("llama", "lora", {"private": {"clipping": "automatic"}}),
@@ -110,9 +110,8 @@ def test_killed_six_times_it_ends_with_the_same_bits(case, tmp_path):
     assert_same(Transfer(None, *result), expected)
     assert spent == (private and expected.epsilon(0.01))
     if private:
-        shuffled, batches = how.get("poisson_sampling") is False, math.ceil(14 / chosen["batch"])
-        counted = (1.0, 40 // batches) if shuffled else (1 / batches, 40)
-        assert spent == epsilon_of(1.0, *counted, 0.01, accountant=how.get("accountant", "prv"))
+        rate = 1 / math.ceil(14 / chosen["batch"])
+        assert spent == epsilon_of(1.0, rate, 40, 0.01, accountant=how.get("accountant", "prv"))
     assert [path.name for path in (tmp_path / "run").iterdir()] == [CHECKPOINT]
 
 

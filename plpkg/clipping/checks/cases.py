@@ -106,6 +106,27 @@ class Losses:
         return losses if self.reduction == "none" else getattr(losses, self.reduction)()
 
 
+def one_loss_each(criterion: Callable) -> Callable:
+    """``losses(model, batch)`` of a loss module, for batches ``(inputs, target)``: of an example's losses the mean over
+    its targets that count, or the sum.
+    """
+    each, sums = copy.copy(criterion), criterion.reduction == "sum"
+    each.reduction = "none"
+
+    def losses(model: nn.Module, batch: Batch) -> torch.Tensor:
+        inputs, target = batch
+        parts = each(model(*inputs), target)
+        parts = parts.reshape(len(parts), -1)
+        if sums:
+            return parts.sum(1)
+        ignored = getattr(criterion, "ignore_index", None)
+        counts = ignored is not None and parts.numel() == target.numel()
+        seen = target.reshape(parts.shape) != ignored if counts else torch.ones_like(parts)
+        return parts.sum(1) / seen.sum(1).clamp(min=1)
+
+    return losses
+
+
 def learning(model: nn.Module) -> dict[str, nn.Parameter]:
     """By name, the parameters that learn."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}

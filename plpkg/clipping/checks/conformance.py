@@ -12,6 +12,9 @@ seen through torch's own hooks on every optimizer's step, so that no library nee
 * ``audit``: whether somebody took part is not told from the released numbers more surely than σ allows
   (:func:`~plpkg.clipping.checks.audit.gaussian_audit`).
 
+What is done to noisy updates afterwards is no breach: what is added to each, and an exponential average of them, are
+taken off before the checks look.
+
 What conforms here need not conform on another model: bring your own as a :class:`~plpkg.clipping.checks.cases.Case`.
 
 Left out: how samples are drawn, what the accountant says, several processes, models with dropout.

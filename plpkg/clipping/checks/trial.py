@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -17,6 +17,40 @@ NOISE_MULTIPLIER = 1.0  # σ
 NOISY_STEPS = 120  # every other one with the example that is looked for
 
 Update = dict[str, torch.Tensor]
+
+
+AVERAGED = 1e-4
+"""How far what an average keeps of a sample may be from its share, relatively: rounding in float32."""
+MOST_KEPT = 0.999
+"""Who keeps more forgets nothing, which is a fault."""
+
+
+@dataclass(frozen=True)
+class Afterwards:
+    """What a training makes of its noisy updates before the optimizer gets them, which costs no privacy.
+
+    Attributes
+    ----------
+    added
+        To each update, such as the gradient of a regularisation.
+    kept
+        The share β of the update before, where an update is an exponential average: β times that and 1 − β times the
+        new one, beginning with 0.
+    """
+
+    added: Update | None = None
+    kept: float = 0.0
+
+    def taken_off(self, updates: list[Update]) -> list[Update]:
+        """The updates before that."""
+        if self.added is None:
+            return updates
+        plain = [{name: part - self.added[name] for name, part in update.items()} for update in updates]
+        earlier = [{name: torch.zeros_like(part) for name, part in self.added.items()}, *plain]
+        return [
+            {name: (part - self.kept * last[name]) / (1 - self.kept) for name, part in update.items()}
+            for update, last in zip(plain, earlier, strict=False)
+        ]
 
 
 class RefusalError(Exception):
@@ -44,7 +78,34 @@ class Trial:
     clipping: str = "flat"
 
     def run(self, samples: list[Batch], noise_multiplier: float = 0.0) -> list[Update]:
-        """The updates of some samples: by parameter, what the optimizer gets, times the expected batch size."""
+        """The updates of some samples: by parameter, what the optimizer gets, times the expected batch size; what the
+        training makes of them afterwards (:class:`Afterwards`) is taken off.
+        """
+        return self.afterwards.taken_off(self._run(samples, noise_multiplier))[-len(samples) :]
+
+    @cached_property
+    def afterwards(self) -> "Afterwards":
+        """Found without noise: what nobody moves is added, and what is left of a sample later is an average's."""
+        nobody = examples(self.case.sample, slice(0, 0))
+        alone = replace(self, case=replace(self.case, before=None, max_grad_norm=self.max_grad_norm))
+        try:
+            first, second = alone._run([nobody] * 2)
+            after = alone._run([self.case.sample, nobody, nobody])
+            if any(not torch.equal(first[name], second[name]) for name in first):
+                first = {name: torch.zeros_like(part) for name, part in first.items()}
+            once, twice, thrice = (as_vector({n: u[n] - first[n] for n in first}) for u in after)
+        except (RefusalError, BrokenError, MissingError, MiscountError, FloatingPointError):
+            return Afterwards()
+        size = torch.linalg.vector_norm(once)
+        kept = (twice @ once / size**2).item() if size else 0.0
+        is_average = AVERAGED < kept < MOST_KEPT and all(
+            torch.linalg.vector_norm(later - kept**k * once) <= AVERAGED * size
+            for k, later in ((1, twice), (2, thrice))
+        )
+        return Afterwards(first, kept if is_average else 0.0)
+
+    def _run(self, samples: list[Batch], noise_multiplier: float = 0.0) -> list[Update]:
+        """All updates as they are, with that of the step before."""
         case = self.case
         steps = [[case.before(samples[0])]] if case.before else []
         steps += [case.pieces(sample) for sample in samples]
@@ -96,7 +157,7 @@ class Trial:
                 f"{len(steps)} samples were given, and {len(updates)} steps of an optimizer change this model by a "
                 "gradient"
             )
-        return updates[-len(samples) :]
+        return updates
 
     def step(self, sample: Batch) -> Update:
         """The update of one sample, without noise."""

@@ -30,7 +30,7 @@ from plpkg.clipping.checks.audit import (
     gaussian_epsilon,
     one_run_audit,
 )
-from plpkg.clipping.checks.cases import Case, gradient
+from plpkg.clipping.checks.cases import Case, gradient, one_loss_each
 from plpkg.clipping.checks.conformance import DELTA
 from plpkg.clipping.checks.sensitivity import Sensitivity, as_vector, check_sensitivity
 from plpkg.clipping.checks.specimens import MAX_GRAD_NORM, MICRO_BATCH, specimens
@@ -228,18 +228,19 @@ def opacus(model, optimizer, criterion, steps, *, max_grad_norm, noise_multiplie
 
 
 def ours(model, optimizer, criterion, steps, *, max_grad_norm, noise_multiplier, expected_batch_size) -> None:
-    """A training function: :func:`~plpkg.clipping.make_private`, and the same loop."""
-    made = make_private(
+    """A training function: :func:`~plpkg.clipping.make_private`."""
+    private = make_private(
         model,
         optimizer,
         None,
-        criterion,
+        one_loss_each(criterion),
         max_grad_norm=max_grad_norm,
         noise_multiplier=noise_multiplier,
         sample_rate=TAKES_PART,
-        expected_batch_size=expected_batch_size,
+        batch_size=1 if criterion.reduction == "sum" else expected_batch_size,
     )
-    loop(made.model, made.optimizer, made.criterion, steps)
+    for step in steps:
+        private.step(step)
 
 
 def loop(model, optimizer, criterion, steps) -> None:

@@ -1,1 +1,1 @@
-"""Private training with the loop that you had: sampling, noise, accounting."""
+"""Private training: samples, steps, noise, accounting."""

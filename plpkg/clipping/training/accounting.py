@@ -6,10 +6,8 @@ the sensitivity is added. ε comes from Opacus's accountants: ``prv`` (Gopi et a
 that is theirs. How many there are counts as known.
 
 Shuffled batches are not that mechanism. Under an accountant that assumes Poisson samples they leak up to four times the
-ε that it prints (Annamalai et al., arXiv 2411.10614). Here their ε counts an epoch as one step without sampling, for an
-example is in one of its steps. That holds for any order, also a known one, that does not depend on the data, if who is
-absent leaves an empty place: a gradient of zero, while all others stay in their batches. It does not hold if the others
-move up, for then each later step may move by 2·C. Who is replaced by another moves one step by 2·C: count with σ/2.
+ε that it prints (Annamalai et al., arXiv 2411.10614), and what holds for them, an epoch counted as one step without
+sampling, asks for far more noise: so :func:`~plpkg.clipping.make_private` samples, and does not shuffle.
 """
 
 import math
@@ -46,8 +44,7 @@ class Mechanism:
     clipped to ``max_grad_norm``, C, and noise of ``noise_multiplier``·C is added. The ``accountant`` tells the ε.
 
     C and σ may be functions of the step's number. ``users`` are sampled and clipped instead of examples if there is a
-    number of them. ``epoch``: batches are not sampled but shuffled, so many for all examples; ε is then about
-    one that leaves an empty place.
+    number of them.
     """
 
     accountant: str
@@ -56,7 +53,6 @@ class Mechanism:
     max_grad_norm: float | Sequence[float] | Callable[[int], float]
     clipping: str
     users: int | None = None
-    epoch: int | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.noise_multiplier):  # a float, whatever stood for it
@@ -81,13 +77,6 @@ class Mechanism:
     def clip(self) -> Clip:
         return Clip(self.max_grad_norm, self.clipping)
 
-    def spends(self, step: int) -> tuple[float, float] | None:
-        """The σ and the sampling rate to account for a step; ``None`` where an epoch's first has counted for all."""
-        if self.epoch is None:
-            sigma = self.noise_multiplier
-            return sigma(step) if callable(sigma) else sigma, self.sample_rate
-        return None if step % self.epoch else (self.noise_multiplier, 1.0)
-
     def steps_within(self, epsilon: float, delta: float, first: int = 0, before: Sequence[Spent] = ()) -> int:
         """How many steps can be taken, counted from 0, so that no more than ``epsilon`` is spent.
 
@@ -97,10 +86,11 @@ class Mechanism:
             The next step's number, and what has been spent.
         """
         number("max_epsilon", epsilon, open_low=True)
+        sigma = self.noise_multiplier
 
         def fits(steps: int) -> bool:
-            counts = Counter(map(self.spends, range(first, steps)))
-            history = [*before, *((*pair, count) for pair, count in counts.items() if pair)]
+            counts = Counter(sigma(step) if callable(sigma) else sigma for step in range(first, steps))
+            history = [*before, *((sigma, self.sample_rate, count) for sigma, count in counts.items())]
             return spent(accountant_of(self.accountant, history), delta) <= epsilon
 
         high = 1

@@ -27,15 +27,12 @@ class Life:
         The number of its next step.
     spent
         What its steps have spent: (σ, sampling rate, how many steps).
-    epochs
-        The shuffled epochs that have been counted.
     """
 
     number: int = 0
     name: str = field(default_factory=lambda: secrets.token_hex(16))
     steps: int = 0
     spent: list = field(default_factory=list)
-    epochs: list[int] = field(default_factory=list)
 
     def spend(self, sigma: float, rate: float) -> None:
         """One more step; those in a row that spend the same are one entry, as in Opacus's accountants."""
@@ -52,16 +49,10 @@ class Ledger:
     A training that goes back to an earlier state has nevertheless released what came after it. So those steps stay
     spent, and what follows is another life, whose noise and samples are drawn anew: the same noise on two gradients
     would cancel in their difference.
-
-    Attributes
-    ----------
-    gradients
-        By parameter, the latest that was released, and its version.
     """
 
     def __init__(self) -> None:
         self._lives: dict[str, Life] = {}
-        self.gradients: dict[str, tuple[torch.Tensor, int]] = {}
 
     @property
     def spent(self) -> list[Spent]:
@@ -80,8 +71,7 @@ class Ledger:
     def join(self, other: "Ledger") -> None:
         """Both are one from now on, whoever holds which."""
         self._lives |= other._lives
-        self.gradients |= other.gradients
-        other._lives, other.gradients = self._lives, self.gradients
+        other._lives = self._lives
 
     def begin_with(self, spent: list[Spent]) -> None:
         """Count what was released elsewhere."""
@@ -89,7 +79,7 @@ class Ledger:
         self.record(Life(number, steps=sum(count for *_, count in spent), spent=spent))
 
     def record(self, life: Life) -> None:
-        """A step of a life is about to be released."""
+        """A life begins, or a step of it is about to be released."""
         self._lives[life.name] = life
 
     def state(self, life: Life) -> list[dict]:
@@ -157,12 +147,9 @@ def _life(given: object) -> Life:
         entries = entries_of(life.spent)
         whole_number("number", life.number, 0)
         whole_number("steps", life.steps, 0)
-        for epoch in life.epochs:
-            whole_number("epoch", epoch, 0)
-        # Each step has spent, or each shuffled epoch; a life may have begun with a later step than 0.
-        count, most = sum(count for *_, count in entries), len(life.epochs) or life.steps
-        if count > most or (count < most and (life.epochs or not life.number)):
-            raise ValueError(f"{count} have spent, of {most} steps or epochs")
+        count = sum(count for *_, count in entries)
+        if count > life.steps or (count < life.steps and not life.number):  # others may begin with a later step than 0
+            raise ValueError(f"{count} have spent, of {life.steps} steps")
     except (TypeError, ValueError) as error:
         raise ValueError(f"not a life of a private training: {shown(given)}: {error}") from error
-    return replace(life, name=str(life.name), spent=entries, epochs=list(life.epochs))
+    return replace(life, name=str(life.name), spent=entries)

@@ -6,7 +6,6 @@ knows the seed can take the noise off again: a seed is for experiments, ``secure
 come from ChaCha20 under a key that is never stored, and each noise value is half the sum of four normal ones, whose
 last bits do not tell the value without noise (Mironov, CCS 2012; Holohan & Braghin, arXiv 2107.10138). Otherwise they
 come from Philox under a key of 128 bits: PyTorch's CPU generator takes 32 bits of a seed, which can be tried out.
-Orders of shuffled epochs come from a seed of their own, which is no secret and is kept with a training's state.
 """
 
 import hashlib
@@ -49,7 +48,6 @@ class Randomness:
             raise ValueError(f"secure=True takes no seed, got seed={seed!r}: noise that can be repeated can be removed")
         self.secure, self.life = secure, 0
         self._seed = secrets.randbits(128) if seed is None else whole_number("seed", seed, 0)
-        self.shuffling = secrets.randbits(128) if seed is None else seed  # may be stored
         self._stream = Cipher(algorithms.ChaCha20(secrets.token_bytes(32), bytes(16)), mode=None).encryptor()
 
     def add_noise(self, sums: dict[str, torch.Tensor], std: float, draw: int) -> None:
@@ -68,9 +66,9 @@ class Randomness:
         uniform = self._uniform(size).numpy() if self.secure else self._generator("sample", draw).random(size)
         return np.flatnonzero(uniform < rate).tolist()
 
-    def order(self, size: int, epoch: int) -> np.ndarray:
-        """The numbers below ``size``, shuffled for an epoch; no ε depends on it."""
-        return self._generated(f"{self.shuffling} order {epoch}").permutation(size)
+    def seed_of(self, purpose: str, draw: int) -> int:
+        """A seed for a generator of another kind, of 63 bits."""
+        return int(self._generator(purpose, draw).integers(2**63))
 
     def _generator(self, purpose: str, draw: int) -> np.random.Generator:
         return self._generated(f"{self._seed} {purpose} {f'{self.life} {draw}' if self.life else draw}")

@@ -110,4 +110,3 @@ def test_what_is_accounted_is_a_float(given):
     for step in (0, 3):
         assert type(mechanism.at(step).max_grad_norm) is float
         assert type(mechanism.at(step).noise_multiplier) is float
-        assert mechanism.spends(step) == (1.5, 0.1)

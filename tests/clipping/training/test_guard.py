@@ -6,10 +6,8 @@ from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
 
 from plpkg.backbones import random_backbone
 from plpkg.clipping import clipped_gradients, make_private, mixing as guards
@@ -23,21 +21,25 @@ from rounding import sampling_error
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 
 
-def training(model, criterion=None, **options):
-    """A private training without a data loader, whose examples the test chooses."""
+def squares(model, batch):
+    x, y = batch
+    return (model(x) - y).square().sum(1)
+
+
+def training(model, losses=squares, **options):
+    """A private training whose examples the test chooses."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    how = dict(noise_multiplier=0.0, max_grad_norm=0.5, sample_rate=0.1, expected_batch_size=4, seed=0) | options
-    return make_private(model, optimizer, None, criterion or nn.MSELoss(), **how)
+    how = dict(noise_multiplier=0.0, max_grad_norm=0.5, sample_rate=0.1, batch_size=4, seed=0) | options
+    return make_private(model, optimizer, None, losses, **how)
 
 
-def step(made, x=X, y=None):
-    made.criterion(made.model(x), torch.zeros(len(x), 3) if y is None else y).backward()
-    made.optimizer.step()
+def step(private, x=X, y=None):
+    return private.step([(x, torch.zeros(len(x), 3) if y is None else y)])
 
 
-def first_steps(made):
+def first_steps(private):
     for _ in range(guards.FIRST):
-        step(made)
+        step(private)
 
 
 class Net(nn.Module):
@@ -62,34 +64,34 @@ def passes(monkeypatch):
 def test_a_frozen_batch_norm_that_train_wakes():
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     model[1].eval().requires_grad_(False)
-    made = training(model)
-    step(made)
+    private = training(model)
+    step(private)
     model.eval()
     model(X)
     model.train()
     with pytest.raises(ValueError, match=r"1 \(BatchNorm1d\) normalises .* eval\(\) alone is undone by the next"):
-        model(X)
+        step(private)
     model[1].eval()
-    step(made)
+    step(private)
 
 
 def test_a_gate_that_opens_with_the_first_step():
     gate = [0.0]
-    made = training(Net(last=lambda x: x + gate[0] * (x - x.mean(0))))
-    step(made)
+    private = training(Net(last=lambda x: x + gate[0] * (x - x.mean(0))))
+    step(private)
     gate[0] = 1e-3
     with pytest.raises(ValueError, match=r"inner \(Linear\): the losses of examples .* examples are mixed"):
-        step(made)
+        step(private)
 
 
 def test_a_gate_that_opens_later_is_seen_at_random(monkeypatch):
     gate = [0.0]
-    made = training(Net(last=lambda x: x + gate[0] * (x - x.mean(0))))
-    first_steps(made)
+    private = training(Net(last=lambda x: x + gate[0] * (x - x.mean(0))))
+    first_steps(private)
     gate[0] = 1.0
     monkeypatch.setattr(guards, "SELDOM", 1)
     with pytest.raises(ValueError, match="examples are mixed"):
-        step(made)
+        step(private)
 
 
 def test_one_step_in_fifty_is_looked_at():
@@ -114,11 +116,12 @@ def test_one_step_in_fifty_is_looked_at():
 
 
 def test_what_is_looked_at_again(passes):
-    made = training(nn.Linear(6, 3), lambda out, y: out.mean(1).square().sum(1))
+    model = nn.Linear(6, 3)
+    private = training(model, lambda model, x: model(x).mean(1).square().sum(1))
 
     def looked(*shape):
         passes.clear()
-        step(made, torch.randn(*shape))
+        private.step([torch.randn(*shape)])
         return bool(passes)
 
     def always(*shape):  # without a reason each look is a matter of luck, of one in fifty
@@ -129,9 +132,7 @@ def test_what_is_looked_at_again(passes):
     assert not always(4, 5, 6)
     assert not always(7, 5, 6)  # another number of examples is nothing new
     assert looked(4, 2, 6)
-    made.model.eval()
-    made.model(X)
-    made.model.train()
+    model.register_forward_hook(lambda *_: None)
     assert looked(4, 5, 6)
 
 
@@ -158,12 +159,16 @@ def test_a_function_written_in_the_call_is_not_a_new_one(losses, passes):
 
 
 def test_losses_that_are_flattened_are_refused():
-    """Four tokens of two examples, one and three, would be cut into two and two."""
-    made = training(nn.Linear(6, 5), nn.CrossEntropyLoss())
-    x, y = torch.randn(2, 3, 6), torch.ones(2, 3, dtype=torch.long)
-    mask = torch.tensor([[True, False, False], [True, True, True]])
-    with pytest.raises(ValueError, match=r"losses of shape \(4,\) for 2 examples.*transpose"):
-        made.criterion(made.model(x)[mask], y[mask])
+    """Four tokens of two examples, one and three."""
+    x, mask = torch.randn(2, 3, 6), torch.tensor([[True, False, False], [True, True, True]])
+
+    def losses(model, batch):
+        x, y, mask = batch
+        return functional.cross_entropy(model(x)[mask], y[mask], reduction="none")
+
+    private = training(nn.Linear(6, 5), losses)
+    with pytest.raises(ValueError, match=r"one an example, of shape \(2,\), got \(4,\)"):
+        private.step([(x, torch.ones(2, 3, dtype=torch.long), mask)])
 
 
 CHANGES = [
@@ -172,9 +177,9 @@ CHANGES = [
     (lambda model, _: model.first.register_forward_hook(lambda module, args, x: x - x.mean(0)),
      ValueError, "examples are mixed"),
     (lambda model, _: model.inner.bias.register_hook(lambda gradient: 10 * gradient),
-     RuntimeError, r"inner\.bias has a gradient hook, which would see what is not clipped"),
+     ValueError, r"inner\.bias has a gradient hook, which would see what is not clipped"),
     (lambda model, _: model.inner.bias.register_post_accumulate_grad_hook(lambda p: p.data.sub_(p.grad)),
-     RuntimeError, r"inner\.bias has a gradient hook, which would see what is not clipped"),
+     ValueError, r"inner\.bias has a gradient hook, which would see what is not clipped"),
     (lambda model, _: model.inner.requires_grad_(False),
      RuntimeError, r"inner\.weight learns no more"),
     (lambda model, _: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True),
@@ -186,50 +191,39 @@ CHANGES = [
 
 @pytest.mark.parametrize(("change", "error", "message"), CHANGES)
 def test_what_changes_after_the_first_steps(change, error, message, monkeypatch):
-    made = training(Net())
-    first_steps(made)
-    change(made.model, monkeypatch)
+    private = training(Net())
+    first_steps(private)
+    change(private.model, monkeypatch)
     with pytest.raises(error, match=message):
-        made.model(X)
+        step(private)
+    assert private.steps == guards.FIRST
 
 
 def test_a_layer_that_is_unfrozen_or_replaced_for_a_while():
-    made = training(Net(nn.Linear(6, 6).requires_grad_(False)))
-    model, inner = made.model, made.model.inner
+    model = Net(nn.Linear(6, 6).requires_grad_(False))
+    private, inner = training(model), model.inner
     model.first.requires_grad_(True)
     with pytest.raises(
         RuntimeError, match=r"first\.weight learns, which was not there when make_private was called: freeze"
     ):
-        model(X)
+        step(private)
     model.first.requires_grad_(False)
     model.inner = nn.Linear(6, 3)
     with pytest.raises(RuntimeError, match=r"inner\.weight learns, which was not there"):
-        model(X)
+        step(private)
     model.inner = inner
-    step(made)
-
-
-def test_another_optimizer_of_the_same_parameters():
-    made = training(nn.Linear(6, 3))
-    made.criterion(made.model(X), torch.zeros(4, 3)).backward()
-    second = torch.optim.Adam(made.model.parameters())
-    with pytest.raises(RuntimeError, match="a step of another Adam with parameters of a private training"):
-        second.step()
-    torch.optim.SGD(nn.Linear(2, 2).parameters()).step()
-    made.optimizer.step()
-    made.remove()
-    second.step()
+    step(private)
 
 
 @pytest.mark.parametrize("steps", [0, guards.FIRST])
 def test_a_parameter_of_nobody_s(steps):
     scales = [1.0]
-    made = training(nn.Linear(6, 3), lambda out, y: (out * scales[-1] - y).square().sum(1))
+    private = training(nn.Linear(6, 3), lambda model, batch: (model(batch[0]) * scales[-1]).square().sum(1))
     for _ in range(steps):
-        step(made)
+        step(private)
     scales.append(nn.Parameter(torch.ones(1)))
-    with pytest.raises(ValueError, match=r"a parameter of shape \(1,\) that is not the model's"):
-        step(made)
+    with pytest.raises(ValueError, match=r"a parameter of shape \(1,\) that is not in the model's modules"):
+        step(private)
 
 
 class Kept(nn.Module):
@@ -262,7 +256,7 @@ class Kept(nn.Module):
 @pytest.mark.parametrize("once", [True, False])
 def test_what_the_model_keeps_of_an_example(how, name, once):
     with pytest.raises(ValueError, match=f"{name}: the model changes this as it reads examples"):
-        training(Kept(how, once)).model(X)
+        step(training(Kept(how, once)))
 
 
 @pytest.mark.parametrize(
@@ -275,8 +269,9 @@ def test_what_the_model_keeps_of_an_example(how, name, once):
     ],
 )
 def test_numbers_of_others_without_a_gradient(first):
+    x = X[X.abs().amax(1).argsort()]  # the first has not the largest number
     with pytest.raises(ValueError, match=r"examples are mixed, by inner \(Linear\) at the latest"):
-        training(Net(first)).model(X)
+        step(training(Net(first)), x)
 
 
 def whole_batches(x):
@@ -302,12 +297,11 @@ def test_a_frozen_batch_norm_that_has_no_statistics():
         clipped_gradients(model, lambda model, x: model(x).sum(1), X, 1.0)
 
 
-def test_a_tensor_of_nobody_s_that_another_optimizer_steps():
+def test_a_tensor_of_nobody_s_gets_no_gradient():
     scale = torch.ones(1, requires_grad=True)
-    made = training(nn.Linear(6, 3), lambda out, y: (out * scale - y).square().sum(1))
-    step(made)
-    with pytest.raises(RuntimeError, match=r"another SGD with a tensor of shape \(1,\) that the private losses gave"):
-        torch.optim.SGD([scale], lr=1.0).step()
+    private = training(nn.Linear(6, 3), lambda model, batch: (model(batch[0]) * scale).square().sum(1))
+    step(private)
+    assert scale.grad is None
 
 
 @pytest.mark.parametrize(
@@ -315,22 +309,24 @@ def test_a_tensor_of_nobody_s_that_another_optimizer_steps():
     [(nn.PReLU(), (4, 2)), (nn.Conv3d(2, 3, 1), (4, 2, 3, 3, 3)), (nn.ConvTranspose1d(2, 3, 2), (4, 2, 3))],
 )
 def test_a_model_that_is_a_layer_itself(root, shape):
-    def loss(out, _):
-        return out.flatten(1).square().sum(1)
+    def losses(model, x):
+        return model(x).flatten(1).square().sum(1)
 
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    expected, _ = clipped_gradients(root, lambda model, x: loss(model(x), x), x, 0.5, "loop")
-    step(training(root, loss), x, torch.zeros(4))
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).double()
+    expected, _ = clipped_gradients(root.double(), losses, x, 0.5, "loop")
+    before = {name: p.detach().clone() for name, p in root.named_parameters()}
+    training(root, losses).step([x])
     for name, p in root.named_parameters():
-        torch.testing.assert_close(p.grad * 4, expected[name])  # one layer, float32: the order of a sum
+        # One layer, float64: the order of a sum. A step is 0.1 times the mean of four examples.
+        torch.testing.assert_close((before[name] - p.detach()) * 4 / 0.1, expected[name])
 
 
 def test_weights_in_the_order_of_channels_last():
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 3)).to(memory_format=torch.channels_last)
-    made = training(model, noise_multiplier=1.0)
-    step(made, torch.randn(4, 2, 4, 4))
-    made.skip()
-    assert made.steps == 2
+    private = training(model, noise_multiplier=1.0)
+    step(private, torch.randn(4, 2, 4, 4))
+    private.step([])
+    assert private.steps == 2
 
 
 def test_rotary_tables_that_follow_the_length_are_no_such_buffer():
@@ -351,10 +347,10 @@ def test_what_is_refused_once_is_refused_again():
     shift = nn.Linear(2, 6)
     model = Net(lambda x: x + shift(torch.ones(1, 2)).repeat(len(x), 1))
     model.shift = shift
-    made = training(model)
+    private = training(model)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"shift \(Linear\) gives the same for all examples"):
-            made.model(X)
+            step(private)
 
 
 PARALLEL = """
@@ -365,7 +361,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from plpkg.clipping import make_private
 
@@ -373,36 +369,43 @@ folder, rank, count, how = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.
 os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # accelerate asks for them; they are not used
 distributed.init_process_group("gloo", init_method=f"file://{folder}/{how}{count}", rank=rank, world_size=count)
-torch.manual_seed(rank)  # they begin apart, and get the parameters of process 0
-model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+net = lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+losses = lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 generator = torch.Generator().manual_seed(1)
 x, y = torch.randn(40, 8, generator=generator).double(), torch.randint(0, 4, (40,), generator=generator)
-loader, criterion = DataLoader(TensorDataset(x, y), batch_size=10), nn.CrossEntropyLoss()
-optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 options = dict(noise_multiplier=1.0, max_grad_norm=0.5, seed=3, max_physical_batch_size=3)
-backward = lambda loss: loss.backward()
-if how == "accelerate":
-    from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True)
-    assert accelerator.num_processes == count
-    backward = accelerator.backward
-else:
-    if count > 1:
-        shards = fully_shard(nn.Sequential(nn.Linear(8, 4)))
-        wrappers = {"DistributedDataParallel averages": DistributedDataParallel(model), "FSDPModule shards": shards}
-        for message, wrapped in wrappers.items():
-            with pytest.raises(ValueError, match=message):
-                make_private(wrapped.train(), torch.optim.SGD(wrapped.parameters()), loader, criterion, **options)
-        with pytest.raises(ValueError, match="process 1 has other max_grad_norm than process 0"):
-            make_private(model, optimizer, loader, criterion, **options | {"max_grad_norm": 0.5 + rank})
-private = make_private(model, optimizer, loader, criterion, **options)
-while private.steps < 6:
-    for inputs, labels in private.data_loader:
-        optimizer.zero_grad()
-        backward(private.criterion(model(inputs), labels))
-        optimizer.step()
-torch.save([model.state_dict(), private.epsilon(1e-3), private.steps], f"{folder}/{how}{rank}of{count}")
+
+def private(model, optimizer=None, examples=40, **more):
+    optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=0.01)
+    data = TensorDataset(x[:examples], y[:examples])
+    return make_private(model, optimizer, data, losses, **dict(batch_size=10) | options | more)
+
+
+if count > 1:
+    wrappers = {"FSDPModule shards": fully_shard, "DistributedDataParallel averages": DistributedDataParallel}
+    if how == "accelerate":
+        from accelerate import Accelerator
+
+        accelerator, model = Accelerator(cpu=True), net()
+        assert accelerator.num_processes == count
+        wrappers["DistributedDataParallel averages"] = accelerator.prepare
+        with pytest.raises(TypeError, match="AcceleratedOptimizer wraps an optimizer"):
+            private(model, accelerator.prepare(torch.optim.SGD(model.parameters())))
+    for message, wrap in wrappers.items():
+        with pytest.raises(ValueError, match=message):
+            private(wrap(net()))
+    with pytest.raises(ValueError, match="process 1 has other max_grad_norm than process 0"):
+        private(net(), max_grad_norm=0.5 + rank)
+results = []
+few = dict(epochs=6, examples=5, batch_size=1)  # a process often has none
+by_users = dict(epochs=6, examples=10, batch_size=2, users=[i % 5 for i in range(10)])
+for how_many in (dict(epochs=2), by_users, few):
+    torch.manual_seed(rank)  # they begin apart, and get the parameters of process 0
+    training = private(net(), **how_many)
+    shares = [(sample.indices, training.step(sample).count) for sample in training]
+    results.append((training.model.state_dict(), training.epsilon(1e-3), training.steps, shares))
+torch.save(results, f"{folder}/{how}{rank}of{count}")
 distributed.destroy_process_group()
 """
 
@@ -415,28 +418,32 @@ def test_two_processes_are_one(how, tmp_path):
             arguments = [(str(tmp_path), str(rank), str(count), how) for rank in range(count)]
             for process in [stack.enter_context(Process(PARALLEL, *each)) for each in arguments]:
                 assert process.wait() == 0, process.stdout.read()
-    one, first, second = (torch.load(tmp_path / f"{how}{which}") for which in ("0of1", "0of2", "1of2"))
-    assert one[1:] == first[1:] == second[1:]
-    for name, value in one[0].items():
-        assert torch.equal(first[0][name], second[0][name])
-        torch.testing.assert_close(first[0][name], value)  # float64: the order of sums alone is another one
-    assert math.isfinite(one[1])
-
-
-def test_a_loader_that_reads_ahead_is_named():
-    model, data = nn.Linear(6, 3), TensorDataset(torch.randn(20, 6), torch.zeros(20, 3))
-    optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=5)
-    made = make_private(model, optimizer, loader, nn.MSELoss(), noise_multiplier=1.0, max_grad_norm=1.0, seed=0)
-    ahead = Accelerator(cpu=True).prepare(made.data_loader)
-    x, y = next(batch for batch in ahead if batch is not None)
-    with pytest.raises(RuntimeError, match=r"accelerate's prepare\(data_loader\) does"):
-        step(made, x, y)
+    runs = (torch.load(tmp_path / f"{how}{which}") for which in ("0of1", "0of2", "1of2"))
+    for one, first, second in zip(*runs, strict=True):
+        assert one[1:3] == first[1:3] == second[1:3]
+        assert math.isfinite(one[1])
+        for name, value in one[0].items():
+            assert torch.equal(first[0][name], second[0][name])
+            torch.testing.assert_close(first[0][name], value)  # float64: the order of sums alone is another one
+        for (whole, _), *shares in zip(one[3], first[3], second[3], strict=True):
+            assert sorted(whole) == sorted(sum((indices for indices, _ in shares), ()))
+            assert all(len(indices) == count for indices, count in shares)
+    empty = {(not mine, not theirs) for (_, mine), (_, theirs) in zip(first[3], second[3], strict=True)}
+    assert len(empty) == 4  # of the few examples the one, the other, both or none have had some
 
 
 def test_the_probe_draws_no_random_numbers_of_the_training():
-    model = nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.5))
+    model, given = nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.5)), []
+
+    def losses(model, batch):
+        given.append(model(batch[0]))
+        return given[-1].square().sum(1)
+
     torch.manual_seed(0)
     expected = functional.dropout(model[0](X), 0.5)
-    made = training(model)
+    after = torch.get_rng_state()
+    private = training(model, losses)
     torch.manual_seed(0)
-    assert torch.equal(made.model(X), expected)
+    step(private)
+    assert torch.equal(given[0], expected)
+    assert torch.equal(torch.get_rng_state(), after)

@@ -4,8 +4,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from plpkg.backbones import random_backbone
 from plpkg.clipping import clipped_gradients, make_private
@@ -99,52 +98,70 @@ def test_users_by_tensors_in_any_order_of_their_numbers(of):
     assert torch.equal(norms, others)
 
 
-def made(limit=None, batch_size=7, users=USERS, criterion=None, dataset=None, **options):
+def made(limit=None, batch_size=7, users=USERS, dataset=None, **options):
     model = net(torch.float64)
-    loader = DataLoader(TensorDataset(*dataset or pictures(dtype=torch.float64)), batch_size=batch_size)
+    dataset = TensorDataset(*dataset or pictures(dtype=torch.float64))
     options = dict(noise_multiplier=0.0, max_grad_norm=C, max_physical_batch_size=limit, seed=3) | options
-    criterion = criterion or (lambda output, y: (output - y).square().sum(1))
-    return make_private(model, torch.optim.SGD(model.parameters(), lr=0.0), loader, criterion, users=users, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    return make_private(model, optimizer, dataset, squares, batch_size=batch_size, users=users, **options)
 
 
-def step(private):
-    """What the optimizer gets in one step, from as many pieces as there are; and their sizes."""
-    sizes = []
-    for x, y in private.data_loader:
-        private.optimizer.zero_grad()
-        private.criterion(private.model(x), y).backward()
-        private.optimizer.step()
-        sizes.append(len(x))
-        if private.steps:
-            break
-    return flat(p.grad for p in private.model.parameters()), sizes
+def sampled_by_hand(**options):
+    model = net(torch.float64)
+    options = dict(noise_multiplier=0.0, max_grad_norm=C, sample_rate=0.5, batch_size=4.0) | options
+    return make_private(model, torch.optim.SGD(model.parameters(), lr=0.0), None, squares, **options)
+
+
+def step(private, *sample, **options):
+    """What the optimizer gets in one step."""
+    got = []
+    hook = private.optimizer.register_step_pre_hook(lambda *_: got.extend(p.grad for p in private.model.parameters()))
+    private.step(*sample or [private.sample()], **options)
+    hook.remove()
+    return flat(got)
 
 
 @pytest.mark.parametrize("clipping", CLIPPINGS)
 @pytest.mark.parametrize("limit", [1, 2, 3, 4])
 def test_pieces_of_users_are_the_whole(limit, clipping):
-    whole, _ = step(made(clipping=clipping))
-    pieces, sizes = step(made(limit, clipping=clipping))
+    private, whole = made(limit, clipping=clipping), step(made(clipping=clipping))
+    sizes = [len(piece.indices) for piece in private.sample().pieces]
     assert sum(sizes) == 7
     assert max(sizes) <= limit
-    assert_close(pieces, whole, TERMS)
+    assert_close(step(private), whole, TERMS)
+
+
+WEIGHTS = {user: USERS.count(user) for user in USERS}
 
 
 @pytest.mark.parametrize("limit", [None, 2])
 def test_the_step_is_the_mean_over_users_of_their_mean_losses(limit):
-    private = made(limit)
-    gradient, _ = step(private)
-    weights = {user: USERS.count(user) for user in USERS}
-    expected = by_hand(net(torch.float64), pictures(dtype=torch.float64), USERS, weights) / 4
-    assert_close(gradient, expected, TERMS)
+    expected = by_hand(net(torch.float64), pictures(dtype=torch.float64), USERS, WEIGHTS) / 4
+    assert_close(step(made(limit)), expected, TERMS)
+
+
+@pytest.mark.parametrize("pieces", [[7], [5, 0, 2], [3, 2, 2]])
+def test_users_of_samples_of_one_s_own(pieces):
+    """In pieces of whole users."""
+    order = torch.tensor([0, 2, 4, 1, 5, 3, 6])  # ann, bob, and the others
+    batch, users = [part[order] for part in pictures(dtype=torch.float64)], [USERS[i] for i in order]
+    given = list(zip(*(part.split(pieces) for part in batch), strict=True))
+    private = sampled_by_hand()
+    expected = by_hand(net(torch.float64), batch, users, WEIGHTS) / 4
+    assert_close(step(private, given, users=users), expected, TERMS)
+    assert not step(private, [], users=[]).any()
 
 
 def test_users_are_sampled_with_all_that_is_theirs():
     x, y = pictures(60, torch.float64)
     users = [f"user {i % 12}" for i in range(60)]
-    private = made(batch_size=15, users=users, criterion=nn.MSELoss(), dataset=(x, y), noise_multiplier=1.0)
+    private = made(batch_size=15, users=users, dataset=(x, y), noise_multiplier=1.0)
     whose = {tuple(row.flatten().tolist()): user for row, user in zip(x, users, strict=True)}
-    given = [[whose[tuple(row.flatten().tolist())] for row in rows] for rows, _ in private.data_loader]
+    given = []
+    for sample in private:
+        given.append([whose[tuple(row.flatten().tolist())] for rows, _ in sample.batches() for row in rows])
+        assert given[-1] == list(sample.users)
+        assert private.step(sample).count == len(sample.users)
     assert all(names.count(name) == 5 for names in given for name in names)
     assert len({tuple(sorted(set(names))) for names in given}) > 1
     assert (private.expected_batch_size, private.mechanism.sample_rate) == (3.0, 0.25)
@@ -157,16 +174,15 @@ def test_the_epsilon_of_a_user():
     assert private.state_dict()["identity"]["users"] == 4
 
 
-def without_a_loader():
-    model = net()
-    how = dict(noise_multiplier=1.0, max_grad_norm=C, sample_rate=0.5, expected_batch_size=2.0)
-    make_private(model, torch.optim.SGD(model.parameters()), None, functional.mse_loss, users=USERS, **how)
+def with_and_without():
+    private = sampled_by_hand()
+    private.step([pictures(dtype=torch.float64)], users=USERS)
+    private.step([])
 
 
-def part_of_a_batch():
+def users_beside_a_sample():
     private = made()
-    x, y = next(iter(private.data_loader))
-    private.criterion(private.model(x[:3]), y[:3]).backward()
+    private.step(private.sample(), users=USERS)
 
 
 REFUSED = [
@@ -174,8 +190,11 @@ REFUSED = [
      "users must name whose each of 7 examples is, got 6"),
     (lambda: made(users=range(7)).load_state_dict(made().state_dict()), ValueError,
      "the state is of a training with users=4, now 7"),
-    (without_a_loader, ValueError, "users and poisson_sampling=False need a data_loader"),
-    (part_of_a_batch, RuntimeError, r"backward\(\) of 3 examples where the data_loader gave 7"),
+    (lambda: sampled_by_hand(users=USERS), ValueError, "users and max_physical_batch_size are about a dataset"),
+    (lambda: sampled_by_hand().step(2 * [pictures(dtype=torch.float64)], users=2 * USERS), ValueError,
+     "user 'ann' has examples in two batches"),
+    (with_and_without, RuntimeError, "users come with each step or with none"),
+    (users_beside_a_sample, RuntimeError, "step was given users, and takes the sample that was drawn"),
 ]  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from plpkg.clipping import make_private
 from plpkg.residual import CloudServer, DeviceClient
@@ -104,21 +103,16 @@ def test_a_small_gradient_beside_a_large_one_is_as_exact(pair):
         assert torch.equal(gradient[1], alone[name][0])
 
 
-def loader():
-    return DataLoader([{"input_ids": t, "labels": label} for t, label in zip(TEXTS, LABELS, strict=True)], batch_size=3)
+EXAMPLES = [{"input_ids": text, "labels": labels} for text, labels in zip(TEXTS, LABELS, strict=True)]
+SETTINGS = dict(batch_size=3, epochs=3, noise_multiplier=0.7, max_grad_norm=0.05, seed=3)
 
 
-SETTINGS = dict(noise_multiplier=0.7, max_grad_norm=0.05, seed=3)
-
-
-def train(model, loss, **how):
-    """Three epochs; what has learnt, and ε."""
+def train(model, **how):
+    """Three epochs; what has learnt, and ε. Without ``per_example`` the losses are the model's own."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
-    private = make_private(model, optimizer, loader(), **how, **SETTINGS)
-    for _ in range(3):
-        for batch in private.data_loader:
-            loss(private, batch).backward()
-            optimizer.step()
+    private = make_private(model, optimizer, EXAMPLES, **how, **SETTINGS)
+    for sample in private:
+        private.step(sample)
     return [p.detach() for p in model.parameters() if p.requires_grad], private.epsilon(0.01)
 
 
@@ -127,13 +121,11 @@ def test_a_private_training_is_what_it_is_locally():
     with CloudServer(adapted(m_scale=0.0), precision="fp32") as cloud:
         model = adapted(m_scale=0.2)
         with DeviceClient(cloud.address, model, precision="fp32") as client:
-            learnt, epsilon = train(
-                model, lambda private, batch: private.criterion(batch), per_example=client.per_example
-            )
+            learnt, epsilon = train(model, per_example=client.per_example)
             steps, looks = client.traffic - client.looks, client.looks
     local = adapted(m_scale=0.2).train()
-    expected, local_epsilon = train(local, lambda private, batch: private.model(**batch).loss)
-    exact, _ = train(precise(adapted(m_scale=0.2)).train(), lambda private, batch: private.model(**batch).loss)
+    expected, local_epsilon = train(local)
+    exact, _ = train(precise(adapted(m_scale=0.2)).train())
     assert_as_exact(learnt, expected, exact)
     assert epsilon == local_epsilon
     assert 0 < looks.round_trips < steps.round_trips
@@ -147,5 +139,5 @@ def test_a_cloud_that_mixes_examples_is_found():
         next(m for m in cloud.part.modules() if "RMSNorm" in type(m).__name__).register_forward_hook(mix)
         model = adapted(m_scale=0.2)
         client = DeviceClient(cloud.address, model, precision="fp32")
-        with client, pytest.raises(ValueError, match="per_example mixes examples"):
-            train(model, lambda private, batch: private.criterion(batch), per_example=client.per_example)
+        with client, pytest.raises(ValueError, match="per_example, or a collate function, mixes examples"):
+            train(model, per_example=client.per_example)

@@ -1,0 +1,95 @@
+"""The losses of a Hugging Face model, one an example."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from plpkg.clipping.batches import examples
+from plpkg.clipping.dropout import Without
+from plpkg.clipping.mixing import without_gradients
+
+
+class OwnLosses:
+    """The loss that a Hugging Face model computes itself from ``labels``, an example at a time.
+
+    The model's own is the mean over the labels of all examples, so that an example's weight depends on the others'
+    lengths. Here each example's is the mean over its own labels; 0 where it has none.
+
+    Raises
+    ------
+    ValueError
+        The model has no such loss.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        if not callable(getattr(model, "loss_function", None)):
+            raise ValueError(
+                f"losses=None takes the own loss of a Hugging Face model, and {type(model).__name__} has none: give "
+                "losses(model, batch), which gives one loss an example"
+            )
+        self._compared = False
+
+    def __call__(self, model: nn.Module, batch: Mapping) -> torch.Tensor:
+        """``(batch,)``.
+
+        Raises
+        ------
+        ValueError
+            There are no labels, or the model's loss is another one.
+        """
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        if not isinstance(labels, torch.Tensor):
+            raise ValueError("losses=None takes the model's own loss, of batches with labels: give losses")
+        inputs = {name: value for name, value in batch.items() if name != "labels"}  # else it makes one loss of all
+        logits = model(**inputs, return_dict=True).logits
+        return torch.stack([_loss(model, logits[i : i + 1], labels[i : i + 1]) for i in range(len(labels))])
+
+    def check(self, model: nn.Module, batch: Mapping) -> None:
+        """Compare with the model's own loss of one example, before the first step.
+
+        Raises
+        ------
+        ValueError
+            It is another one.
+        """
+        if self._compared or not isinstance(batch.get("labels"), torch.Tensor):
+            return
+        alone = examples(batch, slice(0, 1), of=len(batch["labels"]))
+        with torch.random.fork_rng(), without_gradients(), Without():
+            output = model(**alone, return_dict=True)
+            own, ours = output.loss.nan_to_num(), _loss(model, output.logits, alone["labels"])
+        self._compared = True
+        rounding = 16 * max(torch.finfo(dtype).eps for dtype in (output.logits.dtype, torch.float32))
+        if not torch.allclose(own, ours.to(own), rtol=rounding, atol=1e-6):
+            raise ValueError(
+                f"the loss of {type(model).__name__} for one example is {own.item():.6g}, and not the "
+                f"{ours.item():.6g} of its loss function for logits and labels (a router's term, say): give losses"
+            )
+
+
+@dataclass(frozen=True)
+class Within:
+    """A losses function that is called within a context: autocast, say."""
+
+    losses: Callable
+    context: Callable[[], AbstractContextManager]
+
+    def __call__(self, model: nn.Module, batch) -> torch.Tensor:
+        with self.context():
+            return self.losses(model, batch)
+
+    def check(self, model: nn.Module, batch) -> None:
+        """As the losses function would."""
+        if check := getattr(self.losses, "check", None):
+            with self.context():
+                check(model, batch)
+
+
+def _loss(model: nn.Module, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A model's loss function of one example; 0 where no label counts, whose mean is 0/0."""
+    sizes = dict(config=model.config, vocab_size=getattr(model.config, "vocab_size", None))
+    loss = model.loss_function(logits=logits, pooled_logits=logits, labels=labels, **sizes)
+    return 0 * logits.sum() if loss.isnan() else loss

@@ -1,0 +1,284 @@
+"""Poisson samples: each example is in each sample with probability q, independently.
+
+That is what the accountants assume. Samples differ in size, and some are empty. One that is too large for the memory
+goes through the model in pieces. Users are sampled with all that is theirs, and a piece has whole users, or a part of
+one alone.
+"""
+
+import copy
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import SystemRandom
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from plpkg.clipping.batches import leaves, named
+from plpkg.clipping.dropout import RandomState
+from plpkg.clipping.replay import FIRST, SELDOM, Look
+from plpkg.clipping.training.processes import Processes
+from plpkg.clipping.training.randomness import Randomness
+from plpkg.validation import whole_number
+
+_RANDOM = SystemRandom()
+LOOP = "for sample in private: private.step(sample)"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Examples that go through the model together.
+
+    Attributes
+    ----------
+    indices
+        Their places in the data set.
+    users
+        Whose each is; ``None`` where examples are protected.
+    goes_on
+        All are one user's, who has more of them in the next piece.
+    """
+
+    indices: tuple[int, ...]
+    users: tuple[Hashable, ...] | None = None
+    goes_on: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """The examples of one step: :meth:`~plpkg.clipping.training.private.Private.step` takes it, once.
+
+    Attributes
+    ----------
+    number
+        The step's, from 0.
+    pieces
+        None where nobody was drawn (or nobody of this process's share).
+    users
+        Whose each example is; ``None`` where examples are protected.
+    """
+
+    number: int
+    pieces: tuple[Piece, ...]
+    users: tuple[Hashable, ...] | None
+    _collated: Callable[[Piece], object] = field(repr=False)
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """The examples' places in the data set."""
+        return tuple(index for piece in self.pieces for index in piece.indices)
+
+    def batches(self) -> Iterator:
+        """Each piece, collated by itself. They are to look at: ``step`` collates its own."""
+        return map(self._collated, self.pieces)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+class Samples:
+    """Draws the samples of a training, and collates their pieces.
+
+    Parameters
+    ----------
+    loader
+        The data set, collate function and workers are taken from it, and not its order.
+    users
+        Whose each example is, or ``None``.
+    limit
+        The most examples of a piece.
+    randomness
+        Where the samples come from.
+    processes
+        Of each sample this process takes its share.
+
+    Attributes
+    ----------
+    members
+        The indices of each user's examples; where examples are protected each is alone.
+    steps
+        The samples of an epoch: as many as the loader has batches.
+    rate
+        The probability q of each example, or user: one over that.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader,
+        users: Sequence[Hashable] | torch.Tensor | None,
+        limit: int,
+        randomness: Randomness,
+        processes: Processes,
+    ) -> None:
+        count = len(loader.dataset)
+        self.names = None if users is None else named(users, count)
+        keys = range(count) if self.names is None else self.names
+        members: dict[Hashable, list[int]] = {}
+        for index, key in enumerate(keys):
+            members.setdefault(key, []).append(index)
+        self.members, self.steps = members, len(loader)
+        self.rate = 1 / self.steps
+        self._limit, self._randomness, self._processes = limit, randomness, processes
+        self._drawn: dict[int, tuple[Sample, tuple[Piece, ...]]] = {}
+        self._batches: Iterator | None = None  # of the pieces from that of sample `_next` on
+        self._next = 0
+        self._loader, self._collate = loader, _Collate(loader.collate_fn)
+
+    def sample(self, number: int) -> Sample:
+        """The sample of a step; the same until it is used."""
+        if number not in self._drawn:
+            keys = list(self.members)
+            drawn = self._randomness.sample(len(keys), self.rate, number)
+            pieces = tuple(self._pieces([keys[place] for place in self._processes.share(drawn)]))
+            users = None if self.names is None else tuple(user for piece in pieces for user in piece.users)
+            self._drawn[number] = Sample(number, pieces, users, self._collated), pieces
+        return self._drawn[number][0]
+
+    def collated(self, sample: Sample) -> Iterator[tuple[Piece, object, Look | None]]:
+        """The pieces of the next step's sample, their batches, and how to look whether these mix examples."""
+        if self._next != sample.number:
+            self._batches = None
+        if self._batches is None and sample.pieces:
+            self._batches = self._fetch(sample.number)
+        batches, self._batches = self._batches, None  # an exception leaves them in the middle
+        for piece in sample.pieces:
+            yield piece, *next(batches)
+        self._batches, self._next = batches, sample.number + 1
+
+    def is_drawn(self, sample: Sample) -> bool:
+        """Whether a sample is one of this training's that nobody has used, as it was drawn."""
+        drawn, pieces = self._drawn.get(sample.number, (None, ()))
+        return drawn is sample and sample.pieces is pieces
+
+    def use(self, sample: Sample) -> None:
+        """A sample is released, and no more to be had."""
+        del self._drawn[sample.number]
+
+    def stop(self) -> None:
+        """Workers end; what they have collated ahead is collated again if it goes on."""
+        self._batches = None
+
+    def forget(self) -> None:
+        """What was drawn ahead is not used: a state was loaded."""
+        self._drawn.clear()
+        self.stop()
+
+    def _fetch(self, number: int) -> Iterator:
+        like = self._loader
+        workers = dict(prefetch_factor=like.prefetch_factor) if like.num_workers else {}
+        return iter(
+            DataLoader(
+                like.dataset,
+                batch_sampler=self._indices(number),
+                collate_fn=self._collate,
+                num_workers=like.num_workers,
+                pin_memory=like.pin_memory,
+                timeout=like.timeout,
+                worker_init_fn=like.worker_init_fn,
+                multiprocessing_context=like.multiprocessing_context,
+                # Its own, so that a loop that is broken off and goes on draws nothing of the training's.
+                generator=torch.Generator().manual_seed(self._randomness.seed_of("workers", number)),
+                **workers,
+            )
+        )
+
+    def _indices(self, number: int) -> Iterator[list[int]]:
+        while True:
+            for piece in self.sample(number).pieces:
+                yield list(piece.indices)
+            number += 1
+
+    def _collated(self, piece: Piece) -> object:
+        return self._loader.collate_fn([self._loader.dataset[index] for index in piece.indices])
+
+    def _pieces(self, keys: Sequence[Hashable]) -> Iterator[Piece]:
+        indices: list[int] = []  # of the piece that begins
+        for key in keys:
+            theirs = self.members[key]
+            if indices and len(indices) + len(theirs) > self._limit:
+                yield self._piece(indices)
+                indices = []
+            if len(theirs) <= self._limit:
+                indices = indices + theirs
+                continue
+            for start in range(0, len(theirs), self._limit):
+                part = theirs[start : start + self._limit]
+                yield self._piece(part, goes_on=start + self._limit < len(theirs))
+        if indices:
+            yield self._piece(indices)
+
+    def _piece(self, indices: list[int], *, goes_on: bool = False) -> Piece:
+        users = None if self.names is None else tuple(self.names[index] for index in indices)
+        return Piece(tuple(indices), users, goes_on)
+
+
+class _Collate:
+    """Collates examples and, now and then, once more with others around one of them."""
+
+    def __init__(self, collate: Callable) -> None:
+        self.collate = collate
+        self._given = 0
+
+    def __call__(self, items: list) -> tuple[object, Look | None]:
+        looks = len(items) > 1 and (self._given < FIRST or _RANDOM.randrange(SELDOM) == 0)
+        self._given += len(items) > 1
+        state = RandomState()
+        look = self._look(items, state) if looks else None
+        state.restore()
+        return self.collate(items), look
+
+    def _look(self, items: list, state: RandomState) -> Look | None:
+        """Half of the others are replaced by one of them, the rest change places: shapes stay, as a rule."""
+        try:
+            shapes = [leaf.shape for leaf in leaves(self.collate(copy.deepcopy(items)))]
+            for _ in range(8):
+                kept, *others = _RANDOM.sample(range(len(items)), len(items))
+                half = (len(others) + 1) // 2
+                copied = others[-1] if len(others) > 1 else kept
+                places = iter(_RANDOM.sample([*[copied] * half, *others[half:]], len(others)))
+                among = [kept if place == kept else next(places) for place in range(len(items))]
+                state.restore()
+                batch = self.collate(copy.deepcopy([items[i] for i in among]))
+                if [leaf.shape for leaf in leaves(batch)] == shapes:
+                    return Look(kept, batch)
+        except Exception:  # it, or a copy of what it is given, may have any reason not to be had
+            return None
+        return None
+
+
+def loader_of(dataset, batch_size: int | None) -> DataLoader:
+    """A data set as a data loader; or a data loader as it is.
+
+    Raises
+    ------
+    ValueError
+        It cannot be sampled from by number, is empty, or samples in a way of its own.
+    """
+    if not isinstance(dataset, DataLoader):
+        if batch_size is None:
+            raise ValueError("batch_size, the expected number of examples in a step, is missing")
+        whole_number("batch_size", batch_size, 1)
+        by_number = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        if not by_number or isinstance(dataset, (IterableDataset, Mapping)):
+            kind = type(dataset).__name__
+            raise ValueError(f"dataset must give examples by number, dataset[i], for Poisson sampling, got a {kind}")
+        if len(dataset) == 0:
+            raise ValueError("dataset has no examples")
+        return DataLoader(dataset, batch_size=batch_size)
+    if batch_size is not None:
+        raise ValueError(f"the data loader has a batch_size, {dataset.batch_size}: leave batch_size={batch_size} out")
+    if isinstance(dataset.dataset, IterableDataset):
+        kind = type(dataset.dataset).__name__
+        raise ValueError(f"Poisson sampling needs examples by number, got the data loader of a {kind}")
+    sampler = dataset.sampler
+    ordinary = isinstance(sampler, (SequentialSampler, RandomSampler)) and not getattr(sampler, "replacement", False)
+    if not ordinary or len(sampler) != len(dataset.dataset):
+        raise ValueError(
+            f"the data loader samples with a {type(sampler).__name__} of its own; Poisson sampling takes its place, "
+            "from all examples: give a torch.utils.data.Subset for some of them (and to each of several processes the "
+            "whole, of which it takes its share)"
+        )
+    if dataset.batch_size is None:
+        raise ValueError("the data loader must have a batch_size, which becomes the expected one")
+    if len(dataset) == 0:
+        raise ValueError(f"the data loader gives no batch from {len(dataset.dataset)} examples")
+    return dataset

@@ -1,0 +1,153 @@
+"""``transformers.Trainer`` with private steps."""
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+
+from plpkg.clipping.training.losses import OwnLosses, Within
+from plpkg.clipping.training.private import Private
+from plpkg.clipping.training.samples import Sample
+
+FILE = "private.pt"
+"""What a checkpoint has of the private training."""
+
+
+class PrivateTrainer(Trainer):
+    """A Trainer whose step is a private one: ``PrivateTrainer(model, args, private=partial(make_private, …), …)``.
+
+    An epoch has as many Poisson samples as the Trainer's batches would be. Its own clipping, its optimizer's step and
+    its normalisation of losses have nothing to do, and it wraps no model. A checkpoint has the private state as well,
+    and a run that resumes goes on with the same samples and noise where there is a ``seed``. The logged loss is the
+    mean of the examples' losses: it is not private.
+
+    Parameters
+    ----------
+    private
+        :func:`~plpkg.clipping.make_private` with its settings.
+    losses
+        As for ``make_private``: ``losses(model, batch)`` gives one loss an example. By default the mean over its
+        labels.
+
+    Attributes
+    ----------
+    private
+        The :class:`~plpkg.clipping.training.private.Private` training, once :meth:`train` was called.
+
+    Raises
+    ------
+    ValueError
+        Arguments that have no meaning here.
+    """
+
+    def __init__(
+        self,
+        model=None,
+        args: TrainingArguments | None = None,
+        *,
+        private: Callable,
+        losses: Callable | None = None,
+        **more,
+    ) -> None:
+        args = copy.copy(args or TrainingArguments())
+        _check(args, more)
+        args.ignore_data_skip = True  # the samples go on by themselves
+        super().__init__(model, args, **more)
+        self._make_private, self._losses, self.private = private, losses, None
+
+    def get_train_dataloader(self) -> "Epochs":
+        """The samples, an epoch at a time."""
+        args = self.args
+        collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
+        workers = dict(prefetch_factor=args.dataloader_prefetch_factor) if args.dataloader_num_workers else {}
+        loader = DataLoader(
+            self.train_dataset,
+            batch_size=self.get_total_train_batch_size(args),
+            collate_fn=collate,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory and args.device.type != "cpu",
+            drop_last=args.dataloader_drop_last,
+            **workers,
+        )
+        return Epochs(self, loader)
+
+    def training_step(self, model, inputs: Sample, num_items_in_batch=None) -> torch.Tensor:
+        """A private step; gives the mean of the examples' losses, 0 of none."""
+        model.train()
+        losses, count = self.private.step(inputs)
+        return losses.mean().to(self.args.device) if count else torch.zeros((), device=self.args.device)
+
+    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device):
+        """One sample at a time, which is not looked into."""
+        return list(islice(epoch_iterator, num_batches)), None
+
+    def floating_point_ops(self, inputs: Sample) -> int:
+        """Not counted."""
+        return 0
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: "Epochs", resume_from_checkpoint):
+        """An optimizer and a scheduler; and the private training in the place of accelerate's wrappers."""
+        if self._created_lr_scheduler:
+            self.lr_scheduler, self._created_lr_scheduler = None, False
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps=max_steps)
+        losses = Within(self._losses or OwnLosses(self.model), self.compute_loss_context_manager)  # of bf16=True
+        epochs = max(1, math.ceil(max_steps / len(train_dataloader)))
+        self.model.train()
+        self.private: Private = self._make_private(
+            self.model, self.optimizer, train_dataloader.loader, losses, epochs=epochs
+        )
+        self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = train_dataloader
+        return self.model, train_dataloader
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.args.should_save:
+            torch.save(self.private.state_dict(), Path(output_dir) / FILE)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            file = Path(checkpoint) / FILE
+            if not file.exists():
+                raise ValueError(f"{checkpoint} has no {FILE}: what its weights have released is not known")
+            self.private.load_state_dict(torch.load(file, weights_only=True))
+
+
+class Epochs:
+    """The samples of a Trainer's private training: each loop gives those that the epoch still has."""
+
+    def __init__(self, trainer: PrivateTrainer, loader: DataLoader) -> None:
+        self._trainer, self.loader, self.dataset = trainer, loader, loader.dataset
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Sample]:
+        private = self._trainer.private
+        return islice(private, len(self) - private.steps % len(self))
+
+
+def _check(args: TrainingArguments, more: dict) -> None:
+    if args.gradient_accumulation_steps != 1:
+        raise ValueError(
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps}: a private step takes a whole sample; "
+            "make_private's max_physical_batch_size cuts it into pieces that fit"
+        )
+    for name, value in (("fp16", args.fp16), ("fsdp", args.fsdp), ("deepspeed", args.deepspeed)):
+        if value:
+            raise ValueError(f"{name}={value!r} is not for private steps (bf16=True is)")
+    own = dict(label_smoothing_factor=args.label_smoothing_factor, compute_loss_func=more.get("compute_loss_func"))
+    for name, value in own.items():
+        if value:
+            raise ValueError(f"{name}={value!r} makes one loss of a batch: give losses, one an example")
+    if args.save_only_model:
+        raise ValueError("save_only_model=True leaves out of a checkpoint what its weights have released")
