@@ -90,6 +90,12 @@ class PrivateTrainer(Trainer):
         """Not counted."""
         return 0
 
+    def _clip_grad_norm(self, model) -> None:
+        """Nothing is left to clip."""
+
+    def _get_grad_norm(self, model, grad_norm=None) -> None:
+        """Nor to log."""
+
     def _prepare_for_training(self, max_steps: int, train_dataloader: "Epochs", resume_from_checkpoint):
         """An optimizer and a scheduler; and the private training in the place of accelerate's wrappers."""
         if self._created_lr_scheduler:
