@@ -15,9 +15,9 @@ import sys
 import certificate
 import pytest
 import torch
-from torch._subclasses.fake_tensor import is_fake
 from peft import get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch._subclasses.fake_tensor import is_fake
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
