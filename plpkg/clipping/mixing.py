@@ -44,6 +44,8 @@ FIRST, SELDOM, REPLAYED = 3, 50, 100
 MOVING = ("num_batches_tracked", "weight_u", "weight_v", "_u", "_v")
 """Buffers that change with a batch's number, or with the weights (spectral norm), not with what it says."""
 
+SETTINGS = {bool, int, float, str, FunctionType, MethodType, partial}
+"""What a module keeps that may decide what it computes."""
 RESTLESS = 4
 """So often has a setting changed (a counter) that a change tells nothing any more."""
 GRAPHS = 20
@@ -275,7 +277,9 @@ class Guard:
         """Look whether the layers, their modes, their hooks and what they keep are those that were seen before."""
         found = modules_of(model)
         modules = [(id(m), m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in found]
-        settings = {(id(m), name): setting(value) for m in found for name, value in vars(m).items() if keeps(value)}
+        settings = {
+            (id(m), name): setting(value) for m in found for name, value in vars(m).items() if type(value) in SETTINGS
+        }
         changed = {key for key, value in settings.items() ^ self._settings.items()}
         self._changes.update(changed)
         self._settings = settings
@@ -350,14 +354,11 @@ class Guard:
             self._whole, self._new = max(0, self._whole - 1), False
 
 
-def keeps(value: object) -> bool:
-    """Whether what a module keeps is a setting: a number, a text, or a function."""
-    return isinstance(value, (bool, int, float, str, FunctionType, MethodType, partial))
-
-
 def setting(value: object) -> object:
-    """What tells a setting from others: two NaN are one, a function is itself."""
-    return repr(value) if isinstance(value, float) else value if isinstance(value, (int, str)) else id(value)
+    """What tells a setting from others, without keeping alive what a function refers to; two NaN are one."""
+    if isinstance(value, float):
+        return repr(value)
+    return value if isinstance(value, (int, str)) else (id(value), getattr(value, "__code__", None))
 
 
 class RowPass:
