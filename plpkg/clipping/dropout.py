@@ -1,7 +1,8 @@
 """Random numbers that a layer draws inside of its forward: kept, left out, or drawn again."""
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -101,3 +102,13 @@ class RandomState:
         """Whether the same would be drawn next."""
         mine, theirs = ((*each._numpy, each._torch, *each._cuda) for each in (self, other))
         return self._python == other._python and all(map(np.array_equal, mine, theirs))
+
+
+@contextmanager
+def untouched() -> Iterator[None]:
+    """What is drawn inside is drawn again afterwards."""
+    state = RandomState()
+    try:
+        yield
+    finally:
+        state.restore()

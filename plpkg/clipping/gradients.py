@@ -11,22 +11,25 @@
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType, MethodType
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
-from plpkg.clipping.batches import batch_size, check_losses, examples, numbered
+from plpkg.clipping.batches import batch_size, check_losses, examples, leaves, numbered
 from plpkg.clipping.clip import Clip, check_finite, clip_dense, zeros_for
 from plpkg.clipping.dropout import RandomState
 from plpkg.clipping.execution import EXECUTIONS, LOOP, Execution
 from plpkg.clipping.layers import LOOP_TAKES_IT
 from plpkg.clipping.mixing import Guard, standing_still
 from plpkg.clipping.recorder import Recorder
-from plpkg.clipping.replay import Look, check_losses_alike
+from plpkg.clipping.replay import Look, Made, Projections, check, copies
 from plpkg.validation import one_of
 
+SEED = 0
+"""Of the projections of a gradient: they need not be drawn anew, whoever mixes examples does not know them."""
 Gradients = tuple[dict[str, torch.Tensor], torch.Tensor]
 """The sums of clipped gradients by parameter, and the norms before clipping, ``(batch,)`` or ``(users,)``."""
 
@@ -97,22 +100,30 @@ def clipped_gradients(
 _GUARDS: weakref.WeakKeyDictionary[torch.nn.Module, dict[Hashable, Guard]] = weakref.WeakKeyDictionary()
 
 
+def refuse_autocast(recorder: Recorder) -> None:
+    """RuntimeError under autocast: norms, sums and noise are not for it to round."""
+    device = next(iter(recorder.parameters.values())).device.type
+    if any(torch.is_autocast_enabled(kind) for kind in {"cpu", device} - {"meta"}):
+        raise RuntimeError("autocast is the losses function's own business: put it inside of that, not around a step")
+
+
 @dataclass(frozen=True)
 class Watched:
     """The gradients of a losses function, whose model a recorder watches where it is :meth:`attached`.
 
-    ``cuts``: the first dimension of each tensor of a batch is the examples, so that a part of it can be taken.
+    ``shared`` are the places of a batch's tensors that all examples have in common, as far as that is known.
     """
 
     recorder: Recorder
     losses: Callable
     execution: Execution
-    cuts: bool = True
+    shared: set[int] = field(default_factory=set)
 
     @contextmanager
     def attached(self) -> Iterator[None]:
         """:meth:`sums` are computed inside, and the model stays what it was."""
         recorder = self.recorder
+        refuse_autocast(recorder)
         with recorder.attached(), standing_still(recorder.model, contents=recorder.guard.fresh):
             yield
 
@@ -170,28 +181,41 @@ class Watched:
 
     def _recorded(self, batch, count, clip, owners, divisors, look):
         """All examples together, by a recorded backward pass."""
-        recorder, before = self.recorder, RandomState()
+        recorder, guard, before = self.recorder, self.recorder.guard, RandomState()
         with recorder.watch(count):
             losses = self._losses(batch, count)
-            if recorder.guard.is_new(losses) and recorder.replay is None:  # what was not seen before is looked at
-                recorder.guard.look_again()
-                recorder.forget()
-                before.restore()
-                losses = self._losses(batch, count)
+            after = RandomState()
             if not recorder.called:
                 raise ValueError(
                     "the losses function must call the model, model(...): past that, as through model.forward or a "
                     f"layer of it, whether examples are mixed is not seen; {LOOP_TAKES_IT}"
                 )
-            replay = recorder.replay
+            if guard.is_new(losses):
+                guard.look_again()
+            self._learn_what_is_shared(batch, count)
+            if not is_fake(losses) and guard.replays(count) and look is None:
+                look = copies(batch, count, tuple(leaves(batch)[place] for place in self.shared))
+            beside = Projections(look.kept, SEED) if look else None
             divided = losses if divisors is None else losses / divisors.to(losses)
-            sums, norms = recorder.clipped_sums(divided, clip, self.execution, owners=owners)
-        if look is None and replay is not None and self.cuts:
-            look = Look(replay.kept, examples(batch, replay.among))
-        if look is not None:
-            check_losses_alike(losses, partial(self.losses, recorder.model), batch, look, before)
+            sums, norms = recorder.clipped_sums(divided, clip, self.execution, owners=owners, beside=beside)
+        if look:
+
+            def make(batch) -> Made:
+                before.restore()
+                projections = Projections(look.kept, SEED)
+                with recorder.watch(count):
+                    losses = self._losses(batch, count)
+                    after = RandomState()
+                    recorder.projected(losses if divisors is None else losses / divisors.to(losses), projections)
+                return Made(losses[look.kept].detach(), projections, after)
+
+            check(Made(losses[look.kept].detach(), beside, after), make, look, batch)
         full = {key: zeros_for(p) if sums[key] is None else sums[key] for key, p in recorder.parameters.items()}
         return full, norms, losses.detach()
+
+    def _learn_what_is_shared(self, batch, count: int) -> None:
+        """Tensors of a batch that once were not as long as it are everybody's, a mask say."""
+        self.shared.update(i for i, leaf in enumerate(leaves(batch)) if not leaf.ndim or len(leaf) != count)
 
     def _losses(self, batch, count: int) -> torch.Tensor:
         losses = self.losses(self.recorder.model, batch)

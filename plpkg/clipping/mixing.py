@@ -17,8 +17,8 @@ rest is seen by chance, in one of fifty or a hundred steps: a factor outside of 
 closure); a hook on a gradient, or an autograd function, that begins to change what it hands on; what is rounded by the
 largest of a batch; a collate function; weights of the losses that have no gradient.
 
-Left out: numbers that the model, after its first steps, keeps in another way than PyTorch counts (``.data``, numpy, an
-attribute).
+Left out: a tensor that the model, or the losses function, keeps of one batch for the next as an attribute; a buffer
+that changes, after the first steps, in another way than PyTorch counts (``.data``, numpy).
 """
 
 import warnings
@@ -37,7 +37,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils._pytree import tree_map
 
 from plpkg.clipping.batches import EVERYBODYS, OWN, Rows, alike, behind, examples, float_tensors, is_float, leaves
-from plpkg.clipping.dropout import Without
+from plpkg.clipping.dropout import Without, untouched
 from plpkg.clipping.layers import LOOP_TAKES_IT, Call, Site, check_layers, merges
 
 FIRST, SELDOM, REPLAYED = 3, 50, 100
@@ -63,14 +63,10 @@ class Probe:
     ----------
     found
         By layer, the rows of its calls; none if they follow from nothing.
-    outputs
-        The places of the model's outputs that have a row for each example.
     """
 
     def __init__(self) -> None:
         self.found: dict[str, set[Rows]] = {}
-        self.outputs: set[int] = set()
-        self._shared: list[int] = []
         self._calls: _Calls = {}
 
     def run(self, forward: Callable, args: tuple, kwargs: dict, batch: int) -> None:
@@ -86,7 +82,7 @@ class Probe:
 
         def of(count: int, seed: int | None = None) -> tuple[list[torch.Tensor], _Calls]:
             index, self._calls = torch.arange(count) % batch, {}
-            with torch.random.fork_rng(), without_gradients(), Without():
+            with untouched(), without_gradients(), Without():
                 if seed is not None:
                     torch.manual_seed(seed)
                 given = forward(*examples(args, index, batch, shared), **examples(kwargs, index, batch, shared))
@@ -105,9 +101,6 @@ class Probe:
                 break
         else:
             return
-        pairs = enumerate(zip(single, plain, strict=False))
-        self.outputs = {i for i, (one, two) in pairs if one.ndim and two.ndim and (len(one), len(two)) == (1, 2)}
-        self._shared = [i for i, leaf in enumerate(leaves([*args, kwargs])) if any(leaf is each for each in shared)]
         if _mixed(single, plain) and not any(_mixed(single, of(1, seed)[0]) for seed in (0, 1)):
             layers = [name for name, calls in two.items() if _mixed(*(c[0][0] for c in (one[name], calls)))]
             other = [x.shape for x in leaves([*args, kwargs]) if x.ndim and len(x) not in (1, batch)]
@@ -141,11 +134,6 @@ class Probe:
                 f"{shared[0]} gives the same for all examples, and the model does not take it once for each: their "
                 "gradients cannot be told apart: freeze the layer, or take execution='loop'"
             )
-
-    def shared(self, args: tuple, kwargs: dict) -> tuple[torch.Tensor, ...]:
-        """Of what the model is given, the tensors that all examples share, though they are as long as the batch."""
-        given = leaves([*args, kwargs])
-        return tuple(given[i] for i in self._shared)
 
     def see(self, name: str, read: Sequence[torch.Tensor], output):
         """A layer was called. Gives its output, what is shared once for each example if that is known."""
@@ -276,7 +264,7 @@ class Guard:
     def _judge(self, model: nn.Module) -> None:
         """Look whether the layers, their modes, their hooks and what they keep are those that were seen before."""
         found = modules_of(model)
-        modules = [(id(m), m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in found]
+        modules = [(id(m), type(m), m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in found]
         settings = {
             (id(m), name): setting(value) for m in found for name, value in vars(m).items() if type(value) in SETTINGS
         }
@@ -406,7 +394,7 @@ def state(model: nn.Module, *, contents: bool = False) -> list[tuple]:
         for module in modules
         if module not in merged
         for name, tensor in chain(module._parameters.items(), module._buffers.items())
-        if not (tensor is None or name in MOVING or name.endswith("inv_freq") or tensor.is_inference())
+        if not (tensor is None or name in MOVING or _is_rotary(module, name) or tensor.is_inference())
     ]
 
 
@@ -434,6 +422,11 @@ def check_still(model: nn.Module, before: list[tuple], *, contents: bool) -> Non
             f"{', '.join(moved)}: the model changes this as it reads examples, and keeps something of them without "
             "noise: let it stand still, or be set up with public examples before"
         )
+
+
+def _is_rotary(module: nn.Module, name: str) -> bool:
+    """Whether it is a table of angles, which may follow the length of a text."""
+    return name.endswith("inv_freq") and "Rotary" in type(module).__name__
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:

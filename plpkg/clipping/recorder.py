@@ -29,17 +29,19 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from transformers.cache_utils import Cache
 
 from plpkg.clipping import factors
-from plpkg.clipping.batches import Rows, behind, float_tensors, leaves
+from plpkg.clipping.batches import Rows, behind, float_tensors
 from plpkg.clipping.clip import Clip, check_finite
 from plpkg.clipping.dropout import Kept
 from plpkg.clipping.execution import Execution
 from plpkg.clipping.factors import Outer
-from plpkg.clipping.layers import SCRIPTED, Call, Site, check_layers, sites
+from plpkg.clipping.layers import LOOP_TAKES_IT, SCRIPTED, Call, Site, check_layers, sites
 from plpkg.clipping.mixing import Guard, Probe, RowPass, modules_of
-from plpkg.clipping.replay import Projections, Replay
+from plpkg.clipping.replay import Projections
 from plpkg.memory import GradientLabel
 
 # Taps
@@ -333,19 +335,27 @@ class Recorder:
         self.guard, self.alone = guard or Guard(), alone
         check_layers(model, alone=alone)
         self.model = model
-        self.layers: dict[str, str] = {}
         self.batch = 0
         self.recording = self.called = False
         self._uses: Counter[str] = Counter()
         self._pass: RowPass | NormPass | SumPass | Projections | None = None
-        self.replay: Replay | None = None  # the step under way is one that will be made again
         self._probe: Probe | None = None  # which looks at the model now
         self._inside: list[tuple[nn.Module, list[tuple[nn.Parameter, bool]], Kept | None]] = []
         self._thread = 0
-        self._sites = sites(model, {id(p): name for name, p in self.parameters.items()})
-        for site in self._sites:
-            for key in site.keys.values():
-                self.layers.setdefault(key, site.name)
+        self._structure: list[tuple] = []
+        self._find_sites()
+
+    def _find_sites(self) -> None:
+        """The layers that own what learns: again, if a module, its class or its forward is another one."""
+        structure = [
+            (id(module), type(module), vars(module).get("forward"), *module._parameters)
+            for module in modules_of(self.model)
+        ]
+        if structure != self._structure:
+            self._structure = structure
+            self._sites = sites(self.model, {id(p): name for name, p in self._learning.items()})
+            self.layers = {key: site.name for site in reversed(self._sites) for key in site.keys.values()}
+            self.layers = {name: self.layers[name] for name in self._learning if name in self.layers}
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -362,13 +372,16 @@ class Recorder:
         """
         if self.model in _WATCHED:
             raise RuntimeError("the model is in a private step, or another call that clips: one at a time")
+        if parametrize._cache_enabled:
+            raise RuntimeError("parametrize.cached() goes inside of the losses function: the step has other leaves")
         for name, p in self._learning.items():
             if has_hooks(p):
                 raise ValueError(f"{name} has a gradient hook, which would see what is not clipped: remove it")
         with ExitStack() as stack:
             _WATCHED.add(self.model)
             stack.callback(_WATCHED.discard, self.model)
-            self._thread = threading.get_ident()
+            self._thread, self._pass, self._probe = threading.get_ident(), None, None
+            self._find_sites()
             for name, p in self._learning.items():
                 stack.callback(p.register_hook(partial(_refuse_past_the_modules, name)).remove)
             stack.enter_context(self._stand_ins())
@@ -416,7 +429,6 @@ class Recorder:
         while self._inside:  # an interrupt may come between a layer's two hooks
             self._leave()
         self._uses.clear()
-        self.replay = None
 
     @contextmanager
     def watch(self, batch: int) -> Iterator[None]:
@@ -430,7 +442,13 @@ class Recorder:
             self.forget()
 
     def clipped_sums(
-        self, losses: torch.Tensor, clip: Clip, execution: Execution, *, owners: torch.Tensor | None = None
+        self,
+        losses: torch.Tensor,
+        clip: Clip,
+        execution: Execution,
+        *,
+        owners: torch.Tensor | None = None,
+        beside: Projections | None = None,
     ) -> tuple[dict[str, torch.Tensor | None], torch.Tensor]:
         """The sum of the clipped gradients, from one loss an example.
 
@@ -442,6 +460,8 @@ class Recorder:
             The clip function, and how its sum is computed.
         owners
             ``(batch,)``: the number of the user to whom each example belongs, if users are clipped and not examples.
+        beside
+            Is told each part of a gradient.
 
         Returns
         -------
@@ -459,7 +479,6 @@ class Recorder:
         two_passes = execution.two_passes and not clip.local
         with self.leaves_of(losses):
             self.guard.verify(losses, self.passing)
-            beside = self.replay and self.replay.projections()
             norm_pass = NormPass(self.layers, self._uses, clip, execution, owners, beside)
             with self.passing(norm_pass):
                 losses.sum().backward(retain_graph=two_passes)
@@ -472,9 +491,12 @@ class Recorder:
                 scale = scale if owners is None else scale[owners.to(scale.device)]
                 with self.passing(SumPass(scale, sums)):
                     losses.sum().backward()
-            if self.replay:
-                self.replay.check(self.model, self.guard, self.passing)
             return {key: sums.get(key) for key in self.parameters}, norms
+
+    def projected(self, losses: torch.Tensor, projections: Projections) -> None:
+        """A backward pass for the gradient of one example."""
+        with self.leaves_of(losses), self.passing(projections):
+            losses.sum().backward()
 
     def gradients(self, loss: torch.Tensor) -> dict[str, torch.Tensor]:
         """Autograd's gradient of one loss, by parameter; zeros where none came."""
@@ -501,10 +523,10 @@ class Recorder:
         """
         ours, others = {id(p) for p in self.parameters.values()}, []
         for node in behind(losses.grad_fn):
-            if (leaf := getattr(node, "variable", None)) is None or id(leaf) in ours:
+            if (leaf := getattr(node, "variable", None)) is None or (id(leaf) in ours and not has_hooks(leaf)):
                 continue
             others.append((leaf, leaf.grad))
-            if isinstance(leaf, nn.Parameter):
+            if isinstance(leaf, nn.Parameter) and id(leaf) not in ours:
                 raise ValueError(
                     f"the losses depend on a parameter of shape {tuple(leaf.shape)} that is not in the model's "
                     "modules, whose gradient nobody clips: give it to the model, or freeze it"
@@ -578,20 +600,10 @@ class Recorder:
                 self._probe = None
 
         self.guard.begin(module, args, kwargs, self.batch, run)
-        inputs = leaves([*args, kwargs])
-        if not self._uses and not any(map(is_fake, inputs)) and self.guard.replays(self.batch):
-            self.replay = Replay(self.batch)  # with its first forward pass
-        if self.replay:
-            device = next(iter(self.parameters.values())).device.type
-            self.replay.begin(args, kwargs, self.guard.known, device)
 
     def _end(self, module, args, output) -> None:
-        if not self.recording or module is not self.model:
-            return
-        if not self.busy:
+        if self.recording and module is self.model and not self.busy:
             self.guard.still(module)
-        if self.replay:
-            self.replay.end(output)
 
     def _watches(self, site: Site, module: nn.Module) -> bool:
         """Whether this is a call of a site in the step; a copy of the model has copies of the hooks."""
@@ -600,9 +612,18 @@ class Recorder:
 
     def _before(self, site: Site):
         parameters = [self.parameters[key] for key in site.keys.values()]
+        places = [(site.module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in site.keys]
+
+        def is_called_with_them() -> bool:
+            """Not where ``functional_call`` has put other tensors there, or the losses function has frozen it."""
+            own = all(owner._parameters.get(n) is p for (owner, n), p in zip(places, parameters, strict=True))
+            learning = [p.requires_grad for p in parameters]
+            if own and any(learning) and not all(learning):
+                raise NotImplementedError(f"{site}: a part of it is frozen within the step; {LOOP_TAKES_IT}")
+            return own and all(learning)
 
         def hook(module, args):
-            if self._watches(site, module):
+            if self._watches(site, module) and is_called_with_them():
                 kept = Kept() if site.is_compared and not self._probe else None
                 self._inside.append((module, [(p, p.requires_grad) for p in parameters], kept))
                 for p in parameters:
@@ -623,6 +644,10 @@ class Recorder:
             if output is None:  # an exception passes: checkpointing stops a recomputation with one
                 return None
             given = float_tensors(output)
+            if odd := [leaf for leaf in tree_leaves(output) if not isinstance(leaf, OPENED) or is_complex(leaf)]:
+                raise NotImplementedError(
+                    f"{label} gave a {type(odd[0]).__name__}, within which no gradient can be followed; {LOOP_TAKES_IT}"
+                )
             read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             if self._probe:
                 return self._probe.see(label, read, output)
@@ -646,6 +671,14 @@ class Recorder:
         for p, learns in frozen:
             p.requires_grad_(learns)
         return kept.masks if kept else []
+
+
+OPENED = (torch.Tensor, bool, int, float, str, type(None), Cache)
+"""What a layer may return, in tuples, lists, mappings and what transformers registers as such."""
+
+
+def is_complex(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_complex()
 
 
 def _put(module: nn.Module, name: str, p: nn.Parameter) -> None:

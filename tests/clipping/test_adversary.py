@@ -155,7 +155,7 @@ REFUSED = {
                    ValueError, r"layer \(Linear\): the losses of examples .* depend on row"),
     "mixed but for two": (nn.Linear(6, 6), mixed_but_for_the_first_and_the_last, ValueError, "examples are mixed"),
     "a box": (Box(6, 3), lambda layer, x: layer(x).value, NotImplementedError,
-              r"layer \(Box\) gave a Boxed without tensors that can be followed"),
+              r"layer \(Box\) gave a Boxed, within which no gradient can be followed"),
     "a counter": (Counting(), plain, NotImplementedError, "Counting gives something else when it is run again"),
     "an optimizer in the backward pass": (
         stepped_in_the_backward_pass(), plain, ValueError, r"layer\.bias has a gradient hook",

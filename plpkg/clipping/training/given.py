@@ -7,18 +7,16 @@ example beside copies of another one (:mod:`plpkg.clipping.replay`): its gradien
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from random import SystemRandom
+from contextlib import AbstractContextManager
 
 import torch
 
-from plpkg.clipping.batches import examples
 from plpkg.clipping.clip import Clip, check_finite, clip_dense, zeros_for
 from plpkg.clipping.dropout import RandomState
+from plpkg.clipping.gradients import refuse_autocast
+from plpkg.clipping.mixing import standing_still
 from plpkg.clipping.recorder import Recorder
-from plpkg.clipping.replay import HALF_TOLERANCE, TOLERANCE, Look, confirmed
-
-_RANDOM = SystemRandom()
+from plpkg.clipping.replay import HALF_TOLERANCE, TOLERANCE, Look, confirmed, copies
 
 Gradients = dict[str, torch.Tensor]
 """By the parameter's name, ``(batch, *shape)``."""
@@ -32,8 +30,9 @@ class GivenGradients:
         self._tells = "look" in inspect.signature(per_example).parameters  # which passes are for looking
 
     def attached(self) -> AbstractContextManager:
-        """Nothing of the model is watched."""
-        return nullcontext()
+        """No layer is watched; but the model stays what it was."""
+        refuse_autocast(self.recorder)
+        return standing_still(self.recorder.model, contents=self.recorder.guard.fresh)
 
     def sums(
         self,
@@ -55,7 +54,7 @@ class GivenGradients:
             zeros = {name: zeros_for(p) for name, p in self.recorder.parameters.items()}
             return zeros, torch.zeros(0), torch.zeros(0)
         if self.recorder.guard.replays(count) and look is None:
-            look = _copies(batch, count)
+            look = copies(batch, count)
         before = RandomState() if look else None
         gradients, losses = self._gradients(batch, count)
         if look:
@@ -109,11 +108,3 @@ class GivenGradients:
                 "per_example, or a collate function, mixes examples: beside other examples the same one has another "
                 "gradient, so that clipping bounds nobody's part"
             )
-
-
-def _copies(batch, count: int) -> Look:
-    """One example among copies of another one."""
-    kept, other = _RANDOM.sample(range(count), 2)
-    among = torch.full((count,), kept if count == 2 else other)
-    among[kept] = kept
-    return Look(kept, examples(batch, among))

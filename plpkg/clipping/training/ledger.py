@@ -132,7 +132,7 @@ def ledger_of(model: torch.nn.Module, learning: Iterable[torch.Tensor]) -> Ledge
     What was released of any of a model's parameters was released of the model: a head before the whole model, a base
     inside of an adapter's model, a model inside of ``nn.Sequential``.
     """
-    known = [_LEDGERS[each] for each in (model, *model.parameters()) if each in _LEDGERS]
+    known = [_LEDGERS[each] for each in (*model.modules(), *model.parameters()) if each in _LEDGERS]
     ledger = known[0] if known else Ledger()
     for other in known[1:]:
         ledger.join(other)

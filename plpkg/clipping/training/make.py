@@ -23,6 +23,7 @@ users instead of examples (issue 366)                 ``users=…``
 ``transformers.Trainer``: :class:`~plpkg.clipping.training.trainer.PrivateTrainer`.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict
@@ -116,7 +117,8 @@ def make_private(
     sample_rate
         q, where you sample yourself.
     seed, secure
-        Where samples and noise come from: see :mod:`plpkg.clipping.training.randomness`.
+        Where samples and noise come from: see :mod:`plpkg.clipping.training.randomness`. A seed is for one training
+        alone: two of one seed have the same noise.
     spent
         What these weights have released where this process cannot know it: σ, the sampling rate, and the number of
         steps that had them. What trainings of this process released of the same parameters is counted without it.
@@ -159,7 +161,8 @@ def make_private(
     breach it. The first steps, and then one in a hundred, are made again with others around one example
     (:mod:`plpkg.clipping.replay`), from the collate function on. What they cannot see:
 
-    * mixing that no example of these steps shows, and a model that draws from a generator of its own;
+    * mixing that no example of these steps shows, and a model that draws from a generator of its own or keeps a tensor
+      of one batch for the next; a data set that makes one example of several;
     * what you do between two steps: ε counts what ``step`` releases. A ``backward`` and an ``optimizer.step`` of your
       own release what nobody clips; of the first ``step`` refuses the gradients that it finds.
 
@@ -207,7 +210,7 @@ def make_private(
     first.clip.limits(list(dict.fromkeys(recorder.layers.values())))
     processes.agree(model, asdict(first) | {"number of examples": samples and len(samples.members), "batch": expected})
     if per_example is None:
-        gradients = Watched(recorder, losses or OwnLosses(model), executed, cuts=samples is None)
+        gradients = Watched(recorder, losses or OwnLosses(model), executed)
     else:
         gradients = GivenGradients(per_example, recorder)
     private = Private(
@@ -236,8 +239,12 @@ def _check(model, optimizer, losses: Callable | None, per_example: Callable | No
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # accelerate's wraps one
         name = type(optimizer).__name__
         raise TypeError(f"{name} wraps an optimizer: give make_private the optimizer itself")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("LBFGS asks a closure for the loss again and again, which noise is added to once")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if isinstance(optimizer, torch.optim.SparseAdam) or (closure and closure.default is inspect.Parameter.empty):
+        kind = type(optimizer).__name__
+        raise ValueError(
+            f"{kind} asks for a closure, or sparse gradients; a step gives it one dense gradient with noise"
+        )
     for name, value in (("losses", losses), ("per_example", per_example)):
         if value is not None and not callable(value):
             raise TypeError(f"{name} must be callable, got {type(value).__name__}")

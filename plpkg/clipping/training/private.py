@@ -118,6 +118,9 @@ class Private:
         finally:
             self._samples.stop()
 
+    def __reduce_ex__(self, protocol: int):
+        raise TypeError("a private training is not copied, whose noise would come twice: save its state_dict()")
+
     def __getattr__(self, name: str):
         what = f"a private training has no {name}"
         raise AttributeError(f"{what}: a step is a call, {LOOP}" if name in OLD else what)
@@ -210,7 +213,13 @@ class Private:
     @property
     def done(self) -> bool:
         """Whether another step would spend more than ``max_epsilon``."""
+        if self._limit and self._others() != self._planned_beside:
+            self._plan()
         return self.steps >= self.max_steps
+
+    def _others(self) -> int:
+        """How many steps other trainings of these parameters have taken."""
+        return sum(count for *_, count in self._ledger.spent) - sum(count for *_, count in self._life.spent)
 
     def epsilon(self, delta: float) -> float:
         """The ε spent so far, for a δ: adding or removing one example, or user, changes no probability by more.
@@ -259,6 +268,8 @@ class Private:
             raise ValueError(f"not the state of a private training: {error} is missing") from error
         except (TypeError, ValueError) as error:
             raise ValueError(f"not the state of a private training: {shown(state)}") from error
+        if self._busy.locked():
+            raise RuntimeError("a state is loaded between two steps")
         whole_number("steps", steps, 0)
         now = asdict(self.mechanism.at(steps))
         if identity != now:
@@ -286,12 +297,17 @@ class Private:
             return now.noise_multiplier if now and step == first else sigma(step)
 
         self._planned = replace(self.mechanism, noise_multiplier=planned) if callable(sigma) else self.mechanism
-        before = self._ledger.spent
+        before, self._planned_beside = self._ledger.spent, self._others()
         self.max_steps = self._planned.steps_within(*self._limit, self.steps, before) if self._limit else math.inf
 
     def _check(self) -> None:
         """Refuse a step of something else than what was seen in the beginning."""
         self._processes.check()
+        if self._life.steps != self.steps:
+            raise RuntimeError(
+                f"another training has gone on from step {self.steps} of this one's state, whose noise is out: go on "
+                "with that one, or load its state_dict()"
+            )
         if self.done:
             raise RuntimeError(f"a step beyond the {self.max_steps} that max_epsilon allows")
         if isinstance(self._gradients, Watched) and not self.model.training:
@@ -312,8 +328,9 @@ class Private:
                 f"the optimizer has {len(learning)} parameters that learn, make_private saw {len(known)}: freeze "
                 "and unfreeze before make_private"
             )
-        for name, p in self._learning.items():
+        for p in (p for group in self.optimizer.param_groups for p in group["params"]):
             if p.grad is not None and p.grad.any():  # zero_grad(set_to_none=False) leaves zeros
+                name = next((name for name, each in self.model.named_parameters() if each is p), "a parameter")
                 raise RuntimeError(
                     f"{name} has a gradient that was not clipped: no backward() beside private.step, which gives the "
                     "optimizer its gradients; optimizer.zero_grad() drops this one"
@@ -415,7 +432,8 @@ class Private:
         """The optimizer's step with the noisy mean."""
         try:
             for name, p in self._learning.items():
-                p.grad = (sums[name] / self.expected_batch_size).to(p.dtype)
+                # In the parameter's own layout, as autograd would give it: fused optimizers count on that.
+                p.grad = torch.empty_like(p).copy_(sums[name] / self.expected_batch_size)
             self.optimizer.step()
         finally:
             for p in self._learning.values():

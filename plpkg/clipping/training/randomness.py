@@ -10,6 +10,7 @@ come from Philox under a key of 128 bits: PyTorch's CPU generator takes 32 bits 
 
 import hashlib
 import math
+import os
 import secrets
 
 import numpy as np
@@ -48,6 +49,7 @@ class Randomness:
             raise ValueError(f"secure=True takes no seed, got seed={seed!r}: noise that can be repeated can be removed")
         self.secure, self.life = secure, 0
         self._seed = secrets.randbits(128) if seed is None else whole_number("seed", seed, 0)
+        self._process = os.getpid()
         self._stream = Cipher(algorithms.ChaCha20(secrets.token_bytes(32), bytes(16)), mode=None).encryptor()
 
     def add_noise(self, sums: dict[str, torch.Tensor], std: float, draw: int) -> None:
@@ -80,6 +82,8 @@ class Randomness:
 
     def _uniform(self, *shape: int) -> torch.Tensor:
         """Numbers in [0, 1) with 53 bits, float64."""
+        if os.getpid() != self._process:
+            raise RuntimeError("a process that was forked would draw the noise of the other: make_private again in it")
         words = torch.frombuffer(bytearray(self._stream.update(bytes(8 * math.prod(shape)))), dtype=torch.int64)
         return words.bitwise_and_(2**53 - 1).double().mul_(2.0**-53).view(shape)
 

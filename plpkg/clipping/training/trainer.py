@@ -100,15 +100,18 @@ class PrivateTrainer(Trainer):
         """An optimizer and a scheduler; and the private training in the place of accelerate's wrappers."""
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
+        if isinstance(self.optimizer, Stepped):  # of a call of train before
+            self.optimizer = self.optimizer._optimizer
         self.create_optimizer()
         self.create_scheduler(num_training_steps=max_steps)
-        losses = Within(self._losses or OwnLosses(self.model), self.compute_loss_context_manager)  # of bf16=True
+        losses = Within(self._losses or OwnLosses(self.model), self.accelerator.autocast)  # of bf16=True
         epochs = max(1, math.ceil(max_steps / len(train_dataloader)))
         self.model.train()
         self.private: Private = self._make_private(
             self.model, self.optimizer, train_dataloader.loader, losses, epochs=epochs
         )
         self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        self.optimizer = Stepped(self.optimizer)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
@@ -126,6 +129,19 @@ class PrivateTrainer(Trainer):
             if not file.exists():
                 raise ValueError(f"{checkpoint} has no {FILE}: what its weights have released is not known")
             self.private.load_state_dict(torch.load(file, weights_only=True))
+
+
+class Stepped:
+    """An optimizer that a private step has stepped already: the Trainer's own call does nothing."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def step(self) -> None:
+        """Nothing."""
+
+    def __getattr__(self, name: str):
+        return getattr(self._optimizer, name)
 
 
 class Epochs:
@@ -155,5 +171,7 @@ def _check(args: TrainingArguments, more: dict) -> None:
     for name, value in own.items():
         if value:
             raise ValueError(f"{name}={value!r} makes one loss of a batch: give losses, one an example")
+    if args.include_num_input_tokens_seen not in (False, "no"):
+        raise ValueError("include_num_input_tokens_seen looks into samples, which are not collated yet")
     if args.save_only_model:
         raise ValueError("save_only_model=True leaves out of a checkpoint what its weights have released")
