@@ -161,7 +161,11 @@ def pickled(folder):
         (an_adapter_beside_it, ValueError, "has an adapter beside its weights: load it with PEFT"),
         (pickled, ValueError, r"has pytorch_model\.bin, a pickle, which is never read: if you trust it, convert it"),
         (fields(intermediate_size=96), ValueError, "the weights of .* do not fit its configuration"),
-        (fields(hidden_size="64"), ValueError, "is not a causal language model: .* 'hidden_size' expected int, got str"),
+        (
+            fields(hidden_size="64"),
+            ValueError,
+            "not a causal language model: .* 'hidden_size' expected int, got str",
+        ),
         (fields(hidden_act="evil"), ValueError, "hidden_act must be one that transformers knows, got 'evil'"),
         (content("config.json", b"{"), ValueError, "is not a valid JSON file"),
         (content("config.json", b"[]"), ValueError, "is not a causal language model: Unrecognized model"),

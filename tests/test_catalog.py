@@ -281,7 +281,10 @@ def test_a_folder_is_read_and_code_that_comes_with_it_is_not_run(tmp_path):
         ("[]", "Unrecognized model"),
         ('{"a":' + "[" * 100_000, "maximum recursion depth exceeded"),
         ('{"model_type": "llama", "hidden_size": "64"}', "'hidden_size' expected int, got str"),
-        ('{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 0}', "num_hidden_layers must be a whole number"),
+        (
+            '{"model_type": "llama", "num_hidden_layers": 0}',
+            "num_hidden_layers must be a whole number",
+        ),
         ('{"model_type": "llama", "hidden_act": "evil"}', "hidden_act must be one that transformers knows, got 'evil'"),
         (
             '{"model_type": "llama", "rope_parameters": {"rope_type": "evil", "rope_theta": 1.0}}',
