@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from plpkg import catalog, wheels
-from plpkg.model_folder import on_meta, reason, require_model_folder, require_sizes
+from plpkg.shapes import reason
 from plpkg.validation import one_of, whole_number
 
 FAMILIES = ("llama", "mistral", "qwen2", "phi3", "gemma2", "gpt2")
@@ -65,11 +65,12 @@ def load_backbone(
     FileNotFoundError
         There is no such model here, and the hub did not give one; or it has no tokenizer.
     ValueError
-        A device that cannot be used; not a causal language model; weights that are damaged, incomplete or pickled; or a
-        folder that holds more than a model (an adapter, say), or sizes, fields or files that no model has.
+        A device that cannot be used; not a causal language model; weights that are damaged, incomplete, not finite or
+        pickled; an adapter beside them.
     """
     from safetensors import SafetensorError
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import find_adapter_config_file
 
     if name_or_path in READERS:
         return _reader(name_or_path, dtype, device=device, local_files_only=local_files_only, **options)
@@ -78,24 +79,26 @@ def load_backbone(
     if Path(name).is_dir() and not Path(name, "config.json").exists():
         raise FileNotFoundError(f"no model {name!r}: the folder lacks a config.json")
     common = dict(local_files_only=local_files_only, trust_remote_code=False)
-    held = ()
-    try:
-        if Path(name).is_dir():
-            held = require_model_folder(Path(name))
-    except ValueError as error:
-        raise ValueError(f"the folder {name!r} is not read: {error}") from error
     try:
         config = AutoConfig.from_pretrained(name, **common)
-        require_sizes(config.to_dict())
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ValueError(f"it is a {config.model_type}")
+        where = {option: options[option] for option in ("revision", "subfolder", "cache_dir") if option in options}
+        adapter = find_adapter_config_file(name, local_files_only=local_files_only, **where)
     except OSError as error:
+        if Path(name, "config.json").is_file():
+            raise ValueError(f"{name!r} is not a causal language model: {reason(error)}") from error
         raise FileNotFoundError(f"no model {name!r}: {_reason(name, 'weights')}") from error
     except Exception as error:  # a configuration class can raise anything
         raise ValueError(f"{name!r} is not a causal language model: {reason(error)}") from error
+    if adapter:  # it would become part of the model
+        raise ValueError(f"{name!r} has an adapter beside its weights: load it with PEFT, onto the model without it")
+    if pickle := _only_pickles(name):
+        convert = "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        raise ValueError(
+            f"{name!r} has {pickle}, a pickle, which is never read: if you trust it, convert it by {convert}"
+        )
     try:
-        if any(held):  # before it takes memory
-            on_meta(config, AutoModelForCausalLM, *held)
         with _without_progress_bar(Path(name).is_dir()):
             model, loading = AutoModelForCausalLM.from_pretrained(
                 name, dtype=dtype, output_loading_info=True, use_safetensors=True, **common, **options
@@ -107,9 +110,7 @@ def load_backbone(
     except RuntimeError as error:  # it says which shapes
         raise ValueError(f"the weights of {name!r} do not fit its configuration: {reason(error)}") from error
     except Exception as error:  # and so can a model's class
-        raise ValueError(f"{name!r} cannot be loaded: {reason(error, vars(config))}") from error
-    if getattr(model, "_hf_peft_config_loaded", False):
-        raise ValueError(f"{name!r} has an adapter beside its weights: load it with PEFT, onto the model without it")
+        raise ValueError(f"{name!r} cannot be loaded: {reason(error, config)}") from error
     if loading["missing_keys"]:  # they would stay random
         missing = sorted(loading["missing_keys"])
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -180,6 +181,13 @@ def _without_progress_bar(local: bool) -> Iterator[None]:
         yield
     finally:
         logging.enable_progress_bar()
+
+
+def _only_pickles(name: str) -> str | None:
+    """The first pickle of a folder that has no safetensors."""
+    if any(Path(name).glob("*.safetensors")):
+        return None
+    return min((path.name for path in Path(name).glob("*.bin")), default=None)
 
 
 def _reason(name: str, what: str) -> str:

@@ -1,21 +1,25 @@
-"""Files that are there whole or not at all, and runs that go on where they stopped."""
+"""Files that are there whole or not at all, and runs that go on where they stopped.
+
+What one has written oneself is kept in safetensors with a JSON header: checkpoints, readings, heads. A digest over both
+says whether a file is as it was written; what it says is then believed.
+"""
 
 import contextlib
 import errno
 import hashlib
 import json
-import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from plpkg.untrusted import MAX_HEADER_BYTES, Entry, brief, entries, read_header, read_state, shown, strict_json
+from plpkg.validation import shown
 
 try:
     import fcntl
@@ -24,6 +28,10 @@ except ModuleNotFoundError:  # Windows
 
 PARTIAL = ".partial"
 """How a file's name ends while it is written, and a folder's begins."""
+VERSION = "1"
+"""Of the files that :func:`save` writes."""
+MOST_TEXT = 2**25
+"""Characters of a state's JSON: safetensors reads no header of more than 100 MB."""
 
 
 def private_folder(folder: str | Path) -> Path:
@@ -141,19 +149,14 @@ def _room_for(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not isinstance(error, OSError):
-            try:
-                with tempfile.TemporaryFile(dir=path if path.is_dir() else path.parent) as file:
-                    file.write(bytes(2**20))
-            except OSError as reason:
-                error = reason
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        if full or os.strerror(errno.ENOSPC) in str(error):
             raise OSError(f"{path} cannot be written, the disk is full: what was there is unchanged") from error
         raise
 
 
 def save(path: Path, state: dict) -> None:
-    """Write a checkpoint, its owner's alone: one safetensors file, no pickle.
+    """Write a state, its owner's alone: one safetensors file, no pickle. Its folder is made where it is missing.
 
     Parameters
     ----------
@@ -161,165 +164,57 @@ def save(path: Path, state: dict) -> None:
         The file.
     state
         Dictionaries, lists and tuples of tensors, numbers, strings, booleans and None. What is no tensor stands in the
-        file's metadata as JSON, but for long lists of numbers, and of rows of numbers.
+        file's metadata as JSON.
 
     Raises
     ------
     TypeError
         Something else is in it.
     ValueError
-        There is more than half a MiB of what is no tensor, or there are more than 4,096 tensors.
+        There are more than 33,554,432 characters of what is no tensor.
     OSError
         As in :func:`replace_file`.
     """
     tensors: dict[str, torch.Tensor] = {}
-    text = json.dumps(_packed(state, "", tensors), allow_nan=False)
-    if len(json.dumps(text)) > MAX_HEADER_BYTES // 2:  # the other half is for the tensors' names
-        raise ValueError(f"{path.name}: a state may have {MAX_HEADER_BYTES // 2:,} bytes of text, got {len(text):,}")
-    metadata = {"state": text, "sha256": _digest(text, tensors)}
-
-    def write(partial: Path) -> None:
-        save_file(tensors, partial, metadata)
-        outline, reasons = entries(*read_header(partial), state=True)
-        try:  # else the old one would make way for one that nobody can read
-            if reasons:
-                raise ValueError(brief(reasons))
-            _stated(metadata, outline)
-        except ValueError as error:
-            raise ValueError(f"{path.name} could not be read again: {error}") from error
-
-    replace_file(path, write, private=True)
-
-
-LONG, MOST, ROWS = 64, 2**20, 2**16
-"""From so many items on a list of numbers becomes a tensor; up to so many numbers, and rows of them, are in a file."""
+    text = json.dumps(_packed(state, "", tensors))
+    if len(text) > MOST_TEXT:  # else the old one would make way for one that nobody can read
+        raise ValueError(f"{path.name}: a state may have {MOST_TEXT:,} characters of text, got {len(text):,}")
+    metadata = {"plpkg": f"{VERSION} {_digest(text, tensors)} {text}"}  # several would stand there in any order
+    private_folder(path.parent)
+    replace_file(path, lambda partial: save_file(tensors, partial, metadata), private=True)
 
 
 def _packed(value: object, name: str, tensors: dict[str, torch.Tensor]) -> object:
-    """What stands for a value in the JSON: itself, or a list that begins with its kind; tensors go to ``tensors``."""
-
-    def kept(tensor: torch.Tensor, name: str = name) -> str:
-        while name in tensors:  # "a.b" can be two ways down
-            name += "_"
-        tensors[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        return name
-
-    def inner(key: object, each: object) -> object:
-        return _packed(each, f"{name}.{key}" if name else str(key), tensors)
-
-    value = _plain(value)
-    if value is None or isinstance(value, (bool, str)):
+    """A value as JSON has it; what JSON has not is an object with one name, ``$tensor``, ``$tuple`` or ``$dict``."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, (int, float)):
-        return value if math.isfinite(value) else ["number", kept(torch.tensor(value, dtype=torch.float64))]
     if isinstance(value, torch.Tensor):
-        return ["tensor", kept(value)]
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: inner(key, each) for key, each in value.items()}
-    if isinstance(value, Mapping) and all(type(key) is int for key in value):
-        return ["dict", *([key, inner(key, each)] for key, each in value.items())]
+        own = f"{len(tensors)}{name}"
+        tensors[own] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        return {"$tensor": own}
     if isinstance(value, (list, tuple)):
-        if type(value) is list and len(value) >= LONG and len(value) <= MOST:
-            if (numbers := _numbers(value)) is not None:
-                return ["numbers", kept(numbers)]
-            names = list(value[0]) if isinstance(value[0], dict) else []
-            if names and len(value) <= ROWS and all(isinstance(row, dict) and list(row) == names for row in value):
-                columns = {each: _numbers([row[each] for row in value]) for each in names}
-                if all(isinstance(each, str) and column is not None for each, column in columns.items()):
-                    return ["rows", {each: kept(column, f"{name}.{each}") for each, column in columns.items()}]
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        return [kind, *(inner(i, each) for i, each in enumerate(value))]
-    raise TypeError(f"a checkpoint cannot hold {name}={value!r:.60}")
+        items = [_packed(each, f"{name}.{i}", tensors) for i, each in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
+    if isinstance(value, Mapping):
+        pairs = [(_packed(key, name, tensors), _packed(each, f"{name}.{key}", tensors)) for key, each in value.items()]
+        as_json = all(isinstance(key, str) and not key.startswith("$") for key in value)
+        return dict(pairs) if as_json else {"$dict": pairs}
+    raise TypeError(f"a file cannot hold {name.removeprefix('.')}={value!r:.60}")
 
 
-def _plain(value: object) -> object:
-    """NumPy's numbers as Python's."""
-    return value.item() if isinstance(value, np.generic) else value
+def _unpacked(text: str, tensors: Mapping[str, torch.Tensor]) -> dict:
+    """What :func:`_packed` has made a text and tensors of."""
 
+    def unpacked(value: dict) -> object:
+        if "$tensor" in value:
+            return tensors[value["$tensor"]]
+        if "$tuple" in value:
+            return tuple(value["$tuple"])
+        return dict(value["$dict"]) if "$dict" in value else value
 
-def _numbers(values: list) -> torch.Tensor | None:
-    """Whole numbers or floats as a tensor from which they come back as they were; None if they are not alike."""
-    if all(type(value) is float for value in values):
-        return torch.tensor(values, dtype=torch.float64)
-    if all(type(value) is int and -(2**63) <= value < 2**63 for value in values):
-        return torch.tensor(values)
-    return None
-
-
-def _unpacked(value: object, tensors: dict[str, torch.Tensor], room: list[int]) -> object:
-    """What :func:`_packed` made something of; each tensor is taken out once. ``room`` is for numbers in lists."""
-    if isinstance(value, dict):
-        return {key: _unpacked(each, tensors, room) for key, each in value.items()}
-    if not isinstance(value, list):
-        return value
-    kind, *items = value
-
-    def column(name: str) -> list:
-        column = tensors.pop(name)
-        room[0] -= math.prod(column.shape)
-        if len(column.shape) != 1 or room[0] < 0 or (kind == "rows" and column.shape[0] > ROWS):
-            raise ValueError(f"a list of shape {tuple(column.shape)}, of {MOST:,} numbers and {ROWS:,} rows in all")
-        return column.tolist() if isinstance(column, torch.Tensor) else []
-
-    if kind == "tensor":
-        return tensors.pop(items[0])
-    if kind == "number":
-        number = tensors.pop(items[0])
-        return number.item() if isinstance(number, torch.Tensor) else number
-    if kind == "numbers":
-        return column(items[0])
-    if kind == "rows":
-        columns = {name: column(each) for name, each in items[0].items()}
-        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    if kind == "dict":
-        if len({key for key, _ in items if type(key) is int}) < len(items):
-            raise ValueError("the keys of such a dictionary are whole numbers, each once")
-        return {key: _unpacked(each, tensors, room) for key, each in items}
-    return {"list": list, "tuple": tuple}[kind](_unpacked(each, tensors, room) for each in items)
-
-
-def read(path: Path, judge: Callable[[dict], object] | None = None) -> dict:
-    """What :func:`save` wrote.
-
-    Parameters
-    ----------
-    path
-        The file.
-    judge
-        Gets the state before the tensors are read: in their places stand their dtype and shape
-        (:class:`plpkg.untrusted.Entry`), and long lists are empty. It raises ValueError for what it does not want.
-
-    Raises
-    ------
-    ValueError
-        It is anything else, or damaged; the sentence does not say where the file is.
-    """
-    metadata: dict[str, str] = {}
-
-    def outlined(tensors: dict, said: dict[str, str]) -> None:
-        metadata.update(said)
-        outline = _stated(said, tensors)
-        if judge is not None:
-            try:
-                judge(outline)
-            except (LookupError, TypeError, AttributeError) as error:
-                raise ValueError(f"it lacks what is needed here: {shown(str(error))}") from error
-
-    tensors = read_state(path, outlined)
-    if _digest(metadata["state"], tensors) != metadata.get("sha256"):
-        raise ValueError("it is not as it was written")
-    return _stated(metadata, tensors)
-
-
-def _stated(metadata: dict[str, str], tensors: Mapping) -> dict:
-    tensors = dict(tensors)
-    try:
-        state = dict(_unpacked(strict_json(metadata["state"].encode()), tensors, [MOST]))
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise ValueError(f"its metadata are not a checkpoint's: {shown(str(error))}") from error
-    if tensors:
-        raise ValueError(f"it has a tensor {shown(next(iter(tensors)))} that belongs nowhere")
-    return state
+    return json.loads(text, object_hook=unpacked)
 
 
 def _digest(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
@@ -327,8 +222,45 @@ def _digest(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
     digest = hashlib.sha256(text.encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+        digest.update(tensor.flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def read(path: Path, needed: Sequence[str] = ()) -> dict:
+    """What :func:`save` wrote.
+
+    Parameters
+    ----------
+    path
+        The file.
+    needed
+        Names that the state must have.
+
+    Raises
+    ------
+    FileNotFoundError
+        It is missing.
+    ValueError
+        It is damaged, cut short, of another version, or another kind of file.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"{str(path.parent)!r} lacks {path.name}")
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    version, _, rest = metadata.get("plpkg", "").partition(" ")
+    digest, _, text = rest.partition(" ")
+    if version != VERSION:
+        raise ValueError(f"{path} is of another version of plpkg, or no file of it")
+    if _digest(text, tensors) != digest:
+        raise ValueError(f"{path} is damaged: it is not as it was written")
+    state = _unpacked(text, tensors)
+    if missing := [name for name in needed if name not in state]:
+        raise ValueError(f"{path} is another kind of file: it has no {missing[0]}")
+    return state
 
 
 def load(path: Path, identity: dict) -> dict | None:
@@ -339,55 +271,46 @@ def load(path: Path, identity: dict) -> dict | None:
     path
         The file.
     identity
-        What makes a run this one; the checkpoint has it under ``"identity"``.
+        What makes a run this one, without tensors; the checkpoint has it under ``"identity"``.
 
     Raises
     ------
     ValueError
-        The file is damaged, or of another run, or of a version of plpkg that wrote pickles.
+        The file cannot be read, or is of another run, or of a version of plpkg that wrote pickles.
     """
     with _alone_in(path.parent):
         for left in (path.with_name(path.name + PARTIAL), *path.parent.glob(f"{PARTIAL}-*")):
-            if left.is_dir() and not left.is_symlink():
+            if left.is_dir():
                 shutil.rmtree(left, ignore_errors=True)
             else:
                 left.unlink(missing_ok=True)
     if (older := path.with_suffix(".pt")).exists():
         raise ValueError(f"{older} is a pickle of an earlier version, and is not read: remove it to start anew")
-    if not os.path.lexists(path):
+    if not path.exists():
         return None
-
-    def same_run(state: dict, outlined: bool = True) -> None:
-        if not isinstance(saved := state["identity"], dict):
-            raise ValueError("it does not say of which run it is")
-        pairs = []
-        for name in identity | saved:
-            before, now = saved.get(name), identity.get(name)
-            unread = outlined and isinstance(now, list) and len(now) >= LONG and before == []
-            unread |= outlined and isinstance(now, float) and isinstance(before, Entry)  # one that is not finite
-            if (name in saved) != (name in identity) or not (unread or _same(before, now)):
-                pairs.append(f"{shown(name)[1:-1]}={shown(before)}, now {shown(now)}")
-        if pairs:
-            raise OtherRunError(
-                f"{path.parent} holds a run with {brief(pairs)}: take another folder, or go on with that"
-            )
-
     try:
-        state = read(path, same_run)
-        same_run(state, outlined=False)
-        return state
-    except OtherRunError:
-        raise
+        state = read(path)
     except ValueError as error:
-        raise ValueError(f"{path} cannot be read ({error}): remove it to start anew") from error
+        raise ValueError(f"{error}: remove it to start anew") from error
+    saved = state.get("identity", {})
+    others = [
+        f"{name}={shown(saved.get(name))}, now {shown(identity.get(name))}"
+        for name in identity | saved
+        if json.dumps(_packed(saved.get(name), "", {})) != json.dumps(_packed(identity.get(name), "", {}))
+    ]
+    if others:
+        said = "; ".join(others)[:280]
+        raise ValueError(f"{path.parent} holds a run with {said}: take another folder, or go on with that")
+    return state
 
 
-class OtherRunError(ValueError):
-    """A checkpoint is of another run."""
+def restore(parts: Mapping[str, object], states: Mapping[str, dict]) -> None:
+    """Load states into modules, optimizers, and whatever has ``load_state_dict``, by their names.
 
-
-def _same(saved: object, now: object) -> bool:
-    """Whether two settings are the same, of one type: ``True`` is not 1."""
-    if type(saved) is not type(now := _plain(now)) or isinstance(now, torch.Tensor):
-        return False
-    return saved == now or (saved != saved and now != now)  # one NaN is like another
+    An optimizer's settings stay those that it has here.
+    """
+    for name, part in parts.items():
+        state = states[name]
+        if isinstance(part, torch.optim.Optimizer):
+            state = {**state, "param_groups": part.state_dict()["param_groups"]}
+        part.load_state_dict(state)

@@ -15,8 +15,7 @@ import torch
 from torch.optim import Optimizer
 from tqdm.auto import tqdm
 
-from plpkg import checkpoints, restoring
-from plpkg.validation import number, shown, whole_number
+from plpkg import checkpoints
 
 CHECKPOINT = "checkpoint.safetensors"
 """The file of a run's folder from which it goes on."""
@@ -226,15 +225,7 @@ class TrainingRun:
         self._state = checkpoints.load(self._path, identity) if self._path else None
         fresh = {"step": 0, "log": [], "facts": {}, "seconds": 0.0, "parts": {}}
         self._state = self._state or fresh
-        for name in fresh | self._state:
-            if name != "identity" and type(self._state.get(name)) is not type(fresh.get(name)):
-                raise ValueError(f"{self._path}: {name:.40}={shown(self._state.get(name))} is not a checkpoint's")
-        try:
-            self.done = self.saved = whole_number("step", self._state["step"], 0, steps, "steps")
-            number("seconds", self._state["seconds"], 0, 1e10)
-            _judge_log(self._state["log"], self.done)
-        except ValueError as error:
-            raise ValueError(f"{self._path}: {error}") from error
+        self.done = self.saved = self._state["step"]
         self.settled, self.log, self.facts = True, self._state["log"], self._state["facts"]
 
     def begin(self, title: str, progress: bool, **parts) -> None:
@@ -250,7 +241,7 @@ class TrainingRun:
         self._parts = parts
         saved = self._state.pop("parts")  # which else would stay in memory as long as the run
         if self.done:
-            restoring.restore(str(self._path), parts, saved, self.done)
+            checkpoints.restore(parts, saved)
         self._began = time.perf_counter() - self._state["seconds"]
         left, silent = range(self.done, self._steps), not (progress and self._writes)
         self.bar = tqdm(left, title, initial=self.done, total=self._steps, disable=silent)
@@ -276,20 +267,7 @@ class TrainingRun:
 
     def save(self) -> None:
         """Write the checkpoint."""
-        checkpoints.private_folder(self._path.parent)
         state = {"identity": self._identity, "step": self.done, "log": self.log, "facts": self.facts}
         state |= {"seconds": self.seconds, "parts": {name: part.state_dict() for name, part in self._parts.items()}}
         checkpoints.save(self._path, state)
         self.saved = self.done
-
-
-def _judge_log(log: list, steps: int) -> None:
-    """ValueError if it is not a log of so many steps: one entry at most for each, of finite numbers."""
-    last = 0
-    for i, row in enumerate(log):
-        values = row.values() if isinstance(row, dict) else [row]
-        finite = all(value is None or (type(value) in (int, float) and math.isfinite(value)) for value in values)
-        if i >= steps or not finite:
-            raise ValueError(f"log[{i}]={shown(row)} is not of one of {steps} steps, in finite numbers")
-        if isinstance(row, dict) and "step" in row:
-            last = whole_number(f"log[{i}] step", row["step"], last + 1, steps)

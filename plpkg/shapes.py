@@ -5,9 +5,10 @@ configuration says is then checked against the modules that are really there, be
 configurations of new architectures keep their old fields and mean something else by them.
 """
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from plpkg.model_folder import on_meta, reason, require_file, require_sizes
+from plpkg.validation import shown, whole_number
 
 ATTENTION_PROJECTIONS = {
     *("q_proj", "k_proj", "v_proj", "qkv_proj"),  # Llama and most others; Phi-3
@@ -35,12 +36,11 @@ def dimensions(config, name: str | None, local_files_only: bool) -> dict:
         )
     try:
         text = config.get_text_config(decoder=True)
-        require_sizes(text.to_dict())
         sizes = _dimensions(text)
         experts = _experts(text)
         counted = _count_on_meta(text, config, experts["num_experts"])
     except Exception as error:  # a configuration class can raise anything when its model is built
-        said = reason(error, vars(config))
+        said = reason(error, config)
         raise ValueError(f"cannot describe {name} ({type(config).__name__}): {said}") from error
 
     width = sizes["num_layers"] * (sizes["num_heads"] + 2 * sizes["num_kv_heads"]) * sizes["head_dim"]
@@ -63,10 +63,10 @@ def _read(name: str, local_files_only: bool):
     from transformers import AutoConfig
 
     try:
-        if Path(name).is_dir() and (file := Path(name, "config.json")).exists():
-            require_file(file, Path(name))
         return AutoConfig.from_pretrained(name, local_files_only=local_files_only, trust_remote_code=False)
     except OSError as error:
+        if Path(name, "config.json").is_file():
+            raise ValueError(f"cannot describe {name!r}: {reason(error)}") from error
         hint = (
             "it is not a folder with a config.json, and the hub did not give one (offline, misspelt, or gated); "
             "a name of plpkg's own catalog belongs in catalog.model(...)"
@@ -80,6 +80,8 @@ def _dimensions(config) -> dict:
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
         raise ValueError(f"it has no single number of attention heads, but {heads!r}")
+    for name in ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size"):
+        whole_number(name, getattr(config, name), 1)
     kinds = {kind for kind in getattr(config, "layer_types", None) or () if isinstance(kind, str)}
     if others := sorted(kind for kind in kinds if kind == "linear_attention" or not kind.endswith("_attention")):
         raise ValueError(f"it has layers that are not one attention block each: {', '.join(others)}")
@@ -125,7 +127,7 @@ def _count_on_meta(config, whole, num_experts: int) -> dict:
     if not (encoder or causal or type(whole) in MODEL_FOR_MULTIMODAL_LM_MAPPING):
         raise ValueError("it is not a language model")
     speaks = AutoModelForCausalLM if causal else AutoModelForMultimodalLM
-    model = on_meta(config, AutoModel if encoder or config is not whole else speaks)
+    model = _on_meta(config, AutoModel if encoder or config is not whole else speaks)
     embedding = model.get_input_embeddings().weight  # (vocab, hidden)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     # All experts of a layer lie in one tensor, (num_experts, …), or each in its own module.
@@ -138,7 +140,7 @@ def _count_on_meta(config, whole, num_experts: int) -> dict:
         raise ValueError(f"its configuration says {num_experts} experts a layer, and {routed} weights are theirs")
     tied = encoder  # which has no head of its own
     if not encoder:
-        speaker = model if config is whole else on_meta(whole, speaks)
+        speaker = model if config is whole else _on_meta(whole, speaks)
         head = speaker.get_output_embeddings()
         tied = head.weight is speaker.get_input_embeddings().weight
         if speaker is not model:  # the head sits outside of the language part, and the whole says whether it is tied
@@ -156,3 +158,32 @@ def _count_on_meta(config, whole, num_experts: int) -> dict:
         attention_width=sum(widths),
         embedding_shape=tuple(embedding.shape),
     )
+
+
+def _on_meta(config, kind):
+    """The model that ``kind``, an Auto class, makes of a configuration, without its numbers."""
+    import torch
+
+    with torch.device("meta"):
+        return kind.from_config(config)
+
+
+def reason(error: Exception, config=None) -> str:
+    """An exception of transformers as a clause; of a value that it does not know, with the field that has it."""
+    if isinstance(error, KeyError) and error.args:
+        for name, value in _fields(vars(config) if config else {}):
+            if value == error.args[0]:
+                return f"{name} must be one that transformers knows, got {shown(value)}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])[:200]
+    if isinstance(error, KeyError) or not text:
+        return f"{type(error).__name__} {text}".strip()
+    return text
+
+
+def _fields(fields: Mapping) -> Iterator[tuple[str, object]]:
+    """Every field, those within others included."""
+    for name, value in fields.items():
+        yield name, value
+        if isinstance(value, Mapping):
+            yield from _fields(value)

@@ -10,18 +10,15 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from plpkg.validation import shown
 
 MAX_HEADER_BYTES, MAX_TENSORS, MAX_CONFIG_BYTES, MAX_BYTES = 2**20, 4096, 2**16, 2**31
-MAX_STATE_BYTES = 2**38
-"""A training's own checkpoint may be many times a model's size; what stands in it is judged before it is read."""
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""What weights are made of; a training's state has more."""
-STATE_BYTES = ITEM_BYTES | {"I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
+"""What weights are made of."""
 MAGIC = {b"\x80": "a pickle", b"PK\x03\x04": "a zip archive, as torch.save writes", b"version ": "a Git LFS pointer"}
 
 
@@ -77,17 +74,17 @@ def read_header(path: Path) -> tuple[bytes, int]:
         return start + file.read(header_length(start)), os.fstat(file.fileno()).st_size
 
 
-def header_length(start: bytes, most: int = MAX_HEADER_BYTES) -> int:
+def header_length(start: bytes) -> int:
     """N, from a safetensors file's first 8 bytes."""
     length = int.from_bytes(start[:8], "little")
-    if len(start) >= 8 and 2 <= length <= most:
+    if len(start) >= 8 and 2 <= length <= MAX_HEADER_BYTES:
         return length
     # The kind only explains: a valid length can begin with the same bytes.
     kind = next(
         (f" (they begin like {kind})" for magic, kind in MAGIC.items() if bytes(start[:8]).startswith(magic)), ""
     )
     what = f"give their header {length:,} bytes" if len(start) >= 8 else f"are {len(start)} bytes"
-    raise ValueError(f"the weights {what}, and no header of 2 to {most:,}{kind}")
+    raise ValueError(f"the weights {what}, and no header of 2 to {MAX_HEADER_BYTES:,}{kind}")
 
 
 def strict_json(data: bytes) -> dict:
@@ -138,13 +135,11 @@ class Entry(NamedTuple):
     end: int
 
 
-def entries(header: bytes, size: int, *, state: bool = False) -> tuple[dict[str, Entry], list[str]]:
+def entries(header: bytes, size: int) -> tuple[dict[str, Entry], list[str]]:
     """The tensors in the first 8 + N bytes of a safetensors file of ``size`` bytes, and why it is not a sound one.
 
     Without reasons, the tensors cover the rest of the file, each byte once; with some, they are those described.
-    A training's ``state`` may have whole numbers, single ones, and tensors without elements.
     """
-    item_bytes, least = (STATE_BYTES, 0) if state else (ITEM_BYTES, 1)
     try:
         body = size - 8 - header_length(header)
         if body < 0 or len(header) < size - body:
@@ -170,15 +165,14 @@ def entries(header: bytes, size: int, *, state: bool = False) -> tuple[dict[str,
             reason = f"an entry is a dtype, a shape and data_offsets, got {shown(row)}"
         elif not span_fits:
             reason = f"data_offsets={shown(span)} is no range of the {body:,} bytes after the header"
-        elif (
-            not _whole(shape, least, size) or not least <= len(shape) <= 8
-        ):  # few and small ones, so that their product is small, too
+        elif not _whole(shape, 1, size) or not 1 <= len(shape) <= 8:
+            # few and small ones, so that their product is small, too
             reason = f"shape={shown(shape)} is not a tensor's in this file"
-        elif not isinstance(dtype, str) or dtype not in item_bytes:
-            reason = f"dtype={shown(dtype)} is not one of {', '.join(item_bytes)}"
+        elif not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+            reason = f"dtype={shown(dtype)} is not one of {', '.join(ITEM_BYTES)}"
         else:
             sound[name] = Entry(dtype, tuple(shape), *span)
-            if span[1] - span[0] != (expected := math.prod(shape) * item_bytes[dtype]):
+            if span[1] - span[0] != (expected := math.prod(shape) * ITEM_BYTES[dtype]):
                 reason = f"{dtype} of shape {shape} has {expected:,} bytes, data_offsets={span}"
         if reason:
             faults.setdefault(reason, []).append(name)
@@ -214,38 +208,21 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 def read_tensors(path: Path) -> tuple[dict, str]:
     """Read a safetensors file of finite numbers: its tensors by name, views of it, and its SHA-256 in hex."""
-    tensors, content = _tensors(path)
-    if wrong := [name for name, values in tensors.items() if not finite(values)]:
-        raise ValueError(sentences({"has values that are not finite in float32": wrong})[0])
-    return tensors, hashlib.sha256(content).hexdigest()
-
-
-def read_state(path: Path, judge: Callable[[dict[str, Entry], dict[str, str]], object]) -> dict:
-    """Read a training's state from a safetensors file: its tensors by name, views of it.
-
-    ``judge`` gets what the header says of the tensors, and the metadata; it raises ValueError before the rest is read.
-    """
-    return _tensors(path, judge)[0]
-
-
-def _tensors(path: Path, judge: Callable | None = None) -> tuple[dict, bytearray]:
     header, size = read_header(path)
-    found, reasons = entries(header, size, state=judge is not None)
-    odd = [name for name, each in found.items() if (len(header) + each.begin) % STATE_BYTES[each.dtype]]
+    found, reasons = entries(header, size)
+    odd = [name for name, each in found.items() if (len(header) + each.begin) % ITEM_BYTES[each.dtype]]
     if odd:  # a view could not be had, and a copy would double the memory
         reasons += sentences({"is not aligned as safetensors writes it": odd})
-    most = MAX_BYTES if judge is None else MAX_STATE_BYTES
-    if size > most:
-        reasons.append(f"{path.name} has {size:,} bytes, at most {most:,} are allowed")
     if not reasons:
-        if judge is not None:
-            judge(found, strict_json(header[8:]).get("__metadata__", {}))
-        content = read_file(path, most)
+        content = read_file(path, MAX_BYTES)
         if len(content) != size or content[: len(header)] != header:
             reasons.append(f"{path.name} changed while it was read")
     if reasons:
         raise ValueError(brief(reasons))
-    return {name: tensor(content, entry) for name, entry in found.items()}, content
+    tensors = {name: tensor(content, entry) for name, entry in found.items()}
+    if wrong := [name for name, values in tensors.items() if not finite(values)]:
+        raise ValueError(sentences({"has values that are not finite in float32": wrong})[0])
+    return tensors, hashlib.sha256(content).hexdigest()
 
 
 def tensor(weights: bytearray, entry: Entry):
@@ -253,14 +230,7 @@ def tensor(weights: bytearray, entry: Entry):
     import torch
 
     dtypes = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-    dtypes |= {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
     dtype, begin = dtypes[entry.dtype], 8 + header_length(weights) + entry.begin
-    if entry.begin == entry.end:
-        return torch.empty(entry.shape, dtype=dtype)
-    if entry.dtype == "BOOL":
-        values = torch.frombuffer(weights, dtype=torch.uint8, count=entry.end - entry.begin, offset=begin)
-        if values.max() > 1:
-            raise ValueError("a BOOL is 0 or 1")
     if begin % dtype.itemsize:  # torch wants its numbers aligned, safetensors does not
         weights, begin = weights[begin : begin + entry.end - entry.begin], 0
     return torch.frombuffer(weights, dtype=dtype, count=math.prod(entry.shape), offset=begin).view(entry.shape)

@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import warnings
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -118,9 +119,57 @@ def an_encoder_decoder(folder):
     T5ForConditionalGeneration(config).save_pretrained(folder)
 
 
+def fields(**changes):
+    """Changes fields of the configuration."""
+
+    def damage(folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changes))
+
+    return damage
+
+
+def content(name, data):
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def one_nan(folder):
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def an_adapter_beside_it(folder):
+    """What PEFT makes where its adapter is saved beside the model."""
+    get_peft_model(random_backbone("llama"), LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(folder)
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+def pickled(folder):
+    torch.save({"weight": Evil()}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
 @pytest.mark.parametrize(
     ("damage", "error", "message"),
     [
+        (one_nan, ValueError, r"the weights of .* are not finite: model\.norm\.weight"),
+        (an_adapter_beside_it, ValueError, "has an adapter beside its weights: load it with PEFT"),
+        (pickled, ValueError, r"has pytorch_model\.bin, a pickle, which is never read: if you trust it, convert it"),
+        (fields(intermediate_size=96), ValueError, "the weights of .* do not fit its configuration"),
+        (
+            fields(hidden_size="64"),
+            ValueError,
+            "not a causal language model: .* 'hidden_size' expected int, got str",
+        ),
+        (fields(hidden_act="evil"), ValueError, "hidden_act must be one that transformers knows, got 'evil'"),
+        (content("config.json", b"{"), ValueError, "is not a valid JSON file"),
+        (content("config.json", b"[]"), ValueError, "is not a causal language model: Unrecognized model"),
+        (content("tokenizer.json", b"{}"), ValueError, "the tokenizer of .* is damaged"),
         (lambda folder: (folder / "config.json").unlink(), FileNotFoundError, r"the folder lacks a config\.json"),
         (lambda folder: (folder / "model.safetensors").unlink(), FileNotFoundError, "no model .* folder lacks weights"),
         (without_tokenizer, FileNotFoundError, "no tokenizer for .* the folder lacks tokenizer files"),
@@ -129,9 +178,22 @@ def an_encoder_decoder(folder):
         (lambda folder: os.truncate(folder / "model.safetensors", 1000), ValueError, "the weights of .* are damaged"),
     ],
 )
-def test_what_a_folder_lacks_is_named(folder, damage, error, message):
+def test_what_is_wrong_with_a_folder_is_named(folder, monkeypatch, damage, error, message):
+    monkeypatch.chdir(folder.parent)
     damage(folder)
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as refusal:
+        load_backbone(folder)
+    assert "\n" not in str(refusal.value)
+    assert len(str(refusal.value)) < 300 + 2 * len(str(folder))
+    assert not Path("executed").exists()
+
+
+def test_code_that_comes_with_a_model_is_not_run(folder):
+    fields(auto_map={"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Model"})(folder)
+    (folder / "own.py").write_text("raise SystemExit('ran')")
+    assert load_backbone(folder)[0].config.model_type == "llama"
+    fields(model_type="own")(folder)
+    with pytest.raises(ValueError, match="contains custom code"):
         load_backbone(folder)
 
 

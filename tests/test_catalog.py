@@ -274,6 +274,33 @@ def test_a_folder_is_read_and_code_that_comes_with_it_is_not_run(tmp_path):
         ModelShape.from_config(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not a valid JSON file"),
+        ("[]", "Unrecognized model"),
+        ('{"a":' + "[" * 100_000, "maximum recursion depth exceeded"),
+        ('{"model_type": "llama", "hidden_size": "64"}', "'hidden_size' expected int, got str"),
+        (
+            '{"model_type": "llama", "num_hidden_layers": 0}',
+            "num_hidden_layers must be a whole number",
+        ),
+        ('{"model_type": "llama", "hidden_act": "evil"}', "hidden_act must be one that transformers knows, got 'evil'"),
+        (
+            '{"model_type": "llama", "rope_parameters": {"rope_type": "evil", "rope_theta": 1.0}}',
+            "rope_type must be one that transformers knows, got 'evil'",
+        ),
+    ],
+    ids=lambda value: value[:60],
+)
+def test_a_broken_configuration_is_named_in_a_sentence(tmp_path, content, message):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=f"^cannot describe .*: .*{message}") as refusal:
+        ModelShape.from_config(tmp_path)
+    assert "\n" not in str(refusal.value)
+    assert len(str(refusal.value)) < 300 + 2 * len(str(tmp_path))
+
+
 def test_parts_add_up():
     shape, tied = catalog.model("llama-3.1-8b"), catalog.model("gpt2")
     for model in (shape, tied):

@@ -1,5 +1,4 @@
 import contextlib
-import copy
 import errno
 import math
 import os
@@ -13,7 +12,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import save_file
 
-from plpkg import checkpoints, restoring
+from plpkg import checkpoints
 
 
 def test_several_files_replace_those_that_were_there(tmp_path):
@@ -60,17 +59,12 @@ TENSORS = st.sampled_from(
     lambda dtype: st.sampled_from([(), (0,), (3,), (2, 0), (2, 3)]).map(lambda shape: torch.ones(shape).to(dtype))
 )
 SCALARS = st.none() | st.booleans() | st.integers(-(10**38), 10**38) | st.floats() | st.text(max_size=5)
-LONG_LISTS = st.one_of(
-    st.lists(st.floats(), min_size=64, max_size=70),
-    st.lists(st.integers(-(2**64), 2**64), min_size=64, max_size=70),
-    st.lists(st.fixed_dictionaries({"step": st.integers(0, 9), "loss": st.floats()}), min_size=64, max_size=66),
-)
 STATES = st.recursive(
-    SCALARS | TENSORS | LONG_LISTS,
+    SCALARS | TENSORS,
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.lists(inner, max_size=3).map(tuple)
-        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+        | st.dictionaries(st.text(max_size=3) | st.sampled_from(["$tensor", "$tuple"]), inner, max_size=3)
         | st.dictionaries(st.integers(-3, 99), inner, max_size=3)
     ),
     max_leaves=12,
@@ -91,35 +85,23 @@ def test_a_state_comes_back_as_it_was(tmp_path_factory, value):
     assert same(checkpoints.read(path), state)
 
 
-def test_a_run_finds_its_own_checkpoint_and_no_other(tmp_path):
-    path = tmp_path / "c.safetensors"
-    assert checkpoints.load(path, {}) is None
-    checkpoints.save(path, {"identity": {"lr": 0.1, "old": 1}})
-    assert checkpoints.load(path, {"lr": 0.1, "old": 1}) == {"identity": {"lr": 0.1, "old": 1}}
-    with pytest.raises(ValueError, match=r"holds a run with lr=0\.1, now 0\.2; old=1, now None: take another folder"):
-        checkpoints.load(path, {"lr": 0.2})
-    torch.save({"identity": {}}, tmp_path / "c.pt")
-    with pytest.raises(ValueError, match=r"c\.pt is a pickle of an earlier version, and is not read: remove it"):
-        checkpoints.load(path, {})
+RUN = {"identity": {"lr": 0.1, "layers": [1, 2]}, "step": 3, "log": [{"loss": 1.5}] * 70}
 
 
-@pytest.mark.parametrize(
-    ("state", "error", "message"),
-    [
-        ({"a": {"b": object()}}, TypeError, "cannot hold a.b=<object"),
-        ({"a": {1: 0, "b": 0}}, TypeError, "cannot hold a={1: 0"),
-        ({"a": [torch.ones(1)] * 5000}, ValueError, "c could not be read again: .*5,000 tensors, at most 4,096"),
-        ({"a": "x" * 2**20}, ValueError, "a state may have 524,288 bytes of text, got 1,0"),
-        ({"name": "n\ud800"}, ValueError, "c could not be read again: .*half a character, .*ud800"),
-        ({"seed": 10**50}, ValueError, "c could not be read again: .* at most 40 characters"),
-        ({"a": [0.5] * 2**19, "b": [1] * (2**19 + 1)}, ValueError, "again: .*a list of shape .524289"),
-    ],
-)
-def test_what_a_checkpoint_cannot_hold_is_named_and_the_old_one_stays(tmp_path, state, error, message):
-    checkpoints.save(tmp_path / "c", {"identity": {}})
-    with pytest.raises(error, match=message):
-        checkpoints.save(tmp_path / "c", state)
-    assert checkpoints.read(tmp_path / "c") == {"identity": {}}
+def saved(folder):
+    """A run's checkpoint: text, numbers, and tensors of which one has a single byte an item."""
+    path = folder / "c.safetensors"
+    checkpoints.save(path, RUN | {"weights": torch.arange(4.0), "flags": torch.ones(3) > 0})
+    return path
+
+
+def test_a_run_finds_its_own_checkpoint(tmp_path):
+    assert checkpoints.load(tmp_path / "new" / "c.safetensors", {}) is None
+    path = saved(tmp_path / "new")
+    assert checkpoints.load(path, RUN["identity"])["step"] == 3
+    again = tmp_path / "again"
+    assert saved(again).read_bytes() == path.read_bytes()
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
 
 
 class Evil:
@@ -127,73 +109,121 @@ class Evil:
         return os.mkdir, ("executed",)
 
 
-def stored(text, **tensors):
-    """Sound as a safetensors file, with the digest of what is in it."""
-    return lambda path: save_file(tensors, path, {"state": text, "sha256": checkpoints._digest(text, tensors)})
+def cut(share):
+    return lambda path: os.truncate(path, int(path.stat().st_size * share))
+
+
+def flipped(place):
+    """One bit of the byte there is another: counted from the end, if it is negative."""
+
+    def damage(path):
+        content = bytearray(path.read_bytes())
+        content[place] ^= 1
+        path.write_bytes(content)
+
+    return damage
+
+
+def replaced(old, new):
+    def damage(path):
+        content = path.read_bytes()
+        assert content.count(old) == 1
+        path.write_bytes(content.replace(old, new))
+
+    return damage
 
 
 DAMAGES = {
+    "cut to nothing": cut(0),
+    "cut within its header": cut(0.3),
+    "cut within its tensors": cut(0.999),
+    "a bit of its header's length": flipped(1),
+    "a bit of its header": flipped(1000),
+    "a bit of a float": flipped(-5),
+    "a bit of a flag": flipped(-1),
+    "a number of its text": replaced(rb"\"step\": 3", rb"\"step\": 4"),
+    "another version": replaced(b'"plpkg":"1 ', b'"plpkg":"0 '),
+    "an earlier version": lambda path: save_file({"a": torch.zeros(1)}, path, {"state": "{}", "sha256": "0" * 64}),
+    "somebody's weights": lambda path: save_file({"a": torch.zeros(1)}, path),
     "text": lambda path: path.write_text("not a checkpoint"),
     "a pickle": lambda path: torch.save({"identity": {}, "object": Evil()}, path),
-    "no state": lambda path: save_file({"a": torch.zeros(1)}, path),
-    "another digest": lambda path: save_file({}, path, {"state": '{"identity": {}}', "sha256": "0" * 64}),
-    "no digest": lambda path: save_file({}, path, {"state": '{"identity": {}}'}),
-    "no identity": stored('{"a": 1}'),
-    "an identity that is a list": stored('{"identity": ["list"]}'),
-    "a list": stored('["list", 1]'),
-    "a name twice": stored('{"identity": {}, "identity": {}}'),
-    "a number that is none": stored('{"identity": {}, "a": NaN}'),
-    "a deep state": stored('{"identity": {}, "a": ' + '["list", ' * 10**5),
-    "an unknown kind": stored('{"identity": {}, "a": ["object", "os.system"]}'),
-    "an empty list": stored('{"identity": {}, "a": []}'),
-    "a tensor that is missing": stored('{"identity": {}, "a": ["tensor", "a"]}'),
-    "a tensor too many": stored('{"identity": {}}', a=torch.zeros(1)),
-    "a tensor twice": stored('{"identity": {}, "a": ["list", ["tensor", "a"], ["tensor", "a"]]}', a=torch.zeros(1)),
-    "a tensor that is no number": stored('{"identity": {}, "a": ["number", "a"]}', a=torch.zeros(2)),
-    "rows of two lengths": stored(
-        '{"identity": {}, "a": ["rows", {"x": "x", "y": "y"}]}', x=torch.zeros(2), y=torch.zeros(3)
-    ),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_file_that_is_no_checkpoint_is_named_and_never_executed(tmp_path, monkeypatch, damage):
+def test_a_file_that_is_not_as_it_was_written_is_refused_and_never_executed(tmp_path, monkeypatch, damage):
     monkeypatch.chdir(tmp_path)
-    path = tmp_path / "c"
-    checkpoints.save(path, {"identity": {}, "weights": torch.zeros(1000)})
+    path = saved(tmp_path)
     DAMAGES[damage](path)
-    with pytest.raises(ValueError, match=r"c cannot be read \(.+\): remove it to start anew") as refusal:
-        checkpoints.load(path, {})
-    assert len(str(refusal.value)) < 300 + len(str(path))
-    assert os.listdir(tmp_path) == ["c"]
+    for read in (checkpoints.read, lambda path: checkpoints.load(path, RUN["identity"])):
+        with pytest.raises(
+            ValueError, match=r"c\.safetensors (cannot be read: .+|is (damaged|of another version).+)"
+        ) as said:
+            read(path)
+        assert "\n" not in str(said.value)
+        assert len(str(said.value)) < 300 + len(str(path))
+    assert str(said.value).endswith(": remove it to start anew")
+    assert os.listdir(tmp_path) == ["c.safetensors"]
 
 
 @given(st.data())
 def test_a_damaged_byte_is_refused_or_changes_nothing(tmp_path_factory, data):
-    path = tmp_path_factory.mktemp("damaged") / "c"
-    state = {
-        "identity": {"lr": 0.1},
-        "step": 3,
-        "log": [{"loss": 1.5}] * 70,
-        "weights": torch.ones(4),
-        "flag": torch.ones(2) > 0,
-    }
-    checkpoints.save(path, state)
+    path = saved(tmp_path_factory.mktemp("damaged"))
+    before = checkpoints.read(path)
     content = bytearray(path.read_bytes())
     content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
     path.write_bytes(content)
     with contextlib.suppress(ValueError):
-        assert same(checkpoints.read(path), state)
+        assert same(checkpoints.read(path), before)
 
 
-def linear(width=3):
-    return torch.nn.Linear(2, width)
+def test_a_pickle_of_an_earlier_version_is_refused(tmp_path):
+    torch.save({"identity": {}}, tmp_path / "c.pt")
+    with pytest.raises(ValueError, match=r"c\.pt is a pickle of an earlier version, and is not read: remove it"):
+        checkpoints.load(tmp_path / "c.safetensors", {})
 
 
-def stepped(module, optimizer):
-    module(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    return optimizer
+def test_a_file_that_is_missing_or_of_another_kind_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"lacks c\.safetensors$"):
+        checkpoints.read(tmp_path / "c.safetensors")
+    with pytest.raises(ValueError, match=r"c\.safetensors is another kind of file: it has no positions$"):
+        checkpoints.read(saved(tmp_path), ("step", "positions"))
+
+
+@pytest.mark.parametrize(
+    ("identity", "message"),
+    [
+        ({"lr": 0.2, "layers": [1, 2]}, r"lr=0\.1, now 0\.2: take another folder"),
+        ({"lr": 0.1, "layers": (1, 2)}, r"layers=\[1, 2\], now \(1, 2\): "),
+        ({"lr": 0.1, "layers": [True, 2]}, r"layers=\[1, 2\], now \[True, 2\]: "),
+        ({"lr": math.nan}, r"lr=0\.1, now nan; layers=\[1, 2\], now None: "),
+        (RUN["identity"] | {"more": list(range(10**5))}, r"more=None, now \[0, 1, 2, 3, \.\.\.\]: "),
+        ({}, r"lr=0\.1, now None; "),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(tmp_path, identity, message):
+    with pytest.raises(ValueError, match=f"holds a run with {message}"):
+        checkpoints.load(saved(tmp_path), identity)
+
+
+@pytest.mark.parametrize("setting", [np.float64(0.1), np.int64(3), np.bool_(True), math.nan, -math.inf])
+def test_a_run_with_such_a_setting_is_its_own(tmp_path, setting):
+    checkpoints.save(tmp_path / "c.safetensors", {"identity": {"lr": setting}})
+    assert checkpoints.load(tmp_path / "c.safetensors", {"lr": setting})
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "message"),
+    [
+        ({"a": {"b": object()}}, TypeError, "cannot hold a.b=<object"),
+        ({"a": "x" * 2**26}, ValueError, "a state may have 33,554,432 characters of text, got 67,1"),
+    ],
+)
+def test_what_a_file_cannot_hold_is_named_and_the_old_one_stays(tmp_path, state, error, message):
+    checkpoints.save(tmp_path / "c", {"identity": {}})
+    with pytest.raises(error, match=message):
+        checkpoints.save(tmp_path / "c", state)
+    assert checkpoints.read(tmp_path / "c") == {"identity": {}}
 
 
 OPTIMIZERS = {
@@ -208,139 +238,17 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_a_module_and_its_optimizer_are_restored(kind):
-    module, here = linear(), linear()
-    optimizer, mine = stepped(module, kind(module.parameters(), lr=0.1)), kind(here.parameters(), lr=0.2)
+def test_a_module_and_its_optimizer_are_restored(tmp_path, kind):
+    module, here = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
+    optimizer, mine = kind(module.parameters(), lr=0.1), kind(here.parameters(), lr=0.2)
+    module(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
     states = {"module": module.state_dict(), "optimizer": optimizer.state_dict()}
-    restoring.restore("it", {"module": here, "optimizer": mine}, states, 1)
+    checkpoints.save(tmp_path / "c", states)
+    checkpoints.restore({"module": here, "optimizer": mine}, checkpoints.read(tmp_path / "c"))
     assert same(dict(here.state_dict()), dict(module.state_dict()))
     assert same(mine.state_dict()["state"], optimizer.state_dict()["state"])
     assert [group["lr"] for group in mine.param_groups] == [0.2]  # the rate of a step is the run's to say
-
-
-def row(**changes):
-    """Another state of the first parameter."""
-    return lambda state: state["state"][0].update(changes)
-
-
-def without(name):
-    return lambda state: state["state"][0].pop(name)
-
-
-def group(**changes):
-    return lambda state: state["param_groups"][0].update(changes)
-
-
-def tensor(value, shape=(3, 2), dtype=torch.float32):
-    return torch.full(shape, value, dtype=dtype)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (row(step=tensor(float("nan"), ())), "step of parameter 0 is not finite"),
-        (row(step=tensor(-5.0, ())), r"step of parameter 0 is -5\.0, after 1 steps"),
-        (row(step=tensor(1e30, ())), r"step of parameter 0 is 1\..*, after 1 steps"),
-        (row(step=tensor(0.5, ())), r"step of parameter 0 is 0\.5, after 1 steps"),
-        (row(step=tensor(1.0)), r"step of parameter 0 has shape \(3, 2\)"),
-        (row(step=True), "step of parameter 0 is torch.bool"),
-        (row(exp_avg=tensor(float("inf"))), "exp_avg of parameter 0 is not finite"),
-        (row(exp_avg=tensor(0.0, ())), r"exp_avg of parameter 0 has shape \(\)"),
-        (row(exp_avg=0), r"exp_avg of parameter 0 has shape \(\)"),
-        (row(exp_avg=None), "exp_avg of parameter 0"),
-        (row(exp_avg=tensor(1, dtype=torch.int64)), "exp_avg of parameter 0 is torch.int64"),
-        (row(exp_avg_sq=tensor(-1.0)), "exp_avg_sq of parameter 0 has negative squares"),
-        (row(odd=tensor(0.0)), "parameter 0 has .*'odd', and must have step, exp_avg, exp_avg_sq"),
-        (without("exp_avg"), "parameter 0 has 'step', 'exp_avg_sq', and must have step, exp_avg, exp_avg_sq"),
-        (lambda state: state["state"].clear(), "it has no state after 1 steps"),
-        (lambda state: state["state"].update({7: state["state"][0]}), "it is of another form"),
-        (lambda state: state["state"].update({0: 5}), "it is of another form"),
-        (group(betas=(5.0, -3.0)), r"betas=\(5\.0, -3\.0\), here \(0\.9, 0\.999\)"),
-        (group(eps=float("nan")), "eps=nan, here 1e-08"),
-        (group(weight_decay=True), "weight_decay=True, here 0"),
-        (group(maximize=True), "maximize=True, here False"),
-        (group(odd=1), "it is of another form: .*odd"),
-        (lambda state: state["param_groups"].clear(), "it is of another form"),
-        (lambda state: state.pop("state"), "it is of another form: .*state"),
-    ],
-)
-def test_an_optimizer_s_state_is_one_that_it_could_have(change, message):
-    module, here = linear(), linear()
-    optimizer, mine = (torch.optim.Adam(each.parameters()) for each in (module, here))
-    state = copy.deepcopy(stepped(module, optimizer).state_dict())
-    change(state)
-    parts, states = {"module": here, "optimizer": mine}, {"module": module.state_dict(), "optimizer": state}
-    before = copy.deepcopy({name: dict(part.state_dict()) for name, part in parts.items()})
-    with pytest.raises(ValueError, match=f"^it: optimizer cannot be restored: .*{message}") as error:
-        restoring.restore("it", parts, states, 1)
-    assert len(str(error.value)) <= 300
-    assert same({name: dict(part.state_dict()) for name, part in parts.items()}, before)  # the module neither
-
-
-class Counting(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(3, 2))
-        self.register_buffer("count", torch.tensor(2))
-
-
-@pytest.mark.parametrize(
-    ("state", "message"),
-    [
-        (dict(weight=tensor(0.0, (1, 2)), count=torch.tensor(2)), r"'weight': has shape \(1, 2\)"),
-        (dict(weight=tensor(0.0)), "'count': is missing"),
-        (dict(weight=tensor(0.0), count=torch.tensor(2), odd=tensor(0.0)), "'odd': does not belong here"),
-        (dict(weight=tensor(float("nan")), count=torch.tensor(2)), "'weight' has values that are not finite"),
-        (dict(weight=tensor(1e300, dtype=torch.float64), count=torch.tensor(2)), "'weight' is torch.float64, and must"),
-        (dict(weight=tensor(True, dtype=torch.bool), count=torch.tensor(2)), "'weight' is torch.bool"),
-        (dict(weight=tensor(0.0), count=torch.tensor(-5)), "'count' has -5, and counts from 0"),
-        (dict(weight=tensor(0.0), count=torch.tensor(2.0)), "'count' is torch.float32"),
-        (dict(weight=1, count=2), "it is of another form"),
-        (None, "it is of another form"),
-    ],
-)
-def test_a_module_s_state_is_one_that_it_could_have(state, message):
-    part = Counting()
-    with pytest.raises(ValueError, match=f"^it: part cannot be restored: .*{message}"):
-        restoring.restore("it", {"part": part}, {"part": state}, 1)
-    assert same(dict(part.state_dict()), dict(Counting().state_dict()))
-
-
-@pytest.mark.parametrize(
-    ("saved", "message"),
-    [
-        ({"lr": True}, "lr=True, now 1"),
-        ({"lr": 1.0}, r"lr=1\.0, now 1"),
-        ({"lr": torch.tensor(1)}, "lr="),
-        ({"lr": 1, "odd": None}, "odd=None, now None"),
-        ({}, "lr=None, now 1"),
-    ],
-)
-def test_a_run_is_the_same_if_its_settings_are_of_value_and_type(tmp_path, saved, message):
-    checkpoints.save(tmp_path / "c.safetensors", {"identity": saved, "weights": torch.zeros(2)})
-    with pytest.raises(checkpoints.OtherRunError, match=f"holds a run with {message}"):
-        checkpoints.load(tmp_path / "c.safetensors", {"lr": 1})
-
-
-@pytest.mark.parametrize(
-    "setting", [np.float64(0.1), np.float32(0.1), np.int64(3), np.bool_(True), math.nan, math.inf, -math.inf]
-)
-def test_a_run_with_such_a_setting_is_its_own(tmp_path, setting):
-    checkpoints.save(tmp_path / "c.safetensors", {"identity": {"lr": setting}})
-    assert checkpoints.load(tmp_path / "c.safetensors", {"lr": setting})
-    for other in (0.25, math.nan, -math.inf):
-        if same(other, getattr(setting, "item", lambda: setting)()):
-            continue
-        with pytest.raises(checkpoints.OtherRunError, match=r"holds a run with lr=.*, now"):
-            checkpoints.load(tmp_path / "c.safetensors", {"lr": other})
-
-
-def test_long_settings_are_compared_too(tmp_path):
-    long = list(range(100))
-    checkpoints.save(tmp_path / "c.safetensors", {"identity": {"layers": long}})
-    assert checkpoints.load(tmp_path / "c.safetensors", {"layers": long})["identity"] == {"layers": long}
-    with pytest.raises(checkpoints.OtherRunError, match=r"layers=\[0, 1, 2, 3, \.\.\.\], now"):
-        checkpoints.load(tmp_path / "c.safetensors", {"layers": long[::-1]})
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
@@ -457,25 +365,20 @@ def test_two_at_once_wait_for_each_other(tmp_path, other, several):
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("error", [FULL, OSError(errno.EDQUOT, "quota"), RuntimeError("basic_ios::clear")])
-def test_a_full_disk_is_a_sentence(tmp_path, monkeypatch, error):
+FULL_TOO = RuntimeError("I/O error: No space left on device (os error 28)")  # safetensors', tokenizers'
+
+
+@pytest.mark.parametrize("error", [FULL, OSError(errno.EDQUOT, "quota"), FULL_TOO])
+def test_a_full_disk_is_a_sentence(tmp_path, error):
     (tmp_path / "old").write_text("old")
 
     def fails(_):
         raise error
 
-    if not isinstance(error, OSError):
-        with pytest.raises(RuntimeError, match="basic_ios::clear"):  # there is room: it is something else
-            checkpoints.replace_file(tmp_path / "old", fails)
-        monkeypatch.setattr(checkpoints.tempfile, "TemporaryFile", lambda **_: fails_with(FULL))
     for write, target in ((checkpoints.replace_file, tmp_path / "old"), (checkpoints.replace_files, tmp_path)):
         with pytest.raises(OSError, match=r"cannot be written, the disk is full: what was there is unchanged$"):
             write(target, fails)
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("old", "old")]
-
-
-def fails_with(error):
-    raise error
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk: not run in CI where it is not")

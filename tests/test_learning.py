@@ -7,7 +7,6 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from tqdm import tqdm
 
-from plpkg import checkpoints
 from plpkg.backbones import random_backbone
 from plpkg.learning import TrainingRun, learn, logits_of, rising, rising_and_falling
 
@@ -119,29 +118,3 @@ def test_the_logits_of_states_are_the_heads_alone_whatever_is_around_the_model(f
     assert torch.equal(logits_of(wrap(model), hidden), expected)
     assert model.base_model is body
     assert list(model._modules) == names
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (dict(step=10), "step must be"),
-        (dict(step=True), "step=True is not a checkpoint's"),
-        (dict(seconds=1e308), "seconds must be"),
-        (dict(seconds=5), "seconds=5 is not a checkpoint's"),
-        (dict(log=[5, "x", None]), r"log\[1\]='x' is not of one of 3 steps"),
-        (dict(log=[{"loss": float("nan")}]), r"log\[0\]=.*nan.* is not of one of 3 steps, in finite numbers"),
-        (dict(log=[{"loss": 1.0}] * 4), r"log\[3\]=.* is not of one of 3 steps"),
-        (dict(log=[{"loss": 1.0}] * 200), r"log\[3\]=.* is not of one of 3 steps"),
-        (dict(log=[{"step": 2}, {"step": 2}]), r"log\[1\] step must be .*, got 2"),
-        (dict(log=[{"step": 4}]), r"log\[0\] step must be .*, got 4"),
-        (dict(odd=1), "odd=1 is not a checkpoint's"),
-        (dict(facts=[]), r"facts=\[\] is not a checkpoint's"),
-    ],
-)
-def test_a_checkpoint_that_no_run_could_have_written_is_refused(tmp_path, change, message):
-    state = {"identity": {}, "step": 3, "log": [], "facts": {}, "seconds": 1.0, "parts": {}}
-    checkpoints.save(tmp_path / "checkpoint.safetensors", state | change)
-    with pytest.raises(ValueError, match=message) as error:
-        TrainingRun(7, tmp_path, {})
-    assert str(error.value).startswith(f"{tmp_path / 'checkpoint.safetensors'}: ")
-    assert len(str(error.value)) <= 300 + len(str(tmp_path))

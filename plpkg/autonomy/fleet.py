@@ -68,15 +68,9 @@ def fleet(
     identity = (identity or {}) | {"people": hashlib.sha256(repr(names).encode()).hexdigest()[:16]}
     if folder is not None:
         folder = checkpoints.private_folder(folder)
-        stems = {
-            path.with_suffix(".safetensors") for path in folder.iterdir() if path.suffix in (".safetensors", ".pt")
-        }
-        for path in sorted(stems):
-            results = checkpoints.load(path, identity).get("results")
-            known = isinstance(results, dict) and results.keys() <= people.keys() - done.keys()
-            if not known or not all(isinstance(each, dict) for each in results.values()):
-                raise ValueError(f"{path} has no results of these people: remove it to start anew")
-            done |= results
+        files = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".pt")]
+        for path in sorted({path.with_suffix(".safetensors") for path in files}):
+            done |= checkpoints.load(path, identity)["results"]
     left = [name for name in names if name not in done]
     chunks = ({name: people[name] for name in left[i : i + chunk]} for i in range(0, len(left), chunk))
     finished = _ray(chunks, learn, workers) if engine == "ray" and left else (_learned(each, learn) for each in chunks)

@@ -21,16 +21,16 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm.auto import tqdm
 
-from plpkg import checkpoints, restoring
+from plpkg import checkpoints
 from plpkg.adapters import Adapter, Factors, base_fingerprint
 from plpkg.autonomy.evaluation import judge
 from plpkg.autonomy.nets import HeadSplit, logits, plain
-from plpkg.autonomy.scope import SCOPES, personal_copy
+from plpkg.autonomy.scope import personal_copy
 from plpkg.backbones import digest
 from plpkg.corpora.examples import IGNORED, Examples
 from plpkg.learning import learn, rising_and_falling
 from plpkg.results import Tabular
-from plpkg.validation import number, one_of, shown, whole_number
+from plpkg.validation import number, whole_number
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
 FILE = "personal.safetensors"
@@ -102,7 +102,7 @@ class Transfer(Tabular):
             self.adapter().save(folder)
             return
         state = dict(scope=self.scope, public=self.public, step=self.step, state=self.state)
-        checkpoints.save(checkpoints.private_folder(folder) / FILE, state)
+        checkpoints.save(Path(folder, FILE), state)
 
     def rows(self) -> list[dict]:
         return self.log
@@ -364,56 +364,24 @@ class Task:
         )
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on from there; ValueError if it is not a state of this task, which then is as it was."""
-        try:
-            made, left, sizes, log = state["made"], state["left"], state["sizes"], state["log"]
-            known = {"made", "kept", "best", "log", "left", "sizes", "optimizer", "generator"}
-            if odd := state.keys() ^ (known | {"private"} if self._private else known):
-                raise ValueError(f"{shown(odd.pop())} is missing or unknown")
-            if type(made) is not int:
-                raise ValueError(f"made={shown(made)} is no whole number")
-            whole_number("made", made, 0, self.steps, "steps")
-            for what in ("kept", "best"):
-                if reason := restoring.misfit_tensors(state[what], self._kept):
-                    raise ValueError(f"{what}: {reason}")
-            self._judge_order(left, sizes)
-            last = -1
-            for row in log:
-                last = whole_number("a log's step", row["step"], last + 1, made, "made")
-                number("a log's loss", row["loss"])
-                number("a log's accuracy", row["accuracy"], 0, 1)
-            generator, here = state["generator"], self._generator.get_state()
-            if generator.shape != here.shape or generator.dtype != here.dtype:
-                raise ValueError(f"generator has shape {tuple(generator.shape)}, and must have {tuple(here.shape)}")
-            torch.Generator().set_state(generator)
-            parts = {"optimizer": self._optimizer}
-            restoring.judge("the task", parts, state, made)
-            if self._private:
-                if state["private"]["steps"] != made:
-                    raise ValueError(f"made={made}, and private has {shown(state['private']['steps'])} steps")
-                self._private.load_state_dict(state["private"])
-            restoring.restore("the task", parts, {"optimizer": copy.deepcopy(state["optimizer"])}, made)
-        except (LookupError, TypeError, AttributeError, RuntimeError) as error:
-            raise ValueError(f"it is of another form: {shown(str(error))}") from error
+        """Go on from there: what :meth:`state_dict` gave, of a task with the same arguments.
+
+        Raises
+        ------
+        ValueError
+            The private training was another one.
+        """
+        if self._private:
+            self._private.load_state_dict(state["private"])
+        checkpoints.restore({"optimizer": self._optimizer}, {"optimizer": copy.deepcopy(state["optimizer"])})
         self._generator.set_state(state["generator"])
         with torch.no_grad():
             for name, value in state["kept"].items():
                 self._kept[name].copy_(value)
-        self._order, self.log = list(left.split(sizes)) if sizes else [], list(log)
+        self._order = list(state["left"].split(state["sizes"])) if state["sizes"] else []
+        self.log = list(state["log"])
         self._torn = False
-        self._begin(made, state["best"])
-
-    def _judge_order(self, left: torch.Tensor, sizes: list[int]) -> None:
-        """ValueError if these are not samples of an epoch that are left, each once, in batches."""
-        count = len(self._data[0])
-        if left.dtype != torch.int64 or left.ndim != 1 or len(left) > count:
-            raise ValueError(f"left is {left.dtype} of shape {tuple(left.shape)}, of {count} samples")
-        if len(left) and (left.min() < 0 or left.max() >= count or len(left.unique()) < len(left)):
-            raise ValueError(f"left has other samples than the {count}, or one twice: {shown(left.tolist())}")
-        for size in sizes:
-            whole_number("the size of a batch", size, 1, self._batch, "batch")
-        if not isinstance(sizes, list) or sum(sizes) != len(left):
-            raise ValueError(f"sizes={shown(sizes)} do not add up to the {len(left)} samples that are left")
+        self._begin(state["made"], state["best"])
 
 
 class _Classes(nn.Module):
@@ -452,29 +420,17 @@ def load(model: nn.Module, folder: str | Path) -> Transfer:
     FileNotFoundError
         The folder lacks the file.
     ValueError
-        The file is damaged, or belongs to another public model.
+        The file is damaged or of another version, or belongs to another public model.
     """
-    path, model = Path(folder, FILE), plain(model)
-    if not path.exists():
-        raise FileNotFoundError(f"nothing that was learnt in {str(folder)!r}: it lacks {FILE}")
+    model = plain(model)
     public = digest(model)
-
-    def judge(saved: dict) -> None:
-        if odd := saved.keys() ^ {"scope", "public", "step", "state"}:
-            raise ValueError(f"{shown(odd.pop())} is missing or unknown")
-        one_of("scope", saved["scope"], tuple(scope for scope in SCOPES if scope != "lora"))
-        whole_number("step", saved["step"], 0)
-        if saved["public"] != public:
-            theirs = shown(str(saved["public"])[:12])[1:-1]
-            raise ValueError(f"it was learnt from a public model {theirs}…, and this one is {public[:12]}…")
-
-    try:
-        saved = checkpoints.read(path, judge)
-        personal, trained = personal_copy(model, saved["scope"])
-        if reason := restoring.misfit_tensors(saved["state"], trained):
-            raise ValueError(reason)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"what was learnt in {str(folder)!r} is not taken: {str(error)[:220]}") from error
+    path = Path(folder, FILE)
+    saved = checkpoints.read(path, ("scope", "public", "step", "state"))
+    if saved["public"] != public:
+        raise ValueError(
+            f"{path} was learnt from a public model {saved['public'][:12]}…, and this one is {public[:12]}…"
+        )
+    personal, trained = personal_copy(model, saved["scope"])
     with torch.no_grad():
         for name, p in trained.items():
             p.copy_(saved["state"][name])

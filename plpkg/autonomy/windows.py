@@ -47,10 +47,7 @@ def learn_in_windows(
     checkpoints.private_folder(folder)
     path = folder / CHECKPOINT
     if state := checkpoints.load(path, task.identity):
-        try:
-            task.load_state_dict(state.get("task"))
-        except ValueError as error:
-            raise ValueError(f"{path} cannot be read ({error}): remove it to start anew") from error
+        task.load_state_dict(state["task"])
     saved = task.made
 
     def save() -> int:

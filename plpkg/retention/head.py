@@ -5,22 +5,19 @@ KV head, the causal importance score: ``CIS = W2 · act(W1 · [q, k, v])``, with
 3.3). The backbone is not changed; :mod:`plpkg.retention.watch` shows its projections to the heads.
 """
 
-import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from transformers.activations import ACT2FN
 
+from plpkg import checkpoints
 from plpkg.backbones import fingerprint
-from plpkg.checkpoints import replace_files
 from plpkg.retention.watch import attention_layers
-from plpkg.untrusted import brief, finite, misfits, read_object, read_shapes, read_tensors, sentences, shown
-from plpkg.validation import whole_number
+from plpkg.validation import shown, whole_number
 
-CONFIG, WEIGHTS, MAX_SIZE = "retaining_heads.json", "retaining_heads.safetensors", 2**20
+FILE = "retaining_heads.safetensors"
 
 
 @dataclass(frozen=True)
@@ -125,16 +122,8 @@ class RetainingHeads(nn.Module):
         return torch.stack([self.score(i, states) for i, states in enumerate(projected)])
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write ``retaining_heads.json`` and ``retaining_heads.safetensors``, whole or not at all."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-
-        def write(path: str) -> None:
-            state = {name: tensor.detach().contiguous() for name, tensor in self.state_dict().items()}
-            save_file(state, Path(path, WEIGHTS))
-            Path(path, CONFIG).write_text(json.dumps(asdict(self.config), indent=2) + "\n", encoding="utf-8")
-
-        replace_files(folder, write)
+        """Write ``retaining_heads.safetensors``, its owner's alone, whole or not at all."""
+        checkpoints.save(Path(folder, FILE), {"config": asdict(self.config), "state": self.state_dict()})
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, model: nn.Module) -> "RetainingHeads":
@@ -143,39 +132,15 @@ class RetainingHeads(nn.Module):
         Raises
         ------
         FileNotFoundError
-            The folder lacks a file.
+            The folder lacks the file.
         ValueError
-            A file is damaged, or the heads belong to another backbone.
+            The file is damaged or of another version, or the heads belong to another backbone.
         """
-        folder = Path(folder)
-        for name in (CONFIG, WEIGHTS):
-            if not (folder / name).exists():
-                raise FileNotFoundError(f"no retaining heads in {str(folder)!r}: it lacks {name}")
-        damaged = f"the retaining heads in {str(folder)!r} are damaged"
-        try:
-            config = _config(read_object(folder / CONFIG))
-            shapes = read_shapes(folder / WEIGHTS)
-        except ValueError as error:
-            raise ValueError(f"{damaged}: {str(error)[:220]}") from error
+        saved = checkpoints.read(Path(folder, FILE), ("config", "state"))
+        config = HeadsConfig(**saved["config"])
         _check(config.backbone, model)
-        layers = attention_layers(model)
-        dims = {(len(layers), layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
-        said = (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim)
-        if dims != {said}:
-            names = "num_layers, num_heads, num_kv_heads, head_dim"
-            raise ValueError(f"{damaged}: {names} must be {shown(dims)[1:-1]}, got {said}")
-        with torch.device("meta"):
-            needed = {name: tensor.shape for name, tensor in cls(config).state_dict().items()}
-        try:
-            if reasons := misfits(shapes, needed):
-                raise ValueError(brief(reasons))
-            tensors, _ = read_tensors(folder / WEIGHTS)
-            if wrong := [name for name, values in tensors.items() if not finite(values, model.dtype)]:
-                raise ValueError(sentences({f"has values that are not finite in {model.dtype}": wrong})[0])
-        except ValueError as error:
-            raise ValueError(f"{damaged}: {str(error)[:220]}") from error
         heads = cls(config)
-        heads.load_state_dict(tensors)
+        heads.load_state_dict(saved["state"])
         return heads.to(model.device, model.dtype)
 
     def check(self, model: nn.Module) -> None:
@@ -201,19 +166,6 @@ def _width(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
     return (num_heads + 2 * num_kv_heads) * head_dim
 
 
-def _config(given: dict) -> HeadsConfig:
-    """The configuration in a file, every field of which is there and of its type."""
-    kinds = {field.name: field.type for field in fields(HeadsConfig)}
-    if unknown := [name for name in given if name not in kinds]:
-        raise ValueError(f"{shown(unknown[0])} is not one of the fields, which are {', '.join(kinds)}")
-    for name in [name for name, kind in kinds.items() if kind is int]:
-        whole_number(name, given.get(name), 1, MAX_SIZE)
-    _known(given.get("activation"))
-    if type(given.get("backbone")) is not str:
-        raise ValueError(f"backbone must be a fingerprint, got {shown(given.get('backbone'))}")
-    return HeadsConfig(**given)
-
-
 def _known(activation: object) -> str:
     if type(activation) is str and activation in ACT2FN:
         return activation
@@ -224,6 +176,6 @@ def _known(activation: object) -> str:
 def _check(backbone: str, model: nn.Module) -> None:
     if (actual := fingerprint(model)) != backbone:
         raise ValueError(
-            f"these heads belong to a backbone with fingerprint {shown(backbone)[1:13]}…, "
+            f"these heads belong to a backbone with fingerprint {backbone[:12]}…, "
             f"but {type(model).__name__} has {actual[:12]}…"
         )

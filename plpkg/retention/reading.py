@@ -4,8 +4,6 @@ Reading is the dear part. :meth:`PrefillResult.ask` puts any number of questions
 appends units, so the cache is cut back to where it was, and no copy of it is made.
 """
 
-import functools
-import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,22 +21,13 @@ from plpkg.retention import watch
 from plpkg.retention.cache import EvictingCache, EvictingLayer, UnitStore
 from plpkg.retention.eviction import ChunkStep, Eviction, Log
 from plpkg.retention.quantize import quantized
-from plpkg.retention.watch import attention_layers
-from plpkg.untrusted import Entry, finite, shown
-from plpkg.validation import one_of, whole_number
+from plpkg.validation import whole_number
 
 FILE = "reading.safetensors"
 
 OURS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache")
 OURS += ("cache_implementation",)
 """Arguments of ``generate`` that follow from the cache."""
-
-MOST = 2**24
-"""Tokens in a reading that is saved, all prompts of the batch together: ``generate`` makes a mask of so many."""
-
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DTYPES |= {"I32": torch.int32, "U8": torch.uint8}
-"""What a reading is made of, by the names in a header."""
 
 
 @dataclass(frozen=True)
@@ -235,13 +224,16 @@ class PrefillResult:
         Raises
         ------
         ValueError
-            :func:`load` would not take it: the cache's stores are not this package's, it has gone on or was repeated
-            since the last cut, something in it is not finite, or more than 16,777,216 tokens were read. Or the model,
+            The cache's stores are not this package's, it has gone on or was repeated since the last cut, or the model,
             which the file names by its weights, has others since, an adapter's included.
         """
-        folder, model = Path(folder), self._eviction.model
+        model = self._eviction.model
         if stamp(model) != self._eviction.stamps[0]:
             raise ValueError(f"the weights of {type(model).__name__} have changed since it read this: read it again")
+        last = self.log[-1]
+        held = len(next(iter(self.cache.evicting.values())).positions), self.cache.seen, self.cache.kept
+        if held != (len(self.logits), last.stop, last.after):
+            raise ValueError("the cache has gone on or was repeated since the last cut: save it before")
         state = {
             "identity": {"backbone": fingerprint(model), "dtype": str(model.dtype), "weights": digest(model)},
             "positions": self.cache.contract,
@@ -251,10 +243,7 @@ class PrefillResult:
             "logits": self.logits,
             "layers": self.cache.tensors(),
         }
-        _judge(model, state)
-        _require_sound(self.cache, state)
-        checkpoints.private_folder(folder)
-        checkpoints.save(folder / FILE, state)
+        checkpoints.save(Path(folder, FILE), state)
 
     @contextmanager
     def evicting(self) -> Iterator[None]:
@@ -290,16 +279,18 @@ def load(folder: str | Path, model: nn.Module) -> PrefillResult:
         The weights are not all the same: the adapter is another one, say.
     """
     path = Path(folder, FILE)
-    if not path.exists():
-        raise FileNotFoundError(f"nothing that was read in {str(folder)!r}: it lacks {FILE}")
-    try:
-        state = checkpoints.read(path, functools.partial(_judge, model))
-        cache = _cache_of(model, state)
-        cache.restore({name: tensor.to(model.device) for name, tensor in state["layers"].items()}, state["seen"])
-        _require_sound(cache, state)
-    except ValueError as error:
-        raise ValueError(f"what was read in {str(folder)!r} is not taken: {str(error)[:220]}") from error
-    if digest(model) != state["identity"]["weights"]:
+    state = checkpoints.read(path, ("identity", "positions", "store", "seen", "log", "logits", "layers"))
+    said = state["identity"]
+    actual = fingerprint(model)
+    if (said["backbone"], said["dtype"]) != (actual, str(model.dtype)):
+        raise ValueError(
+            f"{path} was read by a backbone with fingerprint {said['backbone'][:12]}… in {said['dtype']}, but "
+            f"{type(model).__name__} has {actual[:12]}… in {model.dtype}"
+        )
+    store = UnitStore if state["store"] is None else quantized(**state["store"])
+    cache = EvictingCache(model, state["positions"], store)
+    cache.restore({name: tensor.to(model.device) for name, tensor in state["layers"].items()}, state["seen"])
+    if digest(model) != said["weights"]:
         warnings.warn(
             f"what was read in {str(folder)!r} was made with other weights than {type(model).__name__} has: another "
             "adapter, or a change that its fingerprint does not show",
@@ -309,127 +300,3 @@ def load(folder: str | Path, model: nn.Module) -> PrefillResult:
     eviction = Eviction(model, cache, None, log[-1].after, 0, log_positions=False)
     eviction.log = log
     return PrefillResult(cache, state["logits"].to(model.device), log, eviction)
-
-
-def _cache_of(model: nn.Module, state: dict) -> EvictingCache:
-    """An empty one, of the state's kind."""
-    kind = state["store"]
-    return EvictingCache(model, state["positions"], UnitStore if kind is None else quantized(**kind))
-
-
-def _judge(model: nn.Module, state: dict) -> None:
-    """ValueError for a state that no reading of this model has, whether its tensors are there or only described."""
-    _require_fields("a reading", state, ("identity", "positions", "store", "seen", "log", "logits", "layers"))
-    said, actual = state["identity"], {"backbone": fingerprint(model), "dtype": str(model.dtype)}
-    _require_fields("identity", said, (*actual, "weights"))
-    if not re.fullmatch("[0-9a-f]{64}", str(said["weights"])):
-        raise ValueError(f"identity.weights must be a SHA-256 in hex, got {shown(said['weights'])}")
-    if {name: said[name] for name in actual} != actual:
-        raise ValueError(
-            f"this was read by a backbone with fingerprint {shown(str(said['backbone'])[:12])[1:-1]}… in "
-            f"{shown(str(said['dtype'])[:14])[1:-1]}, but {type(model).__name__} has {actual['backbone'][:12]}… in "
-            f"{actual['dtype']}"
-        )
-    one_of("positions", state["positions"], ("reassigned", "original"))
-    if state["store"] is not None:
-        _require_fields("store", state["store"], ("bits", "scheme", "group"))
-    cache, given, log = _cache_of(model, state), state["layers"], state["log"]
-    for name, kind in {"layers": dict, "log": list}.items():
-        if not isinstance(state[name], kind):
-            raise ValueError(f"{name} must be a {kind.__name__}, got {shown(state[name])}")
-    # How many prompts and units there are, two tensors say; all others must agree.
-    first, vocab = next(iter(cache.evicting)), model.get_output_embeddings().weight.shape[0]
-    batch, _ = _shape("logits", state["logits"], (model.dtype, torch.float32), ("batch", vocab))
-    units, heads = f"{first}.positions", attention_layers(model)[first].num_kv_heads
-    *_, kept = _shape(units, given.get(units), (torch.int32,), (batch, heads, "kept"))
-    whole_number("seen", state["seen"], kept, MOST // batch)
-    if log:  # one of many rows is not there yet
-        _require_counts(log, state["seen"], kept)
-    needed = _needed(model, cache, state, batch, kept)
-    for name in [*needed, *given]:
-        if name not in needed:
-            raise ValueError(f"{shown(name)} is no tensor of such a cache, as {shown([*needed][:3])[1:-1]} are")
-        _shape(name, given.get(name), *needed[name])
-
-
-def _needed(model: nn.Module, cache: EvictingCache, state: dict, batch: int, kept: int) -> dict[str, tuple]:
-    """Dtypes and shape of each tensor that the cache must have; it is filled with units that have no memory."""
-    needed, given = {}, state["layers"]
-    for i, (layer, dims) in enumerate(zip(cache.layers, attention_layers(model), strict=True)):
-        held, widths = kept, {"keys": dims.head_dim, "values": dims.value_dim}
-        if not isinstance(layer, EvictingLayer):
-            held = min(state["seen"], layer.sliding_window - 1)
-        shapes = {name: (batch, dims.num_kv_heads, held, width) for name, width in widths.items()}
-        if not isinstance(layer, EvictingLayer):
-            needed |= {f"{i}.{name}": ((model.dtype,), shape) for name, shape in shapes.items()}
-            continue
-        layer.store.append(*(torch.empty(shape, dtype=model.dtype, device="meta") for shape in shapes.values()))
-        needed[f"{i}.positions"] = (torch.int32,), shapes["keys"][:3]
-        if f"{i}.scores" in given:
-            needed[f"{i}.scores"] = (torch.float32,), shapes["keys"][:3]
-        # Groups of consecutive units come in parts as they fill, and only the state knows how many were in each.
-        codes = [getattr(given.get(f"{i}.store.keys.{part}.codes"), "shape", ()) for part in range(len(given))]
-        groups = [each[3] for each in codes if len(each) == 5]
-        for name, tensor in layer.store.tensors().items():
-            (half, first, last), own = name.partition(".0."), tuple(tensor.shape)
-            parts = {name: own}
-            if first and all(groups) and sum(groups) == own[3]:
-                parts = {f"{half}.{part}.{last}": (*own[:3], count, own[4]) for part, count in enumerate(groups)}
-            needed |= {f"{i}.store.{name}": ((tensor.dtype,), own) for name, own in parts.items()}
-    return needed
-
-
-def _require_fields(name: str, value: object, fields: tuple[str, ...]) -> None:
-    """ValueError unless ``value`` is a dictionary of exactly these fields."""
-    if not isinstance(value, dict):
-        raise ValueError(f"{name} must have {', '.join(fields)}, got {shown(value)}")
-    if odd := value.keys() ^ set(fields):
-        raise ValueError(f"{name} must have {', '.join(fields)} alone: {shown(odd.pop())} is missing or unknown")
-
-
-def _shape(name: str, value: object, dtypes: tuple, shape: tuple) -> tuple[int, ...]:
-    """The shape of a tensor of such a dtype and shape; a name in the latter stands for any number from 1 on."""
-    got = shown(value)
-    if isinstance(value, (Entry, torch.Tensor)):
-        dtype, own = DTYPES.get(value.dtype, value.dtype), tuple(value.shape)
-        alike = len(own) == len(shape) and all(
-            a == b or (isinstance(b, str) and a > 0) for a, b in zip(own, shape, strict=True)
-        )
-        if alike and dtype in dtypes:
-            return own
-        got = f"{dtype} of shape {own}"
-    raise ValueError(f"{name} must be {dtypes[0]} of shape ({', '.join(map(str, shape))}), got {got}")
-
-
-def _require_counts(log: list, seen: int, kept: int) -> None:
-    """ValueError unless each forward pass goes on where the one before stopped, and the last stops here."""
-    stop = after = 0
-    for i, row in enumerate(log):
-        _require_fields(f"log[{i}]", row, ("start", "stop", "before", "after"))
-        fits = all(type(count) is int for count in row.values()) and row["start"] == stop < row["stop"]
-        if not (fits and 0 < row["after"] <= row["before"] == after + row["stop"] - stop):
-            raise ValueError(f"log[{i}] must go on from {stop:,} tokens and {after:,} units, got {shown(row)}")
-        stop, after = row["stop"], row["after"]
-    if (stop, after) != (seen, kept):
-        raise ValueError(
-            f"the log must end with what is held, {seen:,} tokens and {kept:,} units, got {stop:,} and {after:,}"
-        )
-
-
-def _require_sound(cache: EvictingCache, state: dict) -> None:
-    """ValueError for numbers that no reading gives, in a state that was judged and its cache."""
-    _require_counts(state["log"], cache.seen, cache.kept)
-    for name, tensor in {"logits": state["logits"], **state["layers"]}.items():
-        bad = tensor.isnan().any() if name.endswith("scores") else tensor.numel() and not finite(tensor, tensor.dtype)
-        if bad:
-            raise ValueError(f"{name} has numbers that are not finite in {tensor.dtype}")
-        if name.endswith("scale") and tensor.min() < 0:
-            raise ValueError(f"{name} must be 0 or more, got {tensor.min():g}")
-    for i, layer in cache.evicting.items():
-        low, high = (bound.item() for bound in layer.positions.aminmax())
-        if low < 0 or high >= cache.seen or not (layer.positions.diff() > 0).all():
-            raise ValueError(
-                f"{i}.positions must rise within 0 to {cache.seen - 1:,}, got others, from {low:,} to {high:,}"
-            )
-        if not all(finite(each, layer.dtype) for each in layer.store.read()):  # rounded, it may be beyond the dtype
-            raise ValueError(f"{i}.store has numbers that are not finite in {layer.dtype} once they are unpacked")

@@ -21,13 +21,11 @@ from plpkg.backbones import fingerprint
 from plpkg.residual import LadderConfig, PrivateLoraConfig, saved
 from plpkg.residual.saved import CONFIG, WEIGHTS
 from plpkg.residual.wire.loading import adapted_model
-from plpkg.retention import RetainingHeads
 from tests.residual.conftest import IDS, adapted, backbone, logits, reloaded
 
 from rounding import assert_close
 
 MIB = 2**20
-HEADS_CONFIG = "retaining_heads.json"
 M = "base_model.model.model.layers.0.self_attn.q_proj.privatelora_M.weight"
 LM_HEAD = "base_model.model.lm_head.weight"
 NOT_HERE, PATTERN, NAMES = "does not belong here", "a pattern is not evaluated", "must be a list of plain module names"
@@ -38,12 +36,12 @@ def digest(path):
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def fields(changes, *, removed=(), file=CONFIG):
+def fields(changes, *, removed=()):
     """Changes fields of a configuration."""
 
     def craft(folder):
-        fields = json.loads((folder / file).read_text()) | changes
-        (folder / file).write_text(json.dumps({key: value for key, value in fields.items() if key not in removed}))
+        fields = json.loads((folder / CONFIG).read_text()) | changes
+        (folder / CONFIG).write_text(json.dumps({key: value for key, value in fields.items() if key not in removed}))
 
     return craft
 
@@ -154,18 +152,6 @@ CRAFTED = {  # for each kind of adapter what is done to its folder, and what is 
         (beside(LM_HEAD, 64, 32), f"{LM_HEAD!r}: {NOT_HERE}"),
         (tensors(lambda t: t.pop("base_model.model.model.norm.ladder_M.up.bias")), "is missing"),
     ],
-    "heads": [
-        (fields(changes, file=HEADS_CONFIG), message)
-        for changes, message in (
-            ({"num_layers": 2**40}, "num_layers must be between 1 and 1048576"),
-            ({"num_layers": 2**20}, "head_dim must be (4, 4, 2, 8), got (1048576, 4, 2, 8)"),
-            ({"num_layers": True}, "num_layers must be a whole number between 1 and 1048576, got True"),
-            ({"hidden": 2**20}, "and must have (1048576,"),
-            ({"backbone": 7}, "backbone must be a fingerprint, got 7"),
-            ({"backbone": "x" * 60_000}, "belong to a backbone with fingerprint xxx"),
-            ({"activation": "x" * 60_000}, "), got 'xxx"),
-        )
-    ],
 }
 CASES = [(kind, craft, message) for kind, cases in CRAFTED.items() for craft, message in cases]
 
@@ -176,10 +162,8 @@ def memory(name):
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
 
 
-def readers(root, kind):
+def readers(root):
     """Who reads such a folder."""
-    if kind == "heads":
-        return [lambda folder: RetainingHeads.from_pretrained(folder, backbone())]
     by_the_command = dict(dtype="fp32", device="cpu")
     return [
         lambda folder: residual.load(backbone(), folder),
@@ -196,9 +180,8 @@ def root(tmp_path_factory):
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a"))).save_pretrained(root / "model")
     adapted().save_pretrained(root / "privatelora")
     adapted(ladder=dict(r=5, width=16)).save_pretrained(root / "ladder")
-    RetainingHeads.attach(base, 24).save_pretrained(root / "heads")
     for kind in CRAFTED:
-        for read in readers(root, kind):
+        for read in readers(root):
             read(root / kind)
     return root
 
@@ -208,7 +191,7 @@ def root(tmp_path_factory):
 def test_a_crafted_folder_is_refused_cheaply_and_in_a_sentence(root, tmp_path, kind, craft, message):
     folder = shutil.copytree(root / kind, tmp_path / "crafted")
     craft(folder)
-    for read in readers(root, kind):
+    for read in readers(root):
         Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew
         before, began = memory("VmRSS"), time.process_time()
         with pytest.raises((ValueError, OSError)) as refused:

@@ -86,22 +86,12 @@ class Ledger:
         """All lives, and this one, which may have released nothing yet."""
         return [asdict(each) for each in {**self._lives, life.name: life}.values()]
 
-    def merge(self, state: object, name: object, steps: int) -> None:
-        """Take over a saved ledger's steps that are not in this one; ``name`` and ``steps`` are of its latest life.
-
-        Raises
-        ------
-        ValueError
-            It is none.
-        """
-        lives = [_life(each) for each in state] if isinstance(state, list) else None
-        if not lives:
-            raise ValueError(f"lives must be a list with one at least, got {shown(state)}")
-        if not any((life.name, life.steps) == (name, steps) for life in lives):
-            raise ValueError(f"none of the lives is life={shown(name)} with steps={steps}")
-        for life in lives:
+    def merge(self, state: list[dict]) -> None:
+        """Take over a saved ledger's steps that are not in this one: what :meth:`state` gave."""
+        for each in state:
+            life = Life(**each)
             if life.name not in self._lives or self._lives[life.name].steps < life.steps:
-                self._lives[life.name] = life
+                self._lives[life.name] = replace(life, spent=list(life.spent))
 
 
 def entries_of(spent: Iterable) -> list[Spent]:
@@ -139,17 +129,3 @@ def ledger_of(model: torch.nn.Module, learning: Iterable[torch.Tensor]) -> Ledge
     for each in (model, *learning):
         _LEDGERS[each] = ledger
     return ledger
-
-
-def _life(given: object) -> Life:
-    try:
-        life = Life(**given)
-        entries = entries_of(life.spent)
-        whole_number("number", life.number, 0)
-        whole_number("steps", life.steps, 0)
-        count = sum(count for *_, count in entries)
-        if count > life.steps or (count < life.steps and not life.number):  # others may begin with a later step than 0
-            raise ValueError(f"{count} have spent, of {life.steps} steps")
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"not a life of a private training: {shown(given)}: {error}") from error
-    return replace(life, name=str(life.name), spent=entries)

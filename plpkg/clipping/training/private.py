@@ -25,7 +25,7 @@ from plpkg.clipping.training.ledger import Life, Spent, ledger_of
 from plpkg.clipping.training.processes import Processes
 from plpkg.clipping.training.randomness import Randomness
 from plpkg.clipping.training.samples import LOOP, Sample, Samples
-from plpkg.validation import shown, whole_number
+from plpkg.validation import shown
 
 UNCLIPPED = Clip(1e30)
 """For a part of what is one user's, which is clipped when the rest has come: in float32 still a number."""
@@ -261,25 +261,21 @@ class Private:
         ValueError
             The state is of another run.
         """
-        try:
-            identity, lives = dict(state["identity"]), state["lives"]
-            name, steps, by_users = state["life"], state["steps"], state["by_users"]
-        except KeyError as error:
-            raise ValueError(f"not the state of a private training: {error} is missing") from error
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"not the state of a private training: {shown(state)}") from error
         if self._busy.locked():
             raise RuntimeError("a state is loaded between two steps")
-        whole_number("steps", steps, 0)
+        for name in self.state_dict():
+            if name not in state:
+                raise ValueError(f"not the state of a private training: {name!r} is missing")
+        identity, steps = state["identity"], state["steps"]
         now = asdict(self.mechanism.at(steps))
         if identity != now:
             different = "; ".join(
                 f"{k}={shown(identity.get(k))}, now {v!r}" for k, v in now.items() if identity.get(k) != v
             )
             raise ValueError(f"the state is of a training with {different}")
-        self._ledger.merge(lives, name, steps)
-        self._by_users = by_users
-        self._enter(self._ledger.life(steps, name), steps)
+        self._ledger.merge(state["lives"])
+        self._by_users = state["by_users"]
+        self._enter(self._ledger.life(steps, state["life"]), steps)
         if self._samples:
             self._samples.forget()
 

@@ -10,11 +10,12 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
+from plpkg import checkpoints
 from plpkg.clipping.training.losses import OwnLosses, Within
 from plpkg.clipping.training.private import Private
 from plpkg.clipping.training.samples import Sample
 
-FILE = "private.pt"
+FILE = "private.safetensors"
 """What a checkpoint has of the private training."""
 
 
@@ -120,15 +121,15 @@ class PrivateTrainer(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self.args.should_save:
-            torch.save(self.private.state_dict(), Path(output_dir) / FILE)
+            checkpoints.save(Path(output_dir, FILE), self.private.state_dict())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            file = Path(checkpoint) / FILE
+            file = Path(checkpoint, FILE)
             if not file.exists():
                 raise ValueError(f"{checkpoint} has no {FILE}: what its weights have released is not known")
-            self.private.load_state_dict(torch.load(file, weights_only=True))
+            self.private.load_state_dict(checkpoints.read(file))
 
 
 class Stepped:

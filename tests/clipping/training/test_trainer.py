@@ -112,8 +112,8 @@ def test_a_run_that_resumes_goes_on_bit_for_bit(tmp_path):
     assert resumed.private.steps == whole.private.steps == 15
     assert torch.equal(flat(resumed.model), flat(whole.model))
     assert resumed.private.epsilon(1e-5) == whole.private.epsilon(1e-5)
-    (tmp_path / "checkpoint-7" / "private.pt").unlink()
-    with pytest.raises(ValueError, match=r"has no private\.pt: what its weights have released is not known"):
+    (tmp_path / "checkpoint-7" / "private.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"has no private\.safetensors: what its weights have released is not known"):
         trained(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
 
 

@@ -446,7 +446,7 @@ TOP_P = "top_p must be greater than 0 and at most 1, got 2.0"
         ("train binary.txt out", "binary.txt is not UTF-8: byte 4, in line 2"),
         (
             "train diary.txt run --seq 8",
-            "cannot be read (the weights are 5 bytes, and no header of 2 to 1,048,576): remove it to start anew",
+            "cannot be read: Error while deserializing header: header too small: remove it to start anew",
         ),
     ],
 )
