@@ -41,7 +41,6 @@ READERS = {  # the files of each that it may be given, JSON and safetensors told
     "model": ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json"),
     "shape": ("config.json",),
     "texts": ("anna/1.txt",),
-    "leaf": ("all_data.json",),
     "keys": ("keys",),
 }
 
@@ -219,7 +218,6 @@ readers = {
     "model": load_backbone,
     "shape": ModelShape.from_config,
     "texts": corpora.text_folder,
-    "leaf": lambda folder: corpora.leaf_femnist(folder),
     "keys": lambda folder: Keys.read(folder / "keys"),
 }
 
@@ -288,10 +286,6 @@ def root(tmp_path_factory):
     (root / "texts" / "anna").mkdir(parents=True)
     for i in range(4):
         (root / "texts" / "anna" / f"{i}.txt").write_text(f"Note {i}.")
-    (root / "leaf").mkdir()
-    person = {"x": [[0.5] * 784], "y": [3]}
-    leaf = {"users": ["ann"], "num_samples": [1], "user_data": {"ann": person}}
-    (root / "leaf" / "all_data.json").write_text(json.dumps(leaf))
     (root / "keys").mkdir()
     (root / "keys" / "keys").touch(0o600)
     (root / "keys" / "keys").write_text("ann secret-secret-secret")

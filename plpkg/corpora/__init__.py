@@ -5,7 +5,6 @@ from plpkg.corpora.documents import SPLITS, Document, Writer
 from plpkg.corpora.examples import Examples, Person, token_examples, word_examples
 from plpkg.corpora.folder import text_folder
 from plpkg.corpora.images import Digits, Images, digits, printed_digits
-from plpkg.corpora.leaf import leaf_femnist, leaf_shakespeare
 from plpkg.corpora.library import public, versions, writer, writers
 from plpkg.corpora.notes import ABSENT, Asked, Notes, Passage, notes, sixty_facts
 from plpkg.corpora.tokens import Tokens, batch, batches, encode
@@ -32,8 +31,6 @@ __all__ = [
     "diary",
     "digits",
     "encode",
-    "leaf_femnist",
-    "leaf_shakespeare",
     "notes",
     "printed_digits",
     "public",
