@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 
 from plpkg import residual
 from plpkg.adapters import CONFIG, WEIGHTS, validate_adapter
-from plpkg.corpora import SPLITS, library, text_folder
+from plpkg.corpora import SPLITS, docstrings, text_folder
 from plpkg.corpora.documents import Document, Writer
 from plpkg.corpora.folder import MAX_TEXT_BYTES
 from plpkg.serving.service.store import Store, StoreError
@@ -81,23 +81,23 @@ def test_a_hostile_text_is_refused_cheaply_and_in_a_sentence(tmp_path, content, 
         os.mkfifo,
         lambda path: path.symlink_to("/dev/zero"),
         lambda path: path.symlink_to(path),
-        lambda path: (path.touch(), os.truncate(path, library.MAX_CACHE_BYTES + 1)),
+        lambda path: (path.touch(), os.truncate(path, docstrings.MAX_CACHE_BYTES + 1)),
     ],
     ids=["deep", "odd", "not UTF-8", "a pipe", "a device", "a link to itself", "64 MiB and more"],
 )
 def test_a_cache_that_is_none_is_made_anew(tmp_path, monkeypatch, damage):
     made = {name: Writer(name, dict.fromkeys(SPLITS, (Document("a", "text"),))) for name in ("public", "torch")}
     path = tmp_path / "corpora-new.json"
-    monkeypatch.setattr(library, "PRIVATE", ("torch",))
-    monkeypatch.setattr(library, "build", lambda: made)
-    monkeypatch.setattr(library, "_cache_path", lambda: path)
+    monkeypatch.setattr(docstrings, "PRIVATE", ("torch",))
+    monkeypatch.setattr(docstrings, "build", lambda: made)
+    monkeypatch.setattr(docstrings, "_cache_path", lambda: path)
     damage(path)
-    read = library._library.__wrapped__
+    read = docstrings._library.__wrapped__
     with pytest.warns(UserWarning, match=r"corpora-new\.json cannot be read \(.{,150}\): the corpora are built anew"):
         assert read() == made
     assert path.is_file()
     assert not path.is_symlink()
-    monkeypatch.setattr(library, "build", None)
+    monkeypatch.setattr(docstrings, "build", None)
     assert read() == made
 
 
