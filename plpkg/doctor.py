@@ -15,12 +15,10 @@ from packaging.specifiers import SpecifierSet
 from plpkg import catalog, wheels
 from plpkg.results import Tabular
 
-STATUSES = ("OK", "NOTE", "SKIP", "FAIL")
-
 
 @dataclass(frozen=True)
 class Check:
-    """One requirement: its ``status`` (one of :data:`STATUSES`), what was found, and what to do about it."""
+    """One requirement: its ``status`` (OK, NOTE, SKIP or FAIL), what was found, and what to do about it."""
 
     name: str
     status: str

@@ -63,8 +63,6 @@ class Choices:
 
 
 OPACUS_2024 = Choices()
-OPACUS_1_6 = Choices(late_first_hook=False, deepcopy_grad=True)
-NOTHING_SPARE = Choices(copy_backprops=False, double_buffer=False, noise_buffer=False, late_first_hook=False)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,6 @@ from torch.func import grad, vmap
 
 from plpkg.clipping.memory.dataflow import (
     EXECUTIONS,
-    NOTHING_SPARE,
-    OPACUS_1_6,
     OPACUS_2024,
     PHASES,
     Choices,
@@ -23,6 +21,8 @@ from plpkg.memory import MIB, MemoryTimeline
 
 from rounding import assert_close
 
+OPACUS_1_6 = Choices(late_first_hook=False, deepcopy_grad=True)
+NOTHING_SPARE = Choices(copy_backprops=False, double_buffer=False, noise_buffer=False, late_first_hook=False)
 CELLS = synthetic().dropna(subset="reported_mib")
 
 
