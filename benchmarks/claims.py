@@ -228,7 +228,7 @@ def crossing():
         torch.nn.init.normal_(m.weight, std=0.02, generator=generator)
     texts = corpora.encode(corpora.writer("seaborn").split("test"), tokenizer)
     ids = torch.cat([text.ids for text in texts])[:256][None]
-    return adapted, ids, residual.migrate.exchanges(adapted, [ids])
+    return adapted, ids, attacks.exchanges(adapted, [ids])
 
 
 @computed(slow=True, tolerance=0.5)

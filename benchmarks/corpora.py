@@ -7,9 +7,8 @@ Run: ``python -m benchmarks.corpora`` (a minute).
 
 from benchmarks import record
 from plpkg import corpora
-from plpkg.corpora.library import described
 
 if __name__ == "__main__":
     names = ("public", *corpora.writers())
-    built_with = described(corpora.versions())
+    built_with = corpora.described(corpora.versions())
     record.write("corpora", [row | {"built_with": built_with} for n in names for row in corpora.writer(n).rows()])

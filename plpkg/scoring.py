@@ -57,11 +57,6 @@ class Score(Tabular):
         return cls(bits, tokens, num_bytes)
 
     @property
-    def nats_per_token(self) -> float:
-        """The mean of ``-ln p``: the cross-entropy loss."""
-        return self.bits * math.log(2) / self.tokens
-
-    @property
     def bits_per_byte(self) -> float:
         """Bits for each byte of text."""
         return self.bits / self.num_bytes

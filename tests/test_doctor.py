@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from plpkg import catalog, corpora, doctor
 from plpkg.cli import app
-from plpkg.corpora import library
 
 
 def test_this_installation_is_whole():
@@ -120,7 +119,7 @@ def test_a_torchvision_that_does_not_import_is_reported(tmp_path, monkeypatch, s
 def recorded(tmp_path, monkeypatch):
     """Write a record of the corpora as it is here, changed by a function, for doctor to compare with."""
     rows = [row for name in ("public", *corpora.writers()) for row in corpora.writer(name).rows()]
-    built_with = library.described(corpora.versions())
+    built_with = corpora.described(corpora.versions())
 
     def write(change):
         changed = [row | {"built_with": built_with} for row in rows]
@@ -159,7 +158,7 @@ def test_other_text_is_noted_with_what_differs(recorded, change, count, reason):
 
 def test_a_missing_package_fails(monkeypatch):
     missing = Mock(side_effect=ModuleNotFoundError("the corpora need the package 'scipy', which is not installed"))
-    monkeypatch.setattr(corpora, "versions", missing)
+    monkeypatch.setattr(corpora, "writer", missing)
     check = doctor.check_corpora()
     assert check.status == "FAIL"
     assert "'scipy'" in check.found

@@ -1,6 +1,7 @@
 """Answers are compared with a loop that takes the likeliest token, one question at a time."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -18,6 +19,11 @@ from rounding import relative
 
 TEXTS = ["The Skoda is on level 3.", "Our cat Biscuit weighs 4.2 kg and must eat less. " * 12, "Nothing."]
 ASKED = [(text, question) for text in TEXTS for question in ("Where is the Skoda?", "What is the name of the cat?")]
+
+
+def nats(judged):
+    """The mean of -ln p of a token."""
+    return judged.bits * math.log(2) / judged.tokens
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +91,10 @@ def test_expected_answers_cost_the_same_whoever_has_the_text(random, positions):
     }
     for each in judged.values():
         assert (each.tokens, each.num_bytes) == (len(expected), len(f" level 3\n {ABSENT}\n".encode()))
-        assert each.nats_per_token == pytest.approx(-expected.mean().item(), rel=relative(8192))
+        assert nats(each) == pytest.approx(-expected.mean().item(), rel=relative(8192))
     known = Counts([d.ids for d in continued])
     base = token_log_probs(model, tokenizer, continued, reading=read)
-    assert known.score(continued, base, 1.0).nats_per_token < judged["counts"].nats_per_token / 2
+    assert nats(known.score(continued, base, 1.0)) < nats(judged["counts"]) / 2
 
 
 def test_what_cannot_go_on_from_a_reading_is_refused(random):
@@ -220,7 +226,7 @@ def test_expected_answers_of_a_chat_are_scored_to_their_last_token(random):
     (continued,) = questions.expected([(TEXTS[0], "Where?", "level 3")], tokenizer, read=True)
     after = score(model, tokenizer, [continued], reading=read)
     whole = score(model, tokenizer, [asked])
-    assert after.nats_per_token == pytest.approx(whole.nats_per_token, rel=relative(8192))
+    assert nats(after) == pytest.approx(nats(whole), rel=relative(8192))
     assert after.tokens == whole.tokens == int(asked.scored.sum())
 
 

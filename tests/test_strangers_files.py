@@ -28,7 +28,6 @@ READERS = {  # the files of each that it may be given, JSON and safetensors told
     "privatelora by the command": ADAPTER,
     "ladder": ADAPTER,
     "texts": ("anna/1.txt",),
-    "leaf": ("all_data.json",),
     "keys": ("keys",),
 }
 
@@ -180,7 +179,6 @@ readers = {
     "privatelora by the command": lambda folder: adapted_model(str(root / "model"), folder, "fp32", "cpu"),
     "ladder": lambda folder: residual.load(base, folder),
     "texts": corpora.text_folder,
-    "leaf": lambda folder: corpora.leaf_femnist(folder),
     "keys": lambda folder: Keys.read(folder / "keys"),
 }
 
@@ -227,10 +225,6 @@ def root(tmp_path_factory):
     (root / "texts" / "anna").mkdir(parents=True)
     for i in range(4):
         (root / "texts" / "anna" / f"{i}.txt").write_text(f"Note {i}.")
-    (root / "leaf").mkdir()
-    person = {"x": [[0.5] * 784], "y": [3]}
-    leaf = {"users": ["ann"], "num_samples": [1], "user_data": {"ann": person}}
-    (root / "leaf" / "all_data.json").write_text(json.dumps(leaf))
     (root / "keys").mkdir()
     (root / "keys" / "keys").touch(0o600)
     (root / "keys" / "keys").write_text("ann secret-secret-secret")

@@ -11,13 +11,12 @@ import re
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from peft import LoraConfig, get_peft_model
 
 from plpkg import residual
 from plpkg.adapters import CONFIG, WEIGHTS, validate_adapter
-from plpkg.corpora import SPLITS, leaf_femnist, leaf_shakespeare, library, text_folder
+from plpkg.corpora import SPLITS, docstrings, text_folder
 from plpkg.corpora.documents import Document, Writer
 from plpkg.corpora.folder import MAX_TEXT_BYTES
 from plpkg.serving.service.store import Store, StoreError
@@ -27,7 +26,6 @@ from tests.residual.conftest import adapted_backbone, backbone
 from preloaded import Process
 
 MIB = 2**20
-ONE = {"x": [[0.5] * 784], "y": [3]}
 
 
 def memory(name):
@@ -48,74 +46,6 @@ def refused(folder: Path, message: str):
     said = str(raised.value)
     assert len(said.replace(str(folder), "")) <= 300
     assert said.isprintable()
-
-
-def of_ann(samples: str, *, before: str = "") -> str:
-    return f'{{{before}"users": ["ann"], "num_samples": [1], "user_data": {{"ann": {samples}}}}}'
-
-
-LEAVES = {
-    "lists and objects": (
-        of_ann('{"x": [' + "[],{}," * 1_000_000 + '[]], "y": []}'),
-        " brackets, braces and colons, at most ",
-    ),
-    "names": (of_ann("{}", before='"a": {' + ",".join(f'"{i}":0' for i in range(600_000)) + "},"), "brackets, braces"),
-    "as many users as may be": (
-        json.dumps({"users": ["a"], "num_samples": [], "user_data": {f"u{i}": {} for i in range(80_000)}}),
-        'user_data["u0"].x: Field required',
-    ),
-    "text for pixels": (
-        of_ann('{"x": [' + '"ab",' * 1_200_000 + '[]], "y": []}'),
-        ".x[0]: Input should be a valid list",
-    ),
-    "many wrong pixels": (of_ann('{"x": [[' + "999," * 1_500_000 + '0]], "y": [3]}'), ".x[0][0]: Input should be less"),
-    "users without data": (
-        json.dumps({"users": [*map(str, range(100_000))], "num_samples": [], "user_data": {}}),
-        "only one",
-    ),
-    "a user twice": (
-        json.dumps({"users": [*map(str, range(100_000)), "7"], "num_samples": [], "user_data": {}}),
-        'users has "7" twice',
-    ),
-    "a name twice, the last": (
-        of_ann("{" + "".join(f'"{i}":0,' for i in range(100_000)) + '"7":1}'),
-        'the key "7" twice',
-    ),
-    "a long name twice": (of_ann("{" + ",".join([f'"{"k" * 100_000}":1'] * 2) + "}"), "kkk' twice"),
-    "a long number": (of_ann(json.dumps(ONE)).replace("[1]", "[1" + "0" * 4000 + "]"), "num_samples[0]: 1000"),
-    "a user of controls": (of_ann("[]").replace("ann", r"\u0001" * 59), "]: Input should be a valid dictionary"),
-}
-
-
-@pytest.mark.parametrize("case", LEAVES)
-def test_a_hostile_file_of_leaf_is_refused_cheaply_and_in_a_sentence(tmp_path, case):
-    text, message = LEAVES[case]
-    (tmp_path / "all_data.json").write_text(text)
-    leaf_femnist(written(tmp_path / "sound", {"ann": ONE}))  # what is imported on first use is no cost of a file
-    with refused(tmp_path, message):
-        leaf_femnist(tmp_path / "all_data.json")
-
-
-def written(folder: Path, user_data: dict, name: str = "all_data.json") -> Path:
-    folder.mkdir(exist_ok=True)
-    counts = [len(each["x"]) for each in user_data.values()]
-    content = {"users": list(user_data), "num_samples": counts, "user_data": user_data}
-    (folder / name).write_text(json.dumps(content))
-    return folder
-
-
-def test_a_user_of_leaf_in_two_files_of_long_names(tmp_path):
-    for i in range(2):
-        written(tmp_path, {"\x01" * 1000: ONE}, f"{'n' * 200}\n{i}.json")
-    with refused(tmp_path, r"nnn\n0.json and in …"):
-        leaf_femnist(tmp_path)
-
-
-def test_a_text_with_many_colons_is_read(tmp_path):
-    text = "".join(np.random.default_rng(0).choice([*"abcdefghij:[{", *"klmnopqrstuvwxyz" * 8], 100_000))
-    windows = {"x": [text[i : i + 80] for i in range(len(text) - 80)], "y": [*text[80:]]}
-    (romeo,) = leaf_shakespeare(written(tmp_path, {"ROMEO": windows}))
-    assert sum(len(each.text) for split in SPLITS for each in romeo.split(split)) == len(text)
 
 
 @pytest.mark.parametrize(
@@ -151,23 +81,23 @@ def test_a_hostile_text_is_refused_cheaply_and_in_a_sentence(tmp_path, content, 
         os.mkfifo,
         lambda path: path.symlink_to("/dev/zero"),
         lambda path: path.symlink_to(path),
-        lambda path: (path.touch(), os.truncate(path, library.MAX_CACHE_BYTES + 1)),
+        lambda path: (path.touch(), os.truncate(path, docstrings.MAX_CACHE_BYTES + 1)),
     ],
     ids=["deep", "odd", "not UTF-8", "a pipe", "a device", "a link to itself", "64 MiB and more"],
 )
 def test_a_cache_that_is_none_is_made_anew(tmp_path, monkeypatch, damage):
     made = {name: Writer(name, dict.fromkeys(SPLITS, (Document("a", "text"),))) for name in ("public", "torch")}
     path = tmp_path / "corpora-new.json"
-    monkeypatch.setattr(library, "PRIVATE", ("torch",))
-    monkeypatch.setattr(library, "build", lambda: made)
-    monkeypatch.setattr(library, "_cache_path", lambda: path)
+    monkeypatch.setattr(docstrings, "PRIVATE", ("torch",))
+    monkeypatch.setattr(docstrings, "build", lambda: made)
+    monkeypatch.setattr(docstrings, "_cache_path", lambda: path)
     damage(path)
-    read = library._library.__wrapped__
+    read = docstrings._library.__wrapped__
     with pytest.warns(UserWarning, match=r"corpora-new\.json cannot be read \(.{,150}\): the corpora are built anew"):
         assert read() == made
     assert path.is_file()
     assert not path.is_symlink()
-    monkeypatch.setattr(library, "build", None)
+    monkeypatch.setattr(docstrings, "build", None)
     assert read() == made
 
 

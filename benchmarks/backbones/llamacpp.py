@@ -28,7 +28,7 @@ from benchmarks.backbones import hands
 from benchmarks.backbones.llama_server import LONGEST, LlamaCpp, asked, llama_cpp, parse, without_end
 from plpkg import corpora
 from plpkg.backbones import load_backbone
-from plpkg.corpora import installation
+from plpkg.corpora.docstrings import sources
 
 TEXTS_OF_A_KIND = 500
 QUESTIONS = 50
@@ -125,7 +125,7 @@ def documentation() -> list[str]:
 @cache
 def code_files() -> list:
     """The files of the standard library."""
-    return [path for path, _ in installation.sources("stdlib")]
+    return [path for path, _ in sources("stdlib")]
 
 
 def notes(rng: random.Random) -> str:

@@ -35,7 +35,7 @@ from benchmarks.residual.nonlinear import Stolen, make_nonlinear, steal_function
 from plpkg import catalog, corpora
 from plpkg.backbones import load_backbone
 from plpkg.catalog import ModelShape
-from plpkg.residual import attacks, migrate, split
+from plpkg.residual import attacks, split
 from plpkg.residual.adapter import PrivateLoraLayer, matrices
 from plpkg.residual.attacks import LinearInverter
 from plpkg.residual.cost import device_cost
@@ -107,7 +107,7 @@ def m_rows() -> list[dict]:
     for rank in (16, 64):
         model = personal(rank)
         true = {name: m.weight for name, m in matrices(model).items()}
-        seen = migrate.exchanges(model, VICTIM.reshape(-1, WINDOW).split(1))
+        seen = attacks.exchanges(model, VICTIM.reshape(-1, WINDOW).split(1))
         for tokens in (rank // 2, rank - 1, rank, rank + 1, rank * 5 // 4, rank * 2, rank * 4):
             squared, at = 0.0, FIRST_TIMES[:tokens]
             for name, (u, v) in seen.items():
@@ -189,7 +189,7 @@ def answers_rows(victim) -> list[dict]:
         noise = defences.NoisySender(scale)
         with defences.sending(victim, answers=noise):
             quality = bits(victim)
-            seen = migrate.exchanges(victim, whole.split(4))
+            seen = attacks.exchanges(victim, whole.split(4))
         for tokens in (WINDOW * 2, whole.numel()):
             squared = size = 0.0
             for name, m in matrices(copied).items():
@@ -256,7 +256,7 @@ def nonlinear_rows() -> list[dict]:
     for case, rank, hidden in (("M", 16, 0), ("64 units", 16, 64), ("256 units", 16, 256)):
         model = personal(rank, hidden)
         quality, cost = bits(model), cost_of(split(model)[0])
-        pairs = migrate.exchanges(model, seen_text.split(4))
+        pairs = attacks.exchanges(model, seen_text.split(4))
         stolen = {name: steal_function(*map(on_the_wire, pair)) for name, pair in pairs.items()}
         for layer in model.modules():
             if isinstance(layer, PrivateLoraLayer):

@@ -38,7 +38,7 @@ from plpkg import catalog, corpora
 from plpkg.backbones import load_backbone
 from plpkg.corpora.tokens import Tokens
 from plpkg.counts import Counts
-from plpkg.residual import attacks, drafts, migrate, split
+from plpkg.residual import attacks, drafts, split
 from plpkg.residual.adapter import matrices
 from plpkg.scoring import score
 
@@ -209,7 +209,7 @@ def solved_rows(name: str, steps: int) -> list[dict]:
         own = list(islice(corpora.batches(text, batch=BATCH, seq=SEQ, seed=1000), 8))
         model = personal(replace(ADAPTERS[label], lr=1e-2), text, own, steps)
         owner = none - score(model, TOKENIZER, test, seq=SEQ, stride=SEQ).bits_per_byte
-        seen, wrong, size = migrate.exchanges(model, [ids]), 0.0, 0.0
+        seen, wrong, size = attacks.exchanges(model, [ids]), 0.0, 0.0
         for module, m in matrices(model).items():
             if label == "all layers" or last not in module:
                 copied = attacks.recover_m(*(t.half() for t in seen[module]))

@@ -1,6 +1,7 @@
 """The methods of personalising that the benchmarks compare, how a model learns by one, and what is asked of it."""
 
 import copy
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -14,6 +15,7 @@ from plpkg.corpora import Document
 from plpkg.residual import PrivateLoraConfig, bases
 from plpkg.residual.config import ProjectionConfig
 from plpkg.residual.methods import QKV, LadderConfig
+from plpkg.validation import whole_number
 
 STEPS, BATCH, SEQ = 60, 4, 256
 TEST_BYTES = 40_000
@@ -59,6 +61,24 @@ ADAPTERS = {
 """The first has the usual round trips, the others fewer. But for the first, each benchmark has its learning rates."""
 
 
+def strongest_layers(norms: dict[str, float], count: int) -> list[int]:
+    """The decoder layers with the largest gradients, for ``layers_to_transform``; an adapted LM head is in none.
+
+    Parameters
+    ----------
+    norms
+        What ``bases.from_gradients`` gave for an adapter in every layer.
+    count
+        How many.
+    """
+    squares: dict[int, float] = {}
+    for module, norm in norms.items():
+        if layer := re.search(r"\.(\d+)\.", module):
+            squares[int(layer[1])] = squares.get(int(layer[1]), 0.0) + norm**2
+    whole_number("count", count, 1, len(squares), "the adapted layers")
+    return sorted(sorted(squares, key=squares.get, reverse=True)[:count])
+
+
 def prepared(method: Method, start, for_bases: Iterator[torch.Tensor] | None = None, seed: int = 0):
     """A copy of the model, ready to learn by the method.
 
@@ -76,7 +96,7 @@ def prepared(method: Method, start, for_bases: Iterator[torch.Tensor] | None = N
         if method.strongest is not None:
             everywhere = get_peft_model(copy.deepcopy(start), config)
             norms = bases.from_gradients(everywhere, first)
-            config.layers_to_transform = bases.strongest_layers(norms, method.strongest)
+            config.layers_to_transform = strongest_layers(norms, method.strongest)
         model = get_peft_model(model, config)
         if first is not None:
             bases.from_gradients(model, first)

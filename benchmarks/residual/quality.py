@@ -45,11 +45,12 @@ from benchmarks.residual.methods import (
     test_text,
     token_accuracy,
 )
+from benchmarks.residual.migration import migrate
 from plpkg import catalog, communication, corpora, throughput
 from plpkg.backbones import load_backbone
 from plpkg.catalog import Link, ModelShape
 from plpkg.pretraining import Recipe, pretrain
-from plpkg.residual import DeviceClient, PrivateLoraConfig, migrate
+from plpkg.residual import DeviceClient, PrivateLoraConfig
 from plpkg.scoring import score
 
 WRITERS = ("seaborn", "numpy", "sklearn")
@@ -273,7 +274,7 @@ def migration_rows(name: str, start, updated, tokenizer) -> list[dict]:
     measure("updated backbone, no M", updated)
     measure("M kept", kept)
     anchors, solved = list(islice(batches(5, public), 8)), copy.deepcopy(kept)
-    measure("closed form, public text", solved, lambda model: migrate.migrate(old, model, anchors))
+    measure("closed form, public text", solved, lambda model: migrate(old, model, anchors))
     for steps in (15, STEPS):
         for what, begin, lr in (("M kept, then", kept, method.lr / 2), ("trained anew,", fresh, method.lr)):
             measure(

@@ -37,7 +37,7 @@ from benchmarks.notes import generator
 from plpkg import corpora
 from plpkg.backbones import load_backbone
 from plpkg.corpora import Passage
-from plpkg.corpora.installation import sources
+from plpkg.corpora.docstrings import sources
 from plpkg.questions import LONGEST, Answered, prompt, same
 from plpkg.recorded import half_width
 from plpkg.retention import RetainingHeads, chunked_prefill, cis_labels

@@ -20,6 +20,7 @@ from plpkg.validation import flag, number, one_of, whole_number
 OPERATIONS = ("synonym", "insert", "swap", "delete", "duplicate")
 FUNCTION_WORDS = "a an and are as at be but by can do for from had has have he i if in is it its me my no not of on or"
 STOP_WORDS = frozenset(f"{FUNCTION_WORDS} she so that the their them they this to up was we were who you".split())
+"""Words that :func:`eda` gives no synonym."""
 
 
 def eda(
@@ -30,7 +31,6 @@ def eda(
     synonyms: Callable[[str], Sequence[str]] | None = None,
     n: int = 1,
     p: float = 0.1,
-    stop_words: frozenset[str] = STOP_WORDS,
 ) -> list[str]:
     """One of EDA's operations on the words of a sentence.
 
@@ -41,7 +41,7 @@ def eda(
         ``n`` times, a synonym of a word comes in somewhere. ``"swap"``: ``n`` times, two words change places.
         ``"delete"``: each word goes with probability ``p``, but one stays. ``"duplicate"``: nothing, the control.
     synonyms
-        Of a word, always in one order; the first two need it, and pass over words without any and ``stop_words``.
+        Of a word, always in one order; the first two need it, and pass over words without any and :data:`STOP_WORDS`.
 
     Raises
     ------
@@ -64,7 +64,7 @@ def eda(
     if operation in ("synonym", "insert"):
         if synonyms is None:
             raise ValueError(f"operation={operation!r} needs synonyms, got None")
-        found = {k: synonyms(word) for k, word in enumerate(words) if word.lower() not in stop_words}
+        found = {k: synonyms(word) for k, word in enumerate(words) if word.lower() not in STOP_WORDS}
         if text := [options for options in found.values() if isinstance(options, str)]:
             raise ValueError(f"synonyms of a word must be a sequence of words, got {text[0][:60]!r}")
         found = {k: options for k, options in found.items() if len(options)}
@@ -125,6 +125,9 @@ def augment_images(
         Turned by up to so much either way, magnified by 1 ± ``scale``, moved by up to so many whole pixels.
     crop, noise
         A random window this many pixels smaller is drawn out to the old size; then noise of this deviation is added.
+
+    The recorded digits are turned and scaled alone: ``flip`` makes other digits, and of eight pixels one is far. The
+    rest is for photographs, as AutLearn's.
 
     Raises
     ------

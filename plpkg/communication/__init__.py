@@ -9,9 +9,7 @@ from plpkg.communication.run import PHASES, Run
 from plpkg.communication.schedule import (
     Message,
     count,
-    full_activation_messages,
     ladder_messages,
-    layer_cut_messages,
     low_rank_messages,
 )
 from plpkg.communication.traffic import Traffic
@@ -25,12 +23,10 @@ __all__ = [
     "Traffic",
     "count",
     "exercises",
-    "full_activation_messages",
     "full_activations",
     "ladder",
     "ladder_messages",
     "layer_cut",
-    "layer_cut_messages",
     "low_rank",
     "low_rank_messages",
     "plots",

@@ -11,10 +11,10 @@ from itertools import groupby
 from operator import itemgetter
 
 from plpkg.catalog import ModelShape, model as find_model
-from plpkg.communication.formulas import BASELINES, folded_layers, ladder_run, projection_dims, ranks
+from plpkg.communication.formulas import folded_layers, ladder_run, projection_dims, ranks
 from plpkg.communication.run import Run
 from plpkg.communication.traffic import Traffic
-from plpkg.validation import flag, keywords, one_of, whole_number
+from plpkg.validation import flag, keywords
 
 
 @dataclass(frozen=True)
@@ -75,33 +75,6 @@ def ladder_messages(model: str | ModelShape, rank: int = 96, **run) -> Iterator[
     (rank, _), run = ranks(model, rank), ladder_run(model, **run)
     layers = run.crossing_layers
     return _walk(run, True, lambda b, s: ((layers, b, s, rank), ()), ("A x",), riding=layers)
-
-
-@keywords(Run)
-def full_activation_messages(
-    model: str | ModelShape, projections: int = 3, endpoints: bool = True, baseline: str = "published", **run
-) -> Iterator[Message]:
-    """The messages at full width; parameters as in :func:`~plpkg.communication.full_activations`."""
-    model = find_model(model)
-    widths = projection_dims(model, projections)
-    one_of("baseline", baseline, BASELINES)
-
-    def shapes(batch: int, seq: int):
-        if baseline == "published":
-            return ((projections, batch, seq, model.hidden),) * 2
-        return (batch, seq, model.hidden), (batch, seq, sum(widths))  # x; q, k and v side by side
-
-    return _walk(
-        Run(model, **run), flag("endpoints", endpoints), shapes, ("x", "residuals", "grad residuals", "grad x")
-    )
-
-
-@keywords(Run, without=("first_k", "adapted_layers"))
-def layer_cut_messages(model: str | ModelShape, after_layer: int, **run) -> Iterator[Message]:
-    """The messages of a plain split; parameters as in :func:`~plpkg.communication.layer_cut`."""
-    model = find_model(model)
-    whole_number("after_layer", after_layer, 0, model.num_layers - 1, "num_layers-1")
-    return _walk(Run(model, first_k=after_layer, adapted_layers=0, **run), True, None, ())
 
 
 def _walk(

@@ -1,12 +1,11 @@
 """Text and digits to learn from, without a download: the public's, each person's own, a diary, your own files."""
 
 from plpkg.corpora.diary import Diary, Question, diary
+from plpkg.corpora.docstrings import changed, described, public, versions, writer, writers
 from plpkg.corpora.documents import SPLITS, Document, Writer
 from plpkg.corpora.examples import Examples, Person, token_examples, word_examples
 from plpkg.corpora.folder import text_folder
 from plpkg.corpora.images import Digits, Images, digits, printed_digits
-from plpkg.corpora.leaf import leaf_femnist, leaf_shakespeare
-from plpkg.corpora.library import public, versions, writer, writers
 from plpkg.corpora.notes import ABSENT, Asked, Notes, Passage, notes, sixty_facts
 from plpkg.corpora.tokens import Tokens, batch, batches, encode
 from plpkg.corpora.words import Vocabulary, sentences
@@ -29,11 +28,11 @@ __all__ = [
     "Writer",
     "batch",
     "batches",
+    "changed",
+    "described",
     "diary",
     "digits",
     "encode",
-    "leaf_femnist",
-    "leaf_shakespeare",
     "notes",
     "printed_digits",
     "public",

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from plpkg.corpora.documents import SPLITS, Document, Writer, cuts
-from plpkg.corpora.overlap import mask_scored
+from plpkg.corpora.documents import SPLITS, Document, Writer, cuts, mask_scored
 from plpkg.untrusted import MAX_BYTES, read_file, shown
 from plpkg.validation import whole_number
 

@@ -5,7 +5,7 @@ The cloud computes as agreed, keeps every message, and knows what is public: wei
 - a running cloud reads along where its own layers ask the device: :func:`listen`;
 - word embeddings are rows of a public table: :func:`recover_tokens`;
 - final hidden states go through a public LM head: their argmax is what a greedy device writes;
-- u = A·x and v = M·u are input and output of the private matrix: :func:`recover_m`;
+- u = A·x and v = M·u are input and output of the private matrix: :func:`exchanges`, :func:`recover_m`;
 - behind a ladder no v crosses, but every token that M has chosen does: :func:`imitate_ladder`;
 - hidden states after the device's own layers still tell the token: :class:`LinearInverter` learns it from public text.
 
@@ -15,10 +15,12 @@ that no notebook calls (a network, a search with the public weights, ciphers) ar
 
 import copy
 import math
+from collections.abc import Iterable
 
 import torch
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model
 
+from plpkg.residual.adapter import matrices
 from plpkg.residual.cloud_part import CloudPart
 from plpkg.residual.device_part import DevicePart
 from plpkg.residual.exchange import Transport
@@ -130,6 +132,60 @@ def _nearest(queries: torch.Tensor, keys: torch.Tensor, n: int = 1) -> torch.Ten
             score[at], order = torch.cat([score[at], new], 1).topk(n)
             index[at] = torch.cat([index[at], ids], 1).gather(1, order)
     return index.reshape(*queries.shape[:-1], n)
+
+
+@torch.no_grad()
+def exchanges(
+    model: PeftModel, anchors: Iterable[torch.Tensor], adapter_name: str = "default"
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """What each M received and answered on a text.
+
+    Parameters
+    ----------
+    model
+        With its adapter; through a cloud, a device has the same from its own part.
+    anchors
+        ``(batch, seq)`` ids.
+    adapter_name
+        Which adapter.
+
+    Returns
+    -------
+    dict
+        By module: u ``(tokens, r_c2d)`` and v ``(tokens, r_d2c)``, float64.
+    """
+    every = matrices(model, adapter_name)
+    if adapter_name not in model.active_adapters:
+        raise ValueError(f"the adapter {adapter_name!r} is not active, but {model.active_adapters}: set_adapter first")
+    seen: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def keep(name: str):
+        def hook(_, arguments, output):
+            pair = (arguments[0], output)
+            seen.setdefault(name, []).append(tuple(t.detach().double().flatten(0, -2).cpu() for t in pair))
+
+        return hook
+
+    training = model.training
+    model.eval()  # without dropout
+    handles = [m.register_forward_hook(keep(name)) for name, m in every.items()]
+    try:
+        for ids in anchors:
+            model(input_ids=ids.to(model.device), use_cache=False)
+    finally:
+        if training:
+            model.train()
+        for handle in handles:
+            handle.remove()
+    if not seen:
+        raise ValueError(
+            f"nothing went through any M of {adapter_name!r}: there are no anchors, or it is merged or switched off"
+        )
+    exchanged = {name: tuple(torch.cat(parts) for parts in zip(*pairs, strict=True)) for name, pairs in seen.items()}
+    for name, pair in exchanged.items():
+        if not all(each.isfinite().all() for each in pair):
+            raise ValueError(f"what goes through the M of {name} is not finite")
+    return exchanged
 
 
 def recover_m(u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -5,10 +5,9 @@ over some text, the largest first step of an M of these ranks is the one along t
 
 .. math:: A = V^T_{:r_{c2d}}, \quad B = U_{:r_{d2c}}, \quad \partial L / \partial M = B^T G A^T = S
 
-(LoRA-SB, arXiv 2411.19557, begins with a gradient as well; it also sets its M from it, here M stays zero.) The size of
-S tells which layers are worth a round trip: :func:`strongest_layers`. For a ladder, whose M adds to the final hidden
-state h, :math:`G_l = \sum_t \partial L / \partial h_t \, x_{l,t}^T` is that of a matrix from layer l's input to there:
-no backward pass through the layers.
+(LoRA-SB, arXiv 2411.19557, begins with a gradient as well; it also sets its M from it, here M stays zero.) For a
+ladder, whose M adds to the final hidden state h, :math:`G_l = \sum_t \partial L / \partial h_t \, x_{l,t}^T` is that of
+a matrix from layer l's input to there: no backward pass through the layers.
 
 The cloud has to be given A and B: they tell it the directions of that text's gradient. In training over the wire it
 sees the layer's inputs and the gradients of their outputs anyway; a device that only generates gives something away
@@ -18,8 +17,6 @@ Left out: bases that follow the gradient during training.
 """
 
 import contextlib
-import hashlib
-import re
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -31,17 +28,6 @@ from plpkg.residual.adapter import PrivateLoraLayer, as_places, layers, plain
 from plpkg.residual.ladder import LadderNorm, LadderTap, taps
 from plpkg.residual.methods import LadderConfig, PrivateLoraConfig
 from plpkg.validation import whole_number
-
-
-def fingerprint_of_bases(model: nn.Module, adapter_name: str) -> str:
-    """What identifies every A and B of an adapter: their signs, which are the same in every precision."""
-    digest = hashlib.sha256()
-    projections = [
-        p for layer in layers(model, adapter_name).values() for p in (layer.privatelora_A, layer.privatelora_B)
-    ]
-    for buffers in (*projections, *(tap.ladder_A for tap in taps(model, adapter_name))):
-        digest.update(torch.signbit(buffers[adapter_name]).cpu().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def from_gradients(
@@ -103,24 +89,6 @@ def from_gradients(
             buffers[adapter_name] = value.to(buffers[adapter_name]).contiguous()
         norms[layer.module] = s[: min(ranks.values())].norm().item()
     return norms
-
-
-def strongest_layers(norms: dict[str, float], count: int) -> list[int]:
-    """The decoder layers with the largest gradients, for ``layers_to_transform``; an adapted LM head is in none.
-
-    Parameters
-    ----------
-    norms
-        What :func:`from_gradients` gave for an adapter in every layer.
-    count
-        How many.
-    """
-    squares: dict[int, float] = {}
-    for module, norm in norms.items():
-        if layer := re.search(r"\.(\d+)\.", module):
-            squares[int(layer[1])] = squares.get(int(layer[1]), 0.0) + norm**2
-    whole_number("count", count, 1, len(squares), "the adapted layers")
-    return sorted(sorted(squares, key=squares.get, reverse=True)[:count])
 
 
 @contextlib.contextmanager

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from plpkg.residual.adapter import PrivateLoraLayer
 from plpkg.residual.device_part import DevicePart
 from plpkg.results import Tabular
-from plpkg.validation import whole_number
+
+WIRE_BITS = 16
+"""Of each number that crosses, as it is counted: half precision."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,8 @@ class DeviceCost(Tabular):
         )
 
 
-def device_cost(device: DevicePart, *, wire_bits: int = 16) -> DeviceCost:
+def device_cost(device: DevicePart) -> DeviceCost:
     """Count a device's part as it is."""
-    whole_number("wire_bits", wire_bits, 1)
     adapters = [m for m in device.modules() if isinstance(m, PrivateLoraLayer)]
     projections = [t for m in adapters for part in (m.privatelora_A, m.privatelora_B) for t in part.values()]
     projections += [] if device.tail is None else device.tail.buffers()
@@ -51,6 +52,6 @@ def device_cost(device: DevicePart, *, wire_bits: int = 16) -> DeviceCost:
     return DeviceCost(
         parameters,
         2 * (parameters - sum(t.numel() for t in looked_up)),
-        (hidden + crossing * device.ranks[1]) * wire_bits / 8,
-        (device.width + crossing * device.ranks[0]) * wire_bits / 8,
+        (hidden + crossing * device.ranks[1]) * WIRE_BITS / 8,
+        (device.width + crossing * device.ranks[0]) * WIRE_BITS / 8,
     )

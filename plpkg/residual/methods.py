@@ -10,6 +10,7 @@ builds it, and again when PEFT loads the tensors that it has read.
 
 import contextlib
 import copy
+import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -366,6 +367,17 @@ def default_targets(model: nn.Module, candidates: Sequence[list[str]]) -> set[st
         f"no default target_modules for {type(model).__name__}, which has none of "
         f"{'; '.join(', '.join(names) for names in candidates)}: name its linear layers"
     )
+
+
+def fingerprint_of_bases(model: nn.Module, adapter_name: str) -> str:
+    """What identifies every A and B of an adapter: their signs, which are the same in every precision."""
+    digest = hashlib.sha256()
+    projections = [
+        p for layer in layers(model, adapter_name).values() for p in (layer.privatelora_A, layer.privatelora_B)
+    ]
+    for buffers in (*projections, *(tap.ladder_A for tap in taps(model, adapter_name))):
+        digest.update(torch.signbit(buffers[adapter_name]).cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def convert_to_lora(model: PeftModel, adapter_name: str = "default") -> tuple[LoraConfig, dict[str, torch.Tensor]]:

@@ -70,10 +70,8 @@ class RetainingHeads(nn.Module):
         )
 
     @classmethod
-    def attach(
-        cls, model: nn.Module, hidden: int | None = None, *, activation: str | None = None, seed: int = 0
-    ) -> "RetainingHeads":
-        """Untrained heads for a model, where it is and in its precision.
+    def attach(cls, model: nn.Module, hidden: int | None = None, *, seed: int = 0) -> "RetainingHeads":
+        """Untrained heads for a model, where it is and in its precision, with its own activation.
 
         Parameters
         ----------
@@ -82,8 +80,6 @@ class RetainingHeads(nn.Module):
         hidden
             The publication's d_R: by default a quarter of the model's hidden size, as for Llama-3.1-8B; its code has
             1,024 for Phi-3-mini as well, which is a third.
-        activation
-            The function's name in transformers; the model's own by default.
         seed
             The seed of the weights.
 
@@ -104,13 +100,12 @@ class RetainingHeads(nn.Module):
             )
         config = model.config.get_text_config(decoder=True)
         names = ("hidden_act", "hidden_activation", "activation_function")
-        default = next((getattr(config, name) for name in names if getattr(config, name, None)), "silu")
         quarter = 1024 if (config.model_type, config.hidden_size) == ("phi3", 3072) else max(1, config.hidden_size // 4)
         hidden = quarter if hidden is None else whole_number("hidden", hidden, 1)
-        chosen = _known(default if activation is None else activation)
+        activation = _known(next((getattr(config, name) for name in names if getattr(config, name, None)), "silu"))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            heads = cls(HeadsConfig(fingerprint(model), len(layers), *dims, hidden, chosen))
+            heads = cls(HeadsConfig(fingerprint(model), len(layers), *dims, hidden, activation))
         return heads.to(model.device, model.dtype)
 
     def score(self, layer: int, projected: torch.Tensor) -> torch.Tensor:

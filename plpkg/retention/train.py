@@ -2,8 +2,8 @@
 
 The loss of an example is ``SmoothL1(CIS, label)``, the mean over layers, heads and units, plus ``alpha`` times the
 mean squared difference of neighbouring units' CIS. The published code takes that difference's mean within a layer
-and adds the layers up (``smoothing="sum"``), so that its weight grows with the depth: 0.08 for 32 layers, where
-the text says 0.0025. ``smoothing="mean"`` is what the text says.
+and adds the layers up, so that its weight grows with the depth: 0.08 for 32 layers, where the text says 0.0025. So it
+is here.
 
 Published: AdamW with betas (0.9, 0.95), one example a step, 3,000 steps, learning rate 5e-4 with 2,000 steps of
 linear warm-up and a linear fall, gradients clipped by value at 0.5. Heads learn in float32 here, whatever the
@@ -26,10 +26,13 @@ from plpkg.batch import IGNORED, ids_and_labels, token_ids
 from plpkg.results import Tabular
 from plpkg.retention.head import RetainingHeads
 from plpkg.retention.labels import labels_and_states
-from plpkg.validation import number, one_of, shown, whole_number
+from plpkg.validation import number, shown, whole_number
 
 PARTS = ("loss", "regression", "smoothing", "overlap")
 """What the log has of each step."""
+
+CLIP_VALUE = 0.5
+"""Where each number of a gradient is clipped, as published."""
 
 Example = tuple[torch.Tensor | str | list, torch.Tensor | str | list] | Mapping | Sequence[Mapping]
 
@@ -66,21 +69,18 @@ def overlap(predicted: torch.Tensor, labels: torch.Tensor, share: float = 0.1) -
     return best.gather(-1, predicted.topk(k).indices).float().mean().item()
 
 
-def losses(predicted: torch.Tensor, labels: torch.Tensor, smoothing: str = "sum") -> tuple[torch.Tensor, torch.Tensor]:
+def losses(predicted: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The regression and the smoothing term, before ``alpha``.
 
     Parameters
     ----------
     predicted, labels
         ``(layers, batch, num_kv_heads, seq)``.
-    smoothing
-        ``"sum"`` or ``"mean"`` over the layers.
     """
     regression = functional.smooth_l1_loss(predicted, labels)
     between = (predicted[..., 1:] - predicted[..., :-1]).square()
     by_layer = between.mean(dim=(1, 2, 3)) if between.numel() else between.sum(dim=(1, 2, 3))
-    one_of("smoothing", smoothing, ("sum", "mean"))
-    return regression, by_layer.sum() if smoothing == "sum" else by_layer.mean()
+    return regression, by_layer.sum()
 
 
 def train_heads(
@@ -93,9 +93,7 @@ def train_heads(
     lr: float = 5e-4,
     warmup: int | None = None,
     alpha: float = 2.5e-3,
-    smoothing: str = "sum",
     rows: str = "answer",
-    clip_value: float = 0.5,
     chunk_size: int = 4096,
     tokenizer=None,
     out: str | Path | None = None,
@@ -115,8 +113,10 @@ def train_heads(
         texts, with ``tokenizer`` and without the special tokens that it might add. To go on after a stop, the data must
         begin anew with the same examples: those that were used are skipped. Or a batch as ``corpora.batch`` makes it:
         its rows are the examples, as often as there are steps.
-    steps, examples_per_step, lr, warmup, alpha, smoothing, clip_value
+    steps, lr, warmup, alpha
         The settings above; ``warmup`` is two thirds of the steps by default, as published.
+    examples_per_step
+        For several processes, which need one each.
     rows, chunk_size
         The arguments of :func:`plpkg.retention.cis_labels`.
     out
@@ -136,10 +136,8 @@ def train_heads(
     """
     whole_number("steps", steps, 1)
     warmup = steps * 2 // 3 if warmup is None else whole_number("warmup", warmup, 0, steps, "steps")
-    for name, value in dict(lr=lr, clip_value=clip_value).items():
-        number(name, value, open_low=True)
+    number("lr", lr, open_low=True)
     number("alpha", alpha)
-    one_of("smoothing", smoothing, ("sum", "mean"))
     whole_number("checkpoint_every", checkpoint_every, 1)
     heads.check(model)
     accelerator = learning.accelerator(cpu=model.device.type == "cpu")
@@ -149,7 +147,7 @@ def train_heads(
     share = examples_per_step // processes
 
     identity = {"heads": vars(heads.config), "steps": steps, "examples_per_step": examples_per_step, "lr": lr}
-    identity |= {"warmup": warmup, "alpha": alpha, "smoothing": smoothing, "rows": rows, "clip_value": clip_value}
+    identity |= {"warmup": warmup, "alpha": alpha, "rows": rows}
     folder, main = None if out is None else Path(out), accelerator.is_main_process
     run = learning.TrainingRun(steps, folder, identity, checkpoint_every=checkpoint_every, writes=main)
 
@@ -163,12 +161,12 @@ def train_heads(
             labels, states = labels_and_states(model, ids, prompt_len, rows=rows, chunk_size=chunk_size)
             with contextlib.nullcontext() if i == share - 1 else accelerator.no_sync(wrapped):
                 predicted = wrapped([s.float() for s in states])
-                regression, smooth = losses(predicted, labels, smoothing)
+                regression, smooth = losses(predicted, labels)
                 loss = regression + alpha * smooth
                 accelerator.backward(loss / share)
             parts = [loss.item(), regression.item(), smooth.item(), overlap(predicted, labels)]
             sums += torch.tensor(parts, device=model.device) / share
-        accelerator.clip_grad_value_(heads.parameters(), clip_value)
+        accelerator.clip_grad_value_(heads.parameters(), CLIP_VALUE)
         run.log.append({"step": step + 1} | dict(zip(PARTS, accelerator.reduce(sums, "mean").tolist(), strict=True)))
         return run.log[-1]["loss"]
 

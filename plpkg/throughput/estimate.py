@@ -131,7 +131,6 @@ def decode(
     batch: int = 1,
     context: int = 0,
     draft_tokens: int = 0,
-    acceptance_rate: float | None = None,
     tokens_per_pass: float | None = None,
     draft: str = "device",
     **split,
@@ -155,15 +154,13 @@ def decode(
     context
         Positions of each sequence in the cloud's KV cache, which a pass reads. A published or given
         ``gpu`` is taken as the speed without them: their reading is added to the GPU's time as well.
-    draft_tokens, acceptance_rate
-        Speculative or look-ahead decoding: ``draft_tokens`` guesses travel with the last token,
-        each is accepted with probability ``acceptance_rate`` if those before it were. Guesses need
-        it, or ``tokens_per_pass``. One pass then yields ``1 + a + a² + …`` tokens (arXiv 2211.17192,
-        eq. 1). A published or given GPU speed checks them at the price of one token; the roofline charges their
-        arithmetic. ``gpu_tokens_per_s`` stays the GPU's speed without guesses.
+    draft_tokens
+        Speculative or look-ahead decoding: so many guesses travel with the last token. A published or given GPU
+        speed checks them at the price of one token; the roofline charges their arithmetic. ``gpu_tokens_per_s``
+        stays the GPU's speed without guesses.
     tokens_per_pass
-        What a pass with so many guesses yields for each sequence, if that was measured, instead of
-        the formula.
+        What a pass with so many guesses yields for each sequence, as measured. (If each guess is right with
+        probability a where those before it were, ``1 + a + a² + …``: arXiv 2211.17192, eq. 1.)
     draft
         One of :data:`~plpkg.throughput.DRAFTS`. The device's guesses are free. The cloud's cost a
         GPU's token each; their embeddings need not go up, and one pass checks them. Behind a ladder
@@ -177,14 +174,17 @@ def decode(
     ------
     ValueError
         An argument is out of range, ``gpu="published"`` for a model or cloud without one,
-        guesses without an acceptance or in a batch whose GPU speed is not a roofline, or settings
+        guesses without what they yield or in a batch whose GPU speed is not a roofline, or settings
         that exclude each other.
     """
     split = Split(model, rank, link, rtt_s, **split)
     batch, context = whole_number("batch", batch, 1), whole_number("context", context, 0)
     in_flight = 1 + whole_number("draft_tokens", draft_tokens, 0)
     written = in_flight - 1 if one_of("draft", draft, DRAFTS) == "backbone" else 0
-    produced = batch * _tokens_per_pass(in_flight, acceptance_rate, tokens_per_pass)
+    if tokens_per_pass is None and draft_tokens:
+        raise ValueError(f"draft_tokens={draft_tokens} needs tokens_per_pass, what a pass with them yields")
+    yielded = 1 if tokens_per_pass is None else number("tokens_per_pass", tokens_per_pass, 1, in_flight)
+    produced = batch * yielded
 
     one_pass = in_flight, batch, "all", written
     pass_s, sent = split.pass_seconds(*one_pass, context), split.traffic(*one_pass)
@@ -233,23 +233,6 @@ def prefill(
     pass_s, sent = split.pass_seconds(tokens, 1, logits), split.traffic(tokens, 1, logits)
     gpu_speed, source = split.gpu_tokens_per_s("roofline", tokens)
     return _estimate(split, accounting, FIGURE_OMITS["prefill"], pass_s, sent, tokens, gpu_speed, source)
-
-
-def _tokens_per_pass(in_flight: int, acceptance_rate: float | None, measured: float | None) -> float:
-    """How many of ``in_flight`` positions become tokens of a sequence, in the mean."""
-    if measured is None and acceptance_rate is None:
-        if in_flight > 1:
-            raise ValueError(
-                f"draft_tokens={in_flight - 1} needs acceptance_rate, the share of guesses that are accepted, "
-                "or tokens_per_pass as measured"
-            )
-        return 1
-    if measured is None:
-        a = number("acceptance_rate", acceptance_rate, 0, 1)
-        return in_flight if a == 1 else (1 - a**in_flight) / (1 - a)
-    if acceptance_rate is not None:
-        raise ValueError(f"tokens_per_pass={measured!r} replaces acceptance_rate={acceptance_rate!r}: give only one")
-    return number("tokens_per_pass", measured, 1, in_flight)
 
 
 def _estimate(

@@ -14,7 +14,7 @@ from plpkg.residual.cost import DeviceCost, device_cost
 from tests.residual.conftest import IDS, backbone, connected
 
 
-def cost_by_formula(shape, first_k=0, last_k=0, *, r_c2d, r_d2c, targets=("q_proj", "k_proj", "v_proj"), wire_bits=16):
+def cost_by_formula(shape, first_k=0, last_k=0, *, r_c2d, r_d2c, targets=("q_proj", "k_proj", "v_proj")):
     """What PrivateLoRA costs a device that keeps layers at either end; for RMSNorm and separate q, k and v."""
     hidden, q, kv, mlp = shape.hidden, shape.query_dim, shape.kv_dim, shape.intermediate
     widths = dict(q_proj=(hidden, q), k_proj=(hidden, kv), v_proj=(hidden, kv), o_proj=(q, hidden))
@@ -27,8 +27,8 @@ def cost_by_formula(shape, first_k=0, last_k=0, *, r_c2d, r_d2c, targets=("q_pro
     return DeviceCost(
         held + head * (1 if shape.tied_embeddings else 2),
         2 * (held + head),
-        (hidden + crossing * r_d2c) * wire_bits / 8,
-        (hidden + crossing * r_c2d) * wire_bits / 8,
+        (hidden + crossing * r_d2c) * 2,
+        (hidden + crossing * r_c2d) * 2,
     )
 
 
@@ -38,7 +38,7 @@ def test_the_formula_of_the_cost_equals_the_count(family, tied, cut):
     model = backbone(family, options=dict(tie_word_embeddings=tied))
     shape = ModelShape.from_config(model.config)
     device, _ = split(get_peft_model(model, PrivateLoraConfig(r_c2d=5, r_d2c=3)), *cut)
-    assert cost_by_formula(shape, *cut, r_c2d=5, r_d2c=3, wire_bits=32) == device_cost(device, wire_bits=32)
+    assert cost_by_formula(shape, *cut, r_c2d=5, r_d2c=3) == device_cost(device)
     embeddings = {p.data_ptr(): p for p in (device.embedding.weight, device.lm_head.weight)}
     assert len(embeddings) == 1 + (not tied)
 

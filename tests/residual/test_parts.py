@@ -369,10 +369,10 @@ def test_the_clouds_part_can_be_copied_and_is_the_backbone_alone():
 )
 def test_what_a_device_holds_and_sends_by_hand(name, m, others, up, down):
     config, cut = scheme(name)
-    cost = device_cost(split(adapted(**config), **cut)[0], wire_bits=32)
+    cost = device_cost(split(adapted(**config), **cut)[0])
     assert cost.parameters == 2 * 64 * 32 + m + others
     assert cost.flops_per_token == 2 * (64 * 32 + m + others)
-    assert (cost.up_bytes_per_token, cost.down_bytes_per_token) == (4 * up, 4 * down)
+    assert (cost.up_bytes_per_token, cost.down_bytes_per_token) == (2 * up, 2 * down)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])

@@ -66,7 +66,9 @@ def test_attach_takes_the_models_precision_and_its_own_seed(backbone):
 
 
 def test_saved_and_loaded_they_are_the_same(model, tmp_path):
-    heads, folder = RetainingHeads.attach(model, 24, activation="relu", seed=5), tmp_path / "a" / "heads"
+    model.config.hidden_act = "relu"
+    heads, folder = RetainingHeads.attach(model, 24, seed=5), tmp_path / "a" / "heads"
+    assert heads.config.activation == "relu"
     with pytest.raises(FileNotFoundError, match=r"lacks retaining_heads\.safetensors"):
         RetainingHeads.from_pretrained(folder, model)
     heads.save_pretrained(folder)
@@ -110,8 +112,9 @@ def test_heads_of_an_earlier_version_are_refused(model, tmp_path):
 def test_bad_input_gets_a_sentence(model):
     with pytest.raises(ValueError, match="hidden must be a whole number of at least 1, got 0"):
         RetainingHeads.attach(model, 0)
+    model.config.hidden_act = "square"
     with pytest.raises(ValueError, match=r"activation must be one that transformers knows .*, got 'square'"):
-        RetainingHeads.attach(model, activation="square")
+        RetainingHeads.attach(model)
     bloom = BloomForCausalLM(BloomConfig(vocab_size=16, hidden_size=16, n_layer=2, n_head=2))
     with pytest.raises(ValueError, match="in 0 of its 2 layers"):
         RetainingHeads.attach(bloom)

@@ -15,7 +15,7 @@ def test_break_even_of_the_published_speeds(phone_only, expected_ms):
 @settings(max_examples=40)
 @given(rank=st.integers(1, 512), phone_only=st.floats(0.5, 20), draft_tokens=st.integers(0, 4))
 def test_break_even_is_where_the_speeds_meet(rank, phone_only, draft_tokens):
-    run = dict(draft_tokens=draft_tokens, acceptance_rate=0.6)
+    run = dict(draft_tokens=draft_tokens, tokens_per_pass=1 + 0.3 * draft_tokens)
     rtt_s = break_even_rtt_s("llama-2-7b", phone_only, rank, **run)
     if rtt_s >= 0:
         assert decode("llama-2-7b", rank, rtt_s=rtt_s, **run).tokens_per_s == pytest.approx(phone_only)

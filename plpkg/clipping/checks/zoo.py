@@ -38,7 +38,6 @@ from plpkg.clipping.checks.trial import NOISE_MULTIPLIER, RefusalError, Trial
 from plpkg.clipping.gradients import clipped_gradients
 from plpkg.clipping.training.make import make_private
 from plpkg.results import Sentences
-from plpkg.validation import whole_number
 
 TAKES_PART = 0.5  # the probability that an example is in a batch
 PARITY = 1e-4  # a deviation of so many C is put down to rounding
@@ -121,18 +120,10 @@ class Zoo(Sentences):
         return f"Zoo({len(self.findings)} bugs; caught by {counts})"
 
 
-def zoo(checked: int = CHECKED, canaries: int = CANARIES) -> Zoo:
-    """Examine every specimen: 15 seconds on one core.
-
-    Parameters
-    ----------
-    checked, canaries
-        How many examples the first two checks get, two at least, and the audits, four.
-    """
-    whole_number("checked", checked, 2)
-    whole_number("canaries", canaries, 4)
-    both = zip(specimens(checked), specimens(canaries), strict=True)
-    return Zoo((*(examine(case, many) for case, many in both), replayed(checked, canaries)))
+def zoo() -> Zoo:
+    """Examine every specimen: 15 seconds on one core."""
+    both = zip(specimens(CHECKED), specimens(CANARIES), strict=True)
+    return Zoo((*(examine(case, many) for case, many in both), replayed(CHECKED, CANARIES)))
 
 
 def examine(case: Case, canaries: Case, *, seed: int = 0) -> Finding:

@@ -63,8 +63,6 @@ class Choices:
 
 
 OPACUS_2024 = Choices()
-OPACUS_1_6 = Choices(late_first_hook=False, deepcopy_grad=True)
-NOTHING_SPARE = Choices(copy_backprops=False, double_buffer=False, noise_buffer=False, late_first_hook=False)
 
 
 @dataclass(frozen=True)
@@ -140,10 +138,8 @@ def emulate(
     batch: int,
     widths: tuple[int, ...] = WIDTHS,
     choices: Choices = OPACUS_2024,
-    *,
-    fake: bool = True,
 ) -> StepMemory:
-    """The memory of one training step in the data flow of Opacus of 2024, or with other choices.
+    """The memory of one training step in the data flow of Opacus of 2024, or with other choices, on fake tensors.
 
     Parameters
     ----------
@@ -153,8 +149,6 @@ def emulate(
         Examples in the batch.
     widths
         Input, hidden and output widths: one linear layer between each two, float32, no bias, no nonlinearity.
-    fake
-        Tensors without data, of any size; ``False`` computes for real on the CPU.
 
     Raises
     ------
@@ -165,7 +159,7 @@ def emulate(
     batch = whole_number("batch", batch, 1)
     widths = checked_widths(widths)
     steps = []
-    measure(lambda timeline: steps.append(_step(timeline, execution, batch, widths, choices)), fake=fake)
+    measure(lambda timeline: steps.append(_step(timeline, execution, batch, widths, choices)))
     return StepMemory(execution, batch, widths, steps[0].parts_bytes)
 
 

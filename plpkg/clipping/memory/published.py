@@ -291,11 +291,15 @@ def bert_table(batch: int = 128, seq: int = 100, executions: tuple[str, ...] = P
     return table.assign(ratio=table["computed_mib"] / table["reported_mib"])
 
 
-def fit_seq(batch: int = 128, probes: tuple[int, int, int] = (80, 100, 120)):
+PROBES = (80, 100, 120)
+"""Sequence lengths at which :func:`fit_seq` measures."""
+
+
+def fit_seq(batch: int = 128):
     """Which sequence length explains a row of the BERT table best: the article does not state it.
 
-    Each method's peak is measured at three lengths; between them a parabola is exact as long as the same tensors
-    make the peak, because attention is quadratic in the length and all else linear.
+    Each method's peak is measured at the three lengths of :data:`PROBES`; between them a parabola is exact as long as
+    the same tensors make the peak, because attention is quadratic in the length and all else linear.
 
     Returns
     -------
@@ -306,21 +310,18 @@ def fit_seq(batch: int = 128, probes: tuple[int, int, int] = (80, 100, 120)):
     Raises
     ------
     ValueError
-        A batch size that the article does not list or prints as OOM for every method; fewer than three different
-        probes.
+        A batch size that the article does not list or prints as OOM for every method.
     """
     import numpy as np
     import pandas as pd
 
-    if len(set(probes)) != 3:
-        raise ValueError(f"probes must be three different sequence lengths, got {probes}")
     reported = bert().query("batch == @batch").set_index("method")["reported_mib"].dropna()
     if reported.empty:
         raise ValueError(f"the article reports no memory for batch={batch}")
     ratios = pd.DataFrame(
-        {seq: bert_table(batch, seq, tuple(reported.index)).set_index("method")["ratio"] for seq in probes}
+        {seq: bert_table(batch, seq, tuple(reported.index)).set_index("method")["ratio"] for seq in PROBES}
     )
-    seqs = np.arange(min(probes), max(probes) + 1)
-    curves = {method: np.polyval(np.polyfit(probes, row, 2), seqs) for method, row in ratios.iterrows()}
+    seqs = np.arange(min(PROBES), max(PROBES) + 1)
+    curves = {method: np.polyval(np.polyfit(PROBES, row, 2), seqs) for method, row in ratios.iterrows()}
     table = pd.DataFrame(curves, index=pd.Index(seqs, name="seq"))
     return table.assign(deviation=np.sqrt((np.log(table) ** 2).mean(axis=1)))

@@ -39,6 +39,9 @@ OPTIONS = (
 TICK_S = 1.0
 """How often whoever waits for a message is told that there is none yet."""
 
+MAX_MESSAGE_BYTES = 256 * 2**20
+"""The longest message that the cloud may send."""
+
 BACKLOG = 8
 """Messages that may wait to be sent, or to be read."""
 
@@ -304,8 +307,6 @@ class Connection:
         The longest wait for an answer of the cloud.
     retry_s
         How long to try to come back.
-    max_message_bytes
-        The longest message that the cloud may send.
 
     Attributes
     ----------
@@ -330,7 +331,6 @@ class Connection:
         via: str | None = None,
         timeout_s: float = 30.0,
         retry_s: float = 30.0,
-        max_message_bytes: int = 256 * 2**20,
     ) -> None:
         certificates.require_protection(target, encrypted=ca is not None, token=token, option="--ca")
         self.target, self.terms, self.timeout_s, self.retry_s = target, terms, timeout_s, retry_s
@@ -341,7 +341,7 @@ class Connection:
         self._metadata = [("authorization", f"Bearer {token}")] if token else []
         options = [
             *OPTIONS,
-            ("grpc.max_receive_message_length", max_message_bytes),
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.http2.max_pings_without_data", 0),  # as many as it takes, while the cloud computes
             ("grpc.enable_retries", 0),  # a session goes on with another stream, not a stream by itself
             ("grpc.use_local_subchannel_pool", 1),  # each client has a connection of its own

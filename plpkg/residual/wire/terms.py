@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from peft import PeftModel
 
 from plpkg.backbones import fingerprint
-from plpkg.residual.bases import fingerprint_of_bases
 from plpkg.residual.device_part import DevicePart
+from plpkg.residual.methods import fingerprint_of_bases
 from plpkg.residual.parts import is_adapted
 from plpkg.residual.wire.tensors import PRECISIONS
 from plpkg.residual.wire.wire_pb2 import Terms

@@ -85,7 +85,7 @@ class Tiers:
     limits
         As of :func:`~plpkg.adapters.validate_adapter`.
     host_bytes
-        Of adapters in memory.
+        Of adapters in memory: less where there is little.
     shared
         Whether an account's second adapter, and each further one, may be leased only if all of its own then take no
         more of the memory than nobody leases.
@@ -94,9 +94,9 @@ class Tiers:
     downloads
         The most at a time.
     place_s
-        For how long one may wait for a place among the downloads.
+        For how long one may wait for a place among the downloads: no longer than clients do.
     failed_s
-        For how long a failure is remembered.
+        For how long a failure is remembered: longer where a store must be spared, 0 where it is tried at once again.
 
     Attributes
     ----------

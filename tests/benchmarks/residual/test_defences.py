@@ -7,7 +7,7 @@ import torch
 from peft import get_peft_model
 
 from benchmarks.residual.defences import NoisySender, rms, sending
-from plpkg.residual import PrivateLoraConfig, adapter, migrate, split
+from plpkg.residual import PrivateLoraConfig, adapter, attacks, split
 from plpkg.residual.attacks import LinearInverter, public_table, recover_tokens, token_accuracy
 from tests.residual.conftest import IDS, adapted_backbone, backbone, normal, precise
 
@@ -73,11 +73,11 @@ def test_noise_on_the_answers_is_relative_to_each():
     model = adapted_backbone()
     true = adapter.matrices(model)
     with sending(model, answers=NoisySender(0.5, seed=1)):
-        seen = migrate.exchanges(model, [IDS.repeat(40, 1)])
+        seen = attacks.exchanges(model, [IDS.repeat(40, 1)])
     for name, (u, v) in seen.items():
         clean = u @ true[name].weight.double().T
         assert rms(v - clean) == pytest.approx(0.5 * rms(clean), rel=sampling_error(1 / 2, v.numel()))
-    for name, (u, v) in migrate.exchanges(model, [IDS]).items():  # no noise is left
+    for name, (u, v) in attacks.exchanges(model, [IDS]).items():  # no noise is left
         assert_close(v.float(), u @ true[name].weight.double().T, terms=u.shape[1])
     with sending(model, answers=NoisySender(0.0)):
         quiet = model(IDS).logits

@@ -7,13 +7,14 @@ import torch
 from torch import nn
 
 from plpkg.clipping import clipped_gradients
+from plpkg.clipping.checks import zoo as module
 from plpkg.clipping.checks.audit import epsilon_lower_bound
 from plpkg.clipping.checks.cases import Case, gradient
 from plpkg.clipping.checks.conformance import DELTA
 from plpkg.clipping.checks.sensitivity import check_sensitivity
 from plpkg.clipping.checks.specimens import MAX_GRAD_NORM, MICRO_BATCH, specimens
 from plpkg.clipping.checks.trial import Trial
-from plpkg.clipping.checks.zoo import examine, opacus, zoo
+from plpkg.clipping.checks.zoo import examine, opacus
 
 from rounding import assert_close, relative, sampling_error
 
@@ -54,7 +55,10 @@ OURS = {
 
 @pytest.fixture(scope="module")
 def whole_zoo():
-    return zoo(CHECKED, CANARIES)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "CHECKED", CHECKED)
+        patched.setattr(module, "CANARIES", CANARIES)
+        return module.zoo()
 
 
 def test_what_notices(whole_zoo):
@@ -163,9 +167,3 @@ def test_the_same_each_time_and_nobody_else_s_random_numbers():
         for name, update in once.items():
             torch.testing.assert_close(update, again[name], rtol=0, atol=0)
     assert torch.equal(before, torch.get_rng_state())
-
-
-@pytest.mark.parametrize("counts", [(1, 5), (5, 1)])
-def test_too_few_examples(counts):
-    with pytest.raises(ValueError, match=r"a whole number of at least [24], got 1"):
-        zoo(*counts)

@@ -5,10 +5,12 @@ import copy
 import pytest
 import torch
 
-from plpkg.residual import PrivateLoraConfig, migrate
-from plpkg.residual.adapter import layers
-from plpkg.residual.migrate import exchanges, matrices, solve
-from tests.residual.conftest import backbone
+from benchmarks.residual.migration import migrate
+from plpkg.residual import PrivateLoraConfig
+from plpkg.residual.adapter import layers, matrices
+from plpkg.residual.attacks import exchanges
+from plpkg.residual.migrate import solve
+from tests.residual.conftest import adapted, backbone
 
 from rounding import assert_close, relative
 
@@ -36,9 +38,9 @@ def added_error(old, new, texts):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3"])
-def test_an_unchanged_backbone_gets_the_same_matrices(adapted, family):
+def test_an_unchanged_backbone_gets_the_same_matrices(family):
     old, new = adapted(family), adapted(family, m_scale=0.0)
-    errors = migrate.migrate(old, new, anchors(0), ridge=0)
+    errors = migrate(old, new, anchors(0), ridge=0)
     seen = exchanges(old, anchors(0))
     for (name, m), (_, expected) in zip(matrices(new).items(), matrices(old).items(), strict=True):
         u, _ = seen[name]
@@ -48,20 +50,20 @@ def test_an_unchanged_backbone_gets_the_same_matrices(adapted, family):
     assert errors.keys() == matrices(old).keys()
 
 
-def test_on_a_changed_backbone_it_adds_nearer_to_what_it_added_also_on_other_text(adapted):
+def test_on_a_changed_backbone_it_adds_nearer_to_what_it_added_also_on_other_text():
     old, before, after = adapted(m_scale=0.5), 0, 0
     for seed in range(4):
         new = updated(old, seed=seed)
         before += added_error(old, new, anchors(7))
-        migrate.migrate(old, new, anchors(0, count=12))
+        migrate(old, new, anchors(0, count=12))
         after += added_error(old, new, anchors(7))
     assert after < before
 
 
-def test_only_the_matrices_change_and_only_in_the_new_model(adapted):
+def test_only_the_matrices_change_and_only_in_the_new_model():
     old, new = adapted(), updated(adapted(m_scale=0.0))
     before = [{name: t.clone() for name, t in model.state_dict().items()} for model in (old, new)]
-    migrate.migrate(old, new, anchors(0))
+    migrate(old, new, anchors(0))
     for model, saved, may_change in ((old, before[0], False), (new, before[1], True)):
         for name, tensor in model.state_dict().items():
             assert torch.equal(tensor, saved[name]) or (may_change and "privatelora_M" in name), name
@@ -91,14 +93,14 @@ def test_closed_form_is_the_minimum():
     assert_close(solve(u[:1], v[:1] * 0 + u[:1] @ prior.T, prior, 1e-3), prior, terms=u.numel())  # nothing against it
 
 
-def test_the_last_u_are_those_of_the_last_matrices(adapted):
+def test_the_last_u_are_those_of_the_last_matrices():
     """More rounds do not make it worse: each starts from what the round before has changed upstream."""
     old = adapted(m_scale=0.5)
     texts, errors = anchors(0, count=12), {1: 0, 3: 0}
     for seed in range(4):
         for rounds in errors:
             new = updated(old, seed=seed)
-            migrate.migrate(old, new, texts, rounds=rounds)
+            migrate(old, new, texts, rounds=rounds)
             errors[rounds] += added_error(old, new, texts)
     assert errors[3] < errors[1]
 
@@ -116,29 +118,29 @@ def test_the_last_u_are_those_of_the_last_matrices(adapted):
         ({}, dict(adapter_name="other"), "both models need a PrivateLoRA adapter 'other'"),
     ],
 )
-def test_another_adapter_and_bad_input_are_refused(adapted, config, call, message):
+def test_another_adapter_and_bad_input_are_refused(config, call, message):
     with pytest.raises(ValueError, match=message):
-        migrate.migrate(adapted(), adapted(**config), **dict(anchors=anchors(0)) | call)
+        migrate(adapted(), adapted(**config), **dict(anchors=anchors(0)) | call)
 
 
 @pytest.mark.parametrize(("which", "where"), [("old", "privatelora_M"), ("old", "mlp.up_proj"), ("new", "mlp.up_proj")])
-def test_numbers_that_are_none_are_refused_and_nothing_is_written(adapted, which, where):
+def test_numbers_that_are_none_are_refused_and_nothing_is_written(which, where):
     models = {"old": adapted(m_scale=0.5), "new": adapted(m_scale=0.5)}
     weight = next(p for name, p in models[which].named_parameters() if where in name)
     weight.data[0, 0] = torch.nan
     before = copy.deepcopy(models["new"].state_dict())
     with pytest.raises(ValueError, match=r"what goes through the M of .* is not finite"):
-        migrate.migrate(models["old"], models["new"], anchors(0))
+        migrate(models["old"], models["new"], anchors(0))
     for name, value in models["new"].state_dict().items():
         assert torch.equal(value.nan_to_num(), before[name].nan_to_num()), name
 
 
 @pytest.mark.parametrize("prepare", ["merge_adapter", "disable_adapter_layers"])
-def test_an_adapter_that_does_not_compute_is_not_migrated(adapted, prepare):
+def test_an_adapter_that_does_not_compute_is_not_migrated(prepare):
     old = adapted(m_scale=0.5)
     getattr(old.base_model, prepare)()
     with pytest.raises(ValueError, match=r"nothing went through any M of 'default': .* merged or switched off"):
-        migrate.migrate(old, adapted(), anchors(0))
+        migrate(old, adapted(), anchors(0))
 
 
 def test_what_cannot_be_solved_is_named():
@@ -149,17 +151,17 @@ def test_what_cannot_be_solved_is_named():
 
 
 @pytest.mark.parametrize("init", ["svd", "given"])
-def test_other_bases_are_refused(adapted, init):
+def test_other_bases_are_refused(init):
     old = adapted(m_scale=0.1, init=init, r_c2d=4, r_d2c=4)
     new = updated(old)
-    migrate.migrate(old, new, anchors(0))
+    migrate(old, new, anchors(0))
     for layer in layers(new).values():
         layer.privatelora_A["default"].neg_()
     with pytest.raises(ValueError, match="A and B of 'default' differ: give the new model those of the old"):
-        migrate.migrate(old, new, anchors(0))
+        migrate(old, new, anchors(0))
 
 
-def test_dropout_is_off_and_stays_as_it_was(adapted):
+def test_dropout_is_off_and_stays_as_it_was():
     model = adapted("gpt2", m_scale=0.1)
     expected = exchanges(model, anchors(0, 1))
     model.train()
@@ -168,7 +170,7 @@ def test_dropout_is_off_and_stays_as_it_was(adapted):
     assert all(torch.equal(a, b) for name in pairs for a, b in zip(pairs[name], expected[name], strict=True))
 
 
-def test_an_adapter_that_is_not_active_is_named(adapted):
+def test_an_adapter_that_is_not_active_is_named():
     model = adapted()
     model.add_adapter("other", PrivateLoraConfig(r_c2d=5, r_d2c=3))
     with pytest.raises(ValueError, match=r"the adapter 'other' is not active, but \['default'\]"):
