@@ -21,9 +21,9 @@ from typing import NamedTuple
 import torch
 
 from plpkg import untrusted, wheels
-from plpkg.backbones import ADAPTER_PREFIXES, fingerprint
+from plpkg.backbones import fingerprint
 from plpkg.checkpoints import private_folder, replace_file
-from plpkg.lora_config import LoraFields, adapted, literal, read_fields, require_base, value_of
+from plpkg.lora_config import LoraFields, adapted, is_foreign, literal, read_fields, value_of
 from plpkg.untrusted import MAX_CONFIG_BYTES, Entry, shown
 from plpkg.validation import one_of
 
@@ -223,11 +223,11 @@ def validate_adapter(path: str | Path, model: torch.nn.Module, limits: str | Ada
         if not weights_file.exists() and Path(path, "adapter_model.bin").exists():
             raise ValueError(f"{WEIGHTS} is missing; adapter_model.bin is a pickle, which is never read")
         header, size = untrusted.read_header(weights_file)
-        plan = _plan(config, header, size, base, limits)
+        pairs = _plan(config, header, size, base, limits)
         weights = untrusted.read_file(weights_file, limits.max_bytes)
         if len(weights) != size or weights[: len(header)] != header:
             raise ValueError(f"{WEIGHTS} changed while it was read")
-        return _adapter(plan, weights)
+        return _adapter(pairs, config, weights, base)
 
 
 def load_adapter(path: str | Path, model: torch.nn.Module) -> Adapter:
@@ -245,11 +245,11 @@ def load_adapter(path: str | Path, model: torch.nn.Module) -> Adapter:
 
     _base(model)
     with _refusing():
-        method = untrusted.read_object(Path(path, CONFIG)).get("peft_type")
-        if not isinstance(method, str) or not hasattr(PEFT_TYPE_TO_TUNER_MAPPING.get(method), "as_lora"):
-            if isinstance(method, str) and method not in PEFT_TYPE_TO_TUNER_MAPPING:
-                define = "import the module that defines it first, plpkg.residual say"
-                raise ValueError(f"PEFT does not know {shown(method)}: {define}")
+        method = str(untrusted.read_object(Path(path, CONFIG)).get("peft_type", "LORA"))
+        if method not in PEFT_TYPE_TO_TUNER_MAPPING:
+            define = "import the module that defines it first, plpkg.residual say"
+            raise ValueError(f"PEFT does not know {shown(method)}: {define}")
+        if not hasattr(PEFT_TYPE_TO_TUNER_MAPPING[method], "as_lora"):
             return validate_adapter(path, model)
         if not Path(path, WEIGHTS).exists():  # PEFT would ask the hub
             raise ValueError(f"{path} has no {WEIGHTS}")
@@ -336,14 +336,12 @@ class _Module(NamedTuple):
 
 
 class _Base(NamedTuple):
-    """What an adapter must fit: the linear modules of the body, the paths of all modules, and who it is."""
+    """What an adapter must fit: the linear modules of the body, the paths of all modules, and whose they are."""
 
     modules: dict[str, _Module]
     paths: list[str]
     model_type: str | None
     name: str
-    head: str | None = None
-    experts: frozenset[str] = frozenset()
     model: torch.nn.Module | None = None
 
 
@@ -355,25 +353,18 @@ def _base(model: torch.nn.Module) -> _Base:
     if not hasattr(model, "get_output_embeddings"):
         raise ValueError(f"a Hugging Face causal language model is needed, got {shown(model)}")
     tuned = [path for path, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
-    tuned += [name for name, _ in model.named_parameters() if any(prefix in name for prefix in ADAPTER_PREFIXES)]
     if isinstance(model, PeftModel) or tuned:
         where = f", in {tuned[0]}" if tuned else ""
         raise ValueError(f"this {type(model).__name__} has an adapter already{where}: take the base without it")
-    body = set(model.base_model.modules())
-    output = model.get_output_embeddings()
+    body = set(model.base_model.modules()) - {model.get_output_embeddings()}
     modules = {}
-    head = None
     for path, module in model.named_modules():
-        if module is output:
-            head = path
-        elif module in body and type(module).forward in (torch.nn.Linear.forward, Conv1D.forward):  # no routers
+        if module in body and type(module).forward in (torch.nn.Linear.forward, Conv1D.forward):  # no routers
             weight = module.weight
             sizes = weight.shape if isinstance(module, Conv1D) else (module.in_features, module.out_features)
             modules[path] = _Module(*sizes, weight.dtype if weight.is_floating_point() else model.dtype)
     paths = [path for path, _ in model.named_modules()]
-    experts = frozenset(name.rpartition(".")[0] for name, p in model.named_parameters() if p.dim() == 3)
-    config = model.config
-    return _Base(modules, paths, config.model_type, config._name_or_path, head, experts, model)
+    return _Base(modules, paths, model.config.model_type, model.config._name_or_path, model)
 
 
 def _limits(limits: str | AdapterLimits | None) -> AdapterLimits:
@@ -388,83 +379,62 @@ class _Pair(NamedTuple):
     down: Entry
     up: Entry
     scale: float
-    dtype: torch.dtype
 
 
-class _Plan(NamedTuple):
-    """An adapter to which only its values can still object."""
-
-    config: bytes
-    pairs: dict[str, _Pair]
-
-
-def _plan(config: bytes, header: bytes, size: int, base: _Base, limits: AdapterLimits) -> _Plan:
-    """All that can be checked without the values; ValueError with the first reason."""
+def _plan(config: bytes, header: bytes, size: int, base: _Base, limits: AdapterLimits) -> dict[str, _Pair]:
+    """Check all that can be checked without the values; ValueError with the first reason."""
+    if len(config) > MAX_CONFIG_BYTES:
+        raise ValueError(f"{CONFIG} has {len(config):,} bytes, at most {MAX_CONFIG_BYTES:,} are allowed")
     with _refusing(f"{CONFIG}: "):
-        if len(config) > MAX_CONFIG_BYTES:
-            raise ValueError(f"it has {len(config):,} bytes, at most {MAX_CONFIG_BYTES:,} are allowed")
         fields = read_fields(config)
-        original = wheels.is_of_the_original(fields.base_model_name_or_path, base.name)
-        require_base(
-            fields, base.model_type, fields.base_model_name_or_path if original else base.name, limits.model_types
-        )
+        if limits.model_types and fields.model_type not in limits.model_types:
+            raise ValueError(f"model_type={shown(fields.model_type)} must be one of {', '.join(limits.model_types)}")
+        if fields.model_type not in (None, base.model_type):
+            raise ValueError(f"model_type={shown(fields.model_type)} must be the base's, {shown(base.model_type)}")
+        trained_on = fields.base_model_name_or_path
+        original = wheels.is_of_the_original(trained_on, base.name)
+        if not original and is_foreign(trained_on, base.name):
+            raise ValueError(f"base_model_name_or_path={shown(trained_on)} is not this base, {shown(base.name)}")
     if size > limits.max_bytes:
         raise ValueError(f"{WEIGHTS} has {size:,} bytes, at most {limits.max_bytes:,} are allowed")
     found, unsound = untrusted.entries(header, size)
     if unsound:
         raise ValueError(unsound[0])
-    sides = _sides(found, base)
-    pairs = {
-        path: _pair(path, sides[path], base.modules[path], fields, limits) for path in base.modules if path in sides
-    }
-    allowed, needed = adapted(fields, base.paths, set(base.modules), set(pairs))
-    for reason, names in (
-        ("the configuration does not have it adapted", [path for path in pairs if path not in allowed]),
-        (
-            "the weights lack it, which the configuration has adapted",
-            [path for path in base.paths if path in needed - pairs.keys()],
-        ),
-    ):
-        if names:
-            raise ValueError(untrusted.sentences({reason: names})[0])
-    said = untrusted.strict_json(header[8 : 8 + untrusted.header_length(header)])
-    trained_on = said.get("__metadata__", {}).get("backbone")
-    if trained_on and base.model is not None and not original:  # else the fingerprint is the original's
-        actual = base_fingerprint(base.model)
-        if actual not in (None, trained_on):
-            mark = shown(trained_on)[1:13]
-            raise ValueError(f"it was trained on a backbone with fingerprint {mark}…, and this one has {actual[:12]}…")
-    return _Plan(config, pairs)
-
-
-def _sides(found: dict[str, Entry], base: _Base) -> dict[str, dict[str, Entry]]:
-    """The tensors of each module, A and B; ValueError if one is of something else."""
-    sides = {}
-    for name, entry in found.items():
-        path, _, side = name.removeprefix(WRAPPED).rpartition(".lora_")
-        if name == f"{WRAPPED}{path}.lora_{side}" and path in base.modules and side in ("A.weight", "B.weight"):
-            sides.setdefault(path, {})[side[0]] = entry
-        elif path and path == base.head:
-            raise ValueError(f"{shown(name)}: an adapter of the output head is not served")
-        elif "experts" in path.split(".") or path.removesuffix(".base_layer") in base.experts:
-            raise ValueError(f"{shown(name)}: LoRA of a mixture's experts is not served, that of its attention is")
-        else:
-            raise ValueError(f"{shown(name)}: no lora_A.weight or lora_B.weight of a linear module in this base")
-    if not sides:
+    given = {}
+    for path in base.modules:
+        names = [f"{WRAPPED}{path}.lora_{side}.weight" for side in "AB"]
+        sides = [found.pop(name) for name in names if name in found]
+        if sides:
+            given[path] = sides
+    if found:
+        only = "only lora_A.weight and lora_B.weight of this base's linear modules are served"
+        raise ValueError(f"{shown(next(iter(found)))}: {only}, not of its head, embeddings or experts")
+    if not given:
         raise ValueError("the weights adapt no module of this base")
-    return sides
+    pairs = {path: _pair(path, sides, base.modules[path], fields, limits) for path, sides in given.items()}
+    allowed, needed = adapted(fields, base.paths, set(base.modules), set(pairs))
+    for path in base.paths:
+        if path in pairs and path not in allowed:
+            raise ValueError(f"{shown(path)}: the configuration does not have it adapted")
+        if path in needed and path not in pairs:
+            raise ValueError(f"{shown(path)}: the weights lack it, and the configuration has it adapted")
+    said = untrusted.strict_json(header[8 : 8 + untrusted.header_length(header)])
+    backbone = said.get("__metadata__", {}).get("backbone")
+    if backbone and base.model is not None and not original:  # else the fingerprint is the original's
+        actual = base_fingerprint(base.model)
+        if actual not in (None, backbone):
+            mark = shown(backbone)[1:13]
+            raise ValueError(f"it was trained on a backbone with fingerprint {mark}…, and this one has {actual[:12]}…")
+    return pairs
 
 
-def _pair(path: str, sides: dict[str, Entry], module: _Module, fields: LoraFields, limits: AdapterLimits) -> _Pair:
+def _pair(path: str, sides: list[Entry], module: _Module, fields: LoraFields, limits: AdapterLimits) -> _Pair:
     """A module's factors; ValueError if they do not fit it, or not what the configuration says."""
-    if len(sides) < 2:
-        raise ValueError(f"{shown(path)}: lora_{'B' if 'A' in sides else 'A'} is missing")
-    down, up = sides["A"], sides["B"]
-    rank = down.shape[0]
-    if down.shape != (rank, module.num_in) or up.shape != (module.num_out, rank):
+    shapes = [list(each.shape) for each in sides]
+    rank = shapes[0][0]
+    if shapes != [[rank, module.num_in], [module.num_out, rank]]:
         needed = f"[rank, {module.num_in}] and [{module.num_out}, rank]"
-        given = f"{list(down.shape)} and {list(up.shape)}"
-        raise ValueError(f"{shown(path)}: lora_A and lora_B have the shapes {given}, this base needs {needed}")
+        raise ValueError(f"{shown(path)}: lora_A and lora_B have the shapes {shapes}, this base needs {needed}")
     if rank > limits.max_rank:
         raise ValueError(f"{shown(path)}: the rank is {rank}, at most {limits.max_rank} is allowed")
     if all(map(literal, fields.rank_pattern or {})):  # of regular expressions, the weights alone say what they mean
@@ -476,33 +446,28 @@ def _pair(path: str, sides: dict[str, Entry], module: _Module, fields: LoraField
     numbers = torch.finfo(torch.float32)
     if not numbers.tiny <= abs(scale) <= numbers.max:  # with 0 it would be the base under an adapter's name
         raise ValueError(f"{shown(path)}: the scale {scale:g} is none in float32")
-    return _Pair(down, up, scale, module.dtype)
+    return _Pair(*sides, scale)
 
 
 def _read(config: bytes, weights: bytes, base: _Base, limits: AdapterLimits) -> Adapter:
     weights = weights if isinstance(weights, bytearray) else bytearray(weights)
     with _refusing():
-        header = weights[: 8 + untrusted.header_length(weights)]
-        return _adapter(_plan(config, header, len(weights), base, limits), weights)
+        header = weights[: 8 + untrusted.MAX_HEADER_BYTES]
+        return _adapter(_plan(config, header, len(weights), base, limits), config, weights, base)
 
 
-def _adapter(plan: _Plan, weights: bytearray) -> Adapter:
-    """The adapter of a plan, now that its values can be looked at."""
+def _adapter(pairs: dict[str, _Pair], config: bytes, weights: bytearray, base: _Base) -> Adapter:
+    """The adapter of what :func:`_plan` has checked, now that its values can be looked at."""
     factors = {}
-    for path, pair in plan.pairs.items():
-        down, up = untrusted.tensor(weights, pair.down), untrusted.tensor(weights, pair.up)
-        for side, tensor, scale in (("A", down, 1.0), ("B", up, pair.scale)):
-            if not untrusted.finite(tensor, pair.dtype, scale):
-                name = shown(f"{path}.lora_{side}.weight")
-                raise ValueError(f"{name}: has values that are not finite in {pair.dtype}, scaled or not")
-        factors[path] = Factors(down, up, pair.scale)
-    files = {CONFIG: plan.config, WEIGHTS: weights}
-    return Adapter(untrusted.strict_json(plan.config), factors, files, _digest(files))
-
-
-def _digest(files: dict[str, bytes | bytearray]) -> str:
+    for path, pair in pairs.items():
+        each = Factors(untrusted.tensor(weights, pair.down), untrusted.tensor(weights, pair.up), pair.scale)
+        dtype = base.modules[path].dtype
+        if not (untrusted.finite(each.down, dtype) and untrusted.finite(each.up, dtype, each.scale)):
+            raise ValueError(f"{shown(path)}: has values that are not finite in {dtype}, scaled or not")
+        factors[path] = each
     digest = hashlib.sha256()
-    for content in files.values():
+    for content in (config, weights):
         digest.update(len(content).to_bytes(8, "little"))
         digest.update(content)
-    return digest.hexdigest()
+    files = {CONFIG: config, WEIGHTS: weights}
+    return Adapter(untrusted.strict_json(config), factors, files, digest.hexdigest())

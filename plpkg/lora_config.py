@@ -1,33 +1,41 @@
 """PEFT's LoRA configuration, as a stranger wrote it: which fields have to be what, and which modules they name.
 
-It is read as JSON, and never handed to PEFT, which would run its patterns and import what it names.
+It is read as JSON. PEFT is asked about names that were checked before, never about a pattern, which it would run, and
+never about what it would import.
 """
 
 import functools
 import re
 from pathlib import PurePath
+from types import SimpleNamespace
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from plpkg.untrusted import strict_json
 from plpkg.validation import shown
 
-MAX_PATTERNS = 1024
-"""A module may be compared with each of them."""
+MAX_NAMES = 1024
+"""A module is compared with each name of a list."""
 
-HARMLESS = {"auto_mapping", "eva_config", "fan_in_fan_out", "inference_mode", "lora_dropout", "peft_version"}
-HARMLESS |= {"revision", "runtime_config"}
+HARMLESS = "auto_mapping eva_config fan_in_fan_out inference_mode lora_dropout peft_version revision runtime_config"
 """What does nothing in a trained adapter, whatever stands there. PEFT would import what auto_mapping names."""
 
-# Words for how a model's weights are stored, which do not make it another; and folders where people keep models.
-STORED = {"4bit", "8bit", "awq", "bf16", "bnb", "fp16", "fp8", "gptq", "hf", "int4", "int8", "meta", "unsloth"}
-FOLDERS = {"base", "checkpoint", "checkpoints", "data", "model", "models", "output", "outputs", "results", "weights"}
+STORED = "4bit 8bit awq bf16 bnb fp16 fp8 gptq hf int4 int8 meta unsloth"
+"""Words in a model's name for how its weights are stored, which do not make it another."""
+
+FOLDERS = "base checkpoint checkpoints data model models output outputs results weights"
+"""Where people keep models: what begins so is a path, and no publisher's name."""
+
+
+def _listed(value: object) -> object:
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
+
 
 Count = Annotated[int, Field(ge=1)]
-Layer = Annotated[int, Field(ge=0)]
-Names = str | list[str]
-Patterns = str | Annotated[list[str], Field(max_length=32)]
+Names = Annotated[list[str], Field(max_length=MAX_NAMES)]
 
 
 class LoraFields(BaseModel):
@@ -44,12 +52,12 @@ class LoraFields(BaseModel):
     r: Count
     lora_alpha: float
     use_rslora: bool = False
-    rank_pattern: Annotated[dict[str, Count], Field(max_length=MAX_PATTERNS)] | None = None
-    alpha_pattern: Annotated[dict[str, float], Field(max_length=MAX_PATTERNS)] | None = None
-    target_modules: Annotated[Names, Field(min_length=1)]
-    exclude_modules: Names | None = None
-    layers_to_transform: Layer | list[Layer] | None = None
-    layers_pattern: Patterns | None = None
+    rank_pattern: Annotated[dict[str, Count], Field(max_length=MAX_NAMES)] | None = None
+    alpha_pattern: Annotated[dict[str, float], Field(max_length=MAX_NAMES)] | None = None
+    target_modules: Annotated[str | Names, Field(min_length=1)]
+    exclude_modules: str | Names | None = None
+    layers_to_transform: Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(_listed)] = []
+    layers_pattern: Annotated[list[str], BeforeValidator(_listed), Field(max_length=32)] = []
 
 
 def read_fields(config: bytes) -> LoraFields:
@@ -66,46 +74,35 @@ def read_fields(config: bytes) -> LoraFields:
         fields = LoraFields.model_validate(strict_json(config))
     except ValidationError as errors:
         first = errors.errors(include_url=False)[0]
-        name = first["loc"][0]
-        given = "" if first["type"] == "missing" else f"={shown(first['input'])}"
-        raise ValueError(f"{name}{given}: {first['msg'][:100]}") from None
+        raise ValueError(f"{first['loc'][0]}: {first['msg'][:100]}, got {shown(first['input'])}") from None
     defaults = vars(LoraConfig())
     for name, value in fields.model_extra.items():
-        if value and value != defaults.get(name) and name not in HARMLESS:
+        if value and value != defaults.get(name) and name not in HARMLESS.split():
             what = "more than plain LoRA" if name in defaults else "no field of PEFT's"
             raise ValueError(f"{shown(name)[1:-1]}={shown(value)} must be empty, since it is {what}")
     if not all(map(literal, fields.alpha_pattern or {})):
         names = shown(fields.alpha_pattern)
         raise ValueError(f"alpha_pattern={names} must have names of modules, not regular expressions")
-    if isinstance(fields.target_modules, str) and fields.layers_to_transform not in (None, []):
-        raise ValueError("layers_to_transform must be absent where target_modules is one string, as in PEFT")
+    if isinstance(fields.target_modules, str) and fields.layers_to_transform:
+        raise ValueError("layers_to_transform must be empty where target_modules is one string, as in PEFT")
     return fields
 
 
-def require_base(fields: LoraFields, model_type: str | None, name: str, allowed: tuple[str, ...] | None) -> None:
-    """Refuse an adapter of another base, or of a model type that is not allowed.
+def is_foreign(trained_on: str | None, base: str) -> bool:
+    """Whether an adapter says that it was trained on another model than the base.
 
-    Of names, only OWNER/NAME tells a model; any other may be a folder. Who publishes it, and how it is stored, does
-    not count.
-
-    Raises
-    ------
-    ValueError
-        It is another's.
+    Only a name on the hub, OWNER/NAME, tells a model; any other may be a folder. Who publishes it, and how it is
+    stored, does not count; of a base in a folder the folder's name does.
     """
-    if allowed and fields.model_type not in allowed:
-        raise ValueError(f"model_type={shown(fields.model_type)} must be one of {', '.join(allowed)}")
-    if fields.model_type not in (None, model_type):
-        raise ValueError(f"model_type={shown(fields.model_type)} must be the base's, {shown(model_type)}")
-    trained_on = fields.base_model_name_or_path or ""
-    owner = re.fullmatch(r"([A-Za-z0-9][\w.-]*)/[A-Za-z0-9][\w.-]*", trained_on)
-    if owner and owner[1].lower() not in FOLDERS and _words(trained_on) != _words(name):
-        raise ValueError(f"base_model_name_or_path={shown(trained_on)} is another model than the base, {shown(name)}")
+    owner = re.fullmatch(r"([A-Za-z0-9][\w.-]*)/[A-Za-z0-9][\w.-]*", trained_on or "")
+    if owner is None or owner[1].lower() in FOLDERS.split():
+        return False
+    return _words(trained_on) != _words(base)
 
 
 def _words(name: str) -> list[str]:
     words = re.split(r"[-_.]", PurePath(name).name.lower())
-    return [word for word in words if word not in STORED]
+    return [word for word in words if word not in STORED.split()]
 
 
 def literal(name: str) -> bool:
@@ -113,7 +110,7 @@ def literal(name: str) -> bool:
     return re.fullmatch(r"\^?([A-Za-z0-9_.-]|\\[.-])+\$?", name) is not None
 
 
-@functools.lru_cache(2 * MAX_PATTERNS)
+@functools.lru_cache(2 * MAX_NAMES)
 def _end(name: str) -> re.Pattern:
     """As PEFT takes it, for which a dot in a name is any character. Only a :func:`literal` name comes here."""
     return re.compile(rf"(.*\.)?({name})$")
@@ -130,8 +127,8 @@ def value_of(pattern: dict[str, float] | None, path: str, default: float) -> flo
 def adapted(fields: LoraFields, paths: list[str], linear: set[str], given: set[str]) -> tuple[set[str], set[str]]:
     """The modules that the configuration lets an adapter have, and those that it must have.
 
-    Regular expressions are not run. Where one decides, any module may be there, and of the modules in ``given`` each
-    kind must be there in each layer.
+    Regular expressions are not run. Where one decides, any module may be there, and each kind of those in ``given``
+    must be there in each of their layers.
 
     Parameters
     ----------
@@ -144,40 +141,29 @@ def adapted(fields: LoraFields, paths: list[str], linear: set[str], given: set[s
     given
         Those that the weights adapt.
     """
-    targets, excluded = fields.target_modules, fields.exclude_modules or []
-    layers = fields.layers_to_transform
-    layers = set(layers) if isinstance(layers, list) else {layers} - {None}
-    patterns = fields.layers_pattern or []
-    patterns = [patterns] if isinstance(patterns, str) else patterns
-    known = isinstance(targets, list) and isinstance(excluded, list) and all(map(literal, patterns))
-    if not all(map(literal, patterns)):
-        layers = set()
-    every = isinstance(targets, str)
-    names = set(targets)
-    without = set(excluded) if isinstance(excluded, list) else set()
-    allowed = set()
-    for path in paths:
-        parts = path.split(".")
-        ends = {".".join(parts[i:]) for i in range(len(parts))}
-        named = path in names or (ends & names and (not layers or _layer(path, patterns) in layers))
-        if not ends & without and (every or named):
-            allowed.add(path)
-    if known:
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    targets, excluded, layers = fields.target_modules, fields.exclude_modules or [], fields.layers_to_transform
+    named = isinstance(excluded, list)
+    if not named:
+        excluded = []
+    if not all(map(literal, fields.layers_pattern)):
+        named = False
+        layers = []
+    if targets == "all-linear":
+        targets = linear
+    elif isinstance(targets, str):
+        named = False
+        targets = set(paths)
+    rule = SimpleNamespace(target_modules=targets, exclude_modules=excluded, target_parameters=None)
+    rule.layers_to_transform, rule.layers_pattern = layers, fields.layers_pattern
+    allowed = {path for path in paths if check_target_module_exists(rule, path)}
+    if named:
         return allowed, allowed
-    if targets == "all-linear" and isinstance(excluded, list):
-        return allowed, allowed & linear
-    places = {path: _place(path) for path in allowed & linear}
-    numbers = {_place(path)[0] for path in given}
+    layers = {_place(path)[0] for path in given}
     kinds = {_place(path)[1] for path in given}
-    return allowed, {path for path, (number, kind) in places.items() if number in numbers and kind in kinds}
-
-
-def _layer(path: str, patterns: list[str]) -> int | None:
-    """The number of a module's layer, as PEFT finds it after the name of its list, or after any name but the first."""
-    for before in [rf"(?:^|.*?\.){pattern}" for pattern in patterns] or [r".*?\.[^.]*"]:
-        if match := re.match(rf"{before}\.(\d+)\.", path):
-            return int(match[1])
-    return None
+    places = {path: _place(path) for path in allowed & linear}
+    return allowed, {path for path, (layer, kind) in places.items() if layer in layers and kind in kinds}
 
 
 def _place(path: str) -> tuple[str, str]:
