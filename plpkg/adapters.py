@@ -146,6 +146,10 @@ class Adapter:
             f"{WRAPPED}{name}": tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
             for name, tensor in tensors.items()
         }
+        patterns = [config.get("exclude_modules"), config.get("target_modules")]
+        if any(isinstance(each, str) and each != "all-linear" for each in patterns):
+            # Readers do not run an expression: its modules are written by name.
+            config |= {"target_modules": sorted(modules), "exclude_modules": None}
         text = json.dumps(config, indent=2, sort_keys=True, default=sorted).encode()  # PEFT keeps names in sets
         weights = bytearray(_marked(save(tensors, {"format": "pt"}), backbone))
         name = config.get("base_model_name_or_path") or ""
@@ -352,19 +356,19 @@ def _base(model: torch.nn.Module) -> _Base:
 
     if not hasattr(model, "get_output_embeddings"):
         raise ValueError(f"a Hugging Face causal language model is needed, got {shown(model)}")
-    tuned = [path for path, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+    named = dict(model.named_modules())
+    tuned = [f", in {path}" for path, module in named.items() if isinstance(module, BaseTunerLayer)]
     if isinstance(model, PeftModel) or tuned:
-        where = f", in {tuned[0]}" if tuned else ""
+        where = "".join(tuned[:1])
         raise ValueError(f"this {type(model).__name__} has an adapter already{where}: take the base without it")
     body = set(model.base_model.modules()) - {model.get_output_embeddings()}
     modules = {}
-    for path, module in model.named_modules():
+    for path, module in named.items():
         if module in body and type(module).forward in (torch.nn.Linear.forward, Conv1D.forward):  # no routers
             weight = module.weight
             sizes = weight.shape if isinstance(module, Conv1D) else (module.in_features, module.out_features)
             modules[path] = _Module(*sizes, weight.dtype if weight.is_floating_point() else model.dtype)
-    paths = [path for path, _ in model.named_modules()]
-    return _Base(modules, paths, model.config.model_type, model.config._name_or_path, model)
+    return _Base(modules, [*named], model.config.model_type, model.config._name_or_path, model)
 
 
 def _limits(limits: str | AdapterLimits | None) -> AdapterLimits:

@@ -6,7 +6,6 @@ never about what it would import.
 
 import functools
 import re
-from pathlib import PurePath
 from types import SimpleNamespace
 from typing import Annotated, Literal
 
@@ -92,16 +91,16 @@ def is_foreign(trained_on: str | None, base: str) -> bool:
     """Whether an adapter says that it was trained on another model than the base.
 
     Only a name on the hub, OWNER/NAME, tells a model; any other may be a folder. Who publishes it, and how it is
-    stored, does not count; of a base in a folder the folder's name does.
+    stored, does not count; a base in a folder has the names of its path, the hub's cache among them.
     """
-    owner = re.fullmatch(r"([A-Za-z0-9][\w.-]*)/[A-Za-z0-9][\w.-]*", trained_on or "")
-    if owner is None or owner[1].lower() in FOLDERS.split():
+    hub = re.fullmatch(r"([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)", trained_on or "")
+    if hub is None or hub[1].lower() in FOLDERS.split():
         return False
-    return _words(trained_on) != _words(base)
+    return _words(hub[2]) not in [_words(part) for part in re.split(r"[/\\]|--", base)]
 
 
 def _words(name: str) -> list[str]:
-    words = re.split(r"[-_.]", PurePath(name).name.lower())
+    words = re.split(r"[-_.]", name.lower())
     return [word for word in words if word not in STORED.split()]
 
 

@@ -345,6 +345,7 @@ HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
         ("meta-llama/Meta-Llama-3.1-8B", "meta-llama/Llama-3.1-8B", True),
         ("NousResearch/Llama-2-7b-hf", "TheBloke/Llama-2-7B-fp16", True),
         ("Qwen/Qwen2.5-0.5B", "/models/Qwen2.5-0.5B", True),
+        ("Qwen/Qwen2.5-0.5B", "/cache/models--Qwen--Qwen2.5-0.5B/snapshots/060db6", True),
         ("Qwen/Qwen2.5-0.5B", "/models/mine", False),
         ("org/other", "", False),  # built here
         ("org/other", "plpkg-small", False),
@@ -578,6 +579,20 @@ def test_a_part_of_what_the_configuration_names_is_refused(places, options, lack
         assert len(read_adapter(config, data, base).factors) == len(places)
     else:
         assert f"{lacks}_proj': the weights lack it" in refused(config, data, base=base)
+
+
+def test_what_an_expression_chose_here_is_written_by_name(tmp_path):
+    base = random_backbone("llama", **SIZES | dict(num_layers=2))
+    chosen = r".*(0\.self_attn\.q|0\.mlp\.up|1\.self_attn\.q)_proj"  # a kind lacks a layer
+    peft_model(base, target_modules=chosen).save_pretrained(tmp_path / "peft")
+    base = random_backbone("llama", **SIZES | dict(num_layers=2))
+    with pytest.raises(InvalidAdapterError, match=r"1\.mlp\.up_proj': the weights lack it"):
+        validate_adapter(tmp_path / "peft", base)
+    made = Adapter.from_peft(peft.PeftModel.from_pretrained(base, tmp_path / "peft"))
+    made.save(tmp_path / "own")
+    base = random_backbone("llama", **SIZES | dict(num_layers=2))
+    assert validate_adapter(tmp_path / "own", base).digest == made.digest
+    assert len(made.factors) == 3
 
 
 def test_values_must_be_finite_in_the_base_s_precision():
