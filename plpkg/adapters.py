@@ -2,16 +2,18 @@
 
 The format is PEFT 0.21's: ``adapter_config.json``, and ``adapter_model.safetensors`` with
 ``base_model.model.<module>.lora_A.weight`` (rank, in) and ``….lora_B.weight`` (out, rank); an adapter adds
-``scale · B A`` to the module's weight. Whatever is not plain LoRA on the base's linear modules is refused: an adapter
-serves as it was trained, or not at all. Nothing that it says is imported, evaluated as a pattern, or looked up.
+``scale · B A`` to the module's weight. Whatever is not plain LoRA on the base's linear modules is refused, and so is a
+part of what the configuration names: an adapter serves as it was trained, or not at all. Nothing that it says is
+imported, run as a regular expression, or looked up.
 """
 
+import contextlib
 import copy
 import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -19,26 +21,31 @@ from typing import NamedTuple
 import torch
 
 from plpkg import untrusted, wheels
-from plpkg.backbones import ADAPTER_PREFIXES, fingerprint
+from plpkg.backbones import fingerprint
 from plpkg.checkpoints import private_folder, replace_file
-from plpkg.lora_config import ALLOWED, CHECKED, fitting, left_out, literal, wrong_fields
+from plpkg.lora_config import LoraFields, adapted, is_foreign, literal, read_fields, value_of
 from plpkg.untrusted import MAX_CONFIG_BYTES, Entry, shown
 from plpkg.validation import one_of
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 WRAPPED = "base_model.model."
 """How PEFT begins the names in a file."""
 
 
 class InvalidAdapterError(ValueError):
-    """An adapter is refused. ``reasons`` are sentences, at most 20 of them; the message is the first of them."""
+    """An adapter is refused; the message is one sentence, the first reason that was found."""
 
-    def __init__(self, reasons: list[str]) -> None:
-        self.reasons = reasons[:20] + [f"and {len(reasons) - 20} more"] * (len(reasons) > 20)
-        super().__init__(reasons)
 
-    def __str__(self) -> str:
-        return untrusted.brief(self.reasons)
+@contextlib.contextmanager
+def _refusing(about: str = "") -> Iterator[None]:
+    """What is wrong within is an adapter's fault."""
+    try:
+        yield
+    except InvalidAdapterError:
+        raise
+    except ValueError as error:
+        raise InvalidAdapterError(f"{about}{error}") from error
 
 
 @dataclass(frozen=True)
@@ -104,14 +111,7 @@ class Adapter:
         return f"Adapter({len(self.factors)} modules, rank {self.rank}, {self.num_bytes:,} bytes, {self.digest[:12]})"
 
     @classmethod
-    def of(
-        cls,
-        config,
-        factors: Mapping[str, Factors | torch.Tensor],
-        scales: Mapping[str, float] = {},
-        *,
-        backbone: str | None = None,
-    ) -> "Adapter":
+    def of(cls, config, factors: Mapping[str, Factors | torch.Tensor], *, backbone: str | None = None) -> "Adapter":
         """Make an adapter, and the files that PEFT loads, of what was trained.
 
         Parameters
@@ -120,8 +120,6 @@ class Adapter:
             A ``LoraConfig``, or a mapping of its fields.
         factors
             By module; or the tensors by PEFT's names, with ``base_model.model.`` before them or not.
-        scales
-            By module, what the configuration has to make of it; factors have theirs.
         backbone
             The :func:`base_fingerprint` of what it was trained on, which the weights' metadata say: others refuse it.
 
@@ -133,30 +131,33 @@ class Adapter:
         from safetensors.torch import save
 
         config = dict(config) if isinstance(config, Mapping) else config.to_dict() | {"inference_mode": True}
-        tensors, scales = {}, dict(scales)
+        tensors = {}
         for path, each in factors.items():
             if isinstance(each, Factors):
-                scales[path] = each.scale
                 tensors |= {f"{path}.lora_A.weight": each.down, f"{path}.lora_B.weight": each.up}
             else:
                 tensors[path.removeprefix(WRAPPED)] = each
-        sides, modules = {}, {}
-        for key, tensor in tensors.items():
-            path, _, side = key.rpartition(".lora_")
-            sides.setdefault(path, {})[side] = tensor
-        for path, each in sides.items():
-            down, up = (each.get(f"{side}.weight", next(iter(each.values()))) for side in "AB")  # or it is refused
-            modules[path] = _Module(down.shape[-1], up.shape[0], down.dtype)
+        modules = {}
+        for name, tensor in tensors.items():
+            path = name.rpartition(".lora_")[0]
+            up = tensors.get(f"{path}.lora_B.weight", tensor)
+            modules.setdefault(path, _Module(tensor.shape[-1], up.shape[0], tensor.dtype))
         tensors = {
-            f"{WRAPPED}{key}": tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-            for key, tensor in tensors.items()
+            f"{WRAPPED}{name}": tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+            for name, tensor in tensors.items()
         }
+        patterns = [config.get("exclude_modules"), config.get("target_modules")]
+        if any(isinstance(each, str) and each != "all-linear" for each in patterns):
+            # Readers do not run an expression: its modules are written by name.
+            config |= {"target_modules": sorted(modules), "exclude_modules": None}
         text = json.dumps(config, indent=2, sort_keys=True, default=sorted).encode()  # PEFT keeps names in sets
         weights = bytearray(_marked(save(tensors, {"format": "pt"}), backbone))
-        adapter = _read(text, weights, _Base(modules, config.get("model_type")), AdapterLimits())
-        for path, each in adapter.factors.items():
-            if path in scales and not math.isclose(each.scale, scales[path], rel_tol=1e-6):
-                raise InvalidAdapterError([f"{path}: scale={scales[path]}, but config makes it {each.scale}"])
+        name = config.get("base_model_name_or_path") or ""
+        adapter = _read(text, weights, _Base(modules, [*modules], config.get("model_type"), name), AdapterLimits())
+        for path, each in factors.items():
+            made = adapter.factors.get(path, each)
+            if isinstance(each, Factors) and not math.isclose(each.scale, made.scale, rel_tol=1e-6):
+                raise InvalidAdapterError(f"{path}: scale={each.scale}, but config makes it {made.scale}")
         return adapter
 
     @classmethod
@@ -168,29 +169,31 @@ class Adapter:
         InvalidAdapterError
             The model has none of this name, or it is more than plain LoRA, or cannot be LoRA.
         """
-        from peft import get_peft_model_state_dict
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         configs = getattr(model, "peft_config", {})
         if name not in configs:
-            raise InvalidAdapterError([f"{type(model).__name__} has no adapter {name!r}, it has {[*configs]}"])
+            raise InvalidAdapterError(f"{type(model).__name__} has no adapter {name!r}, it has {[*configs]}")
         if any(p.is_meta for p in model.parameters()):
-            raise InvalidAdapterError(["the model's weights are not in memory: save the adapter, and load its folder"])
+            raise InvalidAdapterError("the model's weights are not in memory: save the adapter, and load its folder")
         layers = {path.removeprefix(WRAPPED): m for path, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
         if any(layer.merged for layer in layers.values()):  # the backbone's fingerprint would be that of the sum
-            raise InvalidAdapterError(["an adapter is merged into the weights: unmerge it first"])
+            raise InvalidAdapterError("an adapter is merged into the weights: unmerge it first")
+        backbone = base_fingerprint(model)
         convert = getattr(model.base_model, "as_lora", None)  # a method that is not PEFT's own may be LoRA in disguise
         if convert is not None:
-            try:
-                return cls.of(*convert(name), backbone=base_fingerprint(model))
-            except ValueError as error:
-                raise error if isinstance(error, InvalidAdapterError) else InvalidAdapterError([str(error)]) from error
+            with _refusing():
+                return cls.of(*convert(name), backbone=backbone)
         if configs[name].peft_type != "LORA":
-            raise InvalidAdapterError([f"{name!r} is a {configs[name].peft_type[:]} adapter, not LoRA"])
-        scalings = {path: getattr(layer, "scaling", {}) for path, layer in layers.items()}  # trained tokens have none
-        scales = {path: scaling[name] for path, scaling in scalings.items() if name in scaling}
-        state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-        return cls.of(configs[name], state, scales, backbone=base_fingerprint(model))
+            raise InvalidAdapterError(f"{name!r} is a {configs[name].peft_type[:]} adapter, not LoRA")
+        factors = {}
+        for path, layer in layers.items():
+            if name in getattr(layer, "lora_embedding_A", {}):
+                raise InvalidAdapterError(f"{path} is an embedding: only linear modules are served")
+            if name in getattr(layer, "lora_A", {}):
+                down, up = layer.lora_A[name].weight, layer.lora_B[name].weight
+                factors[path] = Factors(down, up, layer.scaling[name])
+        return cls.of(configs[name], factors, backbone=backbone)
 
     def save(self, folder: str | Path) -> None:
         """Write both files, their owner's alone, each whole or not at all. The configuration comes last."""
@@ -215,30 +218,20 @@ def validate_adapter(path: str | Path, model: torch.nn.Module, limits: str | Ada
     Raises
     ------
     InvalidAdapterError
-        With every reason that can be known: of the files, the configuration, names and shapes; or else of the values.
+        With the first reason against it: of the configuration, of names and shapes, or of the values.
     """
-    files, reasons, limits = {}, [], _limits(limits)
-    for name, read in (
-        (CONFIG, lambda file: untrusted.read_file(file, MAX_CONFIG_BYTES)),
-        (WEIGHTS, untrusted.read_header),
-    ):
-        try:
-            files[name] = read(Path(path, name))
-        except ValueError as error:
-            pickled = name == WEIGHTS and not Path(path, name).exists() and Path(path, "adapter_model.bin").exists()
-            hint = "; adapter_model.bin is a pickle, which is never read: save it as safetensors" if pickled else ""
-            reasons.append(f"{error}{hint}")
-    header, size = files.get(WEIGHTS, (None, 0))
-    plan = _plan(files.get(CONFIG), header, size, _base(model), limits, reasons)
-    if plan.reasons:  # the values would cost memory and time, and change nothing
-        raise InvalidAdapterError(plan.reasons)
-    try:
-        weights = untrusted.read_file(Path(path, WEIGHTS), limits.max_bytes)
+    base, limits = _base(model), _limits(limits)
+    config_file, weights_file = Path(path, CONFIG), Path(path, WEIGHTS)
+    with _refusing():
+        config = bytes(untrusted.read_file(config_file, MAX_CONFIG_BYTES))
+        if not weights_file.exists() and Path(path, "adapter_model.bin").exists():
+            raise ValueError(f"{WEIGHTS} is missing; adapter_model.bin is a pickle, which is never read")
+        header, size = untrusted.read_header(weights_file)
+        pairs = _plan(config, header, size, base, limits)
+        weights = untrusted.read_file(weights_file, limits.max_bytes)
         if len(weights) != size or weights[: len(header)] != header:
             raise ValueError(f"{WEIGHTS} changed while it was read")
-    except ValueError as error:
-        raise InvalidAdapterError([*plan.reasons, str(error)]) from None
-    return _adapter(plan, weights)
+        return _adapter(pairs, config, weights, base)
 
 
 def load_adapter(path: str | Path, model: torch.nn.Module) -> Adapter:
@@ -254,28 +247,20 @@ def load_adapter(path: str | Path, model: torch.nn.Module) -> Adapter:
     from peft import PeftModel
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 
-    try:
-        method = untrusted.strict_json(untrusted.read_file(Path(path, CONFIG), MAX_CONFIG_BYTES)).get("peft_type")
-    except ValueError:
-        method = None  # which is said below
-    tuner = PEFT_TYPE_TO_TUNER_MAPPING.get(method) if isinstance(method, str) else None
-    if isinstance(method, str) and tuner is None:
-        define = f"PEFT does not know {shown(method)}: import the module that defines it first, plpkg.residual say"
-        raise InvalidAdapterError([define])
-    if not hasattr(tuner, "as_lora"):
-        return validate_adapter(path, model)
     _base(model)
-    if not Path(path, WEIGHTS).exists():  # PEFT would ask the hub
-        raise InvalidAdapterError([f"{path} has no {WEIGHTS}"])
-    # A copy that shares the model's values, which PEFT puts the adapter in.
-    memo = {id(p): torch.nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
-    memo |= {id(buffer): buffer for buffer in model.buffers()}
-    try:
+    with _refusing():
+        method = str(untrusted.read_object(Path(path, CONFIG)).get("peft_type", "LORA"))
+        if method not in PEFT_TYPE_TO_TUNER_MAPPING:
+            define = "import the module that defines it first, plpkg.residual say"
+            raise ValueError(f"PEFT does not know {shown(method)}: {define}")
+        if not hasattr(PEFT_TYPE_TO_TUNER_MAPPING[method], "as_lora"):
+            return validate_adapter(path, model)
+        if not Path(path, WEIGHTS).exists():  # PEFT would ask the hub
+            raise ValueError(f"{path} has no {WEIGHTS}")
+        # A copy that shares the model's values, which PEFT puts the adapter in.
+        memo = {id(p): torch.nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
+        memo |= {id(buffer): buffer for buffer in model.buffers()}
         return Adapter.from_peft(PeftModel.from_pretrained(copy.deepcopy(model, memo), path))
-    except InvalidAdapterError:
-        raise
-    except ValueError as error:
-        raise InvalidAdapterError([str(error)]) from error
 
 
 def read_adapter(
@@ -284,19 +269,31 @@ def read_adapter(
     """Check an adapter from the bytes of its two files, as :func:`validate_adapter` does.
 
     A ``bytearray`` becomes the adapter's own, anything else is copied.
+
+    Raises
+    ------
+    InvalidAdapterError
+        With the first reason against it.
     """
     return _read(bytes(config), weights, _base(model), _limits(limits))
 
 
 def inspect(
     config: bytes, header: bytes, size: int, model: torch.nn.Module, limits: str | AdapterLimits | None = None
-) -> list[str]:
-    """Every reason against an adapter that can be known before its values are there.
+) -> None:
+    """Check what can be known of an adapter before its values are there.
 
     ``header`` are the first 8 + N bytes of the weights' file (:func:`plpkg.untrusted.header_length` gives N), which
     has ``size`` bytes as a whole.
+
+    Raises
+    ------
+    InvalidAdapterError
+        With the first reason against it.
     """
-    return InvalidAdapterError(_plan(config, header, size, _base(model), _limits(limits)).reasons).reasons
+    base, limits = _base(model), _limits(limits)
+    with _refusing():
+        _plan(config, header, size, base, limits)
 
 
 def targets(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
@@ -322,12 +319,18 @@ def base_fingerprint(model: torch.nn.Module) -> str | None:
 
 
 def require_fit(adapter: Adapter, model: torch.nn.Module) -> None:
-    """Refuse an adapter that was checked against another base: InvalidAdapterError."""
+    """Refuse an adapter that was checked against another base.
+
+    Raises
+    ------
+    InvalidAdapterError
+        A module is absent here, or of another shape.
+    """
     shapes = targets(model)
-    pairs = {path: (each.down.shape[1], each.up.shape[0]) for path, each in adapter.factors.items()}
-    if wrong := [path for path, shape in pairs.items() if shapes.get(path) != shape]:
-        sentences = [f"{path} is {shapes.get(path, 'absent')} here, {pairs[path]} in the adapter" for path in wrong]
-        raise InvalidAdapterError(sentences)
+    for path, each in adapter.factors.items():
+        shape = (each.down.shape[1], each.up.shape[0])
+        if shapes.get(path) != shape:
+            raise InvalidAdapterError(f"{path} is {shapes.get(path, 'absent')} here, {shape} in the adapter")
 
 
 class _Module(NamedTuple):
@@ -337,12 +340,13 @@ class _Module(NamedTuple):
 
 
 class _Base(NamedTuple):
+    """What an adapter must fit: the linear modules of the body, the paths of all modules, and whose they are."""
+
     modules: dict[str, _Module]
+    paths: list[str]
     model_type: str | None
-    name: str | None = None
-    head: str | None = None
-    experts: frozenset[str] = frozenset()
-    backbone: Callable[[], str | None] = lambda: None
+    name: str
+    model: torch.nn.Module | None = None
 
 
 def _base(model: torch.nn.Module) -> _Base:
@@ -352,23 +356,19 @@ def _base(model: torch.nn.Module) -> _Base:
 
     if not hasattr(model, "get_output_embeddings"):
         raise ValueError(f"a Hugging Face causal language model is needed, got {shown(model)}")
-    tuned = [path for path, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
-    tuned += [name for name, _ in model.named_parameters() if any(prefix in name for prefix in ADAPTER_PREFIXES)]
+    named = dict(model.named_modules())
+    tuned = [f", in {path}" for path, module in named.items() if isinstance(module, BaseTunerLayer)]
     if isinstance(model, PeftModel) or tuned:
-        where = f", in {tuned[0]}" if tuned else ""
+        where = "".join(tuned[:1])
         raise ValueError(f"this {type(model).__name__} has an adapter already{where}: take the base without it")
-    modules, body, output = {}, set(model.base_model.modules()), model.get_output_embeddings()
-    for path, module in model.named_modules():
-        plain = type(module).forward in (torch.nn.Linear.forward, Conv1D.forward)  # some routers are Linear, and more
-        if module in body and module is not output and plain:
+    body = set(model.base_model.modules()) - {model.get_output_embeddings()}
+    modules = {}
+    for path, module in named.items():
+        if module in body and type(module).forward in (torch.nn.Linear.forward, Conv1D.forward):  # no routers
             weight = module.weight
             sizes = weight.shape if isinstance(module, Conv1D) else (module.in_features, module.out_features)
             modules[path] = _Module(*sizes, weight.dtype if weight.is_floating_point() else model.dtype)
-    head = next((path for path, module in model.named_modules() if module is output), None)
-    experts = frozenset(name.rpartition(".")[0] for name, p in model.named_parameters() if p.dim() == 3)
-    name = model.config._name_or_path
-    name = None if Path(name).exists() else name
-    return _Base(modules, model.config.model_type, name, head, experts, lambda: base_fingerprint(model))
+    return _Base(modules, [*named], model.config.model_type, model.config._name_or_path, model)
 
 
 def _limits(limits: str | AdapterLimits | None) -> AdapterLimits:
@@ -377,107 +377,101 @@ def _limits(limits: str | AdapterLimits | None) -> AdapterLimits:
     return POLICIES[one_of("limits", limits, tuple(POLICIES))]
 
 
-class _Plan(NamedTuple):
-    """What can be known without the values; ``reasons`` are those against the adapter so far."""
+class _Pair(NamedTuple):
+    """A module's two tensors in the file, by what the header says of them."""
 
-    config: bytes
-    fields: dict
-    modules: dict[str, _Module]
-    pairs: dict[str, dict[str, Entry]]
-    scales: dict[str, float]
-    readable: bool
-    reasons: list[str]
+    down: Entry
+    up: Entry
+    scale: float
 
 
-def _plan(
-    config: bytes | None, header: bytes | None, size: int, base: _Base, limits: AdapterLimits, reasons=()
-) -> _Plan:
-    reasons, fields, wrong, found, unsound = list(reasons), {}, dict.fromkeys((*ALLOWED, *CHECKED)), {}, ["absent"]
-    if config is not None:
-        try:
-            if len(config) > MAX_CONFIG_BYTES:
-                raise ValueError(f"it has {len(config):,} bytes, at most {MAX_CONFIG_BYTES:,} are allowed")
-            fields = untrusted.strict_json(config)
-            wrong = wrong_fields(fields, base.model_type, base.name, limits.model_types)
-            reasons += wrong.values()
-        except ValueError as error:
-            reasons.append(f"{CONFIG}: {error}")
-    if header is not None:
-        found, unsound = untrusted.entries(header, size)
-        if size > limits.max_bytes:
-            unsound.append(f"{WEIGHTS} has {size:,} bytes, at most {limits.max_bytes:,} are allowed")
-        said = {} if unsound else untrusted.strict_json(header[8 : 8 + untrusted.header_length(header)])
-        trained_on = said.get("__metadata__", {}).get("backbone")
-        if wheels.is_of_the_original(fields.get("base_model_name_or_path"), base.name):
-            trained_on = None  # the fingerprint is the original's
-        if trained_on and (actual := base.backbone()) not in (None, trained_on):
-            mark, here = shown(trained_on)[1:13], actual[:12]
-            reasons.append(f"it was trained on a backbone with fingerprint {mark}…, and this one has {here}…")
-        reasons += unsound
-    faults, experts, pairs, scales, right = {}, [], {}, {}, lambda *keys: wrong.keys().isdisjoint(keys)
-    for name, entry in found.items():
-        path, _, side = name.removeprefix(WRAPPED).rpartition(".lora_")
-        if name == f"{WRAPPED}{path}.lora_{side}" and path in base.modules and side in ("A.weight", "B.weight"):
-            pairs.setdefault(path, {})[side[0]] = entry
-        elif path and path == base.head:
-            faults.setdefault("an adapter of the output head is not served", []).append(name)
-        elif "experts" in path.split(".") or path.removesuffix(".base_layer") in base.experts:
-            experts.append(name)
-        else:
-            faults.setdefault("no lora_A.weight or lora_B.weight of a linear module in this base", []).append(name)
-    if experts:  # first, since it is why the rest is as it is
-        why = {"LoRA of a mixture's experts is not served, that of its attention is": experts}
-        reasons = untrusted.sentences(why) + reasons
-    elif not pairs and not unsound:
-        faults["the weights adapt no module of this base"] = []
-    # Of regular expressions, the weights alone say the rank that they mean.
-    readable = right("r", "rank_pattern") and all(map(literal, fields.get("rank_pattern") or {}))
-    for path in [path for path in base.modules if path in pairs]:
-        module, shapes = base.modules[path], {side: list(entry.shape) for side, entry in pairs[path].items()}
-        rank, problems = (shapes["A"][0] if "A" in shapes else shapes["B"][-1]), []
-        if len(shapes) < 2:
-            problems += [f"lora_{'AB'.replace(*shapes, '')} is missing"] * (not unsound)  # else it may be what is wrong
-        elif shapes != {"A": [rank, module.num_in], "B": [module.num_out, rank]}:
-            needed = f"[rank, {module.num_in}] and [{module.num_out}, rank]"
-            problems += [f"lora_A and lora_B have the shapes {shapes['A']} and {shapes['B']}, this base needs {needed}"]
-        if rank > limits.max_rank:
-            problems += [f"the rank is {rank}, at most {limits.max_rank} is allowed"]
-        if readable and rank != (said := fitting(fields.get("rank_pattern"), path, fields["r"])):
-            problems += [f"the rank is {rank}, but the configuration says {said}"]
-        if right("lora_alpha", "alpha_pattern", "use_rslora"):
-            alpha = fitting(fields.get("alpha_pattern"), path, fields["lora_alpha"])
-            scales[path] = alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
-            if not torch.finfo(torch.float32).tiny <= abs(scales[path]) <= torch.finfo(torch.float32).max:
-                problems += [f"the scale {scales[path]:g} is none in float32"]
-        for problem in problems:
-            faults.setdefault(problem, []).append(path)
-    if right("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"):
-        for path, field in left_out(fields, list(pairs)):
-            faults.setdefault(f"{field}={shown(fields[field])} does not have it adapted", []).append(path)
-    return _Plan(config, fields, base.modules, pairs, scales, not unsound, reasons + untrusted.sentences(faults))
+def _plan(config: bytes, header: bytes, size: int, base: _Base, limits: AdapterLimits) -> dict[str, _Pair]:
+    """Check all that can be checked without the values; ValueError with the first reason."""
+    if len(config) > MAX_CONFIG_BYTES:
+        raise ValueError(f"{CONFIG} has {len(config):,} bytes, at most {MAX_CONFIG_BYTES:,} are allowed")
+    with _refusing(f"{CONFIG}: "):
+        fields = read_fields(config)
+        if limits.model_types and fields.model_type not in limits.model_types:
+            raise ValueError(f"model_type={shown(fields.model_type)} must be one of {', '.join(limits.model_types)}")
+        if fields.model_type not in (None, base.model_type):
+            raise ValueError(f"model_type={shown(fields.model_type)} must be the base's, {shown(base.model_type)}")
+        trained_on = fields.base_model_name_or_path
+        original = wheels.is_of_the_original(trained_on, base.name)
+        if not original and is_foreign(trained_on, base.name):
+            raise ValueError(f"base_model_name_or_path={shown(trained_on)} is not this base, {shown(base.name)}")
+    if size > limits.max_bytes:
+        raise ValueError(f"{WEIGHTS} has {size:,} bytes, at most {limits.max_bytes:,} are allowed")
+    found, unsound = untrusted.entries(header, size)
+    if unsound:
+        raise ValueError(unsound[0])
+    given = {}
+    for path in base.modules:
+        names = [f"{WRAPPED}{path}.lora_{side}.weight" for side in "AB"]
+        sides = [found.pop(name) for name in names if name in found]
+        if sides:
+            given[path] = sides
+    if found:
+        only = "only lora_A.weight and lora_B.weight of this base's linear modules are served"
+        raise ValueError(f"{shown(next(iter(found)))}: {only}, not of its head, embeddings or experts")
+    if not given:
+        raise ValueError("the weights adapt no module of this base")
+    pairs = {path: _pair(path, sides, base.modules[path], fields, limits) for path, sides in given.items()}
+    allowed, needed = adapted(fields, base.paths, set(base.modules), set(pairs))
+    for path in base.paths:
+        if path in pairs and path not in allowed:
+            raise ValueError(f"{shown(path)}: the configuration does not have it adapted")
+        if path in needed and path not in pairs:
+            raise ValueError(f"{shown(path)}: the weights lack it, and the configuration has it adapted")
+    said = untrusted.strict_json(header[8 : 8 + untrusted.header_length(header)])
+    backbone = said.get("__metadata__", {}).get("backbone")
+    if backbone and base.model is not None and not original:  # else the fingerprint is the original's
+        actual = base_fingerprint(base.model)
+        if actual not in (None, backbone):
+            mark = shown(backbone)[1:13]
+            raise ValueError(f"it was trained on a backbone with fingerprint {mark}…, and this one has {actual[:12]}…")
+    return pairs
+
+
+def _pair(path: str, sides: list[Entry], module: _Module, fields: LoraFields, limits: AdapterLimits) -> _Pair:
+    """A module's factors; ValueError if they do not fit it, or not what the configuration says."""
+    shapes = [list(each.shape) for each in sides]
+    rank = shapes[0][0]
+    if shapes != [[rank, module.num_in], [module.num_out, rank]]:
+        needed = f"[rank, {module.num_in}] and [{module.num_out}, rank]"
+        raise ValueError(f"{shown(path)}: lora_A and lora_B have the shapes {shapes}, this base needs {needed}")
+    if rank > limits.max_rank:
+        raise ValueError(f"{shown(path)}: the rank is {rank}, at most {limits.max_rank} is allowed")
+    if all(map(literal, fields.rank_pattern or {})):  # of regular expressions, the weights alone say what they mean
+        said = value_of(fields.rank_pattern, path, fields.r)
+        if rank != said:
+            raise ValueError(f"{shown(path)}: the rank is {rank}, but the configuration says {said}")
+    alpha = value_of(fields.alpha_pattern, path, fields.lora_alpha)
+    scale = alpha / (math.sqrt(rank) if fields.use_rslora else rank)
+    numbers = torch.finfo(torch.float32)
+    if not numbers.tiny <= abs(scale) <= numbers.max:  # with 0 it would be the base under an adapter's name
+        raise ValueError(f"{shown(path)}: the scale {scale:g} is none in float32")
+    return _Pair(*sides, scale)
 
 
 def _read(config: bytes, weights: bytes, base: _Base, limits: AdapterLimits) -> Adapter:
     weights = weights if isinstance(weights, bytearray) else bytearray(weights)
-    return _adapter(_plan(config, weights[: 8 + untrusted.MAX_HEADER_BYTES], len(weights), base, limits), weights)
+    with _refusing():
+        header = weights[: 8 + untrusted.MAX_HEADER_BYTES]
+        return _adapter(_plan(config, header, len(weights), base, limits), config, weights, base)
 
 
-def _adapter(plan: _Plan, weights: bytearray) -> Adapter:
-    """The adapter of a plan, now that its values can be looked at."""
-    faults, factors = {}, {}
-    for path in [path for path in plan.modules if path in plan.pairs and plan.readable]:
-        tensors = {side: untrusted.tensor(weights, each) for side, each in plan.pairs[path].items()}
-        dtype = plan.modules[path].dtype
-        for side, tensor in tensors.items():
-            if not untrusted.finite(tensor, dtype, plan.scales.get(path, 1.0) if side == "B" else 1.0):
-                scaled = f" in {dtype}, scaled or not" if untrusted.finite(tensor, torch.float64) else ""
-                faults.setdefault(f"has values that are not finite{scaled}", []).append(f"{path}.lora_{side}.weight")
-        if len(tensors) == 2 and path in plan.scales:
-            factors[path] = Factors(tensors["A"], tensors["B"], plan.scales[path])
-    if reasons := plan.reasons + untrusted.sentences(faults):
-        raise InvalidAdapterError(reasons)
-    files, digest = {CONFIG: plan.config, WEIGHTS: weights}, hashlib.sha256()
-    for content in files.values():
+def _adapter(pairs: dict[str, _Pair], config: bytes, weights: bytearray, base: _Base) -> Adapter:
+    """The adapter of what :func:`_plan` has checked, now that its values can be looked at."""
+    factors = {}
+    for path, pair in pairs.items():
+        each = Factors(untrusted.tensor(weights, pair.down), untrusted.tensor(weights, pair.up), pair.scale)
+        dtype = base.modules[path].dtype
+        if not (untrusted.finite(each.down, dtype) and untrusted.finite(each.up, dtype, each.scale)):
+            raise ValueError(f"{shown(path)}: has values that are not finite in {dtype}, scaled or not")
+        factors[path] = each
+    digest = hashlib.sha256()
+    for content in (config, weights):
         digest.update(len(content).to_bytes(8, "little"))
         digest.update(content)
-    return Adapter(plan.fields, factors, files, digest.hexdigest())
+    files = {CONFIG: config, WEIGHTS: weights}
+    return Adapter(untrusted.strict_json(config), factors, files, digest.hexdigest())

@@ -1,48 +1,107 @@
-"""PEFT's LoRA configuration, as a stranger wrote it: which fields have to be what, and what they say of a module.
+"""PEFT's LoRA configuration, as a stranger wrote it: which fields have to be what, and which modules they name.
 
-It is read as JSON and never handed to PEFT, which would evaluate its patterns and import what it names.
+It is read as JSON. PEFT is asked about names that were checked before, never about a pattern, which it would run, and
+never about what it would import.
 """
 
 import functools
-import json
 import re
-from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Annotated, Literal
 
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from plpkg.untrusted import strict_json
 from plpkg.validation import shown
 
-# The fields of peft 0.21.2's LoraConfig, in four parts. What a value must be one of, …
-ALLOWED = dict(
-    peft_type=("LORA",),
-    task_type=("CAUSAL_LM", None),
-    bias=("none",),
-    use_rslora=(False, True),
-    fan_in_fan_out=(False, True),  # PEFT goes by the base's layer, whatever stands here
-    megatron_core=("megatron.core", None),  # the name of a module that PEFT would import
-    init_lora_weights=(True, False, "gaussian", "eva", "orthogonal", "mica"),  # the others change the base as well
-)
-# … what has a rule of its own, as has the model_type that PEFT leaves out; what does nothing in a trained adapter; …
-CHECKED = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules")
-CHECKED += ("layers_to_transform", "layers_pattern", "base_model_name_or_path", "model_type")
-HARMLESS = ("revision", "peft_version", "inference_mode", "lora_dropout", "runtime_config")
-HARMLESS += ("qalora_group_size", "eva_config", "auto_mapping")  # the last names classes that PEFT would import
-# … and what is more than plain LoRA, unless it is empty. Other fields, of a later PEFT or another tool, are ignored as
-# PEFT ignores them, unless they switch something on.
-VARIANTS = ("alora_invocation_tokens", "arrow_config", "corda_config", "ensure_weight_tying")
-VARIANTS += ("kasa_config", "layer_replication", "loftq_config", "lora_bias")
-VARIANTS += ("lora_ga_config", "megatron_config", "modules_to_save", "monteclora_config", "target_parameters")
-VARIANTS += ("trainable_token_indices", "use_bdlora", "use_dora", "use_qalora", "velora_config")
+MAX_NAMES = 1024
+"""A module is compared with each name of a list."""
+
+HARMLESS = "auto_mapping eva_config fan_in_fan_out inference_mode lora_dropout peft_version revision runtime_config"
+"""What does nothing in a trained adapter, whatever stands there. PEFT would import what auto_mapping names."""
+
+STORED = "4bit 8bit awq bf16 bnb fp16 fp8 gptq hf int4 int8 meta unsloth"
+"""Words in a model's name for how its weights are stored, which do not make it another."""
+
+FOLDERS = "base checkpoint checkpoints data model models output outputs results weights"
+"""Where people keep models: what begins so is a path, and no publisher's name."""
 
 
-def _count(value: object, low: int = 1) -> bool:
-    return type(value) is int and value >= low  # True is no rank
+def _listed(value: object) -> object:
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
 
 
-def _factor(value: object) -> bool:
-    return type(value) in (int, float) and value != 0  # with 0 it would be the base under an adapter's name
+Count = Annotated[int, Field(ge=1)]
+Names = Annotated[list[str], Field(max_length=MAX_NAMES)]
 
 
-def _names(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+class LoraFields(BaseModel):
+    """The fields of ``LoraConfig`` that say what an adapter computes; all others are in ``model_extra``."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    peft_type: Literal["LORA"]
+    task_type: Literal["CAUSAL_LM"] | None = None
+    model_type: str | None = None
+    base_model_name_or_path: str | None = None
+    bias: Literal["none"] = "none"
+    init_lora_weights: bool | Literal["gaussian", "eva", "orthogonal", "mica"] = True  # others change the base as well
+    r: Count
+    lora_alpha: float
+    use_rslora: bool = False
+    rank_pattern: Annotated[dict[str, Count], Field(max_length=MAX_NAMES)] | None = None
+    alpha_pattern: Annotated[dict[str, float], Field(max_length=MAX_NAMES)] | None = None
+    target_modules: Annotated[str | Names, Field(min_length=1)]
+    exclude_modules: str | Names | None = None
+    layers_to_transform: Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(_listed)] = []
+    layers_pattern: Annotated[list[str], BeforeValidator(_listed), Field(max_length=32)] = []
+
+
+def read_fields(config: bytes) -> LoraFields:
+    """Read a configuration.
+
+    Raises
+    ------
+    ValueError
+        It is none of plain LoRA, or has something else that is neither empty, nor false, nor PEFT's default.
+    """
+    from peft import LoraConfig
+
+    try:
+        fields = LoraFields.model_validate(strict_json(config))
+    except ValidationError as errors:
+        first = errors.errors(include_url=False)[0]
+        raise ValueError(f"{first['loc'][0]}: {first['msg'][:100]}, got {shown(first['input'])}") from None
+    defaults = vars(LoraConfig())
+    for name, value in fields.model_extra.items():
+        if value and value != defaults.get(name) and name not in HARMLESS.split():
+            what = "more than plain LoRA" if name in defaults else "no field of PEFT's"
+            raise ValueError(f"{shown(name)[1:-1]}={shown(value)} must be empty, since it is {what}")
+    if not all(map(literal, fields.alpha_pattern or {})):
+        names = shown(fields.alpha_pattern)
+        raise ValueError(f"alpha_pattern={names} must have names of modules, not regular expressions")
+    if isinstance(fields.target_modules, str) and fields.layers_to_transform:
+        raise ValueError("layers_to_transform must be empty where target_modules is one string, as in PEFT")
+    return fields
+
+
+def is_foreign(trained_on: str | None, base: str) -> bool:
+    """Whether an adapter says that it was trained on another model than the base.
+
+    Only a name on the hub, OWNER/NAME, tells a model; any other may be a folder. Who publishes it, and how it is
+    stored, does not count; a base in a folder has the names of its path, the hub's cache among them.
+    """
+    hub = re.fullmatch(r"([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)", trained_on or "")
+    if hub is None or hub[1].lower() in FOLDERS.split():
+        return False
+    return _words(hub[2]) not in [_words(part) for part in re.split(r"[/\\]|--", base)]
+
+
+def _words(name: str) -> list[str]:
+    words = re.split(r"[-_.]", name.lower())
+    return [word for word in words if word not in STORED.split()]
 
 
 def literal(name: str) -> bool:
@@ -50,105 +109,63 @@ def literal(name: str) -> bool:
     return re.fullmatch(r"\^?([A-Za-z0-9_.-]|\\[.-])+\$?", name) is not None
 
 
-# Words for how a model's weights are stored, which do not make it another; and folders where people keep models.
-STORED = ("4bit", "8bit", "awq", "bf16", "bnb", "fp16", "fp8", "gptq", "hf", "int4", "int8", "meta", "unsloth")
-FOLDERS = ("base", "checkpoint", "checkpoints", "data", "model", "models", "output", "outputs", "results", "weights")
+@functools.lru_cache(2 * MAX_NAMES)
+def _end(name: str) -> re.Pattern:
+    """As PEFT takes it, for which a dot in a name is any character. Only a :func:`literal` name comes here."""
+    return re.compile(rf"(.*\.)?({name})$")
 
 
-def _hub_name(name: object) -> list[str] | None:
-    """The words of a model's name on the hub, whoever publishes it; None for what may be a path."""
-    hub = re.fullmatch(r"([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)", name) if isinstance(name, str) else None
-    if hub is None or hub[1].lower() in FOLDERS:
-        return None
-    return [word for word in re.split(r"[-_.]", hub[2].lower()) if word not in STORED]
-
-
-def wrong_fields(
-    config: dict, model_type: str | None, base: str | None, types: tuple[str, ...] | None
-) -> dict[str, str]:
-    """What is wrong, by field, for a base of a model type and a name; ``types`` are those that a platform takes."""
-    get = config.get
-    targets, trained_on, names = get("target_modules"), _hub_name(get("base_model_name_or_path")), "must be names"
-    ranks, alphas = (get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
-    lists = {key: get(key) or [] for key in ("exclude_modules", "layers_pattern")}
-    rules = [
-        ("r", _count(get("r")), "must be a whole number of at least 1"),
-        ("lora_alpha", _factor(get("lora_alpha")), "must be a finite number other than 0"),
-        ("target_modules", bool(targets) and (isinstance(targets, str) or _names(targets)),
-         "must name the adapted modules"),
-        *((key, isinstance(value, str) or _names(value), names) for key, value in lists.items()),
-        ("rank_pattern", isinstance(ranks, dict) and all(map(_count, ranks.values())), "must give names a rank each"),
-        ("alpha_pattern", isinstance(alphas, dict) and all(map(literal, alphas)) and all(map(_factor, alphas.values())),
-         "must give module names, not regular expressions, a number other than 0 each"),
-        ("base_model_name_or_path", trained_on in (None, _hub_name(base)) or _hub_name(base) is None,
-         f"must be the base's, {shown(base)}, or absent: the adapter was trained on another"),
-        ("layers_to_transform", all(_count(each, 0) for each in _layers(config)), "must be a list of layers' numbers"),
-        ("model_type", get("model_type") == model_type or (not types and "model_type" not in config),
-         f"must be the base's, {shown(model_type)}"),
-        ("model_type", not types or get("model_type") in types, f"must be one of {', '.join(types or ())}"),
-    ]  # fmt: skip
-    for key, allowed in ALLOWED.items():
-        value = get(key, None if key == "peft_type" else allowed[0])
-        fits = any(type(value) is type(each) and value == each for each in allowed)
-        rules += [(key, fits, f"must be {' or '.join(map(json.dumps, allowed))}")]
-    for key in sorted(config.keys() - {*ALLOWED, *CHECKED, *HARMLESS}):
-        value = config[key]
-        empty = value is None or value is False or value in ("", [], {})
-        harmless = not isinstance(value, dict | list) and not (value is True and key.startswith("use_"))
-        what = "more than plain LoRA" if key in VARIANTS else "it is unknown"
-        rules += [(key, empty or (harmless and key not in VARIANTS), f"must be empty: {what}")]
-    given = {key: f"={shown(config[key])}" if key in config else ", which is absent," for key, _, _ in rules}
-    return {key: f"adapter_config.json: {shown(key)[1:-1]}{given[key]} {rule}" for key, fits, rule in rules if not fits}
-
-
-def _layers(config: dict) -> list:
-    layers = config.get("layers_to_transform")
-    return layers if isinstance(layers, list) else [] if layers is None else [layers]
-
-
-def _suffixes(path: str) -> list[str]:
-    """The names that PEFT takes for this module: its path, and what follows any of its dots."""
-    parts = path.split(".")
-    return [".".join(parts[i:]) for i in range(len(parts))]
-
-
-@functools.lru_cache(4096)  # a pattern meets every module
-def _letters(name: str) -> tuple[list[str], bool]:
-    """A literal pattern's letters, an escaped one being one; and whether only a whole path fits it."""
-    return re.findall(r"\\?.", name.removeprefix("^").removesuffix("$")), name.startswith("^")
-
-
-def fitting(pattern: dict | None, path: str, default: float) -> float:
-    """The value of the first name that fits the end of a path. To PEFT a plain dot stands for any character."""
+def value_of(pattern: dict[str, float] | None, path: str, default: float) -> float:
+    """The value of the first name that a module's path ends with."""
     for name, value in (pattern or {}).items():
-        letters, anchored = _letters(name)
-        start = len(path) - len(letters)
-        whole = start == 0 or (start > 0 and path[start - 1] == "." and not anchored)
-        if whole and all(n in (".", p, f"\\{p}") for n, p in zip(letters, path[start:], strict=True)):
+        if _end(name).match(path):
             return value
     return default
 
 
-def left_out(config: dict, paths: list[str]) -> Iterator[tuple[str, str]]:
-    """The modules that a configuration does not have adapted, as PEFT reads it, each with the field that says so.
+def adapted(fields: LoraFields, paths: list[str], linear: set[str], given: set[str]) -> tuple[set[str], set[str]]:
+    """The modules that the configuration lets an adapter have, and those that it must have.
 
-    A regular expression is not evaluated: the weights say what is adapted.
+    Regular expressions are not run. Where one decides, any module may be there, and each kind of those in ``given``
+    must be there in each of their layers.
+
+    Parameters
+    ----------
+    fields
+        The configuration.
+    paths
+        Of all modules in the base.
+    linear
+        Those that PEFT means by "all-linear".
+    given
+        Those that the weights adapt.
     """
-    every, layers = isinstance(config["target_modules"], str), set(_layers(config))
-    excluded, patterns = (config.get(key) or [] for key in ("exclude_modules", "layers_pattern"))
-    names, excluded = set(config["target_modules"]), {*excluded} if isinstance(excluded, list) else set()
-    patterns = [patterns] if isinstance(patterns, str) else patterns
-    if every or not all(map(literal, patterns)):  # a pattern is in any layer to PEFT
-        layers = set()
-    for path in paths:
-        parts, suffixes = path.split("."), _suffixes(path)
-        numbers = {".".join(parts[:i]): int(part) for i, part in enumerate(parts[:-1]) if part.isdecimal()}
-        before = {each: n for each, n in numbers.items() if "." in each} if not patterns else {}
-        named = [p for p in patterns if not p.endswith("$")]  # PEFT puts the number behind it
-        before |= {each: n for p in named for each, n in numbers.items() if fitting({p: True}, each, False)}
-        if not excluded.isdisjoint(suffixes):
-            yield path, "exclude_modules"
-        elif not every and names.isdisjoint(suffixes):
-            yield path, "target_modules"
-        elif layers and path not in names and next(iter(before.values()), None) not in layers:  # a path is in any
-            yield path, "layers_to_transform"
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    targets, excluded, layers = fields.target_modules, fields.exclude_modules or [], fields.layers_to_transform
+    named = isinstance(excluded, list)
+    if not named:
+        excluded = []
+    if not all(map(literal, fields.layers_pattern)):
+        named = False
+        layers = []
+    if targets == "all-linear":
+        targets = linear
+    elif isinstance(targets, str):
+        named = False
+        targets = set(paths)
+    rule = SimpleNamespace(target_modules=targets, exclude_modules=excluded, target_parameters=None)
+    rule.layers_to_transform, rule.layers_pattern = layers, fields.layers_pattern
+    allowed = {path for path in paths if check_target_module_exists(rule, path)}
+    if named:
+        return allowed, allowed
+    layers = {_place(path)[0] for path in given}
+    kinds = {_place(path)[1] for path in given}
+    places = {path: _place(path) for path in allowed & linear}
+    return allowed, {path for path, (layer, kind) in places.items() if layer in layers and kind in kinds}
+
+
+def _place(path: str) -> tuple[str, str]:
+    """A module's layer, and its kind: the path without the layer's number."""
+    match = re.search(r"\.(\d+)\.", path)
+    return (match[1], path.replace(match[0], "..", 1)) if match else ("", path)

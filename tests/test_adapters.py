@@ -1,12 +1,11 @@
-"""The validator: real PEFT saves pass, everything else is refused with its reasons."""
+"""The reader: what PEFT saves is served as PEFT computes it, all else is refused in one sentence."""
 
-import dataclasses
+import hashlib
 import json
 import re
 import struct
 import time
 import tracemalloc
-from pathlib import Path
 
 import peft
 import pytest
@@ -15,7 +14,6 @@ from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from plpkg import adapters, lora_config
 from plpkg.adapters import (
     CONFIG,
     POLICIES,
@@ -30,6 +28,7 @@ from plpkg.adapters import (
     validate_adapter,
 )
 from plpkg.backbones import random_backbone
+from plpkg.lora_config import HARMLESS, LoraFields
 from plpkg.residual import PrivateLoraConfig
 from plpkg.serving.merging import merge
 
@@ -79,6 +78,10 @@ GOOD = weights()
 END = 8 + int.from_bytes(GOOD[:8], "little")  # of its header
 
 
+def marked(backbone):
+    return save(tensors(), {"format": "pt", "backbone": backbone})
+
+
 def packed(header, body=b"", length=None):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + body
@@ -91,14 +94,12 @@ def described(**changes):
     return packed(header, GOOD[END:])
 
 
-def refused(config, data, limits=None):
+def refused(config, data, limits=None, base=BASE):
     with pytest.raises(InvalidAdapterError) as error:
-        read_adapter(config, data, BASE, limits)
-    assert str(error.value).startswith(error.value.reasons[0][:280])
-    assert len(str(error.value)) <= 300
-    said = "; ".join(error.value.reasons)
+        read_adapter(config, data, base, limits)
+    said = str(error.value)
+    assert len(said) <= 500
     assert "\n" not in said
-    assert len(said) < 2000
     return said
 
 
@@ -196,16 +197,15 @@ def scaled(model):
         (lambda base: peft_model(base, trainable_token_indices=[1]), "default", r"trainable_token_indices=\[1\]"),
         (lambda base: peft_model(base, use_dora=True), "default", "use_dora=True"),
         (lambda base: peft_model(base, modules_to_save=["lm_head"]), "default", "modules_to_save"),
-        (lambda base: peft_model(base, target_modules=["embed_tokens"]), "default", "no lora_A.weight or"),
+        (lambda base: peft_model(base, target_modules=["embed_tokens"]), "default", "embed_tokens is an embedding"),
         (lambda base: peft.get_peft_model(base, peft.LoHaConfig(target_modules=["q_proj"])), "default", "a LOHA ad"),
         (lambda base: peft.get_peft_model(base, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)),
          "default", "a PROMPT_TUNING adapter, not LoRA"),
     ],
 )  # fmt: skip
 def test_what_is_no_plain_lora_in_a_model_is_refused(model, name, reason):
-    with pytest.raises(InvalidAdapterError) as refused:
+    with pytest.raises(InvalidAdapterError, match=reason):
         Adapter.from_peft(model(random_backbone("llama", **SIZES)), name)
-    assert re.search(reason, "; ".join(refused.value.reasons))
 
 
 def test_an_adapter_made_here_loads_into_peft(tmp_path):
@@ -245,6 +245,11 @@ ALSO = {  # what PEFT loads as well: a family, how PEFT is asked for it, and wha
         {},
     ),
     "layers": ("llama", dict(target_modules=["q_proj"], layers_to_transform=1, layers_pattern="layers"), {}),
+    "a path is in any layer": (
+        "llama",
+        dict(target_modules=["model.layers.0.self_attn.q_proj", "v_proj"], layers_to_transform=[1]),
+        {},
+    ),
     "layers of several": (
         "gpt2",
         dict(target_modules=["c_attn"], layers_to_transform=[0], layers_pattern=["x", "h"]),
@@ -263,7 +268,7 @@ ALSO = {  # what PEFT loads as well: a family, how PEFT is asked for it, and wha
     "another tool's fields": (
         "llama",
         {},
-        dict(unsloth_fixed=True, tool="x", shrink=0.5, use_later=False, later_config={}),
+        dict(use_later=False, later_config={}, tool="", shrink=0, more=None, qalora_group_size=16),
     ),
     "names of nothing": (
         "llama",
@@ -322,14 +327,15 @@ def test_lora_of_experts_is_refused_as_such(kind, count, options, tmp_path):
         peft_model(model, **chosen).save_pretrained(tmp_path / folder)
         model = AutoModelForCausalLM.from_config(model.config).eval()
     assert len(validate_adapter(tmp_path / "attention", model).factors) == 2
-    with pytest.raises(
-        InvalidAdapterError, match=r"^'base_model.*mlp\.experts\..*: LoRA of a mixture's experts is not"
-    ):
+    with pytest.raises(InvalidAdapterError, match=r"not of its head, embeddings or experts|target_parameters=.* empty"):
         validate_adapter(tmp_path / "experts", model)
 
 
+HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
 @pytest.mark.parametrize(
-    ("trained_on", "served", "fits"),
+    ("trained_on", "base", "fits"),
     [
         ("meta-llama/Llama-2-7b-hf", "meta-llama/Llama-2-7b-hf", True),
         ("meta-llama/Llama-2-7b-chat-hf", "meta-llama/Llama-2-7b-hf", False),
@@ -338,42 +344,52 @@ def test_lora_of_experts_is_refused_as_such(kind, count, options, tmp_path):
         ("unsloth/llama-3-8b-bnb-4bit", "meta-llama/Meta-Llama-3-8B", True),  # the same, stored or named otherwise
         ("meta-llama/Meta-Llama-3.1-8B", "meta-llama/Llama-3.1-8B", True),
         ("NousResearch/Llama-2-7b-hf", "TheBloke/Llama-2-7B-fp16", True),
+        ("Qwen/Qwen2.5-0.5B", "/models/Qwen2.5-0.5B", True),
+        ("Qwen/Qwen2.5-0.5B", "/cache/models--Qwen--Qwen2.5-0.5B/snapshots/060db6", True),
+        ("Qwen/Qwen2.5-0.5B", "/models/mine", False),
+        ("org/other", "", False),  # built here
+        ("org/other", "plpkg-small", False),
+        ("plpkg-small", "plpkg-small", True),
+        (HUB, "plpkg-small", False),
         ("gpt2", "openai-community/gpt2-medium", True),  # it may be a folder, as those below are
         ("/models/org/other", "org/model", True),
         ("./other", "org/model", True),
         ("outputs/checkpoint-500", "org/model", True),
         ("a/b/c", "org/model", True),
-        (None, "org/model", True),
         ("", "org/model", True),
-        ("org/other", "", True),
-        ("org/other", "/models/mine", True),
-        ("org/other", "plpkg/serving", True),
+        (None, "org/model", True),
     ],
 )
-def test_an_adapter_of_another_base_is_refused_where_both_have_names(trained_on, served, fits, monkeypatch):
-    monkeypatch.setattr(BASE.config, "_name_or_path", served)
-    monkeypatch.chdir(Path(__file__).parents[1])
+def test_an_adapter_of_another_base_is_refused(trained_on, base, fits, monkeypatch):
+    monkeypatch.setattr(BASE.config, "_name_or_path", base)
+    config = plain(base_model_name_or_path=trained_on)
     if fits:
-        read_adapter(plain(base_model_name_or_path=trained_on), GOOD, BASE)
+        read_adapter(config, GOOD, BASE)
     else:
-        text = refused(plain(base_model_name_or_path=trained_on), GOOD)
-        assert f"base_model_name_or_path='{trained_on}' must be the base's, '{served}', or absent" in text
+        assert f"base_model_name_or_path='{trained_on}' is not this base, '{base}'" in refused(config, GOOD)
+
+
+def test_an_adapter_of_smollm2_s_original_is_taken_with_a_warning(monkeypatch):
+    monkeypatch.setattr(BASE.config, "_name_or_path", "smollm2")
+    with pytest.warns(UserWarning, match="the adapter was trained on HuggingFaceTB"):
+        read_adapter(plain(base_model_name_or_path=HUB), marked("0" * 64), BASE)
+    assert "is not this base" in refused(plain(base_model_name_or_path="unsloth/SmolLM2-360M"), GOOD)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:peft")  # of what is refused here
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (dict(use_dora=True), "use_dora=True must be empty: more than plain LoRA"),
+        (dict(use_dora=True), "use_dora=True must be empty, since it is more than plain LoRA"),
         (dict(modules_to_save=["lm_head"], target_modules=["q_proj"]), "modules_to_save=.'lm_head'. must be empty"),
         (dict(lora_bias=True), "lora_bias=True must be empty"),
-        (dict(bias="all"), "bias='all' must be \"none\""),
-        (dict(target_modules=["embed_tokens", "q_proj"]), "lora_embedding_A.*no lora_A.weight"),
-        (dict(target_modules=["lm_head", "q_proj"]), "lm_head.*the output head is not served"),
+        (dict(bias="all"), "bias: Input should be 'none', got 'all'"),
+        (dict(target_modules=["embed_tokens", "q_proj"]), "embed_tokens.*of this base's linear modules"),
+        (dict(target_modules=["lm_head", "q_proj"]), "lm_head.*not of its head"),
         (dict(alpha_pattern={r".*0.*q_proj": 2}), "alpha_pattern=.*not regular expressions"),
         (dict(trainable_token_indices=[1]), "trainable_token_indices=.1. must be empty"),
-        (dict(init_lora_weights="pissa"), "init_lora_weights='pissa' must be true or"),
-        (dict(init_lora_weights="olora"), "init_lora_weights='olora' must be true or"),
+        (dict(init_lora_weights="pissa"), "init_lora_weights: .*got 'pissa'"),
+        (dict(init_lora_weights="olora"), "init_lora_weights: .*got 'olora'"),
     ],
 )
 def test_what_is_more_than_plain_lora_is_refused(options, reason, tmp_path):
@@ -382,9 +398,31 @@ def test_what_is_more_than_plain_lora_is_refused(options, reason, tmp_path):
         validate_adapter(tmp_path, BASE)
 
 
-def test_every_field_of_peft_is_in_one_part():
-    parts = [*lora_config.ALLOWED, *lora_config.CHECKED, *lora_config.HARMLESS, *lora_config.VARIANTS]
-    assert sorted(parts) == sorted([*(field.name for field in dataclasses.fields(peft.LoraConfig)), "model_type"])
+@pytest.mark.parametrize("field", sorted(vars(peft.LoraConfig())))
+def test_the_defaults_of_the_installed_peft_are_taken_and_switches_are_not(field):
+    read_adapter(plain(**{name: value for name, value in DEFAULTS.items() if name == field}), GOOD, BASE)
+    if field not in [*LoraFields.model_fields, *HARMLESS.split()]:
+        assert field in refused(plain(**{field: {"a": [1]}}), GOOD)
+
+
+DEFAULTS = json.loads(json.dumps(vars(peft.LoraConfig()), default=lambda value: {}))
+DEFAULTS = {name: value for name, value in DEFAULTS.items() if name not in ("r", "lora_alpha", "target_modules")}
+HARMLESS_VALUES = dict(
+    revision="main",
+    peft_version="99",
+    inference_mode=False,
+    lora_dropout=0.5,
+    runtime_config={"ephemeral_gpu_offload": True},
+    auto_mapping={"base_model_class": "Nothing", "parent_library": "no.such.module"},  # which PEFT would import
+    fan_in_fan_out=True,
+    eva_config={"rho": 2.0},
+)
+
+
+@pytest.mark.parametrize("field", HARMLESS_VALUES)
+def test_what_does_nothing_may_say_anything(field):
+    config = plain(**{field: HARMLESS_VALUES[field]})
+    assert read_adapter(config, GOOD, BASE).config == json.loads(config)
 
 
 CONFIGURATIONS = [
@@ -396,41 +434,63 @@ CONFIGURATIONS = [
     (plain()[:-1] + b', "x": NaN}', "'NaN' is not a finite number"),
     (plain()[:-1] + b', "x": 1e999}', "not a finite number"),
     (plain()[:-1] + b', "x": ' + b"9" * 100 + b"}", "not a finite number of at most 40"),
-    (plain(x=["y" * 10_000]), "x=.'yyy.*must be empty: it is unknown"),
-    (plain(later_config={"a": 1}), "later_config=.'a': 1. must be empty: it is unknown"),
-    (plain(use_later=True), "use_later=True must be empty: it is unknown"),
-    (plain(megatron_core="os.path"), "megatron_core='os.path' must be"),
-    (plain(peft_type=...), "peft_type, which is absent, must be"),
-    (plain(peft_type="LOHA"), "peft_type='LOHA' must be"),
-    (plain(task_type="SEQ_CLS"), "task_type='SEQ_CLS' must be"),
-    (plain(use_rslora=1), "use_rslora=1 must be false or true"),
-    (plain(r=True), "r=True must be a whole number"),
-    (plain(r=0), "r=0 must be a whole number"),
-    (plain(r=...), "r, which is absent, must be"),
-    (plain(r=8), "q_proj', '[^:]*k_proj': the rank is 4, but the configuration says 8"),
+    (plain(x=["y" * 10_000]), "x=.'yyy.*must be empty, since it is no field of PEFT's"),
+    (plain(**{"x" * 10_000: 1}), "xxx=1 must be empty"),
+    (plain(later_config={"a": 1}), "later_config=.'a': 1. must be empty"),
+    (plain(use_later=True), "use_later=True must be empty"),
+    (plain(use_newlora=1), "use_newlora=1 must be empty"),
+    (plain(block_diag=True), "block_diag=True must be empty"),
+    (plain(enable_newlora="on"), "enable_newlora='on' must be empty"),
+    (plain(lora_scale=0.5), "lora_scale=0.5 must be empty"),
+    (plain(model_extra=1, model_config={"a": 1}), "model_extra=1 must be empty"),
+    (plain(__class__="x"), "__class__='x' must be empty"),
+    (plain(megatron_core="os.path"), "megatron_core='os.path' must be empty, since it is more than plain"),
+    (plain(qalora_group_size=8), "qalora_group_size=8 must be"),
+    (plain(corda_config={"a": 1}), "corda_config"),
+    (plain(target_parameters=["mlp.w"]), "target_parameters"),
+    (plain(layer_replication=[[0, 1]]), "layer_replication"),
+    (plain(peft_type=...), "peft_type: Field required"),
+    (plain(peft_type="LOHA"), "peft_type: Input should be 'LORA', got 'LOHA'"),
+    (plain(task_type="SEQ_CLS"), "task_type: Input should be 'CAUSAL_LM'"),
+    (plain(use_rslora=1), "use_rslora: Input should be a valid boolean, got 1"),
+    (plain(r=True), "r: Input should be a valid integer, got True"),
+    (plain(r=0), "r: Input should be greater than or equal to 1, got 0"),
+    (plain(r=4.0), "r: Input should be a valid integer"),
+    (plain(r=...), "r: Field required"),
+    (plain(r=8), "q_proj': the rank is 4, but the configuration says 8"),
     (plain(rank_pattern={"q_proj": 2}), "q_proj': the rank is 4, but the configuration says 2"),
-    (plain(rank_pattern={"q_proj": True}), "rank_pattern"),
+    (plain(rank_pattern={"q_proj": True}), "rank_pattern: .*integer, got True"),
     (plain(rank_pattern={"^q_proj$": 2, "k_proj$": 2}), "k_proj': the rank is 4, but the configuration says 2"),
     (plain(alpha_pattern={"(a+)+$": 4}), "alpha_pattern.*not regular expressions"),
-    (plain(alpha_pattern={"q_proj": 0}), "alpha_pattern"),
-    (plain(alpha_pattern=[8]), "alpha_pattern"),
-    (plain(alpha_pattern={"q_proj": "8"}), "alpha_pattern"),
-    *((plain(lora_alpha=a), "lora_alpha=.*finite number other than 0") for a in (0, -0.0, "16", True, None)),
+    (plain(alpha_pattern={"q_proj": 0}), "q_proj': the scale 0 is none in float32"),
+    (plain(alpha_pattern=[8]), "alpha_pattern: Input should be a valid dictionary"),
+    (plain(alpha_pattern={"q_proj": "8"}), "alpha_pattern: Input should be a valid number, got '8'"),
+    *((plain(lora_alpha=a), "lora_alpha: Input should be a valid number") for a in ("16", True, None)),
+    *((plain(lora_alpha=a), "the scale -?0 is none in float32") for a in (0, -0.0)),
     (plain(lora_alpha=1e300), "the scale 2.5e.299 is none in float32"),
     (plain(lora_alpha=1e-300), "the scale 2.5e-301 is none in float32"),
     (plain(lora_alpha=1e39), "the scale 2.5e.38 .*|not finite"),
-    (plain(target_modules=[1]), "target_modules=.1. must name"),
-    (plain(target_modules=""), "target_modules='' must name"),
-    (plain(target_modules=...), "target_modules, which is absent, must name"),
-    (plain(target_modules=["q_proj"]), "k_proj': target_modules=.'q_proj'. does not have it adapted"),
-    (plain(exclude_modules=["k_proj"]), "k_proj': exclude_modules="),
-    (plain(exclude_modules=3), "exclude_modules=3 must be names"),
-    (plain(layers_to_transform=[1]), "layers_to_transform=.1. does not have it"),
-    (plain(layers_to_transform=[True]), "layers_to_transform=.True. must be"),
-    (plain(layers_to_transform=1), "layers_to_transform=1 does not have it"),
-    (plain(layers_pattern={"a": 1}), "layers_pattern=.*must be names"),
-    (plain(layers_pattern="blocks", layers_to_transform=[0]), "layers_to_transform=.0. does not have it"),
-    (plain(layers_pattern="layers$", layers_to_transform=[0, 1]), "layers_to_transform=.0, 1. does not have it"),
+    (plain(target_modules=[1]), "target_modules: Input should be a valid string"),
+    (plain(target_modules=""), "target_modules: .*at least 1"),
+    (plain(target_modules=[]), "target_modules: .*at least 1"),
+    (plain(target_modules=...), "target_modules: Field required"),
+    (plain(target_modules=["q_proj"]), "k_proj': the configuration does not have it adapted"),
+    (plain(target_modules=["q_proj", "k_proj", "v_proj"]), "v_proj': the weights lack it"),
+    (plain(target_modules=["q_proj", "k_proj", "lm_head"]), "lm_head': the weights lack it"),
+    (plain(target_modules=["q_proj", "k_proj", "mlp"]), "mlp': the weights lack it"),
+    (plain(target_modules="all-linear"), "v_proj': the weights lack it"),
+    (plain(target_modules="(a+)+$", exclude_modules=["k_proj"]), "k_proj': the configuration does not have it"),
+    (plain(target_modules="(a+)+$", layers_to_transform=[0]), "layers_to_transform must be empty where"),
+    (plain(exclude_modules=["k_proj"]), "k_proj': the configuration does not have it adapted"),
+    (plain(exclude_modules=3), "exclude_modules: Input should be a valid string"),
+    (plain(layers_to_transform=[1]), "q_proj': the configuration does not have it adapted"),
+    (plain(layers_to_transform=[True]), "layers_to_transform: Input should be a valid integer"),
+    (plain(layers_to_transform=1), "the configuration does not have it"),
+    (plain(layers_pattern={"a": 1}), "layers_pattern: Input should be a valid string"),
+    (plain(layers_pattern="blocks", layers_to_transform=[0]), "the configuration does not have it"),
+    (plain(layers_pattern="layers$", layers_to_transform=[0, 1]), "the configuration does not have it"),
+    (plain(layers_pattern=["a"] * 100, layers_to_transform=[0]), "layers_pattern: .*at most 32"),
+    (plain(target_modules=["q"] * 2000), "target_modules: .*"),
     (plain(model_type="mistral"), "model_type='mistral' must be the base's, 'llama'"),
 ]
 NAN, INF = (torch.full((4, 16), value) for value in (float("nan"), float("inf")))
@@ -449,51 +509,97 @@ FILES = [
     (packed({"a": 1}), "'a': an entry is"),
     (GOOD[:-1], "is no range of the"),
     (GOOD + b"\0", "leave a gap"),
-    (described(data_offsets=[0, 255]), "data_offsets=.0, 255.*leave a gap"),
+    (described(data_offsets=[0, 255]), "data_offsets=.0, 255"),
     (described(data_offsets=[256, 512]), "leave a gap|overlap"),
     (described(data_offsets=[True, 256]), "data_offsets=.True, 256. is no range"),
-    (described(dtype="I64"), "^[^;]*dtype='I64' is not one of[^;]*$"),
+    (described(dtype="I64"), "dtype='I64' is not one of"),
     (described(dtype=["F32"]), "is not one of"),
     (described(shape=[0, 16], data_offsets=[0, 0]), "shape=.0, 16. is not a tensor's"),
     (described(shape=[-4, -16]), "shape=.-4, -16. is not a tensor's"),
     (described(shape=[2**60, 2**60]), "is not a tensor's"),
     (described(shape=[1] * 100_000), "is not a tensor's"),
-    (weights(**{"../../etc/passwd": torch.ones(1)}), "'../../etc/passwd': no lora_A.weight"),
-    (weights(**{"x.experts.0.w1.lora_A.weight": torch.ones(1)}), "^'x.experts.0.w1[^;]*: LoRA of a mixture's experts"),
-    (weights(q_A=torch.ones(4, 15)), "shapes .4, 15. and .16, 4., this base needs"),
-    (weights(q_B=torch.ones(16, 5)), "shapes .4, 16. and .16, 5."),
-    (weights(q_A=torch.ones(64)), "shapes .64."),
+    (weights(**{"../../etc/passwd": torch.ones(1)}), "'../../etc/passwd': only lora_A.weight"),
+    (weights(**{"x.experts.0.w1.lora_A.weight": torch.ones(1)}), "^'x.experts.0.w1.*of its head, embeddings or exp"),
+    (weights(**{f"{Q}.lora_A.weight": torch.ones(1)}), "q_proj.lora_A.weight': only lora_A.weight"),  # not wrapped
+    (weights(q_A=torch.ones(4, 15)), "shapes ..4, 15., .16, 4.., this base needs"),
+    (weights(q_B=torch.ones(16, 5)), "shapes ..4, 16., .16, 5.."),
+    (weights(q_A=torch.ones(64)), "shapes ..64."),
     (weights(q_A=torch.tensor(1.0)), "shape=.. is not a tensor's"),
-    (weights(q_B=None), "q_proj': lora_B is missing"),
-    (weights(q_A=None), "q_proj': lora_A is missing"),
-    (weights(q_A=NAN, k_A=INF), "q_proj.lora_A.weight', '[^:]*k_proj.lora_A.weight': has values that are not finite$"),
+    (weights(q_B=None), "q_proj': lora_A and lora_B have the shapes ..4, 16.., this base needs"),
+    (weights(q_A=None), "q_proj': lora_A and lora_B have the shapes ..16, 4.., this base needs"),
+    (weights(k_A=None, k_B=None), "k_proj': the weights lack it, and the configuration has it adapted"),
+    (weights(q_A=NAN, k_A=INF), "q_proj': has values that are not finite"),
     (weights(q_A=torch.full((4, 16), 1e300, dtype=torch.float64)), "not finite in torch.float32"),
     (weights(q_B=torch.full((16, 4), 3e38)), "not finite in torch.float32"),
 ]
-WRONG = [(config, GOOD, reason) for config, reason in CONFIGURATIONS]
-WRONG += [(plain(), data, reason) for data, reason in FILES]
+HOSTILE = [(config, GOOD, reason) for config, reason in CONFIGURATIONS]
+HOSTILE += [(plain(), data, reason) for data, reason in FILES]
 
 
-@pytest.mark.parametrize(("config", "data", "reason"), WRONG, ids=[reason for *_, reason in WRONG])
+@pytest.mark.parametrize(("config", "data", "reason"), HOSTILE, ids=[reason for *_, reason in HOSTILE])
 def test_a_wrong_configuration_or_file_of_weights_is_refused(config, data, reason):
     text = refused(config, data)
     assert re.search(reason, text), text
+
+
+def layered(*places, **options):
+    """An adapter of a base with three layers that has (layer, kind) alone."""
+    pair = {"A": torch.ones(4, 16), "B": torch.ones(16, 4)}
+    named = {
+        f"base_model.model.model.layers.{layer}.self_attn.{kind}_proj.lora_{side}.weight": pair[side].clone()
+        for layer, kind in places
+        for side in "AB"
+    }
+    return plain(**options), save(named)
+
+
+@pytest.mark.parametrize(
+    ("places", "options", "lacks"),
+    [
+        (["0q", "1q", "2q"], dict(target_modules=["q_proj"]), None),
+        (["0q"], dict(target_modules=["q_proj"]), "1.self_attn.q"),
+        (["0q", "2q"], dict(target_modules=["q_proj"]), "1.self_attn.q"),
+        (["0q", "2q"], dict(target_modules=["q_proj"], layers_to_transform=[0, 2]), None),
+        (["0q"], dict(target_modules=["q_proj"], layers_to_transform=[0, 2]), "2.self_attn.q"),
+        (["0q"], dict(target_modules=["0.self_attn.q_proj"]), None),
+        (["0q", "1q"], dict(target_modules=["q_proj"], exclude_modules=["2.self_attn.q_proj"]), None),
+        (["0q", "1q"], dict(target_modules=["q_proj"], exclude_modules=r".*2.*"), None),
+        (["0q", "2q"], dict(target_modules=r".*\.[02]\..*q_proj"), None),
+        (["0q", "0k", "1q"], dict(target_modules=r".*\.[01]\..*"), "1.self_attn.k"),
+        (["0q", "0k", "1q"], dict(target_modules=r".*[01].*", exclude_modules=["1.self_attn.k_proj"]), None),
+        (["0q"], dict(target_modules=["q_proj"], layers_to_transform=[0], layers_pattern="layer."), None),
+        (["0q"], dict(target_modules=["q_proj"], layers_to_transform=[0], layers_pattern="layer[s]"), None),
+    ],
+    ids=str,
+)
+def test_a_part_of_what_the_configuration_names_is_refused(places, options, lacks):
+    base = random_backbone("llama", **SIZES | dict(num_layers=3))
+    config, data = layered(*places, **options)
+    if lacks is None:
+        assert len(read_adapter(config, data, base).factors) == len(places)
+    else:
+        assert f"{lacks}_proj': the weights lack it" in refused(config, data, base=base)
+
+
+def test_what_an_expression_chose_here_is_written_by_name(tmp_path):
+    base = random_backbone("llama", **SIZES | dict(num_layers=2))
+    chosen = r".*(0\.self_attn\.q|0\.mlp\.up|1\.self_attn\.q)_proj"  # a kind lacks a layer
+    peft_model(base, target_modules=chosen).save_pretrained(tmp_path / "peft")
+    base = random_backbone("llama", **SIZES | dict(num_layers=2))
+    with pytest.raises(InvalidAdapterError, match=r"1\.mlp\.up_proj': the weights lack it"):
+        validate_adapter(tmp_path / "peft", base)
+    made = Adapter.from_peft(peft.PeftModel.from_pretrained(base, tmp_path / "peft"))
+    made.save(tmp_path / "own")
+    base = random_backbone("llama", **SIZES | dict(num_layers=2))
+    assert validate_adapter(tmp_path / "own", base).digest == made.digest
+    assert len(made.factors) == 3
 
 
 def test_values_must_be_finite_in_the_base_s_precision():
     half = random_backbone("llama", **SIZES, dtype=torch.float16)
     for change in (dict(q_A=torch.full((4, 16), 7e4)), dict(q_B=torch.full((16, 4), 4e4))):
         read_adapter(plain(), weights(**change), BASE)
-        with pytest.raises(InvalidAdapterError, match=r"not finite in torch\.float16, scaled"):
-            read_adapter(plain(), weights(**change), half)
-
-
-def test_five_faults_are_five_reasons():
-    data = weights(q_A=NAN, k_B=torch.ones(17, 4), **{"x.y": torch.ones(1)})
-    text = refused(plain(use_dora=True, r=3), data).split("; ")
-    for part in ("use_dora", "'x.y': no", "[4, 16] and [17, 4]", "the rank is 4, but", "not finite"):
-        assert sum(part in reason for reason in text) == 1, text
-    assert len(text) == 5
+        assert "not finite in torch.float16, scaled" in refused(plain(), weights(**change), base=half)
 
 
 def test_a_header_may_begin_with_any_bytes():
@@ -517,9 +623,11 @@ def test_the_tensors_are_views_of_the_files():
 def test_policies():
     config, header, size = plain(model_type="llama"), GOOD[:END], len(GOOD)
     for name, limit in POLICIES.items():
-        assert inspect(config, header, size, BASE, name) == []
-        assert any("at most" in r for r in inspect(config, header, limit.max_bytes + 1, BASE, name))
-        assert any("model_type, which is absent" in r for r in inspect(plain(), header, size, BASE, name))
+        inspect(config, header, size, BASE, name)
+        with pytest.raises(InvalidAdapterError, match="bytes, at most"):
+            inspect(config, header, limit.max_bytes + 1, BASE, name)
+        with pytest.raises(InvalidAdapterError, match="model_type=None must be one of"):
+            inspect(plain(), header, size, BASE, name)
     assert limit.max_bytes == 299_999_999
     assert "the rank is 4, at most 3" in refused(plain(), GOOD, AdapterLimits(max_rank=3))
     assert "model_type='llama' must be one of gemma" in refused(config, GOOD, AdapterLimits(model_types=("gemma",)))
@@ -536,12 +644,11 @@ def test_the_digest_is_of_every_byte_and_its_place():
     digests = [read_adapter(config, data, BASE).digest for config, data in read]
     assert digests[0] == digests[1]
     assert len(set(digests)) == 3
-    plan = adapters._Plan(b"ab", {}, {}, {}, {}, True, [])
-    moved = plan._replace(config=b"a")  # a byte, from one file to the other
-    assert adapters._adapter(plan, bytearray(b"c")).digest != adapters._adapter(moved, bytearray(b"bc")).digest
+    lengths = [len(content).to_bytes(8, "little") for content in (plain(), GOOD)]
+    assert digests[0] == hashlib.sha256(lengths[0] + plain() + lengths[1] + GOOD).hexdigest()
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(st.data())
 def test_a_mutated_adapter_is_refused_or_fits(data):
     config, content = bytearray(plain()), bytearray(GOOD)
@@ -558,29 +665,42 @@ def test_a_mutated_adapter_is_refused_or_fits(data):
         assert (each.up * each.scale).isfinite().all()
 
 
-def test_a_file_that_cannot_be_read_is_a_reason_beside_the_others(tmp_path):
-    (tmp_path / CONFIG).write_bytes(plain(use_dora=True))
+def test_what_cannot_be_read_in_a_folder_is_refused_and_a_link_is_read(tmp_path):
+    (tmp_path / CONFIG).write_bytes(plain())
     (tmp_path / "adapter_model.bin").write_bytes(b"\x80")
-    with pytest.raises(InvalidAdapterError, match=f"{WEIGHTS} is missing; .* a pickle, which is never read.*use_dora"):
+    with pytest.raises(InvalidAdapterError, match=f"{WEIGHTS} is missing; .* a pickle, which is never read"):
         validate_adapter(tmp_path, BASE)
-    (tmp_path / WEIGHTS).write_bytes(GOOD)
+    Adapter.of(json.loads(plain()), read_adapter(plain(), GOOD, BASE).factors).save(tmp_path / "blobs")
+    (tmp_path / WEIGHTS).symlink_to(tmp_path / "blobs" / WEIGHTS)
+    assert validate_adapter(tmp_path, BASE).rank == 4
     (tmp_path / CONFIG).write_bytes(b" " * 70_000)
     with pytest.raises(InvalidAdapterError, match=f"{CONFIG} has 70,000 bytes, at most 65,536"):
         validate_adapter(tmp_path, BASE)
 
 
-def test_a_link_to_a_regular_file_is_read(tmp_path):
-    Adapter.of(json.loads(plain()), read_adapter(plain(), GOOD, BASE).factors).save(tmp_path / "blobs")
-    for name in (CONFIG, WEIGHTS):
-        (tmp_path / name).symlink_to(tmp_path / "blobs" / name)
-    assert validate_adapter(tmp_path, BASE).rank == 4
+MANY = {f"self_attn.n{i}": 1 for i in range(1000)}
+COSTLY = [  # a configuration, and what is said of it
+    (dict(rank_pattern={f"n{i}": 1 for i in range(5000)}), "rank_pattern: Dictionary should have at most 1024"),
+    (dict(rank_pattern=MANY, alpha_pattern=MANY, r=5), "the rank is 4, but the configuration says 5"),
+    (dict(target_modules=[f"m{i}" for i in range(1000)]), "does not have it adapted"),
+    (dict(target_modules="(.*)*" * 5000 + "$", exclude_modules="(a|aa)+$"), None),
+]
 
 
-def test_many_patterns_and_many_modules_are_refused_cheaply(tmp_path):
+@pytest.mark.parametrize(("options", "reason"), COSTLY, ids=["patterns", "most patterns", "names", "expressions"])
+def test_a_costly_configuration_is_refused_cheaply(options, reason):
+    begin = time.process_time()
+    if reason:
+        assert reason in refused(plain(**options), GOOD)
+    else:  # an expression is not run: the weights say what is adapted
+        read_adapter(plain(**options), GOOD, BASE)
+    assert time.process_time() - begin < 2
+
+
+def test_many_tensors_in_a_large_file_are_refused_cheaply(tmp_path):
     entry = dict(dtype="F32", shape=[1], data_offsets=[0, 4])
     header = {f"base_model.model.m{i}.lora_A.weight": entry for i in range(4000)}
-    pattern = {f"n{i}": 1 for i in range(5000)} | {"self_attn.q_proj": 1, "q_proj": 1}
-    (tmp_path / CONFIG).write_bytes(plain(rank_pattern=pattern))
+    (tmp_path / CONFIG).write_bytes(plain())
     (tmp_path / WEIGHTS).write_bytes(packed(header, bytes(50 * 10**6)))
     tracemalloc.start()
     begin = time.process_time()
@@ -588,11 +708,6 @@ def test_many_patterns_and_many_modules_are_refused_cheaply(tmp_path):
         validate_adapter(tmp_path, BASE)
     took, peak = time.process_time() - begin, tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert len(str(error.value)) < 10_000
-    assert peak < 100 * 2**20
+    assert len(str(error.value)) < 500
+    assert peak < 40 * 2**20  # the values are not read
     assert took < 10  # tracemalloc slows it down
-
-
-def test_what_names_a_module_to_import_is_not_looked_up():
-    mapping = {"base_model_class": "Nothing", "parent_library": "no.such.module"}
-    assert read_adapter(plain(auto_mapping=mapping), GOOD, BASE).config["auto_mapping"] == mapping

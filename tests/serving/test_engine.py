@@ -567,7 +567,7 @@ def test_folders_that_cannot_be_lora_are_refused_in_a_sentence(tools, tmp_path):
         ladder="a ladder, which cannot be LoRA: what it adds at the final norm depends on the inputs of every layer",
         late="is late: LoRA has no residual",
         other="belongs to a backbone with fingerprint",
-        loha='peft_type=.LOHA. must be "LORA"',
+        loha="peft_type: Input should be 'LORA', got 'LOHA'",
     ).items():
         with pytest.raises(InvalidAdapterError, match=reason):
             engine.load("x", tmp_path / name)

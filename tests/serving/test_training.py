@@ -226,7 +226,7 @@ IDS, TWO = [torch.ones(1, 4, dtype=torch.long)], torch.ones(2, 8, dtype=torch.lo
     [
         (dict(lora_dropout=0.1), {}, "'ann' has lora_dropout=0.1"),
         (dict(use_dora=True), {}, "use_dora"),
-        (dict(bias="all"), {}, "bias='all'"),
+        (dict(bias="all"), {}, "bias: .*got 'all'"),
         (dict(alpha_pattern={".*q_proj": 2}), {}, "alpha_pattern.*not regular expressions"),
         (dict(layers_to_transform=[7]), {}, "PEFT refuses the configuration of 'ann': "),
         (dict(target_modules=["x_proj"]), {}, "PEFT refuses the configuration of 'ann': Target modules .'x_proj'. not"),

@@ -249,13 +249,12 @@ class Store:
             read = self._read(f"{path}/{CONFIG}", MAX_CONFIG_BYTES), self._header(f"{path}/{WEIGHTS}")
             config, (size, header) = await asyncio.gather(*read)
         except ValueError as error:
-            raise InvalidAdapterError(getattr(error, "reasons", [str(error)])) from None
-        if reasons := await asyncio.to_thread(inspect, config, header, size, model, limits):
-            raise InvalidAdapterError(reasons)
+            raise InvalidAdapterError(str(error)) from None
+        await asyncio.to_thread(inspect, config, header, size, model, limits)
         weights = await self._read(f"{path}/{WEIGHTS}", size)
         adapter = await asyncio.to_thread(read_adapter, config, weights, model, limits)
         if adapter.digest != path.rpartition("/")[2]:
-            raise InvalidAdapterError([f"its content is {adapter.digest}, not the version that it was stored as"])
+            raise InvalidAdapterError(f"its content is {adapter.digest}, not the version that it was stored as")
         return adapter
 
     async def _header(self, path: str) -> tuple[int, bytes]:
@@ -272,7 +271,7 @@ class Store:
         """A whole object, and never more than ``most`` bytes of it."""
         result = await self._get(path)
         if (size := result.meta["size"]) > most:
-            raise InvalidAdapterError([f"{Path(path).name} has {size:,} bytes, at most {most:,} are allowed"])
+            raise InvalidAdapterError(f"{Path(path).name} has {size:,} bytes, at most {most:,} are allowed")
         return bytearray(await _call(result.bytes_async()))
 
     async def _get(self, path: str, **options):

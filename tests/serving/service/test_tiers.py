@@ -135,9 +135,7 @@ async def test_a_greedy_account_leaves_room_for_others(known, shelf, make, write
 
 
 @pytest.mark.parametrize("how", ["after a while", "when it is dropped"])
-@pytest.mark.parametrize(
-    "error", [StoreError("frozen"), NotFoundError("gone"), InvalidAdapterError(["one", "two"])], ids=repr
-)
+@pytest.mark.parametrize("error", [StoreError("frozen"), NotFoundError("gone"), InvalidAdapterError("one")], ids=repr)
 async def test_a_failure_is_remembered_for_a_while_and_fails_nobody_else(error, how, shelf, make, monkeypatch):
     (a, b, *_), tiers, clock = shelf.adapters, make(failed_s=5), SimpleNamespace(now=7.0)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
@@ -146,9 +144,7 @@ async def test_a_failure_is_remembered_for_a_while_and_fails_nobody_else(error, 
     assert results.pop() is shelf.adapters[b]
     clock.now = 11.9
     results += await asyncio.gather(take(tiers, a), return_exceptions=True)
-    assert {(type(each), str(each), str(getattr(each, "reasons", 0))) for each in results} == {
-        (type(error), str(error), str(getattr(error, "reasons", 0)))
-    }
+    assert {(type(each), str(each)) for each in results} == {(type(error), str(error))}
     assert shelf.fetched.count(a) == 1
     assert a not in tiers.host
     del shelf.failures[a]

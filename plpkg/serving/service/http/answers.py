@@ -201,9 +201,9 @@ class Events(StreamingResponse):
 
 async def refusal(_, error: Exception) -> Response:
     """The response to an exception of :data:`STATUS`."""
-    status, reasons = _status(error), getattr(error, "reasons", None) or [_said(error)]
+    status = _status(error)
     after = {"Retry-After": str(getattr(error, "retry_after_s", 1))} if status in (429, 503) else None
-    return error_response(status, *reasons, headers=after)
+    return error_response(status, _said(error), headers=after)
 
 
 def _kind(error: Exception) -> type[Exception]:

@@ -260,7 +260,7 @@ def app(
         async with call.form(max_files=2, max_fields=0) as form, in_memory[account]:  # who sends slowly is on disk
             files = {part: await file.read() for part, file in form.items() if isinstance(file, UploadFile)}
             if set(files) != {CONFIG, WEIGHTS}:
-                raise InvalidAdapterError([f"an upload has the files {CONFIG} and {WEIGHTS}, got {', '.join(files)}"])
+                raise InvalidAdapterError(f"an upload has the files {CONFIG} and {WEIGHTS}, got {', '.join(files)}")
             intake.fullness(files[CONFIG][:MAX_CONFIG_BYTES])
             made = await asyncio.to_thread(read_adapter, files[CONFIG], files[WEIGHTS], model, limits)
             version = await store.put(account, adapter, made)
