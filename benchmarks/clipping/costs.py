@@ -293,7 +293,8 @@ def rows_of_guard(repeats: int) -> list[dict]:
 
         return timed
 
-    checks = ((mixing.Guard, "_judge"), (mixing, "state"), (recorder, "behind"), (Private, "_check"))
+    checks = ((mixing.Guard, "_judge"), (mixing.Guard, "is_new"), (mixing, "state"))
+    checks += ((recorder, "behind"), (Private, "_check"))
     for case, make in CASES.items():
         model, ids = make()
         step = whole(model, ids, noise_multiplier=1.0, seed=0)

@@ -28,8 +28,6 @@ from plpkg.clipping.recorder import Recorder
 from plpkg.clipping.replay import Look, Made, Projections, check, copies
 from plpkg.validation import one_of
 
-SEED = 0
-"""Of the projections of a gradient: they need not be drawn anew, whoever mixes examples does not know them."""
 Gradients = tuple[dict[str, torch.Tensor], torch.Tensor]
 """The sums of clipped gradients by parameter, and the norms before clipping, ``(batch,)`` or ``(users,)``."""
 
@@ -195,14 +193,14 @@ class Watched:
             self._learn_what_is_shared(batch, count)
             if not is_fake(losses) and guard.replays(count) and look is None:
                 look = copies(batch, count, tuple(leaves(batch)[place] for place in self.shared))
-            beside = Projections(look.kept, SEED) if look else None
+            beside = Projections(look.kept, look.seed) if look else None
             divided = losses if divisors is None else losses / divisors.to(losses)
             sums, norms = recorder.clipped_sums(divided, clip, self.execution, owners=owners, beside=beside)
         if look:
 
             def make(batch) -> Made:
                 before.restore()
-                projections = Projections(look.kept, SEED)
+                projections = Projections(look.kept, look.seed)
                 with recorder.watch(count):
                     losses = self._losses(batch, count)
                     after = RandomState()

@@ -354,8 +354,10 @@ class Recorder:
         if structure != self._structure:
             self._structure = structure
             self._sites = sites(self.model, {id(p): name for name, p in self._learning.items()})
-            self.layers = {key: site.name for site in reversed(self._sites) for key in site.keys.values()}
-            self.layers = {name: self.layers[name] for name in self._learning if name in self.layers}
+            self.layers: dict[str, str] = {}
+            for site in self._sites:
+                for key in site.keys.values():
+                    self.layers.setdefault(key, site.name)
 
     @contextmanager
     def attached(self) -> Iterator[None]:

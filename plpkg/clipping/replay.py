@@ -12,7 +12,7 @@ from a generator of its own.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import SystemRandom
 
 import torch
@@ -36,10 +36,14 @@ _RANDOM = SystemRandom()
 
 @dataclass(frozen=True)
 class Look:
-    """A batch that was put together again: the example ``kept`` is where it was, and others are around it."""
+    """A batch that was put together again: the example ``kept`` is where it was, and others are around it.
+
+    ``seed`` is of the projections of its gradient.
+    """
 
     kept: int
     among: object
+    seed: int = field(default_factory=lambda: _RANDOM.randrange(2**32))
 
 
 def copies(batch: object, count: int, shared: tuple[torch.Tensor, ...] = ()) -> Look:

@@ -59,7 +59,7 @@ BY_CHANCE = float(norm.sf(STANDARD_ERRORS))
 CHUNK = 1000  # rows at a time, where all pairs are compared
 ZOO_EXAMPLES = 17  # with a last micro-batch of one
 USERS_OWN = ("loss over the batch's tokens", "actual batch size")
-"""Specimens that no library can get right: the mistake is in what it is given."""
+"""Specimens whose mistake is in what a library is given, and not its own (plpkg refuses the first all the same)."""
 
 
 @dataclass(frozen=True)
