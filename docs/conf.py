@@ -40,7 +40,10 @@ nitpick_ignore_regex = [
     ("py:data", r"(.*\.)?[A-Z_]+"),
     ("py:attr", r"address|users"),
     # pieces of signatures that are no Python, for the default values that pydantic and PEFT give
-    ("py:class", r"(Min|Max)Len|[GL][et]|FailFast|FieldInfo|NoneType|PeftType|TaskType|dict\[str|t\.Any"),
+    (
+        "py:class",
+        r"(Min|Max)Len|[GL][et]|FailFast|FieldInfo|NoneType|PeftType|Pydantic\w+|TaskType|dict\[str|t\.Any|plpkg\.lora_config\._listed",
+    ),
 ]
 
 

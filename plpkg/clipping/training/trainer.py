@@ -38,7 +38,7 @@ class PrivateTrainer(Trainer):
     Attributes
     ----------
     private
-        The :class:`~plpkg.clipping.training.private.Private` training, once :meth:`train` was called.
+        The :class:`~plpkg.clipping.training.private.Private` training, once ``train`` was called.
 
     Raises
     ------
