@@ -248,7 +248,7 @@ def read(path: Path, needed: Sequence[str] = ()) -> dict:
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (no mapping)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     version, _, rest = metadata.get("plpkg", "").partition(" ")

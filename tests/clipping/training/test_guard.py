@@ -11,8 +11,7 @@ from torch.nn import functional
 
 from plpkg.backbones import random_backbone
 from plpkg.clipping import clipped_gradients, make_private, mixing as guards
-from plpkg.clipping.mixing import Guard
-from plpkg.clipping.recorder import RowPass
+from plpkg.clipping.mixing import Guard, RowPass
 from plpkg.clipping.training import processes
 
 from preloaded import Process
