@@ -7,24 +7,23 @@ standard deviation σ·C on their sum, divided by the *expected* batch size. ε 
 import math
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 from opacus.accountants import IAccountant
 
-from plpkg.clipping.batches import batch_size, named, numbered
+from plpkg.clipping.batches import numbered
 from plpkg.clipping.clip import Clip, clip_dense, zeros_for
 from plpkg.clipping.gradients import Watched
 from plpkg.clipping.mixing import modules_of
-from plpkg.clipping.replay import Look
 from plpkg.clipping.training.accounting import Mechanism, accountant_of, spent
 from plpkg.clipping.training.given import GivenGradients
 from plpkg.clipping.training.ledger import Life, Spent, ledger_of
 from plpkg.clipping.training.processes import Processes
 from plpkg.clipping.training.randomness import Randomness
-from plpkg.clipping.training.samples import LOOP, Sample, Samples
+from plpkg.clipping.training.samples import LOOP, Part, Sample, Samples, own_parts
 from plpkg.validation import shown
 
 UNCLIPPED = Clip(1e30)
@@ -46,17 +45,6 @@ class Step(NamedTuple):
 
     losses: torch.Tensor
     count: int
-
-
-@dataclass(frozen=True)
-class Part:
-    """Examples of a step that go through the model together; ``owners`` are the users whose they are."""
-
-    batch: object
-    count: int
-    owners: Sequence[Hashable] | None = None
-    goes_on: bool = False
-    look: Look | None = None
 
 
 class Private:
@@ -319,7 +307,8 @@ class Private:
                 f"{what} when make_private was called: freeze, unfreeze and replace layers, and load with assign=True, "
                 "before; or call make_private again, and go on with load_state_dict(state_dict())"
             )
-        if len(learning := learned(self.optimizer)) != len(known) or learning != known:
+        learning = learned(self.optimizer)
+        if learning != known:
             raise RuntimeError(
                 f"the optimizer has {len(learning)} parameters that learn, make_private saw {len(known)}: freeze "
                 "and unfreeze before make_private"
@@ -335,7 +324,9 @@ class Private:
     def _parts(self, sample: Sample | list, users) -> Iterator[Part]:
         """The parts of the next step."""
         if self._samples is None:
-            return self._own_parts(sample, users)
+            if self._by_users not in (None, users is not None):
+                raise RuntimeError("users come with each step or with none: ε is about users, or about examples")
+            return own_parts(sample, users)
         if users is not None or not isinstance(sample, Sample):
             given = "users" if users is not None else f"a {type(sample).__name__}"
             raise RuntimeError(
@@ -346,27 +337,7 @@ class Private:
             raise RuntimeError(
                 f"this sample is not the one of step {self.steps} (used before, of another run, or changed?): {LOOP}"
             )
-        return (
-            Part(batch, len(piece.indices), piece.users, piece.goes_on, look)
-            for piece, batch, look in self._samples.collated(sample)
-        )
-
-    def _own_parts(self, pieces: list, users) -> Iterator[Part]:
-        if not isinstance(pieces, list):
-            raise RuntimeError(f"step takes a list of batches, [batch], got a {type(pieces).__name__}")
-        if self._by_users not in (None, users is not None):
-            raise RuntimeError("users come with each step or with none: ε is about users, or about examples")
-        counts = [batch_size(piece) for piece in pieces]
-        names = None if users is None else named(users, sum(counts))
-        parts, begin, earlier = [], 0, set()
-        for batch, count in zip(pieces, counts, strict=True):
-            owners = None if names is None else names[begin : begin + count]
-            if split := [owner for owner in owners or () if owner in earlier]:
-                raise ValueError(f"user {split[0]!r} has examples in two batches: keep a user's together")
-            earlier |= set(owners or ())
-            parts.append(Part(batch, count, owners))
-            begin += count
-        return iter(parts)
+        return self._samples.collated(sample)
 
     def _sums(self, parts: Iterable[Part]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """The sums of the clipped gradients of examples, or of users; and the losses."""

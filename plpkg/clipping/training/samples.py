@@ -6,14 +6,14 @@ one alone.
 """
 
 import copy
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import SystemRandom
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from plpkg.clipping.batches import leaves, named
+from plpkg.clipping.batches import batch_size, leaves, named
 from plpkg.clipping.dropout import RandomState
 from plpkg.clipping.replay import FIRST, SELDOM, Look
 from plpkg.clipping.training.processes import Processes
@@ -75,6 +75,19 @@ class Sample:
         return len(self.indices)
 
 
+@dataclass(frozen=True)
+class Part:
+    """A batch that goes through the model: ``count`` examples, the ``owners`` whose they are, and whether the last of
+    these ``goes_on`` in the next part.
+    """
+
+    batch: object
+    count: int
+    owners: Sequence[Hashable] | None = None
+    goes_on: bool = False
+    look: Look | None = None
+
+
 class Samples:
     """Draws the samples of a training, and collates their pieces.
 
@@ -133,15 +146,16 @@ class Samples:
             self._drawn[number] = Sample(number, pieces, users, self._collated), pieces
         return self._drawn[number][0]
 
-    def collated(self, sample: Sample) -> Iterator[tuple[Piece, object, Look | None]]:
-        """The pieces of the next step's sample, their batches, and how to look whether these mix examples."""
+    def collated(self, sample: Sample) -> Iterator[Part]:
+        """The parts of the next step's sample, now and then with a look whether examples are mixed."""
         if self._next != sample.number:
             self._batches = None
         if self._batches is None and sample.pieces:
             self._batches = self._fetch(sample.number)
         batches, self._batches = self._batches, None  # an exception leaves them in the middle
         for piece in sample.pieces:
-            yield piece, *next(batches)
+            batch, look = next(batches)
+            yield Part(batch, len(piece.indices), piece.users, piece.goes_on, look)
         self._batches, self._next = batches, sample.number + 1
 
     def is_drawn(self, sample: Sample) -> bool:
@@ -243,6 +257,29 @@ class _Collate:
         except Exception:  # it, or a copy of what it is given, may have any reason not to be had
             return None
         return None
+
+
+def own_parts(batches: list, users: Iterable[Hashable] | torch.Tensor | None) -> Iterator[Part]:
+    """The parts of a sample that somebody else has drawn; ``users`` are those of all batches.
+
+    Raises
+    ------
+    RuntimeError, ValueError
+        No list of batches, not one user for each example, or a user with examples in two batches.
+    """
+    if not isinstance(batches, list):
+        raise RuntimeError(f"step takes a list of batches, [batch], got a {type(batches).__name__}")
+    counts = [batch_size(batch) for batch in batches]
+    names = None if users is None else named(users, sum(counts))
+    parts, begin, earlier = [], 0, set()
+    for batch, count in zip(batches, counts, strict=True):
+        owners = None if names is None else names[begin : begin + count]
+        if split := [owner for owner in owners or () if owner in earlier]:
+            raise ValueError(f"user {split[0]!r} has examples in two batches: keep a user's together")
+        earlier |= set(owners or ())
+        parts.append(Part(batch, count, owners))
+        begin += count
+    return iter(parts)
 
 
 def loader_of(dataset, batch_size: int | None) -> DataLoader:
