@@ -241,14 +241,14 @@ class _Collate:
         return self.collate(items), look
 
     def _look(self, items: list, state: RandomState) -> Look | None:
-        """Half of the others are replaced by one of them, the rest change places: shapes stay, as a rule."""
+        """All others are replaced by one of them; where that shortens the batch, half, and the rest change places."""
         try:
             shapes = [leaf.shape for leaf in leaves(self.collate(copy.deepcopy(items)))]
-            for _ in range(8):
+            for attempt in range(8):
                 kept, *others = _RANDOM.sample(range(len(items)), len(items))
-                half = (len(others) + 1) // 2
+                replaced = len(others) if attempt < 3 else (len(others) + 1) // 2
                 copied = others[-1] if len(others) > 1 else kept
-                places = iter(_RANDOM.sample([*[copied] * half, *others[half:]], len(others)))
+                places = iter(_RANDOM.sample([*[copied] * replaced, *others[replaced:]], len(others)))
                 among = [kept if place == kept else next(places) for place in range(len(items))]
                 state.restore()
                 batch = self.collate(copy.deepcopy([items[i] for i in among]))
