@@ -6,6 +6,7 @@ one alone.
 """
 
 import copy
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import SystemRandom
@@ -132,7 +133,10 @@ class Samples:
         self.rate = 1 / self.steps
         self._limit, self._randomness, self._processes = limit, randomness, processes
         self._drawn: dict[int, tuple[Sample, tuple[Piece, ...]]] = {}
-        self._batches: Iterator | None = None  # of the pieces from that of sample `_next` on
+        self._batches: list[Iterator] = []  # one, or none, of the pieces from that of sample `_next` on
+        # Its workers end with this. A garbage collector that found both at once would first close the queues by which
+        # they are told to end, and wait five seconds for each.
+        weakref.finalize(self, self._batches.clear)
         self._next = 0
         self._loader, self._collate = loader, _Collate(loader.collate_fn)
 
@@ -149,14 +153,15 @@ class Samples:
     def collated(self, sample: Sample) -> Iterator[Part]:
         """The parts of the next step's sample, now and then with a look whether examples are mixed."""
         if self._next != sample.number:
-            self._batches = None
-        if self._batches is None and sample.pieces:
-            self._batches = self._fetch(sample.number)
-        batches, self._batches = self._batches, None  # an exception leaves them in the middle
+            self.stop()
+        if sample.pieces and not self._batches:
+            self._batches.append(self._fetch(sample.number))
+        batches = self._batches[:]
+        self.stop()  # an exception leaves them in the middle
         for piece in sample.pieces:
-            batch, look = next(batches)
+            batch, look = next(batches[0])
             yield Part(batch, len(piece.indices), piece.users, piece.goes_on, look)
-        self._batches, self._next = batches, sample.number + 1
+        self._batches[:], self._next = batches, sample.number + 1
 
     def is_drawn(self, sample: Sample) -> bool:
         """Whether a sample is one of this training's that nobody has used, as it was drawn."""
@@ -169,7 +174,7 @@ class Samples:
 
     def stop(self) -> None:
         """Workers end; what they have collated ahead is collated again if it goes on."""
-        self._batches = None
+        self._batches.clear()
 
     def forget(self) -> None:
         """What was drawn ahead is not used: a state was loaded."""
@@ -182,7 +187,7 @@ class Samples:
         return iter(
             DataLoader(
                 like.dataset,
-                batch_sampler=self._indices(number),
+                batch_sampler=_indices(weakref.ref(self), number),
                 collate_fn=self._collate,
                 num_workers=like.num_workers,
                 pin_memory=like.pin_memory,
@@ -194,12 +199,6 @@ class Samples:
                 **workers,
             )
         )
-
-    def _indices(self, number: int) -> Iterator[list[int]]:
-        while True:
-            for piece in self.sample(number).pieces:
-                yield list(piece.indices)
-            number += 1
 
     def _collated(self, piece: Piece) -> object:
         return self._loader.collate_fn([self._loader.dataset[index] for index in piece.indices])
@@ -223,6 +222,13 @@ class Samples:
     def _piece(self, indices: list[int], *, goes_on: bool = False) -> Piece:
         users = None if self.names is None else tuple(self.names[index] for index in indices)
         return Piece(tuple(indices), users, goes_on)
+
+
+def _indices(samples: weakref.ref, number: int) -> Iterator[list[int]]:
+    while True:
+        for piece in samples().sample(number).pieces:
+            yield list(piece.indices)
+        number += 1
 
 
 class _Collate:

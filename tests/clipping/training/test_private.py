@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import math
 import multiprocessing
 from collections import Counter
@@ -23,6 +24,7 @@ from plpkg.clipping.training.randomness import Randomness
 
 from preloaded import Process
 from rounding import assert_as_exact, sampling_error
+from waiting import PATIENCE_S
 
 COUNT = 40
 
@@ -233,6 +235,22 @@ def test_workers_end_with_the_loop():
         assert len(children() - before) == 2
     assert children() <= before
     assert sample.indices
+
+
+def test_workers_end_when_a_training_is_forgotten(monkeypatch):
+    """The garbage collector finds a training in a circle of references: its workers' queues must not close first."""
+    join, ended = multiprocessing.process.BaseProcess.join, []
+
+    def patient(process, timeout=None):
+        join(process, PATIENCE_S if timeout else None)
+        ended.append(not process.is_alive())
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "join", patient)
+    made = private(dataset=DataLoader(data(), batch_size=10, num_workers=2), batch_size=None)
+    made.step(made.sample())
+    del made
+    gc.collect()
+    assert ended == [True, True]
 
 
 def test_own_batches_are_one_step():
