@@ -60,11 +60,9 @@ def tokens(adapters=False):
 
 CASES = {
     "LSTM, head": (words, "head."),
-    "LSTM, all": (words, ""),
     "CNN, head": (digits, "head."),
     "CNN, all": (digits, ""),
     "Llama, LoRA": (lambda: tokens(True), "lora_"),
-    "Llama, all": (tokens, ""),
     "Llama, norms": (tokens, "norm"),
 }
 

@@ -23,18 +23,14 @@ from preloaded import Process
 SETTINGS = dict(steps=40, lr=0.1, batch=4, evaluate_every=4, patience=None, seed=1003)  # which no switch shifts
 LORA = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"])
 CASES = {
-    "head": ("mobile", "head", {}),
     "head of sequences": ("lstm", "head", {"patience": 6, "lr": 0.3}),
     "norm": ("mobile", "norm", {}),
     "all": ("mobile", "all", {"patience": 9, "batch_norm": True}),
     "lora": ("llama", "lora", {}),
     "private head, many samples of nobody": ("mobile", "head", {"batch": 1, "private": {}}),
     "private head of sequences, by users": ("lstm", "head", {"private": {"users": [n // 2 for n in range(14)]}}),
-    "private bias": ("gpt2", "bias", {"private": {"execution": "ghost"}}),
-    "private norm": ("mobile", "norm", {"private": {"accountant": "rdp"}}),
-    "private lora": ("llama", "lora", {"private": {"clipping": "automatic"}}),
-    "all private, in pieces": ("mobile", "all", {"private": {"max_physical_batch_size": 2}}),
-    "all private, one after the other": ("lstm", "all", {"private": {"execution": "loop"}}),
+    "private bias": ("gpt2", "bias", {"private": {"execution": "ghost", "accountant": "rdp"}}),
+    "all private, in pieces": ("mobile", "all", {"private": {"max_physical_batch_size": 2, "clipping": "automatic"}}),
 }
 PRIVATE = functools.partial(make_private, noise_multiplier=1.0, max_grad_norm=1.0, seed=5)
 

@@ -66,10 +66,10 @@ def test_where_all_take_part_epsilon_is_that_of_one_release(delta):
         (0.01, 2.0, 100_000, 1e-12),
         (0.01, 2.0, 100_000, 2.3e-9),  # and the rule's border: above it
         (0.01, 2.0, 100_000, 2.1e-9),  # and below
-        (1 / 3000, 4.0, 10_000, 1e-13),
+        (1 / 300, 4.0, 1_000, 1e-13),
         (0.05, 1.5, 300, 1e-8),
         (0.3, 6.0, 40, 1e-4),
-        (0.002, 0.8, 2_000, 1e-6),
+        (0.005, 0.8, 300, 1e-6),
     ],
 )
 def test_epsilon_is_never_below_the_exact_one(sample_rate, noise_multiplier, steps, delta):

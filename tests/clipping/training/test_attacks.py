@@ -93,8 +93,8 @@ def test_a_private_training_is_not_copied(how):
 
 
 def test_max_epsilon_where_others_spend_meanwhile():
-    limit = epsilon_of(2.0, 1 / 3, 12, 1e-3)
-    limited = private(noise_multiplier=2.0, max_epsilon=limit, target_delta=1e-3)
+    limit = epsilon_of(2.0, 1 / 3, 12, 1e-3, accountant="rdp")
+    limited = private(noise_multiplier=2.0, max_epsilon=limit, target_delta=1e-3, accountant="rdp")
     other = private(limited.model, noise_multiplier=2.0)
     for _ in range(6):
         other.step(other.sample())
