@@ -9,7 +9,7 @@ SERVE ?=
 STORE ?= .adapters
 DIST ?= dist
 CONSTRAINTS ?= constraints.txt
-PARALLEL ?= -n 2
+PARALLEL ?= -n 3
 NBVAL ?= --nbval
 NBVAL_OPTIONS = --nbval-current-env --nbval-sanitize-with tests/nbval.cfg --nbval-cell-timeout 1200 -p no:cacheprovider -p no:schemathesis -p notebook_memory
 EXECUTE = --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.store_widget_state=False
@@ -42,7 +42,7 @@ check: export OMP_NUM_THREADS = $(or $(PLPKG_TEST_THREADS),1)
 check: install # the notebooks run also where a unit test failed; the corpora are read first, not by two at once
 	@$(BIN)/python -c 'from plpkg import corpora; corpora.public("test")'
 	@$(BIN)/python -m pytest $(PARALLEL) --dist loadfile -p no:nbval -m 'not browser'; tests=$$?; \
-	PYTHONPATH=tests $(BIN)/python -m pytest $(PARALLEL) --dist loadscope $(NBVAL) $(NBVAL_OPTIONS) notebooks; notebooks=$$?; \
+	PYTHONPATH=tests $(BIN)/python -m pytest -n 2 --dist loadscope $(NBVAL) $(NBVAL_OPTIONS) notebooks; notebooks=$$?; \
 	echo "exit status: $$tests of the unit tests, $$notebooks of the notebooks"; \
 	exit $$((tests > notebooks ? tests : notebooks))
 

@@ -239,6 +239,7 @@ def test_workers_end_with_the_loop():
 
 def test_workers_end_when_a_training_is_forgotten(monkeypatch):
     """The garbage collector finds a training in a circle of references: its workers' queues must not close first."""
+    gc.collect()  # of what tests before have left
     join, ended = multiprocessing.process.BaseProcess.join, []
 
     def patient(process, timeout=None):
