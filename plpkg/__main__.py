@@ -1,5 +1,14 @@
 """``python -m plpkg`` is ``plpkg``: what ``accelerate launch -m plpkg`` runs."""
 
-from plpkg.cli import app
+from plpkg.lazy import ended_by_ctrl_c
 
-app()
+
+def main() -> None:
+    """The command line."""
+    with ended_by_ctrl_c():
+        from plpkg.cli import app
+    app()
+
+
+if __name__ == "__main__":
+    main()

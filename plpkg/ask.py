@@ -24,6 +24,7 @@ from plpkg.backbones import load_backbone
 from plpkg.excerpts import read_folder
 from plpkg.questions import Reading
 from plpkg.search import Found, Search
+from plpkg.untrusted import printable
 
 NUM_PASSAGES = 3
 """Passages that are found, read for an answer, each alone, and named beside it."""
@@ -151,11 +152,6 @@ def lines(terminal: bool) -> Iterator[str]:
             return
         if line.strip():
             yield line.strip()
-
-
-def printable(text: str) -> str:
-    """Without what a terminal would obey; lines stay."""
-    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text.expandtabs(4))
 
 
 def show(answer: Answer) -> None:

@@ -5,7 +5,9 @@ A room's front door opens the rooms behind it on first use (PEP 562), so that a 
 
 import contextlib
 import gc
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from importlib import import_module
 
@@ -39,14 +41,29 @@ def uncollected() -> Iterator[None]:
     """Import without the garbage collector, which would look at all that modules hold again and again: 1 s of 3.6.
 
     What a module holds lives as long as the process, so that the collector leaves it out later as well. In a process
-    that has loaded torch before, where other objects may become garbage, nothing is changed.
+    that has loaded torch before, where other objects may become garbage, nothing is changed. Ctrl-C ends a command
+    that imports at once, without a traceback.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
         return
     gc.disable()
     try:
-        yield
+        with ended_by_ctrl_c():
+            yield
     finally:
         gc.freeze()
         gc.enable()
+
+
+@contextlib.contextmanager
+def ended_by_ctrl_c() -> Iterator[None]:
+    """SIGINT ends the process, as it ends one that is not Python's."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -37,6 +37,11 @@ def brief(reasons: list[str]) -> str:
     return f"{shown}; and {len(rest)} more" if rest else shown
 
 
+def printable(text: str) -> str:
+    """What others have written, without what a terminal would obey; lines stay."""
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text.expandtabs(4))
+
+
 def open_regular(path: Path):
     """Open a regular file, or a link to one, unbuffered. A fifo, a device or a folder is refused at once."""
     try:  # looked at before it is opened, since that alone can make a device do something

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 
 import grpc
 
-from plpkg.residual.wire.connection import Counter, Messages
+from plpkg.residual.wire.messages import Counter, Messages
 from plpkg.residual.wire.wire_pb2 import FromCloud, FromDevice, Part
 
 METHOD = "/plpkg.Echo/Echo"

@@ -41,7 +41,7 @@ from plpkg.backbones import load_backbone, random_backbone
 from plpkg.catalog import Link
 from plpkg.residual import CloudServer, DeviceClient, DevicePart, LadderConfig, PrivateLoraConfig
 from plpkg.residual.cost import device_cost
-from plpkg.residual.wire.connection import Counter
+from plpkg.residual.wire.messages import Counter
 
 GUESSES = 6
 AT = (*((rtt_ms, 0.0, GUESSES) for rtt_ms in (0, 5, 20, 33)), (20, 1.0, GUESSES), *((0, 0.0, k) for k in (3, 10)))

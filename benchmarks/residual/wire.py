@@ -34,7 +34,7 @@ from benchmarks.residual.processes import MANY, build, client, cloud
 from plpkg import communication
 from plpkg.catalog import Link, ModelShape
 from plpkg.residual import DeviceClient
-from plpkg.residual.wire.relay import UNLIMITED
+from benchmarks.serving.relay import UNLIMITED
 
 PROMPT = 16
 HOSTS = ("10.213.0.1", "10.213.0.2")

@@ -36,7 +36,7 @@ from benchmarks import record
 from plpkg.adapters import validate_adapter
 from plpkg.backbones import load_backbone
 from plpkg.catalog import Link, data_path
-from plpkg.residual.wire.relay import Relay
+from benchmarks.serving.relay import Relay
 from plpkg.serving import Engine, Request, train_many
 from plpkg.serving.service import Replica, Scheduler, Store, Tiers
 from plpkg.serving.slots import Pool

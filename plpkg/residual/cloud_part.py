@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -46,43 +46,20 @@ class CloudPart(nn.Module):
         By their number: layer by layer.
     riders
         The widths of what goes down with each final hidden state, which is then the one before the norm.
-    public
-        A device's part without any M, with which the cloud can write by itself; ``None`` where the devices keep
-        layers. It is not among this module's parameters.
     """
 
-    def __init__(
-        self, decoder: nn.Module, exchanges: list[Exchange], riders: list[int], here: Here, public: nn.Module | None
-    ) -> None:
+    def __init__(self, decoder: nn.Module, exchanges: list[Exchange], riders: list[int], here: Here) -> None:
         super().__init__()
-        self.decoder, self.riders, self._here, self._public = decoder, riders, here, [public]
+        self.decoder, self.riders, self._here = decoder, riders, here
         self.exchanges = nn.ModuleList(exchanges)
         self.make_cache: Callable[[nn.Module], Cache] | None = None
         self.requires_grad_(False)
-
-    @property
-    def public(self) -> nn.Module | None:
-        return self._public[0]
-
-    @property
-    def writes(self) -> bool:
-        """Whether there is a ``public`` part, and nobody has freed it."""
-        return self.public is not None and all(tensor.numel() for tensor in self.public.parameters())
 
     def connect(self, transport: Transport | None) -> None:
         """Let what this thread computes from now on go through ``transport``: other threads have their own."""
         self._here.transport = transport
         for left in (self._here.outputs, self._here.sent, self._here.riding):  # by a pass that broke off
             left.clear()
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Let this thread compute without the device, as if every M were zero."""
-        self._here.alone = True
-        try:
-            yield
-        finally:
-            self._here.alone = False
 
     def new_cache(self) -> Cache:
         """An empty KV cache for these layers.

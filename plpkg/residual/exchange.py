@@ -39,8 +39,6 @@ class Here(PerThread):
     ----------
     transport
         The way to the device.
-    alone
-        The layers compute without the device: every M is zero.
     shape
         ``(batch, seq)`` of this pass. A module may see them otherwise, a shared expert as ``(batch · seq,)``.
     outputs, sent, riding
@@ -49,7 +47,6 @@ class Here(PerThread):
 
     def __init__(self) -> None:
         self.transport: Transport | None = None
-        self.alone = False
         self.shape: tuple[int, ...] = ()
         self.outputs: dict[int, tuple[torch.Tensor, dict[int, torch.Tensor]]] = {}
         self.sent: dict[int, torch.Tensor] = {}
@@ -92,8 +89,6 @@ class Exchange(nn.Module):
         return result
 
     def _compute(self, x: torch.Tensor) -> list[torch.Tensor]:
-        if self._here.alone:
-            return [layer(x) for layer in self.base_layers]
         if self._here.transport is None:
             raise RuntimeError(f"exchange {self.group} has no device to ask")
         otherwise = x.shape[:-1] != self._here.shape  # whether this module sees the text's places in other dimensions
@@ -204,7 +199,7 @@ class Rider(nn.Module):
         riding = nn.functional.linear(x.to(self.a.dtype), self.a)
         self._here.riding[self.seat] = as_places(riding, self._here.shape)  # (batch, seq, rank)
         result = self.base_layer(x)
-        for exchange in () if self._here.alone else self.added:
+        for exchange in self.added:
             v = as_places(exchange.received(), x.shape[:-1], first=1)
             result = (result + exchange.residual(v, 0)).to(result.dtype)
         return result

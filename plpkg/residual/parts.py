@@ -176,18 +176,13 @@ def split(
         scale=getattr(whole.config, "logit_scale", None) or 1 / (getattr(whole.config, "logits_scaling", None) or 1),
     )
 
-    def tail(m: nn.Module | None) -> Tail | None:
-        return Tail(norm, m, ends["embedding"].embedding_dim, sum(widths)) if riders else None
-
+    tail = Tail(norm, m, ends["embedding"].embedding_dim, sum(widths)) if riders else None
     device = DevicePart(
         **ends, first=section(0, first_k, norm=False), last=section(count - last_k, count, norm=True),
-        matrices=matrices, ranks=next(iter(ranks), (0, 0)), tail=tail(m),
+        matrices=matrices, ranks=next(iter(ranks), (0, 0)), tail=tail,
     )  # fmt: skip
     _require_own_logits(whole, device)
-    public = None
-    if (first_k, last_k) == (0, 0):
-        public = DevicePart(**ends, first=None, last=None, matrices=[], ranks=(0, 0), tail=tail(None))
-    return device, CloudPart(middle, exchanges, widths, here, public)
+    return device, CloudPart(middle, exchanges, widths, here)
 
 
 def release(model: PeftModel, *parts: DevicePart | CloudPart, adapter_name: str | None = None) -> None:
@@ -198,8 +193,7 @@ def release(model: PeftModel, *parts: DevicePart | CloudPart, adapter_name: str 
     Parameters
     ----------
     model, parts
-        What was given to :func:`split`, and of what it gave the one that is used; a cloud that writes by itself needs
-        its ``public`` part, too.
+        What was given to :func:`split`, and of what it gave the one that is used.
     adapter_name
         An adapter that can still be saved and loaded into the model: a device's own.
     """

@@ -9,9 +9,10 @@ from grpc import StatusCode
 from transformers import TextStreamer
 
 from plpkg.residual.drafts import chosen
-from plpkg.residual.wire.connection import RefusedError
 from plpkg.residual.wire.device import DeviceClient
+from plpkg.residual.wire.wire import RefusedError
 from plpkg.residual.wire.writing import checked_warpers, stops
+from plpkg.untrusted import printable
 from plpkg.validation import whole_number
 
 
@@ -42,6 +43,7 @@ def answer_lines(
     whole_number("draft_tokens", draft_tokens, 0)
     chosen(draft, tokenizer)
     stops(stop_strings, tokenizer)
+    client.connect()
     options = sampling | dict(draft=draft, draft_tokens=draft_tokens, stop_strings=stop_strings, tokenizer=tokenizer)
     conversation = []
     for line in lines:
@@ -49,7 +51,7 @@ def answer_lines(
             continue
         conversation.append({"role": "user", "content": line})
         ids = prompt(tokenizer, conversation)
-        streamer = TextStreamer(tokenizer, skip_special_tokens=True)  # prints each word as soon as it is complete
+        streamer = _Printed(tokenizer, skip_special_tokens=True)
         try:
             ids_and_answer = client.generate(ids, max_new_tokens, on_token=streamer.put, **options)
         except RefusedError as refused:
@@ -61,6 +63,13 @@ def answer_lines(
         streamer.end()
         answer = tokenizer.decode(ids_and_answer[0, ids.shape[1] :], skip_special_tokens=True)
         conversation.append({"role": "assistant", "content": answer})
+
+
+class _Printed(TextStreamer):
+    """Prints each word as soon as it is complete: the cloud has its part in what it is."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        super().on_finalized_text(printable(text), stream_end)
 
 
 def prompt(tokenizer, conversation: list[dict]) -> torch.Tensor:

@@ -1,8 +1,7 @@
 """The cloud's end: serves the decoder layers to several devices at once, each with a session of its own.
 
-A session is a KV cache and the number of the last completed step. A step that breaks off leaves the cache as it
-was; a device that comes back within ``resume_s`` goes on with it, and a step that it repeats because the answer was
-lost is answered from memory. Each stream has a thread, so that one device's silence holds nobody up.
+A session is a stream and its KV cache: a device whose stream broke comes with all of its text again. Each stream has a
+thread, so that one device's silence holds nobody up.
 
 Left out: batching the steps of several devices together. Training on a GPU waits for the device inside PyTorch's
 backward thread, of which each GPU has one: there one device's silence does hold up the others' training.
@@ -23,7 +22,7 @@ from transformers import Cache
 
 from plpkg.residual.parts import split
 from plpkg.residual.wire import certificates
-from plpkg.residual.wire.connection import METHOD, OPTIONS, Counter, Messages, StatusError
+from plpkg.residual.wire.messages import METHOD, OPTIONS, Counter, Messages, StatusError
 from plpkg.residual.wire.stream import Sessions, Stream
 from plpkg.residual.wire.terms import Limits, terms
 from plpkg.residual.wire.wire_pb2 import FromCloud, FromDevice
@@ -42,8 +41,7 @@ class CloudServer:
     ----------
     model
         What ``get_peft_model(model, PrivateLoraConfig(...))`` gave, or a ``LadderConfig``. Its M are not used: the
-        devices have them; :func:`plpkg.residual.parts.release` frees them here, and the embedding and LM head, if no
-        device is to ask the cloud to write ahead (``part.public``).
+        devices have them; :func:`plpkg.residual.parts.release` frees them here, and the embedding and LM head.
     address
         ``host:port``; port 0 takes a free one. See :attr:`address`.
     first_k, last_k, fold
@@ -141,13 +139,12 @@ class CloudServer:
         self.stop()
 
     def stop(self, grace_s: float = 0.0) -> None:
-        """Break off what is under way after ``grace_s`` seconds, and forget every session."""
+        """Break off what is under way after ``grace_s`` seconds."""
         self._server.stop(grace_s).wait()
         patience = time.monotonic() + 10
         for thread in list(self._streams.values()):
             if thread.is_alive():
                 thread.join(max(0.0, patience - time.monotonic()))
-        self._sessions.clear()
 
     def wait(self) -> None:
         """Until :meth:`stop` is called."""
@@ -155,7 +152,7 @@ class CloudServer:
 
     @property
     def sessions(self) -> int:
-        """How many there are, waiting ones included."""
+        """How many there are."""
         return len(self._sessions)
 
     def _connect(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -165,11 +162,11 @@ class CloudServer:
             context.abort(StatusCode.UNAUTHENTICATED, "no token, or a wrong one")
         messages = Messages(FromCloud, FromDevice, "the device", self.traffic)
         over = threading.Event()
-        context.add_callback(lambda: (over.set(), messages.outgoing.put(None)))  # nobody reads any more
+        context.add_callback(lambda: (over.set(), messages.end()))  # nobody reads any more
         stream = Stream(self._sessions, messages, end=context.cancel)
         thread = threading.Thread(target=self._serve, args=(stream, over), daemon=True, name="plpkg-session")
         self._streams[stream] = thread
-        silent = [stream for stream in list(self._streams) if stream.session is None]
+        silent = [stream for stream in list(self._streams) if not stream.greeted]
         if len(silent) > WAITING:
             self._streams.pop(silent[0], None)
             silent[0].end()
@@ -179,7 +176,7 @@ class CloudServer:
         except RuntimeError as error:  # there can be no more threads
             self._streams.pop(stream, None)
             context.abort(StatusCode.UNAVAILABLE, str(error))
-        for message in iter(messages.outgoing.get, None):
+        for message in messages.outgoing():
             if isinstance(message, StatusError):
                 context.abort(message.code, message.details)
             yield message

@@ -41,7 +41,7 @@ LastK = Annotated[int, Option(help="Layers that the device keeps at the end.")]
 Fold = Annotated[bool, Option("--fold", help="The last layer's exchange goes with its final hidden state.")]
 Precision = Annotated[str, Option(help="Of the values on the wire: fp16, bf16 or fp32.")]
 Dtype = Annotated[str, Option(help="Of the weights: fp16, bf16, fp32, or auto: the checkpoint's own.")]
-Link = Annotated[str | None, Option(help="Go through a relay with this link's rates and delay: 5g, say.")]
+Link = Annotated[str | None, Option(help="Let every message take this link's time: 5g, say.")]
 Token = Annotated[str | None, Option(envvar="PLPKG_TOKEN", help="The bearer token; better through PLPKG_TOKEN.")]
 
 
@@ -77,7 +77,7 @@ def cloud(
     limits = Limits(sessions=sessions, tokens=tokens)
     cut = dict(first_k=first_k, last_k=last_k, fold=fold, precision=precision)
     server = CloudServer(adapted, listen, tls=tls, token=token, limits=limits, **cut)
-    release(adapted, *filter(None, (server.part, server.part.public)))
+    release(adapted, server.part)
     with server:
         typer.echo(f"listening on {server.address}; end with Ctrl+C")
         try:
@@ -106,7 +106,7 @@ app.add_typer(device_app, name="device")
 @device_app.callback()
 def device(
     context: typer.Context,
-    connect: Annotated[str, Option(metavar="HOST:PORT", help="The cloud.")],
+    connect: Annotated[str | None, Option(metavar="HOST:PORT", help="The cloud; needed.")] = None,
     model: Model = "plpkg-small",
     like: Like = None,
     adapter: Adapter = None,
@@ -131,11 +131,13 @@ def device(
 
 
 @contextlib.contextmanager
-def client_of(connect: str, name: str, adapter: Path | None, new: dict, settings: dict) -> Iterator[tuple]:
+def client_of(connect: str | None, name: str, adapter: Path | None, new: dict, settings: dict) -> Iterator[tuple]:
     """A device's client, the adapted model with nothing but the device's tensors, and its tokenizer.
 
     The checkpoint keeps its own type until the cloud's layers are gone: what is not used stays in the file.
     """
+    if connect is None:
+        raise ValueError("--connect HOST:PORT is needed: the cloud")
     with uncollected():
         from plpkg.residual import DeviceClient, RefusedError, release
         from plpkg.residual.wire.loading import adapted_model
@@ -148,7 +150,7 @@ def client_of(connect: str, name: str, adapter: Path | None, new: dict, settings
         try:
             yield client, model, tokenizer
         except RefusedError as refused:
-            error = ConnectionError(f"{connect} refuses: {refused.details}")
+            error = ConnectionError(f"{connect} refuses --model {name}: {refused.details}")
             for note in getattr(refused, "__notes__", ()):
                 error.add_note(note)
             raise error from refused
@@ -170,9 +172,7 @@ def chat(
     draft: Annotated[
         str,
         Option(
-            help="Who guesses the next tokens, to save round trips: none, lookup, public or backbone; no more where "
-            "too few are right. All guesses reach the cloud, and backbone tells it the random numbers that choose "
-            "among tokens."
+            help="Who guesses the next tokens, to save round trips: none, lookup or public. The cloud gets all guesses."
         ),
     ] = "none",
     draft_tokens: Annotated[int, Option(help="At most so many guesses at once.")] = 6,

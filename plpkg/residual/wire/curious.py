@@ -7,6 +7,7 @@ crossed. The attack runs here, on the bytes that came through the socket: the ne
 Left out: M, which it could solve for as well (``attacks.recover_m``).
 """
 
+import contextlib
 import functools
 import json
 import subprocess
@@ -14,8 +15,6 @@ import sys
 import weakref
 from collections import deque
 from pathlib import Path
-
-from plpkg.residual.wire.relay import end_process
 
 PASSES = 64
 """Through the layers, the last of which are kept: an answer has fewer, a training any number."""
@@ -69,6 +68,15 @@ class CuriousCloud:
         return answer
 
 
+def end_process(process: subprocess.Popen) -> None:
+    """Kill a process, and close its pipes."""
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):  # what the process did not read
+            pipe.close()
+
+
 def tokens_of(received, public) -> list[int]:
     """The tokens whose embeddings came, each pass ``(1, seq, hidden)``, by the device's part as anyone can build it."""
     import torch
@@ -87,7 +95,7 @@ def tokens_of(received, public) -> list[int]:
 
 def serve(name: str, like: str | None) -> None:
     """The process: its first line says where it listens, and each line of standard input is answered by another."""
-    from plpkg.residual import CloudServer, release
+    from plpkg.residual import CloudServer, release, split
     from plpkg.residual.wire.loading import adapted_model
 
     try:
@@ -97,13 +105,14 @@ def serve(name: str, like: str | None) -> None:
         print(json.dumps({"error": str(error)}), flush=True)
         return
     received, part = deque(maxlen=PASSES), server.part
-    release(model, part, part.public)
+    public, _ = split(model)
+    release(model, part, public)
     part.register_forward_pre_hook(lambda _, given: received.append(given[0].detach()))
     layers, bases = (sum(t.nbytes for t in tensors) for tensors in (part.parameters(), part.buffers()))
     with server:
         print(json.dumps(dict(address=server.address, layers=layers, bases=bases)), flush=True)
         for _ in sys.stdin:
-            tokens = tokens_of(received, part.public)
+            tokens = tokens_of(received, public)
             received.clear()
             text = tokenizer.decode(tokens, skip_special_tokens=True)
             print(json.dumps(dict(tokens=tokens, text=text)), flush=True)

@@ -26,10 +26,11 @@ from plpkg.corpora import Document, Writer
 from plpkg.corpora.folder import text_files
 from plpkg.residual.device_part import DevicePart
 from plpkg.residual.wire.chat import beginning, prompt
-from plpkg.residual.wire.connection import Counter
 from plpkg.residual.wire.curious import CuriousCloud
 from plpkg.residual.wire.device import DeviceClient
+from plpkg.residual.wire.messages import Counter
 from plpkg.residual.wire.training import train
+from plpkg.untrusted import printable
 
 TOKENS = 16
 """Of an answer, at most."""
@@ -221,7 +222,7 @@ def turned(turn: Turn) -> Table:
 
 def _line(text: str, style: str) -> Text:
     """What a model has written, on one line and without what a terminal would obey."""
-    return Text(" ".join("".join(c if c.isprintable() else " " for c in text).split()), style=style)
+    return Text(" ".join(printable(text).split()), style=style)
 
 
 def run(

@@ -9,7 +9,7 @@ from plpkg.backbones import load_backbone
 from plpkg.residual.config import ProjectionConfig
 from plpkg.residual.methods import LadderConfig, PrivateLoraConfig, load, saved_config
 from plpkg.residual.wire.tensors import PRECISIONS
-from plpkg.validation import one_of
+from plpkg.validation import one_of, whole_number
 
 
 def adapted_model(
@@ -55,7 +55,7 @@ def adapted_model(
     if like is not None:
         return get_peft_model(model, _public_config(like, adapter, ladder, asked)), tokenizer
     if adapter is None:
-        rank = 64 if rank is None else rank
+        rank = 64 if rank is None else whole_number("--rank", rank, 1)
         config |= dict(target_modules=targets or None, projection_seed=seed or 0)
         new = LadderConfig(r=rank, **config) if ladder else PrivateLoraConfig(r_c2d=rank, r_d2c=rank, **config)
         return get_peft_model(model, new), tokenizer

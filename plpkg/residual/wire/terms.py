@@ -23,7 +23,7 @@ OPTIONS = dict(
 )  # fmt: skip
 """What a reader of a refusal can change; the other fields have their own names."""
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Raised whenever an older peer would misunderstand."""
 
 
@@ -34,7 +34,7 @@ class Limits:
     Attributes
     ----------
     sessions
-        Devices at the same time; those are included that it waits for.
+        Devices at the same time.
     tokens
         The longest sequence: what is in the KV cache and the step together.
     batch
@@ -45,8 +45,6 @@ class Limits:
         How long a device may take to answer within a step.
     idle_s
         How long it may say nothing between two steps.
-    resume_s
-        How long a session waits for a device whose connection broke.
     """
 
     sessions: int = 16
@@ -55,12 +53,11 @@ class Limits:
     message_bytes: int = 64 * 2**20
     answer_s: float = 30.0
     idle_s: float = 600.0
-    resume_s: float = 120.0
 
     def __post_init__(self) -> None:
         for name in ("sessions", "tokens", "batch", "message_bytes"):
             whole_number(name, getattr(self, name), 1)
-        for name in ("answer_s", "idle_s", "resume_s"):
+        for name in ("answer_s", "idle_s"):
             number(name, getattr(self, name), open_low=True)
 
 
@@ -103,6 +100,9 @@ def differences(device: Terms, cloud: Terms) -> str:
     for field in Terms.DESCRIPTOR.fields:
         values = getattr(device, field.name), getattr(cloud, field.name)
         if values[0] != values[1] and not (field.name == "bases" and sentences):  # they follow from all the others
+            if field.name in ("model", "bases"):  # fingerprints tell a reader nothing
+                sentences.append(f"another {OPTIONS[field.name]} here than on the cloud")
+                continue
             shown = (list(value[:50]) if field.is_repeated else value for value in values)  # it may be endless
             shown = (value if isinstance(value, str) else repr(value) for value in shown)
             sentences.append("{} {} here, {} on the cloud".format(OPTIONS.get(field.name, field.name), *shown))

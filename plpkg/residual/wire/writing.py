@@ -1,11 +1,4 @@
-"""A text that is being written: how its next token is chosen, which of some guesses are, and what ends it.
-
-A sampled token is the argmax of p / E, where p are the probabilities and E exponential random numbers. Whoever knows
-E and a similar p often finds the same token: so the cloud guesses what the device will sample, and however wrong its
-guesses are, what the device samples is distributed as it should be
-(Daliri, Musco, Suresh 2024, arXiv 2408.07978; the rule of Leviathan et al., arXiv 2211.17192, accepts a little more
-often, but needs the cloud's distributions on the device).
-"""
+"""A text that is being written: how its next token is chosen, which of some guesses are, and what ends it."""
 
 import math
 import operator
@@ -18,7 +11,6 @@ from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokeniz
 from plpkg import decoding
 from plpkg.decoding import rope_changes
 from plpkg.residual.drafts import Draft
-from plpkg.residual.wire.wire_pb2 import Choice
 from plpkg.validation import flag, number, shown, whole_number
 
 LEAST_TEMPERATURE = 1e-30
@@ -36,8 +28,6 @@ class Writing:
         At most so many more; the tokens, and the strings, that end one.
     guess, vocab
         Who guesses on the device, or ``None``; and how many tokens there are.
-    ahead
-        The cloud guesses. Then it is told the random numbers with which the device samples.
     generator
         Of what is sampled.
     **choice
@@ -59,7 +49,6 @@ class Writing:
         stops: StopStringCriteria | None,
         guess: Draft | None,
         vocab: int,
-        ahead: bool,
         generator: torch.Generator | None,
         **choice,
     ) -> None:
@@ -68,11 +57,7 @@ class Writing:
         self._warp = checked_warpers(max_new_tokens, **choice)
         self._ends, self._stops = torch.tensor(ends, dtype=torch.long), stops
         self._done = torch.zeros(len(ids), dtype=torch.bool)
-        self._sampled = choice.pop("do_sample")
-        self.choice = None
-        if ahead and self._sampled:
-            seed = torch.randint(2**62, (), generator=generator).item()
-            self.choice = Choice(seed=seed, **choice | {"top_k": min(choice.get("top_k", 0), vocab)})
+        self._sampled = choice["do_sample"]
 
     @property
     def room(self) -> int:
@@ -130,8 +115,6 @@ class Writing:
 
     def _chosen(self, logits: torch.Tensor) -> torch.Tensor:
         scores = self._warp(self.ids, logits)
-        if self.choice is not None:
-            return race(scores, self.choice.seed, self.ids.shape[1])
         if self._sampled:
             return torch.multinomial(scores.softmax(-1), 1, generator=self._generator)[:, 0]
         return scores.argmax(-1)
@@ -154,19 +137,6 @@ def checked_warpers(
     number("top_p", top_p, 0, 1, open_low=True)
     options = dict(temperature=max(temperature, LEAST_TEMPERATURE), top_k=top_k, top_p=top_p) if do_sample else {}
     return decoding.warpers(**options)
-
-
-def race(scores: torch.Tensor, seed: int, position: int) -> torch.Tensor:
-    """A token ``(batch,)`` sampled from logits ``(batch, vocab)``: the same in the same random numbers.
-
-    Parameters
-    ----------
-    seed, position
-        Of the sequence, and of the token in it: they give the random numbers.
-    """
-    generator = torch.Generator().manual_seed((seed + position) % 2**63)
-    times = torch.empty(scores.shape).exponential_(generator=generator).to(scores.device)
-    return (scores.float().softmax(-1) / times).argmax(-1)
 
 
 def ends(model: PreTrainedModel, eos_token_id: int | list[int] | None) -> list[int]:

@@ -67,7 +67,8 @@ def by_hand(model, autocast=False):
 
 
 @pytest.mark.parametrize(
-    ("make", "half", "reentrant"), [(llama, False, None), (lora, False, True), (lora, False, False), (llama, True, True)]
+    ("make", "half", "reentrant"),
+    [(llama, False, None), (lora, False, True), (lora, False, False), (llama, True, True)],
 )
 def test_a_trainer_is_the_loop(make, half, reentrant, tmp_path):
     checkpoints = {}

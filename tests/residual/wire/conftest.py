@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from plpkg.residual import CloudServer, DeviceClient
-from plpkg.residual.wire.connection import BrokenStreamError
+from plpkg.residual.wire.messages import BrokenStreamError
 from tests.residual.conftest import IDS, scheme
 
 SLIDING = {"sliding_window": 8}
@@ -93,9 +93,8 @@ def in_order(client):
 
 
 def cut_at(client, what, count):
-    """The link breaks at the ``count``-th time that the device does something, and only then."""
-    connection = client._connection
-    owner = connection if what == "receive" else client.part
+    """The stream breaks at the ``count``-th time that the device does something, and only then."""
+    owner = client.wire if what == "receive" else client.part
     original, seen = getattr(owner, what), []
 
     def breaking(*arguments, **options):
@@ -104,9 +103,8 @@ def cut_at(client, what, count):
             return result
         seen.append(1)
         if len(seen) == count:
-            client.relay.cut()
+            client.wire._call.cancel()
             if what == "receive":  # the answer was on its way, and lost
-                connection.reset()
                 raise BrokenStreamError("cut")
         return result
 

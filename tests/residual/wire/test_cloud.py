@@ -18,7 +18,7 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, Qwen3NextConfig
 
 from plpkg.residual import CloudServer, DeviceClient, Limits, PrivateLoraConfig
-from plpkg.residual.wire.connection import METHOD, TEXT
+from plpkg.residual.wire.messages import METHOD, TEXT
 from plpkg.residual.wire.terms import OPTIONS as WORDS
 from plpkg.residual.wire.wire_pb2 import Choice, FromCloud, FromDevice, Goodbye, Hello, Part, Step
 

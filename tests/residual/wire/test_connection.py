@@ -5,7 +5,7 @@ import queue
 import pytest
 from grpc import StatusCode
 
-from plpkg.residual.wire.connection import BACKLOG, TEXT, BrokenStreamError, Counter, Messages, StatusError
+from plpkg.residual.wire.messages import BACKLOG, TEXT, BrokenStreamError, Counter, Messages, StatusError
 from plpkg.residual.wire.wire_pb2 import FromCloud, FromDevice, Goodbye, Part, Step
 
 

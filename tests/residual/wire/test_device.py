@@ -17,7 +17,7 @@ from plpkg import communication
 from plpkg.backbones import FAMILIES
 from plpkg.catalog import ModelShape
 from plpkg.residual import CloudServer, DeviceClient, Limits, PrivateLoraConfig, RefusedError
-from plpkg.residual.wire import connection, writing
+from plpkg.residual.wire import messages, wire, writing
 from tests.residual.conftest import IDS, at_once, cloud_process, precise
 from tests.residual.wire.conftest import LENGTHS, SLIDING, cut_at, expected_tokens, fail_at, in_order, same_tokens
 
@@ -162,7 +162,7 @@ def test_a_sequence_ends_at_its_stop_token_and_the_others_go_on(pair):
     assert torch.equal(torch.stack(streamed, dim=1), alone[:, 12:])
 
 
-@pytest.mark.parametrize("draft", [None, "lookup", "backbone"])
+@pytest.mark.parametrize("draft", [None, "lookup"])
 def test_a_stop_string_ends_a_sequence_where_transformers_ends_it(pair, draft):
     """The string begins in the middle of one token and ends in the middle of the next."""
     _, client, whole = pair()
@@ -205,7 +205,7 @@ def test_what_ends_a_sequence_is_the_models_own(pair, adapted):
 def test_a_broken_link_neither_repeats_nor_loses_a_token(pair, family, what, count):
     """Also where the window of the KV cache slides, so that nothing can be taken out of it again."""
     first_k, options = (1, None) if family == "llama" else (0, SLIDING)
-    server, client, whole = pair(family, first_k, link="lan", options=options)
+    server, client, whole = pair(family, first_k, options=options)
     seen = cut_at(client, what, count)
     same_tokens(client, whole)
     assert len(seen) > count
@@ -219,7 +219,7 @@ def test_a_broken_link_neither_repeats_nor_loses_a_token(pair, family, what, cou
     [("embed", 1), ("residual", 2), ("receive", 1), ("residual_backward", 1), ("residual_backward", 2)],
 )
 def test_a_broken_link_loses_nothing_of_a_training_step(pair, same_gradients, cut, what, count):
-    _, client, whole = pair("llama", *cut, m_scale=0.1, link="lan")
+    _, client, whole = pair("llama", *cut, m_scale=0.1)
     client.train_step(IDS, IDS)
     seen = cut_at(client, what, count)
     client.train_step(IDS, IDS)
@@ -229,13 +229,14 @@ def test_a_broken_link_loses_nothing_of_a_training_step(pair, same_gradients, cu
 
 
 def test_a_link_that_breaks_again_and_again(pair):
-    _, client, whole = pair("mistral", link="lan", options=SLIDING)
+    _, client, whole = pair("mistral", options=SLIDING)
     stop, draw, cuts = threading.Event(), random.Random(0), []
 
     def saboteur():
         while not stop.wait(draw.uniform(0.02, 0.15)):
-            if len(cuts) < 3:  # until the next token, so that it comes also where every step takes longer than that
-                client.relay.cut()
+            call = client.wire._call
+            if call is not None and len(cuts) < 3:  # until the next token, so that it comes also where every step takes longer than that
+                call.cancel()
                 cuts.append(1)
 
     thread = threading.Thread(target=saboteur)
@@ -265,7 +266,7 @@ def test_a_cloud_killed_in_the_middle_and_started_again(adapted, same_gradients,
         if work == "generate":
             same_tokens(client, whole, count=5)
         elif work == "guess":
-            same_tokens(client, whole, IDS[:1], 8, draft="backbone")
+            same_tokens(client, whole, IDS[:1], 8, draft="lookup")
         else:
             for _ in range(2):
                 client.train_step(IDS, IDS)
@@ -277,14 +278,14 @@ def test_a_cloud_killed_in_the_middle_and_started_again(adapted, same_gradients,
 
 @pytest.mark.parametrize("fault", ["no answer", "a broken link"])
 def test_a_step_that_never_works_is_given_up(pair, before, fault):
-    server, client, _ = pair(retry_s=1.0, link="lan")
+    server, client, _ = pair(retry_s=1.0)
     client.generate(IDS, 1, eos_token_id=-1)
     given_up = threading.Event()
     if fault == "no answer":
-        client._connection.timeout_s = 0.5
+        client.wire.timeout_s = 0.5
         before(server.part, "forward", lambda _: given_up.wait(PATIENCE_S))
     else:
-        before(client.part, "residual", lambda _: client.relay.cut())
+        before(client.part, "residual", lambda _: client.wire._call.cancel())
     try:
         with pytest.raises(ConnectionError, match="no connection to"):
             client.generate(IDS, 1)
@@ -313,7 +314,7 @@ def test_after_a_long_silence_it_goes_on(pair):
             wait_until(lambda: not server._streams)
 
     same_tokens(client, whole, on_token=pause)
-    assert server.sessions == 1
+    assert len(tokens) == 6
 
 
 def test_one_client_does_one_thing_at_a_time_and_nothing_when_closed(pair):
@@ -324,7 +325,7 @@ def test_one_client_does_one_thing_at_a_time_and_nothing_when_closed(pair):
     client.close()
     with pytest.raises(RuntimeError, match="this client is closed"):
         client.generate(IDS, 1)
-    assert server.sessions == 0
+    wait_until(lambda: server.sessions == 0)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, IndexError])
@@ -350,7 +351,10 @@ def test_gradients_of_a_large_batch_do_not_underflow(pair, precision, cut):
     crossings = 2 + 2 + 4 * (4 - sum(cut))  # hidden states and their gradients; of each layer u, v, and theirs
     for gradient, other in zip(in_order(client), gradients(whole).values(), strict=True):
         error = (gradient * 100_000 / 22 - other).norm()
-        assert error <= relative(crossings, client.dtype) * other.norm()
+        assert (
+            error
+            <= relative(crossings, getattr(torch, {"fp16": "float16", "bf16": "bfloat16"}[precision])) * other.norm()
+        )
 
 
 def test_the_smallest_gradients_are_numbers(pair):
@@ -371,7 +375,7 @@ def test_no_proxy_stands_between(adapted, monkeypatch):
 
 @pytest.mark.parametrize(("listening", "link"), [(True, None), (False, None), (False, "lan")])
 def test_nobody_there_is_one_sentence_and_changes_no_gradient(adapted, monkeypatch, listening, link):
-    """Nobody listens, which is not tried again, also where a relay in between accepts; or who listens says nothing."""
+    """Nobody listens, which is not tried again; or who listens says nothing."""
     slept = []
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
@@ -379,7 +383,7 @@ def test_nobody_there_is_one_sentence_and_changes_no_gradient(adapted, monkeypat
         if not listening:
             silent.close()
             message += "Connection refused: no cloud is there"
-            monkeypatch.setattr(connection.time, "sleep", slept.append)
+            monkeypatch.setattr(wire.time, "sleep", slept.append)
         with DeviceClient(address, adapted(), link=link, timeout_s=0.5, retry_s=0.5) as client:
             with pytest.raises(ConnectionError, match=message):
                 client.generate(IDS, 1)
@@ -414,7 +418,7 @@ def test_a_cloud_that_is_lost_is_said_as_long_as_it_lasts(adapted, monkeypatch):
         client.generate(IDS, 2)
         assert not said
         process.kill()
-        monkeypatch.setattr(connection, "time", Clock())
+        monkeypatch.setattr(wire, "time", Clock())
         with pytest.raises(ConnectionError, match=f"no connection to {address}"):
             client.generate(IDS, 2)
     seconds = [list(map(int, re.fullmatch(r"no answer for (\d+) s, trying for (\d+) more", s).groups())) for s in said]
@@ -427,8 +431,8 @@ def test_a_cloud_that_is_lost_is_said_as_long_as_it_lasts(adapted, monkeypatch):
 
 def test_silence_within_a_wait_is_said_and_is_not_the_end(pair, before, monkeypatch):
     """The cloud computes for long, and then it answers."""
-    monkeypatch.setattr(connection, "TICK_S", 0.01)
-    monkeypatch.setattr(connection, "SILENCE_S", 0.0)
+    monkeypatch.setattr(messages, "TICK_S", 0.01)
+    monkeypatch.setattr(wire, "SILENCE_S", 0.0)
     server, client, whole = pair()
     said, computed = [], threading.Event()
 
@@ -477,10 +481,9 @@ TOKEN_IDS = r"input_ids must be token ids, \(tokens,\) or \(batch, seq\)"
             lambda c: c.generate(ONE, stop_strings="a", tokenizer=FEW_WORDS),
             "stop_strings='a' need a tokenizer that can write any text",
         ),
-        (lambda c: c.generate(ONE, draft="guess"), "draft must be one of 'lookup', 'public', 'backbone', got 'guess'"),
+        (lambda c: c.generate(ONE, draft="guess"), "draft must be one of 'lookup', 'public', got 'guess'"),
         (lambda c: c.generate(ONE, draft="public"), "draft='public' counts text: give the model's tokenizer as well"),
         (lambda c: c.generate(ONE, draft_tokens=-1), "draft_tokens must be a whole number of at least 0, got -1"),
-        (lambda c: c.generate(ONE, min_acceptance=2), "min_acceptance must be at least 0 and at most 1, got 2"),
         (lambda c: c.generate(IDS, draft="lookup"), "draft='lookup' is for one sequence, got 2"),
         (lambda c: c.train_step(IDS, IDS.float()), "labels of a batch must be token ids, .* of torch.float32"),
         (lambda c: c.train_step(IDS, ONE[:, 1:]), r"labels of shape \(1, 11\) for ids of \(2, 12\)"),
@@ -512,7 +515,7 @@ DOWN = dict(target_modules=["down_proj"])
     [
         (dict(r_c2d=6), {}, {}, "--rank 6 here, 5 on the cloud"),
         (dict(projection_seed=1), {}, {}, "--seed 1 here, 0 on the cloud"),
-        (dict(family="mistral"), {}, {}, "--model .* here, .* on the cloud"),
+        (dict(family="mistral"), {}, {}, "^FAILED_PRECONDITION: another --model here than on the cloud$"),
         (dict(target_modules=["q_proj"]), {}, {}, "--target q_proj of .* here, k_proj, q_proj, v_proj of"),
         ({}, dict(late=True), {}, "late False here, True on the cloud"),
         (DOWN, DOWN, dict(fold=True), r"projections .*--ladder, --fold or --rank \[\] here, \[5\] on the cloud"),
@@ -524,14 +527,6 @@ def test_another_model_or_adapter_is_refused_with_both_values(pair, adapted, min
     with pytest.raises(RefusedError, match=message) as refused:
         client.generate(IDS, 1)
     assert refused.value.code.name == "FAILED_PRECONDITION"
-
-
-def test_bytes_on_the_tcp_stream_are_counted_by_the_relay(pair):
-    _, client, _ = pair(precision="fp16", link="lan")
-    client.generate(IDS, 4, eos_token_id=-1)
-    traffic = client.traffic
-    assert traffic.sent_message_bytes < client.relay.uplink_bytes < traffic.sent_message_bytes + 4000
-    assert traffic.received_message_bytes < client.relay.downlink_bytes < traffic.received_message_bytes + 4000
 
 
 @pytest.mark.parametrize(

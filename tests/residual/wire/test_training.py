@@ -14,7 +14,7 @@ from plpkg.corpora import Document, encode
 from plpkg.pretraining import train_tokenizer
 from plpkg.residual import CloudServer, DeviceClient, LadderConfig, PrivateLoraConfig, RefusedError
 from plpkg.residual.wire import training
-from plpkg.residual.wire.connection import Messages, StatusError
+from plpkg.residual.wire.messages import Messages, StatusError
 from plpkg.residual.wire.training import score_of, train
 from plpkg.residual.wire.wire_pb2 import FromCloud, FromDevice, Part
 from plpkg.scoring import Score, score

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from plpkg.catalog import Link
-from plpkg.residual.wire.relay import Relay
+from benchmarks.serving.relay import Relay
 from tests.residual.conftest import at_once
 
 from waiting import PATIENCE_S, interpreter, wait_until
