@@ -43,23 +43,23 @@ def tokens_in_one_process(model, scorer):
     ],
 )
 def test_it_forgets_as_in_one_process(bounded, scorer, family, name, options):
-    """Two devices at once, of which one loses its link within the prompt, and within the answer."""
-    server, client, whole = bounded(scorer, family, name, options, link="lan")
+    """Two devices at once, of which one loses its link within the prompt."""
+    server, client, whole = bounded(scorer, family, name, options)
     expected = tokens_in_one_process(whole, scorer)
-    cuts = cut_at(client, "embed", 2), cut_at(client, "receive", 5)
+    cuts = cut_at(client, "embed", 2)
     common = dict(fold="fold" in name, precision="fp32")
     with DeviceClient(server.address, copy.deepcopy(whole), **common) as other:
         for written in at_once(lambda c: c.generate(IDS, 8, eos_token_id=-1, chunk_size=5), [client, other]):
             assert torch.equal(written, expected)
-        assert all(len(calls) > 5 for calls in cuts)
-        assert [session.cache.kept for session in server._sessions._by_key.values()] == [6, 6]
+        assert len(cuts) > 5
+        assert [stream._cache.kept for stream in server._streams if stream.greeted] == [6, 6]
     assert not torch.equal(expected, expected_tokens(whole, count=8))
 
 
 def test_an_exchange_that_breaks_leaves_the_scores_as_they_were(bounded):
     """The layers before it have added up their attention already."""
     scorer = scorers.H2O()
-    _, client, whole = bounded(scorer, link="lan")
+    _, client, whole = bounded(scorer)
     cut_at(client, "residual", 7)  # in the second chunk's third layer
     assert torch.equal(client.generate(IDS, 8, eos_token_id=-1, chunk_size=5), tokens_in_one_process(whole, scorer))
 
@@ -76,15 +76,11 @@ def test_chunks_alone_change_nothing(pair, cut):
 
 def test_nothing_is_taken_out_of_it_again(bounded, pair):
     _, client, whole = bounded(scorers.KeyNorm())
-    for draft in ("lookup", "backbone"):
-        with pytest.raises(ValueError, match=f"draft='{draft}': the cloud's cache is bounded, and cannot take guesses"):
-            client.generate(IDS[:1], 3, draft=draft)
-    for draft in (lambda ids, count: [1] * count, "backbone"):
-        _, client, _ = bounded(scorers.KeyNorm())
-        client.generate(IDS[:1], 1)
-        client._connection.forgets = False  # a device that does not know
-        with pytest.raises(RefusedError, match="cache is bounded: no guess can be taken out of it again"):
-            client.generate(IDS[:1], 8, draft=draft, min_acceptance=0, eos_token_id=-1)
+    with pytest.raises(ValueError, match="draft='lookup': the cloud's cache is bounded, and cannot take guesses back"):
+        client.generate(IDS[:1], 3, draft="lookup")
+    client.wire.forgets = False  # a device that does not know
+    with pytest.raises(RefusedError, match="cache is bounded: no guess can be taken out of it again"):
+        client.generate(IDS[:1], 8, draft=lambda ids, count: [1] * count, eos_token_id=-1)
     client = bounded(scorers.KeyNorm())[1]
     client.train_step(IDS, IDS)  # needs no cache
     with pytest.raises(ValueError, match="is for all 4 layers of the model, and here are 3"):

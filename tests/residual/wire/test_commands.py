@@ -25,7 +25,7 @@ from plpkg import checkpoints
 from plpkg.backbones import load_backbone, random_backbone
 from plpkg.cli import app
 from plpkg.residual import PrivateLoraConfig
-from plpkg.residual.wire.chat import answer_lines, lines_of
+from plpkg.residual.wire.chat import Printed, answer_lines, lines_of
 from plpkg.residual.wire.loading import adapted_model
 from plpkg.residual.wire.training import texts
 
@@ -140,7 +140,7 @@ def chat_over_tls(address, folder, ca, lines="my cat\n", token="secret"):
 
 def test_over_tls_with_a_token(secured, folder, tls, tmp_path, monkeypatch):
     slept = []
-    monkeypatch.setattr("plpkg.residual.wire.messages.time.sleep", slept.append)
+    monkeypatch.setattr("plpkg.residual.wire.wire.time.sleep", slept.append)
     assert len(answers(chat_over_tls(secured, folder, tls / "cert.pem"))) == 1
     others = certificate.written(tmp_path / "others")
     for ca, token, message in (
@@ -171,7 +171,7 @@ def test_cloud_chat_and_train(cloud, folder, tmp_path):
     result = run(f"{device} --rank 5 {GREEDY} 5")
     assert result.exit_code == 2
     for message in (
-        f"Error: {cloud} refuses: ",
+        f"Error: {cloud} refuses --model {folder}: ",
         "--rank 5 here, 4 on the cloud",
         "--target k_proj, q_proj, v_proj of layers 0, 1 here, down_proj, v_proj of layers 0, 1 on the",
     ):
@@ -234,7 +234,7 @@ def test_an_address_in_use_is_told_before_a_model_is_loaded():
 
 def test_a_chat_says_that_the_cloud_is_silent_and_ends_with_a_line(folder, monkeypatch):
     def silent(client, *_, **__):
-        client.on_silence(f"no answer for 12 s, trying for {client._connection.retry_s:.0f} more")
+        client.on_silence(f"no answer for 12 s, trying for {client.wire.retry_s:.0f} more")
         raise KeyboardInterrupt
 
     monkeypatch.setattr("plpkg.residual.wire.chat.answer_lines", silent)
@@ -266,7 +266,6 @@ def test_training_that_is_interrupted_says_how_it_goes_on(cloud, folder, tmp_pat
     [
         ("", "lookup", "a round trip"),
         ("--ladder", "none", "10 round trips"),
-        ("--ladder", "backbone", "2 round trips"),  # a new ladder adds nothing: every guess is right
         ("--fold", "public", "a round trip"),
     ],
 )
@@ -404,7 +403,7 @@ TOP_P = "top_p must be greater than 0 and at most 1, got 2.0"
         ("cloud --listen 0.0.0.0:0", f"0.0.0.0:0 {NOT_ON_LOOPBACK} (--"),
         ("cloud --listen [::]:0", f"{NOT_ON_LOOPBACK} (--tls) and a token (PLPKG_TOKEN) needed"),
         ("cloud --listen here", "an address must be host:port, got 'here'"),
-        ("cloud --rank 0", "r_c2d must be"),
+        ("cloud --rank 0", "--rank must be a whole number of at least 1, got 0"),
         ("cloud --dtype int4", "dtype must be one of 'fp16', 'bf16', 'fp32', 'auto', got 'int4'"),
         ("cloud --first-k 2", "first_k must be between 0 and num_hidden_layers - 1=1"),
         ("cloud --sessions 0", "sessions must be"),
@@ -438,7 +437,7 @@ TOP_P = "top_p must be greater than 0 and at most 1, got 2.0"
         ("chat --top-p 2 --temperature 0", TOP_P),
         ("chat --temperature -1", "temperature must be greater than 0, got -1.0"),
         ("chat --stop ''", "stop_strings must be strings that are not empty, got ['']"),
-        ("chat --draft foo", "draft must be one of 'none', 'lookup', 'public', 'backbone', got 'foo'"),
+        ("chat --draft foo", "draft must be one of 'none', 'lookup', 'public', got 'foo'"),
         ("chat --draft lookup --draft-tokens -1", "draft_tokens must be a whole number of at"),
         ("chat --max-new-tokens -1", "max_new_tokens must be a whole number of at least 1, got -1"),
         ("train /no/such/file out", "/no/such/file"),
@@ -462,12 +461,33 @@ def test_a_command_says_what_is_wrong_and_leaves_nothing(folder, files, monkeypa
 def test_help_says_what_the_cloud_is_told():
     chat, train, cloud = (
         " ".join(run(f"{command} --help").output.split())
-        for command in ("device --connect a:1 chat", "device --connect a:1 train", "cloud")
+        for command in ("device chat", "device train", "cloud")
     )
-    assert "All guesses reach the cloud" in chat
+    assert "The cloud gets all guesses" in chat
     assert "embeddings, M's answers and gradients are. From these a cloud can read the text, and compute M." in train
     assert "stay" not in train
     assert "a new one with a random A" in cloud
+
+
+def test_a_chat_without_a_line_tries_the_connection(folder):
+    result = run(f"device --connect 127.0.0.1:1 --model {folder} chat", "")
+    assert result.exit_code == 2
+    assert "no cloud is there" in result.output
+    assert "--connect HOST:PORT is needed" in run(f"device --model {folder} chat").output
+
+
+def test_what_is_written_does_not_rule_the_terminal(capsys):
+    class Escapes:
+        def decode(self, ids, **_):
+            return "\x1b]0;owned\x07 a\rb\n" * len(ids)
+
+    printed = Printed(Escapes(), skip_prompt=True)
+    printed.put(torch.tensor([[1]]))  # the prompt
+    printed.put(torch.tensor([[2]]))
+    printed.end()
+    shown = capsys.readouterr().out
+    assert "owned" in shown
+    assert all(c.isprintable() or c == "\n" for c in shown)
 
 
 def test_training_text_comes_from_files_folders_and_writers(tmp_path):

@@ -235,7 +235,9 @@ def test_a_link_that_breaks_again_and_again(pair):
     def saboteur():
         while not stop.wait(draw.uniform(0.02, 0.15)):
             call = client.wire._call
-            if call is not None and len(cuts) < 3:  # until the next token, so that it comes also where every step takes longer than that
+            if (
+                call is not None and len(cuts) < 3
+            ):  # until the next token, so that it comes also where every step takes longer than that
                 call.cancel()
                 cuts.append(1)
 

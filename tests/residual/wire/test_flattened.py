@@ -7,8 +7,7 @@ import torch
 from peft import get_peft_model
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
-from plpkg.residual import CloudServer, DeviceClient, LadderConfig, PrivateLoraConfig
-from plpkg.residual.wire.messages import RefusedError
+from plpkg.residual import CloudServer, DeviceClient, LadderConfig, PrivateLoraConfig, RefusedError
 
 SIZES = dict(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, moe_intermediate_size=16)
 LATENT = dict(q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8)

@@ -10,10 +10,9 @@ import torch
 from grpc import StatusCode
 
 from plpkg.residual import CloudServer, DeviceClient, Limits
-from plpkg.residual.wire import connection
+from plpkg.residual.wire import messages, wire
 from plpkg.residual.wire.terms import differences
 from tests.residual.conftest import cloud_process
-from tests.residual.wire.conftest import same_tokens
 
 from waiting import PATIENCE_S, wait_until
 
@@ -31,9 +30,9 @@ def test_who_reads_not_even_the_end_is_cut_off(pair, adapted):
     server, device, _ = pair(cloud=dict(limits=Limits(tokens=4000, answer_s=1.0)))
     device.generate(IDS, 1)
     (stream,) = server._streams
-    for _ in range(5 * connection.BACKLOG):  # the device reads the first, and no more than it has asked for
-        stream.messages.outgoing.put(bytes(2**20))
-    stream.messages.interrupt(connection.StatusError(StatusCode.INTERNAL, "the end"))
+    for _ in range(5 * messages.BACKLOG):  # the device reads the first, and no more than it has asked for
+        stream.messages._outgoing.put((0.0, bytes(2**20)))
+    stream.messages.interrupt(messages.StatusError(StatusCode.INTERNAL, "the end"))
     wait_until(lambda: "plpkg-reader" not in {thread.name for thread in threading.enumerate()})  # at both ends
     wait_until(lambda: not server._streams)
     assert generate(server, adapted()).shape == (1, 10)
@@ -42,8 +41,8 @@ def test_who_reads_not_even_the_end_is_cut_off(pair, adapted):
 def test_a_cloud_that_has_stopped_is_noticed_by_its_silence(adapted, monkeypatch):
     """Not by ``timeout_s``: whoever asks for a long text may set that high."""
     quick = {"grpc.keepalive_time_ms": 1000, "grpc.http2.ping_timeout_ms": 1000}
-    options = [(name, quick.get(name, value)) for name, value in connection.OPTIONS]
-    monkeypatch.setattr(connection, "OPTIONS", options)
+    options = [(name, quick.get(name, value)) for name, value in messages.OPTIONS]
+    monkeypatch.setattr(wire, "OPTIONS", options)
     process, address = cloud_process()
     with process, DeviceClient(address, adapted(), precision="fp32", timeout_s=PATIENCE_S, retry_s=0) as device:
         device.generate(IDS, 1)
@@ -55,7 +54,7 @@ def test_a_cloud_that_has_stopped_is_noticed_by_its_silence(adapted, monkeypatch
 def test_who_meets_a_crowd_comes_back(pair, adapted, monkeypatch):
     server_of = grpc.server
     monkeypatch.setattr(grpc, "server", lambda pool, **options: server_of(pool, **options | {CROWD: 1}))
-    server, first, _ = pair(cloud=dict(limits=Limits(sessions=1)))
+    server, first, _ = pair()
     first.generate(IDS, 1)
     with pytest.raises(ConnectionError, match="Concurrent RPC limit exceeded"):
         generate(server, adapted(), retry_s=0.2)
@@ -72,26 +71,6 @@ def test_an_endless_hello_is_named_in_part(adapted):
         device.projections.extend([3] * 10**6)
         assert differences(device, server.terms).startswith("projections [3, 3, 3, 3, 3")
         assert len(differences(device, server.terms)) < 1000
-
-
-def test_a_cloud_that_forgets_twice_costs_no_token(pair):
-    server, device, whole = pair()
-    original, lost = device._connection._open, []
-
-    def forgetful():
-        if device._connection.session and len(lost) < 2:
-            lost.append(device._connection.session)
-            server._sessions.clear()
-        original()
-        if lost and len(lost) < 2:
-            device._connection.reset()  # forgotten again before the step was asked for
-            lost.append(device._connection.session)
-            server._sessions.clear()
-            original()
-
-    device._connection._open = forgetful
-    same_tokens(device, whole, IDS, 4, on_token=lambda _: device._connection.reset())
-    assert len(lost) == 2
 
 
 def test_a_client_that_nobody_closes_is_collected(adapted):

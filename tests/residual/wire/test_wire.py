@@ -1,0 +1,91 @@
+"""The device's end against what a cloud can do to it: refuse, be full, speak TLS, or say what it should not."""
+
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+
+import certificate
+import grpc
+import pytest
+from grpc import StatusCode
+
+from plpkg.residual import CloudServer, DeviceClient, Limits, RefusedError
+from plpkg.residual.wire.messages import METHOD, TEXT
+from plpkg.residual.wire.wire_pb2 import FromCloud, Part, Welcome
+from tests.residual.conftest import IDS
+from tests.residual.wire.conftest import same_tokens
+
+from waiting import PATIENCE_S, wait_until
+
+
+@pytest.fixture
+def stranger():
+    """Starts a cloud that answers each stream as ``connect(requests, context)`` does; gives its address."""
+    with contextlib.ExitStack() as opened:
+
+        def start(connect):
+            service, _, method = METHOD[1:].partition("/")
+            handlers = {method: grpc.stream_stream_rpc_method_handler(connect)}
+            server = grpc.server(ThreadPoolExecutor(2), [grpc.method_handlers_generic_handler(service, handlers)])
+            port = server.add_insecure_port("127.0.0.1:0")
+            server.start()
+            opened.callback(lambda: server.stop(0).wait())
+            return f"127.0.0.1:{port}"
+
+        yield start
+
+
+def test_what_a_cloud_says_is_shown_as_one_printable_short_line(stranger, adapted):
+    def connect(requests, context):
+        context.abort(StatusCode.PERMISSION_DENIED, "\x1b]0;a title\x07no\r\n, \u202enever" + "x" * 5000)
+
+    with DeviceClient(stranger(connect), adapted()) as device, pytest.raises(RefusedError) as refused:
+        device.generate(IDS, 1)
+    assert refused.value.code is StatusCode.PERMISSION_DENIED
+    assert refused.value.details.startswith("\ufffd]0;a title\ufffdno\ufffd , \ufffdneverxxx")
+    assert str(refused.value) == f"PERMISSION_DENIED: {refused.value.details}"
+    assert refused.value.details.isprintable()
+    assert len(refused.value.details) == TEXT
+
+
+def test_a_cloud_that_sends_more_than_is_due_is_refused(stranger, adapted):
+    def connect(requests, context):
+        next(requests)
+        yield FromCloud(welcome=Welcome(tokens=100)).SerializeToString()
+        next(requests)
+        yield FromCloud(residual=Part(data=bytes(2**20))).SerializeToString()
+
+    address = stranger(connect)
+    with (
+        DeviceClient(address, adapted()) as device,
+        pytest.raises(RefusedError, match=f"^INVALID_ARGUMENT: {address} sent 1,048,58. bytes where at most .* were"),
+    ):
+        device.generate(IDS, 1)
+
+
+def test_a_device_without_a_certificate_is_told_at_once_that_the_cloud_speaks_tls(tmp_path, adapted):
+    certificate.written(tmp_path / "tls")
+    with (
+        CloudServer(adapted(), tls=tmp_path / "tls") as cloud,
+        DeviceClient(cloud.address, adapted(), retry_s=10 * PATIENCE_S) as device,
+        pytest.raises(ConnectionError, match=f"^no connection to {cloud.address}: the cloud speaks TLS: give its cert"),
+    ):
+        device.connect()
+
+
+def test_where_a_cloud_is_full_only_who_was_there_before_tries_again(pair, adapted, before):
+    """The place may be that of its own stream that broke."""
+    patient = dict(precision="fp32", retry_s=PATIENCE_S)
+    server, device, whole = pair(cloud=dict(limits=Limits(sessions=1)), retry_s=PATIENCE_S)
+    device.connect()
+    device.wire.reset()
+    wait_until(lambda: not server.sessions)
+    with DeviceClient(server.address, adapted(), **patient) as other:
+        other.connect()
+        with (
+            DeviceClient(server.address, adapted(), **patient) as new,
+            pytest.raises(RefusedError, match="^RESOURCE_EXHAUSTED: the cloud has 1 sessions, its limit$"),
+        ):
+            new.connect()
+        tries = before(device.wire, "_open", lambda number: number == 3 and other.close())
+        same_tokens(device, whole, count=2)
+    assert len(tries) >= 3
