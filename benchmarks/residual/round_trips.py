@@ -58,9 +58,10 @@ def back(requests: Iterator[bytes], _) -> Iterator[bytes]:
 def typed(requests: Iterator[bytes], _) -> Iterator[bytes]:
     messages = Messages(FromCloud, FromDevice, "the device", Counter())
     messages.listen(requests)
+    sent = messages.outgoing()
     while True:
         messages.send(residual=messages.receive("residual", limit_s=LIMIT_S))
-        yield messages.outgoing.get()
+        yield next(sent)
 
 
 async def echo_in_a_loop(address: Connection) -> None:
@@ -89,7 +90,7 @@ def seconds(kind: str, port: int, payload: bytes, count: int) -> list[float]:
             stream = connect(iter(outgoing.get, None))
             return timed(lambda: (outgoing.put(payload), next(stream)), count)
         messages = Messages(FromDevice, FromCloud, "the cloud", Counter())
-        messages.listen(connect(iter(messages.outgoing.get, None)))
+        messages.listen(connect(messages.outgoing()))
         part = Part(group=1, data=payload)
         return timed(lambda: (messages.send(residual=part), messages.receive("residual", limit_s=LIMIT_S)), count)
 

@@ -6,7 +6,7 @@
 * speed: tokens per second of the split model beside the same model in one process, interleaved.
   Also with a cloud that computes q, k and v only after the answer has come, to see what the overlap is worth.
 * link: the time that a token spends on a limited link beside Traffic.seconds, for low ranks and full activations; and
-  as measured by the relay itself, which knows how long it held the messages. Without a delay that is less than what
+  as said by the link itself, which knows how long messages were under way. Without a delay that is less than what
   tokens differ among themselves: there also for many sequences at once, with a model that computes next to nothing.
 * namespaces: the same between two network namespaces whose ends `tc tbf` limits (as root, else left out), over TLS.
 
@@ -31,10 +31,10 @@ from transformers import DynamicCache
 from benchmarks import record
 from benchmarks.residual import round_trips
 from benchmarks.residual.processes import MANY, build, client, cloud
+from benchmarks.serving.relay import UNLIMITED, Relay
 from plpkg import communication
 from plpkg.catalog import Link, ModelShape
 from plpkg.residual import DeviceClient
-from benchmarks.serving.relay import UNLIMITED
 
 PROMPT = 16
 HOSTS = ("10.213.0.1", "10.213.0.2")
@@ -49,12 +49,15 @@ def rows_of_bytes(name: str, rank: int, tls: str | None) -> list[dict]:
     """TCP-stream bytes over payload bytes, both ways together."""
     model = build(name, rank)
     shape = ModelShape.from_config(model.get_base_model().config, name)
-    with cloud(name, rank, tls) as address, client(address, model, tls, UNLIMITED) as device:
+    with (
+        cloud(name, rank, tls) as address,
+        Relay(address) as relay,
+        client(relay.address, model, tls, None) as device,
+    ):
 
         def mark():
             time.sleep(0.02)  # let the relay see what is still on its way
-            relay, traffic = device.relay, device.traffic
-            return relay.uplink_bytes + relay.downlink_bytes, traffic
+            return relay.uplink_bytes + relay.downlink_bytes, device.traffic
 
         def ratio(before, after, formula, what):
             payload = after[1].sent_bytes + after[1].received_bytes - before[1].sent_bytes - before[1].received_bytes
@@ -72,7 +75,7 @@ def rows_of_bytes(name: str, rank: int, tls: str | None) -> list[dict]:
 
         def counted(group, u, **options):
             time.sleep(0.002)
-            seen.append((group, device.relay.uplink_bytes + device.relay.downlink_bytes))
+            seen.append((group, relay.uplink_bytes + relay.downlink_bytes))
             return original(group, u, **options)
 
         device.generate(prompt(model), 2, eos_token_id=-1)
@@ -144,8 +147,13 @@ LINKS = {1: {0: 1, 5: 1, 20: 3}, MANY: {0: 4}}
 """By sequences at once and RTT in milliseconds: in every how many rounds tokens are timed there."""
 
 
+def held_s(device: DeviceClient) -> float:
+    """How long its messages were under way."""
+    return sum(lane.held_s for lane in device.wire.lanes)
+
+
 class OnLinks:
-    """A token's time through relays that limit the link beside its time through one that does not.
+    """A token's time over limited links beside its time over one without limits.
 
     Rank 0 is full activations. Each block of tokens on a limited link is compared with the block without limits a few
     seconds before: the machine's speed drifts.
@@ -165,21 +173,19 @@ class OnLinks:
             self.traffic = communication.full_activations(shape, 3, endpoints=True, baseline="actual")
         address = stack.enter_context(cloud(name, rank))
         self.free = stack.enter_context(client(address, model, None, UNLIMITED))
-        self.limited = {}
-        for rtt_ms in LINKS[batch]:
-            link = Link(f"60/100 Mb/s, RTT {rtt_ms} ms", 60e6, 100e6, rtt_ms / 1e3)
-            self.limited[rtt_ms] = stack.enter_context(client(address, model, None, link))
+        self.links = {ms: Link(f"60/100 Mb/s, RTT {ms} ms", 60e6, 100e6, ms / 1e3) for ms in LINKS[batch]}
+        self.limited = {ms: stack.enter_context(client(address, model, None, link)) for ms, link in self.links.items()}
         self.measured: dict[int, list[dict]] = {rtt_ms: [] for rtt_ms in self.limited}
         for device in (self.free, *self.limited.values()):
             device.generate(self.ids, 2, eos_token_id=-1)  # warm up
 
     def block(self, device: DeviceClient) -> tuple[float, float]:
-        """Seconds of a sequence's token: in all (median), and of these in the relay (mean)."""
-        start = device.relay.held_s
+        """Seconds of a sequence's token: in all (median), and of these on the link (mean)."""
+        start = held_s(device)
         device.generate(self.ids, 1, eos_token_id=-1)  # what the block begins with, by itself
-        first = device.relay.held_s - start
+        first = held_s(device) - start
         seconds = statistics.median(token_seconds(device, self.ids, self.count))
-        return seconds / self.batch, (device.relay.held_s - start - 2 * first) / self.count
+        return seconds / self.batch, (held_s(device) - start - 2 * first) / self.count
 
     def measure(self, turn: int) -> None:
         due = [rtt_ms for rtt_ms, every in LINKS[self.batch].items() if turn % every == 0]
@@ -195,7 +201,7 @@ class OnLinks:
 
     def row(self, rtt_ms: int) -> dict:
         blocks = self.measured[rtt_ms]
-        link = self.limited[rtt_ms].relay.link
+        link = self.links[rtt_ms]
         expected = sum(self.traffic.seconds(link).values())
         token, beyond, held = (statistics.median(block[key] for block in blocks) for key in ("token", "beyond", "held"))
         low, _, high = statistics.quantiles([block["beyond"] / expected for block in blocks], n=4, method="inclusive")
@@ -205,9 +211,7 @@ class OnLinks:
             "formula_ms": round(1e3 * expected, 2), "ratio": round(beyond / expected, 3), "ratio_q1": round(low, 3),
             "ratio_q3": round(high, 3), "tokens_per_s": round(1 / token, 2),
         }  # fmt: skip
-        if self.batch == 1:  # larger messages are several pieces to the relay, which it holds at the same time
-            row |= {"held_ms": round(1e3 * held, 2), "held_ratio": round(held / expected, 3)}
-        return row
+        return row | {"held_ms": round(1e3 * held, 2), "held_ratio": round(held / expected, 3)}
 
 
 def rows_of_links(rounds: int = 24) -> list[dict]:
@@ -220,7 +224,7 @@ def rows_of_links(rounds: int = 24) -> list[dict]:
 
 
 def rows_of_namespaces(tls: str, count: int = 20) -> list[dict]:
-    """Two network namespaces, each end limited by ``tc tbf``: the kernel's own queue and TCP instead of the relay.
+    """Two network namespaces, each end limited by ``tc tbf``: the kernel's own queue and TCP.
 
     For :data:`MANY` sequences at once.
     """

@@ -33,10 +33,10 @@ import torch
 from peft import LoraConfig
 
 from benchmarks import record
+from benchmarks.serving.relay import Relay
 from plpkg.adapters import validate_adapter
 from plpkg.backbones import load_backbone
 from plpkg.catalog import Link, data_path
-from benchmarks.serving.relay import Relay
 from plpkg.serving import Engine, Request, train_many
 from plpkg.serving.service import Replica, Scheduler, Store, Tiers
 from plpkg.serving.slots import Pool
