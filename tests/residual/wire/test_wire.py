@@ -83,7 +83,7 @@ def test_where_a_cloud_is_full_only_who_was_there_before_tries_again(pair, adapt
         other.connect()
         with (
             DeviceClient(server.address, adapted(), **patient) as new,
-            pytest.raises(RefusedError, match="^RESOURCE_EXHAUSTED: the cloud has 1 sessions, its limit$"),
+            pytest.raises(RefusedError, match=r"^RESOURCE_EXHAUSTED: the cloud has 1 sessions, its limit$"),
         ):
             new.connect()
         tries = before(device.wire, "_open", lambda number: number == 3 and other.close())
