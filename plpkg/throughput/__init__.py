@@ -5,7 +5,7 @@ load on first use.
 """
 
 from plpkg.lazy import on_first_use
-from plpkg.throughput.estimate import ACCOUNTINGS, DRAFTS, TERMS, Estimate, decode, prefill
+from plpkg.throughput.estimate import ACCOUNTINGS, TERMS, Estimate, decode, prefill
 from plpkg.throughput.latency import against_rtt, best_rank, break_even_rtt_s, schemes_against_rtt
 from plpkg.throughput.resources import (
     PhoneMemory,
@@ -20,7 +20,6 @@ from plpkg.throughput.split import METHODS, Split
 
 __all__ = [
     "ACCOUNTINGS",
-    "DRAFTS",
     "METHODS",
     "TERMS",
     "Estimate",

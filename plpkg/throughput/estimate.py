@@ -37,8 +37,6 @@ from plpkg.validation import keywords, number, one_of, whole_number
 
 ACCOUNTINGS = ("literal", "figure")
 """``literal``: every term of the formula. ``figure``: the terms that reproduce the published curves."""
-DRAFTS = ("device", "backbone")
-"""Who guesses: the device, for nothing, or the cloud with its own backbone, one token after the other."""
 TERMS = ("decoder", "lm_head", "m", "a_and_b", "endpoints", "uplink", "downlink", "round_trips", "kv_cache")
 """The parts of a token's time. ``uplink`` and ``downlink`` carry the residuals, ``endpoints`` the
 embedding and the final hidden state; ``kv_cache`` is read on the cloud."""
@@ -132,7 +130,6 @@ def decode(
     context: int = 0,
     draft_tokens: int = 0,
     tokens_per_pass: float | None = None,
-    draft: str = "device",
     **split,
 ) -> Estimate:
     """Estimate the speed of generating tokens one after the other.
@@ -155,16 +152,12 @@ def decode(
         Positions of each sequence in the cloud's KV cache, which a pass reads. A published or given
         ``gpu`` is taken as the speed without them: their reading is added to the GPU's time as well.
     draft_tokens
-        Speculative or look-ahead decoding: so many guesses travel with the last token. A published or given GPU
-        speed checks them at the price of one token; the roofline charges their arithmetic. ``gpu_tokens_per_s``
-        stays the GPU's speed without guesses.
+        Speculative or look-ahead decoding: so many guesses of the device travel with the last token; making them
+        takes no time. A published or given GPU speed checks them at the price of one token; the roofline charges
+        their arithmetic. ``gpu_tokens_per_s`` stays the GPU's speed without guesses.
     tokens_per_pass
         What a pass with so many guesses yields for each sequence, as measured. (If each guess is right with
         probability a where those before it were, ``1 + a + a² + …``: arXiv 2211.17192, eq. 1.)
-    draft
-        One of :data:`~plpkg.throughput.DRAFTS`. The device's guesses are free. The cloud's cost a
-        GPU's token each; their embeddings need not go up, and one pass checks them. Behind a ladder
-        there is no such pass: their states do not depend on M.
 
     Returns
     -------
@@ -180,13 +173,12 @@ def decode(
     split = Split(model, rank, link, rtt_s, **split)
     batch, context = whole_number("batch", batch, 1), whole_number("context", context, 0)
     in_flight = 1 + whole_number("draft_tokens", draft_tokens, 0)
-    written = in_flight - 1 if one_of("draft", draft, DRAFTS) == "backbone" else 0
     if tokens_per_pass is None and draft_tokens:
         raise ValueError(f"draft_tokens={draft_tokens} needs tokens_per_pass, what a pass with them yields")
     yielded = 1 if tokens_per_pass is None else number("tokens_per_pass", tokens_per_pass, 1, in_flight)
     produced = batch * yielded
 
-    one_pass = in_flight, batch, "all", written
+    one_pass = in_flight, batch, "all"
     pass_s, sent = split.pass_seconds(*one_pass, context), split.traffic(*one_pass)
     gpu_speed, source = split.gpu_tokens_per_s(gpu, batch)
     if source != "roofline" and draft_tokens and batch > 1:
@@ -199,7 +191,6 @@ def decode(
         head_share = model.embedding_parameters / (model.computing_parameters - model.unread_parameters())
         pass_s["decoder"] = batch / gpu_speed * (1 - head_share)
     gpu_speed = batch / (batch / gpu_speed + split.cache_s(context, batch, batch)) if context else gpu_speed
-    pass_s["decoder"] += written * batch / gpu_speed
     cache = context, split.cache_bytes(context, batch)
     return _estimate(split, accounting, FIGURE_OMITS["decode"], pass_s, sent, produced, gpu_speed, source, *cache)
 

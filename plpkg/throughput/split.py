@@ -3,7 +3,7 @@
 Every computing term is a roofline: the longer of reading the weights and doing the arithmetic.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from plpkg import communication
 from plpkg.catalog import (
@@ -119,45 +119,39 @@ class Split:
         outputs = self.model.hidden if self.folded else sum(projection_dims(self.model, self.projections))
         return outputs * self.r_d2c
 
-    def traffic(self, seq: int = 1, batch: int = 1, logits: str = "all", written: int = 0) -> Traffic:
+    def traffic(self, seq: int = 1, batch: int = 1, logits: str = "all") -> Traffic:
         """What crosses in one pass over ``batch · seq`` positions.
 
-        ``logits`` says which positions meet the LM head: ``"all"``, or the ``"last"`` of each sequence. Of each
-        sequence the cloud has ``written`` positions itself: their embeddings need not go up.
+        ``logits`` says which positions meet the LM head: ``"all"``, or the ``"last"`` of each sequence.
         """
         run = dict(phase="prefill", tokens=seq, batch=batch, final_hidden=logits, adapted_layers=self.adapted_layers)
         if self.method == "ladder":
-            sent = communication.ladder(self.model, self.r_c2d, self.bits, **run)
-        else:
-            sent = communication.low_rank(
-                self.model, self.rank, self.projections, True, self.bits,
-                r_c2d=self.r_c2d, r_d2c=self.r_d2c, late=self.late, folded=self.folded, **run,
-            )  # fmt: skip
-        return replace(sent, uplink_bits=sent.uplink_bits - batch * written * self.model.hidden * self.bits)
+            return communication.ladder(self.model, self.r_c2d, self.bits, **run)
+        return communication.low_rank(
+            self.model, self.rank, self.projections, True, self.bits,
+            r_c2d=self.r_c2d, r_d2c=self.r_d2c, late=self.late, folded=self.folded, **run,
+        )  # fmt: skip
 
-    def pass_seconds(self, seq: int, batch: int, logits: str, written: int = 0, context: int = 0) -> dict[str, float]:
+    def pass_seconds(self, seq: int, batch: int, logits: str, context: int = 0) -> dict[str, float]:
         """Seconds of one pass by term (:data:`~plpkg.throughput.TERMS`); arguments as in :meth:`traffic`.
 
         Each sequence has ``context`` positions in the cloud's KV cache.
-
-        Choosing what it writes costs the cloud extra; a ladder's does not read it again.
         """
         model, link, positions = self.model, self.link, batch * seq
         head_positions = positions if logits == "all" else batch
-        corrected, steps = (head_positions, 1 + written) if self.method == "ladder" else (positions, 1)
-        read = positions // steps
-        sent = self.traffic(seq, batch, logits, written)
-        up_bits, down_bits = (n * model.hidden * self.bits for n in (positions - batch * written, head_positions))
+        corrected = head_positions if self.method == "ladder" else positions
+        sent = self.traffic(seq, batch, logits)
+        up_bits, down_bits = (n * model.hidden * self.bits for n in (positions, head_positions))
         return {
-            "decoder": self._cloud_s(model.decoder_parameters, read),
+            "decoder": self._cloud_s(model.decoder_parameters, positions),
             "lm_head": roofline_s(model.embedding_parameters, head_positions, self.device, self.phone_bits),
             "m": roofline_s(self.m_parameters, corrected, self.device, self.phone_bits),
-            "a_and_b": steps * roofline_s(self.a_and_b_parameters, read, self.cloud, self.cloud_bits),
+            "a_and_b": roofline_s(self.a_and_b_parameters, positions, self.cloud, self.cloud_bits),
             "endpoints": up_bits / link.uplink_bits_per_s + down_bits / link.downlink_bits_per_s,
             "uplink": (sent.uplink_bits - up_bits) / link.uplink_bits_per_s,
             "downlink": (sent.downlink_bits - down_bits) / link.downlink_bits_per_s,
             "round_trips": sent.round_trips * self.rtt_s,
-            "kv_cache": self.cache_s(context, read, batch),
+            "kv_cache": self.cache_s(context, positions, batch),
         }
 
     def cache_bytes(self, context: int, batch: int = 1) -> float:
