@@ -2,20 +2,19 @@
 
 * imitation: a writer with a ladder (A from public text), with and without a hidden layer. The cloud has every
   final state and every u, as fp16, and every chosen token; it trains an M of the same shape on 10^3 to 10^5 tokens.
-  The owner writes on from validation text, sampling at temperature 1; with random numbers that the cloud knows; or
-  greedily. "typed": the owner's own training text, which the cloud reads where M is trained over the wire: half of
-  it, and the whole. Each copy's settings are those with the least loss on tokens that were
-  held out; for more than 10^4, and where the logits decide, the learning rate of the copy before. ``kl``: KL(owner ||
-  copy), nats a token of test text; ``agreement``: share of the owner's likeliest tokens that are the copy's as well;
-  ``stolen``: the copy's gain on the test text by the owner's. ``kl_none`` and ``agreement_none`` are of the
-  backbone without M.
+  The owner writes on from validation text, sampling at temperature 1, or greedily. "typed": the owner's own training
+  text, which the cloud reads where M is trained over the wire: half of it, and the whole. Each copy's settings are
+  those with the least loss on tokens that were held out; for more than 10^4, and for greedy text, the learning rate of
+  the copy before. ``kl``: KL(owner || copy), nats a token of test text; ``agreement``: share of the owner's likeliest
+  tokens that are the copy's as well; ``stolen``: the copy's gain on the test text by the owner's. ``kl_none`` and
+  ``agreement_none`` are of the backbone without M.
   Beside it PrivateLoRA's M by least squares, from 256 tokens of the test text (``--answers``: only that, once more).
 * drafts: the nine writers' test text, three prompts each, written on by the backbone without M, greedily and sampled.
   Of six guesses at a time those are rejected that were not chosen. ``private``: different 4-grams of the person's
   training text that the cloud reads where a guess stands in them, and that are not in what was written, per 1,000 new
   tokens; ``only_private``: those of them that the counted public text lacks.
 
-Run: ``python -m benchmarks.residual.imitation`` (about 25 minutes on one idle core, 8 GB). With ``--quick`` a small
+Run: ``python -m benchmarks.residual.imitation`` (about 20 minutes on one idle core). With ``--quick`` a small
 part, and nothing is recorded; ``--copies`` measures the first part alone once more, into what is recorded. Not part of
 ``make bench``.
 """
@@ -46,7 +45,7 @@ WRITERS = ("seaborn",)
 PROMPT, NEW, TOGETHER = 32, 125, 80
 """Tokens read and written, and texts at once: 10,000 tokens a batch."""
 RATES, LOW = (1e-3, 3e-3), (0.1, 0.3)
-"""Learning rates, and temperatures where the logits decide."""
+"""Learning rates, and temperatures for greedy text."""
 GUESSES, GRAM = 6, 4
 
 torch.set_num_threads(1)
@@ -65,29 +64,25 @@ def openings(texts: Sequence[Tokens], count: int, generator: torch.Generator) ->
 
 
 @torch.no_grad()
-def written(device, cloud, ids: torch.Tensor, new: int, generator: torch.Generator | None) -> tuple[Pairs, list]:
-    """What the cloud sends and reads while texts are written on, ``(texts · new, …)``, and the times of each race.
-
-    Without a ``generator`` they are written greedily, without a race.
-    """
-    kept, mine, finals, tokens, races = cloud.new_cache(), device.new_cache(), [], [], []
+def written(device, cloud, ids: torch.Tensor, new: int, generator: torch.Generator | None) -> Pairs:
+    """What the cloud sends and reads while texts are written on, ``(texts · new, …)``; greedily without a generator."""
+    kept, mine, finals, tokens = cloud.new_cache(), device.new_cache(), [], []
     for _ in range(new):
         final = cloud(device.embed(ids, cache=mine), cache=kept)[:, -1]  # (texts, width)
         scores = device.logits(final)  # (texts, vocab)
         if generator is not None:
-            races.append(torch.empty_like(scores).exponential_(generator=generator))
-            scores = scores.softmax(-1) / races[-1]
+            scores = scores.softmax(-1) / torch.empty_like(scores).exponential_(generator=generator)
         ids = scores.argmax(-1, keepdim=True)
         finals.append(final.half())
         tokens.append(ids[:, 0])
-    return (torch.stack(finals, 1).flatten(0, 1), torch.stack(tokens, 1).flatten()), races
+    return torch.stack(finals, 1).flatten(0, 1), torch.stack(tokens, 1).flatten()
 
 
 class Judge:
-    """An owner's distributions on test text, which copies are compared with."""
+    """An owner's distributions on test text, which copies are compared with, and ``none``, a part without M."""
 
     @torch.no_grad()
-    def __init__(self, device, cloud, texts: Sequence[Tokens]) -> None:
+    def __init__(self, device, cloud, none, texts: Sequence[Tokens]) -> None:
         spans = [(t, at) for t in texts for at in range(0, len(t) - 1, SEQ) if t.scored[at + 1 : at + SEQ + 1].any()]
         finals, targets = [], []
         for text, at in spans:
@@ -98,7 +93,7 @@ class Judge:
             targets.append(followers[text.scored[span]])
         self.finals, self.targets = torch.cat(finals), torch.cat(targets)
         self.owner = device
-        self.of_none = self.compare(cloud.public)
+        self.of_none = self.compare(none)
 
     @torch.no_grad()
     def compare(self, part) -> dict[str, float]:
@@ -121,13 +116,13 @@ class Judge:
 
 
 def imitated(
-    width: int | None, pairs: Pairs, rates: Sequence[float], temperatures: Sequence[float], **options
+    width: int | None, pairs: Pairs, rates: Sequence[float], temperatures: Sequence[float], steps: int
 ) -> tuple:
     """The copy with the least loss on held-out tokens, its learning rate and its temperature."""
     tried = []
     for lr, temperature in itertools.product(rates, temperatures):
         part = fresh(width)
-        loss = attacks.imitate_ladder(part, *pairs, lr=lr, temperature=temperature, **options)
+        loss = attacks.imitate_ladder(part, *pairs, lr=lr, temperature=temperature, steps=steps)
         tried.append((loss, lr, temperature, part))
     _, lr, temperature, part = min(tried, key=lambda trial: trial[0])
     return part, lr, temperature
@@ -156,38 +151,33 @@ def imitation_rows(name: str, width: int | None, public: list[torch.Tensor], ste
     texts = {s: corpora.encode(corpora.writer(name).split(s), TOKENIZER) for s in ("train", "validation")}
     method = Method(ladder(width, init="given"), 3e-3 if width else 1e-2, "public")
     device, cloud = split(personal(method, texts["train"], public, steps))
-    judge = Judge(device, cloud, corpora.encode(test_text(name), TOKENIZER))
-    generator, batches, races = torch.Generator().manual_seed(0), [], []
+    judge = Judge(device, cloud, fresh(width), corpora.encode(test_text(name), TOKENIZER))
+    generator, batches = torch.Generator().manual_seed(0), []
     for _ in range(-(-max(sizes) // (TOGETHER * NEW))):
-        pairs, drawn = written(device, cloud, openings(texts["validation"], TOGETHER, generator), NEW, generator)
-        batches.append(pairs)
-        races.append(torch.stack(drawn, 1).flatten(0, 1))  # (tokens, vocab), 330 MB
-    sampled, every = tuple(torch.cat(parts) for parts in zip(*batches, strict=True)), torch.cat(races)
-    del batches, races
-    greedy, _ = written(device, cloud, openings(texts["validation"], TOGETHER, generator), NEW, None)
+        batches.append(written(device, cloud, openings(texts["validation"], TOGETHER, generator), NEW, generator))
+    sampled = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+    greedy = written(device, cloud, openings(texts["validation"], TOGETHER, generator), NEW, None)
     own = torch.cat([text.ids for text in texts["train"]]).split(2 * NEW + 1)[:-1]  # (2 · NEW + 1,) each
     own = torch.stack(own)[torch.randperm(len(own), generator=generator)]
     with torch.no_grad():
         finals = cloud(device.embed(own))[:, :-1].flatten(0, 1).half()
     typed = finals, own[:, 1:].flatten()
     some, most = min(TOGETHER * NEW, max(sizes)), max(sizes)
-    cases = [("sampled", sampled, n, (1.0,), None) for n in sizes if n < most] + [
-        ("sampled, known times", sampled, some, LOW, every),
-        ("greedy", greedy, some, LOW, None),
-        ("sampled", sampled, most, (1.0,), None),
-        *([("sampled, known times", sampled, most, LOW, every)] if most > some else []),
-        ("typed", typed, some, (1.0,), None),
-        *([("typed", typed, len(finals), (1.0,), None)] if most > some else []),
+    cases = [("sampled", sampled, n, (1.0,)) for n in sizes if n < most] + [
+        ("greedy", greedy, some, LOW),
+        ("sampled", sampled, most, (1.0,)),
+        ("typed", typed, some, (1.0,)),
+        *([("typed", typed, len(finals), (1.0,))] if most > some else []),
     ]
     rows, lr = [], RATES[0]
-    for what, (finals, tokens), n, temperatures, times in cases:
+    for what, (finals, tokens), n, temperatures in cases:
         began, error = time.process_time(), None
-        options = dict(steps=max(40, min(400, n // 64)), times=None if times is None else times[:n])
+        copy_steps = max(40, min(400, n // 64))
         rates = RATES if n <= some and temperatures == (1.0,) else (lr,)  # else what was best for the sampled ones
-        stolen, lr, temperature = imitated(width, (finals[:n], tokens[:n]), rates, temperatures, **options)
+        stolen, lr, temperature = imitated(width, (finals[:n], tokens[:n]), rates, temperatures, copy_steps)
         if width is None:
             error = round(attacks.relative_error(stolen.tail.m.weight.detach(), device.tail.m.weight), 4)
-        settings = {"lr": lr, "temperature": temperature, "steps": options["steps"]}
+        settings = {"lr": lr, "temperature": temperature, "steps": copy_steps}
         rows.append(row(
             "imitation", name, what, method=f"ladder {width or ''}".strip(), tokens=n, error=error,
             **judge.judged(stolen), **settings, cpu_s=round(time.process_time() - began, 1),
@@ -248,7 +238,7 @@ def drafts_rows(writers: Sequence[str], new: int = 64) -> list[dict]:
     device, cloud = split(get_peft_model(copy.deepcopy(MODEL), ladder()))
     texts = {}
     for how, random in (("greedy", None), ("sampled", generator)):
-        (_, tokens), _ = written(device, cloud, prompts, new, random)
+        _, tokens = written(device, cloud, prompts, new, random)
         texts[how] = torch.cat([prompts, tokens.view(len(prompts), new)], 1).view(len(writers), 3, -1).tolist()
     public = {
         gram

@@ -216,7 +216,7 @@ def pairs(u: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 @torch.enable_grad()
 def imitate_ladder(
-    part: DevicePart, finals: torch.Tensor, tokens: torch.Tensor, *, times: torch.Tensor | None = None,
+    part: DevicePart, finals: torch.Tensor, tokens: torch.Tensor, *,
     temperature: float = 1.0, lr: float = 3e-3, steps: int = 160, seed: int = 0,
 ) -> float:  # fmt: skip
     """Train a ladder's M by maximum likelihood of what its owner's chose; the best for tokens held out is kept.
@@ -227,12 +227,8 @@ def imitate_ladder(
         The device's part as the cloud can build it, with an M of the owner's shape, which learns in place.
     finals, tokens
         ``(n, hidden + numbers)`` and ``(n,)``: what the cloud sent, and what the device chose from it.
-    times
-        ``(n, vocab)``, of a device that samples with the cloud's random numbers (``wire.writing.race``): each token
-        i then tells that ``logit_i - logit_j >= log time_i - log time_j`` for all j. Logits that are off by δ break
-        such a bound with a probability of the order of δ; what a token without times tells of them is of δ²'s.
     temperature
-        Of the sampling; low where the logits decide (greedy, or with ``times``), so that only bounds matter.
+        Of the sampling; low for greedy text, so that only the order of the logits matters.
     lr, steps, seed
         Of AdamW, whose rate falls to zero; of what is held out, and of the order.
 
@@ -246,9 +242,7 @@ def imitate_ladder(
         raise ValueError(f"finals {tuple(finals.shape)} and {n} tokens are not two pairs at least, or not finite")
     if part.tail is None:
         raise ValueError("the part has no ladder: no M stands before its norm")
-    require_tokens(tokens, vocab := part.embedding.num_embeddings)
-    if times is not None and (times.shape != (n, vocab) or not (times.isfinite() & (times > 0)).all()):
-        raise ValueError(f"times must be finite, above 0 and of the shape {(n, vocab)}, got {tuple(times.shape)}")
+    require_tokens(tokens, part.embedding.num_embeddings)
     number("temperature", temperature, open_low=True)
     generator, m = torch.Generator().manual_seed(seed), part.tail.m.requires_grad_()
     held, seen = torch.randperm(n, generator=generator).tensor_split([min(-(-n // 5), CHUNK)])
@@ -256,8 +250,7 @@ def imitate_ladder(
 
     def loss(at: torch.Tensor) -> torch.Tensor:
         logits = part.logits(finals[at].to(part.lm_head.weight))  # (batch, vocab)
-        scores = logits if times is None else logits - times[at].log()
-        return torch.nn.functional.cross_entropy(scores / temperature, tokens[at])
+        return torch.nn.functional.cross_entropy(logits / temperature, tokens[at])
 
     for step in range(whole_number("steps", steps, 1) + 1):
         with torch.no_grad():

@@ -13,11 +13,9 @@ from plpkg.residual.parts import split
 SCHEMES = {
     "plain": "M r=48 at down",
     "lookup and public counts": "M, drafts from public counts",
-    "the cloud's backbone guesses": "M, the cloud guesses",
     "one layer late, folded": "M one layer late, folded",
     "two layers, folded, public counts": "M in two layers, folded, public counts",
     "ladder": "ladder",
-    "ladder, cloud ahead": "ladder, the cloud writes ahead",
 }
 """Those of ``residual_trips`` that are compared, and what they are called: M in all layers, and each way out."""
 
@@ -111,16 +109,14 @@ def by_scheme(trips, quality, facts, imitation):
         a share of that of an adapter in all layers, means over writers and orders, with ``gain_ci``, the half-width
         of the 95 % interval over the writers of the difference to it, as such a share; ``facts`` of forty;
         ``device_parameters``, the weights on the device; ``stolen``, the gain of the cloud's copy as a share of the
-        owner's: from answers, or by imitation of as many sampled tokens as were tried, with known times where the
-        cloud writes ahead.
+        owner's: from answers, or by imitation of as many sampled tokens as were tried.
     """
     copies = imitation.sort_values("tokens").groupby(["what", "method"])["stolen"].last()
     gain = quality.pivot_table(index="method", columns="case", values="gain")
     mean, difference = gain.mean(axis=1), (gain - gain.loc["all layers"]).apply(half_width, axis=1)
     table = trips.set_index("what").loc[list(SCHEMES)]
-    adapter, ahead = table["adapter"], table["draft_tokens"] > 0
+    adapter = table["adapter"]
     seen = adapter.str.startswith("ladder").map({True: "sampled", False: "answers"})
-    seen = seen.mask(ahead & (seen == "sampled"), "sampled, known times")
     return (
         table[["tokens_per_s", "trips_per_token", "bytes_per_token", "device_parameters"]]
         .rename(columns={"trips_per_token": "round_trips"}, index=SCHEMES)

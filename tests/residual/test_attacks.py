@@ -13,7 +13,6 @@ from plpkg.backbones import load_backbone
 from plpkg.residual import CloudServer, DeviceClient, PrivateLoraConfig, attacks, matrices, split
 from plpkg.residual.attacks import LinearInverter, recover_tokens, token_accuracy
 from plpkg.residual.methods import LadderConfig
-from plpkg.residual.wire.writing import race
 from tests.residual.conftest import backbone, normal
 
 from direct import Direct
@@ -126,10 +125,9 @@ def divergence(owner, part, finals):
 
 
 @torch.no_grad()
-def raced(owner, finals):
-    """Tokens that an owner samples, and the times of their races."""
-    times = torch.empty(len(finals), 64).exponential_(generator=torch.Generator().manual_seed(5))
-    return (owner.logits(finals).softmax(-1) / times).argmax(-1), times
+def sampled(owner, finals):
+    """Tokens that an owner samples."""
+    return owner.logits(finals).softmax(-1).multinomial(1, generator=torch.Generator().manual_seed(5))[:, 0]
 
 
 @pytest.mark.parametrize("width", [None, 6])
@@ -138,7 +136,7 @@ def test_a_ladder_is_imitated_from_the_tokens_that_its_owner_samples(width):
     part = imitator(width).requires_grad_()  # nothing but M is to learn all the same
     before = {name: p.clone() for name, p in part.named_parameters()}
     none = divergence(owner, part, unseen)
-    attacks.imitate_ladder(part, seen.half(), raced(owner, seen)[0], lr=2e-2, steps=300)
+    attacks.imitate_ladder(part, seen.half(), sampled(owner, seen), lr=2e-2, steps=300)
     # With p parameters and n tokens maximum likelihood is p / 2n away, far less than the backbone without M.
     parameters = sum(p.numel() for p in owner.tail.m.parameters())
     assert parameters / 2 / len(seen) < none / 25
@@ -146,26 +144,6 @@ def test_a_ladder_is_imitated_from_the_tokens_that_its_owner_samples(width):
     learnt = {name for name, p in part.named_parameters() if not torch.equal(p, before[name])}
     assert learnt == {f"tail.m.{name}" for name, _ in part.tail.m.named_parameters()}
     assert {name for name, p in part.named_parameters() if p.grad is not None} <= learnt
-
-
-def test_random_numbers_that_the_cloud_knows_tell_it_more():
-    owner, seen, unseen = ladder_owner()
-    chosen, times = raced(owner, seen)
-    logits = owner.logits(seen).detach()
-    bounded = logits - times.log()  # the winner's is the largest
-    assert_close(bounded.max(1).values, bounded.gather(1, chosen[:, None])[:, 0], terms=4)
-    plain, knowing = imitator(), imitator()
-    some = slice(0, 4000)
-    attacks.imitate_ladder(plain, seen[some], chosen[some], lr=2e-2, steps=300)
-    attacks.imitate_ladder(knowing, seen[some], chosen[some], times=times[some], temperature=0.1, lr=2e-2, steps=300)
-    assert divergence(owner, knowing, unseen) < divergence(owner, plain, unseen) / 2
-
-
-def test_the_times_of_a_race_are_those_of_the_wire():
-    owner, seen, _ = ladder_owner()
-    times = torch.empty(1, 64).exponential_(generator=torch.Generator().manual_seed(7 + 11))
-    logits = owner.logits(seen[:1]).detach()
-    assert race(logits, 7, 11) == (logits - times.log()).argmax()
 
 
 def test_greedy_tokens_tell_which_token_is_likeliest():
@@ -181,7 +159,7 @@ def test_greedy_tokens_tell_which_token_is_likeliest():
 
 def test_what_is_kept_is_what_was_best_for_tokens_held_out():
     owner, seen, _ = ladder_owner()
-    chosen, part = raced(owner, seen)[0], imitator()
+    chosen, part = sampled(owner, seen), imitator()
     few = dict(finals=seen[:60], tokens=chosen[:60])
     still = dict(lr=1e-12, steps=1)
     start = attacks.imitate_ladder(part, **few, **still)
@@ -285,8 +263,6 @@ def imitate(finals=FINALS, chosen=IDS, **settings):
         (lambda: imitate(FINALS[:1], IDS[:1]), r"finals \(1, 40\) and 1 tokens are not two"),
         (lambda: imitate(FINALS / 0), "or not finite"),
         (lambda: imitate(chosen=IDS - 100), r"the tokens must be between 0 and vocab - 1 = 63, got \[-100\]"),
-        (lambda: imitate(times=torch.ones(5, 3)), r"of the shape \(5, 64\), got \(5, 3\)"),
-        (lambda: imitate(times=torch.eye(5, 64)), r"times must be finite, above 0"),
         (lambda: imitate(temperature=1e-300), "the loss at temperature=1e-300 is never finite"),
         (lambda: attacks.imitate_ladder(attacks.public_prefix(backbone(), 0), FINALS[:, :32], IDS), "has no ladder"),
         (lambda: imitate(temperature=0), "temperature must be greater than 0, got 0"),

@@ -55,8 +55,6 @@ def test_each_scheme_is_compared_with_an_adapter_in_all_layers(tables, scheme, a
     ("scheme", "what", "method"),
     [
         ("ladder", "sampled", "ladder"),
-        # The cloud writes ahead with times of its own.
-        ("ladder, the cloud writes ahead", "sampled, known times", "ladder"),
         ("M r=48 at down", "answers", "all layers"),
         ("M in two layers, folded, public counts", "answers", "two layers"),
     ],
