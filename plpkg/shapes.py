@@ -25,7 +25,7 @@ def dimensions(config, name: str | None, local_files_only: bool) -> dict:
 
     if isinstance(config, (str, Path)):
         name = name or str(config)
-        config = _read(name, local_files_only)
+        config = _read(str(config), local_files_only)
     if not isinstance(config, PreTrainedConfig):
         raise TypeError(f"a configuration is a name, a folder or a PreTrainedConfig object, got {config!r}")
     name = name or config.name_or_path or config.model_type
@@ -39,6 +39,7 @@ def dimensions(config, name: str | None, local_files_only: bool) -> dict:
         sizes = _dimensions(text)
         experts = _experts(text)
         counted = _count_on_meta(text, config, experts["num_experts"])
+        windows = {} if counted["encoder"] else _windows(text)
     except Exception as error:  # a configuration class can raise anything when its model is built
         said = reason(error, config)
         raise ValueError(f"cannot describe {name} ({type(config).__name__}): {said}") from error
@@ -56,7 +57,7 @@ def dimensions(config, name: str | None, local_files_only: bool) -> dict:
             f"vocab={sizes['vocab']} × hidden={sizes['hidden']}"
         )
     source = f"{type(config).__name__}, counted on the meta device"
-    return dict(name=name, family=config.model_type, source=source, **sizes, **experts, **counted)
+    return dict(name=name, family=config.model_type, source=source, **sizes, **experts, **counted, **windows)
 
 
 def _read(name: str, local_files_only: bool):
@@ -112,6 +113,23 @@ def _experts(config) -> dict:
             f"it has no single number of experts and of those that a token meets, but {total!r}, {chosen!r}"
         )
     return dict(num_experts=total, num_experts_per_tok=chosen)
+
+
+def _windows(config) -> dict:
+    """The window of the layers that have one, and how many have: as the cache that transformers makes knows them."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    layers = DynamicCache(config=config).layers
+    for i, layer in enumerate(layers):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise ValueError(
+                f"layer {i} of its cache is a {type(layer).__name__}, not keys and values of its own alone"
+            )
+    windows = [layer.sliding_window for layer in layers if layer.is_sliding]
+    if len(set(windows)) > 1:
+        raise ValueError(f"it has no single sliding window, but {sorted(set(windows))}")
+    return dict(sliding_window=windows[0] if windows else 0, num_sliding_layers=len(windows))
 
 
 def _count_on_meta(config, whole, num_experts: int) -> dict:
