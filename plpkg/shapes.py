@@ -8,13 +8,8 @@ configurations of new architectures keep their old fields and mean something els
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from plpkg.projections import PROJECTIONS
 from plpkg.validation import shown, whole_number
-
-ATTENTION_PROJECTIONS = {
-    *("q_proj", "k_proj", "v_proj", "qkv_proj"),  # Llama and most others; Phi-3
-    *("c_attn", "query_key_value", "Wqkv"),  # GPT-2, Falcon and BLOOM, MPT
-    *("query", "key", "value", "Wq", "Wk", "Wv"),  # BERT, CTRL
-}
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # Mixtral; Qwen3-MoE; DeepSeek and GLM
 
@@ -163,10 +158,11 @@ def _count_on_meta(config, whole, num_experts: int) -> dict:
         tied = head.weight is speaker.get_input_embeddings().weight
         if speaker is not model:  # the head sits outside of the language part, and the whole says whether it is tied
             parameters += sum(parameter.numel() for parameter in head.parameters()) - tied * embedding.numel()
+    names = {name for group in PROJECTIONS for name in group}
     widths = [
         module.nf if hasattr(module, "nf") else module.out_features
         for path, module in model.named_modules()
-        if path.rsplit(".", 1)[-1] in ATTENTION_PROJECTIONS and getattr(module, "weight", None) is not None
+        if path.rsplit(".", 1)[-1] in names and getattr(module, "weight", None) is not None
     ]
     return dict(
         tied_embeddings=tied,
