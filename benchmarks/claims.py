@@ -257,7 +257,7 @@ LOCRET = {"phi-3-mini-128k": 6_000, "llama-3.1-8b": 16_384}
 @computed
 def cache_gib(model: str, bits: int, tokens: int = 131_072) -> float:
     shape = catalog.model(model)
-    return 2 * shape.num_layers * shape.kv_dim * tokens * bits / 8 / 2**30
+    return 2 * shape.kv_dim * shape.cached_positions(tokens) * bits / 8 / 2**30
 
 
 @computed

@@ -43,6 +43,9 @@ class ModelShape(Tabular):
     expert_parameters, num_experts, num_experts_per_tok
         Of a mixture of experts: the weights of all routed experts together, how many there are in a
         layer, and how many of them a token meets. Shared experts are not routed: each token meets them.
+    sliding_window, num_sliding_layers
+        How many positions a token sees, itself included, in each layer with a sliding window (or with chunked
+        attention), and how many layers have one. Both 0: every layer sees the whole text.
     """
 
     name: str
@@ -61,6 +64,8 @@ class ModelShape(Tabular):
     expert_parameters: int = 0
     num_experts: int = 1
     num_experts_per_tok: int = 1
+    sliding_window: int = 0
+    num_sliding_layers: int = 0
 
     def __post_init__(self) -> None:
         def settle(name: str, *limits) -> None:  # a plain int: NumPy's have an end, where products begin again below 0
@@ -79,6 +84,13 @@ class ModelShape(Tabular):
         settle("expert_parameters", 0, self.decoder_parameters, "decoder_parameters")
         settle("num_experts", 1)
         settle("num_experts_per_tok", 1, self.num_experts, "num_experts")
+        settle("sliding_window", 0)
+        settle("num_sliding_layers", 0, self.num_layers, "num_layers")
+        if (self.sliding_window == 0) != (self.num_sliding_layers == 0):
+            raise ValueError(
+                f"sliding_window={self.sliding_window} and num_sliding_layers={self.num_sliding_layers} of {self.name} "
+                "must both be 0, or neither"
+            )
 
     @property
     def query_dim(self) -> int:
@@ -114,6 +126,15 @@ class ModelShape(Tabular):
     def active_parameters(self) -> int:
         """Every weight but those of the experts that one token does not meet; of a dense model all ``parameters``."""
         return self.parameters - round(self.unread_parameters())
+
+    def cached_positions(self, context: int) -> int:
+        """Positions whose keys and values the layers hold after ``context`` tokens, summed over the layers.
+
+        A layer with a sliding window holds one position less than its window, as transformers' ``DynamicCache`` does:
+        the next token is the last of its own window.
+        """
+        sliding, full = self.num_sliding_layers, self.num_layers - self.num_sliding_layers
+        return full * context + sliding * min(context, self.sliding_window - 1)
 
     def unread_parameters(self, positions: int = 1) -> float:
         """Weights of the experts that none of ``positions`` tokens meets, in the mean over even choices."""
@@ -164,7 +185,8 @@ class ModelShape(Tabular):
         ModelShape
             Counted on the meta device: the model is instantiated without storage, so tied
             tensors, fused projections and biases are counted as they are, and so are a mixture's
-            experts. Of a multimodal model only the language model, with its head.
+            experts. Of a multimodal model only the language model, with its head. Sliding windows
+            are those of transformers' ``DynamicCache``.
 
         Raises
         ------
@@ -173,7 +195,7 @@ class ModelShape(Tabular):
         ValueError
             An encoder-decoder, or layers that are not one attention block each: mixtures of
             attention and other layers, latent attention, shared layers. Or experts whose number the
-            configuration does not say.
+            configuration does not say, or sliding windows of several lengths.
         TypeError
             Something else than a name or a configuration.
         """

@@ -8,13 +8,8 @@ configurations of new architectures keep their old fields and mean something els
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from plpkg.projections import PROJECTIONS
 from plpkg.validation import shown, whole_number
-
-ATTENTION_PROJECTIONS = {
-    *("q_proj", "k_proj", "v_proj", "qkv_proj"),  # Llama and most others; Phi-3
-    *("c_attn", "query_key_value", "Wqkv"),  # GPT-2, Falcon and BLOOM, MPT
-    *("query", "key", "value", "Wq", "Wk", "Wv"),  # BERT, CTRL
-}
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # Mixtral; Qwen3-MoE; DeepSeek and GLM
 
@@ -25,7 +20,7 @@ def dimensions(config, name: str | None, local_files_only: bool) -> dict:
 
     if isinstance(config, (str, Path)):
         name = name or str(config)
-        config = _read(name, local_files_only)
+        config = _read(str(config), local_files_only)
     if not isinstance(config, PreTrainedConfig):
         raise TypeError(f"a configuration is a name, a folder or a PreTrainedConfig object, got {config!r}")
     name = name or config.name_or_path or config.model_type
@@ -39,6 +34,7 @@ def dimensions(config, name: str | None, local_files_only: bool) -> dict:
         sizes = _dimensions(text)
         experts = _experts(text)
         counted = _count_on_meta(text, config, experts["num_experts"])
+        windows = {} if counted["encoder"] else _windows(text)
     except Exception as error:  # a configuration class can raise anything when its model is built
         said = reason(error, config)
         raise ValueError(f"cannot describe {name} ({type(config).__name__}): {said}") from error
@@ -56,7 +52,7 @@ def dimensions(config, name: str | None, local_files_only: bool) -> dict:
             f"vocab={sizes['vocab']} × hidden={sizes['hidden']}"
         )
     source = f"{type(config).__name__}, counted on the meta device"
-    return dict(name=name, family=config.model_type, source=source, **sizes, **experts, **counted)
+    return dict(name=name, family=config.model_type, source=source, **sizes, **experts, **counted, **windows)
 
 
 def _read(name: str, local_files_only: bool):
@@ -114,6 +110,23 @@ def _experts(config) -> dict:
     return dict(num_experts=total, num_experts_per_tok=chosen)
 
 
+def _windows(config) -> dict:
+    """The window of the layers that have one, and how many have: as the cache that transformers makes knows them."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    layers = DynamicCache(config=config).layers
+    for i, layer in enumerate(layers):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise ValueError(
+                f"layer {i} of its cache is a {type(layer).__name__}, not keys and values of its own alone"
+            )
+    windows = [layer.sliding_window for layer in layers if layer.is_sliding]
+    if len(set(windows)) > 1:
+        raise ValueError(f"it has no single sliding window, but {sorted(set(windows))}")
+    return dict(sliding_window=windows[0] if windows else 0, num_sliding_layers=len(windows))
+
+
 def _count_on_meta(config, whole, num_experts: int) -> dict:
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMultimodalLM
     from transformers.models.auto.modeling_auto import (
@@ -145,10 +158,11 @@ def _count_on_meta(config, whole, num_experts: int) -> dict:
         tied = head.weight is speaker.get_input_embeddings().weight
         if speaker is not model:  # the head sits outside of the language part, and the whole says whether it is tied
             parameters += sum(parameter.numel() for parameter in head.parameters()) - tied * embedding.numel()
+    names = {name for group in PROJECTIONS for name in group}
     widths = [
         module.nf if hasattr(module, "nf") else module.out_features
         for path, module in model.named_modules()
-        if path.rsplit(".", 1)[-1] in ATTENTION_PROJECTIONS and getattr(module, "weight", None) is not None
+        if path.rsplit(".", 1)[-1] in names and getattr(module, "weight", None) is not None
     ]
     return dict(
         tied_embeddings=tied,

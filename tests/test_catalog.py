@@ -33,7 +33,7 @@ CONFIGS = {
     "llama-2-13b": typed("llama", 40, 5120, 40, 40, 128, 13824, 32000),
     "llama-3.1-8b": typed("llama", 32, 4096, 32, 8, 128, 14336, 128256),
     "mistral-7b": transformers.MistralConfig(),
-    "phi-3-mini-128k": transformers.Phi3Config(),
+    "phi-3-mini-128k": transformers.Phi3Config(sliding_window=262_144),
     "gemma-2b": typed("gemma", 18, 2048, 8, 1, 256, 16384, 256000),
     "gemma-7b": transformers.GemmaConfig(),
     "gemma-2-2b": transformers.Gemma2Config(),
@@ -215,6 +215,7 @@ NO_SHAPE = {
     "Jamba": "layers that are not one attention block each: linear_attention",
     "OlmoHybrid": "one attention block each: linear_attention",  # its projections have the usual names and widths
     "FalconH1": "one attention block each: hybrid",
+    "Gemma3nText": "layer 20 of its cache is a DummyLayer, not keys and values of its own alone",
     "Albert": "attention projections are not 12 layers",
     "ViT": "vocab_size",
     "CLIP": "it is not a language model",
@@ -222,18 +223,29 @@ NO_SHAPE = {
     "DeepseekV2": "no single number of experts and of those that a token meets, but 64, None",
 }
 NO_CONFIGURATION = "a configuration is a name, a folder or a PreTrainedConfig object"
+TWO_WINDOWS = dict(num_key_value_heads=2, per_layer_config={0: {"sliding_window": 8}, 1: {"sliding_window": 16}})
+TWO_WINDOWS |= dict(sliding_window=8)
 EXPERTS, OTHER_WORDS = dict(num_experts=4, num_experts_per_tok=2), dict(ffn_dim=FF, word_embed_proj_dim=32)
 REFUSED = {
     ValueError: [
         *((from_config(kind), rf"cannot describe \w+ \({kind}Config\): .*{NO_SHAPE[kind]}") for kind in NO_SHAPE),
         (from_config("Llama", **TINY, **EXPERTS), "configuration says 4 experts a layer, and 0 weights are theirs"),
         (from_config("OPT", **TINY, **OTHER_WORDS), "its word embedding is not vocab=160 × hidden=64"),
+        (from_config("Mistral", **TINY, **TWO_WINDOWS), r"it has no single sliding window, but \[8, 16\]"),
         (from_config("T5"), r"^t5 \(T5Config\) is an encoder-decoder"),
         (from_config("Bart"), r"^bart \(BartConfig\) is an encoder-decoder"),
         (changed(GPT2, num_kv_heads=13), "num_kv_heads must be between 1 and num_heads=12, got 13"),
         (changed(GPT2, parameters=1000), "leave nothing for the decoder"),
         (changed(GPT2, expert_parameters=10**9), "expert_parameters must be between 0 and decoder_parameters=85842"),
         (changed(GPT2, num_experts_per_tok=5), "num_experts_per_tok must be between 1 and num_experts=1"),
+        (
+            changed(GPT2, sliding_window=8),
+            "sliding_window=8 and num_sliding_layers=0 of gpt2 must both be 0, or neither",
+        ),
+        (
+            changed(GPT2, sliding_window=8, num_sliding_layers=13),
+            "num_sliding_layers must be between 0 and num_layers=12",
+        ),
         (changed(H100, memory_bandwidth_bytes_per_s=-1), "memory_bandwidth_bytes_per_s must be greater than 0, got -1"),
         (changed(LINK, uplink_bits_per_s=-1), "uplink_bits_per_s must be greater than 0, got -1"),
         (changed(LINK, downlink_bits_per_s=0), "downlink_bits_per_s must be greater than 0, got 0"),
@@ -272,6 +284,22 @@ def test_a_folder_is_read_and_code_that_comes_with_it_is_not_run(tmp_path):
     (tmp_path / "odd.py").write_text("raise SystemExit('ran')")
     with pytest.raises(ValueError, match="cannot describe"):
         ModelShape.from_config(tmp_path)
+
+
+def test_a_label_is_never_where_the_configuration_is_read(tmp_path, monkeypatch):
+    """The label is a folder with another model, here and on the hub."""
+    monkeypatch.chdir(tmp_path)
+    config = transformers.Qwen2Config(**TINY, num_key_value_heads=2)
+    for folder, layers in (("mine", L), ("label", L + 1), ("other", L + 2)):
+        transformers.Qwen2Config(**TINY | dict(num_hidden_layers=layers), num_key_value_heads=2).save_pretrained(folder)
+    hub = {"owner/mine": "mine", "label": "other"}
+    read = AutoConfig.from_pretrained
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name, **kw: read(hub.get(name, name), **kw))
+    for given, itself in ((config, "qwen2"), ("mine", "mine"), (Path("mine"), "mine"), ("owner/mine", "owner/mine")):
+        named, unnamed = ModelShape.from_config(given, name="label"), ModelShape.from_config(given)
+        assert (named.name, unnamed.name) == ("label", itself)
+        assert replace(named, name="") == replace(unnamed, name="")
+        assert named.num_layers == L
 
 
 @pytest.mark.parametrize(

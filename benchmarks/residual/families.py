@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from benchmarks import record
 from benchmarks.decoders import CAUSAL, EXPERTS, GROUPED, SIZES
+from plpkg.projections import PROJECTIONS
 from plpkg.residual import CloudServer, DeviceClient, LadderConfig, PrivateLoraConfig, RefusedError
 
 IDS = torch.randint(3, 60, (2, 7), generator=torch.Generator().manual_seed(0))
@@ -76,7 +77,7 @@ FAMILIES = CAUSAL | {
     "VaultGemma": ("vaultgemma", HEADS),
     "XGLM": ("xglm", dict(vocab_size=64, d_model=32, num_layers=2, attention_heads=4, ffn_dim=48)),
 }
-INTO_ATTENTION = ("q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value", "q_b_proj", "Wqkv")
+INTO_ATTENTION = (*(name for names in PROJECTIONS for name in names), "q_b_proj")  # the last is DeepSeek's
 OUT_OF_MLP = ("down_proj", "mlp.c_proj", "fc2", "fc_out", "dense_4h_to_h", "w2", "o_proj")  # the first that there is
 OTHERS = ("in_proj", "layer_2")  # Mamba's and XLNet's, so that it is not PEFT that refuses them
 

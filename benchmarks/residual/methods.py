@@ -12,9 +12,10 @@ from torch.nn import functional
 
 from plpkg import corpora
 from plpkg.corpora import Document
+from plpkg.projections import QKV
 from plpkg.residual import PrivateLoraConfig, bases
 from plpkg.residual.config import ProjectionConfig
-from plpkg.residual.methods import QKV, LadderConfig
+from plpkg.residual.methods import LadderConfig
 from plpkg.validation import whole_number
 
 STEPS, BATCH, SEQ = 60, 4, 256

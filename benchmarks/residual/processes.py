@@ -11,8 +11,8 @@ from peft import LoraConfig, get_peft_model
 
 from plpkg.backbones import load_backbone, random_backbone
 from plpkg.catalog import Link
+from plpkg.projections import QKV
 from plpkg.residual import CloudServer, DeviceClient, Limits, PrivateLoraConfig
-from plpkg.residual.methods import QKV
 from plpkg.residual.wire import cloud as clouds
 
 MODELS = {

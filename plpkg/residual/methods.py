@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from plpkg.adapters import WRAPPED
+from plpkg.projections import PROJECTIONS
 from plpkg.residual import saved
 from plpkg.residual.adapter import NO_ADAPTER, PrivateLoraLayer, UnderWay, features, layers, matrices
 from plpkg.residual.config import LADDER, PRIVATE_LORA, LadderConfig, PrivateLoraConfig, ProjectionConfig
@@ -34,9 +35,6 @@ from plpkg.validation import whole_number
 __all__ = ["LadderConfig", "PrivateLoraConfig", "convert_to_lora", "load", "matrices"]
 """Whoever takes these from here can give PEFT an adapter of this room."""
 
-QKV = ["q_proj", "k_proj", "v_proj"]
-PRIVATE_LORA_TARGETS = (QKV, ["qkv_proj"], ["c_attn"])
-"""The query, key and value projections, apart or fused as Phi-3's and GPT-2's: what the publication adapts."""
 LADDER_TARGETS = (["down_proj"], ["mlp.c_proj"])
 """The last projection of the MLP, also as GPT-2 calls it: its input is the widest that a layer has."""
 
@@ -199,7 +197,7 @@ class PrivateLoraModel(RowwiseTuner):
 
     def _prepare_adapter_config(self, peft_config: PrivateLoraConfig, model_config: dict) -> PrivateLoraConfig:
         if peft_config.target_modules is None:
-            peft_config.target_modules = default_targets(self.model, PRIVATE_LORA_TARGETS)
+            peft_config.target_modules = default_targets(self.model, PROJECTIONS)  # what the publication adapts
         return super()._prepare_adapter_config(peft_config, model_config)
 
     def _check_merge_allowed(self) -> None:
@@ -351,7 +349,7 @@ def final_norm(model: nn.Module) -> tuple[str, nn.Module]:
     return next(name for name, module in model.named_modules() if module is norm), norm
 
 
-def default_targets(model: nn.Module, candidates: Sequence[list[str]]) -> set[str]:
+def default_targets(model: nn.Module, candidates: Sequence[Sequence[str]]) -> set[str]:
     """The first of some lists whose every name a model has, whatever its architecture.
 
     Raises

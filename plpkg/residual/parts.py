@@ -19,6 +19,7 @@ from peft.utils import ModulesToSaveWrapper, get_peft_model_state_dict
 from torch import nn
 
 from plpkg.learning import logits_of
+from plpkg.projections import PROJECTIONS
 from plpkg.residual.adapter import PrivateLoraLayer
 from plpkg.residual.cloud_part import CloudPart, OwnInEachThread, run_layers
 from plpkg.residual.device_part import DevicePart, Folded, LoraBranches, Tail
@@ -327,7 +328,7 @@ def _shared_inputs(layer: nn.Module, adapter_name: str) -> list[tuple[nn.Module,
         for name, child in list(parent.named_children()):
             if isinstance(child, BaseTunerLayer) and name not in adapted:
                 setattr(parent, name, child.get_base_layer())
-        for together in (["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]):
+        for together in (*PROJECTIONS, ("gate_proj", "up_proj")):
             if chosen := [name for name in together if name in adapted]:
                 groups.append((parent, chosen))
         groups += [(parent, [name]) for name in adapted if not any((parent is p and name in n) for p, n in groups)]

@@ -4,7 +4,7 @@ Forward hooks on the query, key and value projections give the states before rot
 model's own attention function (registered with transformers under another name) gives those after, and what the
 cache returned. The model's code, weights and results stay as they are.
 
-Left out: projections that interleave query, key and value (Falcon, BLOOM), and padded batches.
+Left out: attention that is not computed through transformers' interface (Falcon, BLOOM), and padded batches.
 """
 
 import sys
@@ -26,9 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from plpkg.batch import Ids, token_ids
-
-SEPARATE, FUSED = ("q_proj", "k_proj", "v_proj"), ("qkv_proj", "c_attn")
-"""Projections whose outputs, side by side, are query, key and value: Llama's and most others'; Phi-3's and GPT-2's."""
+from plpkg.projections import PROJECTIONS
 
 KNOWN = ("s_aux", "attention_mask", "position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k")
 """Tensors that an attention function is given, and that change nothing which is not known here."""
@@ -139,6 +137,8 @@ class Layer:
         The width of a value, which is seldom another than a key's.
     width
         What the projections give, side by side.
+    interleaved
+        Whether the fused one gives each head's query, key and value together: GPT-NeoX's, and one kind of GPTBigCode's.
     """
 
     module: nn.Module
@@ -148,6 +148,13 @@ class Layer:
     head_dim: int
     value_dim: int
     width: int
+    interleaved: bool
+
+    def side_by_side(self, output: torch.Tensor) -> torch.Tensor:
+        """What a projection gave, ``(batch, n, width)``: all heads' queries, then keys, then values."""
+        if not self.interleaved:
+            return output
+        return output.unflatten(-1, (self.num_heads, 3, self.head_dim)).transpose(-3, -2).flatten(-3)
 
 
 def attention_layers(model: nn.Module) -> list[Layer]:
@@ -168,25 +175,29 @@ def attention_layers(model: nn.Module) -> list[Layer]:
     for module in model.modules():
         if not hasattr(module, "layer_idx"):
             continue
-        named = ([getattr(module, n, None) for n in names] for names in (FUSED, SEPARATE))
-        fused, separate = ([each for each in group if each is not None] for group in named)
-        projections = fused if len(fused) == 1 else separate
-        if not (hasattr(module, "head_dim") and hasattr(module, "config")):
-            continue
-        if projections is separate and len(separate) < len(SEPARATE):
+        children = dict(module.named_children())
+        names = next((names for names in PROJECTIONS if children.keys() >= set(names)), None)
+        if names is None:
             continue
         kind = type(module).__name__
+        if not any("ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[each.__module__]) for each in type(module).__mro__):
+            raise ValueError(f"{kind} computes its attention past transformers' interface: it cannot be watched")
+        if not hasattr(module, "config"):  # linear attention
+            continue
         if module.layer_idx in layers or "Cross" in kind or not getattr(module, "is_causal", True):
             raise ValueError(
                 f"layer {module.layer_idx} of {type(model).__name__} attends to something else than its own text so "
                 f"far ({kind}): plpkg.retention reads with decoders alone"
             )
-        layers[module.layer_idx] = Layer(module, tuple(projections), *_sizes(module, projections))
+        projections = tuple(children[name] for name in names)
+        interleaved = names == ("query_key_value",) or getattr(module, "multi_query", None) is False
+        layers[module.layer_idx] = Layer(module, projections, *_sizes(module, projections), interleaved)
     count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", -1)
     if sorted(layers) != list(range(count)):
         raise ValueError(
-            f"{type(model).__name__} has query, key and value projections ({', '.join(SEPARATE + FUSED)}) "
-            f"in {len(layers)} of its {count} layers: plpkg.retention does not know how to watch the others"
+            f"{type(model).__name__} has attention with a layer_idx and query, key and value projections "
+            f"({'; '.join(', '.join(names) for names in PROJECTIONS)}) in {len(layers)} of its {count} layers: "
+            "plpkg.retention does not know how to watch the others"
         )
     return [layers[i] for i in range(count)]
 
@@ -197,7 +208,8 @@ def _sizes(module: nn.Module, projections: Sequence[nn.Module]) -> tuple[int, in
     Configurations do not always say how many KV heads there are, or say it of other layers: what the projections give
     decides, if they are linear layers, or adapters around them, which tell.
     """
-    heads, dim = module.config.num_attention_heads, module.head_dim
+    heads = module.config.num_attention_heads
+    dim = getattr(module, "head_dim", None) or module.config.hidden_size // heads
     bases = [getattr(projection, "get_base_layer", lambda each=projection: each)() for projection in projections]
     widths = [base.nf if isinstance(base, Conv1D) else getattr(base, "out_features", None) for base in bases]
     if None in widths:
@@ -223,7 +235,8 @@ def check_ids(model: nn.Module, ids: Ids, before: int = 0) -> torch.Tensor:
         raise ValueError(f"input_ids must be within the {vocab} tokens of {name}, got {ids.min()} to {ids.max()}")
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding) and path.rpartition(".")[2] in LEARNT:
-            longest = module.num_embeddings - getattr(module, "offset", 0)
+            first = 0 if module.padding_idx is None else module.padding_idx + 1  # RoBERTa's
+            longest = module.num_embeddings - getattr(module, "offset", first)
             if before + ids.shape[-1] > longest:
                 raise ValueError(f"{name} has {longest} learnt positions, got {before + ids.shape[-1]} tokens")
     return ids
@@ -299,7 +312,7 @@ def watching(model: nn.Module, watch: Watch, cache: Cache | None = None) -> Iter
 
     def projected(number: int, output: torch.Tensor) -> None:
         if now() is watch:
-            watch.projected.setdefault(number, []).append(output)
+            watch.projected.setdefault(number, []).append(layers[number].side_by_side(output))
 
     def called(number: int, _module, args: tuple, kwargs=MappingProxyType({})) -> None:
         if now() is watch:

@@ -79,7 +79,7 @@ def decode(chosen: list[int], rank: int, model="llama-2-7b", device="a100-80gb-s
     sides = 2 * (shape.hidden + width) + 2 * (shape.hidden + kv_width) + 3 * (shape.hidden + shape.intermediate)
     adapter = whole_number("rank", rank, 1) * sides * shape.num_layers
     backbone = shape.parameters - (0 if shape.tied_embeddings else shape.vocab * shape.hidden)  # it is looked up in
-    past = 2 * kv_width * shape.num_layers * context
+    past = 2 * kv_width * shape.cached_positions(context)
 
     def seconds(requests: int, distinct: int) -> float:
         read = 2 * (backbone + distinct * adapter + requests * past)

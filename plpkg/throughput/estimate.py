@@ -9,8 +9,9 @@ r"""Tokens per second of a split model, as a sum of times (PrivateLoRA article, 
 Every computing term is a roofline: the longer of reading the weights and doing the arithmetic,
 ``max(bytes / bandwidth, 2 · parameters · positions / FLOPS)``. The network time ``t`` comes from
 :mod:`plpkg.communication`: end points, uplink, downlink and (absent in the article) round trips.
-Absent there, too: the KV cache, which a pass reads once for each sequence. With ``context`` positions
-in it these are ``2 · layers · kv_heads · head_dim · context`` numbers; by default there are none.
+Absent there, too: the KV cache, which a pass reads once for each sequence. After ``context`` positions
+each layer holds ``2 · kv_heads · head_dim · context`` numbers, or those of the last ``sliding_window - 1``
+positions where it has a window (as transformers' ``DynamicCache``); by default there are none.
 
 Two accountings:
 
@@ -23,8 +24,7 @@ Two accountings:
 A token of a mixture of experts computes with the experts that it meets, and a pass reads each that
 one of its positions meets, under even and independent choices.
 
-Left out: attention among a prompt's own positions, windows that see less than the context, sampling,
-framing and software overhead.
+Left out: attention among a prompt's own positions, sampling, framing and software overhead.
 """
 
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ class Estimate(Tabular):
     unfit
         A sentence for each device whose memory does not hold its part: the speed is what it would be if it did.
     context
-        Positions in the KV cache. The GPU's speed has their reading in it, too.
+        Positions before the token. The GPU's speed has the reading of their cache in it, too.
     """
 
     model: str
@@ -149,7 +149,8 @@ def decode(
         Sequences decoded together. As in the article, a published or given speed is not
         multiplied by a larger batch; the roofline is.
     context
-        Positions of each sequence in the cloud's KV cache, which a pass reads. A published or given
+        Positions of each sequence before this token. What the cloud's KV cache holds of them, a pass reads: of a
+        layer with a sliding window only the window's. A published or given
         ``gpu`` is taken as the speed without them: their reading is added to the GPU's time as well.
     draft_tokens
         Speculative or look-ahead decoding: so many guesses of the device travel with the last token; making them

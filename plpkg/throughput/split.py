@@ -155,15 +155,15 @@ class Split:
         }
 
     def cache_bytes(self, context: int, batch: int = 1) -> float:
-        """Bytes of the keys and values of ``context`` positions of each sequence."""
-        return 2 * self.model.num_layers * self.model.kv_dim * context * batch * self.cache_bits / 8
+        """Bytes of the keys and values that each sequence's layers hold after ``context`` positions."""
+        return 2 * self.model.kv_dim * self.model.cached_positions(context) * batch * self.cache_bits / 8
 
     def cache_s(self, context: int, positions: int = 1, batch: int = 1) -> float:
         """Seconds of the cloud for one pass's look at the cache: reading it once, or ``positions``' arithmetic with it.
 
         Each query meets each key and weighs each value, four operations for each of its numbers.
         """
-        operations = 4 * self.model.num_layers * self.model.query_dim * context * positions
+        operations = 4 * self.model.query_dim * self.model.cached_positions(context) * positions
         read_s = self.cache_bytes(context, batch) / self.cloud.memory_bandwidth_bytes_per_s
         return max(read_s, operations / self.cloud.flops_per_s)
 

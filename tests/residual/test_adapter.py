@@ -301,7 +301,7 @@ def bases_of(batches=(IDS,), m_scale=0.0, **config):
 GIVEN, GIVEN_LADDER = dict(init="given"), dict(r=4, init="given")
 TWO_RANKS, EMBEDDING = dict(init="svd", r_c2d=4, r_d2c=5), dict(target_modules=["embed_tokens"])
 NO_LINEAR = "embed_tokens is a Embedding: only nn.Linear and Conv1D can be adapted"
-NO_NAMES = "no default target_modules for GPTNeoXForCausalLM, which has none of q_proj, k_proj, v_proj; qkv_proj; c_at"
+NO_NAMES = "no default target_modules for MambaForCausalLM, which has none of q_proj, k_proj, v_proj; qkv_proj; c_at"
 NO_RUNGS = "no default target_modules for OPTForCausalLM, which has none of down_proj; mlp.c_proj: name its linear"
 NO_NORM = "OPTDecoder has none of norm, ln_f, .*: not a decoder that can be cut here"
 CPU = torch.device("cpu")
@@ -331,7 +331,7 @@ NOT_ZERO = "the M of the ladder is not zero"
         (lambda: adapted(ladder=dict(r=33)), "r must be between 1 and hidden_size=32, got 33"),
         (lambda: adapted(**EMBEDDING), NO_LINEAR),
         (lambda: adapted(ladder=dict(r=4) | EMBEDDING), NO_LINEAR),
-        (lambda: new("gpt_neox", PrivateLoraConfig()), NO_NAMES),
+        (lambda: new("mamba", PrivateLoraConfig()), NO_NAMES),
         (lambda: new("opt", LadderConfig()), NO_RUNGS),
         (lambda: new("opt", LadderConfig(target_modules=["fc2"]), do_layer_norm_before=False), NO_NORM),
         (
@@ -377,8 +377,9 @@ def test_what_cannot_be_is_named(call, message):
         call()
 
 
-def test_modules_of_other_names_can_be_adapted():
-    assert layers(new("gpt_neox", PrivateLoraConfig(target_modules=["query_key_value"])))
+@pytest.mark.parametrize("kind", ["gpt_neox", "persimmon", "bloom"])
+def test_a_fused_projection_is_a_default(kind):
+    assert [layer.module.rpartition(".")[2] for layer in layers(new(kind, PrivateLoraConfig()))] == ["query_key_value"]
 
 
 TINY = dict(

@@ -14,9 +14,11 @@ import pytest
 import torch
 import transformers
 from transformers import DynamicCache
+from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 from plpkg.retention import chunked_prefill, cis_labels, scorers
+from plpkg.retention.watch import Watch, watching
 from tests.retention.conftest import in_double, other_family
 
 from rounding import assert_as_exact
@@ -34,6 +36,9 @@ SHARED = dict(first_k_dense_replace=1, n_shared_experts=1)
 HYBRID = dict(layer_types=["attention"] * LAYERS, shared_intermediate_size=32) | LOCAL
 PER_LAYER = dict(hidden_size_per_layer_input=16, vocab_size_per_layer_input=64)
 OPT = dict(ffn_dim=64, word_embed_proj_dim=64)
+DBRX = dict(d_model=64, n_heads=4, n_layers=LAYERS)
+DBRX |= dict(attn_config={"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 1.0})
+DBRX |= dict(ffn_config={"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2})
 
 
 def rope(kind, **options):
@@ -153,6 +158,14 @@ CONFIGURATIONS = {
     "gemma4_text sliding": PER_LAYER | MIXED,
     "granitemoe_swa": LOCAL | FULL,
     "mimo_v2_flash": ROUTED,
+    "gpt_neox": {},
+    "gpt_neox all rotary": dict(use_parallel_residual=False) | rope("default", partial_rotary_factor=1.0),
+    "persimmon": {},
+    "persimmon no norm": dict(qk_layernorm=False),
+    "dbrx": DBRX,
+    "bert": dict(is_decoder=True),
+    "roberta": dict(is_decoder=True),
+    "ctrl": dict(n_embd=64, n_head=4, n_layer=LAYERS, dff=64),
 }
 
 WINDOW = "has a sliding window of .* tokens, which needs the original distances: take positions='original'"
@@ -179,6 +192,9 @@ NOT_MOVED = {name: WINDOW for name in CONFIGURATIONS if name.endswith("sliding")
     "opt after": NOT_ONE.format("OPT"),
     "biogpt": NOT_ONE.format("BioGpt"),
     "granitemoehybrid": NOT_ONE.format("GraniteMoeHybrid"),
+    "bert": NOT_ONE.format("Bert"),
+    "roberta": NOT_ONE.format("Roberta"),
+    "ctrl": NOT_ONE.format("CTRL"),
     # Each layer a copy of its own, as complex numbers, or under the name of the one kind of layer there is.
     "llama4_text": NOT_ONE.format("Llama4"),
     "llama4_text full": NOT_ONE.format("Llama4"),
@@ -395,19 +411,19 @@ T5 = dict(d_model=64, d_kv=16, d_ff=64, num_layers=2, num_heads=4)
 MLLAMA = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64)
 MLLAMA |= dict(num_hidden_layers=3, cross_attention_layers=[1])
 MLA = ROUTED | dict(num_key_value_heads=4)
-DBRX = dict(d_model=64, n_heads=4, n_layers=2, attn_config={"kv_n_heads": 2, "rope_theta": 1e4})
-DBRX |= dict(ffn_config={"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2})
 GPT = dict(n_embd=64, n_head=4, n_layer=2)
 
 FULL2 = ["full_attention"] * 2
-UNWATCHED = "has query, key and value projections .* in 0 of its 2 layers: plpkg.retention does not know how to watch"
+UNWATCHED = "and query, key and value projections .* in 0 of its 2 layers: plpkg.retention does not know how to watch"
+PAST = "Attention computes its attention past transformers' interface: it cannot be watched"
 CROSS = "layer .* attends to something else than its own text so far .*: plpkg.retention reads with decoders alone"
 VIRTUAL = r"puts virtual tokens before the prompt \({}\), which have no ids"
 LINEAR = "has a LinearAttentionLayer, which cannot evict|in [01] of its 2 layers"
 
 REFUSED = {
     "diffllama": (family("diffllama"), "DiffLlamaAttention calls its attention more than once: it cannot be watched"),
-    "codegen": (family("codegen", rotary_dim=8, **GPT), UNWATCHED),
+    "codegen": (family("codegen", rotary_dim=8, **GPT), PAST),
+    "gptj": (family("gptj", rotary_dim=8), PAST),
     "t5": (made(transformers.T5ForConditionalGeneration, transformers.T5Config, **T5), UNWATCHED),
     "bart": (bart(2, 2), CROSS),
     "bart, more decoder": (bart(1, 2), CROSS),
@@ -419,19 +435,16 @@ REFUSED = {
     "deepseek_v3": (family("deepseek_v3", **MLA), UNWATCHED),
     "deepseek_v2": (family("deepseek_v2", **MLA), UNWATCHED),
     "minicpm3": (family("minicpm3"), UNWATCHED),
-    "dbrx": (family("dbrx", **DBRX), UNWATCHED),
     "mllama": (made(transformers.MllamaForCausalLM, MllamaTextConfig, **MLLAMA), CROSS),
-    "gpt_neox": (family("gpt_neox"), UNWATCHED),
     "gpt_neo": (family("gpt_neo", num_layers=2, num_heads=4, attention_types=[[["global"], 2]]), UNWATCHED),
     "openai-gpt": (family("openai-gpt", **GPT), UNWATCHED),
-    "falcon": (falcon(), UNWATCHED),
-    "falcon alibi": (falcon(alibi=True), UNWATCHED),
-    "bloom": (family("bloom", n_head=4, n_layer=2), UNWATCHED),
-    "mpt": (family("mpt", d_model=64, n_heads=4, n_layers=2), UNWATCHED),
-    "persimmon": (family("persimmon"), UNWATCHED),
+    "falcon": (falcon(), PAST),
+    "falcon alibi": (falcon(alibi=True), PAST),
+    "bloom": (family("bloom", n_head=4, n_layer=2), PAST),
+    "mpt": (family("mpt", d_model=64, n_heads=4, n_layers=2), PAST),
     "jetmoe": (family("jetmoe"), UNWATCHED),
-    "bert": (family("bert", is_decoder=True), UNWATCHED),
-    "xglm": (family("xglm", d_model=64, ffn_dim=64, attention_heads=4, num_layers=2), UNWATCHED),
+    "bert": (family("bert"), CROSS),
+    "xglm": (family("xglm", d_model=64, ffn_dim=64, attention_heads=4, num_layers=2), PAST),
     "mamba": (family("mamba"), LINEAR),
     "lfm2": (family("lfm2", layer_types=["conv", "full_attention"]), LINEAR),
     "qwen3_next": (family("qwen3_next", shared_expert_intermediate_size=32, **EXPERTS), LINEAR),
@@ -488,11 +501,13 @@ FEW = dict(max_position_embeddings=512)
         (family("gpt_bigcode", n_positions=512), lambda model: read(model, 600), 600),
         (family("opt", **OPT | FEW), lambda model: read(model, 600), 600),
         (family("biogpt", **FEW), lambda model: read(model, 600), 600),
+        (family("bert", is_decoder=True, **FEW), lambda model: read(model, 600), 600),
+        (family("roberta", is_decoder=True, max_position_embeddings=513), lambda model: read(model, 513), 513),
         (family("gpt2", n_positions=512), ask, 530),
         (family("opt", **OPT | FEW), ask, 530),
         (family("biogpt", **FEW), lambda model: (ask(model, 3, 10), ask(model, 3, 11)), 513),
     ],
-    ids=["gpt2", "gpt_bigcode", "opt", "biogpt", "gpt2 asked", "opt asked", "biogpt answers"],
+    ids=["gpt2", "gpt_bigcode", "opt", "biogpt", "bert", "roberta", "gpt2 asked", "opt asked", "biogpt answers"],
 )
 def test_beyond_learnt_positions_there_are_none(make, use, got):
     model = make()
@@ -500,9 +515,35 @@ def test_beyond_learnt_positions_there_are_none(make, use, got):
         use(model)
 
 
+class OfItsOwn(LlamaAttention):
+    def forward(self, hidden_states, past_key_values, **_):
+        states = (projection(hidden_states).unflatten(-1, (2, 16)) for projection in (self.k_proj, self.v_proj))
+        past_key_values.update(*(each.transpose(1, 2) for each in states), self.layer_idx)
+        return hidden_states, None
+
+
 def test_attention_that_nobody_shows_is_refused():
-    with pytest.raises(ValueError, match="GPTJAttention computes its attention past transformers' interface"):
-        read(other_family("gptj", rotary_dim=8), 10)
+    model = other_family("llama")
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = OfItsOwn
+    with pytest.raises(ValueError, match="OfItsOwn computes its attention past transformers' interface"):
+        read(model, 10)
+
+
+FUSED = ["phi3", "gpt2", "gpt_bigcode", "gpt_bigcode mha", "gpt_neox", "gpt_neox all rotary", "persimmon no norm"]
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", *FUSED])
+def test_projections_are_shown_side_by_side(name):
+    """At position 0 nothing is rotated: there they are query, key and value as the attention gets them."""
+    _, model = models(name)
+    ids, shown = tokens()[:, :1], []
+    with watching(model, Watch(shown.append, torch.tensor([0]), ids)), torch.no_grad():
+        model(ids, position_ids=torch.tensor([[0]]))
+    assert len(shown) == LAYERS
+    for units in shown:
+        states = [each.transpose(1, 2).flatten(2) for each in (units.query, units.keys, units.values)]
+        torch.testing.assert_close(units.projected, torch.cat(states, dim=-1))
 
 
 def test_what_a_tokenizer_gives_may_be_read():

@@ -398,7 +398,7 @@ def flash():
     return model
 
 
-LATENT = r"DeepseekV3ForCausalLM has query, key and value .* in 0 of its 2 layers"
+LATENT = r"DeepseekV3ForCausalLM has attention with a layer_idx and query, key and value .* in 0 of its 2 layers"
 ZEROS = torch.zeros(1, 300, dtype=torch.long)
 
 

@@ -55,3 +55,13 @@ def test_distinct_adapters_cost_more_and_switching_most():
     speeds = {kind: decode(adapters(kind, 32), 16).tokens_per_s for kind in POPULARITIES}
     assert all(each["switching"] <= each["one batch"] < each["no adapters"] for each in speeds.values())
     assert speeds["distinct"]["one batch"] < speeds["skewed"]["one batch"] < speeds["identical"]["one batch"]
+
+
+def test_a_window_bounds_what_a_step_reads():
+    """Mistral 7B: 32 layers, each of which holds 4,095 positions of 2 · 1,024 numbers."""
+    slow = Device("slow", 1e3, 1e30, 1e12)
+    empty, full, longer = (
+        1 / decode([0], 1, "mistral-7b", slow, n).tokens_per_s["one batch"] for n in (0, 4095, 10**5)
+    )
+    assert full - empty == pytest.approx(2 * 32 * 4095 * 2 * 1024 / 1e3)
+    assert longer == full

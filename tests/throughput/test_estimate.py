@@ -1,12 +1,13 @@
 """The published headlines, every term by hand, and the properties that the sums have to have."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, DynamicCache, Llama4TextConfig, LlamaConfig, LlamaForCausalLM
 
 from plpkg import catalog, communication
 from plpkg.catalog import Device, Link, ModelShape
@@ -263,6 +264,55 @@ def test_a_cache_weighs_what_the_formula_says():
         cache = LlamaForCausalLM(config)(torch.zeros(2, 7, dtype=torch.int64), use_cache=True).past_key_values
     storages = [tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values)]
     assert Split(ModelShape.from_config(config), 8, cache_bits=32).cache_bytes(7, batch=2) == sum(storages)
+
+
+def published(family, hidden, intermediate, layers, heads, kv_heads, head_dim, vocab, **others):
+    dims = dict(hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, vocab_size=vocab)
+    dims |= dict(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
+    return AutoConfig.for_model(family, **dims | others)
+
+
+UNUSED = dict(use_sliding_window=False, sliding_window=131_072, max_window_layers=28)
+EXPERTS = dict(num_local_experts=32, num_experts_per_tok=4)
+# Each with its window and the layers that have one, as published: five of six in Gemma 3, every other one in Gemma 2
+# and gpt-oss, three of four in Command R7B and (in chunks) Llama 4 Scout, all in Mistral and Phi-3-mini-4k.
+WINDOWS = {
+    "Gemma-3-1B": (published("gemma3_text", 1152, 6912, 26, 4, 1, 256, 262_144, sliding_window=512), 512, 22),
+    "Gemma-3-4B": (published("gemma3_text", 2560, 10_240, 34, 8, 4, 256, 262_208, sliding_window=1024), 1024, 29),
+    "Gemma-3-27B": (published("gemma3_text", 5376, 21_504, 62, 32, 16, 128, 262_208, sliding_window=1024), 1024, 52),
+    "gpt-oss-20b": (published("gpt_oss", 2880, 2880, 24, 64, 8, 64, 201_088, **EXPERTS, sliding_window=128), 128, 12),
+    "Mistral-7B-v0.1": (published("mistral", 4096, 14_336, 32, 32, 8, 128, 32_000, sliding_window=4096), 4096, 32),
+    "Gemma-2-9B": (published("gemma2", 3584, 14_336, 42, 16, 8, 256, 256_000, sliding_window=4096), 4096, 21),
+    "Phi-3-mini-4k": (published("phi3", 3072, 8192, 32, 32, 32, 96, 32_064, sliding_window=2047), 2047, 32),
+    "Command R7B": (published("cohere2", 4096, 14_336, 32, 32, 8, 128, 256_000, sliding_window=4096), 4096, 24),
+    "Llama 4 Scout": (Llama4TextConfig(), 8192, 36),  # the library's default
+    "Qwen2.5-7B": (published("qwen2", 3584, 18_944, 28, 28, 4, 128, 152_064, **UNUSED), 0, 0),
+    "Llama-3.1-8B": (published("llama", 4096, 14_336, 32, 32, 8, 128, 128_256), 0, 0),
+    "Qwen3-8B": (published("qwen3", 4096, 12_288, 36, 32, 8, 128, 151_936), 0, 0),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_cache_with_windows_weighs_what_transformers_holds(name):
+    """Keys and values are appended on the meta device: a prompt, and one token."""
+    config, window, sliding = WINDOWS[name]
+    shape = ModelShape.from_config(config, name)
+    assert (shape.sliding_window, shape.num_sliding_layers) == (window, sliding)
+    for context in (1, 100, window or 1000, 32_768):
+        cache = DynamicCache(config=config)
+        for layer, n in itertools.product(range(config.num_hidden_layers), (context - 1, 1)):
+            size = (3, config.num_key_value_heads, n, config.head_dim)
+            cache.update(*(torch.empty(size, dtype=torch.bfloat16, device="meta") for _ in "kv"), layer)
+        held = sum(states.nbytes for layer in cache.layers for states in (layer.keys, layer.values))
+        assert Split(shape, 8).cache_bytes(context, batch=3) == held
+
+
+def test_a_window_bounds_what_a_context_costs():
+    """Gemma-3-1B after 32,768 tokens: four layers of 32,768 positions and 22 of 511, 1,024 bytes each."""
+    gemma = ModelShape.from_config(WINDOWS["Gemma-3-1B"][0])
+    empty, full = (decode(gemma, gpu="roofline", context=n) for n in (0, 32_768))
+    held = 1024 * (4 * 32_768 + 22 * 511)
+    assert full.breakdown() == pytest.approx(empty.breakdown() | {"kv_cache": held / 1935e9})
 
 
 @settings(max_examples=60)

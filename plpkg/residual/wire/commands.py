@@ -146,6 +146,10 @@ def client_of(connect: str | None, name: str, adapter: Path | None, new: dict, s
     with DeviceClient(connect, model, **settings) as client:
         release(model, client.part, adapter_name=client.adapter_name)
         client.part.float()
+        if client.link is not None and not client.terms.late:  # whose answers overlap
+            trips = len(client.part.matrices) + 1
+            least = trips * client.link.rtt_s
+            typer.echo(f"{client.link.name}: {trips} round trips a token, at least {least:.2g} s", err=True)
         client.on_silence = lambda sentence: typer.echo(f"\n{sentence}", err=True)
         try:
             yield client, model, tokenizer

@@ -66,8 +66,8 @@ class DeviceClient:
     ----------
     part, adapter_name
         The device's part of the model, and which adapter it is.
-    wire
-        The connection.
+    wire, link
+        The connection, and what its messages pass.
     terms
         What the cloud must have as well.
     traffic, looks
@@ -99,7 +99,7 @@ class DeviceClient:
     ) -> None:
         number("timeout_s", timeout_s, open_low=True)
         number("retry_s", retry_s)
-        link = None if link is None else find_link(link)
+        self.link = None if link is None else find_link(link)
         self.part, cloud = split(model, first_k, last_k, fold=fold, adapter_name=adapter_name)
         self.part.eval()
         self.terms = terms(model, self.part, cloud.riders, adapter_name, (first_k, last_k), precision)
@@ -107,7 +107,7 @@ class DeviceClient:
         self._peft_model, self._model = model, model.get_base_model()
         self._in_use, self._training = threading.Lock(), _TRAINING.setdefault(model, threading.Lock())
         waits = dict(timeout_s=timeout_s, retry_s=retry_s)
-        self.wire = Wire(target, self.terms, token=token, ca=ca, link=link, **waits)
+        self.wire = Wire(target, self.terms, token=token, ca=ca, link=self.link, **waits)
         self._layers = RemoteLayers(self.part, self.wire)
 
     def __enter__(self) -> "DeviceClient":
@@ -224,9 +224,12 @@ class DeviceClient:
         self.connect()  # it says how long a text may be
         if draft is not None and self.wire.forgets:
             raise ValueError(f"draft={draft!r}: the cloud's cache is bounded, and cannot take guesses back")
+        changes = rope_changes(self._model.config)
         with self._alone():
             while not text.over:
-                guesses = text.guesses(self._room(text, draft_tokens))
+                length = text.ids.shape[1]
+                turns = writing.guesses_before_rope_turns(changes, length)
+                guesses = text.guesses(min(draft_tokens, text.room, self.wire.max_tokens - length, turns))
                 logits = reading.next_logits(text.ids, guesses)
                 self.wire.traffic.drafted_tokens += len(guesses)
                 for tokens, guessed in text.take(logits, guesses):
@@ -235,12 +238,6 @@ class DeviceClient:
                         on_token(tokens)
                 reading.cut_back(text.ids.shape[1] - 1)
         return text.ids
-
-    def _room(self, text: Writing, draft_tokens: int) -> int:
-        """How many guesses may follow a text."""
-        length = text.ids.shape[1]
-        turns = writing.guesses_before_rope_turns(rope_changes(self._model.config), length)
-        return max(0, min(draft_tokens, text.room, self.wire.max_tokens - length, turns))
 
     @torch.no_grad()
     def logits(self, input_ids: Ids) -> torch.Tensor:

@@ -168,7 +168,8 @@ class Messages:
             delivery, message = self._outgoing.get()
             if message is None:
                 return
-            wait_until(delivery)
+            if delivery:
+                wait_until(delivery)
             yield message
 
     def end(self, status: StatusError | None = None) -> None:
@@ -244,7 +245,8 @@ class Messages:
         if isinstance(data, Exception):
             self.interrupt(data)
             raise data
-        wait_until(delivery)
+        if delivery:
+            wait_until(delivery)
         try:
             message = self._receives.FromString(data)
         except DecodeError as error:

@@ -10,7 +10,7 @@ from grpc import StatusCode
 
 from plpkg.residual import CloudServer, DeviceClient, Limits, RefusedError
 from plpkg.residual.wire.messages import METHOD, TEXT
-from plpkg.residual.wire.wire_pb2 import FromCloud, Part, Welcome
+from plpkg.residual.wire.wire_pb2 import Final, FromCloud, Part, Welcome
 from tests.residual.conftest import IDS
 from tests.residual.wire.conftest import same_tokens
 
@@ -47,18 +47,24 @@ def test_what_a_cloud_says_is_shown_as_one_printable_short_line(stranger, adapte
     assert len(refused.value.details) == TEXT
 
 
-def test_a_cloud_that_sends_more_than_is_due_is_refused(stranger, adapted):
+@pytest.mark.parametrize(
+    ("answer", "error", "message"),
+    [
+        (dict(residual=Part(data=bytes(2600))), RefusedError, "sent 2,60. bytes where at most 2,560 were due"),
+        (dict(residual=Part(data=bytes(718))), ValueError, r"a tensor of shape \(3, 2, 12, 5\) has 720 bytes, got 718"),
+        (dict(residual=Part(group=4)), ValueError, r"the cloud sent exchange 4 where one of \[0, 1, 2, 3\] was due"),
+        (dict(final=Final()), RefusedError, "a residual was due, .* sent final"),
+        ({}, RefusedError, "a residual was due, .* sent nothing"),
+    ],
+)
+def test_what_was_not_due_is_refused_with_the_reason(stranger, adapted, answer, error, message):
     def connect(requests, context):
         next(requests)
         yield FromCloud(welcome=Welcome(tokens=100)).SerializeToString()
         next(requests)
-        yield FromCloud(residual=Part(data=bytes(2**20))).SerializeToString()
+        yield FromCloud(**answer).SerializeToString()
 
-    address = stranger(connect)
-    with (
-        DeviceClient(address, adapted()) as device,
-        pytest.raises(RefusedError, match=f"^INVALID_ARGUMENT: {address} sent 1,048,58. bytes where at most .* were"),
-    ):
+    with DeviceClient(stranger(connect), adapted()) as device, pytest.raises(error, match=message):
         device.generate(IDS, 1)
 
 
