@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from plpkg.catalog import Link
 from benchmarks.serving.relay import Relay
+from plpkg.catalog import Link
 from tests.residual.conftest import at_once
 
 from waiting import PATIENCE_S, interpreter, wait_until
@@ -123,7 +123,8 @@ def test_what_the_other_end_does_not_read_yet_waits(echo):
 
 
 def test_it_ends_with_its_owner():
-    code = "import os; from plpkg.residual import Relay; r = Relay('127.0.0.1:1'); print(r._process.pid); os._exit(0)"
+    code = "import os; from benchmarks.serving.relay import Relay; r = Relay('127.0.0.1:1'); "
+    code += "print(r._process.pid); os._exit(0)"
     pid = int(interpreter(code))
     wait_until(lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2])
 
