@@ -105,7 +105,7 @@ def accept(function: object) -> Verdict:
     for _ in range(20):
         guesses = random.choices(range(3), k=random.randint(0, 5))
         choices = [*(guess if random.random() < 0.6 else 4 for guess in guesses), random.choice(range(3))]
-        text = Writing(torch.zeros(1, 1, dtype=torch.long), 99, [], None, None, 5, False, None, **greedy)
+        text = Writing(torch.zeros(1, 1, dtype=torch.long), 99, [], None, None, 5, None, **greedy)
         logits = torch.nn.functional.one_hot(torch.tensor([choices]), 5).float()
         written = [token.item() for token, _ in text.take(logits, guesses)]
         cases.append(((guesses, choices), written))
