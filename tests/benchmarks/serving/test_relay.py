@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from plpkg.catalog import Link
 from benchmarks.serving.relay import Relay
+from plpkg.catalog import Link
 from tests.residual.conftest import at_once
 
 from waiting import PATIENCE_S, interpreter, wait_until
