@@ -39,5 +39,5 @@ def test_a_token_and_a_prompt():
 def test_what_is_no_schedule_is_refused():
     with pytest.raises(ValueError, match="the number of messages must be a whole number of at least 1, got 0"):
         on_the_wire([])
-    with pytest.raises(ValueError, match="bits must be .* 1 and 64, got 0"):
+    with pytest.raises(ValueError, match="1 and 64, got 0"):
         on_the_wire(communication.low_rank_messages("gpt2", 8), bits=0)
