@@ -109,9 +109,9 @@ def on_the_wire(messages: Iterable[Message], bits: int = 16, *, tls: bool = True
 
     Notes
     -----
-    Each message is counted as a write of its own. A pass has three numbers that no schedule has (how many passes
-    and positions came before, and how many positions come back): they are counted as below 128, and take a byte more
-    each from 128 on, another from 16,384 on. Where the sender of a message of several frames has to wait for a window
+    Each message is counted as a write of its own. A pass has two numbers that no schedule has (how many positions came
+    before, and how many come back): they are counted as below 128, and take a byte more each from 128 on, another from
+    16,384 on. Where the sender of a message of several frames has to wait for a window
     update, it cuts a frame and a record in two: at most 31 bytes for each update. What comes down with the final hidden
     state (of a ladder, or folded) is counted as a message of its own.
     """
@@ -140,9 +140,9 @@ def _protobuf(message: Message, payload: int, first: int) -> int:
         return tensor
     if message.content == "grad at the cut":  # and a flag in the Step that asked for them
         return tensor + 2
-    if message.content in ("embedding", "hidden at the cut"):  # Step: number, batch, seq, positions; keep or its like
+    if message.content in ("embedding", "hidden at the cut"):  # Step: batch, seq, positions; keep or its like
         batch, seq = message.shape[-3:-1]
-        inner = 2 + _number(batch) + _number(seq) + 2 + 2 + tensor
+        inner = _number(batch) + _number(seq) + 2 + 2 + tensor
     elif message.content == "hidden":  # Final: round trips
         inner = tensor + 2
     else:  # Part: group

@@ -30,7 +30,7 @@ def test_each_layer_counts_its_own_pieces():
 def test_a_token_and_a_prompt():
     token = on_the_wire(communication.low_rank_messages("llama-7b", 64))
     assert token.payload == 40_960
-    assert repr(token) == ("WireBytes: 40,960 of payload, 45,584 in the TCP stream, 49,536 with TCP/IP: 20.9 % more")
+    assert repr(token) == ("WireBytes: 40,960 of payload, 45,582 in the TCP stream, 49,534 with TCP/IP: 20.9 % more")
     assert token.to_frame()["bytes"].sum() == token.total
     prompt = on_the_wire(communication.low_rank_messages("llama-7b", 64, phase="prefill", tokens=256))
     assert prompt.added < token.added / 5
