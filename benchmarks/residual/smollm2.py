@@ -60,13 +60,19 @@ def speed() -> Iterator[dict]:
                 yield {
                     "case": name, "rtt_ms": rtt_ms, "tokens_per_s": round(NEW / seconds, 3),
                     "computed": round(NEW / (free + NEW * trips * rtt_ms / 1e3), 3), "trips_per_token": trips,
-                    "bytes_per_token": round(len(client.part.matrices) and bytes_of_a_token(client.part)),
+                    "bytes_per_token": bytes_of_a_token(client.part),
                 }  # fmt: skip
 
 
-def bytes_of_a_token(part) -> float:
-    numbers = part.embedding.embedding_dim + part.width + sum(len(m) * sum(part.ranks) for m in part.matrices)
-    return 2 * numbers
+def moments(client, ids: torch.Tensor) -> list[float]:
+    """When each token was there; the first comes with the prompt."""
+    times = []
+    client.generate(ids, NEW + 1, eos_token_id=-1, on_token=lambda _: times.append(time.perf_counter()))
+    return times
+
+
+def bytes_of_a_token(part) -> int:
+    return 2 * (part.embedding.embedding_dim + part.width + sum(len(m) * sum(part.ranks) for m in part.matrices))
 
 
 def on_the_wire(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from plpkg.communication.schedule import (
     low_rank_messages,
 )
 from plpkg.communication.traffic import Traffic
+from plpkg.communication.wire import WireBytes, on_the_wire
 from plpkg.lazy import on_first_use
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Message",
     "Run",
     "Traffic",
+    "WireBytes",
     "count",
     "exercises",
     "full_activations",
@@ -29,6 +31,7 @@ __all__ = [
     "layer_cut",
     "low_rank",
     "low_rank_messages",
+    "on_the_wire",
     "plots",
     "widget",
 ]

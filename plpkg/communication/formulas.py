@@ -34,8 +34,8 @@ exchanges are left. ``late``: what a layer receives, the next one adds, and the 
 a round trip after layer ``g - 2``. The last of ``n`` exchanges starts after ``⌊(n-1)/2⌋`` round trips
 and takes one more: ``⌈n/2⌉``. A backward pass waits for every answer.
 
-Left out: framing, headers, encryption, compression, and the shape of the cache, which the
-published demo also sends.
+Left out: headers (:func:`~plpkg.communication.on_the_wire`), compression, and the shape of the cache,
+which the published demo also sends.
 """
 
 from dataclasses import replace

@@ -14,8 +14,8 @@ class Traffic(results.Tabular):
     Attributes
     ----------
     uplink_bits, downlink_bits
-        Payload from the device to the cloud, and back. Framing, encryption and TCP/IP headers
-        are not counted.
+        Payload from the device to the cloud, and back; headers are counted by
+        :func:`~plpkg.communication.on_the_wire`.
     round_trips
         How many times one side sends and has to wait for the other's answer.
     tokens

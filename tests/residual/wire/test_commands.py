@@ -459,8 +459,7 @@ def test_a_command_says_what_is_wrong_and_leaves_nothing(folder, files, monkeypa
 
 def test_help_says_what_the_cloud_is_told():
     chat, train, cloud = (
-        " ".join(run(f"{command} --help").output.split())
-        for command in ("device chat", "device train", "cloud")
+        " ".join(run(f"{command} --help").output.split()) for command in ("device chat", "device train", "cloud")
     )
     assert "The cloud gets all guesses" in chat
     assert "embeddings, M's answers and gradients are. From these a cloud can read the text, and compute M." in train
