@@ -51,7 +51,7 @@ def answer_lines(
             continue
         conversation.append({"role": "user", "content": line})
         ids = prompt(tokenizer, conversation)
-        streamer = Printed(tokenizer, skip_special_tokens=True)
+        streamer = _Printed(tokenizer, skip_special_tokens=True)
         try:
             ids_and_answer = client.generate(ids, max_new_tokens, on_token=streamer.put, **options)
         except RefusedError as refused:
@@ -65,7 +65,7 @@ def answer_lines(
         conversation.append({"role": "assistant", "content": answer})
 
 
-class Printed(TextStreamer):
+class _Printed(TextStreamer):
     """Prints each word as soon as it is complete: the cloud has its part in what it is."""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:

@@ -1,6 +1,6 @@
 """The device's end of the stream: one connection, opened again after it broke.
 
-A cloud keeps nothing of a stream that has ended. Whoever computes over it looks at :attr:`Wire.stream`: if it is
+A cloud keeps nothing of a stream that has ended. Whoever computes over it looks at ``Wire.stream``: if it is
 another one, the cloud has read nothing yet.
 """
 
@@ -29,8 +29,9 @@ BROKEN = {
 }  # fmt: skip
 """Statuses after which the device comes back; any other is the cloud's refusal."""
 
-UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed")
-"""What gRPC says of a certificate that is not trusted, or not for this host: it will be the same the next time."""
+UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed", "WRONG_VERSION_NUMBER")
+"""What gRPC says of a certificate that is not trusted, or not for this host, and of a cloud without TLS: it will be the
+same the next time."""
 
 CROWDED = "Concurrent RPC limit"
 """What gRPC says where more streams come at once than the cloud can even refuse: it passes."""
@@ -186,7 +187,8 @@ class Wire:
                 return run(*arguments)
             except BrokenStreamError as error:
                 self.reset()
-                if not self.stream and (reason := self._hopeless()):
+                unavailable = str(error).startswith(StatusCode.UNAVAILABLE.name)  # and not silent
+                if not self.stream and unavailable and (reason := self._hopeless()):
                     raise ConnectionError(f"no connection to {self.target}: {reason}") from error
                 if self._give_up is None:
                     self._give_up = time.monotonic() + self.retry_s

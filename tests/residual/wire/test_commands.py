@@ -25,7 +25,7 @@ from plpkg import checkpoints
 from plpkg.backbones import load_backbone, random_backbone
 from plpkg.cli import app
 from plpkg.residual import PrivateLoraConfig
-from plpkg.residual.wire.chat import Printed, answer_lines, lines_of
+from plpkg.residual.wire.chat import _Printed, answer_lines, lines_of
 from plpkg.residual.wire.loading import adapted_model
 from plpkg.residual.wire.training import texts
 
@@ -479,7 +479,7 @@ def test_what_is_written_does_not_rule_the_terminal(capsys):
         def decode(self, ids, **_):
             return "\x1b]0;owned\x07 a\rb\n" * len(ids)
 
-    printed = Printed(Escapes(), skip_prompt=True)
+    printed = _Printed(Escapes(), skip_prompt=True)
     printed.put(torch.tensor([[1]]))  # the prompt
     printed.put(torch.tensor([[2]]))
     printed.end()

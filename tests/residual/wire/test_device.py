@@ -386,7 +386,9 @@ def test_nobody_there_is_one_sentence_and_changes_no_gradient(adapted, monkeypat
             silent.close()
             message += "Connection refused: no cloud is there"
             monkeypatch.setattr(wire.time, "sleep", slept.append)
-        with DeviceClient(address, adapted(), link=link, timeout_s=0.5, retry_s=0.5) as client:
+        with DeviceClient(
+            address, adapted(), link=link, timeout_s=0.5 if listening else PATIENCE_S, retry_s=0.5
+        ) as client:
             with pytest.raises(ConnectionError, match=message):
                 client.generate(IDS, 1)
             first, *others = client.trainable()

@@ -1,6 +1,7 @@
 """The device's end against what a cloud can do to it: refuse, be full, speak TLS, or say what it should not."""
 
 import contextlib
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import certificate
@@ -9,6 +10,7 @@ import pytest
 from grpc import StatusCode
 
 from plpkg.residual import CloudServer, DeviceClient, Limits, RefusedError
+from plpkg.residual.wire import wire
 from plpkg.residual.wire.messages import METHOD, TEXT
 from plpkg.residual.wire.wire_pb2 import Final, FromCloud, Part, Welcome
 from tests.residual.conftest import IDS
@@ -68,14 +70,16 @@ def test_what_was_not_due_is_refused_with_the_reason(stranger, adapted, answer, 
         device.generate(IDS, 1)
 
 
-def test_a_device_without_a_certificate_is_told_at_once_that_the_cloud_speaks_tls(tmp_path, adapted):
+def test_a_device_without_a_certificate_is_told_at_once_that_the_cloud_speaks_tls(tmp_path, adapted, before):
     certificate.written(tmp_path / "tls")
     with (
         CloudServer(adapted(), tls=tmp_path / "tls") as cloud,
-        DeviceClient(cloud.address, adapted(), retry_s=10 * PATIENCE_S) as device,
-        pytest.raises(ConnectionError, match=f"^no connection to {cloud.address}: the cloud speaks TLS: give its cert"),
+        DeviceClient(cloud.address, adapted(), retry_s=3.0) as device,
     ):
-        device.connect()
+        tries = before(device.wire, "_open", lambda _: None)
+        with pytest.raises(ConnectionError, match=f"^no connection to {cloud.address}: the cloud speaks TLS: give its"):
+            device.connect()
+        assert tries == [1]
 
 
 def test_where_a_cloud_is_full_only_who_was_there_before_tries_again(pair, adapted, before):
@@ -95,3 +99,26 @@ def test_where_a_cloud_is_full_only_who_was_there_before_tries_again(pair, adapt
         tries = before(device.wire, "_open", lambda number: number == 3 and other.close())
         same_tokens(device, whole, count=2)
     assert len(tries) >= 3
+
+
+def test_a_host_that_says_nothing_is_waited_for_once(adapted, monkeypatch):
+    asked = []
+    monkeypatch.setattr(wire.Wire, "_hopeless", lambda self: asked.append(self.target) or "")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with (
+            DeviceClient(address, adapted(), timeout_s=0.2, retry_s=0) as device,
+            pytest.raises(ConnectionError, match=r"said nothing for 0\.2 s"),
+        ):
+            device.connect()
+    assert not asked
+
+
+def test_a_device_with_ca_at_a_cloud_without_tls_is_told_at_once(adapted, tmp_path):
+    ca = certificate.written(tmp_path)
+    with (
+        CloudServer(adapted()) as cloud,
+        DeviceClient(cloud.address, adapted(), ca=ca, token="secret", retry_s=PATIENCE_S) as device,
+        pytest.raises(ConnectionError, match="WRONG_VERSION_NUMBER"),
+    ):
+        device.connect()
