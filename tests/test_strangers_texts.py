@@ -157,7 +157,6 @@ WRITERS = {
     "an adapter": lambda folder, adapter: adapter.save(folder / "ann" / "x"),
     "PrivateLoRA": lambda folder, _: adapted_backbone().save_pretrained(folder / "ann" / "x"),
     "a ladder": lambda folder, _: adapted_backbone(ladder=dict(r=5, width=16)).save_pretrained(folder / "ann" / "x"),
-    "a configuration": lambda folder, _: residual.PrivateLoraConfig().save_pretrained(folder / "ann" / "x"),
 }
 
 
@@ -229,7 +228,8 @@ def test_an_adapter_by_another_name_and_one_of_pefts_own(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("init", "x" * 60_000), ("layers_pattern", "y" * 60_000), ("projection_seed", [7] * 20_000)]
+    ("field", "value"),
+    [("init", "x" * 60_000), ("layers_to_transform", "y" * 60_000), ("projection_seed", [7] * 20_000)],
 )
 def test_a_long_value_of_privatelora_is_shortened(tmp_path, field, value):
     adapted_backbone().save_pretrained(tmp_path)

@@ -14,6 +14,7 @@ from plpkg import corpora
 from plpkg.corpora import Document
 from plpkg.projections import QKV
 from plpkg.residual import PrivateLoraConfig, bases
+from plpkg.residual.adapter import layers
 from plpkg.residual.config import ProjectionConfig
 from plpkg.residual.methods import LadderConfig
 from plpkg.validation import whole_number
@@ -28,8 +29,9 @@ class Method:
     """How a model is personalised.
 
     ``model`` is what starts: ``"plpkg-small"``, ``"4 bit"`` or ``"smaller"``; ``config`` an adapter's, ``"head"`` or
-    nothing; ``basis`` whose gradient gives A and B: ``"own"``, ``"other"`` or ``"public"``; ``strongest`` how many
-    layers are adapted, those with the largest of these gradients, instead of all.
+    nothing; ``basis`` whose gradient gives A and B: ``"own"``, ``"other"`` or ``"public"``, or ``"weights"``, whose
+    singular vectors they are; ``strongest`` how many layers are adapted, those with the largest of these gradients,
+    instead of all.
     """
 
     config: PrivateLoraConfig | LadderConfig | LoraConfig | str | None = None
@@ -80,6 +82,29 @@ def strongest_layers(norms: dict[str, float], count: int) -> list[int]:
     return sorted(sorted(squares, key=squares.get, reverse=True)[:count])
 
 
+def svd_projections(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and B from W's largest singular vectors: ``B A`` is the best approximation of W of that rank.
+
+    Parameters
+    ----------
+    weight
+        ``(out_features, in_features)``.
+    rank
+        At most the smaller of both.
+    """
+    u, s, vh = torch.linalg.svd(weight.detach().float(), full_matrices=False)
+    return vh[:rank].contiguous(), (u[:, :rank] * s[:rank]).contiguous()
+
+
+def bases_from_weights(model) -> None:
+    """Every A and B as LoRA-XS has them (arXiv 2405.17604), for ``init="given"`` and one rank for both ways."""
+    for layer in layers(model).values():
+        rank = len(layer.privatelora_A["default"])
+        a, b = svd_projections(layer.get_base_layer().weight, rank)
+        layer.privatelora_A["default"] = a
+        layer.privatelora_B["default"] = b
+
+
 def prepared(method: Method, start, for_bases: Iterator[torch.Tensor] | None = None, seed: int = 0):
     """A copy of the model, ready to learn by the method.
 
@@ -99,7 +124,9 @@ def prepared(method: Method, start, for_bases: Iterator[torch.Tensor] | None = N
             norms = bases.from_gradients(everywhere, first)
             config.layers_to_transform = strongest_layers(norms, method.strongest)
         model = get_peft_model(model, config)
-        if first is not None:
+        if method.basis == "weights":
+            bases_from_weights(model)
+        elif first is not None:
             bases.from_gradients(model, first)
     return model
 

@@ -67,7 +67,7 @@ METHODS = {
     "PrivateLoRA r=4": Method(low(4), 2e-2),
     "PrivateLoRA r=16": Method(low(16), 2e-2),
     "PrivateLoRA r=64": Method(low(64), 5e-3),
-    "PrivateLoRA r=16, SVD": Method(low(16, init="svd"), 2e-2),
+    "PrivateLoRA r=16, SVD": Method(low(16, init="given"), 2e-2, "weights"),
     "PrivateLoRA r=16, gradient": Method(low(16, init="given"), 1e-2, "own"),
     "PrivateLoRA v r=48, gradient": Method(low(48, ["v_proj"], init="given"), 1e-2, "own"),
     "PrivateLoRA down r=48": Method(low(48, ["down_proj"]), 2e-2),
@@ -140,7 +140,7 @@ def quality_rows(name: str, starts: dict, tokenizer, methods=tuple(METHODS)) -> 
         if method.config is None and seed:
             continue
         began = time.perf_counter()
-        for_bases = batches(method.basis, 1000 + seed) if method.basis else None
+        for_bases = batches(method.basis, 1000 + seed) if method.basis in texts else None
         model = prepared(method, starts[method.model], for_bases, seed)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         if method.config is not None:

@@ -4,7 +4,7 @@ A projection with input x gives ``W x + B (M (A x))``: A brings ``(in_features)`
 rank that the cloud sends to the device, M maps it to ``r_d2c``, the rank that comes back, and B brings that
 up to ``(out_features)``. Only M learns; it starts at zero, so that the model starts as it was. A and B come
 from a seed and each module's name, so that the cloud can have them without the device, and a saved adapter
-is M and a few numbers. (Wang et al. 2023, arXiv 2311.14030; ``init="svd"`` is LoRA-XS, arXiv 2405.17604.)
+is M and a few numbers. (Wang et al. 2023, arXiv 2311.14030.)
 
 :mod:`plpkg.residual.config` has the settings, :mod:`plpkg.residual.methods` tells PEFT of the method.
 
@@ -24,7 +24,6 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from plpkg.residual.config import PrivateLoraConfig, ProjectionConfig
-from plpkg.validation import whole_number
 
 NO_ADAPTER = "__base__"
 """What PEFT calls the adapter of a row that has none."""
@@ -99,14 +98,11 @@ class PrivateLoraLayer(nn.Module, BaseTunerLayer):
         under_way.residual = None if last else residual
         return before + residual if last else before
 
-    def update_layer(self, adapter_name: str, config: PrivateLoraConfig, inference_mode: bool = False) -> None:
+    def update_layer(self, adapter_name: str, config: PrivateLoraConfig) -> None:
         """Add an adapter: A and B as configured, M zero."""
-        if config.init == "svd":
-            a, b = svd_projections(self._base_weight(), config.r_c2d)
-        else:
-            a, b = gaussian_projections(
-                config.projection_seed, self.module, self.in_features, self.out_features, config.r_c2d, config.r_d2c
-            )
+        a, b = gaussian_projections(
+            config.projection_seed, self.module, self.in_features, self.out_features, config.r_c2d, config.r_d2c
+        )
         self.privatelora_M[adapter_name] = nn.Linear(config.r_c2d, config.r_d2c, bias=False)
         nn.init.zeros_(self.privatelora_M[adapter_name].weight)
         self._move_adapter_to_device_of_base_layer(adapter_name)
@@ -114,14 +110,7 @@ class PrivateLoraLayer(nn.Module, BaseTunerLayer):
         projections = (self.privatelora_A, a.to(here)), (self.privatelora_B, b.to(here))
         keep_projections(self.module, adapter_name, config, *projections)  # after the move, which rounds
         self.late.pop(adapter_name, None)
-        self.set_adapter(self.active_adapters, inference_mode=inference_mode)
-
-    def _base_weight(self) -> torch.Tensor:
-        """W as ``(out_features, in_features)``, without what is merged into it."""
-        if self.merged:
-            raise ValueError(f"{self.module} has {self.merged_adapters} merged into it: unmerge first")
-        weight = plain(self.module, self.get_base_weight())
-        return weight.T if isinstance(self.get_base_layer(), Conv1D) else weight
+        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def get_delta_weight(self, adapter_name: str) -> torch.Tensor:
         """B·M·A in the shape of the base layer's weight."""
@@ -181,21 +170,6 @@ def gaussian_projections(
     a = torch.randn(r_c2d, in_features, generator=generator, device="cpu") / in_features**0.5
     b = torch.randn(out_features, r_d2c, generator=generator, device="cpu") / r_d2c**0.5
     return a, b
-
-
-def svd_projections(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A and B from W's largest singular vectors: ``B A`` is the best approximation of W of that rank.
-
-    Parameters
-    ----------
-    weight
-        ``(out_features, in_features)``.
-    rank
-        At most the smaller of both.
-    """
-    whole_number("rank", rank, 1, min(weight.shape), "min(out_features, in_features)")
-    u, s, vh = torch.linalg.svd(weight.detach().float(), full_matrices=False)
-    return vh[:rank].contiguous(), (u[:, :rank] * s[:rank]).contiguous()
 
 
 def as_places(tensor: torch.Tensor, places: tuple[int, ...], first: int = 0) -> torch.Tensor:
@@ -259,8 +233,8 @@ def keep_projections(module: str, adapter_name: str, config: ProjectionConfig, *
     for buffers, value in projections:
         if len(buffers) and buffers.persistent != config.save_projection:
             raise ValueError(
-                f"save_projection={config.save_projection} for the adapter {adapter_name!r}, but "
-                f"{buffers.persistent} for those that the model already has in {module}"
+                f"init={config.init!r} for the adapter {adapter_name!r}, but another one for those that the model has "
+                f"in {module}: their projections are saved, or drawn again, together"
             )
         buffers.persistent = config.save_projection
         buffers[adapter_name] = value

@@ -1,17 +1,25 @@
-"""The settings of this room's two adapters, PrivateLoRA's and the ladder, as PEFT keeps them in a file."""
+"""The settings of this room's two adapters, PrivateLoRA's and the ladder, and the file that PEFT keeps them in.
 
-import functools
-import inspect
-import shutil
-from collections.abc import Callable, Collection
+One rule for both: what could be trained but not saved and loaded again is refused when the configuration is made.
+
+A saved adapter is two files. The configuration has the digests of the backbone and of the weights that it was written
+with, so that a pair of which one file was replaced is refused.
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig
 
-from plpkg.checkpoints import PARTIAL, private_folder, replace_files
-from plpkg.residual import saved
+from plpkg.untrusted import brief, misfits, read_object, read_tensors
 from plpkg.validation import flag, one_of, shown, whole_number
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+TASKS = (None, "CAUSAL_LM", "FEATURE_EXTRACTION", "SEQ_2_SEQ_LM")
+"""Those for which PEFT puts no new head on the model."""
 
 
 class MethodName(str):
@@ -25,9 +33,10 @@ class MethodName(str):
         return f"PeftType.{self.value}"
 
 
-PRIVATE_LORA, LADDER = MethodName("PRIVATELORA"), MethodName("LADDER")
+PRIVATE_LORA = MethodName("PRIVATELORA")
+LADDER = MethodName("LADDER")
 MAX_RANK = 2**14
-"""At least the width of any model; on a model, a saved adapter's ranks are bounded by its widths."""
+"""At least the width of any model."""
 
 
 @dataclass
@@ -38,22 +47,15 @@ class ProjectionConfig(PeftConfig):
     ----------
     target_modules
         Names of the linear layers, or a regular expression; by default those of the method.
-    exclude_modules
-        Names, or a regular expression, of layers to leave alone.
     layers_to_transform
-        Numbers of the decoder layers; all by default.
-    layers_pattern
-        The name of the list of layers, where PEFT does not know it.
+        Numbers of the decoder layers, where ``target_modules`` are names; all by default.
     init
         ``"gaussian"``: the projections are random, from ``projection_seed`` and the module's name. ``"given"``: random
-        until something else sets them (:mod:`plpkg.residual.bases`) or they are loaded.
+        until something else sets them (:mod:`plpkg.residual.bases`) or they are loaded; they are saved beside M.
     projection_seed
         The seed of the projections, together with each module's name.
-    save_projection
-        Save the projections beside what learns. By default unless they are ``"gaussian"``: singular vectors may change
-        sign from one machine to the next, and what was learnt for the others would be wrong.
     modules_to_save
-        Other modules to train and save. What is read from a folder has none: they would replace a part of the backbone.
+        Always empty. PEFT would train these modules as well, but they are a part of the backbone.
     backbone
         :func:`plpkg.backbones.fingerprint` of the model that the adapter is for; by default of the one that it is
         built on.
@@ -62,91 +64,104 @@ class ProjectionConfig(PeftConfig):
     """
 
     target_modules: list[str] | str | None = field(default=None, metadata={"help": "Linear layers to adapt."})
-    exclude_modules: list[str] | str | None = field(default=None, metadata={"help": "Layers to leave alone."})
-    layers_to_transform: list[int] | int | None = field(default=None, metadata={"help": "Decoder layers to adapt."})
-    layers_pattern: list[str] | str | None = field(default=None, metadata={"help": "Name of the list of layers."})
+    layers_to_transform: list[int] | None = field(default=None, metadata={"help": "Decoder layers to adapt."})
     init: str = field(default="gaussian", metadata={"help": "Where the projections come from."})
     projection_seed: int = field(default=0, metadata={"help": "Seed of the projections."})
-    save_projection: bool | None = field(default=None, metadata={"help": "Save the projections."})
-    modules_to_save: list[str] | None = field(default=None, metadata={"help": "Other modules to train and save."})
+    modules_to_save: list[str] | None = field(default=None, metadata={"help": "Always empty."})
     backbone: str | None = field(default=None, metadata={"help": "The backbone's fingerprint."})
     weights_sha256: str | None = field(default=None, metadata={"help": "SHA-256 of the weights' file."})
 
-    inits = ("gaussian", "given")
-    folder, shapes = None, None  # where it was read, and with which tensors: their shapes by name
+    folder = None  # where it was read
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save"):
-            value = getattr(self, name)
-            listed = isinstance(value, Collection) and all(isinstance(each, str) for each in value)
-            if value is not None and not listed:
-                raise ValueError(f"{name} must be names of modules, got {shown(value)}")
-            if value is not None and not isinstance(value, str):  # in a form that PEFT saves, whatever was given
-                setattr(self, name, set(value) if name in ("target_modules", "exclude_modules") else list(value))
-        if self.task_type not in saved.TASKS:
-            raise ValueError(f"task_type={self.task_type} trains a new head, which cannot be saved with the adapter")
-        layers = self.layers_to_transform
-        if layers is not None:
-            several = isinstance(layers, Collection) and not isinstance(layers, str)
-            numbers = [whole_number("layers_to_transform", each, 0) for each in (layers if several else [layers])]
-            self.layers_to_transform = numbers if several else numbers[0]
+        for name, allowed in (("task_type", TASKS), ("modules_to_save", (None, []))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{name}={shown(getattr(self, name))} trains a part of the backbone, which is not saved with M: "
+                    "take peft.LoraConfig, which saves it"
+                )
+        if self.layers_to_transform is not None:
+            if isinstance(self.target_modules, str):
+                raise ValueError(
+                    f"layers_to_transform={shown(self.layers_to_transform)} is for names: the pattern "
+                    f"target_modules={shown(self.target_modules)} chooses the layers itself"
+                )
+            numbers = _listed("layers_to_transform", self.layers_to_transform)
+            self.layers_to_transform = [whole_number("layers_to_transform", number, 0) for number in numbers]
+        if self.target_modules is not None and not isinstance(self.target_modules, str):
+            names = _listed("target_modules", self.target_modules)
+            if not all(isinstance(name, str) for name in names):
+                raise ValueError(f"target_modules must be names of modules, got {shown(names)}")
+            self.target_modules = set(names)
+        one_of("init", self.init, ("gaussian", "given"))
         self.projection_seed = whole_number("projection_seed", self.projection_seed, 0, 2**64 - 1)
-        one_of("init", self.init, self.inits)
-        if self.save_projection is not None:
-            flag("save_projection", self.save_projection)
-        if self.save_projection is None:
-            self.save_projection = self.init != "gaussian"
-        if self.init != "gaussian" and not self.save_projection:
-            raise ValueError(f"init={self.init!r} needs save_projection=True: nothing else brings the same projections")
-        if self.layers_pattern and self.layers_to_transform is None:
-            raise ValueError(f"layers_pattern={shown(self.layers_pattern)} needs layers_to_transform")
-        if (
-            isinstance(self.target_modules, str)
-            and self.target_modules != "all-linear"
-            and self.layers_to_transform is not None
-        ):
-            raise ValueError(
-                f"layers_to_transform={shown(self.layers_to_transform)} is for names: the pattern "
-                f"target_modules={shown(self.target_modules)} chooses the layers itself"
-            )
+
+    @property
+    def save_projection(self) -> bool:
+        """Whether the projections are saved beside M: nothing else brings those that were given."""
+        return self.init == "given"
 
     def save_pretrained(self, save_directory: str | Path, **options) -> None:
-        """As PEFT does it, behind the weights; whole or not at all, and its owner's alone.
+        """As PEFT does it, after the weights.
 
         Raises
         ------
         ValueError
-            There are ``modules_to_save``, or values that are not finite, which nobody would load.
+            The weights are not finite, so that nobody would load them.
         """
-        if self.modules_to_save:
-            raise ValueError(
-                f"modules_to_save={shown(sorted(self.modules_to_save))} cannot be saved with the adapter: they would "
-                "replace a part of the backbone of whoever loads it; keep their state_dict apart"
-            )
-        folder = private_folder(save_directory)
-        weights = folder / saved.WEIGHTS
-        self.weights_sha256 = saved.require_sound(folder, None) if weights.exists() else None
-        replace_files(folder, functools.partial(super().save_pretrained, **options), private=True)
+        weights = Path(save_directory, WEIGHTS)
+        self.weights_sha256 = read_tensors(weights)[1] if weights.exists() else None
+        super().save_pretrained(save_directory, **options)
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, subfolder: str | None = None, **options):
-        """Read a configuration that this method has saved, and the header of the weights beside it, if there are any.
-
-        The weights themselves are read when the adapter is built, and their shapes have turned out to be the model's.
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, subfolder: str | None = None, **_):
+        """Read a configuration that this method has saved in a folder; PEFT's options for the hub change nothing.
 
         Raises
         ------
         ValueError
-            One of the two files is not what may be read.
+            There is none, or it says what this version does not know.
         """
-        folder = saved.local_folder(pretrained_model_name_or_path, subfolder, cls._split_kwargs(options)[0])
+        folder = Path(pretrained_model_name_or_path, subfolder or "")
+        known = {field.name for field in dataclasses.fields(cls)}
         try:
-            config = cls(**saved.fields_of(folder, cls))
-            config.folder, config.shapes = folder, saved.shapes_of(folder)
+            fields = read_object(folder / CONFIG)
+            fields.pop("save_projection", None)  # of earlier versions; it follows from init
+            for name in sorted(fields.keys() - known):
+                if fields[name] not in (None, False, "", [], {}):
+                    raise ValueError(f"{CONFIG}: {shown(name)}={shown(fields[name])} must be empty: it is unknown")
+            if isinstance(fields.get("target_modules"), str):
+                raise ValueError(f"{CONFIG}: target_modules={shown(fields['target_modules'])} must be a list of names")
+            config = cls(**{name: fields[name] for name in fields.keys() & known - {"peft_type"}})
         except ValueError as error:
-            raise ValueError(f"{folder}: {str(error)[:280]}") from None
+            raise ValueError(f"{folder}: {error}") from None
+        config.folder = folder
         return config
+
+    def require_weights(self, needed: Mapping[str, tuple[int, ...]]) -> None:
+        """Refuse the weights beside this configuration unless they are those that it was written with, and all needed.
+
+        Parameters
+        ----------
+        needed
+            The shapes of the adapter's tensors, by name.
+
+        Raises
+        ------
+        ValueError
+            They are of another run, not finite, or have other names or shapes.
+        """
+        tensors, sha256 = read_tensors(self.folder / WEIGHTS)
+        if self.weights_sha256 not in (None, sha256):
+            raise ValueError(
+                f"{WEIGHTS} has the SHA-256 {sha256[:12]}…, but {CONFIG} was written with "
+                f"{shown(self.weights_sha256)[1:13]}…: one of them is of another adapter, "
+                "or a run was killed while it wrote them"
+            )
+        reasons = misfits({name: tensor.shape for name, tensor in tensors.items()}, needed)
+        if reasons:
+            raise ValueError(f"{WEIGHTS}: {brief(reasons)}")
 
 
 @dataclass
@@ -157,27 +172,22 @@ class PrivateLoraConfig(ProjectionConfig):
     ----------
     r_c2d, r_d2c
         Ranks from cloud to device and back: M is ``(r_d2c, r_c2d)``.
-    init
-        Also ``"svd"``: A and B are the largest singular vectors of W, B scaled by the singular values.
     late
         Each layer's answer is added one adapted layer later, at the same projection; the last layer adds two, the
         previous layer's and its own. So two exchanges can be under way at once. A late adapter cannot be merged, and
-        gradient checkpointing cannot recompute it.
+        gradient checkpointing, which computes a layer alone, cannot train it.
     """
 
     r_c2d: int = field(default=64, metadata={"help": "Rank from cloud to device."})
     r_d2c: int = field(default=64, metadata={"help": "Rank from device to cloud."})
     late: bool = field(default=False, metadata={"help": "Add each answer one layer later."})
 
-    inits = ("gaussian", "svd", "given")
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self.peft_type = PRIVATE_LORA
-        self.r_c2d, self.r_d2c = rank("r_c2d", self.r_c2d), rank("r_d2c", self.r_d2c)
+        self.r_c2d = whole_number("r_c2d", self.r_c2d, 1, MAX_RANK)
+        self.r_d2c = whole_number("r_d2c", self.r_d2c, 1, MAX_RANK)
         flag("late", self.late)
-        if self.init == "svd" and self.r_c2d != self.r_d2c:
-            raise ValueError(f"init='svd' takes one rank for both ways, got r_c2d={self.r_c2d}, r_d2c={self.r_d2c}")
 
 
 @dataclass
@@ -198,63 +208,13 @@ class LadderConfig(ProjectionConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.peft_type = LADDER
-        self.r = rank("r", self.r)
+        self.r = whole_number("r", self.r, 1, MAX_RANK)
         if self.width is not None:
-            self.width = rank("width", self.width)
+            self.width = whole_number("width", self.width, 1, MAX_RANK)
 
 
-def _whole(save: Callable) -> Callable:
-    """``PeftModel.save_pretrained``; an adapter of this room is saved whole, and as it can be loaded, or not at all."""
-    signature = inspect.signature(save)
-
-    @functools.wraps(save)
-    def save_pretrained(self, save_directory: str | Path, *arguments, **options) -> None:
-        if not any(isinstance(config, ProjectionConfig) for config in self.peft_config.values()):
-            return save(self, save_directory, *arguments, **options)
-        call = signature.bind(self, save_directory, *arguments, **options)
-        if not call.arguments.get("safe_serialization", True):
-            raise ValueError("safe_serialization=False would write a pickle, which is never read: leave it out")
-        if (embeddings := call.arguments.get("save_embedding_layers", "auto")) not in ("auto", False):
-            raise ValueError(
-                f"save_embedding_layers={embeddings!r} would save a part of the backbone, which is never loaded with "
-                "an adapter: leave it out"
-            )
-        call.arguments["save_embedding_layers"] = False  # else those that are adapted, or have got more tokens
-        if Path(save_directory).name.startswith(PARTIAL):  # a caller's replace_files does it there
-            return save(*call.args, **call.kwargs)
-        folder = private_folder(save_directory)
-
-        def write(temporary: str) -> None:
-            if (folder / "README.md").is_file():  # which PEFT goes on with
-                shutil.copy(folder / "README.md", temporary)
-            call.arguments["save_directory"] = temporary
-            save(*call.args, **call.kwargs)
-
-        return replace_files(folder, write, private=True)
-
-    return save_pretrained
-
-
-def _like(load: Callable) -> Callable:
-    """``PeftModel.load_adapter``; onto an adapter of this room that is there already go weights of its like alone."""
-
-    @functools.wraps(load)
-    def load_adapter(self, model_id: str | Path, adapter_name: str, *arguments, **options):
-        config = self.peft_config.get(adapter_name)
-        if isinstance(config, ProjectionConfig):
-            given = type(config).from_pretrained(model_id, **options)
-            saved.require_like(given, config, adapter_name, self.get_base_model())
-        return load(self, model_id, adapter_name, *arguments, **options)
-
-    return load_adapter
-
-
-PeftModel.save_pretrained = _whole(PeftModel.save_pretrained)
-"""PEFT writes into the folder itself: killed between the weights and the configuration, it would leave neither."""
-PeftModel.load_adapter = _like(PeftModel.load_adapter)
-"""PEFT reads no configuration for an adapter that is there already: its A and B may be others."""
-
-
-def rank(name: str, value: object) -> int:
-    """A rank, or another width of M."""
-    return whole_number(name, whole_number(name, value, 1), 1, MAX_RANK)
+def _listed(name: str, values: object) -> list:
+    """A collection, in whatever form, as a list, which PEFT can save."""
+    if isinstance(values, Collection) and not isinstance(values, str):
+        return list(values)
+    raise ValueError(f"{name} must be a list, got {shown(values)}")

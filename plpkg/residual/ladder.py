@@ -65,9 +65,6 @@ class LadderLayer(nn.Module, BaseTunerLayer):
 
     cast_input_dtype_enabled = True  # which peft.helpers.disable_input_dtype_casting sets
 
-    def merge(self, *_, **__) -> None:
-        raise ValueError("a ladder cannot be merged: what it adds depends on every layer's input; unload() drops it")
-
     def unmerge(self) -> None:
         """Nothing is merged."""
 

@@ -1,36 +1,49 @@
-"""Both adapters of this room as methods of PEFT: where their layers go, and what may be loaded.
+"""Both adapters of this room as methods of PEFT: where their layers go, how they are saved and loaded.
 
-Importing this module makes PEFT know them: ``get_peft_model(model, PrivateLoraConfig(...))`` and
-``PeftModel.from_pretrained`` then work as with any other. PEFT's list of methods is closed, so three of its
-dictionaries are written to; tests pin what this relies on.
+Importing this module makes PEFT know them: ``get_peft_model(model, PrivateLoraConfig(...))``, ``save_pretrained`` and
+``PeftModel.from_pretrained`` then work as with any other, and ``model(…, adapter_names=["ann", "bob"])`` at inference
+is PEFT's. PEFT's list of methods is closed, so three of its dictionaries are written to, and two methods of
+``PeftModel`` are wrapped; tests pin what this relies on.
 
-``model(…, adapter_names=["ann", "bob"])`` is PEFT's, at inference. A saved adapter is exact, or refused: before PEFT
-builds it, and again when PEFT loads the tensors that it has read.
+A saved adapter is exact, or refused: when it is built, and when its weights take the place of others. What cannot be
+saved is refused when its configuration is made (:mod:`plpkg.residual.config`).
 """
 
 import contextlib
 import copy
+import functools
 import hashlib
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
-from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
-from peft.utils import AuxiliaryTrainingWrapper, get_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, delete_adapter
+from peft.utils import get_peft_model_state_dict
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from plpkg import wheels
 from plpkg.adapters import WRAPPED
+from plpkg.backbones import fingerprint
+from plpkg.checkpoints import private_folder, replace_files
 from plpkg.projections import PROJECTIONS
-from plpkg.residual import saved
-from plpkg.residual.adapter import NO_ADAPTER, PrivateLoraLayer, UnderWay, features, layers, matrices
-from plpkg.residual.config import LADDER, PRIVATE_LORA, LadderConfig, PrivateLoraConfig, ProjectionConfig
-from plpkg.residual.ladder import NORMS, LadderLayer, LadderNorm, LadderTap, Rungs, decoder_of, named, new_m, taps
-from plpkg.untrusted import brief, finite, misfits, read_object, sentences
-from plpkg.validation import whole_number
+from plpkg.residual.adapter import NO_ADAPTER, PrivateLoraLayer, UnderWay, layers, matrices
+from plpkg.residual.config import (
+    CONFIG,
+    LADDER,
+    PRIVATE_LORA,
+    WEIGHTS,
+    LadderConfig,
+    PrivateLoraConfig,
+    ProjectionConfig,
+)
+from plpkg.residual.ladder import NORMS, LadderLayer, LadderNorm, LadderTap, Rungs, decoder_of, named, taps
+from plpkg.untrusted import read_object
+from plpkg.validation import shown, whole_number
 
 __all__ = ["LadderConfig", "PrivateLoraConfig", "convert_to_lora", "load", "matrices"]
 """Whoever takes these from here can give PEFT an adapter of this room."""
@@ -39,32 +52,11 @@ LADDER_TARGETS = (["down_proj"], ["mlp.c_proj"])
 """The last projection of the MLP, also as GPT-2 calls it: its input is the widest that a layer has."""
 
 
-_EMPTY = nn.ModuleDict()
-
-
 class RowwiseTuner(BaseTuner):
     """A PEFT method of this room, each row of whose batches can have an adapter of its own."""
 
-    def shapes(self, config, modules: dict[str, nn.Module]) -> dict[str, tuple[int, ...]]:
-        """The tensors of a saved adapter of these modules, by their names in the model."""
-        raise NotImplementedError
-
-    def as_lora(self, adapter_name: str) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
-        """What :func:`convert_to_lora` gives."""
-        raise NotImplementedError
-
-    def add_weighted_adapter(self, *_, **__) -> None:
-        """PEFT's name for an adapter made of others.
-
-        Raises
-        ------
-        ValueError
-            Always.
-        """
-        raise ValueError(
-            "add_weighted_adapter is not for adapters of this room, each of which has projections of its own; "
-            "base_model.set_adapter([name, …]) adds up what several give"
-        )
+    targets: Sequence[Sequence[str]]
+    """What is adapted by default: the first of these lists whose every name the model has."""
 
     def inject_adapter(
         self,
@@ -72,80 +64,64 @@ class RowwiseTuner(BaseTuner):
         adapter_name: str,
         autocast_adapter_dtype: bool = True,
         low_cpu_mem_usage: bool = False,
-        state_dict: dict | None = None,
+        state_dict: dict | None = None,  # not asked: the configuration says which layers
     ) -> None:
-        if not adapter_name or "." in adapter_name or adapter_name == NO_ADAPTER or hasattr(_EMPTY, adapter_name):
+        if adapter_name in ("", NO_ADAPTER) or "." in adapter_name:
             raise ValueError(f"{adapter_name!r} cannot be an adapter's name: PyTorch or PEFT uses it otherwise")
-        config = self.peft_config[adapter_name] = copy.copy(self.peft_config[adapter_name])  # one for each model
-        saved.require_backbone(config, model)
-        before = self._layers_of(model, adapter_name)
+        config = copy.copy(self.peft_config[adapter_name])  # one for each model
+        self.peft_config[adapter_name] = config
+        require_backbone(config, model)
         try:
-            super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage, state_dict)
+            super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage)
             self._complete(model, adapter_name, low_cpu_mem_usage)
+            if isinstance(config.target_modules, str):  # a saved adapter has names, never a pattern
+                config.target_modules = {layer.module for layer in adapted(model, adapter_name)}
+            if config.folder is not None and (config.folder / WEIGHTS).exists():
+                config.require_weights(self.shapes(adapter_name))
         except Exception:  # the next attempt, with other modules, finds the model without it
-            for layer in self._layers_of(model, adapter_name) - before:
-                layer.delete_adapter(adapter_name)
+            delete_adapter(model, adapter_name, self.prefix, self.tuner_layer_cls)
             raise
-
-    def _layers_of(self, model: nn.Module, adapter_name: str) -> set[nn.Module]:
-        """The layers that have something of an adapter."""
-        tuned = [module for module in model.modules() if isinstance(module, self.tuner_layer_cls)]
-        names = {layer: layer.adapter_layer_names + layer.other_param_names for layer in tuned}
-        return {layer for layer in tuned if any(adapter_name in getattr(layer, name) for name in names[layer])}
 
     def _complete(self, model: nn.Module, adapter_name: str, low_cpu_mem_usage: bool) -> None:
         """What is done to an adapter's layers once all are in the model; PEFT's hooks see only the first adapter."""
 
-    def _prepare_adapter_config(self, peft_config, model_config: dict):
-        """PEFT calls this before it builds the adapter.
+    def _prepare_adapter_config(self, peft_config: ProjectionConfig, model_config: dict) -> ProjectionConfig:
+        if peft_config.target_modules is None:
+            peft_config.target_modules = default_targets(self.model, self.targets)
+        return peft_config
+
+    def shapes(self, adapter_name: str) -> dict[str, tuple[int, ...]]:
+        """Of an adapter's tensors, by their names in its file."""
+        tensors = get_peft_model_state_dict(self, adapter_name=adapter_name, save_embedding_layers=False)
+        return {f"base_model.{name}": tuple(tensor.shape) for name, tensor in tensors.items()}
+
+    def require_like(self, adapter_name: str, saved: ProjectionConfig) -> None:
+        """Refuse a saved adapter whose M would mean something else under a name that the model has already.
 
         Raises
         ------
         ValueError
-            The weights beside the configuration are not those of such an adapter, or not finite.
+            The two differ in more than M, or the model's is merged into the weights.
         """
-        config = super()._prepare_adapter_config(peft_config, model_config)
-        if config.target_modules == "all-linear":
-            return config
-        if config.shapes is None and not any(
-            isinstance(n, str) for n in (config.target_modules, config.exclude_modules)
-        ):
-            return config
-        modules = saved.adapted_modules(self.model, config)
-        if config.shapes is not None:
-            needed = {f"{WRAPPED}{name}": shape for name, shape in self.shapes(config, modules).items()}
-            if reasons := misfits(config.shapes, needed):
-                raise ValueError(f"{saved.WEIGHTS}: {brief(reasons)}")
-            saved.require_sound(config.folder, config.weights_sha256)
-        elif modules:  # a saved adapter has names, never a pattern
-            config.target_modules, config.exclude_modules = set(modules), None
-        return config
-
-    @classmethod
-    def _remap_adapter_state_dict_for_load(cls, model, config, adapter_name: str, state_dict: dict) -> dict:
-        """PEFT calls this with the tensors that it has read.
-
-        Raises
-        ------
-        ValueError
-            They are not exactly the adapter's, or not finite numbers; or the adapter is merged.
-        """
-        if any(adapter_name in each.merged_adapters for each in model.modules() if isinstance(each, BaseTunerLayer)):
+        config = self.peft_config[adapter_name]
+        if any(layer.merged for layer in self.modules() if isinstance(layer, BaseTunerLayer)):
             raise ValueError(
                 f"{adapter_name!r} is merged into the weights: unmerge it before another M takes its place"
             )
-        needed = get_peft_model_state_dict(model, adapter_name=adapter_name, save_embedding_layers=False)
-        inside = all(name.startswith(WRAPPED) for name in needed)  # else PEFT's layers are in the model itself
-        given = {
-            name.removeprefix("" if inside else WRAPPED).replace(f".modules_to_save.{adapter_name}", ""): each
-            for name, each in state_dict.items()
-        }
-        reasons = misfits(*({name: each.shape for name, each in tensors.items()} for tensors in (given, needed)))
-        wrong = [name for name, each in given.items() if name in needed and not _fits(each, needed[name].dtype)]
-        reasons += sentences({"has values that are not finite numbers here": wrong}) if wrong else []
-        if reasons:
-            raise ValueError(brief(reasons))
-        return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
+        for name in ("late", "r", "init", "projection_seed", "backbone"):
+            ours = getattr(config, name, None)
+            theirs = getattr(saved, name, None)
+            if ours != theirs:
+                raise ValueError(
+                    f"{saved.folder} holds an adapter with {name}={shown(theirs)}, but {adapter_name!r} has "
+                    f"{shown(ours)}: load it under another name"
+                )
+        for layer in adapted(self.model, adapter_name):
+            if not self._check_target_module_exists(saved, layer.module):
+                raise ValueError(
+                    f"{saved.folder} holds an adapter of other modules than {adapter_name!r}: {layer.module}"
+                )
+        saved.require_weights(self.shapes(adapter_name))
 
     @contextlib.contextmanager
     def _enable_peft_forward_hooks(
@@ -158,19 +134,16 @@ class RowwiseTuner(BaseTuner):
         if self.training:
             raise ValueError("adapter_names is for inference: call eval() first")
         known = {NO_ADAPTER, *self.peft_config}
-        if isinstance(adapter_names, str) or not known.issuperset(adapter_names):
+        if not known.issuperset(adapter_names):
             raise ValueError(f"adapter_names must be a list of {', '.join(sorted(known))}, got {adapter_names!r}")
         texts = max(num_beams or 1, num_return_sequences or 1)  # of each row, as generate makes them
         names = [name for name in adapter_names for _ in range(texts)]
-        layers = self.tuner_layer_cls if isinstance(self.tuner_layer_cls, tuple) else (self.tuner_layer_cls,)
-        handles = [
-            module.register_forward_pre_hook(
-                lambda module, arguments, options: (arguments, options | {"adapter_names": _known_to(module, names)}),
-                with_kwargs=True,
-            )
-            for module in self.modules()
-            if isinstance(module, (*layers, AuxiliaryTrainingWrapper))
-        ]
+
+        def with_names(_, arguments: tuple, options: dict) -> tuple[tuple, dict]:
+            return arguments, options | {"adapter_names": names}
+
+        tuned = [module for module in self.modules() if isinstance(module, self.tuner_layer_cls)]
+        handles = [module.register_forward_pre_hook(with_names, with_kwargs=True) for module in tuned]
         try:
             yield
         finally:
@@ -178,77 +151,62 @@ class RowwiseTuner(BaseTuner):
                 handle.remove()
 
 
-def _fits(values: torch.Tensor, dtype: torch.dtype) -> bool:
-    return values.is_floating_point() and values.numel() > 0 and finite(values, dtype)
-
-
-def _known_to(module: nn.Module, names: list[str]) -> list[str]:
-    """The names, without those of adapters that have not trained this module as well: PEFT would look them up."""
-    if not isinstance(module, AuxiliaryTrainingWrapper):
-        return names
-    return [name if name in module._adapters else NO_ADAPTER for name in names]
-
-
 class PrivateLoraModel(RowwiseTuner):
     """What ``get_peft_model`` builds for a :class:`PrivateLoraConfig`."""
 
     prefix = "privatelora_"
     tuner_layer_cls = PrivateLoraLayer
-
-    def _prepare_adapter_config(self, peft_config: PrivateLoraConfig, model_config: dict) -> PrivateLoraConfig:
-        if peft_config.target_modules is None:
-            peft_config.target_modules = default_targets(self.model, PROJECTIONS)  # what the publication adapts
-        return super()._prepare_adapter_config(peft_config, model_config)
+    targets = PROJECTIONS
 
     def _check_merge_allowed(self) -> None:
         """PEFT calls this before it merges, and warns."""
-        if tied := self._get_tied_target_modules(self.model):
+        tied = self._get_tied_target_modules(self.model)
+        if tied:
             raise ValueError(f"{tied[0]} shares its weight with the embeddings, which would change when it is merged")
-
-    def shapes(self, config: PrivateLoraConfig, modules: dict[str, nn.Module]) -> dict[str, tuple[int, ...]]:
-        tensors = {}
-        for name, module in modules.items():
-            num_in, num_out = features(name, module)
-            for side in ("r_c2d", "r_d2c"):  # A and B are drawn, however small M's file is
-                whole_number(side, getattr(config, side), 1, 4 * max(num_in, num_out), f"4 times the width of {name}")
-            tensors[f"{name}.privatelora_M.weight"] = config.r_d2c, config.r_c2d
-            if config.save_projection:
-                tensors[f"{name}.privatelora_A"] = config.r_c2d, num_in
-                tensors[f"{name}.privatelora_B"] = num_out, config.r_d2c
-        return tensors
 
     def _create_and_replace(
         self, peft_config: PrivateLoraConfig, adapter_name, target, target_name, parent, current_key, **_
     ) -> None:
-        if isinstance(target, PrivateLoraLayer):
-            target.update_layer(adapter_name, peft_config, inference_mode=peft_config.inference_mode)
-            return
-        layer = PrivateLoraLayer(target, current_key)
-        layer._active_adapter = adapter_name
-        layer.update_layer(adapter_name, peft_config, inference_mode=peft_config.inference_mode)
-        if adapter_name not in self.active_adapters:
-            layer.requires_grad_(False)
-        self._replace_module(parent, target_name, layer, target)
+        layer = target
+        if not isinstance(target, PrivateLoraLayer):
+            layer = PrivateLoraLayer(target, current_key)
+            layer._active_adapter = adapter_name
+            self._replace_module(parent, target_name, layer, target)
+        layer.update_layer(adapter_name, peft_config)
 
     def _complete(self, model: nn.Module, adapter_name: str, low_cpu_mem_usage: bool) -> None:
         if not self.peft_config[adapter_name].late:
             return
+        self._require_no_checkpointing([adapter_name])
         by_name: dict[str, list[PrivateLoraLayer]] = {}
         for layer in layers(model, adapter_name).values():
             by_name.setdefault(layer.module.rpartition(".")[2], []).append(layer)
         for name, same in by_name.items():
-            if len(widths := {layer.out_features for layer in same}) > 1:
+            widths = {layer.out_features for layer in same}
+            if len(widths) > 1:
                 raise ValueError(f"late=True needs one width of every {name}, got {sorted(widths)}")
             under_way = UnderWay()
             for layer in same:
                 layer.late[adapter_name] = under_way, layer is same[0], layer is same[-1]
 
+    def _require_no_checkpointing(self, adapter_names: list[str]) -> None:
+        """Asked where it may have been switched on: when a late adapter is made, and before a pass in training."""
+        late = [name for name in adapter_names if self.peft_config[name].late]
+        if late and getattr(self.model, "is_activation_checkpointing", False):
+            raise ValueError(
+                f"the adapter {late[0]!r} is late and needs the layer before, but gradient checkpointing computes each "
+                "layer alone: switch it off, or take late=False"
+            )
+
+    def _enable_peft_forward_hooks(self, *arguments, **options):
+        if self.training:
+            self._require_no_checkpointing(self.active_adapters)
+        return super()._enable_peft_forward_hooks(*arguments, **options)
+
     def as_lora(self, adapter_name: str) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
         config = self.peft_config[adapter_name]
         if config.late:
             raise ValueError(f"{adapter_name!r} is late: LoRA has no residual that arrives one layer later")
-        if config.modules_to_save:
-            raise ValueError(f"modules_to_save={sorted(config.modules_to_save)} are no part of LoRA: save them apart")
         rank = min(config.r_c2d, config.r_d2c)
         state, targets, transposed = {}, [], False
         for path, layer in layers(self.model, adapter_name).items():
@@ -268,28 +226,23 @@ class LadderModel(RowwiseTuner):
 
     prefix = "ladder_"
     tuner_layer_cls = (LadderTap, LadderNorm)
+    targets = LADDER_TARGETS
 
-    def _prepare_adapter_config(self, peft_config: LadderConfig, model_config: dict) -> LadderConfig:
-        if peft_config.target_modules is None:
-            peft_config.target_modules = default_targets(self.model, LADDER_TARGETS)
-        final_norm(self.model)
-        whole_number("r", peft_config.r, 1, self.model.config.hidden_size, "hidden_size")
-        return super()._prepare_adapter_config(peft_config, model_config)
+    def _prepare_model(self, peft_config: LadderConfig, model: nn.Module) -> None:
+        norm, _ = final_norm(model)
+        whole_number("r", peft_config.r, 1, model.config.hidden_size, "hidden_size")
+        self.inside = norm[: norm.rfind(".") + 1]
+        self.rungs = next((module.rungs for module in model.modules() if isinstance(module, LadderLayer)), Rungs())
+
+    def _check_merge_allowed(self) -> None:
+        """PEFT calls this before it merges."""
+        raise ValueError("a ladder cannot be merged: what it adds depends on every layer's input; unload() drops it")
 
     def as_lora(self, adapter_name: str) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
         raise ValueError(
             f"{adapter_name!r} is a ladder, which cannot be LoRA: what it adds at the final norm depends on the inputs "
             "of every layer"
         )
-
-    def shapes(self, config: LadderConfig, modules: dict[str, nn.Module]) -> dict[str, tuple[int, ...]]:
-        name, _ = final_norm(self.model)
-        tensors = {f"{module}.ladder_A": (config.r, features(module, each)[0]) for module, each in modules.items()}
-        with torch.device("meta"):
-            m = new_m(len(modules) * config.r, self.model.config.hidden_size, config.width)
-        return (tensors if config.save_projection else {}) | {
-            f"{name}.ladder_M.{key}": tuple(weight.shape) for key, weight in m.state_dict().items()
-        }
 
     @classmethod
     def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
@@ -300,28 +253,16 @@ class LadderModel(RowwiseTuner):
     def _create_and_replace(
         self, peft_config: LadderConfig, adapter_name, target, target_name, parent, current_key, **_
     ) -> None:
-        if isinstance(target, LadderTap):
-            target.update_layer(adapter_name, peft_config)
-            return
-        if not current_key.startswith(self.inside):
-            raise ValueError(f"{current_key} is not in the decoder {self.inside[:-1]}: a ladder ends at its final norm")
-        tap = LadderTap(target, current_key, self.rungs)
-        tap._active_adapter = adapter_name
+        tap = target
+        if not isinstance(target, LadderTap):
+            if not current_key.startswith(self.inside):
+                raise ValueError(
+                    f"{current_key} is not in the decoder {self.inside[:-1]}: a ladder ends at its final norm"
+                )
+            tap = LadderTap(target, current_key, self.rungs)
+            tap._active_adapter = adapter_name
+            self._replace_module(parent, target_name, tap, target)
         tap.update_layer(adapter_name, peft_config)
-        self._replace_module(parent, target_name, tap, target)
-
-    def inject_adapter(
-        self,
-        model: nn.Module,
-        adapter_name: str,
-        autocast_adapter_dtype: bool = True,
-        low_cpu_mem_usage: bool = False,
-        state_dict: dict | None = None,  # it names the norm alone: the configuration says which layers
-    ) -> None:
-        norm, _ = final_norm(model)
-        self.inside = norm[: norm.rfind(".") + 1]
-        self.rungs = next((module.rungs for module in model.modules() if isinstance(module, LadderLayer)), Rungs())
-        super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage)
 
     def _complete(self, model: nn.Module, adapter_name: str, low_cpu_mem_usage: bool) -> None:
         name, norm = final_norm(model)
@@ -335,11 +276,6 @@ class LadderModel(RowwiseTuner):
 
     def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
         setattr(parent, child_name, new_module)  # PEFT's also copies weights, which a norm may not have
-
-    def _unload_and_optionally_merge(self, merge: bool = True, **options):
-        if merge:
-            LadderLayer.merge(self)
-        return super()._unload_and_optionally_merge(merge=False, **options)
 
 
 def final_norm(model: nn.Module) -> tuple[str, nn.Module]:
@@ -367,14 +303,43 @@ def default_targets(model: nn.Module, candidates: Sequence[Sequence[str]]) -> se
     )
 
 
+def require_backbone(config: ProjectionConfig, model: nn.Module) -> None:
+    """Give a new adapter the model's fingerprint; refuse a saved one of another backbone.
+
+    Raises
+    ------
+    ValueError
+        The saved adapter belongs to another backbone, or the model is compiled or offloaded.
+    """
+    if any("_orig_mod" in name.split(".") for name, _ in model.named_modules()):
+        raise ValueError("the model is compiled, so its modules have other names: adapt it first, then compile it")
+    if any(getattr(getattr(module, "_hf_hook", None), "offload", False) for module in model.modules()):  # accelerate's
+        raise ValueError("the model's weights are offloaded, and an adapter's would be lost: adapt it first")
+    if not hasattr(model, "config") or any(tensor.is_meta for tensor in model.state_dict().values()):
+        return  # no language model, or nothing in it
+    actual = fingerprint(model)
+    if config.folder is None:
+        config.backbone = actual
+    name = getattr(model.config, "_name_or_path", None)
+    if config.backbone != actual and not wheels.is_of_the_original(config.base_model_name_or_path, name):
+        raise ValueError(
+            f"the adapter belongs to a backbone with fingerprint {str(config.backbone)[:12]}…, "
+            f"but {type(model).__name__} has {actual[:12]}…"
+        )
+
+
+def adapted(model: nn.Module, adapter_name: str) -> list[PrivateLoraLayer | LadderTap]:
+    """The linear layers that have an adapter of this room, in their order."""
+    return [*layers(model, adapter_name).values(), *taps(model, adapter_name)]
+
+
 def fingerprint_of_bases(model: nn.Module, adapter_name: str) -> str:
     """What identifies every A and B of an adapter: their signs, which are the same in every precision."""
     digest = hashlib.sha256()
-    projections = [
-        p for layer in layers(model, adapter_name).values() for p in (layer.privatelora_A, layer.privatelora_B)
-    ]
-    for buffers in (*projections, *(tap.ladder_A for tap in taps(model, adapter_name))):
-        digest.update(torch.signbit(buffers[adapter_name]).cpu().numpy().tobytes())
+    for layer in adapted(model, adapter_name):
+        projections = [layer.ladder_A] if isinstance(layer, LadderTap) else [layer.privatelora_A, layer.privatelora_B]
+        for buffers in projections:
+            digest.update(torch.signbit(buffers[adapter_name]).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -392,7 +357,7 @@ def convert_to_lora(model: PeftModel, adapter_name: str = "default") -> tuple[Lo
     Raises
     ------
     ValueError
-        The adapter is not there, not a PrivateLoRA one, late, or has trained other modules as well.
+        The adapter is not there, not a PrivateLoRA one, or late.
     """
     configs = getattr(model, "peft_config", {})
     if not isinstance(configs.get(adapter_name), ProjectionConfig):
@@ -401,7 +366,7 @@ def convert_to_lora(model: PeftModel, adapter_name: str = "default") -> tuple[Lo
 
 
 def saved_config(folder: str | Path) -> ProjectionConfig:
-    """The configuration of an adapter of this room in a folder, judged with the weights beside it, if there are any.
+    """The configuration of an adapter of this room in a folder.
 
     Raises
     ------
@@ -410,13 +375,13 @@ def saved_config(folder: str | Path) -> ProjectionConfig:
     ValueError
         It is no adapter of this room, or not what may be read.
     """
-    if not Path(folder, saved.CONFIG).exists():  # PEFT would ask the hub
-        raise FileNotFoundError(f"{folder} holds no adapter: it has no {saved.CONFIG}")
+    if not Path(folder, CONFIG).exists():  # PEFT would ask the hub
+        raise FileNotFoundError(f"{folder} holds no adapter: it has no {CONFIG}")
     try:
-        method = read_object(Path(folder, saved.CONFIG)).get("peft_type")
+        method = read_object(Path(folder, CONFIG)).get("peft_type")
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
-    if not isinstance(method, str) or method not in METHODS:
+    if method not in (PRIVATE_LORA, LADDER):
         raise ValueError(f"{folder} holds a {str(method)[:40]} adapter, not a PrivateLoRA one or a ladder")
     return METHODS[method][0].from_pretrained(folder)
 
@@ -424,7 +389,7 @@ def saved_config(folder: str | Path) -> ProjectionConfig:
 def load(
     model: PreTrainedModel | PeftModel, folder: str | Path, adapter_name: str = "default", *, trainable: bool = False
 ) -> PeftModel:
-    """Give a model an adapter of this room that was saved: judged first, then loaded by PEFT.
+    """Give a model an adapter of this room that was saved.
 
     Parameters
     ----------
@@ -445,8 +410,8 @@ def load(
         It is no adapter of this room, is damaged, or belongs to another backbone.
     """
     config = saved_config(folder)
-    if not Path(folder, saved.WEIGHTS).exists():
-        raise FileNotFoundError(f"{folder} holds no adapter: it has no {saved.WEIGHTS}")
+    if not Path(folder, WEIGHTS).exists():
+        raise FileNotFoundError(f"{folder} holds no adapter: it has no {WEIGHTS}")
     if not isinstance(model, PeftModel):
         return PeftModel.from_pretrained(model, folder, adapter_name, is_trainable=trainable, config=config)
     if adapter_name in model.peft_config:
@@ -455,7 +420,58 @@ def load(
     return model
 
 
+def _whole(save):
+    """``PeftModel.save_pretrained``; an adapter of this room is saved whole, and as it can be loaded, or not at all."""
+
+    @functools.wraps(save)
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        safe_serialization: bool = True,
+        selected_adapters: list[str] | None = None,
+        save_embedding_layers: str | bool = "auto",
+        **options,
+    ) -> None:
+        if not any(isinstance(config, ProjectionConfig) for config in self.peft_config.values()):
+            return save(self, save_directory, safe_serialization, selected_adapters, save_embedding_layers, **options)
+        if not safe_serialization or save_embedding_layers is True:
+            raise ValueError(
+                f"safe_serialization={safe_serialization}, save_embedding_layers={save_embedding_layers}: "
+                "only safetensors are loaded, and no part of the backbone; leave both out"
+            )
+        folder = private_folder(save_directory)
+
+        def write(temporary: str) -> None:
+            if (folder / "README.md").is_file():  # which PEFT goes on with
+                shutil.copy(folder / "README.md", temporary)
+            save(self, temporary, selected_adapters=selected_adapters, save_embedding_layers=False, **options)
+
+        return replace_files(folder, write, private=True)
+
+    return save_pretrained
+
+
+def _like(load):
+    """``PeftModel.load_adapter``; onto an adapter of this room that is there already go weights of its like alone."""
+
+    @functools.wraps(load)
+    def load_adapter(self, model_id: str | Path, adapter_name: str, *arguments, **options):
+        config = self.peft_config.get(adapter_name)
+        if isinstance(config, ProjectionConfig):
+            saved = type(config).from_pretrained(model_id, options.get("subfolder"))
+            self.base_model.require_like(adapter_name, saved)
+        return load(self, model_id, adapter_name, *arguments, **options)
+
+    return load_adapter
+
+
+PeftModel.save_pretrained = _whole(PeftModel.save_pretrained)
+"""PEFT writes into the folder itself: killed between the weights and the configuration, it would leave neither."""
+PeftModel.load_adapter = _like(PeftModel.load_adapter)
+"""PEFT reads no configuration for an adapter that is there already: its A and B may be others."""
+
 METHODS = {PRIVATE_LORA: (PrivateLoraConfig, PrivateLoraModel), LADDER: (LadderConfig, LadderModel)}
 for _method, (_config, _tuner) in METHODS.items():
-    PEFT_TYPE_TO_CONFIG_MAPPING[_method], PEFT_TYPE_TO_TUNER_MAPPING[_method] = _config, _tuner
+    PEFT_TYPE_TO_CONFIG_MAPPING[_method] = _config
+    PEFT_TYPE_TO_TUNER_MAPPING[_method] = _tuner
     PEFT_TYPE_TO_PREFIX_MAPPING[_method] = _tuner.prefix

@@ -197,12 +197,17 @@ def test_in_half_precision_it_is_the_same(family, dtype):
 
 @pytest.mark.parametrize("saved", [[], ["lm_head", "embed_tokens"]])
 def test_the_adapter_that_was_asked_for_counts_not_the_active_one(cut, saved):
-    model = adapted(m_scale=0.1, modules_to_save=saved[:1])
-    some = dict(target_modules=["o_proj"], layers_to_transform=[0, 2], modules_to_save=saved)
-    model.add_adapter("other", PrivateLoraConfig(r_c2d=4, r_d2c=4, **some))
+    some = dict(target_modules=["o_proj"], layers_to_transform=[0, 2])
+    if saved:  # which is LoRA's alone
+        model = adapted(m_scale=0.1, lora=lora("llama", modules_to_save=saved[:1]))
+        other = LoraConfig(r=4, modules_to_save=saved, **some)
+    else:
+        model = adapted(m_scale=0.1)
+        other = PrivateLoraConfig(r_c2d=4, r_d2c=4, **some)
+    model.add_adapter("other", other)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "privatelora_M.other" in name or "modules_to_save.other" in name:
+            if any(kind in name for kind in ("privatelora_M.other", "lora_B.other", "modules_to_save.other")):
                 parameter.normal_(std=0.3)
         expected = {}
         for name in ("other", "default"):
@@ -284,7 +289,11 @@ NO_FOLD = "fold=True needs a PrivateLoRA adapter and last_k=0, got"
             for name in ("default", "other")
         ),
         (lambda: private(backbone().model), {}, "LlamaModel has no LM head"),
-        (lambda: adapted(modules_to_save=["norm"]), {}, r"norm.* is trained, but would be in the cloud"),
+        (
+            lambda: adapted(lora=lora("llama", modules_to_save=["norm"])),
+            {},
+            r"norm.* is trained, but would be in the cloud",
+        ),
         (lambda: adapted(lora=lora("llama", use_dora=True)), {}, "use_dora=True: only plain LoRA"),
         (lambda: adapted(lora=lora("llama", lora_dropout=0.1)), {}, "lora_dropout=0.1: only plain LoRA"),
         (lambda: adapted(lora=lora("llama", bias="lora_only")), {}, "bias='lora_only': only plain LoRA"),
@@ -326,8 +335,10 @@ def test_what_cannot_be_cut_is_named_and_left_as_it_was(make, cut, message):
 
 
 def test_what_is_trained_stays_on_the_device():
-    device, _ = split(adapted(modules_to_save=["lm_head"]))
-    assert device_cost(device) == device_cost(split(adapted())[0])  # and what it has replaced does not
+    device, _ = split(adapted(lora=lora("llama", modules_to_save=["lm_head"])))
+    assert device_cost(device) == device_cost(
+        split(adapted(lora=lora("llama")))[0]
+    )  # and what it has replaced does not
     assert [n for n, p in device.named_parameters() if p.requires_grad and "matrices" not in n] == ["lm_head.weight"]
 
 

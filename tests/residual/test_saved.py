@@ -1,15 +1,13 @@
-"""What a stranger's folder can do to a reader: nothing, within 100 MiB and two seconds, and a sentence says why."""
+"""A saved adapter is exact, or a sentence says why it is refused."""
 
 import functools
 import hashlib
 import json
 import shutil
-import time
-from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
@@ -18,18 +16,16 @@ from transformers import PreTrainedTokenizerFast
 
 from plpkg import residual
 from plpkg.backbones import fingerprint
-from plpkg.residual import LadderConfig, PrivateLoraConfig, saved
-from plpkg.residual.saved import CONFIG, WEIGHTS
+from plpkg.residual import LadderConfig, PrivateLoraConfig
+from plpkg.residual.config import CONFIG, WEIGHTS
 from plpkg.residual.wire.loading import adapted_model
 from tests.residual.conftest import IDS, adapted, backbone, logits, reloaded
 
 from rounding import assert_close
 
-MIB = 2**20
 M = "base_model.model.model.layers.0.self_attn.q_proj.privatelora_M.weight"
 LM_HEAD = "base_model.model.lm_head.weight"
-NOT_HERE, PATTERN, NAMES = "does not belong here", "a pattern is not evaluated", "must be a list of plain module names"
-BOMB = "(a|a?)+" * 12 + "(.*.*)*b"
+NOT_HERE = "does not belong here"
 
 
 def digest(path):
@@ -82,12 +78,6 @@ def of_another_run(folder):
     save_file(load_file(folder / WEIGHTS), folder / WEIGHTS, {"format": "pt", "run": "2"})
 
 
-def far_above_the_model(folder):
-    """Ranks that the weights have as well."""
-    tensors(lambda given: given.update({name: torch.ones(1, 2**14) for name in given}))(folder)
-    fields({"r_c2d": 2**14, "r_d2c": 1})(folder)
-
-
 CRAFTED = {  # for each kind of adapter what is done to its folder, and what is said
     "privatelora": [
         (beside(LM_HEAD, 64, 32), f"{LM_HEAD!r}: {NOT_HERE}"),
@@ -102,7 +92,7 @@ CRAFTED = {  # for each kind of adapter what is done to its folder, and what is 
         (value(1e300, torch.float64), "has values that are not finite"),
         (value(3, torch.int8), "dtype='I8' is not one of"),
         (value(1, torch.bool), "dtype='BOOL' is not one of"),
-        (pickled, "adapter_model.bin is a pickle, which is never read: save it as safetensors"),
+        (pickled, "holds no adapter: it has no adapter_model.safetensors"),
         (of_another_run, "one of them is of another adapter"),
         (text(b'"a":[' + b"1," * 450_000 + b"1]}"), "bytes, at most 65,536 are allowed"),
         (text(b'"r_c2d":4,"r_c2d":5}'), "crafted: adapter_config.json: 'r_c2d' stands there twice"),
@@ -111,39 +101,30 @@ CRAFTED = {  # for each kind of adapter what is done to its folder, and what is 
         (fields({"r_c2d": 10**38}), "r_c2d must be between 1 and 16384"),
         (fields({"r_c2d": 2**24, "r_d2c": 2**24}), "r_c2d must be between 1 and 16384, got 16777216"),
         (fields({"r_c2d": 128, "r_d2c": 128}), "and must have (128, 128)"),
-        (far_above_the_model, "1 and 4 times the width of model.layers.0.self_attn.q_proj=128, got 16384"),
-        (fields({"r_c2d": "64"}), "r_c2d must be a whole number of at least 1, got '64'"),
-        (fields({"r_d2c": True}), "r_d2c must be a whole number of at least 1, got True"),
-        (fields({"target_modules": BOMB}), PATTERN),
-        (fields({"target_modules": [BOMB]}), PATTERN),
-        (fields({"target_modules": "(("}), PATTERN),
-        (fields({"exclude_modules": BOMB}), PATTERN),
-        (fields({"layers_pattern": BOMB, "layers_to_transform": [0]}), PATTERN),
-        (
-            fields({"layers_pattern": [f"layer{i}" for i in range(4000)], "layers_to_transform": [0]}),
-            "must be plain module names",
-        ),
-        (fields({"auto_mapping": {"a": json.loads("[" * 400 + "]" * 400)}}), "must be an object of text"),
-        (fields({"target_modules": 7}), f"target_modules=7 {NAMES}"),
-        (fields({"target_modules": [1]}), f"target_modules=[1] {NAMES}"),
-        (fields({"target_modules": ["q_pr\u043ej"]}), NAMES),
-        (fields({"target_modules": [f"t{i}" for i in range(7000)]}), NAMES),
-        (fields({"target_modules": ["nothing"]}), NOT_HERE),
+        (fields({"r_c2d": "64"}), "r_c2d must be a whole number between 1 and 16384, got '64'"),
+        (fields({"r_d2c": True}), "r_d2c must be a whole number between 1 and 16384, got True"),
+        (fields({"target_modules": ".*_proj"}), "target_modules='.*_proj' must be a list of names"),
+        (fields({"target_modules": 7}), "target_modules must be a list, got 7"),
+        (fields({"target_modules": [1]}), "target_modules must be names of modules, got [1]"),
+        (fields({"target_modules": ["nothing"]}), "Target modules {'nothing'} not found in the base model"),
         (fields({"target_modules": ["norm"]}), "only nn.Linear and Conv1D can be adapted"),
-        (fields({"layers_to_transform": "0"}), "layers_to_transform must be a whole number of at least 0, got '0'"),
+        (fields({"target_modules": ["q_proj"]}), NOT_HERE),
+        (fields({"layers_to_transform": "0"}), "layers_to_transform must be a list, got '0'"),
         (fields({"layers_to_transform": [1]}), NOT_HERE),
-        (fields({"modules_to_save": ["lm_head"]}), "modules_to_save=['lm_head'] must be empty"),
-        (fields({"task_type": "SEQ_CLS"}), "task_type='SEQ_CLS' must be absent or one of CAUSAL_LM, "),
-        (fields({"init": "x" * 60_000}), "init must be one of 'gaussian', 'svd', 'given', got 'xxx"),
-        (fields({"save_projection": "no"}), "save_projection must be True or False, got 'no'"),
+        (fields({"modules_to_save": ["lm_head"]}), "modules_to_save=['lm_head'] trains a part of the backbone"),
+        (fields({"task_type": "SEQ_CLS"}), "task_type='SEQ_CLS' trains a part of the backbone"),
+        (fields({"init": "x" * 60_000}), "init must be one of 'gaussian', 'given', got 'xxx"),
+        (fields({"init": "given"}), "privatelora_A' and 21 more: is missing"),
+        (fields({"exclude_modules": ["k_proj"]}), "'exclude_modules'=['k_proj'] must be empty: it is unknown"),
         (fields({"scale": 3}), "'scale'=3 must be empty: it is unknown"),
         (fields({"peft_type": "LORA"}), "holds a LORA adapter, not a PrivateLoRA one"),
         (fields({"peft_type": ["LORA"]}), "holds a ['LORA'] adapter"),
         (fields({}, removed=["peft_type"]), "holds a None adapter, not a PrivateLoRA one"),
         (fields({"peft_type": "MINE"}), "holds a MINE adapter, not a PrivateLoRA one"),
         (fields({"backbone": "0" * 64}), "belongs to a backbone with fingerprint 000000000000"),
-        (fields({"backbone": 7}), "backbone=7 must be text"),
-        (fields({"weights_sha256": []}), "weights_sha256=[] must be text"),
+        (fields({"backbone": 7}), "belongs to a backbone with fingerprint 7"),
+        (fields({}, removed=["backbone"]), "belongs to a backbone with fingerprint None"),
+        (fields({"weights_sha256": []}), "one of them is of another adapter"),
     ],
     "ladder": [
         (fields({"r": 2**24}), "r must be between 1 and 16384, got 16777216"),
@@ -156,52 +137,35 @@ CRAFTED = {  # for each kind of adapter what is done to its folder, and what is 
 CASES = [(kind, craft, message) for kind, cases in CRAFTED.items() for craft, message in cases]
 
 
-def memory(name):
-    """Bytes of this process: ``VmRSS`` now, ``VmHWM`` at the most."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
-
-
-def readers(root):
-    """Who reads such a folder."""
-    by_the_command = dict(dtype="fp32", device="cpu")
-    return [
-        lambda folder: residual.load(backbone(), folder),
-        lambda folder: adapted_model(str(root / "model"), folder, **by_the_command),
-    ]
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """A model, and a sound folder of each kind, which every reader reads."""
+    """A model, and a sound folder of each kind."""
     root = tmp_path_factory.mktemp("saved")
-    base = backbone()
-    base.save_pretrained(root / "model")
+    backbone().save_pretrained(root / "model")
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a"))).save_pretrained(root / "model")
     adapted().save_pretrained(root / "privatelora")
     adapted(ladder=dict(r=5, width=16)).save_pretrained(root / "ladder")
-    for kind in CRAFTED:
-        for read in readers(root):
-            read(root / kind)
     return root
 
 
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore:You are trying to modify a model with PEFT for a second time")  # as is meant
 @pytest.mark.parametrize(("kind", "craft", "message"), CASES, ids=[f"{kind}: {message}" for kind, _, message in CASES])
-def test_a_crafted_folder_is_refused_cheaply_and_in_a_sentence(root, tmp_path, kind, craft, message):
+def test_a_folder_that_was_changed_is_refused_in_a_sentence_and_leaves_nothing(root, tmp_path, kind, craft, message):
     folder = shutil.copytree(root / kind, tmp_path / "crafted")
     craft(folder)
-    for read in readers(root):
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew
-        before, began = memory("VmRSS"), time.process_time()
+    base = backbone()
+    for read in (
+        lambda: residual.load(base, folder),
+        lambda: adapted_model(str(root / "model"), folder, dtype="fp32", device="cpu"),
+    ):
         with pytest.raises((ValueError, OSError)) as refused:
-            read(folder)
-        assert memory("VmHWM") - before < 100 * MIB
-        assert time.process_time() - began < 2
+            read()
         said = str(refused.value)
         assert message in said
         assert len(said) < 1500
         assert "\n" not in said
+    assert torch.equal(logits(base), logits(backbone()))
+    assert torch.equal(logits(residual.load(base, root / kind)), logits(residual.load(backbone(), root / kind)))
 
 
 def test_a_saved_adapter_knows_its_backbone_and_its_weights(tmp_path):
@@ -219,19 +183,7 @@ def test_a_saved_adapter_knows_its_backbone_and_its_weights(tmp_path):
         PeftModel.from_pretrained(backbone(seed=1), tmp_path)
 
 
-def test_an_adapter_without_a_backbone_loads_with_a_warning_and_then_has_one(tmp_path):
-    model = adapted()
-    model.save_pretrained(tmp_path)
-    fields({}, removed=["backbone", "weights_sha256"])(tmp_path)
-    with pytest.warns(UserWarning, match="the adapter names no backbone"):
-        loaded = PeftModel.from_pretrained(backbone(), tmp_path)
-    assert torch.equal(logits(loaded), logits(model))
-    loaded.save_pretrained(tmp_path)
-    PeftModel.from_pretrained(backbone(), tmp_path)
-
-
-def test_tensors_are_looked_at_again_where_peft_loads_them(tmp_path):
-    """Also into an adapter that is there already."""
+def test_weights_for_an_adapter_that_is_there_already_are_exactly_its_own(tmp_path):
     model = adapted()
     before = logits(model)
     given = get_peft_model_state_dict(model)
@@ -241,10 +193,8 @@ def test_tensors_are_looked_at_again_where_peft_loads_them(tmp_path):
         ({key: each for key, each in given.items() if key != name}, "is missing"),
         (given | {name: given[name].T}, "has shape"),
         (given | {name: given[name] / 0}, "has values that are not finite"),
-        (given | {name: given[name].char()}, "has values that are not finite numbers here|dtype='I8' is not one of"),
+        (given | {name: given[name].char()}, "dtype='I8' is not one of"),
     ):
-        with pytest.raises(ValueError, match=message):
-            set_peft_model_state_dict(model, tensors)
         model.save_pretrained(tmp_path)
         save_file({key: each.contiguous() for key, each in tensors.items()}, tmp_path / WEIGHTS)
         fields({"weights_sha256": digest(tmp_path / WEIGHTS)})(tmp_path)
@@ -256,11 +206,10 @@ def test_tensors_are_looked_at_again_where_peft_loads_them(tmp_path):
 def test_a_merged_adapter_takes_no_weights(tmp_path):
     model = adapted()
     model.save_pretrained(tmp_path)
-    state, before = get_peft_model_state_dict(model), logits(backbone())
+    before = logits(backbone())
     model.merge_adapter()
-    for load in (lambda: model.load_adapter(tmp_path, "default"), lambda: set_peft_model_state_dict(model, state)):
-        with pytest.raises(ValueError, match="'default' is merged into the weights: unmerge it before another M"):
-            load()
+    with pytest.raises(ValueError, match="'default' is merged into the weights: unmerge it before another M"):
+        model.load_adapter(tmp_path, "default")
     model.unmerge_adapter()
     assert_close(logits(model.unload()), before, terms=32)
 
@@ -269,15 +218,24 @@ def test_a_merged_adapter_takes_no_weights(tmp_path):
     ("saved_one", "there", "message"),
     [
         ({}, {}, None),
-        (dict(init="svd", r_c2d=4, r_d2c=4), dict(init="svd", r_c2d=4, r_d2c=4, projection_seed=9), None),
+        (dict(init="given"), dict(init="given"), None),
+        (dict(init="given"), {}, "with init='given', but 'default' has 'gaussian'"),
         ({}, dict(projection_seed=9), "with projection_seed=0, but 'default' has 9: load it under another name"),
         ({}, dict(late=True), "with late=False, but 'default' has True"),
         (dict(ladder=dict(r=5)), dict(ladder=dict(r=5, projection_seed=9)), "with projection_seed=0"),
         (
             dict(ladder=dict(r=5, layers_to_transform=[0, 2])),
             dict(ladder=dict(r=5, layers_to_transform=[1, 3])),
-            "of other modules than 'default': model.layers.0.mlp.down_proj",
+            "of other modules than 'default': model.layers.1.mlp.down_proj",
         ),
+        (dict(target_modules=["q_proj", "v_proj"]), {}, "of other modules than 'default': model.layers.0.self_attn.k"),
+        ({}, dict(target_modules=["q_proj", "v_proj"]), f"k_proj.privatelora_M.weight'.*: {NOT_HERE}"),
+        (
+            dict(ladder=dict(r=6, layers_to_transform=[0, 2])),
+            dict(ladder=dict(r=12, layers_to_transform=[0])),
+            "with r=6, but 'default' has 12",
+        ),
+        (dict(target_modules="all-linear"), dict(target_modules=r".*layers.*_proj"), None),
         (dict(shape=dict(seed=1)), {}, "holds an adapter with backbone="),
     ],
 )
@@ -331,9 +289,8 @@ def test_an_adapter_of_a_decoder_without_its_head(config, tmp_path):
     [
         dict(target_modules=["lm_head"]),  # with which PEFT would save the head's own weight
         dict(target_modules=r".*\.0\..*o_proj"),
-        dict(exclude_modules=r".*k_proj"),
         dict(target_modules="all-linear"),
-        dict(target_modules=["q_proj", "down_proj"], layers_to_transform=[1], layers_pattern="layers"),
+        dict(target_modules=r".*(?<!k)_proj"),
     ],
 )
 def test_a_pattern_is_saved_as_the_names_that_it_chose(options, tmp_path):
@@ -346,8 +303,8 @@ def test_a_pattern_is_saved_as_the_names_that_it_chose(options, tmp_path):
     "options",
     [
         dict(layers_to_transform=range(2)),
-        dict(layers_to_transform={1}, layers_pattern=("layers",)),
-        dict(target_modules=frozenset({"q_proj"}), exclude_modules={"layers.0.self_attn.q_proj": 1}.keys()),
+        dict(layers_to_transform={1}, target_modules=("q_proj",)),
+        dict(target_modules={"q_proj": 1}.keys()),
     ],
 )
 def test_what_configures_an_adapter_is_saved_in_whatever_form_it_was_given(options, tmp_path):
@@ -367,16 +324,10 @@ def test_what_nobody_could_load_is_not_saved(config, tmp_path):
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
-def test_a_part_of_the_backbone_is_not_saved_with_an_adapter(tmp_path):
-    for model in (adapted(modules_to_save=["lm_head"]), adapted(ladder=dict(r=4, modules_to_save=["lm_head"]))):
-        with pytest.raises(ValueError, match=r"modules_to_save=\['lm_head'\] cannot be saved with the adapter"):
-            model.save_pretrained(tmp_path)
-    for options, message in (
-        (dict(save_embedding_layers=True), "save_embedding_layers=True would save a part of the backbone"),
-        (dict(safe_serialization=False), "safe_serialization=False would write a pickle, which is never read"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            adapted().save_pretrained(tmp_path, **options)
+@pytest.mark.parametrize("option", [dict(save_embedding_layers=True), dict(safe_serialization=False)])
+def test_what_is_never_loaded_is_not_saved_with_an_adapter(tmp_path, option):
+    with pytest.raises(ValueError, match="only safetensors are loaded, and no part of the backbone; leave both out"):
+        adapted().save_pretrained(tmp_path, **option)
     assert not list(tmp_path.iterdir())
 
 
@@ -395,23 +346,13 @@ def test_a_configuration_alone_can_be_had_by_a_cloud(tmp_path):
         get_peft_model(backbone(seed=1), config)
 
 
-def test_an_adapter_of_the_hub_is_read_alike(tmp_path, monkeypatch):
-    model = adapted()
-    model.save_pretrained(tmp_path)
-    asked = []
-    monkeypatch.setattr(saved, "hf_hub_download", lambda name, file, **_: asked.append((name, file)) or tmp_path / file)
-    assert PrivateLoraConfig.from_pretrained("ann/mine").r_c2d == 5
-    assert asked == [("ann/mine", CONFIG), ("ann/mine", WEIGHTS)]
-
-
 @pytest.mark.parametrize("kind", [PrivateLoraConfig, LadderConfig])
 def test_ranks_and_names_are_bounded_in_the_configuration(kind):
     rank = "r" if kind is LadderConfig else "r_c2d"
     with pytest.raises(ValueError, match=f"{rank} must be between 1 and 16384, got 16385"):
         kind(**{rank: 2**14 + 1})
-    for field in ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save"):
-        with pytest.raises(ValueError, match=rf"{field} must be names of modules, got \[1\]"):
-            kind(**{field: [1]})
+    with pytest.raises(ValueError, match=r"target_modules must be names of modules, got \[1\]"):
+        kind(target_modules=[1])
 
 
 def test_what_is_not_this_rooms_is_read_by_peft_as_ever(tmp_path):

@@ -150,9 +150,8 @@ def test_what_cannot_be_solved_is_named():
             solve(two, v, two, ridge)
 
 
-@pytest.mark.parametrize("init", ["svd", "given"])
-def test_other_bases_are_refused(init):
-    old = adapted(m_scale=0.1, init=init, r_c2d=4, r_d2c=4)
+def test_other_bases_are_refused():
+    old = adapted(m_scale=0.1, init="given", r_c2d=4, r_d2c=4)
     new = updated(old)
     migrate(old, new, anchors(0))
     for layer in layers(new).values():

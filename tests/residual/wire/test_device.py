@@ -536,21 +536,22 @@ def test_another_model_or_adapter_is_refused_with_both_values(pair, adapted, min
 @pytest.mark.parametrize(
     ("family", "first_k", "config"),
     [
-        ("llama", 0, dict(modules_to_save=["embed_tokens"])),
-        ("llama", 1, dict(modules_to_save=["embed_tokens"])),
-        ("gpt2", 0, dict(modules_to_save=["wpe"])),
+        ("llama", 0, dict(lora=dict(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens"]))),
+        ("llama", 1, dict(lora=dict(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens"]))),
+        ("gpt2", 0, dict(lora=dict(r=2, target_modules=["c_attn"], modules_to_save=["wpe"], fan_in_fan_out=True))),
         ("phi3", 0, dict(target_modules="all-linear")),
         ("phi3", 0, dict(target_modules=["qkv_proj", "o_proj"])),
     ],
 )
 def test_whatever_learns_gets_its_own_gradient(pair, adapted, same_gradients, family, first_k, config):
-    """An embedding as well; and exchanges come in the order in which layers compute."""
+    """An embedding as well, which LoRA trains and saves; and exchanges come in the order in which layers compute."""
     model = adapted(family, m_scale=0.1, **config)
     _, client, whole = pair(family, first_k, model=model, config=config)
     same_tokens(client, whole)
     for _ in range(2):  # what has learnt does not count as another model
         client.train_step(IDS, IDS)
-    assert all(module in str(gradients(model).keys()) for module in config.get("modules_to_save", ()))
+    trained = config.get("lora", {}).get("modules_to_save", ())
+    assert all(module in str(gradients(model).keys()) for module in trained)
     same_gradients(gradients(model), whole, IDS, IDS)
 
 
