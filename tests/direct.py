@@ -2,7 +2,7 @@
 
 import torch
 
-from plpkg.residual.device_part import DevicePart
+from plpkg.residual.cut.device_part import DevicePart
 
 
 class Direct:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from plpkg.residual.attacks import LinearInverter
-from plpkg.residual.device_part import DevicePart
+from plpkg.residual.cut.device_part import DevicePart
 
 
 class MlpInverter(LinearInverter):

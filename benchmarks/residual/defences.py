@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from plpkg.residual.adapter import matrices
-from plpkg.residual.parts import LAYERS
+from plpkg.residual.cut.parts import LAYERS
 from plpkg.validation import number, whole_number
 
 

@@ -21,11 +21,11 @@ import torch
 from peft import PeftModel, get_peft_model
 
 from plpkg.residual.adapter import matrices
-from plpkg.residual.cloud_part import CloudPart
-from plpkg.residual.device_part import DevicePart
-from plpkg.residual.exchange import Transport
+from plpkg.residual.cut.cloud_part import CloudPart
+from plpkg.residual.cut.device_part import DevicePart
+from plpkg.residual.cut.exchange import Transport
+from plpkg.residual.cut.parts import split
 from plpkg.residual.methods import PrivateLoraConfig
-from plpkg.residual.parts import split
 from plpkg.validation import number, shown, whole_number
 
 CHUNK = 2048

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from plpkg.residual.adapter import PrivateLoraLayer
-from plpkg.residual.device_part import DevicePart
+from plpkg.residual.cut.device_part import DevicePart
 from plpkg.results import Tabular
 
 WIRE_BITS = 16

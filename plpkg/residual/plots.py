@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from plpkg import drawing, theme
 from plpkg.recorded import half_width
 from plpkg.residual.cost import device_cost
-from plpkg.residual.parts import split
+from plpkg.residual.cut.parts import split
 
 SCHEMES = {
     "plain": "M r=48 at down",

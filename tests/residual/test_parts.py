@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from plpkg.residual import PrivateLoraConfig, release, split
-from plpkg.residual.cloud_part import cut_back
 from plpkg.residual.cost import device_cost
+from plpkg.residual.cut.cloud_part import cut_back
 from tests.residual.conftest import IDS, SCHEMES_OF_FAMILIES, adapted, backbone, connected, normal, precise, scheme
 
 from direct import Direct

@@ -20,7 +20,7 @@ from grpc import StatusCode
 from peft import PeftModel
 from transformers import Cache
 
-from plpkg.residual.parts import split
+from plpkg.residual.cut.parts import split
 from plpkg.residual.wire import certificates
 from plpkg.residual.wire.messages import METHOD, OPTIONS, Counter, Messages, StatusError
 from plpkg.residual.wire.stream import Sessions, Stream
@@ -41,11 +41,11 @@ class CloudServer:
     ----------
     model
         What ``get_peft_model(model, PrivateLoraConfig(...))`` gave, or a ``LadderConfig``. Its M are not used: the
-        devices have them; :func:`plpkg.residual.parts.release` frees them here, and the embedding and LM head.
+        devices have them; :func:`plpkg.residual.cut.parts.release` frees them here, and the embedding and LM head.
     address
         ``host:port``; port 0 takes a free one. See :attr:`address`.
     first_k, last_k, fold
-        How the model is cut: :func:`plpkg.residual.parts.split`.
+        How the model is cut: :func:`plpkg.residual.cut.parts.split`.
     precision
         Of the values on the wire: ``"fp16"``, ``"bf16"`` or ``"fp32"``.
     tls

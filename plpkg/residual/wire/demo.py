@@ -24,7 +24,7 @@ from rich.text import Text
 from plpkg import corpora
 from plpkg.corpora import Document, Writer
 from plpkg.corpora.folder import text_files
-from plpkg.residual.device_part import DevicePart
+from plpkg.residual.cut.device_part import DevicePart
 from plpkg.residual.wire.chat import beginning, prompt
 from plpkg.residual.wire.curious import CuriousCloud
 from plpkg.residual.wire.device import DeviceClient

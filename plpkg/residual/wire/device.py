@@ -25,8 +25,8 @@ from plpkg.batch import Ids, ids_and_labels, token_ids
 from plpkg.catalog import Link, link as find_link
 from plpkg.decoding import rope_changes
 from plpkg.residual import drafts
+from plpkg.residual.cut.parts import split
 from plpkg.residual.drafts import Draft
-from plpkg.residual.parts import split
 from plpkg.residual.wire import writing
 from plpkg.residual.wire.layers import RemoteLayers
 from plpkg.residual.wire.learning import Learner
@@ -50,7 +50,7 @@ class DeviceClient:
         The cloud's ``host:port``.
     model
         What ``get_peft_model(model, PrivateLoraConfig(...))`` gave, or a ``LadderConfig``, with the M to use. Only the
-        device's part of it is used; :func:`plpkg.residual.parts.release` frees the rest.
+        device's part of it is used; :func:`plpkg.residual.cut.parts.release` frees the rest.
     first_k, last_k, fold, precision, adapter_name
         As the cloud has them.
     token, ca

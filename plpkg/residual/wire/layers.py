@@ -2,7 +2,7 @@
 
 import torch
 
-from plpkg.residual.device_part import DeviceCache, DevicePart
+from plpkg.residual.cut.device_part import DeviceCache, DevicePart
 from plpkg.residual.wire.tensors import PRECISIONS, pack, unpack
 from plpkg.residual.wire.wire import Wire
 from plpkg.residual.wire.wire_pb2 import Part, Step

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from plpkg.residual.device_part import Gradients
+from plpkg.residual.cut.device_part import Gradients
 from plpkg.residual.wire.layers import RemoteLayers
 from plpkg.residual.wire.tensors import pack, unpack
 from plpkg.residual.wire.wire_pb2 import Part

@@ -8,7 +8,7 @@ import torch
 from grpc import StatusCode
 from transformers import Cache
 
-from plpkg.residual.cloud_part import CloudPart, cut_back
+from plpkg.residual.cut.cloud_part import CloudPart, cut_back
 from plpkg.residual.wire.messages import BrokenStreamError, Messages, StatusError
 from plpkg.residual.wire.tensors import PRECISIONS, pack, unpack
 from plpkg.residual.wire.terms import Limits, differences

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from peft import PeftModel
 
 from plpkg.backbones import fingerprint
-from plpkg.residual.device_part import DevicePart
+from plpkg.residual.cut.device_part import DevicePart
+from plpkg.residual.cut.parts import is_adapted
 from plpkg.residual.methods import fingerprint_of_bases
-from plpkg.residual.parts import is_adapted
 from plpkg.residual.wire.tensors import PRECISIONS
 from plpkg.residual.wire.wire_pb2 import Terms
 from plpkg.validation import number, one_of, whole_number

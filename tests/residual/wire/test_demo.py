@@ -17,7 +17,7 @@ from plpkg import catalog, wheels
 from plpkg.backbones import load_backbone
 from plpkg.cli import app
 from plpkg.residual import DeviceClient
-from plpkg.residual.parts import split
+from plpkg.residual.cut.parts import split
 from plpkg.residual.wire import demo
 from plpkg.residual.wire.curious import CuriousCloud, tokens_of
 from plpkg.residual.wire.loading import adapted_model

@@ -10,7 +10,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from plpkg.residual.adapter import PerThread
-from plpkg.residual.exchange import Exchange, Here, Transport
+from plpkg.residual.cut.exchange import Exchange, Here, Transport
 
 
 class OwnInEachThread(nn.Module):

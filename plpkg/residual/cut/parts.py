@@ -1,9 +1,9 @@
 """One model cut in two: the device keeps embedding, LM head and every M, the cloud the decoder layers, A and B.
 
 The device may also keep the first and the last decoder layers whole. What the parts do is in
-:mod:`plpkg.residual.cloud_part` and :mod:`plpkg.residual.device_part`. Two things make fewer round trips of a pass: a
-ladder's M is behind all layers; and the last layer's A·x can travel with the final hidden state (``fold``), for what
-its projection adds, it adds to that state. A model with ordinary LoRA can be cut as well, for comparison: then all of
+:mod:`plpkg.residual.cut.cloud_part` and :mod:`plpkg.residual.cut.device_part`. Two things make fewer round trips of a
+pass: a ladder's M is behind all layers; and the last layer's A·x can travel with the final hidden state (``fold``), for
+what its projection adds, it adds to that state. A model with ordinary LoRA can be cut as well, for comparison: then all of
 LoRA is on the device, and activations cross at full width.
 
 Left out: layers whose input is not one hidden state (encoder-decoders).
@@ -21,9 +21,9 @@ from torch import nn
 from plpkg.learning import logits_of
 from plpkg.projections import PROJECTIONS
 from plpkg.residual.adapter import PrivateLoraLayer
-from plpkg.residual.cloud_part import CloudPart, OwnInEachThread, run_layers
-from plpkg.residual.device_part import DevicePart, Folded, LoraBranches, Tail
-from plpkg.residual.exchange import FullActivations, Here, LowRank, Projection, Rider
+from plpkg.residual.cut.cloud_part import CloudPart, OwnInEachThread, run_layers
+from plpkg.residual.cut.device_part import DevicePart, Folded, LoraBranches, Tail
+from plpkg.residual.cut.exchange import FullActivations, Here, LowRank, Projection, Rider
 from plpkg.residual.ladder import NORMS, LadderTap, decoder_of, named
 from plpkg.residual.methods import LadderConfig, PrivateLoraConfig
 from plpkg.validation import flag, whole_number

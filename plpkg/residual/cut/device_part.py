@@ -16,7 +16,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from plpkg.residual.adapter import PrivateLoraLayer
-from plpkg.residual.cloud_part import cut_back, new_cache, run_layers
+from plpkg.residual.cut.cloud_part import cut_back, new_cache, run_layers
 from plpkg.residual.ladder import answer
 
 Gradients = dict[nn.Parameter, torch.Tensor]
