@@ -3,8 +3,8 @@
 The device may also keep the first and the last decoder layers whole. What the parts do is in
 :mod:`plpkg.residual.cut.cloud_part` and :mod:`plpkg.residual.cut.device_part`. Two things make fewer round trips of a
 pass: a ladder's M is behind all layers; and the last layer's A·x can travel with the final hidden state (``fold``), for
-what its projection adds, it adds to that state. A model with ordinary LoRA can be cut as well, for comparison: then all of
-LoRA is on the device, and activations cross at full width.
+what its projection adds, it adds to that state. A model with ordinary LoRA can be cut as well, for comparison: then all
+of LoRA is on the device, and activations cross at full width.
 
 Left out: layers whose input is not one hidden state (encoder-decoders).
 """
