@@ -19,9 +19,11 @@ from plpkg.validation import number, one_of, whole_number
 OPTIONS = dict(
     model="--model", targets="--target", r_c2d="--rank", r_d2c="--rank", projection_seed="--seed",
     precision="--precision", first_k="--first-k", last_k="--last-k", riders="--ladder, --fold or --rank",
-    bases="A and B",
 )  # fmt: skip
 """What a reader of a refusal can change; the other fields have their own names."""
+
+FINGERPRINTS = dict(model="another --model", bases="other A and B")
+"""What is refused where these differ: their values tell a reader nothing."""
 
 PROTOCOL = 4
 """Raised whenever an older peer would misunderstand."""
@@ -100,8 +102,8 @@ def differences(device: Terms, cloud: Terms) -> str:
     for field in Terms.DESCRIPTOR.fields:
         values = getattr(device, field.name), getattr(cloud, field.name)
         if values[0] != values[1] and not (field.name == "bases" and sentences):  # they follow from all the others
-            if field.name in ("model", "bases"):  # fingerprints tell a reader nothing
-                sentences.append(f"another {OPTIONS[field.name]} here than on the cloud")
+            if field.name in FINGERPRINTS:
+                sentences.append(f"{FINGERPRINTS[field.name]} here than on the cloud")
                 continue
             shown = (list(value[:50]) if field.is_repeated else value for value in values)  # it may be endless
             shown = (value if isinstance(value, str) else repr(value) for value in shown)

@@ -8,7 +8,7 @@ import pytest
 
 import plpkg
 from plpkg.residual import split
-from plpkg.residual.wire.terms import OPTIONS, Limits, differences, terms
+from plpkg.residual.wire.terms import FINGERPRINTS, OPTIONS, Limits, differences, terms
 
 
 def terms_of(adapted, cut=(0, 0), precision="fp16", **config):
@@ -29,8 +29,8 @@ def test_every_difference_is_named_with_both_values(adapted):
         shown = (list(getattr(t, field.name)) if field.is_repeated else getattr(t, field.name) for t in (ours, theirs))
         shown = (value if isinstance(value, str) else repr(value) for value in shown)
         expected = "{} {} here, {} on the cloud".format(OPTIONS.get(field.name, field.name), *shown)
-        if field.name in ("model", "bases"):
-            expected = f"another {OPTIONS[field.name]} here than on the cloud"
+        if field.name in FINGERPRINTS:
+            expected = f"{FINGERPRINTS[field.name]} here than on the cloud"
         assert differences(ours, theirs) == expected
     assert ours.projections == [3, 3, 3, 3]
     assert ours.targets == "k_proj, q_proj, v_proj of layers 0, 1, 2, 3"
