@@ -44,8 +44,7 @@ class Learner:
         """
         of_m = set(self._layers.part.matrices.parameters())
         here = [parameter for parameter in trainable if parameter not in of_m]
-        longest = self._layers.longest(*ids.shape, ids.shape[1])
-        return self._layers.wire.step(longest, self._there_and_back, ids, targets, items, here)
+        return self._layers.wire.step(self._there_and_back, ids, targets, items, here)
 
     def _there_and_back(
         self, ids: torch.Tensor, targets: torch.Tensor, items: Sequence[int], here: list[torch.nn.Parameter]

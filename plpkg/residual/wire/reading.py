@@ -37,8 +37,7 @@ class Reading:
         if guesses:
             ids = torch.cat([ids, torch.tensor([guesses])], dim=1)
         wanted = ids.shape[1] if every else len(guesses) + 1
-        longest = self._layers.longest(*ids.shape, self._positions(ids.shape[1], wanted))
-        logits = self._layers.wire.step(longest, self._read, ids, wanted)
+        logits = self._layers.wire.step(self._read, ids, wanted)
         if not logits.amax(-1).isfinite().all():
             raise FloatingPointError("the logits are not finite: the adapter, or the backbone, is damaged or overflows")
         return logits
@@ -61,9 +60,6 @@ class Reading:
     def _pass(self, ids: torch.Tensor, wanted: int) -> torch.Tensor:
         part, keep = self._layers.part, self._cache.seen
         hidden = part.embed(ids, cache=self._cache)
-        positions = self._positions(ids.shape[1], wanted)
+        positions = wanted if part.last is None else ids.shape[1]  # the KV caches of its layers have to be filled
         final = self._layers(hidden, positions, cache=self._cache, keep=keep, new_sequence=keep == 0)
         return part.logits(final, cache=self._cache)[:, -wanted:]
-
-    def _positions(self, seq: int, wanted: int) -> int:
-        return wanted if self._layers.part.last is None else seq  # the KV caches of its layers have to be filled

@@ -40,7 +40,7 @@ SILENCE_S = 3.0
 """Without an answer, this is said so often."""
 
 SHORT_BYTES = 4 * 2**20
-"""Messages up to this length need no connection of their own."""
+"""The longest message that a connection takes, unless longer ones are due."""
 
 
 class RefusedError(RuntimeError):
@@ -55,6 +55,10 @@ class RefusedError(RuntimeError):
     def __init__(self, failure: StatusError) -> None:
         super().__init__(f"{failure.code.name}: {failure.details}")
         self.code, self.details = failure.code, failure.details
+
+
+class _TooLongError(Exception):
+    """What is due is longer than the connection takes."""
 
 
 class Wire:
@@ -143,15 +147,10 @@ class Wire:
 
     def meet(self) -> None:
         """Open the stream, unless it is open; raises what :meth:`step` does."""
-        self.step(0, lambda: None)
+        self.step(lambda: None)
 
-    def step(self, longest: int, run: Callable[..., Result], *arguments) -> Result:
+    def step(self, run: Callable[..., Result], *arguments) -> Result:
         """``run(*arguments)``, again from its beginning whenever the stream breaks.
-
-        Parameters
-        ----------
-        longest
-            The bytes of the longest message that the cloud has to send meanwhile.
 
         Raises
         ------
@@ -166,25 +165,25 @@ class Wire:
         if self._closed:
             raise RuntimeError("this client is closed")
         try:
-            return self._step(longest, run, *arguments)
+            return self._step(run, *arguments)
         except BaseException as error:
             self.reset()  # in the middle of a step: the next one begins with a new stream
             if self._closed:
                 raise RuntimeError("this client is closed") from error
             raise
 
-    def _step(self, longest: int, run: Callable[..., Result], *arguments) -> Result:
+    def _step(self, run: Callable[..., Result], *arguments) -> Result:
         self._give_up, self._silent_since, pause = None, None, 0.05
-        if longest > self._longest:
-            self.reset()
-            self._channel.close()
-            self._longest = 2 ** (longest - 1).bit_length()
-            self._channel = self._new_channel()
         while True:
             try:
                 if self._call is None:
                     self._open()
                 return run(*arguments)
+            except _TooLongError:
+                self.reset()
+                self._channel.close()
+                self._channel = self._new_channel()
+                continue
             except BrokenStreamError as error:
                 self.reset()
                 unavailable = str(error).startswith(StatusCode.UNAVAILABLE.name)  # and not silent
@@ -244,7 +243,13 @@ class Wire:
         self._say_at = now + SILENCE_S
 
     def expect(self, longest: int) -> None:
-        """From now on a message of more bytes than these is refused."""
+        """From now on a message of more bytes than these is refused.
+
+        A connection takes no longer ones than it was made for: for more, the step begins again over another one.
+        """
+        if longest > self._longest:
+            self._longest = 2 ** (longest - 1).bit_length()
+            raise _TooLongError
         self._messages.longest = longest
 
     def send(self, **content) -> None:

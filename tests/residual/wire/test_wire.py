@@ -101,6 +101,16 @@ def test_where_a_cloud_is_full_only_who_was_there_before_tries_again(pair, adapt
     assert len(tries) >= 3
 
 
+def test_longer_messages_than_a_connection_takes_have_another_one(pair, monkeypatch):
+    """A text that grows beyond it is not read again: what is due of each token is short."""
+    monkeypatch.setattr(wire, "SHORT_BYTES", 4096)
+    _, client, whole = pair()
+    same_tokens(client, whole, IDS.repeat(1, 2), 8)
+    assert client.wire.stream == 2
+    client.train_step(IDS.repeat(1, 4))
+    assert client.wire.stream == 3
+
+
 def test_a_host_that_says_nothing_is_waited_for_once(adapted, monkeypatch):
     asked = []
     monkeypatch.setattr(wire.Wire, "_hopeless", lambda self: asked.append(self.target) or "")
