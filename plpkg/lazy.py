@@ -58,12 +58,13 @@ def uncollected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ended_by_ctrl_c() -> Iterator[None]:
-    """SIGINT ends the process, as it ends one that is not Python's."""
-    if threading.current_thread() is not threading.main_thread():
+    """SIGINT ends the process, as it ends one that is not Python's; another handler, or none, stays as it is."""
+    python_s = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not python_s or threading.current_thread() is not threading.main_thread():  # nobody else may set one
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -2,10 +2,12 @@
 
 import importlib
 import inspect
+import signal
 
 import pytest
 
 from plpkg import ROOMS
+from plpkg.lazy import ended_by_ctrl_c
 
 from waiting import interpreter
 
@@ -100,3 +102,15 @@ for _ in range(2):
 print("plpkg.corpora" in sys.modules)
 """
     assert interpreter(code).splitlines() == ["False", "True True", "True", "True False", "False"]
+
+
+@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN, lambda *_: None])
+def test_ctrl_c_ends_a_command_that_imports_unless_it_is_handled_otherwise(handler):
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with ended_by_ctrl_c():
+            within = signal.getsignal(signal.SIGINT)
+        assert within is (signal.SIG_DFL if handler is signal.default_int_handler else handler)
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)

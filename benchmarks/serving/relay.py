@@ -19,6 +19,7 @@ import weakref
 from collections import deque
 
 from plpkg.catalog import Link, link as find_link
+from plpkg.residual.wire.curious import end_process
 from plpkg.validation import host_and_port
 
 UNLIMITED = Link("unlimited", 1e15, 1e15, 0.0)
@@ -103,15 +104,6 @@ class Relay:
                 self._process.stdin.write(what + "\n")
                 self._counts = json.loads(self._process.stdout.readline())
             return self._counts
-
-
-def end_process(process: subprocess.Popen) -> None:
-    """Kill a process, and close its pipes."""
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        with contextlib.suppress(OSError):  # what the process did not read
-            pipe.close()
 
 
 class _Direction:
