@@ -62,11 +62,15 @@ def sections(name: str, all_of_them: Mapping[str, Callable[[], Iterable[dict]]],
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("section", nargs="*", metavar="|".join(all_of_them), help="only these; all by default")
-    for section in parser.parse_args().section or all_of_them:
+    parser.add_argument("--missing", action="store_true", help="only those that the file lacks")
+    arguments = parser.parse_args()
+    path = DATA / f"{name.replace('.', '_')}.csv"
+    for section in arguments.section or all_of_them:
+        if arguments.missing and path.exists() and section in set(pd.read_csv(path)["section"]):
+            continue
         rows = []
         for row in all_of_them[section]():
             rows.append({"section": section} | row)
             print(rows[-1], flush=True)
-        path = DATA / f"{name.replace('.', '_')}.csv"
         before = pd.read_csv(path) if path.exists() else None
         write(name, rows, keep=None if before is None else before[before["section"] != section])
