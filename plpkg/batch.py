@@ -11,6 +11,9 @@ IGNORED = -100
 
 Ids = torch.Tensor | Sequence[int] | Sequence[Sequence[int]] | Mapping
 
+ABOUT_TOKENS = ("special_tokens_mask", "offset_mapping", "length", "num_truncated_tokens", "overflow_to_sample_mapping")
+"""What a tokenizer tells on request, and no model reads."""
+
 
 def token_ids(ids: Ids, name: str = "input_ids", *, least: int = 1) -> torch.Tensor:
     """Token ids ``(batch, seq)``, int64, where they are.
@@ -19,7 +22,7 @@ def token_ids(ids: Ids, name: str = "input_ids", *, least: int = 1) -> torch.Ten
     ----------
     ids
         Of one text, ``(tokens,)``, or of several of one length, ``(batch, seq)``: a tensor, an array or a list; or what
-        a tokenizer gives, without padding.
+        a tokenizer gives, without padding. What a processor gives beside text (images, say) is refused.
     name
         What they are called, for messages.
     least
@@ -30,11 +33,10 @@ def token_ids(ids: Ids, name: str = "input_ids", *, least: int = 1) -> torch.Ten
     ValueError
         They are something else.
     """
+    mask = None
     if isinstance(ids, Mapping):
-        mask = ids.get("attention_mask")
-        if mask is not None and not torch.as_tensor(mask).bool().all():
-            raise ValueError(f"{name} are padded: give texts of one length, or one by one")
-        ids = ids.get("input_ids")
+        _refuse_others(ids, name)
+        ids, mask = ids.get("input_ids"), ids.get("attention_mask")
     try:
         tensor = torch.as_tensor(ids)
     except (TypeError, ValueError, RuntimeError):
@@ -45,7 +47,22 @@ def token_ids(ids: Ids, name: str = "input_ids", *, least: int = 1) -> torch.Ten
     if not whole or tensor.ndim not in (1, 2) or tensor.numel() < least:
         got = shown(ids) if tensor is None else f"{tuple(tensor.shape)} of {tensor.dtype}"
         raise ValueError(f"{name} must be token ids, (tokens,) or (batch, seq), got {got}")
+    if mask is not None:
+        mask = torch.as_tensor(mask)
+        if mask.numel() != tensor.numel():
+            raise ValueError(f"attention_mask is {tuple(mask.shape)}, {name} {tuple(tensor.shape)}")
+        if padding := int((mask == 0).sum()):
+            raise ValueError(f"{padding} tokens of {name} are padding: give texts of one length, or one by one")
     return tensor.long() if tensor.ndim == 2 else tensor.long()[None]
+
+
+def _refuse_others(fields: Mapping, name: str) -> None:
+    """ValueError if a mapping has something beside ids and their mask that a model would read."""
+    zeros = not torch.as_tensor(fields.get("token_type_ids", 0)).any()  # the first of two texts, as without them
+    known = {"input_ids", "attention_mask", *ABOUT_TOKENS} | ({"token_type_ids"} if zeros else set())
+    others = sorted(str(key) for key in fields.keys() - known if fields[key] is not None)
+    if others:
+        raise ValueError(f"{name} come with {shown(others[0])}, which is not read here: give the text's ids alone")
 
 
 def one_text(ids: Ids, name: str = "input_ids", *, least: int = 1) -> list[int]:

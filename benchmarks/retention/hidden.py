@@ -17,18 +17,23 @@ from benchmarks.backbones.hands import Collection
 from plpkg import corpora
 from plpkg.questions import parts
 
-NAMES = (
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+NAMES = _words(
     "Ada Bruno Clara Dario Elif Farid Greta Hugo Ines Jonas Kaya Leif Mara Nils Olga Pavel Quinn Rosa Sven Tilda Umar "
     "Vera Wanda Xenia Yusuf Zora Amara Boris Celia Dmitri Edith Felix Gwen Hanna Igor Julia Kemal Lotte Milan Nadia"
-).split()
-PLACES = "kitchen garden attic cellar garage library bakery harbour museum stable chapel tower bridge market".split()
-SURNAMES = "Abel Brandt Castro Dunn Ericson Falk Grant Holm Ivers Jansen Keller Lind Moreau Novak Orloff Park".split()
-MONTHS = "January February March April May June July August September October November December".split()
-TOWNS = "Oslo Lisbon Krakow Ghent Turin Malmo Seville Leipzig Utrecht Cork Bergen Porto Graz Basel".split()
-FOODS = "peanuts penicillin cats pollen shellfish wasps soy latex nickel strawberries".split()
-INSTRUMENTS = "cello oboe trumpet harp piano flute tuba violin banjo organ".split()
-COLOURS = "green orange purple silver yellow turquoise black crimson brown white".split()
-WORDS = "maple falcon tulip comet ember willow lantern pebble meadow copper".split()
+)
+PLACES = _words("kitchen garden attic cellar garage library bakery harbour museum stable chapel tower bridge market")
+SURNAMES = _words("Abel Brandt Castro Dunn Ericson Falk Grant Holm Ivers Jansen Keller Lind Moreau Novak Orloff Park")
+MONTHS = _words("January February March April May June July August September October November December")
+TOWNS = _words("Oslo Lisbon Krakow Ghent Turin Malmo Seville Leipzig Utrecht Cork Bergen Porto Graz Basel")
+FOODS = _words("peanuts penicillin cats pollen shellfish wasps soy latex nickel strawberries")
+INSTRUMENTS = _words("cello oboe trumpet harp piano flute tuba violin banjo organ")
+COLOURS = _words("green orange purple silver yellow turquoise black crimson brown white")
+SECRETS = _words("maple falcon tulip comet ember willow lantern pebble meadow copper")
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ def _kinds(rng: random.Random) -> list[tuple[str, str, str]]:
         ("On Sundays in the town orchestra {n} plays the {a}.", "Which instrument does {n} play?",
          rng.choice(INSTRUMENTS)),
         ("The bicycle on which {n} rides to work is {a}.", "What colour is the bicycle of {n}?", rng.choice(COLOURS)),
-        ("The secret word for the computer of {n} is {a}.", "What is the secret word of {n}?", rng.choice(WORDS)),
+        ("The secret word for the computer of {n} is {a}.", "What is the secret word of {n}?", rng.choice(SECRETS)),
     ]  # fmt: skip
 
 

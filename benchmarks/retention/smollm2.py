@@ -227,7 +227,6 @@ def rows_of_nats(length: str, cases: dict[str, tuple[int, ...]]) -> Iterator[dic
 
 def rows_of_diary() -> Iterator[dict]:
     """Read once and asked sixty times, beside reading the whole diary anew for each question."""
-    model, tokenizer = model_and_tokenizer()
     text = "\n\n".join(entry.text for entry in corpora.diary().entries)
     ids, began = text_ids(text), time.process_time()
     with tempfile.TemporaryDirectory() as folder:

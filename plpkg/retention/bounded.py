@@ -70,8 +70,8 @@ def bounded(model: nn.Module, scorer: Scorer, budget: int) -> Callable[[nn.Modul
     scorer.check(model)
     whole_number("budget", budget, 1)
     name = type(scorer).__name__
-    if scorer.needs_logits or type(scorer).check_chunks is not Scorer.check_chunks:
-        raise ValueError(f"{name} needs the tokens, the logits or the sizes of a prompt's chunks, which no layer knows")
+    if scorer.needs_logits:
+        raise ValueError(f"{name} needs the tokens and the logits, which no layer knows")
     recent = scorer.recency(budget) if scorer.recent is None else scorer.recent
     if scorer.sink + recent > budget:
         raise ValueError(f"{name} protects sink={scorer.sink} and recent={recent} units, more than budget={budget}")

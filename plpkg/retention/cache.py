@@ -14,10 +14,10 @@ In half precision ``ReassignedPositions`` keeps what was projected, where a pref
 each reading; elsewhere (a norm between projection and rotation, tokens that nobody watches) it undoes the rotation.
 
 What a bounded cache offers to those who do not know how it is bounded: transformers' ``Cache`` (``update``,
-``get_seq_length``, the position of the next token, ``get_mask_sizes``, rows that are repeated and reordered), ``kept``
-and ``seen``, and :meth:`~EvictingCache.mark` and :meth:`~EvictingCache.rewind`, between which it is lent.
+``get_seq_length``, the position of the next token, ``get_mask_sizes``, rows that are repeated), ``kept`` and ``seen``,
+and :meth:`~EvictingCache.mark` and :meth:`~EvictingCache.rewind`, between which it is lent.
 
-Left out: ``crop``, linear-attention layers.
+Left out: beams, guessed tokens, linear-attention layers.
 """
 
 import sys
@@ -90,6 +90,10 @@ def keep_indices(
     indices = torch.empty(*scores.shape[:-1], budget + 1, dtype=torch.long, device=scores.device)
     indices.scatter_(-1, slot, torch.arange(n, device=scores.device).expand_as(slot))
     return indices[..., :budget]
+
+
+EXACT = (torch.float32, torch.float64)
+"""Precisions in which a rotation there and back loses nothing that counts."""
 
 
 class UnitStore:
@@ -195,8 +199,8 @@ class EvictingLayer(CacheLayerMixin):
         n = key_states.shape[-2]
         if len(key_states) != len(self.positions):
             raise ValueError(
-                f"this cache is for a batch of {len(self.positions)}, got {len(key_states)} sequences: for num_beams "
-                "or num_return_sequences take inputs(repeats=…) with their number, or ask"
+                f"this cache is for a batch of {len(self.positions)}, got {len(key_states)} sequences: there are no "
+                "beams, and for several answers to one question ask it in several rows"
             )
         new = torch.arange(self.seen, self.seen + n, dtype=torch.int32, device=self.device)
         self.positions = torch.cat([self.positions, new.expand(*key_states.shape[:2], n)], dim=-1)
@@ -232,25 +236,15 @@ class EvictingLayer(CacheLayerMixin):
         self.store = self._make_store()
         self.seen, self.positions, self.scores, self.is_initialized = 0, None, None, False
 
-    def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove:
-            raise ValueError(f"what a cut has evicted does not come back: crop({tokens_to_remove}) is not possible")
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self._change(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
-
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._change(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._change(lambda tensor: tensor[indices, ...])
 
     def mark(self) -> tuple:
         """What :meth:`rewind` needs to forget the units that come after now, if none is evicted until then."""
         return self.seen, self.positions.shape, self.store.mark()
 
     def rewind(self, mark: tuple) -> None:
-        """Forget what came after ``mark``. Beams were reordered within a prompt only, whose units are alike."""
+        """Forget what came after ``mark``."""
         self.seen, (batch, _, kept), in_store = mark
         repeats = len(self.positions) // batch
         self.store.rewind(in_store, repeats)
@@ -295,6 +289,9 @@ class OriginalPositions(EvictingLayer):
 class ReassignedPositions(EvictingLayer):
     """Kept units close ranks, from position 0 on; ``store`` has their keys before rotation.
 
+    Between cuts no unit moves. :meth:`rotate` lets ``store`` have the keys rotated until the next one, so that a token
+    does not rotate all of them.
+
     Attributes
     ----------
     rotary
@@ -308,14 +305,14 @@ class ReassignedPositions(EvictingLayer):
         self.rotary = rotary
         self.projected: Callable[[], torch.Tensor] | None = None
         self._projects: bool | None = None
+        self._rotated = False
 
     def _before_rotation(self, keys: torch.Tensor) -> torch.Tensor:
         """What the projection gave, if rotating it gives these very keys, or else the keys turned back."""
         if self.rotary is None:
             return keys
         start = len(self.store)
-        exact = keys.dtype in (torch.float32, torch.float64)
-        if self.projected is not None and not exact and not isinstance(keys, FakeTensor):
+        if self.projected is not None and keys.dtype not in EXACT and not isinstance(keys, FakeTensor):
             raw = self.projected()
             if self._projects is None:  # it holds for all chunks or for none
                 self._projects = raw.shape == keys.shape and torch.equal(self.rotary.apply(raw, start), keys)
@@ -324,12 +321,44 @@ class ReassignedPositions(EvictingLayer):
         return self.rotary.undo(keys, start)
 
     def _update(self, keys, values):
+        if self._rotated and self.projected is None:
+            self.store.append(keys, values)
+            return self.store.read()
+        self._turn_back()
         self.store.append(self._before_rotation(keys), values)
         return self.read()
 
+    def rotate(self) -> None:
+        """Rotate the keys once, until the next cut turns them back.
+
+        Not in half precision, where turning them back would lose digits, and not if they are packed.
+        """
+        steady = self.rotary is not None and self.rotary.steady
+        if steady and type(self.store) is UnitStore and self.dtype in EXACT and not self._rotated:
+            self.store.keys, self._rotated = self.rotary.apply(self.store.keys), True
+
+    def _turn_back(self) -> None:
+        if self._rotated:
+            self.store.keys, self._rotated = self.rotary.undo(self.store.keys), False
+
     def read(self):
         keys, values = self.store.read()
-        return keys if self.rotary is None else self.rotary.apply(keys), values
+        return keys if self.rotary is None or self._rotated else self.rotary.apply(keys), values
+
+    def keep(self, indices: torch.Tensor) -> None:
+        self._turn_back()
+        super().keep(indices)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return super().tensors() | ({"rotated": torch.tensor(True)} if self._rotated else {})
+
+    def restore(self, tensors: dict[str, torch.Tensor], seen: int) -> None:
+        super().restore(tensors, seen)
+        self._rotated = "rotated" in tensors
+
+    def reset(self) -> None:
+        super().reset()
+        self._rotated = False
 
     def get_seq_length(self) -> int:
         """Units held: the position of the next one."""
@@ -364,7 +393,7 @@ class EvictingCache(Cache):
     Attributes
     ----------
     beside
-        What else belongs to the batch's rows, first dimension the batch: it is reordered and repeated with them.
+        What else belongs to the batch's rows, first dimension the batch: it is repeated with them.
 
     Raises
     ------
@@ -413,24 +442,28 @@ class EvictingCache(Cache):
         """Units that each head of each evicting layer holds."""
         return len(next(iter(self.evicting.values())).store)
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        super().reorder_cache(beam_idx)
-        self._change_beside(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
-
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
-        self._change_beside(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+        self.beside = {name: tensor.repeat_interleave(repeats, dim=0) for name, tensor in self.beside.items()}
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        super().batch_select_indices(indices)
-        self._change_beside(lambda tensor: tensor[indices, ...])
+    def activate_past_recording(self) -> None:
+        """What ``generate`` calls before it guesses tokens, which it takes back where they are wrong."""
+        self.crop(0)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise ValueError(
+            "this cache takes no tokens back: generate without prompt_lookup_num_tokens, an assistant_model or any "
+            "other guesses"
+        )
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        raise ValueError("this cache has no beams: its rows stay as they are")
+
+    batch_select_indices = reorder_cache
 
     def reset(self) -> None:
         super().reset()
         self.beside = {}
-
-    def _change_beside(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.beside = {name: function(tensor) for name, tensor in self.beside.items()}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All that it holds: ``layer.name`` → tensor."""
@@ -450,6 +483,12 @@ class EvictingCache(Cache):
             else:
                 layer.lazy_initialization(own["keys"], own["values"])
                 layer.keys, layer.values, layer.cumulative_length = own["keys"], own["values"], seen
+
+    def settle(self) -> None:
+        """Rotate what waits unrotated, once: tokens will come, and no cut for a while."""
+        for layer in self.layers:
+            if isinstance(layer, ReassignedPositions):
+                layer.rotate()
 
     @property
     def seen(self) -> int:

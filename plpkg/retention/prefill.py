@@ -10,8 +10,7 @@ The publication does not evict while decoding; here it is optional (:meth:`Prefi
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -85,19 +84,10 @@ def chunked_prefill(
     ValueError
         Sizes that do not fit together, a padded batch, or a model that this cannot be done with.
     """
-    if isinstance(input_ids, Mapping):
-        attention_mask = input_ids.get("attention_mask", attention_mask)
-        input_ids = input_ids["input_ids"]
     watch.check(model)
+    if attention_mask is not None:
+        input_ids = {"input_ids": input_ids, "attention_mask": attention_mask}
     input_ids = watch.check_ids(model, input_ids)
-    attention_mask = None if attention_mask is None else torch.atleast_2d(torch.as_tensor(attention_mask))
-    if attention_mask is not None and attention_mask.shape != input_ids.shape:
-        raise ValueError(f"attention_mask is {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}")
-    if attention_mask is not None and not attention_mask.bool().all():
-        raise ValueError(
-            f"{int((attention_mask == 0).sum())} tokens of the batch are padding: heads would keep units of padding, "
-            "and rows would end at other positions. Give sequences of one length, or one by one"
-        )
     whole_number("budget", budget, 1)
     whole_number("chunk_size", chunk_size, 1)
     whole_number("stabilizers", stabilizers, 0, budget - 1, "budget - 1")
@@ -120,18 +110,11 @@ def chunked_prefill(
         )
     cache = EvictingCache(model, positions, store)
     _warn_of_frequencies(model, input_ids.shape[-1], budget, chunk_size, local_len, positions)
-    scorer.check_chunks(model, input_ids, budget, _sizes(input_ids.shape[-1], budget, chunk_size, local_len))
     eviction = Eviction(model, cache, scorer, budget, stabilizers, log_positions, keep)
     with torch.no_grad(), evaluating(model):
         logits = read_chunks(eviction, input_ids, chunk_size, local_len, progress=progress)
+        cache.settle()
     return PrefillResult(cache, logits, eviction.log, eviction)
-
-
-def _sizes(seq: int, budget: int, chunk_size: int, local_len: int) -> list[tuple[int, int]]:
-    """The forward passes of :func:`read_chunks`: their tokens, and the units that a head holds with them."""
-    end = max(0, seq - local_len)
-    starts = [*range(0, end, chunk_size), *[end] * (end < seq), seq]
-    return [(stop - start, min(start, budget) + stop - start) for start, stop in pairwise(starts)]
 
 
 def _warn_of_frequencies(model, seq: int, budget: int, chunk_size: int, local_len: int, positions: str) -> None:

@@ -21,7 +21,6 @@ from plpkg.retention import watch
 from plpkg.retention.cache import EvictingCache, EvictingLayer, UnitStore
 from plpkg.retention.eviction import ChunkStep, Eviction, Log
 from plpkg.retention.quantize import quantized
-from plpkg.validation import whole_number
 
 FILE = "reading.safetensors"
 
@@ -49,15 +48,20 @@ class PrefillResult:
     log: Log
     _eviction: Eviction = field(repr=False)
 
-    def inputs(self, input_ids: torch.Tensor | None = None, *, repeats: int = 1) -> dict:
+    def __repr__(self) -> str:
+        mib = self.cache.num_bytes / 2**20
+        return (
+            f"PrefillResult: {self.cache.seen:,} tokens read, of which each KV head keeps {self.cache.kept:,} units "
+            f"({mib:,.1f} MiB)"
+        )
+
+    def inputs(self, input_ids: torch.Tensor | None = None) -> dict:
         """Keyword arguments for ``model.generate``, which goes on from here.
 
         Parameters
         ----------
         input_ids
             ``(batch, n)`` new tokens; by default the likeliest one. ``generate`` returns them before its own.
-        repeats
-            The ``num_beams`` or ``num_return_sequences`` of ``generate``: the cache is repeated that often, for good.
 
         Notes
         -----
@@ -67,8 +71,6 @@ class PrefillResult:
         """
         ids = self.logits.argmax(-1, keepdim=True) if input_ids is None else token_ids(input_ids)
         forget_images(self._eviction.model)
-        if whole_number("repeats", repeats, 1) > 1:
-            self.cache.batch_repeat_interleave(repeats)
         length = self.cache.get_seq_length() + ids.shape[-1]
         mask = torch.ones(len(ids), length, dtype=torch.long, device=ids.device)
         self.cache.expect_generate()
@@ -86,20 +88,21 @@ class PrefillResult:
             The question's tokens ``(n,)``, or ``(batch, n)`` of one length; one row is put to every prompt of the
             batch, and to one prompt several can be put at once.
         **generate
-            Arguments of ``model.generate``: beams, samples, a streamer, ``logits_processor``, the length. The cache is
-            used whatever ``generation_config`` says of caches, and nothing is dropped.
+            Arguments of ``model.generate``: sampling, a streamer, ``logits_processor``, the length. The cache is used
+            whatever ``generation_config`` says of caches, and nothing is dropped.
 
         Returns
         -------
         torch.Tensor
-            ``(rows · num_return_sequences, new)`` tokens of the answers, without the question. With
-            ``return_dict_in_generate`` what ``generate`` returns, its ``sequences`` without the question.
+            ``(rows, new)`` tokens of the answers, without the question. With ``return_dict_in_generate`` what
+            ``generate`` returns, its ``sequences`` without the question.
 
         Raises
         ------
         ValueError
-            Another backbone, or one that has changed since; arguments that follow from the cache; more tokens, those of
-            ``max_new_tokens`` included, than the model has learnt positions; a call within :meth:`evicting`.
+            Another backbone, or one that has changed since; arguments that follow from the cache; beams, several
+            sequences or guessed tokens; more tokens, those of ``max_new_tokens`` included, than the model has learnt
+            positions; a call within :meth:`evicting`.
 
         Warns
         -----
@@ -108,16 +111,17 @@ class PrefillResult:
 
         Notes
         -----
-        With beams or several sequences the cache is repeated while they run, as ``generate`` needs it. Of several
-        threads that ask, one waits for the other. For ``repetition_penalty`` and the like see :meth:`inputs`.
+        Several samples are the same question in several rows, for which the cache is repeated while they run. Of
+        several threads that ask, one waits for the other. For ``repetition_penalty`` and the like see :meth:`inputs`.
         """
         if given := [name for name in OURS if name in generate]:
             raise ValueError(f"ask sets {', '.join(given)} itself: give the question as ids, and nothing of the prompt")
         config = generate.get("generation_config") or model.generation_config
-        names = ("num_beams", "num_return_sequences")
-        repeats = max(generate.get(name) or getattr(config, name, None) or 1 for name in names)
+        for name in ("num_beams", "num_return_sequences"):
+            if (count := generate.get(name) or getattr(config, name, None) or 1) > 1:
+                raise ValueError(f"ask gives one answer a row, got {name}={count}: for several ask in several rows")
         new = generate.get("max_new_tokens") or getattr(config, "max_new_tokens", None) or 1
-        with self._lent(model, ids, repeats, new - 1) as ids:  # nothing runs after the last one
+        with self._lent(model, ids, new - 1) as ids:  # nothing runs after the last one
             answer = model.generate(**self.inputs(ids), **generate)
         if isinstance(answer, torch.Tensor):
             return answer[:, ids.shape[-1] :]
@@ -178,7 +182,7 @@ class PrefillResult:
         return self.cache.get_seq_length(), layers
 
     @contextmanager
-    def _lent(self, model: nn.Module, ids: torch.Tensor, repeats: int = 1, more: int = 0) -> Iterator[torch.Tensor]:
+    def _lent(self, model: nn.Module, ids: torch.Tensor, more: int = 0) -> Iterator[torch.Tensor]:
         """The cache for a use with ``more`` tokens, after which it is as before; gives ids, a row for each of it."""
         if self._eviction.decoding:
             raise ValueError("an answer within evicting() would evict what the next question needs: ask outside it")
@@ -186,7 +190,7 @@ class PrefillResult:
         ids, batch = token_ids(ids, "ids"), len(self.logits)
         if batch > 1 and len(ids) not in (1, batch):
             raise ValueError(f"ids must be (n,), (1, n) or ({batch}, n), got {tuple(ids.shape)}")
-        copies = repeats * max(1, len(ids) // batch)
+        copies = max(1, len(ids) // batch)
         with self._eviction.lent, evaluating(model):
             watch.check_ids(model, ids, self.cache.seen + more)
             mark = self.cache.mark()

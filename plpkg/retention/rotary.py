@@ -18,6 +18,11 @@ from plpkg.learning import evaluating
 class Rotary:
     """A model's own rotary positions, forwards and backwards, for keys ``(batch, num_kv_heads, n, head_dim)``.
 
+    Attributes
+    ----------
+    steady
+        Whether a position has the same angles whatever the text's length: not with LongRoPE or dynamic NTK.
+
     Raises
     ------
     ValueError
@@ -34,7 +39,7 @@ class Rotary:
                 f"function for all layers; {type(model).__name__} has none, or another form: take positions='original'"
             )
         # Where the frequencies depend on the longest text so far, positions alone do not give the angles.
-        self._steady = getattr(self._angles, "rope_type", "default") not in ("dynamic", "longrope")
+        self.steady = getattr(self._angles, "rope_type", "default") not in ("dynamic", "longrope")
         self._last: dict[bool, tuple] = {}  # by direction: what every layer of a forward pass asks for
         try:
             self._halves = self._turns_halves()
@@ -54,7 +59,7 @@ class Rotary:
 
     def _cos_sin(self, keys: torch.Tensor, start: int, *, back: bool) -> tuple[torch.Tensor, torch.Tensor]:
         asked = start, keys.shape[-2], keys.dtype, keys.device
-        if not self._steady or self._last.get(back, (None,))[0] != asked:
+        if not self.steady or self._last.get(back, (None,))[0] != asked:
             positions = torch.arange(start, start + keys.shape[-2], device=keys.device)[None]
             cos, sin = self._angles(keys, positions)  # in the keys' precision, as in the model
             if back:

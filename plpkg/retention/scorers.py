@@ -50,13 +50,6 @@ class Scorer:
     def check(self, model: nn.Module) -> None:
         """Raise a ``ValueError`` if this scorer does not go with the model."""
 
-    def check_chunks(self, model: nn.Module, ids: torch.Tensor, budget: int, sizes: list[tuple[int, int]]) -> None:
-        """Raise a ``ValueError`` if this scorer cannot judge every forward pass to come.
-
-        Called on the copy that :meth:`started` gives, before the first chunk of ``ids`` ``(batch, seq)``. ``sizes``
-        are the forward passes: how many tokens, and how many units a head holds with them.
-        """
-
     def recency(self, budget: int) -> int:
         """The method's own rule: how many of the latest units it protects. None, if it does not say."""
         return 0

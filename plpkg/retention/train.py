@@ -218,6 +218,8 @@ def _tokens(example: Example, tokenizer, device) -> tuple[torch.Tensor, int]:
     return torch.cat([prompt, answer], dim=-1).to(device), prompt.shape[-1]
 
 
+READ_BY_MODELS = {"tools", "documents", "images", "videos", "audios", "pixel_values"}
+"""Columns of a data set that a chat template or a model would read. Other columns (an id, a source) are left alone."""
 FORMS = "(prompt, answer), {'prompt': …, 'answer' or 'completion': …}, {'input_ids': …, 'labels': …}, or chat messages"
 
 
@@ -225,6 +227,8 @@ def _parts(example: Example, tokenizer) -> tuple:
     """Prompt and answer of an example, in whichever form it is."""
     refused = ValueError(f"an example must be {FORMS}, got {shown(example)}")
     if isinstance(example, Mapping):
+        if read := sorted(READ_BY_MODELS & example.keys()):
+            raise ValueError(f"an example has {read[0]!r}, which is not read here: texts and token ids are")
         if "messages" in example:
             return _parts(example["messages"], tokenizer)
         if {"input_ids", "labels"} <= example.keys():

@@ -184,6 +184,9 @@ def attention_layers(model: nn.Module) -> list[Layer]:
             raise ValueError(f"{kind} computes its attention past transformers' interface: it cannot be watched")
         if not hasattr(module, "config"):  # linear attention
             continue
+        shared = module.layer_idx < 0  # Zamba2's: one module for several layers
+        if shared:
+            continue
         if module.layer_idx in layers or "Cross" in kind or not getattr(module, "is_causal", True):
             raise ValueError(
                 f"layer {module.layer_idx} of {type(model).__name__} attends to something else than its own text so "

@@ -114,17 +114,14 @@ def cache(request):
     return cache
 
 
-@pytest.mark.parametrize("chosen", [torch.tensor([1, 0]), [1, 0], (1, 0)], ids=["tensor", "list", "tuple"])
-def test_batches_can_be_chosen_and_repeated(cache, chosen):
+def test_batches_can_be_repeated(cache):
     layer = cache.layers[0]
     cache.beside = {"logits": torch.arange(2)}
     before = layer.positions.clone(), layer.scores.clone(), layer.store.keys.clone()
     cache.batch_repeat_interleave(3)
-    cache.reorder_cache(torch.tensor([0, 3, 4]))
-    cache.batch_select_indices(chosen)
-    assert cache.beside["logits"].tolist() == [1, 0]
+    assert cache.beside["logits"].tolist() == [0, 0, 0, 1, 1, 1]
     for old, new in zip(before, (layer.positions, layer.scores, layer.store.keys), strict=True):
-        assert torch.equal(new, old[[1, 0]])
+        assert torch.equal(new, old.repeat_interleave(3, dim=0))
 
 
 def test_bytes_are_those_of_keys_and_values_and_a_copy_is_independent(cache):
@@ -142,10 +139,12 @@ def test_reset_forgets_everything(cache):
     assert cache.kept == 6
 
 
-def test_what_was_evicted_does_not_come_back(cache):
-    cache.crop(0)
-    with pytest.raises(ValueError, match=r"crop\(-2\) is not possible"):
-        cache.crop(-2)
+@pytest.mark.parametrize("method", ["activate_past_recording", "crop", "reorder_cache", "batch_select_indices"])
+def test_what_transformers_caches_can_do_and_this_one_cannot(cache, method):
+    before = cache.tensors()
+    with pytest.raises(ValueError, match="this cache (takes no tokens back|has no beams)"):
+        getattr(cache, method)(*[-1] * (method != "activate_past_recording"))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in cache.tensors().items())
 
 
 @pytest.mark.parametrize("family", ["phi3", "mistral", "gemma2"])

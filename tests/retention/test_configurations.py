@@ -551,7 +551,7 @@ def test_what_a_tokenizer_gives_may_be_read():
     encoded = transformers.BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
     both = [chunked_prefill(model, given, scorers.KeyNorm(), BUDGET, CHUNK).logits for given in (ids, encoded)]
     assert torch.equal(*both)
-    with pytest.raises(ValueError, match="1 tokens of the batch are padding"):
+    with pytest.raises(ValueError, match="1 tokens of input_ids are padding"):
         chunked_prefill(
             model, {**encoded, "attention_mask": (ids != ids[0, 0]).long()}, scorers.KeyNorm(), BUDGET, CHUNK
         )

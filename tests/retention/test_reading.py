@@ -28,12 +28,10 @@ from tests.retention.conftest import CONTRACTS, in_double, other_family
 from rounding import assert_as_exact
 
 QUESTIONS = [torch.tensor([[5, 6, 7]]), torch.tensor([[40], [2]])]
-WAYS = {  # how often the cache is repeated, and what generate is told
-    "greedy": (1, dict(do_sample=False)),
-    "beams": (3, dict(num_beams=3, num_return_sequences=2, do_sample=False)),
-    "samples": (4, dict(num_return_sequences=4, do_sample=True)),
-    "beams that sample": (2, dict(num_beams=2, do_sample=True)),
-    "a configuration": (2, dict(generation_config=GenerationConfig(num_beams=2, max_new_tokens=5, pad_token_id=0))),
+WAYS = {
+    "greedy": dict(do_sample=False),
+    "a sample": dict(do_sample=True),
+    "a configuration": dict(generation_config=GenerationConfig(max_new_tokens=5, pad_token_id=0)),
 }
 STORES = {"plain": UnitStore, "token": quantized(4, "token", 16), "kivi": quantized(2, "kivi", 4)}
 both_positions = pytest.mark.parametrize("positions", ["original", "reassigned"])
@@ -75,10 +73,9 @@ def test_with_room_for_all_it_is_generate_on_the_whole_text(backbone, ids, posit
     model = backbone(family, attention)
     read = chunked_prefill(model, ids, SinkRecent(), 40, 5, positions=positions)
     for question in (*QUESTIONS, QUESTIONS[0]):
-        for way in ("greedy", "beams"):
-            options = dict(max_new_tokens=5, pad_token_id=0) | WAYS[way][1]
-            answer = read.ask(model, question, **options)
-            assert torch.equal(answer, on_the_whole_text(model, ids, question, **options))
+        options = dict(max_new_tokens=5, pad_token_id=0, do_sample=False)
+        answer = read.ask(model, question, **options)
+        assert torch.equal(answer, on_the_whole_text(model, ids, question, **options))
 
 
 @every_store
@@ -87,10 +84,10 @@ def test_each_answer_is_a_fresh_copys_and_leaves_no_trace(model, ids, positions,
     read = chunked_prefill(model, ids, KeyNorm(), 10, 4, positions=positions, local_len=3, store=store)
     before, spare = tensors_of(read.cache), copy.deepcopy(read)
     for question in QUESTIONS:
-        for repeats, way in WAYS.values():
+        for way in WAYS.values():
             fresh, chosen = copy.deepcopy(spare), {"max_new_tokens": 5, "pad_token_id": 0} | way
             torch.manual_seed(0)
-            expected = model.generate(**fresh.inputs(question.expand(2, -1), repeats=repeats), **chosen)
+            expected = model.generate(**fresh.inputs(question.expand(2, -1)), **chosen)
             torch.manual_seed(0)
             answer = read.ask(model, question, **chosen)
             assert torch.equal(answer, expected[:, question.shape[1] :])
@@ -101,7 +98,7 @@ def test_sliding_windows_come_back_as_well():
     model = random_backbone("gemma2", num_kv_heads=2, options={"sliding_window": 4})
     ids = torch.arange(1, 20)[None]
     read = chunked_prefill(model, ids, KeyNorm(), 30, 5, positions="original")
-    before, options = tensors_of(read.cache), dict(max_new_tokens=6, num_beams=2)
+    before, options = tensors_of(read.cache), dict(max_new_tokens=6, do_sample=False)
     for _ in range(2):
         answer = read.ask(model, QUESTIONS[0], **options)
         assert torch.equal(answer, on_the_whole_text(model, ids, QUESTIONS[0], **options))
@@ -151,7 +148,7 @@ def test_a_pass_that_breaks_between_two_layers_is_noticed(ids, family, positions
 
 def test_eviction_goes_on_after_questions(model, ids):
     asked, plain = (chunked_prefill(model, ids, H2O(), 12, 4) for _ in range(2))
-    asked.ask(model, QUESTIONS[0], max_new_tokens=3, num_beams=2)
+    asked.ask(model, QUESTIONS[0], max_new_tokens=3)
     for read in (asked, plain):
         with read.evicting():
             model.generate(**read.inputs(), max_new_tokens=5, do_sample=False)
@@ -222,15 +219,13 @@ def test_a_continuation_is_scored_as_the_model_does(model, ids, positions, store
 
 def test_several_questions_about_one_prompt(model, ids):
     read, several = chunked_prefill(model, ids[:1], KeyNorm(), 10, 4), torch.randint(0, 64, (3, 4))
-    for options in (
-        dict(do_sample=False),
-        dict(num_beams=2, do_sample=False),
-        dict(num_beams=2, num_return_sequences=2),
-    ):
-        options |= dict(max_new_tokens=5, min_new_tokens=5)  # or an answer that ends makes the others' tensor shorter
-        together = read.ask(model, several, **options)
-        alone = torch.cat([read.ask(model, each, **options) for each in several])
-        assert torch.equal(together, alone)
+    # An answer that ends would make the others' tensor shorter.
+    options = dict(max_new_tokens=5, min_new_tokens=5, do_sample=False)
+    together = read.ask(model, several, **options)
+    alone = torch.cat([read.ask(model, each, **options) for each in several])
+    assert torch.equal(together, alone)
+    samples = read.ask(model, several[:1].expand(8, -1), max_new_tokens=5, min_new_tokens=5, do_sample=True)
+    assert len(samples.unique(dim=0)) > 1
     scores = read.score(model, several)
     torch.testing.assert_close(scores, torch.cat([read.score(model, each[None]) for each in several]))
     assert read.cache.kept == 10
@@ -338,8 +333,38 @@ def test_questions_that_cannot_be_asked(model, read):
         read.ask(model, QUESTIONS[0], past_key_values=read.cache, attention_mask=None)
     with read.evicting(), pytest.raises(ValueError, match=r"within evicting\(\) would evict what the next question"):
         read.ask(model, QUESTIONS[0])
-    with pytest.raises(ValueError, match="this cache is for a batch of 2, got 6 sequences: for num_beams or"):
+    with pytest.raises(ValueError, match="this cache is for a batch of 2, got 6 sequences: there are no beams"):
         model.generate(**read.inputs(), num_beams=3, max_new_tokens=3)
+
+
+MORE_THAN_A_CACHE = {
+    "beams": (dict(num_beams=2), "ask gives one answer a row, got num_beams=2"),
+    "sequences": (dict(num_return_sequences=3, do_sample=True), "got num_return_sequences=3: for several ask in"),
+    "in a configuration": (dict(generation_config=GenerationConfig(num_beams=4)), "got num_beams=4"),
+    "looked up": (dict(prompt_lookup_num_tokens=3), "this cache takes no tokens back"),
+    "by half of the layers": (dict(assistant_early_exit=1), "this cache takes no tokens back"),
+}
+
+
+@both_positions
+@pytest.mark.parametrize(("options", "reason"), MORE_THAN_A_CACHE.values(), ids=MORE_THAN_A_CACHE)
+def test_what_the_cache_cannot_do_is_refused_before_the_first_token(model, ids, positions, options, reason):
+    read, ran = chunked_prefill(model, ids[:1], KeyNorm(), 40, 4, positions=positions), []
+    before = tensors_of(read.cache)
+    streamer = SimpleNamespace(put=lambda tokens: ran.append(tokens.ndim == 1), end=lambda: None)
+    streamer = {} if "num_beams" in options or "generation_config" in options else {"streamer": streamer}
+    with pytest.raises(ValueError, match=reason):
+        read.ask(model, QUESTIONS[0], max_new_tokens=3, **options, **streamer)
+    assert not any(ran)
+    assert same(tensors_of(read.cache), before)
+
+
+def test_another_models_guesses_are_refused_as_well(model, backbone, ids):
+    read = chunked_prefill(model, ids[:1], KeyNorm(), 10, 4)
+    with pytest.raises(ValueError, match="this cache takes no tokens back"):
+        read.ask(model, QUESTIONS[0], max_new_tokens=3, assistant_model=backbone(seed=1))
+    with pytest.raises(ValueError, match="this cache takes no tokens back"):
+        model.generate(**read.inputs(), max_new_tokens=3, prompt_lookup_num_tokens=2)
 
 
 @both_positions
@@ -411,10 +436,9 @@ def test_loaded_it_answers_to_the_bit(model, ids, tmp_path, positions, store, dt
     assert again.log.rows() == read.log.rows()
     options = dict(max_new_tokens=5, return_dict_in_generate=True, output_scores=True)
     for question in QUESTIONS:
-        for way in (dict(do_sample=False), dict(num_beams=3, do_sample=False)):
-            one, other = (each.ask(model, question, **options, **way) for each in (read, again))
-            assert torch.equal(one.sequences, other.sequences)
-            assert same(one.scores, other.scores)
+        one, other = (each.ask(model, question, do_sample=False, **options) for each in (read, again))
+        assert torch.equal(one.sequences, other.sequences)
+        assert same(one.scores, other.scores)
     one, other = (model.generate(**each.inputs(), **options) for each in (read, again))
     assert same(one.scores, other.scores)
     with pytest.raises(ValueError, match="what was loaded has no scorer"), again.evicting():
@@ -464,7 +488,10 @@ def test_a_damaged_reading_is_refused(model, read, tmp_path, damage):
 def test_after_the_last_cut_it_is_not_saved_until_the_next(model, ids, tmp_path):
     for repeats in (1, 2):
         read = chunked_prefill(model, ids, KeyNorm(), 10, 4)
-        model.generate(**read.inputs(repeats=repeats), num_return_sequences=repeats, max_new_tokens=3, do_sample=True)
+        if repeats > 1:
+            read.cache.batch_repeat_interleave(repeats)
+        else:
+            model.generate(**read.inputs(), max_new_tokens=3, do_sample=False)
         with pytest.raises(ValueError, match="has gone on or was repeated since the last cut: save it before"):
             read.save(tmp_path / "folder")
     assert not (tmp_path / "folder").exists()

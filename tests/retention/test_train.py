@@ -269,6 +269,8 @@ def test_examples_mean_the_same_in_every_form(example):
             "labels must be -100 for the prompt, the first tokens, alone",
         ),
         ({"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, "an example has 0 tokens of prompt and 3 of answer"),
+        ({"messages": [ASKED, SAID], "tools": []}, "an example has 'tools', which is not read here"),
+        ({"prompt": PROMPT, "answer": ANSWER, "images": [1]}, "an example has 'images', which is not read here"),
         ({"messages": [SAID, ASKED]}, "the last message must be the assistant's answer, got .*user"),
         ([SAID], "the last message must be the assistant's answer"),
     ],
