@@ -1,9 +1,13 @@
-"""Every press that kvpress exports, on a small random Llama: taken by ``from_press`` or refused, and why.
+"""Every press that kvpress exports, on a small random Llama: does it score chunks as it scores a whole prompt?
 
-Columns: ``whole`` is a prompt read in one chunk, ``chunks`` in three of 96 tokens, ``short`` the same with one token
-more, ``decoding`` four tokens within ``evicting()`` after ``chunks``, or after ``whole`` where chunks are refused.
-``same`` is the share of units that are kvpress's own choice, read whole at a compression ratio of a half. A press that
-wraps others is made with one that is taken.
+Two texts of 288 tokens are read whole and in chunks, and nothing is cut: so keys and values are the same.
+
+* ``same``: of a text that is read whole, the share of units that are kvpress's own choice at a ratio of a half.
+* ``apart``: the largest difference between a unit's scores in chunks of 95 tokens and in the whole text, as a share of
+  the scores' standard deviation. In chunks the texts change places in their batch, and the press has a ratio of 0.9:
+  scores must not go by either. :data:`plpkg.retention.presses.SAME_IN_CHUNKS` has the presses whose ``same`` is 1 and
+  whose ``apart`` is 0.
+* ``why_not``: what it raises. A press that wraps others is made with one that is the same.
 
 kvpress 0.5.5 excludes the transformers that this project pins, so it needs an environment of its own, which has the
 project's packages behind it::
@@ -28,9 +32,10 @@ import torch
 from benchmarks import record
 from plpkg.backbones import random_backbone
 from plpkg.retention import chunked_prefill
-from plpkg.retention.presses import from_press
+from plpkg.retention.presses import SAME_IN_CHUNKS, Press
+from plpkg.retention.reading import PrefillResult
 
-CHUNK, BUDGET, RATIO = 96, 144, 0.5
+SEQ, RATIO = 288, 0.5
 INNER = dict(press=kvpress.KnormPress)
 BASE = dict(base_press=kvpress.KnormPress)
 ARGUMENTS = {
@@ -44,7 +49,6 @@ ARGUMENTS = {
 """What a press needs that has no default, and a seed."""
 ATTRIBUTES = {"FinchPress": dict(window_size=16)}
 """What a press is given by its own pipeline only."""
-WITH_ATTENTION = ("ObservedAttentionPress",)
 
 
 def own_choice(model, ids: torch.Tensor, press) -> torch.Tensor:
@@ -57,13 +61,10 @@ def own_choice(model, ids: torch.Tensor, press) -> torch.Tensor:
         chosen.append((values[:, :, :, None] == layer.values[:, :, None]).all(dim=-1).any(dim=2))
 
     hooks = [layer.register_forward_hook(hook, with_kwargs=True) for layer in layers]
-    for layer in layers:
-        layer.rotary_emb = model.model.rotary_emb
     with torch.no_grad():
         model(ids, use_cache=True)
-    for layer, handle in zip(layers, hooks, strict=True):
+    for handle in hooks:
         handle.remove()
-        del layer.rotary_emb
     return torch.stack(chosen)
 
 
@@ -81,45 +82,44 @@ def made(name: str) -> tuple[object, str]:
     return press, ", ".join(f"{key}={value}" for key, value in shown.items())
 
 
+def read(model, ids: torch.Tensor, press, budget: int, chunk_size: int) -> PrefillResult:
+    if hasattr(press, "post_init_from_model"):
+        press.post_init_from_model(model)
+    scorer = Press(press)
+    return chunked_prefill(model, ids, scorer, budget, chunk_size, positions="original", log_positions=True)
+
+
+def scores(reading: PrefillResult) -> torch.Tensor:
+    """Of all units: ``(layers, batch, num_kv_heads, seq)``."""
+    return torch.stack([layer.scores for layer in reading.cache.layers])
+
+
 def measured(name: str, ids: torch.Tensor) -> dict:
     """One row."""
-    attentions = name in WITH_ATTENTION
-    model = random_backbone(
-        "llama",
-        num_kv_heads=2,
-        vocab=512,
-        max_positions=512,
-        options={"attn_implementation": "eager" if attentions else "sdpa"},
-    )
-    even, reads = ids[:, :-1], {}
-    row = {"press": name, "arguments": made(name)[1] + "attentions=True" * attentions, "same": None}
-    for how, prompt, size in (("whole", even, even.shape[-1]), ("chunks", even, CHUNK), ("short", ids, CHUNK)):
+    model = random_backbone("llama", num_kv_heads=2, vocab=512, max_positions=512)
+    for layer in model.model.layers:
+        layer.self_attn.__dict__["rotary_emb"] = model.model.rotary_emb  # where presses look for it
+    row = {"press": name, "arguments": made(name)[1], "listed": name in SAME_IN_CHUNKS, "same": None, "apart": None}
+    try:
+        cut = read(model, ids, made(name)[0], SEQ // 2, SEQ)
+        row["same"] = own_choice(model, ids, made(name)[0]).gather(-1, cut.log[-1].kept.long()).float().mean().item()
+        whole = scores(read(model, ids, made(name)[0], SEQ, SEQ))
         press, _ = made(name)
-        try:
-            scorer = from_press(press, attentions=attentions)
-            reads[how] = chunked_prefill(model, prompt, scorer, BUDGET, size, positions="original", log_positions=True)
-            row[how] = "taken"
-        except ValueError as error:
-            row[how] = str(error)
-        if how == "whole" and how in reads:
-            kept = reads[how].log[-1].kept.long()
-            row["same"] = round(own_choice(model, even, press).gather(-1, kept).float().mean().item(), 4)
-    row["decoding"] = None
-    if reads:
-        read = reads.get("chunks") or reads["whole"]
-        try:
-            with read.evicting():
-                model.generate(**read.inputs(), max_new_tokens=4, min_new_tokens=4, do_sample=False)
-            row["decoding"] = "taken"
-        except ValueError as error:
-            row["decoding"] = str(error)
+        for each in (press, *getattr(press, "__dict__", {}).values()):  # what it wraps may have a ratio of its own
+            if hasattr(each, "compression_ratio"):
+                each.compression_ratio = 0.9
+        chunks = scores(read(model, ids.flip(0), press, SEQ, 95)).flip(1)
+        row["apart"] = round(float((chunks - whole).abs().max() / whole.std()), 4)
+    except Exception as error:  # of another library, which may raise anything
+        row["why_not"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return row
 
 
 def main() -> None:
     warnings.filterwarnings("ignore")  # of kvpress and transformers, dozens a press
     # No token twice: units are told apart by their values.
-    ids = torch.randperm(512, generator=torch.Generator().manual_seed(0))[None, : 3 * CHUNK + 1]
+    shuffled = [torch.randperm(512, generator=torch.Generator().manual_seed(seed))[:SEQ] for seed in range(2)]
+    ids = torch.stack(shuffled)
     names = sorted(name for name in kvpress.__all__ if not name.endswith("Pipeline"))
     tools = {"tools": f"kvpress {version('kvpress')}, transformers {version('transformers')}"}
     record.write("retention.presses", [measured(name, ids) | tools for name in names])

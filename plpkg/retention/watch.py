@@ -184,8 +184,7 @@ def attention_layers(model: nn.Module) -> list[Layer]:
             raise ValueError(f"{kind} computes its attention past transformers' interface: it cannot be watched")
         if not hasattr(module, "config"):  # linear attention
             continue
-        shared = module.layer_idx < 0  # Zamba2's: one module for several layers
-        if shared:
+        if module.layer_idx < 0:  # Zamba2's, which several layers share
             continue
         if module.layer_idx in layers or "Cross" in kind or not getattr(module, "is_causal", True):
             raise ValueError(
@@ -198,9 +197,8 @@ def attention_layers(model: nn.Module) -> list[Layer]:
     count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", -1)
     if sorted(layers) != list(range(count)):
         raise ValueError(
-            f"{type(model).__name__} has attention with a layer_idx and query, key and value projections "
-            f"({'; '.join(', '.join(names) for names in PROJECTIONS)}) in {len(layers)} of its {count} layers: "
-            "plpkg.retention does not know how to watch the others"
+            f"{type(model).__name__} has attention that can be watched in {len(layers)} of its {count} layers: each "
+            "needs a module of its own with query, key and value projections"
         )
     return [layers[i] for i in range(count)]
 

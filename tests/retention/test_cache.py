@@ -142,7 +142,7 @@ def test_reset_forgets_everything(cache):
 @pytest.mark.parametrize("method", ["activate_past_recording", "crop", "reorder_cache", "batch_select_indices"])
 def test_what_transformers_caches_can_do_and_this_one_cannot(cache, method):
     before = cache.tensors()
-    with pytest.raises(ValueError, match="this cache (takes no tokens back|has no beams)"):
+    with pytest.raises(ValueError, match=r"this cache (takes no tokens back|has no beams)"):
         getattr(cache, method)(*[-1] * (method != "activate_past_recording"))
     assert all(torch.equal(tensor, before[name]) for name, tensor in cache.tensors().items())
 

@@ -414,7 +414,7 @@ MLA = ROUTED | dict(num_key_value_heads=4)
 GPT = dict(n_embd=64, n_head=4, n_layer=2)
 
 FULL2 = ["full_attention"] * 2
-UNWATCHED = "and query, key and value projections .* in 0 of its 2 layers: plpkg.retention does not know how to watch"
+UNWATCHED = "has attention that can be watched in 0 of its 2 layers: each needs a module of its own with query"
 PAST = "Attention computes its attention past transformers' interface: it cannot be watched"
 CROSS = "layer .* attends to something else than its own text so far .*: plpkg.retention reads with decoders alone"
 VIRTUAL = r"puts virtual tokens before the prompt \({}\), which have no ids"
@@ -450,6 +450,7 @@ REFUSED = {
     "qwen3_next": (family("qwen3_next", shared_expert_intermediate_size=32, **EXPERTS), LINEAR),
     "minimax": (family("minimax", **LOCAL), LINEAR),
     "bamba": (family("bamba", mamba_n_heads=8, attn_layer_indices=[1]), LINEAR),
+    "zamba2": (family("zamba2", n_mamba_heads=8, layers_block_type=["mamba", "hybrid"]), LINEAR),
     "zaya": (family("zaya"), LINEAR.replace("AttentionL", "AttentionAndFullAttentionL")),
     "mistral, all sliding": (family("mistral", sliding_window=20), "every layer of MistralForCausalLM has a sliding"),
     "no head": (

@@ -374,7 +374,7 @@ def flash():
     return model
 
 
-LATENT = r"DeepseekV3ForCausalLM has attention with a layer_idx and query, key and value .* in 0 of its 2 layers"
+LATENT = "DeepseekV3ForCausalLM has attention that can be watched in 0 of its 2 layers"
 ZEROS = torch.zeros(1, 300, dtype=torch.long)
 
 
