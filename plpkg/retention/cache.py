@@ -30,67 +30,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from plpkg.retention.rotary import Rotary, rotating
-from plpkg.validation import one_of, whole_number
-
-
-def keep_indices(
-    scores: torch.Tensor,
-    budget: int,
-    *,
-    first: int = 0,
-    last: int = 0,
-    stabilizers: int = 0,
-    also: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Which units stay: the ``budget`` highest scores of each head, in their order of time.
-
-    Parameters
-    ----------
-    scores
-        ``(batch, num_kv_heads, n)``, in the order of time. Of equal scores the earlier unit stays.
-    budget
-        How many stay; all, if there are no more. NaN is the lowest score.
-    first, last, stabilizers
-        The first units and the last ones that stay whatever their score; the larger of ``last`` and ``stabilizers``.
-    also
-        ``(batch, num_kv_heads, n)`` whether a unit stays whatever its score. The caller must ensure that these units
-        fit in the budget: checking here would synchronise with the device at every cut.
-
-    Returns
-    -------
-    torch.Tensor
-        ``(batch, num_kv_heads, min(n, budget))`` indices, rising.
-
-    Raises
-    ------
-    ValueError
-        No budget, or more is protected than stays.
-    """
-    n, last = scores.shape[-1], max(last, stabilizers)
-    whole_number("budget", budget, 1)
-    if first + last > budget:
-        raise ValueError(f"{first} first and {last} last units are protected, more than budget={budget}")
-    if n <= budget:
-        return torch.arange(n, device=scores.device).expand(*scores.shape[:-1], n)
-    limits = torch.finfo(scores.dtype)
-    # Nothing may be above what is protected, and a NaN would be equal to nothing.
-    scores = scores.nan_to_num(limits.min).clamp(limits.min, limits.max)
-    if first:
-        scores[..., :first] = float("inf")
-    if last:
-        scores[..., n - last :] = float("inf")
-    if also is not None:
-        scores = scores.masked_fill(also, float("inf"))
-    # Two sorts would say the same in four times the time.
-    least = scores.topk(budget, sorted=False).values.amin(dim=-1, keepdim=True)  # the lowest score that stays
-    above, equal = scores > least, scores == least
-    room = budget - above.sum(dim=-1, keepdim=True)
-    stays = above | (equal & (equal.cumsum(dim=-1) <= room))
-    slot = torch.where(stays, stays.cumsum(dim=-1) - 1, budget)  # where each index goes; what leaves, past the end
-    indices = torch.empty(*scores.shape[:-1], budget + 1, dtype=torch.long, device=scores.device)
-    indices.scatter_(-1, slot, torch.arange(n, device=scores.device).expand_as(slot))
-    return indices[..., :budget]
-
+from plpkg.validation import one_of
 
 EXACT = (torch.float32, torch.float64)
 """Precisions in which a rotation there and back loses nothing that counts."""
@@ -392,6 +332,8 @@ class EvictingCache(Cache):
 
     Attributes
     ----------
+    evicting
+        The layers that evict, by number.
     beside
         What else belongs to the batch's rows, first dimension the batch: it is repeated with them.
 
@@ -424,13 +366,9 @@ class EvictingCache(Cache):
                 )
             layers = [ReassignedPositions(rotary if turns else None, store) for turns in rotating(model, rotary)]
         super().__init__(layers=layers)
+        self.evicting = {i: layer for i, layer in enumerate(layers) if isinstance(layer, EvictingLayer)}
         self.beside: dict[str, torch.Tensor] = {}
         self._expected: int | None = None
-
-    @property
-    def evicting(self) -> dict[int, EvictingLayer]:
-        """The layers that evict, by number."""
-        return {i: layer for i, layer in enumerate(self.layers) if isinstance(layer, EvictingLayer)}
 
     @property
     def num_bytes(self) -> int:

@@ -14,9 +14,10 @@ from torch import nn
 
 from plpkg.backbones import stamp
 from plpkg.results import Tabular
-from plpkg.retention.cache import EvictingCache, ReassignedPositions, keep_indices
+from plpkg.retention.cache import EvictingCache, ReassignedPositions
 from plpkg.retention.scorers import Scorer
 from plpkg.retention.watch import Units, Watch, attention_layers, now, watching
+from plpkg.validation import whole_number
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,65 @@ class Log(list, Tabular):
 
     def __repr__(self) -> str:
         return f"Log: {len(self)} forward passes, at most {self.peak} units a head, {self[-1].after} at the end"
+
+
+def keep_indices(
+    scores: torch.Tensor,
+    budget: int,
+    *,
+    first: int = 0,
+    last: int = 0,
+    stabilizers: int = 0,
+    also: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Which units stay: the ``budget`` highest scores of each head, in their order of time.
+
+    Parameters
+    ----------
+    scores
+        ``(batch, num_kv_heads, n)``, in the order of time. Of equal scores the earlier unit stays.
+    budget
+        How many stay; all, if there are no more. NaN is the lowest score.
+    first, last, stabilizers
+        The first units and the last ones that stay whatever their score; the larger of ``last`` and ``stabilizers``.
+    also
+        ``(batch, num_kv_heads, n)`` whether a unit stays whatever its score. The caller must ensure that these units
+        fit in the budget: checking here would synchronise with the device at every cut.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(batch, num_kv_heads, min(n, budget))`` indices, rising.
+
+    Raises
+    ------
+    ValueError
+        No budget, or more is protected than stays.
+    """
+    n, last = scores.shape[-1], max(last, stabilizers)
+    whole_number("budget", budget, 1)
+    if first + last > budget:
+        raise ValueError(f"{first} first and {last} last units are protected, more than budget={budget}")
+    if n <= budget:
+        return torch.arange(n, device=scores.device).expand(*scores.shape[:-1], n)
+    limits = torch.finfo(scores.dtype)
+    # Nothing may be above what is protected, and a NaN would be equal to nothing.
+    scores = scores.nan_to_num(limits.min).clamp(limits.min, limits.max)
+    if first:
+        scores[..., :first] = float("inf")
+    if last:
+        scores[..., n - last :] = float("inf")
+    if also is not None:
+        scores = scores.masked_fill(also, float("inf"))
+    # Two sorts would say the same in four times the time.
+    least = scores.topk(budget, sorted=False).values.amin(dim=-1, keepdim=True)  # the lowest score that stays
+    above, equal = scores > least, scores == least
+    room = budget - above.sum(dim=-1, keepdim=True)
+    stays = above | (equal & (equal.cumsum(dim=-1) <= room))
+    slot = torch.where(stays, stays.cumsum(dim=-1) - 1, budget)  # where each index goes; what leaves, past the end
+    indices = torch.empty(*scores.shape[:-1], budget + 1, dtype=torch.long, device=scores.device)
+    indices.scatter_(-1, slot, torch.arange(n, device=scores.device).expand_as(slot))
+    return indices[..., :budget]
 
 
 class Eviction:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from plpkg.exercise import Verdict, check_function, check_number
-from plpkg.retention.cache import keep_indices
+from plpkg.retention.eviction import keep_indices
 from plpkg.retention.watch import Units
 
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings, strategies as st
 
 from plpkg.backbones import random_backbone
 from plpkg.retention import chunked_prefill
-from plpkg.retention.cache import EvictingCache, ReassignedPositions, Rotary, keep_indices
+from plpkg.retention.cache import EvictingCache, ReassignedPositions, Rotary
+from plpkg.retention.eviction import keep_indices
 from plpkg.retention.labels import cis_labels
 from plpkg.retention.scorers import H2O, KeyNorm
 from plpkg.retention.watch import Watch, watching

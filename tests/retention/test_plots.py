@@ -6,7 +6,7 @@ import torch
 
 from plpkg import theme
 from plpkg.retention import chunked_prefill, plots, scorers, tasks, tiny
-from plpkg.retention.cache import keep_indices
+from plpkg.retention.eviction import keep_indices
 
 ROWS = pd.DataFrame(
     [dict(case="full cache", value=3.0)]
