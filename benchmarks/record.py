@@ -58,7 +58,8 @@ def write(name: str, rows: list[dict], *, device: str = "cpu", seed: int = 0, ke
 def sections(name: str, all_of_them: Mapping[str, Callable[[], Iterable[dict]]], description: str) -> None:
     """Run those sections of a script that its command line names, or all; each replaces its rows of the last run.
 
-    They are written one by one, so that a stop loses one at the most.
+    A section ``title: part`` is a part of one that is too long to be lost as a whole. They are written one by one, so
+    that a stop loses one at the most.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("section", nargs="*", metavar="|".join(all_of_them), help="only these; all by default")
@@ -66,11 +67,18 @@ def sections(name: str, all_of_them: Mapping[str, Callable[[], Iterable[dict]]],
     arguments = parser.parse_args()
     path = DATA / f"{name.replace('.', '_')}.csv"
     for section in arguments.section or all_of_them:
-        if arguments.missing and path.exists() and section in set(pd.read_csv(path)["section"]):
+        title, _, part = section.partition(": ")
+        if arguments.missing and path.exists() and _rows_of(pd.read_csv(path), title, part).any():
             continue
         rows = []
         for row in all_of_them[section]():
-            rows.append({"section": section} | row)
+            rows.append({"section": title} | ({"part": part} if part else {}) | row)
             print(rows[-1], flush=True)
         before = pd.read_csv(path) if path.exists() else None
-        write(name, rows, keep=None if before is None else before[before["section"] != section])
+        write(name, rows, keep=None if before is None else before[~_rows_of(before, title, part)])
+
+
+def _rows_of(frame: pd.DataFrame, title: str, part: str) -> pd.Series:
+    """Which rows are a section's."""
+    found = frame["section"] == title
+    return found & (frame["part"] == part) if part else found

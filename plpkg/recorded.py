@@ -3,7 +3,7 @@
 from plpkg import catalog
 from plpkg.validation import one_of
 
-ORIGIN = ("section", "command", "commit", "seed", "machine", "versions")
+ORIGIN = ("section", "part", "command", "commit", "seed", "machine", "versions")
 """The columns that say what a row belongs to and where it comes from."""
 
 
@@ -31,7 +31,7 @@ def section(name: str, title: str):
     if "section" not in rows:
         raise ValueError(f"{name} has no sections: catalog.measured({name!r}) is all of it")
     rows = rows[rows["section"] == one_of("title", title, tuple(rows["section"].unique()))]
-    return rows.drop(columns=list(ORIGIN)).dropna(axis=1, how="all").reset_index(drop=True)
+    return rows.drop(columns=list(ORIGIN), errors="ignore").dropna(axis=1, how="all").reset_index(drop=True)
 
 
 def half_width(values) -> float:

@@ -6,12 +6,13 @@
   these.
 
 The documentation is that of :func:`plpkg.corpora.public`: heads learn from its training split, tests are hidden in its
-test split.
+test split, or in the diary.
 """
 
 import functools
 import random
 from dataclasses import dataclass
+from functools import partial
 
 from benchmarks.backbones.hands import Collection
 from plpkg import corpora
@@ -82,8 +83,11 @@ def _kinds(rng: random.Random) -> list[tuple[str, str, str]]:
     ]  # fmt: skip
 
 
-def facts(tokenizer, num_tokens: int, *, count: int = 10, seed: object = 0, split: str = "test") -> Hidden:
-    """A text of about ``num_tokens`` with ``count`` sentences at random places, each about another person."""
+def facts(tokenizer, num_tokens: int, *, count: int = 10, seed: object = 0, among: str = "documentation") -> Hidden:
+    """A text of about ``num_tokens`` with ``count`` sentences at random places, each about another person.
+
+    ``among`` says what it is hidden in: ``"documentation"``, or ``"diary"``, which is prose about people as well.
+    """
     rng = random.Random(f"facts {seed}")
     kinds = rng.sample(_kinds(rng), count)
     names = rng.sample(NAMES, count)
@@ -91,6 +95,7 @@ def facts(tokenizer, num_tokens: int, *, count: int = 10, seed: object = 0, spli
     for name, (sentence, question, answer) in zip(names, kinds, strict=True):
         found.append(Fact(sentence.format(n=name, a=answer), question.format(n=name), answer))
     sentences = [each.sentence for each in found]
+    split = "diary" if among == "diary" else "test"
     return Hidden(_hidden(tokenizer, num_tokens, sentences, rng, split), tuple(found))
 
 
@@ -104,10 +109,29 @@ def noted(
     return text, [(each.question, each.answers[0]) for each in asked]
 
 
+def notes_alone(
+    tokenizer, num_tokens: int, people: list[Collection], rng: random.Random
+) -> tuple[str, list[tuple[str, str]]]:
+    """The notes of some people, as many as there is room for, and up to ten questions about them."""
+    notes: list[str] = []
+    asked: list[tuple[str, str]] = []
+    room = num_tokens
+    while room > 0:
+        some = rng.choice(people)
+        for i, note in enumerate(some.notes):
+            room -= len(tokenizer(note, add_special_tokens=False)["input_ids"]) + 1
+            if notes and room < 0:
+                break
+            notes.append(note)
+            asked += [(each.question, each.answers[0]) for each in some.answerable if each.note == i]
+    return "\n\n".join(notes), rng.sample(asked, min(len(asked), 10))
+
+
 def _hidden(tokenizer, num_tokens: int, pieces: list[str], rng: random.Random, split: str) -> str:
     """Documentation with the pieces between its lines, in their order."""
     room = num_tokens - sum(len(tokenizer(piece, add_special_tokens=False)["input_ids"]) + 1 for piece in pieces)
-    lines = documentation(tokenizer, max(1, room), rng, split).split("\n")
+    around = prose if split == "diary" else partial(documentation, split=split)
+    lines = around(tokenizer, max(1, room), rng).split("\n")
     places = sorted(rng.choices(range(len(lines) + 1), k=len(pieces)))
     for place, piece in reversed(list(zip(places, pieces, strict=True))):
         lines.insert(place, piece)
@@ -120,6 +144,14 @@ def documentation(tokenizer, num_tokens: int, rng: random.Random, split: str) ->
     while len(ids) < num_tokens:
         text = rng.choice(_documents(split)) + "\n\n"
         ids += tokenizer(text[: 8 * num_tokens], add_special_tokens=False)["input_ids"]
+    return tokenizer.decode(ids[:num_tokens])
+
+
+def prose(tokenizer, num_tokens: int, rng: random.Random) -> str:
+    """Entries of the diary, in any order, until there are so many tokens."""
+    entries = [entry.text for entry in corpora.diary().entries]
+    rng.shuffle(entries)
+    ids = tokenizer("\n\n".join(entries), add_special_tokens=False)["input_ids"]
     return tokenizer.decode(ids[:num_tokens])
 
 

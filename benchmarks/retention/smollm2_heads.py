@@ -1,9 +1,9 @@
 """Retaining heads for smollm2-reader, trained as Locret's paper does (arXiv 2410.01805, appendix A.1).
 
-A text has 500 to 4,000 tokens. In three of five, a person's notes are hidden in documentation, and questions about them
-follow with their answers, turn by turn (:func:`benchmarks.retention.hidden.noted`); the others are documentation and
-how it goes on. Labels, loss, AdamW and clipping are the publication's; in place of its 3,000 steps with a rate of 5e-4
-there are 400 with 4e-3, and heads are 64 wide, not a quarter of the model.
+A text has 500 to 4,000 tokens. Of three, one is documentation in which a person's notes are hidden, one is notes alone,
+both followed by questions with their answers, turn by turn; and one is documentation and how it goes on. Labels, loss,
+AdamW and clipping are the publication's. In place of its 3,000 steps with a rate of 5e-4 there are 400 with 4e-3, and
+heads are 64 wide, not a quarter of the model.
 
 Run: ``python -m benchmarks.retention.smollm2_heads DIR`` (about two hours on one core); the same command goes on after
 a stop. It writes ``data/retention/smollm2-reader``: the heads in half precision, and ``log.csv`` with each step's loss.
@@ -29,8 +29,6 @@ STEPS, HIDDEN, LR, WARMUP = 400, 64, 4e-3, 50
 SHORTEST, LONGEST = 500, 4000
 CONTINUED = 128
 """Tokens by which documentation goes on."""
-NOTED = 0.6
-"""The share of texts with notes."""
 
 
 def encoded(tokenizer, text: str) -> torch.Tensor:
@@ -44,14 +42,17 @@ def examples(tokenizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     people = [some for hand in hands.training_hands() for some in hands.collections(hand)]
     while True:
         length = round(math.exp(rng.uniform(math.log(SHORTEST), math.log(LONGEST))))
-        if rng.random() < NOTED:
-            text, asked = hidden.noted(tokenizer, length, rng.choice(people), rng)
-            read, _ = parts(text, "", tokenizer)
-            yield encoded(tokenizer, read), encoded(tokenizer, hidden.turns(tokenizer, asked))
-        else:
-            text = hidden.documentation(tokenizer, length + CONTINUED, rng, "train")
-            ids = encoded(tokenizer, text)
+        kind = rng.choice(("hidden", "notes", "documentation"))
+        if kind == "documentation":
+            ids = encoded(tokenizer, hidden.documentation(tokenizer, length + CONTINUED, rng, "train"))
             yield ids[:, :-CONTINUED], ids[:, -CONTINUED:]
+            continue
+        if kind == "hidden":
+            text, asked = hidden.noted(tokenizer, length, rng.choice(people), rng)
+        else:
+            text, asked = hidden.notes_alone(tokenizer, length, people, rng)
+        read, _ = parts(text, "", tokenizer)
+        yield encoded(tokenizer, read), encoded(tokenizer, hidden.turns(tokenizer, asked))
 
 
 def main(folder: Path) -> None:

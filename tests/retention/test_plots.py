@@ -65,23 +65,20 @@ def test_a_table_keeps_the_order_of_its_cases():
     assert table.loc["one"].to_dict() == {16: 3.0, 64: 9.0}
 
 
-@pytest.mark.parametrize(("plot", "by"), [(plots.words, "x"), (plots.long, "tokens")])
-def test_right_answers_have_intervals_and_names(plot, by):
-    full = dict(case="full cache", share=0.75, low=0.7, high=0.8)
-    rows = [full | dict(question=place) for place in ("after", "last")] if by == "x" else []
+def test_right_answers_stand_by_method_with_intervals():
+    rows = [dict(case="full cache", share=1, right=0.9, right_half_width=0.0)]
     rows += [
-        {"case": case, "question": place, by: x, "share": share, "low": share - 0.1, "high": share + 0.05}
-        for place, more in (("after", 0), ("last", 0.2)) for case, share in (("Locret", 0.5), ("random", 0.25 + more))
-        for x in (64, 32) if by == "x" or place == "after"
+        dict(case=case, share=share, right=right / share, right_half_width=0.05)
+        for case, right in (("Locret", 3.2), ("random", 1.6)) for share in (4, 16)
     ]  # fmt: skip
-    ax = plot(pd.DataFrame(rows))
-    line, _, (bars,) = ax.containers[1].lines
-    assert list(line.get_xdata()) == [32, 64]
-    assert list(line.get_ydata()) == pytest.approx([25, 25])
-    assert list(bars.get_segments()[0][:, 1]) == pytest.approx([15, 30])
-    assert {"Locret", "random"} <= {text.get_text() for text in ax.texts}
-    assert [patch.get_y() for patch in ax.patches] == pytest.approx([70] if by == "x" else [])
-    assert "At 64: Locret 50 %; random 25 %." in theme.alt(ax.figure)
+    ax = plots.answers(pd.DataFrame(rows))
+    points = {container.lines[0].get_xydata()[0].round(2).tolist()[0] for container in ax.containers}
+    assert points == {80.0, 40.0, 20.0, 10.0}
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["random", "Locret"]
+    bar = ax.containers[0].lines[2][0].get_segments()[0]
+    assert bar[:, 0].tolist() == pytest.approx([75, 85])
+    assert "Full cache: 90 %; one of 4 units: Locret 80 %; random 40 %" in theme.alt(ax.figure)
+    assert plots.answers(pd.DataFrame(rows), ax=ax) is ax
 
 
 def test_budget_has_the_intervals_of_its_models():
