@@ -100,12 +100,14 @@ class Store:
     async def put(self, account: str, name: str, adapter: Adapter) -> str:
         """Keep an adapter under a name, which may be taken; its version.
 
+        Where the account has as many versions as it may, the name's oldest one goes.
+
         Raises
         ------
         ValueError
             The name is none.
         AccountFullError
-            Until one is deleted.
+            The account has as many versions as it may, and none of this name.
         StoreError
             The store does not answer; what was current still is.
         """
@@ -114,7 +116,8 @@ class Store:
         async with self._writing[account]:
             versions = (await self.sweep(account)).get(account, {})
             new = adapter.digest not in versions.get(name, ())
-            if new and sum(map(len, versions.values())) >= self.max_versions:
+            full = new and sum(map(len, versions.values())) >= self.max_versions
+            if full and name not in versions:
                 raise AccountFullError(
                     f"account {account!r} has {self.max_versions} versions of adapters, the most it may: delete one, "
                     "NAME@SHA256, or a name with all of them"
@@ -139,6 +142,9 @@ class Store:
             if new:
                 with contextlib.suppress(StoreError):  # the next upload removes it
                     await _call(obstore.delete_async(self._objects, mark))
+            if full:
+                with contextlib.suppress(StoreError):  # the next upload does it
+                    await self._remove(account, f"{place}/{versions[name][0]}", CONFIG)
         return adapter.digest
 
     async def current(self, account: str, name: str, version: str | None = None) -> str:
@@ -223,15 +229,19 @@ class Store:
                 raise ValueError(
                     f"{version} is the current version of {name!r}: upload another one, or delete the name"
                 )
-            paths = {each["path"] for each in await _call(obstore.list(self._objects, prefix=under).collect_async())}
-            if not paths:
+            if not await self._remove(account, under, first):
                 raise NotFoundError(f"account {account!r} has no adapter {name!r}, or no such version of it")
-            head = {f"{under}/{first}"} & paths  # it goes first: without it the others do not count
-            for some in filter(None, (head, paths - head)):
-                await _call(obstore.delete_async(self._objects, sorted(some)))
-                self._known.change(under, None)
-            if self.folder:
-                await asyncio.to_thread(prune, self.folder, account, STAGED)
+
+    async def _remove(self, account: str, under: str, first: str) -> bool:
+        """Remove what is under a path; whether something was. ``first`` goes first: without it the others count not."""
+        paths = {each["path"] for each in await _call(obstore.list(self._objects, prefix=under).collect_async())}
+        head = {f"{under}/{first}"} & paths
+        for some in filter(None, (head, paths - head)):
+            await _call(obstore.delete_async(self._objects, sorted(some)))
+            self._known.change(under, None)
+        if self.folder:
+            await asyncio.to_thread(prune, self.folder, account, STAGED)
+        return bool(paths)
 
     async def fetch(self, path: str, model: torch.nn.Module, limits: str | AdapterLimits | None = None) -> Adapter:
         """Download a version, ``ACCOUNT/NAME/SHA256``, that fits a model.

@@ -1,6 +1,7 @@
 """What OpenAI's client gets: the engine's own answers as text, whole and in streams, or an error; never another's."""
 
 import asyncio
+import contextlib
 import copy
 import json
 import re
@@ -17,6 +18,7 @@ import torch
 import uvicorn
 from pydantic import ValidationError
 from typer.testing import CliRunner
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import plpkg
 from plpkg.adapters import CONFIG, WEIGHTS, read_adapter
@@ -364,14 +366,15 @@ def test_an_adapter_may_have_another_name_for_a_while(service, client, writers, 
         (dict(logprobs=21), 422, "logprobs: "),
         (dict(logprobs=True), 422, "logprobs: "),
         (dict(n=0), 422, "n: "),
-        (dict(best_of=2), 422, "best_of must be 1 or n=1, got 2"),
+        (dict(best_of=2), 422, "best_of: must be 1 or n=1, got 2"),
         (dict(suffix="a"), 422, "suffix: "),
         (dict(stop=[""]), 422, "stop.0: "),
         (dict(stop="x" * 1001), 422, "stop.0: "),
         (dict(stop=5), 422, "stop: "),
-        (dict(logit_bias={"5": 1}), 422, "logit_bias.5: "),
+        (dict(logit_bias={"5": 3}), 422, "logit_bias.5: only 0 or null is served, got 3"),
+        (dict(logit_bias={"7": -100}), 422, "logit_bias.7: only 0 or null is served, got -100"),
         (dict(stream_options=dict(continuous_usage_stats=True)), 422, "stream_options.continuous_usage_stats: "),
-        (dict(unheard_of=0), 422, "unheard_of: "),
+        (dict(unheard_of=0), 422, "unheard_of: this service does not know it"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -383,7 +386,8 @@ def test_a_refusal_has_its_status_and_says_what(service, fields, status, said, s
     assert said in error["message"]
     assert error["code"] == status
     assert error["type"] == "invalid_request_error"
-    assert error["param"] == (said.removesuffix(": ") if said.endswith(": ") else None)
+    field, names_a_field, _ = said.partition(": ")
+    assert error["param"] == (field if names_a_field else None)
     wait_until(lambda: service.inside == (0, 0, 0))
 
 
@@ -541,6 +545,42 @@ async def test_pages_of_an_origin_that_is_named_get_in(base, tmp_path):
 
 
 # What strangers with a key did once
+
+
+def test_a_setting_that_needs_another_is_named():
+    """As ``param``, by which clients find it."""
+    chat = {"model": "base", "messages": [{"role": "user", "content": "a"}]}
+    for kind, fields, named in (
+        (bodies.Chat, chat | {"top_logprobs": 2}, "top_logprobs"),
+        (bodies.Completion, {"model": "base", "prompt": "a", "n": 3, "best_of": 2}, "best_of"),
+    ):
+        with pytest.raises(ValidationError) as raised:
+            kind.model_validate(fields)
+        assert [each["loc"] for each in raised.value.errors()] == [(named,)]
+    bodies.Chat.model_validate(chat | {"top_logprobs": 2, "logprobs": True})
+    bodies.Completion.model_validate({"model": "base", "prompt": "a", "n": 3, "best_of": 3})
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/embeddings", "/v1/messages", "/nothing"])
+def test_what_is_not_served_says_what_is(service, path):
+    response = service.client.post(path, json={})
+    error = response.json()["error"]
+    assert response.status_code == 404
+    assert error["message"].startswith(f"'{path}' is not served: /v1/completions, /v1/chat/completions")
+
+
+@pytest.mark.parametrize("head", [b"GET /v1/models HTTP/1.1\r\nx: " + b"a" * 200_000, b"nonsense\r\n\r\n"])
+def test_a_head_that_cannot_be_read_has_an_error_as_json(service, head):
+    with socket.create_connection(("127.0.0.1", httpx.URL(service.url).port), timeout=20) as connection:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it may be refused before it is all there
+            connection.sendall(head)
+        answer = b""
+        with contextlib.suppress(ConnectionResetError):
+            while some := connection.recv(65536):
+                answer += some
+    said, _, body = answer.partition(b"\r\n\r\n")
+    assert said.startswith(b"HTTP/1.1 400")
+    assert "the head of the request cannot be read" in json.loads(body)["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -703,7 +743,7 @@ def test_heads_are_bounded(monkeypatch):
     assert CliRunner().invoke(cli, ["serve", "--listen", "127.0.0.1:0"]).exit_code == 2
     with pytest.raises(ValueError, match="enough"):
         Listener(None)
-    assert chosen == ["h11", "h11"]
+    assert [issubclass(each, H11Protocol) for each in chosen] == [True, True]
 
 
 # Adapters come and go

@@ -289,10 +289,18 @@ class Service(RuleBasedStateMachine):
         account, name = user.split("/")
         path = f"{user}/{self.adapters[which].digest}"
         full = sum(each.startswith(f"{account}/") for each in self.versions) >= 4 and path not in self.versions
-        with pytest.raises(AccountFullError) if full else contextlib.nullcontext():
+        of_name = {each for each in self.versions if each.startswith(f"{user}/")}
+        refused = full and not of_name
+        with pytest.raises(AccountFullError) if refused else contextlib.nullcontext():
             self.run(self.store.put(account, name, self.adapters[which]))
-        if not full:
-            self.versions[path] = self.current[user] = self.adapters[which]
+        if refused:
+            return
+        self.versions[path] = self.current[user] = self.adapters[which]
+        if full:  # the oldest of the name has gone
+            there = {f"{user}/{digest}" for digest in self.run(self.store.versions(account))[name]}
+            (gone,) = of_name - there
+            del self.versions[gone]
+            self.spoiled.discard(gone)
 
     @rule(user=st.sampled_from(USERS))
     def delete(self, user):

@@ -186,13 +186,25 @@ async def test_a_directory_that_takes_no_more_says_why_and_is_as_it_was(tmp_path
     assert not [*tmp_path.glob(f"alice/mine/{writers['torch'].digest}")]
 
 
+async def test_a_name_of_a_full_account_gives_up_its_oldest_version(location, writers):
+    store, (a, b, c, *_) = Store(location, max_versions=2), writers.values()
+    for name, adapter in (("x", a), ("y", b)):
+        await store.put("alice", name, adapter)
+    for new in (b, c):  # the only version of its name, each time
+        old = await store.current("alice", "x")
+        await store.put("alice", "x", new)
+        assert await Store(location).versions("alice") == {"x": [new.digest], "y": [b.digest]}
+        with pytest.raises(NotFoundError):
+            await store.current("alice", "x", old)
+    assert await store.current("alice", "y") == b.digest
+
+
 async def test_an_account_has_a_limit(location, writers):
     store, (a, b, c, *_) = Store(location, max_versions=2), writers.values()
     await store.put("alice", "x", a)
     await store.put("alice", "x", b)
-    for name in ("x", "y"):
-        with pytest.raises(AccountFullError, match="account 'alice' has 2 versions"):
-            await store.put("alice", name, c)
+    with pytest.raises(AccountFullError, match="account 'alice' has 2 versions"):
+        await store.put("alice", "y", c)
     await store.put("alice", "x", a)  # once more the same is no new one
     await store.put("bob", "x", a)
     assert await store.current("alice", "x") == a.digest

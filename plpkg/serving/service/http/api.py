@@ -41,7 +41,7 @@ from plpkg.serving.service.http.logprobs import Spelling
 from plpkg.serving.service.http.metrics import Metrics
 from plpkg.serving.service.http.names import Names, stored_name
 from plpkg.serving.service.store import NotFoundError, Store, stored_version
-from plpkg.validation import one_of
+from plpkg.validation import one_of, shown
 
 COMPLETION_TOKENS, CHAT_TOKENS = 16, 256
 """Written at most where a request does not say."""
@@ -49,6 +49,9 @@ MOST_ANSWERS, MOST_SCORED = 64, 2**20
 """Of a request, also of its prompts' log-probabilities."""
 STATUSES = {*STATUS.values(), 401, 403, 411, 413, 415, 507}
 ERRORS = {status: {"description": "An error as OpenAI writes it."} for status in STATUSES}
+SAID = {"extra_forbidden": "this service does not know it", "missing": "it is needed"}
+"""For pydantic's words."""
+SERVED = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/accounts/ACCOUNT/adapters")
 EVENTS = {200: {"content": {Events.media_type: {}}}}
 UPLOAD = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": {
     "type": "object", "required": [CONFIG, WEIGHTS],
@@ -340,8 +343,11 @@ def _theirs(call: Call, account: str) -> str:
     return account
 
 
-async def _http_error(_, error: HTTPException) -> Response:
-    return error_response(error.status_code, error.detail, headers=error.headers)
+async def _http_error(call: Call, error: HTTPException) -> Response:
+    detail = error.detail
+    if error.status_code == 404:
+        detail = f"{shown(call.url.path)} is not served: {', '.join(SERVED)} are"
+    return error_response(error.status_code, detail, headers=error.headers)
 
 
 async def _gone(*_) -> Response:
@@ -349,7 +355,7 @@ async def _gone(*_) -> Response:
 
 
 async def _wrong_fields(_, error: RequestValidationError) -> Response:
-    errors = [(_field(each["loc"][1:]), each["msg"]) for each in error.errors()]
+    errors = [(_field(each["loc"][1:]), SAID.get(each["type"], each["msg"])) for each in error.errors()]
     return error_response(422, *(": ".join(filter(None, each)) for each in errors), param=errors[0][0] or None)
 
 

@@ -8,7 +8,9 @@ from pydantic import (
     Field,
     Json,
     Tag,
+    ValidationInfo,
     create_model,
+    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -67,7 +69,7 @@ class Settings(Unserved):
     stream: bool | None = False
     stream_options: Usage | None = Usage()
     n: int | None = Field(1, ge=1, le=64)
-    logit_bias: dict[str, Annotated[float, Field(ge=0, le=0)]] | None = None
+    logit_bias: dict[str, only((0,))] | None = None
 
 
 class Completion(Settings):
@@ -80,12 +82,12 @@ class Completion(Settings):
     suffix: only(("",)) = ""
     add_special_tokens: only((True,)) = True
 
-    @model_validator(mode="after")
-    def _asks(self):
-        if self.best_of not in (1, self.n):
-            told = {"n": self.n, "got": self.best_of}
-            raise PydanticCustomError("not_served", "best_of must be 1 or n={n}, got {got}", told)
-        return self
+    @field_validator("best_of")
+    @classmethod
+    def _as_many(cls, best_of: int | None, info: ValidationInfo) -> int | None:
+        if best_of not in (None, 1, n := info.data.get("n")):
+            raise PydanticCustomError("not_served", "must be 1 or n={n}, got {got}", {"n": n, "got": best_of})
+        return best_of
 
 
 class Function(Sent):
@@ -135,7 +137,7 @@ class ChatMessage(create_model("Turn", __base__=Sent, **neutral(TURN))):
     @model_validator(mode="after")
     def _says(self):
         if self.content is None and self.role != "assistant":
-            raise PydanticCustomError("missing", "content is missing from a message of {role}", {"role": self.role})
+            raise PydanticCustomError("not_said", "content is missing from a message of {role}", {"role": self.role})
         return self
 
     @property
@@ -160,11 +162,12 @@ class Chat(Settings):
     add_generation_prompt: only((True,)) = True
     continue_final_message: only((False,)) = False
 
-    @model_validator(mode="after")
-    def _asks(self):
-        if self.top_logprobs and not self.logprobs:
-            raise PydanticCustomError("not_served", "top_logprobs needs logprobs=true")
-        return self
+    @field_validator("top_logprobs")
+    @classmethod
+    def _of_what(cls, top_logprobs: int | None, info: ValidationInfo) -> int | None:
+        if top_logprobs and not info.data.get("logprobs"):
+            raise PydanticCustomError("not_served", "needs logprobs=true")
+        return top_logprobs
 
 
 class Tokenize(Sent):
@@ -180,7 +183,7 @@ class Tokenize(Sent):
     @model_validator(mode="after")
     def _asks(self):
         if (self.prompt is None) == (self.messages is None):
-            raise PydanticCustomError("missing", "either prompt or messages is needed")
+            raise PydanticCustomError("not_said", "either prompt or messages is needed")
         return self
 
 

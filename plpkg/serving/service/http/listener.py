@@ -5,12 +5,29 @@ import signal
 import threading
 import time
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from plpkg.serving.service.http.answers import error_response
 
 GRACE_S = 1
 """For how long answers under way go on where the service is to end soon; then they end with an error."""
+
+
+class Protocol(H11Protocol):
+    """Uvicorn's, of which a head that is too long or broken has an error in OpenAI's form, too."""
+
+    def send_400_response(self, msg: str) -> None:
+        """The end of a connection whose head cannot be read."""
+        body = error_response(400, "the head of the request cannot be read, or is longer than 64 kB").body
+        head = [(b"content-type", b"application/json"), (b"connection", b"close")]
+        head += [(b"content-length", str(len(body)).encode()), *self.server_state.default_headers]
+        for event in (
+            h11.Response(status_code=400, headers=head, reason=b"Bad Request"), h11.Data(data=body), h11.EndOfMessage(),
+        ):  # fmt: skip
+            self.transport.write(self.conn.send(event))
+        self.transport.close()
 
 
 class Server(uvicorn.Server):
@@ -27,7 +44,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 _answering(application),
-                http="h11",
+                http=Protocol,
                 log_level="warning",
                 timeout_graceful_shutdown=GRACE_S + 0.5,
                 **options,
