@@ -81,4 +81,4 @@ def sections(name: str, all_of_them: Mapping[str, Callable[[], Iterable[dict]]],
 def _rows_of(frame: pd.DataFrame, title: str, part: str) -> pd.Series:
     """Which rows are a section's."""
     found = frame["section"] == title
-    return found & (frame["part"] == part) if part else found
+    return found & (frame.get("part", "") == part) if part else found

@@ -82,6 +82,7 @@ class Engine:
         self._pools: dict[tuple, Pool] = {}
         self._waiting: deque[Running] = deque()
         self._running: list[Running] = []
+        self._paused: dict[int, Running] = {}
         self._identities = itertools.count()
         self._unhook = lambda: None
         self._begin()
@@ -108,7 +109,7 @@ class Engine:
         comes = bool(self._waiting) and len(self._running) < self.max_batch
         if not self.model.training and stamp(self.model, values=comes) == self._stamp:
             return
-        for each in [*self._running, *(each for each in self._waiting if each.read)]:
+        for each in [*self._running, *self._paused.values(), *(each for each in self._waiting if each.computed)]:
             self.finished[each.identity] = "error: the model has changed since it began"
             self._leave(each)
         self._pools.clear()
@@ -177,17 +178,42 @@ class Engine:
             raise ValueError(f"a request goes on from one prompt, and this is a reading of {prompts}")
         ids = request.check(self._vocab, self._positions, self.tokenizer, read)
         adapter = None if request.adapter is None else self._adapter(request.adapter)
-        past = KeyValues(len(ids) + request.max_new_tokens + max((keys.shape[2] for keys, _ in layers), default=0))
-        past.begin(read, layers)
+        past = self._room(request, len(ids), read, layers)
         each = Running(next(self._identities), request, adapter, [-1] * read + ids, past, computed=read, read=read)
         self._waiting.append(each)
         return each
+
+    def _room(self, request: Request, prompt: int, read: int, layers: list) -> KeyValues:
+        past = KeyValues(prompt + request.max_new_tokens + max((keys.shape[2] for keys, _ in layers), default=0))
+        past.begin(read, layers)
+        return past
+
+    def pause(self, identity: int) -> None:
+        """Take a request out of the steps until :meth:`resume`; its answer goes on as if nothing had been."""
+        each = next(each for each in [*self._waiting, *self._running] if each.identity == identity)
+        if each in self._waiting:
+            self._waiting.remove(each)
+        else:
+            self._running.remove(each)
+            self._release(each)
+        self._paused[identity] = each
+
+    def drop(self, identity: int) -> None:
+        """Forget what a paused request has read: it reads it again."""
+        each = self._paused[identity]
+        _, layers = (0, []) if each.request.reading is None else each.request.reading.units(self.model)
+        each.past = self._room(each.request, each.prompt - each.read, each.read, layers)
+        each.computed = each.read
+
+    def resume(self, identity: int) -> None:
+        """Let a paused request go on, before those that wait."""
+        self._waiting.appendleft(self._paused.pop(identity))
 
     def cancel(self, identity: int) -> None:
         """Drop a request, whether it waits or runs; one that has ended or is unknown is no error."""
         self.finished.pop(identity, None)
         self.scored.pop(identity, None)
-        for each in [*self._waiting, *self._running]:
+        for each in [*self._waiting, *self._running, *self._paused.values()]:
             if each.identity == identity:
                 self._leave(each)
 
@@ -195,9 +221,14 @@ class Engine:
         if each in self._waiting:
             self._waiting.remove(each)
             return
+        if self._paused.pop(each.identity, None):
+            return
         self._running.remove(each)
         if not each.read:  # or its keys and values would depend on more than its ids
             self._prefixes.keep(each.owner, each.ids[: each.computed], each.past)
+        self._release(each)
+
+    def _release(self, each: Running) -> None:
         if each.adapter:
             self._pools[form(each.adapter)].release(each.adapter.digest)
             if each.adapter not in self.adapters.values():
@@ -211,7 +242,7 @@ class Engine:
                     self._drop_pools()
                     self._pools[key] = Pool(self.model)
                 self._pools[key].lease(each.adapter)
-            past, positions = self._prefixes.find(each.owner, each.ids)
+            past, positions = (None, 0) if each.computed else self._prefixes.find(each.owner, each.ids)
             if past is not None and not each.request.score_prompt:
                 each.past.copy(past, positions)
                 each.computed = positions
@@ -254,9 +285,11 @@ class Engine:
                     written.append((each.identity, token))
                 each.computed = row.positions.stop
                 if each.request.logprobs is not None and len(scores):
-                    told = each.score(each.computed + 1 - len(scores), scores)
-                    first = each.first() if row.each and row.start == each.read else []
-                    self.scored.setdefault(each.identity, first).extend(told)
+                    begin = each.computed + 1 - len(scores)
+                    told = each.score(begin, scores)[max(0, each.told - begin) :]  # what is read again was told before
+                    first = each.first() if row.each and row.start == each.read and not each.told else []
+                    self.scored.setdefault(each.identity, []).extend(first + told)
+                    each.told = max(each.told, begin + len(scores))
                 reason = each.ended(last, self.tokenizer) if whole else None
             except Exception as error:  # an adapter's overflow, or a tokenizer's, is its own request's affair
                 reason = f"error: {error}"
@@ -265,12 +298,29 @@ class Engine:
                 self._leave(each)
         return written
 
+    def _tokens(self) -> dict[Running, int]:
+        """How many tokens each running request reads in this step.
+
+        Who writes is never left out. Prompts share the rest, by account: a long one of another's takes no time.
+        """
+        share = {each: 1 for each in self._running if len(each.ids) - each.computed == 1}
+        left = self.max_step_tokens - len(share)
+        reading = [each for each in self._running if each not in share]
+        share |= dict.fromkeys(reading, 0)
+        accounts = {each.request.account for each in reading}
+        for most in (left // max(1, len(accounts)), left):  # first each account's part, then what others leave
+            taken = dict.fromkeys(accounts, 0)
+            for each in reading:
+                account = each.request.account
+                more = max(0, min(len(each.ids) - each.computed - share[each], most - taken[account], left))
+                share[each] += more
+                taken[account] += more
+                left -= more
+        return share
+
     def _pack(self) -> tuple[list[Running], list[Row], list[Group]]:
         """Choose this step's tokens of each request, sorted by adapter; requests without one come last."""
-        left, share = self.max_step_tokens, {}
-        for each in sorted(self._running, key=lambda r: len(r.ids) - r.computed > 1):  # who writes is never left out
-            share[each] = min(left, len(each.ids) - each.computed)
-            left -= share[each]
+        share = self._tokens()
         pools, slots = list(self._pools.values()), {"": (len(self._pools), 0)}
         for p, pool in enumerate(pools):
             pool.close_gaps()
@@ -338,6 +388,7 @@ class Engine:
         """Drop every request and adapter, and take the hooks off the model; nothing is answered afterwards."""
         self._waiting.clear()
         self._running.clear()
+        self._paused.clear()
         self.adapters.clear()
         self._pools.clear()
         self._prefixes = Prefixes(0)

@@ -121,6 +121,7 @@ class Running:
     computed: int = 0
     text: Text | None = None
     read: int = 0
+    told: int = 0  # ids that were scored
 
     def __post_init__(self) -> None:
         self.prompt, self.generator = len(self.ids), torch.Generator()

@@ -194,14 +194,27 @@ def test_one_bad_request_leaves_nothing_behind(change, message, make):
     assert left(engine) == ([], [], [], {})
 
 
+@pytest.mark.parametrize("dropped", [None, False, True])
 @pytest.mark.parametrize("new", [0, 5])
-def test_tokens_are_scored_as_the_model_alone_scores_them(world, make, tools, new):
-    """Also in a batch, in a prompt read in parts, and where its beginning was read before."""
+def test_tokens_are_scored_as_the_model_alone_scores_them(world, make, tools, new, dropped):
+    """Also in a batch, in a prompt read in parts, where its beginning was read before, and if it is paused."""
     engine, (ids, other) = make(), (each.tolist() for each in tools.texts(30, 5))
     engine.generate([Request(ids, "a", 1)])
     scored = engine.add(Request(ids, "a", new, logprobs=3, score_prompt=True))
     written = engine.add(Request(ids, "a", 5, logprobs=0, temperature=1.5, seed=1))
-    tokens = dict(zip("swo", run(engine, scored, written, engine.add(Request(other, "b", 9))), strict=True))
+    beside = engine.add(Request(other, "b", 9))
+    before = {identity: [] for identity in (scored, written, beside)}
+    for k in range(0 if dropped is None else 12):
+        for identity, token in engine.step():
+            before[identity].append(token)
+        identity = (scored, written)[k % 2]
+        if identity in {each.identity for each in engine._running}:
+            engine.pause(identity)
+            if dropped:
+                engine.drop(identity)
+            engine.resume(identity)
+    ran = run(engine, scored, written, beside)
+    tokens = {key: (before[i] + wrote, reason) for key, i, (wrote, reason) in zip("swo", before, ran, strict=True)}
     assert (len(tokens["s"][0]), tokens["s"][1]) == (new, "length")
     for identity, key, first, most in ((scored, "s", 1, 3), (written, "w", 30, 0)):
         text = ids + tokens[key][0]
@@ -452,6 +465,7 @@ STEP, LOAD = st.just(("step",)), st.tuples(st.just("load"), NAME, st.sampled_fro
 MODULES = ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "lm_head")
 BREAK = st.tuples(st.just("break"), st.sampled_from(MODULES))
 CHANGE = LOAD | BREAK | st.tuples(st.just("unload"), NAME) | st.tuples(st.just("cancel"), st.integers(0, 9))
+PAUSE = st.tuples(st.just("pause"), st.integers(0, 9), st.booleans()) | st.just(("resume",))
 LONG, SHORT = ("add", "p", 2 * BLOCK + 1, 4, "x"), ("add", "p", 4, 4, "x")
 BEGUN = [("load", "p", "a"), LONG, SHORT, LONG, SHORT]  # three of which run, and one waits
 ALONE: dict = {}
@@ -466,12 +480,17 @@ ALONE: dict = {}
 @example([*BEGUN, *[("step",)] * 7, ("cancel", 0), ("cancel", 1), LONG, SHORT], 8, 500)  # while it writes
 @example([*BEGUN, *[("step",)] * 40, *[("cancel", k) for k in (0, 1, 1)], LONG], 8, 500)  # when it has ended
 @example([*BEGUN, *[each for module in MODULES for each in (("step",), ("break", module))]], 8, 500)
-@given(st.lists(ADD | STEP | CHANGE, max_size=25), st.sampled_from([3, 8, 64]), st.sampled_from([0, 40, 500]))
+@example(
+    [*BEGUN, *[each for k in range(12) for each in (("pause", k % 3, k % 2 == 0), ("step",), ("resume",))]], 8, 500
+)
+@example([*BEGUN, ("step",), ("pause", 0, False), ("unload", "p"), ("step",), ("cancel", 1), ("resume",)], 8, 500)
+@example([*BEGUN, ("step",), ("pause", 0, True), ("pause", 1, False), ("cancel", 0), ("step",), ("resume",)], 3, 0)
+@given(st.lists(ADD | STEP | CHANGE | PAUSE, max_size=25), st.sampled_from([3, 8, 64]), st.sampled_from([0, 40, 500]))
 def test_any_order_of_things(world, tools, actions, max_step_tokens, shared):
     model, twins, adapters = world
     prompts = dict(zip(PROMPTS, tools.texts(*PROMPTS), strict=True))
     engine = Engine(model, max_batch=3, max_step_tokens=max_step_tokens, shared_bytes=shared * POSITION)
-    versions, tokens, wanted, cancelled = {}, {}, {}, set()
+    versions, tokens, wanted, cancelled, paused = {}, {}, {}, set(), []
 
     def step():
         over = engine.finished.keys() | cancelled
@@ -500,6 +519,17 @@ def test_any_order_of_things(world, tools, actions, max_step_tokens, shared):
             case "cancel", identity:
                 engine.cancel(identity)
                 cancelled |= {identity} & tokens.keys()
+            case "pause", identity, dropped:
+                if any(each.identity == identity for each in [*engine._running, *engine._waiting]):
+                    engine.pause(identity)
+                    if dropped:
+                        engine.drop(identity)
+                    paused.append(identity)
+            case ("resume",):
+                for identity in paused:
+                    if identity in engine._paused:
+                        engine.resume(identity)
+                paused.clear()
             case "break", module:
                 busy = engine._running or engine._waiting
                 with pytest.MonkeyPatch.context() as patch:
@@ -508,6 +538,8 @@ def test_any_order_of_things(world, tools, actions, max_step_tokens, shared):
                         engine.step()
             case _:
                 step()
+    for identity in [*engine._paused]:
+        engine.resume(identity)
     while engine._waiting or engine._running:
         step()
     assert engine.finished == dict.fromkeys(tokens.keys() - cancelled, "length")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from plpkg.adapters import Adapter
 from plpkg.serving.engine import Engine
 from plpkg.serving.requests import Request
-from plpkg.serving.service.scheduler import Scheduler, Ticket
+from plpkg.serving.service.scheduler import Drop, Pause, Scheduler, Ticket
 from plpkg.serving.service.tiers import Tiers
 
 ENDS = ("stop", "length")
@@ -86,7 +86,7 @@ class Replica:
                         raise RuntimeError(reason)
                     yield token, reason, *scored
         finally:
-            if job.state == "running":
+            if job.begun and job.state != "ended":
                 self._leaving.append(job)  # the engine may be in a step
             else:
                 self.scheduler.end(job, time.monotonic())
@@ -124,16 +124,29 @@ class Replica:
                 self._end(job, None, "cancelled")
         self._leaving.clear()
         self._unloading = {path for path in self._unloading if not self._emptied(path)}
-        for job, evicted in self.scheduler.decide(time.monotonic()):
-            if evicted:
-                self._empty(evicted)
+        for decision in self.scheduler.decide(time.monotonic()):
+            job = decision.ticket
+            if isinstance(decision, Pause):
+                self.engine.pause(job.identity)
+                continue
             try:
-                if job.adapter and job.adapter not in self.engine.adapters:
-                    self.engine.load(job.adapter, job.weights)
-                job.identity = self.engine.add(job.request)
-                self._jobs[job.identity] = job
+                if isinstance(decision, Drop):
+                    self.engine.drop(job.identity)
+                else:
+                    self._start(job, decision.evicted)
             except Exception as error:  # its own affair
                 self._end(job, None, f"it could not start: {error}")
+
+    def _start(self, job: _Job, evicted: str | None) -> None:
+        if evicted:
+            self._empty(evicted)
+        if job.adapter and job.adapter not in self.engine.adapters:
+            self.engine.load(job.adapter, job.weights)
+        if job.identity is None:
+            job.identity = self.engine.add(job.request)
+            self._jobs[job.identity] = job
+        else:
+            self.engine.resume(job.identity)
 
     def _end(self, job: _Job, token: int | None, reason: str) -> None:
         job.events.put_nowait((token, reason, *self.engine.scored.pop(job.identity, ())))

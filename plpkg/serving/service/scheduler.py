@@ -10,7 +10,12 @@ slot is idle, one slot that takes no newcomers until it is idle. It keeps the re
 slots emptied for many at a time would serve nobody. Accounts take turns at reservations, too, each with its oldest
 request. These turns are counted by themselves: small requests that start would else use up those of a large one.
 
-Left out: which answer will be short (nobody knows), and taking a running request's place from it.
+Accounts have shares: with ``n`` accounts that run or wait, each has the ``n``-th part of the places, of the positions
+and of the slots. A request within its account's share does not wait for what others have beyond theirs: of these, what
+was started last is paused, and goes on when there is room again. What a paused request has read stays in memory as long
+as nobody needs the room; then it is read again, at its own account's expense.
+
+Left out: which answer will be short (nobody knows), and shares within an account.
 """
 
 import math
@@ -51,6 +56,10 @@ class Ticket:
         When it came into this state.
     account
         Whose it is.
+    begun
+        It has run.
+    held
+        It is paused, and what it has read is still in memory.
     """
 
     adapter: str | None
@@ -59,10 +68,24 @@ class Ticket:
     state: str = "fetching"
     since_s: float = 0.0
     account: str = ""
+    begun: bool = False
+    held: bool = False
+
+
+class Pause(NamedTuple):
+    """A decision: the request gives up its place, and waits to go on."""
+
+    ticket: Ticket
+
+
+class Drop(NamedTuple):
+    """A decision: what a paused request has read leaves the memory."""
+
+    ticket: Ticket
 
 
 class Start(NamedTuple):
-    """A decision: the request runs now, and the adapter, if any, gives up its slot for the request's."""
+    """A decision: the request runs now, or goes on, and the adapter, if any, gives up its slot for the request's."""
 
     ticket: Ticket
     evicted: str | None
@@ -76,6 +99,13 @@ class Scheduler:
     ``longest`` seconds. It is the k-th if ``k - 1`` of its account still wait then whose adapters came before. ``n``
     counts also accounts that come while it waits, and ``longest`` the steps that read prompts, others' among them. What
     waits before it is submitted, or until its adapter has come, has no bound here.
+
+    A request that leaves its account within its share of places, positions and slots starts at the next decision, while
+    there are no more accounts than places and slots, and no request with a reservation is larger than a share. For if
+    it lacks one of them, the others use more than ``n - 1`` shares of that, reservations included, so one of them is
+    beyond its own; and once all others are within theirs, there is room for it and for the reservation. Accounts that
+    are within their shares, with the reservation, are not paused unless more accounts come. The bound above holds as
+    well: ``k`` counts also those of its account that are paused meanwhile.
 
     Parameters
     ----------
@@ -118,8 +148,8 @@ class Scheduler:
 
     @property
     def filled(self) -> int:
-        """The positions that running requests may fill."""
-        return sum(each.positions for each in self.running)
+        """The positions that running requests may fill, and those that paused ones hold."""
+        return sum(each.positions for each in self.running) + sum(each.positions for each in self.queued if each.held)
 
     def submit(self, ticket: Ticket) -> None:
         """Queue a request, which is told by :meth:`fetched` when its adapter is there.
@@ -162,31 +192,124 @@ class Scheduler:
             self.slots.pop(adapter, None)
         return adapter not in self.slots
 
-    def decide(self, now_s: float) -> list[Start]:
-        """Start what can run now, in the order of reservations and then of turns."""
-        starts, places, positions = [], self.places - len(self.running), self.positions - self.filled
+    def decide(self, now_s: float) -> list[Start | Pause | Drop]:
+        """What starts now, in the order of reservations and then of turns, and what leaves for it before."""
+        decisions: list[Start | Pause | Drop] = []
+        while True:
+            more = self._decided(now_s)
+            decisions += more
+            if not any(isinstance(each, Pause) for each in more):
+                return decisions
+
+    def _decided(self, now_s: float) -> list[Start | Pause | Drop]:
+        """What is decided until somebody is paused, which may leave room for who comes first."""
+        decisions: list[Start | Pause | Drop] = []
+        accounts = {each.account for each in self.running}
+        accounts |= {each.account for each in self.queued if each.state == "waiting"}
+        reserved_places = reserved_positions = 0
         drained = ""  # whose slot takes no newcomers
         for ticket in self._in_order(now_s):
-            if min(places, positions) <= 0:
-                break
+            places = self.places - len(self.running) - reserved_places
+            positions = self.positions - sum(each.positions for each in self.running) - reserved_positions
             slot, evicted = self._slot(ticket.adapter)
-            if slot and ticket.positions <= positions and ticket.adapter != drained:
-                starts.append(self._start(ticket, evicted, now_s))
+            fits = slot and ticket.adapter != drained and places > 0 and ticket.positions <= positions
+            paused = [] if fits else self._beyond_their_shares(ticket, len(accounts))
+            if paused is not None:
+                decisions += [self._pause(each, now_s) for each in paused]
+                decisions += self._dropped(ticket)
+                _, evicted = self._slot(ticket.adapter)
+                decisions.append(self._start(ticket, evicted, now_s))
+                if paused:
+                    break
             elif ticket is self._reserved:
                 drained = "" if slot else next(iter(self.slots))
-            else:
-                continue
-            places, positions = places - 1, positions - ticket.positions  # taken, or reserved for it
-        return starts
+                reserved_places, reserved_positions = 1, ticket.positions
+        return decisions
+
+    def _beyond_their_shares(self, ticket: Ticket, num_accounts: int) -> list[Ticket] | None:
+        """Running requests of others that have to be paused for one that waits; None if it has to wait.
+
+        What has the reservation counts as if it ran: it must not be passed.
+        """
+        reserved = [self._reserved] if self._reserved not in (None, ticket) else []
+        running, victims = [*reserved, *self.running], []
+        if num_accounts == 1 or not self._within_its_share(ticket, running, num_accounts):
+            return None
+        while (lacking := self._lacking(ticket, running)) is not None:
+            victim = self._furthest_beyond(lacking, running, num_accounts)
+            if victim is None:
+                return None
+            leave = [victim]
+            if lacking == "slots":  # one is free once nobody uses its adapter
+                leave = [
+                    each for each in self.running if (each.account, each.adapter) == (victim.account, victim.adapter)
+                ]
+            victims += [each for each in leave if each in running]
+            running = [each for each in running if each not in leave]
+        return victims
+
+    def _used(self, tickets: list[Ticket]) -> dict[str, int]:
+        """Of each resource, how much requests use that run."""
+        adapters = {each.adapter for each in tickets} - {None}
+        return {
+            "places": len(tickets), "positions": sum(each.positions for each in tickets), "slots": len(adapters),
+        }  # fmt: skip
+
+    def _share(self, resource: str, num_accounts: int) -> float:
+        whole = {"places": self.places, "positions": self.positions, "slots": self.num_slots}[resource]
+        return whole / num_accounts if resource == "positions" else max(1, whole / num_accounts)
+
+    def _within_its_share(self, ticket: Ticket, running: list[Ticket], num_accounts: int) -> bool:
+        used = self._used([*(each for each in running if each.account == ticket.account), ticket])
+        return all(count <= self._share(resource, num_accounts) for resource, count in used.items())
+
+    def _lacking(self, ticket: Ticket, running: list[Ticket]) -> str | None:
+        """What a request would lack if these were all that run."""
+        used = self._used([*running, ticket])
+        whole = {"places": self.places, "positions": self.positions, "slots": self.num_slots}
+        return next((resource for resource, count in used.items() if count > whole[resource]), None)
+
+    def _furthest_beyond(self, resource: str, running: list[Ticket], num_accounts: int) -> Ticket | None:
+        """What was started last of the account that is furthest beyond its share, if one is."""
+        by_account: dict[str, list[Ticket]] = {}
+        for each in running:
+            by_account.setdefault(each.account, []).append(each)
+        used = {account: self._used(theirs)[resource] for account, theirs in by_account.items()}
+        for account in sorted(used, key=used.get, reverse=True):
+            if used[account] <= self._share(resource, num_accounts):
+                return None
+            for each in reversed(by_account[account]):
+                if each.state == "running" and (resource != "slots" or each.adapter is not None):
+                    return each
+        return None
+
+    def _pause(self, ticket: Ticket, now_s: float) -> Pause:
+        self.running.remove(ticket)
+        if ticket.adapter is not None:
+            self.slots[ticket.adapter] -= 1
+        ticket.state, ticket.since_s, ticket.held = "waiting", now_s, True
+        self.queued.append(ticket)
+        return Pause(ticket)
+
+    def _dropped(self, ticket: Ticket) -> list[Drop]:
+        """Make room in memory for a request that starts: what was paused last goes first."""
+        drops = []
+        held = [each for each in self.queued if each.held and each is not ticket]
+        taken = 0 if ticket.held else ticket.positions
+        while held and self.filled + taken > self.positions:
+            last = held.pop()
+            last.held = False
+            drops.append(Drop(last))
+        return drops
 
     def _in_order(self, now_s: float) -> Iterator[Ticket]:
         """Requests that wait: who has a reservation, then all in turn. It looks whether the one before was started."""
         queues: dict[str, deque[Ticket]] = {}
         waiting = [each for each in self.queued if each.state == "waiting"]
-        waiting.sort(key=lambda each: each.since_s)
+        waiting.sort(key=lambda each: (not each.begun, each.since_s))  # what was paused goes on first
         for ticket in waiting:
             queues.setdefault(ticket.account, deque()).append(ticket)
-        while waiting and now_s - waiting[0].since_s >= self.patience_s:
+        while waiting and now_s - min(each.since_s for each in waiting) >= self.patience_s:
             if self._reserved not in waiting:
                 account = min(queues, key=lambda each: self._last_reservation.get(each, 0))
                 self._reserved = queues[account][0]
@@ -221,6 +344,7 @@ class Scheduler:
         self._waits_no_more(ticket)
         self.running.append(ticket)
         ticket.state, ticket.since_s = "running", now_s
+        ticket.begun, ticket.held = True, False
         self._last_start[ticket.account] = self._count = self._count + 1
         return Start(ticket, evicted)
 

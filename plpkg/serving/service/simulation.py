@@ -104,8 +104,8 @@ def simulate(arrivals: list[Arrival], scheduler: Scheduler, *, fetch_s=0.25, ste
         for ticket in fetched:
             scheduler.fetched(ticket, fetching.pop(ticket))
         if fetched or ended:  # nothing else lets a request start
-            for ticket, _ in scheduler.decide(now):
-                rows[ticket]["started_s"] = now
+            for start in scheduler.decide(now):  # of one account, so that nobody is paused
+                rows[start.ticket]["started_s"] = now
             kept = scheduler.slots.keys() | {ticket.adapter for ticket in scheduler.queued}
             memory = {adapter: since_s for adapter, since_s in memory.items() if adapter in kept}
         if not scheduler.running:

@@ -79,11 +79,11 @@ def serving(world):
     """A context that gives a replica, its store, and the adapters' paths; nothing may be left when it ends."""
 
     @contextlib.asynccontextmanager
-    async def serve(*, batch=4, closed=False):
+    async def serve(*, batch=4, closed=False, positions=4096):
         store = Gated()
         paths = {name: f"alice/{name}/{await store.put('alice', name, each)}" for name, each in world[1].items()}
         engine = Engine(world[0], max_batch=batch, max_step_tokens=8)
-        replica = Replica(engine, Tiers(store, world[0]), Scheduler(2, batch, positions=4096))
+        replica = Replica(engine, Tiers(store, world[0]), Scheduler(2, batch, positions=positions))
         try:
             yield replica, store, paths
             if not closed:  # by the test, and the engine's state with it
@@ -101,8 +101,9 @@ def left(replica):
     engine, scheduler = replica.engine, replica.scheduler
     used = [users for users in scheduler.slots.values() if users]
     pools = [pool.users for pool in engine._pools.values() if pool.users]
-    return [*engine._waiting, *engine._running, *scheduler.running, *scheduler.queued, *used, *pools, *replica._jobs,
-            *replica._leaving, *engine.finished, *replica.tiers.leases, *replica.tiers._flights]  # fmt: skip
+    of_engine = [*engine._waiting, *engine._running, *engine._paused, *engine.finished]
+    return [*of_engine, *scheduler.running, *scheduler.queued, *used, *pools, *replica._jobs,
+            *replica._leaving, *replica.tiers.leases, *replica.tiers._flights]  # fmt: skip
 
 
 def states(replica, path):
@@ -110,10 +111,10 @@ def states(replica, path):
     return [each.state for each in [*replica.scheduler.running, *replica.scheduler.queued] if each.adapter == path]
 
 
-async def tokens(replica, path, new=5):
+async def tokens(replica, path, new=5, account=""):
     """What a request writes; its last reason must be the number of its tokens."""
     out, reason = [], None
-    async for token, reason in replica.stream(path, Request(IDS, max_new_tokens=new)):
+    async for token, reason in replica.stream(path, Request(IDS, max_new_tokens=new, account=account)):
         assert reason in (None, "length")
         out.append(token)
     assert (len(out), reason) == (new, "length")
@@ -123,6 +124,47 @@ async def tokens(replica, path, new=5):
 async def loaded(replica, level):
     (gauges,) = await replica.gauges()
     return sum(value for key, value in gauges.items() if key[:2] == ("lora_adapter_loaded", level))
+
+
+@pytest.mark.parametrize("positions", [4096, 400])
+async def test_a_quiet_account_does_not_wait_for_a_flood(serving, world, positions):
+    """Its answer begins in the next steps, and what is paused for it is written as if nothing had been."""
+    _, _, written = world
+    async with serving(positions=positions) as (replica, _, paths):
+        steps, step = [0], replica.engine.step
+
+        def counted():
+            steps[0] += 1
+            return step()
+
+        replica.engine.step = counted
+        path, digest = paths[NAMES[0]], paths[NAMES[0]].rpartition("/")[2]
+        flood = [asyncio.create_task(tokens(replica, path, 80, account="mallory")) for _ in range(9)]
+        await until(lambda: steps[0] > 20)
+        for _ in range(3):
+            began, first, out, paused = steps[0], None, [], False
+            async for token, _ in replica.stream(None, Request(IDS, max_new_tokens=6, account="bob")):
+                first = first or steps[0]
+                out.append(token)
+                paused |= bool(replica.engine._paused)
+            assert out == written[None][:6]
+            assert paused
+            assert first - began <= 3  # the step that ran, the one that reads, and one that was counted before it told
+            assert steps[0] - first <= 6
+        assert await asyncio.gather(*flood) == [written[digest][:80]] * 9
+
+
+async def test_what_is_paused_may_leave(serving, world):
+    async with serving() as (replica, _, paths):
+        path = paths[NAMES[0]]
+        flood = [asyncio.create_task(tokens(replica, path, 80, account="mallory")) for _ in range(4)]
+        await until(lambda: len(replica.scheduler.running) == 4)
+        quiet = asyncio.create_task(tokens(replica, None, 60, account="bob"))
+        await until(lambda: replica.engine._paused)
+        for each in flood:
+            each.cancel()
+        await asyncio.gather(*flood, return_exceptions=True)
+        assert await quiet == world[2][None][:60]
 
 
 async def test_a_dropped_adapter_leaves_nothing_of_what_was_read_with_it(serving, world):
