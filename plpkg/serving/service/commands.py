@@ -56,7 +56,7 @@ def serve(
     dtype: Annotated[str, Option(help="Of the weights: fp16, bf16, fp32, or auto: the checkpoint's own.")] = "fp32",
     device: Annotated[str, Option(help="cpu or cuda.")] = "cpu",
     grace: Annotated[
-        float, Option(min=0, help="Seconds that answers under way have after SIGTERM, unless a second signal comes.")
+        float, Option(min=0, help="Seconds from SIGTERM to its end, in which answers go on; a second signal ends them.")
     ] = 20,
     cors: Annotated[
         list[str] | None,

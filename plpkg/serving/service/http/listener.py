@@ -13,6 +13,8 @@ from plpkg.serving.service.http.answers import error_response
 
 GRACE_S = 1
 """For how long answers under way go on where the service is to end soon; then they end with an error."""
+CLOSING_S = 2
+"""What the end itself takes: :data:`GRACE_S`, then half a second for who reads nothing, and for the application."""
 
 
 class Protocol(H11Protocol):
@@ -31,10 +33,10 @@ class Protocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Uvicorn's server. When it is to end, it lets nobody in, and who is being answered has ``grace_s`` to the end.
+    """Uvicorn's server. When it is to end, it lets nobody in; who is being answered goes on, and ``grace_s`` is the end.
 
-    SIGINT (Ctrl-C) and any second signal end the grace. From then on it takes about two seconds: what has not ended
-    within :data:`GRACE_S` is told why. Left to itself uvicorn would break the connections off, and close the
+    SIGINT (Ctrl-C) and any second signal end that time. From then on it takes about :data:`CLOSING_S`: what has not
+    ended within :data:`GRACE_S` is told why. Left to itself uvicorn would break the connections off, and close the
     application only then.
     """
 
@@ -65,7 +67,7 @@ class Server(uvicorn.Server):
         for connection in [*self.server_state.connections]:
             connection.shutdown()  # after what is being answered
         began = time.monotonic()
-        while self.server_state.tasks and time.monotonic() < began + self._grace_s:
+        while self.server_state.tasks and time.monotonic() < began + self._grace_s - CLOSING_S:
             await asyncio.sleep(0.1)
 
         async def close() -> None:
