@@ -33,7 +33,7 @@ class Protocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Uvicorn's server. When it is to end, it lets nobody in; who is being answered goes on, and ``grace_s`` is the end.
+    """Uvicorn's server. When it is to end, it lets nobody in, and ends within ``grace_s``; until then answers go on.
 
     SIGINT (Ctrl-C) and any second signal end that time. From then on it takes about :data:`CLOSING_S`: what has not
     ended within :data:`GRACE_S` is told why. Left to itself uvicorn would break the connections off, and close the
