@@ -26,6 +26,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
 MODELS = [
     "smollm2",
     "smollm2-reader",
+    "retention/smollm2-reader",
     "minilm",
     "backbone",
     "reader",
