@@ -19,7 +19,7 @@ Left out: which answer will be short (nobody knows), and shares within an accoun
 """
 
 import math
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -204,26 +204,32 @@ class Scheduler:
     def _decided(self, now_s: float) -> list[Start | Pause | Drop]:
         """What is decided until somebody is paused, which may leave room for who comes first."""
         decisions: list[Start | Pause | Drop] = []
-        accounts = {each.account for each in self.running}
-        accounts |= {each.account for each in self.queued if each.state == "waiting"}
-        reserved_places = reserved_positions = 0
+        running = Counter(each.account for each in self.running)
+        num_accounts = len(running.keys() | {each.account for each in self.queued if each.state == "waiting"})
+        places = self.places - len(self.running)
+        positions = self.positions - sum(each.positions for each in self.running)
         drained = ""  # whose slot takes no newcomers
         for ticket in self._in_order(now_s):
-            places = self.places - len(self.running) - reserved_places
-            positions = self.positions - sum(each.positions for each in self.running) - reserved_positions
+            if min(places, positions) <= 0 and running[ticket.account] + 1 > self._share("places", num_accounts):
+                if num_accounts == 1:
+                    break
+                continue  # there is no room, and none is made for this account
             slot, evicted = self._slot(ticket.adapter)
             fits = slot and ticket.adapter != drained and places > 0 and ticket.positions <= positions
-            paused = [] if fits else self._beyond_their_shares(ticket, len(accounts))
+            paused = [] if fits else self._beyond_their_shares(ticket, num_accounts)
             if paused is not None:
                 decisions += [self._pause(each, now_s) for each in paused]
                 decisions += self._dropped(ticket)
                 _, evicted = self._slot(ticket.adapter)
                 decisions.append(self._start(ticket, evicted, now_s))
+                running[ticket.account] += 1
                 if paused:
                     break
             elif ticket is self._reserved:
                 drained = "" if slot else next(iter(self.slots))
-                reserved_places, reserved_positions = 1, ticket.positions
+            else:
+                continue
+            places, positions = places - 1, positions - ticket.positions  # taken, or reserved for it
         return decisions
 
     def _beyond_their_shares(self, ticket: Ticket, num_accounts: int) -> list[Ticket] | None:
@@ -231,9 +237,11 @@ class Scheduler:
 
         What has the reservation counts as if it ran: it must not be passed.
         """
+        if num_accounts == 1:
+            return None
         reserved = [self._reserved] if self._reserved not in (None, ticket) else []
         running, victims = [*reserved, *self.running], []
-        if num_accounts == 1 or not self._within_its_share(ticket, running, num_accounts):
+        if not self._within_its_share(ticket, running, num_accounts):
             return None
         while (lacking := self._lacking(ticket, running)) is not None:
             victim = self._furthest_beyond(lacking, running, num_accounts)
