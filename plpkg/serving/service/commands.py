@@ -108,7 +108,9 @@ def serve(
         options |= dict(shared_bytes=2**20 * shared_mib, max_model_len=max_model_len)
         if replicas > 1:
             build = functools.partial(replica_of, model, dtype, device, location, downloads, **options)
-            backend = stack.enter_context(replicated(build, replicas, ongoing=2 * batch))
+            backend = stack.enter_context(
+                replicated(build, replicas, ongoing=2 * batch, say=functools.partial(typer.echo, err=True))
+            )
             stack.enter_context(ended_by_signals())  # Ray has taken SIGTERM
             base = base.to("meta")  # its modules and configuration are read here, nothing else
         else:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import ray
@@ -83,14 +84,47 @@ class Replicas:
                 await self._handle.broadcast("call", "close").results_async()
 
 
+def _wait(replicas: int, start_s: float, say: Callable[[str], None]) -> None:
+    """Until all replicas run."""
+    began, told = time.monotonic(), 0
+    while True:
+        (application,) = serve.status().applications.values()
+        (deployment,) = application.deployments.values() or [None]
+        running = deployment.replica_states.get("RUNNING", 0) if deployment else 0
+        for number in range(told + 1, running + 1):
+            say(f"replica {number} of {replicas} runs")
+        told = max(told, running)
+        if application.status == "RUNNING":
+            return
+        if application.status == "DEPLOY_FAILED":
+            reason = deployment.message if deployment else application.message
+            raise ValueError(f"the replicas do not start: {reason.strip().splitlines()[-1]}")
+        if time.monotonic() > began + start_s:
+            raise ValueError(f"{running} of {replicas} replicas run after {start_s:.0f} s: {application.message}")
+        time.sleep(0.2)
+
+
 @contextlib.contextmanager
-def replicated(build: Callable[[], Replica], replicas: int, *, ongoing: int = 64) -> Iterator[Replicas]:
+def replicated(
+    build: Callable[[], Replica],
+    replicas: int,
+    *,
+    ongoing: int = 64,
+    start_s: float = 600,
+    say: Callable[[str], None] = lambda _: None,
+) -> Iterator[Replicas]:
     """Replicas on this machine, which share its cores, until the context ends.
 
     ``build`` makes one in its process, to which it is pickled. Each has at most ``ongoing`` requests (twice the
-    engine's batch leaves its scheduler a choice); 1,024 more wait for one of them.
+    engine's batch leaves its scheduler a choice); 1,024 more wait for one of them. ``say`` is told how far they are.
+
+    Raises
+    ------
+    ValueError
+        They did not start, in ``start_s`` seconds, or for a reason that Ray gives.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    say(f"starting Ray, and {replicas} replicas in processes of their own")
     ray.init("local", include_dashboard=False, log_to_driver=False, num_cpus=replicas, object_store_memory=2**27)
     try:
         serve.start(proxy_location="Disabled")
@@ -98,7 +132,10 @@ def replicated(build: Callable[[], Replica], replicas: int, *, ongoing: int = 64
         limits = dict(max_ongoing_requests=ongoing, max_queued_requests=1024)
         process = serve.deployment(_Process, name="replica", num_replicas=replicas, **limits)
         threads = max(1, (os.cpu_count() or 1) // replicas)
-        yield Replicas(serve.run(process.bind(build, threads), route_prefix=None))
+        target = serve.RunTarget(process.bind(build, threads), route_prefix=None)
+        (handle,) = serve.run_many([target], wait_for_applications_running=False)
+        _wait(replicas, start_s, say)
+        yield Replicas(handle)
     finally:
         serve.shutdown()
         ray.shutdown()

@@ -77,7 +77,9 @@ def test_two_replicas_answer_as_one_and_an_adapter_stays_where_it_is(tmp_path, m
     assert len(set(whole.values())) == len(names)
 
     with contextlib.ExitStack() as stack:
-        backend = stack.enter_context(replicated(replica(store_path, steps), 2))
+        told = []
+        backend = stack.enter_context(replicated(replica(store_path, steps), 2, say=told.append))
+        assert told[1:] == ["replica 1 of 2 runs", "replica 2 of 2 runs"]
         address = stack.enter_context(Listener(app(backend, store, model, tokenizer, name="plpkg-small"))).address
         client = stack.enter_context(httpx.Client(base_url=address, timeout=PATIENCE_S))
 
@@ -144,3 +146,14 @@ ERRORS = [InvalidAdapterError("one"), NotFoundError("none"), OverloadedError("fu
 def test_errors_cross_processes_as_they_are(error):
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
+
+
+def test_replicas_that_cannot_start_say_why(monkeypatch):
+    patient_ray(monkeypatch)
+    from plpkg.serving.service.replicas import replicated
+
+    def build():
+        raise OSError("there is no such model")
+
+    with pytest.raises(ValueError, match=r"the replicas do not start: .*there is no such model"), replicated(build, 1):
+        pass
