@@ -101,6 +101,9 @@ def gather(states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return rows.view(batch, heads, -1, width)
 
 
+NOTHING_BACK = "this cache takes no tokens back"
+
+
 class EvictingLayer(CacheLayerMixin):
     """One layer of the cache. Subclasses say what positions the kept units have.
 
@@ -175,6 +178,10 @@ class EvictingLayer(CacheLayerMixin):
     def reset(self) -> None:
         self.store = self._make_store()
         self.seen, self.positions, self.scores, self.is_initialized = 0, None, None, False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove:
+            raise ValueError(f"{NOTHING_BACK}: crop({tokens_to_remove}) is not possible")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._change(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
@@ -386,13 +393,13 @@ class EvictingCache(Cache):
 
     def activate_past_recording(self) -> None:
         """What ``generate`` calls before it guesses tokens, which it takes back where they are wrong."""
-        self.crop(0)
+        raise ValueError(
+            f"{NOTHING_BACK}: generate without prompt_lookup_num_tokens, an assistant_model or other guesses"
+        )
 
     def crop(self, tokens_to_remove: int) -> None:
-        raise ValueError(
-            "this cache takes no tokens back: generate without prompt_lookup_num_tokens, an assistant_model or any "
-            "other guesses"
-        )
+        for layer in self.evicting.values():
+            layer.crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         raise ValueError("this cache has no beams: its rows stay as they are")

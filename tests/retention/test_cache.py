@@ -145,6 +145,7 @@ def test_what_transformers_caches_can_do_and_this_one_cannot(cache, method):
     before = cache.tensors()
     with pytest.raises(ValueError, match=r"this cache (takes no tokens back|has no beams)"):
         getattr(cache, method)(*[-1] * (method != "activate_past_recording"))
+    cache.crop(0)  # nothing is to be taken back
     assert all(torch.equal(tensor, before[name]) for name, tensor in cache.tensors().items())
 
 

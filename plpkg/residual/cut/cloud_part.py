@@ -71,7 +71,8 @@ class CloudPart(nn.Module):
         """
         if self.make_cache is not None:
             cache = self.make_cache(self.decoder)
-            cache.activate_past_recording()
+            for layer in cache.layers:  # a cache that evicts refuses it as a whole
+                getattr(layer, "activate_past_recording", lambda: None)()
             return cache
         cache = new_cache(self.decoder)
         for layer in cache.layers:

@@ -90,7 +90,7 @@ def test_nothing_is_taken_out_of_it_again(bounded, pair):
 @pytest.mark.parametrize(
     ("scorer", "budget", "message"),
     [
-        (scorers.SirLlm(), 6, "SirLlm needs the tokens, the logits or the sizes of a prompt's chunks"),
+        (scorers.SirLlm(), 6, "SirLlm needs the tokens and the logits, which no layer knows"),
         (scorers.SinkRecent(sink=2, recent=5), 6, "SinkRecent protects sink=2 and recent=5 units, more than budget=6"),
         (scorers.KeyNorm(), 0, "budget must be a whole number of at least 1, got 0"),
     ],

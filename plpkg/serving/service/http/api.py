@@ -355,7 +355,7 @@ async def _gone(*_) -> Response:
 
 
 async def _wrong_fields(_, error: RequestValidationError) -> Response:
-    errors = [(_field(each["loc"][1:]), SAID.get(each["type"], each["msg"])) for each in error.errors()]
+    errors = [(_field(each["loc"][1:]), SAID.get(each.get("type"), each["msg"])) for each in error.errors()]
     return error_response(422, *(": ".join(filter(None, each)) for each in errors), param=errors[0][0] or None)
 
 
