@@ -106,7 +106,7 @@ def merging_prefill(
     scorer = scorer.started(input_ids, budget)
     cache = EvictingCache(model)
     for i, layer in cache.evicting.items():
-        cache.layers[i] = MergingLayer(layer.rotary, merger, i, scorer.sink, scorer.recent)
+        cache.layers[i] = cache.evicting[i] = MergingLayer(layer.rotary, merger, i, scorer.sink, scorer.recent)
     eviction = Eviction(model, cache, scorer, budget, 0, False)
     return PrefillResult(cache, read_chunks(eviction, input_ids, chunk_size, 0), eviction.log, eviction)
 

@@ -5,9 +5,21 @@ import torch
 
 from benchmarks.retention.merge import Merger, merging_prefill, train_merger
 from plpkg.retention import chunked_prefill, scorers
+from plpkg.retention.cache import EvictingCache
+from plpkg.retention.eviction import Eviction
+from plpkg.retention.prefill import read_chunks
 from plpkg.retention.scorers import KeyNorm
 
 from rounding import assert_as_exact
+
+
+def read(model, ids, scorer, budget, chunk_size):
+    """The first layer's store, as it is between two cuts: its keys wait unrotated."""
+    cache = EvictingCache(model)
+    eviction = Eviction(model, cache, scorer.started(ids, budget), budget, 0, False)
+    with torch.no_grad():
+        read_chunks(eviction, ids, chunk_size, 0)
+    return cache.layers[0].store
 
 
 def test_gate_zero_is_plain_eviction(backbone, ids):
@@ -27,7 +39,7 @@ def test_a_mixture_is_worked_out_by_hand(backbone):
     merger = Merger(model, 1, window=3)
     with torch.no_grad():
         merger.gates.fill_(0.25)
-    whole = chunked_prefill(model, ids, scorers.Static(scores), 5, 5).cache.layers[0].store
+    whole = read(model, ids, scorers.Static(scores), 5, 5)
     merged = merging_prefill(model, ids, scorers.Static(scores), 3, 5, merger).cache.layers[0].store
     convolution = merger.convolutions[0]
     for head in range(2):
@@ -53,7 +65,7 @@ def test_protected_units_are_no_mixtures(backbone, ids):
     with torch.no_grad():
         merger.gates.fill_(1.0)
     scorer = scorers.SinkRecent(recent=2)
-    plain = chunked_prefill(model, ids, scorer, 9, 29).cache.layers[0].store
+    plain = read(model, ids, scorer, 9, 29)
     merged = merging_prefill(model, ids, scorer, 9, 29, merger).cache.layers[0].store
     changed = (plain.keys != merged.keys).any(-1)[0, 0].nonzero().flatten().tolist()
     assert changed == [4, 5]
