@@ -51,7 +51,8 @@ def token_ids(ids: Ids, name: str = "input_ids", *, least: int = 1) -> torch.Ten
         mask = torch.as_tensor(mask)
         if mask.numel() != tensor.numel():
             raise ValueError(f"attention_mask is {tuple(mask.shape)}, {name} {tuple(tensor.shape)}")
-        if padding := int((mask == 0).sum()):
+        padding = int((mask == 0).sum())
+        if padding:
             raise ValueError(f"{padding} tokens of {name} are padding: give texts of one length, or one by one")
     return tensor.long() if tensor.ndim == 2 else tensor.long()[None]
 

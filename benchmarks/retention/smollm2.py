@@ -21,7 +21,7 @@ to repeat it is wrong.
 Stabilizers are a quarter of the budget for every method; positions are reassigned. ``±`` is the 95 % interval of the
 mean over texts.
 
-Run: ``python -m benchmarks.retention.smollm2 --missing`` (six hours on one core): sections that the CSV has are left
+Run: ``python -m benchmarks.retention.smollm2 --missing`` (nine hours on one core): sections that the CSV has are left
 out, so it goes on where it stopped. Not part of ``make bench``.
 """
 

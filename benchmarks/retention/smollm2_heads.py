@@ -5,7 +5,7 @@ both followed by questions with their answers, turn by turn; and one is document
 AdamW and clipping are the publication's. In place of its 3,000 steps with a rate of 5e-4 there are 400 with 4e-3, and
 heads are 64 wide, not a quarter of the model.
 
-Run: ``python -m benchmarks.retention.smollm2_heads DIR`` (about two hours on one core); the same command goes on after
+Run: ``python -m benchmarks.retention.smollm2_heads DIR`` (about an hour on one core); the same command goes on after
 a stop. It writes ``data/retention/smollm2-reader``: the heads in half precision, and ``log.csv`` with each step's loss.
 """
 

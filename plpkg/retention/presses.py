@@ -52,7 +52,8 @@ def from_press(press: object, **protection: int) -> Press:
     ValueError
         Another press.
     """
-    if (name := type(press).__name__) not in SAME_IN_CHUNKS:
+    name = type(press).__name__
+    if name not in SAME_IN_CHUNKS:
         raise ValueError(
             f"{name} is not known to score chunks as it scores a whole prompt ({', '.join(SAME_IN_CHUNKS)} are): "
             "write its formula as a scorer (plpkg.retention.scorers)"

@@ -118,7 +118,8 @@ class PrefillResult:
             raise ValueError(f"ask sets {', '.join(given)} itself: give the question as ids, and nothing of the prompt")
         config = generate.get("generation_config") or model.generation_config
         for name in ("num_beams", "num_return_sequences"):
-            if (count := generate.get(name) or getattr(config, name, None) or 1) > 1:
+            count = generate.get(name) or getattr(config, name, None) or 1
+            if count > 1:
                 raise ValueError(f"ask gives one answer a row, got {name}={count}: for several ask in several rows")
         new = generate.get("max_new_tokens") or getattr(config, "max_new_tokens", None) or 1
         with self._lent(model, ids, new - 1) as ids:  # nothing runs after the last one

@@ -227,8 +227,9 @@ def _parts(example: Example, tokenizer) -> tuple:
     """Prompt and answer of an example, in whichever form it is."""
     refused = ValueError(f"an example must be {FORMS}, got {shown(example)}")
     if isinstance(example, Mapping):
-        if read := sorted(READ_BY_MODELS & example.keys()):
-            raise ValueError(f"an example has {read[0]!r}, which is not read here: texts and token ids are")
+        others = sorted(READ_BY_MODELS & example.keys())
+        if others:
+            raise ValueError(f"an example has {others[0]!r}, which is not read here: texts and token ids are")
         if "messages" in example:
             return _parts(example["messages"], tokenizer)
         if {"input_ids", "labels"} <= example.keys():

@@ -189,8 +189,13 @@ class Engine:
         return past
 
     def pause(self, identity: int) -> None:
-        """Take a request out of the steps until :meth:`resume`; its answer goes on as if nothing had been."""
-        each = next(each for each in [*self._waiting, *self._running] if each.identity == identity)
+        """Take a request out of the steps until :meth:`resume`; its answer goes on as if nothing had been.
+
+        ValueError if it neither waits nor runs.
+        """
+        each = next((each for each in [*self._waiting, *self._running] if each.identity == identity), None)
+        if each is None:
+            raise ValueError(f"no request {identity} waits or runs")
         if each in self._waiting:
             self._waiting.remove(each)
         else:
@@ -199,15 +204,21 @@ class Engine:
         self._paused[identity] = each
 
     def drop(self, identity: int) -> None:
-        """Forget what a paused request has read: it reads it again."""
-        each = self._paused[identity]
+        """Forget what a paused request has read: it reads it again. ValueError if it is not paused."""
+        each = self._of_paused(identity)
         _, layers = (0, []) if each.request.reading is None else each.request.reading.units(self.model)
         each.past = self._room(each.request, each.prompt - each.read, each.read, layers)
         each.computed = each.read
 
     def resume(self, identity: int) -> None:
-        """Let a paused request go on, before those that wait."""
-        self._waiting.appendleft(self._paused.pop(identity))
+        """Let a paused request go on, before those that wait. ValueError if it is not paused."""
+        self._waiting.appendleft(self._of_paused(identity))
+        del self._paused[identity]
+
+    def _of_paused(self, identity: int) -> Running:
+        if identity not in self._paused:
+            raise ValueError(f"no request {identity} is paused")
+        return self._paused[identity]
 
     def cancel(self, identity: int) -> None:
         """Drop a request, whether it waits or runs; one that has ended or is unknown is no error."""

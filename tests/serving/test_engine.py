@@ -194,6 +194,15 @@ def test_one_bad_request_leaves_nothing_behind(change, message, make):
     assert left(engine) == ([], [], [], {})
 
 
+def test_what_cannot_be_paused(make):
+    engine = make()
+    for call, reason in ((engine.pause, "no request 7 waits or runs"), (engine.drop, "no request 7 is paused")):
+        with pytest.raises(ValueError, match=reason):
+            call(7)
+    with pytest.raises(ValueError, match="no request 7 is paused"):
+        engine.resume(7)
+
+
 @pytest.mark.parametrize("dropped", [None, False, True])
 @pytest.mark.parametrize("new", [0, 5])
 def test_tokens_are_scored_as_the_model_alone_scores_them(world, make, tools, new, dropped):

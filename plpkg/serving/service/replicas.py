@@ -121,7 +121,8 @@ def replicated(
     Raises
     ------
     ValueError
-        They did not start, in ``start_s`` seconds, or for a reason that Ray gives.
+        They did not start: not within ``start_s`` seconds once Ray runs, which has no limit itself, or for a reason
+        that Ray gives.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     say(f"starting Ray, and {replicas} replicas in processes of their own")

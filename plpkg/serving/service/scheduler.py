@@ -243,7 +243,10 @@ class Scheduler:
         running, victims = [*reserved, *self.running], []
         if not self._within_its_share(ticket, running, num_accounts):
             return None
-        while (lacking := self._lacking(ticket, running)) is not None:
+        while True:
+            lacking = self._lacking(ticket, running)
+            if lacking is None:
+                return victims
             victim = self._furthest_beyond(lacking, running, num_accounts)
             if victim is None:
                 return None
@@ -254,7 +257,11 @@ class Scheduler:
                 ]
             victims += [each for each in leave if each in running]
             running = [each for each in running if each not in leave]
-        return victims
+
+    @property
+    def _whole(self) -> dict[str, int]:
+        """Of each resource, how much there is."""
+        return {"places": self.places, "positions": self.positions, "slots": self.num_slots}
 
     def _used(self, tickets: list[Ticket]) -> dict[str, int]:
         """Of each resource, how much requests use that run."""
@@ -264,8 +271,9 @@ class Scheduler:
         }  # fmt: skip
 
     def _share(self, resource: str, num_accounts: int) -> float:
-        whole = {"places": self.places, "positions": self.positions, "slots": self.num_slots}[resource]
-        return whole / num_accounts if resource == "positions" else max(1, whole / num_accounts)
+        share = self._whole[resource] / num_accounts
+        # Part of a place or of a slot is of no use; positions are many, and a request takes any number of them.
+        return share if resource == "positions" else max(1, share)
 
     def _within_its_share(self, ticket: Ticket, running: list[Ticket], num_accounts: int) -> bool:
         used = self._used([*(each for each in running if each.account == ticket.account), ticket])
@@ -274,8 +282,7 @@ class Scheduler:
     def _lacking(self, ticket: Ticket, running: list[Ticket]) -> str | None:
         """What a request would lack if these were all that run."""
         used = self._used([*running, ticket])
-        whole = {"places": self.places, "positions": self.positions, "slots": self.num_slots}
-        return next((resource for resource, count in used.items() if count > whole[resource]), None)
+        return next((resource for resource, whole in self._whole.items() if used[resource] > whole), None)
 
     def _furthest_beyond(self, resource: str, running: list[Ticket], num_accounts: int) -> Ticket | None:
         """What was started last of the account that is furthest beyond its share, if one is."""

@@ -420,6 +420,11 @@ def test_a_full_account_and_an_overloaded_service_say_so(exact, writers, tmp_pat
         assert service.upload("numpy", writers["numpy"]).status_code == 201
         full = service.upload("torch", writers["torch"])
         assert (full.status_code, "1 versions" in full.text) == (409, True)
+        old = writers["numpy"].digest
+        assert service.complete(f"numpy@{old}").status_code == 200  # it is in memory now
+        assert service.upload("numpy", writers["torch"]).status_code == 201  # the name's only version gives way
+        assert service.complete(f"numpy@{old}").status_code == 404
+        wait_until(lambda: not any(old in path for path in service.replica.tiers.host))
         with service.client.stream("POST", "/v1/completions", json=_long("base")):
             waiting = pool.submit(service.complete, "base", tokens=2)
             wait_until(lambda: service.inside[:2] == (1, 1))

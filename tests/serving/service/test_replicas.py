@@ -148,12 +148,19 @@ def test_errors_cross_processes_as_they_are(error):
     assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
 
 
-def test_replicas_that_cannot_start_say_why(monkeypatch):
+@pytest.mark.parametrize(
+    ("waits_s", "start_s", "reason"),
+    [(0, 600, "the replicas do not start: .*there is no such model"), (1000, 1, "0 of 1 replicas run after 1 s")],
+)
+def test_replicas_that_do_not_start_say_why(waits_s, start_s, reason, monkeypatch):
     patient_ray(monkeypatch)
     from plpkg.serving.service.replicas import replicated
 
-    def build():
+    def build():  # pickled by value, as the processes do not have this module
+        import time
+
+        time.sleep(waits_s)
         raise OSError("there is no such model")
 
-    with pytest.raises(ValueError, match=r"the replicas do not start: .*there is no such model"), replicated(build, 1):
+    with pytest.raises(ValueError, match=reason), replicated(build, 1, start_s=start_s):
         pass

@@ -266,8 +266,12 @@ def app(
                 raise InvalidAdapterError(f"an upload has the files {CONFIG} and {WEIGHTS}, got {', '.join(files)}")
             intake.fullness(files[CONFIG][:MAX_CONFIG_BYTES])
             made = await asyncio.to_thread(read_adapter, files[CONFIG], files[WEIGHTS], model, limits)
+            before = (await store.versions(account)).get(adapter, [])
             version = await store.put(account, adapter, made)
+            gone = {*before} - {*(await store.versions(account))[adapter]}
         names.forget(account, adapter)
+        for each in gone:  # of a full account: nothing is to be left of it in memory
+            await backend.drop(f"{account}/{adapter}/{each}")
         return {"id": adapter, "version": version, "rank": made.rank, "bytes": made.num_bytes}
 
     @api.get("/v1/accounts/{account}/adapters/{adapter}")

@@ -85,7 +85,8 @@ class Completion(Settings):
     @field_validator("best_of")
     @classmethod
     def _as_many(cls, best_of: int | None, info: ValidationInfo) -> int | None:
-        if best_of not in (None, 1, n := info.data.get("n")):
+        n = info.data.get("n")
+        if best_of not in (None, 1, n):
             raise PydanticCustomError("not_served", "must be 1 or n={n}, got {got}", {"n": n, "got": best_of})
         return best_of
 
