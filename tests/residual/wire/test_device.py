@@ -6,6 +6,8 @@ import random
 import re
 import socket
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -385,7 +387,7 @@ def test_nobody_there_is_one_sentence_and_changes_no_gradient(adapted, monkeypat
         if not listening:
             silent.close()
             message += "Connection refused: no cloud is there"
-            monkeypatch.setattr(wire.time, "sleep", slept.append)
+            monkeypatch.setattr(wire, "time", SimpleNamespace(monotonic=time.monotonic, sleep=slept.append))
         with DeviceClient(
             address, adapted(), link=link, timeout_s=0.5 if listening else PATIENCE_S, retry_s=0.5
         ) as client:
