@@ -9,8 +9,6 @@ from plpkg.retention.trials.tasks import FIRST_KEY, FIRST_VALUE
 METHODS = ("Locret", "SnapKV", "H2O", "oracle", "SirLLM", "sink + recent", "key norm", "random")
 STYLES = dict(zip(METHODS, theme.styles(len(METHODS)), strict=True))
 STYLES["full"] = {"color": "0", "linestyle": "-", "marker": "x"}
-STYLES["right note"] = {"color": "#00663a", "linestyle": "-", "marker": "D"}  # the palette's last two are too pale
-STYLES["another note"] = {"color": "#8c2d04", "linestyle": "--", "marker": "v"}
 """One style for a method in every figure: a case has that of the method in its name, or else the full cache's."""
 
 FOUND = "values found (%), better →"  # the label is turned: its arrow points up
@@ -204,49 +202,6 @@ def answers(rows, column: str = "right", ax=None):
     ax.set_xlabel("right answers (%), better →; bars: 95 % over ten texts")
     ax.legend(loc="lower right", fontsize=9)
     return theme.describe(ax, f"Right answers by method. Full cache: {full:.0f} %; {'; '.join(said)}.")
-
-
-def words(rows, ax=None):
-    """Right answers by budget and method, asked once the text is read: ``retention_words``, "budget"."""
-    ax, rows = theme.axes(ax, figsize=(8, 4.4)), rows[rows["question"] == "after"]
-    _shares(ax, rows.dropna(subset="x"), "x")
-    full, low, high = 100 * rows.loc[rows["x"].isna(), ["share", "low", "high"]].iloc[0]
-    ax.axhspan(low, high, color="0.93", zorder=0)
-    ax.axhline(full, color=STYLES["full"]["color"], lw=1, linestyle="--")
-    ax.text(rows["x"].min(), full + 1, "full cache", va="bottom", fontsize=10)
-    ax.set(
-        xlabel="units that each KV head keeps, of some 320; bars and band: 95 %",
-        ylim=(0, 100),
-        ylabel="right answers (%), better →",
-    )
-    theme.name_lines(ax)
-    said = f"full cache {full:.0f} % ({low:.0f} to {high:.0f})"
-    return theme.describe(ax, f"Right answers of 80 by units kept; {said}. {_ends(rows, 'x')}")
-
-
-def long(rows, ax=None):
-    """Right answers by a text's length, with all units and with 64: ``retention_words``, "long"."""
-    ax = theme.axes(ax, figsize=(8, 4.4))
-    _shares(ax, rows, "tokens")
-    ax.set(xlabel="tokens of the text; bars: 95 %", ylim=(0, 100), ylabel="right answers (%), better →")
-    theme.name_lines(ax)
-    return theme.describe(ax, f"Right answers by the length of the text. {_ends(rows, 'tokens')}")
-
-
-def _shares(ax, rows, by: str) -> None:
-    """A line with intervals for each case, over a logarithmic axis of whole numbers."""
-    for case, style in styles(rows["case"].unique()).items():
-        points = 100 * rows[rows["case"] == case].set_index(by)[["low", "share", "high"]].sort_index()
-        around = [points["share"] - points["low"], points["high"] - points["share"]]
-        ax.errorbar(points.index, points["share"], yerr=around, label=case, capsize=2, **style)
-    _powers_of_two(ax, sorted(rows[by].unique()))
-
-
-def _ends(rows, by: str) -> str:
-    """The share of each case at the largest value, in words."""
-    last = rows[rows[by] == rows[by].max()]
-    said = "; ".join(f"{case} {100 * share:.0f} %" for case, share in zip(last["case"], last["share"], strict=True))
-    return f"At {rows[by].max():,.0f}: {said}."
 
 
 def speed(rows, ax=None):

@@ -81,25 +81,6 @@ def test_right_answers_stand_by_method_with_intervals():
     assert plots.answers(pd.DataFrame(rows), ax=ax) is ax
 
 
-@pytest.mark.parametrize(("plot", "by"), [(plots.words, "x"), (plots.long, "tokens")])
-def test_right_answers_have_intervals_and_names(plot, by):
-    full = dict(case="full cache", share=0.75, low=0.7, high=0.8)
-    rows = [full | dict(question=place) for place in ("after", "last")] if by == "x" else []
-    rows += [
-        {"case": case, "question": place, by: x, "share": share, "low": share - 0.1, "high": share + 0.05}
-        for place, more in (("after", 0), ("last", 0.2)) for case, share in (("Locret", 0.5), ("random", 0.25 + more))
-        for x in (64, 32) if by == "x" or place == "after"
-    ]  # fmt: skip
-    ax = plot(pd.DataFrame(rows))
-    line, _, (bars,) = ax.containers[1].lines
-    assert list(line.get_xdata()) == [32, 64]
-    assert list(line.get_ydata()) == pytest.approx([25, 25])
-    assert list(bars.get_segments()[0][:, 1]) == pytest.approx([15, 30])
-    assert {"Locret", "random"} <= {text.get_text() for text in ax.texts}
-    assert [patch.get_y() for patch in ax.patches] == pytest.approx([70] if by == "x" else [])
-    assert "At 64: Locret 50 %; random 25 %." in theme.alt(ax.figure)
-
-
 def test_budget_has_the_intervals_of_its_models():
     shares = {"Locret": [1.0, 1.0, 1.0], "H2O": [0.4, 0.5, 0.6]}
     rows = pd.DataFrame([dict(case=c, x=x, of_full=share) for c, s in shares.items() for share in s for x in (8, 16)])
