@@ -12,7 +12,7 @@ to repeat it is wrong.
 * answers: right answers, and nats on the expected one, by text, length, method and budget. The oracle keeps by the
   labels of these ten answers; ``Locret, first four`` protects the first four units as well.
 * asked: SnapKV as published. It reads text and question in one chunk, once a question.
-* rounded: a quarter kept by Locret, 4k, its units in 4 or 2 bits (KIVI's scheme).
+* rounded: units in 4 or 2 bits (KIVI's scheme): all at 1k, and a quarter kept by Locret at 4k.
 * nats: how well the next 128 tokens of documentation that nothing has learnt from are predicted, by length.
 * folder: questions about twelve notes of a person, all read at once, by two hands of which nothing was chosen.
 * whole diary: 60 questions, read within an eighth once, saved, and asked in another process.
@@ -220,6 +220,8 @@ def rows_of_asked(length: str) -> Iterator[dict]:
 def rows_of_rounded() -> Iterator[dict]:
     for bits in (4, 2):
         store = quantized(bits, "kivi", 32)
+        for among in ("documentation", "diary"):
+            yield case_of(among, "1k", f"full cache, {bits} bit", METHODS["sink + recent"], 1, store)
         yield case_of("documentation", "4k", f"Locret, {bits} bit", METHODS["Locret"], 4, store)
 
 

@@ -25,7 +25,7 @@ from plpkg.adapters import CONFIG, WEIGHTS, read_adapter
 from plpkg.cli import app as cli
 from plpkg.serving.engine import Engine
 from plpkg.serving.requests import Request
-from plpkg.serving.service.http import api, bodies
+from plpkg.serving.service.http import adapters, bodies, completions
 from plpkg.serving.service.http.api import app
 from plpkg.serving.service.http.door import MAX_BODY_BYTES, Door
 from plpkg.serving.service.http.listener import Listener
@@ -277,11 +277,12 @@ def test_a_chat_may_have_tools_in_its_past(exact, tmp_path):
         dict(role="tool", content="dry", tool_call_id="c1"),
     ]
     with served(exact[0], tokenizer, Store(tmp_path)) as service:
-        asked = service.client.post("/tokenize", json=dict(messages=turns)).json()
-        said = service.client.post("/detokenize", json=dict(tokens=asked["tokens"])).json()["prompt"]
-        assert said == "user:ab;assistant:Bonn;tool:dryc1;"
+        read = tokenizer("user:ab;assistant:Bonn;tool:dryc1;")["input_ids"]
         with service.openai() as client:
-            assert client.chat.completions.create(model="base", messages=turns, max_tokens=1).choices
+            answer = client.chat.completions.create(model="base", messages=turns, max_tokens=8, temperature=0)
+            same = client.completions.create(model="base", prompt=read, max_tokens=8, temperature=0)
+        assert answer.choices[0].message.content == same.choices[0].text
+        assert answer.usage.prompt_tokens == len(read)
         for wrong, field in (
             (dict(role="user", content=None), "content is missing"),
             (dict(role="user", content=[dict(type="image_url", image_url="a")]), "messages.0.content.0.type"),
@@ -293,46 +294,10 @@ def test_a_chat_may_have_tools_in_its_past(exact, tmp_path):
             assert (refused.status_code, field in refused.json()["error"]["reasons"][0]) == (422, True), refused.text
 
 
-def test_what_vllms_clients_ask_besides(service, exact):
-    def post(path, **body):
-        return service.client.post(path, json=body)
-
-    ids, positions = exact[1](PROMPT)["input_ids"], exact[0].config.max_position_embeddings
-    told = post("/tokenize", model="numpy", prompt=PROMPT, return_token_strs=True).json()
-    assert told == dict(
-        count=len(ids), max_model_len=positions, tokens=ids, token_strs=exact[1].convert_ids_to_tokens(ids)
-    )
-    assert post("/detokenize", model="base", tokens=ids).json() == dict(prompt=PROMPT)
-    assert [post("/tokenize", model="pandas", prompt="a").status_code, post("/tokenize").status_code] == [404, 422]
+def test_the_longest_text_and_the_version_are_told(service, exact):
+    positions = exact[0].config.max_position_embeddings
     assert {each["max_model_len"] for each in service.client.get("/v1/models").json()["data"]} == {positions}
     assert service.client.get("/version").json() == dict(version=plpkg.__version__)
-
-
-def test_an_adapter_may_have_another_name_for_a_while(service, client, writers, text):
-    def post(what, **body):
-        return service.client.post(f"/v1/{what}_lora_adapter", json=body).status_code
-
-    version, fields = writers["numpy"].digest, dict(prompt=PROMPT, max_tokens=NEW, temperature=0)
-    assert post("load", lora_name="mine", lora_path=f"numpy@{version}") == 200
-    assert post("load", lora_name="mine", lora_path="torch") == 400  # it is taken
-    assert client.completions.create(model="mine", **fields).choices[0].text == text(PROMPT, "numpy")
-    assert post("load", lora_name="mine", lora_path="torch", load_inplace=True) == 200
-    assert client.completions.create(model="mine", **fields).choices[0].text == text(PROMPT, "torch")
-    assert "mine" in [each.id for each in client.models.list()]
-    assert [post("unload", lora_name="mine") for _ in "12"] == [200, 404]
-    assert service.complete("mine").status_code == 404
-    assert [post(what, lora_name="numpy", lora_path="numpy") for what in ("load", "unload")] == [200, 422]
-    assert post("load", lora_name="later", lora_path="torch") == 200
-    assert service.upload("later", writers["peft"]).status_code == 201  # which has the name from now on
-    assert client.completions.create(model="later", **fields).choices[0].text == text(PROMPT, "peft")
-    assert service.client.delete("/v1/accounts/local/adapters/later").status_code == 200
-    assert post("unload", lora_name="numpy") == 200
-    wait_until(lambda: not any("/numpy/" in each for each in service.replica.engine.adapters))
-    assert service.complete("numpy").status_code == 200  # the store still has it
-    for name, path in (("numpy", "torch"), ("base", "torch"), ("a/b", "torch")):
-        assert post("load", lora_name=name, lora_path=path) == 400
-    for path in ("pandas", "/etc", "../numpy", f"numpy@{'0' * 63}", "local/numpy"):
-        assert post("load", lora_name="other", lora_path=path) == 404
 
 
 # What is refused
@@ -630,19 +595,17 @@ def test_values_that_change_nothing_are_taken_and_others_refused_by_name(service
                 kind.model_validate({"model": "base", name: {"another": 1}} | given_as)
             assert [each["loc"] for each in raised.value.errors()] == [(name,)]
     settings = {name: values[0] for name, values in NEUTRAL.items() if values}
-    settings |= dict(user="a", metadata={"a": "b"}, service_tier="auto", parallel_tool_calls=True, seed=-1, best_of=1)
-    settings |= dict(logit_bias={}, logprobs=False, echo=False)
+    settings |= dict(user="a", metadata={"a": "b"}, service_tier="auto", parallel_tool_calls=True, seed=-1)
+    settings |= dict(logit_bias={}, logprobs=False)
     for path, given_as, more in (
-        ("completions", dict(prompt=PROMPT), dict(suffix="")),
+        ("completions", dict(prompt=PROMPT), dict(suffix="", best_of=1, echo=False)),
         ("chat/completions", turns, {}),
     ):
         body = dict(model="base", max_tokens=4, temperature=0) | given_as
         plain, answer = (service.client.post(f"/v1/{path}", json=body | each) for each in ({}, settings | more))
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"] == plain.json()["choices"]
-    other = dict(
-        top_k=5, repetition_penalty=1.1, store=True, tool_choice="required", min_tokens=True, stop_token_ids=[1]
-    )
+    other = dict(top_k=5, repetition_penalty=1.1, store=True, tool_choice="required", min_tokens=True, tools=[1])
     refused = service.client.post("/v1/completions", json=body | dict(prompt="a") | other)
     assert all(f"{name}: only " in refused.json()["error"]["message"] for name in other)
 
@@ -680,7 +643,7 @@ def test_an_accounts_uploads_are_in_memory_one_at_a_time(service, writers, monke
         finally:
             alone.release()
 
-    monkeypatch.setattr(api, "read_adapter", slow)
+    monkeypatch.setattr(adapters, "read_adapter", slow)
     with ThreadPoolExecutor(6) as threads:
         made = list(threads.map(lambda _: service.upload("mine", writers["numpy"]).status_code, range(6)))
     assert made == [201] * 6
@@ -699,7 +662,7 @@ async def test_a_model_that_does_not_say_how_long_a_text_may_be(base, tmp_path):
     async with httpx.AsyncClient(transport=httpx.ASGITransport(application), base_url="http://localhost") as client:
         answer = await client.post("/v1/completions", json=dict(model="base", prompt=[1, 2]))
     assert answer.status_code == 200
-    assert backend.request.max_new_tokens == api.COMPLETION_TOKENS
+    assert backend.request.max_new_tokens == completions.COMPLETION_TOKENS
 
 
 def test_who_goes_while_the_store_hangs_leaves_no_question(base, tmp_path, monkeypatch):
@@ -868,7 +831,7 @@ def test_a_client_that_goes_leaves_nothing_behind(exact, writers, tmp_path, aske
         assert service.complete("numpy").status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/v1/accounts/local/adapters/mine"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/accounts/local/adapters/mine"])
 async def test_a_client_that_goes_within_its_body_is_no_error(path, base, tmp_path):
     """Or each would leave a traceback in the log."""
     kind = b"multipart/form-data; boundary=b" if "adapters" in path else b"application/json"

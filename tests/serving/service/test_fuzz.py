@@ -35,10 +35,6 @@ OPERATIONS = [
     ("POST", "/v1/accounts/{account}/adapters/{adapter}"),
     ("GET", "/v1/accounts/{account}/adapters/{adapter}"),
     ("DELETE", "/v1/accounts/{account}/adapters/{adapter}"),
-    ("POST", "/tokenize"),
-    ("POST", "/detokenize"),
-    ("POST", "/v1/load_lora_adapter"),
-    ("POST", "/v1/unload_lora_adapter"),
     ("GET", "/metrics"),
     ("GET", "/health"),
     ("GET", "/ping"),
@@ -105,7 +101,7 @@ FIELDS += [b'"seed": 1' + b"0" * 5000, b'"max_tokens": 1' + b"0" * 300]
 )
 @pytest.mark.parametrize("kind", ["application/json", "text/plain", "multipart/form-data", ""])
 def test_no_body_is_an_error_of_the_service(service, body, kind):
-    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/v1/accounts/local/adapters/bad"):
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/accounts/local/adapters/bad"):
         response = service.client.post(path, content=body, headers={"Content-Type": kind})
         assert 400 <= response.status_code < 500, (path, response.text)
         assert response.json()["error"]["code"] == response.status_code

@@ -1,8 +1,9 @@
-"""Many cheap items, and what is never finished: refused, charged to its account, and given back."""
+"""Bodies that cost much, and requests that never finish: refused, charged to its account, and given back."""
 
 import asyncio
 import contextlib
 import errno
+import itertools
 import json
 import socket
 import tempfile
@@ -13,17 +14,16 @@ from unittest import mock
 from urllib.parse import urlsplit
 
 import pytest
-from hypothesis import given, settings, strategies as st
-from starlette.exceptions import HTTPException
 
-from plpkg.serving.service.http import api, bodies, intake
+from plpkg.adapters import CONFIG, WEIGHTS, AdapterLimits
+from plpkg.serving.service.http import adapters, api, bodies, intake
 from plpkg.serving.service.http.accounts import Keys
 from plpkg.serving.service.http.answers import merged
-from plpkg.serving.service.http.intake import MOST, REQUEST_BYTES, Intake
+from plpkg.serving.service.http.intake import REQUEST_BYTES, Intake
 from plpkg.serving.service.store import Store, StoreError
 
 from served import served
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 KEYS = {"ann": "a" * 16, "bob": "b" * 16}
 
@@ -37,70 +37,84 @@ def service(base, tmp_path, monkeypatch):
     """Of two accounts, each of which may hold little."""
     monkeypatch.setattr(api, "MAX_HELD", 8 * REQUEST_BYTES)
     keys = Keys(f"{account} {key}" for account, key in KEYS.items())
-    with served(*base, Store(tmp_path), keys=keys, limits=api.AdapterLimits(max_bytes=2**14)) as service:
+    with served(*base, Store(tmp_path), keys=keys, limits=AdapterLimits(max_bytes=2**14)) as service:
         yield service
 
 
-# Many cheap items
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)
-)
+# What a body costs
 
 
-def walked(value):
-    """Strings, lists and objects, and values after a comma."""
-    if isinstance(value, str):
-        return 1, 0, 0
-    if not isinstance(value, list | dict):
-        return 0, 0, 0
-    inside = [*value] + ([*value.values()] if isinstance(value, dict) else [])
-    sums = map(sum, zip((0, 1, max(0, len(value) - 1)), *map(walked, inside), strict=True))
-    return tuple(sums)
+def repeated(item, head='"prompt": [', tail="]"):
+    """A body of some 500 kB."""
+    return f'{{"model": "base", {head}{",".join([item] * (2**19 // (len(item) + 1)))}{tail}}}'.encode()
 
 
-@settings(max_examples=200, derandomize=True)
-@given(value=JSON, plain=st.booleans())
-def test_items_are_counted_as_a_parser_would(value, plain):
-    body = json.dumps(value, ensure_ascii=plain).encode(errors="surrogatepass")
-    assert dict(intake._items(body)) == dict(zip(MOST, walked(value), strict=True))
-
-
-def repeated(item, count=2**18, head='"prompt": [', tail="]"):
-    return f'{{"model": "base", {head}{",".join([item] * count)}{tail}}}'.encode()
-
-
+TURN = '"messages": [{"role": "user", "content": ['
 MANY = {
-    "lists in lists": repeated("[" * 100 + "]" * 100, 2**12),
+    "lists in lists": repeated("[" * 100 + "]" * 100),
     "objects": repeated("{}"),
     "numbers": repeated("0"),
     "nulls": repeated("null", head='"stop": ['),
     "escaped quotes": repeated('"\\""'),
-    "backslashes": repeated('"\\\\"'),
     "keys": repeated('"a": 1', head='"metadata": {', tail="}"),
-    "tools": repeated('{"type": "function"}', 2**15, head='"tools": ['),
-    "in a string's neighbourhood": repeated('["\\\\", [], "\\\\\\""]', 2**15),
+    "tools": repeated('{"type": "function"}', head='"tools": ['),
+    "messages": repeated('{"role": "user", "content": "a"}', head='"messages": ['),
+    "parts": repeated('{"type": "text", "text": "a"}', head=TURN, tail="]}]"),
+    "too deep": repeated("[" * 2**18),
 }
 
 
-@pytest.mark.parametrize("body", MANY.values(), ids=MANY)
-def test_many_items_are_refused(body):
-    with pytest.raises(HTTPException, match=r"a body may have [\d,]+ (strings|lists|values).*, this one has [\d,]+"):
-        intake.fullness(body)
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_many_items_are_refused_at_once_and_in_few_words(service, monkeypatch, path):
+    monkeypatch.setattr(intake, "PAUSE", 0)
+    headers = header("ann") | {"Content-Type": "application/json"}
+    for name, body in MANY.items():
+        answer = service.client.post(f"/v1/{path}", content=body, headers=headers)
+        assert answer.status_code in (400, 422), name
+        assert len(answer.content) < 10_000, name
+    assert status(service, "bob") == 200
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32-be", "latin-1"])
-def test_no_other_encoding_hides_items(encoding):
+def test_json_is_utf_8(encoding):
     body = json.dumps(dict(model="é", prompt=['"\\'] * 99), ensure_ascii=False).encode(encoding)
     with pytest.raises(intake.RequestValidationError, match="the body cannot be read"):
         intake.parsed(body, bodies.Completion)
 
 
-@pytest.mark.parametrize("prompt", ['[{"a": "b,"}]\\' * 2**16, ["f({[,]})"] * 64, [[7] * 2**10] * 64])
-def test_long_texts_are_no_items(prompt):
-    body = json.dumps(dict(model="base", prompt=prompt)).encode()
-    assert intake.fullness(body) <= 1
-    assert intake.parsed(body, bodies.Completion).prompt == ([prompt] if isinstance(prompt, str) else prompt)
+def large(account="ann"):
+    return dict(json=dict(model="base", prompt="a " * intake.SMALL), headers=header(account))
+
+
+def test_after_a_body_its_account_waits_as_long_as_it_took_nine_times(service, monkeypatch):
+    clock = itertools.count(step=0.02)
+    monkeypatch.setattr(intake.time, "thread_time", lambda: next(clock))
+    began = time.monotonic()
+    for _ in range(3):
+        assert service.client.post("/v1/completions", **large()).status_code == 400  # too long for the model
+    assert time.monotonic() - began >= 2 * 9 * 0.02
+
+
+def test_a_body_that_takes_too_long_is_given_up_and_keeps_its_turn(service, monkeypatch):
+    go_on, parsed = threading.Event(), intake.parsed
+
+    def slow(body, kind):
+        go_on.wait(PATIENCE_S)
+        return parsed(body, kind)
+
+    monkeypatch.setattr(intake, "PARSE_S", 0.1)
+    monkeypatch.setattr(intake, "parsed", slow)
+    answer = service.client.post("/v1/completions", **large())
+    assert answer.status_code == 429
+    assert "the body could not be read within 0.1 s" in answer.text
+    monkeypatch.setattr(intake, "parsed", parsed)
+    monkeypatch.setattr(intake, "PARSE_S", PATIENCE_S)
+    with ThreadPoolExecutor(1) as thread:
+        later = thread.submit(service.client.post, "/v1/completions", **large())
+        assert service.client.post("/v1/completions", **large("bob")).status_code == 400
+        assert not later.done()
+        go_on.set()
+        assert later.result().status_code == 400
 
 
 def test_an_accounts_bodies_are_parsed_one_at_a_time_and_nobody_elses_waits(service, monkeypatch):
@@ -256,13 +270,13 @@ def test_what_the_service_lacks_is_an_error_in_json(service, monkeypatch, place)
     owner, name = {
         "the body is parsed": (intake, "parsed"),
         "an upload is kept": (tempfile.SpooledTemporaryFile, "write"),
-        "an upload is read": (api, "read_adapter"),
+        "an upload is read": (adapters, "read_adapter"),
         "the store is asked": (Store, "current"),
     }[place]
     path, asked = "completions", dict(json=dict(model="mine", prompt="a"))
     if "upload" in place:
         path = "accounts/ann/adapters/mine"
-        asked = dict(files={part: (part, b"{}") for part in (api.CONFIG, api.WEIGHTS)})
+        asked = dict(files={part: (part, b"{}") for part in (CONFIG, WEIGHTS)})
     for error, expected in LACKING:
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, mock.Mock(side_effect=error))

@@ -31,7 +31,6 @@ class Usage(Sent):
 
     include_usage: bool = False
     include_obfuscation: bool = Field(False, description="Not used.")
-    continuous_usage_stats: only((False,)) = False
 
 
 def _listed(value):
@@ -80,7 +79,6 @@ class Completion(Settings):
     echo: bool | None = Field(False, description="The prompt's text comes first, and its log-probabilities.")
     logprobs: Annotated[int | None, Field(ge=0, le=TOP), BeforeValidator(lambda v: None if v is False else v)] = None
     suffix: only(("",)) = ""
-    add_special_tokens: only((True,)) = True
 
     @field_validator("best_of")
     @classmethod
@@ -116,7 +114,7 @@ class ContentPart(Sent):
 
 Parts = Annotated[
     list[ContentPart],
-    Field(min_length=1, fail_fast=True),
+    Field(min_length=1, max_length=2**11, fail_fast=True),
     BeforeValidator(lambda v: [{"type": "text", "text": v}] if isinstance(v, str) else v, str | list[ContentPart]),
 ]
 
@@ -130,7 +128,7 @@ class ChatMessage(create_model("Turn", __base__=Sent, **neutral(TURN))):
     role: Literal["developer", "system", "user", "assistant", "tool", "function"]
     content: Parts | None = Field(None, description="An assistant's may be null.")
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=64, fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -148,20 +146,12 @@ class ChatMessage(create_model("Turn", __base__=Sent, **neutral(TURN))):
         return said | {"content": "".join(part.text for part in self.content or [])}
 
 
-Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
-
-
 class Chat(Settings):
     """A request to answer, through the tokenizer's chat template."""
 
-    messages: Messages
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=2**11, fail_fast=True)]
     logprobs: bool | None = False
     top_logprobs: int | None = Field(0, ge=0, le=TOP, description="With logprobs only.")
-    best_of: only((1,)) = 1
-    echo: only((False,)) = False
-    add_special_tokens: only((False,)) = False
-    add_generation_prompt: only((True,)) = True
-    continue_final_message: only((False,)) = False
 
     @field_validator("top_logprobs")
     @classmethod
@@ -169,42 +159,3 @@ class Chat(Settings):
         if top_logprobs and not info.data.get("logprobs"):
             raise PydanticCustomError("not_served", "needs logprobs=true")
         return top_logprobs
-
-
-class Tokenize(Sent):
-    """A text, or a chat, of which the ids are asked for."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Messages | None = None
-    add_special_tokens: bool = Field(True, description="Not of a chat, whose template writes them.")
-    add_generation_prompt: bool = True
-    return_token_strs: bool = False
-
-    @model_validator(mode="after")
-    def _asks(self):
-        if (self.prompt is None) == (self.messages is None):
-            raise PydanticCustomError("not_said", "either prompt or messages is needed")
-        return self
-
-
-class Detokenize(Sent):
-    """Ids of which the text is asked for."""
-
-    model: str | None = None
-    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
-
-
-class Unload(Sent):
-    """A name under which an adapter was loaded."""
-
-    lora_name: str
-    lora_int_id: int | None = Field(None, description="Not used.")
-
-
-class Load(Unload):
-    """A name for one of the account's adapters."""
-
-    lora_path: str = Field(description="NAME or NAME@SHA256 in the store; never a path.")
-    base_model_name: str | None = Field(None, description="Not used.")
-    load_inplace: bool = Field(False, description="The name may be taken.")

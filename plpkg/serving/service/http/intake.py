@@ -1,14 +1,16 @@
-"""What an account's requests hold and cost before they are answered: bytes in memory and on disk, and items of JSON.
+"""What an account's requests hold and cost before they are answered: bytes in memory and on disk, and time to parse.
 
-Bytes alone say little: four MiB of JSON may be one text, or a million lists. Items are counted before JSON is parsed,
-which costs little beside what the items would. What a request may hold is claimed when its head has come, and given
-back at its end: its body, wherever that is kept, what its answer may leave unread, and a little for itself.
+What a request may hold is claimed when its head has come, and given back at its end: its body, wherever that is kept,
+what its answer may leave unread, and a little for itself. Bytes alone do not say what a body costs to parse: four MiB
+of JSON may be one text, or a million lists. So bodies are parsed beside the event loop, an account's one after the
+other, and after each the account waits in proportion to the time that it took.
 """
 
 import asyncio
 import json
+import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
@@ -18,18 +20,17 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from plpkg.serving.service.http.answers import refusal
-from plpkg.serving.service.http.door import MAX_BODY_BYTES
 from plpkg.serving.service.scheduler import OverloadedError
 from plpkg.serving.service.store import NotFoundError
 from plpkg.untrusted import require_characters
 
-MOST = {"strings": 2**14, "lists and objects": 2**11, "values": 2**17}
-"""Of each in a body; ids of prompts are values."""
 SMALL = 2**12
 """Bytes of a body that takes less time to parse than a thread takes to begin."""
-TURN_S, REFUSED_S = 1, 0.01
-"""How long a body that is as full as it may be takes its account's turn (one half as full takes a quarter of it), and
-how long a request that is refused."""
+PARSE_S = 10
+"""How long a request waits for its body to be parsed."""
+PAUSE, REFUSED_S = 9, 0.01
+"""How many times as long as a body took does its account wait for the next one (a parser has the interpreter to itself:
+an account has a tenth of it), and how long, in seconds, after a request that is refused."""
 MAX_HELD = 2**29
 """Bytes that an account's unfinished requests may hold, beside one upload of the largest size: 64 long prompts, say."""
 REQUEST_BYTES, TOKEN_BYTES = 2**17, 128
@@ -102,31 +103,29 @@ async def _read(call: Request, kind: type[BaseModel]) -> BaseModel:
         raise HTTPException(415, f"the body must be application/json, its Content-Type is {media!r}")
     body = await call.body()
     if len(body) <= SMALL:
-        fullness(body)
         return parsed(body, kind)
-    turn, full = call.state.turn, 1.0
+    turn, loop = call.state.turn, asyncio.get_running_loop()
+
+    def parse() -> BaseModel:
+        began = time.thread_time()
+        try:
+            return parsed(body, kind)
+        finally:
+            pause = PAUSE * (time.thread_time() - began)
+            loop.call_soon_threadsafe(loop.call_later, pause, turn.release)
+
     await turn.acquire()
+    parsing = asyncio.shield(asyncio.to_thread(parse))  # a thread cannot be stopped: it keeps the turn until it ends
     try:
-        full = await asyncio.to_thread(fullness, body)
-        return await asyncio.to_thread(parsed, body, kind)
-    finally:
-        asyncio.get_running_loop().call_later(TURN_S * full**2, turn.release)
-
-
-def fullness(body: bytes) -> float:
-    """The share that a body in JSON has of what it may, by bytes or by items. HTTPException if it has more."""
-    shares = [len(body) / MAX_BODY_BYTES]
-    for what, count in _items(body):
-        if count > MOST[what]:
-            raise HTTPException(413, f"a body may have {MOST[what]:,} {what}, this one has {count:,}")
-        shares.append(count / MOST[what])
-    return max(shares)
+        return await asyncio.wait_for(parsing, PARSE_S)
+    except TimeoutError:
+        raise OverloadedError(f"the body could not be read within {PARSE_S} s", 1) from None
 
 
 def parsed(body: bytes, kind: type[BaseModel]) -> BaseModel:
     """A body in JSON as a model. RequestValidationError if it is not JSON, or not what the model says."""
     try:
-        value = json.loads(body.decode("utf-8-sig"))  # other encodings would hide items from the count
+        value = json.loads(body.decode("utf-8-sig"))
         require_characters(body, value)
     except (ValueError, RecursionError) as error:
         raise RequestValidationError([{"loc": ("body", 0), "msg": f"the body cannot be read: {error}"}]) from None
@@ -134,12 +133,3 @@ def parsed(body: bytes, kind: type[BaseModel]) -> BaseModel:
         return kind.model_validate(value)
     except ValidationError as error:
         raise RequestValidationError([each | {"loc": ("body", *each["loc"])} for each in error.errors()]) from None
-
-
-def _items(body: bytes) -> Iterator[tuple[str, int]]:
-    """How many there are of what :data:`MOST` names, the cheapest first; values are those after a comma."""
-    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
-    yield "strings", plain.count(b'"') // 2
-    outside = b"".join(plain.split(b'"')[::2])
-    yield "lists and objects", outside.count(b"[") + outside.count(b"{")
-    yield "values", outside.count(b",")

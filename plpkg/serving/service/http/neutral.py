@@ -9,41 +9,25 @@ from pydantic_core import PydanticCustomError
 from plpkg.validation import shown
 
 NEUTRAL = {
-    name: values
-    for values, names in (
-        # How a token is chosen
-        ((0,), "presence_penalty frequency_penalty min_p top_a penalty_alpha xtc_probability mirostat dry_multiplier"),
-        ((0,), "dynatemp_range epsilon_cutoff eta_cutoff"),
-        ((1,), "repetition_penalty repeat_penalty length_penalty typical_p tfs_z guidance_scale num_beams"),
-        ((0, -1), "top_k no_repeat_ngram_size"),
-        ((False,), "use_beam_search early_stopping ignore_eos"),
-        (([],), "bad_words allowed_token_ids logits_processors stop_token_ids"),
-        ((), "structured_outputs guided_json guided_regex guided_choice guided_grammar"),
-        ((), "json_schema grammar regex ebnf prediction"),
-        (({"type": "text"},), "response_format"),
-        (("none",), "reasoning_effort"),
-        (("medium",), "verbosity"),
-        ((["text"],), "modalities"),
-        # What is read
-        (([],), "documents tools functions"),
-        (("none", "auto"), "tool_choice function_call"),  # there are no tools to choose from
-        (({},), "chat_template_kwargs mm_processor_kwargs vllm_xargs"),
-        ((False,), "safe_prompt"),
-        ((), "chat_template truncate_prompt_tokens prompt_embeds kv_transfer_params web_search_options"),
-        # What is told and kept
-        ((0,), "min_tokens min_length priority"),
-        ((True,), "skip_special_tokens spaces_between_special_tokens detokenize"),
-        ((False,), "include_stop_str_in_output return_token_ids return_tokens_as_token_ids prompt_logprobs"),
-        ((False,), "store background"),
-        ((), "audio"),
-    )
-    for name in names.split()
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens"), (0,)),
+    **dict.fromkeys(("ignore_eos", "store"), (False,)),
+    **dict.fromkeys(("tools", "functions"), ([],)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),  # there are no tools to choose from
+    **dict.fromkeys(("audio", "prediction", "web_search_options"), ()),
+    "top_k": (0, -1),
+    "repetition_penalty": (1,),
+    "skip_special_tokens": (True,),
+    "response_format": ({"type": "text"},),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "modalities": (["text"],),
+    "chat_template_kwargs": ({},),
 }
-"""Settings that are not served, and the values with which they change nothing; nor does null."""
+"""OpenAI's settings, and those of vLLM that other clients send, which are not served: the values with which they change
+nothing; nor does null."""
 UNUSED = {
-    **dict.fromkeys(("user", "safety_identifier", "service_tier", "request_id", "cache_salt"), str),
-    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention"), str),
-    **dict.fromkeys(("parallel_tool_calls", "cache_prompt", "include_reasoning"), bool),
+    **dict.fromkeys(("user", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_retention"), str),
+    "parallel_tool_calls": bool,
     "metadata": dict[str, str],
 }
 """Settings that change nothing whatever they hold."""

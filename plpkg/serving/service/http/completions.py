@@ -1,0 +1,171 @@
+"""Completions and chats as OpenAI's clients ask for them.
+
+A request for an adapter is answered with that adapter or with an error, never by the base.
+"""
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Sequence
+
+from fastapi import APIRouter, Request as Call
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from plpkg.serving.requests import Request
+from plpkg.serving.service.http import bodies
+from plpkg.serving.service.http.answers import ChatCompletion, Completion, Events, merged, starts, texts
+from plpkg.serving.service.http.intake import TOKEN_BYTES, Parsed
+from plpkg.serving.service.http.logprobs import Spelling
+from plpkg.serving.service.http.metrics import Metrics
+from plpkg.serving.service.http.names import Names
+
+COMPLETION_TOKENS, CHAT_TOKENS = 16, 256
+"""Written at most where a request does not say."""
+MOST_ANSWERS, MOST_SCORED = 64, 2**20
+"""Answers to a request, and values of its prompts' log-probabilities."""
+EVENTS = {200: {"content": {Events.media_type: {}}}}
+
+
+class Completions:
+    """Routes of what the base and an account's adapters write.
+
+    Parameters
+    ----------
+    backend
+        A :class:`~plpkg.serving.service.replica.Replica`, or what stands for several.
+    tokenizer
+        The base's, a fast one.
+    names, metrics
+        What accounts call adapters, and what is counted.
+    positions
+        Of the longest text, prompt and answer.
+    """
+
+    def __init__(self, backend, tokenizer, names: Names, metrics: Metrics, positions: int) -> None:
+        self._backend, self._tokenizer, self._names, self._metrics = backend, tokenizer, names, metrics
+        self._positions, self._spelling = positions, Spelling(tokenizer)
+        self._characters = positions * max(map(len, tokenizer.get_vocab()))  # of so many tokens, each the longest
+        self.router = APIRouter(route_class=Parsed)
+        self.router.post("/v1/completions", responses=EVENTS)(self.complete)
+        self.router.post("/v1/chat/completions", responses=EVENTS)(self.chat)
+
+    async def complete(self, call: Call, body: bodies.Completion) -> Response:
+        """Continue one or more texts, or ids."""
+        prompts = echoes = body.prompt
+        if isinstance(prompts[0], str):
+            self._require_readable(prompts)
+            prompts = (await asyncio.to_thread(self._tokenizer, prompts))["input_ids"]
+        elif body.echo:
+            echoes = await asyncio.to_thread(self._tokenizer.batch_decode, prompts, skip_special_tokens=True)
+        echoes = echoes if body.echo else ()
+        return await self._answer(call, body, prompts, Completion, COMPLETION_TOKENS, body.logprobs, echoes)
+
+    async def chat(self, call: Call, body: bodies.Chat) -> Response:
+        """Answer a chat, through the tokenizer's template."""
+        if self._tokenizer.chat_template is None:
+            raise ValueError(f"the tokenizer of {self._names.base} has no chat template: use /v1/completions")
+        turns = [each.turn for each in body.messages]
+        self._require_readable(["".join(str(each) for turn in turns for each in turn.values())])
+        options = dict(add_generation_prompt=True, return_dict=False)
+        try:
+            ids = await asyncio.to_thread(self._tokenizer.apply_chat_template, turns, **options)
+        except Exception as error:  # the template's: turns in an order that it does not have, say
+            raise ValueError(f"the chat template refuses the messages: {error}") from None
+        logprobs = body.top_logprobs if body.logprobs else None
+        return await self._answer(call, body, [ids], ChatCompletion, CHAT_TOKENS, logprobs)
+
+    def _require_readable(self, texts: list[str]) -> None:
+        """Refuse what no tokenizer could make short enough: it would take seconds, and a hundred times its size."""
+        longest = max(map(len, texts))
+        if longest > self._characters:
+            raise ValueError(f"a text of {longest:,} characters does not fit the model's {self._positions:,} positions")
+
+    async def _answer(
+        self, call: Call, body: bodies.Settings, prompts: list[list[int]], form: type[Completion], usual: int,
+        logprobs: int | None, echoes: Sequence[str] = (),
+    ) -> Response:  # fmt: skip
+        place = await self._place(call, body)
+        scores_prompt = bool(echoes) and logprobs is not None
+        requests = self._requests(call, body, prompts, usual, logprobs, scores_prompt)
+        lengths = (min(len(each.input_ids) + each.max_new_tokens, self._positions) for each in requests)
+        call.state.hold(TOKEN_BYTES * sum(lengths))
+        prompt_tokens = sum(map(len, prompts))
+        self._metrics.prompt.inc(prompt_tokens)
+        before = [(each, ()) for each in echoes or [""] * len(prompts)]
+        if scores_prompt and max(map(len, prompts)) <= self._positions:  # or the backend refuses them
+            values = prompt_tokens * body.n * (logprobs + 1)
+            if values > MOST_SCORED:
+                raise ValueError(f"their log-probabilities are {values:,} values, at most {MOST_SCORED:,} are allowed")
+            places = await asyncio.to_thread(lambda: [starts(self._tokenizer, ids) for ids in prompts])
+            before = [*zip(echoes, places, strict=True)]
+        streams = [
+            texts(self._backend.stream(place, each), each, self._tokenizer, self._metrics, *before[k // body.n])
+            for k, each in enumerate(requests)
+        ]
+        pieces = merged(streams)
+        first = await unless_gone(call, anext(pieces))  # what fails at once has a status
+        spelling = None if logprobs is None else self._spelling
+        written = form(secrets.token_hex(12), body.model, prompt_tokens, spelling)
+        if body.stream:
+            return Events(written.events(_again(first, pieces), body.stream_options.include_usage))
+        return await unless_gone(call, written.whole(_again(first, pieces)))
+
+    async def _place(self, call: Call, body: bodies.Settings) -> str | None:
+        """Where the adapter is that is asked for; None is the base."""
+        base = self._names.base
+        if body.lora is not None and body.model != base:
+            raise ValueError(f"lora={body.lora!r} goes with model={base!r}, got {body.model!r}")
+        if body.lora is None and body.model == base:
+            return None
+        return await unless_gone(call, self._names.path(call.state.account, body.lora or body.model))
+
+    def _requests(
+        self, call: Call, body: bodies.Settings, prompts: list[list[int]], usual: int, logprobs: int | None,
+        scores_prompt: bool,
+    ) -> list[Request]:  # fmt: skip
+        """``n`` for each prompt, each with a seed of its own."""
+        answers = len(prompts) * body.n
+        if answers > MOST_ANSWERS:
+            asked = f"n={body.n} of {len(prompts)} prompts are {answers} answers"
+            raise ValueError(f"{asked}, at most {MOST_ANSWERS} are allowed")
+        most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        settings = dict(temperature=body.temperature, top_p=body.top_p or 1e-9, stop=body.stop)
+        settings |= dict(account=call.state.account, score_prompt=scores_prompt)
+        settings |= dict(logprobs=0 if most == 0 and logprobs is None else logprobs)
+        return [
+            Request(
+                ids,
+                max_new_tokens=max(1, min(usual, self._positions - len(ids))) if most is None else most,
+                seed=None if body.seed in (None, -1) else (body.seed + k) % 2**63,
+                **settings,
+            )
+            for ids in prompts
+            for k in range(body.n)
+        ]
+
+
+async def _again(first, rest):
+    async with contextlib.aclosing(rest):
+        yield first
+        async for each in rest:
+            yield each
+
+
+async def unless_gone(call: Call, work):
+    """The result of work, which is cancelled when the client goes."""
+
+    async def gone() -> None:
+        while (await call.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.ensure_future(work), asyncio.create_task(gone())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
+            raise HTTPException(499, "the client has gone")
+        return tasks[0].result()
+    finally:
+        for each in tasks:
+            each.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
