@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import httpx
 import openai
 import pytest
+import safetensors.torch
 import torch
 import uvicorn
 from pydantic import ValidationError
@@ -21,7 +22,7 @@ from typer.testing import CliRunner
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import plpkg
-from plpkg.adapters import CONFIG, WEIGHTS, read_adapter
+from plpkg.adapters import CONFIG, WEIGHTS, InvalidAdapterError, load_adapter, read_adapter, validate_adapter
 from plpkg.cli import app as cli
 from plpkg.serving.engine import Engine
 from plpkg.serving.requests import Request
@@ -301,6 +302,38 @@ def test_the_longest_text_and_the_version_are_told(service, exact):
 
 
 # What is refused
+
+
+def test_a_part_of_an_adapter_comes_in_by_no_door(service, exact, writers, tmp_path):
+    """Its file lacks one layer of five, and nothing else is wrong with it."""
+    files = {part: bytes(content) for part, content in writers["numpy"].files.items()}
+    tensors = safetensors.torch.load(files[WEIGHTS])
+    files[WEIGHTS] = safetensors.torch.save({name: each for name, each in tensors.items() if ".layers.3." not in name})
+    part, kept, engine = tmp_path / "part", tmp_path / "store", Engine(*exact)
+    version = "0" * 64
+    place = kept / "local" / "part" / version
+    for folder in (part, place):
+        folder.mkdir(parents=True)
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+    said = r"layers\.3\.[\w.]+': the weights lack it"
+    for door in (
+        lambda: validate_adapter(part, exact[0]),
+        lambda: load_adapter(part, exact[0]),
+        lambda: read_adapter(files[CONFIG], files[WEIGHTS], exact[0]),
+        lambda: engine.load("part", part),
+        lambda: asyncio.run(Store(kept).fetch(f"local/part/{version}", exact[0])),
+    ):
+        with pytest.raises(InvalidAdapterError, match=said):
+            door()
+    refused = service.upload("part", SimpleNamespace(files=files))
+    assert refused.status_code == 422
+    assert re.search(said, refused.json()["error"]["message"])
+    served = CliRunner().invoke(
+        cli, ["serve", "--model", "plpkg-small", "--adapter", str(part), "--listen", "127.0.0.1:0"]
+    )
+    assert served.exit_code != 0
+    assert re.search(said, str(served.output) + str(served.exception))
 
 
 @pytest.mark.parametrize(
