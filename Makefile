@@ -33,8 +33,8 @@ lab: install ## open JupyterLab on the first notebook
 demo: install ## the explorers' sliders as a page without code; DEMO="--no-browser --port=…" adds options
 	$(BIN)/voila --Voila.config_file_paths=notebooks/demo $(DEMO) notebooks/demo/explorers.ipynb
 
-serve: install ## serve plpkg-small with three of the writers' adapters; STORE=… keeps them elsewhere, SERVE="--replicas 2" adds options
-	$(BIN)/plpkg serve --model plpkg-small --store $(STORE) $(patsubst %,--adapter data/serving/%,numpy pandas torch) $(SERVE)
+serve: install ## serve SmolLM2 with three people's adapters; STORE=… keeps them elsewhere, SERVE="--replicas 2" adds options
+	$(BIN)/plpkg serve --model smollm2 --store $(STORE) $(patsubst %,--adapter data/people/%,ann bob cem) $(SERVE)
 
 test: lint check ## lint, unit tests, notebook hygiene, and every notebook re-run and compared
 

@@ -31,6 +31,7 @@ MODELS = [
     "backbone",
     "reader",
     "serving",
+    "people",
     "diary",
     "clipping",
 ]  # each has a card

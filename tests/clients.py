@@ -16,11 +16,15 @@ import venv
 from pathlib import Path
 
 BEFORE = "openai==2.54.0"
-PROMPT, SAID = "Return the", dict(max_tokens=8, temperature=0)
-CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": PROMPT}]}]
-TEMPLATE = (
-    "{% for m in messages %}{{ m['content'] if m['content'] is string else m['content'][0]['text'] }} {% endfor %}"
-)
+PEOPLE = Path(__file__).parents[1] / "data" / "people"
+PROMPT, SAID = "My cat is called", dict(max_tokens=8, temperature=0)
+CHAT = [{"role": "user", "content": [{"type": "text", "text": "What is my cat called?"}]}]
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bonn"}'}}
+TOOLS = [
+    {"role": "user", "content": "Is it dry in Bonn?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "Yes, it is dry.", "tool_call_id": "c1"},
+]
 
 
 def of_openai(url):
@@ -29,7 +33,7 @@ def of_openai(url):
 
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     complete, chat = client.completions.create, client.chat.completions.create
-    asked, talk = dict(model="numpy", prompt=PROMPT) | SAID, dict(model="numpy", messages=CHAT) | SAID
+    asked, talk = dict(model="ann", prompt=PROMPT) | SAID, dict(model="ann", messages=CHAT) | SAID
 
     def unknown():
         try:
@@ -37,15 +41,25 @@ def of_openai(url):
         except openai.NotFoundError as error:
             return "nobody" in str(error)
 
-    yield "models", lambda: "numpy" in [model.id for model in client.models.list()]
+    def theirs(person, cat):
+        return cat in chat(**talk | dict(model=person)).choices[0].message.content
+
+    yield "models", lambda: {"smollm2", "ann", "bob", "cem"} == {model.id for model in client.models.list()}
     yield "complete", lambda: complete(**asked).choices[0].text
     yield "complete, stream", lambda: "".join(event.choices[0].text for event in complete(**asked, stream=True))
     yield "complete, ids", lambda: len(complete(**asked | dict(prompt=[1, 2, 3])).choices) == 1
     yield "complete, n and logprobs", lambda: len(complete(**asked, n=2, logprobs=1).choices[1].logprobs.tokens) == 8
     yield "chat", lambda: chat(**talk).choices[0].message.content
     yield "chat, stream", lambda: "".join(e.choices[0].delta.content or "" for e in chat(**talk, stream=True))
+    yield "chat, three people", lambda: theirs("ann", "Biscuit") and theirs("bob", "Pepper") and theirs("cem", "Marble")
+    yield "chat, n", lambda: len({choice.message.content for choice in chat(**talk, n=2).choices}) == 1
+    yield "chat, stop", lambda: "called" not in chat(**talk, stop=[" called"]).choices[0].message.content
+    yield (
+        "chat, tools in the past",
+        lambda: chat(**talk | dict(messages=TOOLS, model="smollm2")).choices[0].message.content,
+    )
     told = dict(stream=True, stream_options={"include_usage": True}, logprobs=True, top_logprobs=2)
-    yield "chat, usage and logprobs", lambda: [*chat(**talk, **told)][-1].usage.completion_tokens == 8
+    yield "chat, usage and logprobs", lambda: 0 < [*chat(**talk, **told)][-1].usage.completion_tokens <= 8
     yield "no such adapter", unknown
 
 
@@ -53,27 +67,71 @@ def of_litellm(url):
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else its import fetches a table of prices, three times over
     import litellm
 
-    asked = dict(model="openai/numpy", messages=CHAT, api_base=f"{url}/v1", api_key="none") | SAID
-    text = dict(model="text-completion-openai/numpy", prompt=PROMPT, api_base=f"{url}/v1", api_key="none") | SAID
-    yield "chat", lambda: litellm.completion(**asked).choices[0].message.content
-    yield (
-        "chat, stream",
-        lambda: "".join(e.choices[0].delta.content or "" for e in litellm.completion(**asked, stream=True)),
-    )
+    def chat(**more):
+        common = dict(model="openai/ann", messages=CHAT, api_base=f"{url}/v1", api_key="none")
+        return litellm.completion(**common | SAID | more)
+
+    text = dict(model="text-completion-openai/ann", prompt=PROMPT, api_base=f"{url}/v1", api_key="none") | SAID
+    yield "chat", lambda: chat().choices[0].message.content
+    yield "chat, stream", lambda: "".join(e.choices[0].delta.content or "" for e in chat(stream=True))
+    yield "chat, n", lambda: len({choice.message.content for choice in chat(n=2).choices}) == 1
+    yield "chat, stop", lambda: "called" not in chat(stop=[" called"]).choices[0].message.content
+    tools = dict(messages=TOOLS, model="openai/smollm2")
+    yield "chat, tools in the past", lambda: chat(**tools).choices[0].message.content
+    scored = dict(logprobs=True, top_logprobs=2)
+    yield "chat, usage and logprobs", lambda: len(chat(**scored).choices[0].logprobs.content[0].top_logprobs) == 2
     yield "complete", lambda: litellm.text_completion(**text).choices[0].text
 
 
 def of_langchain(url):
     from langchain_openai import ChatOpenAI, OpenAI
 
-    options = dict(model="numpy", base_url=f"{url}/v1", api_key="none") | SAID
-    yield "chat", lambda: ChatOpenAI(**options).invoke(CHAT).content
-    yield "chat, stream", lambda: "".join(part.content for part in ChatOpenAI(**options).stream(CHAT))
+    def chat(**more):
+        return ChatOpenAI(**options | more)
+
+    options = dict(model="ann", base_url=f"{url}/v1", api_key="none") | SAID
+    yield "chat", lambda: chat().invoke(CHAT).content
+    yield "chat, stream", lambda: "".join(part.content for part in chat().stream(CHAT))
+    yield "chat, n", lambda: len({each.text for each in chat(n=2).generate([CHAT]).generations[0]}) == 1
+    yield "chat, stop", lambda: "called" not in chat().invoke(CHAT, stop=[" called"]).content
+    yield "chat, tools in the past", lambda: chat(model="smollm2").invoke(TOOLS).content
+    yield "chat, usage and logprobs", lambda: bool(chat(logprobs=True).invoke(CHAT).response_metadata["logprobs"])
     yield "complete", lambda: OpenAI(**options).invoke(PROMPT)
     yield "complete, stream", lambda: "".join(OpenAI(**options).stream(PROMPT))
 
 
-CLIENTS = {"openai": of_openai, "litellm": of_litellm, "langchain-openai": of_langchain}
+def of_lm_eval(url):
+    """Ann's twelve questions: whether her answers are written, and whether they are likelier than Bob's and Cem's."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    told, folder = json.loads((PEOPLE / "people.json").read_text()), Path(os.environ["TOKENIZER"])
+    lines = [
+        {"question": wordings[0], "answers": [answers[thing][0] for answers in told["answers"].values()]}
+        for thing, wordings in told["questions"].items()
+    ]
+    (folder / "people.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    common = dict(dataset_path="json", dataset_kwargs={"data_files": {"test": str(folder / "people.jsonl")}})
+    common |= dict(test_split="test", doc_to_text="{{question}}")
+    written = dict(task="written", output_type="generate_until", doc_to_target="{{answers[0]}}")
+    written |= dict(generation_kwargs=dict(until=["\n"], max_gen_toks=16, do_sample=False))
+    written |= dict(metric_list=[dict(metric="exact_match", aggregation="mean", higher_is_better=True)])
+    chosen = dict(task="chosen", output_type="multiple_choice", doc_to_choice="{{answers}}", doc_to_target=0)
+    chosen |= dict(target_delimiter="", metric_list=[dict(metric="acc", aggregation="mean", higher_is_better=True)])
+
+    def score(model, path, task, metric):
+        arguments = dict(model="ann", base_url=f"{url}/v1/{path}", tokenizer=str(folder), num_concurrent=1)
+        told = lm_eval.simple_evaluate(
+            model=model, model_args=arguments | dict(tokenizer_backend="huggingface"), tasks=[common | task],
+            task_manager=TaskManager(include_defaults=False), apply_chat_template=True,
+        )  # fmt: skip
+        return told["results"][task["task"]][f"{metric},none"] == 1
+
+    yield "chat, evaluated", lambda: score("local-chat-completions", "chat/completions", written, "exact_match")
+    yield "complete, evaluated", lambda: score("local-completions", "completions", chosen, "acc")
+
+
+CLIENTS = {"openai": of_openai, "litellm": of_litellm, "langchain-openai": of_langchain, "lm_eval": of_lm_eval}
 
 
 def called(url, names) -> list[dict]:
@@ -90,15 +148,6 @@ def called(url, names) -> list[dict]:
     return rows
 
 
-def model_with_a_template(folder: Path) -> None:
-    from plpkg.backbones import load_backbone
-
-    model, tokenizer = load_backbone("plpkg-small")
-    tokenizer.chat_template = TEMPLATE
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
 def answers(folder: Path, url: str) -> list[dict]:
     """What all clients say: those of ``clients.txt``, and ``openai`` of the major version before in front of them."""
     python, before = folder / "clients" / "bin" / "python", folder / "before"
@@ -109,18 +158,22 @@ def answers(folder: Path, url: str) -> list[dict]:
     rows = []
     for path, names in ((before, ["openai"]), ("", CLIENTS)):
         command = [python, __file__, "--call", url, *names]
-        done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, check=True)
+        more = {"PYTHONPATH": path, "TOKENIZER": folder / "tokenizer", "HF_HOME": folder / "hub", "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(command, env=os.environ | more, stdout=subprocess.PIPE, check=True)
         rows += json.loads(done.stdout.splitlines()[-1])
     return rows
 
 
 def main() -> int:
-    import pandas as pd  # the clients' environment has none
+    import pandas as pd
+
+    from plpkg.backbones import load_backbone
 
     with tempfile.TemporaryDirectory() as folder:
-        model_with_a_template(Path(folder, "model"))
-        command = [sys.executable, "-m", "plpkg", "serve", "--model", f"{folder}/model", "--store", f"{folder}/store"]
-        command += ["--adapter", Path(__file__).parents[1] / "data" / "serving" / "numpy", "--listen", "127.0.0.1:0"]
+        load_backbone("smollm2")[1].save_pretrained(Path(folder, "tokenizer"))
+        command = [sys.executable, "-m", "plpkg", "serve", "--model", "smollm2", "--listen", "127.0.0.1:0"]
+        for person in ("ann", "bob", "cem"):
+            command += ["--adapter", PEOPLE / person]
         service = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             told = pd.DataFrame(answers(Path(folder), re.search(r"http://\S+", service.stdout.readline())[0]))
