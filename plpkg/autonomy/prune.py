@@ -117,11 +117,6 @@ def macs(model: nn.Module, example: torch.Tensor | tuple) -> int:
     return count
 
 
-def parameters(model: nn.Module) -> int:
-    """The numbers that a model learns; shared ones count once."""
-    return sum(p.numel() for p in model.parameters())
-
-
 def latency(model: nn.Module, example: torch.Tensor | tuple, seconds: float = 0.2) -> float:
     """The median time of a forward pass in eval mode on one CPU thread, in seconds, measured for so many seconds."""
     run = partial(_output, deepcopy(model).eval(), example)
